@@ -8,12 +8,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, PreTrainedModel
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from rlhf_core.config.loading import Params
 from rlhf_core.config.operations import LaunchConfig
 from rlhf_core.data.schema import Message
 from rlhf_core.models.adapters import WithoutAdapters, add_adapters
+from rlhf_core.models.classifiers import AutoScalarModel
 from rlhf_core.models.fused_norms import fuse_norms
 from rlhf_core.models.heads import ScalarModel
 from rlhf_core.models.precision import use_float32_unembedding
@@ -93,7 +94,7 @@ def new_scalar(subject: Subject, unembedding: bool = False) -> ScalarModel:
     config = subject.architecture.config()
     with torch.random.fork_rng(devices=[]), distributed.device():
         torch.manual_seed(2)
-        model = AutoModelForSequenceClassification.from_config(config, dtype=subject.dtype, attn_implementation="sdpa")
+        model = AutoScalarModel.from_config(config, dtype=subject.dtype, attn_implementation="sdpa")
         table = torch.randn(config.vocab_size, config.hidden_size, dtype=subject.dtype) if unembedding else None
     fuse_norms(model)
     return ScalarModel(model, table).to(distributed.device()).eval()

@@ -28,6 +28,7 @@ from rlhf_core.errors import (
     RlhfError,
     first_line,
     is_full_disk,
+    is_out_of_memory,
 )
 from rlhf_core.redaction import redacted
 from rlhf_core.runtime.progress import busy
@@ -434,6 +435,10 @@ def _report_error(error: BaseException) -> int:
             return EXIT_USER_ERROR
         case OSError(errno=errno.EACCES | errno.EPERM | errno.EROFS, filename=str(path)):
             print_error(f"{path}: {error.strerror}; give yourself the right to it, or choose another", sys.stderr)
+            return EXIT_USER_ERROR
+        case _ if is_out_of_memory(error):
+            remedy = "end what else uses it, or raise the limit (`ulimit -v`, the container's)"
+            print_error(f"main memory is used up; {remedy}", sys.stderr)
             return EXIT_USER_ERROR
         case _ if is_full_disk(error):
             sys.stdout = open(os.devnull, "w")  # noqa: SIM115 - what is left in its buffer would fail again

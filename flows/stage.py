@@ -30,7 +30,7 @@ PROGRESS = re.compile(
     re.MULTILINE,
 )
 RESUMED = re.compile(r"^[^:\r\n]{1,60}: (resumed at \d+/\d+)$", re.MULTILINE)
-METRIC = re.compile(r"(\S+) ([-+]?(?:\d[\d.]*(?:e[-+]?\d+)?|inf|nan))(?=\s|$)")
+METRIC = re.compile(r"(?<!\S)(\S++) ([-+]?(?:\d[\d.]*(?:e[-+]?\d+)?|inf|nan))(?=\s|$)")
 
 Action = Literal["ran", "cached", "failed", "stopped", "skipped"]
 

@@ -6,6 +6,7 @@ import errno
 import re
 import shutil
 from pathlib import Path
+from typing import Any
 
 from rlhf_core.redaction import redacted
 
@@ -30,9 +31,13 @@ class RlhfError(Exception):
 
     The command line prints the message, several mistakes on a line each, and exits with ``exit_code``; ``--debug`` adds
     the traceback.
+
+    Attributes:
+        trained: What a training that this ended had made by then: model, history and, of PPO, findings.
     """
 
     exit_code = EXIT_USER_ERROR
+    trained: Any = None
 
     def __init__(self, message: str = "", exit_code: int | None = None) -> None:
         """``exit_code`` replaces that of the class."""
@@ -80,7 +85,7 @@ class GateFailed(RlhfError):
 
 
 class TrainingPaused(RlhfError):
-    """A health rule or repeated non-finite steps stopped training, with its state saved."""
+    """A health rule or repeated non-finite steps stopped training; the message says what is kept."""
 
     exit_code = EXIT_TRAINING_PAUSED
 
@@ -109,6 +114,11 @@ def named_line(error: BaseException) -> str:
     text = _STATEMENT.split(" ".join(str(error).split()))[0]
     named = text if isinstance(error, RlhfError) else f"{type(error).__name__}: {text}".removesuffix(": ")
     return redacted(named)[:QUOTED_CHARACTERS]
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether main memory, or what ``ulimit -v`` or a container leaves of it, is used up."""
+    return isinstance(error, MemoryError) or (isinstance(error, RuntimeError) and "can't allocate memory" in str(error))
 
 
 def is_full_disk(error: BaseException) -> bool:

@@ -5,33 +5,48 @@ This module is a registry policy (:class:`flows.registry.policies.RegistryPolicy
 Whoever registers a version holds the private key, named by the environment. Whoever promotes, serves, exports or talks
 to it needs only ``registry.signature``. Unlike the content hash of a version, which is a tag, a signature cannot be
 made by those who can merely write to the registry.
+
+What is signed is a statement about one version of one model in one registry: the hashes of its files and of the code
+and settings that MLflow keeps beside them, the sampling that it was judged with, what its gates said, and the version
+before it. It is compared with what is there at every use of a version and before an alias points to it.
 """
 
 from __future__ import annotations
 
 import hashlib
+import json
 import os
 import re
-import tempfile
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from flows.registry.aliases import CONTENT_TAG, SIGNED_TAGS, versions
 from flows.registry.policies import KEY_VARIABLE
+from flows.registry.stored_models import REMEDY, own_package, package_digest, stored_sampling
+from rlhf_core.config.loading import load_section
 from rlhf_core.config.operations import RegistryConfig, SignatureConfig
 from rlhf_core.errors import ConfigError, ModelError
-from rlhf_core.storage.files import sha256_file
+from rlhf_core.storage.files import scratch_folder, sha256_file, sha256_tree
+from rlhf_core.tracking.delivery import address
+from rlhf_core.tracking.stage_run import tracking_uri
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient
+    from mlflow.entities.model_registry import ModelVersion
 
 
 PASSWORD_VARIABLE = "RLHF_SIGNING_KEY_PASSWORD"
 CERTIFICATES_VARIABLE = "RLHF_SIGNING_CERTIFICATES"
-SIGNATURE_NAME = "model.sig"
+SIGNATURE_NAME, STATEMENT_NAME = "model.sig", "statement.json"
 ARTIFACT_FOLDER = "signature"
 SIGNER_TAG = "signer_sha256"
+OPEN_TO_OTHERS = 0o027  # write for the group, anything for others
+STATEMENT_BYTES = 1_000_000
+NOT_ELLIPTIC = (
+    "is not an elliptic-curve key; make one with `openssl ecparam -name prime256v1 -genkey -noout -out key.pem`"
+)
 INSTALL = "pip install 'rlhf-pipeline[signing]'"
 
 
@@ -60,6 +75,12 @@ class Signer:
             for path in paths:
                 if not path.is_file():
                     raise ConfigError(f"{variable}: there is no file {path}")
+        mode = signer.private_key.stat().st_mode & 0o777
+        if mode & OPEN_TO_OTHERS:
+            raise ConfigError(
+                f"{KEY_VARIABLE}: {signer.private_key} has the mode {mode:o}, so that others can read or replace the "
+                f"private key; make it yours alone: chmod 600 {signer.private_key}"
+            )
         return signer
 
     def name_files(self) -> None:
@@ -72,6 +93,7 @@ class Signer:
     def id(self) -> str:
         """What tells this signer from another: a hash of its certificate, else of its public key."""
         from cryptography.hazmat.primitives import serialization
+        from cryptography.hazmat.primitives.asymmetric.ec import EllipticCurvePrivateKey
 
         if self.certificates:
             return sha256_file(self.certificates[0])
@@ -79,6 +101,8 @@ class Signer:
             key = serialization.load_pem_private_key(self.private_key.read_bytes(), self.password.encode() or None)
         except (ValueError, TypeError) as error:
             raise ConfigError(f"{KEY_VARIABLE}: cannot read {self.private_key} ({_first_line(error)})") from error
+        if not isinstance(key, EllipticCurvePrivateKey):
+            raise ConfigError(f"{KEY_VARIABLE}: {self.private_key} {NOT_ELLIPTIC}")
         form = serialization.PublicFormat.SubjectPublicKeyInfo
         return hashlib.sha256(key.public_key().public_bytes(serialization.Encoding.DER, form)).hexdigest()
 
@@ -99,11 +123,64 @@ class Signer:
                     certificate_chain=self.certificates[1:] or self.certificates,  # it cannot be empty
                 )
             else:
+                _ = self.id  # refuses a key that is not elliptic
                 password = self.password.encode() or None  # what the library hands on must be bytes
                 config.use_elliptic_key_signer(private_key=self.private_key, password=password)
             config.sign(folder, signature)
+        except ConfigError:
+            raise
         except Exception as error:
             raise ConfigError(f"cannot sign with {self.private_key} ({_first_line(error)})") from error
+
+
+@dataclass(frozen=True)
+class Statement:
+    """What the holder of the key says about one version of a registered model.
+
+    Attributes:
+        registry: Where it is registered; see :func:`registry_identity`.
+        model: Name of the registered model.
+        version: Its number.
+        content_sha256: Hash of the Hugging Face folder.
+        package_sha256: Hash of everything that MLflow keeps beside that folder, its code among it.
+        sampling: The settings that the model was judged with and is served with.
+        tags: What the tags of the version say about its gates and the reward model behind it.
+        predecessor: Number and content hash of the version before it, both empty for the first.
+    """
+
+    registry: str
+    model: str
+    version: str
+    content_sha256: str
+    package_sha256: str
+    sampling: Mapping[str, Any]
+    tags: Mapping[str, str]
+    predecessor: tuple[str, str]
+
+    @property
+    def text(self) -> str:
+        """The statement as it is signed: equal statements are equal texts."""
+        return json.dumps(asdict(self), sort_keys=True, ensure_ascii=False, indent=1) + "\n"
+
+    def differences(self, other: Statement) -> list[str]:
+        """Names of what the two say differently."""
+        own, others = json.loads(self.text), json.loads(other.text)
+        return [name for name in own if own[name] != others[name]]
+
+
+def registry_identity(workspace: Path, config: SignatureConfig) -> str:
+    """What tells the registry of a workspace from others: ``registry.signature.registry``, else its address.
+
+    User and password are left out of the address; that of a SQLite database is its path.
+    """
+    from sqlalchemy.engine import make_url
+
+    if config.registry is not None:
+        return config.registry
+    uri = tracking_uri(workspace)
+    if uri.startswith("sqlite"):
+        return f"sqlite:///{Path(make_url(uri).database or '').resolve()}"
+    return address(uri).partition("?")[0].rstrip("/")
 
 
 def check_settings(workspace: Path, config: RegistryConfig) -> None:
@@ -131,14 +208,53 @@ def export_folder(folder: Path) -> None:
         signer.sign(folder, folder / SIGNATURE_NAME)
 
 
-def register_version(client: MlflowClient, run_id: str, folder: Path) -> None:
-    """Keep a signature of ``folder``, whose content was registered, beside the model in its registration run."""
+def register_version(
+    client: MlflowClient, workspace: Path, version: ModelVersion, content: str, tags: Mapping[str, str]
+) -> None:
+    """Keep a signed statement about a version in its registration run.
+
+    Raises:
+        ModelError: What the registry keeps is not what was registered here, so that nobody can vouch for it.
+    """
     signer = Signer.of_environment()
-    assert signer is not None, "a version without a signer has no tag that announces a signature"
-    with tempfile.TemporaryDirectory() as temporary:
-        signature = Path(temporary) / SIGNATURE_NAME
-        signer.sign(folder, signature)
-        client.log_artifact(run_id, str(signature), ARTIFACT_FOLDER)
+    if signer is None:
+        return
+    config = load_section(workspace, "registry", RegistryConfig).signature
+    number = int(version.version)
+    earlier = [other for other in versions(client, version.name) if int(other.version) < number]
+    before = (str(earlier[0].version), earlier[0].tags.get(CONTENT_TAG, "")) if earlier else ("", "")
+    statement = statement_of(workspace, config, version, own_package(client, workspace, version), before)
+    to_state = {key: tags[key] for key in SIGNED_TAGS if key in tags}
+    if (statement.content_sha256, dict(statement.tags)) != (content, to_state):
+        raise ModelError(
+            f"{version.name} version {number} is not signed: its files or tags in the registry are not the ones that "
+            f"were registered; {REMEDY}"
+        )
+    with scratch_folder() as folder, scratch_folder() as beside:
+        (folder / STATEMENT_NAME).write_text(statement.text, encoding="utf-8")
+        signer.sign(folder, beside / SIGNATURE_NAME)
+        for file in (folder / STATEMENT_NAME, beside / SIGNATURE_NAME):
+            client.log_artifact(str(version.run_id), str(file), ARTIFACT_FOLDER)
+
+
+def statement_of(
+    workspace: Path,
+    config: SignatureConfig,
+    version: ModelVersion,
+    folder: Path,
+    predecessor: tuple[str, str],
+) -> Statement:
+    """What there is to say of a version whose Hugging Face folder, as its registry keeps it, is ``folder``."""
+    return Statement(
+        registry=registry_identity(workspace, config),
+        model=version.name,
+        version=str(version.version),
+        content_sha256=sha256_tree(folder),
+        package_sha256=package_digest(folder),
+        sampling=stored_sampling(folder),
+        tags=signed_tags(version),
+        predecessor=predecessor,
+    )
 
 
 def require_signer(config: SignatureConfig) -> Signer | None:
@@ -168,8 +284,8 @@ def before_run(workspace: Path, config: RegistryConfig) -> None:
     if signer is None:
         return
     signer.name_files()
-    with tempfile.TemporaryDirectory() as temporary:
-        folder, signature = Path(temporary, "model"), Path(temporary, SIGNATURE_NAME)
+    with scratch_folder() as temporary:
+        folder, signature = temporary / "model", temporary / SIGNATURE_NAME
         folder.mkdir()
         (folder / "config.json").write_text("{}", encoding="utf-8")
         signer.sign(folder, signature)
@@ -187,30 +303,111 @@ def before_run(workspace: Path, config: RegistryConfig) -> None:
 
 
 def verify_version(
-    client: MlflowClient, workspace: Path, config: RegistryConfig, label: str, run_id: str | None, folder: Path
+    client: MlflowClient, workspace: Path, config: RegistryConfig, version: ModelVersion, folder: Path | None
 ) -> None:
-    """Check the signature of a version whose registration run is ``run_id``, where ``registry.signature`` wants one.
+    """Compare a version with what was signed about it, where ``registry.signature`` wants that.
+
+    Without a ``folder`` it is compared with its record in the registry alone, as an alias needs that will point to it.
 
     Raises:
-        ModelError: It has none, or it is not that of these files by the holder of the key.
+        ModelError: It has no signature, or that is about something else.
         ConfigError: A key or certificate of ``registry.signature`` is missing or unusable.
     """
-    if not config.signature.required:
+    wanted = config.signature
+    if not wanted.required:
         return
-    verifiers = _verifiers(workspace, config.signature)
-    with tempfile.TemporaryDirectory() as temporary:
+    signed = signed_statement(client, workspace, wanted, version)
+    if folder is not None:
+        found = statement_of(workspace, wanted, version, folder, signed.predecessor)
+    else:
+        found = replace(
+            signed,
+            registry=registry_identity(workspace, wanted),
+            model=version.name,
+            version=str(version.version),
+            content_sha256=version.tags.get(CONTENT_TAG, ""),
+            tags=signed_tags(version),
+        )
+    require_stated(client, signed, found)
+
+
+def signed_statement(
+    client: MlflowClient, workspace: Path, config: SignatureConfig, version: ModelVersion
+) -> Statement:
+    """What the holder of the key of ``registry.signature`` says about a version.
+
+    Raises:
+        ModelError: The version has no statement, or it is not signed by that key.
+        ConfigError: A key or certificate of ``registry.signature`` is missing or unusable.
+    """
+    label = f"{version.name} version {version.version}"
+    verifiers = _verifiers(workspace, config)
+    with scratch_folder() as downloads, scratch_folder() as folder:
         try:
-            signature = client.download_artifacts(str(run_id), f"{ARTIFACT_FOLDER}/{SIGNATURE_NAME}", temporary)
+            paths = []
+            for name in (SIGNATURE_NAME, STATEMENT_NAME):
+                file = client.download_artifacts(str(version.run_id), f"{ARTIFACT_FOLDER}/{name}", str(downloads))
+                paths.append(Path(file))
+            signature, stated = paths
+            with stated.open("rb") as stream:
+                text = stream.read(STATEMENT_BYTES).decode("utf-8")
         except Exception as error:
             raise ModelError(
                 f"{label} has no signature, and registry.signature wants one; register it again with {KEY_VARIABLE} set"
             ) from error
-        refusals = [refusal for verifier in verifiers if (refusal := _refusal(verifier, folder, Path(signature)))]
-        if len(refusals) == len(verifiers):
-            raise ModelError(
-                f"the signature of {label} does not match registry.signature ({_first_line(refusals[0])}); "
-                "it is not used: register the model again, or roll back"
-            ) from refusals[0]
+        (folder / STATEMENT_NAME).write_text(text, encoding="utf-8")
+        refusals = [refusal for verifier in verifiers if (refusal := _refusal(verifier, folder, signature))]
+    if len(refusals) == len(verifiers):
+        raise ModelError(
+            f"the signature of {label} does not match registry.signature ({_first_line(refusals[0])}); "
+            "it is not used: register the model again, or roll back"
+        ) from refusals[0]
+    try:
+        values = json.loads(text)
+        return Statement(**values | {"predecessor": tuple(values["predecessor"])})
+    except (ValueError, TypeError, KeyError, RecursionError) as error:
+        raise ModelError(f"what was signed about {label} is no statement about a version; register it again") from error
+
+
+def require_stated(client: MlflowClient, signed: Statement, found: Statement) -> None:
+    """Compare what was ``signed`` about a version with what was ``found`` in the registry.
+
+    Raises:
+        ModelError: They differ, or the version before it is another than when it was signed.
+    """
+    label = f"{found.model} version {found.version}"
+    if signed.registry != found.registry:
+        raise ModelError(
+            f"{label} was signed for the registry {signed.registry}, and this one is {found.registry}; if it has "
+            "moved, set registry.signature.registry to the first"
+        )
+    differences = signed.differences(found)
+    number, content = signed.predecessor
+    if number and "predecessor" not in differences and _content(client, found.model, number) not in (None, content):
+        differences.append("predecessor")
+    if differences:
+        raise ModelError(
+            f"the signature of {label} does not match what is in the registry ({', '.join(differences)} differ); "
+            "it is not used: register the model again, or roll back"
+        )
+
+
+def signed_tags(version: ModelVersion) -> dict[str, str]:
+    """The tags of a version that its statement repeats."""
+    return {key: version.tags[key] for key in SIGNED_TAGS if key in version.tags}
+
+
+def _content(client: MlflowClient, model: str, number: str) -> str | None:
+    """The content hash of a version; None where there is no such version any more."""
+    from mlflow.exceptions import MlflowException
+
+    try:
+        tags: Mapping[str, str] = client.get_model_version(model, number).tags
+    except MlflowException as error:
+        if error.error_code == "RESOURCE_DOES_NOT_EXIST":
+            return None
+        raise
+    return tags.get(CONTENT_TAG, "")
 
 
 def key_files(workspace: Path, config: SignatureConfig) -> list[Path]:
@@ -236,12 +433,24 @@ def _verifiers(workspace: Path, config: SignatureConfig) -> list[Any]:
         verifier = library.verifying.Config().set_hashing_config(_every_file(library))
         try:
             if config.public_key:
+                _require_elliptic(path)
                 verifiers.append(verifier.use_elliptic_key_verifier(public_key=path))
             else:
                 verifiers.append(verifier.use_certificate_verifier(certificate_chain=paths))
+        except ConfigError:
+            raise
         except Exception as error:
             raise ConfigError(f"registry.signature: cannot use {path} ({_first_line(error)})") from error
     return verifiers
+
+
+def _require_elliptic(path: Path) -> None:
+    from cryptography.hazmat.primitives import serialization
+    from cryptography.hazmat.primitives.asymmetric.ec import EllipticCurvePublicKey
+
+    key = serialization.load_pem_public_key(path.read_bytes())
+    if not isinstance(key, EllipticCurvePublicKey):
+        raise ConfigError(f"registry.signature: {path} {NOT_ELLIPTIC}")
 
 
 def _refusal(verifier: Any, folder: Path, signature: Path) -> Exception | None:

@@ -28,12 +28,10 @@ from benchmarks.against_trl.workload import (
     ranks,
 )
 from benchmarks.random_models import bare_trainer
-from rlhf_core.api.inputs import rows_of, run_context
 from rlhf_core.config.policy import DpoConfig
 from rlhf_core.config.ppo import PpoConfig
+from rlhf_core.config.rates import with_chosen_rates
 from rlhf_core.config.reward import PairBatchConfig
-from rlhf_core.data.encoding import pad_id
-from rlhf_core.data.schema import Preference
 from rlhf_core.models.fused_norms import fuse_norms
 from rlhf_core.models.heads import ScalarModel
 from rlhf_core.models.openblas_linear import use_openblas
@@ -45,8 +43,6 @@ from rlhf_core.ppo.update import Learner
 from rlhf_core.runtime.distributed import process_group
 from rlhf_core.sampling.distribution import Sampling
 from rlhf_core.sampling.token_scoring import MicroBatchLimits
-from rlhf_core.training.dpo import train_dpo
-from rlhf_core.training.reward.run import split_of
 from rlhf_core.training.run_context import RunContext
 
 HELD_OUT = 2  # rows that the evaluations before and after training read
@@ -78,23 +74,15 @@ def _training(workload: Workload, folder: Path) -> Callable[[], object]:
         batch = PairBatchConfig(token_budget=2 * rows * LONGEST, min_pairs=rows, max_pairs=rows)
         reward = rlhf_core.RewardConfig(imitation=0.0, batch=batch, **given)  # TRL has no loss on the chosen replies
         return partial(rlhf_core.train_reward_model, model, tokenizer, data, validation=data[:HELD_OUT], config=reward)
-    return partial(_dpo, model, tokenizer, data, DpoConfig(batch_size=rows, **given))
-
-
-def _dpo(model: Any, tokenizer: Any, data: list[dict[str, Any]], config: DpoConfig) -> None:
-    rows = rows_of(Preference, data, "pairs")
-    train, validation = (split_of(part, tokenizer, LONGEST, "pairs") for part in (rows, rows[:HELD_OUT]))
-    copy = type(model)(model.config)
-    copy.load_state_dict(model.state_dict())
-    with run_context(None, "dpo", config, model) as context:
-        train_dpo(copy, pad_id(tokenizer), train, validation, config, 0, context)
+    dpo = DpoConfig(batch_size=rows, **given)
+    return partial(rlhf_core.train_dpo, model, tokenizer, data, validation=data[:HELD_OUT], config=dpo)
 
 
 def _trainer(workload: Workload, folder: Path, work: Path) -> Trainer:
     """A run without ptx texts, referee and checkpoints, which TRL does not have either."""
     with_critic = workload.method == "ppo"
     group = {"replies_per_prompt": GROUP, "advantage": {"estimator": workload.method}, "critic_optimizer": None}
-    config = PpoConfig.model_validate(
+    settings = PpoConfig.model_validate(
         {
             **({} if with_critic else group),
             "iterations": ENDLESS,
@@ -112,6 +100,7 @@ def _trainer(workload: Workload, folder: Path, work: Path) -> Trainer:
             "health": {"mode": "report"},
         }
     )
+    config = with_chosen_rates(settings, new=True)
     dtype = getattr(torch, workload.dtype)
     policy, reference = (LlamaForCausalLM.from_pretrained(folder / "policy", dtype=dtype).eval() for _ in range(2))
     value, reward = (

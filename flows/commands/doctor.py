@@ -8,7 +8,6 @@ import os
 import re
 import shutil
 import sys
-import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -17,7 +16,8 @@ from typing import TYPE_CHECKING
 
 from flows.dvc_repo.recipe import check_tracked_params
 from flows.prefect_server.services import LOOPBACK, free_port
-from flows.registry.client import knock
+from flows.registry.client import connect, has_record, knock
+from flows.registry.orphans import find_orphans
 from flows.registry.policies import active_policies
 from flows.workspace import is_elsewhere, lock_holder
 from rlhf_core.commands.plugged import EXTRAS, plugged_app
@@ -30,6 +30,9 @@ from rlhf_core.fingerprint.tracked_files import missing_function, model_folders,
 from rlhf_core.plugins import COMMANDS, RUN_LOGGERS, PluginError, load_plugin, plugins_of
 from rlhf_core.runtime.machine import AVX512_KERNELS, is_amd_with_full_avx512, numpy_kernels
 from rlhf_core.storage.data_files import expand, is_url
+from rlhf_core.storage.files import scratch_folder
+from rlhf_core.tracking.delivery import address
+from rlhf_core.tracking.stage_run import require_database
 
 if TYPE_CHECKING:
     from packaging.requirements import Requirement
@@ -187,13 +190,30 @@ def _mlflow() -> DoctorCheck:
     if not uri:
         return DoctorCheck(OK, "mlflow", "SQLite in the workspace")
     if not uri.startswith(("http://", "https://")):
-        return DoctorCheck(OK, "mlflow", uri)
+        try:
+            require_database(uri)
+        except RlhfError as error:
+            return DoctorCheck(FAIL, "mlflow", str(error))
+        return DoctorCheck(OK, "mlflow", f"{address(uri)} answers")
     try:
         knock(uri)
     except (OSError, ValueError) as error:
         finding = f"MLFLOW_TRACKING_URI={uri} does not answer ({error})"
         return DoctorCheck(FAIL, "mlflow", finding, "start that server, or unset MLFLOW_TRACKING_URI")
     return DoctorCheck(OK, "mlflow", f"{uri} answers")
+
+
+def _orphans(workspace: Path) -> Iterator[DoctorCheck]:
+    """Name what killed registrations have left in the record, if there is one and it answers."""
+    if not has_record(workspace):
+        return
+    try:
+        orphans = find_orphans(connect(workspace), workspace)
+    except RlhfError as error:
+        yield DoctorCheck(WARN, "registry", str(error))
+        return
+    if orphans:
+        yield DoctorCheck(WARN, "registry", orphans.describe(), "`rlhf registry gc --delete` removes them")
 
 
 def require_ready(workspace: Path) -> None:
@@ -229,6 +249,8 @@ def workspace_checks(workspace: Path | None, opens_files: bool = True) -> Iterat
         yield DoctorCheck(FAIL, "dvc", "the workspace is in no DVC repository", "`dvc init` there, or `rlhf init DIR`")
     else:
         yield DoctorCheck(OK, "dvc", f"repository at {root}")
+    if opens_files:
+        yield from _orphans(workspace)
     holder = lock_holder(workspace)
     yield DoctorCheck(OK, "lock", f"held by {holder}" if holder else "free")
     try:
@@ -273,7 +295,7 @@ def _plugins(params: Params) -> Iterator[DoctorCheck]:
 
 def _writable(workspace: Path) -> DoctorCheck:
     try:
-        with tempfile.TemporaryFile(dir=workspace):
+        with scratch_folder(".rlhf-", workspace):
             return DoctorCheck(OK, "writable", "yes")
     except OSError as error:
         remedy = "make the folder writable, or use another workspace"

@@ -312,7 +312,7 @@ def gate_line(gate: GateDecision) -> str:
 def partial_work(workspace: Path) -> list[str]:
     """Return the stages with saved partial state, from which the next run resumes if no dependency has changed."""
     lines = []
-    for folder in sorted((workspace / "work").glob("*/*")):
+    for folder in sorted((workspace / "work").glob("[!.]*/*")):
         checkpoints = sorted(path.name for path in folder.rglob("step-*") if path.is_dir())
         if checkpoints:
             lines.append(f"{folder.parent.name}: {checkpoints[-1]} (work/{folder.parent.name}/{folder.name})")

@@ -25,7 +25,7 @@ from rlhf_core.config.yaml_text import plain, read
 from rlhf_core.errors import RlhfError, first_line, is_full_disk
 from rlhf_core.storage.files import flatten, read_json
 from rlhf_core.tracking import stage_run
-from rlhf_core.tracking.delivery import DEFERRED_VARIABLE, Courier
+from rlhf_core.tracking.delivery import DEFERRED_VARIABLE, Courier, address
 from rlhf_core.tracking.stage_run import (
     CLIENT_SETTINGS,
     default_environment,
@@ -111,7 +111,7 @@ def connect(workspace: Path) -> MlflowClient:
         if is_full_disk(error):
             raise RlhfError(f"no room for the record {uri} ({first_line(error)}); make some") from error
         raise RlhfError(
-            f"MLflow at {uri} does not answer ({first_line(error)}); start it, or unset MLFLOW_TRACKING_URI"
+            f"MLflow at {address(uri)} does not answer ({first_line(error)}); start it, or unset MLFLOW_TRACKING_URI"
         ) from error
     return client
 

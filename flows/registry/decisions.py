@@ -14,27 +14,26 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-import os
-import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
-from datetime import UTC, datetime
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from uuid import UUID, uuid4, uuid5
 
 from flows.prefect_server.services import known_server
-from flows.registry.aliases import read_aliases, registry_errors, version_numbers
+from flows.registry.aliases import PREVIOUS, get_version, read_aliases, registry_errors, version_numbers
 from flows.registry.client import prepare_tracking
 from flows.registry.history import DECLINE, DONE_TAG, ENTRY_LIMIT, REQUEST, Entry, Ledger, ReleaseState, read_history
+from flows.registry.policies import active_policies
 from flows.registry.workspace import actor
 from flows.workspace import locked
 from rlhf_core.config.loading import load_section
 from rlhf_core.config.operations import RegistryConfig
-from rlhf_core.errors import RlhfError
+from rlhf_core.errors import ModelError, RlhfError
 from rlhf_core.evaluation.promotion import Criterion
-from rlhf_core.storage.files import atomic_write_json, permitted, read_json
+from rlhf_core.storage.files import atomic_write_json, own_temporary_folder, permitted, read_json
 from rlhf_core.tracking.stage_run import default_environment, tracking_uri
 
 if TYPE_CHECKING:
@@ -283,12 +282,30 @@ def commit(state: ReleaseState, entry: Entry) -> Path | None:
     """Record the decision that was made on ``state`` and carry it out; returns its report, None if there is none.
 
     Raises:
+        ModelError: An alias would point to a version that a registry policy refuses. Nothing has moved.
         EntryTaken: The history has grown since: what was decided on is no longer so. Nothing has moved.
         RlhfError: The registry refuses.
     """
-    entry = {**entry, "number": len(state.entries) + 1}
+    for moved in entry["moves"]:
+        if moved["version"] is not None and moved["alias"] != PREVIOUS:  # nobody is answered by that one
+            _require_accepted(state.client, state.workspace, moved["model"], moved["version"])
+    entry = _after({**entry, "number": len(state.entries) + 1}, state.entries)
     Ledger.open(state.client, state.name, state.model).append(entry["number"], _entry_text(entry))
     return _carry_out(state.client, state.workspace, entry)
+
+
+def _after(entry: dict[str, Any], earlier: Sequence[Entry]) -> dict[str, Any]:
+    """The entry with a time that is later than those of ``earlier``, by which reports and pages are ordered."""
+    last = max((str(other["time"]) for other in earlier), default="")
+    if entry["time"] > last:
+        return entry
+    LOGGER.warning(
+        "the clock of this host says %s, and the last decision was made at %s: the clock is wrong, or was then; this "
+        "decision is recorded as made right after that one", entry["time"], last,
+    )  # fmt: skip
+    time = (datetime.fromisoformat(last) + timedelta(microseconds=1)).isoformat(timespec="microseconds")
+    decision = {**entry["decision"], "time": time} if entry["decision"] else entry["decision"]
+    return {**entry, "time": time, "decision": decision}
 
 
 def finish_interrupted(client: MlflowClient, workspace: Path, name: str) -> ReleaseState:
@@ -312,6 +329,8 @@ def _carry_out(client: MlflowClient, workspace: Path, entry: Entry) -> Path | No
         for moved in entry["moves"]:
             name, alias, version = moved["model"], moved["alias"], moved["version"]
             if aliases[name].get(alias) == version:
+                continue
+            if version is not None and alias != PREVIOUS and not _is_accepted(client, workspace, name, version):
                 continue
             if version is None:
                 client.delete_registered_model_alias(name, alias)
@@ -337,13 +356,33 @@ def _carry_out(client: MlflowClient, workspace: Path, entry: Entry) -> Path | No
     return report
 
 
+def _require_accepted(client: MlflowClient, workspace: Path, name: str, number: str) -> None:
+    """Raise what a registry policy, such as signatures, has against an alias that points to a version."""
+    config = load_section(workspace, "registry", RegistryConfig)
+    for policy in active_policies(config):
+        policy.verify_version(client, workspace, config, get_version(client, name, number), None)
+
+
+def _is_accepted(client: MlflowClient, workspace: Path, name: str, number: str) -> bool:
+    """Whether an alias may point to a version; what speaks against it is a warning.
+
+    A decision that somebody else has written into the history must not hold up all later ones.
+    """
+    try:
+        _require_accepted(client, workspace, name, number)
+    except ModelError as error:
+        LOGGER.warning("no alias is pointed to %s version %s: %s", name, number, error)
+        return False
+    return True
+
+
 @contextmanager
 def registry_lock(workspace: Path, model: str) -> Iterator[None]:
     """Hold the lock of the registered model ``model`` for the block; wait for another holder.
 
-    The file lies beside a SQLite database, and for a server in the temporary folder of the user. Processes of other
-    machines and users are not locked out: of two that decide at the same time, the second one's entry in the history is
-    refused (:meth:`flows.registry.history.Ledger.append`).
+    The file lies beside a SQLite database, and for a server in the user's own folder for temporary files. Processes of
+    other machines and users are not locked out: of two that decide at the same time, the second one's entry in the
+    history is refused (:meth:`flows.registry.history.Ledger.append`).
     """
     from sqlalchemy.engine import make_url
 
@@ -351,7 +390,7 @@ def registry_lock(workspace: Path, model: str) -> Iterator[None]:
     if uri.startswith("sqlite"):
         folder, subject = Path(make_url(uri).database or "").resolve().parent, model
     else:
-        folder, subject = Path(tempfile.gettempdir()) / f"rlhf-{os.getuid()}", f"{uri} {model}"
+        folder, subject = own_temporary_folder(), f"{uri} {model}"
     digest = hashlib.sha256(subject.encode()).hexdigest()[:16]
     with locked(folder, f"registry-{digest}.lock", wait=True):
         yield

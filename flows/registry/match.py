@@ -10,9 +10,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from flows.dvc_repo.graph import recorded_hash
-from flows.registry.aliases import registry_errors
+from flows.registry.aliases import CONTENT_TAG, registry_errors
 from flows.registry.history import EntryTaken, Ledger
-from flows.registry.stored_models import CONTENT_TAG
 from flows.supervision.processes import child_environment, start_supervised
 from rlhf_core.config.evaluation import EvaluateConfig
 from rlhf_core.config.loading import load_section

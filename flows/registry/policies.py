@@ -8,6 +8,7 @@ was wanted is never left out in silence.
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
@@ -16,6 +17,7 @@ from rlhf_core.plugins import REGISTRY_POLICIES, load_plugin
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient
+    from mlflow.entities.model_registry import ModelVersion
 
 SIGNATURE = "signature"  # the policy that the extra for signatures gives
 KEY_VARIABLE = "RLHF_SIGNING_KEY"
@@ -36,19 +38,30 @@ class RegistryPolicy(Protocol):
     def version_tags(self, config: RegistryConfig) -> dict[str, str]:
         """Return the tags that a version bears once ``register_version`` has been called for it."""
 
-    def register_version(self, client: MlflowClient, run_id: str, folder: Path) -> None:
-        """Add to the registration run of a version what its tags announce. ``folder`` has the model's files."""
+    def register_version(
+        self, client: MlflowClient, workspace: Path, version: ModelVersion, content: str, tags: Mapping[str, str]
+    ) -> None:
+        """Add to the registration run of a version what its tags announce.
+
+        Args:
+            content: Hash of the workspace's own folder of the model.
+            tags: The tags that the workspace gives the version.
+        """
 
     def verify_version(
         self,
         client: MlflowClient,
         workspace: Path,
         config: RegistryConfig,
-        label: str,
-        run_id: str | None,
-        folder: Path,
+        version: ModelVersion,
+        folder: Path | None,
     ) -> None:
-        """Refuse a version before it is promoted, served, exported or talked to."""
+        """Refuse a version before it is promoted, served, exported or talked to, and before an alias points to it.
+
+        Args:
+            folder: Its model folder, whose content has the registered hash; None before an alias is moved, which reads
+                no files.
+        """
 
     def export_folder(self, folder: Path) -> None:
         """Add to an exported model, of which all files are written."""

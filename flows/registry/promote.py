@@ -11,7 +11,16 @@ from dataclasses import fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from flows.registry.aliases import CHALLENGER, CHAMPION, PREVIOUS, registry_errors
+from flows.registry.aliases import (
+    CHALLENGER,
+    CHAMPION,
+    CONDITIONS_TAG,
+    GATES_TAG,
+    PREVIOUS,
+    REWARD_VERSION_TAG,
+    UNGATED_TAG,
+    registry_errors,
+)
 from flows.registry.decisions import (
     REPORT_TAG,
     PromotionDecision,
@@ -29,7 +38,7 @@ from flows.registry.decisions import (
 from flows.registry.evidence import gate_conditions, weaker_gates
 from flows.registry.history import APPROVE, DECLINE, REQUEST, WITHDRAW, ApprovalRequest, ReleaseState, version_words
 from flows.registry.match import PlayMatch, decided_by, make_attempt, play_match
-from flows.registry.register import CONDITIONS_TAG, GATES_PASSED, GATES_TAG, REWARD_VERSION_TAG, UNGATED_TAG
+from flows.registry.register import GATES_PASSED
 from flows.registry.stored_models import COMPLETE_TAG, verified_folder
 from flows.registry.workspace import OWNER_TAG, actor, ownership, printed_line
 from rlhf_core.config.gates import Condition

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
@@ -10,7 +11,18 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from flows.dvc_repo.graph import dvc_status, read_graph
-from flows.registry.aliases import CHALLENGER, registry_errors, versions
+from flows.registry.aliases import (
+    CHALLENGER,
+    CONDITIONS_TAG,
+    CONTENT_TAG,
+    GATE_REPORT_TAG,
+    GATES_TAG,
+    REWARD_VERSION_TAG,
+    SIGNED_TAGS,
+    UNGATED_TAG,
+    registry_errors,
+    versions,
+)
 from flows.registry.client import experiment_id, fluent, log_data_input, log_numbers
 from flows.registry.decisions import TAG_LIMIT, commit, move, new_entry, registry_session
 from flows.registry.evidence import (
@@ -24,12 +36,12 @@ from flows.registry.evidence import (
 )
 from flows.registry.history import ReleaseState
 from flows.registry.policies import RegistryPolicy, active_policies
-from flows.registry.stored_models import COMPLETE_TAG, CONTENT_TAG, known_version, log_model
+from flows.registry.stored_models import COMPLETE_TAG, known_version, log_model, own_package
 from flows.registry.workspace import RegisteredHere, write_registered
 from flows.workspace import SEPARATOR, run_label
 from rlhf_core.config.loading import load_params, load_section
 from rlhf_core.config.operations import RegistryConfig
-from rlhf_core.errors import GateFailed, RlhfError
+from rlhf_core.errors import GateFailed, ModelError, RlhfError
 from rlhf_core.gates import GATES, GateDecision
 from rlhf_core.storage.files import flatten, read_json, sha256_file, sha256_tree
 from rlhf_core.tracking.stage_run import METRICS_TAG, origin_tags
@@ -38,9 +50,7 @@ if TYPE_CHECKING:
     from mlflow import MlflowClient
 
 
-REWARD_VERSION_TAG = "reward_model_version"
-GATES_TAG, UNGATED_TAG, GATE_REPORT_TAG = "gates", "ungated", "gate"
-CONDITIONS_TAG = "gate_conditions"
+LOGGER = logging.getLogger(__name__)
 GATES_PASSED, GATES_FAILED = "passed", "ungated"
 
 
@@ -171,13 +181,18 @@ def _register_one(
     state = ReleaseState.read(client, workspace, name)
     ungated = tags.get(UNGATED_TAG, "")
     # The bounds of gates may have changed since a version was made.
-    about_gates = (GATES_TAG, GATE_REPORT_TAG, CONDITIONS_TAG, UNGATED_TAG)
-    changed = [key for key in about_gates if known is not None and known.tags.get(key) != tags.get(key)]
+    changed = [key for key in SIGNED_TAGS if known is not None and known.tags.get(key) != tags.get(key)]
     borne = {} if known is None else known.tags
-    waiting = [(policy, marks) for policy, marks in policies if not marks.items() <= borne.items()]
+    waiting = [(policy, marks) for policy, marks in policies if changed or not marks.items() <= borne.items()]
     challenger = state.aliases.get(CHALLENGER)
     if known_only and (known is None or changed or waiting or not (ungated or challenger == str(known.version))):
         raise NotRegistered(f"{name} is not registered as it is now; `rlhf run` registers it")
+    if known is not None and waiting:
+        try:
+            own_package(client, workspace, known)
+        except ModelError as error:
+            LOGGER.warning("%s", error)
+            known = None  # its files are the same, and nobody can vouch for the rest: a new version is made
     if state.model is None:
         _create_model(client, name)
     if known is None:
@@ -185,13 +200,16 @@ def _register_one(
     else:
         number = str(known.version)
     with registry_errors(f"update {name} version {number}"):
+        # What policies said of other tags is void, also if this call is killed before they are asked again.
+        for key in sorted({key for _, marks in waiting for key in marks} & set(borne)):
+            client.delete_model_version_tag(name, number, key)
         for key in changed:
             if key in tags:
                 client.set_model_version_tag(name, number, key, tags[key])
             else:
                 client.delete_model_version_tag(name, number, key)
         for policy, marks in waiting:
-            policy.register_version(client, str(client.get_model_version(name, number).run_id), folder)
+            policy.register_version(client, workspace, client.get_model_version(name, number), content, tags)
             for key, value in marks.items():
                 client.set_model_version_tag(name, number, key, value)
     if not ungated and challenger != number:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import shlex
 import shutil
 import warnings
@@ -13,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from flows.registry.aliases import (
     CHALLENGER,
     CHAMPION,
+    CONTENT_TAG,
     get_version,
     read_aliases,
     reason_and_remedy,
@@ -33,7 +35,7 @@ from rlhf_core.errors import ModelError, RlhfError
 from rlhf_core.gates import closed_gate
 from rlhf_core.serving.policy_source import PolicyFiles, PolicyRevision
 from rlhf_core.serving.protocol import CompletionId, token_usage
-from rlhf_core.storage.files import atomic_dir, sha256_tree
+from rlhf_core.storage.files import atomic_dir, sha256_file, sha256_tree
 from rlhf_core.tracking.stage_run import tracking_uri
 
 if TYPE_CHECKING:
@@ -44,7 +46,7 @@ if TYPE_CHECKING:
     from mlflow.store.artifact.artifact_repo import ArtifactRepository
 
 
-CONTENT_TAG, COMPLETE_TAG = "content_sha256", "complete"
+COMPLETE_TAG = "complete"
 SERVING_CODE = Path(__file__).resolve().with_name("model_pyfunc.py")
 REMEDY = (
     "`rlhf run` registers the model again, and if it is the champion `rlhf promote --force --reason TEXT` replaces it; "
@@ -131,8 +133,47 @@ def verified_folder(workspace: Path, version: ModelVersion, client: MlflowClient
         raise ModelError(f"the files of {label} are not the ones that were registered and judged ({folder}); {REMEDY}")
     config = load_section(workspace, "registry", RegistryConfig)
     for policy in active_policies(config):
-        policy.verify_version(client, workspace, config, label, version.run_id, folder)
+        policy.verify_version(client, workspace, config, version, folder)
     return folder
+
+
+def package_digest(folder: Path) -> str:
+    """A hash of all files that MLflow keeps of a model but those of its Hugging Face ``folder``.
+
+    Raises:
+        ModelError: A folder among them is a link, whose files no hash covers.
+    """
+    root, digest = folder.parents[1], hashlib.sha256()
+    for path in sorted(root.rglob("*")):
+        if path.is_symlink() and path.is_dir():
+            raise ModelError(f"{path} is a link to a folder, which a registered model has none of; {REMEDY}")
+        # MLflow writes the last one into what it downloads.
+        if path.is_file() and not path.is_relative_to(folder) and path.name != "registered_model_meta":
+            digest.update(f"{path.relative_to(root).as_posix()}\0{sha256_file(path)}\n".encode())
+    return digest.hexdigest()
+
+
+def own_package(client: MlflowClient, workspace: Path, version: ModelVersion) -> Path:
+    """The Hugging Face folder of a version with which the registry keeps this release's code and the judged sampling.
+
+    Raises:
+        ModelError: It keeps other code or other sampling settings with it.
+    """
+    name, number = version.name, str(version.version)
+    folder, downloaded = _locate(client, workspace, name, number)
+    if downloaded is not None:  # a kept copy may be older than what is in the registry
+        shutil.rmtree(downloaded, ignore_errors=True)
+        folder, _ = _locate(client, workspace, name, number)
+    root = folder.parents[1]
+    code = sorted(path.relative_to(root).as_posix() for path in root.rglob("*.py") if not path.is_relative_to(folder))
+    judged = load_section(workspace, "evaluate", EvaluateConfig).sampling.model_dump(mode="json")
+    if code != [SERVING_CODE.name] or sha256_file(root / SERVING_CODE.name) != sha256_file(SERVING_CODE):
+        other = f"other code ({', '.join(code) or 'none'})"
+    elif stored_sampling(folder) != judged:
+        other = "other sampling settings"
+    else:
+        return folder
+    raise ModelError(f"the registry keeps {other} with {name} version {number} than are registered here; {REMEDY}")
 
 
 def _locate(client: MlflowClient, workspace: Path, name: str, number: str) -> tuple[Path, Path | None]:

@@ -5,9 +5,7 @@ from __future__ import annotations
 import json
 import shlex
 import shutil
-import tempfile
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,7 +21,7 @@ from rlhf_core.config.operations import RegistryConfig
 from rlhf_core.errors import GateFailed, RlhfError, first_line, named_line
 from rlhf_core.models.adapters import ADAPTER_FOLDER
 from rlhf_core.models.io import ADAPTER_CONFIG
-from rlhf_core.storage.files import atomic_dir
+from rlhf_core.storage.files import atomic_dir, clear_unfinished, filled_dir
 
 TOKEN_VARIABLE = "HF_TOKEN"
 
@@ -197,6 +195,8 @@ def export(
     from huggingface_hub import ModelCard, ModelCardData
 
     workspace = workspace.resolve()
+    if target.is_dir():
+        clear_unfinished(target)
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise RlhfError(f"{target} is not an empty folder; name a new one")
     if files := [each for each in target.parents if each.is_file()]:
@@ -219,7 +219,7 @@ def export(
         raise RlhfError(
             f"{evidence.name} was not trained as an adapter (ppo.policy_lora), so there is none; leave --adapter out"
         )
-    with _all_or_nothing(target) as folder:
+    with filled_dir(target) if target.is_dir() else atomic_dir(target) as folder:
         if adapter:
             _copy_adapter(source, folder, evidence)
             reads_in_4 = True
@@ -242,22 +242,6 @@ def export(
     address = None if push is None else upload(target, push, public, evidence.name)
     note = describe_stopped_policy(workspace) if version is None else ""
     return Export(target, evidence.name, address, adapter, note)
-
-
-@contextmanager
-def _all_or_nothing(target: Path) -> Iterator[Path]:
-    """Yield a folder whose files are in ``target`` once the block ends without an error.
-
-    An empty ``target`` is not replaced: it may be a mount point, the end of a link, or the current folder of a shell.
-    """
-    if not target.is_dir():
-        with atomic_dir(target) as folder:
-            yield folder
-        return
-    with tempfile.TemporaryDirectory(dir=target, prefix=".") as temporary:
-        yield Path(temporary)
-        for file in Path(temporary).iterdir():
-            file.rename(target / file.name)
 
 
 def _copy_adapter(source: Path, folder: Path, evidence: ReleaseEvidence) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,7 +18,7 @@ from rlhf_core.evaluation.probe_table import CAPTION, PROBED_MODELS, ProbeTable,
 from rlhf_core.evaluation.report.headline import sentence_case
 from rlhf_core.evaluation.verdict import alarms, judge_results, verdict_sentence
 from rlhf_core.gates import GATES, GateDecision, lookup, read_gates
-from rlhf_core.storage.files import read_json
+from rlhf_core.storage.files import read_json, scratch_folder
 
 if TYPE_CHECKING:
     from mlflow.entities.model_registry import ModelVersion
@@ -75,12 +74,12 @@ def release_evidence(workspace: Path, version: ModelVersion, folder: Path, obsta
     if not version.run_id:
         raise RlhfError(f"{name} was registered by no run, so nothing says how it was judged")
     with (
-        tempfile.TemporaryDirectory() as temporary,
+        scratch_folder() as temporary,
         registry_errors(f"read the evidence of {name}"),
         fluent(workspace),
     ):
-        client.download_artifacts(version.run_id, "gates", temporary)
-        metrics = Path(client.download_artifacts(version.run_id, "metrics", temporary))
+        client.download_artifacts(version.run_id, "gates", str(temporary))
+        metrics = Path(client.download_artifacts(version.run_id, "metrics", str(temporary)))
         order = {name: number for number, name in enumerate(GATES)}
         training, sft = metrics / "ppo.json", metrics / "sft.json"
         of_models = {name: metrics / f"{name}.json" for name in PROBED_MODELS}

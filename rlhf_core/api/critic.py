@@ -17,34 +17,37 @@ from rlhf_core.api.inputs import (
     checked_tokenizer,
     encode_prompts,
     evaluating,
-    require_loadable,
     require_type,
     reward_fn_of,
+    reward_inputs,
     run_context,
+    with_safe_rates,
 )
 from rlhf_core.api.reward_model import TrainedRewardModel
-from rlhf_core.config.model import OptimizerConfig
 from rlhf_core.config.policy import CriticConfig
 from rlhf_core.config.ppo import RolloutConfig
 from rlhf_core.data.schema import Prompt
 from rlhf_core.errors import ConfigError
 from rlhf_core.models.adapters import merge_adapters
 from rlhf_core.models.causal_lm import load_policy
+from rlhf_core.models.given import require_plain
 from rlhf_core.models.heads import ScalarModel
+from rlhf_core.models.precision import plain_arithmetic
 from rlhf_core.models.shared_base import SETTINGS, TENSORS, Adapters, adapters_of
 from rlhf_core.ppo.actor_critic import ActorCriticPair
 from rlhf_core.ppo.critic_pretraining import CriticTrainer
 from rlhf_core.ppo.rewards import RunningMeanStd
 from rlhf_core.ppo.rollout import TrainingPrompts
+from rlhf_core.sampling.agreement import require_replies_as_scored
 from rlhf_core.sampling.distribution import Sampling
 from rlhf_core.sampling.token_scoring import MicroBatchLimits
 from rlhf_core.sampling.vllm import opened_sampler
 from rlhf_core.training.engine.factory import build_engine, device_before, finish
 from rlhf_core.training.engine.frozen import FrozenModels
+from rlhf_core.training.loop import Unfinished, keeping_what_was_made
 from rlhf_core.training.rng import derive_seed, seed_everything
 from rlhf_core.training.run_context import RunContext
 
-DEFAULT_LR = 1e-5
 MOMENTS = "reward_moments.json"
 
 
@@ -79,6 +82,7 @@ class TrainedCritic:
         self.model.save(Path(path), self.tokenizer, files, tensors)
 
 
+@plain_arithmetic()
 def train_critic(
     policy: PreTrainedModel | Path,
     tokenizer: PreTrainedTokenizerBase,
@@ -89,6 +93,7 @@ def train_critic(
     init: ScalarModel | TrainedRewardModel | Path | None = None,
     config: CriticConfig | None = None,
     context: RunContext | None = None,
+    allow_high_learning_rates: bool = False,
 ) -> TrainedCritic:
     """Pre-train a critic on replies of the frozen ``policy`` (algorithms.md §3; paper, section 5.3.3).
 
@@ -102,11 +107,13 @@ def train_critic(
         rollout: ``PpoConfig(...).rollout`` of the PPO run to come; by default that of a default one.
         init: A scalar model to start from, such as the reward model, or its folder; by default the policy with a random
             head.
-        config: Settings; by default with a learning rate of 1e-5. Its ``init`` is not read.
+        config: Settings. A learning rate that is left out is one that suits the policy. Its ``init`` is not read.
         context: Where to report and to keep partial state; by default nowhere.
+        allow_high_learning_rates: Allows a pretrained model rates that usually wreck it.
 
     Raises:
-        ConfigError: ``rollout`` asks for no critic, or gives the reward twice.
+        ConfigError: ``rollout`` asks for no critic or gives the reward twice, or a learning rate is far beyond what
+            suits a pretrained model.
         DataError: A prompt leaves no room for a reply, or the reward function breaks its contract.
         TrainingPaused: Three steps in a row were not finite.
     """
@@ -117,19 +124,24 @@ def train_critic(
     require_type(config, CriticConfig, "config")
     score = reward.model if isinstance(reward, TrainedRewardModel) else reward
     start = init.model if isinstance(init, TrainedRewardModel) else init
-    config = config or CriticConfig(optimizer=OptimizerConfig(lr=DEFAULT_LR, schedule="constant", warmup=0.0))
-    require_loadable(policy, "policy")
-    require_loadable(start, "init")
+    require_plain(policy, "policy")
+    require_plain(start, "init")
+    require_plain(score if isinstance(score, nn.Module) else None, "reward")
+    # A new head on a frozen backbone takes any rate.
+    insisted = allow_high_learning_rates or rollout.critic_mode == "shared"
+    config = with_safe_rates(config or CriticConfig(), policy, insisted)
     seed_everything(config.seed)
     tokenizer = checked_tokenizer(tokenizer, policy)
     encoded = encode_prompts(prompts, tokenizer, policy, rollout.max_new_tokens)
-    identity = (config, rollout, encoded, score, policy, start)
-    with evaluating(policy, score), run_context(context, "train_critic", *identity) as run:
+    identity = {"config": config, "rollout": rollout, "prompts": encoded, "policy": policy, "init": start}
+    identity |= reward_inputs(score, rollout, context)
+    with evaluating(policy, score), run_context(context, "train_critic", identity) as run:
         frozen, whole = FrozenModels(run.launch), rollout.sampler.kind == "local"
         if isinstance(policy, Path):
             frozen_policy = load_policy(policy, device=None if whole else frozen.loading)[0].requires_grad_(False)
             frozen_policy = frozen_policy if whole else frozen.place(frozen_policy)
         else:
+            require_replies_as_scored(policy, "policy")
             frozen_policy = policy
         critic = initial_critic(policy, start, config, rollout, device_before(run.launch, config.lora))
         reward_fn = reward_fn_of(score, rollout, encoded, tokenizer, frozen, run)
@@ -140,7 +152,8 @@ def train_critic(
         pair = ActorCriticPair(frozen_policy, critic, {"critic": engine}, sampling, *limits, whole)
         with opened_sampler(rollout.sampler, run.work, run.folder) as sampler:
             trainer = CriticTrainer(config, rollout, pair, reward_fn, encoded, run, frozen=frozen, sampler=sampler)
-            trainer.run()
+            with keeping_what_was_made(run, lambda: Unfinished(critic, trainer.history.rows())):
+                trainer.run()
         history = trainer.history.rows()
     critic = finish(engine, critic)
     adapters = None

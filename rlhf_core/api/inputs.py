@@ -3,24 +3,23 @@
 from __future__ import annotations
 
 import copy
-import hashlib
-import inspect
+import logging
 import sys
-import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
-import numpy as np
-import torch
-from pydantic import BaseModel
 from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from rlhf_core.api.identity import claim_folder
 from rlhf_core.config.data import ReadOptions
+from rlhf_core.config.model import Strict
 from rlhf_core.config.ppo import RolloutConfig
-from rlhf_core.config.reward_sources import DEFAULT_SOURCES, OWN_MODEL
+from rlhf_core.config.rates import TrainedPart, trained_parts, with_chosen_rates
+from rlhf_core.config.reward_sources import DEFAULT_SOURCES, OWN_MODEL, FunctionSource, source_names
 from rlhf_core.data.collection.rows import read_records
 from rlhf_core.data.readers.detection import format_of
 from rlhf_core.data.readers.turns import Refusal, text_of
@@ -28,19 +27,20 @@ from rlhf_core.data.row_counts import Record
 from rlhf_core.data.schema import ROLES, Demonstration, Message, Preference, PretrainText, Prompt
 from rlhf_core.data.text import has_visible_text
 from rlhf_core.data.token_tables import TokenTable
-from rlhf_core.errors import ConfigError, DataError, ModelError, RlhfError
+from rlhf_core.errors import ConfigError, DataError, ModelError
+from rlhf_core.fingerprint.tracked_files import model_folders
 from rlhf_core.models.causal_lm import fitting_length, with_stop_tokens
-from rlhf_core.models.computed_buffers import require_computed_buffers
 from rlhf_core.models.foreign import prepare_tokenizer
-from rlhf_core.models.forward import embedding_weight
+from rlhf_core.models.forward import embedding_weight, name_outputs
 from rlhf_core.models.fused_norms import fused_norms
 from rlhf_core.models.heads import ScalarModel
 from rlhf_core.models.openblas_linear import openblas_products
 from rlhf_core.models.precision import float32_unembedding
 from rlhf_core.ppo.reward_sources.build import SourceContext, build_reward_fn
+from rlhf_core.ppo.reward_sources.functions import FunctionReward, PythonFunction
 from rlhf_core.ppo.reward_sources.source import (
+    SIGNATURE,
     PromptReader,
-    PythonFunction,
     RankShared,
     RewardFn,
     RewardMixture,
@@ -49,17 +49,22 @@ from rlhf_core.ppo.reward_sources.source import (
 )
 from rlhf_core.ppo.rollout import TrainingPrompts, require_room
 from rlhf_core.runtime import distributed
+from rlhf_core.runtime.user_function import load_function
 from rlhf_core.sampling.token_scoring import MicroBatchLimits
-from rlhf_core.storage.files import atomic_write_json, read_json
+from rlhf_core.storage.files import scratch_folder
 from rlhf_core.training.engine.frozen import FrozenModels
 from rlhf_core.training.run_context import RunContext
 
 Row = TypeVar("Row", Demonstration, Preference, Prompt, PretrainText)
+Config = TypeVar("Config", bound=Strict)
 
 HELD_OUT_EVERY = 20
 TEXTS = {"chosen", "rejected", "reply", "text"}
-# (prompts, replies) -> one number per reply; a prompt is its turns as {"role": ..., "content": ...}.
-RewardFunction = Callable[[list[list[dict[str, str]]], list[str]], Sequence[float] | Any]
+OF_THE_PROMPT = {"prompt", "messages"}
+# (prompts, replies, columns by name) -> one number per reply; a prompt is its turns as {"role": ..., "content": ...}.
+RewardFunction = Callable[..., Sequence[float | None] | Any] | FunctionReward
+
+logger = logging.getLogger(__name__)
 
 
 def rows_of(kind: type[Row], records: Iterable[Row | Mapping[str, Any] | str], name: str) -> list[Row]:
@@ -220,24 +225,33 @@ def encode_prompts(
 ) -> TrainingPrompts:
     """Read and encode prompts where that is not done yet; prompt and reply must fit the policy's positions."""
     if not isinstance(prompts, TrainingPrompts):
-        prompts = TrainingPrompts.encode(tokenizer, [row.prompt for row in rows_of(Prompt, prompts, "prompts")])
+        records = records_of(prompts, "prompts")
+        encoded = TrainingPrompts.encode(tokenizer, [row.prompt for row in rows_of(Prompt, records, "prompts")])
+        prompts = replace(encoded, columns=columns_of(records))
     positions = fitting_length(sys.maxsize, policy)
     require_room(prompts.ids, max_new_tokens, positions)
     return prompts
 
 
-def require_loadable(model: PreTrainedModel | ScalarModel | Path | None, name: str) -> None:
-    """Refuse a model in memory that no folder could hold as it is, and what is neither a model nor a folder.
+def columns_of(records: Sequence[Any]) -> dict[str, list[Any]]:
+    """What records say beside their prompt, by name; None where one says nothing of it."""
+    mappings = [record if isinstance(record, Mapping) else {} for record in records]
+    names = dict.fromkeys(name for record in mappings for name in record if name not in OF_THE_PROMPT)
+    return {str(name): [record.get(name) for record in mappings] for name in names}
 
-    Raises:
-        ConfigError: ``model`` is something else, such as the name of a model.
-        ModelError: A saved copy of it would compute something else.
-    """
-    if not isinstance(model, nn.Module | Path | None):
-        raise ConfigError(f"{name} is a {type(model).__name__}; give a model, or its folder as a Path")
-    own = model.model if isinstance(model, ScalarModel) else model
-    if isinstance(own, PreTrainedModel):
-        require_computed_buffers(own, name)
+
+def _require_one_record_each(prompts: TrainingPrompts, read: Sequence[str]) -> None:
+    """Refuse two records of one prompt that differ in what is read: a reply would not tell which of them it answers."""
+    first: dict[tuple[int, ...], int] = {}
+    for row, ids in enumerate(prompts.ids if read else ()):
+        other = first.setdefault(tuple(ids), row)
+        for name in read:
+            values = prompts.columns[name]
+            if other != row and values[row] != values[other]:
+                raise DataError(
+                    f"prompts, record {row + 1} repeats the prompt of record {other + 1} with another {name}; join "
+                    "them, or take one out"
+                )
 
 
 def checked_tokenizer(tokenizer: PreTrainedTokenizerBase, model: PreTrainedModel | Path) -> PreTrainedTokenizerBase:
@@ -249,6 +263,9 @@ def checked_tokenizer(tokenizer: PreTrainedTokenizerBase, model: PreTrainedModel
     Raises:
         ModelError: It has no end-of-sequence token, so that no reply could ever end, or more entries than the model.
     """
+    require_type(tokenizer, PreTrainedTokenizerBase, "tokenizer")
+    if tokenizer is None:
+        raise ConfigError("tokenizer is None; give the model's own, such as AutoTokenizer.from_pretrained(NAME)")
     if isinstance(model, Path):
         return tokenizer
     entries = embedding_weight(model).shape[0]
@@ -283,6 +300,8 @@ def evaluating(*models: object) -> Iterator[None]:
             stack.enter_context(openblas_products(model))
             stack.enter_context(fused_norms(model))
             if isinstance(model, PreTrainedModel):
+                stack.callback(setattr, model.config, "return_dict", getattr(model.config, "return_dict", True))
+                name_outputs(model)
                 stack.enter_context(float32_unembedding(model))
         yield
 
@@ -292,6 +311,25 @@ def reward_folder(reward: Any, context: RunContext) -> Path | None:
     if isinstance(reward, Path):
         return reward
     return context.folder / OWN_MODEL if reward is None else None
+
+
+def reward_inputs(reward: Any, rollout: RolloutConfig, context: RunContext | None) -> dict[str, Any]:
+    """What rewards depend on beside the settings: what was given, or the functions and models of ``reward.sources``."""
+    own = reward_folder(reward, context or RunContext(Path()))
+    if own is None and isinstance(reward, FunctionReward):
+        return {"reward": reward.function, "reward's call": [reward.call, reward.timeout_seconds]}
+    if own is None:
+        return {"reward": reward}
+    if context is None or context.named_by_content:
+        return {}  # it is compared with nothing
+    workspace = own.parent.parent
+    inputs: dict[str, Any] = {"reward": own}
+    for name, source in zip(source_names(rollout.reward.sources), rollout.reward.sources, strict=True):
+        if isinstance(source, FunctionSource):
+            inputs[f"source {name}"] = load_function(source.target, workspace, name, SIGNATURE)
+        for folder in model_folders(source):
+            inputs[f"source {name}, {folder}"] = workspace / Path(folder).expanduser()
+    return inputs
 
 
 def reward_fn_of(
@@ -318,9 +356,15 @@ def reward_fn_of(
         raise ConfigError("the reward is given twice, as an argument and by reward.sources: leave one of them out")
     if isinstance(reward, ScalarModel):
         return reward_model_fn(reward.eval(), limits)
-    if not callable(reward):
+    given = reward if isinstance(reward, FunctionReward) else FunctionReward(reward)  # type: ignore[arg-type]
+    if not callable(given.function):
         raise ConfigError(f"reward is a {type(reward).__name__}; give a function f(prompts, replies) or a reward model")
-    function = PythonFunction(reward, f"the reward function {getattr(reward, '__name__', '')}".rstrip())
+    who = f"the reward function {getattr(given.function, '__name__', '')}".rstrip()
+    function = PythonFunction(given, who, list(prompts.columns))
+    _require_one_record_each(prompts, function.read)
+    unread = sorted(prompts.columns.keys() - {*function.read})
+    if unread:
+        logger.info("%s does not read %s of the prompts' records", who, ", ".join(unread))
     return RewardMixture([WeightedSource("function", 1.0, RankShared(function))], PromptReader(prompts), tokenizer)
 
 
@@ -334,66 +378,51 @@ def require_type(value: object, kind: type, name: str) -> None:
         raise ConfigError(f"{name} is a {type(value).__name__}; a {kind.__name__} is needed")
 
 
-FILE = "run.json"
-
-
 @contextmanager
-def run_context(context: RunContext | None, name: str, *inputs: Any) -> Iterator[RunContext]:
+def run_context(context: RunContext | None, name: str, inputs: Mapping[str, Any]) -> Iterator[RunContext]:
     """The given context, or one whose folder is removed when the block ends.
 
     Args:
         context: Where to keep partial state; None for a temporary folder.
         name: What is trained.
-        inputs: Everything that the run depends on: settings, rows, models, functions.
+        inputs: Everything that the run depends on, by name: settings, rows, models, functions.
 
     Raises:
         RlhfError: The folder holds the state of another run.
     """
     require_type(context, RunContext, "context")
     if context is None:
-        with tempfile.TemporaryDirectory(prefix="rlhf-") as folder:
-            yield RunContext(Path(folder))
+        with scratch_folder() as folder:
+            yield RunContext(folder, kept=False)
         return
-    claim = {"run": name, "inputs": [digest(value) for value in inputs]}
-    path = context.work / FILE
-    if path.is_file() and (other := read_json(path)) != claim:
-        what = f"of {other['run']}" if other.get("run") != name else "with other settings, data or models"
-        raise RlhfError(f"{context.work} holds a run {what}: give each run a folder of its own, or remove this one")
-    atomic_write_json(path, claim)
+    claim_folder(context, name, inputs)
     yield context
 
 
-def digest(value: Any) -> str:
-    """A hash of settings, rows, a model's weights or a function's source text."""
-    content = hashlib.sha256()
-    if isinstance(value, nn.Module):
-        for name, tensor in value.state_dict().items():
-            content.update(f"{name} {tuple(tensor.shape)} {tensor.dtype}".encode())
-            content.update(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes())
-    elif isinstance(value, Path):
-        # By content it would be read as a whole at every start; a stage's folder is named by that anyway.
-        files = sorted(
-            (str(file.relative_to(value)), file.stat().st_size) for file in value.rglob("*") if file.is_file()
+def with_safe_rates(config: Config, model: PreTrainedModel | Path, insisted: bool, adapters: bool = False) -> Config:
+    """``config`` with a learning rate in every optimiser that has none, which suits ``model``.
+
+    A model in memory that was loaded from nowhere is a new one; any other counts as pretrained.
+
+    Args:
+        config: Settings of a training.
+        model: What is trained, or trained on.
+        insisted: Whether the caller allows a pretrained model any rate.
+        adapters: Whether adapters are trained where ``config`` does not say so itself.
+
+    Raises:
+        ConfigError: A rate is far beyond what suits a pretrained model.
+    """
+    new = not isinstance(model, Path) and not model.name_or_path
+    high = [part for part in trained_parts(config, adapters) if part.too_high]
+    if high and not new and not insisted:
+        listed = ", ".join(f"{part.field}.lr {part.optimizer.lr:g} (about {_usual(part):g})" for part in high)
+        raise ConfigError(
+            f"the model is a pretrained one, which learning rates this high wreck within a few steps: {listed}; lower "
+            "them, leave them out, or insist with allow_high_learning_rates=True"
         )
-        content.update(repr(files).encode())
-    elif isinstance(value, TokenTable):
-        for name in value.id_columns:
-            _add_ids(content, value.column(name))
-    elif isinstance(value, TrainingPrompts):
-        _add_ids(content, value.ids)
-    elif isinstance(value, BaseModel):
-        content.update(value.model_dump_json().encode())
-    elif callable(value):
-        try:
-            content.update(inspect.getsource(value).encode())
-        except (OSError, TypeError):
-            content.update(getattr(value, "__qualname__", type(value).__qualname__).encode())
-    else:
-        content.update(repr(value).encode())
-    return content.hexdigest()
+    return with_chosen_rates(config, new, adapters)
 
 
-def _add_ids(content: Any, rows: Iterable[Sequence[int]]) -> None:
-    """Add rows of token ids to a hash."""
-    for row in rows:
-        content.update(np.asarray([len(row), *row], dtype=np.int64).tobytes())
+def _usual(part: TrainedPart) -> float:
+    return part.suitable.adapters if part.adapters else part.suitable.pretrained

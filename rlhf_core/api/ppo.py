@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 from torch.utils.data import ConcatDataset
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
@@ -19,17 +20,17 @@ from rlhf_core.api.inputs import (
     encode_prompts,
     evaluating,
     records_of,
-    require_loadable,
     require_type,
     reward_fn_of,
     reward_folder,
+    reward_inputs,
     rows_of,
     run_context,
     token_table,
+    with_safe_rates,
 )
 from rlhf_core.api.reward_model import TrainedRewardModel
 from rlhf_core.config.loading import rules_for
-from rlhf_core.config.model import OptimizerConfig
 from rlhf_core.config.ppo import PpoConfig, PtxConfig, RolloutConfig
 from rlhf_core.data.encoding import decode_reply, pad_id
 from rlhf_core.data.schema import Demonstration, PretrainText, Prompt
@@ -46,12 +47,14 @@ from rlhf_core.models.adapters import (
     pack_linear_layers,
     peft_adapter,
 )
-from rlhf_core.models.causal_lm import load_policy, save_policy
+from rlhf_core.models.causal_lm import load_policy, own_copy, positions_of, save_policy, say_router_loss
+from rlhf_core.models.given import require_plain
 from rlhf_core.models.heads import ReplyScorer, ScalarModel
 from rlhf_core.models.io import load_weights
+from rlhf_core.models.precision import plain_arithmetic
 from rlhf_core.models.shared_base import SETTINGS, SharedBase
 from rlhf_core.ppo.actor_critic import build_actor_critic
-from rlhf_core.ppo.checkpoints import load_best
+from rlhf_core.ppo.checkpoints import holds_best, load_best
 from rlhf_core.ppo.health import HealthGuard, HealthMonitor
 from rlhf_core.ppo.reward_sources.source import reward_model_fn
 from rlhf_core.ppo.rewards import RunningMeanStd
@@ -59,6 +62,7 @@ from rlhf_core.ppo.rollout import TrainingPrompts
 from rlhf_core.ppo.selection import CheckpointChoice, CheckpointSelector
 from rlhf_core.ppo.trainer import Trainer
 from rlhf_core.ppo.update import Learner, PtxData, PtxText, ptx_texts
+from rlhf_core.sampling.agreement import require_replies_as_scored
 from rlhf_core.sampling.distribution import Sampling
 from rlhf_core.sampling.sampler import Sampler
 from rlhf_core.sampling.token_scoring import MicroBatchLimits
@@ -67,10 +71,10 @@ from rlhf_core.storage.files import read_json
 from rlhf_core.training.engine.factory import device_before
 from rlhf_core.training.engine.frozen import FrozenModels
 from rlhf_core.training.history import nonfinite_as_none
+from rlhf_core.training.loop import keeping_what_was_made
 from rlhf_core.training.rng import derive_seed, seed_everything
 from rlhf_core.training.run_context import RunContext
 
-DEFAULT_POLICY_LR, DEFAULT_CRITIC_LR = 1e-6, 5e-6
 MEASURED = -1  # the sampler's version of weights that the selection looks at; those of rollouts count from 0
 # The data sets that ``ppo.ptx.data`` names.
 PTX_KINDS = {
@@ -111,6 +115,7 @@ class TrainedPolicy:
         save_policy(Path(path), self.model, self.tokenizer, adapter=self.adapter)
 
 
+@plain_arithmetic()
 def train_ppo(
     model: PreTrainedModel | Path,
     tokenizer: PreTrainedTokenizerBase,
@@ -125,6 +130,7 @@ def train_ppo(
     pretrain: Iterable[PretrainText | Mapping[str, Any] | str] | TokenTable = (),
     config: PpoConfig | None = None,
     context: RunContext | None = None,
+    allow_high_learning_rates: bool = False,
 ) -> TrainedPolicy:
     """Optimise ``model`` with PPO-max (algorithms.md §4–§7; paper, sections 5 and 6).
 
@@ -148,17 +154,21 @@ def train_ppo(
         validation_prompts: What the referee judges replies to; needed with a referee.
         demonstrations: Texts of the ptx loss, if ``config.ptx.data`` names them.
         pretrain: Plain texts of the ptx loss, if ``config.ptx.data`` names them.
-        config: Settings; by default with learning rates of 1e-6 and 5e-6, and the ptx loss if there are texts.
+        config: Settings; by default with the ptx loss if there are texts. Learning rates that are left out are such
+            as suit the model.
         context: Where to report and to keep partial state; by default nowhere.
+        allow_high_learning_rates: Allows a pretrained model rates that usually wreck it.
 
     Raises:
-        ConfigError: Settings contradict each other, the critic or what was given.
+        ConfigError: Settings contradict each other, the critic or what was given, or a learning rate is far beyond
+            what suits a pretrained model.
         DataError: A prompt leaves no room for a reply, or the reward function breaks its contract.
-        TrainingPaused: A health rule paused the run, or three steps in a row were not finite.
+        TrainingPaused: A health rule paused the run, or three steps in a row were not finite. Its attribute
+            ``trained``, like that of any error during training, is the policy until then with history and findings.
     """
     require_type(config, PpoConfig, "config")
-    require_loadable(model, "model")
-    require_loadable(base, "base")
+    require_plain(model, "model")
+    require_plain(base, "base")
     tokenizer = checked_tokenizer(tokenizer, model)
     tables = {
         Demonstration.KIND: token_table(demonstrations, Demonstration, tokenizer, "demonstrations"),
@@ -166,6 +176,7 @@ def train_ppo(
     }
     texts = {kind: table for kind, table in tables.items() if table is not None}
     config = config or default_ppo_config(ptx=bool(texts))
+    config = with_safe_rates(config, model, allow_high_learning_rates)
     encoded = encode_prompts(prompts, tokenizer, model, config.max_new_tokens)
     held_out = records_of(validation_prompts, "validation_prompts")
     judged = rows_of(Prompt, held_out, "validation_prompts") if held_out else []
@@ -182,25 +193,54 @@ def train_ppo(
         judged,
         texts,
     )
+    for name in ("reward", "referee", "critic"):
+        scalar = getattr(inputs, name)
+        scalar = scalar.model if isinstance(scalar, TrainedCritic) else scalar
+        require_plain(scalar if isinstance(scalar, nn.Module) else None, name)
     inputs.require_consistent()
     seed_everything(config.seed)
-    with evaluating(model, inputs.reward, inputs.referee), run_context(context, "train_ppo", *inputs.identity()) as run:
+    identity = inputs.identity() | reward_inputs(inputs.reward, config, context)
+    with evaluating(model, inputs.reward, inputs.referee), run_context(context, "train_ppo", identity) as run:
+        if not isinstance(model, Path):  # that of a folder was asked when it became one
+            require_replies_as_scored(model, "model")
         with opened_sampler(config.sampler, run.work, run.folder) as sampler:
             trainer = assemble(inputs, run, sampler)
-            trainer.run()
-        selector, health, choice = trainer.selector, trainer.health, None
-        trained = trainer.learner.pair.release_policy()
-        if selector is not None:
-            choice = selector.choice()
-            load_weights(trained, load_best(selector.folder, choice.candidate.iteration))
-        history, samples = trainer.history.rows(), trainer.samples.rows()
+            with keeping_what_was_made(run, lambda: trained_so_far(trainer, inputs)):
+                trainer.run()
+        choice = trainer.selector.choice() if trainer.selector is not None else None
+        return outcome(trainer, inputs, choice)
+
+
+def trained_so_far(trainer: Trainer, inputs: PpoInputs) -> TrainedPolicy | None:
+    """The policy of a run that ended early; None before its first iteration.
+
+    It is the referee's choice among the checkpoints before, if one of them is on the disk, else the last one.
+    """
+    if not trainer.history.rows():
+        return None
+    selector, choice = trainer.selector, None
+    if selector is not None and selector.candidates:
+        trainer.checkpoints.manager.finish()
+        best = selector.choice()
+        choice = best if holds_best(selector.folder, best.candidate.iteration) else None
+    return outcome(trainer, inputs, choice)
+
+
+def outcome(trainer: Trainer, inputs: PpoInputs, choice: CheckpointChoice | None) -> TrainedPolicy:
+    """Take the policy out of its engines, with the weights of ``choice`` if there is one, and describe its run."""
+    trained = trainer.learner.pair.release_policy()
+    if choice is not None:
+        assert trainer.selector is not None
+        load_weights(trained, load_best(trainer.selector.folder, choice.candidate.iteration))
+    history, samples = trainer.history.rows(), trainer.samples.rows()
     adapter = None
-    if config.policy_lora is not None:
+    if inputs.config.policy_lora is not None:
         adapter = peft_adapter(trained)
         merge_adapters(trained)
-    assert health is not None
-    metrics = summary(trainer, history, health.findings, choice)
-    return TrainedPolicy(trained.eval(), tokenizer, choice, health.findings, history, samples, metrics, adapter)
+    assert trainer.health is not None
+    findings = trainer.health.findings
+    metrics = summary(trainer, history, findings, choice)
+    return TrainedPolicy(trained.eval(), inputs.tokenizer, choice, findings, history, samples, metrics, adapter)
 
 
 @dataclass(frozen=True)
@@ -218,12 +258,21 @@ class PpoInputs:
     validation_prompts: Sequence[Prompt]
     texts: Mapping[str, TokenTable]
 
-    def identity(self) -> tuple[Any, ...]:
-        """Everything that the run depends on, for :func:`~rlhf_core.api.inputs.run_context`."""
-        critic = self.critic.model if isinstance(self.critic, TrainedCritic) else self.critic
-        texts = [self.texts[kind] for kind in sorted(self.texts)]
-        models = (self.reward, self.referee, self.model, self.base, critic)
-        return (self.config, self.prompts, self.validation_prompts, *texts, *models)
+    def identity(self) -> dict[str, Any]:
+        """Everything but the reward that the run depends on, for :func:`~rlhf_core.api.inputs.run_context`."""
+        critic: Any = self.critic
+        if isinstance(critic, TrainedCritic):
+            critic = [critic.model, critic.moments]
+        return {
+            "config": self.config,
+            "prompts": self.prompts,
+            "validation_prompts": list(self.validation_prompts),
+            **self.texts,
+            "referee": self.referee,
+            "model": self.model,
+            "base": self.base,
+            "critic": critic,
+        }
 
     def require_consistent(self) -> None:
         """Check settings against each other and against what was given.
@@ -301,7 +350,7 @@ def assemble(inputs: PpoInputs, context: RunContext, sampler: Sampler) -> Traine
     critic, moments = _critic(inputs, frozen, own)
     pair = build_actor_critic(config, policy, critic, Sampling.for_rollouts(tokenizer, config), context)
     health_limits = {"kl": config.selection.max_kl, "max_new_tokens": float(config.max_new_tokens)}
-    ptx = ptx_data(config, inputs.texts, pad_id(tokenizer), getattr(policy.config, "max_position_embeddings", None))
+    ptx = ptx_data(config, inputs.texts, pad_id(tokenizer), positions_of(policy.config))
     return Trainer(
         learner=Learner(config, pair, reference, ptx),
         reward_fn=reward_fn,
@@ -318,13 +367,8 @@ def assemble(inputs: PpoInputs, context: RunContext, sampler: Sampler) -> Traine
 
 
 def default_ppo_config(ptx: bool) -> PpoConfig:
-    """Settings that are safe for a pretrained model."""
-    return PpoConfig(
-        batch_size=32,
-        policy_optimizer=OptimizerConfig(lr=DEFAULT_POLICY_LR, schedule="constant", warmup=0.0),
-        critic_optimizer=OptimizerConfig(lr=DEFAULT_CRITIC_LR, schedule="constant", warmup=0.0),
-        ptx=PtxConfig() if ptx else PtxConfig(weight=0.0),
-    )
+    """Settings for a small machine, with the ptx loss if there are texts for it."""
+    return PpoConfig(batch_size=32, ptx=PtxConfig() if ptx else PtxConfig(weight=0.0))
 
 
 def summary(
@@ -354,11 +398,8 @@ def summary(
 def _own_copy(given: PreTrainedModel | Path | None, device: torch.device | None = None) -> PreTrainedModel:
     """A model to train: loaded from its folder, on ``device`` or else this process's own; or a copy."""
     assert given is not None
-    if isinstance(given, Path):
-        return load_policy(given, device=device)[0]
-    policy: PreTrainedModel = copy.deepcopy(given)
-    policy.eval()
-    policy.requires_grad_(True)
+    policy = load_policy(given, device=device)[0] if isinstance(given, Path) else own_copy(given).eval()
+    say_router_loss(policy, False, "ppo")
     return policy
 
 

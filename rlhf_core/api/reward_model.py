@@ -10,18 +10,17 @@ from typing import Any
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from rlhf_core.api.inputs import checked_tokenizer, held_out, require_loadable, require_type, run_context
-from rlhf_core.config.model import OptimizerConfig
+from rlhf_core.api.inputs import checked_tokenizer, held_out, require_type, run_context, with_safe_rates
 from rlhf_core.config.reward import PairBatchConfig, RewardConfig
 from rlhf_core.data.encoding import pad_id
 from rlhf_core.data.schema import Preference
 from rlhf_core.models.causal_lm import fitting_length
+from rlhf_core.models.given import require_plain
+from rlhf_core.models.precision import plain_arithmetic
 from rlhf_core.training.reward.probes import probe_metrics, probes_of
 from rlhf_core.training.reward.run import Split, TrainedScalar, quality_metrics, split_of, train_scalar
 from rlhf_core.training.reward.trainer import PairScores, score_pairs
 from rlhf_core.training.run_context import RunContext
-
-DEFAULT_LR = 1e-5
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,6 +45,7 @@ class TrainedRewardModel(TrainedScalar):
         return self.result.history
 
 
+@plain_arithmetic()
 def train_reward_model(
     model: PreTrainedModel | Path,
     tokenizer: PreTrainedTokenizerBase,
@@ -56,6 +56,7 @@ def train_reward_model(
     config: RewardConfig | None = None,
     context: RunContext | None = None,
     name: str = "reward",
+    allow_high_learning_rates: bool = False,
 ) -> TrainedRewardModel:
     """Train a scalar model on preference pairs by pairwise ranking (algorithms.md §2; paper, equation 1).
 
@@ -68,16 +69,18 @@ def train_reward_model(
         preferences: Records such as ``{"prompt": ..., "chosen": ..., "rejected": ...}``; see docs/data-formats.md.
         validation: Held-out pairs; by default every twentieth one.
         test: Further pairs to measure the model on.
-        config: Settings; by default one epoch with a peak learning rate of 1e-5.
+        config: Settings; by default one epoch. A learning rate that is left out is one that suits the model.
         context: Where to report and to keep partial state; by default nowhere.
         name: Sets the random streams of this model apart from those of others.
+        allow_high_learning_rates: Allows a pretrained model rates that usually wreck it.
 
     Raises:
+        ConfigError: A learning rate is far beyond what suits a pretrained model.
         DataError: A record cannot be read, or no pair is usable.
         TrainingPaused: Three steps in a row were not finite.
     """
     require_type(config, RewardConfig, "config")
-    require_loadable(model, "model")
+    require_plain(model, "model")
     tokenizer = checked_tokenizer(tokenizer, model)
     if isinstance(preferences, Split):
         assert isinstance(validation, Split) and config is not None
@@ -89,7 +92,12 @@ def train_reward_model(
         longest = fitting_length(config.max_tokens, model)
         pairs = split_of(train, tokenizer, longest, "preferences")
         held = split_of(checks, tokenizer, longest, "validation")
-    with run_context(context, f"train_reward_model {name}", config, pairs.tokens, held.tokens, model) as run:
+    config = with_safe_rates(config, model, allow_high_learning_rates)
+    margins = [[row.margin for row in split.rows] if config.use_margin else [] for split in (pairs, held)]
+    inputs = {
+        "config": config, "preferences": pairs.tokens, "validation": held.tokens, "margins": margins, "model": model
+    }  # fmt: skip
+    with run_context(context, f"train_reward_model {name}", inputs) as run:
         trained = train_scalar(config, name, model, tokenizer, pairs, held, run)
     splits = {"validation": held} | ({"test": test} if test is not None else {})
     scores = {
@@ -111,5 +119,4 @@ def default_reward_config(rows: int, model: PreTrainedModel | Path) -> RewardCon
         steps=math.ceil(rows / pairs),
         max_tokens=longest,
         batch=PairBatchConfig(token_budget=2 * pairs * longest, min_pairs=1, max_pairs=pairs),
-        optimizer=OptimizerConfig(lr=DEFAULT_LR),
     )

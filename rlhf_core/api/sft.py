@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import logging
 import math
 from collections.abc import Iterable, Mapping
@@ -12,15 +11,15 @@ from typing import Any
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from rlhf_core.api.inputs import checked_tokenizer, held_out, require_loadable, require_type, run_context
+from rlhf_core.api.inputs import checked_tokenizer, held_out, require_type, run_context, with_safe_rates
 from rlhf_core.config.base import SftConfig
-from rlhf_core.config.model import OptimizerConfig
 from rlhf_core.data.encoding import pad_id
 from rlhf_core.data.schema import Demonstration
 from rlhf_core.data.token_tables import TokenTable
 from rlhf_core.errors import DataError
-from rlhf_core.models.causal_lm import fitting_length, load_policy, save_policy
-from rlhf_core.models.precision import use_float32_unembedding
+from rlhf_core.models.causal_lm import fitting_length, load_policy, own_copy, save_policy, say_router_loss
+from rlhf_core.models.given import require_plain
+from rlhf_core.models.precision import plain_arithmetic, use_float32_unembedding
 from rlhf_core.training import loop
 from rlhf_core.training.engine.base import Engine
 from rlhf_core.training.engine.factory import device_before
@@ -29,8 +28,6 @@ from rlhf_core.training.run_context import RunContext
 from rlhf_core.training.sft import SftTask
 
 logger = logging.getLogger(__name__)
-
-DEFAULT_LR = 1e-5
 
 
 @dataclass(frozen=True)
@@ -54,6 +51,7 @@ class SftRun:
         save_policy(Path(path), self.model, self.tokenizer)
 
 
+@plain_arithmetic()
 def train_sft(
     model: PreTrainedModel | Path,
     tokenizer: PreTrainedTokenizerBase,
@@ -62,6 +60,7 @@ def train_sft(
     validation: Iterable[Demonstration | Mapping[str, Any]] | TokenTable | None = None,
     config: SftConfig | None = None,
     context: RunContext | None = None,
+    allow_high_learning_rates: bool = False,
 ) -> SftRun:
     """Fine-tune a copy of ``model`` on demonstrations by cross-entropy on the replies (algorithms.md §1).
 
@@ -70,15 +69,17 @@ def train_sft(
         tokenizer: Its tokenizer. One without a chat template gets a plain one ("User: … Assistant: …").
         demonstrations: Records such as ``{"prompt": ..., "completion": ...}``; see docs/data-formats.md.
         validation: Held-out records; by default every twentieth demonstration.
-        config: Settings; by default one epoch with a peak learning rate of 1e-5.
+        config: Settings; by default one epoch. A learning rate that is left out is one that suits the model.
         context: Where to report and to keep partial state; by default nowhere.
+        allow_high_learning_rates: Allows a pretrained model rates that usually wreck it.
 
     Raises:
+        ConfigError: A learning rate is far beyond what suits a pretrained model.
         DataError: A record cannot be read, or all are longer than ``config.max_tokens``.
         TrainingPaused: Three steps in a row were not finite.
     """
     require_type(config, SftConfig, "config")
-    require_loadable(model, "model")
+    require_plain(model, "model")
     if isinstance(demonstrations, TokenTable):
         assert isinstance(validation, TokenTable) and config is not None
         train, held = demonstrations, validation
@@ -88,6 +89,7 @@ def train_sft(
         config = config or default_sft_config(len(rows[0]), model)
         tokenizer = checked_tokenizer(tokenizer, model)
         train, held = (TokenTable.of_rows(tokenizer, Demonstration.KIND, part) for part in rows)
+    config = with_safe_rates(config, model, allow_high_learning_rates)
     longest = fitting_length(config.max_tokens, model)
     examples, dropped = fitting_examples(train, longest)
     checks, _ = fitting_examples(held, longest)
@@ -100,9 +102,11 @@ def train_sft(
         logger.warning(
             "sft: %d of %d demonstrations are longer than %d tokens and were left out", dropped, len(train), longest
         )
-    with run_context(context, "train_sft", config, train, held, model) as run:
+    inputs = {"config": config, "demonstrations": train, "validation": held, "model": model}
+    with run_context(context, "train_sft", inputs) as run:
         device = device_before(run.launch)
-        own = load_policy(model, device=device)[0] if isinstance(model, Path) else copy.deepcopy(model)
+        own = load_policy(model, device=device)[0] if isinstance(model, Path) else own_copy(model)
+        say_router_loss(own, True, "sft")
         use_float32_unembedding(own)
         pad, limit = pad_id(tokenizer), run.launch.logits_bytes
 
@@ -135,5 +139,4 @@ def default_sft_config(rows: int, model: PreTrainedModel | Path) -> SftConfig:
         batch_size=size,
         micro_batch_size=min(size, 8),
         max_tokens=fitting_length(2048, model),
-        optimizer=OptimizerConfig(lr=DEFAULT_LR),
     )

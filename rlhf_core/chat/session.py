@@ -15,7 +15,7 @@ from rlhf_core.data.encoding import encode_prompt
 from rlhf_core.data.schema import Message, Prompt, read_rows
 from rlhf_core.data.text import is_encodable
 from rlhf_core.errors import DataError
-from rlhf_core.models.causal_lm import load_policy
+from rlhf_core.models.causal_lm import load_policy, positions_of
 from rlhf_core.models.foreign import require_openable
 from rlhf_core.sampling.decoding import decoding_layers
 from rlhf_core.sampling.distribution import EvaluationSampling, philox_uniforms
@@ -80,7 +80,7 @@ class ChatSession:
 
     def _fit(self, turns: list[Message]) -> tuple[list[int], list[Message]]:
         """Token ids of as many of the last turns as leave room for a reply, and those turns."""
-        context = getattr(self.model.config, "max_position_embeddings", None)
+        context = positions_of(self.model.config)
         dropped = 0
         while True:
             ids = encode_prompt(self.tokenizer, turns[dropped:])

@@ -9,7 +9,6 @@ from __future__ import annotations
 import os
 import shutil
 import sys
-import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -20,6 +19,7 @@ import typer
 from rlhf_core.commands.plugged import PluggedGroup
 from rlhf_core.errors import EXIT_GATE_FAILED, EXIT_OK, ConfigError, RlhfError
 from rlhf_core.runtime.progress import busy
+from rlhf_core.storage.files import scratch_folder
 
 if TYPE_CHECKING:
     from rlhf_core.config.data import ReadOptions, ValidateConfig
@@ -153,13 +153,13 @@ def validate(
     if output is not None and output.exists() and (not output.is_dir() or any(output.iterdir())):
         raise RlhfError(f"{output} exists already; name a new or empty folder")
     remedy = "--output" if output else "--output, or the environment variable TMPDIR"
-    with busy("checking the files"), tempfile.TemporaryDirectory(prefix="rlhf-data-") as scratch:
+    with busy("checking the files"), scratch_folder("rlhf-data-") as scratch:
         config = _validate_config(workspace, sets or [], tokenizer)
         from rlhf_core.data.collection.sources import sources_by_kind
         from rlhf_core.stages.checked_files import as_text, check_files
 
         sources = sources_by_kind(files, Path.cwd(), options, kind)
-        folder = output or Path(scratch)
+        folder = output or scratch
         try:
             folder.mkdir(parents=True, exist_ok=True)
             (folder / "data").mkdir()  # so that no other command writes there at the same time

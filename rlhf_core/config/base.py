@@ -96,6 +96,6 @@ class SftConfig(StageConfig):
     max_tokens: PositiveInt = 256
     eval_every: PositiveInt = 100
     samples: PositiveInt = 8
-    optimizer: OptimizerConfig = OptimizerConfig(lr=3e-3)
+    optimizer: OptimizerConfig = OptimizerConfig()
     checkpoint: CheckpointConfig = CheckpointConfig(every=200)
     sampling: SamplingConfig = SamplingConfig()

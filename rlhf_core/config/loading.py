@@ -33,14 +33,12 @@ from rlhf_core.config.operations import (
 from rlhf_core.config.policy import CriticConfig, PolicyConfig
 from rlhf_core.config.ppo import PpoConfig
 from rlhf_core.config.problems import describe, nearest
+from rlhf_core.config.rates import ADAPTER_LR, FULL_LR, rate_is_too_high
 from rlhf_core.config.reward import JudgeConfig, RefereeConfig, RewardConfig
 from rlhf_core.errors import ConfigError
 from rlhf_core.storage.data_files import is_url
 
 PROFILE = "pretrained"
-FULL_LR, ADAPTER_LR = 1e-5, 1e-4
-# A rate this many times the suitable one destroys what pretraining has learned within a few steps.
-FAR_BEYOND = 20
 
 
 def refuse_high_learning_rates(params: Params) -> None:
@@ -68,7 +66,7 @@ def refuse_high_learning_rates(params: Params) -> None:
             adapters = ppo.critic_lora is not None or (ppo.share_base and critic.lora is not None)
             rates["ppo.critic_optimizer.lr"] = ppo.critic_optimizer.lr, adapters
     suitable = {path: ADAPTER_LR if adapters else FULL_LR for path, (_, adapters) in rates.items()}
-    high = [path for path, (rate, _) in rates.items() if rate > FAR_BEYOND * suitable[path]]
+    high = [path for path, rate in rates.items() if rate_is_too_high(*rate)]
     if high:
         listed = ", ".join(f"{path} {rates[path][0]:g} (about {suitable[path]:g})" for path in high)
         raise ValueError(
@@ -527,6 +525,9 @@ def parse_assignment(assignment: str) -> tuple[str, Any]:
     path, separator, value = assignment.partition("=")
     if not separator or not path.strip():
         raise ConfigError(f"--set {assignment}: write it as section.key=value, such as --set ppo.iterations=20")
+    text = value.strip()
+    if " #" in f" {text}" and text[0] not in "\"'[{|>":
+        return path.strip(), text  # a command line has no comments
     return path.strip(), yaml_text.parse_scalar(value)
 
 

@@ -31,7 +31,7 @@ class OptimizerConfig(Strict):
     """AdamW and its learning-rate schedule.
 
     Attributes:
-        lr: Peak learning rate.
+        lr: Peak learning rate; null: one that suits the model, whether new or pretrained, or adapters.
         betas: AdamW's decay rates of both moments.
         eps: AdamW's epsilon.
         weight_decay: AdamW's; norms and biases never decay.
@@ -42,7 +42,7 @@ class OptimizerConfig(Strict):
             (C.2). Shows in: policy_grad_norm, critic_grad_norm.
     """
 
-    lr: PositiveFloat
+    lr: PositiveFloat | None = None
     betas: tuple[float, float] = Field(default=(0.9, 0.95), strict=False)
     eps: PositiveFloat = 1e-8
     weight_decay: float = Field(default=0.0, ge=0)
@@ -50,6 +50,12 @@ class OptimizerConfig(Strict):
     warmup: float = Field(default=0.05, ge=0, le=1)
     final_ratio: float = Field(default=0.1, ge=0, le=1)
     max_grad_norm: PositiveFloat | None = 1.0
+
+    @property
+    def peak(self) -> float:
+        """The peak learning rate, once it is chosen where the settings leave it open."""
+        assert self.lr is not None
+        return self.lr
 
 
 class CheckpointConfig(Strict):
@@ -96,11 +102,13 @@ class LoraConfig(Strict):
     Attributes:
         rank: Rank of A and B.
         alpha: Scale of the adapters, divided by `rank`.
-        targets: Last names of adapted linear layers, such as `q_proj`; none: all below the head.
+        targets: Last names of adapted linear layers, such as `q_proj`, or of experts' matrices, such as `gate_up_proj`;
+            none: all below the head. What stays frozen is said at the start.
         upper_layers: Adapts only so many layers next to the head: no gradient passes the ones below, so that a step
             costs about half with a third of the layers.
-        quantize: `nf4` holds the frozen linear layers in 4 bits (QLoRA, Dettmers et al. 2023). They stay rounded:
-            the model that is saved has the weights it was trained and judged with, in its own precision again.
+        quantize: `nf4` holds the frozen linear layers, but not experts, in 4 bits (QLoRA, Dettmers et al. 2023). They
+            stay rounded: the model that is saved has the weights it was trained and judged with, in its own precision
+            again.
     """
 
     rank: PositiveInt = 16

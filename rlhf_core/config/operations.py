@@ -144,11 +144,14 @@ class SignatureConfig(Strict):
         earlier_public_keys: PEM files of keys used before. What they sign is accepted, new versions too: leave out a
             stolen one.
         certificates: PEM files of the roots that the signer's certificate must lead to instead.
+        registry: What the registry is called in what is signed, so that a version of one registry is not accepted in
+            another; null takes its address. Set it where one registry is reached by several addresses, or has moved.
     """
 
     public_key: Annotated[str, Field(min_length=1)] | None = None
     earlier_public_keys: tuple[str, ...] = Field(default=(), strict=False)
     certificates: tuple[str, ...] = Field(default=(), strict=False)
+    registry: Annotated[str, Field(min_length=1)] | None = None
 
     @model_validator(mode="after")
     def _one_kind(self) -> SignatureConfig:

@@ -39,7 +39,7 @@ class DpoConfig(Strict):
     max_tokens: PositiveInt = 256
     eval_every: PositiveInt = 50
     samples: PositiveInt = 8
-    optimizer: OptimizerConfig = OptimizerConfig(lr=1e-4, warmup=0.1)
+    optimizer: OptimizerConfig = OptimizerConfig(warmup=0.1)
     checkpoint: CheckpointConfig = CheckpointConfig(every=100)
 
 
@@ -65,7 +65,7 @@ class RejectionSamplingConfig(Strict):
     batch_size: PositiveInt = 32
     micro_batch_size: PositiveInt | None = None
     eval_every: PositiveInt = 50
-    optimizer: OptimizerConfig = OptimizerConfig(lr=1e-3)
+    optimizer: OptimizerConfig = OptimizerConfig()
     checkpoint: CheckpointConfig = CheckpointConfig(every=100)
 
 
@@ -125,7 +125,7 @@ class CriticConfig(StageConfig):
     plateau: PositiveInt = 8
     value_clip: PositiveFloat | None = None
     lora: LoraConfig | None = None
-    optimizer: OptimizerConfig = OptimizerConfig(lr=1e-3, schedule="constant", warmup=0.0)
+    optimizer: OptimizerConfig = OptimizerConfig(schedule="constant", warmup=0.0)
     checkpoint: CheckpointConfig = CheckpointConfig(every=5)
 
 

@@ -222,6 +222,7 @@ SamplerConfig = Annotated[LocalSamplerConfig | VllmSamplerConfig, Field(discrimi
 
 CriticMode = Literal["separate", "shared"]
 MICRO_BATCH_TOKENS = 4096
+DEFAULT_WARMUP = 5  # iterations
 
 
 class RewardShapingConfig(Strict):
@@ -255,6 +256,10 @@ class SurrogateConfig(Strict):
         kind: Clipped surrogate, or `penalty`: −ρA + w·KL(π_old‖π). Paper: both defined (3.2.3); the clip is of
             minor importance (C); PPO-max. Shows in: clip_fraction, old_policy_kl.
         clip: ε of the clip; null: none. Shows in: clip_fraction.
+        clip_high: Its upper ε, where that is larger (clip-higher of DAPO, Yu et al., 2025); null: as `clip`. Shows in:
+            clip_fraction, entropy.
+        ratio: Of each `token`, or one of a whole `sequence`, the geometric mean of its tokens' (GSPO, Zheng et al.,
+            2025), which takes `aggregation: sequence` and a far smaller clip. Shows in: ratio_mean, clip_fraction.
         dual_clip: Bounds the loss where A < 0 (Ye et al., 2020); above 1. Shows in: ratio_max.
         penalty: Weight w of kind `penalty`. Shows in: old_policy_kl.
         aggregation: Mean over all tokens of a step, or per `sequence` first. Shows in: policy_loss.
@@ -264,6 +269,8 @@ class SurrogateConfig(Strict):
 
     kind: Literal["clip", "penalty"] = "clip"
     clip: PositiveFloat | None = 0.2
+    clip_high: PositiveFloat | None = None
+    ratio: Literal["token", "sequence"] = "token"
     dual_clip: float | None = Field(default=None, gt=1)
     penalty: NonNegativeFloat = 0.1
     aggregation: Literal["token", "sequence"] = "token"
@@ -273,6 +280,10 @@ class SurrogateConfig(Strict):
     def _kind_has_its_own_settings(self) -> SurrogateConfig:
         if self.dual_clip is not None and (self.kind != "clip" or self.clip is None):
             raise ValueError("dual_clip bounds the clipped surrogate: it needs kind clip and a clip size")
+        if self.clip_high is not None and (self.kind != "clip" or self.clip is None or self.clip_high < self.clip):
+            raise ValueError("clip_high is the upper clip, not below clip: it needs kind clip and a clip size")
+        if self.ratio == "sequence" and (self.kind != "clip" or self.aggregation != "sequence"):
+            raise ValueError("ratio sequence gives a reply one ratio: it needs kind clip and aggregation sequence")
         if self.kind == "clip" and changed_field(self, "penalty"):
             raise ValueError("penalty is the weight of kind penalty, but kind is clip")
         if self.kind == "penalty" and self.clip is not None and changed_field(self, "clip"):
@@ -412,7 +423,8 @@ class PpoConfig(RolloutConfig, StageConfig):
         epochs: Passes over a rollout. Paper: one, by its public code. Shows in: old_policy_kl, clip_fraction.
         policy_init: The policy starts as the SFT model, or as `base`. Paper: without SFT it fails: language
             suffers, rewards stay lower (5.3.3). Shows in: perplexity_reference, kl.
-        warmup_iterations: Linear warm-up of both, in place of the optimisers' own. Paper: 10 % of steps; critic
+        warmup_iterations: Linear warm-up of both, in place of the optimisers' own; null: 5, of fewer iterations all,
+            none where an optimiser has its own. Paper: 10 % of steps; critic
             pre-training is better (5.1, 5.3.3). Shows in: policy_lr.
         value_clip: Keeps a value near the one before the update; null: off. Paper: part of PPO-max (5.4, B.1).
             Shows in: value_clip_fraction.
@@ -446,7 +458,7 @@ class PpoConfig(RolloutConfig, StageConfig):
     minibatches: PositiveInt = 2
     epochs: PositiveInt = 1
     policy_init: Literal["sft", "base"] = "sft"
-    warmup_iterations: NonNegativeInt = 5
+    warmup_iterations: NonNegativeInt | None = None
     value_clip: PositiveFloat | None = 0.2
     vf_loss_weight: PositiveFloat = 1.0
     gradient_norm: Literal["separate", "joint"] = "separate"
@@ -459,8 +471,8 @@ class PpoConfig(RolloutConfig, StageConfig):
     policy_lora: LoraConfig | None = None
     critic_lora: LoraConfig | None = None
     share_base: bool = False
-    policy_optimizer: OptimizerConfig = OptimizerConfig(lr=5e-4, schedule="constant", warmup=0.0)
-    critic_optimizer: OptimizerConfig | None = OptimizerConfig(lr=1e-3, schedule="constant", warmup=0.0)
+    policy_optimizer: OptimizerConfig = OptimizerConfig(schedule="constant", warmup=0.0)
+    critic_optimizer: OptimizerConfig | None = OptimizerConfig(schedule="constant", warmup=0.0)
     selection: SelectionConfig = SelectionConfig()
     health: HealthConfig = HealthConfig()
     checkpoint: CheckpointConfig = CheckpointConfig(every=5)
@@ -531,7 +543,7 @@ class PpoConfig(RolloutConfig, StageConfig):
             raise ValueError(
                 "policy_lora makes the policy without its adapters the reference, which is SFT: policy_init must be sft"
             )
-        optimizers = [self.policy_optimizer, *([self.critic_optimizer] if self.critic_optimizer else [])]
+        optimizers = self.optimizers
         norms = [optimizer.max_grad_norm for optimizer in optimizers]
         if self.gradient_norm == "joint" and len(set(norms)) > 1:
             raise ValueError(
@@ -540,7 +552,7 @@ class PpoConfig(RolloutConfig, StageConfig):
             )
         if self.warmup_iterations and any(optimizer.warmup for optimizer in optimizers):
             raise ValueError("warm-up is set twice: use warmup_iterations, or the optimisers' warmup, not both")
-        if self.warmup_iterations > self.iterations:
+        if self.warmup_iterations is not None and self.warmup_iterations > self.iterations:
             raise ValueError(
                 f"warmup_iterations {self.warmup_iterations} is more than iterations {self.iterations}: "
                 "the learning rate would never reach its peak; set ppo.warmup_iterations, too"
@@ -590,6 +602,19 @@ class PpoConfig(RolloutConfig, StageConfig):
                 f"false, or use mode {others}"
             )
         return self
+
+    @property
+    def optimizers(self) -> list[OptimizerConfig]:
+        """Those of the models that are trained, the policy's first."""
+        return [self.policy_optimizer, *([self.critic_optimizer] if self.critic_optimizer else [])]
+
+    @property
+    def warmup(self) -> int:
+        """Iterations of linear warm-up; 0 leaves it to the optimisers."""
+        if self.warmup_iterations is not None:
+            return self.warmup_iterations
+        of_their_own = any(optimizer.warmup for optimizer in self.optimizers)
+        return 0 if of_their_own else min(DEFAULT_WARMUP, self.iterations)
 
     @property
     def rollout(self) -> RolloutConfig:

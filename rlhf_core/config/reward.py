@@ -87,7 +87,7 @@ class RewardConfig(StageConfig):
     category_shares: CategoryShares = {}
     lora: LoraConfig | None = None
     eval_every: PositiveInt = 100
-    optimizer: OptimizerConfig = OptimizerConfig(lr=7e-4, warmup=0.1)
+    optimizer: OptimizerConfig = OptimizerConfig(warmup=0.1)
     checkpoint: CheckpointConfig = CheckpointConfig(every=100)
 
     @model_validator(mode="after")

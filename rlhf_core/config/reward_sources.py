@@ -114,16 +114,22 @@ class ClassifierSource(SourceConfig):
 
 
 class FunctionSource(SourceConfig):
-    """A python function ``f(prompts, replies) -> list[float]``, called once per rollout (by each rank with its share).
+    """A python function ``f(prompts, replies) -> list[float | None]``, plain or ``async``.
 
-    A prompt is a list of ``{"role", "content"}``, a reply its text. It runs with your rights, like any code you start.
+    A prompt is a list of ``{"role", "content"}``, a reply its text; None says that a reply cannot be scored. It runs
+    with your rights, like any code you start.
 
     Attributes:
         target: `package.module:function`, importable from the environment or from the workspace's folder.
+        call: `batch`: called once per rollout (by each rank with its share); `single`: `f(prompt, reply)` for each.
+        timeout_seconds: Bounds a call; null: no bound. A single reply that takes longer cannot be scored, a batch that
+            does ends the run.
     """
 
     kind: Literal["function"] = "function"
     target: FunctionName
+    call: Literal["batch", "single"] = "batch"
+    timeout_seconds: PositiveFloat | None = None
 
 
 class HttpSource(SourceConfig):

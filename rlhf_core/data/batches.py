@@ -475,20 +475,27 @@ class PromptBatches:
             units: list[_Unit] = []
             for number in order[start : start + WINDOW]:  # the pairs of one prompt are cut where they exceed a batch
                 longest_first = sorted(prompts[number], key=lambda row: -self.widths[row])
-                pairs = [_Unit([row], {*self.sequences[row]}, self.widths[row]) for row in longest_first]
-                units += self._packed(pairs)
+                units += self._packed([self._unit([row]) for row in longest_first])
             batches += [unit.rows for unit in self._packed(sorted(units, key=lambda unit: -unit.width))]
         # A second stream (offset key) for the order of batches.
         return [batches[number] for number in epoch_order(len(batches), self.seed + (1 << 32), epoch)]
 
+    def _unit(self, rows: list[int]) -> _Unit:
+        sequences = {number for row in rows for number in self.sequences[row]}
+        return _Unit(rows, sequences, max(self.widths[row] for row in rows))
+
     def _packed(self, units: Sequence[_Unit]) -> Iterator[_Unit]:
-        """Join neighbours as long as they fit a batch."""
+        """Join neighbours as long as they fit a batch; a prompt is cut where a batch would have too few or too many."""
         packed = units[0]
         for unit in units[1:]:
             rows, sequences = packed.rows + unit.rows, packed.sequences | unit.sequences
             both = _Unit(rows, sequences, max(packed.width, unit.width))
             within = len(rows) <= self.limits.max_pairs and len(sequences) * both.width <= self.limits.token_budget
-            if within or len(packed.rows) < self.limits.min_pairs:
+            missing = self.limits.min_pairs - len(packed.rows)
+            if missing > 0 and len(rows) > self.limits.max_pairs:
+                yield self._unit(packed.rows + unit.rows[:missing])
+                packed = self._unit(unit.rows[missing:])
+            elif within or missing > 0:
                 packed = both
             else:
                 yield packed

@@ -17,6 +17,7 @@ from transformers import PreTrainedTokenizerBase
 from rlhf_core.data.schema import Message
 from rlhf_core.data.template_process import EndlessTemplate, templates
 from rlhf_core.errors import DataError, ModelError, UnwritableText, first_line
+from rlhf_core.runtime.untrusted_text import string_literals
 
 # A private-use plane of Unicode: characters that stand for special tokens inside contents.
 PLACEHOLDERS = range(0xF0000, 0xFFFFE)
@@ -120,7 +121,6 @@ QUESTION, ANSWER, NEXT_QUESTION = "What is that?", "It is this.", "And why?"
 REASONED = f"<think>\nLet me see.\n</think>\n\n{ANSWER}"
 SYSTEM_TURN, SEVERAL_TURNS, REASONING_BEFORE = "a system turn", "several turns", "reasoning in an earlier reply"
 EXCERPT = 60
-_LITERAL = re.compile(r"""'((?:[^'\\]|\\.)*)'|"((?:[^"\\]|\\.)*)\"""")
 # The day that templates write which ask for today's (Llama 3.2): the one that Llama's own fall back to. With the
 # clock's, the same dialogue would be other tokens tomorrow, in a resumed run and beside results of today.
 TODAY = datetime(2024, 7, 26)
@@ -255,7 +255,7 @@ def written_reply(tokenizer: PreTrainedTokenizerBase, reply: str, finished: bool
     otherwise follow the empty block that some templates write. One that was cut off stays as it was sampled.
 
     Raises:
-        UnwritableText: The template does not write it behind its generation prompt.
+        UnwritableText: The template does not write it behind its generation prompt, or leaves a part of it out.
     """
     form = reply_format(tokenizer)
     if not form.is_marked(reply):
@@ -268,7 +268,21 @@ def written_reply(tokenizer: PreTrainedTokenizerBase, reply: str, finished: bool
     if not whole.startswith(prompt) or not whole.endswith(form.after) or len(whole) < len(prompt) + len(form.after):
         reason = "the chat template does not write a reply with such markers behind its generation prompt"
         raise UnwritableText(f"{reason} ({reply[:EXCERPT]!r}): take them out of the data", reason)
-    return whole[len(prompt) : len(whole) - len(form.after)] + form.tail
+    written = whole[len(prompt) : len(whole) - len(form.after)] + form.tail
+    # Where reasoning begins may be in the generation prompt already.
+    if _without_whitespace(reply) not in _without_whitespace(form.header + written):
+        marker = max((each for each in form.markers if each in reply), key=len)
+        reason = f"the chat template leaves out a part of a reply with {marker!r}, which would not be learned"
+        raise UnwritableText(
+            f"{reason} ({reply[:EXCERPT]!r}): take that part out of the data, or give the tokenizer a template that "
+            "keeps the last reply whole",
+            reason,
+        )
+    return written
+
+
+def _without_whitespace(text: str) -> str:
+    return "".join(text.split())
 
 
 def render_escaped(
@@ -351,7 +365,7 @@ def _reply_format(
 
 def _markers(template: str) -> tuple[str, ...]:
     """Texts that code of the template may compare with contents: its strings that are neither words nor white."""
-    strings = {(single or double).replace("\\n", "\n").strip() for single, double in _LITERAL.findall(template)}
+    strings = {literal.replace("\\n", "\n").strip() for literal in string_literals(template)}
     return tuple(sorted(text for text in strings if len(text) > 2 and re.search(r"[^\w\s]", text)))
 
 

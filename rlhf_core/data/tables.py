@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import os
 import sys
-import tempfile
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import is_dataclass
 from pathlib import Path
 from types import TracebackType
@@ -19,7 +18,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from rlhf_core.errors import DataError
-from rlhf_core.storage.files import permitted
+from rlhf_core.storage.files import new_part, permitted
 
 # A chunk is complete with so many bytes of texts. A stage holds its rows in a few forms at once, each as large.
 CHUNK_BYTES = 32 * 2**20
@@ -110,15 +109,12 @@ class TableWriter:
 
     def __enter__(self) -> TableWriter:
         try:
-            self.path.parent.mkdir(parents=True, exist_ok=True)
-            descriptor, name = tempfile.mkstemp(dir=self.path.parent, prefix=f".{self.path.name}.", suffix=".part")
+            self._temporary = new_part(self.path)
         except OSError as error:
             raise DataError(
                 f"cannot write {self.path}: {error.strerror}; make the folder writable or choose another"
             ) from error
-        os.close(descriptor)
-        self._temporary = Path(name)
-        self._parquet = pq.ParquetWriter(name, self.schema, compression="zstd")
+        self._parquet = pq.ParquetWriter(self._temporary, self.schema, compression="zstd")
         return self
 
     def write(self, table: pa.Table) -> None:
@@ -133,9 +129,18 @@ class TableWriter:
     def _write_group(self) -> None:
         # The pages of a row group depend on the chunks of its columns.
         group = pa.concat_tables([self.schema.empty_table(), *self._waiting]).combine_chunks()
-        self._parquet.write_table(group, row_group_size=max(group.num_rows, 1))
+        with self._named():
+            self._parquet.write_table(group, row_group_size=max(group.num_rows, 1))
         self._waiting, self._waiting_rows, self._waiting_bytes = [], 0, 0
         self._groups += 1
+
+    @contextmanager
+    def _named(self) -> Iterator[None]:
+        """Add the file to an error of Arrow, which does not say where it happened."""
+        try:
+            yield
+        except OSError as error:
+            raise OSError(error.errno, os.strerror(error.errno or 0), str(self.path)) from error
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
@@ -143,7 +148,8 @@ class TableWriter:
         try:
             if error is None and (self._waiting_rows or not self._groups):
                 self._write_group()
-            self._parquet.close()
+            with self._named() if error is None else suppress(OSError):
+                self._parquet.close()
             if error is None:
                 self._temporary.chmod(permitted(0o644))
                 self._temporary.replace(self.path)

@@ -13,7 +13,6 @@ import json
 import logging
 import os
 import shutil
-import tempfile
 import time
 from array import array
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -46,7 +45,7 @@ from rlhf_core.data.tables import parquet_footer, table_chunks, table_slices
 from rlhf_core.data.token_folder import RECORD
 from rlhf_core.errors import DataError
 from rlhf_core.runtime import distributed
-from rlhf_core.storage.files import LockFile, atomic_dir, atomic_write_json, read_json, sha256_file
+from rlhf_core.storage.files import LockFile, atomic_dir, atomic_write_json, read_json, scratch_folder, sha256_file
 
 BATCH_ROWS = 2048  # rows that are tokenised together: more were no faster, and each holds Python lists meanwhile
 BATCH_BYTES = 8 * 2**20  # of their texts: a token takes a hundred bytes and more until it is in an array
@@ -196,9 +195,9 @@ def contents(path: Path, kind: str, tokenizer: PreTrainedTokenizerBase) -> dict[
 def tokenizer_digest(tokenizer: PreTrainedTokenizerBase) -> str:
     """A hash of the tokenizer's files as it would be saved, chat template included."""
     digest = hashlib.sha256()
-    with tempfile.TemporaryDirectory(prefix="rlhf-tokenizer-") as folder:
+    with scratch_folder("rlhf-tokenizer-") as folder:
         tokenizer.save_pretrained(folder)
-        for file in sorted(path for path in Path(folder).rglob("*") if path.is_file()):
+        for file in sorted(path for path in folder.rglob("*") if path.is_file()):
             content = file.read_bytes()
             if file.name == "tokenizer_config.json":
                 settings = {key: value for key, value in json.loads(content).items() if key not in ORIGIN}

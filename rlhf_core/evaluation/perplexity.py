@@ -12,7 +12,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -156,11 +156,14 @@ class Drift:
         kl: Mean over sequences of the summed log-ratio (estimator k1, nats per sequence).
         kl_error: Standard error of ``kl`` over clusters of prompts; 0 where all prompts ask the same.
         perplexity: exp of the reference's mean negative log-probability per response token.
+        replies: The replies that this was measured on, one to each of the first prompts: ``reply``, its ``tokens``, and
+            their ``logprobs`` and ``reference_logprobs``.
     """
 
     kl: float
     kl_error: float
     perplexity: float
+    replies: Sequence[dict[str, Any]] = ()
 
     def as_dict(self) -> dict[str, float]:
         """The KL with its 95 % interval, for ``metrics/evaluation.json``."""
@@ -173,6 +176,7 @@ def measure_drift(sampled: OnPolicyReplies, reference: PreTrainedModel, clusters
     ``clusters`` are those of the prompts, of which the first were replied to; None: each is one of its own.
     """
     log_ratios: list[list[float]] = []  # by batch
+    scored: list[list[list[list[float]]]] = []  # tokens and both their log-probabilities, by batch and reply
     reference_nats, tokens = 0.0, 0
     for rollout, weight in zip(sampled.rollouts, sampled.weights, strict=True):
         reference_logprobs = _score_tokens(rollout, reference, sampled.sampling)
@@ -180,6 +184,9 @@ def measure_drift(sampled: OnPolicyReplies, reference: PreTrainedModel, clusters
             continue
         policy_logprobs = rollout.logprobs.double().masked_fill(~rollout.response_mask, 0.0)
         log_ratios.append((policy_logprobs - reference_logprobs).sum(dim=1).tolist())
+        lengths = rollout.response_mask.sum(dim=1).tolist()
+        both = zip(rollout.replies(), policy_logprobs.tolist(), reference_logprobs.tolist(), lengths, strict=True)
+        scored.append([[ids, own[:length], other[:length]] for ids, own, other, length in both])
         reference_nats -= float(reference_logprobs.sum())
         tokens += int(rollout.response_mask.sum())
     of_replies = gather_passes(log_ratios)
@@ -188,7 +195,11 @@ def measure_drift(sampled: OnPolicyReplies, reference: PreTrainedModel, clusters
     error, _ = standard_error(np.array(of_replies), one_each(len(of_replies), known))
     # The exponent is bounded so that a ruined policy gives a huge finite number, which JSON and gates can hold.
     perplexity = math.exp(min(sums["nats"] / max(sums["tokens"], 1), 700.0))
-    return Drift(float(np.mean(of_replies)), error if math.isfinite(error) else 0.0, perplexity)
+    replies = [
+        {"reply": reply.text, "tokens": ids, "logprobs": own, "reference_logprobs": other}
+        for reply, (ids, own, other) in zip(sampled.replies, gather_passes(scored), strict=True)
+    ]
+    return Drift(float(np.mean(of_replies)), error if math.isfinite(error) else 0.0, perplexity, replies)
 
 
 @torch.inference_mode()

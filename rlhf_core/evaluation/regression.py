@@ -66,6 +66,11 @@ def regression_set(prompts: Sequence[Prompt], per_category: int = PER_CATEGORY) 
     return [row for name in sorted(groups) for row in spread_subset(groups[name], per_category, "regression")]
 
 
+def regression_checks(world: bool) -> dict[str, ReplyCheck]:
+    """The checks of the regression set; ``world``: whether its prompts are of the synthetic world."""
+    return GENERIC_CHECKS | (REFUSAL_CHECKS if world else {})
+
+
 def passes(checks: Mapping[str, ReplyCheck], category: str, reply: Reply) -> bool:
     """Return whether ``reply`` passes every check that applies to it."""
     return all(check(category, reply) is not False for check in checks.values())
@@ -76,7 +81,7 @@ def pass_rates(categories: Sequence[str], replies: Sequence[Reply], world: bool)
 
     A reply counts for the checks that apply to it; a check that applies to no reply is left out.
     """
-    checks = GENERIC_CHECKS | (REFUSAL_CHECKS if world else {})
+    checks = regression_checks(world)
     passed = [passes(checks, category, reply) for category, reply in zip(categories, replies, strict=True)]
     return {**check_rates(checks, categories, replies), "passed": sum(passed) / len(passed) if passed else 0.0}
 

@@ -23,7 +23,7 @@ from rlhf_core.data.readers.stream import stream_records
 from rlhf_core.data.schema import ROLES, Message
 from rlhf_core.data.text import mean, reply_statistics, split_words
 from rlhf_core.errors import DataError
-from rlhf_core.models.causal_lm import fitting_length
+from rlhf_core.models.causal_lm import fitting_length, positions_of
 from rlhf_core.runtime import distributed
 from rlhf_core.sampling.distribution import EvaluationSampling, Sampling, TokenDistribution
 from rlhf_core.sampling.generation import Rollout
@@ -168,7 +168,7 @@ def evaluation_replies(
 
 def _within_positions(sampling: TokenDistribution, batch: PromptBatch, model: PreTrainedModel) -> TokenDistribution:
     """``sampling`` of replies that fit the model beside the longest prompt of the batch."""
-    positions, base = getattr(model.config, "max_position_embeddings", None), sampling.base
+    positions, base = positions_of(model.config), sampling.base
     if positions is not None:
         base = replace(base, max_new_tokens=min(base.max_new_tokens, positions - max(map(len, batch.ids))))
     return base if isinstance(sampling, Sampling) else replace(sampling, base=base)

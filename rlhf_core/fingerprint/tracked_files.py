@@ -10,7 +10,6 @@ from __future__ import annotations
 import ast
 import glob
 import hashlib
-import json
 import os
 import re
 import sysconfig
@@ -19,7 +18,6 @@ from contextlib import suppress
 from importlib.machinery import ModuleSpec, PathFinder
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
 
 from rlhf_core.config.evaluation import EvaluateConfig, VerifiableConfig
 from rlhf_core.config.reward_sources import (
@@ -35,7 +33,7 @@ from rlhf_core.errors import DataError
 from rlhf_core.fingerprint.modules import Module, drop_docstrings, imports_in, packages_of, targets_executed
 from rlhf_core.fingerprint.stages import FOLDER
 from rlhf_core.storage.data_files import expand, expand_url, is_url, spelled, url_checksum
-from rlhf_core.storage.files import atomic_write_text, sha256_file
+from rlhf_core.storage.files import FileHashes, atomic_write_text, sha256_file
 
 SOURCES_FILE = f"{FOLDER}/sources.txt"
 
@@ -54,9 +52,7 @@ def describe_sources(workspace: Path, sources: Iterable[str], name: str = "sourc
     Hashes are remembered by size, times and inode in ``.rlhf/NAME.json``. A URL counts by the checksum that its
     store gives without a download, a hub id by its name. ``notes`` are lines that come first.
     """
-    memory = workspace / ".rlhf" / f"{name}.json"
-    known: dict[str, list[Any]] = json.loads(memory.read_text()) if memory.exists() else {}
-    fresh: dict[str, list[Any]] = {}
+    hashes = FileHashes(workspace / ".rlhf" / f"{name}.json")
     lines = [*notes]
     for source in sources:
         lines.append(source)
@@ -68,14 +64,8 @@ def describe_sources(workspace: Path, sources: Iterable[str], name: str = "sourc
                 lines += [f"  {url} {url_checksum(url)}" for url in expand_url(source, "")]
             elif not source.startswith("hub:"):
                 files = expand(source, workspace)
-        for file in files:
-            status = file.stat()
-            mark = [status.st_size, status.st_mtime_ns, status.st_ctime_ns, status.st_ino]
-            old = known.get(str(file))
-            fresh[str(file)] = old if old and old[:-1] == mark else [*mark, sha256_file(file)]
-            lines.append(f"  {spelled(file, source, workspace)} {fresh[str(file)][-1]}")
-    if fresh != known:
-        atomic_write_text(memory, json.dumps(fresh, indent=1))
+        lines += [f"  {spelled(file, source, workspace)} {hashes.of(file)}" for file in files]
+    hashes.save()
     return "\n".join(lines) + "\n"
 
 

@@ -14,12 +14,14 @@ the same numbers from the same tokens, so the second pass takes what the first l
 
 from __future__ import annotations
 
+import copy
 import json
+import logging
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -27,9 +29,12 @@ from torch.nn import functional
 from transformers import PretrainedConfig, PreTrainedModel
 
 from rlhf_core.config.model import LoraConfig
-from rlhf_core.errors import ModelError, RlhfError
+from rlhf_core.errors import ModelError, RlhfError, first_line
+from rlhf_core.models.forward import backbone_of
 from rlhf_core.models.io import quiet
 from rlhf_core.models.openblas_linear import is_plain_linear
+
+logger = logging.getLogger(__name__)
 
 BLOCK = 64
 MISSING_4BIT = (
@@ -115,7 +120,7 @@ def is_linear(module: nn.Module) -> bool:
 
 def pack_linear_layers(model: PreTrainedModel) -> None:
     """Pack every linear layer below the head of ``model``, in place."""
-    backbone = model.base_model
+    backbone = backbone_of(model)
     for name, layer in list(backbone.named_modules()):
         if is_plain_linear(layer):
             backbone.set_submodule(name, NF4Linear(layer))
@@ -133,65 +138,238 @@ Result = TypeVar("Result")
 MISSING_LORA = "lora is set, but peft is not installed: pip install 'rlhf-pipeline[lora]', or remove the setting"
 
 
-def adapted_names(model: PreTrainedModel, config: LoraConfig) -> list[str]:
-    """Return the names, such as ``q_proj``, of the layers that adapters go into.
+# Last names of linear layers that PEFT takes for those of experts in kinds that have experts (PEFT 0.21,
+# ``_MOE_TARGET_MODULE_MAPPING``): named as modules, dense layers and shared experts would get no adapter.
+TAKEN_FOR_EXPERTS = frozenset({"gate", "gate_proj", "up_proj", "down_proj", "w1", "w2", "w3"})
+# Layers of Mamba's mixers whose weights kernels, and some forwards without kernels, take without what is around them.
+BYPASSED = frozenset({"x_proj", "dt_proj", "out_proj"})
+SHOWN_KINDS = 6
+
+
+@dataclass(frozen=True)
+class AdaptedWeights:
+    """Which weights below the head get adapters, and which stay as they are.
+
+    Attributes:
+        linear: Names of linear layers, in the model's order.
+        experts: Names of parameters that hold the matrices of all experts of a layer (experts, ..., ...).
+        adapted: Numbers in both.
+        frozen: Numbers in the other matrices below the head, embeddings left out, by the last names of these.
+    """
+
+    linear: tuple[str, ...]
+    experts: tuple[str, ...]
+    adapted: int
+    frozen: Mapping[str, int]
+
+    @property
+    def total(self) -> int:
+        """Numbers in all matrices below the head but embeddings."""
+        return self.adapted + sum(self.frozen.values())
+
+    def __str__(self) -> str:
+        said = f"{self.adapted:,} of {self.total:,} weights below the head are adapted"
+        kinds = sorted(self.frozen, key=lambda name: -self.frozen[name])
+        shown = ", ".join(f"{name} ({self.frozen[name]:,})" for name in kinds[:SHOWN_KINDS])
+        more = f" and {len(kinds) - SHOWN_KINDS} more" if len(kinds) > SHOWN_KINDS else ""
+        return f"{said}; frozen: {shown}{more}" if kinds else said
+
+
+def adapted_weights(model: PreTrainedModel, config: LoraConfig) -> AdaptedWeights:
+    """Find the weights that adapters go into: of linear layers, and of experts whose matrices are one parameter.
+
+    Routers that are no linear layer, convolutions and embeddings have no adapters.
 
     Raises:
-        ModelError: ``config.targets`` names something that is not a linear layer, the model has none (GPT-2, whose
+        ModelError: ``config.targets`` names what has no adapters, the model has nothing that gets some (GPT-2, whose
             layers are transposed), or it has fewer layers than ``config.upper_layers``.
     """
     of_class = type(model).__name__
-    layers = {name.rpartition(".")[2] for name, module in model.base_model.named_modules() if is_linear(module)}
-    unknown = sorted(set(config.targets) - layers)
-    if layers and unknown:
-        raise ModelError(f"{of_class} has no linear layer {unknown[0]} for lora; it has {sorted(layers)}")
-    if not layers:
-        raise ModelError(f"{of_class} has no layers of the class Linear, which lora adapts; train it without lora")
     depth = model.config.get_text_config().num_hidden_layers
     if config.upper_layers is not None and config.upper_layers > depth:
         raise ModelError(f"lora.upper_layers is {config.upper_layers}, but {of_class} has {depth} layers")
-    return sorted(config.targets or layers)
+    lowest = depth - (config.upper_layers or depth)
+    kinds: dict[str, set[str]] = {"linear": set(), "experts": set()}
+    names: dict[str, list[str]] = {"linear": [], "experts": []}
+    adapted, frozen = 0, dict[str, int]()
+    for path, module, weight_name, weight in _matrices(model):
+        kind = _adaptable(path, module, weight, model.get_submodule(path.rpartition(".")[0]))
+        name = path if kind == "linear" else f"{path}.{weight_name}"
+        last = (path if weight_name == "weight" else name).rpartition(".")[2]
+        if kind is not None:
+            kinds[kind].add(last)
+        chosen = kind is not None and (not config.targets or last in config.targets)
+        if chosen and kind is not None and _layer_index(name) >= lowest:
+            names[kind].append(name)
+            adapted += _size(module, weight)
+        else:
+            frozen[last] = frozen.get(last, 0) + _size(module, weight)
+    known = kinds["linear"] | kinds["experts"]
+    if not known:
+        raise ModelError(f"{of_class} has no layers of the class Linear, which lora adapts; train it without lora")
+    unknown = sorted(set(config.targets) - known)
+    if unknown:
+        raise ModelError(f"{of_class} has no linear layer {unknown[0]} for lora; it has {sorted(known)}")
+    if not names["linear"] and not names["experts"]:
+        raise ModelError(
+            f"none of the {config.upper_layers} upper layers of {of_class} has what lora adapts: raise "
+            "lora.upper_layers"
+        )
+    return AdaptedWeights(tuple(names["linear"]), tuple(names["experts"]), adapted, frozen)
 
 
-def add_adapters(model: PreTrainedModel, config: LoraConfig, seed: int) -> None:
-    """Freeze ``model`` and add adapters to its linear layers, in place. Untrained adapters change no output.
+def _matrices(model: PreTrainedModel) -> Iterator[tuple[str, nn.Module, str, Tensor | None]]:
+    """Every matrix below the head but embeddings: its module with the name of that, its own name and itself.
+
+    Of a layer in 4 bits there is no tensor.
+    """
+    backbone = backbone_of(model)
+    inside = next(path for path, module in model.named_modules() if module is backbone)
+    for path, module in backbone.named_modules(prefix=inside):
+        if isinstance(module, nn.Embedding):
+            continue
+        if type(module) is NF4Linear:
+            yield path, module, "weight", None
+        for name, weight in module.named_parameters(recurse=False):
+            if weight.dim() >= 2:
+                yield path, module, name, weight
+
+
+def _adaptable(
+    path: str, module: nn.Module, weight: Tensor | None, parent: nn.Module
+) -> Literal["linear", "experts"] | None:
+    """What kind of adapter a matrix may have."""
+    if is_linear(module):
+        is_bypassed = hasattr(parent, "A_log") and hasattr(parent, "D") and path.rpartition(".")[2] in BYPASSED
+        return None if is_bypassed else "linear"
+    is_stack = weight is not None and weight.dim() == 3 and "experts" in type(module).__name__.lower()
+    return "experts" if is_stack else None
+
+
+def _size(module: nn.Module, weight: Tensor | None) -> int:
+    if weight is None:
+        assert isinstance(module, NF4Linear)
+        return module.in_features * module.out_features
+    return weight.numel()
+
+
+def _layer_index(name: str) -> int:
+    """The number of the decoder layer in a name such as ``model.layers.3.mlp``; 0 outside of the layers."""
+    return next((int(part) for part in name.split(".") if part.isdigit()), 0)
+
+
+def add_adapters(model: PreTrainedModel, config: LoraConfig, seed: int) -> AdaptedWeights:
+    """Freeze ``model`` and add adapters below its head, in place. Untrained adapters change no output.
 
     Adapters are float32 on a low-precision model too: a layer casts its input for them, and their output back.
-    With ``config.quantize`` the frozen linear layers are held in 4 bits from then on.
+    With ``config.quantize`` the frozen linear layers are held in 4 bits from then on; experts are not.
 
     Args:
         seed: Determines the random half of every adapter.
 
+    Returns:
+        What is adapted.
+
     Raises:
-        ModelError: As for :func:`adapted_names`.
+        ModelError: As for :func:`adapted_weights`, or merged adapters would leave another model than the given one.
         RlhfError: peft is not installed.
     """
     try:
         with quiet():
-            import peft
+            import peft  # noqa: F401 - used by what is called here
     except ImportError as error:
         raise RlhfError(MISSING_LORA) from error
-    chosen = adapted_names(model, config)
-    depth = model.config.get_text_config().num_hidden_layers
-    upper = list(range(depth - config.upper_layers, depth)) if config.upper_layers is not None else None
-    settings = peft.LoraConfig(
-        r=config.rank, lora_alpha=config.alpha, target_modules=chosen, layers_to_transform=upper, lora_dropout=0.0
-    )
+    weights = adapted_weights(model, config)
+    _require_mergeable(model, weights, config)
+    say = logger.warning if weights.frozen and not config.targets and config.upper_layers is None else logger.info
+    say("lora: %s of %s", weights, type(model).__name__)
     model.requires_grad_(False)
     if config.quantize is not None:
         pack_linear_layers(model)
     with torch.random.fork_rng():
         torch.manual_seed(seed)
-        peft.inject_adapter_in_model(settings, model)
+        _inject(model, weights, config)
     # peft gives adapters the precision of a layer's weight. In bfloat16 small steps of them would round to nothing.
     precision = torch.promote_types(model.dtype, torch.float32)
     for parameter in model.parameters():
         if parameter.requires_grad:
             parameter.data = parameter.data.to(precision)
     model.eval()
+    return weights
+
+
+def _inject(model: PreTrainedModel, weights: AdaptedWeights, config: LoraConfig, empty: bool = False) -> None:
+    """Let PEFT add adapters to the very weights that are named.
+
+    It is given the parts of the model alone: knowing its kind it would take some names for others. ``empty`` ones have
+    no numbers.
+    """
+    import peft
+
+    parts = nn.Module()
+    for name, part in model.named_children():
+        parts.add_module(name, part)
+    named = peft.LoraConfig(
+        r=config.rank,
+        lora_alpha=config.alpha,
+        target_modules=list(weights.linear),
+        target_parameters=list(weights.experts) or None,
+        lora_dropout=0.0,
+    )
+    described: Any = model
+    described.peft_config = {"default": _peft_config(model, weights, config)}
+    with quiet():
+        peft.inject_adapter_in_model(named, parts, low_cpu_mem_usage=empty)
+
+
+def _peft_config(model: PreTrainedModel, weights: AdaptedWeights, config: LoraConfig) -> Any:
+    """The settings by which PEFT adds the same adapters to a language model that it loads."""
+    import peft
+
+    depth = model.config.get_text_config().num_hidden_layers
+    upper = list(range(depth - config.upper_layers, depth)) if config.upper_layers is not None else None
+    last_names = {name.rpartition(".")[2] for name in weights.linear}
+    settings: dict[str, Any] = {"target_modules": sorted(last_names), "layers_to_transform": upper}
+    for name, module in model.named_modules():
+        meant = upper is None or _layer_index(name) in upper
+        if is_linear(module) and meant and name not in weights.linear and name.rpartition(".")[2] in last_names:
+            settings = {"target_modules": list(weights.linear)}  # one that is not adapted has the same last name
+            break
+    if weights.experts:
+        taken = [name for name in weights.linear if name.rpartition(".")[2] in TAKEN_FOR_EXPERTS]
+        settings = {
+            "target_modules": [name for name in weights.linear if name not in set(taken)],
+            "target_parameters": [*weights.experts, *(f"{name}.weight" for name in taken)],
+        }
+    return peft.LoraConfig(r=config.rank, lora_alpha=config.alpha, lora_dropout=0.0, **settings)
+
+
+def _require_mergeable(model: PreTrainedModel, weights: AdaptedWeights, config: LoraConfig) -> None:
+    """Add and merge adapters in a copy of the model without numbers: what fails would else fail after the training.
+
+    Raises:
+        ModelError: Something fails, or other weights are left than before.
+    """
+    empty: dict[int, Any] = {}
+    for tensor in (*model.parameters(), *model.buffers()):
+        twin = torch.empty_like(tensor, device="meta")
+        empty[id(tensor)] = nn.Parameter(twin, requires_grad=False) if isinstance(tensor, nn.Parameter) else twin
+    copied = copy.deepcopy(model, empty)
+    before = {name: weight.shape for name, weight in copied.named_parameters()}
+    try:
+        _inject(copied, weights, config, empty=True)
+        merge_adapters(copied)
+    except (ValueError, TypeError, RuntimeError, AttributeError, KeyError) as error:
+        raise ModelError(
+            f"adapters of a {type(model).__name__} cannot be added and merged ({first_line(error)}); name the layers "
+            "that they may go into in lora.targets, or train without lora"
+        ) from error
+    if {name: weight.shape for name, weight in copied.named_parameters()} != before:
+        raise ModelError(f"merged adapters would change the weights' names in a {type(model).__name__}; leave lora out")
 
 
 ADAPTER_FOLDER, ADAPTER_WEIGHTS = "adapter", "adapter_model.safetensors"
+INNER_LAYER = ".base_layer"  # as PEFT calls what adapters are wrapped around
 PEFT_PREFIX = "base_model.model."  # of parameters in PEFT's files
 
 
@@ -224,9 +402,12 @@ def peft_adapter(model: PreTrainedModel) -> PeftAdapter:
 def merge_adapters(model: nn.Module) -> None:
     """Merge the adapters into their weights, unpacked if they were packed, and remove them, in place."""
     unpack_linear_layers(model)
-    for name, layer in list(adapted_layers(model)):
+    layers = list(adapted_layers(model))
+    for _, layer in layers:
         layer.merge()
-        model.set_submodule(name, layer.get_base_layer())
+    for name, layer in layers:
+        if not name.endswith(INNER_LAYER):  # several parameters of one module are adapted by layers within layers
+            model.set_submodule(name, layer.get_base_layer())
     for module in model.modules():
         if "peft_config" in vars(module):
             del module.peft_config
@@ -277,9 +458,21 @@ def adapted_layers(model: nn.Module) -> Iterator[tuple[str, Any]]:
     return ((name, module) for name, module in model.named_modules() if isinstance(module, LoraLayer))
 
 
+def adapted_parameter(layer: Any) -> str:
+    """The name of the parameter that a layer with adapters adapts, within the module that has it."""
+    name: str = getattr(layer, "parameter_name", "weight")
+    return name
+
+
+def unadapted_weight(layer: Any) -> Tensor:
+    """The weight of a layer without its adapters: (out, in), or (experts, ..., ...)."""
+    weight: Tensor = getattr(layer.get_base_layer(), adapted_parameter(layer))
+    return weight
+
+
 def merged_weight(layer: Any) -> Tensor:
-    """The weight (out, in) of a layer with its active adapters merged, rounded once to its own precision."""
-    base: Tensor = layer.get_base_layer().weight
+    """The weight of a layer with its active adapters merged, rounded once to its own precision."""
+    base = unadapted_weight(layer)
     weight = base
     for adapter in () if layer.disable_adapters else layer.active_adapters:
         delta = layer.get_delta_weight(adapter)
@@ -296,7 +489,7 @@ def keep_lower_layers(model: PreTrainedModel, layers: int) -> None:
     Raises:
         ModelError: The model has fewer layers, or keeps them in a form that is not known here.
     """
-    backbone: Any = model.base_model
+    backbone: Any = backbone_of(model)
     # A head may come with a configuration of its own, which knows of fewer layers already.
     depth = backbone.config.num_hidden_layers
     if layers > depth:
@@ -312,7 +505,7 @@ def keep_lower_layers(model: PreTrainedModel, layers: int) -> None:
 
 def decoder_layers(model: PreTrainedModel) -> nn.ModuleList | None:
     """Return the list of the model's decoder layers, from the embedding up; None where it cannot be told apart."""
-    backbone: Any = model.base_model
+    backbone: Any = backbone_of(model)
     lists = [child for child in backbone.children() if isinstance(child, nn.ModuleList)]
     stacks = [child for child in lists if len(child) == backbone.config.num_hidden_layers]
     return stacks[0] if len(stacks) == 1 else None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import logging
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -28,9 +29,11 @@ from rlhf_core.data.chat_template import STOP_TOKENS
 from rlhf_core.data.encoding import stop_token_ids
 from rlhf_core.errors import ConfigError, ModelError
 from rlhf_core.models.adapters import ADAPTER_FOLDER, ADAPTER_WEIGHTS, PeftAdapter
-from rlhf_core.models.forward import embedding_weight, probe_ids
+from rlhf_core.models.forward import embedding_weight, first_position, name_outputs, probe_ids, router_loss_weight
 from rlhf_core.models.io import ADAPTER_CONFIG, load_model, reading, require_room_for, require_same, save_folder
 from rlhf_core.models.precision import float32_unembedding, use_float32_unembedding, weights_precision
+
+logger = logging.getLogger(__name__)
 
 CLASSIFIERS = ("ForSequenceClassification", "ForTokenClassification")
 
@@ -225,8 +228,16 @@ def fitting_length(max_tokens: int, source: Path | PreTrainedModel) -> int:
     else:
         with reading(source):
             config = AutoConfig.from_pretrained(str(source), trust_remote_code=False)
-    positions = getattr(config, "max_position_embeddings", None)
-    return max_tokens if positions is None else min(max_tokens, int(positions))
+    positions = positions_of(config)
+    return max_tokens if positions is None else min(max_tokens, positions)
+
+
+def positions_of(config: PretrainedConfig) -> int | None:
+    """The most tokens that a model takes in one sequence; None where its configuration names no such number."""
+    text = config.get_text_config()
+    named = (getattr(text, name, None) for name in ("max_position_embeddings", "max_seq_len"))
+    positions = next((int(number) for number in named if isinstance(number, int)), None)
+    return None if positions is None else positions - first_position(text)
 
 
 def load_policy(
@@ -283,3 +294,38 @@ def save_policy(
         settings = {f"{ADAPTER_FOLDER}/{ADAPTER_CONFIG}": adapter.settings}
         tensors = {f"{ADAPTER_FOLDER}/{ADAPTER_WEIGHTS}": adapter.tensors}
     save_folder(path, model, tokenizer, json_files=settings, verify=verify, tensor_files=tensors)
+
+
+def own_copy(model: PreTrainedModel, name: str = "model") -> PreTrainedModel:
+    """A copy of a model to train. What is frozen in it stays so, unless everything is: then all of it is trained.
+
+    Merging adapters by PEFT leaves all weights frozen.
+    """
+    copied = copy.deepcopy(model)
+    name_outputs(copied)
+    weights = list(copied.parameters())
+    frozen = sum(weight.numel() for weight in weights if not weight.requires_grad)
+    if frozen == sum(weight.numel() for weight in weights):
+        copied.requires_grad_(True)
+        logger.info("%s arrives with all weights frozen; all are trained", name)
+    elif frozen:
+        total = sum(weight.numel() for weight in weights)
+        first = next(path for path, weight in copied.named_parameters() if not weight.requires_grad)
+        share = f"{frozen:,} of {total:,}"
+        logger.warning("%s: %s weights are frozen (such as %s) and stay so", name, share, first)
+    return copied
+
+
+def say_router_loss(model: PreTrainedModel, added: bool, what: str) -> None:
+    """Say what becomes of the routers' auxiliary loss that config.json asks for by ``output_router_logits``."""
+    weight = router_loss_weight(model)
+    if not weight:
+        return
+    if added:
+        logger.info("%s: the routers' auxiliary loss is added, with router_aux_loss_coef %g", what, weight)
+    else:
+        logger.warning(
+            "%s: output_router_logits is set, but the routers' auxiliary loss is part of SFT and DPO alone; nothing is "
+            "added here",
+            what,
+        )

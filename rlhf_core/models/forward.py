@@ -14,7 +14,7 @@ import inspect
 import math
 import threading
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, partial
 from typing import Any, TypeVar
 
@@ -40,11 +40,14 @@ class LazyLogits:
         states: Hidden states (..., H). Of a model that does more to its logits than unembed they are the logits.
         head: Makes logits (..., V) of hidden states.
         vocabulary: V.
+        router_loss: The weighted auxiliary loss of the pass's routers, where that was asked for; see
+            :func:`router_loss_weight`.
     """
 
     states: Tensor
     head: Head
     vocabulary: int
+    router_loss: Tensor | None = None
 
     def whole(self) -> Tensor:
         """All logits at once (..., V)."""
@@ -108,6 +111,26 @@ _KNOWN_HEAD = "_rlhf_plain_head"  # attribute of a model that was compared; copi
 def embedding_weight(model: PreTrainedModel) -> Tensor:
     """The input embedding's weight (V, H)."""
     return model.get_input_embeddings().get_parameter("weight")
+
+
+def backbone_of(model: PreTrainedModel) -> PreTrainedModel:
+    """What lies below a model's head, also in kinds that name none of their parts as it, such as Llama 4."""
+    base: PreTrainedModel = model.base_model
+    if base is not model or model.get_output_embeddings() is None:
+        return base
+    parts = [part for part in model.children() if isinstance(part, PreTrainedModel)]
+    return parts[0] if parts else base
+
+
+# Kinds that count positions from behind the padding token's id.
+COUNTED_FROM_PADDING = frozenset(
+    ("roberta", "roberta-prelayernorm", "camembert", "xlm-roberta", "xlm-roberta-xl", "xmod", "data2vec-text")
+)
+
+
+def first_position(config: PretrainedConfig) -> int:
+    """The position of a text's first token: 0, but in RoBERTa and its kind."""
+    return (config.pad_token_id or 0) + 1 if config.model_type in COUNTED_FROM_PADDING else 0
 
 
 def position_ids_from_mask(attention_mask: Tensor) -> Tensor:
@@ -180,7 +203,8 @@ def _head_is_plain(model: PreTrainedModel) -> bool:
     model.eval()
     hooks = []
     try:
-        states = model.base_model(**arguments_of(model.base_model, **given)).last_hidden_state
+        backbone = backbone_of(model)
+        states = backbone(**arguments_of(backbone, **given)).last_hidden_state
         scale = PROBED_LOGIT / head(states).abs().max().clamp(min=1e-6)
         expected = head(states * scale)
         own = threading.get_ident()  # another thread may be making a pass of the same model
@@ -207,10 +231,27 @@ def changes_logits(config: PretrainedConfig) -> bool:
     return any(getattr(config, name, None) for name in LOGIT_SETTINGS)
 
 
+def name_outputs(model: PreTrainedModel) -> None:
+    """Let a model's passes give outputs by name, also where config.json has ``return_dict: false``, in place."""
+    for config in (model.config, model.config.get_text_config()):
+        if not getattr(config, "return_dict", True):
+            config.return_dict = True
+
+
+# Outputs that nobody here reads, whatever config.json asks for; the first also ends a sampler's pass by an error.
+UNREAD_OUTPUTS = ("output_router_logits", "output_hidden_states", "output_attentions")
+
+
 def arguments_of(model: nn.Module, **given: Any) -> dict[str, Any]:
     """Those of the ``given`` arguments that the model's forward takes: some know no positions, or keep all logits."""
     taken = _parameters(getattr(model.forward, "__func__", model.forward))
     given.setdefault("use_cache", False)
+    config = getattr(model, "config", None)
+    for name in UNREAD_OUTPUTS:
+        if getattr(config, name, False):
+            given.setdefault(name, False)
+    if config is not None and given.get("position_ids") is not None and first_position(config):
+        given["position_ids"] = given["position_ids"] + first_position(config)
     return given if taken is None else {name: value for name, value in given.items() if name in taken}
 
 
@@ -221,15 +262,65 @@ def _parameters(forward: Callable[..., Any]) -> frozenset[str] | None:
     return None if any(each.kind is each.VAR_KEYWORD for each in taken.values()) else frozenset(taken)
 
 
-def selected_logits(model: PreTrainedModel, input_ids: Tensor, attention_mask: Tensor, select: Tensor) -> LazyLogits:
+ROUTER_LOSS_WEIGHTS = ("router_aux_loss_coef", "aux_loss_coef", "moe_loss_weight")
+
+
+def router_loss_weight(model: PreTrainedModel) -> float:
+    """The weight of the auxiliary loss that keeps a router's experts evenly used; 0 where config.json asks for none.
+
+    It asks by ``output_router_logits``, as transformers has it. Kinds that balance their experts otherwise, such as
+    DeepSeek's, have no such loss.
+    """
+    config = model.config.get_text_config()
+    if not getattr(config, "output_router_logits", False):
+        return 0.0
+    weights = [getattr(of, name, None) for of in (model, config) for name in ROUTER_LOSS_WEIGHTS]
+    return float(next((weight for weight in weights if weight is not None), 0.0))
+
+
+def selected_logits(
+    model: PreTrainedModel, input_ids: Tensor, attention_mask: Tensor, select: Tensor, router_loss: bool = False
+) -> LazyLogits:
     """Next-token logits of a causal LM at the positions where ``select`` (bool, B, L) holds: (N, V), row-major order.
 
     Rows are padded on the right.
     Only the N selected hidden states are unembedded: with prompts masked that is a third to a half of the work of a
     small model with a large vocabulary.
+
+    Args:
+        router_loss: Whether a pass with gradients computes the auxiliary loss of the routers, too.
     """
-    logits = lazy_logits(model, input_ids, *right_padded(attention_mask), input_ids.shape[1])
-    return LazyLogits(logits.states[select], logits.head, logits.vocabulary)
+    if router_loss and torch.is_grad_enabled() and router_loss_weight(model):
+        logits = _logits_and_router_loss(model, input_ids, attention_mask)
+    else:
+        logits = lazy_logits(model, input_ids, *right_padded(attention_mask), input_ids.shape[1])
+    return replace(logits, states=logits.states[select])
+
+
+def _logits_and_router_loss(model: PreTrainedModel, input_ids: Tensor, attention_mask: Tensor) -> LazyLogits:
+    """Logits of all positions, and the auxiliary loss as the model's own forward computes it of the real tokens."""
+    states: list[Tensor] = []
+
+    def keep_states(module: nn.Module, inputs: Any, output: Any) -> None:
+        states.append(output.last_hidden_state)
+
+    plain = has_plain_head(model)
+    hook = backbone_of(model).register_forward_hook(keep_states)
+    given: dict[str, Any] = {
+        "input_ids": input_ids,
+        "attention_mask": attention_mask,
+        "position_ids": position_ids_from_mask(attention_mask),
+        "output_router_logits": True,
+        # Of a plain head the logits are made later, of the states.
+        "logits_to_keep": 1 if plain else input_ids.shape[1],
+    }
+    try:
+        output = model(**arguments_of(model, **given))
+    finally:
+        hook.remove()
+    made = unembedded(model, states[0]) if plain else LazyLogits(output.logits, nn.Identity(), output.logits.shape[-1])
+    loss = getattr(output, "aux_loss", None)
+    return replace(made, router_loss=None if loss is None else router_loss_weight(model) * loss)
 
 
 def lazy_logits(
@@ -240,7 +331,7 @@ def lazy_logits(
     The model may be wrapped: the reference is a policy with its adapters off, or a model whose weights are sharded.
     """
     if has_plain_head(model):
-        backbone = partial(hidden_states, model.base_model, input_ids, attention_mask, position_ids)
+        backbone = partial(hidden_states, backbone_of(model), input_ids, attention_mask, position_ids)
         hidden = run_as_wrapped(model, backbone)
         # A slice of all would cost another tensor of their size in the backward pass.
         return unembedded(model, hidden if keep == hidden.shape[1] else hidden[:, -keep:])

@@ -1,12 +1,12 @@
 """Scalar models (reward model, referee, critic): a backbone with a head of one output per position.
 
-On disk they are plain Hugging Face sequence-classification folders. Shapes: B sequences, L positions, H hidden, V
+On disk they are plain Hugging Face sequence-classification folders; those of kinds that transformers has no classifier
+for are loaded here alone (``models.classifiers``). Shapes: B sequences, L positions, H hidden, V
 vocabulary. Reply masks are 1 at the reply's positions (B, L).
 """
 
 from __future__ import annotations
 
-import copy
 import math
 from contextlib import nullcontext
 from functools import partial
@@ -17,7 +17,6 @@ import torch
 from torch import Tensor, nn
 from transformers import (
     AutoModelForCausalLM,
-    AutoModelForSequenceClassification,
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
@@ -25,8 +24,11 @@ from transformers import (
 from rlhf_core.config.model import LoraConfig
 from rlhf_core.errors import ModelError
 from rlhf_core.models.adapters import add_adapters, keep_lower_layers
+from rlhf_core.models.causal_lm import own_copy, say_router_loss
+from rlhf_core.models.classifiers import AutoScalarModel
 from rlhf_core.models.forward import (
     LazyLogits,
+    backbone_of,
     embedding_weight,
     has_plain_head,
     hidden_states,
@@ -112,26 +114,28 @@ class ScalarModel(nn.Module):
         """
         lm: PreTrainedModel
         if isinstance(source, PreTrainedModel):
-            name, lm = type(source).__name__, copy.deepcopy(source)
+            name, lm = type(source).__name__, own_copy(source)
         else:
             # Layers that are left out need not be on a device.
             first = torch.device("cpu") if layers is not None else device
             name, lm = str(source), load_model(AutoModelForCausalLM, source, None, device=first)
-        if type(lm.config) not in AutoModelForSequenceClassification._model_mapping:
+        if type(lm.config) not in AutoScalarModel._model_mapping:
             raise ModelError(
-                f"{name}: transformers makes no classifier of a {type(lm).__name__}, and so no reward model and no "
-                "critic: give another model, or reward functions and advantage.estimator rloo or grpo"
+                f"{name}: a {type(lm).__name__} has no backbone that transformers knows of, and so no reward model and "
+                "no critic: give another model, or reward functions and advantage.estimator rloo or grpo"
             )
+        say_router_loss(lm, False, f"{name} as a scalar model")
         if layers is not None:
             keep_lower_layers(lm, layers)
             nn.Module.to(lm, device or distributed.device())
+        backbone = backbone_of(lm)
         # A model in memory is not on the hub, which would be asked for its name.
         with nullcontext() if isinstance(source, PreTrainedModel) else reading(name):
             lm.config.num_labels = 1
-            model = empty_model(AutoModelForSequenceClassification, lm.config)
-        if type(model.base_model) is not type(lm.base_model) or not hasattr(model, "score"):
+            model = empty_model(AutoScalarModel, lm.config)
+        if type(model.base_model) is not type(backbone) or not hasattr(model, "score"):
             raise ModelError(f"{name}: {type(lm).__name__} has no sequence-classification form with a score head")
-        setattr(model, model.base_model_prefix, lm.base_model)
+        setattr(model, model.base_model_prefix, backbone)
         width = model.score.in_features
         generator = torch.Generator().manual_seed(seed)
         model.score = nn.Linear(width, 1, bias=False, device=lm.device, dtype=lm.dtype)
@@ -151,7 +155,7 @@ class ScalarModel(nn.Module):
 
         Without ``device`` it is on this process's own.
         """
-        model = load_model(AutoModelForSequenceClassification, path, dtype, device=device)
+        model = load_model(AutoScalarModel, path, dtype, device=device)
         if model.config.num_labels != 1 or not hasattr(model, "score"):
             raise ModelError(f"{path} is not a scalar model ({model.config.num_labels} labels); exactly one is needed")
         return cls(model)
@@ -244,7 +248,7 @@ class ScalarModel(nn.Module):
         ids = probe_ids(len(tokenizer)).to(self.model.device)
 
         def verify(folder: Path) -> None:
-            kind, mask = AutoModelForSequenceClassification, torch.ones_like(ids)
+            kind, mask = AutoScalarModel, torch.ones_like(ids)
             require_same(path, folder, self.model, kind, lambda each: ScalarModel(each).token_scores(ids, mask))
 
         save_folder(path, self.model, tokenizer, json_files, verify=verify, tensor_files=tensor_files)
@@ -269,19 +273,19 @@ class ActorCritic(nn.Module):
         width = policy.get_input_embeddings().get_parameter("weight").shape[1]
         if not isinstance(head, nn.Linear) or head.in_features != width:
             raise ModelError(
-                f"the critic's value head does not fit the policy's {width} hidden units; run the critic stage again"
+                f"the critic's value head does not fit the policy's {width} hidden units; pre-train the critic again"
             )
         return cls(policy, head.to(policy.device, policy.dtype))
 
     def token_scores(self, input_ids: Tensor, attention_mask: Tensor, position_ids: Tensor | None = None) -> Tensor:
         """The value at every position in float32: (B, L) -> (B, L)."""
-        return self._values(hidden_states(self.policy.base_model, input_ids, attention_mask, position_ids))
+        return self._values(hidden_states(backbone_of(self.policy), input_ids, attention_mask, position_ids))
 
     def forward(
         self, input_ids: Tensor, attention_mask: Tensor | None, position_ids: Tensor, logits_to_keep: int
     ) -> tuple[LazyLogits, Tensor]:
         """Logits of the last ``logits_to_keep`` positions (B, logits_to_keep, V) and values (B, L), in one pass."""
-        hidden = hidden_states(self.policy.base_model, input_ids, attention_mask, position_ids)
+        hidden = hidden_states(backbone_of(self.policy), input_ids, attention_mask, position_ids)
         if has_plain_head(self.policy):
             logits = unembedded(self.policy, hidden[:, -logits_to_keep:])
         else:

@@ -25,7 +25,7 @@ from transformers.utils import logging as transformers_logging
 
 from rlhf_core.errors import ModelError, RlhfError, first_line
 from rlhf_core.hub import require_hub
-from rlhf_core.models.forward import has_plain_head
+from rlhf_core.models.forward import has_plain_head, name_outputs
 from rlhf_core.models.fused_norms import FusedNorm, fuse_norms
 from rlhf_core.models.openblas_linear import default_products, use_openblas
 from rlhf_core.models.precision import use_float32_unembedding
@@ -42,7 +42,7 @@ GENERATION_CONFIG = "generation_config.json"
 JSON_FILES = ("config.json", "tokenizer_config.json", "tokenizer.json", "model.safetensors.index.json")
 NO_BACKEND = "backend tokenizer"  # of what transformers says where it has nothing to make a tokenizer of
 OWN_CODE = "custom code"  # as transformers says it
-REPAIR = "run the stage that writes it again, or point to a complete Hugging Face folder"
+REPAIR = "make it again, or point to a complete Hugging Face folder"
 
 FROM_HUB = "is it spelt right, and is the hub reachable? HF_HUB_OFFLINE=1 uses a copy in the cache"
 
@@ -225,6 +225,7 @@ def load_model(
         logger.warning(
             "%s: %d weights, such as %s, are no part of a %s and left out", source, len(names), names[0], kind
         )
+    name_outputs(model)
     use_float32_unembedding(model)
     model.eval()
     use_openblas(model)

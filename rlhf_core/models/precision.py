@@ -10,8 +10,9 @@ Off-Policy RL Training"; MiniMax 2025, "MiniMax-M1", section 3.2). Float32 model
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Literal
 
 import torch
@@ -20,6 +21,8 @@ from torch.nn import functional
 from transformers import PreTrainedModel
 
 from rlhf_core.runtime import distributed
+
+logger = logging.getLogger(__name__)
 
 LOW_PRECISION = (torch.bfloat16, torch.float16)
 
@@ -69,6 +72,24 @@ def float32_unembedding(model: PreTrainedModel) -> Iterator[None]:
     finally:
         if head is not None:
             model.set_output_embeddings(head)
+
+
+@contextmanager
+def plain_arithmetic() -> Iterator[None]:
+    """Compute in the models' own precision and with gradients, whatever modes of PyTorch are active around.
+
+    ``torch.autocast`` keeps the casts of the first step's weights, so later steps and measurements would read stale
+    ones; below ``torch.no_grad`` and ``torch.inference_mode`` nothing could be trained.
+    """
+    with ExitStack() as stack:
+        for device in ("cpu", distributed.device().type):
+            if torch.is_autocast_enabled(device):
+                logger.warning("torch.autocast is switched off inside: base.dtype or model.to() choose the precision")
+                stack.enter_context(torch.autocast(device, enabled=False))
+        if torch.is_inference_mode_enabled():
+            stack.enter_context(torch.inference_mode(False))
+        stack.enter_context(torch.enable_grad())
+        yield
 
 
 Precision = Literal["float64", "float32", "tf32", "bfloat16"]

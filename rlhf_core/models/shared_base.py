@@ -15,11 +15,13 @@ from typing import Any
 import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModelForSequenceClassification, PreTrainedModel
+from transformers import AutoConfig, PreTrainedModel
 
 from rlhf_core.config.model import LoraConfig
 from rlhf_core.errors import ModelError
 from rlhf_core.models.adapters import keep_lower_layers
+from rlhf_core.models.classifiers import AutoScalarModel
+from rlhf_core.models.forward import backbone_of
 from rlhf_core.models.heads import ScalarModel
 from rlhf_core.models.io import empty_model, reading
 from rlhf_core.storage.files import read_json, sha256_file
@@ -75,18 +77,18 @@ def stacked(first: Adapters, second: Adapters) -> Adapters:
     for name in names:
         other = name.replace(LORA_A, LORA_B)
         of = first if name in first.tensors else second
+        # One in a linear layer; the rows of A are those of one expert after another, the columns of B of one rank.
+        experts = of.tensors[name].shape[0] // of.lora.rank
         inputs, outputs = of.tensors[name].shape[1], of.tensors[other].shape[0]
-        parts = [
-            (one.tensors[name], one.tensors[other] * (one.lora.alpha / one.lora.rank))
-            if name in one.tensors
-            else (torch.zeros(one.lora.rank, inputs), torch.zeros(outputs, one.lora.rank))
-            for one in (first, second)
-        ]
-        tensors[name] = torch.cat([a for a, _ in parts], dim=0)
+        parts = []
+        for one in (first, second):
+            a, b = torch.zeros(one.lora.rank * experts, inputs), torch.zeros(outputs, one.lora.rank * experts)
+            if name in one.tensors:
+                a, b = one.tensors[name], one.tensors[other] * (one.lora.alpha / one.lora.rank)
+            parts.append((a.view(experts, -1, inputs), b))
+        tensors[name] = torch.cat([a for a, _ in parts], dim=1).flatten(0, 1)
         tensors[other] = torch.cat([b for _, b in parts], dim=1)
-    targets = sorted({name.partition(f".{LORA_A}")[0].rpartition(".")[2] for name in names})
-    lora = first.lora.stacked_with(second.lora).model_copy(update={"targets": tuple(targets)})
-    return Adapters(tensors, lora, first.base)
+    return Adapters(tensors, first.lora.stacked_with(second.lora), first.base)
 
 
 def adapters_of(model: ScalarModel, lora: LoraConfig, base: Path) -> Adapters:
@@ -102,7 +104,7 @@ class SharedBase:
     """
 
     def __init__(self, model: PreTrainedModel, folder: Path) -> None:
-        self.backbone, self.folder = _twin(model.base_model), folder
+        self.backbone, self.folder = _twin(backbone_of(model)), folder
         self.hash = base_hash(folder)
 
     def scalar(self, folder: Path, through: Path | None = None) -> ScalarModel:
@@ -124,7 +126,7 @@ class SharedBase:
             )
         with reading(folder):
             config = AutoConfig.from_pretrained(str(folder), trust_remote_code=False)
-            model = empty_model(AutoModelForSequenceClassification, config)
+            model = empty_model(AutoScalarModel, config)
         setattr(model, model.base_model_prefix, _twin(self.backbone))
         keep_lower_layers(model, config.num_hidden_layers)
         weights = next(self.backbone.parameters())

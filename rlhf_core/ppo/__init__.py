@@ -17,6 +17,8 @@ leave-one-out (RLOO)            ``advantages.leave_one_out_advantages``       Ah
 group-relative (GRPO)           ``advantages.group_relative_advantages``      Shao 2024       ``advantage.estimator``
 advantage normalisation, clip   ``advantages.normalize_and_clip_advantages``  paper, 5.3.1    ``advantage.normalize``
 clipped surrogate, dual clip    ``losses.clipped_surrogate``                  Schulman 2017   ``surrogate.clip``
+clip-higher (DAPO)              ``losses.clipped_surrogate``                  Yu 2025         ``surrogate.clip_high``
+ratio of sequences (GSPO)       ``losses.sequence_ratios``                    Zheng 2025      ``surrogate.ratio``
 PPO-penalty                     ``losses.penalty_surrogate``                  paper, eq. 11   ``surrogate.kind``
 ratio to the fixed reference    ``losses.with_fixed_reference``               paper, 5.3.2    ``surrogate.fixed_refer…``
 sampler correction (TIS)        ``losses.truncated_weights``                  Yao 2025        ``importance_sampling_…``

@@ -135,7 +135,7 @@ def build_actor_critic(
 
     def engine(model: nn.Module, optimizer: OptimizerConfig, name: str) -> Engine:
         per_iteration = config.epochs * config.minibatches
-        warmup = config.warmup_iterations * per_iteration or None
+        warmup = config.warmup * per_iteration or None
         return build_engine(model, optimizer, config.iterations * per_iteration, name, context, warmup)
 
     limits = MicroBatchLimits(config.micro_batch_size, config.micro_batch_tokens), context.launch.logits_bytes

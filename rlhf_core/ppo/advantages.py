@@ -79,7 +79,10 @@ def with_group_advantages(experience: Experience, config: AdvantageConfig, repli
     Values, returns and Monte Carlo returns stay NaN.
     """
     groups = grouped_rewards(experience, replies_per_prompt)
-    if config.estimator == "rloo":
+    scored = experience.rewarded.view(-1, replies_per_prompt)
+    if not bool(scored.all()):
+        advantages = advantages_of_scored(groups, scored, config)
+    elif config.estimator == "rloo":
         advantages = leave_one_out_advantages(groups)
     else:
         advantages = group_relative_advantages(groups, config.divide_by_std)
@@ -115,16 +118,37 @@ def group_relative_advantages(rewards: Tensor, divide_by_std: bool) -> Tensor:
     return centred / (rewards.std(dim=1, keepdim=True) + STD_EPSILON) if divide_by_std else centred
 
 
+def advantages_of_scored(rewards: Tensor, scored: Tensor, config: AdvantageConfig) -> Tensor:
+    """The same advantages where only some replies to a prompt could be scored: (P, K) twice -> (P, K).
+
+    Others take no part in baseline and spread, and have 0, as has the only one of its prompt that was scored.
+    """
+    count = scored.sum(dim=1, keepdim=True)
+    mean = torch.where(scored, rewards, 0.0).sum(dim=1, keepdim=True) / count.clamp(min=1)
+    centred = torch.where(scored, rewards - mean, 0.0)
+    others = (count - 1).clamp(min=1)
+    if config.estimator == "rloo":
+        return centred * count / others  # r - mean of the others = (r - mean of all) * n / (n - 1)
+    if not config.divide_by_std:
+        return centred
+    std = (centred.square().sum(dim=1, keepdim=True) / others).sqrt()
+    return centred / (std + STD_EPSILON)
+
+
 def group_metrics(experience: Experience, replies_per_prompt: int) -> dict[str, float]:
     """How far the replies to a prompt differ in reward, which is all that a critic-free update learns from.
 
     Returns:
         ``group_reward_std``, the mean over prompts of the standard deviation of what their replies are worth, and
-        ``equal_reward_groups``, the share of prompts whose replies all have the same raw reward.
+        ``equal_reward_groups``, the share of prompts whose replies all have the same raw reward. Prompts of which a
+        reply could not be scored do not count.
     """
-    raw = experience.rewards.view(-1, replies_per_prompt)
+    whole = experience.rewarded.view(-1, replies_per_prompt).all(dim=1)
+    if not bool(whole.any()):
+        return {}
+    raw = experience.rewards.view(-1, replies_per_prompt)[whole]
     equal = raw.amax(dim=1) - raw.amin(dim=1) <= EQUAL_REWARDS
-    spread = grouped_rewards(experience, replies_per_prompt).double().std(dim=1)
+    spread = grouped_rewards(experience, replies_per_prompt)[whole].double().std(dim=1)
     return {"group_reward_std": float(spread.mean()), "equal_reward_groups": float(equal.double().mean())}
 
 

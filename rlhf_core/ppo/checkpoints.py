@@ -7,7 +7,6 @@ so a process killed at any moment finds a rollback either done or not begun.
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Collection, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -16,9 +15,9 @@ from typing import Any, Literal
 from torch import Tensor
 
 from rlhf_core.runtime import distributed
-from rlhf_core.storage.files import atomic_dir, atomic_write_json, fsync_path, read_json
+from rlhf_core.storage.files import atomic_dir, atomic_write_json, fsync_path, read_json, remove_tree
 from rlhf_core.training.checkpoints import checkpoint
-from rlhf_core.training.checkpoints.manager import RunCheckpoints
+from rlhf_core.training.checkpoints.manager import RunCheckpoints, not_of_one_run
 
 JOURNAL = "rollbacks.json"
 
@@ -115,6 +114,10 @@ class RollbackCheckpoints(RunCheckpoints):
         if newest is None:
             self.journal.clear()
             return None
+        seen = int(newest[1]["rollbacks"])
+        if seen > len(self.journal):
+            what = f"{self.journal.path} holds {len(self.journal)} of {seen} rollbacks"
+            raise not_of_one_run(self.manager.directory.parent, newest[0], what)
         for engine in self.engines.values():
             # Rates are those of all rollbacks so far, whichever of them the checkpoint has seen.
             engine.lr_factor = self.journal.factor("lr")
@@ -148,12 +151,23 @@ def load_best(folder: Path, iteration: int) -> dict[str, Tensor]:
     return load_file(folder / _best_name(iteration) / "weights.safetensors")
 
 
+def holds_best(folder: Path, iteration: int) -> bool:
+    """Whether the weights that :func:`save_best` kept of ``iteration`` are all there."""
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        with safe_open(folder / _best_name(iteration) / "weights.safetensors", framework="pt") as weights:
+            return bool(weights.keys())
+    except (OSError, SafetensorError):
+        return False
+
+
 def prune_best(folder: Path, needed: Collection[int]) -> None:
     """Delete the kept weights of all iterations but ``needed``."""
     names = {_best_name(iteration) for iteration in needed}
     for path in folder.glob("iteration-*"):
         if path.name not in names:
-            shutil.rmtree(path)
+            remove_tree(path)
 
 
 def _best_name(iteration: int) -> str:

@@ -13,6 +13,7 @@ from typing import Any
 
 from rlhf_core.config.policy import CriticConfig
 from rlhf_core.config.ppo import RolloutConfig
+from rlhf_core.errors import TrainingPaused
 from rlhf_core.ppo.actor_critic import ActorCriticPair
 from rlhf_core.ppo.advantages import explained_variance, with_advantages
 from rlhf_core.ppo.experience import Experience
@@ -29,6 +30,7 @@ from rlhf_core.training.passes import totals_of_steps
 from rlhf_core.training.rng import derive_seed
 from rlhf_core.training.run_context import RunContext
 
+CONSTANT_ROLLOUTS = 5  # after so many rollouts a reward that has never varied ends the run
 FALLS_BY = 0.99  # a value loss counts as fallen when it is below this share of the best one
 
 
@@ -87,7 +89,7 @@ class CriticTrainer(RolloutLoop):
 
     def __post_init__(self) -> None:
         config, work = self.config, self.context.work
-        self.seed, self.total = config.seed, config.max_rollouts
+        self.seed, self.total, self.least_scored = config.seed, config.max_rollouts, config.minibatches
         self.stop_rule = StopRule(config.explained_variance, config.patience, config.plateau)
         self.history = History(work / "history.jsonl")
         self.checkpoints = RunCheckpoints(
@@ -124,7 +126,7 @@ class CriticTrainer(RolloutLoop):
         config, pair, clock = self.config, self.pair, PhaseClock()
         rows = self.prompts.rows(config.batch_size, derive_seed(config.seed, "critic", "prompts"), self.done)
         experience = self.collect(pair, pair.policy, self.rollout, rows, self.rollout.kl.coefficient, clock)
-        experience = with_advantages(experience, self.rollout.advantage)
+        experience = with_advantages(experience, self.rollout.advantage).learnable()
         self.explained_variance = explained_variance(
             experience.values, experience.monte_carlo_returns, experience.response_mask
         )
@@ -143,6 +145,12 @@ class CriticTrainer(RolloutLoop):
         }
         self.history.append(row)
         self.context.tracker.log_metrics(row, step=self.done)
+        if self.done >= CONSTANT_ROLLOUTS and self.moments.constant:
+            raise TrainingPaused(
+                f"critic paused: all {self.moments.count} replies so far got the same reward, {self.moments.mean:g}, "
+                "which leaves nothing to predict or to learn. Try the reward on replies by hand: it may be a check "
+                "that never holds, or always"
+            )
         return row
 
     def _update(self, experience: Experience) -> dict[str, float]:

@@ -40,7 +40,8 @@ class Experience:
     full_kl: Tensor  # (B, T) exact KL(policy || reference) over the vocabulary
     entropy: Tensor  # (B, T) where ``scored_mask`` holds
     values: Tensor  # (B, T) of the state before each token
-    rewards: Tensor  # (B,) raw, from the reward function
+    rewards: Tensor  # (B,) raw, from the reward function; NaN where it cannot score the reply
+    rewarded: Tensor  # (B,) bool: the reward function could score the reply; of others nothing is learned
     shaped_rewards: Tensor  # (B,) normalised or scaled, clipped, with penalties
     token_rewards: Tensor  # (B, T) shaped rewards and KL penalty
     advantages: Tensor  # (B, T) before normalisation and clip
@@ -80,6 +81,7 @@ class Experience:
             full_kl=unknown if full_kl is None else full_kl,
             entropy=entropy,
             values=values,
+            rewarded=torch.ones_like(rollout.finished),
             **dict.fromkeys(("rewards", "shaped_rewards"), unknown[:, 0]),
             **dict.fromkeys(("token_rewards", "advantages", "returns", "monte_carlo_returns"), unknown),
         )
@@ -100,6 +102,10 @@ class Experience:
     def select(self, rows: Tensor) -> Experience:
         """The given rows, in the given order; widths stay as they are."""
         return Experience(**{column.name: getattr(self, column.name)[rows] for column in fields(self)})
+
+    def learnable(self) -> Experience:
+        """The rows whose reward is known: all of them, unless the reward function could not score some."""
+        return self if bool(self.rewarded.all()) else self.select(self.rewarded.nonzero().squeeze(1))
 
     def minibatches(self, count: int, seed: int, epoch: int) -> Iterator[Experience]:
         """``count`` parts in an order that is a function of (seed, epoch) alone; sizes differ by at most one."""

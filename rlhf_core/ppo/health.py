@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from rlhf_core.config.health import DEFAULT_RULES, Action, Check, HealthConfig, Rule, Severity
+from rlhf_core.config.health import DEFAULT_RULES, DRIFT, Action, Check, HealthConfig, Rule, Severity
 from rlhf_core.errors import TrainingPaused
 from rlhf_core.ppo.checkpoints import Rollback, RollbackCheckpoints, RollbackJournal
 from rlhf_core.ppo.experience import IterationRecord
@@ -93,7 +93,8 @@ class HealthMonitor:
             if rule.action != "warn" or rule.name not in self.active:
                 findings.append(_finding(rule, iteration, self._since(rule), [text for text in evidence if text]))
             self.active.add(rule.name)
-        return sorted(findings, key=lambda finding: not finding.stops)
+        # Drift is the effect; a rule that looks at replies or rewards is nearer to its cause.
+        return sorted(findings, key=lambda finding: (not finding.stops, finding.cause == DRIFT))
 
     def earliest_window(self) -> int | None:
         """The first iteration that a coming finding of a rollback rule can look back to; None without such a rule.
@@ -252,8 +253,9 @@ class HealthGuard:
                 return self._back_to(target, record.iteration, stopping[0], checkpoints)
         if record.paused is not None:
             raise record.paused
-        others = f" (and {len(stopping) - 1} more)" if len(stopping) > 1 else ""
-        raise TrainingPaused(f"ppo paused: {stopping[0]}{others}{obstacle} The last checkpoint before it is kept.")
+        fired = " ".join(str(finding) for finding in stopping)
+        of_several = f" by {len(stopping)} rules" if len(stopping) > 1 else ""
+        raise TrainingPaused(f"ppo paused{of_several}: {fired}{obstacle}")
 
     def state(self) -> dict[str, Any]:
         """The monitor's state, all findings, and how many rollbacks the history tells of."""

@@ -76,6 +76,17 @@ def ratios(logprobs: Tensor, old_logprobs: Tensor, mask: Tensor) -> Tensor:
     return torch.where(mask, logprobs - old_logprobs, torch.zeros_like(logprobs)).exp()
 
 
+def sequence_ratios(logprobs: Tensor, old_logprobs: Tensor, mask: Tensor) -> Tensor:
+    """One ratio for all tokens of a reply, ``exp(mean over its tokens of log pi - log pi_old)``: (B, T) -> (B, T).
+
+    A reply's reward is of the reply as a whole, and so is this ratio. Source: Zheng et al. 2025, "Group Sequence Policy
+    Optimization", equation 7; 1 at masked positions.
+    """
+    difference = torch.where(mask, logprobs - old_logprobs, torch.zeros_like(logprobs))
+    mean = difference.sum(dim=1, keepdim=True) / mask.sum(dim=1, keepdim=True).clamp(min=1)
+    return torch.where(mask, mean.exp(), torch.ones_like(logprobs))
+
+
 def with_fixed_reference(experience: Experience) -> Experience:
     """Take the ratio to the reference in place of the policy that sampled (``ppo.surrogate.fixed_reference``).
 
@@ -121,24 +132,33 @@ def correction_cap(config: ImportanceSamplingCorrectionConfig, precision: Precis
 # The policy's surrogate
 
 
-def clipped_surrogate(ratio: Tensor, advantages: Tensor, clip: float | None, dual_clip: float | None = None) -> Tensor:
+def clipped_surrogate(
+    ratio: Tensor,
+    advantages: Tensor,
+    clip: float | None,
+    dual_clip: float | None = None,
+    clip_high: float | None = None,
+) -> Tensor:
     """``-min(rho A, clip(rho, 1-eps, 1+eps) A)``: (B, T) -> (B, T). Source: Schulman et al. 2017, equation 7.
 
-    ``clip=None`` is the unclipped surrogate. ``dual_clip`` c > 1 bounds it where A < 0: ``-max(min(..), c A)`` (Ye et
-    al. 2020, equation 5).
+    ``clip=None`` is the unclipped surrogate. ``clip_high`` is the upper epsilon, where it is another: unlikely tokens
+    may then gain more in a step (Yu et al. 2025, "DAPO", section 3.1). ``dual_clip`` c > 1 bounds it where A < 0:
+    ``-max(min(..), c A)`` (Ye et al. 2020, equation 5).
     """
     objective = ratio * advantages
     if clip is not None:
-        objective = torch.minimum(objective, ratio.clamp(1 - clip, 1 + clip) * advantages)
+        upper = clip if clip_high is None else clip_high
+        objective = torch.minimum(objective, ratio.clamp(1 - clip, 1 + upper) * advantages)
     if dual_clip is not None:
         bounded = torch.maximum(objective, dual_clip * advantages)
         objective = torch.where(advantages < 0, bounded, objective)
     return -objective
 
 
-def clip_fraction_mask(ratio: Tensor, advantages: Tensor, clip: float) -> Tensor:
+def clip_fraction_mask(ratio: Tensor, advantages: Tensor, clip: float, clip_high: float | None = None) -> Tensor:
     """Where the clip takes the gradient away (the clipped branch is the smaller one): (B, T) -> bool (B, T)."""
-    return ((ratio > 1 + clip) & (advantages > 0)) | ((ratio < 1 - clip) & (advantages < 0))
+    upper = clip if clip_high is None else clip_high
+    return ((ratio > 1 + upper) & (advantages > 0)) | ((ratio < 1 - clip) & (advantages < 0))
 
 
 def penalty_surrogate(ratio: Tensor, advantages: Tensor, weight: float) -> Tensor:
@@ -211,11 +231,14 @@ class PolicyObjective:
         def share(values: Tensor) -> Scalar:
             return device_scalar(masked_sum(values, mask)) / totals.tokens
 
-        ratio = ratios(outputs["logprobs"], batch.old_logprobs, mask)
+        of_tokens = ratios(outputs["logprobs"], batch.old_logprobs, mask)
+        ratio = of_tokens
+        if switches.ratio == "sequence":
+            ratio = sequence_ratios(outputs["logprobs"], batch.old_logprobs, mask)
         if switches.kind == "penalty":
             terms = penalty_surrogate(ratio, advantages, switches.penalty)
         else:
-            terms = clipped_surrogate(ratio, advantages, switches.clip, switches.dual_clip)
+            terms = clipped_surrogate(ratio, advantages, switches.clip, switches.dual_clip, switches.clip_high)
         correction: dict[str, Scalar] = {}
         if self.correction_cap is not None:
             weights = truncated_weights(batch.policy_logprobs, batch.sampler_logprobs, mask, self.correction_cap)
@@ -230,10 +253,11 @@ class PolicyObjective:
             "policy_loss": device_scalar(loss),
             "ratio_mean": share(ratio),
             "ratio_max": device_scalar(ratio.max()),
-            "old_policy_kl": share(old_policy_kl(ratio)),
+            "old_policy_kl": share(old_policy_kl(of_tokens.detach())),
         }
         if switches.kind == "clip" and switches.clip is not None:
-            metrics["clip_fraction"] = share(clip_fraction_mask(ratio, advantages, switches.clip).float())
+            clipped = clip_fraction_mask(ratio, advantages, switches.clip, switches.clip_high)
+            metrics["clip_fraction"] = share(clipped.float())
         if "entropy" in outputs:
             loss = loss + self.entropy_weight * masked_sum(outputs["entropy"], mask) / totals.tokens
         return loss, metrics | correction
@@ -260,9 +284,13 @@ def value_loss(values: Tensor, old_values: Tensor, returns: Tensor, clip: float 
 
 
 def value_clip_mask(values: Tensor, old_values: Tensor, returns: Tensor, clip: float) -> Tensor:
-    """Where the clipped branch of the value loss is the larger one, so that it has no gradient: bool (B, T)."""
-    near = old_values + (values - old_values).clamp(-clip, clip)
-    return (near - returns).square() > (values - returns).square()
+    """Where the clipped branch of the value loss is the larger one, so that it has no gradient: bool (B, T).
+
+    A value that moved no further than the clip is not clipped, however the two branches are rounded.
+    """
+    moved = values - old_values
+    near = old_values + moved.clamp(-clip, clip)
+    return (moved.abs() > clip) & ((near - returns).square() > (values - returns).square())
 
 
 @dataclass(frozen=True)

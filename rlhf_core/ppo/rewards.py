@@ -61,6 +61,11 @@ class RunningMeanStd:
         spread = math.sqrt(self.variance * self.count / (self.count - 1))
         return spread if spread > MIN_RELATIVE_STD * max(1.0, abs(self.mean)) else 1.0
 
+    @property
+    def constant(self) -> bool:
+        """Whether all rewards so far were the same, up to rounding."""
+        return self.count >= 2 and math.sqrt(self.variance) <= MIN_RELATIVE_STD * max(1.0, abs(self.mean))
+
     def to_dict(self) -> dict[str, float]:
         """Return the moments as JSON; floats survive the round trip exactly."""
         return asdict(self)
@@ -75,7 +80,7 @@ class RunningMeanStd:
         try:
             return RunningMeanStd(int(values["count"]), float(values["mean"]), float(values["variance"]))
         except (KeyError, TypeError, ValueError) as error:
-            raise DataError(f"reward moments are unreadable ({error}); run the critic stage again") from error
+            raise DataError(f"reward moments are unreadable ({error}); pre-train the critic again") from error
 
 
 def normalize_and_clip_rewards(rewards: Tensor, moments: RunningMeanStd, config: RewardShapingConfig) -> Tensor:
@@ -104,7 +109,12 @@ def scale_rewards(rewards: Tensor, std: float) -> Tensor:
 
 
 def with_rewards(
-    experience: Experience, rewards: Tensor, moments: RunningMeanStd, kl_coef: float, config: RolloutConfig
+    experience: Experience,
+    rewards: Tensor,
+    moments: RunningMeanStd,
+    kl_coef: float,
+    config: RolloutConfig,
+    unscored: Tensor | None = None,
 ) -> Experience:
     """Add raw, shaped and token rewards to a rollout.
 
@@ -114,13 +124,18 @@ def with_rewards(
         moments: Running moments of raw rewards, those of this rollout included.
         kl_coef: Weight of the KL penalty, if ``config`` places it in the reward.
         config: The reward's transform, clip and penalties.
+        unscored: Which replies the reward function could not score (B,); None for none. They keep a place in the
+            rollout with a shaped reward of 0, and nothing is learned from them.
     """
     shaped = normalize_and_clip_rewards(rewards, moments, config.reward)
+    rewarded = experience.rewarded if unscored is None else ~unscored
+    if unscored is not None:
+        shaped = torch.where(unscored, 0.0, shaped)
     shaped = apply_penalties(shaped, experience.lengths, experience.finished, config.reward, config.max_new_tokens)
     kl = kl_estimate(experience.policy_logprobs, experience.ref_logprobs, "k1")
     kl_coef = kl_coef if config.kl.placement == "reward" else 0.0
     per_token = token_rewards(shaped, experience.response_mask, kl, kl_coef)
-    return replace(experience, rewards=rewards, shaped_rewards=shaped, token_rewards=per_token)
+    return replace(experience, rewards=rewards, rewarded=rewarded, shaped_rewards=shaped, token_rewards=per_token)
 
 
 def apply_penalties(

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -47,10 +47,12 @@ class TrainingPrompts:
     Attributes:
         messages: The turns of each prompt, the last one the user's.
         ids: Their token ids, up to where the reply begins.
+        columns: What else the records of the prompts say, by name, for reward functions.
     """
 
     messages: Sequence[Sequence[Message]]
     ids: Sequence[Sequence[int]]
+    columns: Mapping[str, Sequence[Any]] = field(default_factory=dict)
 
     @classmethod
     def encode(cls, tokenizer: PreTrainedTokenizerBase, messages: Sequence[Sequence[Message]]) -> TrainingPrompts:
@@ -87,7 +89,7 @@ def require_room(
     if positions is not None and longest + max_new_tokens > positions:
         raise DataError(
             f"the longest prompt ({longest} tokens) and {name} ({max_new_tokens}) exceed the model's {positions} "
-            f"positions: lower {name}, leave out long prompts (validate.max_prompt_chars), or take a model with more "
+            f"positions: lower {name}, leave out long prompts, or take a model with more "
             "positions"
         )
 
@@ -251,23 +253,28 @@ def rollout_metrics(
         with_critic: Whether a critic gave values.
         with_exact_kl: Whether the KL over the vocabulary was computed.
     """
-    mask, rewards, lengths = experience.response_mask, experience.rewards, experience.lengths
+    mask, lengths = experience.response_mask, experience.lengths
+    learnable = experience.learnable()  # what is said of rewards and values is said of these
+    rewards = learnable.rewards
     metrics = reward_distribution(rewards)
     metrics |= drift_metrics(experience.policy_logprobs, experience.ref_logprobs, mask)
     metrics |= reply_metrics(replies, lengths.tolist(), experience.finished.tolist())
     if with_exact_kl:
         metrics["kl_full"] = float(sequence_sums(experience.full_kl, mask).mean())
     metrics["entropy"] = float(masked_mean(experience.entropy.double(), experience.scored_mask))
-    metrics["reward_length_correlation"] = rank_correlation(_numpy(rewards), _numpy(lengths))
-    metrics["reward_treated"] = float(experience.shaped_rewards.mean())
+    metrics["reward_length_correlation"] = rank_correlation(_numpy(rewards), _numpy(learnable.lengths))
+    metrics["reward_treated"] = float(learnable.shaped_rewards.mean())
     if with_critic:
-        metrics["explained_variance"] = explained_variance(experience.values, experience.monte_carlo_returns, mask)
+        metrics["explained_variance"] = explained_variance(
+            learnable.values, learnable.monte_carlo_returns, learnable.response_mask
+        )
     metrics["first_ratio"] = initial_ratio(experience)
     compared = experience.sampler_logprobs, experience.trainer_logprobs, experience.scored_mask
     metrics |= logprob_differences(*compared, precision)
     if referee_rewards is not None:
         metrics["referee_mean"] = float(referee_rewards.double().mean())
-        metrics["reward_referee_correlation"] = rank_correlation(_numpy(rewards), _numpy(referee_rewards))
+        compared_rewards = referee_rewards[experience.rewarded]
+        metrics["reward_referee_correlation"] = rank_correlation(_numpy(rewards), _numpy(compared_rewards))
     return metrics
 
 

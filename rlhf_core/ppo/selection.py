@@ -18,9 +18,10 @@ from transformers import PreTrainedModel
 from rlhf_core.config.ppo import SelectionConfig
 from rlhf_core.errors import DataError
 from rlhf_core.ppo.actor_critic import ActorCriticPair, readable
-from rlhf_core.ppo.checkpoints import RollbackCheckpoints, prune_best, save_best
+from rlhf_core.ppo.checkpoints import RollbackCheckpoints, holds_best, prune_best, save_best
 from rlhf_core.ppo.experience import IterationRecord
 from rlhf_core.runtime import distributed
+from rlhf_core.training.checkpoints.manager import not_of_one_run
 from rlhf_core.training.engine.frozen import FrozenModels
 from rlhf_core.training.history import History, nonfinite_as_none
 
@@ -156,3 +157,7 @@ class CheckpointSelector:
         ]
         self.candidates = [CheckpointCandidate(**row) for row in rows]
         self.best = int(state["best"])
+        kept = self.best == 0 or not distributed.is_rank_zero() or holds_best(self.folder, self.best)
+        if not distributed.broadcast_from_rank0(kept):
+            what = f"{self.folder} does not hold the best weights, those of iteration {self.best},"
+            raise not_of_one_run(self.folder.parent, self.candidates[-1].iteration, what)

@@ -16,6 +16,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from rlhf_core.config.ppo import RolloutConfig
+from rlhf_core.errors import DataError
 from rlhf_core.models.precision import matmul_precision
 from rlhf_core.ppo.actor_critic import ActorCriticPair, readable
 from rlhf_core.ppo.advantages import estimate_advantages, group_metrics
@@ -30,6 +31,7 @@ from rlhf_core.ppo.rollout import TrainingPrompts, rollout_metrics, score_rollou
 from rlhf_core.ppo.selection import CheckpointSelector
 from rlhf_core.ppo.update import Learner, UpdateResult, update
 from rlhf_core.runtime import distributed
+from rlhf_core.runtime.progress import within_step
 from rlhf_core.sampling.sampler import LocalSampler, Sampler, sample_replies
 from rlhf_core.training.checkpoints.manager import CheckpointManager
 from rlhf_core.training.engine.frozen import FrozenModels
@@ -55,6 +57,20 @@ class PhaseClock:
         self.seconds[f"seconds_{name}"] = time.perf_counter() - started
 
 
+def require_some_scored(unscored: Tensor, least: int) -> None:
+    """Check that the reward function could score enough of a rollout's replies to learn from.
+
+    Raises:
+        DataError: It could not.
+    """
+    scored = int((~unscored).sum())
+    if scored < least:
+        raise DataError(
+            f"the reward function could score {scored} of the {len(unscored)} replies of a rollout (it gave None for "
+            f"the others, or took too long), and {least} are needed: look at what it says of the first ones"
+        )
+
+
 class RolloutLoop(ResumableLoop):
     """What PPO and critic pre-training share: the way from prompts to rewarded replies, whose moments they keep."""
 
@@ -64,6 +80,7 @@ class RolloutLoop(ResumableLoop):
     frozen: FrozenModels
     sampler: Sampler
     seed: int
+    least_scored: int  # replies of a rollout, one for each of its optimiser steps
 
     def meta(self) -> dict[str, Any]:
         """The running moments of raw rewards."""
@@ -107,12 +124,17 @@ class RolloutLoop(ResumableLoop):
                 if trained or self.sampler.version is None:
                     self.sampler.sync(seen.policy, version)
                 rollout = sample_replies(self.sampler, version, prompts, pair.sampling, config.sampling_batch_size)
+            within_step("scored replies", 0, len(rows))
             with clock.phase("forward"):
                 experience = score_rollout(seen, reference, rollout, exact_kl, every)
+            within_step("rewarded replies", 0, len(rows))
             with clock.phase("rewards"):
                 rewards = self.reward_fn(experience.batch)
+        unscored = getattr(self.reward_fn, "unscored", None)
+        if unscored is not None:
+            require_some_scored(unscored, self.least_scored)
         self.moments.update(rewards)
-        return with_rewards(experience, rewards, self.moments, kl_coef, config)
+        return with_rewards(experience, rewards, self.moments, kl_coef, config, unscored)
 
 
 @dataclass
@@ -151,6 +173,7 @@ class Trainer(RolloutLoop):
     def __post_init__(self) -> None:
         self.config, work = self.learner.config, self.context.work
         self.seed, self.total = self.config.seed, self.config.iterations
+        self.least_scored = self.config.minibatches
         self.kl_controller = KlController(self.config.kl)
         self.history, self.samples = History(work / "history.jsonl"), History(work / "samples.jsonl")
         self.checkpoints: RollbackCheckpoints = RollbackCheckpoints(
@@ -188,7 +211,7 @@ class Trainer(RolloutLoop):
             experience = with_fixed_reference(experience)
 
         with clock.phase("update"):
-            updated = update(learner, experience, kl_coef, self.done)
+            updated = update(learner, experience.learnable(), kl_coef, self.done)
 
         replies = [self.decode(ids) for ids in experience.batch.replies()]
         metrics = self._metrics(experience, replies, updated, kl_coef)

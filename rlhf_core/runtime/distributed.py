@@ -6,13 +6,11 @@ Ranks run the same code on the same global batches. They differ in the rows they
 
 from __future__ import annotations
 
-import fcntl
 import json
 import math
 import os
-import tempfile
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -21,7 +19,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from rlhf_core.errors import ConfigError
+from rlhf_core.errors import ConfigError, RlhfError
+from rlhf_core.storage.files import LockFile, own_temporary_folder
 
 # A rank waits this long for another that evaluates or saves; the launcher notices dead ranks within seconds.
 TIMEOUT = timedelta(minutes=60)
@@ -97,23 +96,18 @@ def process_group() -> Iterator[None]:
 def one_of_machine_at_a_time() -> Iterator[None]:
     """Let one rank of this machine in after the other, so that host memory holds one copy of a model on its way.
 
-    Where no lock can be had, as where the folder for temporary files is full or holds a file or a link of another user
-    in its place, the ranks go on at the same time: turns only save memory.
+    Where no lock can be had, as where the folder for temporary files is full or another user has made this user's own
+    folder in it, the ranks go on at the same time: turns only save memory.
     """
     if int(os.environ.get("LOCAL_WORLD_SIZE", "1")) <= 1:
         yield
         return
-    # The ranks' common launcher tells jobs apart.
-    path = os.path.join(tempfile.gettempdir(), f"rlhf-turn-{os.getuid()}-{os.getppid()}")
-    descriptor = None
-    with suppress(OSError):
-        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
-        fcntl.flock(descriptor, fcntl.LOCK_EX)
-    try:
+    with ExitStack() as stack:
+        with suppress(OSError, RlhfError):
+            # The ranks' common launcher tells jobs apart.
+            path = own_temporary_folder() / f"turn-{os.getppid()}"
+            stack.enter_context(LockFile(path)).acquire()
         yield
-    finally:
-        if descriptor is not None:
-            os.close(descriptor)
 
 
 class NonzeroRankReleased(BaseException):

@@ -26,6 +26,9 @@ class Progress:
     def advance(self, n: int = 1, **metrics: float) -> None:
         """Move on by ``n`` steps and show ``metrics`` beside the count."""
 
+    def within(self, what: str, done: int, total: int) -> None:
+        """Show how far ``what``, a part of the step that is being made, has come."""
+
 
 class LineProgress(Progress):
     """Prints a line to stderr every few seconds, and a last one when the work is done."""
@@ -33,12 +36,21 @@ class LineProgress(Progress):
     def __init__(self, total: int, description: str, done: int = 0) -> None:
         self.total, self.description, self.done = total, description, done
         self.metrics: dict[str, float] = {}
+        self.part = ""
         self.started = self.printed = time.monotonic()
         self.printed_done = -1
 
     def advance(self, n: int = 1, **metrics: float) -> None:
         self.done += n
         self.metrics = metrics or self.metrics
+        self.part = ""
+        self._line_now_and_then()
+
+    def within(self, what: str, done: int, total: int) -> None:
+        self.part = f"{what} {done}/{total}"
+        self._line_now_and_then()
+
+    def _line_now_and_then(self) -> None:
         now = time.monotonic()
         interval = min(max((now - self.started) / 10, SHORTEST_INTERVAL), LONGEST_INTERVAL)
         if now - self.printed >= interval:
@@ -48,8 +60,9 @@ class LineProgress(Progress):
         """Print one line: ``sft: 64/550 5 s loss 1.121``."""
         self.printed, self.printed_done = time.monotonic(), self.done
         seconds = self.printed - self.started
-        print(f"{self.description}: {self.done}/{self.total} {seconds:.0f} s {_format(self.metrics)}".rstrip(),
-              file=sys.stderr, flush=True)  # fmt: skip
+        shown = self.part or _format(self.metrics)
+        line = f"{self.description}: {self.done}/{self.total} {seconds:.0f} s {shown}"
+        print(line.rstrip(), file=sys.stderr, flush=True)
 
     def close(self) -> None:
         """Print the last line, unless it is printed already or the work was over at once."""
@@ -66,6 +79,9 @@ class BarProgress(Progress):
     def advance(self, n: int = 1, **metrics: float) -> None:
         fields = {"metrics": _format(metrics)} if metrics else {}
         self.bar.update(self.task, advance=n, **fields)
+
+    def within(self, what: str, done: int, total: int) -> None:
+        self.bar.update(self.task, metrics=f"{what} {done}/{total}")
 
 
 _shown: Any = None  # the innermost ``busy``, unless something else has its line now
@@ -105,6 +121,24 @@ def busy(what: str) -> Iterator[None]:
         yield
 
 
+_innermost = Progress()  # what the loop that runs now reports to
+
+
+def within_step(what: str, done: int, total: int) -> None:
+    """Show how far ``what`` has come, a part of a step that takes long, in the progress of the loop that makes it."""
+    _innermost.within(what, done, total)
+
+
+@contextmanager
+def _reporting_to(bar: Progress) -> Iterator[Progress]:
+    global _innermost
+    outer, _innermost = _innermost, bar
+    try:
+        yield bar
+    finally:
+        _innermost = outer
+
+
 @contextmanager
 def progress(total: int, description: str, done: int = 0) -> Iterator[Progress]:
     """A :class:`Progress` over ``total`` units of work, closed with the block.
@@ -113,13 +147,15 @@ def progress(total: int, description: str, done: int = 0) -> Iterator[Progress]:
         done: What an earlier process has done of it, which is said: ``sft: resumed at 300/550``.
     """
     if os.environ.get("RANK", "0") != "0":
-        yield Progress()
+        with _reporting_to(Progress()) as silent:
+            yield silent
         return
     if done:
         print(f"{description}: resumed at {done}/{total}", file=sys.stderr, flush=True)
     if not sys.stderr.isatty():
         lines = LineProgress(total, description, done)
-        yield lines
+        with _reporting_to(lines):
+            yield lines
         lines.close()
         return
     from rich.console import Console
@@ -129,7 +165,9 @@ def progress(total: int, description: str, done: int = 0) -> Iterator[Progress]:
     metrics = TextColumn("{task.fields[metrics]}")
     columns = ("{task.description}", BarColumn(), MofNCompleteColumn(), TimeRemainingColumn(), metrics)
     with _in_place_of_busy(), RichProgress(*columns, console=Console(stderr=True)) as bar:
-        yield BarProgress(bar, bar.add_task(description, total=total, completed=done, metrics=""))
+        shown = BarProgress(bar, bar.add_task(description, total=total, completed=done, metrics=""))
+        with _reporting_to(shown):
+            yield shown
 
 
 def track(items: Collection[Item], description: str) -> Iterator[Item]:

@@ -126,6 +126,7 @@ class EvaluationSampling:
             ordered, order = logits.sort(dim=-1, descending=True)
             probabilities = ordered.softmax(dim=-1)
             outside = probabilities.cumsum(dim=-1) - probabilities >= self.top_p
+            outside[..., 0] = False  # the likeliest stays, however close to 0 the share is
             dropped = torch.zeros_like(outside).scatter(1, order, outside)
             logits = logits.masked_fill(dropped, FORBIDDEN)
         return torch.log_softmax(logits, dim=-1)

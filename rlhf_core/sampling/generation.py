@@ -28,6 +28,7 @@ from transformers.cache_utils import DynamicLayer, LinearAttentionCacheLayerMixi
 from rlhf_core.data.encoding import left_pad
 from rlhf_core.models.forward import arguments_of, position_ids_from_mask
 from rlhf_core.models.precision import LOW_PRECISION
+from rlhf_core.runtime.progress import within_step
 from rlhf_core.sampling.distribution import NOT_DRAWN, TokenDistribution, inverse_cdf
 from rlhf_core.sampling.token_scoring import Tokens
 
@@ -461,6 +462,7 @@ def _write(
         positions = position_ids_from_mask(prompt_mask)
         decoding.draw(decoding.read(prompts, positions, prompt_mask if needs_mask else None))
         for step in range(1, steps + 1):
+            within_step("sampling, token", step, steps)
             if on_tokens is not None:
                 on_tokens(decoding.picked[decoding.rows.lengths == step])
             if step == steps:

@@ -8,7 +8,6 @@ import secrets
 import shutil
 import signal
 import subprocess
-import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -37,7 +36,7 @@ from rlhf_core.sampling.distribution import Sampling, TokenDistribution
 from rlhf_core.sampling.generation import Rollout, trimmed_rollout
 from rlhf_core.sampling.sampler import LocalSampler, PromptBatch, Sampler
 from rlhf_core.sampling.weight_transfer import CheckpointWeights, WeightTransfer, as_tensor, plain_weights
-from rlhf_core.storage.files import atomic_dir, atomic_write_json, read_json
+from rlhf_core.storage.files import atomic_dir, atomic_write_json, new_scratch_folder, read_json
 
 MODEL = "policy"  # the name that requests give
 STOP_SECONDS, POLL_SECONDS = 30.0, 0.2
@@ -45,6 +44,7 @@ PR_SET_PDEATHSIG = 1
 LOG_CHARACTERS = 400
 # What a launcher of ranks sets for the trainer, and would make the server join it.
 OF_RANKS = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "PYTHONPATH")
+OF_LAUNCHER = "TORCHELASTIC_"  # with them vLLM's own process group waits for the store of these ranks
 
 
 class VllmServer:
@@ -65,7 +65,7 @@ class VllmServer:
         self, python: str, arguments: Sequence[str], model: Path, precision: str, log: Path, sleep: bool = False
     ) -> None:
         self.token, self.log = secrets.token_urlsafe(32), log
-        self._folder = Path(tempfile.mkdtemp(prefix="rlhf-vllm-"))  # not beside the log: sockets have short paths
+        self._folder = new_scratch_folder("rlhf-vllm-")  # not beside the log: sockets have short paths
         self.socket = self._folder / "socket"
         command = [
             *(python, "-m", "vllm.entrypoints.openai.api_server", "--uds", str(self.socket)),
@@ -74,7 +74,11 @@ class VllmServer:
             *(["--enable-sleep-mode"] if sleep else []),
             *arguments,
         ]
-        environment = {name: value for name, value in os.environ.items() if name not in OF_RANKS}
+        environment = {
+            name: value
+            for name, value in os.environ.items()
+            if name not in OF_RANKS and not name.startswith(OF_LAUNCHER)
+        }
         environment |= {
             "PATH": os.pathsep.join([str(Path(python).parent), environment.get("PATH", os.defpath)]),
             "VLLM_API_KEY": self.token,

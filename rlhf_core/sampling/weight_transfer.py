@@ -22,7 +22,14 @@ from torch.cuda import nccl
 from transformers import PreTrainedModel
 
 from rlhf_core.errors import ModelError, RlhfError, first_line
-from rlhf_core.models.adapters import WithoutAdapters, adapted_layers, merged_weight
+from rlhf_core.models.adapters import (
+    INNER_LAYER,
+    WithoutAdapters,
+    adapted_layers,
+    adapted_parameter,
+    merged_weight,
+    unadapted_weight,
+)
 from rlhf_core.runtime import distributed
 
 Result = TypeVar("Result")
@@ -34,16 +41,21 @@ def plain_weights(policy: PreTrainedModel) -> dict[str, Any]:
     Returns:
         Tensors, which ZeRO 3 may have emptied, and layers with adapters, of which weights have to be merged.
     """
-    layers, weights = dict(adapted_layers(policy)), dict[str, Any]()
+    weights = dict[str, Any]()
+    layers: dict[str, list[Any]] = {}  # those of one module are within each other
+    for name, layer in adapted_layers(policy):
+        layers.setdefault(name.replace(INNER_LAYER, ""), []).append(layer)
     for key, tensor in policy.state_dict(keep_vars=True).items():
         parts = key.split(".")
         owner = next((name for end in range(len(parts)) if (name := ".".join(parts[:end])) in layers), None)
         if owner is None:
             weights[key] = tensor
             continue
-        weights[f"{owner}.weight"] = layers[owner]
-        if (bias := layers[owner].get_base_layer().bias) is not None:
-            weights[f"{owner}.bias"] = bias
+        for layer in layers[owner]:
+            weights[f"{owner}.{adapted_parameter(layer)}"] = layer
+        plain = key.replace(INNER_LAYER, "")
+        if ".lora_" not in key and plain not in weights:
+            weights[plain] = tensor
     return weights
 
 
@@ -103,7 +115,7 @@ class CheckpointWeights:
 
 def _described(weight: Any) -> Tensor:
     """An empty tensor of the whole weight's shape and precision."""
-    tensor = weight if isinstance(weight, Tensor) else weight.get_base_layer().weight
+    tensor = weight if isinstance(weight, Tensor) else unadapted_weight(weight)
     return torch.empty(getattr(tensor, "ds_shape", tensor.shape), dtype=tensor.dtype, device="meta")
 
 

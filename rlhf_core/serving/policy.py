@@ -17,7 +17,7 @@ from rlhf_core.config.model import SamplingConfig
 from rlhf_core.data.chat_template import reply_format
 from rlhf_core.data.encoding import encode_prompt
 from rlhf_core.data.schema import Message
-from rlhf_core.models.causal_lm import load_policy
+from rlhf_core.models.causal_lm import load_policy, positions_of
 from rlhf_core.models.foreign import require_openable
 from rlhf_core.models.io import reading
 from rlhf_core.runtime import distributed
@@ -67,7 +67,7 @@ class LoadedPolicy:
         judged: SamplingConfig,
     ) -> None:
         self.revision, self.model, self.judged = revision, model, judged
-        self.context: int | None = getattr(model.config, "max_position_embeddings", None)
+        self.context: int | None = positions_of(model.config)
         self._format = reply_format(tokenizer)
         self._base = EvaluationSampling.for_tokenizer(tokenizer, judged).base
         # Encoding switches a setting of the tokenizer (whether special tokens in a text are control tokens), which no

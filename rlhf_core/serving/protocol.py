@@ -21,6 +21,7 @@ from rlhf_core.config.model import Strict
 from rlhf_core.data.schema import Message
 from rlhf_core.data.text import has_visible_text
 from rlhf_core.errors import ConfigError
+from rlhf_core.runtime.untrusted_text import without_json_strings
 
 # Bytes of a request: room for a prompt of 100,000 tokens and more. Larger bodies are not read.
 MAX_BODY_BYTES = 4 * 2**20
@@ -161,7 +162,6 @@ LOOKED_AT_CHARACTERS = 10_000  # of a turn, for something to be seen
 ECHOED_CHARACTERS = 40
 # What a request has at most: values that JSON writes apart, parameters or fields of a turn, turns, parts of a turn.
 MAX_VALUES, MAX_FIELDS, MAX_TURNS, MAX_PARTS = 20_000, 64, 1_000, 1_000
-_STRING = re.compile(r'"(?:[^"\\]++|\\.)*+"', re.DOTALL)
 _SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
 # Parameters that change nothing here.
 IGNORED = {
@@ -190,6 +190,11 @@ LEFT_OFF: dict[str, tuple[Any, ...]] = {
 }
 # The same of a turn: what a client has of an earlier reply, and sends back.
 TURN_LEFT_OFF = ("annotations", "audio", "function_call", "refusal", "tool_calls")
+
+
+def _equals(value: Any, other: Any) -> bool:
+    """Whether two values of JSON are the same; for Python ``true`` is 1, too."""
+    return bool(value == other) and isinstance(value, bool) == isinstance(other, bool)
 
 
 def _joined_parts(content: Any) -> Any:
@@ -271,7 +276,7 @@ def parse_chat_request(body: bytes) -> ChatRequest:
     _require_bounded(fields)
     for name in sorted(set(fields) - set(ChatRequest.model_fields)):
         value = fields.pop(name)
-        if name in IGNORED or value is None or any(value == off for off in LEFT_OFF.get(name, ())):
+        if name in IGNORED or value is None or any(_equals(value, off) for off in LEFT_OFF.get(name, ())):
             continue
         known = f"{name} is not supported here" if name in LEFT_OFF else f"there is no parameter {shown(name)}"
         raise ApiError(400, f"{known}; leave it out", param=name[:ECHOED_CHARACTERS], code="unsupported_parameter")
@@ -295,7 +300,7 @@ def _json_object(body: bytes) -> dict[str, Any]:
         text = body.decode(json.detect_encoding(body))  # json itself lets halves of surrogate pairs pass
     except UnicodeDecodeError as error:
         raise ApiError(400, f"the request is not JSON: {error}", code="invalid_json") from error
-    if _values(text) > MAX_VALUES and _values(_STRING.sub("", text)) > MAX_VALUES:
+    if _values(text) > MAX_VALUES and _values(without_json_strings(text)) > MAX_VALUES:
         raise ApiError(400, f"the request has more than {MAX_VALUES} values; shorten it", code="invalid_json")
     try:
         value = json.loads(

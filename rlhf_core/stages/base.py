@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import torch
-from transformers import AutoModelForSequenceClassification, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from rlhf_core.config.base import BaseConfig, BaseStageConfig
 from rlhf_core.data.chat_template import refused_dialogues
@@ -17,8 +17,16 @@ from rlhf_core.data.schema import Demonstration, Message, PairUser, Preference, 
 from rlhf_core.data.token_tables import read_tokens
 from rlhf_core.errors import DataError
 from rlhf_core.fingerprint.tracked_files import STARTING_MODEL_FILE
-from rlhf_core.models.adapters import adapted_names
-from rlhf_core.models.causal_lm import load_policy, new_model, save_policy, train_tokenizer, with_stop_tokens
+from rlhf_core.models.adapters import adapted_weights
+from rlhf_core.models.causal_lm import (
+    load_policy,
+    new_model,
+    positions_of,
+    save_policy,
+    train_tokenizer,
+    with_stop_tokens,
+)
+from rlhf_core.models.classifiers import AutoScalarModel
 from rlhf_core.models.foreign import find_hub_model, prepare_tokenizer, require_openable, require_trainable
 from rlhf_core.models.gguf import is_gguf, load_gguf
 from rlhf_core.models.io import is_local
@@ -66,7 +74,7 @@ def run(config: BaseStageConfig, inputs: Paths, outputs: Paths, context: RunCont
             loaded, tokenizer = load_policy(source, dtype, config.revision, torch.device("cpu"))
             model = on_device_if_it_fits(loaded)
         require_replies_as_scored(model, config.source)
-        if type(model.config) not in AutoModelForSequenceClassification._model_mapping:
+        if type(model.config) not in AutoScalarModel._model_mapping:
             logger.warning(
                 "%s is a %s, of which transformers makes no classifier, and so no reward model and no critic: give "
                 "another model, or use reward.sources and advantage.estimator rloo or grpo",
@@ -81,8 +89,8 @@ def run(config: BaseStageConfig, inputs: Paths, outputs: Paths, context: RunCont
             logger.warning("the chat template of %s does not take %s: %s", config.source, dialogue, reason)
     # What follows would else be found by a later stage, after hours.
     for lora in filter(None, (config.ppo.policy_lora, config.ppo.critic_lora)):
-        adapted_names(model, lora)
-    positions = getattr(model.config, "max_position_embeddings", None)
+        adapted_weights(model, lora)
+    positions = positions_of(model.config)
     for split in ("train", "validation", "test"):
         table = read_tokens(context.tokens, inputs.clean / "prompts" / f"{split}.parquet", Prompt.KIND, tokenizer)
         require_room(table.column("prompt"), config.ppo.max_new_tokens, positions, "ppo.max_new_tokens")

@@ -36,6 +36,7 @@ def run(config: CriticStageConfig, inputs: Paths, outputs: Paths, context: RunCo
         init=inputs.reward if config.init == "reward" else None,
         config=config,
         context=context,
+        allow_high_learning_rates=True,  # params.yaml was checked as a whole
     )
     trained.save(outputs.model)
     atomic_write_lines(outputs.history, trained.history)

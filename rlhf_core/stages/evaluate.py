@@ -96,6 +96,13 @@ def run(config: EvaluateStageConfig, inputs: Paths, outputs: Paths, context: Run
         for row, further in zip(rows[:: config.replies_per_prompt], rival.columns(), strict=True):
             row.update(further)
     samples = [outputs.comparisons, outputs.bad_cases]
+    for name, kept in (
+        ("drift", evaluation.drift_rows()),
+        ("regression", evaluation.checked_rows("regression")),
+        ("safety", evaluation.checked_rows("safety")),
+    ):
+        samples.append(context.folder / ".rlhf" / f"{name}.jsonl")
+        atomic_write_lines(samples[-1], [nonfinite_as_none(row) for row in kept])
     if config.verifiable is not None:
         checked = sft.verifiable, policy.verifiable
         metrics["verifiable"] = sets.verifiable.metrics(*checked, config.bootstrap, config.seed)

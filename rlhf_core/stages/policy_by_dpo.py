@@ -4,33 +4,33 @@ from __future__ import annotations
 
 from typing import Any
 
+from rlhf_core.api.dpo import train_dpo
 from rlhf_core.config.model import SamplingConfig
 from rlhf_core.config.policy import PolicyStageConfig
-from rlhf_core.data.encoding import pad_id
 from rlhf_core.data.schema import Demonstration, PairUser, read_rows
-from rlhf_core.models.causal_lm import fitting_length, load_policy, save_policy
+from rlhf_core.models.causal_lm import fitting_length, load_tokenizer
 from rlhf_core.stages.ppo import POLICY_OUTPUTS
 from rlhf_core.stages.runtime.contract import Paths, Stage
 from rlhf_core.storage.files import atomic_write_json, atomic_write_lines
-from rlhf_core.training.dpo import train_dpo
 from rlhf_core.training.reward.run import read_split
-from rlhf_core.training.rng import derive_seed, seed_everything
+from rlhf_core.training.rng import derive_seed
 from rlhf_core.training.run_context import RunContext
 from rlhf_core.training.sft import sample_replies
 
 
 def run(config: PolicyStageConfig, inputs: Paths, outputs: Paths, context: RunContext) -> dict[str, Any]:
     """Train SFT's model by DPO and write the outputs that PPO writes: policy, metrics, history, samples."""
-    seed_everything(config.seed)
-    dpo = config.policy.dpo
-    policy, tokenizer = load_policy(inputs.sft)
-    longest = fitting_length(dpo.max_tokens, policy)
+    dpo, tokenizer = config.policy.dpo, load_tokenizer(inputs.sft)
+    longest = fitting_length(dpo.max_tokens, inputs.sft)
     train, validation = (
         read_split(inputs.clean / PairUser.REWARD / f"{split}.parquet", tokenizer, longest, context.tokens)
         for split in ("train", "validation")
     )
-    trained = train_dpo(policy, pad_id(tokenizer), train, validation, dpo, config.seed, context, config.policy_lora)
-    save_policy(outputs.model, trained.model, tokenizer, adapter=trained.adapter)
+    trained = train_dpo(
+        inputs.sft, tokenizer, train, validation=validation, config=dpo, lora=config.policy_lora, seed=config.seed,
+        context=context, allow_high_learning_rates=True,  # params.yaml was checked as a whole
+    )  # fmt: skip
+    trained.save(outputs.model)
     atomic_write_lines(outputs.history, trained.history)
     atomic_write_lines(outputs.abandoned, [])  # PPO's: DPO rolls nothing back
     rows = read_rows(inputs.clean / "demonstrations" / "validation.parquet", Demonstration)[: dpo.samples]

@@ -14,7 +14,7 @@ from rlhf_core.data.encoding import decode_reply, pad_id
 from rlhf_core.errors import DataError
 from rlhf_core.fingerprint.tracked_files import REWARD_SOURCES_FILE
 from rlhf_core.models.adapters import PeftAdapter, add_adapters, merge_adapters, peft_adapter
-from rlhf_core.models.causal_lm import load_policy, save_policy
+from rlhf_core.models.causal_lm import load_policy, positions_of, save_policy
 from rlhf_core.ppo.rejection_sampling import BestReplies, RejectionSampler
 from rlhf_core.ppo.rollout import TrainingPrompts, require_room
 from rlhf_core.sampling.distribution import Sampling
@@ -42,7 +42,7 @@ def run(config: PolicyStageConfig, inputs: Paths, outputs: Paths, context: RunCo
     settings = config.policy.rejection_sampling
     policy, tokenizer = load_policy(inputs.sft)
     prompts = read_training_prompts(inputs.clean, tokenizer, context.tokens)
-    require_room(prompts.ids, config.max_new_tokens, getattr(policy.config, "max_position_embeddings", None))
+    require_room(prompts.ids, config.max_new_tokens, positions_of(policy.config))
     best = sample_best(config, inputs, policy, tokenizer, prompts, context)
     examples = [Example(prompts.ids[row], reply) for row, reply in zip(best.prompts, best.replies, strict=True)]
     policy, result, adapter = fine_tune_on(examples, policy, pad_id(tokenizer), config, context)

@@ -52,6 +52,7 @@ def run(config: PpoConfig, inputs: Paths, outputs: Paths, context: RunContext) -
             pretrain=texts.get(PretrainText.KIND, ()),
             config=config,
             context=context,
+            allow_high_learning_rates=True,  # params.yaml was checked as a whole
         )
         assert trained.choice is not None
         require_admissible(trained.choice, config)

@@ -29,7 +29,7 @@ from rlhf_core.data.batches import length_balanced_rows
 from rlhf_core.data.schema import PairUser
 from rlhf_core.data.token_folder import TOKENS
 from rlhf_core.errors import DataError, ModelError
-from rlhf_core.models.adapters import adapted_names
+from rlhf_core.models.adapters import adapted_weights
 from rlhf_core.models.causal_lm import fitting_length, load_tokenizer
 from rlhf_core.models.io import empty_model
 from rlhf_core.stages.runtime.contract import Paths, Stage
@@ -76,6 +76,7 @@ def run_reward_stage(
         config=config,
         context=context,
         name=name,
+        allow_high_learning_rates=True,  # params.yaml was checked as a whole
     )
     trained.save(outputs.model)
     atomic_write_lines(outputs.history, trained.history)
@@ -169,7 +170,7 @@ def require_pairs(workspace: Path) -> None:
     model = empty_model(AutoModelForCausalLM, AutoConfig.from_pretrained(init))
     for name, lora in params.later_adapters.items():
         try:
-            adapted_names(model, lora)
+            adapted_weights(model, lora)
         except ModelError as error:
             raise ModelError(f"{name}.lora: {error}") from error
     tokenizer = load_tokenizer(init)

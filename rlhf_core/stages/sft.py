@@ -22,7 +22,10 @@ def run(config: SftConfig, inputs: Paths, outputs: Paths, context: RunContext) -
         read_tokens(context.tokens, folder / f"{split}.parquet", Demonstration.KIND, tokenizer)
         for split in ("train", "validation")
     )
-    trained = train_sft(inputs.base, tokenizer, train, validation=validation, config=config, context=context)
+    trained = train_sft(
+        inputs.base, tokenizer, train, validation=validation, config=config, context=context,
+        allow_high_learning_rates=True,  # params.yaml was checked as a whole
+    )  # fmt: skip
     trained.save(outputs.model)
     atomic_write_lines(outputs.history, trained.history)
     seed = derive_seed(config.seed, "sft", "samples")

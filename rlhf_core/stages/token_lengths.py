@@ -138,6 +138,7 @@ def model_positions(path: Path) -> int | None:
     """
     from transformers import AutoConfig
 
+    from rlhf_core.models.causal_lm import positions_of
     from rlhf_core.models.gguf import gguf_config, is_gguf
     from rlhf_core.models.io import quiet
 
@@ -153,5 +154,4 @@ def model_positions(path: Path) -> int | None:
             ) from error
     else:
         return None
-    positions = getattr(config, "max_position_embeddings", None)
-    return None if positions is None else int(positions)
+    return positions_of(config)

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Collection
-from pathlib import Path
-from tempfile import TemporaryDirectory
 
 from rlhf_core.config.data import ValidateConfig
 from rlhf_core.config.gates import Condition
@@ -30,7 +28,7 @@ from rlhf_core.evaluation.data_card.card import CardSources, build_card, write_c
 from rlhf_core.gates import GateDecision, decide
 from rlhf_core.stages.runtime.contract import Paths, Stage
 from rlhf_core.stages.token_lengths import load_counting_tokenizer
-from rlhf_core.storage.files import atomic_dir, atomic_write_json, read_json, sha256_file
+from rlhf_core.storage.files import atomic_dir, atomic_write_json, read_json, scratch_folder, sha256_file
 from rlhf_core.training.run_context import RunContext
 
 
@@ -58,8 +56,8 @@ def run(
         read_sources(config.evaluation_files, "prompts", workspace, parameter="validate.evaluation_files")
     )
     outputs.docs.parent.mkdir(parents=True, exist_ok=True)
-    with TemporaryDirectory(prefix=".columns-", dir=outputs.docs.parent) as columns:
-        validated = validate(raw, suites, Path(columns))
+    with scratch_folder(".columns-", outputs.docs.parent) as columns:
+        validated = validate(raw, suites, columns)
         findings = check_set(validated.clean, config, suites, raw.derived, evaluation)
         apply_set_rules(validated, findings)
     tokens = None

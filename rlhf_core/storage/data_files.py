@@ -6,7 +6,6 @@ import glob
 import heapq
 import os
 import re
-import tempfile
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path, PurePosixPath
@@ -15,6 +14,7 @@ from urllib.parse import SplitResult, urlsplit
 
 from rlhf_core.errors import DataError, first_line
 from rlhf_core.redaction import SECRET_NAME
+from rlhf_core.storage.files import scratch_folder
 
 EXCERPT = 200
 NOT_FOUND = "correct the path, or put quotes around a pattern"
@@ -277,8 +277,8 @@ def local_copy(url: str) -> Iterator[Path]:
         DataError: It cannot be read.
     """
     filesystem, path = _open(url)
-    with tempfile.TemporaryDirectory(prefix="rlhf-url-") as folder:
-        copy = Path(folder) / "content"
+    with scratch_folder("rlhf-url-") as folder:
+        copy = folder / "content"
         try:
             filesystem.get_file(path, str(copy))
         except Exception as error:

@@ -1,16 +1,22 @@
-"""Files: atomic writes (a reader sees the old content or the new, never half of either), hashes, locks, JSON."""
+"""Files: atomic writes (a reader sees the old content or the new, never half of either), temporary ones, locks, JSON.
+
+Whatever is locked or temporary is opened here alone. In a folder that others can write to, as the one for temporary
+files, somebody else may have put a link in the place of a name that can be guessed.
+"""
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import hashlib
 import json
 import os
 import re
 import shutil
+import stat
 import tempfile
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO, Any
 
@@ -25,6 +31,80 @@ def permitted(mode: int) -> int:
         umask = None
     # Elsewhere than on Linux it can only be asked for by setting it, which other threads would see.
     return mode & ~int(umask[1], 8) if umask else mode
+
+
+def own_temporary_folder() -> Path:
+    """The folder ``rlhf-UID`` for temporary files whose names others must find, which this user alone can enter.
+
+    Raises:
+        RlhfError: Somebody else made it or can write to it, or it cannot be made.
+    """
+    folder = temporary_root() / f"rlhf-{os.getuid()}"
+    try:
+        with suppress(FileExistsError):
+            folder.mkdir(mode=0o700)
+        found = folder.lstat()
+        is_own = stat.S_ISDIR(found.st_mode) and found.st_uid == os.getuid() and not found.st_mode & 0o022
+        if is_own and found.st_mode & 0o077:
+            folder.chmod(0o700)
+    except OSError as error:
+        raise _unwritable(folder, error) from error
+    if not is_own:
+        raise RlhfError(
+            f"{folder} is not a folder that this user alone can write to, so somebody else may have put files into it: "
+            "remove it, or name another folder in the environment variable TMPDIR"
+        )
+    return folder
+
+
+def temporary_root() -> Path:
+    """The folder for temporary files of all users: that of the environment variable TMPDIR, or the system's."""
+    return Path(tempfile.gettempdir())
+
+
+@contextmanager
+def scratch_folder(prefix: str = "rlhf-", within: Path | None = None) -> Iterator[Path]:
+    """Yield a new folder that this user alone can enter, and that goes with the block.
+
+    Args:
+        prefix: Of its name.
+        within: Where it is made; None for the folder for temporary files.
+    """
+    with tempfile.TemporaryDirectory(prefix=prefix, dir=within) as folder:
+        yield Path(folder)
+
+
+def new_scratch_folder(prefix: str) -> Path:
+    """A new folder for temporary files that this user alone can enter, and that the caller removes."""
+    return Path(tempfile.mkdtemp(prefix=prefix))
+
+
+@contextmanager
+def scratch_file(prefix: str) -> Iterator[IO[bytes]]:
+    """Yield a new file that this user alone can read, with a ``name``, and that goes with the block."""
+    with tempfile.NamedTemporaryFile(prefix=prefix) as stream:
+        yield stream
+
+
+def new_part(path: Path) -> Path:
+    """A new, empty neighbour of ``path`` that this user alone can read, to be renamed over it; ``OSError`` if not."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    descriptor, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=".part")
+    os.close(descriptor)
+    return Path(name)
+
+
+@contextmanager
+def replacing(path: Path, mode: int = 0o644) -> Iterator[Path]:
+    """Yield a new neighbour of ``path`` that takes its place when the block ends without an error."""
+    part = new_part(path)
+    try:
+        yield part
+        os.chmod(part, permitted(mode))
+        os.replace(part, path)
+    except BaseException:
+        part.unlink(missing_ok=True)
+        raise
 
 
 def atomic_write_text(path: Path, text: str, mode: int = 0o644) -> None:
@@ -103,6 +183,80 @@ def _replace_dir(new: Path, path: Path) -> None:
         shutil.rmtree(old, ignore_errors=True)
 
 
+UNFINISHED = ".rlhf-unfinished"
+
+
+@contextmanager
+def filled_dir(path: Path) -> Iterator[Path]:
+    """Yield a folder whose entries are in ``path`` when the block ends without an error.
+
+    ``path`` exists and is empty, and stays the folder that it is: it may be a mount point, the end of a link, or the
+    current folder of a shell. What a process leaves that is killed meanwhile, :func:`clear_unfinished` takes away.
+    """
+    hidden = path / UNFINISHED
+    content = hidden / "content"
+    try:
+        content.mkdir(parents=True)
+    except OSError as error:
+        raise _unwritable(path, error) from error
+    try:
+        with LockFile(hidden / "lock") as lock:
+            lock.try_acquire()
+            yield content
+            names = sorted(entry.name for entry in content.iterdir())
+            atomic_write_json(hidden / "names.json", names)
+            for name in names:
+                os.rename(content / name, path / name)
+    except BaseException:
+        clear_unfinished(path)
+        raise
+    shutil.rmtree(hidden, ignore_errors=True)
+
+
+def clear_unfinished(path: Path) -> None:
+    """Take away what a killed :func:`filled_dir` left in ``path``, and nothing else.
+
+    Raises:
+        RlhfError: It is not killed but at work.
+    """
+    hidden = path / UNFINISHED
+    if hidden.is_symlink() or not hidden.is_dir():
+        return
+    with LockFile(hidden / "lock") as lock:
+        if not lock.try_acquire():
+            raise RlhfError(f"another process is writing into {path}; wait for it, or name another folder")
+        names = read_json(hidden / "names.json") if (hidden / "names.json").is_file() else []
+        for name in names:
+            if not (hidden / "content" / name).exists():
+                moved = path / name
+                shutil.rmtree(moved) if moved.is_dir() else moved.unlink(missing_ok=True)
+        shutil.rmtree(hidden, ignore_errors=True)
+
+
+REMOVED = ".removed"
+
+
+def removed_name(path: Path) -> Path:
+    """Where :func:`remove_tree` puts a folder while it is deleted."""
+    return path.with_name(f".{path.name}{REMOVED}")
+
+
+def remove_tree(path: Path) -> None:
+    """Delete a folder so that readers see all of it or nothing, whenever this process is killed.
+
+    It gets another name first. What a killed process left under that name is deleted too, and what cannot be deleted
+    stays there until the next call.
+
+    Raises:
+        OSError: It cannot be renamed, and is as it was.
+    """
+    aside = removed_name(path)
+    shutil.rmtree(aside, ignore_errors=True)
+    with suppress(FileNotFoundError):
+        os.rename(path, aside)
+    shutil.rmtree(aside, ignore_errors=True)
+
+
 def read_json(path: Path) -> Any:
     """The JSON value in ``path``; ``DataError`` when the file is missing or not JSON."""
     try:
@@ -128,7 +282,7 @@ class LockFile:
     """An advisory lock on a file (flock). The kernel releases it when the process dies, however it dies.
 
     Entering opens the file and leaves it unlocked; closing releases it. A child that inherits the descriptor holds the
-    lock too.
+    lock too. A link in the file's place is refused with ``OSError``: what it points to would be written over.
     """
 
     def __init__(self, path: Path) -> None:
@@ -136,7 +290,7 @@ class LockFile:
 
     def __enter__(self) -> LockFile:
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        self.stream: IO[str] = self.path.open("a+", encoding="utf-8")
+        self.stream: IO[str] = open(self.path, "a+", encoding="utf-8", opener=_open_no_link)
         return self
 
     def __exit__(self, *error: object) -> None:
@@ -155,6 +309,32 @@ class LockFile:
         return True
 
 
+def _open_no_link(path: str, flags: int) -> int:
+    try:
+        return os.open(path, flags | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
+    except OSError as error:
+        if error.errno != errno.ELOOP:
+            raise
+        raise OSError(errno.ELOOP, "a link is in the place of this lock file; remove it", path) from error
+
+
+LITTLE_ROOM = 2**26  # bytes
+
+
+def full_disks(*folders: Path) -> str:
+    """What a message adds to name the disks of ``folders`` with next to no room or inodes; empty if there is none."""
+    said: dict[int, str] = {}
+    for folder in folders:
+        try:
+            usage, device = os.statvfs(folder), folder.stat().st_dev
+        except OSError:
+            continue
+        room = usage.f_bavail * usage.f_frsize
+        if room < LITTLE_ROOM or (usage.f_files and not usage.f_favail):
+            said.setdefault(device, f"{folder} has room for {room / 2**20:.0f} MiB and {usage.f_favail} files")
+    return f" (the disk of {', that of '.join(said.values())})" if said else ""
+
+
 def fsync_path(path: Path) -> None:
     """Bring a file's content, or a folder's entries, to the disk."""
     descriptor = os.open(path, os.O_RDONLY)
@@ -168,6 +348,29 @@ def sha256_file(path: Path) -> str:
     """Hex digest of a file's content."""
     with open(path, "rb") as stream:
         return hashlib.file_digest(stream, "sha256").hexdigest()
+
+
+class FileHashes:
+    """Hashes of files' contents, remembered in a JSON file by size, times and inode, so that each is read once."""
+
+    def __init__(self, memory: Path) -> None:
+        self.memory = memory
+        self.known: dict[str, list[Any]] = read_json(memory) if memory.exists() else {}
+        self.fresh: dict[str, list[Any]] = {}
+
+    def of(self, file: Path) -> str:
+        """Hex digest of a file's content; ``FileNotFoundError`` where there is none."""
+        status = file.stat()
+        mark = [status.st_size, status.st_mtime_ns, status.st_ctime_ns, status.st_ino]
+        old = self.known.get(str(file))
+        self.fresh[str(file)] = old if old and old[:-1] == mark else [*mark, sha256_file(file)]
+        return str(self.fresh[str(file)][-1])
+
+    def save(self) -> None:
+        """Remember the hashes that were asked for, and no others."""
+        if self.fresh != self.known:
+            atomic_write_text(self.memory, json.dumps(self.fresh, indent=1))
+            self.known = self.fresh
 
 
 def sha256_tree(path: Path) -> str:

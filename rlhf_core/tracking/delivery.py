@@ -65,8 +65,10 @@ def away_errors() -> Iterator[None]:
 
 
 def address(uri: str) -> str:
-    """The address of a server without name and password."""
+    """The address of a server or database without name and password."""
     parts = urlsplit(uri)
+    if "@" not in parts.netloc:
+        return uri  # putting one together again would take slashes from sqlite:////srv/mlflow.db
     return urlunsplit(parts._replace(netloc=parts.netloc.rpartition("@")[2]))
 
 

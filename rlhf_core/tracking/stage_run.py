@@ -10,6 +10,7 @@ import logging
 import math
 import os
 import re
+import socket
 import sqlite3
 import sys
 import time
@@ -205,12 +206,22 @@ def tracking_uri(workspace: Path) -> str:
     return os.environ.get("MLFLOW_TRACKING_URI") or f"sqlite:///{record_folder(workspace) / 'mlflow.db'}"
 
 
+# How to tell the drivers of databases how long to wait for an answer, and where those listen.
+DRIVER_TIMEOUTS = {"postgresql": "connect_timeout", "mysql": "connect_timeout", "mssql": "timeout"}
+DATABASE_PORTS = {"postgresql": 5432, "mysql": 3306, "mssql": 1433}
+DATABASE_SECONDS = 5
+
+
 def require_database(uri: str) -> None:
-    """Try whether a SQLite record can be opened or made: of one that cannot MLflow says so after an hour of attempts.
+    """Try once whether a record in a database can be opened: MLflow itself tries for minutes, SQLite for an hour.
 
     Raises:
-        RlhfError: Its folder cannot be written to, or the file is no database.
+        RlhfError: The folder of a SQLite file cannot be written to, the file is no database, or the database of a
+            server does not answer or refuses the login.
     """
+    dialect = uri.partition("://")[0].partition("+")[0]
+    if dialect in DRIVER_TIMEOUTS:
+        _require_answer(uri, dialect)
     if not uri.startswith("sqlite:///"):
         return
     database = Path(uri.removeprefix("sqlite:///").partition("?")[0])
@@ -224,6 +235,29 @@ def require_database(uri: str) -> None:
         raise RlhfError(
             f"the record {database} cannot be opened ({first_line(error)}); give yourself the right to it, restore it "
             "from a backup, or name another in MLFLOW_TRACKING_URI"
+        ) from error
+
+
+def _require_answer(uri: str, dialect: str) -> None:
+    """Open and close one connection to the database of a server; ``RlhfError`` if it is not there in seconds."""
+    from sqlalchemy import create_engine
+    from sqlalchemy.engine import make_url
+    from sqlalchemy.exc import SQLAlchemyError
+
+    try:
+        url = make_url(uri)
+        if url.host:  # the timeouts of some drivers begin after that
+            socket.create_connection((url.host, url.port or DATABASE_PORTS[dialect]), DATABASE_SECONDS).close()
+        engine = create_engine(url, connect_args={DRIVER_TIMEOUTS[dialect]: DATABASE_SECONDS})
+        with engine.connect():
+            pass
+        engine.dispose()
+    except ImportError as error:
+        raise RlhfError(f"MLFLOW_TRACKING_URI names a database of {dialect}, and {error.name} is missing") from error
+    except (SQLAlchemyError, OSError, ValueError) as error:
+        raise RlhfError(
+            f"the record {address(uri)} does not answer ({first_line(error)}); start the database, or mend or unset "
+            "MLFLOW_TRACKING_URI"
         ) from error
 
 

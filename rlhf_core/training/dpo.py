@@ -17,8 +17,10 @@ from rlhf_core.config.model import LoraConfig
 from rlhf_core.config.policy import DpoConfig
 from rlhf_core.data.batches import TokenisedPair, pair_sequences, passes
 from rlhf_core.models.adapters import PeftAdapter, add_adapters, merge_adapters, peft_adapter
-from rlhf_core.models.forward import LOGITS_BYTES, selected_logits
+from rlhf_core.models.causal_lm import say_router_loss
+from rlhf_core.models.forward import LOGITS_BYTES, LazyLogits, selected_logits
 from rlhf_core.runtime import distributed
+from rlhf_core.storage.files import replacing
 from rlhf_core.training import loop
 from rlhf_core.training.engine.base import Engine
 from rlhf_core.training.examples import LengthBucketedBatches, ReplyBatch, collate, values_of_sequences
@@ -60,6 +62,10 @@ def reply_logprobs(model: PreTrainedModel, batch: ReplyBatch, logits_bytes: int 
     At most ``logits_bytes`` of float32 logits exist at a time.
     """
     logits = selected_logits(model, batch.input_ids, batch.attention_mask, batch.select)
+    return _sums_by_row(logits, batch, logits_bytes)
+
+
+def _sums_by_row(logits: LazyLogits, batch: ReplyBatch, logits_bytes: int) -> Tensor:
     values = chunked_token_logprobs(logits, batch.targets, logits_bytes)
     by_position = values.new_zeros(batch.select.shape).masked_scatter(batch.select, values)
     return by_position.sum(dim=1)
@@ -67,12 +73,16 @@ def reply_logprobs(model: PreTrainedModel, batch: ReplyBatch, logits_bytes: int 
 
 def batch_logprobs(
     model: PreTrainedModel, pairs: Sequence[TokenisedPair], pad: int, logits_bytes: int = LOGITS_BYTES
-) -> Tensor:
-    """Log-probabilities of both replies of each pair, in one pass of 2B rows: (2, B) in nats, with gradient."""
+) -> tuple[Tensor, Tensor | None]:
+    """Log-probabilities of both replies of each pair, in one pass of 2B rows: (2, B) in nats, with gradient.
+
+    The second result is the weighted auxiliary loss of the model's routers, where config.json asks for it.
+    """
     prompts = [pair.prompt for pair in pairs]
     replies = [*(pair.chosen for pair in pairs), *(pair.rejected for pair in pairs)]
     batch = collate([*prompts, *prompts], replies, pad).to(model.device)
-    return reply_logprobs(model, batch, logits_bytes).view(2, -1)
+    logits = selected_logits(model, batch.input_ids, batch.attention_mask, batch.select, router_loss=True)
+    return _sums_by_row(logits, batch, logits_bytes).view(2, -1), logits.router_loss
 
 
 def all_logprobs(
@@ -109,16 +119,15 @@ def reference_logprobs(
 
     They are computed once, of the numbers ``used`` alone (the others are NaN), and read from ``file`` on a resume.
     """
-    if file.is_file():
-        return load_file(file)["logprobs"]
+    if distributed.broadcast_from_rank0(file.is_file()):  # the other ranks' folders are new at every attempt
+        saved = load_file(file)["logprobs"].tolist() if distributed.is_rank_zero() else None
+        return torch.tensor(distributed.broadcast_from_rank0(saved), dtype=torch.float64)
     rows = sorted(used)
     logprobs = torch.full((2, len(pairs)), torch.nan, dtype=torch.float64)
     logprobs[:, rows] = all_logprobs(model, [pairs[row] for row in rows], pad, size, logits_bytes)
     if distributed.is_rank_zero():
-        file.parent.mkdir(parents=True, exist_ok=True)
-        part = file.with_suffix(".part")
-        save_file({"logprobs": logprobs}, part)
-        part.replace(file)
+        with replacing(file) as part:
+            save_file({"logprobs": logprobs}, part)
     return logprobs
 
 
@@ -158,8 +167,11 @@ class DpoTask:
 
         def compute(part: list[int]) -> tuple[Tensor, dict[str, Scalar]]:
             pairs = [self.train[row] for row in part]
-            policy = batch_logprobs(self.model, pairs, self.pad, self.logits_bytes)
-            return self._loss(self.rewards(pairs, policy, self.train_reference[:, part]), len(rows))
+            policy, router_loss = batch_logprobs(self.model, pairs, self.pad, self.logits_bytes)
+            loss, shown = self._loss(self.rewards(pairs, policy, self.train_reference[:, part]), len(rows))
+            if router_loss is not None:
+                loss = loss + router_loss * (len(part) / len(rows))
+            return loss, shown
 
         metrics = accumulate_gradients(self.engine, passes(rows, self.micro), compute)
         return StepReport(metrics, sum(real_tokens(self.train[row]) for row in rows))
@@ -237,6 +249,7 @@ def train_dpo(
     if lora is not None:
         # Before the reference is read: the policy begins with the rounding of quantised weights.
         add_adapters(model, lora, derive_seed(seed, NAME, "lora"))
+    say_router_loss(model, True, NAME)
     limit, rows = context.launch.logits_bytes, scoring_rows(config)
     order = dpo_batches(train.pairs, config, seed)
     used = {row for step in range(config.steps) for row in order.at(step)}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 from collections.abc import Mapping
@@ -23,10 +24,18 @@ class History:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.touch()
 
-    @property
-    def size(self) -> int:
-        """Bytes written so far."""
-        return self.path.stat().st_size
+    def mark(self) -> dict[str, Any]:
+        """What a checkpoint must know of the lines written so far: their length in bytes and their hash."""
+        content = self.path.read_bytes()
+        return {"bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()}
+
+    def begins_as(self, mark: Mapping[str, Any]) -> bool:
+        """Whether the file still begins with the lines that ``mark`` was taken of."""
+        try:
+            content = self.path.read_bytes()[: int(mark["bytes"])]
+        except OSError:
+            return False
+        return hashlib.sha256(content).hexdigest() == mark["sha256"]
 
     def append(self, row: Mapping[str, Any]) -> None:
         """Add one row. Numbers that are not finite become null, which every JSON reader takes."""
@@ -36,7 +45,7 @@ class History:
     def truncate(self, size: int) -> None:
         """Cut off what was written after the first ``size`` bytes."""
         with self.path.open("r+b") as stream:
-            stream.truncate(min(size, self.size))
+            stream.truncate(min(size, self.path.stat().st_size))
 
     def rows(self) -> list[dict[str, Any]]:
         """Read all rows."""

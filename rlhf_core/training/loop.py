@@ -10,14 +10,15 @@ import gc
 import math
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
 
 from rlhf_core.config.model import CheckpointConfig, OptimizerConfig
-from rlhf_core.errors import TrainingPaused
+from rlhf_core.errors import Preempted, RlhfError, TrainingPaused
 from rlhf_core.runtime import distributed
 from rlhf_core.runtime.progress import progress
 from rlhf_core.training.checkpoints.manager import CheckpointManager, RunCheckpoints
@@ -66,7 +67,7 @@ class ResumableLoop(ABC):
 
         Raises:
             TrainingPaused: A health rule stopped the run, or steps kept being non-finite; the last checkpoint before
-                that is kept, so that the same run pauses again at the same place.
+                that is kept, if there is one, so that the same run pauses again at the same place.
             Preempted: SIGTERM came; the turn was finished and the state saved.
             CheckpointError: A checkpoint could not be written.
         """
@@ -77,7 +78,11 @@ class ResumableLoop(ABC):
                 self.save()
             while not (preempted := preemption.requested()) and not self.finished():
                 before = self.done
-                shown = self.turn()
+                try:
+                    shown = self.turn()
+                except TrainingPaused as paused:
+                    paused.args = (f"{str(paused).removesuffix('.')}.{self.kept()}",)
+                    raise
                 bar.advance(self.done - before, **shown)
                 manager.check()
             if preempted:
@@ -87,6 +92,14 @@ class ResumableLoop(ABC):
                 manager.finish()
                 made = f"{self.name} made {self.unit} {self.done} of {self.total}"
                 preemption.raise_preempted(made, saved=self.done > 0)
+
+    def kept(self) -> str:
+        """What a message says of the last checkpoint that outlives the run, if there is one."""
+        self.checkpoints.manager.finish()
+        steps = self.checkpoints.manager.metas()
+        if not self.context.kept or not steps:
+            return ""
+        return f" The checkpoint of {self.unit} {max(steps)} is kept in {self.checkpoints.manager.directory}."
 
     def save(self, extra: bool = False) -> None:
         """Write a checkpoint of the run as it is; ``extra``: see ``RunCheckpoints.save``."""
@@ -149,7 +162,8 @@ def train(
     """
     engine = build_engine(model, config.optimizer, config.steps, name, context)
     loop = Loop(engine, task(engine), config, name, seed, context)
-    loop.run()
+    with keeping_what_was_made(context, lambda: Unfinished(model, loop.history.rows())):
+        loop.run()
     result = LoopResult(loop.history.rows(), loop.tokens, loop.seconds, engine.skipped_steps)
     return on_device_if_it_fits(finish(engine, model)), result
 
@@ -164,6 +178,49 @@ def on_device_if_it_fits(model: Model) -> Model:
         if elsewhere > ROOM * torch.cuda.mem_get_info(device)[0]:
             return model
     return model.to(device)
+
+
+@dataclass(frozen=True)
+class Unfinished:
+    """What a training had made when an error ended it.
+
+    Attributes:
+        model: The model as it was, with its adapters if those were trained.
+        history: The records until then, oldest first.
+    """
+
+    model: Any
+    history: list[dict[str, Any]]
+
+
+@contextmanager
+def keeping_what_was_made(context: RunContext, made: Callable[[], Any]) -> Iterator[None]:
+    """Give an error inside the block what training had made, as its attribute ``trained``.
+
+    In memory nothing else would be left of hours; several processes, or a sharding engine, have their checkpoints.
+
+    Args:
+        context: The run's surroundings.
+        made: Returns what there is, or None.
+    """
+    try:
+        yield
+    except (Exception, KeyboardInterrupt) as error:
+        if distributed.world_size() > 1 or context.launch.engine != "local" or isinstance(error, Preempted):
+            raise
+        with suppress(Exception):  # the first error is the one to tell
+            error.trained = made()  # type: ignore[union-attr]
+        if not context.kept and getattr(error, "trained", None) is not None:
+            _say_where_it_is(error)
+        raise
+
+
+def _say_where_it_is(error: BaseException) -> None:
+    hint = "Without a context nothing is kept on disk; attribute trained of this exception has what was trained."
+    if isinstance(error, RlhfError):
+        error.args = (f"{error} {hint}",)
+    else:
+        error.add_note(hint)
 
 
 @dataclass(frozen=True)
@@ -229,7 +286,8 @@ class Loop(ResumableLoop):
             result = self.engine.step()
         except TrainingPaused as paused:
             self._record({"skipped_steps": self.engine.skipped_steps})
-            raise TrainingPaused(f"{paused} ({self.history.path})") from paused
+            place = f" ({self.history.path})" if self.context.kept else ""
+            raise TrainingPaused(f"{paused}{place}") from paused
         # Loss and norm belong to the same weights: both were taken before the update.
         self.block.add(report.metrics | {"grad_norm": result.grad_norm})
         self.done += 1

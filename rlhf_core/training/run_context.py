@@ -25,6 +25,9 @@ class RunContext:
         launch: Engine and placement of models.
         folder: Folder that relative files named in the settings lie in: the workspace.
         tokens: Folder that token ids of data files are kept in; None keeps none.
+        named_by_content: Whether ``work`` is named by a hash of all that the run depends on, so that it need not be
+            compared with what an earlier process found there.
+        kept: Whether ``work`` outlives the run; False for a temporary folder.
     """
 
     work: Path
@@ -34,3 +37,5 @@ class RunContext:
     launch: LaunchConfig = field(default_factory=LaunchConfig)
     folder: Path = field(default_factory=Path)
     tokens: Path | None = None
+    named_by_content: bool = False
+    kept: bool = True

@@ -86,10 +86,15 @@ def example_batch(examples: Sequence[Example], pad: int, device: torch.device) -
 def reply_loss(model: PreTrainedModel, batch: ReplyBatch, total: int, logits_bytes: int = LOGITS_BYTES) -> Tensor:
     """Cross-entropy of a batch's reply tokens, summed and divided by ``total``: a scalar with gradient.
 
+    Where config.json asks for it, the weighted auxiliary loss of the model's routers is added to what is trained on. It
+    is a mean over the batch, so each of several batches adds its share of the tokens.
     At most ``logits_bytes`` of float32 logits exist at a time.
     """
-    logits = selected_logits(model, batch.input_ids, batch.attention_mask, batch.select)
-    return chunked_cross_entropy(logits, batch.targets, total, logits_bytes)
+    logits = selected_logits(model, batch.input_ids, batch.attention_mask, batch.select, router_loss=True)
+    loss = chunked_cross_entropy(logits, batch.targets, total, logits_bytes)
+    if logits.router_loss is None:
+        return loss
+    return loss + logits.router_loss * (len(batch.targets) / total)
 
 
 @torch.no_grad()

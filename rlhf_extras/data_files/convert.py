@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 import os
-import tempfile
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,7 +21,7 @@ from rlhf_core.data.row_counts import READABLE, ReasonCounts, Record, RowCounts,
 from rlhf_core.data.schema import CONTENT_FIELDS, MESSAGES, REPLIES
 from rlhf_core.data.tables import TableWriter, bytes_in_memory, chunked
 from rlhf_core.errors import DataError, RlhfError
-from rlhf_core.storage.files import fsync_path
+from rlhf_core.storage.files import fsync_path, scratch_folder
 
 BATCH = 1000
 LABELS = ("category", "source")
@@ -108,8 +107,8 @@ def convert(sources: Sequence[DataSource], base: Path, kind: str, output: Path) 
     try:
         output.parent.mkdir(parents=True, exist_ok=True)
         # In the same folder, so that files can be renamed into their places.
-        with tempfile.TemporaryDirectory(dir=output.parent, prefix=f".{output.name}.") as folder:
-            rows, refused = Path(folder) / "rows", Path(folder) / "refused"
+        with scratch_folder(f".{output.name}.", output.parent) as folder:
+            rows, refused = folder / "rows", folder / "refused"
             with refused.open("w", encoding="utf-8") as stream:
                 parts = (part for file in inputs for part in source_chunks(file, kind))
                 records = (record for part in parts for record in _converted(part, files, stream))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -27,6 +26,7 @@ from rlhf_core.commands.data import (
 )
 from rlhf_core.errors import RlhfError
 from rlhf_core.runtime.progress import busy
+from rlhf_core.storage.files import scratch_folder
 
 if TYPE_CHECKING:
     from rlhf_core.config.data import ReadOptions
@@ -72,7 +72,7 @@ def diff(
     options = read_options(format_name, columns, template, dimension, pairs, system_prompts)
     states = ((before, "before"), (after, "after"))
     # Rows lie in files there while they are compared, so that they need not fit the memory.
-    with busy("comparing the data"), tempfile.TemporaryDirectory(prefix="rlhf-diff-") as scratch:
+    with busy("comparing the data"), scratch_folder("rlhf-diff-") as scratch:
         from rlhf_extras.data_files.changes import as_text, compare_kinds, file_state
 
         if _names_files(before) and _names_files(after):
@@ -117,7 +117,7 @@ def _revision_state(
     from flows.dvc_repo.root import check_out, commit_of, repository_of
     from rlhf_extras.data_files.changes import collected_state, file_state
 
-    with tempfile.TemporaryDirectory(prefix="rlhf-revision-") as checkout:
+    with scratch_folder("rlhf-revision-") as checkout:
         folder = workspace
         if revision != WORKING_TREE:
             commit_of(workspace, revision)  # which says what is wrong where there is none

@@ -23,12 +23,13 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd.function import once_differentiable
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
+from transformers import AutoModelForCausalLM
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from rlhf_core.config.model import LoraConfig, OptimizerConfig
 from rlhf_core.errors import ModelError, first_line
 from rlhf_core.models.adapters import add_adapters
+from rlhf_core.models.classifiers import AutoScalarModel
 from rlhf_core.models.fused_norms import fuse_norms
 from rlhf_core.models.heads import ScalarModel
 from rlhf_core.models.io import attention_of, quiet
@@ -368,7 +369,7 @@ def _built(variant: ModelVariant) -> nn.Module:
         lora = lora.model_copy(update={"quantize": None, "upper_layers": min(upper, DEPTH) or None})
     repeats = [one for alike in (layers - upper, upper) for one in _stand_ins(alike)]
     config, precision = variant.architecture.config(len(repeats)), getattr(torch, variant.precision)
-    kind: Any = AutoModelForCausalLM if variant.head == "causal_lm" else AutoModelForSequenceClassification
+    kind: Any = AutoModelForCausalLM if variant.head == "causal_lm" else AutoScalarModel
     with quiet(), torch.device("meta"):
         try:
             model = kind.from_config(config, dtype=precision, attn_implementation=attention_of(kind, config))

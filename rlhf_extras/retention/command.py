@@ -19,10 +19,11 @@ def gc(
 ) -> None:
     """List the registered versions and matches that registry.retention does not keep, and why the others stay.
 
-    registry.retention.versions says how many of the newest stay; it must be set. Nothing that an alias, a rollback or
-    an approval needs is deleted. The runs that registered the deleted versions stay, with metrics, gates and reports,
-    and the deletion is an entry of `rlhf history`. Token ids that are kept of data that changed, or that no stage has
-    read for 30 days, are listed too.
+    registry.retention.versions says how many of the newest stay; unless it is set, all do. Nothing that an alias, a
+    rollback or an approval needs is deleted. The runs that registered the deleted versions stay, with metrics, gates
+    and reports, and the deletion is an entry of `rlhf history`. Listed too are token ids that are kept of data that
+    changed, or that no stage has read for 30 days, and the model files and open runs that killed registrations have
+    left.
 
     Examples:
     $ rlhf registry gc

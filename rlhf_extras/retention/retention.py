@@ -8,12 +8,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from flows.registry.aliases import read_aliases, registry_errors, versions
+from flows.registry.aliases import REWARD_VERSION_TAG, read_aliases, registry_errors, versions
 from flows.registry.client import fluent
 from flows.registry.decisions import commit, new_entry, registry_session
 from flows.registry.history import RETENTION, ReleaseState
 from flows.registry.match import MATCH_TAG, MATCHES
-from flows.registry.register import REWARD_VERSION_TAG
+from flows.registry.orphans import Orphans, end_orphans, find_orphans
 from rlhf_core.config.loading import load_section
 from rlhf_core.config.operations import RegistryConfig
 from rlhf_core.errors import RlhfError
@@ -34,10 +34,12 @@ class RetentionPlan:
     Attributes:
         models: For each registered model its versions, newest first, with the reason why one stays; empty if it goes.
         matches: The files of matches that only deleted versions played.
+        orphans: What killed registrations have left.
     """
 
     models: Mapping[str, Sequence[tuple[ModelVersion, str]]]
     matches: Sequence[Path]
+    orphans: Orphans
 
     @property
     def deleted(self) -> Sequence[ModelVersion]:
@@ -48,22 +50,34 @@ class RetentionPlan:
 def apply_retention(workspace: Path, *, delete: bool) -> RetentionPlan:
     """Plan by ``registry.retention`` which versions and matches go, and delete them if ``delete``.
 
+    Without a number of versions to keep, only what killed registrations have left goes.
+
     Of a version its model files and its entry in the registry are deleted. The run that registered it stays, with its
     metrics, gates and promotion reports, and so does the history, which records the deletion before it begins; what
     was interrupted is completed by the next call.
 
     Raises:
-        RlhfError: ``registry.retention.versions`` is not set, another workspace owns the registered policy, or the
-            registry does not answer.
+        RlhfError: ``registry.retention.versions`` is not set and no killed registration has left anything, another
+            workspace owns the registered policy, or the registry does not answer.
     """
     workspace = workspace.resolve()
     config = load_section(workspace, "registry", RegistryConfig)
-    if config.retention.versions is None:
-        raise RlhfError("registry.retention.versions is not set, so every version is kept; set how many newest to keep")
     with registry_session(workspace) as state:
+        orphans = find_orphans(state.client, workspace)
+        if config.retention.versions is None and not orphans:
+            raise RlhfError(
+                "registry.retention.versions is not set, so every version is kept; set how many newest to keep"
+            )
         if owner := state.other_owner:
             raise RlhfError(f"{config.policy} is owned by {owner}; its versions are deleted there")
-        plan = _plan(state, config.retention.versions)
+        plan = RetentionPlan({}, [], orphans)
+        if config.retention.versions is not None:
+            plan = _plan(state, config.retention.versions, orphans)
+        if delete:
+            for model in orphans.models:
+                with registry_errors(f"delete the files of {model.model_id}; `rlhf registry gc --delete` goes on"):
+                    _delete_logged_model(state.client, workspace, str(model.model_id))
+            end_orphans(state.client, orphans)
         if delete and plan.deleted:
             gone = {
                 name: [str(version.version) for version, why in rows if not why] for name, rows in plan.models.items()
@@ -78,7 +92,7 @@ def apply_retention(workspace: Path, *, delete: bool) -> RetentionPlan:
         return plan
 
 
-def _plan(state: ReleaseState, newest: int) -> RetentionPlan:
+def _plan(state: ReleaseState, newest: int, orphans: Orphans) -> RetentionPlan:
     client, config = state.client, state.config
     needed = dict.fromkeys(state.champions, "has been champion: rollback needs it")
     if state.waiting:
@@ -96,7 +110,7 @@ def _plan(state: ReleaseState, newest: int) -> RetentionPlan:
     ]
     matches = _matches(state.workspace, [version for version, why in policies if not why])
     plan = {config.policy: policies, config.reward_model: rewards}
-    return RetentionPlan(plan, sorted(matches - _matches(state.workspace, kept)))
+    return RetentionPlan(plan, sorted(matches - _matches(state.workspace, kept)), orphans)
 
 
 def _other_policy(client: MlflowClient, policy: str, reward_version: str) -> str:

@@ -281,3 +281,24 @@ def test_there_are_no_import_cycles() -> None:
 
     for module in house:
         visit(module)
+
+
+def opened_without_care(path: Path) -> list[str]:
+    """What a module makes locks or temporary files with."""
+    found = []
+    for node in ast.walk(tree(path)):
+        names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+        names += [node.module or ""] if isinstance(node, ast.ImportFrom) else []
+        found += [name for name in names if name.partition(".")[0] in {"tempfile", "fcntl", "filelock"}]
+        if isinstance(node, ast.Attribute) and node.attr in {"O_CREAT", "lockf", "flock", "mktemp"}:
+            found.append(node.attr)
+        if isinstance(node, ast.Constant) and isinstance(node.value, str) and node.value.startswith("/tmp"):
+            found.append(node.value)
+    return found
+
+
+@pytest.mark.parametrize("package", ["rlhf_core", "flows", "rlhf_extras"])
+def test_locks_and_temporary_files_are_opened_in_one_module(package: str) -> None:
+    """Elsewhere nobody thinks of links that another user of the host has put into the place of a file."""
+    careless = {name: opened_without_care(path) for name, path in modules(package).items()}
+    assert {name for name, found in careless.items() if found} <= {"rlhf_core.storage.files"}, careless

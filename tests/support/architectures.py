@@ -6,6 +6,16 @@ import torch
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 VOCABULARY = 64
+# Kinds whose experts are one parameter a layer, or one for each of its layers' two.
+EXPERTS = (
+    "afmoe", "aria_text", "axk1", "bailing_hybrid", "cohere2_moe", "deepseek_v2", "deepseek_v3",
+    "deepseek_v4", "dots1", "ernie4_5_moe", "exaone_moe", "flex_olmo", "glm4_moe", "glm4_moe_lite",
+    "gpt_oss", "granitemoe", "granitemoe_swa", "granitemoeshared", "hunyuan_v1_moe", "hy_v3", "hy_v4",
+    "inkling_text", "jetmoe", "kimi_linear", "kolibri1", "laguna", "lfm2_moe", "llama4_text",
+    "longcat_flash", "mellum", "mimo_v2_flash", "minimax", "minimax_m2", "minimax_m3_vl_text",
+    "mixtral", "nemotron_h", "olmoe", "phimoe", "qwen2_moe", "qwen3_5_moe_text", "qwen3_moe",
+    "qwen3_next", "solar_open",
+)  # fmt: skip
 # What configurations call their sizes; each takes those that it knows.
 SIZES = {
     **dict.fromkeys(("hidden_size", "d_model", "n_embd", "word_embed_proj_dim", "lru_width"), 32),
@@ -19,11 +29,29 @@ SIZES = {
     **dict.fromkeys(("num_key_value_heads", "num_experts_per_tok", "linear_num_key_heads", "n_group"), 2),
     **dict.fromkeys(("linear_num_value_heads", "conv_kernel", "mamba_n_heads", "rotary_dim"), 4),
     **dict.fromkeys(("shared_expert_intermediate_size", "attention_hidden_size"), 32),
-    **dict.fromkeys(("mamba_n_groups", "first_k_dense_replace", "bos_token_id"), 1),
+    **dict.fromkeys(("mamba_n_groups", "first_k_dense_replace", "bos_token_id", "topk_group"), 1),
     "vocab_size": VOCABULARY,
     "vocab_size_per_layer_input": VOCABULARY,
     "pad_token_id": 0,
     "eos_token_id": 3,
+}
+
+
+# What else single kinds need.
+SETTINGS: dict[str, dict[str, object]] = {
+    "recurrent_gemma": {"num_hidden_layers": 3, "block_types": ["recurrent", "recurrent", "attention"]},
+    "mamba2": {"head_dim": 16, "n_groups": 1},
+    "jamba": {"num_hidden_layers": 4, "attn_layer_period": 2, "attn_layer_offset": 1},
+    "falcon_h1": {"mamba_d_ssm": 64},
+    "dots1": {"n_shared_experts": 1},
+    "lfm2_moe": {"layer_types": ["conv", "full_attention"]},
+    "granitemoehybrid": {"layer_types": ["mamba", "attention"]},
+    "zaya": {"num_experts_per_tok": 1},
+}
+LATENT_ATTENTION = {
+    **dict.fromkeys(("q_lora_rank", "kv_lora_rank"), 16),
+    **dict.fromkeys(("qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim", "index_head_dim"), 8),
+    "num_key_value_heads": 4,
 }
 
 
@@ -32,6 +60,8 @@ def tiny_config(name: str, **settings: object) -> PretrainedConfig:
     default = CONFIG_MAPPING[name]().get_text_config()
     known = {*vars(default), *default.attribute_map}
     taken = {key: value for key, value in SIZES.items() if key in known}
+    if "kv_lora_rank" in known:  # multi-head latent attention
+        taken |= LATENT_ATTENTION
     if kinds := list(dict.fromkeys(vars(default).get("layer_types") or ())):
         taken["layer_types"] = kinds if len(kinds) > 1 else kinds * 2
         taken["num_hidden_layers"] = len(taken["layer_types"])

@@ -1,4 +1,4 @@
-"""A call that changes the registry, killed with SIGKILL before one of its changes."""
+"""A call that changes the registry or files, killed with SIGKILL before one of its changes."""
 
 from __future__ import annotations
 
@@ -17,6 +17,9 @@ CHANGING = (
     "log_artifact",
     "log_param",
 )
+
+
+FILE_CHANGES = ("rename", "replace", "unlink", "rmdir")
 
 
 def killed_before(step: int, action: Callable[[], Any]) -> bool:
@@ -45,3 +48,25 @@ def killed_before(step: int, action: Callable[[], Any]) -> bool:
         return True
     assert os.waitstatus_to_exitcode(status) == 0, "the action failed"
     return False
+
+
+def killed_before_file_change(number: int, action: Callable[[], object]) -> bool:
+    """Run ``action`` in a process that kills itself before its ``number``-th change of a folder; whether it did."""
+    child = os.fork()
+    if child == 0:
+        left = [number]
+        for name in FILE_CHANGES:
+
+            def change(*args: Any, original: Any = getattr(os, name), **options: Any) -> Any:
+                left[0] -= 1
+                if left[0] == 0:
+                    os.kill(os.getpid(), signal.SIGKILL)
+                return original(*args, **options)
+
+            setattr(os, name, change)
+        try:
+            action()
+            os._exit(0)
+        except BaseException:
+            os._exit(1)
+    return os.WIFSIGNALED(os.waitpid(child, 0)[1])

@@ -18,6 +18,7 @@ from rlhf_core.config.loading import (
     check_params,
     load_section,
     merge,
+    parse_assignment,
     profile_text,
     rebase_sources,
     rules_for,
@@ -504,3 +505,11 @@ def rebased(text: str, origin: Path, target: Path, setting: str) -> list[Any]:
 def paths_of(value: Any) -> list[str]:
     entries = value if isinstance(value, list) else [value]
     return [entry["path"] if isinstance(entry, dict) else entry for entry in entries]
+
+
+@pytest.mark.parametrize(
+    ("value", "expected"),
+    [("b #c", "b #c"), (" # whole", "# whole"), ("'b' #c", "b"), ("[1, 2] # two", [1, 2]), ("3", 3), ("b#c", "b#c")],
+)
+def test_a_command_line_has_no_comments(value: str, expected: object) -> None:
+    assert parse_assignment(f"a.b={value}") == ("a.b", expected)

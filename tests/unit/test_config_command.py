@@ -47,8 +47,8 @@ def test_what_it_says_of_metrics_and_paths_exists(known: dict[str, Setting]) -> 
 
 
 def test_a_default_is_that_of_the_section_that_holds_it(known: dict[str, Setting]) -> None:
-    assert known["ppo.critic_optimizer.lr"].default == "0.001"
-    assert known["sft.optimizer.lr"].default == "0.003"
+    assert known["ppo.critic_optimizer.schedule"].default == "constant"
+    assert known["sft.optimizer.schedule"].default == "cosine"
     assert known["ppo.reward.sources"].default == "[{kind: model}]"
     assert known["evaluate.llm_judge.model"].default == "(a text)"
     whole = {setting.path: setting.default for setting in settings(Params, seen={})}

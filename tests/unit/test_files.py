@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pyarrow as pa
 import pytest
+from killed_call import killed_before_file_change
 
 from rlhf_core.data.schema import write_table
 from rlhf_core.errors import RlhfError
@@ -143,3 +144,79 @@ def test_at_exit_handlers_run_and_then_nothing_is_left_to_search() -> None:
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     later, last = done.stdout.splitlines()
     assert later == "0" and last.startswith("True ") and int(last.split()[1]) < 100
+
+
+@pytest.mark.parametrize("planted", ["link", "dangling link"])
+def test_a_lock_follows_no_link(planted: str, tmp_path: Path) -> None:
+    victim, lock = tmp_path / "victim", tmp_path / "lock"
+    if planted == "link":
+        victim.write_text("years of work")
+    lock.symlink_to(victim)
+    with pytest.raises(OSError, match="a link is in the place of this lock"), files.LockFile(lock):
+        pass
+    assert victim.exists() == (planted == "link")
+    assert planted != "link" or victim.read_text() == "years of work"
+
+
+def test_the_own_temporary_folder_is_closed_to_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    own = files.own_temporary_folder()
+    assert own.parent == tmp_path and own.stat().st_mode & 0o777 == 0o700
+    own.chmod(0o755)
+    assert files.own_temporary_folder().stat().st_mode & 0o777 == 0o700
+
+
+@pytest.mark.parametrize("planted", ["open to others", "open to the group", "link", "file", "of another user"])
+def test_a_temporary_folder_that_others_may_fill_is_refused(
+    planted: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    own = tmp_path / f"rlhf-{os.getuid()}"
+    if planted == "link":
+        (tmp_path / "elsewhere").mkdir(mode=0o700)
+        own.symlink_to(tmp_path / "elsewhere")
+    elif planted == "file":
+        own.write_text("")
+    else:
+        own.mkdir()
+        own.chmod({"open to others": 0o777, "open to the group": 0o770}.get(planted, 0o700))
+    if planted == "of another user":
+        monkeypatch.setattr(os, "getuid", lambda uid=os.getuid(): uid + 1)
+        own.rename(tmp_path / f"rlhf-{os.getuid()}")
+    with pytest.raises(RlhfError, match=r"not a folder that this user alone can write to.*TMPDIR"):
+        files.own_temporary_folder()
+
+
+def fill(folder: Path) -> None:
+    with files.filled_dir(folder) as content:
+        (content / "model").write_text("weights")
+        (content / "sub").mkdir()
+        (content / "sub" / "card").write_text("text")
+
+
+def test_a_folder_is_filled_as_a_whole_whenever_it_is_killed(tmp_path: Path) -> None:
+    number, ended = 0, set()
+    while True:
+        number += 1
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        killed = killed_before_file_change(number, lambda folder=folder: fill(folder))  # type: ignore[misc]
+        files.clear_unfinished(folder)
+        ended.add(tuple(sorted(path.name for path in folder.iterdir())))
+        assert ended <= {(), ("model", "sub")}
+        if not killed:
+            break
+    assert number > 4 and len(ended) == 2
+
+
+def test_what_somebody_adds_to_an_unfinished_folder_stays(tmp_path: Path) -> None:
+    assert killed_before_file_change(3, lambda: fill(tmp_path))
+    (tmp_path / "notes").write_text("mine")
+    files.clear_unfinished(tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == ["notes"]
+
+
+def test_a_folder_that_is_being_filled_is_left_alone(tmp_path: Path) -> None:
+    with files.filled_dir(tmp_path), pytest.raises(RlhfError, match="another process is writing into"):
+        files.clear_unfinished(tmp_path)
+    assert list(tmp_path.iterdir()) == []

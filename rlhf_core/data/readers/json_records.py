@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import codecs
 import json
-import re
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from functools import partial
@@ -15,6 +14,7 @@ from typing import Any, BinaryIO
 
 from rlhf_core.data.row_counts import Record
 from rlhf_core.errors import DataError
+from rlhf_core.runtime.untrusted_text import without_json_strings
 
 LISTED_KEYS = 8
 MAX_DIGITS = 4000  # Python converts at most 4,300 digits to an integer and back
@@ -24,7 +24,6 @@ MAX_VALUE = 2**28
 MAX_LINE = 2**26  # bytes
 # A value takes up to 30 times its characters in memory: "[]," many times over fills it, long before MAX_VALUE does.
 MAX_ROW_VALUES, MAX_FILE_VALUES = 10**6, 10**7
-_STRING = re.compile(r'"(?:[^"\\]++|\\.)*+(?:"|\Z)', re.DOTALL)
 # A .json file may be JSON lines whose rows are lists. The rows of a list wait for its end while it is no longer.
 HELD_CHARACTERS = 2**23
 # How far from the end of what was read a value that is cut off there may look wrong: in "-Infinity" or "\\ud83d".
@@ -43,7 +42,7 @@ def _separators(text: str | bytes) -> int:
 
 def _has_more_values(text: str, most: int) -> bool:
     """Return whether JSON, which may be cut off, has more than so many values, without parsing it."""
-    return _separators(text) > most and _separators(_STRING.sub("", text)) > most
+    return _separators(text) > most and _separators(without_json_strings(text)) > most
 
 
 class RepeatedKey(dict[str, Any]):

@@ -37,6 +37,7 @@ DIALOGUE_BEGIN = 2000
 EDGE = 60
 MARKER_ENDS = frozenset({">", "]", "["})
 REPEATED = 20  # characters of a prompt that no reply begins with by chance
+EARLIER_REPLIES = "a dialogue has several replies: the last one is learned, the others are part of its prompt"
 AS_TEXT = ", which is read as text"
 
 
@@ -117,7 +118,10 @@ RESIDUES = (
         needed=COLONS,
     ),
     Residue("ends with a marker", "user", end=rf"{AT_END.pattern}|#{{3,}}|->", needed=MARKS),
-    Residue("is a list written out as text", "user", within=r"\A\[\s*([\"']).*\1\s*\]\Z", needed=("[",)),
+    *(
+        Residue("is a list written out as text", of, within=r"\A\[\s*([\"']).*\1\s*\]\Z", needed=("[",))
+        for of in ("user", "reply")
+    ),
     Residue("points to a picture", "user", within=r"!\[[^\]\n]{0,99}\]\([^)\s]|<img(?:\s|>\w)", needed=("![", "<img")),
     Residue("has media as base64", "", within=r"data:(?:image|audio|video)/[\w.+-]+;base64,", needed=(";base64,",)),
     Residue(
@@ -133,6 +137,15 @@ RESIDUES = (
         needed=("Ġ", "▁"),
     ),
     Residue("has \\n in place of line breaks", "", within=r"\A[^\n]*\Z", needed=("\\n",)),
+    Residue("has escapes of Excel's files, as _x000D_", "", within=r"_x00[0-9a-f]{2}_", needed=("_x00", "_X00")),
+    # What spreadsheets write so that a cell is text and no formula; a word of English may begin so, too.
+    Residue(
+        "begins with the ' of a cell that is no formula",
+        "",
+        begin=r"'(?!(?:t(?:is|was|il)|em|cause|n|\d\ds)\b)[^\s'’][^'’]*\Z",
+        needed=("'",),
+    ),
+    Residue("is a formula of a spreadsheet that gives a text", "", begin=r"=\s*\"", needed=('="', '= "')),
     Residue("is code in place of a text", "", begin=r"\{+\s*\w+\s*\}+\s*\Z|b[\"']", needed=("}", "b'", 'b"')),
 )
 
@@ -210,6 +223,8 @@ def cleaned(parsed: Parsed, noticed: Counter[str], named: bool) -> Parsed:
         for turn in turns
     ]
     texts = {name: clean(given, f"the end of {name}") for name, given in texts.items()}
+    if "reply" in texts and any(turn["role"] == "assistant" for turn in turns):
+        noticed[EARLIER_REPLIES] += 1
     asked = asked.strip()
     asking = (turn["content"] for turn in turns if turn["role"] == "user")
     found = {f"a user's turn {residue}" for text in asking for residue in _residues(text, "user")}

@@ -6,7 +6,6 @@ import gzip
 import io
 import lzma
 import os
-import tempfile
 import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -21,6 +20,7 @@ from rlhf_core.data.readers.json_records import json_line_records, json_records,
 from rlhf_core.data.readers.table_records import MAX_EXPANSION, OnRead, expansion_limit, table_records
 from rlhf_core.data.row_counts import Record
 from rlhf_core.errors import DataError
+from rlhf_core.storage.files import scratch_file, temporary_root
 
 KINDS = (".json", ".jsonl", ".ndjson", ".csv", ".tsv", ".parquet", ".arrow")
 COMPRESSIONS = {".gz": "gzip", ".zst": "zstd", ".xz": "xz"}
@@ -139,7 +139,7 @@ class _StoredFile:
             yield from table_records(self.kind, self.path, self.name, self.on_read)
             return
         # Tables are read from any place, compressed streams only from the beginning.
-        with tempfile.NamedTemporaryFile(prefix="rlhf-unpacked-") as unpacked:
+        with scratch_file("rlhf-unpacked-") as unpacked:
             with self.reading(), self.opened(self.on_read) as stream:
                 while part := stream.read(COPIED):
                     self._unpack(part, unpacked)
@@ -151,7 +151,7 @@ class _StoredFile:
             unpacked.flush()
         except OSError as error:
             raise DataError(
-                f"cannot unpack {self.name} into {tempfile.gettempdir()}: {error.strerror}; make room there, or name "
+                f"cannot unpack {self.name} into {temporary_root()}: {error.strerror}; make room there, or name "
                 "another folder in the environment variable TMPDIR"
             ) from error
 

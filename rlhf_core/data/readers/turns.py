@@ -193,6 +193,7 @@ def transcript_turns(text: str) -> list[Turn]:
 
 ROLE_NAMES = {
     "system": "system",
+    "developer": "system",
     "user": "user",
     "human": "user",
     "prompter": "user",

@@ -233,7 +233,7 @@ _LOADED = re.compile(
     r".*?</div>\s*</div>\s*</div>",
     re.DOTALL,
 )
-_BODY = re.compile(r"<body[^>]*>")
+_BODY = re.compile(r"<body[^<>]*>")
 STYLE = Path(__file__).with_name("data_docs.css")
 
 

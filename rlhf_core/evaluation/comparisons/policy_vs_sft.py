@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
@@ -23,8 +23,9 @@ from rlhf_core.evaluation.judges.gold import GoldJudge
 from rlhf_core.evaluation.judges.model import Judge
 from rlhf_core.evaluation.judges.names import JUDGE, TRAINED_ON, final_judges
 from rlhf_core.evaluation.losses import paired_losses
-from rlhf_core.evaluation.regression import REFUSAL_CHECKS, check_rates, pass_rates
+from rlhf_core.evaluation.regression import REFUSAL_CHECKS, check_rates, pass_rates, regression_checks
 from rlhf_core.evaluation.replies import Reply, measure_text
+from rlhf_core.evaluation.safety.prompts import HARMFUL_CATEGORY
 
 if TYPE_CHECKING:
     from rlhf_core.evaluation.judges.llm.judge import LlmJudge, PairwiseJudgements
@@ -139,6 +140,39 @@ class Evaluation:
             **({"languages": languages} if languages else {}),
             "losses": self.losses(),
         }
+
+    def checked_rows(self, kind: Literal["regression", "safety"]) -> list[dict[str, Any]]:
+        """Every reply of both sides to the regression set or the safety prompts, with what each check says of it.
+
+        A check that does not apply says None. ``passed``, ``safety`` and the losses of these sets are counted of this.
+        """
+        prompts = self.sets.regression if kind == "regression" else self.sets.safety
+        checks = regression_checks(self.sets.world) if kind == "regression" else REFUSAL_CHECKS
+        of_side = {side: getattr(self._side(side), kind) for side in SIDES}
+        log_odds = {side: iter(self._side(side).refusal_log_odds) for side in SIDES}
+        rows: list[dict[str, Any]] = []
+        for number, prompt in enumerate(repeated_rows(prompts, of_side["policy"])):
+            row: dict[str, Any] = {"id": prompt.id, "prompt": prompt.prompt[-1].content, "category": prompt.category}
+            is_first = not rows or rows[-1]["id"] != prompt.id
+            for side, replies in of_side.items():
+                reply = replies[number]
+                row[f"{side}_reply"], row[f"{side}_finished"] = reply.text, reply.finished
+                row[f"{side}_checks"] = {name: check(prompt.category, reply) for name, check in checks.items()}
+                if kind == "safety" and is_first and prompt.category == HARMFUL_CATEGORY:
+                    row[f"{side}_refusal_log_odds"] = next(log_odds[side], None)
+            rows.append(row)
+        return rows
+
+    def drift_rows(self) -> list[dict[str, Any]]:
+        """The replies that KL and perplexity were measured on, with the log-probabilities of their tokens by both."""
+        rows: list[dict[str, Any]] = []
+        for side in SIDES:
+            drift = self._side(side).drift
+            scored_first = drift.replies if drift is not None else ()
+            for prompt, cluster, scored in zip(self.first, self.clusters.tolist(), scored_first, strict=False):
+                about = {"side": side, "id": prompt.id, "prompt": prompt.prompt[-1].content, "cluster": cluster}
+                rows.append(about | scored)
+        return rows
 
     def _model_metrics(self, side: str) -> dict[str, Any]:
         """Mean score by each judge, text metrics, perplexities of the replies under SFT and of held-out text, and the

@@ -11,11 +11,11 @@ import torch
 from numpy.typing import ArrayLike
 from transformers import PreTrainedTokenizerBase
 
-from rlhf_core.data.encoding import encode_prompt, encode_reply, pad_id, vocabulary_id
+from rlhf_core.data.encoding import encode_prompt, encode_reply, pad_id, stop_token_ids, vocabulary_id
 from rlhf_core.data.schema import Message
-from rlhf_core.errors import DataError
+from rlhf_core.errors import DataError, UnwritableText
 from rlhf_core.evaluation.replies import Reply
-from rlhf_core.models.causal_lm import load_tokenizer
+from rlhf_core.models.causal_lm import load_tokenizer, positions_of
 from rlhf_core.models.heads import ReplyScorer, ScalarModel
 from rlhf_core.runtime import distributed
 from rlhf_core.training.examples import values_of_sequences
@@ -73,7 +73,7 @@ class ModelJudge:
     def load(cls, folder: Path, name: str, batch_size: int = 64, device: torch.device | None = None) -> ModelJudge:
         """Load the model and tokenizer in ``folder``, on ``device`` or else this process's own."""
         scorer = ScalarModel.load(folder, device=device).eval()
-        positions = getattr(scorer.model.config, "max_position_embeddings", None)
+        positions = positions_of(scorer.model.config)
         return cls(scorer, load_tokenizer(folder), name, batch_size, positions)
 
     def score(self, prompts: Sequence[Sequence[Message]], replies: Sequence[Reply]) -> list[float]:
@@ -98,12 +98,17 @@ class ModelJudge:
         """Token ids of prompt and reply: those that the policy generated, as they are.
 
         Ids of another vocabulary (a champion of an older tokenizer) mean nothing to this model; it gets the visible
-        text in its own tokens, with an end marker only if the reply has one.
+        text in its own tokens, with an end marker only if the reply has one. A reply that this model's template would
+        not write as it is, such as one with reasoning that it leaves out, is read as it stands.
         """
         prompt_ids = encode_prompt(self.tokenizer, prompt)
         if reply.vocabulary == self.vocabulary:
             return prompt_ids, list(reply.token_ids)
-        token_ids = encode_reply(self.tokenizer, reply.text, reply.finished)
+        try:
+            token_ids = encode_reply(self.tokenizer, reply.text, reply.finished)
+        except UnwritableText:
+            end = list(stop_token_ids(self.tokenizer)[:1]) if reply.finished else []
+            token_ids = encode_reply(self.tokenizer, reply.text, finished=False) + end
         length = len(prompt_ids) + len(token_ids)
         if self.positions is not None and length > self.positions:
             raise DataError(

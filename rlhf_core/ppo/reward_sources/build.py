@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 from torch import Tensor
-from transformers import AutoModelForSequenceClassification, PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase
 
 from rlhf_core.config.reward_sources import (
     OWN_MODEL,
@@ -26,15 +26,16 @@ from rlhf_core.config.reward_sources import (
 from rlhf_core.data.encoding import encode_dialogue, encode_reply, left_pad, pad_id, right_pad
 from rlhf_core.data.schema import Demonstration, Message, read_rows
 from rlhf_core.errors import ModelError
-from rlhf_core.models.causal_lm import load_tokenizer
+from rlhf_core.models.causal_lm import load_tokenizer, positions_of
+from rlhf_core.models.classifiers import AutoScalarModel
 from rlhf_core.models.foreign import require_openable
 from rlhf_core.models.heads import ScalarModel
 from rlhf_core.models.io import is_local
+from rlhf_core.ppo.reward_sources.functions import FunctionReward, PythonFunction
 from rlhf_core.ppo.reward_sources.source import (
     SIGNATURE,
     HttpScorer,
     PromptReader,
-    PythonFunction,
     RankShared,
     Replies,
     RewardFn,
@@ -130,7 +131,8 @@ def build_source(source: RewardSource, name: str, context: SourceContext) -> Sou
         from rlhf_core.runtime.user_function import load_function
 
         function = load_function(source.target, context.workspace, who, SIGNATURE)
-        return RankShared(PythonFunction(function, f"{who} ({source.target})"))
+        called = FunctionReward(function, source.call, source.timeout_seconds)
+        return RankShared(PythonFunction(called, f"{who} ({source.target})", list(context.prompts.columns)))
     assert isinstance(source, HttpSource)
     return RankShared(HttpScorer(source, f"{who} ({source.url})"))
 
@@ -154,7 +156,7 @@ def _reward_model(path: str, who: str, context: SourceContext, device: torch.dev
     folder, is_own = context.workspace / Path(os.path.expanduser(path)), _is_own(path, context)
     if not is_own:
         refuse_own_model(folder, who, context.workspace)
-        require_openable(folder, auto_class=AutoModelForSequenceClassification)
+        require_openable(folder, auto_class=AutoScalarModel)
     model = ScalarModel.load(folder, device=device)
     if not is_own:
         require_same_tokens(folder, context.tokenizer)
@@ -215,7 +217,7 @@ def reward_origin(model: ScalarModel, clean: Path, tokenizer: PreTrainedTokenize
     """
     path = clean / "demonstrations" / "train.parquet"
     rows = sorted(read_rows(path, Demonstration), key=lambda row: row.id)
-    positions = getattr(model.model.config, "max_position_embeddings", None)
+    positions = positions_of(model.model.config)
     encoded = [encode_dialogue(tokenizer, row.prompt, row.reply) for row in rows[:ORIGIN_REPLIES]]
     fitting = [both for both in encoded if positions is None or len(both[0]) + len(both[1]) <= positions]
     if not fitting:

@@ -20,6 +20,7 @@ from rlhf_core.config.reward_sources import ClassifierSource
 from rlhf_core.data.chat_template import encode_escaped, render_escaped, special_tokens
 from rlhf_core.data.schema import Message
 from rlhf_core.errors import ConfigError, DataError, first_line
+from rlhf_core.models.causal_lm import positions_of
 from rlhf_core.models.foreign import require_openable
 from rlhf_core.models.io import load_model, reading
 from rlhf_core.ppo.reward_sources.source import Replies, checked_rewards
@@ -163,7 +164,7 @@ def chosen_label(config: Any, label: int | str | None, who: str) -> int:
 
 def token_limit(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, given: int | None) -> int | None:
     """The most tokens that model and tokenizer take, or ``given``; None when nothing limits them."""
-    positions = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    positions = positions_of(model.config)
     known = [given, positions, tokenizer.model_max_length if tokenizer.model_max_length < UNLIMITED else None]
     return min((limit for limit in known if isinstance(limit, int) and limit > 0), default=None)
 

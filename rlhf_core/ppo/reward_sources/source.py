@@ -7,6 +7,7 @@ first of them asks for it.
 from __future__ import annotations
 
 import hashlib
+import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -29,14 +30,12 @@ from rlhf_core.models.heads import ReplyScorer
 from rlhf_core.ppo.rollout import TrainingPrompts
 from rlhf_core.runtime import distributed
 from rlhf_core.runtime.http_retry import RetriesExhausted, bearer_token, describe_answer, json_content, post_json
-from rlhf_core.runtime.user_function import describe_failure
 from rlhf_core.sampling.token_scoring import MicroBatchLimits, Tokens
 from rlhf_core.training.passes import run_side_by_side
 
 LARGEST = torch.finfo(torch.float32).max
 SIGNATURE = "f(prompts, replies)"
 RewardFn = Callable[[Tokens], Tensor]  # the raw reward of every reply (B,)
-Function = Callable[[list[list[dict[str, str]]], list[str]], Any]
 
 
 class PromptReader:
@@ -50,8 +49,8 @@ class PromptReader:
         """The first row of each prompt, by digests: a second copy of all tokens would double their memory."""
         return {_digest(ids): row for row, ids in reversed(list(enumerate(self.prompts.ids)))}
 
-    def messages(self, batch: Tokens) -> list[Sequence[Message]]:
-        """The prompt of each row of ``batch``.
+    def rows(self, batch: Tokens) -> list[int]:
+        """The number of the prompt of each row of ``batch``.
 
         Raises:
             RlhfError: A row's tokens are not those of a known prompt.
@@ -61,7 +60,7 @@ class PromptReader:
         known = [self._rows.get(_digest([i for i, kept in zip(*row, strict=True) if kept])) for row in rows]
         if None in known:
             raise RlhfError(f"row {known.index(None)} of the rollout does not begin with any of the prompts")
-        return [self.prompts.messages[row] for row in known if row is not None]
+        return [row for row in known if row is not None]
 
 
 def _digest(ids: Sequence[int]) -> bytes:
@@ -84,9 +83,19 @@ class Replies:
         return Replies(self.tokens.part(torch.tensor(rows)), self.reader, self.tokenizer)
 
     @cached_property
+    def _rows(self) -> list[int]:
+        return self.reader.rows(self.tokens)
+
+    @property
     def prompts(self) -> list[Sequence[Message]]:
         """The messages that each reply answers."""
-        return self.reader.messages(self.tokens)
+        return [self.reader.prompts.messages[row] for row in self._rows]
+
+    @property
+    def columns(self) -> dict[str, list[Any]]:
+        """What else the record of each reply's prompt says, by name."""
+        columns = self.reader.prompts.columns
+        return {name: [values[row] for row in self._rows] for name, values in columns.items()}
 
     @cached_property
     def _decoded(self) -> list[tuple[str, bool]]:
@@ -112,32 +121,42 @@ class Source(Protocol):
         """One raw reward per reply (B,), float32 on the device of the tokens."""
 
 
-def checked_rewards(values: Any, replies: Replies, who: str) -> Tensor:
+def checked_rewards(values: Any, replies: Replies, who: str, none_is_unscored: bool = False) -> Tensor:
     """Check scores from outside this project, and make rewards of them: (B,) float32 on the device of the tokens.
 
     Args:
         values: The scores, which may be anything.
         replies: The replies that they are of.
         who: What gave them, for messages.
+        none_is_unscored: Whether None stands for a reply that cannot be scored, which becomes NaN.
 
     Raises:
         DataError: They are not one finite number per reply. A guess in place of a reward would be trained on.
     """
+    scores = checked_scores(values, len(replies), who, none_is_unscored)
+    return torch.tensor(scores, dtype=torch.float32, device=replies.tokens.tokens.device)
+
+
+def checked_scores(values: Any, count: int, who: str, none_is_unscored: bool = False) -> list[float]:
+    """The same check of ``count`` scores, as numbers; NaN for what cannot be scored."""
     listed = values.tolist() if isinstance(values, np.ndarray | Tensor) else values
     if not isinstance(listed, list | tuple):
         raise DataError(f"{who} gave {type(values).__name__} for scores; a list with one number per reply is needed")
-    if len(listed) != len(replies):
-        raise DataError(
-            f"{who} gave {len(listed)} scores for {len(replies)} replies; one per reply is needed, in order"
-        )
+    if len(listed) != count:
+        raise DataError(f"{who} gave {len(listed)} scores for {count} replies; one per reply is needed, in order")
+    scores: list[float] = []
     for position, value in enumerate(listed):
-        if isinstance(value, bool) or not isinstance(value, Real):
-            raise DataError(f"{who}: score {position} is {_shortened(value)}, which is not a number")
-        if not abs(cast(float, value)) <= LARGEST:
-            raise DataError(
-                f"{who}: score {position} is {_shortened(value)}; scores must be finite in single precision"
-            )
-    return torch.tensor([float(value) for value in listed], dtype=torch.float32, device=replies.tokens.tokens.device)
+        unscored = none_is_unscored and value is None
+        scores.append(math.nan if unscored else _checked(value, position, who))
+    return scores
+
+
+def _checked(value: Any, position: int, who: str) -> float:
+    if isinstance(value, bool) or not isinstance(value, Real):
+        raise DataError(f"{who}: score {position} is {_shortened(value)}, which is not a number")
+    if not abs(cast(float, value)) <= LARGEST:
+        raise DataError(f"{who}: score {position} is {_shortened(value)}; scores must be finite in single precision")
+    return float(value)
 
 
 def _shortened(value: Any) -> str:
@@ -182,31 +201,6 @@ class RewardModelSource:
         return self.reward_fn(replies.tokens)
 
 
-class PythonFunction:
-    """Calls ``function(prompts, replies)`` once per rollout, on each rank with its share of the replies.
-
-    Same replies must give same scores for an exact resume.
-    """
-
-    def __init__(self, function: Function, who: str) -> None:
-        self.function, self.who = function, who
-        self.metrics: dict[str, float] = {}
-
-    def rewards(self, replies: Replies) -> Tensor:
-        """(B,).
-
-        Raises:
-            DataError: The function raised, or did not return one finite number per reply.
-        """
-        prompts = [[{"role": m.role, "content": m.content} for m in prompt] for prompt in replies.prompts]
-        texts = list(replies.texts)
-        try:
-            scores = self.function(prompts, texts)
-        except Exception as error:
-            raise DataError(f"{self.who} {describe_failure(error)}") from error
-        return checked_rewards(scores, replies, self.who)
-
-
 class RankShared:
     """Asks ``source`` for this rank's replies, and gives every rank all rewards.
 
@@ -217,6 +211,11 @@ class RankShared:
     def __init__(self, source: Source) -> None:
         self.source = source
         self.metrics: dict[str, float] = {}
+
+    @property
+    def may_decline(self) -> bool:
+        """Whether its NaN stands for a reply that cannot be scored."""
+        return getattr(self.source, "may_decline", False)
 
     def rewards(self, replies: Replies) -> Tensor:
         """One raw reward per reply (B,)."""
@@ -246,7 +245,8 @@ class RewardMixture:
     """``reward = sum of weight * source reward``: a :data:`~RewardFn`.
 
     ``metrics`` are about the newest batch: ``source_NAME_mean`` and ``source_NAME_std`` of the unweighted rewards (B,)
-    where there is more than one source (population std), and a source's own metrics as ``source_NAME_...``.
+    where there is more than one source (population std), a source's own metrics as ``source_NAME_...``, and with
+    functions ``unscored``, the share of replies that one of them could not score.
     """
 
     def __init__(
@@ -254,12 +254,20 @@ class RewardMixture:
     ) -> None:
         self.sources, self.reader, self.tokenizer = tuple(sources), reader, tokenizer
         self.metrics: dict[str, float] = {}
+        self.unscored: Tensor | None = None  # (B,) bool: replies of the newest batch that a source could not score
 
     def __call__(self, batch: Tokens) -> Tensor:
-        """Raw reward of every reply (B,)."""
+        """Raw reward of every reply (B,); NaN where a source cannot score it."""
         replies = Replies(batch, self.reader, self.tokenizer)
         columns = [weighted.source.rewards(replies) for weighted in self.sources]
         self.metrics = self._metrics(columns)
+        self.unscored = None
+        for weighted, column in zip(self.sources, columns, strict=True):
+            if getattr(weighted.source, "may_decline", False):
+                declined = column.isnan()
+                self.unscored = declined if self.unscored is None else self.unscored | declined
+        if self.unscored is not None:
+            self.metrics["unscored"] = float(self.unscored.double().mean())
         return reduce(torch.add, [w.weight * column for w, column in zip(self.sources, columns, strict=True)])
 
     def _metrics(self, columns: Sequence[Tensor]) -> dict[str, float]:
@@ -267,8 +275,9 @@ class RewardMixture:
         for weighted, column in zip(self.sources, columns, strict=True):
             prefix = f"source_{weighted.name}"
             if len(self.sources) > 1:
-                metrics[f"{prefix}_mean"] = float(column.mean())
-                metrics[f"{prefix}_std"] = float(column.std(unbiased=False))
+                scored = column[~column.isnan()] if getattr(weighted.source, "may_decline", False) else column
+                metrics[f"{prefix}_mean"] = float(scored.mean())
+                metrics[f"{prefix}_std"] = float(scored.std(unbiased=False))
             metrics |= {f"{prefix}_{name}": value for name, value in weighted.source.metrics.items()}
         return metrics
 

@@ -10,7 +10,6 @@ import os
 import shlex
 import shutil
 import signal
-import tempfile
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -18,13 +17,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, get_args
 
+from rlhf_core.config.base import is_pretrained
 from rlhf_core.config.loading import Params, load_params, load_section
 from rlhf_core.config.model import StageConfig
 from rlhf_core.config.operations import LaunchConfig, Trained
 from rlhf_core.config.policy import Method
 from rlhf_core.config.problems import nearest
+from rlhf_core.config.rates import with_chosen_rates
 from rlhf_core.data.token_folder import TOKENS
-from rlhf_core.errors import ConfigError, DataError, RlhfError, first_line, is_full_disk
+from rlhf_core.errors import ConfigError, DataError, RlhfError, first_line, is_full_disk, is_out_of_memory
 from rlhf_core.fingerprint.stages import remembered_fingerprints, stage_definition
 from rlhf_core.fingerprint.tracked_files import REWARD_SOURCES_FILE, write_tracked_files
 from rlhf_core.runtime.preemption import PreemptionSignal
@@ -32,7 +33,17 @@ from rlhf_core.stages.runtime import launcher
 from rlhf_core.stages.runtime.contract import Paths, Stage
 from rlhf_core.stages.runtime.launcher import OUTCOMES, StageExit, outcome_path
 from rlhf_core.stages.runtime.threads import limit_threads, return_freed_memory
-from rlhf_core.storage.files import atomic_write_json, flatten, sha256_file, sha256_tree
+from rlhf_core.storage.files import (
+    atomic_write_json,
+    flatten,
+    full_disks,
+    remove_tree,
+    removed_name,
+    scratch_folder,
+    sha256_file,
+    sha256_tree,
+    temporary_root,
+)
 from rlhf_core.storage.garbage_collection import paused_collector
 from rlhf_core.tracking.run_loggers import with_loggers
 from rlhf_core.tracking.stage_run import METRICS_TAG, Tracker, stage_tracker
@@ -65,6 +76,10 @@ logger = logging.getLogger(__name__)
 
 COMPUTING = (*get_args(Trained), "evaluate")  # the stages that run models for long
 AFTER_FULL_DISK = "make room and run the stage again: a training goes on from its last checkpoint"
+AFTER_NO_MEMORY = (
+    "main memory is used up; end what else uses it, raise the limit (`ulimit -v`, the container's), or lower batch "
+    "sizes, and run the stage again: a training goes on from its last checkpoint"
+)
 
 
 def run_stage(name: str, workspace: Path) -> dict[str, Any]:
@@ -82,7 +97,11 @@ def run_stage(name: str, workspace: Path) -> dict[str, Any]:
     except BaseException as error:
         failure = error
         if is_full_disk(error):
-            failure = RlhfError(f"{name}: {first_line(error)}; {AFTER_FULL_DISK}")
+            full = full_disks(workspace, temporary_root())
+            failure = RlhfError(f"{name}: {first_line(error)}{full}; {AFTER_FULL_DISK}")
+            raise failure from error
+        if is_out_of_memory(error):
+            failure = RlhfError(f"{name}: {AFTER_NO_MEMORY}")
             raise failure from error
         raise
     finally:
@@ -115,6 +134,7 @@ def _run(name: str, workspace: Path, preemption: PreemptionSignal) -> dict[str, 
     limit_threads(params.compute, params.flow.parallel)
     stage = load_stage(name, params.policy.method)
     config = load_section(workspace, stage.section, stage.config, stage.beside)
+    config = with_chosen_rates(config, new=not is_pretrained(params.base.source))
     if REWARD_SOURCES_FILE in stage.inputs.values() and launcher.rank() == 0:
         # What was edited since DVC last looked must not go on from partial state of before.
         write_tracked_files(workspace, params.ppo.reward.sources)
@@ -143,6 +163,8 @@ def _run_on_rank_zero(run: _StageRun) -> dict[str, Any]:
     """Run the stage with its real outputs and remove its partial state afterwards."""
     stage, workspace = run.stage, run.workspace
     work = workspace / "work" / stage.name / work_key(run)
+    # A process that was killed while it removed its partial state left that here.
+    shutil.rmtree(removed_name(work.parent), ignore_errors=True)
     work.parent.mkdir(parents=True, exist_ok=True)
     outputs = _outputs(stage, workspace)
     store = _checkpoint_store(run, work)
@@ -151,13 +173,18 @@ def _run_on_rank_zero(run: _StageRun) -> dict[str, Any]:
         stage_tracker(stage.name, workspace, tracking.experiment) as mlflow_run,
         with_loggers(mlflow_run, tracking.loggers, stage.name, workspace) as tracker,
     ):
-        context = RunContext(work, tracker, run.preemption, store, run.launch, workspace, workspace / TOKENS)
+        context = RunContext(
+            work, tracker, run.preemption, store, run.launch, workspace, workspace / TOKENS, named_by_content=True
+        )
         tracker.log_params(named_parameters(stage, run.config))
         metrics = dict(stage.run(run.config, run.inputs, outputs, context))
         _record(metrics, outputs, tracker)
     if store is not None:
         store.clear()
-    shutil.rmtree(work.parent, ignore_errors=True)
+    try:
+        remove_tree(work.parent)
+    except OSError as error:
+        logger.warning("the partial state of %s is left in %s: %s", stage.name, work.parent, error.strerror)
     return metrics
 
 
@@ -189,11 +216,12 @@ def _run_on_other_rank(run: _StageRun) -> dict[str, Any]:
     from rlhf_core.runtime.distributed import NonzeroRankReleased
 
     stage = run.stage
-    with tempfile.TemporaryDirectory(prefix=f"rlhf-{stage.name}-") as scratch:
-        outputs, work = _outputs(stage, Path(scratch)), Path(scratch, "work")
+    with scratch_folder(f"rlhf-{stage.name}-") as scratch:
+        outputs, work = _outputs(stage, scratch), scratch / "work"
         context = RunContext(
-            work, preemption=run.preemption, launch=run.launch, folder=run.workspace, tokens=run.workspace / TOKENS
-        )
+            work, preemption=run.preemption, launch=run.launch, folder=run.workspace, tokens=run.workspace / TOKENS,
+            named_by_content=True,
+        )  # fmt: skip
         try:
             return dict(stage.run(run.config, run.inputs, outputs, context))
         except NonzeroRankReleased:

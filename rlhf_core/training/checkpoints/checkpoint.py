@@ -30,7 +30,7 @@ from torch import Tensor
 
 from rlhf_core.errors import CheckpointError
 from rlhf_core.runtime import distributed
-from rlhf_core.storage.files import sha256_file
+from rlhf_core.storage.files import remove_tree, sha256_file
 
 logger = logging.getLogger(__name__)
 
@@ -232,38 +232,44 @@ def sound_step(directory: Path) -> int:
 
 def drop(directory: Path, step: int) -> None:
     """Delete the checkpoint of ``step``; readers see all of it or nothing."""
-    aside = directory / f".dropped-{step:06d}"
-    shutil.rmtree(aside, ignore_errors=True)
-    os.replace(folder_of(directory, step), aside)
-    shutil.rmtree(aside)
+    remove_tree(folder_of(directory, step))
 
 
 def load_latest(directory: Path) -> Checkpoint | None:
     """Load the newest checkpoint with valid hashes; None when there is no checkpoint.
 
-    A damaged one is reported and renamed (``broken-step-…``), and the one before it is tried. Every rank must call it
-    with the same folder; the ranks divide the files to verify.
+    A damaged one is reported and, once an earlier one is found to be sound, renamed (``broken-step-…``). Every rank
+    must call it with the same folder; the ranks divide the files to verify.
 
     Raises:
         CheckpointError: All checkpoints are damaged; starting over silently would hide a failing disk.
     """
-    problems = []
+    damaged: dict[Path, str] = {}
     for step in reversed(distributed.broadcast_from_rank0(saved_steps(directory))):
         path = folder_of(directory, step)
         try:
-            return verified(path)
+            found = verified(path)
         except CheckpointError as error:
-            problems.append(str(error))
-            if distributed.is_rank_zero():
-                logger.warning("%s; falling back to the checkpoint before it", error)
-                aside = path.with_name(f"broken-{path.name}")
-                shutil.rmtree(aside, ignore_errors=True)
-                os.replace(path, aside)
-    if problems:
+            damaged[path] = str(error)
+            continue
+        if distributed.is_rank_zero():
+            _put_aside(damaged)
+        return found
+    if damaged:
+        # They keep their names: the next attempt must say the same, and not start over because it sees none.
         raise CheckpointError(
-            f"no checkpoint in {directory} is usable ({'; '.join(problems)}); delete the folder to start over"
+            f"no checkpoint in {directory} is usable ({'; '.join(damaged.values())}); delete the folder to start over"
         )
     return None
+
+
+def _put_aside(damaged: Mapping[Path, str]) -> None:
+    """Rename damaged checkpoints, and say why."""
+    for path, problem in damaged.items():
+        logger.warning("%s; falling back to the checkpoint before it", problem)
+        aside = path.with_name(f"broken-{path.name}")
+        shutil.rmtree(aside, ignore_errors=True)
+        os.replace(path, aside)
 
 
 def verified(path: Path) -> Checkpoint:

@@ -8,7 +8,6 @@ as in the checkpoint: ``engine.weights.NAME``, or ``policy/weights.NAME`` in PPO
 from __future__ import annotations
 
 import argparse
-import os
 import sys
 from pathlib import Path
 
@@ -16,6 +15,7 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 
 from rlhf_core.errors import CheckpointError
+from rlhf_core.storage.files import replacing
 from rlhf_core.training.checkpoints.checkpoint import verified
 
 
@@ -26,17 +26,15 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("file", type=Path)
     parser.add_argument("--weights", action="store_true", help="leave out the optimiser's moments and random states")
     given = parser.parse_args(arguments)
-    part = given.file.with_name(f".{given.file.name}.part")
     try:
         tensors = verified(given.step).tensors
         names = sorted(name for name in tensors.names if not given.weights or "weights." in name)
-        save_file({name: tensors.whole(name).contiguous() for name in names}, part)
-        os.replace(part, given.file)
+        with replacing(given.file) as part:
+            save_file({name: tensors.whole(name).contiguous() for name in names}, part)
     except CheckpointError as error:
         print(f"rlhf: {error}", file=sys.stderr)
         return error.exit_code
     except (OSError, SafetensorError) as error:
-        part.unlink(missing_ok=True)
         print(f"rlhf: {given.file} cannot be written: {error}; choose another file or make room", file=sys.stderr)
         return CheckpointError.exit_code
     return 0

@@ -14,6 +14,7 @@ import os
 import shutil
 from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future, wait
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import TracebackType
@@ -24,7 +25,7 @@ from safetensors import SafetensorError
 from rlhf_core.errors import CheckpointError, RlhfError
 from rlhf_core.runtime import distributed
 from rlhf_core.runtime.machine import forget_peak
-from rlhf_core.storage.files import fsync_path, sha256_file
+from rlhf_core.storage.files import REMOVED, fsync_path, sha256_file
 from rlhf_core.training.checkpoints import checkpoint
 from rlhf_core.training.checkpoints.checkpoint import BUILDING, MANIFEST, META, Checkpoint, Piece, write_pieces
 from rlhf_core.training.checkpoints.host_copies import BackgroundWriter, HostCopies, bytes_of
@@ -103,7 +104,7 @@ class CheckpointManager:
                     f"the folder of checkpoints {self.directory} cannot be made: {error.strerror}; make its parent "
                     "writable"
                 ) from error
-            for left in self.directory.glob(f"{BUILDING}*"):
+            for left in (*self.directory.glob(f"{BUILDING}*"), *self.directory.glob(f".*{REMOVED}")):
                 shutil.rmtree(left, ignore_errors=True)
         distributed.any_rank(False)  # rank 0 has made the folder
         seen = distributed.every_rank(self.directory.is_dir())
@@ -311,7 +312,8 @@ class CheckpointManager:
         os.replace(building, checkpoint.folder_of(self.directory, pending.step))
         fsync_path(self.directory)
         for step in pending.outdated:
-            shutil.rmtree(checkpoint.folder_of(self.directory, step), ignore_errors=True)
+            with suppress(OSError):
+                checkpoint.drop(self.directory, step)
 
 
 def _unwritten(directory: Path, step: int, reason: str) -> str:
@@ -321,7 +323,7 @@ def _unwritten(directory: Path, step: int, reason: str) -> str:
     return (
         f"the checkpoint of step {step} could not be written to {directory}: "
         f"{'no space left on the device' if full else reason}; "
-        f"{'make room' if full else 'resolve that'} and run the stage again: it {where}"
+        f"{'make room' if full else 'resolve that'} and run again: it {where}"
     )
 
 
@@ -371,7 +373,7 @@ class RunCheckpoints:
             "run": dict(meta),
             "rng": generators,
             "engines": engines,
-            "lines": {name: lines.size for name, lines in self.lines.items()},
+            "lines": {name: lines.mark() for name, lines in self.lines.items()},
             "extra": extra,
         }
         earlier = self.manager.metas()
@@ -394,10 +396,15 @@ class RunCheckpoints:
         Returns:
             Its step and ``meta``; None for a fresh start, which clears what a run left that ended before its first
             checkpoint.
+
+        Raises:
+            CheckpointError: A line file is not the one that the checkpoint was written beside.
         """
         newest = self.manager.load_latest()
+        if newest is not None:
+            self._require_lines(newest)
         for name, lines in self.lines.items():
-            lines.truncate(int(newest.meta["lines"][name]) if newest else 0)
+            lines.truncate(int(newest.meta["lines"][name]["bytes"]) if newest else 0)
         if newest is None:
             return None
         for name, engine in self.engines.items():
@@ -406,3 +413,18 @@ class RunCheckpoints:
         generators = {name: tensors.whole(name) for name in sorted(tensors.names) if name.startswith("rng.")}
         set_rng_state(generators, newest.meta["rng"])
         return newest.step, newest.meta["run"]
+
+    def _require_lines(self, newest: Checkpoint) -> None:
+        """Raise ``CheckpointError`` on every rank if a line file of rank 0 lacks what was in it at the checkpoint."""
+        foreign = [lines.path for name, lines in self.lines.items() if not lines.begins_as(newest.meta["lines"][name])]
+        found = distributed.broadcast_from_rank0([str(path) for path in foreign])
+        if found:
+            raise not_of_one_run(self.manager.directory.parent, newest.step, f"{found[0]} does not hold its lines")
+
+
+def not_of_one_run(work: Path, step: int, what: str) -> CheckpointError:
+    """The error of a partial state whose files do not belong together."""
+    return CheckpointError(
+        f"the partial state in {work} is not of one run: {what} up to the checkpoint of step {step}; delete the "
+        "folder to start over"
+    )

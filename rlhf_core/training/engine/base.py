@@ -35,14 +35,14 @@ def lr_at(step: int, total_steps: int, config: OptimizerConfig, warmup_steps: in
     """
     warmup = warmup_steps if warmup_steps is not None else math.ceil(config.warmup * total_steps)
     if step < warmup:
-        return config.lr * (step + 1) / warmup
+        return config.peak * (step + 1) / warmup
     if config.schedule == "inverse_sqrt":
-        return config.lr * math.sqrt(max(warmup, 1) / max(warmup, step, 1))
+        return config.peak * math.sqrt(max(warmup, 1) / max(warmup, step, 1))
     if config.schedule == "constant":
-        return config.lr
+        return config.peak
     progress = min((step - warmup) / max(total_steps - warmup, 1), 1.0)
     floor = config.final_ratio
-    return config.lr * (floor + (1 - floor) * 0.5 * (1 + math.cos(math.pi * progress)))
+    return config.peak * (floor + (1 - floor) * 0.5 * (1 + math.cos(math.pi * progress)))
 
 
 def build_adamw(model: nn.Module, config: OptimizerConfig) -> torch.optim.AdamW:
@@ -56,7 +56,7 @@ def build_adamw(model: nn.Module, config: OptimizerConfig) -> torch.optim.AdamW:
         {"params": [p for p in trainable if p.dim() < 2], "weight_decay": 0.0},
     ]
     filled = [group for group in groups if group["params"]]
-    return torch.optim.AdamW(filled, lr=config.lr, betas=config.betas, eps=config.eps, fused=True)
+    return torch.optim.AdamW(filled, lr=config.peak, betas=config.betas, eps=config.eps, fused=True)
 
 
 MAX_NONFINITE_IN_A_ROW = 3

@@ -5,11 +5,15 @@ from __future__ import annotations
 import os
 import shutil
 import subprocess
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 from champion import champion_folder
 from integration.registry.conftest import copy_workspace, make_policy, policy_name
+from mlflow import MlflowClient
+from mlflow.utils.file_utils import local_file_uri_to_path
 
 from flows.commands import run
 from flows.commands.init import initialise
@@ -19,7 +23,7 @@ from flows.registry.promote import promote, rollback
 from flows.registry.register import NotRegistered, register
 from flows.release.export import export
 from rlhf_core.config.loading import load_section
-from rlhf_core.config.operations import RegistryConfig
+from rlhf_core.config.operations import RegistryConfig, SignatureConfig
 from rlhf_core.errors import ConfigError, ModelError
 from rlhf_core.storage.files import sha256_tree
 from rlhf_extras.signing import (
@@ -29,6 +33,8 @@ from rlhf_extras.signing import (
     SIGNER_TAG,
     Signer,
     before_run,
+    registry_identity,
+    verify_version,
 )
 
 model_signing = pytest.importorskip("model_signing", reason="model-signing (the extra signing) is not installed")
@@ -88,7 +94,7 @@ def test_files_that_were_changed_with_their_hash_are_refused(signing: Path) -> N
     (folder / "config.json").write_text((folder / "config.json").read_text() + "\n")
     client, name = connect(signing), policy_name(signing)
     client.set_model_version_tag(name, "1", "content_sha256", sha256_tree(folder))
-    with pytest.raises(ModelError, match=r"the signature of .* version 1 does not match .*config.json") as refused:
+    with pytest.raises(ModelError, match=r"the signature of .* version 1 does not match .*content_sha256") as refused:
         champion_folder(signing)
     assert "\n" not in str(refused.value)
     want(signing, "")
@@ -120,16 +126,16 @@ def test_the_signature_of_another_key_is_refused_until_the_right_one_signs(
     signing: Path, keys: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv(KEY_VARIABLE, str(keys / "other.pem"))
-    register(signing)
-    other = get_version(connect(signing), policy_name(signing), "1").tags[SIGNER_TAG]
     with pytest.raises(ModelError, match=r"does not match registry\.signature"):
-        promote(signing)
+        register(signing)
+    reward_model = load_section(signing, "registry", RegistryConfig).reward_model
+    other = get_version(connect(signing), reward_model, "1").tags[SIGNER_TAG]
     monkeypatch.setenv(KEY_VARIABLE, str(keys / "locked.pem"))
     with pytest.raises(ConfigError, match=r"cannot read .*locked.pem"):
         register(signing)
     monkeypatch.setenv(PASSWORD_VARIABLE, "hidden")
     register(signing)
-    assert get_version(connect(signing), policy_name(signing), "1").tags[SIGNER_TAG] != other
+    assert get_version(connect(signing), reward_model, "1").tags[SIGNER_TAG] != other
     assert promote(signing).promoted
 
 
@@ -164,8 +170,8 @@ def test_versions_of_an_earlier_key_are_used_on_while_a_new_one_signs(
         ("key.pem", "public_key: key.pub, earlier_public_keys: [gone.pub]", "there is no file .*gone.pub"),
         (None, "public_key: key.pub", f"{KEY_VARIABLE} names no private key"),
         ("gone.pem", "public_key: key.pub", f"{KEY_VARIABLE}: there is no file gone.pem"),
-        ("locked.pem", "public_key: key.pub", "cannot sign with .*locked.pem"),
-        ("locked.pem", "", "cannot sign with .*locked.pem"),
+        ("locked.pem", "public_key: key.pub", "cannot read .*locked.pem"),
+        ("locked.pem", "", "cannot read .*locked.pem"),
         ("other.pem", "public_key: key.pub", "what .*other.pem signs does not match registry.signature"),
         ("key.pem", "public_key: locked.pem", "registry.signature: cannot use .*locked.pem"),
     ],
@@ -207,8 +213,155 @@ def test_a_signature_of_other_files_by_the_right_key_is_refused(signing: Path) -
     first, second = (get_version(client, name, number).run_id for number in ("1", "2"))
     stolen = client.download_artifacts(first, "signature/model.sig", str(signing))
     client.log_artifact(second, stolen, "signature")
-    with pytest.raises(ModelError, match=r"version 2 does not match .*model.safetensors"):
+    with pytest.raises(ModelError, match=r"version 2 does not match registry\.signature"):
         promote(signing)
+    stolen = client.download_artifacts(first, "signature/statement.json", str(signing))
+    client.log_artifact(second, stolen, "signature")
+    with pytest.raises(ModelError, match=r"version 2 does not match .*version differ"):
+        promote(signing)
+
+
+@dataclass
+class SignedVersion:
+    """A signed champion as somebody finds it who can write to the registry and has no key."""
+
+    workspace: Path
+    client: MlflowClient
+    name: str
+    folder: Path
+
+    @property
+    def package(self) -> Path:
+        return self.folder.parents[1]
+
+    def replace_text(self, path: Path, old: str, new: str) -> None:
+        text = path.read_text()
+        assert old in text
+        path.write_text(text.replace(old, new))
+
+    def set_tag(self, key: str, value: str) -> None:
+        self.client.set_model_version_tag(self.name, "1", key, value)
+
+
+def other_model(version: SignedVersion) -> None:
+    """Another model with a signature of its own by the same key, that of its files alone."""
+    (version.folder / "config.json").write_text("{}")
+    signer = Signer.of_environment()
+    assert signer is not None
+    signer.sign(version.folder, version.workspace / "model.sig")
+    run_id = version.client.get_model_version(version.name, "1").run_id
+    version.client.log_artifact(run_id, str(version.workspace / "model.sig"), "signature")
+    version.set_tag("content_sha256", sha256_tree(version.folder))
+
+
+def hidden_file(version: SignedVersion) -> None:
+    (version.folder / ".git").mkdir()
+    (version.folder / ".git" / "config").write_text("x")
+    version.set_tag("content_sha256", sha256_tree(version.folder))
+
+
+def linked_folder(version: SignedVersion) -> None:
+    (version.workspace / "elsewhere").mkdir()
+    (version.folder / "original").symlink_to(version.workspace / "elsewhere")
+
+
+TAMPERED: dict[str, tuple[Callable[[SignedVersion], object], str]] = {
+    "another model with its signature": (other_model, r"registry\.signature"),
+    "sampling": (lambda v: v.replace_text(v.package / "MLmodel", "max_new_tokens: 8", "max_new_tokens: 3"), "sampling"),
+    "code": (lambda v: (v.package / "model_pyfunc.py").write_text("print(1)"), "package_sha256"),
+    "more code": (lambda v: (v.package / "later.py").write_text(""), "package_sha256"),
+    "packages that are installed": (lambda v: (v.package / "requirements.txt").write_text("evil"), "package_sha256"),
+    "a hidden file": (hidden_file, "content_sha256"),
+    "a folder by a link": (linked_folder, "is a link to a folder"),
+    "what its gates said": (lambda v: v.set_tag("gates", "ungated"), "tags"),
+    "the conditions of its gates": (lambda v: v.set_tag("gate_conditions", "{}"), "tags"),
+    "its reward model": (lambda v: v.set_tag("reward_model_version", "7"), "tags"),
+}
+
+
+@pytest.mark.slow
+def test_whatever_is_changed_of_a_signed_version_it_is_refused(signing: Path, tmp_path: Path) -> None:
+    register(signing)
+    assert promote(signing).promoted
+    client, name, folder = connect(signing), policy_name(signing), champion_folder(signing)
+    version = SignedVersion(signing, client, name, folder)
+    run_folder = Path(
+        local_file_uri_to_path(client.get_run(client.get_model_version(name, "1").run_id).info.artifact_uri)
+    )
+    tags = dict(client.get_model_version(name, "1").tags)
+    shutil.copytree(version.package, tmp_path / "package")
+    shutil.copytree(run_folder, tmp_path / "run")
+    for what, (tamper, message) in TAMPERED.items():
+        tamper(version)
+        with pytest.raises(ModelError, match=message) as refused:
+            champion_folder(signing)
+        assert "\n" not in str(refused.value), what
+        for kept, place in ((tmp_path / "package", version.package), (tmp_path / "run", run_folder)):
+            shutil.rmtree(place)
+            shutil.copytree(kept, place)
+        for key in ("content_sha256", "gates", "gate_conditions", "reward_model_version"):
+            version.set_tag(key, tags[key])
+        assert champion_folder(signing) == folder, what
+
+
+@pytest.mark.slow
+def test_no_alias_is_moved_to_a_version_that_is_not_signed_as_it_is(signing: Path) -> None:
+    register(signing)
+    client, name = connect(signing), policy_name(signing)
+    client.set_model_version_tag(name, "1", "gates", "ungated")
+    with pytest.raises(ModelError, match="tags differ"):
+        config = load_section(signing, "registry", RegistryConfig)
+        verify_version(client, signing, config, get_version(client, name, "1"), None)
+    with pytest.raises(ModelError, match="tags differ"):
+        promote(signing, force_reason="trial")
+    assert "champion" not in client.get_registered_model(name).aliases
+
+
+@pytest.mark.slow
+def test_a_version_of_another_registry_is_refused_until_that_is_named(signing: Path, tmp_path: Path) -> None:
+    register(signing)
+    assert promote(signing).promoted
+    moved = tmp_path / "moved"
+    shutil.copytree(signing, moved, symlinks=True)
+    for workspace, name in ((moved, "of this host"), (moved, None)):
+        registry = f", registry: {name}" if name else ""
+        want(workspace, f"public_key: key.pub{registry}")
+        with pytest.raises(ModelError, match=r"was signed for the registry sqlite:.*my workspace.*registry\.signature"):
+            champion_folder(workspace)
+    want(moved, f"public_key: key.pub, registry: 'sqlite:///{signing / 'mlflow.db'}'")
+    assert champion_folder(moved).is_dir()
+
+
+def test_a_database_or_server_is_told_apart_without_its_password(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "params.yaml").write_text("seed: 1\n")
+    for address, expected in (
+        ("https://user:secret@mlflow.host:5000/base/?token=secret", "https://mlflow.host:5000/base"),
+        ("postgresql://user:secret@host/db", "postgresql://host/db"),
+    ):
+        monkeypatch.setenv("MLFLOW_TRACKING_URI", address)
+        assert registry_identity(tmp_path, SignatureConfig()) == expected
+
+
+@pytest.mark.parametrize("mode", [0o666, 0o644, 0o660, 0o604])
+def test_a_key_that_others_can_read_or_replace_is_refused(
+    mode: int, tmp_path: Path, keys: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shutil.copy(keys / "key.pem", tmp_path)
+    (tmp_path / "key.pem").chmod(mode)
+    monkeypatch.setenv(KEY_VARIABLE, str(tmp_path / "key.pem"))
+    with pytest.raises(ConfigError, match=f"has the mode {mode:o}.*chmod 600"):
+        Signer.of_environment()
+
+
+def test_a_key_of_another_kind_is_refused_in_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    openssl(tmp_path, *["genrsa", "-out", "rsa.pem", "2048"])
+    openssl(tmp_path, *["rsa", "-in", "rsa.pem", "-pubout", "-out", "rsa.pub"])
+    monkeypatch.setenv(KEY_VARIABLE, str(tmp_path / "rsa.pem"))
+    for signature in (SignatureConfig(), SignatureConfig(public_key="rsa.pub")):
+        with pytest.raises(ConfigError, match=r"rsa\.pem is not an elliptic-curve key; make one with"):
+            before_run(tmp_path, RegistryConfig(signature=signature))
 
 
 @pytest.mark.slow

@@ -317,6 +317,20 @@ def test_an_epoch_has_every_pair_within_limits(prompts: list[list[int]], budget:
     assert batches == PromptBatches(pairs, limits, seed=5).epoch(epoch)
 
 
+@settings(max_examples=50)
+@given(PROMPT_LENGTHS, st.integers(8, 200), st.integers(1, 8), st.integers(0, 8), st.integers(0, 3))
+def test_no_batch_of_whole_prompts_has_too_many_pairs(
+    prompts: list[list[int]], budget: int, fewest: int, more: int, epoch: int
+) -> None:
+    """Whatever the budget, a batch has at most ``max_pairs`` pairs, and all but few have ``min_pairs``."""
+    pairs = pairs_against_a_reference(prompts)
+    limits = PairBatchConfig(token_budget=budget, min_pairs=fewest, max_pairs=fewest + more, group_prompts=True)
+    batches = PromptBatches(pairs, limits, seed=5).epoch(epoch)
+    assert sorted(row for batch in batches for row in batch) == list(range(len(pairs)))
+    assert max(map(len, batches)) <= fewest + more
+    assert sum(len(batch) < fewest for batch in batches) <= 1
+
+
 def test_pairs_of_a_prompt_stay_together_where_a_batch_holds_them() -> None:
     pairs = pairs_against_a_reference([[10] * 5 for _ in range(8)])
     # A prompt has five sequences of 12 tokens for its four pairs: two prompts fit 120 tokens.

@@ -24,7 +24,7 @@ from rlhf_core.data.encoding import (
 from rlhf_core.data.schema import Demonstration, Message
 from rlhf_core.data.statistics import TokenCounts
 from rlhf_core.data.token_tables import TokenTable
-from rlhf_core.errors import DataError, ModelError
+from rlhf_core.errors import DataError, ModelError, UnwritableText
 from rlhf_core.training.examples import collate, fitting_examples
 
 by_template = pytest.mark.parametrize("real", REAL_TEMPLATES, ids=lambda real: real.name)
@@ -276,23 +276,48 @@ QWEN_3 = """
 {%- endfor %}
 {%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{%- endif %}
 """.strip()
-DROPS_REASONING = chatml("<|im_start|>assistant\n", "<|im_start|>assistant\n", "m['content'].split('</think>')[-1]")
 THOUGHT = "<think>\nLet me see.\n</think>\n\nIt is blue."
 
 
-@pytest.mark.parametrize("template", [QWEN_3, DROPS_REASONING], ids=["qwen-3", "drops reasoning"])
 @pytest.mark.parametrize(
     "reply", ["It is blue.", THOUGHT, THOUGHT.replace("\n\n", "\n"), "It is </think> blue.", "a <think> b"]
 )
 @pytest.mark.parametrize("earlier", ["Yes.", THOUGHT])
-def test_reasoning_in_a_reply_is_trained_as_the_template_writes_it(template: str, reply: str, earlier: str) -> None:
-    tokenizer = of_template(template)
+def test_reasoning_in_a_reply_is_trained_as_the_template_writes_it(reply: str, earlier: str) -> None:
+    tokenizer = of_template(QWEN_3)
     for prompt in ([Message("user", "The sky?")], dialogue("The sky?", earlier, "Why?")):
         ids = [*encode_prompt(tokenizer, prompt), *encode_reply(tokenizer, reply)]
         whole = tokenizer.decode(joint(tokenizer, prompt, reply))
         assert whole.startswith(tokenizer.decode(ids)) and tokenizer.decode(ids).count("</think>") <= 1
         assert batch_encoding.encode_replies(tokenizer, [reply]) == [encode_reply(tokenizer, reply)]
         assert decode_reply(tokenizer, encode_reply(tokenizer, reply))[0].endswith("blue.") or "think> b" in reply
+
+
+# As EXAONE 4 and one of DeepSeek V3's: what precedes a marker is cut off every turn, the last one too.
+CUTS = {
+    "split": ("m['content'].split('</think>')[-1]", THOUGHT, "The tag </think> closes a block of reasoning."),
+    "split and strip": ("m['content'].split('</think>')[-1].strip()", THOUGHT, "</think> It is blue."),
+    "answer": ("m['content'].split('[/THINK]')[-1]", "[THINK]Well.[/THINK]Blue.", "a [/THINK] b"),
+    "before a channel": ("m['content'].split('<|final|>')[-1]", "Let me see.<|final|>Blue.", "no <|final|> end"),
+    "behind a mark": ("m['content'].split('<sources>')[0]", "Blue.<sources>a, b", "<sources> It is blue."),
+}
+
+
+@pytest.mark.parametrize("cut", CUTS)
+def test_a_reply_of_which_the_template_leaves_a_part_out_is_refused_and_counted(cut: str) -> None:
+    content, *replies = CUTS[cut]
+    tokenizer = of_template(chatml("<|im_start|>assistant\n", "<|im_start|>assistant\n", content))
+    assert tokenizer.decode(encode_reply(tokenizer, "It is blue.")) == "It is blue.<|im_end|>"
+    counts = TokenCounts("demonstrations", len(replies))
+    for reply in replies:
+        with pytest.raises(UnwritableText, match="leaves out a part of a reply"):
+            encode_reply(tokenizer, reply)
+        assert tokenizer.decode(encode_reply(tokenizer, reply, finished=False)) == reply
+        counts.add(tokenizer, {"prompt": [{"role": "user", "content": "The sky?"}], "reply": reply, "id": reply})
+    assert len(counts.unwritable) == len(replies)
+    with pytest.raises(UnwritableText):
+        row = Demonstration("1", [Message("user", "The sky?")], replies[0], "", "", "")
+        TokenTable.of_rows(tokenizer, "demonstrations", [row])
 
 
 def test_rows_whose_reply_the_template_writes_in_its_own_way_are_counted() -> None:

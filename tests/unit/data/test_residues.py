@@ -8,6 +8,7 @@ import pytest
 from unit.data.reading import read
 
 from rlhf_core.data.readers.detection import warnings_of
+from rlhf_core.data.readers.residues import EARLIER_REPLIES
 
 REPLIES = {
     "names": ["Assistant: So.", "AI: So.", "**Assistant:** So.", "assistant\n\nSo.", "GPT-4: So.", "助手：So."],
@@ -36,6 +37,8 @@ REPLIES = {
     "code": ["{{response}}", "{reply}", "b'So.'"],
     "media": ["data:image/png;base64,iVBORw0KGgo"],
     "cells": ["x" * 32_767],
+    "cells as text": ['="It is so."', '= "So."', "'It is so.", "'-No idea.", "It is_x000D_\nso.", "_x0009_So."],
+    "lists": ["['good 1']", "['good' 'better']", '["So."]'],
 }
 TURNS = {
     "names": ["Human: Why?", "User: Why?", "user\nWhy?\nassistant\n"],
@@ -43,6 +46,7 @@ TURNS = {
     "ends": ["Why?</s>", "Why?<|eot_id|>", "Why?\n\n###\n\n", "Why? ->"],
     "templates": ["<|im_start|>user\nWhy?<|im_end|>", "[INST] Why? [/INST]", '{"role": "user", "content": "Why?"}'],
     "lists": ['["Why?"]', "['Why?']"],
+    "cells as text": ["'Why?", '="Why?"', "Why?_x000D_"],
     "pictures": ["![](a.png)\nWhy?", '<img src="a.png"> Why?', "Picture 1: <img>a.jpg</img>"],
 }
 ORDINARY = [
@@ -57,6 +61,7 @@ ORDINARY = [
         "AIs: many",
         "Line\nprint('\\n')",
     ),
+    *("'Tis so.", "'So', he said.", "'So' is a word", "'90s music", "==", 'a = "b"', "__x000__", "' is a quote"),
     *(
         "Human rights: a text",
         "The user: me",
@@ -163,3 +168,18 @@ def test_a_short_reply_may_begin_as_the_prompt() -> None:
 def test_a_long_text_is_looked_through_once(text: str) -> None:
     result = read("demonstrations", {"messages": [turn("user", text), turn("assistant", text)]})
     assert result.rows[0]["reply"] == text
+
+
+def test_that_only_the_last_of_several_replies_is_learned_is_said() -> None:
+    first = [turn("user", "Why?"), turn("assistant", "So.")]
+    result = read("demonstrations", {"messages": [*first, turn("user", "And?"), turn("assistant", "More.")]})
+    assert [row["reply"] for row in result.rows] == ["More."]
+    assert warnings_of(result.counts) == [f"1: {EARLIER_REPLIES}"]
+    assert not warnings_of(read("demonstrations", {"messages": first}).counts)
+
+
+@pytest.mark.parametrize("role", ["developer", "Developer", "system"])
+def test_a_developers_turn_is_one_of_the_system(role: str) -> None:
+    turns = [turn(role, "Be brief."), turn("user", "Why?"), turn("assistant", "So.")]
+    result = read("demonstrations", {"messages": turns})
+    assert [each["role"] for each in result.rows[0]["prompt"]] == ["system", "user"]

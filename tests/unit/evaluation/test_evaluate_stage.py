@@ -380,3 +380,46 @@ def test_a_repetition_penalty_that_the_server_counts_otherwise_is_refused() -> N
     with pytest.raises(ValueError, match=r"set that to 1\.0, or sampler\.kind to local"):
         EvaluateConfig.model_validate({"sampler": WITHOUT_VLLM, "sampling": {"repetition_penalty": 1.1}})
     EvaluateConfig(sampling=SamplingConfig(repetition_penalty=1.0))
+
+
+def kept(root: Path, name: str) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (root / f".rlhf/{name}.jsonl").read_text().splitlines()]
+
+
+def rates(rows: list[dict[str, Any]], side: str) -> dict[str, float]:
+    """The share of replies that pass each check, of those it applies to, and every check that does."""
+    outcomes = [row[f"{side}_checks"] for row in rows]
+    said = {name: [each[name] for each in outcomes if each[name] is not None] for name in outcomes[0]}
+    passed = [all(value is not False for value in each.values()) for each in outcomes]
+    return {name: sum(each) / len(each) for name, each in {**said, "passed": passed}.items() if each}
+
+
+@pytest.mark.parametrize("source", ["world", "elsewhere"])
+def test_the_numbers_of_gates_can_be_computed_again_from_files(
+    source: str, tmp_path: Path, models: Path, prompts: list[Prompt]
+) -> None:
+    rows = prompts
+    if source == "elsewhere":
+        rows = [made_prompt(f"what is {i} and {i}?", "fact", "a file") for i in range(4)]
+    config = CONFIG.model_copy(update={"safety": SafetyConfig(prompts=3, replies_per_prompt=2), "kl_samples": 3})
+    metrics, _ = run_stage(tmp_path, models, rows, config)
+    for side in ("sft", "policy"):
+        replies = [row for row in kept(tmp_path, "drift") if row["side"] == side]
+        assert len(replies) == 3 and all(len(row["tokens"]) == len(row["logprobs"]) for row in replies)
+        nats = [-sum(row["reference_logprobs"]) for row in replies]
+        tokens = sum(len(row["tokens"]) for row in replies)
+        assert math.exp(sum(nats) / tokens) == pytest.approx(metrics[side]["perplexity_reference"], rel=1e-12)
+        differences = [sum(row["logprobs"]) + total for row, total in zip(replies, nats, strict=True)]
+        if side == "policy":
+            assert sum(differences) / 3 == pytest.approx(metrics["kl"], rel=1e-12)
+        assert rates(kept(tmp_path, "regression"), side)["passed"] == metrics[side]["regression"]
+    own = {name: value for name, value in metrics["regression"].items() if name != "prompts"}
+    assert rates(kept(tmp_path, "regression"), "policy") == own
+    safety = kept(tmp_path, "safety")
+    assert len(safety) == (0 if source == "world" else 2 * 2 * 3)
+    if safety:
+        counted = rates(safety, "policy")
+        counted.pop("passed")
+        assert counted == metrics["policy"]["safety"]
+        odds = [row["policy_refusal_log_odds"] for row in safety if "policy_refusal_log_odds" in row]
+        assert len(odds) == 3 and all(map(math.isfinite, odds))

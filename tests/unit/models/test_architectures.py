@@ -6,11 +6,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from architectures import VOCABULARY, tiny_causal_lm
+from architectures import SETTINGS, VOCABULARY, tiny_causal_lm, tiny_config
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, Gemma2Config, LlamaConfig
 from transformers import PretrainedConfig as Config
 
 from rlhf_core.errors import ModelError
+from rlhf_core.models.causal_lm import positions_of
 from rlhf_core.models.forward import has_plain_head, selected_logits
 from rlhf_core.models.heads import ScalarModel
 from rlhf_core.models.io import attention_of, load_model
@@ -26,12 +27,6 @@ OWN = ("gemma2", "cohere", "modernbert-decoder", "bert", "electra", "nanochat", 
 RECURRENT = ("lfm2", "qwen3_next", "qwen3_5_text", "mamba2", "jamba", "falcon_h1", "olmo_hybrid")
 OTHERS = ("llama4_text", "gemma2", "modernbert-decoder", "opt", "bloom", "mpt", "gemma3_text", "gpt_oss")
 REFUSED = ("minimax", "rwkv", "mamba", "falcon_mamba", "recurrent_gemma", "roberta", "openai-gpt", "mbart", "xlm")
-SETTINGS: dict[str, dict[str, object]] = {
-    "recurrent_gemma": {"num_hidden_layers": 3, "block_types": ["recurrent", "recurrent", "attention"]},
-    "mamba2": {"head_dim": 16, "n_groups": 1},
-    "jamba": {"num_hidden_layers": 4, "attn_layer_period": 2, "attn_layer_offset": 1},
-    "falcon_h1": {"mamba_d_ssm": 64},
-}
 
 
 @pytest.mark.parametrize("name", [*PLAIN, *OWN])
@@ -61,6 +56,22 @@ def test_asking_a_model_for_its_head_leaves_the_mode_of_each_layer() -> None:
     assert [module for module in model.modules() if module.training] == [layer]
 
 
+@pytest.mark.parametrize("name", ["roberta", "camembert", "xlm-roberta", "data2vec-text", "llama"])
+def test_positions_begin_where_the_model_begins_them(name: str) -> None:
+    """RoBERTa and its kind count from behind the padding token's id; without positions their own forward does."""
+    model = tiny_causal_lm(name)
+    ids = torch.arange(4, 18).view(2, 7)
+    mask = torch.ones_like(ids)
+    with torch.no_grad():
+        logits = selected_logits(model, ids, mask, mask.bool()).whole()
+        torch.testing.assert_close(logits, model(input_ids=ids, attention_mask=mask).logits.flatten(0, 1))
+
+
+@pytest.mark.parametrize(("name", "positions"), [("llama", 64), ("mpt", 32), ("roberta", 63), ("bloom", None)])
+def test_how_many_tokens_a_model_takes(name: str, positions: int | None) -> None:
+    assert positions_of(tiny_config(name, **({"max_seq_len": 32} if name == "mpt" else {}))) == positions
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", [*RECURRENT, *OTHERS])
 def test_replies_are_sampled_as_they_are_scored(name: str) -> None:
@@ -85,13 +96,6 @@ def test_a_reply_does_not_depend_on_when_those_beside_it_end(name: str) -> None:
         replies = generate(model, prompts, streams, Sampling(eos_id=stop, pad_id=0, max_new_tokens=12)).replies()
         for reply, whole in zip(replies, endless, strict=True):
             assert reply == whole[: whole.index(stop) + 1 if stop in whole else None]
-
-
-@pytest.mark.parametrize("name", ["lfm2", "mamba2", "falcon_h1", "olmo_hybrid"])
-def test_an_architecture_without_a_classifier_is_refused_as_reward_model_and_critic(name: str) -> None:
-    model = tiny_causal_lm(name, **SETTINGS.get(name, {}))
-    with pytest.raises(ModelError, match=rf"^[^\n]*no classifier of a {type(model).__name__}[^\n]*rloo or grpo$"):
-        ScalarModel.from_causal_lm(model, 0)
 
 
 SIZES = {

@@ -24,6 +24,7 @@ from unit.ppo.tiny import Tiny, accumulate_gradients, collect, make_config, make
 from rlhf_core.config.loading import check_params
 from rlhf_core.config.policy import CriticConfig
 from rlhf_core.config.ppo import AdvantageConfig, PpoConfig, RolloutConfig
+from rlhf_core.config.rates import with_chosen_rates
 from rlhf_core.errors import ConfigError, ModelError
 from rlhf_core.models.heads import ActorCritic, ScalarModel
 from rlhf_core.ppo.actor_critic import ActorCriticPair
@@ -79,7 +80,7 @@ def rollout(token_rewards: Tensor, mask: Tensor, rewards: Tensor) -> Experience:
     unknown = torch.full_like(token_rewards, NAN)
     return Experience(
         mask, mask, mask, rewards > 0, unknown, unknown, mask, unknown, unknown, unknown, unknown, unknown, unknown,
-        rewards, rewards, token_rewards, unknown, unknown, unknown,
+        rewards, torch.ones_like(rewards).bool(), rewards, token_rewards, unknown, unknown, unknown,
     )  # fmt: skip
 
 
@@ -139,7 +140,7 @@ def test_settings_that_do_not_fit_are_refused(case: str) -> None:
 
 
 def test_defaults_of_the_critic_may_be_spelled_out() -> None:
-    spelled = {"value_clip": 0.2, "critic_optimizer": {"lr": 1e-3, "schedule": "constant", "warmup": 0.0}}
+    spelled = {"value_clip": 0.2, "critic_optimizer": {"schedule": "constant", "warmup": 0.0}}
     assert PpoConfig.model_validate(RLOO | spelled).advantage.critic_free
     assert PpoConfig.model_validate(RLOO | {"value_clip": None, "critic_optimizer": None}).advantage.critic_free
     assert not PpoConfig(replies_per_prompt=4).advantage.critic_free
@@ -164,7 +165,8 @@ def test_groups_that_are_rewarded_alike_are_a_finding() -> None:
 
 
 def make(tiny: Tiny, work: Path, **changes: object) -> CriticTrainer:
-    config = CriticConfig.model_validate({"max_rollouts": 6, "batch_size": 8, "checkpoint": {"every": 2}} | changes)
+    given = CriticConfig.model_validate({"max_rollouts": 6, "batch_size": 8, "checkpoint": {"every": 2}} | changes)
+    config = with_chosen_rates(given, new=True)
     engines = {"critic": LocalEngine(tiny.critic, config.optimizer, 24, "critic")}
     pair = ActorCriticPair(tiny.policy, tiny.critic, engines, tiny.sampling)
     rollout, prompts = RolloutConfig(max_new_tokens=7), TrainingPrompts([], tiny.prompts)
@@ -360,5 +362,5 @@ def test_rollout_and_update_run_the_backbone_once_for_both(tiny: Tiny) -> None:
 def test_a_head_of_another_width_is_refused(tiny: Tiny) -> None:
     other = copy.deepcopy(tiny.critic.model)
     other.score = torch.nn.Linear(9, 1, bias=False)
-    with pytest.raises(ModelError, match="16 hidden units; run the critic stage again"):
+    with pytest.raises(ModelError, match="16 hidden units; pre-train the critic again"):
         ActorCritic.with_head_of(ScalarModel(other), tiny.policy)

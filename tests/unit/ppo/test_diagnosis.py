@@ -233,6 +233,7 @@ def test_all_metrics_of_a_rollout() -> None:
         "entropy": torch.tensor([[1.0, 2.0, 3.0], [2.0, 50.0, math.nan]]),
         "values": torch.tensor([[1.0, 2.0, 3.0], [4.0, 50.0, math.nan]]),
         "rewards": torch.tensor([2.0, 1.0]),
+        "rewarded": torch.tensor([True, True]),
         "shaped_rewards": torch.tensor([0.5, -1.0]),
         "monte_carlo_returns": torch.tensor([[1.0, 2.0, 3.0], [4.0, 9.0, 9.0]]),
     }

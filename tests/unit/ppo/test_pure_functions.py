@@ -4,6 +4,7 @@ docs/algorithms.md included."""
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -94,6 +95,43 @@ def test_clipped_share_is_where_the_gradient_is_gone() -> None:
     assert losses.clip_fraction_mask(ratio, advantages, 0.2).tolist() == [[True, False, False, True, False]]
 
 
+def test_the_upper_clip_may_be_the_larger_one() -> None:
+    ratio, advantages = t([1.25, 1.5, 0.7, 1.5]), t([2.0, 2.0, -1.0, -1.0])
+    found = losses.clipped_surrogate(ratio, advantages, 0.2, clip_high=0.28)
+    assert close(found, [[-2.5, -2.56, 0.8, 1.5]])
+    assert losses.clip_fraction_mask(ratio, advantages, 0.2, 0.28).tolist() == [[False, True, True, False]]
+    plain = losses.clipped_surrogate(ratio, advantages, 0.2)
+    assert torch.equal(losses.clipped_surrogate(ratio, advantages, 0.2, clip_high=0.2), plain)
+
+
+def test_a_reply_has_one_ratio_the_geometric_mean_of_its_tokens() -> None:
+    new = torch.tensor([[math.log(0.9), math.log(0.4), NAN], [0.0, 0.0, 0.0]], dtype=torch.float64, requires_grad=True)
+    old = torch.tensor([[math.log(0.5), math.log(0.8), NAN], [0.0, 0.0, 0.0]], dtype=torch.float64)
+    mask = torch.tensor([[True, True, False], [True, False, False]])
+    ratio = losses.sequence_ratios(new, old, mask)
+    # sqrt(0.9 / 0.5 * 0.4 / 0.8)
+    assert close(ratio, [[math.sqrt(0.9), math.sqrt(0.9), 1.0], [1.0, 1.0, 1.0]])
+    terms = losses.clipped_surrogate(ratio, t([2.0, 2.0, 0.0], [1.0, 0.0, 0.0]), 0.2)
+    losses.aggregate(terms, mask, losses.step_totals(mask), "sequence").backward()
+    # Of a reply of two tokens each has the gradient -s A / 2, and two replies are averaged.
+    share = -math.sqrt(0.9) * 2.0 / 2 / 2
+    assert new.grad is not None and close(new.grad, [[share, share, 0.0], [-0.5, 0.0, 0.0]])
+
+
+@pytest.mark.parametrize(
+    "surrogate",
+    [
+        {"clip_high": 0.1},
+        {"clip": None, "clip_high": 0.3},
+        {"ratio": "sequence"},
+        {"ratio": "sequence", "aggregation": "sequence", "kind": "penalty", "clip": None},
+    ],
+)
+def test_switches_of_the_surrogate_that_contradict_each_other(surrogate: dict[str, Any]) -> None:
+    with pytest.raises(ValidationError, match="kind clip"):
+        PpoConfig.model_validate({"surrogate": surrogate})
+
+
 def test_ratio_of_padding_is_one_and_safe() -> None:
     new = torch.tensor([[0.0, 1e4]], requires_grad=True)
     ratio = losses.ratios(new, torch.tensor([[0.0, -1e4]]), torch.tensor([[True, False]]))
@@ -114,6 +152,19 @@ def test_value_loss(value: float, old: float, target: float, clip: float | None,
 def test_value_clip_mask() -> None:
     hit = losses.value_clip_mask(t([1.0, 0.1, -1.0]), t([0.0, 0.0, 0.0]), t([2.0, 2.0, 2.0]), 0.2)
     assert hit.tolist() == [[True, False, False]]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+@pytest.mark.parametrize(("spread", "moved"), [(0.3, 0.19), (1.0, 0.19), (30.0, 0.15), (0.05, 0.05)])
+def test_rounding_is_no_value_clip(dtype: torch.dtype, spread: float, moved: float) -> None:
+    """A value that moved less far than the clip is not clipped, whatever the digits of the two branches."""
+    generator = torch.Generator().manual_seed(0)
+    old = (spread * torch.randn(20_000, generator=generator, dtype=torch.float64)).to(dtype)
+    new = (old + moved * (2 * torch.rand(20_000, generator=generator, dtype=torch.float64) - 1)).to(dtype)
+    returns = torch.randn(20_000, generator=generator, dtype=torch.float64).to(dtype)
+    near = (new.double() - old.double()).abs() < 0.2
+    hit = losses.value_clip_mask(new, old, returns, 0.2)
+    assert not bool((hit & near).any()) and (dtype is torch.bfloat16 or bool(near.all()))
 
 
 def test_entropy_of_a_uniform_distribution() -> None:
@@ -152,7 +203,7 @@ RATIO: dict[str, object] = {"importance_sampling_correction": {"mode": "ratio"}}
         ({"entropy": {"weight": 0.1}}, "weight is set but entropy kind is off"),
         ({"entropy": {"kind": "bonus", "weight": 0.1, "target": 1.0}}, "a bonus has none"),
         ({"entropy": {"kind": "target", "weight": 0.1}}, "target above 0"),
-        ({"iterations": 4}, "never reach its peak"),
+        ({"iterations": 4, "warmup_iterations": 5}, "never reach its peak"),
         ({"critic_mode": "shared", "critic_optimizer": {"lr": 2e-3}}, "policy_optimizer trains the one model"),
         ({"critic_optimizer": None}, "critic of its own needs one"),
         ({"critic_mode": "shared", "policy_init": "base"}, "put on another model's"),
@@ -160,7 +211,7 @@ RATIO: dict[str, object] = {"importance_sampling_correction": {"mode": "ratio"}}
         ({"batch_size": 63}, "multiple"),
         ({"min_new_tokens": 64}, "below"),
         ({"gradient_norm": "joint", "critic_optimizer": {"lr": 1e-3, "max_grad_norm": None}}, "same max_grad_norm"),
-        ({"policy_optimizer": {"lr": 1e-3, "warmup": 0.1}}, "twice"),
+        ({"policy_optimizer": {"lr": 1e-3, "warmup": 0.1}, "warmup_iterations": 5}, "twice"),
         ({"importance_sampling_correction": {"cap": 0.5}}, "greater than or equal to 1"),
         ({"importance_sampling_correction": {"mode": "never", "cap": 3.0}}, "mode is never"),
         ({"importance_sampling_correction": {"mode": "ratio", "cap": 3.0}}, "mode is ratio"),
@@ -316,7 +367,7 @@ def test_moments_survive_json() -> None:
     moments = RunningMeanStd()
     moments.update(t(0.1, 0.7, -2.0))
     assert RunningMeanStd.from_dict(moments.to_dict()) == moments
-    with pytest.raises(DataError, match="critic stage"):
+    with pytest.raises(DataError, match="pre-train the critic"):
         RunningMeanStd.from_dict({"count": 1})
 
 

@@ -104,7 +104,7 @@ def make_learner(tiny: Tiny, config: PpoConfig, logits_bytes: int = LOGITS_BYTES
     """Policy and critic with their engines; ``limits`` of a pass take the place of the config's."""
     bounds = config.model_copy(update=limits)
     per_iteration = config.epochs * config.minibatches
-    total, warmup = config.iterations * per_iteration, config.warmup_iterations * per_iteration or None
+    total, warmup = config.iterations * per_iteration, config.warmup * per_iteration or None
     pairs = [(prompt, [*reversed(prompt), EOS]) for prompt in tiny.prompts]
     sampling = Sampling(EOS, PAD, config.max_new_tokens, config.temperature, config.min_new_tokens)
     critic: Any = tiny.critic

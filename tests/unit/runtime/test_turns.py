@@ -15,8 +15,8 @@ from rlhf_core.runtime.distributed import one_of_machine_at_a_time
 def lock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The file by which two ranks of this machine take turns."""
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
-    monkeypatch.setattr("tempfile.gettempdir", lambda: str(tmp_path))
-    return tmp_path / f"rlhf-turn-{os.getuid()}-{os.getppid()}"
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    return tmp_path / f"rlhf-{os.getuid()}" / f"turn-{os.getppid()}"
 
 
 def is_free(lock: Path) -> bool:
@@ -46,19 +46,22 @@ def test_a_lone_process_makes_no_file(lock: Path, monkeypatch: pytest.MonkeyPatc
         assert not lock.exists()
 
 
-@pytest.mark.parametrize("planted", ["link", "dangling link", "folder", "no folder"])
+@pytest.mark.parametrize("planted", ["link", "dangling link", "folder", "open folder", "no folder"])
 def test_what_others_put_in_its_place_is_left_alone(
     planted: str, lock: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     target = tmp_path / "of another user"
+    lock.parent.mkdir(mode=0o700)
     if planted == "link":
         target.write_text("as it was")
     if planted in ("link", "dangling link"):
         lock.symlink_to(target)
     elif planted == "folder":
         lock.mkdir()
+    elif planted == "open folder":
+        lock.parent.chmod(0o777)
     else:
-        monkeypatch.setattr("tempfile.gettempdir", lambda: str(tmp_path / "missing"))
+        monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "missing"))
     entered = False
     with one_of_machine_at_a_time():
         entered = True

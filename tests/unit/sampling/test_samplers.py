@@ -20,7 +20,15 @@ from rlhf_core.config.ppo import PpoConfig, VllmSamplerConfig
 from rlhf_core.errors import RlhfError
 from rlhf_core.models.adapters import add_adapters
 from rlhf_core.sampling.sampler import LocalSampler, PromptBatch, Sampler, sample_replies
-from rlhf_core.sampling.vllm import VllmClient, VllmSampler, opened_sampler, request_seed, rollout_of, save_merged
+from rlhf_core.sampling.vllm import (
+    VllmClient,
+    VllmSampler,
+    VllmServer,
+    opened_sampler,
+    request_seed,
+    rollout_of,
+    save_merged,
+)
 
 CORRECTED = {"importance_sampling_correction": {"mode": "always"}}
 
@@ -214,3 +222,20 @@ def test_the_width_of_prompts_is_that_of_the_whole_batch(policy: PreTrainedModel
 def test_a_sampler_without_weights_samples_nothing() -> None:
     with pytest.raises(RlhfError, match="no weights yet"), LocalSampler().awake(0, 1, 1):
         raise AssertionError("it woke up")
+
+
+def test_a_vllm_server_inherits_nothing_of_the_launcher_of_ranks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With these variables the server's own process group waits for the store of the trainer's ranks."""
+    for name in ("RANK", "WORLD_SIZE", "MASTER_PORT", "TORCHELASTIC_USE_AGENT_STORE", "TORCHELASTIC_RUN_ID"):
+        monkeypatch.setenv(name, "1")
+    monkeypatch.setenv("KEPT", "1")
+    python = tmp_path / "python"
+    python.write_text("#!/bin/sh\nenv\n")
+    python.chmod(0o755)
+    server = VllmServer(str(python), [], tmp_path, "bfloat16", tmp_path / "log")
+    server.process.wait(60)
+    inherited = {line.partition("=")[0] for line in (tmp_path / "log").read_text().splitlines()}
+    assert "KEPT" in inherited
+    assert not {name for name in inherited if name.startswith("TORCHELASTIC") or name in ("RANK", "WORLD_SIZE")}

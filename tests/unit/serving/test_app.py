@@ -57,7 +57,8 @@ def test_settings_of_a_request_count(served: Served) -> None:
 
     assert reply() == reply() != reply(seed=6)
     assert reply(temperature=0) == reply(temperature=0, seed=6) != reply()
-    assert reply(top_p=1e-6, repetition_penalty=1.1) == reply(temperature=0)
+    for share in (1e-6, 1e-46, 5e-324):
+        assert reply(top_p=share, repetition_penalty=1.1) == reply(temperature=0)
     assert served.post({**ASK, "max_tokens": 3}).json()["usage"]["completion_tokens"] == 3
 
 

@@ -13,12 +13,15 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NoReturn
 
+import pyarrow as pa
 import pytest
+from small_disk import small_disk
 from sqlalchemy import create_engine, text
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from rlhf_core.config.operations import ComputeConfig
 from rlhf_core.config.policy import Method
+from rlhf_core.data.tables import TableWriter
 from rlhf_core.errors import EXIT_USER_ERROR, ConfigError, RlhfError
 from rlhf_core.fingerprint.stages import write_fingerprints
 from rlhf_core.runtime.preemption import PreemptionSignal
@@ -41,6 +44,37 @@ def test_a_full_disk_is_one_line_that_says_what_to_do(tmp_path: Path, monkeypatc
     assert raised.value.exit_code == EXIT_USER_ERROR and "\n" not in str(raised.value)
     outcome: dict[str, Any] = json.loads((tmp_path / ".rlhf/outcomes/sft.json").read_text())
     assert outcome["exit_code"] == EXIT_USER_ERROR and "make room" in outcome["message"]
+
+
+@pytest.mark.parametrize(
+    "error", [MemoryError(), RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 9 bytes")]
+)
+def test_memory_that_is_used_up_is_one_line_that_says_what_to_do(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    def greedy(*_: object) -> NoReturn:
+        raise error
+
+    monkeypatch.setattr(runner, "_run", greedy)
+    with pytest.raises(RlhfError, match=r"^reward: main memory is used up; [^\n]*ulimit -v[^\n]*$"):
+        runner.run_stage("reward", tmp_path)
+
+
+def test_a_full_disk_is_named_with_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    schema, disk = pa.schema({"text": pa.string()}), tmp_path / "disk"
+
+    def write(*_: object) -> NoReturn:
+        with TableWriter(disk / "raw.parquet", schema) as table:
+            for _ in range(20):
+                table.write(pa.table({"text": [os.urandom(1000).hex() for _ in range(200)]}, schema))
+        raise AssertionError("it had room")
+
+    monkeypatch.setattr(runner, "_run", write)
+    with small_disk(disk, 2**20):
+        expected = r"^collect: \[Errno 28\] No space left on device.*raw\.parquet.* \(the disk of .* has room"
+        with pytest.raises(RlhfError, match=expected) as refused:
+            runner.run_stage("collect", disk)
+    assert "make room" in str(refused.value)
 
 
 @pytest.mark.parametrize("content", ["", "[]", '{"exit_code": 75}', "\udcff", "null"])

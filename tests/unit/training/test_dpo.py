@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from architecture.glossary import undocumented
+from ranks import run_ranks
 from transformers import PreTrainedModel
 from unit.ppo.tiny import Interrupting
 from unit.training.tiny import stage_paths, without_clock
@@ -20,6 +21,7 @@ from rlhf_core.data.batches import TokenisedPair
 from rlhf_core.data.encoding import pad_id
 from rlhf_core.data.schema import Preference, read_rows
 from rlhf_core.models.causal_lm import load_policy
+from rlhf_core.runtime import distributed
 from rlhf_core.stages import critic, policy_by_dpo
 from rlhf_core.storage.files import sha256_file
 from rlhf_core.tracking.stage_run import Tracker
@@ -115,8 +117,8 @@ def test_logprobs_are_sums_over_reply_tokens_whatever_the_padding(loaded: Fixtur
         values = all_logprobs(loaded.model, pairs, loaded.pad, size)
         assert values.t().flatten().tolist() == pytest.approx(expected[0], abs=1e-4)
     with torch.no_grad():
-        batch = batch_logprobs(loaded.model, pairs, loaded.pad)
-        chunked = batch_logprobs(loaded.model, pairs, loaded.pad, logits_bytes=4 * 300 * 10)
+        batch = batch_logprobs(loaded.model, pairs, loaded.pad)[0]
+        chunked = batch_logprobs(loaded.model, pairs, loaded.pad, logits_bytes=4 * 300 * 10)[0]
     assert torch.allclose(batch.double(), values, atol=1e-4) and torch.allclose(batch, chunked, atol=1e-5)
 
 
@@ -170,7 +172,7 @@ def test_length_normalised_rewards_are_means_over_tokens(loaded: Fixture, worksp
     plain, normalised = (task(loaded, model, tmp_path, length_normalized=on) for on in (False, True))
     pairs = [loaded.train.pairs[row] for row in range(5)]
     lengths = torch.tensor([float(len(pair.chosen)) for pair in pairs])
-    policy = batch_logprobs(model, pairs, plain.pad)
+    policy = batch_logprobs(model, pairs, plain.pad)[0]
     sums, means = (one.rewards(pairs, policy, one.train_reference[:, :5])[0].detach() for one in (plain, normalised))
     assert float(sums.abs().max()) > 1e-3 and torch.allclose(means, sums / lengths, atol=1e-6)
 
@@ -231,3 +233,20 @@ def test_the_critic_stage_trains_nothing_and_says_why(workspace: Path, tmp_path:
     metrics = critic.STAGE.run(config, *paths, RunContext(tmp_path / "work"))
     assert metrics["reason"] == "no critic is trained: policy.method dpo needs none"
     assert [path.name for path in (tmp_path / "models/critic").iterdir()] == ["not_trained.json"]
+
+
+def resumed_on_ranks(folder: Path, workspace: Path) -> None:
+    """Rank 0 keeps its partial state, and the other one begins with an empty folder at every attempt."""
+    model, tokenizer = load_policy(workspace / "models/base")
+    rows = read_rows(workspace / "data/clean/preferences/train.parquet", Preference)
+    pairs = split_of(rows, tokenizer, 128, "pairs").pairs
+    own = folder / f"of rank {distributed.rank()}"
+    first = reference_logprobs(model, pairs, {1, 4}, pad_id(tokenizer), own / "first.safetensors")
+    if not distributed.is_rank_zero():
+        own = folder / "new"
+    again = reference_logprobs(model, pairs, {1, 4}, pad_id(tokenizer), own / "first.safetensors")
+    assert torch.equal(again.nan_to_num(), first.nan_to_num()) and not (folder / "new").exists()
+
+
+def test_ranks_resume_with_the_reference_of_the_first(workspace: Path, tmp_path: Path) -> None:
+    run_ranks(resumed_on_ranks, 2, tmp_path, workspace)

@@ -136,7 +136,7 @@ def test_a_full_disk_is_one_line_and_training_goes_on_later(workspace: Path, who
         with pytest.raises(CheckpointError) as raised:
             tiny.run_stage("sft", workspace, "full")
         message = str(raised.value)
-        assert "no space left on the device; make room and run the stage again: it goes on from step 3" in message
+        assert "no space left on the device; make room and run again: it goes on from step 3" in message
         assert "\n" not in message
         assert [path.name for path in (work / "checkpoints").iterdir()] == ["step-000003"]
         kept = load_latest(work / "checkpoints")

@@ -186,7 +186,8 @@ def test_adapters_on_adapters_are_one_product_of_stacked_matrices() -> None:
     def adapters(rank: int, alpha: int, layer: str, base: str, head: float) -> Adapters:
         a, b = torch.arange(4.0 * rank).view(rank, 4) + rank, torch.arange(2.0 * rank).view(2, rank) - 1
         found = {f"{layer}.lora_A.default.weight": a, f"{layer}.lora_B.default.weight": b}
-        return Adapters({**found, "score.weight": torch.tensor([[head]])}, LoraConfig(rank=rank, alpha=alpha), base)
+        lora = LoraConfig(rank=rank, alpha=alpha, targets=(layer.rpartition(".")[2],))
+        return Adapters({**found, "score.weight": torch.tensor([[head]])}, lora, base)
 
     def product(one: Adapters, layer: str) -> Tensor:
         a, b = (one.tensors[f"{layer}.lora_{part}.default.weight"] for part in "AB")
@@ -200,6 +201,25 @@ def test_adapters_on_adapters_are_one_product_of_stacked_matrices() -> None:
     apart = stacked(first, adapters(1, 1, "model.k_proj", "reward", 0.0))
     assert torch.equal(product(apart, "model.q_proj"), product(first, "model.q_proj"))
     assert apart.tensors["model.k_proj.lora_A.default.weight"].shape == (3, 4) and len(apart.lora.targets) == 2
+
+
+def test_adapters_of_experts_are_stacked_expert_by_expert() -> None:
+    layer = "model.layers.0.mlp.experts"
+    generator = torch.Generator().manual_seed(0)
+
+    def adapters(rank: int, alpha: int) -> Adapters:
+        a, b = torch.randn(3 * rank, 4, generator=generator), torch.randn(5, 3 * rank, generator=generator)
+        found = {f"{layer}.lora_A.default.weight": a, f"{layer}.lora_B.default.weight": b}
+        return Adapters(found, LoraConfig(rank=rank, alpha=alpha), "sft")
+
+    def delta(one: Adapters) -> Tensor:
+        """(experts, out, in), as PEFT computes it."""
+        a, b = (one.tensors[f"{layer}.lora_{part}.default.weight"] for part in "AB")
+        product = torch.einsum("ore,eri->eoi", b.view(5, -1, 3), a.view(3, -1, 4))
+        return product * (one.lora.alpha / one.lora.rank)
+
+    first, second = adapters(2, 4), adapters(3, 3)
+    torch.testing.assert_close(delta(stacked(first, second)), delta(first) + delta(second))
 
 
 @pytest.mark.slow

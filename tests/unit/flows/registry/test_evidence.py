@@ -17,11 +17,11 @@ from scripted_match import match_result
 from flows.commands.registry_output import describe_history, explain_gate, explain_promotion, judged_gate, model_history
 from flows.commands.text import gate_verdict
 from flows.dvc_repo.graph import StageNode
+from flows.registry.aliases import CONTENT_TAG
 from flows.registry.evidence import count_policy_decisions, require_recorded
 from flows.registry.match import attempt_number, match_question, question_digest
 from flows.registry.promote import promote, rollback
 from flows.registry.release_page import describe_tries, read_release_decision
-from flows.registry.stored_models import CONTENT_TAG
 from rlhf_core.errors import GateFailed, RlhfError
 from rlhf_core.gates import JUDGED_TAG
 from rlhf_core.storage.files import sha256_file

@@ -239,3 +239,18 @@ def test_aliases_move_in_an_order_that_a_second_call_completes(
     else:
         rollback(contest, "rude")
     assert moved[:2] == ["previous", "champion"] and moved[-1] == DONE_TAG
+
+
+def test_a_clock_that_was_set_back_is_said_and_orders_nothing_anew(
+    registry: Registry, caplog: pytest.LogCaptureFixture
+) -> None:
+    version = registry.add_version()
+    workspace = registry.workspace("clock")
+    times = ["2026-05-01T12:00:00.000000+00:00", "2026-05-01T11:00:00.000000+00:00"]
+    for number, moment in enumerate(times):
+        state = ReleaseState.read(registry.client, workspace, MODEL)
+        entry = new_entry(MODEL, "register", f"reason {number}", moves=[move(MODEL, "challenger", version)])
+        commit(state, {**entry, "time": moment})
+    first, second = read_history(registry.client, MODEL)
+    assert first["time"] == times[0] < second["time"] == "2026-05-01T12:00:00.000001+00:00"
+    assert "the clock of this host says 2026-05-01T11:00" in caplog.text

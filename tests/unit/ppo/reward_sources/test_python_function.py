@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 from rlhf_core.errors import ConfigError, DataError
-from rlhf_core.ppo.reward_sources.source import SIGNATURE, PythonFunction
+from rlhf_core.ppo.reward_sources.functions import PythonFunction
+from rlhf_core.ppo.reward_sources.source import SIGNATURE
 from rlhf_core.runtime.user_function import load_function
 
 from .conftest import Place

@@ -1,0 +1,142 @@
+"""Models in memory that are given to be trained: as other libraries leave them, refused by name or trained rightly."""
+
+from __future__ import annotations
+
+import copy
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import peft
+import pytest
+import torch
+from torch import nn
+from transformers import AutoModel, AutoModelForSequenceClassification, LlamaForCausalLM, PreTrainedTokenizerBase
+from unit.api.conftest import LanguageModel
+
+from rlhf_core import SftConfig, train_ppo, train_reward_model, train_sft
+from rlhf_core.config.model import OptimizerConfig
+from rlhf_core.errors import ConfigError, ModelError, RlhfError
+from rlhf_core.models.given import require_plain
+
+ROWS = [{"prompt": f"What is {n}?", "completion": f"It is {n}."} for n in range(4)]
+PAIRS = [{"prompt": f"What is {n}?", "chosen": f"It is {n}.", "rejected": "No."} for n in range(4)]
+LORA = peft.LoraConfig(r=2, target_modules=["q_proj"])
+CONFIG = SftConfig(steps=2, batch_size=2, max_tokens=32, optimizer=OptimizerConfig(lr=1e-3))
+
+
+@pytest.fixture
+def model(llama: LanguageModel) -> LlamaForCausalLM:
+    given = llama[0]
+    assert isinstance(given, LlamaForCausalLM)
+    return given
+
+
+@pytest.fixture
+def tokenizer(llama: LanguageModel) -> PreTrainedTokenizerBase:
+    return llama[1]
+
+
+def with_adapters(model: LlamaForCausalLM) -> LlamaForCausalLM:
+    model.add_adapter(LORA)
+    return model
+
+
+def offloaded(model: LlamaForCausalLM) -> LlamaForCausalLM:
+    layer = model.model.layers[0].self_attn.q_proj
+    layer.weight = nn.Parameter(layer.weight.detach().to("meta"), requires_grad=False)
+    return model
+
+
+def with_integers(model: LlamaForCausalLM) -> LlamaForCausalLM:
+    layer = model.model.layers[0].self_attn.q_proj
+    layer.weight = nn.Parameter(torch.ones_like(layer.weight, dtype=torch.int8), requires_grad=False)
+    return model
+
+
+def damaged(model: LlamaForCausalLM) -> LlamaForCausalLM:
+    with torch.no_grad():
+        model.model.layers[0].self_attn.q_proj.weight[0, 0] = torch.nan
+    return model
+
+
+REFUSED: dict[str, tuple[Callable[[LlamaForCausalLM], Any], type[RlhfError], str]] = {
+    "PeftModel": (lambda model: peft.get_peft_model(model, LORA), ModelError, "model is a PeftModel.*merge_and_unload"),
+    "adapters inside": (with_adapters, ModelError, r"has adapters inside \(in model.layers.0.*merge_and_unload"),
+    "DataParallel": (nn.DataParallel, ConfigError, r"model is a DataParallel; give the model .* its \.module"),
+    "compiled": (torch.compile, ConfigError, r"OptimizedModule; give the model .* its \._orig_mod"),
+    "no model": (lambda model: nn.Linear(2, 2), ConfigError, "model is a Linear; give a model of transformers"),
+    "name": (lambda model: "models/sft", ConfigError, "model is a str"),
+    "offloaded": (offloaded, ModelError, "not in memory.*device_map"),
+    "integers": (with_integers, ModelError, "quantised weights"),
+    "damaged": (damaged, ModelError, "not finite"),
+    "without a head": (lambda model: AutoModel.from_config(model.config), ModelError, "without a head"),
+    "classifier": (
+        lambda model: AutoModelForSequenceClassification.from_config(model.config),
+        ModelError,
+        "gives scores and no replies",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_cannot_be_trained_is_refused_by_name(name: str, model: LlamaForCausalLM) -> None:
+    make, kind, message = REFUSED[name]
+    with pytest.raises(kind, match=message):
+        require_plain(make(copy.deepcopy(model)), "model")
+
+
+def test_each_function_refuses_them_before_it_trains(
+    model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerBase
+) -> None:
+    adapted: Any = with_adapters(copy.deepcopy(model))
+    for call in (
+        lambda: train_sft(adapted, tokenizer, ROWS),
+        lambda: train_reward_model(adapted, tokenizer, PAIRS),
+        lambda: train_ppo(adapted, tokenizer, ["What?"], lambda prompts, replies: [0.0] * len(replies)),
+    ):
+        with pytest.raises(ModelError, match="merge_and_unload"):
+            call()
+
+
+def test_a_merged_model_is_trained(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerBase) -> None:
+    plain: Any = peft.get_peft_model(copy.deepcopy(model), LORA).merge_and_unload()
+    assert not any(weight.requires_grad for weight in plain.parameters())
+    trained = train_sft(plain, tokenizer, ROWS, config=CONFIG)
+    expected = train_sft(copy.deepcopy(model), tokenizer, ROWS, config=CONFIG)
+    for own, other in zip(trained.model.parameters(), expected.model.parameters(), strict=True):
+        assert torch.equal(own, other)
+
+
+def test_what_is_frozen_stays_and_is_said(
+    model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerBase, caplog: pytest.LogCaptureFixture
+) -> None:
+    given = copy.deepcopy(model)
+    given.get_input_embeddings().weight.requires_grad_(False)
+    with caplog.at_level(logging.WARNING):
+        trained = train_sft(given, tokenizer, ROWS, config=CONFIG)
+    assert any("frozen (such as model.embed_tokens.weight)" in record.message for record in caplog.records)
+    assert torch.equal(trained.model.get_input_embeddings().weight, given.get_input_embeddings().weight)
+    before, after = (each.model.layers[0].mlp.up_proj.weight for each in (given, trained.model))
+    assert not torch.equal(before, after)
+
+
+def test_modes_of_torch_around_change_nothing(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerBase) -> None:
+    """Autocast would keep the first step's cast weights, so that later steps and the measurement read stale ones."""
+    plain = train_sft(model, tokenizer, ROWS, config=CONFIG)
+    around = (torch.autocast("cpu", dtype=torch.bfloat16), torch.no_grad(), torch.inference_mode())
+    for mode in around:
+        with mode:
+            inside = train_sft(model, tokenizer, ROWS, config=CONFIG)
+        timed = {"tokens_per_second"}
+        assert {k: v for k, v in inside.metrics.items() if k not in timed} == {
+            k: v for k, v in plain.metrics.items() if k not in timed
+        }
+
+
+def test_flags_of_config_json_change_nothing(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerBase) -> None:
+    flagged = copy.deepcopy(model)
+    flagged.config.return_dict = False
+    flagged.config.output_hidden_states = True
+    runs = [train_sft(each, tokenizer, ROWS, config=CONFIG) for each in (model, flagged)]
+    assert runs[0].metrics["perplexity"] == runs[1].metrics["perplexity"]
