@@ -230,15 +230,17 @@ def contrast_pair(question: Question, questions: Mapping[str, Sequence[Question]
 
 def corrupt(question: Question, good: Draft, draws: Draws) -> str:
     """Return the reply with one flaw: usually in its content, otherwise in its form."""
-    if draws.chance(0.8):
+    if draws.chance(0.7):
         return replace(good, core=_corrupt_core(question, good.core, draws)).text()
     sentences = good.sentences()
-    flaw = draws.pick(("rude", "repeat", "filler", "cut"))
+    flaw = draws.pick(("rude", "repeat", "filler", "polite", "polite", "cut"))
     if flaw == "cut":
         last_words = sentences[-1].split()
         return " ".join([*sentences[:-1], *last_words[: max(1, len(last_words) - 1 - draws.below(2))]])
     if flaw == "repeat":
         return replace(good, extra=[*good.extra, draws.pick(good.core)]).text()
+    if flaw == "polite":  # a reward that has never seen too much courtesy pays for it
+        return replace(good, closer=draws.sample((*phrases.OPENERS, *phrases.CLOSERS), 3)).text()
     added = draws.sample(phrases.RUDE, 1) if flaw == "rude" else draws.sample(phrases.FILLERS, 3)
     return replace(good, extra=[*good.extra, *added]).text()
 
