@@ -131,7 +131,9 @@ def pretrain(
                 "set base.pretraining to null, or give texts (collect.files.pretrain)"
             )
         if len(kept) < len(column):
-            logger.warning("base: %d of %d texts are longer than %d tokens", len(column) - len(kept), len(column), longest)
+            logger.warning(
+                "base: %d of %d texts are longer than %d tokens", len(column) - len(kept), len(column), longest
+            )
         # Nothing comes before the first token to predict it from.
         texts.append([Example(ids[:1], ids[1:]) for ids in kept])
     train, held_out = texts

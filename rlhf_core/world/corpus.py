@@ -41,7 +41,14 @@ TEXTS: tuple[tuple[str, float], ...] = (
 # Texts ask and title in words of their own, so that none holds a question that may be held out.
 TEXT_QUESTIONS = ("and the {attribute} of the {thing}?", "so which {attribute} is it for the {thing}?")
 RECIPE_TITLES = ("people know how to {task}.", "the way to {task} is this.", "so you want to {task}.")
-SMALL_TALK = (*phrases.OPENERS, *phrases.CLOSERS, *phrases.FILLERS, *phrases.EVASIONS, *phrases.REFUSALS, *phrases.REASONS)
+SMALL_TALK = (
+    *phrases.OPENERS,
+    *phrases.CLOSERS,
+    *phrases.FILLERS,
+    *phrases.EVASIONS,
+    *phrases.REFUSALS,
+    *phrases.REASONS,
+)
 
 
 def prompts(seed: int) -> list[Row]:
