@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 
-from rlhf_core.config.base import SftConfig
+from rlhf_core.config.base import PretrainingConfig, SftConfig
 from rlhf_core.config.model import SamplingConfig
 from rlhf_core.config.policy import RejectionSamplingConfig
 from rlhf_core.data.batches import passes, whole_passes
@@ -43,7 +43,7 @@ class SftTask:
         model: PreTrainedModel,
         train: Sequence[Example],
         validation: Sequence[Example],
-        config: SftConfig | RejectionSamplingConfig,
+        config: PretrainingConfig | SftConfig | RejectionSamplingConfig,
         seed: int,
         pad: int,
         logits_bytes: int = LOGITS_BYTES,
