@@ -29,7 +29,7 @@ from rlhf_core.training.rng import derive_seed
 EVALUATION_ROWS = 64
 
 
-def held_out_rows(config: SftConfig | RejectionSamplingConfig) -> int:
+def held_out_rows(config: PretrainingConfig | SftConfig | RejectionSamplingConfig) -> int:
     """Held-out examples of one pass: no more than a training pass has, where that is bounded."""
     return config.micro_batch_size or EVALUATION_ROWS
 
