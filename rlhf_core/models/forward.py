@@ -130,7 +130,7 @@ COUNTED_FROM_PADDING = frozenset(
 
 def first_position(config: PretrainedConfig) -> int:
     """The position of a text's first token: 0, but in RoBERTa and its kind."""
-    return (config.pad_token_id or 0) + 1 if config.model_type in COUNTED_FROM_PADDING else 0
+    return (config.pad_token_id or 0) + 1 if getattr(config, "model_type", "") in COUNTED_FROM_PADDING else 0
 
 
 def position_ids_from_mask(attention_mask: Tensor) -> Tensor:
