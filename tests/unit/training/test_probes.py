@@ -50,7 +50,7 @@ def test_a_model_that_knows_length_alone_is_told_by_its_probes(base: Any) -> Non
     probes = metrics["probes"]
     assert metrics["accuracy"] > 0.9
     assert probes["cut_in_half"] > 0.9, "a cut reply is the shorter one"
-    assert probes["sentence_repeated"] < 0.4 and probes["pleasantry_appended"] < 0.4, "it pays for more of the same"
+    assert probes["sentence_repeated"] < 0.4, "it pays for more of the same"
     assert 0.3 < probes["other_question"] < 0.7
     for kind in set(PROBES) - set(probes.get("absent", {})):
         assert 0 <= probes[f"{kind}_low95"] <= probes[kind] <= probes[f"{kind}_high95"] + 1e-9
