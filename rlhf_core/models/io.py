@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from transformers import AutoConfig, PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils import logging as transformers_logging
 
-from rlhf_core.errors import ModelError, RlhfError, first_line
+from rlhf_core.errors import ModelError, RlhfError, first_line, is_exhausted
 from rlhf_core.hub import require_hub
 from rlhf_core.models.forward import has_plain_head, name_outputs
 from rlhf_core.models.fused_norms import FusedNorm, fuse_norms
@@ -69,6 +69,8 @@ def check_folder(path: Path) -> None:
             with safe_open(file, framework="pt") as opened:
                 tensors += len(opened.keys())
         except (SafetensorError, OSError) as error:
+            if is_exhausted(error):
+                raise
             raise ModelError(f"{file} is not a readable safetensors file ({error}); {REPAIR}") from error
     _require_count(path, tensors)
     if not any((path / name).is_file() for name in TOKENIZER_FILES):
@@ -126,6 +128,8 @@ def reading(source: str | Path) -> Iterator[None]:
     except RlhfError:
         raise
     except Exception as error:  # whatever a library comes upon in files that are damaged or of another kind
+        if is_exhausted(error):
+            raise
         cause = _cause(source, error)
         kind, remedy = ("folder", REPAIR) if is_local(source) else ("hub id", FROM_HUB)
         if OWN_CODE in cause:

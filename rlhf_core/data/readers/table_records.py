@@ -18,7 +18,7 @@ import pyarrow.parquet as pq
 from rlhf_core.data.readers.csv_records import require_distinct
 from rlhf_core.data.row_counts import Record
 from rlhf_core.data.tables import CHUNK_BYTES, rows_within, table_slices
-from rlhf_core.errors import DataError
+from rlhf_core.errors import DataError, is_exhausted
 from rlhf_core.runtime.limited_call import CallLimits, limit_reached, lower_limit
 
 BATCH_ROWS = 2048
@@ -64,6 +64,8 @@ def table_records(kind: str, path: Path, name: str, on_read: OnRead) -> Iterator
             on_read(read)
         on_read(size)
     except (pa.ArrowException, OSError, ValueError) as error:  # ValueError: names that are not UTF-8
+        if is_exhausted(error):
+            raise
         raise DataError(f"{name} is not a readable {kind[1:]} file ({error})") from error
 
 
