@@ -144,8 +144,8 @@ class KindStatistics:
             self.lengths.setdefault(name, []).append(values)
         self.categories.update(table.column("category").to_pylist())
         if kind == "preferences":
-            names = (table[column].to_pylist() for column in ("group", "source", "id"))
-            self.clusters.append(_digests(map(cluster_name, *names)))
+            groups, sources, ids = (table[column].to_pylist() for column in ("group", "source", "id"))
+            self.clusters.append(_digests(map(cluster_name, groups, sources, ids)))
         if "margin" in table.column_names:
             self.margin_known += table.num_rows - table.column("margin").null_count
 
