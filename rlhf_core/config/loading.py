@@ -225,6 +225,8 @@ class Params(Strict):
         if self.ppo.critic_mode == "shared":
             self._critic_is_a_head()
         self._gated_metrics_are_measured()
+        if not self.collect.pairs and self.gates.mode == "enforce":
+            self._held_out_prompts_decide()
         self._gated_probes_can_be_formed()
         if self.ppo.share_base:
             self._base_can_be_shared()
@@ -264,6 +266,14 @@ class Params(Strict):
         if self.evaluate.best_of_n:
             raise ValueError(
                 f"{needs}, so there is no reward model that chooses a best reply: set evaluate.best_of_n 0"
+            )
+
+    def _held_out_prompts_decide(self) -> None:
+        asked = {part for condition in self.gates.policy for metric in condition.metrics for part in metric.split(".")}
+        if CHECKER not in asked:
+            raise ValueError(
+                "gates.policy asks nothing of comparison.checker, so a policy would pass by its reward on training "
+                "prompts: add a condition such as {metric: comparison.checker.win_rate_low95, at_least: 0.5, why: …}"
             )
 
     @property

@@ -556,7 +556,8 @@ STAGES: dict[str, Callable[[StagePlan], None]] = {
 def planned_stages(params: Params) -> tuple[str, ...]:
     """The stages that run a model: critic pre-training only where PPO's advantages need a critic."""
     with_critic = params.policy.method == "ppo" and not params.ppo.advantage.critic_free
-    names = (name for name in STAGES if name not in params.left_out)
+    untrained = ("sft",) if "gate-sft" in params.left_out else ()
+    names = (name for name in STAGES if name not in (*params.left_out, *untrained))
     return tuple(name for name in names if name != "critic" or with_critic)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from flows.registry.evidence import gate_conditions
 from rlhf_core.api.checker import Checker
 from rlhf_core.config import yaml_text
 from rlhf_core.config.loading import load_params
+from rlhf_core.errors import TrainingPaused
 from rlhf_core.evaluation.match import run_match
 from rlhf_core.evaluation.report.headline import conclude
 from rlhf_core.evaluation.verdict import Standing, judge_results, standing_of
@@ -85,3 +87,14 @@ def test_a_match_is_judged_by_the_function_on_held_out_sums(run: Path) -> None:
     match = run_match(run, run / "models" / "sft", run / "models" / "policy", checker=checker)
     assert match["comparison"].keys() == {"checker"}
     assert match["comparison"]["checker"]["win_rate_low95"] > 0.5
+
+
+def test_a_function_that_always_says_the_same_ends_the_training_with_the_reason(run: Path, tmp_path: Path) -> None:
+    shutil.copytree(run, tmp_path / "my", ignore=shutil.ignore_patterns("policy"))
+    params = tmp_path / "my" / "params.yaml"
+    params.write_text(params.read_text().replace("checks:score", "checks:constant"))
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(TrainingPaused, match="reward"):
+        patch.setenv("RLHF_TRACKING", "off")
+        run_stage("ppo", tmp_path / "my")
+    rows = (tmp_path / "my" / "history" / "ppo.jsonl").read_text().splitlines()
+    assert "reward_constant" in rows[-1] and len(rows) < load_params(run).ppo.iterations

@@ -60,6 +60,7 @@ def params(**changes: Any) -> Params:
             {"gates.policy": [{"metric": "comparison.judge.win_rate", "at_least": 0.5, "why": "w"}]},
             "there is no judge",
         ),
+        ({"gates.policy": [{"metric": "ppo.last.reward_mean", "at_least": 0.5, "why": "w"}]}, "comparison.checker"),
         (
             {"ppo.advantage.estimator": "gae", "critic.init": "reward", "ppo.critic_optimizer": {"lr": 1e-3}},
             "critic.init sft",
