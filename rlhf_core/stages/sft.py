@@ -9,6 +9,7 @@ from typing import Any
 from rlhf_core.api.sft import train_sft
 from rlhf_core.config.base import SftConfig
 from rlhf_core.data.schema import Demonstration, read_rows
+from rlhf_core.data.tables import parquet_footer
 from rlhf_core.data.token_tables import read_tokens
 from rlhf_core.models.causal_lm import load_tokenizer
 from rlhf_core.stages.runtime.contract import Paths, Stage
@@ -23,7 +24,8 @@ logger = logging.getLogger(__name__)
 def run(config: SftConfig, inputs: Paths, outputs: Paths, context: RunContext) -> dict[str, Any]:
     """Write ``models/sft``, its metrics, history and sample replies. An interrupted run resumes from its checkpoint."""
     folder = inputs.clean / "demonstrations"
-    if not read_rows(folder / "train.parquet", Demonstration):
+    _, rows_to_learn = parquet_footer(folder / "train.parquet")
+    if not rows_to_learn:
         return keep_base(inputs, outputs)
     tokenizer = load_tokenizer(inputs.base)
     train, validation = (
