@@ -83,7 +83,8 @@ def annotation_sources(pattern: str | None, base: Path) -> list[DataSource]:
 
 def collected_paths(config: CollectConfig, base: Path) -> list[str]:
     """Return the paths, globs, URLs and hub ids that ``collect`` reads, and the files of annotations that there are."""
-    return [*config.files.paths(), *(source.path for source in annotation_sources(config.annotations, base))]
+    annotated = annotation_sources(config.annotations, base) if config.pairs else []
+    return [*config.files.paths(), *(source.path for source in annotated)]
 
 
 def reader_lines(config: CollectConfig) -> list[str]:
