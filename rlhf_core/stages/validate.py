@@ -15,7 +15,6 @@ from rlhf_core.data.dataset import (
     count_tokens,
     data_metrics,
     file_names,
-    length_bias,
     rows_metric,
     write_clean,
     write_readme,
@@ -73,8 +72,7 @@ def run(
     with atomic_dir(outputs.clean) as folder:
         statistics = write_clean(folder, validated.clean, config.seed, config.split)
         write_readme(folder)
-        lengths = statistics["preferences"].all_lengths()
-        bias = length_bias(lengths.get("chosen", ()), lengths.get("rejected", ()))
+        bias = statistics["preferences"].length_bias()
         findings.counts["preferences"] = findings.counts.get("preferences", {}) | validated.agreement | bias
         metrics = data_metrics(validated, statistics, findings.counts)
         atomic_write_json(outputs.metrics, metrics)

@@ -36,6 +36,7 @@ from rlhf_core.stages.runtime.contract import Paths, Stage
 from rlhf_core.stages.runtime.launcher import OUTCOMES, StageExit, outcome_path
 from rlhf_core.stages.runtime.threads import limit_threads, return_freed_memory
 from rlhf_core.storage.files import (
+    LockFile,
     atomic_write_json,
     flatten,
     full_disks,
@@ -162,7 +163,19 @@ def _run(name: str, workspace: Path, preemption: PreemptionSignal) -> dict[str, 
 
 
 def _run_on_rank_zero(run: _StageRun) -> dict[str, Any]:
-    """Run the stage with its real outputs and remove its partial state afterwards."""
+    """Run the stage with its real outputs, unless another process does."""
+    name = run.stage.name
+    with LockFile(run.workspace / ".rlhf" / "stages" / f"{name}.running") as lock:
+        if not lock.try_acquire():
+            raise RlhfError(
+                f"another process runs the stage {name} in {run.workspace}, and both would write the same files; wait "
+                "for it, or stop it"
+            )
+        return _run_alone(run)
+
+
+def _run_alone(run: _StageRun) -> dict[str, Any]:
+    """Run the stage and remove its partial state afterwards."""
     stage, workspace = run.stage, run.workspace
     work = workspace / "work" / stage.name / work_key(run)
     # A process that was killed while it removed its partial state left that here.
