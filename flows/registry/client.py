@@ -25,7 +25,7 @@ from rlhf_core.config.yaml_text import plain, read
 from rlhf_core.errors import RlhfError, first_line, is_full_disk
 from rlhf_core.storage.files import flatten, read_json
 from rlhf_core.tracking import stage_run
-from rlhf_core.tracking.delivery import DEFERRED_VARIABLE, Courier, address
+from rlhf_core.tracking.delivery import DEFERRED_VARIABLE, LONGEST_PARAM, Courier, address
 from rlhf_core.tracking.stage_run import (
     CLIENT_SETTINGS,
     default_environment,
@@ -78,6 +78,8 @@ MLFLOW_SETTINGS = {
     "MLFLOW_LOGGING_LEVEL": "WARNING",
     "MLFLOW_ENABLE_ARTIFACTS_PROGRESS_BAR": "false",
     "MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT": "true",
+    # A model's requirements are its own, not those of a project in whose folder it was registered.
+    "MLFLOW_UV_AUTO_DETECT": "false",
 }
 
 
@@ -141,6 +143,8 @@ def start_pipeline_run(workspace: Path, name: str) -> str:
 
     Stages become its children when ``RLHF_PARENT_RUN_ID`` holds that id.
     """
+    from mlflow.entities import Param
+
     client = prepare_tracking(workspace)
     experiment = experiment_id(client, workspace)
     labels = run_tags(workspace, load_params(workspace).profile)
@@ -152,7 +156,7 @@ def start_pipeline_run(workspace: Path, name: str) -> str:
     }
     tags = {**labels, **own, **origin_tags(workspace, "rlhf run")}
     run_id = str(client.create_run(experiment, tags=tags).info.run_id)
-    log_params(client, run_id, workspace)
+    client.log_batch(run_id, params=[Param(name, value) for name, value in recorded_params(workspace).items()])
     return run_id
 
 
@@ -190,12 +194,10 @@ def log_data_input(client: MlflowClient, run_id: str, workspace: Path) -> None:
     client.log_inputs(run_id, [DatasetInput(dataset, [InputTag("mlflow.data.context", "training")])])
 
 
-def log_params(client: MlflowClient, run_id: str, workspace: Path) -> None:
-    """params.yaml as parameters of the run, with dotted names."""
-    from mlflow.entities import Param
-
+def recorded_params(workspace: Path) -> dict[str, str]:
+    """params.yaml as parameters of a run or of a model, with dotted names."""
     values = flatten(plain(read(workspace / PARAMS_FILE)))
-    client.log_batch(run_id, params=[Param(_legal(key), str(value)[:500]) for key, value in values.items()])
+    return {_legal(key): str(value)[:LONGEST_PARAM] for key, value in values.items()}
 
 
 def log_numbers(client: MlflowClient, run_id: str, values: Mapping[str, Any], model_id: str | None = None) -> None:

@@ -23,7 +23,7 @@ from flows.registry.aliases import (
     registry_errors,
     versions,
 )
-from flows.registry.client import experiment_id, fluent, log_data_input, log_numbers
+from flows.registry.client import experiment_id, fluent, log_data_input, log_numbers, recorded_params
 from flows.registry.decisions import TAG_LIMIT, commit, move, new_entry, registry_session
 from flows.registry.evidence import (
     DATA_CARD,
@@ -229,35 +229,41 @@ def _create_version(
 ) -> str:
     """Log the model in a run of its own beneath the pipeline's, with its evidence, then make the version.
 
-    That run is the active one of MLflow's module-level functions: to make another run active costs four more requests.
+    MLflow's module-level functions would add commit and repository of the folder that the program lies in.
     """
-    import mlflow
-
     label = run_label(workspace, load_params(workspace).profile, datetime.now())
-    run_tags = {"mlflow.runName": f"register {model.name}{SEPARATOR}{label}", **origin_tags(workspace, "rlhf run")}
+    origin = origin_tags(workspace, "rlhf run")
+    run_tags = {"mlflow.runName": f"register {model.name}{SEPARATOR}{label}", **origin}
     if run_id:
         run_tags[PARENT_TAG] = run_id
     experiment = experiment_id(client, workspace)
     files = [workspace / name for name in dict.fromkeys(name for gate in evidence for name in gate.evidence)]
-    with (
-        registry_errors(f"register {model.name}"),
-        fluent(workspace),
-        mlflow.start_run(experiment_id=experiment, tags=run_tags, log_system_metrics=False) as run,
-    ):
-        own_run = str(run.info.run_id)
-        trained_by = training_run(client, workspace, model.stage)
-        logged = log_model(workspace, model.kind, model.folder, tags[CONTENT_TAG], trained_by)
-        for gate in evidence:
-            client.log_artifact(own_run, str(workspace / "gates" / f"{gate.name}.json"), "gates")
-        for path in files:
-            client.log_artifact(own_run, str(path), "metrics")
-        if (workspace / DATA_CARD).is_file():
-            client.log_artifact(own_run, str(workspace / DATA_CARD), DATA_CARD.parent.name)
-        log_data_input(client, own_run, workspace)
-        log_numbers(client, own_run, flatten({path.stem: read_json(path) for path in files}), logged.model_id)
-        version = client.create_model_version(
-            model.name, logged.model_uri, own_run, tags={**tags, COMPLETE_TAG: "true"}, model_id=logged.model_id
-        )
+    with registry_errors(f"register {model.name}"), fluent(workspace):
+        own_run = str(client.create_run(experiment, tags=run_tags).info.run_id)
+        status = "FAILED"
+        try:
+            logged = client.create_logged_model(
+                experiment,
+                model.kind,
+                source_run_id=training_run(client, workspace, model.stage) or own_run,
+                tags=origin,
+                params=recorded_params(workspace),
+            )
+            uri = log_model(workspace, model.folder, tags[CONTENT_TAG], logged, own_run)
+            for gate in evidence:
+                client.log_artifact(own_run, str(workspace / "gates" / f"{gate.name}.json"), "gates")
+            for path in files:
+                client.log_artifact(own_run, str(path), "metrics")
+            if (workspace / DATA_CARD).is_file():
+                client.log_artifact(own_run, str(workspace / DATA_CARD), DATA_CARD.parent.name)
+            log_data_input(client, own_run, workspace)
+            log_numbers(client, own_run, flatten({path.stem: read_json(path) for path in files}), logged.model_id)
+            version = client.create_model_version(
+                model.name, uri, own_run, tags={**tags, COMPLETE_TAG: "true"}, model_id=logged.model_id
+            )
+            status = "FINISHED"
+        finally:
+            client.set_terminated(own_run, status)
     return str(version.version)
 
 

@@ -22,8 +22,9 @@ from typing import Any, Literal
 
 import psutil
 
+from rlhf_core import __version__
 from rlhf_core.errors import ConfigError, Preempted, RlhfError, first_line, is_full_disk
-from rlhf_core.git import git_revision
+from rlhf_core.git import NO_REVISION, git_branch, git_remote, git_revision, package_revision
 from rlhf_core.runtime.preemption import StopNow
 from rlhf_core.storage.files import LockFile
 from rlhf_core.storage.garbage_collection import paused_collector
@@ -173,6 +174,7 @@ def default_environment(settings: Mapping[str, str]) -> Iterator[None]:
 
 
 PARENT_RUN_VARIABLE = "RLHF_PARENT_RUN_ID"
+PACKAGE_VERSION_TAG, PACKAGE_COMMIT_TAG = "rlhf.package_version", "rlhf.package_commit"
 METRICS_TAG = "rlhf.metrics_sha256"  # by which the run that made a workspace's result is found
 
 
@@ -288,11 +290,24 @@ def user_name() -> str:
 
 
 def origin_tags(workspace: Path, command: str) -> dict[str, str]:
-    """Who started a run, by which command and of which commit, under the names that MLflow's pages show."""
+    """Who started a run or made a model, by which command and of which commit, as MLflow's pages show it.
+
+    Commit, branch and repository are those of the workspace. The package, which may come from another repository, has
+    tags of its own.
+    """
     user = os.environ.get("RLHF_ACTOR") or user_name()
     tags = {"mlflow.user": user, "mlflow.source.name": command, "mlflow.source.type": "LOCAL"}
-    revision = git_revision(workspace)
-    return tags if revision == "none" else {**tags, "mlflow.source.git.commit": revision}
+    tags[PACKAGE_VERSION_TAG] = __version__
+    if (revision := package_revision()) != NO_REVISION:
+        tags[PACKAGE_COMMIT_TAG] = revision
+    if (revision := git_revision(workspace)) == NO_REVISION:
+        return tags
+    tags["mlflow.source.git.commit"] = revision
+    if branch := git_branch(workspace):
+        tags["mlflow.source.git.branch"] = branch
+    if remote := git_remote(workspace):
+        tags["mlflow.source.git.repoURL"] = address(remote)
+    return tags
 
 
 @contextmanager

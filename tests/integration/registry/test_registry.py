@@ -10,7 +10,7 @@ import subprocess
 import sys
 import urllib.error
 import urllib.request
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import pytest
@@ -32,7 +32,9 @@ from flows.registry.client import (
 from flows.registry.promote import promote
 from flows.registry.register import NotRegistered, register
 from flows.supervision.processes import child_environment
+from rlhf_core import __version__
 from rlhf_core.errors import ModelError, RlhfError
+from rlhf_core.git import NO_REVISION, package_revision
 from rlhf_core.storage.files import sha256_file, sha256_tree
 from rlhf_core.tracking.stage_run import METRICS_TAG, tracking_uri
 
@@ -235,6 +237,40 @@ def test_a_logged_model_comes_from_the_run_that_trained_it(workspace: Path) -> N
     reward = client.get_model_version_by_alias(reward_name(workspace), "challenger")
     logged = client.get_logged_model(reward.source.removeprefix("models:/"))
     assert logged.source_run_id == reward.run_id, "without a record of its training the registration made it"
+
+
+@pytest.mark.parametrize("backend", ["sqlite"], indirect=True)
+def test_runs_and_models_name_one_repository_and_its_commit(workspace: Path) -> None:
+    """That of the workspace; the package comes from another, as it does for everybody who has not cloned it."""
+
+    def git(*arguments: str) -> str:
+        identity = ("-c", "user.name=t", "-c", "user.email=t@example.org")
+        result = subprocess.run(["git", *identity, *arguments], cwd=workspace, check=True, capture_output=True)
+        return result.stdout.decode().strip()
+
+    def source(tags: Mapping[str, str]) -> dict[str, str]:
+        prefix = "mlflow.source.git."
+        return {name.removeprefix(prefix): value for name, value in tags.items() if name.startswith(prefix)}
+
+    client, name = connect(workspace), policy_name(workspace)
+    outside = start_pipeline_run(workspace, "outside git")
+    assert source(client.get_run(outside).data.tags) == {}
+    git("init", "-q", "-b", "trials")
+    git("add", "params.yaml", "dvc.yaml")
+    git("commit", "-q", "-m", "recipe")
+    git("remote", "add", "other", "https://example.org/other.git")
+    git("remote", "add", "origin", "https://me:token@example.org/team/own.git")
+    expected = {"commit": git("rev-parse", "HEAD"), "branch": "trials", "repoURL": "https://example.org/team/own.git"}
+    run_id = start_pipeline_run(workspace, "in git")
+    register(workspace, run_id)
+    version = versions(client, name)[0]
+    model = client.get_logged_model(version.source.removeprefix("models:/"))
+    runs = [client.get_run(run_id).data.tags, client.get_run(version.run_id).data.tags]
+    for tags in (*runs, model.tags):
+        assert source(tags) == expected
+        assert tags["rlhf.package_version"] == __version__ and "token" not in str(tags)
+        assert tags.get("rlhf.package_commit", NO_REVISION) == package_revision()
+    assert model.params["evaluate.prompts"] == "8" and model.source_run_id == version.run_id
 
 
 @pytest.mark.slow
