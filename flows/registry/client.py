@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import math
 import os
@@ -25,7 +24,7 @@ from rlhf_core.config.yaml_text import plain, read
 from rlhf_core.errors import RlhfError, first_line, is_full_disk
 from rlhf_core.storage.files import flatten, read_json
 from rlhf_core.tracking import stage_run
-from rlhf_core.tracking.delivery import DEFERRED_VARIABLE, LONGEST_PARAM, Courier, address
+from rlhf_core.tracking.delivery import DEFERRED_VARIABLE, LONGEST_PARAM, Courier, address, dataset_input
 from rlhf_core.tracking.stage_run import (
     CLIENT_SETTINGS,
     default_environment,
@@ -184,14 +183,10 @@ def log_final_artifacts(workspace: Path, run_id: str) -> None:
 
 def log_data_input(client: MlflowClient, run_id: str, workspace: Path) -> None:
     """Name the clean data as the dataset of a run, by the hash that DVC has for it; nothing before there is one."""
-    from mlflow.entities import Dataset, DatasetInput, InputTag
-
     digest = recorded_hash(workspace, CLEAN_DATA)
-    if digest is None:
-        return
-    source = json.dumps({"uri": (workspace.resolve() / CLEAN_DATA).as_uri(), "dvc": digest})
-    dataset = Dataset(CLEAN_DATA, digest[:36], "local", source, profile=json.dumps({"stage": "validate"}))
-    client.log_inputs(run_id, [DatasetInput(dataset, [InputTag("mlflow.data.context", "training")])])
+    if digest is not None:
+        uri = (workspace.resolve() / CLEAN_DATA).as_uri()
+        client.log_inputs(run_id, [dataset_input(CLEAN_DATA, digest, uri, "training")])
 
 
 def recorded_params(workspace: Path) -> dict[str, str]:

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from flows.dvc_repo.graph import dvc_status, read_graph
 from flows.registry.aliases import (
@@ -27,6 +27,7 @@ from flows.registry.client import experiment_id, fluent, log_data_input, log_num
 from flows.registry.decisions import TAG_LIMIT, commit, move, new_entry, registry_session
 from flows.registry.evidence import (
     DATA_CARD,
+    PAIRS,
     PARENT_TAG,
     gate_conditions,
     lineage_tags,
@@ -42,6 +43,7 @@ from flows.workspace import SEPARATOR, run_label
 from rlhf_core.config.loading import load_params, load_section
 from rlhf_core.config.operations import RegistryConfig
 from rlhf_core.errors import GateFailed, ModelError, RlhfError
+from rlhf_core.evaluation.report.headline import headline_metrics
 from rlhf_core.gates import GATES, GateDecision
 from rlhf_core.storage.files import flatten, read_json, sha256_file, sha256_tree
 from rlhf_core.tracking.stage_run import METRICS_TAG, origin_tags
@@ -257,7 +259,7 @@ def _create_version(
             if (workspace / DATA_CARD).is_file():
                 client.log_artifact(own_run, str(workspace / DATA_CARD), DATA_CARD.parent.name)
             log_data_input(client, own_run, workspace)
-            log_numbers(client, own_run, flatten({path.stem: read_json(path) for path in files}), logged.model_id)
+            log_numbers(client, own_run, _compared({path.stem: read_json(path) for path in files}), logged.model_id)
             version = client.create_model_version(
                 model.name, uri, own_run, tags={**tags, COMPLETE_TAG: "true"}, model_id=logged.model_id
             )
@@ -265,6 +267,12 @@ def _create_version(
         finally:
             client.set_terminated(own_run, status)
     return str(version.version)
+
+
+def _compared(metrics: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
+    """The numbers by which versions are compared, of the metrics by stage; the files are beside them as artifacts."""
+    pairs = f"data.{PAIRS}"
+    return {**headline_metrics(metrics), pairs: flatten(metrics).get(pairs)}
 
 
 def training_run(client: MlflowClient, workspace: Path, stage: str) -> str | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -19,8 +20,8 @@ from rlhf_core.tracking.journal import JOURNAL_TAG, Journal, JournalRecord, jour
 
 logger = logging.getLogger(__name__)
 # How much one request takes, by MLflow's limits.
-MOST = {"metrics": 1000, "params": 100, "tags": 100, "artifact": 1, "end": 1}
-LONGEST_PARAM = 500
+MOST = {"metrics": 1000, "params": 100, "tags": 100, "datasets": 100, "artifact": 1, "end": 1}
+LONGEST_PARAM, LONGEST_DIGEST = 500, 36
 REASONS_SHOWN = 3  # of many refusals
 ACCESS_DENIED = frozenset({401, 403})
 NOT_FINAL = frozenset({408, 425, 429})
@@ -282,10 +283,26 @@ def _post(client: Any, run_id: str, kind: str, batch: Sequence[Item]) -> None:
         client.log_batch(run_id, params=[Param(name, str(value)[:LONGEST_PARAM]) for _, name, value in batch])
     elif kind == "tags":
         client.log_batch(run_id, tags=[RunTag(name, str(value)) for _, name, value in batch])
+    elif kind == "datasets":
+        client.log_inputs(run_id, [dataset_input(name, **facts) for _, name, facts in batch])
     elif kind == "artifact":
         client.log_artifact(run_id, name, value)
     else:
         client.set_terminated(run_id, value, record.time)
+
+
+def dataset_input(name: str, digest: str, uri: str, context: str) -> Any:
+    """A dataset as MLflow keeps it with each run that reads it; the same name and digest are one dataset.
+
+    Args:
+        digest: The hash that dvc.lock has for it.
+        context: What the run does with it, such as "training".
+    """
+    from mlflow.entities import Dataset, DatasetInput, InputTag
+
+    source = json.dumps({"uri": uri, "dvc": digest})
+    dataset = Dataset(name, digest[:LONGEST_DIGEST], "local", source)
+    return DatasetInput(dataset, [InputTag("mlflow.data.context", context)])
 
 
 def _log_refusals(run_id: str, reasons: Sequence[str]) -> None:

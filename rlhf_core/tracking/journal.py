@@ -33,13 +33,13 @@ class JournalRecord:
     """One thing to tell the server about a run.
 
     Attributes:
-        kind: What ``values`` are: metrics, params or tags by name, the folder of an artifact by its file, or the final
-            status of the run by "status".
+        kind: What ``values`` are: metrics, params or tags by name, datasets as :func:`~.delivery.dataset_input` takes
+            them, the folder of an artifact by its file, or the final status of the run by "status".
         step: The step of metrics.
         time: When it happened, in milliseconds since 1970.
     """
 
-    kind: Literal["metrics", "params", "tags", "artifact", "end"]
+    kind: Literal["metrics", "params", "tags", "datasets", "artifact", "end"]
     values: Mapping[str, Any]
     step: int = 0
     time: int = field(default_factory=lambda: int(time.time() * 1000))

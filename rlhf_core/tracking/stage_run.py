@@ -26,7 +26,7 @@ from rlhf_core import __version__
 from rlhf_core.errors import ConfigError, Preempted, RlhfError, first_line, is_full_disk
 from rlhf_core.git import NO_REVISION, git_branch, git_remote, git_revision, package_revision
 from rlhf_core.runtime.preemption import StopNow
-from rlhf_core.storage.files import LockFile
+from rlhf_core.storage.files import LockFile, flatten
 from rlhf_core.storage.garbage_collection import paused_collector
 from rlhf_core.tracking.delivery import ACCESS_DENIED, DEFERRED_VARIABLE, Courier, ServerAway, address
 from rlhf_core.tracking.journal import Journal, JournalRecord, RunHeader
@@ -54,6 +54,9 @@ class Tracker:
 
     def log_artifact(self, path: Path, folder: str | None = None) -> None:
         """Copy a file into the run's artifacts."""
+
+    def log_datasets(self, datasets: Mapping[str, Mapping[str, str]]) -> None:
+        """Name the data that the run reads, as ``digest``, ``uri`` and ``context`` by name."""
 
     def set_tags(self, tags: Mapping[str, str]) -> None:
         """Label the run."""
@@ -105,6 +108,9 @@ class JournalTracker(Tracker):
     def log_artifact(self, path: Path, folder: str | None = None) -> None:
         self._take(JournalRecord("artifact", {str(path): folder}))
 
+    def log_datasets(self, datasets: Mapping[str, Mapping[str, str]]) -> None:
+        self._take(JournalRecord("datasets", datasets))
+
     def set_tags(self, tags: Mapping[str, str]) -> None:
         self._take(JournalRecord("tags", tags))
 
@@ -142,13 +148,40 @@ LONGEST_NAME = 250
 def grouped(name: str) -> str:
     """The name of a metric in MLflow, which groups by what stands before "/": ``reward_mean`` is ``reward/mean``.
 
-    What MLflow refuses in a name becomes an underscore.
+    A win rate is named by who judges: the ones of a training are the referee's, on the prompts of the selection. What
+    MLflow refuses in a name becomes an underscore.
     """
     if name == "kl":
         return "kl/k1"  # the estimate, beside kl_k2 and kl_k3
+    if name.startswith("win_rate"):
+        return f"selection/referee.{name}"
     first, _, rest = name.partition("_")
     name = f"{first}/{rest}" if rest and first in GROUPS else name
     return REFUSED.sub("_", name[:LONGEST_NAME])
+
+
+# Results that only the stage's file has, which is among the run's artifacts: MLflow's pages offer every name of an
+# experiment for columns and charts, and hundreds of them hide those that runs are compared by.
+BREAKDOWN = re.compile(
+    r"(?:^|\.)(?:(?:test_)?category|group|losses|last|regression(?:_sft)?)\."
+    r"|probes\..*_(?:low95|high95|pairs)$"
+    r"|\.(?:failed|warned)_"
+    r"|(?:^|[._])(?:clusters\w*|groups|prompts|win|tie|lose|tie_margin|lc_share|mean_difference\w*|p\d\d)$"
+    r"|(?:^|[._])(?:mean_\w+_chars|\w+_leaks)$"
+)
+
+
+def results(metrics: Mapping[str, Any]) -> dict[str, float]:
+    """The results of a stage that MLflow shows, as ``final/NAME``: numbers by which runs are compared.
+
+    Breakdowns by category, rule or probe, and the ends of curves, stay in the stage's file of metrics.
+    """
+    shown = {}
+    for name, value in flatten(metrics).items():
+        is_number = isinstance(value, int | float) and not isinstance(value, bool)
+        if is_number and not BREAKDOWN.search(name):
+            shown[f"final/{name}"] = float(value)
+    return shown
 
 
 CLIENT_SETTINGS = {

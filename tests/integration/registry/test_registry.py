@@ -65,8 +65,7 @@ def test_both_models_are_registered_with_lineage_and_gate_report(workspace: Path
     files = {a.path for folder in ("gates", "metrics") for a in client.list_artifacts(version.run_id, folder)}
     assert {"gates/data.json", "gates/reward.json", "gates/policy.json", "metrics/evaluation.json"} <= files
     logged = client.get_logged_model(version.source.removeprefix("models:/"))
-    assert {m.key: m.value for m in logged.metrics}["evaluation.nested.win_rate"] == 0.7
-    assert run.data.metrics["evaluation.nested.win_rate"] == 0.7
+    assert {m.key: m.value for m in logged.metrics} == run.data.metrics == {"kl": 1.0}
     assert run.data.tags["mlflow.parentRunId"] == run_id
     assert run.data.tags["mlflow.source.name"] == "rlhf run" and run.data.tags["mlflow.user"]
     assert [(given.dataset.name, given.dataset.digest) for given in run.inputs.dataset_inputs] == [
@@ -294,7 +293,7 @@ def test_no_champion_is_one_clear_line(workspace: Path) -> None:
 
 
 def test_a_pipeline_run_holds_parameters_final_numbers_and_files(workspace: Path) -> None:
-    (workspace / "metrics" / "summary.json").write_text('{"win_rate": 0.7, "kl": 2.0}')
+    (workspace / "metrics" / "summary.json").write_text('{"judge.win_rate": 0.7, "kl": 2.0}')
     run_id = start_pipeline_run(workspace, "demo · now")
     log_final_artifacts(workspace, run_id)
     end_pipeline_run(run_id, "Cancelled", workspace)
@@ -304,7 +303,7 @@ def test_a_pipeline_run_holds_parameters_final_numbers_and_files(workspace: Path
     assert run.info.status == "KILLED"
     assert run.data.params["evaluate.sampling.max_new_tokens"] == "8"
     # The headline alone; the other final numbers are metrics of the stages' runs.
-    assert run.data.metrics == {"win_rate": 0.7, "kl": 2.0}
+    assert run.data.metrics == {"judge.win_rate": 0.7, "kl": 2.0}
     assert run.info.run_name == "demo · now" and run.data.tags["workspace"] == workspace.name
     experiment = connect(workspace).get_experiment(run.info.experiment_id)
     assert experiment.tags["mlflow.experimentKind"] == "custom_model_development"

@@ -372,13 +372,13 @@ def test_numbers_for_people() -> None:
 
 def test_the_headline_has_what_there_is_and_every_curve_is_complete(tmp_path: Path) -> None:
     fill(tmp_path)
-    write(tmp_path / "metrics/sft.json", '{"perplexity": 1.23456789, "train_loss": 0.3}')
+    write(tmp_path / "metrics/reward.json", '{"accuracy": 0.76543219, "margin_mean": 0.3}')
     write(tmp_path / "history/sft.jsonl", '{"step": 10, "loss": 2.5}\n{"step": 20}\n{"step": 30, "loss": 1.5}\n')
     write(tmp_path / "plots/curves/critic.csv", "of an earlier run")
     render(tmp_path)
     headline = json.loads((tmp_path / "metrics/summary.json").read_text())
-    assert headline["sft_perplexity"] == 1.2346 and headline["kl"] == 2.5 and headline["length"] == 20.0
-    assert {"win_rate", "win_rate_low95", "gold_win_rate"} <= headline.keys() <= headlines.HEADLINE.keys()
+    assert headline["reward.accuracy"] == 0.7654 and headline["kl"] == 2.5 and headline["length"] == 20.0
+    assert {"judge.win_rate", "judge.win_rate_low95", "gold.win_rate"} <= headline.keys() <= headlines.HEADLINE.keys()
     # `dvc metrics show` needs the width of each name and four spaces beside the path of the file.
     assert len("metrics/summary.json") + sum(4 + len(name) for name in headlines.HEADLINE) <= 120
     # A row without a loss, such as one of a step that was skipped, is left out; so is a curve without rows.
@@ -387,7 +387,7 @@ def test_the_headline_has_what_there_is_and_every_curve_is_complete(tmp_path: Pa
 
 
 def test_numbers_that_are_not_finite_are_no_headline() -> None:
-    assert headlines.headline_metrics({"sft": {"perplexity": float("nan")}, "evaluation": {"kl": "much"}}) == {}
+    assert headlines.headline_metrics({"reward": {"accuracy": float("nan")}, "evaluation": {"kl": "much"}}) == {}
 
 
 def test_every_curve_that_dvc_plots_is_written() -> None:
