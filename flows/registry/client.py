@@ -3,28 +3,24 @@
 from __future__ import annotations
 
 import logging
-import math
 import os
-import re
 import socket
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 from urllib.parse import quote, urlsplit, urlunsplit
 
-from flows.dvc_repo.graph import recorded_hash
 from flows.registry.aliases import registry_errors
 from flows.registry.workspace import repair_moved, workspace_id
 from flows.workspace import locked, run_tags, running_services
-from rlhf_core.config.loading import PARAMS_FILE, load_params, load_section
+from rlhf_core.config.loading import load_params, load_section
 from rlhf_core.config.operations import RegistryConfig, TrackingConfig
-from rlhf_core.config.yaml_text import plain, read
 from rlhf_core.errors import RlhfError, first_line, is_full_disk
-from rlhf_core.storage.files import flatten, read_json
 from rlhf_core.tracking import stage_run
-from rlhf_core.tracking.delivery import DEFERRED_VARIABLE, LONGEST_PARAM, Courier, address, dataset_input
+from rlhf_core.tracking.delivery import DEFERRED_VARIABLE, Courier, address
+from rlhf_core.tracking.pipeline_run import open_pipeline_run
 from rlhf_core.tracking.stage_run import (
     CLIENT_SETTINGS,
     default_environment,
@@ -62,12 +58,7 @@ def mlflow_address(workspace: Path) -> str | None:
     return urlunsplit(parts._replace(netloc=parts.netloc.rpartition("@")[2])).rstrip("/")
 
 
-PIPELINE_TAG, WORKSPACE_ID_TAG = "rlhf.pipeline", "rlhf.workspace_id"
-REPORT_PAGE, RELEASE_PAGE = "report.html", "release.html"
-FINAL_FILES = (REPORT_PAGE, RELEASE_PAGE, PARAMS_FILE, "dvc.lock")
-FINAL_FOLDERS = ("metrics", "gates", "plots", "data/card")
-CLEAN_DATA = "data/clean"
-HEADLINE_FILE = Path("metrics") / "summary.json"
+WORKSPACE_ID_TAG = "rlhf.workspace_id"
 FINAL_STATES = {"completed": "FINISHED", "cancelled": "KILLED"}
 
 
@@ -138,72 +129,24 @@ def prepare_tracking(workspace: Path) -> MlflowClient:
 
 
 def start_pipeline_run(workspace: Path, name: str) -> str:
-    """Open the parent run of a pipeline run with params.yaml flattened into its parameters; returns its id.
+    """Open the parent run of a pipeline run; returns its id.
 
     Stages become its children when ``RLHF_PARENT_RUN_ID`` holds that id.
     """
-    from mlflow.entities import Param
-
     client = prepare_tracking(workspace)
-    experiment = experiment_id(client, workspace)
     labels = run_tags(workspace, load_params(workspace).profile)
     own = {
         "mlflow.runName": name,
         "rlhf.workspace": workspace.resolve().name,
         WORKSPACE_ID_TAG: workspace_id(workspace),
-        PIPELINE_TAG: "true",
     }
     tags = {**labels, **own, **origin_tags(workspace, "rlhf run")}
-    run_id = str(client.create_run(experiment, tags=tags).info.run_id)
-    client.log_batch(run_id, params=[Param(name, value) for name, value in recorded_params(workspace).items()])
-    return run_id
+    return open_pipeline_run(client, experiment_id(client, workspace), workspace, tags)
 
 
 def end_pipeline_run(run_id: str, status: str, workspace: Path) -> None:
     """Close a run. ``status`` is the type of a final state of Prefect in any case; all others are failures."""
     connect(workspace).set_terminated(run_id, FINAL_STATES.get(status.lower(), "FAILED"))
-
-
-def log_final_artifacts(workspace: Path, run_id: str) -> None:
-    """Copy report, metrics, gates and plots into the run, and the headline into its metrics.
-
-    The other final numbers are metrics of the stages' runs.
-    """
-    client = connect(workspace)
-    log_data_input(client, run_id, workspace)
-    for name in FINAL_FILES:
-        if (workspace / name).is_file():
-            client.log_artifact(run_id, str(workspace / name))
-    for name in FINAL_FOLDERS:
-        if (workspace / name).is_dir():
-            client.log_artifacts(run_id, str(workspace / name), name)
-    if (workspace / HEADLINE_FILE).is_file():
-        log_numbers(client, run_id, read_json(workspace / HEADLINE_FILE))
-
-
-def log_data_input(client: MlflowClient, run_id: str, workspace: Path) -> None:
-    """Name the clean data as the dataset of a run, by the hash that DVC has for it; nothing before there is one."""
-    digest = recorded_hash(workspace, CLEAN_DATA)
-    if digest is not None:
-        uri = (workspace.resolve() / CLEAN_DATA).as_uri()
-        client.log_inputs(run_id, [dataset_input(CLEAN_DATA, digest, uri, "training")])
-
-
-def recorded_params(workspace: Path) -> dict[str, str]:
-    """params.yaml as parameters of a run or of a model, with dotted names."""
-    values = flatten(plain(read(workspace / PARAMS_FILE)))
-    return {_legal(key): str(value)[:LONGEST_PARAM] for key, value in values.items()}
-
-
-def log_numbers(client: MlflowClient, run_id: str, values: Mapping[str, Any], model_id: str | None = None) -> None:
-    """Log the finite numbers among ``values`` as metrics of a run, and of the logged model ``model_id`` if given."""
-    from mlflow.entities import Metric
-    from mlflow.utils.time import get_current_time_millis
-
-    now = get_current_time_millis()
-    numbers = {k: float(v) for k, v in values.items() if isinstance(v, int | float) and math.isfinite(v)}
-    rows = [Metric(_legal(key), value, now, 0, model_id=model_id) for key, value in numbers.items()]
-    client.log_batch(run_id, metrics=rows)
 
 
 @contextmanager
@@ -235,11 +178,6 @@ def fluent(workspace: Path) -> Iterator[None]:
 def experiment_id(client: MlflowClient, workspace: Path) -> str:
     """Id of the experiment of a workspace, made on first use."""
     return stage_run.experiment_id(client, workspace, load_section(workspace, "tracking", TrackingConfig).experiment)
-
-
-def _legal(key: str) -> str:
-    """MLflow allows letters, digits, ``_-./: `` in names."""
-    return re.sub(r"[^\w\-./: ]", "_", key)[:250]
 
 
 NOTE_TAG = "mlflow.note.content"

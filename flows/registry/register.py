@@ -23,12 +23,11 @@ from flows.registry.aliases import (
     registry_errors,
     versions,
 )
-from flows.registry.client import experiment_id, fluent, log_data_input, log_numbers, recorded_params
+from flows.registry.client import experiment_id, fluent
 from flows.registry.decisions import TAG_LIMIT, commit, move, new_entry, registry_session
 from flows.registry.evidence import (
     DATA_CARD,
     PAIRS,
-    PARENT_TAG,
     gate_conditions,
     lineage_tags,
     read_gate_evidence,
@@ -46,6 +45,7 @@ from rlhf_core.errors import GateFailed, ModelError, RlhfError
 from rlhf_core.evaluation.report.headline import headline_metrics
 from rlhf_core.gates import GATES, GateDecision
 from rlhf_core.storage.files import flatten, read_json, sha256_file, sha256_tree
+from rlhf_core.tracking.pipeline_run import PARENT_TAG, log_data_input, log_numbers, recorded_params
 from rlhf_core.tracking.stage_run import METRICS_TAG, origin_tags
 
 if TYPE_CHECKING:

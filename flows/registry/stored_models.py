@@ -23,7 +23,6 @@ from flows.registry.aliases import (
 )
 from flows.registry.client import connect, fluent, knock
 from flows.registry.decisions import registry_session
-from flows.registry.evidence import PARENT_TAG
 from flows.registry.history import ReleaseState
 from flows.registry.model_package import CODE_FOLDER, build_wheel, requirements
 from flows.registry.policies import active_policies
@@ -37,6 +36,7 @@ from rlhf_core.gates import closed_gate
 from rlhf_core.serving.policy_source import PolicyFiles, PolicyRevision
 from rlhf_core.serving.protocol import CompletionId, token_usage
 from rlhf_core.storage.files import atomic_dir, sha256_file, sha256_tree
+from rlhf_core.tracking.pipeline_run import PARENT_TAG
 from rlhf_core.tracking.stage_run import tracking_uri
 
 if TYPE_CHECKING:

@@ -30,6 +30,7 @@ from rlhf_core.storage.files import LockFile, flatten
 from rlhf_core.storage.garbage_collection import paused_collector
 from rlhf_core.tracking.delivery import ACCESS_DENIED, DEFERRED_VARIABLE, Courier, ServerAway, address
 from rlhf_core.tracking.journal import Journal, JournalRecord, RunHeader
+from rlhf_core.tracking.pipeline_run import LONGEST_NAME, PARENT_TAG, current_experiment
 
 logger = logging.getLogger(__name__)
 DELIVERY_SECONDS = 1.0
@@ -142,7 +143,6 @@ GROUPS = ("reward", "kl", "policy", "value", "critic", "ptx", "selection", "vali
 
 # What MLflow refuses in the name of a metric, and all others of the request with it. Names have categories of the data.
 REFUSED = re.compile(r"[^/\w.\- :]|/(?=/|\Z|\.\.?(?:/|\Z))")
-LONGEST_NAME = 250
 
 
 def grouped(name: str) -> str:
@@ -345,7 +345,7 @@ def origin_tags(workspace: Path, command: str) -> dict[str, str]:
 
 @contextmanager
 def stage_tracker(stage: str, workspace: Path, experiment: str) -> Iterator[Tracker]:
-    """A run for one stage: a child of the pipeline's run where there is one, else a run of its own.
+    """A run for one stage: a child of that of the pipeline or of the DVC experiment, else a run of its own.
 
     ``RLHF_TRACKING=off`` switches it off. The run ends as FINISHED, as KILLED when it is preempted, or as FAILED
     when the block raises anything else. While its server is away, what is recorded waits in ``.rlhf/tracking`` of the
@@ -363,7 +363,9 @@ def stage_tracker(stage: str, workspace: Path, experiment: str) -> Iterator[Trac
     tags = {"mlflow.runName": name, "stage": stage, "workspace": folder, "rlhf.stage": stage}
     tags |= origin_tags(workspace, f"rlhf stage {stage}")
     if os.environ.get(PARENT_RUN_VARIABLE):
-        tags["mlflow.parentRunId"] = os.environ[PARENT_RUN_VARIABLE]
+        tags[PARENT_TAG] = os.environ[PARENT_RUN_VARIABLE]
+    else:
+        tags |= current_experiment()
     deferred = bool(os.environ.get(DEFERRED_VARIABLE))
     journal = Journal.new(workspace, RunHeader(address(uri), None, experiment, tags, int(time.time() * 1000), deferred))
     with nullcontext() if deferred else default_environment(CLIENT_SETTINGS):

@@ -24,6 +24,7 @@ from rlhf_core.config.operations import LaunchConfig, Trained
 from rlhf_core.config.policy import Method
 from rlhf_core.config.problems import nearest
 from rlhf_core.config.rates import with_chosen_rates
+from rlhf_core.config.recipe import recorded_outputs
 from rlhf_core.data.token_folder import TOKENS
 from rlhf_core.errors import ConfigError, DataError, RlhfError, first_line, is_full_disk, is_out_of_memory
 from rlhf_core.fingerprint.stages import remembered_fingerprints, stage_definition
@@ -205,11 +206,7 @@ def data_inputs(stage: Stage[Any], workspace: Path) -> dict[str, dict[str, str]]
     """The folders of rows that a stage reads, with the hashes that dvc.lock has for them; none without one."""
     lock = workspace / "dvc.lock"
     paths = [path for path in stage.inputs.values() if path in DATA_FOLDERS]
-    if not paths or not lock.is_file():
-        return {}
-    from rlhf_core.evaluation.report.sources import recorded_outputs
-
-    recorded = recorded_outputs(lock)
+    recorded = recorded_outputs(lock) if paths and lock.is_file() else {}
     context = "evaluation" if stage.name == "evaluate" else "training"
     return {
         path: {"digest": recorded[path], "uri": (workspace.resolve() / path).as_uri(), "context": context}

@@ -26,7 +26,6 @@ from flows.registry.client import (
     end_pipeline_run,
     experiment_id,
     fluent,
-    log_final_artifacts,
     start_pipeline_run,
 )
 from flows.registry.promote import promote
@@ -36,6 +35,7 @@ from rlhf_core import __version__
 from rlhf_core.errors import ModelError, RlhfError
 from rlhf_core.git import NO_REVISION, package_revision
 from rlhf_core.storage.files import sha256_file, sha256_tree
+from rlhf_core.tracking.pipeline_run import log_final_artifacts
 from rlhf_core.tracking.stage_run import METRICS_TAG, tracking_uri
 
 CHAT = {"messages": [{"role": "user", "content": "what colour is the sky?"}]}
@@ -295,7 +295,7 @@ def test_no_champion_is_one_clear_line(workspace: Path) -> None:
 def test_a_pipeline_run_holds_parameters_final_numbers_and_files(workspace: Path) -> None:
     (workspace / "metrics" / "summary.json").write_text('{"judge.win_rate": 0.7, "kl": 2.0}')
     run_id = start_pipeline_run(workspace, "demo · now")
-    log_final_artifacts(workspace, run_id)
+    log_final_artifacts(connect(workspace), run_id, workspace)
     end_pipeline_run(run_id, "Cancelled", workspace)
     sent = {file.path for file in connect(workspace).list_artifacts(run_id)}
     assert sent == {"params.yaml", "dvc.lock", "metrics", "gates"}

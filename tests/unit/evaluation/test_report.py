@@ -16,11 +16,12 @@ from commands import ROOT
 from rlhf_core.config import yaml_text
 from rlhf_core.config.evaluation import ReportConfig
 from rlhf_core.config.gates import Condition
+from rlhf_core.config.recipe import recorded_outputs
 from rlhf_core.data.schema import read_table, write_table
 from rlhf_core.evaluation.comparisons.comparison import compare
 from rlhf_core.evaluation.report import charts, view
 from rlhf_core.evaluation.report import headline as headlines
-from rlhf_core.evaluation.report.sources import recorded_outputs, report_lineage
+from rlhf_core.evaluation.report.sources import report_lineage
 from rlhf_core.gates import GateDecision, decide
 from rlhf_core.stages import report
 from rlhf_core.stages.runtime.contract import Paths
