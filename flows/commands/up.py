@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from flows.commands.display import Display, open_display
-from flows.dvc_repo.recipe import check_tracked_params
+from flows.dvc_repo.recipe import check_recipe
 from flows.dvc_repo.root import ensure_dvc
 from flows.prefect_server.services import (
     LOOPBACK,
@@ -45,7 +45,7 @@ def up(workspace: Path, port: int | None = None, mlflow_port: int | None = None)
     signals.install()
     check_port_option(port)
     params = load_params(workspace)
-    check_tracked_params(workspace)
+    check_recipe(workspace)
     mlflow_port = claim_port(mlflow_port, "the MLflow UI", "--mlflow-port")
     with open_display(workspace, "preparing the workspace") as display:
         ensure_dvc(workspace)

@@ -116,14 +116,17 @@ def _with_ignores(file: Path, dvc_yaml: str) -> str:
     return text + "".join(f"{line}\n" for line in missing)
 
 
-def check_tracked_params(workspace: Path) -> None:
-    """Check that params.yaml has every parameter that a stage of dvc.yaml names.
+def check_recipe(workspace: Path) -> None:
+    """Check that dvc.lock is merged, and that params.yaml has every parameter that a stage of dvc.yaml names.
 
     The program has defaults for them, but DVC compares what is written in the file.
 
     Raises:
-        ConfigError: some are left out; the message has the lines to add.
+        ConfigError: dvc.lock has conflicts, or some are left out; the message has the lines to add.
     """
+    lock = workspace / "dvc.lock"
+    if lock.is_file():
+        yaml_text.require_merged(lock.read_text(encoding="utf-8", errors="replace"), str(lock))
     document = yaml_text.plain(yaml_text.read(workspace / PARAMS_FILE))
     defaults = Params().model_dump(mode="json", by_alias=True)
     absent = [path for path in tracked_params(workspace) if _value_at(document, path) is ABSENT]

@@ -24,6 +24,7 @@ from prefect.task_runners import TaskRunner, ThreadPoolTaskRunner
 
 from flows.dvc_repo.graph import StageNode, read_graph, recorded_hash
 from flows.dvc_repo.inputs import refresh_inputs
+from flows.dvc_repo.recipe import check_recipe
 from flows.jobs.job import Job
 from flows.jobs.run_on_pool import run_on_pool, run_on_remote_pool
 from flows.pipeline.artifacts import ProgressArtifact, publish_run
@@ -158,6 +159,7 @@ def rlhf_pipeline(workspace: str = ".", promote: bool = True, profile: str = "",
 def _run_pipeline(workspace: Path, promote: bool, events: EventLog, answered: State[Any] | None) -> State[Any]:
     """Run the stages and what follows them; after an approval was ``answered`` only what is up to date is shown."""
     params = load_params(workspace)
+    check_recipe(workspace)
     refresh_inputs(workspace)
     _describe_flow_run(workspace, params.profile)
     unchanged = find_unchanged(workspace, promotes=promote)
