@@ -1,4 +1,4 @@
-"""The recipe of a workspace: dvc.yaml, and params.yaml merged from a base, a profile and overrides."""
+"""The recipe of a workspace or of a trial: dvc.yaml, and params.yaml merged from a base, a profile and overrides."""
 
 from __future__ import annotations
 
@@ -9,19 +9,26 @@ from pathlib import Path
 from typing import Any
 
 from flows.dvc_repo.inputs import DVC_FILE, EXPECTATIONS, entry_names, with_sources
-from flows.workspace import cannot_write
+from flows.dvc_repo.root import ensure_dvc, share_settings
+from flows.workspace import cannot_write, is_workspace
 from rlhf_core.config import yaml_text
 from rlhf_core.config.loading import (
+    DEFAULT_PROFILE,
     PARAMS_FILE,
     Params,
     check_params,
+    load_params,
+    load_section,
     merge,
     overlaid,
     overlays_of,
     overridden,
     profile_names,
+    profile_text,
     rebase_sources,
+    workspace_name,
 )
+from rlhf_core.config.operations import RegistryConfig
 from rlhf_core.config.recipe import expectations_of, profile_headers, profiles_of
 from rlhf_core.errors import ConfigError
 from rlhf_core.fingerprint.tracked_files import function_files, verifiable_functions
@@ -169,3 +176,37 @@ def _value_at(document: Any, path: str) -> Any:
     for part in path.split("."):
         document = document.get(part, ABSENT) if isinstance(document, Mapping) else ABSENT
     return document
+
+
+def trial_workspace(base: Path, profile: str | None, sets: Sequence[str]) -> Path:
+    """Return the workspace of a profile and overrides under ``base/workspaces``, created or updated from ``base``.
+
+    It shares the DVC cache of ``base``, so that equal stages are not computed again, and its remotes. Its registered
+    models have names of their own, unless the profile or ``sets`` name them: on a server, a trial does not meet the
+    models of ``base``.
+    """
+    name = workspace_name(profile or load_params(base).profile or DEFAULT_PROFILE, sets)
+    folder = base / TRIALS / name
+    named = [*_own_model_names(base, profile, name, folder), *sets]
+    write_recipe(folder, merged_params(base, profile, named, folder), base)
+    ensure_dvc(base)
+    ensure_dvc(folder)
+    share_settings(base, folder)
+    return folder
+
+
+def _own_model_names(base: Path, profile: str | None, trial: str, folder: Path) -> list[str]:
+    """Overrides that name the registered models of a trial: ``rlhf-policy-TRIAL`` for ``rlhf-policy``.
+
+    A trial that exists keeps the names it has, and so its champion.
+    """
+    if is_workspace(folder):
+        names = load_section(folder, "registry", RegistryConfig)
+        return [f"registry.policy={names.policy}", f"registry.reward_model={names.reward_model}"]
+    names = load_section(base, "registry", RegistryConfig)
+    chosen: dict[str, str] = {}
+    # Names that a profile gives are for its own workspace, not for those with further settings.
+    for name in profile_names(profile) if profile and trial == workspace_name(profile, ()) else ():
+        chosen |= yaml_text.parse(profile_text(profiles_of(base), name), name).get("registry") or {}
+    own = {"policy": names.policy, "reward_model": names.reward_model}
+    return [f"registry.{key}={chosen.get(key) or f'{value}-{trial}'}" for key, value in own.items()]

@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import base64
 import hashlib
+import io
 import zipfile
 from collections.abc import Mapping
+from functools import cache
 from importlib.metadata import version as installed
 from pathlib import Path
 
@@ -52,8 +54,9 @@ Tag: py3-none-any
 """
 
 
-def build_wheel(folder: Path) -> Path:
-    """Write ``rlhf_core`` as a wheel into ``folder``; the same sources give the same bytes.
+@cache
+def own_wheel() -> tuple[str, bytes]:
+    """The name and content of ``rlhf_core`` as a wheel; the same sources give the same bytes.
 
     Its version carries the hash of its files, because MLflow takes an environment again that has the same
     requirements. It has no requirements of its own: those of the model name all packages with their versions.
@@ -66,21 +69,21 @@ def build_wheel(folder: Path) -> Path:
     record = f"{information}/RECORD"
     lines = [f"{name},{_record_hash(content)},{len(content)}" for name, content in files.items()]
     files[record] = "\n".join([*lines, f"{record},,", ""]).encode()
-    wheel = folder / f"rlhf_pipeline-{version}-py3-none-any.whl"
+    wheel = io.BytesIO()
     with zipfile.ZipFile(wheel, "w", zipfile.ZIP_DEFLATED) as archive:
         for name, content in files.items():
             entry = zipfile.ZipInfo(name)  # dated 1980, whenever it is written
             entry.compress_type = zipfile.ZIP_DEFLATED
             entry.external_attr = 0o644 << 16
             archive.writestr(entry, content)
-    return wheel
+    return f"rlhf_pipeline-{version}-py3-none-any.whl", wheel.getvalue()
 
 
-def requirements(wheel: Path) -> list[str]:
-    """The model's requirements: ``wheel`` as a file of the model, and packages in the versions that are installed."""
+def requirements() -> list[str]:
+    """The model's requirements: the wheel as a file of the model, and packages in the versions that are installed."""
     # A local label of a version, such as ``+cpu``, is not on package indexes.
     pinned = [f"{name}=={installed(name).partition('+')[0]}" for name in INDEX_PACKAGES]
-    return [f"{CODE_FOLDER}/{wheel.name}", *pinned]
+    return [f"{CODE_FOLDER}/{own_wheel()[0]}", *pinned]
 
 
 def _sources() -> list[Path]:

@@ -24,7 +24,7 @@ from flows.registry.aliases import (
 from flows.registry.client import connect, fluent, knock
 from flows.registry.decisions import registry_session
 from flows.registry.history import ReleaseState
-from flows.registry.model_package import CODE_FOLDER, build_wheel, requirements
+from flows.registry.model_package import CODE_FOLDER, own_wheel, requirements
 from flows.registry.policies import active_policies
 from flows.workspace import display_path
 from rlhf_core.config.evaluation import EvaluateConfig
@@ -74,7 +74,9 @@ def log_model(workspace: Path, folder: str, content: str, model: LoggedModel, ru
     sampling = load_section(workspace, "evaluate", EvaluateConfig).sampling.model_dump(mode="json")
     with tempfile.TemporaryDirectory() as built, warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)  # advice on type hints
-        wheel = build_wheel(Path(built))
+        name, content_of_wheel = own_wheel()
+        wheel = Path(built) / name
+        wheel.write_bytes(content_of_wheel)
         # What mlflow.pyfunc.log_model calls, which takes no run but the active one.
         info = Model.log(
             artifact_path=None,
@@ -88,7 +90,7 @@ def log_model(workspace: Path, folder: str, content: str, model: LoggedModel, ru
             input_example={"messages": EXAMPLE if kind == "policy" else SCORED_EXAMPLE},
             model_config={"kind": kind, "content_sha256": content, "sampling": sampling},
             code_paths=[str(wheel)],
-            pip_requirements=requirements(wheel),
+            pip_requirements=requirements(),
         )
     return str(info.model_uri)
 
@@ -184,9 +186,11 @@ def own_package(client: MlflowClient, workspace: Path, version: ModelVersion) ->
 
 def _other_code(root: Path, folder: Path) -> str:
     """Which code the model in ``root`` has beside its ``folder`` that this release would not keep with it."""
-    with tempfile.TemporaryDirectory() as built:
-        wheel = build_wheel(Path(built))
-        own = {SERVING_CODE.name: sha256_file(SERVING_CODE), f"{CODE_FOLDER}/{wheel.name}": sha256_file(wheel)}
+    wheel, content = own_wheel()
+    own = {
+        SERVING_CODE.name: sha256_file(SERVING_CODE),
+        f"{CODE_FOLDER}/{wheel}": hashlib.sha256(content).hexdigest(),
+    }
     kept = {}
     for path in sorted(root.rglob("*")):
         name = path.relative_to(root)

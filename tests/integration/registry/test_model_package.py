@@ -7,7 +7,7 @@ import os
 import subprocess
 import sys
 import zipfile
-from importlib.metadata import PackageNotFoundError, requires, version
+from importlib.metadata import PackageNotFoundError, distribution, version
 from pathlib import Path
 
 import pytest
@@ -17,27 +17,15 @@ from packaging.requirements import Requirement
 
 from flows.registry.aliases import versions
 from flows.registry.client import connect
-from flows.registry.model_package import build_wheel
+from flows.registry.model_package import own_wheel
 from flows.registry.promote import promote
 from flows.registry.register import register
 
-# Loads policy and reward model where only the packages in argv[2] can be imported, and this project from argv[1] alone.
-ISOLATED = """
+# Loads policy and reward model from argv[1:], and asks each.
+ASK = """
 import json, sys
-from importlib.abc import MetaPathFinder
-from importlib.metadata import packages_distributions
-site, allowed, owners = sys.argv[1], set(json.loads(sys.argv[2])), packages_distributions()
-class Only(MetaPathFinder):
-    def find_spec(self, name, path=None, target=None):
-        owner = owners.get(name)  # of top-level packages only
-        if name != "rlhf_core" and owner and not allowed & {one.lower().replace("_", "-") for one in owner}:
-            raise ModuleNotFoundError(f"not among the model's requirements: {name}", name=name)
-sys.meta_path.insert(0, Only())
-sys.path.insert(0, site)
 import mlflow
-policy, reward = (mlflow.pyfunc.load_model(folder) for folder in sys.argv[3:])
-import rlhf_core
-assert rlhf_core.__file__.startswith(site), rlhf_core.__file__
+policy, reward = (mlflow.pyfunc.load_model(folder) for folder in sys.argv[1:])
 asked = [{"role": "user", "content": "what colour is the sky?"}]
 answered = [*asked, {"role": "assistant", "content": "blue."}]
 print(json.dumps([policy.predict({"messages": asked})[0], reward.predict({"messages": answered})[0]]))
@@ -51,37 +39,37 @@ def model_folder(workspace: Path, name: str) -> Path:
     return Path(source.artifact_location.removeprefix("file://").replace("%20", " "))
 
 
-def with_dependencies(names: list[str]) -> set[str]:
-    """The installed distributions that installing ``names`` brings, in the form of a package index."""
-    found: set[str] = set()
+def link_packages(names: list[str], site: Path) -> None:
+    """Make ``site`` what installing ``names`` would make it: links to these packages and those that they require."""
+    done: set[str] = set()
     waiting = list(names)
     while waiting:
         name = waiting.pop().lower().replace("_", "-")
-        if name in found:
+        if name in done:
             continue
-        found.add(name)
+        done.add(name)
         try:
-            needed = [Requirement(line) for line in requires(name) or ()]
+            package = distribution(name)
         except PackageNotFoundError:  # of another platform
             continue
+        for entry in {path.parts[0] for path in package.files or ()} - {"..", "__pycache__"}:
+            if not (site / entry).exists():
+                (site / entry).symlink_to(package.locate_file(entry))
+        needed = [Requirement(line) for line in package.requires or ()]
         waiting += [one.name for one in needed if one.marker is None or one.marker.evaluate({"extra": ""})]
-    return found
 
 
-def test_the_wheel_of_the_same_sources_is_the_same(tmp_path: Path) -> None:
-    (tmp_path / "again").mkdir()
-    wheel, again = build_wheel(tmp_path), build_wheel(tmp_path / "again")
-    assert (wheel.name, wheel.read_bytes()) == (again.name, again.read_bytes())
+def test_the_wheel_is_what_pip_installs(tmp_path: Path) -> None:
+    name, content = own_wheel()
+    own_wheel.cache_clear()
+    assert own_wheel() == (name, content), "the same sources are the same wheel"
+    wheel = tmp_path / name
+    wheel.write_bytes(content)
     names = zipfile.ZipFile(wheel).namelist()
-    assert "rlhf_core/serving/policy.py" in names and not [name for name in names if "__pycache__" in name]
-    assert len(names) == len(set(names))
-
-
-def test_pip_takes_the_wheel(tmp_path: Path) -> None:
-    wheel = build_wheel(tmp_path)
+    assert len(names) == len(set(names)) and not [name for name in names if "__pycache__" in name]
     command = [sys.executable, "-m", "pip", "install", "--no-index", "--no-deps", "--target", str(tmp_path / "site")]
     subprocess.run([*command, "-q", str(wheel)], check=True, cwd=tmp_path)
-    assert (tmp_path / "site" / "rlhf_core" / "__init__.py").is_file()
+    assert (tmp_path / "site" / "rlhf_core" / "serving" / "policy.py").is_file()
 
 
 @pytest.mark.dear("loads both registered models in a process that has their requirements alone")
@@ -95,13 +83,14 @@ def test_models_answer_with_their_requirements_alone(workspace: Path, tmp_path: 
     pins = [Requirement(line) for line in lines if line not in files]
     for pin in pins:
         assert pin.name != "rlhf-pipeline" and pin.specifier.contains(version(pin.name).partition("+")[0])
+    site = tmp_path / "site"
     with zipfile.ZipFile(folders[0] / files[0]) as wheel:
-        wheel.extractall(tmp_path / "site")
-    allowed = json.dumps(sorted(with_dependencies([pin.name for pin in pins])))
+        wheel.extractall(site)
+    link_packages([pin.name for pin in pins], site)
     result = subprocess.run(
-        [sys.executable, "-P", "-c", ISOLATED, str(tmp_path / "site"), allowed, *map(str, folders)],
+        [sys.executable, "-S", "-c", ASK, *map(str, folders)],
         cwd=tmp_path,
-        env={"PATH": os.environ["PATH"], "HOME": str(tmp_path), "MLFLOW_DISABLE_TELEMETRY": "true"},
+        env={"PATH": os.environ["PATH"], "PYTHONPATH": str(site), "HOME": str(tmp_path)},
         capture_output=True,
         text=True,
     )
