@@ -1,4 +1,4 @@
-"""``rlhf up``: keep server, workers and the MLflow UI running, so that schedules fire; ``rlhf deploy`` on any server."""
+"""``rlhf up``: keep server, workers and the MLflow UI running, so that schedules fire; ``rlhf deploy``."""
 
 from __future__ import annotations
 
