@@ -253,9 +253,8 @@ def _describe_flow_run(workspace: Path, profile: str) -> None:
     """Show workspace, profile and data as tags of this flow run, whether a command or a schedule started it."""
     data = (recorded_hash(workspace, "data/clean") or "")[:12]
     own = {*run_tags(workspace, profile).values(), *([f"data:{data}"] if data else [])}
-    others = {
-        tag for tag in runtime.flow_run.tags if not tag.startswith("data:")
-    }  # what it began with may have changed
+    # The data that a run begins with may change in it.
+    others = {tag for tag in runtime.flow_run.tags if not tag.startswith("data:")}
     with get_client(sync_client=True) as client:
         client.update_flow_run(runtime.flow_run.id, tags=sorted(others | own))
 

@@ -42,9 +42,7 @@ def test_wrong_settings_end_the_run_in_one_line(tmp_path: Path) -> None:
     ("name", "given"),
     [("brave-otter", ""), ("try1", "try1"), ("long-kl", "long-kl"), ("demo · 2026-01-01 03:00:00",) * 2, ("", "")],
 )
-def test_a_name_that_somebody_gave_stays(
-    name: str, given: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_a_name_that_was_given_stays(name: str, given: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("PREFECT__RUNTIME__FLOW_RUN__NAME", name)
     monkeypatch.chdir(tmp_path)
     assert given_name() == given
