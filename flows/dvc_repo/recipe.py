@@ -100,8 +100,9 @@ def write_recipe(folder: Path, params: str, base: Path) -> None:
         if not (folder / ".dvcignore").exists():
             texts[".dvcignore"] = DVC_IGNORE
         (folder / EXPECTATIONS).mkdir(exist_ok=True)
-        for suite in sorted(expectations_of(base).glob("*.json")):
-            texts[f"{EXPECTATIONS}/{suite.name}"] = suite.read_text(encoding="utf-8")
+        suites = expectations_of(base)
+        for file in sorted([*suites.glob("*.json"), *suites.glob("*.py")]):
+            texts[f"{EXPECTATIONS}/{file.name}"] = file.read_text(encoding="utf-8")
         functions = (*checked.ppo.reward.sources, *verifiable_functions(checked.evaluate.verifiable))
         for module in function_files(base, functions):
             texts[module] = (base / module).read_text(encoding="utf-8")
