@@ -106,8 +106,10 @@ def test_an_experiment_is_run_shown_and_compared(repository: Path) -> None:
     assert [" ".join(line.split()) for line in changed[1:]] == ["- title: RLHF pipeline report", "+ title: Second"]
     shown = output("dvc", "exp", "show", "--only-changed", cwd=repository)
     assert "[second]" in shown and "report.title" in shown and max(map(len, shown.splitlines())) <= 80
+    settings = output("dvc", "exp", "show", "--only-changed", "--drop", ".*/", cwd=repository)
+    assert "report.title" in settings and "/" not in settings
     metrics = output("dvc", "metrics", "show", cwd=repository).splitlines()
-    assert "win_rate_low95" in metrics[0] and max(map(len, metrics)) <= 120 and len(metrics) == 2
+    assert "judge.win_rate_low95" in metrics[0] and max(map(len, metrics)) <= 120 and len(metrics) == 2
     output("dvc", "plots", "diff", cwd=repository)
     page = (repository / "dvc_plots" / "index.html").read_text()
     for title in ("SFT loss", "Accuracy of reward model, referee and judge", "PPO reward", "PPO KL from SFT"):
