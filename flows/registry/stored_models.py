@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import shlex
 import shutil
-import tempfile
 import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path, PurePosixPath
@@ -35,7 +34,7 @@ from rlhf_core.errors import ModelError, RlhfError
 from rlhf_core.gates import closed_gate
 from rlhf_core.serving.policy_source import PolicyFiles, PolicyRevision
 from rlhf_core.serving.protocol import CompletionId, token_usage
-from rlhf_core.storage.files import atomic_dir, sha256_file, sha256_tree
+from rlhf_core.storage.files import atomic_dir, scratch_folder, sha256_file, sha256_tree
 from rlhf_core.tracking.pipeline_run import PARENT_TAG
 from rlhf_core.tracking.stage_run import tracking_uri
 
@@ -72,10 +71,10 @@ def log_model(workspace: Path, folder: str, content: str, model: LoggedModel, ru
 
     kind = model.name
     sampling = load_section(workspace, "evaluate", EvaluateConfig).sampling.model_dump(mode="json")
-    with tempfile.TemporaryDirectory() as built, warnings.catch_warnings():
+    with scratch_folder() as folder_of_wheel, warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)  # advice on type hints
         name, content_of_wheel = own_wheel()
-        wheel = Path(built) / name
+        wheel = folder_of_wheel / name
         wheel.write_bytes(content_of_wheel)
         # What mlflow.pyfunc.log_model calls, which takes no run but the active one.
         info = Model.log(
