@@ -153,14 +153,14 @@ def rlhf_pipeline(workspace: str = ".", promote: bool = True, settings: dict[str
         settings: Settings of params.yaml for a trial in a workspace of its own, as `rlhf run --set` makes it: by dotted
             name, such as {"ppo.kl.coefficient": 0.1, "seed": 2}. Without any the workspace itself runs.
     """
-    if threading.current_thread() is threading.main_thread():
-        signals.install()
     folder = Path(workspace).resolve()
     if settings:
         try:
             folder = trial_workspace(folder, None, assignments(settings))
         except RlhfError as error:
             return Failed(name=FAILED_STATES.get(error.exit_code, "StageFailed"), message=str(error))
+    if threading.current_thread() is threading.main_thread():
+        signals.install()
     answered = follow_request(folder) if was_suspended() else None
     if answered is not None and not answered.is_completed():
         return answered

@@ -48,7 +48,8 @@ def experiment_run(client: Any, experiment_id: str, workspace: Path, stage_tags:
         run_id = str(known[0].info.run_id)
         client.update_run(run_id, status="RUNNING")
         return run_id
-    origin = {name: text for name, text in stage_tags.items() if name.startswith(("mlflow.user", "mlflow.source."))}
+    of_origin = ("mlflow.user", "mlflow.source.", "rlhf.package")
+    origin = {name: text for name, text in stage_tags.items() if name.startswith(of_origin)}
     tags = {
         **origin,
         EXPERIMENT_TAG: named,
