@@ -202,7 +202,7 @@ class Announced(Exception):
 @pytest.mark.parametrize(
     "command",
     [
-        "init my-run", "run", "run --profile smoke", "status", "doctor", "compare .", "report", "export there", "chat",
+        "init my-run", "run", "run --profile smoke", "deploy", "status", "doctor", "compare .", "report", "export there", "chat",
         "serve", "promote", "approve", "decline --reason no", "rollback --reason no", "history", "registry terms",
         "registry gc", "stage sft", "plan", "evaluate match --champion a --challenger b --output c",
         "evaluate benchmark a", "evaluate lm-eval --task a", "annotate export there", "annotate import a", "data a",
