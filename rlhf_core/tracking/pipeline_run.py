@@ -17,6 +17,7 @@ from typing import Any
 from rlhf_core.config.loading import PARAMS_FILE
 from rlhf_core.config.recipe import recorded_outputs
 from rlhf_core.config.yaml_text import plain, read
+from rlhf_core.redaction import redacted
 from rlhf_core.storage.files import flatten, read_json
 
 PIPELINE_TAG, EXPERIMENT_TAG, PARENT_TAG = "rlhf.pipeline", "rlhf.dvc_experiment", "mlflow.parentRunId"
@@ -36,7 +37,7 @@ def current_experiment() -> dict[str, str]:
     Names are unique among the experiments of a commit, not beyond.
     """
     name, baseline = os.environ.get(DVC_NAME), os.environ.get(DVC_BASELINE, "")
-    return {EXPERIMENT_TAG: f"{legal(name)} {baseline}".strip()} if name else {}
+    return {EXPERIMENT_TAG: f"{legal_name(name)} {baseline}".strip()} if name else {}
 
 
 def experiment_run(client: Any, experiment_id: str, workspace: Path, stage_tags: Mapping[str, str]) -> str:
@@ -120,9 +121,9 @@ def dataset_input(name: str, digest: str, uri: str, context: str) -> Any:
 
 
 def recorded_params(workspace: Path) -> dict[str, str]:
-    """params.yaml as parameters of a run or of a model, with dotted names."""
+    """params.yaml as parameters of a run or of a model, with dotted names and without what looks like a secret."""
     values = flatten(plain(read(workspace / PARAMS_FILE)))
-    return {legal(key): str(value)[:LONGEST_PARAM] for key, value in values.items()}
+    return {legal_name(key): redacted(str(value))[:LONGEST_PARAM] for key, value in values.items()}
 
 
 def log_numbers(client: Any, run_id: str, values: Mapping[str, Any], model_id: str | None = None) -> None:
@@ -132,10 +133,14 @@ def log_numbers(client: Any, run_id: str, values: Mapping[str, Any], model_id: s
 
     now = get_current_time_millis()
     numbers = {k: float(v) for k, v in values.items() if isinstance(v, int | float) and math.isfinite(v)}
-    rows = [Metric(legal(key), value, now, 0, model_id=model_id) for key, value in numbers.items()]
+    rows = [Metric(legal_name(key), value, now, 0, model_id=model_id) for key, value in numbers.items()]
     client.log_batch(run_id, metrics=rows)
 
 
-def legal(key: str) -> str:
-    """A name without what MLflow refuses: it allows letters, digits and ``_-./: ``."""
-    return re.sub(r"[^\w\-./: ]", "_", key)[:LONGEST_NAME]
+# What MLflow refuses in the name of a metric, and all others of the request with it. Names have categories of the data.
+REFUSED = re.compile(r"[^/\w.\- :]|\A/|\A\.(?=\.?(?:/|\Z))|/(?=/|\Z|\.\.?(?:/|\Z))")
+
+
+def legal_name(name: str) -> str:
+    """The name of a metric or parameter with an underscore in place of whatever MLflow refuses."""
+    return REFUSED.sub("_", name[:LONGEST_NAME])

@@ -25,12 +25,13 @@ import psutil
 from rlhf_core import __version__
 from rlhf_core.errors import ConfigError, Preempted, RlhfError, first_line, is_full_disk
 from rlhf_core.git import NO_REVISION, git_branch, git_remote, git_revision, package_revision
+from rlhf_core.redaction import redacted
 from rlhf_core.runtime.preemption import StopNow
 from rlhf_core.storage.files import LockFile, flatten
 from rlhf_core.storage.garbage_collection import paused_collector
 from rlhf_core.tracking.delivery import ACCESS_DENIED, DEFERRED_VARIABLE, Courier, ServerAway, address
 from rlhf_core.tracking.journal import Journal, JournalRecord, RunHeader
-from rlhf_core.tracking.pipeline_run import LONGEST_NAME, PARENT_TAG, current_experiment
+from rlhf_core.tracking.pipeline_run import PARENT_TAG, current_experiment, legal_name
 
 logger = logging.getLogger(__name__)
 DELIVERY_SECONDS = 1.0
@@ -104,7 +105,7 @@ class JournalTracker(Tracker):
             self._take(JournalRecord("metrics", finite, step or 0))
 
     def log_params(self, params: Mapping[str, Any]) -> None:
-        self._take(JournalRecord("params", {name: str(value) for name, value in params.items()}))
+        self._take(JournalRecord("params", {name: redacted(str(value)) for name, value in params.items()}))
 
     def log_artifact(self, path: Path, folder: str | None = None) -> None:
         self._take(JournalRecord("artifact", {str(path): folder}))
@@ -141,15 +142,10 @@ class JournalTracker(Tracker):
 GROUPS = ("reward", "kl", "policy", "value", "critic", "ptx", "selection", "validation", "sampling", "ratio", "seconds")
 
 
-# What MLflow refuses in the name of a metric, and all others of the request with it. Names have categories of the data.
-REFUSED = re.compile(r"[^/\w.\- :]|/(?=/|\Z|\.\.?(?:/|\Z))")
-
-
 def grouped(name: str) -> str:
     """The name of a metric in MLflow, which groups by what stands before "/": ``reward_mean`` is ``reward/mean``.
 
-    A win rate is named by who judges: the ones of a training are the referee's, on the prompts of the selection. What
-    MLflow refuses in a name becomes an underscore.
+    A win rate is named by who judges: the ones of a training are the referee's, on the prompts of the selection.
     """
     if name == "kl":
         return "kl/k1"  # the estimate, beside kl_k2 and kl_k3
@@ -157,7 +153,7 @@ def grouped(name: str) -> str:
         return f"selection/referee.{name}"
     first, _, rest = name.partition("_")
     name = f"{first}/{rest}" if rest and first in GROUPS else name
-    return REFUSED.sub("_", name[:LONGEST_NAME])
+    return legal_name(name)
 
 
 # Results that only the stage's file has, which is among the run's artifacts: MLflow's pages offer every name of an
@@ -166,7 +162,7 @@ BREAKDOWN = re.compile(
     r"(?:^|\.)(?:(?:test_)?category|group|losses|last|regression(?:_sft)?)\."
     r"|probes\..*_(?:low95|high95|pairs)$"
     r"|\.(?:failed|warned)_"
-    r"|(?:^|[._])(?:clusters\w*|groups|prompts|win|tie|lose|tie_margin|lc_share|mean_difference\w*|p\d\d)$"
+    r"|(?:^|[._])(?:clusters\w*|groups|prompts|win|tie|lose|tie_margin|lc_share|(?<!checker\.)mean_difference\w*|p\d\d)$"
     r"|(?:^|[._])(?:mean_\w+_chars|\w+_leaks)$"
 )
 

@@ -32,8 +32,8 @@ Row = dict[str, Any]
 # How often a category is drawn: reading takes most demonstrations, and telling facts apart most comparisons.
 DEMONSTRATED: tuple[tuple[str, float], ...] = (("fact", 0.3), ("context", 0.35), ("howto", 0.2), ("harmful", 0.15))
 COMPARED: tuple[tuple[str, float], ...] = (("fact", 0.4), ("context", 0.3), ("howto", 0.2), ("harmful", 0.1))
-# With how many of the prefixes a question is asked: recipes are few, and refusing is learned soon.
-PREFIXES_ASKED = {"fact": 2, "context": 2, "howto": 8, "harmful": 1}
+# With how many of the prefixes a question is asked: recipes are few, stories many, and refusing is learned soon.
+PREFIXES_ASKED = {"fact": 2, "context": 1, "howto": 4, "harmful": 1}
 
 # What plain texts are about, and the phrases that people exchange without saying anything.
 TEXTS: tuple[tuple[str, float], ...] = (
