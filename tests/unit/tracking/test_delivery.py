@@ -24,12 +24,12 @@ from mlflow.exceptions import MlflowException
 from mlflow.protos.databricks_pb2 import INVALID_PARAMETER_VALUE, RESOURCE_DOES_NOT_EXIST
 from requests import HTTPError, Response
 
-from flows.registry.client import log_numbers
 from rlhf_core.errors import ConfigError
 from rlhf_core.runtime.preemption import StopNow
 from rlhf_core.tracking import journal
 from rlhf_core.tracking.delivery import DEFERRED_VARIABLE, Courier, ServerAway, address, away_errors
 from rlhf_core.tracking.journal import Journal, RunHeader, waiting_records
+from rlhf_core.tracking.pipeline_run import log_numbers
 from rlhf_core.tracking.stage_run import JournalTracker, grouped, results, stage_tracker
 
 URI = "http://user:secret@127.0.0.1:5000"
