@@ -138,7 +138,7 @@ def log_numbers(client: Any, run_id: str, values: Mapping[str, Any], model_id: s
 
 
 # What MLflow refuses in the name of a metric, and all others of the request with it. Names have categories of the data.
-REFUSED = re.compile(r"[^/\w.\- :]|\A/|\A\.(?=\.?(?:/|\Z))|/(?=/|\Z|\.\.?(?:/|\Z))")
+REFUSED = re.compile(r"[^/\w.\- :]|\A/|\A\.(?=\.|/|\Z)|/(?=/|\Z|\.\.?(?:/|\Z))")
 
 
 def legal_name(name: str) -> str:
