@@ -105,8 +105,8 @@ def run(
     """
     profile = ",".join(profiles or ())
     with busy("making the workspace" if profile or sets else "starting"):
-        from flows.commands.init import trial_workspace
         from flows.commands.run import run as run_pipeline
+        from flows.dvc_repo.recipe import trial_workspace
         from flows.prefect_server.services import check_port_option
 
         check_port_option(port)
@@ -132,6 +132,21 @@ def up(
     from flows.commands.up import up as stay_up
 
     raise typer.Exit(stay_up(workspace, port, mlflow_port))
+
+
+@app.command()
+def deploy(workspace: Workspace = NEAREST) -> None:
+    """Set up the Prefect server of PREFECT_API_URL for this workspace: work pools, deployments, their schedules.
+
+    Workers are yours to start; `rlhf up` does all of it on one machine. A second call brings everything up to date.
+
+    Example: PREFECT_API_URL=http://server:4200/api rlhf deploy
+    """
+    with busy("deploying"):
+        from flows.commands.up import deploy as deploy_workspace
+
+        url = deploy_workspace(workspace)
+    typer.echo(f"deployed {workspace} to {url}; `prefect deployment ls` shows it")
 
 
 @app.command(cls=CommandWithProfiles, no_args_is_help=True)

@@ -1,8 +1,9 @@
-"""The git revision of a folder."""
+"""The git revision of a folder, where it comes from, and the revision of this package."""
 
 from __future__ import annotations
 
 import subprocess
+from functools import cache
 from pathlib import Path
 
 NO_REVISION = "none"
@@ -16,6 +17,40 @@ def git_revision(folder: Path) -> str:
     except (OSError, subprocess.CalledProcessError):
         return NO_REVISION
     return f"{commit}-dirty" if changes else commit
+
+
+def git_branch(folder: Path) -> str:
+    """Return the branch that ``folder`` is on; empty outside git and between branches."""
+    try:
+        return _git(folder, "symbolic-ref", "--short", "--quiet", "HEAD")
+    except (OSError, subprocess.CalledProcessError):
+        return ""
+
+
+def git_remote(folder: Path) -> str:
+    """Return the address of the repository's remote, ``origin`` among several; empty where there is none.
+
+    It may hold a user name and a password.
+    """
+    try:
+        names = _git(folder, "remote").split()
+        return _git(folder, "remote", "get-url", "origin" if "origin" in names else names[0]) if names else ""
+    except (OSError, subprocess.CalledProcessError):
+        return ""
+
+
+@cache
+def package_revision() -> str:
+    """Return the commit of the repository that tracks this package, as :func:`git_revision`; "none" where none does.
+
+    An installed package may lie in a repository that ignores it, such as that of a workspace with its ``.venv``.
+    """
+    own = Path(__file__)
+    try:
+        _git(own.parent, "ls-files", "--error-unmatch", own.name)
+    except (OSError, subprocess.CalledProcessError):
+        return NO_REVISION
+    return git_revision(own.parent)
 
 
 def _git(folder: Path, *arguments: str) -> str:

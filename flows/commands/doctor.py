@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from flows.dvc_repo.recipe import check_tracked_params
+from flows.dvc_repo.recipe import check_recipe
 from flows.prefect_server.services import LOOPBACK, free_port
 from flows.registry.client import connect, has_record, knock
 from flows.registry.orphans import find_orphans
@@ -256,7 +256,7 @@ def workspace_checks(workspace: Path | None, opens_files: bool = True) -> Iterat
     try:
         params = load_params(workspace)
         if (workspace / "dvc.yaml").is_file():
-            check_tracked_params(workspace)
+            check_recipe(workspace)
     except RlhfError as error:
         yield DoctorCheck(FAIL, "params.yaml", str(error), "correct it; `rlhf run` would refuse it too")
         return

@@ -1,4 +1,4 @@
-"""``rlhf init``, and the workspaces of trials: params.yaml merged from overlays, dvc.yaml, a DVC root."""
+"""``rlhf init``: params.yaml merged from overlays, dvc.yaml, a DVC root, and what to do next."""
 
 from __future__ import annotations
 
@@ -8,23 +8,13 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from flows.dvc_repo.inputs import DVC_FILE
-from flows.dvc_repo.recipe import TRIALS, merged_params, write_recipe
-from flows.dvc_repo.root import ensure_dvc, share_settings
+from flows.dvc_repo.recipe import merged_params, write_recipe
+from flows.dvc_repo.root import ensure_dvc
 from flows.workspace import display_path, is_elsewhere, is_workspace, matching_files
-from rlhf_core.config import yaml_text
 from rlhf_core.config.base import BaseConfig
 from rlhf_core.config.data import CollectConfig
-from rlhf_core.config.loading import (
-    DEFAULT_PROFILE,
-    PARAMS_FILE,
-    load_params,
-    load_section,
-    profile_names,
-    profile_text,
-    workspace_name,
-)
-from rlhf_core.config.operations import RegistryConfig
-from rlhf_core.config.recipe import profiles_of, recipe_folder
+from rlhf_core.config.loading import PARAMS_FILE, load_section
+from rlhf_core.config.recipe import recipe_folder
 from rlhf_core.errors import RlhfError
 
 
@@ -107,37 +97,3 @@ def _is_absent(model: str, folder: Path) -> bool:
 def _unmatched(sources: Sequence[str], folder: Path) -> list[str]:
     """Those of ``sources`` that name no file, seen from ``folder``."""
     return [source for source in sources if not (is_elsewhere(source) or matching_files(source, folder))]
-
-
-def trial_workspace(base: Path, profile: str | None, sets: Sequence[str]) -> Path:
-    """Return the workspace of a profile and overrides under ``base/workspaces``, created or updated from ``base``.
-
-    It shares the DVC cache of ``base``, so that equal stages are not computed again, and its remotes. Its registered
-    models have names of their own, unless the profile or ``sets`` name them: on a server, a trial does not meet the
-    models of ``base``.
-    """
-    name = workspace_name(profile or load_params(base).profile or DEFAULT_PROFILE, sets)
-    folder = base / TRIALS / name
-    named = [*_own_model_names(base, profile, name, folder), *sets]
-    write_recipe(folder, merged_params(base, profile, named, folder), base)
-    ensure_dvc(base)
-    ensure_dvc(folder)
-    share_settings(base, folder)
-    return folder
-
-
-def _own_model_names(base: Path, profile: str | None, trial: str, folder: Path) -> list[str]:
-    """Overrides that name the registered models of a trial: ``rlhf-policy-TRIAL`` for ``rlhf-policy``.
-
-    A trial that exists keeps the names it has, and so its champion.
-    """
-    if is_workspace(folder):
-        names = load_section(folder, "registry", RegistryConfig)
-        return [f"registry.policy={names.policy}", f"registry.reward_model={names.reward_model}"]
-    names = load_section(base, "registry", RegistryConfig)
-    chosen: dict[str, str] = {}
-    # Names that a profile gives are for its own workspace, not for those with further settings.
-    for name in profile_names(profile) if profile and trial == workspace_name(profile, ()) else ():
-        chosen |= yaml_text.parse(profile_text(profiles_of(base), name), name).get("registry") or {}
-    own = {"policy": names.policy, "reward_model": names.reward_model}
-    return [f"registry.{key}={chosen.get(key) or f'{value}-{trial}'}" for key, value in own.items()]

@@ -62,7 +62,7 @@ class CommandWithProfiles(TyperCommand):
 # The commands that the help shows, in panels and in this order; others, such as old names, are hidden.
 PANELS = {
     "Start": ("init", "data", "doctor", "config"),
-    "Train": ("run", "stage", "status", "logs", "up"),
+    "Train": ("run", "stage", "status", "logs", "up", "deploy"),
     "Judge": ("report", "compare", "gate", "chat", "evaluate"),
     "Release": ("promote", "approve", "decline", "rollback", "history", "export", "registry"),
 }

@@ -14,7 +14,7 @@ from flows.commands.doctor import require_ready
 from flows.commands.run_state import EXIT_CODES, print_verdict, summary
 from flows.commands.text import print_failed_gates
 from flows.dvc_repo.inputs import refresh_inputs
-from flows.dvc_repo.recipe import check_tracked_params
+from flows.dvc_repo.recipe import check_recipe
 from flows.dvc_repo.root import ensure_dvc
 from flows.pipeline.events import EventLog, RunTimed, new_events_file
 from flows.pipeline.preflight import SCRATCH, find_unchanged, open_starting_model
@@ -46,7 +46,7 @@ def run(workspace: Path, promote: bool = True, wait: bool = False, port: int | N
     signals.install()
     skip_last_collection()
     params = load_params(workspace)
-    check_tracked_params(workspace)
+    check_recipe(workspace)
     try:
         with (
             open_display(workspace, "preparing the workspace") as display,

@@ -15,7 +15,7 @@ from flows.dvc_repo.graph import describe_changes, dvc_status, recorded_stages
 from flows.dvc_repo.inputs import entry_names, refresh_inputs
 from flows.pipeline.events import COMPLETED
 from flows.registry.aliases import CHALLENGER, CHAMPION, PREVIOUS, read_aliases, versions
-from flows.registry.client import PIPELINE_TAG, REPORT_PAGE, WORKSPACE_ID_TAG, connect, has_record
+from flows.registry.client import WORKSPACE_ID_TAG, connect, has_record
 from flows.registry.history import ReleaseState
 from flows.registry.release_page import current_page, read_release_decision, release_sentences
 from flows.registry.workspace import known_workspace_id
@@ -27,6 +27,7 @@ from rlhf_core.errors import RlhfError
 from rlhf_core.evaluation.report.headline import ReleaseDecision
 from rlhf_core.gates import GateDecision, closed_gate, read_gates
 from rlhf_core.tracking.journal import waiting_records
+from rlhf_core.tracking.pipeline_run import PIPELINE_TAG, REPORT_PAGE
 from rlhf_core.tracking.stage_run import CLIENT_SETTINGS, default_environment
 
 

@@ -1,20 +1,23 @@
-"""``rlhf up``: keep server, workers and the MLflow UI running in the foreground, so that schedules fire."""
+"""``rlhf up``: keep server, workers and the MLflow UI running, so that schedules fire; ``rlhf deploy``."""
 
 from __future__ import annotations
 
+import os
 import signal
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from flows.commands.display import Display, open_display
-from flows.dvc_repo.recipe import check_tracked_params
+from flows.dvc_repo.recipe import check_recipe
 from flows.dvc_repo.root import ensure_dvc
 from flows.prefect_server.services import (
     LOOPBACK,
     Services,
     check_port_option,
     claim_port,
+    connection_problem,
+    known_url,
     open_services,
     wait_for_server,
 )
@@ -22,7 +25,7 @@ from flows.registry.policies import active_policies
 from flows.supervision import signals
 from flows.workspace import forget_services, locked, record_services
 from rlhf_core.config.loading import Params, load_params
-from rlhf_core.errors import EXIT_INTERRUPTED, EXIT_OK, RlhfError
+from rlhf_core.errors import EXIT_INTERRUPTED, EXIT_OK, RlhfError, named_line
 
 if TYPE_CHECKING:
     from flows.prefect_server.monitor import ServiceMonitor
@@ -45,7 +48,7 @@ def up(workspace: Path, port: int | None = None, mlflow_port: int | None = None)
     signals.install()
     check_port_option(port)
     params = load_params(workspace)
-    check_tracked_params(workspace)
+    check_recipe(workspace)
     mlflow_port = claim_port(mlflow_port, "the MLflow UI", "--mlflow-port")
     with open_display(workspace, "preparing the workspace") as display:
         ensure_dvc(workspace)
@@ -55,6 +58,34 @@ def up(workspace: Path, port: int | None = None, mlflow_port: int | None = None)
             pass
         with locked(workspace, "services.lock") as lock:
             return _serve(open_services(workspace, port, display.line, lock), params, mlflow_port, display)
+
+
+def deploy(workspace: Path) -> str:
+    """Create or update the work pools, deployments and the automation of a workspace; return the server's address.
+
+    Raises:
+        RlhfError: no server is named or answers, it refuses something, or a name belongs to another workspace.
+    """
+    params = load_params(workspace)
+    check_recipe(workspace)
+    ensure_dvc(workspace)
+    url = known_url(workspace)
+    if not url:
+        raise RlhfError("no Prefect server is named; set PREFECT_API_URL, or use `rlhf up`, which starts one")
+    if problem := connection_problem(url):
+        raise RlhfError(f"the Prefect server at {url} does not answer ({problem})")
+    os.environ["PREFECT_API_URL"] = url  # before Prefect is loaded
+    import httpx
+
+    from flows.jobs.deployments import deploy_all
+    from flows.prefect_server.flow_runs import ensure_zombie_automation
+
+    try:
+        deploy_all(workspace, params)
+        ensure_zombie_automation(print)
+    except httpx.HTTPError as error:
+        raise RlhfError(f"the Prefect server at {url} refused a request ({named_line(error)})") from error
+    return url
 
 
 def _serve(services: Services, params: Params, mlflow_port: int, display: Display) -> int:
@@ -83,19 +114,17 @@ def _serve(services: Services, params: Params, mlflow_port: int, display: Displa
 def _start_services(services: Services, params: Params, mlflow_port: int, display: Display) -> ServiceMonitor:
     """Start the MLflow UI and the workers, set up pools, deployments and the automation, and record the addresses."""
     # These load Prefect, which takes a second, in which the server starts.
-    from flows.jobs.deployments import deploy_all, deploy_jobs
+    from flows.jobs.deployments import deploy_all
     from flows.prefect_server.flow_runs import end_stale_runs, ensure_zombie_automation
     from flows.prefect_server.monitor import ServiceMonitor
-    from flows.prefect_server.pools import PIPELINES_POOL, ensure_deployed_pools
+    from flows.prefect_server.pools import PIPELINES_POOL
 
     workspace = services.workspace
     mlflow_url = _start_mlflow(services, mlflow_port)
     if services.embedded:
         wait_for_server(services)
         end_stale_runs()
-    deploy_jobs(workspace, params)
-    ensure_deployed_pools(params)
-    deploy_all(workspace)
+    deploy_all(workspace, params)
     ensure_zombie_automation(display.line)
     pools = [*params.pool_names(), PIPELINES_POOL]
     monitor = ServiceMonitor(services, params, pools, display.line, WORKER_RESTARTS)

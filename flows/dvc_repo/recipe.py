@@ -1,4 +1,4 @@
-"""The recipe of a workspace: dvc.yaml, and params.yaml merged from a base, a profile and overrides."""
+"""The recipe of a workspace or of a trial: dvc.yaml, and params.yaml merged from a base, a profile and overrides."""
 
 from __future__ import annotations
 
@@ -9,19 +9,26 @@ from pathlib import Path
 from typing import Any
 
 from flows.dvc_repo.inputs import DVC_FILE, EXPECTATIONS, entry_names, with_sources
-from flows.workspace import cannot_write
+from flows.dvc_repo.root import ensure_dvc, share_settings
+from flows.workspace import cannot_write, is_workspace
 from rlhf_core.config import yaml_text
 from rlhf_core.config.loading import (
+    DEFAULT_PROFILE,
     PARAMS_FILE,
     Params,
     check_params,
+    load_params,
+    load_section,
     merge,
     overlaid,
     overlays_of,
     overridden,
     profile_names,
+    profile_text,
     rebase_sources,
+    workspace_name,
 )
+from rlhf_core.config.operations import RegistryConfig
 from rlhf_core.config.recipe import expectations_of, profile_headers, profiles_of
 from rlhf_core.errors import ConfigError
 from rlhf_core.fingerprint.tracked_files import function_files, verifiable_functions
@@ -93,8 +100,9 @@ def write_recipe(folder: Path, params: str, base: Path) -> None:
         if not (folder / ".dvcignore").exists():
             texts[".dvcignore"] = DVC_IGNORE
         (folder / EXPECTATIONS).mkdir(exist_ok=True)
-        for suite in sorted(expectations_of(base).glob("*.json")):
-            texts[f"{EXPECTATIONS}/{suite.name}"] = suite.read_text(encoding="utf-8")
+        suites = expectations_of(base)
+        for file in sorted([*suites.glob("*.json"), *suites.glob("*.py")]):
+            texts[f"{EXPECTATIONS}/{file.name}"] = file.read_text(encoding="utf-8")
         functions = (*checked.ppo.reward.sources, *verifiable_functions(checked.evaluate.verifiable))
         for module in function_files(base, functions):
             texts[module] = (base / module).read_text(encoding="utf-8")
@@ -116,14 +124,17 @@ def _with_ignores(file: Path, dvc_yaml: str) -> str:
     return text + "".join(f"{line}\n" for line in missing)
 
 
-def check_tracked_params(workspace: Path) -> None:
-    """Check that params.yaml has every parameter that a stage of dvc.yaml names.
+def check_recipe(workspace: Path) -> None:
+    """Check that dvc.lock is merged, and that params.yaml has every parameter that a stage of dvc.yaml names.
 
     The program has defaults for them, but DVC compares what is written in the file.
 
     Raises:
-        ConfigError: some are left out; the message has the lines to add.
+        ConfigError: dvc.lock has conflicts, or some are left out; the message has the lines to add.
     """
+    lock = workspace / "dvc.lock"
+    if lock.is_file():
+        yaml_text.require_merged(lock.read_text(encoding="utf-8", errors="replace"), str(lock))
     document = yaml_text.plain(yaml_text.read(workspace / PARAMS_FILE))
     defaults = Params().model_dump(mode="json", by_alias=True)
     absent = [path for path in tracked_params(workspace) if _value_at(document, path) is ABSENT]
@@ -166,3 +177,37 @@ def _value_at(document: Any, path: str) -> Any:
     for part in path.split("."):
         document = document.get(part, ABSENT) if isinstance(document, Mapping) else ABSENT
     return document
+
+
+def trial_workspace(base: Path, profile: str | None, sets: Sequence[str]) -> Path:
+    """Return the workspace of a profile and overrides under ``base/workspaces``, created or updated from ``base``.
+
+    It shares the DVC cache of ``base``, so that equal stages are not computed again, and its remotes. Its registered
+    models have names of their own, unless the profile or ``sets`` name them: on a server, a trial does not meet the
+    models of ``base``.
+    """
+    name = workspace_name(profile or load_params(base).profile or DEFAULT_PROFILE, sets)
+    folder = base / TRIALS / name
+    named = [*_own_model_names(base, profile, name, folder), *sets]
+    write_recipe(folder, merged_params(base, profile, named, folder), base)
+    ensure_dvc(base)
+    ensure_dvc(folder)
+    share_settings(base, folder)
+    return folder
+
+
+def _own_model_names(base: Path, profile: str | None, trial: str, folder: Path) -> list[str]:
+    """Overrides that name the registered models of a trial: ``rlhf-policy-TRIAL`` for ``rlhf-policy``.
+
+    A trial that exists keeps the names it has, and so its champion.
+    """
+    if is_workspace(folder):
+        names = load_section(folder, "registry", RegistryConfig)
+        return [f"registry.policy={names.policy}", f"registry.reward_model={names.reward_model}"]
+    names = load_section(base, "registry", RegistryConfig)
+    chosen: dict[str, str] = {}
+    # Names that a profile gives are for its own workspace, not for those with further settings.
+    for name in profile_names(profile) if profile and trial == workspace_name(profile, ()) else ():
+        chosen |= yaml_text.parse(profile_text(profiles_of(base), name), name).get("registry") or {}
+    own = {"policy": names.policy, "reward_model": names.reward_model}
+    return [f"registry.{key}={chosen.get(key) or f'{value}-{trial}'}" for key, value in own.items()]

@@ -10,7 +10,7 @@ from prefect.client.schemas.filters import DeploymentFilter, DeploymentFilterNam
 from prefect.utilities.callables import parameter_schema
 
 from flows.jobs.job import JOB_FLOW, job_name
-from flows.prefect_server.pools import apply_pools
+from flows.prefect_server.pools import apply_pools, ensure_deployed_pools
 from flows.prefect_server.services import embedded_database
 from flows.supervision.processes import run_module
 from flows.workspace import private_path, workspace_slug
@@ -78,20 +78,30 @@ def require_own_names(client: SyncPrefectClient, workspace: Path) -> None:
 
 
 def claim_names(directory: str) -> dict[str, str]:
-    """Step of prefect.yaml that gives its deployments the name of the workspace, after :func:`require_own_names`."""
+    """Step of prefect.yaml that gives its deployments the name of the workspace, after :func:`require_own_names`.
+
+    Raises:
+        SystemExit: the names are taken. Prefect would print forty lines of tracebacks around any other error.
+    """
     with get_client(sync_client=True) as client:
-        require_own_names(client, Path(directory))
+        try:
+            require_own_names(client, Path(directory))
+        except ConfigError as error:
+            raise SystemExit(f"rlhf: {error}") from None
     return {"name": workspace_slug(Path(directory))}
 
 
-def deploy_all(workspace: Path) -> None:
-    """Create or update every deployment of prefect.yaml, the workspace's own or the one of this project.
+def deploy_all(workspace: Path, params: Params) -> None:
+    """Create or update all work pools and deployments of a workspace: those of its jobs, and those of prefect.yaml.
 
-    Schedules included, with Prefect's own command.
+    The latter, the workspace's own or the one of this project, with its schedules and Prefect's own command.
 
     Raises:
-        RlhfError: the command fails; its output is in ``.rlhf/logs/deploy.log``.
+        RlhfError: a name belongs to another workspace, or the command fails; its output is in
+            ``.rlhf/logs/deploy.log``.
     """
+    deploy_jobs(workspace, params)
+    ensure_deployed_pools(params)
     own = workspace / PREFECT_FILE
     file = own if own.is_file() else recipe_folder() / PREFECT_FILE
     arguments = ("--no-prompt", "deploy", "--all", "--prefect-file", str(file))

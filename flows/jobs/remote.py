@@ -36,7 +36,7 @@ from flows.workspace import cleanup, locked, private_path
 from rlhf_core.config.loading import PARAMS_FILE, Params, load_params
 from rlhf_core.errors import EXIT_GATE_FAILED, EXIT_USER_ERROR, ConfigError, RlhfError
 from rlhf_core.fingerprint.tracked_files import function_files, verifiable_functions
-from rlhf_core.git import git_revision
+from rlhf_core.git import package_revision
 from rlhf_core.storage.files import atomic_write_text
 
 RECIPE_FILES = (PARAMS_FILE, "dvc.yaml", "dvc.lock", ".dvcignore")
@@ -81,7 +81,7 @@ def prepare_remote_job(job: Job, node: StageNode) -> Job:
         remote=remote,
         inputs=node.cached_inputs,
         files=files,
-        revision=git_revision(Path(__file__).parent),
+        revision=package_revision(),
         deliver_seconds=job.placement.deliver_seconds or DELIVER_SECONDS,
     )
     return replace(job, handoff=handoff)
@@ -298,7 +298,7 @@ def code_difference(workspace: Path, handoff: Handoff) -> str:
         return ""
     return (
         f"code or source files on {socket.gethostname()} differ from the pipeline's ({', '.join(differing)}; revision "
-        f"{git_revision(Path(__file__).parent)[:12]}, expected {handoff.revision[:12]}): install the same version there"
+        f"{package_revision()[:12]}, expected {handoff.revision[:12]}): install the same version there"
     )
 
 

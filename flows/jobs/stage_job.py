@@ -38,7 +38,15 @@ def stage_job(
 ) -> State[Any]:
     """Run one stage; the flow fails when the stage does. A job that is stopped stops its stage first.
 
-    A preempted job (its worker, its machine or its stage alone was stopped) ends as Preempted.
+    A preempted job (its worker, its machine or its stage alone was stopped) ends as Preempted. The pipeline submits it.
+
+    Args:
+        workspace: The workspace's folder, as the worker sees it.
+        stage: Name of the stage in dvc.yaml.
+        outputs: What it writes, relative to the workspace.
+        environment: Variables that are set for it.
+        grace: Seconds in which it may save its state when it is stopped.
+        handoff: What a worker without the workspace's folder needs to make one; null for a shared folder.
     """
     # SIGTERM belongs to Prefect: its supervisor tells through the server whether it means a cancellation.
     signals.install(signal.SIGINT, signal.SIGHUP)

@@ -17,19 +17,12 @@ from prefect.artifacts import (
 )
 
 from flows.pipeline.verdict import RunVerdict, verdict_markdown
-from flows.registry.client import (
-    REPORT_PAGE,
-    connect,
-    describe_run,
-    experiment_id,
-    log_final_artifacts,
-    mlflow_address,
-    run_page,
-)
+from flows.registry.client import connect, describe_run, experiment_id, mlflow_address, run_page
 from flows.stage import LoggedProgress, StageOutcome
 from flows.workspace import workspace_slug
 from rlhf_core.evaluation.remedies import remedy_for
 from rlhf_core.gates import read_gates
+from rlhf_core.tracking.pipeline_run import REPORT_PAGE, log_final_artifacts
 
 # What Markdown would read as markup, and what looks like it.
 LOOK_ALIKES = {">=": "≥", "<=": "≤", "<": "‹", ">": "›", "*": "∗", "`": "ˋ", "](": "] ("}
@@ -119,7 +112,7 @@ def publish_run(
             description=f"Verdict: {verdict.headline}",
         )
     if run_id:
-        log_final_artifacts(workspace, run_id)
+        log_final_artifacts(connect(workspace), run_id, workspace)
         if verdict is not None:
             # Relative, for the address of the UI changes from one `rlhf up` to the next.
             describe_run(workspace, run_id, verdict.headline, verdict_markdown(verdict, page))

@@ -36,6 +36,7 @@ def data_watch(workspace: str = ".", settle_seconds: float = 5.0) -> State[Any]:
     Nothing is emitted while the workspace runs a pipeline, or before its first run; the next look finds the change.
 
     Args:
+        workspace: The workspace's folder, as the worker sees it.
         settle_seconds: Files that change within this time are still being written, and are left to the next look.
     """
     folder = Path(workspace).resolve()

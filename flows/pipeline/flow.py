@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import sys
 import threading
@@ -24,6 +25,7 @@ from prefect.task_runners import TaskRunner, ThreadPoolTaskRunner
 
 from flows.dvc_repo.graph import StageNode, read_graph, recorded_hash
 from flows.dvc_repo.inputs import refresh_inputs
+from flows.dvc_repo.recipe import check_recipe, trial_workspace
 from flows.jobs.job import Job
 from flows.jobs.run_on_pool import run_on_pool, run_on_remote_pool
 from flows.pipeline.artifacts import ProgressArtifact, publish_run
@@ -44,15 +46,16 @@ from flows.pipeline.events import (
 from flows.pipeline.preflight import find_unchanged, has_gated_policy, memory_refusal, pairs_refusal, undecided_because
 from flows.pipeline.registration import MATCH_LOG, follow_request, promote_task, register_task, was_suspended
 from flows.pipeline.verdict import REPORT_STAGE, RegistrationResult, RunVerdict, reach_verdict
-from flows.prefect_server.flow_runs import cancel_orphans
+from flows.prefect_server.flow_runs import cancel_orphans, given_name
 from flows.registry.client import delivered_records, end_pipeline_run, start_pipeline_run, without_delivery
 from flows.registry.policies import active_policies
 from flows.stage import LoggedProgress, StageOutcome, StageSpec, run_stage, shown_progress, stage_log
 from flows.supervision import signals
-from flows.workspace import LOCK_HELD_VARIABLE, cleanup, locked, run_label, run_tags
+from flows.workspace import LOCK_HELD_VARIABLE, SEPARATOR, cleanup, locked, run_label, run_tags
 from rlhf_core.config.loading import load_params
 from rlhf_core.config.operations import FlowConfig, Placement
 from rlhf_core.errors import RlhfError, named_line
+from rlhf_core.storage.files import flatten
 from rlhf_core.storage.garbage_collection import skip_last_collection
 
 PIPELINE_FLOW = "rlhf-pipeline"
@@ -109,13 +112,23 @@ class PipelineContext:
 
 
 def _run_name() -> str:
-    """Return the name of this flow run; a workspace whose params.yaml is wrong has one too."""
-    workspace = Path(str(runtime.flow_run.parameters.get("workspace", "."))).resolve()
+    """Return the name of this flow run, also for a workspace whose params.yaml is wrong; one that was given stays."""
+    if given := given_name():
+        return given
+    parameters = runtime.flow_run.parameters
+    workspace = Path(str(parameters.get("workspace", "."))).resolve()
     try:
         profile = load_params(workspace).profile
     except RlhfError:
         profile = ""
-    return run_label(workspace, profile, datetime.now())
+    label = run_label(workspace, profile, datetime.now())
+    changed = assignments(parameters.get("settings") or {})
+    return SEPARATOR.join([label, *changed]) if changed else label
+
+
+def assignments(settings: Mapping[str, Any]) -> list[str]:
+    """Settings as ``rlhf run --set`` takes them; a setting within others may be given by its dotted name or nested."""
+    return [f"{name}={json.dumps(value)}" for name, value in flatten(settings).items()]
 
 
 @flow(
@@ -127,18 +140,27 @@ def _run_name() -> str:
     on_cancellation=[cancel_orphans],
     on_crashed=[cancel_orphans],
 )
-def rlhf_pipeline(workspace: str = ".", promote: bool = True, profile: str = "", data: str = "") -> State[Any]:
+def rlhf_pipeline(workspace: str = ".", promote: bool = True, settings: dict[str, Any] | None = None) -> State[Any]:
     """Bring every stage of the workspace up to date, then register and promote what passed its gates.
-
-    ``profile`` and ``data`` (the hash of data/clean) are filled in by the run itself, to be seen beside it.
 
     Ends Completed, Cancelled, or Failed under a name that says why: GateFailed, TrainingPaused, UserError, Preempted,
     StageFailed or RegistrationFailed. As a run of a deployment whose challenger waits for approval it suspends. Where
     nothing has changed since the last run it opens no run in MLflow.
+
+    Args:
+        workspace: The workspace's folder, as the worker sees it.
+        promote: Let the new policy play against the champion at the end.
+        settings: Settings of params.yaml for a trial in a workspace of its own, as `rlhf run --set` makes it: by dotted
+            name, such as {"ppo.kl.coefficient": 0.1, "seed": 2}. Without any the workspace itself runs.
     """
+    folder = Path(workspace).resolve()
+    if settings:
+        try:
+            folder = trial_workspace(folder, None, assignments(settings))
+        except RlhfError as error:
+            return Failed(name=FAILED_STATES.get(error.exit_code, "StageFailed"), message=str(error))
     if threading.current_thread() is threading.main_thread():
         signals.install()
-    folder = Path(workspace).resolve()
     answered = follow_request(folder) if was_suspended() else None
     if answered is not None and not answered.is_completed():
         return answered
@@ -158,6 +180,7 @@ def rlhf_pipeline(workspace: str = ".", promote: bool = True, profile: str = "",
 def _run_pipeline(workspace: Path, promote: bool, events: EventLog, answered: State[Any] | None) -> State[Any]:
     """Run the stages and what follows them; after an approval was ``answered`` only what is up to date is shown."""
     params = load_params(workspace)
+    check_recipe(workspace)
     refresh_inputs(workspace)
     _describe_flow_run(workspace, params.profile)
     unchanged = find_unchanged(workspace, promotes=promote)
@@ -227,12 +250,13 @@ def _publish(
 
 
 def _describe_flow_run(workspace: Path, profile: str) -> None:
-    """Show workspace, profile and data with this flow run, whether a command or a schedule started it."""
-    tags = sorted({*runtime.flow_run.tags, *run_tags(workspace, profile).values()})
+    """Show workspace, profile and data as tags of this flow run, whether a command or a schedule started it."""
     data = (recorded_hash(workspace, "data/clean") or "")[:12]
-    parameters = {**runtime.flow_run.parameters, "profile": profile, "data": data}
+    own = {*run_tags(workspace, profile).values(), *([f"data:{data}"] if data else [])}
+    # The data that a run begins with may change in it.
+    others = {tag for tag in runtime.flow_run.tags if not tag.startswith("data:")}
     with get_client(sync_client=True) as client:
-        client.update_flow_run(runtime.flow_run.id, tags=tags, parameters=parameters)
+        client.update_flow_run(runtime.flow_run.id, tags=sorted(others | own))
 
 
 def _run_stages(graph: Mapping[str, StageNode], context: PipelineContext) -> dict[str, StageOutcome]:

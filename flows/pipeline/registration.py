@@ -24,7 +24,7 @@ from prefect.input import RunInput
 from prefect.states import Cancelled, Completed, Failed, State
 from pydantic import ConfigDict, Field
 
-from flows.prefect_server.flow_runs import SUSPENDED
+from flows.prefect_server.flow_runs import SUSPENDED, given_name
 from flows.prefect_server.services import known_server
 from flows.registry.decisions import PromotionDecision, registry_session
 from flows.registry.history import APPROVE, DECLINE, Entry, ReleaseState
@@ -187,6 +187,8 @@ def _ended(client: SyncPrefectClient, run_id: UUID) -> FlowRun:
 
 
 def _run_name() -> str:
+    if given := given_name():
+        return given
     workspace = Path(runtime.flow_run.parameters["workspace"])
     return f"{workspace.name} · promotion · {datetime.now():%Y-%m-%d %H:%M:%S}"
 
@@ -197,6 +199,10 @@ def promotion_flow(workspace: str, approval: bool = False) -> State[Any]:
 
     With ``registry.approval``, or ``approval`` here, a challenger that passes is not promoted: the run suspends, which
     ends its process, until a person fills in its form on the server or by ``rlhf approve`` or ``rlhf decline``.
+
+    Args:
+        workspace: The workspace's folder, as the worker sees it.
+        approval: Let a person decide on a challenger that passes, also where params.yaml asks for nobody.
     """
     folder = Path(workspace).resolve()
     if was_suspended():

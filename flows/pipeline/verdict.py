@@ -8,7 +8,6 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from flows.registry.client import RELEASE_PAGE, REPORT_PAGE
 from flows.registry.decisions import PromotionDecision
 from flows.registry.release_page import RunNotes, current_page, release_sentences, try_release_page
 from flows.stage import StageOutcome
@@ -28,6 +27,7 @@ from rlhf_core.evaluation.verdict import (
 )
 from rlhf_core.gates import GateDecision, read_gate
 from rlhf_core.storage.files import read_json
+from rlhf_core.tracking.pipeline_run import RELEASE_PAGE, REPORT_PAGE
 
 EVALUATE_STAGE = "evaluate"
 POLICY_GATE_STAGE = "gate-policy"

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from datetime import UTC, datetime, timedelta
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import httpx
+from prefect import runtime
 from prefect.client.orchestration import get_client
 from prefect.client.schemas.filters import (
     FlowRunFilter,
@@ -29,6 +31,25 @@ ACTIVE = [StateType.RUNNING, StateType.PENDING, StateType.CANCELLING]
 UNFINISHED = [StateType.RUNNING, StateType.PENDING, StateType.SCHEDULED, StateType.PAUSED]
 SUSPENDED = "Suspended"
 PAGE = 200
+
+
+def given_name() -> str:
+    """The name that whoever created the present flow run has given it, or it has itself; empty for one of Prefect's."""
+    name = str(runtime.flow_run.name or "")
+    adjective, _, noun = name.partition("-")
+    generated = adjective in _words("adj_any") and noun in _words("subj")
+    return "" if generated else name
+
+
+@cache
+def _words(kind: str) -> frozenset[str]:
+    """The words that Prefect makes names of, which are an adjective and a noun."""
+    from coolname.data import config
+
+    entry = config[kind]
+    if "words" in entry:
+        return frozenset(entry["words"])
+    return frozenset().union(*(_words(part) for part in entry["lists"]))
 
 
 def end_runs(types: list[StateType], state_of: Callable[[FlowRun], State[Any] | None], pool: str | None = None) -> int:

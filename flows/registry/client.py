@@ -2,34 +2,28 @@
 
 from __future__ import annotations
 
-import json
 import logging
-import math
 import os
 import socket
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 from urllib.parse import quote, urlsplit, urlunsplit
 
-from flows.dvc_repo.graph import recorded_hash
 from flows.registry.aliases import registry_errors
 from flows.registry.workspace import repair_moved, workspace_id
 from flows.workspace import locked, run_tags, running_services
-from rlhf_core.config.loading import PARAMS_FILE, load_params, load_section
+from rlhf_core.config.loading import load_params, load_section
 from rlhf_core.config.operations import RegistryConfig, TrackingConfig
-from rlhf_core.config.yaml_text import plain, read
 from rlhf_core.errors import RlhfError, first_line, is_full_disk
-from rlhf_core.redaction import redacted
-from rlhf_core.storage.files import flatten, read_json
 from rlhf_core.tracking import stage_run
-from rlhf_core.tracking.delivery import DEFERRED_VARIABLE, LONGEST_PARAM, Courier, address
+from rlhf_core.tracking.delivery import DEFERRED_VARIABLE, Courier, address
+from rlhf_core.tracking.pipeline_run import open_pipeline_run
 from rlhf_core.tracking.stage_run import (
     CLIENT_SETTINGS,
     default_environment,
-    legal_name,
     origin_tags,
     record_folder,
     require_database,
@@ -64,12 +58,7 @@ def mlflow_address(workspace: Path) -> str | None:
     return urlunsplit(parts._replace(netloc=parts.netloc.rpartition("@")[2])).rstrip("/")
 
 
-PIPELINE_TAG, WORKSPACE_ID_TAG = "rlhf.pipeline", "rlhf.workspace_id"
-REPORT_PAGE, RELEASE_PAGE = "report.html", "release.html"
-FINAL_FILES = (REPORT_PAGE, RELEASE_PAGE, PARAMS_FILE, "dvc.lock")
-FINAL_FOLDERS = ("metrics", "gates", "plots", "data/card")
-CLEAN_DATA = "data/clean"
-HEADLINE_FILE = Path("metrics") / "summary.json"
+WORKSPACE_ID_TAG = "rlhf.workspace_id"
 FINAL_STATES = {"completed": "FINISHED", "cancelled": "KILLED"}
 
 
@@ -79,6 +68,8 @@ MLFLOW_SETTINGS = {
     "MLFLOW_LOGGING_LEVEL": "WARNING",
     "MLFLOW_ENABLE_ARTIFACTS_PROGRESS_BAR": "false",
     "MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT": "true",
+    # A model's requirements are its own, not those of a project in whose folder it was registered.
+    "MLFLOW_UV_AUTO_DETECT": "false",
 }
 
 
@@ -138,77 +129,24 @@ def prepare_tracking(workspace: Path) -> MlflowClient:
 
 
 def start_pipeline_run(workspace: Path, name: str) -> str:
-    """Open the parent run of a pipeline run with params.yaml flattened into its parameters; returns its id.
+    """Open the parent run of a pipeline run; returns its id.
 
     Stages become its children when ``RLHF_PARENT_RUN_ID`` holds that id.
     """
     client = prepare_tracking(workspace)
-    experiment = experiment_id(client, workspace)
     labels = run_tags(workspace, load_params(workspace).profile)
     own = {
         "mlflow.runName": name,
         "rlhf.workspace": workspace.resolve().name,
         WORKSPACE_ID_TAG: workspace_id(workspace),
-        PIPELINE_TAG: "true",
     }
     tags = {**labels, **own, **origin_tags(workspace, "rlhf run")}
-    run_id = str(client.create_run(experiment, tags=tags).info.run_id)
-    log_params(client, run_id, workspace)
-    return run_id
+    return open_pipeline_run(client, experiment_id(client, workspace), workspace, tags)
 
 
 def end_pipeline_run(run_id: str, status: str, workspace: Path) -> None:
     """Close a run. ``status`` is the type of a final state of Prefect in any case; all others are failures."""
     connect(workspace).set_terminated(run_id, FINAL_STATES.get(status.lower(), "FAILED"))
-
-
-def log_final_artifacts(workspace: Path, run_id: str) -> None:
-    """Copy report, metrics, gates and plots into the run, and the headline into its metrics.
-
-    The other final numbers are metrics of the stages' runs.
-    """
-    client = connect(workspace)
-    log_data_input(client, run_id, workspace)
-    for name in FINAL_FILES:
-        if (workspace / name).is_file():
-            client.log_artifact(run_id, str(workspace / name))
-    for name in FINAL_FOLDERS:
-        if (workspace / name).is_dir():
-            client.log_artifacts(run_id, str(workspace / name), name)
-    if (workspace / HEADLINE_FILE).is_file():
-        log_numbers(client, run_id, read_json(workspace / HEADLINE_FILE))
-
-
-def log_data_input(client: MlflowClient, run_id: str, workspace: Path) -> None:
-    """Name the clean data as the dataset of a run, by the hash that DVC has for it; nothing before there is one."""
-    from mlflow.entities import Dataset, DatasetInput, InputTag
-
-    digest = recorded_hash(workspace, CLEAN_DATA)
-    if digest is None:
-        return
-    source = json.dumps({"uri": (workspace.resolve() / CLEAN_DATA).as_uri(), "dvc": digest})
-    dataset = Dataset(CLEAN_DATA, digest[:36], "local", source, profile=json.dumps({"stage": "validate"}))
-    client.log_inputs(run_id, [DatasetInput(dataset, [InputTag("mlflow.data.context", "training")])])
-
-
-def log_params(client: MlflowClient, run_id: str, workspace: Path) -> None:
-    """params.yaml as parameters of the run, with dotted names and without what looks like a secret."""
-    from mlflow.entities import Param
-
-    values = flatten(plain(read(workspace / PARAMS_FILE)))
-    params = [Param(legal_name(key), redacted(str(value))[:LONGEST_PARAM]) for key, value in values.items()]
-    client.log_batch(run_id, params=params)
-
-
-def log_numbers(client: MlflowClient, run_id: str, values: Mapping[str, Any], model_id: str | None = None) -> None:
-    """Log the finite numbers among ``values`` as metrics of a run, and of the logged model ``model_id`` if given."""
-    from mlflow.entities import Metric
-    from mlflow.utils.time import get_current_time_millis
-
-    now = get_current_time_millis()
-    numbers = {k: float(v) for k, v in values.items() if isinstance(v, int | float) and math.isfinite(v)}
-    rows = [Metric(legal_name(key), value, now, 0, model_id=model_id) for key, value in numbers.items()]
-    client.log_batch(run_id, metrics=rows)
 
 
 @contextmanager

@@ -17,6 +17,7 @@ from rlhf_core.errors import GateFailed, RlhfError
 from rlhf_core.gates import GATES, JUDGED_TAG, REPORT_MODE, GateDecision, read_gate, weaker_conditions
 from rlhf_core.git import git_revision
 from rlhf_core.storage.files import flatten, read_json, sha256_file
+from rlhf_core.tracking.pipeline_run import PARENT_TAG
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient
@@ -154,7 +155,6 @@ def lineage_tags(workspace: Path) -> dict[str, str]:
     }
 
 
-PARENT_TAG = "mlflow.parentRunId"
 SOURCE, BASE, HAS_PAIRS = "collect.source", "base.source", "collect.pairs"
 PAIRS = "preferences.train"  # of the reward model; the referee has others
 PROMPTS = "prompts.train"

@@ -8,7 +8,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from flows.dvc_repo.graph import dvc_status, read_graph
 from flows.registry.aliases import (
@@ -23,11 +23,11 @@ from flows.registry.aliases import (
     registry_errors,
     versions,
 )
-from flows.registry.client import experiment_id, fluent, log_data_input, log_numbers
+from flows.registry.client import experiment_id, fluent
 from flows.registry.decisions import TAG_LIMIT, commit, move, new_entry, registry_session
 from flows.registry.evidence import (
     DATA_CARD,
-    PARENT_TAG,
+    PAIRS,
     gate_conditions,
     lineage_tags,
     read_gate_evidence,
@@ -42,8 +42,10 @@ from flows.workspace import SEPARATOR, run_label
 from rlhf_core.config.loading import load_params, load_section
 from rlhf_core.config.operations import RegistryConfig
 from rlhf_core.errors import GateFailed, ModelError, RlhfError
+from rlhf_core.evaluation.report.headline import headline_metrics
 from rlhf_core.gates import GATES, GateDecision
 from rlhf_core.storage.files import flatten, read_json, sha256_file, sha256_tree
+from rlhf_core.tracking.pipeline_run import PARENT_TAG, log_data_input, log_numbers, recorded_params
 from rlhf_core.tracking.stage_run import METRICS_TAG, origin_tags
 
 if TYPE_CHECKING:
@@ -235,36 +237,48 @@ def _create_version(
 ) -> str:
     """Log the model in a run of its own beneath the pipeline's, with its evidence, then make the version.
 
-    That run is the active one of MLflow's module-level functions: to make another run active costs four more requests.
+    MLflow's module-level functions would add commit and repository of the folder that the program lies in.
     """
-    import mlflow
-
     label = run_label(workspace, load_params(workspace).profile, datetime.now())
-    run_tags = {"mlflow.runName": f"register {model.name}{SEPARATOR}{label}", **origin_tags(workspace, "rlhf run")}
+    origin = origin_tags(workspace, "rlhf run")
+    run_tags = {"mlflow.runName": f"register {model.name}{SEPARATOR}{label}", **origin}
     if run_id:
         run_tags[PARENT_TAG] = run_id
     experiment = experiment_id(client, workspace)
     files = [workspace / name for name in dict.fromkeys(name for gate in evidence for name in gate.evidence)]
-    with (
-        registry_errors(f"register {model.name}"),
-        fluent(workspace),
-        mlflow.start_run(experiment_id=experiment, tags=run_tags, log_system_metrics=False) as run,
-    ):
-        own_run = str(run.info.run_id)
-        trained_by = training_run(client, workspace, model.stage)
-        logged = log_model(workspace, model.kind, model.folder, tags[CONTENT_TAG], trained_by)
-        for gate in evidence:
-            client.log_artifact(own_run, str(workspace / "gates" / f"{gate.name}.json"), "gates")
-        for path in files:
-            client.log_artifact(own_run, str(path), "metrics")
-        if (workspace / DATA_CARD).is_file():
-            client.log_artifact(own_run, str(workspace / DATA_CARD), DATA_CARD.parent.name)
-        log_data_input(client, own_run, workspace)
-        log_numbers(client, own_run, flatten({path.stem: read_json(path) for path in files}), logged.model_id)
-        version = client.create_model_version(
-            model.name, logged.model_uri, own_run, tags={**tags, COMPLETE_TAG: "true"}, model_id=logged.model_id
-        )
+    with registry_errors(f"register {model.name}"), fluent(workspace):
+        own_run = str(client.create_run(experiment, tags=run_tags).info.run_id)
+        status = "FAILED"
+        try:
+            logged = client.create_logged_model(
+                experiment,
+                model.kind,
+                source_run_id=training_run(client, workspace, model.stage) or own_run,
+                tags=origin,
+                params=recorded_params(workspace),
+            )
+            uri = log_model(workspace, model.folder, tags[CONTENT_TAG], logged, own_run)
+            for gate in evidence:
+                client.log_artifact(own_run, str(workspace / "gates" / f"{gate.name}.json"), "gates")
+            for path in files:
+                client.log_artifact(own_run, str(path), "metrics")
+            if (workspace / DATA_CARD).is_file():
+                client.log_artifact(own_run, str(workspace / DATA_CARD), DATA_CARD.parent.name)
+            log_data_input(client, own_run, workspace)
+            log_numbers(client, own_run, _compared({path.stem: read_json(path) for path in files}), logged.model_id)
+            version = client.create_model_version(
+                model.name, uri, own_run, tags={**tags, COMPLETE_TAG: "true"}, model_id=logged.model_id
+            )
+            status = "FINISHED"
+        finally:
+            client.set_terminated(own_run, status)
     return str(version.version)
+
+
+def _compared(metrics: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
+    """The numbers by which versions are compared, of the metrics by stage; the files are beside them as artifacts."""
+    pairs = f"data.{PAIRS}"
+    return {**headline_metrics(metrics), pairs: flatten(metrics).get(pairs)}
 
 
 def training_run(client: MlflowClient, workspace: Path, stage: str) -> str | None:

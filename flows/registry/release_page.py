@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from flows.registry.aliases import CHAMPION, read_aliases, registry_errors, version_numbers, versions
-from flows.registry.client import RELEASE_PAGE, REPORT_PAGE, connect, has_record
+from flows.registry.client import connect, has_record
 from flows.registry.decisions import read_decisions, utc_now
 from flows.registry.evidence import DATA_CARD, count_policy_decisions, gate_conditions
 from flows.registry.history import DECLINE, ReleaseState, utc_minute
@@ -25,6 +25,7 @@ from rlhf_core.evaluation.remedies import remedy_for
 from rlhf_core.evaluation.report.headline import BEGIN, ReleaseDecision, UnmetCondition
 from rlhf_core.gates import GATES, closed_gate, read_gate
 from rlhf_core.storage.files import atomic_write_json, atomic_write_text, read_json, sha256_file
+from rlhf_core.tracking.pipeline_run import RELEASE_PAGE, REPORT_PAGE
 
 if TYPE_CHECKING:
     from mlflow.entities.model_registry import ModelVersion

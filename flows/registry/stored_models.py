@@ -9,7 +9,6 @@ import shlex
 import shutil
 import warnings
 from collections.abc import Mapping, Sequence
-from importlib.metadata import version as installed
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Any
 
@@ -25,8 +24,8 @@ from flows.registry.aliases import (
 )
 from flows.registry.client import connect, fluent, knock
 from flows.registry.decisions import registry_session
-from flows.registry.evidence import PARENT_TAG
 from flows.registry.history import ReleaseState
+from flows.registry.model_package import CODE_FOLDER, own_wheel, requirements
 from flows.registry.policies import active_policies
 from flows.workspace import display_path
 from rlhf_core.config.evaluation import EvaluateConfig
@@ -37,14 +36,15 @@ from rlhf_core.errors import ModelError, RlhfError
 from rlhf_core.gates import closed_gate
 from rlhf_core.serving.policy_source import PolicyFiles, PolicyRevision
 from rlhf_core.serving.protocol import CompletionId, token_usage
-from rlhf_core.storage.files import atomic_dir, full_disks, sha256_file, sha256_tree
+from rlhf_core.storage.files import atomic_dir, full_disks, scratch_folder, sha256_file, sha256_tree
+from rlhf_core.tracking.pipeline_run import PARENT_TAG
 from rlhf_core.tracking.stage_run import tracking_uri
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient
+    from mlflow.entities import LoggedModel
     from mlflow.entities.model_registry import ModelVersion
     from mlflow.models import ModelSignature
-    from mlflow.models.model import ModelInfo
     from mlflow.store.artifact.artifact_repo import ArtifactRepository
 
 
@@ -54,38 +54,46 @@ REMEDY = (
     "`rlhf run` registers the model again, and if it is the champion `rlhf promote --force --reason TEXT` replaces it; "
     "or roll back"
 )
-REQUIREMENTS = ("rlhf-pipeline", "mlflow", "torch", "transformers", "pandas")
 EXAMPLE = [{"role": "user", "content": "What color is the sky?"}]
 SCORED_EXAMPLE = [*EXAMPLE, {"role": "assistant", "content": "It is blue."}]
 
 
-def log_model(workspace: Path, kind: str, folder: str, content: str, trained_by: str | None) -> ModelInfo:
-    """Store ``folder`` of the workspace as a pyfunc model, within :func:`fluent` and an active run of MLflow.
+def log_model(workspace: Path, folder: str, content: str, model: LoggedModel, run_id: str) -> str:
+    """Store ``folder`` of the workspace as the pyfunc ``model``, within :func:`fluent`; returns the model's address.
 
     Inside, ``artifacts/`` holds the plain Hugging Face folder, which transformers and vLLM load as it is. The model
-    carries its ``content`` hash, which is compared when it is loaded, and the sampling that the policy was judged with.
+    carries its ``content`` hash, which is compared when it is loaded, the sampling that the policy was judged with, and
+    the code that answers, so that MLflow can build an environment for it anywhere.
 
     Args:
-        trained_by: The run whose model it is; None for the active one.
+        run_id: The run that registers it.
     """
     import mlflow
+    from mlflow.models import Model
 
+    kind = model.name
     sampling = load_section(workspace, "evaluate", EvaluateConfig).sampling.model_dump(mode="json")
-    model = None if trained_by is None else mlflow.initialize_logged_model(kind, source_run_id=trained_by)
-    with warnings.catch_warnings():
+    with scratch_folder() as folder_of_wheel, warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)  # advice on type hints
-        info: ModelInfo = mlflow.pyfunc.log_model(
+        name, content_of_wheel = own_wheel()
+        wheel = folder_of_wheel / name
+        wheel.write_bytes(content_of_wheel)
+        # What mlflow.pyfunc.log_model calls, which takes no run but the active one.
+        info = Model.log(
+            artifact_path=None,
             name=kind,
+            flavor=mlflow.pyfunc,
+            run_id=run_id,
+            model_id=model.model_id,
             python_model=str(SERVING_CODE),
             artifacts={"hf": str(workspace / folder)},
             signature=signature(kind, sampling),
             input_example={"messages": EXAMPLE if kind == "policy" else SCORED_EXAMPLE},
             model_config={"kind": kind, "content_sha256": content, "sampling": sampling},
-            # A local label of a version, such as ``+cpu``, is not on package indexes.
-            pip_requirements=[f"{name}=={installed(name).partition('+')[0]}" for name in REQUIREMENTS],
-            model_id=None if model is None else model.model_id,
+            code_paths=[str(wheel)],
+            pip_requirements=requirements(),
         )
-    return info
+    return str(info.model_uri)
 
 
 def stored_sampling(folder: Path) -> dict[str, Any]:
@@ -167,15 +175,31 @@ def own_package(client: MlflowClient, workspace: Path, version: ModelVersion) ->
         shutil.rmtree(downloaded, ignore_errors=True)
         folder, _ = _locate(client, workspace, name, number)
     root = folder.parents[1]
-    code = sorted(path.relative_to(root).as_posix() for path in root.rglob("*.py") if not path.is_relative_to(folder))
     judged = load_section(workspace, "evaluate", EvaluateConfig).sampling.model_dump(mode="json")
-    if code != [SERVING_CODE.name] or sha256_file(root / SERVING_CODE.name) != sha256_file(SERVING_CODE):
-        other = f"other code ({', '.join(code) or 'none'})"
+    if other_code := _other_code(root, folder):
+        other = f"other code ({other_code})"
     elif stored_sampling(folder) != judged:
         other = "other sampling settings"
     else:
         return folder
     raise ModelError(f"the registry keeps {other} with {name} version {number} than are registered here; {REMEDY}")
+
+
+def _other_code(root: Path, folder: Path) -> str:
+    """Which code the model in ``root`` has beside its ``folder`` that this release would not keep with it."""
+    wheel, content = own_wheel()
+    own = {
+        SERVING_CODE.name: sha256_file(SERVING_CODE),
+        f"{CODE_FOLDER}/{wheel}": hashlib.sha256(content).hexdigest(),
+    }
+    kept = {}
+    for path in sorted(root.rglob("*")):
+        name = path.relative_to(root)
+        is_code = path.suffix == ".py" or name.parts[0] == CODE_FOLDER
+        if is_code and path.is_file() and not path.is_relative_to(folder):
+            kept[name.as_posix()] = sha256_file(path)
+    differing = [name for name in sorted({*own, *kept}) if own.get(name) != kept.get(name)]
+    return ", ".join(name if name in kept else f"no {name}" for name in differing)
 
 
 def _locate(client: MlflowClient, workspace: Path, name: str, number: str) -> tuple[Path, Path | None]:

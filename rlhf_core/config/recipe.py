@@ -1,4 +1,4 @@
-"""Where the default recipe lies (params.yaml, dvc.yaml, and folders): in a checkout or in an installed package."""
+"""Where the default recipe lies (params.yaml, dvc.yaml, and folders), and what dvc.lock says that it has made."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ import itertools
 import sysconfig
 from pathlib import Path
 
-from rlhf_core.errors import ConfigError
+from rlhf_core.config.yaml_text import plain, read
+from rlhf_core.errors import ConfigError, RlhfError
 
 
 def recipe_folder() -> Path:
@@ -41,3 +42,17 @@ def _header(path: Path) -> str:
     lines = path.read_text(encoding="utf-8").splitlines()
     comments = itertools.takewhile(lambda line: line.startswith("#"), lines)
     return " ".join(line.lstrip("# ") for line in comments)
+
+
+def recorded_outputs(lock: Path) -> dict[str, str]:
+    """Return the hash of every output in dvc.lock by path, those of the report left out; empty if it is unreadable."""
+    try:
+        stages = plain(read(lock)).get("stages") or {}
+    except RlhfError:
+        return {}
+    return {
+        str(out["path"]): str(out.get("md5", ""))
+        for name, stage in sorted(stages.items())
+        if name != "report"
+        for out in stage.get("outs") or []
+    }

@@ -27,12 +27,33 @@ def _yaml() -> Any:
     return yaml
 
 
+CONFLICT = re.compile(r"^(?:<{7}|>{7})(?: |$)", re.MULTILINE)
+SETTLE = "choose for each what is to stand, and delete the lines <<<<<<<, ======= and >>>>>>>"
+SETTLE_LOCK = (
+    "settle params.yaml first, then take one side whole (`git checkout --ours dvc.lock`, or --theirs) and `rlhf run`: "
+    "what either side has computed comes from DVC's cache"
+)
+
+
+def require_merged(text: str, name: str) -> None:
+    """Refuse a file of a merge or stash that git could not finish.
+
+    Raises:
+        ConfigError: names the first of git's marks, and what to do.
+    """
+    if mark := CONFLICT.search(text):
+        line = text.count("\n", 0, mark.start()) + 1
+        remedy = SETTLE_LOCK if Path(name).name == "dvc.lock" else SETTLE
+        raise ConfigError(f"{name} has conflicts of a merge, the first in line {line}; {remedy}")
+
+
 def parse(text: str, name: str) -> Any:
     """The round-trip document of ``text``.
 
     Raises:
         ConfigError: It is not a YAML mapping, with line and column, or larger than a file of settings ever is.
     """
+    require_merged(text, name)
     document = _load(text, name)
     if document is None:
         document = _yaml().load("{}")

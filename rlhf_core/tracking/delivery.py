@@ -16,11 +16,18 @@ from rlhf_core.errors import is_full_disk, named_line
 from rlhf_core.redaction import redacted
 from rlhf_core.storage.files import LockFile
 from rlhf_core.tracking.journal import JOURNAL_TAG, Journal, JournalRecord, journals, waiting_journals, waiting_records
+from rlhf_core.tracking.pipeline_run import (
+    EXPERIMENT_TAG,
+    LONGEST_PARAM,
+    PARENT_TAG,
+    dataset_input,
+    experiment_run,
+    follow_stage,
+)
 
 logger = logging.getLogger(__name__)
 # How much one request takes, by MLflow's limits.
-MOST = {"metrics": 1000, "params": 100, "tags": 100, "artifact": 1, "end": 1}
-LONGEST_PARAM = 500
+MOST = {"metrics": 1000, "params": 100, "tags": 100, "datasets": 100, "artifact": 1, "end": 1}
 REASONS_SHOWN = 3  # of many refusals
 ACCESS_DENIED = frozenset({401, 403})
 NOT_FINAL = frozenset({408, 425, 429})
@@ -145,12 +152,15 @@ class Courier:
         """
         if journal.header.run_id is None:
             header, own = journal.header, f"tags.`{JOURNAL_TAG}` = '{journal.folder.name}'"
+            tags = dict(header.tags)
             with away_errors():
                 experiment = self.experiment_id()
+                if EXPERIMENT_TAG in tags:
+                    tags[PARENT_TAG] = experiment_run(self.client, experiment, self.workspace, tags)
                 # A process that was killed may have made the run without noting it.
                 before = self.client.search_runs([experiment], own) if journal.is_on_disk else []
-                run = before[0] if before else self.client.create_run(experiment, header.started, header.tags)
-            journal.assign_run(str(run.info.run_id))
+                run = before[0] if before else self.client.create_run(experiment, header.started, tags)
+            journal.assign_run(str(run.info.run_id), tags)
         assert journal.header.run_id is not None
         return journal.header.run_id
 
@@ -176,9 +186,20 @@ class Courier:
         Raises:
             ServerAway: The journal stays as it was.
         """
-        if not journal.has_end():
-            run_id, ended = str(journal.header.run_id), JournalRecord("end", {"status": "FAILED"})
-            _log_refusals(run_id, refusals(self.client, run_id, "end", [(ended, "status", "FAILED")]))
+        status = journal.end_status()
+        if status is None:
+            status, run_id = "FAILED", str(journal.header.run_id)
+            ended = JournalRecord("end", {"status": status})
+            _log_refusals(run_id, refusals(self.client, run_id, "end", [(ended, "status", status)]))
+        tags = journal.header.tags
+        if EXPERIMENT_TAG in tags:
+            try:
+                with away_errors():
+                    follow_stage(self.client, self.workspace, tags, status)
+            except ServerAway:
+                raise
+            except Exception as error:  # stores of artifacts have errors of their own
+                logger.warning("the run of the experiment is incomplete: %s", named_line(error))
         journal.delete()
 
     def is_elsewhere(self, journal: Journal) -> bool:
@@ -282,6 +303,8 @@ def _post(client: Any, run_id: str, kind: str, batch: Sequence[Item]) -> None:
         client.log_batch(run_id, params=[Param(name, str(value)[:LONGEST_PARAM]) for _, name, value in batch])
     elif kind == "tags":
         client.log_batch(run_id, tags=[RunTag(name, str(value)) for _, name, value in batch])
+    elif kind == "datasets":
+        client.log_inputs(run_id, [dataset_input(name, **facts) for _, name, facts in batch])
     elif kind == "artifact":
         client.log_artifact(run_id, name, value)
     else:

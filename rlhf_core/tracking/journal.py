@@ -33,13 +33,13 @@ class JournalRecord:
     """One thing to tell the server about a run.
 
     Attributes:
-        kind: What ``values`` are: metrics, params or tags by name, the folder of an artifact by its file, or the final
-            status of the run by "status".
+        kind: What ``values`` are: metrics, params or tags by name, datasets as :func:`.dataset_input` takes
+            them, the folder of an artifact by its file, or the final status of the run by "status".
         step: The step of metrics.
         time: When it happened, in milliseconds since 1970.
     """
 
-    kind: Literal["metrics", "params", "tags", "artifact", "end"]
+    kind: Literal["metrics", "params", "tags", "datasets", "artifact", "end"]
     values: Mapping[str, Any]
     step: int = 0
     time: int = field(default_factory=lambda: int(time.time() * 1000))
@@ -114,19 +114,19 @@ class Journal:
                 records[number] = replace(record, values=files)
         return records, delivered + len(complete)
 
-    def has_end(self) -> bool:
-        """Whether the stage has recorded its end; one that was killed has not."""
+    def end_status(self) -> str | None:
+        """How the stage ended, as it recorded; one that was killed has not."""
         lines = _bytes_from(self.folder / RECORDS, 0).split(b"\n")[:-1]
         last = _record_of(lines[-1]) if lines else None
-        return last is not None and last.kind == "end"
+        return str(last.values["status"]) if last is not None and last.kind == "end" else None
 
     def mark_delivered(self, position: int) -> None:
         """Note that all records up to ``position``, in bytes, have arrived."""
         atomic_write_text(self.folder / DELIVERED, str(position))
 
-    def assign_run(self, run_id: str) -> None:
-        """Note that the server has made the run."""
-        self.header = replace(self.header, run_id=run_id)
+    def assign_run(self, run_id: str, tags: Mapping[str, str]) -> None:
+        """Note that the server has made the run, with ``tags``."""
+        self.header = replace(self.header, run_id=run_id, tags=tags)
         if self.is_on_disk:
             atomic_write_json(self.folder / HEADER, asdict(self.header))
 

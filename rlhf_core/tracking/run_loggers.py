@@ -59,6 +59,10 @@ class TrackerWithLoggers(Tracker):
         self.tracker.log_artifact(path, folder)
         self._each(lambda one: one.log_artifact(path, folder))
 
+    def log_datasets(self, datasets: Mapping[str, Mapping[str, str]]) -> None:
+        self.tracker.log_datasets(datasets)
+        self._each(lambda one: one.log_datasets(datasets))
+
     def set_tags(self, tags: Mapping[str, str]) -> None:
         self.tracker.set_tags(tags)
         self._each(lambda one: one.set_tags(tags))

@@ -22,14 +22,16 @@ from typing import Any, Literal
 
 import psutil
 
+from rlhf_core import __version__
 from rlhf_core.errors import ConfigError, Preempted, RlhfError, first_line, is_full_disk
-from rlhf_core.git import git_revision
+from rlhf_core.git import NO_REVISION, git_branch, git_remote, git_revision, package_revision
 from rlhf_core.redaction import redacted
 from rlhf_core.runtime.preemption import StopNow
-from rlhf_core.storage.files import LockFile
+from rlhf_core.storage.files import LockFile, flatten
 from rlhf_core.storage.garbage_collection import paused_collector
 from rlhf_core.tracking.delivery import ACCESS_DENIED, DEFERRED_VARIABLE, Courier, ServerAway, address
 from rlhf_core.tracking.journal import Journal, JournalRecord, RunHeader
+from rlhf_core.tracking.pipeline_run import PARENT_TAG, current_experiment, legal_name
 
 logger = logging.getLogger(__name__)
 DELIVERY_SECONDS = 1.0
@@ -54,6 +56,9 @@ class Tracker:
 
     def log_artifact(self, path: Path, folder: str | None = None) -> None:
         """Copy a file into the run's artifacts."""
+
+    def log_datasets(self, datasets: Mapping[str, Mapping[str, str]]) -> None:
+        """Name the data that the run reads, as ``digest``, ``uri`` and ``context`` by name."""
 
     def set_tags(self, tags: Mapping[str, str]) -> None:
         """Label the run."""
@@ -105,6 +110,9 @@ class JournalTracker(Tracker):
     def log_artifact(self, path: Path, folder: str | None = None) -> None:
         self._take(JournalRecord("artifact", {str(path): folder}))
 
+    def log_datasets(self, datasets: Mapping[str, Mapping[str, str]]) -> None:
+        self._take(JournalRecord("datasets", datasets))
+
     def set_tags(self, tags: Mapping[str, str]) -> None:
         self._take(JournalRecord("tags", tags))
 
@@ -134,23 +142,42 @@ class JournalTracker(Tracker):
 GROUPS = ("reward", "kl", "policy", "value", "critic", "ptx", "selection", "validation", "sampling", "ratio", "seconds")
 
 
-# What MLflow refuses in the name of a metric, and all others of the request with it. Names have categories of the data.
-REFUSED = re.compile(r"[^/\w.\- :]|\A/|\A\.(?=[./]|\Z)|/(?=/|\Z|\.\.?(?:/|\Z))")
-LONGEST_NAME = 250
-
-
-def legal_name(name: str) -> str:
-    """The name of a metric or parameter with an underscore in place of whatever MLflow refuses."""
-    return REFUSED.sub("_", name[:LONGEST_NAME])
-
-
 def grouped(name: str) -> str:
-    """The name of a metric in MLflow, which groups by what stands before "/": ``reward_mean`` is ``reward/mean``."""
+    """The name of a metric in MLflow, which groups by what stands before "/": ``reward_mean`` is ``reward/mean``.
+
+    A win rate is named by who judges: the ones of a training are the referee's, on the prompts of the selection.
+    """
     if name == "kl":
         return "kl/k1"  # the estimate, beside kl_k2 and kl_k3
+    if name.startswith("win_rate"):
+        return f"selection/referee.{name}"
     first, _, rest = name.partition("_")
     name = f"{first}/{rest}" if rest and first in GROUPS else name
     return legal_name(name)
+
+
+# Results that only the stage's file has, which is among the run's artifacts: MLflow's pages offer every name of an
+# experiment for columns and charts, and hundreds of them hide those that runs are compared by.
+BREAKDOWN = re.compile(
+    r"(?:^|\.)(?:(?:test_)?category|group|losses|last|regression(?:_sft)?)\."
+    r"|probes\..*_(?:low95|high95|pairs)$"
+    r"|\.(?:failed|warned)_"
+    r"|(?:^|[._])(?:clusters\w*|groups|prompts|win|tie|lose|tie_margin|lc_share|(?<!checker\.)mean_difference\w*|p\d\d)$"
+    r"|(?:^|[._])(?:mean_\w+_chars|\w+_leaks)$"
+)
+
+
+def results(metrics: Mapping[str, Any]) -> dict[str, float]:
+    """The results of a stage that MLflow shows, as ``final/NAME``: numbers by which runs are compared.
+
+    Breakdowns by category, rule or probe, and the ends of curves, stay in the stage's file of metrics.
+    """
+    shown = {}
+    for name, value in flatten(metrics).items():
+        is_number = isinstance(value, int | float) and not isinstance(value, bool)
+        if is_number and not BREAKDOWN.search(name):
+            shown[f"final/{name}"] = float(value)
+    return shown
 
 
 CLIENT_SETTINGS = {
@@ -176,6 +203,7 @@ def default_environment(settings: Mapping[str, str]) -> Iterator[None]:
 
 
 PARENT_RUN_VARIABLE = "RLHF_PARENT_RUN_ID"
+PACKAGE_VERSION_TAG, PACKAGE_COMMIT_TAG = "rlhf.package_version", "rlhf.package_commit"
 METRICS_TAG = "rlhf.metrics_sha256"  # by which the run that made a workspace's result is found
 
 
@@ -291,16 +319,29 @@ def user_name() -> str:
 
 
 def origin_tags(workspace: Path, command: str) -> dict[str, str]:
-    """Who started a run, by which command and of which commit, under the names that MLflow's pages show."""
+    """Who started a run or made a model, by which command and of which commit, as MLflow's pages show it.
+
+    Commit, branch and repository are those of the workspace. The package, which may come from another repository, has
+    tags of its own.
+    """
     user = os.environ.get("RLHF_ACTOR") or user_name()
     tags = {"mlflow.user": user, "mlflow.source.name": command, "mlflow.source.type": "LOCAL"}
-    revision = git_revision(workspace)
-    return tags if revision == "none" else {**tags, "mlflow.source.git.commit": revision}
+    tags[PACKAGE_VERSION_TAG] = __version__
+    if (revision := package_revision()) != NO_REVISION:
+        tags[PACKAGE_COMMIT_TAG] = revision
+    if (revision := git_revision(workspace)) == NO_REVISION:
+        return tags
+    tags["mlflow.source.git.commit"] = revision
+    if branch := git_branch(workspace):
+        tags["mlflow.source.git.branch"] = branch
+    if remote := git_remote(workspace):
+        tags["mlflow.source.git.repoURL"] = address(remote)
+    return tags
 
 
 @contextmanager
 def stage_tracker(stage: str, workspace: Path, experiment: str) -> Iterator[Tracker]:
-    """A run for one stage: a child of the pipeline's run where there is one, else a run of its own.
+    """A run for one stage: a child of that of the pipeline or of the DVC experiment, else a run of its own.
 
     ``RLHF_TRACKING=off`` switches it off. The run ends as FINISHED, as KILLED when it is preempted, or as FAILED
     when the block raises anything else. While its server is away, what is recorded waits in ``.rlhf/tracking`` of the
@@ -318,7 +359,9 @@ def stage_tracker(stage: str, workspace: Path, experiment: str) -> Iterator[Trac
     tags = {"mlflow.runName": name, "stage": stage, "workspace": folder, "rlhf.stage": stage}
     tags |= origin_tags(workspace, f"rlhf stage {stage}")
     if os.environ.get(PARENT_RUN_VARIABLE):
-        tags["mlflow.parentRunId"] = os.environ[PARENT_RUN_VARIABLE]
+        tags[PARENT_TAG] = os.environ[PARENT_RUN_VARIABLE]
+    else:
+        tags |= current_experiment()
     deferred = bool(os.environ.get(DEFERRED_VARIABLE))
     journal = Journal.new(workspace, RunHeader(address(uri), None, experiment, tags, int(time.time() * 1000), deferred))
     with nullcontext() if deferred else default_environment(CLIENT_SETTINGS):

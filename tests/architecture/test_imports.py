@@ -96,6 +96,7 @@ FLOWS_MAY_ALSO_USE = {
     "flows.commands.served_policy": {"serving", "stages.runtime.threads.limit_threads_of"},
     "flows.registry.stored_models": {"serving.policy_source", "serving.protocol"},
     # What a registered model is answered by, wherever it is loaded.
+    "flows.registry.register": {"evaluation.report.headline.headline_metrics"},
     "flows.registry.model_pyfunc": {"serving", "evaluation.judges.model.ModelJudge", "evaluation.replies.Reply"},
     "flows.release.export": {"models.adapters.ADAPTER_FOLDER", "models.io.ADAPTER_CONFIG"},
     "flows.pipeline.data_watch": {

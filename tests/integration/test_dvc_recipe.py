@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import re
 import shutil
 from pathlib import Path
 
 import pytest
 from commands import ROOT, SmokeRun, run
+from mlflow import MlflowClient
 
 
 def ran(output: str) -> list[str]:
@@ -106,8 +108,10 @@ def test_an_experiment_is_run_shown_and_compared(repository: Path) -> None:
     assert [" ".join(line.split()) for line in changed[1:]] == ["- title: RLHF pipeline report", "+ title: Second"]
     shown = output("dvc", "exp", "show", "--only-changed", cwd=repository)
     assert "[second]" in shown and "report.title" in shown and max(map(len, shown.splitlines())) <= 80
+    settings = output("dvc", "exp", "show", "--only-changed", "--drop", ".*/", cwd=repository)
+    assert "report.title" in settings and "/" not in settings
     metrics = output("dvc", "metrics", "show", cwd=repository).splitlines()
-    assert "win_rate_low95" in metrics[0] and max(map(len, metrics)) <= 120 and len(metrics) == 2
+    assert "judge.win_rate_low95" in metrics[0] and max(map(len, metrics)) <= 120 and len(metrics) == 2
     output("dvc", "plots", "diff", cwd=repository)
     page = (repository / "dvc_plots" / "index.html").read_text()
     for title in ("SFT loss", "Accuracy of reward model, referee and judge", "PPO reward", "PPO KL from SFT"):
@@ -121,3 +125,24 @@ def test_an_experiment_in_a_folder_of_its_own_finds_what_the_workspace_has_done(
     ran = output("dvc", "exp", "run", "--temp", "--name", "third", "-S", "report.title=Third", cwd=repository)
     assert re.findall(r"Running stage '([\w-]+)'", ran) == ["report"]
     assert "third" in output("dvc", "exp", "list", cwd=repository)
+
+
+@pytest.mark.services
+@pytest.mark.slow
+def test_an_experiment_is_one_run_in_mlflow(repository: Path) -> None:
+    """Named as the experiment, with the headline; also where DVC runs it in a folder of its own, which goes."""
+    for name, options in (("here", ()), ("apart", ("--temp",))):
+        setting = f"report.title={name}"
+        done = run(
+            "dvc", "exp", "run", *options, "-n", name, "-S", setting, cwd=repository, GIT_CONFIG_GLOBAL="/dev/null"
+        )
+        assert done.returncode == 0, done.stdout + done.stderr
+    client = MlflowClient(f"sqlite:///{repository / 'mlflow.db'}")
+    experiments = [one.experiment_id for one in client.search_experiments()]
+    runs = client.search_runs(experiments, "tags.`rlhf.pipeline` = 'true' and tags.`rlhf.dvc_experiment` != ''")
+    headline = json.loads((repository / "metrics" / "summary.json").read_text())
+    assert {run.info.run_name for run in runs} == {"here", "apart"}
+    for parent in runs:
+        assert parent.info.status == "FINISHED" and parent.data.metrics == pytest.approx(headline)
+        below = client.search_runs(experiments, f"tags.`mlflow.parentRunId` = '{parent.info.run_id}'")
+        assert [child.data.tags["stage"] for child in below] == ["report"]

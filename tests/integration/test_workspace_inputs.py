@@ -11,10 +11,11 @@ from pathlib import Path
 import pytest
 from integration.flow_toys import environment, rlhf
 
-from flows.commands.init import initialise, trial_workspace
+from flows.commands.init import initialise
 from flows.commands.status import stages_status
 from flows.commands.text import last_lines
 from flows.dvc_repo.inputs import refresh_inputs, with_sources
+from flows.dvc_repo.recipe import trial_workspace
 from flows.dvc_repo.root import ensure_dvc
 from rlhf_core.config.loading import load_params
 from rlhf_core.errors import RlhfError

@@ -3,7 +3,9 @@
 Files are ``expectations/KIND.json`` and ``KIND.ANYTHING.json``, as Great Expectations writes them. An expectation gives
 a rule its name (``meta.rule``) and the reason that the quarantine states (``meta.reason``). Several may share one. A
 row that an expectation finds unexpected breaks the rule: ``severity`` is ``critical`` where it is refused, ``warning``
-or ``info`` where it stays and is counted. Limits of ``params.yaml`` are written as ``{"$PARAMETER": "max_turns"}``.
+or ``info`` where it stays and is counted. Where the expectation holds as a whole by ``mostly``, its rows stay and are
+counted. Limits of ``params.yaml`` are written as ``{"$PARAMETER": "max_turns"}``. Classes of a team's own expectations
+are in Python files beside the suites.
 
 Nothing is sent anywhere: the context is in memory, analytics are off, and the pages of the data docs load nothing.
 """
@@ -15,10 +17,12 @@ import json
 import logging
 import os
 import re
+import sys
 import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -119,6 +123,7 @@ def read_suites(folder: Path, config: ValidateConfig, derived: Collection[str] =
 
         from rlhf_core.data.validation.expectations import OWN, ExpectNoFindings
 
+    _load_classes(folder)
     known = [*list_registered_expectation_implementations(), *(own.expectation_type for own in OWN)]
     rules: dict[str, list[SuiteRule]] = {kind: [] for kind in ROW_TYPES}
     for path in sorted(folder.glob("*.json"), key=lambda path: (path.stem.count("."), path.name)):
@@ -139,6 +144,26 @@ def read_suites(folder: Path, config: ValidateConfig, derived: Collection[str] =
     for kind, listed in rules.items():
         _require_needed(folder / f"{kind}.json", kind, listed)
     return Suites(rules, {name: getattr(config, name) for name in LIMITS})
+
+
+def _load_classes(folder: Path) -> None:
+    """Run the Python files of a folder, whose classes of expectations the library then knows by their names.
+
+    No bytecode is left beside them: the folder is an input of the stage.
+
+    Raises:
+        ConfigError: A file cannot be read or raises.
+    """
+    logging.getLogger("great_expectations").setLevel(logging.ERROR)  # it warns of a class that is read again
+    for path in sorted(folder.glob("*.py")):
+        module = ModuleType(f"{FOLDER}_{path.stem}")
+        module.__file__ = str(path)
+        sys.modules[module.__name__] = module  # where annotations of a class are looked up
+        try:
+            exec(compile(path.read_text(encoding="utf-8"), str(path), "exec"), module.__dict__)
+        except (Exception, SystemExit) as error:
+            problem = f"{type(error).__name__}: {first_line(error)}"
+            raise ConfigError(f"{path}: its expectations cannot be loaded ({problem})") from error
 
 
 def _entries(path: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
@@ -226,9 +251,9 @@ RESULT_FORMAT = {
     "partial_unexpected_count": SHOWN_ROWS,
     "return_unexpected_index_query": False,
 }
-# What the library's pages load from elsewhere, and what of them works with that alone.
+# What the library's pages load from elsewhere, what of them works with that alone, and its invitation to a newsletter.
 _LOADED = re.compile(
-    r"<link\b[^>]*\bhref=[\"']https?:[^>]*>|<script\b.*?</script>|<img\b[^>]*>"
+    r"<footer>.*?</footer>|<link\b[^>]*\bhref=[\"']https?:[^>]*>|<script\b.*?</script>|<img\b[^>]*>"
     r"|<div class=\"card mb-3\">\s*<div class=\"card-header p-2\">\s*<strong>Actions</strong>"
     r".*?</div>\s*</div>\s*</div>",
     re.DOTALL,
@@ -242,8 +267,8 @@ class RuleVerdict:
     """What an expectation says.
 
     Attributes:
-        passed: Whether it holds as a whole; with ``mostly`` it may although some rows are unexpected.
-        rows: The numbers of the rows that break it, none where it holds; None for an expectation of the whole table.
+        passed: Whether it holds as a whole; with ``mostly`` it may although some rows are unexpected, which stay then.
+        rows: The numbers of the unexpected rows; None for an expectation of the whole table.
     """
 
     passed: bool
@@ -289,6 +314,8 @@ class Checkpoints:
         if not rules:
             return {}
         self._asked.update(rules)
+        from great_expectations.core.run_identifier import RunIdentifier
+
         gx, context, name = self._gx, self._context, kind if page == ROWS else f"{kind}_{page}"
         expectations = [rule.expectation.copy(deep=True) for rule in rules]  # one belongs to one suite alone
         suite = context.suites.add(gx.ExpectationSuite(name, expectations=expectations))
@@ -300,7 +327,11 @@ class Checkpoints:
         )
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            run = checkpoint.run(batch_parameters={"dataframe": frame}, expectation_parameters=dict(self.suites.limits))
+            run = checkpoint.run(
+                batch_parameters={"dataframe": frame},
+                expectation_parameters=dict(self.suites.limits),
+                run_id=RunIdentifier(run_name=page),  # a folder of the data docs
+            )
         key: Any
         result: Any
         ((key, result),) = run.run_results.items()
@@ -316,7 +347,7 @@ class Checkpoints:
                     raise ConfigError(f"{rule.where} could not be evaluated: {problem}")
             rows = outcome.result.get("unexpected_index_list") if outcome.result else None
             if rows is not None:
-                rows = np.array([] if outcome.success else rows, np.int64)
+                rows = np.array(rows, np.int64)
             verdicts[rule] = RuleVerdict(bool(outcome.success), rows)
             _show(outcome, rule, kind, frame, where)
         return verdicts
@@ -335,7 +366,12 @@ class Checkpoints:
             self._context.delete_data_docs_site(name)
         store = {"class_name": "TupleFilesystemStoreBackend", "base_directory": str(docs.absolute())}
         index = {"class_name": "DefaultSiteIndexBuilder"}
-        site: Any = {"class_name": "SiteBuilder", "site_index_builder": index, "store_backend": store}
+        site: Any = {
+            "class_name": "SiteBuilder",
+            "site_index_builder": index,
+            "store_backend": store,
+            "show_how_to_buttons": False,
+        }
         self._context.add_data_docs_site(site_name=SITE, site_config=site)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")

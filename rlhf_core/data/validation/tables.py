@@ -103,14 +103,14 @@ class CheckedKind:
         """Return by row whether it breaks none of the rules that do more than warn."""
         passed = np.ones(len(self.frame), dtype=bool)
         for rule, verdict in verdicts.items():
-            if rule.severity != "warn" and verdict.rows is not None:
+            if rule.severity != "warn" and verdict.rows is not None and not verdict.passed:
                 passed[verdict.rows] = False
         return passed
 
     def take(self, verdicts: Verdicts, found: Mapping[str, Mapping[int, str]] | None = None) -> None:
         """Count the rows that break rules, and quarantine those that a rule refuses, with all their reasons.
 
-        A row that is refused does not count under rules that only warn.
+        A row that is refused does not count under rules that only warn, nor under those that hold by ``mostly``.
 
         Args:
             found: What was found by rules about the whole set, by rule and row: the reasons that the quarantine states.
@@ -128,6 +128,9 @@ class CheckedKind:
             if rule.severity == "fail" or verdict.rows is None:
                 self.must_hold.append(rule.name)
                 self.failed[rule.name] += table_broken
+            if verdict.passed:
+                warned.setdefault(rule.name, set()).update(rows)
+                continue
             for row in rows:
                 refused.setdefault(row, {}).setdefault(rule.name, rule)
         for row, rules in sorted(refused.items()):

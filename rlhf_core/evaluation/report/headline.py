@@ -31,17 +31,16 @@ from rlhf_core.evaluation.verdict import (
 from rlhf_core.gates import GateDecision
 from rlhf_core.storage.files import atomic_write_text, flatten
 
-# Name in the headline, and where the metric is: the stage's file, then the path in it.
+# Name in the headline, with the judge of a win rate, and where the metric is: the stage's file, then the path in it.
 # `dvc metrics show` prints them side by side, which must fit 120 columns.
 HEADLINE = {
-    "sft_perplexity": "sft.perplexity",
-    "reward_accuracy": "reward.accuracy",
-    "win_rate": "evaluation.comparison.judge.win_rate",
-    "win_rate_low95": "evaluation.comparison.judge.win_rate_low95",
-    "gold_win_rate": "evaluation.comparison.gold.win_rate",
-    "checker_sft": "evaluation.sft.checker",
-    "checker_policy": "evaluation.policy.checker",
-    "checker_gain_low95": "evaluation.comparison.checker.mean_difference_low95",
+    "reward.accuracy": "reward.accuracy",
+    "judge.win_rate": "evaluation.comparison.judge.win_rate",
+    "judge.win_rate_low95": "evaluation.comparison.judge.win_rate_low95",
+    "gold.win_rate": "evaluation.comparison.gold.win_rate",
+    "checker.sft": "evaluation.sft.checker",
+    "checker.policy": "evaluation.policy.checker",
+    "checker.gain_low95": "evaluation.comparison.checker.mean_difference_low95",
     "kl": "evaluation.kl",
     "length": "evaluation.policy.length",
 }

@@ -16,9 +16,9 @@ from typing import Any
 
 import pyarrow as pa
 
-from rlhf_core.config import yaml_text
+from rlhf_core.config.recipe import recorded_outputs
 from rlhf_core.data.schema import read_table
-from rlhf_core.errors import DataError, RlhfError
+from rlhf_core.errors import DataError
 from rlhf_core.gates import GATES, GateDecision
 from rlhf_core.git import git_revision
 from rlhf_core.storage.files import read_json, sha256_file
@@ -59,20 +59,6 @@ def report_lineage(workspace: Path, own_run: str) -> JsonObject:
         "mlflow_run": os.environ.get(PARENT_RUN_VARIABLE) or own_run,
         "dvc_lock": sha256_file(lock) if lock.is_file() else "",
         "outputs": recorded_outputs(lock) if lock.is_file() else {},
-    }
-
-
-def recorded_outputs(lock: Path) -> dict[str, str]:
-    """Return the hash of every output in dvc.lock by path, those of the report left out; empty if it is unreadable."""
-    try:
-        stages = yaml_text.plain(yaml_text.read(lock)).get("stages") or {}
-    except RlhfError:
-        return {}
-    return {
-        str(out["path"]): str(out.get("md5", ""))
-        for name, stage in sorted(stages.items())
-        if name != "report"
-        for out in stage.get("outs") or []
     }
 
 

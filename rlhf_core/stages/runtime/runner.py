@@ -25,7 +25,7 @@ from rlhf_core.config.operations import LaunchConfig, Trained
 from rlhf_core.config.policy import Method
 from rlhf_core.config.problems import nearest
 from rlhf_core.config.rates import with_chosen_rates
-from rlhf_core.config.recipe import recipe_folder
+from rlhf_core.config.recipe import recipe_folder, recorded_outputs
 from rlhf_core.data.token_folder import TOKENS
 from rlhf_core.errors import ConfigError, DataError, RlhfError, first_line, is_full_disk, is_out_of_memory
 from rlhf_core.fingerprint.stages import remembered_fingerprints, stage_definition
@@ -49,7 +49,7 @@ from rlhf_core.storage.files import (
 )
 from rlhf_core.storage.garbage_collection import paused_collector
 from rlhf_core.tracking.run_loggers import with_loggers
-from rlhf_core.tracking.stage_run import METRICS_TAG, Tracker, stage_tracker
+from rlhf_core.tracking.stage_run import METRICS_TAG, Tracker, results, stage_tracker
 from rlhf_core.training.checkpoints.store import CheckpointStore
 from rlhf_core.training.run_context import RunContext
 
@@ -77,6 +77,7 @@ def load_stage(name: str, method: Method = "ppo") -> Stage[Any]:
 
 logger = logging.getLogger(__name__)
 
+DATA_FOLDERS = ("data/raw", "data/clean")
 COMPUTING = (*get_args(Trained), "evaluate")  # the stages that run models for long
 AFTER_FULL_DISK = "make room and run the stage again: a training goes on from its last checkpoint"
 AFTER_NO_MEMORY = (
@@ -192,6 +193,8 @@ def _run_alone(run: _StageRun) -> dict[str, Any]:
             work, tracker, run.preemption, store, run.launch, workspace, workspace / TOKENS, named_by_content=True
         )
         tracker.log_params(named_parameters(stage, run.config))
+        if datasets := data_inputs(stage, workspace):
+            tracker.log_datasets(datasets)
         metrics = dict(stage.run(run.config, run.inputs, outputs, context))
         _record(metrics, outputs, tracker)
     if store is not None:
@@ -210,6 +213,19 @@ def named_parameters(stage: Stage[Any], config: StageConfig) -> dict[str, Any]:
     return {
         name if name.partition(".")[0] in outside else f"{stage.section}.{name}": value
         for name, value in values.items()
+    }
+
+
+def data_inputs(stage: Stage[Any], workspace: Path) -> dict[str, dict[str, str]]:
+    """The folders of rows that a stage reads, with the hashes that dvc.lock has for them; none without one."""
+    lock = workspace / "dvc.lock"
+    paths = [path for path in stage.inputs.values() if path in DATA_FOLDERS]
+    recorded = recorded_outputs(lock) if paths and lock.is_file() else {}
+    context = "evaluation" if stage.name == "evaluate" else "training"
+    return {
+        path: {"digest": recorded[path], "uri": (workspace.resolve() / path).as_uri(), "context": context}
+        for path in paths
+        if recorded.get(path)
     }
 
 
@@ -285,10 +301,7 @@ def _record(metrics: Mapping[str, Any], outputs: Paths, tracker: Tracker) -> Non
     """Log the stage's metrics and files; a metrics file that the stage has not written is written here."""
     if "metrics" in outputs and not outputs["metrics"].exists():
         atomic_write_json(outputs["metrics"], metrics)
-    numbers = {k: v for k, v in flatten(metrics).items() if isinstance(v, int | float) and not isinstance(v, bool)}
-    # What "last" holds is the end of the curves.
-    final = {f"final/{key}": float(value) for key, value in numbers.items() if not key.startswith("last.")}
-    tracker.log_metrics(final)
+    tracker.log_metrics(results(metrics))
     if "metrics" in outputs and outputs["metrics"].is_file():
         tracker.set_tags({METRICS_TAG: sha256_file(outputs["metrics"])})
     for key in ("metrics", "evidence", "gate", "history", "report"):

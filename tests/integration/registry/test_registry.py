@@ -10,7 +10,7 @@ import subprocess
 import sys
 import urllib.error
 import urllib.request
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import pytest
@@ -26,14 +26,16 @@ from flows.registry.client import (
     end_pipeline_run,
     experiment_id,
     fluent,
-    log_final_artifacts,
     start_pipeline_run,
 )
 from flows.registry.promote import promote
 from flows.registry.register import NotRegistered, register
 from flows.supervision.processes import child_environment
+from rlhf_core import __version__
 from rlhf_core.errors import ModelError, RlhfError
+from rlhf_core.git import NO_REVISION, package_revision
 from rlhf_core.storage.files import sha256_file, sha256_tree
+from rlhf_core.tracking.pipeline_run import log_final_artifacts
 from rlhf_core.tracking.stage_run import METRICS_TAG, tracking_uri
 
 CHAT = {"messages": [{"role": "user", "content": "what colour is the sky?"}]}
@@ -63,8 +65,7 @@ def test_both_models_are_registered_with_lineage_and_gate_report(workspace: Path
     files = {a.path for folder in ("gates", "metrics") for a in client.list_artifacts(version.run_id, folder)}
     assert {"gates/data.json", "gates/reward.json", "gates/policy.json", "metrics/evaluation.json"} <= files
     logged = client.get_logged_model(version.source.removeprefix("models:/"))
-    assert {m.key: m.value for m in logged.metrics}["evaluation.nested.win_rate"] == 0.7
-    assert run.data.metrics["evaluation.nested.win_rate"] == 0.7
+    assert {m.key: m.value for m in logged.metrics} == run.data.metrics == {"kl": 1.0}
     assert run.data.tags["mlflow.parentRunId"] == run_id
     assert run.data.tags["mlflow.source.name"] == "rlhf run" and run.data.tags["mlflow.user"]
     assert [(given.dataset.name, given.dataset.digest) for given in run.inputs.dataset_inputs] == [
@@ -237,6 +238,40 @@ def test_a_logged_model_comes_from_the_run_that_trained_it(workspace: Path) -> N
     assert logged.source_run_id == reward.run_id, "without a record of its training the registration made it"
 
 
+@pytest.mark.parametrize("backend", ["sqlite"], indirect=True)
+def test_runs_and_models_name_one_repository_and_its_commit(workspace: Path) -> None:
+    """That of the workspace; the package comes from another, as it does for everybody who has not cloned it."""
+
+    def git(*arguments: str) -> str:
+        identity = ("-c", "user.name=t", "-c", "user.email=t@example.org")
+        result = subprocess.run(["git", *identity, *arguments], cwd=workspace, check=True, capture_output=True)
+        return result.stdout.decode().strip()
+
+    def source(tags: Mapping[str, str]) -> dict[str, str]:
+        prefix = "mlflow.source.git."
+        return {name.removeprefix(prefix): value for name, value in tags.items() if name.startswith(prefix)}
+
+    client, name = connect(workspace), policy_name(workspace)
+    outside = start_pipeline_run(workspace, "outside git")
+    assert source(client.get_run(outside).data.tags) == {}
+    git("init", "-q", "-b", "trials")
+    git("add", "params.yaml", "dvc.yaml")
+    git("commit", "-q", "-m", "recipe")
+    git("remote", "add", "other", "https://example.org/other.git")
+    git("remote", "add", "origin", "https://me:token@example.org/team/own.git")
+    expected = {"commit": git("rev-parse", "HEAD"), "branch": "trials", "repoURL": "https://example.org/team/own.git"}
+    run_id = start_pipeline_run(workspace, "in git")
+    register(workspace, run_id)
+    version = versions(client, name)[0]
+    model = client.get_logged_model(version.source.removeprefix("models:/"))
+    runs = [client.get_run(run_id).data.tags, client.get_run(version.run_id).data.tags]
+    for tags in (*runs, model.tags):
+        assert source(tags) == expected
+        assert tags["rlhf.package_version"] == __version__ and "token" not in str(tags)
+        assert tags.get("rlhf.package_commit", NO_REVISION) == package_revision()
+    assert model.params["evaluate.prompts"] == "8" and model.source_run_id == version.run_id
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("backend", ["sqlite"], indirect=True)
 def test_a_changed_artifact_is_refused_where_it_is_used(workspace: Path) -> None:
@@ -258,9 +293,9 @@ def test_no_champion_is_one_clear_line(workspace: Path) -> None:
 
 
 def test_a_pipeline_run_holds_parameters_final_numbers_and_files(workspace: Path) -> None:
-    (workspace / "metrics" / "summary.json").write_text('{"win_rate": 0.7, "kl": 2.0}')
+    (workspace / "metrics" / "summary.json").write_text('{"judge.win_rate": 0.7, "kl": 2.0}')
     run_id = start_pipeline_run(workspace, "demo · now")
-    log_final_artifacts(workspace, run_id)
+    log_final_artifacts(connect(workspace), run_id, workspace)
     end_pipeline_run(run_id, "Cancelled", workspace)
     sent = {file.path for file in connect(workspace).list_artifacts(run_id)}
     assert sent == {"params.yaml", "dvc.lock", "metrics", "gates"}
@@ -268,7 +303,7 @@ def test_a_pipeline_run_holds_parameters_final_numbers_and_files(workspace: Path
     assert run.info.status == "KILLED"
     assert run.data.params["evaluate.sampling.max_new_tokens"] == "8"
     # The headline alone; the other final numbers are metrics of the stages' runs.
-    assert run.data.metrics == {"win_rate": 0.7, "kl": 2.0}
+    assert run.data.metrics == {"judge.win_rate": 0.7, "kl": 2.0}
     assert run.info.run_name == "demo · now" and run.data.tags["workspace"] == workspace.name
     experiment = connect(workspace).get_experiment(run.info.experiment_id)
     assert experiment.tags["mlflow.experimentKind"] == "custom_model_development"

@@ -21,9 +21,9 @@ from integration.registry.conftest import policy_name, reward_name
 
 from flows.commands.served_policy import served_source
 from flows.registry.client import connect
-from flows.registry.evidence import PARENT_TAG
 from flows.registry.promote import promote
 from rlhf_core.errors import RlhfError
+from rlhf_core.tracking.pipeline_run import PARENT_TAG
 
 pytestmark = [pytest.mark.services, pytest.mark.parametrize("backend", ["sqlite"], indirect=True)]
 ASK = {"messages": [{"role": "user", "content": "what colour is the sky?"}], "max_tokens": 8, "seed": 1}

@@ -16,11 +16,12 @@ from commands import ROOT
 from rlhf_core.config import yaml_text
 from rlhf_core.config.evaluation import ReportConfig
 from rlhf_core.config.gates import Condition
+from rlhf_core.config.recipe import recorded_outputs
 from rlhf_core.data.schema import read_table, write_table
 from rlhf_core.evaluation.comparisons.comparison import compare
 from rlhf_core.evaluation.report import charts, view
 from rlhf_core.evaluation.report import headline as headlines
-from rlhf_core.evaluation.report.sources import recorded_outputs, report_lineage
+from rlhf_core.evaluation.report.sources import report_lineage
 from rlhf_core.gates import GateDecision, decide
 from rlhf_core.stages import report
 from rlhf_core.stages.runtime.contract import Paths
@@ -372,22 +373,25 @@ def test_numbers_for_people() -> None:
 
 def test_the_headline_has_what_there_is_and_every_curve_is_complete(tmp_path: Path) -> None:
     fill(tmp_path)
-    write(tmp_path / "metrics/sft.json", '{"perplexity": 1.23456789, "train_loss": 0.3}')
+    write(tmp_path / "metrics/reward.json", '{"accuracy": 0.76543219, "margin_mean": 0.3}')
     write(tmp_path / "history/sft.jsonl", '{"step": 10, "loss": 2.5}\n{"step": 20}\n{"step": 30, "loss": 1.5}\n')
     write(tmp_path / "plots/curves/critic.csv", "of an earlier run")
     render(tmp_path)
     headline = json.loads((tmp_path / "metrics/summary.json").read_text())
-    assert headline["sft_perplexity"] == 1.2346 and headline["kl"] == 2.5 and headline["length"] == 20.0
-    assert {"win_rate", "win_rate_low95", "gold_win_rate"} <= headline.keys() <= headlines.HEADLINE.keys()
+    assert headline["reward.accuracy"] == 0.7654 and headline["kl"] == 2.5 and headline["length"] == 20.0
+    assert {"judge.win_rate", "judge.win_rate_low95", "gold.win_rate"} <= headline.keys() <= headlines.HEADLINE.keys()
     # `dvc metrics show` needs the width of each name and four spaces beside the path of the file.
-    assert len("metrics/summary.json") + sum(4 + len(name) for name in headlines.HEADLINE) <= 120
+    of_pairs = {name for name in headlines.HEADLINE if not name.startswith("checker")}
+    without_pairs = {name for name in headlines.HEADLINE if not name.startswith(("judge", "gold", "reward"))}
+    for names in (of_pairs, without_pairs):
+        assert len("metrics/summary.json") + sum(4 + len(name) for name in names) <= 120
     # A row without a loss, such as one of a step that was skipped, is left out; so is a curve without rows.
     assert (tmp_path / "plots/curves/sft.csv").read_text() == "step,loss\n10,2.5\n30,1.5\n"
     assert [path.name for path in (tmp_path / "plots/curves").iterdir()] == ["sft.csv"]
 
 
 def test_numbers_that_are_not_finite_are_no_headline() -> None:
-    assert headlines.headline_metrics({"sft": {"perplexity": float("nan")}, "evaluation": {"kl": "much"}}) == {}
+    assert headlines.headline_metrics({"reward": {"accuracy": float("nan")}, "evaluation": {"kl": "much"}}) == {}
 
 
 def test_every_curve_that_dvc_plots_is_written() -> None:

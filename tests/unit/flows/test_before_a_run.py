@@ -13,6 +13,8 @@ from commands import ROOT
 from flows.commands import init
 from flows.commands.doctor import FAIL, OK, WARN, gate_checks, workspace_checks
 from flows.commands.init import next_step
+from flows.dvc_repo import recipe
+from flows.dvc_repo.recipe import trial_workspace
 from flows.pipeline.preflight import open_starting_model
 from flows.workspace import job_label, run_label, run_tags
 from rlhf_core.config.gates import GatesConfig
@@ -223,7 +225,8 @@ def test_the_tags_are_what_a_person_looks_for(tmp_path: Path) -> None:
 @pytest.fixture
 def base(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setattr(init, "ensure_dvc", lambda *_: None)
-    monkeypatch.setattr(init, "share_settings", lambda *_: None)
+    monkeypatch.setattr(recipe, "ensure_dvc", lambda *_: None)
+    monkeypatch.setattr(recipe, "share_settings", lambda *_: None)
     for name in ("params.yaml", "dvc.yaml"):
         (tmp_path / name).write_text((ROOT / name).read_text())
     return tmp_path
@@ -243,7 +246,7 @@ def names(workspace: Path) -> tuple[str, str]:
 
 
 def test_a_trial_does_not_use_the_names_of_its_base(base: Path) -> None:
-    trial = init.trial_workspace(base, None, ["seed=2"])
+    trial = trial_workspace(base, None, ["seed=2"])
     assert trial.name.startswith("demo-")
     assert names(trial) == (f"rlhf-policy-{trial.name}", f"rlhf-reward-model-{trial.name}")
     assert names(base) == ("rlhf-policy", "rlhf-reward-model")
@@ -252,24 +255,24 @@ def test_a_trial_does_not_use_the_names_of_its_base(base: Path) -> None:
 @pytest.mark.slow
 def test_gates_of_smoke_do_not_meet_the_models_in_use(base: Path) -> None:
     expected = ("rlhf-policy-smoke", "rlhf-reward-model-smoke")
-    assert names(init.trial_workspace(base, "smoke", [])) == expected
-    trial = init.trial_workspace(base, "smoke", ["seed=3"])
+    assert names(trial_workspace(base, "smoke", [])) == expected
+    trial = trial_workspace(base, "smoke", ["seed=3"])
     assert names(trial) == (f"rlhf-policy-{trial.name}", f"rlhf-reward-model-{trial.name}")
     assert names(init.initialise(base / "other", "smoke", [])) == expected
 
 
 @pytest.mark.slow
 def test_whoever_names_a_model_gets_that_name(base: Path) -> None:
-    trial = init.trial_workspace(base, None, ["registry.policy=mine"])
+    trial = trial_workspace(base, None, ["registry.policy=mine"])
     assert names(trial) == ("mine", f"rlhf-reward-model-{trial.name}")
 
 
 @pytest.mark.slow
 def test_a_trial_that_exists_keeps_its_names_and_so_its_champion(base: Path) -> None:
-    trial = init.trial_workspace(base, None, ["seed=2"])
+    trial = trial_workspace(base, None, ["seed=2"])
     params = trial / "params.yaml"
     params.write_text(params.read_text().replace(f"policy: rlhf-policy-{trial.name}", "policy: rlhf-policy"))
-    assert names(init.trial_workspace(base, None, ["seed=2"]))[0] == "rlhf-policy"
+    assert names(trial_workspace(base, None, ["seed=2"]))[0] == "rlhf-policy"
 
 
 def test_a_trial_has_the_functions_of_its_base_as_they_are_now(base: Path) -> None:
@@ -284,9 +287,9 @@ def test_a_trial_has_the_functions_of_its_base_as_they_are_now(base: Path) -> No
         "ppo.reward.sources=[{kind: function, target: 'own_rules:ends_politely'}]",
         "evaluate.verifiable={path: checks.jsonl, functions: {polite: 'own_checks.all:polite'}}",
     ]
-    trial = init.trial_workspace(base, None, sets)
+    trial = trial_workspace(base, None, sets)
     modules = {path.relative_to(trial).as_posix() for path in trial.rglob("*.py")}
     assert modules >= {"own_rules.py", "own_wording.py", "own_checks/all.py"} and "unrelated.py" not in modules
     assert "function" not in {check.name for check in workspace_checks(trial, opens_files=False) if check.level == FAIL}
     (base / "own_wording.py").write_text("polite = None\n")
-    assert (init.trial_workspace(base, None, sets) / "own_wording.py").read_text() == "polite = None\n"
+    assert (trial_workspace(base, None, sets) / "own_wording.py").read_text() == "polite = None\n"

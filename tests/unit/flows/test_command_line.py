@@ -206,7 +206,7 @@ class Announced(Exception):
         "serve", "promote", "approve", "decline --reason no", "rollback --reason no", "history", "registry terms",
         "registry gc", "stage sft", "plan", "evaluate match --champion a --challenger b --output c",
         "evaluate benchmark a", "evaluate lm-eval --task a", "annotate export there", "annotate import a", "data a",
-        "data diff a b", "data validate a", "data convert a --to b.jsonl",
+        "data diff a b", "data validate a", "data convert a --to b.jsonl", "deploy",
     ],
 )  # fmt: skip
 def test_a_command_says_first_what_it_does(command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

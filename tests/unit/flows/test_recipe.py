@@ -10,9 +10,10 @@ from commands import ROOT
 
 from flows.commands.init import initialise
 from flows.commands.run import run
+from flows.commands.status import stages_status
 from flows.commands.up import up
 from flows.dvc_repo.inputs import with_sources
-from flows.dvc_repo.recipe import check_tracked_params, tracked_params
+from flows.dvc_repo.recipe import check_recipe, tracked_params
 from rlhf_core.config import yaml_text
 from rlhf_core.config.data import ValidateConfig
 from rlhf_core.config.loading import Params, check_params, load_params, merge
@@ -71,32 +72,65 @@ def test_the_names_are_those_of_params_yaml_and_a_section_precedes_its_parts(tmp
 
 
 def test_the_recipe_leaves_out_none() -> None:
-    check_tracked_params(ROOT)
+    check_recipe(ROOT)
 
 
 def test_a_null_is_a_value(tmp_path: Path) -> None:
     (tmp_path / "dvc.yaml").write_text("stages: {a: {cmd: x, params: [collect.limit]}}\n")
     (tmp_path / "params.yaml").write_text("collect: {limit: null}\n")
-    check_tracked_params(tmp_path)
+    check_recipe(tmp_path)
 
 
 def test_the_lines_of_the_message_complete_the_file_and_change_nothing(tmp_path: Path) -> None:
     present = "gates: {mode: report, reward: [], policy: []}\nppo: {iterations: 30}\ncollect: {limit: 7}\n"
     with pytest.raises(ConfigError) as refusal:
-        check_tracked_params(workspace(tmp_path, present))
+        check_recipe(workspace(tmp_path, present))
     message = str(refusal.value).splitlines()
     assert message[0].startswith(f"{tmp_path / 'params.yaml'} leaves out parameters") and "collect" not in message
     lines = "\n".join(line[2:] for line in message if line.startswith("  "))
     assert "seed: 1\n" in lines and "  kl: {}" in lines and "sft: {}\n" in lines
     workspace(tmp_path, merge(present, [("the lines", lines)]))
-    check_tracked_params(tmp_path)
+    check_recipe(tmp_path)
     assert check_params(yaml_text.read(tmp_path / "params.yaml")) == check_params(yaml_text.parse(present, "p"))
 
 
 def test_no_gate_is_suggested_that_would_refuse_every_model(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"add gates\.policy, gates\.reward, which no default") as refusal:
-        check_tracked_params(workspace(tmp_path, ""))
+        check_recipe(workspace(tmp_path, ""))
     assert "mode: enforce" in str(refusal.value) and Params().gates.reward == ()
+
+
+CONFLICT = """schema: '2.0'
+stages:
+  ppo:
+<<<<<<< HEAD
+    cmd: one
+=======
+    cmd: other
+>>>>>>> try-2
+"""
+
+
+@pytest.mark.parametrize("name", ["dvc.lock", "dvc.yaml", "params.yaml"])
+def test_conflicts_of_a_merge_are_named_with_what_to_do(tmp_path: Path, name: str) -> None:
+    (tmp_path / "params.yaml").write_text("seed: 1\n")
+    (tmp_path / "dvc.yaml").write_text("stages: {a: {cmd: x, params: [seed]}}\n")
+    (tmp_path / name).write_text(CONFLICT)
+    refusals = []
+    for ask in (check_recipe, stages_status, lambda folder: run(folder, promote=False)):
+        with pytest.raises(ConfigError, match=r"has conflicts of a merge, the first in line 4; ") as refusal:
+            if name == "params.yaml" and ask is stages_status:
+                load_params(tmp_path)
+            ask(tmp_path)
+        refusals.append(str(refusal.value))
+    assert all(said.startswith(str(tmp_path / name)) and "\n" not in said for said in refusals)
+    assert all(("git checkout --ours dvc.lock" in said) == (name == "dvc.lock") for said in refusals)
+    assert not (tmp_path / ".rlhf").exists(), "no server, and nothing else either"
+
+
+def test_a_line_of_equals_signs_or_arrows_in_a_text_is_no_conflict() -> None:
+    text = "title: |\n  Heading\n  =======\n  <<<<<<< as quoted\n"
+    assert yaml_text.parse(text, "params.yaml")["title"].startswith("Heading")
 
 
 @pytest.mark.parametrize("command", ["run", "up"])

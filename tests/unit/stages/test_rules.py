@@ -8,6 +8,7 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+import pandas as pd
 import pyarrow.parquet as pq
 import pytest
 from validation_rows import SUITES, good_rows, make_row, memory_rows, run_validate, suites_of
@@ -17,7 +18,7 @@ from rlhf_core.config.data import ROW_RULES, SET_RULES, ValidateConfig
 from rlhf_core.config.loading import check_params
 from rlhf_core.data.collection.raw_folder import RawData
 from rlhf_core.data.schema import ROW_TYPES
-from rlhf_core.data.validation.suites import read_suites
+from rlhf_core.data.validation.suites import ROWS, Checkpoints, Suites, read_suites
 from rlhf_core.data.validation.tables import Validated, validate
 from rlhf_core.errors import ConfigError, GateFailed
 
@@ -51,6 +52,8 @@ def test_rows_are_refused_and_counted_by_the_expectations_of_a_team(tmp_path: Pa
     numbers = metrics["preferences"]
     assert (numbers["failed_no_swearing"], numbers["warned_no_bad_one"], numbers["failed_enough"]) == (1, 1, 0)
     assert "failed_mostly_fine" not in numbers, "an expectation that holds as a whole refuses no row"
+    bad = sum("bad" in row["rejected"] for row in rows["preferences"])
+    assert numbers["warned_mostly_fine"] == bad > 0, "and counts those that it does not hold for"
     reasons = [row["reasons"] for row in pq.read_table(outputs.quarantine).to_pylist()]
     assert ["a reply swears"] in reasons and len(reasons) == 2
     pages = {path: path.read_text() for path in outputs.docs.rglob("*.html")}
@@ -64,6 +67,34 @@ def test_rows_are_refused_and_counted_by_the_expectations_of_a_team(tmp_path: Pa
     for path, text in pages.items():
         assert "The data passed its gate" in text, path
         assert not re.search(r"<(?:script|link|img)[^>]*https?:", text), f"{path} loads something"
+        assert "newsletter" not in text and "__none__" not in f"{text} {path}"
+
+
+OWN_CLASS = """
+from great_expectations.expectations.core import ExpectColumnValuesToNotMatchRegex
+
+
+class ExpectColumnValuesToBePolite(ExpectColumnValuesToNotMatchRegex):
+    regex: str = "(?i)damn"
+"""
+
+
+def test_a_team_brings_classes_of_its_own(tmp_path: Path) -> None:
+    polite = {"type": "expect_column_values_to_be_polite", "kwargs": {"column": "rejected"}, "meta": {"rule": "polite"}}
+    folder = own_suite(tmp_path / "own", polite)
+    with pytest.raises(ConfigError, match="there is no expectation 'expect_column_values_to_be_polite'"):
+        read_suites(folder, ValidateConfig())
+    (folder / "team.py").write_text(OWN_CLASS)
+    for _ in range(2):  # by two stages of one process
+        rules = {rule.name: rule for rule in read_suites(folder, ValidateConfig()).rules["preferences"]}
+    frame = pd.DataFrame({"rejected": ["Damn.", "No.", "damned"]})
+    suites = Suites({"preferences": [rules["polite"]]}, {})
+    (verdict,) = Checkpoints(suites).run("preferences", frame, ROWS, str).values()
+    assert (verdict.passed, list(verdict.rows)) == (False, [0, 2])
+    assert {path.name for path in folder.iterdir() if path.suffix != ".json"} == {"team.py"}
+    (folder / "team.py").write_text("import nothing_of_that_name")
+    with pytest.raises(ConfigError, match=r"team\.py: its expectations cannot be loaded \(ModuleNotFoundError: "):
+        read_suites(folder, ValidateConfig())
 
 
 @pytest.mark.slow

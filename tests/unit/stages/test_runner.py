@@ -176,6 +176,20 @@ def test_results_are_recorded_once_and_the_run_can_be_found_by_them(tmp_path: Pa
     assert tracker.tags == {METRICS_TAG: sha256_file(tmp_path / "ppo.json")}
 
 
+def test_a_stage_knows_its_data_by_dvcs_hashes(tmp_path: Path) -> None:
+    def names(stage: str) -> dict[str, str]:
+        return {
+            name: facts["context"] for name, facts in runner.data_inputs(runner.load_stage(stage), tmp_path).items()
+        }
+
+    assert names("sft") == {}
+    outs = "{outs: [{path: data/clean, md5: a.dir}, {path: data/docs, md5: b.dir}]}"
+    (tmp_path / "dvc.lock").write_text(f"schema: '2.0'\nstages: {{validate: {outs}}}\n")
+    assert (names("sft"), names("evaluate")) == ({"data/clean": "training"}, {"data/clean": "evaluation"})
+    assert names("validate") == names("gate-policy") == {}
+    assert runner.data_inputs(runner.load_stage("sft"), tmp_path)["data/clean"]["digest"] == "a.dir"
+
+
 def test_parameters_have_the_names_of_params_yaml() -> None:
     stage = runner.load_stage("critic")
     names = runner.named_parameters(stage, stage.config())

@@ -24,13 +24,13 @@ from mlflow.exceptions import MlflowException
 from mlflow.protos.databricks_pb2 import INVALID_PARAMETER_VALUE, RESOURCE_DOES_NOT_EXIST
 from requests import HTTPError, Response
 
-from flows.registry.client import log_numbers
 from rlhf_core.errors import ConfigError
 from rlhf_core.runtime.preemption import StopNow
 from rlhf_core.tracking import journal
 from rlhf_core.tracking.delivery import DEFERRED_VARIABLE, Courier, ServerAway, address, away_errors
 from rlhf_core.tracking.journal import Journal, RunHeader, waiting_records
-from rlhf_core.tracking.stage_run import JournalTracker, grouped, stage_tracker
+from rlhf_core.tracking.pipeline_run import legal_name, log_numbers
+from rlhf_core.tracking.stage_run import JournalTracker, grouped, results, stage_tracker
 
 URI = "http://user:secret@127.0.0.1:5000"
 AWAY = MlflowException("API request to http://127.0.0.1:5000 failed with exception connection refused")
@@ -135,6 +135,52 @@ def test_mlflows_page_finds_metrics_in_groups(server: Server, courier: Courier, 
     stage.end("FINISHED")
 
 
+def test_a_win_rate_is_named_by_its_judge() -> None:
+    """A search for runs by ``metrics.win_rate`` would find the referee's of a training beside the judge's of a run."""
+    names = {grouped(name) for name in ("win_rate", "win_rate_low95", "win_rate_high95")}
+    assert names == {f"selection/referee.win_rate{bound}" for bound in ("", "_low95", "_high95")}
+    assert grouped("judge.win_rate") == "judge.win_rate"
+
+
+def test_results_are_the_numbers_by_which_runs_are_compared() -> None:
+    comparison = {"win_rate": 0.6, "win_rate_low95": 0.5, "win": 0.5, "clusters": 9, "mean_difference_low95": 0.1}
+    metrics = {
+        "kl": 2.0,
+        "passed": True,
+        "comparison": {"judge": comparison},
+        "category": {"fact": {"policy_right": 0.5}},
+        "losses": {"length": {"loss": 1.0}},
+        "probes": {"cut_in_half": 0.9, "cut_in_half_low95": 0.8, "cut_in_half_pairs": 30},
+        "preferences": {"train": 10, "failed_not_duplicate": 1, "mean_prompt_chars": 9.0},
+        "margin_p05": -1.0,
+        "policy": {"regression": 1.0, "gold": 0.5},
+        "regression": {"passed": 1.0},
+    }
+    assert set(results(metrics)) == {
+        "final/kl",
+        "final/comparison.judge.win_rate",
+        "final/comparison.judge.win_rate_low95",
+        "final/probes.cut_in_half",
+        "final/preferences.train",
+        "final/policy.regression",
+        "final/policy.gold",
+    }
+
+
+def test_a_stage_names_the_data_that_it_reads(courier: Courier, tmp_path: Path) -> None:
+    courier.client = client = MlflowClient(f"sqlite:///{tmp_path / 'mlflow.db'}")
+    courier.experiment_id = lambda: experiment
+    experiment = client.create_experiment("x", artifact_location=(tmp_path / "artifacts").as_uri())
+    stages = [begin_stage(tmp_path), begin_stage(tmp_path)]
+    for stage, context in zip(stages, ("training", "evaluation"), strict=True):
+        stage.log_datasets({"data/clean": {"digest": "0" * 40, "uri": "file:///w/data/clean", "context": context}})
+        stage.end("FINISHED")
+    courier.deliver_rest()
+    inputs = [run.inputs.dataset_inputs for run in client.search_runs([experiment])]
+    assert [(given.dataset.name, given.dataset.digest) for (given,) in inputs] == [("data/clean", "0" * 36)] * 2
+    assert {tag.value for (given,) in inputs for tag in given.tags} == {"training", "evaluation"}
+
+
 def test_no_category_of_the_data_costs_a_stage_its_metrics(tmp_path: Path) -> None:
     odd = ["Q&A", "C++", "what is it?", "code (python)", "don't", "a//b", "open/", "x/../y", "x/./y", "x" * 300]
     names = [grouped(f"final/category.{category}") for category in (*odd, "plain", "问答 1:2", "a/b")]
@@ -145,9 +191,10 @@ def test_no_category_of_the_data_costs_a_stage_its_metrics(tmp_path: Path) -> No
     client.log_batch(run, metrics=[Metric(name, 0.5, 0, 0) for name in names])
     assert client.get_run(run).data.metrics == dict.fromkeys(names, 0.5)
     # What runs of the pipeline and of registrations record of themselves.
-    beginnings = ["/a", "../a", "./a", ".", "..", ".a", "..a/b"]
-    log_numbers(client, run, dict.fromkeys([f"reward/{category}" for category in odd] + beginnings, 0.25))
-    assert len(client.get_run(run).data.metrics) == len(names) + len(odd) + len(beginnings)
+    beginnings = ["/a", "../a", "./a", ".", "..", "/", ".a", "..a/b"]
+    own = [f"reward/{category}" for category in odd] + beginnings
+    log_numbers(client, run, dict.fromkeys(own, 0.25))
+    assert set(client.get_run(run).data.metrics) == {*names, *map(legal_name, own)}
 
 
 def test_use_of_the_machine_is_recorded_beside_a_stages_metrics_where_mlflows_setting_says_so(

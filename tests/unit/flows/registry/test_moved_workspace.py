@@ -96,10 +96,10 @@ def test_a_run_says_who_started_it_by_what(original: Path, monkeypatch: pytest.M
     monkeypatch.setenv("RLHF_ACTOR", "ann")
     outputs = "[{path: data/clean, md5: 0123abc.dir}]"
     (original / "dvc.lock").write_text(f"schema: '2.0'\nstages: {{validate: {{cmd: v, outs: {outputs}}}}}\n")
-    from flows.registry.client import log_final_artifacts
+    from rlhf_core.tracking.pipeline_run import log_final_artifacts
 
     run_id = start_pipeline_run(original, "told")
-    log_final_artifacts(original, run_id)
+    log_final_artifacts(connect(original), run_id, original)
     run = connect(original).get_run(run_id)
     assert run.data.tags["mlflow.user"] == "ann" and run.data.tags["mlflow.source.name"] == "rlhf run"
     ((dataset, digest),) = [(one.dataset.name, one.dataset.digest) for one in run.inputs.dataset_inputs]

@@ -1,0 +1,73 @@
+"""``dvc exp run`` makes the records of ``rlhf run``: one run named as the experiment, with the stages below it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from mlflow import MlflowClient
+from mlflow.entities import Run
+
+from rlhf_core.tracking.stage_run import stage_tracker, tracking_uri
+
+NAME = "deft-toga"
+
+
+@pytest.fixture
+def workspace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    for name in ("MLFLOW_TRACKING_URI", "RLHF_PARENT_RUN_ID", "RLHF_TRACKING", "DVC_ROOT"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("DVC_EXP_NAME", NAME)
+    monkeypatch.setenv("DVC_EXP_BASELINE_REV", "a" * 40)
+    (tmp_path / "params.yaml").write_text("profile: smoke\nppo: {kl: {coefficient: 0.1}}\n")
+    (tmp_path / "metrics").mkdir()
+    return tmp_path
+
+
+def runs_by_name(workspace: Path) -> dict[str, Run]:
+    client = MlflowClient(tracking_uri(workspace))
+    experiment = client.get_experiment_by_name("x")
+    runs = client.search_runs([experiment.experiment_id])
+    return {run.info.run_name.partition(" ")[0]: run for run in runs}
+
+
+def test_the_stages_of_an_experiment_are_below_one_run(workspace: Path) -> None:
+    with stage_tracker("ppo", workspace, "x") as ppo:
+        ppo.log_metrics({"win_rate": 0.5}, 1)
+        assert runs_by_name(workspace)[NAME].info.status == "RUNNING"
+    (workspace / "metrics" / "summary.json").write_text(json.dumps({"judge.win_rate": 0.6}))
+    (workspace / "dvc.lock").write_text(
+        "schema: '2.0'\nstages: {validate: {cmd: v, outs: [{path: data/clean, md5: a.dir}]}}\n"
+    )
+    with stage_tracker("report", workspace, "x") as report:
+        report.log_metrics({"final/missing_parts": 0.0})
+    runs = runs_by_name(workspace)
+    assert set(runs) == {NAME, "ppo", "report"}
+    parent = runs[NAME]
+    assert {runs[stage].data.tags["mlflow.parentRunId"] for stage in ("ppo", "report")} == {parent.info.run_id}
+    assert "mlflow.parentRunId" not in parent.data.tags and parent.data.tags["rlhf.pipeline"] == "true"
+    assert parent.data.metrics == {"judge.win_rate": 0.6} and parent.info.status == "FINISHED"
+    assert parent.data.params["ppo.kl.coefficient"] == "0.1"
+    assert [given.dataset.digest for given in parent.inputs.dataset_inputs] == ["a.dir"]
+    client = MlflowClient(tracking_uri(workspace))
+    assert {"metrics", "params.yaml"} <= {file.path for file in client.list_artifacts(parent.info.run_id)}
+
+
+def test_an_experiment_ends_as_the_stage_that_ends_it(workspace: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with stage_tracker("sft", workspace, "x"):
+        pass
+    with pytest.raises(ValueError, match="no"), stage_tracker("reward", workspace, "x"):
+        raise ValueError("no")
+    assert runs_by_name(workspace)[NAME].info.status == "FAILED"
+    # The same name on another commit is another experiment; without one a stage stands alone.
+    monkeypatch.setenv("DVC_EXP_BASELINE_REV", "b" * 40)
+    with stage_tracker("critic", workspace, "x"):
+        pass
+    monkeypatch.delenv("DVC_EXP_NAME")
+    with stage_tracker("judge", workspace, "x"):
+        pass
+    client = MlflowClient(tracking_uri(workspace))
+    experiment = client.get_experiment_by_name("x").experiment_id
+    assert len(client.search_runs([experiment], f"attributes.run_name = '{NAME}'")) == 2
+    assert "mlflow.parentRunId" not in runs_by_name(workspace)["judge"].data.tags
