@@ -252,7 +252,7 @@ def _corrupt_core(question: Question, core: list[str], draws: Draws) -> list[str
     if question.benign:
         return [_corrupt_fact(question, draws)]
     if len(core) > 1 and draws.chance(0.6):
-        dropped = 1 + draws.below(len(core) - 1)
+        dropped = draws.below(len(core))  # also the refusal itself: reasons without it pass for one
         return [sentence for position, sentence in enumerate(core) if position != dropped]
     if core[-1] == REQUESTS[question.subject] and draws.chance(0.5):
         others = [sentence for request, sentence in REQUESTS.items() if request != question.subject]
@@ -280,7 +280,7 @@ def _corrupt_steps(question: Question, core: list[str], draws: Draws) -> list[st
 
     Without other recipes a policy learns to answer every such question with the recipe that is scored best.
     """
-    flaw = draws.weighted((("other recipe", 0.4), ("foreign", 0.3), ("missing", 0.15), ("exchanged", 0.15)))
+    flaw = draws.weighted((("other recipe", 0.3), ("foreign", 0.3), ("missing", 0.25), ("exchanged", 0.15)))
     if flaw == "other recipe":
         other_recipe = draws.pick([name for name in RECIPES if name != question.subject])
         return with_connectives(list(RECIPES[other_recipe]), draws)
