@@ -371,7 +371,7 @@ def gate_checks(gates: GatesConfig) -> Iterator[DoctorCheck]:
     from rlhf_core.evaluation.report.metrics import page
 
     known = {name for code in re.findall(r"`([^`\n]+)`", page()) for name in re.findall(r"[a-z]\w+", code)}
-    conditions = (*gates.sft, *gates.reward, *gates.policy)
+    conditions = (*gates.sft, *(gates.reward or ()), *gates.policy)
     for metric in dict.fromkeys(name for condition in conditions for name in condition.metrics):
         for part in metric.split("."):
             plain = re.sub(r"^(test|validation)_|_(low|high)95$", "", part)

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from datetime import UTC, datetime, timedelta
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import httpx
 from prefect import runtime
@@ -46,7 +46,7 @@ def _words(kind: str) -> frozenset[str]:
     """The words that Prefect makes names of, which are an adjective and a noun."""
     from coolname.data import config
 
-    entry = config[kind]
+    entry = cast("dict[str, Any]", config[kind])
     if "words" in entry:
         return frozenset(entry["words"])
     return frozenset().union(*(_words(part) for part in entry["lists"]))

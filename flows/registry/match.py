@@ -39,6 +39,7 @@ def match_question(workspace: Path, challenger: ModelVersion, champion: ModelVer
     """
     params = load_params(workspace)
     config = params.evaluate
+    judge: Any
     if params.collect.pairs:
         judge = recorded_hash(workspace, f"models/{JUDGE}")
     else:

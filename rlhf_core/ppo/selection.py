@@ -139,10 +139,10 @@ class CheckpointSelector:
         with frozen.on_device(), readable(pair, "policy") as seen:
             # One result for all ranks, however their last digits may differ.
             metrics = dict(distributed.broadcast_from_rank0(self.measure(seen.policy)))
-        decisive = ("win_rate", "kl", "length_ratio", "repetition_increase")
-        low, high = (metrics.get(f"win_rate_{bound}", metrics["win_rate"]) for bound in ("low95", "high95"))
-        error = (high - low) / (2 * NORMAL_95)
-        self.candidates.append(CheckpointCandidate(record.iteration, *(metrics[name] for name in decisive), error))
+        decisive = {name: metrics[name] for name in ("win_rate", "kl", "length_ratio", "repetition_increase")}
+        low, high = metrics.get("win_rate_low95"), metrics.get("win_rate_high95")
+        error = 0.0 if low is None or high is None else (high - low) / (2 * NORMAL_95)
+        self.candidates.append(CheckpointCandidate(record.iteration, **decisive, win_rate_error=error))
         keep = self.choice().candidate.iteration == record.iteration
         weights = pair.policy_weights() if keep else None
         self.best = record.iteration if keep else self.best

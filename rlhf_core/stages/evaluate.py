@@ -84,8 +84,9 @@ def run(config: EvaluateStageConfig, inputs: Paths, outputs: Paths, context: Run
                 rival.score(judge)
     distributed.release_nonzero_ranks()  # what is left runs none of these models
     if checker is not None:
-        for rival in (evaluation, *opponents):
-            rival.score(checker)
+        evaluation.score(checker)
+        for opponent in opponents:
+            opponent.score(checker)
         names.append(checker.name)
     if llm_judge is not None:
         evaluation.judge(llm_judge)
