@@ -39,9 +39,6 @@ HEADLINE = {
     "win_rate": "evaluation.comparison.judge.win_rate",
     "win_rate_low95": "evaluation.comparison.judge.win_rate_low95",
     "gold_win_rate": "evaluation.comparison.gold.win_rate",
-    "checker_sft": "evaluation.sft.checker",
-    "checker_policy": "evaluation.policy.checker",
-    "checker_gain_low95": "evaluation.comparison.checker.mean_difference_low95",
     "kl": "evaluation.kl",
     "length": "evaluation.policy.length",
 }
@@ -60,10 +57,12 @@ CURVES = {
 def headline_metrics(metrics: Mapping[str, Mapping[str, Any]]) -> dict[str, float]:
     """Select the headline from the content of ``metrics/NAME.json`` by name, rounded; what is missing is left out.
 
-    The win rate is the judge's against SFT; the synthetic world alone has a gold judge, and without pairs the checker
-    is the only one.
+    The win rate is the judge's against SFT, without pairs the checker's; the synthetic world alone has a gold judge.
     """
     flat = flatten(metrics)
+    flat |= {
+        path.replace(f".{CHECKER}.", f".{JUDGE}."): value for path, value in flat.items() if f".{CHECKER}." in path
+    }
     values = {name: flat.get(path) for name, path in HEADLINE.items()}
     return {
         name: round(float(value), DECIMALS)

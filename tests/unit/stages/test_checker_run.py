@@ -74,9 +74,8 @@ def test_report_and_status_say_who_judged(run: Path) -> None:
     assert any("paired by prompt" in sentence for sentence in concluded["judges"])
     page = (run / "report.html").read_text()
     assert "checker" in page and "score by the reward function" in page
-    assert read_json(run / "metrics" / "summary.json")["checker_policy"] == pytest.approx(
-        evaluation["policy"]["checker"], abs=1e-3
-    )
+    won = evaluation["comparison"]["checker"]["win_rate"]
+    assert read_json(run / "metrics" / "summary.json")["win_rate"] == pytest.approx(won, abs=1e-3)
     for stage in ("sft", "critic", "ppo", "evaluate", "gate-policy"):
         assert describe_result(run, stage), stage
 
