@@ -154,14 +154,19 @@ def init(
     settings += [*([f"base.source={model}"] if model else []), *(sets or [])]
     profile = ",".join(profiles or ()) or ("own-data" if data else None)
     with busy("making the workspace"):
-        from flows.commands.init import initialise, next_step, refuse_absent
+        from flows.commands.init import forecast_of, initialise, next_step, refuse_absent
         from flows.dvc_repo.inputs import refresh_inputs
 
         refuse_absent(data or [], model)
+        found = forecast_of(folder, profile, settings)
         workspace = initialise(folder, profile, settings, cache=cache)
         with suppress(RlhfError):  # a source that is missing or out of reach is for the next step, or the run, to name
             refresh_inputs(workspace)  # so that `dvc repro` and `dvc status` work at once
         step = next_step(workspace)
+    if found is not None:
+        from rlhf_core.forecast import as_text
+
+        typer.echo(as_text(found))
     typer.echo(step)
 
 

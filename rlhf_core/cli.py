@@ -206,7 +206,7 @@ def plan(
         options = (gpus, gpu_memory, zero, offload, frozen, gradient_checkpointing, bf16, lora_rank, prompt_tokens)
         request = PlanRequest(root, ",".join(profiles or ()) or None, sets or (), stages or (), config, *options)
         plans = [] if check else request.plans()
-        answer = request.check() if check else describe(plans, as_json=as_json)
+        answer = request.check() if check else describe(plans, request.forecast(), as_json=as_json)
     typer.echo(answer)
     raise typer.Exit(EXIT_OK if all(plan.fits for plan in plans) else EXIT_USER_ERROR)
 

@@ -6,6 +6,7 @@ import os
 import shlex
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from flows.dvc_repo.inputs import DVC_FILE
 from flows.dvc_repo.recipe import TRIALS, merged_params, write_recipe
@@ -17,15 +18,20 @@ from rlhf_core.config.data import CollectConfig
 from rlhf_core.config.loading import (
     DEFAULT_PROFILE,
     PARAMS_FILE,
+    check_params,
     load_params,
     load_section,
     profile_names,
     profile_text,
+    rebase_sources,
     workspace_name,
 )
 from rlhf_core.config.operations import RegistryConfig
 from rlhf_core.config.recipe import profiles_of, recipe_folder
 from rlhf_core.errors import RlhfError
+
+if TYPE_CHECKING:
+    from rlhf_core.forecast import Forecast
 
 
 def initialise(folder: Path, profile: str | None, sets: Sequence[str], cache: Path | None = None) -> Path:
@@ -60,6 +66,24 @@ def refuse_absent(data: Sequence[str], model: str | None) -> None:
         raise RlhfError(f"--data: no file matches {', '.join(absent)}; nothing was made")
     if model and _is_absent(model, Path.cwd()):
         raise RlhfError(f"--model: there is no file or folder {model}; nothing was made")
+
+
+def forecast_of(folder: Path, profile: str | None, sets: Sequence[str]) -> Forecast | None:
+    """Return what the pairs of a workspace that is to be made are enough for; None where they cannot be read here.
+
+    Raises:
+        RlhfError: A stage or the reward gate would refuse so few pairs, or a parameter is wrong.
+    """
+    from rlhf_core.forecast import forecast_of_files
+
+    text = merged_params(recipe_folder(), profile, sets, folder)
+    # The folder may not exist yet, so that paths which start there lead nowhere.
+    seen_here = rebase_sources(text, folder.resolve(), Path.cwd())
+    params = check_params(yaml_text.plain(yaml_text.parse(seen_here, PARAMS_FILE)))
+    found = forecast_of_files(Path.cwd(), params)
+    if found is not None and found.refusal:
+        raise RlhfError(f"{found.refusal}; nothing was made")
+    return found
 
 
 def next_step(workspace: Path) -> str:

@@ -7,7 +7,7 @@ from collections.abc import Collection
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from rlhf_core.config.data import ValidateConfig
+from rlhf_core.config.data import SplitConfig, ValidateConfig
 from rlhf_core.config.gates import Condition
 from rlhf_core.data.collection.raw_folder import read_raw
 from rlhf_core.data.collection.sources import read_sources
@@ -21,6 +21,7 @@ from rlhf_core.data.dataset import (
     write_clean,
     write_readme,
 )
+from rlhf_core.data.pair_counts import pair_lengths
 from rlhf_core.data.schema import ROW_TYPES
 from rlhf_core.data.validation.set_rules import apply_set_rules, check_set
 from rlhf_core.data.validation.suites import FOLDER, read_suites
@@ -60,6 +61,7 @@ def run(
     outputs.docs.parent.mkdir(parents=True, exist_ok=True)
     with TemporaryDirectory(prefix=".columns-", dir=outputs.docs.parent) as columns:
         validated = validate(raw, suites, Path(columns))
+        config = config.model_copy(update={"split": _split_for(validated, config)})
         findings = check_set(validated.clean, config, suites, raw.derived, evaluation)
         apply_set_rules(validated, findings)
     tokens = None
@@ -74,6 +76,8 @@ def run(
         lengths = statistics["preferences"].all_lengths()
         bias = length_bias(lengths.get("chosen", ()), lengths.get("rejected", ()))
         findings.counts["preferences"] = findings.counts.get("preferences", {}) | validated.agreement | bias
+        if config.split.fewest_balanced:
+            findings.counts["preferences"]["test_share"] = config.split.test
         metrics = data_metrics(validated, statistics, findings.counts)
         atomic_write_json(outputs.metrics, metrics)
         conditions = gate_conditions(config, kinds) + rule_conditions(validated)
@@ -108,6 +112,14 @@ STAGE = Stage(
         "gate": "gates/data.json",
     },
 )
+
+
+def _split_for(validated: Validated, config: ValidateConfig) -> SplitConfig:
+    """Return the shares of the splits, with a larger test share where there are few pairs and the settings ask so."""
+    clean = validated.clean["preferences"]
+    if not config.split.fewest_balanced or not clean.num_rows:
+        return config.split
+    return pair_lengths(clean.parts(["group", "chosen", "rejected"]), config.seed).adapted(config.split)
 
 
 def gate_conditions(config: ValidateConfig, kinds: Collection[str] = tuple(ROW_TYPES)) -> list[Condition]:

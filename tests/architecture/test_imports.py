@@ -17,6 +17,7 @@ LAYERS = (
     {"memory", "commands"},
     {"stages"},
     {"api", "chat", "serving"},
+    {"forecast"},
     {"evaluation", "ppo", "gates"},
     {"sampling", "training"},
     {"models", "data", "world"},
@@ -54,6 +55,7 @@ FLOWS_MAY_ALSO_USE = {
         "chat.terminal",
         "cli",
         "commands.data",
+        "forecast.as_text",
         "stages.runtime.runner.workspace_root",
         "stages.runtime.threads.limit_threads_of",
     },
@@ -66,6 +68,7 @@ FLOWS_MAY_ALSO_USE = {
         "serving.protocol.ServingLimits",
         "stages.runtime.threads.limit_threads_of",
     },
+    "flows.commands.init": {"forecast"},
     "flows.commands.text": {"data.text"},
     "flows.dvc_repo.recipe": {
         "fingerprint.tracked_files.function_files",
@@ -74,6 +77,7 @@ FLOWS_MAY_ALSO_USE = {
     "flows.stage": {"stages.runtime.launcher"},
     "flows.commands.registry_output": {"data.token_folder"},
     "flows.commands.doctor": {
+        "forecast",
         "evaluation.report.metrics.page",
         "data.collection.sources.best_kind",
         "data.collection.sources.source_files",
