@@ -207,8 +207,8 @@ def _shortfalls(
         found = counts[reader][name]
         if found.balanced < FEWEST_BALANCED_PAIRS:
             reason = (
-                f"the reward gate asks for {metric}, but {found.pairs} {name} pairs leave {found.balanced} when lengths "
-                f"are balanced, and {FEWEST_BALANCED_PAIRS} are needed"
+                f"the reward gate asks for {metric}, but {found.pairs} {name} pairs leave {found.balanced} when "
+                f"lengths are balanced, and {FEWEST_BALANCED_PAIRS} are needed"
             )
             total = _total(lengths, found, FEWEST_BALANCED_PAIRS, reader, name, largest)
             yield Shortfall(reason, total, _share_that_would_do(lengths, split, reader, name, unit))
@@ -218,9 +218,9 @@ def _measured(condition: Condition) -> tuple[str, str, str]:
     """Return reader, split and measure of a metric of the reward gate, such as ``judge.test_accuracy``."""
     first, _, rest = condition.metric.partition(".")
     reader, metric = (first, rest) if first in READERS else ("reward", condition.metric)
-    return (
-        (reader, "test", metric.removeprefix("test_")) if metric.startswith("test_") else (reader, "validation", metric)
-    )
+    if metric.startswith("test_"):
+        return reader, "test", metric.removeprefix("test_")
+    return reader, "validation", metric
 
 
 def _share(reader: str, split: str, config: SplitConfig) -> float:
@@ -236,7 +236,6 @@ def _share(reader: str, split: str, config: SplitConfig) -> float:
 
 
 FEW = 20  # of fewer pairs left, the share of all pairs says more than their number
-CAUTION = 1.25
 
 
 def _total(lengths: PairLengths, found: SplitPairs, needed: int, reader: str, split: str, config: SplitConfig) -> int:
@@ -244,7 +243,8 @@ def _total(lengths: PairLengths, found: SplitPairs, needed: int, reader: str, sp
     if found.balanced >= FEW:
         return math.ceil(len(lengths) * needed / found.balanced)
     rate = max(lengths.balanced, 1) / max(len(lengths), 1)
-    return math.ceil(CAUTION * needed / (rate * _share(reader, split, config)))
+    likely = needed + 2 * math.sqrt(needed) + 2  # on average, so that there are hardly ever fewer than needed
+    return math.ceil(likely / (rate * _share(reader, split, config)))
 
 
 def _more(total: int, pairs: int) -> int:

@@ -137,8 +137,8 @@ def validate(
     """Check data files as the pipeline would: what is kept, what is refused why and in which line, the data gate.
 
     The rows go through the stages collect and validate, kinds that are missing are derived from preferences, and the
-    data gate is decided. What so many pairs can show is forecast. Nothing is trained, and no workspace is needed. With --output the clean rows, the quarantine,
-    the data docs and the gate's evidence are kept.
+    data gate is decided; of pairs, what so many can show is forecast. Nothing is trained, and no workspace is needed.
+    With --output the clean rows, the quarantine, the data docs and the gate's evidence are kept.
 
     Exit codes: 0 the data gate would open, 3 it would not, 2 a file cannot be read at all.
 
