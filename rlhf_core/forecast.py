@@ -235,6 +235,7 @@ def _share(reader: str, split: str, config: SplitConfig) -> float:
     return of_reader * (config.validation if split == "validation" else 1 - config.validation - config.test)
 
 
+CAUTION = 1.25
 FEW = 20  # of fewer pairs left, the share of all pairs says more than their number
 
 
@@ -242,8 +243,12 @@ def _total(lengths: PairLengths, found: SplitPairs, needed: int, reader: str, sp
     """Return about how many pairs in all would leave ``needed`` balanced ones in a split."""
     if found.balanced >= FEW:
         return math.ceil(len(lengths) * needed / found.balanced)
-    rate = max(lengths.balanced, 1) / max(len(lengths), 1)
-    likely = needed + 2 * math.sqrt(needed) + 2  # on average, so that there are hardly ever fewer than needed
+    count = max(len(lengths), 1)
+    rate = max(lengths.balanced, 1) / count
+    # Of few pairs the rate is uncertain, and a split is balanced in strata of its own: rather too many than a refusal
+    # that comes again.
+    rate = max(rate - math.sqrt(rate * (1 - rate) / count), 1 / count)
+    likely = CAUTION * needed + 2 * math.sqrt(needed) + 2
     return math.ceil(likely / (rate * _share(reader, split, config)))
 
 

@@ -227,7 +227,7 @@ class TimePlan:
 
     def as_text(self) -> str:
         """A line for each stage, and the total."""
-        lines = [f"time on this machine, by a probe of {self.probed:.0f} seconds (within a factor of about 1.5)"]
+        lines = [f"time on this machine, estimated by a probe of {self.probed:.0f} seconds"]
         lines += [f"  {name:<14}{duration(seconds):>10}" for name, seconds in self.stages.items()]
         return "\n".join([*lines, f"  {'in all':<14}{duration(self.total):>10}, as far as stages run side by side"])
 
