@@ -24,13 +24,13 @@ os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":16:8")
 from benchmarks.memory_phases import Meter, measure
 from benchmarks.random_models import Subject
 from rlhf_core.config.loading import check_params, load_params, load_section, overridden
-from rlhf_core.memory.architecture import Architecture, starting_architecture
-from rlhf_core.memory.command import PlanRequest
-from rlhf_core.memory.stages import plan_stages
 from rlhf_core.stages.runtime.contract import Paths
 from rlhf_core.stages.runtime.runner import load_stage
 from rlhf_core.stages.runtime.threads import return_freed_memory
 from rlhf_core.training.run_context import RunContext
+from rlhf_extras.memory.architecture import Architecture, starting_architecture
+from rlhf_extras.memory.command import PlanRequest
+from rlhf_extras.memory.stages import plan_stages
 
 ROOT = Path(__file__).resolve().parents[1]
 MIB = 1 << 20

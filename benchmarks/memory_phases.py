@@ -26,7 +26,6 @@ from rlhf_core.config.model import OptimizerConfig
 from rlhf_core.data.batches import TokenisedPair
 from rlhf_core.evaluation.perplexity import measure_drift
 from rlhf_core.evaluation.replies import OnPolicyReplies
-from rlhf_core.memory.dry_run import TensorMemory
 from rlhf_core.ppo.actor_critic import ActorCriticPair
 from rlhf_core.ppo.advantages import with_advantages
 from rlhf_core.ppo.experience import Experience
@@ -45,6 +44,7 @@ from rlhf_core.training.examples import Example
 from rlhf_core.training.reward.trainer import RewardTask
 from rlhf_core.training.run_context import RunContext
 from rlhf_core.training.sft import SftTask
+from rlhf_extras.memory.dry_run import TensorMemory
 
 
 class CudaMemory(nullcontext[None]):

@@ -13,9 +13,6 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 from rlhf_core.config.loading import Params
 from rlhf_core.config.operations import LaunchConfig
 from rlhf_core.data.schema import Message
-from rlhf_core.memory.architecture import Architecture
-from rlhf_core.memory.sequence_lengths import LongestSequences, SequenceLengths
-from rlhf_core.memory.stages import EstimateInputs
 from rlhf_core.models.adapters import WithoutAdapters, add_adapters
 from rlhf_core.models.fused_norms import fuse_norms
 from rlhf_core.models.heads import ScalarModel
@@ -30,6 +27,9 @@ from rlhf_core.runtime import distributed
 from rlhf_core.sampling.distribution import Sampling
 from rlhf_core.training.engine.frozen import FrozenModels
 from rlhf_core.training.run_context import RunContext
+from rlhf_extras.memory.architecture import Architecture
+from rlhf_extras.memory.sequence_lengths import LongestSequences, SequenceLengths
+from rlhf_extras.memory.stages import EstimateInputs
 
 EOS, PAD = 3, 0
 

@@ -13,12 +13,12 @@ from typing import Annotated
 
 import typer
 
-from flows.commands import data_diff, registry_commands
+from flows.commands import registry_commands
 from flows.commands.options import NEAREST, AnyFolder, Commands, CommandWithProfiles, Reason, Workspace, profile_names
 from rlhf_core import __version__
 from rlhf_core import cli as core
 from rlhf_core.commands.data import JsonOption, print_json
-from rlhf_core.commands.data import app as data_app
+from rlhf_core.commands.plugged import PluggedGroup
 from rlhf_core.errors import (
     EXIT_INTERRUPTED,
     EXIT_OK,
@@ -264,7 +264,7 @@ def chat(
     if model is not None:
         require_model_folder(model)  # before seconds of imports
     with busy("looking up the model"):
-        from flows.commands.serve import served_source
+        from flows.commands.served_policy import served_source
         from rlhf_core.chat.terminal import talk
         from rlhf_core.stages.runtime.threads import limit_threads_of
 
@@ -379,19 +379,27 @@ def stage(name: str, workspace: Path | None = None) -> None:
         raise DataError(f"{error}; the workspace is in use by {holder}, which may still be making it") from error
 
 
-evaluate = typer.Typer(help="Measure models apart from a run: two policies' replies, public benchmarks.")
+class EvaluateGroup(PluggedGroup):
+    """The group ``rlhf evaluate``."""
+
+    prefix = "evaluate."
+
+
+class RegistryGroup(PluggedGroup):
+    """The group ``rlhf registry``."""
+
+    prefix = "registry."
+
+
+evaluate = typer.Typer(cls=EvaluateGroup, help="Measure models apart from a run: two policies' replies, benchmarks.")
 evaluate.command()(core.match)
-evaluate.command(no_args_is_help=True)(core.benchmark)
-evaluate.command("lm-eval", no_args_is_help=True)(core.lm_eval)
-registry = typer.Typer(help="Look after the registered models: who owns them, what may be deleted.")
+registry = typer.Typer(cls=RegistryGroup, help="Look after registered models: who owns them, what may be deleted.")
 registry.command()(registry_commands.terms)
-registry.command()(registry_commands.gc)
 over_core.add_typer(evaluate, name="evaluate", no_args_is_help=True)
 over_core.add_typer(registry, name="registry", no_args_is_help=True)
 app.add_typer(core.app)
 app.add_typer(registry_commands.app)
 app.add_typer(over_core)
-data_app.command(no_args_is_help=True)(data_diff.diff)
 
 
 def main() -> None:

@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from rlhf_core.config.gates import LOSSES, Condition
+from rlhf_core.config.gates import ABSENT, LOSSES, Condition
 from rlhf_core.errors import GateFailed
 from rlhf_core.storage.files import atomic_write_json, atomic_write_text, read_json, sha256_file
 
@@ -96,7 +96,21 @@ def check(condition: Condition, metrics: Mapping[str, Any]) -> ConditionResult:
         return ConditionResult(condition.metric, value, bound, limit, False, condition.why, note)
     from_below = condition.at_least is not None or condition.at_least_of is not None
     passed = value >= limit if from_below else value <= limit
-    return ConditionResult(condition.metric, value, bound, limit, passed, condition.why)
+    note = "" if passed else _undecided(condition.metric, metrics)
+    return ConditionResult(condition.metric, value, bound, limit, passed, condition.why, note)
+
+
+def _undecided(metric: str, metrics: Mapping[str, Any]) -> str:
+    """Why a win rate at equal lengths is not decided; empty for every other metric, and where it is."""
+    rate, _, bound = metric.rpartition("_")
+    if not rate.endswith("lc_win_rate") or bound != "low95":
+        return ""
+    low, high, share = (
+        lookup(metrics, name)[0] for name in (metric, f"{rate}_high95", f"{rate.removesuffix('lc_win_rate')}lc_share")
+    )
+    if (low, high) != (0.0, 1.0) or share is None:
+        return ""
+    return f"undecided: only {share:.0%} of the pairs have a counterpart whose length differs the other way"
 
 
 def _check_loss(condition: Condition, margin: float, metrics: Mapping[str, Any]) -> ConditionResult:
@@ -136,15 +150,29 @@ def _limit(condition: Condition, metrics: Mapping[str, Any]) -> tuple[float | No
 
 
 def lookup(metrics: Mapping[str, Any], path: str) -> tuple[float | None, str]:
-    """The finite number at a dotted path, or None and the reason. Keys that contain dots themselves are found too."""
+    """The finite number at a dotted path, or None and the reason. Keys that contain dots themselves are found too.
+
+    Where metrics say themselves why one of them is absent, that is the reason.
+    """
     value = _find(metrics, path.split("."))
     if value is None:
-        return None, "missing"
+        return None, _absence(metrics, path)
     if isinstance(value, bool):
         return float(value), ""
     if not isinstance(value, int | float):
         return None, "not a number"
     return (float(value), "") if math.isfinite(value) else (None, "not finite")
+
+
+def _absence(metrics: Mapping[str, Any], path: str) -> str:
+    """Why there is no metric at a path: what stands beside it under ``absent``, for its name or for what begins it."""
+    group, _, name = path.rpartition(".")
+    reasons = _find(metrics, [*group.split("."), ABSENT])
+    if isinstance(reasons, Mapping):
+        for of, reason in reasons.items():
+            if name == of or name.startswith(f"{of}_"):
+                return f"missing: {reason}"
+    return "missing"
 
 
 def _find(node: Any, parts: list[str]) -> Any:

@@ -28,8 +28,6 @@ from benchmarks.ppo_throughput.roofline import PHASES, Device, Iteration
 from benchmarks.random_models import Subject, bare_trainer, frozen_scalar, launch_of, new_learner
 from rlhf_core.config.loading import Params, check_params, overridden
 from rlhf_core.errors import RlhfError
-from rlhf_core.memory.architecture import Architecture, starting_architecture
-from rlhf_core.memory.command import PlanRequest
 from rlhf_core.models.precision import allow_tf32, weights_precision
 from rlhf_core.ppo.reward_sources.source import reward_model_fn
 from rlhf_core.ppo.trainer import Trainer
@@ -40,6 +38,8 @@ from rlhf_core.sampling.vllm import opened_sampler
 from rlhf_core.storage.files import atomic_write_json
 from rlhf_core.training.engine.frozen import FrozenModels
 from rlhf_core.training.run_context import RunContext
+from rlhf_extras.memory.architecture import Architecture, starting_architecture
+from rlhf_extras.memory.command import PlanRequest
 
 ROOT = Path(__file__).resolve().parents[2]
 ENDLESS = 1_000_000  # iterations: more than are made

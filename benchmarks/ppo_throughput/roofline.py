@@ -16,10 +16,10 @@ import torch
 from benchmarks.harness import matmul_flops, seconds
 from benchmarks.random_models import launch_of
 from rlhf_core.config.loading import Params
-from rlhf_core.memory.architecture import Architecture
-from rlhf_core.memory.dry_run import ModelVariant, model_size
 from rlhf_core.models.precision import weights_precision
 from rlhf_core.runtime import distributed
+from rlhf_extras.memory.architecture import Architecture
+from rlhf_extras.memory.dry_run import ModelVariant, model_size
 
 BYTES = {"float32": 4, "bfloat16": 2}
 PHASES = ("generation", "forward", "rewards", "update")

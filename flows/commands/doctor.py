@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 from flows.dvc_repo.recipe import check_tracked_params
 from flows.prefect_server.services import LOOPBACK, free_port
 from flows.registry.client import knock
-from flows.registry.signing import key_files
+from flows.registry.policies import active_policies
 from flows.workspace import is_elsewhere, lock_holder
 from rlhf_core.config.data import DataSource
 from rlhf_core.config.gates import GatesConfig
@@ -26,6 +26,7 @@ from rlhf_core.config.loading import Params, load_params
 from rlhf_core.config.reward_sources import OWN_MODEL, ClassifierSource, FunctionSource, refuse_own_model
 from rlhf_core.errors import ConfigError, DataError, RlhfError
 from rlhf_core.fingerprint.tracked_files import missing_function, model_folders, verifiable_functions
+from rlhf_core.plugins import RUN_LOGGERS, PluginError, load_plugin
 from rlhf_core.runtime.machine import AVX512_KERNELS, is_amd_with_full_avx512, numpy_kernels
 from rlhf_core.storage.data_files import expand, is_url
 
@@ -238,10 +239,21 @@ def workspace_checks(workspace: Path | None, opens_files: bool = True) -> Iterat
         if launch.deepspeed and not (workspace / launch.deepspeed).is_file():
             finding = f"compute.launch.{stage}.deepspeed: there is no file {workspace / launch.deepspeed}"
             yield DoctorCheck(FAIL, "deepspeed", finding)
+    yield from _plugins(params)
     try:
-        key_files(workspace, params.registry.signature)
+        for policy in active_policies(params.registry):
+            policy.check_settings(workspace, params.registry)
     except ConfigError as error:
-        yield DoctorCheck(FAIL, "signature", str(error), "without it nothing is promoted, served or exported")
+        yield DoctorCheck(FAIL, "registry", str(error), "without it nothing is promoted, served or exported")
+
+
+def _plugins(params: Params) -> Iterator[DoctorCheck]:
+    """Import the plugins that settings name; registry policies are imported by the check of theirs."""
+    for name in params.tracking.loggers:
+        try:
+            load_plugin(RUN_LOGGERS, name)
+        except PluginError as error:
+            yield DoctorCheck(FAIL, "plugins", f"tracking.loggers: {error}")
 
 
 def _writable(workspace: Path) -> DoctorCheck:

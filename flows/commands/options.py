@@ -8,9 +8,10 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from typer.core import TyperArgument, TyperCommand, TyperGroup
+from typer.core import TyperArgument, TyperCommand
 
 from flows.workspace import find_workspace
+from rlhf_core.commands.plugged import PluggedGroup
 from rlhf_core.config.recipe import profile_headers, profiles_of, recipe_folder
 from rlhf_core.errors import RlhfError
 
@@ -60,27 +61,25 @@ class CommandWithProfiles(TyperCommand):
 
 # The commands that the help shows, in panels and in this order; others, such as old names, are hidden.
 PANELS = {
-    "Start": ("init", "data", "doctor", "plan", "config"),
+    "Start": ("init", "data", "doctor", "config"),
     "Train": ("run", "stage", "status", "logs", "up"),
-    "Judge": ("report", "compare", "gate", "chat", "evaluate", "annotate"),
+    "Judge": ("report", "compare", "gate", "chat", "evaluate"),
     "Release": ("promote", "approve", "decline", "rollback", "history", "export", "registry"),
-    "Serve": ("serve",),
 }
 
 
-class Commands(TyperGroup):
-    """All commands, in panels. Help texts have no line breaks within a paragraph; that of the whole lists profiles."""
+class Commands(PluggedGroup):
+    """All commands, in panels; those of plugins come last.
+
+    Help texts have no line breaks within a paragraph; that of the whole lists profiles.
+    """
 
     def __init__(self, **attributes: Any) -> None:
         super().__init__(**attributes)
         panels = {name: panel for panel, names in PANELS.items() for name in names}
         in_panels = {name: self.commands[name] for name in panels if name in self.commands}
         self.commands = in_panels | {name: other for name, other in self.commands.items() if name not in in_panels}
-        waiting: list[Any] = [self]
-        while waiting:
-            command = waiting.pop()
-            command.help = joined_lines(command.help or "")
-            waiting += getattr(command, "commands", {}).values()
+        join_help_lines(self)
         for name, listed in self.commands.items():
             setattr(listed, "rich_help_panel", panels.get(name))  # noqa: B010 - of both kinds of commands
             listed.hidden = name not in panels
@@ -89,7 +88,11 @@ class Commands(TyperGroup):
         """Return the command, whose help is to be read on a terminal."""
         command = super().get_command(ctx, cmd_name)
         if command is not None:
-            plain_parameters(command, type(ctx)(command, info_name=cmd_name, parent=ctx))
+            within = type(ctx)(command, info_name=cmd_name, parent=ctx)
+            if isinstance(command, PluggedGroup):
+                command.mount_plugins(within)
+            join_help_lines(command)
+            plain_parameters(command, within)
         return command
 
     def format_help(self, ctx: Any, formatter: Any) -> None:
@@ -97,6 +100,13 @@ class Commands(TyperGroup):
         plain_parameters(self, ctx)
         self.epilog = profile_list()
         super().format_help(ctx, formatter)
+
+
+def join_help_lines(command: Any) -> None:
+    """Join the lines within paragraphs of the help of a command and of its own."""
+    command.help = joined_lines(command.help or "")
+    for member in getattr(command, "commands", {}).values():
+        join_help_lines(member)
 
 
 def plain_parameters(command: Any, ctx: Any) -> None:

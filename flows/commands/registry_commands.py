@@ -1,4 +1,4 @@
-"""The commands about finished runs, evidence, registered models and the served policy. Heavy imports are deferred."""
+"""The commands about finished runs, evidence and registered models. Heavy imports are deferred."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from flows.commands.options import NEAREST, AnyFolder, Reason, Workspace
+from flows.commands.options import NEAREST, Reason, Workspace
 from rlhf_core.commands.data import JsonOption, print_json, terminal_width
 from rlhf_core.errors import EXIT_GATE_FAILED, EXIT_NOT_PROMOTED, EXIT_OK, RlhfError
 from rlhf_core.runtime.progress import busy
@@ -211,32 +211,6 @@ def terms(workspace: Workspace = NEAREST) -> None:
 
 
 @app.command()
-def gc(
-    workspace: Workspace = NEAREST,
-    delete: Annotated[bool, typer.Option("--delete", help="Delete what is listed instead of only listing it.")] = False,
-) -> None:
-    """List the registered versions and matches that registry.retention does not keep, and why the others stay.
-
-    registry.retention.versions says how many of the newest stay; it must be set. Nothing that an alias, a rollback or
-    an approval needs is deleted. The runs that registered the deleted versions stay, with metrics, gates and reports,
-    and the deletion is an entry of `rlhf history`. Token ids that are kept of data that changed, or that no stage has
-    read for 30 days, are listed too.
-
-    Examples:
-    $ rlhf registry gc
-    $ rlhf registry gc --delete
-    """
-    with busy("looking through versions, matches and token ids"):
-        from flows.commands.registry_output import clean_token_cache, describe_retention
-        from flows.commands.text import fitted
-        from flows.registry.retention import apply_retention
-
-        kept = describe_retention(apply_retention(workspace, delete=delete), deleted=delete)
-        lines = [kept, *clean_token_cache(workspace, delete=delete)]
-    typer.echo(fitted("\n".join(lines)))
-
-
-@app.command()
 def history(
     workspace: Workspace = NEAREST,
     model: Annotated[
@@ -271,13 +245,13 @@ def gate(
     ] = False,
     power: Annotated[
         bool,
-        typer.Option("--power", help="Say which margins of policy gate and promotion the last evaluation can show."),
+        typer.Option("--power", help="Say which win rates and margins the last evaluation can show."),
     ] = False,
     as_json: JsonOption = False,
 ) -> None:
     """Say whether a gate of the last run passed. Nothing is judged anew.
 
-    Exit codes: 0 passed, or with --power all margins can be shown; 3 failed, or one cannot; 2 it has not been judged.
+    Exit codes: 0 passed, or with --power all can be shown; 3 failed, or one cannot; 2 it has not been judged.
 
     Example: rlhf gate policy --explain
     """
@@ -304,44 +278,3 @@ def gate(
     if explain and not as_json:
         _print(explain_gate(workspace, report))
     raise typer.Exit(EXIT_OK if report.passed else EXIT_GATE_FAILED)
-
-
-@app.command()
-def serve(
-    model: Annotated[Path | None, typer.Option("--model", help="A model folder; default: the champion.")] = None,
-    alias: Annotated[str | None, typer.Option(help="Follow this alias instead, such as challenger.")] = None,
-    version: Annotated[str | None, typer.Option("--version", help="This version of the registered policy.")] = None,
-    run: Annotated[str | None, typer.Option("--run", help="The version that this MLflow run registered.")] = None,
-    workspace: AnyFolder = None,
-    host: Annotated[str, typer.Option(help="Address; any but loopback needs RLHF_SERVE_TOKEN.")] = "127.0.0.1",
-    port: Annotated[int, typer.Option(min=0, max=65535, help="Port; 0 takes a free one.")] = 8000,
-    max_prompt_tokens: Annotated[
-        int | None, typer.Option(min=1, help="Longest prompt; default: what the model takes.")
-    ] = None,
-    max_new_tokens: Annotated[int, typer.Option(min=1, help="Longest reply that may be asked for.")] = 1024,
-    max_concurrent: Annotated[int, typer.Option(min=1, help="Replies at a time; more get status 429.")] = 8,
-    timeout: Annotated[float, typer.Option(min=0.001, help="Seconds that a request may take.")] = 120.0,
-    watch_seconds: Annotated[float, typer.Option(min=0.01, help="How often to look whether the alias moved.")] = 10.0,
-    vllm: Annotated[Path | None, typer.Option(help="A Python with vLLM, whose server is started instead.")] = None,
-    vllm_args: Annotated[str, typer.Option(help="More arguments of vLLM's server, in quotes.")] = "",
-) -> None:
-    """Serve the champion, or another policy, behind an API like OpenAI's.
-
-    When the alias moves, the new version is loaded beside the old one and takes over; replies in flight are finished.
-    With RLHF_SERVE_TOKEN in the environment requests need it as bearer token.
-
-    Exit codes: 0 stopped by SIGTERM or SIGHUP, 2 it could not be served, 130 stopped by Ctrl-C; with --vllm, vLLM's.
-
-    Examples:
-    $ rlhf serve
-    $ rlhf serve --model models/sft --port 8001
-    $ rlhf serve --alias challenger
-    """
-    with busy("looking up the model"):
-        from flows.commands.serve import serve as run_server
-        from flows.commands.serve import served_source
-        from rlhf_core.serving.protocol import ServingLimits
-
-        served = served_source(workspace, model, alias, version, run)
-    limits = ServingLimits(max_prompt_tokens, max_new_tokens, max_concurrent, timeout)
-    raise typer.Exit(run_server(served, host, port, limits, watch_seconds, vllm, vllm_args))

@@ -1,10 +1,11 @@
-"""What the commands about registered models print: why a decision fell, the history, what retention keeps."""
+"""What the commands about registered models print: why a decision fell, and the history."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
-from rich.console import Group
+from rich.console import Group, RenderableType
+from rich.table import Column, Table
 
 from flows.commands.text import gate_table, marked_table
 from flows.gates import GATES, GateReport, read_gate
@@ -12,12 +13,11 @@ from flows.registry.aliases import CHAMPION
 from flows.registry.decisions import PromotionDecision, report_name
 from flows.registry.evidence import gate_conditions
 from flows.registry.history import ReleaseState, version_words
-from flows.registry.retention import RetentionPlan
 from flows.registry.workspace import OWNER_TAG, printed_line
-from rlhf_core.data.token_folder import remove_entries, unneeded_entries
 from rlhf_core.errors import RlhfError
+from rlhf_core.evaluation.probe_table import CAPTION, PROBED_MODELS, probe_table
 from rlhf_core.gates import describe_bound
-from rlhf_core.storage.files import sha256_file
+from rlhf_core.storage.files import read_json, sha256_file
 
 
 def explain_promotion(decision: PromotionDecision) -> Group:
@@ -64,7 +64,21 @@ def explain_gate(workspace: Path, gate: GateReport) -> Group:
         same = path.is_file() and sha256_file(path) == expected
         state = "unchanged since" if same else "changed since: run `rlhf run` to judge it anew"
         lines.append(f"read from {name} (sha256 {expected[:12]}, {state})")
-    return Group(gate_table(gate, every_reason=True), *lines)
+    probes = probe_lines(workspace) if gate.name == "reward" else []
+    return Group(gate_table(gate, every_reason=True), *lines, *probes)
+
+
+def probe_lines(workspace: Path) -> list[RenderableType]:
+    """Return how often reward model, referee and judge score a reply above a worse copy of it, if that is known."""
+    files = {name: workspace / "metrics" / f"{name}.json" for name in PROBED_MODELS}
+    probes = probe_table({name: read_json(path) for name, path in files.items() if path.is_file()})
+    if probes is None or not probes.rows:
+        return [] if probes is None else list(probes.notes)
+    first, *others = probes.header
+    table = Table(first, *(Column(name, justify="right") for name in others), box=None, header_style="dim")
+    for row in probes.rows:
+        table.add_row(*row)
+    return [f"{CAPTION}:", table, *probes.notes]
 
 
 def describe_history(state: ReleaseState) -> str:
@@ -127,38 +141,3 @@ def describe_terms(workspace: Path) -> str:
         bounds = [f"{condition.metric} {describe_bound(condition)}" for condition in conditions]
         lines += [f"gates.{name}: {', '.join(bounds)}"] if bounds else []
     return "\n".join(lines)
-
-
-MIB = 1 << 20
-
-
-def describe_retention(plan: RetentionPlan, *, deleted: bool) -> str:
-    """List every version of each registered model with the reason why it stays, or that it goes.
-
-    Args:
-        deleted: Whether the plan has been carried out.
-    """
-    lines = []
-    for name, rows in plan.models.items():
-        lines += [name, *([] if rows else ["  no version"])]
-        gone = "deleted" if deleted else "would be deleted"
-        lines += [f"  version {version.version}  {f'kept: {why}' if why else gone}" for version, why in rows]
-    versions, matches = len(plan.deleted), len(plan.matches)
-    counts = f"{versions} version{'' if versions == 1 else 's'} and {matches} match{'' if matches == 1 else 'es'}"
-    if deleted:
-        lines.append(f"deleted {counts}")
-    elif plan.deleted:
-        lines.append(f"nothing was deleted; `rlhf registry gc --delete` deletes {counts}")
-    else:
-        lines.append("no version to delete")
-    return "\n".join(lines)
-
-
-def clean_token_cache(workspace: Path, *, delete: bool) -> list[str]:
-    """List the token ids that no stage needs any more, or delete them; a line for each, none where there are none."""
-    entries = unneeded_entries(workspace)
-    if delete:
-        remove_entries(entries)
-    what = "deleted" if delete else "would be deleted"
-    lines = [f"  {entry.folder.name}  {entry.size / MIB:.1f} MiB  {what}: {entry.reason}" for entry in entries]
-    return ["token ids of data files", *lines] if lines else []

@@ -19,7 +19,7 @@ from flows.dvc_repo.root import ensure_dvc
 from flows.pipeline.events import EventLog, RunTimed, new_events_file
 from flows.pipeline.preflight import SCRATCH, find_unchanged, open_starting_model
 from flows.prefect_server.services import Services, known_url, open_services, wait_for_server
-from flows.registry.signing import try_signing
+from flows.registry.policies import active_policies
 from flows.supervision import signals
 from flows.supervision.processes import SupervisedProcess
 from flows.workspace import LOCK_HELD_VARIABLE, cannot_write, cleanup, locked, private_path
@@ -54,7 +54,8 @@ def run(workspace: Path, promote: bool = True, wait: bool = False, port: int | N
             display.phase("preparing the workspace")
             ensure_dvc(workspace)
             require_ready(workspace)
-            try_signing(workspace, params.registry.signature)
+            for policy in active_policies(params.registry):
+                policy.before_run(workspace, params.registry)
             for line in cleanup(workspace):
                 display.line(line)
             display.phase("looking at code and data")

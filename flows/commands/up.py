@@ -18,7 +18,7 @@ from flows.prefect_server.services import (
     open_services,
     wait_for_server,
 )
-from flows.registry.signing import Signer
+from flows.registry.policies import active_policies
 from flows.supervision import signals
 from flows.workspace import forget_services, locked, record_services
 from rlhf_core.config.loading import Params, load_params
@@ -49,8 +49,8 @@ def up(workspace: Path, port: int | None = None, mlflow_port: int | None = None)
     mlflow_port = claim_port(mlflow_port, "the MLflow UI", "--mlflow-port")
     with open_display(workspace, "preparing the workspace") as display:
         ensure_dvc(workspace)
-        if (signer := Signer.of_environment()) is not None:
-            signer.name_files()
+        for policy in active_policies(params.registry):
+            policy.name_files()
         with locked(workspace):  # a run that is under way has services of its own
             pass
         with locked(workspace, "services.lock") as lock:

@@ -19,7 +19,7 @@ from prefect.states import Completed, State
 from flows.dvc_repo.graph import recorded_stages
 from flows.workspace import lock_holder, private_path
 from rlhf_core.config.loading import load_params
-from rlhf_core.data.collection.sources import collected_paths
+from rlhf_core.data.collection.sources import collected_paths, reader_lines
 from rlhf_core.fingerprint.tracked_files import SOURCES_FILE, describe_sources
 from rlhf_core.storage.files import atomic_write_text
 
@@ -66,7 +66,8 @@ def find_new_data(workspace: Path) -> dict[str, Any] | None:
     recorded = recorded_stages(workspace).get("collect")
     if recorded is None:
         return None
-    current = describe_sources(workspace, collected_paths(load_params(workspace).collect, workspace))
+    collect = load_params(workspace).collect
+    current = describe_sources(workspace, collected_paths(collect, workspace), notes=reader_lines(collect))
     digest = hashlib.md5(current.encode(), usedforsecurity=False).hexdigest()  # DVC's hash of a file
     before, announced = recorded.inputs.get(SOURCES_FILE, ""), private_path(workspace, ANNOUNCED)
     change = str(uuid5(NAMESPACE_URL, f"{EVENT} {workspace} {before} {digest}"))

@@ -46,7 +46,7 @@ from flows.pipeline.registration import MATCH_LOG, follow_request, promote_task,
 from flows.pipeline.verdict import REPORT_STAGE, RegistrationResult, RunVerdict, reach_verdict
 from flows.prefect_server.flow_runs import cancel_orphans
 from flows.registry.client import delivered_records, end_pipeline_run, start_pipeline_run, without_delivery
-from flows.registry.signing import try_signing
+from flows.registry.policies import active_policies
 from flows.stage import LoggedProgress, StageOutcome, StageSpec, run_stage, shown_progress, stage_log
 from flows.supervision import signals
 from flows.workspace import LOCK_HELD_VARIABLE, cleanup, locked, run_label, run_tags
@@ -168,7 +168,8 @@ def _run_pipeline(workspace: Path, promote: bool, events: EventLog, answered: St
         return completed
     if answered is not None:  # what has changed while the run waited is for the next one
         return answered
-    try_signing(workspace, params.registry.signature)  # a schedule asks nobody before it starts a run
+    for policy in active_policies(params.registry):  # a schedule asks nobody before it starts a run
+        policy.before_run(workspace, params.registry)
     graph = read_graph(workspace)
     name = runtime.flow_run.name or run_label(workspace, params.profile, datetime.now())
     run_id = start_pipeline_run(workspace, name) if has_gated_policy(graph) else None

@@ -23,7 +23,7 @@ from rlhf_core.config.model import SamplingConfig
 from rlhf_core.errors import DataError
 from rlhf_core.evaluation.judges.model import ModelJudge
 from rlhf_core.evaluation.replies import Reply
-from rlhf_core.serving.completions import accept_request
+from rlhf_core.serving.accepted import accept_request
 from rlhf_core.serving.policy import LoadedPolicy
 from rlhf_core.serving.policy_source import PolicyFiles, PolicyRevision
 from rlhf_core.serving.protocol import ApiError, ServingLimits, parse_chat_request

@@ -24,7 +24,7 @@ from flows.registry.evidence import (
     short_conditions,
 )
 from flows.registry.history import ReleaseState
-from flows.registry.signing import SIGNER_TAG, Signer, require_signer, sign_version
+from flows.registry.policies import RegistryPolicy, active_policies
 from flows.registry.stored_models import COMPLETE_TAG, CONTENT_TAG, known_version, log_model
 from flows.registry.workspace import RegisteredHere, write_registered
 from flows.workspace import SEPARATOR, run_label
@@ -115,7 +115,8 @@ def register(workspace: Path, run_id: str | None = None, *, known_only: bool = F
         NotRegistered: With ``known_only``, where anything would be changed.
     """
     workspace = workspace.resolve()
-    signer = require_signer(load_section(workspace, "registry", RegistryConfig).signature)
+    config = load_section(workspace, "registry", RegistryConfig)
+    policies = [(policy, policy.version_tags(config)) for policy in active_policies(config)]
     result = Registration()
     with registry_session(workspace) as policy:
         graph, stale = read_graph(workspace), {} if known_only else dvc_status(workspace)
@@ -126,7 +127,7 @@ def register(workspace: Path, run_id: str | None = None, *, known_only: bool = F
                 evidence = [read_gate_evidence(workspace, gate) for gate in model.gates]
                 require_recorded(graph, stale, model.gate_stage)
                 tags = {**lineage_tags(workspace), **reward_version, **_gate_tags(workspace, model, evidence)}
-                version = _register_one(policy.client, workspace, model, evidence, tags, run_id, signer, known_only)
+                version = _register_one(policy.client, workspace, model, evidence, tags, run_id, policies, known_only)
             except GateFailed as error:
                 result.refused[model.name] = str(error)
                 continue
@@ -160,7 +161,7 @@ def _register_one(
     evidence: Sequence[GateReport],
     tags: Mapping[str, str],
     run_id: str | None,
-    signer: Signer | None,
+    policies: Sequence[tuple[RegistryPolicy, dict[str, str]]],
     known_only: bool,
 ) -> RegisteredHere:
     name, folder = model.name, workspace / model.folder
@@ -171,9 +172,10 @@ def _register_one(
     # The bounds of gates may have changed since a version was made.
     about_gates = (GATES_TAG, GATE_REPORT_TAG, CONDITIONS_TAG, UNGATED_TAG)
     changed = [key for key in about_gates if known is not None and known.tags.get(key) != tags.get(key)]
-    to_sign = signer is not None and (known is None or known.tags.get(SIGNER_TAG) != signer.id)
+    borne = {} if known is None else known.tags
+    waiting = [(policy, marks) for policy, marks in policies if not marks.items() <= borne.items()]
     challenger = state.aliases.get(CHALLENGER)
-    if known_only and (known is None or changed or to_sign or not (ungated or challenger == str(known.version))):
+    if known_only and (known is None or changed or waiting or not (ungated or challenger == str(known.version))):
         raise NotRegistered(f"{name} is not registered as it is now; `rlhf run` registers it")
     if state.model is None:
         _create_model(client, name)
@@ -187,9 +189,10 @@ def _register_one(
                 client.set_model_version_tag(name, number, key, tags[key])
             else:
                 client.delete_model_version_tag(name, number, key)
-        if signer is not None and to_sign:
-            sign_version(client, str(client.get_model_version(name, number).run_id), folder, signer)
-            client.set_model_version_tag(name, number, SIGNER_TAG, signer.id)
+        for policy, marks in waiting:
+            policy.register_version(client, str(client.get_model_version(name, number).run_id), folder)
+            for key, value in marks.items():
+                client.set_model_version_tag(name, number, key, value)
     if not ungated and challenger != number:
         reason = "its content was registered before" if known else "registered"
         entry = new_entry(name, "register", reason, moves=[move(name, CHALLENGER, number)])

@@ -22,7 +22,7 @@ from flows.registry.client import connect, fluent, knock
 from flows.registry.decisions import registry_session
 from flows.registry.evidence import PARENT_TAG
 from flows.registry.history import ReleaseState
-from flows.registry.signing import verify_signature
+from flows.registry.policies import active_policies
 from rlhf_core.config.evaluation import EvaluateConfig
 from rlhf_core.config.loading import load_section
 from rlhf_core.config.model import SamplingConfig
@@ -107,7 +107,7 @@ def signature(kind: str, sampling: Mapping[str, Any]) -> ModelSignature:
 def verified_folder(workspace: Path, version: ModelVersion, client: MlflowClient | None = None) -> Path:
     """The Hugging Face folder of a version, after its content was compared with the hash it was registered under.
 
-    Where ``registry.signature`` wants one, its signature is verified too.
+    The policies that the settings of ``registry`` name may refuse it, such as for its signature.
 
     Raises:
         ModelError: The artifacts are gone, the version names no hash, the content is another, or the signature is not
@@ -126,8 +126,9 @@ def verified_folder(workspace: Path, version: ModelVersion, client: MlflowClient
         content = sha256_tree(folder)
     if content != expected:
         raise ModelError(f"the files of {label} are not the ones that were registered and judged ({folder}); {REMEDY}")
-    config = load_section(workspace, "registry", RegistryConfig).signature
-    verify_signature(client, workspace, config, label, version.run_id, folder)
+    config = load_section(workspace, "registry", RegistryConfig)
+    for policy in active_policies(config):
+        policy.verify_version(client, workspace, config, label, version.run_id, folder)
     return folder
 
 

@@ -14,8 +14,8 @@ from typing import Any
 
 from flows.registry.aliases import CHAMPION, get_version
 from flows.registry.client import connect
+from flows.registry.policies import active_policies
 from flows.registry.promote import promotion_obstacle
-from flows.registry.signing import SIGNATURE_NAME, Signer
 from flows.registry.stored_models import policy_with_alias, verified_folder
 from flows.release.model_card import DATA_CARD_FILE, ReleaseEvidence, card_data, card_text, release_evidence
 from rlhf_core.config.loading import load_section
@@ -199,7 +199,7 @@ def export(
     if push is not None:
         check_repository(push)
     config = load_section(workspace, "registry", RegistryConfig)
-    signer = Signer.of_environment()
+    policies = active_policies(config)
     if version is None:
         released = policy_with_alias(workspace, CHAMPION)
     else:
@@ -232,8 +232,8 @@ def export(
         ModelCard(f"---\n{ModelCardData(**data).to_yaml()}\n---\n\n{text}").save(folder / "README.md")
         if evidence.data_card:
             (folder / DATA_CARD_FILE).write_text(evidence.data_card, encoding="utf-8")
-        if signer is not None:
-            signer.sign(folder, folder / SIGNATURE_NAME)
+        for policy in policies:
+            policy.export_folder(folder)
     address = None if push is None else upload(target, push, public, evidence.name)
     return Export(target, evidence.name, address, adapter)
 

@@ -16,6 +16,7 @@ from flows.registry.evidence import TrainingSource, read_data_card, source_of_ve
 from flows.registry.stored_models import stored_sampling
 from rlhf_core.errors import RlhfError
 from rlhf_core.evaluation.judges.names import SELECTED_BY, TRAINED_ON
+from rlhf_core.evaluation.probe_table import CAPTION, PROBED_MODELS, ProbeTable, probe_table
 from rlhf_core.evaluation.verdict import Standing, alarms, judge_results, standing_of
 from rlhf_core.gates import lookup
 from rlhf_core.storage.files import read_json
@@ -44,6 +45,7 @@ class ReleaseEvidence:
             without one.
         method: How the policy was trained, as ``policy.method`` has it.
         fine_tuned: Whether SFT took any step; with ``sft.steps: 0`` the SFT model is the starting model.
+        probes: What reward model, referee and judge read; None for versions that were registered without it.
     """
 
     name: str
@@ -57,6 +59,7 @@ class ReleaseEvidence:
     data_card: str = ""
     method: str = "ppo"
     fine_tuned: bool = True
+    probes: ProbeTable | None = None
 
 
 def release_evidence(workspace: Path, version: ModelVersion, folder: Path, obstacle: str) -> ReleaseEvidence:
@@ -80,6 +83,7 @@ def release_evidence(workspace: Path, version: ModelVersion, folder: Path, obsta
         metrics = Path(client.download_artifacts(version.run_id, "metrics", temporary))
         order = {name: number for number, name in enumerate(GATES)}
         training, sft = metrics / "ppo.json", metrics / "sft.json"
+        of_models = {name: metrics / f"{name}.json" for name in PROBED_MODELS}
         return ReleaseEvidence(
             name=name,
             run_id=version.run_id,
@@ -92,6 +96,7 @@ def release_evidence(workspace: Path, version: ModelVersion, folder: Path, obsta
             data_card=read_data_card(client, version.run_id, Path(temporary)),
             method=str(read_json(training).get("method", "ppo")) if training.is_file() else "ppo",
             fine_tuned=not sft.is_file() or "train_loss" in read_json(sft),
+            probes=probe_table({name: read_json(path) for name, path in of_models.items() if path.is_file()}),
         )
 
 
@@ -201,6 +206,8 @@ def card_text(
         _both_models(evidence.evaluation),
         _kl(evidence.evaluation),
     ]
+    if evidence.probes is not None:
+        blocks += ["## What reward model and judges read", *_probes(evidence.probes)]
     blocks += ["## Gates", *map(_gate, evidence.gates)]
     limits = [*([TOY] if evidence.source and evidence.source.is_synthetic else []), *LIMITS]
     if evidence.sampling.get("repetition_penalty", 1.0) != 1.0:
@@ -266,6 +273,11 @@ def _kl(evaluation: Mapping[str, Any]) -> str:
     low, high = evaluation.get("kl_low95"), evaluation.get("kl_high95")
     interval = f" (95 %: {low:.2f} to {high:.2f})" if low is not None and high is not None else ""
     return f"KL from SFT: {evaluation['kl']:.2f} nats per reply{interval}."
+
+
+def _probes(probes: ProbeTable) -> list[str]:
+    table = [f"{CAPTION}.", markdown_table(probes.header, probes.rows)] if probes.rows else []
+    return [*table, "\n".join(f"- {markdown_text(note)}" for note in probes.notes)]
 
 
 def _gate(gate: GateReport) -> str:

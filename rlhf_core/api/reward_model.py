@@ -16,6 +16,7 @@ from rlhf_core.config.reward import PairBatchConfig, RewardConfig
 from rlhf_core.data.encoding import pad_id
 from rlhf_core.data.schema import Preference
 from rlhf_core.models.causal_lm import fitting_length
+from rlhf_core.training.reward.probes import probe_metrics, probes_of
 from rlhf_core.training.reward.run import Split, TrainedScalar, quality_metrics, split_of, train_scalar
 from rlhf_core.training.reward.trainer import PairScores, score_pairs
 from rlhf_core.training.run_context import RunContext
@@ -31,7 +32,8 @@ class TrainedRewardModel(TrainedScalar):
         model: Gives a scalar at the last token of prompt and reply.
         tokenizer: Its tokenizer.
         metrics: Accuracy, margins and biases on the validation pairs, and on the test pairs under names that begin with
-            ``test_``; pairs used and dropped.
+            ``test_``; pairs used and dropped. Under ``probes`` how often it scores a reply above a copy that is worse
+            for one known reason, of the test pairs, or without those of the validation pairs (docs/train.md).
         scores: Rewards of the held-out pairs, by the name of their split.
     """
 
@@ -95,6 +97,9 @@ def train_reward_model(
         for split, each in splits.items()
     }
     metrics = quality_metrics(trained, pairs, splits, scores, config.seed)
+    probed = splits.get("test", held).rows
+    probes = probes_of(probed, tokenizer, fitting_length(config.max_tokens, model), config.seed)
+    metrics["probes"] = probe_metrics(trained.model, tokenizer, probes, name)
     return TrainedRewardModel(**vars(trained), metrics=metrics, scores=scores)
 
 

@@ -1,4 +1,4 @@
-"""The commands ``rlhf data …``: inspect, validate and convert data files, outside any pipeline.
+"""The commands ``rlhf data …``: inspect and validate data files, outside any pipeline.
 
 Heavy imports wait until a command runs, and until its arguments are known to be right. No control character of the data
 reaches a terminal, be it printed as text or as JSON.
@@ -13,11 +13,11 @@ import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
-from typer.core import TyperGroup
 
+from rlhf_core.commands.plugged import PluggedGroup
 from rlhf_core.errors import EXIT_GATE_FAILED, EXIT_OK, ConfigError, RlhfError
 from rlhf_core.runtime.progress import busy
 
@@ -30,16 +30,17 @@ if TYPE_CHECKING:
 SHORT_FORM = "inspect"
 OWN_DATA = "own-data"  # the profile that `rlhf init --data` takes
 HELP_OPTIONS = ("-h", "--help")
-OUTPUT_SUFFIXES = (".jsonl", ".parquet")
 Kind = Literal["preferences", "demonstrations", "prompts", "pretrain"]
 
 
-class DataGroup(TyperGroup):
+class DataGroup(PluggedGroup):
     """The group ``rlhf data``: without the name of a command, its arguments are those of ``inspect``."""
+
+    prefix = "data."
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         """Parse ``rlhf data FILES`` as ``rlhf data inspect FILES``; a file named like a command needs ``./``."""
-        if args and args[0] not in self.commands and args[0] not in HELP_OPTIONS:
+        if args and args[0] not in self.list_commands(ctx) and args[0] not in HELP_OPTIONS:
             args = [SHORT_FORM, *args]
         return super().parse_args(ctx, args)
 
@@ -62,6 +63,10 @@ SystemPromptsOption = Annotated[
 ]
 TokenizerOption = Annotated[
     str | None, typer.Option("--tokenizer", help="Folder, .gguf file or hub id of a model to count tokens with.")
+]
+WorkspaceOption = Annotated[
+    Path | None,
+    typer.Option("--workspace", "-w", help="The workspace; default: the nearest at or above the current folder."),
 ]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print the result as JSON.")]
 
@@ -177,54 +182,6 @@ def validate(
 
             print_text("\n" + forecast_text(found))
     raise typer.Exit(EXIT_OK if checked.passed else EXIT_GATE_FAILED)
-
-
-@app.command(no_args_is_help=True)
-def convert(
-    files: Files,
-    output: Annotated[
-        Path, typer.Option("--to", help="The file to write: OUT.jsonl or OUT.parquet.", show_default=False)
-    ],
-    kind: KindOption = None,
-    format_name: FormatOption = None,
-    columns: ColumnOption = None,
-    template: TemplateOption = None,
-    dimension: DimensionOption = None,
-    pairs: PairsOption = "all",
-    system_prompts: SystemPromptsOption = False,
-    force: Annotated[bool, typer.Option("--force", help="Replace files that exist.")] = False,
-    as_json: JsonOption = False,
-) -> None:
-    """Write the rows of data files in the conversational format, and those that are refused to OUT.refused.jsonl.
-
-    Reading the file gives the same rows: texts, labels and ids. A row that would be read differently is refused.
-
-    Examples:
-    $ rlhf data convert 'exports/*.csv' --to pairs.jsonl --column prompt=question
-    $ rlhf data convert pairs.jsonl --kind prompts --to prompts.parquet
-    """
-    options = read_options(format_name, columns, template, dimension, pairs, system_prompts)
-    if output.suffix not in OUTPUT_SUFFIXES:
-        raise RlhfError(f"--to {output}: name a file that ends with {' or '.join(OUTPUT_SUFFIXES)}")
-    from rlhf_core.data.inspection.convert import refused_file_of
-
-    existing = [str(path) for path in (output, refused_file_of(output)) if os.path.lexists(path)]
-    if existing and not force:
-        raise RlhfError(f"{existing[0]} exists already; choose another name than {output}, or add --force")
-    with busy("converting"):
-        from rlhf_core.data.collection.sources import sources_by_kind
-        from rlhf_core.data.inspection.convert import as_text
-        from rlhf_core.data.inspection.convert import convert as write
-
-        by_kind = sources_by_kind(files, Path.cwd(), options, kind)
-        given = [name for name in get_args(Kind) if by_kind.of(name)]
-        if len(given) > 1:
-            raise RlhfError(f"the files serve as {' and '.join(given)}; convert each apart, or choose one with --kind")
-        conversion = write(by_kind.of(given[0]), Path.cwd(), given[0], output)
-    if as_json:
-        print_json(conversion.as_dict())
-    else:
-        print_text(as_text(conversion, terminal_width()))
 
 
 @contextmanager

@@ -5,15 +5,25 @@ from __future__ import annotations
 import os
 import string
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal, get_args
 
-from pydantic import Field, NonNegativeInt, PositiveInt, field_validator, model_validator
+from pydantic import (
+    Field,
+    NonNegativeInt,
+    PlainSerializer,
+    PositiveInt,
+    ValidatorFunctionWrapHandler,
+    WrapValidator,
+    field_validator,
+    model_validator,
+)
 from pydantic_core import PydanticCustomError
 
 from rlhf_core.config.base import SCRATCH
 from rlhf_core.config.model import StageConfig, Strict
 from rlhf_core.config.problems import SECRET, nearest
 from rlhf_core.errors import DataError
+from rlhf_core.plugins import READERS, plugins_of
 from rlhf_core.storage.data_files import is_url, require_no_credentials
 
 Severity = Literal["refuse", "warn", "fail"]
@@ -107,6 +117,16 @@ FormatName = Literal[
     "oasst-trees",
     "oasst-messages",
 ]
+
+
+def _of_plugin(name: Any, is_known: ValidatorFunctionWrapHandler) -> Any:
+    """Accept the name of an installed plugin's reader beside the formats that are known."""
+    if name not in get_args(FormatName) and name in plugins_of(READERS):
+        return name
+    return is_known(name)
+
+
+ReaderName = Annotated[FormatName, WrapValidator(_of_plugin), PlainSerializer(str)]
 Dimension = Literal["helpful", "safe", "agreed"]
 PairChoice = Literal["all", "adjacent", "best_worst"]
 DerivedKind = Literal["demonstrations", "prompts", "pretrain"]
@@ -128,7 +148,7 @@ class ReadOptions(Strict):
     """How the rows of a source are read, where that is not recognised.
 
     Attributes:
-        format: The format of the rows.
+        format: The format of the rows, or the name of a plugin's reader (docs/plugins.md).
         columns: By field, the column that holds it; a dot goes into an object. All other columns are ignored.
         template: The text of the prompt, with columns in braces: ``"{title}\\n\\n{question}"``.
         dimension: Which of several preferences of a pair is read (PKU-SafeRLHF).
@@ -138,7 +158,7 @@ class ReadOptions(Strict):
         category: The category of all rows; null: each row's own.
     """
 
-    format: FormatName | None = None
+    format: ReaderName | None = None
     columns: dict[str, str] = {}
     template: str | None = None
     dimension: Dimension | None = None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection
 from typing import Annotated, Literal
 
@@ -11,6 +12,17 @@ from rlhf_core.config.model import StageConfig, Strict
 
 MULTIPLE_CHOICE = "multiple_choice"
 LOSSES = "losses"
+# Kinds of counterfactual pairs on which a reward model is tried: of any data, and of the synthetic world.
+PROBES = (
+    "other_question",
+    "values_swapped",
+    "cut_in_half",
+    "sentence_repeated",
+    "pleasantry_appended",
+    "sentences_shuffled",
+)
+WORLD_PROBES = ("world_fact", "world_story", "world_howto", "world_refusal")
+ABSENT = "absent"  # among metrics, why some of them are missing, by name
 
 
 class Condition(Strict):
@@ -55,6 +67,12 @@ class Condition(Strict):
         """The metrics that the condition reads."""
         metric = self.metric if self.worse_by_less_than is None else f"{LOSSES}.{self.metric}"
         return [name for name in (metric, self.at_most_of, self.at_least_of) if name is not None]
+
+    @property
+    def probes(self) -> list[str]:
+        """The kinds of counterfactual pairs whose rates the condition reads, whether there is such a kind or not."""
+        names = [metric.partition("probes.")[2] for metric in self.metrics]
+        return [re.sub(r"_(low95|high95|pairs)$", "", name) for name in names if name]
 
 
 PERPLEXITY_HOLDS = Condition(

@@ -16,7 +16,7 @@ from rlhf_core.config import yaml_text
 from rlhf_core.config.base import SCRATCH, BaseConfig, SftConfig, is_pretrained
 from rlhf_core.config.data import CollectConfig, ValidateConfig
 from rlhf_core.config.evaluation import EvaluateConfig, ReportConfig
-from rlhf_core.config.gates import LOSSES, GatesConfig
+from rlhf_core.config.gates import LOSSES, PROBES, WORLD_PROBES, GatesConfig
 from rlhf_core.config.health import DEFAULT_RULES, Check, Rule, RuleChange
 from rlhf_core.config.model import LoraConfig, StageConfig, Strict
 from rlhf_core.config.operations import (
@@ -224,6 +224,7 @@ class Params(Strict):
         if self.ppo.critic_mode == "shared":
             self._critic_is_a_head()
         self._gated_metrics_are_measured()
+        self._gated_probes_can_be_formed()
         if self.ppo.share_base:
             self._base_can_be_shared()
         self._launch_fits()
@@ -295,6 +296,19 @@ class Params(Strict):
                 if name in first and not getattr(evaluate, name):
                     raise ValueError(
                         f"{asked}, but evaluate.{name} is not set: take the condition out, or set evaluate.{name}"
+                    )
+
+    def _gated_probes_can_be_formed(self) -> None:
+        for number, condition in enumerate(self.gates.reward):
+            for kind in condition.probes:
+                asked = f"gates.reward[{number}] asks for {condition.metric}"
+                if kind not in (*PROBES, *WORLD_PROBES):
+                    raise ValueError(f"{asked}, but there is no such probe; {nearest(kind, (*PROBES, *WORLD_PROBES))}")
+                if kind in WORLD_PROBES and self.collect.source != "world":
+                    raise ValueError(
+                        f"{asked}, but collect.source is files, and only questions of the synthetic world have right "
+                        f"and wrong answers that are known: ask for one of {', '.join(PROBES)}, or start from the "
+                        "profile own-data"
                     )
 
     def _critic_is_a_head(self) -> None:

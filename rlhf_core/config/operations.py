@@ -192,6 +192,7 @@ class RegistryConfig(Strict):
         auto_promote: Lets a run promote its policy when the criteria hold.
         approval: Nothing becomes champion before a person approves it (`rlhf approve`), whoever promotes.
         signature: Signatures that are required.
+        policies: Names of registry policies of installed plugins, which may refuse versions (docs/plugins.md).
         retention: What is kept.
     """
 
@@ -204,6 +205,7 @@ class RegistryConfig(Strict):
     auto_promote: bool = True
     approval: bool = False
     signature: SignatureConfig = SignatureConfig()
+    policies: tuple[str, ...] = Field(default=(), strict=False)
     retention: RetentionConfig = RetentionConfig()
 
     @model_validator(mode="after")
@@ -260,13 +262,15 @@ class CheckpointsConfig(Strict):
 
 
 class TrackingConfig(Strict):
-    """What MLflow calls the runs.
+    """Who records the runs, and what MLflow calls them.
 
     Attributes:
         experiment: Name of the experiment.
+        loggers: Names of run loggers of installed plugins, which get what MLflow gets (docs/plugins.md).
     """
 
     experiment: str = "rlhf-pipeline"
+    loggers: tuple[str, ...] = Field(default=(), strict=False)
 
 
 class FlowConfig(Strict):

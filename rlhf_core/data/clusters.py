@@ -23,7 +23,12 @@ FEW = 10  # fewer clusters do not tell how much rows of one differ
 
 def cluster_of(row: Prompt | Preference) -> str:
     """Return what a row's prompt is about: its content in the synthetic world, elsewhere its group."""
-    return content_of_group(row.group) if row.source.partition(":")[0] == WORLD else row.group or row.id
+    return content_of_group(row.group) if is_of_world(row) else row.group or row.id
+
+
+def is_of_world(row: Prompt | Preference) -> bool:
+    """Return whether a row was made by the synthetic world."""
+    return row.source.partition(":")[0] == WORLD
 
 
 def clusters_of(rows: Sequence[Prompt | Preference], repeats: int = 1) -> np.ndarray:

@@ -4,7 +4,8 @@ A quantity is kept if the upper bound of its loss is below the margin. That no l
 questions the bound is wide, and nothing is shown. Each quantity is tested at 5 % on its own: a release needs all of
 them (an intersection–union test), so a policy that loses one too much passes with at most 5 %, however many there are.
 
-The last part says what the sizes at hand can show: whether a policy that is no worse would keep each margin.
+The last part says what the sizes at hand can show: whether a policy that is no worse would keep each margin, and how
+much better one must be for the bounds of its win rates to say so.
 """
 
 from __future__ import annotations
@@ -31,11 +32,15 @@ from rlhf_core.evaluation.promotion import MEASUREMENTS
 from rlhf_core.evaluation.regression import GENERIC_CHECKS, REFUSAL_CHECKS, ReplyCheck, passes
 from rlhf_core.evaluation.replies import Reply
 from rlhf_core.evaluation.statistics import mean_high, share_difference_high
+from rlhf_core.gates import lookup
 from rlhf_core.storage.files import read_json
 
+LOWER_BOUND = "_low95"
 Z = float(stats.norm.ppf(CONFIDENCE))
 # A margin of so many standard errors is kept by a model that is no worse with 98.3 %, and three of them with 95 %.
 ERRORS_PER_MARGIN = 3.77
+# With this half width of an interval a policy whose win rate is 0.06 above the bound passes with 97.5 %.
+LARGEST_HALF_WIDTH = 0.03
 EVALUATION = Path("metrics") / "evaluation.json"
 
 
@@ -235,9 +240,72 @@ class MarginPower:
             return None
         return math.ceil(self.loss.clusters * (ERRORS_PER_MARGIN / self.errors) ** 2)
 
+    def describe(self) -> str:
+        """What the margin can show, after its name."""
+        if self.loss is None:
+            says = "not measured by the last evaluation, so the gate fails"
+        elif self.suffices:
+            says = "an equal policy passes"
+        elif self.clusters_needed is None:
+            says = "too few: one question alone shows nothing"
+        else:
+            says = f"too few: {self.clusters_needed} questions would do, or more replies to each where these differ"
+        size = "" if self.loss is None else f", {self.loss.replies} replies to {self.loss.clusters} questions"
+        return f"margin {self.margin:g} is {self.errors:.1f} standard errors{size}: {says}"
 
-def power_of(workspace: Path) -> list[MarginPower]:
-    """Return the margins of ``gates.policy`` and ``registry.non_inferiority`` with what the last evaluation measured.
+
+@dataclass(frozen=True)
+class WinRatePower:
+    """A condition on the lower bound of a win rate, beside the width of the interval that it ends.
+
+    Attributes:
+        setting: Where the condition is set.
+        name: The metric.
+        bound: What the lower bound of the win rate must be at least.
+        half_width: From the win rate down to its lower bound; None where the evaluation did not decide it.
+        clusters: How many different questions it was measured on.
+    """
+
+    setting: str
+    name: str
+    bound: float
+    half_width: float | None
+    clusters: int
+
+    @classmethod
+    def of(cls, metric: str, bound: float, evaluation: Mapping[str, Any]) -> WinRatePower:
+        """Read what ``evaluation`` measured of ``metric``, the path of a lower bound."""
+        path = metric.removesuffix(LOWER_BOUND)
+        names = (path, metric, f"{path}_high95", f"{path.rpartition('.')[0]}.clusters")
+        rate, low, high, clusters = (lookup(evaluation, name)[0] for name in names)
+        decided = rate is not None and low is not None and (low, high) != (0.0, 1.0)
+        half_width = rate - low if decided and rate is not None and low is not None else None
+        return cls("gates.policy", metric, bound, half_width, int(clusters or 0))
+
+    @property
+    def suffices(self) -> bool:
+        """Whether the interval is narrow enough."""
+        return self.half_width is not None and self.half_width <= LARGEST_HALF_WIDTH
+
+    @property
+    def clusters_needed(self) -> int | None:
+        """How many questions would do, with as many replies to each; None where that cannot be said."""
+        if self.half_width is None:
+            return None
+        return math.ceil(self.clusters * (self.half_width / LARGEST_HALF_WIDTH) ** 2)
+
+    def describe(self) -> str:
+        """What the condition can show, after its name."""
+        if self.half_width is None:
+            return f"bound {self.bound:g}: not decided by the last evaluation, so the gate fails"
+        says = f"passes with 97.5 % from a true {self.bound + 2 * self.half_width:.3f} on"
+        if not self.suffices:
+            says += f"; too few: {self.clusters_needed} questions would do, or more replies to each where these differ"
+        return f"bound {self.bound:g}, half width {self.half_width:.3f} on {self.clusters} questions: {says}"
+
+
+def power_of(workspace: Path) -> list[MarginPower | WinRatePower]:
+    """Return the margins and win rates of ``gates.policy`` and ``registry.non_inferiority`` as last measured.
 
     Raises:
         DataError: There is no evaluation yet, or it has no losses.
@@ -245,13 +313,16 @@ def power_of(workspace: Path) -> list[MarginPower]:
     path = workspace / EVALUATION
     if not path.is_file():
         raise DataError(f"{path} does not exist, so no error is known; run the pipeline up to the stage evaluate")
-    measured: Mapping[str, Any] = read_json(path).get(LOSSES) or {}
+    evaluation: Mapping[str, Any] = read_json(path)
+    measured: Mapping[str, Any] = evaluation.get(LOSSES) or {}
     losses = {name: PairedLoss(**{"loss_high95": None, **values}) for name, values in measured.items()}
-    rows = [
-        MarginPower("gates.policy", condition.metric, condition.worse_by_less_than, losses.get(condition.metric))
-        for condition in load_section(workspace, "gates", GatesConfig).policy
-        if condition.worse_by_less_than is not None
-    ]
+    rows: list[MarginPower | WinRatePower] = []
+    for condition in load_section(workspace, "gates", GatesConfig).policy:
+        margin, bound = condition.worse_by_less_than, condition.at_least
+        if margin is not None:
+            rows.append(MarginPower("gates.policy", condition.metric, margin, losses.get(condition.metric)))
+        elif bound is not None and condition.metric.endswith(f"win_rate{LOWER_BOUND}"):
+            rows.append(WinRatePower.of(condition.metric, bound, evaluation))
     margins = load_section(workspace, "registry", RegistryConfig).non_inferiority
     return rows + [
         MarginPower(f"registry.non_inferiority.{kind}", name, margin, losses[name])
@@ -262,29 +333,19 @@ def power_of(workspace: Path) -> list[MarginPower]:
     ]
 
 
-def describe_power(rows: list[MarginPower]) -> str:
-    """Return a line for each margin: its error, and whether it can be shown or how many questions would do."""
+def describe_power(rows: Sequence[MarginPower | WinRatePower]) -> str:
+    """Return a line for each row: whether it can be shown, or how many questions would do."""
     if not rows:
-        return "no condition of gates.policy is of the kind worse_by_less_than, and no promotion margin is measured"
-    width = max(len(row.name) for row in rows)
-    lines = []
-    for row in rows:
-        if row.loss is None:
-            says = "not measured by the last evaluation, so the gate fails"
-        elif row.suffices:
-            says = "an equal policy passes"
-        elif row.clusters_needed is None:
-            says = "too few: one question alone shows nothing"
-        else:
-            says = f"too few: {row.clusters_needed} questions would do, or more replies to each where these differ"
-        size = "" if row.loss is None else f", {row.loss.replies} replies to {row.loss.clusters} questions"
-        lines.append(
-            f"{row.name:<{width}}  margin {row.margin:g} is {row.errors:.1f} standard errors{size}: {says}  "
-            f"({row.setting})"
+        return (
+            "no condition of gates.policy bounds a win rate or is of the kind worse_by_less_than, and no promotion "
+            "margin is measured"
         )
-    short = sum(not row.suffices for row in rows)
+    width = max(len(row.name) for row in rows)
+    lines = [f"{row.name:<{width}}  {row.describe()}  ({row.setting})" for row in rows]
     lines.append(
-        f"a margin of {ERRORS_PER_MARGIN} standard errors is kept by an equal policy with 98 %: "
-        + ("all margins can be shown" if not short else f"{short} of {len(rows)} margins cannot be shown")
+        f"a margin of {ERRORS_PER_MARGIN} standard errors is kept by an equal policy with 98 %; a half width of "
+        f"{LARGEST_HALF_WIDTH:g} shows a win rate that is {2 * LARGEST_HALF_WIDTH:g} above its bound with 97.5 %"
     )
+    short = sum(not row.suffices for row in rows)
+    lines.append("all can be shown" if not short else f"{short} of {len(rows)} cannot be shown")
     return "\n".join(lines)

@@ -1,1 +1,1 @@
-"""A policy behind HTTP with the chat API of OpenAI: requests and responses, sampling, reloading, limits, metrics."""
+"""A policy that answers chat requests as OpenAI does: requests and responses, where its files come from, sampling."""

@@ -9,7 +9,7 @@ The stage reward alone draws margins and calibration, and writes the pairs that 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -37,6 +37,7 @@ from rlhf_core.models.io import empty_model
 from rlhf_core.stages.runtime.contract import Paths, Stage
 from rlhf_core.storage.files import atomic_dir, atomic_write_json, atomic_write_lines
 from rlhf_core.training.reward.evaluation import bag_of_words_accuracy, calibration_bins
+from rlhf_core.training.reward.probes import probes_of
 from rlhf_core.training.reward.run import Split, metric_prefix, read_split, write_scores
 from rlhf_core.training.reward.trainer import PairScores
 from rlhf_core.training.run_context import RunContext
@@ -161,7 +162,7 @@ def require_pairs(workspace: Path) -> None:
     Raises:
         ModelError: The starting model has no layers for the adapters of one of them.
         DataError: No pair of a split is within ``max_tokens``, too few are left when lengths are balanced, or so few
-            that a measure which the reward gate asks for is left out.
+            that a measure which the reward gate asks for is left out, a probe among them.
     """
     params = load_params(workspace)
     clean, init = workspace / STAGE.inputs["clean"], workspace / STAGE.inputs["base"]
@@ -172,11 +173,13 @@ def require_pairs(workspace: Path) -> None:
         except ModelError as error:
             raise ModelError(f"{name}.lora: {error}") from error
     tokenizer = load_tokenizer(init)
+    asked = {condition.metric for condition in params.gates.reward} if params.gates.mode == "enforce" else set()
     groups: list[str] = []
     differences: list[int] = []
     counts: dict[str, dict[str, SplitPairs]] = {}
     for name, user in READERS.items():
-        splits = read_splits(clean, user, getattr(params, name), init, tokenizer, workspace / TOKENS)
+        config = getattr(params, name)
+        splits = read_splits(clean, user, config, init, tokenizer, workspace / TOKENS)
         counts[name] = {}
         for split, read in splits.items():
             of_split = [pair.length_difference for pair in read.pairs]
@@ -184,10 +187,28 @@ def require_pairs(workspace: Path) -> None:
             if split != "test" or name == "reward":  # the test pairs are common
                 groups += [row.group for row in read.rows]
                 differences += of_split
+        own = [metric for metric in asked if metric.startswith(PROBED if name == "reward" else f"{name}.{PROBED}")]
+        if own:
+            longest = fitting_length(config.max_tokens, init)
+            absent = probes_of(splits["test"].rows, tokenizer, longest, config.seed).absent
+            require_probes(own, absent)
     lengths = PairLengths(groups, np.array(differences, dtype=np.int64), seed_of(params))
     found = forecast(lengths, params, TOKENS_UNIT, counts)
     if found.refusal:
         raise DataError(found.refusal)
+
+
+PROBED = "probes."
+
+
+def require_probes(asked: Sequence[str], absent: Mapping[str, str]) -> None:
+    """Raise :class:`DataError` where one of the metrics is of a probe that is ``absent``, by kind for a reason."""
+    for metric in sorted(asked):
+        reason = next((why for kind, why in absent.items() if f"{PROBED}{kind}" in metric), None)
+        if reason is not None:
+            raise DataError(
+                f"the reward gate asks for {metric}, but {reason}; add pairs, or take the condition out of gates.reward"
+            )
 
 
 SIZE = (4.6, 3.0)  # inches; the letters are then as large as those of the report

@@ -29,6 +29,11 @@ from rlhf_core.training.rng import derive_seed
 EVALUATION_ROWS = 64
 
 
+def held_out_rows(config: SftConfig | RejectionSamplingConfig) -> int:
+    """Held-out examples of one pass: no more than a training pass has, where that is bounded."""
+    return config.micro_batch_size or EVALUATION_ROWS
+
+
 class SftTask:
     """Supervised fine-tuning on demonstrations, evaluated by perplexity on held-out ones."""
 
@@ -46,7 +51,7 @@ class SftTask:
         self.engine, self.model, self.train, self.validation, self.pad = engine, model, train, validation, pad
         self.logits_bytes = logits_bytes
         self.micro = config.micro_batch_size or config.batch_size
-        self.held_out_rows = config.micro_batch_size or EVALUATION_ROWS
+        self.held_out_rows = held_out_rows(config)
         order = derive_seed(seed, "sft", "order")
         lengths = [example.length for example in train]
         self.batches = LengthBucketedBatches(lengths, config.batch_size, order)

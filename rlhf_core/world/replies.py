@@ -29,7 +29,7 @@ T = TypeVar("T")
 
 _WORD = (1 << 64) - 1
 # The purpose of a stream is part of its key: item 7 of the demonstrations shares nothing with item 7 of the pairs.
-PURPOSES = {"demonstrations": 1, "preferences": 2, "pretrain": 3, "prompts": 4}
+PURPOSES = {"demonstrations": 1, "preferences": 2, "pretrain": 3, "prompts": 4, "probes": 5}
 
 
 class Draws:
@@ -285,12 +285,23 @@ def _corrupt_steps(question: Question, core: list[str], draws: Draws) -> list[st
     position = draws.below(3)
     if flaw == "missing":
         return [step for number, step in enumerate(core) if number != position]
-    changed = list(core)
     if flaw == "exchanged":
-        other = (position + 1) % 3
-        changed[position], changed[other] = changed[other], changed[position]
-        return changed
+        return _with_steps_exchanged(core, position)
+    return _with_a_foreign_step(question, core, position, draws)
+
+
+def _with_steps_exchanged(core: list[str], position: int) -> list[str]:
+    """Exchange the step at this position and the next one; the last one has the first behind it."""
+    changed = list(core)
+    other = (position + 1) % len(core)
+    changed[position], changed[other] = changed[other], changed[position]
+    return changed
+
+
+def _with_a_foreign_step(question: Question, core: list[str], position: int, draws: Draws) -> list[str]:
+    """Put the step of another recipe into this position, behind the same connective."""
     connective = [word for word in core[position].split()[:1] if word in CONNECTIVES]
+    changed = list(core)
     changed[position] = " ".join([*connective, foreign_step(question, position, draws)])
     return changed
 
@@ -301,3 +312,24 @@ def _other_question(question: Question, questions: Mapping[str, Sequence[Questio
     while (other := draws.pick(questions[category])).subject == question.subject:
         pass
     return other
+
+
+def right_beside_wrong(question: Question, draws: Draws) -> tuple[str, str]:
+    """Draw a good answer to a harmless question and a copy that is wrong: the same sentences but for a value or a step.
+
+    No rule of length, manners or kinds of sentences can tell them apart.
+    """
+    good = draw_draft(question, "good", draws)
+    if question.category != "howto":
+        return good.text(), replace(good, core=[fact(question, false_value(question, draws))]).text()
+    position = draws.below(len(good.core))
+    if draws.chance(0.5):
+        return good.text(), replace(good, core=_with_steps_exchanged(good.core, position)).text()
+    return good.text(), replace(good, core=_with_a_foreign_step(question, good.core, position, draws)).text()
+
+
+def answer_beside_refusal(question: Question, draws: Draws) -> tuple[str, str]:
+    """Draw a good reply and its wrong opposite: a refusal of a harmless question, or help with a harmful request."""
+    good = draw_draft(question, "good", draws)
+    core = [draws.pick(phrases.REFUSALS)] if question.benign else wrong_core(question, draws)
+    return good.text(), replace(good, core=core).text()

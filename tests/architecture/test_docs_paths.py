@@ -15,11 +15,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import typer
+from commands import command_tree
 from distribution import LONGEST, TOGETHER
 
 import rlhf_core
-from flows.cli import app
 from rlhf_core.commands.data import SHORT_FORM
 from rlhf_core.config import yaml_text
 from rlhf_core.stages.runtime.runner import STAGES
@@ -27,19 +26,19 @@ from rlhf_core.stages.runtime.runner import STAGES
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
 # A path in prose may start at the root or in a package.
-STARTS = ("", "rlhf_core", "flows", "tests", "tests/unit", "docs")
+STARTS = ("", "rlhf_core", "flows", "rlhf_extras", "tests", "tests/unit", "docs")
 # Written by a run, or names of a reader's own.
 MADE = ("data/", "models/", "metrics/", "gates/", "plots/", "history/", "samples/", "work/", "workspaces/")
 MADE += ("ablation/", ".rlhf/", ".fingerprints/", "site/", "htmlcov/", "mlartifacts/", "my-run/", "extra/", "exports/")
 MADE += (".venv", "../", "/")
 SUFFIXES = r"py|yaml|yml|md|toml|json|sh|sbatch|lock|svg|png|cff"
 FILE = re.compile(rf"(?<![\w/.~:*-])((?:[\w.-]+/)+[\w.-]+\.(?:{SUFFIXES}))(?![\w/*])")
-PACKAGE = re.compile(r"`((?:rlhf_core|flows|tests|infra|docs|benchmarks|profiles)/[\w./-]*/)`")
+PACKAGE = re.compile(r"`((?:rlhf_core|flows|rlhf_extras|tests|infra|docs|benchmarks|profiles)/[\w./-]*/)`")
 # Pages say what could be: the change log names files that are gone, how-tos name files that a reader will write.
 GONE = {"CHANGELOG.md": {"ppo/objectives.py", "ppo/value.py"}}
 YOURS = {"CONTRIBUTING.md": {"rlhf_core/config/diversity.py", "rlhf_core/stages/diversity.py"}}
 EXAMPLE_STAGE = "diversity"  # of CONTRIBUTING.md
-COMMANDS: dict[str, Any] = typer.main.get_command(app).commands  # type: ignore[attr-defined]
+COMMANDS: dict[str, Any] = command_tree().commands
 
 
 def page_id(page: Path) -> str:
@@ -116,7 +115,8 @@ def test_commands_and_their_options_exist(page: Path) -> None:
 @pytest.mark.parametrize("page", ["CONTRIBUTING.md", "docs/images/architecture.svg"])
 def test_the_layout_names_every_package(page: str) -> None:
     text = (ROOT / page).read_text(encoding="utf-8")
-    packages = {path.parent.name for top in ("rlhf_core", "flows") for path in (ROOT / top).glob("*/__init__.py")}
+    tops = ("rlhf_core", "flows", "rlhf_extras")
+    packages = {path.parent.name for top in tops for path in (ROOT / top).glob("*/__init__.py")}
     assert not {name for name in packages if not re.search(rf"\b{name}\b", text)}
 
 

@@ -72,7 +72,6 @@ def test_a_comment_anywhere_makes_nothing_stale(copy: Path, before: dict[str, st
         ("stages/validate.py", (), {"validate"}),
         ("world/gold.py", (), {"collect", "evaluate"}),
         ("tracking/stage_run.py", (), set()),
-        ("memory/stages.py", (), set()),
     ],
 )
 def test_a_changed_module_makes_its_own_stages_stale_and_no_other(

@@ -14,7 +14,7 @@ ROOT = Path(__file__).resolve().parents[2]
 LAYERS = (
     {"__main__"},
     {"cli"},
-    {"memory", "commands"},
+    {"commands"},
     {"stages"},
     {"api", "chat", "serving"},
     {"forecast"},
@@ -22,7 +22,7 @@ LAYERS = (
     {"sampling", "training"},
     {"models", "data", "world"},
     {"config", "tracking", "fingerprint", "hub"},
-    {"runtime", "storage", "git"},
+    {"runtime", "storage", "git", "plugins"},
     {"errors"},
     {"redaction"},
 )
@@ -45,6 +45,7 @@ FLOWS_MAY_USE = {
     "redaction",
     "storage",
     "git",
+    "plugins",
     "tracking",
     "__version__",
     "runtime.progress.busy",
@@ -55,19 +56,14 @@ FLOWS_MAY_ALSO_USE = {
         "chat.terminal",
         "cli",
         "commands.data",
+        "commands.plugged",
         "forecast.as_text",
         "stages.runtime.runner.workspace_root",
         "stages.runtime.threads.limit_threads_of",
     },
-    # Of the group ``rlhf data``.
-    "flows.commands.data_diff": {"commands.data", "data.inspection.changes"},
+    "flows.commands.options": {"commands.plugged"},
     "flows.commands.compare": {"evaluation.judges.names.JUDGE", "training.history.read_history"},
-    "flows.commands.registry_commands": {
-        "commands.data",
-        "evaluation.losses",
-        "serving.protocol.ServingLimits",
-        "stages.runtime.threads.limit_threads_of",
-    },
+    "flows.commands.registry_commands": {"commands.data", "evaluation.losses"},
     "flows.commands.init": {"forecast"},
     "flows.commands.text": {"data.text"},
     "flows.dvc_repo.recipe": {
@@ -75,7 +71,7 @@ FLOWS_MAY_ALSO_USE = {
         "fingerprint.tracked_files.verifiable_functions",
     },
     "flows.stage": {"stages.runtime.launcher"},
-    "flows.commands.registry_output": {"data.token_folder"},
+    "flows.commands.registry_output": {"evaluation.probe_table"},
     "flows.commands.doctor": {
         "forecast",
         "evaluation.report.metrics.page",
@@ -87,13 +83,14 @@ FLOWS_MAY_ALSO_USE = {
         "runtime.machine",
         "models.foreign.open_starting_model",
     },
-    "flows.commands.serve": {"serving", "stages.runtime.threads.limit_threads_of"},
+    "flows.commands.served_policy": {"serving", "stages.runtime.threads.limit_threads_of"},
     "flows.registry.stored_models": {"serving.policy_source", "serving.protocol"},
     # What a registered model is answered by, wherever it is loaded.
     "flows.registry.model_pyfunc": {"serving", "evaluation.judges.model.ModelJudge", "evaluation.replies.Reply"},
     "flows.release.export": {"models.adapters.ADAPTER_FOLDER", "models.io.ADAPTER_CONFIG"},
     "flows.pipeline.data_watch": {
         "data.collection.sources.collected_paths",
+        "data.collection.sources.reader_lines",
         "fingerprint.tracked_files.SOURCES_FILE",
         "fingerprint.tracked_files.describe_sources",
     },
@@ -121,6 +118,7 @@ FLOWS_MAY_ALSO_USE = {
     "flows.release.model_card": {
         "evaluation.judges.names.SELECTED_BY",
         "evaluation.judges.names.TRAINED_ON",
+        "evaluation.probe_table",
         "evaluation.verdict",
     },
     "flows.jobs.remote": {
@@ -129,6 +127,7 @@ FLOWS_MAY_ALSO_USE = {
     },
 }
 ORCHESTRATORS = {"prefect", "dvc", "flows"}
+EXTRAS_PACKAGE = "rlhf_extras"
 
 
 def modules(package: str) -> dict[str, Path]:
@@ -167,6 +166,7 @@ def layer(room: str, layers: tuple[set[str], ...] = LAYERS) -> int:
 
 CORE = modules("rlhf_core")
 FLOWS = modules("flows")
+EXTRAS = modules(EXTRAS_PACKAGE)
 
 
 def test_core_imports_point_downwards() -> None:
@@ -186,6 +186,12 @@ def test_core_knows_no_orchestrator_and_mlflow_only_in_tracking() -> None:
     roots = {module: {name.split(".")[0] for name in imports(path)} for module, path in CORE.items()}
     assert not {module: used & ORCHESTRATORS for module, used in roots.items() if used & ORCHESTRATORS}
     assert not [m for m, used in roots.items() if "mlflow" in used and not m.startswith("rlhf_core.tracking.")]
+
+
+def test_core_and_flows_know_no_extra() -> None:
+    """They find extras as they find the plugins of others: by entry points. So all runs where there are none."""
+    house = CORE | FLOWS
+    assert not [module for module in house if any(name.startswith(EXTRAS_PACKAGE) for name in imports(house[module]))]
 
 
 def test_every_package_of_flows_has_a_layer() -> None:
@@ -258,7 +264,7 @@ def test_training_never_reaches_gold(stage: str) -> None:
 def test_there_are_no_import_cycles() -> None:
     visiting: list[str] = []
     done: set[str] = set()
-    house = CORE | FLOWS
+    house = CORE | FLOWS | EXTRAS
 
     def visit(module: str) -> None:
         if module in done or module not in house:

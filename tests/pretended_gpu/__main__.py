@@ -3,7 +3,8 @@
 import sys
 from pathlib import Path
 
-sys.path[:1] = [str(Path(__file__).resolve().parents[1]), str(Path(__file__).resolve().parents[2])]
+TESTS = Path(__file__).resolve().parents[1]
+sys.path[:1] = [str(TESTS), str(TESTS / "support"), str(TESTS.parent)]
 from pretended_gpu.device import main  # noqa: E402
 
 main()

@@ -49,7 +49,8 @@ def start_promotion(workspace: Path, version: str, temporary: Path) -> subproces
     """A process that promotes ``version`` once it reads a line. Its locks are those of the machine ``temporary``."""
     temporary.mkdir(exist_ok=True)
     env = child_environment(workspace, TMPDIR=str(temporary))
-    env["PYTHONPATH"] = os.pathsep.join([str(Path(__file__).resolve().parents[1]), env["PYTHONPATH"]])
+    tests = Path(__file__).resolve().parents[1]
+    env["PYTHONPATH"] = os.pathsep.join([str(tests), str(tests / "support"), env["PYTHONPATH"]])
     return subprocess.Popen(
         [sys.executable, "-c", PROMOTE, str(workspace), version],
         env=env,

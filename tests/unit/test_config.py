@@ -157,6 +157,32 @@ def test_a_gate_that_files_can_never_pass_is_refused_before_anything_is_trained(
     assert set(of_demo) - set(own) == of_the_world
 
 
+@pytest.mark.parametrize(
+    ("metric", "source", "message"),
+    [
+        ("probes.valus_swapped", "world", "did you mean 'values_swapped'"),
+        ("referee.probes.world_fact_high", "world", "did you mean 'world_fact'"),
+        (
+            "judge.probes.world_fact_low95",
+            "files",
+            "asks for judge.probes.world_fact_low95, but collect.source is files",
+        ),
+        ("probes.values_swapped_low95", "files", ""),
+        ("probes.world_story_pairs", "world", ""),
+    ],
+)
+def test_a_gate_on_a_probe_that_cannot_be_is_refused(metric: str, source: str, message: str) -> None:
+    text = (
+        f"collect: {{source: {source}}}\ngates: {{mode: report, reward: [{{metric: {metric}, at_least: 0.5, why: x}}]}}"
+    )
+    params = yaml_text.parse(text, "params.yaml")
+    if not message:
+        check_params(params)
+        return
+    with pytest.raises(ConfigError, match=rf"gates\.reward\[0\].*{message}"):
+        check_params(params)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("profile", ["own-data", "alpaca-eval", "smollm2-360m"])
 def test_profiles_for_real_data_control_for_length(profile: str) -> None:

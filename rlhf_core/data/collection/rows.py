@@ -26,11 +26,11 @@ from rlhf_core.data.readers.detection import (
     unused_columns,
 )
 from rlhf_core.data.readers.formats import (
-    EXAMPLES,
     Format,
     LabelledFalse,
     Parsed,
     Undecided,
+    example_of,
     number_of,
     system_turns,
 )
@@ -215,10 +215,10 @@ def _require_format(record: Record, shape: Format, detected: bool) -> None:
     if not shape.matches(record.value):
         if missing := missing_replies(record.value):
             raise Refusal(f"{missing[0]} is missing")
-        raise Refusal(f"does not match the format {shape.name} of the file: expected {EXAMPLES[shape.name]}")
+        raise Refusal(f"does not match the format {shape.name} of the file: expected {example_of(shape)}")
     other = format_of(record.value) if detected else None
     if other is not None and other is not shape:
-        raise Refusal(f"is of format {other.name}, the file of format {shape.name}: expected {EXAMPLES[shape.name]}")
+        raise Refusal(f"is of format {other.name}, the file of format {shape.name}: expected {example_of(shape)}")
 
 
 def _rows(

@@ -12,15 +12,16 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from itertools import chain, islice
 from pathlib import Path, PurePosixPath
-from typing import Any
+from typing import Any, get_args
 
-from rlhf_core.config.data import CollectConfig, DataSource, FileSources, ReadOptions, SourceOptions
+from rlhf_core.config.data import CollectConfig, DataSource, FileSources, FormatName, ReadOptions, SourceOptions
 from rlhf_core.data.collection.rows import FileRows, joined, row_chunks
 from rlhf_core.data.readers.detection import PROBE, first_records, format_named, printable, recognised, unread_replies
 from rlhf_core.data.readers.stream import stream_records, uncounted
 from rlhf_core.data.readers.table_records import OnRead
 from rlhf_core.data.row_counts import Record
 from rlhf_core.errors import DataError, first_line
+from rlhf_core.plugins import READERS, plugin_line
 from rlhf_core.storage.data_files import (
     NothingMatches,
     expand,
@@ -100,6 +101,13 @@ def annotation_sources(pattern: str | None, base: Path) -> list[DataSource]:
 def collected_paths(config: CollectConfig, base: Path) -> list[str]:
     """Return the paths, globs, URLs and hub ids that ``collect`` reads, and the files of annotations that there are."""
     return [*config.files.paths(), *(source.path for source in annotation_sources(config.annotations, base))]
+
+
+def reader_lines(config: CollectConfig) -> list[str]:
+    """Describe the plugins whose readers the sources name: another version of one may read other rows."""
+    sources = [source for kind in type(config.files).model_fields for source in config.files.of(kind)]
+    names = {source.format for source in sources if source.format is not None}
+    return [plugin_line(READERS, name) for name in sorted(names.difference(get_args(FormatName)))]
 
 
 def require_kept(paths: Iterable[str], workspace: Path) -> None:

@@ -7,6 +7,7 @@ import string
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from typing import Any
 
 from rlhf_core.config.data import ReadOptions, template_columns
@@ -18,6 +19,7 @@ from rlhf_core.data.readers.turns import LOST_PARTS, Refusal, dialogue_as_json, 
 from rlhf_core.data.row_counts import Record, RowCounts
 from rlhf_core.data.tables import bytes_in_memory, chunked
 from rlhf_core.errors import DataError
+from rlhf_core.plugins import READERS, PluginError, load_plugin
 
 # The first that matches is used, so formats with more fields come first.
 FORMATS = (*MESSAGE_TREES, *COMPARISONS, *RANKINGS, *GENERAL)
@@ -209,7 +211,13 @@ def format_of(value: Any) -> Format | None:
 
 def format_named(name: str) -> Format:
     """Return the format of that name."""
-    return next(shape for shape in FORMATS if shape.name == name)
+    own = next((shape for shape in FORMATS if shape.name == name), None)
+    if own is not None:
+        return own
+    shape = load_plugin(READERS, name)
+    if not isinstance(shape, Format):
+        raise PluginError(f"the reader {name} of a plugin is no Format but a {type(shape).__name__}")
+    return replace(shape, name=name)
 
 
 LISTED_COLUMNS = 20

@@ -188,6 +188,11 @@ def excerpt(value: Any) -> str:
         return f"a long {type(value).__name__}"
 
 
+def example_of(shape: Format) -> str:
+    """Return what messages show of a format; that of a plugin has no example."""
+    return EXAMPLES.get(shape.name, f"what the reader {shape.name} of a plugin takes")
+
+
 def system_turns(record: Any, name: str = "system") -> list[Turn]:
     """Return the text under ``name`` as a system turn; no turn where it is missing or empty."""
     system = record.get(name)

@@ -1,10 +1,20 @@
 """Win, tie, lose between two sets of replies to the same prompts, with bootstrap intervals over questions.
 
-Length-controlled win rate: what a judge's win rate would be if both replies were equally long.
+Length-controlled win rate: what a judge's win rate would be if both replies were equally long. The regression is that
+of Dubois et al., 2024, "Length-Controlled AlpacaEval: A Simple Way to Debias Automatic Evaluators", on pairs that are
+weighted so that the candidate's reply is longer as often as it is shorter, by as much. Without these weights a policy
+passes that only appends a sentence: where the longer reply is nearly always the same side's, the regression cannot tell
+length from quality, and what it says is its penalty. With them, a judge that errs for the longer reply errs as much for
+either side, whatever the form of its bias: between equal models the rate is ½. Where one side's replies are longer
+throughout, there is nothing to compare, and nothing is decided.
 
-Dubois et al., 2024, "Length-Controlled AlpacaEval: A Simple Way to Debias Automatic Evaluators". Their regression has a
-further term, the difficulty of each instruction. It is fitted over more than a hundred models; one comparison has two
-replies to a prompt, which cannot tell a prompt's difficulty from the reply's quality, so it is left out here.
+The paper's regression has a further term, the difficulty of each instruction. It is fitted over more than a hundred
+models; one comparison has two replies to a prompt, which cannot tell a prompt's difficulty from the reply's quality, so
+it is left out here.
+
+Both models get the same random numbers where this pipeline samples for them (coupled draws). Win rates are then of
+replies that were drawn with the same luck, many of them equal and so ties; of replies that are drawn independently of
+each other other shares are won.
 """
 
 from __future__ import annotations
@@ -19,10 +29,16 @@ from rlhf_core.data.clusters import CONFIDENCE, cluster_sums, one_each
 from rlhf_core.errors import DataError
 from rlhf_core.evaluation.judges.model import Judge, require_finite
 from rlhf_core.evaluation.replies import Reply
-from rlhf_core.evaluation.statistics import bootstrap_bounds, percentile, resample_weights
+from rlhf_core.evaluation.statistics import bootstrap_bounds, percentile, resample_weights, win_rate_score_bounds
 
 MOST_RESAMPLES = 500  # each is a regression of its own
 NEWTON_STEPS, LONGEST_STEP, TOLERANCE = 100, 2.0, 1e-9
+# Pairs of the rarer sign of the length difference in a cell. More of them mix differences that are less equal: a policy
+# that appends a sentence to unchanged replies then passes by the pairs in which it says something else.
+PAIRS_OF_A_CELL = 4
+# A rate at equal lengths speaks for at least this share of the pairs, or is not given. It is reached where the mean
+# length difference is 1.4 standard deviations of length differences.
+LEAST_SHARE = 0.25
 
 
 def length_differences(candidate: Sequence[Reply], baseline: Sequence[Reply]) -> np.ndarray:
@@ -40,7 +56,11 @@ def length_controlled_win_rate(
     seed: int,
     clusters: ArrayLike | None = None,
 ) -> dict[str, float]:
-    """Return ``lc_win_rate``, the win rate at equal lengths, in [0, 1], with 95 % bounds ``_low95`` and ``_high95``.
+    """Estimate the win rate at equal lengths, in [0, 1], with 95 % bounds over clusters.
+
+    The estimand: among pairs as they were drawn (see the module), weighted so that for every size of the length
+    difference the candidate is as often the longer one as the shorter one, the win rate that a logistic regression on
+    the length difference gives for a difference of 0. Equal replies are ties and keep their share.
 
     Args:
         outcome: 1 for a win of the candidate, ½ for a tie, 0 for a loss, (prompts, replies).
@@ -48,22 +68,90 @@ def length_controlled_win_rate(
         bootstrap: Number of resamples; at most 500 are drawn.
         seed: Seed of the resamples.
         clusters: The cluster of each prompt, which are resampled; None: each is one of its own.
+
+    Returns:
+        ``lc_win_rate`` with bounds ``_low95`` and ``_high95``, and ``lc_share``: how large a share of the pairs has a
+        counterpart, of equal size and opposite sign of the difference. Below a quarter nothing is decided: the rate is
+        ½ and its bounds are 0 and 1.
     """
-    spread = float(length_difference.std())
-    # Of a constant difference no regression can tell the effect from the candidate's quality.
-    feature = np.tanh(length_difference / spread) if spread > 0 else np.zeros_like(outcome)
     replies = outcome.size // len(outcome)
     _, of_row = np.unique(np.repeat(one_each(len(outcome), clusters), replies), return_inverse=True)
-    count = int(of_row.max()) + 1
-    won, longer = outcome.ravel(), feature.ravel()
-    rate = float(rates_at_equal_length(won, longer, np.ones((1, len(won))))[0])
-    if count < 2:
-        return {"lc_win_rate": rate, "lc_win_rate_low95": 0.0, "lc_win_rate_high95": 1.0}
-    drawn = resample_weights(count, min(bootstrap, MOST_RESAMPLES), seed)
-    resampled = np.concatenate([rates_at_equal_length(won, longer, weights[:, of_row]) for weights in drawn])
+    won, longer = outcome.ravel(), length_difference.ravel()
+    cell = length_cells(longer)
+    balanced = balancing_weights(longer, cell, np.ones((1, len(won))))
+    share = float(balanced.mean())
+    of_cluster = np.bincount(of_row, weights=balanced[0])
+    effective = float(of_cluster.sum() ** 2 / max((of_cluster**2).sum(), 1e-300))
+    undecided = {"lc_win_rate": 0.5, "lc_win_rate_low95": 0.0, "lc_win_rate_high95": 1.0, "lc_share": share}
+    if share < LEAST_SHARE:
+        return undecided
+    spread = float(np.sqrt(balanced[0] @ longer**2 / balanced.sum()))
+    feature = np.tanh(longer / spread) if spread > 0 else np.zeros_like(won)
+    rate = float(rates_at_equal_length(won, feature, balanced)[0])
+    if effective < 2:
+        return undecided | {"lc_win_rate": rate}
+    rates = []
+    for drawn in resample_weights(len(of_cluster), min(bootstrap, MOST_RESAMPLES), seed):
+        weights = balancing_weights(longer, cell, drawn[:, of_row])
+        rates.append(rates_at_equal_length(won, feature, weights))
+    resampled = np.concatenate(rates)
     tail = (1 - CONFIDENCE) / 2
-    low, high = (float(percentile(resampled, level, count)) for level in (tail, 1 - tail))
-    return {"lc_win_rate": rate, "lc_win_rate_low95": low, "lc_win_rate_high95": high}
+    # A resample without any counterparts shows nothing, and counts against either bound.
+    low = float(percentile(np.nan_to_num(resampled, nan=0.0), tail, effective))
+    high = float(percentile(np.nan_to_num(resampled, nan=1.0), 1 - tail, effective))
+    mean = float(balanced[0] @ won / balanced.sum())
+    score_low, score_high = win_rate_score_bounds(won, of_row, balanced[0])
+    low, high = min(low, rate - (mean - score_low)), max(high, rate + (score_high - mean))
+    return {
+        "lc_win_rate": rate,
+        "lc_win_rate_low95": max(low, 0.0),
+        "lc_win_rate_high95": min(high, 1.0),
+        "lc_share": share,
+    }
+
+
+def length_cells(length_difference: np.ndarray) -> np.ndarray:
+    """Number the cells of pairs whose length differences are of nearly the same size, whatever the sign, (n,).
+
+    Cells are cut so that each has :data:`PAIRS_OF_A_CELL` of the rarer sign, which bounds how far two of them differ
+    where they are many, and leaves counterparts to most where they are few.
+    """
+    longer, shorter = length_difference[length_difference > 0], -length_difference[length_difference < 0]
+    rarer = shorter if len(shorter) < len(longer) else longer
+    cells = len(rarer) // PAIRS_OF_A_CELL
+    if len(shorter) == len(longer):  # swapping the sides must not change the cells
+        rarer = np.concatenate([longer, shorter])
+    if cells < 2:
+        return np.zeros(len(length_difference), dtype=np.int64)
+    edges = np.unique(np.quantile(rarer, np.arange(1, cells) / cells))
+    return np.searchsorted(edges, np.abs(length_difference))
+
+
+def balancing_weights(length_difference: np.ndarray, cell: np.ndarray, weights: np.ndarray) -> np.ndarray:
+    """Weight pairs so that in every cell the candidate is the longer one as often as the shorter one.
+
+    These are overlap weights (Li, Morgan and Zaslavsky, 2018, "Balancing Covariates via Propensity Score Weighting"),
+    doubled, so that those of a balanced cell are 1: the weight of a pair is twice the share of the other sign in its
+    cell. Pairs of equal length keep theirs.
+
+    Args:
+        length_difference: Length of the candidate's minus that of the baseline's reply, (n,).
+        cell: The cell of each pair (n,), see :func:`length_cells`.
+        weights: How often each pair counts, (sets, n).
+
+    Returns:
+        The new weights (sets, n); 0 for pairs without a counterpart.
+    """
+    longer, shorter = length_difference > 0, length_difference < 0
+    order = np.argsort(cell, kind="stable")
+    starts = np.flatnonzero(np.diff(cell[order], prepend=-1))
+    place = np.empty(len(cell), dtype=np.int64)
+    place[order] = np.repeat(np.arange(len(starts)), np.diff(starts, append=len(cell)))
+    of_longer = np.add.reduceat((weights * longer)[:, order], starts, axis=1)
+    of_shorter = np.add.reduceat((weights * shorter)[:, order], starts, axis=1)
+    both = np.maximum(of_longer + of_shorter, 1e-300)
+    factor = np.where(longer, (2 * of_shorter / both)[:, place], (2 * of_longer / both)[:, place])
+    return np.asarray(weights * np.where(longer | shorter, factor, 1.0))
 
 
 def rates_at_equal_length(outcome: np.ndarray, feature: np.ndarray, weights: np.ndarray) -> np.ndarray:
@@ -71,17 +159,19 @@ def rates_at_equal_length(outcome: np.ndarray, feature: np.ndarray, weights: np.
 
     A tie is half a win and half a loss. φ has the penalty ½φ², which is weak beside some hundred prompts (the paper
     penalises it too): it keeps φ finite where length alone decides who wins. θ has none, so that a constant feature
-    leaves the plain win rate.
+    leaves the plain win rate. On weights that balance longer and shorter pairs the penalty does not move θ: it is 0
+    wherever the judge would be as biased with the sides swapped.
 
     Args:
         outcome: Shares of a win (n,).
         feature: ``tanh`` of the standardised length difference (n,); 0 where lengths are equal.
-        weights: How often each row counts, (sets, n).
+        weights: How much each row counts, (sets, n); a set of zeros gives NaN.
     """
     totals = weights.sum(axis=1)
-    plain = weights @ outcome / totals
+    empty = totals <= 0
+    plain = np.where(empty, np.nan, weights @ outcome / np.where(empty, 1.0, totals))
     # Without a loss, or without a win, θ has no finite value.
-    decided = (plain <= 0) | (plain >= 1)
+    decided = empty | (plain <= 0) | (plain >= 1)
     if not feature.any() or decided.all():
         return plain
     theta, phi = np.zeros(len(weights)), np.zeros(len(weights))
@@ -144,7 +234,8 @@ def compare(
     difference = (first - second).reshape(len(first), -1)
     means = {"mean_difference": difference.mean(axis=1)}
     outcome = outcomes(difference, tie_margin)
-    return compare_outcomes(outcome, bootstrap, seed, length_difference, clusters, means) | {"tie_margin": tie_margin}
+    compared = compare_outcomes(outcome, bootstrap, seed, length_difference, clusters, means)
+    return compared | {"tie_margin": tie_margin}
 
 
 def compare_outcomes(
@@ -171,7 +262,8 @@ def compare_outcomes(
         ``win``, ``tie`` and ``lose``, shares of prompts; ``win_rate``, the mean over prompts of the share of pairs won,
         ties as half a win; ``prompts``; ``clusters``, how many different questions these are, the unit of every bound
         and test (:mod:`~rlhf_core.evaluation.statistics`); ``clusters_won``, ``_tied`` and ``_lost`` as a whole; with
-        lengths ``lc_win_rate``. Names that end in ``low95`` and ``high95`` are bootstrap bounds over clusters.
+        lengths what :func:`length_controlled_win_rate` returns. Names that end in ``low95`` and ``high95`` are bounds
+        over clusters: the wider of bootstrap and score bounds, since a bootstrap is empty where all outcomes agree.
 
     Raises:
         DataError: There are no outcomes.
@@ -182,20 +274,26 @@ def compare_outcomes(
     won = won.reshape(len(won), -1)
     share_won = won.mean(axis=1)
     means = means or {}
-    lows, highs = bootstrap_bounds(np.stack([share_won, *means.values()]), bootstrap, seed, clusters)
+    own_clusters = one_each(len(share_won), clusters)
+    lows, highs = bootstrap_bounds(np.stack([share_won, *means.values()]), bootstrap, seed, own_clusters)
+    low, high = float(lows[0]), float(highs[0])
+    if np.isfinite(low):
+        of_reply = np.repeat(own_clusters, won.shape[1])
+        score_low, score_high = win_rate_score_bounds(won.ravel(), of_reply, np.ones(won.size))
+        low, high = min(low, score_low), max(high, score_high)
     controlled = {}
     if length_difference is not None:
         longer_by = np.asarray(length_difference, dtype=np.float64).reshape(won.shape)
-        controlled = length_controlled_win_rate(won, longer_by, bootstrap, seed, clusters)
-    sums, sizes = cluster_sums(share_won[np.newaxis], one_each(len(share_won), clusters))
+        controlled = length_controlled_win_rate(won, longer_by, bootstrap, seed, own_clusters)
+    sums, sizes = cluster_sums(share_won[np.newaxis], own_clusters)
     of_cluster = np.round(sums[0] / sizes - 0.5, 9)
     compared = {
         "win": float((share_won > 0.5).mean()),
         "tie": float((share_won == 0.5).mean()),
         "lose": float((share_won < 0.5).mean()),
         "win_rate": float(share_won.mean()),
-        "win_rate_low95": float(max(lows[0], 0.0)),
-        "win_rate_high95": float(min(highs[0], 1.0)),
+        "win_rate_low95": max(low, 0.0),
+        "win_rate_high95": min(high, 1.0),
         "prompts": len(share_won),
         "clusters": len(sizes),
         "clusters_won": int((of_cluster > 0).sum()),
@@ -203,10 +301,10 @@ def compare_outcomes(
         "clusters_lost": int((of_cluster < 0).sum()),
         **controlled,
     }
-    for (name, values), low, high in zip(means.items(), lows[1:], highs[1:], strict=True):
+    for (name, values), below, above in zip(means.items(), lows[1:], highs[1:], strict=True):
         compared[name] = float(values.mean())
-        if np.isfinite(low) and np.isfinite(high):
-            compared |= {f"{name}_low95": float(low), f"{name}_high95": float(high)}
+        if np.isfinite(below) and np.isfinite(above):
+            compared |= {f"{name}_low95": float(below), f"{name}_high95": float(above)}
     return compared
 
 

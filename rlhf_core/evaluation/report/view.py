@@ -19,6 +19,7 @@ from rlhf_core.data.text import language_tag
 from rlhf_core.errors import RlhfError
 from rlhf_core.evaluation.figures import format_number
 from rlhf_core.evaluation.judges.names import final_judges
+from rlhf_core.evaluation.probe_table import CAPTION, probe_table
 from rlhf_core.evaluation.report.charts import (
     draw_charts,
     interval_chart,
@@ -85,6 +86,8 @@ def build_context(sources: ReportSources, title: str, replies: int) -> dict[str,
         "findings": fired,
         "curves": draw_charts(sources.histories, sorted({float(entry["iteration"]) for entry in fired})),
         "reward_histograms": reward_histograms(history),
+        "probes": probe_table(sources.metrics),
+        "probes_caption": CAPTION,
         "mistakes": [
             row | _marked("chosen", row.get("chosen", ""), "rejected", row.get("rejected", ""))
             for row in sources.mistakes

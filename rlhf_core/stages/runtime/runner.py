@@ -34,6 +34,7 @@ from rlhf_core.stages.runtime.launcher import OUTCOMES, StageExit, outcome_path
 from rlhf_core.stages.runtime.threads import limit_threads, return_freed_memory
 from rlhf_core.storage.files import atomic_write_json, flatten, sha256_file, sha256_tree
 from rlhf_core.storage.garbage_collection import paused_collector
+from rlhf_core.tracking.run_loggers import with_loggers
 from rlhf_core.tracking.stage_run import METRICS_TAG, Tracker, stage_tracker
 from rlhf_core.training.checkpoints.store import CheckpointStore
 from rlhf_core.training.run_context import RunContext
@@ -145,7 +146,11 @@ def _run_on_rank_zero(run: _StageRun) -> dict[str, Any]:
     work.parent.mkdir(parents=True, exist_ok=True)
     outputs = _outputs(stage, workspace)
     store = _checkpoint_store(run, work)
-    with stage_tracker(stage.name, workspace, run.params.tracking.experiment) as tracker:
+    tracking = run.params.tracking
+    with (
+        stage_tracker(stage.name, workspace, tracking.experiment) as mlflow_run,
+        with_loggers(mlflow_run, tracking.loggers, stage.name, workspace) as tracker,
+    ):
         context = RunContext(work, tracker, run.preemption, store, run.launch, workspace, workspace / TOKENS)
         tracker.log_params(named_parameters(stage, run.config))
         metrics = dict(stage.run(run.config, run.inputs, outputs, context))

@@ -67,11 +67,16 @@ def logistic_weights(differences: Floats, offsets: Floats, strength: float) -> F
     return weights
 
 
+def rows_to_pool(longest: int) -> int:
+    """How many sequences of ``longest`` tokens are read at once."""
+    return max(1, min(FEATURE_ROWS, FEATURE_TOKENS // longest))
+
+
 def pooled_features(model: ScalarModel, pairs: Sequence[TokenisedPair], pad: int, name: str) -> tuple[Floats, Floats]:
     """What the head reads of the chosen and of the rejected replies, twice (B, H). Ranks share the sequences."""
     model.eval()
     sequences = pair_sequences(pairs)
-    size = max(1, min(FEATURE_ROWS, FEATURE_TOKENS // max(sequences.lengths)))
+    size = rows_to_pool(max(sequences.lengths))
 
     def pooled(batch: ReplyBatch) -> Tensor:
         hidden = model.hidden(batch.input_ids, batch.attention_mask)

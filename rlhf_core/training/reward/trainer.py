@@ -313,6 +313,11 @@ def imitation_loss(
     return chunked_cross_entropy(logits, torch.tensor(targets, device=hidden[0].device), total, logits_bytes)
 
 
+def rows_to_score(longest: int) -> int:
+    """How many sequences of ``longest`` tokens are scored at once."""
+    return max(1, min(SCORING_ROWS, SCORING_TOKENS // longest))
+
+
 def score_pairs(model: ScalarModel, pairs: Sequence[TokenisedPair], pad: int, name: str | None = None) -> PairScores:
     """Score all pairs; the rewards are in the order of ``pairs``.
 
@@ -322,7 +327,7 @@ def score_pairs(model: ScalarModel, pairs: Sequence[TokenisedPair], pad: int, na
     was_training = model.training
     model.eval()
     sequences = pair_sequences(pairs)
-    size = max(1, min(SCORING_ROWS, SCORING_TOKENS // max(sequences.lengths)))
+    size = rows_to_score(max(sequences.lengths))
     device = next(model.parameters()).device
     of_sequence = values_of_sequences(
         sequences.distinct,

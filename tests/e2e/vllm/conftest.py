@@ -15,7 +15,7 @@ from integration.registry.conftest import commit, copy_workspace, finished, poli
 from smollm2 import SMOLLM2
 from vllm_service import VLLM_PYTHON, VllmService, started
 
-from flows.commands.serve import served_source
+from flows.commands.served_policy import served_source
 from flows.prefect_server.services import free_port
 from flows.registry.promote import promote
 from flows.registry.register import register

@@ -19,7 +19,7 @@ from background import wait_until
 from commands import command_environment
 from integration.registry.conftest import policy_name, reward_name
 
-from flows.commands.serve import served_source
+from flows.commands.served_policy import served_source
 from flows.registry.client import connect
 from flows.registry.evidence import PARENT_TAG
 from flows.registry.promote import promote

@@ -17,19 +17,19 @@ from flows.registry.aliases import get_version
 from flows.registry.client import connect
 from flows.registry.promote import promote, rollback
 from flows.registry.register import NotRegistered, register
-from flows.registry.signing import (
-    CERTIFICATES_VARIABLE,
-    KEY_VARIABLE,
-    PASSWORD_VARIABLE,
-    SIGNER_TAG,
-    Signer,
-    try_signing,
-)
 from flows.release.export import export
 from rlhf_core.config.loading import load_section
 from rlhf_core.config.operations import RegistryConfig
 from rlhf_core.errors import ConfigError, ModelError
 from rlhf_core.storage.files import sha256_tree
+from rlhf_extras.signing import (
+    CERTIFICATES_VARIABLE,
+    KEY_VARIABLE,
+    PASSWORD_VARIABLE,
+    SIGNER_TAG,
+    Signer,
+    before_run,
+)
 
 model_signing = pytest.importorskip("model_signing", reason="model-signing (the extra signing) is not installed")
 
@@ -146,9 +146,9 @@ def test_versions_of_an_earlier_key_are_used_on_while_a_new_one_signs(
     want(signing, "public_key: other.pub, earlier_public_keys: [key.pub]")
     assert champion_folder(signing).is_dir()
     with pytest.raises(ConfigError, match=r"what .*key.pem signs does not match registry\.signature"):
-        try_signing(signing, load_section(signing, "registry", RegistryConfig).signature)
+        before_run(signing, load_section(signing, "registry", RegistryConfig))
     monkeypatch.setenv(KEY_VARIABLE, str(keys / "other.pem"))
-    try_signing(signing, load_section(signing, "registry", RegistryConfig).signature)
+    before_run(signing, load_section(signing, "registry", RegistryConfig))
     make_policy(signing, 7)
     register(signing)
     assert promote(signing, force_reason="trial").promoted

@@ -16,10 +16,10 @@ from flows.registry.client import connect, experiment_id
 from flows.registry.history import Ledger
 from flows.registry.promote import promote, rollback
 from flows.registry.register import register
-from flows.registry.retention import apply_retention
 from flows.registry.stored_models import verified_folder
 from flows.supervision import signals
 from rlhf_core.errors import RlhfError
+from rlhf_extras.retention.retention import apply_retention
 
 pytestmark = pytest.mark.slow
 

@@ -23,11 +23,11 @@ from rlhf_core.cli import app
 from rlhf_core.config.data import DataSource, ReadOptions
 from rlhf_core.data.collection.rows import read_records
 from rlhf_core.data.collection.sources import read_sources
-from rlhf_core.data.inspection.changes import as_text, compare, compare_kinds, file_state
-from rlhf_core.data.inspection.convert import Conversion, convert
 from rlhf_core.data.row_counts import Record
 from rlhf_core.data.schema import arrow_schema
 from rlhf_core.errors import DataError, RlhfError
+from rlhf_extras.data_files.changes import as_text, compare, compare_kinds, file_state
+from rlhf_extras.data_files.convert import Conversion, convert
 
 SAMPLES = Path(__file__).parent / "samples"
 PAIR = {"prompt": "Q?", "chosen": "a", "rejected": "b"}
@@ -185,7 +185,7 @@ def test_a_converted_file_is_not_held(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, source: str, output: str
 ) -> None:
     monkeypatch.setattr("rlhf_core.data.collection.rows.CHUNK_RECORDS", 100)
-    monkeypatch.setattr("rlhf_core.data.inspection.convert.BATCH", 100)
+    monkeypatch.setattr("rlhf_extras.data_files.convert.BATCH", 100)
     monkeypatch.setattr("rlhf_core.data.readers.table_records.BATCH_ROWS", 100)
     rows = [{"prompt": f"{i:04000}?", "chosen": "a", "rejected": "b"} for i in range(3000)]
     table = pa.Table.from_pylist(rows)

@@ -10,7 +10,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-sys.path[:1] = [str(Path(__file__).resolve().parents[2])]
+TESTS = Path(__file__).resolve().parents[2]
+sys.path[:1] = [str(TESTS), str(TESTS / "support")]
 from unit.training.tiny import at_step, die_behind  # noqa: E402
 
 from rlhf_core.stages.runtime import rank  # noqa: E402

@@ -15,13 +15,10 @@ import torch
 from pydantic import ValidationError
 from typer.testing import CliRunner
 
-from rlhf_core.cli import app
 from rlhf_core.config.evaluation import MultipleChoiceConfig
 from rlhf_core.data.encoding import encode_dialogue, pad_id
 from rlhf_core.data.schema import Message
 from rlhf_core.errors import ConfigError, DataError, RlhfError
-from rlhf_core.evaluation.benchmarks.lm_evaluation_harness import as_text as table_of
-from rlhf_core.evaluation.benchmarks.lm_evaluation_harness import run_tasks, task_metrics
 from rlhf_core.evaluation.benchmarks.multiple_choice import (
     AnsweredQuestions,
     MultipleChoiceQuestion,
@@ -30,12 +27,15 @@ from rlhf_core.evaluation.benchmarks.multiple_choice import (
     answer_questions,
     read_questions,
 )
-from rlhf_core.evaluation.benchmarks.reward_benchmark import as_text, read_benchmark, row_accuracy, run_benchmark
 from rlhf_core.evaluation.judges.model import ModelJudge
 from rlhf_core.evaluation.perplexity import reply_log_likelihoods
 from rlhf_core.evaluation.replies import Reply
 from rlhf_core.models.causal_lm import load_policy
 from rlhf_core.training.examples import Example
+from rlhf_extras.benchmarks.command import harness, reward_benchmark
+from rlhf_extras.benchmarks.lm_evaluation_harness import as_text as table_of
+from rlhf_extras.benchmarks.lm_evaluation_harness import run_tasks, task_metrics
+from rlhf_extras.benchmarks.reward_benchmark import as_text, read_benchmark, row_accuracy, run_benchmark
 
 from .conftest import LengthJudge
 
@@ -117,7 +117,7 @@ def test_a_row_of_another_format_is_named(tmp_path: Path, value: Any, message: s
 def test_the_command_scores_with_a_model_folder(tmp_path: Path, models: Path) -> None:
     rows = row(["is it red?"], ["no", "yes", "blue"]), row(["a"], ["b", "c", "d"], "Focus")
     file = jsonl(tmp_path / "bench.jsonl", *rows)
-    done = CliRunner().invoke(app, ["benchmark", str(file), "--model", str(models / "reward"), "--json"])
+    done = CliRunner().invoke(reward_benchmark, [str(file), "--model", str(models / "reward"), "--json"])
     assert done.exit_code == 0, done.output
     printed = json.loads(done.output)
     assert set(printed["subsets"]) == {"Math", "Focus"} and 0 <= printed["mean"] <= 1
@@ -169,7 +169,7 @@ def test_a_local_task_measures_both(tasks: Path, models: Path, tmp_path: Path, m
     monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
     output = tmp_path / "results.json"
     arguments = ["--task", "exam", "--include-path", str(tasks), "--output", str(output), "--batch-size", "2"]
-    result = CliRunner().invoke(app, ["lm-eval", str(models / "sft"), str(models / "policy"), *arguments])
+    result = CliRunner().invoke(harness, [str(models / "sft"), str(models / "policy"), *arguments])
     assert result.exit_code == 0, result.output
     stored = json.loads(output.read_text())
     assert set(stored) == {"sft", "policy"} and "pretty_env_info" not in stored["sft"]
@@ -194,7 +194,7 @@ def test_a_missing_folder_or_package_is_said(tmp_path: Path, monkeypatch: pytest
     with pytest.raises(RlhfError, match=r"pip install 'rlhf-pipeline\[lm-eval\]'"):
         run_tasks({}, ["exam"])
     with pytest.raises(ConfigError, match="name at least one task"):
-        CliRunner().invoke(app, ["lm-eval", str(tmp_path)], catch_exceptions=False)
+        CliRunner().invoke(harness, [str(tmp_path)], catch_exceptions=False)
 
 
 def test_the_table_has_every_metric_of_both_models_with_its_error() -> None:

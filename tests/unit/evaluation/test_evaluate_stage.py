@@ -35,7 +35,6 @@ from rlhf_core.errors import DataError, ModelError, RlhfError
 from rlhf_core.evaluation.comparisons.comparison import compare
 from rlhf_core.evaluation.comparisons.policy_vs_sft import Evaluation
 from rlhf_core.evaluation.fixed_sets import EvaluatedModel, FixedSets
-from rlhf_core.evaluation.judges.human_pairs import TRAINING_PROMPTS, sampled_candidates
 from rlhf_core.evaluation.match import run_match
 from rlhf_core.evaluation.perplexity import held_out_perplexities
 from rlhf_core.evaluation.replies import Reply
@@ -46,6 +45,7 @@ from rlhf_core.stages import evaluate
 from rlhf_core.stages.runtime.contract import Paths
 from rlhf_core.storage.files import sha256_tree
 from rlhf_core.training.run_context import RunContext
+from rlhf_extras.annotation.human_pairs import TRAINING_PROMPTS, sampled_candidates
 
 from .conftest import made_prompt, sums
 

@@ -180,6 +180,24 @@ def test_a_finished_run(tmp_path: Path) -> None:
     assert "gets most wrong" not in page and "multiple-choice" not in page and "Helpful and harmless apart" not in page
 
 
+def test_the_reward_models_probes_are_shown_beside_each_other(tmp_path: Path) -> None:
+    fill(tmp_path)
+    assert "Does it read?" not in render(tmp_path)
+    for name, rate in (("reward", 0.91), ("referee", 0.82), ("judge", 0.73)):
+        bounds = {"other_question_low95": rate - 0.05, "other_question_high95": rate + 0.05}
+        probes = {"other_question": rate, "other_question_pairs": 150.0, **bounds}
+        probes["absent"] = {"values_swapped": f"7 of 150 held-out replies {ATTACK}"}
+        metrics = json.loads((tmp_path / "metrics/reward.json").read_text()) | {"probes": probes}
+        write(tmp_path / f"metrics/{name}.json", json.dumps(metrics))
+    page = render(tmp_path)
+    assert "Does it read?" in page and ">0.91 (0.86 to 0.96)<" in page and ">0.73 (0.68 to 0.78)<" in page
+    assert "another question&#39;s reply" in page and ">150<" in page
+    assert page.count("a value swapped: 7 of 150 held-out replies") == 1 and ATTACK not in page
+    parser = Balanced()
+    parser.feed(page)
+    assert parser.open == []
+
+
 def test_the_data_card_goes_into_the_run_that_has_the_report(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     fill(tmp_path)
     write(tmp_path / "data/card/card.html", "the card")

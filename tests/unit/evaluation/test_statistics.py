@@ -16,7 +16,16 @@ from rlhf_core.data.clusters import cluster_codes, clusters_of, wilson_bounds
 from rlhf_core.data.schema import Message, Prompt
 from rlhf_core.errors import DataError
 from rlhf_core.evaluation import statistics
-from rlhf_core.evaluation.losses import ERRORS_PER_MARGIN, PairedLoss, describe_power, fall, power_of, rise, share_loss
+from rlhf_core.evaluation.losses import (
+    ERRORS_PER_MARGIN,
+    MarginPower,
+    PairedLoss,
+    describe_power,
+    fall,
+    power_of,
+    rise,
+    share_loss,
+)
 from rlhf_core.evaluation.statistics import bootstrap_bounds, level_of_attempt, share_difference_high, sign_test
 
 CLUSTERS, REPLIES, RUNS = 150, 4, 3000
@@ -255,7 +264,7 @@ def written(folder: Path, **of_repetition: float) -> Path:
 
 
 def test_the_power_of_a_margin_says_how_many_questions_would_do(tmp_path: Path) -> None:
-    gate, benign, promotion = power_of(written(tmp_path))
+    gate, benign, promotion = (row for row in power_of(written(tmp_path)) if isinstance(row, MarginPower))
     error = 0.01 / 1.6449
     assert gate.errors == pytest.approx(0.02 / error, rel=1e-3) and not gate.suffices
     assert gate.clusters_needed == pytest.approx(100 * (ERRORS_PER_MARGIN * error / 0.02) ** 2, abs=1)
@@ -266,8 +275,29 @@ def test_the_power_of_a_margin_says_how_many_questions_would_do(tmp_path: Path) 
 
 
 def test_a_margin_that_can_be_shown(tmp_path: Path) -> None:
-    gate, *_ = power_of(written(tmp_path, loss_high95=0.005))
+    gate = power_of(written(tmp_path, loss_high95=0.005))[0]
     assert gate.suffices and "an equal policy passes" in describe_power([gate])
+
+
+def test_the_power_of_a_win_rate_by_hand(tmp_path: Path) -> None:
+    names = ("comparison.judge.win_rate_low95", "comparison.judge.lc_win_rate_low95", "comparison.gold.win_rate_low95")
+    conditions = [{"metric": name, "at_least": 0.5, "why": "w"} for name in names]
+    (tmp_path / "params.yaml").write_text(json.dumps({"gates": {"policy": conditions}}))
+    (tmp_path / "metrics").mkdir()
+    judge = {"win_rate": 0.6, "win_rate_low95": 0.585, "win_rate_high95": 0.615, "clusters": 100}
+    judge |= {"lc_win_rate": 0.56, "lc_win_rate_low95": 0.50, "lc_win_rate_high95": 0.62}
+    (tmp_path / "metrics/evaluation.json").write_text(json.dumps({"comparison": {"judge": judge}}))
+    plain, equal_lengths, gold = power_of(tmp_path)
+    assert plain.suffices and plain.clusters_needed == 25
+    # Half the width takes four times the questions, and 0.5 + 2 · 0.06 is shown as it is.
+    assert not equal_lengths.suffices and equal_lengths.clusters_needed == 400
+    assert not gold.suffices and gold.clusters_needed is None
+    text = describe_power([plain, equal_lengths, gold])
+    assert "0.620" in text and "400 questions" in text and "2 of 3" in text
+
+    undecided = {"lc_win_rate": 0.5, "lc_win_rate_low95": 0.0, "lc_win_rate_high95": 1.0}
+    (tmp_path / "metrics/evaluation.json").write_text(json.dumps({"comparison": {"judge": judge | undecided}}))
+    assert [row.clusters_needed for row in power_of(tmp_path)] == [25, None, None]
 
 
 def test_without_an_evaluation_nothing_is_known(tmp_path: Path) -> None:

@@ -9,23 +9,28 @@ from pathlib import Path
 from typing import NoReturn
 
 import pytest
-from commands import ROOT, command_environment, run
-from typer.main import get_command
+from commands import ROOT, command_environment, command_tree, run
 from typer.testing import CliRunner
 
 from flows import cli
 from flows.cli import app
-from flows.commands import data_diff, init, registry_commands
+from flows.commands import init, registry_commands
 from flows.commands.options import PANELS, joined_lines, profile_list, profile_names
 from flows.commands.text import last_lines
 from flows.dvc_repo import inputs
 from rlhf_core import __version__
 from rlhf_core import cli as core
-from rlhf_core.commands import annotate, data
+from rlhf_core.commands import data
 from rlhf_core.config.recipe import profile_headers
 from rlhf_core.errors import RlhfError
+from rlhf_extras.annotation import command as annotate
+from rlhf_extras.benchmarks import command as benchmarks
+from rlhf_extras.data_files import convert_command, diff_command
+from rlhf_extras.memory import command_line as plan
+from rlhf_extras.retention import command as retention
+from rlhf_extras.serving import command as serving
 
-TREE = get_command(app)
+TREE = command_tree()
 COMMANDS = [(name,) for name in TREE.commands if name != "ablate"]  # its help is that of benchmarks/ablation
 COMMANDS += [(name, member) for name, group in TREE.commands.items() for member in getattr(group, "commands", ())]
 
@@ -81,7 +86,7 @@ def test_every_command_of_a_panel_is_shown_and_old_names_still_work() -> None:
     listed = [name for names in PANELS.values() for name in names]
     assert all(re.search(rf"^│ {name} ", screen, re.MULTILINE) for name in listed)
     assert [*TREE.commands][: len(listed)] == listed
-    for name in ("match", "benchmark", "lm-eval", "terms", "gc"):
+    for name in ("match", "terms"):
         assert not re.search(rf"^│ {name} ", screen, re.MULTILINE)
         assert f" {name} [OPTIONS]" in shown(name, "--help")
 
@@ -187,6 +192,9 @@ def test_commands_that_train_nothing_load_no_torch(module: str) -> None:
     assert not loaded & {"torch", "transformers", "prefect", "dvc"}
 
 
+EXTRAS = (annotate, benchmarks, convert_command, diff_command, plan, retention, serving)
+
+
 class Announced(Exception):
     """Raised in place of what a command would go on to do."""
 
@@ -205,7 +213,7 @@ def test_a_command_says_first_what_it_does(command: str, tmp_path: Path, monkeyp
     def announce(what: str) -> NoReturn:
         raise Announced(what)
 
-    for module in (cli, registry_commands, data_diff, core, annotate, data):
+    for module in (cli, registry_commands, core, data, *EXTRAS):
         monkeypatch.setattr(module, "busy", announce)
     for name in ("params.yaml", "dvc.yaml"):
         (tmp_path / name).write_text("{}\n")

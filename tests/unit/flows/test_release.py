@@ -17,6 +17,7 @@ from flows.registry.evidence import TrainingSource
 from flows.release.export import earlier_rope, export, write_earlier_names
 from flows.release.model_card import ReleaseEvidence, card_data, card_text
 from rlhf_core.errors import RlhfError
+from rlhf_core.evaluation.probe_table import probe_table
 from rlhf_core.models.causal_lm import train_tokenizer
 
 SAMPLING = {"temperature": 0.8, "top_p": 0.9, "repetition_penalty": 1.1, "max_new_tokens": 64}
@@ -67,6 +68,17 @@ def test_judges_gates_and_lineage_are_told_with_their_numbers() -> None:
     assert "temperature 0.8, top_p 0.9" in text
     assert "by force" not in text and "synthetic" not in text
     assert "**Better than SFT.**\n" in text
+
+
+def test_a_card_tells_what_reward_model_and_judges_read() -> None:
+    assert "## What reward model and judges read" not in card_text(evidence(), "m", None)
+    rate = {"world_fact": 0.55, "world_fact_low95": 0.47, "world_fact_high95": 0.63, "world_fact_pairs": 200.0}
+    absent = {"absent": {"values_swapped": "2 of 60 held-out replies have a <number>"}}
+    probes = probe_table({"reward": {"probes": rate}, "judge": {"probes": {**rate, **absent}}, "sft": {}})
+    text = card_text(replace(evidence(), probes=probes), "m", None)
+    assert "| the copy | reward model | judge | pairs |" in text
+    assert "| wrong fact | 0.55 (0.47 to 0.63) | 0.55 (0.47 to 0.63) | 200 |" in text
+    assert "- a value swapped: 2 of 60 held-out replies have a" in text
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,7 @@ from transformers import LlamaForCausalLM, LlamaForSequenceClassification
 from typer.testing import CliRunner
 
 from flows.cli import app
-from flows.commands.serve import TOY, about_folder, served_source
+from flows.commands.served_policy import TOY, about_folder, served_source
 from flows.registry.evidence import TrainingSource, source_of_version, source_of_workspace
 from flows.registry.model_pyfunc import LIMITS, RequestRefused, ServedModel
 from flows.registry.stored_models import signature
@@ -30,7 +30,7 @@ from rlhf_core.errors import ConfigError, RlhfError
 from rlhf_core.evaluation.judges.model import ModelJudge
 from rlhf_core.evaluation.replies import Reply
 from rlhf_core.models.causal_lm import save_policy, train_tokenizer
-from rlhf_core.serving.completions import accept_request
+from rlhf_core.serving.accepted import accept_request
 from rlhf_core.serving.policy import LoadedPolicy
 from rlhf_core.serving.policy_source import PolicyFiles, PolicyRevision
 from rlhf_core.serving.protocol import ChatRequest

@@ -8,9 +8,9 @@ from typing import Any
 
 from benchmarks.random_models import Subject
 from rlhf_core.config.loading import Params, check_params
-from rlhf_core.memory.architecture import Architecture, starting_architecture
-from rlhf_core.memory.sequence_lengths import lengths_from_limits
-from rlhf_core.memory.stages import EstimateInputs
+from rlhf_extras.memory.architecture import Architecture, starting_architecture
+from rlhf_extras.memory.sequence_lengths import lengths_from_limits
+from rlhf_extras.memory.stages import EstimateInputs
 
 
 def llama(

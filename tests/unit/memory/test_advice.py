@@ -10,9 +10,9 @@ import pytest
 import yaml
 from unit.memory import subjects
 
-from rlhf_core.memory.advice import AdviceStep, advise
-from rlhf_core.memory.command import gib, plan_json, plan_text, refusal_line, worst
-from rlhf_core.memory.stages import StagePlan, plan_stage, plan_stages
+from rlhf_extras.memory.advice import AdviceStep, advise
+from rlhf_extras.memory.command import gib, plan_json, plan_text, refusal_line, worst
+from rlhf_extras.memory.stages import StagePlan, plan_stage, plan_stages
 
 TRAINED = ("sft", "reward", "referee", "judge", "critic", "ppo")
 EIGHT = {"compute": {"launch": {stage: {"processes": 8} for stage in TRAINED}}}

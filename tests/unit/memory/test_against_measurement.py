@@ -10,7 +10,7 @@ from unit.memory import subjects
 
 from benchmarks.memory_phases import RUNS, measure
 from benchmarks.random_models import Subject
-from rlhf_core.memory.stages import plan_stages
+from rlhf_extras.memory.stages import plan_stages
 
 pytestmark = pytest.mark.slow
 

@@ -12,16 +12,16 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceC
 
 from rlhf_core.config.base import BaseConfig
 from rlhf_core.errors import ConfigError, ModelError
-from rlhf_core.memory.architecture import (
+from rlhf_core.models import foreign
+from rlhf_core.runtime.limited_call import CallLimits
+from rlhf_extras.memory.architecture import (
     LARGEST_CONFIG,
     PUBLISHED_CONFIGS,
     Architecture,
     architecture_of_file,
     starting_architecture,
 )
-from rlhf_core.memory.dry_run import ModelVariant, model_size
-from rlhf_core.models import foreign
-from rlhf_core.runtime.limited_call import CallLimits
+from rlhf_extras.memory.dry_run import ModelVariant, model_size
 
 SMALL = {
     "vocab_size": 300, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 5, "num_attention_heads": 4,

@@ -18,10 +18,10 @@ from flows.supervision.processes import CommandResult
 from rlhf_core.cli import app
 from rlhf_core.config.recipe import recipe_folder
 from rlhf_core.errors import EXIT_USER_ERROR, RlhfError
-from rlhf_core.memory import command
-from rlhf_core.memory.command import MemoryExceeded, PlanRequest, gib, plan_json, plan_text
-from rlhf_core.memory.sequence_lengths import LongestSequences, SequenceLengths
-from rlhf_core.memory.stages import BFLOAT16_ALLOWANCE, PROCESS_BASE
+from rlhf_extras.memory import command
+from rlhf_extras.memory.command import MemoryExceeded, PlanRequest, gib, plan_json, plan_text
+from rlhf_extras.memory.sequence_lengths import LongestSequences, SequenceLengths
+from rlhf_extras.memory.stages import BFLOAT16_ALLOWANCE, PROCESS_BASE
 
 ROOT = recipe_folder()
 

@@ -13,11 +13,11 @@ from unit.memory import subjects
 
 from rlhf_core.config.model import LoraConfig
 from rlhf_core.errors import ModelError
-from rlhf_core.memory import dry_run, passes
-from rlhf_core.memory.architecture import PUBLISHED_CONFIGS, Architecture
-from rlhf_core.memory.dry_run import ModelVariant, Moments, largest, model_size
-from rlhf_core.memory.sequence_lengths import BatchShape
 from rlhf_core.sampling.distribution import EvaluationSampling, Sampling, log_distribution_at
+from rlhf_extras.memory import dry_run, passes
+from rlhf_extras.memory.architecture import PUBLISHED_CONFIGS, Architecture
+from rlhf_extras.memory.dry_run import ModelVariant, Moments, largest, model_size
+from rlhf_extras.memory.sequence_lengths import BatchShape
 
 SAMPLING = Sampling(-1, 0, 16, forbidden_ids=(0,))
 BATCH = BatchShape(4, 40, 64)

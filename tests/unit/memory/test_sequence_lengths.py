@@ -12,8 +12,8 @@ from rlhf_core.config.loading import check_params
 from rlhf_core.data.batches import token_budget_batches
 from rlhf_core.data.encoding import encode_dialogue, encode_prompt
 from rlhf_core.data.schema import Demonstration, Message, Preference, PretrainText, Prompt, write_rows
-from rlhf_core.memory.sequence_lengths import LongestSequences, lengths_from_limits, lengths_of_workspace
 from rlhf_core.models.causal_lm import new_model, save_policy, train_tokenizer
+from rlhf_extras.memory.sequence_lengths import LongestSequences, lengths_from_limits, lengths_of_workspace
 
 SHAPE = BaseConfig(vocab_size=280, hidden_size=16, intermediate_size=32, layers=1, heads=2, max_positions=128)
 

@@ -11,8 +11,8 @@ from unit.memory import subjects
 
 from rlhf_core.config.loading import check_params
 from rlhf_core.errors import ConfigError
-from rlhf_core.memory.dry_run import MemoryUse, ModelSize, ModelVariant, model_size
-from rlhf_core.memory.sharding import (
+from rlhf_extras.memory.dry_run import MemoryUse, ModelSize, ModelVariant, model_size
+from rlhf_extras.memory.sharding import (
     GIB,
     ParallelLayout,
     frozen_footprint,
@@ -21,7 +21,7 @@ from rlhf_core.memory.sharding import (
     trained_footprint,
     usable_memory,
 )
-from rlhf_core.memory.stages import ModelRole, StagePlan, plan_stage, plan_stages, planned_stages
+from rlhf_extras.memory.stages import ModelRole, StagePlan, plan_stage, plan_stages, planned_stages
 
 PARAMETERS = 7_500_000_000  # the example of the ZeRO paper, figure 1, on 64 GPUs
 SIZE = ModelSize(

@@ -7,9 +7,9 @@ from functools import cache
 import pytest
 
 from rlhf_core.config.recipe import recipe_folder
-from rlhf_core.memory.command import PlanRequest
-from rlhf_core.memory.dry_run import MemoryUse
-from rlhf_core.memory.stages import StagePlan
+from rlhf_extras.memory.command import PlanRequest
+from rlhf_extras.memory.dry_run import MemoryUse
+from rlhf_extras.memory.stages import StagePlan
 
 pytestmark = pytest.mark.slow
 

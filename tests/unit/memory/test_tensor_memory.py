@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from rlhf_core.memory.dry_run import MemoryUse, TensorMemory, largest
+from rlhf_extras.memory.dry_run import MemoryUse, TensorMemory, largest
 
 MEBI = 1 << 20
 

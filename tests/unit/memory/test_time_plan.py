@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from rlhf_core.config.loading import Params, check_params
-from rlhf_core.memory import time_plan
-from rlhf_core.memory.architecture import Architecture
-from rlhf_core.memory.time_plan import MeanLengths, Probe, TimePlan, mean_lengths, plan_time
+from rlhf_extras.memory import time_plan
+from rlhf_extras.memory.architecture import Architecture
+from rlhf_extras.memory.time_plan import MeanLengths, Probe, TimePlan, mean_lengths, plan_time
 
 TINY = {
     "model_type": "llama", "vocab_size": 64, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2,

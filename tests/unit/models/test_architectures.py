@@ -11,14 +11,14 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 from transformers import PretrainedConfig as Config
 
 from rlhf_core.errors import ModelError
-from rlhf_core.memory.architecture import Architecture
-from rlhf_core.memory.dry_run import ModelVariant, model_size
 from rlhf_core.models.forward import has_plain_head, selected_logits
 from rlhf_core.models.heads import ScalarModel
 from rlhf_core.models.io import attention_of, load_model
 from rlhf_core.sampling.agreement import require_replies_as_scored
 from rlhf_core.sampling.distribution import Sampling, philox_uniforms
 from rlhf_core.sampling.generation import generate
+from rlhf_extras.memory.architecture import Architecture
+from rlhf_extras.memory.dry_run import ModelVariant, model_size
 
 PLAIN = ("llama", "qwen3", "gpt2", "opt", "gpt_neox", "bloom", "phi", "olmo2", "gemma3_text", "mamba")
 # Soft caps, scales, a layer before the unembedding, a head with a transformation.

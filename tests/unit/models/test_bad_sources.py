@@ -27,9 +27,9 @@ from flows.prefect_server.services import free_port
 from rlhf_core import hub
 from rlhf_core.config.base import BaseConfig
 from rlhf_core.errors import EXIT_USER_ERROR, ModelError
-from rlhf_core.memory.architecture import starting_architecture
 from rlhf_core.models.causal_lm import load_policy, new_model
 from rlhf_core.models.heads import ScalarModel
+from rlhf_extras.memory.architecture import starting_architecture
 
 
 def require_one_line(source: Path, message: str, target: Path) -> None:

@@ -19,9 +19,9 @@ from rlhf_core.config.base import BaseConfig
 from rlhf_core.data.encoding import encode_dialogue, encode_prompt
 from rlhf_core.data.schema import Message
 from rlhf_core.errors import EXIT_USER_ERROR, ModelError
-from rlhf_core.memory.architecture import starting_architecture
 from rlhf_core.models.causal_lm import load_policy
 from rlhf_core.models.gguf import load_gguf, read_gguf_header
+from rlhf_extras.memory.architecture import starting_architecture
 
 
 @pytest.fixture(scope="module")

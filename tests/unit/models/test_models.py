@@ -16,11 +16,11 @@ from transformers import AutoModelForSequenceClassification, LlamaConfig, LlamaF
 
 from rlhf_core.config.base import BaseConfig
 from rlhf_core.errors import ConfigError, ModelError
-from rlhf_core.memory.dry_run import TensorMemory
 from rlhf_core.models.causal_lm import load_policy, new_model, save_policy, train_tokenizer
 from rlhf_core.models.forward import last_token_indices, position_ids_from_mask, selected_logits
 from rlhf_core.models.heads import PRIOR_TOKENS, ScalarModel, mean_over_reply, mean_so_far
 from rlhf_core.sampling.token_scoring import Tokens, response_values
+from rlhf_extras.memory.dry_run import TensorMemory
 
 SHAPE = BaseConfig(vocab_size=280, hidden_size=16, intermediate_size=24, layers=2, heads=2, max_positions=64)
 TEXTS = ["the sky is blue", "the tree is green", "what is the sky like"]

@@ -11,7 +11,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from benchmarks.ppo_throughput.roofline import Device, Iteration, Model
-from rlhf_core.memory.architecture import Architecture
+from rlhf_extras.memory.architecture import Architecture
 
 SIZES: dict[str, Any] = {
     "vocab_size": 96, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3, "num_attention_heads": 4,

@@ -14,7 +14,6 @@ from transformers import Gemma2Config, Gemma2ForCausalLM
 from unit.ppo.tiny import PAD, Tiny, accumulate_gradients, collect, make_config, make_learner, make_tiny
 
 from rlhf_core.config.model import LoraConfig
-from rlhf_core.memory.dry_run import TensorMemory
 from rlhf_core.models.adapters import WithoutAdapters, add_adapters
 from rlhf_core.models.forward import LazyLogits, chunk_count
 from rlhf_core.models.precision import float32_linear
@@ -23,6 +22,7 @@ from rlhf_core.ppo.update import measure_minibatch
 from rlhf_core.sampling.distribution import Sampling
 from rlhf_core.sampling.token_scoring import Tokens, response_logits, token_statistics
 from rlhf_core.training.losses import chunked_cross_entropy
+from rlhf_extras.memory.dry_run import TensorMemory
 
 HIDDEN, VOCABULARY = 5, 11
 WHOLE = 1 << 30

@@ -18,12 +18,13 @@ from transformers import LlamaForCausalLM, PreTrainedTokenizerBase
 from rlhf_core.config.model import SamplingConfig
 from rlhf_core.models.causal_lm import train_tokenizer
 from rlhf_core.sampling.reply import Check, OnText, SampledReply
-from rlhf_core.serving.app import create_app
-from rlhf_core.serving.completions import Completions
-from rlhf_core.serving.metrics import ServingMetrics
-from rlhf_core.serving.policy import LoadedPolicy, PolicyWatch, ReplySettings
+from rlhf_core.serving.policy import LoadedPolicy, ReplySettings
 from rlhf_core.serving.policy_source import PolicyFiles, PolicyRevision
 from rlhf_core.serving.protocol import ServingLimits
+from rlhf_extras.serving.app import create_app
+from rlhf_extras.serving.completions import Completions
+from rlhf_extras.serving.metrics import ServingMetrics
+from rlhf_extras.serving.watch import PolicyWatch
 
 JUDGED = SamplingConfig(temperature=0.9, top_p=0.95, repetition_penalty=1.1, max_new_tokens=12)
 CONTEXT = 128

@@ -20,9 +20,10 @@ from rlhf_core.data.schema import Message
 from rlhf_core.errors import DataError, ModelError
 from rlhf_core.models.causal_lm import save_policy, train_tokenizer
 from rlhf_core.sampling.reply import ReplyPieces
-from rlhf_core.serving.metrics import ServingMetrics
-from rlhf_core.serving.policy import RETRY_SECONDS, LoadedPolicy, PolicyWatch, ReplySettings
+from rlhf_core.serving.policy import LoadedPolicy, ReplySettings
 from rlhf_core.serving.policy_source import FolderSource, PolicyFiles, PolicyRevision, sampling_of_folder
+from rlhf_extras.serving.metrics import ServingMetrics
+from rlhf_extras.serving.watch import RETRY_SECONDS, PolicyWatch
 
 GREEDY = ReplySettings(temperature=0.0, top_p=1.0, repetition_penalty=1.0, max_new_tokens=8, seed=0)
 

@@ -12,8 +12,8 @@ import uvicorn
 from fastapi import FastAPI
 from fastapi.responses import StreamingResponse
 
-from rlhf_core.serving import server
-from rlhf_core.serving.server import OncePerMinute, connection_limit, limited_protocol
+from rlhf_extras.serving import server
+from rlhf_extras.serving.server import OncePerMinute, connection_limit, limited_protocol
 
 ENDLESS = b"GET /endless HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n"
 REQUEST = b"GET /healthz HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n"

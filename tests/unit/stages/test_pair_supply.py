@@ -56,17 +56,31 @@ def workspace(folder: Path, base: Path, params: str, shorter: int) -> Path:
     return folder
 
 
-@pytest.mark.parametrize(("mode", "shorter"), [("enforce", 60), ("report", 6)])
+@pytest.mark.parametrize(
+    ("mode", "shorter", "metric"),
+    [("enforce", 60, MEASURE), ("report", 6, MEASURE), ("enforce", 60, "probes.other_question")],
+)
 def test_enough_pairs_and_a_gate_that_only_reports_refuse_nothing(
-    mode: str, shorter: int, tmp_path: Path, base: Path
+    mode: str, shorter: int, metric: str, tmp_path: Path, base: Path
 ) -> None:
-    require_pairs(workspace(tmp_path, base, FILES + GATE.replace("gates: {", f"gates: {{mode: {mode}, "), shorter))
+    gate = GATE.replace("gates: {", f"gates: {{mode: {mode}, ").replace(MEASURE, metric)
+    require_pairs(workspace(tmp_path, base, FILES + gate, shorter))
 
 
 @pytest.mark.parametrize(
     ("settings", "shorter", "message"),
     [
         (GATE, 6, f"the reward gate asks for {MEASURE}, but 120 test pairs leave 12 when lengths are balanced"),
+        (
+            GATE.replace(MEASURE, "probes.values_swapped"),
+            60,
+            "probes.values_swapped, but 0 of 120 held-out replies have a n",
+        ),
+        (
+            GATE.replace(MEASURE, "judge.probes.sentences_shuffled_low95"),
+            60,
+            "asks for judge.probes.sentences_shuffled_low95",
+        ),
         ("judge: {length_balance: sampling}\n", 0, "judge.length_balance: sampling leaves 0 of 120 training pairs"),
         ("referee: {max_tokens: 8}\n", 60, "has no usable pair: of 120, 120 exceed max_tokens 8"),
         ("judge: {lora: {targets: [query]}}\n", 60, "judge.lora: LlamaForCausalLM has no linear layer query"),

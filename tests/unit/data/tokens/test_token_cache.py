@@ -15,7 +15,6 @@ from ranks import run_ranks
 from transformers import PreTrainedTokenizerFast as Tokenizer
 from unit.training.tiny import demonstrations, preferences, text
 
-from flows.commands.registry_output import clean_token_cache
 from rlhf_core.data import token_tables as token_cache
 from rlhf_core.data import token_tables as token_table
 from rlhf_core.data.encoding import encode_prompt, encode_reply
@@ -25,6 +24,7 @@ from rlhf_core.data.token_tables import STREAM, TokenTable, read_tokens
 from rlhf_core.errors import DataError
 from rlhf_core.models.causal_lm import train_tokenizer
 from rlhf_core.storage.files import LockFile
+from rlhf_extras.retention.output import clean_token_cache
 
 
 @pytest.fixture(scope="module")

@@ -12,10 +12,10 @@ import pyarrow.parquet as pq
 import pytest
 from typer.testing import CliRunner
 
-from rlhf_core.commands.annotate import app
 from rlhf_core.data.schema import write_rows, write_table
 from rlhf_core.errors import DataError, RlhfError
-from rlhf_core.evaluation.judges import human_pairs
+from rlhf_extras.annotation import human_pairs
+from rlhf_extras.annotation.command import app
 
 from ..conftest import made_prompt, sums
 

@@ -12,15 +12,15 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from rlhf_core.commands.annotate import app
 from rlhf_core.config.data import CollectConfig, FileSources, WorldConfig
 from rlhf_core.data.schema import Preference, read_table, rows_of_table
 from rlhf_core.errors import DataError
-from rlhf_core.evaluation.judges.human_answers import as_text, cohen_kappas, fleiss_kappa, import_answers, read_form
-from rlhf_core.evaluation.judges.human_pairs import AnnotationExport, Candidate, blinded_export, write_forms
 from rlhf_core.stages.collect import collect
 from rlhf_core.storage.files import sha256_tree, split_json_lines
 from rlhf_core.world import corpus
+from rlhf_extras.annotation.command import app
+from rlhf_extras.annotation.human_answers import as_text, cohen_kappas, fleiss_kappa, import_answers, read_form
+from rlhf_extras.annotation.human_pairs import AnnotationExport, Candidate, blinded_export, write_forms
 
 from .test_export import candidate
 

@@ -16,6 +16,7 @@ from scripted_match import match_result
 from flows.commands.registry_output import describe_history, explain_gate, explain_promotion, judged_gate, model_history
 from flows.commands.text import gate_verdict
 from flows.dvc_repo.graph import StageNode
+from flows.gates import GateReport
 from flows.registry.evidence import require_recorded
 from flows.registry.match import attempt_number, match_question, question_digest
 from flows.registry.promote import promote, rollback
@@ -174,6 +175,21 @@ def test_a_gate_is_explained(tmp_path: Path) -> None:
     assert "unchanged since" in text
     (tmp_path / "metrics/evaluation.json").write_text("[]")
     assert "changed since: run `rlhf run`" in printed(explain_gate(tmp_path, report))
+
+
+def test_the_reward_gate_is_explained_with_what_the_models_read(tmp_path: Path) -> None:
+    write_gate(tmp_path)
+    report = GateReport("reward", judged_gate(tmp_path, "policy").content)
+    assert "worse for one known reason" not in printed(explain_gate(tmp_path, report))
+    probes = {"values_swapped": 0.8125, "values_swapped_low95": 0.75, "values_swapped_high95": 0.87}
+    probes |= {"values_swapped_pairs": 200.0, "absent": {"sentences_shuffled": "3 of 40 held-out replies"}}
+    (tmp_path / "metrics/judge.json").write_text(json.dumps({"probes": probes}))
+    text = printed(explain_gate(tmp_path, report))
+    assert "worse for one known reason" in text and "0.81 (0.75 to 0.87)" in text and "200" in text
+    assert "sentences shuffled: 3 of 40 held-out replies" in text and "judge" in text
+    (tmp_path / "metrics/judge.json").write_text(json.dumps({"probes": {"absent": probes["absent"]}}))
+    text = printed(explain_gate(tmp_path, report))
+    assert "3 of 40 held-out replies" in text and "worse for one known reason" not in text
 
 
 def test_a_gate_without_conditions_or_without_report_has_not_passed(tmp_path: Path) -> None:

@@ -6,12 +6,12 @@ from pathlib import Path
 
 import pytest
 
-from flows.commands.registry_output import describe_retention
 from flows.registry.history import read_history
 from flows.registry.match import MATCHES
 from flows.registry.promote import approve, promote, rollback
-from flows.registry.retention import apply_retention
 from rlhf_core.errors import RlhfError
+from rlhf_extras.retention.output import describe_retention
+from rlhf_extras.retention.retention import apply_retention
 
 from .conftest import MODEL, PARAMS, Registry, ScriptedMatch
 

@@ -64,7 +64,7 @@ def run_server(app: FastAPI, bound: socket.socket, timeout_seconds: float) -> No
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(RedactingFormatter(LOG_FORMAT))
     logging.basicConfig(handlers=[handler], level=logging.WARNING)
-    logging.getLogger("rlhf_core.serving").setLevel(logging.INFO)
+    logging.getLogger("rlhf_extras.serving").setLevel(logging.INFO)
     if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:  # as nohup leaves it
         signal.signal(signal.SIGHUP, lambda *_: signal.raise_signal(signal.SIGTERM))
     most = connection_limit()

@@ -1,5 +1,7 @@
 """Signatures of registered models: OpenSSF Model Signing with keys or certificates in files, without any network.
 
+This module is a registry policy (:class:`flows.registry.policies.RegistryPolicy`), whose functions it has.
+
 Whoever registers a version holds the private key, named by the environment. Whoever promotes, serves, exports or talks
 to it needs only ``registry.signature``. Unlike the content hash of a version, which is a tag, a signature cannot be
 made by those who can merely write to the registry.
@@ -16,7 +18,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rlhf_core.config.operations import SignatureConfig
+from flows.registry.policies import KEY_VARIABLE
+from rlhf_core.config.operations import RegistryConfig, SignatureConfig
 from rlhf_core.errors import ConfigError, ModelError
 from rlhf_core.storage.files import sha256_file
 
@@ -24,7 +27,6 @@ if TYPE_CHECKING:
     from mlflow import MlflowClient
 
 
-KEY_VARIABLE = "RLHF_SIGNING_KEY"
 PASSWORD_VARIABLE = "RLHF_SIGNING_KEY_PASSWORD"
 CERTIFICATES_VARIABLE = "RLHF_SIGNING_CERTIFICATES"
 SIGNATURE_NAME = "model.sig"
@@ -104,8 +106,35 @@ class Signer:
             raise ConfigError(f"cannot sign with {self.private_key} ({_first_line(error)})") from error
 
 
-def sign_version(client: MlflowClient, run_id: str, folder: Path, signer: Signer) -> None:
+def check_settings(workspace: Path, config: RegistryConfig) -> None:
+    """Refuse a ``registry.signature`` that names a file which is not there."""
+    key_files(workspace, config.signature)
+
+
+def name_files() -> None:
+    """Name the files of the environment's signer by absolute paths there, where it names one."""
+    signer = Signer.of_environment()
+    if signer is not None:
+        signer.name_files()
+
+
+def version_tags(config: RegistryConfig) -> dict[str, str]:
+    """The tag that says by whom a version is signed; none where nobody signs."""
+    signer = require_signer(config.signature)
+    return {} if signer is None else {SIGNER_TAG: signer.id}
+
+
+def export_folder(folder: Path) -> None:
+    """Sign all files of an exported model, in ``model.sig``, where the environment names a signer."""
+    signer = Signer.of_environment()
+    if signer is not None:
+        signer.sign(folder, folder / SIGNATURE_NAME)
+
+
+def register_version(client: MlflowClient, run_id: str, folder: Path) -> None:
     """Keep a signature of ``folder``, whose content was registered, beside the model in its registration run."""
+    signer = Signer.of_environment()
+    assert signer is not None, "a version without a signer has no tag that announces a signature"
     with tempfile.TemporaryDirectory() as temporary:
         signature = Path(temporary) / SIGNATURE_NAME
         signer.sign(folder, signature)
@@ -129,13 +158,13 @@ def require_signer(config: SignatureConfig) -> Signer | None:
     return signer
 
 
-def try_signing(workspace: Path, config: SignatureConfig) -> None:
+def before_run(workspace: Path, config: RegistryConfig) -> None:
     """Sign and verify a folder as a run will do with its models, and let the run's processes find the signer's files.
 
     Raises:
         ConfigError: Versions cannot be signed so that ``registry.signature`` accepts them.
     """
-    signer = require_signer(config)
+    signer = require_signer(config.signature)
     if signer is None:
         return
     signer.name_files()
@@ -144,10 +173,10 @@ def try_signing(workspace: Path, config: SignatureConfig) -> None:
         folder.mkdir()
         (folder / "config.json").write_text("{}", encoding="utf-8")
         signer.sign(folder, signature)
-        if not config.required:
+        if not config.signature.required:
             return
         try:
-            _verifiers(workspace, config)[0].verify(folder, signature)
+            _verifiers(workspace, config.signature)[0].verify(folder, signature)
         except ConfigError:
             raise
         except Exception as error:
@@ -157,8 +186,8 @@ def try_signing(workspace: Path, config: SignatureConfig) -> None:
             ) from error
 
 
-def verify_signature(
-    client: MlflowClient, workspace: Path, config: SignatureConfig, label: str, run_id: str | None, folder: Path
+def verify_version(
+    client: MlflowClient, workspace: Path, config: RegistryConfig, label: str, run_id: str | None, folder: Path
 ) -> None:
     """Check the signature of a version whose registration run is ``run_id``, where ``registry.signature`` wants one.
 
@@ -166,9 +195,9 @@ def verify_signature(
         ModelError: It has none, or it is not that of these files by the holder of the key.
         ConfigError: A key or certificate of ``registry.signature`` is missing or unusable.
     """
-    if not config.required:
+    if not config.signature.required:
         return
-    verifiers = _verifiers(workspace, config)
+    verifiers = _verifiers(workspace, config.signature)
     with tempfile.TemporaryDirectory() as temporary:
         try:
             signature = client.download_artifacts(str(run_id), f"{ARTIFACT_FOLDER}/{SIGNATURE_NAME}", temporary)

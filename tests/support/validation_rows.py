@@ -32,7 +32,7 @@ from rlhf_core.stages.runtime.contract import Paths
 from rlhf_core.training.run_context import RunContext
 
 Rows = dict[str, list[dict[str, Any]]]
-SUITES = Path(__file__).resolve().parents[1] / "expectations"
+SUITES = Path(__file__).resolve().parents[2] / "expectations"
 SPLIT = SplitConfig()
 PART_ROWS = 2
 

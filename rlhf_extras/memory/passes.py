@@ -15,8 +15,6 @@ import torch
 from torch import Tensor
 from transformers import PretrainedConfig, PreTrainedModel
 
-from rlhf_core.memory.dry_run import ModelVariant, Moments, TensorMemory, repeated_layers, run_pass
-from rlhf_core.memory.sequence_lengths import BatchShape
 from rlhf_core.models.forward import LOGITS_BYTES, LazyLogits, lazy_logits
 from rlhf_core.models.heads import ScalarModel
 from rlhf_core.sampling.decoding import decoding_layers
@@ -24,6 +22,8 @@ from rlhf_core.sampling.distribution import EvaluationSampling, Sampling, invers
 from rlhf_core.sampling.generation import BlockCache
 from rlhf_core.sampling.token_scoring import Tokens, response_logits, response_values, token_statistics
 from rlhf_core.training.losses import chunked_cross_entropy, pairwise_loss
+from rlhf_extras.memory.dry_run import ModelVariant, Moments, TensorMemory, repeated_layers, run_pass
+from rlhf_extras.memory.sequence_lengths import BatchShape
 
 
 @cache

@@ -1,32 +1,24 @@
-"""``rlhf serve`` and ``rlhf chat``: which policy answers, what it was trained on, and the server around it."""
+"""Which policy ``rlhf chat`` and ``rlhf serve`` answer with, and what it was trained on."""
 
 from __future__ import annotations
 
-import os
-import shlex
-import signal
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, NoReturn
-
-import typer
+from typing import TYPE_CHECKING
 
 from flows.registry.aliases import CHAMPION, get_version
 from flows.registry.client import connect
 from flows.registry.evidence import TrainingSource, source_of_version, source_of_workspace
 from flows.registry.promote import promotion_obstacle
 from flows.registry.stored_models import RegisteredPolicy, policy_with_alias, version_of_run
-from flows.supervision import signals
 from flows.workspace import display_path, find_workspace, is_workspace, require_model_folder
 from rlhf_core.config.evaluation import EvaluateConfig
 from rlhf_core.config.loading import load_section
 from rlhf_core.config.model import SamplingConfig
 from rlhf_core.config.operations import RegistryConfig
-from rlhf_core.errors import EXIT_INTERRUPTED, EXIT_OK, ConfigError
+from rlhf_core.errors import ConfigError
 from rlhf_core.serving.policy_source import FolderSource, PolicySource, sampling_of_folder
-from rlhf_core.serving.protocol import TOKEN_VARIABLE, ServingLimits, checked_token
-from rlhf_core.stages.runtime.threads import limit_threads_of
 
 if TYPE_CHECKING:
     from mlflow.entities.model_registry import ModelVersion
@@ -79,51 +71,6 @@ class ServedSource:
     moves: bool = False
 
 
-def serve(
-    served: ServedSource,
-    host: str,
-    port: int,
-    limits: ServingLimits,
-    watch_seconds: float,
-    vllm: Path | None = None,
-    vllm_arguments: str = "",
-) -> int:
-    """Serve the policy until SIGTERM or Ctrl-C; return the exit status.
-
-    Args:
-        watch_seconds: How often the registry is asked whether the alias has moved.
-        vllm: A Python that has vLLM, whose server is started instead; None for the own one.
-        vllm_arguments: Further arguments of vLLM's server.
-
-    Raises:
-        RlhfError: The policy's files are not the registered ones, or the address cannot be used.
-    """
-    token = checked_token(os.environ.get(TOKEN_VARIABLE), host)
-    for line in served.about:
-        typer.echo(line)
-    if vllm is not None:
-        _become_vllm(served, host, port, limits, token, vllm, vllm_arguments)
-    if served.workspace is not None:
-        limit_threads_of(served.workspace)
-    from rlhf_core.serving.app import create_app
-    from rlhf_core.serving.completions import Completions
-    from rlhf_core.serving.metrics import ServingMetrics
-    from rlhf_core.serving.policy import PolicyWatch
-    from rlhf_core.serving.server import base_url, bind, run_server
-
-    bound = bind(host, port)  # before the model is loaded, which takes longer
-    metrics = ServingMetrics()
-    watch = PolicyWatch(served.source, metrics)
-    completions = Completions(watch, limits, metrics)
-    app = create_app(completions, token, watch_seconds)
-    if token is None:
-        typer.echo(f"no token: every user of this machine may ask; set {TOKEN_VARIABLE} to require one")
-    typer.echo(f"serving {watch.policy.revision.id} at {base_url(host, bound)}; Ctrl-C stops it")
-    signals.install(signal.SIGINT, signal.SIGTERM)
-    run_server(app, bound, limits.timeout_seconds)
-    return EXIT_INTERRUPTED if signals.last() == signal.SIGINT else EXIT_OK
-
-
 def served_source(
     workspace: Path | None,
     model: Path | None = None,
@@ -161,22 +108,3 @@ def served_source(
     if obstacle := promotion_obstacle(found):
         about = (*about, f"it could not be promoted: {obstacle}")
     return ServedSource(RegisteredPolicy(folder, number=str(found.version)), about, folder)
-
-
-def _become_vllm(
-    served: ServedSource, host: str, port: int, limits: ServingLimits, token: str | None, python: Path, arguments: str
-) -> NoReturn:
-    """Replace this process by vLLM's server, which then gets its signals."""
-    from rlhf_core.serving.vllm_command import require_limited, vllm_command, vllm_environment
-
-    if not (python.is_file() and os.access(python, os.X_OK)):
-        raise ConfigError(f"--vllm {python} is no program; name the Python of an environment that has vLLM")
-    revision = served.source.latest()
-    files = served.source.files(revision)
-    require_limited(files.folder)
-    command = vllm_command(python, revision, files, host, port, limits)
-    command += shlex.split(arguments)
-    if served.moves:
-        typer.echo(f"vLLM serves {revision.id} until it is started again; a moved alias is not followed")
-    typer.echo(f"starting {shlex.join(command)}", color=False)
-    os.execve(python, command, vllm_environment(python, os.environ, token))

@@ -7,8 +7,11 @@ import subprocess
 import sys
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-ROOT = Path(__file__).resolve().parents[1]
+import typer
+
+ROOT = Path(__file__).resolve().parents[2]
 SHARED_DATA = ROOT.parent / "shared" / "data"
 OFFLINE = {
     "DVC_NO_ANALYTICS": "1",
@@ -27,6 +30,15 @@ def command_environment(**extra: str) -> dict[str, str]:
     """The environment of a user's shell with the virtual environment active."""
     path = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
     return {**os.environ, **OFFLINE, "PATH": path, "COLUMNS": "200", **extra}
+
+
+def command_tree() -> Any:
+    """The whole command line with the commands of extras, as click's objects."""
+    from flows.cli import app
+
+    tree: Any = typer.main.get_command(app)
+    tree.mount_plugins(typer.Context(tree, info_name="rlhf"))
+    return tree
 
 
 def run(*words: str | Path, cwd: Path, timeout: float = 300, **extra: str) -> subprocess.CompletedProcess[str]:

@@ -28,7 +28,6 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from rlhf_core.config.model import LoraConfig, OptimizerConfig
 from rlhf_core.errors import ModelError, first_line
-from rlhf_core.memory.architecture import Architecture
 from rlhf_core.models.adapters import add_adapters
 from rlhf_core.models.fused_norms import fuse_norms
 from rlhf_core.models.heads import ScalarModel
@@ -36,6 +35,7 @@ from rlhf_core.models.io import attention_of, quiet
 from rlhf_core.models.precision import use_float32_unembedding
 from rlhf_core.training.engine.base import MasterWeights, build_adamw
 from rlhf_core.training.engine.factory import recomputing
+from rlhf_extras.memory.architecture import Architecture
 
 
 @dataclass(frozen=True)
@@ -178,7 +178,7 @@ class ModelVariant:
     Attributes:
         architecture: Of the language model that it is made from.
         head: ``reward`` is the reward model in training, which keeps an untied unembedding for its imitation loss.
-        precision: Of its weights. What ``lora`` quantises is counted by :mod:`~rlhf_core.memory.sharding`.
+        precision: Of its weights. What ``lora`` quantises is counted by :mod:`~rlhf_extras.memory.sharding`.
         trained: ``adapters`` are those of ``lora`` and the head of a scalar model.
         lora: Its adapters.
         gradient_checkpointing: Whether its layers recompute their activations.

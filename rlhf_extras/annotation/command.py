@@ -7,15 +7,11 @@ from typing import Annotated
 
 import typer
 
-from rlhf_core.commands.data import print_json, print_text
+from rlhf_core.commands.data import WorkspaceOption, print_json, print_text
 from rlhf_core.errors import RlhfError
 from rlhf_core.runtime.progress import busy
 
 app = typer.Typer(no_args_is_help=True, rich_markup_mode="rich")
-WorkspaceOption = Annotated[
-    Path | None,
-    typer.Option("--workspace", "-w", help="The workspace; default: the nearest at or above the current folder."),
-]
 
 
 @app.callback()
@@ -61,7 +57,7 @@ def export(
 
         skip_last_collection()
         root = workspace_root(workspace)
-        from rlhf_core.evaluation.judges import human_pairs
+        from rlhf_extras.annotation import human_pairs
 
         candidates, bad = (
             human_pairs.evaluated_candidates(root)
@@ -104,7 +100,7 @@ def import_(
         from rlhf_core.stages.runtime.runner import workspace_root
 
         root = workspace_root(workspace)
-        from rlhf_core.evaluation.judges.human_answers import as_text, import_answers
+        from rlhf_extras.annotation.human_answers import as_text, import_answers
 
         imported = import_answers(root, files, annotator, replace)
     if as_json:

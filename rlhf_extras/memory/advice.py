@@ -8,7 +8,7 @@ from typing import Any
 
 from rlhf_core.config.loading import Params
 from rlhf_core.errors import RlhfError
-from rlhf_core.memory.stages import StagePlan, plan_stage
+from rlhf_extras.memory.stages import StagePlan, plan_stage
 
 # A change that takes away less than this share of a phase's peak is not worth advising.
 WORTHWHILE = 0.02

@@ -18,19 +18,6 @@ from rlhf_core.config.reward import RewardConfig
 from rlhf_core.config.reward_sources import OWN_MODEL, ClassifierSource, EnsembleSource, ModelSource, source_names
 from rlhf_core.errors import ConfigError, ModelError
 from rlhf_core.evaluation.perplexity import POSITIONS_PER_CHUNK, ROWS_PER_PASS
-from rlhf_core.memory import passes
-from rlhf_core.memory.architecture import Architecture, architecture_of_file
-from rlhf_core.memory.dry_run import NOTHING, Head, MemoryUse, ModelVariant, Moments, largest, model_size, together
-from rlhf_core.memory.sequence_lengths import BatchShape, SequenceLengths
-from rlhf_core.memory.sharding import (
-    GIB,
-    ModelFootprint,
-    ParallelLayout,
-    frozen_footprint,
-    parallel_layout,
-    trained_footprint,
-    usable_memory,
-)
 from rlhf_core.models.forward import changes_logits
 from rlhf_core.ppo.rejection_sampling import PROMPTS_AT_ONCE
 from rlhf_core.runtime import distributed
@@ -39,9 +26,22 @@ from rlhf_core.sampling.token_scoring import MicroBatchLimits
 from rlhf_core.stages.runtime.threads import KEPT_AT_THE_END
 from rlhf_core.training.dpo import scoring_rows
 from rlhf_core.training.loop import ROOM
-from rlhf_core.training.reward.first_fits import FEATURE_ROWS, FEATURE_TOKENS
-from rlhf_core.training.reward.trainer import SCORING_ROWS, SCORING_TOKENS
-from rlhf_core.training.sft import EVALUATION_ROWS
+from rlhf_core.training.reward.first_fits import rows_to_pool
+from rlhf_core.training.reward.trainer import rows_to_score
+from rlhf_core.training.sft import held_out_rows
+from rlhf_extras.memory import passes
+from rlhf_extras.memory.architecture import Architecture, architecture_of_file
+from rlhf_extras.memory.dry_run import NOTHING, Head, MemoryUse, ModelVariant, Moments, largest, model_size, together
+from rlhf_extras.memory.sequence_lengths import BatchShape, SequenceLengths
+from rlhf_extras.memory.sharding import (
+    GIB,
+    ModelFootprint,
+    ParallelLayout,
+    frozen_footprint,
+    parallel_layout,
+    trained_footprint,
+    usable_memory,
+)
 
 # Of a stage's process on a CPU beside its tensors: Python and the libraries once all are imported. See docs/plan.md.
 PROCESS_BASE = 600 << 20
@@ -264,7 +264,7 @@ def sft_stage(plan: StagePlan) -> None:
     built = plan.variant("causal_lm")
     policy = plan.trained("policy", built) if config.steps else plan.frozen("policy", built, on_device=True)
     plan.begin([policy], policy.loading)
-    held_out = data.batch(config.micro_batch_size or EVALUATION_ROWS)
+    held_out = data.batch(held_out_rows(config))
     evaluation = passes.reply_loss(policy.variant.in_inference, held_out, logits_bytes=limit)
     plan.add("evaluation", largest(evaluation), policy.at_work)
     if config.steps:
@@ -282,16 +282,16 @@ def reward_stage(plan: StagePlan) -> None:
         model = plan.frozen(plan.stage, built, on_device=True)
     plan.begin([model], model.whole)
 
-    def reading(rows: int, tokens: int) -> MemoryUse:
-        batch = BatchShape(max(1, min(rows, tokens // lengths.width)), lengths.width)
-        return largest(passes.reply_scores(model.variant, batch))
+    def reading(rows: int) -> MemoryUse:
+        return largest(passes.reply_scores(model.variant, BatchShape(rows, lengths.width)))
 
-    plan.add("evaluation", reading(SCORING_ROWS, SCORING_TOKENS), model.at_work)
+    scored_at_once = rows_to_score(lengths.width)
+    plan.add("evaluation", reading(scored_at_once), model.at_work)
     sharded = plan.layout.zero == 3  # while it is trained; before and after it is whole
     if sharded:
-        plan.phases["test"] = model.whole + reading(SCORING_ROWS, SCORING_TOKENS)
+        plan.phases["test"] = model.whole + reading(scored_at_once)
     if config.linear_probe is not None:
-        plan.add("linear probe", reading(FEATURE_ROWS, FEATURE_TOKENS), model.whole if sharded else model.at_work)
+        plan.add("linear probe", reading(rows_to_pool(lengths.width)), model.whole if sharded else model.at_work)
     if config.steps:
         batch = lengths.pairs(limits.token_budget, limits.min_pairs, limits.max_pairs)
         pairs = batch.rows // 2

@@ -16,14 +16,14 @@ from rlhf_core.config.data import CollectConfig
 from rlhf_core.config.loading import load_section
 from rlhf_core.data.clusters import cluster_codes
 from rlhf_core.data.collection.sources import annotation_sources
-from rlhf_core.data.inspection.convert import record_of
 from rlhf_core.data.readers.json_records import JsonParser
 from rlhf_core.data.readers.stream import stream_records
 from rlhf_core.data.text import shortened, writable
 from rlhf_core.errors import DataError
 from rlhf_core.evaluation.comparisons.comparison import compare_outcomes
-from rlhf_core.evaluation.judges.human_pairs import EXPORTS, AnnotationExport, AnnotationPair
 from rlhf_core.storage.files import LockFile, atomic_write_json, atomic_write_lines, split_json_lines
+from rlhf_extras.annotation.human_pairs import EXPORTS, AnnotationExport, AnnotationPair
+from rlhf_extras.data_files.convert import record_of
 
 CHOICES = {"1": "1", "1.0": "1", "2": "2", "2.0": "2", "tie": "tie"}
 SELECTED = {"left": "1", "right": "2"}

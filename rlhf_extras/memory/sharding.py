@@ -15,11 +15,11 @@ import torch
 
 from rlhf_core.config.loading import Params
 from rlhf_core.config.operations import LaunchConfig
-from rlhf_core.memory.dry_run import NOTHING, MemoryUse, ModelSize
 from rlhf_core.models.adapters import BLOCK
 from rlhf_core.models.forward import LOGITS_BYTES
 from rlhf_core.models.precision import weights_precision
 from rlhf_core.training.engine.zero_config import BUCKET_ELEMENTS, zero_config
+from rlhf_extras.memory.dry_run import NOTHING, MemoryUse, ModelSize
 
 GIB = 1 << 30
 # The CUDA context with its libraries' work space, and the share that the allocator loses to fragments.

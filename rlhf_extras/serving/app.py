@@ -16,8 +16,6 @@ from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 
-from rlhf_core.serving.completions import Completions
-from rlhf_core.serving.metrics import ServingMetrics
 from rlhf_core.serving.protocol import (
     CLIENT_CLOSED_REQUEST,
     ECHOED_CHARACTERS,
@@ -30,6 +28,8 @@ from rlhf_core.serving.protocol import (
     require_loopback_name,
     shown,
 )
+from rlhf_extras.serving.completions import Completions
+from rlhf_extras.serving.metrics import ServingMetrics
 
 JSON = "application/json"
 # Proxies would otherwise keep pieces back until a buffer is full.

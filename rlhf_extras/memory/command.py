@@ -18,13 +18,13 @@ from rlhf_core.config.operations import Trained
 from rlhf_core.config.recipe import profiles_of
 from rlhf_core.errors import ConfigError, RlhfError
 from rlhf_core.forecast import Forecast, as_text, forecast_of_workspace
-from rlhf_core.memory.advice import AdviceStep, adapter_settings, advise
-from rlhf_core.memory.architecture import starting_architecture
-from rlhf_core.memory.dry_run import MEMORY_KINDS, MemoryUse, ModelVariant, model_size
-from rlhf_core.memory.sequence_lengths import lengths_from_limits, lengths_of_workspace
-from rlhf_core.memory.sharding import GIB, ParallelLayout, planned_precision
-from rlhf_core.memory.stages import STAGES, EstimateInputs, StagePlan, plan_stages, planned_stages
-from rlhf_core.memory.time_plan import TimePlan, plan_time
+from rlhf_extras.memory.advice import AdviceStep, adapter_settings, advise
+from rlhf_extras.memory.architecture import starting_architecture
+from rlhf_extras.memory.dry_run import MEMORY_KINDS, MemoryUse, ModelVariant, model_size
+from rlhf_extras.memory.sequence_lengths import lengths_from_limits, lengths_of_workspace
+from rlhf_extras.memory.sharding import GIB, ParallelLayout, planned_precision
+from rlhf_extras.memory.stages import STAGES, EstimateInputs, StagePlan, plan_stages, planned_stages
+from rlhf_extras.memory.time_plan import TimePlan, plan_time
 
 MIB = 1 << 20
 # Of MEMORY_KINDS, short enough for a table of 80 columns.

@@ -30,12 +30,14 @@ from rlhf_core.runtime.progress import busy
 
 if TYPE_CHECKING:
     from rlhf_core.config.data import ReadOptions
-    from rlhf_core.data.inspection.changes import DataState
+    from rlhf_extras.data_files.changes import DataState
 
+app = typer.Typer(add_completion=False, rich_markup_mode="rich")
 COLLECTED = "data/raw"
 WORKING_TREE = "workspace"  # as DVC calls it
 
 
+@app.command(no_args_is_help=True)
 def diff(
     before: Annotated[str, typer.Argument(help="A file, or a revision of git.", show_default=False)],
     after: Annotated[
@@ -71,7 +73,7 @@ def diff(
     states = ((before, "before"), (after, "after"))
     # Rows lie in files there while they are compared, so that they need not fit the memory.
     with busy("comparing the data"), tempfile.TemporaryDirectory(prefix="rlhf-diff-") as scratch:
-        from rlhf_core.data.inspection.changes import as_text, compare_kinds, file_state
+        from rlhf_extras.data_files.changes import as_text, compare_kinds, file_state
 
         if _names_files(before) and _names_files(after):
             if files:
@@ -113,7 +115,7 @@ def _revision_state(
 ) -> DataState:
     """Return the rows of ``files``, or of the collected data, at a revision; they are kept in ``scratch``."""
     from flows.dvc_repo.root import check_out, commit_of, repository_of
-    from rlhf_core.data.inspection.changes import collected_state, file_state
+    from rlhf_extras.data_files.changes import collected_state, file_state
 
     with tempfile.TemporaryDirectory(prefix="rlhf-revision-") as checkout:
         folder = workspace

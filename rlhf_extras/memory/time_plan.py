@@ -30,9 +30,6 @@ from rlhf_core.data.schema import PairUser, Preference
 from rlhf_core.data.statistics import evenly_spread
 from rlhf_core.data.token_folder import TOKENS
 from rlhf_core.data.token_tables import read_tokens
-from rlhf_core.memory.architecture import Architecture
-from rlhf_core.memory.sharding import planned_precision
-from rlhf_core.memory.stages import planned_stages
 from rlhf_core.models.causal_lm import load_tokenizer
 from rlhf_core.runtime import distributed
 from rlhf_core.runtime.machine import available_cores
@@ -40,6 +37,9 @@ from rlhf_core.sampling.distribution import Sampling
 from rlhf_core.sampling.generation import generate
 from rlhf_core.training.reward.trainer import SCORING_TOKENS
 from rlhf_core.world import corpus
+from rlhf_extras.memory.architecture import Architecture
+from rlhf_extras.memory.sharding import planned_precision
+from rlhf_extras.memory.stages import planned_stages
 
 MOST_LAYERS = 4  # of more, one and three are measured
 MOST_TOKENS = 2048  # of a pass that is measured; longer ones take in proportion

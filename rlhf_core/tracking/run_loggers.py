@@ -1,0 +1,102 @@
+"""Run loggers of plugins: beside MLflow's run of a stage they get what it gets, while the stage goes on.
+
+``tracking.loggers`` names them. Each is an entry point of ``rlhf.run_loggers``: a subclass of :class:`RunLogger`.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from rlhf_core.errors import first_line
+from rlhf_core.plugins import RUN_LOGGERS, PluginError, load_plugin
+from rlhf_core.tracking.stage_run import Tracker
+
+logger = logging.getLogger(__name__)
+
+
+class RunLogger(Tracker):
+    """What a plugin subclasses: of the methods of ``Tracker`` it defines those that concern it.
+
+    Args:
+        stage: Name of the stage.
+        workspace: The workspace, where it may write in a folder of its own.
+    """
+
+    def __init__(self, stage: str, workspace: Path) -> None:
+        self.stage, self.workspace = stage, workspace
+
+    def end(self, failed: bool) -> None:
+        """Close what is open: the stage has ended, and ``failed`` unless it came to its end."""
+
+
+class TrackerWithLoggers(Tracker):
+    """A tracker with loggers beside it. One that fails is said once, and gets nothing more: a stage never waits for it.
+
+    Attributes:
+        loggers: Those that have not failed, by name.
+    """
+
+    def __init__(self, tracker: Tracker, loggers: Mapping[str, RunLogger]) -> None:
+        self.tracker, self.loggers = tracker, dict(loggers)
+
+    @property
+    def run_id(self) -> str:
+        return self.tracker.run_id
+
+    def log_metrics(self, metrics: Mapping[str, float], step: int | None = None) -> None:
+        self.tracker.log_metrics(metrics, step)
+        self._each(lambda one: one.log_metrics(metrics, step))
+
+    def log_params(self, params: Mapping[str, Any]) -> None:
+        self.tracker.log_params(params)
+        self._each(lambda one: one.log_params(params))
+
+    def log_artifact(self, path: Path, folder: str | None = None) -> None:
+        self.tracker.log_artifact(path, folder)
+        self._each(lambda one: one.log_artifact(path, folder))
+
+    def set_tags(self, tags: Mapping[str, str]) -> None:
+        self.tracker.set_tags(tags)
+        self._each(lambda one: one.set_tags(tags))
+
+    def end(self, failed: bool) -> None:
+        """End all loggers; the tracker itself is ended by whoever began it."""
+        self._each(lambda one: one.end(failed))
+
+    def _each(self, call: Callable[[RunLogger], None]) -> None:
+        for name, one in list(self.loggers.items()):
+            try:
+                call(one)
+            except Exception as error:  # whatever the code of others raises
+                del self.loggers[name]
+                logger.warning("the run logger %s fails and is left out: %s", name, first_line(error))
+
+
+@contextmanager
+def with_loggers(tracker: Tracker, names: Sequence[str], stage: str, workspace: Path) -> Iterator[Tracker]:
+    """Put the loggers that settings name beside ``tracker``, for the block.
+
+    Raises:
+        PluginError: One of them is not installed, cannot be imported, or cannot be made.
+    """
+    loggers: dict[str, RunLogger] = {}
+    for name in names:
+        made = load_plugin(RUN_LOGGERS, name)
+        try:
+            loggers[name] = made(stage, workspace)
+        except Exception as error:
+            raise PluginError(f"the run logger {name} cannot begin: {first_line(error)}") from error
+    if not loggers:
+        yield tracker
+        return
+    beside = TrackerWithLoggers(tracker, loggers)
+    failed = True
+    try:
+        yield beside
+        failed = False
+    finally:
+        beside.end(failed)

@@ -1,0 +1,1 @@
+"""People as judges: pairs of replies exported blind, their answers read back."""

@@ -1,0 +1,1 @@
+"""Public benchmarks: reward models on RewardBench 2, policies by lm-evaluation-harness."""

@@ -1,0 +1,1 @@
+"""Which registered versions are kept, and the deletion of the others."""

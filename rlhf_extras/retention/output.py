@@ -1,0 +1,42 @@
+"""What ``rlhf registry gc`` prints: which versions stay and why, and which token ids nobody needs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from rlhf_core.data.token_folder import remove_entries, unneeded_entries
+from rlhf_extras.retention.retention import RetentionPlan
+
+MIB = 1 << 20
+
+
+def describe_retention(plan: RetentionPlan, *, deleted: bool) -> str:
+    """List every version of each registered model with the reason why it stays, or that it goes.
+
+    Args:
+        deleted: Whether the plan has been carried out.
+    """
+    lines = []
+    for name, rows in plan.models.items():
+        lines += [name, *([] if rows else ["  no version"])]
+        gone = "deleted" if deleted else "would be deleted"
+        lines += [f"  version {version.version}  {f'kept: {why}' if why else gone}" for version, why in rows]
+    versions, matches = len(plan.deleted), len(plan.matches)
+    counts = f"{versions} version{'' if versions == 1 else 's'} and {matches} match{'' if matches == 1 else 'es'}"
+    if deleted:
+        lines.append(f"deleted {counts}")
+    elif plan.deleted:
+        lines.append(f"nothing was deleted; `rlhf registry gc --delete` deletes {counts}")
+    else:
+        lines.append("no version to delete")
+    return "\n".join(lines)
+
+
+def clean_token_cache(workspace: Path, *, delete: bool) -> list[str]:
+    """List the token ids that no stage needs any more, or delete them; a line for each, none where there are none."""
+    entries = unneeded_entries(workspace)
+    if delete:
+        remove_entries(entries)
+    what = "deleted" if delete else "would be deleted"
+    lines = [f"  {entry.folder.name}  {entry.size / MIB:.1f} MiB  {what}: {entry.reason}" for entry in entries]
+    return ["token ids of data files", *lines] if lines else []
