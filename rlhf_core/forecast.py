@@ -190,9 +190,10 @@ def _shortfalls(
                 yield Shortfall(reason, math.ceil(5 / _share(reader, name, largest)))
             config = getattr(params, reader)
             fewest = config.batch.min_pairs
-            if name == "train" and config.length_balance == "sampling" and found.balanced < fewest:
+            usable = found.balanced + found.equal
+            if name == "train" and config.length_balance == "sampling" and usable < fewest:
                 reason = (
-                    f"{reader}.length_balance: sampling leaves {found.balanced} of {found.pairs} training pairs, "
+                    f"{reader}.length_balance: sampling leaves {usable} of {found.pairs} training pairs, "
                     f"fewer than the {fewest} of a batch ({reader}.batch.min_pairs)"
                 )
                 yield Shortfall(reason, _total(lengths, found, fewest, reader, name, largest))

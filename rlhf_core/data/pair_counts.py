@@ -24,15 +24,20 @@ SHARE_STEP = 0.01
 
 @dataclass(frozen=True)
 class SplitPairs:
-    """Pairs of one split of one reader, and how many are left when lengths are balanced."""
+    """Pairs of one split of one reader, how many are left when lengths are balanced, and how many are of equal length.
+
+    A measure is of balanced pairs; an epoch of training has those of equal length too.
+    """
 
     pairs: int
     balanced: int
+    equal: int = 0
 
     @classmethod
     def of(cls, differences: npt.ArrayLike) -> SplitPairs:
         """Count pairs by their length differences (N,)."""
-        return cls(len(np.asarray(differences)), len(length_balanced_rows(differences, seed=0)))
+        lengths = np.asarray(differences)
+        return cls(len(lengths), len(length_balanced_rows(lengths, seed=0)), int(np.count_nonzero(lengths == 0)))
 
 
 # By reader and split. The test pairs are common to all readers.

@@ -21,7 +21,6 @@ from rlhf_core.data.dataset import (
     write_clean,
     write_readme,
 )
-from rlhf_core.data.pair_counts import pair_lengths
 from rlhf_core.data.schema import ROW_TYPES
 from rlhf_core.data.validation.set_rules import apply_set_rules, check_set
 from rlhf_core.data.validation.suites import FOLDER, read_suites
@@ -119,6 +118,8 @@ def _split_for(validated: Validated, config: ValidateConfig) -> SplitConfig:
     clean = validated.clean["preferences"]
     if not config.split.fewest_balanced or not clean.num_rows:
         return config.split
+    from rlhf_core.data.pair_counts import pair_lengths  # with torch
+
     return pair_lengths(clean.parts(["group", "chosen", "rejected"]), config.seed).adapted(config.split)
 
 

@@ -125,3 +125,10 @@ def test_files_are_counted_as_collect_reads_them_each_pair_once(tmp_path: Path) 
     capped = source_pairs([DataSource(path="pairs.jsonl", cap=30)], tmp_path, 1)
     assert capped is not None and len(capped) == 30
     assert source_pairs([DataSource(path="hub:a/b")], tmp_path, 1) is None
+
+
+def test_pairs_of_equal_length_are_trained_on_though_they_measure_nothing() -> None:
+    equal = PairLengths([f"g{i}" for i in range(400)], np.zeros(400, dtype=np.int64), 1)
+    found = forecast(equal, settings("gates.reward=[{metric: accuracy, at_least: 0.5, why: a}]"))
+    assert not found.refusal and found.counts["reward"]["test"].balanced == 0
+    assert "test_accuracy_length_balanced" in forecast(equal, settings()).refusal
