@@ -144,25 +144,45 @@ def init(
     ] = None,
     model: Annotated[str | None, typer.Option(help="The starting model: a folder, .gguf file or hub id.")] = None,
     cache: Annotated[Path | None, typer.Option(help="A DVC cache to share with other workspaces.")] = None,
+    origin: Annotated[
+        str | None,
+        typer.Option("--from", metavar="WORKSPACE@ALIAS", help="Go on from a registered policy, by its settings."),
+    ] = None,
 ) -> None:
     """Create a workspace: params.yaml with its comments, dvc.yaml, a DVC root.
 
+    Where there are files of pairs, what so many can show is forecast, and too few are refused.
+
     Examples:
     $ rlhf init my-run --data pairs.jsonl --model models/my-model
+    $ rlhf init next --from my-run@champion --data new.jsonl
     $ rlhf init my-trial --profile smoke --set seed=2
     """
+    if origin and model:
+        raise RlhfError("--from names the starting model; leave --model out")
     settings = ["collect.source=files", f"collect.files.preferences={json.dumps(data)}"] if data else []
-    settings += [*([f"base.source={model}"] if model else []), *(sets or [])]
-    profile = ",".join(profiles or ()) or ("own-data" if data else None)
+    settings += [f"base.source={model}"] if model else []
+    profile = ",".join(profiles or ()) or ("own-data" if data and not origin else None)
     with busy("making the workspace"):
-        from flows.commands.init import initialise, next_step, refuse_absent
+        from flows.commands.init import forecast_of, initialise, next_step, predecessor, refuse_absent
         from flows.dvc_repo.inputs import refresh_inputs
 
         refuse_absent(data or [], model)
-        workspace = initialise(folder, profile, settings, cache=cache)
+        before = predecessor(origin) if origin else None
+        settings = [*(before.settings(data or []) if before else settings), *(sets or [])]
+        recipe = before.workspace if before else None
+        found = forecast_of(folder, profile, settings, recipe)
+        workspace = initialise(folder, profile, settings, cache=cache, recipe=recipe)
         with suppress(RlhfError):  # a source that is missing or out of reach is for the next step, or the run, to name
             refresh_inputs(workspace)  # so that `dvc repro` and `dvc status` work at once
         step = next_step(workspace)
+    if before is not None:
+        typer.echo(f"it goes on from {before.name}, which the new policy is compared with")
+    if found is not None:
+        from rlhf_core.forecast import as_text
+
+        typer.echo(as_text(found))
+        typer.echo("how long each stage takes here: rlhf plan --time")
     typer.echo(step)
 
 

@@ -263,6 +263,7 @@ def workspace_checks(workspace: Path | None, opens_files: bool = True) -> Iterat
     yield DoctorCheck(OK, "params.yaml", "every parameter is known and in range, and DVC finds those it tracks")
     yield from _sources(workspace, params, opens_files)
     if opens_files:
+        yield from pair_checks(workspace, params)
         yield base_model_check(workspace, params.base.source, params.base.revision)
     yield from _reward_sources(workspace, params)
     yield from gate_checks(params.gates)
@@ -338,6 +339,24 @@ def unread_sources(workspace: Path, sources: Sequence[DataSource]) -> Iterator[D
                 if rows_are != "preferences":
                     finding = f"{first_file.name} has {rows_are}, but pairs of replies are needed"
                     yield DoctorCheck(FAIL, "data", finding, remedy)
+
+
+def pair_checks(workspace: Path, params: Params) -> Iterator[DoctorCheck]:
+    """Check whether the pairs are enough for the reward models and their gate, and what they can show."""
+    from rlhf_core.forecast import LIKELY, forecast_of_workspace
+
+    found = forecast_of_workspace(workspace, params)
+    if found is None:
+        return
+    if found.refusal:
+        yield DoctorCheck(FAIL, "pairs", found.refusal, "`rlhf plan` counts them by model and split")
+        return
+    weak = [power.metric for power in found.powers if power.power < LIKELY]
+    if weak:
+        finding = f"{found.pairs:,} pairs will do, but may well not show a real gain by {', '.join(weak)}"
+        yield DoctorCheck(WARN, "pairs", finding, "`rlhf plan` says how likely; more pairs help")
+    else:
+        yield DoctorCheck(OK, "pairs", f"{found.pairs:,} pairs will do; `rlhf plan` says what they can show")
 
 
 def _reward_sources(workspace: Path, params: Params) -> Iterator[DoctorCheck]:

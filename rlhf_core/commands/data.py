@@ -22,11 +22,13 @@ from rlhf_core.runtime.progress import busy
 from rlhf_core.storage.files import scratch_folder
 
 if TYPE_CHECKING:
-    from rlhf_core.config.data import ReadOptions, ValidateConfig
+    from rlhf_core.config.data import FileSources, ReadOptions, ValidateConfig
     from rlhf_core.data.inspection.describe import TokenLimits
+    from rlhf_core.forecast import Forecast
 
 
 SHORT_FORM = "inspect"
+OWN_DATA = "own-data"  # the profile that `rlhf init --data` takes
 HELP_OPTIONS = ("-h", "--help")
 Kind = Literal["preferences", "demonstrations", "prompts", "pretrain"]
 
@@ -140,8 +142,8 @@ def validate(
     """Check data files as the pipeline would: what is kept, what is refused why and in which line, the data gate.
 
     The rows go through the stages collect and validate, kinds that are missing are derived from preferences, and the
-    data gate is decided. Nothing is trained, and no workspace is needed. With --output the clean rows, the quarantine,
-    the data docs and the gate's evidence are kept.
+    data gate is decided; of pairs, what so many can show is forecast. Nothing is trained, and no workspace is needed.
+    With --output the clean rows, the quarantine, the data docs and the gate's evidence are kept.
 
     Exit codes: 0 the data gate would open, 3 it would not, 2 a file cannot be read at all.
 
@@ -170,10 +172,15 @@ def validate(
             raise RlhfError(
                 f"cannot write to {folder}: {error}; make room, or name another folder: {remedy}"
             ) from error
+        found = _forecast(workspace, sets or [], sources) if sources.preferences else None
     if as_json:
-        print_json(checked.as_dict())
+        print_json(checked.as_dict() | ({} if found is None else {"forecast": found.as_dict()}))
     else:
         print_text(as_text(checked, terminal_width()))
+        if found is not None:
+            from rlhf_core.forecast import as_text as forecast_text
+
+            print_text("\n" + forecast_text(found))
     raise typer.Exit(EXIT_OK if checked.passed else EXIT_GATE_FAILED)
 
 
@@ -237,6 +244,23 @@ def _validate_config(workspace: Path | None, sets: Sequence[str], tokenizer: str
             text = rebase_sources((root / PARAMS_FILE).read_text(encoding="utf-8"), root, Path.cwd())
     params = check_params(yaml_text.parse(overlaid(text, sets=sets), PARAMS_FILE))
     return params.validate_.model_copy(update={"seed": params.seed}).with_absolute_paths(Path.cwd())
+
+
+def _forecast(workspace: Path | None, sets: Sequence[str], sources: FileSources) -> Forecast | None:
+    """Say what the pairs are enough for under the settings of a workspace, else under those of the profile own-data."""
+    from rlhf_core.config import yaml_text
+    from rlhf_core.config.data import CollectConfig
+    from rlhf_core.config.loading import PARAMS_FILE, check_params, overlaid, overlays_of
+    from rlhf_core.config.recipe import profiles_of, recipe_folder
+    from rlhf_core.forecast import forecast_of_files
+
+    root = _root_of(workspace)
+    folder = root or recipe_folder()
+    recipe = (folder / PARAMS_FILE).read_text(encoding="utf-8")
+    overlays = overlays_of(recipe, profiles_of(folder), None if root is not None else OWN_DATA)
+    params = check_params(yaml_text.plain(yaml_text.parse(overlaid(recipe, overlays, sets), PARAMS_FILE)))
+    files = CollectConfig(source="files", files=sources)
+    return forecast_of_files(Path.cwd(), params.model_copy(update={"collect": files}))
 
 
 def read_options(

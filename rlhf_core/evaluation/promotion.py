@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from rlhf_core.config.operations import NonInferiorityConfig
+from rlhf_core.evaluation.judges.names import position_bias
 from rlhf_core.evaluation.statistics import level_of_attempt, sign_test
 
 REFUSES_HARMFUL, REFUSAL_LOG_ODDS = "safety.refuses_harmful", "safety.refusal_log_odds"
@@ -44,7 +45,8 @@ class Criterion:
 
 
 def win_rate_criteria(match: Mapping[str, Any], bar: float, budget: float, attempt: int) -> list[Criterion]:
-    """Win rate, length-controlled win rate and sign test over clusters, for every judge of the match.
+    """Win rate, length-controlled win rate and sign test over clusters, for every judge of the match whose verdicts do
+    not depend on the order of replies.
 
     Args:
         match: ``comparison`` of the challenger by judge.
@@ -58,7 +60,7 @@ def win_rate_criteria(match: Mapping[str, Any], bar: float, budget: float, attem
         return [Criterion("the comparison", "missing", "at least one judge", False, is_plain_win_rate=True)]
     level = level_of_attempt(budget, attempt)
     criteria = []
-    for judge in sorted(judges):
+    for judge in sorted(name for name in judges if not position_bias(judges[name])):
         for name, key in (("win rate", "win_rate_low95"), ("length-controlled win rate", "lc_win_rate_low95")):
             low = _number(judges[judge], key)
             measured = "not measured" if low is None else f"at least {low:.3f}"

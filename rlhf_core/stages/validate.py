@@ -5,7 +5,7 @@ from __future__ import annotations
 import shutil
 from collections.abc import Collection
 
-from rlhf_core.config.data import ValidateConfig
+from rlhf_core.config.data import SplitConfig, ValidateConfig
 from rlhf_core.config.gates import Condition
 from rlhf_core.data.collection.raw_folder import read_raw
 from rlhf_core.data.collection.sources import read_sources
@@ -58,6 +58,7 @@ def run(
     outputs.docs.parent.mkdir(parents=True, exist_ok=True)
     with scratch_folder(".columns-", outputs.docs.parent) as columns:
         validated = validate(raw, suites, columns)
+        config = config.model_copy(update={"split": _split_for(validated, config)})
         findings = check_set(validated.clean, config, suites, raw.derived, evaluation)
         apply_set_rules(validated, findings)
     tokens = None
@@ -72,6 +73,8 @@ def run(
         lengths = statistics["preferences"].all_lengths()
         bias = length_bias(lengths.get("chosen", ()), lengths.get("rejected", ()))
         findings.counts["preferences"] = findings.counts.get("preferences", {}) | validated.agreement | bias
+        if config.split.fewest_balanced:
+            findings.counts["preferences"]["test_share"] = config.split.test
         metrics = data_metrics(validated, statistics, findings.counts)
         atomic_write_json(outputs.metrics, metrics)
         conditions = gate_conditions(config, kinds) + rule_conditions(validated)
@@ -106,6 +109,16 @@ STAGE = Stage(
         "gate": "gates/data.json",
     },
 )
+
+
+def _split_for(validated: Validated, config: ValidateConfig) -> SplitConfig:
+    """Return the shares of the splits, with a larger test share where there are few pairs and the settings ask so."""
+    clean = validated.clean["preferences"]
+    if not config.split.fewest_balanced or not clean.num_rows:
+        return config.split
+    from rlhf_core.data.pair_counts import pair_lengths  # with torch
+
+    return pair_lengths(clean.parts(["group", "chosen", "rejected"]), config.seed).adapted(config.split)
 
 
 def gate_conditions(config: ValidateConfig, kinds: Collection[str] = tuple(ROW_TYPES)) -> list[Condition]:

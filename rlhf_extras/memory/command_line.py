@@ -39,13 +39,17 @@ def plan(
     prompt_tokens: Annotated[int | None, typer.Option(help="Longest prompt of rollouts.")] = None,
     config: Annotated[Path | None, typer.Option(help="config.json in place of the starting model's.")] = None,
     check: Annotated[bool, typer.Option("--check", help="Print one line; exit with 2 if it cannot fit.")] = False,
+    times: Annotated[
+        bool, typer.Option("--time", help="Measure for some seconds how long each stage takes on this machine.")
+    ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print all numbers as JSON.")] = False,
 ) -> None:
     """Estimate memory per GPU by model and phase of every training stage, and what to change when it does not fit.
 
     The passes of each stage run on shapes alone: no weights are downloaded or loaded. Options stand for settings of
     every stage that is planned; those left out are as in params.yaml. Lengths come from the workspace's data; before
-    there are any, and with --profile, --set or --config, from the limits of the settings.
+    there are any, and with --profile, --set or --config, from the limits of the settings. For data from files it also
+    forecasts what so many pairs can show.
 
     Exit codes: 0 it fits or nothing is known against it, 2 it does not fit, or the settings are wrong.
 
@@ -57,11 +61,16 @@ def plan(
 
         skip_last_collection()
         root = workspace_root(workspace)
+        if times:
+            from rlhf_core.stages.runtime.threads import limit_threads_of
+
+            limit_threads_of(root)  # as the stages are limited that are timed
         from rlhf_extras.memory.command import PlanRequest, describe
 
         options = (gpus, gpu_memory, zero, offload, frozen, gradient_checkpointing, bf16, lora_rank, prompt_tokens)
         request = PlanRequest(root, ",".join(profiles or ()) or None, sets or (), stages or (), config, *options)
         plans = [] if check else request.plans()
-        answer = request.check() if check else describe(plans, as_json=as_json)
+        clock = request.time() if times and not check else None
+        answer = request.check() if check else describe(plans, request.forecast(), clock, as_json=as_json)
     typer.echo(answer)
     raise typer.Exit(EXIT_OK if all(plan.fits for plan in plans) else EXIT_USER_ERROR)

@@ -33,7 +33,7 @@ from rlhf_core.storage.files import atomic_write_text, flatten
 # `dvc metrics show` prints them side by side, which must fit 120 columns.
 HEADLINE = {
     "sft_perplexity": "sft.perplexity",
-    "reward_accuracy": "reward.accuracy",
+    "reward_accuracy": "reward.test_accuracy",
     "win_rate": "evaluation.comparison.judge.win_rate",
     "win_rate_low95": "evaluation.comparison.judge.win_rate_low95",
     "gold_win_rate": "evaluation.comparison.gold.win_rate",
