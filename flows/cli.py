@@ -182,7 +182,6 @@ def init(
         from rlhf_core.forecast import as_text
 
         typer.echo(as_text(found))
-        typer.echo("how long each stage takes here: rlhf plan --time")
     typer.echo(step)
 
 

@@ -24,7 +24,6 @@ from rlhf_extras.memory.dry_run import MEMORY_KINDS, MemoryUse, ModelVariant, mo
 from rlhf_extras.memory.sequence_lengths import lengths_from_limits, lengths_of_workspace
 from rlhf_extras.memory.sharding import GIB, ParallelLayout, planned_precision
 from rlhf_extras.memory.stages import STAGES, EstimateInputs, StagePlan, plan_stages, planned_stages
-from rlhf_extras.memory.time_plan import TimePlan, plan_time
 
 MIB = 1 << 20
 # Of MEMORY_KINDS, short enough for a table of 80 columns.
@@ -115,11 +114,6 @@ class PlanRequest:
         """What the pairs of the workspace are enough for; None for the synthetic world, or where none can be read."""
         return forecast_of_workspace(self.root, self.params)
 
-    def time(self) -> TimePlan:
-        """How long each stage takes on this machine, measured for some seconds."""
-        params = self.params
-        return plan_time(self.root, params, starting_architecture(params.base, self.root, self.config))
-
     def check(self) -> str:
         """One line that says that the stages fit, or that nothing is known against it; ``MemoryExceeded`` when not.
 
@@ -149,19 +143,16 @@ def worst(plans: Sequence[StagePlan]) -> StagePlan:
     return max(plans, key=lambda plan: plan.peak)
 
 
-def describe(
-    plans: Sequence[StagePlan], pairs: Forecast | None = None, times: TimePlan | None = None, *, as_json: bool = False
-) -> str:
-    """The whole plan with advice, what the pairs are enough for and how long it takes, as a table or as JSON."""
+def describe(plans: Sequence[StagePlan], pairs: Forecast | None = None, *, as_json: bool = False) -> str:
+    """The whole plan with advice, and what the pairs are enough for, as a table or as JSON."""
     advice = {plan.stage: advise(plan) for plan in plans if not plan.fits}
     if as_json:
         document = plan_json(plans, advice)
-        document |= {} if pairs is None else {"pairs": pairs.as_dict()}
-        return json.dumps(document | ({} if times is None else {"seconds": vars(times)}), indent=2)
-    blocks = [plan_text(plans, advice)]
-    blocks += [] if pairs is None else [as_text(pairs)]
-    blocks += [] if times is None else [times.as_text()]
-    return "\n\n".join(blocks)
+        if pairs is not None:
+            document["pairs"] = pairs.as_dict()
+        return json.dumps(document, indent=2)
+    text = plan_text(plans, advice)
+    return text if pairs is None else f"{text}\n\n{as_text(pairs)}"
 
 
 def plan_text(plans: Sequence[StagePlan], advice: Advice) -> str:

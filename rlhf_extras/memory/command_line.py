@@ -39,9 +39,6 @@ def plan(
     prompt_tokens: Annotated[int | None, typer.Option(help="Longest prompt of rollouts.")] = None,
     config: Annotated[Path | None, typer.Option(help="config.json in place of the starting model's.")] = None,
     check: Annotated[bool, typer.Option("--check", help="Print one line; exit with 2 if it cannot fit.")] = False,
-    times: Annotated[
-        bool, typer.Option("--time", help="Measure for some seconds how long each stage takes on this machine.")
-    ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print all numbers as JSON.")] = False,
 ) -> None:
     """Estimate memory per GPU by model and phase of every training stage, and what to change when it does not fit.
@@ -61,16 +58,11 @@ def plan(
 
         skip_last_collection()
         root = workspace_root(workspace)
-        if times:
-            from rlhf_core.stages.runtime.threads import limit_threads_of
-
-            limit_threads_of(root)  # as the stages are limited that are timed
         from rlhf_extras.memory.command import PlanRequest, describe
 
         options = (gpus, gpu_memory, zero, offload, frozen, gradient_checkpointing, bf16, lora_rank, prompt_tokens)
         request = PlanRequest(root, ",".join(profiles or ()) or None, sets or (), stages or (), config, *options)
         plans = [] if check else request.plans()
-        clock = request.time() if times and not check else None
-        answer = request.check() if check else describe(plans, request.forecast(), clock, as_json=as_json)
+        answer = request.check() if check else describe(plans, request.forecast(), as_json=as_json)
     typer.echo(answer)
     raise typer.Exit(EXIT_OK if all(plan.fits for plan in plans) else EXIT_USER_ERROR)
