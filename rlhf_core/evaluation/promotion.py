@@ -55,12 +55,13 @@ def win_rate_criteria(match: Mapping[str, Any], bar: float, budget: float, attem
         budget: The error budget of all attempts on these prompts.
         attempt: Which attempt this is, counted from 1.
     """
-    judges = match.get("comparison") or {}
+    compared = match.get("comparison") or {}
+    judges = {name: results for name, results in compared.items() if not position_bias(results)}
     if not judges:
         return [Criterion("the comparison", "missing", "at least one judge", False, is_plain_win_rate=True)]
     level = level_of_attempt(budget, attempt)
     criteria = []
-    for judge in sorted(name for name in judges if not position_bias(judges[name])):
+    for judge in sorted(judges):
         for name, key in (("win rate", "win_rate_low95"), ("length-controlled win rate", "lc_win_rate_low95")):
             low = _number(judges[judge], key)
             measured = "not measured" if low is None else f"at least {low:.3f}"

@@ -112,6 +112,8 @@ def test_a_judge_by_the_order_of_replies_is_an_alarm_and_moves_no_verdict(
     assert decides or len(sentences) == 1
     asked = win_rate_criteria({"comparison": comparison}, bar=0.5, budget=0.05, attempt=1)
     assert any(criterion.name.startswith("llm ") for criterion in asked) == decides
+    alone = win_rate_criteria({"comparison": {"llm": comparison["llm"]}}, bar=0.5, budget=0.05, attempt=1)
+    assert alone and not all(criterion.passed for criterion in alone), "no judge that decides promotes nothing"
 
 
 def test_the_reward_model_is_no_judge_and_nor_is_the_referee_that_selected_the_policy(tmp_path: Path) -> None:
