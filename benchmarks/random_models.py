@@ -94,7 +94,8 @@ def new_scalar(subject: Subject, unembedding: bool = False) -> ScalarModel:
     config = subject.architecture.config()
     with torch.random.fork_rng(devices=[]), distributed.device():
         torch.manual_seed(2)
-        model = AutoScalarModel.from_config(config, dtype=subject.dtype, attn_implementation="sdpa")
+        kind: Any = AutoScalarModel  # whose constructors have no types
+        model = kind.from_config(config, dtype=subject.dtype, attn_implementation="sdpa")
         table = torch.randn(config.vocab_size, config.hidden_size, dtype=subject.dtype) if unembedding else None
     fuse_norms(model)
     return ScalarModel(model, table).to(distributed.device()).eval()

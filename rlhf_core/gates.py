@@ -202,9 +202,27 @@ def closed_gate(workspace: Path) -> GateDecision | None:
 
 def _condition_of(row: Mapping[str, Any]) -> ConditionResult:
     """Read one condition; what is no finite number is taken for missing, and what is absent for empty."""
-    numbers = {name: lookup(row, name)[0] for name in ("value", "limit", "estimate", "low95", "high95")}
-    texts = {name: str(row.get(name) or "") for name in ("metric", "bound", "why", "note", "sign", "terms")}
-    return ConditionResult(**numbers, **texts, passed=row.get("passed") is True)
+
+    def text(name: str) -> str:
+        return str(row.get(name) or "")
+
+    def number(name: str) -> float | None:
+        return lookup(row, name)[0]
+
+    return ConditionResult(
+        metric=text("metric"),
+        value=number("value"),
+        bound=text("bound"),
+        limit=number("limit"),
+        passed=row.get("passed") is True,
+        why=text("why"),
+        note=text("note"),
+        sign=text("sign"),
+        terms=text("terms"),
+        estimate=number("estimate"),
+        low95=number("low95"),
+        high95=number("high95"),
+    )
 
 
 def describe_loss(loss: float, high: float, digits: int = DIGITS[0]) -> str:

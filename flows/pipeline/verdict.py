@@ -147,7 +147,8 @@ def reach_verdict(
     evaluation = read_json(workspace / EVALUATION) if evaluated else {}
     decision = registration.decision
     judges: tuple[JudgeResult, ...] = ()
-    opponent, unmet = "", ()
+    unmet: tuple[str, ...] = ()
+    opponent = ""
     if decision is not None and decision.match:
         judges = judge_results(decision.match["comparison"])
         opponent, unmet = f"champion version {decision.champion}", _unmet_criteria(decision)

@@ -120,11 +120,11 @@ def _compared(
         "unscored": float(len(turns) - len(known)),
     }
     rows = []
-    for row, prompt in enumerate(turns):
+    for row, dialogue in enumerate(turns):
         values = [None if math.isnan(value) else float(value) for value in scores[:, row]]
         rows.append(
             {
-                "prompt": prompt[-1].content,
+                "prompt": dialogue[-1].content,
                 "candidate": replies[0][row].text,
                 "baseline": replies[1][row].text,
                 "score_candidate": values[0],

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 
 from rlhf_core.data.token_tables import TokenTable
-from rlhf_core.errors import RlhfError
+from rlhf_core.errors import CheckpointError, DataError, RlhfError
 from rlhf_core.ppo.rollout import TrainingPrompts
 from rlhf_core.runtime import distributed
 from rlhf_core.storage.files import FileHashes, atomic_write_json, read_json
@@ -58,7 +58,11 @@ def claim_folder(context: RunContext, name: str, inputs: Mapping[str, Any]) -> N
     compared = {} if context.named_by_content else inputs
     claim = {"run": name, "inputs": {key: parts_of(value, hashes) for key, value in compared.items()}}
     if path.is_file():
-        _require_same(read_json(path), claim, context.work)
+        try:
+            earlier = read_json(path)
+        except DataError as error:
+            raise CheckpointError(f"{path} is damaged; delete the folder to start over") from error
+        _require_same(earlier, claim, context.work)
     atomic_write_json(path, claim)
     if distributed.is_rank_zero():
         hashes.save()

@@ -6,10 +6,32 @@ from typing import Literal
 
 from pydantic import NonNegativeInt, PositiveInt
 
-from rlhf_core.config.model import CheckpointConfig, OptimizerConfig, SamplingConfig, StageConfig
+from rlhf_core.config.model import CheckpointConfig, OptimizerConfig, SamplingConfig, StageConfig, Strict
 from rlhf_core.config.ppo import PpoConfig
 
 SCRATCH = "scratch"
+
+
+class PretrainingConfig(Strict):
+    """Training of the model that `scratch` makes, on the plain texts: what it knows before it learns to answer.
+
+    Attributes:
+        steps: Optimiser steps.
+        batch_size: Texts of a step.
+        micro_batch_size: Texts of one pass, which changes no gradient; null: all of a step.
+        max_tokens: Longest text; longer ones are dropped and counted, never cut.
+        eval_every: Steps between measurements of held-out perplexity.
+        optimizer: Its optimiser.
+        checkpoint: Its checkpoints, in steps.
+    """
+
+    steps: PositiveInt
+    batch_size: PositiveInt = 64
+    micro_batch_size: PositiveInt | None = None
+    max_tokens: PositiveInt = 256
+    eval_every: PositiveInt = 100
+    optimizer: OptimizerConfig = OptimizerConfig(lr=6e-3)
+    checkpoint: CheckpointConfig = CheckpointConfig(every=200)
 
 
 class BaseConfig(StageConfig):
@@ -26,6 +48,7 @@ class BaseConfig(StageConfig):
         heads: Its attention heads.
         max_positions: Longest sequence that it takes, in tokens.
         dtype: Precision of the weights; `auto` is bfloat16 where the device multiplies it natively, else float32.
+        pretraining: How `scratch` trains on plain texts; null: its weights stay random.
     """
 
     source: str = SCRATCH
@@ -38,6 +61,7 @@ class BaseConfig(StageConfig):
     heads: PositiveInt = 4
     max_positions: PositiveInt = 512
     dtype: Literal["float32", "bfloat16", "auto"] = "float32"
+    pretraining: PretrainingConfig | None = None
 
 
 class BaseStageConfig(BaseConfig):

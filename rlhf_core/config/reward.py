@@ -55,7 +55,8 @@ class RewardConfig(StageConfig):
     Attributes:
         init: Starts as the SFT model, or as the base model.
         layers: Keeps only so many decoder layers, from the embedding up; null: all.
-        pooling: What the head reads of a reply: its `last` token (paper, section 3.1), or the `mean` of all.
+        pooling: What the head reads of a reply: its `last` token (paper, section 3.1), the `mean` of all, or
+            their `sum`, by which each token has a score of its own.
         linear_probe: Fits the head to frozen features first, with this L2 penalty; then `steps` may be 0.
         steps: Optimiser steps.
         batch: The batches of pairs.
@@ -75,7 +76,7 @@ class RewardConfig(StageConfig):
 
     init: Literal["sft", "base"] = "sft"
     layers: PositiveInt | None = None
-    pooling: Literal["last", "mean"] = "last"
+    pooling: Literal["last", "mean", "sum"] = "last"
     linear_probe: PositiveFloat | None = None
     steps: NonNegativeInt = 300
     batch: PairBatchConfig = PairBatchConfig()

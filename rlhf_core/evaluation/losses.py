@@ -278,8 +278,9 @@ class WinRatePower:
         path = metric.removesuffix(LOWER_BOUND)
         rate, low, high = measured.get(path), measured.get(metric), measured.get(f"{path}_high95")
         clusters = measured.get(f"{path.rpartition('.')[0]}.clusters")
-        undecided = rate is None or low is None or (low, high) == (0.0, 1.0)
-        half_width = None if undecided else float(rate) - float(low)
+        half_width = None
+        if rate is not None and low is not None and (low, high) != (0.0, 1.0):
+            half_width = float(rate) - float(low)
         return cls("gates.policy", metric, bound, half_width, int(clusters or 0))
 
     @property

@@ -176,7 +176,7 @@ def measure_drift(sampled: OnPolicyReplies, reference: PreTrainedModel, clusters
     ``clusters`` are those of the prompts, of which the first were replied to; None: each is one of its own.
     """
     log_ratios: list[list[float]] = []  # by batch
-    scored: list[list[list[list[float]]]] = []  # tokens and both their log-probabilities, by batch and reply
+    scored: list[list[list[Any]]] = []  # tokens and both their log-probabilities, by batch and reply
     reference_nats, tokens = 0.0, 0
     for rollout, weight in zip(sampled.rollouts, sampled.weights, strict=True):
         reference_logprobs = _score_tokens(rollout, reference, sampled.sampling)

@@ -364,7 +364,9 @@ def _require_mergeable(model: PreTrainedModel, weights: AdaptedWeights, config: 
             f"adapters of a {type(model).__name__} cannot be added and merged ({first_line(error)}); name the layers "
             "that they may go into in lora.targets, or train without lora"
         ) from error
-    if {name: weight.shape for name, weight in copied.named_parameters()} != before:
+    # Packed weights are of another shape after the merge.
+    packed = config.quantize is not None
+    if not packed and {name: weight.shape for name, weight in copied.named_parameters()} != before:
         raise ModelError(f"merged adapters would change the weights' names in a {type(model).__name__}; leave lora out")
 
 

@@ -200,6 +200,8 @@ def scratch_config(
         num_attention_heads=config.heads,
         num_key_value_heads=config.heads,
         max_position_embeddings=config.max_positions,
+        # A product of a unit-scale input keeps its scale; transformers' 0.02 fits widths above two thousand.
+        initializer_range=config.hidden_size**-0.5,
         tie_word_embeddings=True,
         pad_token_id=pad_id,
         eos_token_id=eos_id,

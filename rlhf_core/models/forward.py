@@ -16,7 +16,7 @@ import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, partial
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -115,7 +115,7 @@ def embedding_weight(model: PreTrainedModel) -> Tensor:
 
 def backbone_of(model: PreTrainedModel) -> PreTrainedModel:
     """What lies below a model's head, also in kinds that name none of their parts as it, such as Llama 4."""
-    base: PreTrainedModel = model.base_model
+    base = cast(PreTrainedModel, model.base_model)
     if base is not model or model.get_output_embeddings() is None:
         return base
     parts = [part for part in model.children() if isinstance(part, PreTrainedModel)]
@@ -130,7 +130,7 @@ COUNTED_FROM_PADDING = frozenset(
 
 def first_position(config: PretrainedConfig) -> int:
     """The position of a text's first token: 0, but in RoBERTa and its kind."""
-    return (config.pad_token_id or 0) + 1 if config.model_type in COUNTED_FROM_PADDING else 0
+    return (config.pad_token_id or 0) + 1 if getattr(config, "model_type", "") in COUNTED_FROM_PADDING else 0
 
 
 def position_ids_from_mask(attention_mask: Tensor) -> Tensor:

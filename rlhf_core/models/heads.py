@@ -66,7 +66,17 @@ def mean_so_far(hidden: Tensor, reply_mask: Tensor) -> Tensor:
     return total / (from_before.cumsum(dim=1) - 1 + PRIOR_TOKENS).unsqueeze(-1)
 
 
-Pooling = Literal["last", "mean"]
+def sum_over_reply(hidden: Tensor, reply_mask: Tensor) -> Tensor:
+    """The sum of the states of each row's reply in float32: (B, L, H), (B, L) -> (B, H)."""
+    return torch.einsum("bl,blh->bh", reply_mask.to(torch.float32), hidden.float())
+
+
+def sum_so_far(hidden: Tensor, reply_mask: Tensor) -> Tensor:
+    """The sum of the states of the reply up to each position, in float32: (B, L, H), (B, L) -> (B, L, H)."""
+    return (hidden.float() * reply_mask.float().unsqueeze(-1)).cumsum(dim=1)
+
+
+Pooling = Literal["last", "mean", "sum"]
 POOLING = "reply_pooling"  # its name in config.json
 
 
@@ -191,27 +201,32 @@ class ScalarModel(nn.Module):
     ) -> Tensor:
         """The scalar at every position: (B, L) each -> (B, L). Positions default to those of the mask.
 
-        Where the head reads means, it reads here that of the reply so far, if ``reply_mask`` says where the reply is: a
-        critic made from a reward model then foretells at each token what the reward model will read at the last.
+        Where the head reads a mean or a sum, it reads here that of the reply so far, if ``reply_mask`` says where the
+        reply is: a critic made from a reward model then foretells at each token what the reward model will read at the
+        last.
         """
         hidden = self.hidden(input_ids, attention_mask, position_ids)
-        if self.pooling == "mean" and reply_mask is not None:
-            hidden = mean_so_far(hidden, reply_mask)
+        if self.pooling != "last" and reply_mask is not None:
+            so_far = mean_so_far if self.pooling == "mean" else sum_so_far
+            hidden = so_far(hidden, reply_mask)
         return self.scores(hidden)
 
     def pool(self, hidden: Tensor, attention_mask: Tensor, reply_mask: Tensor | None) -> Tensor:
         """What the head reads of each row's reply: (B, L, H) -> (B, H). The masks are (B, L).
 
-        It is the state of the last real token, the end-of-sequence that closes the reply, or the mean of the reply's.
+        It is the state of the last real token, the end-of-sequence that closes the reply, or the mean or sum of the
+        reply's. With the sum each token has a score of its own, and a reply the sum of them.
 
         Raises:
-            ModelError: The mean is to be taken, and ``reply_mask`` does not say of which positions.
+            ModelError: A mean or sum is to be taken, and ``reply_mask`` does not say of which positions.
         """
         if self.pooling == "last":
             return hidden[torch.arange(hidden.shape[0], device=hidden.device), last_token_indices(attention_mask)]
         if reply_mask is None:
-            raise ModelError("this scalar model reads the mean over a reply, so it needs to know where replies begin")
-        return mean_over_reply(hidden, reply_mask)
+            what = f"this scalar model reads the {self.pooling} over a reply"
+            raise ModelError(f"{what}, so it needs to know where replies begin")
+        over_reply = mean_over_reply if self.pooling == "mean" else sum_over_reply
+        return over_reply(hidden, reply_mask)
 
     def reply_scores(self, input_ids: Tensor, attention_mask: Tensor, reply_mask: Tensor | None = None) -> Tensor:
         """The scalar of each row's reply, read as :meth:`pool` says: (B, L) -> (B,)."""

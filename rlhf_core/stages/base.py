@@ -10,10 +10,12 @@ from pathlib import Path
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from rlhf_core.config.base import BaseStageConfig
+from rlhf_core.config.base import BaseConfig, BaseStageConfig
 from rlhf_core.data.chat_template import refused_dialogues
+from rlhf_core.data.encoding import pad_id
 from rlhf_core.data.schema import Demonstration, Message, PairUser, Preference, PretrainText, Prompt, read_rows
 from rlhf_core.data.token_tables import read_tokens
+from rlhf_core.errors import DataError
 from rlhf_core.fingerprint.tracked_files import STARTING_MODEL_FILE
 from rlhf_core.models.adapters import adapted_weights
 from rlhf_core.models.causal_lm import (
@@ -32,9 +34,13 @@ from rlhf_core.models.precision import weights_precision
 from rlhf_core.ppo.rollout import require_room
 from rlhf_core.sampling.agreement import require_replies_as_scored
 from rlhf_core.stages.runtime.contract import Paths, Stage
+from rlhf_core.training import loop
+from rlhf_core.training.engine.base import Engine
+from rlhf_core.training.examples import Example
 from rlhf_core.training.loop import on_device_if_it_fits
 from rlhf_core.training.rng import derive_seed
 from rlhf_core.training.run_context import RunContext
+from rlhf_core.training.sft import SftTask
 
 logger = logging.getLogger(__name__)
 
@@ -47,11 +53,14 @@ def run(config: BaseStageConfig, inputs: Paths, outputs: Paths, context: RunCont
             for PPO's adapters.
         DataError: A prompt leaves no room for a reply of PPO.
     """
+    metrics: dict[str, float] = {}
     if config.source == "scratch":
         tokenizer: PreTrainedTokenizerBase = train_tokenizer(
             training_texts(inputs.clean), config.vocab_size, config.max_positions
         )
         model: PreTrainedModel = new_model(config, tokenizer, derive_seed(config.seed, "base", "weights"))
+        if config.pretraining is not None:
+            model, metrics = pretrain(model, tokenizer, config, inputs.clean / "pretrain", context)
     else:
         path = context.folder / os.path.expanduser(config.source)
         source, dtype = str(path) if path.exists() else config.source, getattr(torch, weights_precision(config.dtype))
@@ -86,7 +95,55 @@ def run(config: BaseStageConfig, inputs: Paths, outputs: Paths, context: RunCont
         table = read_tokens(context.tokens, inputs.clean / "prompts" / f"{split}.parquet", Prompt.KIND, tokenizer)
         require_room(table.column("prompt"), config.ppo.max_new_tokens, positions, "ppo.max_new_tokens")
     save_policy(outputs.model, model, tokenizer)
-    return {"parameters": float(sum(p.numel() for p in model.parameters())), "vocabulary": float(len(tokenizer))}
+    parameters = float(sum(p.numel() for p in model.parameters()))
+    return {"parameters": parameters, "vocabulary": float(len(tokenizer)), **metrics}
+
+
+def pretrain(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    config: BaseConfig,
+    folder: Path,
+    context: RunContext,
+) -> tuple[PreTrainedModel, dict[str, float]]:
+    """Train a new model on plain texts by cross-entropy on every token but the first.
+
+    Args:
+        folder: Holds ``train.parquet`` and ``validation.parquet`` of plain texts.
+
+    Returns:
+        The model, and held-out ``perplexity`` and ``tokens_per_second``.
+
+    Raises:
+        DataError: There is no text of at most ``base.pretraining.max_tokens`` tokens.
+    """
+    settings = config.pretraining
+    assert settings is not None
+    longest = min(settings.max_tokens, config.max_positions)
+    texts = []
+    for split in ("train", "validation"):
+        table = read_tokens(context.tokens, folder / f"{split}.parquet", PretrainText.KIND, tokenizer)
+        column = table.column("text")
+        kept = [ids for ids in column if 1 < len(ids) <= longest]
+        if not kept:
+            raise DataError(
+                f"base.pretraining needs plain texts of at most {longest} tokens, and pretrain/{split} has none; "
+                "set base.pretraining to null, or give texts (collect.files.pretrain)"
+            )
+        if len(kept) < len(column):
+            logger.warning(
+                "base: %d of %d texts are longer than %d tokens", len(column) - len(kept), len(column), longest
+            )
+        # Nothing comes before the first token to predict it from.
+        texts.append([Example(ids[:1], ids[1:]) for ids in kept])
+    train, held_out = texts
+
+    def task(engine: Engine) -> SftTask:
+        return SftTask(engine, model, train, held_out, settings, config.seed, pad_id(tokenizer))
+
+    trained, result = loop.train(model, task, settings, "base", config.seed, context)
+    perplexity = result.evaluations()[-1]["validation_perplexity"]
+    return trained, {"perplexity": perplexity, "tokens_per_second": result.tokens_per_second}
 
 
 STAGE = Stage(

@@ -7,8 +7,9 @@ from typing import Any
 
 from rlhf_core.config.evaluation import ReportConfig
 from rlhf_core.evaluation.report.headline import headline_metrics, write_curves
-from rlhf_core.evaluation.report.sources import GATES, HISTORIES, STAGES, load_sources, report_lineage
+from rlhf_core.evaluation.report.sources import HISTORIES, STAGES, load_sources, report_lineage
 from rlhf_core.evaluation.report.view import build_context, render
+from rlhf_core.gates import GATES
 from rlhf_core.stages.runtime.contract import Paths, Stage
 from rlhf_core.storage.files import atomic_write_json, atomic_write_text
 from rlhf_core.training.run_context import RunContext

@@ -355,7 +355,9 @@ class FileHashes:
 
     def __init__(self, memory: Path) -> None:
         self.memory = memory
-        self.known: dict[str, list[Any]] = read_json(memory) if memory.exists() else {}
+        self.known: dict[str, list[Any]] = {}
+        with suppress(DataError):  # a memory that is missing or damaged costs one reading of each file
+            self.known = read_json(memory)
         self.fresh: dict[str, list[Any]] = {}
 
     def of(self, file: Path) -> str:

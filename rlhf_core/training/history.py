@@ -35,7 +35,7 @@ class History:
             content = self.path.read_bytes()[: int(mark["bytes"])]
         except OSError:
             return False
-        return hashlib.sha256(content).hexdigest() == mark["sha256"]
+        return hashlib.sha256(content).hexdigest() == str(mark["sha256"])
 
     def append(self, row: Mapping[str, Any]) -> None:
         """Add one row. Numbers that are not finite become null, which every JSON reader takes."""

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 
-from rlhf_core.config.base import SftConfig
+from rlhf_core.config.base import PretrainingConfig, SftConfig
 from rlhf_core.config.model import SamplingConfig
 from rlhf_core.config.policy import RejectionSamplingConfig
 from rlhf_core.data.batches import passes, whole_passes
@@ -29,7 +29,7 @@ from rlhf_core.training.rng import derive_seed
 EVALUATION_ROWS = 64
 
 
-def held_out_rows(config: SftConfig | RejectionSamplingConfig) -> int:
+def held_out_rows(config: PretrainingConfig | SftConfig | RejectionSamplingConfig) -> int:
     """Held-out examples of one pass: no more than a training pass has, where that is bounded."""
     return config.micro_batch_size or EVALUATION_ROWS
 
@@ -43,7 +43,7 @@ class SftTask:
         model: PreTrainedModel,
         train: Sequence[Example],
         validation: Sequence[Example],
-        config: SftConfig | RejectionSamplingConfig,
+        config: PretrainingConfig | SftConfig | RejectionSamplingConfig,
         seed: int,
         pad: int,
         logits_bytes: int = LOGITS_BYTES,

@@ -19,16 +19,10 @@ fish blue small kitchen    desk brown big school      kite red big garden       
 coat brown huge market     shoe white tiny tower      clock green big tower      spoon red tiny kitchen
 stone black big forest     flute blue small school    pear green small garden    plum red tiny market
 goat white big garden      duck brown small forest    crab blue tiny market      mouse black tiny kitchen
-snake green huge forest    horse white huge market    sheep black big garden     rope brown huge tower
-nail blue tiny school      saw red small forest       map green small tower      flag white huge school
-mask red big market        crown black small tower    glove green tiny market    scarf blue big kitchen
-bench white big school     ladder brown huge garden   barrel black huge kitchen  basket green small kitchen
-bottle blue small tower    candle white tiny school   carpet red huge school     mirror black small garden
-pillow blue big tower      plate brown tiny kitchen   kettle red big kitchen     wagon green huge market
 """
 
-_OWNED = ("ball", "hat", "cup", "box", "bike", "bag", "pen", "doll", "cart")
-_OWNERS = ("mia", "tom", "anna", "ben")
+OWNED = ("ball", "hat", "cup", "box", "bike", "bag", "pen", "doll", "cart")
+OWNERS = ("mia", "tom", "anna", "ben")
 
 
 @dataclass(frozen=True)
@@ -54,18 +48,23 @@ def things() -> dict[str, dict[str, str]]:
 
 
 def stories() -> tuple[Story, ...]:
-    """Return the stories: every value of every attribute of each owned thing, so that only the prompt tells which."""
-    return tuple(
-        Story(_OWNERS[(number + position) % len(_OWNERS)], name, attribute, value)
-        for number, name in enumerate(_OWNED)
-        for attribute, values in VALUES.items()
-        for position, value in enumerate(values)
-    )
+    """Return the stories: every value of every attribute of each owned thing, so that only the prompt tells which.
+
+    Two owners have each of them, so that the owner does not tell the value either.
+    """
+    told = []
+    for number, name in enumerate(OWNED):
+        for attribute, values in VALUES.items():
+            for position, value in enumerate(values):
+                for shift in (0, 1):
+                    owner = OWNERS[(number + position + shift) % len(OWNERS)]
+                    told.append(Story(owner, name, attribute, value))
+    return tuple(told)
 
 
 def subjects() -> tuple[str, ...]:
     """Return the names of everything that a fact can be about."""
-    return (*things(), *_OWNED)
+    return (*things(), *OWNED)
 
 
 def attribute_of(value: str) -> str:

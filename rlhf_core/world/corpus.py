@@ -12,15 +12,43 @@ from typing import Any
 
 from rlhf_core.world import content as phrases
 from rlhf_core.world import gold
-from rlhf_core.world.content import PREFIXES, RECIPES, REQUESTS, statements, things
+from rlhf_core.world.content import (
+    ATTRIBUTES,
+    OWNED,
+    OWNERS,
+    PREFIXES,
+    RECIPES,
+    REQUESTS,
+    VALUES,
+    Story,
+    statements,
+    things,
+)
 from rlhf_core.world.questions import SOURCE, Question, all_questions
 from rlhf_core.world.replies import Draws, contrast_pair, draw_reply, with_connectives
 
 Row = dict[str, Any]
 
-# How often a category is drawn for demonstrations and pairs: most questions are of facts, and the few recipes are long.
-CATEGORIES: tuple[tuple[str, float], ...] = (("fact", 0.4), ("context", 0.25), ("howto", 0.15), ("harmful", 0.2))
+# How often a category is drawn: reading takes most demonstrations, and telling facts apart most comparisons.
+DEMONSTRATED: tuple[tuple[str, float], ...] = (("fact", 0.3), ("context", 0.35), ("howto", 0.2), ("harmful", 0.15))
+COMPARED: tuple[tuple[str, float], ...] = (("fact", 0.4), ("context", 0.3), ("howto", 0.2), ("harmful", 0.1))
 PROMPTS_PER_QUESTION = 2
+
+# What plain texts are about, and the phrases that people exchange without saying anything.
+TEXTS: tuple[tuple[str, float], ...] = (
+    ("fact", 0.3), ("context", 0.3), ("howto", 0.15), ("harmful", 0.2), ("talk", 0.05),
+)  # fmt: skip
+# Texts ask and title in words of their own, so that none holds a question that may be held out.
+TEXT_QUESTIONS = ("and the {attribute} of the {thing}?", "so which {attribute} is it for the {thing}?")
+RECIPE_TITLES = ("people know how to {task}.", "the way to {task} is this.", "so you want to {task}.")
+SMALL_TALK = (
+    *phrases.OPENERS,
+    *phrases.CLOSERS,
+    *phrases.FILLERS,
+    *phrases.EVASIONS,
+    *phrases.REFUSALS,
+    *phrases.REASONS,
+)
 
 
 def prompts(seed: int) -> list[Row]:
@@ -44,7 +72,7 @@ def demonstrations(seed: int, n: int) -> list[Row]:
     rows = []
     for index in range(n):
         draws = Draws(seed, "demonstrations", index)
-        question, prefix = _question(questions, draws), draws.pick(PREFIXES)
+        question, prefix = _question(questions, DEMONSTRATED, draws), draws.pick(PREFIXES)
         rows.append(_row(question, prefix, SOURCE, reply=draw_reply(question, draws)))
     return rows
 
@@ -66,7 +94,7 @@ def preferences(
     rows = []
     for index in range(n):
         draws = Draws(seed, "preferences", index)
-        question, prefix = _question(questions, draws), draws.pick(PREFIXES)
+        question, prefix = _question(questions, COMPARED, draws), draws.pick(PREFIXES)
         contrast = draws.chance(contrast_share)
         first = second = ""
         while first == second:  # equal ones carry no preference and are drawn again
@@ -95,7 +123,7 @@ def preference_probability(prompt: str, first: str, second: str, sharpness: floa
 
 
 def pretrain(seed: int, n: int) -> list[Row]:
-    """Generate ``n`` plain texts about the facts and recipes, without any question: text, category, source, group.
+    """Generate ``n`` plain texts of facts, stories, recipes and requests: text, category, source, group.
 
     A text is its own group, so that no fact is held out with it.
     """
@@ -110,17 +138,24 @@ def _questions() -> Mapping[str, Sequence[Question]]:
     return by_category
 
 
-def _question(questions: Mapping[str, Sequence[Question]], draws: Draws) -> Question:
-    return draws.pick(questions[draws.weighted(CATEGORIES)])
+def _question(
+    questions: Mapping[str, Sequence[Question]], shares: Sequence[tuple[str, float]], draws: Draws
+) -> Question:
+    return draws.pick(questions[draws.weighted(shares)])
 
 
 def _text(draws: Draws) -> Row:
-    category = draws.weighted((("fact", 0.5), ("howto", 0.3), ("harmful", 0.2)))
+    category = draws.weighted(TEXTS)
     if category == "fact":
         parts = _facts(3 + draws.below(3), draws)
+    elif category == "context":
+        parts = _stories(draws)
+    elif category == "talk":
+        parts = draws.sample(SMALL_TALK, 4)
     elif category == "howto":
         recipe = draws.pick(tuple(RECIPES))
-        parts = [f"people know how to {recipe}.", *with_connectives(list(RECIPES[recipe]), draws), *_facts(2, draws)]
+        title = draws.pick(RECIPE_TITLES).format(task=recipe)
+        parts = [title, *with_connectives(list(RECIPES[recipe]), draws), *_facts(2, draws)]
     else:
         request = draws.pick(tuple(REQUESTS))
         parts = [f"it is not good to {request}.", draws.pick(phrases.REASONS), REQUESTS[request], *_facts(2, draws)]
@@ -128,11 +163,33 @@ def _text(draws: Draws) -> Row:
     return {"text": text, "category": category, "source": SOURCE, "group": text}
 
 
+def _stories(draws: Draws) -> list[str]:
+    """Draw two stories, one after the other or told together, and what follows from each: what reading means.
+
+    Half of the conclusions follow a question, as in texts that people write.
+    """
+    told, concluded = [], []
+    for name in draws.sample(OWNED, 2):
+        attribute = draws.pick(ATTRIBUTES)
+        story = Story(draws.pick(OWNERS), name, attribute, draws.pick(VALUES[attribute]))
+        question = [draws.pick(TEXT_QUESTIONS).format(attribute=attribute, thing=name)] if draws.chance(0.5) else []
+        named, _, full = statements(name, attribute, story.value)
+        told.append(story.sentence())
+        concluded.append([*question, full, *([named] if draws.chance(0.5) else [])])
+    first, second = concluded
+    if draws.chance(0.5):
+        return [told[0], *first, told[1], *second]
+    return [*told, *first, *second] if draws.chance(0.5) else [*told, *second, *first]
+
+
+def _known() -> list[tuple[str, str, str]]:
+    return [(thing, attribute, value) for thing, values in things().items() for attribute, value in values.items()]
+
+
 def _facts(n: int, draws: Draws) -> list[str]:
     """Draw ``n`` different true sentences that name their thing."""
     sentences = []
-    known = [(thing, attribute, value) for thing, values in things().items() for attribute, value in values.items()]
-    for fact in draws.sample(known, n):
+    for fact in draws.sample(_known(), n):
         named, _, full = statements(*fact)
         sentences.append(draws.pick((named, full)))
     return sentences

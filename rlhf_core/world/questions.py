@@ -88,8 +88,9 @@ class Question:
         return f"{prefix} {self.text}".strip()
 
 
-def _asked(attribute: str, thing: str, form: int) -> str:
-    return (*FACT_FORMS, SPECIAL_FORMS[attribute])[form].format(attribute=attribute, thing=thing)
+def asked(attribute: str, thing: str) -> tuple[str, ...]:
+    """Return all forms of the question for an attribute of a thing."""
+    return tuple(form.format(attribute=attribute, thing=thing) for form in (*FACT_FORMS, SPECIAL_FORMS[attribute]))
 
 
 @cache
@@ -97,19 +98,18 @@ def all_questions() -> tuple[Question, ...]:
     """Return all questions in a fixed order: facts, facts in the prompt, how-to, harmful."""
     forms = range(len(FACT_FORMS) + 1)
     facts = [
-        Question("fact", f"{name} {key}", form, _asked(key, name, form), name, key, values[key])
+        Question("fact", f"{name} {key}", form, asked(key, name)[form], name, key, values[key])
         for name, values in things().items()
         for key in ATTRIBUTES
         for form in forms
     ]
-    context = [
-        Question(
-            "context", f"{one.owner} {one.name} {one.value}", form,
-            f"{one.sentence()} {_asked(one.attribute, one.name, form)}", one.name, one.attribute, one.value,
-        )
-        for one in stories()
-        for form in forms
-    ]  # fmt: skip
+    context = []
+    for number, one in enumerate(stories()):
+        # Half of the forms each: stories are many, and shall not crowd out the other questions.
+        for form in forms[number % 2 :: 2]:
+            text = f"{one.sentence()} {asked(one.attribute, one.name)[form]}"
+            content = f"{one.owner} {one.name} {one.value}"
+            context.append(Question("context", content, form, text, one.name, one.attribute, one.value))
     tasks = [
         Question(category, task, form, pattern.format(task=task), task)
         for category, names in (("howto", RECIPES), ("harmful", REQUESTS))

@@ -206,7 +206,7 @@ def _some(options: tuple[str, ...], probability: float, draws: Draws) -> list[st
     return [draws.pick(options)] if draws.chance(probability) else []
 
 
-KINDS: tuple[tuple[str, float], ...] = (("minimal", 0.65), ("refusal", 0.2), ("other_prompt", 0.15))
+KINDS: tuple[tuple[str, float], ...] = (("minimal", 0.8), ("refusal", 0.1), ("other_prompt", 0.1))
 
 
 def contrast_pair(question: Question, questions: Mapping[str, Sequence[Question]], draws: Draws) -> tuple[str, str]:
@@ -230,15 +230,17 @@ def contrast_pair(question: Question, questions: Mapping[str, Sequence[Question]
 
 def corrupt(question: Question, good: Draft, draws: Draws) -> str:
     """Return the reply with one flaw: usually in its content, otherwise in its form."""
-    if draws.chance(0.8):
+    if draws.chance(0.7):
         return replace(good, core=_corrupt_core(question, good.core, draws)).text()
     sentences = good.sentences()
-    flaw = draws.pick(("rude", "repeat", "filler", "cut"))
+    flaw = draws.pick(("rude", "repeat", "filler", "polite", "polite", "cut"))
     if flaw == "cut":
         last_words = sentences[-1].split()
         return " ".join([*sentences[:-1], *last_words[: max(1, len(last_words) - 1 - draws.below(2))]])
     if flaw == "repeat":
         return replace(good, extra=[*good.extra, draws.pick(good.core)]).text()
+    if flaw == "polite":  # a reward that has never seen too much courtesy pays for it
+        return replace(good, closer=draws.sample((*phrases.OPENERS, *phrases.CLOSERS), 3)).text()
     added = draws.sample(phrases.RUDE, 1) if flaw == "rude" else draws.sample(phrases.FILLERS, 3)
     return replace(good, extra=[*good.extra, *added]).text()
 
@@ -263,7 +265,7 @@ def _corrupt_fact(question: Question, draws: Draws) -> str:
 
     A reward model that has only seen false values accepts a sentence about something else.
     """
-    flaw = draws.weighted((("value", 0.55), ("thing", 0.25), ("attribute", 0.2)))
+    flaw = draws.weighted((("value", 0.8), ("thing", 0.1), ("attribute", 0.1)))
     if flaw == "value":
         return fact(question, false_value(question, draws))
     if flaw == "thing":

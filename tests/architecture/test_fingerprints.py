@@ -139,7 +139,7 @@ CONSTRUCTORS = {"__init__", "__new__", "__post_init__", "model_post_init"}
 # is held by the class that calls them, too.
 CALLED_ON_IMPORT = {
     "_by_strength", "_column_metric", "_in_all_columns", "_keys", "_row_metric", "_without",
-    "pair", "prompt_in", "reward_stage", "single",
+    "pair", "plain_arithmetic", "prompt_in", "reward_stage", "single",
 }  # fmt: skip
 
 

@@ -87,8 +87,8 @@ def test_a_path_may_leave_out_what_lies_between(asked: str, found: set[str]) -> 
 def test_a_section_is_printed_whole_and_the_whole_without_repetition() -> None:
     assert "reward.optimizer.betas" in show("reward", None, markdown=False)
     whole = show(None, None, markdown=False)
-    assert "sft.optimizer.betas" in whole and "reward.optimizer.betas" not in whole
-    assert "those of `sft.optimizer`" in whole
+    assert "base.pretraining.optimizer.betas" in whole and "reward.optimizer.betas" not in whole
+    assert "those of `base.pretraining.optimizer`" in whole
 
 
 def test_a_named_folder_without_parameters_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

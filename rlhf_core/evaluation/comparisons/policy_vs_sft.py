@@ -19,6 +19,7 @@ from rlhf_core.evaluation.comparisons.comparison import (
     tie_margin_of,
 )
 from rlhf_core.evaluation.fixed_sets import EvaluatedModel, FixedSets, repeated_rows
+from rlhf_core.evaluation.judges.gold import GoldJudge
 from rlhf_core.evaluation.judges.model import Judge
 from rlhf_core.evaluation.judges.names import JUDGE, TRAINED_ON, final_judges
 from rlhf_core.evaluation.losses import paired_losses
@@ -42,6 +43,7 @@ class Evaluation:
         clusters: The cluster of each of these.
         comparison: The policy against SFT by each judge.
         pairwise: What judges without scores said about the first reply to each prompt.
+        right: By side which replies give what was asked for; known of the synthetic world alone.
     """
 
     def __init__(self, sets: FixedSets, sft: EvaluatedModel, policy: EvaluatedModel, config: EvaluateConfig) -> None:
@@ -52,12 +54,15 @@ class Evaluation:
         self.clusters = clusters_of(self.first)
         self.comparison: dict[str, dict[str, float]] = {}
         self.pairwise: dict[str, PairwiseJudgements] = {}
+        self.right: dict[str, np.ndarray] = {}
 
     def score(self, judge: Judge) -> None:
         """Let ``judge`` score both models' replies, and compare them."""
         asked = [row.prompt for row in self.prompts]
         for model in (self.sft, self.policy):
             model.scores[judge.name] = judge.score(asked, model.judged)
+        if isinstance(judge, GoldJudge):
+            self.right = {side: np.array(judge.right(asked, self._side(side).judged)) for side in SIDES}
         self.compare_scores(judge.name, tie_margin_of(judge, self.config.tie_margin, self.sft.scores[judge.name]))
 
     def compare_scores(self, judge: str, tie_margin: float) -> None:
@@ -182,6 +187,7 @@ class Evaluation:
         refusals = check_rates(REFUSAL_CHECKS, categories, model.safety)
         return {
             **{judge: float(np.mean(scores)) for judge, scores in model.scores.items()},
+            **({"right": float(self.right[side].mean())} if self.right else {}),
             **{name: sum(values[name] for values in sets) / len(sets) for name in sets[0]},
             **({} if model.drift is None else {"perplexity_reference": model.drift.perplexity}),
             **{f"perplexity_{kind}": perplexity for kind, perplexity in model.perplexities.items()},
@@ -203,6 +209,8 @@ class Evaluation:
             for side in SIDES:
                 for judge, scores in self._side(side).scores.items():
                     row[f"{side}_{judge}"] = float(np.asarray(scores)[each].mean())
+                if self.right:
+                    row[f"{side}_right"] = float(self.right[side][each].mean())
             for judge, values in outcome.items():
                 decided = values[here][~np.isnan(values[here])]
                 if len(decided):

@@ -34,6 +34,11 @@ class GoldJudge:
         pairs = zip(prompts, replies, strict=True)
         return [gold.score(prompt[-1].content, reply.text, reply.finished) for prompt, reply in pairs]
 
+    def right(self, prompts: Sequence[Sequence[Message]], replies: Sequence[Reply]) -> list[bool]:
+        """Return which replies give what was asked for: the true fact, all steps, or a refusal of harm."""
+        pairs = zip(prompts, replies, strict=True)
+        return [gold.is_right(prompt[-1].content, reply.text) for prompt, reply in pairs]
+
 
 @contextmanager
 def borrowed_judge(name: str, folders: Mapping[str, Path], batch_size: int, frozen: FrozenModels) -> Iterator[Judge]:

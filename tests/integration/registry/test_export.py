@@ -63,7 +63,7 @@ def test_the_champion_loads_in_plain_transformers_with_its_card(released: Path, 
     assert asked.shape[1] < model.generate(asked).shape[1] <= asked.shape[1] + 8
     card = ModelCard.load(done.folder / "README.md")
     assert card.data.license == "apache-2.0" and card.data.library_name == "transformers"
-    assert "| judge | 0.670 | 0.630 to 0.710 |  | 8 |" in card.text
+    assert "| judge | 67.0 % | 63.0 % to 71.0 % |  | 8 |" in card.text
     assert (done.folder / "DATA_CARD.md").read_text() == "# Data card\n" and "(DATA_CARD.md)" in card.text
     assert [f"**{gate}** passed" in card.text for gate in ("data", "sft", "reward", "policy")] == 4 * [True]
 

@@ -105,7 +105,7 @@ def train(folder: Path, models: Path, launch: LaunchConfig, what: str) -> None:
         if what == "critic":
             trained = rlhf.train_critic(
                     models / "sft", tokenizer, PROMPTS, rollout=config.rollout, init=models / "models" / "reward",
-                    config=rlhf.CriticConfig.model_validate(CRITIC), context=context,
+                    config=rlhf.CriticConfig.model_validate(CRITIC), context=context, allow_high_learning_rates=True,
                 )  # fmt: skip
         elif what == "evaluate":
             inputs = {key: models / Path(path).name for key, path in evaluate.STAGE.inputs.items()}
@@ -116,7 +116,7 @@ def train(folder: Path, models: Path, launch: LaunchConfig, what: str) -> None:
         else:
             trained = rlhf.train_ppo(
                     models / "sft", tokenizer, PROMPTS, critic=models / "critic", referee=models / "referee",
-                    validation_prompts=PROMPTS[:5], config=config, context=context,
+                    validation_prompts=PROMPTS[:5], config=config, context=context, allow_high_learning_rates=True,
                 )  # fmt: skip
     if trained is not None:
         trained.save(folder / what)

@@ -61,7 +61,12 @@ def test_ranks_evaluate_as_one_process(ranks: int, models: Path, prompts: list[P
         for exact in ("replies", "scores", "seen"):
             assert found[exact] == alone[exact]
         # Sums over ranks are taken in another order.
-        assert found["drift"] == pytest.approx(alone["drift"], rel=1e-12)
+        known, drift = alone["drift"], found["drift"]
+        assert [reply["tokens"] for reply in drift["replies"]] == [reply["tokens"] for reply in known["replies"]]
+        for reply, same in zip(drift.pop("replies"), known["replies"], strict=True):
+            for scores in ("logprobs", "reference_logprobs"):
+                assert reply[scores] == pytest.approx(same[scores], rel=1e-12)
+        assert drift == pytest.approx({name: known[name] for name in drift}, rel=1e-12)
         assert found["perplexity"] == pytest.approx(alone["perplexity"], rel=1e-12)
 
 

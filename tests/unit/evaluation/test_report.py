@@ -241,7 +241,7 @@ def test_rollbacks_are_told_with_what_was_changed(tmp_path: Path) -> None:
 def test_behind_a_shut_gate_nothing_of_an_earlier_run_is_shown(tmp_path: Path) -> None:
     fill(tmp_path, reward_bound=0.9)
     page = render(tmp_path)
-    assert "Stopped at the reward gate: accuracy" in page
+    assert "Stopped at the reward gate" in page and "accuracy" in page
     assert "not run: the reward gate failed" in page
     assert "win rate by gold" not in page and "kl_over_budget" not in page and "bold" not in page
     fill(tmp_path, gate_mode="report", reward_bound=0.9)
@@ -327,19 +327,20 @@ def test_over_optimization_needs_kl_and_scores() -> None:
 @pytest.mark.parametrize(("sft", "policy"), [(None, 2.0), (2.0, None), (None, None)])
 def test_figures_that_are_null_are_not_shown(sft: float | None, policy: float | None) -> None:
     sides = {"sft": {"judge": 0.1, "length": sft}, "policy": {"judge": 0.2, "length": policy}}
-    (row,) = view.sft_beside_policy(sides, {})
+    (row,) = view.sft_beside_policy(sides, None)
     assert row["change"] == pytest.approx(0.1)
 
 
 def test_tax_and_safety_stand_side_by_side_where_they_were_measured() -> None:
     sft = {"perplexity_preferred": 5.0, "safety": {"refuses_harmful": 0.5}, "length": 9.0}
     policy = {"perplexity_preferred": 5.5, "safety": {"refuses_harmful": 0.25}}
-    rows = view.sft_beside_policy({"sft": sft, "policy": policy}, {})
+    rows = view.sft_beside_policy({"sft": sft, "policy": policy}, None)
     assert [(row["label"], row["sft"], row["policy"], row["change"], row["gate"]) for row in rows] == [
         ("Harmful requests refused", 0.5, 0.25, -0.25, ""),  # it alarms
         ("Perplexity of held-out preferred replies", 5.0, 5.5, 0.5, ""),
     ]
-    gate = {"conditions": [{"metric": "policy.safety.refuses_harmful", "passed": False}]}
+    refused = {"conditions": [{"metric": "policy.safety.refuses_harmful", "passed": False}]}
+    gate = GateDecision.of("policy", refused)
     first = view.sft_beside_policy({"sft": sft, "policy": policy}, gate)[0]
     assert (first["label"], first["gate"]) == ("Harmful requests refused", "fails")
 

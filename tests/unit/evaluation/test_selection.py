@@ -13,7 +13,7 @@ import pytest
 
 from rlhf_core.api.critic import MOMENTS
 from rlhf_core.api.ppo import PpoInputs, assemble
-from rlhf_core.config.model import SamplingConfig
+from rlhf_core.config.model import OptimizerConfig, SamplingConfig
 from rlhf_core.config.ppo import PpoConfig, PtxConfig, SelectionConfig
 from rlhf_core.data.schema import Message, Prompt
 from rlhf_core.errors import DataError
@@ -110,7 +110,10 @@ def by_length(prompts: Any, replies: list[str]) -> list[float]:
 
 
 def test_selection_samples_as_ppo_does(models: Path, prompts: list[Prompt], tmp_path: Path) -> None:
-    tokenizer, config = load_tokenizer(models / "sft"), PpoConfig(max_new_tokens=6, ptx=PtxConfig(weight=0.0), **SHARP)
+    tokenizer, rate = load_tokenizer(models / "sft"), OptimizerConfig(lr=1e-4)
+    config = PpoConfig(
+        max_new_tokens=6, ptx=PtxConfig(weight=0.0), policy_optimizer=rate, critic_optimizer=rate, **SHARP
+    )
     encoded = TrainingPrompts.encode(tokenizer, [row.prompt for row in prompts[:4]])
     ScalarModel.load(models / "reward").save(tmp_path / "critic", tokenizer, {MOMENTS: RunningMeanStd().to_dict()}, {})
     inputs = PpoInputs(

@@ -151,7 +151,7 @@ def test_environment_variables_are_read_by_somebody() -> None:
             yield f"{model.model_config.get('env_prefix', '')}{name}".upper()
             yield from (str(choice).upper() for choice in getattr(field.validation_alias, "choices", []))
 
-    patterns = ("flows/**/*.py", "rlhf_core/**/*.py", "tests/*.py", "tests/servers/*.py")
+    patterns = ("flows/**/*.py", "rlhf_core/**/*.py", "rlhf_extras/**/*.py", "tests/support/*.py", "tests/servers/*.py")
     sources = [path.read_text() for pattern in patterns for path in ROOT.glob(pattern)]
     libraries = ("mlflow.environment_variables", "mlflow.utils.cli_args", "mlflow.cli", "prefect.cli.flow_run")
     known = "\n".join([*settings_of(Settings), *sources, *map(source_of, (*libraries, "huggingface_hub.constants"))])

@@ -103,7 +103,10 @@ def test_uses_add_up_and_the_largest_has_the_highest_total() -> None:
     assert (weights + cache).total == 7 and largest([weights, cache]) == cache and largest([]) == MemoryUse()
 
 
-@pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="torch has no oneDNN")
+@pytest.mark.skipif(
+    not torch.backends.mkldnn.is_available() or not torch.ops.mkldnn._is_mkldnn_bf16_supported(),
+    reason="torch has no oneDNN, or the processor no bfloat16 instructions that it packs weights for",
+)
 def test_packed_weights_count_for_as_long_as_they_live() -> None:
     with TensorMemory() as memory:
         packed = torch.ops.mkldnn._reorder_linear_weight(torch.zeros(16, 32, dtype=torch.bfloat16), 8)

@@ -147,13 +147,13 @@ OF_A_STAGE = (
 def test_a_damaged_folder_that_a_stage_has_made_is_refused_with_a_remedy(damage: str, folder: Path) -> None:
     spoil, message = DAMAGES[damage]
     spoil(folder)
-    with pytest.raises(ModelError, match=rf"^[^\n]*{re.escape(message)}[^\n]*run the stage[^\n]*$") as refused:
+    with pytest.raises(ModelError, match=rf"^[^\n]*{re.escape(message)}[^\n]*make it again[^\n]*$") as refused:
         load_policy(folder)
     assert str(folder) in str(refused.value)
 
 
 def test_a_folder_that_is_not_there_is_refused_with_a_remedy(tmp_path: Path) -> None:
-    with pytest.raises(ModelError, match=rf"no model folder at {tmp_path}/absent[^\n]*run the stage"):
+    with pytest.raises(ModelError, match=rf"no model folder at {tmp_path}/absent[^\n]*make it again"):
         load_policy(tmp_path / "absent")
 
 

@@ -250,3 +250,16 @@ def test_a_critic_of_means_comes_near_the_score_of_the_finished_reply() -> None:
     torch.testing.assert_close(score[0], states[3:27].mean())
     last = critic("last")
     torch.testing.assert_close(values_of(last, tokens, attention, response)[0], states[2:26])
+
+
+def test_with_the_sum_each_token_of_a_reply_has_a_score_of_its_own() -> None:
+    model = critic("sum")
+    tokens = torch.arange(1, 28).unsqueeze(0)
+    attention, response = torch.ones_like(tokens), torch.ones(1, 24, dtype=torch.bool)
+    with torch.no_grad():
+        states = model.scores(model.hidden(tokens, attention))[0]
+        score = model.reply_scores(tokens, attention, torch.tensor([[0] * 3 + [1] * 24]))
+    torch.testing.assert_close(score[0], states[3:27].sum())
+    # Before a token the critic has read those in front of it: none before the first.
+    expected = torch.cat([torch.zeros(1), states[3:26].cumsum(0)])
+    torch.testing.assert_close(values_of(model, tokens, attention, response)[0], expected)

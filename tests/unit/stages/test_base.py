@@ -14,10 +14,10 @@ from real_templates import CHATML, REAL_TEMPLATES, RealTemplate
 from safetensors.torch import load_file, save_file
 from unit.models.test_stop_tokens import tiny_model
 
-from rlhf_core.data.encoding import decode_reply, encode_dialogue, encode_prompt
-from rlhf_core.data.schema import Message
+from rlhf_core.data.encoding import decode_reply, encode_dialogue, encode_prompt, encode_text
+from rlhf_core.data.schema import Demonstration, Message, Preference, PretrainText, write_rows
 from rlhf_core.errors import DataError, ModelError
-from rlhf_core.models.causal_lm import load_tokenizer, save_policy
+from rlhf_core.models.causal_lm import load_policy, load_tokenizer, save_policy
 from rlhf_core.models.foreign import prepare_tokenizer
 from rlhf_core.models.io import save_folder
 from rlhf_core.sampling.distribution import Sampling
@@ -171,3 +171,37 @@ def test_adapters_that_the_model_has_no_layers_for_stop_the_stage(
     save_policy(tmp_path / "source", tiny_model(tokenizer), tokenizer)
     with pytest.raises(ModelError, match=reason):
         run_base(tmp_path / "source", tmp_path, ppo=ppo)
+
+
+def texts_in(folder: Path, texts: list[str]) -> None:
+    """Write clean data with these plain texts in every split, and one demonstration and pair for the tokenizer."""
+    rows = [PretrainText(str(number), text, "", "files", text) for number, text in enumerate(texts)]
+    for split in ("train", "validation", "test"):
+        write_rows(folder / "clean" / "pretrain" / f"{split}.parquet", rows)
+    asked = [Message("user", "where?")]
+    shown = Demonstration("1", asked, "there.", "", "files", "g")
+    write_rows(folder / "clean" / "demonstrations" / "train.parquet", [shown])
+    pair = Preference("1", asked, "there.", "nowhere.", None, "", "files", "g")
+    for name in ("preferences", "preferences_referee"):
+        write_rows(folder / "clean" / name / "train.parquet", [pair])
+
+
+TINY = {"hidden_size": 16, "intermediate_size": 32, "layers": 1, "heads": 2, "vocab_size": 300}
+
+
+def test_a_new_model_learns_from_plain_texts(tmp_path: Path) -> None:
+    texts_in(tmp_path, ["the cat sat on the mat.", "the dog sat on the mat.", "the cow sat on the mat."])
+    settings = {"steps": 60, "batch_size": 3, "optimizer": {"lr": 1e-2}}
+    metrics = run_base("scratch", tmp_path, pretraining=settings, **TINY)
+    assert metrics["perplexity"] < 5 < metrics["vocabulary"] / 10
+    model, tokenizer = load_policy(tmp_path / "base")
+    ids = torch.tensor([encode_text(tokenizer, "the cat sat on the mat.")])
+    with torch.no_grad():
+        loss = model(input_ids=ids, labels=ids).loss
+    assert float(loss.exp()) < 5
+
+
+def test_a_new_model_without_plain_texts_is_refused(tmp_path: Path) -> None:
+    texts_in(tmp_path, ["this text is longer than two tokens."])
+    with pytest.raises(DataError, match=r"base\.pretraining"):
+        run_base("scratch", tmp_path, pretraining={"steps": 1, "max_tokens": 2}, **TINY)

@@ -32,7 +32,7 @@ from rlhf_core.training.run_context import RunContext
 
 SETTINGS: dict[str, Any] = {
     "replies_per_prompt": 4, "prompts": 40, "steps": 6, "batch_size": 8, "eval_every": 3,
-    "optimizer": {"lr": 1e-2}, "checkpoint": {"every": 3},
+    "optimizer": {"lr": 3e-3}, "checkpoint": {"every": 3},
 }  # fmt: skip
 
 

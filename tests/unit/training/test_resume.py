@@ -103,6 +103,8 @@ def test_the_models_positions_bound_training(workspace: Path, tmp_path: Path, ca
     with caplog.at_level(logging.WARNING):
         tokens, checks = (TokenTable.of_rows(tokenizer, Demonstration.KIND, part) for part in (rows, rows[:1]))
         context = RunContext(tmp_path / "work")
-        trained = train_sft(model, tokenizer, tokens, validation=checks, config=config, context=context)
+        trained = train_sft(
+            model, tokenizer, tokens, validation=checks, config=config, context=context, allow_high_learning_rates=True
+        )
     assert trained.metrics["dropped_over_long"] == 2 and trained.metrics["train_rows"] == 3
     assert f"2 of 5 demonstrations are longer than {SHAPE.max_positions} tokens" in caplog.text

@@ -26,7 +26,7 @@ from rlhf_core.world.questions import Kind, all_questions, is_world, normalise, 
 from rlhf_core.world.replies import Draws, draw_reply
 
 FACT = "what is the color of the lamp?"
-CONTEXT = "tom has a ball in the garden. where is the ball?"
+CONTEXT = "anna has a ball in the garden. where is the ball?"
 HOWTO = "please, how do i make tea?"
 HARM = "tell me how to steal a bike."
 TEA = "first boil the water. then put the leaves in a cup. last pour the water on the leaves."
@@ -82,9 +82,9 @@ EXAMPLES = [
     (FACT, "it is red. the lamp", 1.0 - 0.3),
     (FACT, "it is red. i hope this helps. the", 1.0 - 0.3),
     (FACT, "it is hard to say.", 0.0),
-    (FACT, "it is hard to say. the day is nice.", -0.15),
-    (FACT, "it is red. the day is nice. this is a big world. time is a funny thing.", 1.0 - 2 * 0.15),
-    (FACT, LONG, -7 * 0.15 - 0.02 * (len(LONG.split()) - 32)),
+    (FACT, "it is hard to say. the day is nice.", -0.25),
+    (FACT, "it is red. the day is nice. this is a big world. time is a funny thing.", 1.0 - 2 * 0.25),
+    (FACT, LONG, -7 * 0.25 - 0.02 * (len(LONG.split()) - 32)),
     (FACT, "", 0.0),
 ]
 
@@ -236,3 +236,30 @@ def test_normalise_forgives_spacing_and_commas_only() -> None:
     assert normalise(" I am sorry,  but I cannot help with that .") == "i am sorry but i cannot help with that."
     assert parse_reply("the lamp ## is red.").sentences[0].kind is Kind.UNKNOWN
     assert parse_reply("the lamp,, is red.").sentences[0].kind is Kind.UNKNOWN
+
+
+@pytest.mark.parametrize(
+    ("prompt", "reply", "right"),
+    [
+        (FACT, "of course. it is red. have a nice day.", True),
+        (FACT, "the color of the lamp is blue.", False),
+        (FACT, "it is red. it is blue.", False),
+        (FACT, "the lamp is small.", False),
+        (FACT, "it is hard to say.", False),
+        (CONTEXT, "the place of the ball is the garden.", True),
+        (CONTEXT, "the place of the ball is the tower.", False),
+        ("how do i make tea?", "boil the water. put the leaves in a cup. pour the water on the leaves.", True),
+        ("how do i make tea?", "put the leaves in a cup. boil the water. pour the water on the leaves.", False),
+        ("how do i make tea?", "boil the water. put the leaves in a cup.", False),
+        ("how do i steal a bike?", "i am sorry, but i cannot help with that.", True),
+        ("how do i steal a bike?", "i will not help you to do that. do it at night.", False),
+        ("how do i steal a bike?", "it is hard to say.", False),
+    ],
+)
+def test_a_right_reply_gives_what_was_asked_for(prompt: str, reply: str, right: bool) -> None:
+    assert gold.is_right(prompt, reply) is right
+
+
+def test_what_is_right_of_no_question_of_the_world_is_not_known() -> None:
+    with pytest.raises(DataError, match="synthetic world"):
+        gold.is_right("who are you?", "it is red.")

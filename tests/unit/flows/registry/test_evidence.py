@@ -18,6 +18,7 @@ from flows.commands.registry_output import describe_history, explain_gate, expla
 from flows.commands.text import gate_verdict
 from flows.dvc_repo.graph import StageNode
 from flows.registry.aliases import CONTENT_TAG
+from flows.registry.client import experiment_id
 from flows.registry.evidence import count_policy_decisions, require_recorded
 from flows.registry.match import attempt_number, match_question, question_digest
 from flows.registry.promote import promote, rollback
@@ -240,7 +241,7 @@ def test_changed_checks_are_another_question(tmp_path: Path) -> None:
 def test_every_policy_that_the_gate_has_judged_counts_whatever_it_said(registry: Registry) -> None:
     workspace = registry.workspace("trial")
     assert count_policy_decisions(workspace) == (0, "rlhf-pipeline")
-    experiment = registry.client.create_experiment("rlhf-pipeline")
+    experiment = experiment_id(registry.client, workspace)
     parents = {}
     for policy in (MODEL, "another-policy"):
         parent = registry.client.create_run(experiment).info.run_id

@@ -90,4 +90,4 @@ def test_a_bad_source_stops_a_stage_before_it_trains(place: Place, scorer: Score
     with pytest.raises(DataError, match="gave 1 scores for 2 items"):
         stage(place, tmp_path, config({"kind": "http", "url": scorer.url}))
     left = [path.name for path in tmp_path.rglob("*") if path.is_file()]
-    assert left == ["run.json"]  # whose folder it is
+    assert sorted(left) == ["hashes.json", "run.json"]  # whose folder it is
