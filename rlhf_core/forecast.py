@@ -1,7 +1,7 @@
 """What preference pairs are enough for, before anything is trained: pairs by reader, and the power of each condition.
 
 ``rlhf init``, ``rlhf doctor``, ``rlhf plan`` and ``rlhf data validate`` say it of files or clean data, with lengths in
-characters; the check before SFT says it of the very tokens that reward models are trained on.
+characters; the check before SFT says it of the tokens that reward models are trained on.
 
 Power is the probability that a condition holds where a gain of a stated size is real. Conditions whose spread no number
 of pairs tells beforehand are left to ``rlhf gate --power``, after a first evaluation.
@@ -21,21 +21,23 @@ from typing import Any
 import numpy as np
 from scipy import stats
 
-from rlhf_core.config.data import DataSource, SplitConfig
+from rlhf_core.config.data import CollectConfig, SplitConfig
 from rlhf_core.config.gates import Condition
 from rlhf_core.config.loading import Params
 from rlhf_core.data.clusters import wilson_bounds
-from rlhf_core.data.collection.sources import source_chunks, source_files
+from rlhf_core.data.collection.sources import SourceFile, annotation_sources, source_chunks, source_files
 from rlhf_core.data.pair_counts import READERS, PairLengths, ReaderCounts, SplitPairs, pair_lengths
 from rlhf_core.data.schema import Preference, read_kind
 from rlhf_core.errors import DataError
+from rlhf_core.gates import describe_bound
+from rlhf_core.storage.files import read_json, sha256_file
 from rlhf_core.training.reward.evaluation import FEWEST_BALANCED_PAIRS, expected_calibration_error
 
 # The gains that the power of conditions is stated for.
 RIGHT = 0.7  # a reward model that ranks this share of length-balanced pairs as people did
 WINS = 0.6  # a policy that wins this share of prompts against SFT
 DIFFERING = 0.1  # of replies, in whether they end: share in which SFT and a policy that is no worse differ
-# From files that are not checked yet at most so many pairs are read: with more nothing is short.
+# Of files at most so many pairs are read: with more nothing is short.
 MOST_PAIRS = 100_000
 TOKENS, CHARACTERS = "tokens", "characters"
 # Balanced by characters and by tokens, not quite the same pairs are left.
@@ -61,11 +63,20 @@ class Shortfall:
 
 @dataclass(frozen=True)
 class ConditionPower:
-    """The probability that a condition holds where the stated gain is real; ``pairs`` is what it is measured on."""
+    """The probability that a condition holds where the stated gain is real.
+
+    Attributes:
+        gate: The gate that asks for it.
+        metric: Its metric.
+        bound: Its bound, such as ``≥ 0.6``.
+        measured_on: How many pairs or prompts it is measured on.
+        unit: Pairs or prompts.
+        power: The probability.
+    """
 
     gate: str
     metric: str
-    bound: float
+    bound: str
     measured_on: int
     unit: str
     power: float
@@ -76,7 +87,8 @@ class Forecast:
     """What a number of pairs is enough for.
 
     Attributes:
-        pairs: How many there are.
+        pairs: How many there are, or of how many the rest is said.
+        are_all: Whether these are all pairs of the files.
         unit: What their lengths are in: characters or tokens.
         longer_preferred: Share of pairs of unequal length whose longer reply is preferred.
         counts: Pairs by reader and split, and how many can be balanced.
@@ -88,6 +100,7 @@ class Forecast:
     """
 
     pairs: int
+    are_all: bool
     unit: str
     longer_preferred: float | None
     counts: ReaderCounts
@@ -108,9 +121,22 @@ class Forecast:
             remedy += f", or {worst.setting}"
         return f"{self.pairs:,} pairs do not suffice: {worst.reason}; {remedy}"
 
+    @property
+    def weak(self) -> list[str]:
+        """The metrics of conditions that a real gain may well fail."""
+        return [power.metric for power in self.powers if power.power < LIKELY]
+
+    @property
+    def conclusion(self) -> str:
+        """What the pairs are enough for, in one line."""
+        if self.refusal:
+            return self.refusal
+        text = f"{self.pairs:,} pairs suffice for every stage"
+        return f"{text}, but a real gain may well fail {', '.join(self.weak)}" if self.weak else text
+
     def as_dict(self) -> dict[str, Any]:
         """Return all of it as JSON values."""
-        return asdict(self) | {"split": self.split.model_dump(), "refusal": self.refusal}
+        return asdict(self) | {"split": self.split.model_dump(), "conclusion": self.conclusion}
 
 
 def forecast(
@@ -128,6 +154,7 @@ def forecast(
     conditions = len(params.gates.reward) + len(params.gates.policy)
     return Forecast(
         pairs=len(lengths),
+        are_all=len(lengths) != MOST_PAIRS,
         unit=unit,
         longer_preferred=float(np.count_nonzero(lengths.differences > 0) / unequal) if unequal else None,
         counts=counts,
@@ -150,26 +177,37 @@ def clean_pairs(clean: Path, seed: int) -> PairLengths:
     return pair_lengths((read_kind(file, Preference) for file in files), seed)
 
 
-def source_pairs(sources: Sequence[DataSource], base: Path, seed: int) -> PairLengths | None:
-    """Read the pairs of local files as ``collect`` would, each once; None where a source is elsewhere.
+def pair_files(config: CollectConfig, base: Path) -> list[SourceFile]:
+    """Return the files of pairs, annotated ones among them; relative paths start at ``base``.
+
+    Raises:
+        DataError: A source matches no file.
+    """
+    return source_files([*config.files.preferences, *annotation_sources(config.annotations, base)], base)
+
+
+def source_pairs(config: CollectConfig, base: Path, seed: int) -> PairLengths | None:
+    """Read the pairs of local files as ``collect`` does, each once; None where a source is elsewhere.
 
     Raises:
         DataError: A file is missing, or it cannot be read as pairs.
     """
-    files = source_files(sources, base)
+    files = pair_files(config, base)
     if not files or any(file.path is None for file in files):
         return None
+    most = MOST_PAIRS if config.limit is None else min(config.limit, MOST_PAIRS)
     rows: dict[str, tuple[str, int]] = {}
     for file in files:
-        taken = 0
+        left = file.options.cap
         for part in source_chunks(file, Preference.KIND):
-            for row in part.rows[: None if file.options.cap is None else file.options.cap - taken]:
+            for row in part.rows[:left]:
                 rows[row["id"]] = row["group"], len(row["chosen"]) - len(row["rejected"])
-            taken += len(part.rows)
-            if len(rows) >= MOST_PAIRS or (file.options.cap is not None and taken >= file.options.cap):
+            left = None if left is None else max(left - len(part.rows), 0)
+            if left == 0 or len(rows) >= most:
                 break
-    groups, differences = zip(*rows.values(), strict=True) if rows else ((), ())
-    return PairLengths(list(groups), np.array(differences, dtype=np.int64), seed)
+    kept = list(rows.values())[:most]
+    differences = np.array([difference for _, difference in kept], dtype=np.int64)
+    return PairLengths([group for group, _ in kept], differences, seed)
 
 
 def _shortfalls(
@@ -203,7 +241,7 @@ def _shortfalls(
     for condition in params.gates.reward:
         reader, name, measure = _measured(condition)
         if measure.startswith((f"accuracy{BALANCED}", f"ece{BALANCED}")):
-            asked.setdefault(("reward" if name == "test" else reader, name), condition.metric)
+            asked.setdefault((reader, name), condition.metric)
     for (reader, name), metric in asked.items():
         found = counts[reader][name]
         if found.balanced < FEWEST_BALANCED_PAIRS:
@@ -282,14 +320,12 @@ def _powers(params: Params, counts: ReaderCounts, test_prompts: int) -> Iterator
         count = found.balanced if BALANCED in measure else found.pairs
         power = _reward_power(condition, "accuracy" if is_agreement else measure, count)
         if power is not None:
-            bound = condition.at_least if condition.at_least is not None else condition.at_most
-            yield ConditionPower("reward", condition.metric, float(bound or 0.0), count, "pairs", power)
+            yield ConditionPower("reward", condition.metric, describe_bound(condition), count, "pairs", power)
     prompts = min(params.evaluate.prompts, test_prompts)
     for condition in params.gates.policy:
         power = _policy_power(condition, prompts)
         if power is not None:
-            bound = condition.at_least if condition.at_least is not None else condition.worse_by_less_than
-            yield ConditionPower("policy", condition.metric, float(bound or 0.0), prompts, "prompts", power)
+            yield ConditionPower("policy", condition.metric, describe_bound(condition), prompts, "prompts", power)
 
 
 def _reward_power(condition: Condition, measure: str, count: int) -> float | None:
@@ -343,37 +379,33 @@ def _power_of_calibration(count: int, bound: float) -> float:
 
 
 def as_text(found: Forecast) -> str:
-    """Return the forecast as lines: pairs by reader, what is short, and the power of each condition."""
-    longer = (
-        "" if found.longer_preferred is None else f"; the longer reply is preferred in {found.longer_preferred:.0%}"
-    )
+    """Return the forecast as lines: pairs by reader, the power of each condition, and what follows."""
+    opening = f"forecast for {'' if found.are_all else 'the first '}{found.pairs:,} pairs"
+    if found.longer_preferred is not None:
+        opening += f"; the longer reply is preferred in {found.longer_preferred:.0%}"
     lines = [
-        f"forecast for {found.pairs:,} pairs{longer}",
+        opening,
         f"  pairs of each model, and in brackets those left when lengths (in {found.unit}) are balanced:",
         f"  {'':<9}{'train':>18}{'validation':>18}{'test, common':>18}",
     ]
     for reader, splits in found.counts.items():
-        cells = [f"{of.pairs:,} ({of.balanced:,})" for of in splits.values()]
-        order = [cells[list(splits).index(name)] for name in ("train", "validation", "test")]
-        lines.append(f"  {reader:<9}" + "".join(f"{cell:>18}" for cell in order))
+        cells = [f"{splits[name].pairs:,} ({splits[name].balanced:,})" for name in ("train", "validation", "test")]
+        lines.append(f"  {reader:<9}" + "".join(f"{cell:>18}" for cell in cells))
     if found.adapted:
         lines.append(f"  so few pairs need a larger test share: {found.split.test:g} (validate.split.fewest_balanced)")
     if found.shortfalls:
-        return "\n".join([*lines, f"  {found.refusal}"])
+        return "\n".join([*lines, f"  {found.conclusion}"])
     lines.append(
         f"  in how many of 100 cases a condition holds if the reward model is right in {RIGHT:.0%} of pairs and the "
         f"policy wins {WINS:.0%}:"
     )
-    width = max((len(power.metric) for power in found.powers), default=0)
+    width = max((len(f"{power.metric} {power.bound}") for power in found.powers), default=0)
     for power in found.powers:
-        remark = "" if power.power >= LIKELY else "   such a gain may well not be shown"
-        lines.append(
-            f"  {power.metric:<{width}}  {100 * power.power:>3.0f}   {power.bound:g}, on {power.measured_on:,} "
-            f"{power.unit}{remark}"
-        )
+        condition = f"{power.metric} {power.bound}"
+        lines.append(f"  {condition:<{width}}  {100 * power.power:>3.0f}   on {power.measured_on:,} {power.unit}")
     if found.others:
         lines.append(f"  {found.others} further conditions: `rlhf gate --power` after a first evaluation")
-    return "\n".join(lines)
+    return "\n".join([*lines, f"  {found.conclusion}"])
 
 
 def seed_of(params: Params) -> int:
@@ -391,16 +423,34 @@ def forecast_of_files(base: Path, params: Params) -> Forecast | None:
     if params.collect.source == "world":
         return None
     try:
-        lengths = source_pairs(params.collect.files.preferences, base, seed_of(params))
+        lengths = source_pairs(params.collect, base, seed_of(params))
     except DataError:
         return None
     return None if lengths is None else forecast(lengths, params)
 
 
-def forecast_of_workspace(workspace: Path, params: Params) -> Forecast | None:
-    """Forecast for the clean data of a workspace, or before there are any for the files that its settings name."""
-    clean = workspace / "data" / "clean"
-    if params.collect.source == "files" and clean.is_dir():
+def forecast_of_workspace(workspace: Path, params: Params, base: Path | None = None) -> Forecast | None:
+    """Forecast for the clean data of a workspace where they are of its files, else for these files as they are now.
+
+    Args:
+        base: The folder that relative paths of files start at; by default the workspace.
+
+    Returns:
+        None for the synthetic world, or where the pairs cannot be read here.
+    """
+    base = base or workspace
+    if params.collect.source == "files" and params.collect.files.preferences:
         with suppress(DataError):
-            return forecast(clean_pairs(clean, seed_of(params)), params)
-    return forecast_of_files(workspace, params)
+            if _is_collected(workspace, params.collect, base):
+                return forecast(clean_pairs(workspace / "data" / "clean", seed_of(params)), params)
+    return forecast_of_files(base, params)
+
+
+def _is_collected(workspace: Path, config: CollectConfig, base: Path) -> bool:
+    """Return whether collected data is of the files as they are now; what is elsewhere is taken to be unchanged."""
+    manifest = read_json(workspace / "data" / "raw" / "manifest.json")
+    collected = {file["sha256"] for file in manifest["kinds"]["preferences"]["files"]}
+    files = pair_files(config, base)
+    here = {sha256_file(file.path) for file in files if file.path is not None}
+    is_same = here == collected if all(file.path for file in files) else here <= collected
+    return is_same and manifest["limit"] == config.limit

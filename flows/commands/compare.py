@@ -378,7 +378,7 @@ ROWS: Mapping[str, tuple[str, Callable[[Any, RunResults], str]]] = {
     "at equal length": ("lc_win_rate", _percent),
     "win rate, gold": ("gold_win_rate", _percent),
     "win rate, LLM judge": ("llm_win_rate", _percent),
-    "  changed with order": ("llm_order_disagreement", _number(".0%")),
+    "LLM judge, by order": ("llm_order_disagreement", _number(".0%")),
     "gold score": ("gold", _number(".3f")),
     "gold score of SFT": ("sft_gold", _number(".3f")),
     "judge's score": ("judge_score", _number(".3f")),

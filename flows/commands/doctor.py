@@ -343,20 +343,13 @@ def unread_sources(workspace: Path, sources: Sequence[DataSource]) -> Iterator[D
 
 def pair_checks(workspace: Path, params: Params) -> Iterator[DoctorCheck]:
     """Check whether the pairs are enough for the reward models and their gate, and what they can show."""
-    from rlhf_core.forecast import LIKELY, forecast_of_workspace
+    from rlhf_core.forecast import forecast_of_workspace
 
     found = forecast_of_workspace(workspace, params)
-    if found is None:
-        return
-    if found.refusal:
-        yield DoctorCheck(FAIL, "pairs", found.refusal, "`rlhf plan` counts them by model and split")
-        return
-    weak = [power.metric for power in found.powers if power.power < LIKELY]
-    if weak:
-        finding = f"{found.pairs:,} pairs will do, but may well not show a real gain by {', '.join(weak)}"
-        yield DoctorCheck(WARN, "pairs", finding, "`rlhf plan` says how likely; more pairs help")
-    else:
-        yield DoctorCheck(OK, "pairs", f"{found.pairs:,} pairs will do; `rlhf plan` says what they can show")
+    if found is not None:
+        level = FAIL if found.refusal else WARN if found.weak else OK
+        remedy = "" if level == OK else "`rlhf plan` prints the whole forecast"
+        yield DoctorCheck(level, "pairs", found.conclusion, remedy)
 
 
 def _reward_sources(workspace: Path, params: Params) -> Iterator[DoctorCheck]:

@@ -22,9 +22,9 @@ from rlhf_core.runtime.progress import busy
 from rlhf_core.storage.files import scratch_folder
 
 if TYPE_CHECKING:
-    from rlhf_core.config.data import FileSources, ReadOptions, ValidateConfig
+    from rlhf_core.config.data import ReadOptions
+    from rlhf_core.config.loading import Params
     from rlhf_core.data.inspection.describe import TokenLimits
-    from rlhf_core.forecast import Forecast
 
 
 SHORT_FORM = "inspect"
@@ -127,7 +127,7 @@ def validate(
     workspace: Annotated[
         Path | None,
         typer.Option(
-            "--workspace", "-w", help="Whose limits and expectations hold; default: the nearest, or the defaults."
+            "--workspace", "-w", help="Whose settings hold; default: the nearest that reads files, or profile own-data."
         ),
     ] = None,
     sets: Annotated[
@@ -156,31 +156,32 @@ def validate(
         raise RlhfError(f"{output} exists already; name a new or empty folder")
     remedy = "--output" if output else "--output, or the environment variable TMPDIR"
     with busy("checking the files"), scratch_folder("rlhf-data-") as scratch:
-        config = _validate_config(workspace, sets or [], tokenizer)
+        root = _checking_root(workspace)
+        params = _checking_params(root, sets or [], tokenizer)
+        from rlhf_core import forecast
         from rlhf_core.data.collection.sources import sources_by_kind
-        from rlhf_core.stages.checked_files import as_text, check_files
+        from rlhf_core.stages.checked_files import as_text, check_files, collected_from
 
         sources = sources_by_kind(files, Path.cwd(), options, kind)
         folder = output or scratch
         try:
             folder.mkdir(parents=True, exist_ok=True)
             (folder / "data").mkdir()  # so that no other command writes there at the same time
-            checked = check_files(sources, Path.cwd(), config, folder, _root_of(workspace))
+            checked = check_files(sources, Path.cwd(), params.validate_, folder, root)
         except FileExistsError as error:
             raise RlhfError(f"another command writes to {folder} already; name a new or empty folder") from error
         except OSError as error:
             raise RlhfError(
                 f"cannot write to {folder}: {error}; make room, or name another folder: {remedy}"
             ) from error
-        found = _forecast(workspace, sets or [], sources) if sources.preferences else None
+        collect = collected_from(sources, params.seed)
+        found = forecast.forecast_of_workspace(folder, params.model_copy(update={"collect": collect}), Path.cwd())
     if as_json:
         print_json(checked.as_dict() | ({} if found is None else {"forecast": found.as_dict()}))
     else:
         print_text(as_text(checked, terminal_width()))
         if found is not None:
-            from rlhf_core.forecast import as_text as forecast_text
-
-            print_text("\n" + forecast_text(found))
+            print_text("\n" + forecast.as_text(found))
     raise typer.Exit(EXIT_OK if checked.passed else EXIT_GATE_FAILED)
 
 
@@ -219,16 +220,29 @@ def _token_limits(workspace: Path | None, tokenizer: str | None) -> TokenLimits 
     return None
 
 
-def _validate_config(workspace: Path | None, sets: Sequence[str], tokenizer: str | None) -> ValidateConfig:
-    """Return the section ``validate`` of a workspace, else its defaults, with ``sets`` and ``tokenizer`` over it.
+def _checking_root(workspace: Path | None) -> Path | None:
+    """Return the workspace whose settings check files: the one that is named, else the nearest if it reads files."""
+    from rlhf_core.config.loading import load_params
 
-    Its paths are absolute, since the stages run in a folder of their own: those of a workspace start there, those of
-    ``sets`` at the current folder.
+    root = _root_of(workspace)
+    if root is None or workspace is not None:
+        return root
+    with _only_named(workspace):
+        return root if load_params(root).collect.source == "files" else None
+    return None
+
+
+def _checking_params(root: Path | None, sets: Sequence[str], tokenizer: str | None) -> Params:
+    """Return the settings of a workspace, else those that ``rlhf init --data`` gives, with ``sets`` and ``tokenizer``.
+
+    Paths of section ``validate`` are absolute, since the stages run in a folder of their own: those of a workspace
+    start there, those of ``sets`` at the current folder.
     """
     import json
 
     from rlhf_core.config import yaml_text
-    from rlhf_core.config.loading import PARAMS_FILE, check_params, overlaid, rebase_sources
+    from rlhf_core.config.loading import PARAMS_FILE, check_params, overlaid, overlays_of, rebase_sources
+    from rlhf_core.config.recipe import profiles_of, recipe_folder
 
     other = [given for given in sets if not given.startswith(("validate.", "seed="))]
     if other:
@@ -238,29 +252,14 @@ def _validate_config(workspace: Path | None, sets: Sequence[str], tokenizer: str
             raise ConfigError("--tokenizer is empty; give a model's folder, a .gguf file or a hub id")
         path = Path(os.path.expanduser(tokenizer))
         sets = [*sets, f"validate.tokenizer={json.dumps(str(path.absolute()) if path.exists() else tokenizer)}"]
-    text, root = "", _root_of(workspace)
-    if root is not None:
-        with _only_named(workspace):
-            text = rebase_sources((root / PARAMS_FILE).read_text(encoding="utf-8"), root, Path.cwd())
-    params = check_params(yaml_text.parse(overlaid(text, sets=sets), PARAMS_FILE))
-    return params.validate_.model_copy(update={"seed": params.seed}).with_absolute_paths(Path.cwd())
-
-
-def _forecast(workspace: Path | None, sets: Sequence[str], sources: FileSources) -> Forecast | None:
-    """Say what the pairs are enough for under the settings of a workspace, else under those of the profile own-data."""
-    from rlhf_core.config import yaml_text
-    from rlhf_core.config.data import CollectConfig
-    from rlhf_core.config.loading import PARAMS_FILE, check_params, overlaid, overlays_of
-    from rlhf_core.config.recipe import profiles_of, recipe_folder
-    from rlhf_core.forecast import forecast_of_files
-
-    root = _root_of(workspace)
     folder = root or recipe_folder()
-    recipe = (folder / PARAMS_FILE).read_text(encoding="utf-8")
-    overlays = overlays_of(recipe, profiles_of(folder), None if root is not None else OWN_DATA)
-    params = check_params(yaml_text.plain(yaml_text.parse(overlaid(recipe, overlays, sets), PARAMS_FILE)))
-    files = CollectConfig(source="files", files=sources)
-    return forecast_of_files(Path.cwd(), params.model_copy(update={"collect": files}))
+    text = (folder / PARAMS_FILE).read_text(encoding="utf-8")
+    if root is None:
+        text = overlaid(text, overlays_of(text, profiles_of(folder), OWN_DATA))
+    text = rebase_sources(text, folder, Path.cwd())
+    params = check_params(yaml_text.parse(overlaid(text, sets=sets), PARAMS_FILE))
+    checks = params.validate_.model_copy(update={"seed": params.seed}).with_absolute_paths(Path.cwd())
+    return params.model_copy(update={"validate_": checks})
 
 
 def read_options(

@@ -33,8 +33,8 @@ def alarms(evaluation: Mapping[str, Any]) -> tuple[Alarm, ...]:
 
     That is a share of safe or right replies that is low or falls below SFT's; a share of verifiable prompts that falls;
     a judge whose mean score falls where the reward model's rises beyond chance; one whose verdicts depend on the order
-    of replies; defects in too many replies and in more
-    than SFT's; and right multiple-choice answers that are fewer beyond chance. ``report/metrics.yaml`` has the bounds.
+    of replies; defects in too many replies and in more than SFT's; and right multiple-choice answers that are fewer
+    beyond chance. ``report/metrics.yaml`` has the bounds.
     """
     return tuple(_alarms(evaluation))
 

@@ -19,14 +19,15 @@ FIRST_PREFERRED = (0.3, 0.7)
 
 
 def position_bias(comparison: Mapping[str, float]) -> str:
-    """Say why the comparison by one judge does not count, as far as that is the order of replies; empty if it does."""
+    """Say how the order of replies sways the verdicts of a judge too much; empty where it does not."""
     changed = comparison.get("order_disagreement") or 0.0
     first = comparison.get("first_preferred")
     if changed > MOST_ORDER_DISAGREEMENT:
-        return f"its verdict changes with the order in {changed:.0%} of pairs, of at most {MOST_ORDER_DISAGREEMENT:.0%}"
+        most = f"{MOST_ORDER_DISAGREEMENT:.0%}"
+        return f"{changed:.0%} of its verdicts change with the order of replies, and at most {most} may"
     if first is not None and not FIRST_PREFERRED[0] <= first <= FIRST_PREFERRED[1]:
         low, high = FIRST_PREFERRED
-        return f"it prefers the reply shown first in {first:.0%} of verdicts, outside {low:.0%} to {high:.0%}"
+        return f"{first:.0%} of its verdicts are for the reply shown first, and {low:.0%} to {high:.0%} may be"
     return ""
 
 

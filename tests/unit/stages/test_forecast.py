@@ -4,19 +4,25 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 from typer.testing import CliRunner
 
 from flows.cli import app
+from flows.commands.doctor import pair_checks
 from rlhf_core.config import yaml_text
-from rlhf_core.config.data import DataSource, SplitConfig
+from rlhf_core.config.data import CollectConfig, DataSource, FileSources, SplitConfig
 from rlhf_core.config.loading import PARAMS_FILE, Params, check_params, overlaid, overlays_of
 from rlhf_core.config.recipe import profiles_of, recipe_folder
 from rlhf_core.data.pair_counts import PairLengths
 from rlhf_core.errors import RlhfError
-from rlhf_core.forecast import forecast, source_pairs
+from rlhf_core.forecast import as_text, forecast, forecast_of_workspace, source_pairs
+from rlhf_core.stages import collect, validate
+from rlhf_core.stages.runtime.contract import Paths
+from rlhf_core.training.run_context import RunContext
+from rlhf_extras.memory.command import PlanRequest, describe
 
 
 def settings(*sets: str) -> Params:
@@ -119,12 +125,63 @@ def test_init_refuses_60_pairs_with_the_number_that_would_do(tmp_path: Path, mon
 def test_files_are_counted_as_collect_reads_them_each_pair_once(tmp_path: Path) -> None:
     file = write(tmp_path, 80)
     (tmp_path / "again.jsonl").write_text(file.read_text())
-    sources = [DataSource(path="pairs.jsonl"), DataSource(path="again.jsonl")]
-    lengths = source_pairs(sources, tmp_path, 1)
-    assert lengths is not None and len(lengths) == 80
-    capped = source_pairs([DataSource(path="pairs.jsonl", cap=30)], tmp_path, 1)
-    assert capped is not None and len(capped) == 30
-    assert source_pairs([DataSource(path="hub:a/b")], tmp_path, 1) is None
+
+    def count(*sources: DataSource, **changes: Any) -> int | None:
+        config = CollectConfig(source="files", files=FileSources(preferences=sources), **changes)
+        lengths = source_pairs(config, tmp_path, 1)
+        return None if lengths is None else len(lengths)
+
+    named = DataSource(path="pairs.jsonl")
+    assert count(named, DataSource(path="again.jsonl")) == 80
+    assert count(DataSource(path="pairs.jsonl", cap=30)) == 30 and count(named, limit=20) == 20
+    assert count(DataSource(path="hub:a/b")) is None
+    (tmp_path / "data" / "annotations").mkdir(parents=True)
+    pair = {"prompt": "Which is it?", "chosen": "this", "rejected": "that"}
+    (tmp_path / "data" / "annotations" / "mine.jsonl").write_text(json.dumps(pair) + "\n")
+    assert count(named) == 81, "annotated pairs join them"
+
+
+def test_clean_pairs_count_only_while_they_are_of_the_files(tmp_path: Path) -> None:
+    file = write(tmp_path, 80)
+    with file.open("a") as rows:
+        rows.write('{"prompt": "Which?", "chosen": "the same", "rejected": "the same"}\n')
+    params = settings('collect.files.preferences=["pairs.jsonl"]')
+    assert pairs_of(tmp_path, params) == 81, "what is refused is not known before validation"
+    raw = tmp_path / collect.STAGE.outputs["raw"]
+    collect.collect(params.collect, tmp_path, raw)
+    outputs = Paths({name: tmp_path / path for name, path in validate.STAGE.outputs.items()})
+    inputs = Paths({"raw": raw, "expectations": recipe_folder() / "expectations"})
+    validate.run(params.validate_, inputs, outputs, RunContext(tmp_path / "work"))
+    assert pairs_of(tmp_path, params) == 80
+    write(tmp_path, 200)
+    assert pairs_of(tmp_path, params) == 200, "the user has added pairs, as he was told"
+
+
+def pairs_of(workspace: Path, params: Params) -> int:
+    found = forecast_of_workspace(workspace, params)
+    assert found is not None
+    return found.pairs
+
+
+@pytest.mark.parametrize(("count", "level"), [(60, "fail"), (500, "warn"), (1500, "ok")])
+def test_all_commands_say_the_same_of_the_same_files(
+    count: int, level: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    write(tmp_path, count)
+    runner = CliRunner()
+    checked = json.loads(runner.invoke(app, ["data", "validate", "pairs.jsonl", "--json"]).stdout)["forecast"]
+    params = settings('collect.files.preferences=["pairs.jsonl"]')
+    found = forecast_of_workspace(tmp_path, params)
+    assert found is not None and found.conclusion == checked["conclusion"]
+    (check,) = pair_checks(tmp_path, params)
+    assert (check.level, check.finding) == (level, found.conclusion)
+    made = runner.invoke(app, ["init", "run", "--data", "pairs.jsonl"])
+    if level == "fail":
+        assert found.conclusion in str(made.exception)
+    else:
+        assert as_text(found) in made.stdout
+        assert as_text(found) == describe([], PlanRequest(tmp_path / "run").forecast()).strip()
 
 
 def test_pairs_of_equal_length_are_trained_on_though_they_measure_nothing() -> None:
