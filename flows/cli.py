@@ -161,22 +161,26 @@ def init(
     if origin and model:
         raise RlhfError("--from names the starting model; leave --model out")
     settings = ["collect.source=files", f"collect.files.preferences={json.dumps(data)}"] if data else []
-    settings += [f"base.source={model}"] if model else []
+    if model:
+        settings.append(f"base.source={model}")
     profile = ",".join(profiles or ()) or ("own-data" if data and not origin else None)
     with busy("making the workspace"):
         from flows.commands.init import forecast_of, initialise, next_step, predecessor, refuse_absent
         from flows.dvc_repo.inputs import refresh_inputs
 
         refuse_absent(data or [], model)
-        before = predecessor(origin) if origin else None
-        settings = [*(before.settings(data or []) if before else settings), *(sets or [])]
-        recipe = before.workspace if before else None
+        recipe = None
+        if origin:
+            before = predecessor(origin)
+            recipe = before.workspace
+            settings += before.settings
+        settings += sets or []
         found = forecast_of(folder, profile, settings, recipe)
         workspace = initialise(folder, profile, settings, cache=cache, recipe=recipe)
         with suppress(RlhfError):  # a source that is missing or out of reach is for the next step, or the run, to name
             refresh_inputs(workspace)  # so that `dvc repro` and `dvc status` work at once
         step = next_step(workspace)
-    if before is not None:
+    if origin:
         typer.echo(f"it goes on from {before.name}, which the new policy is compared with")
     if found is not None:
         from rlhf_core.forecast import as_text

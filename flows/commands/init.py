@@ -44,18 +44,14 @@ class Predecessor:
     model: Path
     name: str
 
-    def settings(self, data: Sequence[str]) -> list[str]:
-        """Return what differs from the settings of its workspace, given the data of the new run.
+    @property
+    def settings(self) -> list[str]:
+        """What differs from the settings of its workspace.
 
-        It is the SFT model as it is: supervised steps on the preferred replies would undo what PPO has taught. So the
-        new policy is measured against it, and the policy gate says whether it is better than the one in use.
+        Without supervised steps it is the SFT model as it is: such steps would undo what PPO has taught. So the new
+        policy is measured against it, and the policy gate says whether it is better than the one in use.
         """
-        return [
-            *(["collect.source=files", f"collect.files.preferences={json.dumps(list(data))}"] if data else []),
-            f"base.source={json.dumps(str(self.model))}",
-            "base.revision=null",
-            "sft.steps=0",
-        ]
+        return [f"base.source={json.dumps(str(self.model))}", "base.revision=null", "sft.steps=0"]
 
 
 def predecessor(given: str) -> Predecessor:

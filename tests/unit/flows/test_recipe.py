@@ -129,7 +129,8 @@ def test_a_next_generation_starts_as_the_registered_policy_by_its_workspace_s_se
     monkeypatch.setattr(stored_models, "policy_with_alias", version_of)
     monkeypatch.setattr(stored_models, "verified_folder", lambda workspace, version: stored)
     found = predecessor(f"before{alias}")
-    made = initialise(tmp_path / "after", None, found.settings(["new.jsonl"]), recipe=found.workspace)
+    data = ["collect.source=files", 'collect.files.preferences=["new.jsonl"]']
+    made = initialise(tmp_path / "after", None, [*data, *found.settings], recipe=found.workspace)
     params = load_params(made)
     assert asked == [alias.removeprefix("@") or "champion"]
     assert params.base.source == str(stored) and params.sft.steps == 0

@@ -17,11 +17,10 @@ from rlhf_core.config.data import CollectConfig, DataSource, FileSources, SplitC
 from rlhf_core.config.loading import PARAMS_FILE, Params, check_params, overlaid, overlays_of
 from rlhf_core.config.recipe import profiles_of, recipe_folder
 from rlhf_core.data.pair_counts import PairLengths
+from rlhf_core.data.schema import Message, Preference, write_rows
 from rlhf_core.errors import RlhfError
 from rlhf_core.forecast import as_text, forecast, forecast_of_workspace, source_pairs
-from rlhf_core.stages import collect, validate
-from rlhf_core.stages.runtime.contract import Paths
-from rlhf_core.training.run_context import RunContext
+from rlhf_core.stages import collect
 from rlhf_extras.memory.command import PlanRequest, describe
 
 
@@ -142,17 +141,15 @@ def test_files_are_counted_as_collect_reads_them_each_pair_once(tmp_path: Path) 
 
 
 def test_clean_pairs_count_only_while_they_are_of_the_files(tmp_path: Path) -> None:
-    file = write(tmp_path, 80)
-    with file.open("a") as rows:
-        rows.write('{"prompt": "Which?", "chosen": "the same", "rejected": "the same"}\n')
+    write(tmp_path, 80)
     params = settings('collect.files.preferences=["pairs.jsonl"]')
-    assert pairs_of(tmp_path, params) == 81, "what is refused is not known before validation"
-    raw = tmp_path / collect.STAGE.outputs["raw"]
-    collect.collect(params.collect, tmp_path, raw)
-    outputs = Paths({name: tmp_path / path for name, path in validate.STAGE.outputs.items()})
-    inputs = Paths({"raw": raw, "expectations": recipe_folder() / "expectations"})
-    validate.run(params.validate_, inputs, outputs, RunContext(tmp_path / "work"))
-    assert pairs_of(tmp_path, params) == 80
+    assert pairs_of(tmp_path, params) == 80, "what is refused is not known before validation"
+    collect.collect(params.collect, tmp_path, tmp_path / "data" / "raw")
+    kept = [Preference(str(n), [Message("user", f"{n}?")], "a", "b", None, "", "files", f"g{n}") for n in range(10)]
+    for user in ("preferences", "preferences_referee", "preferences_judge"):
+        for split in ("train", "validation", "test"):
+            write_rows(tmp_path / "data" / "clean" / user / f"{split}.parquet", kept)
+    assert pairs_of(tmp_path, params) == 70, "of test pairs, which are common, one folder counts"
     write(tmp_path, 200)
     assert pairs_of(tmp_path, params) == 200, "the user has added pairs, as he was told"
 
@@ -164,24 +161,36 @@ def pairs_of(workspace: Path, params: Params) -> int:
 
 
 @pytest.mark.parametrize(("count", "level"), [(60, "fail"), (500, "warn"), (1500, "ok")])
-def test_all_commands_say_the_same_of_the_same_files(
+def test_init_doctor_and_plan_say_the_same(
     count: int, level: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
     write(tmp_path, count)
-    runner = CliRunner()
-    checked = json.loads(runner.invoke(app, ["data", "validate", "pairs.jsonl", "--json"]).stdout)["forecast"]
     params = settings('collect.files.preferences=["pairs.jsonl"]')
     found = forecast_of_workspace(tmp_path, params)
-    assert found is not None and found.conclusion == checked["conclusion"]
     (check,) = pair_checks(tmp_path, params)
-    assert (check.level, check.finding) == (level, found.conclusion)
-    made = runner.invoke(app, ["init", "run", "--data", "pairs.jsonl"])
+    assert found is not None and (check.level, check.finding) == (level, found.conclusion)
+    made = CliRunner().invoke(app, ["init", "run", "--data", "pairs.jsonl"])
     if level == "fail":
-        assert found.conclusion in str(made.exception)
+        assert f"{found.conclusion}; nothing was made" in str(made.exception)
     else:
         assert as_text(found) in made.stdout
         assert as_text(found) == describe([], PlanRequest(tmp_path / "run").forecast()).strip()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("folder", [".", "world"])
+def test_data_validate_says_it_as_init_would(folder: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a workspace of the synthetic world too, whose settings are not those that files get."""
+    (tmp_path / "world").mkdir()
+    for name in (PARAMS_FILE, "dvc.yaml"):
+        (tmp_path / "world" / name).write_text((recipe_folder() / name).read_text())
+    monkeypatch.chdir(tmp_path / folder)
+    write(Path.cwd(), 500)
+    found = forecast_of_workspace(Path.cwd(), settings('collect.files.preferences=["pairs.jsonl"]'))
+    assert found is not None
+    told = CliRunner().invoke(app, ["data", "validate", "pairs.jsonl"])
+    assert told.exit_code == 0 and told.stdout.rstrip().endswith(as_text(found))
 
 
 def test_pairs_of_equal_length_are_trained_on_though_they_measure_nothing() -> None:
