@@ -234,7 +234,8 @@ def _shortfalls(
                     f"{reader}.length_balance: sampling leaves {usable} of {found.pairs} training pairs, "
                     f"fewer than the {fewest} of a batch ({reader}.batch.min_pairs)"
                 )
-                yield Shortfall(reason, _total(lengths, found, fewest, reader, name, largest))
+                now, later = (_share(reader, name, shares) for shares in (split, largest))
+                yield Shortfall(reason, _total(lengths, found, fewest, now, later))
     if params.gates.mode != "enforce":
         return
     asked: dict[tuple[str, str], str] = {}
@@ -249,7 +250,11 @@ def _shortfalls(
                 f"the reward gate asks for {metric}, but {found.pairs} {name} pairs leave {found.balanced} when "
                 f"lengths are balanced, and {FEWEST_BALANCED_PAIRS} are needed"
             )
-            total = _total(lengths, found, FEWEST_BALANCED_PAIRS, reader, name, largest)
+            needed = FEWEST_BALANCED_PAIRS
+            if name == "test":  # whose share grows only where so many can be balanced
+                needed = max(needed, split.fewest_balanced)
+            now, later = (_share(reader, name, shares) for shares in (split, largest))
+            total = _total(lengths, found, needed, now, later)
             yield Shortfall(reason, total, _share_that_would_do(lengths, split, reader, name, unit))
 
 
@@ -274,21 +279,26 @@ def _share(reader: str, split: str, config: SplitConfig) -> float:
     return of_reader * (config.validation if split == "validation" else 1 - config.validation - config.test)
 
 
-CAUTION = 1.25
 FEW = 20  # of fewer pairs left, the share of all pairs says more than their number
 
 
-def _total(lengths: PairLengths, found: SplitPairs, needed: int, reader: str, split: str, config: SplitConfig) -> int:
-    """Return about how many pairs in all would leave ``needed`` balanced ones in a split."""
+def _total(lengths: PairLengths, found: SplitPairs, needed: int, now: float, later: float) -> int:
+    """Return about how many pairs in all would leave ``needed`` balanced ones in a split.
+
+    Args:
+        now: The share of all pairs that is in the split.
+        later: The share that could be.
+    """
+    # Rather too many than a refusal that comes again: how many of further pairs fall into the split is chance.
     if found.balanced >= FEW:
-        return math.ceil(len(lengths) * needed / found.balanced)
+        likely = found.balanced * later / now
+        room = math.sqrt(max(needed - likely, 1.0))
+        return math.ceil(len(lengths) * (needed + room) / likely)
     count = max(len(lengths), 1)
     rate = max(lengths.balanced, 1) / count
-    # Of few pairs the rate is uncertain, and a split is balanced in strata of its own: rather too many than a refusal
-    # that comes again.
+    # Of few pairs the rate is uncertain too, and a split is balanced in strata of its own.
     rate = max(rate - math.sqrt(rate * (1 - rate) / count), 1 / count)
-    likely = CAUTION * needed + 2 * math.sqrt(needed) + 2
-    return math.ceil(likely / (rate * _share(reader, split, config)))
+    return math.ceil((needed + 2 * math.sqrt(needed) + 2) / (rate * later))
 
 
 def _more(total: int, pairs: int) -> int:

@@ -98,12 +98,15 @@ class PairLengths:
         return len({group for group, is_test in zip(self.groups, here, strict=True) if is_test})
 
     def adapted(self, config: SplitConfig) -> SplitConfig:
-        """Return the shares with a test share that leaves ``fewest_balanced`` pairs, or comes closest to it.
+        """Return the shares with the smallest test share that leaves ``fewest_balanced`` pairs, if there is one.
 
-        As data grow the share falls back to what is set, and no group that was ever trained on becomes a test group.
+        Where none does, a larger share would take pairs from training for nothing. As data that suffice grow further,
+        the share falls back to what is set, so that no training group becomes a test group.
         """
         test = config.test
-        while test < config.most_test and self._balanced_test(test, config) < config.fewest_balanced:
+        while self._balanced_test(test, config) < config.fewest_balanced:
+            if test >= config.most_test:
+                return config
             test = min(round(test + SHARE_STEP, 4), config.most_test)
         return config.model_copy(update={"test": test})
 
