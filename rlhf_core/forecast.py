@@ -291,7 +291,7 @@ def _total(lengths: PairLengths, found: SplitPairs, needed: int, now: float, lat
     """
     # Rather too many than a refusal that comes again: how many of further pairs fall into the split is chance.
     if found.balanced >= FEW:
-        likely = found.balanced * later / now
+        likely = min(found.balanced * later / now, needed - 1)
         room = math.sqrt(max(needed - likely, 1.0))
         return math.ceil(len(lengths) * (needed + room) / likely)
     count = max(len(lengths), 1)
