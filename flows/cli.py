@@ -142,6 +142,12 @@ def init(
     data: Annotated[
         list[str] | None, typer.Option(help="Files with pairs of replies (collect.files.preferences); may be repeated.")
     ] = None,
+    prompts: Annotated[
+        list[str] | None, typer.Option(help="Files with prompts, in place of pairs, for --reward; may be repeated.")
+    ] = None,
+    reward: Annotated[
+        str | None, typer.Option(metavar="FILE.py:FUNCTION", help="The function that rewards replies to --prompts.")
+    ] = None,
     model: Annotated[str | None, typer.Option(help="The starting model: a folder, .gguf file or hub id.")] = None,
     cache: Annotated[Path | None, typer.Option(help="A DVC cache to share with other workspaces.")] = None,
     origin: Annotated[
@@ -156,6 +162,7 @@ def init(
     Examples:
     $ rlhf init my-run --data pairs.jsonl --model models/my-model
     $ rlhf init next --from my-run@champion --data new.jsonl
+    $ rlhf init my-run --prompts sums.jsonl --reward checks.py:score --model models/my-model
     $ rlhf init my-trial --profile smoke --set seed=2
     """
     if origin and model:
@@ -168,24 +175,34 @@ def init(
         from flows.commands.init import forecast_of, initialise, next_step, predecessor, refuse_absent
         from flows.dvc_repo.inputs import refresh_inputs
 
-        refuse_absent(data or [], model)
-        recipe = None
-        if origin:
-            before = predecessor(origin)
-            recipe = before.workspace
-            settings += before.settings
-        settings += sets or []
-        found = forecast_of(folder, profile, settings, recipe)
+        refuse_absent([*(data or []), *(prompts or [])], model)
+        recipe, function, shown = None, None, ""
+        if prompts or reward:
+            from flows.commands import init_checker
+
+            if data or origin or not (prompts and reward):
+                raise RlhfError(
+                    "--prompts and --reward go together, without --data, which has pairs, or --from; nothing was made"
+                )
+            function, profile = init_checker.given_function(reward), profile or init_checker.PROFILE
+            settings = [*init_checker.checker_settings(prompts, function), *settings, *(sets or [])]
+            shown = init_checker.require_enough_prompts(folder, profile, settings, function)
+        else:
+            if origin:
+                before = predecessor(origin)
+                recipe = before.workspace
+                settings += before.settings
+                shown = f"it goes on from {before.name}, which the new policy is compared with\n"
+            settings += sets or []
+            shown += forecast_of(folder, profile, settings, recipe)
         workspace = initialise(folder, profile, settings, cache=cache, recipe=recipe)
+        if function is not None:
+            function.copy_into(workspace)
         with suppress(RlhfError):  # a source that is missing or out of reach is for the next step, or the run, to name
             refresh_inputs(workspace)  # so that `dvc repro` and `dvc status` work at once
         step = next_step(workspace)
-    if origin:
-        typer.echo(f"it goes on from {before.name}, which the new policy is compared with")
-    if found is not None:
-        from rlhf_core.forecast import as_text
-
-        typer.echo(as_text(found))
+    if shown:
+        typer.echo(shown.rstrip())
     typer.echo(step)
 
 

@@ -151,7 +151,7 @@ def forecast(
     counts = counts or lengths.counts(split)
     unequal = np.count_nonzero(lengths.differences)
     powers = list(_powers(params, counts, lengths.test_prompts(split)))
-    conditions = len(params.gates.reward) + len(params.gates.policy)
+    conditions = len(params.gates.reward or ()) + len(params.gates.policy)
     return Forecast(
         pairs=len(lengths),
         are_all=len(lengths) != MOST_PAIRS,
@@ -239,7 +239,7 @@ def _shortfalls(
     if params.gates.mode != "enforce":
         return
     asked: dict[tuple[str, str], str] = {}
-    for condition in params.gates.reward:
+    for condition in params.gates.reward or ():
         reader, name, measure = _measured(condition)
         if measure.startswith((f"accuracy{BALANCED}", f"ece{BALANCED}")):
             asked.setdefault((reader, name), condition.metric)
@@ -323,7 +323,7 @@ def _share_that_would_do(lengths: PairLengths, config: SplitConfig, reader: str,
 
 def _powers(params: Params, counts: ReaderCounts, test_prompts: int) -> Iterator[ConditionPower]:
     """Yield the power of each condition whose measure is a share of pairs or of prompts."""
-    for condition in params.gates.reward:
+    for condition in params.gates.reward or ():
         reader, split, measure = _measured(condition)
         is_agreement = condition.metric == "agreement.share"
         found = counts[reader]["test" if is_agreement else split]
@@ -428,9 +428,10 @@ def forecast_of_files(base: Path, params: Params) -> Forecast | None:
     """Forecast for the files that settings name; relative paths start at ``base``.
 
     Returns:
-        None for the synthetic world, or where the pairs cannot be read here: they are elsewhere, or still missing.
+        None where no pairs are named, as for the synthetic world, or where they cannot be read here: they are
+        elsewhere, or still missing.
     """
-    if params.collect.source == "world":
+    if params.collect.source == "world" or not params.collect.files.preferences:
         return None
     try:
         lengths = source_pairs(params.collect, base, seed_of(params))
@@ -446,7 +447,7 @@ def forecast_of_workspace(workspace: Path, params: Params, base: Path | None = N
         base: The folder that relative paths of files start at; by default the workspace.
 
     Returns:
-        None for the synthetic world, or where the pairs cannot be read here.
+        None where no pairs are named, or they cannot be read here.
     """
     base = base or workspace
     if params.collect.source == "files" and params.collect.files.preferences:

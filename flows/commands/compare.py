@@ -25,7 +25,7 @@ from rlhf_core.config.loading import PARAMS_FILE
 from rlhf_core.config.policy import METHOD_NAMES, Method
 from rlhf_core.config.ppo import PpoConfig
 from rlhf_core.errors import RlhfError
-from rlhf_core.evaluation.judges.names import JUDGE
+from rlhf_core.evaluation.judges.names import JUDGE, last_word
 from rlhf_core.evaluation.verdict import EVEN_WIN_RATE, percent
 from rlhf_core.gates import REPORT_MODE, read_gate
 from rlhf_core.storage.files import atomic_write_json, flatten, read_json
@@ -70,7 +70,7 @@ def read_workspace(folder: Path) -> EvaluatedWorkspace:
     if not (folder / EVALUATION).is_file():
         raise RlhfError(f"{name} has not been evaluated: it has no {EVALUATION}; {remedy}")
     evaluation = read_json(folder / EVALUATION)
-    if JUDGE not in evaluation.get("comparison", {}):
+    if last_word(evaluation.get("comparison", {})) not in evaluation.get("comparison", {}):
         raise RlhfError(f"{name}: {EVALUATION} has no comparison by a judge; {remedy}")
     stages = recorded_stages(folder)
     histories = {name: read_history(folder / "history" / f"{name}.jsonl") for name in HISTORIES}
@@ -133,7 +133,8 @@ def _policy_results(
 
 def _measured(model: Values, comparison: Mapping[str, Values], sft: Values) -> RunResults:
     """What judges and scorers say of the replies of one model."""
-    judged = comparison[JUDGE]
+    judge = last_word(comparison)
+    judged = comparison[judge]
     return {
         "prompts": judged["prompts"],
         "clusters": judged["clusters"],
@@ -144,7 +145,7 @@ def _measured(model: Values, comparison: Mapping[str, Values], sft: Values) -> R
         "gold_win_rate": _estimate(comparison.get("gold", {}), "win_rate"),
         "llm_win_rate": _estimate(comparison.get("llm", {}), "win_rate"),
         "llm_order_disagreement": comparison.get("llm", {}).get("order_disagreement"),
-        "judge_score": model.get(JUDGE),
+        "judge_score": model.get(judge),
         "reward": model.get("reward"),
         "length": model.get("length"),
         "sft_length": sft.get("length"),
@@ -248,18 +249,28 @@ def _verdict_settings(recorded: Mapping[str, Any]) -> str | None:
 def differing_settings(workspaces: Sequence[EvaluatedWorkspace]) -> dict[str, dict[str, str]]:
     """Return the parameters that not all of these runs were made with, by name: the value in each workspace.
 
-    They are those that dvc.lock records of the stages, else those of params.yaml.
+    They are those that dvc.lock records of the stages. Of a stage that did not end well, such as a gate that closed, it
+    records none, so there they are those of params.yaml.
     """
-    settings: dict[str, dict[str, str]] = {}
+    recorded: dict[str, dict[str, Any]] = {}
+    written: dict[str, dict[str, Any]] = {}
     for workspace in workspaces:
-        recorded = {name: value for stage in workspace.stages.values() for name, value in stage.params.items()}
-        values = _by_condition(flatten(recorded or yaml_text.plain(yaml_text.read(workspace.folder / PARAMS_FILE))))
-        settings[workspace.name] = {
-            name: value if isinstance(value, str) else json.dumps(value) for name, value in values.items()
-        }
-    names = sorted({name for values in settings.values() for name in values})
-    rows = {name: {run: values.get(name, MISSING) for run, values in settings.items()} for name in names}
-    return {name: row for name, row in rows.items() if len({*row.values()}) > 1}
+        of_stages = {name: value for stage in workspace.stages.values() for name, value in stage.params.items()}
+        recorded[workspace.name] = _by_condition(flatten(of_stages))
+        written[workspace.name] = _by_condition(
+            flatten(yaml_text.plain(yaml_text.read(workspace.folder / PARAMS_FILE)))
+        )
+    known = recorded if any(recorded.values()) else written
+    names = sorted({name for values in known.values() for name in values})
+    rows: dict[str, dict[str, str]] = {}
+    for name in names:
+        row = {}
+        for run, values in recorded.items():
+            value = values.get(name, written[run].get(name, MISSING))
+            row[run] = value if isinstance(value, str) else json.dumps(value)
+        if len({*row.values()}) > 1:
+            rows[name] = row
+    return rows
 
 
 def _by_condition(values: Mapping[str, Any]) -> dict[str, Any]:

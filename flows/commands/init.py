@@ -8,7 +8,6 @@ import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from flows.dvc_repo.inputs import DVC_FILE
 from flows.dvc_repo.recipe import TRIALS, merged_params, write_recipe
@@ -31,10 +30,6 @@ from rlhf_core.config.loading import (
 from rlhf_core.config.operations import RegistryConfig
 from rlhf_core.config.recipe import profiles_of, recipe_folder
 from rlhf_core.errors import RlhfError
-
-if TYPE_CHECKING:
-    from rlhf_core.forecast import Forecast
-
 
 @dataclass(frozen=True)
 class Predecessor:
@@ -103,27 +98,29 @@ def refuse_absent(data: Sequence[str], model: str | None) -> None:
     """
     absent = _unmatched(data, Path.cwd())
     if absent:
-        raise RlhfError(f"--data: no file matches {', '.join(absent)}; nothing was made")
+        raise RlhfError(f"no file matches {', '.join(absent)}; nothing was made")
     if model and _is_absent(model, Path.cwd()):
         raise RlhfError(f"--model: there is no file or folder {model}; nothing was made")
 
 
-def forecast_of(folder: Path, profile: str | None, sets: Sequence[str], recipe: Path | None = None) -> Forecast | None:
-    """Return what the pairs of a workspace that is to be made are enough for; None where they cannot be read here.
+def forecast_of(folder: Path, profile: str | None, sets: Sequence[str], recipe: Path | None = None) -> str:
+    """Say what the pairs of a workspace that is to be made are enough for; nothing where they cannot be read here.
 
     Raises:
         RlhfError: A stage or the reward gate would refuse so few pairs, or a parameter is wrong.
     """
-    from rlhf_core.forecast import forecast_of_files
+    from rlhf_core.forecast import as_text, forecast_of_files
 
     text = merged_params(recipe or recipe_folder(), profile, sets, folder)
     # The folder may not exist yet, so that paths which start there lead nowhere.
     seen_here = rebase_sources(text, folder.resolve(), Path.cwd())
     params = check_params(yaml_text.plain(yaml_text.parse(seen_here, PARAMS_FILE)))
     found = forecast_of_files(Path.cwd(), params)
-    if found is not None and found.refusal:
+    if found is None:
+        return ""
+    if found.refusal:
         raise RlhfError(f"{found.refusal}; nothing was made")
-    return found
+    return as_text(found)
 
 
 def next_step(workspace: Path) -> str:
@@ -140,7 +137,7 @@ def next_step(workspace: Path) -> str:
     if sources.source == "world":
         world = ", on the synthetic world: collect.files are read with collect.source=files"
         return f"{name} is ready{world if sources.files.paths() else ''}; next: {run}"
-    if not sources.files.preferences:
+    if sources.pairs and not sources.files.preferences:
         return (
             f"{name} is made, but its data are missing: name files with pairs of replies under "
             f"collect.files.preferences in {name}/{PARAMS_FILE} (`rlhf data FILE` shows how one is read), then: {run}"

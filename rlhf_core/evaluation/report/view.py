@@ -14,6 +14,7 @@ from markupsafe import Markup, escape
 
 from rlhf_core.config import yaml_text
 from rlhf_core.config.base import SCRATCH
+from rlhf_core.config.gates import CHECKER
 from rlhf_core.config.policy import METHOD_NAMES, Method
 from rlhf_core.data.text import language_tag
 from rlhf_core.errors import RlhfError
@@ -109,13 +110,15 @@ def about(sources: ReportSources) -> list[str]:
         settings = dotted(yaml_text.plain(yaml_text.parse(sources.params, "params.yaml")) or {})
     except RlhfError:
         settings = {}
-    collected, files = settings.get("collect.source"), settings.get("collect.files.preferences") or []
+    kind = "prompts" if settings.get("collect.pairs") is False else "preferences"
+    collected, files = settings.get("collect.source"), settings.get(f"collect.files.{kind}") or []
     data = "the synthetic world" if collected == "world" else ", ".join(map(str, files)) or "files"
-    pairs = sources.metrics.get("data", {}).get("preferences", {}).get("train")
+    rows = sources.metrics.get("data", {}).get(kind, {}).get("train")
+    counted = "training pairs" if kind == "preferences" else "training prompts"
     base, profile = settings.get("base.source"), settings.get("profile")
     commit, mark, rest = sources.lineage.get("git_revision", "").partition("-")
     known = {
-        "data": collected and (data if pairs is None else f"{data}, {format_number(whole(pairs))} training pairs"),
+        "data": collected and (data if rows is None else f"{data}, {format_number(whole(rows))} {counted}"),
         "base model": "made from nothing" if base == SCRATCH else base,
         "profile": f"{profile}, a toy that tries every step" if profile == "smoke" else profile,
         "commit": commit[:COMMIT] + mark + rest,
@@ -152,6 +155,8 @@ def tiles(metrics: Mapping[str, JsonObject]) -> list[dict[str, str]]:
     sft, policy = evaluation.get("sft", {}), evaluation.get("policy", {})
     if "gold" in policy:
         known.append((labels["gold"], policy["gold"], f"SFT {format_number(sft.get('gold'), 2)}"))
+    if CHECKER in policy:
+        known.append((labels[CHECKER], policy[CHECKER], f"SFT {format_number(sft.get(CHECKER), 2)}"))
     if "kl" in evaluation:
         known.append((labels["kl"], evaluation["kl"], "unfiltered samples"))
     if "test_accuracy" in reward:
@@ -261,7 +266,7 @@ def flatten(values: Mapping[str, Any]) -> list[tuple[str, Any]]:
     return [(name, whole(value)) for name, value in dotted(values).items() if not isinstance(value, list)]
 
 
-JUDGES = ("gold", "llm", "judge", "referee", "reward")
+JUDGES = ("gold", "llm", "checker", "judge", "referee", "reward")
 LLM_VERDICTS = {1.0: "the policy's reply is better", 0.5: "a tie", 0.0: "SFT's reply is better"}
 WORDS = re.compile(r"\s+|\w+|[^\w\s]")
 
