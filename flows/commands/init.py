@@ -31,6 +31,7 @@ from rlhf_core.config.operations import RegistryConfig
 from rlhf_core.config.recipe import profiles_of, recipe_folder
 from rlhf_core.errors import RlhfError
 
+
 @dataclass(frozen=True)
 class Predecessor:
     """A registered policy from which another run goes on, with the workspace that trained it."""
