@@ -117,7 +117,7 @@ def test_a_next_generation_starts_as_the_registered_policy_by_its_workspace_s_se
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, alias: str
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    before = initialise(tmp_path / "before", "own-data", ["base.source=org/model", "ppo.iterations=7"])
+    before = initialise(tmp_path / "before", "own-data", ["base.source=org/model", "ppo.iterations=70"])
     stored = tmp_path / "stored" / "model"
     stored.mkdir(parents=True)
     asked: list[str] = []
@@ -134,5 +134,5 @@ def test_a_next_generation_starts_as_the_registered_policy_by_its_workspace_s_se
     params = load_params(made)
     assert asked == [alias.removeprefix("@") or "champion"]
     assert params.base.source == str(stored) and params.sft.steps == 0
-    assert params.ppo.iterations == 7 and params.validate_.split.fewest_balanced == 60, "settings go on"
+    assert params.ppo.iterations == 70 and params.validate_.split.fewest_balanced == 60, "settings go on"
     assert params.collect.files.paths() == ["../new.jsonl"] and before == found.workspace

@@ -160,7 +160,14 @@ def pairs_of(workspace: Path, params: Params) -> int:
     return found.pairs
 
 
-@pytest.mark.parametrize(("count", "level"), [(60, "fail"), (500, "warn"), (1500, "ok")])
+@pytest.mark.parametrize(
+    ("count", "level"),
+    [
+        (60, "fail"),
+        pytest.param(500, "warn", marks=pytest.mark.slow),
+        pytest.param(1500, "ok", marks=pytest.mark.slow),
+    ],
+)
 def test_init_doctor_and_plan_say_the_same(
     count: int, level: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
