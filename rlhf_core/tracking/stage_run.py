@@ -135,7 +135,7 @@ GROUPS = ("reward", "kl", "policy", "value", "critic", "ptx", "selection", "vali
 
 
 # What MLflow refuses in the name of a metric, and all others of the request with it. Names have categories of the data.
-REFUSED = re.compile(r"[^/\w.\- :]|\A/|\A\.(?=\.?(?:/|\Z))|/(?=/|\Z|\.\.?(?:/|\Z))")
+REFUSED = re.compile(r"[^/\w.\- :]|\A/|\A\.(?=[./]|\Z)|/(?=/|\Z|\.\.?(?:/|\Z))")
 LONGEST_NAME = 250
 
 

@@ -11,7 +11,7 @@ from rlhf_core.config.base import BaseConfig, SftConfig
 from rlhf_core.config.model import OptimizerConfig
 from rlhf_core.models.causal_lm import new_model, train_tokenizer
 
-SUMS = [(a, b) for a in range(8) for b in range(10)]
+SUMS = [(a, b) for a in range(10) for b in range(20)]
 CHECKS = '''
 def score(prompts, replies, answer):
     """1 for the right sum, else 0."""
@@ -24,7 +24,7 @@ def constant(prompts, replies):
 # A short run of a model this small; what else there is stays as the profile has it.
 SETTINGS = (
     "base.allow_high_learning_rates=true",
-    "ppo.iterations=6",
+    "ppo.iterations=8",
     "ppo.max_new_tokens=8",
     "ppo.policy_optimizer.lr=1e-3",
     "ppo.kl.coefficient=0.01",
@@ -54,8 +54,8 @@ def write_sums(folder: Path) -> None:
         for _ in range(4)
     ]
     tokenizer = train_tokenizer([f"{row['prompt']} {row['completion']}" for row in dialogues], 300, 64)
-    shape = BaseConfig(hidden_size=48, intermediate_size=96, layers=2, heads=4, max_positions=64)
-    settings = SftConfig(steps=160, batch_size=32, max_tokens=32, eval_every=160, optimizer=OptimizerConfig(lr=8e-3))
+    shape = BaseConfig(hidden_size=64, intermediate_size=128, layers=2, heads=4, max_positions=64)
+    settings = SftConfig(steps=350, batch_size=64, max_tokens=32, eval_every=350, optimizer=OptimizerConfig(lr=6e-3))
     trained = train_sft(
         new_model(shape, tokenizer, seed=1), tokenizer, dialogues, config=settings, allow_high_learning_rates=True
     )

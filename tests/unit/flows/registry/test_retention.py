@@ -161,7 +161,7 @@ def killed_registrations(registry: Registry, monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(orphans, "SECONDS", -60.0)
     owner, client = registry.workspace("owner"), registry.client
     experiment = experiment_id(client, owner)
-    for number, name in enumerate(("policy", "reward", "policy", "somebody's")):
+    for number, name in enumerate(("policy", "reward", "policy", "other")):
         model = client.create_logged_model(experiment, name)
         files = Path(model.artifact_location.removeprefix("file://"))
         files.mkdir(parents=True)
@@ -198,7 +198,7 @@ def test_what_killed_registrations_leave_is_named_and_removed(registry: Registry
     assert recorded(registry, killed_registrations) == before
     apply_retention(killed_registrations, delete=True)
     states = {"register a": "KILLED", "register b": "KILLED", "register c": "FINISHED", "train": "RUNNING"}
-    assert recorded(registry, killed_registrations) == (["policy", "somebody's"], states)
+    assert recorded(registry, killed_registrations) == (["other", "policy"], states)
     assert warned(killed_registrations) == []
     with pytest.raises(RlhfError, match=r"registry\.retention\.versions is not set"):
         apply_retention(killed_registrations, delete=True)
@@ -215,7 +215,7 @@ def test_a_removal_that_was_killed_goes_on(
             patched.setattr(type(registry.client), step, killed)
             apply_retention(killed_registrations, delete=True)
     apply_retention(killed_registrations, delete=True)
-    assert recorded(registry, killed_registrations)[0] == ["policy", "somebody's"]
+    assert recorded(registry, killed_registrations)[0] == ["other", "policy"]
 
 
 def test_a_registration_that_may_be_at_work_is_left_alone(
