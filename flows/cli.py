@@ -165,39 +165,59 @@ def init(
     ] = None,
     model: Annotated[str | None, typer.Option(help="The starting model: a folder, .gguf file or hub id.")] = None,
     cache: Annotated[Path | None, typer.Option(help="A DVC cache to share with other workspaces.")] = None,
+    origin: Annotated[
+        str | None,
+        typer.Option("--from", metavar="WORKSPACE@ALIAS", help="Go on from a registered policy, by its settings."),
+    ] = None,
 ) -> None:
     """Create a workspace: params.yaml with its comments, dvc.yaml, a DVC root.
 
+    Where there are files of pairs, what so many can show is forecast, and too few are refused.
+
     Examples:
     $ rlhf init my-run --data pairs.jsonl --model models/my-model
+    $ rlhf init next --from my-run@champion --data new.jsonl
     $ rlhf init my-run --prompts sums.jsonl --reward checks.py:score --model models/my-model
     $ rlhf init my-trial --profile smoke --set seed=2
     """
+    if origin and model:
+        raise RlhfError("--from names the starting model; leave --model out")
     settings = ["collect.source=files", f"collect.files.preferences={json.dumps(data)}"] if data else []
-    settings += [*([f"base.source={model}"] if model else []), *(sets or [])]
-    profile = ",".join(profiles or ()) or ("own-data" if data else None)
+    if model:
+        settings.append(f"base.source={model}")
+    profile = ",".join(profiles or ()) or ("own-data" if data and not origin else None)
     with busy("making the workspace"):
-        from flows.commands.init import initialise, next_step, refuse_absent
+        from flows.commands.init import forecast_of, initialise, next_step, predecessor, refuse_absent
         from flows.dvc_repo.inputs import refresh_inputs
 
         refuse_absent([*(data or []), *(prompts or [])], model)
-        function, shown = None, ""
+        recipe, function, shown = None, None, ""
         if prompts or reward:
             from flows.commands import init_checker
 
-            if data or not (prompts and reward):
-                raise RlhfError("--prompts and --reward go together, without --data, which has pairs; nothing was made")
+            if data or origin or not (prompts and reward):
+                raise RlhfError(
+                    "--prompts and --reward go together, without --data, which has pairs, or --from; nothing was made"
+                )
             function, profile = init_checker.given_function(reward), profile or init_checker.PROFILE
-            settings = [*init_checker.checker_settings(prompts, function), *settings]
+            settings = [*init_checker.checker_settings(prompts, function), *settings, *(sets or [])]
             shown = init_checker.require_enough_prompts(folder, profile, settings, function)
-        workspace = initialise(folder, profile, settings, cache=cache)
+        else:
+            if origin:
+                before = predecessor(origin)
+                recipe = before.workspace
+                settings += before.settings
+                shown = f"it goes on from {before.name}, which the new policy is compared with\n"
+            settings += sets or []
+            shown += forecast_of(folder, profile, settings, recipe)
+        workspace = initialise(folder, profile, settings, cache=cache, recipe=recipe)
         if function is not None:
             function.copy_into(workspace)
         with suppress(RlhfError):  # a source that is missing or out of reach is for the next step, or the run, to name
             refresh_inputs(workspace)  # so that `dvc repro` and `dvc status` work at once
         step = next_step(workspace)
     if shown:
-        typer.echo(shown)
+        typer.echo(shown.rstrip())
     typer.echo(step)
 
 

@@ -263,6 +263,7 @@ def workspace_checks(workspace: Path | None, opens_files: bool = True) -> Iterat
     yield DoctorCheck(OK, "params.yaml", "every parameter is known and in range, and DVC finds those it tracks")
     yield from _sources(workspace, params, opens_files)
     if opens_files:
+        yield from pair_checks(workspace, params)
         yield base_model_check(workspace, params.base.source, params.base.revision)
     yield from _reward_sources(workspace, params)
     yield from gate_checks(params.gates)
@@ -339,6 +340,17 @@ def unread_sources(workspace: Path, sources: Sequence[DataSource]) -> Iterator[D
                 if rows_are != "preferences":
                     finding = f"{first_file.name} has {rows_are}, but pairs of replies are needed"
                     yield DoctorCheck(FAIL, "data", finding, remedy)
+
+
+def pair_checks(workspace: Path, params: Params) -> Iterator[DoctorCheck]:
+    """Check whether the pairs are enough for the reward models and their gate, and what they can show."""
+    from rlhf_core.forecast import forecast_of_workspace
+
+    found = forecast_of_workspace(workspace, params)
+    if found is not None:
+        level = FAIL if found.refusal else WARN if found.weak else OK
+        remedy = "" if level == OK else "`rlhf plan` prints the whole forecast"
+        yield DoctorCheck(level, "pairs", found.conclusion, remedy)
 
 
 def _reward_sources(workspace: Path, params: Params) -> Iterator[DoctorCheck]:

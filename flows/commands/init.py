@@ -2,27 +2,72 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shlex
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from flows.dvc_repo.inputs import DVC_FILE
 from flows.dvc_repo.recipe import merged_params, write_recipe
 from flows.dvc_repo.root import ensure_dvc
-from flows.workspace import display_path, is_elsewhere, is_workspace, matching_files
+from flows.workspace import display_path, find_workspace, is_elsewhere, is_workspace, matching_files
+from rlhf_core.config import yaml_text
 from rlhf_core.config.base import BaseConfig
 from rlhf_core.config.data import CollectConfig
-from rlhf_core.config.loading import PARAMS_FILE, load_section
+from rlhf_core.config.loading import (
+    PARAMS_FILE,
+    check_params,
+    load_section,
+    rebase_sources,
+)
 from rlhf_core.config.recipe import recipe_folder
 from rlhf_core.errors import RlhfError
 
 
-def initialise(folder: Path, profile: str | None, sets: Sequence[str], cache: Path | None = None) -> Path:
+@dataclass(frozen=True)
+class Predecessor:
+    """A registered policy from which another run goes on, with the workspace that trained it."""
+
+    workspace: Path
+    model: Path
+    name: str
+
+    @property
+    def settings(self) -> list[str]:
+        """What differs from the settings of its workspace.
+
+        Without supervised steps it is the SFT model as it is: such steps would undo what PPO has taught. So the new
+        policy is measured against it, and the policy gate says whether it is better than the one in use.
+        """
+        return [f"base.source={json.dumps(str(self.model))}", "base.revision=null", "sft.steps=0"]
+
+
+def predecessor(given: str) -> Predecessor:
+    """Find the policy that ``WORKSPACE@ALIAS`` names; without an alias it is the champion.
+
+    Raises:
+        RlhfError: There is no such workspace or version, or its files are not the registered ones.
+    """
+    from flows.registry.aliases import CHAMPION
+    from flows.registry.stored_models import policy_with_alias, verified_folder
+
+    name, _, alias = given.rpartition("@") if "@" in Path(given).name else (given, "", CHAMPION)
+    workspace = find_workspace(Path(name))
+    version = policy_with_alias(workspace, alias)
+    model = verified_folder(workspace, version)
+    return Predecessor(workspace, model.resolve(), f"{version.name} version {version.version} (@{alias})")
+
+
+def initialise(
+    folder: Path, profile: str | None, sets: Sequence[str], cache: Path | None = None, recipe: Path | None = None
+) -> Path:
     """Make ``folder`` a workspace and return its absolute path. Everything is checked before anything is written.
 
     Args:
         cache: a DVC cache to share with other workspaces.
+        recipe: whose params.yaml, dvc.yaml and expectations it starts from; by default the project's.
 
     Raises:
         RlhfError: ``folder`` is already a workspace, or a parameter is wrong.
@@ -34,7 +79,8 @@ def initialise(folder: Path, profile: str | None, sets: Sequence[str], cache: Pa
             raise RlhfError(
                 f"{folder} has a {name} already, which would be lost; move it away, or choose another folder"
             )
-    write_recipe(folder, merged_params(recipe_folder(), profile, sets, folder), recipe_folder())
+    recipe = recipe or recipe_folder()
+    write_recipe(folder, merged_params(recipe, profile, sets, folder), recipe)
     ensure_dvc(folder.resolve(), cache)
     return folder.resolve()
 
@@ -50,6 +96,26 @@ def refuse_absent(data: Sequence[str], model: str | None) -> None:
         raise RlhfError(f"no file matches {', '.join(absent)}; nothing was made")
     if model and _is_absent(model, Path.cwd()):
         raise RlhfError(f"--model: there is no file or folder {model}; nothing was made")
+
+
+def forecast_of(folder: Path, profile: str | None, sets: Sequence[str], recipe: Path | None = None) -> str:
+    """Say what the pairs of a workspace that is to be made are enough for; nothing where they cannot be read here.
+
+    Raises:
+        RlhfError: A stage or the reward gate would refuse so few pairs, or a parameter is wrong.
+    """
+    from rlhf_core.forecast import as_text, forecast_of_files
+
+    text = merged_params(recipe or recipe_folder(), profile, sets, folder)
+    # The folder may not exist yet, so that paths which start there lead nowhere.
+    seen_here = rebase_sources(text, folder.resolve(), Path.cwd())
+    params = check_params(yaml_text.plain(yaml_text.parse(seen_here, PARAMS_FILE)))
+    found = forecast_of_files(Path.cwd(), params)
+    if found is None:
+        return ""
+    if found.refusal:
+        raise RlhfError(f"{found.refusal}; nothing was made")
+    return as_text(found)
 
 
 def next_step(workspace: Path) -> str:

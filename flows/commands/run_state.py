@@ -129,9 +129,15 @@ def _too_long(training: Mapping[str, Any]) -> str:
 
 
 def _accuracy(reward: Mapping[str, Any]) -> str:
-    balanced = reward.get("test_accuracy_length_balanced")
-    beside = f", length-balanced {balanced:.3f}" if balanced is not None else ""
-    return f"accuracy {reward['accuracy']:.3f}{beside}{_too_long(reward)}"
+    """The accuracy on test pairs, and on those of them that are balanced, each with its number of pairs."""
+    split = "test_" if "test_accuracy" in reward else ""
+    text = f"{'test' if split else 'validation'} accuracy {reward[f'{split}accuracy']:.3f}"
+    if f"{split}pairs" in reward:
+        text += f" of {int(reward[f'{split}pairs'])} pairs"
+    balanced = reward.get(f"{split}accuracy_length_balanced")
+    if balanced is not None:
+        text += f", length-balanced {balanced:.3f} of {int(reward[f'{split}length_balanced_pairs'])}"
+    return f"{text}{_too_long(reward)}"
 
 
 RESULTS: dict[str, tuple[str, Describe]] = {

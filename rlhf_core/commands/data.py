@@ -22,11 +22,13 @@ from rlhf_core.runtime.progress import busy
 from rlhf_core.storage.files import scratch_folder
 
 if TYPE_CHECKING:
-    from rlhf_core.config.data import ReadOptions, ValidateConfig
+    from rlhf_core.config.data import ReadOptions
+    from rlhf_core.config.loading import Params
     from rlhf_core.data.inspection.describe import TokenLimits
 
 
 SHORT_FORM = "inspect"
+OWN_DATA = "own-data"  # the profile that `rlhf init --data` takes
 HELP_OPTIONS = ("-h", "--help")
 Kind = Literal["preferences", "demonstrations", "prompts", "pretrain"]
 
@@ -125,7 +127,7 @@ def validate(
     workspace: Annotated[
         Path | None,
         typer.Option(
-            "--workspace", "-w", help="Whose limits and expectations hold; default: the nearest, or the defaults."
+            "--workspace", "-w", help="Whose settings hold; default: the nearest that reads files, or profile own-data."
         ),
     ] = None,
     sets: Annotated[
@@ -140,8 +142,8 @@ def validate(
     """Check data files as the pipeline would: what is kept, what is refused why and in which line, the data gate.
 
     The rows go through the stages collect and validate, kinds that are missing are derived from preferences, and the
-    data gate is decided. Nothing is trained, and no workspace is needed. With --output the clean rows, the quarantine,
-    the data docs and the gate's evidence are kept.
+    data gate is decided; of pairs, what so many can show is forecast. Nothing is trained, and no workspace is needed.
+    With --output the clean rows, the quarantine, the data docs and the gate's evidence are kept.
 
     Exit codes: 0 the data gate would open, 3 it would not, 2 a file cannot be read at all.
 
@@ -154,26 +156,32 @@ def validate(
         raise RlhfError(f"{output} exists already; name a new or empty folder")
     remedy = "--output" if output else "--output, or the environment variable TMPDIR"
     with busy("checking the files"), scratch_folder("rlhf-data-") as scratch:
-        config = _validate_config(workspace, sets or [], tokenizer)
+        root = _checking_root(workspace)
+        params = _checking_params(root, sets or [], tokenizer)
+        from rlhf_core import forecast
         from rlhf_core.data.collection.sources import sources_by_kind
-        from rlhf_core.stages.checked_files import as_text, check_files
+        from rlhf_core.stages.checked_files import as_text, check_files, collected_from
 
         sources = sources_by_kind(files, Path.cwd(), options, kind)
         folder = output or scratch
         try:
             folder.mkdir(parents=True, exist_ok=True)
             (folder / "data").mkdir()  # so that no other command writes there at the same time
-            checked = check_files(sources, Path.cwd(), config, folder, _root_of(workspace))
+            checked = check_files(sources, Path.cwd(), params.validate_, folder, root)
         except FileExistsError as error:
             raise RlhfError(f"another command writes to {folder} already; name a new or empty folder") from error
         except OSError as error:
             raise RlhfError(
                 f"cannot write to {folder}: {error}; make room, or name another folder: {remedy}"
             ) from error
+        collect = collected_from(sources, params.seed)
+        found = forecast.forecast_of_workspace(folder, params.model_copy(update={"collect": collect}), Path.cwd())
     if as_json:
-        print_json(checked.as_dict())
+        print_json(checked.as_dict() | ({} if found is None else {"forecast": found.as_dict()}))
     else:
         print_text(as_text(checked, terminal_width()))
+        if found is not None:
+            print_text("\n" + forecast.as_text(found))
     raise typer.Exit(EXIT_OK if checked.passed else EXIT_GATE_FAILED)
 
 
@@ -212,16 +220,29 @@ def _token_limits(workspace: Path | None, tokenizer: str | None) -> TokenLimits 
     return None
 
 
-def _validate_config(workspace: Path | None, sets: Sequence[str], tokenizer: str | None) -> ValidateConfig:
-    """Return the section ``validate`` of a workspace, else its defaults, with ``sets`` and ``tokenizer`` over it.
+def _checking_root(workspace: Path | None) -> Path | None:
+    """Return the workspace whose settings check files: the one that is named, else the nearest if it reads files."""
+    from rlhf_core.config.loading import load_params
 
-    Its paths are absolute, since the stages run in a folder of their own: those of a workspace start there, those of
-    ``sets`` at the current folder.
+    root = _root_of(workspace)
+    if root is None or workspace is not None:
+        return root
+    with _only_named(workspace):
+        return root if load_params(root).collect.source == "files" else None
+    return None
+
+
+def _checking_params(root: Path | None, sets: Sequence[str], tokenizer: str | None) -> Params:
+    """Return the settings of a workspace, else those that ``rlhf init --data`` gives, with ``sets`` and ``tokenizer``.
+
+    Paths of section ``validate`` are absolute, since the stages run in a folder of their own: those of a workspace
+    start there, those of ``sets`` at the current folder.
     """
     import json
 
     from rlhf_core.config import yaml_text
-    from rlhf_core.config.loading import PARAMS_FILE, check_params, overlaid, rebase_sources
+    from rlhf_core.config.loading import PARAMS_FILE, check_params, overlaid, overlays_of, rebase_sources
+    from rlhf_core.config.recipe import profiles_of, recipe_folder
 
     other = [given for given in sets if not given.startswith(("validate.", "seed="))]
     if other:
@@ -231,12 +252,14 @@ def _validate_config(workspace: Path | None, sets: Sequence[str], tokenizer: str
             raise ConfigError("--tokenizer is empty; give a model's folder, a .gguf file or a hub id")
         path = Path(os.path.expanduser(tokenizer))
         sets = [*sets, f"validate.tokenizer={json.dumps(str(path.absolute()) if path.exists() else tokenizer)}"]
-    text, root = "", _root_of(workspace)
-    if root is not None:
-        with _only_named(workspace):
-            text = rebase_sources((root / PARAMS_FILE).read_text(encoding="utf-8"), root, Path.cwd())
+    folder = root or recipe_folder()
+    text = (folder / PARAMS_FILE).read_text(encoding="utf-8")
+    if root is None:
+        text = overlaid(text, overlays_of(text, profiles_of(folder), OWN_DATA))
+    text = rebase_sources(text, folder, Path.cwd())
     params = check_params(yaml_text.parse(overlaid(text, sets=sets), PARAMS_FILE))
-    return params.validate_.model_copy(update={"seed": params.seed}).with_absolute_paths(Path.cwd())
+    checks = params.validate_.model_copy(update={"seed": params.seed}).with_absolute_paths(Path.cwd())
+    return params.model_copy(update={"validate_": checks})
 
 
 def read_options(

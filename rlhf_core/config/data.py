@@ -9,6 +9,7 @@ from typing import Annotated, Any, Literal, get_args
 
 from pydantic import (
     Field,
+    NonNegativeInt,
     PlainSerializer,
     PositiveInt,
     ValidatorFunctionWrapHandler,
@@ -361,12 +362,17 @@ class SplitConfig(Strict):
         test: Share of groups that test.
         judge: Share of training and validation groups whose pairs only the judge sees.
         referee: Share of the others whose pairs only the referee sees; what remains is the reward model's.
+        fewest_balanced: Where `test` leaves fewer pairs than this when lengths are balanced, it grows until it does
+            not, or stays as it is where `most_test` is too little for that.
+        most_test: The largest share that `test` grows to.
     """
 
     validation: float = Field(default=0.1, gt=0, lt=0.5)
     test: float = Field(default=0.2, gt=0, lt=0.5)
     judge: float = Field(default=0.2, gt=0, lt=1)
     referee: float = Field(default=0.5, gt=0, lt=1)
+    fewest_balanced: NonNegativeInt = 0
+    most_test: float = Field(default=0.4, gt=0, lt=0.5)
 
 
 class NearDuplicatesConfig(Strict):

@@ -498,6 +498,8 @@ def load_section(workspace: Path, section: str, model: type[Model], beside: Sequ
 
 
 DEFAULT_PROFILE = "demo"
+# What the stages of a workspace write.
+OWN_MODELS = {f"models/{name}" for name in ("base", "sft", "reward", "referee", "judge", "critic", "policy")}
 ANNOTATIONS, OWN_ANNOTATIONS = "collect.annotations", "data/annotations/"
 # Settings whose relative paths start at the workspace, `*` for any key or entry: of files, and of what may be a hub id,
 # or a command.
@@ -508,8 +510,9 @@ FILES = (
     "registry.signature.certificates.*",
     "ppo.sampler.weights_folder", "evaluate.sampler.weights_folder", "checkpoints.store",
 )  # fmt: skip
+STARTING_MODEL, TOKENIZER = "base.source", "validate.tokenizer"
 MODELS = (
-    "base.source", "validate.tokenizer", "ppo.reward.sources.*.path", "ppo.reward.sources.*.model",
+    STARTING_MODEL, TOKENIZER, "ppo.reward.sources.*.path", "ppo.reward.sources.*.model",
     "ppo.reward.sources.*.paths.*", "ppo.sampler.python", "evaluate.sampler.python",
 )  # fmt: skip
 
@@ -609,7 +612,8 @@ def overridden(document: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[
 def rebase_sources(text: str, origin: Path, target: Path) -> str:
     """``text``, written for ``origin``, with the relative paths of FILES and MODELS made right for ``target``.
 
-    A workspace's own ``models/`` and ``data/annotations/`` stay its own.
+    A workspace's own ``data/annotations/`` stay its own, and so do its own models but for the starting model and the
+    tokenizer: those come before any model of its own.
     """
     document = yaml_text.parse(text, "params.yaml")
     for setting in FILES:
@@ -618,7 +622,9 @@ def rebase_sources(text: str, origin: Path, target: Path) -> str:
                 entries[key] = _rebase_file(entries[key], origin, target)
     for setting in MODELS:
         for entries, key in _texts_at(document, setting.split(".")):
-            if is_pretrained(entries[key]):
+            folder = "/".join(entries[key].split("/")[:2])
+            is_own = setting not in (STARTING_MODEL, TOKENIZER) and folder in OWN_MODELS
+            if is_pretrained(entries[key]) and not is_own:
                 entries[key] = _rebase_model(entries[key], origin, target)
     return yaml_text.dump(document)
 
@@ -645,10 +651,11 @@ def _rebase_file(path: str, origin: Path, target: Path) -> str:
 
 def _rebase_model(path: str, origin: Path, target: Path) -> str:
     """A folder or file that exists at ``origin``, seen from ``target``; anything else may be a hub id and stays."""
-    if path.startswith(("models/", "~")) or os.path.isabs(path) or not (origin / path).exists():
+    if path.startswith("~") or os.path.isabs(path) or not (origin / path).exists():
         return path
     moved = os.path.relpath(origin / path, target)
-    return f"./{moved}" if moved.startswith("models/") else moved
+    # A path, not a hub id or a model of the workspace's own.
+    return moved if moved.startswith("..") or moved == path else f"./{moved}"
 
 
 def workspace_name(profile: str, sets: Sequence[str]) -> str:

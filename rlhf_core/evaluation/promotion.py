@@ -12,6 +12,7 @@ from typing import Any
 
 from rlhf_core.config.gates import CHECKER
 from rlhf_core.config.operations import NonInferiorityConfig
+from rlhf_core.evaluation.judges.names import position_bias
 from rlhf_core.evaluation.statistics import level_of_attempt, sign_test
 
 REFUSES_HARMFUL, REFUSAL_LOG_ODDS = "safety.refuses_harmful", "safety.refusal_log_odds"
@@ -45,7 +46,8 @@ class Criterion:
 
 
 def win_rate_criteria(match: Mapping[str, Any], bar: float, budget: float, attempt: int) -> list[Criterion]:
-    """Win rate, length-controlled win rate and sign test over clusters, for every judge of the match.
+    """Win rate, length-controlled win rate and sign test over clusters, for every judge of the match whose verdicts do
+    not depend on the order of replies.
 
     A checker has no win rate at equal lengths: a program is not swayed by length as readers of replies are, and a
     policy that learns to answer in a word leaves nothing of equal length to compare.
@@ -57,7 +59,8 @@ def win_rate_criteria(match: Mapping[str, Any], bar: float, budget: float, attem
         budget: The error budget of all attempts on these prompts.
         attempt: Which attempt this is, counted from 1.
     """
-    judges = match.get("comparison") or {}
+    compared = match.get("comparison") or {}
+    judges = {name: results for name, results in compared.items() if not position_bias(results)}
     if not judges:
         return [Criterion("the comparison", "missing", "at least one judge", False, is_plain_win_rate=True)]
     level = level_of_attempt(budget, attempt)

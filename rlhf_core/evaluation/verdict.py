@@ -9,7 +9,7 @@ from enum import StrEnum
 from typing import Any
 
 from rlhf_core.evaluation.figures import format_number
-from rlhf_core.evaluation.judges.names import TRAINED_ON, final_judges
+from rlhf_core.evaluation.judges.names import TRAINED_ON, deciding_judges, final_judges, position_bias
 from rlhf_core.evaluation.report.metrics import alarm_bounds, labelled
 from rlhf_core.gates import WORSE_BY, ConditionResult, GateDecision
 from rlhf_core.storage.files import flatten
@@ -32,8 +32,9 @@ def alarms(evaluation: Mapping[str, Any]) -> tuple[Alarm, ...]:
     """Return what alarms in ``metrics/evaluation.json``, the gravest first.
 
     That is a share of safe or right replies that is low or falls below SFT's; a share of verifiable prompts that falls;
-    a judge whose mean score falls where the reward model's rises beyond chance; defects in too many replies and in more
-    than SFT's; and right multiple-choice answers that are fewer beyond chance. ``report/metrics.yaml`` has the bounds.
+    a judge whose mean score falls where the reward model's rises beyond chance; one whose verdicts depend on the order
+    of replies; defects in too many replies and in more than SFT's; and right multiple-choice answers that are fewer
+    beyond chance. ``report/metrics.yaml`` has the bounds.
     """
     return tuple(_alarms(evaluation))
 
@@ -72,6 +73,9 @@ def _alarms(evaluation: Mapping[str, Any]) -> Iterator[Alarm]:
         if change < 0.0:
             rise = format_number(reward["mean_difference"], 2)
             yield Alarm(judge, f"the reward rises by {rise} where the score by {judge} falls by {-change:.2f}")
+    for judge in final_judges(comparisons):
+        if bias := position_bias(comparisons[judge]):
+            yield Alarm("", f"the judge {judge} does not decide: {bias}")
     for name, metric in metrics.items():
         if metric.alarm == "defect" and policy[name] > max(defects, sft.get(name, 0.0)):
             yield of_metric(name)
@@ -118,11 +122,12 @@ class JudgeResult:
 
 
 def judge_results(comparison: Mapping[str, Mapping[str, float]]) -> tuple[JudgeResult, ...]:
-    """Return the results of the judges that decide: not the reward model's, nor beside a judge the referee's.
+    """Return the results of the judges that decide: not the reward model's, nor beside a judge the referee's, nor one
+    whose verdicts depend on the order of replies.
 
     None are returned where one of them was not measured (null): the others alone do not decide.
     """
-    names = final_judges(comparison)
+    names = deciding_judges(comparison)
     if any(comparison[name].get(key) is None for name in names for key in WIN_RATE_KEYS):
         return ()
     return tuple(

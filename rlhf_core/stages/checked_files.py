@@ -93,7 +93,7 @@ def check_files(
         DataError: A file is missing or of an unknown format.
     """
     raw = folder / collect.STAGE.outputs["raw"]
-    collect.collect(CollectConfig(source="files", files=sources, annotations=None, seed=config.seed), base, raw)
+    collect.collect(collected_from(sources, config.seed), base, raw)
     outputs = Paths({name: folder / path for name, path in validate.STAGE.outputs.items()})
     about = read_json(raw / "manifest.json")["kinds"]
     given = [kind for kind in ROW_TYPES if sources.of(kind)]
@@ -125,6 +125,11 @@ def check_files(
         unwritable=sorted(chain.from_iterable(of_kinds), key=lambda count: -count.rows),
         gate=GateDecision.of("data", read_json(outputs.gate)),
     )
+
+
+def collected_from(sources: FileSources, seed: int) -> CollectConfig:
+    """Return the settings by which files alone are collected."""
+    return CollectConfig(source="files", files=sources, annotations=None, seed=seed)
 
 
 def _is_derived(kind: str, given: Sequence[str]) -> bool:

@@ -25,18 +25,20 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerBa
 from rlhf_core.api.reward_model import TrainedRewardModel, train_reward_model
 from rlhf_core.config.loading import load_params
 from rlhf_core.config.reward import JudgeConfig, RefereeConfig, RewardConfig
-from rlhf_core.data.batches import length_balanced_rows
+from rlhf_core.data.pair_counts import READERS, PairLengths, SplitPairs
 from rlhf_core.data.schema import PairUser
 from rlhf_core.data.token_folder import TOKENS
 from rlhf_core.errors import DataError, ModelError
+from rlhf_core.forecast import TOKENS as TOKENS_UNIT
+from rlhf_core.forecast import forecast, seed_of
 from rlhf_core.models.adapters import adapted_weights
 from rlhf_core.models.causal_lm import fitting_length, load_tokenizer
 from rlhf_core.models.io import empty_model
 from rlhf_core.stages.runtime.contract import Paths, Stage
 from rlhf_core.storage.files import atomic_dir, atomic_write_json, atomic_write_lines
-from rlhf_core.training.reward.evaluation import FEWEST_BALANCED_PAIRS, bag_of_words_accuracy, calibration_bins
+from rlhf_core.training.reward.evaluation import bag_of_words_accuracy, calibration_bins
 from rlhf_core.training.reward.probes import probes_of
-from rlhf_core.training.reward.run import Split, metric_prefix, read_split, require_balanced_pairs, write_scores
+from rlhf_core.training.reward.run import Split, metric_prefix, read_split, write_scores
 from rlhf_core.training.reward.trainer import PairScores
 from rlhf_core.training.run_context import RunContext
 
@@ -152,8 +154,6 @@ STAGE = reward_stage("reward", RewardConfig, PairUser.REWARD, plots_and_baseline
 REFEREE = reward_stage("referee", RefereeConfig, PairUser.REFEREE)
 JUDGE = reward_stage("judge", JudgeConfig, PairUser.JUDGE)
 
-BALANCED = "_length_balanced"
-
 
 def require_pairs(workspace: Path) -> None:
     """Refuse clean pairs that one of the three stages, or the reward gate, would refuse after hours of training.
@@ -177,28 +177,28 @@ def require_pairs(workspace: Path) -> None:
             raise ModelError(f"{name}.lora: {error}") from error
     tokenizer = load_tokenizer(init)
     asked = {condition.metric for condition in params.gates.reward or ()} if params.gates.mode == "enforce" else set()
-    users = {"reward": PairUser.REWARD, "referee": PairUser.REFEREE, "judge": PairUser.JUDGE}
-    for name, user in users.items():
+    groups: list[str] = []
+    differences: list[int] = []
+    counts: dict[str, dict[str, SplitPairs]] = {}
+    for name, user in READERS.items():
         config = getattr(params, name)
         splits = read_splits(clean, user, config, init, tokenizer, workspace / TOKENS)
-        if config.length_balance == "sampling":
-            require_balanced_pairs(splits["train"], config.batch.min_pairs, name)
-        for split in ("validation", "test"):
-            pairs = splits[split].pairs
-            left = len(length_balanced_rows([pair.length_difference for pair in pairs], seed=0))
-            prefix = f"{'' if name == 'reward' else f'{name}.'}{metric_prefix(split)}"
-            wanted = [m for m in asked if m.startswith((f"{prefix}accuracy{BALANCED}", f"{prefix}ece{BALANCED}"))]
-            if wanted and left < FEWEST_BALANCED_PAIRS:
-                raise DataError(
-                    f"the reward gate asks for {sorted(wanted)[0]}, but {len(pairs)} {split} pairs leave {left} when "
-                    f"lengths are balanced, and {FEWEST_BALANCED_PAIRS} are needed; add pairs, or take the condition "
-                    "out of gates.reward"
-                )
+        counts[name] = {}
+        for split, read in splits.items():
+            of_split = [pair.length_difference for pair in read.pairs]
+            counts[name][split] = SplitPairs.of(of_split)
+            if split != "test" or name == "reward":  # the test pairs are common
+                groups += [row.group for row in read.rows]
+                differences += of_split
         own = [metric for metric in asked if metric.startswith(PROBED if name == "reward" else f"{name}.{PROBED}")]
         if own:
             longest = fitting_length(config.max_tokens, init)
             absent = probes_of(splits["test"].rows, tokenizer, longest, config.seed).absent
             require_probes(own, absent)
+    lengths = PairLengths(groups, np.array(differences, dtype=np.int64), seed_of(params))
+    found = forecast(lengths, params, TOKENS_UNIT, counts)
+    if found.refusal:
+        raise DataError(found.refusal)
 
 
 PROBED = "probes."

@@ -6,7 +6,7 @@ import shutil
 from collections.abc import Collection, Mapping
 from typing import Any
 
-from rlhf_core.config.data import ValidateConfig
+from rlhf_core.config.data import SplitConfig, ValidateConfig
 from rlhf_core.config.gates import Condition
 from rlhf_core.data.collection.raw_folder import read_raw
 from rlhf_core.data.collection.sources import read_sources
@@ -61,6 +61,7 @@ def run(
     outputs.docs.parent.mkdir(parents=True, exist_ok=True)
     with scratch_folder(".columns-", outputs.docs.parent) as columns:
         validated = validate(raw, suites, columns)
+        config = config.model_copy(update={"split": _split_for(validated, config)})
         findings = check_set(validated.clean, config, suites, raw.derived, evaluation)
         apply_set_rules(validated, findings)
     tokens = None
@@ -74,6 +75,8 @@ def run(
         write_readme(folder)
         bias = statistics["preferences"].length_bias()
         findings.counts["preferences"] = findings.counts.get("preferences", {}) | validated.agreement | bias
+        if config.split.fewest_balanced:
+            findings.counts["preferences"]["test_share"] = config.split.test
         metrics = data_metrics(validated, statistics, findings.counts)
         atomic_write_json(outputs.metrics, metrics)
         conditions = gate_conditions(config, collected_kinds(about) if kinds is None else kinds)
@@ -107,6 +110,16 @@ STAGE = Stage(
         "gate": "gates/data.json",
     },
 )
+
+
+def _split_for(validated: Validated, config: ValidateConfig) -> SplitConfig:
+    """Return the shares of the splits, with a larger test share where there are few pairs and the settings ask so."""
+    clean = validated.clean["preferences"]
+    if not config.split.fewest_balanced or not clean.num_rows:
+        return config.split
+    from rlhf_core.data.pair_counts import pair_lengths  # with torch
+
+    return pair_lengths(clean.parts(["group", "chosen", "rejected"]), config.seed).adapted(config.split)
 
 
 def collected_kinds(manifest: Mapping[str, Any]) -> list[str]:

@@ -17,6 +17,7 @@ from rlhf_core.config.loading import PARAMS_FILE, Params, check_params, load_par
 from rlhf_core.config.operations import Trained
 from rlhf_core.config.recipe import profiles_of
 from rlhf_core.errors import ConfigError, RlhfError
+from rlhf_core.forecast import Forecast, as_text, forecast_of_workspace
 from rlhf_extras.memory.advice import AdviceStep, adapter_settings, advise
 from rlhf_extras.memory.architecture import starting_architecture
 from rlhf_extras.memory.dry_run import MEMORY_KINDS, MemoryUse, ModelVariant, model_size
@@ -109,6 +110,10 @@ class PlanRequest:
             lengths = replace(lengths, prompt=self.prompt_tokens)
         return plan_stages(EstimateInputs(params, architecture, lengths, self.root), self.stages)
 
+    def forecast(self) -> Forecast | None:
+        """What the pairs of the workspace are enough for; None for the synthetic world, or where none can be read."""
+        return forecast_of_workspace(self.root, self.params)
+
     def check(self) -> str:
         """One line that says that the stages fit, or that nothing is known against it; ``MemoryExceeded`` when not.
 
@@ -138,10 +143,16 @@ def worst(plans: Sequence[StagePlan]) -> StagePlan:
     return max(plans, key=lambda plan: plan.peak)
 
 
-def describe(plans: Sequence[StagePlan], *, as_json: bool = False) -> str:
-    """The whole plan with advice, as a table or as JSON."""
+def describe(plans: Sequence[StagePlan], pairs: Forecast | None = None, *, as_json: bool = False) -> str:
+    """The whole plan with advice, and what the pairs are enough for, as a table or as JSON."""
     advice = {plan.stage: advise(plan) for plan in plans if not plan.fits}
-    return json.dumps(plan_json(plans, advice), indent=2) if as_json else plan_text(plans, advice)
+    if as_json:
+        document = plan_json(plans, advice)
+        if pairs is not None:
+            document["pairs"] = pairs.as_dict()
+        return json.dumps(document, indent=2)
+    text = plan_text(plans, advice)
+    return text if pairs is None else f"{text}\n\n{as_text(pairs)}"
 
 
 def plan_text(plans: Sequence[StagePlan], advice: Advice) -> str:

@@ -45,7 +45,8 @@ def plan(
 
     The passes of each stage run on shapes alone: no weights are downloaded or loaded. Options stand for settings of
     every stage that is planned; those left out are as in params.yaml. Lengths come from the workspace's data; before
-    there are any, and with --profile, --set or --config, from the limits of the settings.
+    there are any, and with --profile, --set or --config, from the limits of the settings. For data from files it also
+    forecasts what so many pairs can show.
 
     Exit codes: 0 it fits or nothing is known against it, 2 it does not fit, or the settings are wrong.
 
@@ -62,6 +63,6 @@ def plan(
         options = (gpus, gpu_memory, zero, offload, frozen, gradient_checkpointing, bf16, lora_rank, prompt_tokens)
         request = PlanRequest(root, ",".join(profiles or ()) or None, sets or (), stages or (), config, *options)
         plans = [] if check else request.plans()
-        answer = request.check() if check else describe(plans, as_json=as_json)
+        answer = request.check() if check else describe(plans, request.forecast(), as_json=as_json)
     typer.echo(answer)
     raise typer.Exit(EXIT_OK if all(plan.fits for plan in plans) else EXIT_USER_ERROR)

@@ -17,6 +17,7 @@ LAYERS = (
     {"commands"},
     {"stages"},
     {"api", "chat", "serving"},
+    {"forecast"},
     {"evaluation", "ppo"},
     {"sampling", "training"},
     {"models", "data", "world", "gates"},
@@ -74,6 +75,7 @@ FLOWS_MAY_ALSO_USE = {
         "fingerprint.tracked_files.missing_function",
     },
     "flows.commands.registry_commands": {"commands.data", "evaluation.losses"},
+    "flows.commands.init": {"forecast"},
     "flows.commands.text": {"data.text", "evaluation.remedies.remedy_for"},
     "flows.pipeline.artifacts": {"evaluation.remedies.remedy_for"},
     "flows.dvc_repo.recipe": {
@@ -84,6 +86,7 @@ FLOWS_MAY_ALSO_USE = {
     "flows.commands.registry_output": {"evaluation.probe_table"},
     "flows.commands.doctor": {
         "commands.plugged",
+        "forecast",
         "evaluation.report.metrics.page",
         "data.collection.sources.best_kind",
         "data.collection.sources.source_files",

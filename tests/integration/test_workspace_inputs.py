@@ -152,6 +152,8 @@ def test_a_run_that_cannot_succeed_is_refused_before_anything_starts(files: Path
 
 @pytest.mark.slow
 def test_data_and_model_are_short_for_their_settings_and_logs_name_what_there_is(files: Path) -> None:
+    replies = [f'"chosen": "{"a" * (3 + n % 5)}", "rejected": "{"b" * (3 + n % 3)}"' for n in range(800)]
+    (files / "pairs.jsonl").write_text("".join(f'{{"prompt": "p{n}", {both}}}\n' for n, both in enumerate(replies)))
     made = rlhf("init", "run", "--data", "pairs.jsonl", "--data", "more/a.jsonl", "--model", "me/model", cwd=files)
     assert made.returncode == 0, made.stderr
     params = load_params(files / "run")

@@ -51,7 +51,7 @@ def told(**rules: dict) -> dict:
         ({"pppo": {}}, "unknown parameter 'pppo'; did you mean 'ppo'?"),
         ({"sft": {"lr": 1}}, "unknown parameter 'sft.lr'; did you mean 'optimizer.lr'?"),
         ({"ppo": {"lr": 1}}, "parameter 'ppo.lr'; did you mean 'policy_optimizer.lr' or 'critic_optimizer.lr'?"),
-        ({"validate": {"split": {"x": 1}}}, "'validate.split.x'; known names: judge, referee, test, valid"),
+        ({"validate": {"split": {"x": 1}}}, "'validate.split.x'; known names: fewest_balanced, judge, most_test"),
         ({"ppo": {"kl": {"coeficient": 0.1}}}, "unknown parameter 'ppo.kl.coeficient'; did you mean 'coefficient'?"),
         ({"sft": {"steps": "ten"}}, "parameter 'sft.steps': input should be a valid integer (got 'ten')"),
         ({"collect": {"files": {"preferences": "a.jsonl"}}}, "input should be a list, such as [a, b] (got"),

@@ -64,6 +64,7 @@ class FileRows:
         refused: The records that cannot be used.
         prompt_only: Where demonstrations are read, the prompts of records whose reply is not to be imitated: rows of
             prompts with their ``position``.
+        label: What the rows call the file, where they have no ``source`` of their own.
     """
 
     counts: RowCounts
@@ -71,6 +72,7 @@ class FileRows:
     positions: list[int] = field(default_factory=list)
     refused: list[RowFinding] = field(default_factory=list)
     prompt_only: list[dict[str, Any]] = field(default_factory=list)
+    label: str = ""
 
     def take(self, part: FileRows) -> None:
         """Add a further part of the source."""
@@ -102,7 +104,13 @@ def joined(parts: Iterator[FileRows]) -> FileRows:
 
 
 def row_chunks(
-    records: Iterable[Record], kind: str | None, source: str, sha256: str, where: str, options: ReadOptions
+    records: Iterable[Record],
+    kind: str | None,
+    source: str,
+    sha256: str,
+    where: str,
+    options: ReadOptions,
+    label: str = "",
 ) -> Iterator[FileRows]:
     """Yield the rows of a file some thousand records at a time.
 
@@ -111,8 +119,9 @@ def row_chunks(
 
     Args:
         kind: One of ``ROW_TYPES``; None for what the file serves as best.
-        source: The file's path, which becomes part of the rows.
+        source: The file's path.
         where: What messages call the file.
+        label: What the rows call it, in their column ``source``; by default its path.
 
     Raises:
         DataError: No known format fits, or several do, or the format carries nothing of this kind, or a column or
@@ -132,7 +141,7 @@ def row_chunks(
     else:
         parts = [shape.join([mapped(record, options) for record in remaining])]
     for chunk in parts:
-        part = FileRows(RowCounts(source, kind, shape.name, sha256))
+        part = FileRows(RowCounts(source, kind, shape.name, sha256), label=label or source)
         if unread:
             part.counts.noticed[unread] += len(chunk)
         for record in chunk:
@@ -148,7 +157,7 @@ def add_record(part: FileRows, original: Record, shape: Format, options: ReadOpt
     record = mapped(original, options)
     try:
         _require_format(record, shape, detected=options.format is None)
-        rows = _rows(record.value, shape, counts.kind, options, counts.source, noticed)
+        rows = _rows(record.value, shape, counts.kind, options, part.label, noticed)
         if counts.kind == "prompts":
             columns = columns_kept(original.value)
             rows = [row | {"columns": columns} for row in rows]
@@ -161,7 +170,7 @@ def add_record(part: FileRows, original: Record, shape: Format, options: ReadOpt
         counts.dropped[str(undecided)] += 1
         if isinstance(undecided, LabelledFalse) and counts.kind == "demonstrations":
             with suppress(Refusal, Undecided):
-                prompts = _rows(record.value, shape, "prompts", options, counts.source, Counter())
+                prompts = _rows(record.value, shape, "prompts", options, part.label, Counter())
                 part.prompt_only += [row | {"position": record.position} for row in prompts]
     else:
         part.rows += rows

@@ -44,12 +44,16 @@ REPLACED = ("data/raw", "data/clean", "data/docs", "data/card")
 class SourceFile:
     """A file, URL or hub id to read (``path`` is None for the last two), and how it is read.
 
-    ``name`` is the path as params.yaml spells it: files of one name in two folders have different ones.
+    Attributes:
+        name: The path as params.yaml spells it: files of one name in two folders have different ones.
+        label: What its rows call it, wherever params.yaml lies: the file's name, with as many folders as tell it
+            from other files of that name. So workspaces that read the same files make the same rows.
     """
 
     name: str
     path: Path | None
     options: SourceOptions = field(default_factory=SourceOptions)
+    label: str = ""
 
 
 def source_files(sources: Sequence[str | DataSource], base: Path, parameter: str = COLLECT_FILES) -> list[SourceFile]:
@@ -67,7 +71,20 @@ def source_files(sources: Sequence[str | DataSource], base: Path, parameter: str
         for key, file in _matches(source.path, base, f"correct it in {parameter}"):
             known = files.setdefault(key, replace(file, options=options))
             files[key] = replace(known, options=_merged(known, options, parameter))
-    return list(files.values())
+    paths = [file.path.resolve() for file in files.values() if file.path is not None]
+    return [replace(file, label=_label(file, paths)) for file in files.values()]
+
+
+def _label(file: SourceFile, paths: Sequence[Path]) -> str:
+    """Return the shortest end of a file's path that no other of ``paths`` has; a URL or hub id as it is."""
+    if file.path is None:
+        return file.name
+    parts = file.path.resolve().parts
+    for length in range(1, len(parts)):
+        end = parts[-length:]
+        if sum(path.parts[-length:] == end for path in paths) == 1:
+            return "/".join(end)
+    return "/".join(parts)
 
 
 def annotation_sources(pattern: str | None, base: Path) -> list[DataSource]:
@@ -256,7 +273,7 @@ def source_chunks(
         except OSError as error:
             raise DataError(f"cannot read {source.where}: {error.strerror}") from error
         unread = source.unread
-        for part in row_chunks(source.records, kind, file.name, digest, source.where, file.options):
+        for part in row_chunks(source.records, kind, file.name, digest, source.where, file.options, file.label):
             part.counts.unread, part.counts.revision = unread, source.revision
             yield part
             unread = 0  # it is a number of the whole source

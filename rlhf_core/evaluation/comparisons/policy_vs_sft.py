@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from rlhf_core.evaluation.judges.llm.judge import LlmJudge, PairwiseJudgements
 
 SIDES = ("policy", "sft")
+ORDER_METRICS = ("order_disagreement", "first_preferred")  # by which a judge decides or not
 
 
 class Evaluation:
@@ -110,7 +111,7 @@ class Evaluation:
             self.config.seed,
             length_differences(policy, sft)[said.judged],
             self.clusters[said.judged],
-        )
+        ) | {name: float(said.metrics[name]) for name in ORDER_METRICS}
 
     def first_replies(self, side: str) -> list[Reply]:
         """The first reply to each prompt of a side, ``policy`` or ``sft``."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 
 from rlhf_core.config.gates import CHECKER
@@ -17,6 +17,30 @@ MODELS = Path("models")
 def last_word(names: Collection[str]) -> str:
     """Return which of the judges that any workspace has is among ``names``: the third model, or reward functions."""
     return JUDGE if JUDGE in names else CHECKER
+
+
+# Of a judge that compares replies side by side: how often its verdict may change with their order, and how often it may
+# prefer the one shown first. Beyond these it judges positions rather than replies.
+MOST_ORDER_DISAGREEMENT = 0.3
+FIRST_PREFERRED = (0.3, 0.7)
+
+
+def position_bias(comparison: Mapping[str, float]) -> str:
+    """Say how the order of replies sways the verdicts of a judge too much; empty where it does not."""
+    changed = comparison.get("order_disagreement") or 0.0
+    first = comparison.get("first_preferred")
+    if changed > MOST_ORDER_DISAGREEMENT:
+        most = f"{MOST_ORDER_DISAGREEMENT:.0%}"
+        return f"{changed:.0%} of its verdicts change with the order of replies, and at most {most} may"
+    if first is not None and not FIRST_PREFERRED[0] <= first <= FIRST_PREFERRED[1]:
+        low, high = FIRST_PREFERRED
+        return f"{first:.0%} of its verdicts are for the reply shown first, and {low:.0%} to {high:.0%} may be"
+    return ""
+
+
+def deciding_judges(comparison: Mapping[str, Mapping[str, float]]) -> list[str]:
+    """Return the final judges of a comparison whose verdicts do not depend on the order of replies."""
+    return [name for name in final_judges(comparison) if not position_bias(comparison[name])]
 
 
 def final_judges(names: Iterable[str]) -> list[str]:

@@ -34,7 +34,7 @@ from rlhf_core.storage.files import atomic_write_text, flatten
 # Name in the headline, with the judge of a win rate, and where the metric is: the stage's file, then the path in it.
 # `dvc metrics show` prints them side by side, which must fit 120 columns.
 HEADLINE = {
-    "reward.accuracy": "reward.accuracy",
+    "reward.test_accuracy": "reward.test_accuracy",
     "judge.win_rate": "evaluation.comparison.judge.win_rate",
     "judge.win_rate_low95": "evaluation.comparison.judge.win_rate_low95",
     "gold.win_rate": "evaluation.comparison.gold.win_rate",

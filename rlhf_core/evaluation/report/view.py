@@ -159,10 +159,11 @@ def tiles(metrics: Mapping[str, JsonObject]) -> list[dict[str, str]]:
         known.append((labels[CHECKER], policy[CHECKER], f"SFT {format_number(sft.get(CHECKER), 2)}"))
     if "kl" in evaluation:
         known.append((labels["kl"], evaluation["kl"], "unfiltered samples"))
-    if "accuracy" in reward:
-        balanced = reward.get("test_accuracy_length_balanced")
-        beside = f"; {format_number(balanced, 2)} on length-balanced ones" if balanced is not None else ""
-        known.append((labels["accuracy"], reward["accuracy"], f"held-out pairs{beside}"))
+    if "test_accuracy" in reward:
+        balanced, count = reward.get("test_accuracy_length_balanced"), reward.get("test_length_balanced_pairs")
+        beside = "" if balanced is None else f"; {format_number(balanced, 2)} on {whole(count)} length-balanced ones"
+        note = f"{whole(reward.get('test_pairs'))} test pairs{beside}"
+        known.append((labels["accuracy"], reward["test_accuracy"], note))
     if "selected_iteration" in ppo:
         known.append((labels["selected_iteration"], ppo["selected_iteration"], ""))
     return [{"label": label, "value": format_number(value, 2), "note": note} for label, value, note in known]

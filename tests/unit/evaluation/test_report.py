@@ -81,7 +81,8 @@ def fill(root: Path, gate_mode: str = "enforce", reward_bound: float = 0.5) -> N
     evaluation = {"sft": metrics, "policy": metrics, "kl": 2.5, "comparison": comparison,
                   "category": {ATTACK: {"prompts": 3}}, "regression": {"passed": 1.0}}  # fmt: skip
     write(root / "metrics/evaluation.json", json.dumps(evaluation))
-    reward = {"accuracy": 0.8, "test_accuracy_length_balanced": 0.6, "category": {"fact": 1}}
+    test = {"test_accuracy": 0.7, "test_pairs": 62.0, "test_accuracy_length_balanced": 0.6}
+    reward = {"accuracy": 0.8, **test, "test_length_balanced_pairs": 50.0, "category": {"fact": 1}}
     write(root / "metrics/reward.json", json.dumps(reward))
     rows = [{"iteration": i, "reward_mean": 0.1 * i, "reward_p05": -1.0, "reward_p95": 1.0, "kl": i, "entropy": 1.0,
              "findings": []} for i in range(1, 6)]  # fmt: skip
@@ -174,7 +175,7 @@ def test_a_finished_run(tmp_path: Path) -> None:
     assert "<mark>new &amp; &lt;b&gt;bold&lt;/b&gt;</mark>" in page and "no end" in page
     assert page.count("&lt;script&gt;") >= 4
     assert "0.654" in page and "0.543 to 0.765" in page and "; 0.65 at equal length" in page
-    assert "held-out pairs; 0.60 on length-balanced ones" in page
+    assert "62 test pairs; 0.60 on 50 length-balanced ones" in page
     assert "win rate by judge" in page and "win rate by referee" not in page, "the judge has a tile"
     assert "The judge had no part in" in page and '<th scope="row">referee</th>' in page
     assert "gets most wrong" not in page and "multiple-choice" not in page and "Helpful and harmless apart" not in page
@@ -373,12 +374,12 @@ def test_numbers_for_people() -> None:
 
 def test_the_headline_has_what_there_is_and_every_curve_is_complete(tmp_path: Path) -> None:
     fill(tmp_path)
-    write(tmp_path / "metrics/reward.json", '{"accuracy": 0.76543219, "margin_mean": 0.3}')
+    write(tmp_path / "metrics/reward.json", '{"test_accuracy": 0.76543219, "margin_mean": 0.3}')
     write(tmp_path / "history/sft.jsonl", '{"step": 10, "loss": 2.5}\n{"step": 20}\n{"step": 30, "loss": 1.5}\n')
     write(tmp_path / "plots/curves/critic.csv", "of an earlier run")
     render(tmp_path)
     headline = json.loads((tmp_path / "metrics/summary.json").read_text())
-    assert headline["reward.accuracy"] == 0.7654 and headline["kl"] == 2.5 and headline["length"] == 20.0
+    assert headline["reward.test_accuracy"] == 0.7654 and headline["kl"] == 2.5 and headline["length"] == 20.0
     assert {"judge.win_rate", "judge.win_rate_low95", "gold.win_rate"} <= headline.keys() <= headlines.HEADLINE.keys()
     # `dvc metrics show` needs the width of each name and four spaces beside the path of the file.
     of_pairs = {name for name in headlines.HEADLINE if not name.startswith("checker")}
@@ -391,7 +392,7 @@ def test_the_headline_has_what_there_is_and_every_curve_is_complete(tmp_path: Pa
 
 
 def test_numbers_that_are_not_finite_are_no_headline() -> None:
-    assert headlines.headline_metrics({"reward": {"accuracy": float("nan")}, "evaluation": {"kl": "much"}}) == {}
+    assert headlines.headline_metrics({"reward": {"test_accuracy": float("nan")}, "evaluation": {"kl": "much"}}) == {}
 
 
 def test_every_curve_that_dvc_plots_is_written() -> None:

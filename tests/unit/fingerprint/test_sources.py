@@ -232,12 +232,23 @@ def test_what_is_no_file_is_left_to_the_parameters(tmp_path: Path, source: str) 
 
 @pytest.mark.parametrize(
     ("source", "moves"),
-    [("own/model", True), ("own/weights.gguf", True), ("owner/name", False), ("scratch", False), ("/abs/model", False)],
+    [
+        ("own/model", True),
+        ("own/weights.gguf", True),
+        ("models/x.gguf", True),
+        ("models/sft", True),  # of another workspace: a starting model is never what a later stage makes of it
+        ("owner/name", False),
+        ("models/name", False),  # nothing is there, so it may be a hub id
+        ("scratch", False),
+        ("/abs/model", False),
+    ],
 )
 def test_a_relative_path_moves_with_the_workspace(tmp_path: Path, source: str, moves: bool) -> None:
     origin, target = tmp_path / "here", tmp_path / "runs" / "there"
     (origin / "own" / "model").mkdir(parents=True)
     (origin / "own" / "weights.gguf").write_bytes(b"GGUF")
+    (origin / "models" / "sft").mkdir(parents=True)
+    (origin / "models" / "x.gguf").write_bytes(b"GGUF")
     (origin / "scratch").mkdir()  # a folder of this name does not make it a model
     document = yaml_text.parse(rebase_sources(f"base: {{source: {source}}}\n", origin, target), "params.yaml")
     moved = str(document["base"]["source"])

@@ -109,14 +109,21 @@ GATE = {"passed": True, "conditions": [{"passed": True}]}
 LOST = {"passed": False, "mode": "report", "conditions": [{"passed": True}, {"passed": False}]}
 
 
+MEASURED = {"accuracy": 0.75, "pairs": 20.0, "test_accuracy": 0.5, "test_pairs": 62.0} | {
+    "accuracy_length_balanced": 0.9,
+    "test_accuracy_length_balanced": 0.612,
+    "test_length_balanced_pairs": 50.0,
+}
+
+
 @pytest.mark.parametrize(
     ("stage", "content", "result"),
     [
         ("sft", {"perplexity": 1.5234}, "perplexity 1.52"),
         ("sft", {"perplexity": 1.5, "dropped_over_long": 42.0}, "perplexity 1.5, 42 rows too long"),
-        ("reward", {"accuracy": 0.75, "dropped_over_long": 3.0}, "accuracy 0.750, 3 rows too long"),
-        ("reward", {"accuracy": 0.75, "test_accuracy_length_balanced": 0.612}, "accuracy 0.750, length-balanced 0.612"),
-        ("judge", {"accuracy": 0.5, "dropped_over_long": 0.0}, "accuracy 0.500"),
+        ("reward", {"accuracy": 0.75, "dropped_over_long": 3.0}, "validation accuracy 0.750, 3 rows too long"),
+        ("reward", MEASURED, "test accuracy 0.500 of 62 pairs, length-balanced 0.612 of 50"),
+        ("judge", {"accuracy": 0.5, "dropped_over_long": 0.0, "pairs": 5.0}, "validation accuracy 0.500 of 5 pairs"),
         ("gate-sft", GATE, "passed 1/1"),
         ("gate-policy", LOST, "failed, mode report: 1/2"),
         ("sft", {"other": 1}, ""),

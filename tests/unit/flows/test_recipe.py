@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from commands import ROOT
 
-from flows.commands.init import initialise
+from flows.commands.init import initialise, predecessor
 from flows.commands.run import run
 from flows.commands.status import stages_status
 from flows.commands.up import up
 from flows.dvc_repo.inputs import with_sources
 from flows.dvc_repo.recipe import check_recipe, tracked_params
+from flows.registry import stored_models
 from rlhf_core.config import yaml_text
 from rlhf_core.config.data import ValidateConfig
 from rlhf_core.config.loading import Params, check_params, load_params, merge
@@ -142,3 +144,29 @@ def test_nothing_is_started_before_the_check(tmp_path: Path, command: str) -> No
         else:
             up(folder)
     assert not (folder / ".dvc").exists() and not (folder / ".rlhf" / "logs").exists()
+
+
+@pytest.mark.parametrize("alias", ["", "@previous"])
+def test_a_next_generation_starts_as_the_registered_policy_by_its_workspace_s_settings(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, alias: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    before = initialise(tmp_path / "before", "own-data", ["base.source=org/model", "ppo.iterations=70"])
+    stored = tmp_path / "stored" / "model"
+    stored.mkdir(parents=True)
+    asked: list[str] = []
+
+    def version_of(workspace: Path, name: str) -> SimpleNamespace:
+        asked.append(name)
+        return SimpleNamespace(name="rlhf-policy", version="3")
+
+    monkeypatch.setattr(stored_models, "policy_with_alias", version_of)
+    monkeypatch.setattr(stored_models, "verified_folder", lambda workspace, version: stored)
+    found = predecessor(f"before{alias}")
+    data = ["collect.source=files", 'collect.files.preferences=["new.jsonl"]']
+    made = initialise(tmp_path / "after", None, [*data, *found.settings], recipe=found.workspace)
+    params = load_params(made)
+    assert asked == [alias.removeprefix("@") or "champion"]
+    assert params.base.source == str(stored) and params.sft.steps == 0
+    assert params.ppo.iterations == 70 and params.validate_.split.fewest_balanced == 60, "settings go on"
+    assert params.collect.files.paths() == ["../new.jsonl"] and before == found.workspace

@@ -30,7 +30,14 @@ from rlhf_core.config.loading import profiles
 from rlhf_core.config.recipe import profiles_of, recipe_folder
 from rlhf_core.errors import EXIT_GATE_FAILED, EXIT_TRAINING_PAUSED, EXIT_USER_ERROR, RlhfError
 from rlhf_core.evaluation.promotion import win_rate_criteria
-from rlhf_core.evaluation.verdict import WIN_RATE_KEYS, JudgeResult, Standing, judge_results, standing_of
+from rlhf_core.evaluation.verdict import (
+    WIN_RATE_KEYS,
+    JudgeResult,
+    Standing,
+    alarms,
+    judge_results,
+    standing_of,
+)
 from rlhf_core.gates import GateDecision
 
 EVALUATED = {
@@ -84,6 +91,29 @@ def test_the_standing_is_by_the_intervals_of_every_judge(
     judge: tuple[float, ...], gold: tuple[float, ...], standing: Standing
 ) -> None:
     assert standing_of(judge_results({"judge": interval(*judge), "gold": interval(*gold)})) is standing
+
+
+@pytest.mark.parametrize(
+    ("order", "decides"),
+    [
+        ({"order_disagreement": 0.1, "first_preferred": 0.55}, True),
+        ({"order_disagreement": 0.88, "first_preferred": 0.5}, False),
+        ({"order_disagreement": 0.2, "first_preferred": 0.9}, False),
+        ({"order_disagreement": 0.2, "first_preferred": 0.05}, False),
+    ],
+)
+def test_a_judge_by_the_order_of_replies_is_an_alarm_and_moves_no_verdict(
+    order: dict[str, float], decides: bool
+) -> None:
+    comparison = {"judge": interval(0.6, 0.7, 0.8), "llm": interval(0.45, 0.5, 0.55) | order}
+    assert standing_of(judge_results(comparison)) is (Standing.NOT_SHOWN_BETTER if decides else Standing.BETTER)
+    sentences = [alarm.sentence for alarm in alarms({"comparison": comparison, "sft": {}, "policy": {}})]
+    assert [sentence for sentence in sentences if "llm does not decide" in sentence] == ([] if decides else sentences)
+    assert decides or len(sentences) == 1
+    asked = win_rate_criteria({"comparison": comparison}, bar=0.5, budget=0.05, attempt=1)
+    assert any(criterion.name.startswith("llm ") for criterion in asked) == decides
+    alone = win_rate_criteria({"comparison": {"llm": comparison["llm"]}}, bar=0.5, budget=0.05, attempt=1)
+    assert alone and not all(criterion.passed for criterion in alone), "no judge that decides promotes nothing"
 
 
 def test_the_reward_model_is_no_judge_and_nor_is_the_referee_that_selected_the_policy(tmp_path: Path) -> None:

@@ -15,6 +15,7 @@ from typer.testing import CliRunner
 from rlhf_core.cli import app
 from rlhf_core.commands import data as data_commands
 from rlhf_core.config.data import FileSources, ReadOptions, ValidateConfig
+from rlhf_core.config.loading import Params
 from rlhf_core.config.recipe import recipe_folder
 from rlhf_core.data.collection.sources import best_kind, source_files, sources_by_kind
 from rlhf_core.errors import DataError, RlhfError
@@ -176,7 +177,7 @@ def test_the_workspaces_expectations_decide(
 ) -> None:
     (tmp_path / current).mkdir(parents=True)
     shutil.copytree(recipe_folder() / "expectations", tmp_path / "ws/expectations")
-    (tmp_path / "ws/params.yaml").write_text("seed: 1\n")
+    (tmp_path / "ws/params.yaml").write_text("collect: {source: files}\n")
     no_two = {"type": "expect_column_values_to_not_match_regex", "kwargs": {"column": "chosen", "regex": "good 2"}}
     own = {"expectations": [no_two | {"meta": {"rule": "no_two", "reason": "it is two"}}]}
     (tmp_path / "ws/expectations/preferences.own.json").write_text(json.dumps(own))
@@ -237,7 +238,7 @@ def test_the_command_exits_as_the_gate_decides(here: Path) -> None:
     value = json.loads(strict.stdout)
     assert strict.exit_code == 3 and not value["passed"]
     assert [c["metric"] for c in value["conditions"] if not c["passed"]] == ["preferences.quarantined_share"]
-    (here / "params.yaml").write_text("validate: {min_rows: 1000}\n")
+    (here / "params.yaml").write_text("{collect: {source: files}, validate: {min_rows: 1000}}\n")
     assert CliRunner().invoke(app, ["data", "validate", file]).exit_code == 3
     other = CliRunner().invoke(app, ["data", "validate", file, "--set", "ppo.iterations=3"])
     assert "has no effect on data files" in str(other.exception)
@@ -277,13 +278,13 @@ def test_rules_that_only_warn_are_listed_with_their_rows(here: Path) -> None:
 def test_the_folder_of_another_check_is_not_written_to(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The other command made it after this one had looked whether it is empty."""
     file = write(here, rows(3))
-    validate_config = data_commands._validate_config
+    checking_params = data_commands._checking_params
 
-    def meanwhile(*arguments: Any) -> ValidateConfig:
+    def meanwhile(*arguments: Any) -> Params:
         (here / "out/data").mkdir(parents=True)
-        return validate_config(*arguments)
+        return checking_params(*arguments)
 
-    monkeypatch.setattr("rlhf_core.commands.data._validate_config", meanwhile)
+    monkeypatch.setattr("rlhf_core.commands.data._checking_params", meanwhile)
     result = CliRunner().invoke(app, ["data", "validate", file, "--output", "out"])
     assert "another command writes to out already" in str(result.exception)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -179,3 +180,25 @@ def test_annotations_that_cannot_be_read_are_not_passed_over(tmp_path: Path) -> 
     for url in ("s3://bucket/pairs.jsonl", "hub:owner/pairs"):
         with pytest.raises(ValueError, match=r"go into collect\.files\.preferences"):
             CollectConfig(annotations=url)
+
+
+@pytest.mark.parametrize(
+    "names", [["pairs.jsonl"], ["en/pairs.jsonl", "zh/pairs.jsonl"], ["a/x/p.jsonl", "b/x/p.jsonl"]]
+)
+def test_rows_are_the_same_wherever_the_workspace_lies(tmp_path: Path, names: list[str]) -> None:
+    for number, name in enumerate(names):
+        file = tmp_path / "data" / name
+        file.parent.mkdir(parents=True, exist_ok=True)
+        row = {"prompt": f"question {number}?", "chosen": "yes", "rejected": "no"}
+        file.write_text(json.dumps(row) + "\n")
+    tables = []
+    for folder in (tmp_path / "here", tmp_path / "runs" / "there", tmp_path / "data"):
+        folder.mkdir(parents=True, exist_ok=True)
+        spelled = tuple(os.path.relpath(tmp_path / "data" / name, folder) for name in names)
+        files = FileSources(preferences=spelled)
+        collect.collect(CollectConfig(source="files", files=files, annotations=None), folder, folder / "raw")
+        tables.append((folder / "raw" / "preferences" / "data.parquet").read_bytes())
+    assert tables[0] == tables[1] == tables[2]
+    rows = pq.read_table(tmp_path / "here/raw/preferences/data.parquet").column("source").to_pylist()
+    assert len(set(rows)) == len(names), "files of one name are told apart"
+    assert all(name.endswith(row) for name, row in zip(names, rows, strict=True))

@@ -1,0 +1,207 @@
+"""What pairs are enough for: counts after split and balance, what is short and what would do, and power."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from typer.testing import CliRunner
+
+from flows.cli import app
+from flows.commands.doctor import pair_checks
+from rlhf_core.config import yaml_text
+from rlhf_core.config.data import CollectConfig, DataSource, FileSources, SplitConfig
+from rlhf_core.config.loading import PARAMS_FILE, Params, check_params, overlaid, overlays_of
+from rlhf_core.config.recipe import profiles_of, recipe_folder
+from rlhf_core.data.pair_counts import PairLengths
+from rlhf_core.data.schema import Message, Preference, write_rows
+from rlhf_core.errors import RlhfError
+from rlhf_core.forecast import as_text, forecast, forecast_of_workspace, source_pairs
+from rlhf_core.stages import collect
+from rlhf_extras.memory.command import PlanRequest
+
+
+def settings(*sets: str) -> Params:
+    """The parameters of the profile own-data with ``sets`` over them."""
+    folder = recipe_folder()
+    recipe = (folder / PARAMS_FILE).read_text()
+    overlays = overlays_of(recipe, profiles_of(folder), "own-data")
+    return check_params(
+        yaml_text.plain(yaml_text.parse(overlaid(recipe, overlays, ("collect.source=files", *sets)), "x"))
+    )
+
+
+def pairs(count: int, longer: float = 0.8) -> PairLengths:
+    """Pairs of as many prompts, of which a share prefers the longer reply."""
+    generator = np.random.default_rng(1)
+    sizes = generator.integers(5, 60, count)
+    return PairLengths([f"g{i}" for i in range(count)], np.where(generator.random(count) < longer, sizes, -sizes), 1)
+
+
+def write(folder: Path, count: int) -> Path:
+    """The pairs of a user's file, four of five of which prefer the longer reply."""
+    rows = []
+    for number in range(count):
+        replies = [f"It is {number}, as one sees by counting from one up to it.", f"{number}."]
+        chosen, rejected = replies if number % 5 else reversed(replies)
+        rows.append(json.dumps({"prompt": f"Which number is number {number}?", "chosen": chosen, "rejected": rejected}))
+    (folder / "pairs.jsonl").write_text("\n".join(rows) + "\n")
+    return folder / "pairs.jsonl"
+
+
+EQUAL_GATE = (
+    "gates.reward=[{metric: ece_length_balanced, at_most: 0.15, why: a}, {metric: margin_mean, at_least: 0, why: b}]",
+    "validate.split.fewest_balanced=0",
+)
+
+
+def test_a_condition_on_too_few_pairs_names_the_pairs_and_the_share_that_would_do() -> None:
+    found = forecast(pairs(3000), settings(*EQUAL_GATE))
+    (short,) = found.shortfalls
+    here = found.counts["reward"]["validation"]
+    assert (
+        20 < here.balanced < 50 and "ece_length_balanced" in short.reason and f" leave {here.balanced} " in short.reason
+    )
+    assert short.setting.startswith("validate.split.validation: ") and short.setting in found.refusal
+    enough = forecast(pairs(short.pairs_that_would_do + 200), settings(*EQUAL_GATE))
+    assert not enough.shortfalls, "with the pairs that it names the forecast refuses nothing"
+    share = short.setting.rpartition(" ")[2]
+    moved = forecast(pairs(3000), settings(*EQUAL_GATE, f"validate.split.validation={share}"))
+    assert not moved.shortfalls and moved.counts["reward"]["validation"].balanced >= 50
+
+
+@pytest.mark.parametrize(("count", "suffices"), [(60, False), (500, True), (3000, True), (30_000, True)])
+def test_the_profile_for_own_data_takes_500_pairs_and_says_how_many_60_lack(count: int, suffices: bool) -> None:
+    found = forecast(pairs(count), settings())
+    assert (not found.refusal) == suffices
+    assert found.adapted == (count == 500), "where no test share would do, it takes nothing from training"
+    if not suffices:
+        missing = max(short.pairs_that_would_do for short in found.shortfalls)
+        assert not forecast(pairs(missing + 60), settings()).refusal
+
+
+def test_the_test_share_only_shrinks_as_data_grow_so_that_no_pair_goes_from_training_to_test() -> None:
+    config = SplitConfig(fewest_balanced=60)
+    few, many = pairs(500), pairs(3000)
+    shares = [lengths.adapted(config).test for lengths in (few, many)]
+    assert shares[0] > shares[1] == config.test
+    tested_later = many.in_split("test", many.adapted(config))[: len(few)]
+    trained_before = few.in_split("train", few.adapted(config))
+    assert not (tested_later & trained_before).any()
+
+
+def test_power_grows_with_pairs_and_is_none_where_a_measure_would_be_left_out() -> None:
+    powers = []
+    for count in (200, 500, 3000):
+        found = forecast(pairs(count), settings("validate.split.fewest_balanced=0"))
+        powers.append({power.metric: power.power for power in found.powers})
+    for metric in powers[0]:
+        assert powers[0][metric] <= powers[1][metric] + 0.05 <= powers[2][metric] + 0.1, metric
+    assert powers[0]["test_accuracy_length_balanced"] == 0.0
+    assert powers[2]["test_accuracy_length_balanced_low95"] > 0.95
+
+
+def test_a_simulated_reward_model_passes_as_often_as_its_power_says() -> None:
+    found = forecast(pairs(500), settings())
+    power = next(power for power in found.powers if power.metric == "test_accuracy_length_balanced")
+    right = np.random.default_rng(2).binomial(power.measured_on, 0.7, 20_000)
+    assert (right / power.measured_on >= 0.6).mean() == pytest.approx(power.power, abs=0.01)
+
+
+def test_init_refuses_60_pairs_with_the_number_that_would_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    write(tmp_path, 60)
+    with pytest.raises(
+        RlhfError, match=r"60 pairs do not suffice: .*; about \d+ more pairs would do; nothing was made"
+    ):
+        CliRunner().invoke(app, ["init", "run", "--data", "pairs.jsonl"], catch_exceptions=False)
+    assert not (tmp_path / "run").exists()
+
+
+def test_files_are_counted_as_collect_reads_them_each_pair_once(tmp_path: Path) -> None:
+    file = write(tmp_path, 80)
+    (tmp_path / "again.jsonl").write_text(file.read_text())
+
+    def count(*sources: DataSource, **changes: Any) -> int | None:
+        config = CollectConfig(source="files", files=FileSources(preferences=sources), **changes)
+        lengths = source_pairs(config, tmp_path, 1)
+        return None if lengths is None else len(lengths)
+
+    named = DataSource(path="pairs.jsonl")
+    assert count(named, DataSource(path="again.jsonl")) == 80
+    assert count(DataSource(path="pairs.jsonl", cap=30)) == 30 and count(named, limit=20) == 20
+    assert count(DataSource(path="hub:a/b")) is None
+    (tmp_path / "data" / "annotations").mkdir(parents=True)
+    pair = {"prompt": "Which is it?", "chosen": "this", "rejected": "that"}
+    (tmp_path / "data" / "annotations" / "mine.jsonl").write_text(json.dumps(pair) + "\n")
+    assert count(named) == 81, "annotated pairs join them"
+
+
+def test_clean_pairs_count_only_while_they_are_of_the_files(tmp_path: Path) -> None:
+    write(tmp_path, 80)
+    params = settings('collect.files.preferences=["pairs.jsonl"]')
+    assert pairs_of(tmp_path, params) == 80, "what is refused is not known before validation"
+    collect.collect(params.collect, tmp_path, tmp_path / "data" / "raw")
+    kept = [Preference(str(n), [Message("user", f"{n}?")], "a", "b", None, "", "files", f"g{n}") for n in range(10)]
+    for user in ("preferences", "preferences_referee", "preferences_judge"):
+        for split in ("train", "validation", "test"):
+            write_rows(tmp_path / "data" / "clean" / user / f"{split}.parquet", kept)
+    assert pairs_of(tmp_path, params) == 70, "of test pairs, which are common, one folder counts"
+    write(tmp_path, 200)
+    assert pairs_of(tmp_path, params) == 200, "the user has added pairs, as he was told"
+
+
+def pairs_of(workspace: Path, params: Params) -> int:
+    found = forecast_of_workspace(workspace, params)
+    assert found is not None
+    return found.pairs
+
+
+@pytest.mark.parametrize(
+    ("count", "level"),
+    [
+        (60, "fail"),
+        pytest.param(500, "warn", marks=pytest.mark.slow),
+        pytest.param(1500, "ok", marks=pytest.mark.slow),
+    ],
+)
+def test_init_doctor_and_plan_say_the_same(
+    count: int, level: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    write(tmp_path, count)
+    params = settings('collect.files.preferences=["pairs.jsonl"]')
+    found = forecast_of_workspace(tmp_path, params)
+    (check,) = pair_checks(tmp_path, params)
+    assert found is not None and (check.level, check.finding) == (level, found.conclusion)
+    made = CliRunner().invoke(app, ["init", "run", "--data", "pairs.jsonl"])
+    if level == "fail":
+        assert f"{found.conclusion}; nothing was made" in str(made.exception)
+    else:
+        assert as_text(found) in made.stdout
+        assert PlanRequest(tmp_path / "run").forecast() == found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("folder", [".", "world"])
+def test_data_validate_says_it_as_init_would(folder: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a workspace of the synthetic world too, whose settings are not those that files get."""
+    (tmp_path / "world").mkdir()
+    for name in (PARAMS_FILE, "dvc.yaml"):
+        (tmp_path / "world" / name).write_text((recipe_folder() / name).read_text())
+    monkeypatch.chdir(tmp_path / folder)
+    write(Path.cwd(), 500)
+    found = forecast_of_workspace(Path.cwd(), settings('collect.files.preferences=["pairs.jsonl"]'))
+    assert found is not None
+    told = CliRunner().invoke(app, ["data", "validate", "pairs.jsonl"])
+    assert told.exit_code == 0 and told.stdout.rstrip().endswith(as_text(found))
+
+
+def test_pairs_of_equal_length_are_trained_on_though_they_measure_nothing() -> None:
+    equal = PairLengths([f"g{i}" for i in range(400)], np.zeros(400, dtype=np.int64), 1)
+    found = forecast(equal, settings("gates.reward=[{metric: accuracy, at_least: 0.5, why: a}]"))
+    assert not found.refusal and found.counts["reward"]["test"].balanced == 0
+    assert "test_accuracy_length_balanced" in forecast(equal, settings()).refusal
