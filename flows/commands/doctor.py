@@ -239,9 +239,12 @@ def workspace_checks(workspace: Path | None, opens_files: bool = True) -> Iterat
         return
     yield DoctorCheck(OK, "workspace", str(workspace))
     yield _writable(workspace)
-    free, remedy = shutil.disk_usage(workspace).free / GIB, "`dvc gc --workspace` drops old results from the cache"
-    level = FAIL if free < 0.5 else WARN if free < 2 else OK
-    yield DoctorCheck(level, "disk", f"{free:.1f} GiB free", "" if level == OK else remedy)
+    free = shutil.disk_usage(workspace).free / GIB
+    if free >= 2:
+        yield DoctorCheck(OK, "disk", f"{free:.1f} GiB free")
+    else:
+        remedy = "`dvc gc --workspace` drops old results from the cache"
+        yield DoctorCheck(FAIL if free < 0.5 else WARN, "disk", f"{free:.1f} GiB free", remedy)
     if not (workspace / "dvc.yaml").is_file():
         yield DoctorCheck(FAIL, "dvc.yaml", "missing", "restore it, or make a workspace with `rlhf init DIR`")
     root = next((folder for folder in (workspace, *workspace.parents) if (folder / ".dvc").is_dir()), None)

@@ -144,37 +144,34 @@ class WorkspaceStatus:
         }
         report = self.report
         blocks = [[f"workspace {self.workspace}", f"in use by: {self.holder or 'nobody'}"]]
-        blocks += [[title, *(INDENT + line for line in lines or ["none"])] for title, lines in sections.items()]
+        for title, lines in sections.items():
+            blocks.append([title, *(INDENT + line for line in lines or ["none"])])
         blocks += [[f"report: {report if report.is_file() else 'not written yet'}"]]
         blocks += [[f"next: {next_line(self.workspace, *self.next)}"]]
         return "\n\n".join("\n".join(block) for block in blocks)
 
     def as_dict(self) -> dict[str, Any]:
         """Return the same for a program."""
-        last = self.last
-        return {
-            "workspace": str(self.workspace),
-            "in_use_by": None if self.holder is None else asdict(self.holder),
-            **asdict(self.stages),
-            "gates": [
-                {
-                    "gate": gate.name,
-                    "passed": gate.passed,
-                    "mode": gate.mode,
-                    "failed": [condition.metric for condition in gate.failed],
-                }
-                for gate in self.gates
-            ],
-            "resumable": [*self.resumable],
-            "last_run": None
-            if last is None
-            else {
+        last_run = None
+        if (last := self.last) is not None:
+            last_run = {
                 "started": last.started,
                 "last_event": last.last_event,
                 "state": last.final_state,
                 "ran": last.ran,
                 "verdict": None if last.verdict is None else asdict(last.verdict),
-            },
+            }
+        gates = []
+        for gate in self.gates:
+            failed = [condition.metric for condition in gate.failed]
+            gates.append({"gate": gate.name, "passed": gate.passed, "mode": gate.mode, "failed": failed})
+        return {
+            "workspace": str(self.workspace),
+            "in_use_by": None if self.holder is None else asdict(self.holder),
+            **asdict(self.stages),
+            "gates": gates,
+            "resumable": [*self.resumable],
+            "last_run": last_run,
             "registry": asdict(self.registry),
             "report": str(self.report) if self.report.is_file() else None,
             "next": {"command": self.next[0], "hint": self.next[1]},
@@ -229,8 +226,9 @@ def next_step(
     if resumable or (last is not None and not last.final_state):
         return "rlhf run", "resumes from the last checkpoint"
     if stages.not_run or stages.stale:
-        counts = [f"{stages.stale} stale", f"{stages.not_run} that have not run"]
-        named = " and ".join(part for part in counts if not part.startswith("0 "))
+        stale = f"{stages.stale} stale" if stages.stale else ""
+        not_run = f"{stages.not_run} that have not run" if stages.not_run else ""
+        named = " and ".join(filter(None, (stale, not_run)))
         return "rlhf run", f"brings stages up to date: {named}"
     if registry.awaiting:
         return "rlhf approve", f"makes version {registry.awaiting} champion; `rlhf decline --reason TEXT` refuses it"

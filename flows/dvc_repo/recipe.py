@@ -130,13 +130,16 @@ def check_tracked_params(workspace: Path) -> None:
     missing = {path: _value_at(defaults, path) for path in absent}
     if not missing:
         return
-    without_default = [path for path, value in missing.items() if value in (ABSENT, None, [])]
-    # Of a section the name is enough, and its kind where it is one of several.
-    given = {
-        path: {key: entry for key, entry in value.items() if key == "kind"} if isinstance(value, dict) else value
-        for path, value in missing.items()
-    }
-    lines = overridden({}, {path: value for path, value in given.items() if path not in without_default})
+    without_default = []
+    given: dict[str, Any] = {}
+    for path, value in missing.items():
+        if value in (ABSENT, None, []):
+            without_default.append(path)
+        elif isinstance(value, dict):  # of a section the name is enough, and its kind where it is one of several
+            given[path] = {key: entry for key, entry in value.items() if key == "kind"}
+        else:
+            given[path] = value
+    lines = overridden({}, given)
     message = [f"{workspace / PARAMS_FILE} leaves out parameters that {DVC_FILE} names, so DVC would refuse its stages"]
     if lines:
         message.append("add these, which are the defaults, to their sections:")

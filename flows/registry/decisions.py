@@ -182,21 +182,26 @@ def registry_events(entry: Entry, earlier: Sequence[Entry]) -> list[dict[str, An
     if name := APPROVAL_EVENTS.get(entry["action"]):
         about = {"model": entry["model"], "alias": "", "version": entry["decided_on"], "before": None}
         happened.append((name, about))
-    return [
-        {
+    decided = {key: entry[key] for key in ("action", "who", "reason", "time", "number")}
+    events = []
+    for name, about in happened:
+        resource = {
+            "prefect.resource.id": f"rlhf.registered-model.{about['model']}",
+            "prefect.resource.name": about["model"],
+            "rlhf.action": entry["action"],
+        }
+        for key in ("alias", "version"):
+            if about[key]:
+                resource[f"rlhf.{key}"] = about[key]
+        event = {
             "id": str(uuid5(UUID(hex=entry["id"]), f"{name} {about['model']}")),
             "event": name,
             "occurred": datetime.fromisoformat(entry["time"]).isoformat(),
-            "resource": {
-                "prefect.resource.id": f"rlhf.registered-model.{about['model']}",
-                "prefect.resource.name": about["model"],
-                **{f"rlhf.{key}": about[key] for key in ("alias", "version") if about[key]},
-                "rlhf.action": entry["action"],
-            },
-            "payload": about | {key: entry[key] for key in ("action", "who", "reason", "time", "number")},
+            "resource": resource,
+            "payload": about | decided,
         }
-        for name, about in happened
-    ]
+        events.append(event)
+    return events
 
 
 def _emit_events(workspace: Path, entries: Sequence[Entry]) -> None:

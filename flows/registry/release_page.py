@@ -191,7 +191,7 @@ def _standing(state: ReleaseState, here: RegisteredHere, version: ModelVersion, 
     if state.champion == number:
         entry = crownings[made[-1]][0] if made else None
         reason = "" if entry is None else str(entry["reason"])
-        forced = reason.startswith("forced:") or bool(here.ungated)
+        forced = bool(here.ungated) or (entry is not None and entry["decision"].get("forced") is not None)
         again = entry is not None and entry["action"] == "rollback"
         headline = f"Released{' by force' if forced else ''}: {label} is the champion{' again' if again else ''}"
         verb = "Champion again" if again else "Promoted"

@@ -88,9 +88,10 @@ class RowFinding:
 
 def findings_table(findings: Sequence[RowFinding], schema: pa.Schema) -> pa.Table:
     """Return findings as they are stored, with the columns of ``schema``."""
-    return pa.Table.from_pylist(
-        [{name: getattr(finding, name) for name in schema.names} for finding in findings], schema=schema
-    )
+    rows = []
+    for finding in findings:
+        rows.append({name: getattr(finding, name) for name in schema.names})
+    return pa.Table.from_pylist(rows, schema=schema)
 
 
 @dataclass

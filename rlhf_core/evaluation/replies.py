@@ -89,7 +89,8 @@ def measure_text(replies: Sequence[Reply]) -> dict[str, float]:
     """
     texts = [reply.text for reply in replies]
     lengths = [len(reply.token_ids) for reply in replies]
-    return reply_statistics(texts, lengths, [reply.finished for reply in replies]) | {
+    finished = [reply.finished for reply in replies]
+    return reply_statistics(texts, lengths, finished) | {
         "words": mean([len(split_words(text)) for text in texts]),
         "special_tokens": mean([reply.special_tokens > 0 for reply in replies]),
     }

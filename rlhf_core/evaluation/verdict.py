@@ -38,12 +38,13 @@ def alarms(evaluation: Mapping[str, Any]) -> tuple[Alarm, ...]:
     return tuple(_alarms(evaluation))
 
 
-def _alarms(evaluation: Mapping[str, Any]) -> Iterator[Alarm]:
+def _finite_figures(of_side: Mapping[str, Any]) -> dict[str, Any]:
     # A figure that is not finite is written as null.
-    sft, policy = (
-        {key: value for key, value in flatten(evaluation.get(name, {})).items() if value is not None}
-        for name in ("sft", "policy")
-    )
+    return {name: value for name, value in flatten(of_side).items() if value is not None}
+
+
+def _alarms(evaluation: Mapping[str, Any]) -> Iterator[Alarm]:
+    sft, policy = _finite_figures(evaluation.get("sft", {})), _finite_figures(evaluation.get("policy", {}))
     metrics = {name: metric for name, metric in labelled().items() if name in policy}
     low, fall = (alarm_bounds("share")[bound] for bound in ("below", "fall"))
     defects = alarm_bounds("defect")["above"]

@@ -30,7 +30,6 @@ from rlhf_core.data.readers.formats import (
     LabelledFalse,
     Parsed,
     Undecided,
-    example_of,
     number_of,
     system_turns,
 )
@@ -120,10 +119,12 @@ def row_chunks(
     remaining = iter(records)
     first = first_records(remaining)
     shape = recognised(first, options, where)
-    readable = (value.value for value in (mapped(record, options) for record in first) if not value.problem)
-    unread = (unread_replies(first, options, shape) if kind is None else "") or other_replies(first, options, shape)
+    named = (mapped(record, options) for record in first)
+    first_row = next((record.value for record in named if not record.problem), None)
+    unread = unread_replies(first, options, shape) if kind is None else ""
+    unread = unread or other_replies(first, options, shape)
     kind = kind or shape.kinds[0]
-    _require_kind(shape, kind, options, where, record_shape(next(readable, None)))
+    _require_kind(shape, kind, options, where, record_shape(first_row))
     remaining = chain(drained(first), remaining)
     parts: Iterable[Sequence[Record]]
     if shape.join is None:
@@ -206,10 +207,10 @@ def _require_format(record: Record, shape: Format, detected: bool) -> None:
     if not shape.matches(record.value):
         if missing := missing_replies(record.value):
             raise Refusal(f"{missing[0]} is missing")
-        raise Refusal(f"does not match the format {shape.name} of the file: expected {example_of(shape)}")
+        raise Refusal(f"does not match the format {shape.name} of the file: expected {shape.example}")
     other = format_of(record.value) if detected else None
     if other is not None and other is not shape:
-        raise Refusal(f"is of format {other.name}, the file of format {shape.name}: expected {example_of(shape)}")
+        raise Refusal(f"is of format {other.name}, the file of format {shape.name}: expected {shape.example}")
 
 
 def _rows(

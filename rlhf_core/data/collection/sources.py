@@ -14,7 +14,8 @@ from itertools import chain, islice
 from pathlib import Path, PurePosixPath
 from typing import Any, get_args
 
-from rlhf_core.config.data import CollectConfig, DataSource, FileSources, FormatName, ReadOptions, SourceOptions
+from rlhf_core.config.data import CollectConfig, DataSource, FileSources, ReadOptions, SourceOptions
+from rlhf_core.config.formats import FormatName
 from rlhf_core.data.collection.rows import FileRows, joined, row_chunks
 from rlhf_core.data.readers.detection import PROBE, first_records, format_named, printable, recognised, unread_replies
 from rlhf_core.data.readers.stream import stream_records, uncounted
@@ -355,7 +356,9 @@ def load_hub_records(spec: str, limit: int | None = None) -> OpenSource:
         raise DataError(f"{spec} has no rows; name a split that has: hub:{hub_id.name}:SPLIT")
     resolved = str(builder.hash or "")
     records = (Record(position, row) for position, row in enumerate(chain([first], rows), 1))
-    unread = 0 if limit is None else None if total is None else max(total - limit, 0)
+    unread: int | None = 0
+    if limit is not None:
+        unread = None if total is None else max(total - limit, 0)
     return OpenSource(records, spec, unread=unread, revision=resolved if COMMIT.fullmatch(resolved) else "")
 
 

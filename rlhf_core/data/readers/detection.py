@@ -11,18 +11,16 @@ from dataclasses import replace
 from typing import Any
 
 from rlhf_core.config.data import ReadOptions, template_columns
-from rlhf_core.data.readers.formats import COMPARISONS, GENERAL, REPLY_NAMES, Format
+from rlhf_core.data.readers.formats import REPLY_NAMES, Format
 from rlhf_core.data.readers.labels import may_be_flag, read_flags, score_columns, words_of
-from rlhf_core.data.readers.rankings import MESSAGE_TREES, RANKINGS
 from rlhf_core.data.readers.residues import AS_TEXT
+from rlhf_core.data.readers.shapes import FORMATS
 from rlhf_core.data.readers.turns import LOST_PARTS, Refusal, dialogue_as_json, is_missing, text_of
 from rlhf_core.data.row_counts import Record, RowCounts
 from rlhf_core.data.tables import bytes_in_memory, chunked
 from rlhf_core.errors import DataError
 from rlhf_core.plugins import READERS, PluginError, load_plugin
 
-# The first that matches is used, so formats with more fields come first.
-FORMATS = (*MESSAGE_TREES, *COMPARISONS, *RANKINGS, *GENERAL)
 # The format of a file is that of this share of the records that have one, among the first so many.
 PROBE = 1000
 PROBE_BYTES = 256 * 2**20
@@ -68,7 +66,8 @@ def recognised(first: Sequence[Record], options: ReadOptions, where: str) -> For
     require_columns(first, options, where)
     if options.format:
         return format_named(options.format)
-    readable = [record for record in (mapped(record, options) for record in first) if not record.problem]
+    named = [mapped(record, options) for record in first]
+    readable = [record for record in named if not record.problem]
     # A row whose reply is missing looks like one of a format that has none.
     whole = [record for record in readable if not missing_replies(record.value)]
     counts = _counted(whole) or _counted(readable)
@@ -343,18 +342,15 @@ def unused_summary(unused: Mapping[str, int]) -> dict[str, Any]:
 
 def warnings_of(counts: RowCounts) -> list[str]:
     """Return what somebody should look at before training on a source, a sentence each with how many rows it is."""
-    return [
-        *(
-            f"{count}: {name} may say how good a reply is or whether it is to be learned, and is not read"
-            for name, count in commonest_unused(counts.unused).items()
-            if _is_flag(name)
-        ),
-        *(
-            f"{count}: {what}"
-            for what, count in counts.noticed.most_common()
-            if not what.endswith(AS_TEXT) or count >= RARE * counts.kept
-        ),
-    ]
+    warnings = []
+    for name, count in commonest_unused(counts.unused).items():
+        if _is_flag(name):
+            about = "may say how good a reply is or whether it is to be learned"
+            warnings.append(f"{count}: {name} {about}, and is not read")
+    for what, count in counts.noticed.most_common():
+        if not what.endswith(AS_TEXT) or count >= RARE * counts.kept:
+            warnings.append(f"{count}: {what}")
+    return warnings
 
 
 def unused_lines(counts: RowCounts) -> list[str]:

@@ -14,7 +14,8 @@ from unit.data.malformed.case import Row, arrow, lines, pairs, parquet, table_te
 from unit.data.malformed.containers import PACK
 from unit.data.reading import is_unmarked, records_of
 
-from rlhf_core.config.data import FormatName, PairChoice, ReadOptions
+from rlhf_core.config.data import PairChoice, ReadOptions
+from rlhf_core.config.formats import FormatName
 from rlhf_core.data.collection.rows import FileRows, read_records
 from rlhf_core.data.row_counts import Record
 from rlhf_core.data.schema import ROW_TYPES, arrow_schema

@@ -415,7 +415,11 @@ class LlmJudge:
                 f"first one: {example.refused or repr(' '.join(example.text.split())[:JUNK_CHARACTERS])}; try another "
                 "model, template or response_format"
             )
-        answered = [(a, b) for a, b in (map(verdicts.get, pair) for pair in asked) if a is not None and b is not None]
+        answered = []
+        for pair in asked:
+            first, second = map(verdicts.get, pair)
+            if first is not None and second is not None:
+                answered.append((first, second))
         changed = sum(OUTCOMES[0][a.preferred] != OUTCOMES[1][b.preferred] for a, b in answered)
         decided = [verdict.preferred for pair in answered for verdict in pair if verdict.preferred != "tie"]
         metrics = {
@@ -428,7 +432,8 @@ class LlmJudge:
             "completion_tokens": usage.completion_tokens,
             "cost": usage.cost,
         }
-        return PairwiseJudgements(np.array([outcome for outcome, _ in said]), [reason for _, reason in said], metrics)
+        outcomes = np.array([outcome for outcome, _ in said])
+        return PairwiseJudgements(outcomes, [reason for _, reason in said], metrics)
 
     def _completions(
         self, bodies: Mapping[str, dict[str, Any]], pairs: Sequence[tuple[str, ...]], usage: UsageMeter
