@@ -102,7 +102,7 @@ def is_elsewhere(source: str) -> bool:
 
 
 def matching_files(source: str, workspace: Path) -> list[Path]:
-    """Return the files that a source names, relative to ``workspace``; none where there is none."""
+    """Return the files that a source names, relative to ``workspace``; empty if it matches no file."""
     try:
         return expand(source, workspace)
     except DataError:

@@ -1,4 +1,4 @@
-"""Showing the progress of a run: a table of its stages on a terminal, lines elsewhere."""
+"""Progress of a run: a table of its stages on a terminal, lines elsewhere."""
 
 from __future__ import annotations
 
@@ -133,7 +133,7 @@ def counted(progress: StageProgress) -> list[str]:
 
 
 class StageTable:
-    """The stages of a run, a row each, and a last row: how many are done, and what the run does besides."""
+    """The stages of a run, a row each, and a last row: how many are done, and what else the run is doing."""
 
     def __init__(self, state: RunState, console: Console, watch: Stopwatch) -> None:
         self.state, self.watch, self.final = state, watch, False

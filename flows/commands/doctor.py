@@ -231,7 +231,7 @@ def require_ready(workspace: Path) -> None:
 
 
 def workspace_checks(workspace: Path | None, opens_files: bool = True) -> Iterator[DoctorCheck]:
-    """Check the workspace; where there is none, return a warning only."""
+    """Check the workspace; outside one, only warn."""
     if workspace is None or not (workspace / "params.yaml").is_file():
         folder = workspace or Path.cwd()
         finding = f"{folder} is not one (no params.yaml)"
@@ -279,21 +279,16 @@ def workspace_checks(workspace: Path | None, opens_files: bool = True) -> Iterat
         if launch.deepspeed and not (workspace / launch.deepspeed).is_file():
             finding = f"compute.launch.{stage}.deepspeed: there is no file {workspace / launch.deepspeed}"
             yield DoctorCheck(FAIL, "deepspeed", finding)
-    yield from _plugins(params)
-    try:
-        for policy in active_policies(params.registry):
-            policy.check_settings(workspace, params.registry)
-    except ConfigError as error:
-        yield DoctorCheck(FAIL, "registry", str(error), "without it nothing is promoted, served or exported")
-
-
-def _plugins(params: Params) -> Iterator[DoctorCheck]:
-    """Import the plugins that settings name; registry policies are imported by the check of theirs."""
     for name in params.tracking.loggers:
         try:
             load_plugin(RUN_LOGGERS, name)
         except PluginError as error:
             yield DoctorCheck(FAIL, "plugins", f"tracking.loggers: {error}")
+    try:
+        for policy in active_policies(params.registry):
+            policy.check_settings(workspace, params.registry)
+    except ConfigError as error:
+        yield DoctorCheck(FAIL, "registry", str(error), "without it nothing is promoted, served or exported")
 
 
 def _writable(workspace: Path) -> DoctorCheck:

@@ -259,7 +259,12 @@ def stages_status(workspace: Path) -> StagesStatus:
             states[name] = _failed_gate(workspace, closed)
             stopped = name
         elif name in recorded:
-            states[name] = "up to date" if name not in stale else _stale(describe_changes(stale[name]))
+            states[name] = "up to date"
+            if name in stale:
+                details = describe_changes(stale[name])
+                if len(details) > DETAIL:
+                    details = f"{details[:DETAIL]} …"
+                states[name] = f"stale: {details}"
         elif outputs and all((workspace / out).exists() for out in outputs):
             states[name] = "made, but not known to DVC (`rlhf stage`, or a run that failed): a run makes it again"
         elif closed is not None and stopped:
@@ -295,10 +300,6 @@ def running_stages(workspace: Path, holder: LockHolder) -> StagesStatus:
     head = f"{state.done}/{len(state.stages)} done after {elapsed}{phase}"
     states = {name: describe_stage(stage, now.timestamp()) for name, stage in state.stages.items()}
     return StagesStatus(states, note=head)
-
-
-def _stale(details: str) -> str:
-    return f"stale: {details if len(details) <= DETAIL else details[:DETAIL] + ' …'}"
 
 
 def gate_line(gate: GateDecision) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import textwrap
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -154,15 +154,14 @@ def check_tracked_params(workspace: Path) -> None:
 def tracked_params(workspace: Path) -> list[str]:
     """Return the dotted names of params.yaml's parameters in dvc.yaml, each once, a section before its parts."""
     stages = yaml_text.plain(yaml_text.read(workspace / DVC_FILE)).get("stages") or {}
-    return sorted({name for stage in stages.values() for name in _names_of(stage)})
-
-
-def _names_of(stage: Mapping[str, Any]) -> Iterator[str]:
-    for entry in stage.get("params") or []:
-        if isinstance(entry, str):
-            yield entry
-        elif isinstance(entry, Mapping):
-            yield from entry.get(PARAMS_FILE) or []
+    names: set[str] = set()
+    for stage in stages.values():
+        for entry in stage.get("params") or []:
+            if isinstance(entry, str):
+                names.add(entry)
+            elif isinstance(entry, Mapping):
+                names.update(entry.get(PARAMS_FILE) or [])
+    return sorted(names)
 
 
 def _value_at(document: Any, path: str) -> Any:

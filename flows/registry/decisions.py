@@ -322,7 +322,7 @@ def finish_interrupted(client: MlflowClient, workspace: Path, name: str) -> Rele
 
 
 def _carry_out(client: MlflowClient, workspace: Path, entry: Entry) -> Path | None:
-    """Every step may have been done before; what is as it shall be is not set again.
+    """Carry out a decision; steps already carried out are skipped.
 
     What the entry says of a version that was deleted in MLflow since cannot be done, and holds nothing else up.
     """
@@ -371,7 +371,7 @@ def _require_accepted(client: MlflowClient, workspace: Path, name: str, number: 
 def _is_accepted(client: MlflowClient, workspace: Path, name: str, number: str) -> bool:
     """Whether an alias may point to a version; what speaks against it is a warning.
 
-    A decision that somebody else has written into the history must not hold up all later ones.
+    A decision that another program has written into the history must not block all later ones.
     """
     try:
         _require_accepted(client, workspace, name, number)

@@ -79,7 +79,7 @@ def compare_policies(
         batch_size: Replies sampled or scored at once.
 
     Raises:
-        ConfigError: The judge is none.
+        ConfigError: The judge is not a judge.
         DataError: A prompt leaves no room for a reply, or the judge could score too little.
     """
     require_plain(candidate, "candidate")

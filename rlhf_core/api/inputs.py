@@ -167,7 +167,7 @@ def plain_values(value: Any) -> Any:
 
 
 def _require_usable(row: Demonstration | Preference | Prompt | PretrainText, where: str) -> None:
-    """Raise ``DataError`` for a row of which nothing can be learned, or whose texts are none."""
+    """Raise ``DataError`` for a row that teaches nothing, or whose texts are not text."""
     try:
         for name in TEXTS & vars(row).keys():
             text_of(getattr(row, name), name)

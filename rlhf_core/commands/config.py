@@ -248,7 +248,7 @@ def show(path: str | None, workspace: Path | None, markdown: bool) -> str:
 
     Args:
         path: What is asked for; None for all.
-        workspace: Whose values are shown beside other defaults; None for the one that the current folder is in, if any.
+        workspace: Its values are shown where they differ from defaults; None: the one of the current folder, if any.
         markdown: Whether the page of parameters is asked for.
 
     Raises:

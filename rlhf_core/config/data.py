@@ -175,7 +175,7 @@ def template_columns(template: str) -> list[str]:
 
 
 class SourceOptions(ReadOptions):
-    """How a source is read, and how much of it is taken.
+    """How a source is read, and how many of its rows are taken.
 
     Attributes:
         weight: The share of ``collect.limit`` that each file of the source gives, relative to other files.

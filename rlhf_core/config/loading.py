@@ -487,7 +487,7 @@ def merge(base: str, overlays: Sequence[tuple[str, str]] = (), sets: Sequence[st
 
 
 def overlaid(base: str, overlays: Sequence[tuple[str, str]] = (), sets: Sequence[str] = ()) -> str:
-    """``base`` with each ``(name, text)`` overlay and each ``section.key=value`` applied in turn, unchecked.
+    """``base`` with each ``(name, text)`` overlay and then each ``section.key=value`` applied in order, unchecked.
 
     Returns YAML text with the comments of ``base``.
     """

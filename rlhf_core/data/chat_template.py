@@ -122,7 +122,7 @@ REASONED = f"<think>\nLet me see.\n</think>\n\n{ANSWER}"
 SYSTEM_TURN, SEVERAL_TURNS, REASONING_BEFORE = "a system turn", "several turns", "reasoning in an earlier reply"
 EXCERPT = 60
 # The day that templates write which ask for today's (Llama 3.2): the one that Llama's own fall back to. With the
-# clock's, the same dialogue would be other tokens tomorrow, in a resumed run and beside results of today.
+# clock's, the same dialogue would become other tokens tomorrow: resumed runs and comparisons would differ.
 TODAY = datetime(2024, 7, 26)
 # A macro of the function's name hides transformers' own, and needs no more than a template may do.
 CLOCK = "strftime_now"

@@ -212,7 +212,7 @@ MOST_REPLIES = 0.2  # a word of more of them belongs to the language, not to an 
 
 
 class ReplySet:
-    """The preferred replies of a set, and what of them can stand in the place of something else.
+    """The preferred replies of a set, and the parts of them that can replace parts of other replies.
 
     Attributes:
         rows: The pairs whose preferred replies these are.

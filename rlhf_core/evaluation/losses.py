@@ -36,7 +36,7 @@ from rlhf_core.storage.files import flatten, read_json
 
 LOWER_BOUND = "_low95"
 Z = float(stats.norm.ppf(CONFIDENCE))
-# A margin of so many standard errors is kept by a model that is no worse with 98.3 %, and three of them with 95 %.
+# A model that is no worse stays within one margin of so many standard errors in 98.3 % of cases, within three in 95 %.
 ERRORS_PER_MARGIN = 3.77
 # With this half width of an interval a policy whose win rate is 0.06 above the bound passes with 97.5 %.
 LARGEST_HALF_WIDTH = 0.03
@@ -207,7 +207,7 @@ def _passed(
 
 @dataclass(frozen=True)
 class MarginPower:
-    """A margin beside the error of what it bounds.
+    """A margin, with the standard error of the difference that it bounds.
 
     Attributes:
         setting: Where the margin is set.
@@ -256,7 +256,7 @@ class MarginPower:
 
 @dataclass(frozen=True)
 class WinRatePower:
-    """A condition on the lower bound of a win rate, beside the width of the interval that it ends.
+    """A condition on the lower bound of a win rate, with the width of its interval.
 
     Attributes:
         setting: Where the condition is set.

@@ -48,7 +48,7 @@ def run_match(workspace: Path, champion: Path, challenger: Path, prompt_set: int
     judges: list[Judge] = [ModelJudge.load(workspace / MODELS / JUDGE, JUDGE, config.batch_size)]
     if sets.world:
         judges.append(GoldJudge())
-    for folder in (champion, challenger):  # either may be of somebody else's
+    for folder in (champion, challenger):  # either may come from a third party
         require_openable(folder)
     with (
         opened_sampler(config.sampler, workspace / WORK, workspace) as sampler,

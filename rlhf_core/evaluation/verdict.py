@@ -119,7 +119,7 @@ class JudgeResult:
 
 
 def judge_results(comparison: Mapping[str, Mapping[str, float]]) -> tuple[JudgeResult, ...]:
-    """Return the results of the judges that decide: not the reward model's, nor beside a judge the referee's.
+    """Return the results of the judges that decide: never the reward model, and the referee only without a judge.
 
     None are returned where one of them was not measured (null): the others alone do not decide.
     """
@@ -176,7 +176,7 @@ def verdict_sentence(
     Args:
         judges: At least one.
         opponent: Such as ``SFT``.
-        gate: The decision on this very policy; None where there is none to tell of.
+        gate: The decision on this very policy, if there is one.
         unmet: Further conditions that do not hold, in words, such as those of a promotion.
     """
     standing = standing_of(judges)

@@ -63,7 +63,7 @@ def check_folder(path: Path) -> None:
         raise ModelError(f"{path} has no .safetensors weights{kept}; {REPAIR}")
     for file in weights:  # the header shows truncated and foreign files before a slow load does
         try:
-            file.open("rb").close()  # the package says of a file that may not be read that there is none
+            file.open("rb").close()  # the package reports an unreadable file as missing
             with safe_open(file, framework="pt") as opened:
                 opened.keys()
         except (SafetensorError, OSError) as error:

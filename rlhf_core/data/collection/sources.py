@@ -72,7 +72,7 @@ def source_files(sources: Sequence[str | DataSource], base: Path, parameter: str
 
 
 def annotation_sources(pattern: str | None, base: Path) -> list[DataSource]:
-    """Return the files of annotations that there are, none where ``pattern`` (``collect.annotations``) matches none."""
+    """Return the files of annotations; none if ``pattern`` (``collect.annotations``) matches no file."""
     if pattern is None:
         return []
     try:
@@ -83,7 +83,7 @@ def annotation_sources(pattern: str | None, base: Path) -> list[DataSource]:
 
 
 def collected_paths(config: CollectConfig, base: Path) -> list[str]:
-    """Return the paths, globs, URLs and hub ids that ``collect`` reads, and the files of annotations that there are."""
+    """Return the paths, globs, URLs and hub ids that ``collect`` reads, and the files of annotations."""
     return [*config.files.paths(), *(source.path for source in annotation_sources(config.annotations, base))]
 
 
@@ -141,7 +141,7 @@ def _matches(spec: str, base: Path, remedy: str) -> Iterator[tuple[str, SourceFi
 def _unchanged(path: Path | None) -> Iterator[None]:
     """Raise ``DataError`` if a file changes while the block reads it: rows and hash would be of different versions.
 
-    Without a path, as of a hub data set with its commit, there is nothing to look at.
+    A hub data set has no path: its commit fixes its content.
     """
 
     def version() -> tuple[int, int, int] | None:
@@ -301,7 +301,7 @@ class OpenSource:
 
 
 def parse_hub_id(spec: str) -> HubId:
-    """Return the parts of a hub id; :class:`DataError` where it is none."""
+    """Return the parts of a hub id; :class:`DataError` for anything else."""
     match = HUB_ID.fullmatch(spec)
     if match is None:
         raise DataError(f"{spec!r} is not a hub id; write hub:owner/name, or hub:owner/name/config@revision:split")

@@ -1,4 +1,4 @@
-"""Which format a record or a file is of, a user's own names for its columns, and what of it nothing reads."""
+"""Which format a record or a file has, a user's own names for its columns, and which columns are not read."""
 
 from __future__ import annotations
 
@@ -129,7 +129,7 @@ def unread_replies(first: Sequence[Record], options: ReadOptions, shape: Format)
 
 
 def other_replies(first: Sequence[Record], options: ReadOptions, shape: Format) -> str:
-    """Say which columns look like replies beside the prompts, or the single replies, of a file; empty where none do."""
+    """Say which further columns of prompts or single replies look like replies; empty if none do."""
     if options.columns or not (shape.is_single or shape.name == "prompt"):
         return ""
 
@@ -139,7 +139,11 @@ def other_replies(first: Sequence[Record], options: ReadOptions, shape: Format) 
         return bool(REPLY_COLUMN.search(name.strip())) or not SINGLE_WORDS.isdisjoint(words_of(name))
 
     values = [record.value for record in first if not record.problem and isinstance(record.value, dict)]
-    held = {str(name) for value in values for name in value.keys() - shape.read if _holds_texts(value[name])}
+    held = set()
+    for value in values:
+        for name in value.keys() - shape.read:
+            if isinstance(value[name], str | list | dict) and value[name]:
+                held.add(str(name))
     names = listed(sorted(filter(is_other, held)))
     if names == listed([]):
         return ""
@@ -151,10 +155,6 @@ def other_replies(first: Sequence[Record], options: ReadOptions, shape: Format) 
     return (
         f"{names} may be the reply to a prompt, and is not read: name the columns (--column prompt=… --column reply=…)"
     )
-
-
-def _holds_texts(value: Any) -> bool:
-    return isinstance(value, str | list | dict) and bool(value)
 
 
 def _unread_replies(record: Mapping[str, Any], own: str) -> str:
@@ -277,7 +277,7 @@ def mapped(record: Record, options: ReadOptions) -> Record:
 
 
 def listed(names: Sequence[str]) -> str:
-    """Return the first twenty names, and how many there are beside them."""
+    """Return the first twenty names, and how many more there are."""
     more = f" and {len(names) - LISTED_COLUMNS} more" if len(names) > LISTED_COLUMNS else ""
     return printable(", ".join(names[:LISTED_COLUMNS])) + more if names else "none"
 

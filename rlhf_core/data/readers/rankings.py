@@ -117,7 +117,7 @@ def _tree_turn(node: Any) -> Turn:
 
 
 def _usable(replies: Any) -> list[Node]:
-    """Return the messages that were neither deleted nor rejected by reviewers; what follows those goes with them."""
+    """Return the messages that were neither deleted nor rejected by reviewers; their answers go with them."""
     if replies is not None and not (isinstance(replies, list) and all(isinstance(reply, dict) for reply in replies)):
         raise Refusal("the replies of a message are not a list of messages")
     return [reply for reply in replies or () if not reply.get("deleted") and reply.get("review_result") is not False]

@@ -27,7 +27,7 @@ from rlhf_core.data.readers.turns import (
     turns_of,
 )
 
-# Texts beside a pair that are no part of its prompt.
+# Columns beside a pair that are not its prompt.
 NO_PROMPTS = frozenset({"chosen", "rejected", "system", "source", "category", "id", "prompt_id"})
 STRONGEST_PREFERENCE = 3
 # HelpSteer2 writes a dialogue of several turns as one text; its first turn is the user's and has no marker.
@@ -63,13 +63,13 @@ def first_column(record: Any, names: str, held: str) -> str | None:
     return None
 
 
-# Conditions on the values of a record, beside what its columns have to hold.
+# Further conditions on the values of a record.
 
 
 def is_hh(record: Any) -> bool:
-    """Return whether two texts are transcripts. Where one is damaged, the other tells, unless a prompt is none.
+    """Return whether two texts are transcripts. Where one is damaged, the other decides.
 
-    A reply may hold a dialogue that its prompt asks for.
+    Beside a prompt that is no transcript both have to be: a reply may hold a dialogue that its prompt asks for.
     """
     chosen, rejected, prompt = record["chosen"], record["rejected"], record.get("prompt")
     if not isinstance(chosen, str) or not isinstance(rejected, str):
@@ -105,7 +105,7 @@ def _has_two_replies(record: Any) -> bool:
 
 
 def _has_two_texts_alone(record: Any) -> bool:
-    """Return whether nothing beside two texts could be the prompt; one that is null is missing."""
+    """Return whether no other column could be the prompt of two texts; a null is no prompt."""
     others = (value for name, value in record.items() if name not in NO_PROMPTS)
     return not is_hh(record) and not any(isinstance(value, str | list | dict) for value in others)
 
@@ -182,15 +182,19 @@ def _columns(shape: Shape, record: Any, kind: str, options: ReadOptions) -> Pars
     if shape.style:
         turns = STYLES[shape.style](record)
     else:
-        asked = record[first_column(record, shape.prompt, shape.prompt_is)]
-        turns = [*system_turns(record, shape.system), *prompt_of(asked)]
+        turns = prompt_of(record[first_column(record, shape.prompt, shape.prompt_is)])
+    if shape.system:
+        turns = [*system_turns(record, shape.system), *turns]
     if not replies or (kind == "prompts" and shape.dimensions):
         return Parsed(turns)
     best, margin = _preference(shape, record, turns, options)
     texts = [reply_after(turns, record[name], name) for name in replies]
     if len(texts) == 1:
         return Parsed(turns, reply=texts[0])
-    category = options.dimension if shape.dimensions else _category(record.get(shape.category))
+    category: str | None = options.dimension
+    given = record.get(shape.category) if shape.category else None
+    if isinstance(given, str) and given:
+        category = text_of(given, shape.category)
     return Parsed(turns, texts[best], texts[1 - best], margin=margin, category=category)
 
 
@@ -200,10 +204,6 @@ def _reply_column(record: Any, names: str) -> str:
     if any(record[name] != record[given[0]] for name in given):
         raise Refusal(f"there are several replies: {', '.join(given)}; name one as reply in columns")
     return first_column(record, names, "a value") or names
-
-
-def _category(value: Any) -> str | None:
-    return text_of(value, "domain") if isinstance(value, str) and value else None
 
 
 def _preference(shape: Shape, record: Any, turns: list[Turn], options: ReadOptions) -> tuple[int, float | None]:
@@ -250,7 +250,7 @@ def _implicit(split: Callable[[Any, str], tuple[Any, str]], turns: Callable[[Any
 
 
 def _require_same_prompt(given: Any, prompt: list[Turn]) -> None:
-    """Refuse a prompt beside dialogues that is neither their prompt nor its first or last turns."""
+    """Refuse a record whose prompt is neither that of its dialogues nor the first or last turns of it."""
     full = [turn["content"].strip() for turn in prompt]
     if isinstance(given, str) and [given.strip()] in (full[:1], full[-1:]):
         return

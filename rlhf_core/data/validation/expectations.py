@@ -144,7 +144,7 @@ class ExpectColumnValuesNotToEndWithATemplateToken(ColumnMapExpectation):
 
 
 class ExpectNoFindings(ColumnMapExpectation):
-    """Expect that a rule about the whole set found nothing: the column of its name says what it found of a row."""
+    """Expect that a rule about the whole set found nothing; the column named after it holds its findings."""
 
     map_metric: ClassVar[str] = ExpectColumnValuesToBeNull.map_metric
 

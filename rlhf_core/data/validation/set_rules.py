@@ -171,7 +171,7 @@ class Range:
 
 
 class DialogueIndex:
-    """Which parts of an order have a dialogue, by hashes of its turns."""
+    """An index of which parts of an order contain a dialogue, by hashes of its turns."""
 
     def __init__(self) -> None:
         self.whole: dict[int, Range] = {}  # by the hash of a whole prompt
@@ -248,7 +248,7 @@ def _breaches(row: SetRow, hashes: Sequence[int], indexes: Mapping[str, Dialogue
 # An odd 64-bit multiplier, 2**64 over the golden ratio: a shingle's hash is a polynomial in it of its words' hashes.
 MULTIPLIER = np.uint64(0x9E3779B97F4A7C15)
 HALF, LOW_HALF = np.uint64(32), np.uint64(2**32 - 1)  # signatures are of 32-bit hashes
-# What a missed candidate costs, beside a superfluous one, in the choice of the bands: candidates are verified.
+# Weights of superfluous and missed candidates in the choice of the bands. Misses cost more: candidates are verified.
 WEIGHTS = (0.1, 0.9)
 # A text that shares a band with so many others is not added: no lookup takes long, however alike all texts are.
 CROWDED = 64

@@ -201,7 +201,7 @@ def write_quarantine(path: Path, parts: Iterable[Sequence[RowFinding]]) -> None:
 
 
 def validate(raw: RawData, suites: Suites, folder: Path) -> Validated:
-    """Ask the expectations of every kind of its rows; rules about the whole set come after it.
+    """Check the rows of every kind by its expectations; rules about the whole set come later.
 
     A row that breaks any rule goes to the quarantine with all its reasons, after the rows that readers refused. So does
     a row of a derived kind of which no row that passed is the source, nor a record that gives nothing but a prompt.

@@ -243,7 +243,7 @@ class Evaluation:
                 for judge, scores in model.scores.items():
                     row[f"{side}_{judge}"] = scores[i]
             rows.append(row)
-        # A judge without scores says nothing of further replies to a prompt.
+        # A judge without scores compares only the first replies to each prompt.
         for judge, said in self.pairwise.items():
             for i, row in enumerate(rows):
                 prompt, further = divmod(i, self.replies_per_prompt)

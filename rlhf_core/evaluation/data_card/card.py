@@ -230,7 +230,7 @@ def _token_notes(tokens: Mapping[str, TokenCounts], tokenizer: str | None) -> It
 
 
 EXAMPLES_OF_A_RULE = 3
-# A finding, how its row begins, what it resembles, and how that begins: empty where it is none of the data.
+# A finding, how its row begins, what it resembles, and how that begins (empty if that is not a row of the data).
 Example = tuple[RowFinding, str, str, str]
 
 

@@ -138,7 +138,7 @@ def chart_specs() -> Mapping[str, Sequence[Mapping[str, Any]]]:
 def draw_charts(
     histories: Mapping[str, Sequence[Mapping[str, Any]]], findings: Sequence[float] = ()
 ) -> dict[str, list[dict[str, Any]]]:
-    """Draw charts by history, in the order of :func:`chart_specs`; a chart without any of its lines is left out.
+    """Draw charts by history, in the order of :func:`chart_specs`; a chart without lines is left out.
 
     Args:
         histories: Rows of ``history/NAME.jsonl`` by stage.

@@ -182,7 +182,7 @@ class UnmetCondition:
 
 @dataclass(frozen=True)
 class ReleaseDecision:
-    """Whether the policy of a report was released, as of a moment.
+    """Whether the policy of a report was released, at one moment.
 
     Attributes:
         state: ``good``, ``bad`` or ``open``, which gives the colour.

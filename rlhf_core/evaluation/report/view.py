@@ -181,7 +181,7 @@ PAIRED_CONDITIONS = {"missing_ends": "missing_eos", "regression.passed": "regres
 
 
 def sft_beside_policy(evaluation: Mapping[str, Any], gate: GateDecision | None) -> list[JsonObject]:
-    """Return the rows of the table of SFT beside policy: those that the policy gate fails by, those that alarm, others.
+    """Return the rows that compare SFT and policy: first those that fail the policy gate, then alarms, then others.
 
     ``gate`` of a row is ``ok`` or ``fails`` where the policy gate looks at it, else empty.
     """

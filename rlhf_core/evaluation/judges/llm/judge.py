@@ -123,7 +123,7 @@ class ChatEndpoint:
 
 
 def _message(answer: httpx.Response) -> dict[str, Any] | None:
-    """The message of a chat completion; None if the body is none."""
+    """Return the message of a chat completion; None if the body is not a chat completion."""
     try:
         message = json_content(answer)["choices"][0]["message"]
     except (KeyError, IndexError, TypeError):
@@ -132,7 +132,7 @@ def _message(answer: httpx.Response) -> dict[str, Any] | None:
 
 
 def token_count(value: Any) -> int | None:
-    """Return a number of tokens; None for anything that is none."""
+    """Return a number of tokens; None for anything else."""
     return value if isinstance(value, int) and not isinstance(value, bool) and 0 <= value <= MOST_TOKENS else None
 
 
@@ -290,7 +290,7 @@ def read_verdict(text: str) -> Verdict | None:
 
 
 def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """An object; one that names ``verdict`` twice, and differently, has one that is none."""
+    """Return an object; two different values of ``verdict`` count as no verdict."""
     value = dict(pairs)
     verdicts = [item for name, item in pairs if name == "verdict"]
     return value | {"verdict": verdicts} if any(item != verdicts[0] for item in verdicts) else value
