@@ -99,7 +99,7 @@ def _read(kind: type[Row], listed: Sequence[Mapping[str, Any] | str | Row], name
     shape = next(filter(None, map(format_of, values)), None)
     numbered = [Record(number, value) for number, value in enumerate(values, start=1)]
     options = ReadOptions.model_validate({"format": shape.name if shape else None})
-    result = read_records(numbered, kind.KIND, name, "", options=options)
+    result = read_records(numbered, kind.KIND, name, options=options)
     if result.refused:
         first = result.refused[0]
         raise DataError(f"{name}, record {first.position}: {first.reason}")

@@ -79,16 +79,9 @@ class FileRows:
         self.prompt_only += part.prompt_only
 
 
-def read_records(
-    records: Iterable[Record],
-    kind: str,
-    source: str,
-    sha256: str = "",
-    where: str = "",
-    options: ReadOptions | None = None,
-) -> FileRows:
+def read_records(records: Iterable[Record], kind: str, source: str, options: ReadOptions | None = None) -> FileRows:
     """Turn all records of a file into rows of ``kind``; see :func:`row_chunks`, whose parts are joined here."""
-    return joined(row_chunks(records, kind, source, sha256, where or source, options or ReadOptions()))
+    return joined(row_chunks(records, kind, source, "", source, options or ReadOptions()))
 
 
 def joined(parts: Iterator[FileRows]) -> FileRows:
