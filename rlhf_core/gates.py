@@ -201,7 +201,7 @@ def closed_gate(workspace: Path) -> GateDecision | None:
 
 
 def _condition_of(row: Mapping[str, Any]) -> ConditionResult:
-    """Read one condition; what is no finite number is taken for missing, and what is absent for empty."""
+    """Read one condition; a number that is not finite counts as missing, an absent text as empty."""
 
     def text(name: str) -> str:
         return str(row.get(name) or "")

@@ -106,12 +106,12 @@ def _read(kind: type[Row], listed: Sequence[Mapping[str, Any] | str | Row], name
     if result.counts.dropped:
         reason, count = result.counts.dropped.most_common(1)[0]
         raise DataError(f"{name}: {count} of the records cannot be used ({reason}); take them out")
-    return [
-        kind(**row | {"prompt": [Message(turn["role"], turn["content"]) for turn in row["prompt"]]})
-        if "prompt" in row
-        else kind(**row)
-        for row in result.rows
-    ]
+    rows = []
+    for row in result.rows:
+        if "prompt" in row:
+            row["prompt"] = [Message(turn["role"], turn["content"]) for turn in row["prompt"]]
+        rows.append(kind(**row))
+    return rows
 
 
 def records_of(given: Any, name: str) -> list[Any]:
@@ -204,7 +204,8 @@ def held_out(
     if len(rows) < 2:
         raise DataError(f"{name} has {len(rows)} record, of which none can be held out; give validation records")
     numbers = {*range(HELD_OUT_EVERY - 1, len(rows), HELD_OUT_EVERY), len(rows) - 1}
-    return [row for n, row in enumerate(rows) if n not in numbers], [rows[n] for n in sorted(numbers)]
+    training = [row for number, row in enumerate(rows) if number not in numbers]
+    return training, [rows[number] for number in sorted(numbers)]
 
 
 def token_table(

@@ -127,7 +127,11 @@ def _inside(annotation: Any, key: str) -> Iterator[tuple[str, type[BaseModel]]]:
         yield "", annotation
         return
     origin, arguments = get_origin(annotation), get_args(annotation)
-    step = "[]" if origin in (tuple, list) else f".{KEYS.get(key, 'NAME')}" if origin in (dict, Mapping) else ""
+    step = ""
+    if origin in (tuple, list):
+        step = "[]"
+    elif origin in (dict, Mapping):
+        step = f".{KEYS.get(key, 'NAME')}"
     models = list(dict.fromkeys(model for argument in arguments for _, model in _inside(argument, key)))
     if len(models) == 1:
         yield step, models[0]

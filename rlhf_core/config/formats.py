@@ -25,7 +25,7 @@ class Shape:
         example: What messages show of it.
         kinds: The kinds of rows that it can serve as, best first.
         prompt: The columns of the prompt.
-        prompt_is: What the prompt's column has to hold: a word of ``HOLDS`` in ``rlhf_core/data/readers/shapes.py``.
+        prompt_is: What the prompt's column has to hold: a word of ``HOLDS`` in ``rlhf_core/data/readers/formats.py``.
         system: The column of the prompt's system turn, if there may be one.
         replies: The columns of the replies. Of two without a label, the first is the better one.
         replies_are: What each of them has to hold.

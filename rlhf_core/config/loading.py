@@ -561,8 +561,9 @@ def _texts_at(node: Any, keys: Sequence[str]) -> Iterator[tuple[Any, Any]]:
     head, *rest = keys
     if not isinstance(node, dict | list):
         return
-    for key in (range(len(node)) if isinstance(node, list) else list(node)) if head == "*" else [head]:
-        value = node.get(key) if isinstance(node, dict) else node[key] if isinstance(key, int) else None
+    held = dict(enumerate(node)) if isinstance(node, list) else dict(node)
+    for key in held if head == "*" else [head]:
+        value = held.get(key)
         if isinstance(value, str) and rest in ([], ["path"]):
             yield node, key
         elif rest:

@@ -163,7 +163,7 @@ class Value:
 
     @property
     def shape(self) -> str:
-        """What a value in its place must be like: a number of as many digits, a name of as many words."""
+        """What a replacement must have in common with the value: how many digits a number, or words a name, has."""
         return re.sub(r"\d", "0", self.text) if self.text[0].isdigit() else f"{len(self.text.split())} words"
 
 

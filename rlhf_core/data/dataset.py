@@ -69,7 +69,7 @@ def split_parts(kind: str, table: pa.Table, seed: int, config: SplitConfig) -> T
 def write_clean(
     folder: Path, clean: Mapping[str, StoredRows], seed: int, config: SplitConfig
 ) -> dict[str, KindStatistics]:
-    """Write ``FOLDER/SPLIT.parquet`` files, part by part; return what is to be known of the rows, by kind."""
+    """Write ``FOLDER/SPLIT.parquet`` files, part by part; return statistics of the rows by kind."""
     statistics = {kind: KindStatistics() for kind in clean}
     with progress(sum(rows.num_rows for rows in clean.values()), "writing clean data") as bar:
         for kind, rows in clean.items():

@@ -168,7 +168,7 @@ def evaluation_replies(
 
 
 def _within_positions(sampling: TokenDistribution, batch: PromptBatch, model: PreTrainedModel) -> TokenDistribution:
-    """``sampling`` of replies that fit the model beside the longest prompt of the batch."""
+    """Return ``sampling`` with replies that fit the model behind the longest prompt of the batch."""
     positions, base = positions_of(model.config), sampling.base
     if positions is not None:
         base = replace(base, max_new_tokens=min(base.max_new_tokens, positions - max(map(len, batch.ids))))

@@ -1,4 +1,4 @@
-"""What a run says in the end: the standing of its policy by every judge, what its gate decided, and alarms."""
+"""The verdict of a run: the standing of its policy by every judge, what its gate decided, and alarms."""
 
 from __future__ import annotations
 

@@ -194,7 +194,7 @@ def _as_json(value: Any) -> str:
 
 
 def _require_format(record: Record, shape: Format, detected: bool) -> None:
-    """Refuse a record of another format; one that has more than a ``detected`` format holds would lose that."""
+    """Refuse a record of another format; under a ``detected`` format it would lose its further columns."""
     if record.problem:
         raise Refusal(record.problem)
     if not shape.matches(record.value):
@@ -333,7 +333,7 @@ LABELS = ("category", "source", "group", "path", "position")
 
 
 def derived_from(given: Collection[str], also: Collection[str] = ()) -> dict[str, str]:
-    """Return by kind what it is derived from; empty for those that are ``given``, or that nothing is at hand for.
+    """Return by kind what it is derived from; empty for kinds that are ``given`` or have no source.
 
     Kinds in ``also`` are derived although they are given.
 

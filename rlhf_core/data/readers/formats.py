@@ -13,7 +13,7 @@ from rlhf_core.config.formats import PAIRS as PAIRS
 from rlhf_core.config.formats import PROMPTS as PROMPTS
 from rlhf_core.config.formats import REPLIES as REPLIES
 from rlhf_core.config.formats import TEXTS as TEXTS
-from rlhf_core.data.readers.turns import Refusal, Turn, text_of
+from rlhf_core.data.readers.turns import Refusal, Turn, is_missing, text_of
 from rlhf_core.data.row_counts import Record
 
 # Read in every format, for one kind of rows or another.
@@ -106,6 +106,33 @@ class Needs:
         return isinstance(record, dict) and all(
             name in record and isinstance(record[name], kind) for name, kind in self.types.items()
         )
+
+
+def _are(kind: type) -> Callable[[Any], bool]:
+    return lambda value: isinstance(value, list) and bool(value) and all(isinstance(item, kind) for item in value)
+
+
+# What a column has to hold, by the words of Shape.
+HOLDS: dict[str, Callable[[Any], bool]] = {
+    "anything": lambda value: True,
+    "a value": lambda value: not is_missing(value),
+    "text": lambda value: isinstance(value, str),
+    "a list": lambda value: isinstance(value, list),
+    "an object": lambda value: isinstance(value, dict),
+    "text or turns": lambda value: isinstance(value, str | list),
+    "text or a turn": lambda value: isinstance(value, str | dict),
+    "text, a turn or turns": lambda value: isinstance(value, str | dict | list),
+    "texts": _are(str),
+    "objects": _are(dict),
+}
+
+
+def first_column(record: Any, names: str, held: str) -> str | None:
+    """Return the first of some columns that holds what it has to; None where none does."""
+    for name in names.split():
+        if name in record and HOLDS[held](record[name]):
+            return name
+    return None
 
 
 def number_of(value: Any, name: str) -> float:

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from rlhf_core.config.data import PairChoice, ReadOptions
 from rlhf_core.config.formats import Shape
-from rlhf_core.data.readers.formats import Needs, Parsed, Undecided, number_of
+from rlhf_core.data.readers.formats import Needs, Parsed, Undecided, first_column, number_of
 from rlhf_core.data.readers.turns import Refusal, Turn, prompt_of, reply_of, text_of, turn_of
 from rlhf_core.data.row_counts import Record
 
@@ -88,14 +88,9 @@ def _replies_of_objects(shape: Shape, record: Any, kind: str, options: ReadOptio
     return ranking_rows(prompt_of(record[shape.prompt]), by_system, kind, options.pairs, scored)
 
 
-def _first(record: Any, names: str, kind: Any) -> str:
-    return next(name for name in names.split() if isinstance(record.get(name), kind))
-
-
 def _ranking(shape: Shape, record: Any, kind: str, options: ReadOptions) -> list[Parsed]:
-    (lists,), (values_of_lists,) = shape.replies, shape.labels
-    prompt_name = _first(record, shape.prompt, str | list)
-    list_name, value_name = _first(record, lists, list), _first(record, values_of_lists, list)
+    columns = (first_column(record, names, held) for names, held in shape.needs.items())
+    list_name, value_name, prompt_name = map(str, columns)
     texts, values = record[list_name], record[value_name]
     if len(texts) != len(values):
         raise Refusal(f"there are {len(texts)} {list_name} but {len(values)} {value_name}")

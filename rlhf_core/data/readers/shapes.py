@@ -9,7 +9,16 @@ from typing import Any
 
 from rlhf_core.config.data import ReadOptions
 from rlhf_core.config.formats import SHAPES, Shape
-from rlhf_core.data.readers.formats import Format, Parse, Parsed, Undecided, number_of, system_turns
+from rlhf_core.data.readers.formats import (
+    HOLDS,
+    Format,
+    Parse,
+    Parsed,
+    Undecided,
+    first_column,
+    number_of,
+    system_turns,
+)
 from rlhf_core.data.readers.rankings import RANKINGS, joined_messages
 from rlhf_core.data.readers.turns import (
     Refusal,
@@ -34,33 +43,6 @@ STRONGEST_PREFERENCE = 3
 HELPSTEER_TURN = re.compile(r"\n?<extra_id_1>(User|Assistant)\n")
 # White space, and Chinese characters and punctuation, of which each is a word of its own.
 WORD_BORDER = re.compile(r"[\s\u3000-\u303f\u3400-\u9fff\uff00-\uffef]")
-
-
-def _are(kind: type) -> Callable[[Any], bool]:
-    return lambda value: isinstance(value, list) and bool(value) and all(isinstance(item, kind) for item in value)
-
-
-# What a column has to hold, by the words of Shape.
-HOLDS: dict[str, Callable[[Any], bool]] = {
-    "anything": lambda value: True,
-    "a value": lambda value: not is_missing(value),
-    "text": lambda value: isinstance(value, str),
-    "a list": lambda value: isinstance(value, list),
-    "an object": lambda value: isinstance(value, dict),
-    "text or turns": lambda value: isinstance(value, str | list),
-    "text or a turn": lambda value: isinstance(value, str | dict),
-    "text, a turn or turns": lambda value: isinstance(value, str | dict | list),
-    "texts": _are(str),
-    "objects": _are(dict),
-}
-
-
-def first_column(record: Any, names: str, held: str) -> str | None:
-    """Return the first of some columns that holds what it has to; None where none does."""
-    for name in names.split():
-        if name in record and HOLDS[held](record[name]):
-            return name
-    return None
 
 
 # Further conditions on the values of a record.
