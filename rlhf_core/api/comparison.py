@@ -106,8 +106,8 @@ def _compared(
     if len(known) < 2:
         raise DataError(f"the judge could score {len(known)} of {len(turns)} prompts, and at least 2 are needed")
     first, second = scores[0, known], scores[1, known]
-    ours, theirs = replies
-    longer_by = length_differences([ours[row] for row in known], [theirs[row] for row in known])
+    candidate, baseline = replies
+    longer_by = length_differences([candidate[row] for row in known], [baseline[row] for row in known])
     numbers: dict[str, int] = {}  # equal prompts are one question
     asked = []
     for row in known:
