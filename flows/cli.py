@@ -142,6 +142,12 @@ def init(
     data: Annotated[
         list[str] | None, typer.Option(help="Files with pairs of replies (collect.files.preferences); may be repeated.")
     ] = None,
+    prompts: Annotated[
+        list[str] | None, typer.Option(help="Files with prompts, in place of pairs, for --reward; may be repeated.")
+    ] = None,
+    reward: Annotated[
+        str | None, typer.Option(metavar="FILE.py:FUNCTION", help="The function that rewards replies to --prompts.")
+    ] = None,
     model: Annotated[str | None, typer.Option(help="The starting model: a folder, .gguf file or hub id.")] = None,
     cache: Annotated[Path | None, typer.Option(help="A DVC cache to share with other workspaces.")] = None,
 ) -> None:
@@ -149,6 +155,7 @@ def init(
 
     Examples:
     $ rlhf init my-run --data pairs.jsonl --model models/my-model
+    $ rlhf init my-run --prompts sums.jsonl --reward checks.py:score --model models/my-model
     $ rlhf init my-trial --profile smoke --set seed=2
     """
     settings = ["collect.source=files", f"collect.files.preferences={json.dumps(data)}"] if data else []
@@ -158,11 +165,24 @@ def init(
         from flows.commands.init import initialise, next_step, refuse_absent
         from flows.dvc_repo.inputs import refresh_inputs
 
-        refuse_absent(data or [], model)
+        refuse_absent([*(data or []), *(prompts or [])], model)
+        function, shown = None, ""
+        if prompts or reward:
+            from flows.commands import init_checker
+
+            if data or not (prompts and reward):
+                raise RlhfError("--prompts and --reward go together, without --data, which has pairs; nothing was made")
+            function, profile = init_checker.given_function(reward), profile or init_checker.PROFILE
+            settings = [*init_checker.checker_settings(prompts, function), *settings]
+            shown = init_checker.require_enough_prompts(folder, profile, settings, function)
         workspace = initialise(folder, profile, settings, cache=cache)
+        if function is not None:
+            function.copy_into(workspace)
         with suppress(RlhfError):  # a source that is missing or out of reach is for the next step, or the run, to name
             refresh_inputs(workspace)  # so that `dvc repro` and `dvc status` work at once
         step = next_step(workspace)
+    if shown:
+        typer.echo(shown)
     typer.echo(step)
 
 

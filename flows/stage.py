@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import re
 import signal
 import sys
@@ -31,6 +32,12 @@ PROGRESS = re.compile(
 )
 RESUMED = re.compile(r"^[^:\r\n]{1,60}: (resumed at \d+/\d+)$", re.MULTILINE)
 METRIC = re.compile(r"(?<!\S)(\S++) ([-+]?(?:\d[\d.]*(?:e[-+]?\d+)?|inf|nan))(?=\s|$)")
+
+# What DVC says of a stage whose files another DVC command reads or writes, and the lines by which it names that.
+BUSY = "is busy, it is being blocked by:"
+HOLDER = re.compile(r"^ *\(PID (\d+)\): (.+)$", re.MULTILINE)
+BUSY_SECONDS = 5.0
+LOGGER = logging.getLogger(__name__)
 
 Action = Literal["ran", "cached", "failed", "stopped", "skipped"]
 
@@ -228,7 +235,8 @@ def run_stage(spec: StageSpec) -> StageOutcome:
     """Bring one stage up to date, and save and return its outcome; a failing stage does not raise.
 
     A raised stop flag stops the stage. If an earlier attempt at the stage still runs, it is waited for: a job that was
-    taken for dead may be alive, or its supervisor may still be stopping it.
+    taken for dead may be alive, or its supervisor may still be stopping it. So is a `dvc repro` of somebody else that
+    reads or writes the same files.
     """
     try:
         with locked(spec.workspace, f"stages/{spec.name}.lock", wait=True) as lock:
@@ -245,16 +253,26 @@ def _run_locked(spec: StageSpec, lock: int) -> StageOutcome:
     # The flag belongs before `repro`: without it a stage that ends while another caches its output fails.
     repro = (sys.executable, "-m", "dvc", "--wait-for-lock", "repro", "--single-item", spec.name)
     pull = ("--pull",) if spec.pull else ()
-    process = start_supervised(
-        spec.command or (*repro, *pull),
-        name=spec.name,
-        cwd=spec.workspace,
-        env=child_environment(spec.workspace, **spec.environment),
-        log=stage_log(spec.workspace, spec.name),
-        grace=spec.grace,
-        inherited_descriptors=[lock],
-    )
-    result = process.result()
+    said = ""
+    while True:
+        process = start_supervised(
+            spec.command or (*repro, *pull),
+            name=spec.name,
+            cwd=spec.workspace,
+            env=child_environment(spec.workspace, **spec.environment),
+            log=stage_log(spec.workspace, spec.name),
+            grace=spec.grace,
+            inherited_descriptors=[lock],
+        )
+        result = process.result()
+        others = _holders(result)
+        if not others or load_report(spec.workspace, spec.name) is not None:
+            break
+        if others != said:
+            LOGGER.warning("%s waits for another DVC command: %s", spec.name, others)
+            said = others
+        if STOP.wait(BUSY_SECONDS):
+            break
     gate = load_gate_file(spec.workspace, spec.outputs)
     outcome = _outcome(spec, result, gate[0] if gate is not None and gate != gate_before else None, watch)
     outcome.save(spec.workspace)
@@ -283,6 +301,14 @@ def _outcome(
     return StageOutcome.failed(spec.name, message, exit_code, started=started, ended=ended, work_seconds=work_seconds)
 
 
+def _holders(result: CommandResult) -> str:
+    """The commands that hold files of a stage which DVC has not begun for that reason; empty where it has, or none."""
+    if result.exit_code == 0 or not any(BUSY in error for error in dvc_errors(result.stdout)):
+        return ""
+    _, _, listed = result.stdout.rpartition(BUSY)
+    return ", ".join(f"{command} (process {number})" for number, command in HOLDER.findall(listed))
+
+
 def _dvc_failure(result: CommandResult) -> tuple[int, str]:
     """Return exit code and message for a stage that left no report: DVC was killed, or failed itself."""
     if result.exit_code - 128 in set(signal.Signals):
@@ -290,5 +316,5 @@ def _dvc_failure(result: CommandResult) -> tuple[int, str]:
     errors = dvc_errors(result.stdout)
     if not errors:
         return 1, f"dvc exited with status {result.exit_code}"
-    crashed = any("failed to run" in error or "is busy" in error for error in errors)
+    crashed = any("failed to run" in error or BUSY in error for error in errors)
     return (1 if crashed else EXIT_USER_ERROR), errors[-1]

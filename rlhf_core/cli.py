@@ -199,7 +199,12 @@ def match(
 
         folder = _root(workspace)
         limit_threads_of(folder)
-        from rlhf_core.evaluation.match import run_match
+        from rlhf_core.api.checker import Checker
+        from rlhf_core.config.loading import load_params
+        from rlhf_core.evaluation.match import CLEAN, run_match
 
-        atomic_write_json(output, run_match(folder, champion, challenger, prompt_set))
+        params, checker = load_params(folder), None
+        if not params.collect.pairs:
+            checker = Checker.of_test_prompts(params.ppo.reward.sources, folder / CLEAN, folder)
+        atomic_write_json(output, run_match(folder, champion, challenger, prompt_set, checker))
     typer.echo(output)

@@ -23,6 +23,7 @@ QUOTED_CHARACTERS = 300
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 # What SQLAlchemy writes behind a database's own words.
 _STATEMENT = re.compile(r" \[SQL: | \(Background on this error")
+_NO_MEMORY = ("can't allocate memory", "Cannot allocate memory", "std::bad_alloc")
 _SAID = ("No space left on device", "database or disk is full")  # the second by SQLite
 
 
@@ -118,7 +119,15 @@ def named_line(error: BaseException) -> str:
 
 def is_out_of_memory(error: BaseException) -> bool:
     """Whether main memory, or what ``ulimit -v`` or a container leaves of it, is used up."""
-    return isinstance(error, MemoryError) or (isinstance(error, RuntimeError) and "can't allocate memory" in str(error))
+    if not isinstance(error, Exception) or isinstance(error, RlhfError):
+        return False
+    refused = isinstance(error, MemoryError) or (isinstance(error, OSError) and error.errno == errno.ENOMEM)
+    return refused or any(said in str(error) for said in _NO_MEMORY)
+
+
+def is_exhausted(error: BaseException) -> bool:
+    """Whether memory or a disk is used up, which is no fault of the file that was read."""
+    return is_out_of_memory(error) or is_full_disk(error)
 
 
 def is_full_disk(error: BaseException) -> bool:

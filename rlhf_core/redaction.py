@@ -18,10 +18,14 @@ SECRET_NAME = r"(?:key|token|secret|passw(?:or)?d|signature|sig|auth|authorizati
 SHORTEST_SECRET = 6
 _SECRET_VARIABLE = re.compile(r"(?:KEY|TOKEN|SECRET|PASSW(?:OR)?D|AUTH_STRING|CREDENTIALS?)$", re.IGNORECASE)
 # Any other name that ends in KEY may be that of a column or a sort, whose value messages have to say.
-_PLAIN_KEY = re.compile(r"(?<!API)(?<!ACCESS)(?<!ACCOUNT)(?<!ENCRYPTION)(?<!PRIVATE)(?<!SECRET)(?<!SIGNING)_KEY$", re.I)
+_SECRET_KEY = re.compile(r"(?:API|ACCESS|ACCOUNT|ENCRYPTION|PRIVATE|SECRET|SIGNING)_?KEY$", re.IGNORECASE)
+_KEY = re.compile(r"KEY$", re.IGNORECASE)
 _WORDS = re.compile(r"(?=.{0,24}$)[a-z]+(?:[_.-][a-z]+)*")
 # The path of a key, no key: a message has to name it.
 _KEY_FILE = re.compile(r"[~.]{0,2}(?:/[\w.-]+)+\.\w{1,8}|.+\.(?:pem|key|crt)")
+# Names a file whatever that is called; somebody may put the key itself there.
+_NAMES_A_FILE = "RLHF_SIGNING_KEY"
+_KEY_ITSELF = re.compile(r"\n|PRIVATE KEY|^[A-Za-z0-9+][\w+/=-]{39,}$")
 _WITH_PASSWORD = re.compile(r"://[^\s/@:]*:(.+)@[^\s@]*$")
 _TOKEN_SHAPES = (
     r"hf_[A-Za-z0-9]{16,}",
@@ -63,7 +67,9 @@ def environment_secrets() -> list[str]:
     """Values of environment variables named as secrets, and passwords of URLs in others; the longest first."""
     secrets = set()
     for name, value in os.environ.items():
-        if _PLAIN_KEY.search(name) and _WORDS.fullmatch(value):
+        if _KEY.search(name) and not _SECRET_KEY.search(name) and _WORDS.fullmatch(value):
+            continue
+        if name == _NAMES_A_FILE and not _KEY_ITSELF.search(value.strip()):
             continue
         if _SECRET_VARIABLE.search(name) and not _KEY_FILE.fullmatch(value) and not os.path.exists(value):
             secrets |= {value, *value.split(":", 1)[1:]}  # user:password, as Prefect's is

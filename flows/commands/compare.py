@@ -25,7 +25,7 @@ from rlhf_core.config.loading import PARAMS_FILE
 from rlhf_core.config.policy import METHOD_NAMES, Method
 from rlhf_core.config.ppo import PpoConfig
 from rlhf_core.errors import RlhfError
-from rlhf_core.evaluation.judges.names import JUDGE
+from rlhf_core.evaluation.judges.names import JUDGE, last_word
 from rlhf_core.evaluation.verdict import EVEN_WIN_RATE, percent
 from rlhf_core.gates import REPORT_MODE, read_gate
 from rlhf_core.storage.files import atomic_write_json, flatten, read_json
@@ -70,7 +70,7 @@ def read_workspace(folder: Path) -> EvaluatedWorkspace:
     if not (folder / EVALUATION).is_file():
         raise RlhfError(f"{name} has not been evaluated: it has no {EVALUATION}; {remedy}")
     evaluation = read_json(folder / EVALUATION)
-    if JUDGE not in evaluation.get("comparison", {}):
+    if last_word(evaluation.get("comparison", {})) not in evaluation.get("comparison", {}):
         raise RlhfError(f"{name}: {EVALUATION} has no comparison by a judge; {remedy}")
     stages = recorded_stages(folder)
     histories = {name: read_history(folder / "history" / f"{name}.jsonl") for name in HISTORIES}
@@ -138,7 +138,8 @@ def _policy_results(
 
 def _measured(model: Values, comparison: Mapping[str, Values], sft: Values) -> RunResults:
     """What judges and scorers say of the replies of one model."""
-    judged = comparison[JUDGE]
+    judge = last_word(comparison)
+    judged = comparison[judge]
     return {
         "prompts": judged["prompts"],
         "clusters": judged["clusters"],
@@ -147,7 +148,7 @@ def _measured(model: Values, comparison: Mapping[str, Values], sft: Values) -> R
         "gold": model.get("gold"),
         "sft_gold": sft.get("gold"),
         "gold_win_rate": _estimate(comparison.get("gold", {}), "win_rate"),
-        "judge_score": model.get(JUDGE),
+        "judge_score": model.get(judge),
         "reward": model.get("reward"),
         "length": model.get("length"),
         "sft_length": sft.get("length"),

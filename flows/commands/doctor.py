@@ -311,8 +311,9 @@ def _sources(workspace: Path, params: Params, opens_files: bool) -> Iterator[Doc
         if opens_files:
             yield from unread_sources(workspace, params.collect.files.preferences)
         if not patterns:
+            needed = "preferences" if params.collect.pairs else "prompts"
             yield DoctorCheck(
-                FAIL, "data", "collect.source is files, but collect.files names none", "name at least preferences"
+                FAIL, "data", "collect.source is files, but collect.files names none", f"name at least {needed}"
             )
     for evaluation in params.validate_.evaluation_files:
         yield _source(workspace, "data", evaluation.path)

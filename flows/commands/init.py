@@ -57,7 +57,7 @@ def refuse_absent(data: Sequence[str], model: str | None) -> None:
     """
     absent = _unmatched(data, Path.cwd())
     if absent:
-        raise RlhfError(f"--data: no file matches {', '.join(absent)}; nothing was made")
+        raise RlhfError(f"no file matches {', '.join(absent)}; nothing was made")
     if model and _is_absent(model, Path.cwd()):
         raise RlhfError(f"--model: there is no file or folder {model}; nothing was made")
 
@@ -76,7 +76,7 @@ def next_step(workspace: Path) -> str:
     if sources.source == "world":
         world = ", on the synthetic world: collect.files are read with collect.source=files"
         return f"{name} is ready{world if sources.files.paths() else ''}; next: {run}"
-    if not sources.files.preferences:
+    if sources.pairs and not sources.files.preferences:
         return (
             f"{name} is made, but its data are missing: name files with pairs of replies under "
             f"collect.files.preferences in {name}/{PARAMS_FILE} (`rlhf data FILE` shows how one is read), then: {run}"

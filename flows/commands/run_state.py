@@ -116,6 +116,9 @@ def _selected(ppo: Mapping[str, Any]) -> str:
         return f"DPO, held-out loss {ppo['validation_loss']:.3f}, accuracy {ppo['validation_accuracy']:.2f}"
     if ppo.get("method") == "rejection_sampling":
         return f"reward {ppo['reward_sampled']:.2f} of all replies, {ppo['reward_kept']:.2f} of those trained on"
+    if "selected" not in ppo:
+        last = ppo["last"]
+        return f"iteration {ppo['iterations']}, the last; KL {last['kl']:.2f}, reward {last['reward_mean']:.2f}"
     selected = ppo["selected"]
     return f"iteration {selected['iteration']} selected, KL {selected['kl']:.2f}, win rate {selected['win_rate']:.2f}"
 
@@ -133,7 +136,10 @@ def _accuracy(reward: Mapping[str, Any]) -> str:
 
 RESULTS: dict[str, tuple[str, Describe]] = {
     "validate": ("gates/data.json", _gate),
-    "sft": ("metrics/sft.json", lambda sft: f"perplexity {plain_number(sft['perplexity'])}{_too_long(sft)}"),
+    "sft": (
+        "metrics/sft.json",
+        lambda sft: sft.get("reason") or f"perplexity {plain_number(sft['perplexity'])}{_too_long(sft)}",
+    ),
     "gate-sft": ("gates/sft.json", _gate),
     "reward": ("metrics/reward.json", _accuracy),
     "referee": ("metrics/referee.json", _accuracy),

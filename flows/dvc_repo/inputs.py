@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import io
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,7 @@ from flows.dvc_repo.root import follow_git
 from flows.supervision.processes import run_module
 from flows.workspace import is_elsewhere, matching_files
 from rlhf_core.config.loading import Params, load_params
+from rlhf_core.config.recipe import recipe_folder
 from rlhf_core.data.collection.sources import collected_paths
 from rlhf_core.errors import RlhfError
 from rlhf_core.storage.files import atomic_write_text
@@ -53,7 +54,8 @@ def refresh_inputs(workspace: Path) -> None:
 
 
 def with_sources(dvc_yaml: str, params: Params, workspace: Path) -> str:
-    """Return ``dvc_yaml`` with the local source files of ``params`` as dependencies of the stages that read them.
+    """Return ``dvc_yaml`` with the stages that ``params`` need, and with local source files as dependencies of the
+    stages that read them.
 
     The dependencies of such a stage are its fingerprints, outputs of other stages, files of the workspace itself, and
     these.
@@ -62,9 +64,9 @@ def with_sources(dvc_yaml: str, params: Params, workspace: Path) -> str:
     yaml.width, yaml.preserve_quotes = 4096, True
     yaml.indent(mapping=2, sequence=4, offset=2)
     document = yaml.load(dvc_yaml)
+    changed = _fit_stages(document, params.left_out, yaml)
     stages = document.get("stages") or {}
     outputs = [name for stage in stages.values() for name in entry_names(stage.get("outs"))]
-    changed = False
     for name, sources in _sources(params, workspace).items():
         stage = stages.get(name)
         if stage is None or not any(dep.startswith(FINGERPRINTS) for dep in entry_names(stage.get("deps"))):
@@ -81,6 +83,46 @@ def with_sources(dvc_yaml: str, params: Params, workspace: Path) -> str:
     stream = io.StringIO()
     yaml.dump(document, stream)
     return stream.getvalue()
+
+
+# The stages that a workspace may do without, by its settings.
+OPTIONAL = ("gate-sft", "reward", "referee", "judge", "gate-reward")
+CURVES = "plots/curves/{}.csv"
+
+
+def _fit_stages(document: Any, left_out: Collection[str], yaml: YAML) -> bool:
+    """Take the stages that are ``left_out`` from dvc.yaml, or bring back others from the recipe; return whether any.
+
+    What they write goes from the dependencies and plots of other stages, or comes back there.
+    """
+    stages = document.get("stages") or {}
+    if "ppo" not in stages:
+        return False  # no pipeline of this recipe
+    surplus = [name for name in OPTIONAL if name in stages and name in left_out]
+    written = _written(stages[name] for name in surplus)
+    for name in surplus:
+        del stages[name]
+    curves = {CURVES.format(name) for name in surplus}
+    for number, plot in reversed([*enumerate(document.get("plots") or [])]):
+        if any(curves.issuperset(about["y"]) for about in plot.values() if isinstance(about.get("y"), dict)):
+            del document["plots"][number]
+    for stage in stages.values() if surplus else ():
+        if "deps" in stage:
+            stage["deps"][:] = [dep for dep in stage["deps"] if not written.intersection(entry_names([dep]))]
+    missing = [name for name in OPTIONAL if name not in stages and name not in left_out]
+    recipe = yaml.load((recipe_folder() / DVC_FILE).read_text(encoding="utf-8"))["stages"] if missing else {}
+    for name in missing:
+        stages[name] = recipe[name]
+    returned = _written(recipe[name] for name in missing)
+    for name, stage in recipe.items():
+        if name in stages and name not in missing:
+            known = [*entry_names(stages[name].get("deps"))]
+            stages[name]["deps"] += [dep for dep in entry_names(stage["deps"]) if dep in returned and dep not in known]
+    return bool(surplus or missing)
+
+
+def _written(stages: Iterable[Any]) -> set[str]:
+    return {path for stage in stages for key in ("outs", "metrics", "plots") for path in entry_names(stage.get(key))}
 
 
 def entry_names(entries: Any) -> Iterator[str]:

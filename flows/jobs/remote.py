@@ -43,7 +43,7 @@ RECIPE_FILES = (PARAMS_FILE, "dvc.yaml", "dvc.lock", ".dvcignore")
 CARRIED_BYTES = 400_000
 DELIVER_SECONDS = 300
 REPORT_ARTIFACT = "rlhf-outcome"
-STAGES_WITH_REWARD_SOURCES = ("critic", "ppo")
+STAGES_WITH_REWARD_SOURCES = ("critic", "ppo", "evaluate")
 
 
 def check_remote_stages(workspace: Path, params: Params) -> None:

@@ -6,7 +6,6 @@ import json
 import logging
 import math
 import os
-import re
 import socket
 import threading
 from collections.abc import Callable, Iterator, Mapping
@@ -23,12 +22,14 @@ from rlhf_core.config.loading import PARAMS_FILE, load_params, load_section
 from rlhf_core.config.operations import RegistryConfig, TrackingConfig
 from rlhf_core.config.yaml_text import plain, read
 from rlhf_core.errors import RlhfError, first_line, is_full_disk
+from rlhf_core.redaction import redacted
 from rlhf_core.storage.files import flatten, read_json
 from rlhf_core.tracking import stage_run
-from rlhf_core.tracking.delivery import DEFERRED_VARIABLE, Courier, address
+from rlhf_core.tracking.delivery import DEFERRED_VARIABLE, LONGEST_PARAM, Courier, address
 from rlhf_core.tracking.stage_run import (
     CLIENT_SETTINGS,
     default_environment,
+    legal_name,
     origin_tags,
     record_folder,
     require_database,
@@ -192,11 +193,12 @@ def log_data_input(client: MlflowClient, run_id: str, workspace: Path) -> None:
 
 
 def log_params(client: MlflowClient, run_id: str, workspace: Path) -> None:
-    """params.yaml as parameters of the run, with dotted names."""
+    """params.yaml as parameters of the run, with dotted names and without what looks like a secret."""
     from mlflow.entities import Param
 
     values = flatten(plain(read(workspace / PARAMS_FILE)))
-    client.log_batch(run_id, params=[Param(_legal(key), str(value)[:500]) for key, value in values.items()])
+    params = [Param(legal_name(key), redacted(str(value))[:LONGEST_PARAM]) for key, value in values.items()]
+    client.log_batch(run_id, params=params)
 
 
 def log_numbers(client: MlflowClient, run_id: str, values: Mapping[str, Any], model_id: str | None = None) -> None:
@@ -206,7 +208,7 @@ def log_numbers(client: MlflowClient, run_id: str, values: Mapping[str, Any], mo
 
     now = get_current_time_millis()
     numbers = {k: float(v) for k, v in values.items() if isinstance(v, int | float) and math.isfinite(v)}
-    rows = [Metric(_legal(key), value, now, 0, model_id=model_id) for key, value in numbers.items()]
+    rows = [Metric(legal_name(key), value, now, 0, model_id=model_id) for key, value in numbers.items()]
     client.log_batch(run_id, metrics=rows)
 
 
@@ -239,11 +241,6 @@ def fluent(workspace: Path) -> Iterator[None]:
 def experiment_id(client: MlflowClient, workspace: Path) -> str:
     """Id of the experiment of a workspace, made on first use."""
     return stage_run.experiment_id(client, workspace, load_section(workspace, "tracking", TrackingConfig).experiment)
-
-
-def _legal(key: str) -> str:
-    """MLflow allows letters, digits, ``_-./: `` in names."""
-    return re.sub(r"[^\w\-./: ]", "_", key)[:250]
 
 
 NOTE_TAG = "mlflow.note.content"

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 from flows.dvc_repo.graph import StageNode, all_before, describe_changes, recorded_hash, recorded_stages
 from flows.registry.aliases import registry_errors
 from flows.registry.client import connect, has_record
-from rlhf_core.config.gates import Condition, GatesConfig
-from rlhf_core.config.loading import PARAMS_FILE, load_section
+from rlhf_core.config.gates import Condition
+from rlhf_core.config.loading import PARAMS_FILE, load_params, load_section
 from rlhf_core.config.operations import RegistryConfig, TrackingConfig
 from rlhf_core.errors import GateFailed, RlhfError
 from rlhf_core.gates import GATES, JUDGED_TAG, REPORT_MODE, GateDecision, read_gate, weaker_conditions
@@ -62,9 +62,13 @@ def require_recorded(graph: Mapping[str, StageNode], stale: Mapping[str, Any], s
 
 
 def gate_conditions(workspace: Path) -> dict[str, Sequence[Condition]]:
-    """The conditions of each gate by the settings of ``workspace``; none of the data gate, which has limits instead."""
-    config = load_section(workspace, "gates", GatesConfig)
-    return {name: getattr(config, name, ()) for name in GATES}
+    """The conditions of each gate by the settings of ``workspace``; none of the data gate, which has limits instead.
+
+    Gates that the workspace does without are left out.
+    """
+    params = load_params(workspace)
+    names = [name for name in GATES if f"gate-{name}" not in params.left_out]
+    return {name: getattr(params.gates, name, None) or () for name in names}
 
 
 def short_conditions(gates: Mapping[str, Sequence[Condition]]) -> dict[str, list[dict[str, Any]]]:
@@ -151,8 +155,9 @@ def lineage_tags(workspace: Path) -> dict[str, str]:
 
 
 PARENT_TAG = "mlflow.parentRunId"
-SOURCE, BASE, FILES = "collect.source", "base.source", "collect.files.preferences"
+SOURCE, BASE, HAS_PAIRS = "collect.source", "base.source", "collect.pairs"
 PAIRS = "preferences.train"  # of the reward model; the referee has others
+PROMPTS = "prompts.train"
 WORLD, SCRATCH = "world", "scratch"
 
 
@@ -163,14 +168,16 @@ class TrainingSource:
     Attributes:
         collect: ``world`` for the synthetic world, ``files`` for the user's own.
         base: ``scratch``, a folder or a hub id.
-        files: The files of preference pairs, as params.yaml names them.
-        pairs: How many preference pairs the reward model could train on, None if unknown.
+        files: The files of preference pairs, or of prompts where there are none, as params.yaml names them.
+        rows: How many preference pairs the reward model could train on, or prompts; None if unknown.
+        of_pairs: Whether there were preference pairs.
     """
 
     collect: str
     base: str
     files: str
-    pairs: int | None
+    rows: int | None
+    of_pairs: bool = True
 
     @property
     def is_synthetic(self) -> bool:
@@ -179,9 +186,10 @@ class TrainingSource:
 
     def __str__(self) -> str:
         """``5,998 preference pairs of the synthetic world; base: random weights``."""
-        pairs = f"{self.pairs:,} preference pairs" if self.pairs is not None else "preference pairs"
+        what = "preference pairs" if self.of_pairs else "prompts with a reward function"
+        rows = f"{self.rows:,} {what}" if self.rows is not None else what
         data = "of the synthetic world" if self.is_synthetic else f"from {self.files or 'files'}"
-        return f"{pairs} {data}; base: {'random weights' if self.base == SCRATCH else self.base}"
+        return f"{rows} {data}; base: {'random weights' if self.base == SCRATCH else self.base}"
 
 
 def source_of_version(client: MlflowClient, version: ModelVersion) -> TrainingSource | None:
@@ -195,7 +203,8 @@ def source_of_version(client: MlflowClient, version: ModelVersion) -> TrainingSo
         parent = client.get_run(own.tags[PARENT_TAG]).data
     except (MlflowException, KeyError):
         return None
-    return _source(parent.params, own.metrics.get(f"data.{PAIRS}"))
+    rows = {name: own.metrics.get(f"data.{name}") for name in (PAIRS, PROMPTS)}
+    return _source(parent.params, rows)
 
 
 def source_of_workspace(workspace: Path) -> TrainingSource | None:
@@ -203,14 +212,19 @@ def source_of_workspace(workspace: Path) -> TrainingSource | None:
     stages = recorded_stages(workspace)
     recorded = [stages[name].params for name in ("collect", "base") if name in stages]
     try:
-        pairs = flatten(read_json(workspace / "metrics" / "data.json")).get(PAIRS)
+        rows = flatten(read_json(workspace / "metrics" / "data.json"))
     except RlhfError:
-        pairs = None
-    return _source({key: value for params in recorded for key, value in flatten(params).items()}, pairs)
+        rows = {}
+    return _source({key: value for params in recorded for key, value in flatten(params).items()}, rows)
 
 
-def _source(params: Mapping[str, Any], pairs: float | None) -> TrainingSource | None:
+def _source(params: Mapping[str, Any], rows: Mapping[str, float | None]) -> TrainingSource | None:
     if not {SOURCE, BASE} <= set(params):
         return None
-    files = str(params.get(FILES) or "").strip("[]").replace("'", "")
-    return TrainingSource(str(params[SOURCE]), str(params[BASE]), files, None if pairs is None else int(pairs))
+    of_pairs = str(params.get(HAS_PAIRS, True)) != "False"  # MLflow has parameters as texts
+    files = str(params.get(f"collect.files.{'preferences' if of_pairs else 'prompts'}") or "")
+    count = rows.get(PAIRS if of_pairs else PROMPTS)
+    names = files.strip("[]").replace("'", "")
+    return TrainingSource(
+        str(params[SOURCE]), str(params[BASE]), names, None if count is None else int(count), of_pairs
+    )

@@ -13,8 +13,7 @@ from flows.dvc_repo.graph import recorded_hash
 from flows.registry.aliases import CONTENT_TAG, registry_errors
 from flows.registry.history import EntryTaken, Ledger
 from flows.supervision.processes import child_environment, start_supervised
-from rlhf_core.config.evaluation import EvaluateConfig
-from rlhf_core.config.loading import load_section
+from rlhf_core.config.loading import load_params
 from rlhf_core.config.operations import RegistryConfig
 from rlhf_core.errors import RlhfError
 from rlhf_core.evaluation.judges.names import JUDGE
@@ -34,15 +33,24 @@ MEASURED = 3  # what a match measures; kept results that measured less are playe
 
 
 def match_question(workspace: Path, challenger: ModelVersion, champion: ModelVersion) -> dict[str, Any]:
-    """What a match is about: models, prompts, judge, settings, checks. While it is the same, so is the result."""
-    config = load_section(workspace, "evaluate", EvaluateConfig)
+    """What a match is about: models, prompts, judge, settings, checks. While it is the same, so is the result.
+
+    Where reward functions judge, they are the judge with their settings and code.
+    """
+    params = load_params(workspace)
+    config = params.evaluate
+    if params.collect.pairs:
+        judge = recorded_hash(workspace, f"models/{JUDGE}")
+    else:
+        judge = [source.model_dump(mode="json") for source in params.ppo.reward.sources]
+        judge += code_lines(workspace, params.ppo.reward.sources)
     checks = None if config.verifiable is None else workspace / config.verifiable.path
     code = code_lines(workspace, verifiable_functions(config.verifiable))
     return {
         "challenger": challenger.tags[CONTENT_TAG],
         "champion": champion.tags[CONTENT_TAG],
         "prompts": recorded_hash(workspace, "data/clean"),
-        JUDGE: recorded_hash(workspace, f"models/{JUDGE}"),
+        JUDGE: judge,
         "settings": config.model_dump(mode="json", exclude_none=True),
         "measured": MEASURED,
         **({"verifiable": sha256_file(checks)} if checks is not None and checks.is_file() else {}),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
@@ -97,12 +97,18 @@ class Registration:
         return "; ".join(parts)
 
 
-def registrable_models(config: RegistryConfig) -> tuple[RegistrableModel, RegistrableModel]:
-    """Reward model and policy, in the order in which they are registered."""
-    return (
+def registrable_models(config: RegistryConfig, left_out: Collection[str] = ()) -> tuple[RegistrableModel, ...]:
+    """Reward model and policy, in the order in which they are registered.
+
+    Args:
+        left_out: The stages that the workspace does without: neither are there their models, nor their gates.
+    """
+    gates = tuple(gate for gate in GATES if f"gate-{gate}" not in left_out)
+    models = (
         RegistrableModel("reward", config.reward_model, "reward", GATES[:3], "gate-reward"),
-        RegistrableModel("policy", config.policy, "ppo", GATES, "gate-policy"),
+        RegistrableModel("policy", config.policy, "ppo", gates, "gate-policy"),
     )
+    return tuple(model for model in models if model.stage not in left_out)
 
 
 class NotRegistered(RlhfError):
@@ -131,7 +137,7 @@ def register(workspace: Path, run_id: str | None = None, *, known_only: bool = F
     with registry_session(workspace) as policy:
         graph, stale = read_graph(workspace), {} if known_only else dvc_status(workspace)
         reward_version: dict[str, str] = {}
-        models = registrable_models(policy.config)
+        models = registrable_models(policy.config, load_params(workspace).left_out)
         for model in models:
             try:
                 evidence = [read_gate_evidence(workspace, gate) for gate in model.gates]

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
+import os
 import shlex
 import shutil
 import warnings
@@ -35,7 +37,7 @@ from rlhf_core.errors import ModelError, RlhfError
 from rlhf_core.gates import closed_gate
 from rlhf_core.serving.policy_source import PolicyFiles, PolicyRevision
 from rlhf_core.serving.protocol import CompletionId, token_usage
-from rlhf_core.storage.files import atomic_dir, sha256_file, sha256_tree
+from rlhf_core.storage.files import atomic_dir, full_disks, sha256_file, sha256_tree
 from rlhf_core.tracking.stage_run import tracking_uri
 
 if TYPE_CHECKING:
@@ -188,7 +190,13 @@ def _locate(client: MlflowClient, workspace: Path, name: str, number: str) -> tu
             root = downloaded = workspace / ".rlhf" / "models" / name / number
             if not root.is_dir():
                 with atomic_dir(root) as temporary, fluent(workspace):
-                    download_artifacts(f"models:/{name}/{number}", dst_path=str(temporary))
+                    try:
+                        download_artifacts(f"models:/{name}/{number}", dst_path=str(temporary))
+                    except MlflowException as error:
+                        # Of a version whose source is runs:/ MLflow says that the path is wrong, whatever happened.
+                        if full := full_disks(temporary):
+                            raise OSError(errno.ENOSPC, f"{os.strerror(errno.ENOSPC)}{full}") from error
+                        raise
     except (MlflowException, OSError) as error:
         raise ModelError(f"cannot get {name} version {number} {reason_and_remedy(error)}") from error
     folder = _model_folder(root)

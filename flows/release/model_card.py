@@ -12,6 +12,7 @@ from flows.registry.aliases import registry_errors
 from flows.registry.client import connect, fluent
 from flows.registry.evidence import TrainingSource, read_data_card, source_of_version
 from flows.registry.stored_models import stored_sampling
+from rlhf_core.config.gates import CHECKER
 from rlhf_core.errors import RlhfError
 from rlhf_core.evaluation.judges.names import SELECTED_BY, TRAINED_ON
 from rlhf_core.evaluation.probe_table import CAPTION, PROBED_MODELS, ProbeTable, probe_table
@@ -60,6 +61,11 @@ class ReleaseEvidence:
     fine_tuned: bool = True
     probes: ProbeTable | None = None
 
+    @property
+    def has_checker(self) -> bool:
+        """Whether reward functions rewarded and judged, in place of models."""
+        return CHECKER in (self.evaluation.get("comparison") or {})
+
 
 def release_evidence(workspace: Path, version: ModelVersion, folder: Path, obstacle: str) -> ReleaseEvidence:
     """Read the evidence of ``version`` from the run that registered it.
@@ -105,6 +111,7 @@ DATA_CARD_FILE = "DATA_CARD.md"  # beside the model card
 # Where metrics/evaluation.json has a metric of SFT and of the policy, its name there, and what it says.
 MODELS, REGRESSION = ("sft", "policy"), ("regression_sft", "regression")
 COMPARED = (
+    (MODELS, CHECKER, "score by the reward function"),
     (MODELS, "length", "tokens per reply"),
     (MODELS, "repetition", "repetition"),
     (MODELS, "distinct_2", "distinct pairs of words"),
@@ -160,6 +167,18 @@ NO_JUDGE = {
     "dpo": f"The reward model of the pairs that it was trained on (`{TRAINED_ON}`) is no judge",
     "rejection_sampling": f"The reward model that chose the replies it was trained on (`{TRAINED_ON}`) is no judge",
 }
+BY_FUNCTIONS = (
+    "by reinforcement learning with reward functions (the policy updates are those of "
+    "[arXiv:2307.04964](https://arxiv.org/abs/2307.04964))"
+)
+FUNCTIONS_JUDGE = (
+    f"`{CHECKER}` is the reward function that it was trained by, on prompts that training has not seen; nothing but "
+    "that function has judged the replies"
+)
+JUDGED_BY_FUNCTIONS = (
+    "The function that judged the replies is the one that rewarded them in training: what it misses, nobody has looked "
+    "at. No person has judged these replies."
+)
 TAGS = {"ppo": ["rlhf", "ppo", "ppo-max"], "dpo": ["rlhf", "dpo"], "rejection_sampling": ["rlhf", "raft"]}
 
 
@@ -208,7 +227,9 @@ def card_text(
     if evidence.probes is not None:
         blocks += ["## What reward model and judges read", *_probes(evidence.probes)]
     blocks += ["## Gates", *map(_gate, evidence.gates)]
-    limits = [*([TOY] if evidence.source and evidence.source.is_synthetic else []), *LIMITS]
+    judged, distribution = LIMITS
+    judged = JUDGED_BY_FUNCTIONS if evidence.has_checker else judged
+    limits = [*([TOY] if evidence.source and evidence.source.is_synthetic else []), judged, distribution]
     if evidence.sampling.get("repetition_penalty", 1.0) != 1.0:
         limits.append(PENALTY)
     if not reads_in_4:
@@ -233,7 +254,8 @@ def _opening(evidence: ReleaseEvidence) -> str:
     tuned = (
         "Fine-tuned with supervision, then trained" if evidence.fine_tuned else "Trained without fine-tuning before it,"
     )
-    return f"{trained}{tuned} {TRAINED_BY[evidence.method]}.{data_card}"
+    by = BY_FUNCTIONS if evidence.has_checker else TRAINED_BY[evidence.method]
+    return f"{trained}{tuned} {by}.{data_card}"
 
 
 def _verdict(evidence: ReleaseEvidence) -> str:
@@ -250,8 +272,8 @@ def _judges(evidence: ReleaseEvidence) -> str:
     if not judges:
         return "No comparison with the SFT model was recorded."
     rows = [judge_cells(judge) for judge in judges]
-    excluded = NO_JUDGE[evidence.method]
-    if evidence.method == "ppo":
+    excluded = FUNCTIONS_JUDGE if evidence.has_checker else NO_JUDGE[evidence.method]
+    if evidence.method == "ppo" and not evidence.has_checker:
         excluded += f", nor is the one that selected its checkpoint (`{SELECTED_BY}`)"
     return f"Policy against the SFT model that it started from, ties as half a win. {excluded}.\n\n" + markdown_table(
         JUDGE_COLUMNS, rows

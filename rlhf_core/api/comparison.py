@@ -14,7 +14,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from rlhf_core.api.inputs import (
     RewardFunction,
     checked_tokenizer,
-    columns_of,
+    columns_beside,
     evaluating,
     records_of,
     rows_of,
@@ -94,7 +94,7 @@ def compare_policies(
             model = load_policy(given)[0] if isinstance(given, Path) else given
             settings = sampling or SamplingConfig()
             replies.append(evaluation_replies(model, tokenizer, turns, settings, seed, batch_size=batch_size))
-        asked = _judge_of(score, tokenizer, columns_of(records), batch_size)
+        asked = _judge_of(score, tokenizer, columns_beside(records), batch_size)
         scores = np.array([asked.score(turns, of_model) for of_model in replies])
     return _compared(turns, replies, scores, asked, seed)
 

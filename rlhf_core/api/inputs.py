@@ -24,7 +24,15 @@ from rlhf_core.data.collection.rows import read_records
 from rlhf_core.data.readers.detection import format_of
 from rlhf_core.data.readers.turns import Refusal, text_of
 from rlhf_core.data.row_counts import Record
-from rlhf_core.data.schema import ROLES, Demonstration, Message, Preference, PretrainText, Prompt
+from rlhf_core.data.schema import (
+    ROLES,
+    Demonstration,
+    Message,
+    Preference,
+    PretrainText,
+    Prompt,
+    columns_of_records,
+)
 from rlhf_core.data.text import has_visible_text
 from rlhf_core.data.token_tables import TokenTable
 from rlhf_core.errors import ConfigError, DataError, ModelError
@@ -60,7 +68,6 @@ Config = TypeVar("Config", bound=Strict)
 
 HELD_OUT_EVERY = 20
 TEXTS = {"chosen", "rejected", "reply", "text"}
-OF_THE_PROMPT = {"prompt", "messages"}
 # (prompts, replies, columns by name) -> one number per reply; a prompt is its turns as {"role": ..., "content": ...}.
 RewardFunction = Callable[..., Sequence[float | None] | Any] | FunctionReward
 
@@ -228,17 +235,15 @@ def encode_prompts(
     if not isinstance(prompts, TrainingPrompts):
         records = records_of(prompts, "prompts")
         encoded = TrainingPrompts.encode(tokenizer, [row.prompt for row in rows_of(Prompt, records, "prompts")])
-        prompts = replace(encoded, columns=columns_of(records))
+        prompts = replace(encoded, columns=columns_beside(records))
     positions = fitting_length(sys.maxsize, policy)
     require_room(prompts.ids, max_new_tokens, positions)
     return prompts
 
 
-def columns_of(records: Sequence[Any]) -> dict[str, list[Any]]:
-    """What records say beside their prompt, by name; None where one says nothing of it."""
-    mappings = [record if isinstance(record, Mapping) else {} for record in records]
-    names = dict.fromkeys(name for record in mappings for name in record if name not in OF_THE_PROMPT)
-    return {str(name): [record.get(name) for record in mappings] for name in names}
+def columns_beside(records: Sequence[Any]) -> dict[str, list[Any]]:
+    """What records of prompts say beside these, by column; those that are no mapping say nothing."""
+    return columns_of_records([record if isinstance(record, Mapping) else {} for record in records])
 
 
 def _require_one_record_each(prompts: TrainingPrompts, read: Sequence[str]) -> None:

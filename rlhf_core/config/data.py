@@ -264,6 +264,8 @@ class CollectConfig(StageConfig):
 
     Attributes:
         source: The synthetic `world`, or `files`.
+        pairs: Whether there are preference pairs. Without them reward functions alone reward and judge replies, and
+            the workspace has neither reward model nor referee nor judge (docs/rewards.md).
         world: Sizes and annotators of the synthetic world.
         files: By kind the files, globs, URLs or hub ids.
         also_derive: Kinds that are derived although files of them are given; of equal rows the file's stays.
@@ -274,6 +276,7 @@ class CollectConfig(StageConfig):
     """
 
     source: Literal["world", "files"] = "world"
+    pairs: bool = True
     world: WorldConfig = WorldConfig()
     files: FileSources = FileSources()
     also_derive: tuple[DerivedKind, ...] = Field(default=(), strict=False)
@@ -292,6 +295,8 @@ class CollectConfig(StageConfig):
     def _consistent(self) -> CollectConfig:
         if self.also_derive and self.source == "world":
             raise ValueError("also_derive adds to the rows of files, but collect.source is world; take it out")
+        if not self.pairs:
+            self._prompts_stand_alone()
         weighted = [
             source.path for kind in FileSources.model_fields for source in self.files.of(kind) if source.weight != 1
         ]
@@ -300,6 +305,17 @@ class CollectConfig(StageConfig):
                 f"the weight of {weighted[0]} is a share of collect.limit, which is not set; set it, or use cap"
             )
         return self
+
+    def _prompts_stand_alone(self) -> None:
+        if self.source == "world":
+            raise ValueError(
+                "pairs is false, but the synthetic world makes pairs: set source to files, or pairs to true"
+            )
+        if self.files.preferences:
+            raise ValueError(
+                f"pairs is false, but files.preferences names {self.files.preferences[0].path}: take it out, or set "
+                "pairs to true, which trains reward models on it"
+            )
 
 
 AUTOMATIC_ROWS = 10_000

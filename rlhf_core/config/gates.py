@@ -12,6 +12,7 @@ from rlhf_core.config.model import StageConfig, Strict
 
 MULTIPLE_CHOICE = "multiple_choice"
 LOSSES = "losses"
+CHECKER = "checker"  # the reward functions as a judge of replies to held-out prompts, where there are no pairs
 # Kinds of counterfactual pairs on which a reward model is tried: of any data, and of the synthetic world.
 PROBES = (
     "other_question",
@@ -89,7 +90,7 @@ class GatesConfig(StageConfig):
     Attributes:
         mode: `report` records decisions without enforcing them.
         sft: Conditions on the SFT model.
-        reward: Conditions on reward model, referee and judge.
+        reward: Conditions on reward model, referee and judge; null where `collect.pairs` is false.
         policy: Conditions on the policy.
         multiple_choice_margin: Where the evaluation asks multiple-choice questions, the policy must not be inferior
             to SFT by more than this, by the lower 95 % bound of the difference of accuracies; a condition of its own on
@@ -98,7 +99,7 @@ class GatesConfig(StageConfig):
 
     mode: Literal["enforce", "report"] = "enforce"
     sft: tuple[Condition, ...] = Field(default=(PERPLEXITY_HOLDS,), strict=False)
-    reward: tuple[Condition, ...] = Field(default=(), strict=False)
+    reward: tuple[Condition, ...] | None = Field(default=(), strict=False)
     policy: tuple[Condition, ...] = Field(default=(), strict=False)
     multiple_choice_margin: Annotated[float, Field(gt=0, le=1, strict=False)] | None = 0.05
 
@@ -118,7 +119,7 @@ class GatesConfig(StageConfig):
     @model_validator(mode="after")
     def _no_empty_gate(self) -> GatesConfig:
         for name in ("sft", "reward", "policy"):
-            if self.mode == "enforce" and name in self.model_fields_set and not getattr(self, name):
+            if self.mode == "enforce" and name in self.model_fields_set and getattr(self, name) == ():
                 raise ValueError(
                     f"gates.{name} is empty, and a gate without conditions vouches for nothing: give it at least one "
                     "condition, or set gates.mode: report, which registers ungated versions only"

@@ -16,7 +16,7 @@ from rlhf_core.config import yaml_text
 from rlhf_core.config.base import SCRATCH, BaseConfig, SftConfig, is_pretrained
 from rlhf_core.config.data import CollectConfig, ValidateConfig
 from rlhf_core.config.evaluation import EvaluateConfig, ReportConfig
-from rlhf_core.config.gates import LOSSES, PROBES, WORLD_PROBES, GatesConfig
+from rlhf_core.config.gates import CHECKER, LOSSES, PROBES, WORLD_PROBES, GatesConfig
 from rlhf_core.config.health import DEFAULT_RULES, Check, Rule, RuleChange
 from rlhf_core.config.model import LoraConfig, StageConfig, Strict
 from rlhf_core.config.operations import (
@@ -35,6 +35,7 @@ from rlhf_core.config.ppo import PpoConfig
 from rlhf_core.config.problems import describe, nearest
 from rlhf_core.config.rates import ADAPTER_LR, FULL_LR, rate_is_too_high
 from rlhf_core.config.reward import JudgeConfig, RefereeConfig, RewardConfig
+from rlhf_core.config.reward_sources import FunctionSource
 from rlhf_core.errors import ConfigError
 from rlhf_core.storage.data_files import is_url
 
@@ -219,15 +220,69 @@ class Params(Strict):
                 f"{self.ppo.min_new_tokens}: no reply of the evaluation could end; raise the one or lower the other"
             )
         refuse_high_learning_rates(self)
+        if not self.collect.pairs:
+            self._functions_reward_and_judge()
         if self.ppo.critic_mode == "shared":
             self._critic_is_a_head()
         self._gated_metrics_are_measured()
+        if not self.collect.pairs and self.gates.mode == "enforce":
+            self._held_out_prompts_decide()
         self._gated_probes_can_be_formed()
         if self.ppo.share_base:
             self._base_can_be_shared()
         self._launch_fits()
         self._pools_fit()
         return self
+
+    def _functions_reward_and_judge(self) -> None:
+        """Without pairs nothing may ask for a model that is trained on them."""
+        ppo, needs = self.ppo, "collect.pairs is false"
+        wrong = [source.kind for source in ppo.reward.sources if not isinstance(source, FunctionSource)]
+        if wrong:
+            raise ValueError(
+                f"{needs}, so that functions alone reward, but ppo.reward.sources has one of kind {wrong[0]}: name "
+                "functions, such as {kind: function, target: 'checks:score'}"
+            )
+        if self.policy.method != "ppo":
+            raise ValueError(f"{needs}, but policy.method {self.policy.method} learns from models of pairs: set ppo")
+        if ppo.selection.method == "referee":
+            raise ValueError(
+                f"{needs}, so there is no referee that selects a checkpoint: set ppo.selection.method last"
+            )
+        if ppo.share_base:
+            raise ValueError(f"{needs}, so there are no reward models to share a base with: set ppo.share_base false")
+        if not ppo.advantage.critic_free and ppo.critic_mode != "shared" and self.critic.init == "reward":
+            raise ValueError(
+                f"{needs}, so there is no reward model for the critic to start from: set critic.init sft, or "
+                "ppo.advantage.estimator grpo or rloo, which need no critic"
+            )
+        files = self.collect.files
+        texts = {"demonstrations": files.demonstrations, "pretrain": files.pretrain or files.demonstrations}
+        if ppo.ptx.weight and not any(texts[kind] for kind in (texts if ppo.ptx.data == "both" else [ppo.ptx.data])):
+            raise ValueError(
+                f"ppo.ptx.weight is {ppo.ptx.weight:g}, but collect.files names no texts for it: set it to 0, or give "
+                f"{ppo.ptx.data if ppo.ptx.data != 'both' else 'demonstrations'}"
+            )
+        if self.evaluate.best_of_n:
+            raise ValueError(
+                f"{needs}, so there is no reward model that chooses a best reply: set evaluate.best_of_n 0"
+            )
+
+    def _held_out_prompts_decide(self) -> None:
+        asked = {part for condition in self.gates.policy for metric in condition.metrics for part in metric.split(".")}
+        if CHECKER not in asked:
+            raise ValueError(
+                "gates.policy asks nothing of comparison.checker, so a policy would pass by its reward on training "
+                "prompts: add a condition such as {metric: comparison.checker.win_rate_low95, at_least: 0.5, why: …}"
+            )
+
+    @property
+    def left_out(self) -> tuple[str, ...]:
+        """The stages that the workspace does without: all that pairs are for, where there are none."""
+        if self.collect.pairs:
+            return ()
+        of_sft = () if self.collect.files.demonstrations else ("gate-sft",)
+        return (*of_sft, "reward", "referee", "judge", "gate-reward")
 
     def _base_can_be_shared(self) -> None:
         policy = self.ppo.policy_lora
@@ -271,6 +326,16 @@ class Params(Strict):
             first = {part for metric in condition.metrics for part in metric.split(".")[:2]}
             asked = f"gates.policy[{number}] asks for {condition.metric}"
             own = world and LOSSES in parts and "refusal_log_odds" not in parts
+            absent = parts & {"reward", "referee", "judge", "perplexity_preferred"}
+            if absent and not self.collect.pairs:
+                raise ValueError(
+                    f"{asked}, but collect.pairs is false, so there is no {sorted(absent)[0]}: take the condition out, "
+                    "or start from the profile checker"
+                )
+            if CHECKER in parts and self.collect.pairs:
+                raise ValueError(
+                    f"{asked}, but reward functions judge only where collect.pairs is false: take the condition out"
+                )
             if "gold" in parts and not world:
                 raise ValueError(
                     f"{asked}, but collect.source is files, and only the synthetic world has a gold judge: take the "
@@ -297,7 +362,9 @@ class Params(Strict):
                     )
 
     def _gated_probes_can_be_formed(self) -> None:
-        for number, condition in enumerate(self.gates.reward):
+        if self.gates.reward is None and self.collect.pairs:
+            raise ValueError("gates.reward is null, but collect.pairs is true: give the reward model its conditions")
+        for number, condition in enumerate(self.gates.reward or ()):
             for kind in condition.probes:
                 asked = f"gates.reward[{number}] asks for {condition.metric}"
                 if kind not in (*PROBES, *WORLD_PROBES):

@@ -352,8 +352,8 @@ class SelectionConfig(Strict):
     limits.
 
     Attributes:
-        method: Best win rate by the referee under the limits below, or the `last`. Paper: the reward cannot tell
-            (5.2, limitations). Shows in: selected_iteration.
+        method: Best win rate by the referee under the limits below, within a standard error the nearest to SFT; or the
+            `last`. Paper: the reward cannot tell (5.2, limitations). Shows in: selected_iteration.
         every: Iterations between evaluations. Shows in: win_rate.
         prompts: Fixed validation prompts. Shows in: win_rate_low95, win_rate_high95.
         batch_size: Replies sampled and judged together. Shows in: seconds_selection.

@@ -23,12 +23,21 @@ FEW = 10  # fewer clusters do not tell how much rows of one differ
 
 def cluster_of(row: Prompt | Preference) -> str:
     """Return what a row's prompt is about: its content in the synthetic world, elsewhere its group."""
-    return content_of_group(row.group) if is_of_world(row) else row.group or row.id
+    return cluster_name(row.group, row.source, row.id)
+
+
+def cluster_name(group: str, source: str, identity: str) -> str:
+    """Return the cluster of a row with these values of the columns group, source and id."""
+    return content_of_group(group) if _is_source_of_world(source) else group or identity
 
 
 def is_of_world(row: Prompt | Preference) -> bool:
     """Return whether a row was made by the synthetic world."""
-    return row.source.partition(":")[0] == WORLD
+    return _is_source_of_world(row.source)
+
+
+def _is_source_of_world(source: str) -> bool:
+    return source.partition(":")[0] == WORLD
 
 
 def clusters_of(rows: Sequence[Prompt | Preference], repeats: int = 1) -> np.ndarray:

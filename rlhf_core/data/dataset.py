@@ -18,6 +18,7 @@ import pyarrow.compute as pc
 from scipy import stats
 
 from rlhf_core.config.data import SplitConfig
+from rlhf_core.data.clusters import cluster_name, design_effect, wilson_bounds
 from rlhf_core.data.collection.raw_folder import StoredRows
 from rlhf_core.data.schema import (
     CONTENT_FIELDS,
@@ -121,12 +122,14 @@ class KindStatistics:
 
     Attributes:
         groups: By file, hashes of the groups in it; under ``ALL`` those of all rows.
+        clusters: Hashes of what each pair's prompt asks; none for rows without pairs.
         lengths: By text column, the characters of every row, part by part; the turns of a prompt count together.
     """
 
     rows: int = 0
     files: Counter[str] = field(default_factory=Counter)
     groups: dict[str, list[pa.Array]] = field(default_factory=dict)
+    clusters: list[pa.Array] = field(default_factory=list)
     lengths: dict[str, list[npt.NDArray[np.int32]]] = field(default_factory=dict)
     categories: Counter[str] = field(default_factory=Counter)
     margin_known: int = 0
@@ -136,11 +139,13 @@ class KindStatistics:
         self.rows += table.num_rows
         self.files.update({name: part.num_rows for name, part in parts.items()})
         for name, part in {ALL: table, **parts}.items():
-            digests = [blake2b(g.encode(), digest_size=DIGEST_BYTES).digest() for g in part["group"].to_pylist()]
-            self.groups.setdefault(name, []).append(pa.array(digests, pa.binary(DIGEST_BYTES)))
+            self.groups.setdefault(name, []).append(_digests(part["group"].to_pylist()))
         for name, values in character_lengths(kind, table).items():
             self.lengths.setdefault(name, []).append(values)
         self.categories.update(table.column("category").to_pylist())
+        if kind == "preferences":
+            groups, sources, ids = (table[column].to_pylist() for column in ("group", "source", "id"))
+            self.clusters.append(_digests(map(cluster_name, groups, sources, ids)))
         if "margin" in table.column_names:
             self.margin_known += table.num_rows - table.column("margin").null_count
 
@@ -148,26 +153,43 @@ class KindStatistics:
         """The characters of every row, by text column."""
         return {name: np.concatenate(parts) for name, parts in self.lengths.items()}
 
+    def length_bias(self) -> dict[str, float]:
+        """How often the longer reply of a pair is preferred; see :func:`length_bias`."""
+        if not self.clusters:
+            return {}
+        lengths = self.all_lengths()
+        clusters = pa.chunked_array(self.clusters).combine_chunks().dictionary_encode().indices
+        return length_bias(lengths["chosen"], lengths["rejected"], clusters.to_numpy())
 
-def length_bias(chosen: npt.ArrayLike, rejected: npt.ArrayLike) -> dict[str, float]:
+
+def _digests(texts: Iterable[str]) -> pa.Array:
+    return pa.array(
+        [blake2b(text.encode(), digest_size=DIGEST_BYTES).digest() for text in texts], pa.binary(DIGEST_BYTES)
+    )
+
+
+def length_bias(chosen: npt.ArrayLike, rejected: npt.ArrayLike, clusters: npt.ArrayLike) -> dict[str, float]:
     """Return how often the longer reply is preferred, of the pairs that differ in length, with Wilson's 95 % interval.
+
+    The interval counts questions: pairs of one question that are labelled alike widen it.
 
     Args:
         chosen: Lengths of the preferred replies (N,).
         rejected: Lengths of the others (N,).
+        clusters: The number of the question of each pair (N,).
 
     Returns:
         ``longer_preferred_share``, ``longer_preferred_low95`` and ``longer_preferred_high95``; nothing without such
         pairs.
     """
     difference = np.asarray(chosen) - np.asarray(rejected)
-    unequal = int(np.count_nonzero(difference))
-    if not unequal:
+    unequal = difference != 0
+    if not unequal.any():
         return {}
-    test = stats.binomtest(int(np.count_nonzero(difference > 0)), unequal)
-    interval = test.proportion_ci(0.95, method="wilson")
-    values = {"share": test.statistic, "low95": interval.low, "high95": interval.high}
-    return {f"longer_preferred_{name}": float(value) for name, value in values.items()}
+    is_longer = (difference[unequal] > 0).astype(np.float64)
+    share = float(is_longer.mean())
+    low, high = wilson_bounds(share, len(is_longer) / design_effect(is_longer, np.asarray(clusters)[unequal]))
+    return {"longer_preferred_share": share, "longer_preferred_low95": low, "longer_preferred_high95": high}
 
 
 def balance(counts: Mapping[str, int]) -> float | None:

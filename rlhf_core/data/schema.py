@@ -8,7 +8,7 @@ from __future__ import annotations
 import hashlib
 import json
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from enum import StrEnum
 from pathlib import Path
@@ -65,7 +65,10 @@ class Demonstration:
 
 @dataclass(frozen=True)
 class Prompt:
-    """Messages that end with the user's turn: what rollouts and evaluation start from."""
+    """Messages that end with the user's turn: what rollouts and evaluation start from.
+
+    ``columns`` is what else the record says, for reward functions: a JSON object by column; None for nothing.
+    """
 
     KIND: ClassVar[str] = "prompts"
     id: str
@@ -73,6 +76,7 @@ class Prompt:
     category: str
     source: str
     group: str
+    columns: str | None = None
 
 
 @dataclass(frozen=True)
@@ -223,6 +227,21 @@ def write_rows(path: Path, rows: Iterable[Row]) -> None:
     with TableWriter(path, clean_schema(kind)) as writer:
         for table in tables_of(kind, [as_dict(row) for row in listed]):
             writer.write(clean_table(kind, table))
+
+
+OF_THE_PROMPT = frozenset({"prompt", "messages"})  # columns of a record that hold the prompt itself
+
+
+def columns_of_records(records: Iterable[Mapping[str, Any]]) -> dict[str, list[Any]]:
+    """Return what records say beside their prompt, by column; None where one says nothing of it."""
+    listed = list(records)
+    names = dict.fromkeys(name for record in listed for name in record if name not in OF_THE_PROMPT)
+    return {str(name): [record.get(name) for record in listed] for name in names}
+
+
+def columns_of_prompts(prompts: Iterable[Prompt]) -> dict[str, list[Any]]:
+    """Return what the records of prompts say beside these, by column."""
+    return columns_of_records([json.loads(row.columns) if row.columns else {} for row in prompts])
 
 
 def as_dict(row: Preference | Demonstration | Prompt | PretrainText) -> dict[str, Any]:

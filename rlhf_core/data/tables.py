@@ -17,7 +17,7 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from rlhf_core.errors import DataError
+from rlhf_core.errors import DataError, is_exhausted
 from rlhf_core.storage.files import new_part, permitted
 
 # A chunk is complete with so many bytes of texts. A stage holds its rows in a few forms at once, each as large.
@@ -165,6 +165,8 @@ def readable(path: Path) -> Iterator[None]:
     try:
         yield
     except (pa.ArrowException, OSError) as error:
+        if is_exhausted(error):
+            raise
         raise DataError(
             f"{path} is not a readable parquet file ({error}); run the stage that writes it again"
         ) from error

@@ -25,16 +25,19 @@ CLEAN = Path("data") / "clean"
 WORK = Path("work") / "match"
 
 
-def run_match(workspace: Path, champion: Path, challenger: Path, prompt_set: int = 0) -> dict[str, Any]:
+def run_match(
+    workspace: Path, champion: Path, challenger: Path, prompt_set: int = 0, checker: Judge | None = None
+) -> dict[str, Any]:
     """Compare the model folders ``challenger`` and ``champion`` on the workspace's fixed test prompts.
 
-    The judges are the workspace's judge; when every prompt is of the synthetic world, the gold judge; and where
-    ``evaluate.llm_judge`` is set, the LLM judge. Never the reward model, which the policy was optimised against, nor
-    the referee, which selected its checkpoint. Both models get the evaluation's sampling, with as many replies to each
-    prompt, and the same random numbers.
+    The judges are the workspace's judge, or the ``checker`` where reward functions stand for it; when every prompt is
+    of the synthetic world, the gold judge; and where ``evaluate.llm_judge`` is set, the LLM judge. Never the reward
+    model, which the policy was optimised against, nor the referee, which selected its checkpoint. Both models get the
+    evaluation's sampling, with as many replies to each prompt, and the same random numbers.
 
     Args:
         prompt_set: Which of the sets of ``evaluate.prompts`` test prompts is judged, from 0, which is the evaluation's.
+        checker: The reward functions as a judge, in a workspace without pairs.
 
     Returns:
         ``comparison`` (of the challenger, by judge: win, tie, lose, win_rate, …), ``losses`` (by how much the
@@ -45,7 +48,12 @@ def run_match(workspace: Path, champion: Path, challenger: Path, prompt_set: int
     in_turn = load_section(workspace, "registry", RegistryConfig).prompt_sets
     sets = FixedSets.read(config, workspace / CLEAN, workspace, prompt_set, in_turn)
     llm_judge = LlmJudge(config.llm_judge, workspace / ANSWERS) if config.llm_judge else None
-    judges: list[Judge] = [ModelJudge.load(workspace / MODELS / JUDGE, JUDGE, config.batch_size)]
+    folders = {"champion": champion, "challenger": challenger}
+    if checker is not None:
+        judges: list[Judge] = [checker]
+    else:
+        folders[JUDGE] = workspace / MODELS / JUDGE
+        judges = [ModelJudge.load(folders[JUDGE], JUDGE, config.batch_size)]
     if sets.world:
         judges.append(GoldJudge())
     for folder in (champion, challenger):  # either may come from a third party
@@ -60,7 +68,6 @@ def run_match(workspace: Path, champion: Path, challenger: Path, prompt_set: int
         evaluation.score(judge)
     if llm_judge is not None:
         evaluation.judge(llm_judge)
-    folders = {"champion": champion, "challenger": challenger, JUDGE: workspace / MODELS / JUDGE}
     return nonfinite_as_none(
         {
             "comparison": evaluation.comparison,

@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from rlhf_core.config.gates import CHECKER
 from rlhf_core.config.operations import NonInferiorityConfig
 from rlhf_core.evaluation.statistics import level_of_attempt, sign_test
 
@@ -46,6 +47,9 @@ class Criterion:
 def win_rate_criteria(match: Mapping[str, Any], bar: float, budget: float, attempt: int) -> list[Criterion]:
     """Win rate, length-controlled win rate and sign test over clusters, for every judge of the match.
 
+    A checker has no win rate at equal lengths: a program is not swayed by length as readers of replies are, and a
+    policy that learns to answer in a word leaves nothing of equal length to compare.
+
     Args:
         match: ``comparison`` of the challenger by judge.
         bar: What the lower 95 % bounds must exceed. A bound equal to it does not do: two identical models tie
@@ -59,7 +63,10 @@ def win_rate_criteria(match: Mapping[str, Any], bar: float, budget: float, attem
     level = level_of_attempt(budget, attempt)
     criteria = []
     for judge in sorted(judges):
-        for name, key in (("win rate", "win_rate_low95"), ("length-controlled win rate", "lc_win_rate_low95")):
+        bounds = {"win rate": "win_rate_low95", "length-controlled win rate": "lc_win_rate_low95"}
+        if judge == CHECKER:
+            del bounds["length-controlled win rate"]
+        for name, key in bounds.items():
             low = _number(judges[judge], key)
             measured = "not measured" if low is None else f"at least {low:.3f}"
             passed = low is not None and low > bar

@@ -85,6 +85,12 @@ REMEDIES: dict[str, tuple[Remedy, ...]] = {
             "docs/train.md",
         ),
         Remedy(
+            r"comparison\.checker\.\w+",
+            "add prompts, of which more are then held out; if the rate itself is near 50 %, raise ppo.iterations, or "
+            "take prompts that the starting model gets right now and then",
+            "docs/rewards.md",
+        ),
+        Remedy(
             r"comparison\..+\.win_rate\w*",
             "raise evaluate.replies_per_prompt to narrow the interval; if the rate itself is near 50 %, raise "
             "ppo.iterations or lower ppo.kl.coefficient",

@@ -34,7 +34,7 @@ from transformers import (
 from transformers.modeling_gguf_pytorch_utils import GGUF_SUPPORTED_ARCHITECTURES
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from rlhf_core.errors import ModelError, first_line
+from rlhf_core.errors import ModelError, first_line, is_exhausted
 from rlhf_core.models.forward import embedding_weight
 from rlhf_core.models.io import attention_of, quiet, require_finite_weights, require_room_for
 from rlhf_core.models.precision import use_float32_unembedding
@@ -262,6 +262,8 @@ def _reading(file: Path) -> Iterator[None]:
         with quiet(), redirect_stderr(io.StringIO()):
             yield
     except Exception as error:  # numpy's, gguf's and transformers' own, of a file that is damaged or of another kind
+        if is_exhausted(error):
+            raise
         raise ModelError(
             f"cannot load {file}: {first_line(error)}; it may be damaged: fetch it again, or give a file that "
             "transformers reads"

@@ -12,7 +12,7 @@ import re
 import stat
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext
-from pathlib import Path, PurePath
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from transformers import AutoConfig, PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils import logging as transformers_logging
 
-from rlhf_core.errors import ModelError, RlhfError, first_line
+from rlhf_core.errors import ModelError, RlhfError, first_line, is_exhausted
 from rlhf_core.hub import require_hub
 from rlhf_core.models.forward import has_plain_head, name_outputs
 from rlhf_core.models.fused_norms import FusedNorm, fuse_norms
@@ -42,6 +42,7 @@ GENERATION_CONFIG = "generation_config.json"
 JSON_FILES = ("config.json", "tokenizer_config.json", "tokenizer.json", "model.safetensors.index.json")
 NO_BACKEND = "backend tokenizer"  # of what transformers says where it has nothing to make a tokenizer of
 OWN_CODE = "custom code"  # as transformers says it
+MOST_TENSORS = 500_000  # the largest mixtures of experts of 2026 have 200,000
 REPAIR = "make it again, or point to a complete Hugging Face folder"
 
 FROM_HUB = "is it spelt right, and is the hub reachable? HF_HUB_OFFLINE=1 uses a copy in the cache"
@@ -61,18 +62,31 @@ def check_folder(path: Path) -> None:
         others = sorted(file.name for file in (*path.glob("*.bin"), *path.glob("*.pt"), *path.glob("*.pth")))
         kept = f" (only {', '.join(others)}: pickled weights are never read; convert them)" if others else ""
         raise ModelError(f"{path} has no .safetensors weights{kept}; {REPAIR}")
+    tensors = 0
     for file in weights:  # the header shows truncated and foreign files before a slow load does
         try:
             file.open("rb").close()  # the package reports an unreadable file as missing
             with safe_open(file, framework="pt") as opened:
-                opened.keys()
+                tensors += len(opened.keys())
         except (SafetensorError, OSError) as error:
+            if is_exhausted(error):
+                raise
             raise ModelError(f"{file} is not a readable safetensors file ({error}); {REPAIR}") from error
+    _require_count(path, tensors)
     if not any((path / name).is_file() for name in TOKENIZER_FILES):
         raise ModelError(f"{path} has no tokenizer ({TOKENIZER_FILES[0]}); {REPAIR}")
     # transformers passes over a damaged one, and with it over the tokens that end a reply.
     if (path / GENERATION_CONFIG).is_file() and (reason := _json_fault(path / GENERATION_CONFIG)):
         raise ModelError(f"{path}: {reason}; correct it, or take it out")
+
+
+def _require_count(path: Path, tensors: int) -> None:
+    """Raise ``ModelError`` for so many tensors that whoever looks at each of them is held up for minutes."""
+    if tensors > MOST_TENSORS:
+        raise ModelError(
+            f"{path} names {tensors:,} tensors, and no model has more than {MOST_TENSORS:,}; it is damaged, or made to "
+            "do harm: take another model"
+        )
 
 
 def require_no_adapter(path: Path) -> None:
@@ -114,6 +128,8 @@ def reading(source: str | Path) -> Iterator[None]:
     except RlhfError:
         raise
     except Exception as error:  # whatever a library comes upon in files that are damaged or of another kind
+        if is_exhausted(error):
+            raise
         cause = _cause(source, error)
         kind, remedy = ("folder", REPAIR) if is_local(source) else ("hub id", FROM_HUB)
         if OWN_CODE in cause:
@@ -430,8 +446,10 @@ def require_own_files(folder: Path) -> None:
     for index in _files(folder, INDEXES):
         content = _json(index)
         shards = content.get("weight_map") if isinstance(content, dict) else None
-        for name in shards.values() if isinstance(shards, dict) else ():
-            if not isinstance(name, str) or PurePath(name).name != name or not name.endswith(SHARD):
+        names = list(shards.values()) if isinstance(shards, dict) else []
+        _require_count(folder, len(names))
+        for name in names:
+            if not isinstance(name, str) or os.path.basename(name) != name or not name.endswith(SHARD):
                 raise ModelError(
                     f"{folder}: its {index.name} names {name!r}; a shard is a {SHARD} file in the folder itself"
                 )

@@ -26,6 +26,7 @@ from rlhf_core.training.engine.frozen import FrozenModels
 from rlhf_core.training.history import History, nonfinite_as_none
 
 SAMPLES = 8
+NORMAL_95 = 1.96  # half an interval of 95 % in standard errors
 # Of the selection's metrics these keep their names; the others would collide with those of the rollout.
 SELECTION_METRICS = ("win_rate", "win_rate_low95", "win_rate_high95", "referee_gap")
 
@@ -42,6 +43,18 @@ class CheckpointCandidate:
     kl: float
     length_ratio: float
     repetition_increase: float
+    win_rate_error: float = 0.0  # standard error
+
+    def replaces(self, kept: CheckpointCandidate) -> bool:
+        """Whether this later checkpoint is kept in place of ``kept``.
+
+        It is if the referee prefers it by more than a standard error. Where the difference is smaller, a win rate of a
+        few hundred prompts says nothing, and the checkpoint nearer to SFT by KL is kept.
+        """
+        gain = self.win_rate - kept.win_rate
+        if abs(gain) > max(self.win_rate_error, kept.win_rate_error):
+            return gain > 0
+        return self.kl < kept.kl
 
     def broken_limits(self, limits: SelectionConfig) -> list[str]:
         """Describe the limits that this checkpoint breaks; empty when it is admissible. NaN breaks every limit."""
@@ -67,8 +80,10 @@ class CheckpointChoice:
 
 
 def choose(candidates: Sequence[CheckpointCandidate], limits: SelectionConfig) -> CheckpointChoice:
-    """Choose the highest referee win rate among admissible checkpoints; equal ones by lower KL, then by iteration.
+    """Choose the admissible checkpoint that the referee prefers; of equally good ones the nearest to SFT.
 
+    They are compared in their order, as they come while training goes on (:meth:`CheckpointCandidate.replaces`), so
+    that only the best weights so far have to be kept.
     When none is admissible the one of the lowest KL is chosen and marked so: a run must end with some policy, and the
     gate decides whether it is good enough. Method ``last`` takes the newest.
 
@@ -86,8 +101,11 @@ def choose(candidates: Sequence[CheckpointCandidate], limits: SelectionConfig) -
         nearest = min(candidates, key=lambda c: (not math.isfinite(c.kl), c.kl, c.iteration))
         broken = "; ".join(nearest.broken_limits(limits))
         return CheckpointChoice(nearest, False, f"no checkpoint keeps all limits ({broken}); lowest KL taken")
-    best = min(admissible, key=lambda c: (-c.win_rate, c.kl, c.iteration))
-    reason = f"highest referee win rate {best.win_rate:.3f} of {len(admissible)} admissible checkpoints"
+    best = admissible[0]
+    for candidate in admissible[1:]:
+        best = candidate if candidate.replaces(best) else best
+    compared = f"of {len(admissible)} admissible checkpoints"
+    reason = f"referee win rate {best.win_rate:.3f}, the best {compared}, or as good and nearer to SFT"
     return CheckpointChoice(best, True, reason)
 
 
@@ -122,7 +140,9 @@ class CheckpointSelector:
             # One result for all ranks, however their last digits may differ.
             metrics = dict(distributed.broadcast_from_rank0(self.measure(seen.policy)))
         decisive = ("win_rate", "kl", "length_ratio", "repetition_increase")
-        self.candidates.append(CheckpointCandidate(record.iteration, *(metrics[name] for name in decisive)))
+        low, high = (metrics.get(f"win_rate_{bound}", metrics["win_rate"]) for bound in ("low95", "high95"))
+        error = (high - low) / (2 * NORMAL_95)
+        self.candidates.append(CheckpointCandidate(record.iteration, *(metrics[name] for name in decisive), error))
         keep = self.choice().candidate.iteration == record.iteration
         weights = pair.policy_weights() if keep else None
         self.best = record.iteration if keep else self.best

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from rlhf_core.errors import ModelError, first_line
+from rlhf_core.errors import ModelError, first_line, is_exhausted
 from rlhf_core.models.forward import arguments_of, probe_ids
 from rlhf_core.models.precision import Precision, matmul_precision
 from rlhf_core.sampling.distribution import Sampling, log_distribution, philox_uniforms
@@ -66,6 +66,8 @@ def require_replies_as_scored(model: PreTrainedModel, source: str) -> None:
     try:
         difference = _largest_difference(model.eval())
     except Exception as error:  # whatever an architecture does with arguments that others take
+        if is_exhausted(error):
+            raise
         raise ModelError(f"{refused} ({type(error).__name__}: {first_line(error)}); {other}") from error
     finally:
         model.train(training)

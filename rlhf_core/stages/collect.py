@@ -40,10 +40,13 @@ def run(config: CollectConfig, inputs: Paths, outputs: Paths, context: RunContex
         DataError: A file is missing, of an unknown format or in a folder that stages replace, or no preferences are
             named.
     """
-    if config.source == "files" and not config.files.preferences:
+    if config.source == "files" and config.pairs and not config.files.preferences:
         raise DataError(
-            "collect.source is files, but collect.files.preferences is empty: name files with pairs of replies"
+            "collect.source is files, but collect.files.preferences is empty: name files with pairs of replies, or set "
+            "collect.pairs to false where reward functions do without"
         )
+    if not (config.pairs or config.files.prompts or config.files.demonstrations):
+        raise DataError("collect.files names neither prompts nor demonstrations: name files with prompts")
     workspace = outputs.raw.parents[1]
     require_kept(config.files.paths() if config.source == "files" else (), workspace)
     metrics = collect(config, workspace, outputs.raw)
@@ -132,7 +135,8 @@ def _from_world(config: CollectConfig, base: Path, folder: Path) -> Collected:
 
 def _from_files(config: CollectConfig, base: Path, folder: Path) -> Collected:
     sources_of = {kind: list(config.files.of(kind)) for kind in KINDS}
-    sources_of["preferences"] += annotation_sources(config.annotations, base)
+    if config.pairs:
+        sources_of["preferences"] += annotation_sources(config.annotations, base)
     files = {kind: source_files(sources_of[kind], base) for kind in KINDS}
     derived = derived_from([kind for kind in KINDS if files[kind]], config.also_derive)
     sizes = [file.path.stat().st_size if file.path else 0 for listed in files.values() for file in listed]

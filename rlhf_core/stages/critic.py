@@ -31,9 +31,9 @@ def run(config: CriticStageConfig, inputs: Paths, outputs: Paths, context: RunCo
         inputs.sft,
         tokenizer,
         read_training_prompts(inputs.clean, tokenizer, context.tokens),
-        inputs.reward,
+        inputs.get("reward"),
         rollout=config.ppo.rollout,
-        init=inputs.reward if config.init == "reward" else None,
+        init=inputs.get("reward") if config.init == "reward" else None,
         config=config,
         context=context,
         allow_high_learning_rates=True,  # params.yaml was checked as a whole

@@ -8,6 +8,7 @@ from typing import Any
 
 import pyarrow as pa
 
+from rlhf_core.api.checker import Checker
 from rlhf_core.config.evaluation import EvaluateStageConfig
 from rlhf_core.data.schema import write_table
 from rlhf_core.evaluation.benchmarks.multiple_choice import AnsweredQuestions, MultipleChoiceSet, answer_questions
@@ -19,6 +20,7 @@ from rlhf_core.evaluation.judges.gold import borrowed_judge
 from rlhf_core.evaluation.judges.llm.judge import ANSWERS, LlmJudge
 from rlhf_core.evaluation.perplexity import HeldOutText, held_out_perplexities, measure_drift, read_held_out
 from rlhf_core.evaluation.replies import evaluation_replies, on_policy_replies
+from rlhf_core.fingerprint.tracked_files import REWARD_SOURCES_FILE
 from rlhf_core.models.causal_lm import load_policy
 from rlhf_core.runtime import distributed
 from rlhf_core.runtime.progress import Progress, progress
@@ -45,6 +47,9 @@ def run(config: EvaluateStageConfig, inputs: Paths, outputs: Paths, context: Run
     llm_judge = LlmJudge(config.llm_judge, context.folder / ANSWERS) if config.llm_judge else None
     # A mistake in a file that the settings name stops the stage at once.
     sets = FixedSets.read(config, inputs.clean, context.folder)
+    checker = None
+    if "judge" not in inputs:
+        checker = Checker.of_test_prompts(config.ppo.reward.sources, inputs.clean, context.folder)
     questions = MultipleChoiceSet.load(config.multiple_choice, context.folder)
     texts = read_held_out(inputs.clean, config.perplexity.rows)
     files = [read_opponent(opponent, sets.judged, context.folder) for opponent in config.opponents]
@@ -61,7 +66,7 @@ def run(config: EvaluateStageConfig, inputs: Paths, outputs: Paths, context: Run
             assert model.on_policy is not None
             model.drift, model.on_policy = measure_drift(model.on_policy, reference, evaluation.clusters), None
     del reference
-    names = ("reward", "referee", "judge", "gold") if sets.world else ("reward", "referee", "judge")
+    names = [name for name in ("reward", "referee", "judge") if name in inputs] + (["gold"] if sets.world else [])
     for name in names:
         with borrowed_judge(name, inputs, config.batch_size, frozen) as judge:
             evaluation.score(judge)
@@ -78,6 +83,10 @@ def run(config: EvaluateStageConfig, inputs: Paths, outputs: Paths, context: Run
             for rival in rivals:
                 rival.score(judge)
     distributed.release_nonzero_ranks()  # what is left runs none of these models
+    if checker is not None:
+        for rival in (evaluation, *opponents):
+            rival.score(checker)
+        names.append(checker.name)
     if llm_judge is not None:
         evaluation.judge(llm_judge)
         for opponent in opponents:
@@ -136,12 +145,14 @@ STAGE = Stage(
         "reward": "models/reward",
         "referee": "models/referee",
         "judge": "models/judge",
+        "reward_sources": REWARD_SOURCES_FILE,
     },
     outputs={
         "metrics": "metrics/evaluation.json",
         "comparisons": "samples/comparisons.parquet",
         "bad_cases": "samples/bad_cases.jsonl",
     },
+    optional_inputs=frozenset({"reward_sources"}),
 )
 
 

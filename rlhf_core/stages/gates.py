@@ -55,7 +55,7 @@ def check_reward(config: GatesConfig, inputs: Paths, outputs: Paths, context: Ru
     found = load_metrics(
         inputs.metrics, referee=inputs.referee_metrics, judge=inputs.judge_metrics, agreement=outputs.metrics
     )
-    return settle_gate("reward", config.reward, found, config, outputs, context)
+    return settle_gate("reward", config.reward or (), found, config, outputs, context)
 
 
 def check_policy(config: GatesConfig, inputs: Paths, outputs: Paths, context: RunContext) -> dict[str, float]:

@@ -10,7 +10,7 @@ from transformers import PreTrainedTokenizerBase
 
 from rlhf_core.api.ppo import PTX_KINDS, train_ppo
 from rlhf_core.config.ppo import PpoConfig
-from rlhf_core.data.schema import Demonstration, PretrainText, Prompt, read_rows
+from rlhf_core.data.schema import Demonstration, PretrainText, Prompt, columns_of_prompts, read_rows
 from rlhf_core.data.token_tables import TokenTable, read_tokens
 from rlhf_core.errors import DataError, TrainingPaused
 from rlhf_core.fingerprint.tracked_files import REWARD_SOURCES_FILE
@@ -35,34 +35,36 @@ POLICY_OUTPUTS = {
 
 
 def run(config: PpoConfig, inputs: Paths, outputs: Paths, context: RunContext) -> dict[str, Any]:
-    """Train, choose a checkpoint, save it, and describe the run."""
+    """Train, choose a checkpoint, save it, and describe the run; without a referee it is the last one."""
     tokenizer = load_tokenizer(inputs.sft)
     texts = read_ptx_texts(config, inputs.clean, tokenizer, context.tokens)
+    referee = inputs.get("referee")
     try:
         trained = train_ppo(
             inputs.sft,
             tokenizer,
             read_training_prompts(inputs.clean, tokenizer, context.tokens),
-            inputs.reward,
-            inputs.critic,
+            inputs.get("reward"),
+            inputs.get("critic"),
             base=inputs.base,
-            referee=inputs.referee,
-            validation_prompts=validation_prompts(inputs.clean),
+            referee=referee,
+            validation_prompts=validation_prompts(inputs.clean) if referee is not None else (),
             demonstrations=texts.get(Demonstration.KIND, ()),
             pretrain=texts.get(PretrainText.KIND, ()),
             config=config,
             context=context,
             allow_high_learning_rates=True,  # params.yaml was checked as a whole
         )
-        assert trained.choice is not None
-        require_admissible(trained.choice, config)
+        if trained.choice is not None:
+            require_admissible(trained.choice, config)
     except TrainingPaused:
         publish_lines(context.work, outputs)  # the report of a paused run shows its curves
         raise
     trained.save(outputs.model)
     publish_lines(context.work, outputs)
     context.tracker.log_artifact(outputs.samples, "samples")
-    context.tracker.set_tags({"rlhf.selection": trained.choice.reason})
+    selection = "the last one: there is no referee" if trained.choice is None else trained.choice.reason
+    context.tracker.set_tags({"rlhf.selection": selection})
     atomic_write_json(outputs.metrics, trained.metrics)
     return trained.metrics
 
@@ -101,7 +103,7 @@ def read_training_prompts(
     if not rows:
         raise DataError(f"{path} holds no prompts; the validate stage writes them")
     table = read_tokens(tokens, path, Prompt.KIND, tokenizer)
-    return TrainingPrompts([row.prompt for row in rows], table.column("prompt"))
+    return TrainingPrompts([row.prompt for row in rows], table.column("prompt"), columns_of_prompts(rows))
 
 
 def validation_prompts(clean: Path) -> list[Prompt]:
@@ -121,7 +123,8 @@ def read_ptx_texts(
     files = {kind: clean / kind / "train.parquet" for kind in kinds}
     if config.ptx.data == "both":
         files = {kind: file for kind, file in files.items() if file.is_file()}
-    return {kind: read_tokens(tokens, file, kind, tokenizer) for kind, file in files.items()}
+    tables = {kind: read_tokens(tokens, file, kind, tokenizer) for kind, file in files.items()}
+    return {kind: table for kind, table in tables.items() if len(table) or config.ptx.data != "both"}
 
 
 def publish_lines(work: Path, outputs: Paths) -> None:

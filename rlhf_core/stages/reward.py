@@ -166,6 +166,8 @@ def require_pairs(workspace: Path) -> None:
             that a measure which the reward gate asks for is left out, a probe among them.
     """
     params = load_params(workspace)
+    if not params.collect.pairs:
+        return
     clean, init = workspace / STAGE.inputs["clean"], workspace / STAGE.inputs["base"]
     model = empty_model(AutoModelForCausalLM, AutoConfig.from_pretrained(init))
     for name, lora in params.later_adapters.items():
@@ -174,7 +176,7 @@ def require_pairs(workspace: Path) -> None:
         except ModelError as error:
             raise ModelError(f"{name}.lora: {error}") from error
     tokenizer = load_tokenizer(init)
-    asked = {condition.metric for condition in params.gates.reward} if params.gates.mode == "enforce" else set()
+    asked = {condition.metric for condition in params.gates.reward or ()} if params.gates.mode == "enforce" else set()
     users = {"reward": PairUser.REWARD, "referee": PairUser.REFEREE, "judge": PairUser.JUDGE}
     for name, user in users.items():
         config = getattr(params, name)

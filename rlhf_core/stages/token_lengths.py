@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from rlhf_core.config.loading import Params, load_params
 from rlhf_core.data.inspection.describe import TokenLimit, TokenLimits
-from rlhf_core.errors import ModelError, first_line
+from rlhf_core.errors import ModelError, first_line, is_exhausted
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -63,6 +63,8 @@ def _load_folder(path: Path, source: str) -> PreTrainedTokenizerBase:
         with quiet():
             tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(str(path), trust_remote_code=False)
     except Exception as error:  # whatever a library comes upon in files that are damaged or of another kind
+        if is_exhausted(error):
+            raise
         if not any((path / name).is_file() for name in TOKENIZER_FILES):
             raise ModelError(f"the folder {source} has no tokenizer ({TOKENIZER_FILES[0]}); {WANTED}") from error
         raise ModelError(f"{source} has no readable tokenizer: {first_line(error)}; give a complete folder") from error
@@ -149,6 +151,8 @@ def model_positions(path: Path) -> int | None:
             with quiet():
                 config = AutoConfig.from_pretrained(str(path), trust_remote_code=False)
         except Exception as error:  # whatever a library comes upon in a file that is damaged or of another kind
+            if is_exhausted(error):
+                raise
             raise ModelError(
                 f"{path}/config.json is not readable: {first_line(error)}; give a complete folder"
             ) from error

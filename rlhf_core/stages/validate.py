@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
+from typing import Any
 
 from rlhf_core.config.data import ValidateConfig
 from rlhf_core.config.gates import Condition
@@ -14,7 +15,6 @@ from rlhf_core.data.dataset import (
     count_tokens,
     data_metrics,
     file_names,
-    length_bias,
     rows_metric,
     write_clean,
     write_readme,
@@ -37,18 +37,21 @@ def run(
     inputs: Paths,
     outputs: Paths,
     context: RunContext,
-    kinds: Collection[str] = tuple(ROW_TYPES),
+    kinds: Collection[str] | None = None,
 ) -> dict[str, Numbers | float]:
     """Write clean splits, quarantine, data docs, data card, metrics and the gate's evidence.
 
     Args:
-        kinds: What the data gate asks for; a pipeline needs every kind.
+        kinds: What the data gate asks for; by default every kind, or where there are no pairs those that were
+            collected.
 
     Raises:
         DataError: The data of stage collect, or an evaluation file, cannot be read.
         GateFailed: The data gate failed (exit code 3). All but the clean data is written then too, as evidence.
     """
     raw, workspace = read_raw(inputs.raw), inputs.raw.parents[1]
+    manifest = inputs.raw / "manifest.json"
+    about = read_json(manifest) if manifest.is_file() else {}
     suites = read_suites(inputs.expectations, config, raw.derived)
     # A tokenizer that cannot be loaded is reported before the rows are checked, which takes longer.
     tokenizer = load_counting_tokenizer(config.tokenizer, workspace) if config.tokenizer else None
@@ -69,19 +72,17 @@ def run(
     with atomic_dir(outputs.clean) as folder:
         statistics = write_clean(folder, validated.clean, config.seed, config.split)
         write_readme(folder)
-        lengths = statistics["preferences"].all_lengths()
-        bias = length_bias(lengths.get("chosen", ()), lengths.get("rejected", ()))
+        bias = statistics["preferences"].length_bias()
         findings.counts["preferences"] = findings.counts.get("preferences", {}) | validated.agreement | bias
         metrics = data_metrics(validated, statistics, findings.counts)
         atomic_write_json(outputs.metrics, metrics)
-        conditions = gate_conditions(config, kinds) + rule_conditions(validated)
+        conditions = gate_conditions(config, collected_kinds(about) if kinds is None else kinds)
+        conditions += rule_conditions(validated)
         decision = decide("data", conditions, metrics, evidence={"metrics/data.json": sha256_file(outputs.metrics)})
         decision.save(outputs.gate)
-        manifest = inputs.raw / "manifest.json"
         failed = [condition.metric for condition in decision.conditions if not condition.passed]
         with atomic_dir(outputs.docs) as docs:
             validated.checkpoints.write_docs(docs, failed)
-        about = read_json(manifest) if manifest.is_file() else {}
         sources = CardSources(about, validated, findings, metrics, statistics, failed, tokens)
         unwritable = [finding for counted in (tokens or {}).values() for finding in counted.unwritable]
         write_card(outputs.card, build_card(sources, config), [*findings.breaches, *unwritable])
@@ -106,6 +107,15 @@ STAGE = Stage(
         "gate": "gates/data.json",
     },
 )
+
+
+def collected_kinds(manifest: Mapping[str, Any]) -> list[str]:
+    """Return the kinds that the stage collect has rows of, by file or by derivation; every kind where it had pairs."""
+    kinds: Mapping[str, Any] = manifest.get("kinds", {})
+    pairs = kinds.get("preferences", {})
+    if manifest.get("source") != "files" or pairs.get("files"):
+        return list(ROW_TYPES)
+    return [kind for kind in ROW_TYPES if kinds[kind]["files"] or kinds[kind]["derived_from"]]
 
 
 def gate_conditions(config: ValidateConfig, kinds: Collection[str] = tuple(ROW_TYPES)) -> list[Condition]:

@@ -12,7 +12,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 from urllib.parse import SplitResult, urlsplit
 
-from rlhf_core.errors import DataError, first_line
+from rlhf_core.errors import DataError, first_line, is_exhausted
 from rlhf_core.redaction import SECRET_NAME
 from rlhf_core.storage.files import scratch_folder
 
@@ -283,6 +283,8 @@ def local_copy(url: str) -> Iterator[Path]:
         try:
             filesystem.get_file(path, str(copy))
         except Exception as error:
+            if is_exhausted(error):
+                raise
             raise DataError(f"cannot read {url}: {first_line(error)}") from error
         yield copy
 

@@ -24,6 +24,7 @@ import psutil
 
 from rlhf_core.errors import ConfigError, Preempted, RlhfError, first_line, is_full_disk
 from rlhf_core.git import git_revision
+from rlhf_core.redaction import redacted
 from rlhf_core.runtime.preemption import StopNow
 from rlhf_core.storage.files import LockFile
 from rlhf_core.storage.garbage_collection import paused_collector
@@ -99,7 +100,7 @@ class JournalTracker(Tracker):
             self._take(JournalRecord("metrics", finite, step or 0))
 
     def log_params(self, params: Mapping[str, Any]) -> None:
-        self._take(JournalRecord("params", {name: str(value) for name, value in params.items()}))
+        self._take(JournalRecord("params", {name: redacted(str(value)) for name, value in params.items()}))
 
     def log_artifact(self, path: Path, folder: str | None = None) -> None:
         self._take(JournalRecord("artifact", {str(path): folder}))
@@ -134,20 +135,22 @@ GROUPS = ("reward", "kl", "policy", "value", "critic", "ptx", "selection", "vali
 
 
 # What MLflow refuses in the name of a metric, and all others of the request with it. Names have categories of the data.
-REFUSED = re.compile(r"[^/\w.\- :]|/(?=/|\Z|\.\.?(?:/|\Z))")
+REFUSED = re.compile(r"[^/\w.\- :]|\A/|\A\.(?=\.?(?:/|\Z))|/(?=/|\Z|\.\.?(?:/|\Z))")
 LONGEST_NAME = 250
 
 
-def grouped(name: str) -> str:
-    """The name of a metric in MLflow, which groups by what stands before "/": ``reward_mean`` is ``reward/mean``.
+def legal_name(name: str) -> str:
+    """The name of a metric or parameter with an underscore in place of whatever MLflow refuses."""
+    return REFUSED.sub("_", name[:LONGEST_NAME])
 
-    What MLflow refuses in a name becomes an underscore.
-    """
+
+def grouped(name: str) -> str:
+    """The name of a metric in MLflow, which groups by what stands before "/": ``reward_mean`` is ``reward/mean``."""
     if name == "kl":
         return "kl/k1"  # the estimate, beside kl_k2 and kl_k3
     first, _, rest = name.partition("_")
     name = f"{first}/{rest}" if rest and first in GROUPS else name
-    return REFUSED.sub("_", name[:LONGEST_NAME])
+    return legal_name(name)
 
 
 CLIENT_SETTINGS = {

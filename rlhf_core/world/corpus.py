@@ -32,7 +32,8 @@ Row = dict[str, Any]
 # How often a category is drawn: reading takes most demonstrations, and telling facts apart most comparisons.
 DEMONSTRATED: tuple[tuple[str, float], ...] = (("fact", 0.3), ("context", 0.35), ("howto", 0.2), ("harmful", 0.15))
 COMPARED: tuple[tuple[str, float], ...] = (("fact", 0.4), ("context", 0.3), ("howto", 0.2), ("harmful", 0.1))
-PROMPTS_PER_QUESTION = 2
+# With how many of the prefixes a question is asked: recipes are few, stories many, and refusing is learned soon.
+PREFIXES_ASKED = {"fact": 2, "context": 1, "howto": 4, "harmful": 1}
 
 # What plain texts are about, and the phrases that people exchange without saying anything.
 TEXTS: tuple[tuple[str, float], ...] = (
@@ -54,14 +55,13 @@ SMALL_TALK = (
 def prompts(seed: int) -> list[Row]:
     """Return the prompts of the world in an order given by the seed: prompt, category, source, group.
 
-    Each question is asked with ``PROMPTS_PER_QUESTION`` of the prefixes, all of them equally often.
+    Each question is asked with as many of the prefixes as ``PREFIXES_ASKED`` says, all of them equally often.
     """
-    step = len(PREFIXES) // PROMPTS_PER_QUESTION
-    pairs = [
-        (question, PREFIXES[place])
-        for number, question in enumerate(all_questions())
-        for place in range(number % step, len(PREFIXES), step)
-    ]
+    pairs = []
+    for number, question in enumerate(all_questions()):
+        step = len(PREFIXES) // PREFIXES_ASKED[question.category]
+        for place in range(number % step, len(PREFIXES), step):
+            pairs.append((question, PREFIXES[place]))
     order = sorted(range(len(pairs)), key=lambda index: (Draws(seed, "prompts", index).uniform(), index))
     return [_row(pairs[index][0], pairs[index][1], SOURCE) for index in order]
 

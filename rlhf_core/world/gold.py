@@ -22,7 +22,7 @@ REPEAT = -0.4
 # A sentence the grammar cannot read, or one that has nothing to do with what was asked.
 UNRECOGNISED = -0.4
 UNFINISHED = -0.3
-EXTRA_FILLER = -0.25
+EXTRA_FILLER = -0.35
 FREE_WORDS, EXTRA_WORD = 32, -0.02
 NO_END = -0.5
 LOW, HIGH = -2.5, 1.4

@@ -82,11 +82,11 @@ class Draws:
 
 # Mixed quality on purpose: supervised fine-tuning imitates the mixture and so leaves headroom for PPO.
 MODES: tuple[tuple[str, float], ...] = (
-    ("good", 0.42),
-    ("wrong", 0.22),
-    ("evasive", 0.12),
-    ("rude", 0.12),
-    ("rambling", 0.12),
+    ("good", 0.37),
+    ("wrong", 0.32),
+    ("evasive", 0.1),
+    ("rude", 0.1),
+    ("rambling", 0.11),
 )
 MAX_WORDS = 42
 

@@ -333,7 +333,8 @@ def ppo_stage(plan: StagePlan) -> None:
     trained = [policy, *([critic] if critic else [])]
     reference = plan.frozen("reference", plan.variant("causal_lm")) if config.policy_lora is None else None
     scorers = [role for role in plan.reward_models() if role.name != "reward"]
-    scorers += [plan.judging("reward"), plan.judging("referee")]
+    if plan.inputs.params.collect.pairs:
+        scorers += [plan.judging("reward"), plan.judging("referee")]
     frozen = [*([reference] if reference else []), *scorers]
     selection = _selection(plan, policy, frozen)
     # Models are loaded whole: the reference, each scorer before it is placed, SFT's replies for the selection; then the
@@ -555,7 +556,9 @@ STAGES: dict[str, Callable[[StagePlan], None]] = {
 def planned_stages(params: Params) -> tuple[str, ...]:
     """The stages that run a model: critic pre-training only where PPO's advantages need a critic."""
     with_critic = params.policy.method == "ppo" and not params.ppo.advantage.critic_free
-    return tuple(name for name in STAGES if name != "critic" or with_critic)
+    untrained = ("sft",) if "gate-sft" in params.left_out else ()
+    names = (name for name in STAGES if name not in (*params.left_out, *untrained))
+    return tuple(name for name in names if name != "critic" or with_critic)
 
 
 def plan_stages(inputs: EstimateInputs, stages: Sequence[str] = ()) -> list[StagePlan]:

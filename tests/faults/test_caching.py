@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import shutil
+import subprocess
+import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -21,6 +23,16 @@ ENDING = """
 stages:
   ppo:
     cmd: touch started && until [ -e go ]; do sleep 0.05; done && echo p > policy.txt && touch ended
+    outs: [policy.txt]
+"""
+AFTER_ANOTHER = """
+stages:
+  sft:
+    cmd: touch sft.started && until [ -e go ]; do sleep 0.05; done && echo s > sft.txt && echo sft >> runs
+    outs: [sft.txt]
+  ppo:
+    cmd: touch ppo.started && until [ -e go ]; do sleep 0.05; done && echo p > policy.txt && echo ppo >> runs
+    deps: [sft.txt]
     outs: [policy.txt]
 """
 BOTH = """
@@ -68,6 +80,31 @@ def test_a_stage_that_ends_under_dvcs_lock_waits_for_it(tmp_path: Path) -> None:
         outcome = stage.result(240)
     assert outcome.action == "ran", outcome
     assert "ppo:" in (toy / "dvc.lock").read_text()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("busy", ["ppo", "sft"], ids=["the same stage", "one that it needs"])
+def test_a_stage_waits_for_a_dvc_repro_of_somebody_else(
+    tmp_path: Path, busy: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    toy = make_toy(tmp_path, AFTER_ANOTHER)
+    ensure_dvc(toy)
+    (toy / "sft.txt").write_text("s")
+    with ThreadPoolExecutor(1) as threads:
+        repro = subprocess.Popen([sys.executable, "-m", "dvc", "repro", "--single-item", busy], cwd=toy)
+        try:
+            wait_until((toy / f"{busy}.started").exists, 240, "start of the stage")
+            stage = threads.submit(run_stage, StageSpec(toy, "ppo"))
+            wait_until(lambda: "waits for another DVC command" in caplog.text, 240, "a word on it")
+            assert f"process {repro.pid}" in caplog.text and not stage.done()
+            (toy / "go").touch()
+            assert repro.wait(240) == 0
+        finally:
+            (toy / "go").touch()
+            repro.kill()
+        outcome = stage.result(240)
+    assert outcome.action == ("cached" if busy == "ppo" else "ran"), outcome
+    assert (toy / "runs").read_text().count("ppo") == 1
 
 
 @pytest.mark.slow

@@ -70,6 +70,8 @@ def test_secrets_of_the_environment_are_masked_wherever_a_library_writes_them(mo
 @pytest.mark.parametrize(
     ("name", "value", "is_secret"),
     [("SORT_KEY", "created_at", False), ("PRIMARY_KEY", "prompt", False), ("GROUP_KEY", "messages.content", False),
+     ("KEY", "prompt", False), ("sortkey", "messages", False), ("HotKey", "preferences", False),
+     ("apikey", "letmein", True),
      ("SORT_KEY", "aB3xQ9", True), ("DEPLOY_KEY", "abcdefghijklmnopqrstuvwxyz", True),
      ("OPENAI_API_KEY", "localkey", True), ("AWS_SECRET_ACCESS_KEY", "letmein", True), ("APIKEY", "letmein", True),
      ("MLFLOW_TRACKING_PASSWORD", "prompt", True)],
@@ -81,10 +83,19 @@ def test_a_word_in_a_variable_of_another_kind_of_key_is_no_secret(
     assert redacted(f"the rows have no {value}") == f"the rows have no {'***' if is_secret else value}"
 
 
-@pytest.mark.parametrize("path", ["signing.pem", "my keys/release.pem", "/gone/ci.key"])
+@pytest.mark.parametrize(
+    "path",
+    ["signing.pem", "my keys/release.pem", "/gone/ci.key", "/gone/id_ecdsa", "release-key", "~/keys/ci", "../k e y"],
+)
 def test_the_file_of_a_key_is_named(monkeypatch: pytest.MonkeyPatch, path: str) -> None:
     monkeypatch.setenv("RLHF_SIGNING_KEY", path)
     assert redacted(f"there is no file {path}") == f"there is no file {path}"
+
+
+@pytest.mark.parametrize("key", ["-----BEGIN EC PRIVATE KEY-----\nMHc", "MHcCAQEEIB" * 5, "a1" * 32])
+def test_a_key_in_place_of_its_file_is_masked(monkeypatch: pytest.MonkeyPatch, key: str) -> None:
+    monkeypatch.setenv("RLHF_SIGNING_KEY", key)
+    assert redacted(f"there is no file {key}") == "there is no file ***"
 
 
 def test_logs_and_tracebacks_are_redacted(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

@@ -16,6 +16,7 @@ from rlhf_core.data.readers.detection import (
     first_records,
     format_named,
     format_of,
+    is_flag,
     mapped,
     missing_replies,
     other_replies,
@@ -44,7 +45,7 @@ from rlhf_core.data.readers.labels import (
 from rlhf_core.data.readers.residues import cleaned
 from rlhf_core.data.readers.turns import Refusal, Turn, text_of
 from rlhf_core.data.row_counts import READABLE, Record, RowCounts, RowFinding
-from rlhf_core.data.schema import ROW_TYPES, content_id
+from rlhf_core.data.schema import OF_THE_PROMPT, ROW_TYPES, content_id
 from rlhf_core.data.tables import bytes_in_memory, chunked, drained
 from rlhf_core.data.text import escaped_controls
 from rlhf_core.errors import DataError
@@ -142,6 +143,9 @@ def add_record(part: FileRows, original: Record, shape: Format, options: ReadOpt
     try:
         _require_format(record, shape, detected=options.format is None)
         rows = _rows(record.value, shape, counts.kind, options, counts.source, noticed)
+        if counts.kind == "prompts":
+            columns = columns_kept(original.value)
+            rows = [row | {"columns": columns} for row in rows]
     except Refusal as refusal:
         row = _as_json(original.value)
         finding = RowFinding(READABLE, counts.kind, str(refusal), counts.source, record.position, row=row)
@@ -158,12 +162,32 @@ def add_record(part: FileRows, original: Record, shape: Format, options: ReadOpt
         part.positions += [record.position] * len(rows)
         counts.kept += len(rows)
         counts.expanded += len(rows) - 1
-        counts.unused.update(unused_columns(record.value, shape))
+        unused = unused_columns(record.value, shape)
+        # What else the record of a prompt says is kept for reward functions.
+        counts.unused.update(unused if counts.kind != "prompts" else filter(is_flag, unused))
         for name in unread_prompt_parts(record.value, shape.read, rows[0].get("prompt", ())) if rows else ():
             noticed[
                 f"{name} may be a part of the prompt, and is not read: name the columns (--column, --template)"
             ] += 1
         counts.noticed.update(noticed)
+
+
+def columns_kept(value: Any) -> str | None:
+    """Return what the record of a prompt says beside it, as JSON for reward functions; None where it says nothing.
+
+    A date is its text; bytes are left out.
+    """
+    if not isinstance(value, dict):
+        return None
+    columns = {
+        str(name): item
+        for name, item in value.items()
+        if name not in OF_THE_PROMPT and item is not None and not isinstance(item, bytes)
+    }
+    try:
+        return json.dumps(columns, default=str) if columns else None
+    except (ValueError, TypeError, RecursionError) as error:
+        raise Refusal(f"its columns cannot be kept as JSON: {error}") from error
 
 
 def _require_kind(shape: Format, kind: str, options: ReadOptions, where: str, first_row: str) -> None:

@@ -21,7 +21,7 @@ from rlhf_core.data.readers.detection import PROBE, first_records, format_named,
 from rlhf_core.data.readers.stream import stream_records, uncounted
 from rlhf_core.data.readers.table_records import OnRead
 from rlhf_core.data.row_counts import Record
-from rlhf_core.errors import DataError, first_line
+from rlhf_core.errors import DataError, first_line, is_exhausted
 from rlhf_core.plugins import READERS, plugin_line
 from rlhf_core.storage.data_files import (
     NothingMatches,
@@ -84,7 +84,8 @@ def annotation_sources(pattern: str | None, base: Path) -> list[DataSource]:
 
 def collected_paths(config: CollectConfig, base: Path) -> list[str]:
     """Return the paths, globs, URLs and hub ids that ``collect`` reads, and the files of annotations."""
-    return [*config.files.paths(), *(source.path for source in annotation_sources(config.annotations, base))]
+    annotated = annotation_sources(config.annotations, base) if config.pairs else []
+    return [*config.files.paths(), *(source.path for source in annotated)]
 
 
 def reader_lines(config: CollectConfig) -> list[str]:
@@ -348,6 +349,8 @@ def load_hub_records(spec: str, limit: int | None = None) -> OpenSource:
             rows = _stored_rows(data if limit is None else data.select(range(min(limit, total))))
         first = next(rows, None)
     except Exception as error:  # The library raises many unrelated types.
+        if is_exhausted(error):
+            raise
         raise DataError(
             f"{spec}: cannot load the data set ({first_line(error)}); check the id, the revision, the split and the "
             "network"

@@ -153,7 +153,8 @@ def other_replies(first: Sequence[Record], options: ReadOptions, shape: Format) 
             "(--column chosen=… --column rejected=…)"
         )
     return (
-        f"{names} may be the reply to a prompt, and is not read: name the columns (--column prompt=… --column reply=…)"
+        f"{names} may be the reply to a prompt, and is kept for reward functions alone; to imitate it, name the "
+        "columns (--column prompt=… --column reply=…)"
     )
 
 
@@ -319,7 +320,8 @@ def _unused_turn_keys(column: str, turns: Any) -> Iterator[str]:
                     yield from (f"{column}[].{text}[].{key}" for key in unused)
 
 
-def _is_flag(column: str) -> bool:
+def is_flag(column: str) -> bool:
+    """Whether a column that is not read may say how good a reply is, or whether it is to be learned."""
     return may_be_flag(column.rpartition("[].")[2].rpartition(".")[2])
 
 
@@ -329,7 +331,7 @@ def commonest_unused(unused: Mapping[str, int]) -> dict[str, int]:
     Args:
         unused: By column, how many rows have something there.
     """
-    ordered = sorted(unused.items(), key=lambda item: (not _is_flag(item[0]), -item[1], item[0]))
+    ordered = sorted(unused.items(), key=lambda item: (not is_flag(item[0]), -item[1], item[0]))
     return dict(ordered[:LISTED_COLUMNS])
 
 
@@ -344,7 +346,7 @@ def warnings_of(counts: RowCounts) -> list[str]:
     """Return what somebody should look at before training on a source, a sentence each with how many rows it is."""
     warnings = []
     for name, count in commonest_unused(counts.unused).items():
-        if _is_flag(name):
+        if is_flag(name):
             about = "may say how good a reply is or whether it is to be learned"
             warnings.append(f"{count}: {name} {about}, and is not read")
     for what, count in counts.noticed.most_common():

@@ -19,7 +19,7 @@ from rlhf_core.data.readers.csv_records import csv_records
 from rlhf_core.data.readers.json_records import json_line_records, json_records, require_narrow_text
 from rlhf_core.data.readers.table_records import MAX_EXPANSION, OnRead, expansion_limit, table_records
 from rlhf_core.data.row_counts import Record
-from rlhf_core.errors import DataError
+from rlhf_core.errors import DataError, is_exhausted
 from rlhf_core.storage.files import scratch_file, temporary_root
 
 KINDS = (".json", ".jsonl", ".ndjson", ".csv", ".tsv", ".parquet", ".arrow")
@@ -161,6 +161,8 @@ class _StoredFile:
         try:
             yield
         except (EOFError, OSError, zlib.error, lzma.LZMAError, pa.ArrowException) as error:
+            if is_exhausted(error):
+                raise
             if not self.compression:
                 raise DataError(f"cannot read {self.name}: {error}") from error
             if "Memory usage limit" in str(error):

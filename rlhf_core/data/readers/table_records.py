@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import resource
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from pathlib import Path
@@ -17,7 +18,7 @@ import pyarrow.parquet as pq
 from rlhf_core.data.readers.csv_records import require_distinct
 from rlhf_core.data.row_counts import Record
 from rlhf_core.data.tables import CHUNK_BYTES, rows_within, table_slices
-from rlhf_core.errors import DataError
+from rlhf_core.errors import DataError, is_exhausted
 from rlhf_core.runtime.limited_call import CallLimits, limit_reached, lower_limit
 
 BATCH_ROWS = 2048
@@ -31,10 +32,11 @@ SHORT_ROW = 32
 SHORT_ROWS = 64
 POINTER = 8  # bytes that a list takes for each of its values, even where that is None
 TYPE_CHARACTERS = 60
-# A footer of fewer bytes has no schema so deep that reading it overflows the stack.
-SHORT_FOOTER = 2**14
 LIMITS = CallLimits()
 SMALL_STACK = 2**22
+# Bytes of a file that a second of a processor reads at least, and as many times its size as a batch of it may take.
+SLOWEST_READING = 5_000_000
+BATCH_EXPANSION = 16
 # What pyarrow raises for values that no Python value can hold; KeyError for an unknown time zone.
 CONVERSION_ERRORS = (UnicodeDecodeError, ValueError, OverflowError, KeyError, pa.ArrowException)
 END_OF_STREAM = b"\xff\xff\xff\xff\0\0\0\0"
@@ -53,13 +55,17 @@ def expansion_limit(size: int) -> int:
 def table_records(kind: str, path: Path, name: str, on_read: OnRead) -> Iterator[Record]:
     """Yield the rows of a ``.parquet`` or ``.arrow`` file; ``DataError``, which calls it ``name``, for others."""
     size, rows = path.stat().st_size, 0
+    parts = parquet_parts if kind == ".parquet" else _arrow_parts
+    _require_readable(name, size, partial(_read_through, kind, partial(parts, name, path, size), path))
     try:
-        for table, read in (parquet_parts if kind == ".parquet" else _arrow_parts)(name, path, size):
+        for table, read in parts(name, path, size):
             yield from _records_of(table, first=rows + 1)
             rows += table.num_rows
             on_read(read)
         on_read(size)
     except (pa.ArrowException, OSError, ValueError) as error:  # ValueError: names that are not UTF-8
+        if is_exhausted(error):
+            raise
         raise DataError(f"{name} is not a readable {kind[1:]} file ({error})") from error
 
 
@@ -68,10 +74,9 @@ def parquet_parts(name: str, path: Path, size: int) -> Iterator[tuple[pa.Table, 
 
     Raises:
         ArrowInvalid: The file counts other rows than it holds, or is several that were joined.
-        DataError: It cannot be read within limits, has a column twice, or holds far more than fits its ``size``.
+        DataError: It has a column twice, or holds far more than fits its ``size``.
     """
     rows = 0
-    _require_readable_footer(name, path, size)
     with pq.ParquetFile(path, page_checksum_verification=True, buffer_size=READ_BYTES, pre_buffer=False) as file:
         footer = file.metadata
         _require_one_file(path, footer)
@@ -80,7 +85,7 @@ def parquet_parts(name: str, path: Path, size: int) -> Iterator[tuple[pa.Table, 
         # A page is decompressed as a whole, so what they claim is looked at before.
         claimed = sum(max(group.total_byte_size, SHORT_ROW * group.num_rows) for group in _groups(footer))
         _require_size(name, claimed, size)
-        for table in _checked(name, file.iter_batches(_batch_rows(footer)), size):
+        for table in _checked(name, file.iter_batches(_batch_rows(footer), use_threads=False), size):
             rows += table.num_rows
             yield table, size * rows // footer.num_rows
         if rows != footer.num_rows:
@@ -100,7 +105,8 @@ def _arrow_parts(name: str, path: Path, size: int) -> Iterator[tuple[pa.Table, i
             if source.read() != END_OF_STREAM:
                 raise pa.ArrowInvalid("the mark of its end is missing: it was cut off, or never closed")
         source.seek(0)
-        reader = pa.ipc.open_file(source) if is_file else pa.ipc.open_stream(source)
+        options = pa.ipc.IpcReadOptions(use_threads=False)
+        reader = (pa.ipc.open_file if is_file else pa.ipc.open_stream)(source, options=options)
         require_distinct(name, reader.schema.names)
         batches = (reader.get_batch(i) for i in range(reader.num_record_batches)) if is_file else reader
         for table in _checked(name, batches, size):
@@ -194,22 +200,31 @@ def _require_row_counts(file: pq.ParquetFile) -> None:
                 )
 
 
-def _read_a_row(path: Path) -> None:
-    """Read what a deep schema overflows the stack with, on half of the usual stack so that the rest is a margin."""
+def _require_readable(name: str, size: int, read_through: Callable[[], None]) -> None:
+    """Raise ``DataError`` where reading a file of ``size`` bytes would end the process, or fill its memory.
+
+    Arrow follows a schema to any depth, and gives a page or a buffer as much memory as that claims to need, whatever
+    the footer says. So the file is read in a child process first, which takes a small part of the time that making
+    Python values takes afterwards.
+    """
+    memory = min(expansion_limit(size), max(LIMITS.memory, BATCH_EXPANSION * size)) + ALWAYS_ALLOWED
+    limits = CallLimits(LIMITS.cpu_seconds + size // SLOWEST_READING, LIMITS.seconds + size / SLOWEST_READING, memory)
+    if reached := limit_reached(read_through, limits):
+        raise DataError(
+            f"cannot read {name}: that {reached}; it is damaged, made to do harm, or no text: save its rows as JSON "
+            "lines"
+        )
+
+
+def _read_through(kind: str, parts: Callable[[], Iterable[object]], path: Path) -> None:
+    """Read a whole file on half of the usual stack, so that the rest is a margin."""
     lower_limit(resource.RLIMIT_STACK, SMALL_STACK)
-    with pq.ParquetFile(path, buffer_size=READ_BYTES, pre_buffer=False) as file:
-        str(file.schema_arrow)
-        str(file.schema)
-        next(file.iter_batches(1, use_threads=False), None)
-
-
-def _require_readable_footer(name: str, path: Path, size: int) -> None:
-    """Raise ``DataError`` where a long footer would end the process: Arrow follows a schema to any depth."""
-    with path.open("rb") as stored:
-        stored.seek(max(size - 8, 0))
-        length = int.from_bytes(stored.read(4), "little")
-    if SHORT_FOOTER < length < size and (reached := limit_reached(partial(_read_a_row, path), LIMITS)):
-        raise DataError(f"cannot read {name}: its footer cannot be read: that {reached}; save the rows as JSON lines")
+    pa.set_memory_pool(pa.system_memory_pool())  # which reserves nothing
+    if kind == ".parquet":
+        with pq.ParquetFile(path, buffer_size=READ_BYTES, pre_buffer=False) as file:
+            str(file.schema_arrow)
+            str(file.schema)
+    deque(parts(), maxlen=0)
 
 
 def _require_one_file(path: Path, footer: pq.FileMetaData) -> None:

@@ -142,7 +142,10 @@ class Rival:
 
     def score(self, judge: Judge) -> None:
         """Let ``judge`` score its replies, and compare them."""
-        self.known.scores[judge.name] = judge.score([row.prompt for row in self.sets.judged], self.known.judged)
+        scores = judge.score([row.prompt for row in self.sets.judged], self.known.judged)
+        if judge.name in self.evaluation.lowest:
+            scores = np.nan_to_num(scores, nan=self.evaluation.lowest[judge.name]).tolist()
+        self.known.scores[judge.name] = scores
         for side, versus in self.versus.items():
             versus.policy.scores[judge.name] = self.evaluation.first_scores(side, judge.name)[self.answered].tolist()
             versus.compare_scores(judge.name, self._tie_margin(judge.name))

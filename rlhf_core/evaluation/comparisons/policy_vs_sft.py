@@ -10,6 +10,7 @@ import numpy as np
 from rlhf_core.config.evaluation import EvaluateConfig
 from rlhf_core.data.clusters import cluster_of, clusters_of
 from rlhf_core.data.text import language_shares
+from rlhf_core.errors import DataError
 from rlhf_core.evaluation.comparisons.comparison import (
     compare,
     compare_groups,
@@ -21,7 +22,7 @@ from rlhf_core.evaluation.comparisons.comparison import (
 from rlhf_core.evaluation.fixed_sets import EvaluatedModel, FixedSets, repeated_rows
 from rlhf_core.evaluation.judges.gold import GoldJudge
 from rlhf_core.evaluation.judges.model import Judge
-from rlhf_core.evaluation.judges.names import JUDGE, TRAINED_ON, final_judges
+from rlhf_core.evaluation.judges.names import TRAINED_ON, final_judges, last_word
 from rlhf_core.evaluation.losses import paired_losses
 from rlhf_core.evaluation.regression import REFUSAL_CHECKS, check_rates, pass_rates, regression_checks
 from rlhf_core.evaluation.replies import Reply, measure_text
@@ -43,6 +44,8 @@ class Evaluation:
         comparison: The policy against SFT by each judge.
         pairwise: What judges without scores said about the first reply to each prompt.
         right: By side which replies give what was asked for; known of the synthetic world alone.
+        unscored: By side the share of replies that reward functions could not score, where these judge.
+        lowest: By judge that may decline, the lowest score of a reply, which is also that of what it could not score.
     """
 
     def __init__(self, sets: FixedSets, sft: EvaluatedModel, policy: EvaluatedModel, config: EvaluateConfig) -> None:
@@ -54,15 +57,36 @@ class Evaluation:
         self.comparison: dict[str, dict[str, float]] = {}
         self.pairwise: dict[str, PairwiseJudgements] = {}
         self.right: dict[str, np.ndarray] = {}
+        self.unscored: dict[str, float] = {}
+        self.lowest: dict[str, float] = {}
 
     def score(self, judge: Judge) -> None:
         """Let ``judge`` score both models' replies, and compare them."""
         asked = [row.prompt for row in self.prompts]
         for model in (self.sft, self.policy):
             model.scores[judge.name] = judge.score(asked, model.judged)
+        if getattr(judge, "may_decline", False):
+            self._count_unscored(judge.name)
         if isinstance(judge, GoldJudge):
             self.right = {side: np.array(judge.right(asked, self._side(side).judged)) for side in SIDES}
         self.compare_scores(judge.name, tie_margin_of(judge, self.config.tie_margin, self.sft.scores[judge.name]))
+
+    def _count_unscored(self, judge: str) -> None:
+        """Give replies that ``judge`` could not score the lowest score of all: no model must gain by them.
+
+        Raises:
+            DataError: It could score none.
+        """
+        of_side = {side: np.array(self._side(side).scores[judge]) for side in SIDES}
+        every = np.concatenate([*of_side.values()])
+        if np.isnan(every).all():
+            raise DataError(
+                f"the {judge} could score none of {len(every)} replies to test prompts; correct its function"
+            )
+        lowest = self.lowest[judge] = float(np.nanmin(every))
+        for side, scores in of_side.items():
+            self.unscored[side] = float(np.isnan(scores).mean())
+            self._side(side).scores[judge] = np.nan_to_num(scores, nan=lowest).tolist()
 
     def compare_scores(self, judge: str, tie_margin: float) -> None:
         """Compare the scores that ``judge`` gave both models."""
@@ -117,7 +141,7 @@ class Evaluation:
 
     def losses(self) -> dict[str, Any]:
         """Return ``losses``: by how much the policy may be worse than SFT, see :mod:`~rlhf_core.evaluation.losses`."""
-        return paired_losses(self.sets, self.sft, self.policy, self.outcomes()[JUDGE])
+        return paired_losses(self.sets, self.sft, self.policy, self.outcomes()[last_word(self.comparison)])
 
     def metrics(self) -> dict[str, Any]:
         """Return the content of ``metrics/evaluation.json``; see docs/metrics.md."""
@@ -188,6 +212,8 @@ class Evaluation:
         metrics: dict[str, Any] = {judge: float(np.mean(scores)) for judge, scores in model.scores.items()}
         if self.right:
             metrics["right"] = float(self.right[side].mean())
+        if self.unscored:
+            metrics["unscored"] = self.unscored[side]
         sets = [measure_text(model.judged[draw::each]) for draw in range(each)]
         for name in sets[0]:
             metrics[name] = sum(values[name] for values in sets) / len(sets)
@@ -256,11 +282,21 @@ class Evaluation:
         """Return positions of rows where the reward model prefers the policy and ``judge`` prefers SFT, worst first.
 
         Such prompts are what the next round of preference data should be about. Beside each stands by how much they
-        disagree: the reward's gain minus the judge's, each in standard deviations of that judge's differences.
+        disagree: the reward's gain minus the judge's, each in standard deviations of that judge's differences. Without
+        a reward model these are all rows where ``judge`` prefers SFT.
         """
-        reward, judged = (np.subtract(self.policy.scores[name], self.sft.scores[name]) for name in (TRAINED_ON, judge))
-        disagreement = reward / (float(reward.std()) or 1.0) - judged / (float(judged.std()) or 1.0)
-        wrong = (reward > 0) & (judged < -self.comparison[judge]["tie_margin"])
+        gains = {
+            name: np.subtract(self.policy.scores[name], self.sft.scores[name])
+            for name in (TRAINED_ON, judge)
+            if name in self.policy.scores
+        }
+        judged = gains[judge]
+        wrong = judged < -self.comparison[judge]["tie_margin"]
+        disagreement = -judged / (float(judged.std()) or 1.0)
+        if TRAINED_ON in gains:
+            reward = gains[TRAINED_ON]
+            wrong &= reward > 0
+            disagreement = reward / (float(reward.std()) or 1.0) + disagreement
         order = sorted(np.flatnonzero(wrong), key=lambda i: -disagreement[i])
         return [(int(i), float(disagreement[i])) for i in order]
 

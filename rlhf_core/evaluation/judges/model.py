@@ -82,7 +82,11 @@ class ModelJudge:
         Raises:
             DataError: A reply that no model of this run sampled, such as a third party's, is too long for the model.
         """
-        sequences = [self._encode(prompt, reply) for prompt, reply in zip(prompts, replies, strict=True)]
+        encoded = {prompt: encode_prompt(self.tokenizer, prompt) for prompt in dict.fromkeys(map(tuple, prompts))}
+        sequences = [
+            (encoded[tuple(prompt)], self._encode_reply(encoded[tuple(prompt)], reply))
+            for prompt, reply in zip(prompts, replies, strict=True)
+        ]
         with torch.inference_mode():
             values = values_of_sequences(
                 sequences,
@@ -94,16 +98,15 @@ class ModelJudge:
         scores: list[float] = values.tolist()
         return scores
 
-    def _encode(self, prompt: Sequence[Message], reply: Reply) -> tuple[list[int], list[int]]:
-        """Token ids of prompt and reply: those that the policy generated, as they are.
+    def _encode_reply(self, prompt_ids: list[int], reply: Reply) -> list[int]:
+        """Token ids of a reply: those that the policy generated, as they are.
 
         Ids of another vocabulary (a champion of an older tokenizer) mean nothing to this model; it gets the visible
         text in its own tokens, with an end marker only if the reply has one. A reply that this model's template would
         not write as it is, such as one with reasoning that it leaves out, is read as it stands.
         """
-        prompt_ids = encode_prompt(self.tokenizer, prompt)
         if reply.vocabulary == self.vocabulary:
-            return prompt_ids, list(reply.token_ids)
+            return list(reply.token_ids)
         try:
             token_ids = encode_reply(self.tokenizer, reply.text, reply.finished)
         except UnwritableText:
@@ -115,4 +118,4 @@ class ModelJudge:
                 f"a prompt with its reply has {length} tokens, more than the {self.positions} positions of the model "
                 f"{self.name!r}; leave out or shorten {reply.text[:40]!r}…"
             )
-        return prompt_ids, token_ids
+        return token_ids

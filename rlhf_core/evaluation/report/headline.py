@@ -11,6 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from rlhf_core.config.gates import CHECKER
+from rlhf_core.evaluation.figures import format_number
 from rlhf_core.evaluation.judges.names import GOLD, JUDGE
 from rlhf_core.evaluation.remedies import remedy_for
 from rlhf_core.evaluation.report.sources import JsonObject, failed_gate
@@ -37,6 +39,9 @@ HEADLINE = {
     "win_rate": "evaluation.comparison.judge.win_rate",
     "win_rate_low95": "evaluation.comparison.judge.win_rate_low95",
     "gold_win_rate": "evaluation.comparison.gold.win_rate",
+    "checker_sft": "evaluation.sft.checker",
+    "checker_policy": "evaluation.policy.checker",
+    "checker_gain_low95": "evaluation.comparison.checker.mean_difference_low95",
     "kl": "evaluation.kl",
     "length": "evaluation.policy.length",
 }
@@ -55,7 +60,8 @@ CURVES = {
 def headline_metrics(metrics: Mapping[str, Mapping[str, Any]]) -> dict[str, float]:
     """Select the headline from the content of ``metrics/NAME.json`` by name, rounded; what is missing is left out.
 
-    The win rate is the judge's against SFT; the synthetic world alone has a gold judge.
+    The win rate is the judge's against SFT; the synthetic world alone has a gold judge, and without pairs the checker
+    is the only one.
     """
     flat = flatten(metrics)
     values = {name: flat.get(path) for name, path in HEADLINE.items()}
@@ -104,7 +110,7 @@ def conclude(gates: Mapping[str, GateDecision], evaluation: Mapping[str, Any]) -
     return {
         "state": "open" if state == "good" and standing is not Standing.BETTER else state,
         "headline": headline,
-        "judges": [_sentence(judge) for judge in judges],
+        "judges": [*map(_sentence, judges), *checker_sentences(evaluation)],
         "alarms": [alarm.sentence for alarm in alarms(evaluation)],
         "release": release,
         "remedies": [] if decision is None else remedies(decision),
@@ -125,6 +131,7 @@ def remedies(gate: GateDecision) -> list[str]:
 MEANINGS = {
     GOLD: ", the true preference of the synthetic world, which no training sees,",
     JUDGE: ", a reward model that had no part in training or selection,",
+    CHECKER: ", the reward function of training on prompts that training has not seen,",
 }
 
 
@@ -138,6 +145,20 @@ def _sentence(result: JudgeResult) -> str:
         f"By {by} it wins {won} of {result.prompts} prompts about {result.clusters} different questions, "
         f"ties as half{at_equal_length}."
     )
+
+
+def checker_sentences(evaluation: Mapping[str, Any]) -> list[str]:
+    """Say what reward functions gave both models' replies to test prompts; nothing where they do not judge."""
+    compared = evaluation.get("comparison", {}).get(CHECKER)
+    if compared is None:
+        return []
+    before, after = (format_number(evaluation[side][CHECKER], 3) for side in ("sft", "policy"))
+    low, high = (format_number(compared.get(f"mean_difference_{bound}95"), 3) for bound in ("low", "high"))
+    gain = format_number(compared["mean_difference"], 3)
+    return [
+        f"The mean score by {CHECKER} is {after}, before training {before}: a gain of {gain} "
+        f"(95 % interval {low} to {high}, paired by prompt)."
+    ]
 
 
 def _release(gates: Mapping[str, GateDecision]) -> tuple[str, str, str]:

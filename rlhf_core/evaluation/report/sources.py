@@ -181,7 +181,9 @@ def _read_objects(
     objects = {}
     for name in names:
         path, reason = inputs.get(f"{name}_{part}"), stale.get(name, "")
-        if not reason and (path is None or not path.is_file()):
+        if path is None:
+            reason = "not part of this pipeline"
+        elif not reason and not path.is_file():
             reason = "not there yet"
         if path is not None and not reason:
             try:

@@ -14,6 +14,7 @@ from markupsafe import Markup, escape
 
 from rlhf_core.config import yaml_text
 from rlhf_core.config.base import SCRATCH
+from rlhf_core.config.gates import CHECKER
 from rlhf_core.config.policy import METHOD_NAMES, Method
 from rlhf_core.data.text import language_tag
 from rlhf_core.errors import RlhfError
@@ -118,12 +119,14 @@ def about(sources: ReportSources) -> list[str]:
         settings = dotted(yaml_text.plain(yaml_text.parse(sources.params, "params.yaml")) or {})
     except RlhfError:
         settings = {}
+    kind = "prompts" if settings.get("collect.pairs") is False else "preferences"
     collected = settings.get("collect.source")
-    files = settings.get("collect.files.preferences") or ["files"]
+    files = settings.get(f"collect.files.{kind}") or ["files"]
     data = "the synthetic world" if collected == "world" else ", ".join(map(str, files))
-    pairs = sources.metrics.get("data", {}).get("preferences", {}).get("train")
-    if pairs is not None:
-        data += f", {format_number(whole(pairs))} training pairs"
+    rows = sources.metrics.get("data", {}).get(kind, {}).get("train")
+    if rows is not None:
+        counted = "training pairs" if kind == "preferences" else "training prompts"
+        data += f", {format_number(whole(rows))} {counted}"
     base, profile = settings.get("base.source"), settings.get("profile")
     commit, mark, rest = sources.lineage.get("git_revision", "").partition("-")
     known = {
@@ -165,6 +168,8 @@ def tiles(metrics: Mapping[str, JsonObject]) -> list[dict[str, str]]:
     sft, policy = evaluation.get("sft", {}), evaluation.get("policy", {})
     if "gold" in policy:
         known.append((labels["gold"], policy["gold"], f"SFT {format_number(sft.get('gold'), 2)}"))
+    if CHECKER in policy:
+        known.append((labels[CHECKER], policy[CHECKER], f"SFT {format_number(sft.get(CHECKER), 2)}"))
     if "kl" in evaluation:
         known.append((labels["kl"], evaluation["kl"], "unfiltered samples"))
     if "accuracy" in reward:
@@ -272,7 +277,7 @@ def flatten(values: Mapping[str, Any]) -> list[tuple[str, Any]]:
     return [(name, whole(value)) for name, value in dotted(values).items() if not isinstance(value, list)]
 
 
-JUDGES = ("gold", "llm", "judge", "referee", "reward")
+JUDGES = ("gold", "llm", "checker", "judge", "referee", "reward")
 LLM_VERDICTS = {1.0: "the policy's reply is better", 0.5: "a tie", 0.0: "SFT's reply is better"}
 WORDS = re.compile(r"\s+|\w+|[^\w\s]")
 

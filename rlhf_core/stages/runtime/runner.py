@@ -11,12 +11,13 @@ import shlex
 import shutil
 import signal
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, get_args
 
+from rlhf_core.config import yaml_text
 from rlhf_core.config.base import is_pretrained
 from rlhf_core.config.loading import Params, load_params, load_section
 from rlhf_core.config.model import StageConfig
@@ -24,6 +25,7 @@ from rlhf_core.config.operations import LaunchConfig, Trained
 from rlhf_core.config.policy import Method
 from rlhf_core.config.problems import nearest
 from rlhf_core.config.rates import with_chosen_rates
+from rlhf_core.config.recipe import recipe_folder
 from rlhf_core.data.token_folder import TOKENS
 from rlhf_core.errors import ConfigError, DataError, RlhfError, first_line, is_full_disk, is_out_of_memory
 from rlhf_core.fingerprint.stages import remembered_fingerprints, stage_definition
@@ -34,6 +36,7 @@ from rlhf_core.stages.runtime.contract import Paths, Stage
 from rlhf_core.stages.runtime.launcher import OUTCOMES, StageExit, outcome_path
 from rlhf_core.stages.runtime.threads import limit_threads, return_freed_memory
 from rlhf_core.storage.files import (
+    LockFile,
     atomic_write_json,
     flatten,
     full_disks,
@@ -138,7 +141,7 @@ def _run(name: str, workspace: Path, preemption: PreemptionSignal) -> dict[str, 
     if REWARD_SOURCES_FILE in stage.inputs.values() and launcher.rank() == 0:
         # After an edit that DVC has not seen yet, training must not resume from older partial state.
         write_tracked_files(workspace, params.ppo.reward.sources)
-    inputs = _inputs(stage, workspace)
+    inputs = _inputs(stage, workspace, outputs_of(params.left_out))
     launches: dict[str, LaunchConfig] = {str(key): value for key, value in params.compute.launch.items()}
     launch = launches.get(name, LaunchConfig())
     if launch.ranks > 1 and not launcher.is_rank():
@@ -160,7 +163,19 @@ def _run(name: str, workspace: Path, preemption: PreemptionSignal) -> dict[str, 
 
 
 def _run_on_rank_zero(run: _StageRun) -> dict[str, Any]:
-    """Run the stage with its real outputs and remove its partial state afterwards."""
+    """Run the stage with its real outputs, unless another process does."""
+    name = run.stage.name
+    with LockFile(run.workspace / ".rlhf" / "stages" / f"{name}.running") as lock:
+        if not lock.try_acquire():
+            raise RlhfError(
+                f"another process runs the stage {name} in {run.workspace}, and both would write the same files; wait "
+                "for it, or stop it"
+            )
+        return _run_alone(run)
+
+
+def _run_alone(run: _StageRun) -> dict[str, Any]:
+    """Run the stage and remove its partial state afterwards."""
     stage, workspace = run.stage, run.workspace
     work = workspace / "work" / stage.name / work_key(run)
     # A process that was killed while it removed its partial state left that here.
@@ -235,14 +250,24 @@ def _outputs(stage: Stage[Any], root: Path) -> Paths:
     return outputs
 
 
-def _inputs(stage: Stage[Any], workspace: Path) -> Paths:
-    for key, path in stage.inputs.items():
+def outputs_of(stages: Collection[str]) -> frozenset[str]:
+    """The paths that these stages write, as the recipe has them: to import the stages would take seconds."""
+    if not stages:
+        return frozenset()
+    recipe = yaml_text.plain(yaml_text.read(recipe_folder() / "dvc.yaml"))["stages"]
+    return frozenset(path for name in stages for key in ("outs", "plots") for path in recipe[name].get(key, ()))
+
+
+def _inputs(stage: Stage[Any], workspace: Path, absent: Collection[str] = ()) -> Paths:
+    """The paths of the stage's inputs by name, but for those that are ``absent`` by the settings."""
+    present = {key: path for key, path in stage.inputs.items() if path not in absent}
+    for key, path in present.items():
         if key not in stage.optional_inputs and not (workspace / path).exists():
             raise DataError(
                 f"stage {stage.name} needs {path}, which does not exist in {workspace}; "
                 "run the stage that makes it (`rlhf run`, or `dvc repro` up to it)"
             )
-    return Paths({key: workspace / path for key, path in stage.inputs.items()})
+    return Paths({key: workspace / path for key, path in present.items()})
 
 
 def work_key(run: _StageRun) -> str:

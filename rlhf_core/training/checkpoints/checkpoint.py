@@ -28,7 +28,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from rlhf_core.errors import CheckpointError
+from rlhf_core.errors import CheckpointError, is_exhausted
 from rlhf_core.runtime import distributed
 from rlhf_core.storage.files import remove_tree, sha256_file
 
@@ -284,6 +284,8 @@ def verified(path: Path) -> Checkpoint:
         tensors = SavedTensors([path / name for name in sorted(manifest) if name.endswith(".safetensors")])
         return Checkpoint(int(content["step"]), tensors, content["meta"], path)
     except (OSError, ValueError, KeyError, TypeError, SafetensorError) as error:
+        if is_exhausted(error):
+            raise
         raise CheckpointError(_broken(path, error)) from error
 
 

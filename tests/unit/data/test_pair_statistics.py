@@ -18,7 +18,7 @@ from scipy.stats import rankdata
 from validation_rows import make_row, memory_rows, row, set_of, suites_of
 
 from rlhf_core.config.data import SplitConfig, ValidateConfig
-from rlhf_core.data.dataset import balance, group_overlap, length_bias, split_parts
+from rlhf_core.data.dataset import KindStatistics, balance, group_overlap, length_bias, split_parts
 from rlhf_core.data.schema import (
     ROW_TYPES,
     PairUser,
@@ -61,12 +61,32 @@ def test_agreement_of_labels_where_a_pair_repeats() -> None:
 
 
 def test_length_bias_has_wilsons_interval() -> None:
-    bias = length_bias([4] * 8 + [1] * 2 + [4], [1] * 8 + [4] * 2 + [4])
+    bias = length_bias([4] * 8 + [1] * 2 + [4], [1] * 8 + [4] * 2 + [4], range(11))
     # Wilson's interval of 8 in 10 with z = 1.96, by hand: (0.8 + z²/20 ± z √(0.016 + z²/400)) / (1 + z²/10).
     expected = {"share": 0.8, "low95": 0.4902, "high95": 0.9433}
     assert bias == {f"longer_preferred_{name}": pytest.approx(value, abs=1e-4) for name, value in expected.items()}
-    assert length_bias([4], [4]) == {}
-    assert length_bias((), ()) == {}
+    assert length_bias([4], [4], [0]) == {}
+    assert length_bias((), (), ()) == {}
+
+
+def test_copies_of_a_questions_label_are_no_evidence_of_length_bias() -> None:
+    longer = np.array([1] * 8 + [0] * 2)
+    once = length_bias(longer, 1 - longer, range(10))
+    ten_times = length_bias(np.repeat(longer, 10), 1 - np.repeat(longer, 10), np.repeat(range(10), 10))
+    assert ten_times == pytest.approx(once)
+
+
+def test_pairs_of_a_question_of_the_world_are_one_cluster_in_any_form() -> None:
+    """Also where they come in different parts of the data, and where their file names no group."""
+    rows = [pair(i, "a" * (1 + i % 2), "aaa", group=f"size|ball|form {i % 3}", source="world:1") for i in range(12)]
+    rows += [pair(i, "b", "bbb", group="", id=f"row {i}", source="mine.jsonl") for i in range(3)]
+    statistics = KindStatistics()
+    for part in (rows[:5], rows[5:]):
+        table = pa.Table.from_pylist(part, schema=arrow_schema("preferences"))
+        statistics.add("preferences", table, {})
+    codes = pa.chunked_array(statistics.clusters).combine_chunks().dictionary_encode().indices.to_pylist()
+    assert codes == [0] * 12 + [1, 2, 3]
+    assert statistics.length_bias().keys() == length_bias([1], [2], [0]).keys()
 
 
 def test_balance_of_categories() -> None:

@@ -9,6 +9,8 @@ import os
 import tracemalloc
 import zlib
 from collections import Counter
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pyarrow as pa
@@ -163,7 +165,7 @@ def test_a_table_of_far_more_than_its_file_could_hold_is_refused_before_it_is_re
     column: pa.Array, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pq.write_table(pa.table({"a": column}), tmp_path / "x.parquet", compression="zstd")
-    monkeypatch.setattr(pq.ParquetFile, "iter_batches", lambda *_: pytest.fail("it is read"))
+    monkeypatch.setattr(pq.ParquetFile, "iter_batches", lambda *_, **__: pytest.fail("it is read"))
     with pytest.raises(DataError, match="more than 200 times its size"):
         next(stream_records(tmp_path / "x.parquet"))
 
@@ -218,7 +220,7 @@ def test_nested_values_of_far_more_than_a_table_are_refused(tmp_path: Path, kind
         if is_read:
             assert len(streamed(tmp_path / "x.arrow")) == 1
             continue
-        with pytest.raises(DataError, match="values of more than 200 times its size"):
+        with pytest.raises(DataError, match=r"values of more than 200 times its size|GiB of memory"):
             streamed(tmp_path / "x.arrow")
 
 
@@ -232,6 +234,66 @@ def test_values_that_could_share_others_in_ways_that_are_not_counted_are_refused
             (tmp_path / "x.arrow").write_bytes(arrow(pa.table({"a": kind})))
             with pytest.raises(DataError, match="are not read; save them as texts, numbers, lists or objects"):
                 streamed(tmp_path / "x.arrow")
+
+
+def zigzag(number: int, length: int = 0) -> bytes:
+    """A number as Thrift's compact protocol writes it, in at least ``length`` bytes."""
+    left, written = 2 * number, []
+    while left > 127 or len(written) + 1 < length:
+        written.append(left & 127 | 128)
+        left >>= 7
+    return bytes([*written, left])
+
+
+def expanding_parquet(path: Path, column: pa.Array, *, dictionary: bool) -> None:
+    """Write a file whose footer says of a large column that it takes a thousand bytes; its page says what is right."""
+    pq.write_table(pa.table({"prompt": ["a"], "other": column}), path, compression="zstd", use_dictionary=dictionary)
+    group = pq.read_metadata(path).row_group(0)
+    content = path.read_bytes()
+    for size in {group.total_byte_size, group.column(1).total_uncompressed_size}:
+        told = zigzag(size)
+        assert told in content
+        content = content.replace(told, zigzag(1000, len(told)))
+    path.write_bytes(content)
+
+
+def expanding_arrow(path: Path, column: pa.Array, *, stream: bool) -> None:
+    """Write a column of zeros, compressed, beside a prompt."""
+    table = pa.table({"prompt": ["a"], "other": column})
+    with pa.OSFile(str(path), "wb") as file:
+        options = pa.ipc.IpcWriteOptions(compression="zstd")
+        with (pa.ipc.new_stream if stream else pa.ipc.new_file)(file, table.schema, options=options) as writer:
+            writer.write_table(table)
+
+
+EXPANDING: dict[str, tuple[str, Callable[[Path, pa.Array], None]]] = {
+    "arrow file": ("x.arrow", partial(expanding_arrow, stream=False)),
+    "arrow stream": ("x.arrow", partial(expanding_arrow, stream=True)),
+    "parquet page": ("x.parquet", partial(expanding_parquet, dictionary=False)),
+    "parquet dictionary": ("x.parquet", partial(expanding_parquet, dictionary=True)),
+}
+
+
+# Writing so large a value takes seconds of the system's time.
+EXPANDING_CASES = [kind if kind == "arrow file" else pytest.param(kind, marks=pytest.mark.slow) for kind in EXPANDING]
+
+
+@pytest.mark.parametrize("kind", EXPANDING_CASES)
+def test_a_table_that_expands_without_measure_is_refused_before_it_fills_the_memory(tmp_path: Path, kind: str) -> None:
+    name, write = EXPANDING[kind]
+    write(tmp_path / name, pa.array([bytes(160 * 2**20)], pa.large_binary()))
+    assert (tmp_path / name).stat().st_size < 100_000
+    refused = tmp_path / "refused"
+
+    def read() -> None:
+        with pytest.raises(
+            DataError, match=r"cannot read .*/x\.\w+: that took more than 0\.\d GiB of memory; .*JSON lines$"
+        ):
+            streamed(tmp_path / name)
+        refused.touch()
+
+    assert limit_reached(read, CallLimits(memory=3 * GIB // 8)) is None
+    assert refused.exists()
 
 
 def deep_parquet(depth: int, repetition: int) -> bytes:
@@ -252,7 +314,7 @@ def deep_parquet(depth: int, repetition: int) -> bytes:
 def test_a_schema_too_deep_to_be_read_is_refused_and_does_not_end_the_process(
     tmp_path: Path, name: str, repetition: int
 ) -> None:
-    refused = "its footer cannot be read: that ended its process by SIGSEGV"
+    refused = "cannot read .*: that ended its process by SIGSEGV"
     for depth, message in ((20, "is empty"), (10_000, refused), (20_000, refused), (60_000, refused)):
         content = deep_parquet(depth, repetition)
         (tmp_path / name).write_bytes(gzip.compress(content) if name.endswith(".gz") else content)

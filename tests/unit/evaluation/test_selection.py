@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import fields, replace
@@ -35,9 +36,9 @@ LIMITS = SelectionConfig(max_kl=6.0, max_length_ratio=1.6, max_repetition_increa
 
 
 def made(
-    iteration: int, win_rate: float, kl: float = 2.0, length: float = 1.0, repetition: float = 0.0
+    iteration: int, win_rate: float, kl: float = 2.0, length: float = 1.0, repetition: float = 0.0, error: float = 0.0
 ) -> CheckpointCandidate:
-    return CheckpointCandidate(iteration, win_rate, kl, length, repetition)
+    return CheckpointCandidate(iteration, win_rate, kl, length, repetition, error)
 
 
 def test_highest_win_rate_among_those_that_keep_the_limits() -> None:
@@ -49,12 +50,32 @@ def test_highest_win_rate_among_those_that_keep_the_limits() -> None:
 def test_the_reward_has_no_say_in_the_choice() -> None:
     """Trap 9: whatever the reward model says of a checkpoint, the referee's favourite stays the same."""
     assert {field.name for field in fields(CheckpointCandidate)} == {
-        "iteration", "win_rate", "kl", "length_ratio", "repetition_increase",
+        "iteration", "win_rate", "kl", "length_ratio", "repetition_increase", "win_rate_error",
     }  # fmt: skip
 
 
 def test_equal_win_rates_go_to_the_lower_kl_then_the_earlier() -> None:
     assert choose([made(5, 0.7, 3.0), made(10, 0.7, 2.0), made(15, 0.7, 2.0)], LIMITS).candidate.iteration == 10
+
+
+@pytest.mark.parametrize(
+    ("rates", "kls", "kept"),
+    [
+        ((0.57, 0.68, 0.66, 0.67), (3.0, 2.3, 1.8, 1.6), 20),  # as good as the best, and nearer to SFT
+        ((0.57, 0.68, 0.66, 0.67), (1.0, 1.5, 2.0, 2.5), 10),  # as good, and farther away
+        ((0.57, 0.68, 0.60, 0.72), (3.0, 2.3, 1.0, 2.8), 20),  # clearly better, though farther away
+        ((0.57, 0.68, 0.60, 0.64), (3.0, 2.3, 1.0, 1.0), 10),  # clearly worse, though nearer
+    ],
+)
+def test_within_a_standard_error_the_nearer_checkpoint_is_kept(
+    rates: Sequence[float], kls: Sequence[float], kept: int
+) -> None:
+    candidates = [made(5 * (i + 1), *pair, error=0.03) for i, pair in enumerate(zip(rates, kls, strict=True))]
+    chosen = [choose(candidates[: n + 1], LIMITS).candidate.iteration for n in range(len(candidates))]
+    assert chosen[-1] == kept
+    # Only the weights of the choice so far are kept: it may change to the newest checkpoint alone.
+    for number, (before, after) in enumerate(itertools.pairwise(chosen), start=2):
+        assert after in (before, 5 * number)
 
 
 def test_limits_themselves_are_kept() -> None:

@@ -27,8 +27,9 @@ from rlhf_core.config.model import SamplingConfig
 from rlhf_core.config.reward_sources import ClassifierSource
 from rlhf_core.data import template_process
 from rlhf_core.errors import ModelError
-from rlhf_core.models import foreign
+from rlhf_core.models import foreign, io
 from rlhf_core.models.causal_lm import load_policy
+from rlhf_core.models.foreign import INDEX, stored_tensors
 from rlhf_core.models.heads import ScalarModel
 from rlhf_core.models.io import load_model
 from rlhf_core.ppo.reward_sources.classifier import load_classifier
@@ -230,6 +231,24 @@ def test_a_folder_over_the_limits_is_one_line(
     damage, message = ENDLESS[kind]
     damage(folder)
     with pytest.raises(ModelError, match=rf"^{folder}: {message} [^\n]*$"):
+        run_base(folder, tmp_path)
+
+
+@pytest.mark.parametrize("kind", ["one file", "an index", "shards"])
+def test_a_folder_of_more_tensors_than_any_model_has_is_refused(
+    kind: str, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if kind != "one file":
+        in_shards(folder, "b.safetensors")
+    most = len(stored_tensors(folder)) - 1
+    if kind == "an index":
+        names = {f"weight {number}": "a.safetensors" for number in range(500_001)}
+        (folder / INDEX).write_text(json.dumps({"metadata": {}, "weight_map": names}))
+    else:
+        monkeypatch.setattr(io, "MOST_TENSORS", most)
+    with pytest.raises(
+        ModelError, match=rf"^{folder} names [\d,]+ tensors, and no model has more than [\d,]+; [^\n]*$"
+    ):
         run_base(folder, tmp_path)
 
 

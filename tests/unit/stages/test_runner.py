@@ -110,6 +110,26 @@ def test_an_unwritten_outcome_hides_nothing(
     assert "the outcome of sft could not be written" in caplog.text
 
 
+def test_a_stage_runs_once_at_a_time_in_a_workspace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`rlhf stage` by hand beside a run: both would go on from the same partial state, and write to it."""
+    (tmp_path / "params.yaml").write_text("seed: 1\n")
+    runs: list[str] = []
+
+    def run_another(run: runner._StageRun) -> dict[str, Any]:
+        runs.append(run.stage.name)
+        if len(runs) == 1:
+            with pytest.raises(RlhfError, match=rf"another process runs the stage sft in {tmp_path}"):
+                runner.run_stage("sft", tmp_path)
+            runner.run_stage("reward", tmp_path)
+        return {}
+
+    monkeypatch.setattr(runner, "_inputs", lambda stage, workspace: Paths({}))
+    monkeypatch.setattr(runner, "_run_alone", run_another)
+    runner.run_stage("sft", tmp_path)
+    runner.run_stage("sft", tmp_path)
+    assert runs == ["sft", "reward", "sft"]
+
+
 @pytest.mark.parametrize("allowed", [True, False])
 def test_training_allows_tf32_as_parameters_say(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, allowed: bool) -> None:
     (tmp_path / "params.yaml").write_text(f"compute: {{tf32: {str(allowed).lower()}}}\n")

@@ -24,6 +24,7 @@ from mlflow.exceptions import MlflowException
 from mlflow.protos.databricks_pb2 import INVALID_PARAMETER_VALUE, RESOURCE_DOES_NOT_EXIST
 from requests import HTTPError, Response
 
+from flows.registry.client import log_numbers
 from rlhf_core.errors import ConfigError
 from rlhf_core.runtime.preemption import StopNow
 from rlhf_core.tracking import journal
@@ -143,6 +144,10 @@ def test_no_category_of_the_data_costs_a_stage_its_metrics(tmp_path: Path) -> No
     run = client.create_run(client.create_experiment("x", artifact_location=str(tmp_path))).info.run_id
     client.log_batch(run, metrics=[Metric(name, 0.5, 0, 0) for name in names])
     assert client.get_run(run).data.metrics == dict.fromkeys(names, 0.5)
+    # What runs of the pipeline and of registrations record of themselves.
+    beginnings = ["/a", "../a", "./a", ".", "..", "/", ".a", "..a/b"]
+    log_numbers(client, run, dict.fromkeys([f"reward/{category}" for category in odd] + beginnings, 0.25))
+    assert len(client.get_run(run).data.metrics) == len(names) + len(odd) + len(beginnings)
 
 
 def test_use_of_the_machine_is_recorded_beside_a_stages_metrics_where_mlflows_setting_says_so(
@@ -553,7 +558,8 @@ def test_what_mlflow_refuses_costs_no_other_record(
     stage.set_tags({"who": "ann", "/odd": "x"})
     courier.deliver_new()
     (run,) = client.search_runs([experiment])
-    assert run.data.metrics == {"loss": 3.0, "kl/k1": 2.0} and run.data.tags["who"] == "ann"
+    assert run.data.metrics == {"loss": 3.0, "kl/k1": 2.0, "_./odd": 1.0, "_": 0.0}
+    assert run.data.tags["who"] == "ann"
     assert [m.value for m in client.get_metric_history(run.info.run_id, "loss")] == [1.0, 2.0, 3.0]
     assert run.data.params == {"lr": "1", "seed": "3", "late": "4"}
     assert caplog.text.count("MLflow refused records of run ") == 1 and "values are lost" in caplog.text

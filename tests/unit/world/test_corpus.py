@@ -56,7 +56,8 @@ def test_prompts_are_the_same_set_in_another_order() -> None:
     assert one == corpus.prompts(1)
     assert one != other
     assert {text(row) for row in one} == {text(row) for row in other}
-    assert len({text(row) for row in one}) == len(one) == len(all_questions()) * corpus.PROMPTS_PER_QUESTION
+    expected = sum(corpus.PREFIXES_ASKED[question.category] for question in all_questions())
+    assert len({text(row) for row in one}) == len(one) == expected
     prefixes = Counter(text(row).removesuffix(without_prefix(text(row))).strip() for row in one)
     assert set(prefixes) == set(PREFIXES)
     assert len(set(prefixes.values())) == 1
@@ -120,7 +121,7 @@ def test_quality_is_mixed_in_the_stated_order(demonstrations: list[Row]) -> None
     assert means["evasive"] < 0.0
     assert means["wrong"] < -0.3
     scores = [gold.score(text(row), row["reply"], True) for row in demonstrations]
-    assert 0.1 < fmean(scores) < 0.4
+    assert 0.0 < fmean(scores) < 0.3
     words = [float(len(row["reply"].split())) for row in demonstrations]
     assert -0.1 < correlation(scores, words) < 0.25
 

@@ -82,9 +82,9 @@ EXAMPLES = [
     (FACT, "it is red. the lamp", 1.0 - 0.3),
     (FACT, "it is red. i hope this helps. the", 1.0 - 0.3),
     (FACT, "it is hard to say.", 0.0),
-    (FACT, "it is hard to say. the day is nice.", -0.25),
-    (FACT, "it is red. the day is nice. this is a big world. time is a funny thing.", 1.0 - 2 * 0.25),
-    (FACT, LONG, -7 * 0.25 - 0.02 * (len(LONG.split()) - 32)),
+    (FACT, "it is hard to say. the day is nice.", -0.35),
+    (FACT, "it is red. the day is nice. this is a big world. time is a funny thing.", 1.0 - 2 * 0.35),
+    (FACT, LONG, -2.5),  # seven fillers too many and nine words: the least there is
     (FACT, "", 0.0),
 ]
 

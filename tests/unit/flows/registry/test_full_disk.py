@@ -11,13 +11,14 @@ import pytest
 from champion import champion_folder
 from mlflow import MlflowClient
 from small_disk import small_disk
-from unit.flows.registry.conftest import Registry, ScriptedMatch
+from unit.flows.registry.conftest import MODEL, Registry, ScriptedMatch
 
 from flows.cli import _report_error
+from flows.registry import stored_models
 from flows.registry.client import connect
 from flows.registry.history import read_history
 from flows.registry.promote import promote
-from rlhf_core.errors import EXIT_USER_ERROR, RlhfError
+from rlhf_core.errors import EXIT_USER_ERROR, ModelError, RlhfError
 from rlhf_core.tracking.stage_run import stage_tracker
 
 PAGE = 4096
@@ -47,6 +48,25 @@ def test_an_unreadable_database_is_told_at_once(tmp_path: Path, monkeypatch: pyt
 def use_as_a_stage(workspace: Path) -> None:
     with stage_tracker("sft", workspace, "rlhf"):
         pass
+
+
+@pytest.mark.parametrize("source", ["runs:/{run}/model", "{artifacts}/model"])
+def test_a_version_that_the_disk_has_no_room_for_is_told_so(
+    registry: Registry, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, source: str
+) -> None:
+    client, workspace = registry.client, registry.workspace("owner")
+    experiment = client.create_experiment("sources", (tmp_path / "stored").as_uri())
+    run = client.create_run(experiment).info
+    weights = tmp_path / "weights"
+    weights.write_bytes(bytes(6 * 2**20))
+    client.log_artifact(run.run_id, str(weights), "model/artifacts/hf")
+    client.create_registered_model(MODEL)
+    client.create_model_version(MODEL, source.format(run=run.run_id, artifacts=run.artifact_uri), run.run_id)
+    monkeypatch.setattr(stored_models, "_local_root", lambda *_: None)  # as of a server's artifacts
+    with small_disk(workspace / ".rlhf", 4 * 2**20):
+        with pytest.raises(ModelError, match=r"No space left on device.*; make room and run the command again$"):
+            stored_models._locate(client, workspace, MODEL, "1")
+        assert not [path for path in (workspace / ".rlhf").rglob("*") if path.is_file()]
 
 
 @pytest.mark.slow

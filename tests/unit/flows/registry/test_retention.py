@@ -6,6 +6,9 @@ from pathlib import Path
 
 import pytest
 
+from flows.commands.doctor import workspace_checks
+from flows.registry import orphans
+from flows.registry.client import experiment_id
 from flows.registry.history import read_history
 from flows.registry.match import MATCHES
 from flows.registry.promote import approve, promote, rollback
@@ -150,3 +153,77 @@ def test_only_the_owner_deletes_and_only_if_a_number_is_set(registry: Registry, 
     with pytest.raises(RlhfError, match=r"registry.retention.versions is not set"):
         apply_retention(long_registry, delete=True)
     assert numbers(registry, MODEL) == ["1", "2", "3", "4", "5"]
+
+
+@pytest.fixture
+def killed_registrations(registry: Registry, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A workspace whose record has what killed registrations leave, and what looks like it."""
+    monkeypatch.setattr(orphans, "SECONDS", -60.0)
+    owner, client = registry.workspace("owner"), registry.client
+    experiment = experiment_id(client, owner)
+    for number, name in enumerate(("policy", "reward", "policy", "somebody's")):
+        model = client.create_logged_model(experiment, name)
+        files = Path(model.artifact_location.removeprefix("file://"))
+        files.mkdir(parents=True)
+        (files / "weights").write_text(name)
+        if number == 2:
+            client.create_registered_model(MODEL)
+            client.create_model_version(MODEL, f"models:/{model.model_id}", model_id=model.model_id)
+    for name, status in (("register a", None), ("register b", None), ("register c", "FINISHED"), ("train", None)):
+        run = client.create_run(experiment, run_name=name).info.run_id
+        if status is not None:
+            client.set_terminated(run, status)
+    return owner
+
+
+def recorded(registry: Registry, workspace: Path) -> tuple[list[str], dict[str, str]]:
+    """Names of the logged models whose files are there, and states of the runs."""
+    own = experiment_id(registry.client, workspace)
+    models = registry.client.search_logged_models([own])
+    names = sorted(model.name for model in models if Path(model.artifact_location.removeprefix("file://")).is_dir())
+    assert len(names) == len(models)
+    return names, {run.info.run_name: run.info.status for run in registry.client.search_runs([own])}
+
+
+def warned(workspace: Path) -> list[str]:
+    return [check.finding for check in workspace_checks(workspace) if check.name == "registry"]
+
+
+def test_what_killed_registrations_leave_is_named_and_removed(registry: Registry, killed_registrations: Path) -> None:
+    before = recorded(registry, killed_registrations)
+    left = "killed registrations have left the files of 2 models and 2 open runs"
+    assert warned(killed_registrations) == [left]
+    plan = apply_retention(killed_registrations, delete=False)
+    assert f"{left}: would be deleted and ended" in describe_retention(plan, deleted=False)
+    assert recorded(registry, killed_registrations) == before
+    apply_retention(killed_registrations, delete=True)
+    states = {"register a": "KILLED", "register b": "KILLED", "register c": "FINISHED", "train": "RUNNING"}
+    assert recorded(registry, killed_registrations) == (["policy", "somebody's"], states)
+    assert warned(killed_registrations) == []
+    with pytest.raises(RlhfError, match=r"registry\.retention\.versions is not set"):
+        apply_retention(killed_registrations, delete=True)
+
+
+def test_a_removal_that_was_killed_goes_on(
+    registry: Registry, killed_registrations: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def killed(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    for step in ("delete_logged_model", "set_terminated"):
+        with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
+            patched.setattr(type(registry.client), step, killed)
+            apply_retention(killed_registrations, delete=True)
+    apply_retention(killed_registrations, delete=True)
+    assert recorded(registry, killed_registrations)[0] == ["policy", "somebody's"]
+
+
+def test_a_registration_that_may_be_at_work_is_left_alone(
+    registry: Registry, killed_registrations: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(orphans, "SECONDS", 3600.0)
+    before = recorded(registry, killed_registrations)
+    assert warned(killed_registrations) == []
+    with pytest.raises(RlhfError, match="is not set"):
+        apply_retention(killed_registrations, delete=True)
+    assert recorded(registry, killed_registrations) == before
