@@ -272,10 +272,10 @@ class Evaluation:
         # A judge without scores compares only the first replies to each prompt.
         for judge, said in self.pairwise.items():
             for i, row in enumerate(rows):
-                prompt, further = divmod(i, self.replies_per_prompt)
-                outcome = float(said.outcomes[prompt])
+                number, further = divmod(i, self.replies_per_prompt)
+                outcome = float(said.outcomes[number])
                 row[f"{judge}_outcome"] = None if further or np.isnan(outcome) else outcome
-                row[f"{judge}_reason"] = None if further else said.reasons[prompt]
+                row[f"{judge}_reason"] = None if further else said.reasons[number]
         return rows
 
     def disagreements(self, judge: str) -> list[tuple[int, float]]:
