@@ -252,22 +252,28 @@ def _verdict_settings(recorded: Mapping[str, Any]) -> str | None:
 def differing_settings(workspaces: Sequence[EvaluatedWorkspace]) -> dict[str, dict[str, str]]:
     """Return the parameters that not all of these runs were made with, by name: the value in each workspace.
 
-    They are those that dvc.lock records of the stages, else those of params.yaml.
+    They are those that dvc.lock records of the stages. Of a stage that did not end well, such as a gate that closed, it
+    records none, so there they are those of params.yaml.
     """
-    settings: dict[str, dict[str, str]] = {}
+    recorded: dict[str, dict[str, Any]] = {}
+    written: dict[str, dict[str, Any]] = {}
     for workspace in workspaces:
-        recorded = {name: value for stage in workspace.stages.values() for name, value in stage.params.items()}
-        values = _by_condition(flatten(recorded or yaml_text.plain(yaml_text.read(workspace.folder / PARAMS_FILE))))
-        settings[workspace.name] = {
-            name: value if isinstance(value, str) else json.dumps(value) for name, value in values.items()
-        }
-    names = sorted({name for values in settings.values() for name in values})
-    differing = {}
+        of_stages = {name: value for stage in workspace.stages.values() for name, value in stage.params.items()}
+        recorded[workspace.name] = _by_condition(flatten(of_stages))
+        written[workspace.name] = _by_condition(
+            flatten(yaml_text.plain(yaml_text.read(workspace.folder / PARAMS_FILE)))
+        )
+    known = recorded if any(recorded.values()) else written
+    names = sorted({name for values in known.values() for name in values})
+    rows: dict[str, dict[str, str]] = {}
     for name in names:
-        row = {run: values.get(name, MISSING) for run, values in settings.items()}
+        row = {}
+        for run, values in recorded.items():
+            value = values.get(name, written[run].get(name, MISSING))
+            row[run] = value if isinstance(value, str) else json.dumps(value)
         if len({*row.values()}) > 1:
-            differing[name] = row
-    return differing
+            rows[name] = row
+    return rows
 
 
 def _by_condition(values: Mapping[str, Any]) -> dict[str, Any]:

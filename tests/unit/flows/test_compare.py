@@ -207,6 +207,21 @@ def test_the_table_starts_with_the_settings_that_differ(tmp_path: Path, monkeypa
     }
 
 
+@pytest.mark.parametrize("most", [6.0, 3.0])
+def test_a_gate_that_closed_is_compared_by_the_settings_that_are_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, most: float
+) -> None:
+    """DVC records nothing of a stage that failed, which is no other setting."""
+    monkeypatch.chdir(tmp_path)
+    gate = {"gates": {"policy": [{"metric": "kl", "at_most": 6.0}]}}
+    workspace(tmp_path / "passed", params={"ppo": {"batch_size": 10}} | gate)
+    workspace(tmp_path / "closed", params={"ppo": {"batch_size": 10}})
+    (tmp_path / "closed" / "params.yaml").write_text(f"gates: {{policy: [{{metric: kl, at_most: {most}}}]}}\n")
+    different = {"gates.policy: kl": {"passed": "at_most 6.0", "closed": f"at_most {most}"}}
+    document = json.loads(command("passed", "closed", "--json").stdout)
+    assert document["settings"] == (different if most != 6.0 else {})
+
+
 def test_names_of_settings_break_behind_dots_and_underscores(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     for name, most in (("a", 1.0), ("b", 2.0)):
