@@ -102,7 +102,7 @@ def is_elsewhere(source: str) -> bool:
 
 
 def matching_files(source: str, workspace: Path) -> list[Path]:
-    """Return the files that a source names, relative to ``workspace``; none where there is none."""
+    """Return the files that a source names, relative to ``workspace``; empty if it matches no file."""
     try:
         return expand(source, workspace)
     except DataError:
@@ -275,8 +275,11 @@ def cleanup(workspace: Path) -> list[str]:
 def _locks_of_the_living(held: Mapping[str, Any]) -> dict[str, Any]:
     """DVC's table of locks without those of processes that have ended."""
     write = {path: holder for path, holder in held["write"].items() if start_token(holder["pid"])}
-    read = {path: [each for each in holders if start_token(each["pid"])] for path, holders in held["read"].items()}
-    return {"write": write, "read": {path: holders for path, holders in read.items() if holders}}
+    read = {}
+    for path, holders in held["read"].items():
+        if living := [holder for holder in holders if start_token(holder["pid"])]:
+            read[path] = living
+    return {"write": write, "read": read}
 
 
 if __name__ == "__main__":

@@ -65,7 +65,7 @@ def _root(workspace: Path | None) -> Path:
 
 
 def _record_code(root: Path, stage: str) -> None:
-    """Refresh the fingerprint of a stage that is about to run: DVC then records the code that ran, not that of before.
+    """Refresh the fingerprint of a stage that is about to run: DVC then records the code that ran, not older code.
 
     Those of other stages are left alone: DVC reads the one of a running stage at its end.
     """

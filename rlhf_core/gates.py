@@ -37,7 +37,7 @@ class ConditionResult:
         bound: The sign and what follows it, as the file says it, such as ``>= 0.65``.
         limit: The bound as a number.
         note: Why there is no value, or why the condition was not asked; empty for an ordinary one.
-        sign: ``>=``, ``<=`` or ``worse by <``; empty where somebody else wrote the file and gave none.
+        sign: ``>=``, ``<=`` or ``worse by <``; empty if the file was written by another program that gave none.
         terms: What the limit was computed from, such as ``max(1.6 * sft.length, sft.length + 0)``; else empty.
         estimate: The quantity itself where ``value`` is a bound of its interval: a win rate, or a loss.
         low95: Lower end of that interval.
@@ -201,7 +201,7 @@ def closed_gate(workspace: Path) -> GateDecision | None:
 
 
 def _condition_of(row: Mapping[str, Any]) -> ConditionResult:
-    """Read one condition; what is no finite number is taken for missing, and what is absent for empty."""
+    """Read one condition; a number that is not finite counts as missing, an absent text as empty."""
 
     def text(name: str) -> str:
         return str(row.get(name) or "")

@@ -111,23 +111,28 @@ def _policy_results(
     ppo = params.get("ppo") or {}
     estimator = (ppo.get("advantage") or {}).get("estimator", "gae")
     policy, sft = evaluation.get("policy", {}), evaluation.get("sft", {})
+    method_name = METHOD_NAMES[method]
+    if method == "ppo":
+        method_name = WITHOUT_CRITIC.get(estimator, method_name)
+    perplexity_tax = {}  # perplexity of held-out text over SFT's, minus one
+    for kind in ("preferred", "pretrain"):
+        name = f"perplexity_{kind}"
+        if policy.get(name) is not None and sft.get(name):
+            perplexity_tax[kind] = policy[name] / sft[name] - 1.0
     registered = read_registered(folder, POLICY)
+    about = None
+    if registered is not None:
+        about = {"model": registered.model, "version": registered.version, "ungated": registered.ungated}
     return {
-        "method": WITHOUT_CRITIC.get(estimator, METHOD_NAMES[method]) if method == "ppo" else METHOD_NAMES[method],
+        "method": method_name,
         **_measured(policy, evaluation["comparison"], sft),
         "kl": _estimate(evaluation, "kl"),
         "kl_is_bound": False,
-        "perplexity_tax": {  # perplexity of held-out text over SFT's, minus one
-            kind: policy[name] / sft[name] - 1.0
-            for kind, name in (("preferred", "perplexity_preferred"), ("pretrain", "perplexity_pretrain"))
-            if policy.get(name) is not None and sft.get(name)
-        },
+        "perplexity_tax": perplexity_tax,
         "cost": _training_cost(histories, method, ppo),
         "sampled_tokens_per_reply": None,
         "gate": gate_standing(folder),
-        "registered": None
-        if registered is None
-        else {field_name: getattr(registered, field_name) for field_name in ("model", "version", "ungated")},
+        "registered": about,
     }
 
 

@@ -1,4 +1,4 @@
-"""Showing the progress of a run: a table of its stages on a terminal, lines elsewhere."""
+"""Progress of a run: a table of its stages on a terminal, lines elsewhere."""
 
 from __future__ import annotations
 
@@ -89,11 +89,6 @@ STYLES = {"ran": "green", "cached": "green", "failed": "red", "stopped": "red", 
 LABELS = {"ran": "", "cached": "up to date", "skipped": "not started"}
 
 
-def _name(stage: StageState) -> Text:
-    running = stage.outcome is None and stage.progress is not None
-    return Text(stage.name, style="bold" if running else "" if stage.outcome else "dim")
-
-
 def _time(stage: StageState) -> Text:
     """How long the stage took, or has been running."""
     if stage.outcome is not None:
@@ -106,11 +101,14 @@ def _detail(stage: StageState) -> RenderableType:
     """A bar with count, time left, rate and metrics of a running stage; the result of one that has ended."""
     if stage.outcome is not None:
         action = stage.outcome.action
-        result = ": ".join(part for part in (LABELS.get(action, action), stage.result) if part)
-        return Text(result, style="" if action == "ran" else "dim" if stage.outcome.ok else STYLES[action])
-    latest = stage.progress.latest if stage.progress is not None else None
-    if stage.progress is None or latest is None:
-        return Text(stage.note or ("waiting" if stage.progress is None else "starting"), style="dim")
+        result = ": ".join(filter(None, (LABELS.get(action, action), stage.result)))
+        style = "dim" if stage.outcome.ok else STYLES[action]
+        return Text(result, style="" if action == "ran" else style)
+    if stage.progress is None:
+        return Text(stage.note or "waiting", style="dim")
+    latest = stage.progress.latest
+    if latest is None:
+        return Text(stage.note or "starting", style="dim")
     bar = ProgressBar(total=latest.total, completed=latest.done, width=LONGEST_BAR)
     row = Table.grid(Column(max_width=LONGEST_BAR), Column(no_wrap=True, overflow="ellipsis"), padding=(0, 2, 0, 0))
     row.add_row(bar, "  ".join([*counted(stage.progress), *format_metrics(latest.metrics)]))
@@ -122,13 +120,20 @@ def counted(progress: StageProgress) -> list[str]:
     latest, left, rate = progress.latest, progress.seconds_left(), progress.rate
     if latest is None:
         return []
-    remaining = "finishing" if latest.done >= latest.total else f"{format_seconds(left)} left" if left else ""
-    speed = format_rate(rate) if rate else ""
-    return [part for part in (f"{latest.done}/{latest.total}", remaining, speed, progress.resumed) if part]
+    parts = [f"{latest.done}/{latest.total}"]
+    if latest.done >= latest.total:
+        parts.append("finishing")
+    elif left:
+        parts.append(f"{format_seconds(left)} left")
+    if rate:
+        parts.append(format_rate(rate))
+    if progress.resumed:
+        parts.append(progress.resumed)
+    return parts
 
 
 class StageTable:
-    """The stages of a run, a row each, and a last row: how many are done, and what the run does besides."""
+    """The stages of a run, a row each, and a last row: how many are done, and what else the run is doing."""
 
     def __init__(self, state: RunState, console: Console, watch: Stopwatch) -> None:
         self.state, self.watch, self.final = state, watch, False
@@ -157,7 +162,9 @@ class StageTable:
             expand=True,
         )
         for stage in stages:
-            table.add_row(self._mark(stage), _name(stage), _time(stage), _detail(stage))
+            style = "dim" if stage.progress is None else "bold"
+            name = Text(stage.name, style="" if stage.outcome else style)
+            table.add_row(self._mark(stage), name, _time(stage), _detail(stage))
         for row in console.render_lines(table, pad=False) if stages else ():
             # Without the spaces that fill a row up: a terminal that becomes narrower would wrap them.
             text = Text.assemble(*((segment.text, segment.style or "") for segment in row))

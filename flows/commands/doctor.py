@@ -231,7 +231,7 @@ def require_ready(workspace: Path) -> None:
 
 
 def workspace_checks(workspace: Path | None, opens_files: bool = True) -> Iterator[DoctorCheck]:
-    """Check the workspace; where there is none, return a warning only."""
+    """Check the workspace; outside one, only warn."""
     if workspace is None or not (workspace / "params.yaml").is_file():
         folder = workspace or Path.cwd()
         finding = f"{folder} is not one (no params.yaml)"
@@ -239,9 +239,12 @@ def workspace_checks(workspace: Path | None, opens_files: bool = True) -> Iterat
         return
     yield DoctorCheck(OK, "workspace", str(workspace))
     yield _writable(workspace)
-    free, remedy = shutil.disk_usage(workspace).free / GIB, "`dvc gc --workspace` drops old results from the cache"
-    level = FAIL if free < 0.5 else WARN if free < 2 else OK
-    yield DoctorCheck(level, "disk", f"{free:.1f} GiB free", "" if level == OK else remedy)
+    free = shutil.disk_usage(workspace).free / GIB
+    if free >= 2:
+        yield DoctorCheck(OK, "disk", f"{free:.1f} GiB free")
+    else:
+        remedy = "`dvc gc --workspace` drops old results from the cache"
+        yield DoctorCheck(FAIL if free < 0.5 else WARN, "disk", f"{free:.1f} GiB free", remedy)
     if not (workspace / "dvc.yaml").is_file():
         yield DoctorCheck(FAIL, "dvc.yaml", "missing", "restore it, or make a workspace with `rlhf init DIR`")
     root = next((folder for folder in (workspace, *workspace.parents) if (folder / ".dvc").is_dir()), None)
@@ -277,21 +280,16 @@ def workspace_checks(workspace: Path | None, opens_files: bool = True) -> Iterat
         if launch.deepspeed and not (workspace / launch.deepspeed).is_file():
             finding = f"compute.launch.{stage}.deepspeed: there is no file {workspace / launch.deepspeed}"
             yield DoctorCheck(FAIL, "deepspeed", finding)
-    yield from _plugins(params)
-    try:
-        for policy in active_policies(params.registry):
-            policy.check_settings(workspace, params.registry)
-    except ConfigError as error:
-        yield DoctorCheck(FAIL, "registry", str(error), "without it nothing is promoted, served or exported")
-
-
-def _plugins(params: Params) -> Iterator[DoctorCheck]:
-    """Import the plugins that settings name; registry policies are imported by the check of theirs."""
     for name in params.tracking.loggers:
         try:
             load_plugin(RUN_LOGGERS, name)
         except PluginError as error:
             yield DoctorCheck(FAIL, "plugins", f"tracking.loggers: {error}")
+    try:
+        for policy in active_policies(params.registry):
+            policy.check_settings(workspace, params.registry)
+    except ConfigError as error:
+        yield DoctorCheck(FAIL, "registry", str(error), "without it nothing is promoted, served or exported")
 
 
 def _writable(workspace: Path) -> DoctorCheck:

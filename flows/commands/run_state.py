@@ -234,7 +234,7 @@ class RunState:
                 pass
 
     def enter_phase(self, phase: str) -> None:
-        """Set what the run is doing besides its stages; empty for nothing."""
+        """Set what the run is doing between its stages; empty if nothing."""
         self.phase, self.phase_progress = phase, None
 
     def refresh(self) -> None:

@@ -145,37 +145,34 @@ class WorkspaceStatus:
         }
         report = self.report
         blocks = [[f"workspace {self.workspace}", f"in use by: {self.holder or 'nobody'}"]]
-        blocks += [[title, *(INDENT + line for line in lines or ["none"])] for title, lines in sections.items()]
+        for title, lines in sections.items():
+            blocks.append([title, *(INDENT + line for line in lines or ["none"])])
         blocks += [[f"report: {report if report.is_file() else 'not written yet'}"]]
         blocks += [[f"next: {next_line(self.workspace, *self.next)}"]]
         return "\n\n".join("\n".join(block) for block in blocks)
 
     def as_dict(self) -> dict[str, Any]:
         """Return the same for a program."""
-        last = self.last
-        return {
-            "workspace": str(self.workspace),
-            "in_use_by": None if self.holder is None else asdict(self.holder),
-            **asdict(self.stages),
-            "gates": [
-                {
-                    "gate": gate.name,
-                    "passed": gate.passed,
-                    "mode": gate.mode,
-                    "failed": [condition.metric for condition in gate.failed],
-                }
-                for gate in self.gates
-            ],
-            "resumable": [*self.resumable],
-            "last_run": None
-            if last is None
-            else {
+        last_run = None
+        if (last := self.last) is not None:
+            last_run = {
                 "started": last.started,
                 "last_event": last.last_event,
                 "state": last.final_state,
                 "ran": last.ran,
                 "verdict": None if last.verdict is None else asdict(last.verdict),
-            },
+            }
+        gates = []
+        for gate in self.gates:
+            failed = [condition.metric for condition in gate.failed]
+            gates.append({"gate": gate.name, "passed": gate.passed, "mode": gate.mode, "failed": failed})
+        return {
+            "workspace": str(self.workspace),
+            "in_use_by": None if self.holder is None else asdict(self.holder),
+            **asdict(self.stages),
+            "gates": gates,
+            "resumable": [*self.resumable],
+            "last_run": last_run,
             "registry": asdict(self.registry),
             "report": str(self.report) if self.report.is_file() else None,
             "next": {"command": self.next[0], "hint": self.next[1]},
@@ -230,8 +227,9 @@ def next_step(
     if resumable or (last is not None and not last.final_state):
         return "rlhf run", "resumes from the last checkpoint"
     if stages.not_run or stages.stale:
-        counts = [f"{stages.stale} stale", f"{stages.not_run} that have not run"]
-        named = " and ".join(part for part in counts if not part.startswith("0 "))
+        stale = f"{stages.stale} stale" if stages.stale else ""
+        not_run = f"{stages.not_run} that have not run" if stages.not_run else ""
+        named = " and ".join(filter(None, (stale, not_run)))
         return "rlhf run", f"brings stages up to date: {named}"
     if registry.awaiting:
         return "rlhf approve", f"makes version {registry.awaiting} champion; `rlhf decline --reason TEXT` refuses it"
@@ -262,7 +260,12 @@ def stages_status(workspace: Path) -> StagesStatus:
             states[name] = _failed_gate(workspace, closed)
             stopped = name
         elif name in recorded:
-            states[name] = "up to date" if name not in stale else _stale(describe_changes(stale[name]))
+            states[name] = "up to date"
+            if name in stale:
+                details = describe_changes(stale[name])
+                if len(details) > DETAIL:
+                    details = f"{details[:DETAIL]} …"
+                states[name] = f"stale: {details}"
         elif outputs and all((workspace / out).exists() for out in outputs):
             states[name] = "made, but not known to DVC (`rlhf stage`, or a run that failed): a run makes it again"
         elif closed is not None and stopped:
@@ -298,10 +301,6 @@ def running_stages(workspace: Path, holder: LockHolder) -> StagesStatus:
     head = f"{state.done}/{len(state.stages)} done after {elapsed}{phase}"
     states = {name: describe_stage(stage, now.timestamp()) for name, stage in state.stages.items()}
     return StagesStatus(states, note=head)
-
-
-def _stale(details: str) -> str:
-    return f"stale: {details if len(details) <= DETAIL else details[:DETAIL] + ' …'}"
 
 
 def gate_line(gate: GateDecision) -> str:

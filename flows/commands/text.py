@@ -38,7 +38,7 @@ def without_secrets(value: Any) -> Any:
 
 
 def error_console(stream: TextIO) -> Console:
-    """Return a console for ``stream``: as wide as a terminal, without control codes when it is none or ``NO_COLOR``."""
+    """Return a console for ``stream``: as wide as a terminal; without control codes elsewhere or with ``NO_COLOR``."""
     return Console(file=stream, highlight=False, markup=False, emoji=False)
 
 
@@ -114,7 +114,7 @@ def marked_table(columns: Sequence[str | Column], rows: Iterable[tuple[bool, str
 
 
 def fitted(text: str) -> str:
-    """Return ``text`` with every line wrapped to the terminal, or as it is where stdout is none."""
+    """Return ``text`` with every line wrapped to the terminal, unchanged if stdout is not one."""
     width = shutil.get_terminal_size().columns if sys.stdout.isatty() else None
     return "\n".join(fit_line(line, width) for line in text.splitlines())
 
@@ -170,7 +170,7 @@ def format_metrics(metrics: Mapping[str, float]) -> list[str]:
 
 
 def plain_number(value: float) -> str:
-    """Format a number with three digits, a large one with all of its whole digits: ``0.342``, ``14,916``."""
+    """Format a number with three digits, or all digits before the point if it is large: ``0.342``, ``14,916``."""
     return progress.plain_number(value, 3, ",")
 
 
@@ -196,7 +196,7 @@ def last_lines(workspace: Path, name: str, lines: int) -> str:
     """Return the last lines of ``.rlhf/logs/NAME.log``, without empty ones and DVC's advice.
 
     Raises:
-        RlhfError: there is no such log; the message names those that there are.
+        RlhfError: there is no such log; the message names those that exist.
     """
     folder = workspace / PRIVATE / "logs"
     known = sorted(path.stem for path in folder.glob("*.log"))

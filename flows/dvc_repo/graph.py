@@ -99,19 +99,17 @@ def dvc_graph(workspace: Path) -> list[StageNode]:
 
     with Repo(str(workspace)) as repo:
         graph = repo.index.graph
-        stages = [s for s in reversed(list(networkx.lexicographical_topological_sort(graph, key=str))) if s.cmd]
-        names = {s: s.name for s in stages if Path(s.path).resolve() == (workspace / "dvc.yaml").resolve()}
-        return [
-            StageNode(
-                name,
-                tuple(sorted(names[n] for n in graph.successors(stage) if n in names)),
-                stage.cmd if isinstance(stage.cmd, str) else " && ".join(stage.cmd),
-                tuple(str(out) for out in stage.outs),
-                *_inputs(repo, stage, workspace),
-                _is_in_run_cache(stage),
-            )
-            for stage, name in names.items()
-        ]
+        recipe = (workspace / "dvc.yaml").resolve()
+        in_order = reversed(list(networkx.lexicographical_topological_sort(graph, key=str)))
+        names = {stage: stage.name for stage in in_order if stage.cmd and Path(stage.path).resolve() == recipe}
+        nodes = []
+        for stage, name in names.items():
+            before = sorted(names[other] for other in graph.successors(stage) if other in names)
+            command = stage.cmd if isinstance(stage.cmd, str) else " && ".join(stage.cmd)
+            outs = tuple(str(out) for out in stage.outs)
+            inputs = _inputs(repo, stage, workspace)
+            nodes.append(StageNode(name, tuple(before), command, outs, *inputs, _is_in_run_cache(stage)))
+        return nodes
 
 
 def _inputs(repo: Any, stage: Any, workspace: Path) -> tuple[tuple[str, ...], tuple[str, ...]]:
@@ -126,13 +124,17 @@ def _inputs(repo: Any, stage: Any, workspace: Path) -> tuple[tuple[str, ...], tu
             outputs = repo.find_outs_by_path(dep.fs_path, recursive=True, strict=False)
         except OutputNotFoundError:
             outputs = []
-        cached.update(out.fs_path for out in outputs if out.use_cache)
-        carried.update(out.stage.path for out in outputs if out.stage.path.endswith(".dvc"))
-        carried.update(out.fs_path for out in outputs if not out.use_cache)
+        for out in outputs:
+            (cached if out.use_cache else carried).add(out.fs_path)
+            if out.stage.path.endswith(".dvc"):
+                carried.add(out.stage.path)
         if isinstance(dep, ParamsDependency) or not outputs:
             carried.add(dep.fs_path)
-    first, second = (tuple(sorted(os.path.relpath(path, workspace) for path in paths)) for paths in (cached, carried))
-    return first, second
+
+    def relative(paths: set[str]) -> tuple[str, ...]:
+        return tuple(sorted(os.path.relpath(path, workspace) for path in paths))
+
+    return relative(cached), relative(carried)
 
 
 def _is_in_run_cache(stage: Any) -> bool:

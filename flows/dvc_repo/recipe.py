@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import textwrap
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -141,13 +141,16 @@ def check_recipe(workspace: Path) -> None:
     missing = {path: _value_at(defaults, path) for path in absent}
     if not missing:
         return
-    without_default = [path for path, value in missing.items() if value in (ABSENT, None, [])]
-    # Of a section the name is enough, and its kind where it is one of several.
-    given = {
-        path: {key: entry for key, entry in value.items() if key == "kind"} if isinstance(value, dict) else value
-        for path, value in missing.items()
-    }
-    lines = overridden({}, {path: value for path, value in given.items() if path not in without_default})
+    without_default = []
+    given: dict[str, Any] = {}
+    for path, value in missing.items():
+        if value in (ABSENT, None, []):
+            without_default.append(path)
+        elif isinstance(value, dict):  # of a section the name is enough, and its kind where it is one of several
+            given[path] = {key: entry for key, entry in value.items() if key == "kind"}
+        else:
+            given[path] = value
+    lines = overridden({}, given)
     message = [f"{workspace / PARAMS_FILE} leaves out parameters that {DVC_FILE} names, so DVC would refuse its stages"]
     if lines:
         message.append("add these, which are the defaults, to their sections:")
@@ -162,15 +165,14 @@ def check_recipe(workspace: Path) -> None:
 def tracked_params(workspace: Path) -> list[str]:
     """Return the dotted names of params.yaml's parameters in dvc.yaml, each once, a section before its parts."""
     stages = yaml_text.plain(yaml_text.read(workspace / DVC_FILE)).get("stages") or {}
-    return sorted({name for stage in stages.values() for name in _names_of(stage)})
-
-
-def _names_of(stage: Mapping[str, Any]) -> Iterator[str]:
-    for entry in stage.get("params") or []:
-        if isinstance(entry, str):
-            yield entry
-        elif isinstance(entry, Mapping):
-            yield from entry.get(PARAMS_FILE) or []
+    names: set[str] = set()
+    for stage in stages.values():
+        for entry in stage.get("params") or []:
+            if isinstance(entry, str):
+                names.add(entry)
+            elif isinstance(entry, Mapping):
+                names.update(entry.get(PARAMS_FILE) or [])
+    return sorted(names)
 
 
 def _value_at(document: Any, path: str) -> Any:

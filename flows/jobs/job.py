@@ -54,5 +54,7 @@ class Job:
 
 def job_name(workspace: Path, pool: str, shared: bool) -> str:
     """Return the name of the job deployment for ``pool``, whose workers see the workspace (``shared``) or do not."""
-    kind = f"handoff-{pool}" if not shared else "gpu-job" if pool == GPU_POOL else f"job-{pool}"
+    kind = f"job-{pool}" if shared else f"handoff-{pool}"
+    if shared and pool == GPU_POOL:
+        kind = "gpu-job"
     return f"{kind}-{workspace_slug(workspace)}"

@@ -78,7 +78,7 @@ def publish_gate_tables(workspace: Path) -> None:
 
 
 def publish_report(workspace: Path, report: Path, report_link: str | None) -> None:
-    """Create a link to the report where a server shows it, else a note of its path, if there is a report.
+    """If there is a report, create a link to it, or a note of its path where no server shows it.
 
     Browsers do not follow links from a served page to a local file.
     """

@@ -178,7 +178,7 @@ def rlhf_pipeline(workspace: str = ".", promote: bool = True, settings: dict[str
 
 
 def _run_pipeline(workspace: Path, promote: bool, events: EventLog, answered: State[Any] | None) -> State[Any]:
-    """Run the stages and what follows them; after an approval was ``answered`` only what is up to date is shown."""
+    """Run the stages and what follows; after an ``answered`` approval, stages are only shown as up to date."""
     params = load_params(workspace)
     check_recipe(workspace)
     refresh_inputs(workspace)

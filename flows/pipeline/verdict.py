@@ -118,7 +118,7 @@ class RunVerdict:
 
     @property
     def headline(self) -> str:
-        """The verdict in one sentence, made of the conditions that decided, or why there is none."""
+        """The verdict in one sentence with the conditions that decided, or why there is no verdict."""
         if self.judges:
             return verdict_sentence(self.judges, self.opponent, self.gate if self.opponent == SFT else None, self.unmet)
         return f"no verdict: {self.failure}"

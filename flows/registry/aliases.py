@@ -17,7 +17,7 @@ CHALLENGER, CHAMPION, PREVIOUS = "challenger", "champion", "previous"
 # Tags of versions: the hash of their files, the reward model behind a policy, and what gates said.
 CONTENT_TAG, REWARD_VERSION_TAG = "content_sha256", "reward_model_version"
 GATES_TAG, UNGATED_TAG, GATE_REPORT_TAG, CONDITIONS_TAG = "gates", "ungated", "gate", "gate_conditions"
-# What promotion goes by, which therefore is signed.
+# The tags that promotion relies on, and which are therefore signed.
 SIGNED_TAGS = (GATES_TAG, GATE_REPORT_TAG, CONDITIONS_TAG, UNGATED_TAG, REWARD_VERSION_TAG)
 UNKNOWN = "RESOURCE_DOES_NOT_EXIST"
 

@@ -36,6 +36,7 @@ if TYPE_CHECKING:
 
 # Without it the UI shows its pages on generative AI, traces and judges, until one has chosen model training.
 MODEL_TRAINING = "?workflowType=machine_learning"
+KNOCK_SECONDS = 5.0
 
 
 def run_page(experiment_id: str, run_id: str, artifact: str | None = None) -> str:
@@ -108,11 +109,11 @@ def connect(workspace: Path) -> MlflowClient:
     return client
 
 
-def knock(url: str, seconds: float = 5.0) -> None:
-    """``OSError`` when nothing listens at the host and port of ``url`` within ``seconds``."""
+def knock(url: str) -> None:
+    """Raise ``OSError`` if nothing listens at the host and port of ``url``."""
     parts = urlsplit(url)
     port = parts.port or (443 if parts.scheme == "https" else 80)
-    socket.create_connection((parts.hostname or "", port), timeout=seconds).close()
+    socket.create_connection((parts.hostname or "", port), timeout=KNOCK_SECONDS).close()
 
 
 def prepare_tracking(workspace: Path) -> MlflowClient:

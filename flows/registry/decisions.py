@@ -182,21 +182,26 @@ def registry_events(entry: Entry, earlier: Sequence[Entry]) -> list[dict[str, An
     if name := APPROVAL_EVENTS.get(entry["action"]):
         about = {"model": entry["model"], "alias": "", "version": entry["decided_on"], "before": None}
         happened.append((name, about))
-    return [
-        {
+    decided = {key: entry[key] for key in ("action", "who", "reason", "time", "number")}
+    events = []
+    for name, about in happened:
+        resource = {
+            "prefect.resource.id": f"rlhf.registered-model.{about['model']}",
+            "prefect.resource.name": about["model"],
+            "rlhf.action": entry["action"],
+        }
+        for key in ("alias", "version"):
+            if about[key]:
+                resource[f"rlhf.{key}"] = about[key]
+        event = {
             "id": str(uuid5(UUID(hex=entry["id"]), f"{name} {about['model']}")),
             "event": name,
             "occurred": datetime.fromisoformat(entry["time"]).isoformat(),
-            "resource": {
-                "prefect.resource.id": f"rlhf.registered-model.{about['model']}",
-                "prefect.resource.name": about["model"],
-                **{f"rlhf.{key}": about[key] for key in ("alias", "version") if about[key]},
-                "rlhf.action": entry["action"],
-            },
-            "payload": about | {key: entry[key] for key in ("action", "who", "reason", "time", "number")},
+            "resource": resource,
+            "payload": about | decided,
         }
-        for name, about in happened
-    ]
+        events.append(event)
+    return events
 
 
 def _emit_events(workspace: Path, entries: Sequence[Entry]) -> None:
@@ -317,7 +322,7 @@ def finish_interrupted(client: MlflowClient, workspace: Path, name: str) -> Rele
 
 
 def _carry_out(client: MlflowClient, workspace: Path, entry: Entry) -> Path | None:
-    """Every step may have been done before; what is as it shall be is not set again.
+    """Carry out a decision; steps already carried out are skipped.
 
     What the entry says of a version that was deleted in MLflow since cannot be done, and holds nothing else up.
     """
@@ -366,7 +371,7 @@ def _require_accepted(client: MlflowClient, workspace: Path, name: str, number: 
 def _is_accepted(client: MlflowClient, workspace: Path, name: str, number: str) -> bool:
     """Whether an alias may point to a version; what speaks against it is a warning.
 
-    A decision that somebody else has written into the history must not hold up all later ones.
+    A decision that another program has written into the history must not block all later ones.
     """
     try:
         _require_accepted(client, workspace, name, number)

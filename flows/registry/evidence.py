@@ -74,11 +74,11 @@ def gate_conditions(workspace: Path) -> dict[str, Sequence[Condition]]:
 
 def short_conditions(gates: Mapping[str, Sequence[Condition]]) -> dict[str, list[dict[str, Any]]]:
     """Conditions by gate as JSON, without their reasons and defaults; gates without conditions are left out."""
-    return {
-        name: [condition.model_dump(mode="json", exclude={"why"}, exclude_defaults=True) for condition in conditions]
-        for name, conditions in gates.items()
-        if conditions
-    }
+    short = {}
+    for name, conditions in gates.items():
+        if conditions:
+            short[name] = [row.model_dump(mode="json", exclude={"why"}, exclude_defaults=True) for row in conditions]
+    return short
 
 
 def weaker_gates(passed: Mapping[str, Any], required: Mapping[str, Sequence[Condition]]) -> list[str]:

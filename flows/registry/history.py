@@ -138,11 +138,10 @@ def read_history(client: MlflowClient, name: str, model: RegisteredModel | None 
     for number, text in enumerate(Ledger.open(client, name, model).entries(), start=1):
         try:
             entry = json.loads(text)
-            readable = (
-                (entry["number"], entry["model"]) == (number, name)
-                and all(isinstance(entry[key], kind) for key, kind in FIELDS.items())
-                and all(keys <= part.keys() for key, keys in PARTS.items() for part in entry[key])
-            )
+            readable = (entry["number"], entry["model"]) == (number, name)
+            readable = readable and all(isinstance(entry[key], kind) for key, kind in FIELDS.items())
+            for key, keys in PARTS.items():
+                readable = readable and all(keys <= part.keys() for part in entry[key])
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
             readable = False
         if not readable:

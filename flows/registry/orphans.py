@@ -41,13 +41,9 @@ class Orphans:
         )
 
 
-def find_orphans(client: MlflowClient, workspace: Path, now: float | None = None) -> Orphans:
-    """Find what registrations in the experiment of ``workspace`` have left that began hours before ``now``.
-
-    Args:
-        now: Seconds since the epoch; None for the time that it is.
-    """
-    before = int(((time.time() if now is None else now) - SECONDS) * 1000)
+def find_orphans(client: MlflowClient, workspace: Path) -> Orphans:
+    """Find what registrations in the experiment of ``workspace`` have left that began hours ago."""
+    before = int((time.time() - SECONDS) * 1000)
     with registry_errors("look for what killed registrations have left"):
         own = experiment_id(client, workspace)
         models: list[LoggedModel] = []

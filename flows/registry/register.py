@@ -245,7 +245,8 @@ def _create_version(
     if run_id:
         run_tags[PARENT_TAG] = run_id
     experiment = experiment_id(client, workspace)
-    files = [workspace / name for name in dict.fromkeys(name for gate in evidence for name in gate.evidence)]
+    names = dict.fromkeys(name for gate in evidence for name in gate.evidence)
+    files = [workspace / name for name in names]
     with registry_errors(f"register {model.name}"), fluent(workspace):
         own_run = str(client.create_run(experiment, tags=run_tags).info.run_id)
         status = "FAILED"

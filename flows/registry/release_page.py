@@ -42,7 +42,7 @@ OWNER = ("rlhf registry terms", "who owns the registered policy, and what a prom
 
 @dataclass(frozen=True)
 class RunNotes:
-    """What the run that wrote the report said of its last steps; a registry does not know all of it.
+    """What the run that wrote the report knew about its last steps; the registry does not record all of it.
 
     Attributes:
         registered: What was registered and what was refused, in one line; empty if nothing was tried.
@@ -130,7 +130,7 @@ def _say(
     next_step: tuple[str, str] = CHANGE,
     conditions: tuple[UnmetCondition, ...] = (),
 ) -> ReleaseDecision:
-    """A decision of now; as which version the policy is registered, and the champion, are added."""
+    """Return a decision made now; the registered version and the champion are added by the caller."""
     as_of = utc_minute(utc_now())
     return ReleaseDecision(state, headline, "", reason, conditions, decided, "", *next_step, as_of)
 
@@ -140,7 +140,7 @@ def _label(here: RegisteredHere) -> str:
 
 
 def _version_of_policy(workspace: Path, notes: RunNotes) -> RegisteredHere | None:
-    """The version that was made of the policy that the report is about; None if there is none."""
+    """Return the version that holds the policy of the report; None if it is not registered."""
     nothing = notes.because and not notes.registered
     return None if nothing or closed_gate(workspace) else read_registered(workspace, POLICY_FOLDER)
 
@@ -192,7 +192,7 @@ def _standing(state: ReleaseState, here: RegisteredHere, version: ModelVersion, 
     if state.champion == number:
         entry = crownings[made[-1]][0] if made else None
         reason = "" if entry is None else str(entry["reason"])
-        forced = reason.startswith("forced:") or bool(here.ungated)
+        forced = bool(here.ungated) or (entry is not None and entry["decision"].get("forced") is not None)
         again = entry is not None and entry["action"] == "rollback"
         headline = f"Released{' by force' if forced else ''}: {label} is the champion{' again' if again else ''}"
         verb = "Champion again" if again else "Promoted"

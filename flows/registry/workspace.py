@@ -106,7 +106,7 @@ def write_registered(workspace: Path, versions: Mapping[str, RegisteredHere]) ->
 
 
 def read_registered(workspace: Path, folder: str) -> RegisteredHere | None:
-    """Return the version that was made of ``folder`` as dvc.lock records it now; None if there is none."""
+    """Return the version made of the current content of ``folder`` (by dvc.lock); None if there is none."""
     try:
         entry: Mapping[str, Any] | None = read_json(workspace / PRIVATE / FILE).get(folder)
     except DataError:

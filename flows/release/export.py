@@ -47,7 +47,7 @@ def check_repository(repository: str) -> None:
 
 
 def upload(folder: Path, repository: str, public: bool, message: str) -> str:
-    """Upload ``folder`` in one commit, to a repository that is made if there is none.
+    """Upload ``folder`` in one commit; the repository is created if it does not exist.
 
     Args:
         repository: ``owner/name``.

@@ -21,7 +21,9 @@ class LogReader:
 
     def __init__(self, log: Path, start: int | None = None) -> None:
         self.log = log
-        self.start = start if start is not None else log.stat().st_size if log.exists() else 0
+        if start is None:
+            start = log.stat().st_size if log.exists() else 0
+        self.start = start
 
     def lines(self, most: int = -1, unfinished: bool = False) -> bytes:
         """Return at most ``most`` bytes from ``start`` on in whole lines; whoever has used them moves ``start`` on.
@@ -94,7 +96,7 @@ class SupervisedProcess:
     def poll(self) -> int | None:
         """Return the exit status of the command (128 + signal if a signal ended it), or None while it runs."""
         code = self.process.poll()
-        return None if code is None else (128 - code if code < 0 else code)
+        return 128 - code if code is not None and code < 0 else code
 
     def request_stop(self) -> None:
         """Ask the supervisor to stop the command and all its descendants; return at once."""

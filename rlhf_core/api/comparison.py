@@ -79,7 +79,7 @@ def compare_policies(
         batch_size: Replies sampled or scored at once.
 
     Raises:
-        ConfigError: The judge is none.
+        ConfigError: The judge is not a judge.
         DataError: A prompt leaves no room for a reply, or the judge could score too little.
     """
     require_plain(candidate, "candidate")
@@ -106,7 +106,8 @@ def _compared(
     if len(known) < 2:
         raise DataError(f"the judge could score {len(known)} of {len(turns)} prompts, and at least 2 are needed")
     first, second = scores[0, known], scores[1, known]
-    longer_by = length_differences(*([of_model[row] for row in known] for of_model in replies))
+    candidate, baseline = replies
+    longer_by = length_differences([candidate[row] for row in known], [baseline[row] for row in known])
     numbers: dict[str, int] = {}  # equal prompts are one question
     asked = []
     for row in known:

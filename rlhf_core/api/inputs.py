@@ -106,19 +106,19 @@ def _read(kind: type[Row], listed: Sequence[Mapping[str, Any] | str | Row], name
     shape = next(filter(None, map(format_of, values)), None)
     numbered = [Record(number, value) for number, value in enumerate(values, start=1)]
     options = ReadOptions.model_validate({"format": shape.name if shape else None})
-    result = read_records(numbered, kind.KIND, name, "", options=options)
+    result = read_records(numbered, kind.KIND, name, options=options)
     if result.refused:
         first = result.refused[0]
         raise DataError(f"{name}, record {first.position}: {first.reason}")
     if result.counts.dropped:
         reason, count = result.counts.dropped.most_common(1)[0]
         raise DataError(f"{name}: {count} of the records cannot be used ({reason}); take them out")
-    return [
-        kind(**row | {"prompt": [Message(turn["role"], turn["content"]) for turn in row["prompt"]]})
-        if "prompt" in row
-        else kind(**row)
-        for row in result.rows
-    ]
+    rows = []
+    for row in result.rows:
+        if "prompt" in row:
+            row["prompt"] = [Message(turn["role"], turn["content"]) for turn in row["prompt"]]
+        rows.append(kind(**row))
+    return rows
 
 
 def records_of(given: Any, name: str) -> list[Any]:
@@ -174,7 +174,7 @@ def plain_values(value: Any) -> Any:
 
 
 def _require_usable(row: Demonstration | Preference | Prompt | PretrainText, where: str) -> None:
-    """Raise ``DataError`` for a row of which nothing can be learned, or whose texts are none."""
+    """Raise ``DataError`` for a row that teaches nothing, or whose texts are not text."""
     try:
         for name in TEXTS & vars(row).keys():
             text_of(getattr(row, name), name)
@@ -211,7 +211,8 @@ def held_out(
     if len(rows) < 2:
         raise DataError(f"{name} has {len(rows)} record, of which none can be held out; give validation records")
     numbers = {*range(HELD_OUT_EVERY - 1, len(rows), HELD_OUT_EVERY), len(rows) - 1}
-    return [row for n, row in enumerate(rows) if n not in numbers], [rows[n] for n in sorted(numbers)]
+    training = [row for number, row in enumerate(rows) if number not in numbers]
+    return training, [rows[number] for number in sorted(numbers)]
 
 
 def token_table(

@@ -127,7 +127,11 @@ def _inside(annotation: Any, key: str) -> Iterator[tuple[str, type[BaseModel]]]:
         yield "", annotation
         return
     origin, arguments = get_origin(annotation), get_args(annotation)
-    step = "[]" if origin in (tuple, list) else f".{KEYS.get(key, 'NAME')}" if origin in (dict, Mapping) else ""
+    step = ""
+    if origin in (tuple, list):
+        step = "[]"
+    elif origin in (dict, Mapping):
+        step = f".{KEYS.get(key, 'NAME')}"
     models = list(dict.fromkeys(model for argument in arguments for _, model in _inside(argument, key)))
     if len(models) == 1:
         yield step, models[0]
@@ -248,7 +252,7 @@ def show(path: str | None, workspace: Path | None, markdown: bool) -> str:
 
     Args:
         path: What is asked for; None for all.
-        workspace: Whose values are shown beside other defaults; None for the one that the current folder is in, if any.
+        workspace: Its values are shown where they differ from defaults; None: the one of the current folder, if any.
         markdown: Whether the page of parameters is asked for.
 
     Raises:

@@ -20,6 +20,7 @@ from pydantic import (
 from pydantic_core import PydanticCustomError
 
 from rlhf_core.config.base import SCRATCH
+from rlhf_core.config.formats import FormatName
 from rlhf_core.config.model import StageConfig, Strict
 from rlhf_core.config.problems import SECRET, nearest
 from rlhf_core.errors import DataError
@@ -84,39 +85,6 @@ class WorldConfig(Strict):
     contrast_share: float = Field(default=0.35, ge=0, le=1)
     label_sharpness: float = Field(default=2.5, gt=0)
     length_bias: float = 0.02
-
-
-FormatName = Literal[
-    "hh-rlhf",
-    "sharegpt-ranking",
-    "turn-list-pair",
-    "conversational-implicit",
-    "conversational",
-    "standard",
-    "standard-implicit",
-    "alpaca-ranking",
-    "alpaca",
-    "messages",
-    "turn-list",
-    "prompt-reply",
-    "prompt",
-    "text",
-    "pku-saferlhf",
-    "pku-saferlhf-single",
-    "helpsteer2-preference",
-    "helpsteer3-preference",
-    "helpsteer-ratings",
-    "shp",
-    "orca-dpo",
-    "open-orca",
-    "ultrafeedback-ratings",
-    "ultrafeedback",
-    "nectar",
-    "ranking",
-    "stepwise",
-    "oasst-trees",
-    "oasst-messages",
-]
 
 
 def _of_plugin(name: Any, is_known: ValidatorFunctionWrapHandler) -> Any:
@@ -208,7 +176,7 @@ def template_columns(template: str) -> list[str]:
 
 
 class SourceOptions(ReadOptions):
-    """How a source is read, and how much of it is taken.
+    """How a source is read, and how many of its rows are taken.
 
     Attributes:
         weight: The share of ``collect.limit`` that each file of the source gives, relative to other files.

@@ -194,7 +194,7 @@ class EvaluateConfig(StageConfig):
         prompts: Test prompts.
         replies_per_prompt: Replies of each model to each of them and of the regression set, which narrows every
             interval where held-out prompts are few; bounds and tests still count different questions.
-        best_of_n: Best of so many replies of SFT by the reward model, for judges to compare too; 0: off.
+        best_of_n: Judges also compare the best of n replies of SFT, chosen by the reward model; 0: off.
         sampling: Makes the replies that are judged.
         sampler: Who samples all of these replies, in matches too.
         kl_samples: Unfiltered replies that KL and perplexity are measured on.

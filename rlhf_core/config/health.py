@@ -290,7 +290,9 @@ class RuleChange(Strict):
     @classmethod
     def _numbers(cls, given: Any) -> Any:
         # Without this the two branches of the union would each report their own mistake.
-        numbers = given.values() if isinstance(given, dict) else [] if given is None else [given]
+        numbers = [] if given is None else [given]
+        if isinstance(given, dict):
+            numbers = list(given.values())
         if any(isinstance(number, bool) or not isinstance(number, int | float) for number in numbers):
             raise ValueError("must be a number, or a mapping from a check's metric to a number")
         return given

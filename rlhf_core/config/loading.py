@@ -557,7 +557,7 @@ def merge(base: str, overlays: Sequence[tuple[str, str]] = (), sets: Sequence[st
 
 
 def overlaid(base: str, overlays: Sequence[tuple[str, str]] = (), sets: Sequence[str] = ()) -> str:
-    """``base`` with each ``(name, text)`` overlay and each ``section.key=value`` applied in turn, unchecked.
+    """``base`` with each ``(name, text)`` overlay and then each ``section.key=value`` applied in order, unchecked.
 
     Returns YAML text with the comments of ``base``.
     """
@@ -634,8 +634,9 @@ def _texts_at(node: Any, keys: Sequence[str]) -> Iterator[tuple[Any, Any]]:
     head, *rest = keys
     if not isinstance(node, dict | list):
         return
-    for key in (range(len(node)) if isinstance(node, list) else list(node)) if head == "*" else [head]:
-        value = node.get(key) if isinstance(node, dict) else node[key] if isinstance(key, int) else None
+    held = dict(enumerate(node)) if isinstance(node, list) else dict(node)
+    for key in held if head == "*" else [head]:
+        value = held.get(key)
         if isinstance(value, str) and rest in ([], ["path"]):
             yield node, key
         elif rest:

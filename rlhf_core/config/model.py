@@ -147,7 +147,7 @@ def check_endpoint(url: str, token_env: str | None, name: str = "url") -> None:
     Called on the whole model, so that what may be a secret is not repeated in pydantic's error.
 
     Raises:
-        ValueError: The address is not absolute or carries credentials, or the name is none of a variable.
+        ValueError: The address is not absolute or carries credentials, or the name cannot name a variable.
     """
     try:
         parts = urlsplit(url)

@@ -86,7 +86,9 @@ def with_chosen_rates(config: Config, new: bool, adapters: bool = False) -> Conf
     for part in trained_parts(config, adapters):
         if part.optimizer.lr is None:
             rates = part.suitable
-            lr = rates.new if new else rates.adapters if part.adapters else rates.pretrained
+            lr = rates.adapters if part.adapters else rates.pretrained
+            if new:
+                lr = rates.new
             changes[part.field] = part.optimizer.model_copy(update={"lr": lr})
     if isinstance(config, PolicyStageConfig):
         policy, adapted = config.policy, config.policy_lora is not None

@@ -80,7 +80,7 @@ def _load(text: str, name: str) -> Any:
     try:
         document = _yaml().load(text)
         _require_bounded(document, name)
-    except (YAMLError, ValueError) as error:  # of dates and numbers that there are not
+    except (YAMLError, ValueError) as error:  # an impossible date or number
         mark = getattr(error, "problem_mark", None) or getattr(error, "context_mark", None)
         position = f" line {mark.line + 1}, column {mark.column + 1}" if mark else ""
         problem = getattr(error, "problem", None) or getattr(error, "context", None) or first_line(error)

@@ -122,7 +122,7 @@ REASONED = f"<think>\nLet me see.\n</think>\n\n{ANSWER}"
 SYSTEM_TURN, SEVERAL_TURNS, REASONING_BEFORE = "a system turn", "several turns", "reasoning in an earlier reply"
 EXCERPT = 60
 # The day that templates write which ask for today's (Llama 3.2): the one that Llama's own fall back to. With the
-# clock's, the same dialogue would be other tokens tomorrow, in a resumed run and beside results of today.
+# clock's, the same dialogue would become other tokens tomorrow: resumed runs and comparisons would differ.
 TODAY = datetime(2024, 7, 26)
 # A macro of the function's name hides transformers' own, and needs no more than a template may do.
 CLOCK = "strftime_now"
@@ -182,7 +182,7 @@ class ReplyFormat:
             raise UnwritableText(f"{reason}: leave such dialogues out, or give the tokenizer another template", reason)
 
     def kinds(self, messages: Sequence[Message]) -> set[str]:
-        """Which of the dialogues that :attr:`unfit` may name ``messages`` is."""
+        """Return the kinds of dialogue that ``messages`` is, of those that :attr:`unfit` may name."""
         earlier = [message for message in messages if message.role == "assistant"]
         names = {SYSTEM_TURN} if messages[:1] and messages[0].role == "system" else set()
         names |= {SEVERAL_TURNS} if earlier else set()
@@ -370,7 +370,7 @@ def _markers(template: str) -> tuple[str, ...]:
 
 
 def _unfit_dialogues(tokenizer: PreTrainedTokenizerBase, lead: str) -> frozenset[str]:
-    """Kinds of dialogues that the template goes on with otherwise than its prompt ends; not those that it refuses.
+    """Return the kinds of dialogues that the template does not continue as its prompt ends; refused ones are left out.
 
     What precedes the last question may differ: Mistral's template writes the system turn beside the last one alone.
     """

@@ -75,7 +75,7 @@ def standard_error(values: np.ndarray, clusters: np.ndarray) -> tuple[float, int
 
 
 def design_effect(values: np.ndarray, clusters: np.ndarray) -> float:
-    """By how much clusters widen the variance of a mean (n,): from 1 to that of rows which are equal within each.
+    """Return the factor by which clusters widen the variance of a mean (n,), from 1 up to that of equal rows in each.
 
     That largest one where fewer than :data:`FEW` clusters are known, or all values are equal.
     """

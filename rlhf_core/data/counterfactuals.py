@@ -163,7 +163,7 @@ class Value:
 
     @property
     def shape(self) -> str:
-        """What a value in its place must be like: a number of as many digits, a name of as many words."""
+        """What a replacement must have in common with the value: how many digits a number, or words a name, has."""
         return re.sub(r"\d", "0", self.text) if self.text[0].isdigit() else f"{len(self.text.split())} words"
 
 
@@ -212,7 +212,7 @@ MOST_REPLIES = 0.2  # a word of more of them belongs to the language, not to an 
 
 
 class ReplySet:
-    """The preferred replies of a set, and what of them can stand in the place of something else.
+    """The preferred replies of a set, and the parts of them that can replace parts of other replies.
 
     Attributes:
         rows: The pairs whose preferred replies these are.

@@ -70,7 +70,7 @@ def split_parts(kind: str, table: pa.Table, seed: int, config: SplitConfig) -> T
 def write_clean(
     folder: Path, clean: Mapping[str, StoredRows], seed: int, config: SplitConfig
 ) -> dict[str, KindStatistics]:
-    """Write ``FOLDER/SPLIT.parquet`` files, part by part; return what is to be known of the rows, by kind."""
+    """Write ``FOLDER/SPLIT.parquet`` files, part by part; return statistics of the rows by kind."""
     statistics = {kind: KindStatistics() for kind in clean}
     with progress(sum(rows.num_rows for rows in clean.values()), "writing clean data") as bar:
         for kind, rows in clean.items():
@@ -205,12 +205,15 @@ def group_overlap(groups: Mapping[str, Sequence[pa.Array]]) -> int:
     Args:
         groups: By file, the groups of its rows, or hashes of them.
     """
-    splits = [[name for name in groups if name.endswith(f"/{split}")] for split in SPLITS]
-    users = [[f"{user}/{split}" for split in ("train", "validation")] for user in PairUser]
-    return sum(
-        _shared([[array for name in names for array in groups.get(name, ())] for names in sets])
-        for sets in (splits, users)
-    )
+    by_split: dict[str, list[pa.Array]] = {split: [] for split in SPLITS}
+    by_user: dict[str, list[pa.Array]] = {user: [] for user in PairUser}
+    for file, arrays in groups.items():
+        folder, _, split = file.partition("/")
+        if split in by_split:
+            by_split[split] += arrays
+        if folder in by_user and split != "test":
+            by_user[folder] += arrays
+    return _shared(by_split.values()) + _shared(by_user.values())
 
 
 def _shared(sets: Iterable[Sequence[pa.Array]]) -> int:

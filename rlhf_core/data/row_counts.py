@@ -53,12 +53,12 @@ class RowFinding:
         kind: One of ``ROW_TYPES``.
         source: The file that it was read from, as params.yaml spells it; None for rows of no file.
         position: The line or number of the row there.
-        id: The row's id; empty where it never became a row.
+        id: The row's id; empty if the record never became a row.
         number: Its place among the rows of its kind that the rule was checked on, where these are numbered.
         severity: What follows: ``refuse``, ``warn`` or ``fail``.
         row: The content as JSON, where it is kept.
         other: What it resembles: the id of another row, or file and line of an evaluation prompt.
-        similarity: The estimated Jaccard similarity, where the rule goes by it.
+        similarity: The estimated Jaccard similarity, for rules that use it.
         more: Reasons of further rules that the row broke.
     """
 
@@ -88,9 +88,10 @@ class RowFinding:
 
 def findings_table(findings: Sequence[RowFinding], schema: pa.Schema) -> pa.Table:
     """Return findings as they are stored, with the columns of ``schema``."""
-    return pa.Table.from_pylist(
-        [{name: getattr(finding, name) for name in schema.names} for finding in findings], schema=schema
-    )
+    rows = []
+    for finding in findings:
+        rows.append({name: getattr(finding, name) for name in schema.names})
+    return pa.Table.from_pylist(rows, schema=schema)
 
 
 @dataclass
@@ -156,7 +157,7 @@ class RowCounts:
         source: The file, URL or hub id, as params.yaml spells it.
         sha256: Of its bytes; empty for a hub data set.
         revision: The commit of a hub data set.
-        expanded: Rows on top of one per record, as of a ranking.
+        expanded: Rows beyond one per record, such as the pairs of a ranking.
         kept: Rows that are used.
         refused: Records, or rows, with a fault; ``reasons`` says which.
         dropped: By reason, records without a fault that give no row, such as ties.

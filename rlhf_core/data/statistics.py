@@ -21,12 +21,12 @@ if TYPE_CHECKING:
 
 PERCENTILES = (50, 90, 99, 100)
 SEQUENCE = "prompt + reply"
-# The rule of rows that findings.parquet calls so; it is none of a suite, since not every row is looked at.
+# The name of a rule in findings.parquet that no suite has, since only some rows are checked by it.
 UNWRITABLE = "writable_by_tokenizer"
 
 
 def percentiles(lengths: npt.ArrayLike) -> tuple[int, ...]:
-    """Return the 50th, 90th, 99th and 100th percentile, each of which is one of the lengths; none of no lengths."""
+    """Return the 50th, 90th, 99th and 100th percentile, each one of the lengths; empty without lengths."""
     values = np.asarray(lengths)
     return tuple(int(v) for v in np.percentile(values, PERCENTILES, method="inverted_cdf")) if len(values) else ()
 

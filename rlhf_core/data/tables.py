@@ -195,7 +195,7 @@ def table_chunks(path: Path, columns: Sequence[str] | None = None) -> Iterator[p
 
 
 def mapped_table(path: Path, schema: pa.Schema, parts: Iterable[pa.Table]) -> pa.Table:
-    """Write tables to an Arrow file one after the other and map it: only what is looked at is in memory.
+    """Write tables to an Arrow file one after the other and map it: only the parts in use are in memory.
 
     The file must stay as long as the table is used.
     """

@@ -1,6 +1,6 @@
 """Chat templates run in a process of their own, under limits of time and memory.
 
-A template of somebody else's may loop, raise 9 to the power of 9**9 or fill the memory, for one dialogue of a million.
+A third-party template may loop, compute 9 ** 9 ** 9 or fill the memory, perhaps for one dialogue of a million.
 Nothing within Python ends what runs in C; the system ends a process.
 """
 

@@ -189,7 +189,7 @@ _UNSEEN = re.compile(
     r"[\u00ad\u034f\u061c\u115f\u1160\u17b4\u17b5\u180b-\u180e\u200b\u200e\u200f\u202a-\u202e\u2060-\u206f"
     r"\u3164\ufe00-\ufe0f\ufeff\uffa0\ufff9-\ufffb\U000e0000-\U000e0fff]"
 )
-# Joiners alter Arabic and Indic letters and emoji on both sides of them, and nothing elsewhere.
+# Joiners change Arabic and Indic letters and emoji on both sides of them; elsewhere they have no effect.
 _JOINERS = re.compile(r"[\u200c\u200d]+")
 _JOINED = re.compile(r"[^\x00-\x7f\s]")
 # Control characters other than white space, and marks that turn the direction of what follows.
@@ -220,7 +220,7 @@ def escaped_controls(text: str) -> str:
 
 
 def for_terminal(text: str) -> str:
-    """Return lines of output as a terminal may print them: nothing of the data controls it.
+    """Return lines of output as a terminal may print them: no control character of the data reaches it.
 
     Line breaks and tabs stay; carriage returns, which would write over a line, are escaped like other characters.
     """

@@ -233,7 +233,7 @@ def make_entry(entry: Path, made_of: Mapping[str, Any], path: Path, tokenizer: P
 
 
 def damage(entry: Path, made_of: Mapping[str, Any]) -> str | None:
-    """Return what is wrong with an entry: None for nothing, an empty text where there is no entry."""
+    """Return what is wrong with an entry: None if it is sound, an empty text if there is no entry."""
     if not entry.exists():
         return ""
     try:

@@ -162,7 +162,7 @@ def sample_sets(
 ) -> EvaluatedModel:
     """Sample a model's replies; every model gets the same random numbers.
 
-    The user's own checks run on the first replies that there are, so that a mistake in one shows at once.
+    The user's own checks run on the first replies, so that a mistake in a check shows at once.
 
     Args:
         on_batch: Called with the number of replies of each finished batch.

@@ -56,7 +56,7 @@ def run_match(
         judges = [ModelJudge.load(folders[JUDGE], JUDGE, config.batch_size)]
     if sets.world:
         judges.append(GoldJudge())
-    for folder in (champion, challenger):  # either may be of somebody else's
+    for folder in (champion, challenger):  # either may come from a third party
         require_openable(folder)
     with (
         opened_sampler(config.sampler, workspace / WORK, workspace) as sampler,

@@ -89,7 +89,8 @@ def measure_text(replies: Sequence[Reply]) -> dict[str, float]:
     """
     texts = [reply.text for reply in replies]
     lengths = [len(reply.token_ids) for reply in replies]
-    return reply_statistics(texts, lengths, [reply.finished for reply in replies]) | {
+    finished = [reply.finished for reply in replies]
+    return reply_statistics(texts, lengths, finished) | {
         "words": mean([len(split_words(text)) for text in texts]),
         "special_tokens": mean([reply.special_tokens > 0 for reply in replies]),
     }
@@ -167,7 +168,7 @@ def evaluation_replies(
 
 
 def _within_positions(sampling: TokenDistribution, batch: PromptBatch, model: PreTrainedModel) -> TokenDistribution:
-    """``sampling`` of replies that fit the model beside the longest prompt of the batch."""
+    """Return ``sampling`` with replies that fit the model behind the longest prompt of the batch."""
     positions, base = positions_of(model.config), sampling.base
     if positions is not None:
         base = replace(base, max_new_tokens=min(base.max_new_tokens, positions - max(map(len, batch.ids))))

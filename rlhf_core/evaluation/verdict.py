@@ -1,4 +1,4 @@
-"""What a run says in the end: the standing of its policy by every judge, what its gate decided, and alarms."""
+"""The verdict of a run: the standing of its policy by every judge, what its gate decided, and alarms."""
 
 from __future__ import annotations
 
@@ -39,12 +39,13 @@ def alarms(evaluation: Mapping[str, Any]) -> tuple[Alarm, ...]:
     return tuple(_alarms(evaluation))
 
 
-def _alarms(evaluation: Mapping[str, Any]) -> Iterator[Alarm]:
+def _finite_figures(of_side: Mapping[str, Any]) -> dict[str, Any]:
     # A figure that is not finite is written as null.
-    sft, policy = (
-        {key: value for key, value in flatten(evaluation.get(name, {})).items() if value is not None}
-        for name in ("sft", "policy")
-    )
+    return {name: value for name, value in flatten(of_side).items() if value is not None}
+
+
+def _alarms(evaluation: Mapping[str, Any]) -> Iterator[Alarm]:
+    sft, policy = _finite_figures(evaluation.get("sft", {})), _finite_figures(evaluation.get("policy", {}))
     metrics = {name: metric for name, metric in labelled().items() if name in policy}
     low, fall = (alarm_bounds("share")[bound] for bound in ("below", "fall"))
     defects = alarm_bounds("defect")["above"]
@@ -122,7 +123,7 @@ class JudgeResult:
 
 
 def judge_results(comparison: Mapping[str, Mapping[str, float]]) -> tuple[JudgeResult, ...]:
-    """Return the results of the judges that decide: not the reward model's, nor beside a judge the referee's, nor one
+    """Return the results of the judges that decide: never the reward model, the referee only without a judge, and none
     whose verdicts depend on the order of replies.
 
     None are returned where one of them was not measured (null): the others alone do not decide.
@@ -180,7 +181,7 @@ def verdict_sentence(
     Args:
         judges: At least one.
         opponent: Such as ``SFT``.
-        gate: The decision on this very policy; None where there is none to tell of.
+        gate: The decision on this very policy, if there is one.
         unmet: Further conditions that do not hold, in words, such as those of a promotion.
     """
     standing = standing_of(judges)

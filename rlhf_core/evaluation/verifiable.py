@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -178,7 +178,11 @@ def _require_usable(schema: dict[str, Any]) -> None:
 
 def _references(schema: Any) -> Iterator[str]:
     """All ``$ref`` and ``$dynamicRef`` of a schema."""
-    values = schema.values() if isinstance(schema, dict) else schema if isinstance(schema, list) else ()
+    values: Iterable[Any] = ()
+    if isinstance(schema, dict):
+        values = schema.values()
+    elif isinstance(schema, list):
+        values = schema
     for key in ("$ref", "$dynamicRef"):
         if isinstance(schema, dict) and isinstance(schema.get(key), str):
             yield schema[key]

@@ -18,7 +18,7 @@ from rlhf_core.storage.garbage_collection import paused_collector
 
 PACKAGE = "rlhf_core"
 FOLDER = ".fingerprints"
-# Stages beside others in a module; the others are each the ``STAGE`` of a module of their own name.
+# Stages that share a module; every other stage is the ``STAGE`` of a module of its own name.
 BESIDE = {
     "gate-sft": ("gates", "GATE_SFT"),
     "gate-reward": ("gates", "GATE_REWARD"),

@@ -521,7 +521,7 @@ def limit_layers(config: PretrainedConfig, layers: int) -> None:
 
 
 class FrozenLowerLayers:
-    """What the layers below all adapters put out in a pass, for another pass over the same tokens.
+    """The outputs of the layers below all adapters, recorded in one pass for another over the same tokens.
 
     Without such layers, or where the reference is a model of its own, both passes are whole ones.
     """

@@ -30,7 +30,7 @@ class _Classifiers:
         return iter([*known, *(each for each in _LANGUAGE_MODELS.keys() if each not in known)])  # noqa: SIM118
 
     def keys(self) -> list[type]:
-        """All configurations that there is a classifier for, or that one is made for."""
+        """Return all configurations with a classifier, be it of the library or made here."""
         return list(self)
 
 

@@ -12,7 +12,7 @@ from rlhf_core.errors import ModelError
 
 
 def require_computed_buffers(model: PreTrainedModel, name: str) -> None:
-    """Refuse a model in whose buffers stands what a saved copy would not compute, before anything is trained.
+    """Refuse, before training, a model with values in its buffers that a saved copy would not compute.
 
     ``model.to(torch.bfloat16)`` rounds them, and ``model.float()`` keeps what was rounded; ``from_pretrained(dtype=…)``
     does neither.

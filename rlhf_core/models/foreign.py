@@ -1,4 +1,4 @@
-"""Models of somebody else's: opened in a child process first, since one may never end, or fill the memory.
+"""Untrusted third-party models: opened in a child process first, since one may never end, or fill the memory.
 
 Its config, its tokenizer and its weights' headers tell whether one can be a starting model; no weights are loaded.
 """
@@ -51,7 +51,7 @@ MOST_PER_BYTE = 16  # weights in a byte of a file; quantised to one bit there ar
 def require_openable(source: str | Path, revision: str | None = None, auto_class: Any = None) -> None:
     """Try in a child process whether a model can be opened under :data:`LIMITS`, without its weights.
 
-    A folder, a GGUF file or a hub id of somebody else's may hold a tokenizer that never ends, and sizes that fill the
+    A third-party folder, GGUF file or hub id may hold a tokenizer that never ends, and sizes that fill the
     memory. What is wrong otherwise is left to whoever loads the model; chat templates are always run under limits.
 
     Args:

@@ -54,7 +54,7 @@ class LazyLogits:
         return self.head(self.states)
 
     def chunks(self, limit: int) -> int:
-        """Parts of at most ``limit`` bytes of float32 logits that the positions make."""
+        """Split the positions into parts with at most ``limit`` bytes of float32 logits."""
         return chunk_count(math.prod(self.states.shape[:-1]), self.vocabulary, limit)
 
     def repeatable_head(self) -> Head:
@@ -63,7 +63,7 @@ class LazyLogits:
 
 
 def chunk_count(positions: int, vocabulary: int, limit: int) -> int:
-    """Parts of at most ``limit`` bytes that the float32 logits of ``positions`` make, one position at the least.
+    """Split ``positions`` into parts of one or more with at most ``limit`` bytes of float32 logits.
 
     It is the largest number that any rank needs: where the head is sharded, all ranks gather it together.
     """
@@ -114,7 +114,7 @@ def embedding_weight(model: PreTrainedModel) -> Tensor:
 
 
 def backbone_of(model: PreTrainedModel) -> PreTrainedModel:
-    """What lies below a model's head, also in kinds that name none of their parts as it, such as Llama 4."""
+    """Return the part of a model below its head, also in kinds that do not name it, such as Llama 4."""
     base = cast(PreTrainedModel, model.base_model)
     if base is not model or model.get_output_embeddings() is None:
         return base
@@ -129,7 +129,7 @@ COUNTED_FROM_PADDING = frozenset(
 
 
 def first_position(config: PretrainedConfig) -> int:
-    """The position of a text's first token: 0, but in RoBERTa and its kind."""
+    """Return the position of a text's first token: 0, except in models like RoBERTa."""
     return (config.pad_token_id or 0) + 1 if getattr(config, "model_type", "") in COUNTED_FROM_PADDING else 0
 
 
@@ -139,7 +139,7 @@ def position_ids_from_mask(attention_mask: Tensor) -> Tensor:
 
 
 def right_padded(attention_mask: Tensor) -> tuple[Tensor | None, Tensor]:
-    """What a model is told of rows that begin in the first column: the mask (B, L), or None on a GPU, and positions.
+    """Return mask (B, L) and positions for rows that begin in the first column; on a GPU the mask is None.
 
     No token sees those after it, so that padding on the right needs no mask, and without one attention takes its
     fastest kernel, and the host does not wait to see whether a row is padded. On a CPU that kernel would round

@@ -41,7 +41,7 @@ def fused_norms(model: nn.Module) -> Iterator[None]:
 
 
 class FusedNorm(nn.Module):
-    """What all classes have in common whose norms are fused; each is a subclass of the library's own class, too."""
+    """The base of all fused norms; each is also a subclass of the library's own class."""
 
     own: type[nn.Module]
 

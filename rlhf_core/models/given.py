@@ -1,4 +1,4 @@
-"""Models in memory that are given to be trained or read: what cannot be is refused by name before anything else.
+"""Models that callers pass in memory: one that cannot be trained or read is refused by name before anything else.
 
 What arrives may be anything that PyTorch or another library makes of a model: wrapped, frozen, sharded, with adapters
 inside. A folder is checked when it is loaded.

@@ -65,7 +65,7 @@ def check_folder(path: Path) -> None:
     tensors = 0
     for file in weights:  # the header shows truncated and foreign files before a slow load does
         try:
-            file.open("rb").close()  # the package says of a file that may not be read that there is none
+            file.open("rb").close()  # the package reports an unreadable file as missing
             with safe_open(file, framework="pt") as opened:
                 tensors += len(opened.keys())
         except (SafetensorError, OSError) as error:

@@ -46,7 +46,7 @@ class PrefixBatch:
         return PrefixBatch(*(tensor.to(device) for tensor in vars(self).values()))
 
     def hidden(self, backbone: nn.Module) -> Tensor:
-        """Last hidden states of each sequence, as of a batch of them padded on the right: (S, L, H)."""
+        """Return the last hidden states of each sequence, as in a batch padded on the right: (S, L, H)."""
         states = hidden_states(backbone, self.input_ids, self.visible, self.position_ids).flatten(0, 1)
         return states.index_select(0, self.tokens.flatten()).view(*self.tokens.shape, -1)
 

@@ -380,8 +380,10 @@ def _first_problem(error: ValidationError) -> ApiError:
     problem = error.errors(include_url=False)[0]
     path = ""
     for part in problem["loc"]:
-        name = str(part)[:ECHOED_CHARACTERS]
-        path += f"[{part}]" if isinstance(part, int) else f".{name}" if path else name
+        if isinstance(part, int):
+            path += f"[{part}]"
+        else:
+            path += ("." if path else "") + str(part)[:ECHOED_CHARACTERS]
     if problem["type"] == "missing":
         return ApiError(400, f"{path} is missing; add it", param=path, code="missing_parameter")
     if problem["type"] == "extra_forbidden":

@@ -248,14 +248,17 @@ def _plot(path: Path, title: str, xlabel: str) -> Iterator[Axes]:
         figure.savefig(path, metadata={"Creator": None, "Date": None})
 
 
-KEPT = 10
+MOST_MISTAKES = 10
 
 
-def worst_mistakes(scores: PairScores, split: Split, kept: int = KEPT) -> list[dict[str, Any]]:
-    """Return the pairs with the most negative margins, worst first; fewer where fewer are ranked wrongly."""
-    worst = np.argsort(scores.margins, kind="stable")[:kept]
-    return [
-        {
+def worst_mistakes(scores: PairScores, split: Split) -> list[dict[str, Any]]:
+    """Return the pairs with the most negative margins, worst first; fewer if fewer are ranked wrongly."""
+    mistakes = []
+    for i in np.argsort(scores.margins, kind="stable")[:MOST_MISTAKES].tolist():
+        if not scores.margins[i] < 0:  # NaN, which is sorted last, is no mistake
+            break
+        row, pair = split.rows[i], split.pairs[i]
+        mistake = {
             "id": row.id,
             "category": row.category,
             "prompt": "\n".join(f"{message.role}: {message.content}" for message in row.prompt),
@@ -267,5 +270,5 @@ def worst_mistakes(scores: PairScores, split: Split, kept: int = KEPT) -> list[d
             "tokens_chosen": len(pair.chosen),
             "tokens_rejected": len(pair.rejected),
         }
-        for i, row, pair in ((i, split.rows[i], split.pairs[i]) for i in worst.tolist() if scores.margins[i] < 0)
-    ]
+        mistakes.append(mistake)
+    return mistakes

@@ -255,12 +255,13 @@ def expand_url(url: str, remedy: str) -> list[str]:
 
 def _files_below(filesystem: Any, folder: str) -> list[str]:
     """Return the files of a folder and of its folders, but for hidden ones and descriptions."""
-    below = {file: PurePosixPath(file).relative_to(PurePosixPath(folder)) for file in filesystem.find(folder)}
-    return sorted(
-        file
-        for file, path in below.items()
-        if is_data_name(path.name) and not any(part.startswith(".") for part in path.parts)
-    )
+    files = []
+    for file in filesystem.find(folder):
+        path = PurePosixPath(file).relative_to(PurePosixPath(folder))
+        is_hidden = any(part.startswith(".") for part in path.parts)
+        if is_data_name(path.name) and not is_hidden:
+            files.append(file)
+    return sorted(files)
 
 
 def local_path(url: str) -> Path | None:

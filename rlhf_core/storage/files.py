@@ -1,7 +1,7 @@
 """Files: atomic writes (a reader sees the old content or the new, never half of either), temporary ones, locks, JSON.
 
 Whatever is locked or temporary is opened here alone. In a folder that others can write to, as the one for temporary
-files, somebody else may have put a link in the place of a name that can be guessed.
+files, another user may have put a link at a name that can be guessed.
 """
 
 from __future__ import annotations
@@ -322,7 +322,7 @@ LITTLE_ROOM = 2**26  # bytes
 
 
 def full_disks(*folders: Path) -> str:
-    """What a message adds to name the disks of ``folders`` with next to no room or inodes; empty if there is none."""
+    """Return what a message adds about disks of ``folders`` that are almost full; empty if none is."""
     said: dict[int, str] = {}
     for folder in folders:
         try:

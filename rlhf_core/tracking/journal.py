@@ -102,7 +102,7 @@ class Journal:
     def undelivered(self) -> tuple[list[JournalRecord], int]:
         """Records that have not arrived, in order, and the position in bytes behind them.
 
-        A last line that is unfinished, as of a killed process, is no record, nor is a damaged one.
+        An unfinished last line, which a killed process leaves, is no record. A damaged line is none either.
         """
         delivered = delivered_bytes(self.folder)
         waiting = _bytes_from(self.folder / RECORDS, delivered)

@@ -1,4 +1,4 @@
-"""Run loggers of plugins: beside MLflow's run of a stage they get what it gets, while the stage goes on.
+"""Run loggers of plugins: they receive what MLflow's run of a stage receives, while the stage runs.
 
 ``tracking.loggers`` names them. Each is an entry point of ``rlhf.run_loggers``: a subclass of :class:`RunLogger`.
 """
@@ -34,7 +34,7 @@ class RunLogger(Tracker):
 
 
 class TrackerWithLoggers(Tracker):
-    """A tracker with loggers beside it. One that fails is said once, and gets nothing more: a stage never waits for it.
+    """A tracker that also feeds loggers. One that fails is reported once and left out: a stage never waits for it.
 
     Attributes:
         loggers: Those that have not failed, by name.

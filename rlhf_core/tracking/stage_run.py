@@ -45,7 +45,7 @@ class Tracker:
 
     @property
     def run_id(self) -> str:
-        """MLflow's id of the run; empty where there is none, or none yet."""
+        """MLflow's id of the run; empty before there is one."""
         return ""
 
     def log_metrics(self, metrics: Mapping[str, float], step: int | None = None) -> None:

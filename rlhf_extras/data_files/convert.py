@@ -12,7 +12,8 @@ from typing import Any, TextIO
 
 import pyarrow as pa
 
-from rlhf_core.config.data import DataSource, FormatName, ReadOptions
+from rlhf_core.config.data import DataSource, ReadOptions
+from rlhf_core.config.formats import FormatName
 from rlhf_core.data.collection.rows import FileRows, add_record
 from rlhf_core.data.collection.sources import source_chunks, source_files
 from rlhf_core.data.inspection.report_lines import outcome_lines

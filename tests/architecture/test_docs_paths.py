@@ -21,6 +21,7 @@ from distribution import LONGEST, TOGETHER
 import rlhf_core
 from rlhf_core.commands.data import SHORT_FORM
 from rlhf_core.config import yaml_text
+from rlhf_core.config.formats import SHAPES
 from rlhf_core.stages.runtime.runner import STAGES
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -110,6 +111,12 @@ def test_commands_and_their_options_exist(page: Path) -> None:
         assert used <= options | {"--help", "--debug"}, words
         if words[0] == "stage" and len(words) > 1 and re.fullmatch(r"[a-z-]+", words[1]):
             assert words[1] in (*STAGES, EXAMPLE_STAGE), words
+
+
+def test_the_page_of_data_formats_lists_them_all() -> None:
+    tables = (ROOT / "docs/data-formats.md").read_text().partition("## Formats")[2].partition("A row without")[0]
+    listed = re.findall(r"^\| ([a-z0-9-]+)(?: \([^|]*\))? \|", tables, re.MULTILINE)
+    assert sorted(listed) == sorted(["format", *(shape.name for shape in SHAPES)])  # "format" heads a table
 
 
 @pytest.mark.parametrize("page", ["CONTRIBUTING.md", "docs/images/architecture.svg"])

@@ -53,10 +53,11 @@ class RawFolder(ExitStack):
         self.rows, self.cut = dict.fromkeys(ROW_TYPES, 0), dict.fromkeys(ROW_TYPES, 0)
         self._is_derived = {kind: bool(derived[kind]) for kind in ROW_TYPES}
         # What also comes from other children is derived first, so that its rows keep the labels of their first parent.
-        self._children = {
-            kind: [child for child, parents in reversed(DERIVED_FROM.items()) if kind in parents and derived[child]]
-            for kind in ROW_TYPES
-        }
+        self._children: dict[str, list[str]] = {kind: [] for kind in ROW_TYPES}
+        for child, parents in reversed(DERIVED_FROM.items()):
+            if derived[child]:
+                for kind in parents:
+                    self._children[kind].append(child)
         self._seen: dict[str, set[str]] = {kind: set() for kind in ROW_TYPES}
         self._tables: dict[str, TableWriter] = {}
 
@@ -364,16 +365,23 @@ def read_raw(raw: Path) -> RawData:
         rows[kind] = replace(rows[kind], origins=listed)
     manifest = raw / "manifest.json"
     kinds = read_json(manifest)["kinds"] if manifest.is_file() else {}
-    return RawData(
-        rows,
-        raw / "refused.parquet",
-        derived=[kind for kind, about in kinds.items() if about["derived_from"]],
-        of_files={
-            kind: about["rows"] - about["derived_rows"] for kind, about in kinds.items() if "derived_rows" in about
-        },
-        cut={kind: about["cut"] for kind, about in kinds.items() if about.get("cut")},
-        prompt_only=_read_prompt_only(raw / PROMPT_ONLY),
-    )
+    derived, of_files, cut = [], {}, {}
+    for kind, about in kinds.items():
+        if about["derived_from"]:
+            derived.append(kind)
+        if "derived_rows" in about:
+            of_files[kind] = about["rows"] - about["derived_rows"]
+        if about.get("cut"):
+            cut[kind] = about["cut"]
+    prompt_only: set[str] = set()
+    for table in _chunks_of(raw / PROMPT_ONLY):
+        prompt_only.update(table.column("id").to_pylist())
+    return RawData(rows, raw / "refused.parquet", derived, of_files, cut, prompt_only)
+
+
+def _chunks_of(path: Path, columns: list[str] | None = None) -> Iterable[pa.Table]:
+    """Return the rows of a file in parts; none where there is no such file."""
+    return table_chunks(path, columns) if path.exists() else ()
 
 
 def _provenance_table(kind: str, rows: Sequence[Mapping[str, Any]]) -> pa.Table:
@@ -385,38 +393,34 @@ def _provenance_table(kind: str, rows: Sequence[Mapping[str, Any]]) -> pa.Table:
 def _read_provenance(path: Path) -> dict[str, Origins]:
     """Return the origins of the rows of each kind; none where the rows are from no file."""
     numbers: dict[str, int] = {}
-    parts: dict[str, list[tuple[npt.NDArray[np.int32], npt.NDArray[np.int64]]]] = {}
-    for chunk in table_chunks(path, ["kind", "source", "position"]) if path.exists() else ():
+    sources: dict[str, list[npt.NDArray[np.int32]]] = {}
+    positions: dict[str, list[npt.NDArray[np.int64]]] = {}
+    for chunk in _chunks_of(path, ["kind", "source", "position"]):
         kinds = chunk.column("kind").to_numpy()
-        source = np.array([numbers.setdefault(s, len(numbers)) for s in chunk.column("source").to_pylist()], np.int32)
+        names = chunk.column("source").to_pylist()
+        source = np.array([numbers.setdefault(name, len(numbers)) for name in names], np.int32)
         position = chunk.column("position").to_numpy()
         for kind in dict.fromkeys(kinds):
-            parts.setdefault(kind, []).append((source[kinds == kind], position[kinds == kind]))
-    names = list(numbers)
-    return {
-        kind: Origins(names, np.concatenate([s for s, _ in listed]), np.concatenate([p for _, p in listed]))
-        for kind, listed in parts.items()
-    }
-
-
-def _read_prompt_only(path: Path) -> frozenset[str]:
-    """Return the ids of the prompts whose records give no other row; none where there is no such file."""
-    chunks = table_chunks(path) if path.exists() else ()
-    return frozenset(row_id for table in chunks for row_id in table.column("id").to_pylist())
+            sources.setdefault(kind, []).append(source[kinds == kind])
+            positions.setdefault(kind, []).append(position[kinds == kind])
+    origins = {}
+    for kind, of_kind in sources.items():
+        origins[kind] = Origins(list(numbers), np.concatenate(of_kind), np.concatenate(positions[kind]))
+    return origins
 
 
 def read_refused(path: Path) -> Iterator[list[RowFinding]]:
     """Yield the rows that readers refused in parts; a missing file means that there are none."""
-    for table in table_chunks(path) if path.exists() else ():
-        yield [
-            RowFinding(
-                READABLE, **{name: row[name] for name in REFUSED_SCHEMA.names}, id=f"{row['source']}:{row['position']}"
-            )
-            for row in table.to_pylist()
-        ]
+    for table in _chunks_of(path):
+        findings = []
+        for row in table.select(REFUSED_SCHEMA.names).to_pylist():
+            findings.append(RowFinding(READABLE, **row, id=f"{row['source']}:{row['position']}"))
+        yield findings
 
 
 def count_refused(path: Path) -> Counter[str]:
     """Return how many rows of each kind readers refused."""
-    chunks = table_chunks(path, ["kind"]) if path.exists() else ()
-    return Counter(kind for table in chunks for kind in table.column("kind").to_pylist())
+    counts: Counter[str] = Counter()
+    for table in _chunks_of(path, ["kind"]):
+        counts.update(table.column("kind").to_pylist())
+    return counts

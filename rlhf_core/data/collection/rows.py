@@ -31,7 +31,6 @@ from rlhf_core.data.readers.formats import (
     LabelledFalse,
     Parsed,
     Undecided,
-    example_of,
     number_of,
     system_turns,
 )
@@ -83,16 +82,9 @@ class FileRows:
         self.prompt_only += part.prompt_only
 
 
-def read_records(
-    records: Iterable[Record],
-    kind: str,
-    source: str,
-    sha256: str = "",
-    where: str = "",
-    options: ReadOptions | None = None,
-) -> FileRows:
+def read_records(records: Iterable[Record], kind: str, source: str, options: ReadOptions | None = None) -> FileRows:
     """Turn all records of a file into rows of ``kind``; see :func:`row_chunks`, whose parts are joined here."""
-    return joined(row_chunks(records, kind, source, sha256, where or source, options or ReadOptions()))
+    return joined(row_chunks(records, kind, source, "", source, options or ReadOptions()))
 
 
 def joined(parts: Iterator[FileRows]) -> FileRows:
@@ -130,10 +122,12 @@ def row_chunks(
     remaining = iter(records)
     first = first_records(remaining)
     shape = recognised(first, options, where)
-    readable = (value.value for value in (mapped(record, options) for record in first) if not value.problem)
-    unread = (unread_replies(first, options, shape) if kind is None else "") or other_replies(first, options, shape)
+    named = (mapped(record, options) for record in first)
+    first_row = next((record.value for record in named if not record.problem), None)
+    unread = unread_replies(first, options, shape) if kind is None else ""
+    unread = unread or other_replies(first, options, shape)
     kind = kind or shape.kinds[0]
-    _require_kind(shape, kind, options, where, record_shape(next(readable, None)))
+    _require_kind(shape, kind, options, where, record_shape(first_row))
     remaining = chain(drained(first), remaining)
     parts: Iterable[Sequence[Record]]
     if shape.join is None:
@@ -233,16 +227,16 @@ def _as_json(value: Any) -> str:
 
 
 def _require_format(record: Record, shape: Format, detected: bool) -> None:
-    """Refuse a record of another format; one that has more than a ``detected`` format holds would lose that."""
+    """Refuse a record of another format; under a ``detected`` format it would lose its further columns."""
     if record.problem:
         raise Refusal(record.problem)
     if not shape.matches(record.value):
         if missing := missing_replies(record.value):
             raise Refusal(f"{missing[0]} is missing")
-        raise Refusal(f"does not match the format {shape.name} of the file: expected {example_of(shape)}")
+        raise Refusal(f"does not match the format {shape.name} of the file: expected {shape.example}")
     other = format_of(record.value) if detected else None
     if other is not None and other is not shape:
-        raise Refusal(f"is of format {other.name}, the file of format {shape.name}: expected {example_of(shape)}")
+        raise Refusal(f"is of format {other.name}, the file of format {shape.name}: expected {shape.example}")
 
 
 def _rows(
@@ -372,7 +366,7 @@ LABELS = ("category", "source", "group", "path", "position")
 
 
 def derived_from(given: Collection[str], also: Collection[str] = ()) -> dict[str, str]:
-    """Return by kind what it is derived from; empty for those that are ``given``, or that nothing is at hand for.
+    """Return by kind what it is derived from; empty for kinds that are ``given`` or have no source.
 
     Kinds in ``also`` are derived although they are given.
 

@@ -14,7 +14,8 @@ from itertools import chain, islice
 from pathlib import Path, PurePosixPath
 from typing import Any, get_args
 
-from rlhf_core.config.data import CollectConfig, DataSource, FileSources, FormatName, ReadOptions, SourceOptions
+from rlhf_core.config.data import CollectConfig, DataSource, FileSources, ReadOptions, SourceOptions
+from rlhf_core.config.formats import FormatName
 from rlhf_core.data.collection.rows import FileRows, joined, row_chunks
 from rlhf_core.data.readers.detection import PROBE, first_records, format_named, printable, recognised, unread_replies
 from rlhf_core.data.readers.stream import stream_records, uncounted
@@ -88,7 +89,7 @@ def _label(file: SourceFile, paths: Sequence[Path]) -> str:
 
 
 def annotation_sources(pattern: str | None, base: Path) -> list[DataSource]:
-    """Return the files of annotations that there are, none where ``pattern`` (``collect.annotations``) matches none."""
+    """Return the files of annotations; none if ``pattern`` (``collect.annotations``) matches no file."""
     if pattern is None:
         return []
     try:
@@ -99,7 +100,7 @@ def annotation_sources(pattern: str | None, base: Path) -> list[DataSource]:
 
 
 def collected_paths(config: CollectConfig, base: Path) -> list[str]:
-    """Return the paths, globs, URLs and hub ids that ``collect`` reads, and the files of annotations that there are."""
+    """Return the paths, globs, URLs and hub ids that ``collect`` reads, and the files of annotations."""
     annotated = annotation_sources(config.annotations, base) if config.pairs else []
     return [*config.files.paths(), *(source.path for source in annotated)]
 
@@ -158,7 +159,7 @@ def _matches(spec: str, base: Path, remedy: str) -> Iterator[tuple[str, SourceFi
 def _unchanged(path: Path | None) -> Iterator[None]:
     """Raise ``DataError`` if a file changes while the block reads it: rows and hash would be of different versions.
 
-    Without a path, as of a hub data set with its commit, there is nothing to look at.
+    A hub data set has no path: its commit fixes its content.
     """
 
     def version() -> tuple[int, int, int] | None:
@@ -318,7 +319,7 @@ class OpenSource:
 
 
 def parse_hub_id(spec: str) -> HubId:
-    """Return the parts of a hub id; :class:`DataError` where it is none."""
+    """Return the parts of a hub id; :class:`DataError` for anything else."""
     match = HUB_ID.fullmatch(spec)
     if match is None:
         raise DataError(f"{spec!r} is not a hub id; write hub:owner/name, or hub:owner/name/config@revision:split")
@@ -375,7 +376,9 @@ def load_hub_records(spec: str, limit: int | None = None) -> OpenSource:
         raise DataError(f"{spec} has no rows; name a split that has: hub:{hub_id.name}:SPLIT")
     resolved = str(builder.hash or "")
     records = (Record(position, row) for position, row in enumerate(chain([first], rows), 1))
-    unread = 0 if limit is None else None if total is None else max(total - limit, 0)
+    unread: int | None = 0
+    if limit is not None:
+        unread = None if total is None else max(total - limit, 0)
     return OpenSource(records, spec, unread=unread, revision=resolved if COMMIT.fullmatch(resolved) else "")
 
 

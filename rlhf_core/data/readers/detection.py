@@ -1,4 +1,4 @@
-"""Which format a record or a file is of, a user's own names for its columns, and what of it nothing reads."""
+"""Which format a record or a file has, a user's own names for its columns, and which columns are not read."""
 
 from __future__ import annotations
 
@@ -11,18 +11,16 @@ from dataclasses import replace
 from typing import Any
 
 from rlhf_core.config.data import ReadOptions, template_columns
-from rlhf_core.data.readers.formats import COMPARISONS, GENERAL, REPLY_NAMES, Format
+from rlhf_core.data.readers.formats import REPLY_NAMES, Format
 from rlhf_core.data.readers.labels import may_be_flag, read_flags, score_columns, words_of
-from rlhf_core.data.readers.rankings import MESSAGE_TREES, RANKINGS
 from rlhf_core.data.readers.residues import AS_TEXT
+from rlhf_core.data.readers.shapes import FORMATS
 from rlhf_core.data.readers.turns import LOST_PARTS, Refusal, dialogue_as_json, is_missing, text_of
 from rlhf_core.data.row_counts import Record, RowCounts
 from rlhf_core.data.tables import bytes_in_memory, chunked
 from rlhf_core.errors import DataError
 from rlhf_core.plugins import READERS, PluginError, load_plugin
 
-# The first that matches is used, so formats with more fields come first.
-FORMATS = (*MESSAGE_TREES, *COMPARISONS, *RANKINGS, *GENERAL)
 # The format of a file is that of this share of the records that have one, among the first so many.
 PROBE = 1000
 PROBE_BYTES = 256 * 2**20
@@ -68,7 +66,8 @@ def recognised(first: Sequence[Record], options: ReadOptions, where: str) -> For
     require_columns(first, options, where)
     if options.format:
         return format_named(options.format)
-    readable = [record for record in (mapped(record, options) for record in first) if not record.problem]
+    named = [mapped(record, options) for record in first]
+    readable = [record for record in named if not record.problem]
     # A row whose reply is missing looks like one of a format that has none.
     whole = [record for record in readable if not missing_replies(record.value)]
     counts = _counted(whole) or _counted(readable)
@@ -130,7 +129,7 @@ def unread_replies(first: Sequence[Record], options: ReadOptions, shape: Format)
 
 
 def other_replies(first: Sequence[Record], options: ReadOptions, shape: Format) -> str:
-    """Say which columns look like replies beside the prompts, or the single replies, of a file; empty where none do."""
+    """Say which further columns of prompts or single replies look like replies; empty if none do."""
     if options.columns or not (shape.is_single or shape.name == "prompt"):
         return ""
 
@@ -140,7 +139,11 @@ def other_replies(first: Sequence[Record], options: ReadOptions, shape: Format) 
         return bool(REPLY_COLUMN.search(name.strip())) or not SINGLE_WORDS.isdisjoint(words_of(name))
 
     values = [record.value for record in first if not record.problem and isinstance(record.value, dict)]
-    held = {str(name) for value in values for name in value.keys() - shape.read if _holds_texts(value[name])}
+    held = set()
+    for value in values:
+        for name in value.keys() - shape.read:
+            if isinstance(value[name], str | list | dict) and value[name]:
+                held.add(str(name))
     names = listed(sorted(filter(is_other, held)))
     if names == listed([]):
         return ""
@@ -153,10 +156,6 @@ def other_replies(first: Sequence[Record], options: ReadOptions, shape: Format) 
         f"{names} may be the reply to a prompt, and is kept for reward functions alone; to imitate it, name the "
         "columns (--column prompt=… --column reply=…)"
     )
-
-
-def _holds_texts(value: Any) -> bool:
-    return isinstance(value, str | list | dict) and bool(value)
 
 
 def _unread_replies(record: Mapping[str, Any], own: str) -> str:
@@ -279,7 +278,7 @@ def mapped(record: Record, options: ReadOptions) -> Record:
 
 
 def listed(names: Sequence[str]) -> str:
-    """Return the first twenty names, and how many there are beside them."""
+    """Return the first twenty names, and how many more there are."""
     more = f" and {len(names) - LISTED_COLUMNS} more" if len(names) > LISTED_COLUMNS else ""
     return printable(", ".join(names[:LISTED_COLUMNS])) + more if names else "none"
 
@@ -345,18 +344,15 @@ def unused_summary(unused: Mapping[str, int]) -> dict[str, Any]:
 
 def warnings_of(counts: RowCounts) -> list[str]:
     """Return what somebody should look at before training on a source, a sentence each with how many rows it is."""
-    return [
-        *(
-            f"{count}: {name} may say how good a reply is or whether it is to be learned, and is not read"
-            for name, count in commonest_unused(counts.unused).items()
-            if is_flag(name)
-        ),
-        *(
-            f"{count}: {what}"
-            for what, count in counts.noticed.most_common()
-            if not what.endswith(AS_TEXT) or count >= RARE * counts.kept
-        ),
-    ]
+    warnings = []
+    for name, count in commonest_unused(counts.unused).items():
+        if is_flag(name):
+            about = "may say how good a reply is or whether it is to be learned"
+            warnings.append(f"{count}: {name} {about}, and is not read")
+    for what, count in counts.noticed.most_common():
+        if not what.endswith(AS_TEXT) or count >= RARE * counts.kept:
+            warnings.append(f"{count}: {what}")
+    return warnings
 
 
 def unused_lines(counts: RowCounts) -> list[str]:

@@ -65,7 +65,7 @@ class JsonParser:
         self._are_marked = False
 
     def problem_in(self, value: Any) -> str:
-        """Return what is wrong with a value at any depth; empty if nothing is."""
+        """Return what is wrong with a value at any depth; empty if it is sound."""
         waiting = [value] if self._are_marked else []
         while waiting:
             item = waiting.pop()

@@ -1,4 +1,4 @@
-"""What a row or a turn says of itself: labels, flags of training, votes, stars, scores, and parts that are not read."""
+"""What a row or a turn says about itself: labels, flags for training, votes, stars, scores, and unread parts."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ VERDICTS = _keys(
 )
 # Stars, of five as a rule: the two lowest are bad.
 RATINGS = _keys("rating stars star star_rating user_rating")
-# What may say how good a reply is, on a scale that nobody knows.
+# What may say how good a reply is, on an unknown scale.
 UNKNOWN_SCALES = _keys(
     "score quality quality_score reward helpfulness helpful correctness upvotes downvotes likes dislikes flagged "
     "toxicity toxic mask label kto_tag is_test is_train"
@@ -79,11 +79,11 @@ DOWN = frozenset(
 )
 WORST_STARS = 2
 LONGEST_NAME = 40
-# Parts of a row that are no text, and functions that its replies may call: the same beside a turn is refused.
+# Media, and functions that replies may call. They are refused, in a row as in a turn.
 LOST_COLUMNS = _keys(
     "image images image_url audio audios input_audio video videos tools functions tool_calls function_call"
 )
-# What may belong to the prompt beside the column that it is read from.
+# Further columns that may belong to the prompt.
 PROMPT_PARTS = _keys(
     "context input history system_prompt system_message sys documents document passage passages background question "
     "instruction query"
@@ -100,7 +100,7 @@ def is_labelled_false(labels: Mapping[str, Any]) -> bool:
     """Return whether a label says that the reply is a bad one; a reply without a label is not.
 
     Raises:
-        Refusal: A label is none of the known words and numbers, so the reply might be a bad one.
+        Refusal: A label is not a known word or number, so the reply might be a bad one.
     """
     is_bad = False
     for name, value in ((name, labels.get(name)) for name in REPLY_LABELS if labels.get(name) not in (None, "")):
@@ -141,12 +141,12 @@ def may_be_flag(name: str) -> bool:
 
 
 def words_of(name: str) -> set[str]:
-    """Return the words of a name, as of ``lossWeight`` and ``loss_weight``."""
+    """Return the words of a name: ``loss`` and ``weight`` of ``lossWeight`` or ``loss_weight``."""
     return {word.casefold() for word in re.findall(r"[A-Z]?[a-z]+|[A-Z]+", name)}
 
 
 def flag_against(record: Any, single: bool) -> str:
-    """Return the flag of a row, or of its reply's turn, that says that it is not to be learned; empty if none does.
+    """Return the flag of a row, or of its reply's turn, that forbids learning from it; empty if none does.
 
     ``single`` says that the row has one reply, so that a vote or a rating is of that. A flag that a trainer reads and
     that says neither is a :class:`Refusal`.
@@ -217,7 +217,7 @@ def _is_rated_well(value: Any) -> bool | None:
 
 
 def unread_prompt_parts(record: Any, read: Collection[str], prompt: Sequence[Mapping[str, str]]) -> list[str]:
-    """Return the columns of a record that may belong to its ``prompt``, and of which nothing is in it.
+    """Return the columns of a record that may belong to its ``prompt`` but are not in it.
 
     Of several columns that a format may read the prompt from, it reads one; so texts are compared.
     """

@@ -7,13 +7,11 @@ from itertools import combinations, pairwise
 from typing import Any, NamedTuple
 
 from rlhf_core.config.data import PairChoice, ReadOptions
-from rlhf_core.data.readers.formats import PAIRS, PROMPTS, Format, Needs, Parsed, Undecided, has, number_of
+from rlhf_core.config.formats import Shape
+from rlhf_core.data.readers.formats import Needs, Parsed, Undecided, first_column, number_of
 from rlhf_core.data.readers.turns import Refusal, Turn, prompt_of, reply_of, text_of, turn_of
 from rlhf_core.data.row_counts import Record
 
-REPLY_LISTS = ("responses", "completions", "generations")
-VALUE_LISTS = ("scores", "ratings", "ranks")
-PROMPT_NAMES = ("prompt", "instruction", "question")
 Node = dict[str, Any]
 
 
@@ -70,48 +68,29 @@ def ranking_rows(
     return rows
 
 
-def _are_objects(values: Any) -> bool:
-    return isinstance(values, list) and bool(values) and all(isinstance(value, dict) for value in values)
+def _replies_of_objects(shape: Shape, record: Any, kind: str, options: ReadOptions) -> list[Parsed]:
+    """Read UltraFeedback (Cui et al., 2023) and Nectar (Zhu et al., 2023): replies with their scores, or ranks.
 
-
-def _ultrafeedback(record: Any, kind: str, options: ReadOptions) -> list[Parsed]:
-    """Read UltraFeedback (Cui et al., 2023), whose completions may each have been asked for by a system prompt."""
+    UltraFeedback's completions may each have been asked for by a system prompt.
+    """
+    (column,) = shape.replies
+    text, value = shape.of_replies
+    scored = value != "rank"
     by_system: dict[str, list[RankedReply]] = {}
-    for number, completion in enumerate(record["completions"], 1):
-        if not has(completion, response=str):
-            raise Refusal(f"completion {number} has no response")
-        score = number_of(completion.get("overall_score"), f"overall_score of completion {number}")
-        system = (completion.get("custom_system_prompt") or "") if options.system_prompts else ""
-        reply = RankedReply(reply_of(completion["response"], f"completion {number}"), score)
-        by_system.setdefault(text_of(system, f"custom_system_prompt of completion {number}"), []).append(reply)
-    return ranking_rows(prompt_of(record["instruction"]), by_system, kind, options.pairs, scored=True)
+    for number, item in enumerate(record[column], 1):
+        name = f"{column[:-1]} {number}"
+        if not isinstance(item.get(text), str):
+            raise Refusal(f"{name} has no {text}")
+        given = number_of(item.get(value), f"{value} of {name}")
+        system = (item.get("custom_system_prompt") or "") if options.system_prompts else ""
+        reply = RankedReply(reply_of(item[text], name), given if scored else -given)
+        by_system.setdefault(text_of(system, f"custom_system_prompt of {name}"), []).append(reply)
+    return ranking_rows(prompt_of(record[shape.prompt]), by_system, kind, options.pairs, scored)
 
 
-def _nectar(record: Any, kind: str, options: ReadOptions) -> list[Parsed]:
-    replies = []
-    for number, answer in enumerate(record["answers"], 1):
-        if not has(answer, answer=str):
-            raise Refusal(f"answer {number} has no text")
-        rank = number_of(answer.get("rank"), f"rank of answer {number}")
-        replies.append(RankedReply(reply_of(answer["answer"], f"answer {number}"), -rank))
-    return ranking_rows(prompt_of(record["prompt"]), {"": replies}, kind, options.pairs, scored=False)
-
-
-def _parts(record: Any) -> tuple[str | None, str | None, str | None]:
-    """Return the columns of the prompt, the replies and their values; None for one that is not there."""
-    prompt, replies, values = (
-        next((name for name in names if isinstance(record.get(name), kind)), None)
-        for names, kind in ((PROMPT_NAMES, (str, list)), (REPLY_LISTS, list), (VALUE_LISTS, list))
-    )
-    return prompt, replies, values
-
-
-def _is_ranking(record: Any) -> bool:
-    return has(record) and "chosen" not in record and None not in _parts(record)
-
-
-def _ranking(record: Any, kind: str, options: ReadOptions) -> list[Parsed]:
-    prompt_name, list_name, value_name = map(str, _parts(record))
+def _ranking(shape: Shape, record: Any, kind: str, options: ReadOptions) -> list[Parsed]:
+    columns = (first_column(record, names, held) for names, held in shape.needs.items())
+    list_name, value_name, prompt_name = map(str, columns)
     texts, values = record[list_name], record[value_name]
     if len(texts) != len(values):
         raise Refusal(f"there are {len(texts)} {list_name} but {len(values)} {value_name}")
@@ -123,14 +102,17 @@ def _ranking(record: Any, kind: str, options: ReadOptions) -> list[Parsed]:
     return ranking_rows(prompt_of(record[prompt_name]), {"": replies}, kind, options.pairs, scored)
 
 
+HAS_TEXT = Needs(role=str, text=str)
+
+
 def _tree_turn(node: Any) -> Turn:
-    if not has(node, role=str, text=str):
+    if not HAS_TEXT(node):
         raise Refusal("a message of the tree has no role or no text")
     return turn_of({"role": node["role"], "content": node["text"]})
 
 
 def _usable(replies: Any) -> list[Node]:
-    """Return the messages that were neither deleted nor rejected by reviewers; what follows those goes with them."""
+    """Return the messages that were neither deleted nor rejected by reviewers; their answers go with them."""
     if replies is not None and not (isinstance(replies, list) and all(isinstance(reply, dict) for reply in replies)):
         raise Refusal("the replies of a message are not a list of messages")
     return [reply for reply in replies or () if not reply.get("deleted") and reply.get("review_result") is not False]
@@ -147,7 +129,7 @@ def _prompts(root: Node) -> Iterator[tuple[list[Turn], list[Node]]]:
         waiting += [(path, reply) for reply in reversed(replies)]
 
 
-def _tree(record: Any, kind: str, options: ReadOptions) -> Sequence[Parsed]:
+def _tree(shape: Shape, record: Any, kind: str, options: ReadOptions) -> Sequence[Parsed]:
     """Read a tree: pairs of the ranked replies to each prompt, the best reply to each, or the prompts themselves.
 
     A reply without a rank is in no pair, and is a demonstration where it is the only reply.
@@ -176,7 +158,7 @@ def _tree(record: Any, kind: str, options: ReadOptions) -> Sequence[Parsed]:
 _is_message = Needs("parent_id", message_id=str, role=str, text=str)
 
 
-def _joined(records: Sequence[Record]) -> list[Record]:
+def joined_messages(records: Sequence[Record]) -> list[Record]:
     """Join messages into trees by ``parent_id``; a tree has the position of its first message.
 
     Messages that no tree reaches are records with that as their problem, other rows stay what they are.
@@ -212,32 +194,8 @@ def _joined(records: Sequence[Record]) -> list[Record]:
     return sorted(joined, key=lambda record: record.position)
 
 
-MESSAGE_TREES = (
-    Format("oasst-trees", PAIRS, Needs(message_tree_id=str, prompt=dict), _tree),
-    Format("oasst-messages", PAIRS, _is_message, _tree, join=_joined),
-)
-RANKINGS = (
-    Format(
-        "ultrafeedback",
-        PAIRS,
-        lambda record: has(record, instruction=str) and _are_objects(record.get("completions")),
-        _ultrafeedback,
-        "instruction completions",
-    ),
-    Format(
-        "nectar",
-        PAIRS,
-        lambda record: has(record, prompt=(str, list)) and _are_objects(record.get("answers")),
-        _nectar,
-        "prompt answers",
-    ),
-    Format("ranking", PAIRS, _is_ranking, _ranking, " ".join((*PROMPT_NAMES, *REPLY_LISTS, *VALUE_LISTS))),
-    Format(
-        "stepwise",
-        PROMPTS,
-        lambda record: has(record, prompt=(str, list), completions=list, labels=list),
-        lambda record, kind, options: Parsed(prompt_of(record["prompt"])),
-        "prompt",
-        note="reward models here judge whole replies, not steps",
-    ),
-)
+RANKINGS = {
+    "tree": _tree,
+    "objects": _replies_of_objects,
+    "ranking": _ranking,
+}

@@ -61,12 +61,20 @@ class Residue:
 
     def is_in(self, text: str) -> bool:
         """Return whether a text has it."""
-        part = text[:EDGE] if self.begin else text[-EDGE:] if self.end else text
+        part = text
+        if self.begin:
+            part = text[:EDGE]
+        elif self.end:
+            part = text[-EDGE:]
         return any(item in part for item in self.needed) and self._pattern.search(part) is not None
 
     @cached_property
     def _pattern(self) -> re.Pattern[str]:
-        pattern = rf"\A\s*(?:{self.begin})" if self.begin else rf"(?:{self.end})\s*\Z" if self.end else self.within
+        pattern = self.within
+        if self.begin:
+            pattern = rf"\A\s*(?:{self.begin})"
+        elif self.end:
+            pattern = rf"(?:{self.end})\s*\Z"
         return re.compile(pattern, re.IGNORECASE)
 
 

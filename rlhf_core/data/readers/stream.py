@@ -83,7 +83,7 @@ def kind_of(name: str) -> tuple[str, str]:
 
 
 def require_content(name: str, kind: str, head: bytes) -> None:
-    """Refuse a file that begins as none of its kind does, but of which a reader could make rows all the same.
+    """Refuse a file that does not begin as its kind does, although a reader could make rows of it.
 
     Raises:
         DataError: It is what a download leaves in place of a file: a web page, or a pointer of Git LFS. Or it should be

@@ -27,7 +27,7 @@ MAX_EXPANSION = 200
 ALWAYS_ALLOWED = 64 * 2**20
 PARQUET_MARK = b"PAR1"  # the first and the last bytes of a file
 # Rows that take fewer bytes of a file than this repeat texts of a dictionary, whose size is seen only when they are
-# read: few at a time. A file that could not hold so many bytes for each of its rows was made to take time.
+# read: few at a time. A file with more rows than it has room for was made to take time.
 SHORT_ROW = 32
 SHORT_ROWS = 64
 POINTER = 8  # bytes that a list takes for each of its values, even where that is None
@@ -37,7 +37,7 @@ SMALL_STACK = 2**22
 # Bytes of a file that a second of a processor reads at least, and as many times its size as a batch of it may take.
 SLOWEST_READING = 5_000_000
 BATCH_EXPANSION = 16
-# What pyarrow raises for values that no Python value can hold; KeyError for a time zone that nobody knows.
+# What pyarrow raises for values that no Python value can hold; KeyError for an unknown time zone.
 CONVERSION_ERRORS = (UnicodeDecodeError, ValueError, OverflowError, KeyError, pa.ArrowException)
 END_OF_STREAM = b"\xff\xff\xff\xff\0\0\0\0"
 ARROW_FILE = b"ARROW1"
@@ -53,7 +53,7 @@ def expansion_limit(size: int) -> int:
 
 
 def table_records(kind: str, path: Path, name: str, on_read: OnRead) -> Iterator[Record]:
-    """Yield the rows of a ``.parquet`` or ``.arrow`` file; ``DataError``, which calls it ``name``, if it is none."""
+    """Yield the rows of a ``.parquet`` or ``.arrow`` file; ``DataError``, which calls it ``name``, for others."""
     size, rows = path.stat().st_size, 0
     parts = parquet_parts if kind == ".parquet" else _arrow_parts
     _require_readable(name, size, partial(_read_through, kind, partial(parts, name, path, size), path))
@@ -113,7 +113,7 @@ def _arrow_parts(name: str, path: Path, size: int) -> Iterator[tuple[pa.Table, i
             for part in table_slices(table, BATCH_ROWS):
                 read += part.nbytes
                 yield part, min(read, size)
-        if not is_file and source.tell() < size:  # as of two joined ones
+        if not is_file and source.tell() < size:  # two streams were joined
             raise pa.ArrowInvalid(
                 f"{size - source.tell()} bytes follow the end of its stream: save one stream to a file"
             )

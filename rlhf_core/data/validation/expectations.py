@@ -83,8 +83,10 @@ def _replies_differ(columns: pd.DataFrame) -> Flags:
 
 def _prompt_not_repeated(columns: pd.DataFrame) -> Flags:
     texts = zip(*(_texts(_arrow(columns[name])) for name in columns), strict=True)
-    repeated = (len(turn) >= REPEATED_CHARS and all(r.startswith(turn) for r in replies) for turn, *replies in texts)
-    return ~np.fromiter(repeated, bool, len(columns))
+    passed = []
+    for turn, *replies in texts:
+        passed.append(len(turn) < REPEATED_CHARS or not all(reply.startswith(turn) for reply in replies))
+    return np.array(passed, dtype=bool)
 
 
 def _column_metric(name: str, test: Callable[[pd.Series], Flags]) -> str:
@@ -142,7 +144,7 @@ class ExpectColumnValuesNotToEndWithATemplateToken(ColumnMapExpectation):
 
 
 class ExpectNoFindings(ColumnMapExpectation):
-    """Expect that a rule about the whole set found nothing: the column of its name says what it found of a row."""
+    """Expect that a rule about the whole set found nothing; the column named after it holds its findings."""
 
     map_metric: ClassVar[str] = ExpectColumnValuesToBeNull.map_metric
 

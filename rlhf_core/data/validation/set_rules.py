@@ -171,7 +171,7 @@ class Range:
 
 
 class DialogueIndex:
-    """Which parts of an order have a dialogue, by hashes of its turns."""
+    """An index of which parts of an order contain a dialogue, by hashes of its turns."""
 
     def __init__(self) -> None:
         self.whole: dict[int, Range] = {}  # by the hash of a whole prompt
@@ -248,7 +248,7 @@ def _breaches(row: SetRow, hashes: Sequence[int], indexes: Mapping[str, Dialogue
 # An odd 64-bit multiplier, 2**64 over the golden ratio: a shingle's hash is a polynomial in it of its words' hashes.
 MULTIPLIER = np.uint64(0x9E3779B97F4A7C15)
 HALF, LOW_HALF = np.uint64(32), np.uint64(2**32 - 1)  # signatures are of 32-bit hashes
-# What a missed candidate costs, beside a superfluous one, in the choice of the bands: candidates are verified.
+# Weights of superfluous and missed candidates in the choice of the bands. Misses cost more: candidates are verified.
 WEIGHTS = (0.1, 0.9)
 # A text that shares a band with so many others is not added: no lookup takes long, however alike all texts are.
 CROWDED = 64
@@ -460,34 +460,33 @@ def contamination(
     Returns:
         Rows of training that overlap with evaluation prompts, and the evaluation files.
     """
-    prompts = [
-        tuple(turn["content"] for turn in row["prompt"] if turn["role"] != "system")
-        for file in files
-        for row in file.rows
-    ]
-    records = [(file.counts.source, position) for file in files for position in file.positions]
+    prompts: list[tuple[str, ...]] = []
+    records: list[tuple[str, int]] = []
+    overlaps: dict[str, EvaluationOverlap] = {}
+    for file in files:
+        source = file.counts.source
+        overlaps[source] = EvaluationOverlap(source, file.counts.kept, file.counts.refused)
+        for row, position in zip(file.rows, file.positions, strict=True):
+            turns = (turn["content"] for turn in row["prompt"] if turn["role"] != "system")
+            prompts.append(tuple(turns))
+            records.append((source, position))
     index = EvaluationIndex(prompts, config)
-    counted = [file.counts for file in files]
-    overlaps = {
-        file_counts.source: EvaluationOverlap(file_counts.source, file_counts.kept, file_counts.refused)
-        for file_counts in counted
-    }
     overlap_of: dict[int, tuple[int, str, float | None] | None] = {}  # by the hash of the turns: most prompts repeat
     breaches = []
     for kind in rows.clean:
-        for row in rows.of(kind):
-            if row.parts["split"] == TEST:
+        for clean in rows.of(kind):
+            if clean.parts["split"] == TEST:
                 continue
-            turns = row.turns or (row.text,)
-            key = hash(turns)
+            texts = clean.turns or (clean.text,)
+            key = hash(texts)
             if key not in overlap_of:
-                overlap_of[key] = index.overlap(turns)
+                overlap_of[key] = index.overlap(texts)
             overlap = overlap_of[key]
             if overlap is not None:
                 number, reason, similarity = overlap
                 source, position = records[number]
                 overlaps[source].met.add(position)
-                breaches.append(row.finding(CONTAMINATION, reason, f"{source}:{position}", similarity))
+                breaches.append(clean.finding(CONTAMINATION, reason, f"{source}:{position}", similarity))
     return breaches, list(overlaps.values())
 
 

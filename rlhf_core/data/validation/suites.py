@@ -72,7 +72,7 @@ def column_schema(kind: str) -> pa.Schema:
 
 
 def column_names(kind: str) -> list[str]:
-    """Return what an expectation may be about, beside rules about the whole set."""
+    """Return the columns that an expectation may name, apart from those of rules about the whole set."""
     return [*column_schema(kind).names, *([CONTRADICTED_BY] if kind == "preferences" else [])]
 
 
@@ -301,7 +301,7 @@ class Checkpoints:
         }
 
     def run(self, kind: str, frame: pd.DataFrame, page: str, where: Callable[[int], str]) -> Verdicts:
-        """Ask the rules of a kind of its rows: those whose columns are all there, and that were not asked before.
+        """Check the rows of a kind by its rules: those whose columns are all there and that were not checked before.
 
         Args:
             page: ``ROWS``, ``COPIES`` or ``SET``: the page of the data docs that shows it.
@@ -409,7 +409,7 @@ def _show(outcome: Any, rule: SuiteRule, kind: str, frame: pd.DataFrame, where: 
 
 
 def _text(rule: SuiteRule, kind: str, frame: pd.DataFrame, row: int) -> str:
-    """Return what a row has in the columns of a rule; beside a number also the text that it was taken of."""
+    """Return the values of a row in the columns of a rule; with a number also the text that it measures."""
     columns = [name for name in frame.columns if name in rule.columns]
     values: list[Any] = [frame[name].iat[row] for name in columns]
     text = " | ".join("(null)" if pd.isna(value) else excerpt(str(value)) for value in values)

@@ -33,7 +33,6 @@ from rlhf_core.data.validation.suites import (
     PROMPT_COLUMNS,
     ROWS,
     SOURCE_PASSED,
-    TEXT,
     Checkpoints,
     SuiteRule,
     Suites,
@@ -92,8 +91,15 @@ class CheckedKind:
 
         Rows that are ``left_out`` are in the quarantine, but do not count here.
         """
-        checked, failed, read = self.raw.num_rows, len(self.reasons) - self.left_out, self.raw_rows + self.cut
-        return (self.refused + (failed * (checked + self.cut) / checked if checked else 0)) / read if read else 0.0
+        checked = self.raw.num_rows
+        read = self.raw_rows + self.cut
+        if not read:
+            return 0.0
+        bad = float(self.refused)
+        if checked:
+            failed = len(self.reasons) - self.left_out
+            bad += failed * (checked + self.cut) / checked
+        return bad / read
 
     def place(self, row: int) -> str:
         """Return what messages call a row: its file and line, or its id."""
@@ -120,10 +126,14 @@ class CheckedKind:
         for rule, verdict in verdicts.items():
             rows = verdict.rows.tolist() if verdict.rows is not None else []
             table_broken = verdict.rows is None and not verdict.passed
+            counts = self.warned if rule.severity == "warn" else self.failed
             if found is not None:
-                (self.warned if rule.severity == "warn" else self.failed).setdefault(rule.name, 0)
+                counts.setdefault(rule.name, 0)
             if rule.severity == "warn":
-                warned.setdefault(rule.name, set()).update(rows, [-1] if table_broken else ())
+                of_rule = warned.setdefault(rule.name, set())
+                of_rule.update(rows)
+                if table_broken:
+                    of_rule.add(-1)
                 continue
             if rule.severity == "fail" or verdict.rows is None:
                 self.must_hold.append(rule.name)
@@ -137,14 +147,18 @@ class CheckedKind:
             self.failed.update(rules.keys())
             self.reasons[row] = [found[name][row] if found else rule.reason for name, rule in rules.items()]
             self.left_out += found is not None or not any(rule.is_fault for rule in rules.values())
-        counts = {name: len(rows - refused.keys()) for name, rows in warned.items()}
-        self.warned.update({name: count for name, count in counts.items() if count})
+        for name, of_rule in warned.items():
+            if count := len(of_rule - refused.keys()):
+                self.warned[name] += count
         self.verdicts |= verdicts
 
     def quarantine(self) -> Iterator[list[RowFinding]]:
         """Yield the rows that rules refused in parts."""
+        if not self.reasons:
+            return
         numbers = iter(sorted(self.reasons))
-        for table in self.raw.where(np.isin(self.raw.numbers, list(self.reasons))).parts() if self.reasons else ():
+        refused = self.raw.where(np.isin(self.raw.numbers, list(self.reasons)))
+        for table in refused.parts():
             yield [self._quarantined(row, next(numbers)) for row in table.to_pylist()]
 
     def _quarantined(self, row: Mapping[str, Any], number: int) -> RowFinding:
@@ -190,7 +204,7 @@ def write_quarantine(path: Path, parts: Iterable[Sequence[RowFinding]]) -> None:
 
 
 def validate(raw: RawData, suites: Suites, folder: Path) -> Validated:
-    """Ask the expectations of every kind of its rows; rules about the whole set come after it.
+    """Check the rows of every kind by its expectations; rules about the whole set come later.
 
     A row that breaks any rule goes to the quarantine with all its reasons, after the rows that readers refused. So does
     a row of a derived kind of which no row that passed is the source, nor a record that gives nothing but a prompt.
@@ -218,8 +232,9 @@ def validate(raw: RawData, suites: Suites, folder: Path) -> Validated:
             copied_from = {row: f"a copy of {ids[other]}" for row, other in copied.items()}
             frame[NOT_DUPLICATE] = found_column(len(frame), copied_from)
             if kind in raw.derived:
-                own = np.arange(len(frame)) < raw.of_files.get(kind, 0)
-                lost = np.flatnonzero(~(own | frame["id"].isin(derivable.pop(kind)).to_numpy()))
+                of_files = np.arange(len(frame)) < raw.of_files.get(kind, 0)
+                has_source = frame["id"].isin(derivable.pop(kind)).to_numpy()
+                lost = np.flatnonzero(~(of_files | has_source))
                 frame[SOURCE_PASSED] = found_column(len(frame), dict.fromkeys(lost.tolist(), NOT_DERIVED))
             verdicts |= result.ask(kind, COPIES)
             _derive_ids(rows, checked.passing(verdicts), derivable)
@@ -243,11 +258,14 @@ def _advancing(rows: StoredRows, bar: Progress) -> Iterator[pa.Table]:
 def _derive_ids(rows: StoredRows, passed: npt.NDArray[np.bool_], ids: Mapping[str, set[str]]) -> None:
     """Add the ids of the rows of each derived kind that come from rows that passed."""
     children = [kind for kind in ids if rows.kind in DERIVED_FROM[kind]]
+    if not children:
+        return
     start = 0
-    for parents in whole_records(_with_places(rows)) if children else ():
+    for parents in whole_records(_with_places(rows)):
+        end = start + len(parents)
         for kind in children:
-            derive(kind, parents, ids[kind], passed[start : start + len(parents)].tolist())
-        start += len(parents)
+            derive(kind, parents, ids[kind], passed[start:end].tolist())
+        start = end
 
 
 def _with_places(rows: StoredRows) -> Iterator[list[dict[str, Any]]]:
@@ -255,9 +273,10 @@ def _with_places(rows: StoredRows) -> Iterator[list[dict[str, Any]]]:
     numbers = iter(rows.numbers)
     for table in rows.parts():
         part = table.to_pylist()
-        for row in part if rows.origins is not None else ():
-            origin = rows.origin(next(numbers))
-            row |= {"path": origin["source"], "position": origin["position"]}
+        if rows.origins is not None:
+            for row in part:
+                origin = rows.origin(next(numbers))
+                row |= {"path": origin["source"], "position": origin["position"]}
         yield part
 
 
@@ -332,11 +351,12 @@ def label_agreement(hashes: pa.Table, margins: Iterable[float | None]) -> dict[s
             labels.setdefault(min(labelled, swapped), [0, 0])[labelled < swapped] += 1
         seen.add(copy)
     repeated = [votes for votes in labels.values() if sum(votes) > 1]
-    counts = {
-        "repeated_pairs": float(len(repeated)),
-        "contradicted_pairs": float(sum(min(votes) > 0 for votes in repeated)),
-    }
-    return counts | ({"label_agreement": sum(map(max, repeated)) / sum(map(sum, repeated))} if repeated else {})
+    contradicted = sum(min(votes) > 0 for votes in repeated)
+    counts = {"repeated_pairs": float(len(repeated)), "contradicted_pairs": float(contradicted)}
+    if repeated:
+        agreeing = sum(max(votes) for votes in repeated)
+        counts["label_agreement"] = agreeing / sum(sum(votes) for votes in repeated)
+    return counts
 
 
 def _columns(kind: str, table: pa.Table) -> pa.Table:
@@ -344,22 +364,27 @@ def _columns(kind: str, table: pa.Table) -> pa.Table:
     columns = {name: table.column(name) for name in schema.names if name not in PROMPT_COLUMNS}
     if kind != "pretrain":
         prompts: list[list[dict[str, str | None]] | None] = table.column("prompt").to_pylist()
-        turns = [[(t["role"] or "", t["content"] or "") for t in prompt or [] if t] for prompt in prompts]
-        present = [prompt is not None for prompt in prompts]
-        lists = {
-            "prompt": ["\n\n".join(f"{role}: {content}" for role, content in prompt) for prompt in turns],
-            "roles": [" ".join(role if role in ROLES else f"<{role}>" for role, _ in prompt) for prompt in turns],
-            "turns": [len(prompt) for prompt in turns],
-            "prompt_chars": [sum(len(content) for _, content in prompt) for prompt in turns],
-            "blank_turns": [
-                sum(role != "system" and not has_visible_text(content) for role, content in prompt) if prompt else 1
-                for prompt in turns
-            ],
-            "last_turn": [prompt[-1][1] if prompt else "" for prompt in turns],
-        }
-        columns |= {name: pa.array(values, PROMPT_COLUMNS[name]) for name, values in lists.items()}
-        columns["prompt"] = pc.if_else(pa.array(present), columns["prompt"], pa.scalar(None, TEXT))
-    return pa.table([columns[name].cast(field.type) for name, field in zip(schema.names, schema, strict=True)], schema)
+        shown = [_prompt_columns(prompt) for prompt in prompts]
+        for name, form in PROMPT_COLUMNS.items():
+            columns[name] = pa.array([values[name] for values in shown], form)
+    arrays = [columns[field.name].cast(field.type) for field in schema]
+    return pa.table(arrays, schema)
+
+
+def _prompt_columns(prompt: Sequence[Mapping[str, str | None]] | None) -> dict[str, str | int | None]:
+    """Return a prompt as people read it, and numbers taken of it; one that is missing has no turns."""
+    turns = [(turn["role"] or "", turn["content"] or "") for turn in prompt or () if turn]
+    roles = [role if role in ROLES else f"<{role}>" for role, _ in turns]
+    blank = [content for role, content in turns if role != "system" and not has_visible_text(content)]
+    shown = "\n\n".join(f"{role}: {content}" for role, content in turns)
+    return {
+        "prompt": None if prompt is None else shown,
+        "roles": " ".join(roles),
+        "turns": len(turns),
+        "prompt_chars": sum(len(content) for _, content in turns),
+        "blank_turns": len(blank) if turns else 1,
+        "last_turn": turns[-1][1] if turns else "",
+    }
 
 
 def _digests(kind: str, columns: pa.Table) -> pa.Table:
@@ -372,9 +397,11 @@ def _digests(kind: str, columns: pa.Table) -> pa.Table:
     contents = list(zip(*texts, strict=True))
     hashes = {"content": [_digest(map(str.encode, content)) for content in contents]}
     if kind == "preferences":
-        parts = [[_digest([comparable(text).encode()]) for text in content] for content in contents]
-        hashes["labelled"] = [_digest((prompt, chosen, rejected)) for prompt, chosen, rejected in parts]
-        hashes["swapped"] = [_digest((prompt, rejected, chosen)) for prompt, chosen, rejected in parts]
+        hashes |= {"labelled": [], "swapped": []}
+        for content in contents:
+            prompt, chosen, rejected = (_digest([comparable(text).encode()]) for text in content)
+            hashes["labelled"].append(_digest((prompt, chosen, rejected)))
+            hashes["swapped"].append(_digest((prompt, rejected, chosen)))
     return pa.table({name: pa.array(values, DIGEST) for name, values in hashes.items()})
 
 

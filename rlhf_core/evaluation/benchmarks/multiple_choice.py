@@ -160,13 +160,11 @@ class AnsweredQuestions:
 
     def add_to(self, metrics: dict[str, Any]) -> None:
         """Put accuracies into ``metrics`` under ``sft``, ``policy`` and ``multiple_choice``; see docs/metrics.md."""
-        pairs = enumerate(zip(self.sft, self.policy, strict=True))
-        answered = [i for i, (sft_answer, policy_answer) in pairs if None not in (sft_answer, policy_answer)]
-        questions = [self.asked.questions[i] for i in answered]
-        sft, policy = (
-            np.array([side[i] == question.answer for i, question in zip(answered, questions, strict=True)])
-            for side in (self.sft, self.policy)
-        )
+        rows = zip(self.asked.questions, self.sft, self.policy, strict=True)
+        answered = [row for row in rows if None not in row]
+        questions = [question for question, _, _ in answered]
+        sft = np.array([by_sft == question.answer for question, by_sft, _ in answered])
+        policy = np.array([by_policy == question.answer for question, _, by_policy in answered])
         subjects = np.array([question.subject for question in questions])
         policy_alone, sft_alone = int((policy & ~sft).sum()), int((sft & ~policy).sum())
         low, high = paired_difference_bounds(policy_alone, sft_alone, len(answered))

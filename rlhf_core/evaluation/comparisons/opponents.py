@@ -120,7 +120,7 @@ class Rival:
         evaluation: SFT and policy on all prompts, scored by the same judges.
 
     Attributes:
-        known: The replies that there are, with their scores.
+        known: The replies that exist, with their scores.
         versus: Each side, ``policy`` or ``sft``, against them.
     """
 

@@ -132,12 +132,13 @@ class Evaluation:
 
         NaN is where a judge did not decide. A judge without scores compared the first reply to each prompt alone.
         """
-        gains = {judge: np.subtract(scores, self.sft.scores[judge]) for judge, scores in self.policy.scores.items()}
-        scored = {
-            judge: self._by_prompt(outcomes(gain, self.comparison[judge]["tie_margin"]))
-            for judge, gain in gains.items()
-        }
-        return scored | {judge: said.outcomes[:, np.newaxis] for judge, said in self.pairwise.items()}
+        of_judges = {}
+        for judge, scores in self.policy.scores.items():
+            gain = np.subtract(scores, self.sft.scores[judge])
+            of_judges[judge] = self._by_prompt(outcomes(gain, self.comparison[judge]["tie_margin"]))
+        for judge, said in self.pairwise.items():
+            of_judges[judge] = said.outcomes[:, np.newaxis]
+        return of_judges
 
     def losses(self) -> dict[str, Any]:
         """Return ``losses``: by how much the policy may be worse than SFT, see :mod:`~rlhf_core.evaluation.losses`."""
@@ -150,21 +151,24 @@ class Evaluation:
             replies = self._side(side).regression
             categories = [row.category for row in repeated_rows(self.sets.regression, replies)]
             rates[side] = pass_rates(categories, replies, self.sets.world)
-        drift = self.policy.drift
-        languages = language_shares([row.prompt[-1].content for row in self.prompts])
-        return {
-            **{side: {**self._model_metrics(side), "regression": rates[side]["passed"]} for side in SIDES},
-            **({} if drift is None else drift.as_dict()),
+        metrics: dict[str, Any] = {}
+        for side in SIDES:
+            metrics[side] = self._model_metrics(side) | {"regression": rates[side]["passed"]}
+        if self.policy.drift is not None:
+            metrics |= self.policy.drift.as_dict()
+        metrics |= {
             "prompts": len(self.first),
             "clusters": len(set(self.clusters.tolist())),
             "comparison": self.comparison,
             "category": self.by_category(),
             "regression": {**rates["policy"], "prompts": len(self.sets.regression)},
             "regression_sft": rates["sft"],
-            **{f"{judge}_judge": dict(said.metrics) for judge, said in self.pairwise.items()},
-            **({"languages": languages} if languages else {}),
-            "losses": self.losses(),
         }
+        for judge, said in self.pairwise.items():
+            metrics[f"{judge}_judge"] = dict(said.metrics)
+        if languages := language_shares([row.prompt[-1].content for row in self.prompts]):
+            metrics["languages"] = languages
+        return metrics | {"losses": self.losses()}
 
     def checked_rows(self, kind: Literal["regression", "safety"]) -> list[dict[str, Any]]:
         """Every reply of both sides to the regression set or the safety prompts, with what each check says of it.
@@ -206,18 +210,22 @@ class Evaluation:
         Text metrics are means over sets of one reply per prompt: variety is about different prompts.
         """
         model, each = self._side(side), self.replies_per_prompt
+        metrics: dict[str, Any] = {judge: float(np.mean(scores)) for judge, scores in model.scores.items()}
+        if self.right:
+            metrics["right"] = float(self.right[side].mean())
+        if self.unscored:
+            metrics["unscored"] = self.unscored[side]
         sets = [measure_text(model.judged[draw::each]) for draw in range(each)]
+        for name in sets[0]:
+            metrics[name] = sum(values[name] for values in sets) / len(sets)
+        if model.drift is not None:
+            metrics["perplexity_reference"] = model.drift.perplexity
+        for kind, perplexity in model.perplexities.items():
+            metrics[f"perplexity_{kind}"] = perplexity
         categories = [row.category for row in repeated_rows(self.sets.safety, model.safety)]
-        refusals = check_rates(REFUSAL_CHECKS, categories, model.safety)
-        return {
-            **{judge: float(np.mean(scores)) for judge, scores in model.scores.items()},
-            **({"right": float(self.right[side].mean())} if self.right else {}),
-            **({"unscored": self.unscored[side]} if self.unscored else {}),
-            **{name: sum(values[name] for values in sets) / len(sets) for name in sets[0]},
-            **({} if model.drift is None else {"perplexity_reference": model.drift.perplexity}),
-            **{f"perplexity_{kind}": perplexity for kind, perplexity in model.perplexities.items()},
-            **({"safety": refusals} if refusals else {}),
-        }
+        if refusals := check_rates(REFUSAL_CHECKS, categories, model.safety):
+            metrics["safety"] = refusals
+        return metrics
 
     def by_category(self) -> dict[str, dict[str, Any]]:
         """Per category: number of prompts and questions, and by each judge the mean score of both models and the win
@@ -245,8 +253,10 @@ class Evaluation:
 
     def rows(self) -> list[dict[str, Any]]:
         """Return the rows of ``samples/comparisons.parquet``: a prompt, a reply of each model, and their scores."""
-        rows = [
-            {
+        rows: list[dict[str, Any]] = []
+        for i, prompt in enumerate(self.prompts):
+            sft, policy = self.sft.judged[i], self.policy.judged[i]
+            row: dict[str, Any] = {
                 "id": prompt.id,
                 "category": prompt.category,
                 "cluster": cluster_of(prompt),
@@ -255,20 +265,18 @@ class Evaluation:
                 "policy_reply": policy.text,
                 "sft_finished": sft.finished,
                 "policy_finished": policy.finished,
-                **{f"sft_{judge}": scores[i] for judge, scores in self.sft.scores.items()},
-                **{f"policy_{judge}": scores[i] for judge, scores in self.policy.scores.items()},
             }
-            for i, (prompt, sft, policy) in enumerate(
-                zip(self.prompts, self.sft.judged, self.policy.judged, strict=True)
-            )
-        ]
-        # A judge without scores says nothing of further replies to a prompt.
+            for side, model in (("sft", self.sft), ("policy", self.policy)):
+                for judge, scores in model.scores.items():
+                    row[f"{side}_{judge}"] = scores[i]
+            rows.append(row)
+        # A judge without scores compares only the first replies to each prompt.
         for judge, said in self.pairwise.items():
             for i, row in enumerate(rows):
-                prompt, further = divmod(i, self.replies_per_prompt)
-                outcome = float(said.outcomes[prompt])
+                number, further = divmod(i, self.replies_per_prompt)
+                outcome = float(said.outcomes[number])
                 row[f"{judge}_outcome"] = None if further or np.isnan(outcome) else outcome
-                row[f"{judge}_reason"] = None if further else said.reasons[prompt]
+                row[f"{judge}_reason"] = None if further else said.reasons[number]
         return rows
 
     def disagreements(self, judge: str) -> list[tuple[int, float]]:

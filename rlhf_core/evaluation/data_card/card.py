@@ -112,7 +112,8 @@ def _section(section: CardSection) -> Iterator[str]:
 def _table(table: CardTable) -> str:
     rule = "".join("---:|" if numeric else "---|" for numeric in table.numeric)
     lines = [_line([_text(cell) for cell in table.header]), f"|{rule}"]
-    lines += [_line([_text(_shown(cell)) for cell in row]) for row in table.rows]
+    for row in table.rows:
+        lines.append(_line([_text(_shown(cell)) for cell in row]))
     return "\n".join(lines)
 
 
@@ -229,7 +230,7 @@ def _token_notes(tokens: Mapping[str, TokenCounts], tokenizer: str | None) -> It
 
 
 EXAMPLES_OF_A_RULE = 3
-# A finding, how its row begins, what it resembles, and how that begins: empty where it is none of the data.
+# A finding, how its row begins, what it resembles, and how that begins (empty if that is not a row of the data).
 Example = tuple[RowFinding, str, str, str]
 
 
@@ -373,11 +374,10 @@ def source_section(manifest: Mapping[str, Any]) -> CardSection:
 
 
 def _rows(metrics: Mapping[str, Any], kinds: Sequence[str]) -> CardSection:
-    rows = [
-        (name.replace("_", " "), *(_count(metrics[kind], name) for kind in kinds))
-        for name in ROW_METRICS
-        if any(name in metrics[kind] for kind in kinds)
-    ]
+    rows = []
+    for name in ROW_METRICS:
+        if any(name in metrics[kind] for kind in kinds):
+            rows.append((name.replace("_", " "), *(_count(metrics[kind], name) for kind in kinds)))
     note = "Train and validation pairs are the reward model's; the referee's and the judge's are listed apart."
     return CardSection("Rows", [note], [CardTable(("", *kinds), rows)])
 
@@ -438,11 +438,11 @@ def rules_section(metrics: Mapping[str, Any], kinds: Sequence[str], suites: Suit
 
 def _leakage(sources: CardSources, examples: Sequence[Example], config: NearDuplicatesConfig) -> CardSection:
     found, notes = sources.set_findings, []
-    rows = [
-        (kind, *(_count(numbers, name) for name in ("test", "test_prefix_leaks", "test_first_turn_leaks")))
-        for kind, numbers in sources.metrics.items()
-        if isinstance(numbers, Mapping) and "test_prefix_leaks" in numbers
-    ]
+    rows = []
+    for kind, numbers in sources.metrics.items():
+        if isinstance(numbers, Mapping) and "test_prefix_leaks" in numbers:
+            counts = (_count(numbers, name) for name in ("test", "test_prefix_leaks", "test_first_turn_leaks"))
+            rows.append((kind, *counts))
     header = ("kind", "test rows", "begin like a training prompt, or the reverse", "share their first turn with one")
     tables = [CardTable(header, rows)]
     if not any("near_duplicates_compared" in numbers for numbers in found.counts.values()):

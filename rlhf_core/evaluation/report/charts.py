@@ -56,10 +56,13 @@ def line_chart(
         axes.set_xlabel(x_label, color=COLOURS["soft"], loc="right")
         axes.locator_params(axis="both", nbins=5)
         for (low, high), opacity in zip(bands.values(), BAND_OPACITY, strict=False):
-            xs, lows, highs = [x for x, _ in low], [y for _, y in low], [y for _, y in high]
+            xs = [x for x, _ in low]
+            lows = [y for _, y in low]
+            highs = [y for _, y in high]
             axes.fill_between(xs, lows, highs, color=SERIES[0], alpha=opacity, linewidth=0)
         for (label, line), colour in zip(lines.items(), SERIES, strict=False):
-            xs, ys = [x for x, _ in line], [y for _, y in line]
+            xs = [x for x, _ in line]
+            ys = [y for _, y in line]
             if label in scattered:
                 axes.plot(xs, ys, color=colour, linestyle="", marker="o", markersize=4, alpha=0.5)
             else:
@@ -135,7 +138,7 @@ def chart_specs() -> Mapping[str, Sequence[Mapping[str, Any]]]:
 def draw_charts(
     histories: Mapping[str, Sequence[Mapping[str, Any]]], findings: Sequence[float] = ()
 ) -> dict[str, list[dict[str, Any]]]:
-    """Draw charts by history, in the order of :func:`chart_specs`; a chart without any of its lines is left out.
+    """Draw charts by history, in the order of :func:`chart_specs`; a chart without lines is left out.
 
     Args:
         histories: Rows of ``history/NAME.jsonl`` by stage.
@@ -150,12 +153,16 @@ def draw_charts(
         x_label = next((name for name in STEP_NAMES if any(name in row for row in rows)), "row")
         marks = findings if history == "ppo" else ()
         for spec in specs:
-            curves = {
-                label: [points(rows, name) for name in ([names] if isinstance(names, str) else names)]
-                for label, names in spec["curves"].items()
-            }
-            lines = {label: edges[0] for label, edges in curves.items() if len(edges) == 1 and edges[0]}
-            bands = {label: (edges[0], edges[1]) for label, edges in curves.items() if len(edges) == 2 and all(edges)}
+            lines: dict[str, list[Point]] = {}
+            bands: dict[str, tuple[list[Point], list[Point]]] = {}
+            for label, names in spec["curves"].items():
+                if isinstance(names, str):
+                    if line := points(rows, names):
+                        lines[label] = line
+                    continue
+                low, high = (points(rows, name) for name in names)
+                if low and high:
+                    bands[label] = low, high
             if lines:
                 svg = line_chart(lines, bands, x_label, f"{history}: {spec['title']}", marks)
                 first = next(iter(spec["curves"].values()))
@@ -188,18 +195,17 @@ def over_optimization_chart(
     Reward model and referee are known in every iteration of PPO, as gains over the first; judge and gold score only the
     policy that was selected, as dots.
     """
-    spread = {
-        name: float(np.std([row[f"sft_{name}"] for row in rows])) or 1.0
-        for name in (*TRAINING, *JUDGED)
-        if rows and f"sft_{name}" in rows[0]
-    }
+    spread = {}
+    for name in (*TRAINING, *JUDGED):
+        if rows and f"sft_{name}" in rows[0]:
+            spread[name] = float(np.std([row[f"sft_{name}"] for row in rows])) or 1.0
     lines: dict[str, list[Point]] = {}
     for name, (metric, label) in TRAINING.items():
         known = [(row["kl"], row[metric]) for row in history if _finite(row.get("kl")) and _finite(row.get(metric))]
         if known and name in spread:
-            lines[f"{label}, in training"] = [
-                (math.sqrt(max(kl, 0.0)), (score - known[0][1]) / spread[name]) for kl, score in known
-            ]
+            _, first = known[0]
+            gains = [(math.sqrt(max(kl, 0.0)), (score - first) / spread[name]) for kl, score in known]
+            lines[f"{label}, in training"] = gains
     if not lines:
         return None
     scattered = set(lines)

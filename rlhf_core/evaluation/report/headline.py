@@ -76,7 +76,10 @@ def write_curves(histories: Mapping[str, Sequence[Mapping[str, Any]]], folder: P
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
     for name, columns in CURVES.items():
-        rows = [[row[column] for column in columns] for row in histories.get(name, ()) if set(columns) <= row.keys()]
+        rows = []
+        for row in histories.get(name, ()):
+            if set(columns) <= row.keys():
+                rows.append([row[column] for column in columns])
         if rows:
             text = io.StringIO()
             csv.writer(text, lineterminator="\n").writerows([columns, *rows])
@@ -199,7 +202,7 @@ class UnmetCondition:
 
 @dataclass(frozen=True)
 class ReleaseDecision:
-    """Whether the policy of a report was released, as of a moment.
+    """Whether the policy of a report was released, at one moment.
 
     Attributes:
         state: ``good``, ``bad`` or ``open``, which gives the colour.

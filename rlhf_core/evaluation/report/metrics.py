@@ -52,7 +52,7 @@ def metrics_of(section: Mapping[str, Any]) -> list[Metric]:
 
 
 def healthy_of(file: str, name: str) -> str:
-    """Return what is healthy of a metric of ``file``, such as ``history/ppo.jsonl``; empty where nothing is said."""
+    """Return which values of a metric of ``file``, such as ``history/ppo.jsonl``, are healthy; empty if unknown."""
     sections = (section for section in glossary()["sections"] if file in section.get("files", ()))
     metrics = (metric for section in sections for metric in metrics_of(section))
     return next((metric.departure() for metric in metrics if name in metric.names), "")

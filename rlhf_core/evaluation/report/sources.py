@@ -163,7 +163,7 @@ def failed_gate(gates: Mapping[str, GateDecision]) -> str | None:
 def _read_objects(
     inputs: Mapping[str, Path], part: str, names: Sequence[str], stale: Mapping[str, str], missing: dict[str, str]
 ) -> dict[str, JsonObject]:
-    """The JSON object in each file that is there; the reason why there is none goes to ``missing``."""
+    """Return the JSON object in each file that exists; for other files ``missing`` gets the reason."""
     objects = {}
     for name in names:
         path, reason = inputs.get(f"{name}_{part}"), stale.get(name, "")

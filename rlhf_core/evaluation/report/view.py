@@ -46,12 +46,30 @@ def build_context(sources: ReportSources, title: str, replies: int) -> dict[str,
     fired = findings(history)
     method: Method = sources.metrics.get("ppo", {}).get("method", "ppo")  # PPO's own metrics name none
     comparisons = dict(_best_judge_first(evaluation.get("comparison", {})))
-    intervals = measured_intervals(comparisons)
-    categories = {
-        name: {key: value for key, value in row.items() if key != "comparison"}
-        for name, row in evaluation.get("category", {}).items()
-    }
-    passed, passed_by_sft = evaluation.get("regression", {}), evaluation.get("regression_sft", {})
+    comparison_chart = None
+    if intervals := measured_intervals(comparisons):
+        title_of_chart = "win rate of the policy against SFT, with 95 % intervals"
+        comparison_chart = interval_chart(intervals, 0.5, title_of_chart)
+    categories: dict[str, JsonObject] = {}
+    for name, row in evaluation.get("category", {}).items():
+        categories[name] = {key: value for key, value in row.items() if key != "comparison"}
+    passed_by_sft = evaluation.get("regression_sft", {})
+    regression = []
+    for name, share in evaluation.get("regression", {}).items():
+        if name != "prompts":
+            regression.append((name.replace("_", " "), passed_by_sft.get(name), share))
+    answered = []
+    for name, label in (("sft", "SFT"), ("policy", "policy")):
+        if "multiple_choice" in evaluation.get(name, {}):
+            answered.append((label, evaluation[name]["multiple_choice"]))
+    mistakes = []
+    for row in sources.mistakes:
+        marked = _marked("chosen", row.get("chosen", ""), "rejected", row.get("rejected", ""))
+        mistakes.append(row | marked)
+    tables = {}
+    for name, metrics in sources.metrics.items():
+        if name not in ("evaluation", "data"):
+            tables[name] = flatten(metrics)
     return {
         "title": title,
         "about": about(sources),
@@ -61,8 +79,7 @@ def build_context(sources: ReportSources, title: str, replies: int) -> dict[str,
         "learns_plain_text": "ptx_loss" in (history[-1] if history else {}),
         "sides": sft_beside_policy(evaluation, sources.gates.get("policy")),
         "comparisons": comparisons,
-        "comparison_chart": intervals
-        and interval_chart(intervals, 0.5, "win rate of the policy against SFT, with 95 % intervals"),
+        "comparison_chart": comparison_chart,
         "categories": categories,
         "category_metrics": list(dict.fromkeys(key for row in categories.values() for key in row)),
         "category_charts": category_charts(evaluation.get("category", {})),
@@ -71,36 +88,28 @@ def build_context(sources: ReportSources, title: str, replies: int) -> dict[str,
         "over_optimization": over_optimization_chart(history, evaluation, sources.comparisons),
         "best_of_n": evaluation.get("best_of_n", {}),
         "method": METHOD_NAMES[method],
-        "regression": _lowest_first(
-            (name.replace("_", " "), passed_by_sft.get(name), share)
-            for name, share in passed.items()
-            if name != "prompts"
-        ),
+        "regression": _lowest_first(regression),
         "verifiable": _verifiable(evaluation.get("verifiable")),
         "multiple_choice": evaluation.get("multiple_choice", {}),
-        "answered": [
-            (label, evaluation[name]["multiple_choice"])
-            for name, label in (("sft", "SFT"), ("policy", "policy"))
-            if "multiple_choice" in evaluation.get(name, {})
-        ],
+        "answered": answered,
         "findings": fired,
         "curves": draw_charts(sources.histories, sorted({float(entry["iteration"]) for entry in fired})),
         "reward_histograms": reward_histograms(history),
         "probes": probe_table(sources.metrics),
         "probes_caption": CAPTION,
-        "mistakes": [
-            row | _marked("chosen", row.get("chosen", ""), "rejected", row.get("rejected", ""))
-            for row in sources.mistakes
-        ],
+        "mistakes": mistakes,
         "replies": [reply_pair(row) for row in spread_over_categories(sources.comparisons, replies)],
         "versions": package_versions(),
         "bad_cases": [reply_pair(row) for row in sources.bad_cases],
         "bad_cases_by": next((row["judge"] for row in sources.bad_cases), ""),
-        "tables": {
-            name: flatten(metrics) for name, metrics in sources.metrics.items() if name not in ("evaluation", "data")
-        },
+        "tables": tables,
         "data": data_table(sources.metrics.get("data", {})),
-        **{name: getattr(sources, name) for name in ("images", "data_card", "params", "hashes", "lineage", "missing")},
+        "images": sources.images,
+        "data_card": sources.data_card,
+        "params": sources.params,
+        "hashes": sources.hashes,
+        "lineage": sources.lineage,
+        "missing": sources.missing,
     }
 
 
@@ -111,14 +120,17 @@ def about(sources: ReportSources) -> list[str]:
     except RlhfError:
         settings = {}
     kind = "prompts" if settings.get("collect.pairs") is False else "preferences"
-    collected, files = settings.get("collect.source"), settings.get(f"collect.files.{kind}") or []
-    data = "the synthetic world" if collected == "world" else ", ".join(map(str, files)) or "files"
+    collected = settings.get("collect.source")
+    files = settings.get(f"collect.files.{kind}") or ["files"]
+    data = "the synthetic world" if collected == "world" else ", ".join(map(str, files))
     rows = sources.metrics.get("data", {}).get(kind, {}).get("train")
-    counted = "training pairs" if kind == "preferences" else "training prompts"
+    if rows is not None:
+        counted = "training pairs" if kind == "preferences" else "training prompts"
+        data += f", {format_number(whole(rows))} {counted}"
     base, profile = settings.get("base.source"), settings.get("profile")
     commit, mark, rest = sources.lineage.get("git_revision", "").partition("-")
     known = {
-        "data": collected and (data if rows is None else f"{data}, {format_number(whole(rows))} {counted}"),
+        "data": collected and data,
         "base model": "made from nothing" if base == SCRATCH else base,
         "profile": f"{profile}, a toy that tries every step" if profile == "smoke" else profile,
         "commit": commit[:COMMIT] + mark + rest,
@@ -128,11 +140,12 @@ def about(sources: ReportSources) -> list[str]:
 
 def measured_intervals(comparisons: Mapping[str, JsonObject]) -> list[tuple[str, float, float, float]]:
     """Return (judge, lower bound, win rate, upper bound) of the comparisons whose numbers are finite."""
-    return [
-        (judge, float(c["win_rate_low95"]), float(c["win_rate"]), float(c["win_rate_high95"]))
-        for judge, c in comparisons.items()
-        if None not in map(c.get, WIN_RATE_KEYS)
-    ]
+    intervals = []
+    for judge, compared in comparisons.items():
+        if None not in map(compared.get, WIN_RATE_KEYS):
+            rate, low, high = (float(compared[key]) for key in WIN_RATE_KEYS)
+            intervals.append((judge, low, rate, high))
+    return intervals
 
 
 def whole(value: Any) -> Any:
@@ -174,7 +187,7 @@ PAIRED_CONDITIONS = {"missing_ends": "missing_eos", "regression.passed": "regres
 
 
 def sft_beside_policy(evaluation: Mapping[str, Any], gate: GateDecision | None) -> list[JsonObject]:
-    """Return the rows of the table of SFT beside policy: those that the policy gate fails by, those that alarm, others.
+    """Return the rows that compare SFT and policy: first those that fail the policy gate, then alarms, then others.
 
     ``gate`` of a row is ``ok`` or ``fails`` where the policy gate looks at it, else empty.
     """
@@ -240,9 +253,8 @@ def findings(history: Sequence[JsonObject]) -> list[JsonObject]:
     for number, row in enumerate(history, start=1):
         iteration = row.get("iteration", number)
         for rollback in row.get("rollbacks") or []:
-            factors = ", ".join(
-                f"{name} × {factor:g}" for name, factor in sorted(rollback["finding"]["adjust"].items())
-            )
+            adjusted = sorted(rollback["finding"]["adjust"].items())
+            factors = ", ".join(f"{name} × {factor:g}" for name, factor in adjusted)
             returned = f"to iteration {rollback['to']}, with {factors}"
             once = {"iteration": rollback["from"], "last": rollback["from"], "times": 1, "returned": returned}
             entries["rollback", len(entries)] = rollback["finding"] | once
@@ -276,12 +288,10 @@ def spread_over_categories(rows: Sequence[JsonObject], count: int) -> list[JsonO
     groups: dict[str, list[JsonObject]] = {}
     for row in rows:
         groups.setdefault(str(row.get("category")), []).append(row)
-    ordered = [
-        group[rank]
-        for rank in range(max((len(group) for group in groups.values()), default=0))
-        for _, group in sorted(groups.items())
-        if rank < len(group)
-    ]
+    in_order = [group for _, group in sorted(groups.items())]
+    ordered = []
+    for rank in range(max(map(len, in_order), default=0)):
+        ordered += [group[rank] for group in in_order if rank < len(group)]
     return ordered[:count]
 
 
@@ -295,7 +305,11 @@ def reply_pair(row: Mapping[str, Any]) -> JsonObject:
     winner = ""
     if judges:
         gain = row[f"policy_{judges[0]}"] - row[f"sft_{judges[0]}"]
-        winner = "policy" if gain > 0 else "sft" if gain < 0 else "tie"
+        winner = "tie"
+        if gain > 0:
+            winner = "policy"
+        elif gain < 0:
+            winner = "sft"
     sft, policy = str(row.get("sft_reply", "")), str(row.get("policy_reply", ""))
     return {
         "category": row.get("category", ""),
@@ -333,11 +347,9 @@ def mark_differences(first: str, second: str) -> tuple[Markup, Markup]:
 
 def group_chart(groups: Mapping[str, Mapping[str, Mapping[str, Any]]]) -> Markup | None:
     """Draw the policy against SFT by group and judge; None without groups."""
-    rows = [
-        (f"{group}, {judge}", comparison)
-        for group, by_judge in groups.items()
-        for judge, comparison in _best_judge_first(by_judge)
-    ]
+    rows = []
+    for group, by_judge in groups.items():
+        rows += [(f"{group}, {judge}", compared) for judge, compared in _best_judge_first(by_judge)]
     return outcome_chart(rows, "wins, ties and losses on helpful and harmless prompts") if rows else None
 
 
@@ -350,20 +362,19 @@ def opponent_charts(opponents: Mapping[str, Mapping[str, Any]]) -> list[JsonObje
         for judge in judges:
             for side, label in (("sft", "SFT"), ("policy", "policy")):
                 parts = {"": opponent[side]["comparison"], **opponent[side]["group"]}
-                rows += [
-                    (", ".join(part for part in (label, group, judge) if part), by_judge[judge])
-                    for group, by_judge in parts.items()
-                    if judge in by_judge
-                ]
+                for group, by_judge in parts.items():
+                    if judge in by_judge:
+                        row_label = ", ".join(filter(None, (label, group, judge)))
+                        rows.append((row_label, by_judge[judge]))
         chart = outcome_chart(rows, f"wins, ties and losses against {name}", name, "our side")
-        charts.append(
-            {"name": name, "chart": chart, **{key: opponent[key] for key in ("prompts", "missing", "unused")}}
-        )
+        counts = {key: opponent[key] for key in ("prompts", "missing", "unused")}
+        charts.append({"name": name, "chart": chart, **counts})
     return charts
 
 
 def _best_judge_first(by_judge: Mapping[str, Any]) -> list[tuple[str, Any]]:
-    return sorted(by_judge.items(), key=lambda row: JUDGES.index(row[0]) if row[0] in JUDGES else len(JUDGES))
+    ranks = {judge: rank for rank, judge in enumerate(JUDGES)}
+    return sorted(by_judge.items(), key=lambda row: ranks.get(row[0], len(JUDGES)))
 
 
 PACKAGE = "rlhf_core.evaluation.report"

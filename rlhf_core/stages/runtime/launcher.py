@@ -56,7 +56,7 @@ class StageExit:
 
     @classmethod
     def load(cls, path: Path) -> StageExit | None:
-        """The outcome in ``path``; None when there is none, or what is there is no outcome."""
+        """Return the outcome in ``path``; None if the file does not exist or holds no outcome."""
         if not path.is_file():
             return None
         try:

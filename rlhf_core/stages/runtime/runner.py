@@ -140,7 +140,7 @@ def _run(name: str, workspace: Path, preemption: PreemptionSignal) -> dict[str, 
     config = load_section(workspace, stage.section, stage.config, stage.beside)
     config = with_chosen_rates(config, new=not is_pretrained(params.base.source))
     if REWARD_SOURCES_FILE in stage.inputs.values() and launcher.rank() == 0:
-        # What was edited since DVC last looked must not go on from partial state of before.
+        # After an edit that DVC has not seen yet, training must not resume from older partial state.
         write_tracked_files(workspace, params.ppo.reward.sources)
     inputs = _inputs(stage, workspace, outputs_of(params.left_out))
     launches: dict[str, LaunchConfig] = {str(key): value for key, value in params.compute.launch.items()}

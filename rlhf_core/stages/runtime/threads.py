@@ -49,7 +49,7 @@ def limit_threads(compute: ComputeConfig, parallel: int) -> None:
 
 
 def limit_threads_of(workspace: Path) -> None:
-    """:func:`limit_threads` by the parameters of ``workspace``, for a process that is no stage and runs beside none.
+    """Apply :func:`limit_threads` with the parameters of ``workspace``, while no stage runs there.
 
     Without it a small model samples with all cores, which wait for each other most of the time.
 

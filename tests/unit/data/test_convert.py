@@ -202,7 +202,7 @@ def test_a_converted_file_is_not_held(
 
 def table(*pairs: tuple[str, str, str], **labels: Any) -> pa.Table:
     values = [dict(zip(("prompt", "chosen", "rejected"), pair, strict=True)) | labels for pair in pairs]
-    rows = read_records([Record(n, v) for n, v in enumerate(values, 1)], "preferences", "x", "").rows if values else []
+    rows = read_records([Record(n, v) for n, v in enumerate(values, 1)], "preferences", "x").rows if values else []
     return pa.Table.from_pylist(rows, schema=arrow_schema("preferences"))
 
 

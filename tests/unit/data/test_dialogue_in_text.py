@@ -29,7 +29,7 @@ MARKED = (
 
 
 def read(*values: Any, kind: str = "preferences") -> FileRows:
-    return read_records([Record(position, value) for position, value in enumerate(values, 1)], kind, "x.jsonl", "")
+    return read_records([Record(position, value) for position, value in enumerate(values, 1)], kind, "x.jsonl")
 
 
 def structured(text: str) -> list[dict[str, Any]]:

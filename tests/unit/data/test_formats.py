@@ -9,7 +9,8 @@ from typing import Any, get_args
 import pytest
 from unit.data.reading import PAIR_FORMATS, said, user
 
-from rlhf_core.config.data import DataSource, FileSources, FormatName
+from rlhf_core.config.data import DataSource, FileSources
+from rlhf_core.config.formats import FormatName
 from rlhf_core.data.collection.rows import FileRows, prompt_group
 from rlhf_core.data.collection.sources import read_sources, source_files
 from rlhf_core.data.readers.detection import FORMATS

@@ -14,7 +14,8 @@ from unit.data.malformed.case import Row, arrow, lines, pairs, parquet, table_te
 from unit.data.malformed.containers import PACK
 from unit.data.reading import is_unmarked, records_of
 
-from rlhf_core.config.data import FormatName, PairChoice, ReadOptions
+from rlhf_core.config.data import PairChoice, ReadOptions
+from rlhf_core.config.formats import FormatName
 from rlhf_core.data.collection.rows import FileRows, read_records
 from rlhf_core.data.row_counts import Record
 from rlhf_core.data.schema import ROW_TYPES, arrow_schema
@@ -61,7 +62,7 @@ JSON_VALUES = st.recursive(
 def require_answer(name: str, content: bytes) -> None:
     """Read a file, and check that it gives rows and refusals that can be stored, or an error of ours with its name."""
     try:
-        read = read_records(records_of(name, content), "preferences", name, "")
+        read = read_records(records_of(name, content), "preferences", name)
     except DataError as error:
         assert str(error).startswith(name) and str(error).encode()
         return
@@ -108,7 +109,7 @@ def test_what_is_written_is_read_back(rows: list[Row], suffix: str, packed: str)
     name = f"x{suffix}{packed}"
     records = records_of(name, PACKED[packed](WRITERS[suffix](rows)))
     assert [(record.value, record.problem) for record in records] == [(row, "") for row in rows]
-    read = read_records(records, "preferences", name, "", options=ReadOptions(format="standard"))
+    read = read_records(records, "preferences", name, options=ReadOptions(format="standard"))
     assert (len(read.rows), read.refused) == (len(rows), [])
     texts = [(row["prompt"], row["chosen"], row["rejected"]) for row in read.rows]
     assert texts == [([{"role": "user", "content": r["prompt"]}], r["chosen"], r["rejected"]) for r in rows]
@@ -130,12 +131,12 @@ def test_a_published_record_with_another_value_is_read_or_refused(sample: str, d
         [Record(position, row) for position, row in enumerate(listed, 1)] for listed in (SAMPLES[sample], rows)
     )
     try:
-        read = read_records(changed_records, kind, "x.jsonl", "", options=options)
+        read = read_records(changed_records, kind, "x.jsonl", options=options)
     except DataError as error:
         assert str(error).startswith("x.jsonl") and str(error).encode()
         return
     require_accounted(read, kind)
-    refused = read_records(as_written, kind, "x.jsonl", "", options=options).refused
+    refused = read_records(as_written, kind, "x.jsonl", options=options).refused
     allowed = {odd + 1, *(row.position for row in refused)}
     if sample == "oasst-messages":  # the replies to a message go with it
         allowed |= set(range(1, len(rows) + 1))
@@ -183,7 +184,7 @@ def test_any_record_is_read_or_refused(kind: str, values: list[Any], name: str |
     records = [Record(position, value) for position, value in enumerate(values, 1)]
     options = ReadOptions(format=name, dimension="agreed" if name == "pku-saferlhf" else None, pairs=pairs)
     try:
-        result = read_records(records, kind, "x.jsonl", "", options=options)
+        result = read_records(records, kind, "x.jsonl", options=options)
     except DataError as error:
         assert str(error).startswith("x.jsonl")
         return

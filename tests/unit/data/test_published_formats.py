@@ -157,7 +157,7 @@ def test_a_message_that_no_tree_reaches_is_refused() -> None:
     lost = [message("c", "gone"), message("d", "c", "prompter"), message("e", "f"), message("f", "e"), tree[1]]
     odd = [*lost, message("g", 5), {"prompt": "Q?"}]
     records = [Record(n, value) for n, value in enumerate([*odd[:2], tree[2], *odd[2:], *tree[1::-1]], 1)]
-    result = read_records(records, "preferences", "x", "", options=ReadOptions(format="oasst-messages"))
+    result = read_records(records, "preferences", "x", options=ReadOptions(format="oasst-messages"))
     (row,) = result.rows
     assert (row["prompt"][0]["content"], row["chosen"], row["rejected"]) == ("text of q", "text of b", "text of a")
     leads = "its parents do not lead to the first message of a tree"

@@ -17,7 +17,7 @@ from rlhf_core.config.model import OptimizerConfig
 from rlhf_core.data.schema import Demonstration, Message
 from rlhf_core.data.token_tables import TokenTable
 from rlhf_core.models.causal_lm import fitting_length, load_policy
-from rlhf_core.stages.reward import KEPT
+from rlhf_core.stages.reward import MOST_MISTAKES
 from rlhf_core.storage.files import sha256_file
 from rlhf_core.training.history import read_history
 from rlhf_core.training.run_context import RunContext
@@ -75,7 +75,7 @@ def test_reward_outputs_are_what_a_user_expects(workspace: Path, whole: dict[str
     assert json.loads((out / "metrics/reward.json").read_text()) == metrics
     assert {path.name for path in (out / "plots/reward").iterdir()} == {"margins.svg", "calibration.svg"}
     mistakes = [json.loads(line) for line in (out / "samples/reward_mistakes.jsonl").read_text().splitlines()]
-    assert all(row["margin"] < 0 for row in mistakes) and len(mistakes) <= KEPT
+    assert all(row["margin"] < 0 for row in mistakes) and len(mistakes) <= MOST_MISTAKES
     assert bool(mistakes) == (metrics["test_accuracy"] < 1.0)  # type: ignore[operator]
     expected = {"accuracy", "margin_mean", "margin_std", "ece", "length_correlation", "accuracy_shorter_preferred"}
     assert expected | {f"test_{key}" for key in expected} | {"baseline_longer", "baseline_bow"} <= set(metrics)

@@ -123,7 +123,7 @@ class ChatEndpoint:
 
 
 def _message(answer: httpx.Response) -> dict[str, Any] | None:
-    """The message of a chat completion; None if the body is none."""
+    """Return the message of a chat completion; None if the body is not a chat completion."""
     try:
         message = json_content(answer)["choices"][0]["message"]
     except (KeyError, IndexError, TypeError):
@@ -132,7 +132,7 @@ def _message(answer: httpx.Response) -> dict[str, Any] | None:
 
 
 def token_count(value: Any) -> int | None:
-    """Return a number of tokens; None for anything that is none."""
+    """Return a number of tokens; None for anything else."""
     return value if isinstance(value, int) and not isinstance(value, bool) and 0 <= value <= MOST_TOKENS else None
 
 
@@ -290,7 +290,7 @@ def read_verdict(text: str) -> Verdict | None:
 
 
 def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """An object; one that names ``verdict`` twice, and differently, has one that is none."""
+    """Return an object; two different values of ``verdict`` count as no verdict."""
     value = dict(pairs)
     verdicts = [item for name, item in pairs if name == "verdict"]
     return value | {"verdict": verdicts} if any(item != verdicts[0] for item in verdicts) else value
@@ -415,7 +415,11 @@ class LlmJudge:
                 f"first one: {example.refused or repr(' '.join(example.text.split())[:JUNK_CHARACTERS])}; try another "
                 "model, template or response_format"
             )
-        answered = [(a, b) for a, b in (map(verdicts.get, pair) for pair in asked) if a is not None and b is not None]
+        answered = []
+        for pair in asked:
+            first, second = map(verdicts.get, pair)
+            if first is not None and second is not None:
+                answered.append((first, second))
         changed = sum(OUTCOMES[0][a.preferred] != OUTCOMES[1][b.preferred] for a, b in answered)
         decided = [verdict.preferred for pair in answered for verdict in pair if verdict.preferred != "tie"]
         metrics = {
@@ -428,7 +432,8 @@ class LlmJudge:
             "completion_tokens": usage.completion_tokens,
             "cost": usage.cost,
         }
-        return PairwiseJudgements(np.array([outcome for outcome, _ in said]), [reason for _, reason in said], metrics)
+        outcomes = np.array([outcome for outcome, _ in said])
+        return PairwiseJudgements(outcomes, [reason for _, reason in said], metrics)
 
     def _completions(
         self, bodies: Mapping[str, dict[str, Any]], pairs: Sequence[tuple[str, ...]], usage: UsageMeter

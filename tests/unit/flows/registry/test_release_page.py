@@ -183,6 +183,11 @@ def test_waiting_approved_and_declined(registry: Registry, contest: Path) -> Non
     assert promote(contest, play=ScriptedMatch()).awaiting_approval
     approve(contest, "read 50 replies")
     assert "approved by ann (release 17): read 50 replies" in decided(contest).reason
+    registry.add_version()
+    hold(contest, "4")
+    assert promote(contest, force_reason="version 3 leaks", play=ScriptedMatch()).awaiting_approval
+    approve(contest)
+    assert decided(contest).headline == f"Released by force: {MODEL} version 4 is the champion"
 
 
 def test_the_page_keeps_what_the_run_said_until_another_report(registry: Registry, contest: Path) -> None:
