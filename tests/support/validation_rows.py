@@ -51,6 +51,7 @@ def make_row(kind: str, i: int, **changes: Any) -> dict[str, Any]:
         "rejected": f"bad {i}",
         "reply": f"good {i}",
         "text": f"text {i}",
+        "columns": None,
         "margin": None,
         "category": "c",
         "source": "s",

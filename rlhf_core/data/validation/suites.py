@@ -21,6 +21,7 @@ import sys
 import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
+from importlib.machinery import SourceFileLoader
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -146,6 +147,13 @@ def read_suites(folder: Path, config: ValidateConfig, derived: Collection[str] =
     return Suites(rules, {name: getattr(config, name) for name in LIMITS})
 
 
+class _WithoutBytecode(SourceFileLoader):
+    """Loads a Python file and leaves nothing beside it."""
+
+    def set_data(self, path: str, data: Any, *, _mode: int = 0o666) -> None:
+        """Keep no bytecode."""
+
+
 def _load_classes(folder: Path) -> None:
     """Run the Python files of a folder, whose classes of expectations the library then knows by their names.
 
@@ -156,11 +164,11 @@ def _load_classes(folder: Path) -> None:
     """
     logging.getLogger("great_expectations").setLevel(logging.ERROR)  # it warns of a class that is read again
     for path in sorted(folder.glob("*.py")):
-        module = ModuleType(f"{FOLDER}_{path.stem}")
-        module.__file__ = str(path)
+        loader = _WithoutBytecode(f"{FOLDER}_{path.stem}", str(path))
+        module = ModuleType(loader.name)
         sys.modules[module.__name__] = module  # where annotations of a class are looked up
         try:
-            exec(compile(path.read_text(encoding="utf-8"), str(path), "exec"), module.__dict__)
+            loader.exec_module(module)
         except (Exception, SystemExit) as error:
             problem = f"{type(error).__name__}: {first_line(error)}"
             raise ConfigError(f"{path}: its expectations cannot be loaded ({problem})") from error
