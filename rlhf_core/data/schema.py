@@ -229,7 +229,7 @@ def write_rows(path: Path, rows: Iterable[Row]) -> None:
             writer.write(clean_table(kind, table))
 
 
-OF_THE_PROMPT = frozenset({"prompt", "messages"})  # columns of a record that hold the prompt itself
+OF_THE_PROMPT = frozenset({"prompt", "messages", "system"})  # columns of a record that hold the prompt itself
 
 
 def columns_of_records(records: Iterable[Mapping[str, Any]]) -> dict[str, list[Any]]:

@@ -184,19 +184,18 @@ def add_record(part: FileRows, original: Record, shape: Format, options: ReadOpt
 def columns_kept(value: Any) -> str | None:
     """Return what the record of a prompt says beside it, as JSON for reward functions; None where it says nothing.
 
-    A date is its text; bytes are left out.
+    A date is its text; bytes are left out, and so is what JSON cannot hold, such as a number of a million digits.
     """
     if not isinstance(value, dict):
         return None
-    columns = {
-        str(name): item
-        for name, item in value.items()
-        if name not in OF_THE_PROMPT and item is not None and not isinstance(item, bytes)
-    }
-    try:
-        return json.dumps(columns, default=str) if columns else None
-    except (ValueError, TypeError, RecursionError) as error:
-        raise Refusal(f"its columns cannot be kept as JSON: {error}") from error
+    columns = {}
+    for name, item in value.items():
+        if name in OF_THE_PROMPT or item is None or isinstance(item, bytes):
+            continue
+        with suppress(ValueError, TypeError, RecursionError):
+            json.dumps(item, default=str)
+            columns[str(name)] = item
+    return json.dumps(columns, default=str) if columns else None
 
 
 def _require_kind(shape: Format, kind: str, options: ReadOptions, where: str, first_row: str) -> None:
