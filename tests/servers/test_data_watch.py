@@ -29,7 +29,7 @@ sft.steps=30 reward.steps=10 referee.steps=10 judge.steps=10
 gates.reward=[{{"metric":"accuracy","at_least":0,"why":"any"}}]
 gates.policy=[{{"metric":"kl","at_most":1000,"why":"any"}}]
 critic.max_rollouts=1 ppo.iterations=2 ppo.batch_size=8 ppo.max_new_tokens=16
-ppo.selection.every=1 ppo.selection.prompts=8 evaluate.prompts=16 evaluate.kl_samples=16
+ppo.health.mode=report ppo.selection.every=1 ppo.selection.prompts=8 evaluate.prompts=16 evaluate.kl_samples=16
 registry.policy={POLICY} registry.reward_model=rlhf-reward-model-watched tracking.experiment=watched
 """
 QUICK = [word for setting in QUICK_SETTINGS.split() for word in ("--set", setting)]
