@@ -168,4 +168,5 @@ def _manifest(config: CollectConfig, collected: Collected, folder: Path) -> dict
             kinds[kind]["cut"] = collected.cut[kind]
         if kind in config.also_derive:
             kinds[kind]["derived_rows"] = rows - sum(source.counts.kept for source in collected.sources[kind])
-    return {"source": config.source, "seed": config.seed, "limit": config.limit, "kinds": kinds}
+    about = {"source": config.source, "pairs": config.pairs, "seed": config.seed, "limit": config.limit}
+    return {**about, "kinds": kinds}

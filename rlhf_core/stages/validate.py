@@ -123,11 +123,11 @@ def _split_for(validated: Validated, config: ValidateConfig) -> SplitConfig:
 
 
 def collected_kinds(manifest: Mapping[str, Any]) -> list[str]:
-    """Return the kinds that the stage collect has rows of, by file or by derivation; every kind where it had pairs."""
-    kinds: Mapping[str, Any] = manifest.get("kinds", {})
-    pairs = kinds.get("preferences", {})
-    if manifest.get("source") != "files" or pairs.get("files"):
+    """Return the kinds that the data gate asks for: every kind, but without pairs (``collect.pairs``) only those that
+    stage collect has rows of, by file or by derivation."""
+    if manifest.get("pairs", True):
         return list(ROW_TYPES)
+    kinds: Mapping[str, Any] = manifest["kinds"]
     return [kind for kind in ROW_TYPES if kinds[kind]["files"] or kinds[kind]["derived_from"]]
 
 

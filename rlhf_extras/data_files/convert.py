@@ -74,7 +74,8 @@ def record_of(kind: str, row: Mapping[str, Any]) -> dict[str, Any]:
     """Return a row as a record of the conversational format, with its labels.
 
     Preferences are TRL's ``prompt``, ``chosen`` and ``rejected`` as lists of messages, demonstrations ``messages``,
-    prompts ``prompt``, pretraining texts ``text``. A margin that is not known is left out.
+    prompts ``prompt``, pretraining texts ``text``. A margin that is not known is left out, and so is what the record of
+    a prompt says beside it.
     """
     replies = {name: [{"role": "assistant", "content": row[name]}] for name in REPLIES[kind]}
     content = {name: replies.get(name, row[name]) for name in CONTENT_FIELDS[kind]}
@@ -169,7 +170,8 @@ def _difference(record: Mapping[str, Any], row: Mapping[str, Any], kind: str) ->
     add_record(read, Record(1, record), shape, ReadOptions(format=FORMATS[kind]))
     if read.refused:
         return f"would be refused: {read.refused[0].reason}"
-    return "" if read.rows == [row] else "would be read differently"
+    said = [{name: value for name, value in each.items() if name != "columns"} for each in (*read.rows, row)]
+    return "" if len(said) == 2 and said[0] == said[1] else "would be read differently"
 
 
 def _write(path: Path, kind: str, records: Iterable[dict[str, Any]], is_parquet: bool) -> None:

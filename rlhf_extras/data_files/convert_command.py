@@ -49,7 +49,8 @@ def convert(
 ) -> None:
     """Write the rows of data files in the conversational format, and those that are refused to OUT.refused.jsonl.
 
-    Reading the file gives the same rows: texts, labels and ids. A row that would be read differently is refused.
+    Reading the file gives the same rows: texts, labels and ids. A row that would be read differently is refused. What
+    records of prompts say beside them, for reward functions, is left out.
 
     Examples:
     $ rlhf data convert 'exports/*.csv' --to pairs.jsonl --column prompt=question

@@ -111,7 +111,7 @@ class Evaluation:
             self.config.seed,
             length_differences(policy, sft)[said.judged],
             self.clusters[said.judged],
-        ) | {name: float(said.metrics[name]) for name in ORDER_METRICS}
+        ) | {name: float(said.metrics[name]) for name in ORDER_METRICS if name in said.metrics}
 
     def first_replies(self, side: str) -> list[Reply]:
         """The first reply to each prompt of a side, ``policy`` or ``sft``."""

@@ -19,7 +19,7 @@ from rlhf_core.data.schema import arrow_schema
 from rlhf_core.data.validation.suites import column_schema
 from rlhf_core.data.validation.tables import copies, read_columns, validate
 
-BASE: dict[str, Any] = {"id": "i", "margin": None, "category": "c", "source": "s", "group": "g"}
+BASE: dict[str, Any] = {"id": "i", "margin": None, "columns": None, "category": "c", "source": "s", "group": "g"}
 CONFIG = ValidateConfig(max_prompt_chars=20, max_reply_chars=60, max_turns=4)
 
 

@@ -55,7 +55,8 @@ def test_the_rows_of_a_published_set_come_back(name: str, kind: str, suffix: str
     output = tmp_path / f"out{suffix}"
     done = convert([DataSource(path=f"{name}.jsonl")], SAMPLES, kind, output)
     (read,) = read_sources([f"{name}.jsonl"], kind, SAMPLES)
-    assert rows_of(output, kind) == read.rows and done.rows == len(read.rows)
+    come_back = [row | {"columns": None} for row in rows_of(output, kind)]
+    assert come_back == [row | {"columns": None} for row in read.rows] and done.rows == len(read.rows)
     (file,) = done.files
     assert file.records + file.expanded == file.kept + file.refused + sum(file.dropped.values())
 

@@ -280,7 +280,7 @@ def test_the_command_takes_the_options_of_a_source(here: Path) -> None:
         (["--column", "promt=q"], "there is no field 'promt'; did you mean 'prompt'?"),
         (["--column", "prompt=a", "--column", "prompt=b"], "--column names prompt twice, as a and as b"),
         (["--dimension", "nice"], "parameter 'dimension': input should be 'helpful', 'safe' or 'agreed'"),
-        (["--format", "nice"], "parameter 'format': input should be 'hh-rlhf', "),
+        (["--format", "nice"], "parameter 'format': input should be 'oasst-trees', "),
     ],
 )
 def test_wrong_options_are_named(given: list[str], message: str, here: Path) -> None:

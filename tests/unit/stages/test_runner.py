@@ -123,7 +123,7 @@ def test_a_stage_runs_once_at_a_time_in_a_workspace(tmp_path: Path, monkeypatch:
             runner.run_stage("reward", tmp_path)
         return {}
 
-    monkeypatch.setattr(runner, "_inputs", lambda stage, workspace: Paths({}))
+    monkeypatch.setattr(runner, "_inputs", lambda *given: Paths({}))
     monkeypatch.setattr(runner, "_run_alone", run_another)
     runner.run_stage("sft", tmp_path)
     runner.run_stage("sft", tmp_path)
@@ -135,7 +135,7 @@ def test_training_allows_tf32_as_parameters_say(tmp_path: Path, monkeypatch: pyt
     (tmp_path / "params.yaml").write_text(f"compute: {{tf32: {str(allowed).lower()}}}\n")
     calls: list[bool] = []
     monkeypatch.setattr("rlhf_core.models.precision.allow_tf32", calls.append)
-    monkeypatch.setattr(runner, "_inputs", lambda stage, workspace: Paths({}))
+    monkeypatch.setattr(runner, "_inputs", lambda *given: Paths({}))
     monkeypatch.setattr(runner, "_run_on_rank_zero", lambda run: {})
     runner.run_stage("sft", tmp_path)
     assert calls == [allowed]
@@ -148,7 +148,7 @@ def test_a_stage_reads_the_remembered_fingerprint(
     (tmp_path / "params.yaml").write_text(f"policy: {{method: {method}}}\n")
     write_fingerprints(tmp_path, ["gate-sft", "gate-policy"], method)
     remembered = (tmp_path / ".rlhf/fingerprints.json").read_bytes()
-    monkeypatch.setattr(runner, "_inputs", lambda stage, workspace: Paths({}))
+    monkeypatch.setattr(runner, "_inputs", lambda *given: Paths({}))
     monkeypatch.setattr(runner, "_run_on_rank_zero", lambda run: {"key": runner.work_key(run)})
     assert runner.run_stage("gate-sft", tmp_path)["key"]
     assert (tmp_path / ".rlhf/fingerprints.json").read_bytes() == remembered
@@ -368,7 +368,7 @@ def test_stages_that_run_models_return_it_unless_told_not_to(
     (tmp_path / "params.yaml").write_text(f"seed: 1\n{settings}\n")
     calls: list[str] = []
     monkeypatch.setattr(runner, "return_freed_memory", lambda: calls.append(stage))
-    monkeypatch.setattr(runner, "_inputs", lambda stage, workspace: Paths({}))
+    monkeypatch.setattr(runner, "_inputs", lambda *given: Paths({}))
     monkeypatch.setattr(runner, "_run_on_rank_zero", lambda run: {})
     runner.run_stage(stage, tmp_path)
     assert calls == ([stage] if expected else [])

@@ -225,7 +225,7 @@ FILES += [
             ("both-more", (301, 301), "has 300 values in a group of 301 rows"),
         )
     ),
-    OddFile("parquet-bomb", ".parquet", parquet(pa.table(REPEATED)), 1000, "values of more than 200 times its size"),
+    OddFile("parquet-bomb", ".parquet", parquet(pa.table(REPEATED)), 1000, "made to do harm"),
     OddFile("arrow-bomb", ".arrow", arrow(pa.table(ENCODED)), 1000, "values of more than 200 times its size"),
     OddFile("arrow-of-nothing", ".arrow", arrow(pa.table({"a": pa.nulls(10**9)})), 0, "more than 200 times its size"),
     OddFile("arrow-streams-joined", ".arrow", STREAM + STREAM, 600, "follow the end of its stream"),
