@@ -52,7 +52,9 @@ def test_rows_are_refused_and_counted_by_the_expectations_of_a_team(tmp_path: Pa
     numbers = metrics["preferences"]
     assert (numbers["failed_no_swearing"], numbers["warned_no_bad_one"], numbers["failed_enough"]) == (1, 1, 0)
     assert "failed_mostly_fine" not in numbers, "an expectation that holds as a whole refuses no row"
-    bad = sum("bad" in row["rejected"] for row in rows["preferences"])
+    kept = [row for row in rows["preferences"] if "ghp_" not in row["chosen"]]  # a secret refuses the row
+    bad = sum("bad" in row["rejected"] for row in kept)
+    assert numbers["failed_no_secrets"] == 1
     assert numbers["warned_mostly_fine"] == bad > 0, "and counts those that it does not hold for"
     reasons = [row["reasons"] for row in pq.read_table(outputs.quarantine).to_pylist()]
     assert ["a reply swears"] in reasons and len(reasons) == 2
