@@ -47,9 +47,8 @@ def run(config: EvaluateStageConfig, inputs: Paths, outputs: Paths, context: Run
     llm_judge = LlmJudge(config.llm_judge, context.folder / ANSWERS) if config.llm_judge else None
     # A mistake in a file that the settings name stops the stage at once.
     sets = FixedSets.read(config, inputs.clean, context.folder)
-    checker = None
-    if "judge" not in inputs:
-        checker = Checker.of_test_prompts(config.ppo.reward.sources, inputs.clean, context.folder)
+    sources = config.ppo.reward.sources
+    checker = None if "judge" in inputs else Checker.of_test_prompts(sources, inputs.clean, context.folder)
     questions = MultipleChoiceSet.load(config.multiple_choice, context.folder)
     texts = read_held_out(inputs.clean, config.perplexity.rows)
     files = [read_opponent(opponent, sets.judged, context.folder) for opponent in config.opponents]
@@ -105,14 +104,7 @@ def run(config: EvaluateStageConfig, inputs: Paths, outputs: Paths, context: Run
     for rival in rivals:
         for row, further in zip(rows[:: config.replies_per_prompt], rival.columns(), strict=True):
             row.update(further)
-    samples = [outputs.comparisons, outputs.bad_cases]
-    for name, kept in (
-        ("drift", evaluation.drift_rows()),
-        ("regression", evaluation.checked_rows("regression")),
-        ("safety", evaluation.checked_rows("safety")),
-    ):
-        samples.append(context.folder / ".rlhf" / f"{name}.jsonl")
-        atomic_write_lines(samples[-1], [nonfinite_as_none(row) for row in kept])
+    samples = [outputs.comparisons, outputs.bad_cases, *save_counted_replies(evaluation, context.folder / ".rlhf")]
     if config.verifiable is not None:
         checked = sft.verifiable, policy.verifiable
         metrics["verifiable"] = sets.verifiable.metrics(*checked, config.bootstrap, config.seed)
@@ -155,6 +147,15 @@ STAGE = Stage(
     },
     optional_inputs=frozenset({"reward_sources"}),
 )
+
+
+def save_counted_replies(evaluation: Evaluation, folder: Path) -> list[Path]:
+    """Write the replies that drift, regression and safety are counted of, a file each, and return the files."""
+    kept = {"drift": evaluation.drift_rows()}
+    kept |= {name: evaluation.checked_rows(name) for name in ("regression", "safety")}
+    for name, rows in kept.items():
+        atomic_write_lines(folder / f"{name}.jsonl", [nonfinite_as_none(row) for row in rows])
+    return [folder / f"{name}.jsonl" for name in kept]
 
 
 def evaluated_model(
