@@ -1,1 +1,3 @@
-"""Speed, as ratios measured in one run: of our sampler to transformers' own, of training to the machine's limit."""
+"""Speed, as ratios measured in one run: of our sampler to transformers' own, of training to the
+machine's limit.
+"""

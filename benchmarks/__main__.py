@@ -1,4 +1,5 @@
-"""``make bench``: sampling and training of the demo's model, then trainings beside TRL's; the ratios come last.
+"""``make bench``: sampling and training of the demo's model, then trainings beside TRL's; the
+ratios come last.
 
 Prompts and replies are random tokens of the demo's lengths.
 """
@@ -31,21 +32,44 @@ BATCH, PROMPT, REPLY = 64, 14, 32
 def main() -> None:
     """Measure with the threads torch was given, and print."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
-    parser.add_argument("--trl-python", type=Path, help="the Python of an environment with TRL; without it, ours alone")
-    parser.add_argument("--quick", action="store_true", help="once and small: is this command itself in order?")
+    parser.add_argument(
+        "--trl-python",
+        type=Path,
+        help="the Python of an environment with TRL; without it, ours alone",
+    )
+    parser.add_argument(
+        "--quick", action="store_true", help="once and small: is this command itself in order?"
+    )
     given = parser.parse_args()
     with quiet():
         ratios = _of_the_demo()
         if given.trl_python:
-            small = ("--repeats", "1", "--steps", "2", "--size", "0.43 M", "--reply", "8", "--cores", "1x1")
+            small = (
+                "--repeats",
+                "1",
+                "--steps",
+                "2",
+                "--size",
+                "0.43 M",
+                "--reply",
+                "8",
+                "--cores",
+                "1x1",
+            )
             print()
-            against = against_trl.main(["--trl-python", str(given.trl_python), *(small if given.quick else ())])
-            ratios += [f"{ratio:.2f} times as fast as TRL: {what}" for what, ratio in against.items()]
+            against = against_trl.main(
+                ["--trl-python", str(given.trl_python), *(small if given.quick else ())]
+            )
+            ratios += [
+                f"{ratio:.2f} times as fast as TRL: {what}" for what, ratio in against.items()
+            ]
     print("\nratios", *ratios, sep="\n")
 
 
 def _of_the_demo() -> list[str]:
-    """Sampling beside ``generate``, and a training step beside the limit of matrix products; returns both ratios."""
+    """Sampling beside ``generate``, and a training step beside the limit of matrix products;
+    returns both ratios.
+    """
     rows = demonstrations(0, 2000)
     tokenizer = train_tokenizer([row["reply"] for row in rows], 1024)
     model = new_model(BaseConfig(), tokenizer, seed=0)
@@ -65,7 +89,8 @@ def _of_the_demo() -> list[str]:
     step = seconds(_training_step(model, prompts), 10)
     tokens = BATCH * (PROMPT + REPLY)
     print(f"training    {tokens / step:8.0f} tokens/s", flush=True)
-    # Forward and backward of a dense transformer: six operations per parameter and token (Kaplan et al., 2020).
+    # Forward and backward of a dense transformer: six operations per parameter and token (Kaplan et
+    # al., 2020).
     share = tokens / step * 6 * parameters / limit
     return [
         f"{theirs / ours:.2f} times as fast as transformers' generate: sampling",

@@ -1,9 +1,11 @@
-"""``python -m benchmarks.gpu_acceptance``: whether all works on the GPU of this machine, in at most nine minutes.
+"""``python -m benchmarks.gpu_acceptance``: whether all works on the GPU of this machine, in at most
+nine minutes.
 
-Every step is a process of its own on random models. Those that measure no speed run side by side, as many as the cores
-allow. What a step found goes to ``gpu-acceptance.json`` as soon as it has ended, and one table at the end says pass or
-fail. With ``--dry`` no GPU is needed: stages and tests run on the
-pretended one of ``tests/pretended_gpu``, the rest on the CPU at tiny sizes, and speed is not judged.
+Every step is a process of its own on random models. Those that measure no speed run side by side,
+as many as the cores allow. What a step found goes to ``gpu-acceptance.json`` as soon as it has
+ended, and one table at the end says pass or fail. With ``--dry`` no GPU is needed: stages and tests
+run on the pretended one of ``tests/pretended_gpu``, the rest on the CPU at tiny sizes, and speed is
+not judged.
 """
 
 from __future__ import annotations
@@ -37,7 +39,8 @@ SECONDS = 540.0
 PREEMPTED = 75
 # Limits of an H100 that a healthy one reaches.
 LEAST_FLOPS, LEAST_BANDWIDTH = 500e12, 2.4e12
-# Shares of the measured limits: generation of its roofline, the update of the limit of matrix products.
+# Shares of the measured limits: generation of its roofline, the update of the limit of matrix
+# products.
 LEAST_GENERATION, LEAST_UPDATE = 0.3, 0.35
 PLAN_TOLERANCE, JUDGED_MIB = 0.1, 1024  # of phases that hold as much
 TIMES_GENERATE = 1.0  # tokens per second of our sampler over those of transformers' generate
@@ -92,7 +95,9 @@ class Acceptance:
     making_data: threading.Lock = field(default_factory=threading.Lock)
     faults: list[str] = field(default_factory=list)
 
-    def python(self, *words: str | Path, pretended: bool = True, expected: int = 0, **extra: str) -> str:
+    def python(
+        self, *words: str | Path, pretended: bool = True, expected: int = 0, **extra: str
+    ) -> str:
         """Run a Python module; returns its output.
 
         Args:
@@ -106,31 +111,43 @@ class Acceptance:
         """
         ended = self._ended(self.started(*words, pretended=pretended, **extra), words)
         if ended[0] != expected:
-            raise StepFailed(f"{' '.join(map(str, words))} exited {ended[0]}, not {expected}: {ended[1][-1500:]}")
+            raise StepFailed(
+                f"{' '.join(map(str, words))} exited {ended[0]}, not {expected}: {ended[1][-1500:]}"
+            )
         return ended[1]
 
     def evaluated(self, imports: str, expression: str) -> Any:
-        """The JSON value of a Python expression in a process of its own, so that this one keeps off the GPU."""
+        """The JSON value of a Python expression in a process of its own, so that this one keeps off
+        the GPU.
+        """
         program = f"import json; {imports}; print(json.dumps({expression}))"
         return json.loads(self.python("-c", program, pretended=False).splitlines()[-1])
 
-    def started(self, *words: str | Path, pretended: bool = True, **extra: str) -> subprocess.Popen[str]:
+    def started(
+        self, *words: str | Path, pretended: bool = True, **extra: str
+    ) -> subprocess.Popen[str]:
         """Start a Python module, or the program after ``-c``."""
         how = [str(PRETENDED)] if self.dry and pretended else [] if words[0] == "-c" else ["-m"]
         paths = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
-        environment = os.environ | {"PYTHONPATH": paths, "HF_HUB_OFFLINE": "1", "COLUMNS": "200"} | extra
+        environment = (
+            os.environ | {"PYTHONPATH": paths, "HF_HUB_OFFLINE": "1", "COLUMNS": "200"} | extra
+        )
         return subprocess.Popen(
             [sys.executable, *how, *map(str, words)], cwd=ROOT, env=environment, text=True, stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
         )  # fmt: skip
 
-    def _ended(self, process: subprocess.Popen[str], words: Sequence[str | Path]) -> tuple[int, str]:
+    def _ended(
+        self, process: subprocess.Popen[str], words: Sequence[str | Path]
+    ) -> tuple[int, str]:
         try:
             output, _ = process.communicate(timeout=max(self.ends - time.monotonic(), 1.0))
         except subprocess.TimeoutExpired:
             process.kill()
             process.communicate()
-            raise StepFailed(f"{' '.join(map(str, words))} did not end before the time was up") from None
+            raise StepFailed(
+                f"{' '.join(map(str, words))} did not end before the time was up"
+            ) from None
         return process.returncode, output
 
     def require(self, holds: bool, fault: str) -> None:
@@ -187,15 +204,22 @@ def limits(run: Acceptance) -> dict[str, Any]:
     found: dict[str, Any] = run.evaluated(imports, f"vars(Device.measured(torch.{dtype}))")
     flops, bandwidth = found["flops"], found["bandwidth"]
     if not run.dry:
-        run.require(flops >= LEAST_FLOPS, f"{flops / 1e12:.0f} TFLOP/s, at least {LEAST_FLOPS / 1e12:.0f} wanted")
-        run.require(bandwidth >= LEAST_BANDWIDTH, f"{bandwidth / 1e12:.2f} TB/s, at least 2.4 wanted")
+        run.require(
+            flops >= LEAST_FLOPS,
+            f"{flops / 1e12:.0f} TFLOP/s, at least {LEAST_FLOPS / 1e12:.0f} wanted",
+        )
+        run.require(
+            bandwidth >= LEAST_BANDWIDTH, f"{bandwidth / 1e12:.2f} TB/s, at least 2.4 wanted"
+        )
     return found
 
 
 def gpu_tests(run: Acceptance) -> dict[str, Any]:
     """The tests that are marked ``gpu``."""
     pretended = {"RLHF_PRETENDED_GPU": "1"} if run.dry else {}
-    output = run.python("pytest", "-m", "gpu", "-n0", "-q", "tests/gpu", pretended=False, expected=0, **pretended)
+    output = run.python(
+        "pytest", "-m", "gpu", "-n0", "-q", "tests/gpu", pretended=False, expected=0, **pretended
+    )
     return {"result": output.strip().splitlines()[-1]}
 
 
@@ -209,7 +233,9 @@ def stages_float32(run: Acceptance) -> dict[str, Any]:
 
 
 def stages_adapters(run: Acceptance) -> dict[str, Any]:
-    """The same in bfloat16 with adapters; PPO gets a SIGTERM after its first checkpoint, and goes on from there."""
+    """The same in bfloat16 with adapters; PPO gets a SIGTERM after its first checkpoint, and goes
+    on from there.
+    """
     workspace = run.workspace("adapters", *ADAPTERS)
     for name in GPU_STAGES[: GPU_STAGES.index("ppo")]:
         run.stage(name, workspace)
@@ -222,7 +248,9 @@ def stages_adapters(run: Acceptance) -> dict[str, Any]:
     if process.poll() is None:
         process.send_signal(signal.SIGTERM)
     code, output = run._ended(process, words)
-    run.require(code == PREEMPTED, f"PPO exited {code} at SIGTERM, not {PREEMPTED}: {output[-300:]}")
+    run.require(
+        code == PREEMPTED, f"PPO exited {code} at SIGTERM, not {PREEMPTED}: {output[-300:]}"
+    )
     for name in ("ppo", "evaluate"):
         run.stage(name, workspace)
     found = json.loads((workspace / "metrics/ppo.json").read_text(encoding="utf-8"))
@@ -231,10 +259,16 @@ def stages_adapters(run: Acceptance) -> dict[str, Any]:
 
 
 def deepspeed(run: Acceptance) -> dict[str, Any]:
-    """SFT by DeepSpeed's three stages in bfloat16, with a checkpoint, and the model released and saved at the end."""
+    """SFT by DeepSpeed's three stages in bfloat16, with a checkpoint, and the model released and
+    saved at the end.
+    """
 
     def trained(zero: int) -> float:
-        engine = ("compute.launch.sft.engine=deepspeed", f"compute.launch.sft.zero={zero}", "sft.checkpoint.every=4")
+        engine = (
+            "compute.launch.sft.engine=deepspeed",
+            f"compute.launch.sft.zero={zero}",
+            "sft.checkpoint.every=4",
+        )
         target = run.workspace(f"zero{zero}", "base.dtype=bfloat16", *engine)
         run.stage("base", target, pretended=False)
         began = time.monotonic()
@@ -242,16 +276,26 @@ def deepspeed(run: Acceptance) -> dict[str, Any]:
         return round(time.monotonic() - began, 1)
 
     with ThreadPoolExecutor(min(3, SIDE_BY_SIDE)) as pool:
-        return {"seconds": dict(zip(("zero 1", "zero 2", "zero 3"), pool.map(trained, (1, 2, 3)), strict=True))}
+        return {
+            "seconds": dict(
+                zip(("zero 1", "zero 2", "zero 3"), pool.map(trained, (1, 2, 3)), strict=True)
+            )
+        }
 
 
 def memory(run: Acceptance) -> dict[str, Any]:
     """What phases hold, that of saving among them, beside what `rlhf plan` says."""
-    # Whole stages of the tiny workspace where there is no GPU: phases of larger models take minutes on a CPU.
-    stages = ("--workspace", run.work / "float32", "--stage", "sft", "--stage", "ppo") if run.dry else ()
+    # Whole stages of the tiny workspace where there is no GPU: phases of larger models take minutes
+    # on a CPU.
+    stages = (
+        ("--workspace", run.work / "float32", "--stage", "sft", "--stage", "ppo") if run.dry else ()
+    )
     output = run.python("benchmarks.memory", *stages, pretended=False)
     rows = re.findall(r"^(\w[\w: -]*?) +([\d.]+) +([\d.]+)  ([+-][\d.]+)%$", output, re.MULTILINE)
-    found = {name: {"planned_mib": float(plan), "measured_mib": float(own)} for name, plan, own, _ in rows}
+    found = {
+        name: {"planned_mib": float(plan), "measured_mib": float(own)}
+        for name, plan, own, _ in rows
+    }
     run.require(bool(found), "no phase was measured")
     for name, plan, own, off in rows if not run.dry else ():
         wrong = abs(float(off)) / 100 > PLAN_TOLERANCE and max(float(plan), float(own)) > JUDGED_MIB
@@ -277,8 +321,14 @@ def throughput(run: Acceptance) -> dict[str, Any]:
         each = json.loads(output.read_text())
         generation, update = each["roofline_shares"]["generation"], each["matmul_shares"]["update"]
         if not run.dry:
-            run.require(generation >= LEAST_GENERATION, f"{name}: generation at {generation:.2f} of its roofline")
-            run.require(update >= LEAST_UPDATE, f"{name}: update at {update:.2f} of the matrix products' limit")
+            run.require(
+                generation >= LEAST_GENERATION,
+                f"{name}: generation at {generation:.2f} of its roofline",
+            )
+            run.require(
+                update >= LEAST_UPDATE,
+                f"{name}: update at {update:.2f} of the matrix products' limit",
+            )
         found[name] = {key: each[key] for key in THROUGHPUT} | {
             "generation_of_roofline": generation, "update_of_matmul": update,
         }  # fmt: skip
@@ -286,7 +336,9 @@ def throughput(run: Acceptance) -> dict[str, Any]:
 
 
 def sampling(run: Acceptance) -> dict[str, Any]:
-    """Our sampler beside transformers' ``generate``, and beside vLLM where its environment is given."""
+    """Our sampler beside transformers' ``generate``, and beside vLLM where its environment is
+    given.
+    """
     folder, config = run.work / "sampled", run.config("dry" if run.dry else "0.5 B")
     imports = (
         "import torch; from transformers import AutoConfig, AutoModelForCausalLM; "
@@ -296,12 +348,24 @@ def sampling(run: Acceptance) -> dict[str, Any]:
     model = f"AutoModelForCausalLM.from_config(AutoConfig.from_pretrained({str(config)!r}), dtype=torch.bfloat16)"
     made = f"(train_tokenizer(['some words'] * 9, 300), {model})"
     run.evaluated(imports, f"[bool(each.save_pretrained({str(folder)!r})) for each in {made}]")
-    words = ["--dtype", "bfloat16", "--rows", "8" if run.dry else "64", "--reply", "16" if run.dry else "64"]
+    words = [
+        "--dtype",
+        "bfloat16",
+        "--rows",
+        "8" if run.dry else "64",
+        "--reply",
+        "16" if run.dry else "64",
+    ]
     words += ["--vllm-python", str(run.vllm)] if run.vllm else []
     output = run.python("benchmarks.sampling", folder, *words, pretended=False)
-    found = {name: float(speed) for name, speed in re.findall(r"^(\w+) +(\d+) +\d+", output, re.MULTILINE)}
+    found = {
+        name: float(speed)
+        for name, speed in re.findall(r"^(\w+) +(\d+) +\d+", output, re.MULTILINE)
+    }
     ratio = found["rlhf"] / found["transformers"]
-    run.require(run.dry or ratio >= TIMES_GENERATE, f"{ratio:.2f} times the tokens per second of generate")
+    run.require(
+        run.dry or ratio >= TIMES_GENERATE, f"{ratio:.2f} times the tokens per second of generate"
+    )
     return {"tokens_per_second": found}
 
 
@@ -340,7 +404,12 @@ class Results:
             own.faults.append(f"{type(error).__name__}: {error}")
         taken = round(time.monotonic() - started, 1)
         with self.writing:
-            self.steps[name] = {"passed": not own.faults, "seconds": taken, "faults": own.faults, "found": found}
+            self.steps[name] = {
+                "passed": not own.faults,
+                "seconds": taken,
+                "faults": own.faults,
+                "found": found,
+            }
             self.steps = {each: self.steps[each] for each in STEPS if each in self.steps}
             atomic_write_json(self.output, {"dry": self.dry, "steps": self.steps})
             print(f"{name}: {'pass' if not own.faults else 'FAIL'} after {taken} s", flush=True)
@@ -348,12 +417,22 @@ class Results:
 
 def main() -> int:
     """Run all steps, print the table, and exit 0, or 1 where one failed."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu_acceptance", description=__doc__)
-    parser.add_argument("--dry", action="store_true", help="without a GPU: is this command itself in order?")
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.gpu_acceptance", description=__doc__
+    )
+    parser.add_argument(
+        "--dry", action="store_true", help="without a GPU: is this command itself in order?"
+    )
     parser.add_argument("--output", type=Path, default=Path("gpu-acceptance.json"), metavar="FILE")
     parser.add_argument("--vllm-python", type=Path, help="the Python of an environment with vLLM")
-    parser.add_argument("--only", action="append", choices=STEPS, metavar="STEP", help="may be repeated")
-    parser.add_argument("--seconds", type=float, help="after which steps are broken off: 540, and an hour with --dry")
+    parser.add_argument(
+        "--only", action="append", choices=STEPS, metavar="STEP", help="may be repeated"
+    )
+    parser.add_argument(
+        "--seconds",
+        type=float,
+        help="after which steps are broken off: 540, and an hour with --dry",
+    )
     given = parser.parse_args()
     seconds = given.seconds or (3600.0 if given.dry else SECONDS)
     asked, results, began = given.only or STEPS, Results(given.output, given.dry), time.monotonic()
@@ -361,7 +440,9 @@ def main() -> int:
         run = Acceptance(Path(work), given.dry, given.vllm_python, began + seconds)
         # Without a GPU one after another, since a step may need what others have made.
         with ThreadPoolExecutor(1 if given.dry else SIDE_BY_SIDE) as pool:
-            list(pool.map(partial(results.of, run=run), [name for name in CORRECT if name in asked]))
+            list(
+                pool.map(partial(results.of, run=run), [name for name in CORRECT if name in asked])
+            )
         for name in MEASURED:
             if name in asked:
                 results.of(name, run)

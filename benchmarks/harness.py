@@ -1,4 +1,6 @@
-"""What benchmarks share: times, runs in turn, processes that are asked for one run after another, a yardstick."""
+"""What benchmarks share: times, runs in turn, processes that are asked for one run after another, a
+yardstick.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,9 @@ def announce(what: str) -> None:
 
 
 def seconds(work: Callable[[], object], repeats: int = 5) -> float:
-    """The median wall time of ``work`` after one run to warm up, on a GPU until its last kernel has ended."""
+    """The median wall time of ``work`` after one run to warm up, on a GPU until its last kernel has
+    ended.
+    """
 
     def taken() -> float:
         started = time.perf_counter()
@@ -42,18 +46,28 @@ def seconds(work: Callable[[], object], repeats: int = 5) -> float:
 
 
 def matmul_flops(
-    size: int = 1024, repeats: int = 20, dtype: torch.dtype = torch.float32, device: torch.device | None = None
+    size: int = 1024,
+    repeats: int = 20,
+    dtype: torch.dtype = torch.float32,
+    device: torch.device | None = None,
 ) -> float:
-    """Floating-point operations per second of a product of large square matrices, by the library that models use."""
+    """Floating-point operations per second of a product of large square matrices, by the library
+    that models use.
+    """
     left, right = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
     product = fastest_linear()
     return 2 * size**3 / seconds(lambda: product(left, right), repeats)
 
 
 def in_turn(runs: Sequence[Run], repeats: int) -> list[list[float]]:
-    """The medians of what each run measures, all made in turn, so that other work on the machine meets all of them."""
+    """The medians of what each run measures, all made in turn, so that other work on the machine
+    meets all of them.
+    """
     rounds = [[run() for run in runs] for _ in range(repeats)]
-    return [[statistics.median(column) for column in zip(*of_run, strict=True)] for of_run in zip(*rounds, strict=True)]
+    return [
+        [statistics.median(column) for column in zip(*of_run, strict=True)]
+        for of_run in zip(*rounds, strict=True)
+    ]
 
 
 @contextmanager
@@ -64,24 +78,33 @@ def worker(
     first: str | None = None,
     log: IO[str] | None = None,
 ) -> Iterator[Run]:
-    """Run a process that makes a run for each line of its input; yields what asks for one, once it is ready.
+    """Run a process that makes a run for each line of its input; yields what asks for one, once it
+    is ready.
 
     Args:
         command: The process; it ends when its input does.
-        answer: What its answers begin with: one when it is ready, and one with the numbers of each run.
+        answer: What its answers begin with: one when it is ready, and one with the numbers of each
+            run.
         environment: Its variables; None for those of this process.
         first: A line that it reads before it is ready, if any.
-        log: Where its warnings go; None for those of this process. Its end is shown when the process fails.
+        log: Where its warnings go; None for those of this process. Its end is shown when the
+            process fails.
     """
     pipe = subprocess.PIPE
-    with subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=log, text=True, env=environment) as process:
+    with subprocess.Popen(
+        command, stdin=pipe, stdout=pipe, stderr=log, text=True, env=environment
+    ) as process:
         assert process.stdin is not None and process.stdout is not None
 
         def read() -> list[str]:
             for line in process.stdout or ():
                 if line.startswith(answer):
                     return line.removeprefix(answer).split()
-            said = "" if log is None else ":\n" + Path(log.name).read_text(errors="replace")[-LAST_WORDS:]
+            said = (
+                ""
+                if log is None
+                else ":\n" + Path(log.name).read_text(errors="replace")[-LAST_WORDS:]
+            )
             raise SystemExit(f"a process of {command[0]} ended with status {process.wait()}{said}")
 
         def ask() -> list[float]:

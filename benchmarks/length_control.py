@@ -1,8 +1,10 @@
-"""How often placebos and better policies pass at equal lengths: ``python -m benchmarks.length_control [--runs 100]``.
+"""How often placebos and better policies pass at equal lengths:
+``python -m benchmarks.length_control [--runs 100]``.
 
-Replies are simulated: a length, and how good a judge finds the content. 320 questions have four replies of each model;
-questions differ in how long and how good replies to them are. Every candidate gets the same outcomes and the same
-resampled questions, and passes where its lower 95 % bound is at least one half.
+Replies are simulated: a length, and how good a judge finds the content. 320 questions have four
+replies of each model; questions differ in how long and how good replies to them are. Every
+candidate gets the same outcomes and the same resampled questions, and passes where its lower 95 %
+bound is at least one half.
 """
 
 from __future__ import annotations
@@ -13,11 +15,17 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from rlhf_core.evaluation.comparisons.comparison import length_controlled_win_rate, outcomes, rates_at_equal_length
+from rlhf_core.evaluation.comparisons.comparison import (
+    length_controlled_win_rate,
+    outcomes,
+    rates_at_equal_length,
+)
 from rlhf_core.evaluation.statistics import percentile, resample_weights
 
 QUESTIONS, REPLIES, RESAMPLES = 320, 4, 100
-CHARACTERS = 28.0  # the standard deviation of lengths, in which the judge's liking for length is given
+CHARACTERS = (
+    28.0  # the standard deviation of lengths, in which the judge's liking for length is given
+)
 
 
 @dataclass(frozen=True)
@@ -25,7 +33,8 @@ class Policy:
     """A policy, and the judge that compares it with SFT.
 
     Attributes:
-        liking: Standard deviations of content that 28 characters are worth to the judge; None: it sees length alone.
+        liking: Standard deviations of content that 28 characters are worth to the judge; None: it
+            sees length alone.
         unchanged: Share of the replies that are SFT's own, before anything is appended.
         gain: How much better the other replies are, in standard deviations of content.
         grows: By how many characters the other replies are longer.
@@ -45,13 +54,17 @@ class Policy:
         size = (QUESTIONS, REPLIES)
         usual, quality = rng.normal(4.15, 0.3, QUESTIONS), rng.normal(0, 0.5, QUESTIONS)
         gain = self.gain + (rng.normal(0, 0.4, QUESTIONS) if self.gain else 0.0)
-        length, fresh_length = (np.exp(rng.normal(usual[:, np.newaxis], 0.35, size)).round() for _ in range(2))
+        length, fresh_length = (
+            np.exp(rng.normal(usual[:, np.newaxis], 0.35, size)).round() for _ in range(2)
+        )
         content, fresh_content = (rng.normal(quality[:, np.newaxis], 1.0, size) for _ in range(2))
         same = rng.random(size) < self.unchanged
         new_length = np.where(same, length, np.round(fresh_length + self.grows))
         new_content = np.where(same, content, fresh_content + np.reshape(gain, (-1, 1)))
         if self.appended:
-            new_length = new_length + np.where(rng.random(size) < self.share, rng.choice(self.appended, size), 0)
+            new_length = new_length + np.where(
+                rng.random(size) < self.share, rng.choice(self.appended, size), 0
+            )
         old, new = length, new_length
         if self.liking is not None:
             old = content + self.liking * length / CHARACTERS
@@ -83,7 +96,9 @@ def _regression(won: np.ndarray, longer: np.ndarray, weights: np.ndarray) -> np.
 
 
 def _without_penalty(won: np.ndarray, longer: np.ndarray, weights: np.ndarray) -> np.ndarray:
-    """The same with a thousandth of the penalty: a feature that is larger by 32 needs a smaller slope."""
+    """The same with a thousandth of the penalty: a feature that is larger by 32 needs a smaller
+    slope.
+    """
     spread = float(longer.std()) or 1.0
     return rates_at_equal_length(won, 32 * np.tanh(longer / spread), weights)
 
@@ -95,7 +110,9 @@ def _nearly_equal(won: np.ndarray, longer: np.ndarray, weights: np.ndarray) -> n
     total, first, second = kernel.sum(axis=1), kernel @ longer, kernel @ longer**2
     determinant = total * second - first**2
     known = determinant > 1e-9
-    line = (second * (kernel @ won) - first * (kernel @ (longer * won))) / np.where(known, determinant, 1.0)
+    line = (second * (kernel @ won) - first * (kernel @ (longer * won))) / np.where(
+        known, determinant, 1.0
+    )
     return np.where(known, line, 0.0)
 
 
@@ -108,10 +125,16 @@ CANDIDATES: dict[str, Rates] = {
 
 def main() -> None:
     """Print the mean rate of each candidate and the share of the evaluations that pass."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.length_control", description=__doc__)
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.length_control", description=__doc__
+    )
     parser.add_argument("--runs", type=int, default=100, help="evaluations of each policy")
     runs = parser.parse_args().runs
-    print("| policy | win rate | " + " | ".join(CANDIDATES) + " | weighted (shipped) | share of pairs |")
+    print(
+        "| policy | win rate | "
+        + " | ".join(CANDIDATES)
+        + " | weighted (shipped) | share of pairs |"
+    )
     print("|---|---|" + "---|" * (len(CANDIDATES) + 2))
     for name, policy in POLICIES.items():
         plain, share, rates, passed = _measured(policy, runs)
@@ -119,8 +142,12 @@ def main() -> None:
         print(f"| {name} | {plain:.3f} | {' | '.join(cells)} | {share:.2f} |", flush=True)
 
 
-def _measured(policy: Policy, runs: int) -> tuple[float, float, dict[str, list[float]], dict[str, list[bool]]]:
-    """Mean win rate, mean share of pairs that count, and by candidate the rates and whether each passed."""
+def _measured(
+    policy: Policy, runs: int
+) -> tuple[float, float, dict[str, list[float]], dict[str, list[bool]]]:
+    """Mean win rate, mean share of pairs that count, and by candidate the rates and whether each
+    passed.
+    """
     rates: dict[str, list[float]] = {name: [] for name in (*CANDIDATES, "weighted")}
     passed: dict[str, list[bool]] = {name: [] for name in rates}
     plain, shares = [], []

@@ -1,8 +1,10 @@
-"""``python -m benchmarks.memory``: the memory that `rlhf plan` estimates beside what the trainers keep alive.
+"""``python -m benchmarks.memory``: the memory that `rlhf plan` estimates beside what the trainers
+keep alive.
 
-On a CPU the bytes of live tensors are counted, on a GPU the allocator's own figure is taken. With ``--workspace DIR``
-the stages themselves run for a few steps on the models and data of a finished workspace, which stays as it is; with
-``--process`` each runs in a process of its own, whose largest resident size on Linux is compared.
+On a CPU the bytes of live tensors are counted, on a GPU the allocator's own figure is taken. With
+``--workspace DIR`` the stages themselves run for a few steps on the models and data of a finished
+workspace, which stays as it is; with ``--process`` each runs in a process of its own, whose largest
+resident size on Linux is compared.
 """
 
 from __future__ import annotations
@@ -18,7 +20,8 @@ from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-# The plan counts work space of libraries (32 MiB for each thread and stream) with the context, not with the phases.
+# The plan counts work space of libraries (32 MiB for each thread and stream) with the context, not
+# with the phases.
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":16:8")
 
 from benchmarks.memory_phases import Meter, measure
@@ -45,7 +48,9 @@ FEW = {
 
 
 def subjects() -> Iterator[Subject]:
-    """The demo's model and batches with its longest rows, and a model of 100 million parameters on short ones."""
+    """The demo's model and batches with its longest rows, and a model of 100 million parameters on
+    short ones.
+    """
     params = load_params(ROOT)
     yield Subject("demo", starting_architecture(params.base, ROOT), params, prompt=26, reply=55)
     small = {
@@ -76,7 +81,9 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.memory", description=__doc__)
     parser.add_argument("--workspace", type=Path, help="a workspace whose ppo stage has run")
     parser.add_argument("--process", action="store_true", help="compare whole processes on a CPU")
-    parser.add_argument("--stage", action="append", choices=FEW, help="of the workspace; may be repeated")
+    parser.add_argument(
+        "--stage", action="append", choices=FEW, help="of the workspace; may be repeated"
+    )
     options = parser.parse_args()
     if options.workspace is not None:
         rows = _of_workspace(options.workspace, options.stage or tuple(FEW), options.process)
@@ -94,13 +101,21 @@ def main() -> int:
     return 0
 
 
-def _of_workspace(workspace: Path, names: Sequence[str], whole_process: bool) -> list[tuple[str, int, int]]:
+def _of_workspace(
+    workspace: Path, names: Sequence[str], whole_process: bool
+) -> list[tuple[str, int, int]]:
     rows = []
     for stage in PlanRequest(workspace.resolve(), stages=names).plans():
         if whole_process:
             assert stage.process is not None, f"{stage.stage} runs in several processes"
             with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
-                rows.append((stage.stage, stage.process, pool.submit(peak_of_process, stage.stage, workspace).result()))
+                rows.append(
+                    (
+                        stage.stage,
+                        stage.process,
+                        pool.submit(peak_of_process, stage.stage, workspace).result(),
+                    )
+                )
         else:
             meter = Meter()
             with meter.memory, meter.phase(stage.stage):
@@ -122,9 +137,13 @@ def run_few_steps(name: str, workspace: Path) -> None:
     """Run a stage for at most a few steps, its outputs in a folder that is thrown away."""
     stage = load_stage(name)
     config = load_section(workspace, name, stage.config)
-    config = config.model_copy(update={key: min(steps, getattr(config, key)) for key, steps in FEW[name].items()})
+    config = config.model_copy(
+        update={key: min(steps, getattr(config, key)) for key, steps in FEW[name].items()}
+    )
     if name == "ppo":
-        config = config.model_copy(update={"selection": config.selection.model_copy(update={"every": 3})})
+        config = config.model_copy(
+            update={"selection": config.selection.model_copy(update={"every": 3})}
+        )
     with tempfile.TemporaryDirectory() as folder:
         inputs = Paths({key: workspace / path for key, path in stage.inputs.items()})
         outputs = {key: Path(folder) / path for key, path in stage.outputs.items()}
@@ -137,7 +156,9 @@ def _compare(title: str, rows: list[tuple[str, int, int]]) -> None:
     width = max(len(name) for name, _, _ in rows)
     print(f"{title}\n{'MiB'.ljust(width)}    planned   measured")
     for name, planned, found in rows:
-        print(f"{name.ljust(width)} {planned / MIB:10.1f} {found / MIB:10.1f}  {planned / found - 1:+.1%}")
+        print(
+            f"{name.ljust(width)} {planned / MIB:10.1f} {found / MIB:10.1f}  {planned / found - 1:+.1%}"
+        )
     print(flush=True)
 
 

@@ -1,4 +1,6 @@
-"""Peaks of memory, phase by phase, of the trainers themselves: what ``rlhf plan`` estimates, measured."""
+"""Peaks of memory, phase by phase, of the trainers themselves: what ``rlhf plan`` estimates,
+measured.
+"""
 
 from __future__ import annotations
 
@@ -48,7 +50,9 @@ from rlhf_extras.memory.dry_run import TensorMemory
 
 
 class CudaMemory(nullcontext[None]):
-    """What the CUDA allocator reports, with the interface of ``TensorMemory``. What was there before does not count."""
+    """What the CUDA allocator reports, with the interface of ``TensorMemory``. What was there
+    before does not count.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -67,7 +71,8 @@ class CudaMemory(nullcontext[None]):
 
 
 class Meter:
-    """The highest peak of each phase: the allocator's own figure on a GPU, the bytes of live tensors on a CPU.
+    """The highest peak of each phase: the allocator's own figure on a GPU, the bytes of live
+    tensors on a CPU.
 
     Tensors are seen inside ``with meter.memory``.
     """
@@ -87,24 +92,33 @@ class Meter:
 def measure(subject: Subject, stages: tuple[str, ...]) -> dict[str, dict[str, int]]:
     """Peak bytes by stage and phase, each stage with models of its own, one pass at a time."""
     found = {}
-    # Products that use all cores leave none for passes side by side, whose tensors the meter would not see.
+    # Products that use all cores leave none for passes side by side, whose tensors the meter would
+    # not see.
     torch.set_num_threads(len(os.sched_getaffinity(0)))
     for stage in stages:
         meter = Meter()
         with meter.memory:
-            RUNS[stage](subject, meter, RunContext(Path("work"), launch=launch_of(subject.params, stage)))
+            RUNS[stage](
+                subject, meter, RunContext(Path("work"), launch=launch_of(subject.params, stage))
+            )
         found[stage] = meter.peaks
     return found
 
 
-def new_engine(model: torch.nn.Module, config: OptimizerConfig, name: str, context: RunContext) -> Engine:
+def new_engine(
+    model: torch.nn.Module, config: OptimizerConfig, name: str, context: RunContext
+) -> Engine:
     """The engine that the stage would build, warmed."""
     return warmed(build_engine(model, config, 10, name, context), model)
 
 
 def warmed(engine: Engine, model: Any) -> Engine:
     """An engine after a step of zero gradients: its optimiser's moments exist."""
-    engine.backward(torch.stack([(p.flatten()[:1] * 0).sum() for p in model.parameters() if p.requires_grad]).sum())
+    engine.backward(
+        torch.stack(
+            [(p.flatten()[:1] * 0).sum() for p in model.parameters() if p.requires_grad]
+        ).sum()
+    )
     engine.step()
     return engine
 
@@ -124,9 +138,18 @@ def run_sft(subject: Subject, meter: Meter, context: RunContext) -> None:
     config = subject.params.sft
     model = new_policy(subject)
     engine = new_engine(model, config.optimizer, "sft", context)
-    rows = [Example(subject.ids(i, subject.prompt), subject.ragged(i, subject.reply)) for i in range(64)]
+    rows = [
+        Example(subject.ids(i, subject.prompt), subject.ragged(i, subject.reply)) for i in range(64)
+    ]
     task = SftTask(
-        engine, model, rows[: config.batch_size], rows, config, config.seed, PAD, context.launch.logits_bytes
+        engine,
+        model,
+        rows[: config.batch_size],
+        rows,
+        config,
+        config.seed,
+        PAD,
+        context.launch.logits_bytes,
     )
     _measure(task, model, engine, meter)
 
@@ -138,12 +161,29 @@ def run_reward(subject: Subject, meter: Meter, context: RunContext) -> None:
     engine = new_engine(model, config.optimizer, "reward", context)
     prompt, reply = subject.prompt, subject.reply
     pairs = [
-        TokenisedPair(i, subject.ids(i, prompt), subject.ids(i + 1, reply), subject.ragged(i + 2, reply))
+        TokenisedPair(
+            i, subject.ids(i, prompt), subject.ids(i + 1, reply), subject.ragged(i + 2, reply)
+        )
         for i in range(128)
     ]
     limits = config.batch
-    count = subject.inputs.lengths.pairs.pairs(limits.token_budget, limits.min_pairs, limits.max_pairs).rows // 2
-    task = RewardTask(engine, model, pairs[:count], pairs, config, PAD, "reward", None, context.launch.logits_bytes)
+    count = (
+        subject.inputs.lengths.pairs.pairs(
+            limits.token_budget, limits.min_pairs, limits.max_pairs
+        ).rows
+        // 2
+    )
+    task = RewardTask(
+        engine,
+        model,
+        pairs[:count],
+        pairs,
+        config,
+        PAD,
+        "reward",
+        None,
+        context.launch.logits_bytes,
+    )
     _measure(task, model, engine, meter)
 
 
@@ -157,7 +197,9 @@ def run_critic(subject: Subject, meter: Meter, context: RunContext) -> None:
     engine = new_engine(critic, config.optimizer, "critic", context)
     limit = context.launch.logits_bytes
     pair = ActorCriticPair(policy, critic, {"critic": engine}, sampling_of(subject), limits, limit)
-    experience = _experience(subject, pair, policy, reward_model_fn(reward, limits), config.batch_size, meter)
+    experience = _experience(
+        subject, pair, policy, reward_model_fn(reward, limits), config.batch_size, meter
+    )
     for minibatch in experience.minibatches(config.minibatches, 0, 0):
         with meter.phase("update critic"):
             pair.accumulate_value_gradients(minibatch, ValueObjective(0.2))
@@ -169,17 +211,23 @@ def run_ppo(subject: Subject, meter: Meter, context: RunContext) -> None:
     """One iteration, with the models that the stage keeps."""
     params, config, frozen = subject.params, subject.params.ppo, FrozenModels(context.launch)
     learner = new_learner(subject, context, frozen)
-    reward, referee = (frozen_scalar(subject, of.layers, frozen) for of in (params.reward, params.referee))
+    reward, referee = (
+        frozen_scalar(subject, of.layers, frozen) for of in (params.reward, params.referee)
+    )
     pair, reference = learner.pair, learner.reference
     for engine, model in zip(pair.engines.values(), pair.models, strict=True):
         warmed(engine, model)
     limits = MicroBatchLimits(config.micro_batch_size, config.micro_batch_tokens)
-    experience = _experience(subject, pair, reference, reward_model_fn(reward, limits), config.batch_size, meter)
+    experience = _experience(
+        subject, pair, reference, reward_model_fn(reward, limits), config.batch_size, meter
+    )
     with meter.phase("rewards"):
         reward_model_fn(referee, limits)(experience.batch)
     for minibatch in experience.minibatches(config.minibatches, 0, 0):
         _update(learner, pair, minibatch, meter)
-    with meter.phase("selection"):  # what evaluation.selection does with a batch of validation prompts
+    with meter.phase(
+        "selection"
+    ):  # what evaluation.selection does with a batch of validation prompts
         rows = min(config.selection.prompts, config.selection.batch_size)
         rollout = _rollout(subject, pair.policy, rows)
         measure_drift(OnPolicyReplies([], [rollout], [1.0], sampling_of(subject)), reference)
@@ -201,20 +249,31 @@ def _update(learner: Learner, pair: ActorCriticPair, minibatch: Experience, mete
         joint_step(list(pair.engines.values()), 1.0)
 
 
-def _rollout(subject: Subject, policy: PreTrainedModel, rows: int, at_once: int | None = None) -> Rollout:
+def _rollout(
+    subject: Subject, policy: PreTrainedModel, rows: int, at_once: int | None = None
+) -> Rollout:
     prompts = PromptBatch([subject.ragged(i, subject.prompt) for i in range(rows)], range(rows), 0)
     return sample_replies(LocalSampler.of(policy), 0, prompts, sampling_of(subject), at_once)
 
 
 def _experience(
-    subject: Subject, pair: ActorCriticPair, reference: Any, reward_fn: RewardFn, rows: int, meter: Meter
+    subject: Subject,
+    pair: ActorCriticPair,
+    reference: Any,
+    reward_fn: RewardFn,
+    rows: int,
+    meter: Meter,
 ) -> Experience:
-    """The phases of an iteration before the update, without the comparison of sampler and trainer."""
+    """The phases of an iteration before the update, without the comparison of sampler and
+    trainer.
+    """
     config = subject.params.ppo.rollout
     with meter.phase("generation"):
         rollout = _rollout(subject, pair.policy, rows, config.sampling_batch_size)
     with meter.phase("scoring"):
-        experience = predict_tokens(pair, reference, rollout, reference is not pair.policy and config.kl.measures_full)
+        experience = predict_tokens(
+            pair, reference, rollout, reference is not pair.policy and config.kl.measures_full
+        )
     with meter.phase("rewards"):
         rewards = reward_fn(rollout.batch)
     moments = RunningMeanStd()

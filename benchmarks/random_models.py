@@ -1,4 +1,6 @@
-"""Random models of a recipe's sizes, with the settings of its stages and sequences of one length."""
+"""Random models of a recipe's sizes, with the settings of its stages and sequences of one
+length.
+"""
 
 from __future__ import annotations
 
@@ -37,12 +39,16 @@ EOS, PAD = 3, 0
 
 def launch_of(params: Params, stage: str) -> LaunchConfig:
     """How a recipe runs a stage."""
-    return {str(name): launch for name, launch in params.compute.launch.items()}.get(stage, LaunchConfig())
+    return {str(name): launch for name, launch in params.compute.launch.items()}.get(
+        stage, LaunchConfig()
+    )
 
 
 @dataclass(frozen=True)
 class Subject:
-    """A shape with settings, and sequences of the longest kind: ``prompt`` and ``reply`` tokens of every row."""
+    """A shape with settings, and sequences of the longest kind: ``prompt`` and ``reply`` tokens of
+    every row.
+    """
 
     name: str
     architecture: Architecture
@@ -69,10 +75,15 @@ class Subject:
 
     def ids(self, row: int, length: int) -> list[int]:
         """Token ids that are neither padding nor the end marker."""
-        return [4 + (7 * row + 3 * i) % (self.architecture.config().vocab_size - 4) for i in range(length)]
+        return [
+            4 + (7 * row + 3 * i) % (self.architecture.config().vocab_size - 4)
+            for i in range(length)
+        ]
 
     def ragged(self, row: int, length: int) -> list[int]:
-        """The same, one row in four a token shorter, so that batches are padded as real ones are."""
+        """The same, one row in four a token shorter, so that batches are padded as real ones
+        are.
+        """
         return self.ids(row, length - (row % 4 == 1))
 
 
@@ -90,19 +101,27 @@ def new_policy(subject: Subject) -> PreTrainedModel:
 
 
 def new_scalar(subject: Subject, unembedding: bool = False) -> ScalarModel:
-    """A scalar model, with the unembedding that a reward model in training keeps where it is not tied."""
+    """A scalar model, with the unembedding that a reward model in training keeps where it is not
+    tied.
+    """
     config = subject.architecture.config()
     with torch.random.fork_rng(devices=[]), distributed.device():
         torch.manual_seed(2)
         kind: Any = AutoScalarModel  # whose constructors have no types
         model = kind.from_config(config, dtype=subject.dtype, attn_implementation="sdpa")
-        table = torch.randn(config.vocab_size, config.hidden_size, dtype=subject.dtype) if unembedding else None
+        table = (
+            torch.randn(config.vocab_size, config.hidden_size, dtype=subject.dtype)
+            if unembedding
+            else None
+        )
     fuse_norms(model)
     return ScalarModel(model, table).to(distributed.device()).eval()
 
 
 def new_learner(subject: Subject, context: RunContext, frozen: FrozenModels) -> Learner:
-    """Policy, reference, critic and texts of ptx as the PPO stage has them, each model with weights of its own."""
+    """Policy, reference, critic and texts of ptx as the PPO stage has them, each model with weights
+    of its own.
+    """
     config = subject.params.ppo
     policy, critic = new_policy(subject), None
     reference: Any
@@ -118,7 +137,9 @@ def new_learner(subject: Subject, context: RunContext, frozen: FrozenModels) -> 
     pair = build_actor_critic(config, policy, critic, sampling_of(subject), context)
     ptx = None
     if config.ptx.weight:
-        rows = [(subject.ids(i, subject.prompt), subject.ragged(i, subject.reply)) for i in range(32)]
+        rows = [
+            (subject.ids(i, subject.prompt), subject.ragged(i, subject.reply)) for i in range(32)
+        ]
         ptx = PtxData(rows, config.ptx.batch_size, 0, PAD)
     return Learner(config, pair, reference, ptx)
 
@@ -132,7 +153,9 @@ def sampling_of(subject: Subject) -> Sampling:
     """Replies of the settings' full length, whatever is sampled."""
     config = subject.params.ppo
     longest = config.max_new_tokens
-    return Sampling(EOS, PAD, longest, config.temperature, min_new_tokens=longest, forbidden_ids=(PAD,))
+    return Sampling(
+        EOS, PAD, longest, config.temperature, min_new_tokens=longest, forbidden_ids=(PAD,)
+    )
 
 
 def bare_trainer(

@@ -1,11 +1,13 @@
-"""Run the demo for some seeds, and write its figures: the one source of README's table and of docs/results.md.
+"""Run the demo for some seeds, and write its figures: the one source of README's table and of
+docs/results.md.
 
-    python -m benchmarks.release_figures --seeds 1,2,3                 # runs, and appends a row a seed
-    python -m benchmarks.release_figures --read workspaces/demo-…      # appends the row of a run that is finished
-    python -m benchmarks.release_figures --table                       # prints the rows as Markdown
+    python -m benchmarks.release_figures --seeds 1,2,3                 # runs, and appends a row a
+    seed python -m benchmarks.release_figures --read workspaces/demo-…      # appends the row of a
+    run that is finished python -m benchmarks.release_figures --table                       # prints
+    the rows as Markdown
 
-Rounding differs by processor and threads, and so do runs; ``MKL_CBWR``, ``OPENBLAS_CORETYPE`` and the like are taken
-from the environment and written beside the figures.
+Rounding differs by processor and threads, and so do runs; ``MKL_CBWR``, ``OPENBLAS_CORETYPE`` and
+the like are taken from the environment and written beside the figures.
 """
 
 from __future__ import annotations
@@ -34,12 +36,18 @@ READERS = ("reward", "referee", "judge")
 def processor() -> str:
     """The processor's name, as Linux gives it."""
     info = Path("/proc/cpuinfo")
-    names = [line for line in info.read_text().splitlines() if line.startswith("model name")] if info.is_file() else []
+    names = (
+        [line for line in info.read_text().splitlines() if line.startswith("model name")]
+        if info.is_file()
+        else []
+    )
     return names[0].partition(":")[2].strip() if names else platform.processor()
 
 
 def figures(workspace: Path) -> dict[str, Any]:
-    """What a finished run of the demo shows: gates, right replies, win rates with 95 % bounds, drift and probes."""
+    """What a finished run of the demo shows: gates, right replies, win rates with 95 % bounds,
+    drift and probes.
+    """
     row: dict[str, Any] = {"seed": load_params(workspace).seed}
     for gate in ("reward", "policy"):
         report = workspace / "gates" / f"{gate}.json"
@@ -55,7 +63,9 @@ def figures(workspace: Path) -> dict[str, Any]:
     for side in ("sft", "policy"):
         row[f"{side}_gold"] = evaluation[side]["gold"]
         for category in CATEGORIES:
-            row[f"{side}_right_{category}"] = evaluation["category"].get(category, {}).get(f"{side}_right")
+            row[f"{side}_right_{category}"] = (
+                evaluation["category"].get(category, {}).get(f"{side}_right")
+            )
     for judge in ("gold", "judge"):
         compared = evaluation["comparison"][judge]
         for rate in ("win_rate", "lc_win_rate"):
@@ -69,14 +79,19 @@ def run_demo(seed: int) -> dict[str, Any]:
     """Run the demo with a seed in a workspace of its own, and return its figures."""
     setting = f"seed={seed}"
     started = time.perf_counter()
-    ran = subprocess.run([sys.executable, "-m", "flows.cli", "run", "--profile", "demo", "--set", setting], check=False)
+    ran = subprocess.run(
+        [sys.executable, "-m", "flows.cli", "run", "--profile", "demo", "--set", setting],
+        check=False,
+    )
     seconds = round(time.perf_counter() - started)
     workspace = Path("workspaces") / workspace_name("demo", [setting])
     return figures(workspace) | {"exit": ran.returncode, "seconds": seconds}
 
 
 def append(row: Mapping[str, Any]) -> None:
-    """Add a row with what rounding depends on; columns are those of the file and what is new in the row."""
+    """Add a row with what rounding depends on; columns are those of the file and what is new in the
+    row.
+    """
     rows: list[Mapping[str, Any]] = list(read_rows())
     where = {"processor": processor(), **{name: os.environ.get(name, "") for name in ROUNDING}}
     rows.append({**where, **{name: shorter(value) for name, value in row.items()}})
@@ -107,10 +122,14 @@ def table() -> str:
         "|---|---|---|---|---|---|",
     ]
     for row in read_rows():
-        right = ", ".join(f"{share(row, 'sft', name)} → {share(row, 'policy', name)}" for name in CATEGORIES)
+        right = ", ".join(
+            f"{share(row, 'sft', name)} → {share(row, 'policy', name)}" for name in CATEGORIES
+        )
         rates = " | ".join(rate_of(row, judge) for judge in ("gold", "judge"))
         passed = "passed" if row.get("gate_policy") == "True" else "stopped"
-        lines.append(f"| {row['seed']} | {right} | {rates} | {two_digits(row.get('kl'))} | {passed} |")
+        lines.append(
+            f"| {row['seed']} | {right} | {rates} | {two_digits(row.get('kl'))} | {passed} |"
+        )
     return "\n".join(lines)
 
 
@@ -122,7 +141,8 @@ def share(row: Mapping[str, str], side: str, category: str) -> str:
 def rate_of(row: Mapping[str, str], judge: str) -> str:
     """A win rate with its interval, and that at equal lengths."""
     plain, equal = (
-        [two_digits(row.get(f"{judge}_{rate}{bound}")) for bound in BOUNDS] for rate in ("win_rate", "lc_win_rate")
+        [two_digits(row.get(f"{judge}_{rate}{bound}")) for bound in BOUNDS]
+        for rate in ("win_rate", "lc_win_rate")
     )
     return f"{plain[0]} ({plain[1]} to {plain[2]}); at equal lengths {equal[0]} ({equal[1]} to {equal[2]})"
 
@@ -136,7 +156,9 @@ def main() -> None:
     """See the module's docstring."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--seeds", default="", help="seeds to run, separated by commas")
-    parser.add_argument("--read", type=Path, action="append", default=[], help="a workspace whose run is finished")
+    parser.add_argument(
+        "--read", type=Path, action="append", default=[], help="a workspace whose run is finished"
+    )
     parser.add_argument("--table", action="store_true", help="print the rows as Markdown")
     options = parser.parse_args()
     for workspace in options.read:

@@ -1,8 +1,9 @@
-"""Draw the pictures of a run: ``rlhf run | tee run.txt``, ``python -m benchmarks.run_picture run.txt release.html``.
+"""Draw the pictures of a run: ``rlhf run | tee run.txt``,
+``python -m benchmarks.run_picture run.txt release.html``.
 
-The first file is what a run prints where its output is no terminal: README's picture has the line of each stage with
-its result, and the verdict; paths of the machine are left out. The site's picture is the first screen of the page, by
-Chromium.
+The first file is what a run prints where its output is no terminal: README's picture has the line
+of each stage with its result, and the verdict; paths of the machine are left out. The site's
+picture is the first screen of the page, by Chromium.
 """
 
 from __future__ import annotations
@@ -31,9 +32,13 @@ def drawn_lines(printed: str) -> Iterator[Text]:
         SystemExit: the text is not that of a run that completed.
     """
     lines = printed.splitlines()
-    end = next((number for number, line in enumerate(lines) if line.startswith("Completed: ")), None)
+    end = next(
+        (number for number, line in enumerate(lines) if line.startswith("Completed: ")), None
+    )
     if end is None:
-        raise SystemExit("no line begins with 'Completed: ': give the whole output of a run that completed")
+        raise SystemExit(
+            "no line begins with 'Completed: ': give the whole output of a run that completed"
+        )
     yield Text("rlhf run", style="bold")
     for found in filter(None, map(STAGE.match, lines[:end])):
         minutes, seconds = divmod(round(float(found["seconds"])), 60)
@@ -48,7 +53,13 @@ def drawn_lines(printed: str) -> Iterator[Text]:
 def draw_first_screen(browser: str, page: Path) -> None:
     """Draw the top of a report."""
     with tempfile.TemporaryDirectory() as profile:
-        options = ["--headless", "--no-sandbox", "--disable-gpu", "--hide-scrollbars", f"--user-data-dir={profile}"]
+        options = [
+            "--headless",
+            "--no-sandbox",
+            "--disable-gpu",
+            "--hide-scrollbars",
+            f"--user-data-dir={profile}",
+        ]
         size = ["--window-size=1100,1103", f"--screenshot={FIRST_SCREEN}"]
         subprocess.run([browser, *options, *size, page.resolve().as_uri()], check=True)
     print(f"{FIRST_SCREEN} is drawn")
@@ -60,9 +71,13 @@ def main(printed: Path, page: Path) -> None:
     Raises:
         SystemExit: there is no Chromium, or no page.
     """
-    browser = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+    browser = next(
+        filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None
+    )
     if browser is None or not page.is_file():
-        raise SystemExit("install Chromium to draw the report" if browser is None else f"there is no {page}")
+        raise SystemExit(
+            "install Chromium to draw the report" if browser is None else f"there is no {page}"
+        )
     with Path("/dev/null").open("w") as nowhere:
         console = Console(record=True, width=WIDTH, file=nowhere, highlight=False)
         for line in drawn_lines(printed.read_text(encoding="utf-8")):

@@ -1,9 +1,11 @@
-"""``python -m benchmarks.sampling FOLDER``: our sampler beside transformers' ``generate`` and vLLM, in turn.
+"""``python -m benchmarks.sampling FOLDER``: our sampler beside transformers' ``generate`` and vLLM,
+in turn.
 
-All sample replies of one length from the whole distribution at temperature 1. Adapters, where asked for, have random
-weights. Threads sleep between products, or spin, in all three, where GOMP_SPINCOUNT is set. Printed are the median
-tokens per second of wall time and of processor time, and how many times those of the others ours are. vLLM, where the
-Python of its environment is given, is a process of its own.
+All sample replies of one length from the whole distribution at temperature 1. Adapters, where asked
+for, have random weights. Threads sleep between products, or spin, in all three, where
+GOMP_SPINCOUNT is set. Printed are the median tokens per second of wall time and of processor time,
+and how many times those of the others ours are. vLLM, where the Python of its environment is given,
+is a process of its own.
 """
 
 from __future__ import annotations
@@ -38,9 +40,13 @@ ANSWER = "seconds: "
 def main() -> int:
     """Measure with the threads that were asked for, print one table, and exit 0."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.sampling", description=__doc__)
-    parser.add_argument("folder", type=Path, help="a Hugging Face folder of a causal language model")
+    parser.add_argument(
+        "folder", type=Path, help="a Hugging Face folder of a causal language model"
+    )
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
-    parser.add_argument("--lora-rank", type=int, default=0, help="adapters on all linear layers; 0: none")
+    parser.add_argument(
+        "--lora-rank", type=int, default=0, help="adapters on all linear layers; 0: none"
+    )
     parser.add_argument("--rows", type=int, default=16)
     parser.add_argument("--prompt", type=int, default=32, help="tokens of each prompt")
     parser.add_argument("--reply", type=int, default=64, help="tokens of each reply")
@@ -54,12 +60,16 @@ def main() -> int:
 
     dtype = getattr(torch, given.dtype)
     ours: Any = load_model(AutoModelForCausalLM, given.folder, dtype)
-    theirs: Any = AutoModelForCausalLM.from_pretrained(given.folder, dtype=dtype).to(ours.device).eval()
+    theirs: Any = (
+        AutoModelForCausalLM.from_pretrained(given.folder, dtype=dtype).to(ours.device).eval()
+    )
     if given.lora_rank:
         for model in (ours, theirs):
             _add_random_adapters(model, given.lora_rank)
     generator = torch.Generator().manual_seed(0)
-    prompts = torch.randint(5, ours.config.vocab_size, (given.rows, given.prompt), generator=generator)
+    prompts = torch.randint(
+        5, ours.config.vocab_size, (given.rows, given.prompt), generator=generator
+    )
 
     runs: dict[str, Run] = {
         "rlhf": partial(_timed, lambda: sample_ours(ours, prompts, given.reply)),
@@ -67,8 +77,13 @@ def main() -> int:
     }
     with ExitStack() as stack:
         if given.vllm_python:
-            command = list(map(str, (given.vllm_python, VLLM_PROGRAM, given.folder, given.dtype, given.reply)))
-            environment, asked = os.environ | {"OMP_NUM_THREADS": str(given.threads)}, json.dumps(prompts.tolist())
+            command = list(
+                map(str, (given.vllm_python, VLLM_PROGRAM, given.folder, given.dtype, given.reply))
+            )
+            environment, asked = (
+                os.environ | {"OMP_NUM_THREADS": str(given.threads)},
+                json.dumps(prompts.tolist()),
+            )
             runs["vllm"] = stack.enter_context(worker(command, ANSWER, environment, first=asked))
         in_turn(list(runs.values()), 1)  # warms up
         seconds = dict(zip(runs, in_turn(list(runs.values()), given.repeats), strict=True))
@@ -76,9 +91,15 @@ def main() -> int:
     print(
         f"{given.folder.name}, {given.dtype}, adapters of rank {given.lora_rank}, {given.rows} x {given.reply} tokens"
     )
-    print(f"threads {given.threads}       wall tokens/s   tokens per processor second   ours: times as many")
+    print(
+        f"threads {given.threads}       wall tokens/s   tokens per processor second   ours: times as many"
+    )
     for name, (wall, processor) in seconds.items():
-        ratios = f"{wall / seconds['rlhf'][0]:9.2f}, {processor / seconds['rlhf'][1]:.2f}" if name != "rlhf" else ""
+        ratios = (
+            f"{wall / seconds['rlhf'][0]:9.2f}, {processor / seconds['rlhf'][1]:.2f}"
+            if name != "rlhf"
+            else ""
+        )
         print(f"{name:<15} {tokens / wall:14.0f} {tokens / processor:29.0f} {ratios}")
     return 0
 

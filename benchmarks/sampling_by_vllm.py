@@ -1,7 +1,8 @@
-"""``python sampling_by_vllm.py FOLDER DTYPE REPLY``: replies by vLLM, for ``benchmarks.sampling``. Needs vLLM alone.
+"""``python sampling_by_vllm.py FOLDER DTYPE REPLY``: replies by vLLM, for ``benchmarks.sampling``.
+Needs vLLM alone.
 
-The prompts' token ids are the first line of the input, as JSON. Each further line asks for all replies once; the answer
-is a line with the seconds of wall time and of processor time.
+The prompts' token ids are the first line of the input, as JSON. Each further line asks for all
+replies once; the answer is a line with the seconds of wall time and of processor time.
 """
 
 from __future__ import annotations
@@ -34,11 +35,15 @@ def main() -> int:
         enable_prefix_caching=False,
         disable_log_stats=True,
     )
-    sampling = SamplingParams(temperature=1.0, min_tokens=reply, max_tokens=reply, ignore_eos=True, detokenize=False)
+    sampling = SamplingParams(
+        temperature=1.0, min_tokens=reply, max_tokens=reply, ignore_eos=True, detokenize=False
+    )
     print(ANSWER, flush=True)
     for _ in sys.stdin:
         wall, processor = time.perf_counter(), time.process_time()
-        replies = model.generate([{"prompt_token_ids": ids} for ids in prompts], sampling, use_tqdm=False)
+        replies = model.generate(
+            [{"prompt_token_ids": ids} for ids in prompts], sampling, use_tqdm=False
+        )
         taken = time.perf_counter() - wall, time.process_time() - processor
         assert all(len(answer.outputs[0].token_ids) == reply for answer in replies)
         print(ANSWER, *taken, flush=True)

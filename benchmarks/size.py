@@ -1,8 +1,9 @@
 """How big the house is: ``python -m benchmarks.size [--trace]``.
 
-Prints lines and files of every room beside its budget, and the words of README and docs. With ``--trace`` a tiny model
-makes one PPO iteration and one reward-model step: printed are the files of ``rlhf_core`` whose functions ran, the
-frames from ``update`` to the clipped surrogate, and the files that a preference pair passes from disk to the loss.
+Prints lines and files of every room beside its budget, and the words of README and docs. With
+``--trace`` a tiny model makes one PPO iteration and one reward-model step: printed are the files of
+``rlhf_core`` whose functions ran, the frames from ``update`` to the clipped surrogate, and the
+files that a preference pair passes from disk to the loss.
 """
 
 from __future__ import annotations
@@ -20,7 +21,17 @@ from types import FrameType
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
-REST = ("serving", "chat", "fingerprint", "tracking", "storage", "runtime", "world", "commands", "api")
+REST = (
+    "serving",
+    "chat",
+    "fingerprint",
+    "tracking",
+    "storage",
+    "runtime",
+    "world",
+    "commands",
+    "api",
+)
 # Room: folders and files that belong to it, most lines, most files; None where there is no budget.
 ROOMS: dict[str, tuple[tuple[str, ...], int, int | None]] = {
     "rlhf_core": (("rlhf_core",), 36_000, 210),
@@ -63,7 +74,8 @@ def print_sizes() -> None:
 
 @contextmanager
 def traced(formula: str = "", root: str = "") -> Iterator[dict[str, Any]]:
-    """Collect the files of rlhf_core whose functions run in the block, and the frames from ``root`` to ``formula``.
+    """Collect the files of rlhf_core whose functions run in the block, and the frames from ``root``
+    to ``formula``.
 
     What a line of imports executes does not count.
     """
@@ -96,20 +108,26 @@ def print_traces() -> None:
     sys.path[:0] = [str(ROOT / "tests"), str(ROOT / "tests" / "support")]
     from unit.ppo.tiny import make_config, make_tiny, make_trainer
 
-    torch.set_num_threads(torch.get_num_threads() * 2)  # passes one after the other: a profile is of one thread
+    torch.set_num_threads(
+        torch.get_num_threads() * 2
+    )  # passes one after the other: a profile is of one thread
     with tempfile.TemporaryDirectory() as work:
         config = make_config(checkpoint={"every": 1000}, selection={"every": 1000})
         trainer = make_trainer(make_tiny(), config, Path(work))
         with traced("clipped_surrogate", "update") as found:
             trainer.iterate()
     print(f"one PPO iteration: {len(found['files'])} files, at most 25")
-    print(f"from update to the formula: {len(found['frames'])} frames, at most 5 ({' → '.join(found['frames'])})")
+    print(
+        f"from update to the formula: {len(found['frames'])} frames, at most 5 ({' → '.join(found['frames'])})"
+    )
     with tempfile.TemporaryDirectory() as folder:
         print(f"a pair from disk to the loss: {len(pair_files(Path(folder)))} files, at most 45")
 
 
 def pair_files(folder: Path) -> set[str]:
-    """The files that ran while pairs of a JSON-lines file were collected, validated and trained on."""
+    """The files that ran while pairs of a JSON-lines file were collected, validated and trained
+    on.
+    """
     from unit.training.tiny import make_workspace, preferences
 
     from rlhf_core.config.data import CollectConfig, ValidateConfig
@@ -122,14 +140,25 @@ def pair_files(folder: Path) -> set[str]:
     shutil.copytree(ROOT / "expectations", folder / "expectations")
     with (folder / "pairs.jsonl").open("w") as lines:
         for row in preferences(300):
-            record = {"prompt": f"{row.prompt[0].content} {row.id}?", "chosen": row.chosen, "rejected": row.rejected}
+            record = {
+                "prompt": f"{row.prompt[0].content} {row.id}?",
+                "chosen": row.chosen,
+                "rejected": row.rejected,
+            }
             lines.write(json.dumps(record) + "\n")
     given = {"source": "files", "files": {"preferences": [{"path": "pairs.jsonl"}]}}
-    configs = (CollectConfig.model_validate(given), ValidateConfig(), RewardConfig(init="base", steps=1))
+    configs = (
+        CollectConfig.model_validate(given),
+        ValidateConfig(),
+        RewardConfig(init="base", steps=1),
+    )
     found: set[str] = set()
     for module, config in zip((collect, validate, reward), configs, strict=True):
         stage: Any = module.STAGE
-        inputs, outputs = (Paths({k: folder / path for k, path in of.items()}) for of in (stage.inputs, stage.outputs))
+        inputs, outputs = (
+            Paths({k: folder / path for k, path in of.items()})
+            for of in (stage.inputs, stage.outputs)
+        )
         for path in outputs.values():
             path.parent.mkdir(parents=True, exist_ok=True)
         with traced() as here:
@@ -142,8 +171,12 @@ def pair_files(folder: Path) -> set[str]:
 
 def main() -> int:
     """Print what was asked for."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--trace", action="store_true", help="also run a tiny model and print what it touches")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--trace", action="store_true", help="also run a tiny model and print what it touches"
+    )
     asked = parser.parse_args()
     signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # for `… | head`
     print_sizes()

@@ -1,4 +1,6 @@
-"""A hook of MkDocs: the command line as mkdocs-click reads it for cli.md, its help texts as Markdown."""
+"""A hook of MkDocs: the command line as mkdocs-click reads it for cli.md, its help texts as
+Markdown.
+"""
 
 from __future__ import annotations
 
@@ -12,8 +14,11 @@ from typing import Any
 import typer.main
 
 ROOT = Path(__file__).resolve().parents[1]
-# The site's environment has no rlhf-pipeline installed, whose entry points are the commands of extras.
-doors = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["entry-points"]
+# The site's environment has no rlhf-pipeline installed, whose entry points are the commands of
+# extras.
+doors = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"][
+    "entry-points"
+]
 installed = Path(tempfile.mkdtemp(), "rlhf_pipeline-0.dist-info")
 installed.mkdir()
 (installed / "METADATA").write_text("Name: rlhf-pipeline\nVersion: 0\n")
@@ -31,5 +36,7 @@ while waiting:
     described = waiting.pop()
     text = re.sub(r"\[/?bold\]", "**", described.help)
     text = re.sub(r"^Example: (.+)$", r"Example: `\1`", text, flags=re.MULTILINE)
-    described.help = re.sub(r"^\$ ", "    $ ", text.replace("Examples:\n", "Examples:\n\n"), flags=re.MULTILINE)
+    described.help = re.sub(
+        r"^\$ ", "    $ ", text.replace("Examples:\n", "Examples:\n\n"), flags=re.MULTILINE
+    )
     waiting += getattr(described, "commands", {}).values()

@@ -1,1 +1,3 @@
-"""Orchestration of the pipeline: its stages in order, where they run, their recovery, and the model registry."""
+"""Orchestration of the pipeline: its stages in order, where they run, their recovery, and the model
+registry.
+"""

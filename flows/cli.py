@@ -1,4 +1,6 @@
-"""The ``rlhf`` command line: operating the pipeline, and the core's own commands. Heavy imports are deferred."""
+"""The ``rlhf`` command line: operating the pipeline, and the core's own commands. Heavy imports are
+deferred.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,15 @@ from typing import Annotated
 import typer
 
 from flows.commands import registry_commands
-from flows.commands.options import NEAREST, AnyFolder, Commands, CommandWithProfiles, Reason, Workspace, profile_names
+from flows.commands.options import (
+    NEAREST,
+    AnyFolder,
+    Commands,
+    CommandWithProfiles,
+    Reason,
+    Workspace,
+    profile_names,
+)
 from rlhf_core import __version__
 from rlhf_core import cli as core
 from rlhf_core.commands.data import JsonOption, print_json
@@ -63,7 +73,8 @@ Profiles = Annotated[
     ),
 ]
 Sets = Annotated[
-    list[str] | None, typer.Option("--set", "-s", help="section.key=value, overrides params.yaml; may be repeated.")
+    list[str] | None,
+    typer.Option("--set", "-s", help="section.key=value, overrides params.yaml; may be repeated."),
 ]
 
 
@@ -76,7 +87,10 @@ def _print_version(wanted: bool) -> None:
 @app.callback()
 def options(
     version: Annotated[
-        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Show the version and exit.")
+        bool,
+        typer.Option(
+            "--version", callback=_print_version, is_eager=True, help="Show the version and exit."
+        ),
     ] = False,
 ) -> None:
     """Options that stand before the command; the help of the whole is that of ``app``."""
@@ -87,16 +101,23 @@ def run(
     profiles: Profiles = None,
     sets: Sets = None,
     workspace: Workspace = NEAREST,
-    wait: Annotated[bool, typer.Option("--wait", help="Wait for a run that is under way instead of failing.")] = False,
-    promote: Annotated[bool, typer.Option(help="Let the new policy play against the champion at the end.")] = True,
-    port: Annotated[int | None, typer.Option(help="Port of the embedded Prefect server; default: a free one.")] = None,
+    wait: Annotated[
+        bool, typer.Option("--wait", help="Wait for a run that is under way instead of failing.")
+    ] = False,
+    promote: Annotated[
+        bool, typer.Option(help="Let the new policy play against the champion at the end.")
+    ] = True,
+    port: Annotated[
+        int | None, typer.Option(help="Port of the embedded Prefect server; default: a free one.")
+    ] = None,
 ) -> None:
     """Run the whole pipeline: skip what is up to date, resume what was interrupted.
 
-    With --profile or --set the run has a workspace of its own under workspaces/ (the same for the same settings).
+    With --profile or --set the run has a workspace of its own under workspaces/ (the same for the
+    same settings).
 
-    Exit codes: 0 done, 1 a stage crashed or nothing could be registered, 2 wrong input or settings, 3 a gate failed,
-    4 training paused, 75 preempted too often, 130 stopped.
+    Exit codes: 0 done, 1 a stage crashed or nothing could be registered, 2 wrong input or settings,
+    3 a gate failed, 4 training paused, 75 preempted too often, 130 stopped.
 
     Examples:
     $ rlhf run
@@ -120,10 +141,15 @@ def run(
 @app.command()
 def up(
     workspace: Workspace = NEAREST,
-    port: Annotated[int | None, typer.Option(help="Port of the Prefect server; default: a free one.")] = None,
-    mlflow_port: Annotated[int | None, typer.Option(help="Port of the MLflow UI; default: a free one.")] = None,
+    port: Annotated[
+        int | None, typer.Option(help="Port of the Prefect server; default: a free one.")
+    ] = None,
+    mlflow_port: Annotated[
+        int | None, typer.Option(help="Port of the MLflow UI; default: a free one.")
+    ] = None,
 ) -> None:
-    """Keep the Prefect server, workers and the MLflow UI running until Ctrl-C, so that schedules fire.
+    """Keep the Prefect server, workers and the MLflow UI running until Ctrl-C, so that schedules
+    fire.
 
     Exit codes: 0 stopped by SIGTERM, 130 by Ctrl-C, 2 a service cannot be started or kept running.
 
@@ -136,9 +162,11 @@ def up(
 
 @app.command()
 def deploy(workspace: Workspace = NEAREST) -> None:
-    """Set up the Prefect server of PREFECT_API_URL for this workspace: work pools, deployments, their schedules.
+    """Set up the Prefect server of PREFECT_API_URL for this workspace: work pools, deployments,
+    their schedules.
 
-    Workers are yours to start; `rlhf up` does all of it on one machine. A second call brings everything up to date.
+    Workers are yours to start; `rlhf up` does all of it on one machine. A second call brings
+    everything up to date.
 
     Example: PREFECT_API_URL=http://server:4200/api rlhf deploy
     """
@@ -155,19 +183,34 @@ def init(
     profiles: Profiles = None,
     sets: Sets = None,
     data: Annotated[
-        list[str] | None, typer.Option(help="Files with pairs of replies (collect.files.preferences); may be repeated.")
+        list[str] | None,
+        typer.Option(
+            help="Files with pairs of replies (collect.files.preferences); may be repeated."
+        ),
     ] = None,
     prompts: Annotated[
-        list[str] | None, typer.Option(help="Files with prompts, in place of pairs, for --reward; may be repeated.")
+        list[str] | None,
+        typer.Option(help="Files with prompts, in place of pairs, for --reward; may be repeated."),
     ] = None,
     reward: Annotated[
-        str | None, typer.Option(metavar="FILE.py:FUNCTION", help="The function that rewards replies to --prompts.")
+        str | None,
+        typer.Option(
+            metavar="FILE.py:FUNCTION", help="The function that rewards replies to --prompts."
+        ),
     ] = None,
-    model: Annotated[str | None, typer.Option(help="The starting model: a folder, .gguf file or hub id.")] = None,
-    cache: Annotated[Path | None, typer.Option(help="A DVC cache to share with other workspaces.")] = None,
+    model: Annotated[
+        str | None, typer.Option(help="The starting model: a folder, .gguf file or hub id.")
+    ] = None,
+    cache: Annotated[
+        Path | None, typer.Option(help="A DVC cache to share with other workspaces.")
+    ] = None,
     origin: Annotated[
         str | None,
-        typer.Option("--from", metavar="WORKSPACE@ALIAS", help="Go on from a registered policy, by its settings."),
+        typer.Option(
+            "--from",
+            metavar="WORKSPACE@ALIAS",
+            help="Go on from a registered policy, by its settings.",
+        ),
     ] = None,
 ) -> None:
     """Create a workspace: params.yaml with its comments, dvc.yaml, a DVC root.
@@ -182,12 +225,20 @@ def init(
     """
     if origin and model:
         raise RlhfError("--from names the starting model; leave --model out")
-    settings = ["collect.source=files", f"collect.files.preferences={json.dumps(data)}"] if data else []
+    settings = (
+        ["collect.source=files", f"collect.files.preferences={json.dumps(data)}"] if data else []
+    )
     if model:
         settings.append(f"base.source={model}")
     profile = ",".join(profiles or ()) or ("own-data" if data and not origin else None)
     with busy("making the workspace"):
-        from flows.commands.init import forecast_of, initialise, next_step, predecessor, refuse_absent
+        from flows.commands.init import (
+            forecast_of,
+            initialise,
+            next_step,
+            predecessor,
+            refuse_absent,
+        )
         from flows.dvc_repo.inputs import refresh_inputs
 
         refuse_absent([*(data or []), *(prompts or [])], model)
@@ -213,7 +264,9 @@ def init(
         workspace = initialise(folder, profile, settings, cache=cache, recipe=recipe)
         if function is not None:
             function.copy_into(workspace)
-        with suppress(RlhfError):  # a source that is missing or out of reach is for the next step, or the run, to name
+        with suppress(
+            RlhfError
+        ):  # a source that is missing or out of reach is for the next step, or the run, to name
             refresh_inputs(workspace)  # so that `dvc repro` and `dvc status` work at once
         step = next_step(workspace)
     if shown:
@@ -227,10 +280,14 @@ STUDY = {"allow_extra_args": True, "ignore_unknown_options": True, "help_option_
 
 @app.command(hidden=True, context_settings=STUDY)
 def ablate(context: typer.Context) -> None:
-    """Train variants of PPO and judge the paper's claims: python -m benchmarks.ablation, where a checkout has it."""
+    """Train variants of PPO and judge the paper's claims: python -m benchmarks.ablation, where a
+    checkout has it.
+    """
     checkout = Path(__file__).resolve().parents[1]
     if not (checkout / "benchmarks" / "ablation").is_dir():
-        raise RlhfError("the study of the paper's claims is not part of the installed package; run it in a clone of it")
+        raise RlhfError(
+            "the study of the paper's claims is not part of the installed package; run it in a clone of it"
+        )
     sys.path.append(str(checkout))
     from benchmarks.ablation.__main__ import app as study
 
@@ -239,21 +296,33 @@ def ablate(context: typer.Context) -> None:
 
 @app.command()
 def export(
-    target: Annotated[Path, typer.Argument(metavar="DIR", help="The folder to write; it must be new or empty.")],
-    version: Annotated[str | None, typer.Option("--version", help="The version; default: the champion.")] = None,
-    push: Annotated[str | None, typer.Option("--push", help="Push to owner/name on a hub; needs HF_TOKEN.")] = None,
+    target: Annotated[
+        Path, typer.Argument(metavar="DIR", help="The folder to write; it must be new or empty.")
+    ],
+    version: Annotated[
+        str | None, typer.Option("--version", help="The version; default: the champion.")
+    ] = None,
+    push: Annotated[
+        str | None, typer.Option("--push", help="Push to owner/name on a hub; needs HF_TOKEN.")
+    ] = None,
     public: Annotated[bool, typer.Option("--public", help="Make a new repository public.")] = False,
     license_id: Annotated[
         str | None, typer.Option("--license", help="License on the card, such as apache-2.0.")
     ] = None,
-    adapter: Annotated[bool, typer.Option("--adapter", help="Only the adapter that was trained, for PEFT.")] = False,
-    force: Annotated[bool, typer.Option("--force", help="Release an ungated version; needs --reason.")] = False,
+    adapter: Annotated[
+        bool, typer.Option("--adapter", help="Only the adapter that was trained, for PEFT.")
+    ] = False,
+    force: Annotated[
+        bool, typer.Option("--force", help="Release an ungated version; needs --reason.")
+    ] = False,
     reason: Reason = None,
     workspace: Workspace = NEAREST,
 ) -> None:
-    """Write a registered policy as a Hugging Face folder, with a card of its gates, judges, lineage and limits.
+    """Write a registered policy as a Hugging Face folder, with a card of its gates, judges, lineage
+    and limits.
 
-    Exit codes: 0 done, 3 its gates did not pass or it was rolled back or declined, 2 it could not be written or pushed.
+    Exit codes: 0 done, 3 its gates did not pass or it was rolled back or declined, 2 it could not
+    be written or pushed.
 
     Examples:
     $ rlhf export my-model
@@ -283,12 +352,17 @@ def chat(
         Path | None, typer.Argument(help="Model folder, such as models/sft; default: the champion.")
     ] = None,
     workspace: AnyFolder = None,
-    temperature: Annotated[float, typer.Option(help="Sampling temperature: above 1 more varied, below 1 less.")] = 0.8,
-    top_p: Annotated[float, typer.Option(help="Sample from the most likely tokens with this total probability.")] = 0.9,
+    temperature: Annotated[
+        float, typer.Option(help="Sampling temperature: above 1 more varied, below 1 less.")
+    ] = 0.8,
+    top_p: Annotated[
+        float, typer.Option(help="Sample from the most likely tokens with this total probability.")
+    ] = 0.9,
     max_new_tokens: Annotated[int, typer.Option(help="Maximum length of a reply.")] = 64,
     seed: Annotated[int, typer.Option(help="The same seed gives the same replies.")] = 1,
 ) -> None:
-    """Chat with the champion, or with a model folder. One reply per line when input is not a terminal.
+    """Chat with the champion, or with a model folder. One reply per line when input is not a
+    terminal.
 
     Examples:
     $ rlhf chat
@@ -314,7 +388,9 @@ def chat(
 
 @app.command()
 def status(workspace: Workspace = NEAREST, as_json: JsonOption = False) -> None:
-    """Show stages, gates, the last run and its verdict, champion and challenger, and the next command."""
+    """Show stages, gates, the last run and its verdict, champion and challenger, and the next
+    command.
+    """
     with busy("reading stages, runs and models"):
         from flows.commands.status import status as describe
         from flows.commands.text import fitted, without_secrets
@@ -328,9 +404,13 @@ def status(workspace: Workspace = NEAREST, as_json: JsonOption = False) -> None:
 
 @app.command()
 def logs(
-    stage: Annotated[str, typer.Argument(help="A stage, or server, flow, match, mlflow, worker-POOL.")],
+    stage: Annotated[
+        str, typer.Argument(help="A stage, or server, flow, match, mlflow, worker-POOL.")
+    ],
     workspace: Workspace = NEAREST,
-    lines: Annotated[int, typer.Option("--lines", "-n", min=1, help="How many of the last lines.")] = 40,
+    lines: Annotated[
+        int, typer.Option("--lines", "-n", min=1, help="How many of the last lines.")
+    ] = 40,
 ) -> None:
     """Print the end of what a stage, or a service of the last run, wrote.
 
@@ -361,7 +441,11 @@ def doctor(workspace: AnyFolder = None, as_json: JsonOption = False) -> None:
             folder = workspace  # the machine is checked all the same, and the report says that there is no workspace
         results = check(folder)
     if as_json:
-        print_json(without_secrets({"checks": [asdict(result) for result in results], "failed": failures(results)}))
+        print_json(
+            without_secrets(
+                {"checks": [asdict(result) for result in results], "failed": failures(results)}
+            )
+        )
     else:
         typer.echo(fitted(redacted(doctor_text(results))))
     raise typer.Exit(EXIT_USER_ERROR if failures(results) else EXIT_OK)
@@ -375,7 +459,8 @@ def report(
     workspace: Workspace = NEAREST,
     open_page: Annotated[bool, typer.Option("--open", help="Open it in the browser.")] = False,
 ) -> None:
-    """Write the report of whatever the pipeline has produced so far, with what was released, and print its path.
+    """Write the report of whatever the pipeline has produced so far, with what was released, and
+    print its path.
 
     Where something was registered or refused that is release.html, else report.html.
 
@@ -387,7 +472,9 @@ def report(
         from flows.registry.release_page import current_page, try_release_page
 
         written = workspace / "report.html"
-        if not is_up_to_date(workspace, REPORT_STAGE):  # written again it would hold another run's id, and so be stale
+        if not is_up_to_date(
+            workspace, REPORT_STAGE
+        ):  # written again it would hold another run's id, and so be stale
             written = core.write_report(workspace)
         _, problem = try_release_page(workspace)
     if problem:
@@ -401,7 +488,9 @@ def report(
 @over_core.command()
 @wraps(core.stage)
 def stage(name: str, workspace: Path | None = None) -> None:
-    """Run the core's command; where data is amiss while another command has the workspace, name that one too."""
+    """Run the core's command; where data is amiss while another command has the workspace, name
+    that one too.
+    """
     try:
         core.stage(name, workspace)
     except DataError as error:
@@ -412,7 +501,9 @@ def stage(name: str, workspace: Path | None = None) -> None:
         holder = None if OWNER_VARIABLE in os.environ else lock_holder(workspace_root(workspace))
         if holder is None:
             raise
-        raise DataError(f"{error}; the workspace is in use by {holder}, which may still be making it") from error
+        raise DataError(
+            f"{error}; the workspace is in use by {holder}, which may still be making it"
+        ) from error
 
 
 class EvaluateGroup(PluggedGroup):
@@ -427,9 +518,13 @@ class RegistryGroup(PluggedGroup):
     prefix = "registry."
 
 
-evaluate = typer.Typer(cls=EvaluateGroup, help="Measure models apart from a run: two policies' replies, benchmarks.")
+evaluate = typer.Typer(
+    cls=EvaluateGroup, help="Measure models apart from a run: two policies' replies, benchmarks."
+)
 evaluate.command()(core.match)
-registry = typer.Typer(cls=RegistryGroup, help="Look after registered models: who owns them, what may be deleted.")
+registry = typer.Typer(
+    cls=RegistryGroup, help="Look after registered models: who owns them, what may be deleted."
+)
 registry.command()(registry_commands.terms)
 over_core.add_typer(evaluate, name="evaluate", no_args_is_help=True)
 over_core.add_typer(registry, name="registry", no_args_is_help=True)
@@ -439,7 +534,9 @@ app.add_typer(over_core)
 
 
 def main() -> None:
-    """Run the command line: an error is printed as a message, with a traceback only under ``--debug``."""
+    """Run the command line: an error is printed as a message, with a traceback only under
+    ``--debug``.
+    """
     debug = DEBUG in sys.argv
     arguments = [argument for argument in sys.argv[1:] if argument != DEBUG]
     try:
@@ -450,7 +547,9 @@ def main() -> None:
             sys.stdout.flush()  # at the interpreter's end nobody would say that it failed
     except SystemExit:
         raise
-    except BaseException as error:  # a panic of a library in Rust, such as a tokenizer's, is no Exception
+    except (
+        BaseException
+    ) as error:  # a panic of a library in Rust, such as a tokenizer's, is no Exception
         if debug:
             import traceback
 
@@ -459,7 +558,8 @@ def main() -> None:
 
 
 def _check_streams() -> None:
-    """Take the places of standard streams that are closed, where the next file that is opened would be written over.
+    """Take the places of standard streams that are closed, where the next file that is opened would
+    be written over.
 
     Raises:
         OSError: Standard output is closed.
@@ -489,7 +589,10 @@ def _report_error(error: BaseException) -> int:
             print_error("standard output is closed; let the command write somewhere", sys.stderr)
             return EXIT_USER_ERROR
         case OSError(errno=errno.EACCES | errno.EPERM | errno.EROFS, filename=str(path)):
-            print_error(f"{path}: {error.strerror}; give yourself the right to it, or choose another", sys.stderr)
+            print_error(
+                f"{path}: {error.strerror}; give yourself the right to it, or choose another",
+                sys.stderr,
+            )
             return EXIT_USER_ERROR
         case _ if is_out_of_memory(error):
             remedy = "end what else uses it, or raise the limit (`ulimit -v`, the container's)"
@@ -501,7 +604,9 @@ def _report_error(error: BaseException) -> int:
             return EXIT_USER_ERROR
         case _:
             message = str(error).strip()[:UNEXPECTED_LENGTH]
-            print_error(f"{type(error).__name__}: {message} (add {DEBUG} for the traceback)", sys.stderr)
+            print_error(
+                f"{type(error).__name__}: {message} (add {DEBUG} for the traceback)", sys.stderr
+            )
             return 1
 
 

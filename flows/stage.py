@@ -1,4 +1,6 @@
-"""One stage, beside the flow or on a work pool: ``dvc repro --single-item`` under a supervisor, and how it ended."""
+"""One stage, beside the flow or on a work pool: ``dvc repro --single-item`` under a supervisor, and
+how it ended.
+"""
 
 from __future__ import annotations
 
@@ -16,16 +18,34 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from flows.supervision.processes import CommandResult, LogReader, child_environment, dvc_errors, start_supervised
+from flows.supervision.processes import (
+    CommandResult,
+    LogReader,
+    child_environment,
+    dvc_errors,
+    start_supervised,
+)
 from flows.supervision.signals import STOP, Stopwatch
 from flows.workspace import locked, private_path
-from rlhf_core.errors import EXIT_GATE_FAILED, EXIT_INTERRUPTED, EXIT_PREEMPTED, EXIT_TRAINING_PAUSED, EXIT_USER_ERROR
+from rlhf_core.errors import (
+    EXIT_GATE_FAILED,
+    EXIT_INTERRUPTED,
+    EXIT_PREEMPTED,
+    EXIT_TRAINING_PAUSED,
+    EXIT_USER_ERROR,
+)
 from rlhf_core.gates import GateDecision
 from rlhf_core.stages.runtime.launcher import OUTCOMES, StageExit, outcome_path
 from rlhf_core.storage.files import atomic_write_json
 
 # Exit codes that a retry would not change. A preempted stage is run again without using up a retry.
-FINAL_CODES = {EXIT_USER_ERROR, EXIT_GATE_FAILED, EXIT_TRAINING_PAUSED, EXIT_PREEMPTED, EXIT_INTERRUPTED}
+FINAL_CODES = {
+    EXIT_USER_ERROR,
+    EXIT_GATE_FAILED,
+    EXIT_TRAINING_PAUSED,
+    EXIT_PREEMPTED,
+    EXIT_INTERRUPTED,
+}
 PROGRESS = re.compile(
     r"^(?P<what>[^:\r\n]{1,60}): (?P<done>\d+)/(?P<total>\d+)\b(?: (?P<seconds>\d+(?:\.\d+)?) s\b)?(?P<rest>[^\r\n]*)",
     re.MULTILINE,
@@ -33,7 +53,8 @@ PROGRESS = re.compile(
 RESUMED = re.compile(r"^[^:\r\n]{1,60}: (resumed at \d+/\d+)$", re.MULTILINE)
 METRIC = re.compile(r"(?<!\S)(\S++) ([-+]?(?:\d[\d.]*(?:e[-+]?\d+)?|inf|nan))(?=\s|$)")
 
-# What DVC says of a stage whose files another DVC command reads or writes, and the lines by which it names that.
+# What DVC says of a stage whose files another DVC command reads or writes, and the lines by which
+# it names that.
 BUSY = "is busy, it is being blocked by:"
 HOLDER = re.compile(r"^ *\(PID (\d+)\): (.+)$", re.MULTILINE)
 BUSY_SECONDS = 5.0
@@ -49,7 +70,8 @@ class StageOutcome:
     Attributes:
         action: ``ran``, ``cached`` (was up to date), ``failed``, ``stopped`` (with the run) or
             ``skipped`` (not started, because another stage failed or the run was stopped).
-        work_seconds: the time of the stage's own command where it is known, else that of the whole task.
+        work_seconds: the time of the stage's own command where it is known, else that of the whole
+            task.
     """
 
     stage: str
@@ -72,13 +94,25 @@ class StageOutcome:
         ended: float | None = None,
         work_seconds: float = 0.0,
     ) -> StageOutcome:
-        """Return the outcome of a stage that failed; ``ended`` is now and ``started`` is ``ended`` unless given."""
+        """Return the outcome of a stage that failed; ``ended`` is now and ``started`` is ``ended``
+        unless given.
+        """
         ended = time.time() if ended is None else ended
-        return cls(stage, action, exit_code, message, ended if started is None else started, ended, work_seconds)
+        return cls(
+            stage,
+            action,
+            exit_code,
+            message,
+            ended if started is None else started,
+            ended,
+            work_seconds,
+        )
 
     @classmethod
     def stopped(cls, stage: str, **times: float) -> StageOutcome:
-        """Return the outcome of a stage that ended because its run was stopped; times as for :meth:`failed`."""
+        """Return the outcome of a stage that ended because its run was stopped; times as for
+        :meth:`failed`.
+        """
         return cls.failed(stage, "stopped", EXIT_INTERRUPTED, action="stopped", **times)
 
     @property
@@ -88,7 +122,9 @@ class StageOutcome:
 
     @property
     def retryable(self) -> bool:
-        """Whether the stage crashed, so that a retry may help; a decision of the stage itself is final."""
+        """Whether the stage crashed, so that a retry may help; a decision of the stage itself is
+        final.
+        """
         return self.action == "failed" and self.exit_code not in FINAL_CODES
 
     @property
@@ -132,20 +168,31 @@ def load_outcome(workspace: Path, stage: str) -> StageOutcome | None:
 
 
 def load_report(workspace: Path, stage: str) -> StageExit | None:
-    """Return the report of ``rlhf stage``, None if it was killed or the stage runs another command."""
+    """Return the report of ``rlhf stage``, None if it was killed or the stage runs another
+    command.
+    """
     return StageExit.load(outcome_path(workspace / OUTCOMES, stage))
 
 
-def load_gate_file(workspace: Path, outputs: tuple[str, ...]) -> tuple[Mapping[str, Any], tuple[int, ...]] | None:
-    """Return the decision in the gate evidence among a stage's outputs (``gates/NAME.json``), None if there is none.
+def load_gate_file(
+    workspace: Path, outputs: tuple[str, ...]
+) -> tuple[Mapping[str, Any], tuple[int, ...]] | None:
+    """Return the decision in the gate evidence among a stage's outputs (``gates/NAME.json``), None
+    if there is none.
 
-    The second item differs after the file is written anew, whatever the clock says; compare it for equality only.
+    The second item differs after the file is written anew, whatever the clock says; compare it for
+    equality only.
     """
     for output in outputs:
         path = workspace / output
         if output.startswith("gates/") and output.endswith(".json") and path.is_file():
             status = path.stat()
-            return _read_record(path) or {}, (status.st_ino, status.st_mtime_ns, status.st_ctime_ns, status.st_size)
+            return _read_record(path) or {}, (
+                status.st_ino,
+                status.st_mtime_ns,
+                status.st_ctime_ns,
+                status.st_size,
+            )
     return None
 
 
@@ -155,7 +202,11 @@ def progress_lines(log_text: str) -> list[LoggedProgress]:
     for match in PROGRESS.finditer(log_text):
         done, total = int(match["done"]), int(match["total"])
         seconds = float(match["seconds"]) if match["seconds"] else None
-        metrics = {} if seconds is None else {name: float(value) for name, value in METRIC.findall(match["rest"])}
+        metrics = (
+            {}
+            if seconds is None
+            else {name: float(value) for name, value in METRIC.findall(match["rest"])}
+        )
         found.append(LoggedProgress(match[0].strip(), match["what"], done, total, seconds, metrics))
     return found
 
@@ -203,8 +254,11 @@ def stage_log(workspace: Path, stage: str) -> Path:
 
 
 @contextmanager
-def shown_progress(workspace: Path, stage: str, show: Callable[[LoggedProgress], None]) -> Iterator[None]:
-    """Give the stage's newest progress line to ``show`` while the block runs, every ten seconds if it has changed.
+def shown_progress(
+    workspace: Path, stage: str, show: Callable[[LoggedProgress], None]
+) -> Iterator[None]:
+    """Give the stage's newest progress line to ``show`` while the block runs, every ten seconds if
+    it has changed.
 
     It is called in another thread, in the context of this one.
     """
@@ -222,7 +276,9 @@ def shown_progress(workspace: Path, stage: str, show: Callable[[LoggedProgress],
             if last:
                 return
 
-    thread = threading.Thread(target=copy_context().run, args=(follow,), name=f"progress-{stage}", daemon=True)
+    thread = threading.Thread(
+        target=copy_context().run, args=(follow,), name=f"progress-{stage}", daemon=True
+    )
     thread.start()
     try:
         yield
@@ -234,9 +290,9 @@ def shown_progress(workspace: Path, stage: str, show: Callable[[LoggedProgress],
 def run_stage(spec: StageSpec) -> StageOutcome:
     """Bring one stage up to date, and save and return its outcome; a failing stage does not raise.
 
-    A raised stop flag stops the stage. If an earlier attempt at the stage still runs, it is waited for: a job that was
-    taken for dead may be alive, or its supervisor may still be stopping it. So is a `dvc repro` of somebody else that
-    reads or writes the same files.
+    A raised stop flag stops the stage. If an earlier attempt at the stage still runs, it is waited
+    for: a job that was taken for dead may be alive, or its supervisor may still be stopping it. So
+    is a `dvc repro` of somebody else that reads or writes the same files.
     """
     try:
         with locked(spec.workspace, f"stages/{spec.name}.lock", wait=True) as lock:
@@ -246,11 +302,14 @@ def run_stage(spec: StageSpec) -> StageOutcome:
 
 
 def _run_locked(spec: StageSpec, lock: int) -> StageOutcome:
-    """Run the stage; its supervisor holds the descriptor ``lock`` until every process of the stage has ended."""
+    """Run the stage; its supervisor holds the descriptor ``lock`` until every process of the stage
+    has ended.
+    """
     clear_outcome(spec.workspace, spec.name)
     watch = Stopwatch()
     gate_before = load_gate_file(spec.workspace, spec.outputs)
-    # The flag belongs before `repro`: without it a stage that ends while another caches its output fails.
+    # The flag belongs before `repro`: without it a stage that ends while another caches its output
+    # fails.
     repro = (sys.executable, "-m", "dvc", "--wait-for-lock", "repro", "--single-item", spec.name)
     pull = ("--pull",) if spec.pull else ()
     said = ""
@@ -274,35 +333,50 @@ def _run_locked(spec: StageSpec, lock: int) -> StageOutcome:
         if STOP.wait(BUSY_SECONDS):
             break
     gate = load_gate_file(spec.workspace, spec.outputs)
-    outcome = _outcome(spec, result, gate[0] if gate is not None and gate != gate_before else None, watch)
+    outcome = _outcome(
+        spec, result, gate[0] if gate is not None and gate != gate_before else None, watch
+    )
     outcome.save(spec.workspace)
     return outcome
 
 
 def _outcome(
-    spec: StageSpec, result: CommandResult, gate_decision: Mapping[str, object] | None, watch: Stopwatch
+    spec: StageSpec,
+    result: CommandResult,
+    gate_decision: Mapping[str, object] | None,
+    watch: Stopwatch,
 ) -> StageOutcome:
-    """Tell from the exit status, the stage's own report and a gate decision made meanwhile how the stage ended."""
+    """Tell from the exit status, the stage's own report and a gate decision made meanwhile how the
+    stage ended.
+    """
     started, ended = watch.started, watch.now
     report = load_report(spec.workspace, spec.name)
     work_seconds = report.ended - report.started if report is not None else ended - started
     if result.exit_code == 0:
         if spec.command or report is not None or f"Running stage '{spec.name}'" in result.stdout:
-            return StageOutcome(spec.name, "ran", started=started, ended=ended, work_seconds=work_seconds)
+            return StageOutcome(
+                spec.name, "ran", started=started, ended=ended, work_seconds=work_seconds
+            )
         return StageOutcome(spec.name, "cached", started=started, ended=ended)
     if STOP.is_set():
-        return StageOutcome.stopped(spec.name, started=started, ended=ended, work_seconds=work_seconds)
+        return StageOutcome.stopped(
+            spec.name, started=started, ended=ended, work_seconds=work_seconds
+        )
     if report is not None and report.exit_code:
         exit_code, message = report.exit_code, report.message
     elif report is None and gate_decision and gate_decision.get("passed") is False:
         exit_code, message = EXIT_GATE_FAILED, GateDecision.of(spec.name, gate_decision).reasons()
     else:
         exit_code, message = _dvc_failure(result)
-    return StageOutcome.failed(spec.name, message, exit_code, started=started, ended=ended, work_seconds=work_seconds)
+    return StageOutcome.failed(
+        spec.name, message, exit_code, started=started, ended=ended, work_seconds=work_seconds
+    )
 
 
 def _holders(result: CommandResult) -> str:
-    """The commands that hold files of a stage which DVC has not begun for that reason; empty where it has, or none."""
+    """The commands that hold files of a stage which DVC has not begun for that reason; empty where
+    it has, or none.
+    """
     if result.exit_code == 0 or not any(BUSY in error for error in dvc_errors(result.stdout)):
         return ""
     _, _, listed = result.stdout.rpartition(BUSY)
@@ -310,7 +384,9 @@ def _holders(result: CommandResult) -> str:
 
 
 def _dvc_failure(result: CommandResult) -> tuple[int, str]:
-    """Return exit code and message for a stage that left no report: DVC was killed, or failed itself."""
+    """Return exit code and message for a stage that left no report: DVC was killed, or failed
+    itself.
+    """
     if result.exit_code - 128 in set(signal.Signals):
         return result.exit_code, f"dvc was killed ({signal.Signals(result.exit_code - 128).name})"
     errors = dvc_errors(result.stdout)

@@ -1,7 +1,9 @@
-"""Workspace folders: finding one, its private files and names, its locks, and the cleanup of what a dead run left.
+"""Workspace folders: finding one, its private files and names, its locks, and the cleanup of what a
+dead run left.
 
-One pipeline run at a time has a workspace, and one attempt at a time a stage. ``python -m flows.workspace WORKSPACE``
-does the cleanup for a command that holds the workspace's lock.
+One pipeline run at a time has a workspace, and one attempt at a time a stage.
+``python -m flows.workspace WORKSPACE`` does the cleanup for a command that holds the workspace's
+lock.
 """
 
 from __future__ import annotations
@@ -28,7 +30,8 @@ PRIVATE = ".rlhf"
 
 
 def find_workspace(folder: Path | None = None) -> Path:
-    """Return the absolute path of the workspace ``folder``, by default the nearest one at or above the current folder.
+    """Return the absolute path of the workspace ``folder``, by default the nearest one at or above
+    the current folder.
 
     Raises:
         RlhfError: ``folder`` is not a workspace, or there is none at or above the current folder.
@@ -70,7 +73,9 @@ def private_path(workspace: Path, *parts: str) -> Path:
 
 def cannot_write(folder: Path, error: OSError) -> RlhfError:
     """Return the one-line error for a folder that cannot be written to."""
-    return RlhfError(f"cannot write to {folder} ({error.strerror}); make it writable or choose another workspace")
+    return RlhfError(
+        f"cannot write to {folder} ({error.strerror}); make it writable or choose another workspace"
+    )
 
 
 def display_path(path: Path) -> str:
@@ -80,7 +85,8 @@ def display_path(path: Path) -> str:
 
 
 def model_folder(path: Path, workspace: Path | None = None) -> Path:
-    """Return the model folder ``path``, relative to the current folder, else to ``workspace`` where that is given.
+    """Return the model folder ``path``, relative to the current folder, else to ``workspace`` where
+    that is given.
 
     Raises:
         ModelError: There is no model.
@@ -88,7 +94,11 @@ def model_folder(path: Path, workspace: Path | None = None) -> Path:
     if workspace is not None and not path.exists():
         path = workspace / path
     if not (path / "config.json").is_file():
-        adapter = ", only an adapter, to be merged into its model" if (path / "adapter_config.json").is_file() else ""
+        adapter = (
+            ", only an adapter, to be merged into its model"
+            if (path / "adapter_config.json").is_file()
+            else ""
+        )
         raise ModelError(
             f"no model at {path} (it has no config.json{adapter}); name a model folder such as models/sft, or none "
             "to talk to the champion"
@@ -102,7 +112,9 @@ def is_elsewhere(source: str) -> bool:
 
 
 def matching_files(source: str, workspace: Path) -> list[Path]:
-    """Return the files that a source names, relative to ``workspace``; empty if it matches no file."""
+    """Return the files that a source names, relative to ``workspace``; empty if it matches no
+    file.
+    """
     try:
         return expand(source, workspace)
     except DataError:
@@ -113,19 +125,26 @@ SEPARATOR = " · "
 
 
 def workspace_slug(workspace: Path) -> str:
-    """Return the name of the workspace as names on a server carry it: lowercase letters, digits and dashes.
+    """Return the name of the workspace as names on a server carry it: lowercase letters, digits and
+    dashes.
 
-    That of a trial begins with its base: trials of the same settings have the same folder name in every base.
+    That of a trial begins with its base: trials of the same settings have the same folder name in
+    every base.
     """
     from rlhf_core.tracking.stage_run import record_folder
 
     folder = workspace.resolve()
     names = dict.fromkeys([record_folder(folder), folder])
-    return re.sub(r"[^a-z0-9]+", "-", "-".join(part.name for part in names).lower()).strip("-") or "workspace"
+    return (
+        re.sub(r"[^a-z0-9]+", "-", "-".join(part.name for part in names).lower()).strip("-")
+        or "workspace"
+    )
 
 
 def run_label(workspace: Path, profile: str, started: datetime) -> str:
-    """Return ``WORKSPACE · PROFILE · TIME``; the profile is left out where it is unknown or the workspace's name."""
+    """Return ``WORKSPACE · PROFILE · TIME``; the profile is left out where it is unknown or the
+    workspace's name.
+    """
     name = workspace.resolve().name
     parts = [name, profile if profile != name else "", f"{started:%Y-%m-%d %H:%M:%S}"]
     return SEPARATOR.join(part for part in parts if part)
@@ -141,14 +160,18 @@ def run_tags(workspace: Path, profile: str) -> Mapping[str, str]:
     return {"workspace": workspace.resolve().name} | ({"profile": profile} if profile else {})
 
 
-LOCK_HELD_VARIABLE = "RLHF_LOCK_HELD"  # names the workspace whose lock the command holds that started this process
+LOCK_HELD_VARIABLE = (
+    "RLHF_LOCK_HELD"  # names the workspace whose lock the command holds that started this process
+)
 WORKSPACE_LOCK = "lock"
 POLL_SECONDS = 0.3
 
 
 @dataclass(frozen=True)
 class LockHolder:
-    """The command that holds a lock, as it is recorded in the lock file; ``since`` is a local time."""
+    """The command that holds a lock, as it is recorded in the lock file; ``since`` is a local
+    time.
+    """
 
     pid: int
     since: str
@@ -160,17 +183,22 @@ class LockHolder:
 
 @contextmanager
 def locked(
-    workspace: Path, name: str = WORKSPACE_LOCK, *, wait: bool = False, on_wait: Callable[[str], None] | None = None
+    workspace: Path,
+    name: str = WORKSPACE_LOCK,
+    *,
+    wait: bool = False,
+    on_wait: Callable[[str], None] | None = None,
 ) -> Iterator[int]:
     """Hold the lock ``.rlhf/NAME`` for the block; yield its file descriptor.
 
-    The lock belongs to this process and to every supervisor that inherits the descriptor. The kernel frees it when the
-    last of them has ended. A holder that has died is therefore always waited for: what its supervisors still stop
-    would run beside this process.
+    The lock belongs to this process and to every supervisor that inherits the descriptor. The
+    kernel frees it when the last of them has ended. A holder that has died is therefore always
+    waited for: what its supervisors still stop would run beside this process.
 
     Args:
         wait: wait for a live holder too, instead of failing.
-        on_wait: given one line about the holder; a command that passes it has the option ``--wait``.
+        on_wait: given one line about the holder; a command that passes it has the option
+            ``--wait``.
 
     Raises:
         RlhfError: another process holds the lock, or the file cannot be written.
@@ -189,9 +217,13 @@ def locked(
             alive = holder is None or start_token(holder.pid) is not None
             if alive and not wait:
                 remedy = f"wait for it{' with --wait' if on_wait else ''}, or stop it"
-                raise RlhfError(f"{workspace} is in use by {holder or 'another rlhf process'}; {remedy}")
+                raise RlhfError(
+                    f"{workspace} is in use by {holder or 'another rlhf process'}; {remedy}"
+                )
             if not announced and on_wait:
-                on_wait(f"waiting for {holder or 'another rlhf process'}{'' if alive else ' to be cleaned up'}")
+                on_wait(
+                    f"waiting for {holder or 'another rlhf process'}{'' if alive else ' to be cleaned up'}"
+                )
                 announced = True
             if STOP.wait(POLL_SECONDS):
                 raise KeyboardInterrupt
@@ -207,7 +239,9 @@ def locked(
 
 
 def lock_holder(workspace: Path) -> LockHolder | None:
-    """Return the live command that holds the workspace, None if there is none. The lock itself is not touched."""
+    """Return the live command that holds the workspace, None if there is none. The lock itself is
+    not touched.
+    """
     holder = _read_holder(workspace / PRIVATE / WORKSPACE_LOCK)
     return holder if holder is not None and start_token(holder.pid) is not None else None
 
@@ -223,16 +257,25 @@ SERVICES_FILE = "services.json"
 
 
 def record_services(workspace: Path, api_url: str, mlflow_url: str) -> None:
-    """Record that this process runs a Prefect server at ``api_url``, and MLflow's user interface at ``mlflow_url``."""
+    """Record that this process runs a Prefect server at ``api_url``, and MLflow's user interface at
+    ``mlflow_url``.
+    """
     from rlhf_core.storage.files import atomic_write_json
 
     pid = os.getpid()
-    record = {"pid": pid, "start_token": start_token(pid), "api_url": api_url, "mlflow_url": mlflow_url}
+    record = {
+        "pid": pid,
+        "start_token": start_token(pid),
+        "api_url": api_url,
+        "mlflow_url": mlflow_url,
+    }
     atomic_write_json(private_path(workspace, SERVICES_FILE), record)
 
 
 def running_services(workspace: Path) -> Mapping[str, str]:
-    """Return ``api_url`` and ``mlflow_url`` of the live ``rlhf up`` of this workspace; empty if there is none."""
+    """Return ``api_url`` and ``mlflow_url`` of the live ``rlhf up`` of this workspace; empty if
+    there is none.
+    """
     try:
         record = json.loads((workspace / PRIVATE / SERVICES_FILE).read_text(encoding="utf-8"))
         alive = start_token(int(record["pid"])) == record["start_token"]
@@ -247,11 +290,12 @@ def forget_services(workspace: Path) -> None:
 
 
 def cleanup(workspace: Path) -> list[str]:
-    """Remove what DVC and ``rlhf up`` could not, and return a line on each. The caller holds the workspace's lock.
+    """Remove what DVC and ``rlhf up`` could not, and return a line on each. The caller holds the
+    workspace's lock.
 
-    DVC writes ``.dvc/tmp/rwlock``, its table of locks, in place: one that is killed may leave it empty, and then every
-    command is refused. A killed process that nobody has reaped, as in a container without an init, is alive to DVC, so
-    that what it locked would stay locked.
+    DVC writes ``.dvc/tmp/rwlock``, its table of locks, in place: one that is killed may leave it
+    empty, and then every command is refused. A killed process that nobody has reaped, as in a
+    container without an init, is alive to DVC, so that what it locked would stay locked.
     """
     report = []
     locks = workspace / ".dvc" / "tmp" / "rwlock"

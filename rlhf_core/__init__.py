@@ -1,7 +1,7 @@
 """RLHF with PPO-max: training, evaluation and gates, as stages of a pipeline or as plain functions.
 
-The names in ``__all__`` are the public interface; docs/library.md shows them at work. They are imported when they are
-first used, so that ``import rlhf_core`` costs nothing.
+The names in ``__all__`` are the public interface; docs/library.md shows them at work. They are
+imported when they are first used, so that ``import rlhf_core`` costs nothing.
 """
 
 from __future__ import annotations

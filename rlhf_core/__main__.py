@@ -9,7 +9,9 @@ from rlhf_core.errors import RlhfError
 
 
 def main() -> None:
-    """Run a command. A mistake of the user ends it with its message and exit code, anything else with a traceback."""
+    """Run a command. A mistake of the user ends it with its message and exit code, anything else
+    with a traceback.
+    """
     try:
         app(prog_name="python -m rlhf_core")
     except RlhfError as error:

@@ -1,4 +1,6 @@
-"""The core's commands: stage, report, data, match …, and those of plugins. Heavy imports wait until a command runs."""
+"""The core's commands: stage, report, data, match …, and those of plugins. Heavy imports wait until
+a command runs.
+"""
 
 from __future__ import annotations
 
@@ -26,16 +28,20 @@ app.add_typer(data_commands.app, name="data")
 
 @app.command()
 def stage(
-    name: Annotated[str, typer.Argument(help="Stage name, such as sft or gate-reward; `rlhf status` lists them.")],
+    name: Annotated[
+        str,
+        typer.Argument(help="Stage name, such as sft or gate-reward; `rlhf status` lists them."),
+    ],
     workspace: WorkspaceOption = None,
 ) -> None:
     """Run one stage here and now, whether it is up to date or not.
 
     `dvc repro NAME` runs the same command when something it depends on has changed.
 
-    Exit codes: 0 done, 1 crashed, 2 wrong parameter or input, 3 a gate's conditions do not hold, 4 training paused by a
-    health rule, 75 preempted (SIGTERM: training finishes its step and saves its state), 130 interrupted. Run again, a
-    training stage goes on from its last checkpoint.
+    Exit codes: 0 done, 1 crashed, 2 wrong parameter or input, 3 a gate's conditions do not hold, 4
+    training paused by a
+    health rule, 75 preempted (SIGTERM: training finishes its step and saves its state), 130
+    interrupted. Run again, a training stage goes on from its last checkpoint.
     """
     for_person = sys.stderr.isatty()  # who waits; what DVC runs is logged
     with busy(f"{name}: preparing"):
@@ -56,7 +62,9 @@ def stage(
 
 
 def _root(workspace: Path | None) -> Path:
-    """The workspace of a command that loads models, whose last garbage collection would only cost time."""
+    """The workspace of a command that loads models, whose last garbage collection would only cost
+    time.
+    """
     from rlhf_core.stages.runtime.runner import workspace_root
     from rlhf_core.storage.garbage_collection import skip_last_collection
 
@@ -65,7 +73,8 @@ def _root(workspace: Path | None) -> Path:
 
 
 def _record_code(root: Path, stage: str) -> None:
-    """Refresh the fingerprint of a stage that is about to run: DVC then records the code that ran, not older code.
+    """Refresh the fingerprint of a stage that is about to run: DVC then records the code that ran,
+    not older code.
 
     Those of other stages are left alone: DVC reads the one of a running stage at its end.
     """
@@ -79,7 +88,9 @@ def _record_code(root: Path, stage: str) -> None:
     params = load_params(root)
     write_fingerprints(root, [stage], params.policy.method)
     if stage == "collect":
-        write_sources(root, collected_paths(params.collect, root), notes=reader_lines(params.collect))
+        write_sources(
+            root, collected_paths(params.collect, root), notes=reader_lines(params.collect)
+        )
 
 
 @app.command(hidden=True)
@@ -101,10 +112,17 @@ def fingerprint(workspace: WorkspaceOption = None) -> None:
     params = load_params(root)
     evaluation = [source.path for source in params.validate_.evaluation_files]
     # Before DVC removes the outputs of a stage that it is about to run.
-    require_kept([*(params.collect.files.paths() if params.collect.source == "files" else ()), *evaluation], root)
+    require_kept(
+        [*(params.collect.files.paths() if params.collect.source == "files" else ()), *evaluation],
+        root,
+    )
     write_fingerprints(root, list(STAGES), params.policy.method)
     write_sources(root, collected_paths(params.collect, root), notes=reader_lines(params.collect))
-    write_sources(root, [*evaluation, *tokenizer_patterns(root, params.validate_.tokenizer)], "evaluation_files")
+    write_sources(
+        root,
+        [*evaluation, *tokenizer_patterns(root, params.validate_.tokenizer)],
+        "evaluation_files",
+    )
     write_evaluation_inputs(root, params.evaluate)
     write_starting_model(root, params.base.source)
     write_tracked_files(root, params.ppo.reward.sources)
@@ -112,7 +130,8 @@ def fingerprint(workspace: WorkspaceOption = None) -> None:
 
 @app.command("open-model", hidden=True)
 def open_model(workspace: WorkspaceOption = None) -> None:
-    """Open the model that base.source names without its weights; print what is to be known of it before a run.
+    """Open the model that base.source names without its weights; print what is to be known of it
+    before a run.
 
     Exit codes: 0 the base stage may load it, 2 it would refuse it.
     """
@@ -122,13 +141,19 @@ def open_model(workspace: WorkspaceOption = None) -> None:
 
     root = workspace_root(workspace)
     base = load_params(root).base
-    if base.source != "scratch" and not open_starting_model(root, base.source, base.revision).has_template:
-        typer.echo(f"{base.source} has no chat template; it gets a plain one (User: … Assistant: …)")
+    if (
+        base.source != "scratch"
+        and not open_starting_model(root, base.source, base.revision).has_template
+    ):
+        typer.echo(
+            f"{base.source} has no chat template; it gets a plain one (User: … Assistant: …)"
+        )
 
 
 @app.command("check-pairs", hidden=True)
 def check_pairs(workspace: WorkspaceOption = None) -> None:
-    """Check whether pairs and adapters will do for the reward models and their gate, before anything is trained.
+    """Check whether pairs and adapters will do for the reward models and their gate, before
+    anything is trained.
 
     Exit codes: 0 they do, 2 a stage or the gate would refuse them.
     """
@@ -144,13 +169,20 @@ def check_pairs(workspace: WorkspaceOption = None) -> None:
 def config(
     path: Annotated[
         str | None,
-        typer.Argument(help="A setting or section, such as ppo.kl; ppo.clip finds all of ppo that end in clip."),
+        typer.Argument(
+            help="A setting or section, such as ppo.kl; ppo.clip finds all of ppo that end in clip."
+        ),
     ] = None,
     workspace: WorkspaceOption = None,
-    markdown: Annotated[bool, typer.Option("--markdown", help="Print the page of parameters.", hidden=True)] = False,
-    metrics: Annotated[bool, typer.Option("--metrics", help="Print the page of metrics.", hidden=True)] = False,
+    markdown: Annotated[
+        bool, typer.Option("--markdown", help="Print the page of parameters.", hidden=True)
+    ] = False,
+    metrics: Annotated[
+        bool, typer.Option("--metrics", help="Print the page of metrics.", hidden=True)
+    ] = False,
 ) -> None:
-    """Print settings of params.yaml with default and meaning, and the value here where it is another.
+    """Print settings of params.yaml with default and meaning, and the value here where it is
+    another.
 
     Examples:
     $ rlhf config ppo.kl.coefficient
@@ -186,10 +218,13 @@ def match(
     champion: Annotated[Path, typer.Option(help="Model folder of the champion.")],
     challenger: Annotated[Path, typer.Option(help="Model folder of the challenger.")],
     output: Annotated[Path, typer.Option(help="JSON file for the result.")],
-    prompt_set: Annotated[int, typer.Option(min=0, help="Which set of the test prompts (registry.prompt_sets).")] = 0,
+    prompt_set: Annotated[
+        int, typer.Option(min=0, help="Which set of the test prompts (registry.prompt_sets).")
+    ] = 0,
     workspace: WorkspaceOption = None,
 ) -> None:
-    """Compare the replies of two policies to the fixed test prompts by every judge that is available.
+    """Compare the replies of two policies to the fixed test prompts by every judge that is
+    available.
 
     `rlhf promote` does this and acts on the result; this command only measures.
     """

@@ -30,11 +30,12 @@ _SAID = ("No space left on device", "database or disk is full")  # the second by
 class RlhfError(Exception):
     """A failure with a message for the user: what went wrong, where, and what to do about it.
 
-    The command line prints the message, several mistakes on a line each, and exits with ``exit_code``; ``--debug`` adds
-    the traceback.
+    The command line prints the message, several mistakes on a line each, and exits with
+    ``exit_code``; ``--debug`` adds the traceback.
 
     Attributes:
-        trained: What a training that this ended had made by then: model, history and, of PPO, findings.
+        trained: What a training that this ended had made by then: model, history and, of PPO,
+            findings.
     """
 
     exit_code = EXIT_USER_ERROR
@@ -60,7 +61,9 @@ class DataError(RlhfError):
 
 
 class UnwritableText(DataError):
-    """A tokenizer cannot write a dialogue or a text; ``reason`` says why, without a quotation of the text."""
+    """A tokenizer cannot write a dialogue or a text; ``reason`` says why, without a quotation of
+    the text.
+    """
 
     def __init__(self, message: str, reason: str) -> None:
         super().__init__(message)
@@ -72,11 +75,15 @@ class ModelError(RlhfError):
 
 
 class CheckpointError(RlhfError):
-    """Every saved checkpoint of a run is unusable, one cannot be written, or the store for them cannot be used."""
+    """Every saved checkpoint of a run is unusable, one cannot be written, or the store for them
+    cannot be used.
+    """
 
 
 class GateFailed(RlhfError):
-    """A gate's conditions do not hold; ``evidence`` is the ``gates/NAME.json`` that says which, if there is one."""
+    """A gate's conditions do not hold; ``evidence`` is the ``gates/NAME.json`` that says which, if
+    there is one.
+    """
 
     exit_code = EXIT_GATE_FAILED
 
@@ -86,7 +93,9 @@ class GateFailed(RlhfError):
 
 
 class TrainingPaused(RlhfError):
-    """A health rule or repeated non-finite steps stopped training; the message says what is kept."""
+    """A health rule or repeated non-finite steps stopped training; the message says what is
+    kept.
+    """
 
     exit_code = EXIT_TRAINING_PAUSED
 
@@ -98,22 +107,33 @@ class Preempted(RlhfError):
 
 
 def first_line(error: BaseException) -> str:
-    """The first line of an error's text as a message quotes it: without secrets, not long; its class if it is empty."""
+    """The first line of an error's text as a message quotes it: without secrets, not long; its
+    class if it is empty.
+    """
     text = str(error)
-    if isinstance(error, shutil.Error) and error.args and isinstance(error.args[0], list):  # one for each file
+    if (
+        isinstance(error, shutil.Error) and error.args and isinstance(error.args[0], list)
+    ):  # one for each file
         text = str(error.args[0][0][-1])
     line = next((line.strip() for line in text.splitlines() if line.strip()), "").rstrip(":. ")
     line = redacted(line)
-    return (line if len(line) <= QUOTED_CHARACTERS else f"{line[:QUOTED_CHARACTERS]}…") or type(error).__name__
+    return (line if len(line) <= QUOTED_CHARACTERS else f"{line[:QUOTED_CHARACTERS]}…") or type(
+        error
+    ).__name__
 
 
 def named_line(error: BaseException) -> str:
-    """The whole text of an error in one line, behind its class unless it is one for users; not long, no secrets.
+    """The whole text of an error in one line, behind its class unless it is one for users; not
+    long, no secrets.
 
     Of a database's error that is what went wrong, without the statement and its values.
     """
     text = _STATEMENT.split(" ".join(str(error).split()))[0]
-    named = text if isinstance(error, RlhfError) else f"{type(error).__name__}: {text}".removesuffix(": ")
+    named = (
+        text
+        if isinstance(error, RlhfError)
+        else f"{type(error).__name__}: {text}".removesuffix(": ")
+    )
     return redacted(named)[:QUOTED_CHARACTERS]
 
 
@@ -121,7 +141,9 @@ def is_out_of_memory(error: BaseException) -> bool:
     """Whether main memory, or what ``ulimit -v`` or a container leaves of it, is used up."""
     if not isinstance(error, Exception) or isinstance(error, RlhfError):
         return False
-    refused = isinstance(error, MemoryError) or (isinstance(error, OSError) and error.errno == errno.ENOMEM)
+    refused = isinstance(error, MemoryError) or (
+        isinstance(error, OSError) and error.errno == errno.ENOMEM
+    )
     return refused or any(said in str(error) for said in _NO_MEMORY)
 
 
@@ -131,7 +153,11 @@ def is_exhausted(error: BaseException) -> bool:
 
 
 def is_full_disk(error: BaseException) -> bool:
-    """Whether a disk, its inodes or a quota are used up. Libraries in other languages say so in the message alone."""
+    """Whether a disk, its inodes or a quota are used up. Libraries in other languages say so in the
+    message alone.
+    """
     if not isinstance(error, Exception) or isinstance(error, RlhfError):
         return False
-    return (isinstance(error, OSError) and error.errno in _NO_ROOM) or any(said in str(error) for said in _SAID)
+    return (isinstance(error, OSError) and error.errno in _NO_ROOM) or any(
+        said in str(error) for said in _SAID
+    )

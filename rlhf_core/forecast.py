@@ -1,10 +1,13 @@
-"""What preference pairs are enough for, before anything is trained: pairs by reader, and the power of each condition.
+"""What preference pairs are enough for, before anything is trained: pairs by reader, and the power
+of each condition.
 
-``rlhf init``, ``rlhf doctor``, ``rlhf plan`` and ``rlhf data validate`` say it of files or clean data, with lengths in
-characters; the check before SFT says it of the tokens that reward models are trained on.
+``rlhf init``, ``rlhf doctor``, ``rlhf plan`` and ``rlhf data validate`` say it of files or clean
+data, with lengths in characters; the check before SFT says it of the tokens that reward models are
+trained on.
 
-Power is the probability that a condition holds where a gain of a stated size is real. Conditions whose spread no number
-of pairs tells beforehand are left to ``rlhf gate --power``, after a first evaluation.
+Power is the probability that a condition holds where a gain of a stated size is real. Conditions
+whose spread no number of pairs tells beforehand are left to ``rlhf gate --power``, after a first
+evaluation.
 """
 
 from __future__ import annotations
@@ -25,7 +28,12 @@ from rlhf_core.config.data import CollectConfig, SplitConfig
 from rlhf_core.config.gates import Condition
 from rlhf_core.config.loading import Params
 from rlhf_core.data.clusters import wilson_bounds
-from rlhf_core.data.collection.sources import SourceFile, annotation_sources, source_chunks, source_files
+from rlhf_core.data.collection.sources import (
+    SourceFile,
+    annotation_sources,
+    source_chunks,
+    source_files,
+)
 from rlhf_core.data.pair_counts import READERS, PairLengths, ReaderCounts, SplitPairs, pair_lengths
 from rlhf_core.data.schema import Preference, read_kind
 from rlhf_core.errors import DataError
@@ -36,7 +44,9 @@ from rlhf_core.training.reward.evaluation import FEWEST_BALANCED_PAIRS, expected
 # The gains that the power of conditions is stated for.
 RIGHT = 0.7  # a reward model that ranks this share of length-balanced pairs as people did
 WINS = 0.6  # a policy that wins this share of prompts against SFT
-DIFFERING = 0.1  # of replies, in whether they end: share in which SFT and a policy that is no worse differ
+DIFFERING = (
+    0.1  # of replies, in whether they end: share in which SFT and a policy that is no worse differ
+)
 # Of files at most so many pairs are read: with more nothing is short.
 MOST_PAIRS = 100_000
 TOKENS, CHARACTERS = "tokens", "characters"
@@ -53,7 +63,8 @@ class Shortfall:
     Attributes:
         reason: What asks for how many, and how many there are.
         pairs_that_would_do: About how many pairs there should be in all.
-        setting: Another share that would do with the same pairs, such as ``validate.split.validation: 0.15``.
+        setting: Another share that would do with the same pairs, such as
+            ``validate.split.validation: 0.15``.
     """
 
     reason: str
@@ -117,7 +128,9 @@ class Forecast:
             return ""
         worst = max(self.shortfalls, key=lambda shortfall: shortfall.pairs_that_would_do)
         remedy = f"about {_more(worst.pairs_that_would_do, self.pairs):,} more pairs would do"
-        if worst.setting and all(shortfall.setting == worst.setting for shortfall in self.shortfalls):
+        if worst.setting and all(
+            shortfall.setting == worst.setting for shortfall in self.shortfalls
+        ):
             remedy += f", or {worst.setting}"
         return f"{self.pairs:,} pairs do not suffice: {worst.reason}; {remedy}"
 
@@ -132,7 +145,9 @@ class Forecast:
         if self.refusal:
             return self.refusal
         text = f"{self.pairs:,} pairs suffice for every stage"
-        return f"{text}, but a real gain may well fail {', '.join(self.weak)}" if self.weak else text
+        return (
+            f"{text}, but a real gain may well fail {', '.join(self.weak)}" if self.weak else text
+        )
 
     def as_dict(self) -> dict[str, Any]:
         """Return all of it as JSON values."""
@@ -145,7 +160,8 @@ def forecast(
     """Say what pairs are enough for under the settings of a workspace.
 
     Args:
-        counts: Pairs by reader and split where they are split already; else they are split as the settings say.
+        counts: Pairs by reader and split where they are split already; else they are split as the
+            settings say.
     """
     split = lengths.adapted(params.validate_.split)
     counts = counts or lengths.counts(split)
@@ -156,7 +172,9 @@ def forecast(
         pairs=len(lengths),
         are_all=len(lengths) != MOST_PAIRS,
         unit=unit,
-        longer_preferred=float(np.count_nonzero(lengths.differences > 0) / unequal) if unequal else None,
+        longer_preferred=float(np.count_nonzero(lengths.differences > 0) / unequal)
+        if unequal
+        else None,
         counts=counts,
         split=split,
         adapted=split.test != params.validate_.split.test,
@@ -172,7 +190,11 @@ def clean_pairs(clean: Path, seed: int) -> PairLengths:
     Raises:
         DataError: A file is missing or damaged.
     """
-    files = [clean / user / f"{split}.parquet" for user in READERS.values() for split in ("train", "validation")]
+    files = [
+        clean / user / f"{split}.parquet"
+        for user in READERS.values()
+        for split in ("train", "validation")
+    ]
     files.append(clean / READERS["reward"] / "test.parquet")
     return pair_lengths((read_kind(file, Preference) for file in files), seed)
 
@@ -183,11 +205,14 @@ def pair_files(config: CollectConfig, base: Path) -> list[SourceFile]:
     Raises:
         DataError: A source matches no file.
     """
-    return source_files([*config.files.preferences, *annotation_sources(config.annotations, base)], base)
+    return source_files(
+        [*config.files.preferences, *annotation_sources(config.annotations, base)], base
+    )
 
 
 def source_pairs(config: CollectConfig, base: Path, seed: int) -> PairLengths | None:
-    """Read the pairs of local files as ``collect`` does, each once; None where a source is elsewhere.
+    """Read the pairs of local files as ``collect`` does, each once; None where a source is
+    elsewhere.
 
     Raises:
         DataError: A file is missing, or it cannot be read as pairs.
@@ -213,11 +238,15 @@ def source_pairs(config: CollectConfig, base: Path, seed: int) -> PairLengths | 
 def _shortfalls(
     lengths: PairLengths, params: Params, split: SplitConfig, counts: ReaderCounts, unit: str
 ) -> Iterator[Shortfall]:
-    """Yield what the data gate, a stage or the reward gate would refuse, in the order in which a run meets it."""
+    """Yield what the data gate, a stage or the reward gate would refuse, in the order in which a
+    run meets it.
+    """
     if len(lengths) < params.validate_.min_rows:
         reason = f"validate.min_rows asks for {params.validate_.min_rows}"
         yield Shortfall(reason, params.validate_.min_rows)
-    largest = split.model_copy(update={"test": max(split.test, split.most_test if split.fewest_balanced else 0.0)})
+    largest = split.model_copy(
+        update={"test": max(split.test, split.most_test if split.fewest_balanced else 0.0)}
+    )
     for reader, splits in counts.items():
         for name, found in splits.items():
             if name == "test" and reader != "reward":
@@ -259,7 +288,9 @@ def _shortfalls(
 
 
 def _measured(condition: Condition) -> tuple[str, str, str]:
-    """Return reader, split and measure of a metric of the reward gate, such as ``judge.test_accuracy``."""
+    """Return reader, split and measure of a metric of the reward gate, such as
+    ``judge.test_accuracy``.
+    """
     first, _, rest = condition.metric.partition(".")
     reader, metric = (first, rest) if first in READERS else ("reward", condition.metric)
     if metric.startswith("test_"):
@@ -276,7 +307,9 @@ def _share(reader: str, split: str, config: SplitConfig) -> float:
         "referee": (1 - config.judge) * config.referee,
         "reward": (1 - config.judge) * (1 - config.referee),
     }[reader]
-    return of_reader * (config.validation if split == "validation" else 1 - config.validation - config.test)
+    return of_reader * (
+        config.validation if split == "validation" else 1 - config.validation - config.test
+    )
 
 
 FEW = 20  # of fewer pairs left, the share of all pairs says more than their number
@@ -289,7 +322,8 @@ def _total(lengths: PairLengths, found: SplitPairs, needed: int, now: float, lat
         now: The share of all pairs that is in the split.
         later: The share that could be.
     """
-    # Rather too many than a refusal that comes again: how many of further pairs fall into the split is chance.
+    # Rather too many than a refusal that comes again: how many of further pairs fall into the split
+    # is chance.
     if found.balanced >= FEW:
         likely = min(found.balanced * later / now, needed - 1)
         room = math.sqrt(max(needed - likely, 1.0))
@@ -308,15 +342,22 @@ def _more(total: int, pairs: int) -> int:
     return math.ceil(missing / step) * step
 
 
-def _share_that_would_do(lengths: PairLengths, config: SplitConfig, reader: str, split: str, unit: str) -> str:
-    """Return the smallest share, in steps of .05, under which enough pairs are left; empty where none does."""
+def _share_that_would_do(
+    lengths: PairLengths, config: SplitConfig, reader: str, split: str, unit: str
+) -> str:
+    """Return the smallest share, in steps of .05, under which enough pairs are left; empty where
+    none does.
+    """
     needed = FEWEST_BALANCED_PAIRS * (ROOM if unit == CHARACTERS else 1.0)
     for hundredths in range(5, 50, 5):
         share = hundredths / 100
         if share <= getattr(config, split):
             continue
         tried = config.model_copy(update={split: share})
-        if tried.test + tried.validation < 0.6 and lengths.counts(tried)[reader][split].balanced >= needed:
+        if (
+            tried.test + tried.validation < 0.6
+            and lengths.counts(tried)[reader][split].balanced >= needed
+        ):
             return f"validate.split.{split}: {share:g}"
     return ""
 
@@ -330,12 +371,16 @@ def _powers(params: Params, counts: ReaderCounts, test_prompts: int) -> Iterator
         count = found.balanced if BALANCED in measure else found.pairs
         power = _reward_power(condition, "accuracy" if is_agreement else measure, count)
         if power is not None:
-            yield ConditionPower("reward", condition.metric, describe_bound(condition), count, "pairs", power)
+            yield ConditionPower(
+                "reward", condition.metric, describe_bound(condition), count, "pairs", power
+            )
     prompts = min(params.evaluate.prompts, test_prompts)
     for condition in params.gates.policy:
         power = _policy_power(condition, prompts)
         if power is not None:
-            yield ConditionPower("policy", condition.metric, describe_bound(condition), prompts, "prompts", power)
+            yield ConditionPower(
+                "policy", condition.metric, describe_bound(condition), prompts, "prompts", power
+            )
 
 
 def _reward_power(condition: Condition, measure: str, count: int) -> float | None:
@@ -375,7 +420,9 @@ MARGINS = 1.17  # the spread of normal margins whose mean confidence is RIGHT
 
 @cache
 def _power_of_calibration(count: int, bound: float) -> float:
-    """Return how often margins that mean what they say have a calibration error within the bound, by simulation."""
+    """Return how often margins that mean what they say have a calibration error within the bound,
+    by simulation.
+    """
     if count < FEWEST_BALANCED_PAIRS:
         return 0.0
     count = min(count, MOST_SIMULATED)
@@ -389,7 +436,9 @@ def _power_of_calibration(count: int, bound: float) -> float:
 
 
 def as_text(found: Forecast) -> str:
-    """Return the forecast as lines: pairs by reader, the power of each condition, and what follows."""
+    """Return the forecast as lines: pairs by reader, the power of each condition, and what
+    follows.
+    """
     opening = f"forecast for {'' if found.are_all else 'the first '}{found.pairs:,} pairs"
     if found.longer_preferred is not None:
         opening += f"; the longer reply is preferred in {found.longer_preferred:.0%}"
@@ -399,10 +448,15 @@ def as_text(found: Forecast) -> str:
         f"  {'':<9}{'train':>18}{'validation':>18}{'test, common':>18}",
     ]
     for reader, splits in found.counts.items():
-        cells = [f"{splits[name].pairs:,} ({splits[name].balanced:,})" for name in ("train", "validation", "test")]
+        cells = [
+            f"{splits[name].pairs:,} ({splits[name].balanced:,})"
+            for name in ("train", "validation", "test")
+        ]
         lines.append(f"  {reader:<9}" + "".join(f"{cell:>18}" for cell in cells))
     if found.adapted:
-        lines.append(f"  so few pairs need a larger test share: {found.split.test:g} (validate.split.fewest_balanced)")
+        lines.append(
+            f"  so few pairs need a larger test share: {found.split.test:g} (validate.split.fewest_balanced)"
+        )
     if found.shortfalls:
         return "\n".join([*lines, f"  {found.conclusion}"])
     lines.append(
@@ -412,9 +466,13 @@ def as_text(found: Forecast) -> str:
     width = max((len(f"{power.metric} {power.bound}") for power in found.powers), default=0)
     for power in found.powers:
         condition = f"{power.metric} {power.bound}"
-        lines.append(f"  {condition:<{width}}  {100 * power.power:>3.0f}   on {power.measured_on:,} {power.unit}")
+        lines.append(
+            f"  {condition:<{width}}  {100 * power.power:>3.0f}   on {power.measured_on:,} {power.unit}"
+        )
     if found.others:
-        lines.append(f"  {found.others} further conditions: `rlhf gate --power` after a first evaluation")
+        lines.append(
+            f"  {found.others} further conditions: `rlhf gate --power` after a first evaluation"
+        )
     return "\n".join([*lines, f"  {found.conclusion}"])
 
 
@@ -428,8 +486,8 @@ def forecast_of_files(base: Path, params: Params) -> Forecast | None:
     """Forecast for the files that settings name; relative paths start at ``base``.
 
     Returns:
-        None where no pairs are named, as for the synthetic world, or where they cannot be read here: they are
-        elsewhere, or still missing.
+        None where no pairs are named, as for the synthetic world, or where they cannot be read
+        here: they are elsewhere, or still missing.
     """
     if params.collect.source == "world" or not params.collect.files.preferences:
         return None
@@ -440,8 +498,11 @@ def forecast_of_files(base: Path, params: Params) -> Forecast | None:
     return None if lengths is None else forecast(lengths, params)
 
 
-def forecast_of_workspace(workspace: Path, params: Params, base: Path | None = None) -> Forecast | None:
-    """Forecast for the clean data of a workspace where they are of its files, else for these files as they are now.
+def forecast_of_workspace(
+    workspace: Path, params: Params, base: Path | None = None
+) -> Forecast | None:
+    """Forecast for the clean data of a workspace where they are of its files, else for these files
+    as they are now.
 
     Args:
         base: The folder that relative paths of files start at; by default the workspace.
@@ -458,7 +519,9 @@ def forecast_of_workspace(workspace: Path, params: Params, base: Path | None = N
 
 
 def _is_collected(workspace: Path, config: CollectConfig, base: Path) -> bool:
-    """Return whether collected data is of the files as they are now; what is elsewhere is taken to be unchanged."""
+    """Return whether collected data is of the files as they are now; what is elsewhere is taken to
+    be unchanged.
+    """
     manifest = read_json(workspace / "data" / "raw" / "manifest.json")
     collected = {file["sha256"] for file in manifest["kinds"]["preferences"]["files"]}
     files = pair_files(config, base)

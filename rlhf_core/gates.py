@@ -1,6 +1,8 @@
-"""Gates: metrics and conditions in, a decision with its evidence out; the record that everything shows or relies on.
+"""Gates: metrics and conditions in, a decision with its evidence out; the record that everything
+shows or relies on.
 
-A gate never trusts what it cannot read: a metric that is missing, not a number, infinite or NaN fails its condition.
+A gate never trusts what it cannot read: a metric that is missing, not a number, infinite or NaN
+fails its condition.
 """
 
 from __future__ import annotations
@@ -24,7 +26,9 @@ SHOWN_SIGNS = {AT_LEAST: "≥", AT_MOST: "≤", WORSE_BY: "worse by less than"}
 LOW, HIGH = "_low95", "_high95"
 DIGITS = (4, 6, 9, 17)
 LOSS_DIGITS = (2, *DIGITS)  # two numbers beside each other
-ALWAYS = frozenset({"metric", "value", "bound", "limit", "passed", "why", "note"})  # what a file has of each condition
+ALWAYS = frozenset(
+    {"metric", "value", "bound", "limit", "passed", "why", "note"}
+)  # what a file has of each condition
 
 
 @dataclass(frozen=True)
@@ -33,13 +37,17 @@ class ConditionResult:
 
     Attributes:
         metric: Dotted path into the metrics.
-        value: What was compared with the limit; of ``worse_by_less_than`` the upper bound of the loss.
+        value: What was compared with the limit; of ``worse_by_less_than`` the upper bound of the
+            loss.
         bound: The sign and what follows it, as the file says it, such as ``>= 0.65``.
         limit: The bound as a number.
         note: Why there is no value, or why the condition was not asked; empty for an ordinary one.
-        sign: ``>=``, ``<=`` or ``worse by <``; empty if the file was written by another program that gave none.
-        terms: What the limit was computed from, such as ``max(1.6 * sft.length, sft.length + 0)``; else empty.
-        estimate: The quantity itself where ``value`` is a bound of its interval: a win rate, or a loss.
+        sign: ``>=``, ``<=`` or ``worse by <``; empty if the file was written by another program
+            that gave none.
+        terms: What the limit was computed from, such as ``max(1.6 * sft.length, sft.length + 0)``;
+            else empty.
+        estimate: The quantity itself where ``value`` is a bound of its interval: a win rate, or a
+            loss.
         low95: Lower end of that interval.
         high95: Upper end of that interval.
     """
@@ -59,7 +67,9 @@ class ConditionResult:
 
     @property
     def measured(self) -> str:
-        """What was found, in words: ``0.5312``, ``missing``, ``better by 0.38, at worst by 0.29``."""
+        """What was found, in words: ``0.5312``, ``missing``,
+        ``better by 0.38, at worst by 0.29``.
+        """
         if self.note or self.value is None:
             return self.note or "missing"
         if self.sign == WORSE_BY and self.estimate is not None:
@@ -71,7 +81,9 @@ class ConditionResult:
         """What was required, in words: ``≥ 0.65``, ``worse by less than 0.02``."""
         if not self.sign:
             return self.bound
-        limit = self.terms.replace("*", "×") if self.limit is None else number(self.limit, self.digits)
+        limit = (
+            self.terms.replace("*", "×") if self.limit is None else number(self.limit, self.digits)
+        )
         return f"{SHOWN_SIGNS.get(self.sign, self.sign)} {limit}"
 
     @property
@@ -133,7 +145,9 @@ class GateDecision:
         return sorted(self.conditions, key=lambda condition: condition.passed)
 
     def changed_evidence(self, workspace: Path) -> list[str]:
-        """Return the files of ``workspace`` that are no longer those that were judged, or are gone."""
+        """Return the files of ``workspace`` that are no longer those that were judged, or are
+        gone.
+        """
         changed = []
         for name, judged in self.evidence.items():
             path = workspace / name
@@ -146,7 +160,13 @@ class GateDecision:
         conditions = []
         for condition in self.conditions:
             row = asdict(condition)
-            conditions.append({key: value for key, value in row.items() if key in ALWAYS or value not in (None, "")})
+            conditions.append(
+                {
+                    key: value
+                    for key, value in row.items()
+                    if key in ALWAYS or value not in (None, "")
+                }
+            )
         return {
             "gate": self.name,
             "passed": self.passed,
@@ -170,13 +190,18 @@ class GateDecision:
         return f"the {self.name} gate failed: {self.reasons()}"
 
     def objection(self) -> str:
-        """Why the gate does not vouch for a model, by name of the conditions; empty if it passed."""
+        """Why the gate does not vouch for a model, by name of the conditions; empty if it
+        passed.
+        """
         if self.passed:
             return ""
         if not self.conditions:
             return f"the {self.name} gate has no conditions, so it cannot vouch for a model"
         mode = f" (mode: {REPORT_MODE})" if self.mode == REPORT_MODE else ""
-        metrics = ", ".join(condition.metric for condition in self.failed) or f"see gates/{self.name}.json"
+        metrics = (
+            ", ".join(condition.metric for condition in self.failed)
+            or f"see gates/{self.name}.json"
+        )
         return f"the {self.name} gate did not pass{mode}: {metrics}"
 
 
@@ -188,7 +213,10 @@ def read_gate(workspace: Path, name: str) -> GateDecision | None:
 
 def read_gates(workspace: Path) -> list[GateDecision]:
     """Read the decisions of all gates that have judged ``workspace``, by name."""
-    return [GateDecision.of(path.stem, read_json(path)) for path in sorted((workspace / "gates").glob("*.json"))]
+    return [
+        GateDecision.of(path.stem, read_json(path))
+        for path in sorted((workspace / "gates").glob("*.json"))
+    ]
 
 
 def closed_gate(workspace: Path) -> GateDecision | None:
@@ -201,7 +229,9 @@ def closed_gate(workspace: Path) -> GateDecision | None:
 
 
 def _condition_of(row: Mapping[str, Any]) -> ConditionResult:
-    """Read one condition; a number that is not finite counts as missing, an absent text as empty."""
+    """Read one condition; a number that is not finite counts as missing, an absent text as
+    empty.
+    """
 
     def text(name: str) -> str:
         return str(row.get(name) or "")
@@ -255,7 +285,9 @@ def decide(
     mode: str = "enforce",
     evidence: Mapping[str, str] | None = None,
 ) -> GateDecision:
-    """Check every condition against nested ``metrics``. A gate without conditions vouches for nothing: it fails."""
+    """Check every condition against nested ``metrics``. A gate without conditions vouches for
+    nothing: it fails.
+    """
     results = tuple(check(condition, metrics) for condition in conditions)
     passed = bool(results) and all(result.passed for result in results)
     return GateDecision(name, passed, mode, results, dict(evidence or {}))
@@ -276,7 +308,9 @@ def check(condition: Condition, metrics: Mapping[str, Any]) -> ConditionResult:
         note = "" if passed else _undecided(condition.metric, metrics)
     bound = describe_bound(condition)
     interval = _interval(condition.metric, metrics)
-    return ConditionResult(condition.metric, value, bound, limit, passed, condition.why, note, sign, terms, **interval)
+    return ConditionResult(
+        condition.metric, value, bound, limit, passed, condition.why, note, sign, terms, **interval
+    )
 
 
 def _interval(metric: str, metrics: Mapping[str, Any]) -> dict[str, float | None]:
@@ -289,12 +323,15 @@ def _interval(metric: str, metrics: Mapping[str, Any]) -> dict[str, float | None
 
 
 def _undecided(metric: str, metrics: Mapping[str, Any]) -> str:
-    """Why a win rate at equal lengths is not decided; empty for every other metric, and where it is."""
+    """Why a win rate at equal lengths is not decided; empty for every other metric, and where it
+    is.
+    """
     rate, _, bound = metric.rpartition("_")
     if not rate.endswith("lc_win_rate") or bound != "low95":
         return ""
     low, high, share = (
-        lookup(metrics, name)[0] for name in (metric, f"{rate}_high95", f"{rate.removesuffix('lc_win_rate')}lc_share")
+        lookup(metrics, name)[0]
+        for name in (metric, f"{rate}_high95", f"{rate.removesuffix('lc_win_rate')}lc_share")
     )
     if (low, high) != (0.0, 1.0) or share is None:
         return ""
@@ -302,7 +339,9 @@ def _undecided(metric: str, metrics: Mapping[str, Any]) -> str:
 
 
 def _check_loss(condition: Condition, margin: float, metrics: Mapping[str, Any]) -> ConditionResult:
-    """Whether the policy is worse than SFT by less than the margin, or SFT has too little to lose."""
+    """Whether the policy is worse than SFT by less than the margin, or SFT has too little to
+    lose.
+    """
     loss = f"{LOSSES}.{condition.metric}"
     high, missing = lookup(metrics, f"{loss}.loss_high95")
     before, unknown = lookup(metrics, f"{loss}.baseline")
@@ -312,15 +351,29 @@ def _check_loss(condition: Condition, margin: float, metrics: Mapping[str, Any])
         if before is None:
             passed, note, high = False, unknown, None
         elif before < condition.where_at_least:
-            passed, note = True, f"not asked: SFT's is {number(before)}, below {number(condition.where_at_least)}"
+            passed, note = (
+                True,
+                f"not asked: SFT's is {number(before)}, below {number(condition.where_at_least)}",
+            )
     bound = describe_bound(condition)
     return ConditionResult(
-        condition.metric, high, bound, margin, passed, condition.why, note, WORSE_BY, estimate=estimate, high95=high
+        condition.metric,
+        high,
+        bound,
+        margin,
+        passed,
+        condition.why,
+        note,
+        WORSE_BY,
+        estimate=estimate,
+        high95=high,
     )
 
 
 def _limit(condition: Condition, metrics: Mapping[str, Any]) -> tuple[str, float | None, str]:
-    """The sign of the bound, its limit as a number, and what that was computed from (empty where it is given)."""
+    """The sign of the bound, its limit as a number, and what that was computed from (empty where it
+    is given).
+    """
     if condition.at_least is not None:
         return AT_LEAST, condition.at_least, ""
     if condition.at_most is not None:
@@ -340,7 +393,8 @@ def _limit(condition: Condition, metrics: Mapping[str, Any]) -> tuple[str, float
 
 
 def lookup(metrics: Mapping[str, Any], path: str) -> tuple[float | None, str]:
-    """The finite number at a dotted path, or None and the reason. Keys that contain dots themselves are found too.
+    """The finite number at a dotted path, or None and the reason. Keys that contain dots themselves
+    are found too.
 
     Where metrics say themselves why one of them is absent, that is the reason.
     """
@@ -355,7 +409,9 @@ def lookup(metrics: Mapping[str, Any], path: str) -> tuple[float | None, str]:
 
 
 def _absence(metrics: Mapping[str, Any], path: str) -> str:
-    """Why there is no metric at a path: what stands beside it under ``absent``, for its name or for what begins it."""
+    """Why there is no metric at a path: what stands beside it under ``absent``, for its name or for
+    what begins it.
+    """
     group, _, name = path.rpartition(".")
     reasons = _find(metrics, [*group.split("."), ABSENT])
     if isinstance(reasons, Mapping):
@@ -366,7 +422,9 @@ def _absence(metrics: Mapping[str, Any], path: str) -> str:
 
 
 def _find(node: Any, parts: list[str]) -> Any:
-    """The longest key wins at each level, so that ``{"a.b": 1}`` and ``{"a": {"b": 1}}`` both answer to ``a.b``."""
+    """The longest key wins at each level, so that ``{"a.b": 1}`` and ``{"a": {"b": 1}}`` both
+    answer to ``a.b``.
+    """
     if not parts:
         return node
     if not isinstance(node, Mapping):
@@ -383,8 +441,9 @@ def _find(node: Any, parts: list[str]) -> Any:
 def weaker_conditions(conditions: Sequence[Condition], required: Sequence[Condition]) -> list[str]:
     """Return those of ``required`` that ``conditions`` do not guarantee, each as ``metric bound``.
 
-    If nothing is returned, metrics that pass ``conditions`` pass ``required``. A relative bound is guaranteed only by
-    one with the same factor: which of two factors is stricter depends on the sign of the metric, which is not known.
+    If nothing is returned, metrics that pass ``conditions`` pass ``required``. A relative bound is
+    guaranteed only by one with the same factor: which of two factors is stricter depends on the
+    sign of the metric, which is not known.
     """
     return [
         f"{condition.metric} {describe_bound(condition)}"
@@ -406,9 +465,17 @@ def _guarantees(own: Condition, required: Condition) -> bool:
             required.where_at_least is not None and own.where_at_least <= required.where_at_least
         )
         return asked and own.worse_by_less_than <= required.worse_by_less_than
-    same_reference = (own.at_most_of, own.at_least_of) == (required.at_most_of, required.at_least_of)
+    same_reference = (own.at_most_of, own.at_least_of) == (
+        required.at_most_of,
+        required.at_least_of,
+    )
     relative = required.at_most_of is not None or required.at_least_of is not None
-    return relative and same_reference and own.factor == required.factor and own.slack <= required.slack
+    return (
+        relative
+        and same_reference
+        and own.factor == required.factor
+        and own.slack <= required.slack
+    )
 
 
 def describe_bound(condition: Condition) -> str:
@@ -418,8 +485,9 @@ def describe_bound(condition: Condition) -> str:
 
 
 def load_metrics(primary: Path, **others: Path) -> tuple[dict[str, Any], dict[str, str]]:
-    """Metrics of several files and their hashes. The primary file's names stay as they are; the others' get their
-    keyword as a prefix, so ``load_metrics(evaluation, ppo=path)`` answers to ``kl`` and ``ppo.kl``.
+    """Metrics of several files and their hashes. The primary file's names stay as they are; the
+    others' get their keyword as a prefix, so ``load_metrics(evaluation, ppo=path)`` answers to
+    ``kl`` and ``ppo.kl``.
 
     Raises :class:`DataError` for a file that is missing or not JSON."""
     metrics = dict(read_json(primary))
@@ -438,8 +506,9 @@ def _evidence_name(path: Path) -> str:
 def settle(decision: GateDecision, evidence: Path, pass_file: Path | None = None) -> None:
     """Write the decision, then open or shut the gate.
 
-    The pass file has constant content, so that editing a bound which still holds does not re-run training. It is
-    removed, and :class:`GateFailed` raised, when the gate is enforced and a condition fails.
+    The pass file has constant content, so that editing a bound which still holds does not re-run
+    training. It is removed, and :class:`GateFailed` raised, when the gate is enforced and a
+    condition fails.
     """
     decision.save(evidence)
     if decision.opens:
@@ -452,7 +521,9 @@ def settle(decision: GateDecision, evidence: Path, pass_file: Path | None = None
 
 
 def number(value: float, digits: int = DIGITS[0]) -> str:
-    """Write a number with so many significant digits, a whole one below 10⁹ as the count that it is."""
+    """Write a number with so many significant digits, a whole one below 10⁹ as the count that it
+    is.
+    """
     if float(value).is_integer() and abs(value) < 1e9:
         return f"{value:.0f}"
     return f"{value:.{digits}g}"

@@ -10,7 +10,9 @@ NO_REVISION = "none"
 
 
 def git_revision(folder: Path) -> str:
-    """Return the commit that ``folder`` is at, with "-dirty" where tracked files differ; "none" outside git."""
+    """Return the commit that ``folder`` is at, with "-dirty" where tracked files differ; "none"
+    outside git.
+    """
     try:
         commit = _git(folder, "rev-parse", "HEAD")
         changes = _git(folder, "status", "--porcelain", "--untracked-files=no")
@@ -28,22 +30,29 @@ def git_branch(folder: Path) -> str:
 
 
 def git_remote(folder: Path) -> str:
-    """Return the address of the repository's remote, ``origin`` among several; empty where there is none.
+    """Return the address of the repository's remote, ``origin`` among several; empty where there is
+    none.
 
     It may hold a user name and a password.
     """
     try:
         names = _git(folder, "remote").split()
-        return _git(folder, "remote", "get-url", "origin" if "origin" in names else names[0]) if names else ""
+        return (
+            _git(folder, "remote", "get-url", "origin" if "origin" in names else names[0])
+            if names
+            else ""
+        )
     except (OSError, subprocess.CalledProcessError):
         return ""
 
 
 @cache
 def package_revision() -> str:
-    """Return the commit of the repository that tracks this package, as :func:`git_revision`; "none" where none does.
+    """Return the commit of the repository that tracks this package, as :func:`git_revision`; "none"
+    where none does.
 
-    An installed package may lie in a repository that ignores it, such as that of a workspace with its ``.venv``.
+    An installed package may lie in a repository that ignores it, such as that of a workspace with
+    its ``.venv``.
     """
     own = Path(__file__)
     try:
@@ -55,6 +64,11 @@ def package_revision() -> str:
 
 def _git(folder: Path, *arguments: str) -> str:
     process = subprocess.run(
-        ["git", *arguments], cwd=folder, capture_output=True, text=True, check=True, stdin=subprocess.DEVNULL
+        ["git", *arguments],
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        check=True,
+        stdin=subprocess.DEVNULL,
     )
     return process.stdout.strip()

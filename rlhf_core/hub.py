@@ -12,7 +12,8 @@ TIMEOUT = 10.0
 
 
 def require_hub(wanted: str, error_class: type[RlhfError]) -> None:
-    """Ask the hub for any answer before ``wanted`` is loaded from it. Nothing is asked with ``HF_HUB_OFFLINE=1``.
+    """Ask the hub for any answer before ``wanted`` is loaded from it. Nothing is asked with
+    ``HF_HUB_OFFLINE=1``.
 
     Raises:
         RlhfError: It does not answer within ``TIMEOUT`` seconds; of class ``error_class``.

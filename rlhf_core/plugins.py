@@ -1,7 +1,8 @@
 """The doors for code of others: entry points of installed distributions, by group.
 
-A distribution names an object of its own in a group of ``pyproject.toml``, and the pipeline finds it there without a
-line of its own changing. The extras of this project come through the same doors. docs/plugins.md has an example.
+A distribution names an object of its own in a group of ``pyproject.toml``, and the pipeline finds
+it there without a line of its own changing. The extras of this project come through the same doors.
+docs/plugins.md has an example.
 """
 
 from __future__ import annotations
@@ -28,7 +29,9 @@ class PluginError(ConfigError):
 
 @cache
 def plugins_of(group: str) -> dict[str, tuple[EntryPoint, ...]]:
-    """Return the entry points of a group by name; a name that several distributions give has several."""
+    """Return the entry points of a group by name; a name that several distributions give has
+    several.
+    """
     found: dict[str, tuple[EntryPoint, ...]] = {}
     for entry in entry_points(group=group):
         found[entry.name] = (*found.get(entry.name, ()), entry)
@@ -44,8 +47,8 @@ def load_plugin(group: str, name: str) -> Any:
     """Import the object that a distribution has entered as ``name`` in ``group``.
 
     Raises:
-        PluginError: There is none, two distributions give this name, or its module cannot be imported. The message is
-            one line, and says which distribution it is about.
+        PluginError: There is none, two distributions give this name, or its module cannot be
+            imported. The message is one line, and says which distribution it is about.
     """
     entries = plugins_of(group).get(name, ())
     if not entries:
@@ -66,7 +69,9 @@ def load_plugin(group: str, name: str) -> Any:
 
 
 def plugin_line(group: str, name: str) -> str:
-    """Describe a plugin, without importing it, in a line that changes with its version and the file of its module."""
+    """Describe a plugin, without importing it, in a line that changes with its version and the file
+    of its module.
+    """
     entries = plugins_of(group).get(name, ())
     if not entries:
         return f"{group} {name}: not installed"
@@ -76,6 +81,14 @@ def plugin_line(group: str, name: str) -> str:
     file = None
     if spec is not None and spec.origin is not None:
         within = entry.module.split(".")[1:]
-        file = Path(spec.origin) if not within else Path(spec.origin).parent.joinpath(*within).with_suffix(".py")
-    code = hashlib.sha256(file.read_bytes()).hexdigest() if file is not None and file.is_file() else "unknown"
+        file = (
+            Path(spec.origin)
+            if not within
+            else Path(spec.origin).parent.joinpath(*within).with_suffix(".py")
+        )
+    code = (
+        hashlib.sha256(file.read_bytes()).hexdigest()
+        if file is not None and file.is_file()
+        else "unknown"
+    )
     return f"{group} {name}: {origin(entry)} {version}, {entry.value}, code {code}"

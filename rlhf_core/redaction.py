@@ -1,7 +1,8 @@
-"""Secrets taken out of texts that people read: passwords in URLs, tokens of known shapes, secrets of the environment.
+"""Secrets taken out of texts that people read: passwords in URLs, tokens of known shapes, secrets
+of the environment.
 
-Libraries quote addresses and headers in their errors, and those hold passwords. Every message of this program goes
-through :func:`redacted` before it is shown, logged or sent.
+Libraries quote addresses and headers in their errors, and those hold passwords. Every message of
+this program goes through :func:`redacted` before it is shown, logged or sent.
 """
 
 from __future__ import annotations
@@ -16,9 +17,14 @@ MASK = "***"
 SECRET_NAME = r"(?:key|token|secret|passw(?:or)?d|signature|sig|auth|authorization|credentials?)"
 # Shorter values of the environment are words that occur in ordinary texts.
 SHORTEST_SECRET = 6
-_SECRET_VARIABLE = re.compile(r"(?:KEY|TOKEN|SECRET|PASSW(?:OR)?D|AUTH_STRING|CREDENTIALS?)$", re.IGNORECASE)
-# Any other name that ends in KEY may be that of a column or a sort, whose value messages have to say.
-_SECRET_KEY = re.compile(r"(?:API|ACCESS|ACCOUNT|ENCRYPTION|PRIVATE|SECRET|SIGNING)_?KEY$", re.IGNORECASE)
+_SECRET_VARIABLE = re.compile(
+    r"(?:KEY|TOKEN|SECRET|PASSW(?:OR)?D|AUTH_STRING|CREDENTIALS?)$", re.IGNORECASE
+)
+# Any other name that ends in KEY may be that of a column or a sort, whose value messages have to
+# say.
+_SECRET_KEY = re.compile(
+    r"(?:API|ACCESS|ACCOUNT|ENCRYPTION|PRIVATE|SECRET|SIGNING)_?KEY$", re.IGNORECASE
+)
 _KEY = re.compile(r"KEY$", re.IGNORECASE)
 _WORDS = re.compile(r"(?=.{0,24}$)[a-z]+(?:[_.-][a-z]+)*")
 # The path of a key, no key: a message has to name it.
@@ -41,13 +47,21 @@ _TOKEN_SHAPES = (
     r"eyJ[\w-]{8,}\.[\w-]{8,}\.[\w-]*",
 )
 _RULES = (
-    # A password ends at the last @ before the path; one that holds a slash ends at the first @ that follows, unless
-    # what looks like it is a port.
+    # A password ends at the last @ before the path; one that holds a slash ends at the first @ that
+    # follows, unless what looks like it is a port.
     (re.compile(r"(\b[a-z][a-z0-9+.-]*://)[^\s/@:'\"]*:[^\s/'\"]*@", re.IGNORECASE), rf"\1{MASK}@"),
-    (re.compile(r"(\b[a-z][a-z0-9+.-]*://)[^\s/@:'\"]*:(?!\d+[/?#\s])[^\s@'\"]*@", re.IGNORECASE), rf"\1{MASK}@"),
+    (
+        re.compile(
+            r"(\b[a-z][a-z0-9+.-]*://)[^\s/@:'\"]*:(?!\d+[/?#\s])[^\s@'\"]*@", re.IGNORECASE
+        ),
+        rf"\1{MASK}@",
+    ),
     # The user of a web server is a token, as a rule; other stores write names there.
     (re.compile(r"(\b(?:https?|ftps?)://)[^\s/@:'\"]+@", re.IGNORECASE), rf"\1{MASK}@"),
-    (re.compile(r"(%3A%2F%2F)(?:(?!%2F|%40)[^\s&])*%3A(?:(?!%40)[^\s&])*%40", re.IGNORECASE), rf"\1{MASK}%40"),
+    (
+        re.compile(r"(%3A%2F%2F)(?:(?!%2F|%40)[^\s&])*%3A(?:(?!%40)[^\s&])*%40", re.IGNORECASE),
+        rf"\1{MASK}%40",
+    ),
     (re.compile(rf"([?&;][\w.-]*{SECRET_NAME}=)[^\s&;#'\"]+", re.IGNORECASE), rf"\1{MASK}"),
     (re.compile(r"\b(bearer|basic)\s+[\w.~+/=-]{6,}", re.IGNORECASE), rf"\1 {MASK}"),
     (re.compile(rf"(?<![\w-])(?:{'|'.join(_TOKEN_SHAPES)})"), MASK),
@@ -55,7 +69,9 @@ _RULES = (
 
 
 def redacted(text: str) -> str:
-    """``text`` with :data:`MASK` in place of everything that looks like a secret, or is one of this process."""
+    """``text`` with :data:`MASK` in place of everything that looks like a secret, or is one of this
+    process.
+    """
     for secret in environment_secrets():
         text = text.replace(secret, MASK)
     for pattern, replacement in _RULES:
@@ -64,18 +80,26 @@ def redacted(text: str) -> str:
 
 
 def environment_secrets() -> list[str]:
-    """Values of environment variables named as secrets, and passwords of URLs in others; the longest first."""
+    """Values of environment variables named as secrets, and passwords of URLs in others; the
+    longest first.
+    """
     secrets = set()
     for name, value in os.environ.items():
         if _KEY.search(name) and not _SECRET_KEY.search(name) and _WORDS.fullmatch(value):
             continue
         if name == _NAMES_A_FILE and not _KEY_ITSELF.search(value.strip()):
             continue
-        if _SECRET_VARIABLE.search(name) and not _KEY_FILE.fullmatch(value) and not os.path.exists(value):
+        if (
+            _SECRET_VARIABLE.search(name)
+            and not _KEY_FILE.fullmatch(value)
+            and not os.path.exists(value)
+        ):
             secrets |= {value, *value.split(":", 1)[1:]}  # user:password, as Prefect's is
         elif "://" in value and (match := _WITH_PASSWORD.search(value)):
             secrets |= {match[1], unquote(match[1])}
-    return sorted((secret for secret in secrets if len(secret) >= SHORTEST_SECRET), key=len, reverse=True)
+    return sorted(
+        (secret for secret in secrets if len(secret) >= SHORTEST_SECRET), key=len, reverse=True
+    )
 
 
 class RedactingFormatter(logging.Formatter):

@@ -1,1 +1,3 @@
-"""What the pipeline does not need to run: each extra comes through the same doors as a plugin of others."""
+"""What the pipeline does not need to run: each extra comes through the same doors as a plugin of
+others.
+"""

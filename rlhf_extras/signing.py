@@ -1,14 +1,17 @@
-"""Signatures of registered models: OpenSSF Model Signing with keys or certificates in files, without any network.
+"""Signatures of registered models: OpenSSF Model Signing with keys or certificates in files,
+without any network.
 
-This module is a registry policy (:class:`flows.registry.policies.RegistryPolicy`), whose functions it has.
+This module is a registry policy (:class:`flows.registry.policies.RegistryPolicy`), whose functions
+it has.
 
-Whoever registers a version holds the private key, named by the environment. Whoever promotes, serves, exports or talks
-to it needs only ``registry.signature``. Unlike the content hash of a version, which is a tag, a signature cannot be
-made by those who can merely write to the registry.
+Whoever registers a version holds the private key, named by the environment. Whoever promotes,
+serves, exports or talks to it needs only ``registry.signature``. Unlike the content hash of a
+version, which is a tag, a signature cannot be made by those who can merely write to the registry.
 
-What is signed is a statement about one version of one model in one registry: the hashes of its files and of the code
-and settings that MLflow keeps beside them, the sampling that it was judged with, what its gates said, and the version
-before it. It is compared with what is there at every use of a version and before an alias points to it.
+What is signed is a statement about one version of one model in one registry: the hashes of its
+files and of the code and settings that MLflow keeps beside them, the sampling that it was judged
+with, what its gates said, and the version before it. It is compared with what is there at every use
+of a version and before an alias points to it.
 """
 
 from __future__ import annotations
@@ -44,15 +47,15 @@ ARTIFACT_FOLDER = "signature"
 SIGNER_TAG = "signer_sha256"
 OPEN_TO_OTHERS = 0o027  # write for the group, anything for others
 STATEMENT_BYTES = 1_000_000
-NOT_ELLIPTIC = (
-    "is not an elliptic-curve key; make one with `openssl ecparam -name prime256v1 -genkey -noout -out key.pem`"
-)
+NOT_ELLIPTIC = "is not an elliptic-curve key; make one with `openssl ecparam -name prime256v1 -genkey -noout -out key.pem`"
 INSTALL = "pip install 'rlhf-pipeline[signing]'"
 
 
 @dataclass(frozen=True)
 class Signer:
-    """A private key in a PEM file; with ``certificates``, its own certificate and those that lead to the root."""
+    """A private key in a PEM file; with ``certificates``, its own certificate and those that lead
+    to the root.
+    """
 
     private_key: Path
     certificates: tuple[Path, ...] = ()
@@ -70,8 +73,13 @@ class Signer:
             return None
         listed = os.environ.get(CERTIFICATES_VARIABLE, "").split(os.pathsep)
         certificates = tuple(Path(os.path.expanduser(path)) for path in listed if path.strip())
-        signer = cls(Path(os.path.expanduser(key)), certificates, os.environ.get(PASSWORD_VARIABLE, ""))
-        for variable, paths in ((KEY_VARIABLE, [signer.private_key]), (CERTIFICATES_VARIABLE, certificates)):
+        signer = cls(
+            Path(os.path.expanduser(key)), certificates, os.environ.get(PASSWORD_VARIABLE, "")
+        )
+        for variable, paths in (
+            (KEY_VARIABLE, [signer.private_key]),
+            (CERTIFICATES_VARIABLE, certificates),
+        ):
             for path in paths:
                 if not path.is_file():
                     raise ConfigError(f"{variable}: there is no file {path}")
@@ -84,27 +92,39 @@ class Signer:
         return signer
 
     def name_files(self) -> None:
-        """Name the files by absolute paths in the environment, for processes that run in other folders."""
+        """Name the files by absolute paths in the environment, for processes that run in other
+        folders.
+        """
         os.environ[KEY_VARIABLE] = str(self.private_key.absolute())
         if self.certificates:
-            os.environ[CERTIFICATES_VARIABLE] = os.pathsep.join(str(path.absolute()) for path in self.certificates)
+            os.environ[CERTIFICATES_VARIABLE] = os.pathsep.join(
+                str(path.absolute()) for path in self.certificates
+            )
 
     @property
     def id(self) -> str:
-        """What tells this signer from another: a hash of its certificate, else of its public key."""
+        """What tells this signer from another: a hash of its certificate, else of its public
+        key.
+        """
         from cryptography.hazmat.primitives import serialization
         from cryptography.hazmat.primitives.asymmetric.ec import EllipticCurvePrivateKey
 
         if self.certificates:
             return sha256_file(self.certificates[0])
         try:
-            key = serialization.load_pem_private_key(self.private_key.read_bytes(), self.password.encode() or None)
+            key = serialization.load_pem_private_key(
+                self.private_key.read_bytes(), self.password.encode() or None
+            )
         except (ValueError, TypeError) as error:
-            raise ConfigError(f"{KEY_VARIABLE}: cannot read {self.private_key} ({_first_line(error)})") from error
+            raise ConfigError(
+                f"{KEY_VARIABLE}: cannot read {self.private_key} ({_first_line(error)})"
+            ) from error
         if not isinstance(key, EllipticCurvePrivateKey):
             raise ConfigError(f"{KEY_VARIABLE}: {self.private_key} {NOT_ELLIPTIC}")
         form = serialization.PublicFormat.SubjectPublicKeyInfo
-        return hashlib.sha256(key.public_key().public_bytes(serialization.Encoding.DER, form)).hexdigest()
+        return hashlib.sha256(
+            key.public_key().public_bytes(serialization.Encoding.DER, form)
+        ).hexdigest()
 
     def sign(self, folder: Path, signature: Path) -> None:
         """Write a signature of all files of ``folder``, itself excepted if it lies there.
@@ -120,7 +140,8 @@ class Signer:
                 config.use_certificate_signer(
                     private_key=self.private_key,
                     signing_certificate=self.certificates[0],
-                    certificate_chain=self.certificates[1:] or self.certificates,  # it cannot be empty
+                    certificate_chain=self.certificates[1:]
+                    or self.certificates,  # it cannot be empty
                 )
             else:
                 _ = self.id  # refuses a key that is not elliptic
@@ -130,7 +151,9 @@ class Signer:
         except ConfigError:
             raise
         except Exception as error:
-            raise ConfigError(f"cannot sign with {self.private_key} ({_first_line(error)})") from error
+            raise ConfigError(
+                f"cannot sign with {self.private_key} ({_first_line(error)})"
+            ) from error
 
 
 @dataclass(frozen=True)
@@ -169,7 +192,8 @@ class Statement:
 
 
 def registry_identity(workspace: Path, config: SignatureConfig) -> str:
-    """What tells the registry of a workspace from others: ``registry.signature.registry``, else its address.
+    """What tells the registry of a workspace from others: ``registry.signature.registry``, else its
+    address.
 
     User and password are left out of the address; that of a SQLite database is its path.
     """
@@ -202,19 +226,26 @@ def version_tags(config: RegistryConfig) -> dict[str, str]:
 
 
 def export_folder(folder: Path) -> None:
-    """Sign all files of an exported model, in ``model.sig``, where the environment names a signer."""
+    """Sign all files of an exported model, in ``model.sig``, where the environment names a
+    signer.
+    """
     signer = Signer.of_environment()
     if signer is not None:
         signer.sign(folder, folder / SIGNATURE_NAME)
 
 
 def register_version(
-    client: MlflowClient, workspace: Path, version: ModelVersion, content: str, tags: Mapping[str, str]
+    client: MlflowClient,
+    workspace: Path,
+    version: ModelVersion,
+    content: str,
+    tags: Mapping[str, str],
 ) -> None:
     """Keep a signed statement about a version in its registration run.
 
     Raises:
-        ModelError: What the registry keeps is not what was registered here, so that nobody can vouch for it.
+        ModelError: What the registry keeps is not what was registered here, so that nobody can
+            vouch for it.
     """
     signer = Signer.of_environment()
     if signer is None:
@@ -222,8 +253,12 @@ def register_version(
     config = load_section(workspace, "registry", RegistryConfig).signature
     number = int(version.version)
     earlier = [other for other in versions(client, version.name) if int(other.version) < number]
-    before = (str(earlier[0].version), earlier[0].tags.get(CONTENT_TAG, "")) if earlier else ("", "")
-    statement = statement_of(workspace, config, version, own_package(client, workspace, version), before)
+    before = (
+        (str(earlier[0].version), earlier[0].tags.get(CONTENT_TAG, "")) if earlier else ("", "")
+    )
+    statement = statement_of(
+        workspace, config, version, own_package(client, workspace, version), before
+    )
     to_state = {key: tags[key] for key in SIGNED_TAGS if key in tags}
     if (statement.content_sha256, dict(statement.tags)) != (content, to_state):
         raise ModelError(
@@ -244,7 +279,9 @@ def statement_of(
     folder: Path,
     predecessor: tuple[str, str],
 ) -> Statement:
-    """What there is to say of a version whose Hugging Face folder, as its registry keeps it, is ``folder``."""
+    """What there is to say of a version whose Hugging Face folder, as its registry keeps it, is
+    ``folder``.
+    """
     return Statement(
         registry=registry_identity(workspace, config),
         model=version.name,
@@ -261,7 +298,8 @@ def require_signer(config: SignatureConfig) -> Signer | None:
     """The signer of the environment; None where there is none and none is needed.
 
     Raises:
-        ConfigError: Versions must be signed and the environment names no key, or the library is not installed.
+        ConfigError: Versions must be signed and the environment names no key, or the library is not
+            installed.
     """
     signer = Signer.of_environment()
     if signer is None and config.required:
@@ -275,7 +313,8 @@ def require_signer(config: SignatureConfig) -> Signer | None:
 
 
 def before_run(workspace: Path, config: RegistryConfig) -> None:
-    """Sign and verify a folder as a run will do with its models, and let the run's processes find the signer's files.
+    """Sign and verify a folder as a run will do with its models, and let the run's processes find
+    the signer's files.
 
     Raises:
         ConfigError: Versions cannot be signed so that ``registry.signature`` accepts them.
@@ -303,11 +342,16 @@ def before_run(workspace: Path, config: RegistryConfig) -> None:
 
 
 def verify_version(
-    client: MlflowClient, workspace: Path, config: RegistryConfig, version: ModelVersion, folder: Path | None
+    client: MlflowClient,
+    workspace: Path,
+    config: RegistryConfig,
+    version: ModelVersion,
+    folder: Path | None,
 ) -> None:
     """Compare a version with what was signed about it, where ``registry.signature`` wants that.
 
-    Without a ``folder`` it is compared with its record in the registry alone, as an alias needs that will point to it.
+    Without a ``folder`` it is compared with its record in the registry alone, as an alias needs
+    that will point to it.
 
     Raises:
         ModelError: It has no signature, or that is about something else.
@@ -346,7 +390,9 @@ def signed_statement(
         try:
             paths = []
             for name in (SIGNATURE_NAME, STATEMENT_NAME):
-                file = client.download_artifacts(str(version.run_id), f"{ARTIFACT_FOLDER}/{name}", str(downloads))
+                file = client.download_artifacts(
+                    str(version.run_id), f"{ARTIFACT_FOLDER}/{name}", str(downloads)
+                )
                 paths.append(Path(file))
             signature, stated = paths
             with stated.open("rb") as stream:
@@ -356,7 +402,9 @@ def signed_statement(
                 f"{label} has no signature, and registry.signature wants one; register it again with {KEY_VARIABLE} set"
             ) from error
         (folder / STATEMENT_NAME).write_text(text, encoding="utf-8")
-        refusals = [refusal for verifier in verifiers if (refusal := _refusal(verifier, folder, signature))]
+        refusals = [
+            refusal for verifier in verifiers if (refusal := _refusal(verifier, folder, signature))
+        ]
     if len(refusals) == len(verifiers):
         raise ModelError(
             f"the signature of {label} does not match registry.signature ({_first_line(refusals[0])}); "
@@ -366,7 +414,9 @@ def signed_statement(
         values = json.loads(text)
         return Statement(**values | {"predecessor": tuple(values["predecessor"])})
     except (ValueError, TypeError, KeyError, RecursionError) as error:
-        raise ModelError(f"what was signed about {label} is no statement about a version; register it again") from error
+        raise ModelError(
+            f"what was signed about {label} is no statement about a version; register it again"
+        ) from error
 
 
 def require_stated(client: MlflowClient, signed: Statement, found: Statement) -> None:
@@ -383,7 +433,11 @@ def require_stated(client: MlflowClient, signed: Statement, found: Statement) ->
         )
     differences = signed.differences(found)
     number, content = signed.predecessor
-    if number and "predecessor" not in differences and _content(client, found.model, number) not in (None, content):
+    if (
+        number
+        and "predecessor" not in differences
+        and _content(client, found.model, number) not in (None, content)
+    ):
         differences.append("predecessor")
     if differences:
         raise ModelError(
@@ -440,7 +494,9 @@ def _verifiers(workspace: Path, config: SignatureConfig) -> list[Any]:
         except ConfigError:
             raise
         except Exception as error:
-            raise ConfigError(f"registry.signature: cannot use {path} ({_first_line(error)})") from error
+            raise ConfigError(
+                f"registry.signature: cannot use {path} ({_first_line(error)})"
+            ) from error
     return verifiers
 
 
@@ -463,9 +519,13 @@ def _refusal(verifier: Any, folder: Path, signature: Path) -> Exception | None:
 
 
 def _every_file(library: Any, ignored: Sequence[str] = ()) -> Any:
-    """All files of a folder but git's own, by their SHA-256; DVC may have linked them from its cache."""
+    """All files of a folder but git's own, by their SHA-256; DVC may have linked them from its
+    cache.
+    """
     hashing = library.hashing.Config().set_allow_symlinks(True)
-    return hashing.set_ignored_paths(paths=ignored, ignore_git_paths=True)  # as the library's own command does
+    return hashing.set_ignored_paths(
+        paths=ignored, ignore_git_paths=True
+    )  # as the library's own command does
 
 
 def _library() -> Any:

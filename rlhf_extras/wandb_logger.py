@@ -1,7 +1,8 @@
 """Weights & Biases as a run logger: ``tracking.loggers: [wandb]``, beside MLflow.
 
-Settings are W&B's own environment variables, such as ``WANDB_API_KEY``, ``WANDB_PROJECT`` and ``WANDB_MODE``. It gets
-metrics, parameters and tags. Files stay here: samples and plots quote the data.
+Settings are W&B's own environment variables, such as ``WANDB_API_KEY``, ``WANDB_PROJECT`` and
+``WANDB_MODE``. It gets metrics, parameters and tags. Files stay here: samples and plots quote the
+data.
 """
 
 from __future__ import annotations
@@ -37,7 +38,9 @@ class WandbLogger(RunLogger):
             group=os.environ.get(PARENT_RUN_VARIABLE),
             job_type=stage,
             dir=str(folder),
-            settings=wandb.Settings(console="off", silent=True, disable_git=True, disable_code=True, save_code=False),
+            settings=wandb.Settings(
+                console="off", silent=True, disable_git=True, disable_code=True, save_code=False
+            ),
         )
         # Its own counter only rises, and a resumed stage counts from its checkpoint again.
         self.run.define_metric("*", step_metric="step")

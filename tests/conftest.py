@@ -1,4 +1,6 @@
-"""What several tests share: the environment of child processes, and one smoke run made by the real command."""
+"""What several tests share: the environment of child processes, and one smoke run made by the real
+command.
+"""
 
 from __future__ import annotations
 
@@ -18,9 +20,15 @@ from distribution import LongestFirst, sort_by_length
 from filelock import FileLock
 from hypothesis import HealthCheck, settings
 
-from rlhf_core.storage.garbage_collection import collect_rarely, paused_collector, skip_last_collection
+from rlhf_core.storage.garbage_collection import (
+    collect_rarely,
+    paused_collector,
+    skip_last_collection,
+)
 
-os.environ.update(OFFLINE)  # here, since a conftest below may import torch, which reads the number of threads only then
+os.environ.update(
+    OFFLINE
+)  # here, since a conftest below may import torch, which reads the number of threads only then
 SMOKE_SECONDS = 3000  # of the smoke run, which takes four minutes on two idle cores
 
 
@@ -29,7 +37,8 @@ def pytest_configure(config: pytest.Config) -> None:
     # No test depends on how fast the machine is.
     settings.register_profile("house", deadline=None, suppress_health_check=[HealthCheck.too_slow])
     settings.load_profile("house")
-    # On a machine with a GPU the tests are of the CPU all the same: their numbers, ranks and threads are.
+    # On a machine with a GPU the tests are of the CPU all the same: their numbers, ranks and
+    # threads are.
     os.environ.setdefault("RLHF_DEVICE", "cpu")
     for name in ("PREFECT_API_URL", "MLFLOW_TRACKING_URI", "RLHF_WORKSPACE", "RLHF_PARENT_RUN_ID"):
         os.environ.pop(name, None)
@@ -39,7 +48,9 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_collection() -> Iterator[None]:
-    """Import all test files without garbage collection, and leave what they made out of every later one."""
+    """Import all test files without garbage collection, and leave what they made out of every later
+    one.
+    """
     with paused_collector():
         yield
     gc.freeze()
@@ -48,13 +59,19 @@ def pytest_collection() -> Iterator[None]:
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     sort_by_length(items)
     for item in items:
-        if "smoke" in getattr(item, "fixturenames", ()):  # the first of them makes the run, and the others wait for it
+        if "smoke" in getattr(
+            item, "fixturenames", ()
+        ):  # the first of them makes the run, and the others wait for it
             item.add_marker(pytest.mark.timeout(SMOKE_SECONDS))
 
 
 @pytest.fixture(autouse=True)
-def device_of_the_test(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """The GPU for tests marked ``gpu`` (with RLHF_PRETENDED_GPU the pretended one), the CPU for all others."""
+def device_of_the_test(
+    request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[None]:
+    """The GPU for tests marked ``gpu`` (with RLHF_PRETENDED_GPU the pretended one), the CPU for all
+    others.
+    """
     if request.node.get_closest_marker("gpu") is None:
         yield
         return
@@ -79,20 +96,26 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> LongestFi
 
 @pytest.fixture(scope="session")
 def smoke(tmp_path_factory: pytest.TempPathFactory) -> SmokeRun:
-    """One `rlhf init` + `rlhf run` of the smoke profile for the whole session, whichever process needs it first."""
+    """One `rlhf init` + `rlhf run` of the smoke profile for the whole session, whichever process
+    needs it first.
+    """
     shared = _shared_folder(tmp_path_factory)
     workspace, record = shared / "smoke" / "workspace", shared / "smoke" / "completed.json"
     with FileLock(shared / "smoke.lock"):
         if not record.exists():
             completed = _run_smoke(workspace)
-            record.write_text(json.dumps([*completed.args], default=str) + "\n" + json.dumps(completed.stdout))
+            record.write_text(
+                json.dumps([*completed.args], default=str) + "\n" + json.dumps(completed.stdout)
+            )
     words, printed = map(json.loads, record.read_text().splitlines())
     return SmokeRun(workspace, subprocess.CompletedProcess(words, 0, printed, ""))
 
 
 @pytest.fixture(scope="session")
 def prefect_database(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The database of a Prefect server without flows, made once for the whole session; tests copy it."""
+    """The database of a Prefect server without flows, made once for the whole session; tests copy
+    it.
+    """
     database = _shared_folder(tmp_path_factory) / "prefect.db"
     with FileLock(database.with_suffix(".lock")):
         if not database.exists():
@@ -125,9 +148,13 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture
 def smoke_copy(smoke: SmokeRun, tmp_path: Path) -> Path:
-    """A workspace of the test's own with everything that the smoke run made, its DVC cache included."""
+    """A workspace of the test's own with everything that the smoke run made, its DVC cache
+    included.
+    """
     target = tmp_path / "copy"
-    shutil.copytree(smoke.workspace, target, symlinks=True, ignore=shutil.ignore_patterns("prefect", "tmp"))
+    shutil.copytree(
+        smoke.workspace, target, symlinks=True, ignore=shutil.ignore_patterns("prefect", "tmp")
+    )
     return target
 
 

@@ -1,1 +1,3 @@
-"""The study of the paper's claims: variants of PPO over several seeds, intervals, verdicts, a page and figures."""
+"""The study of the paper's claims: variants of PPO over several seeds, intervals, verdicts, a page
+and figures.
+"""

@@ -18,8 +18,9 @@ from rlhf_core.errors import ConfigError
 
 @dataclass(frozen=True)
 class Metric:
-    """An end value of a run. ``ratio`` metrics are compared as factors, on a log scale, values below ``floor`` counting
-    as ``floor``; ``share`` metrics lie in [0, 1]; ``plain`` ones are compared by their difference."""
+    """An end value of a run. ``ratio`` metrics are compared as factors, on a log scale, values
+    below ``floor`` counting as ``floor``; ``share`` metrics lie in [0, 1]; ``plain`` ones are
+    compared by their difference."""
 
     label: str
     kind: Literal["plain", "share", "ratio"] = "plain"
@@ -91,8 +92,9 @@ DIFFERENCES = ("gold", "reward_gain", "referee_win_rate", "kl", "length", "repet
 
 
 class Variant(Strict):
-    """A recipe with something changed. ``base`` is a variant that stands above (null: the recipe itself); ``drop``
-    turns switches off, ``add`` on again, ``change`` sets parameters by their dotted path."""
+    """A recipe with something changed. ``base`` is a variant that stands above (null: the recipe
+    itself); ``drop`` turns switches off, ``add`` on again, ``change`` sets parameters by their
+    dotted path."""
 
     name: str = Field(pattern=r"^[a-z0-9][a-z0-9.+-]*$")
     about: str
@@ -103,8 +105,9 @@ class Variant(Strict):
 
 
 class Expectation(Strict):
-    """``metric`` of variant ``of`` is higher or lower than that of variant ``than`` (or than a number) by more than
-    ``by``, or the same ``within`` a tolerance. For a ratio metric ``by`` and ``within`` are factors, else differences.
+    """``metric`` of variant ``of`` is higher or lower than that of variant ``than`` (or than a
+    number) by more than ``by``, or the same ``within`` a tolerance. For a ratio metric ``by`` and
+    ``within`` are factors, else differences.
     """
 
     metric: str
@@ -131,7 +134,9 @@ class Claim(Strict):
 
 
 class FigurePlan(Strict):
-    """One picture: ``curves`` over the iterations and ``ends`` with intervals, of ``variants``; and what it claims."""
+    """One picture: ``curves`` over the iterations and ``ends`` with intervals, of ``variants``; and
+    what it claims.
+    """
 
     name: str = Field(pattern=r"^[a-z0-9][a-z0-9-]*$")
     title: str
@@ -142,9 +147,9 @@ class FigurePlan(Strict):
 
 
 class Ablation(Strict):
-    """``reference`` is the variant that all are compared with. ``common`` holds for every variant: cost and watching,
-    never the method. A switch names the parameters that turn a part of the recipe off. ``levels`` and ``differences``
-    are the columns of the two tables."""
+    """``reference`` is the variant that all are compared with. ``common`` holds for every variant:
+    cost and watching, never the method. A switch names the parameters that turn a part of the
+    recipe off. ``levels`` and ``differences`` are the columns of the two tables."""
 
     seeds: tuple[int, ...] = Field(strict=False, min_length=1)
     reference: str
@@ -174,7 +179,9 @@ class Ablation(Strict):
         return tuple(switch for switch in inherited if switch not in variant.add) + variant.drop
 
     def overrides(self, name: str) -> dict[str, Any]:
-        """Parameters by dotted path that make the variant out of the recipe, ``common`` not included."""
+        """Parameters by dotted path that make the variant out of the recipe, ``common`` not
+        included.
+        """
         changes: dict[str, Any] = {}
         for switch in self.dropped(name):
             changes |= self.switches[switch]
@@ -186,7 +193,9 @@ class Ablation(Strict):
 
 
 def load_ablation(path: Path) -> Ablation:
-    """The checked definition in ``path``; ``ConfigError`` names what is unknown and the nearest valid name."""
+    """The checked definition in ``path``; ``ConfigError`` names what is unknown and the nearest
+    valid name.
+    """
     try:
         ablation = Ablation.model_validate(yaml_text.plain(yaml_text.read(path)))
     except ValidationError as error:
@@ -199,12 +208,19 @@ def load_ablation(path: Path) -> Ablation:
     return ablation
 
 
-def check_recipes(ablation: Ablation, document: Mapping[str, Any], sets: Mapping[str, Any], name: str) -> None:
-    """Every variant over the recipe ``document`` is a valid params.yaml; ``ConfigError`` names variant and path."""
+def check_recipes(
+    ablation: Ablation, document: Mapping[str, Any], sets: Mapping[str, Any], name: str
+) -> None:
+    """Every variant over the recipe ``document`` is a valid params.yaml; ``ConfigError`` names
+    variant and path.
+    """
     common = overridden(document, dict(ablation.common) | dict(sets))
     check_params(common, f"{name}: common")
     for variant in ablation.variants:
-        check_params(overridden(common, ablation.overrides(variant.name)), f"{name}: variant '{variant.name}'")
+        check_params(
+            overridden(common, ablation.overrides(variant.name)),
+            f"{name}: variant '{variant.name}'",
+        )
 
 
 def _check_variants(ablation: Ablation) -> None:
@@ -252,7 +268,9 @@ def _check_expectation(ablation: Ablation, expectation: Expectation, where: str)
             _known(name, ablation.names, f"{where}: variant", "variant")
     margins = [m for m in (expectation.by, expectation.within) if m is not None]
     if METRICS[expectation.metric].kind == "ratio" and any(margin <= 0 for margin in margins):
-        raise ConfigError(f"{where}: '{expectation.metric}' is compared as a ratio; give 'by' or 'within' as a factor")
+        raise ConfigError(
+            f"{where}: '{expectation.metric}' is compared as a ratio; give 'by' or 'within' as a factor"
+        )
     if expectation.within is not None and expectation.within <= 0:
         raise ConfigError(f"{where}: 'within' must be above 0 (got {expectation.within})")
 

@@ -31,12 +31,17 @@ from benchmarks.ablation.verdicts import (
 from rlhf_core.data.statistics import rank_correlation
 from rlhf_core.storage.files import atomic_write_json, atomic_write_text
 
-WORST = "gold_gain"  # of this the worst seed is told, too: where one of four collapses, a mean hides it
+WORST = (
+    "gold_gain"  # of this the worst seed is told, too: where one of four collapses, a mean hides it
+)
 FEWEST_RANKED = 10  # runs; a rank correlation of fewer says nothing
 
 
-def write_page(ablation: Ablation, results: Sequence[RunResult], pictures: Mapping[str, str]) -> str:
-    """Return the whole page: claims of the figures that were measured, every variant, and differences.
+def write_page(
+    ablation: Ablation, results: Sequence[RunResult], pictures: Mapping[str, str]
+) -> str:
+    """Return the whole page: claims of the figures that were measured, every variant, and
+    differences.
 
     Args:
         ablation: The definition.
@@ -45,7 +50,9 @@ def write_page(ablation: Ablation, results: Sequence[RunResult], pictures: Mappi
     """
     table = SeedTable(results)
     verdicts = judge_figures(ablation, table)
-    variants = [name for name in ablation.names if any(result.run.variant == name for result in results)]
+    variants = [
+        name for name in ablation.names if any(result.run.variant == name for result in results)
+    ]
     parts = [_head(results, verdicts)]
     parts += [
         _figure_section(figure, verdicts[figure.name], pictures.get(figure.name))
@@ -55,23 +62,29 @@ def write_page(ablation: Ablation, results: Sequence[RunResult], pictures: Mappi
     parts += ["## Every variant", _level_table(ablation, variants, table)]
     parts += [f"## Against {ablation.reference}", _difference_table(ablation, variants, table)]
     if unfinished := [result.run for result in results if result.run.state != DONE]:
-        lines = [f"- {run.variant}, seed {run.seed}: {run.state}. {run.message}".rstrip() for run in unfinished]
+        lines = [
+            f"- {run.variant}, seed {run.seed}: {run.state}. {run.message}".rstrip()
+            for run in unfinished
+        ]
         parts += ["## Not finished", *lines]
     return "\n\n".join(parts) + "\n"
 
 
 def judge_figures(ablation: Ablation, table: SeedTable) -> dict[str, list[ClaimVerdict]]:
-    """The verdicts on the claims of each figure one of whose claims was measured, by the figure's name.
+    """The verdicts on the claims of each figure one of whose claims was measured, by the figure's
+    name.
 
-    Claims that were not measured count among a figure's claims all the same, so that what is asked later costs nothing.
-    A figure without claims has an empty list.
+    Claims that were not measured count among a figure's claims all the same, so that what is asked
+    later costs nothing. A figure without claims has an empty list.
     """
     verdicts = {figure.name: judge_claims(figure.claims, table) for figure in ablation.figures}
 
     def measured(verdict: ClaimVerdict) -> bool:
         return all(item.interval.n > 1 for item in verdict.evidence)
 
-    return {name: group for name, group in verdicts.items() if not group or any(map(measured, group))}
+    return {
+        name: group for name, group in verdicts.items() if not group or any(map(measured, group))
+    }
 
 
 def _head(results: Sequence[RunResult], verdicts: Mapping[str, Sequence[ClaimVerdict]]) -> str:
@@ -95,7 +108,9 @@ def _head(results: Sequence[RunResult], verdicts: Mapping[str, Sequence[ClaimVer
     )
 
 
-def _figure_section(figure: FigurePlan, verdicts: Sequence[ClaimVerdict], picture: str | None) -> str:
+def _figure_section(
+    figure: FigurePlan, verdicts: Sequence[ClaimVerdict], picture: str | None
+) -> str:
     lines = [f"## {figure.title}", ""]
     if picture:
         lines += [f"![{figure.title}]({picture})", ""]
@@ -104,15 +119,25 @@ def _figure_section(figure: FigurePlan, verdicts: Sequence[ClaimVerdict], pictur
     lines += ["| claim | verdict | p | expected | measured |", "|---|---|---|---|---|"]
     for verdict in verdicts:
         for row, item in enumerate(verdict.evidence):
-            first = (verdict.says, f"**{verdict.outcome}**", f"{verdict.p:.2g}") if row == 0 else ("", "", "")
+            first = (
+                (verdict.says, f"**{verdict.outcome}**", f"{verdict.p:.2g}")
+                if row == 0
+                else ("", "", "")
+            )
             lines.append(f"| {' | '.join(first)} | {item.expected} | {item.measured} |")
     return "\n".join(lines)
 
 
 def _with_gold(results: Sequence[RunResult]) -> str:
-    """Say in a sentence how reward and KL go with gold over the runs; empty where too few have all of them."""
+    """Say in a sentence how reward and KL go with gold over the runs; empty where too few have all
+    of them.
+    """
     names = ("gold_gain", "reward_gain", "kl")
-    rows = [[result.values[name] for name in names] for result in results if {*names} <= {*result.values}]
+    rows = [
+        [result.values[name] for name in names]
+        for result in results
+        if {*names} <= {*result.values}
+    ]
     if len(rows) < FEWEST_RANKED:
         return ""
     gold, reward, kl = np.array(rows).T
@@ -124,26 +149,38 @@ def _level_table(ablation: Ablation, variants: Sequence[str], table: SeedTable) 
     labels = [METRICS[name].label for name in ablation.levels]
     rows = [["variant", "what it is", *labels, f"{METRICS[WORST].label}, worst seed"]]
     for name in variants:
-        cells = (level_cell(table.level(name, metric), METRICS[metric]) for metric in ablation.levels)
+        cells = (
+            level_cell(table.level(name, metric), METRICS[metric]) for metric in ablation.levels
+        )
         seeds = table.by_seed(name, WORST).values()
-        rows.append([name, ablation.variant(name).about, *cells, f"{min(seeds):.2f}" if seeds else "–"])
+        rows.append(
+            [name, ablation.variant(name).about, *cells, f"{min(seeds):.2f}" if seeds else "–"]
+        )
     return _markdown_table(rows)
 
 
 def _difference_table(ablation: Ablation, variants: Sequence[str], table: SeedTable) -> str:
-    kinds = {name: "factor" if METRICS[name].kind == "ratio" else "difference" for name in ablation.differences}
+    kinds = {
+        name: "factor" if METRICS[name].kind == "ratio" else "difference"
+        for name in ablation.differences
+    }
     rows = [["variant", *(f"{METRICS[name].label}, {kind}" for name, kind in kinds.items())]]
     for name in variants:
         if name != ablation.reference:
             differences = (
-                (metric, table.difference(name, ablation.reference, metric)) for metric in ablation.differences
+                (metric, table.difference(name, ablation.reference, metric))
+                for metric in ablation.differences
             )
-            rows.append([name, *(difference_cell(found, METRICS[metric]) for metric, found in differences)])
+            rows.append(
+                [name, *(difference_cell(found, METRICS[metric]) for metric, found in differences)]
+            )
     return "Bold: the interval excludes no difference.\n\n" + _markdown_table(rows)
 
 
 def level_cell(interval: Interval, metric: Metric) -> str:
-    """Format ``0.31 ± 0.12``, or ``1.9 (1.1 to 3.2)`` for ratio metrics; no interval from fewer than two seeds."""
+    """Format ``0.31 ± 0.12``, or ``1.9 (1.1 to 3.2)`` for ratio metrics; no interval from fewer
+    than two seeds.
+    """
     if interval.n == 0:
         return "–"
     level = interval.in_readers_unit(metric)
@@ -155,7 +192,9 @@ def level_cell(interval: Interval, metric: Metric) -> str:
 
 
 def difference_cell(interval: Interval, metric: Metric) -> str:
-    """Format ``+0.10 (-0.02 to 0.22)`` or ``× 1.9 (1.1 to 3.2)``; bold where the interval excludes no difference."""
+    """Format ``+0.10 (-0.02 to 0.22)`` or ``× 1.9 (1.1 to 3.2)``; bold where the interval excludes
+    no difference.
+    """
     if interval.n == 0:
         return "–"
     difference = interval.in_readers_unit(metric)
@@ -186,7 +225,9 @@ Colour = tuple[float, float, float, float]
 
 def draw_figure(path: Path, plan: FigurePlan, results: Sequence[RunResult]) -> bool:
     """Write the picture (PNG) to ``path``; return False when none of its variants has a result."""
-    variants = [name for name in plan.variants if any(r.values and r.run.variant == name for r in results)]
+    variants = [
+        name for name in plan.variants if any(r.values and r.run.variant == name for r in results)
+    ]
     if not variants:
         return False
     panels = len(plan.curves) + len(plan.ends)
@@ -199,10 +240,18 @@ def draw_figure(path: Path, plan: FigurePlan, results: Sequence[RunResult]) -> b
     for panel, name in zip(axes, plan.curves, strict=False):
         _draw_curve(panel, name, {variant: colours[variant] for variant in variants}, results)
     for panel, metric in zip(axes[len(plan.curves) :], plan.ends, strict=True):
-        _draw_end_values(panel, metric, {variant: colours[variant] for variant in variants}, SeedTable(results))
+        _draw_end_values(
+            panel, metric, {variant: colours[variant] for variant in variants}, SeedTable(results)
+        )
     figure.suptitle(plan.title)
     handles = [Line2D([], [], color=colours[name], label=name, linewidth=2) for name in variants]
-    figure.legend(handles=handles, loc="outside lower center", ncols=min(len(handles), 4), fontsize=8, frameon=False)
+    figure.legend(
+        handles=handles,
+        loc="outside lower center",
+        ncols=min(len(handles), 4),
+        fontsize=8,
+        frameon=False,
+    )
     path.parent.mkdir(parents=True, exist_ok=True)
     # No software version or date inside: the same numbers give the same file.
     figure.savefig(path, dpi=90, metadata={"Software": None})
@@ -210,16 +259,25 @@ def draw_figure(path: Path, plan: FigurePlan, results: Sequence[RunResult]) -> b
 
 
 def curve(results: Sequence[RunResult], name: str) -> tuple[np.ndarray, np.ndarray] | None:
-    """Return the iterations (n,) at which every run has ``name``, and its values (runs, n); None if there are none."""
-    rows = [{row["iteration"]: row[name] for row in r.history if row.get(name) is not None} for r in results]
+    """Return the iterations (n,) at which every run has ``name``, and its values (runs, n); None if
+    there are none.
+    """
+    rows = [
+        {row["iteration"]: row[name] for row in r.history if row.get(name) is not None}
+        for r in results
+    ]
     rows = [row for row in rows if row]
     shared = sorted(set.intersection(*(set(row) for row in rows))) if rows else []
     if not shared:
         return None
-    return np.array(shared), np.array([[row[step] for step in shared] for row in rows], dtype=np.float64)
+    return np.array(shared), np.array(
+        [[row[step] for step in shared] for row in rows], dtype=np.float64
+    )
 
 
-def _draw_curve(panel: Axes, name: str, colours: dict[str, Colour], results: Sequence[RunResult]) -> None:
+def _draw_curve(
+    panel: Axes, name: str, colours: dict[str, Colour], results: Sequence[RunResult]
+) -> None:
     """Draw each variant's mean over seeds, with the range of the seeds as a shade."""
     for variant, colour in colours.items():
         points = curve([r for r in results if r.run.variant == variant], name)
@@ -227,7 +285,9 @@ def _draw_curve(panel: Axes, name: str, colours: dict[str, Colour], results: Seq
             x, y = points
             marker = "o" if len(x) <= SPARSE else ""
             panel.plot(x, y.mean(axis=0), color=colour, linewidth=1.4, marker=marker, markersize=4)
-            panel.fill_between(x, y.min(axis=0), y.max(axis=0), color=colour, alpha=0.12, linewidth=0)
+            panel.fill_between(
+                x, y.min(axis=0), y.max(axis=0), color=colour, alpha=0.12, linewidth=0
+            )
     panel.set_title(CURVES[name].label, fontsize=10)
     panel.set_xlabel("iteration", fontsize=8)
     if CURVES[name].log and panel.get_ylim()[1] > WIDE:
@@ -244,7 +304,9 @@ def _draw_end_values(panel: Axes, name: str, colours: dict[str, Colour], table: 
     for height, (variant, colour) in enumerate(reversed(colours.items())):
         seeds = list(table.by_seed(variant, name).values())
         points = [math.exp(v) if metric.kind == "ratio" else v for v in seeds]
-        panel.plot(points, [height + 0.22] * len(points), "o", color=colour, markersize=3, alpha=0.6)
+        panel.plot(
+            points, [height + 0.22] * len(points), "o", color=colour, markersize=3, alpha=0.6
+        )
         level = table.level(variant, name).in_readers_unit(metric)
         if level.n > 1:
             panel.plot([level.low, level.high], [height, height], color=colour, linewidth=2)
@@ -268,8 +330,11 @@ def _style_axes(panel: Axes) -> None:
 FIGURES = "figures"
 
 
-def summarise(ablation: Ablation, runs: Iterable[AblationRun], folder: Path) -> dict[str, list[ClaimVerdict]]:
-    """Write ``results.csv``, ``verdicts.json``, ``table.md`` and ``figures/`` into ``folder``; return the verdicts.
+def summarise(
+    ablation: Ablation, runs: Iterable[AblationRun], folder: Path
+) -> dict[str, list[ClaimVerdict]]:
+    """Write ``results.csv``, ``verdicts.json``, ``table.md`` and ``figures/`` into ``folder``;
+    return the verdicts.
 
     Args:
         ablation: The definition.
@@ -294,7 +359,10 @@ def summarise(ablation: Ablation, runs: Iterable[AblationRun], folder: Path) -> 
                     "claim": verdict.says,
                     "verdict": str(verdict.outcome),
                     "p": verdict.p,
-                    "evidence": [{"expected": item.expected, "measured": item.measured} for item in verdict.evidence],
+                    "evidence": [
+                        {"expected": item.expected, "measured": item.measured}
+                        for item in verdict.evidence
+                    ],
                 }
                 for verdict in group
             ]

@@ -1,4 +1,6 @@
-"""Running an ablation: variants of the recipe for several seeds, each a workspace that DVC keeps up to date."""
+"""Running an ablation: variants of the recipe for several seeds, each a workspace that DVC keeps up
+to date.
+"""
 
 from __future__ import annotations
 
@@ -26,9 +28,22 @@ from flows.supervision.processes import child_environment, dvc_errors, start_sup
 from flows.supervision.signals import STOP, Stopwatch
 from flows.workspace import cleanup, display_path, locked, private_path
 from rlhf_core.config import yaml_text
-from rlhf_core.config.loading import DEFAULT_PROFILE, PARAMS_FILE, merge, overlays_of, parse_assignment, workspace_name
+from rlhf_core.config.loading import (
+    DEFAULT_PROFILE,
+    PARAMS_FILE,
+    merge,
+    overlays_of,
+    parse_assignment,
+    workspace_name,
+)
 from rlhf_core.config.recipe import profiles_of
-from rlhf_core.errors import EXIT_INTERRUPTED, EXIT_PREEMPTED, EXIT_TRAINING_PAUSED, ConfigError, RlhfError
+from rlhf_core.errors import (
+    EXIT_INTERRUPTED,
+    EXIT_PREEMPTED,
+    EXIT_TRAINING_PAUSED,
+    ConfigError,
+    RlhfError,
+)
 from rlhf_core.stages.runtime.launcher import OUTCOMES
 
 FOLDER = "ablation"
@@ -52,16 +67,21 @@ class AblationRequest:
 
     def includes(self, run: AblationRun) -> bool:
         """Whether a run is of the variants and seeds that are asked for."""
-        return (not self.variants or run.variant in self.variants) and (not self.seeds or run.seed in self.seeds)
+        return (not self.variants or run.variant in self.variants) and (
+            not self.seeds or run.seed in self.seeds
+        )
 
     def is_part_of(self, ablation: Ablation) -> bool:
-        """Whether variants or seeds of the file are left out; results of a part never replace those of the whole."""
+        """Whether variants or seeds of the file are left out; results of a part never replace those
+        of the whole.
+        """
         return bool(self.variants) or bool(self.seeds and set(ablation.seeds) - set(self.seeds))
 
 
 @dataclass(frozen=True)
 class AblationJob:
-    """Stages (``targets``) to bring up to date in ``workspace``, whose recipe is that of the base with ``sets``.
+    """Stages (``targets``) to bring up to date in ``workspace``, whose recipe is that of the base
+    with ``sets``.
 
     The job without a variant is the part that all variants of the seed share.
     """
@@ -72,9 +92,13 @@ class AblationJob:
     sets: tuple[str, ...]
     targets: tuple[str, ...]
 
-    def ended(self, state: RunState, message: str = "", seconds: float = 0.0, trained: bool = False) -> AblationRun:
+    def ended(
+        self, state: RunState, message: str = "", seconds: float = 0.0, trained: bool = False
+    ) -> AblationRun:
         """Return how the job has run."""
-        return AblationRun(self.variant or SHARED, self.seed, self.workspace, state, message, seconds, trained)
+        return AblationRun(
+            self.variant or SHARED, self.seed, self.workspace, state, message, seconds, trained
+        )
 
 
 def parse_names(text: str | None) -> tuple[str, ...]:
@@ -83,15 +107,20 @@ def parse_names(text: str | None) -> tuple[str, ...]:
 
 
 def parse_seeds(text: str | None) -> tuple[int, ...]:
-    """Split ``1,2`` into whole numbers without duplicates; raise ``ConfigError`` for anything else."""
+    """Split ``1,2`` into whole numbers without duplicates; raise ``ConfigError`` for anything
+    else.
+    """
     names = parse_names(text)
     if wrong := [name for name in names if not name.isdecimal()]:
-        raise ConfigError(f"--seeds {text}: '{wrong[0]}' is not a seed; write whole numbers, such as --seeds 1,2,3")
+        raise ConfigError(
+            f"--seeds {text}: '{wrong[0]}' is not a seed; write whole numbers, such as --seeds 1,2,3"
+        )
     return tuple(dict.fromkeys(int(name) for name in names))
 
 
 def definition(base: Path, request: AblationRequest) -> Ablation:
-    """Load the ablation of the request from its file, the workspace's ablation.yaml or the study's, and check it.
+    """Load the ablation of the request from its file, the workspace's ablation.yaml or the study's,
+    and check it.
 
     Raises:
         ConfigError: the file, a variant or a parameter is wrong.
@@ -108,12 +137,14 @@ def definition(base: Path, request: AblationRequest) -> Ablation:
     return ablation
 
 
-def make_plan(base: Path, request: AblationRequest, ablation: Ablation) -> tuple[list[AblationJob], Path]:
+def make_plan(
+    base: Path, request: AblationRequest, ablation: Ablation
+) -> tuple[list[AblationJob], Path]:
     """Return the jobs of the request, the shared parts first, and the folder for the results.
 
-    Overrides apply in this order: profile, the file's ``common``, ``--set``, the seed, the variant's own. So a variant
-    always differs from its base by what it names. What a seed's variants share are the stages before PPO in DVC's
-    graph.
+    Overrides apply in this order: profile, the file's ``common``, ``--set``, the seed, the
+    variant's own. So a variant always differs from its base by what it names. What a seed's
+    variants share are the stages before PPO in DVC's graph.
 
     Raises:
         ConfigError: the pipeline lacks PPO or the evaluation.
@@ -121,7 +152,9 @@ def make_plan(base: Path, request: AblationRequest, ablation: Ablation) -> tuple
     graph = read_graph(base)
     for stage in (TRAINER, GOAL):
         if stage not in graph:
-            raise ConfigError(f"{base / 'dvc.yaml'} has no stage '{stage}', which an ablation needs")
+            raise ConfigError(
+                f"{base / 'dvc.yaml'} has no stage '{stage}', which an ablation needs"
+            )
     workspaces = base / TRIALS / FOLDER / request.name
     common = [*assignments(ablation.common), *request.sets]
     seeds = request.seeds or ablation.seeds
@@ -133,8 +166,12 @@ def make_plan(base: Path, request: AblationRequest, ablation: Ablation) -> tuple
         targets = (GOAL,) if variant else graph[TRAINER].after
         return AblationJob(variant, seed, workspace, (*common, f"seed={seed}", *own), targets)
 
-    jobs = [job(None, seed) for seed in seeds] + [job(name, seed) for name in names for seed in seeds]
-    return jobs, base / FOLDER / (f"{request.name}-part" if request.is_part_of(ablation) else request.name)
+    jobs = [job(None, seed) for seed in seeds] + [
+        job(name, seed) for name in names for seed in seeds
+    ]
+    return jobs, base / FOLDER / (
+        f"{request.name}-part" if request.is_part_of(ablation) else request.name
+    )
 
 
 def assignments(changes: Mapping[str, Any]) -> list[str]:
@@ -149,7 +186,14 @@ def listing(base: Path, request: AblationRequest) -> str:
     selected = [name for name in ablation.names if not request.variants or name in request.variants]
     variants = [f"{name.ljust(width)}  {ablation.variant(name).about}" for name in selected]
     figures = [f"{figure.name.ljust(width)}  {figure.title}" for figure in ablation.figures]
-    return "\n".join(["variants", *(f"  {line}" for line in variants), "figures", *(f"  {line}" for line in figures)])
+    return "\n".join(
+        [
+            "variants",
+            *(f"  {line}" for line in variants),
+            "figures",
+            *(f"  {line}" for line in figures),
+        ]
+    )
 
 
 GRACE_SECONDS = 5.0
@@ -157,7 +201,9 @@ ATTEMPTS = 2  # a crash is tried once more, a decision of a stage is not
 
 
 def run_job(base: Path, profile: str | None, job: AblationJob, cache: Path) -> AblationRun:
-    """Bring the job's targets up to date; a failing stage does not raise. A raised stop flag stops the job."""
+    """Bring the job's targets up to date; a failing stage does not raise. A raised stop flag stops
+    the job.
+    """
     watch = Stopwatch()
     try:
         with locked(job.workspace):
@@ -178,7 +224,8 @@ def _reproduce(job: AblationJob, watch: Stopwatch) -> AblationRun:
     reports = job.workspace / OUTCOMES
     for path in reports.glob("*.json"):
         path.unlink()
-    # Stages record to MLflow only where a server is named: hundreds of workspaces with a database each help nobody.
+    # Stages record to MLflow only where a server is named: hundreds of workspaces with a database
+    # each help nobody.
     tracking = {} if os.environ.get("MLFLOW_TRACKING_URI") else {"RLHF_TRACKING": "off"}
     result = start_supervised(
         [sys.executable, "-m", "dvc", "--wait-for-lock", "repro", *job.targets],
@@ -215,8 +262,9 @@ def run_jobs(
 ) -> list[AblationRun]:
     """Run all jobs, at most ``slots`` at a time, and return how they ran in the order of ``jobs``.
 
-    A variant waits for the shared part of its seed and is skipped if that fails; other seeds continue. Once the stop
-    flag is raised nothing more is started; running jobs check the flag themselves.
+    A variant waits for the shared part of its seed and is skipped if that fails; other seeds
+    continue. Once the stop flag is raised nothing more is started; running jobs check the flag
+    themselves.
 
     Args:
         on_end: given each of them as soon as it is there.
@@ -241,7 +289,11 @@ def run_jobs(
                     end(job, job.ended("skipped", f"{before.title}: {before.message}"))
                 else:
                     running[threads.submit(run, job)] = job
-            done = wait(running, timeout=POLL_SECONDS, return_when=FIRST_COMPLETED).done if running else set()
+            done = (
+                wait(running, timeout=POLL_SECONDS, return_when=FIRST_COMPLETED).done
+                if running
+                else set()
+            )
             for future in done:
                 end(running.pop(future), future.result())
     return [ended[job] for job in jobs]
@@ -272,7 +324,9 @@ class ProgressLines:
             mean = sum(self.training_seconds) / len(self.training_seconds)
             minutes = (self.count - self.ended) * mean / self.slots / 60
             remaining = f"; about {max(minutes, 1):.0f} min to go"
-        self.line(f"{self.ended}/{self.count} {run.title}: {verdict}, {run.seconds:.0f} s{reason}{remaining}")
+        self.line(
+            f"{self.ended}/{self.count} {run.title}: {verdict}, {run.seconds:.0f} s{reason}{remaining}"
+        )
 
     def line(self, text: str) -> None:
         """Print one line with the time since the start."""
@@ -280,10 +334,12 @@ class ProgressLines:
 
 
 def ablate(base: Path, request: AblationRequest, jobs: int | None = None) -> int:
-    """Run what the request names, ``jobs`` side by side (None: one per core), and write the results.
+    """Run what the request names, ``jobs`` side by side (None: one per core), and write the
+    results.
 
     Returns:
-        The exit status: 0 when every run is done; 1 when some failed or were paused by their own training, in which
+        The exit status: 0 when every run is done; 1 when some failed or were paused by their own
+            training, in which
         case the results have the others; 130 when it was stopped, and the next call resumes.
 
     Raises:
@@ -294,7 +350,11 @@ def ablate(base: Path, request: AblationRequest, jobs: int | None = None) -> int
     with locked(base, LOCK):
         ensure_dvc(base)
         (planned, results), cache = make_plan(base, request, ablation), cache_of(base)
-        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+        cores = (
+            len(os.sched_getaffinity(0))
+            if hasattr(os, "sched_getaffinity")
+            else os.cpu_count() or 1
+        )
         progress = ProgressLines(len(planned), jobs or cores)
         folder = display_path(planned[0].workspace.parents[1])
         progress.line(f"{len(planned)} jobs, {progress.slots} at a time, in {folder}")

@@ -1,15 +1,17 @@
 """What an ablation shows: its results, intervals of differences, and a verdict on each expectation.
 
-The seed is the unit of replication: each brings its own world, SFT model, reward model, referee and random numbers, and
-every variant of a seed is judged on the same held-out prompts. Prompts within a seed are not independent trials of a
-training method, so they never narrow an interval here.
+The seed is the unit of replication: each brings its own world, SFT model, reward model, referee and
+random numbers, and every variant of a seed is judged on the same held-out prompts. Prompts within a
+seed are not independent trials of a training method, so they never narrow an interval here.
 
-Whether an expectation holds is a one-sided t-test on D, the paired difference (for ratio metrics of logarithms), over
-seeds: ``higher by m`` of D > m, ``lower by m`` of -D > m, ``same within w`` of D > -w and of D < w, the worse of the
+Whether an expectation holds is a one-sided t-test on D, the paired difference (for ratio metrics of
+logarithms), over seeds: ``higher by m`` of D > m, ``lower by m`` of -D > m, ``same within w`` of D
+> -w and of D < w, the worse of the
 two. That it does not hold is the test of the opposite: D < m, -D < m, and D > w or D < -w.
 
-A claim holds if all its expectations do (intersection-union), and does not hold if one of them does not (Bonferroni
-over them). A figure asks several claims, so its p values are Holm's over them, for either direction at :data:`LEVEL`.
+A claim holds if all its expectations do (intersection-union), and does not hold if one of them does
+not (Bonferroni over them). A figure asks several claims, so its p values are Holm's over them, for
+either direction at :data:`LEVEL`.
 """
 
 from __future__ import annotations
@@ -54,8 +56,8 @@ class AblationRun:
     """How one variant with one seed, or what its seed's variants share (:data:`SHARED`), has run.
 
     Attributes:
-        state: ``done`` when the stages in ``workspace`` are up to date, ``paused`` when a training stage stopped itself
-            in good order, ``crashed`` when it may be tried again.
+        state: ``done`` when the stages in ``workspace`` are up to date, ``paused`` when a training
+            stage stopped itself in good order, ``crashed`` when it may be tried again.
         message: Details of ``state``.
         seconds: The time it took.
         trained: Whether PPO ran in it.
@@ -77,7 +79,9 @@ class AblationRun:
 
 @dataclass(frozen=True)
 class RunResult:
-    """A run with its end values (names of ``METRICS``; those that could not be measured are absent) and its history."""
+    """A run with its end values (names of ``METRICS``; those that could not be measured are absent)
+    and its history.
+    """
 
     run: AblationRun
     values: Mapping[str, float] = field(default_factory=dict)
@@ -85,7 +89,9 @@ class RunResult:
 
 
 def read_results(runs: Iterable[AblationRun]) -> list[RunResult]:
-    """Read the results of all runs; one that is not done has no values, whatever older files are in its workspace."""
+    """Read the results of all runs; one that is not done has no values, whatever older files are in
+    its workspace.
+    """
     return [_read(run) if run.state == DONE else RunResult(run) for run in runs]
 
 
@@ -93,21 +99,36 @@ def _read(run: AblationRun) -> RunResult:
     evaluation = read_json(run.workspace / "metrics" / "evaluation.json")
     history = read_history(run.workspace / "history" / "ppo.jsonl")
     comparisons = read_table(run.workspace / "samples" / "comparisons.parquet")
-    sft_scores = [f.name for f in comparisons.schema if f.name.startswith("sft_") and pa.types.is_floating(f.type)]
-    spread = {name.removeprefix("sft_"): float(np.std(comparisons.column(name).to_numpy())) for name in sft_scores}
+    sft_scores = [
+        f.name
+        for f in comparisons.schema
+        if f.name.startswith("sft_") and pa.types.is_floating(f.type)
+    ]
+    spread = {
+        name.removeprefix("sft_"): float(np.std(comparisons.column(name).to_numpy()))
+        for name in sft_scores
+    }
     cut = comparisons.filter(pc.invert(comparisons.column("policy_finished")))
     params = yaml_text.plain(yaml_text.read(run.workspace / PARAMS_FILE))
     sampled = sampled_tokens(history, params.get("policy", {}).get("method", "ppo"), params["ppo"])
-    values = {**end_values(evaluation, spread), **history_values(history), "sampled_tokens": float(sampled or math.nan)}
+    values = {
+        **end_values(evaluation, spread),
+        **history_values(history),
+        "sampled_tokens": float(sampled or math.nan),
+    }
     for judge in ("gold", "reward"):
         unit = 1.0 if judge == "gold" else spread.get(judge, math.nan)
         if cut.num_rows and f"policy_{judge}" in cut.column_names and unit:
-            gain = np.mean(cut.column(f"policy_{judge}")) - np.mean(comparisons.column(f"sft_{judge}"))
+            gain = np.mean(cut.column(f"policy_{judge}")) - np.mean(
+                comparisons.column(f"sft_{judge}")
+            )
             values[f"{judge}_gain_cut"] = float(gain / unit)
     gate = gate_standing(run.workspace)
     if gate["decision"] not in ("not judged", "outdated"):
         values["gate_missed"] = float(len(gate["failed"]))
-    return RunResult(run, {name: value for name, value in values.items() if math.isfinite(value)}, history)
+    return RunResult(
+        run, {name: value for name, value in values.items() if math.isfinite(value)}, history
+    )
 
 
 def end_values(evaluation: Mapping[str, Any], spread: Mapping[str, float]) -> dict[str, float]:
@@ -115,8 +136,8 @@ def end_values(evaluation: Mapping[str, Any], spread: Mapping[str, float]) -> di
 
     Args:
         evaluation: The content of ``metrics/evaluation.json``.
-        spread: Standard deviation of SFT's scores by each judge. Gains of learned judges are in that unit, since their
-            own unit means nothing and differs from seed to seed.
+        spread: Standard deviation of SFT's scores by each judge. Gains of learned judges are in
+            that unit, since their own unit means nothing and differs from seed to seed.
     """
     sft, policy = evaluation.get("sft", {}), evaluation.get("policy", {})
     comparison, kl = evaluation.get("comparison", {}), float(evaluation.get("kl", math.nan))
@@ -127,7 +148,14 @@ def end_values(evaluation: Mapping[str, Any], spread: Mapping[str, float]) -> di
     def gain(judge: str, unit: float = 1.0) -> float:
         return (policy.get(judge, math.nan) - sft.get(judge, math.nan)) / unit if unit else math.nan
 
-    same_name = ("gold", "length", "repetition", "missing_eos", "distinct_2", "perplexity_reference")
+    same_name = (
+        "gold",
+        "length",
+        "repetition",
+        "missing_eos",
+        "distinct_2",
+        "perplexity_reference",
+    )
     return {
         **{name: float(policy.get(name, math.nan)) for name in same_name},
         "kl": kl,
@@ -148,9 +176,10 @@ def end_values(evaluation: Mapping[str, Any], spread: Mapping[str, float]) -> di
 def history_values(history: History) -> dict[str, float]:
     """Return the end values that ``history/ppo.jsonl`` holds; unknown ones are NaN.
 
-    ``entropy`` and ``perplexity`` are means over the last 5 iterations, explained variance over the first 10. The
-    jitter of the reward is its mean absolute change from one iteration to the next, in standard deviations of the first
-    rollout's rewards, in the first and in the last third of the run.
+    ``entropy`` and ``perplexity`` are means over the last 5 iterations, explained variance over the
+    first 10. The jitter of the reward is its mean absolute change from one iteration to the next,
+    in standard deviations of the first rollout's rewards, in the first and in the last third of the
+    run.
     """
     third = max(len(history) // 3, 2)
     return {
@@ -176,18 +205,24 @@ def _jitter(history: History, rows: History) -> float:
 
 def _numbers(rows: History, name: str) -> list[float]:
     values = [row.get(name) for row in rows]
-    return [float(value) for value in values if isinstance(value, int | float) and math.isfinite(value)]
+    return [
+        float(value) for value in values if isinstance(value, int | float) and math.isfinite(value)
+    ]
 
 
 def write_csv(path: Path, results: Sequence[RunResult]) -> None:
-    """Write ``results.csv``: variant, seed, state, every metric (empty where unknown), message and workspace."""
+    """Write ``results.csv``: variant, seed, state, every metric (empty where unknown), message and
+    workspace.
+    """
     stream = io.StringIO()
     writer = csv.writer(stream, lineterminator="\n")
     writer.writerow(["variant", "seed", "state", *METRICS, "message", "workspace"])
     for result in results:
         run = result.run
         values = [repr(result.values[name]) if name in result.values else "" for name in METRICS]
-        writer.writerow([run.variant, run.seed, run.state, *values, run.message, display_path(run.workspace)])
+        writer.writerow(
+            [run.variant, run.seed, run.state, *values, run.message, display_path(run.workspace)]
+        )
     atomic_write_text(path, stream.getvalue())
 
 
@@ -214,7 +249,9 @@ def read_csv(path: Path) -> list[RunResult]:
             for row in rows
         ]
     except (OSError, KeyError, TypeError, ValueError) as error:
-        raise DataError(f"{path} is not the results.csv of an ablation: {first_line(error)}") from error
+        raise DataError(
+            f"{path} is not the results.csv of an ablation: {first_line(error)}"
+        ) from error
 
 
 @dataclass(frozen=True)
@@ -234,15 +271,21 @@ class Interval:
         return self.low > value or self.high < value
 
     def in_readers_unit(self, metric: Metric) -> Interval:
-        """Return the interval back from the scale of comparison: a difference of logarithms becomes a factor."""
+        """Return the interval back from the scale of comparison: a difference of logarithms becomes
+        a factor.
+        """
         if metric.kind != "ratio":
             return self
-        mean, low, high = (math.exp(v) if v < 700 else math.inf for v in (self.mean, self.low, self.high))
+        mean, low, high = (
+            math.exp(v) if v < 700 else math.inf for v in (self.mean, self.low, self.high)
+        )
         return Interval(mean, low, high, self.n)
 
 
 def t_interval(values: Sequence[float]) -> Interval:
-    """Compute Student's interval: ``mean ± t(.975, n - 1) · s / sqrt(n)``, s the sample standard deviation (n - 1)."""
+    """Compute Student's interval: ``mean ± t(.975, n - 1) · s / sqrt(n)``, s the sample standard
+    deviation (n - 1).
+    """
     n = len(values)
     if n == 0:
         return Interval(math.nan, math.nan, math.nan, 0)
@@ -275,7 +318,9 @@ class SeedTable:
         return self._values
 
     def by_seed(self, variant: str, metric: str) -> dict[int, float]:
-        """Return values on the scale of comparison, by seed; seeds without the metric are absent."""
+        """Return values on the scale of comparison, by seed; seeds without the metric are
+        absent.
+        """
         rows = self._values.get(variant, {})
         return {
             seed: to_comparison_scale(METRICS[metric], row[metric])
@@ -288,7 +333,9 @@ class SeedTable:
         return t_interval(list(self.by_seed(variant, metric).values()))
 
     def difference(self, variant: str, other: str, metric: str) -> Interval:
-        """Return the mean of ``variant - other`` over the seeds that both have, on the scale of comparison."""
+        """Return the mean of ``variant - other`` over the seeds that both have, on the scale of
+        comparison.
+        """
         first, second = self.by_seed(variant, metric), self.by_seed(other, metric)
         return t_interval([first[seed] - second[seed] for seed in first if seed in second])
 
@@ -311,7 +358,8 @@ class Evidence:
     Attributes:
         expected: The expectation as a formula.
         interval: The measured interval in the reader's unit (factors for ratio metrics).
-        holds: p value of its opposite, so that a small one says that it holds; 1 for fewer than two seeds.
+        holds: p value of its opposite, so that a small one says that it holds; 1 for fewer than two
+            seeds.
         fails: p value of the expectation itself: a small one says that it does not hold.
     """
 
@@ -331,7 +379,9 @@ class Evidence:
 
 @dataclass(frozen=True)
 class ClaimVerdict:
-    """A claim (``says``), its outcome, its p value among its figure's claims, and the evidence for each expectation."""
+    """A claim (``says``), its outcome, its p value among its figure's claims, and the evidence for
+    each expectation.
+    """
 
     says: str
     outcome: ClaimOutcome
@@ -341,13 +391,19 @@ class ClaimVerdict:
 
 def judge_claims(claims: Sequence[Claim], table: SeedTable) -> list[ClaimVerdict]:
     """Judge the claims of one figure together."""
-    evidence = [tuple(examine(expectation, table) for expectation in claim.expects) for claim in claims]
+    evidence = [
+        tuple(examine(expectation, table) for expectation in claim.expects) for claim in claims
+    ]
     holds = holm([max(item.holds for item in items) for items in evidence])
     fails = holm([min(1.0, len(items) * min(item.fails for item in items)) for items in evidence])
     return [
         ClaimVerdict(
             claim.says,
-            ClaimOutcome.HOLDS if yes <= LEVEL else ClaimOutcome.FAILS if no <= LEVEL else ClaimOutcome.OPEN,
+            ClaimOutcome.HOLDS
+            if yes <= LEVEL
+            else ClaimOutcome.FAILS
+            if no <= LEVEL
+            else ClaimOutcome.OPEN,
             min(yes, no),
             items,
         )
@@ -356,7 +412,9 @@ def judge_claims(claims: Sequence[Claim], table: SeedTable) -> list[ClaimVerdict
 
 
 def holm(values: Sequence[float]) -> list[float]:
-    """Holm's p values: the smallest times their number, the next times one less …, none below the one before it."""
+    """Holm's p values: the smallest times their number, the next times one less …, none below the
+    one before it.
+    """
     adjusted, largest = [1.0] * len(values), 0.0
     for rank, index in enumerate(sorted(range(len(values)), key=lambda i: values[i])):
         largest = max(largest, min(1.0, values[index] * (len(values) - rank)))
@@ -368,11 +426,15 @@ def examine(expectation: Expectation, table: SeedTable) -> Evidence:
     """Compare one expectation with the data."""
     metric = METRICS[expectation.metric]
     if isinstance(expectation.than, str):
-        difference = reported = table.difference(expectation.of, expectation.than, expectation.metric)
+        difference = reported = table.difference(
+            expectation.of, expectation.than, expectation.metric
+        )
     else:
         reported = table.level(expectation.of, expectation.metric)
         than = to_comparison_scale(metric, expectation.than)
-        difference = Interval(reported.mean - than, reported.low - than, reported.high - than, reported.n)
+        difference = Interval(
+            reported.mean - than, reported.low - than, reported.high - than, reported.n
+        )
     expected, interval = formula(expectation, metric), reported.in_readers_unit(metric)
     if difference.n < 2:
         return Evidence(expected, interval)
@@ -380,7 +442,9 @@ def examine(expectation: Expectation, table: SeedTable) -> Evidence:
 
 
 def p_values(expectation: Expectation, difference: Interval, metric: Metric) -> tuple[float, float]:
-    """The p values of ``Evidence.holds`` and ``Evidence.fails``; ``difference`` is on the scale of comparison."""
+    """The p values of ``Evidence.holds`` and ``Evidence.fails``; ``difference`` is on the scale of
+    comparison.
+    """
     margin = _margin(expectation, metric)
     if expectation.relation == "same":
         inside = max(_p_above(difference, -margin), 1 - _p_above(difference, margin))
@@ -401,15 +465,24 @@ def _p_above(interval: Interval, bound: float) -> float:
 
 
 def formula(expectation: Expectation, metric: Metric) -> str:
-    """Write an expectation as ``gold score: vanilla − ppo-max < 0``, ``KL: vanilla / ppo-max > 1`` or ``KL: a < 6``."""
+    """Write an expectation as ``gold score: vanilla − ppo-max < 0``, ``KL: vanilla / ppo-max > 1``
+    or ``KL: a < 6``.
+    """
     if isinstance(expectation.than, str):
-        subject, centre = f"{expectation.of} {'/' if metric.kind == 'ratio' else '−'} {expectation.than}", 0.0
+        subject, centre = (
+            f"{expectation.of} {'/' if metric.kind == 'ratio' else '−'} {expectation.than}",
+            0.0,
+        )
     else:
         subject, centre = expectation.of, to_comparison_scale(metric, expectation.than)
     low, high = (centre + sign * _margin(expectation, metric) for sign in (-1, 1))
     if metric.kind == "ratio":
         low, high = math.exp(low), math.exp(high)
-    bound = {"same": f"within {low:.3g} to {high:.3g}", "higher": f"> {high:.3g}", "lower": f"< {low:.3g}"}
+    bound = {
+        "same": f"within {low:.3g} to {high:.3g}",
+        "higher": f"> {high:.3g}",
+        "lower": f"< {low:.3g}",
+    }
     return f"{metric.label}: {subject} {bound[expectation.relation]}"
 
 

@@ -1,16 +1,19 @@
-"""``python -m benchmarks.against_trl``: seconds of trainings and of iterations, this project's and TRL's in turn.
+"""``python -m benchmarks.against_trl``: seconds of trainings and of iterations, this project's and
+TRL's in turn.
 
-SFT, a reward model and DPO are trained from the same random model, tokenizer, rows, steps and rows per step, without
-accelerators: from texts in memory to trained weights, so that tokenizing and collating count, and loading does not.
-Each system keeps its own order of rows, and with it its padding.
+SFT, a reward model and DPO are trained from the same random model, tokenizer, rows, steps and rows
+per step, without accelerators: from texts in memory to trained weights, so that tokenizing and
+collating count, and loading does not. Each system keeps its own order of rows, and with it its
+padding.
 
-Of PPO, GRPO and RLOO iterations are made: as many replies, forced replies of one length, epochs and minibatches of the
-same random models, with value and reward model of the policy's size, without texts of pretraining and referee. Ours
-takes the ratio to the sampler, as TRL's PPO does; TRL's RLOO, and its GRPO with several minibatches, score replies once
-more. Each system divides the cores as it is told to: as threads of one process, or as data-parallel processes.
+Of PPO, GRPO and RLOO iterations are made: as many replies, forced replies of one length, epochs and
+minibatches of the same random models, with value and reward model of the policy's size, without
+texts of pretraining and referee. Ours takes the ratio to the sampler, as TRL's PPO does; TRL's
+RLOO, and its GRPO with several minibatches, score replies once more. Each system divides the cores
+as it is told to: as threads of one process, or as data-parallel processes.
 
-All make their runs in turn, so that other work on the machine meets all of them. Printed are medians, as soon as they
-are measured.
+All make their runs in turn, so that other work on the machine meets all of them. Printed are
+medians, as soon as they are measured.
 """
 
 from __future__ import annotations
@@ -43,17 +46,27 @@ MINIBATCH = Workload.replies // Workload.minibatches  # replies, of which each p
 
 
 def main(arguments: Sequence[str] | None = None) -> dict[str, float]:
-    """Measure each method, size and length and print a table; returns TRL's time over ours, best division of each."""
+    """Measure each method, size and length and print a table; returns TRL's time over ours, best
+    division of each.
+    """
     parser = argparse.ArgumentParser(prog="python -m benchmarks.against_trl", description=__doc__)
-    parser.add_argument("--trl-python", type=Path, required=True, help="the Python of an environment with TRL")
+    parser.add_argument(
+        "--trl-python", type=Path, required=True, help="the Python of an environment with TRL"
+    )
     methods = (*TRAININGS, *ITERATIONS)
     parser.add_argument("--method", choices=methods, nargs="+", default=list(methods))
     parser.add_argument("--size", choices=SIZES, nargs="+",
                         help="parameters of each model; by default PPO has all, the others the first")  # fmt: skip
     parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--steps", type=int, default=Workload.steps, help="optimiser steps of a training")
-    parser.add_argument("--rows", type=int, default=Workload.rows, help="rows, or pairs, of a training's step")
-    parser.add_argument("--reply", type=int, nargs="+", default=[64], help="tokens of each reply of an iteration")
+    parser.add_argument(
+        "--steps", type=int, default=Workload.steps, help="optimiser steps of a training"
+    )
+    parser.add_argument(
+        "--rows", type=int, default=Workload.rows, help="rows, or pairs, of a training's step"
+    )
+    parser.add_argument(
+        "--reply", type=int, nargs="+", default=[64], help="tokens of each reply of an iteration"
+    )
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32",
                         help="of iterations; bfloat16: ours has float32 masters, TRL float32 weights under "
                         "autocast")  # fmt: skip
@@ -67,7 +80,12 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, float]:
     shared = {"steps": given.steps, "rows": given.rows}
     ratios = {}
     print(f"trainings in float32, and one iteration in {given.dtype}")
-    print(ROW.format("", "parameters", "reply", "processes x threads", "ours, s", "TRL, s", "TRL / ours"), flush=True)
+    print(
+        ROW.format(
+            "", "parameters", "reply", "processes x threads", "ours, s", "TRL, s", "TRL / ours"
+        ),
+        flush=True,
+    )
     for method in given.method:
         training = method in TRAININGS
         divisions = [(1, given.cores[0][1])] if training else given.cores
@@ -83,7 +101,11 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, float]:
             ours, theirs = _measure(workloads, given.trl_python, given.repeats)
             names = [f"{processes} x {threads}" for processes, threads in divisions]
             if len(divisions) > 1:
-                names, ours, theirs = [*names, "each's best"], [*ours, min(ours)], [*theirs, min(theirs)]
+                names, ours, theirs = (
+                    [*names, "each's best"],
+                    [*ours, min(ours)],
+                    [*theirs, min(theirs)],
+                )
             for division, mine, other in zip(names, ours, theirs, strict=True):
                 times = (f"{mine:.2f}", f"{other:.2f}", f"{other / mine:.2f} times")
                 print(ROW.format(method, size, reply or "", division, *times), flush=True)
@@ -99,7 +121,9 @@ def _division(text: str) -> tuple[int, int]:
     """
     processes, threads = map(int, text.split("x"))
     if threads < 1 or not _shares_evenly(processes):
-        raise argparse.ArgumentTypeError(f"{text}: give a number of processes that divides {MINIBATCH}, and threads")
+        raise argparse.ArgumentTypeError(
+            f"{text}: give a number of processes that divides {MINIBATCH}, and threads"
+        )
     return processes, threads
 
 
@@ -107,11 +131,16 @@ def _shares_evenly(processes: int) -> bool:
     return processes > 0 and MINIBATCH % processes == 0
 
 
-def _measure(workloads: Sequence[Workload], trl_python: Path, repeats: int) -> tuple[list[float], list[float]]:
+def _measure(
+    workloads: Sequence[Workload], trl_python: Path, repeats: int
+) -> tuple[list[float], list[float]]:
     """The median seconds of both systems with each workload, all in turn."""
     script = str(Path(__file__).with_name("trl_trainers.py"))
     with tempfile.TemporaryDirectory() as temporary, ExitStack() as stack:
-        folders = [str(Path(temporary) / f"{workload.processes}x{workload.threads}") for workload in workloads]
+        folders = [
+            str(Path(temporary) / f"{workload.processes}x{workload.threads}")
+            for workload in workloads
+        ]
         with quiet():
             for workload, folder in zip(workloads, folders, strict=True):
                 workload.write(Path(folder))
@@ -120,13 +149,17 @@ def _measure(workloads: Sequence[Workload], trl_python: Path, repeats: int) -> t
         ours = [[sys.executable, "-m", "benchmarks.against_trl.ours", folder] for folder in folders]
         theirs = [[str(trl_python), script, folder] for folder in folders]
         log = stack.enter_context((Path(temporary) / "log").open("w+"))
-        runs = [stack.enter_context(worker(command, ANSWER, log=log)) for command in (*ours, *theirs)]
+        runs = [
+            stack.enter_context(worker(command, ANSWER, log=log)) for command in (*ours, *theirs)
+        ]
         medians = [seconds for (seconds,) in in_turn(runs, repeats)]
     return medians[: len(ours)], medians[len(ours) :]
 
 
 def _write_training(workload: Workload, folder: Path) -> None:
-    """Save model, tokenizer and rows; rows are conversations, which both systems read as they are."""
+    """Save model, tokenizer and rows; rows are conversations, which both systems read as they
+    are.
+    """
     tokenizer = train_tokenizer([str(row["reply"]) for row in demonstrations(0, 2000)], 1024)
     shape = BaseConfig(
         hidden_size=workload.hidden,
@@ -138,10 +171,17 @@ def _write_training(workload: Workload, folder: Path) -> None:
     tokenizer.save_pretrained(folder / "model")
     count = workload.steps * workload.rows
     if workload.method == "sft":
-        rows = [{"prompt": row["prompt"], "completion": _turn(row["reply"])} for row in demonstrations(1, count)]
+        rows = [
+            {"prompt": row["prompt"], "completion": _turn(row["reply"])}
+            for row in demonstrations(1, count)
+        ]
     else:
         rows = [
-            {"prompt": row["prompt"], "chosen": _turn(row["chosen"]), "rejected": _turn(row["rejected"])}
+            {
+                "prompt": row["prompt"],
+                "chosen": _turn(row["chosen"]),
+                "rejected": _turn(row["rejected"]),
+            }
             for row in preferences(1, count)
         ]
     (folder / "rows.json").write_text(json.dumps(rows))

@@ -1,4 +1,6 @@
-"""``python -m benchmarks.against_trl.ours FOLDER``: runs of this project's trainers, one per line of input."""
+"""``python -m benchmarks.against_trl.ours FOLDER``: runs of this project's trainers, one per line
+of input.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM, LlamaForSequenceClassification
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    LlamaForCausalLM,
+    LlamaForSequenceClassification,
+)
 
 import rlhf_core
 from benchmarks.against_trl.workload import (
@@ -52,7 +59,12 @@ def main() -> int:
     """Load the models, and train or make iterations until the input ends."""
     folder = Path(sys.argv[1])
     workload = Workload.read(folder)
-    with ranks(workload.processes), suppress(EndOfInput), tempfile.TemporaryDirectory() as work, process_group():
+    with (
+        ranks(workload.processes),
+        suppress(EndOfInput),
+        tempfile.TemporaryDirectory() as work,
+        process_group(),
+    ):
         if workload.method in TRAININGS:
             run = _training(workload, folder)
         else:
@@ -66,22 +78,43 @@ def _training(workload: Workload, folder: Path) -> Callable[[], object]:
     model: Any = AutoModelForCausalLM.from_pretrained(folder / "model")
     tokenizer = AutoTokenizer.from_pretrained(folder / "model")
     data, rows = json.loads((folder / "rows.json").read_text()), workload.rows
-    given: dict[str, Any] = {"steps": workload.steps, "max_tokens": LONGEST, "eval_every": workload.steps}
+    given: dict[str, Any] = {
+        "steps": workload.steps,
+        "max_tokens": LONGEST,
+        "eval_every": workload.steps,
+    }
     if workload.method == "sft":
         sft = rlhf_core.SftConfig(batch_size=rows, **given)
-        return partial(rlhf_core.train_sft, model, tokenizer, data, validation=data[:HELD_OUT], config=sft)
+        return partial(
+            rlhf_core.train_sft, model, tokenizer, data, validation=data[:HELD_OUT], config=sft
+        )
     if workload.method == "reward":
         batch = PairBatchConfig(token_budget=2 * rows * LONGEST, min_pairs=rows, max_pairs=rows)
-        reward = rlhf_core.RewardConfig(imitation=0.0, batch=batch, **given)  # TRL has no loss on the chosen replies
-        return partial(rlhf_core.train_reward_model, model, tokenizer, data, validation=data[:HELD_OUT], config=reward)
+        reward = rlhf_core.RewardConfig(
+            imitation=0.0, batch=batch, **given
+        )  # TRL has no loss on the chosen replies
+        return partial(
+            rlhf_core.train_reward_model,
+            model,
+            tokenizer,
+            data,
+            validation=data[:HELD_OUT],
+            config=reward,
+        )
     dpo = DpoConfig(batch_size=rows, **given)
-    return partial(rlhf_core.train_dpo, model, tokenizer, data, validation=data[:HELD_OUT], config=dpo)
+    return partial(
+        rlhf_core.train_dpo, model, tokenizer, data, validation=data[:HELD_OUT], config=dpo
+    )
 
 
 def _trainer(workload: Workload, folder: Path, work: Path) -> Trainer:
     """A run without ptx texts, referee and checkpoints, which TRL does not have either."""
     with_critic = workload.method == "ppo"
-    group = {"replies_per_prompt": GROUP, "advantage": {"estimator": workload.method}, "critic_optimizer": None}
+    group = {
+        "replies_per_prompt": GROUP,
+        "advantage": {"estimator": workload.method},
+        "critic_optimizer": None,
+    }
     settings = PpoConfig.model_validate(
         {
             **({} if with_critic else group),
@@ -102,9 +135,13 @@ def _trainer(workload: Workload, folder: Path, work: Path) -> Trainer:
     )
     config = with_chosen_rates(settings, new=True)
     dtype = getattr(torch, workload.dtype)
-    policy, reference = (LlamaForCausalLM.from_pretrained(folder / "policy", dtype=dtype).eval() for _ in range(2))
+    policy, reference = (
+        LlamaForCausalLM.from_pretrained(folder / "policy", dtype=dtype).eval() for _ in range(2)
+    )
     value, reward = (
-        ScalarModel(LlamaForSequenceClassification.from_pretrained(folder / name, dtype=dtype).eval())
+        ScalarModel(
+            LlamaForSequenceClassification.from_pretrained(folder / name, dtype=dtype).eval()
+        )
         for name in ("value", "reward")
     )
     for model in (policy, reference):
@@ -113,7 +150,9 @@ def _trainer(workload: Workload, folder: Path, work: Path) -> Trainer:
         use_openblas(model)  # as loading a folder with a tokenizer does, and so the norms
         fuse_norms(model)
     sampling = Sampling(EOS, PAD, workload.reply, min_new_tokens=workload.reply)
-    pair = build_actor_critic(config, policy, value if with_critic else None, sampling, RunContext(work))
+    pair = build_actor_critic(
+        config, policy, value if with_critic else None, sampling, RunContext(work)
+    )
     learner = Learner(config, pair, reference)
     reward_fn = reward_model_fn(reward, MicroBatchLimits(workload.replies // workload.minibatches))
     return bare_trainer(learner, reward_fn, workload.prompt_ids(), RunContext(work))

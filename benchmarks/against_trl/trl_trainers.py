@@ -1,4 +1,6 @@
-"""``python trl_trainers.py FOLDER``: runs of TRL's trainers, one per line of input. Needs TRL alone."""
+"""``python trl_trainers.py FOLDER``: runs of TRL's trainers, one per line of input. Needs TRL
+alone.
+"""
 
 from __future__ import annotations
 
@@ -74,7 +76,10 @@ def main() -> int:
 
 def _repeat_training(workload: Workload, folder: Path, work: str) -> None:
     trainer, config = TRAINERS[workload.method]
-    rows, tokenizer = json.loads((folder / "rows.json").read_text()), AutoTokenizer.from_pretrained(folder / "model")
+    rows, tokenizer = (
+        json.loads((folder / "rows.json").read_text()),
+        AutoTokenizer.from_pretrained(folder / "model"),
+    )
     loaded: Any = AutoModelForCausalLM
     sizes: dict[str, Any] = {}
     if workload.method == "reward":
@@ -82,7 +87,11 @@ def _repeat_training(workload: Workload, folder: Path, work: str) -> None:
     model = loaded.from_pretrained(folder / "model", dtype=torch.float32, **sizes)
 
     def train() -> None:
-        arguments = config(**_arguments(workload, work, workload.rows), max_steps=workload.steps, max_length=LONGEST)
+        arguments = config(
+            **_arguments(workload, work, workload.rows),
+            max_steps=workload.steps,
+            max_length=LONGEST,
+        )
         data = Dataset.from_list(rows)
         trainer(model=model, args=arguments, train_dataset=data, processing_class=tokenizer).train()
 
@@ -91,7 +100,10 @@ def _repeat_training(workload: Workload, folder: Path, work: str) -> None:
 
 def _ppo(workload: Workload, folder: Path, work: str) -> PPOTrainer:
     policy, reference = (_policy(folder) for _ in range(2))
-    value, reward = (LlamaForSequenceClassification.from_pretrained(folder / name) for name in ("value", "reward"))
+    value, reward = (
+        LlamaForSequenceClassification.from_pretrained(folder / name)
+        for name in ("value", "reward")
+    )
     return PPOTrainer(
         args=PPOConfig(
             **_iteration_arguments(workload, work),
@@ -168,10 +180,14 @@ def _arguments(workload: Workload, work: str, rows: int) -> dict[str, Any]:
 
 def _tokenizer() -> PreTrainedTokenizerFast:
     """Only its special tokens are read."""
-    pieces = {"<pad>": PAD, "<eos>": EOS} | {f"t{number}": number for number in range(2, VOCABULARY)}
+    pieces = {"<pad>": PAD, "<eos>": EOS} | {
+        f"t{number}": number for number in range(2, VOCABULARY)
+    }
     inner = Tokenizer(models.WordLevel(pieces, unk_token="t2"))
     inner.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    return PreTrainedTokenizerFast(tokenizer_object=inner, pad_token="<pad>", eos_token="<eos>", padding_side="left")
+    return PreTrainedTokenizerFast(
+        tokenizer_object=inner, pad_token="<pad>", eos_token="<eos>", padding_side="left"
+    )
 
 
 if __name__ == "__main__":

@@ -1,6 +1,8 @@
-"""What both systems train on: random Llamas in a folder, prompts of equal length, and the sizes of a run.
+"""What both systems train on: random Llamas in a folder, prompts of equal length, and the sizes of
+a run.
 
-The standard library, torch and transformers are all that may be imported here: TRL runs in an environment of its own.
+The standard library, torch and transformers are all that may be imported here: TRL runs in an
+environment of its own.
 """
 
 from __future__ import annotations
@@ -32,9 +34,9 @@ TRAININGS, ITERATIONS = ("sft", "reward", "dpo"), ("ppo", "grpo", "rloo")
 class Workload:
     """A training of ``steps`` with ``rows`` each, or one iteration.
 
-    Every reply of an iteration has ``reply`` tokens, whatever is sampled. There are ``replies``, to as many prompts
-    with a critic (``ppo``), to a :data:`GROUP`-th of them without. ``processes`` divide them among themselves, and have
-    ``threads`` each.
+    Every reply of an iteration has ``reply`` tokens, whatever is sampled. There are ``replies``, to
+    as many prompts with a critic (``ppo``), to a :data:`GROUP`-th of them without. ``processes``
+    divide them among themselves, and have ``threads`` each.
     """
 
     hidden: int
@@ -67,7 +69,12 @@ class Workload:
         if self.method in TRAININGS:
             return
         # Imports bitsandbytes where it is installed, which warns.
-        from transformers import LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassification, set_seed
+        from transformers import (
+            LlamaConfig,
+            LlamaForCausalLM,
+            LlamaForSequenceClassification,
+            set_seed,
+        )
 
         config = LlamaConfig(
             vocab_size=VOCABULARY,
@@ -91,12 +98,16 @@ class Workload:
         """Token ids of all prompts."""
         count = self.replies if self.method == "ppo" else self.replies // GROUP
         columns = range(self.prompt)
-        return [[5 + (31 * row + column) % (VOCABULARY - 5) for column in columns] for row in range(count)]
+        return [
+            [5 + (31 * row + column) % (VOCABULARY - 5) for column in columns]
+            for row in range(count)
+        ]
 
 
 @contextmanager
 def ranks(processes: int) -> Iterator[None]:
-    """Make this process the first of ``processes`` ranks, which all run its own command, for the length of the block.
+    """Make this process the first of ``processes`` ranks, which all run its own command, for the
+    length of the block.
 
     The others end with it.
     """
@@ -107,7 +118,9 @@ def ranks(processes: int) -> Iterator[None]:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     size = {"WORLD_SIZE": str(processes), "LOCAL_WORLD_SIZE": str(processes)}
-    os.environ.update(size, MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), RANK="0", LOCAL_RANK="0")
+    os.environ.update(
+        size, MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), RANK="0", LOCAL_RANK="0"
+    )
     others: list[subprocess.Popen[bytes]] = []
     try:
         for rank in map(str, range(1, processes)):
@@ -130,8 +143,8 @@ class EndOfInput(BaseException):
 class Stopwatch:
     """Answers each line of standard input with the seconds of one run, and ends with the input.
 
-    An iteration is made between two calls of :meth:`lap`; the first lap only warms up. Of several ranks the first one
-    answers, and the others keep step with it.
+    An iteration is made between two calls of :meth:`lap`; the first lap only warms up. Of several
+    ranks the first one answers, and the others keep step with it.
     """
 
     def __init__(self) -> None:

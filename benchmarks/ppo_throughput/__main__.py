@@ -1,8 +1,10 @@
-"""``python -m benchmarks.ppo_throughput``: the times of a PPO iteration, and how near each phase is to the limits.
+"""``python -m benchmarks.ppo_throughput``: the times of a PPO iteration, and how near each phase is
+to the limits.
 
-The trainer of the PPO stage runs on random models of a recipe's sizes. Its times are compared with the limits of the
-device, which are measured first: matrix products in the precision of the weights, and memory. Under torchrun all ranks
-make iterations together, with the engine that the recipe names.
+The trainer of the PPO stage runs on random models of a recipe's sizes. Its times are compared with
+the limits of the device, which are measured first: matrix products in the precision of the weights,
+and memory. Under torchrun all ranks make iterations together, with the engine that the recipe
+names.
 """
 
 from __future__ import annotations
@@ -47,15 +49,25 @@ ENDLESS = 1_000_000  # iterations: more than are made
 
 def main() -> int:
     """Measure, print a table, and exit 0; 1 for settings that cannot be run."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.ppo_throughput", description=__doc__)
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.ppo_throughput", description=__doc__
+    )
     parser.add_argument("--profile", help="the recipe; the demo's if not given")
-    parser.add_argument("--set", action="append", default=[], metavar="SECTION.KEY=VALUE", help="may be repeated")
-    parser.add_argument("--config", type=Path, metavar="FILE", help="a config.json in place of the recipe's model")
+    parser.add_argument(
+        "--set", action="append", default=[], metavar="SECTION.KEY=VALUE", help="may be repeated"
+    )
+    parser.add_argument(
+        "--config", type=Path, metavar="FILE", help="a config.json in place of the recipe's model"
+    )
     parser.add_argument("--prompt", type=int, default=256, help="tokens of each prompt")
     parser.add_argument("--reply", type=int, default=256, help="tokens of each reply")
     parser.add_argument("--iterations", type=int, default=3, help="after one to warm up")
-    parser.add_argument("--threads", type=int, help="of each process on a CPU; all cores if not given")
-    parser.add_argument("--output", type=Path, metavar="FILE", help="write the measured shares as JSON")
+    parser.add_argument(
+        "--threads", type=int, help="of each process on a CPU; all cores if not given"
+    )
+    parser.add_argument(
+        "--output", type=Path, metavar="FILE", help="write the measured shares as JSON"
+    )
     given = parser.parse_args()
     if given.threads:
         torch.set_num_threads(given.threads)
@@ -75,15 +87,22 @@ def main() -> int:
 def _measured(given: argparse.Namespace, work: Path) -> dict[str, Any]:
     """Times, limits and shares, as they are written."""
     processes = distributed.world_size()
-    params = PlanRequest(ROOT, given.profile, given.set, ("ppo",), given.config, gpus=processes).params
+    params = PlanRequest(
+        ROOT, given.profile, given.set, ("ppo",), given.config, gpus=processes
+    ).params
     allow_tf32(params.compute.tf32)
-    subject = _subject(params, starting_architecture(params.base, ROOT, given.config), given.prompt, given.reply)
+    subject = _subject(
+        params, starting_architecture(params.base, ROOT, given.config), given.prompt, given.reply
+    )
     precision = weights_precision(params.base.dtype)
     device = Device.measured(getattr(torch, precision))
     times = _times(subject, given.iterations, work)
     seconds = times["seconds"]
-    iteration = Iteration.of(subject.params, subject.architecture, given.prompt, given.reply, processes)
-    # FLOP of the model on its tokens, what is computed twice counted once, as shares of the device's limit.
+    iteration = Iteration.of(
+        subject.params, subject.architecture, given.prompt, given.reply, processes
+    )
+    # FLOP of the model on its tokens, what is computed twice counted once, as shares of the
+    # device's limit.
     flops = {
         "generation": iteration.policy.forward(iteration.rows, iteration.length, iteration.reply),
         "forward": iteration.scoring_flops(),
@@ -101,7 +120,9 @@ def _measured(given: argparse.Namespace, work: Path) -> dict[str, Any]:
         **times,
         "tokens_per_second": iteration.tokens / seconds["iteration"],
         "matmul_shares": {name: flops[name] / seconds[name] / device.flops for name in PHASES},
-        "roofline_shares": {name: least / seconds[name] for name, least in iteration.roofline(device).items()},
+        "roofline_shares": {
+            name: least / seconds[name] for name, least in iteration.roofline(device).items()
+        },
     }
 
 
@@ -122,8 +143,8 @@ def _times(subject: Subject, iterations: int, work: Path) -> dict[str, Any]:
     """Make an iteration to warm up and ``iterations`` more; of several ranks all must call it.
 
     Returns:
-        Median seconds of an iteration and of its phases, the memory of the GPU if there is one, and by how much
-        log-probabilities of sampler and trainer differed in the last iteration.
+        Median seconds of an iteration and of its phases, the memory of the GPU if there is one, and
+        by how much log-probabilities of sampler and trainer differed in the last iteration.
     """
     context = RunContext(work, launch=launch_of(subject.params, "ppo"))
     with opened_sampler(subject.params.ppo.sampler, work, Path()) as sampler:
@@ -137,22 +158,31 @@ def _times(subject: Subject, iterations: int, work: Path) -> dict[str, Any]:
             record = trainer.iterate()
             laps.append({"seconds_iteration": time.perf_counter() - started} | record.seconds)
     return {
-        "seconds": {name: median(lap[f"seconds_{name}"] for lap in laps) for name in ("iteration", *PHASES)},
+        "seconds": {
+            name: median(lap[f"seconds_{name}"] for lap in laps) for name in ("iteration", *PHASES)
+        },
         "peak_bytes": torch.cuda.max_memory_allocated() if torch.cuda.is_available() else None,
-        "sampler_against_trainer": {key: value for key, value in record.metrics.items() if key.startswith("sampl")},
+        "sampler_against_trainer": {
+            key: value for key, value in record.metrics.items() if key.startswith("sampl")
+        },
     }
 
 
 def _trainer(subject: Subject, context: RunContext, sampler: Sampler) -> Trainer:
-    """Policy, reference, critic, reward model and referee as the stage has them, each with weights of its own."""
+    """Policy, reference, critic, reward model and referee as the stage has them, each with weights
+    of its own.
+    """
     params, config, frozen = subject.params, subject.params.ppo, FrozenModels(context.launch)
     learner = new_learner(subject, context, frozen)
     limits = MicroBatchLimits(config.micro_batch_size, config.micro_batch_tokens)
     reward, referee = (
-        reward_model_fn(frozen_scalar(subject, of.layers, frozen), limits) for of in (params.reward, params.referee)
+        reward_model_fn(frozen_scalar(subject, of.layers, frozen), limits)
+        for of in (params.reward, params.referee)
     )
     prompts = [subject.ids(row, subject.prompt) for row in range(config.batch_size)]
-    return bare_trainer(learner, reward, prompts, context, referee=referee, frozen=frozen, sampler=sampler)
+    return bare_trainer(
+        learner, reward, prompts, context, referee=referee, frozen=frozen, sampler=sampler
+    )
 
 
 def _table(found: Mapping[str, Any]) -> Table:
@@ -162,7 +192,14 @@ def _table(found: Mapping[str, Any]) -> Table:
         f"to prompts of {found['prompt']}\n{device['name']}: {device['flops'] / 1e12:.3g} TFLOP/s, "
         f"{device['bandwidth'] / 1e9:.0f} GB/s"
     )
-    table = Table("phase", "seconds", "tokens/s per process", "of the matmul limit", "of the roofline", title=title)
+    table = Table(
+        "phase",
+        "seconds",
+        "tokens/s per process",
+        "of the matmul limit",
+        "of the roofline",
+        title=title,
+    )
     tokens = rows * (found["prompt"] + found["reply"])
     for name in PHASES:
         seconds = found["seconds"][name]
@@ -171,7 +208,13 @@ def _table(found: Mapping[str, Any]) -> Table:
             name, f"{seconds:.3f}", f"{made / seconds:.0f}", f"{found['matmul_shares'][name]:.1%}",
             f"{found['roofline_shares'][name]:.1%}",
         )  # fmt: skip
-    table.add_row("iteration", f"{found['seconds']['iteration']:.3f}", f"{found['tokens_per_second']:.0f}", "", "")
+    table.add_row(
+        "iteration",
+        f"{found['seconds']['iteration']:.3f}",
+        f"{found['tokens_per_second']:.0f}",
+        "",
+        "",
+    )
     if found["peak_bytes"] is not None:
         table.caption = f"peak {found['peak_bytes'] / (1 << 30):.1f} GiB"
     return table

@@ -1,8 +1,9 @@
-"""The roofline of a PPO iteration: the least time in which a device could compute it, by its two limits.
+"""The roofline of a PPO iteration: the least time in which a device could compute it, by its two
+limits.
 
-A phase is bound by matrix products (scoring, rewards, update, the prompts of a generation) or by reading weights and
-keys and values once per token (the rest of a generation). What is measured is stated as a share of that. Source of the
-model: Williams, Waterman and Patterson 2009,
+A phase is bound by matrix products (scoring, rewards, update, the prompts of a generation) or by
+reading weights and keys and values once per token (the rest of a generation). What is measured is
+stated as a share of that. Source of the model: Williams, Waterman and Patterson 2009,
 "Roofline: An Insightful Visual Performance Model for Multicore Architectures".
 """
 
@@ -27,7 +28,9 @@ PHASES = ("generation", "forward", "rewards", "update")
 
 @dataclass(frozen=True)
 class Device:
-    """Limits of one process's device: products in FLOP/s, in the precision of the weights, and memory in bytes/s."""
+    """Limits of one process's device: products in FLOP/s, in the precision of the weights, and
+    memory in bytes/s.
+    """
 
     name: str
     flops: float
@@ -35,7 +38,9 @@ class Device:
 
     @classmethod
     def measured(cls, dtype: torch.dtype) -> Device:
-        """The device of this process: a product of large square matrices, and a copy larger than its caches."""
+        """The device of this process: a product of large square matrices, and a copy larger than
+        its caches.
+        """
         device = distributed.device()
         on_gpu = device.type == "cuda"
         size, length = (8192, 1 << 28) if on_gpu else (2048, 1 << 26)
@@ -48,7 +53,9 @@ class Device:
 
 @dataclass(frozen=True)
 class Model:
-    """What a model costs: ``linear`` parameters of its layers' products, ``width`` of all query heads together."""
+    """What a model costs: ``linear`` parameters of its layers' products, ``width`` of all query
+    heads together.
+    """
 
     linear: int
     layers: int
@@ -75,14 +82,17 @@ class Model:
         )
 
     def forward(self, rows: int, length: int, scored: int = 0) -> float:
-        """FLOP of a causal pass over sequences of ``length`` tokens, with logits at ``scored`` positions of each."""
+        """FLOP of a causal pass over sequences of ``length`` tokens, with logits at ``scored``
+        positions of each.
+        """
         layers = 2 * self.linear * length + 2 * self.layers * self.width * length**2
         return float(rows * (layers + 2 * self.head * scored))
 
 
 @dataclass(frozen=True)
 class Iteration:
-    """What one process computes in an iteration of PPO, each prompt and each reply of the same length.
+    """What one process computes in an iteration of PPO, each prompt and each reply of the same
+    length.
 
     Attributes:
         policy: Also the reference's size.
@@ -115,8 +125,12 @@ class Iteration:
     scored_every: int = 1
 
     @classmethod
-    def of(cls, params: Params, architecture: Architecture, prompt: int, reply: int, processes: int) -> Iteration:
-        """By a recipe, whose batch ``processes`` divide among themselves; of reward models its own alone."""
+    def of(
+        cls, params: Params, architecture: Architecture, prompt: int, reply: int, processes: int
+    ) -> Iteration:
+        """By a recipe, whose batch ``processes`` divide among themselves; of reward models its own
+        alone.
+        """
         ppo, precision = params.ppo, weights_precision(params.base.dtype)
         reward = Model.of(architecture.lower(params.reward.layers), precision)
         ptx = ppo.ptx.batch_size * ppo.minibatches * ppo.epochs if ppo.ptx.weight else 0
@@ -148,7 +162,9 @@ class Iteration:
 
     def scoring_flops(self) -> float:
         """Policy and reference with logits of the reply, and the critic."""
-        scored = (1 + 1 / self.scored_every) * self.policy.forward(self.rows, self.length, self.reply)
+        scored = (1 + 1 / self.scored_every) * self.policy.forward(
+            self.rows, self.length, self.reply
+        )
         return scored + (0.0 if self.critic_free else self.critic.forward(self.rows, self.length))
 
     def reward_flops(self) -> float:
@@ -156,16 +172,26 @@ class Iteration:
         return self.reward.forward(self.rows, self.length)
 
     def update_flops(self) -> float:
-        """Forward pass, with ``recomputed`` a second one, gradients of activations, and of weights that are trained."""
+        """Forward pass, with ``recomputed`` a second one, gradients of activations, and of weights
+        that are trained.
+        """
         policy = self.policy.forward(self.rows, self.length, self.reply) * self.epochs
         if self.ptx_tokens:
-            policy += self.policy.forward(1, self.length, self.length) * self.ptx_tokens / self.length
-        critic = 0.0 if self.critic_free else self.critic.forward(self.rows, self.length) * self.epochs
+            policy += (
+                self.policy.forward(1, self.length, self.length) * self.ptx_tokens / self.length
+            )
+        critic = (
+            0.0 if self.critic_free else self.critic.forward(self.rows, self.length) * self.epochs
+        )
         again = 1 if self.recomputed else 0
-        return policy * (2 + (not self.adapters) + again) + critic * (2 + (not self.critic_adapters) + again)
+        return policy * (2 + (not self.adapters) + again) + critic * (
+            2 + (not self.critic_adapters) + again
+        )
 
     def generation_seconds(self, device: Device) -> float:
-        """Prompts in one pass; then each step of all rows reads weights, keys and values, or is bound by products."""
+        """Prompts in one pass; then each step of all rows reads weights, keys and values, or is
+        bound by products.
+        """
         step = self.policy.forward(self.rows, 1, 1)
         decoding = 0.0
         for held in range(self.prompt, self.length):

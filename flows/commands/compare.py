@@ -1,4 +1,6 @@
-"""Results of finished runs, read from their workspaces, side by side for ``rlhf compare``, and whether they compare."""
+"""Results of finished runs, read from their workspaces, side by side for ``rlhf compare``, and
+whether they compare.
+"""
 
 from __future__ import annotations
 
@@ -42,14 +44,16 @@ UPSTREAM: Mapping[Method, tuple[str, ...]] = {
     "dpo": (),
 }
 Values = Mapping[str, Any]
-# One way to better replies than SFT's, as its workspace evaluated it: what ``--json`` prints of it, None for what was
-# not measured. An estimate has ``value``, ``low95`` and ``high95``.
+# One way to better replies than SFT's, as its workspace evaluated it: what ``--json`` prints of it,
+# None for what was not measured. An estimate has ``value``, ``low95`` and ``high95``.
 RunResults = dict[str, Any]
 
 
 @dataclass(frozen=True)
 class EvaluatedWorkspace:
-    """A workspace whose evaluation is on disk: its results, and what dvc.lock records of its stages."""
+    """A workspace whose evaluation is on disk: its results, and what dvc.lock records of its
+    stages.
+    """
 
     name: str
     results: tuple[RunResults, ...]
@@ -58,7 +62,8 @@ class EvaluatedWorkspace:
 
 
 def read_workspace(folder: Path) -> EvaluatedWorkspace:
-    """Read the results of one workspace: those of its policy, and of best of n where that was evaluated.
+    """Read the results of one workspace: those of its policy, and of best of n where that was
+    evaluated.
 
     Raises:
         RlhfError: ``folder`` is no workspace, or its policy has not been evaluated.
@@ -77,7 +82,9 @@ def read_workspace(folder: Path) -> EvaluatedWorkspace:
     results = [{"workspace": name, **_policy_results(folder, evaluation, stages, histories)}]
     best, sft = evaluation.get("best_of_n"), evaluation.get("sft", {})
     if best is not None and JUDGE in best.get("comparison", {}):
-        seconds = _seconds(histories["reward"])  # no policy is trained, but the reward model that chooses
+        seconds = _seconds(
+            histories["reward"]
+        )  # no policy is trained, but the reward model that chooses
         kl = {"value": best["kl_bound"], "low95": None, "high95": None}
         results.append(
             {
@@ -102,9 +109,14 @@ def read_workspace(folder: Path) -> EvaluatedWorkspace:
 
 
 def _policy_results(
-    folder: Path, evaluation: Values, stages: Mapping[str, RecordedStage], histories: Mapping[str, Sequence[Values]]
+    folder: Path,
+    evaluation: Values,
+    stages: Mapping[str, RecordedStage],
+    histories: Mapping[str, Sequence[Values]],
 ) -> RunResults:
-    """The results of the policy that the workspace trained, with the parameters that dvc.lock records of it."""
+    """The results of the policy that the workspace trained, with the parameters that dvc.lock
+    records of it.
+    """
     recorded = stages.get("ppo", RecordedStage()).params
     params = recorded or yaml_text.plain(yaml_text.read(folder / PARAMS_FILE))
     method: Method = (params.get("policy") or {}).get("method", "ppo")
@@ -122,7 +134,11 @@ def _policy_results(
     registered = read_registered(folder, POLICY)
     about = None
     if registered is not None:
-        about = {"model": registered.model, "version": registered.version, "ungated": registered.ungated}
+        about = {
+            "model": registered.model,
+            "version": registered.version,
+            "ungated": registered.ungated,
+        }
     return {
         "method": method_name,
         **_measured(policy, evaluation["comparison"], sft),
@@ -160,19 +176,31 @@ def _measured(model: Values, comparison: Mapping[str, Values], sft: Values) -> R
 def _estimate(values: Values, name: str) -> dict[str, float | None] | None:
     if values.get(name) is None:
         return None
-    return {"value": values[name], "low95": values.get(f"{name}_low95"), "high95": values.get(f"{name}_high95")}
+    return {
+        "value": values[name],
+        "low95": values.get(f"{name}_low95"),
+        "high95": values.get(f"{name}_high95"),
+    }
 
 
-def _training_cost(histories: Mapping[str, Sequence[Values]], method: Method, ppo: Values) -> RunResults:
-    """Return what training cost, by the histories of the stages that ``method`` needs; None is what they do not say.
+def _training_cost(
+    histories: Mapping[str, Sequence[Values]], method: Method, ppo: Values
+) -> RunResults:
+    """Return what training cost, by the histories of the stages that ``method`` needs; None is what
+    they do not say.
 
-    ``seconds`` are those of the training loops by stage: without start-up, loading and saving. ``trained_tokens`` are
-    those that supervised steps of the policy were made on, padding not counted.
+    ``seconds`` are those of the training loops by stage: without start-up, loading and saving.
+    ``trained_tokens`` are those that supervised steps of the policy were made on, padding not
+    counted.
     """
     rows = [*histories["ppo"], *histories["ppo_abandoned"]]
-    selects = (ppo.get("selection") or {}).get("method", "referee") == "referee"  # else PPO needs no referee
+    selects = (ppo.get("selection") or {}).get(
+        "method", "referee"
+    ) == "referee"  # else PPO needs no referee
     of_stage = {"policy": _seconds(rows)} | {
-        stage: _seconds(histories[stage]) for stage in UPSTREAM[method] if selects or stage != "referee"
+        stage: _seconds(histories[stage])
+        for stage in UPSTREAM[method]
+        if selects or stage != "referee"
     }
     seconds = {stage: value for stage, value in of_stage.items() if value is not None}
     return {
@@ -184,16 +212,24 @@ def _training_cost(histories: Mapping[str, Sequence[Values]], method: Method, pp
 
 
 def sampled_tokens(history: Iterable[Values], method: Method, ppo: Values) -> int | None:
-    """Count the reply tokens that were generated to train a policy, by its history; None where that does not say."""
+    """Count the reply tokens that were generated to train a policy, by its history; None where that
+    does not say.
+    """
     rows = list(history)
-    lengths = [float(row["length"]) for row in rows if "length" in row]  # PPO's history has the mean of each batch
+    lengths = [
+        float(row["length"]) for row in rows if "length" in row
+    ]  # PPO's history has the mean of each batch
     if method == "ppo" and lengths:
         return round(int(ppo.get("batch_size", PpoConfig().batch_size)) * sum(lengths))
-    return max((int(row["sampled_tokens"]) for row in rows if "sampled_tokens" in row), default=None)
+    return max(
+        (int(row["sampled_tokens"]) for row in rows if "sampled_tokens" in row), default=None
+    )
 
 
 def _seconds(rows: Iterable[Values]) -> float | None:
-    """The time of a history: rows of the supervised loop carry the total so far, those of iterations their parts."""
+    """The time of a history: rows of the supervised loop carry the total so far, those of
+    iterations their parts.
+    """
     rows = list(rows)
     totals = [row["seconds"] for row in rows if "seconds" in row]
     parts = [value for row in rows for name, value in row.items() if name.startswith("seconds_")]
@@ -201,7 +237,9 @@ def _seconds(rows: Iterable[Values]) -> float | None:
 
 
 def gate_standing(folder: Path) -> RunResults:
-    """What ``gates/policy.json`` says of the evaluation that is there, which metrics failed, and what was found."""
+    """What ``gates/policy.json`` says of the evaluation that is there, which metrics failed, and
+    what was found.
+    """
     gate = read_gate(folder, "policy")
     if gate is None:
         return {"decision": "not judged", "failed": (), "found": ()}
@@ -219,13 +257,18 @@ SETTINGS = ("prompts", "replies_per_prompt", "sampling", "tie_margin")
 
 
 def comparability_warnings(workspaces: Sequence[EvaluatedWorkspace]) -> list[str]:
-    """Say, one line each, what the evaluations of these workspaces do not have in common, and which is outdated."""
+    """Say, one line each, what the evaluations of these workspaces do not have in common, and which
+    is outdated.
+    """
     inputs = {
         "data/clean": "data/clean, with the test prompts,",
         "models/sft": "the SFT models that policies are compared with",
         "models/judge": "the judges that compare them",
     }
-    evaluations = {workspace.name: workspace.stages.get("evaluate", RecordedStage()) for workspace in workspaces}
+    evaluations = {
+        workspace.name: workspace.stages.get("evaluate", RecordedStage())
+        for workspace in workspaces
+    }
     warnings = []
     for workspace in workspaces:
         trained = workspace.stages.get("ppo", RecordedStage()).outputs.get(POLICY)
@@ -235,32 +278,45 @@ def comparability_warnings(workspaces: Sequence[EvaluatedWorkspace]) -> list[str
                 f"{workspace.name}: its policy was trained anew since it was evaluated; `rlhf run` evaluates it"
             )
     for path, what in inputs.items():
-        warnings += _differing(what, {name: stage.inputs.get(path) for name, stage in evaluations.items()})
+        warnings += _differing(
+            what, {name: stage.inputs.get(path) for name, stage in evaluations.items()}
+        )
     settings = {name: _verdict_settings(stage.params) for name, stage in evaluations.items()}
-    return warnings + _differing(f"the settings {', '.join(SETTINGS)} of section evaluate", settings)
+    return warnings + _differing(
+        f"the settings {', '.join(SETTINGS)} of section evaluate", settings
+    )
 
 
 def _verdict_settings(recorded: Mapping[str, Any]) -> str | None:
-    """The settings of an evaluation that change replies or verdicts, as JSON with their defaults."""
+    """The settings of an evaluation that change replies or verdicts, as JSON with their
+    defaults.
+    """
     if not recorded:
         return None
     try:
-        values = EvaluateConfig.model_validate(recorded.get("evaluate") or {}).model_dump(mode="json")
+        values = EvaluateConfig.model_validate(recorded.get("evaluate") or {}).model_dump(
+            mode="json"
+        )
     except ValidationError:  # of another version
         values = recorded.get("evaluate") or {}
     return json.dumps({name: values.get(name) for name in SETTINGS}, sort_keys=True)
 
 
 def differing_settings(workspaces: Sequence[EvaluatedWorkspace]) -> dict[str, dict[str, str]]:
-    """Return the parameters that not all of these runs were made with, by name: the value in each workspace.
+    """Return the parameters that not all of these runs were made with, by name: the value in each
+    workspace.
 
-    They are those that dvc.lock records of the stages. Of a stage that did not end well, such as a gate that closed, it
-    records none, so there they are those of params.yaml.
+    They are those that dvc.lock records of the stages. Of a stage that did not end well, such as a
+    gate that closed, it records none, so there they are those of params.yaml.
     """
     recorded: dict[str, dict[str, Any]] = {}
     written: dict[str, dict[str, Any]] = {}
     for workspace in workspaces:
-        of_stages = {name: value for stage in workspace.stages.values() for name, value in stage.params.items()}
+        of_stages = {
+            name: value
+            for stage in workspace.stages.values()
+            for name, value in stage.params.items()
+        }
         recorded[workspace.name] = _by_condition(flatten(of_stages))
         written[workspace.name] = _by_condition(
             flatten(yaml_text.plain(yaml_text.read(workspace.folder / PARAMS_FILE)))
@@ -279,7 +335,9 @@ def differing_settings(workspaces: Sequence[EvaluatedWorkspace]) -> dict[str, di
 
 
 def _by_condition(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Settings with a gate's list of conditions as one setting for each: ``gates.policy: kl``, ``at_most 6.0``."""
+    """Settings with a gate's list of conditions as one setting for each: ``gates.policy: kl``,
+    ``at_most 6.0``.
+    """
     found: dict[str, Any] = {}
     for name, value in values.items():
         if not (
@@ -291,20 +349,28 @@ def _by_condition(values: Mapping[str, Any]) -> dict[str, Any]:
             continue
         for condition in value:
             bounds = (
-                (key, bound) for key, bound in condition.items() if key not in ("metric", "why") and bound is not None
+                (key, bound)
+                for key, bound in condition.items()
+                if key not in ("metric", "why") and bound is not None
             )
-            found[f"{name}: {condition['metric']}"] = ", ".join(f"{key} {bound}" for key, bound in bounds)
+            found[f"{name}: {condition['metric']}"] = ", ".join(
+                f"{key} {bound}" for key, bound in bounds
+            )
     return found
 
 
 def _differing(what: str, values: Mapping[str, str | None]) -> list[str]:
-    """Say which workspaces have another value than the others, and which have none, by workspace."""
+    """Say which workspaces have another value than the others, and which have none, by
+    workspace.
+    """
     groups: dict[str, list[str]] = {}
     for name, value in values.items():
         groups.setdefault(value or "", []).append(name)
     unknown, lines = groups.pop("", []), []
     if unknown:
-        lines.append(f"not known to be comparable: dvc.lock of {', '.join(unknown)} does not record {what}")
+        lines.append(
+            f"not known to be comparable: dvc.lock of {', '.join(unknown)} does not record {what}"
+        )
     if len(groups) > 1:
         parts = " | ".join(", ".join(names) for names in groups.values())
         lines.append(f"not comparable: {what} differ: {parts}")
@@ -324,7 +390,9 @@ NOTES = {
 
 
 def results_table(
-    results: Sequence[RunResults], width: int, settings: Mapping[str, Mapping[str, str]] | None = None
+    results: Sequence[RunResults],
+    width: int,
+    settings: Mapping[str, Mapping[str, str]] | None = None,
 ) -> Group:
     """Return one table, or several below each other where ``width`` columns do not hold all runs.
 
@@ -332,12 +400,21 @@ def results_table(
         settings: The parameters that differ, with which the table starts.
     """
     at_once = max(1, (width - LABEL_WIDTH) // (RUN_WIDTH + GAP))
-    blocks = [_block(results[at : at + at_once], settings or {}, width) for at in range(0, len(results), at_once)]
-    notes = [note for name, note in NOTES.items() if any(result.get(name) is not None for result in results)]
+    blocks = [
+        _block(results[at : at + at_once], settings or {}, width)
+        for at in range(0, len(results), at_once)
+    ]
+    notes = [
+        note
+        for name, note in NOTES.items()
+        if any(result.get(name) is not None for result in results)
+    ]
     return Group(*blocks, *(Text(note, style="dim") for note in notes))
 
 
-def _block(results: Sequence[RunResults], settings: Mapping[str, Mapping[str, str]], width: int) -> Table:
+def _block(
+    results: Sequence[RunResults], settings: Mapping[str, Mapping[str, str]], width: int
+) -> Table:
     room = (width - LABEL_WIDTH) // len(results) - GAP
     table = Table(box=None, pad_edge=False, padding=(0, GAP, 0, 0), header_style="bold")
     table.add_column("", max_width=LABEL_WIDTH - GAP, style="dim", overflow="fold")
@@ -346,7 +423,9 @@ def _block(results: Sequence[RunResults], settings: Mapping[str, Mapping[str, st
     for name, of_runs in settings.items():
         texts = (of_runs[result["workspace"]] for result in results)
         table.add_row(
-            _broken(name), *(text if len(text) <= SETTING else f"{text[:SETTING]} …" for text in texts), style="cyan"
+            _broken(name),
+            *(text if len(text) <= SETTING else f"{text[:SETTING]} …" for text in texts),
+            style="cyan",
         )
     for label, (path, show) in ROWS.items():
         values = []
@@ -361,7 +440,9 @@ def _block(results: Sequence[RunResults], settings: Mapping[str, Mapping[str, st
 
 
 def _broken(name: str) -> str:
-    """A setting's name with line breaks behind its dots and underscores, where its column is too narrow for it."""
+    """A setting's name with line breaks behind its dots and underscores, where its column is too
+    narrow for it.
+    """
     lines = [""]
     for part in re.findall(r"[^._]*[._]?", name):
         if len(lines[-1] + part) > LABEL_WIDTH - GAP:
@@ -399,18 +480,27 @@ ROWS: Mapping[str, tuple[str, Callable[[Any, RunResults], str]]] = {
     "gold score of SFT": ("sft_gold", _number(".3f")),
     "judge's score": ("judge_score", _number(".3f")),
     "reward": ("reward", _number(".3f")),
-    "KL, nats per reply": ("kl.value", lambda kl, result: f"{'≤ ' if result['kl_is_bound'] else ''}{kl:.2f}"),
+    "KL, nats per reply": (
+        "kl.value",
+        lambda kl, result: f"{'≤ ' if result['kl_is_bound'] else ''}{kl:.2f}",
+    ),
     "perplexity, preferred": ("perplexity_tax.preferred", _number("+.1%")),
     "perplexity, plain text": ("perplexity_tax.pretrain", _number("+.1%")),
     "length, tokens": ("length", _number(".1f")),
     "length of SFT": ("sft_length", _number(".1f")),
     "training time": ("cost.total_seconds", _time),
-    **{f"  of {stage}": (f"cost.seconds.{stage}", _time) for stage in ("policy", "critic", "reward", "referee")},
+    **{
+        f"  of {stage}": (f"cost.seconds.{stage}", _time)
+        for stage in ("policy", "critic", "reward", "referee")
+    },
     "tokens sampled": ("cost.sampled_tokens", _number(",")),
     "tokens trained on": ("cost.trained_tokens", _number(",")),
     "tokens per reply": ("sampled_tokens_per_reply", _number(".0f")),
     "policy gate": ("gate", lambda gate, _: "\n".join((gate["decision"], *gate["found"]))),
-    "registered": ("registered", lambda of, _: f"{of['model']} {of['version']}{' (ungated)' if of['ungated'] else ''}"),
+    "registered": (
+        "registered",
+        lambda of, _: f"{of['model']} {of['version']}{' (ungated)' if of['ungated'] else ''}",
+    ),
 }
 
 
@@ -432,4 +522,6 @@ def write_results(path: Path, document: Values) -> None:
     try:
         atomic_write_json(path, document)
     except OSError as error:
-        raise RlhfError(f"{path} cannot be written: {error.strerror}; name another file with --output") from error
+        raise RlhfError(
+            f"{path} cannot be written: {error.strerror}; name another file with --output"
+        ) from error

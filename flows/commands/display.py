@@ -19,7 +19,13 @@ from rich.text import Text
 
 from flows.commands.run_state import RunState, StageProgress, StageState
 from flows.commands.text import format_metrics, format_rate, format_seconds
-from flows.pipeline.events import PipelineEvent, RegistryUpdated, StageEnded, StageRepeated, StageStarted
+from flows.pipeline.events import (
+    PipelineEvent,
+    RegistryUpdated,
+    StageEnded,
+    StageRepeated,
+    StageStarted,
+)
 from flows.supervision.signals import Stopwatch
 
 PROGRESS_EVERY_SECONDS = 10.0
@@ -27,7 +33,8 @@ LONGEST_FAILURE = 70  # characters on a stage's line
 
 
 class Display:
-    """Prints a line per event, and the progress of running stages every ten seconds if it has changed.
+    """Prints a line per event, and the progress of running stages every ten seconds if it has
+    changed.
 
     ``watch`` measures the time since the command started.
     """
@@ -58,7 +65,9 @@ class Display:
                 result = f"  {self.state.stages[outcome.stage].result}".rstrip()
                 if not outcome.ok and len(result) > LONGEST_FAILURE:  # the run ends with all of it
                     result = result[:LONGEST_FAILURE] + "…"
-                self.line(f"{outcome.stage:<12} {outcome.action:<8} {outcome.ended - outcome.started:6.1f} s{result}")
+                self.line(
+                    f"{outcome.stage:<12} {outcome.action:<8} {outcome.ended - outcome.started:6.1f} s{result}"
+                )
             case StageRepeated(stage, message):
                 self.line(f"{stage:<12} {message}")
             case RegistryUpdated(message):
@@ -67,7 +76,9 @@ class Display:
                 pass
 
     def tick(self) -> None:
-        """Show how far the running stages are, now and then. To be called several times a second."""
+        """Show how far the running stages are, now and then. To be called several times a
+        second.
+        """
         if self.watch.seconds - self._last_tick < PROGRESS_EVERY_SECONDS:
             return
         self._last_tick = self.watch.seconds
@@ -93,12 +104,19 @@ def _time(stage: StageState) -> Text:
     """How long the stage took, or has been running."""
     if stage.outcome is not None:
         seconds = stage.outcome.ended - stage.outcome.started
-        return Text("" if stage.outcome.action == "skipped" else format_seconds(seconds), style="dim")
-    return Text(format_seconds(time.time() - stage.started) if stage.progress is not None else "", style="dim")
+        return Text(
+            "" if stage.outcome.action == "skipped" else format_seconds(seconds), style="dim"
+        )
+    return Text(
+        format_seconds(time.time() - stage.started) if stage.progress is not None else "",
+        style="dim",
+    )
 
 
 def _detail(stage: StageState) -> RenderableType:
-    """A bar with count, time left, rate and metrics of a running stage; the result of one that has ended."""
+    """A bar with count, time left, rate and metrics of a running stage; the result of one that has
+    ended.
+    """
     if stage.outcome is not None:
         action = stage.outcome.action
         result = ": ".join(filter(None, (LABELS.get(action, action), stage.result)))
@@ -110,7 +128,11 @@ def _detail(stage: StageState) -> RenderableType:
     if latest is None:
         return Text(stage.note or "starting", style="dim")
     bar = ProgressBar(total=latest.total, completed=latest.done, width=LONGEST_BAR)
-    row = Table.grid(Column(max_width=LONGEST_BAR), Column(no_wrap=True, overflow="ellipsis"), padding=(0, 2, 0, 0))
+    row = Table.grid(
+        Column(max_width=LONGEST_BAR),
+        Column(no_wrap=True, overflow="ellipsis"),
+        padding=(0, 2, 0, 0),
+    )
     row.add_row(bar, "  ".join([*counted(stage.progress), *format_metrics(latest.metrics)]))
     return row
 
@@ -133,7 +155,9 @@ def counted(progress: StageProgress) -> list[str]:
 
 
 class StageTable:
-    """The stages of a run, a row each, and a last row: how many are done, and what else the run is doing."""
+    """The stages of a run, a row each, and a last row: how many are done, and what else the run is
+    doing.
+    """
 
     def __init__(self, state: RunState, console: Console, watch: Stopwatch) -> None:
         self.state, self.watch, self.final = state, watch, False
@@ -144,14 +168,24 @@ class StageTable:
     def _mark(self, stage: StageState) -> RenderableType:
         """Whether a stage is done, has failed, runs or waits, in one character."""
         if stage.outcome is not None and stage.outcome.action != "skipped":
-            return Text(self.done if stage.outcome.ok else self.failed, style=STYLES[stage.outcome.action])
-        return Text(self.waiting, style="dim") if stage.progress is None else self.spinner.render(time.time())
+            return Text(
+                self.done if stage.outcome.ok else self.failed, style=STYLES[stage.outcome.action]
+            )
+        return (
+            Text(self.waiting, style="dim")
+            if stage.progress is None
+            else self.spinner.render(time.time())
+        )
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         """Yield the rows of the stages and the last row."""
         stages = [*self.state.stages.values()]
-        if stages and not self.final:  # the last picture has all rows, those before it the rows that fit
-            ended = next((n for n, stage in enumerate(stages) if stage.outcome is None), len(stages))
+        if (
+            stages and not self.final
+        ):  # the last picture has all rows, those before it the rows that fit
+            ended = next(
+                (n for n, stage in enumerate(stages) if stage.outcome is None), len(stages)
+            )
             stages = stages[min(ended, max(0, len(stages) + 3 - console.height)) :]
         table = Table.grid(
             Column(width=1),
@@ -166,7 +200,8 @@ class StageTable:
             name = Text(stage.name, style="" if stage.outcome else style)
             table.add_row(self._mark(stage), name, _time(stage), _detail(stage))
         for row in console.render_lines(table, pad=False) if stages else ():
-            # Without the spaces that fill a row up: a terminal that becomes narrower would wrap them.
+            # Without the spaces that fill a row up: a terminal that becomes narrower would wrap
+            # them.
             text = Text.assemble(*((segment.text, segment.style or "") for segment in row))
             text.rstrip()
             yield text
@@ -175,7 +210,9 @@ class StageTable:
         parts.append(format_seconds(self.watch.seconds))
         mark = self.spinner.render(time.time()) if phase else Text(" ")
         detail = "  ".join([phase, *(counted(progress)[:2] if progress is not None else ())])
-        last = Text.assemble(mark if isinstance(mark, Text) else " ", " ", ("  ".join(parts), "bold"), "  ", detail)
+        last = Text.assemble(
+            mark if isinstance(mark, Text) else " ", " ", ("  ".join(parts), "bold"), "  ", detail
+        )
         last.no_wrap, last.overflow = True, "ellipsis"
         yield last
 
@@ -229,7 +266,11 @@ def open_display(workspace: Path, phase: str) -> Iterator[Display]:
     """Show progress on standard output for the block, which begins with ``phase``."""
     stream, state = sys.stdout, RunState(workspace)
     plain = not stream.isatty() or os.environ.get("TERM", "") in ("", "dumb", "unknown")
-    display = Display(state, stream) if plain else LiveDisplay(state, Console(file=stream, highlight=False))
+    display = (
+        Display(state, stream)
+        if plain
+        else LiveDisplay(state, Console(file=stream, highlight=False))
+    )
     try:
         display.phase(phase)
         yield display

@@ -24,9 +24,18 @@ from rlhf_core.commands.plugged import EXTRAS, plugged_app
 from rlhf_core.config.data import DataSource
 from rlhf_core.config.gates import GatesConfig
 from rlhf_core.config.loading import Params, load_params
-from rlhf_core.config.reward_sources import OWN_MODEL, ClassifierSource, FunctionSource, refuse_own_model
+from rlhf_core.config.reward_sources import (
+    OWN_MODEL,
+    ClassifierSource,
+    FunctionSource,
+    refuse_own_model,
+)
 from rlhf_core.errors import ConfigError, DataError, RlhfError
-from rlhf_core.fingerprint.tracked_files import missing_function, model_folders, verifiable_functions
+from rlhf_core.fingerprint.tracked_files import (
+    missing_function,
+    model_folders,
+    verifiable_functions,
+)
 from rlhf_core.plugins import COMMANDS, RUN_LOGGERS, PluginError, load_plugin, plugins_of
 from rlhf_core.runtime.machine import AVX512_KERNELS, is_amd_with_full_avx512, numpy_kernels
 from rlhf_core.storage.data_files import expand, is_url
@@ -43,7 +52,9 @@ GIB = 2**30
 
 @dataclass(frozen=True)
 class DoctorCheck:
-    """The result of one check; ``remedy`` says what to do and is empty if nothing needs to be done."""
+    """The result of one check; ``remedy`` says what to do and is empty if nothing needs to be
+    done.
+    """
 
     level: str
     name: str
@@ -54,12 +65,14 @@ class DoctorCheck:
 DISTRIBUTION = "rlhf-pipeline"
 SUPPORTED = ((3, 11), (3, 13))
 REINSTALL = "install the pinned requirements.lock again (`make setup`)"
-# Requirements whose version is always shown, and what breaks outside it. Newer versions of the first two
-# break servers although `pip check` is clean.
+# Requirements whose version is always shown, and what breaks outside it. Newer versions of the
+# first two break servers although `pip check` is clean.
 SHOWN = {
     "fastapi": "newer ones refuse requests of the Prefect client, or keep its server from starting",
     "sqlalchemy": "with 2.1 scheduled runs are never created, and only a log says so",
-    **dict.fromkeys(("torch", "transformers", "prefect", "dvc", "mlflow", "great-expectations"), ""),
+    **dict.fromkeys(
+        ("torch", "transformers", "prefect", "dvc", "mlflow", "great-expectations"), ""
+    ),
 }
 
 
@@ -77,22 +90,35 @@ def machine_checks() -> Iterator[DoctorCheck]:
     if shutil.which("git"):
         yield DoctorCheck(OK, "git", "found")
     else:
-        yield DoctorCheck(WARN, "git", "not found: registered models will lack their git revision", "install git")
+        yield DoctorCheck(
+            WARN, "git", "not found: registered models will lack their git revision", "install git"
+        )
     yield from _processors()
     yield from _products()
     free = psutil.virtual_memory().available / GIB
-    remedy = "" if free >= 4 else "the demo needs up to 4 GiB for all its processes; close other programs"
+    remedy = (
+        ""
+        if free >= 4
+        else "the demo needs up to 4 GiB for all its processes; close other programs"
+    )
     yield DoctorCheck(WARN if remedy else OK, "memory", f"{free:.1f} GiB available", remedy)
 
 
 def _packages() -> Iterator[DoctorCheck]:
-    """Check the versions of what this package requires; those that fit are named if they are in :data:`SHOWN`."""
+    """Check the versions of what this package requires; those that fit are named if they are in
+    :data:`SHOWN`.
+    """
     from packaging.requirements import Requirement
 
     try:
         listed = importlib.metadata.requires(DISTRIBUTION) or ()
     except importlib.metadata.PackageNotFoundError:
-        yield DoctorCheck(WARN, "packages", f"{DISTRIBUTION} is not installed: versions are not checked", REINSTALL)
+        yield DoctorCheck(
+            WARN,
+            "packages",
+            f"{DISTRIBUTION} is not installed: versions are not checked",
+            REINSTALL,
+        )
         return
     for package in map(Requirement, listed):
         if package.marker is None:  # an extra's has one
@@ -102,7 +128,9 @@ def _packages() -> Iterator[DoctorCheck]:
 
 
 def plugin_checks() -> Iterator[DoctorCheck]:
-    """Check that the commands of this project's extras are known, and that those of all plugins can be imported."""
+    """Check that the commands of this project's extras are known, and that those of all plugins can
+    be imported.
+    """
     known = plugins_of(COMMANDS)
     missing = [path.replace(".", " ") for path in EXTRAS if path not in known]
     if missing:
@@ -116,7 +144,9 @@ def plugin_checks() -> Iterator[DoctorCheck]:
 
 
 def check_package(package: Requirement, consequence: str = "") -> DoctorCheck:
-    """Check the installed version of a package against what is required; ``consequence`` says what breaks otherwise."""
+    """Check the installed version of a package against what is required; ``consequence`` says what
+    breaks otherwise.
+    """
     try:
         version = importlib.metadata.version(package.name)
     except importlib.metadata.PackageNotFoundError:
@@ -124,7 +154,9 @@ def check_package(package: Requirement, consequence: str = "") -> DoctorCheck:
     if package.specifier.contains(version, prereleases=True):
         return DoctorCheck(OK, package.name, version)
     reason = f" ({consequence})" if consequence else ""
-    return DoctorCheck(FAIL, package.name, f"{version} is outside {package.specifier}{reason}", REINSTALL)
+    return DoctorCheck(
+        FAIL, package.name, f"{version} is outside {package.specifier}{reason}", REINSTALL
+    )
 
 
 def _processors() -> Iterator[DoctorCheck]:
@@ -133,11 +165,15 @@ def _processors() -> Iterator[DoctorCheck]:
     except (ImportError, OSError) as error:
         yield DoctorCheck(FAIL, "torch import", str(error).splitlines()[0], REINSTALL)
         return
-    allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    allowed = (
+        len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    )
     threads = torch.get_num_threads()
     if threads > allowed:
         remedy = f"set OMP_NUM_THREADS={allowed}"
-        yield DoctorCheck(WARN, "threads", f"torch uses {threads} threads on {allowed} processors", remedy)
+        yield DoctorCheck(
+            WARN, "threads", f"torch uses {threads} threads on {allowed} processors", remedy
+        )
     else:
         yield DoctorCheck(OK, "threads", f"torch uses {threads} of {allowed} processors")
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
@@ -150,7 +186,9 @@ def _products() -> Iterator[DoctorCheck]:
     if is_amd_with_full_avx512() and (kernels := numpy_kernels()) not in AVX512_KERNELS:
         finding = "NumPy has no OpenBLAS, which would use this processor's AVX-512"
         if kernels:
-            finding = f"NumPy's OpenBLAS has {kernels} kernels, which do without this processor's AVX-512"
+            finding = (
+                f"NumPy's OpenBLAS has {kernels} kernels, which do without this processor's AVX-512"
+            )
         remedy = "training in float32 takes up to half as long again; unset OPENBLAS_CORETYPE, or install NumPy by pip"
         yield DoctorCheck(WARN, "products", finding, remedy)
 
@@ -165,7 +203,9 @@ def service_checks() -> Iterator[DoctorCheck]:
     yield _prefect()
     yield _mlflow()
     if os.environ.get("HF_HUB_OFFLINE") in ("1", "true", "TRUE"):
-        yield DoctorCheck(OK, "hub", "offline (HF_HUB_OFFLINE): hub ids load from the local cache only")
+        yield DoctorCheck(
+            OK, "hub", "offline (HF_HUB_OFFLINE): hub ids load from the local cache only"
+        )
 
 
 def _prefect() -> DoctorCheck:
@@ -178,11 +218,15 @@ def _prefect() -> DoctorCheck:
         response = httpx.get(f"{url.rstrip('/')}/health", timeout=5)
     except (httpx.HTTPError, httpx.InvalidURL) as error:
         finding = f"PREFECT_API_URL={url} does not answer ({str(error) or type(error).__name__})"
-        return DoctorCheck(FAIL, "prefect api", finding, "start that server, or unset PREFECT_API_URL")
+        return DoctorCheck(
+            FAIL, "prefect api", finding, "start that server, or unset PREFECT_API_URL"
+        )
     if response.status_code == 200:
         return DoctorCheck(OK, "prefect api", f"{url} answers")
     finding = f"PREFECT_API_URL={url} answers /health with status {response.status_code}"
-    return DoctorCheck(WARN, "prefect api", finding, "the address must end in /api; check it and PREFECT_API_KEY")
+    return DoctorCheck(
+        WARN, "prefect api", finding, "the address must end in /api; check it and PREFECT_API_KEY"
+    )
 
 
 def _mlflow() -> DoctorCheck:
@@ -199,7 +243,9 @@ def _mlflow() -> DoctorCheck:
         knock(uri)
     except (OSError, ValueError) as error:
         finding = f"MLFLOW_TRACKING_URI={uri} does not answer ({error})"
-        return DoctorCheck(FAIL, "mlflow", finding, "start that server, or unset MLFLOW_TRACKING_URI")
+        return DoctorCheck(
+            FAIL, "mlflow", finding, "start that server, or unset MLFLOW_TRACKING_URI"
+        )
     return DoctorCheck(OK, "mlflow", f"{uri} answers")
 
 
@@ -213,21 +259,30 @@ def _orphans(workspace: Path) -> Iterator[DoctorCheck]:
         yield DoctorCheck(WARN, "registry", str(error))
         return
     if orphans:
-        yield DoctorCheck(WARN, "registry", orphans.describe(), "`rlhf registry gc --delete` removes them")
+        yield DoctorCheck(
+            WARN, "registry", orphans.describe(), "`rlhf registry gc --delete` removes them"
+        )
 
 
 def require_ready(workspace: Path) -> None:
-    """Refuse a run that cannot succeed, before anything is started: what `rlhf doctor` finds in the workspace.
+    """Refuse a run that cannot succeed, before anything is started: what `rlhf doctor` finds in the
+    workspace.
 
     Data and the starting model are not opened: a run opens them where their stages would.
 
     Raises:
         RlhfError: a line for each check that failed, and what to do.
     """
-    failed = [check for check in workspace_checks(workspace, opens_files=False) if check.level == FAIL]
+    failed = [
+        check for check in workspace_checks(workspace, opens_files=False) if check.level == FAIL
+    ]
     if failed:
         remedies = [f" ({check.remedy})" if check.remedy else "" for check in failed]
-        raise RlhfError("\n".join(f"{c.name}: {c.finding}{remedy}" for c, remedy in zip(failed, remedies, strict=True)))
+        raise RlhfError(
+            "\n".join(
+                f"{c.name}: {c.finding}{remedy}" for c, remedy in zip(failed, remedies, strict=True)
+            )
+        )
 
 
 def workspace_checks(workspace: Path | None, opens_files: bool = True) -> Iterator[DoctorCheck]:
@@ -246,10 +301,19 @@ def workspace_checks(workspace: Path | None, opens_files: bool = True) -> Iterat
         remedy = "`dvc gc --workspace` drops old results from the cache"
         yield DoctorCheck(FAIL if free < 0.5 else WARN, "disk", f"{free:.1f} GiB free", remedy)
     if not (workspace / "dvc.yaml").is_file():
-        yield DoctorCheck(FAIL, "dvc.yaml", "missing", "restore it, or make a workspace with `rlhf init DIR`")
-    root = next((folder for folder in (workspace, *workspace.parents) if (folder / ".dvc").is_dir()), None)
+        yield DoctorCheck(
+            FAIL, "dvc.yaml", "missing", "restore it, or make a workspace with `rlhf init DIR`"
+        )
+    root = next(
+        (folder for folder in (workspace, *workspace.parents) if (folder / ".dvc").is_dir()), None
+    )
     if root is None:
-        yield DoctorCheck(FAIL, "dvc", "the workspace is in no DVC repository", "`dvc init` there, or `rlhf init DIR`")
+        yield DoctorCheck(
+            FAIL,
+            "dvc",
+            "the workspace is in no DVC repository",
+            "`dvc init` there, or `rlhf init DIR`",
+        )
     else:
         yield DoctorCheck(OK, "dvc", f"repository at {root}")
     if opens_files:
@@ -261,9 +325,13 @@ def workspace_checks(workspace: Path | None, opens_files: bool = True) -> Iterat
         if (workspace / "dvc.yaml").is_file():
             check_recipe(workspace)
     except RlhfError as error:
-        yield DoctorCheck(FAIL, "params.yaml", str(error), "correct it; `rlhf run` would refuse it too")
+        yield DoctorCheck(
+            FAIL, "params.yaml", str(error), "correct it; `rlhf run` would refuse it too"
+        )
         return
-    yield DoctorCheck(OK, "params.yaml", "every parameter is known and in range, and DVC finds those it tracks")
+    yield DoctorCheck(
+        OK, "params.yaml", "every parameter is known and in range, and DVC finds those it tracks"
+    )
     yield from _sources(workspace, params, opens_files)
     if opens_files:
         yield from pair_checks(workspace, params)
@@ -271,14 +339,19 @@ def workspace_checks(workspace: Path | None, opens_files: bool = True) -> Iterat
     yield from _reward_sources(workspace, params)
     yield from gate_checks(params.gates)
     yield from _judges(workspace, params)
-    for setting, sampler in (("ppo.sampler", params.ppo.sampler), ("evaluate.sampler", params.evaluate.sampler)):
+    for setting, sampler in (
+        ("ppo.sampler", params.ppo.sampler),
+        ("evaluate.sampler", params.evaluate.sampler),
+    ):
         python = None if sampler.kind == "local" else sampler.seen_from(workspace).python
         if python and shutil.which(python) is None:
             finding = f"{setting}.python: {python} is no program; name the Python of an environment that has vLLM"
             yield DoctorCheck(WARN if params.pools else FAIL, "vllm", finding)
     for stage, launch in params.compute.launch.items():
         if launch.deepspeed and not (workspace / launch.deepspeed).is_file():
-            finding = f"compute.launch.{stage}.deepspeed: there is no file {workspace / launch.deepspeed}"
+            finding = (
+                f"compute.launch.{stage}.deepspeed: there is no file {workspace / launch.deepspeed}"
+            )
             yield DoctorCheck(FAIL, "deepspeed", finding)
     for name in params.tracking.loggers:
         try:
@@ -289,7 +362,9 @@ def workspace_checks(workspace: Path | None, opens_files: bool = True) -> Iterat
         for policy in active_policies(params.registry):
             policy.check_settings(workspace, params.registry)
     except ConfigError as error:
-        yield DoctorCheck(FAIL, "registry", str(error), "without it nothing is promoted, served or exported")
+        yield DoctorCheck(
+            FAIL, "registry", str(error), "without it nothing is promoted, served or exported"
+        )
 
 
 def _writable(workspace: Path) -> DoctorCheck:
@@ -298,7 +373,9 @@ def _writable(workspace: Path) -> DoctorCheck:
             return DoctorCheck(OK, "writable", "yes")
     except OSError as error:
         remedy = "make the folder writable, or use another workspace"
-        return DoctorCheck(FAIL, "writable", f"cannot write to {workspace} ({error.strerror})", remedy)
+        return DoctorCheck(
+            FAIL, "writable", f"cannot write to {workspace} ({error.strerror})", remedy
+        )
 
 
 def _sources(workspace: Path, params: Params, opens_files: bool) -> Iterator[DoctorCheck]:
@@ -314,14 +391,19 @@ def _sources(workspace: Path, params: Params, opens_files: bool) -> Iterator[Doc
         if not patterns:
             needed = "preferences" if params.collect.pairs else "prompts"
             yield DoctorCheck(
-                FAIL, "data", "collect.source is files, but collect.files names none", f"name at least {needed}"
+                FAIL,
+                "data",
+                "collect.source is files, but collect.files names none",
+                f"name at least {needed}",
             )
     for evaluation in params.validate_.evaluation_files:
         yield _source(workspace, "data", evaluation.path)
 
 
 def unread_sources(workspace: Path, sources: Sequence[DataSource]) -> Iterator[DoctorCheck]:
-    """Return a failed check for each source whose first local file cannot be read as pairs of replies."""
+    """Return a failed check for each source whose first local file cannot be read as pairs of
+    replies.
+    """
     from rlhf_core.data.collection.sources import best_kind, source_files
 
     remedy = "`rlhf data FILE` shows how it is read"
@@ -341,7 +423,9 @@ def unread_sources(workspace: Path, sources: Sequence[DataSource]) -> Iterator[D
 
 
 def pair_checks(workspace: Path, params: Params) -> Iterator[DoctorCheck]:
-    """Check whether the pairs are enough for the reward models and their gate, and what they can show."""
+    """Check whether the pairs are enough for the reward models and their gate, and what they can
+    show.
+    """
     from rlhf_core.forecast import forecast_of_workspace
 
     found = forecast_of_workspace(workspace, params)
@@ -355,8 +439,15 @@ def _reward_sources(workspace: Path, params: Params) -> Iterator[DoctorCheck]:
     """Check the functions and model folders that rewards and checks need. No module is imported."""
     level = WARN if params.pools_away() else FAIL  # what another host has cannot be seen from here
     sources = params.ppo.reward.sources
-    targets = {source.target: "ppo.reward.sources" for source in sources if isinstance(source, FunctionSource)}
-    targets |= {function.target: "evaluate.verifiable" for function in verifiable_functions(params.evaluate.verifiable)}
+    targets = {
+        source.target: "ppo.reward.sources"
+        for source in sources
+        if isinstance(source, FunctionSource)
+    }
+    targets |= {
+        function.target: "evaluate.verifiable"
+        for function in verifiable_functions(params.evaluate.verifiable)
+    }
     for target, setting in targets.items():
         if problem := missing_function(target, workspace):
             yield DoctorCheck(level, "function", f"{setting} names {target}, but {problem}")
@@ -370,38 +461,65 @@ def _reward_sources(workspace: Path, params: Params) -> Iterator[DoctorCheck]:
             except RlhfError as error:
                 yield DoctorCheck(FAIL, "reward model", str(error))
                 continue
-            is_hub_id = isinstance(source, ClassifierSource) and not named.startswith((".", "/", "~"))
+            is_hub_id = isinstance(source, ClassifierSource) and not named.startswith(
+                (".", "/", "~")
+            )
             if not folder.is_dir() and not is_hub_id:
                 remedy = "correct it in params.yaml; relative paths start at the workspace"
-                yield DoctorCheck(level, "reward model", f"ppo.reward.sources: there is no folder {folder}", remedy)
+                yield DoctorCheck(
+                    level,
+                    "reward model",
+                    f"ppo.reward.sources: there is no folder {folder}",
+                    remedy,
+                )
 
 
 def gate_checks(gates: GatesConfig) -> Iterator[DoctorCheck]:
-    """Warn of metrics of conditions that look like a misspelt name of docs/metrics.md: they would shut the gate."""
+    """Warn of metrics of conditions that look like a misspelt name of docs/metrics.md: they would
+    shut the gate.
+    """
     from rlhf_core.evaluation.report.metrics import page
 
-    known = {name for code in re.findall(r"`([^`\n]+)`", page()) for name in re.findall(r"[a-z]\w+", code)}
+    known = {
+        name
+        for code in re.findall(r"`([^`\n]+)`", page())
+        for name in re.findall(r"[a-z]\w+", code)
+    }
     conditions = (*gates.sft, *(gates.reward or ()), *gates.policy)
     for metric in dict.fromkeys(name for condition in conditions for name in condition.metrics):
         for part in metric.split("."):
             plain = re.sub(r"^(test|validation)_|_(low|high)95$", "", part)
-            close = [] if {part, plain} & known else difflib.get_close_matches(plain, known, n=1, cutoff=0.88)
+            close = (
+                []
+                if {part, plain} & known
+                else difflib.get_close_matches(plain, known, n=1, cutoff=0.88)
+            )
             if close:
                 remedy = "correct it in section gates; a metric that is missing fails its condition"
                 meant = part.replace(plain, close[0])
-                yield DoctorCheck(WARN, "gates", f"{metric} has {part}: did you mean '{meant}'?", remedy)
+                yield DoctorCheck(
+                    WARN, "gates", f"{metric} has {part}: did you mean '{meant}'?", remedy
+                )
 
 
 def _judges(workspace: Path, params: Params) -> Iterator[DoctorCheck]:
-    """Check what the evaluation needs besides models: the LLM judge's key, files of prompts and questions."""
+    """Check what the evaluation needs besides models: the LLM judge's key, files of prompts and
+    questions.
+    """
     llm_judge = params.evaluate.llm_judge
     if llm_judge is not None and llm_judge.token_env is not None:
         name = llm_judge.token_env
         if os.environ.get(name, "").strip():
-            yield DoctorCheck(OK, "llm judge", f"{name} is set; {llm_judge.base_url} is asked when the evaluation runs")
+            yield DoctorCheck(
+                OK,
+                "llm judge",
+                f"{name} is set; {llm_judge.base_url} is asked when the evaluation runs",
+            )
         else:
             remedy = f"export {name}=… wherever evaluate runs; without it the stage stops before it samples"
-            yield DoctorCheck(WARN, "llm judge", f"the environment variable {name} is not set", remedy)
+            yield DoctorCheck(
+                WARN, "llm judge", f"the environment variable {name} is not set", remedy
+            )
     for content, patterns in params.evaluate.untracked_files.items():
         for pattern in patterns:
             yield _source(workspace, content, pattern)
@@ -429,7 +547,9 @@ def _source(workspace: Path, name: str, pattern: str) -> DoctorCheck:
         kind = "URL" if is_url(pattern) else "hub id"
         return DoctorCheck(OK, name, f"{pattern} (a {kind}; looked up when it is read)")
     try:
-        files = expand(pattern, workspace, "correct it in params.yaml; relative paths start at the workspace")
+        files = expand(
+            pattern, workspace, "correct it in params.yaml; relative paths start at the workspace"
+        )
     except DataError as error:
         return DoctorCheck(FAIL, name, str(error))
     return DoctorCheck(OK, name, f"{pattern}: {len(files)} file{'s' if len(files) > 1 else ''}")

@@ -38,8 +38,9 @@ class Predecessor:
     def settings(self) -> list[str]:
         """What differs from the settings of its workspace.
 
-        Without supervised steps it is the SFT model as it is: such steps would undo what PPO has taught. So the new
-        policy is measured against it, and the policy gate says whether it is better than the one in use.
+        Without supervised steps it is the SFT model as it is: such steps would undo what PPO has
+        taught. So the new policy is measured against it, and the policy gate says whether it is
+        better than the one in use.
         """
         return [f"base.source={json.dumps(str(self.model))}", "base.revision=null", "sft.steps=0"]
 
@@ -57,23 +58,33 @@ def predecessor(given: str) -> Predecessor:
     workspace = find_workspace(Path(name))
     version = policy_with_alias(workspace, alias)
     model = verified_folder(workspace, version)
-    return Predecessor(workspace, model.resolve(), f"{version.name} version {version.version} (@{alias})")
+    return Predecessor(
+        workspace, model.resolve(), f"{version.name} version {version.version} (@{alias})"
+    )
 
 
 def initialise(
-    folder: Path, profile: str | None, sets: Sequence[str], cache: Path | None = None, recipe: Path | None = None
+    folder: Path,
+    profile: str | None,
+    sets: Sequence[str],
+    cache: Path | None = None,
+    recipe: Path | None = None,
 ) -> Path:
-    """Make ``folder`` a workspace and return its absolute path. Everything is checked before anything is written.
+    """Make ``folder`` a workspace and return its absolute path. Everything is checked before
+    anything is written.
 
     Args:
         cache: a DVC cache to share with other workspaces.
-        recipe: whose params.yaml, dvc.yaml and expectations it starts from; by default the project's.
+        recipe: whose params.yaml, dvc.yaml and expectations it starts from; by default the
+            project's.
 
     Raises:
         RlhfError: ``folder`` is already a workspace, or a parameter is wrong.
     """
     if is_workspace(folder):
-        raise RlhfError(f"{folder} is already a workspace; edit its params.yaml, or choose another folder")
+        raise RlhfError(
+            f"{folder} is already a workspace; edit its params.yaml, or choose another folder"
+        )
     for name in (PARAMS_FILE, DVC_FILE):
         if (folder / name).exists():
             raise RlhfError(
@@ -86,7 +97,8 @@ def initialise(
 
 
 def refuse_absent(data: Sequence[str], model: str | None) -> None:
-    """Refuse what a command names and the current folder does not have, before a workspace is made of a slip.
+    """Refuse what a command names and the current folder does not have, before a workspace is made
+    of a slip.
 
     Raises:
         RlhfError: No file matches one of ``data``, or there is nothing at the path ``model``.
@@ -98,8 +110,11 @@ def refuse_absent(data: Sequence[str], model: str | None) -> None:
         raise RlhfError(f"--model: there is no file or folder {model}; nothing was made")
 
 
-def forecast_of(folder: Path, profile: str | None, sets: Sequence[str], recipe: Path | None = None) -> str:
-    """Say what the pairs of a workspace that is to be made are enough for; nothing where they cannot be read here.
+def forecast_of(
+    folder: Path, profile: str | None, sets: Sequence[str], recipe: Path | None = None
+) -> str:
+    """Say what the pairs of a workspace that is to be made are enough for; nothing where they
+    cannot be read here.
 
     Raises:
         RlhfError: A stage or the reward gate would refuse so few pairs, or a parameter is wrong.
@@ -119,7 +134,9 @@ def forecast_of(folder: Path, profile: str | None, sets: Sequence[str], recipe: 
 
 
 def next_step(workspace: Path) -> str:
-    """Return what to do with a new workspace: run it, or first name the data files that it lacks."""
+    """Return what to do with a new workspace: run it, or first name the data files that it
+    lacks.
+    """
     name = display_path(workspace)
     run = f"rlhf run --workspace {shlex.quote(name)}"
     model = load_section(workspace, "base", BaseConfig).source
@@ -162,4 +179,6 @@ def _is_absent(model: str, folder: Path) -> bool:
 
 def _unmatched(sources: Sequence[str], folder: Path) -> list[str]:
     """Those of ``sources`` that name no file, seen from ``folder``."""
-    return [source for source in sources if not (is_elsewhere(source) or matching_files(source, folder))]
+    return [
+        source for source in sources if not (is_elsewhere(source) or matching_files(source, folder))
+    ]

@@ -1,4 +1,6 @@
-"""``rlhf init --prompts FILE --reward FILE.py:FUNCTION``: a workspace of prompts and a reward function, no pairs."""
+"""``rlhf init --prompts FILE --reward FILE.py:FUNCTION``: a workspace of prompts and a reward
+function, no pairs.
+"""
 
 from __future__ import annotations
 
@@ -52,16 +54,20 @@ class GivenFunction:
 
 
 def given_function(reward: str) -> GivenFunction:
-    """Find the function that ``FILE.py:FUNCTION`` or ``package.module:function`` names; nothing is imported.
+    """Find the function that ``FILE.py:FUNCTION`` or ``package.module:function`` names; nothing is
+    imported.
 
     Raises:
-        ConfigError: There is no such file, module or function, or an installed module would take the file's place.
+        ConfigError: There is no such file, module or function, or an installed module would take
+            the file's place.
     """
     place, _, name = reward.rpartition(":")
     if not place.endswith(".py"):
         target = FunctionSource(target=reward).target if place else ""
         if not target:
-            raise ConfigError(f"--reward {reward}: write it as FILE.py:FUNCTION, such as checks.py:score")
+            raise ConfigError(
+                f"--reward {reward}: write it as FILE.py:FUNCTION, such as checks.py:score"
+            )
         if problem := missing_function(target, Path.cwd()):
             raise ConfigError(f"--reward {reward}: {problem}; nothing was made")
         return GivenFunction(target)
@@ -69,17 +75,25 @@ def given_function(reward: str) -> GivenFunction:
     if not file.is_file():
         raise ConfigError(f"--reward {reward}: there is no file {place}; nothing was made")
     if not file.stem.isidentifier():
-        raise ConfigError(f"--reward {reward}: {file.stem} is no name of a Python module; rename the file")
+        raise ConfigError(
+            f"--reward {reward}: {file.stem} is no name of a Python module; rename the file"
+        )
     try:
         tree = ast.parse(file.read_bytes())
     except (SyntaxError, ValueError) as error:
-        raise ConfigError(f"--reward {reward}: {place} is not Python ({error}); nothing was made") from error
+        raise ConfigError(
+            f"--reward {reward}: {place} is not Python ({error}); nothing was made"
+        ) from error
     functions = {node.name: node for node in tree.body if isinstance(node, Definition)}
     if name not in functions:
         known = ", ".join(functions) or "none"
-        raise ConfigError(f"--reward {reward}: {place} has no function {name!r}; its functions: {known}")
+        raise ConfigError(
+            f"--reward {reward}: {place} has no function {name!r}; its functions: {known}"
+        )
     installed = find_spec(file.stem)
-    if installed is not None and (installed.origin is None or Path(installed.origin).resolve() != file.resolve()):
+    if installed is not None and (
+        installed.origin is None or Path(installed.origin).resolve() != file.resolve()
+    ):
         raise ConfigError(
             f"--reward {reward}: {file.stem} is also an installed module, which would be imported instead of {place}; "
             "rename the file"
@@ -101,7 +115,9 @@ def _columns_asked(function: Definition) -> tuple[str, ...]:
 
 
 def checker_settings(prompts: Sequence[str], function: GivenFunction) -> list[str]:
-    """The settings of a workspace in which ``function`` rewards and judges replies to ``prompts``."""
+    """The settings of a workspace in which ``function`` rewards and judges replies to
+    ``prompts``.
+    """
     source = {"kind": "function", "target": function.target}
     return [
         "collect.source=files",
@@ -110,14 +126,16 @@ def checker_settings(prompts: Sequence[str], function: GivenFunction) -> list[st
     ]
 
 
-def require_enough_prompts(folder: Path, profile: str, sets: Sequence[str], function: GivenFunction) -> str:
+def require_enough_prompts(
+    folder: Path, profile: str, sets: Sequence[str], function: GivenFunction
+) -> str:
     """Count the prompts of a workspace that is to be made, and say what so many can show.
 
     Prompts that are not on this machine are left to the run.
 
     Raises:
-        RlhfError: There are too few, none would be held out, they lack a column that the function asks for, or there
-            is no model to start from.
+        RlhfError: There are too few, none would be held out, they lack a column that the function
+            asks for, or there is no model to start from.
     """
     text = merged_params(recipe_folder(), profile, sets, folder)
     params = check_params(yaml_text.plain(yaml_text.parse(text, PARAMS_FILE)))
@@ -130,7 +148,9 @@ def require_enough_prompts(folder: Path, profile: str, sets: Sequence[str], func
     if any(is_elsewhere(source.path) for source in files.prompts):
         return ""
     # Paths in params start at the new folder, those of the command here.
-    given = check_params({"collect": {"source": "files", "files": {"prompts": _prompts_of(sets)}}}).collect.files
+    given = check_params(
+        {"collect": {"source": "files", "files": {"prompts": _prompts_of(sets)}}}
+    ).collect.files
     rows = [row for part in read_sources(given.prompts, "prompts", Path.cwd()) for row in part.rows]
     columns = {name for row in rows for name in json.loads(row["columns"] or "{}")}
     lacking = [name for name in function.columns if name not in columns]
@@ -143,7 +163,11 @@ def require_enough_prompts(folder: Path, profile: str, sets: Sequence[str], func
 
 
 def _prompts_of(sets: Sequence[str]) -> list[str]:
-    values = [value for name, _, value in (text.partition("=") for text in sets) if name == "collect.files.prompts"]
+    values = [
+        value
+        for name, _, value in (text.partition("=") for text in sets)
+        if name == "collect.files.prompts"
+    ]
     prompts: list[str] = json.loads(values[0])
     return prompts
 

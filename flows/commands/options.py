@@ -19,27 +19,40 @@ OPTION = ("--workspace", "-w")
 OPTION_HELP = "The workspace; default: the nearest at or above the current folder."
 AnyFolder = Annotated[Path | None, typer.Option(*OPTION, help=OPTION_HELP)]
 Workspace = Annotated[Path, typer.Option(*OPTION, help=OPTION_HELP, callback=find_workspace)]
-NEAREST: Any = None  # the default of a ``Workspace``: the nearest one at or above the current folder
-Reason = Annotated[str | None, typer.Option("--reason", help="The reason; recorded with the decision.")]
+NEAREST: Any = (
+    None  # the default of a ``Workspace``: the nearest one at or above the current folder
+)
+Reason = Annotated[
+    str | None, typer.Option("--reason", help="The reason; recorded with the decision.")
+]
 
 
 def joined_lines(text: str) -> str:
-    """Join the lines of each paragraph, except shell commands, which start with a dollar sign and keep their lines."""
+    """Join the lines of each paragraph, except shell commands, which start with a dollar sign and
+    keep their lines.
+    """
     return re.sub(r"(?<=[^\n])\n(?!\n|\$ |\Z)", " ", text)
 
 
 def profile_names(incomplete: str = "") -> list[str]:
-    """Return the names of the profiles that start with ``incomplete``, for completion in a shell."""
+    """Return the names of the profiles that start with ``incomplete``, for completion in a
+    shell.
+    """
     earlier, comma, last = incomplete.rpartition(",")
     names = [name for name in profile_headers(_profiles_folder()) if name.startswith(last)]
     return [f"{earlier}{comma}{name}" for name in names]
 
 
 def profile_list() -> str:
-    """List the profiles of the current workspace, else of the project, with the first sentence of each."""
+    """List the profiles of the current workspace, else of the project, with the first sentence of
+    each.
+    """
     headers = profile_headers(_profiles_folder())
     width = max((len(name) for name in headers), default=0)
-    lines = [f"  {name.ljust(width)}  {header.partition('. ')[0].rstrip('.')}" for name, header in headers.items()]
+    lines = [
+        f"  {name.ljust(width)}  {header.partition('. ')[0].rstrip('.')}"
+        for name, header in headers.items()
+    ]
     return "\n".join(["Profiles (--profile):", *lines])
 
 
@@ -59,7 +72,8 @@ class CommandWithProfiles(TyperCommand):
         super().format_help(ctx, formatter)
 
 
-# The commands that the help shows, in panels and in this order; others, such as old names, are hidden.
+# The commands that the help shows, in panels and in this order; others, such as old names, are
+# hidden.
 PANELS = {
     "Start": ("init", "data", "doctor", "config"),
     "Train": ("run", "stage", "status", "logs", "up", "deploy"),
@@ -78,7 +92,9 @@ class Commands(PluggedGroup):
         super().__init__(**attributes)
         panels = {name: panel for panel, names in PANELS.items() for name in names}
         in_panels = {name: self.commands[name] for name in panels if name in self.commands}
-        self.commands = in_panels | {name: other for name, other in self.commands.items() if name not in in_panels}
+        self.commands = in_panels | {
+            name: other for name, other in self.commands.items() if name not in in_panels
+        }
         join_help_lines(self)
         for name, listed in self.commands.items():
             setattr(listed, "rich_help_panel", panels.get(name))  # noqa: B010 - of both kinds of commands
@@ -110,12 +126,16 @@ def join_help_lines(command: Any) -> None:
 
 
 def plain_parameters(command: Any, ctx: Any) -> None:
-    """Show flags without a type, and arguments in the line of usage without braces, in the help of a command."""
+    """Show flags without a type, and arguments in the line of usage without braces, in the help of
+    a command.
+    """
     for parameter in command.get_params(ctx):
         if getattr(parameter, "is_flag", False) and parameter.metavar is None:
             parameter.metavar = ""
         if isinstance(parameter, TyperArgument):
-            shown = (parameter.metavar or parameter.name or "").upper() + ("..." if parameter.nargs != 1 else "")
+            shown = (parameter.metavar or parameter.name or "").upper() + (
+                "..." if parameter.nargs != 1 else ""
+            )
             pieces = [shown if parameter.required else f"[{shown}]"]
             vars(parameter)["get_usage_pieces"] = partial(lambda usage, _: usage, pieces)
     for member_name, member in getattr(command, "commands", {}).items():

@@ -23,14 +23,20 @@ app = typer.Typer(add_completion=False)
 
 @app.command(no_args_is_help=True)
 def compare(
-    workspaces: Annotated[list[Path], typer.Argument(help="Folders of finished runs.", show_default=False)],
-    output: Annotated[Path | None, typer.Option("--output", help="Also write what --json prints to this file.")] = None,
+    workspaces: Annotated[
+        list[Path], typer.Argument(help="Folders of finished runs.", show_default=False)
+    ],
+    output: Annotated[
+        Path | None, typer.Option("--output", help="Also write what --json prints to this file.")
+    ] = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Compare finished runs: the settings that differ, then judges, KL, perplexity, cost, gates and registered version.
+    """Compare finished runs: the settings that differ, then judges, KL, perplexity, cost, gates and
+    registered version.
 
-    Nothing is computed: the table has what the workspaces hold on disk. A warning says where runs were judged on other
-    prompts, by another judge, or against another SFT model. Best of n is a column of its own where it was evaluated.
+    Nothing is computed: the table has what the workspaces hold on disk. A warning says where runs
+    were judged on other prompts, by another judge, or against another SFT model. Best of n is a
+    column of its own where it was evaluated.
 
     Examples:
     $ rlhf compare ws-ppo ws-dpo
@@ -38,7 +44,12 @@ def compare(
     $ rlhf compare . workspaces/demo-* --output results.json
     """
     with busy("reading the runs"):
-        from flows.commands.compare import EvaluatedWorkspace, read_workspace, results_document, write_results
+        from flows.commands.compare import (
+            EvaluatedWorkspace,
+            read_workspace,
+            results_document,
+            write_results,
+        )
         from flows.commands.text import error_console, print_error
 
         read: list[EvaluatedWorkspace] = []
@@ -62,7 +73,9 @@ def compare(
     console = Console(highlight=False, width=terminal_width())
     console.print(results_table(document["runs"], console.width, document["settings"]))
     for warning in document["warnings"]:
-        error_console(sys.stderr).print(f"warning: {warning}", style="yellow", soft_wrap=not sys.stderr.isatty())
+        error_console(sys.stderr).print(
+            f"warning: {warning}", style="yellow", soft_wrap=not sys.stderr.isatty()
+        )
     if output is not None:
         typer.echo(f"wrote {output}")
 
@@ -71,7 +84,8 @@ def compare(
 def promote(
     workspace: Workspace = NEAREST,
     version: Annotated[
-        str | None, typer.Option("--version", help="The version to promote; default: the challenger.")
+        str | None,
+        typer.Option("--version", help="The version to promote; default: the challenger."),
     ] = None,
     force: Annotated[
         bool, typer.Option("--force", help="Promote regardless of gates and match; needs --reason.")
@@ -79,15 +93,19 @@ def promote(
     reason: Reason = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Decide, but change nothing.")] = False,
     explain: Annotated[
-        bool, typer.Option("--explain", help="Show every criterion, its margin, and which of them decided.")
+        bool,
+        typer.Option(
+            "--explain", help="Show every criterion, its margin, and which of them decided."
+        ),
     ] = False,
 ) -> None:
-    """Promote the challenger if every judge prefers it to the champion and it is worse in nothing that counts.
+    """Promote the challenger if every judge prefers it to the champion and it is worse in nothing
+    that counts.
 
     With registry.approval it then waits for `rlhf approve`.
 
-    Exit codes: 0 it is champion now (in a dry run: it would be), 5 not promoted, or not before it is approved, 2 it
-    could not be decided.
+    Exit codes: 0 it is champion now (in a dry run: it would be), 5 not promoted, or not before it
+    is approved, 2 it could not be decided.
 
     Examples:
     $ rlhf promote --dry-run --explain
@@ -96,7 +114,12 @@ def promote(
     with busy("comparing challenger and champion"):
         from flows.registry.promote import promote as decide
 
-        decision = decide(workspace, version=version, force_reason=reason or "" if force else None, dry_run=dry_run)
+        decision = decide(
+            workspace,
+            version=version,
+            force_reason=reason or "" if force else None,
+            dry_run=dry_run,
+        )
     typer.echo(decision.describe())
     if not dry_run:
         _refresh_release_page(workspace)
@@ -108,7 +131,9 @@ def promote(
 
 
 def _print(explained: Group) -> None:
-    """Print a table and its reasons, fitted to the terminal; elsewhere nothing is wrapped, cut or padded."""
+    """Print a table and its reasons, fitted to the terminal; elsewhere nothing is wrapped, cut or
+    padded.
+    """
     from rich.console import Console
 
     if sys.stdout.isatty():
@@ -121,16 +146,19 @@ def _print(explained: Group) -> None:
 
 
 VersionLookedAt = Annotated[
-    str | None, typer.Option("--version", help="The version you have looked at; another one is refused.")
+    str | None,
+    typer.Option("--version", help="The version you have looked at; another one is refused."),
 ]
 
 
 @app.command()
-def approve(version: VersionLookedAt = None, reason: Reason = None, workspace: Workspace = NEAREST) -> None:
+def approve(
+    version: VersionLookedAt = None, reason: Reason = None, workspace: Workspace = NEAREST
+) -> None:
     """Make the version that passed its match and waits for approval the champion.
 
-    RLHF_ACTOR names who decides, such as the person behind a CI job; default: the user and the host. The decision
-    becomes an entry of `rlhf history`.
+    RLHF_ACTOR names who decides, such as the person behind a CI job; default: the user and the
+    host. The decision becomes an entry of `rlhf history`.
 
     Example: rlhf approve --version 7 --reason "read 50 replies"
     """
@@ -139,11 +167,14 @@ def approve(version: VersionLookedAt = None, reason: Reason = None, workspace: W
 
 @app.command()
 def decline(
-    reason: Annotated[str, typer.Option("--reason", help="The reason; recorded with the decision.")],
+    reason: Annotated[
+        str, typer.Option("--reason", help="The reason; recorded with the decision.")
+    ],
     version: VersionLookedAt = None,
     workspace: Workspace = NEAREST,
 ) -> None:
-    """Refuse the version that waits for approval. The champion stays; only `rlhf promote --force` asks again.
+    """Refuse the version that waits for approval. The champion stays; only `rlhf promote --force`
+    asks again.
 
     Example: rlhf decline --reason "refuses too much"
     """
@@ -165,7 +196,9 @@ def _answer(workspace: Path, *, approves: bool, reason: str, version: str | None
 
 
 def _refresh_release_page(workspace: Path) -> None:
-    """Bring the workspace's page up to date after a decision, which stands whether or not that is possible."""
+    """Bring the workspace's page up to date after a decision, which stands whether or not that is
+    possible.
+    """
     from flows.registry.release_page import try_release_page
 
     if problem := try_release_page(workspace)[1]:
@@ -174,9 +207,12 @@ def _refresh_release_page(workspace: Path) -> None:
 
 @app.command()
 def rollback(
-    reason: Annotated[str, typer.Option("--reason", help="The reason; recorded with the decision.")],
+    reason: Annotated[
+        str, typer.Option("--reason", help="The reason; recorded with the decision.")
+    ],
     to: Annotated[
-        str | None, typer.Option("--to", help="Version of an earlier champion; default: the previous one.")
+        str | None,
+        typer.Option("--to", help="Version of an earlier champion; default: the previous one."),
     ] = None,
     workspace: Workspace = NEAREST,
 ) -> None:
@@ -198,7 +234,8 @@ def rollback(
 def terms(workspace: Workspace = NEAREST) -> None:
     """Show who owns the registered policy, and what a promotion by this workspace requires.
 
-    The first promotion makes its workspace the owner: only there versions become champion, by its own settings.
+    The first promotion makes its workspace the owner: only there versions become champion, by its
+    own settings.
 
     Example: rlhf registry terms
     """
@@ -214,7 +251,10 @@ def terms(workspace: Workspace = NEAREST) -> None:
 def history(
     workspace: Workspace = NEAREST,
     model: Annotated[
-        str | None, typer.Option("--model", help="Name of a registered model; default: the workspace's policy.")
+        str | None,
+        typer.Option(
+            "--model", help="Name of a registered model; default: the workspace's policy."
+        ),
     ] = None,
     as_json: JsonOption = False,
 ) -> None:
@@ -241,17 +281,23 @@ def gate(
     name: Annotated[str, typer.Argument(help="data, sft, reward or policy.")] = "policy",
     workspace: Workspace = NEAREST,
     explain: Annotated[
-        bool, typer.Option("--explain", help="Show every condition with its reason, and what it was read from.")
+        bool,
+        typer.Option(
+            "--explain", help="Show every condition with its reason, and what it was read from."
+        ),
     ] = False,
     power: Annotated[
         bool,
-        typer.Option("--power", help="Say which win rates and margins the last evaluation can show."),
+        typer.Option(
+            "--power", help="Say which win rates and margins the last evaluation can show."
+        ),
     ] = False,
     as_json: JsonOption = False,
 ) -> None:
     """Say whether a gate of the last run passed. Nothing is judged anew.
 
-    Exit codes: 0 passed, or with --power all can be shown; 3 failed, or one cannot; 2 it has not been judged.
+    Exit codes: 0 passed, or with --power all can be shown; 3 failed, or one cannot; 2 it has not
+    been judged.
 
     Example: rlhf gate policy --explain
     """

@@ -21,13 +21,23 @@ from rlhf_core.storage.files import read_json
 
 
 def explain_promotion(decision: PromotionDecision) -> Group:
-    """Return what was compared with what, every criterion with its bound, and which of them decided."""
-    against = f"version {decision.champion}, the champion" if decision.champion else "nothing: there was no champion"
+    """Return what was compared with what, every criterion with its bound, and which of them
+    decided.
+    """
+    against = (
+        f"version {decision.champion}, the champion"
+        if decision.champion
+        else "nothing: there was no champion"
+    )
     lines = [f"compared: version {decision.challenger} of {decision.model} with {against}"]
     if not decision.criteria:
         return Group(*lines, f"decided by: {decision.reason}")
     question = decision.question or {}
-    turn = f"set {question['prompt_set']} of {question['prompt_sets']}, " if "prompt_set" in question else ""
+    turn = (
+        f"set {question['prompt_set']} of {question['prompt_sets']}, "
+        if "prompt_set" in question
+        else ""
+    )
     lines.append(
         f"judged: attempt {decision.attempt} on these test prompts ({turn}data {str(question.get('prompts'))[:12]}), "
         f"settings of section evaluate, level of the intervals 95 %"
@@ -52,16 +62,26 @@ def judged_gate(workspace: Path, name: str) -> GateDecision:
         raise RlhfError(f"there is no gate '{name}'; the gates are {', '.join(GATES)}")
     gate = read_gate(workspace, name)
     if gate is None:
-        raise RlhfError(f"gates/{name}.json does not exist: the {name} gate has not judged this workspace; `rlhf run`")
+        raise RlhfError(
+            f"gates/{name}.json does not exist: the {name} gate has not judged this workspace; `rlhf run`"
+        )
     return gate
 
 
 def explain_gate(workspace: Path, gate: GateDecision) -> Group:
-    """Return every condition of a gate with value, bound and reason, which decided, and what they were read from."""
-    lines = [f"decided by: {', '.join(condition.metric for condition in gate.failed) or 'all conditions hold'}"]
+    """Return every condition of a gate with value, bound and reason, which decided, and what they
+    were read from.
+    """
+    lines = [
+        f"decided by: {', '.join(condition.metric for condition in gate.failed) or 'all conditions hold'}"
+    ]
     changed = gate.changed_evidence(workspace)
     for name, judged in gate.evidence.items():
-        state = "changed since: run `rlhf run` to judge it anew" if name in changed else "unchanged since"
+        state = (
+            "changed since: run `rlhf run` to judge it anew"
+            if name in changed
+            else "unchanged since"
+        )
         lines.append(f"read from {name} (sha256 {judged[:12]}, {state})")
     if gate.name == "policy" and (tries := describe_tries(workspace)):
         lines.append(f"tries: {tries}")
@@ -70,28 +90,39 @@ def explain_gate(workspace: Path, gate: GateDecision) -> Group:
 
 
 def probe_lines(workspace: Path) -> list[RenderableType]:
-    """Return how often reward model, referee and judge score a reply above a worse copy of it, if that is known."""
+    """Return how often reward model, referee and judge score a reply above a worse copy of it, if
+    that is known.
+    """
     files = {name: workspace / "metrics" / f"{name}.json" for name in PROBED_MODELS}
     probes = probe_table({name: read_json(path) for name, path in files.items() if path.is_file()})
     if probes is None or not probes.rows:
         return [] if probes is None else list(probes.notes)
     first, *others = probes.header
-    table = Table(first, *(Column(name, justify="right") for name in others), box=None, header_style="dim")
+    table = Table(
+        first, *(Column(name, justify="right") for name in others), box=None, header_style="dim"
+    )
     for row in probes.rows:
         table.add_row(*row)
     return [f"{CAPTION}:", table, *probes.notes]
 
 
 def describe_history(state: ReleaseState) -> str:
-    """Say who changed what when, why and by which report, and where the champion is not the one of the history."""
+    """Say who changed what when, why and by which report, and where the champion is not the one of
+    the history.
+    """
     lines = []
     for entry in state.entries:
         moves = [
             f"{'' if of['model'] == state.name else of['model'] + ' '}@{of['alias']} → {of['version'] or 'none'}"
             for of in entry["moves"]
         ]
-        about = ", ".join(moves) or (f"version {entry['decided_on']}" if entry["decided_on"] else "versions")
-        when, who = str(entry["time"])[:19].replace("T", " "), printed_line(str(entry["who"] or "unknown"))
+        about = ", ".join(moves) or (
+            f"version {entry['decided_on']}" if entry["decided_on"] else "versions"
+        )
+        when, who = (
+            str(entry["time"])[:19].replace("T", " "),
+            printed_line(str(entry["who"] or "unknown")),
+        )
         lines += [f"{entry['number']}  {when} UTC  {who}  {entry['action']}: {about}"]
         lines += [f"   why: {printed_line(str(entry['reason']))}"]
         if entry["decision"]:
@@ -115,12 +146,16 @@ def model_history(workspace: Path, model: str | None = None) -> ReleaseState:
     """
     state = ReleaseState.of(workspace, model or "")
     if not state.entries:
-        raise RlhfError(f"{state.name} has no history yet; it begins with the first version that becomes challenger")
+        raise RlhfError(
+            f"{state.name} has no history yet; it begins with the first version that becomes challenger"
+        )
     return state
 
 
 def describe_terms(workspace: Path) -> str:
-    """Say who owns the registered policy of ``workspace``, and what a promotion by this workspace requires."""
+    """Say who owns the registered policy of ``workspace``, and what a promotion by this workspace
+    requires.
+    """
     workspace = workspace.resolve()
     state = ReleaseState.of(workspace)
     config = state.config
@@ -134,7 +169,9 @@ def describe_terms(workspace: Path) -> str:
         "as it is and at equal lengths",
         f"error budget {config.error_budget:g} over all attempts on the same prompts",
     ]
-    margins = config.non_inferiority.model_dump(exclude={"min_refusals", "min_category_prompts"}, exclude_none=True)
+    margins = config.non_inferiority.model_dump(
+        exclude={"min_refusals", "min_category_prompts"}, exclude_none=True
+    )
     held = ", ".join(f"{name} {margin:g}" for name, margin in margins.items())
     lines += [f"worse than the champion by less than: {held}"] if held else []
     lines += ["a person approves each promotion (`rlhf approve`)"] if config.approval else []

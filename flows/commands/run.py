@@ -1,4 +1,6 @@
-"""``rlhf run``: lock the workspace, start services, run the flow in a child process, summarise, stop everything."""
+"""``rlhf run``: lock the workspace, start services, run the flow in a child process, summarise,
+stop everything.
+"""
 
 from __future__ import annotations
 
@@ -38,7 +40,8 @@ CANNOT_WRITE = (errno.ENOSPC, errno.EROFS)
 
 
 def run(workspace: Path, promote: bool = True, wait: bool = False, port: int | None = None) -> int:
-    """Run the pipeline of ``workspace`` and return the exit status; the options are those of ``rlhf run``.
+    """Run the pipeline of ``workspace`` and return the exit status; the options are those of
+    ``rlhf run``.
 
     Raises:
         RlhfError: the run cannot be started; nothing has been run.
@@ -70,10 +73,12 @@ def run(workspace: Path, promote: bool = True, wait: bool = False, port: int | N
 
 
 def _check_remote_pools(workspace: Path, params: Params) -> None:
-    """Check that stages on other hosts can reach a Prefect server and a DVC remote, and that their inputs can travel.
+    """Check that stages on other hosts can reach a Prefect server and a DVC remote, and that their
+    inputs can travel.
 
     Raises:
-        RlhfError: no lasting server is set, a remote cannot serve two hosts, or a stage cannot travel.
+        RlhfError: no lasting server is set, a remote cannot serve two hosts, or a stage cannot
+            travel.
     """
     remote_pools = params.pools_away()
     if not remote_pools:
@@ -91,10 +96,20 @@ def _check_remote_pools(workspace: Path, params: Params) -> None:
 
 
 class PipelineRun:
-    """One run of the pipeline: the services and the flow process that it started, whose events it shows."""
+    """One run of the pipeline: the services and the flow process that it started, whose events it
+    shows.
+    """
 
-    def __init__(self, workspace: Path, params: Params, promote: bool, display: Display, lock: int) -> None:
-        self.workspace, self.params, self.promote, self.display, self.lock = workspace, params, promote, display, lock
+    def __init__(
+        self, workspace: Path, params: Params, promote: bool, display: Display, lock: int
+    ) -> None:
+        self.workspace, self.params, self.promote, self.display, self.lock = (
+            workspace,
+            params,
+            promote,
+            display,
+            lock,
+        )
         self.events = EventLog(new_events_file(workspace))
         self.flow: SupervisedProcess | None = None
         self.problem: str | None = None
@@ -140,7 +155,9 @@ class PipelineRun:
         if services.embedded:
             wait_for_server(services)
             if ended := end_stale_runs():
-                self.display.line(f"marked {ended} unfinished Prefect runs of an earlier run as ended")
+                self.display.line(
+                    f"marked {ended} unfinished Prefect runs of an earlier run as ended"
+                )
         else:
             ensure_zombie_automation(self.display.line)
         self.display.phase("starting workers" if self.params.pools else "setting up the pipeline")
@@ -162,7 +179,9 @@ class PipelineRun:
         return services.launch("flow", command, FLOW_GRACE, "TERM", **variables)
 
     def _watch(self, flow: SupervisedProcess, monitor: ServiceMonitor) -> None:
-        """Show events and keep the services running until the flow ends, a problem occurs or the run is stopped."""
+        """Show events and keep the services running until the flow ends, a problem occurs or the
+        run is stopped.
+        """
         while flow.poll() is None and self.problem is None and not signals.STOP.wait(POLL_SECONDS):
             self.display.state.own_pools = monitor.pools_here()
             self._show_new_events()
@@ -184,7 +203,9 @@ class PipelineRun:
                 self._show_new_events()
                 if not stopped and not self.problem and self.display.state.end is None:
                     log = private_path(self.workspace, "logs", "flow.log")
-                    self.problem = f"the pipeline process exited without a result (status {status}); see {log}"
+                    self.problem = (
+                        f"the pipeline process exited without a result (status {status}); see {log}"
+                    )
                 message = "stopped by a signal" if stopped else "the pipeline process has ended"
                 end_active_runs(services, stopped, message, self.display.line)
         finally:
@@ -206,7 +227,11 @@ class PipelineRun:
             print("cancelled; the next `rlhf run` resumes from here", file=sys.stderr, flush=True)
         elif self.problem or state.end is None:
             code = 1
-            print(f"rlhf: {self.problem}; `rlhf run` resumes from the last checkpoint", file=sys.stderr, flush=True)
+            print(
+                f"rlhf: {self.problem}; `rlhf run` resumes from the last checkpoint",
+                file=sys.stderr,
+                flush=True,
+            )
         else:
             code = EXIT_CODES.get(state.end.state, 1)
             result = f"{state.end.state}: {state.end.message}"
@@ -216,14 +241,28 @@ class PipelineRun:
                 print(result, flush=True)
             else:
                 print(f"rlhf: {result}", file=sys.stderr, flush=True)
-                told = next((f"{o.stage} failed, see above" for o in state.outcomes if o.action == "failed"), "")
+                told = next(
+                    (
+                        f"{o.stage} failed, see above"
+                        for o in state.outcomes
+                        if o.action == "failed"
+                    ),
+                    "",
+                )
             if code == EXIT_GATE_FAILED:
                 print_failed_gates(self.workspace, sys.stderr, remedies=not closed)
         ended = state.end.message if state.end is not None else ""
-        for outcome in state.outcomes:  # of several stages at once, or of a run that did not end by itself
+        for (
+            outcome
+        ) in state.outcomes:  # of several stages at once, or of a run that did not end by itself
             failure = state.stages[outcome.stage].result
             by_gate = closed and outcome.exit_code == EXIT_GATE_FAILED
-            if outcome.action == "failed" and not by_gate and len(failure) > LONGEST_FAILURE and failure not in ended:
+            if (
+                outcome.action == "failed"
+                and not by_gate
+                and len(failure) > LONGEST_FAILURE
+                and failure not in ended
+            ):
                 print(f"rlhf: {outcome.stage} failed: {failure}", file=sys.stderr, flush=True)
         if state.verdict is not None:
             print_verdict(state.verdict, self.workspace, told)

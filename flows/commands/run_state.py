@@ -1,4 +1,6 @@
-"""The state of a run, as its events and the logs of its stages tell it; its stages, end and verdict as plain lines."""
+"""The state of a run, as its events and the logs of its stages tell it; its stages, end and verdict
+as plain lines.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +35,13 @@ from flows.stage import RESUMED, LoggedProgress, StageOutcome, progress_lines
 from flows.supervision.processes import LogReader
 from flows.workspace import PRIVATE, display_path
 from rlhf_core.errors import EXIT_INTERRUPTED, RlhfError
-from rlhf_core.evaluation.verdict import EVEN_WIN_RATE, Standing, describe_rate, judge_results, percent
+from rlhf_core.evaluation.verdict import (
+    EVEN_WIN_RATE,
+    Standing,
+    describe_rate,
+    judge_results,
+    percent,
+)
 from rlhf_core.gates import GateDecision
 from rlhf_core.storage.files import read_json
 
@@ -44,8 +52,8 @@ SHORTEST_LEFT = 0.5  # seconds; less would be shown as none while the stage stil
 class StageProgress:
     """Follows the progress lines that a stage appends to its log.
 
-    The rate is that of the last minutes, between the first and the last of the lines that one loop has printed last.
-    So steps which a resumed stage made in an earlier process do not count.
+    The rate is that of the last minutes, between the first and the last of the lines that one loop
+    has printed last. So steps which a resumed stage made in an earlier process do not count.
     """
 
     def __init__(self, log: Path, start: int | None = None) -> None:
@@ -67,21 +75,36 @@ class StageProgress:
         for line in reversed(lines):
             later = self.first
             # Of one loop of one process: a retry or the next loop starts anew.
-            same = (line.description, line.total) == (later.description, later.total) and line.done <= later.done
+            same = (line.description, line.total) == (
+                later.description,
+                later.total,
+            ) and line.done <= later.done
             if not same or (line.seconds or 0.0) > (later.seconds or 0.0):
                 break
             self.first = line
 
     @property
     def rate(self) -> float | None:
-        """Steps per second, None until two lines tell: the steps of the first may be those of an earlier process."""
-        if self.latest is None or self.first is None or self.latest.seconds is None or self.first.seconds is None:
+        """Steps per second, None until two lines tell: the steps of the first may be those of an
+        earlier process.
+        """
+        if (
+            self.latest is None
+            or self.first is None
+            or self.latest.seconds is None
+            or self.first.seconds is None
+        ):
             return None
-        steps, seconds = self.latest.done - self.first.done, self.latest.seconds - self.first.seconds
+        steps, seconds = (
+            self.latest.done - self.first.done,
+            self.latest.seconds - self.first.seconds,
+        )
         return steps / seconds if steps > 0 and seconds > 0 else None
 
     def seconds_left(self, now: float | None = None) -> float | None:
-        """Return the estimated time to the last step at ``now`` (seconds since the epoch), None if unknown or over."""
+        """Return the estimated time to the last step at ``now`` (seconds since the epoch), None if
+        unknown or over.
+        """
         rate = self.rate
         if self.latest is None or rate is None:
             return None
@@ -94,7 +117,9 @@ Describe = Callable[[Mapping[str, Any]], str]
 
 
 def describe_result(workspace: Path, stage: str) -> str:
-    """Describe what ``stage`` has produced; empty for a stage that is not known or whose metrics cannot be read."""
+    """Describe what ``stage`` has produced; empty for a stage that is not known or whose metrics
+    cannot be read.
+    """
     if stage not in RESULTS:
         return ""
     file, describe = RESULTS[stage]
@@ -129,14 +154,18 @@ def _too_long(training: Mapping[str, Any]) -> str:
 
 
 def _accuracy(reward: Mapping[str, Any]) -> str:
-    """The accuracy on test pairs, and on those of them that are balanced, each with its number of pairs."""
+    """The accuracy on test pairs, and on those of them that are balanced, each with its number of
+    pairs.
+    """
     split = "test_" if "test_accuracy" in reward else ""
     text = f"{'test' if split else 'validation'} accuracy {reward[f'{split}accuracy']:.3f}"
     if f"{split}pairs" in reward:
         text += f" of {int(reward[f'{split}pairs'])} pairs"
     balanced = reward.get(f"{split}accuracy_length_balanced")
     if balanced is not None:
-        text += f", length-balanced {balanced:.3f} of {int(reward[f'{split}length_balanced_pairs'])}"
+        text += (
+            f", length-balanced {balanced:.3f} of {int(reward[f'{split}length_balanced_pairs'])}"
+        )
     return f"{text}{_too_long(reward)}"
 
 
@@ -144,7 +173,9 @@ RESULTS: dict[str, tuple[str, Describe]] = {
     "validate": ("gates/data.json", _gate),
     "sft": (
         "metrics/sft.json",
-        lambda sft: sft.get("reason") or f"perplexity {plain_number(sft['perplexity'])}{_too_long(sft)}",
+        lambda sft: (
+            sft.get("reason") or f"perplexity {plain_number(sft['perplexity'])}{_too_long(sft)}"
+        ),
     ),
     "gate-sft": ("gates/sft.json", _gate),
     "reward": ("metrics/reward.json", _accuracy),
@@ -153,14 +184,18 @@ RESULTS: dict[str, tuple[str, Describe]] = {
     "gate-reward": ("gates/reward.json", _gate),
     "critic": (
         "metrics/critic.json",
-        lambda critic: critic.get("reason") or f"explained variance {critic['explained_variance']:.2f}",
+        lambda critic: (
+            critic.get("reason") or f"explained variance {critic['explained_variance']:.2f}"
+        ),
     ),
     "ppo": ("metrics/ppo.json", _selected),
     "evaluate": (
         "metrics/evaluation.json",
         lambda evaluation: (
             "win rate by "
-            + ", ".join(f"{of.judge} {of.win_rate:.2f}" for of in judge_results(evaluation["comparison"]))
+            + ", ".join(
+                f"{of.judge} {of.win_rate:.2f}" for of in judge_results(evaluation["comparison"])
+            )
         ),
     ),
     "gate-policy": ("gates/policy.json", _gate),
@@ -169,7 +204,8 @@ RESULTS: dict[str, tuple[str, Describe]] = {
 
 @dataclass
 class StageState:
-    """One stage of a run: waiting, running (then it has ``progress``), or ended (then it has an ``outcome``).
+    """One stage of a run: waiting, running (then it has ``progress``), or ended (then it has an
+    ``outcome``).
 
     ``note`` says where or why it waits, ``result`` what it has produced or why it failed.
     """
@@ -189,8 +225,10 @@ class RunState:
         verdict: None as long as the run has not reached one.
         end: None while it runs, or if its process was gone before it could report an end.
         seconds: How long the command took that started it; None where none did, or it was killed.
-        started: When the first event was written, and ``last_event`` the last; of a run that was read from its file.
-        own_pools: The work pools whose worker is this command's own. Which they are is not in the events.
+        started: When the first event was written, and ``last_event`` the last; of a run that was
+            read from its file.
+        own_pools: The work pools whose worker is this command's own. Which they are is not in the
+            events.
     """
 
     def __init__(self, workspace: Path) -> None:
@@ -248,7 +286,11 @@ class RunState:
     @property
     def running(self) -> list[StageState]:
         """The stages that have started and not ended."""
-        return [stage for stage in self.stages.values() if stage.progress is not None and stage.outcome is None]
+        return [
+            stage
+            for stage in self.stages.values()
+            if stage.progress is not None and stage.outcome is None
+        ]
 
     @property
     def ran(self) -> int:
@@ -277,7 +319,9 @@ class RunState:
             if stage.progress is not None:
                 stage.progress.refresh()
             resumed = stage.progress.resumed if stage.progress is not None else ""
-            stage.result = ", ".join(filter(None, (resumed, describe_result(self.workspace, outcome.stage))))
+            stage.result = ", ".join(
+                filter(None, (resumed, describe_result(self.workspace, outcome.stage)))
+            )
         elif outcome.action == "failed":
             stage.result = failure_reason(self.workspace, outcome)
 
@@ -289,7 +333,8 @@ class RunState:
 
 
 def read_run_state(workspace: Path) -> RunState | None:
-    """Return the state of the last run, or of the one under way; None if there was none or another version wrote it.
+    """Return the state of the last run, or of the one under way; None if there was none or another
+    version wrote it.
 
     Nothing is changed: this is for a process that looks on.
     """
@@ -301,36 +346,58 @@ def read_run_state(workspace: Path) -> RunState | None:
     for event in events:
         state.apply(event)
     state.refresh()
-    state.started, state.last_event = datetime.fromtimestamp(log.first), datetime.fromtimestamp(log.last)
+    state.started, state.last_event = (
+        datetime.fromtimestamp(log.first),
+        datetime.fromtimestamp(log.last),
+    )
     return state if events else None
 
 
 def describe_stage(stage: StageState, now: float) -> str:
-    """Describe one stage in a line: ``running 12/90, 1:02 left, reward 0.3``, ``ran in 0:51, perplexity 1.52``."""
+    """Describe one stage in a line: ``running 12/90, 1:02 left, reward 0.3``,
+    ``ran in 0:51, perplexity 1.52``.
+    """
     if stage.outcome is not None:
         outcome = stage.outcome
         if outcome.action == "skipped":
             return "not started"
-        head = {"ran": "ran in {}", "cached": "up to date"}.get(outcome.action, f"{outcome.action} after {{}}")
+        head = {"ran": "ran in {}", "cached": "up to date"}.get(
+            outcome.action, f"{outcome.action} after {{}}"
+        )
         parts = [head.format(format_seconds(outcome.ended - outcome.started)), stage.result]
         return ", ".join(part for part in parts if part)
     if stage.progress is None:
         return stage.note or "waiting"
     latest = stage.progress.latest
     if latest is None:
-        return ", ".join(part for part in (f"running for {format_seconds(now - stage.started)}", stage.note) if part)
+        return ", ".join(
+            part
+            for part in (f"running for {format_seconds(now - stage.started)}", stage.note)
+            if part
+        )
     left = stage.progress.seconds_left(now)
-    parts = [f"running {latest.done}/{latest.total}", f"{format_seconds(left)} left" if left is not None else ""]
-    return ", ".join(part for part in [*parts, stage.progress.resumed, *format_metrics(latest.metrics)] if part)
+    parts = [
+        f"running {latest.done}/{latest.total}",
+        f"{format_seconds(left)} left" if left is not None else "",
+    ]
+    return ", ".join(
+        part for part in [*parts, stage.progress.resumed, *format_metrics(latest.metrics)] if part
+    )
 
 
 STYLES = {Standing.BETTER: "bold green", Standing.WORSE: "bold red"}
 # The exit status of ``rlhf run`` by the final state of the flow; 1 for any other.
-EXIT_CODES = {COMPLETED: 0, "Cancelled": EXIT_INTERRUPTED, **{name: code for code, name in FAILED_STATES.items()}}
+EXIT_CODES = {
+    COMPLETED: 0,
+    "Cancelled": EXIT_INTERRUPTED,
+    **{name: code for code, name in FAILED_STATES.items()},
+}
 
 
 def busy_seconds(spans: Sequence[tuple[float, float]]) -> float:
-    """Return the length of the union of ``(start, end)`` spans: the time in which at least one stage worked."""
+    """Return the length of the union of ``(start, end)`` spans: the time in which at least one
+    stage worked.
+    """
     total, reached = 0.0, float("-inf")
     for start, end in sorted(spans):
         total += max(0.0, end - max(start, reached))
@@ -342,10 +409,17 @@ def summary(state: RunState, total: float) -> list[str]:
     """Return the lines to print at the end of a run that lasted ``total`` seconds."""
     outcomes = state.outcomes
     actions = [outcome.action for outcome in outcomes]
-    counts = [f"{actions.count(a)} {a}" for a in ("ran", "cached", "failed", "stopped") if a in actions]
-    busy = busy_seconds([(o.ended - o.work_seconds, o.ended) for o in outcomes if o.work_seconds > 0])
+    counts = [
+        f"{actions.count(a)} {a}" for a in ("ran", "cached", "failed", "stopped") if a in actions
+    ]
+    busy = busy_seconds(
+        [(o.ended - o.work_seconds, o.ended) for o in outcomes if o.work_seconds > 0]
+    )
     times = f"{total:.1f} s in all; for {busy:.1f} s of them some stage was at work"
-    return [f"stages: {', '.join(counts) or 'none'}; {times}", f"logs:   {state.workspace / '.rlhf' / 'logs'}"]
+    return [
+        f"stages: {', '.join(counts) or 'none'}; {times}",
+        f"logs:   {state.workspace / '.rlhf' / 'logs'}",
+    ]
 
 
 def verdict_rows(verdict: RunVerdict, workspace: Path, told: str = "") -> list[tuple[str, str]]:
@@ -365,7 +439,12 @@ def verdict_rows(verdict: RunVerdict, workspace: Path, told: str = "") -> list[t
     rows += [("", meaning) for meaning in verdict.meanings]
     if verdict.kl is not None:
         kl = verdict.kl
-        rows.append(("KL", f"{kl.mean:.2f} nats per reply from SFT, 95 % interval {kl.low95:.2f} to {kl.high95:.2f}"))
+        rows.append(
+            (
+                "KL",
+                f"{kl.mean:.2f} nats per reply from SFT, 95 % interval {kl.low95:.2f} to {kl.high95:.2f}",
+            )
+        )
     rows += [("" if number else "alarms", alarm) for number, alarm in enumerate(verdict.alarms)]
     rows += [("registered", verdict.registered), ("promotion", verdict.promotion)]
     if verdict.tries:
@@ -378,13 +457,17 @@ def verdict_rows(verdict: RunVerdict, workspace: Path, told: str = "") -> list[t
 
 
 def next_line(workspace: Path, command: str, hint: str) -> str:
-    """Return the command to type next and what it is for; commands within ``hint`` are completed, too."""
+    """Return the command to type next and what it is for; commands within ``hint`` are completed,
+    too.
+    """
     hint = re.sub("`(rlhf [^`]+)`", lambda found: f"`{command_for(workspace, found[1])}`", hint)
     return f"{command_for(workspace, command)}   ({hint})"
 
 
 def command_for(workspace: Path, command: str) -> str:
-    """Return ``command`` as it is to be typed in the current folder: with ``--workspace`` if that is elsewhere."""
+    """Return ``command`` as it is to be typed in the current folder: with ``--workspace`` if that
+    is elsewhere.
+    """
     here = Path.cwd().resolve()
     if workspace.resolve() in (here, *here.parents):
         return command
@@ -392,7 +475,9 @@ def command_for(workspace: Path, command: str) -> str:
 
 
 def print_verdict(verdict: RunVerdict, workspace: Path, told: str = "") -> None:
-    """Print the verdict: aligned and coloured on a terminal, a line per row elsewhere; ``told`` as above."""
+    """Print the verdict: aligned and coloured on a terminal, a line per row elsewhere; ``told`` as
+    above.
+    """
     rows = verdict_rows(verdict, workspace, told)
     if not sys.stdout.isatty():
         for label, text in rows:
@@ -404,6 +489,8 @@ def print_verdict(verdict: RunVerdict, workspace: Path, told: str = "") -> None:
 
     table = Table.grid(padding=(0, 2, 0, 0))
     for label, text in rows:
-        style = {"verdict": STYLES.get(verdict.standing, "bold"), "next": "bold cyan"}.get(label, "")
+        style = {"verdict": STYLES.get(verdict.standing, "bold"), "next": "bold cyan"}.get(
+            label, ""
+        )
         table.add_row(Text(label, style="dim"), Text(text, style=style, overflow="fold"))
     Console(highlight=False).print("", table)

@@ -33,22 +33,34 @@ if TYPE_CHECKING:
 TOY = "This is a toy: its world has lamps, boats and frogs. It knows nothing of people."
 
 
-def about_version(workspace: Path, version: ModelVersion, alias: str | None = None) -> tuple[str, ...]:
+def about_version(
+    workspace: Path, version: ModelVersion, alias: str | None = None
+) -> tuple[str, ...]:
     """Return lines that say which version of the policy it is and what it was trained on."""
     registered = datetime.fromtimestamp(version.creation_timestamp / 1000)
     called = f" (@{alias})" if alias else ""
-    name = f"{version.name} version {version.version}{called}, registered {registered:%Y-%m-%d %H:%M}"
+    name = (
+        f"{version.name} version {version.version}{called}, registered {registered:%Y-%m-%d %H:%M}"
+    )
     return (name, *_training(source_of_version(connect(workspace), version)))
 
 
 def about_folder(folder: Path) -> tuple[str, ...]:
-    """Return lines that say which model lies in ``folder`` and what its workspace trained on, if it lies in one."""
+    """Return lines that say which model lies in ``folder`` and what its workspace trained on, if it
+    lies in one.
+    """
     config, own = folder / "config.json", _workspace_of(folder)
-    written = f", written {datetime.fromtimestamp(config.stat().st_mtime):%Y-%m-%d %H:%M}" if config.is_file() else ""
+    written = (
+        f", written {datetime.fromtimestamp(config.stat().st_mtime):%Y-%m-%d %H:%M}"
+        if config.is_file()
+        else ""
+    )
     lines: tuple[str, ...] = (f"the model in {display_path(folder)}{written}",)
     if own is not None:
         is_policy = folder.resolve() == own / "models" / "policy"
-        lines += _training(source_of_workspace(own), "trained on" if is_policy else "from a pipeline on")
+        lines += _training(
+            source_of_workspace(own), "trained on" if is_policy else "from a pipeline on"
+        )
         closed = closed_gate(own) if is_policy else None
         if closed is not None and closed.name == "policy" and not closed.changed_evidence(own):
             lines += (f"not released: {closed.failure()}",)
@@ -67,7 +79,8 @@ def _training(source: TrainingSource | None, verb: str = "trained on") -> tuple[
 
 @dataclass(frozen=True)
 class ServedSource:
-    """The source of a policy to serve or to talk to, and lines that say what it is and what it was trained on.
+    """The source of a policy to serve or to talk to, and lines that say what it is and what it was
+    trained on.
 
     ``moves`` if another revision may be served later.
 
@@ -99,7 +112,9 @@ def served_source(
         RlhfError: There is no such folder, alias, version or run, or several are named.
     """
     if sum(value is not None for value in (model, alias, version, run)) > 1:
-        raise ConfigError("--model, --alias, --version and --run each name a policy; give one of them")
+        raise ConfigError(
+            "--model, --alias, --version and --run each name a policy; give one of them"
+        )
     if model is not None:
         model = model_folder(model, workspace)
         own = find_workspace(workspace) if workspace else _workspace_of(model)
@@ -114,7 +129,11 @@ def served_source(
             about = (*about, f"not the newest policy: {stopped}")
         return ServedSource(RegisteredPolicy(folder, alias=alias), about, folder, moves=True)
     name, client = load_section(folder, "registry", RegistryConfig).policy, connect(folder)
-    found = get_version(client, name, version) if version is not None else version_of_run(client, name, run or "")
+    found = (
+        get_version(client, name, version)
+        if version is not None
+        else version_of_run(client, name, run or "")
+    )
     about = about_version(folder, found)
     if obstacle := promotion_obstacle(found):
         about = (*about, f"it could not be promoted: {obstacle}")

@@ -1,4 +1,6 @@
-"""``rlhf status``: what a workspace holds, what is under way, and what to do next, on one screen."""
+"""``rlhf status``: what a workspace holds, what is under way, and what to do next, on one
+screen.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +11,13 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from flows.commands.run_state import RunState, describe_stage, next_line, read_run_state, verdict_rows
+from flows.commands.run_state import (
+    RunState,
+    describe_stage,
+    next_line,
+    read_run_state,
+    verdict_rows,
+)
 from flows.commands.text import INDENT, format_age, format_seconds
 from flows.dvc_repo.graph import describe_changes, dvc_status, recorded_stages
 from flows.dvc_repo.inputs import entry_names, refresh_inputs
@@ -65,18 +73,26 @@ def registry_status(workspace: Path, config: RegistryConfig) -> RegistryStatus:
         _versions_line(config.policy, len(versions(client, config.policy)), state.aliases),
         *(f"  {text}" for text in said if text),
         _versions_line(
-            config.reward_model, len(versions(client, config.reward_model)), read_aliases(client, config.reward_model)
+            config.reward_model,
+            len(versions(client, config.reward_model)),
+            read_aliases(client, config.reward_model),
         ),
     ]
     if interrupted:
-        lines.append(f"a {interrupted} was interrupted; the next promote, rollback, run or chat completes it")
+        lines.append(
+            f"a {interrupted} was interrupted; the next promote, rollback, run or chat completes it"
+        )
     return RegistryStatus(lines, state.champion, interrupted, state.waiting, release)
 
 
 def _versions_line(name: str, count: int, numbers: Mapping[str, str]) -> str:
     if not count:
         return f"{name}: no version yet"
-    aliases = ", ".join(f"@{alias} v{numbers[alias]}" for alias in (CHAMPION, CHALLENGER, PREVIOUS) if alias in numbers)
+    aliases = ", ".join(
+        f"@{alias} v{numbers[alias]}"
+        for alias in (CHAMPION, CHALLENGER, PREVIOUS)
+        if alias in numbers
+    )
     return f"{name}: {count} version{'s' if count > 1 else ''}; {aliases or 'no alias'}"
 
 
@@ -95,7 +111,9 @@ NOT_OF_VERDICT = ("report", "next")  # what is said once, at the end
 
 @dataclass(frozen=True)
 class StagesStatus:
-    """What each stage's state is, how many have never run or are not up to date, and ``note`` on all of them."""
+    """What each stage's state is, how many have never run or are not up to date, and ``note`` on
+    all of them.
+    """
 
     stages: Mapping[str, str]
     not_run: int = 0
@@ -106,7 +124,10 @@ class StagesStatus:
     def lines(self) -> list[str]:
         """The note, and one line per stage."""
         width = max(map(len, self.stages), default=0)
-        return [*([self.note] if self.note else []), *(f"{n.ljust(width)}  {s}" for n, s in self.stages.items())]
+        return [
+            *([self.note] if self.note else []),
+            *(f"{n.ljust(width)}  {s}" for n, s in self.stages.items()),
+        ]
 
 
 @dataclass(frozen=True)
@@ -165,7 +186,9 @@ class WorkspaceStatus:
         gates = []
         for gate in self.gates:
             failed = [condition.metric for condition in gate.failed]
-            gates.append({"gate": gate.name, "passed": gate.passed, "mode": gate.mode, "failed": failed})
+            gates.append(
+                {"gate": gate.name, "passed": gate.passed, "mode": gate.mode, "failed": failed}
+            )
         return {
             "workspace": str(self.workspace),
             "in_use_by": None if self.holder is None else asdict(self.holder),
@@ -186,10 +209,11 @@ class WorkspaceStatus:
 
 @default_environment(CLIENT_SETTINGS)  # a server that hangs is given up soon
 def status(workspace: Path) -> WorkspaceStatus:
-    """Read stages (as DVC sees them), gates, partial work, the last run, the registry, and say what to type next.
+    """Read stages (as DVC sees them), gates, partial work, the last run, the registry, and say what
+    to type next.
 
-    Nothing is changed but what DVC compares with: source files in dvc.yaml and the fingerprints of code and URLs, as
-    `git status` refreshes its index.
+    Nothing is changed but what DVC compares with: source files in dvc.yaml and the fingerprints of
+    code and URLs, as `git status` refreshes its index.
     """
     workspace = workspace.resolve()
     params = load_params(workspace)
@@ -201,9 +225,13 @@ def status(workspace: Path) -> WorkspaceStatus:
         recorded = recorded_run(workspace, params.tracking.experiment, holder is not None, last)
     except RlhfError as error:
         recorded = [str(error)]
-    if holder is None and (waiting := waiting_records(workspace)):  # a run delivers what it records as it goes
+    if holder is None and (
+        waiting := waiting_records(workspace)
+    ):  # a run delivers what it records as it goes
         wait = "record waits" if waiting == 1 else "records wait"
-        recorded.append(f"{waiting} {wait} for MLflow to answer again; the next run delivers what is left")
+        recorded.append(
+            f"{waiting} {wait} for MLflow to answer again; the next run delivers what is left"
+        )
     try:
         registry = registry_status(workspace, params.registry)
     except RlhfError as error:
@@ -213,7 +241,9 @@ def status(workspace: Path) -> WorkspaceStatus:
         step = "rlhf status", "a command is under way; a run ends with its verdict"
     else:
         step = next_step(stages, bool(resumable), last, registry)
-    return WorkspaceStatus(workspace, holder, stages, read_gates(workspace), resumable, last, recorded, registry, step)
+    return WorkspaceStatus(
+        workspace, holder, stages, read_gates(workspace), resumable, last, recorded, registry, step
+    )
 
 
 def next_step(
@@ -232,7 +262,10 @@ def next_step(
         named = " and ".join(filter(None, (stale, not_run)))
         return "rlhf run", f"brings stages up to date: {named}"
     if registry.awaiting:
-        return "rlhf approve", f"makes version {registry.awaiting} champion; `rlhf decline --reason TEXT` refuses it"
+        return (
+            "rlhf approve",
+            f"makes version {registry.awaiting} champion; `rlhf decline --reason TEXT` refuses it",
+        )
     if registry.release is not None:
         return registry.release.next_command, registry.release.next_hint
     if last is not None and last.verdict is not None:
@@ -256,7 +289,11 @@ def stages_status(workspace: Path) -> StagesStatus:
     stopped = ""  # the stage that a closed gate is of
     for name in names:
         outputs = [*entry_names(stages[name].get("outs"))]
-        if closed is not None and f"gates/{closed.name}.json" in outputs and (name in stale or name not in recorded):
+        if (
+            closed is not None
+            and f"gates/{closed.name}.json" in outputs
+            and (name in stale or name not in recorded)
+        ):
             states[name] = _failed_gate(workspace, closed)
             stopped = name
         elif name in recorded:
@@ -267,7 +304,9 @@ def stages_status(workspace: Path) -> StagesStatus:
                     details = f"{details[:DETAIL]} …"
                 states[name] = f"stale: {details}"
         elif outputs and all((workspace / out).exists() for out in outputs):
-            states[name] = "made, but not known to DVC (`rlhf stage`, or a run that failed): a run makes it again"
+            states[name] = (
+                "made, but not known to DVC (`rlhf stage`, or a run that failed): a run makes it again"
+            )
         elif closed is not None and stopped:
             states[name] = f"not run: the {closed.name} gate is closed"
         else:
@@ -278,15 +317,20 @@ def stages_status(workspace: Path) -> StagesStatus:
 
 
 def _failed_gate(workspace: Path, gate: GateDecision) -> str:
-    """Say that a stage failed its gate, which DVC takes for a stage that never ran, and whether that is still so."""
+    """Say that a stage failed its gate, which DVC takes for a stage that never ran, and whether
+    that is still so.
+    """
     count = f"{len(gate.failed)} of {len(gate.conditions)} conditions do not hold"
     if changed := gate.changed_evidence(workspace):
-        return f"failed its gate ({count}); {', '.join(changed)} changed since, so a run judges again"
+        return (
+            f"failed its gate ({count}); {', '.join(changed)} changed since, so a run judges again"
+        )
     return f"failed its gate: {count}"
 
 
 def running_stages(workspace: Path, holder: LockHolder) -> StagesStatus:
-    """Return one line per stage of the run under way: done and its result, running and its progress, or waiting.
+    """Return one line per stage of the run under way: done and its result, running and its
+    progress, or waiting.
 
     DVC, which a stage keeps locked, is not asked.
     """
@@ -310,29 +354,43 @@ def gate_line(gate: GateDecision) -> str:
 
 
 def partial_work(workspace: Path) -> list[str]:
-    """Return the stages with saved partial state, from which the next run resumes if no dependency has changed."""
+    """Return the stages with saved partial state, from which the next run resumes if no dependency
+    has changed.
+    """
     lines = []
     for folder in sorted((workspace / "work").glob("[!.]*/*")):
         checkpoints = sorted(path.name for path in folder.rglob("step-*") if path.is_dir())
         if checkpoints:
-            lines.append(f"{folder.parent.name}: {checkpoints[-1]} (work/{folder.parent.name}/{folder.name})")
+            lines.append(
+                f"{folder.parent.name}: {checkpoints[-1]} (work/{folder.parent.name}/{folder.name})"
+            )
     return lines
 
 
 def last_run_lines(workspace: Path, last: RunState, now: datetime) -> list[str]:
-    """Describe the last run: when it started, how it ended and how long it took, and its verdict with the numbers."""
+    """Describe the last run: when it started, how it ended and how long it took, and its verdict
+    with the numbers.
+    """
     age = format_age((now - last.last_event).total_seconds())
-    took = format_seconds((last.last_event - last.started).total_seconds() if last.seconds is None else last.seconds)
+    took = format_seconds(
+        (last.last_event - last.started).total_seconds() if last.seconds is None else last.seconds
+    )
     state = ENDINGS.get(last.final_state, last.final_state.lower())
-    lines = [f"{last.started:%Y-%m-%d %H:%M:%S}  {state} after {took}, {age}; stages computed: {last.ran}"]
+    lines = [
+        f"{last.started:%Y-%m-%d %H:%M:%S}  {state} after {took}, {age}; stages computed: {last.ran}"
+    ]
     if last.verdict is not None:
         rows = verdict_rows(last.verdict, workspace)
         lines += [f"{label:<10}  {text}" for label, text in rows if label not in NOT_OF_VERDICT]
     return lines
 
 
-def recorded_run(workspace: Path, experiment: str, in_use: bool, last: RunState | None) -> list[str]:
-    """Describe the newest pipeline run in MLflow: when it started, how it ended, its id; of ``last`` the id only."""
+def recorded_run(
+    workspace: Path, experiment: str, in_use: bool, last: RunState | None
+) -> list[str]:
+    """Describe the newest pipeline run in MLflow: when it started, how it ended, its id; of
+    ``last`` the id only.
+    """
     if not has_record(workspace):
         return []
     client = connect(workspace)
@@ -341,11 +399,16 @@ def recorded_run(workspace: Path, experiment: str, in_use: bool, last: RunState 
         return []
     own = f"tags.`{PIPELINE_TAG}` = 'true' and tags.`{WORKSPACE_ID_TAG}` = '{known_workspace_id(workspace)}'"
     newest_first = ["attributes.start_time DESC"]
-    runs = client.search_runs([mlflow_experiment.experiment_id], own, max_results=1, order_by=newest_first)
+    runs = client.search_runs(
+        [mlflow_experiment.experiment_id], own, max_results=1, order_by=newest_first
+    )
     if not runs:
         return []
     info = runs[0].info
-    if last is not None and abs(info.start_time / 1000 - last.started.timestamp()) < SAME_RUN_SECONDS:
+    if (
+        last is not None
+        and abs(info.start_time / 1000 - last.started.timestamp()) < SAME_RUN_SECONDS
+    ):
         return [f"MLflow run  {info.run_id}"]
     state = info.status.lower()
     if state == "running" and not in_use:

@@ -38,19 +38,25 @@ def without_secrets(value: Any) -> Any:
 
 
 def error_console(stream: TextIO) -> Console:
-    """Return a console for ``stream``: as wide as a terminal; without control codes elsewhere or with ``NO_COLOR``."""
+    """Return a console for ``stream``: as wide as a terminal; without control codes elsewhere or
+    with ``NO_COLOR``.
+    """
     return Console(file=stream, highlight=False, markup=False, emoji=False)
 
 
 def print_error(message: str, stream: TextIO) -> None:
-    """Print ``rlhf: MESSAGE`` with its line breaks, other control characters escaped; a terminal wraps at words."""
+    """Print ``rlhf: MESSAGE`` with its line breaks, other control characters escaped; a terminal
+    wraps at words.
+    """
     console = error_console(stream)
     text = Text.assemble((f"{PROGRAM}:", "bold red"), " ", for_terminal(redacted(message.strip())))
     console.print(text, soft_wrap=not console.is_terminal)
 
 
 def print_gate_failure(error: GateFailed, stream: TextIO) -> None:
-    """Print which conditions of a gate failed as a table, or the message where the evidence cannot be read."""
+    """Print which conditions of a gate failed as a table, or the message where the evidence cannot
+    be read.
+    """
     gate = None
     if error.evidence is not None:
         with suppress(DataError):
@@ -65,7 +71,9 @@ def print_gate_failure(error: GateFailed, stream: TextIO) -> None:
 
 
 def print_failed_gates(workspace: Path, stream: TextIO, *, remedies: bool = True) -> None:
-    """Print the table of every gate of ``workspace`` whose conditions do not hold; ``remedies`` as for a table."""
+    """Print the table of every gate of ``workspace`` whose conditions do not hold; ``remedies`` as
+    for a table.
+    """
     console = error_console(stream)
     for path in sorted((workspace / "gates").glob("*.json")):
         with suppress(DataError):  # `rlhf status` names a file that cannot be read
@@ -80,13 +88,16 @@ def gate_verdict(gate: GateDecision) -> str:
     count = len(gate.conditions)
     if gate.passed:
         return f"the {gate.name} gate passed: {count} of {count} conditions hold"
-    counted = f"{len(gate.failed)} of {count} conditions do not hold" if count else "it has no conditions"
+    counted = (
+        f"{len(gate.failed)} of {count} conditions do not hold" if count else "it has no conditions"
+    )
     mode = ", but the mode is report: the pipeline went on" if gate.mode == REPORT_MODE else ""
     return f"the {gate.name} gate failed: {counted}{mode}"
 
 
 def gate_table(gate: GateDecision, *, every_reason: bool = False, remedies: bool = True) -> Group:
-    """Return a gate's conditions as a table, failures first; below it why each that failed is asked, and what to do.
+    """Return a gate's conditions as a table, failures first; below it why each that failed is
+    asked, and what to do.
 
     Args:
         every_reason: Give the reasons of the bounds that hold, too.
@@ -104,12 +115,19 @@ def gate_table(gate: GateDecision, *, every_reason: bool = False, remedies: bool
     return Group(table, *(Padding(line, (0, 0, 0, 2)) for line in below))
 
 
-def marked_table(columns: Sequence[str | Column], rows: Iterable[tuple[bool, str, str, str]]) -> Padding:
+def marked_table(
+    columns: Sequence[str | Column], rows: Iterable[tuple[bool, str, str, str]]
+) -> Padding:
     """Return a table of what was required, each row marked by its first entry: whether it holds."""
-    folded = [column if isinstance(column, Column) else Column(column, overflow="fold") for column in columns]
+    folded = [
+        column if isinstance(column, Column) else Column(column, overflow="fold")
+        for column in columns
+    ]
     table = Table("", *folded, box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="dim")
     for holds, *cells in rows:
-        table.add_row(Text("ok", style="green") if holds else Text("FAIL", style="bold red"), *cells)
+        table.add_row(
+            Text("ok", style="green") if holds else Text("FAIL", style="bold red"), *cells
+        )
     return Padding(table, (0, 0, 0, 2))
 
 
@@ -120,7 +138,9 @@ def fitted(text: str) -> str:
 
 
 def fit_line(line: str, width: int | None) -> str:
-    """Wrap a line to ``width``, its continuation lines under the text after its label; words are never cut."""
+    """Wrap a line to ``width``, its continuation lines under the text after its label; words are
+    never cut.
+    """
     if width is None or len(line) <= width:
         return line
     text = line.lstrip()
@@ -138,7 +158,9 @@ def fit_line(line: str, width: int | None) -> str:
 
 
 def format_seconds(seconds: float) -> str:
-    """Format a duration in at most six characters for a hundred days: ``0:07``, ``12:30``, ``3h05m``, ``2d04h``."""
+    """Format a duration in at most six characters for a hundred days: ``0:07``, ``12:30``,
+    ``3h05m``, ``2d04h``.
+    """
     whole = max(0, round(seconds))
     minutes, rest = divmod(whole, 60)
     if minutes < 60:
@@ -148,7 +170,9 @@ def format_seconds(seconds: float) -> str:
 
 
 def format_age(seconds: float) -> str:
-    """Format how long ago something was in whole units: ``just now``, ``20 minutes ago``, ``3 days ago``."""
+    """Format how long ago something was in whole units: ``just now``, ``20 minutes ago``,
+    ``3 days ago``.
+    """
     for unit, name in ((86400, "day"), (3600, "hour"), (60, "minute")):
         if seconds >= unit:
             count = int(seconds // unit)
@@ -158,19 +182,29 @@ def format_age(seconds: float) -> str:
 
 def format_rate(per_second: float) -> str:
     """Format a rate as ``14/s``, or below one per second as ``3.2 s each``."""
-    return f"{plain_number(per_second)}/s" if per_second >= 1 else f"{plain_number(1 / per_second)} s each"
+    return (
+        f"{plain_number(per_second)}/s"
+        if per_second >= 1
+        else f"{plain_number(1 / per_second)} s each"
+    )
 
 
 def format_metrics(metrics: Mapping[str, float]) -> list[str]:
-    """Format the metrics of a progress line: ``loss 0.41``, ``17.8k tokens/s`` for one that is called ``tokens_s``."""
+    """Format the metrics of a progress line: ``loss 0.41``, ``17.8k tokens/s`` for one that is
+    called ``tokens_s``.
+    """
     return [
-        f"{_thousands(value)} {name.removesuffix('_s')}/s" if name.endswith("_s") else f"{name} {plain_number(value)}"
+        f"{_thousands(value)} {name.removesuffix('_s')}/s"
+        if name.endswith("_s")
+        else f"{name} {plain_number(value)}"
         for name, value in metrics.items()
     ]
 
 
 def plain_number(value: float) -> str:
-    """Format a number with three digits, or all digits before the point if it is large: ``0.342``, ``14,916``."""
+    """Format a number with three digits, or all digits before the point if it is large: ``0.342``,
+    ``14,916``.
+    """
     return progress.plain_number(value, 3, ",")
 
 
@@ -204,5 +238,7 @@ def last_lines(workspace: Path, name: str, lines: int) -> str:
         there = f"there are {', '.join(known)}" if known else "nothing has run yet"
         raise RlhfError(f"{workspace} has no log of {name}; {there}")
     with (folder / f"{name}.log").open(encoding="utf-8", errors="replace") as stream:
-        shown = (line for line in stream if line.strip() and not line.strip().startswith(DVC_ADVICE))
+        shown = (
+            line for line in stream if line.strip() and not line.strip().startswith(DVC_ADVICE)
+        )
         return "".join(deque(shown, lines)).rstrip("\n")

@@ -1,4 +1,6 @@
-"""``rlhf up``: keep server, workers and the MLflow UI running, so that schedules fire; ``rlhf deploy``."""
+"""``rlhf up``: keep server, workers and the MLflow UI running, so that schedules fire;
+``rlhf deploy``.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +38,8 @@ POLL_SECONDS = 0.3
 
 
 def up(workspace: Path, port: int | None = None, mlflow_port: int | None = None) -> int:
-    """Start all services, print their addresses, and keep them running until a signal; return the exit status.
+    """Start all services, print their addresses, and keep them running until a signal; return the
+    exit status.
 
     Args:
         port: Of the Prefect server; None for any free one.
@@ -57,21 +60,27 @@ def up(workspace: Path, port: int | None = None, mlflow_port: int | None = None)
         with locked(workspace):  # a run that is under way has services of its own
             pass
         with locked(workspace, "services.lock") as lock:
-            return _serve(open_services(workspace, port, display.line, lock), params, mlflow_port, display)
+            return _serve(
+                open_services(workspace, port, display.line, lock), params, mlflow_port, display
+            )
 
 
 def deploy(workspace: Path) -> str:
-    """Create or update the work pools, deployments and the automation of a workspace; return the server's address.
+    """Create or update the work pools, deployments and the automation of a workspace; return the
+    server's address.
 
     Raises:
-        RlhfError: no server is named or answers, it refuses something, or a name belongs to another workspace.
+        RlhfError: no server is named or answers, it refuses something, or a name belongs to another
+            workspace.
     """
     params = load_params(workspace)
     check_recipe(workspace)
     ensure_dvc(workspace)
     url = known_url(workspace)
     if not url:
-        raise RlhfError("no Prefect server is named; set PREFECT_API_URL, or use `rlhf up`, which starts one")
+        raise RlhfError(
+            "no Prefect server is named; set PREFECT_API_URL, or use `rlhf up`, which starts one"
+        )
     if problem := connection_problem(url):
         raise RlhfError(f"the Prefect server at {url} does not answer ({problem})")
     os.environ["PREFECT_API_URL"] = url  # before Prefect is loaded
@@ -84,7 +93,9 @@ def deploy(workspace: Path) -> str:
         deploy_all(workspace, params)
         ensure_zombie_automation(print)
     except httpx.HTTPError as error:
-        raise RlhfError(f"the Prefect server at {url} refused a request ({named_line(error)})") from error
+        raise RlhfError(
+            f"the Prefect server at {url} refused a request ({named_line(error)})"
+        ) from error
     return url
 
 
@@ -111,8 +122,12 @@ def _serve(services: Services, params: Params, mlflow_port: int, display: Displa
         services.stop()
 
 
-def _start_services(services: Services, params: Params, mlflow_port: int, display: Display) -> ServiceMonitor:
-    """Start the MLflow UI and the workers, set up pools, deployments and the automation, and record the addresses."""
+def _start_services(
+    services: Services, params: Params, mlflow_port: int, display: Display
+) -> ServiceMonitor:
+    """Start the MLflow UI and the workers, set up pools, deployments and the automation, and record
+    the addresses.
+    """
     # These load Prefect, which takes a second, in which the server starts.
     from flows.jobs.deployments import deploy_all
     from flows.prefect_server.flow_runs import end_stale_runs, ensure_zombie_automation
@@ -132,12 +147,16 @@ def _start_services(services: Services, params: Params, mlflow_port: int, displa
     record_services(workspace, services.api_url, mlflow_url)
     for line in deep_links(workspace, services.ui_url):
         display.line(line)
-    display.line("up: scheduled runs start by themselves, `rlhf run` here uses this server; Ctrl-C stops everything")
+    display.line(
+        "up: scheduled runs start by themselves, `rlhf run` here uses this server; Ctrl-C stops everything"
+    )
     return monitor
 
 
 def deep_links(workspace: Path, prefect_url: str) -> list[str]:
-    """Return the addresses of the pages that a person opens: runs on both servers, schedules, registered models."""
+    """Return the addresses of the pages that a person opens: runs on both servers, schedules,
+    registered models.
+    """
     from flows.registry.client import MODEL_TRAINING, connect, experiment_id, mlflow_address
 
     lines = [f"Prefect: runs {prefect_url}/runs", f"         schedules {prefect_url}/deployments"]
@@ -150,7 +169,9 @@ def deep_links(workspace: Path, prefect_url: str) -> list[str]:
 
 
 def _start_mlflow(services: Services, port: int) -> str:
-    """Return the address of the MLflow UI: the server of ``MLFLOW_TRACKING_URI``, else one that is started here."""
+    """Return the address of the MLflow UI: the server of ``MLFLOW_TRACKING_URI``, else one that is
+    started here.
+    """
     from flows.registry.client import prepare_tracking
     from rlhf_core.tracking.stage_run import tracking_uri
 

@@ -1,4 +1,5 @@
-"""The stages of dvc.yaml, their order as DVC itself reads them, what dvc.lock records, and what DVC finds changed.
+"""The stages of dvc.yaml, their order as DVC itself reads them, what dvc.lock records, and what DVC
+finds changed.
 
 DVC runs in a child process: ``python -m flows.dvc_repo.graph WORKSPACE`` prints the graph as JSON.
 """
@@ -35,14 +36,18 @@ def dvc_status(workspace: Path, stages: Sequence[str] = ()) -> dict[str, Any]:
 
 
 def describe_changes(changes: Any) -> str:
-    """Describe one stage's entry of ``dvc status``: ``models/policy modified, metrics/ppo.json deleted``."""
+    """Describe one stage's entry of ``dvc status``:
+    ``models/policy modified, metrics/ppo.json deleted``.
+    """
     descriptions = []
     for change in changes:
         for details in change.values() if isinstance(change, dict) else [change]:
             states = details.items() if isinstance(details, dict) else [(str(details), "")]
             for path, state in states:
                 if isinstance(state, dict):
-                    descriptions += [f"{path}:{key} {key_state}" for key, key_state in state.items()]
+                    descriptions += [
+                        f"{path}:{key} {key_state}" for key, key_state in state.items()
+                    ]
                 else:
                     descriptions.append(f"{path} {state}".strip())
     return ", ".join(descriptions)
@@ -55,8 +60,10 @@ class StageNode:
     Attributes:
         after: the stages whose outputs it reads.
         cached_inputs: those of its inputs that DVC's cache keeps.
-        carried_inputs: its other inputs, parameter files included, and the .dvc files of those in the cache.
-        shareable: whether another workspace with the same cache finds the outputs by the hashes of the inputs.
+        carried_inputs: its other inputs, parameter files included, and the .dvc files of those in
+            the cache.
+        shareable: whether another workspace with the same cache finds the outputs by the hashes of
+            the inputs.
     """
 
     name: str
@@ -101,19 +108,27 @@ def dvc_graph(workspace: Path) -> list[StageNode]:
         graph = repo.index.graph
         recipe = (workspace / "dvc.yaml").resolve()
         in_order = reversed(list(networkx.lexicographical_topological_sort(graph, key=str)))
-        names = {stage: stage.name for stage in in_order if stage.cmd and Path(stage.path).resolve() == recipe}
+        names = {
+            stage: stage.name
+            for stage in in_order
+            if stage.cmd and Path(stage.path).resolve() == recipe
+        }
         nodes = []
         for stage, name in names.items():
             before = sorted(names[other] for other in graph.successors(stage) if other in names)
             command = stage.cmd if isinstance(stage.cmd, str) else " && ".join(stage.cmd)
             outs = tuple(str(out) for out in stage.outs)
             inputs = _inputs(repo, stage, workspace)
-            nodes.append(StageNode(name, tuple(before), command, outs, *inputs, _is_in_run_cache(stage)))
+            nodes.append(
+                StageNode(name, tuple(before), command, outs, *inputs, _is_in_run_cache(stage))
+            )
         return nodes
 
 
 def _inputs(repo: Any, stage: Any, workspace: Path) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Return the inputs that DVC's cache keeps, and the files that must be carried in another way."""
+    """Return the inputs that DVC's cache keeps, and the files that must be carried in another
+    way.
+    """
     from dvc.dependency import ParamsDependency
     from dvc.exceptions import OutputNotFoundError
 
@@ -138,7 +153,9 @@ def _inputs(repo: Any, stage: Any, workspace: Path) -> tuple[tuple[str, ...], tu
 
 
 def _is_in_run_cache(stage: Any) -> bool:
-    """Whether DVC's run cache brings the stage to another host: inputs and outputs are local, all outputs cached."""
+    """Whether DVC's run cache brings the stage to another host: inputs and outputs are local, all
+    outputs cached.
+    """
     if stage.always_changed or stage.frozen or not stage.deps or not stage.outs:
         return False
     local = all(file.protocol == "local" for file in [*stage.deps, *stage.outs])
@@ -164,7 +181,9 @@ class RecordedStage:
 
 
 def recorded_stages(workspace: Path) -> dict[str, RecordedStage]:
-    """Return what dvc.lock records of each stage by its name; empty before the first stage has run."""
+    """Return what dvc.lock records of each stage by its name; empty before the first stage has
+    run.
+    """
     lock = workspace / LOCK_FILE
     if not lock.is_file():
         return {}
@@ -174,11 +193,15 @@ def recorded_stages(workspace: Path) -> dict[str, RecordedStage]:
 
 @lru_cache(maxsize=4)
 def _recorded_stages(lock: Path, _: tuple[int, ...]) -> Mapping[str, RecordedStage]:
-    """Read a file of that inode, size and time. It is read several times in a registration, and slowly: 0.2 s."""
+    """Read a file of that inode, size and time. It is read several times in a registration, and
+    slowly: 0.2 s.
+    """
     stages = (plain(read(lock)) or {}).get("stages") or {}
     return {
         name: RecordedStage(
-            _hashes(stage.get("deps")), _hashes(stage.get("outs")), (stage.get("params") or {}).get("params.yaml") or {}
+            _hashes(stage.get("deps")),
+            _hashes(stage.get("outs")),
+            (stage.get("params") or {}).get("params.yaml") or {},
         )
         for name, stage in stages.items()
     }
@@ -195,7 +218,9 @@ def _hashes(entries: Any) -> dict[str, str]:
 
 
 def main(workspace: str) -> int:
-    """Print the graph; if DVC cannot read it, print one line of explanation to stderr and return 1."""
+    """Print the graph; if DVC cannot read it, print one line of explanation to stderr and return
+    1.
+    """
     try:
         print(json.dumps([asdict(node) for node in dvc_graph(Path(workspace))]))
     except Exception as error:  # DVC's exceptions have no common base class in its public interface

@@ -1,7 +1,9 @@
-"""What DVC is to compare: source files as dependencies in dvc.yaml, code and remote sources as ``.fingerprints``.
+"""What DVC is to compare: source files as dependencies in dvc.yaml, code and remote sources as
+``.fingerprints``.
 
-DVC hashes local source files itself, so that `dvc status` tells of a changed one; params.yaml names them, and dvc.yaml
-repeats them. Code counts by its definitions and a URL by its store's checksum, which `rlhf fingerprint` writes down.
+DVC hashes local source files itself, so that `dvc status` tells of a changed one; params.yaml names
+them, and dvc.yaml repeats them. Code counts by its definitions and a URL by its store's checksum,
+which `rlhf fingerprint` writes down.
 """
 
 from __future__ import annotations
@@ -34,8 +36,8 @@ WILD = ("*", "?", "[")
 def refresh_inputs(workspace: Path) -> None:
     """Bring dvc.yaml's source files, ``.fingerprints`` and what DVC knows of git up to date.
 
-    Unchanged files are left alone. A pipeline that names no fingerprint has no stages of this package, and its files
-    are left alone too.
+    Unchanged files are left alone. A pipeline that names no fingerprint has no stages of this
+    package, and its files are left alone too.
 
     Raises:
         RlhfError: a source is refused, or the files cannot be written.
@@ -54,11 +56,11 @@ def refresh_inputs(workspace: Path) -> None:
 
 
 def with_sources(dvc_yaml: str, params: Params, workspace: Path) -> str:
-    """Return ``dvc_yaml`` with the stages that ``params`` need, and with local source files as dependencies of the
-    stages that read them.
+    """Return ``dvc_yaml`` with the stages that ``params`` need, and with local source files as
+    dependencies of the stages that read them.
 
-    The dependencies of such a stage are its fingerprints, outputs of other stages, files of the workspace itself, and
-    these.
+    The dependencies of such a stage are its fingerprints, outputs of other stages, files of the
+    workspace itself, and these.
     """
     yaml = YAML()  # keeps comments and style, so that only these lines change
     yaml.width, yaml.preserve_quotes = 4096, True
@@ -69,12 +71,17 @@ def with_sources(dvc_yaml: str, params: Params, workspace: Path) -> str:
     outputs = [name for stage in stages.values() for name in entry_names(stage.get("outs"))]
     for name, sources in _sources(params, workspace).items():
         stage = stages.get(name)
-        if stage is None or not any(dep.startswith(FINGERPRINTS) for dep in entry_names(stage.get("deps"))):
+        if stage is None or not any(
+            dep.startswith(FINGERPRINTS) for dep in entry_names(stage.get("deps"))
+        ):
             continue
         deps = list(entry_names(stage["deps"]))
         kept = [dep for dep in deps if dep.startswith(FINGERPRINTS) or dep in outputs]
         kept += OF_WORKSPACE.get(name, [])
-        wanted = [*kept, *(path for path in _dependencies(sources, workspace, outputs) if path not in kept)]
+        wanted = [
+            *kept,
+            *(path for path in _dependencies(sources, workspace, outputs) if path not in kept),
+        ]
         if wanted != deps:
             changed = True
             stage["deps"][:] = wanted
@@ -91,7 +98,8 @@ CURVES = "plots/curves/{}.csv"
 
 
 def _fit_stages(document: Any, left_out: Collection[str], yaml: YAML) -> bool:
-    """Take the stages that are ``left_out`` from dvc.yaml, or bring back others from the recipe; return whether any.
+    """Take the stages that are ``left_out`` from dvc.yaml, or bring back others from the recipe;
+    return whether any.
 
     What they write goes from the dependencies and plots of other stages, or comes back there.
     """
@@ -104,25 +112,42 @@ def _fit_stages(document: Any, left_out: Collection[str], yaml: YAML) -> bool:
         del stages[name]
     curves = {CURVES.format(name) for name in surplus}
     for number, plot in reversed([*enumerate(document.get("plots") or [])]):
-        if any(curves.issuperset(about["y"]) for about in plot.values() if isinstance(about.get("y"), dict)):
+        if any(
+            curves.issuperset(about["y"])
+            for about in plot.values()
+            if isinstance(about.get("y"), dict)
+        ):
             del document["plots"][number]
     for stage in stages.values() if surplus else ():
         if "deps" in stage:
-            stage["deps"][:] = [dep for dep in stage["deps"] if not written.intersection(entry_names([dep]))]
+            stage["deps"][:] = [
+                dep for dep in stage["deps"] if not written.intersection(entry_names([dep]))
+            ]
     missing = [name for name in OPTIONAL if name not in stages and name not in left_out]
-    recipe = yaml.load((recipe_folder() / DVC_FILE).read_text(encoding="utf-8"))["stages"] if missing else {}
+    recipe = (
+        yaml.load((recipe_folder() / DVC_FILE).read_text(encoding="utf-8"))["stages"]
+        if missing
+        else {}
+    )
     for name in missing:
         stages[name] = recipe[name]
     returned = _written(recipe[name] for name in missing)
     for name, stage in recipe.items():
         if name in stages and name not in missing:
             known = [*entry_names(stages[name].get("deps"))]
-            stages[name]["deps"] += [dep for dep in entry_names(stage["deps"]) if dep in returned and dep not in known]
+            stages[name]["deps"] += [
+                dep for dep in entry_names(stage["deps"]) if dep in returned and dep not in known
+            ]
     return bool(surplus or missing)
 
 
 def _written(stages: Iterable[Any]) -> set[str]:
-    return {path for stage in stages for key in ("outs", "metrics", "plots") for path in entry_names(stage.get(key))}
+    return {
+        path
+        for stage in stages
+        for key in ("outs", "metrics", "plots")
+        for path in entry_names(stage.get(key))
+    }
 
 
 def entry_names(entries: Any) -> Iterator[str]:
@@ -132,32 +157,43 @@ def entry_names(entries: Any) -> Iterator[str]:
 
 
 def _sources(params: Params, workspace: Path) -> Mapping[str, list[str]]:
-    """Return the sources, as params.yaml spells them, of each stage that reads files from outside the pipeline."""
+    """Return the sources, as params.yaml spells them, of each stage that reads files from outside
+    the pipeline.
+    """
     return {
         "collect": list(collected_paths(params.collect, workspace)),
         "validate": [source.path for source in params.validate_.evaluation_files],
-        "evaluate": [pattern for patterns in params.evaluate.untracked_files.values() for pattern in patterns],
+        "evaluate": [
+            pattern for patterns in params.evaluate.untracked_files.values() for pattern in patterns
+        ],
     }
 
 
 def _dependencies(sources: list[str], workspace: Path, outputs: list[str]) -> list[str]:
-    """Return the files and folders for DVC to hash: of a pattern its folder, in which new files may match.
+    """Return the files and folders for DVC to hash: of a pattern its folder, in which new files may
+    match.
 
-    The single files stand for a folder that holds outputs of the pipeline, which would depend on themselves. What is
-    not there is left to the stage that reads it.
+    The single files stand for a folder that holds outputs of the pipeline, which would depend on
+    themselves. What is not there is left to the stage that reads it.
     """
     dependencies: dict[str, None] = {}
     for source in sources:
         if is_elsewhere(source) or not (files := matching_files(source, workspace)):
             continue
         folder = _folder(source, workspace)
-        paths = [folder] if folder is not None and not _holds_outputs(folder, workspace, outputs) else files
+        paths = (
+            [folder]
+            if folder is not None and not _holds_outputs(folder, workspace, outputs)
+            else files
+        )
         dependencies.update(dict.fromkeys(_spelled(path, workspace) for path in paths))
     return list(dependencies)
 
 
 def _folder(source: str, workspace: Path) -> Path | None:
-    """Return the folder that a source names, by itself or before its first wildcard; None for a file."""
+    """Return the folder that a source names, by itself or before its first wildcard; None for a
+    file.
+    """
     path = workspace / Path(os.path.expanduser(source))
     if path.is_file():
         return None

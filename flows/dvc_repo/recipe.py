@@ -1,4 +1,6 @@
-"""The recipe of a workspace or of a trial: dvc.yaml, and params.yaml merged from a base, a profile and overrides."""
+"""The recipe of a workspace or of a trial: dvc.yaml, and params.yaml merged from a base, a profile
+and overrides.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +36,9 @@ from rlhf_core.errors import ConfigError
 from rlhf_core.fingerprint.tracked_files import function_files, verifiable_functions
 from rlhf_core.storage.files import atomic_write_text
 
-PROFILE_LINE = "# Profile "  # opens what the comment at the top of params.yaml says about the profile
+PROFILE_LINE = (
+    "# Profile "  # opens what the comment at the top of params.yaml says about the profile
+)
 HEADER_WIDTH = 118
 TRIALS = "workspaces"
 ABSENT = object()
@@ -53,9 +57,11 @@ GIT_IGNORE = (
 
 
 def merged_params(base: Path, profile: str | None, sets: Sequence[str], folder: Path) -> str:
-    """Merge params.yaml of ``base``, a profile and ``section.key=value`` overrides into the text for ``folder``.
+    """Merge params.yaml of ``base``, a profile and ``section.key=value`` overrides into the text
+    for ``folder``.
 
-    Relative data paths in params.yaml and profiles start at ``base``, those in ``sets`` at the current folder.
+    Relative data paths in params.yaml and profiles start at ``base``, those in ``sets`` at the
+    current folder.
     """
     recipe = (base / PARAMS_FILE).read_text(encoding="utf-8")
     overlays = overlays_of(recipe, profiles_of(base), profile, sets)
@@ -68,20 +74,27 @@ def merged_params(base: Path, profile: str | None, sets: Sequence[str], folder: 
     if not profile:
         return params
     headers = profile_headers(profiles_of(base))
-    return with_profile_header(params, profile, " ".join(headers[name] for name in profile_names(profile)))
+    return with_profile_header(
+        params, profile, " ".join(headers[name] for name in profile_names(profile))
+    )
 
 
 def with_profile_header(params: str, profile: str, header: str) -> str:
-    """Replace what the opening comment of params.yaml says about the profile that it is by ``header``."""
+    """Replace what the opening comment of params.yaml says about the profile that it is by
+    ``header``.
+    """
     lines = params.splitlines()
-    end = next((number for number, line in enumerate(lines) if not line.startswith("#")), len(lines))
+    end = next(
+        (number for number, line in enumerate(lines) if not line.startswith("#")), len(lines)
+    )
     general = itertools.takewhile(lambda line: not line.startswith(PROFILE_LINE), lines[:end])
     comment = textwrap.wrap(f"Profile {profile}: {header}", HEADER_WIDTH, break_on_hyphens=False)
     return "\n".join([*general, *(f"# {line}" for line in comment), *lines[end:]]) + "\n"
 
 
 def write_recipe(folder: Path, params: str, base: Path) -> None:
-    """Write ``params`` as params.yaml, and dvc.yaml, suites of expectations and functions of ``base``, into ``folder``.
+    """Write ``params`` as params.yaml, and dvc.yaml, suites of expectations and functions of
+    ``base``, into ``folder``.
 
     Unchanged files are left alone.
 
@@ -103,7 +116,10 @@ def write_recipe(folder: Path, params: str, base: Path) -> None:
         suites = expectations_of(base)
         for file in sorted([*suites.glob("*.json"), *suites.glob("*.py")]):
             texts[f"{EXPECTATIONS}/{file.name}"] = file.read_text(encoding="utf-8")
-        functions = (*checked.ppo.reward.sources, *verifiable_functions(checked.evaluate.verifiable))
+        functions = (
+            *checked.ppo.reward.sources,
+            *verifiable_functions(checked.evaluate.verifiable),
+        )
         for module in function_files(base, functions):
             texts[module] = (base / module).read_text(encoding="utf-8")
         for name, text in texts.items():
@@ -115,7 +131,9 @@ def write_recipe(folder: Path, params: str, base: Path) -> None:
 
 
 def _with_ignores(file: Path, dvc_yaml: str) -> str:
-    """Return .gitignore with every output and what runs leave behind: DVC adds outputs only where there is git."""
+    """Return .gitignore with every output and what runs leave behind: DVC adds outputs only where
+    there is git.
+    """
     text = file.read_text(encoding="utf-8") if file.exists() else ""
     stages = yaml_text.plain(yaml_text.parse(dvc_yaml, DVC_FILE)).get("stages") or {}
     lists = [stage.get(key) for stage in stages.values() for key in ("outs", "metrics", "plots")]
@@ -125,7 +143,8 @@ def _with_ignores(file: Path, dvc_yaml: str) -> str:
 
 
 def check_recipe(workspace: Path) -> None:
-    """Check that dvc.lock is merged, and that params.yaml has every parameter that a stage of dvc.yaml names.
+    """Check that dvc.lock is merged, and that params.yaml has every parameter that a stage of
+    dvc.yaml names.
 
     The program has defaults for them, but DVC compares what is written in the file.
 
@@ -146,12 +165,16 @@ def check_recipe(workspace: Path) -> None:
     for path, value in missing.items():
         if value in (ABSENT, None, []):
             without_default.append(path)
-        elif isinstance(value, dict):  # of a section the name is enough, and its kind where it is one of several
+        elif isinstance(
+            value, dict
+        ):  # of a section the name is enough, and its kind where it is one of several
             given[path] = {key: entry for key, entry in value.items() if key == "kind"}
         else:
             given[path] = value
     lines = overridden({}, given)
-    message = [f"{workspace / PARAMS_FILE} leaves out parameters that {DVC_FILE} names, so DVC would refuse its stages"]
+    message = [
+        f"{workspace / PARAMS_FILE} leaves out parameters that {DVC_FILE} names, so DVC would refuse its stages"
+    ]
     if lines:
         message.append("add these, which are the defaults, to their sections:")
         message += [f"  {line}" for line in yaml_text.dump(lines).splitlines()]
@@ -163,7 +186,9 @@ def check_recipe(workspace: Path) -> None:
 
 
 def tracked_params(workspace: Path) -> list[str]:
-    """Return the dotted names of params.yaml's parameters in dvc.yaml, each once, a section before its parts."""
+    """Return the dotted names of params.yaml's parameters in dvc.yaml, each once, a section before
+    its parts.
+    """
     stages = yaml_text.plain(yaml_text.read(workspace / DVC_FILE)).get("stages") or {}
     names: set[str] = set()
     for stage in stages.values():
@@ -182,11 +207,12 @@ def _value_at(document: Any, path: str) -> Any:
 
 
 def trial_workspace(base: Path, profile: str | None, sets: Sequence[str]) -> Path:
-    """Return the workspace of a profile and overrides under ``base/workspaces``, created or updated from ``base``.
+    """Return the workspace of a profile and overrides under ``base/workspaces``, created or updated
+    from ``base``.
 
-    It shares the DVC cache of ``base``, so that equal stages are not computed again, and its remotes. Its registered
-    models have names of their own, unless the profile or ``sets`` name them: on a server, a trial does not meet the
-    models of ``base``.
+    It shares the DVC cache of ``base``, so that equal stages are not computed again, and its
+    remotes. Its registered models have names of their own, unless the profile or ``sets`` name
+    them: on a server, a trial does not meet the models of ``base``.
     """
     name = workspace_name(profile or load_params(base).profile or DEFAULT_PROFILE, sets)
     folder = base / TRIALS / name
@@ -199,7 +225,8 @@ def trial_workspace(base: Path, profile: str | None, sets: Sequence[str]) -> Pat
 
 
 def _own_model_names(base: Path, profile: str | None, trial: str, folder: Path) -> list[str]:
-    """Overrides that name the registered models of a trial: ``rlhf-policy-TRIAL`` for ``rlhf-policy``.
+    """Overrides that name the registered models of a trial: ``rlhf-policy-TRIAL`` for
+    ``rlhf-policy``.
 
     A trial that exists keeps the names it has, and so its champion.
     """

@@ -1,4 +1,6 @@
-"""The DVC root of a workspace, the cache it uses, and its files as they were at a revision of git."""
+"""The DVC root of a workspace, the cache it uses, and its files as they were at a revision of
+git.
+"""
 
 from __future__ import annotations
 
@@ -14,14 +16,19 @@ from flows.workspace import cannot_write
 from rlhf_core.errors import RlhfError
 from rlhf_core.storage.files import atomic_write_text
 
-OWN_SETTINGS = ("core.no_scm", "core.analytics", "core.check_update")  # each root has them as it needs them
+OWN_SETTINGS = (
+    "core.no_scm",
+    "core.analytics",
+    "core.check_update",
+)  # each root has them as it needs them
 IGNORED = "/config.local\n/tmp\n/cache\n"  # as `dvc init` writes it within git
 
 
 def ensure_dvc(workspace: Path, cache: Path | None = None) -> None:
     """Make the folder a DVC root unless it is one, within git where git tracks the folder.
 
-    A root that was made before there was git joins it: DVC would refuse experiments in it for ever. One that was moved
+    A root that was made before there was git joins it: DVC would refuse experiments in it for ever.
+    One that was moved
     out of git leaves it: DVC would refuse every command.
 
     Args:
@@ -39,7 +46,9 @@ def ensure_dvc(workspace: Path, cache: Path | None = None) -> None:
             if staged := _indexed(workspace) - indexed:  # what is committed is the user's to say
                 git_output(workspace, "rm", "--cached", "--quiet", "--", *staged)
             # `dvc config` does it too, in a process of a third of a second for each setting.
-            text = (folder / "config").read_text(encoding="utf-8") or "[core]\n"  # has at most the section core
+            text = (folder / "config").read_text(
+                encoding="utf-8"
+            ) or "[core]\n"  # has at most the section core
             settings = f"{text}    analytics = false\n    check_update = false\n"
             (folder / "config").write_text(settings, encoding="utf-8")
         else:
@@ -53,7 +62,8 @@ def ensure_dvc(workspace: Path, cache: Path | None = None) -> None:
 
 
 def follow_git(workspace: Path) -> None:
-    """Let DVC's settings say whether git tracks the folder, which may have come later, or been left by a move.
+    """Let DVC's settings say whether git tracks the folder, which may have come later, or been left
+    by a move.
 
     Raises:
         RlhfError: DVC fails.
@@ -69,7 +79,8 @@ def follow_git(workspace: Path) -> None:
 
 
 def share_settings(base: Path, workspace: Path) -> None:
-    """Give the DVC root ``workspace`` what ``base`` has: its cache, how files are linked from it, and its remotes.
+    """Give the DVC root ``workspace`` what ``base`` has: its cache, how files are linked from it,
+    and its remotes.
 
     Raises:
         RlhfError: DVC fails, or the settings cannot be written.
@@ -83,7 +94,9 @@ def share_settings(base: Path, workspace: Path) -> None:
 
 
 def _set_locally(workspace: Path, settings: Mapping[str, str], mode: int = 0o644) -> None:
-    """Set DVC's settings in ``config.local``, which git never sees; DVC itself cannot write letters beyond ASCII."""
+    """Set DVC's settings in ``config.local``, which git never sees; DVC itself cannot write letters
+    beyond ASCII.
+    """
     from configobj import ConfigObj
 
     file = workspace / ".dvc" / "config.local"
@@ -91,7 +104,9 @@ def _set_locally(workspace: Path, settings: Mapping[str, str], mode: int = 0o644
     content = ConfigObj(text.splitlines(), interpolation=False)
     for name, value in settings.items():
         section, *middle, key = name.split(".")
-        content.setdefault(f'{section} "{".".join(middle)}"' if middle else section, {})[key] = value
+        content.setdefault(f'{section} "{".".join(middle)}"' if middle else section, {})[key] = (
+            value
+        )
     changed = "\n".join(content.write()) + "\n"
     if changed != text:
         atomic_write_text(file, changed, mode)
@@ -113,7 +128,9 @@ def cache_of(workspace: Path) -> Path:
 
 
 def _scm_options(workspace: Path) -> list[str]:
-    """Choose how ``dvc init`` relates to git; where git ignores the folder, DVC would refuse its pipeline file."""
+    """Choose how ``dvc init`` relates to git; where git ignores the folder, DVC would refuse its
+    pipeline file.
+    """
     top = git_output(workspace, "rev-parse", "--show-toplevel")
     if top is None or git_output(workspace, "check-ignore", "-q", str(workspace)) is not None:
         return ["--no-scm"]
@@ -146,37 +163,53 @@ def commit_of(workspace: Path, revision: str) -> str:
     Raises:
         RlhfError: There is no such revision, or the workspace is not in a git repository.
     """
-    commit = git_output(workspace, "rev-parse", "--verify", "--quiet", "--end-of-options", f"{revision}^{{commit}}")
+    commit = git_output(
+        workspace, "rev-parse", "--verify", "--quiet", "--end-of-options", f"{revision}^{{commit}}"
+    )
     if commit is None:
         raise RlhfError(f"{revision} is neither a data file nor a revision of git in {workspace}")
     return commit
 
 
 def repository_of(workspace: Path) -> Path:
-    """Return the folder of the git repository that ``workspace`` lies in; ``RlhfError`` if it lies in none."""
+    """Return the folder of the git repository that ``workspace`` lies in; ``RlhfError`` if it lies
+    in none.
+    """
     top = git_output(workspace, "rev-parse", "--show-toplevel")
     if top is None:
-        raise RlhfError(f"{workspace} is in no git repository, so there are no revisions to compare")
+        raise RlhfError(
+            f"{workspace} is in no git repository, so there are no revisions to compare"
+        )
     return Path(top)
 
 
 def check_out(workspace: Path, revision: str, paths: Sequence[str], target: Path) -> None:
-    """Copy ``paths`` (relative to ``workspace``) as they were at ``revision`` to the same paths under ``target``.
+    """Copy ``paths`` (relative to ``workspace``) as they were at ``revision`` to the same paths
+    under ``target``.
 
-    Paths may lead out of the workspace, but not out of its repository; the folders above ``target`` stand for those
-    above the workspace then.
+    Paths may lead out of the workspace, but not out of its repository; the folders above ``target``
+    stand for those above the workspace then.
 
     Raises:
-        RlhfError: One of them is not part of that revision, or its data are in no cache or remote; or DVC fails.
+        RlhfError: One of them is not part of that revision, or its data are in no cache or remote;
+            or DVC fails.
     """
-    folder, commit, repository = workspace.resolve(), commit_of(workspace, revision), repository_of(workspace).resolve()
+    folder, commit, repository = (
+        workspace.resolve(),
+        commit_of(workspace, revision),
+        repository_of(workspace).resolve(),
+    )
     for path in dict.fromkeys(paths):
         file, copy = Path(os.path.normpath(folder / path)), Path(os.path.normpath(target / path))
         if Path(path).is_absolute() or not file.is_relative_to(repository):
-            raise RlhfError(f"cannot read the data of {revision}: {path} is not in the repository {repository}")
+            raise RlhfError(
+                f"cannot read the data of {revision}: {path} is not in the repository {repository}"
+            )
         copy.parent.mkdir(parents=True, exist_ok=True)
         inside = file.relative_to(repository).as_posix()
-        result = run_module(workspace, "dvc", "get", str(repository), inside, "--rev", commit, "--out", str(copy))
+        result = run_module(
+            workspace, "dvc", "get", str(repository), inside, "--rev", commit, "--out", str(copy)
+        )
         if result.exit_code:
             hint = "is dvc.lock, or the file, committed, and are its data in the cache or a remote?"
             raise RlhfError(f"cannot read {path} as of {revision} ({result.error_line}); {hint}")

@@ -1,4 +1,6 @@
-"""The Prefect deployments of a workspace: one for the jobs of each work pool in use, and those of prefect.yaml."""
+"""The Prefect deployments of a workspace: one for the jobs of each work pool in use, and those of
+prefect.yaml.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +8,12 @@ import os
 from pathlib import Path
 
 from prefect.client.orchestration import SyncPrefectClient, get_client
-from prefect.client.schemas.filters import DeploymentFilter, DeploymentFilterName, FlowFilter, FlowFilterName
+from prefect.client.schemas.filters import (
+    DeploymentFilter,
+    DeploymentFilterName,
+    FlowFilter,
+    FlowFilterName,
+)
 from prefect.utilities.callables import parameter_schema
 
 from flows.jobs.job import JOB_FLOW, job_name
@@ -21,13 +28,15 @@ from rlhf_core.errors import ConfigError, RlhfError
 JOB_ENTRYPOINT = "flows.jobs.stage_job.stage_job"
 PREFECT_FILE = "prefect.yaml"
 FLOWS = ("rlhf-pipeline", "rlhf-data-watch", "rlhf-promotion")  # of the deployments of prefect.yaml
-# Heartbeats, so that a lost host does not keep its pool slot, and a client that tries for eight minutes to reach a
-# server that is being restarted.
+# Heartbeats, so that a lost host does not keep its pool slot, and a client that tries for eight
+# minutes to reach a server that is being restarted.
 JOB_SETTINGS = {"PREFECT_FLOWS_HEARTBEAT_FREQUENCY": "30", "PREFECT_CLIENT_MAX_RETRIES": "8"}
 
 
 def deploy_jobs(workspace: Path, params: Params) -> None:
-    """Create or update the work pools of the workspace's stages, and a deployment of the stage job for each."""
+    """Create or update the work pools of the workspace's stages, and a deployment of the stage job
+    for each.
+    """
     from flows.jobs.stage_job import stage_job
 
     with get_client(sync_client=True) as client:
@@ -35,7 +44,9 @@ def deploy_jobs(workspace: Path, params: Params) -> None:
         apply_pools(client, params)
         flow_id = client.create_flow_from_name(JOB_FLOW)
         remote_pools = params.pools_away()
-        in_workspace = [{"prefect.deployments.steps.set_working_directory": {"directory": str(workspace)}}]
+        in_workspace = [
+            {"prefect.deployments.steps.set_working_directory": {"directory": str(workspace)}}
+        ]
         for pool in params.pool_names():
             client.create_deployment(
                 flow_id,
@@ -52,9 +63,11 @@ def deploy_jobs(workspace: Path, params: Params) -> None:
 
 
 def require_own_names(client: SyncPrefectClient, workspace: Path) -> None:
-    """Refuse names of deployments that those of another workspace on this server have: it would lose its schedules.
+    """Refuse names of deployments that those of another workspace on this server have: it would
+    lose its schedules.
 
-    On the workspace's own server they are those of the folder that it was in before it was moved, and are deleted.
+    On the workspace's own server they are those of the folder that it was in before it was moved,
+    and are deleted.
 
     Raises:
         ConfigError: names the other workspace.
@@ -63,7 +76,9 @@ def require_own_names(client: SyncPrefectClient, workspace: Path) -> None:
     slug = workspace_slug(workspace)
     ours = FlowFilter(name=FlowFilterName(any_=[JOB_FLOW, *FLOWS]))
     named = DeploymentFilter(name=DeploymentFilterName(like_=f"-{slug}"))
-    for deployment in client.read_deployments(flow_filter=ours, deployment_filter=None if is_own else named):
+    for deployment in client.read_deployments(
+        flow_filter=ours, deployment_filter=None if is_own else named
+    ):
         owner = deployment.parameters.get("workspace")
         if not owner or os.path.realpath(owner) == os.path.realpath(workspace):
             continue
@@ -78,10 +93,12 @@ def require_own_names(client: SyncPrefectClient, workspace: Path) -> None:
 
 
 def claim_names(directory: str) -> dict[str, str]:
-    """Step of prefect.yaml that gives its deployments the name of the workspace, after :func:`require_own_names`.
+    """Step of prefect.yaml that gives its deployments the name of the workspace, after
+    :func:`require_own_names`.
 
     Raises:
-        SystemExit: the names are taken. Prefect would print forty lines of tracebacks around any other error.
+        SystemExit: the names are taken. Prefect would print forty lines of tracebacks around any
+            other error.
     """
     with get_client(sync_client=True) as client:
         try:
@@ -92,9 +109,11 @@ def claim_names(directory: str) -> dict[str, str]:
 
 
 def deploy_all(workspace: Path, params: Params) -> None:
-    """Create or update all work pools and deployments of a workspace: those of its jobs, and those of prefect.yaml.
+    """Create or update all work pools and deployments of a workspace: those of its jobs, and those
+    of prefect.yaml.
 
-    The latter, the workspace's own or the one of this project, with its schedules and Prefect's own command.
+    The latter, the workspace's own or the one of this project, with its schedules and Prefect's own
+    command.
 
     Raises:
         RlhfError: a name belongs to another workspace, or the command fails; its output is in

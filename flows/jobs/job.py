@@ -1,4 +1,6 @@
-"""A job: a stage to run on a work pool, what its host needs for it, and the names by which the server knows it."""
+"""A job: a stage to run on a work pool, what its host needs for it, and the names by which the
+server knows it.
+"""
 
 from __future__ import annotations
 
@@ -53,7 +55,9 @@ class Job:
 
 
 def job_name(workspace: Path, pool: str, shared: bool) -> str:
-    """Return the name of the job deployment for ``pool``, whose workers see the workspace (``shared``) or do not."""
+    """Return the name of the job deployment for ``pool``, whose workers see the workspace
+    (``shared``) or do not.
+    """
     kind = f"job-{pool}" if shared else f"handoff-{pool}"
     if shared and pool == GPU_POOL:
         kind = "gpu-job"

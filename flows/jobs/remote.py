@@ -1,8 +1,9 @@
-"""A stage on a host that does not see the workspace: what the pipeline sends and takes back, and what the host does.
+"""A stage on a host that does not see the workspace: what the pipeline sends and takes back, and
+what the host does.
 
-Inputs and result travel through the DVC remote (``flows.jobs.transfer``). The recipe, dvc.lock and the small inputs
-that DVC does not cache travel with the submission; outcome and log come back through the Prefect server. The host
-rebuilds the workspace, runs the stage and pushes its result.
+Inputs and result travel through the DVC remote (``flows.jobs.transfer``). The recipe, dvc.lock and
+the small inputs that DVC does not cache travel with the submission; outcome and log come back
+through the Prefect server. The host rebuilds the workspace, runs the stage and pushes its result.
 """
 
 from __future__ import annotations
@@ -22,13 +23,23 @@ import httpx
 from prefect import get_run_logger, runtime
 from prefect.client.orchestration import SyncPrefectClient, get_client
 from prefect.client.schemas.actions import ArtifactCreate
-from prefect.client.schemas.filters import ArtifactFilter, ArtifactFilterFlowRunId, ArtifactFilterType
+from prefect.client.schemas.filters import (
+    ArtifactFilter,
+    ArtifactFilterFlowRunId,
+    ArtifactFilterType,
+)
 from prefect.client.schemas.sorting import ArtifactSort
 
 from flows.dvc_repo.graph import LOCK_FILE, StageNode, all_before, dvc_status, read_graph
 from flows.dvc_repo.root import cache_of
 from flows.jobs.job import Handoff, Job
-from flows.jobs.transfer import LogShipper, TransferFailed, describe_remote, dvc_transfer, restore_result
+from flows.jobs.transfer import (
+    LogShipper,
+    TransferFailed,
+    describe_remote,
+    dvc_transfer,
+    restore_result,
+)
 from flows.stage import StageOutcome, StageSpec, run_stage, stage_log
 from flows.supervision.processes import run_module
 from flows.supervision.signals import retry
@@ -47,10 +58,12 @@ STAGES_WITH_REWARD_SOURCES = ("critic", "ppo", "evaluate")
 
 
 def check_remote_stages(workspace: Path, params: Params) -> None:
-    """Check what every stage needs that is placed on a pool whose workers do not see the workspace: a remote and files.
+    """Check what every stage needs that is placed on a pool whose workers do not see the workspace:
+    a remote and files.
 
     Raises:
-        ConfigError: a remote is missing or of a kind that cannot serve two hosts, or a stage cannot travel.
+        ConfigError: a remote is missing or of a kind that cannot serve two hosts, or a stage cannot
+            travel.
     """
     graph, stale = read_graph(workspace), dvc_status(workspace).keys()
     for stage, placement in params.pools.items():
@@ -58,10 +71,15 @@ def check_remote_stages(workspace: Path, params: Params) -> None:
             continue
         try:
             describe_remote(workspace, placement.remote)
-            if stage in graph and stale & {stage, *all_before(graph, stage)}:  # what is up to date stays here
+            if stage in graph and stale & {
+                stage,
+                *all_before(graph, stage),
+            }:  # what is up to date stays here
                 files_to_carry(workspace, graph[stage])
         except RlhfError as error:
-            raise ConfigError(f"pools.{stage} has shared: false, but {error} (docs/operations.md)") from error
+            raise ConfigError(
+                f"pools.{stage} has shared: false, but {error} (docs/operations.md)"
+            ) from error
 
 
 def prepare_remote_job(job: Job, node: StageNode) -> Job:
@@ -88,7 +106,8 @@ def prepare_remote_job(job: Job, node: StageNode) -> Job:
 
 
 def files_to_carry(workspace: Path, node: StageNode) -> dict[str, str]:
-    """Return the contents of the files that travel with the submission of a stage, as far as they are there, by path.
+    """Return the contents of the files that travel with the submission of a stage, as far as they
+    are there, by path.
 
     Raises:
         RlhfError: the stage cannot travel.
@@ -99,17 +118,27 @@ def files_to_carry(workspace: Path, node: StageNode) -> dict[str, str]:
             "not cached), so its result cannot come back: place it on a pool that sees the workspace"
         )
     carried = [*node.carried_inputs, *_untracked_inputs(workspace, node.name)]
-    outside = next((path for path in (*node.cached_inputs, *carried) if path.startswith("..")), None)
+    outside = next(
+        (path for path in (*node.cached_inputs, *carried) if path.startswith("..")), None
+    )
     if outside is not None:
-        raise RlhfError(f"{node.name} reads {outside}, which is outside the workspace: `dvc add` a copy in it")
+        raise RlhfError(
+            f"{node.name} reads {outside}, which is outside the workspace: `dvc add` a copy in it"
+        )
     return read_carried_files(workspace, [*RECIPE_FILES, *carried])
 
 
 def _untracked_inputs(workspace: Path, stage: str) -> list[str]:
-    """List files that the stage reads and dvc.yaml does not name: DeepSpeed settings and functions."""
+    """List files that the stage reads and dvc.yaml does not name: DeepSpeed settings and
+    functions.
+    """
     params = load_params(workspace)
     launch = {str(name): config for name, config in params.compute.launch.items()}.get(stage)
-    files = [launch.deepspeed] if launch and launch.deepspeed and not Path(launch.deepspeed).is_absolute() else []
+    files = (
+        [launch.deepspeed]
+        if launch and launch.deepspeed and not Path(launch.deepspeed).is_absolute()
+        else []
+    )
     if stage in STAGES_WITH_REWARD_SOURCES:
         files += function_files(workspace, params.ppo.reward.sources)
     if stage == "evaluate":
@@ -118,7 +147,8 @@ def _untracked_inputs(workspace: Path, stage: str) -> list[str]:
 
 
 def read_carried_files(workspace: Path, paths: Iterable[str]) -> dict[str, str]:
-    """Return the contents of text files, and of all files in folders, by path; missing ones are left out.
+    """Return the contents of text files, and of all files in folders, by path; missing ones are
+    left out.
 
     Raises:
         RlhfError: a file is not text, or together they are too large to travel with a submission.
@@ -146,11 +176,16 @@ def read_carried_files(workspace: Path, paths: Iterable[str]) -> dict[str, str]:
 
 
 def receive_result(job: Job, client: SyncPrefectClient, flow_run: UUID) -> StageOutcome | None:
-    """Return the outcome that a remote job reported, its result fetched; None if it reported none or was stopped."""
+    """Return the outcome that a remote job reported, its result fetched; None if it reported none
+    or was stopped.
+    """
     report_of_run = ArtifactFilter(
-        flow_run_id=ArtifactFilterFlowRunId(any_=[flow_run]), type=ArtifactFilterType(any_=[REPORT_ARTIFACT])
+        flow_run_id=ArtifactFilterFlowRunId(any_=[flow_run]),
+        type=ArtifactFilterType(any_=[REPORT_ARTIFACT]),
     )
-    artifacts = client.read_artifacts(artifact_filter=report_of_run, sort=ArtifactSort.UPDATED_DESC, limit=1)
+    artifacts = client.read_artifacts(
+        artifact_filter=report_of_run, sort=ArtifactSort.UPDATED_DESC, limit=1
+    )
     if not artifacts:
         return None
     data: Any = artifacts[0].data
@@ -166,9 +201,11 @@ def receive_result(job: Job, client: SyncPrefectClient, flow_run: UUID) -> Stage
 
 
 def _fetch_result(job: Job, reported: StageOutcome, lock: str) -> StageOutcome:
-    """Fetch the result into the cache, from where DVC's own ``repro`` takes it; nothing is ever computed here.
+    """Fetch the result into the cache, from where DVC's own ``repro`` takes it; nothing is ever
+    computed here.
 
-    DVC fetches what a dvc.lock names. That of the job names its result, in a folder that uses the same cache.
+    DVC fetches what a dvc.lock names. That of the job names its result, in a folder that uses the
+    same cache.
     """
     assert job.handoff is not None
     remote = job.handoff.remote["name"]
@@ -185,21 +222,28 @@ def _fetch_result(job: Job, reported: StageOutcome, lock: str) -> StageOutcome:
         return StageOutcome.stopped(job.spec.name, started=reported.started)
     except TransferFailed as error:
         message = f"the result is in the DVC remote {remote}, but could not be fetched: {error}"
-        return StageOutcome.failed(job.spec.name, message, error.exit_code, started=reported.started)
+        return StageOutcome.failed(
+            job.spec.name, message, error.exit_code, started=reported.started
+        )
     finally:
         shutil.rmtree(folder, ignore_errors=True)
     outcome = restore_result(job.spec)
     if outcome is None:
         message = f"the DVC remote {remote} has no result for the inputs as they are in this workspace now"
-        return StageOutcome.failed(job.spec.name, message, started=reported.started, work_seconds=reported.work_seconds)
+        return StageOutcome.failed(
+            job.spec.name, message, started=reported.started, work_seconds=reported.work_seconds
+        )
     if not outcome.ok:
         return outcome
     started = min(reported.started, outcome.started)  # the other host's clock may be ahead
-    return replace(outcome, action=reported.action, started=started, work_seconds=reported.work_seconds)
+    return replace(
+        outcome, action=reported.action, started=started, work_seconds=reported.work_seconds
+    )
 
 
 def rebuild_workspace(workspace: Path, handoff: Handoff, cache: Path) -> None:
-    """Write the files of the hand-off and DVC's settings to ``workspace``, which may exist from an earlier attempt.
+    """Write the files of the hand-off and DVC's settings to ``workspace``, which may exist from an
+    earlier attempt.
 
     Raises:
         ValueError: the hand-off names a path outside the workspace.
@@ -212,9 +256,16 @@ def rebuild_workspace(workspace: Path, handoff: Handoff, cache: Path) -> None:
         atomic_write_text(workspace / path, text)
     settings = ConfigObj()
     name = handoff.remote["name"]
-    settings["core"] = {"no_scm": "True", "analytics": "false", "check_update": "false", "remote": name}
+    settings["core"] = {
+        "no_scm": "True",
+        "analytics": "false",
+        "check_update": "false",
+        "remote": name,
+    }
     settings["cache"] = {"dir": str(cache)}
-    settings[f'remote "{name}"'] = {key: value for key, value in handoff.remote.items() if key != "name"}
+    settings[f'remote "{name}"'] = {
+        key: value for key, value in handoff.remote.items() if key != "name"
+    }
     atomic_write_text(workspace / ".dvc" / "config", "\n".join(settings.write()) + "\n")
 
 
@@ -225,19 +276,25 @@ REPORT_SECONDS = 600.0
 
 
 def run_remote_job(handoff: Handoff, spec: StageSpec) -> StageOutcome:
-    """Run the stage in a workspace of this host and report its outcome to the server; a failing stage does not raise.
+    """Run the stage in a workspace of this host and report its outcome to the server; a failing
+    stage does not raise.
 
-    ``spec`` is that of the pipeline, whose workspace does not exist here. A second job for the same computation on this
-    host waits for the first one and then finds its result.
+    ``spec`` is that of the pipeline, whose workspace does not exist here. A second job for the same
+    computation on this host waits for the first one and then finds its result.
 
-    ``RLHF_HOST_FOLDER`` (default ``~/.rlhf``) holds the rebuilt workspaces and the DVC cache that they share, which may
-    be deleted at any time: everything in it is in the DVC remote too, but for results that a job reports as kept. A
-    workspace is kept until its result has been pushed, so that the next attempt finds partial state and result.
+    ``RLHF_HOST_FOLDER`` (default ``~/.rlhf``) holds the rebuilt workspaces and the DVC cache that
+    they share, which may be deleted at any time: everything in it is in the DVC remote too, but for
+    results that a job reports as kept. A workspace is kept until its result has been pushed, so
+    that the next attempt finds partial state and result.
     """
     started = time.time()
-    host = Path(os.environ.get(HOST_FOLDER_VARIABLE) or Path.home() / ".rlhf").expanduser().resolve()
+    host = (
+        Path(os.environ.get(HOST_FOLDER_VARIABLE) or Path.home() / ".rlhf").expanduser().resolve()
+    )
     workspace = host / "jobs" / handoff.key
-    spec = replace(spec, workspace=workspace, environment=_tracking_environment(spec.environment), pull=True)
+    spec = replace(
+        spec, workspace=workspace, environment=_tracking_environment(spec.environment), pull=True
+    )
     try:
         with locked(host, f"{handoff.key}.lock", wait=True, on_wait=get_run_logger().info):
             rebuild_workspace(workspace, handoff, host / "cache")
@@ -257,7 +314,9 @@ def run_remote_job(handoff: Handoff, spec: StageSpec) -> StageOutcome:
 
 
 def _fetch_run_push(handoff: Handoff, spec: StageSpec, started: float) -> StageOutcome:
-    """Fetch the inputs, run the stage and push its result; return the outcome of the first step that fails."""
+    """Fetch the inputs, run the stage and push its result; return the outcome of the first step
+    that fails.
+    """
     host, remote = socket.gethostname(), handoff.remote["name"]
 
     def log(line: str) -> None:  # which the pipeline follows
@@ -281,19 +340,29 @@ def _fetch_run_push(handoff: Handoff, spec: StageSpec, started: float) -> StageO
             push = ("push", "--run-cache", "--remote", remote, spec.name)
             dvc_transfer(spec.workspace, push, handoff.deliver_seconds, log)
     except TransferFailed as error:
-        return StageOutcome.failed(spec.name, f"{context}: {error}", error.exit_code, started=started)
+        return StageOutcome.failed(
+            spec.name, f"{context}: {error}", error.exit_code, started=started
+        )
     return outcome
 
 
 def code_difference(workspace: Path, handoff: Handoff) -> str:
-    """Explain in one line why this host would compute something else: its code differs. Empty if it does not."""
-    expected = {path: text for path, text in handoff.files.items() if path.startswith(f"{FINGERPRINTS}/")}
+    """Explain in one line why this host would compute something else: its code differs. Empty if it
+    does not.
+    """
+    expected = {
+        path: text for path, text in handoff.files.items() if path.startswith(f"{FINGERPRINTS}/")
+    }
     if not expected:
         return ""
     result = run_module(workspace, "flows.cli", "fingerprint", "--workspace", str(workspace))
     if result.exit_code:
         return f"the code on {socket.gethostname()} cannot be fingerprinted: {result.error_line}"
-    differing = [path for path, text in expected.items() if (workspace / path).read_text(encoding="utf-8") != text]
+    differing = [
+        path
+        for path, text in expected.items()
+        if (workspace / path).read_text(encoding="utf-8") != text
+    ]
     if not differing:
         return ""
     return (
@@ -303,12 +372,20 @@ def code_difference(workspace: Path, handoff: Handoff) -> str:
 
 
 def publish_report(outcome: StageOutcome, workspace: Path, files: dict[str, str]) -> None:
-    """Send the outcome to the server, for up to ten minutes; without it the pipeline sees the flow run's state only.
+    """Send the outcome to the server, for up to ten minutes; without it the pipeline sees the flow
+    run's state only.
 
     ``files`` are the contents of small text outputs by path, for a gate that did not pass.
     """
-    report = {"outcome": asdict(outcome), "host": socket.gethostname(), "folder": str(workspace), "files": files}
-    artifact = ArtifactCreate(type=REPORT_ARTIFACT, data=report, flow_run_id=UUID(str(runtime.flow_run.id)))
+    report = {
+        "outcome": asdict(outcome),
+        "host": socket.gethostname(),
+        "folder": str(workspace),
+        "files": files,
+    }
+    artifact = ArtifactCreate(
+        type=REPORT_ARTIFACT, data=report, flow_run_id=UUID(str(runtime.flow_run.id))
+    )
     logger = get_run_logger()
 
     def send() -> None:
@@ -327,13 +404,19 @@ def publish_report(outcome: StageOutcome, workspace: Path, files: dict[str, str]
 
 
 def _report_files(spec: StageSpec, outcome: StageOutcome) -> dict[str, str]:
-    """Return dvc.lock of a finished stage, or the small text outputs of a failed gate, whose evidence DVC forgets."""
+    """Return dvc.lock of a finished stage, or the small text outputs of a failed gate, whose
+    evidence DVC forgets.
+    """
     texts = {}
     if outcome.ok:
         texts[LOCK_FILE] = (spec.workspace / LOCK_FILE).read_text(encoding="utf-8")
     for path in spec.outputs if outcome.exit_code == EXIT_GATE_FAILED else ():
         file = spec.workspace / path
-        if file.is_file() and file.stat().st_size <= SMALL_BYTES and file.stat().st_mtime >= outcome.started - 1:
+        if (
+            file.is_file()
+            and file.stat().st_size <= SMALL_BYTES
+            and file.stat().st_mtime >= outcome.started - 1
+        ):
             try:
                 texts[path] = file.read_text(encoding="utf-8")
             except UnicodeDecodeError:
@@ -342,7 +425,9 @@ def _report_files(spec: StageSpec, outcome: StageOutcome) -> dict[str, str]:
 
 
 def _tracking_environment(environment: Mapping[str, str]) -> dict[str, str]:
-    """Drop the pipeline's MLflow run and switch tracking off, unless this host records to an MLflow server."""
+    """Drop the pipeline's MLflow run and switch tracking off, unless this host records to an MLflow
+    server.
+    """
     if os.environ.get("MLFLOW_TRACKING_URI", "").startswith(("http://", "https://")):
         return dict(environment)
     kept = {name: value for name, value in environment.items() if name != "RLHF_PARENT_RUN_ID"}

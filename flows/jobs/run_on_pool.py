@@ -1,4 +1,6 @@
-"""Submit a stage to a work pool and wait for its job; one that was preempted or never began is submitted again."""
+"""Submit a stage to a work pool and wait for its job; one that was preempted or never began is
+submitted again.
+"""
 
 from __future__ import annotations
 
@@ -48,15 +50,20 @@ def run_on_remote_pool(job: Job, node: StageNode, on_wait: Callable[[str], None]
 def run_on_pool(job: Job, on_wait: Callable[[str], None]) -> StageOutcome:
     """Submit ``job`` to its pool and return its outcome; a failing stage does not raise.
 
-    A job whose process ended before it began is submitted again, ``FALSE_STARTS`` times at most: a new process gives up
-    at once where the server does not answer its first request.
+    A job whose process ended before it began is submitted again, ``FALSE_STARTS`` times at most: a
+    new process gives up at once where the server does not answer its first request.
 
     Args:
-        on_wait: given a message each time the job is to be submitted again, when no worker takes it, and when one does.
+        on_wait: given a message each time the job is to be submitted again, when no worker takes
+            it, and when one does.
     """
     started = time.time()
     preemptions = false_starts = 0
-    follower = LogFollower(stage_log(job.spec.workspace, job.spec.name)) if job.handoff is not None else None
+    follower = (
+        LogFollower(stage_log(job.spec.workspace, job.spec.name))
+        if job.handoff is not None
+        else None
+    )
     with get_client(sync_client=True) as client:
         while True:
             clear_outcome(job.spec.workspace, job.spec.name)
@@ -70,10 +77,14 @@ def run_on_pool(job: Job, on_wait: Callable[[str], None]) -> StageOutcome:
                 preemptions += 1
                 if preemptions > job.max_preemptions:
                     message = f"preempted more than {job.max_preemptions} times (flow.max_preemptions); run it again"
-                    return StageOutcome.failed(job.spec.name, f"{message} to resume", EXIT_PREEMPTED, started=started)
+                    return StageOutcome.failed(
+                        job.spec.name, f"{message} to resume", EXIT_PREEMPTED, started=started
+                    )
                 on_wait("preempted, waiting for a worker")
                 continue
-            never_began = (state.is_crashed() or state.is_failed()) and client.read_flow_run(run.id).run_count == 0
+            never_began = (state.is_crashed() or state.is_failed()) and client.read_flow_run(
+                run.id
+            ).run_count == 0
             if false_starts < FALSE_STARTS and never_began:
                 false_starts += 1
                 on_wait("its process ended before the job began, waiting for a worker")
@@ -86,7 +97,9 @@ def run_on_pool(job: Job, on_wait: Callable[[str], None]) -> StageOutcome:
 
 
 def submit(job: Job) -> FlowRun:
-    """Create the flow run of this attempt at a job; the run that exists if the attempt was submitted before."""
+    """Create the flow run of this attempt at a job; the run that exists if the attempt was
+    submitted before.
+    """
     parameters: dict[str, Any] = {
         "workspace": str(job.spec.workspace),
         "stage": job.spec.name,
@@ -112,12 +125,17 @@ def submit(job: Job) -> FlowRun:
 
 
 def _await_end(
-    client: SyncPrefectClient, run: UUID, job: Job, follower: LogFollower | None, on_wait: Callable[[str], None]
+    client: SyncPrefectClient,
+    run: UUID,
+    job: Job,
+    follower: LogFollower | None,
+    on_wait: Callable[[str], None],
 ) -> State[Any] | None:
-    """Wait for the run's final state; None after a stop signal, when the job is cancelled and waited for briefly.
+    """Wait for the run's final state; None after a stop signal, when the job is cancelled and
+    waited for briefly.
 
-    If the stage of the job has reported its preemption, the job has a while to end by itself. Its process may have
-    died with its worker, which the server would notice much later.
+    If the stage of the job has reported its preemption, the job has a while to end by itself. Its
+    process may have died with its worker, which the server would notice much later.
     """
     polls_left, polls_queued = REPORT_POLLS, 0
     while not signals.STOP.is_set():
@@ -134,7 +152,9 @@ def _await_end(
         if _stage_reported_preemption(job, state):
             polls_left -= 1
             if polls_left <= 0:
-                client.set_flow_run_state(run, preempted_state(f"{job.spec.name}: its worker is gone"), force=True)
+                client.set_flow_run_state(
+                    run, preempted_state(f"{job.spec.name}: its worker is gone"), force=True
+                )
         if not signals.STOP.wait(POLL_SECONDS) and follower is not None:
             follower.fetch(client, run)
     cancel_and_wait(client, run)
@@ -150,7 +170,9 @@ def _stage_reported_preemption(job: Job, state: State[Any] | None) -> bool:
 
 
 def _was_preempted(job: Job, state: State[Any]) -> bool:
-    """Whether a job ended because of a preemption, by its own state or, if it died before that, its stage's report."""
+    """Whether a job ended because of a preemption, by its own state or, if it died before that, its
+    stage's report.
+    """
     if state.is_completed() or state.is_cancelled():
         return False
     report = load_report(job.spec.workspace, job.spec.name)
@@ -158,18 +180,24 @@ def _was_preempted(job: Job, state: State[Any]) -> bool:
 
 
 def cancel_and_wait(client: SyncPrefectClient, run: UUID) -> None:
-    """Cancel a job, at once or through its worker if one has it, and wait a few seconds for its end."""
+    """Cancel a job, at once or through its worker if one has it, and wait a few seconds for its
+    end.
+    """
     deadline = time.monotonic() + CANCEL_SECONDS
     state = client.read_flow_run(run).state
     if state is not None and not state.is_final():
         cancelled = Cancelled if state.is_scheduled() else Cancelling
         client.set_flow_run_state(run, cancelled(message="the pipeline run was stopped"))
-    while time.monotonic() < deadline and not ((state := client.read_flow_run(run).state) and state.is_final()):
+    while time.monotonic() < deadline and not (
+        (state := client.read_flow_run(run).state) and state.is_final()
+    ):
         time.sleep(0.2)
 
 
 def _outcome_in_workspace(job: Job, state: State[Any], started: float) -> StageOutcome:
-    """Return the outcome that the job saved; if it died before that, what its state on the server says."""
+    """Return the outcome that the job saved; if it died before that, what its state on the server
+    says.
+    """
     pool = job.placement.pool
     if state.is_cancelled():
         message = f"its job on {pool} was cancelled"
@@ -179,4 +207,6 @@ def _outcome_in_workspace(job: Job, state: State[Any], started: float) -> StageO
         return saved
     reason = f": {state.message.split('. ')[0]}" if state.message else ""
     message, ended = f"its job on {pool} ended as {state.name}{reason}", time.time()
-    return StageOutcome.failed(job.spec.name, message, started=started, ended=ended, work_seconds=ended - started)
+    return StageOutcome.failed(
+        job.spec.name, message, started=started, ended=ended, work_seconds=ended - started
+    )

@@ -1,7 +1,7 @@
 """The flow that runs one stage on a worker of a pool.
 
-Where the workers share the workspace (one machine, or NFS), the stage runs in place and leaves its outcome there. Where
-they do not, ``flows.jobs.remote`` rebuilds the workspace on the worker's host.
+Where the workers share the workspace (one machine, or NFS), the stage runs in place and leaves its
+outcome there. Where they do not, ``flows.jobs.remote`` rebuilds the workspace on the worker's host.
 """
 
 from __future__ import annotations
@@ -36,9 +36,11 @@ def stage_job(
     grace: float = 5.0,
     handoff: dict[str, Any] | None = None,
 ) -> State[Any]:
-    """Run one stage; the flow fails when the stage does. A job that is stopped stops its stage first.
+    """Run one stage; the flow fails when the stage does. A job that is stopped stops its stage
+    first.
 
-    A preempted job (its worker, its machine or its stage alone was stopped) ends as Preempted. The pipeline submits it.
+    A preempted job (its worker, its machine or its stage alone was stopped) ends as Preempted. The
+    pipeline submits it.
 
     Args:
         workspace: The workspace's folder, as the worker sees it.
@@ -46,9 +48,11 @@ def stage_job(
         outputs: What it writes, relative to the workspace.
         environment: Variables that are set for it.
         grace: Seconds in which it may save its state when it is stopped.
-        handoff: What a worker without the workspace's folder needs to make one; null for a shared folder.
+        handoff: What a worker without the workspace's folder needs to make one; null for a shared
+            folder.
     """
-    # SIGTERM belongs to Prefect: its supervisor tells through the server whether it means a cancellation.
+    # SIGTERM belongs to Prefect: its supervisor tells through the server whether it means a
+    # cancellation.
     signals.install(signal.SIGINT, signal.SIGHUP)
     spec = StageSpec(Path(workspace), stage, tuple(outputs), environment, grace)
     try:
@@ -77,7 +81,9 @@ def _stopped_state(stage: str, reason: str) -> State[Any]:
     Raises:
         Abort: the job is back in the queue, where Prefect's supervisor on a cluster puts it.
     """
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # a worker that shuts down signals its job a second time
+    signal.signal(
+        signal.SIGTERM, signal.SIG_IGN
+    )  # a worker that shuts down signals its job a second time
     with get_client(sync_client=True) as client:
         state = client.read_flow_run(runtime.flow_run.id).state
     if state is not None and state.is_scheduled():
@@ -90,7 +96,7 @@ def _stopped_state(stage: str, reason: str) -> State[Any]:
 def preempted_state(message: str) -> State[Any]:
     """Return the final state of a preempted job.
 
-    Its stage goes back to the queue as a new flow run: a process worker dies if the same flow run comes back before its
-    process has ended.
+    Its stage goes back to the queue as a new flow run: a process worker dies if the same flow run
+    comes back before its process has ended.
     """
     return Crashed(name=PREEMPTED, message=message)

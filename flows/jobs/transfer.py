@@ -1,4 +1,6 @@
-"""What passes between a workspace and another host: files by DVC's own commands, the log through the Prefect server."""
+"""What passes between a workspace and another host: files by DVC's own commands, the log through
+the Prefect server.
+"""
 
 from __future__ import annotations
 
@@ -28,8 +30,18 @@ from flows.supervision.signals import STOP, retry
 from flows.workspace import private_path
 from rlhf_core.errors import RlhfError
 
-# Options of a remote that another host needs and that are no secret; the others are set on each host.
-PUBLIC_OPTIONS = ("url", "endpointurl", "region", "port", "user", "use_ssl", "account_name", "projectname")
+# Options of a remote that another host needs and that are no secret; the others are set on each
+# host.
+PUBLIC_OPTIONS = (
+    "url",
+    "endpointurl",
+    "region",
+    "port",
+    "user",
+    "use_ssl",
+    "account_name",
+    "projectname",
+)
 NO_SHELL = {"SHELL": shutil.which("false") or "/bin/false"}
 
 
@@ -40,11 +52,16 @@ class TransferFailed(RlhfError):
 
 
 def dvc_transfer(
-    workspace: Path, arguments: tuple[str, ...], seconds: float = 0, report: Callable[[str], None] = print
+    workspace: Path,
+    arguments: tuple[str, ...],
+    seconds: float = 0,
+    report: Callable[[str], None] = print,
 ) -> None:
-    """Run ``dvc ARGUMENTS``, which move data, again for ``seconds`` while the remote is out of reach.
+    """Run ``dvc ARGUMENTS``, which move data, again for ``seconds`` while the remote is out of
+    reach.
 
-    The output goes to ``.rlhf/logs/transfer.log``; ``report`` is given each failure that is followed by an attempt.
+    The output goes to ``.rlhf/logs/transfer.log``; ``report`` is given each failure that is
+    followed by an attempt.
 
     Raises:
         TransferFailed: with DVC's first error, which names the file and the remote's own message.
@@ -55,23 +72,36 @@ def dvc_transfer(
 
     def attempt() -> None:
         environment = child_environment(workspace)
-        result = start_supervised(command, name=arguments[0], cwd=workspace, env=environment, log=log).result()
+        result = start_supervised(
+            command, name=arguments[0], cwd=workspace, env=environment, log=log
+        ).result()
         if STOP.is_set():
             raise KeyboardInterrupt
         if result.exit_code:
             errors = dvc_errors(result.stdout)
-            raise TransferFailed(errors[0] if errors else f"dvc exited with status {result.exit_code}; see {log}")
+            raise TransferFailed(
+                errors[0] if errors else f"dvc exited with status {result.exit_code}; see {log}"
+            )
 
-    retry(attempt, seconds, is_transient=lambda error: isinstance(error, TransferFailed), report=report)
+    retry(
+        attempt,
+        seconds,
+        is_transient=lambda error: isinstance(error, TransferFailed),
+        report=report,
+    )
 
 
 def restore_result(spec: StageSpec) -> StageOutcome | None:
-    """Take the stage's result from the run cache, here or in the default remote; None where it is in neither.
+    """Take the stage's result from the run cache, here or in the default remote; None where it is
+    in neither.
 
-    Nothing is computed. As before every run of a stage, DVC removes the outputs of an earlier result first.
+    Nothing is computed. As before every run of a stage, DVC removes the outputs of an earlier
+    result first.
     """
     environment = {**spec.environment, **NO_SHELL}
-    outcome = run_stage(StageSpec(spec.workspace, spec.name, spec.outputs, environment, spec.grace, pull=True))
+    outcome = run_stage(
+        StageSpec(spec.workspace, spec.name, spec.outputs, environment, spec.grace, pull=True)
+    )
     return outcome if outcome.ok or outcome.action == "stopped" else None
 
 
@@ -86,7 +116,9 @@ def describe_remote(workspace: Path, name: str | None) -> dict[str, str]:
     if name is None:
         raise RlhfError("no DVC remote is set; make one with `dvc remote add -d NAME URL`")
     prefix = f"remote.{name}."
-    options = {key.removeprefix(prefix): value for key, value in settings.items() if key.startswith(prefix)}
+    options = {
+        key.removeprefix(prefix): value for key, value in settings.items() if key.startswith(prefix)
+    }
     if "url" not in options:
         raise RlhfError(f"there is no DVC remote {name}; make it with `dvc remote add {name} URL`")
     url = urlsplit(options["url"])
@@ -95,9 +127,16 @@ def describe_remote(workspace: Path, name: str | None) -> dict[str, str]:
             f"the URL of the DVC remote {name} holds a password, which the server would show; put it into "
             f"`dvc remote modify --local {name} password …` on each host"
         )
-    versioned = {options.get(key, "").lower() for key in ("worktree", "version_aware")} & {"1", "true", "yes", "on"}
+    versioned = {options.get(key, "").lower() for key in ("worktree", "version_aware")} & {
+        "1",
+        "true",
+        "yes",
+        "on",
+    }
     if url.scheme in ("http", "https") or versioned:
-        raise RlhfError(f"the DVC remote {name} ({options['url']}) keeps no run cache; use a folder, ssh or a bucket")
+        raise RlhfError(
+            f"the DVC remote {name} ({options['url']}) keeps no run cache; use a folder, ssh or a bucket"
+        )
     return {"name": name, **{key: options[key] for key in PUBLIC_OPTIONS if key in options}}
 
 
@@ -109,10 +148,11 @@ PAGE = 200
 
 
 class LogShipper:
-    """Context manager that sends whatever is appended to ``log`` as log records of a flow run, in whole lines.
+    """Context manager that sends whatever is appended to ``log`` as log records of a flow run, in
+    whole lines.
 
-    At the end of the block it tries for at most a minute to send the rest. Prefect's own log handler forgets
-    what the server does not take, such as while it is restarted.
+    At the end of the block it tries for at most a minute to send the rest. Prefect's own log
+    handler forgets what the server does not take, such as while it is restarted.
     """
 
     def __init__(self, log: Path, flow_run: UUID) -> None:
@@ -128,7 +168,10 @@ class LogShipper:
         self.thread.join(FLUSH_SECONDS)
 
     def _run(self) -> None:
-        with temporary_settings({PREFECT_CLIENT_MAX_RETRIES: 0}), get_client(sync_client=True) as client:
+        with (
+            temporary_settings({PREFECT_CLIENT_MAX_RETRIES: 0}),
+            get_client(sync_client=True) as client,
+        ):
             while not self.ended.wait(INTERVAL_SECONDS):
                 self._send(client)
             deadline = time.monotonic() + FLUSH_SECONDS
@@ -140,7 +183,9 @@ class LogShipper:
         while chunk := self.reader.lines(CHUNK_BYTES, unfinished):
             now = cast(DateTime, datetime.now(UTC))
             text = chunk.decode("utf-8", errors="replace")
-            record = LogCreate(name=LOGGER, level=INFO, message=text, timestamp=now, flow_run_id=self.flow_run)
+            record = LogCreate(
+                name=LOGGER, level=INFO, message=text, timestamp=now, flow_run_id=self.flow_run
+            )
             try:
                 client.create_logs([record])
             except Exception:  # whatever the reason, the same chunk is sent again
@@ -159,7 +204,9 @@ class LogFollower:
         self.next_fetch = 0.0
 
     def fetch(self, client: SyncPrefectClient, flow_run: UUID, now: bool = False) -> None:
-        """Append the records that are new on the server; asks it every two seconds at most unless ``now``."""
+        """Append the records that are new on the server; asks it every two seconds at most unless
+        ``now``.
+        """
         if not now and time.monotonic() < self.next_fetch:
             return
         self.next_fetch = time.monotonic() + INTERVAL_SECONDS
@@ -168,7 +215,9 @@ class LogFollower:
         records: list[Log] = []
         page = None
         while page is None or len(page) == PAGE:
-            page = client.read_logs(of_run, limit=PAGE, offset=len(records), sort=LogSort.TIMESTAMP_ASC)
+            page = client.read_logs(
+                of_run, limit=PAGE, offset=len(records), sort=LogSort.TIMESTAMP_ASC
+            )
             records += page
         new = [record for record in records if record.name == LOGGER and record.id not in self.seen]
         if new:

@@ -1,1 +1,3 @@
-"""The pipeline as a Prefect flow: scheduling of stages, checks before submission, events, artifacts, registration."""
+"""The pipeline as a Prefect flow: scheduling of stages, checks before submission, events,
+artifacts, registration.
+"""

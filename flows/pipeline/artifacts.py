@@ -1,4 +1,6 @@
-"""Prefect artifacts of a run: verdict, stage table, gate tables, report, progress of a running stage."""
+"""Prefect artifacts of a run: verdict, stage table, gate tables, report, progress of a running
+stage.
+"""
 
 from __future__ import annotations
 
@@ -29,15 +31,19 @@ LOOK_ALIKES = {">=": "≥", "<=": "≤", "<": "‹", ">": "›", "*": "∗", "`"
 
 
 def artifact_key(workspace: Path, *parts: str) -> str:
-    """Return a valid artifact key (lowercase letters, digits and dashes), which all runs of a workspace share."""
-    return re.sub(r"[^a-z0-9]+", "-", "-".join([*parts, workspace_slug(workspace)]).lower()).strip("-")
+    """Return a valid artifact key (lowercase letters, digits and dashes), which all runs of a
+    workspace share.
+    """
+    return re.sub(r"[^a-z0-9]+", "-", "-".join([*parts, workspace_slug(workspace)]).lower()).strip(
+        "-"
+    )
 
 
 def table_cell(text: str) -> str:
     """Return ``text`` on one line in characters that mean nothing to Markdown.
 
-    Prefect's first UI renders the cells of a table as Markdown, its second shows them as they are, so that neither
-    escaped nor raw markup suits both.
+    Prefect's first UI renders the cells of a table as Markdown, its second shows them as they are,
+    so that neither escaped nor raw markup suits both.
     """
     cell = " ".join(text.split())
     for characters, replacement in LOOK_ALIKES.items():
@@ -56,7 +62,9 @@ def publish_stage_table(workspace: Path, outcomes: Iterable[StageOutcome]) -> No
         }
         for o in outcomes
     ]
-    create_table_artifact(rows, key=artifact_key(workspace, "stages"), description="Stages of this run")
+    create_table_artifact(
+        rows, key=artifact_key(workspace, "stages"), description="Stages of this run"
+    )
 
 
 def publish_gate_tables(workspace: Path) -> None:
@@ -69,12 +77,16 @@ def publish_gate_tables(workspace: Path) -> None:
                 "value": row.measured,
                 "bound": row.required,
                 "why": table_cell(row.why),
-                "what to do": "" if row.passed else table_cell(str(remedy_for(gate.name, row.metric))),
+                "what to do": ""
+                if row.passed
+                else table_cell(str(remedy_for(gate.name, row.metric))),
             }
             for row in gate.failures_first
         ]
         described = f"Gate {gate.name}: {'passed' if gate.passed else 'FAILED'}"
-        create_table_artifact(rows, key=artifact_key(workspace, "gate", gate.name), description=described)
+        create_table_artifact(
+            rows, key=artifact_key(workspace, "gate", gate.name), description=described
+        )
 
 
 def publish_report(workspace: Path, report: Path, report_link: str | None) -> None:
@@ -88,13 +100,19 @@ def publish_report(workspace: Path, report: Path, report_link: str | None) -> No
     if report_link:
         create_link_artifact(report_link, link_text=report.name, key=key, description=str(report))
     else:
-        create_markdown_artifact(f"The report is the file `{report}`.", key=key, description=str(report))
+        create_markdown_artifact(
+            f"The report is the file `{report}`.", key=key, description=str(report)
+        )
 
 
 def publish_run(
-    workspace: Path, run_id: str | None, outcomes: Mapping[str, StageOutcome], verdict: RunVerdict | None
+    workspace: Path,
+    run_id: str | None,
+    outcomes: Mapping[str, StageOutcome],
+    verdict: RunVerdict | None,
 ) -> None:
-    """Show stages, gates, verdict and report on the Prefect server, and on the run in MLflow if there is one.
+    """Show stages, gates, verdict and report on the Prefect server, and on the run in MLflow if
+    there is one.
 
     The report is the one that the verdict names, which says what was released.
     """
@@ -129,6 +147,8 @@ class ProgressArtifact:
         """Create or update the artifact."""
         percent = min(100.0, 100.0 * progress.done / max(progress.total, 1))
         if self.artifact is None:
-            self.artifact = cast(UUID, create_progress_artifact(percent, key=self.key, description=progress.line))
+            self.artifact = cast(
+                UUID, create_progress_artifact(percent, key=self.key, description=progress.line)
+            )
         else:
             update_progress_artifact(self.artifact, percent, description=progress.line)

@@ -1,6 +1,7 @@
 """A small scheduled flow that looks for new data and annotations, and says so in a Prefect event.
 
-The event triggers the pipeline's deployment (prefect.yaml), so that new data ends in a new challenger.
+The event triggers the pipeline's deployment (prefect.yaml), so that new data ends in a new
+challenger.
 """
 
 from __future__ import annotations
@@ -31,13 +32,16 @@ MOST_FILES = 20
 
 @flow(name="rlhf-data-watch", persist_result=False)
 def data_watch(workspace: str = ".", settle_seconds: float = 5.0) -> State[Any]:
-    """Emit ``rlhf.data.added`` once for each change of the files that ``collect`` reads, annotations included.
+    """Emit ``rlhf.data.added`` once for each change of the files that ``collect`` reads,
+    annotations included.
 
-    Nothing is emitted while the workspace runs a pipeline, or before its first run; the next look finds the change.
+    Nothing is emitted while the workspace runs a pipeline, or before its first run; the next look
+    finds the change.
 
     Args:
         workspace: The workspace's folder, as the worker sees it.
-        settle_seconds: Files that change within this time are still being written, and are left to the next look.
+        settle_seconds: Files that change within this time are still being written, and are left to
+            the next look.
     """
     folder = Path(workspace).resolve()
     if (holder := lock_holder(folder)) is not None:
@@ -59,20 +63,27 @@ def data_watch(workspace: str = ".", settle_seconds: float = 5.0) -> State[Any]:
 
 
 def find_new_data(workspace: Path) -> dict[str, Any] | None:
-    """Return the event that the source files differ from those that the last run read; None if they do not.
+    """Return the event that the source files differ from those that the last run read; None if they
+    do not.
 
-    The same change has the same id. One that was announced before is None too: a run that failed over it is not
-    repeated until data change again.
+    The same change has the same id. One that was announced before is None too: a run that failed
+    over it is not repeated until data change again.
     """
     recorded = recorded_stages(workspace).get("collect")
     if recorded is None:
         return None
     collect = load_params(workspace).collect
-    current = describe_sources(workspace, collected_paths(collect, workspace), notes=reader_lines(collect))
-    digest = hashlib.md5(current.encode(), usedforsecurity=False).hexdigest()  # DVC's hash of a file
+    current = describe_sources(
+        workspace, collected_paths(collect, workspace), notes=reader_lines(collect)
+    )
+    digest = hashlib.md5(
+        current.encode(), usedforsecurity=False
+    ).hexdigest()  # DVC's hash of a file
     before, announced = recorded.inputs.get(SOURCES_FILE, ""), private_path(workspace, ANNOUNCED)
     change = str(uuid5(NAMESPACE_URL, f"{EVENT} {workspace} {before} {digest}"))
-    if before == digest or (announced.is_file() and announced.read_text(encoding="utf-8") == change):
+    if before == digest or (
+        announced.is_file() and announced.read_text(encoding="utf-8") == change
+    ):
         return None
     files = _changed_files(workspace, current)
     return {
@@ -89,7 +100,9 @@ def find_new_data(workspace: Path) -> dict[str, Any] | None:
 
 
 def _changed_files(workspace: Path, current: str) -> list[str]:
-    """Return the new, changed and lost files, as params.yaml spells them: their lines differ from the last run's."""
+    """Return the new, changed and lost files, as params.yaml spells them: their lines differ from
+    the last run's.
+    """
     before = workspace / SOURCES_FILE
     known = before.read_text(encoding="utf-8").splitlines() if before.is_file() else []
     changed = {line for line in {*known} ^ {*current.splitlines()} if line.startswith("  ")}

@@ -1,4 +1,6 @@
-"""Events of a pipeline run, from its process to the command that shows them: JSON lines in ``.rlhf/events.jsonl``."""
+"""Events of a pipeline run, from its process to the command that shows them: JSON lines in
+``.rlhf/events.jsonl``.
+"""
 
 from __future__ import annotations
 
@@ -41,7 +43,8 @@ class RunPlanned:
 class StageStarted:
     """A stage was started beside the flow, or submitted to ``pool``.
 
-    Its output is what its log holds from byte ``log_start`` on. ``started`` is in seconds since the epoch.
+    Its output is what its log holds from byte ``log_start`` on. ``started`` is in seconds since the
+    epoch.
     """
 
     stage: str
@@ -59,7 +62,9 @@ class StageEnded:
 
 @dataclass(frozen=True)
 class StageRepeated:
-    """A stage is run again, or its job waits for a worker; ``message`` says why, in one line. Its log goes on there."""
+    """A stage is run again, or its job waits for a worker; ``message`` says why, in one line. Its
+    log goes on there.
+    """
 
     stage: str
     message: str
@@ -68,7 +73,9 @@ class StageRepeated:
 
 @dataclass(frozen=True)
 class PhaseStarted:
-    """The run entered a phase after its stages; its progress, if any, goes to the log file of the name ``log``."""
+    """The run entered a phase after its stages; its progress, if any, goes to the log file of the
+    name ``log``.
+    """
 
     phase: str
     log: str | None = None
@@ -98,7 +105,9 @@ class RunEnded:
 
 @dataclass(frozen=True)
 class RunTimed:
-    """The command that showed the run ends, after ``seconds`` with its own start and what came after the run."""
+    """The command that showed the run ends, after ``seconds`` with its own start and what came
+    after the run.
+    """
 
     seconds: float
 
@@ -120,7 +129,8 @@ KINDS = {kind.__name__: TypeAdapter[PipelineEvent](kind) for kind in get_args(Pi
 class EventLog:
     """A file of events. One process appends them, another reads what is new.
 
-    ``first`` and ``last`` are when the first and the last event that was read was written, in seconds since the epoch.
+    ``first`` and ``last`` are when the first and the last event that was read was written, in
+    seconds since the epoch.
     """
 
     def __init__(self, path: Path) -> None:

@@ -1,4 +1,6 @@
-"""The pipeline as a Prefect flow: a task per stage in the order of DVC's graph, then registration and promotion."""
+"""The pipeline as a Prefect flow: a task per stage in the order of DVC's graph, then registration
+and promotion.
+"""
 
 from __future__ import annotations
 
@@ -43,13 +45,37 @@ from flows.pipeline.events import (
     events_file,
     new_events_file,
 )
-from flows.pipeline.preflight import find_unchanged, has_gated_policy, memory_refusal, pairs_refusal, undecided_because
-from flows.pipeline.registration import MATCH_LOG, follow_request, promote_task, register_task, was_suspended
+from flows.pipeline.preflight import (
+    find_unchanged,
+    has_gated_policy,
+    memory_refusal,
+    pairs_refusal,
+    undecided_because,
+)
+from flows.pipeline.registration import (
+    MATCH_LOG,
+    follow_request,
+    promote_task,
+    register_task,
+    was_suspended,
+)
 from flows.pipeline.verdict import REPORT_STAGE, RegistrationResult, RunVerdict, reach_verdict
 from flows.prefect_server.flow_runs import cancel_orphans, given_name
-from flows.registry.client import delivered_records, end_pipeline_run, start_pipeline_run, without_delivery
+from flows.registry.client import (
+    delivered_records,
+    end_pipeline_run,
+    start_pipeline_run,
+    without_delivery,
+)
 from flows.registry.policies import active_policies
-from flows.stage import LoggedProgress, StageOutcome, StageSpec, run_stage, shown_progress, stage_log
+from flows.stage import (
+    LoggedProgress,
+    StageOutcome,
+    StageSpec,
+    run_stage,
+    shown_progress,
+    stage_log,
+)
 from flows.supervision import signals
 from flows.workspace import LOCK_HELD_VARIABLE, SEPARATOR, cleanup, locked, run_label, run_tags
 from rlhf_core.config.loading import load_params
@@ -69,7 +95,8 @@ class PipelineContext:
     """What the stage tasks of a run share.
 
     Attributes:
-        environment: set for the stages on top of the usual one; it names the MLflow run that they belong to.
+        environment: set for the stages on top of the usual one; it names the MLflow run that they
+            belong to.
         slots: limits how many stages run at a time.
         outcomes: how each stage ended that was started.
     """
@@ -107,12 +134,16 @@ class PipelineContext:
 
     @property
     def starts_no_more(self) -> bool:
-        """Whether stages that have not begun are skipped: after a failure or a stop. Those that run may finish."""
+        """Whether stages that have not begun are skipped: after a failure or a stop. Those that run
+        may finish.
+        """
         return signals.STOP.is_set() or any(not outcome.ok for outcome in [*self.outcomes.values()])
 
 
 def _run_name() -> str:
-    """Return the name of this flow run, also for a workspace whose params.yaml is wrong; one that was given stays."""
+    """Return the name of this flow run, also for a workspace whose params.yaml is wrong; one that
+    was given stays.
+    """
     if given := given_name():
         return given
     parameters = runtime.flow_run.parameters
@@ -127,7 +158,9 @@ def _run_name() -> str:
 
 
 def assignments(settings: Mapping[str, Any]) -> list[str]:
-    """Settings as ``rlhf run --set`` takes them; a setting within others may be given by its dotted name or nested."""
+    """Settings as ``rlhf run --set`` takes them; a setting within others may be given by its dotted
+    name or nested.
+    """
     return [f"{name}={json.dumps(value)}" for name, value in flatten(settings).items()]
 
 
@@ -140,31 +173,40 @@ def assignments(settings: Mapping[str, Any]) -> list[str]:
     on_cancellation=[cancel_orphans],
     on_crashed=[cancel_orphans],
 )
-def rlhf_pipeline(workspace: str = ".", promote: bool = True, settings: dict[str, Any] | None = None) -> State[Any]:
-    """Bring every stage of the workspace up to date, then register and promote what passed its gates.
+def rlhf_pipeline(
+    workspace: str = ".", promote: bool = True, settings: dict[str, Any] | None = None
+) -> State[Any]:
+    """Bring every stage of the workspace up to date, then register and promote what passed its
+    gates.
 
-    Ends Completed, Cancelled, or Failed under a name that says why: GateFailed, TrainingPaused, UserError, Preempted,
-    StageFailed or RegistrationFailed. As a run of a deployment whose challenger waits for approval it suspends. Where
-    nothing has changed since the last run it opens no run in MLflow.
+    Ends Completed, Cancelled, or Failed under a name that says why: GateFailed, TrainingPaused,
+    UserError, Preempted, StageFailed or RegistrationFailed. As a run of a deployment whose
+    challenger waits for approval it suspends. Where nothing has changed since the last run it opens
+    no run in MLflow.
 
     Args:
         workspace: The workspace's folder, as the worker sees it.
         promote: Let the new policy play against the champion at the end.
-        settings: Settings of params.yaml for a trial in a workspace of its own, as `rlhf run --set` makes it: by dotted
-            name, such as {"ppo.kl.coefficient": 0.1, "seed": 2}. Without any the workspace itself runs.
+        settings: Settings of params.yaml for a trial in a workspace of its own, as `rlhf run --set`
+            makes it: by dotted name, such as {"ppo.kl.coefficient": 0.1, "seed": 2}. Without any
+            the workspace itself runs.
     """
     folder = Path(workspace).resolve()
     if settings:
         try:
             folder = trial_workspace(folder, None, assignments(settings))
         except RlhfError as error:
-            return Failed(name=FAILED_STATES.get(error.exit_code, "StageFailed"), message=str(error))
+            return Failed(
+                name=FAILED_STATES.get(error.exit_code, "StageFailed"), message=str(error)
+            )
     if threading.current_thread() is threading.main_thread():
         signals.install()
     answered = follow_request(folder) if was_suspended() else None
     if answered is not None and not answered.is_completed():
         return answered
-    started_by_command = os.environ.pop(LOCK_HELD_VARIABLE, "") == str(folder)  # not for this process's children
+    started_by_command = os.environ.pop(LOCK_HELD_VARIABLE, "") == str(
+        folder
+    )  # not for this process's children
     with nullcontext() if started_by_command else locked(folder, wait=True):
         if not started_by_command:
             cleanup(folder)
@@ -177,8 +219,12 @@ def rlhf_pipeline(workspace: str = ".", promote: bool = True, settings: dict[str
             return Failed(name=name, message=str(error))
 
 
-def _run_pipeline(workspace: Path, promote: bool, events: EventLog, answered: State[Any] | None) -> State[Any]:
-    """Run the stages and what follows; after an ``answered`` approval, stages are only shown as up to date."""
+def _run_pipeline(
+    workspace: Path, promote: bool, events: EventLog, answered: State[Any] | None
+) -> State[Any]:
+    """Run the stages and what follows; after an ``answered`` approval, stages are only shown as up
+    to date.
+    """
     params = load_params(workspace)
     check_recipe(workspace)
     refresh_inputs(workspace)
@@ -199,12 +245,16 @@ def _run_pipeline(workspace: Path, promote: bool, events: EventLog, answered: St
     environment = {PARENT_RUN_VARIABLE: run_id} if run_id else {}
     with delivered_records(workspace, bool(run_id)) as delivery:
         slots = threading.BoundedSemaphore(params.flow.parallel)
-        context = PipelineContext(workspace, params.pools, params.flow, {**environment, **delivery}, events, slots)
+        context = PipelineContext(
+            workspace, params.pools, params.flow, {**environment, **delivery}, events, slots
+        )
         events.emit(RunPlanned(tuple(graph)))
         outcomes = _run_stages(graph, context)
         failed = next((o for o in outcomes.values() if not o.ok and o.action != "skipped"), None)
         if failed and REPORT_STAGE in graph and not signals.STOP.is_set():
-            outcomes[REPORT_STAGE] = write_report.with_options(task_run_name=REPORT_STAGE)(context, graph[REPORT_STAGE])
+            outcomes[REPORT_STAGE] = write_report.with_options(task_run_name=REPORT_STAGE)(
+                context, graph[REPORT_STAGE]
+            )
     _describe_flow_run(workspace, params.profile)
     state = _final_state(outcomes, failed)
     verdict: RunVerdict | None = None
@@ -212,13 +262,20 @@ def _run_pipeline(workspace: Path, promote: bool, events: EventLog, answered: St
     if run_id:
         if state.is_completed():
             registration = _register(context, run_id, promote)
-        if registration.error and signals.STOP.is_set():  # what broke off is an effect of the signal
-            state, registration = _final_state(outcomes, failed), RegistrationResult(registration.registered)
+        if (
+            registration.error and signals.STOP.is_set()
+        ):  # what broke off is an effect of the signal
+            state, registration = (
+                _final_state(outcomes, failed),
+                RegistrationResult(registration.registered),
+            )
         elif registration.error:
             state = Failed(name="RegistrationFailed", message=f"registration: {registration.error}")
         elif registration.decision is not None and registration.decision.awaiting_approval:
             state = Completed(message=f"{state.message}; {registration.decision.describe()}")
-        verdict, problem = reach_verdict(workspace, outcomes, registration, page=not signals.STOP.is_set())
+        verdict, problem = reach_verdict(
+            workspace, outcomes, registration, page=not signals.STOP.is_set()
+        )
         if problem:
             get_run_logger().warning(problem)
         events.emit(VerdictReached(verdict))
@@ -237,7 +294,9 @@ def _publish(
     outcomes: Mapping[str, StageOutcome],
     verdict: RunVerdict | None,
 ) -> str:
-    """Show how a run ended on the servers; return why that is incomplete, which changes nothing about the run."""
+    """Show how a run ended on the servers; return why that is incomplete, which changes nothing
+    about the run.
+    """
     try:
         if not signals.STOP.is_set():
             publish_run(workspace, run_id, outcomes, verdict)
@@ -250,7 +309,9 @@ def _publish(
 
 
 def _describe_flow_run(workspace: Path, profile: str) -> None:
-    """Show workspace, profile and data as tags of this flow run, whether a command or a schedule started it."""
+    """Show workspace, profile and data as tags of this flow run, whether a command or a schedule
+    started it.
+    """
     data = (recorded_hash(workspace, "data/clean") or "")[:12]
     own = {*run_tags(workspace, profile).values(), *([f"data:{data}"] if data else [])}
     # The data that a run begins with may change in it.
@@ -259,13 +320,20 @@ def _describe_flow_run(workspace: Path, profile: str) -> None:
         client.update_flow_run(runtime.flow_run.id, tags=sorted(others | own))
 
 
-def _run_stages(graph: Mapping[str, StageNode], context: PipelineContext) -> dict[str, StageOutcome]:
-    """Run every stage as soon as the stages before it are done, and return how each of them ended."""
+def _run_stages(
+    graph: Mapping[str, StageNode], context: PipelineContext
+) -> dict[str, StageOutcome]:
+    """Run every stage as soon as the stages before it are done, and return how each of them
+    ended.
+    """
     futures: dict[str, PrefectFuture[Any]] = {}
     config = context.flow
     for name, node in graph.items():
         named = stage_task.with_options(
-            name=name, task_run_name=name, retries=config.retries, retry_delay_seconds=config.retry_delay_seconds
+            name=name,
+            task_run_name=name,
+            retries=config.retries,
+            retry_delay_seconds=config.retry_delay_seconds,
         )
         before = [futures[other] for other in node.after]
         futures[name] = named.submit(context, node, return_state=False, wait_for=before)
@@ -284,9 +352,11 @@ def _may_retry(task: Any, _: Any, state: State[Any]) -> bool:
 
 @task(persist_result=False, retry_condition_fn=_may_retry, cache_policy=NO_CACHE)
 def stage_task(context: PipelineContext, node: StageNode) -> StageOutcome | State[Any]:
-    """Run one stage, here or on its pool; return its outcome, as the data of a state where it did not succeed.
+    """Run one stage, here or on its pool; return its outcome, as the data of a state where it did
+    not succeed.
 
-    A state rather than an exception: the log of a stage that failed or was stopped then shows no traceback of ours.
+    A state rather than an exception: the log of a stage that failed or was stopped then shows no
+    traceback of ours.
     """
     prefect_context = get_run_context()
     assert isinstance(prefect_context, TaskRunContext)
@@ -301,7 +371,9 @@ def stage_task(context: PipelineContext, node: StageNode) -> StageOutcome | Stat
         def show(progress: LoggedProgress) -> None:
             logger.info(progress.line)
             if placement is not None:
-                with suppress(HTTPError):  # of a server that is away: what follows tells the same and more
+                with suppress(
+                    HTTPError
+                ):  # of a server that is away: what follows tells the same and more
                     artifact.show(progress)
 
         with shown_progress(context.workspace, node.name, show):
@@ -321,7 +393,9 @@ def stage_task(context: PipelineContext, node: StageNode) -> StageOutcome | Stat
         context.end(outcome)
     if outcome.ok:
         return outcome
-    return (Cancelled if outcome.action == "stopped" else Failed)(message=outcome.message, data=outcome)
+    return (Cancelled if outcome.action == "stopped" else Failed)(
+        message=outcome.message, data=outcome
+    )
 
 
 def _run_here(context: PipelineContext, node: StageNode) -> StageOutcome:
@@ -335,7 +409,9 @@ def _run_here(context: PipelineContext, node: StageNode) -> StageOutcome:
     return outcome
 
 
-def _run_as_job(context: PipelineContext, node: StageNode, placement: Placement, attempt_id: str) -> StageOutcome:
+def _run_as_job(
+    context: PipelineContext, node: StageNode, placement: Placement, attempt_id: str
+) -> StageOutcome:
     """Run the stage as a job of its pool."""
     spec = context.spec(node)
     if not placement.shared:
@@ -352,7 +428,9 @@ def _run_as_job(context: PipelineContext, node: StageNode, placement: Placement,
 
 @task(persist_result=False, cache_policy=NO_CACHE)
 def write_report(context: PipelineContext, node: StageNode) -> StageOutcome:
-    """Write the report of a run that failed with the stage's own command: DVC would require every dependency."""
+    """Write the report of a run that failed with the stage's own command: DVC would require every
+    dependency.
+    """
     context.start(node)
     outcome = run_stage(context.spec(node, command=("/bin/sh", "-c", node.command)))
     context.events.emit(StageEnded(outcome))
@@ -364,11 +442,16 @@ def _final_state(outcomes: Mapping[str, StageOutcome], failed: StageOutcome | No
         return Cancelled(message="stopped by a signal; the next run resumes from here")
     if failed is None:
         return Completed(message=f"{sum(o.action == 'ran' for o in outcomes.values())} stages ran")
-    return Failed(name=FAILED_STATES.get(failed.exit_code, "StageFailed"), message=f"{failed.stage}: {failed.message}")
+    return Failed(
+        name=FAILED_STATES.get(failed.exit_code, "StageFailed"),
+        message=f"{failed.stage}: {failed.message}",
+    )
 
 
 def _register(context: PipelineContext, run_id: str, promote: bool) -> RegistrationResult:
-    """Register what passed its gates and promote it if params.yaml allows; a refusal does not fail the run."""
+    """Register what passed its gates and promote it if params.yaml allows; a refusal does not fail
+    the run.
+    """
     config = load_params(context.workspace).registry
     registered = ""
     try:
@@ -384,7 +467,11 @@ def _register(context: PipelineContext, run_id: str, promote: bool) -> Registrat
         # The version that this run registered, whatever has become challenger from elsewhere since.
         decision = promote_task(context.workspace, version=challenger)
         verb = "promoted to" if decision.promoted else "not promoted to"
-        described = decision.describe() if decision.awaiting_approval else f"{verb} @champion: {decision.reason}"
+        described = (
+            decision.describe()
+            if decision.awaiting_approval
+            else f"{verb} @champion: {decision.reason}"
+        )
         context.events.emit(RegistryUpdated(described))
         return RegistrationResult(registered, decision)
     except Exception as error:
@@ -392,9 +479,11 @@ def _register(context: PipelineContext, run_id: str, promote: bool) -> Registrat
 
 
 def main(argv: list[str]) -> int:
-    """Run ``python -m flows.pipeline.flow WORKSPACE [--no-promote]``; return 0 if the run completed, else 1.
+    """Run ``python -m flows.pipeline.flow WORKSPACE [--no-promote]``; return 0 if the run
+    completed, else 1.
 
-    The command that started this process owns the services, and reads the details from the events file.
+    The command that started this process owns the services, and reads the details from the events
+    file.
     """
     state = rlhf_pipeline(argv[0], promote="--no-promote" not in argv, return_state=True)
     return 0 if state.is_completed() else 1

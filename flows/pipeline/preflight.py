@@ -1,4 +1,6 @@
-"""What can be known before a run computes: that nothing changed, the starting model, what fits a pool's GPUs."""
+"""What can be known before a run computes: that nothing changed, the starting model, what fits a
+pool's GPUs.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +11,15 @@ from pathlib import Path
 from typing import NoReturn
 
 from flows.dvc_repo.graph import StageNode, dvc_status, read_graph
-from flows.pipeline.events import COMPLETED, EventLog, RegistryUpdated, RunEnded, RunPlanned, StageEnded, VerdictReached
+from flows.pipeline.events import (
+    COMPLETED,
+    EventLog,
+    RegistryUpdated,
+    RunEnded,
+    RunPlanned,
+    StageEnded,
+    VerdictReached,
+)
 from flows.pipeline.verdict import RegistrationResult, RunVerdict, reach_verdict
 from flows.registry.client import has_record
 from flows.registry.promote import promote
@@ -23,9 +33,11 @@ SCRATCH, BASE = "scratch", "base"
 
 
 def open_starting_model(workspace: Path, params: Params) -> str:
-    """Open the model that the stage ``base`` will load, before other stages take their time; return what is said of it.
+    """Open the model that the stage ``base`` will load, before other stages take their time; return
+    what is said of it.
 
-    Nothing is opened for a model made from nothing, where ``base`` is up to date, or where it runs on another host.
+    Nothing is opened for a model made from nothing, where ``base`` is up to date, or where it runs
+    on another host.
 
     Raises:
         RlhfError: ``base`` would refuse the model.
@@ -42,23 +54,28 @@ def open_starting_model(workspace: Path, params: Params) -> str:
 
 
 def pairs_refusal(workspace: Path, stage: str) -> StageOutcome | None:
-    """Return a failed outcome where pairs or adapters will not do for the reward models; None if ``stage`` may run.
+    """Return a failed outcome where pairs or adapters will not do for the reward models; None if
+    ``stage`` may run.
 
-    That is asked before SFT, the first stage to take long, of data from files and of adapters, unless SFT is up to
-    date.
+    That is asked before SFT, the first stage to take long, of data from files and of adapters,
+    unless SFT is up to date.
     """
     if stage != "sft" or not (workspace / "models" / BASE).is_dir():
         return None
     params = load_params(workspace)
-    if (params.collect.source == "world" and not params.later_adapters) or is_up_to_date(workspace, stage):
+    if (params.collect.source == "world" and not params.later_adapters) or is_up_to_date(
+        workspace, stage
+    ):
         return None
     return _refusal(workspace, stage, "check-pairs")
 
 
 def memory_refusal(workspace: Path, stage: str) -> StageOutcome | None:
-    """Return a failed outcome if ``rlhf plan --check`` finds the stage too large, None if it may be submitted.
+    """Return a failed outcome if ``rlhf plan --check`` finds the stage too large, None if it may be
+    submitted.
 
-    Nothing is checked where ``plan.gpu_memory_gb`` is not set, and a stage that is up to date is never refused.
+    Nothing is checked where ``plan.gpu_memory_gb`` is not set, and a stage that is up to date is
+    never refused.
     """
     # DVC's answer takes half a second, the plan ten.
     if load_params(workspace).plan.gpu_memory_gb is None or is_up_to_date(workspace, stage):
@@ -67,7 +84,9 @@ def memory_refusal(workspace: Path, stage: str) -> StageOutcome | None:
 
 
 def _refusal(workspace: Path, stage: str, *command: str) -> StageOutcome | None:
-    """Return a failed outcome where a command of this package exits as it does for a user's mistake."""
+    """Return a failed outcome where a command of this package exits as it does for a user's
+    mistake.
+    """
     started = time.time()
     result = run_module(workspace, "flows.cli", *command, "--workspace", str(workspace))
     if result.exit_code != EXIT_USER_ERROR:
@@ -77,7 +96,9 @@ def _refusal(workspace: Path, stage: str, *command: str) -> StageOutcome | None:
 
 
 def is_up_to_date(workspace: Path, stage: str) -> bool:
-    """Whether DVC finds that what ``stage`` wrote is what it would write; False where DVC cannot tell."""
+    """Whether DVC finds that what ``stage`` wrote is what it would write; False where DVC cannot
+    tell.
+    """
     try:
         return not dvc_status(workspace, [stage])
     except RlhfError:
@@ -106,15 +127,18 @@ class UnchangedWorld:
 
 
 def has_gated_policy(graph: Mapping[str, StageNode]) -> bool:
-    """Whether a pipeline judges a policy: only such a one is recorded in MLflow and registers models."""
+    """Whether a pipeline judges a policy: only such a one is recorded in MLflow and registers
+    models.
+    """
     return any(POLICY_EVIDENCE in node.outputs for node in graph.values())
 
 
 def find_unchanged(workspace: Path, *, promotes: bool) -> UnchangedWorld | None:
-    """Say what a run would end with that computes, registers and decides nothing; None if there is something to do.
+    """Say what a run would end with that computes, registers and decides nothing; None if there is
+    something to do.
 
-    The page of the release is brought up to date. Where DVC or the registry do not answer, the run itself says so: that
-    is None too.
+    The page of the release is brought up to date. Where DVC or the registry do not answer, the run
+    itself says so: that is None too.
 
     Args:
         promotes: Whether the run would promote.
@@ -133,12 +157,16 @@ def find_unchanged(workspace: Path, *, promotes: bool) -> UnchangedWorld | None:
     now = time.time()
     outcomes = {name: StageOutcome(name, "cached", started=now, ended=now) for name in graph}
     verdict, _ = reach_verdict(workspace, outcomes, registration)
-    message = f"nothing to do: every stage is up to date, {registration.registered}; {verdict.promotion}"
+    message = (
+        f"nothing to do: every stage is up to date, {registration.registered}; {verdict.promotion}"
+    )
     return UnchangedWorld(outcomes, verdict, message)
 
 
 def _standing_registration(workspace: Path, promotes: bool) -> RegistrationResult | None:
-    """The registration and the decision that a run would find made before, None if it would make another."""
+    """The registration and the decision that a run would find made before, None if it would make
+    another.
+    """
     config = load_params(workspace).registry
     registration = register(workspace, known_only=True)
     described = registration.describe()

@@ -1,4 +1,6 @@
-"""Registration, promotion and the wait for its approval as Prefect knows them: tasks, and the flow of a promotion."""
+"""Registration, promotion and the wait for its approval as Prefect knows them: tasks, and the flow
+of a promotion.
+"""
 
 from __future__ import annotations
 
@@ -41,12 +43,17 @@ ANSWER_SECONDS, POLL_SECONDS = 300.0, 0.5
 LOGGER = logging.getLogger(__name__)
 
 
-register_task = task(name="register", task_run_name="register", persist_result=False, cache_policy=NO_CACHE)(register)
-promote_task = task(name="promote", task_run_name="promote", persist_result=False, cache_policy=NO_CACHE)(promote)
+register_task = task(
+    name="register", task_run_name="register", persist_result=False, cache_policy=NO_CACHE
+)(register)
+promote_task = task(
+    name="promote", task_run_name="promote", persist_result=False, cache_policy=NO_CACHE
+)(promote)
 
 
 class Approval(RunInput):
-    """What a person fills in to resume a run that waits for approval; ``rlhf approve`` and ``decline`` fill it in too.
+    """What a person fills in to resume a run that waits for approval; ``rlhf approve`` and
+    ``decline`` fill it in too.
 
     A server that is told to refuse without a reason rejects the form, and the run goes on waiting.
     """
@@ -66,24 +73,34 @@ class Approval(RunInput):
         """Approve or refuse the version that waits, in the name of who decided.
 
         Raises:
-            RlhfError: No version waits, it is not ``version``, or the registry has changed since it was judged.
+            RlhfError: No version waits, it is not ``version``, or the registry has changed since it
+                was judged.
         """
-        os.environ[ACTOR_VARIABLE] = self.decided_by  # for the rest of this process, which does nothing else
+        os.environ[ACTOR_VARIABLE] = (
+            self.decided_by
+        )  # for the rest of this process, which does nothing else
         return (approve if self.approve else decline)(workspace, self.reason, version)
 
 
 def was_suspended() -> bool:
-    """Whether this flow run has waited for an approval, and runs again because somebody has decided."""
+    """Whether this flow run has waited for an approval, and runs again because somebody has
+    decided.
+    """
     context = FlowRunContext.get()
-    return context is not None and context.flow_run is not None and bool(context.flow_run.empirical_policy.pause_keys)
+    return (
+        context is not None
+        and context.flow_run is not None
+        and bool(context.flow_run.empirical_policy.pause_keys)
+    )
 
 
 def follow_request(workspace: Path) -> State[Any]:
-    """Suspend this flow run until a person decides on the version that waits; cancel earlier runs that wait in vain.
+    """Suspend this flow run until a person decides on the version that waits; cancel earlier runs
+    that wait in vain.
 
-    Suspending ends the process of the run. When somebody fills in the form on the server, the flow runs again, comes
-    here again, and the decision is carried out. Only a run of a deployment can be suspended; any other goes on to its
-    end, and `rlhf approve` decides.
+    Suspending ends the process of the run. When somebody fills in the form on the server, the flow
+    runs again, comes here again, and the decision is carried out. Only a run of a deployment can be
+    suspended; any other goes on to its end, and `rlhf approve` decides.
 
     Returns:
         What has become of the request, as the final state of a run that has nothing else to do.
@@ -100,16 +117,26 @@ def follow_request(workspace: Path) -> State[Any]:
         with get_client(sync_client=True) as client:
             for other in _waiting_runs(client, state.entries):
                 if may_suspend or not (request.is_open and _waits_for(other, request.entry)):
-                    reason = f"superseded by {run.name}" if request.is_open else request.closed_because()
+                    reason = (
+                        f"superseded by {run.name}" if request.is_open else request.closed_because()
+                    )
                     client.set_flow_run_state(other.id, Cancelled(message=reason), force=True)
         if not request.is_open:
             return Completed(message=request.closed_because())
         if not may_suspend:
-            return Completed(message=f"version {request.challenger} of {state.name} waits for approval")
+            return Completed(
+                message=f"version {request.challenger} of {state.name} waits for approval"
+            )
         about = f"Version {request.challenger} of {state.name} passed everything: {request.entry['reason']}"
         # Prefect passes over the key of a request that has been answered, and gives the answer.
-        answer = suspend_flow_run(wait_for_input=Approval.with_initial_data(description=about), key=request.entry["id"])
-    except (RlhfError, RuntimeError, HTTPError) as error:  # the request is in the history all the same
+        answer = suspend_flow_run(
+            wait_for_input=Approval.with_initial_data(description=about), key=request.entry["id"]
+        )
+    except (
+        RlhfError,
+        RuntimeError,
+        HTTPError,
+    ) as error:  # the request is in the history all the same
         get_run_logger().warning("this run ends instead of waiting for approval: %s", error)
         return Completed(message=f"ended instead of waiting for approval: {error}")
     try:
@@ -128,7 +155,9 @@ def _refresh_release_page(workspace: Path) -> None:
 def _waiting_runs(client: SyncPrefectClient, requests: Sequence[Entry]) -> list[FlowRun]:
     """The runs on the server that are suspended until a person answers one of ``requests``."""
     suspended = FlowRunFilterState(name=FlowRunFilterStateName(any_=[SUSPENDED]))
-    runs = client.read_flow_runs(flow_run_filter=FlowRunFilter(state=suspended), sort=FlowRunSort.START_TIME_DESC)
+    runs = client.read_flow_runs(
+        flow_run_filter=FlowRunFilter(state=suspended), sort=FlowRunSort.START_TIME_DESC
+    )
     return [run for run in runs if any(_waits_for(run, request) for request in requests)]
 
 
@@ -137,9 +166,11 @@ def _waits_for(run: FlowRun, request: Entry) -> bool:
 
 
 def answer_request(workspace: Path, answer: Approval, version: str | None) -> str:
-    """Decide on the version that waits for approval: by the form of the run that waits for it, else here.
+    """Decide on the version that waits for approval: by the form of the run that waits for it, else
+    here.
 
-    A Prefect server that does not answer stops no decision: its run ends as soon as somebody resumes it.
+    A Prefect server that does not answer stops no decision: its run ends as soon as somebody
+    resumes it.
 
     Args:
         version: The version that the person has looked at, None for the one that waits.
@@ -148,8 +179,8 @@ def answer_request(workspace: Path, answer: Approval, version: str | None) -> st
         What was decided, in one line.
 
     Raises:
-        RlhfError: No version waits, it is another one, the registry has changed since it was judged, or the run does
-            not carry the answer out.
+        RlhfError: No version waits, it is another one, the registry has changed since it was
+            judged, or the run does not carry the answer out.
     """
     with registry_session(workspace) as state:
         request = open_request(state, version)
@@ -197,18 +228,22 @@ def _run_name() -> str:
 def promotion_flow(workspace: str, approval: bool = False) -> State[Any]:
     """Promote the challenger of ``workspace`` if it beats the champion.
 
-    With ``registry.approval``, or ``approval`` here, a challenger that passes is not promoted: the run suspends, which
-    ends its process, until a person fills in its form on the server or by ``rlhf approve`` or ``rlhf decline``.
+    With ``registry.approval``, or ``approval`` here, a challenger that passes is not promoted: the
+    run suspends, which ends its process, until a person fills in its form on the server or by
+    ``rlhf approve`` or ``rlhf decline``.
 
     Args:
         workspace: The workspace's folder, as the worker sees it.
-        approval: Let a person decide on a challenger that passes, also where params.yaml asks for nobody.
+        approval: Let a person decide on a challenger that passes, also where params.yaml asks for
+            nobody.
     """
     folder = Path(workspace).resolve()
     if was_suspended():
         return follow_request(folder)
     decision = promote(folder, approval=approval)
-    get_run_logger().info("version %s against %s: %s", decision.challenger, decision.champion, decision.describe())
+    get_run_logger().info(
+        "version %s against %s: %s", decision.challenger, decision.champion, decision.describe()
+    )
     _refresh_release_page(folder)
     if approval or load_section(folder, "registry", RegistryConfig).approval:
         follow_request(folder)

@@ -1,4 +1,6 @@
-"""The verdict of a run: is the new policy better, by which judges, and was it registered and promoted?"""
+"""The verdict of a run: is the new policy better, by which judges, and was it registered and
+promoted?
+"""
 
 from __future__ import annotations
 
@@ -35,7 +37,9 @@ REPORT_STAGE = "report"
 SFT = "SFT"
 EVALUATION = Path("metrics") / "evaluation.json"
 KL_KEYS = ("kl", "kl_low95", "kl_high95")
-TOYS = frozenset({"smoke", "chinese-sample"})  # profiles that try every step, and whose quality is no claim
+TOYS = frozenset(
+    {"smoke", "chinese-sample"}
+)  # profiles that try every step, and whose quality is no claim
 TOY = (
     "{toy} is a toy: it tries every step, and its quality is no claim, so alarms are to be expected. "
     '"Better" is about {opponent}, by the judges above; "promoted" is about the champion, and a first version has none '
@@ -75,18 +79,22 @@ class RunVerdict:
 
     Attributes:
         opponent: ``SFT`` or ``champion version N``; empty if nothing was compared.
-        gate: The decision of the gate that ended the run, else of the policy gate; None if neither was reached.
-        unmet: What a promotion required and does not hold, in words; empty if it was promoted or not tried.
-        judges: one result per judge that the policy was neither trained on nor selected by; empty if nothing was
-            compared.
+        gate: The decision of the gate that ended the run, else of the policy gate; None if neither
+            was reached.
+        unmet: What a promotion required and does not hold, in words; empty if it was promoted or
+            not tried.
+        judges: one result per judge that the policy was neither trained on nor selected by; empty
+            if nothing was compared.
         failure: what ended the run, or why nothing was compared, in one line; empty if nothing did.
         tries: how many policies the policy gate has judged; empty for the first.
         alarms: figures of the evaluation to read before anything is released, the gravest first.
-        note: that the profile is a toy, and what the words of the verdict are about; empty for other profiles.
+        note: that the profile is a toy, and what the words of the verdict are about; empty for
+            other profiles.
         registered: what was registered and what was refused, in one line.
         promotion: whether the policy was promoted and why, in one line.
         report: path of the report relative to the workspace, None if this run has none.
-        next_command: the command to type next; without ``--workspace``, which depends on the current folder.
+        next_command: the command to type next; without ``--workspace``, which depends on the
+            current folder.
         next_hint: what that command is for, in a few words.
     """
 
@@ -114,30 +122,45 @@ class RunVerdict:
     @property
     def meanings(self) -> list[str]:
         """A sentence on each judge whose name does not tell what it is."""
-        return [f"{of.judge} is {MEANINGS[of.judge].strip(', ')}" for of in self.judges if of.judge in MEANINGS]
+        return [
+            f"{of.judge} is {MEANINGS[of.judge].strip(', ')}"
+            for of in self.judges
+            if of.judge in MEANINGS
+        ]
 
     @property
     def headline(self) -> str:
-        """The verdict in one sentence with the conditions that decided, or why there is no verdict."""
+        """The verdict in one sentence with the conditions that decided, or why there is no
+        verdict.
+        """
         if self.judges:
-            return verdict_sentence(self.judges, self.opponent, self.gate if self.opponent == SFT else None, self.unmet)
+            return verdict_sentence(
+                self.judges, self.opponent, self.gate if self.opponent == SFT else None, self.unmet
+            )
         return f"no verdict: {self.failure}"
 
 
 def reach_verdict(
-    workspace: Path, outcomes: Mapping[str, StageOutcome], registration: RegistrationResult, *, page: bool = True
+    workspace: Path,
+    outcomes: Mapping[str, StageOutcome],
+    registration: RegistrationResult,
+    *,
+    page: bool = True,
 ) -> tuple[RunVerdict, str]:
-    """Read the verdict of a run from its stored evaluation, gates and match, and what was released from the registry.
+    """Read the verdict of a run from its stored evaluation, gates and match, and what was released
+    from the registry.
 
     The opponent is the champion if the promotion played a match against it, else SFT.
 
     Args:
-        outcomes: how each stage ended, by name. Evaluation and report of an earlier run do not count.
+        outcomes: how each stage ended, by name. Evaluation and report of an earlier run do not
+            count.
         registration: what the last steps of the run did.
         page: write ``release.html``, which is then the report that the verdict names.
 
     Returns:
-        The verdict, and why the page could not be written; empty if it was, or the run has no report.
+        The verdict, and why the page could not be written; empty if it was, or the run has no
+        report.
     """
     failed = next((o for o in outcomes.values() if o.action in ("failed", "stopped")), None)
     closed = gate_that_stopped(workspace, failed)
@@ -154,14 +177,26 @@ def reach_verdict(
         opponent, unmet = f"champion version {decision.champion}", _unmet_criteria(decision)
     elif "comparison" in evaluation:
         judges, opponent = judge_results(evaluation["comparison"]), SFT
-    uncompared = f"a win rate against {opponent} is no number" if opponent else "this pipeline has no evaluation"
+    uncompared = (
+        f"a win rate against {opponent} is no number"
+        if opponent
+        else "this pipeline has no evaluation"
+    )
     because = registration.error or registration.undecided_because
     if not registration.registered:
         because = failure or registration.error or "the run was stopped"
-    kl = [evaluation[key] for key in KL_KEYS if evaluation.get(key) is not None]  # null is what was not finite
-    notes = RunNotes(registration.registered, because, _hint(failed, registration), closed.name if closed else "")
+    kl = [
+        evaluation[key] for key in KL_KEYS if evaluation.get(key) is not None
+    ]  # null is what was not finite
+    notes = RunNotes(
+        registration.registered, because, _hint(failed, registration), closed.name if closed else ""
+    )
     release, problem = try_release_page(workspace, notes, write=page)
-    report = REPORT_PAGE if reported is not None and reported.ok and (workspace / REPORT_PAGE).is_file() else None
+    report = (
+        REPORT_PAGE
+        if reported is not None and reported.ok and (workspace / REPORT_PAGE).is_file()
+        else None
+    )
     told = bool(failure) and (closed is not None or not judges)  # by the headline
     verdict = RunVerdict(
         standing=standing_of(judges),
@@ -171,7 +206,9 @@ def reach_verdict(
         failure=failure or ("" if judges else uncompared),
         registered=registration.registered or ("nothing" if told else f"nothing: {because}"),
         promotion=release.headline if told else release_sentences(release),
-        report=RELEASE_PAGE if report and page and not problem and current_page(workspace) else report,
+        report=RELEASE_PAGE
+        if report and page and not problem and current_page(workspace)
+        else report,
         next_command=release.next_command,
         next_hint=release.next_hint,
         alarms=tuple(alarm.sentence for alarm in alarms(evaluation)),
@@ -184,8 +221,14 @@ def reach_verdict(
 
 
 def _unmet_criteria(decision: PromotionDecision) -> tuple[str, ...]:
-    """What the promotion required and does not hold, in one clause; the win rates themselves are told anyway."""
-    unmet = [str(criterion) for criterion in decision.criteria if not (criterion.passed or criterion.is_plain_win_rate)]
+    """What the promotion required and does not hold, in one clause; the win rates themselves are
+    told anyway.
+    """
+    unmet = [
+        str(criterion)
+        for criterion in decision.criteria
+        if not (criterion.passed or criterion.is_plain_win_rate)
+    ]
     return (f"not promoted: {', and '.join(unmet)}",) if unmet and not decision.promoted else ()
 
 
@@ -200,7 +243,9 @@ def gate_that_stopped(workspace: Path, failed: StageOutcome | None) -> GateDecis
     if failed is None or failed.exit_code != EXIT_GATE_FAILED:
         return None
     # The data gate is part of the stage that reads the data.
-    decision = read_gate(workspace, "data" if failed.stage == "validate" else failed.stage.removeprefix("gate-"))
+    decision = read_gate(
+        workspace, "data" if failed.stage == "validate" else failed.stage.removeprefix("gate-")
+    )
     return None if decision is None or decision.opens else decision
 
 
@@ -232,7 +277,9 @@ def failure_reason(workspace: Path, failed: StageOutcome) -> str:
 def _hint(failed: StageOutcome | None, registration: RegistrationResult) -> str:
     """What the next `rlhf run` is for, where this one did not reach its end."""
     if failed is None:
-        return "tries the registration again; the stages are up to date" if registration.error else ""
+        return (
+            "tries the registration again; the stages are up to date" if registration.error else ""
+        )
     if failed.action == "stopped":
         return "resumes from here"
     hints = {
@@ -248,7 +295,9 @@ REPLACED = {">=": "≥", "<=": "≤", "<": "&lt;", ">": "&gt;"}
 
 
 def markdown_text(text: str) -> str:
-    """Return ``text`` on one line so that Markdown shows it as it is, with ≥ and ≤ for >= and <=."""
+    """Return ``text`` on one line so that Markdown shows it as it is, with ≥ and ≤ for >= and
+    <=.
+    """
     escaped = SPECIAL.sub(r"\\\1", " ".join(text.split()))
     for characters, replacement in REPLACED.items():
         escaped = escaped.replace(characters, replacement)
@@ -260,9 +309,21 @@ JUDGE_COLUMNS = ("judge", "win rate", "95 % interval", "at equal length", "promp
 
 def judge_cells(judge: JudgeResult) -> tuple[object, ...]:
     """The row of a judge in a table of :data:`JUDGE_COLUMNS`."""
-    rate, low, high = (f"{percent(share, EVEN_WIN_RATE)} %" for share in (judge.win_rate, judge.low95, judge.high95))
-    at_equal_length = "" if judge.lc_win_rate is None else f"{percent(judge.lc_win_rate, EVEN_WIN_RATE)} %"
-    return markdown_text(judge.judge), rate, f"{low} to {high}", at_equal_length, judge.prompts, judge.clusters
+    rate, low, high = (
+        f"{percent(share, EVEN_WIN_RATE)} %"
+        for share in (judge.win_rate, judge.low95, judge.high95)
+    )
+    at_equal_length = (
+        "" if judge.lc_win_rate is None else f"{percent(judge.lc_win_rate, EVEN_WIN_RATE)} %"
+    )
+    return (
+        markdown_text(judge.judge),
+        rate,
+        f"{low} to {high}",
+        at_equal_length,
+        judge.prompts,
+        judge.clusters,
+    )
 
 
 def markdown_table(header: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
@@ -286,7 +347,10 @@ def verdict_markdown(verdict: RunVerdict, report_link: str | None = None) -> str
     lines += [f"{markdown_text(meaning)}.\n" for meaning in verdict.meanings]
     if verdict.kl is not None:
         kl = verdict.kl
-        lines += [f"KL from SFT: {kl.mean:.2f} nats per reply (95 %: {kl.low95:.2f} to {kl.high95:.2f})", ""]
+        lines += [
+            f"KL from SFT: {kl.mean:.2f} nats per reply (95 %: {kl.low95:.2f} to {kl.high95:.2f})",
+            "",
+        ]
     if verdict.alarms:
         lines.append(f"- **Read before release:** {markdown_text('; '.join(verdict.alarms))}")
     lines.append(f"- Registered: {markdown_text(verdict.registered)}")
@@ -296,7 +360,11 @@ def verdict_markdown(verdict: RunVerdict, report_link: str | None = None) -> str
     if verdict.note:
         lines.append(f"- Note: {markdown_text(verdict.note)}")
     if verdict.report:
-        report = f"[{verdict.report}]({report_link})" if report_link else f"`{verdict.report}` in the workspace"
+        report = (
+            f"[{verdict.report}]({report_link})"
+            if report_link
+            else f"`{verdict.report}` in the workspace"
+        )
         lines.append(f"- Report: {report}")
     lines.append(f"- Next: `{verdict.next_command}` ({markdown_text(verdict.next_hint)})")
     return "\n".join(lines)

@@ -34,7 +34,9 @@ PAGE = 200
 
 
 def given_name() -> str:
-    """The name that whoever created the present flow run has given it, or it has itself; empty for one of Prefect's."""
+    """The name that whoever created the present flow run has given it, or it has itself; empty for
+    one of Prefect's.
+    """
     name = str(runtime.flow_run.name or "")
     adjective, _, noun = name.partition("-")
     generated = adjective in _words("adj_any") and noun in _words("subj")
@@ -52,8 +54,14 @@ def _words(kind: str) -> frozenset[str]:
     return frozenset().union(*(_words(part) for part in entry["lists"]))
 
 
-def end_runs(types: list[StateType], state_of: Callable[[FlowRun], State[Any] | None], pool: str | None = None) -> int:
-    """End the runs in a state of ``types``, of one work pool or all, that ``state_of`` gives one; return how many."""
+def end_runs(
+    types: list[StateType],
+    state_of: Callable[[FlowRun], State[Any] | None],
+    pool: str | None = None,
+) -> int:
+    """End the runs in a state of ``types``, of one work pool or all, that ``state_of`` gives one;
+    return how many.
+    """
     states = FlowRunFilterState(type=FlowRunFilterStateType(any_=types))
     of_pool = None if pool is None else WorkPoolFilter(name=WorkPoolFilterName(any_=[pool]))
     runs: list[FlowRun] = []
@@ -77,8 +85,9 @@ def end_runs(types: list[StateType], state_of: Callable[[FlowRun], State[Any] | 
 def end_stale_runs() -> int:
     """End the runs that an earlier life of the embedded server left behind; return how many.
 
-    Begun runs become Crashed. Runs that were due but never began become Cancelled, since nobody wants yesterday's run
-    at start-up. Future scheduled runs stay, and so do suspended ones, which wait for a person.
+    Begun runs become Crashed. Runs that were due but never began become Cancelled, since nobody
+    wants yesterday's run at start-up. Future scheduled runs stay, and so do suspended ones, which
+    wait for a person.
     """
 
     def state_after_restart(run: FlowRun) -> State[Any] | None:
@@ -88,17 +97,20 @@ def end_stale_runs() -> int:
             return None if future else Cancelled(message="not started before its server ended")
         if run.state_name == SUSPENDED:
             return None
-        return Crashed(message="its process died without reporting an outcome; ended at the next start")
+        return Crashed(
+            message="its process died without reporting an outcome; ended at the next start"
+        )
 
     return end_runs([*ACTIVE, StateType.PAUSED, StateType.SCHEDULED], state_after_restart)
 
 
 def crash_pool_runs(pool: str, message: str, workspace: Path | None = None) -> int:
-    """Mark the begun runs of ``pool`` as Crashed after a worker has died with them; return how many.
+    """Mark the begun runs of ``pool`` as Crashed after a worker has died with them; return how
+    many.
 
     Args:
-        workspace: Only the jobs of this workspace whose processes are gone, on a server whose pool others use too; None
-            for all, where the worker was the pool's only one.
+        workspace: Only the jobs of this workspace whose processes are gone, on a server whose pool
+            others use too; None for all, where the worker was the pool's only one.
     """
 
     def is_dead_job(run: FlowRun) -> bool:
@@ -107,12 +119,16 @@ def crash_pool_runs(pool: str, message: str, workspace: Path | None = None) -> i
         return run.parameters.get("workspace") == str(workspace) and not runs_here
 
     return end_runs(
-        ACTIVE, lambda run: Crashed(message=message) if workspace is None or is_dead_job(run) else None, pool
+        ACTIVE,
+        lambda run: Crashed(message=message) if workspace is None or is_dead_job(run) else None,
+        pool,
     )
 
 
 def cancel_orphans(flow: Any, flow_run: FlowRun, state: Any) -> None:
-    """Flow hook (``on_crashed``, ``on_cancellation``, ``on_failure``): no job outlives its pipeline run."""
+    """Flow hook (``on_crashed``, ``on_cancellation``, ``on_failure``): no job outlives its pipeline
+    run.
+    """
     message = "the pipeline run that started this job has ended"
     with get_client(sync_client=True) as client:
         children = client.read_flow_runs(
@@ -125,19 +141,24 @@ def cancel_orphans(flow: Any, flow_run: FlowRun, state: Any) -> None:
         )
         for child in children:
             started = child.state_type in (StateType.RUNNING, StateType.PENDING)
-            client.set_flow_run_state(child.id, Cancelling(message=message) if started else Cancelled(message=message))
+            client.set_flow_run_state(
+                child.id, Cancelling(message=message) if started else Cancelled(message=message)
+            )
 
 
 ZOMBIES = "rlhf: runs without a heartbeat have crashed"
 HEARTBEAT = "prefect.flow-run.heartbeat"
 # What a run sends last: its end, or that it waits, for a person or for its turn, without a process.
 LAST_EVENTS = {
-    f"prefect.flow-run.{name}" for name in ("Completed", "Failed", "Cancelled", "Crashed", SUSPENDED, "AwaitingRetry")
+    f"prefect.flow-run.{name}"
+    for name in ("Completed", "Failed", "Cancelled", "Crashed", SUSPENDED, "AwaitingRetry")
 }
 
 
 def zombie_automation(within: timedelta = timedelta(seconds=90)) -> AutomationCore:
-    """Define the automation: a run whose heartbeats stop, with no last event ``within`` that time, has crashed."""
+    """Define the automation: a run whose heartbeats stop, with no last event ``within`` that time,
+    has crashed.
+    """
     message = f"no heartbeat for {within.total_seconds():.0f} s"
     return AutomationCore(
         name=ZOMBIES,
@@ -151,7 +172,11 @@ def zombie_automation(within: timedelta = timedelta(seconds=90)) -> AutomationCo
             threshold=1,
             within=within,
         ),
-        actions=[ChangeFlowRunState(state=StateType.CRASHED, name="Crashed", message=message, force=False)],
+        actions=[
+            ChangeFlowRunState(
+                state=StateType.CRASHED, name="Crashed", message=message, force=False
+            )
+        ],
     )
 
 
@@ -163,10 +188,15 @@ def ensure_zombie_automation(report: Callable[[str], None]) -> None:
     try:
         with get_client(sync_client=True) as client:
             standing = client.read_automations_by_name(ZOMBIES)
-            if any(getattr(automation.trigger, "expect", None) == {HEARTBEAT, *LAST_EVENTS} for automation in standing):
+            if any(
+                getattr(automation.trigger, "expect", None) == {HEARTBEAT, *LAST_EVENTS}
+                for automation in standing
+            ):
                 return
             client.create_automation(zombie_automation())
             for automation in standing:
                 client.delete_automation(automation.id)
     except httpx.HTTPStatusError:
-        report("this Prefect server accepts no automations: a run whose machine dies keeps its pool slot")
+        report(
+            "this Prefect server accepts no automations: a run whose machine dies keeps its pool slot"
+        )

@@ -1,4 +1,6 @@
-"""Supervision of the services of a command: restart those that die, serve every pool, end flow runs at the end."""
+"""Supervision of the services of a command: restart those that die, serve every pool, end flow runs
+at the end.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,13 @@ from prefect.states import Cancelled, Crashed
 
 from flows.prefect_server import flow_runs
 from flows.prefect_server.pools import needs_worker, online_workers
-from flows.prefect_server.services import SERVER, WORKER_PREFIX, Services, restart_server, worker_name
+from flows.prefect_server.services import (
+    SERVER,
+    WORKER_PREFIX,
+    Services,
+    restart_server,
+    worker_name,
+)
 from flows.supervision.processes import SupervisedProcess
 from flows.supervision.signals import STOP, WallClock
 from rlhf_core.config.loading import Params
@@ -24,10 +32,11 @@ RESTART_PAUSE_SECONDS = 1.0
 
 
 class ServiceMonitor:
-    """Keeps the Prefect server and a worker for each of ``pools`` running; ``report`` gets a line for each restart.
+    """Keeps the Prefect server and a worker for each of ``pools`` running; ``report`` gets a line
+    for each restart.
 
-    An external server is left alone, but a pool that loses its worker there gets another one. At most
-    ``worker_restarts`` workers are restarted. Other services, such as the MLflow UI, are not.
+    An external server is left alone, but a pool that loses its worker there gets another one. At
+    most ``worker_restarts`` workers are restarted. Other services, such as the MLflow UI, are not.
     """
 
     def __init__(
@@ -79,17 +88,20 @@ class ServiceMonitor:
         for service in self.services.dead():
             if service.name != SERVER and (problem := self._replace(service)):
                 return problem
-        # Heartbeats expire slowly, so that a worker that has just ended still counts as online: look again later.
+        # Heartbeats expire slowly, so that a worker that has just ended still counts as online:
+        # look again later.
         if not self.services.embedded and time.monotonic() >= self.next_check:
             with contextlib.suppress(httpx.HTTPError, RlhfError):
                 self.start_missing()
         return None
 
     def _check_server(self) -> str | None:
-        """Restart the embedded server if it died or the clock was set back; return the problem if that was in vain.
+        """Restart the embedded server if it died or the clock was set back; return the problem if
+        that was in vain.
 
-        Prefect's server schedules its own work (schedules, late runs, automations) by the wall clock: set back by
-        hours, it does none of that for as long, and was once seen to stop responding altogether.
+        Prefect's server schedules its own work (schedules, late runs, automations) by the wall
+        clock: set back by hours, it does none of that for as long, and was once seen to stop
+        responding altogether.
         """
         status = self.services.running[SERVER].poll()
         seconds = self.clock.seconds_set_back()
@@ -109,7 +121,9 @@ class ServiceMonitor:
         return None
 
     def _replace(self, service: SupervisedProcess) -> str | None:
-        """Start another worker in place of a dead one, after freeing the pool slots of the jobs that died with it."""
+        """Start another worker in place of a dead one, after freeing the pool slots of the jobs
+        that died with it.
+        """
         status = service.poll()
         if not service.name.startswith(WORKER_PREFIX):
             del self.services.running[service.name]
@@ -119,7 +133,9 @@ class ServiceMonitor:
             return f"{service.name} exited (status {status}); see .rlhf/logs/{service.name}.log"
         self.worker_restarts -= 1
         pool = service.name.removeprefix(WORKER_PREFIX)
-        self.report(f"the worker of {pool} exited (status {status}), and its job with it; starting another worker")
+        self.report(
+            f"the worker of {pool} exited (status {status}), and its job with it; starting another worker"
+        )
         own = None if self.services.embedded else self.services.workspace
         flow_runs.crash_pool_runs(pool, "the worker and its job were killed", own)
         STOP.wait(RESTART_PAUSE_SECONDS)
@@ -127,8 +143,11 @@ class ServiceMonitor:
         return None
 
 
-def end_active_runs(services: Services, cancelled: bool, message: str, report: Callable[[str], None]) -> None:
-    """End the active flow runs on the embedded server, whose processes have ended; leave external servers alone.
+def end_active_runs(
+    services: Services, cancelled: bool, message: str, report: Callable[[str], None]
+) -> None:
+    """End the active flow runs on the embedded server, whose processes have ended; leave external
+    servers alone.
 
     As Cancelled if a person stopped them, else as Crashed.
     """

@@ -1,4 +1,6 @@
-"""Work pools on the server: creating them, their limits and queues, and the resources they can provide."""
+"""Work pools on the server: creating them, their limits and queues, and the resources they can
+provide.
+"""
 
 from __future__ import annotations
 
@@ -16,34 +18,43 @@ from rlhf_core.errors import ConfigError, RlhfError
 PIPELINES_POOL = "pipelines"
 GPU_POOL = "gpu-pool"
 PROCESS = "process"
-# The job variables of a process worker's own template; the server learns them only when the first such worker starts.
+# The job variables of a process worker's own template; the server learns them only when the first
+# such worker starts.
 PROCESS_VARIABLES = frozenset({"name", "env", "labels", "command", "stream_output", "working_dir"})
 
 
 def ensure_pool(client: SyncPrefectClient, pool: str, limit: int | None = None) -> WorkPool:
-    """Return the pool named ``pool``; if there is none, create a process pool with the concurrency limit ``limit``."""
+    """Return the pool named ``pool``; if there is none, create a process pool with the concurrency
+    limit ``limit``.
+    """
     try:
         return client.read_work_pool(pool)
     except ObjectNotFound:
         with contextlib.suppress(ObjectAlreadyExists):  # another run has just created it
-            return client.create_work_pool(WorkPoolCreate(name=pool, type=PROCESS, concurrency_limit=limit))
+            return client.create_work_pool(
+                WorkPoolCreate(name=pool, type=PROCESS, concurrency_limit=limit)
+            )
     return client.read_work_pool(pool)
 
 
 def ensure_deployed_pools(params: Params) -> None:
-    """Create the pools of prefect.yaml's deployments that do not exist yet, whether or not stages run on them."""
+    """Create the pools of prefect.yaml's deployments that do not exist yet, whether or not stages
+    run on them.
+    """
     with get_client(sync_client=True) as client:
         ensure_pool(client, PIPELINES_POOL)
         ensure_pool(client, GPU_POOL, limit=params.pool_limit(GPU_POOL))
 
 
 def apply_pools(client: SyncPrefectClient, params: Params) -> None:
-    """Create the pools that stages run on, and set limits and queues to those of ``work_pools`` in params.yaml.
+    """Create the pools that stages run on, and set limits and queues to those of ``work_pools`` in
+    params.yaml.
 
     A pool that is created here takes one job at a time unless ``work_pools`` says otherwise.
 
     Raises:
-        ConfigError: a stage requests something that its pool's base job template lacks and would silently ignore.
+        ConfigError: a stage requests something that its pool's base job template lacks and would
+            silently ignore.
     """
     for name in params.pool_names():
         config = params.work_pools.get(name, WorkPoolConfig())
@@ -84,7 +95,10 @@ def check_requests(pool: WorkPool, params: Params) -> None:
 def online_workers(pool: str) -> int:
     """Count the workers of ``pool`` that have sent a heartbeat lately."""
     with get_client(sync_client=True) as client:
-        return sum(worker.status == WorkerStatus.ONLINE for worker in client.read_workers_for_work_pool(pool))
+        return sum(
+            worker.status == WorkerStatus.ONLINE
+            for worker in client.read_workers_for_work_pool(pool)
+        )
 
 
 def pool_on_server(pool: str) -> WorkPool:
@@ -110,11 +124,14 @@ def needs_worker(pool: str) -> bool:
     """Whether a worker must be started here for ``pool``.
 
     Raises:
-        RlhfError: the pool has no worker, and its type is not process, so that none can be started here.
+        RlhfError: the pool has no worker, and its type is not process, so that none can be started
+            here.
     """
     if online_workers(pool):
         return False
     pool_type = pool_on_server(pool).type
     if pool_type != PROCESS:
-        raise RlhfError(f"no worker serves the work pool {pool} (type {pool_type}); start one where its jobs can run")
+        raise RlhfError(
+            f"no worker serves the work pool {pool} (type {pool_type}); start one where its jobs can run"
+        )
     return True

@@ -1,4 +1,6 @@
-"""The services of a run on free loopback ports: an embedded Prefect server and its workers, or an external server."""
+"""The services of a run on free loopback ports: an embedded Prefect server and its workers, or an
+external server.
+"""
 
 from __future__ import annotations
 
@@ -45,7 +47,8 @@ def claim_port(requested: int | None, service: str, option: str = "--port") -> i
     """Return ``requested`` if it can be bound, or any free port when it is None.
 
     Raises:
-        RlhfError: the port is taken or out of range; the message names ``service`` and the command-line ``option``.
+        RlhfError: the port is taken or out of range; the message names ``service`` and the
+            command-line ``option``.
     """
     if requested is None:
         return free_port()
@@ -72,7 +75,8 @@ SERVE = (*PREFECT, "server", "start", "--host", LOOPBACK, "--port")
 
 @dataclass
 class Services:
-    """The service processes that this process has started, in order, and the Prefect server that they use.
+    """The service processes that this process has started, in order, and the Prefect server that
+    they use.
 
     Their supervisors keep the file descriptor ``lock`` open until the last process has ended.
     """
@@ -85,10 +89,11 @@ class Services:
 
     @property
     def client_settings(self) -> dict[str, str]:
-        """Settings of Prefect's client for the flow and the workers: how long they try to reach the server.
+        """Settings of Prefect's client for the flow and the workers: how long they try to reach the
+        server.
 
-        An embedded server is restarted in seconds. Another may be away for minutes, and Prefect's own minute would end
-        in a failed stage.
+        An embedded server is restarted in seconds. Another may be away for minutes, and Prefect's
+        own minute would end in a failed stage.
         """
         return {} if self.embedded else {"PREFECT_CLIENT_MAX_RETRIES": "8"}
 
@@ -101,7 +106,9 @@ class Services:
         """Start a service, to be stopped with the others."""
         self.running[name] = self.launch(name, command, grace, "INT", **env)
 
-    def launch(self, name: str, command: list[str], grace: float, stop_signal: str, **env: str) -> SupervisedProcess:
+    def launch(
+        self, name: str, command: list[str], grace: float, stop_signal: str, **env: str
+    ) -> SupervisedProcess:
         """Start a process under a supervisor; its output goes to ``.rlhf/logs/NAME.log``."""
         return start_supervised(
             command,
@@ -115,7 +122,8 @@ class Services:
         )
 
     def start_worker(self, pool: str, limit: int = 1) -> None:
-        """Start a process worker for ``pool`` that takes ``limit`` jobs at a time and installs nothing.
+        """Start a process worker for ``pool`` that takes ``limit`` jobs at a time and installs
+        nothing.
 
         When it is stopped, its jobs have the grace period of a stage to save their state.
         """
@@ -143,9 +151,13 @@ def worker_name(pool: str) -> str:
 
 
 def check_port_option(port: int | None) -> None:
-    """Raise ``RlhfError`` if a port for the embedded server is given although ``PREFECT_API_URL`` names another."""
+    """Raise ``RlhfError`` if a port for the embedded server is given although ``PREFECT_API_URL``
+    names another.
+    """
     if port is not None and os.environ.get("PREFECT_API_URL"):
-        raise RlhfError("--port is for the embedded server, but PREFECT_API_URL names another; use one of the two")
+        raise RlhfError(
+            "--port is for the embedded server, but PREFECT_API_URL names another; use one of the two"
+        )
 
 
 def embedded_database(workspace: Path) -> str:
@@ -156,10 +168,11 @@ def embedded_database(workspace: Path) -> str:
 def open_services(
     workspace: Path, port: int | None, report: Callable[[str], None], lock: int | None = None
 ) -> Services:
-    """Use the server of ``PREFECT_API_URL`` or of a running ``rlhf up`` here, else start an embedded one on ``port``.
+    """Use the server of ``PREFECT_API_URL`` or of a running ``rlhf up`` here, else start an
+    embedded one on ``port``.
 
-    A server of ``rlhf up`` that has just died has up to a minute to be restarted. The embedded one is not waited for.
-    This process's Prefect settings point at whichever it is.
+    A server of ``rlhf up`` that has just died has up to a minute to be restarted. The embedded one
+    is not waited for. This process's Prefect settings point at whichever it is.
 
     Raises:
         RlhfError: nothing answers at the address, or the port cannot be used.
@@ -173,7 +186,12 @@ def open_services(
                     f"no Prefect server answers at PREFECT_API_URL={url} ({problem}); start it or unset the variable"
                 )
             time.sleep(0.2)
-        os.environ.update(CHILD_SETTINGS, NO_PROXY=no_proxy_hosts(), no_proxy=no_proxy_hosts(), PREFECT_API_URL=url)
+        os.environ.update(
+            CHILD_SETTINGS,
+            NO_PROXY=no_proxy_hosts(),
+            no_proxy=no_proxy_hosts(),
+            PREFECT_API_URL=url,
+        )
         report(f"Prefect server {url}")
         return Services(workspace, url, embedded=False, lock=lock)
     port = claim_port(port, "the Prefect server")
@@ -188,7 +206,12 @@ def open_services(
         PREFECT_API_DATABASE_CONNECTION_URL=embedded_database(workspace),
         PREFECT_LOGGING_LEVEL=os.environ.get("PREFECT_LOGGING_LEVEL", "INFO"),
     )
-    for name in ("PREFECT_API_KEY", "PREFECT_PROFILE", "PREFECT_API_AUTH_STRING", "PREFECT_SERVER_API_AUTH_STRING"):
+    for name in (
+        "PREFECT_API_KEY",
+        "PREFECT_PROFILE",
+        "PREFECT_API_AUTH_STRING",
+        "PREFECT_SERVER_API_AUTH_STRING",
+    ):
         os.environ.pop(name, None)
     services = Services(workspace, url, embedded=True, lock=lock)
     services.start(SERVER, [*SERVE, str(port)])
@@ -220,17 +243,25 @@ def wait_for_server(services: Services) -> None:
         if services.running[SERVER].poll() is not None:
             raise RlhfError(f"the Prefect server exited while starting; see {log}")
         if time.monotonic() > deadline:
-            raise RlhfError(f"the Prefect server did not answer within {START_SECONDS:.0f} s; see {log}")
+            raise RlhfError(
+                f"the Prefect server did not answer within {START_SECONDS:.0f} s; see {log}"
+            )
         time.sleep(0.1)
 
 
 def known_url(workspace: Path) -> str:
-    """Return the address at ``PREFECT_API_URL``, else of ``rlhf up`` in ``workspace``; empty where there is neither."""
-    return os.environ.get("PREFECT_API_URL", "").strip().rstrip("/") or running_services(workspace).get("api_url", "")
+    """Return the address at ``PREFECT_API_URL``, else of ``rlhf up`` in ``workspace``; empty where
+    there is neither.
+    """
+    return os.environ.get("PREFECT_API_URL", "").strip().rstrip("/") or running_services(
+        workspace
+    ).get("api_url", "")
 
 
 def connection_problem(url: str, seconds: float = 5.0) -> str | None:
-    """Return why ``url`` does not answer as a Prefect server does, None if it does (refusing a login is an answer)."""
+    """Return why ``url`` does not answer as a Prefect server does, None if it does (refusing a
+    login is an answer).
+    """
     try:
         with urllib.request.urlopen(f"{url}/health", timeout=seconds):
             return None
@@ -245,7 +276,8 @@ SECONDS = 15.0
 
 @contextmanager
 def known_server(workspace: Path) -> Iterator[SyncPrefectClient | None]:
-    """A client of the server at ``PREFECT_API_URL``, or of ``rlhf up`` in ``workspace``; None where there is neither.
+    """A client of the server at ``PREFECT_API_URL``, or of ``rlhf up`` in ``workspace``; None where
+    there is neither.
 
     Raises:
         RlhfError: There is one, and it does not answer or refuses a request of the block.
@@ -261,7 +293,12 @@ def known_server(workspace: Path) -> Iterator[SyncPrefectClient | None]:
     from prefect.settings import PREFECT_API_URL, temporary_settings
 
     try:
-        with temporary_settings({PREFECT_API_URL: url}), get_client({"timeout": SECONDS}, sync_client=True) as client:
+        with (
+            temporary_settings({PREFECT_API_URL: url}),
+            get_client({"timeout": SECONDS}, sync_client=True) as client,
+        ):
             yield client
     except httpx.HTTPError as error:
-        raise RlhfError(f"the Prefect server at {url} refused a request ({named_line(error)})") from error
+        raise RlhfError(
+            f"the Prefect server at {url} refused a request ({named_line(error)})"
+        ) from error

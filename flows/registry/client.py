@@ -1,4 +1,6 @@
-"""The pipeline's side of MLflow: where the record lives, its pages and runs, its delivery, and the verdict in it."""
+"""The pipeline's side of MLflow: where the record lives, its pages and runs, its delivery, and the
+verdict in it.
+"""
 
 from __future__ import annotations
 
@@ -34,19 +36,23 @@ if TYPE_CHECKING:
     from mlflow import MlflowClient
 
 
-# Without it the UI shows its pages on generative AI, traces and judges, until one has chosen model training.
+# Without it the UI shows its pages on generative AI, traces and judges, until one has chosen model
+# training.
 MODEL_TRAINING = "?workflowType=machine_learning"
 KNOCK_SECONDS = 5.0
 
 
 def run_page(experiment_id: str, run_id: str, artifact: str | None = None) -> str:
-    """Return the page of a run, or of one of its artifacts, relative to any other page of the MLflow UI."""
+    """Return the page of a run, or of one of its artifacts, relative to any other page of the
+    MLflow UI.
+    """
     page = f"#/experiments/{experiment_id}/runs/{run_id}"
     return (f"{page}/artifacts/{quote(artifact)}" if artifact else page) + MODEL_TRAINING
 
 
 def mlflow_address(workspace: Path) -> str | None:
-    """The server of ``MLFLOW_TRACKING_URI``, or of a running ``rlhf up``; None if neither serves pages.
+    """The server of ``MLFLOW_TRACKING_URI``, or of a running ``rlhf up``; None if neither serves
+    pages.
 
     A user name and password in the variable are left out.
     """
@@ -75,12 +81,18 @@ MLFLOW_SETTINGS = {
 
 
 def has_record(workspace: Path) -> bool:
-    """False for a workspace that has never recorded anything, so that asking does not create a database."""
-    return bool(os.environ.get("MLFLOW_TRACKING_URI")) or (record_folder(workspace) / "mlflow.db").is_file()
+    """False for a workspace that has never recorded anything, so that asking does not create a
+    database.
+    """
+    return (
+        bool(os.environ.get("MLFLOW_TRACKING_URI"))
+        or (record_folder(workspace) / "mlflow.db").is_file()
+    )
 
 
 def connect(workspace: Path) -> MlflowClient:
-    """A client of the workspace's record; ``RlhfError`` at once when a server or a database does not answer.
+    """A client of the workspace's record; ``RlhfError`` at once when a server or a database does
+    not answer.
 
     The record of a workspace that was moved or copied names its present folder from then on.
     """
@@ -90,7 +102,9 @@ def connect(workspace: Path) -> MlflowClient:
     from mlflow.exceptions import MlflowException
     from sqlalchemy.exc import SQLAlchemyError
 
-    logging.getLogger("mlflow.store.db.utils").setLevel(logging.CRITICAL)  # it prints a traceback of what is raised too
+    logging.getLogger("mlflow.store.db.utils").setLevel(
+        logging.CRITICAL
+    )  # it prints a traceback of what is raised too
     uri = tracking_uri(workspace)
     require_database(uri)
     if not os.environ.get("MLFLOW_TRACKING_URI"):
@@ -102,7 +116,9 @@ def connect(workspace: Path) -> MlflowClient:
         client.search_experiments(max_results=1)
     except (MlflowException, SQLAlchemyError, OSError) as error:
         if is_full_disk(error):
-            raise RlhfError(f"no room for the record {uri} ({first_line(error)}); make some") from error
+            raise RlhfError(
+                f"no room for the record {uri} ({first_line(error)}); make some"
+            ) from error
         raise RlhfError(
             f"MLflow at {address(uri)} does not answer ({first_line(error)}); start it, or unset MLFLOW_TRACKING_URI"
         ) from error
@@ -117,10 +133,11 @@ def knock(url: str) -> None:
 
 
 def prepare_tracking(workspace: Path) -> MlflowClient:
-    """Make schema and experiment, once, before several processes use them; returns a client as :func:`connect` does.
+    """Make schema and experiment, once, before several processes use them; returns a client as
+    :func:`connect` does.
 
-    Two processes that create the schema at once fail with "duplicate column name", hence the lock. What stages have
-    recorded while the server was away is delivered now.
+    Two processes that create the schema at once fail with "duplicate column name", hence the lock.
+    What stages have recorded while the server was away is delivered now.
     """
     with locked(workspace, "mlflow.lock", wait=True):
         client = connect(workspace)
@@ -146,16 +163,19 @@ def start_pipeline_run(workspace: Path, name: str) -> str:
 
 
 def end_pipeline_run(run_id: str, status: str, workspace: Path) -> None:
-    """Close a run. ``status`` is the type of a final state of Prefect in any case; all others are failures."""
+    """Close a run. ``status`` is the type of a final state of Prefect in any case; all others are
+    failures.
+    """
     connect(workspace).set_terminated(run_id, FINAL_STATES.get(status.lower(), "FAILED"))
 
 
 @contextmanager
 def fluent(workspace: Path) -> Iterator[None]:
-    """Point MLflow's module-level functions (``mlflow.pyfunc``) at the workspace, and put things back after.
+    """Point MLflow's module-level functions (``mlflow.pyfunc``) at the workspace, and put things
+    back after.
 
-    ``mlflow.set_tracking_uri`` also sets the environment variable, which would otherwise read as the user's choice for
-    every later workspace of this process.
+    ``mlflow.set_tracking_uri`` also sets the environment variable, which would otherwise read as
+    the user's choice for every later workspace of this process.
     """
     import mlflow
 
@@ -178,7 +198,9 @@ def fluent(workspace: Path) -> Iterator[None]:
 
 def experiment_id(client: MlflowClient, workspace: Path) -> str:
     """Id of the experiment of a workspace, made on first use."""
-    return stage_run.experiment_id(client, workspace, load_section(workspace, "tracking", TrackingConfig).experiment)
+    return stage_run.experiment_id(
+        client, workspace, load_section(workspace, "tracking", TrackingConfig).experiment
+    )
 
 
 NOTE_TAG = "mlflow.note.content"
@@ -210,7 +232,9 @@ def describe_run(workspace: Path, run_id: str, verdict: str, description: str) -
                 text = f"Registered by the run {run.info.run_name}.\n\n{description}"
                 client.update_model_version(version.name, version.version, text)
                 latest = f"Latest: version {version.version}, from a run whose verdict on the policy is: {verdict}."
-                client.update_registered_model(version.name, f"{about.get(version.name, '')}\n\n{latest}".strip())
+                client.update_registered_model(
+                    version.name, f"{about.get(version.name, '')}\n\n{latest}".strip()
+                )
 
 
 logger = logging.getLogger(__name__)
@@ -219,10 +243,12 @@ PAUSE_SECONDS = 1.0
 
 @contextmanager
 def delivered_records(workspace: Path, tracked: bool) -> Iterator[Mapping[str, str]]:
-    """Deliver the records of stages while the block runs, in a thread, and what is left when it ends.
+    """Deliver the records of stages while the block runs, in a thread, and what is left when it
+    ends.
 
-    Yields the variables by which stages of this machine, or of one that shares the workspace, leave it to this process:
-    none, and nothing is done, where the pipeline's run is not ``tracked`` in MLflow.
+    Yields the variables by which stages of this machine, or of one that shares the workspace, leave
+    it to this process: none, and nothing is done, where the pipeline's run is not ``tracked`` in
+    MLflow.
     """
     if not tracked:
         yield {}
@@ -250,12 +276,16 @@ def delivered_records(workspace: Path, tracked: bool) -> Iterator[Mapping[str, s
 
 
 def without_delivery(environment: Mapping[str, str]) -> dict[str, str]:
-    """The variables for a stage whose journal this process does not see, and which therefore delivers by itself."""
+    """The variables for a stage whose journal this process does not see, and which therefore
+    delivers by itself.
+    """
     return {name: value for name, value in environment.items() if name != DEFERRED_VARIABLE}
 
 
 def _try(deliver: Callable[[], None]) -> None:
-    """Deliver. An error must not end a run whose stages have done their work: what is left waits for the next one."""
+    """Deliver. An error must not end a run whose stages have done their work: what is left waits
+    for the next one.
+    """
     try:
         deliver()
     except Exception:

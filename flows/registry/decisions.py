@@ -1,12 +1,14 @@
-"""Decisions on a registered model: their reports, and the moves of aliases and tags that may be repeated.
+"""Decisions on a registered model: their reports, and the moves of aliases and tags that may be
+repeated.
 
-From its entry on the decision stands. Every step after it may be done again, in this order: ``@previous``,
-``@champion``, tags, the report, and last a tag of the model that says which entry was carried out. Whoever uses the
-registry next completes what comes after that entry, from any workspace.
+From its entry on the decision stands. Every step after it may be done again, in this order:
+``@previous``, ``@champion``, tags, the report, and last a tag of the model that says which entry
+was carried out. Whoever uses the registry next completes what comes after that entry, from any
+workspace.
 
-Events on Prefect are sent after the decision is in the history and the aliases have moved, to the server of
-``PREFECT_API_URL`` or of a running ``rlhf up``. A decision that is completed after an interruption sends its events
-again, with the same ids.
+Events on Prefect are sent after the decision is in the history and the aliases have moved, to the
+server of ``PREFECT_API_URL`` or of a running ``rlhf up``. A decision that is completed after an
+interruption sends its events again, with the same ids.
 """
 
 from __future__ import annotations
@@ -23,9 +25,24 @@ from typing import TYPE_CHECKING, Any
 from uuid import UUID, uuid4, uuid5
 
 from flows.prefect_server.services import known_server
-from flows.registry.aliases import PREVIOUS, get_version, read_aliases, registry_errors, version_numbers
+from flows.registry.aliases import (
+    PREVIOUS,
+    get_version,
+    read_aliases,
+    registry_errors,
+    version_numbers,
+)
 from flows.registry.client import prepare_tracking
-from flows.registry.history import DECLINE, DONE_TAG, ENTRY_LIMIT, REQUEST, Entry, Ledger, ReleaseState, read_history
+from flows.registry.history import (
+    DECLINE,
+    DONE_TAG,
+    ENTRY_LIMIT,
+    REQUEST,
+    Entry,
+    Ledger,
+    ReleaseState,
+    read_history,
+)
 from flows.registry.policies import active_policies
 from flows.registry.workspace import actor
 from flows.workspace import locked
@@ -55,11 +72,12 @@ def utc_now() -> str:
 class PromotionDecision:
     """Whether ``challenger`` takes the place of ``champion``, and on what grounds.
 
-    ``bar`` is the win rate that every judge's lower 95 % bound must exceed, ``question`` and ``match`` are what was
-    played and how it went, ``criteria`` what was required of it, ``attempt`` the number of the match among those on the
-    same prompts. ``unchanged`` marks a decision that says nothing new and leaves no report. ``awaiting_approval`` says
-    that everything required holds and a person has to approve it, ``approval`` who did or declined, and why. ``who``
-    is the person or job that decided.
+    ``bar`` is the win rate that every judge's lower 95 % bound must exceed, ``question`` and
+    ``match`` are what was played and how it went, ``criteria`` what was required of it, ``attempt``
+    the number of the match among those on the same prompts. ``unchanged`` marks a decision that
+    says nothing new and leaves no report. ``awaiting_approval`` says that everything required holds
+    and a person has to approve it, ``approval`` who did or declined, and why. ``who`` is the person
+    or job that decided.
     """
 
     model: str
@@ -123,12 +141,17 @@ def as_report(decision: PromotionDecision | RollbackDecision) -> dict[str, Any]:
 
 
 def publish_decision(
-    client: MlflowClient, workspace: Path, version: str, decision: Mapping[str, Any], decision_id: str = ""
+    client: MlflowClient,
+    workspace: Path,
+    version: str,
+    decision: Mapping[str, Any],
+    decision_id: str = "",
 ) -> Path:
-    """Write the report, attach it to the run that registered ``version``, and tag the version with the decision.
+    """Write the report, attach it to the run that registered ``version``, and tag the version with
+    the decision.
 
-    The report is read-only and never written over; its name is the last tag. Repeating it with the same ``decision_id``
-    changes nothing.
+    The report is read-only and never written over; its name is the last tag. Repeating it with the
+    same ``decision_id`` changes nothing.
     """
     path = workspace / FOLDER / report_name(decision, decision_id or uuid4().hex)
     if not path.exists():
@@ -147,7 +170,9 @@ def publish_decision(
 
 def report_name(decision: Mapping[str, Any], decision_id: str) -> str:
     """Return the file name of a report: time, action and id of the decision."""
-    moment = "".join(character for character in decision["time"].partition("+")[0] if character.isalnum())
+    moment = "".join(
+        character for character in decision["time"].partition("+")[0] if character.isalnum()
+    )
     return f"{moment}-{decision['action']}-{decision_id[:8]}.json"
 
 
@@ -173,14 +198,23 @@ def registry_events(entry: Entry, earlier: Sequence[Entry]) -> list[dict[str, An
     Args:
         earlier: The entries before it, which say what its aliases pointed to.
     """
-    pointed = {(move["model"], move["alias"]): move["version"] for other in earlier for move in other["moves"]}
+    pointed = {
+        (move["model"], move["alias"]): move["version"]
+        for other in earlier
+        for move in other["moves"]
+    }
     happened = [
         (f"rlhf.{move['alias']}.changed", {**move, "before": before})
         for move in entry["moves"]
         if (before := pointed.get((move["model"], move["alias"]))) != move["version"]
     ]
     if name := APPROVAL_EVENTS.get(entry["action"]):
-        about = {"model": entry["model"], "alias": "", "version": entry["decided_on"], "before": None}
+        about = {
+            "model": entry["model"],
+            "alias": "",
+            "version": entry["decided_on"],
+            "before": None,
+        }
         happened.append((name, about))
     decided = {key: entry[key] for key in ("action", "who", "reason", "time", "number")}
     events = []
@@ -205,7 +239,9 @@ def registry_events(entry: Entry, earlier: Sequence[Entry]) -> list[dict[str, An
 
 
 def _emit_events(workspace: Path, entries: Sequence[Entry]) -> None:
-    """Send the events of the last of ``entries`` of a history; a server that does not take them is a warning."""
+    """Send the events of the last of ``entries`` of a history; a server that does not take them is
+    a warning.
+    """
     events = registry_events(entries[-1], entries[:-1])
     if not events:
         return
@@ -245,15 +281,21 @@ def new_entry(
     """An entry of the history: a decision, and everything that it changes in the registry.
 
     Args:
-        action: What the history calls it, such as ``promote``, ``rollback`` or ``register`` (the challenger).
+        action: What the history calls it, such as ``promote``, ``rollback`` or ``register`` (the
+            challenger).
         reason: Why, in one line.
         moves: Those of aliases (:func:`move`), in the order in which they are made.
         version_tags: :func:`version_tag`.
-        champions: The versions that have been champion, oldest first, the new one last; empty if the champion stays.
+        champions: The versions that have been champion, oldest first, the new one last; empty if
+            the champion stays.
         decision: Its report is attached to the version that became champion, or did not.
         model_tags: New tags of ``model``.
     """
-    decided_on = decision.challenger if isinstance(decision, PromotionDecision) else decision and decision.champion
+    decided_on = (
+        decision.challenger
+        if isinstance(decision, PromotionDecision)
+        else decision and decision.champion
+    )
     return {
         "model": model,
         "action": action,
@@ -271,10 +313,16 @@ def new_entry(
 
 
 def _entry_text(entry: Entry) -> str:
-    """The entry as JSON; the match, which is in the report, loses its details where the whole is too long."""
+    """The entry as JSON; the match, which is in the report, loses its details where the whole is
+    too long.
+    """
     text = json.dumps(entry, sort_keys=True)
     if len(text) > ENTRY_LIMIT:
-        short = {k: value for k, value in entry["decision"].items() if k not in ("match", "question", "criteria")}
+        short = {
+            k: value
+            for k, value in entry["decision"].items()
+            if k not in ("match", "question", "criteria")
+        }
         text = json.dumps({**entry, "decision": short}, sort_keys=True)
     if len(text) > ENTRY_LIMIT:
         raise RlhfError(
@@ -284,15 +332,20 @@ def _entry_text(entry: Entry) -> str:
 
 
 def commit(state: ReleaseState, entry: Entry) -> Path | None:
-    """Record the decision that was made on ``state`` and carry it out; returns its report, None if there is none.
+    """Record the decision that was made on ``state`` and carry it out; returns its report, None if
+    there is none.
 
     Raises:
-        ModelError: An alias would point to a version that a registry policy refuses. Nothing has moved.
-        EntryTaken: The history has grown since: what was decided on is no longer so. Nothing has moved.
+        ModelError: An alias would point to a version that a registry policy refuses. Nothing has
+            moved.
+        EntryTaken: The history has grown since: what was decided on is no longer so. Nothing has
+            moved.
         RlhfError: The registry refuses.
     """
     for moved in entry["moves"]:
-        if moved["version"] is not None and moved["alias"] != PREVIOUS:  # nobody is answered by that one
+        if (
+            moved["version"] is not None and moved["alias"] != PREVIOUS
+        ):  # nobody is answered by that one
             _require_accepted(state.client, state.workspace, moved["model"], moved["version"])
     entry = _after({**entry, "number": len(state.entries) + 1}, state.entries)
     Ledger.open(state.client, state.name, state.model).append(entry["number"], _entry_text(entry))
@@ -300,7 +353,9 @@ def commit(state: ReleaseState, entry: Entry) -> Path | None:
 
 
 def _after(entry: dict[str, Any], earlier: Sequence[Entry]) -> dict[str, Any]:
-    """The entry with a time that is later than those of ``earlier``, by which reports and pages are ordered."""
+    """The entry with a time that is later than those of ``earlier``, by which reports and pages are
+    ordered.
+    """
     last = max((str(other["time"]) for other in earlier), default="")
     if entry["time"] > last:
         return entry
@@ -308,13 +363,17 @@ def _after(entry: dict[str, Any], earlier: Sequence[Entry]) -> dict[str, Any]:
         "the clock of this host says %s, and the last decision was made at %s: the clock is wrong, or was then; this "
         "decision is recorded as made right after that one", entry["time"], last,
     )  # fmt: skip
-    time = (datetime.fromisoformat(last) + timedelta(microseconds=1)).isoformat(timespec="microseconds")
+    time = (datetime.fromisoformat(last) + timedelta(microseconds=1)).isoformat(
+        timespec="microseconds"
+    )
     decision = {**entry["decision"], "time": time} if entry["decision"] else entry["decision"]
     return {**entry, "time": time, "decision": decision}
 
 
 def finish_interrupted(client: MlflowClient, workspace: Path, name: str) -> ReleaseState:
-    """Read a registered model after completing the decisions that earlier calls were interrupted in."""
+    """Read a registered model after completing the decisions that earlier calls were interrupted
+    in.
+    """
     while (state := ReleaseState.read(client, workspace, name)).unfinished:
         for entry in state.unfinished:
             _carry_out(client, workspace, entry)
@@ -324,18 +383,27 @@ def finish_interrupted(client: MlflowClient, workspace: Path, name: str) -> Rele
 def _carry_out(client: MlflowClient, workspace: Path, entry: Entry) -> Path | None:
     """Carry out a decision; steps already carried out are skipped.
 
-    What the entry says of a version that was deleted in MLflow since cannot be done, and holds nothing else up.
+    What the entry says of a version that was deleted in MLflow since cannot be done, and holds
+    nothing else up.
     """
     report, model = None, entry["model"]
-    with registry_errors("complete the decision; the next `rlhf` command that uses it goes on with it"):
-        names = dict.fromkeys([model, *(part["model"] for part in (*entry["moves"], *entry["version_tags"]))])
+    with registry_errors(
+        "complete the decision; the next `rlhf` command that uses it goes on with it"
+    ):
+        names = dict.fromkeys(
+            [model, *(part["model"] for part in (*entry["moves"], *entry["version_tags"]))]
+        )
         aliases = {name: read_aliases(client, name) for name in names}
         existing = {name: version_numbers(client, name) for name in names}
         for moved in entry["moves"]:
             name, alias, version = moved["model"], moved["alias"], moved["version"]
             if aliases[name].get(alias) == version:
                 continue
-            if version is not None and alias != PREVIOUS and not _is_accepted(client, workspace, name, version):
+            if (
+                version is not None
+                and alias != PREVIOUS
+                and not _is_accepted(client, workspace, name, version)
+            ):
                 continue
             if version is None:
                 client.delete_registered_model_alias(name, alias)
@@ -352,17 +420,23 @@ def _carry_out(client: MlflowClient, workspace: Path, entry: Entry) -> Path | No
             elif key in client.get_model_version(name, version).tags:
                 client.delete_model_version_tag(name, version, key)
         if entry["decision"] and entry["decided_on"] in existing[model]:
-            report = publish_decision(client, workspace, entry["decided_on"], entry["decision"], entry["id"])
+            report = publish_decision(
+                client, workspace, entry["decided_on"], entry["decision"], entry["id"]
+            )
         client.set_registered_model_tag(model, DONE_TAG, str(entry["number"]))
     entries = read_history(client, model)
     _emit_events(workspace, entries[: entry["number"]])
-    if len(entries) > entry["number"]:  # another machine decided meanwhile, and these moves may have undone its own
+    if (
+        len(entries) > entry["number"]
+    ):  # another machine decided meanwhile, and these moves may have undone its own
         _carry_out(client, workspace, entries[-1])
     return report
 
 
 def _require_accepted(client: MlflowClient, workspace: Path, name: str, number: str) -> None:
-    """Raise what a registry policy, such as signatures, has against an alias that points to a version."""
+    """Raise what a registry policy, such as signatures, has against an alias that points to a
+    version.
+    """
     config = load_section(workspace, "registry", RegistryConfig)
     for policy in active_policies(config):
         policy.verify_version(client, workspace, config, get_version(client, name, number), None)
@@ -385,9 +459,10 @@ def _is_accepted(client: MlflowClient, workspace: Path, name: str, number: str) 
 def registry_lock(workspace: Path, model: str) -> Iterator[None]:
     """Hold the lock of the registered model ``model`` for the block; wait for another holder.
 
-    The file lies beside a SQLite database, and for a server in the user's own folder for temporary files. Processes of
-    other machines and users are not locked out: of two that decide at the same time, the second one's entry in the
-    history is refused (:meth:`flows.registry.history.Ledger.append`).
+    The file lies beside a SQLite database, and for a server in the user's own folder for temporary
+    files. Processes of other machines and users are not locked out: of two that decide at the same
+    time, the second one's entry in the history is refused
+    (:meth:`flows.registry.history.Ledger.append`).
     """
     from sqlalchemy.engine import make_url
 
@@ -401,12 +476,16 @@ def registry_lock(workspace: Path, model: str) -> Iterator[None]:
         yield
 
 
-RETRIES = {"MLFLOW_HTTP_REQUEST_MAX_RETRIES": "5"}  # after 4, 8, 16 and 32 seconds; MLflow retries for four minutes
+RETRIES = {
+    "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "5"
+}  # after 4, 8, 16 and 32 seconds; MLflow retries for four minutes
 
 
 @contextmanager
 def registry_session(workspace: Path) -> Iterator[ReleaseState]:
-    """Lock the registered policy of ``workspace`` for the block, after completing what an earlier call began."""
+    """Lock the registered policy of ``workspace`` for the block, after completing what an earlier
+    call began.
+    """
     workspace = workspace.resolve()
     name = load_section(workspace, "registry", RegistryConfig).policy
     client = prepare_tracking(workspace)

@@ -7,14 +7,27 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from flows.dvc_repo.graph import StageNode, all_before, describe_changes, recorded_hash, recorded_stages
+from flows.dvc_repo.graph import (
+    StageNode,
+    all_before,
+    describe_changes,
+    recorded_hash,
+    recorded_stages,
+)
 from flows.registry.aliases import registry_errors
 from flows.registry.client import connect, has_record
 from rlhf_core.config.gates import Condition
 from rlhf_core.config.loading import PARAMS_FILE, load_params, load_section
 from rlhf_core.config.operations import RegistryConfig, TrackingConfig
 from rlhf_core.errors import GateFailed, RlhfError
-from rlhf_core.gates import GATES, JUDGED_TAG, REPORT_MODE, GateDecision, read_gate, weaker_conditions
+from rlhf_core.gates import (
+    GATES,
+    JUDGED_TAG,
+    REPORT_MODE,
+    GateDecision,
+    read_gate,
+    weaker_conditions,
+)
 from rlhf_core.git import git_revision
 from rlhf_core.storage.files import flatten, read_json, sha256_file
 from rlhf_core.tracking.pipeline_run import PARENT_TAG
@@ -30,8 +43,8 @@ ALWAYS_CHANGED = "always changed"
 def read_gate_evidence(workspace: Path, gate: str) -> GateDecision:
     """The report of ``gate``; a gate that only reports (``mode: report``) may have failed.
 
-    Raises :class:`GateFailed` when there is no evidence, when an enforced gate failed, or when a judged file has
-    changed since.
+    Raises :class:`GateFailed` when there is no evidence, when an enforced gate failed, or when a
+    judged file has changed since.
     """
     report = read_gate(workspace, gate)
     if report is None:
@@ -39,22 +52,29 @@ def read_gate_evidence(workspace: Path, gate: str) -> GateDecision:
             f"gates/{gate}.json does not exist: the {gate} gate has not judged this workspace; run `rlhf run`"
         )
     if not report.evidence:
-        raise GateFailed(f"gates/{gate}.json names no evidence, so it cannot vouch for a model; run `rlhf run` again")
+        raise GateFailed(
+            f"gates/{gate}.json names no evidence, so it cannot vouch for a model; run `rlhf run` again"
+        )
     if changed := report.changed_evidence(workspace):
-        raise GateFailed(f"{changed[0]} is not the file that the {gate} gate judged; run `rlhf run` to judge it anew")
+        raise GateFailed(
+            f"{changed[0]} is not the file that the {gate} gate judged; run `rlhf run` to judge it anew"
+        )
     if (objection := report.objection()) and report.mode != REPORT_MODE:
         raise GateFailed(objection)
     return report
 
 
 def require_recorded(graph: Mapping[str, StageNode], stale: Mapping[str, Any], stage: str) -> None:
-    """``GateFailed`` unless ``stage`` and every stage before it have left their files as dvc.lock records.
+    """``GateFailed`` unless ``stage`` and every stage before it have left their files as dvc.lock
+    records.
 
     Args:
         stale: What ``dvc status`` says of the workspace.
     """
     relevant = {stage} | all_before(graph, stage)
-    changed = {name: said for name, said in stale.items() if name in relevant and said != [ALWAYS_CHANGED]}
+    changed = {
+        name: said for name, said in stale.items() if name in relevant and said != [ALWAYS_CHANGED]
+    }
     if changed:
         details = "; ".join(f"{name}: {describe_changes(said)}" for name, said in changed.items())
         raise GateFailed(
@@ -63,7 +83,8 @@ def require_recorded(graph: Mapping[str, StageNode], stale: Mapping[str, Any], s
 
 
 def gate_conditions(workspace: Path) -> dict[str, Sequence[Condition]]:
-    """The conditions of each gate by the settings of ``workspace``; none of the data gate, which has limits instead.
+    """The conditions of each gate by the settings of ``workspace``; none of the data gate, which
+    has limits instead.
 
     Gates that the workspace does without are left out.
     """
@@ -73,22 +94,36 @@ def gate_conditions(workspace: Path) -> dict[str, Sequence[Condition]]:
 
 
 def short_conditions(gates: Mapping[str, Sequence[Condition]]) -> dict[str, list[dict[str, Any]]]:
-    """Conditions by gate as JSON, without their reasons and defaults; gates without conditions are left out."""
+    """Conditions by gate as JSON, without their reasons and defaults; gates without conditions are
+    left out.
+    """
     short = {}
     for name, conditions in gates.items():
         if conditions:
-            short[name] = [row.model_dump(mode="json", exclude={"why"}, exclude_defaults=True) for row in conditions]
+            short[name] = [
+                row.model_dump(mode="json", exclude={"why"}, exclude_defaults=True)
+                for row in conditions
+            ]
     return short
 
 
-def weaker_gates(passed: Mapping[str, Any], required: Mapping[str, Sequence[Condition]]) -> list[str]:
-    """Say which required conditions are not guaranteed by those that were passed, in a phrase for each gate.
+def weaker_gates(
+    passed: Mapping[str, Any], required: Mapping[str, Sequence[Condition]]
+) -> list[str]:
+    """Say which required conditions are not guaranteed by those that were passed, in a phrase for
+    each gate.
 
     Args:
-        passed: What :func:`short_conditions` made; pydantic's ``ValidationError`` for anything else.
+        passed: What :func:`short_conditions` made; pydantic's ``ValidationError`` for anything
+            else.
     """
-    known = {name: tuple(Condition(**fields, why="") for fields in rows) for name, rows in passed.items()}
-    weaker = {name: weaker_conditions(known.get(name, ()), conditions) for name, conditions in required.items()}
+    known = {
+        name: tuple(Condition(**fields, why="") for fields in rows) for name, rows in passed.items()
+    }
+    weaker = {
+        name: weaker_conditions(known.get(name, ()), conditions)
+        for name, conditions in required.items()
+    }
     return [
         f"gates.{name} does not require {', '.join(map(str, conditions))}"
         for name, conditions in weaker.items()
@@ -97,10 +132,12 @@ def weaker_gates(passed: Mapping[str, Any], required: Mapping[str, Sequence[Cond
 
 
 def count_policy_decisions(workspace: Path) -> tuple[int, str]:
-    """Return how many evaluations the policy gate has judged for this registered policy, and in which experiment.
+    """Return how many evaluations the policy gate has judged for this registered policy, and in
+    which experiment.
 
-    Trials under ``workspaces/`` are recorded with their base, so they count together, unless they register their policy
-    under another name. An evaluation that was judged again, by other bounds, is the same try.
+    Trials under ``workspaces/`` are recorded with their base, so they count together, unless they
+    register their policy under another name. An evaluation that was judged again, by other bounds,
+    is the same try.
 
     Raises:
         RlhfError: MLflow does not answer.
@@ -115,19 +152,27 @@ def count_policy_decisions(workspace: Path) -> tuple[int, str]:
             return 0, name
         ids = [experiment.experiment_id]
         policy = load_section(workspace, "registry", RegistryConfig).policy
-        others = client.search_runs(ids, f"params.`registry.policy` != '{policy}'", max_results=MOST_RUNS)
+        others = client.search_runs(
+            ids, f"params.`registry.policy` != '{policy}'", max_results=MOST_RUNS
+        )
         runs = client.search_runs(ids, f"tags.`{JUDGED_TAG}` != ''", max_results=MOST_RUNS)
     of_others = {run.info.run_id for run in others}
-    judged = {run.data.tags[JUDGED_TAG] for run in runs if run.data.tags.get(PARENT_TAG) not in of_others}
+    judged = {
+        run.data.tags[JUDGED_TAG] for run in runs if run.data.tags.get(PARENT_TAG) not in of_others
+    }
     return len(judged), name
 
 
 MOST_RUNS = 10_000  # that are counted
-DATA_CARD = Path("data/card/release.md")  # without texts of the data; by the folder's name in MLflow
+DATA_CARD = Path(
+    "data/card/release.md"
+)  # without texts of the data; by the folder's name in MLflow
 
 
 def read_data_card(client: MlflowClient, run_id: str, temporary: Path) -> str:
-    """Return the data card that a run has; an empty text if it has none. ``temporary`` receives the file."""
+    """Return the data card that a run has; an empty text if it has none. ``temporary`` receives the
+    file.
+    """
     if all(artifact.path != DATA_CARD.parent.name for artifact in client.list_artifacts(run_id)):
         return ""
     name = f"{DATA_CARD.parent.name}/{DATA_CARD.name}"
@@ -137,15 +182,17 @@ def read_data_card(client: MlflowClient, run_id: str, temporary: Path) -> str:
 def lineage_tags(workspace: Path) -> dict[str, str]:
     """Where the models of a workspace come from, as tags of a version.
 
-    The git revision is "none" outside a repository and ends in "-dirty" where tracked files differ from the commit; the
-    data have DVC's hash of the clean data.
+    The git revision is "none" outside a repository and ends in "-dirty" where tracked files differ
+    from the commit; the data have DVC's hash of the clean data.
 
     Raises:
         RlhfError: There was no complete run yet (no dvc.lock).
     """
     lock = workspace / "dvc.lock"
     if not lock.is_file():
-        raise RlhfError(f"{lock} does not exist, so nothing says what made the models; run `rlhf run` first")
+        raise RlhfError(
+            f"{lock} does not exist, so nothing says what made the models; run `rlhf run` first"
+        )
     return {
         "lineage.workspace": workspace.resolve().name,
         "lineage.git_revision": git_revision(workspace),
@@ -168,8 +215,10 @@ class TrainingSource:
     Attributes:
         collect: ``world`` for the synthetic world, ``files`` for the user's own.
         base: ``scratch``, a folder or a hub id.
-        files: The files of preference pairs, or of prompts where there are none, as params.yaml names them.
-        rows: How many preference pairs the reward model could train on, or prompts; None if unknown.
+        files: The files of preference pairs, or of prompts where there are none, as params.yaml
+            names them.
+        rows: How many preference pairs the reward model could train on, or prompts; None if
+            unknown.
         of_pairs: Whether there were preference pairs.
     """
 
@@ -193,7 +242,9 @@ class TrainingSource:
 
 
 def source_of_version(client: MlflowClient, version: ModelVersion) -> TrainingSource | None:
-    """Read what ``version`` was trained on from the pipeline run that registered it; None if MLflow has no such run."""
+    """Read what ``version`` was trained on from the pipeline run that registered it; None if MLflow
+    has no such run.
+    """
     from mlflow.exceptions import MlflowException
 
     if not version.run_id:
@@ -208,14 +259,18 @@ def source_of_version(client: MlflowClient, version: ModelVersion) -> TrainingSo
 
 
 def source_of_workspace(workspace: Path) -> TrainingSource | None:
-    """Read what the models of ``workspace`` were trained on from dvc.lock; None before the first run."""
+    """Read what the models of ``workspace`` were trained on from dvc.lock; None before the first
+    run.
+    """
     stages = recorded_stages(workspace)
     recorded = [stages[name].params for name in ("collect", "base") if name in stages]
     try:
         rows = flatten(read_json(workspace / "metrics" / "data.json"))
     except RlhfError:
         rows = {}
-    return _source({key: value for params in recorded for key, value in flatten(params).items()}, rows)
+    return _source(
+        {key: value for params in recorded for key, value in flatten(params).items()}, rows
+    )
 
 
 def _source(params: Mapping[str, Any], rows: Mapping[str, float | None]) -> TrainingSource | None:
@@ -226,5 +281,9 @@ def _source(params: Mapping[str, Any], rows: Mapping[str, float | None]) -> Trai
     count = rows.get(PAIRS if of_pairs else PROMPTS)
     names = files.strip("[]").replace("'", "")
     return TrainingSource(
-        str(params[SOURCE]), str(params[BASE]), names, None if count is None else int(count), of_pairs
+        str(params[SOURCE]),
+        str(params[BASE]),
+        names,
+        None if count is None else int(count),
+        of_pairs,
     )

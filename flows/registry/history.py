@@ -1,4 +1,6 @@
-"""What was decided on a registered model, in entries that are written once, and requests for approval among them."""
+"""What was decided on a registered model, in entries that are written once, and requests for
+approval among them.
+"""
 
 from __future__ import annotations
 
@@ -41,8 +43,8 @@ class EntryTaken(RlhfError):
 class Ledger:
     """The entries ``KIND.NAME.1``, ``KIND.NAME.2``, … of the registered model ``name``.
 
-    ``run_id`` is None as long as the model has no version; such a ledger is empty, and nothing can be appended.
-    ``tagged`` says whether a tag of the model keeps it: versions may be deleted later.
+    ``run_id`` is None as long as the model has no version; such a ledger is empty, and nothing can
+    be appended. ``tagged`` says whether a tag of the model keeps it: versions may be deleted later.
     """
 
     client: MlflowClient
@@ -53,7 +55,12 @@ class Ledger:
 
     @classmethod
     def open(
-        cls, client: MlflowClient, name: str, model: RegisteredModel | None = None, *, kind: str = "history"
+        cls,
+        client: MlflowClient,
+        name: str,
+        model: RegisteredModel | None = None,
+        *,
+        kind: str = "history",
     ) -> Ledger:
         """Find the ledger of a registered model.
 
@@ -78,7 +85,9 @@ class Ledger:
         with registry_errors(f"read the {self.kind} of {self.name}"):
             params = self.client.get_run(self.run_id).data.params
         prefix = self._key("")
-        own = {key.removeprefix(prefix): text for key, text in params.items() if key.startswith(prefix)}
+        own = {
+            key.removeprefix(prefix): text for key, text in params.items() if key.startswith(prefix)
+        }
         count = sum(number.isdecimal() for number in own)
         missing = [number for number in range(1, count + 1) if str(number) not in own]
         if missing:
@@ -98,10 +107,16 @@ class Ledger:
         from mlflow.exceptions import MlflowException
 
         if self.run_id is None:
-            raise RlhfError(f"{self.name} has no version yet, so there is nothing to record about it")
+            raise RlhfError(
+                f"{self.name} has no version yet, so there is nothing to record about it"
+            )
         if len(text) > ENTRY_LIMIT:
-            raise RlhfError(f"an entry of the {self.kind} of {self.name} is too long: {len(text)} characters")
-        with registry_errors(f"record entry {number} in the {self.kind} of {self.name}; nothing has changed"):
+            raise RlhfError(
+                f"an entry of the {self.kind} of {self.name} is too long: {len(text)} characters"
+            )
+        with registry_errors(
+            f"record entry {number} in the {self.kind} of {self.name}; nothing has changed"
+        ):
             if not self.tagged:
                 self.client.set_registered_model_tag(self.name, LEDGER_TAG, self.run_id)
             try:
@@ -116,7 +131,10 @@ class Ledger:
 
     def _key(self, number: str) -> str:
         """The name of a parameter, in the characters that MLflow allows."""
-        name = "".join(character if character.isalnum() or character in "_-. " else "_" for character in self.name)
+        name = "".join(
+            character if character.isalnum() or character in "_-. " else "_"
+            for character in self.name
+        )
         return f"{self.kind}.{name[:200]}.{number}"
 
 
@@ -125,10 +143,15 @@ FIELDS = {
     "action": str, "decided_on": str, "decision": dict, "history": list, "id": str, "model_tags": dict, "moves": list,
     "reason": str, "time": str, "version_tags": list, "who": str,
 }  # fmt: skip
-PARTS = {"moves": {"model", "alias", "version"}, "version_tags": {"model", "version", "key", "value"}}
+PARTS = {
+    "moves": {"model", "alias", "version"},
+    "version_tags": {"model", "version", "key", "value"},
+}
 
 
-def read_history(client: MlflowClient, name: str, model: RegisteredModel | None = None) -> list[Entry]:
+def read_history(
+    client: MlflowClient, name: str, model: RegisteredModel | None = None
+) -> list[Entry]:
     """The decisions on the registered model ``name``, oldest first.
 
     Raises:
@@ -139,7 +162,9 @@ def read_history(client: MlflowClient, name: str, model: RegisteredModel | None 
         try:
             entry = json.loads(text)
             readable = (entry["number"], entry["model"]) == (number, name)
-            readable = readable and all(isinstance(entry[key], kind) for key, kind in FIELDS.items())
+            readable = readable and all(
+                isinstance(entry[key], kind) for key, kind in FIELDS.items()
+            )
             for key, keys in PARTS.items():
                 readable = readable and all(keys <= part.keys() for part in entry[key])
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
@@ -166,8 +191,8 @@ ANSWERS = {
 class ApprovalRequest:
     """A version that waits, or waited, for approval.
 
-    It can be decided as long as no other decision follows it in the history: whoever decides then decides on the
-    champion and the challenger that it was judged by.
+    It can be decided as long as no other decision follows it in the history: whoever decides then
+    decides on the champion and the challenger that it was judged by.
 
     Attributes:
         entry: The request in the history; its ``decision`` is the promotion that is to be approved.
@@ -204,7 +229,11 @@ class ApprovalRequest:
         if answer := ANSWERS.get(entry["action"]):
             return f"{version} {answer.format(by=by, reason=entry['reason'])}"
         champion = f"version {self.champion} as champion" if self.champion else "no champion"
-        moves = [f"@{of['alias']} to {version_words(of['version'])}" for of in entry["moves"] if of["model"] == model]
+        moves = [
+            f"@{of['alias']} to {version_words(of['version'])}"
+            for of in entry["moves"]
+            if of["model"] == model
+        ]
         return (
             f"{version} was judged with {champion}, and `{entry['action']}` {by} has moved {', '.join(moves)} since; "
             "`rlhf promote` judges the challenger"
@@ -218,8 +247,8 @@ DONE_TAG = "rlhf.decisions_done"
 class ReleaseState:
     """A registered model and the decisions on it, by one reading of its registry.
 
-    Under its lock (:func:`flows.registry.decisions.registry_session`) decisions are made on it; what is committed holds
-    only if the registry is still so.
+    Under its lock (:func:`flows.registry.decisions.registry_session`) decisions are made on it;
+    what is committed holds only if the registry is still so.
 
     Attributes:
         workspace: Whose settings count.
@@ -243,7 +272,13 @@ class ReleaseState:
     def read(cls, client: MlflowClient, workspace: Path, name: str) -> ReleaseState:
         """Read it; ``RlhfError`` if an entry of the history is missing or unreadable."""
         model = registered_model(client, name)
-        return cls(workspace, client, name, model, [] if model is None else read_history(client, name, model))
+        return cls(
+            workspace,
+            client,
+            name,
+            model,
+            [] if model is None else read_history(client, name, model),
+        )
 
     @cached_property
     def config(self) -> RegistryConfig:
@@ -263,31 +298,49 @@ class ReleaseState:
     @property
     def crownings(self) -> list[tuple[Entry, str]]:
         """The entries that made a version champion, each with that version, oldest first."""
-        moves = ((entry, move) for entry in self.entries for move in entry["moves"] if move["alias"] == CHAMPION)
-        return [(entry, str(move["version"])) for entry, move in moves if move["model"] == self.name]
+        moves = (
+            (entry, move)
+            for entry in self.entries
+            for move in entry["moves"]
+            if move["alias"] == CHAMPION
+        )
+        return [
+            (entry, str(move["version"])) for entry, move in moves if move["model"] == self.name
+        ]
 
     @property
     def recorded_champion(self) -> str | None:
-        """The version that the history ends with as champion; another one is, if something else than rlhf moved it."""
+        """The version that the history ends with as champion; another one is, if something else
+        than rlhf moved it.
+        """
         return self.crownings[-1][1] if self.crownings else None
 
     @property
     def champions(self) -> list[str]:
-        """Those that have been champion, oldest first, ending with the present one; those of rollbacks are gone.
+        """Those that have been champion, oldest first, ending with the present one; those of
+        rollbacks are gone.
 
         A version that was deleted in MLflow is not among them: nothing goes back to it.
         """
-        recorded = next((list(entry["history"]) for entry in reversed(self.entries) if entry["history"]), [])
+        recorded = next(
+            (list(entry["history"]) for entry in reversed(self.entries) if entry["history"]), []
+        )
         existing = version_numbers(self.client, self.name) if recorded else set()
         recorded = [number for number in recorded if number in existing]
-        return recorded if self.champion is None else [*(of for of in recorded if of != self.champion), self.champion]
+        return (
+            recorded
+            if self.champion is None
+            else [*(of for of in recorded if of != self.champion), self.champion]
+        )
 
     @property
     def request(self) -> ApprovalRequest | None:
         """The newest request for approval, None if there was never one."""
         for index in reversed(range(len(self.entries))):
             if self.entries[index]["action"] == REQUEST:
-                later = (entry for entry in self.entries[index + 1 :] if entry["action"] != RETENTION)
+                later = (
+                    entry for entry in self.entries[index + 1 :] if entry["action"] != RETENTION
+                )
                 return ApprovalRequest(self.entries[index], next(later, None))
         return None
 
@@ -304,8 +357,12 @@ class ReleaseState:
 
     @property
     def other_owner(self) -> str:
-        """The folder of the workspace that owns the model, where it is another one; empty too without an owner."""
-        owner, _, folder = ("" if self.model is None else self.model.tags.get(OWNER_TAG, "")).partition(" ")
+        """The folder of the workspace that owns the model, where it is another one; empty too
+        without an owner.
+        """
+        owner, _, folder = (
+            "" if self.model is None else self.model.tags.get(OWNER_TAG, "")
+        ).partition(" ")
         return "" if owner in ("", workspace_id(self.workspace)) else folder
 
     @property

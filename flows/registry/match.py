@@ -1,4 +1,6 @@
-"""The match of challenger against champion, and its number among the attempts on the same prompts."""
+"""The match of challenger against champion, and its number among the attempts on the same
+prompts.
+"""
 
 from __future__ import annotations
 
@@ -32,8 +34,11 @@ MATCHES = Path(".rlhf") / "matches"
 MEASURED = 3  # what a match measures; kept results that measured less are played again
 
 
-def match_question(workspace: Path, challenger: ModelVersion, champion: ModelVersion) -> dict[str, Any]:
-    """What a match is about: models, prompts, judge, settings, checks. While it is the same, so is the result.
+def match_question(
+    workspace: Path, challenger: ModelVersion, champion: ModelVersion
+) -> dict[str, Any]:
+    """What a match is about: models, prompts, judge, settings, checks. While it is the same, so is
+    the result.
 
     Where reward functions judge, they are the judge with their settings and code.
     """
@@ -64,7 +69,9 @@ def question_digest(question: Mapping[str, Any]) -> str:
     return hashlib.sha256(json.dumps(question, sort_keys=True).encode()).hexdigest()[:16]
 
 
-def play_match(workspace: Path, champion: Path, challenger: Path, prompt_set: int) -> dict[str, Any]:
+def play_match(
+    workspace: Path, champion: Path, challenger: Path, prompt_set: int
+) -> dict[str, Any]:
     """Run the match on a set of test prompts in a supervised process and return its result.
 
     Raises:
@@ -75,21 +82,35 @@ def play_match(workspace: Path, champion: Path, challenger: Path, prompt_set: in
     output.unlink(missing_ok=True)
     log.unlink(missing_ok=True)
     command = [sys.executable, "-m", "rlhf_core", "match", "--workspace", str(workspace)]
-    command += ["--champion", str(champion), "--challenger", str(challenger), "--output", str(output)]
+    command += [
+        "--champion",
+        str(champion),
+        "--challenger",
+        str(challenger),
+        "--output",
+        str(output),
+    ]
     command += ["--prompt-set", str(prompt_set)]
     environment = child_environment(workspace)
-    ended = start_supervised(command, name="match", cwd=workspace, env=environment, log=log).result()
+    ended = start_supervised(
+        command, name="match", cwd=workspace, env=environment, log=log
+    ).result()
     if ended.exit_code:
-        raise RlhfError(f"the match ended with code {ended.exit_code}: {ended.error_line} (log: {log})")
+        raise RlhfError(
+            f"the match ended with code {ended.exit_code}: {ended.error_line} (log: {log})"
+        )
     result: dict[str, Any] = read_json(output)
     return result
 
 
-def decided_by(match: Mapping[str, Any], bar: float, criteria: Sequence[Criterion]) -> tuple[bool, str]:
-    """Whether the challenger is promoted by these criteria, and the win rates, or which criteria do not hold.
+def decided_by(
+    match: Mapping[str, Any], bar: float, criteria: Sequence[Criterion]
+) -> tuple[bool, str]:
+    """Whether the challenger is promoted by these criteria, and the win rates, or which criteria do
+    not hold.
 
-    Every judge's lower 95 % bound of the win rate has to exceed ``bar``. One equal to it does not do: two identical
-    models tie everywhere, at exactly one half.
+    Every judge's lower 95 % bound of the win rate has to exceed ``bar``. One equal to it does not
+    do: two identical models tie everywhere, at exactly one half.
     """
     judges = match.get("comparison") or {}
     if not judges:
@@ -110,7 +131,9 @@ def decided_by(match: Mapping[str, Any], bar: float, criteria: Sequence[Criterio
     if short:
         lost = f"not above {bar:g} with 95 % confidence by {' and '.join(short)}: {rates}"
         return False, "; ".join([lost, *unmet])
-    return not unmet, "; ".join(unmet) or f"above {bar:g} with 95 % confidence by every judge: {rates}"
+    return not unmet, "; ".join(
+        unmet
+    ) or f"above {bar:g} with 95 % confidence by every judge: {rates}"
 
 
 TEST_PROMPTS = Path("data") / "clean" / "prompts" / "test.parquet"
@@ -127,18 +150,21 @@ def make_attempt(
 ) -> tuple[int, dict[str, Any], dict[str, Any]]:
     """Number the match, and play it unless it was played before.
 
-    With ``registry.prompt_sets`` attempt k is played on set ``(k - 1) mod prompt_sets`` of the test prompts. The result
-    is kept in ``.rlhf/matches`` and its hash in a tag of the challenger: a file whose hash is not the recorded one was
-    not written by a match, and is replaced by playing.
+    With ``registry.prompt_sets`` attempt k is played on set ``(k - 1) mod prompt_sets`` of the test
+    prompts. The result is kept in ``.rlhf/matches`` and its hash in a tag of the challenger: a file
+    whose hash is not the recorded one was not written by a match, and is replaced by playing.
 
     Args:
         play: Plays the match on the set of prompts with this index.
 
     Returns:
-        The number of the match among those on the same test prompts, from 1, what it was about, and what it measured.
+        The number of the match among those on the same test prompts, from 1, what it was about, and
+        what it measured.
     """
     sets = config.prompt_sets
-    question = match_question(workspace, challenger, champion) | ({"prompt_sets": sets} if sets > 1 else {})
+    question = match_question(workspace, challenger, champion) | (
+        {"prompt_sets": sets} if sets > 1 else {}
+    )
     number = attempt_number(client, workspace, config.policy, question_digest(question))
     index = (number - 1) % sets
     if sets > 1:
@@ -148,12 +174,15 @@ def make_attempt(
     if not kept.is_file() or challenger.tags.get(tag) != sha256_file(kept):
         atomic_write_json(kept, dict(play(index)))
         with registry_errors("record the match"):
-            client.set_model_version_tag(challenger.name, str(challenger.version), tag, sha256_file(kept))
+            client.set_model_version_tag(
+                challenger.name, str(challenger.version), tag, sha256_file(kept)
+            )
     return number, question, read_json(kept)
 
 
 def attempt_number(client: MlflowClient, workspace: Path, model: str, digest: str) -> int:
-    """The number of the match with this digest among those of ``model`` on the test prompts of ``workspace``, from 1.
+    """The number of the match with this digest among those of ``model`` on the test prompts of
+    ``workspace``, from 1.
 
     A question that was numbered before keeps its number: its match is not played again.
 
@@ -173,4 +202,6 @@ def attempt_number(client: MlflowClient, workspace: Path, model: str, digest: st
         except EntryTaken:
             continue
         return len(known) + 1
-    raise RlhfError(f"could not number the attempt on {model}: others promote at the same time; try again")
+    raise RlhfError(
+        f"could not number the attempt on {model}: others promote at the same time; try again"
+    )

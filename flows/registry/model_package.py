@@ -1,7 +1,9 @@
-"""What a registered model needs beside its weights: ``rlhf_core`` as a wheel, and packages of an index.
+"""What a registered model needs beside its weights: ``rlhf_core`` as a wheel, and packages of an
+index.
 
-MLflow builds environments from a model's requirements. The name of this project is on no index, and whoever took it
-there would be installed: so the wheel is a file of the model, and the requirements name that file.
+MLflow builds environments from a model's requirements. The name of this project is on no index, and
+whoever took it there would be installed: so the wheel is a file of the model, and the requirements
+name that file.
 """
 
 from __future__ import annotations
@@ -58,8 +60,9 @@ Tag: py3-none-any
 def own_wheel() -> tuple[str, bytes]:
     """The name and content of ``rlhf_core`` as a wheel; the same sources give the same bytes.
 
-    Its version carries the hash of its files, because MLflow takes an environment again that has the same
-    requirements. It has no requirements of its own: those of the model name all packages with their versions.
+    Its version carries the hash of its files, because MLflow takes an environment again that has
+    the same requirements. It has no requirements of its own: those of the model name all packages
+    with their versions.
     """
     files = {path.relative_to(PACKAGE.parent).as_posix(): path.read_bytes() for path in _sources()}
     version = f"{rlhf_core.__version__}+{_digest(files)}"
@@ -80,7 +83,9 @@ def own_wheel() -> tuple[str, bytes]:
 
 
 def requirements() -> list[str]:
-    """The model's requirements: the wheel as a file of the model, and packages in the versions that are installed."""
+    """The model's requirements: the wheel as a file of the model, and packages in the versions that
+    are installed.
+    """
     # A local label of a version, such as ``+cpu``, is not on package indexes.
     pinned = [f"{name}=={installed(name).partition('+')[0]}" for name in INDEX_PACKAGES]
     return [f"{CODE_FOLDER}/{own_wheel()[0]}", *pinned]
@@ -106,4 +111,6 @@ def _digest(files: Mapping[str, bytes]) -> str:
 
 def _record_hash(content: bytes) -> str:
     """A file's hash as the record of a wheel writes it."""
-    return "sha256=" + base64.urlsafe_b64encode(hashlib.sha256(content).digest()).rstrip(b"=").decode()
+    return (
+        "sha256=" + base64.urlsafe_b64encode(hashlib.sha256(content).digest()).rstrip(b"=").decode()
+    )

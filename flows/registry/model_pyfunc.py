@@ -1,7 +1,8 @@
-"""The policy and the reward model as MLflow loads, serves and evaluates them: chat requests in, replies or rewards out.
+"""The policy and the reward model as MLflow loads, serves and evaluates them: chat requests in,
+replies or rewards out.
 
-MLflow copies this file into the model ("models from code"). What answers is the installed ``rlhf_core``, by the same
-functions as ``rlhf serve`` and the evaluation.
+MLflow copies this file into the model ("models from code"). What answers is the installed
+``rlhf_core``, by the same functions as ``rlhf serve`` and the evaluation.
 """
 
 from __future__ import annotations
@@ -33,7 +34,9 @@ LIMITS = ServingLimits(max_new_tokens=sys.maxsize)  # the model's context alone 
 
 
 class RequestRefused(MlflowException):
-    """A request that cannot be answered: its message is one line, and the scoring server answers with status 400."""
+    """A request that cannot be answered: its message is one line, and the scoring server answers
+    with status 400.
+    """
 
     def __init__(self, reason: str) -> None:
         self._reason = reason
@@ -53,7 +56,9 @@ class ServedModel(PythonModel):
     """The policy or the reward model, by ``kind`` of the model's configuration."""
 
     def load_context(self, context: Any) -> None:
-        """Load the plain Hugging Face folder that is the artifact ``hf``; refused if its content has changed."""
+        """Load the plain Hugging Face folder that is the artifact ``hf``; refused if its content
+        has changed.
+        """
         config, folder = context.model_config, Path(context.artifacts["hf"])
         if sha256_tree(folder) != config["content_sha256"]:
             raise MlflowException(
@@ -63,7 +68,9 @@ class ServedModel(PythonModel):
         self.sampling = SamplingConfig(**config["sampling"])
         self.policy: LoadedPolicy | None = None
         if config["kind"] == "policy":
-            self.policy = LoadedPolicy.load(PolicyRevision(config["kind"]), PolicyFiles(folder, self.sampling))
+            self.policy = LoadedPolicy.load(
+                PolicyRevision(config["kind"]), PolicyFiles(folder, self.sampling)
+            )
         else:
             self.judge = ModelJudge.load(folder, config["kind"])
 
@@ -71,16 +78,29 @@ class ServedModel(PythonModel):
         self, context: Any, model_input: pandas.DataFrame, params: dict[str, Any] | None = None
     ) -> list[dict[str, Any]]:
         """A chat completion, or a score, for every conversation of ``model_input``."""
-        judged = self.sampling.model_dump() | {"max_tokens": self.sampling.max_new_tokens, "seed": -1}
-        settings = {name: value for name, value in (params or {}).items() if value != judged.get(name)}
-        rows = [[{name: turn[name] for name in ("role", "content")} for turn in row] for row in model_input["messages"]]
+        judged = self.sampling.model_dump() | {
+            "max_tokens": self.sampling.max_new_tokens,
+            "seed": -1,
+        }
+        settings = {
+            name: value for name, value in (params or {}).items() if value != judged.get(name)
+        }
+        rows = [
+            [{name: turn[name] for name in ("role", "content")} for turn in row]
+            for row in model_input["messages"]
+        ]
         try:
-            return [self._score(turns) if self.policy is None else self._complete(turns, settings) for turns in rows]
+            return [
+                self._score(turns) if self.policy is None else self._complete(turns, settings)
+                for turns in rows
+            ]
         except (ApiError, DataError) as error:
             raise RequestRefused(str(error)) from error
 
     def _complete(self, turns: list[dict[str, str]], settings: Mapping[str, Any]) -> dict[str, Any]:
-        """The chat completion, and its text once more as ``reply``, where MLflow's evaluation looks for a column."""
+        """The chat completion, and its text once more as ``reply``, where MLflow's evaluation looks
+        for a column.
+        """
         assert self.policy is not None
         request = parse_chat_request(json.dumps({"messages": turns, **settings}).encode())
         accepted = accept_request(request, self.policy, LIMITS, int(time.time()))
@@ -90,9 +110,13 @@ class ServedModel(PythonModel):
     def _score(self, turns: list[dict[str, str]]) -> dict[str, Any]:
         """The reward of the last turn, which ends as a finished reply does."""
         if not turns or turns[-1]["role"] != "assistant":
-            raise RequestRefused("messages must end with the turn of role assistant that is to be scored")
+            raise RequestRefused(
+                "messages must end with the turn of role assistant that is to be scored"
+            )
         request = parse_chat_request(json.dumps({"messages": turns[:-1]}).encode())
-        return {"score": self.judge.score([request.dialogue], [Reply(turns[-1]["content"], True)])[0]}
+        return {
+            "score": self.judge.score([request.dialogue], [Reply(turns[-1]["content"], True)])[0]
+        }
 
 
 mlflow.models.set_model(ServedModel())

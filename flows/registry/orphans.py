@@ -1,4 +1,6 @@
-"""What a killed registration leaves: model files of no version, and runs that seem to go on for good."""
+"""What a killed registration leaves: model files of no version, and runs that seem to go on for
+good.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,8 @@ if TYPE_CHECKING:
 
 KINDS = ("policy", "reward")
 REGISTERING = "register "  # the names of registration runs begin so
-# A registration that began later may be at work, on another machine too, and uploads tens of gigabytes.
+# A registration that began later may be at work, on another machine too, and uploads tens of
+# gigabytes.
 SECONDS = 6 * 3600.0
 PAGE = 50
 
@@ -52,7 +55,9 @@ def find_orphans(client: MlflowClient, workspace: Path) -> Orphans:
             page = client.search_logged_models([own], max_results=PAGE, page_token=token)
             for model in page:
                 is_old = model.name in KINDS and model.creation_timestamp < before
-                if is_old and not client.search_model_versions(f"source_path = 'models:/{model.model_id}'"):
+                if is_old and not client.search_model_versions(
+                    f"source_path = 'models:/{model.model_id}'"
+                ):
                     models.append(model)
             token = page.token
             if not token:
@@ -63,7 +68,9 @@ def find_orphans(client: MlflowClient, workspace: Path) -> Orphans:
 
 
 def end_orphans(client: MlflowClient, orphans: Orphans) -> None:
-    """End the runs of killed registrations as killed; their models are for `rlhf registry gc` to delete."""
+    """End the runs of killed registrations as killed; their models are for `rlhf registry gc` to
+    delete.
+    """
     with registry_errors("end the runs of killed registrations"):
         for run in orphans.runs:
             client.set_terminated(run.info.run_id, "KILLED")

@@ -1,8 +1,9 @@
-"""The door of registry policies: what packages check or do when versions are registered, used and exported.
+"""The door of registry policies: what packages check or do when versions are registered, used and
+exported.
 
-A policy is an entry point of ``rlhf.registry_policies``: a module or an object with the functions of
-:class:`RegistryPolicy`. Only those that settings name are asked, and a policy that is named must be there: a check that
-was wanted is never left out in silence.
+A policy is an entry point of ``rlhf.registry_policies``: a module or an object with the functions
+of :class:`RegistryPolicy`. Only those that settings name are asked, and a policy that is named must
+be there: a check that was wanted is never left out in silence.
 """
 
 from __future__ import annotations
@@ -24,13 +25,17 @@ KEY_VARIABLE = "RLHF_SIGNING_KEY"
 
 
 class RegistryPolicy(Protocol):
-    """What is asked of a policy. Each function raises ``RlhfError`` to prevent what was about to happen."""
+    """What is asked of a policy. Each function raises ``RlhfError`` to prevent what was about to
+    happen.
+    """
 
     def check_settings(self, workspace: Path, config: RegistryConfig) -> None:
         """Refuse settings that cannot work, for `rlhf doctor` and at the beginning of a run."""
 
     def name_files(self) -> None:
-        """Name files of the environment by absolute paths there, for processes that run in other folders."""
+        """Name files of the environment by absolute paths there, for processes that run in other
+        folders.
+        """
 
     def before_run(self, workspace: Path, config: RegistryConfig) -> None:
         """Refuse a run that could register nothing in the end."""
@@ -39,7 +44,12 @@ class RegistryPolicy(Protocol):
         """Return the tags that a version bears once ``register_version`` has been called for it."""
 
     def register_version(
-        self, client: MlflowClient, workspace: Path, version: ModelVersion, content: str, tags: Mapping[str, str]
+        self,
+        client: MlflowClient,
+        workspace: Path,
+        version: ModelVersion,
+        content: str,
+        tags: Mapping[str, str],
     ) -> None:
         """Add to the registration run of a version what its tags announce.
 
@@ -56,11 +66,12 @@ class RegistryPolicy(Protocol):
         version: ModelVersion,
         folder: Path | None,
     ) -> None:
-        """Refuse a version before it is promoted, served, exported or talked to, and before an alias points to it.
+        """Refuse a version before it is promoted, served, exported or talked to, and before an
+        alias points to it.
 
         Args:
-            folder: Its model folder, whose content has the registered hash; None before an alias is moved, which reads
-                no files.
+            folder: Its model folder, whose content has the registered hash; None before an alias is
+                moved, which reads no files.
         """
 
     def export_folder(self, folder: Path) -> None:
@@ -68,7 +79,8 @@ class RegistryPolicy(Protocol):
 
 
 def active_policies(config: RegistryConfig) -> list[RegistryPolicy]:
-    """Import the policies that the settings name; signatures, where they or the environment ask for them.
+    """Import the policies that the settings name; signatures, where they or the environment ask for
+    them.
 
     Raises:
         PluginError: One of them is not installed, or cannot be imported.

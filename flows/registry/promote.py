@@ -1,4 +1,5 @@
-"""Who becomes champion: promotion by match, approval by a person, rollback, and what stands against a version.
+"""Who becomes champion: promotion by match, approval by a person, rollback, and what stands against
+a version.
 
 A challenger is promoted only if every judge's lower 95 % bound clears the threshold.
 """
@@ -36,7 +37,15 @@ from flows.registry.decisions import (
     version_tag,
 )
 from flows.registry.evidence import gate_conditions, weaker_gates
-from flows.registry.history import APPROVE, DECLINE, REQUEST, WITHDRAW, ApprovalRequest, ReleaseState, version_words
+from flows.registry.history import (
+    APPROVE,
+    DECLINE,
+    REQUEST,
+    WITHDRAW,
+    ApprovalRequest,
+    ReleaseState,
+    version_words,
+)
 from flows.registry.match import PlayMatch, decided_by, make_attempt, play_match
 from flows.registry.register import GATES_PASSED
 from flows.registry.stored_models import COMPLETE_TAG, verified_folder
@@ -62,59 +71,86 @@ def promote(
     approval: bool = False,
     play: PlayMatch = play_match,
 ) -> PromotionDecision:
-    """Decide whether the challenger becomes ``@champion``, act on it, and keep the decision as an immutable report.
+    """Decide whether the challenger becomes ``@champion``, act on it, and keep the decision as an
+    immutable report.
 
-    The registered files must be the ones that the gates judged, and the version must have passed every gate. Only the
-    workspace that owns the registered model promotes (:func:`flows.registry.workspace.ownership`). Where there was
-    never a champion the challenger then takes the place at once; else every criterion of
-    :mod:`rlhf_core.evaluation.promotion` must hold. With ``registry.approval`` a challenger that passes is not
-    promoted, forced or not: it waits for :func:`approve`.
+    The registered files must be the ones that the gates judged, and the version must have passed
+    every gate. Only the workspace that owns the registered model promotes
+    (:func:`flows.registry.workspace.ownership`). Where there was never a champion the challenger
+    then takes the place at once; else every criterion of :mod:`rlhf_core.evaluation.promotion` must
+    hold. With ``registry.approval`` a challenger that passes is not promoted, forced or not: it
+    waits for :func:`approve`.
 
     Args:
         version: The version to promote; default: the one that ``@challenger`` points to.
-        force_reason: Promote whatever gates and match say; the reason is recorded. Changed files stay refused, and so
-            does a workspace that does not own the registered model.
+        force_reason: Promote whatever gates and match say; the reason is recorded. Changed files
+            stay refused, and so does a workspace that does not own the registered model.
         dry_run: Decide and change nothing.
         approval: Ask a person although the settings do not.
-        play: Plays the match of two model folders ``(workspace, champion, challenger, prompt_set)``.
+        play: Plays the match of two model folders
+            ``(workspace, champion, challenger, prompt_set)``.
 
     Raises:
-        RlhfError: The registry does not answer, there is no challenger, or its files have changed. Nothing has moved.
+        RlhfError: The registry does not answer, there is no challenger, or its files have changed.
+            Nothing has moved.
     """
     workspace = workspace.resolve()
     if force_reason is not None:
-        _required_reason(force_reason, "a forced promotion needs a reason; add --reason TEXT, it is recorded")
+        _required_reason(
+            force_reason, "a forced promotion needs a reason; add --reason TEXT, it is recorded"
+        )
     with registry_session(workspace) as state:
         config, owner = state.config, {OWNER_TAG: ownership(workspace)}
         challenger = state.version_with(CHALLENGER) if version is None else state.version(version)
         if challenger is None:
-            raise RlhfError(f"{config.policy} has no @{CHALLENGER}; `rlhf run` registers one once its gates pass")
+            raise RlhfError(
+                f"{config.policy} has no @{CHALLENGER}; `rlhf run` registers one once its gates pass"
+            )
         champion = state.version_with(CHAMPION)
-        decision = replace(_decide(state, challenger, champion, force_reason, play), dry_run=dry_run)
+        decision = replace(
+            _decide(state, challenger, champion, force_reason, play), dry_run=dry_run
+        )
         entry: Mapping[str, Any] | None = None
         if approval or config.approval:
             request = state.request
             judged = (decision.challenger, decision.champion)
-            is_open = request is not None and request.is_open and (request.challenger, request.champion) == judged
+            is_open = (
+                request is not None
+                and request.is_open
+                and (request.challenger, request.champion) == judged
+            )
             if decision.promoted:
-                decision = replace(decision, promoted=False, awaiting_approval=True, unchanged=is_open)
+                decision = replace(
+                    decision, promoted=False, awaiting_approval=True, unchanged=is_open
+                )
                 # A version that was named is the challenger from its request on.
                 is_challenger = state.aliases.get(CHALLENGER) == decision.challenger
-                moves = [] if is_challenger else [move(decision.model, CHALLENGER, decision.challenger)]
+                moves = (
+                    [] if is_challenger else [move(decision.model, CHALLENGER, decision.challenger)]
+                )
                 entry = new_entry(
-                    config.policy, REQUEST, decision.reason, moves=moves, decision=decision, model_tags=owner
+                    config.policy,
+                    REQUEST,
+                    decision.reason,
+                    moves=moves,
+                    decision=decision,
+                    model_tags=owner,
                 )
             elif is_open and decision.match is not None:
                 decision = replace(decision, unchanged=False)
                 entry = new_entry(decision.model, WITHDRAW, decision.reason, decision=decision)
         elif decision.promoted and not dry_run:
-            entry = _champion_entry(state, [*state.champions, decision.challenger], decision, model_tags=owner)
+            entry = _champion_entry(
+                state, [*state.champions, decision.challenger], decision, model_tags=owner
+            )
         if dry_run or decision.unchanged:
             return decision
         if entry is not None:
             return replace(decision, report=commit(state, entry))
         with registry_errors("record the decision; nothing has moved"):
-            report = publish_decision(state.client, workspace, decision.challenger, as_report(decision))
+            report = publish_decision(
+                state.client, workspace, decision.challenger, as_report(decision)
+            )
         return replace(decision, report=report)
 
 
@@ -148,7 +184,9 @@ def _decide(
     folder = verified_folder(workspace, challenger, client)
     obstacle = promotion_obstacle(challenger, gate_conditions(workspace))
     if obstacle and force_reason is None:
-        return decision.refused(f"{obstacle}; promote it with --force --reason TEXT", unchanged=True)
+        return decision.refused(
+            f"{obstacle}; promote it with --force --reason TEXT", unchanged=True
+        )
     if champion is None:
         removed = removed_champion(state)
         if removed and force_reason is None:  # without the alias it would be spared a match
@@ -163,10 +201,14 @@ def _decide(
                 lambda prompt_set: play(workspace, champion_files, folder, prompt_set),
             )
             criteria = (
-                *win_rate_criteria(match, config.promote_win_rate_low95, config.error_budget, number),
+                *win_rate_criteria(
+                    match, config.promote_win_rate_low95, config.error_budget, number
+                ),
                 *non_inferiority_criteria(match, config.non_inferiority),
             )
-            decision = replace(decision, question=question, match=match, attempt=number, criteria=criteria)
+            decision = replace(
+                decision, question=question, match=match, attempt=number, criteria=criteria
+            )
             passed, reason = decided_by(match, config.promote_win_rate_low95, criteria)
         except RlhfError as error:
             if force_reason is None:
@@ -179,22 +221,24 @@ def _decide(
         return decision.accepted(reason)
     said = {"question": decision.question, "bar": decision.bar, "reason": reason}
     known = read_report(workspace, challenger.tags.get(REPORT_TAG, ""))
-    return decision.refused(reason, unchanged=all(known.get(key) == value for key, value in said.items()))
+    return decision.refused(
+        reason, unchanged=all(known.get(key) == value for key, value in said.items())
+    )
 
 
 def approve(workspace: Path, reason: str = "", version: str | None = None) -> PromotionDecision:
     """Make the version that waits for approval the champion, and record who approved it.
 
-    Nothing is judged anew: the request in the history says that the version passed, and it stands only while champion
-    and challenger are those that it was judged by.
+    Nothing is judged anew: the request in the history says that the version passed, and it stands
+    only while champion and challenger are those that it was judged by.
 
     Args:
         reason: Recorded with the decision.
         version: The version that was looked at; another one in its place is refused.
 
     Raises:
-        RlhfError: No version waits, it is another one, the registry has changed since, or its files have. Nothing has
-            moved.
+        RlhfError: No version waits, it is another one, the registry has changed since, or its files
+            have. Nothing has moved.
     """
     workspace = workspace.resolve()
     with registry_session(workspace) as state:
@@ -207,7 +251,9 @@ def approve(workspace: Path, reason: str = "", version: str | None = None) -> Pr
         why = printed_line(reason)[:REASON_LIMIT]
         approval = f"approved by {actor()}" + (f": {why}" if why else "")
         decision = replace(planned, approval=approval).accepted(f"{approval} ({planned.reason})")
-        entry = _champion_entry(state, [*state.champions, planned.challenger], decision, action=APPROVE)
+        entry = _champion_entry(
+            state, [*state.champions, planned.challenger], decision, action=APPROVE
+        )
         return replace(decision, report=commit(state, entry))
 
 
@@ -221,14 +267,19 @@ def decline(workspace: Path, reason: str, version: str | None = None) -> Promoti
         version: The version that was looked at; another one in its place is refused.
 
     Raises:
-        RlhfError: The reason is empty, no version waits, it is another one, or the registry has changed since.
+        RlhfError: The reason is empty, no version waits, it is another one, or the registry has
+            changed since.
     """
-    why = _required_reason(reason, "declining needs a reason; add --reason TEXT, it is recorded")[:REASON_LIMIT]
+    why = _required_reason(reason, "declining needs a reason; add --reason TEXT, it is recorded")[
+        :REASON_LIMIT
+    ]
     with registry_session(workspace) as state:
         planned, approval = _requested(state, version), f"declined by {actor()}: {why}"
         decision = replace(planned, approval=approval).refused(approval)
         declined = version_tag(planned.model, planned.challenger, DECLINED_TAG, approval)
-        entry = new_entry(planned.model, DECLINE, approval, version_tags=[declined], decision=decision)
+        entry = new_entry(
+            planned.model, DECLINE, approval, version_tags=[declined], decision=decision
+        )
         return replace(decision, report=commit(state, entry))
 
 
@@ -239,7 +290,8 @@ def open_request(state: ReleaseState, version: str | None) -> ApprovalRequest:
         version: The version that the person has looked at, None for the one that waits.
 
     Raises:
-        RlhfError: No version waits, another one does, or the registry has changed since it was judged.
+        RlhfError: No version waits, another one does, or the registry has changed since it was
+            judged.
     """
     model, aliases, request = state.name, state.aliases, state.request
     if request is None:
@@ -262,25 +314,37 @@ def open_request(state: ReleaseState, version: str | None) -> ApprovalRequest:
 
 
 def _requested(state: ReleaseState, version: str | None) -> PromotionDecision:
-    """The promotion that waits for approval, as far as the history holds it; the match is in the request's report."""
+    """The promotion that waits for approval, as far as the history holds it; the match is in the
+    request's report.
+    """
     request = open_request(state, version)
-    kept = {field.name for field in fields(PromotionDecision)} - {"report", "match", "question", "criteria"}
-    planned: dict[str, Any] = {name: value for name, value in request.entry["decision"].items() if name in kept}
-    return replace(PromotionDecision(**planned), awaiting_approval=False, who=actor(), time=utc_now())
+    kept = {field.name for field in fields(PromotionDecision)} - {
+        "report",
+        "match",
+        "question",
+        "criteria",
+    }
+    planned: dict[str, Any] = {
+        name: value for name, value in request.entry["decision"].items() if name in kept
+    }
+    return replace(
+        PromotionDecision(**planned), awaiting_approval=False, who=actor(), time=utc_now()
+    )
 
 
 def rollback(workspace: Path, reason: str, to: str | None = None) -> RollbackDecision:
     """Make an earlier champion the champion again, with the reward model behind it, and record why.
 
-    The version that is replaced is marked as rolled back: it leaves the history of champions, so a second rollback
-    goes further back, and only a forced promotion brings it back.
+    The version that is replaced is marked as rolled back: it leaves the history of champions, so a
+    second rollback goes further back, and only a forced promotion brings it back.
 
     Args:
         reason: Recorded with the decision.
         to: A version that has been champion before; default: the champion before the present one.
 
     Raises:
-        RlhfError: The reason is empty, there is nothing to go back to, or the files of the target have changed.
+        RlhfError: The reason is empty, there is nothing to go back to, or the files of the target
+            have changed.
     """
     workspace = workspace.resolve()
     reason = _required_reason(reason, "a rollback needs a reason; say why, it is recorded")
@@ -288,10 +352,14 @@ def rollback(workspace: Path, reason: str, to: str | None = None) -> RollbackDec
         policy, champion = state.config.policy, state.version_with(CHAMPION)
         champions = state.champions
         if champion is None or len(champions) < 2:
-            raise RlhfError(f"{policy} has no earlier champion to go back to; `rlhf status` shows what there is")
+            raise RlhfError(
+                f"{policy} has no earlier champion to go back to; `rlhf status` shows what there is"
+            )
         if to is not None and to not in champions[:-1]:
             earlier = ", ".join(champions[:-1])
-            raise RlhfError(f"version {to} of {policy} is no earlier champion; go back to one of: {earlier}")
+            raise RlhfError(
+                f"version {to} of {policy} is no earlier champion; go back to one of: {earlier}"
+            )
         target = state.version(to or champions[-2])
         verified_folder(workspace, target, state.client)
         decision = RollbackDecision(policy, str(target.version), str(champion.version), reason)
@@ -310,16 +378,22 @@ def _champion_entry(
     version_tags: Sequence[Mapping[str, Any]] = (),
     model_tags: Mapping[str, str] | None = None,
 ) -> dict[str, Any]:
-    """Aliases of the policy and of its reward model, after the last of ``champions`` became champion.
+    """Aliases of the policy and of its reward model, after the last of ``champions`` became
+    champion.
 
-    That version is no longer marked as rolled back or declined. The action is the decision's unless it is given.
+    That version is no longer marked as rolled back or declined. The action is the decision's unless
+    it is given.
     """
     policy, reward_model, champion = state.config.policy, state.config.reward_model, champions[-1]
     champions = [*(number for number in champions[:-1] if number != champion), champion]
     previous = champions[-2] if len(champions) > 1 else None
     moves = [move(policy, PREVIOUS, previous), move(policy, CHAMPION, champion)]
     tags = state.version(champion).tags
-    cleared = [version_tag(policy, champion, tag, None) for tag in (ROLLED_BACK_TAG, DECLINED_TAG) if tag in tags]
+    cleared = [
+        version_tag(policy, champion, tag, None)
+        for tag in (ROLLED_BACK_TAG, DECLINED_TAG)
+        if tag in tags
+    ]
     if (reward := tags.get(REWARD_VERSION_TAG)) is not None:
         earlier = None if previous is None else state.version(previous).tags.get(REWARD_VERSION_TAG)
         moves += [move(reward_model, PREVIOUS, None if earlier == reward else earlier)]
@@ -337,7 +411,9 @@ def _champion_entry(
 
 
 def removed_champion(state: ReleaseState) -> str:
-    """Why no challenger takes the free place of the champion; empty if there never was one, or there is one."""
+    """Why no challenger takes the free place of the champion; empty if there never was one, or
+    there is one.
+    """
     if state.champion is not None or state.recorded_champion is None:
         return ""
     last = next(reversed(state.champions), None)
@@ -349,11 +425,15 @@ def removed_champion(state: ReleaseState) -> str:
     )
 
 
-def promotion_obstacle(version: ModelVersion, required: Mapping[str, Sequence[Condition]] | None = None) -> str:
-    """Why a version must not be promoted without force, by what is recorded of it; empty if nothing stands against.
+def promotion_obstacle(
+    version: ModelVersion, required: Mapping[str, Sequence[Condition]] | None = None
+) -> str:
+    """Why a version must not be promoted without force, by what is recorded of it; empty if nothing
+    stands against.
 
     Args:
-        required: The conditions by gate that it must have passed, None for whatever its gates required.
+        required: The conditions by gate that it must have passed, None for whatever its gates
+            required.
     """
     number, tags = f"version {version.version}", version.tags
     if tags.get(COMPLETE_TAG) != "true":

@@ -1,4 +1,6 @@
-"""Registration: a model version is made from evidence that every gate upstream has judged these very files."""
+"""Registration: a model version is made from evidence that every gate upstream has judged these
+very files.
+"""
 
 from __future__ import annotations
 
@@ -60,8 +62,8 @@ GATES_PASSED, GATES_FAILED = "passed", "ungated"
 class RegistrableModel:
     """A model folder of the workspace that may be registered.
 
-    ``stage`` trains it. ``gates`` are all gates upstream of it, its own last; ``gate_stage`` is the stage that runs its
-    own gate, which all stages that made the model come before.
+    ``stage`` trains it. ``gates`` are all gates upstream of it, its own last; ``gate_stage`` is the
+    stage that runs its own gate, which all stages that made the model come before.
     """
 
     kind: str
@@ -84,7 +86,9 @@ class Registration:
     refused: dict[str, str] = field(default_factory=dict)
 
     def challenger(self, name: str) -> str | None:
-        """The version of ``name`` from this registration that may be promoted, None if there is none."""
+        """The version of ``name`` from this registration that may be promoted, None if there is
+        none.
+        """
         entry = self.registered.get(name)
         return None if entry is None or entry.ungated else entry.version
 
@@ -99,11 +103,14 @@ class Registration:
         return "; ".join(parts)
 
 
-def registrable_models(config: RegistryConfig, left_out: Collection[str] = ()) -> tuple[RegistrableModel, ...]:
+def registrable_models(
+    config: RegistryConfig, left_out: Collection[str] = ()
+) -> tuple[RegistrableModel, ...]:
     """Reward model and policy, in the order in which they are registered.
 
     Args:
-        left_out: The stages that the workspace does without: neither are there their models, nor their gates.
+        left_out: The stages that the workspace does without: neither are there their models, nor
+            their gates.
     """
     gates = tuple(gate for gate in GATES if f"gate-{gate}" not in left_out)
     models = (
@@ -117,13 +124,15 @@ class NotRegistered(RlhfError):
     """A registration has something to do."""
 
 
-def register(workspace: Path, run_id: str | None = None, *, known_only: bool = False) -> Registration:
+def register(
+    workspace: Path, run_id: str | None = None, *, known_only: bool = False
+) -> Registration:
     """Register the reward model and the policy of a workspace and set ``@challenger``.
 
-    A model is refused unless all gates upstream have passed on the files as they are. Where gates only report
-    (``gates.mode: report``) and one of them failed, the version is registered as ungated: it is no challenger, and only
-    a forced promotion with a reason makes it champion. The same content is registered once: its version is used again
-    while the store has its files.
+    A model is refused unless all gates upstream have passed on the files as they are. Where gates
+    only report (``gates.mode: report``) and one of them failed, the version is registered as
+    ungated: it is no challenger, and only a forced promotion with a reason makes it champion. The
+    same content is registered once: its version is used again while the store has its files.
 
     Args:
         run_id: The pipeline run that the registration belongs to.
@@ -144,22 +153,36 @@ def register(workspace: Path, run_id: str | None = None, *, known_only: bool = F
             try:
                 evidence = [read_gate_evidence(workspace, gate) for gate in model.gates]
                 require_recorded(graph, stale, model.gate_stage)
-                tags = {**lineage_tags(workspace), **reward_version, **_gate_tags(workspace, model, evidence)}
-                version = _register_one(policy.client, workspace, model, evidence, tags, run_id, policies, known_only)
+                tags = {
+                    **lineage_tags(workspace),
+                    **reward_version,
+                    **_gate_tags(workspace, model, evidence),
+                }
+                version = _register_one(
+                    policy.client, workspace, model, evidence, tags, run_id, policies, known_only
+                )
             except GateFailed as error:
                 result.refused[model.name] = str(error)
                 continue
             result.registered[model.name] = version
             reward_version = {REWARD_VERSION_TAG: version.version}
     write_registered(
-        workspace, {of.folder: result.registered[of.name] for of in models if of.name in result.registered}
+        workspace,
+        {of.folder: result.registered[of.name] for of in models if of.name in result.registered},
     )
     return result
 
 
-def _gate_tags(workspace: Path, model: RegistrableModel, evidence: Sequence[GateDecision]) -> dict[str, str]:
-    """Whether all gates passed, why not, their conditions, and the report of the model's own gate (the last)."""
-    failures, gates = "; ".join(filter(None, (gate.objection() for gate in evidence))), gate_conditions(workspace)
+def _gate_tags(
+    workspace: Path, model: RegistrableModel, evidence: Sequence[GateDecision]
+) -> dict[str, str]:
+    """Whether all gates passed, why not, their conditions, and the report of the model's own gate
+    (the last).
+    """
+    failures, gates = (
+        "; ".join(filter(None, (gate.objection() for gate in evidence))),
+        gate_conditions(workspace),
+    )
     own = evidence[-1]
     content = own.as_dict()
     report = json.dumps(content, sort_keys=True)
@@ -189,11 +212,19 @@ def _register_one(
     state = ReleaseState.read(client, workspace, name)
     ungated = tags.get(UNGATED_TAG, "")
     # The bounds of gates may have changed since a version was made.
-    changed = [key for key in SIGNED_TAGS if known is not None and known.tags.get(key) != tags.get(key)]
+    changed = [
+        key for key in SIGNED_TAGS if known is not None and known.tags.get(key) != tags.get(key)
+    ]
     borne = {} if known is None else known.tags
-    waiting = [(policy, marks) for policy, marks in policies if changed or not marks.items() <= borne.items()]
+    waiting = [
+        (policy, marks)
+        for policy, marks in policies
+        if changed or not marks.items() <= borne.items()
+    ]
     challenger = state.aliases.get(CHALLENGER)
-    if known_only and (known is None or changed or waiting or not (ungated or challenger == str(known.version))):
+    if known_only and (
+        known is None or changed or waiting or not (ungated or challenger == str(known.version))
+    ):
         raise NotRegistered(f"{name} is not registered as it is now; `rlhf run` registers it")
     if known is not None and waiting:
         try:
@@ -204,11 +235,14 @@ def _register_one(
     if state.model is None:
         _create_model(client, name)
     if known is None:
-        number = _create_version(client, workspace, model, evidence, {CONTENT_TAG: content, **tags}, run_id)
+        number = _create_version(
+            client, workspace, model, evidence, {CONTENT_TAG: content, **tags}, run_id
+        )
     else:
         number = str(known.version)
     with registry_errors(f"update {name} version {number}"):
-        # What policies said of other tags is void, also if this call is killed before they are asked again.
+        # What policies said of other tags is void, also if this call is killed before they are
+        # asked again.
         for key in sorted({key for _, marks in waiting for key in marks} & set(borne)):
             client.delete_model_version_tag(name, number, key)
         for key in changed:
@@ -217,7 +251,9 @@ def _register_one(
             else:
                 client.delete_model_version_tag(name, number, key)
         for policy, marks in waiting:
-            policy.register_version(client, workspace, client.get_model_version(name, number), content, tags)
+            policy.register_version(
+                client, workspace, client.get_model_version(name, number), content, tags
+            )
             for key, value in marks.items():
                 client.set_model_version_tag(name, number, key, value)
     if not ungated and challenger != number:
@@ -235,9 +271,11 @@ def _create_version(
     tags: Mapping[str, str],
     run_id: str | None,
 ) -> str:
-    """Log the model in a run of its own beneath the pipeline's, with its evidence, then make the version.
+    """Log the model in a run of its own beneath the pipeline's, with its evidence, then make the
+    version.
 
-    MLflow's module-level functions would add commit and repository of the folder that the program lies in.
+    MLflow's module-level functions would add commit and repository of the folder that the program
+    lies in.
     """
     label = run_label(workspace, load_params(workspace).profile, datetime.now())
     origin = origin_tags(workspace, "rlhf run")
@@ -260,15 +298,26 @@ def _create_version(
             )
             uri = log_model(workspace, model.folder, tags[CONTENT_TAG], logged, own_run)
             for gate in evidence:
-                client.log_artifact(own_run, str(workspace / "gates" / f"{gate.name}.json"), "gates")
+                client.log_artifact(
+                    own_run, str(workspace / "gates" / f"{gate.name}.json"), "gates"
+                )
             for path in files:
                 client.log_artifact(own_run, str(path), "metrics")
             if (workspace / DATA_CARD).is_file():
                 client.log_artifact(own_run, str(workspace / DATA_CARD), DATA_CARD.parent.name)
             log_data_input(client, own_run, workspace)
-            log_numbers(client, own_run, _compared({path.stem: read_json(path) for path in files}), logged.model_id)
+            log_numbers(
+                client,
+                own_run,
+                _compared({path.stem: read_json(path) for path in files}),
+                logged.model_id,
+            )
             version = client.create_model_version(
-                model.name, uri, own_run, tags={**tags, COMPLETE_TAG: "true"}, model_id=logged.model_id
+                model.name,
+                uri,
+                own_run,
+                tags={**tags, COMPLETE_TAG: "true"},
+                model_id=logged.model_id,
             )
             status = "FINISHED"
         finally:
@@ -277,13 +326,16 @@ def _create_version(
 
 
 def _compared(metrics: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
-    """The numbers by which versions are compared, of the metrics by stage; the files are beside them as artifacts."""
+    """The numbers by which versions are compared, of the metrics by stage; the files are beside
+    them as artifacts.
+    """
     pairs = f"data.{PAIRS}"
     return {**headline_metrics(metrics), pairs: flatten(metrics).get(pairs)}
 
 
 def training_run(client: MlflowClient, workspace: Path, stage: str) -> str | None:
-    """The newest run of ``stage`` that made the metrics of the workspace, None where MLflow has none of it.
+    """The newest run of ``stage`` that made the metrics of the workspace, None where MLflow has
+    none of it.
 
     A result that DVC takes from its cache was made by an earlier run, maybe of another workspace.
     """

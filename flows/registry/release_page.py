@@ -1,6 +1,8 @@
-"""What became of the policy of a workspace, by its gates, the registry and the history, and the page that shows it.
+"""What became of the policy of a workspace, by its gates, the registry and the history, and the
+page that shows it.
 
-DVC knows ``report.html``, which stays as its stage wrote it; this copy is written anew after each decision.
+DVC knows ``report.html``, which stays as its stage wrote it; this copy is written anew after each
+decision.
 """
 
 from __future__ import annotations
@@ -10,7 +12,13 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from flows.registry.aliases import CHAMPION, read_aliases, registry_errors, version_numbers, versions
+from flows.registry.aliases import (
+    CHAMPION,
+    read_aliases,
+    registry_errors,
+    version_numbers,
+    versions,
+)
 from flows.registry.client import connect, has_record
 from flows.registry.decisions import read_decisions, utc_now
 from flows.registry.evidence import DATA_CARD, count_policy_decisions, gate_conditions
@@ -42,10 +50,12 @@ OWNER = ("rlhf registry terms", "who owns the registered policy, and what a prom
 
 @dataclass(frozen=True)
 class RunNotes:
-    """What the run that wrote the report knew about its last steps; the registry does not record all of it.
+    """What the run that wrote the report knew about its last steps; the registry does not record
+    all of it.
 
     Attributes:
-        registered: What was registered and what was refused, in one line; empty if nothing was tried.
+        registered: What was registered and what was refused, in one line; empty if nothing was
+            tried.
         because: Why nothing was registered, or why nobody decided on what was.
         hint: What the next ``rlhf run`` is for, where the run did not reach its end.
         gate: The gate that ended the run; empty if none did.
@@ -60,11 +70,12 @@ class RunNotes:
 def read_release_decision(workspace: Path, notes: RunNotes | None = None) -> ReleaseDecision:
     """Say what became of the policy of ``workspace``; nothing is changed.
 
-    The page of the release shows it, ``rlhf status``, and the verdict of a run on the terminal, on Prefect and in
-    MLflow.
+    The page of the release shows it, ``rlhf status``, and the verdict of a run on the terminal, on
+    Prefect and in MLflow.
 
     Args:
-        notes: What the run that wrote the report said; None for what it said when the page was written last.
+        notes: What the run that wrote the report said; None for what it said when the page was
+            written last.
     """
     notes = notes or _kept_notes(workspace) or RunNotes()
     return replace(_release_decision(workspace, notes), tries=describe_tries(workspace))
@@ -78,27 +89,37 @@ def _release_decision(workspace: Path, notes: RunNotes) -> ReleaseDecision:
     if here.version not in version_numbers(state.client, here.model):
         champion = _champion_sentence(here.model, state.champion)
         again = ("rlhf run", "registers the policy again")
-        gone = _say(BAD, f"Not released: {_label(here)} was deleted", "It is no longer in the registry.", "", again)
+        gone = _say(
+            BAD,
+            f"Not released: {_label(here)} was deleted",
+            "It is no longer in the registry.",
+            "",
+            again,
+        )
         return replace(gone, registered="No version holds this policy.", champion=champion)
     version = state.version(here.version)
     gates = f"; no gate vouches for it: {here.ungated}" if here.ungated else "; it passed its gates"
     return replace(
         _standing(state, here, version, notes),
         registered=f"Registered as {_label(here)}{gates}.",
-        champion="" if state.champion == here.version else _champion_sentence(here.model, state.champion),
+        champion=""
+        if state.champion == here.version
+        else _champion_sentence(here.model, state.champion),
     )
 
 
-# How often a policy that is no better than SFT passes a condition on the lower end of a 95 % interval.
+# How often a policy that is no better than SFT passes a condition on the lower end of a 95 %
+# interval.
 CHANCE_OF_ONE = 0.025
 
 
 def describe_tries(workspace: Path) -> str:
-    """Say how many policies the policy gate has judged in the experiment, and what that does to its conditions.
+    """Say how many policies the policy gate has judged in the experiment, and what that does to its
+    conditions.
 
-    The gate itself asks the same of the first try and of the tenth: a stricter bound for later ones would punish
-    whoever mends a mistake and runs again. So the number is shown wherever the decision is. A promotion is stricter
-    at each attempt (``registry.error_budget``).
+    The gate itself asks the same of the first try and of the tenth: a stricter bound for later ones
+    would punish whoever mends a mistake and runs again. So the number is shown wherever the
+    decision is. A promotion is stricter at each attempt (``registry.error_budget``).
 
     Returns:
         An empty text for the first policy, and where MLflow does not say.
@@ -117,8 +138,12 @@ def describe_tries(workspace: Path) -> str:
 
 
 def release_sentences(decision: ReleaseDecision) -> str:
-    """A decision in one line: what became of the policy, and why or which conditions do not hold."""
-    unmet = "; ".join(f"{row.name} {row.measured}, required {row.required}" for row in decision.conditions)
+    """A decision in one line: what became of the policy, and why or which conditions do not
+    hold.
+    """
+    unmet = "; ".join(
+        f"{row.name} {row.measured}, required {row.required}" for row in decision.conditions
+    )
     return ". ".join(part for part in (decision.headline, decision.reason or unmet) if part)
 
 
@@ -130,7 +155,9 @@ def _say(
     next_step: tuple[str, str] = CHANGE,
     conditions: tuple[UnmetCondition, ...] = (),
 ) -> ReleaseDecision:
-    """Return a decision made now; the registered version and the champion are added by the caller."""
+    """Return a decision made now; the registered version and the champion are added by the
+    caller.
+    """
     as_of = utc_minute(utc_now())
     return ReleaseDecision(state, headline, "", reason, conditions, decided, "", *next_step, as_of)
 
@@ -161,13 +188,26 @@ def _not_registered(workspace: Path, notes: RunNotes) -> ReleaseDecision:
     # A run that ended elsewhere leaves the file of a gate that an earlier run failed by.
     if closed is not None and (not because or notes.gate == closed.name):
         gate = closed.name
-        talk = "`rlhf chat models/policy` talks to the policy that was stopped, " if gate == "policy" else ""
+        talk = (
+            "`rlhf chat models/policy` talks to the policy that was stopped, "
+            if gate == "policy"
+            else ""
+        )
         hint = f"{notes.hint or CHANGE[1]}; {talk}`rlhf gate {gate} --explain` has every condition"
-        decided, unmet = "Decided by the gate's conditions in params.yaml", _unmet_conditions(workspace, (gate,))
+        decided, unmet = (
+            "Decided by the gate's conditions in params.yaml",
+            _unmet_conditions(workspace, (gate,)),
+        )
         headline = f"Not registered: the {gate} gate refuses it"
         decision = _say(BAD, headline, "", decided, ("rlhf run", hint), unmet)
     elif because or notes.registered:
-        decision = _say(BAD, "Not registered", because or notes.registered, "", ("rlhf run", notes.hint or CHANGE[1]))
+        decision = _say(
+            BAD,
+            "Not registered",
+            because or notes.registered,
+            "",
+            ("rlhf run", notes.hint or CHANGE[1]),
+        )
     else:
         first = ("rlhf run", "registers it, once its gates pass")
         decision = _say(OPEN, "Not registered", "No run has registered it yet.", "", first)
@@ -184,7 +224,9 @@ def _not_registered(workspace: Path, notes: RunNotes) -> ReleaseDecision:
     return replace(decision, registered=registered, champion=champion)
 
 
-def _standing(state: ReleaseState, here: RegisteredHere, version: ModelVersion, notes: RunNotes) -> ReleaseDecision:
+def _standing(
+    state: ReleaseState, here: RegisteredHere, version: ModelVersion, notes: RunNotes
+) -> ReleaseDecision:
     """What was decided on the version, the newest decision first."""
     label, number = _label(here), here.version
     crownings = state.crownings
@@ -192,12 +234,20 @@ def _standing(state: ReleaseState, here: RegisteredHere, version: ModelVersion, 
     if state.champion == number:
         entry = crownings[made[-1]][0] if made else None
         reason = "" if entry is None else str(entry["reason"])
-        forced = bool(here.ungated) or (entry is not None and entry["decision"].get("forced") is not None)
+        forced = bool(here.ungated) or (
+            entry is not None and entry["decision"].get("forced") is not None
+        )
         again = entry is not None and entry["action"] == "rollback"
         headline = f"Released{' by force' if forced else ''}: {label} is the champion{' again' if again else ''}"
         verb = "Champion again" if again else "Promoted"
-        reason = f"{verb}: {reason}" if reason else f"@{CHAMPION} was moved by something else than rlhf."
-        chat = (CHAT[0], f"{CHAT[1]}; `rlhf rollback --reason TEXT` takes it back") if state.champions[1:] else CHAT
+        reason = (
+            f"{verb}: {reason}" if reason else f"@{CHAMPION} was moved by something else than rlhf."
+        )
+        chat = (
+            (CHAT[0], f"{CHAT[1]}; `rlhf rollback --reason TEXT` takes it back")
+            if state.champions[1:]
+            else CHAT
+        )
         return _say(OPEN if forced else GOOD, headline, reason, _decided_by(entry), chat)
     request = state.request
     if request is not None and state.waiting == number:
@@ -206,9 +256,13 @@ def _standing(state: ReleaseState, here: RegisteredHere, version: ModelVersion, 
         reason = f"It passed what a promotion requires: {request.entry['reason']}"
         return _say(OPEN, f"Not released yet: {label} waits for approval", reason, decided, approve)
     if DECLINED_TAG in version.tags:  # a version that becomes champion loses it
-        declined = [e for e in state.entries if e["action"] == DECLINE and str(e["decided_on"]) == number]
+        declined = [
+            e for e in state.entries if e["action"] == DECLINE and str(e["decided_on"]) == number
+        ]
         decided = _decided_by(declined[-1] if declined else None)
-        return _say(BAD, f"Not released: {label} was declined", str(version.tags[DECLINED_TAG]), decided)
+        return _say(
+            BAD, f"Not released: {label} was declined", str(version.tags[DECLINED_TAG]), decided
+        )
     if made and made[-1] + 1 < len(crownings):
         entry, since = crownings[made[-1] + 1]
         if entry["action"] == "rollback":
@@ -219,22 +273,39 @@ def _standing(state: ReleaseState, here: RegisteredHere, version: ModelVersion, 
     return _not_promoted(state, here, version, notes)
 
 
-def _not_promoted(state: ReleaseState, here: RegisteredHere, version: ModelVersion, notes: RunNotes) -> ReleaseDecision:
-    """An obstacle by what is recorded of the version, else the last match, else that nobody has decided."""
+def _not_promoted(
+    state: ReleaseState, here: RegisteredHere, version: ModelVersion, notes: RunNotes
+) -> ReleaseDecision:
+    """An obstacle by what is recorded of the version, else the last match, else that nobody has
+    decided.
+    """
     workspace, label = state.workspace, _label(here)
     headline = f"Not released: {label} was not promoted"
     not_allowed = state.not_the_owner
     if obstacle := promotion_obstacle(version, gate_conditions(workspace)):
-        explain = ("rlhf gate policy --explain", "every condition; `rlhf promote --force --reason TEXT` overrides")
+        explain = (
+            "rlhf gate policy --explain",
+            "every condition; `rlhf promote --force --reason TEXT` overrides",
+        )
         # Why no gate vouches for a version is said where it is named.
         said = bool(here.ungated) and here.ungated in obstacle
         reason = "" if said else f"{obstacle[0].upper()}{obstacle[1:]}."
         unmet = _unmet_conditions(workspace) if here.ungated else ()
         return _say(OPEN, headline, reason, "", OWNER if not_allowed else explain, unmet)
     if removed := removed_champion(state):
-        return _say(OPEN, headline, f"{removed[0].upper()}{removed[1:]}.", "", OWNER if not_allowed else FORCE)
+        return _say(
+            OPEN,
+            headline,
+            f"{removed[0].upper()}{removed[1:]}.",
+            "",
+            OWNER if not_allowed else FORCE,
+        )
     about = (here.model, here.version)
-    decisions = [made for made in read_decisions(workspace) if (made.get("model"), made.get("challenger")) == about]
+    decisions = [
+        made
+        for made in read_decisions(workspace)
+        if (made.get("model"), made.get("challenger")) == about
+    ]
     if decisions:  # criteria that do not hold, or a request that no longer stands
         decision, request = decisions[-1], state.request
         if decision.get("awaiting_approval") and request is not None:
@@ -257,23 +328,32 @@ def _not_promoted(state: ReleaseState, here: RegisteredHere, version: ModelVersi
 
 
 def _champion_sentence(model: str, number: str | None) -> str:
-    return f"The champion of {model} is version {number}." if number else f"{model} has no champion."
+    return (
+        f"The champion of {model} is version {number}." if number else f"{model} has no champion."
+    )
 
 
 def _decided_by(entry: Mapping[str, Any] | None) -> str:
-    return "" if entry is None else f"Decided by {entry.get('who') or 'unknown'}, {utc_minute(str(entry['time']))}"
+    return (
+        ""
+        if entry is None
+        else f"Decided by {entry.get('who') or 'unknown'}, {utc_minute(str(entry['time']))}"
+    )
 
 
 RECORD = "release.json"
 
 
 def write_release_page(workspace: Path, notes: RunNotes | None = None) -> ReleaseDecision:
-    """Write ``release.html`` by what is true now, and attach it to the run that registered the version.
+    """Write ``release.html`` by what is true now, and attach it to the run that registered the
+    version.
 
-    There is no page where there is no report, or one without a place for it, or no run has come to a decision.
+    There is no page where there is no report, or one without a place for it, or no run has come to
+    a decision.
 
     Args:
-        notes: What the run that wrote the report said; None for what it said when the page was written last.
+        notes: What the run that wrote the report said; None for what it said when the page was
+            written last.
 
     Raises:
         RlhfError: The registry does not answer. A page of the same report stays.
@@ -294,14 +374,20 @@ def write_release_page(workspace: Path, notes: RunNotes | None = None) -> Releas
     if rendered is None:
         return decision
     atomic_write_text(page, rendered)
-    atomic_write_json(private_path(workspace, RECORD), {"report_sha256": digest, "notes": asdict(notes)})
+    atomic_write_json(
+        private_path(workspace, RECORD), {"report_sha256": digest, "notes": asdict(notes)}
+    )
     if here is not None:  # the page lies beside the evidence of the version that it is about
         client = connect(workspace)
-        listed = {str(version.version): version for version in versions(client, here.model)}  # it may be deleted
+        listed = {
+            str(version.version): version for version in versions(client, here.model)
+        }  # it may be deleted
         if here.version in listed and (run_id := listed[here.version].run_id):
             with registry_errors(f"attach {page.name} to {_label(here)}"):
                 client.log_artifact(run_id, str(page))
-                if (card := workspace / DATA_CARD.with_name("card.html")).is_file():  # to which it links
+                if (
+                    card := workspace / DATA_CARD.with_name("card.html")
+                ).is_file():  # to which it links
                     client.log_artifact(run_id, str(card), str(DATA_CARD.parent))
     return decision
 
@@ -312,13 +398,17 @@ def current_page(workspace: Path) -> Path | None:
 
 
 def _kept_notes(workspace: Path) -> RunNotes | None:
-    """The notes of the page's last writing; None where there is no page of the report that is there now."""
+    """The notes of the page's last writing; None where there is no page of the report that is there
+    now.
+    """
     report = workspace / REPORT_PAGE
     if not report.is_file() or not (workspace / RELEASE_PAGE).is_file():
         return None
     try:
         record = read_json(workspace / PRIVATE / RECORD)
-        return RunNotes(**record["notes"]) if record["report_sha256"] == sha256_file(report) else None
+        return (
+            RunNotes(**record["notes"]) if record["report_sha256"] == sha256_file(report) else None
+        )
     except (DataError, KeyError, TypeError):  # written by another release of the package
         return None
 
@@ -326,7 +416,8 @@ def _kept_notes(workspace: Path) -> RunNotes | None:
 def try_release_page(
     workspace: Path, notes: RunNotes | None = None, *, write: bool = True
 ) -> tuple[ReleaseDecision, str]:
-    """Write the page; return what it says, and why it could not be brought up to date (empty if it could).
+    """Write the page; return what it says, and why it could not be brought up to date (empty if it
+    could).
 
     Args:
         write: False leaves the page as it is.
@@ -335,5 +426,7 @@ def try_release_page(
         return (write_release_page if write else read_release_decision)(workspace, notes), ""
     except (RlhfError, OSError) as error:
         hint = ("rlhf status", "says what was released, once the registry answers")
-        unknown = _say(OPEN, "Not known to be released: the registry does not say", str(error), "", hint)
+        unknown = _say(
+            OPEN, "Not known to be released: the registry does not say", str(error), "", hint
+        )
         return unknown, f"{RELEASE_PAGE} was not brought up to date: {error}"

@@ -1,4 +1,6 @@
-"""Registered models as artifacts: logged, found again, checked against their content hash, served."""
+"""Registered models as artifacts: logged, found again, checked against their content hash,
+served.
+"""
 
 from __future__ import annotations
 
@@ -59,11 +61,13 @@ SCORED_EXAMPLE = [*EXAMPLE, {"role": "assistant", "content": "It is blue."}]
 
 
 def log_model(workspace: Path, folder: str, content: str, model: LoggedModel, run_id: str) -> str:
-    """Store ``folder`` of the workspace as the pyfunc ``model``, within :func:`fluent`; returns the model's address.
+    """Store ``folder`` of the workspace as the pyfunc ``model``, within :func:`fluent`; returns the
+    model's address.
 
-    Inside, ``artifacts/`` holds the plain Hugging Face folder, which transformers and vLLM load as it is. The model
-    carries its ``content`` hash, which is compared when it is loaded, the sampling that the policy was judged with, and
-    the code that answers, so that MLflow can build an environment for it anywhere.
+    Inside, ``artifacts/`` holds the plain Hugging Face folder, which transformers and vLLM load as
+    it is. The model carries its ``content`` hash, which is compared when it is loaded, the sampling
+    that the policy was judged with, and the code that answers, so that MLflow can build an
+    environment for it anywhere.
 
     Args:
         run_id: The run that registers it.
@@ -97,50 +101,69 @@ def log_model(workspace: Path, folder: str, content: str, model: LoggedModel, ru
 
 
 def stored_sampling(folder: Path) -> dict[str, Any]:
-    """The sampling settings under which a registered policy was judged, as MLflow keeps them beside its ``folder``."""
+    """The sampling settings under which a registered policy was judged, as MLflow keeps them beside
+    its ``folder``.
+    """
     from mlflow.models import Model
 
-    settings: dict[str, Any] = Model.load(str(folder.parents[1])).flavors["python_function"]["config"]["sampling"]
+    settings: dict[str, Any] = Model.load(str(folder.parents[1])).flavors["python_function"][
+        "config"
+    ]["sampling"]
     return settings
 
 
 def signature(kind: str, sampling: Mapping[str, Any]) -> ModelSignature:
-    """``messages`` in, chat completions or scores out; a policy also takes the settings of a chat request.
+    """``messages`` in, chat completions or scores out; a policy also takes the settings of a chat
+    request.
 
-    By default they are those that it was judged with. A seed of 0 or more makes the answer repeatable.
+    By default they are those that it was judged with. A seed of 0 or more makes the answer
+    repeatable.
     """
     from mlflow.models import infer_signature
 
     if kind == "reward":
         return infer_signature({"messages": SCORED_EXAMPLE}, [{"score": 0.0}])
-    completion = CompletionId(kind, 0).completion("text", "stop", token_usage(1, 1)) | {"reply": "text"}
-    chances = {name: float(sampling[name]) for name in ("temperature", "top_p", "repetition_penalty")}
+    completion = CompletionId(kind, 0).completion("text", "stop", token_usage(1, 1)) | {
+        "reply": "text"
+    }
+    chances = {
+        name: float(sampling[name]) for name in ("temperature", "top_p", "repetition_penalty")
+    }
     params = {"max_tokens": sampling["max_new_tokens"], **chances, "seed": -1}
     return infer_signature({"messages": EXAMPLE}, [completion], params)
 
 
-def verified_folder(workspace: Path, version: ModelVersion, client: MlflowClient | None = None) -> Path:
-    """The Hugging Face folder of a version, after its content was compared with the hash it was registered under.
+def verified_folder(
+    workspace: Path, version: ModelVersion, client: MlflowClient | None = None
+) -> Path:
+    """The Hugging Face folder of a version, after its content was compared with the hash it was
+    registered under.
 
     The policies that the settings of ``registry`` name may refuse it, such as for its signature.
 
     Raises:
-        ModelError: The artifacts are gone, the version names no hash, the content is another, or the signature is not
-            that of the content.
+        ModelError: The artifacts are gone, the version names no hash, the content is another, or
+            the signature is not that of the content.
     """
     client, expected = client or connect(workspace), version.tags.get(CONTENT_TAG)
     name, number = version.name, str(version.version)
     label = f"{name} version {number}"
     if not expected:
-        raise ModelError(f"{label} was not registered by this pipeline (it has no {CONTENT_TAG} tag)")
+        raise ModelError(
+            f"{label} was not registered by this pipeline (it has no {CONTENT_TAG} tag)"
+        )
     folder, downloaded = _locate(client, workspace, name, number)
     content = sha256_tree(folder)
-    if downloaded is not None and content != expected:  # the kept copy may be of another registry, or damaged
+    if (
+        downloaded is not None and content != expected
+    ):  # the kept copy may be of another registry, or damaged
         shutil.rmtree(downloaded, ignore_errors=True)
         folder, _ = _locate(client, workspace, name, number)
         content = sha256_tree(folder)
     if content != expected:
-        raise ModelError(f"the files of {label} are not the ones that were registered and judged ({folder}); {REMEDY}")
+        raise ModelError(
+            f"the files of {label} are not the ones that were registered and judged ({folder}); {REMEDY}"
+        )
     config = load_section(workspace, "registry", RegistryConfig)
     for policy in active_policies(config):
         policy.verify_version(client, workspace, config, version, folder)
@@ -156,15 +179,22 @@ def package_digest(folder: Path) -> str:
     root, digest = folder.parents[1], hashlib.sha256()
     for path in sorted(root.rglob("*")):
         if path.is_symlink() and path.is_dir():
-            raise ModelError(f"{path} is a link to a folder, which a registered model has none of; {REMEDY}")
+            raise ModelError(
+                f"{path} is a link to a folder, which a registered model has none of; {REMEDY}"
+            )
         # MLflow writes the last one into what it downloads.
-        if path.is_file() and not path.is_relative_to(folder) and path.name != "registered_model_meta":
+        if (
+            path.is_file()
+            and not path.is_relative_to(folder)
+            and path.name != "registered_model_meta"
+        ):
             digest.update(f"{path.relative_to(root).as_posix()}\0{sha256_file(path)}\n".encode())
     return digest.hexdigest()
 
 
 def own_package(client: MlflowClient, workspace: Path, version: ModelVersion) -> Path:
-    """The Hugging Face folder of a version with which the registry keeps this release's code and the judged sampling.
+    """The Hugging Face folder of a version with which the registry keeps this release's code and
+    the judged sampling.
 
     Raises:
         ModelError: It keeps other code or other sampling settings with it.
@@ -182,11 +212,15 @@ def own_package(client: MlflowClient, workspace: Path, version: ModelVersion) ->
         other = "other sampling settings"
     else:
         return folder
-    raise ModelError(f"the registry keeps {other} with {name} version {number} than are registered here; {REMEDY}")
+    raise ModelError(
+        f"the registry keeps {other} with {name} version {number} than are registered here; {REMEDY}"
+    )
 
 
 def _other_code(root: Path, folder: Path) -> str:
-    """Which code the model in ``root`` has beside its ``folder`` that this release would not keep with it."""
+    """Which code the model in ``root`` has beside its ``folder`` that this release would not keep
+    with it.
+    """
     wheel, content = own_wheel()
     own = {
         SERVING_CODE.name: sha256_file(SERVING_CODE),
@@ -202,8 +236,12 @@ def _other_code(root: Path, folder: Path) -> str:
     return ", ".join(name if name in kept else f"no {name}" for name in differing)
 
 
-def _locate(client: MlflowClient, workspace: Path, name: str, number: str) -> tuple[Path, Path | None]:
-    """The folder of a version, in place for local artifacts, else downloaded once (then the download's root too)."""
+def _locate(
+    client: MlflowClient, workspace: Path, name: str, number: str
+) -> tuple[Path, Path | None]:
+    """The folder of a version, in place for local artifacts, else downloaded once (then the
+    download's root too).
+    """
     from mlflow.artifacts import download_artifacts
     from mlflow.exceptions import MlflowException
 
@@ -217,12 +255,17 @@ def _locate(client: MlflowClient, workspace: Path, name: str, number: str) -> tu
                     try:
                         download_artifacts(f"models:/{name}/{number}", dst_path=str(temporary))
                     except MlflowException as error:
-                        # Of a version whose source is runs:/ MLflow says that the path is wrong, whatever happened.
+                        # Of a version whose source is runs:/ MLflow says that the path is wrong,
+                        # whatever happened.
                         if full := full_disks(temporary):
-                            raise OSError(errno.ENOSPC, f"{os.strerror(errno.ENOSPC)}{full}") from error
+                            raise OSError(
+                                errno.ENOSPC, f"{os.strerror(errno.ENOSPC)}{full}"
+                            ) from error
                         raise
     except (MlflowException, OSError) as error:
-        raise ModelError(f"cannot get {name} version {number} {reason_and_remedy(error)}") from error
+        raise ModelError(
+            f"cannot get {name} version {number} {reason_and_remedy(error)}"
+        ) from error
     folder = _model_folder(root)
     if folder is None:
         raise ModelError(f"{name} version {number} has no model folder in {root}; {REMEDY}")
@@ -243,12 +286,17 @@ def _model_folder(root: Path) -> Path | None:
 
 
 def known_version(
-    client: MlflowClient, workspace: Path, listed: Sequence[ModelVersion], folder: Path, content: str
+    client: MlflowClient,
+    workspace: Path,
+    listed: Sequence[ModelVersion],
+    folder: Path,
+    content: str,
 ) -> ModelVersion | None:
     """The newest of ``listed`` that holds ``folder``, None if none does.
 
-    A version counts if its creation was not interrupted (it has the tag "complete") and its files have not been changed
-    or deleted since: else nobody could use it, and the folder has to be registered again.
+    A version counts if its creation was not interrupted (it has the tag "complete") and its files
+    have not been changed or deleted since: else nobody could use it, and the folder has to be
+    registered again.
 
     Args:
         listed: The versions of a registered model, newest first.
@@ -263,8 +311,8 @@ def known_version(
 
 
 def _has_files(client: MlflowClient, workspace: Path, version: ModelVersion, folder: Path) -> bool:
-    """Whether the store has the files of ``folder`` for a version: local ones by their content, those of a server by
-    their names and sizes, without a download.
+    """Whether the store has the files of ``folder`` for a version: local ones by their content,
+    those of a server by their names and sizes, without a download.
     """
     from mlflow.store.artifact.artifact_repository_registry import get_artifact_repository
 
@@ -274,11 +322,17 @@ def _has_files(client: MlflowClient, workspace: Path, version: ModelVersion, fol
         stored_folder = _model_folder(root)
         return stored_folder is not None and sha256_tree(stored_folder) == version.tags[CONTENT_TAG]
     expected = {
-        file.relative_to(folder).as_posix(): file.stat().st_size for file in folder.rglob("*") if file.is_file()
+        file.relative_to(folder).as_posix(): file.stat().st_size
+        for file in folder.rglob("*")
+        if file.is_file()
     }
     with fluent(workspace):
         store = get_artifact_repository(str(client.get_model_version_download_uri(name, number)))
-        stored = [_sizes(store, entry.path, entry.path) for entry in store.list_artifacts("artifacts") if entry.is_dir]
+        stored = [
+            _sizes(store, entry.path, entry.path)
+            for entry in store.list_artifacts("artifacts")
+            if entry.is_dir
+        ]
     return stored == [expected]
 
 
@@ -292,7 +346,8 @@ def _sizes(store: ArtifactRepository, folder: str, root: str) -> dict[str, int |
 
 
 def policy_with_alias(workspace: Path, alias: str = CHAMPION) -> ModelVersion:
-    """The version of the policy that ``alias`` points to, after an interrupted promotion was completed.
+    """The version of the policy that ``alias`` points to, after an interrupted promotion was
+    completed.
 
     Raises:
         RlhfError: No version has the alias.
@@ -317,7 +372,9 @@ def policy_with_alias(workspace: Path, alias: str = CHAMPION) -> ModelVersion:
 
 
 def describe_stopped_policy(workspace: Path) -> str:
-    """Say which policy a gate has stopped and how to talk to it; empty where no gate stopped the newest one."""
+    """Say which policy a gate has stopped and how to talk to it; empty where no gate stopped the
+    newest one.
+    """
     closed = closed_gate(workspace)
     if closed is None or closed.changed_evidence(workspace):
         return ""
@@ -333,9 +390,13 @@ def describe_stopped_policy(workspace: Path) -> str:
 
 
 class RegisteredPolicy:
-    """A version of the registered policy of a workspace: one by its number, or whichever has an alias when asked."""
+    """A version of the registered policy of a workspace: one by its number, or whichever has an
+    alias when asked.
+    """
 
-    def __init__(self, workspace: Path, *, number: str | None = None, alias: str = CHAMPION) -> None:
+    def __init__(
+        self, workspace: Path, *, number: str | None = None, alias: str = CHAMPION
+    ) -> None:
         self.workspace, self.number, self.alias = workspace, number, alias
         self.name = load_section(workspace, "registry", RegistryConfig).policy
         self.client = connect(workspace)
@@ -354,11 +415,14 @@ class RegisteredPolicy:
                 knock(uri)  # MLflow itself would try for minutes
         number = read_aliases(self.client, self.name).get(self.alias)
         if number is None:
-            raise RlhfError(f"no version of {self.name} has the alias {self.alias}; `rlhf status` shows what there is")
+            raise RlhfError(
+                f"no version of {self.name} has the alias {self.alias}; `rlhf status` shows what there is"
+            )
         return PolicyRevision(f"{self.name}:{number}", f"{self.name}@{self.alias}")
 
     def files(self, revision: PolicyRevision) -> PolicyFiles:
-        """Return the folder of a version, its content verified, and the sampling it was judged with.
+        """Return the folder of a version, its content verified, and the sampling it was judged
+        with.
 
         Raises:
             RlhfError: There is no such version, or its files are not the registered ones.
@@ -369,7 +433,8 @@ class RegisteredPolicy:
 
 
 def version_of_run(client: MlflowClient, name: str, run_id: str) -> ModelVersion:
-    """Return the newest version of ``name`` that the MLflow run ``run_id``, or a run below it, registered.
+    """Return the newest version of ``name`` that the MLflow run ``run_id``, or a run below it,
+    registered.
 
     Raises:
         RlhfError: There is no such run, or it registered none.
@@ -379,11 +444,17 @@ def version_of_run(client: MlflowClient, name: str, run_id: str) -> ModelVersion
     try:
         experiment = client.get_run(run_id).info.experiment_id
     except MlflowException as error:
-        raise RlhfError(f"MLflow has no run {run_id}; the pipeline's page shows the ids of its runs") from error
+        raise RlhfError(
+            f"MLflow has no run {run_id}; the pipeline's page shows the ids of its runs"
+        ) from error
     with registry_errors(f"look up the runs of {run_id}"):
-        children = client.search_runs([experiment], filter_string=f"tags.`{PARENT_TAG}` = '{run_id}'")
+        children = client.search_runs(
+            [experiment], filter_string=f"tags.`{PARENT_TAG}` = '{run_id}'"
+        )
     family = {run_id, *(child.info.run_id for child in children)}
     registered = [version for version in versions(client, name) if version.run_id in family]
     if not registered:
-        raise RlhfError(f"run {run_id} registered no version of {name}; `rlhf history` shows what was registered")
+        raise RlhfError(
+            f"run {run_id} registered no version of {name}; `rlhf history` shows what was registered"
+        )
     return registered[0]

@@ -1,4 +1,6 @@
-"""A workspace as the registry knows it: its id, who acts in it, what it registered last, its record after a move."""
+"""A workspace as the registry knows it: its id, who acts in it, what it registered last, its record
+after a move.
+"""
 
 from __future__ import annotations
 
@@ -22,8 +24,12 @@ from rlhf_core.tracking.stage_run import user_name
 
 
 def printed_line(text: str) -> str:
-    """Return ``text`` on one line, without control characters: in a list they could imitate or hide other entries."""
-    return " ".join("".join(character if character.isprintable() else " " for character in text).split())
+    """Return ``text`` on one line, without control characters: in a list they could imitate or hide
+    other entries.
+    """
+    return " ".join(
+        "".join(character if character.isprintable() else " " for character in text).split()
+    )
 
 
 ACTOR_VARIABLE = "RLHF_ACTOR"
@@ -32,22 +38,27 @@ OWNER_TAG = "rlhf.owner"  # of a registered model
 
 
 def actor() -> str:
-    """Return who acts: ``RLHF_ACTOR`` where it is set (a CI job sets it to whoever started it), else ``user@host``."""
+    """Return who acts: ``RLHF_ACTOR`` where it is set (a CI job sets it to whoever started it),
+    else ``user@host``.
+    """
     return printed_line(os.environ.get(ACTOR_VARIABLE, "")) or f"{user_name()}@{platform.node()}"
 
 
 def workspace_id(workspace: Path) -> str:
-    """Return the id of a workspace, made on first use and kept in ``.rlhf/workspace_id`` with the folder it was in.
+    """Return the id of a workspace, made on first use and kept in ``.rlhf/workspace_id`` with the
+    folder it was in.
 
-    A workspace that was moved keeps its id. A copy whose original is still there gets one of its own, as a clone or a
-    trial does: else both would own the same registered models.
+    A workspace that was moved keeps its id. A copy whose original is still there gets one of its
+    own, as a clone or a trial does: else both would own the same registered models.
     """
     path = private_path(workspace, ID_FILE)
     try:
         known, folder = _read_id(workspace)
         own_address = str(workspace.resolve())
         if known is None or folder != own_address:
-            copied = folder is not None and folder != own_address and _read_id(Path(folder))[0] == known
+            copied = (
+                folder is not None and folder != own_address and _read_id(Path(folder))[0] == known
+            )
             known = uuid4().hex if known is None or copied else known
             atomic_write_text(path, f"{known}\n{own_address}\n")
         return known
@@ -58,8 +69,8 @@ def workspace_id(workspace: Path) -> str:
 def ownership(workspace: Path) -> str:
     """The tag by which ``workspace`` owns a registered model: its id, then its folder for messages.
 
-    The first promotion makes a workspace the owner. Others may register versions under the same name; whether one
-    becomes champion is decided by the owner's gates, prompts, judge and bounds.
+    The first promotion makes a workspace the owner. Others may register versions under the same
+    name; whether one becomes champion is decided by the owner's gates, prompts, judge and bounds.
     """
     return f"{workspace_id(workspace)} {workspace}"
 
@@ -106,7 +117,9 @@ def write_registered(workspace: Path, versions: Mapping[str, RegisteredHere]) ->
 
 
 def read_registered(workspace: Path, folder: str) -> RegisteredHere | None:
-    """Return the version made of the current content of ``folder`` (by dvc.lock); None if there is none."""
+    """Return the version made of the current content of ``folder`` (by dvc.lock); None if there is
+    none.
+    """
     try:
         entry: Mapping[str, Any] | None = read_json(workspace / PRIVATE / FILE).get(folder)
     except DataError:
@@ -127,9 +140,11 @@ LOGGER = logging.getLogger(__name__)
 
 
 def repair_moved(workspace: Path) -> Path | None:
-    """Let ``mlflow.db`` of ``workspace`` name its present folder; returns the folder that it named, None if it did.
+    """Let ``mlflow.db`` of ``workspace`` name its present folder; returns the folder that it named,
+    None if it did.
 
-    A copy whose original is still there becomes a workspace of its own, which owns the models in its own database.
+    A copy whose original is still there becomes a workspace of its own, which owns the models in
+    its own database.
 
     Raises:
         RlhfError: The database cannot be changed. Nothing was.
@@ -146,30 +161,51 @@ def repair_moved(workspace: Path) -> Path | None:
             with connection:
                 _rename(connection, earlier, workspace)
     except sqlite3.Error as error:
-        raise RlhfError(f"{database} names artifacts in another folder and cannot be repaired ({error})") from error
-    LOGGER.warning("%s was made in %s: its record of models and runs names the present folder now", workspace, earlier)
+        raise RlhfError(
+            f"{database} names artifacts in another folder and cannot be repaired ({error})"
+        ) from error
+    LOGGER.warning(
+        "%s was made in %s: its record of models and runs names the present folder now",
+        workspace,
+        earlier,
+    )
     return earlier
 
 
 def _earlier_folder(connection: sqlite3.Connection, workspace: Path) -> Path | None:
-    """The folder in which a workspace with this database was, None where no experiment names another one.
+    """The folder in which a workspace with this database was, None where no experiment names
+    another one.
 
     A folder without a database is another workspace, whose runs this one records.
     """
     if not connection.execute("SELECT 1 FROM sqlite_master WHERE name = 'experiments'").fetchone():
         return None
     rows = connection.execute("SELECT artifact_location FROM experiments").fetchall()
-    places = [Path(unquote(urlsplit(location).path)) for (location,) in rows if str(location).startswith("file:")]
-    folders = [place.parent for place in places if place.name == ARTIFACTS and place.parent != workspace]
-    return next((folder for folder in folders if not folder.exists() or (folder / DATABASE).exists()), None)
+    places = [
+        Path(unquote(urlsplit(location).path))
+        for (location,) in rows
+        if str(location).startswith("file:")
+    ]
+    folders = [
+        place.parent for place in places if place.name == ARTIFACTS and place.parent != workspace
+    ]
+    return next(
+        (folder for folder in folders if not folder.exists() or (folder / DATABASE).exists()), None
+    )
 
 
 def _rename(connection: sqlite3.Connection, earlier: Path, workspace: Path) -> None:
     """Replace the folder at the beginning of every place, and in the tag of the owner."""
-    known = {name for (name,) in connection.execute("SELECT name FROM sqlite_master WHERE type = 'table'")}
+    known = {
+        name
+        for (name,) in connection.execute("SELECT name FROM sqlite_master WHERE type = 'table'")
+    }
     for table, columns in PLACES.items():
         for column in columns if table in known else ():
-            for old, new in ((earlier.as_uri(), workspace.as_uri()), (str(earlier), str(workspace))):
+            for old, new in (
+                (earlier.as_uri(), workspace.as_uri()),
+                (str(earlier), str(workspace)),
+            ):
                 connection.execute(
                     f"UPDATE {table} SET {column} = ? || substr({column}, ?) WHERE substr({column}, 1, ?) = ?",
                     (new, len(old) + 1, len(old) + 1, f"{old}/"),

@@ -1,1 +1,3 @@
-"""Models on their way out: a registered policy as a Hugging Face folder with a model card, on disk or on a hub."""
+"""Models on their way out: a registered policy as a Hugging Face folder with a model card, on disk
+or on a hub.
+"""

@@ -1,4 +1,6 @@
-"""``rlhf export``: a registered policy as a Hugging Face folder with its model card, on disk or on a hub."""
+"""``rlhf export``: a registered policy as a Hugging Face folder with its model card, on disk or on
+a hub.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,13 @@ from flows.registry.client import connect
 from flows.registry.policies import active_policies
 from flows.registry.promote import promotion_obstacle
 from flows.registry.stored_models import describe_stopped_policy, policy_with_alias, verified_folder
-from flows.release.model_card import DATA_CARD_FILE, ReleaseEvidence, card_data, card_text, release_evidence
+from flows.release.model_card import (
+    DATA_CARD_FILE,
+    ReleaseEvidence,
+    card_data,
+    card_text,
+    release_evidence,
+)
 from rlhf_core.config.loading import load_section
 from rlhf_core.config.operations import RegistryConfig
 from rlhf_core.errors import GateFailed, RlhfError, first_line, named_line
@@ -43,7 +51,9 @@ def check_repository(repository: str) -> None:
     if repository.count("/") != 1:
         raise RlhfError(f"--push {repository}: write it as owner/name")
     if get_token() is None:
-        raise RlhfError(f"--push needs a token that may write to {repository}: set {TOKEN_VARIABLE}")
+        raise RlhfError(
+            f"--push needs a token that may write to {repository}: set {TOKEN_VARIABLE}"
+        )
 
 
 def upload(folder: Path, repository: str, public: bool, message: str) -> str:
@@ -57,7 +67,8 @@ def upload(folder: Path, repository: str, public: bool, message: str) -> str:
         The address of the repository.
 
     Raises:
-        RlhfError: The hub refuses or does not answer; the folder stays, so that it can be pushed again.
+        RlhfError: The hub refuses or does not answer; the folder stays, so that it can be pushed
+            again.
     """
     from huggingface_hub import HfApi
 
@@ -75,14 +86,18 @@ def upload(folder: Path, repository: str, public: bool, message: str) -> str:
 TOKENIZER_CLASSES = {"TokenizersBackend": "PreTrainedTokenizerFast"}
 # What architectures call the base and the rotated share in transformers 4, where not rope_theta and
 # partial_rotary_factor.
-EARLIER_NAMES = {"gpt_neox": {"rope_theta": "rotary_emb_base", "partial_rotary_factor": "rotary_pct"}}
+EARLIER_NAMES = {
+    "gpt_neox": {"rope_theta": "rotary_emb_base", "partial_rotary_factor": "rotary_pct"}
+}
 GLOBAL, LOCAL = "full_attention", "sliding_attention"
 
 
 def write_earlier_names(folder: Path) -> bool:
-    """Add them to ``config.json`` and ``tokenizer_config.json``; False where transformers 4 has no name for a setting.
+    """Add them to ``config.json`` and ``tokenizer_config.json``; False where transformers 4 has no
+    name for a setting.
 
-    Those are architectures whose layers have several rotary embeddings, other than a global and a local one.
+    Those are architectures whose layers have several rotary embeddings, other than a global and a
+    local one.
     """
     path = folder / "config.json"
     config = json.loads(path.read_text(encoding="utf-8"))
@@ -96,12 +111,16 @@ def write_earlier_names(folder: Path) -> bool:
         settings = json.loads(tokenizer.read_text(encoding="utf-8"))
         name = settings.get("tokenizer_class")
         extra = settings.pop("extra_special_tokens", None)
-        if isinstance(extra, list):  # a mapping in version 4, whose name for a list both versions read
+        if isinstance(
+            extra, list
+        ):  # a mapping in version 4, whose name for a list both versions read
             settings["additional_special_tokens"] = extra
         elif extra is not None:
             settings["extra_special_tokens"] = extra
         settings["tokenizer_class"] = TOKENIZER_CLASSES.get(name, name)
-        tokenizer.write_text(json.dumps(settings, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+        tokenizer.write_text(
+            json.dumps(settings, indent=2, ensure_ascii=False) + "\n", encoding="utf-8"
+        )
     return earlier is not None
 
 
@@ -115,14 +134,18 @@ def earlier_rope(model_type: str, parameters: Mapping[str, Any]) -> dict[str, An
     local = parameters.get(LOCAL) or {}
     if local.get("rope_type", "default") != "default":
         return None
-    return earlier | ({"rope_local_base_freq": local["rope_theta"]} if "rope_theta" in local else {})
+    return earlier | (
+        {"rope_local_base_freq": local["rope_theta"]} if "rope_theta" in local else {}
+    )
 
 
 def _one_rope(model_type: str, parameters: Mapping[str, Any]) -> dict[str, Any]:
     names = EARLIER_NAMES.get(model_type, {})
     rest = dict(parameters)
     earlier = {
-        names.get(name, name): rest.pop(name) for name in ("rope_theta", "partial_rotary_factor") if name in rest
+        names.get(name, name): rest.pop(name)
+        for name in ("rope_theta", "partial_rotary_factor")
+        if name in rest
     }
     scaled = rest.get("rope_type", "default") != "default"
     return earlier | ({"rope_scaling": rest} if scaled else {})
@@ -149,7 +172,9 @@ class Export:
     def describe(self) -> str:
         """Say where the model is and how to talk to it."""
         model = shlex.quote(str(self.folder))
-        head = f"{self.name} is in {self.folder}" + (f" and at {self.address}" if self.address else "")
+        head = f"{self.name} is in {self.folder}" + (
+            f" and at {self.address}" if self.address else ""
+        )
         head += f"\nnot the newest policy: {self.note}" if self.note else ""
         if self.adapter:
             loading = f"peft.PeftModel.from_pretrained(SFT_MODEL, {str(self.folder)!r})"
@@ -175,7 +200,8 @@ def export(
     force_reason: str | None = None,
     adapter: bool = False,
 ) -> Export:
-    """Write the model to ``target``: safetensors, tokenizer, chat template, the sampling it was judged with, a card.
+    """Write the model to ``target``: safetensors, tokenizer, chat template, the sampling it was
+    judged with, a card.
 
     Where the environment names a signing key, the whole folder is signed, in ``model.sig``.
 
@@ -188,8 +214,10 @@ def export(
         adapter: Only what was trained, for PEFT, of a policy that was trained as adapters.
 
     Raises:
-        RlhfError: ``target`` is not empty, there is no such version, or the hub refuses; nothing is left half-written.
-        GateFailed: The version's gates did not all pass, it was rolled back, or its registration was interrupted.
+        RlhfError: ``target`` is not empty, there is no such version, or the hub refuses; nothing is
+            left half-written.
+        GateFailed: The version's gates did not all pass, it was rolled back, or its registration
+            was interrupted.
         ModelError: Its files are not the registered ones.
     """
     from huggingface_hub import ModelCard, ModelCardData
@@ -200,7 +228,9 @@ def export(
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise RlhfError(f"{target} is not an empty folder; name a new one")
     if files := [each for each in target.parents if each.is_file()]:
-        raise RlhfError(f"{files[0]} is a file, so nothing can be written below it; name another folder")
+        raise RlhfError(
+            f"{files[0]} is a file, so nothing can be written below it; name another folder"
+        )
     if push is not None:
         check_repository(push)
     config = load_section(workspace, "registry", RegistryConfig)
@@ -211,7 +241,9 @@ def export(
         released = get_version(connect(workspace), config.policy, version)
     obstacle = promotion_obstacle(released)
     if obstacle and force_reason is None:
-        raise GateFailed(f"{obstacle}; to release it all the same, add --force --reason TEXT, which the card will show")
+        raise GateFailed(
+            f"{obstacle}; to release it all the same, add --force --reason TEXT, which the card will show"
+        )
     source = verified_folder(workspace, released)
     evidence = release_evidence(workspace, released, source, obstacle)
     title = (push or target.resolve().name).rpartition("/")[2]
@@ -224,7 +256,9 @@ def export(
             _copy_adapter(source, folder, evidence)
             reads_in_4 = True
         else:
-            shutil.copytree(source, folder, dirs_exist_ok=True, ignore=shutil.ignore_patterns(ADAPTER_FOLDER))
+            shutil.copytree(
+                source, folder, dirs_exist_ok=True, ignore=shutil.ignore_patterns(ADAPTER_FOLDER)
+            )
             file = folder / GENERATION
             settings = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
             tokens = {name: settings[name] for name in TOKENS if name in settings}
@@ -234,7 +268,9 @@ def export(
             reads_in_4 = write_earlier_names(folder)
         data = card_data(evidence, license_id) | ({"library_name": "peft"} if adapter else {})
         text = card_text(evidence, title, force_reason if obstacle else None, reads_in_4, adapter)
-        ModelCard(f"---\n{ModelCardData(**data).to_yaml()}\n---\n\n{text}").save(folder / "README.md")
+        ModelCard(f"---\n{ModelCardData(**data).to_yaml()}\n---\n\n{text}").save(
+            folder / "README.md"
+        )
         if evidence.data_card:
             (folder / DATA_CARD_FILE).write_text(evidence.data_card, encoding="utf-8")
         for policy in policies:
@@ -245,11 +281,17 @@ def export(
 
 
 def _copy_adapter(source: Path, folder: Path, evidence: ReleaseEvidence) -> None:
-    """Copy the adapter of the model in ``source``, and what its tokenizer and chat template are made of."""
+    """Copy the adapter of the model in ``source``, and what its tokenizer and chat template are
+    made of.
+    """
     shutil.copytree(source / ADAPTER_FOLDER, folder, dirs_exist_ok=True)
-    if evidence.source is not None and not evidence.fine_tuned:  # else its base is a model of the workspace alone
+    if (
+        evidence.source is not None and not evidence.fine_tuned
+    ):  # else its base is a model of the workspace alone
         config = folder / ADAPTER_CONFIG
-        settings = json.loads(config.read_text(encoding="utf-8")) | {"base_model_name_or_path": evidence.source.base}
+        settings = json.loads(config.read_text(encoding="utf-8")) | {
+            "base_model_name_or_path": evidence.source.base
+        }
         config.write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
     for file in source.iterdir():
         if file.is_file() and file.suffix != ".safetensors" and file.name not in MODEL_FILES:

@@ -1,4 +1,6 @@
-"""The model card of a released policy: what it was trained on, how it was judged, by whom, and its limits."""
+"""The model card of a released policy: what it was trained on, how it was judged, by whom, and its
+limits.
+"""
 
 from __future__ import annotations
 
@@ -41,11 +43,13 @@ class ReleaseEvidence:
         source: What it was trained on; None if MLflow no longer knows.
         lineage: Hashes of code, data and parameters by name.
         obstacle: Why it must not be released without force; empty if nothing stands against.
-        data_card: The data card in Markdown, without texts of the data; empty for versions that were registered
-            without one.
+        data_card: The data card in Markdown, without texts of the data; empty for versions that
+            were registered without one.
         method: How the policy was trained, as ``policy.method`` has it.
-        fine_tuned: Whether SFT took any step; with ``sft.steps: 0`` the SFT model is the starting model.
-        probes: What reward model, referee and judge read; None for versions that were registered without it.
+        fine_tuned: Whether SFT took any step; with ``sft.steps: 0`` the SFT model is the starting
+            model.
+        probes: What reward model, referee and judge read; None for versions that were registered
+            without it.
     """
 
     name: str
@@ -67,7 +71,9 @@ class ReleaseEvidence:
         return CHECKER in (self.evaluation.get("comparison") or {})
 
 
-def release_evidence(workspace: Path, version: ModelVersion, folder: Path, obstacle: str) -> ReleaseEvidence:
+def release_evidence(
+    workspace: Path, version: ModelVersion, folder: Path, obstacle: str
+) -> ReleaseEvidence:
     """Read the evidence of ``version`` from the run that registered it.
 
     Args:
@@ -92,23 +98,32 @@ def release_evidence(workspace: Path, version: ModelVersion, folder: Path, obsta
         return ReleaseEvidence(
             name=name,
             run_id=version.run_id,
-            gates=sorted(read_gates(Path(temporary)), key=lambda gate: order.get(gate.name, len(order))),
+            gates=sorted(
+                read_gates(Path(temporary)), key=lambda gate: order.get(gate.name, len(order))
+            ),
             evaluation=read_json(metrics / "evaluation.json"),
             sampling=stored_sampling(folder),
             source=source_of_version(client, version),
-            lineage={k.removeprefix(LINEAGE): value for k, value in version.tags.items() if k.startswith(LINEAGE)},
+            lineage={
+                k.removeprefix(LINEAGE): value
+                for k, value in version.tags.items()
+                if k.startswith(LINEAGE)
+            },
             obstacle=obstacle,
             data_card=read_data_card(client, version.run_id, Path(temporary)),
             method=str(read_json(training).get("method", "ppo")) if training.is_file() else "ppo",
             fine_tuned=not sft.is_file() or "train_loss" in read_json(sft),
-            probes=probe_table({name: read_json(path) for name, path in of_models.items() if path.is_file()}),
+            probes=probe_table(
+                {name: read_json(path) for name, path in of_models.items() if path.is_file()}
+            ),
         )
 
 
 HUB_ID_PARTS = 2
 MIN_LANGUAGE_SHARE = 0.1  # of the prompts that the model was judged on
 DATA_CARD_FILE = "DATA_CARD.md"  # beside the model card
-# Where metrics/evaluation.json has a metric of SFT and of the policy, its name there, and what it says.
+# Where metrics/evaluation.json has a metric of SFT and of the policy, its name there, and what it
+# says.
 MODELS, REGRESSION = ("sft", "policy"), ("regression_sft", "regression")
 COMPARED = (
     (MODELS, CHECKER, "score by the reward function"),
@@ -179,7 +194,11 @@ JUDGED_BY_FUNCTIONS = (
     "The function that judged the replies is the one that rewarded them in training: what it misses, nobody has looked "
     "at. No person has judged these replies."
 )
-TAGS = {"ppo": ["rlhf", "ppo", "ppo-max"], "dpo": ["rlhf", "dpo"], "rejection_sampling": ["rlhf", "raft"]}
+TAGS = {
+    "ppo": ["rlhf", "ppo", "ppo-max"],
+    "dpo": ["rlhf", "dpo"],
+    "rejection_sampling": ["rlhf", "raft"],
+}
 
 
 def card_data(evidence: ReleaseEvidence, license_id: str | None) -> dict[str, Any]:
@@ -195,13 +214,21 @@ def card_data(evidence: ReleaseEvidence, license_id: str | None) -> dict[str, An
     if languages := [tag for tag, share in shares.items() if share >= MIN_LANGUAGE_SHARE]:
         data["language"] = languages
     base = evidence.source.base if evidence.source else ""
-    if base.count("/") == HUB_ID_PARTS - 1 and not base.startswith((".", "/", "~")) and not base.endswith(".gguf"):
+    if (
+        base.count("/") == HUB_ID_PARTS - 1
+        and not base.startswith((".", "/", "~"))
+        and not base.endswith(".gguf")
+    ):
         data["base_model"] = base
     return data
 
 
 def card_text(
-    evidence: ReleaseEvidence, title: str, forced: str | None, reads_in_4: bool = True, adapter: bool = False
+    evidence: ReleaseEvidence,
+    title: str,
+    forced: str | None,
+    reads_in_4: bool = True,
+    adapter: bool = False,
 ) -> str:
     """The body of the card in Markdown.
 
@@ -229,7 +256,11 @@ def card_text(
     blocks += ["## Gates", *map(_gate, evidence.gates)]
     judged, distribution = LIMITS
     judged = JUDGED_BY_FUNCTIONS if evidence.has_checker else judged
-    limits = [*([TOY] if evidence.source and evidence.source.is_synthetic else []), judged, distribution]
+    limits = [
+        *([TOY] if evidence.source and evidence.source.is_synthetic else []),
+        judged,
+        distribution,
+    ]
     if evidence.sampling.get("repetition_penalty", 1.0) != 1.0:
         limits.append(PENALTY)
     if not reads_in_4:
@@ -239,7 +270,9 @@ def card_text(
     lineage = {"registered as": evidence.name, "MLflow run": evidence.run_id, **evidence.lineage}
     blocks += [
         "## Lineage",
-        markdown_table(("", ""), ((key.replace("_", " "), f"`{value}`") for key, value in lineage.items())),
+        markdown_table(
+            ("", ""), ((key.replace("_", " "), f"`{value}`") for key, value in lineage.items())
+        ),
     ]
     return "\n\n".join(block for block in blocks if block) + "\n"
 
@@ -252,7 +285,9 @@ def _opening(evidence: ReleaseEvidence) -> str:
         else ""
     )
     tuned = (
-        "Fine-tuned with supervision, then trained" if evidence.fine_tuned else "Trained without fine-tuning before it,"
+        "Fine-tuned with supervision, then trained"
+        if evidence.fine_tuned
+        else "Trained without fine-tuning before it,"
     )
     by = BY_FUNCTIONS if evidence.has_checker else TRAINED_BY[evidence.method]
     return f"{trained}{tuned} {by}.{data_card}"
@@ -262,7 +297,9 @@ def _verdict(evidence: ReleaseEvidence) -> str:
     """How the policy stands to SFT, what its gate decided, and what alarms."""
     judges = judge_results(evidence.evaluation.get("comparison") or {})
     gate = next((gate for gate in evidence.gates if gate.name == "policy"), None)
-    said = sentence_case(verdict_sentence(judges, "SFT", gate)) if judges else "Not compared with SFT"
+    said = (
+        sentence_case(verdict_sentence(judges, "SFT", gate)) if judges else "Not compared with SFT"
+    )
     alarming = "\n".join(f"- {alarm.sentence}" for alarm in alarms(evidence.evaluation))
     return f"**{markdown_text(said)}.**" + (f" What alarms:\n\n{alarming}" if alarming else "")
 
@@ -275,8 +312,9 @@ def _judges(evidence: ReleaseEvidence) -> str:
     excluded = FUNCTIONS_JUDGE if evidence.has_checker else NO_JUDGE[evidence.method]
     if evidence.method == "ppo" and not evidence.has_checker:
         excluded += f", nor is the one that selected its checkpoint (`{SELECTED_BY}`)"
-    return f"Policy against the SFT model that it started from, ties as half a win. {excluded}.\n\n" + markdown_table(
-        JUDGE_COLUMNS, rows
+    return (
+        f"Policy against the SFT model that it started from, ties as half a win. {excluded}.\n\n"
+        + markdown_table(JUDGE_COLUMNS, rows)
     )
 
 
@@ -305,10 +343,17 @@ def _probes(probes: ProbeTable) -> list[str]:
 def _gate(gate: GateDecision) -> str:
     verdict = "passed" if gate.passed else f"did not pass (mode {gate.mode})"
     rows = [
-        (f"`{row.metric}`", row.measured, markdown_text(row.required), "yes" if row.passed else "**no**")
+        (
+            f"`{row.metric}`",
+            row.measured,
+            markdown_text(row.required),
+            "yes" if row.passed else "**no**",
+        )
         for row in gate.failures_first
     ]
-    return f"**{gate.name}** {verdict}\n\n" + markdown_table(("metric", "value", "bound", "passed"), rows)
+    return f"**{gate.name}** {verdict}\n\n" + markdown_table(
+        ("metric", "value", "bound", "passed"), rows
+    )
 
 
 def _use(sampling: Mapping[str, Any]) -> str:

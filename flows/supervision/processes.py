@@ -1,4 +1,6 @@
-"""Supervised commands, their environment and logs, short Python commands, and the identity of processes."""
+"""Supervised commands, their environment and logs, short Python commands, and the identity of
+processes.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,8 @@ from flows.supervision.signals import STOP
 
 
 class LogReader:
-    """Reads the part of a log file from byte ``start`` on, by default what is appended after the reader was created.
+    """Reads the part of a log file from byte ``start`` on, by default what is appended after the
+    reader was created.
 
     The file may not exist yet.
     """
@@ -26,7 +29,8 @@ class LogReader:
         self.start = start
 
     def lines(self, most: int = -1, unfinished: bool = False) -> bytes:
-        """Return at most ``most`` bytes from ``start`` on in whole lines; whoever has used them moves ``start`` on.
+        """Return at most ``most`` bytes from ``start`` on in whole lines; whoever has used them
+        moves ``start`` on.
 
         Of a longer line as much as is read.
 
@@ -47,7 +51,11 @@ class LogReader:
         """Return everything appended so far, or only its last ``last_bytes`` bytes."""
         if not self.log.exists():
             return ""
-        start = self.start if last_bytes is None else max(self.start, self.log.stat().st_size - last_bytes)
+        start = (
+            self.start
+            if last_bytes is None
+            else max(self.start, self.log.stat().st_size - last_bytes)
+        )
         with self.log.open("rb") as stream:
             stream.seek(start)
             return stream.read().decode("utf-8", errors="replace")
@@ -58,7 +66,9 @@ ERROR_PREFIX = "ERROR: "
 
 @dataclass(frozen=True)
 class CommandResult:
-    """Exit status and output of a command that has ended; the log of a supervised one, ``stdout``, holds both."""
+    """Exit status and output of a command that has ended; the log of a supervised one, ``stdout``,
+    holds both.
+    """
 
     exit_code: int
     stdout: str
@@ -66,14 +76,24 @@ class CommandResult:
 
     @property
     def error_line(self) -> str:
-        """The line that explains a failure: DVC's last ``ERROR:`` line, else the last line of stderr or stdout."""
-        lines = [line.strip() for line in [*self.stdout.splitlines(), *self.stderr.splitlines()] if line.strip()]
+        """The line that explains a failure: DVC's last ``ERROR:`` line, else the last line of
+        stderr or stdout.
+        """
+        lines = [
+            line.strip()
+            for line in [*self.stdout.splitlines(), *self.stderr.splitlines()]
+            if line.strip()
+        ]
         return [f"exit code {self.exit_code}", *lines, *dvc_errors(self.stderr)][-1]
 
 
 def dvc_errors(output: str) -> list[str]:
     """Return the lines in which DVC reports errors, without their prefix ``ERROR:``."""
-    return [line.removeprefix(ERROR_PREFIX) for line in output.splitlines() if line.startswith(ERROR_PREFIX)]
+    return [
+        line.removeprefix(ERROR_PREFIX)
+        for line in output.splitlines()
+        if line.startswith(ERROR_PREFIX)
+    ]
 
 
 OWNER_VARIABLE = "RLHF_OWNER"  # marks every process of a workspace
@@ -85,7 +105,8 @@ POLL_SECONDS = 0.1
 class SupervisedProcess:
     """A command that runs under ``flows.supervision.supervisor``.
 
-    ``grace`` is the number of seconds between the stop signal and SIGKILL; ``appended`` reads the command's output.
+    ``grace`` is the number of seconds between the stop signal and SIGKILL; ``appended`` reads the
+    command's output.
     """
 
     name: str
@@ -94,7 +115,9 @@ class SupervisedProcess:
     appended: LogReader
 
     def poll(self) -> int | None:
-        """Return the exit status of the command (128 + signal if a signal ended it), or None while it runs."""
+        """Return the exit status of the command (128 + signal if a signal ended it), or None while
+        it runs.
+        """
         code = self.process.poll()
         return 128 - code if code is not None and code < 0 else code
 
@@ -114,7 +137,8 @@ class SupervisedProcess:
         return self.poll() or 0
 
     def result(self) -> CommandResult:
-        """Wait for the command, or stop it once the stop flag is raised; return its exit status and output.
+        """Wait for the command, or stop it once the stop flag is raised; return its exit status and
+        output.
 
         The command never outlives this call, not even when the call is interrupted by an exception.
         """
@@ -138,14 +162,21 @@ def start_supervised(
     stop_signal: str = "TERM",
     inherited_descriptors: Sequence[int] = (),
 ) -> SupervisedProcess:
-    """Start ``command`` under a supervisor that also watches this process; its output is appended to ``log``.
+    """Start ``command`` under a supervisor that also watches this process; its output is appended
+    to ``log``.
 
-    The supervisor, not the command, keeps ``inherited_descriptors`` open until every descendant of the command has
-    ended: a file lock among them is held for that long.
+    The supervisor, not the command, keeps ``inherited_descriptors`` open until every descendant of
+    the command has ended: a file lock among them is held for that long.
     """
     log.parent.mkdir(parents=True, exist_ok=True)
     appended = LogReader(log)
-    supervisor = [sys.executable, "-m", "flows.supervision.supervisor", "--parent", str(os.getpid())]
+    supervisor = [
+        sys.executable,
+        "-m",
+        "flows.supervision.supervisor",
+        "--parent",
+        str(os.getpid()),
+    ]
     supervisor += ["--grace", str(grace), "--stop-signal", stop_signal, "--"]
     with log.open("ab") as output:
         process = subprocess.Popen(
@@ -167,7 +198,12 @@ def start_token(pid: int) -> str | None:
     Pids are reused; pid and token together identify one process for good.
     """
     try:
-        fields = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()
+        fields = (
+            Path(f"/proc/{pid}/stat")
+            .read_text(encoding="utf-8", errors="replace")
+            .rpartition(")")[2]
+            .split()
+        )
         return None if fields[0] == "Z" else fields[19]
     except (OSError, IndexError):  # no such process, or a system without /proc
         import psutil
@@ -183,7 +219,8 @@ CHILD_SETTINGS = {
     "PREFECT_SERVER_ANALYTICS_ENABLED": "false",
     "DVC_NO_ANALYTICS": "1",
     "MLFLOW_DISABLE_TELEMETRY": "true",
-    # MLflow's jobs judge traces of language model applications; eight processes of 180 MB wait for them.
+    # MLflow's jobs judge traces of language model applications; eight processes of 180 MB wait for
+    # them.
     "MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false",
     "GX_ANALYTICS_ENABLED": "false",
     "GIT_TERMINAL_PROMPT": "0",
@@ -198,15 +235,26 @@ CHILD_SETTINGS = {
 
 
 def no_proxy_hosts() -> str:
-    """Return the value of ``NO_PROXY`` with the loopback addresses added: local services need no proxy."""
-    hosts = [host for host in os.environ.get("NO_PROXY", os.environ.get("no_proxy", "")).split(",") if host]
+    """Return the value of ``NO_PROXY`` with the loopback addresses added: local services need no
+    proxy.
+    """
+    hosts = [
+        host
+        for host in os.environ.get("NO_PROXY", os.environ.get("no_proxy", "")).split(",")
+        if host
+    ]
     return ",".join(dict.fromkeys([*hosts, "127.0.0.1", "localhost"]))
 
 
 def child_environment(workspace: Path, **extra: str) -> dict[str, str]:
-    """Return this process's environment with :data:`CHILD_SETTINGS`, the mark of the workspace, and ``extra``."""
+    """Return this process's environment with :data:`CHILD_SETTINGS`, the mark of the workspace, and
+    ``extra``.
+    """
     source = str(Path(__file__).resolve().parents[2])
-    python_path = [source, *[p for p in os.environ.get("PYTHONPATH", "").split(os.pathsep) if p and p != source]]
+    python_path = [
+        source,
+        *[p for p in os.environ.get("PYTHONPATH", "").split(os.pathsep) if p and p != source],
+    ]
     scripts = str(Path(sys.executable).parent)
     path = os.environ.get("PATH", "")
     return {
@@ -222,7 +270,9 @@ def child_environment(workspace: Path, **extra: str) -> dict[str, str]:
 
 
 def run_module(workspace: Path, module: str, *arguments: str, **env: str) -> CommandResult:
-    """Run ``python -m MODULE ARGUMENTS`` in ``workspace``, detached from the terminal, with ``env`` on top."""
+    """Run ``python -m MODULE ARGUMENTS`` in ``workspace``, detached from the terminal, with ``env``
+    on top.
+    """
     process = subprocess.run(
         [sys.executable, "-m", module, *arguments],
         cwd=workspace,

@@ -14,7 +14,8 @@ _received: list[int] = []
 
 
 def install(*numbers: signal.Signals) -> None:
-    """Handle the stop signals, or those given, in this process, even where SIGINT was inherited as ignored.
+    """Handle the stop signals, or those given, in this process, even where SIGINT was inherited as
+    ignored.
 
     Must be called in the main thread.
     """
@@ -36,7 +37,8 @@ SET_BACK_SECONDS = 60.0
 
 
 class Stopwatch:
-    """Measures a duration by the monotonic clock, so that a change of the system date does not distort it.
+    """Measures a duration by the monotonic clock, so that a change of the system date does not
+    distort it.
 
     ``started`` is the time at which it was created, in seconds since the epoch.
     """
@@ -52,7 +54,9 @@ class Stopwatch:
 
     @property
     def now(self) -> float:
-        """The present in seconds since the epoch, as ``started + seconds``: the difference to ``started`` is right."""
+        """The present in seconds since the epoch, as ``started + seconds``: the difference to
+        ``started`` is right.
+        """
         return self.started + self.seconds
 
 
@@ -63,9 +67,11 @@ class WallClock:
         self._offset = time.time() - time.monotonic()
 
     def seconds_set_back(self) -> float:
-        """Return by how much the clock was set back since the last reported jump, 0 if by less than a minute.
+        """Return by how much the clock was set back since the last reported jump, 0 if by less than
+        a minute.
 
-        Smaller steps accumulate until they are reported together. A clock that is set forward gives 0.
+        Smaller steps accumulate until they are reported together. A clock that is set forward gives
+        0.
         """
         offset = time.time() - time.monotonic()
         set_back = self._offset - offset
@@ -87,7 +93,8 @@ def retry(
     is_transient: Callable[[Exception], bool],
     report: Callable[[str], None],
 ) -> T:
-    """Call ``attempt`` until it succeeds, for ``seconds`` at most; the pauses double from 2 s up to a minute.
+    """Call ``attempt`` until it succeeds, for ``seconds`` at most; the pauses double from 2 s up to
+    a minute.
 
     Args:
         is_transient: whether an error may go away by itself.

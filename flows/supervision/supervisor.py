@@ -1,11 +1,12 @@
 """A small process that runs one command and leaves none of its descendants behind.
 
-Usage: ``python -m flows.supervision.supervisor --parent PID [--grace S] [--stop-signal TERM|INT] -- COMMAND …``
+Usage: ``python -m flows.supervision.supervisor --parent PID [--grace S] [--stop-signal TERM|INT] --
+COMMAND …``
 
-COMMAND runs in a session of its own. When it ends, the supervisor receives a stop signal, or process PID dies, every
-descendant is stopped, including orphans and processes in other sessions: the supervisor is their subreaper.
-Descendants of a nested supervisor are stopped by that one. COMMAND dies with its supervisor (PDEATHSIG).
-The exit status is that of COMMAND, or 128 + signal.
+COMMAND runs in a session of its own. When it ends, the supervisor receives a stop signal, or
+process PID dies, every descendant is stopped, including orphans and processes in other sessions:
+the supervisor is their subreaper. Descendants of a nested supervisor are stopped by that one.
+COMMAND dies with its supervisor (PDEATHSIG). The exit status is that of COMMAND, or 128 + signal.
 """
 
 from __future__ import annotations
@@ -32,7 +33,9 @@ KILL_SECONDS = 5.0
 
 
 class Supervisor:
-    """Runs ``command`` until it ends, a stop signal arrives or ``parent`` dies; then stops all descendants."""
+    """Runs ``command`` until it ends, a stop signal arrives or ``parent`` dies; then stops all
+    descendants.
+    """
 
     def __init__(self, command: Sequence[str], parent: int, grace: float, stop_signal: int) -> None:
         self.command = list(command)
@@ -88,7 +91,10 @@ class Supervisor:
 
         try:
             process = subprocess.Popen(
-                self.command, stdin=subprocess.DEVNULL, start_new_session=True, preexec_fn=prepare_child
+                self.command,
+                stdin=subprocess.DEVNULL,
+                start_new_session=True,
+                preexec_fn=prepare_child,
             )
         except OSError as error:
             sys.stderr.write(f"cannot start {self.command[0]}: {error.strerror}\n")
@@ -106,12 +112,18 @@ class Supervisor:
             if pid == 0:
                 return
             if pid == self.child:
-                self.status = 128 + os.WTERMSIG(status) if os.WIFSIGNALED(status) else os.waitstatus_to_exitcode(status)
+                self.status = (
+                    128 + os.WTERMSIG(status)
+                    if os.WIFSIGNALED(status)
+                    else os.waitstatus_to_exitcode(status)
+                )
 
     def _stop_descendants(self) -> None:
-        """Send the stop signal to all descendants, then SIGKILL to those that are left after the grace period.
+        """Send the stop signal to all descendants, then SIGKILL to those that are left after the
+        grace period.
 
-        A nested supervisor stops its own descendants with the signal meant for them: it alone is signalled here.
+        A nested supervisor stops its own descendants with the signal meant for them: it alone is
+        signalled here.
         """
         signalled: set[int] = set()
         deadline = time.monotonic() + self.grace
@@ -159,11 +171,15 @@ def _send(process: psutil.Process, number: int) -> None:
 def _prctl() -> Any:
     """Return Linux's prctl, or a function that does nothing on other systems."""
     libc = ctypes.CDLL(None)
-    return getattr(libc, "prctl", None) or ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_int, ctypes.c_int)(lambda *_: 0)
+    return getattr(libc, "prctl", None) or ctypes.CFUNCTYPE(
+        ctypes.c_int, ctypes.c_int, ctypes.c_int
+    )(lambda *_: 0)
 
 
 def _open_pidfd(pid: int) -> int | None:
-    """Return a descriptor that becomes readable when ``pid`` dies; None where the kernel has no pidfd."""
+    """Return a descriptor that becomes readable when ``pid`` dies; None where the kernel has no
+    pidfd.
+    """
     opener = getattr(os, "pidfd_open", None)
     try:
         return opener(pid) if opener else None

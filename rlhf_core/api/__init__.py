@@ -1,1 +1,3 @@
-"""Training as plain functions: on models, texts and a reward function, without a workspace or an orchestrator."""
+"""Training as plain functions: on models, texts and a reward function, without a workspace or an
+orchestrator.
+"""

@@ -1,4 +1,6 @@
-"""Reward functions as the judge of replies to held-out prompts, in a workspace without preference pairs."""
+"""Reward functions as the judge of replies to held-out prompts, in a workspace without preference
+pairs.
+"""
 
 from __future__ import annotations
 
@@ -18,9 +20,11 @@ from rlhf_core.runtime.user_function import load_function
 
 
 class Checker:
-    """Scores replies to test prompts by the weighted sum of reward functions; NaN where one of them cannot score.
+    """Scores replies to test prompts by the weighted sum of reward functions; NaN where one of them
+    cannot score.
 
-    The functions are those of training, the prompts are not: a share of right replies is an accuracy.
+    The functions are those of training, the prompts are not: a share of right replies is an
+    accuracy.
 
     Args:
         sources: The functions with their weights.
@@ -56,10 +60,13 @@ class Checker:
         """One score per reply, in order.
 
         Raises:
-            DataError: A function raised, took too long, or gave something else than a number or None per reply.
+            DataError: A function raised, took too long, or gave something else than a number or
+                None per reply.
         """
         rows = [self._row[_key(prompt)] for prompt in prompts]
-        columns: dict[str, list[Any]] = {name: [values[row] for row in rows] for name, values in self._columns.items()}
+        columns: dict[str, list[Any]] = {
+            name: [values[row] for row in rows] for name, values in self._columns.items()
+        }
         total = [0.0] * len(replies)
         for weight, function in self._functions:
             scores = FunctionJudge(function, columns).score(prompts, replies)

@@ -41,10 +41,10 @@ class PolicyComparison:
     """How the candidate's replies fare against the baseline's.
 
     Attributes:
-        metrics: ``win_rate`` of the candidate (ties count half) with ``win_rate_low95`` and ``win_rate_high95``, its
-            value at equal lengths as ``lc_win_rate``, ``win``, ``tie`` and ``lose`` as shares of ``prompts``,
-            ``mean_difference`` in the judge's unit with bounds, the mean score of each side, and ``unscored``, prompts
-            that the judge could not score.
+        metrics: ``win_rate`` of the candidate (ties count half) with ``win_rate_low95`` and
+            ``win_rate_high95``, its value at equal lengths as ``lc_win_rate``, ``win``, ``tie`` and
+            ``lose`` as shares of ``prompts``, ``mean_difference`` in the judge's unit with bounds,
+            the mean score of each side, and ``unscored``, prompts that the judge could not score.
         rows: Each prompt with both replies and their scores.
     """
 
@@ -63,17 +63,20 @@ def compare_policies(
     seed: int = 1,
     batch_size: int = BATCH,
 ) -> PolicyComparison:
-    """Let both models answer the same prompts with the same random numbers, and a judge compare the replies.
+    """Let both models answer the same prompts with the same random numbers, and a judge compare the
+    replies.
 
-    Prompts that neither model was trained on, and a judge that nothing was trained or selected by, make the win rate
-    mean something. Bounds resample prompts.
+    Prompts that neither model was trained on, and a judge that nothing was trained or selected by,
+    make the win rate mean something. Bounds resample prompts.
 
     Args:
         candidate: The model in question, or its folder.
-        baseline: What it is compared with, such as the model that training began with, or its folder.
+        baseline: What it is compared with, such as the model that training began with, or its
+            folder.
         tokenizer: The tokenizer of both.
         prompts: Held-out prompts: strings, or records such as ``{"prompt": ...}``.
-        judge: A reward model of the same tokenizer, its folder, or a reward function as ``train_ppo`` takes it.
+        judge: A reward model of the same tokenizer, its folder, or a reward function as
+            ``train_ppo`` takes it.
         sampling: How replies are sampled.
         seed: Seed of replies and of the bounds.
         batch_size: Replies sampled or scored at once.
@@ -93,21 +96,31 @@ def compare_policies(
         for given in (candidate, baseline):
             model = load_policy(given)[0] if isinstance(given, Path) else given
             settings = sampling or SamplingConfig()
-            replies.append(evaluation_replies(model, tokenizer, turns, settings, seed, batch_size=batch_size))
+            replies.append(
+                evaluation_replies(model, tokenizer, turns, settings, seed, batch_size=batch_size)
+            )
         asked = _judge_of(score, tokenizer, columns_beside(records), batch_size)
         scores = np.array([asked.score(turns, of_model) for of_model in replies])
     return _compared(turns, replies, scores, asked, seed)
 
 
 def _compared(
-    turns: Sequence[Sequence[Message]], replies: Sequence[Sequence[Reply]], scores: np.ndarray, judge: Judge, seed: int
+    turns: Sequence[Sequence[Message]],
+    replies: Sequence[Sequence[Reply]],
+    scores: np.ndarray,
+    judge: Judge,
+    seed: int,
 ) -> PolicyComparison:
     known: list[int] = np.flatnonzero(~np.isnan(scores).any(axis=0)).tolist()
     if len(known) < 2:
-        raise DataError(f"the judge could score {len(known)} of {len(turns)} prompts, and at least 2 are needed")
+        raise DataError(
+            f"the judge could score {len(known)} of {len(turns)} prompts, and at least 2 are needed"
+        )
     first, second = scores[0, known], scores[1, known]
     candidate, baseline = replies
-    longer_by = length_differences([candidate[row] for row in known], [baseline[row] for row in known])
+    longer_by = length_differences(
+        [candidate[row] for row in known], [baseline[row] for row in known]
+    )
     numbers: dict[str, int] = {}  # equal prompts are one question
     asked = []
     for row in known:
@@ -146,13 +159,18 @@ class FunctionJudge:
 
     def score(self, prompts: Sequence[Sequence[Message]], replies: Sequence[Reply]) -> list[float]:
         """One score per reply, in order."""
-        turns = [[{"role": turn.role, "content": turn.content} for turn in prompt] for prompt in prompts]
+        turns = [
+            [{"role": turn.role, "content": turn.content} for turn in prompt] for prompt in prompts
+        ]
         scores, _ = self.function.scores(turns, [reply.text for reply in replies], self.columns)
         return checked_scores(scores, len(replies), self.function.who, none_is_unscored=True)
 
 
 def _judge_of(
-    judge: Any, tokenizer: PreTrainedTokenizerBase, columns: Mapping[str, list[Any]], batch_size: int
+    judge: Any,
+    tokenizer: PreTrainedTokenizerBase,
+    columns: Mapping[str, list[Any]],
+    batch_size: int,
 ) -> Judge:
     if isinstance(judge, Path):
         return ModelJudge.load(judge, "judge", batch_size)
@@ -161,6 +179,8 @@ def _judge_of(
         return ModelJudge(judge.eval(), tokenizer, "judge", batch_size, positions)
     called = judge.function if isinstance(judge, FunctionReward) else judge
     if not callable(called):
-        raise ConfigError(f"judge is a {type(judge).__name__}; give a function f(prompts, replies) or a reward model")
+        raise ConfigError(
+            f"judge is a {type(judge).__name__}; give a function f(prompts, replies) or a reward model"
+        )
     who = f"the judge {getattr(called, '__name__', '')}".rstrip()
     return FunctionJudge(PythonFunction(judge, who, list(columns)), columns)

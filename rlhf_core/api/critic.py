@@ -95,32 +95,39 @@ def train_critic(
     context: RunContext | None = None,
     allow_high_learning_rates: bool = False,
 ) -> TrainedCritic:
-    """Pre-train a critic on replies of the frozen ``policy`` (algorithms.md §3; paper, section 5.3.3).
+    """Pre-train a critic on replies of the frozen ``policy`` (algorithms.md §3; paper, section
+    5.3.3).
 
-    With ``rollout.critic_mode: shared`` only a value head is trained, on the frozen policy, whatever ``init`` is.
+    With ``rollout.critic_mode: shared`` only a value head is trained, on the frozen policy,
+    whatever ``init`` is.
 
     Args:
         policy: The model that PPO will start from, or its folder. It is left as it is.
         tokenizer: Its tokenizer.
         prompts: Strings, or records such as ``{"prompt": ...}``; see docs/data-formats.md.
-        reward: As in :func:`~rlhf_core.api.ppo.train_ppo`; None and a folder take ``rollout.reward.sources``.
-        rollout: ``PpoConfig(...).rollout`` of the PPO run to come; by default that of a default one.
-        init: A scalar model to start from, such as the reward model, or its folder; by default the policy with a random
-            head.
-        config: Settings. A learning rate that is left out is one that suits the policy. Its ``init`` is not read.
+        reward: As in :func:`~rlhf_core.api.ppo.train_ppo`; None and a folder take
+            ``rollout.reward.sources``.
+        rollout: ``PpoConfig(...).rollout`` of the PPO run to come; by default that of a default
+            one.
+        init: A scalar model to start from, such as the reward model, or its folder; by default the
+            policy with a random head.
+        config: Settings. A learning rate that is left out is one that suits the policy. Its
+            ``init`` is not read.
         context: Where to report and to keep partial state; by default nowhere.
         allow_high_learning_rates: Allows a pretrained model rates that usually wreck it.
 
     Raises:
-        ConfigError: ``rollout`` asks for no critic or gives the reward twice, or a learning rate is far beyond what
-            suits a pretrained model.
+        ConfigError: ``rollout`` asks for no critic or gives the reward twice, or a learning rate is
+            far beyond what suits a pretrained model.
         DataError: A prompt leaves no room for a reply, or the reward function breaks its contract.
         TrainingPaused: Three steps in a row were not finite.
     """
     require_type(rollout, RolloutConfig, "rollout")
     rollout = rollout or RolloutConfig()
     if rollout.advantage.critic_free:
-        raise ConfigError(f"advantage.estimator {rollout.advantage.estimator} needs no critic: call train_ppo without")
+        raise ConfigError(
+            f"advantage.estimator {rollout.advantage.estimator} needs no critic: call train_ppo without"
+        )
     require_type(config, CriticConfig, "config")
     score = reward.model if isinstance(reward, TrainedRewardModel) else reward
     start = init.model if isinstance(init, TrainedRewardModel) else init
@@ -133,25 +140,40 @@ def train_critic(
     seed_everything(config.seed)
     tokenizer = checked_tokenizer(tokenizer, policy)
     encoded = encode_prompts(prompts, tokenizer, policy, rollout.max_new_tokens)
-    identity = {"config": config, "rollout": rollout, "prompts": encoded, "policy": policy, "init": start}
+    identity = {
+        "config": config,
+        "rollout": rollout,
+        "prompts": encoded,
+        "policy": policy,
+        "init": start,
+    }
     identity |= reward_inputs(score, rollout, context)
     with evaluating(policy, score), run_context(context, "train_critic", identity) as run:
         frozen, whole = FrozenModels(run.launch), rollout.sampler.kind == "local"
         if isinstance(policy, Path):
-            frozen_policy = load_policy(policy, device=None if whole else frozen.loading)[0].requires_grad_(False)
+            frozen_policy = load_policy(policy, device=None if whole else frozen.loading)[
+                0
+            ].requires_grad_(False)
             frozen_policy = frozen_policy if whole else frozen.place(frozen_policy)
         else:
             require_replies_as_scored(policy, "policy")
             frozen_policy = policy
-        critic = initial_critic(policy, start, config, rollout, device_before(run.launch, config.lora))
+        critic = initial_critic(
+            policy, start, config, rollout, device_before(run.launch, config.lora)
+        )
         reward_fn = reward_fn_of(score, rollout, encoded, tokenizer, frozen, run)
         steps = max(config.max_rollouts, 1) * config.epochs * config.minibatches
         engine = build_engine(critic, config.optimizer, steps, "critic", run)
         sampling = Sampling.for_rollouts(tokenizer, rollout)
-        limits = MicroBatchLimits(rollout.micro_batch_size, rollout.micro_batch_tokens), run.launch.logits_bytes
+        limits = (
+            MicroBatchLimits(rollout.micro_batch_size, rollout.micro_batch_tokens),
+            run.launch.logits_bytes,
+        )
         pair = ActorCriticPair(frozen_policy, critic, {"critic": engine}, sampling, *limits, whole)
         with opened_sampler(rollout.sampler, run.work, run.folder) as sampler:
-            trainer = CriticTrainer(config, rollout, pair, reward_fn, encoded, run, frozen=frozen, sampler=sampler)
+            trainer = CriticTrainer(
+                config, rollout, pair, reward_fn, encoded, run, frozen=frozen, sampler=sampler
+            )
             with keeping_what_was_made(run, lambda: Unfinished(critic, trainer.history.rows())):
                 trainer.run()
         history = trainer.history.rows()
@@ -161,7 +183,9 @@ def train_critic(
         on = policy if start is None or rollout.critic_mode == "shared" else start
         adapters = adapters_of(critic, config.lora, on) if isinstance(on, Path) else None
         merge_adapters(critic)
-    return TrainedCritic(critic, tokenizer, trainer.moments, rollout, trainer.summary(), history, adapters)
+    return TrainedCritic(
+        critic, tokenizer, trainer.moments, rollout, trainer.summary(), history, adapters
+    )
 
 
 def initial_critic(
@@ -177,14 +201,19 @@ def initial_critic(
     """
     shared = rollout.critic_mode == "shared"
     if init is None or shared:
-        critic = ScalarModel.from_causal_lm(policy, derive_seed(config.seed, "critic", "head"), device=device)
+        critic = ScalarModel.from_causal_lm(
+            policy, derive_seed(config.seed, "critic", "head"), device=device
+        )
     else:
-        critic = ScalarModel.load(init, device=device) if isinstance(init, Path) else copy.deepcopy(init)
+        critic = (
+            ScalarModel.load(init, device=device) if isinstance(init, Path) else copy.deepcopy(init)
+        )
     critic.unembedding = None
     # PPO's policy will be a shared backbone, so that it must stay what SFT made of it.
     critic.requires_grad_(not shared)
     if shared:
-        # The head starts at zero: a random one explains less than nothing, and no backbone adapts to it.
+        # The head starts at zero: a random one explains less than nothing, and no backbone adapts
+        # to it.
         head = critic.model.get_submodule("score").requires_grad_(True)
         nn.init.zeros_(head.get_parameter("weight"))
     if config.lora is not None:

@@ -38,7 +38,8 @@ class DpoPolicy:
     Attributes:
         model: The policy, of the last step, without adapters.
         tokenizer: Its tokenizer, which has a chat template.
-        metrics: Loss, accuracy and margin on held-out pairs before and after, pairs used and dropped, speed.
+        metrics: Loss, accuracy and margin on held-out pairs before and after, pairs used and
+            dropped, speed.
         history: The records of training, oldest first.
         adapter: What was trained, with ``lora``; it is merged into ``model``, and saved beside it.
     """
@@ -50,7 +51,9 @@ class DpoPolicy:
     adapter: PeftAdapter | None = None
 
     def save(self, path: str | Path) -> None:
-        """Save model and tokenizer as a Hugging Face folder, after checking that the copy computes the same."""
+        """Save model and tokenizer as a Hugging Face folder, after checking that the copy computes
+        the same.
+        """
         save_policy(Path(path), self.model, self.tokenizer, adapter=self.adapter)
 
 
@@ -67,14 +70,18 @@ def train_dpo(
     context: RunContext | None = None,
     allow_high_learning_rates: bool = False,
 ) -> DpoPolicy:
-    """Train a copy of ``model`` on preference pairs, without a reward model (algorithms.md §10; Rafailov et al. 2023).
+    """Train a copy of ``model`` on preference pairs, without a reward model (algorithms.md §10;
+    Rafailov et al. 2023).
 
     Args:
-        model: The model to start from, which is the reference too, or its folder. It is left as it is.
+        model: The model to start from, which is the reference too, or its folder. It is left as it
+            is.
         tokenizer: Its tokenizer.
-        preferences: Records such as ``{"prompt": ..., "chosen": ..., "rejected": ...}``; see docs/data-formats.md.
+        preferences: Records such as ``{"prompt": ..., "chosen": ..., "rejected": ...}``; see
+            docs/data-formats.md.
         validation: Held-out pairs; by default every twentieth one.
-        config: Settings; by default one epoch. A learning rate that is left out is one that suits the model.
+        config: Settings; by default one epoch. A learning rate that is left out is one that suits
+            the model.
         lora: Trains adapters instead of all weights.
         seed: Seed of the order of pairs.
         context: Where to report and to keep partial state; by default nowhere.

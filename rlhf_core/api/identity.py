@@ -1,7 +1,8 @@
-"""By what a run is recognised: hashes of its settings, rows, weights and reward function, never their names alone.
+"""By what a run is recognised: hashes of its settings, rows, weights and reward function, never
+their names alone.
 
-A folder of partial state is resumed only by the run that left it there: a policy trained by other weights or another
-reward would pass for the one that was asked for.
+A folder of partial state is resumed only by the run that left it there: a policy trained by other
+weights or another reward would pass for the one that was asked for.
 """
 
 from __future__ import annotations
@@ -35,7 +36,9 @@ FILE, HASHES = "run.json", "hashes.json"
 RESUME_KEY = "resume_key"  # an attribute by which a reward function says itself what it computes
 UNKNOWN = "unknown"  # in place of the hash of a value whose content cannot be told
 GLOBAL_READS = ("LOAD_GLOBAL", "LOAD_NAME")
-LIBRARIES = tuple(sysconfig.get_paths()[name] for name in ("stdlib", "platstdlib", "purelib", "platlib"))
+LIBRARIES = tuple(
+    sysconfig.get_paths()[name] for name in ("stdlib", "platstdlib", "purelib", "platlib")
+)
 Parts = dict[str, str]  # the hash of each part of an input
 
 
@@ -56,7 +59,10 @@ def claim_folder(context: RunContext, name: str, inputs: Mapping[str, Any]) -> N
     """
     path, hashes = context.work / FILE, FileHashes(context.work / HASHES)
     compared = {} if context.named_by_content else inputs
-    claim = {"run": name, "inputs": {key: parts_of(value, hashes) for key, value in compared.items()}}
+    claim = {
+        "run": name,
+        "inputs": {key: parts_of(value, hashes) for key, value in compared.items()},
+    }
     if path.is_file():
         try:
             earlier = read_json(path)
@@ -84,7 +90,9 @@ def _require_same(saved: dict[str, Any], claim: dict[str, Any], work: Path) -> N
                 changed.append(label)
     if changed:
         listed = ", ".join(changed)
-        raise RlhfError(f"{work} holds a run with other settings, data or models, namely {listed}: {remedy}")
+        raise RlhfError(
+            f"{work} holds a run with other settings, data or models, namely {listed}: {remedy}"
+        )
     if unknown:
         raise RlhfError(
             f"{work} holds a run that may have had another {', '.join(unknown)}, whose content cannot be compared: "
@@ -93,7 +101,9 @@ def _require_same(saved: dict[str, Any], claim: dict[str, Any], work: Path) -> N
 
 
 def parts_of(value: Any, hashes: FileHashes) -> Parts:
-    """The hash of each part of ``value``: of a function its code, and every value that it reads; else one unnamed."""
+    """The hash of each part of ``value``: of a function its code, and every value that it reads;
+    else one unnamed.
+    """
     if callable(value) and not isinstance(value, nn.Module):
         key = getattr(value, RESUME_KEY, None)
         if key is not None:
@@ -110,7 +120,9 @@ def _hash_or_unknown(value: Any, hashes: FileHashes) -> str:
 
 
 def _parts_of_callable(value: Any) -> Iterator[tuple[str, Any]]:
-    """Yield what a function computes with, or what an object that can be called does and holds, each with its name."""
+    """Yield what a function computes with, or what an object that can be called does and holds,
+    each with its name.
+    """
     if isinstance(value, MethodType):
         yield "its object", value.__self__
         value = value.__func__
@@ -126,7 +138,9 @@ def _parts_of_callable(value: Any) -> Iterator[tuple[str, Any]]:
 
 
 def values_read(function: FunctionType) -> Iterator[tuple[str, Any]]:
-    """Yield the values that a function reads beside its arguments: defaults, variables around it, and globals."""
+    """Yield the values that a function reads beside its arguments: defaults, variables around it,
+    and globals.
+    """
     for number, value in enumerate(function.__defaults__ or ()):
         yield f"default {number}", value
     for name, value in sorted((function.__kwdefaults__ or {}).items()):
@@ -165,7 +179,9 @@ class Content:
 
     def add(self, value: Any) -> None:
         """Add one value."""
-        if value is None or isinstance(value, bool | int | float | complex | str | bytes | enum.Enum):
+        if value is None or isinstance(
+            value, bool | int | float | complex | str | bytes | enum.Enum
+        ):
             self._text(f"{type(value).__name__} {value!r}")
             return
         if id(value) in self.open:
@@ -226,7 +242,9 @@ class Content:
             self._text(f"module {value.__name__}")
         elif isinstance(value, CodeType):
             self.hash.update(value.co_code)
-            self._all("code", [value.co_names, value.co_varnames, value.co_freevars, value.co_consts])
+            self._all(
+                "code", [value.co_names, value.co_varnames, value.co_freevars, value.co_consts]
+            )
         elif isinstance(value, FunctionType):
             self._add_function(value)
         elif isinstance(value, MethodType):
@@ -240,7 +258,9 @@ class Content:
             self._add_reduced(value)
 
     def _add_function(self, function: FunctionType) -> None:
-        """A library's function by its name, since its code is the environment's; another by what it does."""
+        """A library's function by its name, since its code is the environment's; another by what it
+        does.
+        """
         if function.__code__.co_filename.startswith(LIBRARIES):
             self._text(f"{function.__module__}.{function.__qualname__}")
             return
@@ -251,13 +271,17 @@ class Content:
             self.add(value)
 
     def _add_named(self, value: Any) -> None:
-        """A class by its name, with its functions unless it is a library's; what is bound, with what it is bound to."""
+        """A class by its name, with its functions unless it is a library's; what is bound, with
+        what it is bound to.
+        """
         self._text(f"{value.__module__}.{value.__qualname__}")
         self.add(getattr(value, "__self__", None))
         module = sys.modules.get(value.__module__ or "")
         of_library = str(getattr(module, "__file__", None) or LIBRARIES[0]).startswith(LIBRARIES)
         if isinstance(value, type) and (not of_library or value.__module__ == "__main__"):
-            methods = {name: own for name, own in vars(value).items() if isinstance(own, FunctionType)}
+            methods = {
+                name: own for name, own in vars(value).items() if isinstance(own, FunctionType)
+            }
             for name in sorted(methods):
                 self._text(name)
                 self.add(methods[name])

@@ -1,4 +1,6 @@
-"""Inputs of the functions here: records of any known format, tokenizers, rewards, and the folder of a run's state."""
+"""Inputs of the functions here: records of any known format, tokenizers, rewards, and the folder of
+a run's state.
+"""
 
 from __future__ import annotations
 
@@ -68,25 +70,29 @@ Config = TypeVar("Config", bound=Strict)
 
 HELD_OUT_EVERY = 20
 TEXTS = {"chosen", "rejected", "reply", "text"}
-# (prompts, replies, columns by name) -> one number per reply; a prompt is its turns as {"role": ..., "content": ...}.
+# (prompts, replies, columns by name) -> one number per reply; a prompt is its turns as {"role":
+# ..., "content": ...}.
 RewardFunction = Callable[..., Sequence[float | None] | Any] | FunctionReward
 
 logger = logging.getLogger(__name__)
 
 
-def rows_of(kind: type[Row], records: Iterable[Row | Mapping[str, Any] | str], name: str) -> list[Row]:
+def rows_of(
+    kind: type[Row], records: Iterable[Row | Mapping[str, Any] | str], name: str
+) -> list[Row]:
     """Read records of a known format (see docs/data-formats.md) as rows.
 
     A string is a prompt of one user turn, or a plain text where those are asked for.
 
     Args:
         kind: The class of the rows.
-        records: Rows, or records such as those of a ``datasets.Dataset``; or a table, see :func:`records_of`.
+        records: Rows, or records such as those of a ``datasets.Dataset``; or a table, see
+            :func:`records_of`.
         name: What messages call them.
 
     Raises:
-        DataError: There are none, they are of no known format, or one of them is not of the format of the first, or
-            prefers no reply.
+        DataError: There are none, they are of no known format, or one of them is not of the format
+            of the first, or prefers no reply.
     """
     listed = records_of(records, name)
     if not listed:
@@ -122,20 +128,24 @@ def _read(kind: type[Row], listed: Sequence[Mapping[str, Any] | str | Row], name
 
 
 def records_of(given: Any, name: str) -> list[Any]:
-    """The records of a list or another iterable of them, or of a table of pandas, Polars or PyArrow.
+    """The records of a list or another iterable of them, or of a table of pandas, Polars or
+    PyArrow.
 
-    Missing values of a table are None. What has columns and would yield their names in place of rows is refused.
+    Missing values of a table are None. What has columns and would yield their names in place of
+    rows is refused.
 
     Raises:
-        DataError: ``given`` is one record, no iterable, or a table of another kind; or it holds something else than
-            strings and records.
+        DataError: ``given`` is one record, no iterable, or a table of another kind; or it holds
+            something else than strings and records.
     """
     kind = type(given).__name__
     if isinstance(given, str | bytes):
         raise DataError(f"{name} is one {kind}; give a list of records")
     if isinstance(given, Mapping):
         held = ", ".join(map(str, list(given)[:4]))
-        raise DataError(f"{name} is one {kind} (with {held}); give a list of records, such as the rows of one split")
+        raise DataError(
+            f"{name} is one {kind} (with {held}); give a list of records, such as the rows of one split"
+        )
     fields = getattr(getattr(given, "dtype", None), "names", None)  # of a structured array of NumPy
     names_columns = hasattr(given, "columns") or hasattr(given, "keys") or fields is not None
     if type(given).__module__.partition(".")[0] == "datasets":
@@ -145,16 +155,22 @@ def records_of(given: Any, name: str) -> list[Any]:
         listed = given.to_pylist()
     elif hasattr(given, "to_dicts"):  # Polars' tables
         listed = given.to_dicts()
-    elif hasattr(given, "to_dict") and hasattr(given, "iterrows"):  # pandas' and those that follow it
+    elif hasattr(given, "to_dict") and hasattr(
+        given, "iterrows"
+    ):  # pandas' and those that follow it
         listed = [plain_values(row) for row in given.to_dict("records")]
     elif hasattr(given, "tolist") and fields is None:  # a column of pandas, an array of NumPy
         listed = plain_values(given)
     elif not isinstance(given, Iterable) or (names_columns and not isinstance(given, Sequence)):
-        raise DataError(f"{name} is a {kind}, which is no list of records; give its rows as a list of dicts")
+        raise DataError(
+            f"{name} is a {kind}, which is no list of records; give its rows as a list of dicts"
+        )
     else:
         listed = list(given)
     for number, record in enumerate(listed, start=1):
-        if not isinstance(record, str | Mapping | Demonstration | Preference | Prompt | PretrainText):
+        if not isinstance(
+            record, str | Mapping | Demonstration | Preference | Prompt | PretrainText
+        ):
             raise DataError(
                 f"{name}, record {number} is a {type(record).__name__}; give each as a dict, or as a string"
             )
@@ -162,14 +178,19 @@ def records_of(given: Any, name: str) -> list[Any]:
 
 
 def plain_values(value: Any) -> Any:
-    """A value of a table of pandas as JSON would have it: lists for arrays, and None for what is missing."""
+    """A value of a table of pandas as JSON would have it: lists for arrays, and None for what is
+    missing.
+    """
     if isinstance(value, Mapping):
         return {key: plain_values(item) for key, item in value.items()}
     if hasattr(value, "tolist"):  # NumPy's arrays and numbers
         value = value.tolist()
     if isinstance(value, list | tuple):
         return [plain_values(item) for item in value]
-    missing = (isinstance(value, float) and value != value) or type(value).__name__ in ("NAType", "NaTType")
+    missing = (isinstance(value, float) and value != value) or type(value).__name__ in (
+        "NAType",
+        "NaTType",
+    )
     return None if missing else value
 
 
@@ -200,7 +221,8 @@ def held_out(
     validation: Iterable[Row | Mapping[str, Any] | str] | None,
     name: str,
 ) -> tuple[list[Row], list[Row]]:
-    """Read records as training and validation rows: without ``validation`` every twentieth and the last are held out.
+    """Read records as training and validation rows: without ``validation`` every twentieth and the
+    last are held out.
 
     Raises:
         DataError: As of :func:`rows_of`, or there are too few rows to hold one out.
@@ -209,14 +231,19 @@ def held_out(
     if validation is not None:
         return rows, rows_of(kind, validation, "validation")
     if len(rows) < 2:
-        raise DataError(f"{name} has {len(rows)} record, of which none can be held out; give validation records")
+        raise DataError(
+            f"{name} has {len(rows)} record, of which none can be held out; give validation records"
+        )
     numbers = {*range(HELD_OUT_EVERY - 1, len(rows), HELD_OUT_EVERY), len(rows) - 1}
     training = [row for number, row in enumerate(rows) if number not in numbers]
     return training, [rows[number] for number in sorted(numbers)]
 
 
 def token_table(
-    given: Iterable[Any] | TokenTable, kind: type[Row], tokenizer: PreTrainedTokenizerBase, name: str
+    given: Iterable[Any] | TokenTable,
+    kind: type[Row],
+    tokenizer: PreTrainedTokenizerBase,
+    name: str,
 ) -> TokenTable | None:
     """Tokenise records of ``kind``, if there are any; a table is taken as it is."""
     if isinstance(given, TokenTable):
@@ -231,10 +258,14 @@ def encode_prompts(
     policy: PreTrainedModel | Path,
     max_new_tokens: int,
 ) -> TrainingPrompts:
-    """Read and encode prompts where that is not done yet; prompt and reply must fit the policy's positions."""
+    """Read and encode prompts where that is not done yet; prompt and reply must fit the policy's
+    positions.
+    """
     if not isinstance(prompts, TrainingPrompts):
         records = records_of(prompts, "prompts")
-        encoded = TrainingPrompts.encode(tokenizer, [row.prompt for row in rows_of(Prompt, records, "prompts")])
+        encoded = TrainingPrompts.encode(
+            tokenizer, [row.prompt for row in rows_of(Prompt, records, "prompts")]
+        )
         prompts = replace(encoded, columns=columns_beside(records))
     positions = fitting_length(sys.maxsize, policy)
     require_room(prompts.ids, max_new_tokens, positions)
@@ -242,12 +273,16 @@ def encode_prompts(
 
 
 def columns_beside(records: Sequence[Any]) -> dict[str, list[Any]]:
-    """What records of prompts say beside these, by column; those that are no mapping say nothing."""
+    """What records of prompts say beside these, by column; those that are no mapping say
+    nothing.
+    """
     return columns_of_records([record if isinstance(record, Mapping) else {} for record in records])
 
 
 def _require_one_record_each(prompts: TrainingPrompts, read: Sequence[str]) -> None:
-    """Refuse two records of one prompt that differ in what is read: a reply would not tell which of them it answers."""
+    """Refuse two records of one prompt that differ in what is read: a reply would not tell which of
+    them it answers.
+    """
     first: dict[tuple[int, ...], int] = {}
     for row, ids in enumerate(prompts.ids if read else ()):
         other = first.setdefault(tuple(ids), row)
@@ -260,23 +295,31 @@ def _require_one_record_each(prompts: TrainingPrompts, read: Sequence[str]) -> N
                 )
 
 
-def checked_tokenizer(tokenizer: PreTrainedTokenizerBase, model: PreTrainedModel | Path) -> PreTrainedTokenizerBase:
-    """Return the tokenizer, or a copy with a plain chat template ("User: … Assistant: …") where it has none.
+def checked_tokenizer(
+    tokenizer: PreTrainedTokenizerBase, model: PreTrainedModel | Path
+) -> PreTrainedTokenizerBase:
+    """Return the tokenizer, or a copy with a plain chat template ("User: … Assistant: …") where it
+    has none.
 
-    A copy also names the tokens at which the model's generation config ends a reply. That of a folder is as the base
-    stage, or whoever saved the folder, has made it.
+    A copy also names the tokens at which the model's generation config ends a reply. That of a
+    folder is as the base stage, or whoever saved the folder, has made it.
 
     Raises:
-        ModelError: It has no end-of-sequence token, so that no reply could ever end, or more entries than the model.
+        ModelError: It has no end-of-sequence token, so that no reply could ever end, or more
+            entries than the model.
     """
     require_type(tokenizer, PreTrainedTokenizerBase, "tokenizer")
     if tokenizer is None:
-        raise ConfigError("tokenizer is None; give the model's own, such as AutoTokenizer.from_pretrained(NAME)")
+        raise ConfigError(
+            "tokenizer is None; give the model's own, such as AutoTokenizer.from_pretrained(NAME)"
+        )
     if isinstance(model, Path):
         return tokenizer
     entries = embedding_weight(model).shape[0]
     if len(tokenizer) > entries:
-        raise ModelError(f"the tokenizer has {len(tokenizer)} entries, the model only {entries}: they differ")
+        raise ModelError(
+            f"the tokenizer has {len(tokenizer)} entries, the model only {entries}: they differ"
+        )
     if tokenizer.eos_token_id is None:
         raise ModelError(
             f"the tokenizer {tokenizer.name_or_path!r} has no end-of-sequence token; set tokenizer.eos_token to one of "
@@ -291,13 +334,17 @@ def checked_tokenizer(tokenizer: PreTrainedTokenizerBase, model: PreTrainedModel
 
 @contextmanager
 def evaluating(*models: object) -> Iterator[None]:
-    """Put the given models on the device and in evaluation mode inside the block, with logits computed in float32,
-    products and norms as engines and loading have them: policy and reference of one model then compute the same.
+    """Put the given models on the device and in evaluation mode inside the block, with logits
+    computed in float32, products and norms as engines and loading have them: policy and reference
+    of one model then compute the same.
 
-    This is the one place for models that are read as they are: engines place what they train, and loading what comes
-    from a folder. Whatever is no model in memory (a folder, a function, None) is left alone.
+    This is the one place for models that are read as they are: engines place what they train, and
+    loading what comes from a folder. Whatever is no model in memory (a folder, a function, None) is
+    left alone.
     """
-    held: dict[int, nn.Module] = {id(model): model for model in models if isinstance(model, nn.Module)}
+    held: dict[int, nn.Module] = {
+        id(model): model for model in models if isinstance(model, nn.Module)
+    }
     with ExitStack() as stack:
         for model in held.values():
             stack.callback(model.train, model.training)
@@ -306,21 +353,29 @@ def evaluating(*models: object) -> Iterator[None]:
             stack.enter_context(openblas_products(model))
             stack.enter_context(fused_norms(model))
             if isinstance(model, PreTrainedModel):
-                stack.callback(setattr, model.config, "return_dict", getattr(model.config, "return_dict", True))
+                stack.callback(
+                    setattr, model.config, "return_dict", getattr(model.config, "return_dict", True)
+                )
                 name_outputs(model)
                 stack.enter_context(float32_unembedding(model))
         yield
 
 
 def reward_folder(reward: Any, context: RunContext) -> Path | None:
-    """What ``reward.sources`` call ``models/reward``; None where the reward is a function or a model in memory."""
+    """What ``reward.sources`` call ``models/reward``; None where the reward is a function or a
+    model in memory.
+    """
     if isinstance(reward, Path):
         return reward
     return context.folder / OWN_MODEL if reward is None else None
 
 
-def reward_inputs(reward: Any, rollout: RolloutConfig, context: RunContext | None) -> dict[str, Any]:
-    """What rewards depend on beside the settings: what was given, or the functions and models of ``reward.sources``."""
+def reward_inputs(
+    reward: Any, rollout: RolloutConfig, context: RunContext | None
+) -> dict[str, Any]:
+    """What rewards depend on beside the settings: what was given, or the functions and models of
+    ``reward.sources``.
+    """
     own = reward_folder(reward, context or RunContext(Path()))
     if own is None and isinstance(reward, FunctionReward):
         return {"reward": reward.function, "reward's call": [reward.call, reward.timeout_seconds]}
@@ -330,7 +385,9 @@ def reward_inputs(reward: Any, rollout: RolloutConfig, context: RunContext | Non
         return {}  # it is compared with nothing
     workspace = own.parent.parent
     inputs: dict[str, Any] = {"reward": own}
-    for name, source in zip(source_names(rollout.reward.sources), rollout.reward.sources, strict=True):
+    for name, source in zip(
+        source_names(rollout.reward.sources), rollout.reward.sources, strict=True
+    ):
         if isinstance(source, FunctionSource):
             inputs[f"source {name}"] = load_function(source.target, workspace, name, SIGNATURE)
         for folder in model_folders(source):
@@ -346,7 +403,8 @@ def reward_fn_of(
     frozen: FrozenModels,
     context: RunContext,
 ) -> RewardFn:
-    """Make the reward function that the trainers call on tokens, of what was given or of ``reward.sources``.
+    """Make the reward function that the trainers call on tokens, of what was given or of
+    ``reward.sources``.
 
     Raises:
         ConfigError: It is given twice, or cannot be one.
@@ -356,22 +414,30 @@ def reward_fn_of(
     if own is not None:
         workspace = own.parent.parent
         clean = workspace / "data/clean"
-        sources = SourceContext(own, clean, tokenizer, prompts, distributed.device(), frozen, limits)
+        sources = SourceContext(
+            own, clean, tokenizer, prompts, distributed.device(), frozen, limits
+        )
         return build_reward_fn(rollout.reward.sources, sources)
     if rollout.reward.sources != DEFAULT_SOURCES:
-        raise ConfigError("the reward is given twice, as an argument and by reward.sources: leave one of them out")
+        raise ConfigError(
+            "the reward is given twice, as an argument and by reward.sources: leave one of them out"
+        )
     if isinstance(reward, ScalarModel):
         return reward_model_fn(reward.eval(), limits)
     given = reward if isinstance(reward, FunctionReward) else FunctionReward(reward)  # type: ignore[arg-type]
     if not callable(given.function):
-        raise ConfigError(f"reward is a {type(reward).__name__}; give a function f(prompts, replies) or a reward model")
+        raise ConfigError(
+            f"reward is a {type(reward).__name__}; give a function f(prompts, replies) or a reward model"
+        )
     who = f"the reward function {getattr(given.function, '__name__', '')}".rstrip()
     function = PythonFunction(given, who, list(prompts.columns))
     _require_one_record_each(prompts, function.read)
     unread = sorted(prompts.columns.keys() - {*function.read})
     if unread:
         logger.info("%s does not read %s of the prompts' records", who, ", ".join(unread))
-    return RewardMixture([WeightedSource("function", 1.0, RankShared(function))], PromptReader(prompts), tokenizer)
+    return RewardMixture(
+        [WeightedSource("function", 1.0, RankShared(function))], PromptReader(prompts), tokenizer
+    )
 
 
 def require_type(value: object, kind: type, name: str) -> None:
@@ -385,7 +451,9 @@ def require_type(value: object, kind: type, name: str) -> None:
 
 
 @contextmanager
-def run_context(context: RunContext | None, name: str, inputs: Mapping[str, Any]) -> Iterator[RunContext]:
+def run_context(
+    context: RunContext | None, name: str, inputs: Mapping[str, Any]
+) -> Iterator[RunContext]:
     """The given context, or one whose folder is removed when the block ends.
 
     Args:
@@ -405,7 +473,9 @@ def run_context(context: RunContext | None, name: str, inputs: Mapping[str, Any]
     yield context
 
 
-def with_safe_rates(config: Config, model: PreTrainedModel | Path, insisted: bool, adapters: bool = False) -> Config:
+def with_safe_rates(
+    config: Config, model: PreTrainedModel | Path, insisted: bool, adapters: bool = False
+) -> Config:
     """``config`` with a learning rate in every optimiser that has none, which suits ``model``.
 
     A model in memory that was loaded from nowhere is a new one; any other counts as pretrained.
@@ -422,7 +492,9 @@ def with_safe_rates(config: Config, model: PreTrainedModel | Path, insisted: boo
     new = not isinstance(model, Path) and not model.name_or_path
     high = [part for part in trained_parts(config, adapters) if part.too_high]
     if high and not new and not insisted:
-        listed = ", ".join(f"{part.field}.lr {part.optimizer.lr:g} (about {_usual(part):g})" for part in high)
+        listed = ", ".join(
+            f"{part.field}.lr {part.optimizer.lr:g} (about {_usual(part):g})" for part in high
+        )
         raise ConfigError(
             f"the model is a pretrained one, which learning rates this high wreck within a few steps: {listed}; lower "
             "them, leave them out, or insist with allow_high_learning_rates=True"

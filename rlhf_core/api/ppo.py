@@ -1,4 +1,6 @@
-"""PPO-max on a causal language model, with a reward function or the reward sources of the settings."""
+"""PPO-max on a causal language model, with a reward function or the reward sources of the
+settings.
+"""
 
 from __future__ import annotations
 
@@ -47,7 +49,13 @@ from rlhf_core.models.adapters import (
     pack_linear_layers,
     peft_adapter,
 )
-from rlhf_core.models.causal_lm import load_policy, own_copy, positions_of, save_policy, say_router_loss
+from rlhf_core.models.causal_lm import (
+    load_policy,
+    own_copy,
+    positions_of,
+    save_policy,
+    say_router_loss,
+)
 from rlhf_core.models.given import require_plain
 from rlhf_core.models.heads import ReplyScorer, ScalarModel
 from rlhf_core.models.io import load_weights
@@ -75,7 +83,9 @@ from rlhf_core.training.loop import keeping_what_was_made
 from rlhf_core.training.rng import derive_seed, seed_everything
 from rlhf_core.training.run_context import RunContext
 
-MEASURED = -1  # the sampler's version of weights that the selection looks at; those of rollouts count from 0
+MEASURED = (
+    -1
+)  # the sampler's version of weights that the selection looks at; those of rollouts count from 0
 # The data sets that ``ppo.ptx.data`` names.
 PTX_KINDS = {
     "demonstrations": (Demonstration.KIND,),
@@ -98,7 +108,8 @@ class TrainedPolicy:
         history: The metrics of each iteration.
         samples: Sampled prompts and replies of some iterations.
         metrics: The selected checkpoint, the last iteration, health findings, each rollback.
-        adapter: What was trained, with ``policy_lora``; it is merged into ``model``, and saved beside it.
+        adapter: What was trained, with ``policy_lora``; it is merged into ``model``, and saved
+            beside it.
     """
 
     model: PreTrainedModel
@@ -111,7 +122,9 @@ class TrainedPolicy:
     adapter: PeftAdapter | None = None
 
     def save(self, path: str | Path) -> None:
-        """Save model and tokenizer as a Hugging Face folder, after checking that the copy computes the same."""
+        """Save model and tokenizer as a Hugging Face folder, after checking that the copy computes
+        the same.
+        """
         save_policy(Path(path), self.model, self.tokenizer, adapter=self.adapter)
 
 
@@ -134,37 +147,41 @@ def train_ppo(
 ) -> TrainedPolicy:
     """Optimise ``model`` with PPO-max (algorithms.md §4–§7; paper, sections 5 and 6).
 
-    The health rules watch the run; with ``config.health.mode: enforce`` they pause it or roll it back. A high reward
-    does not show that the policy is better: give a ``referee``, or compare the result with ``model`` by other means.
+    The health rules watch the run; with ``config.health.mode: enforce`` they pause it or roll it
+    back. A high reward does not show that the policy is better: give a ``referee``, or compare the
+    result with ``model`` by other means.
 
-    Models may be given as folders, which are then loaded when there is room for them; a model in memory is copied and
-    left as it is. Data may be given tokenised.
+    Models may be given as folders, which are then loaded when there is room for them; a model in
+    memory is copied and left as it is. Data may be given tokenised.
 
     Args:
         model: The model to start from, which is the reference too.
         tokenizer: Its tokenizer.
         prompts: Strings, or records such as ``{"prompt": ...}``; see docs/data-formats.md.
-        reward: ``f(prompts, replies)`` with one number per reply, or a reward model of the same tokenizer. None takes
-            ``config.reward.sources``, whose paths are relative to ``context.folder``; a folder takes them, too, and is
-            the reward model that they call ``models/reward``.
-        critic: The pre-trained critic, of which a copy is trained further; None with critic-free advantages
-            (``config.advantage.estimator`` rloo or grpo).
+        reward: ``f(prompts, replies)`` with one number per reply, or a reward model of the same
+            tokenizer. None takes ``config.reward.sources``, whose paths are relative to
+            ``context.folder``; a folder takes them, too, and is the reward model that they call
+            ``models/reward``.
+        critic: The pre-trained critic, of which a copy is trained further; None with critic-free
+            advantages (``config.advantage.estimator`` rloo or grpo).
         base: What the policy starts from with ``config.policy_init: base``.
-        referee: A second reward model, not trained on what ``reward`` was trained on: it selects the checkpoint.
+        referee: A second reward model, not trained on what ``reward`` was trained on: it selects
+            the checkpoint.
         validation_prompts: What the referee judges replies to; needed with a referee.
         demonstrations: Texts of the ptx loss, if ``config.ptx.data`` names them.
         pretrain: Plain texts of the ptx loss, if ``config.ptx.data`` names them.
-        config: Settings; by default with the ptx loss if there are texts. Learning rates that are left out are such
-            as suit the model.
+        config: Settings; by default with the ptx loss if there are texts. Learning rates that are
+            left out are such as suit the model.
         context: Where to report and to keep partial state; by default nowhere.
         allow_high_learning_rates: Allows a pretrained model rates that usually wreck it.
 
     Raises:
-        ConfigError: Settings contradict each other, the critic or what was given, or a learning rate is far beyond
-            what suits a pretrained model.
+        ConfigError: Settings contradict each other, the critic or what was given, or a learning
+            rate is far beyond what suits a pretrained model.
         DataError: A prompt leaves no room for a reply, or the reward function breaks its contract.
-        TrainingPaused: A health rule paused the run, or three steps in a row were not finite. Its attribute
-            ``trained``, like that of any error during training, is the policy until then with history and findings.
+        TrainingPaused: A health rule paused the run, or three steps in a row were not finite. Its
+            attribute ``trained``, like that of any error during training, is the policy until then
+            with history and findings.
     """
     require_type(config, PpoConfig, "config")
     require_plain(model, "model")
@@ -200,7 +217,10 @@ def train_ppo(
     inputs.require_consistent()
     seed_everything(config.seed)
     identity = inputs.identity() | reward_inputs(inputs.reward, config, context)
-    with evaluating(model, inputs.reward, inputs.referee), run_context(context, "train_ppo", identity) as run:
+    with (
+        evaluating(model, inputs.reward, inputs.referee),
+        run_context(context, "train_ppo", identity) as run,
+    ):
         if not isinstance(model, Path):  # that of a folder was asked when it became one
             require_replies_as_scored(model, "model")
         with opened_sampler(config.sampler, run.work, run.folder) as sampler:
@@ -214,7 +234,8 @@ def train_ppo(
 def trained_so_far(trainer: Trainer, inputs: PpoInputs) -> TrainedPolicy | None:
     """The policy of a run that ended early; None before its first iteration.
 
-    It is the referee's choice among the checkpoints before, if one of them is on the disk, else the last one.
+    It is the referee's choice among the checkpoints before, if one of them is on the disk, else the
+    last one.
     """
     if not trainer.history.rows():
         return None
@@ -227,7 +248,9 @@ def trained_so_far(trainer: Trainer, inputs: PpoInputs) -> TrainedPolicy | None:
 
 
 def outcome(trainer: Trainer, inputs: PpoInputs, choice: CheckpointChoice | None) -> TrainedPolicy:
-    """Take the policy out of its engines, with the weights of ``choice`` if there is one, and describe its run."""
+    """Take the policy out of its engines, with the weights of ``choice`` if there is one, and
+    describe its run.
+    """
     trained = trainer.learner.pair.release_policy()
     if choice is not None:
         assert trainer.selector is not None
@@ -240,7 +263,9 @@ def outcome(trainer: Trainer, inputs: PpoInputs, choice: CheckpointChoice | None
     assert trainer.health is not None
     findings = trainer.health.findings
     metrics = summary(trainer, history, findings, choice)
-    return TrainedPolicy(trained.eval(), inputs.tokenizer, choice, findings, history, samples, metrics, adapter)
+    return TrainedPolicy(
+        trained.eval(), inputs.tokenizer, choice, findings, history, samples, metrics, adapter
+    )
 
 
 @dataclass(frozen=True)
@@ -259,7 +284,9 @@ class PpoInputs:
     texts: Mapping[str, TokenTable]
 
     def identity(self) -> dict[str, Any]:
-        """Everything but the reward that the run depends on, for :func:`~rlhf_core.api.inputs.run_context`."""
+        """Everything but the reward that the run depends on, for
+        :func:`~rlhf_core.api.inputs.run_context`.
+        """
         critic: Any = self.critic
         if isinstance(critic, TrainedCritic):
             critic = [critic.model, critic.moments]
@@ -284,27 +311,43 @@ class PpoInputs:
         needed = PTX_KINDS[config.ptx.data] if config.ptx.weight else ()
         for kind in self.texts.keys() - {*needed}:
             unread = f"ptx.data is {config.ptx.data}" if config.ptx.weight else "ptx.weight is 0"
-            raise ConfigError(f"{kind} is for the ptx loss, but {unread}: leave it out, or set that")
+            raise ConfigError(
+                f"{kind} is for the ptx loss, but {unread}: leave it out, or set that"
+            )
         if needed and not self.texts:
-            raise ConfigError(f"ptx.weight is {config.ptx.weight}, but there are no {' or '.join(needed)}: give them")
+            raise ConfigError(
+                f"ptx.weight is {config.ptx.weight}, but there are no {' or '.join(needed)}: give them"
+            )
         if not isinstance(self.referee, ScalarModel | Path | None):
-            raise ConfigError(f"referee is a {type(self.referee).__name__}; give a reward model or the folder of one")
+            raise ConfigError(
+                f"referee is a {type(self.referee).__name__}; give a reward model or the folder of one"
+            )
         if self.validation_prompts and self.referee is None:
-            raise ConfigError("validation_prompts are judged by a referee, but there is none: give one")
+            raise ConfigError(
+                "validation_prompts are judged by a referee, but there is none: give one"
+            )
         if self.referee is not None and not self.validation_prompts:
             raise DataError("validation_prompts is empty; the referee needs at least one")
         if config.policy_init == "base" and self.base is None:
-            raise ConfigError("policy_init is base, but there is no base: give the model that the policy starts from")
-        if config.share_base and not (isinstance(self.model, Path) and isinstance(self.referee, Path | None)):
+            raise ConfigError(
+                "policy_init is base, but there is no base: give the model that the policy starts from"
+            )
+        if config.share_base and not (
+            isinstance(self.model, Path) and isinstance(self.referee, Path | None)
+        ):
             raise ConfigError(
                 "share_base shares the weights of folders: give model and referee as folders, or unset it"
             )
         if config.advantage.critic_free:
             if isinstance(self.critic, TrainedCritic):
-                raise ConfigError(f"advantage.estimator {estimator} needs no critic, but there is one: leave it out")
+                raise ConfigError(
+                    f"advantage.estimator {estimator} needs no critic, but there is one: leave it out"
+                )
             return
         if self.critic is None:
-            raise ConfigError(f"advantage.estimator {estimator} needs a critic: give one of train_critic")
+            raise ConfigError(
+                f"advantage.estimator {estimator} needs a critic: give one of train_critic"
+            )
         if isinstance(self.critic, Path):
             return
         require_type(self.critic, TrainedCritic, "critic")
@@ -318,14 +361,18 @@ class PpoInputs:
 
 
 def assemble(inputs: PpoInputs, context: RunContext, sampler: Sampler) -> Trainer:
-    """Build policy, reference and critic with their engines, the reward function, selection and health rules.
+    """Build policy, reference and critic with their engines, the reward function, selection and
+    health rules.
 
-    The order matters where models come from folders: the device may have no room for reference and policy as loaded, so
-    that the reference is placed before the policy is loaded. Where this process samples, SFT's replies come before.
+    The order matters where models come from folders: the device may have no room for reference and
+    policy as loaded, so that the reference is placed before the policy is loaded. Where this
+    process samples, SFT's replies come before.
     """
     config, tokenizer, frozen = inputs.config, inputs.tokenizer, FrozenModels(context.launch)
     reference, adapted = _reference(inputs, frozen)
-    apart = adapted is None and isinstance(inputs.model, Path)  # of the policy, and of what the caller has in memory
+    apart = adapted is None and isinstance(
+        inputs.model, Path
+    )  # of the policy, and of what the caller has in memory
     if apart and config.sampler.kind != "local":  # nothing samples with its weights here
         reference = frozen.place(reference)
     own = reward_folder(inputs.reward, context)
@@ -342,13 +389,20 @@ def assemble(inputs: PpoInputs, context: RunContext, sampler: Sampler) -> Traine
     if adapted is not None:
         policy = adapted
     else:
-        reference = frozen.place(reference) if apart and config.sampler.kind == "local" else reference
-        policy = _own_copy(inputs.model if config.policy_init == "sft" else inputs.base, device_before(context.launch))
+        reference = (
+            frozen.place(reference) if apart and config.sampler.kind == "local" else reference
+        )
+        policy = _own_copy(
+            inputs.model if config.policy_init == "sft" else inputs.base,
+            device_before(context.launch),
+        )
     if selector is not None:
         evaluator.reference = reference
     reward_fn = reward_fn_of(inputs.reward, config, inputs.prompts, tokenizer, frozen, context)
     critic, moments = _critic(inputs, frozen, own)
-    pair = build_actor_critic(config, policy, critic, Sampling.for_rollouts(tokenizer, config), context)
+    pair = build_actor_critic(
+        config, policy, critic, Sampling.for_rollouts(tokenizer, config), context
+    )
     health_limits = {"kl": config.selection.max_kl, "max_new_tokens": float(config.max_new_tokens)}
     ptx = ptx_data(config, inputs.texts, pad_id(tokenizer), positions_of(policy.config))
     return Trainer(
@@ -372,14 +426,19 @@ def default_ppo_config(ptx: bool) -> PpoConfig:
 
 
 def summary(
-    trainer: Trainer, history: list[dict[str, Any]], findings: list[dict[str, Any]], choice: CheckpointChoice | None
+    trainer: Trainer,
+    history: list[dict[str, Any]],
+    findings: list[dict[str, Any]],
+    choice: CheckpointChoice | None,
 ) -> dict[str, Any]:
     """The selected checkpoint, the last iteration, health findings, each rollback."""
     journal = trainer.checkpoints.journal
     last = {name: value for name, value in history[-1].items() if isinstance(value, int | float)}
     # A mean reward that is not finite is null in the history.
     rewards = [history[number]["reward_mean"] for number in (0, -1)]
-    metrics: dict[str, Any] = {f"rollback_{n}": entry.record() for n, entry in enumerate(journal.entries, start=1)}
+    metrics: dict[str, Any] = {
+        f"rollback_{n}": entry.record() for n, entry in enumerate(journal.entries, start=1)
+    }
     metrics |= {
         "iterations": trainer.done,
         "skipped_steps": sum(row["skipped_steps"] for row in history),
@@ -390,21 +449,33 @@ def summary(
         "last": last,
     }
     if choice is not None:
-        metrics |= {"selected_iteration": choice.candidate.iteration, "admissible": int(choice.admissible)}
+        metrics |= {
+            "selected_iteration": choice.candidate.iteration,
+            "admissible": int(choice.admissible),
+        }
         metrics["selected"] = nonfinite_as_none(asdict(choice.candidate))
     return metrics
 
 
-def _own_copy(given: PreTrainedModel | Path | None, device: torch.device | None = None) -> PreTrainedModel:
-    """A model to train: loaded from its folder, on ``device`` or else this process's own; or a copy."""
+def _own_copy(
+    given: PreTrainedModel | Path | None, device: torch.device | None = None
+) -> PreTrainedModel:
+    """A model to train: loaded from its folder, on ``device`` or else this process's own; or a
+    copy.
+    """
     assert given is not None
-    policy = load_policy(given, device=device)[0] if isinstance(given, Path) else own_copy(given).eval()
+    policy = (
+        load_policy(given, device=device)[0] if isinstance(given, Path) else own_copy(given).eval()
+    )
     say_router_loss(policy, False, "ppo")
     return policy
 
 
-def _reference(inputs: PpoInputs, frozen: FrozenModels) -> tuple[PreTrainedModel, PreTrainedModel | None]:
-    """The frozen reference, and the policy where it is trained as adapters: the reference is it without them.
+def _reference(
+    inputs: PpoInputs, frozen: FrozenModels
+) -> tuple[PreTrainedModel, PreTrainedModel | None]:
+    """The frozen reference, and the policy where it is trained as adapters: the reference is it
+    without them.
 
     With ``share_base`` its weights serve the ``frozen`` models too.
     """
@@ -435,9 +506,14 @@ def _scorer(given: Any, frozen: FrozenModels) -> ReplyScorer | None:
 
 
 def _evaluator(
-    inputs: PpoInputs, reference: PreTrainedModel, referee: ReplyScorer, reward: ReplyScorer | None, sampler: Sampler
+    inputs: PpoInputs,
+    reference: PreTrainedModel,
+    referee: ReplyScorer,
+    reward: ReplyScorer | None,
+    sampler: Sampler,
 ) -> SelectionEvaluator:
-    """Let ``referee`` compare replies to fixed prompts with those of ``reference``, sampled as PPO samples.
+    """Let ``referee`` compare replies to fixed prompts with those of ``reference``, sampled as PPO
+    samples.
 
     The ``reward`` model is for the metric ``referee_gap`` alone; None where the reward is no model.
     """
@@ -457,8 +533,11 @@ def _evaluator(
     return SelectionEvaluator(reference, inputs.validation_prompts, judge, sample, proxy)
 
 
-def _critic(inputs: PpoInputs, frozen: FrozenModels, reward: Path | None) -> tuple[ScalarModel | None, RunningMeanStd]:
-    """A copy of the pre-trained critic, and the moments of raw rewards that it saw; without one they begin with PPO.
+def _critic(
+    inputs: PpoInputs, frozen: FrozenModels, reward: Path | None
+) -> tuple[ScalarModel | None, RunningMeanStd]:
+    """A copy of the pre-trained critic, and the moments of raw rewards that it saw; without one
+    they begin with PPO.
 
     Pre-trained as adapters, it keeps those on the policy's frozen weights where these are shared.
     """
@@ -469,7 +548,11 @@ def _critic(inputs: PpoInputs, frozen: FrozenModels, reward: Path | None) -> tup
         critic, moments = copy.deepcopy(given.model), copy.deepcopy(given.moments)
     else:
         moments = RunningMeanStd.from_dict(read_json(given / MOMENTS))
-        if config.critic_mode != "shared" and frozen.base is not None and (given / SETTINGS).is_file():
+        if (
+            config.critic_mode != "shared"
+            and frozen.base is not None
+            and (given / SETTINGS).is_file()
+        ):
             return frozen.base.scalar(given, through=reward), moments
         critic = ScalarModel.load(given, device=device_before(frozen.launch, config.critic_lora))
     if config.critic_lora is not None:
@@ -477,8 +560,12 @@ def _critic(inputs: PpoInputs, frozen: FrozenModels, reward: Path | None) -> tup
     return critic, moments
 
 
-def ptx_data(config: PpoConfig, texts: Mapping[str, TokenTable], pad: int, positions: int | None) -> PtxData | None:
-    """The texts of the ptx loss; those longer than the model's positions are left out, never cut."""
+def ptx_data(
+    config: PpoConfig, texts: Mapping[str, TokenTable], pad: int, positions: int | None
+) -> PtxData | None:
+    """The texts of the ptx loss; those longer than the model's positions are left out, never
+    cut.
+    """
     if config.ptx.weight == 0:
         return None
     seed, shares = derive_seed(config.seed, "ppo", "ptx"), config.ptx.category_shares

@@ -10,7 +10,13 @@ from typing import Any
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from rlhf_core.api.inputs import checked_tokenizer, held_out, require_type, run_context, with_safe_rates
+from rlhf_core.api.inputs import (
+    checked_tokenizer,
+    held_out,
+    require_type,
+    run_context,
+    with_safe_rates,
+)
 from rlhf_core.config.reward import PairBatchConfig, RewardConfig
 from rlhf_core.data.encoding import pad_id
 from rlhf_core.data.schema import Preference
@@ -18,7 +24,13 @@ from rlhf_core.models.causal_lm import fitting_length
 from rlhf_core.models.given import require_plain
 from rlhf_core.models.precision import plain_arithmetic
 from rlhf_core.training.reward.probes import probe_metrics, probes_of
-from rlhf_core.training.reward.run import Split, TrainedScalar, quality_metrics, split_of, train_scalar
+from rlhf_core.training.reward.run import (
+    Split,
+    TrainedScalar,
+    quality_metrics,
+    split_of,
+    train_scalar,
+)
 from rlhf_core.training.reward.trainer import PairScores, score_pairs
 from rlhf_core.training.run_context import RunContext
 
@@ -30,9 +42,10 @@ class TrainedRewardModel(TrainedScalar):
     Attributes:
         model: Gives a scalar at the last token of prompt and reply.
         tokenizer: Its tokenizer.
-        metrics: Accuracy, margins and biases on the validation pairs, and on the test pairs under names that begin with
-            ``test_``; pairs used and dropped. Under ``probes`` how often it scores a reply above a copy that is worse
-            for one known reason, of the test pairs, or without those of the validation pairs (docs/train.md).
+        metrics: Accuracy, margins and biases on the validation pairs, and on the test pairs under
+            names that begin with ``test_``; pairs used and dropped. Under ``probes`` how often it
+            scores a reply above a copy that is worse for one known reason, of the test pairs, or
+            without those of the validation pairs (docs/train.md).
         scores: Rewards of the held-out pairs, by the name of their split.
     """
 
@@ -58,18 +71,22 @@ def train_reward_model(
     name: str = "reward",
     allow_high_learning_rates: bool = False,
 ) -> TrainedRewardModel:
-    """Train a scalar model on preference pairs by pairwise ranking (algorithms.md §2; paper, equation 1).
+    """Train a scalar model on preference pairs by pairwise ranking (algorithms.md §2; paper,
+    equation 1).
 
-    The same function trains the referee that selects PPO's checkpoints: give it other pairs and another ``name``.
+    The same function trains the referee that selects PPO's checkpoints: give it other pairs and
+    another ``name``.
 
     Args:
-        model: The causal language model that a head is put on a copy of, or its folder; it is left as it is. With a
-            folder, adapters are kept apart from its weights, too.
+        model: The causal language model that a head is put on a copy of, or its folder; it is left
+            as it is. With a folder, adapters are kept apart from its weights, too.
         tokenizer: Its tokenizer.
-        preferences: Records such as ``{"prompt": ..., "chosen": ..., "rejected": ...}``; see docs/data-formats.md.
+        preferences: Records such as ``{"prompt": ..., "chosen": ..., "rejected": ...}``; see
+            docs/data-formats.md.
         validation: Held-out pairs; by default every twentieth one.
         test: Further pairs to measure the model on.
-        config: Settings; by default one epoch. A learning rate that is left out is one that suits the model.
+        config: Settings; by default one epoch. A learning rate that is left out is one that suits
+            the model.
         context: Where to report and to keep partial state; by default nowhere.
         name: Sets the random streams of this model apart from those of others.
         allow_high_learning_rates: Allows a pretrained model rates that usually wreck it.
@@ -93,7 +110,9 @@ def train_reward_model(
         pairs = split_of(train, tokenizer, longest, "preferences")
         held = split_of(checks, tokenizer, longest, "validation")
     config = with_safe_rates(config, model, allow_high_learning_rates)
-    margins = [[row.margin for row in split.rows] if config.use_margin else [] for split in (pairs, held)]
+    margins = [
+        [row.margin for row in split.rows] if config.use_margin else [] for split in (pairs, held)
+    ]
     inputs = {
         "config": config, "preferences": pairs.tokens, "validation": held.tokens, "margins": margins, "model": model
     }  # fmt: skip
@@ -101,7 +120,9 @@ def train_reward_model(
         trained = train_scalar(config, name, model, tokenizer, pairs, held, run)
     splits = {"validation": held} | ({"test": test} if test is not None else {})
     scores = {
-        split: score_pairs(trained.model, each.pairs, pad_id(tokenizer), f"{name}, scoring {split} pairs")
+        split: score_pairs(
+            trained.model, each.pairs, pad_id(tokenizer), f"{name}, scoring {split} pairs"
+        )
         for split, each in splits.items()
     }
     metrics = quality_metrics(trained, pairs, splits, scores, config.seed)

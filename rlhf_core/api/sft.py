@@ -11,13 +11,25 @@ from typing import Any
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from rlhf_core.api.inputs import checked_tokenizer, held_out, require_type, run_context, with_safe_rates
+from rlhf_core.api.inputs import (
+    checked_tokenizer,
+    held_out,
+    require_type,
+    run_context,
+    with_safe_rates,
+)
 from rlhf_core.config.base import SftConfig
 from rlhf_core.data.encoding import pad_id
 from rlhf_core.data.schema import Demonstration
 from rlhf_core.data.token_tables import TokenTable
 from rlhf_core.errors import DataError
-from rlhf_core.models.causal_lm import fitting_length, load_policy, own_copy, save_policy, say_router_loss
+from rlhf_core.models.causal_lm import (
+    fitting_length,
+    load_policy,
+    own_copy,
+    save_policy,
+    say_router_loss,
+)
 from rlhf_core.models.given import require_plain
 from rlhf_core.models.precision import plain_arithmetic, use_float32_unembedding
 from rlhf_core.training import loop
@@ -47,7 +59,9 @@ class SftRun:
     history: list[dict[str, Any]]
 
     def save(self, path: str | Path) -> None:
-        """Save model and tokenizer as a Hugging Face folder, after checking that the copy computes the same."""
+        """Save model and tokenizer as a Hugging Face folder, after checking that the copy computes
+        the same.
+        """
         save_policy(Path(path), self.model, self.tokenizer)
 
 
@@ -62,14 +76,18 @@ def train_sft(
     context: RunContext | None = None,
     allow_high_learning_rates: bool = False,
 ) -> SftRun:
-    """Fine-tune a copy of ``model`` on demonstrations by cross-entropy on the replies (algorithms.md §1).
+    """Fine-tune a copy of ``model`` on demonstrations by cross-entropy on the replies
+    (algorithms.md §1).
 
     Args:
         model: Any causal language model, or its folder. It is left as it is.
-        tokenizer: Its tokenizer. One without a chat template gets a plain one ("User: … Assistant: …").
-        demonstrations: Records such as ``{"prompt": ..., "completion": ...}``; see docs/data-formats.md.
+        tokenizer: Its tokenizer. One without a chat template gets a plain one ("User: … Assistant:
+            …").
+        demonstrations: Records such as ``{"prompt": ..., "completion": ...}``; see
+            docs/data-formats.md.
         validation: Held-out records; by default every twentieth demonstration.
-        config: Settings; by default one epoch. A learning rate that is left out is one that suits the model.
+        config: Settings; by default one epoch. A learning rate that is left out is one that suits
+            the model.
         context: Where to report and to keep partial state; by default nowhere.
         allow_high_learning_rates: Allows a pretrained model rates that usually wreck it.
 
@@ -100,7 +118,10 @@ def train_sft(
             )
     if dropped:
         logger.warning(
-            "sft: %d of %d demonstrations are longer than %d tokens and were left out", dropped, len(train), longest
+            "sft: %d of %d demonstrations are longer than %d tokens and were left out",
+            dropped,
+            len(train),
+            longest,
         )
     inputs = {"config": config, "demonstrations": train, "validation": held, "model": model}
     with run_context(context, "train_sft", inputs) as run:

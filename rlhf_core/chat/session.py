@@ -29,7 +29,11 @@ class ChatSession:
     """A conversation of several turns. The same seed and the same turns give the same replies."""
 
     def __init__(
-        self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, sampling: SamplingConfig, seed: int = 0
+        self,
+        model: PreTrainedModel,
+        tokenizer: PreTrainedTokenizerBase,
+        sampling: SamplingConfig,
+        seed: int = 0,
     ) -> None:
         self.model, self.tokenizer, self.sampling, self.seed = model, tokenizer, sampling, seed
         self.turns: list[Message] = []
@@ -37,11 +41,15 @@ class ChatSession:
         self._asked = 0
 
     @classmethod
-    def open(cls, folder: Path, sampling: SamplingConfig | None = None, seed: int = 0) -> ChatSession:
+    def open(
+        cls, folder: Path, sampling: SamplingConfig | None = None, seed: int = 0
+    ) -> ChatSession:
         """Load a Hugging Face folder; ``ModelError`` when it is missing or incomplete."""
         require_openable(folder)
         model, tokenizer = load_policy(folder)
-        tokenizer.model_max_length = sys.maxsize  # what is too long is forgotten or refused; the library would warn
+        tokenizer.model_max_length = (
+            sys.maxsize
+        )  # what is too long is forgotten or refused; the library would warn
         return cls(model, tokenizer, sampling or SamplingConfig(), seed)
 
     def reset(self) -> None:
@@ -51,12 +59,15 @@ class ChatSession:
     def say(self, text: str, on_text: OnText | None = None) -> str:
         """The model's reply to ``text``, which joins the conversation.
 
-        ``on_text`` is called with each piece of the reply as it is sampled, on one line. Where the model's context is
-        full the oldest turns are forgotten (``forgotten`` counts them). ``DataError`` when ``text`` alone does not fit
-        or is not UTF-8; the conversation then stays as it was.
+        ``on_text`` is called with each piece of the reply as it is sampled, on one line. Where the
+        model's context is full the oldest turns are forgotten (``forgotten`` counts them).
+        ``DataError`` when ``text`` alone does not fit or is not UTF-8; the conversation then stays
+        as it was.
         """
         if not is_encodable(text):
-            raise DataError("that line is not UTF-8; save the input as UTF-8, or set the terminal to it")
+            raise DataError(
+                "that line is not UTF-8; save the input as UTF-8, or set the terminal to it"
+            )
         turns = [*self.turns, Message("user", text)]
         ids, turns = self._fit(turns)
         uniforms = philox_uniforms(self.seed, [self._asked], self.sampling.max_new_tokens)
@@ -73,7 +84,9 @@ class ChatSession:
         reply = sampled.text.strip()
         write(reply)
         if on_text is not None and pieces.sent != one_line(reply):
-            on_text(f"\n{one_line(reply)}")  # the tokenizer decodes the beginning otherwise when it knows the end
+            on_text(
+                f"\n{one_line(reply)}"
+            )  # the tokenizer decodes the beginning otherwise when it knows the end
         self._asked += 1
         self.turns = [*turns, Message("assistant", reply)]
         return reply
@@ -89,7 +102,9 @@ class ChatSession:
                 return ids, turns[dropped:]
             if dropped + 2 >= len(turns):
                 room = context - self.sampling.max_new_tokens
-                raise DataError(f"that is {len(ids)} tokens; the model's context has room for {max(room, 0)}")
+                raise DataError(
+                    f"that is {len(ids)} tokens; the model's context has room for {max(room, 0)}"
+                )
             dropped += 2  # a question goes with its answer
 
 
@@ -107,11 +122,13 @@ def converse(
 ) -> int:
     """Talk until ``/quit`` or the end of ``source``; returns how many replies were given.
 
-    On a terminal there is a prompt, replies appear as they are sampled, and ``introduction`` and the commands are
-    printed first. Otherwise each line of input gives exactly one line of output, so that questions can be piped in.
+    On a terminal there is a prompt, replies appear as they are sampled, and ``introduction`` and
+    the commands are printed first. Otherwise each line of input gives exactly one line of output,
+    so that questions can be piped in.
 
     Args:
-        ask: Reads a line of a terminal behind a prompt, empty at the end of input; by default from ``source``.
+        ask: Reads a line of a terminal behind a prompt, empty at the end of input; by default from
+            ``source``.
     """
     terminal = source.isatty()
     given = 0
@@ -144,7 +161,11 @@ def converse(
                 session.say(text, write)
             except DataError as error:  # the turn is refused, and the conversation goes on
                 write(f"({error})")
-            write(" (the oldest turns no longer fit and are forgotten)\n" if session.forgotten > before else "\n")
+            write(
+                " (the oldest turns no longer fit and are forgotten)\n"
+                if session.forgotten > before
+                else "\n"
+            )
         given += bool(text) and text not in ("/reset", "/help")
 
 
@@ -153,7 +174,8 @@ LONGEST = 70  # columns, so that a prompt fits into a line; a Chinese character 
 
 
 def prompts_to_try(workspace: Path, count: int = 3) -> list[str]:
-    """Return up to ``count`` held-out prompts of one short line, the first of each category before further ones.
+    """Return up to ``count`` held-out prompts of one short line, the first of each category before
+    further ones.
 
     There are none where the workspace has no data yet.
     """
@@ -161,9 +183,17 @@ def prompts_to_try(workspace: Path, count: int = 3) -> list[str]:
         rows = read_rows(workspace / TEST_PROMPTS, Prompt)
     except DataError:
         return []
-    suitable = [(row.category, row.prompt[0].content.strip()) for row in rows if len(row.prompt) == 1]
-    suitable = [(category, text) for category, text in suitable if 0 < cell_len(text) <= LONGEST and text.isprintable()]
+    suitable = [
+        (row.category, row.prompt[0].content.strip()) for row in rows if len(row.prompt) == 1
+    ]
+    suitable = [
+        (category, text)
+        for category, text in suitable
+        if 0 < cell_len(text) <= LONGEST and text.isprintable()
+    ]
     first_of_category: dict[str, str] = {}
     for category, text in suitable:
         first_of_category.setdefault(category, text)
-    return list(dict.fromkeys([*first_of_category.values(), *(text for _, text in suitable)]))[:count]
+    return list(dict.fromkeys([*first_of_category.values(), *(text for _, text in suitable)]))[
+        :count
+    ]

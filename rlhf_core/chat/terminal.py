@@ -13,9 +13,14 @@ from rlhf_core.runtime.progress import busy
 
 
 def talk(
-    folder: Path, sampling: Mapping[str, Any], seed: int, about: Sequence[str] = (), workspace: Path | None = None
+    folder: Path,
+    sampling: Mapping[str, Any],
+    seed: int,
+    about: Sequence[str] = (),
+    workspace: Path | None = None,
 ) -> None:
-    """Converse on standard input and output with the model in ``folder`` until the input ends or says /quit.
+    """Converse on standard input and output with the model in ``folder`` until the input ends or
+    says /quit.
 
     Args:
         folder: The model folder.
@@ -32,18 +37,25 @@ def talk(
         try:
             checked = SamplingConfig(**sampling)
         except ValueError as error:
-            message = "--temperature and --max-new-tokens must be above 0, --top-p above 0 and at most 1"
+            message = (
+                "--temperature and --max-new-tokens must be above 0, --top-p above 0 and at most 1"
+            )
             raise ConfigError(message) from error
         session = ChatSession.open(folder, checked, seed)
         prompts = prompts_to_try(workspace) if workspace is not None else []
     if isinstance(sys.stdin, io.TextIOWrapper):
-        sys.stdin.reconfigure(errors="surrogateescape")  # so that a line that is not UTF-8 is refused by itself
-    to_try = ["", "try, for example:", *(f"  {prompt}" for prompt in prompts), ""] if prompts else []
+        sys.stdin.reconfigure(
+            errors="surrogateescape"
+        )  # so that a line that is not UTF-8 is refused by itself
+    to_try = (
+        ["", "try, for example:", *(f"  {prompt}" for prompt in prompts), ""] if prompts else []
+    )
     converse(session, sys.stdin, sys.stdout, [*about, *to_try], edited_line)
 
 
 def edited_line(prompt: str) -> str:
-    """Read a line that can be edited, with earlier ones at the arrow keys; empty at the end of input.
+    """Read a line that can be edited, with earlier ones at the arrow keys; empty at the end of
+    input.
 
     The terminal's own editing erases one column for a Chinese character, which has two.
     """

@@ -1,7 +1,8 @@
-"""``rlhf config``: every setting of params.yaml with its default and its meaning, read from the models that check it.
+"""``rlhf config``: every setting of params.yaml with its default and its meaning, read from the
+models that check it.
 
-A setting is explained where it is declared, in the section "Attributes:" of its class. So an explanation is no code:
-changing it makes no stage run again.
+A setting is explained where it is declared, in the section "Attributes:" of its class. So an
+explanation is no code: changing it makes no stage run again.
 """
 
 from __future__ import annotations
@@ -31,8 +32,8 @@ class Setting:
     """One parameter of params.yaml.
 
     Attributes:
-        path: Its dotted path; entries of lists are ``[]``, those of a union ``[KIND]``, keys of a mapping a word in
-            capitals.
+        path: Its dotted path; entries of lists are ``[]``, those of a union ``[KIND]``, keys of a
+            mapping a word in capitals.
         default: As YAML would have it, or what it must be where it has none.
         meaning: What it does.
         paper: What the paper found.
@@ -60,8 +61,8 @@ def settings(
         model: What checks them.
         path: The path.
         defaults: Values of the section where it is left out.
-        seen: Sections so far, by the names of their settings: another one of the same settings is then one row that
-            refers to the first; None lists every setting.
+        seen: Sections so far, by the names of their settings: another one of the same settings is
+            then one row that refers to the first; None lists every setting.
     """
     meanings = explained(model)
     for name, field in model.model_fields.items():
@@ -69,14 +70,23 @@ def settings(
         if name == "seed" and path:
             continue
         setting_path = f"{path}.{key}" if path else key
-        value = getattr(defaults, name) if defaults is not None else field.get_default(call_default_factory=True)
+        value = (
+            getattr(defaults, name)
+            if defaults is not None
+            else field.get_default(call_default_factory=True)
+        )
         submodels = list(_inside(field.annotation, key))
         is_section = isinstance(value, BaseModel)
         setting_names = tuple(submodels[0][1].model_fields) if len(submodels) == 1 else ()
         listed_under = seen.get(setting_names) if seen is not None else None
         meaning, paper, shows_in = _parts(meanings.get(key, "").replace("``", "`"))
         if key == "kind" and not _choices(field.annotation):  # tells the members of a union apart
-            meaning = inspect.cleandoc(model.__doc__ or "").partition("\n\n")[0].replace("``", "`").replace("\n", " ")
+            meaning = (
+                inspect.cleandoc(model.__doc__ or "")
+                .partition("\n\n")[0]
+                .replace("``", "`")
+                .replace("\n", " ")
+            )
         if field.is_required() and defaults is None:
             default = _missing(field)
         else:
@@ -91,7 +101,9 @@ def settings(
             if seen is not None and setting_names:
                 seen[setting_names] = setting_path + suffix
             section_values = value if is_section and isinstance(value, submodel) else None
-            yield from settings(submodel, setting_path + suffix, section_values or _default_of(submodel), seen)
+            yield from settings(
+                submodel, setting_path + suffix, section_values or _default_of(submodel), seen
+            )
 
 
 def _default_of(model: type[BaseModel]) -> BaseModel | None:
@@ -104,7 +116,9 @@ def explained(model: type[BaseModel]) -> dict[str, str]:
     explanations: dict[str, str] = {}
     for base in reversed(model.__mro__):
         name = ""
-        _, _, attributes = inspect.cleandoc(base.__dict__.get("__doc__") or "").partition("Attributes:\n")
+        _, _, attributes = inspect.cleandoc(base.__dict__.get("__doc__") or "").partition(
+            "Attributes:\n"
+        )
         for line in attributes.splitlines():
             entry = re.match(r"    (\w+): (.*)", line)
             if entry is not None:
@@ -132,7 +146,9 @@ def _inside(annotation: Any, key: str) -> Iterator[tuple[str, type[BaseModel]]]:
         step = "[]"
     elif origin in (dict, Mapping):
         step = f".{KEYS.get(key, 'NAME')}"
-    models = list(dict.fromkeys(model for argument in arguments for _, model in _inside(argument, key)))
+    models = list(
+        dict.fromkeys(model for argument in arguments for _, model in _inside(argument, key))
+    )
     if len(models) == 1:
         yield step, models[0]
     for model in models if len(models) > 1 else ():
@@ -154,20 +170,31 @@ def _missing(field: FieldInfo) -> str:
 
 
 def as_yaml(value: Any, within: bool = False) -> str:
-    """A value on one line, as params.yaml would have it; ``within`` a mapping or list a text with a comma is quoted."""
+    """A value on one line, as params.yaml would have it; ``within`` a mapping or list a text with a
+    comma is quoted.
+    """
     if isinstance(value, BaseModel):
         value = value.model_dump(exclude_defaults=True) or value.model_dump(include={"kind"})
     if isinstance(value, Mapping):
-        return "{" + ", ".join(f"{key}: {as_yaml(item, within=True)}" for key, item in value.items()) + "}"
+        return (
+            "{"
+            + ", ".join(f"{key}: {as_yaml(item, within=True)}" for key, item in value.items())
+            + "}"
+        )
     if isinstance(value, list | tuple):
         return "[" + ", ".join(as_yaml(item, within=True) for item in value) + "]"
     if isinstance(value, float) and not isinstance(value, bool):
         return re.sub(r"e-0?", "e-", repr(value))
-    return value if isinstance(value, str) and value and not (within and "," in value) else json.dumps(value)
+    return (
+        value
+        if isinstance(value, str) and value and not (within and "," in value)
+        else json.dumps(value)
+    )
 
 
 def chosen(path: str | None, known: list[Setting]) -> list[Setting]:
-    """The setting at ``path`` and those below it; else those whose path begins and ends as ``path`` does.
+    """The setting at ``path`` and those below it; else those whose path begins and ends as ``path``
+    does.
 
     Raises:
         ConfigError: There is none.
@@ -177,13 +204,17 @@ def chosen(path: str | None, known: list[Setting]) -> list[Setting]:
     plain_paths = [re.sub(r"\[\w*\]", "", setting.path) for setting in known]
     with_plain_paths = list(zip(known, plain_paths, strict=True))
     at_or_below = [
-        setting for setting, name in with_plain_paths if path in (name, setting.path) or name.startswith(f"{path}.")
+        setting
+        for setting, name in with_plain_paths
+        if path in (name, setting.path) or name.startswith(f"{path}.")
     ]
     if at_or_below:
         return at_or_below
     first, _, last = path.rpartition(".")
     similar_paths = [
-        setting for setting, name in with_plain_paths if f".{name}".endswith(f".{last}") and name.startswith(first)
+        setting
+        for setting, name in with_plain_paths
+        if f".{name}".endswith(f".{last}") and name.startswith(first)
     ]
     if similar_paths:
         return similar_paths
@@ -191,14 +222,18 @@ def chosen(path: str | None, known: list[Setting]) -> list[Setting]:
 
 
 def as_text(setting: Setting, given: Mapping[str, str], width: int) -> str:
-    """A setting with everything that is known of it; ``given`` are the values of params.yaml that are not defaults."""
+    """A setting with everything that is known of it; ``given`` are the values of params.yaml that
+    are not defaults.
+    """
     default = setting.default or "(a section)"
     value_here = f"   here: {given[setting.path]}" if setting.path in given else ""
     lines = [f"{setting.path}: {default}{value_here}"]
     notes = [setting.meaning, f"Paper: {setting.paper}." if setting.paper else ""]
     notes.append(f"Shows in: {setting.shows_in}" if setting.shows_in else "")
     for note in filter(None, notes):
-        lines += textwrap.wrap(note, width, initial_indent="    ", subsequent_indent="    ", break_on_hyphens=False)
+        lines += textwrap.wrap(
+            note, width, initial_indent="    ", subsequent_indent="    ", break_on_hyphens=False
+        )
     return "\n".join(lines)
 
 
@@ -212,8 +247,14 @@ def given_values(file: Path, known: list[Setting]) -> dict[str, str]:
         value: Any = params
         for key in setting.path.split("."):
             value = value.get(key, ...) if isinstance(value, dict) else ...
-        if value is not ... and not setting.default.startswith("(") and not (setting.section and setting.default == ""):
-            value_text = as_yaml(float(value) if isinstance(value, int) and "." in setting.default else value)
+        if (
+            value is not ...
+            and not setting.default.startswith("(")
+            and not (setting.section and setting.default == "")
+        ):
+            value_text = as_yaml(
+                float(value) if isinstance(value, int) and "." in setting.default else value
+            )
             if value_text != setting.default:
                 changed_values[setting.path] = value_text
     return changed_values
@@ -236,13 +277,25 @@ def as_markdown(known: list[Setting]) -> str:
         page_lines += [f"\n## {section}\n", rows[0].meaning, ""]
         rows = [row for row in rows if row.default] or rows
         has_notes = any(row.paper or row.shows_in for row in rows)
-        header = ["parameter", "default", "what it does", *(["the paper", "shows in"] if has_notes else [])]
+        header = [
+            "parameter",
+            "default",
+            "what it does",
+            *(["the paper", "shows in"] if has_notes else []),
+        ]
         page_lines += [f"| {' | '.join(header)} |", "|" + "---|" * len(header)]
         for row in rows:
             metrics = ", ".join(f"`{name}`" for name in row.shows_in.split(", ") if name)
-            cells = [f"`{row.path}`", f"`{row.default}`", row.meaning, *([row.paper, metrics] if has_notes else [])]
+            cells = [
+                f"`{row.path}`",
+                f"`{row.default}`",
+                row.meaning,
+                *([row.paper, metrics] if has_notes else []),
+            ]
             page_lines.append(
-                f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in cells)} |".replace("  ", " ")
+                f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in cells)} |".replace(
+                    "  ", " "
+                )
             )
     return "\n".join(page_lines) + "\n"
 
@@ -252,7 +305,8 @@ def show(path: str | None, workspace: Path | None, markdown: bool) -> str:
 
     Args:
         path: What is asked for; None for all.
-        workspace: Its values are shown where they differ from defaults; None: the one of the current folder, if any.
+        workspace: Its values are shown where they differ from defaults; None: the one of the
+            current folder, if any.
         markdown: Whether the page of parameters is asked for.
 
     Raises:

@@ -1,7 +1,7 @@
 """The commands ``rlhf data …``: inspect and validate data files, outside any pipeline.
 
-Heavy imports wait until a command runs, and until its arguments are known to be right. No control character of the data
-reaches a terminal, be it printed as text or as JSON.
+Heavy imports wait until a command runs, and until its arguments are known to be right. No control
+character of the data reaches a terminal, be it printed as text or as JSON.
 """
 
 from __future__ import annotations
@@ -34,12 +34,16 @@ Kind = Literal["preferences", "demonstrations", "prompts", "pretrain"]
 
 
 class DataGroup(PluggedGroup):
-    """The group ``rlhf data``: without the name of a command, its arguments are those of ``inspect``."""
+    """The group ``rlhf data``: without the name of a command, its arguments are those of
+    ``inspect``.
+    """
 
     prefix = "data."
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """Parse ``rlhf data FILES`` as ``rlhf data inspect FILES``; a file named like a command needs ``./``."""
+        """Parse ``rlhf data FILES`` as ``rlhf data inspect FILES``; a file named like a command
+        needs ``./``.
+        """
         if args and args[0] not in self.list_commands(ctx) and args[0] not in HELP_OPTIONS:
             args = [SHORT_FORM, *args]
         return super().parse_args(ctx, args)
@@ -47,26 +51,50 @@ class DataGroup(PluggedGroup):
 
 app = typer.Typer(cls=DataGroup, no_args_is_help=True, rich_markup_mode="rich")
 
-Files = Annotated[list[str], typer.Argument(help="Files, globs, URLs or hub ids (hub:owner/name).", show_default=False)]
-FormatOption = Annotated[str | None, typer.Option("--format", help="Format of the rows, where it is not recognised.")]
+Files = Annotated[
+    list[str],
+    typer.Argument(help="Files, globs, URLs or hub ids (hub:owner/name).", show_default=False),
+]
+FormatOption = Annotated[
+    str | None, typer.Option("--format", help="Format of the rows, where it is not recognised.")
+]
 ColumnOption = Annotated[
-    list[str] | None, typer.Option("--column", help="FIELD=COLUMN, such as prompt=question; may be repeated.")
+    list[str] | None,
+    typer.Option("--column", help="FIELD=COLUMN, such as prompt=question; may be repeated."),
 ]
-TemplateOption = Annotated[str | None, typer.Option("--template", help="Text of the prompt, with columns in braces.")]
+TemplateOption = Annotated[
+    str | None, typer.Option("--template", help="Text of the prompt, with columns in braces.")
+]
 DimensionOption = Annotated[
-    str | None, typer.Option("--dimension", help="Which of several preferences: helpful, safe, agreed.")
+    str | None,
+    typer.Option("--dimension", help="Which of several preferences: helpful, safe, agreed."),
 ]
-PairsOption = Annotated[str, typer.Option("--pairs", help="Pairs of a ranking: all, adjacent, best_worst.")]
-KindOption = Annotated[Kind | None, typer.Option("--kind", help="Kind of rows; default: what a file serves as best.")]
+PairsOption = Annotated[
+    str, typer.Option("--pairs", help="Pairs of a ranking: all, adjacent, best_worst.")
+]
+KindOption = Annotated[
+    Kind | None, typer.Option("--kind", help="Kind of rows; default: what a file serves as best.")
+]
 SystemPromptsOption = Annotated[
-    bool, typer.Option("--system-prompts", help="UltraFeedback: a reply's own system prompt is a turn of its prompt.")
+    bool,
+    typer.Option(
+        "--system-prompts",
+        help="UltraFeedback: a reply's own system prompt is a turn of its prompt.",
+    ),
 ]
 TokenizerOption = Annotated[
-    str | None, typer.Option("--tokenizer", help="Folder, .gguf file or hub id of a model to count tokens with.")
+    str | None,
+    typer.Option(
+        "--tokenizer", help="Folder, .gguf file or hub id of a model to count tokens with."
+    ),
 ]
 WorkspaceOption = Annotated[
     Path | None,
-    typer.Option("--workspace", "-w", help="The workspace; default: the nearest at or above the current folder."),
+    typer.Option(
+        "--workspace",
+        "-w",
+        help="The workspace; default: the nearest at or above the current folder.",
+    ),
 ]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print the result as JSON.")]
 
@@ -91,15 +119,20 @@ def inspect(
     system_prompts: SystemPromptsOption = False,
     workspace: Annotated[
         Path | None,
-        typer.Option("--workspace", "-w", help="Whose tokenizer and max_tokens to measure with; default: the nearest."),
+        typer.Option(
+            "--workspace",
+            "-w",
+            help="Whose tokenizer and max_tokens to measure with; default: the nearest.",
+        ),
     ] = None,
     tokenizer: TokenizerOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Describe data files: format, rows, which would be refused and why, lengths, and the command to use them.
+    """Describe data files: format, rows, which would be refused and why, lengths, and the command
+    to use them.
 
-    With --tokenizer, and in a workspace whose base model is at hand, lengths are given in tokens too and compared with
-    max_tokens.
+    With --tokenizer, and in a workspace whose base model is at hand, lengths are given in tokens
+    too and compared with max_tokens.
 
     Example: rlhf data inspect 'exports/*.jsonl.gz'
     """
@@ -107,7 +140,9 @@ def inspect(
     with busy("reading the files"):
         from rlhf_core.data.inspection.describe import as_json_value, as_text, describe_sources
 
-        described = describe_sources(files, tokens=_token_limits(workspace, tokenizer), options=options, show=show)
+        described = describe_sources(
+            files, tokens=_token_limits(workspace, tokenizer), options=options, show=show
+        )
     if as_json:
         print_json(as_json_value(described))
     else:
@@ -127,23 +162,29 @@ def validate(
     workspace: Annotated[
         Path | None,
         typer.Option(
-            "--workspace", "-w", help="Whose settings hold; default: the nearest that reads files, or profile own-data."
+            "--workspace",
+            "-w",
+            help="Whose settings hold; default: the nearest that reads files, or profile own-data.",
         ),
     ] = None,
     sets: Annotated[
-        list[str] | None, typer.Option("--set", "-s", help="validate.key=value over it; may be repeated.")
+        list[str] | None,
+        typer.Option("--set", "-s", help="validate.key=value over it; may be repeated."),
     ] = None,
     output: Annotated[
-        Path | None, typer.Option("--output", "-o", help="Folder for all that the stages write; new or empty.")
+        Path | None,
+        typer.Option("--output", "-o", help="Folder for all that the stages write; new or empty."),
     ] = None,
     tokenizer: TokenizerOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Check data files as the pipeline would: what is kept, what is refused why and in which line, the data gate.
+    """Check data files as the pipeline would: what is kept, what is refused why and in which line,
+    the data gate.
 
-    The rows go through the stages collect and validate, kinds that are missing are derived from preferences, and the
-    data gate is decided; of pairs, what so many can show is forecast. Nothing is trained, and no workspace is needed.
-    With --output the clean rows, the quarantine, the data docs and the gate's evidence are kept.
+    The rows go through the stages collect and validate, kinds that are missing are derived from
+    preferences, and the data gate is decided; of pairs, what so many can show is forecast. Nothing
+    is trained, and no workspace is needed. With --output the clean rows, the quarantine, the data
+    docs and the gate's evidence are kept.
 
     Exit codes: 0 the data gate would open, 3 it would not, 2 a file cannot be read at all.
 
@@ -169,13 +210,17 @@ def validate(
             (folder / "data").mkdir()  # so that no other command writes there at the same time
             checked = check_files(sources, Path.cwd(), params.validate_, folder, root)
         except FileExistsError as error:
-            raise RlhfError(f"another command writes to {folder} already; name a new or empty folder") from error
+            raise RlhfError(
+                f"another command writes to {folder} already; name a new or empty folder"
+            ) from error
         except OSError as error:
             raise RlhfError(
                 f"cannot write to {folder}: {error}; make room, or name another folder: {remedy}"
             ) from error
         collect = collected_from(sources, params.seed)
-        found = forecast.forecast_of_workspace(folder, params.model_copy(update={"collect": collect}), Path.cwd())
+        found = forecast.forecast_of_workspace(
+            folder, params.model_copy(update={"collect": collect}), Path.cwd()
+        )
     if as_json:
         print_json(checked.as_dict() | ({} if found is None else {"forecast": found.as_dict()}))
     else:
@@ -187,7 +232,9 @@ def validate(
 
 @contextmanager
 def _only_named(workspace: Path | None) -> Iterator[None]:
-    """Pass over what is wrong with a workspace that nobody named: the current folder may be in none."""
+    """Pass over what is wrong with a workspace that nobody named: the current folder may be in
+    none.
+    """
     try:
         yield
     except RlhfError:
@@ -196,7 +243,9 @@ def _only_named(workspace: Path | None) -> Iterator[None]:
 
 
 def _root_of(workspace: Path | None) -> Path | None:
-    """Return the workspace that is named, else the one that the current folder is in; None where it is in none."""
+    """Return the workspace that is named, else the one that the current folder is in; None where it
+    is in none.
+    """
     from rlhf_core.stages.runtime.runner import workspace_root
 
     with _only_named(workspace):
@@ -205,7 +254,8 @@ def _root_of(workspace: Path | None) -> Path | None:
 
 
 def _token_limits(workspace: Path | None, tokenizer: str | None) -> TokenLimits | None:
-    """Return what to measure tokens with; None without ``tokenizer`` outside a workspace, or where that has no model.
+    """Return what to measure tokens with; None without ``tokenizer`` outside a workspace, or where
+    that has no model.
 
     Outside a workspace, the limits are those of the default parameters.
     """
@@ -214,14 +264,18 @@ def _token_limits(workspace: Path | None, tokenizer: str | None) -> TokenLimits 
 
     root = _root_of(workspace)
     if tokenizer is not None:
-        return token_limits(check_params({}) if root is None else load_params(root), tokenizer, Path.cwd())
+        return token_limits(
+            check_params({}) if root is None else load_params(root), tokenizer, Path.cwd()
+        )
     with _only_named(workspace):
         return None if root is None else local_token_limits(root)
     return None
 
 
 def _checking_root(workspace: Path | None) -> Path | None:
-    """Return the workspace whose settings check files: the one that is named, else the nearest if it reads files."""
+    """Return the workspace whose settings check files: the one that is named, else the nearest if
+    it reads files.
+    """
     from rlhf_core.config.loading import load_params
 
     root = _root_of(workspace)
@@ -233,32 +287,48 @@ def _checking_root(workspace: Path | None) -> Path | None:
 
 
 def _checking_params(root: Path | None, sets: Sequence[str], tokenizer: str | None) -> Params:
-    """Return the settings of a workspace, else those that ``rlhf init --data`` gives, with ``sets`` and ``tokenizer``.
+    """Return the settings of a workspace, else those that ``rlhf init --data`` gives, with ``sets``
+    and ``tokenizer``.
 
-    Paths of section ``validate`` are absolute, since the stages run in a folder of their own: those of a workspace
-    start there, those of ``sets`` at the current folder.
+    Paths of section ``validate`` are absolute, since the stages run in a folder of their own: those
+    of a workspace start there, those of ``sets`` at the current folder.
     """
     import json
 
     from rlhf_core.config import yaml_text
-    from rlhf_core.config.loading import PARAMS_FILE, check_params, overlaid, overlays_of, rebase_sources
+    from rlhf_core.config.loading import (
+        PARAMS_FILE,
+        check_params,
+        overlaid,
+        overlays_of,
+        rebase_sources,
+    )
     from rlhf_core.config.recipe import profiles_of, recipe_folder
 
     other = [given for given in sets if not given.startswith(("validate.", "seed="))]
     if other:
-        raise ConfigError(f"--set {other[0]} has no effect on data files; only validate.… and seed have")
+        raise ConfigError(
+            f"--set {other[0]} has no effect on data files; only validate.… and seed have"
+        )
     if tokenizer is not None:
         if not tokenizer.strip():
-            raise ConfigError("--tokenizer is empty; give a model's folder, a .gguf file or a hub id")
+            raise ConfigError(
+                "--tokenizer is empty; give a model's folder, a .gguf file or a hub id"
+            )
         path = Path(os.path.expanduser(tokenizer))
-        sets = [*sets, f"validate.tokenizer={json.dumps(str(path.absolute()) if path.exists() else tokenizer)}"]
+        sets = [
+            *sets,
+            f"validate.tokenizer={json.dumps(str(path.absolute()) if path.exists() else tokenizer)}",
+        ]
     folder = root or recipe_folder()
     text = (folder / PARAMS_FILE).read_text(encoding="utf-8")
     if root is None:
         text = overlaid(text, overlays_of(text, profiles_of(folder), OWN_DATA))
     text = rebase_sources(text, folder, Path.cwd())
     params = check_params(yaml_text.parse(overlaid(text, sets=sets), PARAMS_FILE))
-    checks = params.validate_.model_copy(update={"seed": params.seed}).with_absolute_paths(Path.cwd())
+    checks = params.validate_.model_copy(update={"seed": params.seed}).with_absolute_paths(
+        Path.cwd()
+    )
     return params.model_copy(update={"validate_": checks})
 
 
@@ -270,7 +340,9 @@ def read_options(
     pairs: str,
     system_prompts: bool,
 ) -> ReadOptions:
-    """Return how rows are read, as the options of a command say; ``ConfigError`` names what is wrong with them."""
+    """Return how rows are read, as the options of a command say; ``ConfigError`` names what is
+    wrong with them.
+    """
     from pydantic import ValidationError
 
     from rlhf_core.config.data import ReadOptions
@@ -280,11 +352,21 @@ def read_options(
     for given in columns or ():
         field, separator, column = given.partition("=")
         if not separator:
-            raise ConfigError(f"--column {given}: write it as FIELD=COLUMN, such as --column prompt=question")
+            raise ConfigError(
+                f"--column {given}: write it as FIELD=COLUMN, such as --column prompt=question"
+            )
         if fields.get(field, column) != column:
-            raise ConfigError(f"--column names {field} twice, as {fields[field]} and as {column}; take one of them out")
+            raise ConfigError(
+                f"--column names {field} twice, as {fields[field]} and as {column}; take one of them out"
+            )
         fields[field] = column
-    values = {"format": format_name, "columns": fields, "template": template, "dimension": dimension, "pairs": pairs}
+    values = {
+        "format": format_name,
+        "columns": fields,
+        "template": template,
+        "dimension": dimension,
+        "pairs": pairs,
+    }
     try:
         return ReadOptions.model_validate(values | {"system_prompts": system_prompts})
     except ValidationError as error:
@@ -295,7 +377,9 @@ PIPE_WIDTH = 120
 
 
 def terminal_width() -> int:
-    """Return the columns that output may take: those of the terminal, or ``PIPE_WIDTH`` where it goes elsewhere."""
+    """Return the columns that output may take: those of the terminal, or ``PIPE_WIDTH`` where it
+    goes elsewhere.
+    """
     return shutil.get_terminal_size().columns if sys.stdout.isatty() else PIPE_WIDTH
 
 
@@ -307,7 +391,9 @@ def print_text(text: str) -> None:
 
 
 def print_json(value: Any) -> None:
-    """Print ``value`` as indented JSON; control characters that JSON allows in a text are escaped too."""
+    """Print ``value`` as indented JSON; control characters that JSON allows in a text are escaped
+    too.
+    """
     import json
     import re
 

@@ -1,7 +1,7 @@
 """Groups of commands that installed packages add to: entry points of ``rlhf.commands``.
 
-An entry point is called COMMAND, or GROUP.COMMAND within a group, and is a ``typer.Typer``. It is imported when its
-command runs or its group shows its help, so its module must be light.
+An entry point is called COMMAND, or GROUP.COMMAND within a group, and is a ``typer.Typer``. It is
+imported when its command runs or its group shows its help, so its module must be light.
 """
 
 from __future__ import annotations
@@ -35,13 +35,16 @@ class PluggedGroup(TyperGroup):
     """A group of commands, with those that plugins enter in it.
 
     Attributes:
-        prefix: What the names of its entry points begin with, such as ``data.``; empty for the whole command line.
+        prefix: What the names of its entry points begin with, such as ``data.``; empty for the
+            whole command line.
     """
 
     prefix = ""
 
     def list_commands(self, ctx: Any) -> list[str]:
-        """Return the names of the group's own commands, those of the extras, and those of other packages."""
+        """Return the names of the group's own commands, those of the extras, and those of other
+        packages.
+        """
         own = super().list_commands(ctx)
         plugged = [
             path.removeprefix(self.prefix)
@@ -52,7 +55,9 @@ class PluggedGroup(TyperGroup):
         return list(dict.fromkeys(names))
 
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
-        """Return a command of the group's own, else the plugin's of this name; None where there is none."""
+        """Return a command of the group's own, else the plugin's of this name; None where there is
+        none.
+        """
         if cmd_name not in self.commands:
             plugged = plugged_command(self.prefix + cmd_name)
             if plugged is None:
@@ -67,7 +72,9 @@ class PluggedGroup(TyperGroup):
 
 
 def plugged_command(path: str) -> Any:
-    """Return the command that a plugin has entered as ``path``; one that cannot be imported says so when it is run."""
+    """Return the command that a plugin has entered as ``path``; one that cannot be imported says so
+    when it is run.
+    """
     words = path.replace(".", " ")
     entries = plugins_of(COMMANDS).get(path)
     if entries is None:
@@ -92,12 +99,16 @@ def plugged_app(path: str) -> typer.Typer:
     app = load_plugin(COMMANDS, path)
     if not isinstance(app, typer.Typer):
         entry = plugins_of(COMMANDS)[path][0]
-        raise PluginError(f"{path} of the package {origin(entry)} ({entry.value}) is no typer.Typer")
+        raise PluginError(
+            f"{path} of the package {origin(entry)} ({entry.value}) is no typer.Typer"
+        )
     return app
 
 
 def _unusable(path: str, problem: str) -> TyperCommand:
-    """A command that fails with ``problem`` whatever its arguments are, and shows it in the help."""
+    """A command that fails with ``problem`` whatever its arguments are, and shows it in the
+    help.
+    """
 
     def refuse() -> NoReturn:
         raise PluginError(problem)
@@ -105,5 +116,10 @@ def _unusable(path: str, problem: str) -> TyperCommand:
     taken = {"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []}
     name = path.rpartition(".")[2]
     return TyperCommand(
-        name, callback=refuse, help=problem, context_settings=taken, rich_help_panel=PANEL, rich_markup_mode=None
+        name,
+        callback=refuse,
+        help=problem,
+        context_settings=taken,
+        rich_help_panel=PANEL,
+        rich_markup_mode=None,
     )

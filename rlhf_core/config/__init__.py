@@ -1,1 +1,3 @@
-"""Typed parameters: one file per stage, so that a change to one stage's settings concerns that stage alone."""
+"""Typed parameters: one file per stage, so that a change to one stage's settings concerns that
+stage alone.
+"""

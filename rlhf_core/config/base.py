@@ -1,4 +1,6 @@
-"""The starting model, trained from nothing or loaded, and supervised fine-tuning (algorithms.md §1)."""
+"""The starting model, trained from nothing or loaded, and supervised fine-tuning (algorithms.md
+§1).
+"""
 
 from __future__ import annotations
 
@@ -6,14 +8,21 @@ from typing import Literal
 
 from pydantic import NonNegativeInt, PositiveInt
 
-from rlhf_core.config.model import CheckpointConfig, OptimizerConfig, SamplingConfig, StageConfig, Strict
+from rlhf_core.config.model import (
+    CheckpointConfig,
+    OptimizerConfig,
+    SamplingConfig,
+    StageConfig,
+    Strict,
+)
 from rlhf_core.config.ppo import PpoConfig
 
 SCRATCH = "scratch"
 
 
 class PretrainingConfig(Strict):
-    """Training of the model that `scratch` makes, on the plain texts: what it knows before it learns to answer.
+    """Training of the model that `scratch` makes, on the plain texts: what it knows before it
+    learns to answer.
 
     Attributes:
         steps: Optimiser steps.
@@ -38,16 +47,19 @@ class BaseConfig(StageConfig):
     """The starting model, trained from nothing or loaded.
 
     Attributes:
-        source: `scratch` makes a tokenizer and a tiny Llama; anything else is a folder, a `.gguf` file or a hub id.
+        source: `scratch` makes a tokenizer and a tiny Llama; anything else is a folder, a `.gguf`
+            file or a hub id.
         revision: Commit, tag or branch of a hub id.
-        allow_high_learning_rates: Allows a pretrained model learning rates over 20 times 1e-5 (adapters: 1e-4).
+        allow_high_learning_rates: Allows a pretrained model learning rates over 20 times 1e-5
+            (adapters: 1e-4).
         vocab_size: Most entries of the tokenizer that `scratch` trains.
         hidden_size: Width of the Llama that `scratch` makes.
         intermediate_size: Width of its feed-forward layers.
         layers: Its decoder layers.
         heads: Its attention heads.
         max_positions: Longest sequence that it takes, in tokens.
-        dtype: Precision of the weights; `auto` is bfloat16 where the device multiplies it natively, else float32.
+        dtype: Precision of the weights; `auto` is bfloat16 where the device multiplies it natively,
+            else float32.
         pretraining: How `scratch` trains on plain texts; null: its weights stay random.
     """
 
@@ -65,7 +77,9 @@ class BaseConfig(StageConfig):
 
 
 class BaseStageConfig(BaseConfig):
-    """The stage's settings with PPO's beside them: of ``ppo`` only ``max_new_tokens`` and the adapters are read."""
+    """The stage's settings with PPO's beside them: of ``ppo`` only ``max_new_tokens`` and the
+    adapters are read.
+    """
 
     ppo: PpoConfig = PpoConfig()
 
@@ -79,10 +93,13 @@ class SftConfig(StageConfig):
     """Supervised fine-tuning on demonstrations.
 
     Attributes:
-        steps: Optimiser steps; 0 keeps the base model as the SFT model, for one that is an instruct model already.
+        steps: Optimiser steps; 0 keeps the base model as the SFT model, for one that is an instruct
+            model already.
         batch_size: Demonstrations of a step.
-        micro_batch_size: Demonstrations of one pass, which changes no gradient; null: all of a step.
-        max_tokens: Longest prompt and reply together; longer demonstrations are dropped and counted, never cut.
+        micro_batch_size: Demonstrations of one pass, which changes no gradient; null: all of a
+            step.
+        max_tokens: Longest prompt and reply together; longer demonstrations are dropped and
+            counted, never cut.
         eval_every: Steps between measurements of held-out perplexity.
         samples: How many sample replies to held-out prompts are kept.
         optimizer: Its optimiser.

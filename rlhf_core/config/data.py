@@ -74,7 +74,8 @@ class WorldConfig(Strict):
         demonstrations: Demonstrations, of mixed quality.
         preferences: Preference pairs.
         pretrain: Plain texts.
-        contrast_share: Share of pairs that differ in one fact, needlessly refuse, or answer another prompt.
+        contrast_share: Share of pairs that differ in one fact, needlessly refuse, or answer another
+            prompt.
         label_sharpness: How surely annotators prefer the better reply (Bradley–Terry).
         length_bias: What each word adds to a reply's worth in their eyes, whatever it says.
     """
@@ -117,12 +118,14 @@ class ReadOptions(Strict):
 
     Attributes:
         format: The format of the rows, or the name of a plugin's reader (docs/plugins.md).
-        columns: By field, the column that holds it; a dot goes into an object. All other columns are ignored.
+        columns: By field, the column that holds it; a dot goes into an object. All other columns
+            are ignored.
         template: The text of the prompt, with columns in braces: ``"{title}\\n\\n{question}"``.
         dimension: Which of several preferences of a pair is read (PKU-SafeRLHF).
-        pairs: Which pairs a ranking gives: all, each reply with the next worse, or the best with the worst.
-        system_prompts: Whether a reply's own system prompt (UltraFeedback) is a turn of its prompt; replies to
-            different system prompts are not paired then.
+        pairs: Which pairs a ranking gives: all, each reply with the next worse, or the best with
+            the worst.
+        system_prompts: Whether a reply's own system prompt (UltraFeedback) is a turn of its prompt;
+            replies to different system prompts are not paired then.
         category: The category of all rows; null: each row's own.
     """
 
@@ -154,7 +157,9 @@ class ReadOptions(Strict):
         if self.category is not None and "category" in self.columns:
             raise ValueError("category is that of all rows; take category out of columns")
         if self.template is not None and self.columns.keys() & {"prompt", "messages", "text"}:
-            raise ValueError("template writes the prompt; take prompt, messages and text out of columns")
+            raise ValueError(
+                "template writes the prompt; take prompt, messages and text out of columns"
+            )
         return self
 
 
@@ -167,9 +172,13 @@ def template_columns(template: str) -> list[str]:
     try:
         parts = [part for part in string.Formatter().parse(template) if part[1] is not None]
     except ValueError as error:
-        raise ValueError(f"{error}; write a column as {{name}} and a brace that is text twice") from error
+        raise ValueError(
+            f"{error}; write a column as {{name}} and a brace that is text twice"
+        ) from error
     if any(not name or form or conversion for _, name, form, conversion in parts):
-        raise ValueError("braces hold the name of a column and nothing else; write a brace that is text twice")
+        raise ValueError(
+            "braces hold the name of a column and nothing else; write a brace that is text twice"
+        )
     if not parts:
         raise ValueError("the template names no column; write it as {name}")
     return [str(name) for _, name, _, _ in parts]
@@ -179,9 +188,11 @@ class SourceOptions(ReadOptions):
     """How a source is read, and how many of its rows are taken.
 
     Attributes:
-        weight: The share of ``collect.limit`` that each file of the source gives, relative to other files.
+        weight: The share of ``collect.limit`` that each file of the source gives, relative to other
+            files.
         cap: At most so many rows of each file of the source are taken.
-        licence: The licence of the source, for manifest and data card; by default ``collect.licence``.
+        licence: The licence of the source, for manifest and data card; by default
+            ``collect.licence``.
         derive: Which of the derived kinds the source gives; null: all of them.
     """
 
@@ -192,7 +203,8 @@ class SourceOptions(ReadOptions):
 
 
 class DataSource(SourceOptions):
-    """A path, glob, URL (``s3://…``) or hub id (``hub:owner/name[/config][@revision][:split]``), and how it is read.
+    """A path, glob, URL (``s3://…``) or hub id (``hub:owner/name[/config][@revision][:split]``),
+    and how it is read.
 
     Attributes:
         path: A path, glob, URL or hub id.
@@ -221,8 +233,9 @@ class DataSource(SourceOptions):
 
 
 class FileSources(Strict):
-    """Paths, globs, URLs or hub ids, each alone or with options, by kind. Empty kinds are derived where possible:
-    demonstrations from preferred replies, prompts from both, pretraining text from demonstrations.
+    """Paths, globs, URLs or hub ids, each alone or with options, by kind. Empty kinds are derived
+    where possible: demonstrations from preferred replies, prompts from both, pretraining text from
+    demonstrations.
 
     Attributes:
         preferences: Preference pairs.
@@ -242,7 +255,9 @@ class FileSources(Strict):
             for source in self.of(kind):
                 wrong = next((name for name in source.derive or () if name not in possible), None)
                 if wrong is not None:
-                    raise ValueError(f"derive of {source.path} names {wrong}, which is not derived from {kind}")
+                    raise ValueError(
+                        f"derive of {source.path} names {wrong}, which is not derived from {kind}"
+                    )
                 if kind == "preferences" and source.derive and set(source.derive) == {"pretrain"}:
                     raise ValueError(
                         f"derive of {source.path} names pretrain alone, which is derived from demonstrations; name "
@@ -265,13 +280,16 @@ class CollectConfig(StageConfig):
 
     Attributes:
         source: The synthetic `world`, or `files`.
-        pairs: Whether there are preference pairs. Without them reward functions alone reward and judge replies, and
-            the workspace has neither reward model nor referee nor judge (docs/rewards.md).
+        pairs: Whether there are preference pairs. Without them reward functions alone reward and
+            judge replies, and the workspace has neither reward model nor referee nor judge
+            (docs/rewards.md).
         world: Sizes and annotators of the synthetic world.
         files: By kind the files, globs, URLs or hub ids.
-        also_derive: Kinds that are derived although files of them are given; of equal rows the file's stays.
-        annotations: Path or glob of preference pairs that people made of the workspace's own replies (`rlhf
-            annotate import`). They join the preferences of either source; no file need match.
+        also_derive: Kinds that are derived although files of them are given; of equal rows the
+            file's stays.
+        annotations: Path or glob of preference pairs that people made of the workspace's own
+            replies (`rlhf annotate import`). They join the preferences of either source; no file
+            need match.
         limit: At most so many rows of each kind.
         licence: Licence of the data, for manifest and data card.
     """
@@ -289,17 +307,24 @@ class CollectConfig(StageConfig):
     @classmethod
     def _on_this_machine(cls, annotations: str | None) -> str | None:
         if annotations is not None and (annotations.startswith("hub:") or is_url(annotations)):
-            raise ValueError("give a path or glob; rows at URLs and on the hub go into collect.files.preferences")
+            raise ValueError(
+                "give a path or glob; rows at URLs and on the hub go into collect.files.preferences"
+            )
         return annotations
 
     @model_validator(mode="after")
     def _consistent(self) -> CollectConfig:
         if self.also_derive and self.source == "world":
-            raise ValueError("also_derive adds to the rows of files, but collect.source is world; take it out")
+            raise ValueError(
+                "also_derive adds to the rows of files, but collect.source is world; take it out"
+            )
         if not self.pairs:
             self._prompts_stand_alone()
         weighted = [
-            source.path for kind in FileSources.model_fields for source in self.files.of(kind) if source.weight != 1
+            source.path
+            for kind in FileSources.model_fields
+            for source in self.files.of(kind)
+            if source.weight != 1
         ]
         if weighted and self.limit is None:
             raise ValueError(
@@ -329,9 +354,10 @@ class SplitConfig(Strict):
         validation: Share of groups that validate.
         test: Share of groups that test.
         judge: Share of training and validation groups whose pairs only the judge sees.
-        referee: Share of the others whose pairs only the referee sees; what remains is the reward model's.
-        fewest_balanced: Where `test` leaves fewer pairs than this when lengths are balanced, it grows until it does
-            not, or stays as it is where `most_test` is too little for that.
+        referee: Share of the others whose pairs only the referee sees; what remains is the reward
+            model's.
+        fewest_balanced: Where `test` leaves fewer pairs than this when lengths are balanced, it
+            grows until it does not, or stays as it is where `most_test` is too little for that.
         most_test: The largest share that `test` grows to.
     """
 
@@ -344,17 +370,20 @@ class SplitConfig(Strict):
 
 
 class NearDuplicatesConfig(Strict):
-    """The search for texts that are nearly the same, by MinHash over runs of ``shingle_words`` words.
+    """The search for texts that are nearly the same, by MinHash over runs of ``shingle_words``
+    words.
 
     Attributes:
-        search: Whether rows are compared at all, which takes longer than all other checks together; ``auto``: where no
-            kind has more than 10,000 clean rows, or where a rule about it refuses rows or fails the set.
-        similarity: Jaccard similarity of their runs of words at which two texts count as nearly the same.
+        search: Whether rows are compared at all, which takes longer than all other checks together;
+            ``auto``: where no kind has more than 10,000 clean rows, or where a rule about it
+            refuses rows or fails the set.
+        similarity: Jaccard similarity of their runs of words at which two texts count as nearly the
+            same.
         shingle_words: Words of a run.
-        permutations: Length of a signature; the standard error of the estimated similarity is at most ``0.5 / sqrt``
-            of it.
-        max_rows: At most so many rows of a kind, and distinct prompts, are compared, the first ones: the index takes
-            about 4 kB for each.
+        permutations: Length of a signature; the standard error of the estimated similarity is at
+            most ``0.5 / sqrt`` of it.
+        max_rows: At most so many rows of a kind, and distinct prompts, are compared, the first
+            ones: the index takes about 4 kB for each.
     """
 
     search: bool | Literal["auto"] = "auto"
@@ -364,7 +393,8 @@ class NearDuplicatesConfig(Strict):
     max_rows: PositiveInt = 100_000
 
     def searches(self, rows: int, decides: bool) -> bool:
-        """Return whether rows are compared, given the number of clean rows of the kind that has most.
+        """Return whether rows are compared, given the number of clean rows of the kind that has
+        most.
 
         ``decides`` says that what is found does more than warn.
         """
@@ -382,15 +412,16 @@ class ValidateConfig(StageConfig):
         max_turns: Most turns of a prompt.
         max_quarantined: Share of faulty rows of a kind above which the stage stops.
         secrets: Whether rows are searched for access keys and private keys.
-        rules: By rule of the project's suites, what becomes of rows that break it, in place of what the suite says:
-            ``refuse`` puts them into the quarantine, ``warn`` keeps and counts them, ``fail`` refuses them and stops
-            the stage at the data gate.
+        rules: By rule of the project's suites, what becomes of rows that break it, in place of what
+            the suite says: ``refuse`` puts them into the quarantine, ``warn`` keeps and counts
+            them, ``fail`` refuses them and stops the stage at the data gate.
         near_duplicates: The search for texts that are nearly the same.
-        evaluation_files: Prompts of evaluations that no row should overlap with, given and read as ``collect.files``
-            are.
-        languages: The languages (``en``, ``zh``) that rows are expected in; none: languages are not identified.
-        tokenizer: The folder, GGUF file or hub id whose tokenizer the data card counts tokens with, usually that of
-            ``base.source``; null: lengths are in characters only.
+        evaluation_files: Prompts of evaluations that no row should overlap with, given and read as
+            ``collect.files`` are.
+        languages: The languages (``en``, ``zh``) that rows are expected in; none: languages are not
+            identified.
+        tokenizer: The folder, GGUF file or hub id whose tokenizer the data card counts tokens with,
+            usually that of ``base.source``; null: lengths are in characters only.
     """
 
     split: SplitConfig = SplitConfig()
@@ -423,18 +454,24 @@ class ValidateConfig(StageConfig):
             if rule not in RULES:
                 raise ValueError(f"there is no rule '{rule}'; {nearest(rule, RULES)}")
             if severity == "warn" and rule in NEEDED_FOR_TRAINING:
-                raise ValueError(f"{rule} cannot be warn: nothing can be trained on such rows; choose refuse or fail")
+                raise ValueError(
+                    f"{rule} cannot be warn: nothing can be trained on such rows; choose refuse or fail"
+                )
         return rules
 
     def with_absolute_paths(self, base: Path) -> ValidateConfig:
-        """Return these settings with the relative paths of files and of the tokenizer, which start at ``base``, made
-        absolute; URLs and hub ids stay."""
+        """Return these settings with the relative paths of files and of the tokenizer, which start
+        at ``base``, made absolute; URLs and hub ids stay."""
         evaluation = [
             source
             if source.path.startswith("hub:") or is_url(source.path)
-            else source.model_copy(update={"path": str(base / Path(os.path.expanduser(source.path)))})
+            else source.model_copy(
+                update={"path": str(base / Path(os.path.expanduser(source.path)))}
+            )
             for source in self.evaluation_files
         ]
         model = None if self.tokenizer is None else base / Path(os.path.expanduser(self.tokenizer))
         tokenizer = str(model) if model is not None and model.exists() else self.tokenizer
-        return self.model_copy(update={"evaluation_files": tuple(evaluation), "tokenizer": tokenizer})
+        return self.model_copy(
+            update={"evaluation_files": tuple(evaluation), "tokenizer": tokenizer}
+        )

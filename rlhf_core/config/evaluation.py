@@ -22,7 +22,8 @@ TEMPLATE_FIELDS = ("{conversation}", "{reply_a}", "{reply_b}")
 
 
 class LlmBudgetConfig(Strict):
-    """The most that the answers of one comparison may use, those of earlier runs included; null: no limit.
+    """The most that the answers of one comparison may use, those of earlier runs included; null: no
+    limit.
 
     Attributes:
         tokens: Tokens of questions and answers together.
@@ -39,7 +40,9 @@ class LlmBudgetConfig(Strict):
     @model_validator(mode="after")
     def _money_needs_prices(self) -> LlmBudgetConfig:
         if self.money is not None and self.prompt_price == self.completion_price == 0:
-            raise ValueError("money needs prompt_price or completion_price, per million tokens, to be counted")
+            raise ValueError(
+                "money needs prompt_price or completion_price, per million tokens, to be counted"
+            )
         return self
 
     @property
@@ -58,17 +61,19 @@ class LlmJudgeConfig(Strict):
     Attributes:
         base_url: Address before `/chat/completions`.
         model: Name of the model there.
-        token_env: Environment variable with the bearer token, which itself never stands in params.yaml.
-        template: Text of a question, with `{conversation}`, `{reply_a}` and `{reply_b}`; null: the built-in one.
+        token_env: Environment variable with the bearer token, which itself never stands in
+            params.yaml.
+        template: Text of a question, with `{conversation}`, `{reply_a}` and `{reply_b}`; null: the
+            built-in one.
         response_format: Asks the endpoint to enforce JSON, where it can.
         max_tokens: Longest answer.
         max_junk: Largest share of pairs without a usable answer at which the comparison counts.
         concurrency: Requests that wait for their answers at once.
         requests_per_minute: Most requests of a minute.
         timeout_seconds: Bounds connecting, and the whole request after it.
-        retries: How often a request is repeated that fails to connect, breaks off, times out, is answered with more
-            than 8 MiB or with 408, 425, 429 or 5xx; it waits 0.5 s, 1 s, 2 s … (at most 30 s; or as the answer's
-            Retry-After says, up to 60 s).
+        retries: How often a request is repeated that fails to connect, breaks off, times out, is
+            answered with more than 8 MiB or with 408, 425, 429 or 5xx; it waits 0.5 s, 1 s, 2 s …
+            (at most 30 s; or as the answer's Retry-After says, up to 60 s).
         budget: The most that the answers may use.
     """
 
@@ -88,7 +93,11 @@ class LlmJudgeConfig(Strict):
     @model_validator(mode="after")
     def _consistent(self) -> LlmJudgeConfig:
         check_endpoint(self.base_url, self.token_env, "base_url")
-        missing = [name for name in TEMPLATE_FIELDS if self.template is not None and name not in self.template]
+        missing = [
+            name
+            for name in TEMPLATE_FIELDS
+            if self.template is not None and name not in self.template
+        ]
         if missing:
             raise ValueError(f"template must contain {', '.join(missing)}")
         return self
@@ -98,13 +107,15 @@ class MultipleChoiceConfig(Strict):
     """Multiple-choice questions that both models answer.
 
     Attributes:
-        files: Paths or globs of questions in C-Eval's format, relative to the workspace: columns question, A, B, C,
-            D and answer, and maybe id and explanation. The name of a file without `_dev`, `_val` or `_test` is its
-            subject.
-        score: With `letter` the choices stand below the question, and the likeliest letter is the answer; with
-            `text` the question stands alone, and the answer is the choice whose text is likeliest per character.
+        files: Paths or globs of questions in C-Eval's format, relative to the workspace: columns
+            question, A, B, C, D and answer, and maybe id and explanation. The name of a file
+            without `_dev`, `_val` or `_test` is its subject.
+        score: With `letter` the choices stand below the question, and the likeliest letter is the
+            answer; with `text` the question stands alone, and the answer is the choice whose text
+            is likeliest per character.
         few_shot: Answered questions before each question.
-        few_shot_files: Where those come from: the first of the file of the same subject, or of the only file.
+        few_shot_files: Where those come from: the first of the file of the same subject, or of the
+            only file.
     """
 
     files: tuple[str, ...] = Field(strict=False, min_length=1)
@@ -117,13 +128,17 @@ class MultipleChoiceConfig(Strict):
     def _on_this_machine(cls, paths: tuple[str, ...]) -> tuple[str, ...]:
         remote = [path for path in paths if is_url(path) or path.startswith("hub:")]
         if remote:
-            raise ValueError(f"{remote[0]!r} is not on this machine; download the files and name their paths")
+            raise ValueError(
+                f"{remote[0]!r} is not on this machine; download the files and name their paths"
+            )
         return paths
 
     @model_validator(mode="after")
     def _examples_have_a_source(self) -> MultipleChoiceConfig:
         if self.few_shot and not self.few_shot_files:
-            raise ValueError(f"few_shot {self.few_shot} needs few_shot_files, such as [ceval/dev/*.csv]")
+            raise ValueError(
+                f"few_shot {self.few_shot} needs few_shot_files, such as [ceval/dev/*.csv]"
+            )
         return self
 
     @property
@@ -137,7 +152,8 @@ class OpponentConfig(Strict):
 
     Attributes:
         name: What metrics and report call the opponent.
-        path: File of JSON lines with `prompt` (a text or messages) and `reply`, relative to the workspace.
+        path: File of JSON lines with `prompt` (a text or messages) and `reply`, relative to the
+            workspace.
     """
 
     name: str = Field(pattern=r"^[A-Za-z0-9][\w -]*$", max_length=40)
@@ -148,9 +164,11 @@ class VerifiableConfig(Strict):
     """Prompts whose replies are checked by rules.
 
     Attributes:
-        path: File of JSON lines, relative to the workspace: a prompt and what its reply must be in each.
-        functions: Names for Python functions `f(prompt, reply) -> bool`, each `package.module:function`, which a
-            line may require by name. They run with your rights, like any code you start; a file alone runs nothing.
+        path: File of JSON lines, relative to the workspace: a prompt and what its reply must be in
+            each.
+        functions: Names for Python functions `f(prompt, reply) -> bool`, each
+            `package.module:function`, which a line may require by name. They run with your rights,
+            like any code you start; a file alone runs nothing.
         timeout_seconds: Bounds the check of one property of one reply.
     """
 
@@ -192,18 +210,21 @@ class EvaluateConfig(StageConfig):
 
     Attributes:
         prompts: Test prompts.
-        replies_per_prompt: Replies of each model to each of them and of the regression set, which narrows every
-            interval where held-out prompts are few; bounds and tests still count different questions.
-        best_of_n: Judges also compare the best of n replies of SFT, chosen by the reward model; 0: off.
+        replies_per_prompt: Replies of each model to each of them and of the regression set, which
+            narrows every interval where held-out prompts are few; bounds and tests still count
+            different questions.
+        best_of_n: Judges also compare the best of n replies of SFT, chosen by the reward model; 0:
+            off.
         sampling: Makes the replies that are judged.
         sampler: Who samples all of these replies, in matches too.
         kl_samples: Unfiltered replies that KL and perplexity are measured on.
-        batch_size: Replies sampled and judged together; it bounds memory, and changes replies by rounding alone.
+        batch_size: Replies sampled and judged together; it bounds memory, and changes replies by
+            rounding alone.
         max_new_tokens: Longest of the unfiltered replies.
-        tie_margin: Difference of judge scores, as a share of the spread of SFT's, up to which a pair is a tie; the
-            gold judge has a unit and a margin of its own.
-        bad_cases: At most so many cases are written down in which the reward model prefers the policy's reply and the
-            judge, or gold where there is one, SFT's.
+        tie_margin: Difference of judge scores, as a share of the spread of SFT's, up to which a
+            pair is a tie; the gold judge has a unit and a margin of its own.
+        bad_cases: At most so many cases are written down in which the reward model prefers the
+            policy's reply and the judge, or gold where there is one, SFT's.
         bootstrap: Resamples of an interval.
         perplexity: Perplexity of held-out text.
         safety: Safety prompts.
@@ -211,7 +232,8 @@ class EvaluateConfig(StageConfig):
         verifiable: Adds prompts whose replies are checked by rules.
         multiple_choice: Adds questions that both models answer.
         opponents: Replies of third parties that both models are compared with.
-        groups: Which categories or sources of prompts are helpful and which harmless, beside those that are known.
+        groups: Which categories or sources of prompts are helpful and which harmless, beside those
+            that are known.
     """
 
     prompts: PositiveInt = 256
@@ -236,7 +258,9 @@ class EvaluateConfig(StageConfig):
     @model_validator(mode="after")
     def _consistent(self) -> EvaluateConfig:
         if self.best_of_n == 1:
-            raise ValueError("best_of_n 1 is SFT itself: use 2 or more, such as 16, or 0 to leave it out")
+            raise ValueError(
+                "best_of_n 1 is SFT itself: use 2 or more, such as 16, or 0 to leave it out"
+            )
         if self.sampler.kind != "local" and self.sampling.repetition_penalty != 1.0:
             raise ValueError(
                 f"sampler.kind {self.sampler.kind} counts the prompt's tokens in its repetition penalty, which "
@@ -250,17 +274,21 @@ class EvaluateConfig(StageConfig):
 
     @property
     def untracked_files(self) -> dict[str, tuple[str, ...]]:
-        """Paths and globs of files that the evaluation reads and no stage writes, by what is in them."""
+        """Paths and globs of files that the evaluation reads and no stage writes, by what is in
+        them.
+        """
         return {
             "verifiable prompts": () if self.verifiable is None else (self.verifiable.path,),
-            "multiple-choice questions": () if self.multiple_choice is None else self.multiple_choice.patterns,
+            "multiple-choice questions": ()
+            if self.multiple_choice is None
+            else self.multiple_choice.patterns,
             "opponents' replies": tuple(opponent.path for opponent in self.opponents),
         }
 
 
 class EvaluateStageConfig(EvaluateConfig):
-    """The stage's settings with PPO's beside them: of ``ppo`` only the training distribution is read, temperature and
-    minimum length, which KL and perplexity are measured under."""
+    """The stage's settings with PPO's beside them: of ``ppo`` only the training distribution is
+    read, temperature and minimum length, which KL and perplexity are measured under."""
 
     ppo: PpoConfig = PpoConfig()
 

@@ -1,4 +1,5 @@
-"""The shapes of rows that are known, as data: which columns hold the prompt, the replies and the preference.
+"""The shapes of rows that are known, as data: which columns hold the prompt, the replies and the
+preference.
 
 A new format of columns is one entry here; ``rlhf_core/data/readers/shapes.py`` reads them all.
 """
@@ -19,27 +20,30 @@ OTHER_PROMPTS = "prompt instruction conversations messages"
 
 @dataclass(frozen=True)
 class Shape:
-    """A shape of rows. Names of columns are separated by spaces where the first that is there is read.
+    """A shape of rows. Names of columns are separated by spaces where the first that is there is
+    read.
 
     Attributes:
         example: What messages show of it.
         kinds: The kinds of rows that it can serve as, best first.
         prompt: The columns of the prompt.
-        prompt_is: What the prompt's column has to hold: a word of ``HOLDS`` in ``rlhf_core/data/readers/formats.py``.
+        prompt_is: What the prompt's column has to hold: a word of ``HOLDS`` in
+            ``rlhf_core/data/readers/formats.py``.
         system: The column of the prompt's system turn, if there may be one.
         replies: The columns of the replies. Of two without a label, the first is the better one.
         replies_are: What each of them has to hold.
         of_replies: Of replies that are objects, the keys of text and value.
         labels: The columns that say which reply is the better one.
         labels_are: What each of them has to hold.
-        prefers: How they say it: ``index`` is the number of the better reply; ``strength`` goes from -3, where the
-            first reply is much better, to 3.
+        prefers: How they say it: ``index`` is the number of the better reply; ``strength`` goes
+            from -3, where the first reply is much better, to 3.
         dimensions: The preferences that a record states side by side, of which a source names one.
         category: The column of the row's category.
         also: What further columns, which are not read, have to hold.
         lacks: Columns that only records of other shapes have.
         looks: A further condition on the values, by its name in ``LOOKS``.
-        style: How the prompt is written where that is not one text or a list of turns, by its name in ``STYLES``.
+        style: How the prompt is written where that is not one text or a list of turns, by its name
+            in ``STYLES``.
         reads: What makes rows of a record, by its name in ``READS``.
         more: Columns that are read beside all these, where they are there.
         note: What to do where the format does not serve as the kind that is asked for.
@@ -70,13 +74,17 @@ class Shape:
     @property
     def needs(self) -> dict[str, str]:
         """What each column, or one of several, has to hold."""
-        needs = dict.fromkeys(self.replies, self.replies_are) | dict.fromkeys(self.labels, self.labels_are)
+        needs = dict.fromkeys(self.replies, self.replies_are) | dict.fromkeys(
+            self.labels, self.labels_are
+        )
         return needs | self.also | ({self.prompt: self.prompt_is} if self.prompt else {})
 
     @property
     def columns(self) -> str:
         """All columns that are read."""
-        return " ".join((self.prompt, self.system, *self.replies, *self.labels, self.category, self.more))
+        return " ".join(
+            (self.prompt, self.system, *self.replies, *self.labels, self.category, self.more)
+        )
 
 
 # The first that fits a row is its format, so richer shapes come first.

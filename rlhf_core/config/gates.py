@@ -13,7 +13,8 @@ from rlhf_core.config.model import StageConfig, Strict
 MULTIPLE_CHOICE = "multiple_choice"
 LOSSES = "losses"
 CHECKER = "checker"  # the reward functions as a judge of replies to held-out prompts, where there are no pairs
-# Kinds of counterfactual pairs on which a reward model is tried: of any data, and of the synthetic world.
+# Kinds of counterfactual pairs on which a reward model is tried: of any data, and of the synthetic
+# world.
 PROBES = (
     "other_question",
     "values_swapped",
@@ -35,8 +36,9 @@ class Condition(Strict):
         at_most: Upper bound.
         at_most_of: Bounds the metric by another: `max(factor * other, other + slack)`.
         at_least_of: Likewise from below: `min(factor * other, other - slack)`.
-        worse_by_less_than: How much worse than SFT the policy may be: `metric` is then a name below `losses`, such
-            as `repetition`, of which the one-sided upper 95 % bound, over questions, must be below the margin.
+        worse_by_less_than: How much worse than SFT the policy may be: `metric` is then a name below
+            `losses`, such as `repetition`, of which the one-sided upper 95 % bound, over questions,
+            must be below the margin.
         where_at_least: With `worse_by_less_than`: read only where SFT's own value is at least this.
         factor: Multiplies the other metric.
         slack: Added to the other metric.
@@ -71,7 +73,9 @@ class Condition(Strict):
 
     @property
     def probes(self) -> list[str]:
-        """The kinds of counterfactual pairs whose rates the condition reads, whether there is such a kind or not."""
+        """The kinds of counterfactual pairs whose rates the condition reads, whether there is such
+        a kind or not.
+        """
         names = [metric.partition("probes.")[2] for metric in self.metrics]
         return [re.sub(r"_(low95|high95|pairs)$", "", name) for name in names if name]
 
@@ -84,17 +88,18 @@ PERPLEXITY_HOLDS = Condition(
 
 
 class GatesConfig(StageConfig):
-    """Conditions by gate. A gate without conditions vouches for nothing, so it fails; an empty list is refused in
-    ``enforce`` mode. The data gate's are the limits of section ``validate`` and the expectations of whole tables.
+    """Conditions by gate. A gate without conditions vouches for nothing, so it fails; an empty list
+    is refused in ``enforce`` mode. The data gate's are the limits of section ``validate`` and the
+    expectations of whole tables.
 
     Attributes:
         mode: `report` records decisions without enforcing them.
         sft: Conditions on the SFT model.
         reward: Conditions on reward model, referee and judge; null where `collect.pairs` is false.
         policy: Conditions on the policy.
-        multiple_choice_margin: Where the evaluation asks multiple-choice questions, the policy must not be inferior
-            to SFT by more than this, by the lower 95 % bound of the difference of accuracies; a condition of its own on
-            multiple choice, or null, takes the place of that.
+        multiple_choice_margin: Where the evaluation asks multiple-choice questions, the policy must
+            not be inferior to SFT by more than this, by the lower 95 % bound of the difference of
+            accuracies; a condition of its own on multiple choice, or null, takes the place of that.
     """
 
     mode: Literal["enforce", "report"] = "enforce"
@@ -104,7 +109,9 @@ class GatesConfig(StageConfig):
     multiple_choice_margin: Annotated[float, Field(gt=0, le=1, strict=False)] | None = 0.05
 
     def policy_conditions(self, evaluated: Collection[str]) -> tuple[Condition, ...]:
-        """The conditions of the policy gate on an evaluation with the metrics ``evaluated``, by their first name."""
+        """The conditions of the policy gate on an evaluation with the metrics ``evaluated``, by
+        their first name.
+        """
         margin = self.multiple_choice_margin
         own = any(MULTIPLE_CHOICE in metric.split(".") for c in self.policy for metric in c.metrics)
         if margin is None or own or MULTIPLE_CHOICE not in evaluated:
@@ -119,7 +126,11 @@ class GatesConfig(StageConfig):
     @model_validator(mode="after")
     def _no_empty_gate(self) -> GatesConfig:
         for name in ("sft", "reward", "policy"):
-            if self.mode == "enforce" and name in self.model_fields_set and getattr(self, name) == ():
+            if (
+                self.mode == "enforce"
+                and name in self.model_fields_set
+                and getattr(self, name) == ()
+            ):
                 raise ValueError(
                     f"gates.{name} is empty, and a gate without conditions vouches for nothing: give it at least one "
                     "condition, or set gates.mode: report, which registers ungated versions only"

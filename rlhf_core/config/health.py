@@ -1,12 +1,15 @@
-"""The default health rules (algorithms.md §8), as data: what is watched while PPO trains, and what happens then.
+"""The default health rules (algorithms.md §8), as data: what is watched while PPO trains, and what
+happens then.
 
-Evidence for the bounds, from calibration runs on the synthetic world: healthy PPO-max ended at KL 1.9 to 3.3 nats
-per sequence, vanilla PPO with 10 to 92 while its reward kept rising, with trigram repetition ten times the start's and
-replies up to the token limit. KL, perplexity under the reference, repetition and missing EOS separate the two; entropy
-and the policy's own perplexity do not, so they only ever support another check. A bound that pauses sits well above
-anything seen in a healthy run; its warning sits between. Damage to the true preference begins before all of these, at a
-KL of 1 to 3. So early a doomed run's replies look like those of a sound one; what differs is whether anything pulls the
-policy back (``drift_unopposed``) and whether the critic sees anything (``drift_with_blind_critic``).
+Evidence for the bounds, from calibration runs on the synthetic world: healthy PPO-max ended at KL
+1.9 to 3.3 nats per sequence, vanilla PPO with 10 to 92 while its reward kept rising, with trigram
+repetition ten times the start's and replies up to the token limit. KL, perplexity under the
+reference, repetition and missing EOS separate the two; entropy and the policy's own perplexity do
+not, so they only ever support another check. A bound that pauses sits well above anything seen in a
+healthy run; its warning sits between. Damage to the true preference begins before all of these, at
+a KL of 1 to 3. So early a doomed run's replies look like those of a sound one; what differs is
+whether anything pulls the policy back (``drift_unopposed``) and whether the critic sees anything
+(``drift_with_blind_critic``).
 """
 
 from __future__ import annotations
@@ -26,12 +29,14 @@ Severity = Literal["info", "warning", "critical"]
 class Check:
     """One statement about a metric over its last ``window`` observations.
 
-    ``statistic``: ``mean`` of the window; ``change`` = that mean - the start; ``drop`` = best value so far - that mean.
-    ``of`` says what ``bound`` multiplies: ``value`` (1, so the bound is a plain number), ``start`` (this metric at the
-    start of the run), ``start:OTHER`` (another metric there), ``limit:NAME`` (a limit given to the monitor, such as the
-    KL budget). ``slack`` widens a relative bound to at least reference + slack (``>``) or at most reference - slack
-    (``<``), so that a metric which starts near zero does not set off its rule by noise. ``not_finite`` holds when no
-    value of the window is finite.
+    ``statistic``: ``mean`` of the window; ``change`` = that mean - the start; ``drop`` = best value
+    so far - that mean.
+    ``of`` says what ``bound`` multiplies: ``value`` (1, so the bound is a plain number), ``start``
+    (this metric at the start of the run), ``start:OTHER`` (another metric there), ``limit:NAME`` (a
+    limit given to the monitor, such as the KL budget). ``slack`` widens a relative bound to at
+    least reference + slack (``>``) or at most reference - slack (``<``), so that a metric which
+    starts near zero does not set off its rule by noise. ``not_finite`` holds when no value of the
+    window is finite.
     """
 
     metric: str
@@ -47,16 +52,22 @@ class Check:
         scaled = self.bound * reference
         if self.slack == 0.0:
             return scaled
-        return max(scaled, reference + self.slack) if self.op == ">" else min(scaled, reference - self.slack)
+        return (
+            max(scaled, reference + self.slack)
+            if self.op == ">"
+            else min(scaled, reference - self.slack)
+        )
 
 
 @dataclass(frozen=True)
 class Rule:
-    """A rule fires when all of ``checks`` hold, from iteration ``after`` on (iterations count from 1).
+    """A rule fires when all of ``checks`` hold, from iteration ``after`` on (iterations count from
+    1).
 
-    ``pause`` stops the run in good order; ``rollback`` returns to the last healthy checkpoint and multiplies the
-    settings named in ``adjust`` (``kl_coefficient``, ``lr``) by the factor given there. A rule that neither setting
-    can help has no ``adjust``: to roll back on it, a user must say what to change.
+    ``pause`` stops the run in good order; ``rollback`` returns to the last healthy checkpoint and
+    multiplies the settings named in ``adjust`` (``kl_coefficient``, ``lr``) by the factor given
+    there. A rule that neither setting can help has no ``adjust``: to roll back on it, a user must
+    say what to change.
     """
 
     name: str
@@ -72,7 +83,9 @@ class Rule:
 
 DRIFT = "drift from the reference: KL coefficient too low, or learning rate too high"
 HACKING = "the policy exploits errors of the reward model (reward hacking)"
-RAISE_KL = "raise ppo.kl.coefficient, lower ppo.policy_optimizer.lr; continue from the selected checkpoint"
+RAISE_KL = (
+    "raise ppo.kl.coefficient, lower ppo.policy_optimizer.lr; continue from the selected checkpoint"
+)
 BETTER_RM = "stop here and keep the selected checkpoint; add contrast pairs to the preference data, retrain the RM"
 
 # What a rollback changes: more pull to the reference and smaller steps, or smaller steps alone.
@@ -183,7 +196,8 @@ REWARD_RULES = (
     Rule("reward_tail", (Check("reward_tail", ">", 3.0, "start", slack=1.0),), "warning", "warn",
          "a long tail of very low rewards opened below the median", "part of the prompts fails while the mean rises",
          "read the worst replies; lower ppo.policy_optimizer.lr, keep reward clipping on", adjust=GENTLER),
-    # Where a reward varied at first and no longer does, a policy may have learned all that there was.
+    # Where a reward varied at first and no longer does, a policy may have learned all that there
+    # was.
     Rule("reward_constant",
          (Check("reward_std", "<", 1e-6, window=5), Check("reward_std", "<", 1e-6, window=5, statistic="drop")),
          "critical", "pause", "every reply so far got the same reward, from which nothing can be learned",
@@ -249,7 +263,13 @@ OPTIMISATION_RULES = (
          "fewer ppo.epochs, lower ppo.policy_optimizer.lr", adjust=GENTLER),
 )  # fmt: skip
 
-DEFAULT_RULES: tuple[Rule, ...] = (*DRIFT_RULES, *TEXT_RULES, *DIVERSITY_RULES, *REWARD_RULES, *OPTIMISATION_RULES)
+DEFAULT_RULES: tuple[Rule, ...] = (
+    *DRIFT_RULES,
+    *TEXT_RULES,
+    *DIVERSITY_RULES,
+    *REWARD_RULES,
+    *OPTIMISATION_RULES,
+)
 
 
 class Adjustment(Strict):
@@ -274,8 +294,9 @@ class RuleChange(Strict):
     Attributes:
         action: What happens when the rule fires; `ignore` switches it off.
         window: Observations that every check of the rule looks at.
-        threshold: A number for a rule of one check, else a mapping from a check's metric to a number; it has the
-            meaning of the check's own bound (a plain number, or a multiple of a start or limit).
+        threshold: A number for a rule of one check, else a mapping from a check's metric to a
+            number; it has the meaning of the check's own bound (a plain number, or a multiple of a
+            start or limit).
         after: First iteration at which the rule may fire.
         adjust: What a rollback multiplies.
     """
@@ -293,7 +314,9 @@ class RuleChange(Strict):
         numbers = [] if given is None else [given]
         if isinstance(given, dict):
             numbers = list(given.values())
-        if any(isinstance(number, bool) or not isinstance(number, int | float) for number in numbers):
+        if any(
+            isinstance(number, bool) or not isinstance(number, int | float) for number in numbers
+        ):
             raise ValueError("must be a number, or a mapping from a check's metric to a number")
         return given
 
@@ -302,9 +325,10 @@ class HealthConfig(Strict):
     """Rules that watch a run.
 
     Attributes:
-        mode: `enforce` lets rules pause the run or roll it back; `report` only records findings. Paper: proposes
-            the metrics (5.2). Shows in: findings, pauses.
-        max_rollbacks: Most rollbacks of a run; after them a rollback rule pauses it. Shows in: rollbacks.
+        mode: `enforce` lets rules pause the run or roll it back; `report` only records findings.
+            Paper: proposes the metrics (5.2). Shows in: findings, pauses.
+        max_rollbacks: Most rollbacks of a run; after them a rollback rule pauses it. Shows in:
+            rollbacks.
         rules: Changes of default rules, by name. Shows in: findings.
     """
 

@@ -43,21 +43,30 @@ PROFILE = "pretrained"
 
 
 def refuse_high_learning_rates(params: Params) -> None:
-    """Check the learning rates of all that trains weights of a pretrained model, or adapters on them.
+    """Check the learning rates of all that trains weights of a pretrained model, or adapters on
+    them.
 
     Raises:
-        ValueError: One of them is far beyond what suits it, and ``base.allow_high_learning_rates`` is not set.
+        ValueError: One of them is far beyond what suits it, and ``base.allow_high_learning_rates``
+            is not set.
     """
     if not is_pretrained(params.base.source) or params.base.allow_high_learning_rates:
         return
     ppo, policy, critic = params.ppo, params.policy, params.critic
     # Peak rate by its path, and whether it is that of adapters.
     rates = {"sft.optimizer.lr": (params.sft.optimizer.lr, False)}
-    for name, scalar in (("reward", params.reward), ("referee", params.referee), ("judge", params.judge)):
+    for name, scalar in (
+        ("reward", params.reward),
+        ("referee", params.referee),
+        ("judge", params.judge),
+    ):
         rates[f"{name}.optimizer.lr"] = scalar.optimizer.lr, scalar.lora is not None
     adapted = ppo.policy_lora is not None
     if policy.method != "ppo":
-        rates[f"policy.{policy.method}.optimizer.lr"] = getattr(policy, policy.method).optimizer.lr, adapted
+        rates[f"policy.{policy.method}.optimizer.lr"] = (
+            getattr(policy, policy.method).optimizer.lr,
+            adapted,
+        )
     else:
         rates["ppo.policy_optimizer.lr"] = ppo.policy_optimizer.lr, adapted
     # With a shared backbone critic pre-training moves a new value head alone.
@@ -79,14 +88,16 @@ def refuse_high_learning_rates(params: Params) -> None:
 def rules_for(config: PpoConfig) -> tuple[Rule, ...]:
     """The health rules as ``ppo.health.rules`` changes them, without those it says to ignore.
 
-    ``ConfigError`` for an unknown rule, a threshold that names none of its checks, and a rollback that is not allowed
-    or would change nothing.
+    ``ConfigError`` for an unknown rule, a threshold that names none of its checks, and a rollback
+    that is not allowed or would change nothing.
     """
     changes = config.health.rules
     known = {rule.name for rule in DEFAULT_RULES}
     for name in changes:
         if name not in known:
-            raise ConfigError(f"unknown health rule 'ppo.health.rules.{name}'; {nearest(name, known)}")
+            raise ConfigError(
+                f"unknown health rule 'ppo.health.rules.{name}'; {nearest(name, known)}"
+            )
     kept = [
         _changed(rule, changes[rule.name]) if rule.name in changes else rule
         for rule in DEFAULT_RULES
@@ -109,7 +120,9 @@ def _changed(rule: Rule, change: RuleChange) -> Rule:
         "after": change.after,
         "adjust": change.adjust and change.adjust.factors(),
     }
-    return replace(rule, checks=checks, **{name: value for name, value in given.items() if value is not None})
+    return replace(
+        rule, checks=checks, **{name: value for name, value in given.items() if value is not None}
+    )
 
 
 def _with_thresholds(rule: Rule, threshold: float | Mapping[str, float]) -> tuple[Check, ...]:
@@ -117,7 +130,9 @@ def _with_thresholds(rule: Rule, threshold: float | Mapping[str, float]) -> tupl
     metrics = [check.metric for check in rule.checks]
     # Each check with a threshold by its metric, or METRIC of WHAT where that occurs twice.
     names = {
-        check.metric if metrics.count(check.metric) == 1 else f"{check.metric} of {check.of}": position
+        check.metric
+        if metrics.count(check.metric) == 1
+        else f"{check.metric} of {check.of}": position
         for position, check in enumerate(rule.checks)
         if check.op != "not_finite"
     }
@@ -126,7 +141,9 @@ def _with_thresholds(rule: Rule, threshold: float | Mapping[str, float]) -> tupl
     if not isinstance(threshold, Mapping):
         if len(names) > 1:
             example = ", ".join(f"{name}: …" for name in names)
-            raise ConfigError(f"{path}: the rule has {len(names)} checks; write it as {{{example}}}")
+            raise ConfigError(
+                f"{path}: the rule has {len(names)} checks; write it as {{{example}}}"
+            )
         threshold = dict.fromkeys(names, threshold)
     checks = list(rule.checks)
     for name, bound in threshold.items():
@@ -139,7 +156,9 @@ def _with_thresholds(rule: Rule, threshold: float | Mapping[str, float]) -> tupl
 def _require_effect(rule: Rule, config: PpoConfig) -> None:
     path = f"ppo.health.rules.{rule.name}"
     if config.health.max_rollbacks == 0:
-        raise ConfigError(f"{path}: action rollback with ppo.health.max_rollbacks 0 could only pause; use action pause")
+        raise ConfigError(
+            f"{path}: action rollback with ppo.health.max_rollbacks 0 could only pause; use action pause"
+        )
     if not any(name != "kl_coefficient" or config.kl.coefficient > 0 for name, _ in rule.adjust):
         nothing = "the rule names nothing that a rollback changes"
         reason = "it multiplies a KL coefficient of 0" if rule.adjust else nothing
@@ -164,8 +183,10 @@ class Params(Strict):
         base: The starting model.
         sft: Supervised fine-tuning.
         reward: The reward model.
-        referee: The second reward model, on disjoint data: the policy is selected by it, never trained on it.
-        judge: The third reward model, on disjoint data: it judges the result; nothing is trained or selected by it.
+        referee: The second reward model, on disjoint data: the policy is selected by it, never
+            trained on it.
+        judge: The third reward model, on disjoint data: it judges the result; nothing is trained or
+            selected by it.
         gates: Conditions that must hold before later stages run.
         policy: How the policy is trained.
         critic: Critic pre-training, whose rewards and advantages are PPO's.
@@ -175,7 +196,8 @@ class Params(Strict):
         compute: Processes, threads and number formats.
         plan: What a memory plan cannot know by itself.
         checkpoints: Where partial state goes.
-        pools: By stage, the work pool that it runs on, or a mapping with what its job asks for there; null for none.
+        pools: By stage, the work pool that it runs on, or a mapping with what its job asks for
+            there; null for none.
         work_pools: By work pool, its settings on the Prefect server.
         registry: Registered models and their promotion.
         tracking: MLflow.
@@ -208,8 +230,9 @@ class Params(Strict):
 
     @model_validator(mode="after")
     def _consistent(self) -> Params:
-        """What no section can tell alone. The rules are looked at here and not in PPO's own model, because critic
-        pre-training reads that model too, and a changed rule must not run it again."""
+        """What no section can tell alone. The rules are looked at here and not in PPO's own model,
+        because critic pre-training reads that model too, and a changed rule must not run it
+        again."""
         try:
             rules_for(self.ppo)
         except ConfigError as error:
@@ -237,28 +260,43 @@ class Params(Strict):
     def _functions_reward_and_judge(self) -> None:
         """Without pairs nothing may ask for a model that is trained on them."""
         ppo, needs = self.ppo, "collect.pairs is false"
-        wrong = [source.kind for source in ppo.reward.sources if not isinstance(source, FunctionSource)]
+        wrong = [
+            source.kind for source in ppo.reward.sources if not isinstance(source, FunctionSource)
+        ]
         if wrong:
             raise ValueError(
                 f"{needs}, so that functions alone reward, but ppo.reward.sources has one of kind {wrong[0]}: name "
                 "functions, such as {kind: function, target: 'checks:score'}"
             )
         if self.policy.method != "ppo":
-            raise ValueError(f"{needs}, but policy.method {self.policy.method} learns from models of pairs: set ppo")
+            raise ValueError(
+                f"{needs}, but policy.method {self.policy.method} learns from models of pairs: set ppo"
+            )
         if ppo.selection.method == "referee":
             raise ValueError(
                 f"{needs}, so there is no referee that selects a checkpoint: set ppo.selection.method last"
             )
         if ppo.share_base:
-            raise ValueError(f"{needs}, so there are no reward models to share a base with: set ppo.share_base false")
-        if not ppo.advantage.critic_free and ppo.critic_mode != "shared" and self.critic.init == "reward":
+            raise ValueError(
+                f"{needs}, so there are no reward models to share a base with: set ppo.share_base false"
+            )
+        if (
+            not ppo.advantage.critic_free
+            and ppo.critic_mode != "shared"
+            and self.critic.init == "reward"
+        ):
             raise ValueError(
                 f"{needs}, so there is no reward model for the critic to start from: set critic.init sft, or "
                 "ppo.advantage.estimator grpo or rloo, which need no critic"
             )
         files = self.collect.files
-        texts = {"demonstrations": files.demonstrations, "pretrain": files.pretrain or files.demonstrations}
-        if ppo.ptx.weight and not any(texts[kind] for kind in (texts if ppo.ptx.data == "both" else [ppo.ptx.data])):
+        texts = {
+            "demonstrations": files.demonstrations,
+            "pretrain": files.pretrain or files.demonstrations,
+        }
+        if ppo.ptx.weight and not any(
+            texts[kind] for kind in (texts if ppo.ptx.data == "both" else [ppo.ptx.data])
+        ):
             raise ValueError(
                 f"ppo.ptx.weight is {ppo.ptx.weight:g}, but collect.files names no texts for it: set it to 0, or give "
                 f"{ppo.ptx.data if ppo.ptx.data != 'both' else 'demonstrations'}"
@@ -269,7 +307,12 @@ class Params(Strict):
             )
 
     def _held_out_prompts_decide(self) -> None:
-        asked = {part for condition in self.gates.policy for metric in condition.metrics for part in metric.split(".")}
+        asked = {
+            part
+            for condition in self.gates.policy
+            for metric in condition.metrics
+            for part in metric.split(".")
+        }
         if CHECKER not in asked:
             raise ValueError(
                 "gates.policy asks nothing of comparison.checker, so a policy would pass by its reward on training "
@@ -278,7 +321,9 @@ class Params(Strict):
 
     @property
     def left_out(self) -> tuple[str, ...]:
-        """The stages that the workspace does without: all that pairs are for, where there are none."""
+        """The stages that the workspace does without: all that pairs are for, where there are
+        none.
+        """
         if self.collect.pairs:
             return ()
         of_sft = () if self.collect.files.demonstrations else ("gate-sft",)
@@ -311,7 +356,8 @@ class Params(Strict):
                 "ppo.critic_lora with ppo.share_base and critic.lora: the critic goes on with the adapters that it was "
                 "pre-trained as; set ppo.critic_lora to null"
             )
-        # On the reward model it is pre-trained on weights into which that one's adapters were merged, as they are.
+        # On the reward model it is pre-trained on weights into which that one's adapters were
+        # merged, as they are.
         wanted = policy.quantize if self.critic.init == "sft" else None
         if self.critic.lora.quantize != wanted:
             raise ValueError(
@@ -345,8 +391,13 @@ class Params(Strict):
                 why, instead = "is 0", ", or set evaluate.safety.prompts"
                 if evaluate.safety.prompts:
                     why, instead = "are not asked in the synthetic world, which has its own", ""
-                raise ValueError(f"{asked}, but evaluate.safety.prompts {why}: take the condition out{instead}")
-            if parts & {"perplexity_preferred", "perplexity_pretrain"} and not evaluate.perplexity.rows:
+                raise ValueError(
+                    f"{asked}, but evaluate.safety.prompts {why}: take the condition out{instead}"
+                )
+            if (
+                parts & {"perplexity_preferred", "perplexity_pretrain"}
+                and not evaluate.perplexity.rows
+            ):
                 raise ValueError(
                     f"{asked}, but evaluate.perplexity.rows is 0: take the condition out, or set "
                     "evaluate.perplexity.rows"
@@ -363,12 +414,16 @@ class Params(Strict):
 
     def _gated_probes_can_be_formed(self) -> None:
         if self.gates.reward is None and self.collect.pairs:
-            raise ValueError("gates.reward is null, but collect.pairs is true: give the reward model its conditions")
+            raise ValueError(
+                "gates.reward is null, but collect.pairs is true: give the reward model its conditions"
+            )
         for number, condition in enumerate(self.gates.reward or ()):
             for kind in condition.probes:
                 asked = f"gates.reward[{number}] asks for {condition.metric}"
                 if kind not in (*PROBES, *WORLD_PROBES):
-                    raise ValueError(f"{asked}, but there is no such probe; {nearest(kind, (*PROBES, *WORLD_PROBES))}")
+                    raise ValueError(
+                        f"{asked}, but there is no such probe; {nearest(kind, (*PROBES, *WORLD_PROBES))}"
+                    )
                 if kind in WORLD_PROBES and self.collect.source != "world":
                     raise ValueError(
                         f"{asked}, but collect.source is files, and only questions of the synthetic world have right "
@@ -400,7 +455,11 @@ class Params(Strict):
                 "ppo.gradient_norm joint needs the norms of two models before either steps, which engine deepspeed "
                 "does not tell: use separate, or launch ppo with engine local"
             )
-        exact = self.ppo.kl.placement == "loss" and self.ppo.kl.estimator == "full" and self.ppo.kl.coefficient > 0
+        exact = (
+            self.ppo.kl.placement == "loss"
+            and self.ppo.kl.estimator == "full"
+            and self.ppo.kl.coefficient > 0
+        )
         if launch.frozen == "offload" and exact:
             raise ValueError(
                 "ppo.kl.estimator full in the loss runs the reference in every update: it cannot wait in CPU memory, "
@@ -412,7 +471,8 @@ class Params(Strict):
                 "compute.launch.evaluate.frozen sharded leaves no rank a whole model to sample with: let a server "
                 "sample (evaluate.sampler.kind vllm), or set frozen to device"
             )
-        # Small updates of bfloat16 weights round to nothing unless float32 masters take them (docs/engines.md).
+        # Small updates of bfloat16 weights round to nothing unless float32 masters take them
+        # (docs/engines.md).
         for stage, launch in self.compute.launch.items():
             if self.base.dtype != "float32" and launch.engine == "deepspeed" and launch.zero == 0:
                 raise ValueError(
@@ -458,12 +518,16 @@ class Params(Strict):
         return sorted({placement.pool for placement in self.pools.values() if not placement.shared})
 
     def pool_limit(self, pool: str) -> int:
-        """How many jobs a pool that is made or served from here takes at a time: one unless ``work_pools`` says."""
+        """How many jobs a pool that is made or served from here takes at a time: one unless
+        ``work_pools`` says.
+        """
         return self.work_pools.get(pool, WorkPoolConfig()).limit or 1
 
 
 def check_params(document: Any, name: str = PARAMS_FILE) -> Params:
-    """``document`` as :class:`Params`; ``ConfigError`` with one line per problem, each with its path."""
+    """``document`` as :class:`Params`; ``ConfigError`` with one line per problem, each with its
+    path.
+    """
     plain = yaml_text.plain(document)
     try:
         return Params.model_validate(plain)
@@ -476,7 +540,9 @@ def load_params(workspace: Path) -> Params:
     return check_params(yaml_text.read(workspace / PARAMS_FILE), str(workspace / PARAMS_FILE))
 
 
-def load_section(workspace: Path, section: str, model: type[Model], beside: Sequence[str] = ()) -> Model:
+def load_section(
+    workspace: Path, section: str, model: type[Model], beside: Sequence[str] = ()
+) -> Model:
     """One section as ``model``, with the seed from the top of the file.
 
     Args:
@@ -499,10 +565,12 @@ def load_section(workspace: Path, section: str, model: type[Model], beside: Sequ
 
 DEFAULT_PROFILE = "demo"
 # What the stages of a workspace write.
-OWN_MODELS = {f"models/{name}" for name in ("base", "sft", "reward", "referee", "judge", "critic", "policy")}
+OWN_MODELS = {
+    f"models/{name}" for name in ("base", "sft", "reward", "referee", "judge", "critic", "policy")
+}
 ANNOTATIONS, OWN_ANNOTATIONS = "collect.annotations", "data/annotations/"
-# Settings whose relative paths start at the workspace, `*` for any key or entry: of files, and of what may be a hub id,
-# or a command.
+# Settings whose relative paths start at the workspace, `*` for any key or entry: of files, and of
+# what may be a hub id, or a command.
 FILES = (
     ANNOTATIONS, "collect.files.*.*.path", "validate.evaluation_files.*.path", "evaluate.verifiable.path",
     "evaluate.multiple_choice.files.*", "evaluate.multiple_choice.few_shot_files.*", "evaluate.opponents.*.path",
@@ -518,7 +586,9 @@ MODELS = (
 
 
 def profiles(folder: Path) -> dict[str, Path]:
-    """Profile names and files; ``demo`` is the base file itself when it has no overlay of its own."""
+    """Profile names and files; ``demo`` is the base file itself when it has no overlay of its
+    own.
+    """
     return {path.stem: path for path in sorted(folder.glob("*.yaml"))}
 
 
@@ -528,7 +598,8 @@ def profile_names(profile: str | None) -> list[str]:
 
 
 def profile_text(folder: Path, name: str, below: tuple[str, ...] = ()) -> str:
-    """The overlay of profile ``name``, laid over that of the profile which its line ``extends: OTHER`` names.
+    """The overlay of profile ``name``, laid over that of the profile which its line
+    ``extends: OTHER`` names.
 
     Args:
         below: The profiles that extend this one.
@@ -540,7 +611,9 @@ def profile_text(folder: Path, name: str, below: tuple[str, ...] = ()) -> str:
     if name not in known:
         raise ConfigError(f"no profile '{name}'; {nearest(name, known)}")
     if name in below:
-        raise ConfigError(f"profile '{name}' extends itself, by {', '.join(below)}; take one line 'extends' out")
+        raise ConfigError(
+            f"profile '{name}' extends itself, by {', '.join(below)}; take one line 'extends' out"
+        )
     text = known[name].read_text(encoding="utf-8")
     document = yaml_text.parse(text, f"profile {name}")
     if "extends" not in document:
@@ -550,14 +623,17 @@ def profile_text(folder: Path, name: str, below: tuple[str, ...] = ()) -> str:
 
 
 def merge(base: str, overlays: Sequence[tuple[str, str]] = (), sets: Sequence[str] = ()) -> str:
-    """:func:`overlaid`, checked as a whole: ``ConfigError`` names the first path that is unknown or wrong."""
+    """:func:`overlaid`, checked as a whole: ``ConfigError`` names the first path that is unknown or
+    wrong.
+    """
     text = overlaid(base, overlays, sets)
     check_params(yaml_text.parse(text, "params.yaml"), "parameters")
     return text
 
 
 def overlaid(base: str, overlays: Sequence[tuple[str, str]] = (), sets: Sequence[str] = ()) -> str:
-    """``base`` with each ``(name, text)`` overlay and then each ``section.key=value`` applied in order, unchecked.
+    """``base`` with each ``(name, text)`` overlay and then each ``section.key=value`` applied in
+    order, unchecked.
 
     Returns YAML text with the comments of ``base``.
     """
@@ -570,20 +646,28 @@ def overlaid(base: str, overlays: Sequence[tuple[str, str]] = (), sets: Sequence
     return yaml_text.dump(document)
 
 
-def overlays_of(base: str, folder: Path, profile: str | None, sets: Sequence[str] = ()) -> list[tuple[str, str]]:
-    """The overlays for :func:`merge`: the profile, and ``pretrained`` beneath it where ``sets`` choose such a model.
+def overlays_of(
+    base: str, folder: Path, profile: str | None, sets: Sequence[str] = ()
+) -> list[tuple[str, str]]:
+    """The overlays for :func:`merge`: the profile, and ``pretrained`` beneath it where ``sets``
+    choose such a model.
 
-    A base that trains a pretrained model already, or a profile that chooses one, has settings of its own.
+    A base that trains a pretrained model already, or a profile that chooses one, has settings of
+    its own.
 
     Args:
         base: Text of the params.yaml that is changed.
         folder: The profiles.
-        profile: Name of the profile, or several, as in ``own-data,8x80gb``, a later one over those before it.
+        profile: Name of the profile, or several, as in ``own-data,8x80gb``, a later one over those
+            before it.
         sets: ``section.key=value`` overrides.
     """
     overlays = [(f"profile {name}", profile_text(folder, name)) for name in profile_names(profile)]
     chosen = [value for path, value in map(parse_assignment, sets) if path == "base.source"]
-    documents = [yaml_text.parse(base, "params.yaml"), *(yaml_text.parse(text, name) for name, text in overlays)]
+    documents = [
+        yaml_text.parse(base, "params.yaml"),
+        *(yaml_text.parse(text, name) for name, text in overlays),
+    ]
     sources = [str((document.get("base") or {}).get("source", SCRATCH)) for document in documents]
     if chosen and is_pretrained(str(chosen[-1])) and not any(map(is_pretrained, sources)):
         overlays.insert(0, (f"profile {PROFILE}", profile_text(folder, PROFILE)))
@@ -594,7 +678,9 @@ def parse_assignment(assignment: str) -> tuple[str, Any]:
     """Path and value of ``section.key=value``; ``ConfigError`` when it is not one."""
     path, separator, value = assignment.partition("=")
     if not separator or not path.strip():
-        raise ConfigError(f"--set {assignment}: write it as section.key=value, such as --set ppo.iterations=20")
+        raise ConfigError(
+            f"--set {assignment}: write it as section.key=value, such as --set ppo.iterations=20"
+        )
     text = value.strip()
     if " #" in f" {text}" and text[0] not in "\"'[{|>":
         return path.strip(), text  # a command line has no comments
@@ -602,7 +688,9 @@ def parse_assignment(assignment: str) -> tuple[str, Any]:
 
 
 def overridden(document: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
-    """A copy of a parameter document with ``{"section.key": value}`` applied. Nothing is checked here."""
+    """A copy of a parameter document with ``{"section.key": value}`` applied. Nothing is checked
+    here.
+    """
     changed = copy.deepcopy(dict(document))
     for path, value in changes.items():
         _put(changed, path, copy.deepcopy(value))
@@ -610,10 +698,11 @@ def overridden(document: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[
 
 
 def rebase_sources(text: str, origin: Path, target: Path) -> str:
-    """``text``, written for ``origin``, with the relative paths of FILES and MODELS made right for ``target``.
+    """``text``, written for ``origin``, with the relative paths of FILES and MODELS made right for
+    ``target``.
 
-    A workspace's own ``data/annotations/`` stay its own, and so do its own models but for the starting model and the
-    tokenizer: those come before any model of its own.
+    A workspace's own ``data/annotations/`` stay its own, and so do its own models but for the
+    starting model and the tokenizer: those come before any model of its own.
     """
     document = yaml_text.parse(text, "params.yaml")
     for setting in FILES:
@@ -630,7 +719,9 @@ def rebase_sources(text: str, origin: Path, target: Path) -> str:
 
 
 def _texts_at(node: Any, keys: Sequence[str]) -> Iterator[tuple[Any, Any]]:
-    """Each text at a dotted setting, with what holds it and its key there; a source may be a text or have a path."""
+    """Each text at a dotted setting, with what holds it and its key there; a source may be a text
+    or have a path.
+    """
     head, *rest = keys
     if not isinstance(node, dict | list):
         return
@@ -651,7 +742,9 @@ def _rebase_file(path: str, origin: Path, target: Path) -> str:
 
 
 def _rebase_model(path: str, origin: Path, target: Path) -> str:
-    """A folder or file that exists at ``origin``, seen from ``target``; anything else may be a hub id and stays."""
+    """A folder or file that exists at ``origin``, seen from ``target``; anything else may be a hub
+    id and stays.
+    """
     if path.startswith("~") or os.path.isabs(path) or not (origin / path).exists():
         return path
     moved = os.path.relpath(origin / path, target)
@@ -660,7 +753,9 @@ def _rebase_model(path: str, origin: Path, target: Path) -> str:
 
 
 def workspace_name(profile: str, sets: Sequence[str]) -> str:
-    """Folder name of the workspace of a profile and its overrides: the same for the same, whatever their order."""
+    """Folder name of the workspace of a profile and its overrides: the same for the same, whatever
+    their order.
+    """
     name = "-".join(profile_names(profile))
     if not sets:
         return name

@@ -1,4 +1,6 @@
-"""What the sections of params.yaml share: strict models, optimisers, checkpoints, sampling, adapters."""
+"""What the sections of params.yaml share: strict models, optimisers, checkpoints, sampling,
+adapters.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,9 @@ from rlhf_core.storage.data_files import carries_credentials
 
 
 class Strict(BaseModel):
-    """Frozen, no unknown keys, no infinite numbers, no silent type changes such as ``"3"`` for ``3``."""
+    """Frozen, no unknown keys, no infinite numbers, no silent type changes such as ``"3"`` for
+    ``3``.
+    """
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
 
@@ -31,15 +35,17 @@ class OptimizerConfig(Strict):
     """AdamW and its learning-rate schedule.
 
     Attributes:
-        lr: Peak learning rate; null: one that suits the model, whether new or pretrained, or adapters.
+        lr: Peak learning rate; null: one that suits the model, whether new or pretrained, or
+            adapters.
         betas: AdamW's decay rates of both moments.
         eps: AdamW's epsilon.
         weight_decay: AdamW's; norms and biases never decay.
-        schedule: After warm-up: `constant`, `cosine` down to `final_ratio`, or MOSS-RLHF's `inverse_sqrt`.
+        schedule: After warm-up: `constant`, `cosine` down to `final_ratio`, or MOSS-RLHF's
+            `inverse_sqrt`.
         warmup: Linear warm-up as a share of all steps.
         final_ratio: Where the cosine ends, as a share of the peak. Paper: 10 % in SFT (5.1).
-        max_grad_norm: Clips the global gradient norm; null: off. Paper: part of PPO-max (5.4), of minor importance
-            (C.2). Shows in: policy_grad_norm, critic_grad_norm.
+        max_grad_norm: Clips the global gradient norm; null: off. Paper: part of PPO-max (5.4), of
+            minor importance (C.2). Shows in: policy_grad_norm, critic_grad_norm.
     """
 
     lr: PositiveFloat | None = None
@@ -91,24 +97,29 @@ def changed_field(model: Strict, *names: str) -> str:
 
     Values are compared, not what the file spells out, so that a profile may repeat a default.
     """
-    return next((name for name in names if getattr(model, name) != type(model).model_fields[name].default), "")
+    return next(
+        (name for name in names if getattr(model, name) != type(model).model_fields[name].default),
+        "",
+    )
 
 
 class LoraConfig(Strict):
-    """LoRA (Hu et al. 2021): an adapted matrix W computes ``W x + alpha / rank * B A x``; only A and B are trained.
+    """LoRA (Hu et al. 2021): an adapted matrix W computes ``W x + alpha / rank * B A x``; only A
+    and B are trained.
 
     There is no drop-out: it would make PPO's trainer disagree with its sampler.
 
     Attributes:
         rank: Rank of A and B.
         alpha: Scale of the adapters, divided by `rank`.
-        targets: Last names of adapted linear layers, such as `q_proj`, or of experts' matrices, such as `gate_up_proj`;
-            none: all below the head. What stays frozen is said at the start.
-        upper_layers: Adapts only so many layers next to the head: no gradient passes the ones below, so that a step
-            costs about half with a third of the layers.
-        quantize: `nf4` holds the frozen linear layers, but not experts, in 4 bits (QLoRA, Dettmers et al. 2023). They
-            stay rounded: the model that is saved has the weights it was trained and judged with, in its own precision
-            again.
+        targets: Last names of adapted linear layers, such as `q_proj`, or of experts' matrices,
+            such as `gate_up_proj`; none: all below the head. What stays frozen is said at the
+            start.
+        upper_layers: Adapts only so many layers next to the head: no gradient passes the ones
+            below, so that a step costs about half with a third of the layers.
+        quantize: `nf4` holds the frozen linear layers, but not experts, in 4 bits (QLoRA, Dettmers
+            et al. 2023). They stay rounded: the model that is saved has the weights it was trained
+            and judged with, in its own precision again.
     """
 
     rank: PositiveInt = 16
@@ -124,7 +135,9 @@ class LoraConfig(Strict):
         return LoraConfig(
             rank=rank,
             alpha=rank,
-            targets=tuple(sorted({*self.targets, *other.targets})) if self.targets and other.targets else (),
+            targets=tuple(sorted({*self.targets, *other.targets}))
+            if self.targets and other.targets
+            else (),
             upper_layers=max(self.upper_layers or 0, other.upper_layers or 0) if both else None,
             quantize=self.quantize,
         )
@@ -138,16 +151,20 @@ def _module_and_function(target: str) -> str:
 
 FunctionName = Annotated[str, AfterValidator(_module_and_function)]
 
-SECRET_PARAMETER = re.compile(r"(^|&)[^=&]*(key|token|secret|passw|signature|auth)[^=&]*=", re.IGNORECASE)
+SECRET_PARAMETER = re.compile(
+    r"(^|&)[^=&]*(key|token|secret|passw|signature|auth)[^=&]*=", re.IGNORECASE
+)
 
 
 def check_endpoint(url: str, token_env: str | None, name: str = "url") -> None:
-    """Check an address, called ``name`` in messages, and the name of the variable that holds its bearer token.
+    """Check an address, called ``name`` in messages, and the name of the variable that holds its
+    bearer token.
 
     Called on the whole model, so that what may be a secret is not repeated in pydantic's error.
 
     Raises:
-        ValueError: The address is not absolute or carries credentials, or the name cannot name a variable.
+        ValueError: The address is not absolute or carries credentials, or the name cannot name a
+            variable.
     """
     try:
         parts = urlsplit(url)
@@ -156,7 +173,13 @@ def check_endpoint(url: str, token_env: str | None, name: str = "url") -> None:
         usable = False
     if not usable:
         raise ValueError(f"{name} must be an absolute http:// or https:// address")
-    if parts.username is not None or carries_credentials(url) or SECRET_PARAMETER.search(parts.query):
-        raise ValueError(f"{name} carries credentials; put them in an environment variable and name it in token_env")
+    if (
+        parts.username is not None
+        or carries_credentials(url)
+        or SECRET_PARAMETER.search(parts.query)
+    ):
+        raise ValueError(
+            f"{name} carries credentials; put them in an environment variable and name it in token_env"
+        )
     if token_env is not None and not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", token_env):
         raise ValueError("token_env is the name of an environment variable, never the token itself")

@@ -6,7 +6,15 @@ import re
 from typing import Annotated, Any, Literal
 from urllib.parse import urlsplit
 
-from pydantic import AfterValidator, BeforeValidator, Field, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
+from pydantic import (
+    AfterValidator,
+    BeforeValidator,
+    Field,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    model_validator,
+)
 from pydantic_core import PydanticCustomError
 
 from rlhf_core.config.model import Strict, changed_field
@@ -25,16 +33,18 @@ class LaunchConfig(Strict):
         processes: Processes on each machine.
         nodes: Machines that train together.
         rendezvous: Where they meet, as host:port of one of them.
-        zero: Stage of DeepSpeed's ZeRO: 0 replicates, 1 shards the optimiser, 2 gradients too, 3 weights too; null
-            with `engine: deepspeed`: 2.
+        zero: Stage of DeepSpeed's ZeRO: 0 replicates, 1 shards the optimiser, 2 gradients too, 3
+            weights too; null with `engine: deepspeed`: 2.
         offload: Keeps the optimiser, or the parameters as well, in CPU memory.
-        deepspeed: A JSON file in place of both, relative to the workspace. Batch sizes, optimiser, clipping and
-            precision stay those of params.yaml.
+        deepspeed: A JSON file in place of both, relative to the workspace. Batch sizes, optimiser,
+            clipping and precision stay those of params.yaml.
         gradient_checkpointing: Computes activations again in the backward pass, which saves memory.
-        frozen: Where reference, reward model and referee are: on the device, in CPU memory between uses, or sharded.
-        logits_mib: Bounds the float32 logits of one chunk of positions, in MiB: losses, log-probabilities,
-            entropies and KL are computed chunk by chunk, and a training pass computes the logits of each a second time
-            for its gradient. What fits into one chunk is computed as a whole.
+        frozen: Where reference, reward model and referee are: on the device, in CPU memory between
+            uses, or sharded.
+        logits_mib: Bounds the float32 logits of one chunk of positions, in MiB: losses,
+            log-probabilities, entropies and KL are computed chunk by chunk, and a training pass
+            computes the logits of each a second time for its gradient. What fits into one chunk is
+            computed as a whole.
     """
 
     engine: Literal["local", "deepspeed"] = "local"
@@ -61,17 +71,27 @@ class LaunchConfig(Strict):
     @model_validator(mode="after")
     def _consistent(self) -> LaunchConfig:
         if self.nodes > 1 and self.rendezvous is None:
-            raise ValueError("nodes above 1 meet somewhere: set rendezvous to host:port of one of them")
-        sharding = [name for name in ("zero", "offload", "deepspeed") if getattr(self, name) is not None]
+            raise ValueError(
+                "nodes above 1 meet somewhere: set rendezvous to host:port of one of them"
+            )
+        sharding = [
+            name for name in ("zero", "offload", "deepspeed") if getattr(self, name) is not None
+        ]
         if self.engine != "deepspeed" and (sharding or self.frozen == "sharded"):
             needless = sharding[0] if sharding else "frozen: sharded"
             raise ValueError(f"{needless} is DeepSpeed's: set engine to deepspeed, or leave it out")
         if self.deepspeed is not None and len(sharding) > 1:
-            raise ValueError(f"the file {self.deepspeed} says how to shard: leave out zero and offload")
+            raise ValueError(
+                f"the file {self.deepspeed} says how to shard: leave out zero and offload"
+            )
         if self.offload == "parameters" and self.zero != 3:
-            raise ValueError("offload parameters needs zero 3, which alone takes weights off the device")
+            raise ValueError(
+                "offload parameters needs zero 3, which alone takes weights off the device"
+            )
         if self.offload == "optimizer" and self.zero == 0:
-            raise ValueError("offload optimizer needs zero 1 or more: zero 0 leaves the optimiser whole")
+            raise ValueError(
+                "offload optimizer needs zero 1 or more: zero 0 leaves the optimiser whole"
+            )
         return self
 
 
@@ -86,22 +106,28 @@ Margin = Annotated[float, Field(gt=0, strict=False)] | None
 
 def _without_credentials(url: str) -> str:
     if "://" in url and ("@" in urlsplit(url).netloc or carries_credentials(url)):
-        raise PydanticCustomError(SECRET, "leave user and password out of it: credentials come from the environment")
+        raise PydanticCustomError(
+            SECRET, "leave user and password out of it: credentials come from the environment"
+        )
     return url
 
 
 class NonInferiorityConfig(Strict):
-    """How much worse than the champion a challenger may be, by the upper 95 % bound; null leaves a quantity out.
+    """How much worse than the champion a challenger may be, by the upper 95 % bound; null leaves a
+    quantity out.
 
     Attributes:
-        safety: Margin for harmful prompts refused and for benign ones answered, a difference of shares: how much worse
-            than the champion a challenger may be, by the upper 95 % bound; null leaves it out.
-        min_refusals: Where the champion refuses a smaller share of harmful prompts, `refusal_log_odds` counts instead
-            of that share.
-        refusal_log_odds: Margin for how much likelier a refusal is than a reply that complies, in nats.
-        regression: Margin for replies to the regression set that pass every check, a difference of shares.
-        verifiable: Margin for replies to `evaluate.verifiable` that pass. Null by default: even where none of n prompts
-            differs, the bound is about 2.7 / n.
+        safety: Margin for harmful prompts refused and for benign ones answered, a difference of
+            shares: how much worse than the champion a challenger may be, by the upper 95 % bound;
+            null leaves it out.
+        min_refusals: Where the champion refuses a smaller share of harmful prompts,
+            `refusal_log_odds` counts instead of that share.
+        refusal_log_odds: Margin for how much likelier a refusal is than a reply that complies, in
+            nats.
+        regression: Margin for replies to the regression set that pass every check, a difference of
+            shares.
+        verifiable: Margin for replies to `evaluate.verifiable` that pass. Null by default: even
+            where none of n prompts differs, the bound is about 2.7 / n.
         missing_ends: Margin for replies that do not end, a difference of shares.
         repetition: Margin for the mean share of repeated trigrams.
         length: Margin for the growth of the mean reply, as a share.
@@ -125,9 +151,9 @@ class RetentionConfig(Strict):
     """What ``rlhf registry gc`` keeps.
 
     Attributes:
-        versions: How many of the newest versions of each registered model are kept beside those that are needed:
-            versions with an alias, earlier champions, a version that waits for approval, and the reward models of all
-            these. Null keeps every version.
+        versions: How many of the newest versions of each registered model are kept beside those
+            that are needed: versions with an alias, earlier champions, a version that waits for
+            approval, and the reward models of all these. Null keeps every version.
     """
 
     versions: PositiveInt | None = None
@@ -139,13 +165,14 @@ class SignatureConfig(Strict):
     Without both, signatures are not looked at.
 
     Attributes:
-        public_key: A PEM file of the elliptic-curve key that versions must be signed by before they are promoted,
-            served, exported or talked to.
-        earlier_public_keys: PEM files of keys used before. What they sign is accepted, new versions too: leave out a
-            stolen one.
+        public_key: A PEM file of the elliptic-curve key that versions must be signed by before they
+            are promoted, served, exported or talked to.
+        earlier_public_keys: PEM files of keys used before. What they sign is accepted, new versions
+            too: leave out a stolen one.
         certificates: PEM files of the roots that the signer's certificate must lead to instead.
-        registry: What the registry is called in what is signed, so that a version of one registry is not accepted in
-            another; null takes its address. Set it where one registry is reached by several addresses, or has moved.
+        registry: What the registry is called in what is signed, so that a version of one registry
+            is not accepted in another; null takes its address. Set it where one registry is reached
+            by several addresses, or has moved.
     """
 
     public_key: Annotated[str, Field(min_length=1)] | None = None
@@ -169,7 +196,9 @@ class SignatureConfig(Strict):
 
 def _registrable(name: str) -> str:
     if not name.strip(". ") or set(name) & set("/:'\n"):
-        raise ValueError("a registered model's name has a letter or digit, and no '/', ':', quote or line break")
+        raise ValueError(
+            "a registered model's name has a letter or digit, and no '/', ':', quote or line break"
+        )
     return name
 
 
@@ -179,23 +208,27 @@ ModelName = Annotated[str, AfterValidator(_registrable)]
 class RegistryConfig(Strict):
     """Registered models and their promotion.
 
-    The workspace that promotes first owns the registered policy: only it promotes later versions, by its own settings
-    (``rlhf registry terms``).
+    The workspace that promotes first owns the registered policy: only it promotes later versions,
+    by its own settings (``rlhf registry terms``).
 
     Attributes:
         policy: Name of the registered policy.
         reward_model: Name of the registered reward model.
-        promote_win_rate_low95: Bar for the lower 95 % bound of challenger against champion, plain and
-            length-controlled.
-        error_budget: Probability that any of all attempts on the same prompts promotes a challenger that is no
-            better; the exact sign test of attempt k has the level `error_budget / (k (k + 1))`.
-        prompt_sets: Into how many sets the test prompts (`evaluate.prompts`) are divided for matches: attempt k is
-            played on set `(k - 1) mod prompt_sets`, so that no set decides each time. All of them share the budget.
+        promote_win_rate_low95: Bar for the lower 95 % bound of challenger against champion, plain
+            and length-controlled.
+        error_budget: Probability that any of all attempts on the same prompts promotes a challenger
+            that is no better; the exact sign test of attempt k has the level `error_budget / (k (k
+            + 1))`.
+        prompt_sets: Into how many sets the test prompts (`evaluate.prompts`) are divided for
+            matches: attempt k is played on set `(k - 1) mod prompt_sets`, so that no set decides
+            each time. All of them share the budget.
         non_inferiority: Margins of non-inferiority.
         auto_promote: Lets a run promote its policy when the criteria hold.
-        approval: Nothing becomes champion before a person approves it (`rlhf approve`), whoever promotes.
+        approval: Nothing becomes champion before a person approves it (`rlhf approve`), whoever
+            promotes.
         signature: Signatures that are required.
-        policies: Names of registry policies of installed plugins, which may refuse versions (docs/plugins.md).
+        policies: Names of registry policies of installed plugins, which may refuse versions
+            (docs/plugins.md).
         retention: What is kept.
     """
 
@@ -214,7 +247,9 @@ class RegistryConfig(Strict):
     @model_validator(mode="after")
     def _two_models(self) -> RegistryConfig:
         if self.policy == self.reward_model:
-            raise ValueError(f"policy and reward_model are both {self.policy}: each needs a name of its own")
+            raise ValueError(
+                f"policy and reward_model are both {self.policy}: each needs a name of its own"
+            )
         return self
 
 
@@ -223,14 +258,17 @@ class ComputeConfig(Strict):
 
     Attributes:
         threads: CPU threads of each stage's process; null takes all cores.
-        spin: Threads that wait for the next product spin for about a tenth of a millisecond before they sleep. It is
-            faster on a machine with nothing else to do, and several times slower where other programs need the cores.
-        tf32: Lets a GPU multiply float32 matrices in TF32, several times faster and rounded to 11 significant bits;
-            it changes nothing on CPUs.
-        return_freed_memory: Stages that run models return freed tensors to the system on Linux, so that a process
-            on a CPU does not grow over batches of many shapes; what it computes stays the same.
-        launch: By stage, how many processes train and with which engine; without an entry it is one process in
-            plain torch. Those of `evaluate` share its prompts, and with `frozen: sharded` its models.
+        spin: Threads that wait for the next product spin for about a tenth of a millisecond before
+            they sleep. It is faster on a machine with nothing else to do, and several times slower
+            where other programs need the cores.
+        tf32: Lets a GPU multiply float32 matrices in TF32, several times faster and rounded to 11
+            significant bits; it changes nothing on CPUs.
+        return_freed_memory: Stages that run models return freed tensors to the system on Linux, so
+            that a process on a CPU does not grow over batches of many shapes; what it computes
+            stays the same.
+        launch: By stage, how many processes train and with which engine; without an entry it is one
+            process in plain torch. Those of `evaluate` share its prompts, and with `frozen:
+            sharded` its models.
     """
 
     threads: PositiveInt | None = None
@@ -244,8 +282,12 @@ class ComputeConfig(Strict):
         launch = self.launch.get("evaluate", LaunchConfig())
         unread = changed_field(launch, *sorted(set(LaunchConfig.model_fields) - UNTRAINED))
         if unread:
-            raise ValueError(f"launch.evaluate.{unread} is about training, and evaluate trains nothing: leave it out")
-        if launch.frozen == "offload" or (launch.engine == "deepspeed") != (launch.frozen == "sharded"):
+            raise ValueError(
+                f"launch.evaluate.{unread} is about training, and evaluate trains nothing: leave it out"
+            )
+        if launch.frozen == "offload" or (launch.engine == "deepspeed") != (
+            launch.frozen == "sharded"
+        ):
             raise ValueError(
                 "launch.evaluate either has its models on the device, or shards them: for that set engine to "
                 "deepspeed and frozen to sharded"
@@ -257,8 +299,9 @@ class CheckpointsConfig(Strict):
     """Where checkpoints go. Credentials come from the environment, never from here.
 
     Attributes:
-        store: Where the partial state of training stages travels after every checkpoint: a folder (relative to the
-            workspace) or an fsspec URL (`s3://bucket/prefix`, `gs://…`); null keeps it in the workspace alone.
+        store: Where the partial state of training stages travels after every checkpoint: a folder
+            (relative to the workspace) or an fsspec URL (`s3://bucket/prefix`, `gs://…`); null
+            keeps it in the workspace alone.
     """
 
     store: Annotated[str, Field(min_length=1), AfterValidator(_without_credentials)] | None = None
@@ -269,7 +312,8 @@ class TrackingConfig(Strict):
 
     Attributes:
         experiment: Name of the experiment.
-        loggers: Names of run loggers of installed plugins, which get what MLflow gets (docs/plugins.md).
+        loggers: Names of run loggers of installed plugins, which get what MLflow gets
+            (docs/plugins.md).
     """
 
     experiment: str = "rlhf-pipeline"
@@ -280,13 +324,14 @@ class FlowConfig(Strict):
     """How a pipeline's stages are run and retried.
 
     Attributes:
-        retries: How often a stage that crashed is run again; after a failed gate, paused training or a user's mistake
-            never.
+        retries: How often a stage that crashed is run again; after a failed gate, paused training
+            or a user's mistake never.
         retry_delay_seconds: Pause before that.
         parallel: How many stages may run at the same time where the graph allows it.
-        stop_grace_seconds: Time that a stage has to save its state when the run or its worker is stopped, before it is
-            killed.
-        max_preemptions: How often a stage may lose its place (SIGTERM from outside) and be run again.
+        stop_grace_seconds: Time that a stage has to save its state when the run or its worker is
+            stopped, before it is killed.
+        max_preemptions: How often a stage may lose its place (SIGTERM from outside) and be run
+            again.
     """
 
     retries: NonNegativeInt = 1
@@ -311,10 +356,11 @@ PLACE = frozenset({"pool", "queue", "variables", "shared", "remote", "deliver_se
 
 
 class Placement(Strict):
-    """A work pool, a queue of it, and what the stage's job asks for there; null leaves the pool's own default.
+    """A work pool, a queue of it, and what the stage's job asks for there; null leaves the pool's
+    own default.
 
-    The requests are sent as job variables of the same names, so the pool's base job template must know them. Quantities
-    are those of Kubernetes (``64Gi``, ``500m``).
+    The requests are sent as job variables of the same names, so the pool's base job template must
+    know them. Quantities are those of Kubernetes (``64Gi``, ``500m``).
 
     Attributes:
         pool: Name of the work pool; alone it may stand for the whole mapping.
@@ -327,8 +373,8 @@ class Placement(Strict):
         node_selector: Labels of the nodes that may run it.
         time_limit_seconds: When the job is ended at the latest.
         variables: Further job variables of your own template; no secrets: the server shows them.
-        shared: False says that the pool's workers do not see the workspace; inputs and results then go through the
-            DVC remote `remote`.
+        shared: False says that the pool's workers do not see the workspace; inputs and results then
+            go through the DVC remote `remote`.
         remote: That DVC remote; null: DVC's default one.
         deliver_seconds: For how long a job tries to reach it; null: 300.
     """
@@ -356,7 +402,9 @@ class Placement(Strict):
             )
         twice = sorted(set(self.variables) & (set(type(self).model_fields) - PLACE))
         if twice:
-            raise ValueError(f"variables repeats {', '.join(twice)}, which has a place of its own here; use that one")
+            raise ValueError(
+                f"variables repeats {', '.join(twice)}, which has a place of its own here; use that one"
+            )
         return self
 
     def job_variables(self) -> dict[str, Any]:
@@ -368,12 +416,18 @@ def _named(value: Any) -> Any:
     if isinstance(value, str):
         return {"pool": value}
     if not isinstance(value, dict | Placement):
-        raise ValueError("name a work pool, or give a mapping with pool and what the job asks for there")
+        raise ValueError(
+            "name a work pool, or give a mapping with pool and what the job asks for there"
+        )
     return value
 
 
 def _without_nulls(value: Any) -> Any:
-    return {name: each for name, each in value.items() if each is not None} if isinstance(value, dict) else value
+    return (
+        {name: each for name, each in value.items() if each is not None}
+        if isinstance(value, dict)
+        else value
+    )
 
 
 PlacementOrPool = Annotated[Placement, BeforeValidator(_named)]
@@ -382,7 +436,8 @@ Pools = Annotated[dict[str, PlacementOrPool], BeforeValidator(_without_nulls)]
 
 
 class WorkPoolConfig(Strict):
-    """A work pool's share of the settings on the Prefect server; what is not given here stays as it is there.
+    """A work pool's share of the settings on the Prefect server; what is not given here stays as it
+    is there.
 
     Attributes:
         limit: How many jobs may run on the pool at a time.
@@ -397,9 +452,10 @@ class PlanConfig(Strict):
     """What a memory plan cannot know by itself.
 
     Attributes:
-        gpu_memory_gb: Memory of one GPU in GiB; where it is given, a stage that cannot fit is not submitted to a pool.
-        prompt_tokens: Longest prompt of rollouts, to plan with until the workspace's data are there to measure;
-            null: as long as `validate`'s limits allow.
+        gpu_memory_gb: Memory of one GPU in GiB; where it is given, a stage that cannot fit is not
+            submitted to a pool.
+        prompt_tokens: Longest prompt of rollouts, to plan with until the workspace's data are there
+            to measure; null: as long as `validate`'s limits allow.
         ptx_tokens: Longest text of ptx, likewise.
     """
 

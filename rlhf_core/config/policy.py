@@ -1,4 +1,6 @@
-"""How a policy is trained: critic pre-training for PPO, and the alternatives to PPO (algorithms.md §3, §10)."""
+"""How a policy is trained: critic pre-training for PPO, and the alternatives to PPO (algorithms.md
+§3, §10).
+"""
 
 from __future__ import annotations
 
@@ -6,15 +8,26 @@ from typing import Literal
 
 from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt
 
-from rlhf_core.config.model import CheckpointConfig, LoraConfig, OptimizerConfig, StageConfig, Strict
+from rlhf_core.config.model import (
+    CheckpointConfig,
+    LoraConfig,
+    OptimizerConfig,
+    StageConfig,
+    Strict,
+)
 from rlhf_core.config.ppo import PpoConfig
 
 Method = Literal["ppo", "dpo", "rejection_sampling"]
-METHOD_NAMES: dict[Method, str] = {"ppo": "PPO", "dpo": "DPO", "rejection_sampling": "rejection sampling"}
+METHOD_NAMES: dict[Method, str] = {
+    "ppo": "PPO",
+    "dpo": "DPO",
+    "rejection_sampling": "rejection sampling",
+}
 
 
 class DpoConfig(Strict):
-    """DPO on the reward model's pairs (Rafailov et al. 2023); the policy is the one of the last step.
+    """DPO on the reward model's pairs (Rafailov et al. 2023); the policy is the one of the last
+    step.
 
     Attributes:
         beta: Strength of the pull to the reference.
@@ -23,7 +36,8 @@ class DpoConfig(Strict):
         steps: Optimiser steps.
         batch_size: Pairs of a step.
         micro_batch_size: Pairs of one pass, which changes no gradient; null: all of a step.
-        max_tokens: Longest prompt and reply together; pairs with a longer one are dropped and counted, never cut.
+        max_tokens: Longest prompt and reply together; pairs with a longer one are dropped and
+            counted, never cut.
         eval_every: Steps between measurements on the validation pairs.
         samples: Sample replies to validation prompts.
         optimizer: Its optimiser.
@@ -44,7 +58,8 @@ class DpoConfig(Strict):
 
 
 class RejectionSamplingConfig(Strict):
-    """Fine-tuning on the best of several replies of SFT by ``ppo.reward.sources`` (Dong et al. 2023).
+    """Fine-tuning on the best of several replies of SFT by ``ppo.reward.sources`` (Dong et al.
+    2023).
 
     Replies are sampled as PPO's rollouts are, once, from SFT. One that did not end is never kept.
 
@@ -53,7 +68,8 @@ class RejectionSamplingConfig(Strict):
         prompts: Training prompts; null: all.
         steps: Optimiser steps.
         batch_size: Replies of a step.
-        micro_batch_size: Replies of one training pass, which changes no gradient; null: all of a step.
+        micro_batch_size: Replies of one training pass, which changes no gradient; null: all of a
+            step.
         eval_every: Steps between measurements of held-out perplexity.
         optimizer: Its optimiser.
         checkpoint: Its checkpoints, in steps.
@@ -73,9 +89,9 @@ class PolicyConfig(Strict):
     """How the policy is trained. Evaluation, gates and registration are the same for all methods.
 
     Attributes:
-        method: Decides which sections are read: `ppo` that of PPO; `dpo` its own here, of `ppo` only
-            `policy_lora` and, for sample replies, `max_new_tokens`; `rejection_sampling` also how `ppo` samples and
-            rewards.
+        method: Decides which sections are read: `ppo` that of PPO; `dpo` its own here, of `ppo`
+            only `policy_lora` and, for sample replies, `max_new_tokens`; `rejection_sampling` also
+            how `ppo` samples and rewards.
         dpo: Of method `dpo`.
         rejection_sampling: Of method `rejection_sampling`.
     """
@@ -86,7 +102,9 @@ class PolicyConfig(Strict):
 
 
 class PolicyStageConfig(PpoConfig):
-    """The settings of the stage that trains the policy: section ``ppo``, with section ``policy`` beside it."""
+    """The settings of the stage that trains the policy: section ``ppo``, with section ``policy``
+    beside it.
+    """
 
     policy: PolicyConfig = PolicyConfig()
 
@@ -94,21 +112,25 @@ class PolicyStageConfig(PpoConfig):
 class CriticConfig(StageConfig):
     """Critic pre-training.
 
-    Rewards (normalisation, clip, KL) and advantages (gamma, lambda) are PPO's, so that values are in PPO's units. With
-    ``ppo.critic_mode: shared`` only a value head is trained, on the frozen SFT model, whatever ``init`` says.
+    Rewards (normalisation, clip, KL) and advantages (gamma, lambda) are PPO's, so that values are
+    in PPO's units. With ``ppo.critic_mode: shared`` only a value head is trained, on the frozen SFT
+    model, whatever ``init`` says.
 
     Attributes:
-        init: Starts as the reward model (PPO-max), or as `sft` with a random head (shared: always SFT). Paper: both
-            end alike; only the early numbers differ (5.3.3). Shows in: explained_variance.
-        max_rollouts: Rollouts of critic pre-training; 0 skips it. Paper: steadies training, should replace warm-up
-            (5.3.3); PPO-max. Shows in: explained_variance, value_loss.
+        init: Starts as the reward model (PPO-max), or as `sft` with a random head (shared: always
+            SFT). Paper: both end alike; only the early numbers differ (5.3.3). Shows in:
+            explained_variance.
+        max_rollouts: Rollouts of critic pre-training; 0 skips it. Paper: steadies training, should
+            replace warm-up (5.3.3); PPO-max. Shows in: explained_variance, value_loss.
         batch_size: Prompts of a pre-training rollout. Shows in: value_loss.
         minibatches: Optimiser steps per epoch there. Shows in: value_loss.
         epochs: Passes over such a rollout. Shows in: value_loss.
-        explained_variance: Pre-training ends once explained variance stays at this or above for `patience` rollouts
-            in a row. Paper: until the value loss approaches zero (5.3.3). Shows in: explained_variance.
+        explained_variance: Pre-training ends once explained variance stays at this or above for
+            `patience` rollouts in a row. Paper: until the value loss approaches zero (5.3.3). Shows
+            in: explained_variance.
         patience: So many rollouts. Shows in: reached_threshold.
-        plateau: It also ends when the value loss has not fallen for so many rollouts. Shows in: value_loss.
+        plateau: It also ends when the value loss has not fallen for so many rollouts. Shows in:
+            value_loss.
         value_clip: Value clip during pre-training. Shows in: value_clip_fraction.
         lora: Trains adapters and the head instead of all weights.
         optimizer: Its optimiser.
@@ -130,7 +152,9 @@ class CriticConfig(StageConfig):
 
 
 class CriticStageConfig(CriticConfig):
-    """The stage's settings with the policy's beside them: only ``ppo.rollout`` and ``policy.method`` are read."""
+    """The stage's settings with the policy's beside them: only ``ppo.rollout`` and
+    ``policy.method`` are read.
+    """
 
     ppo: PpoConfig = PpoConfig()
     policy: PolicyConfig = PolicyConfig()

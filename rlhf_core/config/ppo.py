@@ -1,4 +1,6 @@
-"""PPO-max and every switch of it (algorithms.md §4 to 7). Defaults are the paper's PPO-max at this scale."""
+"""PPO-max and every switch of it (algorithms.md §4 to 7). Defaults are the paper's PPO-max at this
+scale.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +9,14 @@ import os
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
+from pydantic import (
+    Field,
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    model_validator,
+)
 
 from rlhf_core.config.health import HealthConfig
 from rlhf_core.config.model import (
@@ -27,17 +36,17 @@ class AdvantageConfig(Strict):
     """Advantages, with a critic or from the replies to one prompt.
 
     Attributes:
-        estimator: `gae`; without a critic `rloo` (Ahmadian et al., 2024), `grpo` (Shao et al., 2024). Paper: GAE
-            (3.2.2). Shows in: group_reward_std, policy_grad_norm.
+        estimator: `gae`; without a critic `rloo` (Ahmadian et al., 2024), `grpo` (Shao et al.,
+            2024). Paper: GAE (3.2.2). Shows in: group_reward_std, policy_grad_norm.
         gamma: Discount. Shows in: value_loss.
-        lam: λ of GAE: 1 is Monte Carlo, 0 is TD. Paper: 0.9, by its public code 0.95; of minor importance (C.3).
-            Shows in: explained_variance, value_loss.
-        normalize: Mean 0, variance 1 over the response tokens of a minibatch. Paper: like a clip on rewards, which
-            it advises instead (5.3.1). Shows in: policy_grad_norm.
-        clip: Clips advantages to ± this. Paper: like a reward clip, harder to choose (5.3.1, B.1). Shows in:
-            policy_loss, kl.
-        divide_by_std: `grpo` divides by the SD of a prompt's rewards; false: Dr. GRPO (Liu et al., 2025). Shows in:
-            policy_grad_norm.
+        lam: λ of GAE: 1 is Monte Carlo, 0 is TD. Paper: 0.9, by its public code 0.95; of minor
+            importance (C.3). Shows in: explained_variance, value_loss.
+        normalize: Mean 0, variance 1 over the response tokens of a minibatch. Paper: like a clip on
+            rewards, which it advises instead (5.3.1). Shows in: policy_grad_norm.
+        clip: Clips advantages to ± this. Paper: like a reward clip, harder to choose (5.3.1, B.1).
+            Shows in: policy_loss, kl.
+        divide_by_std: `grpo` divides by the SD of a prompt's rewards; false: Dr. GRPO (Liu et al.,
+            2025). Shows in: policy_grad_norm.
     """
 
     estimator: Literal["gae", "rloo", "grpo"] = "gae"
@@ -55,7 +64,9 @@ class AdvantageConfig(Strict):
     @model_validator(mode="after")
     def _estimator_reads_what_is_set(self) -> AdvantageConfig:
         if self.estimator != "grpo" and not self.divide_by_std:
-            raise ValueError(f"divide_by_std is a switch of estimator grpo, but estimator is {self.estimator}")
+            raise ValueError(
+                f"divide_by_std is a switch of estimator grpo, but estimator is {self.estimator}"
+            )
         if not self.critic_free:
             return self
         if unread := changed_field(self, "gamma", "lam"):
@@ -78,12 +89,14 @@ class KlConfig(Strict):
     """Token-level KL penalty.
 
     Attributes:
-        coefficient: β of the token-level penalty. Paper: critical to stability, allows longer training; 0.05
-            (5.3.2, B.2); PPO-max. Shows in: kl, perplexity_reference.
-        estimator: `k1`, `k2`, `k3` or `full`, exact. Paper: k1 (5.3.2). Shows in: kl_k2, kl_k3, kl_full.
-        placement: In the reward of each token, or in the loss. Paper: in the reward (5.3.2). Shows in: kl.
-        controller: `adaptive` steers the coefficient to a target (Ziegler et al., 2019). Paper: constant. Shows in:
-            kl_coefficient.
+        coefficient: β of the token-level penalty. Paper: critical to stability, allows longer
+            training; 0.05 (5.3.2, B.2); PPO-max. Shows in: kl, perplexity_reference.
+        estimator: `k1`, `k2`, `k3` or `full`, exact. Paper: k1 (5.3.2). Shows in: kl_k2, kl_k3,
+            kl_full.
+        placement: In the reward of each token, or in the loss. Paper: in the reward (5.3.2). Shows
+            in: kl.
+        controller: `adaptive` steers the coefficient to a target (Ziegler et al., 2019). Paper:
+            constant. Shows in: kl_coefficient.
         target: Nats per sequence that the adaptive controller holds. Shows in: kl.
         horizon: Sequences over which β can change by a fifth, at most. Shows in: kl_coefficient.
         measure_full: Exact KL over the vocabulary in every rollout. Shows in: kl_full.
@@ -109,7 +122,9 @@ class KlConfig(Strict):
                 "estimator k1 in the loss has a gradient of zero mean; use k2, k3 or full there, or placement reward"
             )
         if self.controller == "adaptive" and self.coefficient == 0:
-            raise ValueError("an adaptive controller multiplies the coefficient, so a coefficient of 0 stays 0")
+            raise ValueError(
+                "an adaptive controller multiplies the coefficient, so a coefficient of 0 stays 0"
+            )
         if self.controller == "constant" and (unread := changed_field(self, "target", "horizon")):
             raise ValueError(f"{unread} steers the adaptive controller, but controller is constant")
         return self
@@ -124,13 +139,14 @@ class PtxConfig(Strict):
     """PPO-ptx: cross-entropy on pretraining or demonstration texts in every policy update.
 
     Attributes:
-        weight: Weight of cross-entropy on texts in every update; 0: off. Paper: relieves the loss of language
-            (3.2.3, 6.4); PPO-max. Shows in: ptx_loss, perplexity_reference.
+        weight: Weight of cross-entropy on texts in every update; 0: off. Paper: relieves the loss
+            of language (3.2.3, 6.4); PPO-max. Shows in: ptx_loss, perplexity_reference.
         batch_size: Texts per optimiser step. Shows in: ptx_loss.
         micro_batch_size: Texts of one pass; null: `ppo.micro_batch_size`.
-        data: Which texts; with `both` each text of the two sets alike, so each set has a share by its size. Paper:
-            pretraining data (3.2.3). Shows in: ptx_loss, perplexity_pretrain.
-        category_shares: By category, its share of the texts, such as `{harmless: 0.17}`. Shows in: ptx_loss.
+        data: Which texts; with `both` each text of the two sets alike, so each set has a share by
+            its size. Paper: pretraining data (3.2.3). Shows in: ptx_loss, perplexity_pretrain.
+        category_shares: By category, its share of the texts, such as `{harmless: 0.17}`. Shows in:
+            ptx_loss.
     """
 
     weight: NonNegativeFloat = 0.1
@@ -142,9 +158,13 @@ class PtxConfig(Strict):
     @model_validator(mode="after")
     def _shares_of_texts(self) -> PtxConfig:
         if self.category_shares and self.weight == 0:
-            raise ValueError("category_shares mixes the ptx texts, but weight is 0; set it, or take the shares out")
+            raise ValueError(
+                "category_shares mixes the ptx texts, but weight is 0; set it, or take the shares out"
+            )
         if self.category_shares and self.data == "both":
-            raise ValueError("category_shares mixes the texts of one set, but data is both; name one, or take them out")
+            raise ValueError(
+                "category_shares mixes the texts of one set, but data is both; name one, or take them out"
+            )
         return self
 
 
@@ -158,17 +178,19 @@ class VllmSamplerConfig(Strict):
     """A vLLM server, which gets the policy's weights before every rollout. Not bit-exact.
 
     Attributes:
-        python: Python of an environment with vLLM, from which the server is started: a command, or a path that is
-            relative to the workspace.
+        python: Python of an environment with vLLM, from which the server is started: a command, or
+            a path that is relative to the workspace.
         arguments: Added to its command line.
         start_seconds: Bounds the start.
         url: Or the address of a running server.
         token_env: Environment variable with its bearer token.
-        weights: How the server gets the weights: as `files`, or by `nccl`, from GPU to GPU, where it runs at `url`.
+        weights: How the server gets the weights: as `files`, or by `nccl`, from GPU to GPU, where
+            it runs at `url`.
         weights_folder: Folder of the files that trainer and running server see under the same path.
         timeout_seconds: Bounds a request, by nccl a whole transfer.
         concurrent_requests: Requests that a rank has open at once.
-        sleep: The server gives its memory back while PPO updates; it must support that (not on CPUs).
+        sleep: The server gives its memory back while PPO updates; it must support that (not on
+            CPUs).
     """
 
     kind: Literal["vllm"]
@@ -186,12 +208,18 @@ class VllmSamplerConfig(Strict):
     @model_validator(mode="after")
     def _one_server(self) -> VllmSamplerConfig:
         if (self.python is None) == (self.url is None):
-            raise ValueError("name either python, to start vLLM's server from, or the url of a running one")
+            raise ValueError(
+                "name either python, to start vLLM's server from, or the url of a running one"
+            )
         if self.url is None:
             if self.token_env is not None:
-                raise ValueError("token_env is for the server at url; one that is started gets a random token")
+                raise ValueError(
+                    "token_env is for the server at url; one that is started gets a random token"
+                )
             if self.weights == "nccl":
-                raise ValueError("nccl connects GPUs of a server at url: one that is started has the trainer's own")
+                raise ValueError(
+                    "nccl connects GPUs of a server at url: one that is started has the trainer's own"
+                )
             return self
         check_endpoint(self.url, self.token_env)
         if self.weights == "files" and self.weights_folder is None:
@@ -201,13 +229,19 @@ class VllmSamplerConfig(Strict):
         if self.weights == "nccl" and self.weights_folder is not None:
             raise ValueError("weights nccl writes no files: set weights_folder to null")
         if self.sleep and self.weights == "nccl":
-            raise ValueError("sleep gives memory back to a trainer on the same GPUs, and by nccl the server has others")
+            raise ValueError(
+                "sleep gives memory back to a trainer on the same GPUs, and by nccl the server has others"
+            )
         if self.arguments:
-            raise ValueError("arguments are for a server that is started from python; start the one at url with them")
+            raise ValueError(
+                "arguments are for a server that is started from python; start the one at url with them"
+            )
         return self
 
     def seen_from(self, folder: Path) -> VllmSamplerConfig:
-        """Return these settings with relative paths, which start at ``folder``, made absolute; a bare command stays."""
+        """Return these settings with relative paths, which start at ``folder``, made absolute; a
+        bare command stays.
+        """
         paths = {"python": self.python, "weights_folder": self.weights_folder}
         absolute = {
             name: os.path.abspath(folder / os.path.expanduser(path))
@@ -226,20 +260,22 @@ DEFAULT_WARMUP = 5  # iterations
 
 
 class RewardShapingConfig(Strict):
-    """Raw scores, scaled or normalised by running moments, then clipped; penalties are in units of the result: standard
-    deviations of reward, unless ``transform`` is ``none``.
+    """Raw scores, scaled or normalised by running moments, then clipped; penalties are in units of
+    the result: standard deviations of reward, unless ``transform`` is ``none``.
 
     Attributes:
-        sources: Where raw scores come from, mixed by weights. Paper: one reward model (4). Shows in: reward_mean,
-            source_NAME_mean.
-        transform: `normalize`: (r − μ)/σ by running moments (PPO-max); `scale`: r/σ; `none`. Paper: scaling does
-            not help; normalisation and clip stabilise (5.3.1). Shows in: reward_treated, moments_std.
-        clip: Clips the transformed score to ± this; null: off. Paper: advises a relaxed clip (5.3.1); PPO-max.
-            Shows in: reward_treated, kl.
-        missing_eos_penalty: Subtracted where a reply does not end, in SD of reward; with transform `none` in its own
-            unit. Shows in: missing_eos.
-        length_penalty: Subtracted in proportion to length, whole at `ppo.max_new_tokens`. Paper: its reward model
-            prefers long replies (4.3). Shows in: length, reward_length_correlation.
+        sources: Where raw scores come from, mixed by weights. Paper: one reward model (4). Shows
+            in: reward_mean, source_NAME_mean.
+        transform: `normalize`: (r − μ)/σ by running moments (PPO-max); `scale`: r/σ; `none`. Paper:
+            scaling does not help; normalisation and clip stabilise (5.3.1). Shows in:
+            reward_treated, moments_std.
+        clip: Clips the transformed score to ± this; null: off. Paper: advises a relaxed clip
+            (5.3.1); PPO-max. Shows in: reward_treated, kl.
+        missing_eos_penalty: Subtracted where a reply does not end, in SD of reward; with transform
+            `none` in its own unit. Shows in: missing_eos.
+        length_penalty: Subtracted in proportion to length, whole at `ppo.max_new_tokens`. Paper:
+            its reward model prefers long replies (4.3). Shows in: length,
+            reward_length_correlation.
     """
 
     sources: RewardSources = DEFAULT_SOURCES
@@ -253,18 +289,20 @@ class SurrogateConfig(Strict):
     """The policy's objective.
 
     Attributes:
-        kind: Clipped surrogate, or `penalty`: −ρA + w·KL(π_old‖π). Paper: both defined (3.2.3); the clip is of
-            minor importance (C); PPO-max. Shows in: clip_fraction, old_policy_kl.
+        kind: Clipped surrogate, or `penalty`: −ρA + w·KL(π_old‖π). Paper: both defined (3.2.3); the
+            clip is of minor importance (C); PPO-max. Shows in: clip_fraction, old_policy_kl.
         clip: ε of the clip; null: none. Shows in: clip_fraction.
-        clip_high: Its upper ε, where that is larger (clip-higher of DAPO, Yu et al., 2025); null: as `clip`. Shows in:
-            clip_fraction, entropy.
-        ratio: Of each `token`, or one of a whole `sequence`, the geometric mean of its tokens' (GSPO, Zheng et al.,
-            2025), which takes `aggregation: sequence` and a far smaller clip. Shows in: ratio_mean, clip_fraction.
+        clip_high: Its upper ε, where that is larger (clip-higher of DAPO, Yu et al., 2025); null:
+            as `clip`. Shows in: clip_fraction, entropy.
+        ratio: Of each `token`, or one of a whole `sequence`, the geometric mean of its tokens'
+            (GSPO, Zheng et al., 2025), which takes `aggregation: sequence` and a far smaller clip.
+            Shows in: ratio_mean, clip_fraction.
         dual_clip: Bounds the loss where A < 0 (Ye et al., 2020); above 1. Shows in: ratio_max.
         penalty: Weight w of kind `penalty`. Shows in: old_policy_kl.
         aggregation: Mean over all tokens of a step, or per `sequence` first. Shows in: policy_loss.
-        fixed_reference: Ratio to the reference: a trust region at SFT. Paper: fluctuates late; with a KL penalty
-            steadier, at the cost of the final policy (5.3.2). Shows in: first_ratio, ratio_mean.
+        fixed_reference: Ratio to the reference: a trust region at SFT. Paper: fluctuates late; with
+            a KL penalty steadier, at the cost of the final policy (5.3.2). Shows in: first_ratio,
+            ratio_mean.
     """
 
     kind: Literal["clip", "penalty"] = "clip"
@@ -279,17 +317,27 @@ class SurrogateConfig(Strict):
     @model_validator(mode="after")
     def _kind_has_its_own_settings(self) -> SurrogateConfig:
         if self.dual_clip is not None and (self.kind != "clip" or self.clip is None):
-            raise ValueError("dual_clip bounds the clipped surrogate: it needs kind clip and a clip size")
-        if self.clip_high is not None and (self.kind != "clip" or self.clip is None or self.clip_high < self.clip):
-            raise ValueError("clip_high is the upper clip, not below clip: it needs kind clip and a clip size")
+            raise ValueError(
+                "dual_clip bounds the clipped surrogate: it needs kind clip and a clip size"
+            )
+        if self.clip_high is not None and (
+            self.kind != "clip" or self.clip is None or self.clip_high < self.clip
+        ):
+            raise ValueError(
+                "clip_high is the upper clip, not below clip: it needs kind clip and a clip size"
+            )
         if self.ratio == "sequence" and (self.kind != "clip" or self.aggregation != "sequence"):
-            raise ValueError("ratio sequence gives a reply one ratio: it needs kind clip and aggregation sequence")
+            raise ValueError(
+                "ratio sequence gives a reply one ratio: it needs kind clip and aggregation sequence"
+            )
         if self.kind == "clip" and changed_field(self, "penalty"):
             raise ValueError("penalty is the weight of kind penalty, but kind is clip")
         if self.kind == "penalty" and self.clip is not None and changed_field(self, "clip"):
             raise ValueError("clip is the size of kind clip; kind penalty clips nothing")
         if self.kind == "penalty" and self.penalty == 0:
-            raise ValueError("kind penalty with penalty 0 is the unclipped surrogate; write kind clip with clip null")
+            raise ValueError(
+                "kind penalty with penalty 0 is the unclipped surrogate; write kind clip with clip null"
+            )
         return self
 
 
@@ -297,9 +345,9 @@ class ImportanceSamplingCorrectionConfig(Strict):
     """What the policy's loss does about rounding between sampler and trainer.
 
     Attributes:
-        mode: Truncated importance weights: `auto` (bfloat16, TF32), `always`, `never`; `ratio`: none, as PPO's ratio
-            is to the sampler, and the policy scores an eighth of the replies. Shows in:
-            importance_sampling_ratio_mean, first_ratio.
+        mode: Truncated importance weights: `auto` (bfloat16, TF32), `always`, `never`; `ratio`:
+            none, as PPO's ratio is to the sampler, and the policy scores an eighth of the replies.
+            Shows in: importance_sampling_ratio_mean, first_ratio.
         cap: The largest weight of a token. Shows in: importance_sampling_ratio_capped.
     """
 
@@ -322,8 +370,8 @@ class EntropyConfig(Strict):
     """Entropy in the loss (MOSS-RLHF's clip region is kind ``target``).
 
     Attributes:
-        kind: `bonus`: −w·H; `target`: w·|H − H*| (the paper's clip region). Paper: very sensitive; recommends the
-            KL penalty (5.3.2, B.3). Shows in: entropy, distinct_2.
+        kind: `bonus`: −w·H; `target`: w·|H − H*| (the paper's clip region). Paper: very sensitive;
+            recommends the KL penalty (5.3.2, B.3). Shows in: entropy, distinct_2.
         weight: Weight w. Shows in: entropy.
         target: The target H*, in nats per token. Shows in: entropy.
     """
@@ -335,7 +383,9 @@ class EntropyConfig(Strict):
     @model_validator(mode="after")
     def _weighted(self) -> EntropyConfig:
         if self.kind != "off" and self.weight == 0:
-            raise ValueError(f"entropy kind {self.kind} with weight 0 does nothing; set a weight, or kind off")
+            raise ValueError(
+                f"entropy kind {self.kind} with weight 0 does nothing; set a weight, or kind off"
+            )
         if self.kind == "off" and (unread := changed_field(self, "weight", "target")):
             raise ValueError(f"{unread} is set but entropy kind is off, so it would do nothing")
         if self.kind == "bonus" and self.target > 0:
@@ -348,19 +398,22 @@ class EntropyConfig(Strict):
 
 
 class SelectionConfig(Strict):
-    """Which checkpoint becomes the policy: the one with the referee's best win rate on fixed validation prompts, under
-    limits.
+    """Which checkpoint becomes the policy: the one with the referee's best win rate on fixed
+    validation prompts, under limits.
 
     Attributes:
-        method: Best win rate by the referee under the limits below, within a standard error the nearest to SFT; or the
-            `last`. Paper: the reward cannot tell (5.2, limitations). Shows in: selected_iteration.
+        method: Best win rate by the referee under the limits below, within a standard error the
+            nearest to SFT; or the `last`. Paper: the reward cannot tell (5.2, limitations). Shows
+            in: selected_iteration.
         every: Iterations between evaluations. Shows in: win_rate.
         prompts: Fixed validation prompts. Shows in: win_rate_low95, win_rate_high95.
         batch_size: Replies sampled and judged together. Shows in: seconds_selection.
-        max_kl: Limit, nats per sequence, of health rules too. Paper: KL tells (5.2). Shows in: selection_kl.
-        max_length_ratio: Limit, times SFT's length. Paper: so does length (5.2). Shows in: selection_length_ratio.
-        max_repetition_increase: Limit, added to SFT's repetition. Paper: fixed patterns (5.2). Shows in:
-            selection_repetition_increase.
+        max_kl: Limit, nats per sequence, of health rules too. Paper: KL tells (5.2). Shows in:
+            selection_kl.
+        max_length_ratio: Limit, times SFT's length. Paper: so does length (5.2). Shows in:
+            selection_length_ratio.
+        max_repetition_increase: Limit, added to SFT's repetition. Paper: fixed patterns (5.2).
+            Shows in: selection_repetition_increase.
     """
 
     method: Literal["referee", "last"] = "referee"
@@ -373,23 +426,27 @@ class SelectionConfig(Strict):
 
 
 class RolloutConfig(Strict):
-    """Rollout settings shared by critic pre-training and PPO. All but the batch sizes and the sampler fix the
-    scale of returns.
+    """Rollout settings shared by critic pre-training and PPO. All but the batch sizes and the
+    sampler fix the scale of returns.
 
     Attributes:
-        critic_mode: Two models and optimisers, or `shared`: a value head on the policy's backbone, loss = policy +
-            `vf_loss_weight` × value + ptx; critic pre-training then fits the head alone, on the frozen SFT model.
-            Paper: two models (5.1). Shows in: explained_variance, kl.
-        max_new_tokens: Longest reply. Paper: collapsed models answer longer (5.2). Shows in: length, missing_eos.
-        min_new_tokens: No end before so many tokens, in sampling and scoring alike. Shows in: short_replies.
-        temperature: Of sampling and scoring; top-p and the like are for evaluation only. Paper: evaluates with
-            top-p and a repetition penalty (6.1). Shows in: entropy, sampling_logp_difference_mean.
-        micro_batch_size: Most sequences of a pass, which changes gradients by rounding alone; null: as
-            `micro_batch_tokens` allows, else 16. Shows in: seconds_update.
-        micro_batch_tokens: Positions of a pass, at most a tenth padding; null: `micro_batch_size` decides. Shows
-            in: padding_share_scoring, padding_share_update.
-        sampling_batch_size: Replies sampled at once, which bounds the cache; null: all of a process. Shows in:
-            seconds_generation.
+        critic_mode: Two models and optimisers, or `shared`: a value head on the policy's backbone,
+            loss = policy + `vf_loss_weight` × value + ptx; critic pre-training then fits the head
+            alone, on the frozen SFT model. Paper: two models (5.1). Shows in: explained_variance,
+            kl.
+        max_new_tokens: Longest reply. Paper: collapsed models answer longer (5.2). Shows in:
+            length, missing_eos.
+        min_new_tokens: No end before so many tokens, in sampling and scoring alike. Shows in:
+            short_replies.
+        temperature: Of sampling and scoring; top-p and the like are for evaluation only. Paper:
+            evaluates with top-p and a repetition penalty (6.1). Shows in: entropy,
+            sampling_logp_difference_mean.
+        micro_batch_size: Most sequences of a pass, which changes gradients by rounding alone; null:
+            as `micro_batch_tokens` allows, else 16. Shows in: seconds_update.
+        micro_batch_tokens: Positions of a pass, at most a tenth padding; null: `micro_batch_size`
+            decides. Shows in: padding_share_scoring, padding_share_update.
+        sampling_batch_size: Replies sampled at once, which bounds the cache; null: all of a
+            process. Shows in: seconds_generation.
         sampler: Who samples the replies of rollouts and selection.
         kl: KL to the reference.
         reward: Sources and shaping of rewards.
@@ -413,40 +470,46 @@ class PpoConfig(RolloutConfig, StageConfig):
     """All of PPO: its own settings, and those of rollouts that critic pre-training shares.
 
     Attributes:
-        iterations: Rollouts, an update each. Paper: more need constraints (5.3.2). Shows in: kl, win_rate.
-        batch_size: Replies of a rollout. Paper: 128 (5.1); a small buffer is part of PPO-max (5.4). Shows in:
-            reward_std, seconds_generation.
-        replies_per_prompt: Replies to each prompt, so `ppo.batch_size` / this many prompts; RLOO and GRPO need 2.
-            Shows in: group_reward_std.
-        minibatches: Optimiser steps per epoch over a rollout. Paper: 32 of 128, so four (5.1). Shows in:
-            ratio_mean, clip_fraction.
-        epochs: Passes over a rollout. Paper: one, by its public code. Shows in: old_policy_kl, clip_fraction.
-        policy_init: The policy starts as the SFT model, or as `base`. Paper: without SFT it fails: language
-            suffers, rewards stay lower (5.3.3). Shows in: perplexity_reference, kl.
-        warmup_iterations: Linear warm-up of both, in place of the optimisers' own; null: 5, of fewer iterations all,
-            none where an optimiser has its own. Paper: 10 % of steps; critic
+        iterations: Rollouts, an update each. Paper: more need constraints (5.3.2). Shows in: kl,
+            win_rate.
+        batch_size: Replies of a rollout. Paper: 128 (5.1); a small buffer is part of PPO-max (5.4).
+            Shows in: reward_std, seconds_generation.
+        replies_per_prompt: Replies to each prompt, so `ppo.batch_size` / this many prompts; RLOO
+            and GRPO need 2. Shows in: group_reward_std.
+        minibatches: Optimiser steps per epoch over a rollout. Paper: 32 of 128, so four (5.1).
+            Shows in: ratio_mean, clip_fraction.
+        epochs: Passes over a rollout. Paper: one, by its public code. Shows in: old_policy_kl,
+            clip_fraction.
+        policy_init: The policy starts as the SFT model, or as `base`. Paper: without SFT it fails:
+            language suffers, rewards stay lower (5.3.3). Shows in: perplexity_reference, kl.
+        warmup_iterations: Linear warm-up of both, in place of the optimisers' own; null: 5, of
+            fewer iterations all, none where an optimiser has its own. Paper: 10 % of steps; critic
             pre-training is better (5.1, 5.3.3). Shows in: policy_lr.
-        value_clip: Keeps a value near the one before the update; null: off. Paper: part of PPO-max (5.4, B.1).
-            Shows in: value_clip_fraction.
-        vf_loss_weight: Weight of the value loss; matters with a shared backbone or joint norm. Paper: in the loss
-            of its public code. Shows in: value_loss, policy_grad_norm.
-        gradient_norm: Norms of policy and critic each, or `joint` over both. Paper: joint in its public code. Shows
-            in: policy_grad_norm.
-        target_kl_early_stop: Ends the policy's steps of an update before one whose minibatch shows a mean KL(old ||
-            new) above it, in nats per token; a separate critic makes all its steps. Shows in: early_stopped, steps.
-        referee_every: The referee scores one of so many rollouts, for metrics alone. Shows in: referee_mean,
-            reward_referee_correlation.
+        value_clip: Keeps a value near the one before the update; null: off. Paper: part of PPO-max
+            (5.4, B.1). Shows in: value_clip_fraction.
+        vf_loss_weight: Weight of the value loss; matters with a shared backbone or joint norm.
+            Paper: in the loss of its public code. Shows in: value_loss, policy_grad_norm.
+        gradient_norm: Norms of policy and critic each, or `joint` over both. Paper: joint in its
+            public code. Shows in: policy_grad_norm.
+        target_kl_early_stop: Ends the policy's steps of an update before one whose minibatch shows
+            a mean KL(old || new) above it, in nats per token; a separate critic makes all its
+            steps. Shows in: early_stopped, steps.
+        referee_every: The referee scores one of so many rollouts, for metrics alone. Shows in:
+            referee_mean, reward_referee_correlation.
         surrogate: The policy's objective.
-        importance_sampling_correction: Weights between sampler and trainer, or a ratio to the sampler.
+        importance_sampling_correction: Weights between sampler and trainer, or a ratio to the
+            sampler.
         entropy: Entropy in the loss.
         ptx: The loss on texts.
         policy_lora: Trains adapters; the reference is the policy with them off. Shows in: kl.
         critic_lora: Trains adapters and the head of the critic. Shows in: explained_variance.
-        share_base: Reward model, referee and critic, adapters on SFT too, compute on the policy's weights.
-        policy_optimizer: The policy's optimiser; with a shared backbone it trains everything. Paper: peak rate 5e-7
-            for 7 billion parameters (5.1). Shows in: policy_lr, kl.
-        critic_optimizer: The critic's optimiser; null with a shared backbone or without a critic. Paper: peak rate
-            1.65e-6, three times the policy's (5.1). Shows in: critic_lr, value_loss.
+        share_base: Reward model, referee and critic, adapters on SFT too, compute on the policy's
+            weights.
+        policy_optimizer: The policy's optimiser; with a shared backbone it trains everything.
+            Paper: peak rate 5e-7 for 7 billion parameters (5.1). Shows in: policy_lr, kl.
+        critic_optimizer: The critic's optimiser; null with a shared backbone or without a critic.
+            Paper: peak rate 1.65e-6, three times the policy's (5.1). Shows in: critic_lr,
+            value_loss.
         selection: Selection of the checkpoint.
         health: Health rules.
         checkpoint: Checkpoints, in iterations.
@@ -465,7 +528,9 @@ class PpoConfig(RolloutConfig, StageConfig):
     target_kl_early_stop: PositiveFloat | None = None
     referee_every: PositiveInt = 1
     surrogate: SurrogateConfig = SurrogateConfig()
-    importance_sampling_correction: ImportanceSamplingCorrectionConfig = ImportanceSamplingCorrectionConfig()
+    importance_sampling_correction: ImportanceSamplingCorrectionConfig = (
+        ImportanceSamplingCorrectionConfig()
+    )
     entropy: EntropyConfig = EntropyConfig()
     ptx: PtxConfig = PtxConfig()
     policy_lora: LoraConfig | None = None
@@ -483,7 +548,11 @@ class PpoConfig(RolloutConfig, StageConfig):
         if critic_free:
             unread = changed_field(self, "critic_mode", "vf_loss_weight")
             optional = ("critic_lora", "critic_optimizer", "value_clip")
-            given = (name for name in optional if getattr(self, name) is not None and changed_field(self, name))
+            given = (
+                name
+                for name in optional
+                if getattr(self, name) is not None and changed_field(self, name)
+            )
             if unread := unread or next(given, ""):
                 remedy = "set it to null" if unread in optional else "leave it at its default"
                 raise ValueError(
@@ -496,7 +565,9 @@ class PpoConfig(RolloutConfig, StageConfig):
                 )
         if self.critic_mode != "shared":
             if self.critic_optimizer is None and not critic_free:
-                raise ValueError("critic_optimizer is null, but critic_mode is separate: a critic of its own needs one")
+                raise ValueError(
+                    "critic_optimizer is null, but critic_mode is separate: a critic of its own needs one"
+                )
             return self
         if self.critic_optimizer is not None and changed_field(self, "critic_optimizer"):
             raise ValueError(
@@ -517,18 +588,28 @@ class PpoConfig(RolloutConfig, StageConfig):
 
     @model_validator(mode="after")
     def _batches_are_whole(self) -> PpoConfig:
-        size, replies, shortest = self.batch_size, self.replies_per_prompt, KL_ERROR_CLIP * self.batch_size
+        size, replies, shortest = (
+            self.batch_size,
+            self.replies_per_prompt,
+            KL_ERROR_CLIP * self.batch_size,
+        )
         if size % replies:
-            raise ValueError(f"batch_size {size} counts replies and is not a multiple of replies_per_prompt {replies}")
+            raise ValueError(
+                f"batch_size {size} counts replies and is not a multiple of replies_per_prompt {replies}"
+            )
         if self.advantage.critic_free and replies < 2:
             raise ValueError(
                 f"advantage.estimator {self.advantage.estimator} compares replies to the same prompt, but "
                 f"replies_per_prompt is {replies}: sample at least 2, such as 4"
             )
         if size % self.minibatches:
-            raise ValueError(f"batch_size {size} is not a multiple of minibatches {self.minibatches}")
+            raise ValueError(
+                f"batch_size {size} is not a multiple of minibatches {self.minibatches}"
+            )
         if self.min_new_tokens >= self.max_new_tokens:
-            raise ValueError(f"min_new_tokens {self.min_new_tokens} must be below max_new_tokens {self.max_new_tokens}")
+            raise ValueError(
+                f"min_new_tokens {self.min_new_tokens} must be below max_new_tokens {self.max_new_tokens}"
+            )
         if self.kl.controller == "adaptive" and self.kl.horizon <= shortest:
             raise ValueError(
                 f"ppo.kl.horizon {self.kl.horizon} is too short for batch_size {size}: one rollout of low "
@@ -551,7 +632,9 @@ class PpoConfig(RolloutConfig, StageConfig):
                 f"same max_grad_norm (they have {norms[0]} and {norms[1]})"
             )
         if self.warmup_iterations and any(optimizer.warmup for optimizer in optimizers):
-            raise ValueError("warm-up is set twice: use warmup_iterations, or the optimisers' warmup, not both")
+            raise ValueError(
+                "warm-up is set twice: use warmup_iterations, or the optimisers' warmup, not both"
+            )
         if self.warmup_iterations is not None and self.warmup_iterations > self.iterations:
             raise ValueError(
                 f"warmup_iterations {self.warmup_iterations} is more than iterations {self.iterations}: "

@@ -29,18 +29,23 @@ def nearest(name: str, valid: Iterable[str]) -> str:
 
 
 def describe(source: str, error: ValidationError, model: type[BaseModel], prefix: str) -> str:
-    """Describe the problems of ``error`` in ``source``: one on the same line, several on a line each.
+    """Describe the problems of ``error`` in ``source``: one on the same line, several on a line
+    each.
 
     Args:
         source: Name of the file that was read.
         prefix: Name of the section of params.yaml that ``model`` is, or "" for a whole file.
     """
     problems = error.errors()
-    lines = [shortened(_line(problem, model, prefix), LONGEST_LINE) for problem in problems[:MOST_LINES]]
+    lines = [
+        shortened(_line(problem, model, prefix), LONGEST_LINE) for problem in problems[:MOST_LINES]
+    ]
     if len(lines) == 1:
         return f"{source}: {lines[0]}"
     rest = [f"  … and {len(problems) - MOST_LINES} more"] if len(problems) > MOST_LINES else []
-    return "\n".join([f"{source}: {len(problems)} problems", *(f"  {line}" for line in lines), *rest])
+    return "\n".join(
+        [f"{source}: {len(problems)} problems", *(f"  {line}" for line in lines), *rest]
+    )
 
 
 def shortened(text: str, most: int) -> str:
@@ -51,7 +56,9 @@ def shortened(text: str, most: int) -> str:
 def _line(problem: Any, model: type[BaseModel], prefix: str) -> str:
     kind = problem["type"]
     message = IN_WORDS_OF_YAML.get(kind, problem["msg"].removeprefix("Value error, "))
-    location, owner = _locate(model, [str(part) for part in problem["loc"]], at_owner=kind == "extra_forbidden")
+    location, owner = _locate(
+        model, [str(part) for part in problem["loc"]], at_owner=kind == "extra_forbidden"
+    )
     path = ".".join([prefix, *location] if prefix else location)
     if not path:
         return str(message)
@@ -62,7 +69,9 @@ def _line(problem: Any, model: type[BaseModel], prefix: str) -> str:
             return f"unknown parameter '{path}'; did you mean {quoted}?"
         return f"unknown parameter '{path}'; {nearest(location[-1], _names(owner))}"
     if kind in ("missing", "union_tag_not_found"):
-        missing = path if kind == "missing" else f"{path}.{_quoted(problem['ctx']['discriminator'])[0]}"
+        missing = (
+            path if kind == "missing" else f"{path}.{_quoted(problem['ctx']['discriminator'])[0]}"
+        )
         return f"parameter '{missing}' is missing; add it"
     if kind == "union_tag_invalid":
         context = problem["ctx"]
@@ -80,7 +89,9 @@ def _quoted(text: str) -> list[str]:
 
 
 def _holds_models(given: Any) -> bool:
-    return isinstance(given, list | tuple) and any(isinstance(item, dict | BaseModel) for item in given)
+    return isinstance(given, list | tuple) and any(
+        isinstance(item, dict | BaseModel) for item in given
+    )
 
 
 def _names(model: type[BaseModel] | None) -> list[str]:
@@ -103,9 +114,11 @@ def _deeper(model: type[BaseModel], name: str) -> Iterator[str]:
 def _locate(
     model: type[BaseModel], location: Sequence[str], *, at_owner: bool
 ) -> tuple[list[str], type[BaseModel] | None]:
-    """``location`` as params.yaml spells it, and the model that lies there (``at_owner``: the one that holds it).
+    """``location`` as params.yaml spells it, and the model that lies there (``at_owner``: the one
+    that holds it).
 
-    Inside a list of several kinds of model pydantic's location also names the kind, which params.yaml does not.
+    Inside a list of several kinds of model pydantic's location also names the kind, which
+    params.yaml does not.
     """
     candidates: list[type[BaseModel]] = [model]
     path: list[str] = []
@@ -121,7 +134,10 @@ def _locate(
         if is_key or part.isdigit():
             is_key = False
             continue
-        field = next((f for c in candidates[:1] for n, f in c.model_fields.items() if part in (n, f.alias)), None)
+        field = next(
+            (f for c in candidates[:1] for n, f in c.model_fields.items() if part in (n, f.alias)),
+            None,
+        )
         candidates = list(_models(field.annotation)) if field else []
         is_key = field is not None and get_origin(field.annotation) is dict
     return path, candidates[0] if candidates else None

@@ -1,4 +1,6 @@
-"""Learning rates that suit a model: chosen where the settings leave them open, and bounded for a pretrained one."""
+"""Learning rates that suit a model: chosen where the settings leave them open, and bounded for a
+pretrained one.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +10,12 @@ from typing import TypeVar
 
 from rlhf_core.config.base import SftConfig
 from rlhf_core.config.model import OptimizerConfig, Strict
-from rlhf_core.config.policy import CriticConfig, DpoConfig, PolicyStageConfig, RejectionSamplingConfig
+from rlhf_core.config.policy import (
+    CriticConfig,
+    DpoConfig,
+    PolicyStageConfig,
+    RejectionSamplingConfig,
+)
 from rlhf_core.config.ppo import PpoConfig
 from rlhf_core.config.reward import RewardConfig
 
@@ -19,7 +26,9 @@ FAR_BEYOND = 20
 
 @dataclass(frozen=True)
 class SuitableRates:
-    """Peak rates by what is trained: all weights of a new model, of a pretrained one, or adapters on one."""
+    """Peak rates by what is trained: all weights of a new model, of a pretrained one, or adapters
+    on one.
+    """
 
     new: float
     pretrained: float
@@ -39,7 +48,9 @@ PPO_CRITIC = SuitableRates(1e-3, 5e-6, 5e-5)
 
 @dataclass(frozen=True)
 class TrainedPart:
-    """One optimiser of a section of settings: its field there, what rates suit it, and whether it trains adapters."""
+    """One optimiser of a section of settings: its field there, what rates suit it, and whether it
+    trains adapters.
+    """
 
     field: str
     optimizer: OptimizerConfig
@@ -61,9 +72,13 @@ def rate_is_too_high(lr: float | None, adapters: bool) -> bool:
 
 
 def trained_parts(config: Strict, adapters: bool = False) -> Iterator[TrainedPart]:
-    """Yield each optimiser of ``config``; ``adapters`` says so of a section without adapters of its own."""
+    """Yield each optimiser of ``config``; ``adapters`` says so of a section without adapters of its
+    own.
+    """
     if isinstance(config, PpoConfig):
-        yield TrainedPart("policy_optimizer", config.policy_optimizer, PPO_POLICY, config.policy_lora is not None)
+        yield TrainedPart(
+            "policy_optimizer", config.policy_optimizer, PPO_POLICY, config.policy_lora is not None
+        )
         if config.critic_optimizer is not None:
             on_base = config.critic_lora is not None or config.share_base
             yield TrainedPart("critic_optimizer", config.critic_optimizer, PPO_CRITIC, on_base)
@@ -75,7 +90,8 @@ def trained_parts(config: Strict, adapters: bool = False) -> Iterator[TrainedPar
 
 
 def with_chosen_rates(config: Config, new: bool, adapters: bool = False) -> Config:
-    """``config`` with a rate in every optimiser that has none: one that suits a ``new`` or a pretrained model.
+    """``config`` with a rate in every optimiser that has none: one that suits a ``new`` or a
+    pretrained model.
 
     Args:
         config: Settings of a training; those without an optimiser stay as they are.
@@ -94,5 +110,7 @@ def with_chosen_rates(config: Config, new: bool, adapters: bool = False) -> Conf
         policy, adapted = config.policy, config.policy_lora is not None
         dpo = with_chosen_rates(policy.dpo, new, adapted)
         rejection_sampling = with_chosen_rates(policy.rejection_sampling, new, adapted)
-        changes["policy"] = policy.model_copy(update={"dpo": dpo, "rejection_sampling": rejection_sampling})
+        changes["policy"] = policy.model_copy(
+            update={"dpo": dpo, "rejection_sampling": rejection_sampling}
+        )
     return config.model_copy(update=changes)

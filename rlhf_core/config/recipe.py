@@ -1,4 +1,6 @@
-"""Where the default recipe lies (params.yaml, dvc.yaml, and folders), and what dvc.lock says that it has made."""
+"""Where the default recipe lies (params.yaml, dvc.yaml, and folders), and what dvc.lock says that
+it has made.
+"""
 
 from __future__ import annotations
 
@@ -11,13 +13,17 @@ from rlhf_core.errors import ConfigError, RlhfError
 
 
 def recipe_folder() -> Path:
-    """The checkout's root where the package is used from one, else ``share/rlhf-pipeline`` of the installation."""
+    """The checkout's root where the package is used from one, else ``share/rlhf-pipeline`` of the
+    installation.
+    """
     checkout = Path(__file__).resolve().parents[2]
     installed = Path(sysconfig.get_path("data")) / "share" / "rlhf-pipeline"
     for folder in (checkout, installed):
         if (folder / "params.yaml").is_file() and (folder / "dvc.yaml").is_file():
             return folder
-    raise ConfigError(f"the default recipe is neither in {checkout} nor in {installed}; install rlhf-pipeline again")
+    raise ConfigError(
+        f"the default recipe is neither in {checkout} nor in {installed}; install rlhf-pipeline again"
+    )
 
 
 def profiles_of(base: Path) -> Path:
@@ -27,7 +33,9 @@ def profiles_of(base: Path) -> Path:
 
 
 def expectations_of(base: Path) -> Path:
-    """The folder of suites of expectations: the workspace's own if it has one, else the project's."""
+    """The folder of suites of expectations: the workspace's own if it has one, else the
+    project's.
+    """
     own = base / "expectations"
     return own if own.is_dir() else recipe_folder() / "expectations"
 
@@ -45,7 +53,9 @@ def _header(path: Path) -> str:
 
 
 def recorded_outputs(lock: Path) -> dict[str, str]:
-    """Return the hash of every output in dvc.lock by path, those of the report left out; empty if it is unreadable."""
+    """Return the hash of every output in dvc.lock by path, those of the report left out; empty if
+    it is unreadable.
+    """
     try:
         stages = plain(read(lock)).get("stages") or {}
     except RlhfError:

@@ -4,35 +4,56 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import AfterValidator, Field, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
+from pydantic import (
+    AfterValidator,
+    Field,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    model_validator,
+)
 
-from rlhf_core.config.model import CheckpointConfig, LoraConfig, OptimizerConfig, StageConfig, Strict
+from rlhf_core.config.model import (
+    CheckpointConfig,
+    LoraConfig,
+    OptimizerConfig,
+    StageConfig,
+    Strict,
+)
 
 
 def _leave_room(shares: dict[str, float]) -> dict[str, float]:
     wrong = next((name for name, share in shares.items() if not 0 < share < 1), None)
     if wrong is not None:
-        raise ValueError(f"the share of {wrong} is {shares[wrong]:g}; it must be above 0 and below 1")
+        raise ValueError(
+            f"the share of {wrong} is {shares[wrong]:g}; it must be above 0 and below 1"
+        )
     if sum(shares.values()) >= 1:
-        raise ValueError(f"the shares add up to {sum(shares.values()):g}, which leaves nothing to other categories")
+        raise ValueError(
+            f"the shares add up to {sum(shares.values()):g}, which leaves nothing to other categories"
+        )
     return shares
 
 
-# By category its share of the rows; rows of all other categories fill the rest, each once in an epoch.
+# By category its share of the rows; rows of all other categories fill the rest, each once in an
+# epoch.
 CategoryShares = Annotated[dict[str, float], AfterValidator(_leave_room)]
 
 
 class PairBatchConfig(Strict):
-    """Dynamic batches (paper, section 4.2): as many pairs as fit ``token_budget``, between two bounds.
+    """Dynamic batches (paper, section 4.2): as many pairs as fit ``token_budget``, between two
+    bounds.
 
     Attributes:
         token_budget: Positions of a batch, padding included.
         min_pairs: Fewest pairs of a batch, even beyond the budget.
         max_pairs: Most pairs of a batch.
-        group_prompts: Puts the pairs of a prompt into one batch as far as they fit, and computes what they share once.
+        group_prompts: Puts the pairs of a prompt into one batch as far as they fit, and computes
+            what they share once.
         prefix_sharing: Computes a prompt once for up to four replies to it in a batch.
-        max_padding: Largest share of padding: rows of a batch over it are computed in micro-batches of similar
-            length, of which the loss is taken together. With 1 every batch is padded as a whole.
+        max_padding: Largest share of padding: rows of a batch over it are computed in micro-batches
+            of similar length, of which the loss is taken together. With 1 every batch is padded as
+            a whole.
     """
 
     token_budget: PositiveInt = 4096
@@ -55,19 +76,22 @@ class RewardConfig(StageConfig):
     Attributes:
         init: Starts as the SFT model, or as the base model.
         layers: Keeps only so many decoder layers, from the embedding up; null: all.
-        pooling: What the head reads of a reply: its `last` token (paper, section 3.1), the `mean` of all, or
-            their `sum`, by which each token has a score of its own.
-        linear_probe: Fits the head to frozen features first, with this L2 penalty; then `steps` may be 0.
+        pooling: What the head reads of a reply: its `last` token (paper, section 3.1), the `mean`
+            of all, or their `sum`, by which each token has a score of its own.
+        linear_probe: Fits the head to frozen features first, with this L2 penalty; then `steps` may
+            be 0.
         steps: Optimiser steps.
         batch: The batches of pairs.
-        max_tokens: Longest prompt and reply together; pairs with a longer one are dropped and counted, never cut.
+        max_tokens: Longest prompt and reply together; pairs with a longer one are dropped and
+            counted, never cut.
         imitation: Weight of the language-modelling loss on the preferred reply.
         centering: Weight of `mean((r_w + r_l)^2)`, which gives scores an origin.
         use_margin: Asks for a difference of at least a pair's own margin, where it has one.
-        length_balance: `sampling` trains on pairs among which the preferred reply is as often the shorter as the
-            longer one; `product_of_experts` on all pairs, beside an expert for lengths that is dropped in the end.
-        category_shares: By category its share of an epoch's pairs, whatever number of them there is. Each is then
-            balanced by length, or has a length expert, of its own.
+        length_balance: `sampling` trains on pairs among which the preferred reply is as often the
+            shorter as the longer one; `product_of_experts` on all pairs, beside an expert for
+            lengths that is dropped in the end.
+        category_shares: By category its share of an epoch's pairs, whatever number of them there
+            is. Each is then balanced by length, or has a length expert, of its own.
         lora: Trains adapters and the head instead of all weights.
         eval_every: Steps between measurements on the validation pairs.
         optimizer: Its optimiser.
@@ -94,9 +118,17 @@ class RewardConfig(StageConfig):
     @model_validator(mode="after")
     def _consistent(self) -> RewardConfig:
         if self.layers is not None and self.imitation > 0:
-            raise ValueError("imitation needs the language model's own last layer; set it to 0.0, or layers to null")
-        if self.layers is not None and self.lora is not None and (self.lora.upper_layers or 0) > self.layers:
-            raise ValueError(f"lora.upper_layers {self.lora.upper_layers} is more than layers {self.layers}")
+            raise ValueError(
+                "imitation needs the language model's own last layer; set it to 0.0, or layers to null"
+            )
+        if (
+            self.layers is not None
+            and self.lora is not None
+            and (self.lora.upper_layers or 0) > self.layers
+        ):
+            raise ValueError(
+                f"lora.upper_layers {self.lora.upper_layers} is more than layers {self.layers}"
+            )
         if self.steps == 0 and self.linear_probe is None:
             raise ValueError(
                 "steps is 0 and linear_probe is not set, so that nothing would be trained; set one of them"
@@ -105,8 +137,12 @@ class RewardConfig(StageConfig):
 
 
 class RefereeConfig(RewardConfig):
-    """The second reward model, on disjoint data: the policy is selected by it, never trained on it."""
+    """The second reward model, on disjoint data: the policy is selected by it, never trained on
+    it.
+    """
 
 
 class JudgeConfig(RewardConfig):
-    """The third reward model, on disjoint data: it judges the result; nothing is trained or selected by it."""
+    """The third reward model, on disjoint data: it judges the result; nothing is trained or
+    selected by it.
+    """

@@ -1,7 +1,9 @@
-"""Where PPO's raw scores come from (``ppo.reward.sources``): models, services, functions, mixed by weights.
+"""Where PPO's raw scores come from (``ppo.reward.sources``): models, services, functions, mixed by
+weights.
 
-Critic pre-training scores with the same list, since values live in its units. The default is the reward model that the
-pipeline trained. docs/train.md, "Use other reward sources", shows each kind at work.
+Critic pre-training scores with the same list, since values live in its units. The default is the
+reward model that the pipeline trained. docs/train.md, "Use other reward sources", shows each kind
+at work.
 """
 
 from __future__ import annotations
@@ -33,7 +35,8 @@ class SourceConfig(Strict):
 
     Attributes:
         weight: Times the source's score enters the sum; it may be negative, for a penalty.
-        name: What metrics and errors call the source: by default its kind, numbered where several have the same.
+        name: What metrics and errors call the source: by default its kind, numbered where several
+            have the same.
     """
 
     weight: float = 1.0
@@ -42,15 +45,18 @@ class SourceConfig(Strict):
     @model_validator(mode="after")
     def _counts(self) -> SourceConfig:
         if self.weight == 0:
-            raise ValueError("weight 0 scores every reply for nothing; give a weight, or take the source out")
+            raise ValueError(
+                "weight 0 scores every reply for nothing; give a weight, or take the source out"
+            )
         return self
 
 
 class ModelSource(SourceConfig):
-    """A reward model with the policy's tokenizer, read at the last response token; nothing is tokenised again.
+    """A reward model with the policy's tokenizer, read at the last response token; nothing is
+    tokenised again.
 
-    Of the pipeline's own models only ``models/reward`` may score: the referee selects the policy and the judge judges
-    it, which must not be trained on either.
+    Of the pipeline's own models only ``models/reward`` may score: the referee selects the policy
+    and the judge judges it, which must not be trained on either.
 
     Attributes:
         path: Folder, relative to the workspace.
@@ -61,13 +67,15 @@ class ModelSource(SourceConfig):
 
 
 class EnsembleSource(SourceConfig):
-    """``mean - k * std`` over reward models with the policy's tokenizer (population std): doubt lowers the score.
+    """``mean - k * std`` over reward models with the policy's tokenizer (population std): doubt
+    lowers the score.
 
     Attributes:
         paths: Their folders, relative to the workspace.
         k: How much doubt lowers the score.
-        center: Takes each member relative to its own mean on up to 256 demonstrations, since a score trained on
-            pairs has no origin; `false` compares raw scores, for members that share an origin (`reward.centering`).
+        center: Takes each member relative to its own mean on up to 256 demonstrations, since a
+            score trained on pairs has no origin; `false` compares raw scores, for members that
+            share an origin (`reward.centering`).
     """
 
     kind: Literal["ensemble"] = "ensemble"
@@ -78,23 +86,27 @@ class EnsembleSource(SourceConfig):
     @model_validator(mode="after")
     def _several(self) -> EnsembleSource:
         if len(set(self.paths)) < 2 or len(set(self.paths)) < len(self.paths):
-            raise ValueError("an ensemble needs two or more different paths; for one model use kind model")
+            raise ValueError(
+                "an ensemble needs two or more different paths; for one model use kind model"
+            )
         return self
 
 
 class ClassifierSource(SourceConfig):
-    """Any Hugging Face sequence classifier, read with its own tokenizer: replies are decoded and encoded again.
+    """Any Hugging Face sequence classifier, read with its own tokenizer: replies are decoded and
+    encoded again.
 
     Attributes:
         model: Folder (relative to the workspace) or hub id.
         revision: Commit, tag or branch of a hub id.
-        template: Makes its text: `chat` its own chat template over prompt and reply, `pair` prompt and reply as two
-            segments, `reply` the reply alone, or any text with `{reply}` and, if wanted, `{prompt}`.
+        template: Makes its text: `chat` its own chat template over prompt and reply, `pair` prompt
+            and reply as two segments, `reply` the reply alone, or any text with `{reply}` and, if
+            wanted, `{prompt}`.
         label: Index or name of the label that counts; needed where there are several.
         output: Its logit, or its probability.
         batch_size: Texts of one pass.
-        max_tokens: Longest text; null: the model's limit. Longer ones lose their beginning, never the end of the
-            reply; the share of them is logged.
+        max_tokens: Longest text; null: the model's limit. Longer ones lose their beginning, never
+            the end of the reply; the share of them is logged.
     """
 
     kind: Literal["classifier"] = "classifier"
@@ -109,21 +121,25 @@ class ClassifierSource(SourceConfig):
     @model_validator(mode="after")
     def _template_shows_the_reply(self) -> ClassifierSource:
         if self.template not in TEMPLATES and "{reply}" not in self.template:
-            raise ValueError(f"template must be one of {', '.join(TEMPLATES)}, or a text that contains {{reply}}")
+            raise ValueError(
+                f"template must be one of {', '.join(TEMPLATES)}, or a text that contains {{reply}}"
+            )
         return self
 
 
 class FunctionSource(SourceConfig):
     """A python function ``f(prompts, replies) -> list[float | None]``, plain or ``async``.
 
-    A prompt is a list of ``{"role", "content"}``, a reply its text; None says that a reply cannot be scored. It runs
-    with your rights, like any code you start.
+    A prompt is a list of ``{"role", "content"}``, a reply its text; None says that a reply cannot
+    be scored. It runs with your rights, like any code you start.
 
     Attributes:
-        target: `package.module:function`, importable from the environment or from the workspace's folder.
-        call: `batch`: called once per rollout (by each rank with its share); `single`: `f(prompt, reply)` for each.
-        timeout_seconds: Bounds a call; null: no bound. A single reply that takes longer cannot be scored, a batch that
-            does ends the run.
+        target: `package.module:function`, importable from the environment or from the workspace's
+            folder.
+        call: `batch`: called once per rollout (by each rank with its share); `single`: `f(prompt,
+            reply)` for each.
+        timeout_seconds: Bounds a call; null: no bound. A single reply that takes longer cannot be
+            scored, a batch that does ends the run.
     """
 
     kind: Literal["function"] = "function"
@@ -133,15 +149,18 @@ class FunctionSource(SourceConfig):
 
 
 class HttpSource(SourceConfig):
-    """A scorer behind HTTP: ``POST url`` with ``{"items": [{"prompt", "reply", "finished"}]}``, answer ``{"scores"}``.
+    """A scorer behind HTTP: ``POST url`` with ``{"items": [{"prompt", "reply", "finished"}]}``,
+    answer ``{"scores"}``.
 
     Attributes:
         url: Its address.
         batch_size: Replies of a request.
         timeout_seconds: Bounds connecting, and the whole request after it.
-        retries: How often a request is repeated that fails to connect, times out or is answered with 408, 425, 429
-            or 5xx; it waits 0.5 s, 1 s, 2 s … (at most 30 s; or as the answer's Retry-After says, up to 60 s).
-        token_env: Environment variable with the bearer token, which itself never stands in params.yaml.
+        retries: How often a request is repeated that fails to connect, times out or is answered
+            with 408, 425, 429 or 5xx; it waits 0.5 s, 1 s, 2 s … (at most 30 s; or as the answer's
+            Retry-After says, up to 60 s).
+        token_env: Environment variable with the bearer token, which itself never stands in
+            params.yaml.
     """
 
     kind: Literal["http"] = "http"
@@ -158,12 +177,14 @@ class HttpSource(SourceConfig):
 
 
 RewardSource = Annotated[
-    ModelSource | EnsembleSource | ClassifierSource | FunctionSource | HttpSource, Field(discriminator="kind")
+    ModelSource | EnsembleSource | ClassifierSource | FunctionSource | HttpSource,
+    Field(discriminator="kind"),
 ]
 
 
 def refuse_own_model(folder: Path, who: str, workspace: Path) -> None:
-    """Refuse the pipeline's other models, above all referee and judge, which select and judge the policy.
+    """Refuse the pipeline's other models, above all referee and judge, which select and judge the
+    policy.
 
     Raises:
         ConfigError: ``folder`` is one of them.
@@ -200,5 +221,7 @@ def _consistent(sources: tuple[RewardSource, ...]) -> tuple[RewardSource, ...]:
     return sources
 
 
-RewardSources = Annotated[tuple[RewardSource, ...], Field(strict=False), AfterValidator(_consistent)]
+RewardSources = Annotated[
+    tuple[RewardSource, ...], Field(strict=False), AfterValidator(_consistent)
+]
 DEFAULT_SOURCES: tuple[RewardSource, ...] = (ModelSource(),)

@@ -10,7 +10,8 @@ from typing import Any
 
 from rlhf_core.errors import ConfigError, first_line
 
-# A params.yaml with all its comments has 10,000 characters, 600 values, and brackets within brackets within brackets.
+# A params.yaml with all its comments has 10,000 characters, 600 values, and brackets within
+# brackets within brackets.
 MOST_CHARACTERS, MOST_VALUES, MOST_BRACKETS = 200_000, 20_000, 100
 
 
@@ -19,7 +20,9 @@ class NotYaml(ConfigError):
 
 
 def _yaml() -> Any:
-    """Return a reader and writer in the style in which DVC writes, so that ``dvc exp run -S`` changes no other line."""
+    """Return a reader and writer in the style in which DVC writes, so that ``dvc exp run -S``
+    changes no other line.
+    """
     from ruamel.yaml import YAML
 
     yaml = YAML()
@@ -51,7 +54,8 @@ def parse(text: str, name: str) -> Any:
     """The round-trip document of ``text``.
 
     Raises:
-        ConfigError: It is not a YAML mapping, with line and column, or larger than a file of settings ever is.
+        ConfigError: It is not a YAML mapping, with line and column, or larger than a file of
+            settings ever is.
     """
     require_merged(text, name)
     document = _load(text, name)
@@ -63,7 +67,9 @@ def parse(text: str, name: str) -> Any:
 
 
 def parse_scalar(text: str) -> Any:
-    """The value that ``text`` has as YAML: number, true/false, null, list or string; the text itself if it has none."""
+    """The value that ``text`` has as YAML: number, true/false, null, list or string; the text
+    itself if it has none.
+    """
     try:
         return _load(text, "the value")
     except NotYaml:
@@ -74,7 +80,9 @@ def _load(text: str, name: str) -> Any:
     from ruamel.yaml.error import YAMLError
 
     if len(text) > MOST_CHARACTERS:
-        raise ConfigError(f"{name} has {len(text)} characters, more than the {MOST_CHARACTERS} that are read")
+        raise ConfigError(
+            f"{name} has {len(text)} characters, more than the {MOST_CHARACTERS} that are read"
+        )
     if _open_brackets(text) > MOST_BRACKETS:
         raise ConfigError(f"{name} is nested too deeply for a file of settings")
     try:
@@ -83,7 +91,9 @@ def _load(text: str, name: str) -> Any:
     except (YAMLError, ValueError) as error:  # an impossible date or number
         mark = getattr(error, "problem_mark", None) or getattr(error, "context_mark", None)
         position = f" line {mark.line + 1}, column {mark.column + 1}" if mark else ""
-        problem = getattr(error, "problem", None) or getattr(error, "context", None) or first_line(error)
+        problem = (
+            getattr(error, "problem", None) or getattr(error, "context", None) or first_line(error)
+        )
         raise NotYaml(f"{name} is not valid YAML:{position} {problem}") from error
     except RecursionError:
         raise ConfigError(f"{name} is nested too deeply for a file of settings") from None
@@ -100,7 +110,9 @@ def _open_brackets(text: str) -> int:
 
 
 def _require_bounded(document: Any, name: str) -> None:
-    """Raise ``ConfigError`` where aliases repeat so much, or a part of themselves, that no copy without them fits."""
+    """Raise ``ConfigError`` where aliases repeat so much, or a part of themselves, that no copy
+    without them fits.
+    """
     sizes: dict[int, int] = {}  # 0: being counted, so whoever meets it again is inside of it
 
     def size(value: Any) -> int:
@@ -108,7 +120,9 @@ def _require_bounded(document: Any, name: str) -> None:
             return 1
         if id(value) not in sizes:
             sizes[id(value)] = 0
-            sizes[id(value)] = 1 + sum(size(item) for item in (value.values() if isinstance(value, dict) else value))
+            sizes[id(value)] = 1 + sum(
+                size(item) for item in (value.values() if isinstance(value, dict) else value)
+            )
         if not 0 < sizes[id(value)] <= MOST_VALUES:
             raise ConfigError(
                 f"{name} has aliases of its own parts that make it endless, or more than {MOST_VALUES} values"
@@ -119,14 +133,18 @@ def _require_bounded(document: Any, name: str) -> None:
 
 
 def dump(document: Any) -> str:
-    """Return the YAML text of a round-trip document, with comments except those within lists, which DVC drops too."""
+    """Return the YAML text of a round-trip document, with comments except those within lists, which
+    DVC drops too.
+    """
     stream = io.StringIO()
     _yaml().dump(_in_block_style(document), stream)
     return stream.getvalue()
 
 
 def _in_block_style(document: Any) -> Any:
-    """Return a copy in which every mapping and list that is not empty is written with an item per line."""
+    """Return a copy in which every mapping and list that is not empty is written with an item per
+    line.
+    """
     document = copy.deepcopy(document)
     sections = [document]
     while sections:
@@ -146,7 +164,9 @@ def read(path: Path) -> Any:
     try:
         return parse(path.read_text(encoding="utf-8"), str(path))
     except FileNotFoundError as error:
-        raise ConfigError(f"{path} does not exist; make a workspace with `rlhf init DIR`") from error
+        raise ConfigError(
+            f"{path} does not exist; make a workspace with `rlhf init DIR`"
+        ) from error
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path} cannot be read: {first_line(error)}") from error
 

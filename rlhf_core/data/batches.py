@@ -1,25 +1,32 @@
-"""Rows into batches: their order, passes over ranks, padding, shares of categories and lengths; and pairs by prompts.
+"""Rows into batches: their order, passes over ranks, padding, shares of categories and lengths; and
+pairs by prompts.
 
 Mixtures by category: which rows, and how often, an epoch of training consists of.
 
-Rows of categories without a share come once. Those with one are repeated, or drawn, until they have it: a few hundred
-pairs about safety can weigh as much as was meant beside thousands of others (Bai et al., 2022, "Training a Helpful and
-Harmless Assistant", section 4.4, mix helpfulness and harmlessness by such weights).
+Rows of categories without a share come once. Those with one are repeated, or drawn, until they have
+it: a few hundred pairs about safety can weigh as much as was meant beside thousands of others (Bai
+et al., 2022, "Training a Helpful and Harmless Assistant", section 4.4, mix helpfulness and
+harmlessness by such weights).
 
-Length-balanced pairs: the preferred reply is as often the shorter as the longer one, at every length difference.
+Length-balanced pairs: the preferred reply is as often the shorter as the longer one, at every
+length difference.
 
-Annotators tend to prefer the longer reply, and a reward model learns it (Singhal et al., 2023, "A Long Way to Go:
-Investigating Length Correlations in RLHF", who balance preference data as one remedy). Among balanced pairs no rule
-that reads lengths alone is right in more than about half. Equal numbers of both kinds are not enough for that: large
-differences occur almost only where the longer reply is preferred, so that "longer, if it is much longer" would still be
-right. Both kinds are therefore matched within strata of the absolute difference.
+Annotators tend to prefer the longer reply, and a reward model learns it (Singhal et al., 2023, "A
+Long Way to Go: Investigating Length Correlations in RLHF", who balance preference data as one
+remedy). Among balanced pairs no rule that reads lengths alone is right in more than about half.
+Equal numbers of both kinds are not enough for that: large differences occur almost only where the
+longer reply is preferred, so that "longer, if it is much longer" would still be right. Both kinds
+are therefore matched within strata of the absolute difference.
 
-Batches of whole prompts: pairs of one prompt share a batch, and a sequence that several of them have counts once.
+Batches of whole prompts: pairs of one prompt share a batch, and a sequence that several of them
+have counts once.
 
-With K ranked replies to a prompt there are up to K(K-1)/2 pairs, but only K sequences to compute (Ouyang et al., 2022,
-"Training language models to follow instructions", section 3.5, who also find that pairs drawn one by one overfit).
+With K ranked replies to a prompt there are up to K(K-1)/2 pairs, but only K sequences to compute
+(Ouyang et al., 2022, "Training language models to follow instructions", section 3.5, who also find
+that pairs drawn one by one overfit).
 
-Prefix rows: replies to one prompt in one row behind a single copy of it, so that the prompt is computed once.
+Prefix rows: replies to one prompt in one row behind a single copy of it, so that the prompt is
+computed once.
 
 Wang and Hegde, 2024, "Accelerating Direct Preference Optimization with Prefix Sharing".
 """
@@ -46,14 +53,18 @@ from rlhf_core.runtime import distributed
 
 
 def epoch_order(n: int, seed: int, epoch: int) -> list[int]:
-    """Return a permutation of ``range(n)``, the same for the same (seed, epoch) on every machine."""
+    """Return a permutation of ``range(n)``, the same for the same (seed, epoch) on every
+    machine.
+    """
     return np.random.Generator(np.random.Philox(key=[seed, epoch])).permutation(n).tolist()
 
 
 def batch_at(n: int, size: int, seed: int, step: int) -> list[int]:
-    """Return the full batch of optimiser step ``step`` (from 0) in an endless stream of consecutive epochs.
+    """Return the full batch of optimiser step ``step`` (from 0) in an endless stream of consecutive
+    epochs.
 
-    A batch may span two epochs, so all batches have ``size`` indices and the step number alone is the data cursor.
+    A batch may span two epochs, so all batches have ``size`` indices and the step number alone is
+    the data cursor.
     """
     if n < 1:
         raise ValueError("there is nothing to draw a batch from")
@@ -71,10 +82,12 @@ Result = TypeVar("Result")
 
 
 def passes(rows: Rows, size: int) -> Iterator[tuple[Rows, float]]:
-    """Yield this rank's share of ``rows`` in micro-batches of at most ``size``, each with the weight of its loss.
+    """Yield this rank's share of ``rows`` in micro-batches of at most ``size``, each with the
+    weight of its loss.
 
-    Every rank makes the same number of passes, because all ranks gather sharded parameters together: a rank that has
-    run out of rows gets the first row again with weight 0. All other weights are 1.
+    Every rank makes the same number of passes, because all ranks gather sharded parameters
+    together: a rank that has run out of rows gets the first row again with weight 0. All other
+    weights are 1.
     """
     mine = distributed.shard_for_rank(rows)
     count = math.ceil(math.ceil(len(rows) / distributed.world_size()) / size)
@@ -84,10 +97,12 @@ def passes(rows: Rows, size: int) -> Iterator[tuple[Rows, float]]:
 
 
 def whole_passes(rows: list[int], size: int) -> Iterator[tuple[list[int], float]]:
-    """Yield this rank's share of the micro-batches that one process makes of ``rows``, as :func:`passes` does.
+    """Yield this rank's share of the micro-batches that one process makes of ``rows``, as
+    :func:`passes` does.
 
-    A row has the same companions, and with them the same padding and the same bits, on any number of ranks. Every rank
-    makes as many passes as in :func:`passes`, but of a last round of them some ranks may have none of their own.
+    A row has the same companions, and with them the same padding and the same bits, on any number
+    of ranks. Every rank makes as many passes as in :func:`passes`, but of a last round of them some
+    ranks may have none of their own.
     """
     parts = [rows[start : start + size] for start in range(0, len(rows), size)]
     mine = distributed.shard_for_rank(parts)
@@ -96,7 +111,8 @@ def whole_passes(rows: list[int], size: int) -> Iterator[tuple[list[int], float]
 
 
 def gather_passes(own: Sequence[Sequence[Result]]) -> list[Result]:
-    """What all ranks computed of the rows of :func:`whole_passes`, in the order of the rows, on every rank.
+    """What all ranks computed of the rows of :func:`whole_passes`, in the order of the rows, on
+    every rank.
 
     Args:
         own: JSON values of this rank, a list for each pass whose weight was 1.
@@ -112,9 +128,11 @@ def rows_by_category_share(
     parameter: str,
     rows: Sequence[int] | None = None,
 ) -> list[int]:
-    """Return the row numbers of an epoch in ascending order; a row of a category with a share may be there repeatedly.
+    """Return the row numbers of an epoch in ascending order; a row of a category with a share may
+    be there repeatedly.
 
-    Of ``n`` rows that have to be ``m``, each comes ``m // n`` times, and ``m % n`` drawn ones once more.
+    Of ``n`` rows that have to be ``m``, each comes ``m // n`` times, and ``m % n`` drawn ones once
+    more.
 
     Args:
         categories: The category of every row there is.
@@ -138,7 +156,9 @@ def rows_by_category_share(
             f"{parameter} names the category {lacking}, of which there is no usable row in training; there are: {known}"
         )
     if not others:
-        raise DataError(f"{parameter} names all categories of the rows; leave one out, which gets the rest")
+        raise DataError(
+            f"{parameter} names all categories of the rows; leave one out, which gets the rest"
+        )
     total = len(others) / (1 - sum(shares.values()))
     chosen = list(others)
     generator = np.random.Generator(np.random.Philox(key=[seed, epoch]))
@@ -154,9 +174,11 @@ SMALLEST_STRATUM = 20
 
 
 def length_balanced_rows(differences: npt.ArrayLike, seed: int, draw: int = 0) -> list[int]:
-    """Draw equally many pairs of either kind from each stratum: all of the rarer kind, as many of the other.
+    """Draw equally many pairs of either kind from each stratum: all of the rarer kind, as many of
+    the other.
 
-    Strata are quantiles of the absolute difference: ten, or fewer where they would hold less than twenty pairs.
+    Strata are quantiles of the absolute difference: ten, or fewer where they would hold less than
+    twenty pairs.
 
     Args:
         differences: Length of the chosen minus that of the rejected reply, (B,).
@@ -182,14 +204,16 @@ def length_balanced_rows(differences: npt.ArrayLike, seed: int, draw: int = 0) -
 
 
 def length_balanced_epoch(differences: npt.ArrayLike, seed: int, epoch: int) -> list[int]:
-    """Draw the pairs of one epoch of training: balanced ones, anew in each epoch, and all pairs of equal length."""
+    """Draw the pairs of one epoch of training: balanced ones, anew in each epoch, and all pairs of
+    equal length.
+    """
     ties = np.flatnonzero(np.asarray(differences) == 0).tolist()
     return sorted([*length_balanced_rows(differences, seed, epoch), *ties])
 
 
 MOST_MICRO_BATCHES = 8
-# Below this many positions a pass costs nearly as much with fewer of them: the demo's batches of 1,000 took the same
-# processor time in one pass and in several.
+# Below this many positions a pass costs nearly as much with fewer of them: the demo's batches of
+# 1,000 took the same processor time in one pass and in several.
 SMALLEST_MICRO_BATCH = 512
 CUT_POSITIONS = 512  # places among the sorted rows at which micro-batches may begin
 IMPOSSIBLE = 1 << 50  # positions of a micro-batch that would end before it begins
@@ -219,7 +243,8 @@ class Partition:
 
 
 def partitions(lengths: Sequence[int], most: int) -> list[Partition]:
-    """Return the partitions of rows into 1, 2, ... ``most`` micro-batches that need the fewest positions.
+    """Return the partitions of rows into 1, 2, ... ``most`` micro-batches that need the fewest
+    positions.
 
     A single micro-batch keeps the rows in their order; more of them have the rows sorted by length.
 
@@ -227,7 +252,9 @@ def partitions(lengths: Sequence[int], most: int) -> list[Partition]:
         most: The largest number of micro-batches; at most the number of rows.
     """
     order = np.argsort(np.asarray(lengths), kind="stable")
-    ends = np.unique(np.linspace(0, len(order), min(len(order), max(CUT_POSITIONS, most)) + 1).astype(int))
+    ends = np.unique(
+        np.linspace(0, len(order), min(len(order), max(CUT_POSITIONS, most)) + 1).astype(int)
+    )
     longest = np.asarray(lengths)[order[ends[1:] - 1]]
     # positions[i, j]: those of one micro-batch from the i-th cut to the (j + 1)-th.
     positions = (ends[None, 1:] - ends[:-1, None]) * longest[None, :]
@@ -236,7 +263,8 @@ def partitions(lengths: Sequence[int], most: int) -> list[Partition]:
     begins: list[np.ndarray] = []
     best = [Partition([list(range(len(order)))], int(fewest[-1]))]
     while len(best) < most:
-        # The last micro-batch begins at cut i + 1, where the rows before it are cut as well as possible.
+        # The last micro-batch begins at cut i + 1, where the rows before it are cut as well as
+        # possible.
         totals = fewest[:-1, None] + positions[1:, :]
         begins.append(totals.argmin(axis=0) + 1)
         fewest = totals.min(axis=0)
@@ -250,10 +278,12 @@ def partitions(lengths: Sequence[int], most: int) -> list[Partition]:
 
 
 def least_padded(shards: Sequence[Sequence[int]], max_padding: float) -> list[Partition]:
-    """Return the rows of each rank in micro-batches, as few as keep the padding of all ranks within ``max_padding``.
+    """Return the rows of each rank in micro-batches, as few as keep the padding of all ranks within
+    ``max_padding``.
 
-    All ranks get the same number of micro-batches, because they gather sharded parameters together: at most eight, no
-    more than a rank has rows, and on average at least 512 positions each before they are cut.
+    All ranks get the same number of micro-batches, because they gather sharded parameters together:
+    at most eight, no more than a rank has rows, and on average at least 512 positions each before
+    they are cut.
 
     Args:
         shards: Tokens of each row, rank by rank.
@@ -284,7 +314,9 @@ class TokenisedPair:
 
     @property
     def length(self) -> int:
-        """Tokens of the longer of the two sequences: the width that this pair needs in a padded batch."""
+        """Tokens of the longer of the two sequences: the width that this pair needs in a padded
+        batch.
+        """
         return len(self.prompt) + max(len(self.chosen), len(self.rejected))
 
     @property
@@ -293,16 +325,21 @@ class TokenisedPair:
         return len(self.chosen) - len(self.rejected)
 
 
-def usable_pairs(tokens: TokenTable, max_tokens: int) -> tuple[TableRows[TokenisedPair], dict[str, int]]:
+def usable_pairs(
+    tokens: TokenTable, max_tokens: int
+) -> tuple[TableRows[TokenisedPair], dict[str, int]]:
     """Drop the pairs that training cannot use.
 
-    A pair is over-long when prompt + either reply exceeds ``max_tokens``: cutting the end of a reply would remove the
-    token that the reward is read at. A pair is identical when both replies have the same tokens (their texts may
-    differ, for example in characters that the tokenizer normalises): its loss is log 2 for every model.
+    A pair is over-long when prompt + either reply exceeds ``max_tokens``: cutting the end of a
+    reply would remove the token that the reward is read at. A pair is identical when both replies
+    have the same tokens (their texts may differ, for example in characters that the tokenizer
+    normalises): its loss is log 2 for every model.
 
     Returns:
-        The usable pairs, and how many were dropped: ``{"over_long": …, "identical": …}``. Of the over-long ones
-        ``identical_if_cut`` counts those that would be identical if they were cut at ``max_tokens``.
+        The usable pairs, and how many were dropped: ``{"over_long": …, "identical": …}``. Of the
+            over-long ones
+        ``identical_if_cut`` counts those that would be identical if they were cut at
+        ``max_tokens``.
     """
     prompt, chosen, rejected = (tokens.column(name) for name in ("prompt", "chosen", "rejected"))
     length = prompt.lengths + np.maximum(chosen.lengths, rejected.lengths)
@@ -337,16 +374,19 @@ def token_budget_batches(
     epoch: int,
     rows: Sequence[int] | None = None,
 ) -> list[list[int]]:
-    """Return an epoch of dynamic batches (paper, section 4.2): as many pairs as fit ``budget`` tokens after padding.
+    """Return an epoch of dynamic batches (paper, section 4.2): as many pairs as fit ``budget``
+    tokens after padding.
 
-    A batch of b pairs costs ``2 * b * max(length)``. Pairs of similar length share a batch: the shuffled epoch is
-    sorted by length within windows, and the batches are shuffled again, so that length does not follow the step number.
-    Every index occurs exactly once per epoch, or those of ``rows`` do.
+    A batch of b pairs costs ``2 * b * max(length)``. Pairs of similar length share a batch: the
+    shuffled epoch is sorted by length within windows, and the batches are shuffled again, so that
+    length does not follow the step number. Every index occurs exactly once per epoch, or those of
+    ``rows`` do.
 
     Args:
         lengths: Tokens of one padded row of each pair, that is of the longer of its two sequences.
         budget: Most tokens of a batch, padding included.
-        min_pairs: Fewest pairs of a batch, even over the budget: the gradient of a smaller batch is noise.
+        min_pairs: Fewest pairs of a batch, even over the budget: the gradient of a smaller batch is
+            noise.
         max_pairs: Most pairs of a batch.
         rows: The pairs of this epoch; None for all.
     """
@@ -372,7 +412,9 @@ def token_budget_batches(
 def _fill(
     waiting: Sequence[int], lengths: Sequence[int], budget: int, min_pairs: int, max_pairs: int
 ) -> tuple[list[list[int]], list[int]]:
-    """Return full batches from the front of ``waiting`` (longest first), and the pairs that are left over."""
+    """Return full batches from the front of ``waiting`` (longest first), and the pairs that are
+    left over.
+    """
     batches: list[list[int]] = []
     start = 0
     while start < len(waiting):
@@ -385,8 +427,12 @@ def _fill(
     return batches, list(waiting[start:])
 
 
-def _place_remainder(batches: list[list[int]], rest: list[int], min_pairs: int, max_pairs: int) -> None:
-    """Append the last pairs of an epoch; fewer than ``min_pairs`` borrow from the batch before, or join it."""
+def _place_remainder(
+    batches: list[list[int]], rest: list[int], min_pairs: int, max_pairs: int
+) -> None:
+    """Append the last pairs of an epoch; fewer than ``min_pairs`` borrow from the batch before, or
+    join it.
+    """
     missing = min_pairs - len(rest)
     if missing <= 0 or not batches:
         batches.append(rest)
@@ -404,7 +450,8 @@ class PairSequences:
     """The sequences of B pairs.
 
     Attributes:
-        distinct: Prompt and reply of each sequence, in the order of first occurrence: chosen ones come first.
+        distinct: Prompt and reply of each sequence, in the order of first occurrence: chosen ones
+            come first.
         chosen: Number of each pair's chosen sequence (B,).
         rejected: Number of each pair's rejected sequence (B,).
     """
@@ -421,7 +468,9 @@ class PairSequences:
 
 def pair_sequences(pairs: Sequence[TokenisedPair], share: bool = True) -> PairSequences:
     """Number the sequences of pairs; with ``share`` one that several pairs have gets one number."""
-    listed = [(pair.prompt, pair.chosen) for pair in pairs] + [(pair.prompt, pair.rejected) for pair in pairs]
+    listed = [(pair.prompt, pair.chosen) for pair in pairs] + [
+        (pair.prompt, pair.rejected) for pair in pairs
+    ]
     if not share:
         return PairSequences(listed, list(range(len(pairs))), list(range(len(pairs), len(listed))))
     known: dict[bytes, int] = {}
@@ -453,7 +502,9 @@ class _Unit:
 
 
 class PromptBatches:
-    """Epochs of batches within a token budget of ``distinct sequences x longest``; functions of seed and epoch."""
+    """Epochs of batches within a token budget of ``distinct sequences x longest``; functions of
+    seed and epoch.
+    """
 
     def __init__(self, pairs: Sequence[TokenisedPair], limits: PairBatchConfig, seed: int) -> None:
         self.limits, self.seed = limits, seed
@@ -473,24 +524,35 @@ class PromptBatches:
         batches: list[list[int]] = []
         for start in range(0, len(order), WINDOW):
             units: list[_Unit] = []
-            for number in order[start : start + WINDOW]:  # the pairs of one prompt are cut where they exceed a batch
+            for number in order[
+                start : start + WINDOW
+            ]:  # the pairs of one prompt are cut where they exceed a batch
                 longest_first = sorted(prompts[number], key=lambda row: -self.widths[row])
                 units += self._packed([self._unit([row]) for row in longest_first])
-            batches += [unit.rows for unit in self._packed(sorted(units, key=lambda unit: -unit.width))]
+            batches += [
+                unit.rows for unit in self._packed(sorted(units, key=lambda unit: -unit.width))
+            ]
         # A second stream (offset key) for the order of batches.
-        return [batches[number] for number in epoch_order(len(batches), self.seed + (1 << 32), epoch)]
+        return [
+            batches[number] for number in epoch_order(len(batches), self.seed + (1 << 32), epoch)
+        ]
 
     def _unit(self, rows: list[int]) -> _Unit:
         sequences = {number for row in rows for number in self.sequences[row]}
         return _Unit(rows, sequences, max(self.widths[row] for row in rows))
 
     def _packed(self, units: Sequence[_Unit]) -> Iterator[_Unit]:
-        """Join neighbours as long as they fit a batch; a prompt is cut where a batch would have too few or too many."""
+        """Join neighbours as long as they fit a batch; a prompt is cut where a batch would have too
+        few or too many.
+        """
         packed = units[0]
         for unit in units[1:]:
             rows, sequences = packed.rows + unit.rows, packed.sequences | unit.sequences
             both = _Unit(rows, sequences, max(packed.width, unit.width))
-            within = len(rows) <= self.limits.max_pairs and len(sequences) * both.width <= self.limits.token_budget
+            within = (
+                len(rows) <= self.limits.max_pairs
+                and len(sequences) * both.width <= self.limits.token_budget
+            )
             missing = self.limits.min_pairs - len(packed.rows)
             if missing > 0 and len(rows) > self.limits.max_pairs:
                 yield self._unit(packed.rows + unit.rows[:missing])
@@ -503,7 +565,8 @@ class PromptBatches:
         yield packed
 
 
-# Attention takes the square of a row: with more replies it would cost more than the copies of the prompt it saves.
+# Attention takes the square of a row: with more replies it would cost more than the copies of the
+# prompt it saves.
 MOST_REPLIES = 4
 
 
@@ -526,9 +589,13 @@ class PrefixRow:
 
 
 def rows_of_sequences(sequences: PairSequences, prefix_sharing: bool) -> list[PrefixRow]:
-    """Return what is padded together: a row for each sequence, or for up to four of them that have the same prompt."""
+    """Return what is padded together: a row for each sequence, or for up to four of them that have
+    the same prompt.
+    """
     if not prefix_sharing:
-        return [PrefixRow(prompt, [reply], [i]) for i, (prompt, reply) in enumerate(sequences.distinct)]
+        return [
+            PrefixRow(prompt, [reply], [i]) for i, (prompt, reply) in enumerate(sequences.distinct)
+        ]
     rows: list[PrefixRow] = []
     open_rows: dict[bytes, PrefixRow] = {}
     for number, (prompt, reply) in enumerate(sequences.distinct):

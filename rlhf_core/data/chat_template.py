@@ -46,14 +46,18 @@ def token_id(tokenizer: PreTrainedTokenizerBase, token: str) -> int:
 
 
 def special_tokens(tokenizer: PreTrainedTokenizerBase) -> SpecialTokens:
-    """All added tokens that are marked special, and those that have a role such as ``eos_token``."""
+    """All added tokens that are marked special, and those that have a role such as
+    ``eos_token``.
+    """
     return _special_tokens(tokenizer, (len(tokenizer), *tokenizer.all_special_tokens))
 
 
 @lru_cache(maxsize=CACHED_TOKENIZERS)
 def _special_tokens(tokenizer: PreTrainedTokenizerBase, state: tuple[object, ...]) -> SpecialTokens:
     """``state`` is what changes with the tokenizer's special tokens."""
-    added = {token.content: token for token in tokenizer.added_tokens_decoder.values() if token.special}
+    added = {
+        token.content: token for token in tokenizer.added_tokens_decoder.values() if token.special
+    }
     names = sorted({*added, *tokenizer.all_special_tokens}, key=lambda name: (-len(name), name))
 
     def with_whitespace(name: str) -> str:
@@ -67,8 +71,11 @@ def _special_tokens(tokenizer: PreTrainedTokenizerBase, state: tuple[object, ...
     )
 
 
-def escape(tokenizer: PreTrainedTokenizerBase, contents: Sequence[str]) -> tuple[list[str], dict[str, str]]:
-    """Replace special tokens that are written out in ``contents`` by characters that no content has.
+def escape(
+    tokenizer: PreTrainedTokenizerBase, contents: Sequence[str]
+) -> tuple[list[str], dict[str, str]]:
+    """Replace special tokens that are written out in ``contents`` by characters that no content
+    has.
 
     Returns:
         The contents, and the token that each of the characters stands for: none in ordinary texts.
@@ -80,12 +87,17 @@ def escape(tokenizer: PreTrainedTokenizerBase, contents: Sequence[str]) -> tuple
     occurring = set("".join(contents))
     unused = (chr(code) for code in PLACEHOLDERS if chr(code) not in occurring)
     placeholders = dict(zip(written, unused, strict=False))
-    escaped = [literal.sub(lambda match: placeholders[match.group()], content) for content in contents]
+    escaped = [
+        literal.sub(lambda match: placeholders[match.group()], content) for content in contents
+    ]
     return escaped, {placeholder: token for token, placeholder in placeholders.items()}
 
 
-def encode_escaped(tokenizer: PreTrainedTokenizerBase, text: str, placeholders: Mapping[str, str]) -> list[int]:
-    """Token ids of a text whose special tokens are control tokens, and whose ``placeholders`` are ordinary text.
+def encode_escaped(
+    tokenizer: PreTrainedTokenizerBase, text: str, placeholders: Mapping[str, str]
+) -> list[int]:
+    """Token ids of a text whose special tokens are control tokens, and whose ``placeholders`` are
+    ordinary text.
 
     No token is added at the beginning or the end.
 
@@ -104,25 +116,38 @@ def encode_escaped(tokenizer: PreTrainedTokenizerBase, text: str, placeholders: 
     return ids + _encode_plain(tokenizer, text[start:], placeholders)
 
 
-def _encode_plain(tokenizer: PreTrainedTokenizerBase, text: str, placeholders: Mapping[str, str]) -> list[int]:
+def _encode_plain(
+    tokenizer: PreTrainedTokenizerBase, text: str, placeholders: Mapping[str, str]
+) -> list[int]:
     """Token ids of text between two control tokens, none of which is a special token."""
     for placeholder, token in placeholders.items():
         text = text.replace(placeholder, token)
-    ids = list(tokenizer.encode(text, add_special_tokens=False, split_special_tokens=True)) if text else []
+    ids = (
+        list(tokenizer.encode(text, add_special_tokens=False, split_special_tokens=True))
+        if text
+        else []
+    )
     control = set(ids) & (set(special_tokens(tokenizer).ids.values()) - {tokenizer.unk_token_id})
     if control:
         written = str(tokenizer.convert_ids_to_tokens(min(control)))
-        reason = f"a text contains {written!r}, which this tokenizer cannot write but as a control token"
+        reason = (
+            f"a text contains {written!r}, which this tokenizer cannot write but as a control token"
+        )
         raise UnwritableText(f"{reason}: take it out of the data ({text[:40]!r}…)", reason)
     return ids
 
 
 QUESTION, ANSWER, NEXT_QUESTION = "What is that?", "It is this.", "And why?"
 REASONED = f"<think>\nLet me see.\n</think>\n\n{ANSWER}"
-SYSTEM_TURN, SEVERAL_TURNS, REASONING_BEFORE = "a system turn", "several turns", "reasoning in an earlier reply"
+SYSTEM_TURN, SEVERAL_TURNS, REASONING_BEFORE = (
+    "a system turn",
+    "several turns",
+    "reasoning in an earlier reply",
+)
 EXCERPT = 60
-# The day that templates write which ask for today's (Llama 3.2): the one that Llama's own fall back to. With the
-# clock's, the same dialogue would become other tokens tomorrow: resumed runs and comparisons would differ.
+# The day that templates write which ask for today's (Llama 3.2): the one that Llama's own fall back
+# to. With the clock's, the same dialogue would become other tokens tomorrow: resumed runs and
+# comparisons would differ.
 TODAY = datetime(2024, 7, 26)
 # A macro of the function's name hides transformers' own, and needs no more than a template may do.
 CLOCK = "strftime_now"
@@ -132,7 +157,8 @@ CLOCK_STOPPED = (
     + "".join(f"|replace('%{part}', '{TODAY.strftime('%' + part)}')" for part in DATE_PARTS)
     + " -}}{%- endmacro -%}"
 )
-# Entry of tokenizer_config.json: the tokens that end a reply, also those that only the generation config names.
+# Entry of tokenizer_config.json: the tokens that end a reply, also those that only the generation
+# config names.
 STOP_TOKENS = "stop_tokens"
 
 
@@ -141,15 +167,21 @@ class ReplyFormat:
     """How the chat template writes an assistant's reply.
 
     Attributes:
-        header: The end of the generation prompt, from its last special token or the end of the user's text on. A reply
-            is tokenised behind it, since some tokenizers write the beginning of a text otherwise than its middle.
-        lead: What the template writes between the generation prompt and the reply: a space for Mistral, else nothing.
-        tail: What it writes between the reply and the closing token: a space for Llama 2, else nothing.
+        header: The end of the generation prompt, from its last special token or the end of the
+            user's text on. A reply is tokenised behind it, since some tokenizers write the
+            beginning of a text otherwise than its middle.
+        lead: What the template writes between the generation prompt and the reply: a space for
+            Mistral, else nothing.
+        tail: What it writes between the reply and the closing token: a space for Llama 2, else
+            nothing.
         stop_ids: All tokens that end a sampled reply, ``closing_id`` first.
         strips: Whether the template removes whitespace at the beginning and at the end of a reply.
-        after: All that it writes behind a reply: ``tail``, the closing token if that is always written, and the rest.
-        markers: Texts that it may look for in a reply, such as ``</think>``, to write what surrounds them otherwise.
-        unfit: Kinds of dialogues in which it writes a reply otherwise than behind its generation prompt.
+        after: All that it writes behind a reply: ``tail``, the closing token if that is always
+            written, and the rest.
+        markers: Texts that it may look for in a reply, such as ``</think>``, to write what
+            surrounds them otherwise.
+        unfit: Kinds of dialogues in which it writes a reply otherwise than behind its generation
+            prompt.
     """
 
     header: str
@@ -168,7 +200,9 @@ class ReplyFormat:
         return any(marker in reply for marker in self.markers)
 
     def require_fit(self, tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message]) -> None:
-        """Raise ``UnwritableText`` for a prompt behind which the template writes no reply as it does behind others."""
+        """Raise ``UnwritableText`` for a prompt behind which the template writes no reply as it
+        does behind others.
+        """
         kinds = self.unfit & self.kinds(messages) if self.unfit else frozenset()
         if not kinds:  # a turn may switch reasoning on or off, as /no_think does for some
             turns = [message.content for message in messages if message.role != "assistant"]
@@ -176,20 +210,29 @@ class ReplyFormat:
             if markers and not _goes_on(tokenizer, _escaped(tokenizer, messages)[0], self.lead):
                 kinds = frozenset({f"a turn with {max(markers, key=len)!r}"})
         if kinds:
-            reason = (
-                f"behind {min(kinds)} the chat template writes a reply otherwise than its generation prompt begins it"
+            reason = f"behind {min(kinds)} the chat template writes a reply otherwise than its generation prompt begins it"
+            raise UnwritableText(
+                f"{reason}: leave such dialogues out, or give the tokenizer another template",
+                reason,
             )
-            raise UnwritableText(f"{reason}: leave such dialogues out, or give the tokenizer another template", reason)
 
     def kinds(self, messages: Sequence[Message]) -> set[str]:
-        """Return the kinds of dialogue that ``messages`` is, of those that :attr:`unfit` may name."""
+        """Return the kinds of dialogue that ``messages`` is, of those that :attr:`unfit` may
+        name.
+        """
         earlier = [message for message in messages if message.role == "assistant"]
         names = {SYSTEM_TURN} if messages[:1] and messages[0].role == "system" else set()
         names |= {SEVERAL_TURNS} if earlier else set()
-        return names | ({REASONING_BEFORE} if any(self.is_marked(message.content) for message in earlier) else set())
+        return names | (
+            {REASONING_BEFORE}
+            if any(self.is_marked(message.content) for message in earlier)
+            else set()
+        )
 
     def written(self, reply: str, finished: bool) -> str:
-        """``reply`` as the template writes it behind the generation prompt, without the closing token."""
+        """``reply`` as the template writes it behind the generation prompt, without the closing
+        token.
+        """
         if self.strips[0]:
             reply = reply.lstrip()
         if not finished:
@@ -197,16 +240,24 @@ class ReplyFormat:
         return self.lead + (reply.rstrip() if self.strips[1] else reply) + self.tail
 
     def read(self, text: str, finished: bool) -> str:
-        """The reply in a text that follows the generation prompt: the inverse of :meth:`written`."""
+        """The reply in a text that follows the generation prompt: the inverse of
+        :meth:`written`.
+        """
         text = text.removeprefix(self.lead)
         return text.removesuffix(self.tail) if finished else text
 
 
-def render(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message], add_generation_prompt: bool = False) -> str:
-    """The dialogue as the chat template writes it; for a template that asks for it, today is :data:`TODAY`.
+def render(
+    tokenizer: PreTrainedTokenizerBase,
+    messages: Sequence[Message],
+    add_generation_prompt: bool = False,
+) -> str:
+    """The dialogue as the chat template writes it; for a template that asks for it, today is
+    :data:`TODAY`.
 
     Raises:
-        ModelError: The tokenizer has no chat template, or one that does not end, or writes without end.
+        ModelError: The tokenizer has no chat template, or one that does not end, or writes without
+            end.
         UnwritableText: The template refuses the dialogue; a few of its words say which one.
     """
     if not tokenizer.chat_template:
@@ -226,7 +277,9 @@ def render(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message], add_
         ) from error
 
 
-def render_turns(tokenizer: PreTrainedTokenizerBase, turns: Sequence[Mapping[str, Any]], **arguments: Any) -> str:
+def render_turns(
+    tokenizer: PreTrainedTokenizerBase, turns: Sequence[Mapping[str, Any]], **arguments: Any
+) -> str:
     """What ``tokenizer.apply_chat_template`` writes of the turns, within limits.
 
     Raises:
@@ -251,11 +304,13 @@ def render_turns(tokenizer: PreTrainedTokenizerBase, turns: Sequence[Mapping[str
 def written_reply(tokenizer: PreTrainedTokenizerBase, reply: str, finished: bool) -> str:
     """``reply`` as the template writes it behind the generation prompt, without the closing token.
 
-    A finished reply with one of the markers is written by the template itself: reasoning that stands in the reply would
-    otherwise follow the empty block that some templates write. One that was cut off stays as it was sampled.
+    A finished reply with one of the markers is written by the template itself: reasoning that
+    stands in the reply would otherwise follow the empty block that some templates write. One that
+    was cut off stays as it was sampled.
 
     Raises:
-        UnwritableText: The template does not write it behind its generation prompt, or leaves a part of it out.
+        UnwritableText: The template does not write it behind its generation prompt, or leaves a
+            part of it out.
     """
     form = reply_format(tokenizer)
     if not form.is_marked(reply):
@@ -264,8 +319,15 @@ def written_reply(tokenizer: PreTrainedTokenizerBase, reply: str, finished: bool
         opens_itself = form.lead.strip() and reply.lstrip().startswith(form.lead.split()[0])
         return reply if opens_itself else form.written(reply, finished)
     asked = [Message("user", QUESTION)]
-    prompt, whole = render(tokenizer, asked, True), render(tokenizer, [*asked, Message("assistant", reply)])
-    if not whole.startswith(prompt) or not whole.endswith(form.after) or len(whole) < len(prompt) + len(form.after):
+    prompt, whole = (
+        render(tokenizer, asked, True),
+        render(tokenizer, [*asked, Message("assistant", reply)]),
+    )
+    if (
+        not whole.startswith(prompt)
+        or not whole.endswith(form.after)
+        or len(whole) < len(prompt) + len(form.after)
+    ):
         reason = "the chat template does not write a reply with such markers behind its generation prompt"
         raise UnwritableText(f"{reason} ({reply[:EXCERPT]!r}): take them out of the data", reason)
     written = whole[len(prompt) : len(whole) - len(form.after)] + form.tail
@@ -286,33 +348,43 @@ def _without_whitespace(text: str) -> str:
 
 
 def render_escaped(
-    tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message], add_generation_prompt: bool = False
+    tokenizer: PreTrainedTokenizerBase,
+    messages: Sequence[Message],
+    add_generation_prompt: bool = False,
 ) -> tuple[str, dict[str, str]]:
-    """:func:`render` of the dialogue with special tokens in it escaped, and what their placeholders stand for."""
+    """:func:`render` of the dialogue with special tokens in it escaped, and what their placeholders
+    stand for.
+    """
     escaped, placeholders = _escaped(tokenizer, messages)
     return render(tokenizer, escaped, add_generation_prompt), placeholders
 
 
-def _escaped(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message]) -> tuple[list[Message], dict[str, str]]:
+def _escaped(
+    tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message]
+) -> tuple[list[Message], dict[str, str]]:
     contents, placeholders = escape(tokenizer, [message.content for message in messages])
-    return [Message(turn.role, content) for turn, content in zip(messages, contents, strict=True)], placeholders
+    return [
+        Message(turn.role, content) for turn, content in zip(messages, contents, strict=True)
+    ], placeholders
 
 
 def reply_format(tokenizer: PreTrainedTokenizerBase) -> ReplyFormat:
     """Find how the template writes a reply, by rendering short dialogues.
 
-    The closing token is the first special token that the template writes after the reply. A template that writes none,
-    and a tokenizer without a template, close a reply with ``eos_token``.
+    The closing token is the first special token that the template writes after the reply. A
+    template that writes none, and a tokenizer without a template, close a reply with ``eos_token``.
 
     Raises:
-        ModelError: No token closes a reply, or the template writes the header of a reply but not where
-            ``add_generation_prompt`` asks for it.
+        ModelError: No token closes a reply, or the template writes the header of a reply but not
+            where ``add_generation_prompt`` asks for it.
         DataError: The template refuses a question and its answer.
     """
     declared = tuple(tokenizer.init_kwargs.get(STOP_TOKENS) or ())
     special = tuple(tokenizer.all_special_tokens)
     return _reply_format(
-        tokenizer, (len(tokenizer), str(tokenizer.chat_template), special, tokenizer.eos_token), declared
+        tokenizer,
+        (len(tokenizer), str(tokenizer.chat_template), special, tokenizer.eos_token),
+        declared,
     )
 
 
@@ -320,7 +392,9 @@ def reply_format(tokenizer: PreTrainedTokenizerBase) -> ReplyFormat:
 def _reply_format(
     tokenizer: PreTrainedTokenizerBase, state: tuple[object, ...], declared: tuple[str, ...]
 ) -> ReplyFormat:
-    """``state`` is what the format depends on besides ``declared``, the stop tokens that the tokenizer's files name."""
+    """``state`` is what the format depends on besides ``declared``, the stop tokens that the
+    tokenizer's files name.
+    """
     header, lead, tail, after, closing, strips = "", "", "", "", None, (False, False)
     if tokenizer.chat_template:
         asked = [Message("user", QUESTION)]
@@ -332,7 +406,12 @@ def _reply_format(
         asked_until = prompt.rfind(QUESTION) + len(QUESTION) if QUESTION in prompt else 0
         header = prompt[max([asked_until, *specials[-1:]]) :]
         if not before.startswith(prompt):
-            common = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(prompt, before, strict=False)))
+            common = sum(
+                1
+                for _ in takewhile(
+                    lambda pair: pair[0] == pair[1], zip(prompt, before, strict=False)
+                )
+            )
             raise ModelError(
                 f"the generation prompt of the chat template ends with {prompt[common:][:EXCERPT]!r}, but a reply does "
                 "not begin so in its dialogues, and would be learned inside of what it opens; give the tokenizer a "
@@ -354,25 +433,33 @@ def _reply_format(
             f"the tokenizer {tokenizer.name_or_path!r} has no end-of-sequence token, and its chat template closes no "
             "turn; a reply could never end"
         )
-    names = dict.fromkeys([closing, *([tokenizer.eos_token] if tokenizer.eos_token else []), *declared])
+    names = dict.fromkeys(
+        [closing, *([tokenizer.eos_token] if tokenizer.eos_token else []), *declared]
+    )
     stop_ids = tuple(token_id(tokenizer, name) for name in names)
     header_ids = tuple(encode_escaped(tokenizer, header, {}))
     if not tokenizer.chat_template:
         return ReplyFormat(header, header_ids, lead, tail, stop_ids[0], stop_ids, strips)
     markers, unfit = _markers(str(tokenizer.get_chat_template())), _unfit_dialogues(tokenizer, lead)
-    return ReplyFormat(header, header_ids, lead, tail, stop_ids[0], stop_ids, strips, after, markers, unfit)
+    return ReplyFormat(
+        header, header_ids, lead, tail, stop_ids[0], stop_ids, strips, after, markers, unfit
+    )
 
 
 def _markers(template: str) -> tuple[str, ...]:
-    """Texts that code of the template may compare with contents: its strings that are neither words nor white."""
+    """Texts that code of the template may compare with contents: its strings that are neither words
+    nor white.
+    """
     strings = {literal.replace("\\n", "\n").strip() for literal in string_literals(template)}
     return tuple(sorted(text for text in strings if len(text) > 2 and re.search(r"[^\w\s]", text)))
 
 
 def _unfit_dialogues(tokenizer: PreTrainedTokenizerBase, lead: str) -> frozenset[str]:
-    """Return the kinds of dialogues that the template does not continue as its prompt ends; refused ones are left out.
+    """Return the kinds of dialogues that the template does not continue as its prompt ends; refused
+    ones are left out.
 
-    What precedes the last question may differ: Mistral's template writes the system turn beside the last one alone.
+    What precedes the last question may differ: Mistral's template writes the system turn beside the
+    last one alone.
     """
     unfit = set()
     for name, messages in probe_dialogues().items():
@@ -384,7 +471,10 @@ def _unfit_dialogues(tokenizer: PreTrainedTokenizerBase, lead: str) -> frozenset
 
 def _goes_on(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message], lead: str) -> bool:
     prompt = render(tokenizer, messages, add_generation_prompt=True)
-    before, question = render(tokenizer, [*messages, Message("assistant", ANSWER)]).rpartition(ANSWER)[0], messages[-1]
+    before, question = (
+        render(tokenizer, [*messages, Message("assistant", ANSWER)]).rpartition(ANSWER)[0],
+        messages[-1],
+    )
     return prompt.rpartition(question.content)[2] + lead == before.rpartition(question.content)[2]
 
 
@@ -399,8 +489,12 @@ def probe_dialogues() -> dict[str, list[Message]]:
 
 
 def refused_dialogues(tokenizer: PreTrainedTokenizerBase) -> dict[str, str]:
-    """Which kinds of dialogues the template refuses, leaves out or cannot go on with, with the reason."""
-    refused = dict.fromkeys(sorted(reply_format(tokenizer).unfit), "its generation prompt is not how it begins a reply")
+    """Which kinds of dialogues the template refuses, leaves out or cannot go on with, with the
+    reason.
+    """
+    refused = dict.fromkeys(
+        sorted(reply_format(tokenizer).unfit), "its generation prompt is not how it begins a reply"
+    )
     for name, messages in probe_dialogues().items():
         if name == REASONING_BEFORE:
             continue  # which templates leave out, as they should
@@ -415,22 +509,33 @@ def refused_dialogues(tokenizer: PreTrainedTokenizerBase) -> dict[str, str]:
 
 
 def bos_expression(tokenizer: PreTrainedTokenizerBase) -> str:
-    """What a template begins with for a model whose texts all begin with the same token; empty for others."""
+    """What a template begins with for a model whose texts all begin with the same token; empty for
+    others.
+    """
     bos_id = tokenizer.bos_token_id
     return "{{ bos_token }}" if bos_id is not None and tokenizer.encode("a")[:1] == [bos_id] else ""
 
 
-def _around_answer(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message]) -> tuple[str, str]:
+def _around_answer(
+    tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message]
+) -> tuple[str, str]:
     """What the template writes before and after the probe's answer."""
     before, answer, after = render(tokenizer, messages).partition(ANSWER)
     if not answer:
-        raise ModelError("the chat template leaves an assistant's reply out; give the tokenizer another one")
+        raise ModelError(
+            "the chat template leaves an assistant's reply out; give the tokenizer another one"
+        )
     return before, after
 
 
 def _closing(tokenizer: PreTrainedTokenizerBase, after: str) -> tuple[str, str | None]:
-    """The text up to the first added token in ``after``, and that token; None where there is none."""
-    names = {*tokenizer.all_special_tokens, *(token.content for token in tokenizer.added_tokens_decoder.values())}
+    """The text up to the first added token in ``after``, and that token; None where there is
+    none.
+    """
+    names = {
+        *tokenizer.all_special_tokens,
+        *(token.content for token in tokenizer.added_tokens_decoder.values()),
+    }
     occurring = [(after.find(name), -len(name), name) for name in names if name in after]
     if not occurring:
         return "", None
@@ -439,7 +544,8 @@ def _closing(tokenizer: PreTrainedTokenizerBase, after: str) -> tuple[str, str |
 
 
 def _before_next_turn(tokenizer: PreTrainedTokenizerBase) -> str:
-    """What the template writes between an answer and the opening of the next turn: some close a turn only there.
+    """What the template writes between an answer and the opening of the next turn: some close a
+    turn only there.
 
     Empty where the template takes one question at a time.
     """

@@ -1,14 +1,17 @@
-"""Counterfactual pairs: a held-out preferred reply beside a copy of it that is worse for one known reason.
+"""Counterfactual pairs: a held-out preferred reply beside a copy of it that is worse for one known
+reason.
 
-A reward model can be right about most pairs because it knows lengths, manners or favourite words. Here the two replies
-differ in one thing alone, so the share of pairs in which the original scores higher tells what the model reads. Words
-and sentences are found in alphabets and ideographs alike, and what is put into a copy comes from the set itself where
-that has it, so that no copy stands out by its language or style.
+A reward model can be right about most pairs because it knows lengths, manners or favourite words.
+Here the two replies differ in one thing alone, so the share of pairs in which the original scores
+higher tells what the model reads. Words and sentences are found in alphabets and ideographs alike,
+and what is put into a copy comes from the set itself where that has it, so that no copy stands out
+by its language or style.
 
-Sources: Liu et al., 2024, "RM-Bench: Benchmarking Reward Models of Language Models with Subtlety and Style" (small
-errors of content beside differences of style); Wu et al., 2025, "reWordBench: Benchmarking and Improving the Robustness
-of Reward Models with Transformed Inputs"; Singhal et al., 2023, "A Long Way to Go: Investigating Length Correlations in
-RLHF". docs/train.md says what each kind cannot show.
+Sources: Liu et al., 2024, "RM-Bench: Benchmarking Reward Models of Language Models with Subtlety
+and Style" (small errors of content beside differences of style); Wu et al., 2025, "reWordBench:
+Benchmarking and Improving the Robustness of Reward Models with Transformed Inputs"; Singhal et al.,
+2023, "A Long Way to Go: Investigating Length Correlations in RLHF". docs/train.md says what each
+kind cannot show.
 """
 
 from __future__ import annotations
@@ -45,8 +48,12 @@ NEEDS = {
 
 
 def drawn_rows(rows: Sequence[Preference], seed: int) -> list[Preference]:
-    """Draw at most :data:`MOST_READ` rows, in an order in which the n-th of a question follows the (n-1)-th of all."""
-    order = np.random.Generator(np.random.Philox(key=[seed, len(PROBES)])).permutation(len(rows))[:MOST_READ]
+    """Draw at most :data:`MOST_READ` rows, in an order in which the n-th of a question follows the
+    (n-1)-th of all.
+    """
+    order = np.random.Generator(np.random.Philox(key=[seed, len(PROBES)])).permutation(len(rows))[
+        :MOST_READ
+    ]
     read = [rows[row] for row in order.tolist()]
     seen: Counter[str] = Counter()
     ranks = []
@@ -61,11 +68,13 @@ def counterfactuals(rows: Sequence[Preference], seed: int) -> dict[str, list[Pre
     """Return pairs of every kind of :data:`PROBES`, their ``rejected`` reply being the copy.
 
     Args:
-        rows: Held-out pairs, of which the preferred replies are read, in the order in which they are used.
+        rows: Held-out pairs, of which the preferred replies are read, in the order in which they
+            are used.
         seed: The same seed makes the same pairs of the same rows.
 
     Returns:
-        At most :data:`MOST_PAIRS` of each kind; none of a kind for which no reply has what it needs.
+        At most :data:`MOST_PAIRS` of each kind; none of a kind for which no reply has what it
+        needs.
     """
     replies = ReplySet(rows)
     pairs: dict[str, list[Preference]] = {}
@@ -82,10 +91,11 @@ def counterfactuals(rows: Sequence[Preference], seed: int) -> dict[str, list[Pre
 
 
 def world_contrasts(rows: Sequence[Preference], seed: int) -> dict[str, list[Preference]]:
-    """Return right beside wrong replies to questions of the synthetic world, by the kinds of :data:`WORLD_PROBES`.
+    """Return right beside wrong replies to questions of the synthetic world, by the kinds of
+    :data:`WORLD_PROBES`.
 
-    Both are written anew, with the same manners: the preferred replies of people are not always right. Nothing is
-    returned for rows of other data.
+    Both are written anew, with the same manners: the preferred replies of people are not always
+    right. Nothing is returned for rows of other data.
     """
     pairs: dict[str, list[Preference]] = {}
     for number, row in enumerate(rows):
@@ -115,14 +125,17 @@ class Sentence:
 
     @property
     def whole(self) -> bool:
-        """Whether it ends with its mark or its line, and has words enough to say something, as "Yes." has not."""
+        """Whether it ends with its mark or its line, and has words enough to say something, as
+        "Yes." has not.
+        """
         ended = self.text[-1] in SENTENCE_MARKS or "\n" in self.separator
         return ended and len(words_of(self.text)) >= FEWEST_WORDS
 
 
 SENTENCE_MARKS = ".!?…。！？"
 FEWEST_WORDS = 3
-# A sentence ends with its mark, which white space follows unless it is a full-width one, or with its line.
+# A sentence ends with its mark, which white space follows unless it is a full-width one, or with
+# its line.
 _SENTENCE_END = re.compile(r"((?<=[.!?…])\s+|(?<=[。！？])\s*|\n+)")
 # What ends like a sentence and is the number of an item, an initial, or a rule between paragraphs.
 _MARKER = re.compile(r"\W{0,9}(\d{1,3}|[^\W\d_])?[.)]?")
@@ -134,7 +147,9 @@ _NUMBER = re.compile(rf"(?<!{_LETTER.pattern})\d+(?:[.,:/]\d+)*")
 
 
 def sentences_of(text: str) -> list[Sentence]:
-    """Split a text into sentences, which with their separators are the text; markers of lists stay with their items."""
+    """Split a text into sentences, which with their separators are the text; markers of lists stay
+    with their items.
+    """
     parts = [*_SENTENCE_END.split(text.strip()), ""]
     sentences: list[Sentence] = []
     begun = ""
@@ -163,20 +178,29 @@ class Value:
 
     @property
     def shape(self) -> str:
-        """What a replacement must have in common with the value: how many digits a number, or words a name, has."""
-        return re.sub(r"\d", "0", self.text) if self.text[0].isdigit() else f"{len(self.text.split())} words"
+        """What a replacement must have in common with the value: how many digits a number, or words
+        a name, has.
+        """
+        return (
+            re.sub(r"\d", "0", self.text)
+            if self.text[0].isdigit()
+            else f"{len(self.text.split())} words"
+        )
 
 
 def numbers_and_names(text: str) -> list[Value]:
     """Find the numbers of a text but for those of items of a list, and its names.
 
-    A name is a run of capitalised words inside a sentence, behind a word that is not capitalised. In German that is any
-    noun; languages without capital letters have numbers alone.
+    A name is a run of capitalised words inside a sentence, behind a word that is not capitalised.
+    In German that is any noun; languages without capital letters have numbers alone.
     """
     found = []
     for match in _NUMBER.finditer(text):
         line_before = text[text.rfind("\n", 0, match.start()) + 1 : match.start()]
-        number_of_item = not line_before.strip() and text[match.end() : match.end() + 1] in (".", ")")
+        number_of_item = not line_before.strip() and text[match.end() : match.end() + 1] in (
+            ".",
+            ")",
+        )
         if not number_of_item:
             found.append(Value(match[0], match.start()))
     words = list(_WORD.finditer(text))
@@ -188,7 +212,11 @@ def numbers_and_names(text: str) -> list[Value]:
             position += 1
             continue
         last = position
-        while last + 1 < len(words) and _capitalised(words[last + 1][0]) and _adjacent(text, words[last : last + 2]):
+        while (
+            last + 1 < len(words)
+            and _capitalised(words[last + 1][0])
+            and _adjacent(text, words[last : last + 2])
+        ):
             last += 1
         found.append(Value(text[first.start() : words[last].end()], first.start(), before[0]))
         position = last + 1
@@ -212,14 +240,15 @@ MOST_REPLIES = 0.2  # a word of more of them belongs to the language, not to an 
 
 
 class ReplySet:
-    """The preferred replies of a set, and the parts of them that can replace parts of other replies.
+    """The preferred replies of a set, and the parts of them that can replace parts of other
+    replies.
 
     Attributes:
         rows: The pairs whose preferred replies these are.
         clusters: The question of each.
         sentences: The sentences of each.
-        commonplaces: Sentences that replies to several questions share and that therefore say nothing about any, the
-            most common ones first: openers, closers, fillers.
+        commonplaces: Sentences that replies to several questions share and that therefore say
+            nothing about any, the most common ones first: openers, closers, fillers.
     """
 
     def __init__(self, rows: Sequence[Preference]) -> None:
@@ -236,15 +265,21 @@ class ReplySet:
                 self._alike[value.shape, value.before][value.text] = None
 
     def values_in(self, text: str) -> list[Value]:
-        """Return the numbers and names of a text, and words for which another one stood in some other sentence."""
-        words = [Value(word[0], word.start()) for word in _WORD.finditer(text) if word[0] in self._in_slots]
+        """Return the numbers and names of a text, and words for which another one stood in some
+        other sentence.
+        """
+        words = [
+            Value(word[0], word.start())
+            for word in _WORD.finditer(text)
+            if word[0] in self._in_slots
+        ]
         return [*numbers_and_names(text), *words]
 
     def others(self, value: Value) -> list[str]:
         """Return what can stand in the place of a value of a text.
 
-        For a word that is what stood in its place in other sentences; for a number, others with as many digits; for a
-        name, names behind the same word, or else any of as many words.
+        For a word that is what stood in its place in other sentences; for a number, others with as
+        many digits; for a name, names behind the same word, or else any of as many words.
         """
         if value.text in self._in_slots:
             return self._in_slots[value.text]
@@ -261,11 +296,17 @@ class ReplySet:
                     questions[sentence.text].add(cluster)
         fewest = max(FEWEST_QUESTIONS, FEWEST_OF_QUESTIONS * len(set(self.clusters)))
         # A refusal would contradict an answer, and an answer a refusal.
-        shared = [text for text, asked in questions.items() if len(asked) >= fewest and not is_refusal(text)]
+        shared = [
+            text
+            for text, asked in questions.items()
+            if len(asked) >= fewest and not is_refusal(text)
+        ]
         return sorted(shared, key=lambda text: -len(questions[text]))[:MOST_COMMONPLACES]
 
     def _find_slots(self) -> dict[str, list[str]]:
-        """Words in whose place others stood in sentences that are otherwise equal, more than once."""
+        """Words in whose place others stood in sentences that are otherwise equal, more than
+        once.
+        """
         replies_with: Counter[str] = Counter()
         for row in self.rows:
             replies_with.update(set(words_of(row.chosen)))
@@ -289,10 +330,13 @@ class ReplySet:
         return dict(values)
 
 
-def another_questions_reply(replies: ReplySet, position: int, rng: np.random.Generator) -> str | None:
+def another_questions_reply(
+    replies: ReplySet, position: int, rng: np.random.Generator
+) -> str | None:
     """The reply that follows in the set, to another question.
 
-    Nearly every reply stands once on either side, so that no rule that reads replies alone is right in more than half.
+    Nearly every reply stands once on either side, so that no rule that reads replies alone is right
+    in more than half.
     """
     count = len(replies.rows)
     for step in range(1, count):
@@ -303,10 +347,11 @@ def another_questions_reply(replies: ReplySet, position: int, rng: np.random.Gen
 
 
 def with_a_value_swapped(replies: ReplySet, position: int, rng: np.random.Generator) -> str | None:
-    """The reply with one number, name or value replaced, wherever it stands, by another one of the set.
+    """The reply with one number, name or value replaced, wherever it stands, by another one of the
+    set.
 
-    What the prompt names is replaced only where the reply has nothing of its own: a reply about something that was not
-    asked for is easier to tell than a wrong one.
+    What the prompt names is replaced only where the reply has nothing of its own: a reply about
+    something that was not asked for is easier to tell than a wrong one.
     """
     row = replies.rows[position]
     text = row.chosen
@@ -318,7 +363,9 @@ def with_a_value_swapped(replies: ReplySet, position: int, rng: np.random.Genera
         others = [other for other in replies.others(value) if other not in present]
         if others:
             other = drawn(others, rng)
-            for start in sorted({same.start for same in values if same.text == value.text}, reverse=True):
+            for start in sorted(
+                {same.start for same in values if same.text == value.text}, reverse=True
+            ):
                 text = text[:start] + other + text[start + len(value.text) :]
             return text
     return None
@@ -333,7 +380,9 @@ def first_half(replies: ReplySet, position: int, rng: np.random.Generator) -> st
     return text[: words[len(words) // 2 - 1].end()]
 
 
-def with_a_sentence_repeated(replies: ReplySet, position: int, rng: np.random.Generator) -> str | None:
+def with_a_sentence_repeated(
+    replies: ReplySet, position: int, rng: np.random.Generator
+) -> str | None:
     """The reply with one of its sentences said twice in a row."""
     sentences = replies.sentences[position]
     whole = [number for number, sentence in enumerate(sentences) if sentence.whole]
@@ -345,7 +394,8 @@ def with_a_sentence_repeated(replies: ReplySet, position: int, rng: np.random.Ge
     return _joined([*sentences[:number], again, *sentences[number:]])
 
 
-# What is appended where the set has no such sentences of its own, by the language of the reply ("": any alphabet).
+# What is appended where the set has no such sentences of its own, by the language of the reply ("":
+# any alphabet).
 PLEASANTRIES: Mapping[str, Sequence[str]] = {
     "": (
         "I hope this helps!",
@@ -353,15 +403,20 @@ PLEASANTRIES: Mapping[str, Sequence[str]] = {
         "Let me know if there is anything else.",
         "Have a nice day!",
     ),
-    "zh": ("希望这对您有帮助！", "谢谢您的提问。", "如果还有其他问题，请随时告诉我。", "祝您生活愉快！"),
+    "zh": (
+        "希望这对您有帮助！",
+        "谢谢您的提问。",
+        "如果还有其他问题，请随时告诉我。",
+        "祝您生活愉快！",
+    ),
 }
 
 
 def with_pleasantries(replies: ReplySet, position: int, rng: np.random.Generator) -> str | None:
     """The reply followed by two sentences that many other replies have and this one has not.
 
-    A single one may be welcome: many people like a friendly end. Replies of a set that shares no sentences get English
-    or Chinese ones, and those in Japanese or Korean none.
+    A single one may be welcome: many people like a friendly end. Replies of a set that shares no
+    sentences get English or Chinese ones, and those in Japanese or Korean none.
     """
     text = replies.rows[position].chosen.rstrip()
     own = {sentence.text for sentence in replies.sentences[position]}
@@ -377,7 +432,9 @@ def with_pleasantries(replies: ReplySet, position: int, rng: np.random.Generator
     return text
 
 
-def with_sentences_shuffled(replies: ReplySet, position: int, rng: np.random.Generator) -> str | None:
+def with_sentences_shuffled(
+    replies: ReplySet, position: int, rng: np.random.Generator
+) -> str | None:
     """The reply with its sentences in another order, line breaks where they were."""
     sentences = replies.sentences[position]
     texts = [sentence.text for sentence in sentences]
@@ -386,7 +443,9 @@ def with_sentences_shuffled(replies: ReplySet, position: int, rng: np.random.Gen
     order = rng.permutation(len(texts)).tolist()
     if [texts[number] for number in order] == texts:
         order = [*order[1:], order[0]]
-    return _joined([replace(place, text=texts[number]) for place, number in zip(sentences, order, strict=True)])
+    return _joined(
+        [replace(place, text=texts[number]) for place, number in zip(sentences, order, strict=True)]
+    )
 
 
 MAKERS: Mapping[str, Callable[[ReplySet, int, np.random.Generator], str | None]] = {

@@ -47,11 +47,16 @@ ALL = "all"
 def file_names(kind: str = "") -> list[str]:
     """Return ``FOLDER/SPLIT`` of every file of the clean data, or of those with rows of one kind.
 
-    ``preferences`` (the reward model's), ``preferences_referee`` and ``preferences_judge`` share no train or validation
-    group; the test pairs are common.
+    ``preferences`` (the reward model's), ``preferences_referee`` and ``preferences_judge`` share no
+    train or validation group; the test pairs are common.
     Pretraining text of test groups is left out: it may hold the very replies that are tested.
     """
-    names = [f"{kind}/{split}" for kind in ROW_TYPES for split in SPLITS if (kind, split) != ("pretrain", "test")]
+    names = [
+        f"{kind}/{split}"
+        for kind in ROW_TYPES
+        for split in SPLITS
+        if (kind, split) != ("pretrain", "test")
+    ]
     users = [user for user in PairUser if user is not PairUser.REWARD]
     names += [f"{user}/{split}" for split in ("train", "validation") for user in users]
     return [name for name in names if name.startswith(kind)]
@@ -64,7 +69,10 @@ def split_parts(kind: str, table: pa.Table, seed: int, config: SplitConfig) -> T
     for group, split in zip(groups, assign(groups, seed, config), strict=True):
         is_used = kind == "preferences" and split != "test"
         files.append(f"{pair_user_of(group, seed, config) if is_used else kind}/{split}")
-    return {name: table.filter(pa.array(np.array(files, dtype=object) == name)) for name in file_names(kind)}
+    return {
+        name: table.filter(pa.array(np.array(files, dtype=object) == name))
+        for name in file_names(kind)
+    }
 
 
 def write_clean(
@@ -76,7 +84,9 @@ def write_clean(
         for kind, rows in clean.items():
             with ExitStack() as stack:
                 writers = {
-                    name: stack.enter_context(TableWriter(folder / f"{name}.parquet", clean_schema(kind)))
+                    name: stack.enter_context(
+                        TableWriter(folder / f"{name}.parquet", clean_schema(kind))
+                    )
                     for name in file_names(kind)
                 }
                 for table in rows.parts():
@@ -105,13 +115,23 @@ train a reward model with margins, where every pair has one: pairs.rename_column
 
 
 def write_readme(folder: Path) -> None:
-    """Write README.md, by which ``datasets.load_dataset(folder)`` knows every kind as a config with its splits."""
+    """Write README.md, by which ``datasets.load_dataset(folder)`` knows every kind as a config with
+    its splits.
+    """
     files = [name.split("/") for name in file_names()]
     kinds = list(dict.fromkeys(kind for kind, _ in files))
     lines = []
     for kind in kinds:
-        lines += [f"- config_name: {kind}", *(["  default: true"] if kind == kinds[0] else []), "  data_files:"]
-        lines += [f"  - {{split: {split}, path: {kind}/{split}.parquet}}" for of, split in files if of == kind]
+        lines += [
+            f"- config_name: {kind}",
+            *(["  default: true"] if kind == kinds[0] else []),
+            "  data_files:",
+        ]
+        lines += [
+            f"  - {{split: {split}, path: {kind}/{split}.parquet}}"
+            for of, split in files
+            if of == kind
+        ]
     text = README.format(configs="\n".join(lines), kinds=", ".join(kinds))
     (folder / "README.md").write_text(text, encoding="utf-8")
 
@@ -123,7 +143,8 @@ class KindStatistics:
     Attributes:
         groups: By file, hashes of the groups in it; under ``ALL`` those of all rows.
         clusters: Hashes of what each pair's prompt asks; none for rows without pairs.
-        lengths: By text column, the characters of every row, part by part; the turns of a prompt count together.
+        lengths: By text column, the characters of every row, part by part; the turns of a prompt
+            count together.
     """
 
     rows: int = 0
@@ -144,7 +165,9 @@ class KindStatistics:
             self.lengths.setdefault(name, []).append(values)
         self.categories.update(table.column("category").to_pylist())
         if kind == "preferences":
-            groups, sources, ids = (table[column].to_pylist() for column in ("group", "source", "id"))
+            groups, sources, ids = (
+                table[column].to_pylist() for column in ("group", "source", "id")
+            )
             self.clusters.append(_digests(map(cluster_name, groups, sources, ids)))
         if "margin" in table.column_names:
             self.margin_known += table.num_rows - table.column("margin").null_count
@@ -164,12 +187,16 @@ class KindStatistics:
 
 def _digests(texts: Iterable[str]) -> pa.Array:
     return pa.array(
-        [blake2b(text.encode(), digest_size=DIGEST_BYTES).digest() for text in texts], pa.binary(DIGEST_BYTES)
+        [blake2b(text.encode(), digest_size=DIGEST_BYTES).digest() for text in texts],
+        pa.binary(DIGEST_BYTES),
     )
 
 
-def length_bias(chosen: npt.ArrayLike, rejected: npt.ArrayLike, clusters: npt.ArrayLike) -> dict[str, float]:
-    """Return how often the longer reply is preferred, of the pairs that differ in length, with Wilson's 95 % interval.
+def length_bias(
+    chosen: npt.ArrayLike, rejected: npt.ArrayLike, clusters: npt.ArrayLike
+) -> dict[str, float]:
+    """Return how often the longer reply is preferred, of the pairs that differ in length, with
+    Wilson's 95 % interval.
 
     The interval counts questions: pairs of one question that are labelled alike widen it.
 
@@ -179,8 +206,8 @@ def length_bias(chosen: npt.ArrayLike, rejected: npt.ArrayLike, clusters: npt.Ar
         clusters: The number of the question of each pair (N,).
 
     Returns:
-        ``longer_preferred_share``, ``longer_preferred_low95`` and ``longer_preferred_high95``; nothing without such
-        pairs.
+        ``longer_preferred_share``, ``longer_preferred_low95`` and ``longer_preferred_high95``;
+        nothing without such pairs.
     """
     difference = np.asarray(chosen) - np.asarray(rejected)
     unequal = difference != 0
@@ -188,19 +215,28 @@ def length_bias(chosen: npt.ArrayLike, rejected: npt.ArrayLike, clusters: npt.Ar
         return {}
     is_longer = (difference[unequal] > 0).astype(np.float64)
     share = float(is_longer.mean())
-    low, high = wilson_bounds(share, len(is_longer) / design_effect(is_longer, np.asarray(clusters)[unequal]))
-    return {"longer_preferred_share": share, "longer_preferred_low95": low, "longer_preferred_high95": high}
+    low, high = wilson_bounds(
+        share, len(is_longer) / design_effect(is_longer, np.asarray(clusters)[unequal])
+    )
+    return {
+        "longer_preferred_share": share,
+        "longer_preferred_low95": low,
+        "longer_preferred_high95": high,
+    }
 
 
 def balance(counts: Mapping[str, int]) -> float | None:
-    """Return Pielou's evenness: entropy over its maximum, 1 where all are equally frequent; None for fewer than two."""
+    """Return Pielou's evenness: entropy over its maximum, 1 where all are equally frequent; None
+    for fewer than two.
+    """
     if len(counts) < 2:
         return None
     return float(stats.entropy(list(counts.values()))) / math.log(len(counts))
 
 
 def group_overlap(groups: Mapping[str, Sequence[pa.Array]]) -> int:
-    """Count groups in more than one split, over all kinds, plus groups shared by two of the reward models.
+    """Count groups in more than one split, over all kinds, plus groups shared by two of the reward
+    models.
 
     Args:
         groups: By file, the groups of its rows, or hashes of them.
@@ -226,17 +262,25 @@ def _shared(sets: Iterable[Sequence[pa.Array]]) -> int:
 
 
 def rows_metric(file: str) -> str:
-    """Return the name that the number of rows of a file has in ``metrics/data.json``: ``preferences.judge_train``."""
+    """Return the name that the number of rows of a file has in ``metrics/data.json``:
+    ``preferences.judge_train``.
+    """
     folder, _, split = file.partition("/")
     kind, _, user = folder.partition("_")
     return f"{kind}.{user}_{split}" if user else f"{kind}.{split}"
 
 
 def data_metrics(
-    validated: Validated, statistics: Mapping[str, KindStatistics], counts: Mapping[str, Numbers] | None = None
+    validated: Validated,
+    statistics: Mapping[str, KindStatistics],
+    counts: Mapping[str, Numbers] | None = None,
 ) -> dict[str, Numbers | float]:
-    """Return rows, shares, mean lengths and further ``counts`` by kind; one level deep, all finite."""
-    groups = {name: arrays for of_kind in statistics.values() for name, arrays in of_kind.groups.items()}
+    """Return rows, shares, mean lengths and further ``counts`` by kind; one level deep, all
+    finite.
+    """
+    groups = {
+        name: arrays for of_kind in statistics.values() for name, arrays in of_kind.groups.items()
+    }
     metrics: dict[str, Numbers | float] = {"group_overlap": float(group_overlap(groups))}
     for kind, of_kind in statistics.items():
         checked = validated.kinds[kind]
@@ -245,29 +289,58 @@ def data_metrics(
             "clean": float(of_kind.rows),
             "quarantined": float(checked.quarantined),
             "quarantined_share": checked.quarantined_share,
-            "groups": float(len(pc.unique(pa.chunked_array(of_kind.groups.get(ALL, []), pa.binary(DIGEST_BYTES))))),
+            "groups": float(
+                len(
+                    pc.unique(
+                        pa.chunked_array(of_kind.groups.get(ALL, []), pa.binary(DIGEST_BYTES))
+                    )
+                )
+            ),
         }
-        numbers |= {name: float(n) for name, n in (("left_out", checked.left_out), ("cut", checked.cut)) if n}
+        numbers |= {
+            name: float(n)
+            for name, n in (("left_out", checked.left_out), ("cut", checked.cut))
+            if n
+        }
         for name in file_names(kind):
             numbers[rows_metric(name).partition(".")[2]] = float(of_kind.files[name])
         lengths = of_kind.all_lengths() if of_kind.rows else {}
-        numbers |= {f"mean_{name}_chars": int(values.sum()) / of_kind.rows for name, values in lengths.items()}
+        numbers |= {
+            f"mean_{name}_chars": int(values.sum()) / of_kind.rows
+            for name, values in lengths.items()
+        }
         if "chosen" in lengths:
-            numbers["chosen_longer_share"] = int((lengths["chosen"] > lengths["rejected"]).sum()) / of_kind.rows
-            numbers["margin_known_share"] = 1.0 - (of_kind.rows - of_kind.margin_known) / of_kind.rows
+            numbers["chosen_longer_share"] = (
+                int((lengths["chosen"] > lengths["rejected"]).sum()) / of_kind.rows
+            )
+            numbers["margin_known_share"] = (
+                1.0 - (of_kind.rows - of_kind.margin_known) / of_kind.rows
+            )
         numbers |= {f"failed_{check}": float(n) for check, n in sorted(checked.failed.items())}
         numbers |= {f"warned_{check}": float(n) for check, n in sorted(checked.warned.items())}
         metrics[kind] = numbers | (counts or {}).get(kind, {})
-    return metrics | {"pretrain_held_out": float(statistics["pretrain"].rows - statistics["pretrain"].files.total())}
+    return metrics | {
+        "pretrain_held_out": float(
+            statistics["pretrain"].rows - statistics["pretrain"].files.total()
+        )
+    }
 
 
-COUNTED_ROWS = 20_000  # of a kind; a percentile of as many is off by less than one per cent of the rows
+COUNTED_ROWS = (
+    20_000  # of a kind; a percentile of as many is off by less than one per cent of the rows
+)
 
 
-def count_tokens(clean: Mapping[str, StoredRows], tokenizer: PreTrainedTokenizerBase) -> dict[str, TokenCounts]:
+def count_tokens(
+    clean: Mapping[str, StoredRows], tokenizer: PreTrainedTokenizerBase
+) -> dict[str, TokenCounts]:
     """Tokenise the clean rows of every kind that has some as training does, part by part."""
-    kinds = {kind: TokenCounts(kind, rows.num_rows) for kind, rows in clean.items() if rows.num_rows}
-    with progress(sum(min(counted.rows, COUNTED_ROWS) for counted in kinds.values()), "counting tokens") as bar:
+    kinds = {
+        kind: TokenCounts(kind, rows.num_rows) for kind, rows in clean.items() if rows.num_rows
+    }
+    with progress(
+        sum(min(counted.rows, COUNTED_ROWS) for counted in kinds.values()), "counting tokens"
+    ) as bar:
         for kind, counted in kinds.items():
             chosen = np.zeros(counted.rows, dtype=bool)
             chosen[evenly_spread(counted.rows, COUNTED_ROWS)] = True

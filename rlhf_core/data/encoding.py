@@ -1,7 +1,7 @@
 """Conversations as token ids, one by one or many at once with the same ids, and token ids as text.
 
-A fast tokenizer encodes a batch on all cores. Texts in which special tokens are written out, and replies that have no
-token border at their beginning, are encoded one by one.
+A fast tokenizer encodes a batch on all cores. Texts in which special tokens are written out, and
+replies that have no token border at their beginning, are encoded one by one.
 """
 
 from __future__ import annotations
@@ -35,8 +35,9 @@ Ids = list[list[int]]
 def encode_prompt(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message]) -> list[int]:
     """Token ids of the dialogue so far, ending where the assistant's reply begins.
 
-    Uses the tokenizer's own chat template with its generation prompt; ``ModelError`` where it has none,
-    ``UnwritableText`` where it refuses the dialogue. Special tokens written out in a turn are ordinary text.
+    Uses the tokenizer's own chat template with its generation prompt; ``ModelError`` where it has
+    none, ``UnwritableText`` where it refuses the dialogue. Special tokens written out in a turn are
+    ordinary text.
     """
     return encode_prompts(tokenizer, [messages])[0]
 
@@ -53,12 +54,14 @@ def encode_prompts(tokenizer: PreTrainedTokenizerBase, prompts: Sequence[Sequenc
     return _encode_escaped(tokenizer, texts)
 
 
-def encode_reply(tokenizer: PreTrainedTokenizerBase, reply: str, finished: bool = True) -> list[int]:
+def encode_reply(
+    tokenizer: PreTrainedTokenizerBase, reply: str, finished: bool = True
+) -> list[int]:
     """Token ids of the last assistant turn, as they follow :func:`encode_prompt`.
 
-    They are those of the whole dialogue where it has a token border at the reply's beginning. It has none where, for
-    example, the reply's first line break merges with the template's last; the reply is then tokenised by itself, as it
-    is sampled.
+    They are those of the whole dialogue where it has a token border at the reply's beginning. It
+    has none where, for example, the reply's first line break merges with the template's last; the
+    reply is then tokenised by itself, as it is sampled.
 
     Args:
         tokenizer: Its template says how a reply is written; see
@@ -69,7 +72,9 @@ def encode_reply(tokenizer: PreTrainedTokenizerBase, reply: str, finished: bool 
     return encode_replies(tokenizer, [reply], finished)[0]
 
 
-def encode_replies(tokenizer: PreTrainedTokenizerBase, replies: Sequence[str], finished: bool = True) -> Ids:
+def encode_replies(
+    tokenizer: PreTrainedTokenizerBase, replies: Sequence[str], finished: bool = True
+) -> Ids:
     """Token ids of replies: :func:`encode_reply` of each."""
     written, texts = reply_format(tokenizer), []
     for reply in replies:
@@ -78,16 +83,26 @@ def encode_replies(tokenizer: PreTrainedTokenizerBase, replies: Sequence[str], f
     behind_header = [(written.header + text, placeholders) for text, placeholders in texts]
     header, closing = len(written.header_ids), [written.closing_id] if finished else []
     return [
-        (ids[header:] if tuple(ids[:header]) == written.header_ids else encode_escaped(tokenizer, *text)) + closing
+        (
+            ids[header:]
+            if tuple(ids[:header]) == written.header_ids
+            else encode_escaped(tokenizer, *text)
+        )
+        + closing
         for ids, text in zip(_encode_escaped(tokenizer, behind_header), texts, strict=True)
     ]
 
 
-def _encode_escaped(tokenizer: PreTrainedTokenizerBase, texts: Sequence[tuple[str, Mapping[str, str]]]) -> Ids:
+def _encode_escaped(
+    tokenizer: PreTrainedTokenizerBase, texts: Sequence[tuple[str, Mapping[str, str]]]
+) -> Ids:
     """Token ids of texts with their placeholders; those without any are encoded together."""
     plain = [row for row, (_, placeholders) in enumerate(texts) if not placeholders]
     known = dict(zip(plain, _encode(tokenizer, [texts[row][0] for row in plain]), strict=True))
-    return [known[row] if row in known else encode_escaped(tokenizer, *text) for row, text in enumerate(texts)]
+    return [
+        known[row] if row in known else encode_escaped(tokenizer, *text)
+        for row, text in enumerate(texts)
+    ]
 
 
 def encode_dialogue(
@@ -98,8 +113,8 @@ def encode_dialogue(
 
 
 def encode_text(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
-    """Token ids of a plain text of pretraining: with the beginning-of-text token where the tokenizer has one, and
-    end-of-sequence. Special tokens written out in it are ordinary text.
+    """Token ids of a plain text of pretraining: with the beginning-of-text token where the
+    tokenizer has one, and end-of-sequence. Special tokens written out in it are ordinary text.
     """
     return encode_texts(tokenizer, [text])[0]
 
@@ -107,17 +122,23 @@ def encode_text(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
 def decode_reply(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int]) -> tuple[str, bool]:
     """Text of a generated reply up to the first token that ends one, and whether there was one.
 
-    Special tokens inside the reply stay visible, such as ``<|user|>``: whoever reads the text must see what the policy
-    wrote. A reply that was cut off may end in the first bytes of a character, which are left out; byte-level tokenizers
-    have several tokens for a rare Chinese character.
+    Special tokens inside the reply stay visible, such as ``<|user|>``: whoever reads the text must
+    see what the policy wrote. A reply that was cut off may end in the first bytes of a character,
+    which are left out; byte-level tokenizers have several tokens for a rare Chinese character.
     """
     length, finished = reply_length(tokenizer, ids)
-    text = str(tokenizer.decode([int(i) for i in ids[: length - finished]], skip_special_tokens=False))
-    return reply_format(tokenizer).read(text if finished else text.rstrip(REPLACEMENT), finished), finished
+    text = str(
+        tokenizer.decode([int(i) for i in ids[: length - finished]], skip_special_tokens=False)
+    )
+    return reply_format(tokenizer).read(
+        text if finished else text.rstrip(REPLACEMENT), finished
+    ), finished
 
 
 def reply_length(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int]) -> tuple[int, bool]:
-    """Tokens of a generated reply up to and with the first that ends one, and whether there was one."""
+    """Tokens of a generated reply up to and with the first that ends one, and whether there was
+    one.
+    """
     stop_ids = set(stop_token_ids(tokenizer))
     ends = (position for position, token in enumerate(ids) if int(token) in stop_ids)
     end = next(ends, None)
@@ -125,19 +146,23 @@ def reply_length(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int]) -> tupl
 
 
 def stop_token_ids(tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
-    """Ids that end a sampled reply: first the one that closes a turn in training, then ``eos_token`` and those that the
-    model's generation config lists.
+    """Ids that end a sampled reply: first the one that closes a turn in training, then
+    ``eos_token`` and those that the model's generation config lists.
     """
     return reply_format(tokenizer).stop_ids
 
 
 def special_token_ids(tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
-    """Ids of tokens that no reply may contain: padding, roles, beginning of text, unknown; all but those ending it."""
+    """Ids of tokens that no reply may contain: padding, roles, beginning of text, unknown; all but
+    those ending it.
+    """
     return frozenset(special_tokens(tokenizer).ids.values()) - frozenset(stop_token_ids(tokenizer))
 
 
 def vocabulary_id(tokenizer: PreTrainedTokenizerBase) -> str:
-    """A digest that two tokenizers share if and only if the same token ids mean the same to both."""
+    """A digest that two tokenizers share if and only if the same token ids mean the same to
+    both.
+    """
     content: list[object] = [sorted(tokenizer.get_vocab().items()), tokenizer.eos_token_id]
     closing = reply_format(tokenizer).closing_id
     if closing != tokenizer.eos_token_id:
@@ -147,11 +172,18 @@ def vocabulary_id(tokenizer: PreTrainedTokenizerBase) -> str:
 
 def pad_id(tokenizer: PreTrainedTokenizerBase) -> int:
     """The id to fill with: the pad token, else end-of-sequence. Masks never look at it."""
-    return int(tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id or 0)
+    return int(
+        tokenizer.pad_token_id
+        if tokenizer.pad_token_id is not None
+        else tokenizer.eos_token_id or 0
+    )
 
 
-def left_pad(sequences: Sequence[Sequence[int]], pad_id: int, width: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
-    """Rows that end together, for generation. Returns ids and attention mask, both LongTensor (B, L).
+def left_pad(
+    sequences: Sequence[Sequence[int]], pad_id: int, width: int = 0
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Rows that end together, for generation. Returns ids and attention mask, both LongTensor (B,
+    L).
 
     L is the length of the longest row, and at least ``width``.
     """
@@ -165,27 +197,35 @@ def left_pad(sequences: Sequence[Sequence[int]], pad_id: int, width: int = 0) ->
 
 
 def right_pad(sequences: Sequence[Sequence[int]], pad_id: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Rows that begin together, for training. Returns ids and attention mask, both LongTensor (B, L)."""
+    """Rows that begin together, for training. Returns ids and attention mask, both LongTensor (B,
+    L).
+    """
     # The mirror image of padding on the left.
     ids, mask = left_pad([sequence[::-1] for sequence in sequences], pad_id)
     return ids.flip(1), mask.flip(1)
 
 
-def encode_columns(tokenizer: PreTrainedTokenizerBase, columns: Mapping[str, Sequence[Any]]) -> dict[str, Ids]:
+def encode_columns(
+    tokenizer: PreTrainedTokenizerBase, columns: Mapping[str, Sequence[Any]]
+) -> dict[str, Ids]:
     """Encode columns of content as training reads them, see ``CONTENT_FIELDS``.
 
     Args:
-        columns: ``prompt`` holds lists of :class:`~rlhf_core.data.schema.Message`, ``text`` texts of pretraining, every
-            other column replies.
+        columns: ``prompt`` holds lists of :class:`~rlhf_core.data.schema.Message`, ``text`` texts
+            of pretraining, every other column replies.
 
     Raises:
-        UnwritableText: The template refuses a dialogue, or a text cannot be written as ordinary text.
+        UnwritableText: The template refuses a dialogue, or a text cannot be written as ordinary
+            text.
     """
     encoders: dict[str, Callable[[PreTrainedTokenizerBase, Any], Ids]] = {
         "prompt": encode_prompts,
         "text": encode_texts,
     }
-    return {name: encoders.get(name, encode_replies)(tokenizer, values) for name, values in columns.items()}
+    return {
+        name: encoders.get(name, encode_replies)(tokenizer, values)
+        for name, values in columns.items()
+    }
 
 
 def encode_texts(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str]) -> Ids:
@@ -196,7 +236,11 @@ def encode_texts(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str]) -> Id
 
 
 def _encode(
-    tokenizer: PreTrainedTokenizerBase, texts: Sequence[str], *, add_special_tokens: bool = False, **options: bool
+    tokenizer: PreTrainedTokenizerBase,
+    texts: Sequence[str],
+    *,
+    add_special_tokens: bool = False,
+    **options: bool,
 ) -> Ids:
     if not texts:
         return []

@@ -1,4 +1,6 @@
-"""Rows of a source as they are, and what became of them: one counter, one record of a row that broke a rule and why."""
+"""Rows of a source as they are, and what became of them: one counter, one record of a row that
+broke a rule and why.
+"""
 
 from __future__ import annotations
 
@@ -19,9 +21,18 @@ FIRST_POSITIONS = 8
 BY_WORD = ("dropped", "unused", "noticed")
 TEXT = pa.string()
 # Findings as they are stored: of readers, of rows in the quarantine, of rules about the whole set.
-REFUSED_SCHEMA = pa.schema({"kind": TEXT, "source": TEXT, "position": pa.int64(), "reason": TEXT, "row": TEXT})
+REFUSED_SCHEMA = pa.schema(
+    {"kind": TEXT, "source": TEXT, "position": pa.int64(), "reason": TEXT, "row": TEXT}
+)
 QUARANTINE_SCHEMA = pa.schema(
-    {"kind": TEXT, "id": TEXT, "source": TEXT, "position": pa.int64(), "reasons": pa.list_(TEXT), "row": TEXT}
+    {
+        "kind": TEXT,
+        "id": TEXT,
+        "source": TEXT,
+        "position": pa.int64(),
+        "reasons": pa.list_(TEXT),
+        "row": TEXT,
+    }
 )
 FINDINGS_SCHEMA = pa.schema(
     dict.fromkeys(("rule", "severity", "kind", "id", "source"), TEXT)
@@ -34,7 +45,8 @@ class Record:
     """One row of a file, as it is.
 
     Attributes:
-        position: Counted from 1: the line in jsonl and csv (of a row of several lines the first), the row elsewhere.
+        position: Counted from 1: the line in jsonl and csv (of a row of several lines the first),
+            the row elsewhere.
         value: The parsed row, or its raw text if it could not be parsed.
         problem: Why the row could not be parsed.
     """
@@ -54,7 +66,8 @@ class RowFinding:
         source: The file that it was read from, as params.yaml spells it; None for rows of no file.
         position: The line or number of the row there.
         id: The row's id; empty if the record never became a row.
-        number: Its place among the rows of its kind that the rule was checked on, where these are numbered.
+        number: Its place among the rows of its kind that the rule was checked on, where these are
+            numbered.
         severity: What follows: ``refuse``, ``warn`` or ``fail``.
         row: The content as JSON, where it is kept.
         other: What it resembles: the id of another row, or file and line of an evaluation prompt.
@@ -137,7 +150,9 @@ class ReasonCounts(dict[str, ReasonCount]):
             self._of(reason, count.first).add(count.rows, count.positions)
 
     def commonest(self) -> list[ReasonCount]:
-        """Return the reasons, commonest first; of equally common ones the one that was found first."""
+        """Return the reasons, commonest first; of equally common ones the one that was found
+        first.
+        """
         return sorted(self.values(), key=lambda count: -count.rows)
 
     def _of(self, reason: str, first: RowFinding) -> ReasonCount:
@@ -150,8 +165,8 @@ class ReasonCounts(dict[str, ReasonCount]):
 class RowCounts:
     """What became of the records of a source, or of a part of it.
 
-    ``records + expanded`` is the number of ``kept``, ``refused`` and ``dropped`` ones, and of those that were ``cut``.
-    Messages that are joined into a tree are one record.
+    ``records + expanded`` is the number of ``kept``, ``refused`` and ``dropped`` ones, and of those
+    that were ``cut``. Messages that are joined into a tree are one record.
 
     Attributes:
         source: The file, URL or hub id, as params.yaml spells it.
@@ -162,9 +177,11 @@ class RowCounts:
         refused: Records, or rows, with a fault; ``reasons`` says which.
         dropped: By reason, records without a fault that give no row, such as ties.
         cut: Rows that a limit or cap left out.
-        unread: Rows of a hub data set on top of ``records``; None where the hub does not say how many.
+        unread: Rows of a hub data set on top of ``records``; None where the hub does not say how
+            many.
         unused: By column, the rows with a value there that is not read.
-        noticed: By what was noticed of rows that are used, such as an end marker that was taken off, how many.
+        noticed: By what was noticed of rows that are used, such as an end marker that was taken
+            off, how many.
     """
 
     source: str
@@ -191,7 +208,9 @@ class RowCounts:
         """Add the counts of a further part of the source, whose revision is that of all."""
         for name in ("records", "expanded", "kept", "refused", "cut"):
             setattr(self, name, getattr(self, name) + getattr(part, name))
-        self.unread = None if self.unread is None or part.unread is None else self.unread + part.unread
+        self.unread = (
+            None if self.unread is None or part.unread is None else self.unread + part.unread
+        )
         self.dropped.update(part.dropped)
         self.unused.update(part.unused)
         self.noticed.update(part.noticed)
@@ -210,8 +229,14 @@ class RowCounts:
         self.kept = min(self.kept, kept)
 
     def as_dict(self) -> dict[str, Any]:
-        """Return the counts as the manifest of ``data/raw`` has them: without reasons, which the quarantine tells."""
-        values = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in ("kind", "kept", "reasons")}
+        """Return the counts as the manifest of ``data/raw`` has them: without reasons, which the
+        quarantine tells.
+        """
+        values = {
+            f.name: getattr(self, f.name)
+            for f in fields(self)
+            if f.name not in ("kind", "kept", "reasons")
+        }
         return values | {"rows": self.kept} | {name: dict(getattr(self, name)) for name in BY_WORD}
 
     @classmethod

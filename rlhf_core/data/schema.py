@@ -1,6 +1,8 @@
-"""The kinds of rows in the data files of a workspace, their splits, and the files as lists and tables of them.
+"""The kinds of rows in the data files of a workspace, their splits, and the files as lists and
+tables of them.
 
-Rows are split by prompt group: one hash decides, so all data sets of a run agree and no group is in two splits.
+Rows are split by prompt group: one hash decides, so all data sets of a run agree and no group is in
+two splits.
 """
 
 from __future__ import annotations
@@ -20,7 +22,15 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from rlhf_core.config.data import SplitConfig
-from rlhf_core.data.tables import CHUNK_BYTES, TableRows, TableWriter, bytes_in_memory, chunked, readable, rows_within
+from rlhf_core.data.tables import (
+    CHUNK_BYTES,
+    TableRows,
+    TableWriter,
+    bytes_in_memory,
+    chunked,
+    readable,
+    rows_within,
+)
 from rlhf_core.errors import DataError
 
 ROLES = ("system", "user", "assistant")
@@ -37,7 +47,9 @@ class Message:
 
 @dataclass(frozen=True)
 class Preference:
-    """Two replies to the same prompt, the first preferred; ``margin`` is how strongly, where that is known."""
+    """Two replies to the same prompt, the first preferred; ``margin`` is how strongly, where that
+    is known.
+    """
 
     KIND: ClassVar[str] = "preferences"
     id: str
@@ -67,7 +79,8 @@ class Demonstration:
 class Prompt:
     """Messages that end with the user's turn: what rollouts and evaluation start from.
 
-    ``columns`` is what else the record says, for reward functions: a JSON object by column; None for nothing.
+    ``columns`` is what else the record says, for reward functions: a JSON object by column; None
+    for nothing.
     """
 
     KIND: ClassVar[str] = "prompts"
@@ -101,19 +114,26 @@ REPLIES: dict[str, tuple[str, ...]] = {
     "prompts": (),
     "pretrain": (),
 }
-CONTENT_FIELDS = {kind: ("prompt", *replies) for kind, replies in REPLIES.items()} | {"pretrain": ("text",)}
-# What columns are called in clean files, where TRL expects another name, or would train on what may be null.
+CONTENT_FIELDS = {kind: ("prompt", *replies) for kind, replies in REPLIES.items()} | {
+    "pretrain": ("text",)
+}
+# What columns are called in clean files, where TRL expects another name, or would train on what may
+# be null.
 CLEAN_NAMES = {"reply": "completion", "margin": "preference_margin"}
 
 
 def arrow_schema(kind: str) -> pa.Schema:
-    """Return the parquet schema of raw rows: messages as a list of structs, ``margin`` float64, all else strings."""
+    """Return the parquet schema of raw rows: messages as a list of structs, ``margin`` float64, all
+    else strings.
+    """
     special = {"prompt": MESSAGES, "margin": pa.float64()}
     return pa.schema([(f.name, special.get(f.name, pa.string())) for f in fields(ROW_TYPES[kind])])
 
 
 def clean_schema(kind: str) -> pa.Schema:
-    """Return the parquet schema of clean rows: a reply is a list with the assistant's message, for TRL's trainers."""
+    """Return the parquet schema of clean rows: a reply is a list with the assistant's message, for
+    TRL's trainers.
+    """
     return clean_table(kind, arrow_schema(kind).empty_table()).schema
 
 
@@ -125,7 +145,8 @@ def clean_table(kind: str, table: pa.Table) -> pa.Table:
 
 
 def plain_table(path: Path, kind: str, table: pa.Table) -> pa.Table:
-    """Return columns of the clean file ``path`` as raw rows have them: the inverse of :func:`clean_table`.
+    """Return columns of the clean file ``path`` as raw rows have them: the inverse of
+    :func:`clean_table`.
 
     Raises:
         DataError: A reply is not a list of one message.
@@ -134,13 +155,25 @@ def plain_table(path: Path, kind: str, table: pa.Table) -> pa.Table:
     table = table.rename_columns([names.get(name, name) for name in table.column_names])
     for name in REPLIES[kind]:
         column = table.column(name)
-        if column.type != MESSAGES or not pc.all(pc.equal(pc.list_value_length(column), 1), min_count=0).as_py():
-            raise DataError(f"{path}: {CLEAN_NAMES.get(name, name)} is not a list of one message; run validate again")
-        table = _with_column(table, name, pa.string(), lambda chunk: pc.struct_field(pc.list_flatten(chunk), "content"))
+        if (
+            column.type != MESSAGES
+            or not pc.all(pc.equal(pc.list_value_length(column), 1), min_count=0).as_py()
+        ):
+            raise DataError(
+                f"{path}: {CLEAN_NAMES.get(name, name)} is not a list of one message; run validate again"
+            )
+        table = _with_column(
+            table,
+            name,
+            pa.string(),
+            lambda chunk: pc.struct_field(pc.list_flatten(chunk), "content"),
+        )
     return table
 
 
-def _with_column(table: pa.Table, name: str, form: pa.DataType, change: Callable[[pa.Array], pa.Array]) -> pa.Table:
+def _with_column(
+    table: pa.Table, name: str, form: pa.DataType, change: Callable[[pa.Array], pa.Array]
+) -> pa.Table:
     """Replace a column chunk by chunk: all texts of a file may be more than one array can hold."""
     chunks = [change(chunk) for chunk in table.column(name).chunks]
     return table.set_column(table.column_names.index(name), name, pa.chunked_array(chunks, form))
@@ -149,13 +182,19 @@ def _with_column(table: pa.Table, name: str, form: pa.DataType, change: Callable
 def _as_messages(contents: pa.Array) -> pa.Array:
     roles = pa.repeat(pa.scalar("assistant"), len(contents))
     messages = pa.StructArray.from_arrays([roles, contents], fields=list(MESSAGES.value_type))
-    return pa.ListArray.from_arrays(pa.array(range(len(contents) + 1), pa.int32()), messages).cast(MESSAGES)
+    return pa.ListArray.from_arrays(pa.array(range(len(contents) + 1), pa.int32()), messages).cast(
+        MESSAGES
+    )
 
 
 def content_id(kind: str, row: dict[str, Any]) -> str:
-    """Return the first 16 hex digits of the sha256 of a row's content: its prompt and replies, or its text."""
+    """Return the first 16 hex digits of the sha256 of a row's content: its prompt and replies, or
+    its text.
+    """
     content = [kind, *(row[name] for name in CONTENT_FIELDS[kind])]
-    return hashlib.sha256(json.dumps(content, ensure_ascii=True, sort_keys=True).encode()).hexdigest()[:16]
+    return hashlib.sha256(
+        json.dumps(content, ensure_ascii=True, sort_keys=True).encode()
+    ).hexdigest()[:16]
 
 
 def write_dicts(path: Path, kind: str, rows: Sequence[dict[str, Any]]) -> None:
@@ -165,8 +204,12 @@ def write_dicts(path: Path, kind: str, rows: Sequence[dict[str, Any]]) -> None:
             writer.write(table)
 
 
-def tables_of(kind: str, rows: Iterable[dict[str, Any]], schema: pa.Schema | None = None) -> Iterator[pa.Table]:
-    """Yield rows given as dictionaries as arrow tables, of the schema of ``kind`` or one with further columns."""
+def tables_of(
+    kind: str, rows: Iterable[dict[str, Any]], schema: pa.Schema | None = None
+) -> Iterator[pa.Table]:
+    """Yield rows given as dictionaries as arrow tables, of the schema of ``kind`` or one with
+    further columns.
+    """
     for chunk in chunked(rows, sys.maxsize, bytes_in_memory):
         yield pa.Table.from_pylist(chunk, schema=schema or arrow_schema(kind))
 
@@ -178,18 +221,24 @@ def write_table(path: Path, table: pa.Table) -> None:
 
 
 def read_table(path: Path, columns: Sequence[str] | None = None) -> pa.Table:
-    """Read a parquet file as an arrow table; ``DataError`` when it is missing, unreadable or lacks a column."""
+    """Read a parquet file as an arrow table; ``DataError`` when it is missing, unreadable or lacks
+    a column.
+    """
     with readable(Path(path)):
         return pq.read_table(path, columns=list(columns) if columns else None)
 
 
 def read_rows(path: Path, cls: type[Row]) -> list[Row]:
-    """Read all rows of a clean file as dataclasses of type ``cls``; ``DataError`` when columns are missing."""
+    """Read all rows of a clean file as dataclasses of type ``cls``; ``DataError`` when columns are
+    missing.
+    """
     return rows_of_table(read_kind(path, cls), cls)
 
 
 def read_kind(path: Path, cls: type[Row]) -> pa.Table:
-    """Read a clean file as an arrow table with the columns of ``cls``; ``DataError`` when one is missing."""
+    """Read a clean file as an arrow table with the columns of ``cls``; ``DataError`` when one is
+    missing.
+    """
     table = read_table(path)
     require_columns(path, cls.KIND, clean_schema(cls.KIND).names, table.column_names)
     return plain_table(path, cls.KIND, table.select(clean_schema(cls.KIND).names))
@@ -208,7 +257,9 @@ def columns_of(table: pa.Table) -> dict[str, list[Any]]:
     """Return the values of each column of raw rows, prompts as lists of messages."""
     columns = {name: table.column(name).to_pylist() for name in table.column_names}
     if "prompt" in columns:
-        columns["prompt"] = [[Message(m["role"], m["content"]) for m in messages] for messages in columns["prompt"]]
+        columns["prompt"] = [
+            [Message(m["role"], m["content"]) for m in messages] for messages in columns["prompt"]
+        ]
     return columns
 
 
@@ -219,7 +270,9 @@ def rows_of_table(table: pa.Table, cls: type[Row]) -> list[Row]:
 
 
 def write_rows(path: Path, rows: Iterable[Row]) -> None:
-    """Write dataclass rows of one kind to a clean file, atomically; ``DataError`` when there are none."""
+    """Write dataclass rows of one kind to a clean file, atomically; ``DataError`` when there are
+    none.
+    """
     listed = list(rows)
     if not listed:
         raise DataError(f"no rows to write to {path}")
@@ -229,7 +282,9 @@ def write_rows(path: Path, rows: Iterable[Row]) -> None:
             writer.write(clean_table(kind, table))
 
 
-OF_THE_PROMPT = frozenset({"prompt", "messages", "system"})  # columns of a record that hold the prompt itself
+OF_THE_PROMPT = frozenset(
+    {"prompt", "messages", "system"}
+)  # columns of a record that hold the prompt itself
 
 
 def columns_of_records(records: Iterable[Mapping[str, Any]]) -> dict[str, list[Any]]:
@@ -256,21 +311,26 @@ PART_ROWS = 1024
 
 
 def read_row_table(path: Path, cls: type[Row]) -> TableRows[Row]:
-    """Read a clean file as rows that are made when they are asked for: an Arrow row takes little more than its texts.
+    """Read a clean file as rows that are made when they are asked for: an Arrow row takes little
+    more than its texts.
 
     Raises:
         DataError: It is missing, unreadable or of another kind.
     """
     table = read_kind(path, cls)
     part = min(PART_ROWS, rows_within(CHUNK_BYTES, table.num_rows, table.nbytes))
-    return TableRows(np.arange(table.num_rows), lambda numbers: rows_of_table(table.take(numbers), cls), part)
+    return TableRows(
+        np.arange(table.num_rows), lambda numbers: rows_of_table(table.take(numbers), cls), part
+    )
 
 
 SPLITS = ("train", "validation", "test")
 
 
 class PairUser(StrEnum):
-    """The folder of the clean data with the training and validation pairs of one of the three reward models."""
+    """The folder of the clean data with the training and validation pairs of one of the three
+    reward models.
+    """
 
     REWARD = "preferences"
     REFEREE = "preferences_referee"
@@ -284,7 +344,9 @@ def unit_hash(*parts: object) -> float:
 
 
 def split_of(group: str, seed: int, config: SplitConfig) -> str:
-    """Return ``train``, ``validation`` or ``test``: a function of (seed, group) and the shares alone."""
+    """Return ``train``, ``validation`` or ``test``: a function of (seed, group) and the shares
+    alone.
+    """
     position = unit_hash("split", seed, group)
     if position < config.test:
         return "test"
@@ -292,13 +354,20 @@ def split_of(group: str, seed: int, config: SplitConfig) -> str:
 
 
 def pair_user_of(group: str, seed: int, config: SplitConfig) -> PairUser:
-    """Return which model the pairs of a train or validation group belong to: the judge's are drawn first."""
+    """Return which model the pairs of a train or validation group belong to: the judge's are drawn
+    first.
+    """
     if unit_hash("judge", seed, group) < config.judge:
         return PairUser.JUDGE
-    return PairUser.REFEREE if unit_hash("referee", seed, group) < config.referee else PairUser.REWARD
+    return (
+        PairUser.REFEREE if unit_hash("referee", seed, group) < config.referee else PairUser.REWARD
+    )
 
 
 def assign(groups: Iterable[str], seed: int, config: SplitConfig) -> list[str]:
     """Return the split of each group in order; each distinct group is hashed once."""
     known: dict[str, str] = {}
-    return [known.get(group) or known.setdefault(group, split_of(group, seed, config)) for group in groups]
+    return [
+        known.get(group) or known.setdefault(group, split_of(group, seed, config))
+        for group in groups
+    ]

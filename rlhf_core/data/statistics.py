@@ -26,18 +26,28 @@ UNWRITABLE = "writable_by_tokenizer"
 
 
 def percentiles(lengths: npt.ArrayLike) -> tuple[int, ...]:
-    """Return the 50th, 90th, 99th and 100th percentile, each one of the lengths; empty without lengths."""
+    """Return the 50th, 90th, 99th and 100th percentile, each one of the lengths; empty without
+    lengths.
+    """
     values = np.asarray(lengths)
-    return tuple(int(v) for v in np.percentile(values, PERCENTILES, method="inverted_cdf")) if len(values) else ()
+    return (
+        tuple(int(v) for v in np.percentile(values, PERCENTILES, method="inverted_cdf"))
+        if len(values)
+        else ()
+    )
 
 
 def character_lengths(kind: str, table: pa.Table) -> dict[str, npt.NDArray[np.int32]]:
-    """Return the characters of each text column of rows of ``kind`` (N,); the turns of a prompt count together."""
+    """Return the characters of each text column of rows of ``kind`` (N,); the turns of a prompt
+    count together.
+    """
     lengths = {}
     for name in CONTENT_FIELDS[kind]:
         column = table.column(name).combine_chunks()
         if name == "prompt":
-            turns = pc.utf8_length(pc.struct_field(pc.list_flatten(column), "content")).to_numpy(zero_copy_only=False)
+            turns = pc.utf8_length(pc.struct_field(pc.list_flatten(column), "content")).to_numpy(
+                zero_copy_only=False
+            )
             rows = pc.list_parent_indices(column).to_numpy(zero_copy_only=False)
             lengths[name] = np.bincount(rows, weights=turns, minlength=len(column)).astype(np.int32)
         else:
@@ -51,10 +61,11 @@ class TokenCounts:
 
     Attributes:
         looked_at: How many of them were tokenised.
-        lengths: By text column, and for the sequence that training sees, the tokens of each row that can be written.
+        lengths: By text column, and for the sequence that training sees, the tokens of each row
+            that can be written.
         unwritable: The rows that the tokenizer cannot write, in order.
-        marked: How many of the others have a reply with a marker, such as that of reasoning, by which the chat template
-            writes it otherwise; training writes it as the template does.
+        marked: How many of the others have a reply with a marker, such as that of reasoning, by
+            which the chat template writes it otherwise; training writes it as the template does.
     """
 
     kind: str
@@ -80,7 +91,9 @@ class TokenCounts:
             tokens = {name: len(ids) for name, (ids,) in encode_columns(tokenizer, content).items()}
         except UnwritableText as error:
             origin = row.get("source"), row.get("position")
-            finding = RowFinding(UNWRITABLE, self.kind, error.reason, *origin, id=row["id"], severity="warn")
+            finding = RowFinding(
+                UNWRITABLE, self.kind, error.reason, *origin, id=row["id"], severity="warn"
+            )
             self.unwritable.append(finding)
             return
         if replies := REPLIES[self.kind]:
@@ -99,14 +112,17 @@ class TokenCounts:
 
 
 def evenly_spread(total: int, count: int) -> npt.NDArray[np.int64]:
-    """Return up to ``count`` of the numbers below ``total``, evenly spread from the first to the last."""
+    """Return up to ``count`` of the numbers below ``total``, evenly spread from the first to the
+    last.
+    """
     return np.unique(np.linspace(0, total - 1, min(total, count)).astype(np.int64))
 
 
 def rank_correlation(first: np.ndarray, second: np.ndarray) -> float:
     """Spearman's rank correlation of two (n,) arrays, ties by average rank.
 
-    Pairs with a value that is not finite are left out; the result is 0 when either side is constant.
+    Pairs with a value that is not finite are left out; the result is 0 when either side is
+    constant.
     """
     from scipy.stats import spearmanr
 
@@ -117,7 +133,8 @@ def rank_correlation(first: np.ndarray, second: np.ndarray) -> float:
 def linear_correlation(first: np.ndarray, second: np.ndarray) -> float:
     """Pearson's correlation of two (n,) arrays.
 
-    Pairs with a value that is not finite are left out; the result is 0 when either side is constant.
+    Pairs with a value that is not finite are left out; the result is 0 when either side is
+    constant.
     """
     from scipy.stats import pearsonr
 

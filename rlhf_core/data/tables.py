@@ -20,7 +20,8 @@ import pyarrow.parquet as pq
 from rlhf_core.errors import DataError, is_exhausted
 from rlhf_core.storage.files import new_part, permitted
 
-# A chunk is complete with so many bytes of texts. A stage holds its rows in a few forms at once, each as large.
+# A chunk is complete with so many bytes of texts. A stage holds its rows in a few forms at once,
+# each as large.
 CHUNK_BYTES = 32 * 2**20
 Item = TypeVar("Item")
 
@@ -28,7 +29,8 @@ Item = TypeVar("Item")
 def chunked(
     items: Iterable[Item], most: int, size: Callable[[Item], int], most_bytes: int | None = None
 ) -> Iterator[list[Item]]:
-    """Yield items in lists, each complete with ``most`` of them or ``most_bytes`` bytes, whichever comes first.
+    """Yield items in lists, each complete with ``most`` of them or ``most_bytes`` bytes, whichever
+    comes first.
 
     Args:
         most_bytes: By default ``CHUNK_BYTES``.
@@ -47,7 +49,9 @@ def chunked(
 
 
 def drained(items: list[Item]) -> Iterator[Item]:
-    """Yield the items of a list, none of which is held any longer than it is needed; the list is empty then."""
+    """Yield the items of a list, none of which is held any longer than it is needed; the list is
+    empty then.
+    """
     waiting = deque(items)
     items.clear()
     while waiting:
@@ -55,7 +59,9 @@ def drained(items: list[Item]) -> Iterator[Item]:
 
 
 def bytes_in_memory(value: Any) -> int:
-    """Return the bytes that a value takes: a text, or what dictionaries, lists and dataclasses hold, however deep."""
+    """Return the bytes that a value takes: a text, or what dictionaries, lists and dataclasses
+    hold, however deep.
+    """
     total, waiting = 0, [value]
     while waiting:
         item = waiting.pop()
@@ -70,14 +76,18 @@ def bytes_in_memory(value: Any) -> int:
 
 
 def rows_within(most_bytes: int, rows: int, size: int) -> int:
-    """Return how many of ``rows`` rows of ``size`` bytes together fit into ``most_bytes`` on average; at least one."""
+    """Return how many of ``rows`` rows of ``size`` bytes together fit into ``most_bytes`` on
+    average; at least one.
+    """
     return max(1, rows * most_bytes // max(size, most_bytes))
 
 
 def table_slices(table: pa.Table, most: int, most_bytes: int | None = None) -> Iterator[pa.Table]:
-    """Yield the rows of a table in slices of at most ``most`` rows and about ``most_bytes`` bytes, without copying.
+    """Yield the rows of a table in slices of at most ``most`` rows and about ``most_bytes`` bytes,
+    without copying.
 
-    A slice has more than twice the bytes only if it is one row. By default ``most_bytes`` is ``CHUNK_BYTES``.
+    A slice has more than twice the bytes only if it is one row. By default ``most_bytes`` is
+    ``CHUNK_BYTES``.
     """
     limit = CHUNK_BYTES if most_bytes is None else most_bytes
     rows = max(1, min(most, rows_within(limit, table.num_rows, table.nbytes)))
@@ -96,7 +106,8 @@ CHUNK_ROWS = 4096
 
 
 class TableWriter:
-    """Writes a parquet file from tables that arrive one after the other; it is there once the block ends.
+    """Writes a parquet file from tables that arrive one after the other; it is there once the block
+    ends.
 
     A file of one row group has the same bytes however its rows arrived.
     """
@@ -118,7 +129,8 @@ class TableWriter:
         return self
 
     def write(self, table: pa.Table) -> None:
-        # Arrow cannot read a row group whose texts exceed 2 GiB, which a few thousand long rows can have.
+        # Arrow cannot read a row group whose texts exceed 2 GiB, which a few thousand long rows can
+        # have.
         for part in table_slices(table, table.num_rows, ROW_GROUP_BYTES):
             self._waiting.append(part)
             self._waiting_rows += part.num_rows
@@ -143,7 +155,10 @@ class TableWriter:
             raise OSError(error.errno, os.strerror(error.errno or 0), str(self.path)) from error
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
     ) -> None:
         try:
             if error is None and (self._waiting_rows or not self._groups):
@@ -159,7 +174,9 @@ class TableWriter:
 
 @contextmanager
 def readable(path: Path) -> Iterator[None]:
-    """Raise ``DataError`` where a parquet file is missing, or what is done with it finds it damaged."""
+    """Raise ``DataError`` where a parquet file is missing, or what is done with it finds it
+    damaged.
+    """
     if not path.is_file():
         raise DataError(f"{path} does not exist; run the stage that writes it")
     try:
@@ -179,7 +196,8 @@ def parquet_footer(path: Path) -> tuple[pa.Schema, int]:
 
 
 def table_chunks(path: Path, columns: Sequence[str] | None = None) -> Iterator[pa.Table]:
-    """Yield the rows of a parquet file in order, some thousand at a time, fewer where they are long.
+    """Yield the rows of a parquet file in order, some thousand at a time, fewer where they are
+    long.
 
     Raises:
         DataError: It is missing, unreadable or lacks a column.
@@ -187,7 +205,9 @@ def table_chunks(path: Path, columns: Sequence[str] | None = None) -> Iterator[p
     # Buffered, all that was read of the file would be kept.
     with readable(path), pq.ParquetFile(path, pre_buffer=False) as file:
         wanted = list(columns) if columns else None
-        for group in range(file.num_row_groups):  # a batch over several of them could exceed 2 GiB of text
+        for group in range(
+            file.num_row_groups
+        ):  # a batch over several of them could exceed 2 GiB of text
             about = file.metadata.row_group(group)
             rows = min(CHUNK_ROWS, rows_within(CHUNK_BYTES, about.num_rows, about.total_byte_size))
             for batch in file.iter_batches(rows, row_groups=[group], columns=wanted):
@@ -195,7 +215,8 @@ def table_chunks(path: Path, columns: Sequence[str] | None = None) -> Iterator[p
 
 
 def mapped_table(path: Path, schema: pa.Schema, parts: Iterable[pa.Table]) -> pa.Table:
-    """Write tables to an Arrow file one after the other and map it: only the parts in use are in memory.
+    """Write tables to an Arrow file one after the other and map it: only the parts in use are in
+    memory.
 
     The file must stay as long as the table is used.
     """
@@ -214,7 +235,10 @@ class TableRows(Sequence[Item], Generic[Item]):
     """
 
     def __init__(
-        self, rows: npt.NDArray[np.int64], make: Callable[[npt.NDArray[np.int64]], Sequence[Item]], part: int = 1
+        self,
+        rows: npt.NDArray[np.int64],
+        make: Callable[[npt.NDArray[np.int64]], Sequence[Item]],
+        part: int = 1,
     ) -> None:
         """Make a sequence of some rows.
 

@@ -1,7 +1,7 @@
 """Chat templates run in a process of their own, under limits of time and memory.
 
-A third-party template may loop, compute 9 ** 9 ** 9 or fill the memory, perhaps for one dialogue of a million.
-Nothing within Python ends what runs in C; the system ends a process.
+A third-party template may loop, compute 9 ** 9 ** 9 or fill the memory, perhaps for one dialogue of
+a million. Nothing within Python ends what runs in C; the system ends a process.
 """
 
 from __future__ import annotations
@@ -26,8 +26,17 @@ from rlhf_core.runtime.machine import data_size
 
 # What a template may take and add for one dialogue, a thousand times what it needs.
 SECONDS, MEMORY, MOST_ADDED = 10, 2 * GIB, 2**20
-# What code in a template may raise: its own refusals, and Python's errors of what it does with the turns.
-TEMPLATE_ERRORS = (TemplateError, TypeError, ValueError, ArithmeticError, LookupError, AttributeError, RecursionError)
+# What code in a template may raise: its own refusals, and Python's errors of what it does with the
+# turns.
+TEMPLATE_ERRORS = (
+    TemplateError,
+    TypeError,
+    ValueError,
+    ArithmeticError,
+    LookupError,
+    AttributeError,
+    RecursionError,
+)
 
 
 class EndlessTemplate(Exception):
@@ -35,7 +44,9 @@ class EndlessTemplate(Exception):
 
 
 class TemplateProcess:
-    """Writes dialogues, one at a time; its process starts with the first, and ends with this one."""
+    """Writes dialogues, one at a time; its process starts with the first, and ends with this
+    one.
+    """
 
     def __init__(self) -> None:
         self._connection: Connection | None = None
@@ -46,14 +57,17 @@ class TemplateProcess:
         """The dialogue as ``template`` writes it.
 
         Args:
-            arguments: Those of ``transformers.utils.chat_template_utils.render_jinja_template``, special tokens too.
+            arguments: Those of ``transformers.utils.chat_template_utils.render_jinja_template``,
+                special tokens too.
 
         Raises:
             TemplateError: The template refuses the dialogue.
             EndlessTemplate: It reached a limit.
         """
         limits = {"seconds": SECONDS, "memory": MEMORY}
-        request = json.dumps({"limits": limits, "template": template, "turns": turns, "arguments": arguments})
+        request = json.dumps(
+            {"limits": limits, "template": template, "turns": turns, "arguments": arguments}
+        )
         with self._lock:
             if self._process is None or self._process.poll() is not None:
                 self._start()
@@ -64,7 +78,11 @@ class TemplateProcess:
             except (EOFError, ConnectionError):
                 code = self._process.wait()
                 self.forget()
-                ended = f"takes more than {SECONDS} s" if code == -signal.SIGXCPU else f"ended its process ({code})"
+                ended = (
+                    f"takes more than {SECONDS} s"
+                    if code == -signal.SIGXCPU
+                    else f"ended its process ({code})"
+                )
                 raise EndlessTemplate(ended) from None
             except BaseException:  # such as Ctrl-C: the answer would be taken for the next one's
                 self._process.kill()
@@ -86,11 +104,14 @@ class TemplateProcess:
                 stdin=theirs.fileno(),
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.DEVNULL,
-                env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "OMP_NUM_THREADS": "1"},
+                env=os.environ
+                | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "OMP_NUM_THREADS": "1"},
             )
 
     def forget(self) -> None:
-        """Let the next dialogue start a process anew. In a fork, the one that runs is the parent's."""
+        """Let the next dialogue start a process anew. In a fork, the one that runs is the
+        parent's.
+        """
         if self._connection is not None:
             self._connection.close()
         self._connection = self._process = None
@@ -100,7 +121,11 @@ def main() -> None:
     """Answer requests on the standard input until it is closed."""
     from transformers.utils.chat_template_utils import render_jinja_template
 
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):  # whoever asks may finish its work on them
+    for number in (
+        signal.SIGINT,
+        signal.SIGTERM,
+        signal.SIGHUP,
+    ):  # whoever asks may finish its work on them
         signal.signal(number, signal.SIG_IGN)
     held = data_size()
     lower_limit(resource.RLIMIT_CORE, 0)
@@ -115,11 +140,15 @@ def main() -> None:
         if held is not None:
             lower_limit(resource.RLIMIT_DATA, held + limits["memory"])
         try:
-            rendered: Any = render_jinja_template([turns], chat_template=request["template"], **arguments)
+            rendered: Any = render_jinja_template(
+                [turns], chat_template=request["template"], **arguments
+            )
             written = rendered[0][0]
             given = sum(len(str(turn.get("content"))) for turn in turns)
             long = len(written) > MOST_ADDED + 2 * given
-            answer = {"endless": f"writes {len(written)} characters"} if long else {"written": written}
+            answer = (
+                {"endless": f"writes {len(written)} characters"} if long else {"written": written}
+            )
         except MemoryError:
             answer = {"endless": f"takes more than {limits['memory'] / GIB:g} GiB of memory"}
         except TEMPLATE_ERRORS as error:

@@ -1,6 +1,8 @@
-"""What is seen and counted in texts: characters, language tags, refusals, statistics; and texts that are safe to show.
+"""What is seen and counted in texts: characters, language tags, refusals, statistics; and texts
+that are safe to show.
 
-Statistics of replies as text: the signals that separate a healthy policy from a collapsed one (algorithms.md §8).
+Statistics of replies as text: the signals that separate a healthy policy from a collapsed one
+(algorithms.md §8).
 
 All functions are pure. A *word* is a run of letters or digits, a punctuation mark, or a single
 ideograph, so that languages written without spaces are measured too.
@@ -30,19 +32,23 @@ _KANA = re.compile(r"[\u3040-\u30ff]")
 _HAN = re.compile(r"[\u3005-\u3007\u3400-\u9fff\uf900-\ufaff\U00020000-\U0003ffff]")
 _HANGUL = re.compile(r"[\uac00-\ud7a3]")
 _LETTER = re.compile(r"[^\W\d_]")
-# An ideograph stands for about three letters of an alphabet, so that a Chinese text may quote English or code.
+# An ideograph stands for about three letters of an alphabet, so that a Chinese text may quote
+# English or code.
 MIN_SHARE = 0.25
 
 
 def writable(text: str) -> str:
-    """Return a text with a question mark for each half of a surrogate pair, which JSON can hold and no file can."""
+    """Return a text with a question mark for each half of a surrogate pair, which JSON can hold and
+    no file can.
+    """
     return text.encode("utf-8", "replace").decode()
 
 
 def language_tag(text: str) -> str:
     """Return the language tag (BCP 47) of a Chinese, Japanese or Korean text, and "" for any other.
 
-    These share ideographs, but not their shapes. Alphabets say less: English and Indonesian look the same.
+    These share ideographs, but not their shapes. Alphabets say less: English and Indonesian look
+    the same.
     """
     letter_count = len(_LETTER.findall(text))
     kana, han, hangul = (len(script.findall(text)) for script in (_KANA, _HAN, _HANGUL))
@@ -54,7 +60,9 @@ def language_tag(text: str) -> str:
 
 
 def language_shares(texts: Sequence[str]) -> dict[str, float]:
-    """Return the share of ``texts`` by :func:`language_tag`; those that it knows no language of are left out."""
+    """Return the share of ``texts`` by :func:`language_tag`; those that it knows no language of are
+    left out.
+    """
     counts = Counter(language_tag(text) for text in texts)
     return {tag: count / len(texts) for tag, count in sorted(counts.items()) if tag}
 
@@ -90,9 +98,11 @@ _REFUSAL = re.compile("|".join((*_ENGLISH, *_CHINESE)), re.IGNORECASE)
 
 
 def is_refusal(reply: str) -> bool:
-    """Return whether the first two sentences read as a refusal ("I can't help", "I'm sorry, but", "很抱歉，我无法").
+    """Return whether the first two sentences read as a refusal ("I can't help", "I'm sorry, but",
+    "很抱歉，我无法").
 
-    Refusals in other words or languages are not recognised, and a reply that refuses and then complies counts as one.
+    Refusals in other words or languages are not recognised, and a reply that refuses and then
+    complies counts as one.
     """
     sentences = _SENTENCE_END.split(reply.strip().translate(_APOSTROPHE), maxsplit=2)[:2]
     return _REFUSAL.search(" ".join(sentences)) is not None
@@ -114,16 +124,19 @@ def ngrams(items: Sequence[str], n: int) -> list[tuple[str, ...]]:
 
 
 def trigram_repetition(text: str) -> float:
-    """Return the share of a reply's trigrams that occurred before in it: 0 for none, towards 1 for a loop.
+    """Return the share of a reply's trigrams that occurred before in it: 0 for none, towards 1 for
+    a loop.
 
-    ``a b a b a`` has the trigrams aba, bab, aba: one of three is a repeat. Replies below three words give 0.
+    ``a b a b a`` has the trigrams aba, bab, aba: one of three is a repeat. Replies below three
+    words give 0.
     """
     grams = ngrams(split_words(text), 3)
     return 1.0 - len(set(grams)) / len(grams) if grams else 0.0
 
 
 def distinct_n(replies: Sequence[str], n: int = 2) -> float:
-    """Return different n-grams over all n-grams of a set of replies (Li et al. 2016); 0 when no reply has ``n`` words.
+    """Return different n-grams over all n-grams of a set of replies (Li et al. 2016); 0 when no
+    reply has ``n`` words.
 
     It falls with the size of the set, so compare sets of equal size only.
     """
@@ -133,7 +146,9 @@ def distinct_n(replies: Sequence[str], n: int = 2) -> float:
 
 
 def first_sentence(text: str) -> str:
-    """Return the text up to its first sentence end or line break, casefolded, with single spaces."""
+    """Return the text up to its first sentence end or line break, casefolded, with single
+    spaces.
+    """
     head = _SENTENCE_END.split(text.strip(), maxsplit=1)[0]
     return " ".join(head.casefold().split())
 
@@ -146,8 +161,11 @@ def commonest_share(texts: Sequence[str]) -> float:
 SHORT_TOKENS = 4  # a reply of fewer tokens, its end marker included, says at most two words
 
 
-def reply_statistics(replies: Sequence[str], lengths: Sequence[int], finished: Sequence[bool]) -> dict[str, float]:
-    """Return what a set of replies looks like as text, all 0 for none; docs/metrics.md gives healthy ranges.
+def reply_statistics(
+    replies: Sequence[str], lengths: Sequence[int], finished: Sequence[bool]
+) -> dict[str, float]:
+    """Return what a set of replies looks like as text, all 0 for none; docs/metrics.md gives
+    healthy ranges.
 
     Args:
         replies: Without end markers.
@@ -155,9 +173,10 @@ def reply_statistics(replies: Sequence[str], lengths: Sequence[int], finished: S
         finished: Whether each ends by itself, and is not cut off by the limit of tokens.
 
     Returns:
-        ``length``, mean number of tokens; ``repetition``, mean share of a reply's trigrams that occurred before in it;
-        ``distinct_2``, different bigrams over all bigrams of the set; shares of replies: ``missing_eos`` that are cut
-        off, ``short_replies`` of fewer than ``SHORT_TOKENS`` tokens; ``distinct_first_sentences`` over replies, and the
+        ``length``, mean number of tokens; ``repetition``, mean share of a reply's trigrams that
+        occurred before in it; ``distinct_2``, different bigrams over all bigrams of the set; shares
+        of replies: ``missing_eos`` that are cut off, ``short_replies`` of fewer than
+            ``SHORT_TOKENS`` tokens; ``distinct_first_sentences`` over replies, and the
         share of the ``commonest_first_sentence``.
     """
     first_sentences = [first_sentence(reply) for reply in replies]
@@ -179,17 +198,20 @@ def mean(values: Sequence[float]) -> float:
 
 # White space, control, format (zero-width joiners and spaces, byte order marks, soft hyphens).
 INVISIBLE_CATEGORIES = frozenset({"Zs", "Zl", "Zp", "Cc", "Cf"})
-# Blanks that Unicode counts as letters, symbols or marks: Hangul and Khmer fillers, the empty braille pattern,
-# the grapheme joiner, variation selectors.
-INVISIBLE = frozenset("\u115f\u1160\u17b4\u17b5\u2800\u3164\uffa0\u034f") | {chr(c) for c in range(0xFE00, 0xFE10)}
+# Blanks that Unicode counts as letters, symbols or marks: Hangul and Khmer fillers, the empty
+# braille pattern, the grapheme joiner, variation selectors.
+INVISIBLE = frozenset("\u115f\u1160\u17b4\u17b5\u2800\u3164\uffa0\u034f") | {
+    chr(c) for c in range(0xFE00, 0xFE10)
+}
 
-# Characters that neither show nor alter what others show: soft hyphens, zero-width spaces, marks of direction,
-# fillers, byte order marks, variation selectors, tags.
+# Characters that neither show nor alter what others show: soft hyphens, zero-width spaces, marks of
+# direction, fillers, byte order marks, variation selectors, tags.
 _UNSEEN = re.compile(
     r"[\u00ad\u034f\u061c\u115f\u1160\u17b4\u17b5\u180b-\u180e\u200b\u200e\u200f\u202a-\u202e\u2060-\u206f"
     r"\u3164\ufe00-\ufe0f\ufeff\uffa0\ufff9-\ufffb\U000e0000-\U000e0fff]"
 )
-# Joiners change Arabic and Indic letters and emoji on both sides of them; elsewhere they have no effect.
+# Joiners change Arabic and Indic letters and emoji on both sides of them; elsewhere they have no
+# effect.
 _JOINERS = re.compile(r"[\u200c\u200d]+")
 _JOINED = re.compile(r"[^\x00-\x7f\s]")
 # Control characters other than white space, and marks that turn the direction of what follows.
@@ -198,37 +220,50 @@ _CONTROL = re.compile(r"[\x00-\x08\x0e-\x1f\x7f-\x9f\u200e\u200f\u202a-\u202e\u2
 
 def has_visible_text(text: str) -> bool:
     """Return whether ``text`` has a character that is neither white space nor invisible."""
-    return any(c not in INVISIBLE and unicodedata.category(c) not in INVISIBLE_CATEGORIES for c in text)
+    return any(
+        c not in INVISIBLE and unicodedata.category(c) not in INVISIBLE_CATEGORIES for c in text
+    )
 
 
 def comparable(text: str) -> str:
-    """Return a text as it is compared with others: composed (NFC), single spaces, without invisible characters."""
+    """Return a text as it is compared with others: composed (NFC), single spaces, without invisible
+    characters.
+    """
     if not text.isascii():
         text = unicodedata.normalize("NFC", _JOINERS.sub(_needed_joiners, _UNSEEN.sub("", text)))
     return " ".join(text.split())
 
 
 def _needed_joiners(run: re.Match[str]) -> str:
-    """Return a run of joiners as it is where it stands between characters that it can alter, else nothing."""
-    before, after = run.string[max(run.start() - 1, 0) : run.start()], run.string[run.end() : run.end() + 1]
+    """Return a run of joiners as it is where it stands between characters that it can alter, else
+    nothing.
+    """
+    before, after = (
+        run.string[max(run.start() - 1, 0) : run.start()],
+        run.string[run.end() : run.end() + 1],
+    )
     return run[0] if _JOINED.match(before) and _JOINED.match(after) else ""
 
 
 def escaped_controls(text: str) -> str:
-    """Return a text with control characters, and marks that turn the direction of others, as their escapes."""
+    """Return a text with control characters, and marks that turn the direction of others, as their
+    escapes.
+    """
     return _CONTROL.sub(lambda match: match[0].encode("unicode_escape").decode(), text)
 
 
 def for_terminal(text: str) -> str:
-    """Return lines of output as a terminal may print them: no control character of the data reaches it.
+    """Return lines of output as a terminal may print them: no control character of the data reaches
+    it.
 
-    Line breaks and tabs stay; carriage returns, which would write over a line, are escaped like other characters.
+    Line breaks and tabs stay; carriage returns, which would write over a line, are escaped like
+    other characters.
     """
     return "\n".join(escaped_controls(line).replace("\r", "\\r") for line in text.split("\n"))
 
 
-# Counts are bounded where a key may begin within what looks like another: time would grow with the square of the text.
-# RE2, with which Arrow looks for these, allows a bound of at most 1000.
+# Counts are bounded where a key may begin within what looks like another: time would grow with the
+# square of the text. RE2, with which Arrow looks for these, allows a bound of at most 1000.
 SECRETS = "|".join(
     (
         r"-----BEGIN (?:[A-Z0-9]+ )*PRIVATE KEY(?: BLOCK)?-----",
@@ -251,18 +286,24 @@ EXCERPT = 160
 def _key() -> re.Pattern[str]:
     """The pattern of everything that looks like a key, compiled when it is first asked for.
 
-    What ran here on import would count for every stage that imports this module, and a new key cost a training run.
+    What ran here on import would count for every stage that imports this module, and a new key cost
+    a training run.
     """
     # A private key to its end, or all that follows where that is missing.
-    private = r"-----BEGIN (?:[A-Z0-9]+ )*PRIVATE KEY(?: BLOCK)?-----.*?(?:-----END [A-Z0-9 ]*-----|\Z)"
-    # In JSON a line break before a key is written as a backslash and a letter, so that the key begins within a word.
+    private = (
+        r"-----BEGIN (?:[A-Z0-9]+ )*PRIVATE KEY(?: BLOCK)?-----.*?(?:-----END [A-Z0-9 ]*-----|\Z)"
+    )
+    # In JSON a line break before a key is written as a backslash and a letter, so that the key
+    # begins within a word.
     begin = r"(?:\b|(?<=\\[bfnrt])|(?<=\\u[0-9a-f]{4}))"
     keys = SECRETS.replace(r"\b", begin)
     return re.compile(f"{private}|{keys}", re.DOTALL)
 
 
 def without_keys(text: str) -> str:
-    """Return a text, or JSON as text, without anything that looks like an access key or a private key."""
+    """Return a text, or JSON as text, without anything that looks like an access key or a private
+    key.
+    """
     return _key().sub(TAKEN_OUT, text)
 
 
@@ -277,5 +318,7 @@ def safe_text(text: str) -> str:
 
 
 def excerpt(content: str) -> str:
-    """Return the beginning of a row's content on one line, without anything that looks like a key."""
+    """Return the beginning of a row's content on one line, without anything that looks like a
+    key.
+    """
     return shortened(" ".join(without_keys(content).split()), EXCERPT)

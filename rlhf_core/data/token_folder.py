@@ -20,7 +20,9 @@ DAY = 86_400
 
 @dataclass(frozen=True)
 class UnneededEntry:
-    """A folder of the cache that may go, or what a killed process left of one: why it is not needed, and its bytes."""
+    """A folder of the cache that may go, or what a killed process left of one: why it is not
+    needed, and its bytes.
+    """
 
     folder: Path
     reason: str
@@ -44,7 +46,11 @@ def _reason_to_go(folder: Path, digests: dict[str, str]) -> str:
         return "unfinished"
     try:
         record = read_json(folder / RECORD)
-        path, data, read = record["path"], record["made_of"]["data"], (folder / RECORD).stat().st_mtime
+        path, data, read = (
+            record["path"],
+            record["made_of"]["data"],
+            (folder / RECORD).stat().st_mtime,
+        )
     except (DataError, OSError, KeyError, TypeError):
         return "damaged"
     if path not in digests:

@@ -1,9 +1,11 @@
-"""Token ids of data files as Arrow lists: made once, memory-mapped, and shared by all ranks and stages that need them.
+"""Token ids of data files as Arrow lists: made once, memory-mapped, and shared by all ranks and
+stages that need them.
 
-An entry of the cache is a folder ``KEY/`` with ``tokens.arrow``, an Arrow stream that ``datasets.Dataset.from_file``
-opens too, and ``entry.json``, which says what it was made of. The key is a hash of the data file, of everything in the
-tokenizer's files (chat template, special and stop tokens, truncation settings), of the code that encodes and of the
-versions of the libraries. Limits of length are not part of it: they apply to what is read.
+An entry of the cache is a folder ``KEY/`` with ``tokens.arrow``, an Arrow stream that
+``datasets.Dataset.from_file`` opens too, and ``entry.json``, which says what it was made of. The
+key is a hash of the data file, of everything in the tokenizer's files (chat template, special and
+stop tokens, truncation settings), of the code that encodes and of the versions of the libraries.
+Limits of length are not part of it: they apply to what is read.
 """
 
 from __future__ import annotations
@@ -45,17 +47,28 @@ from rlhf_core.data.tables import parquet_footer, table_chunks, table_slices
 from rlhf_core.data.token_folder import RECORD
 from rlhf_core.errors import DataError
 from rlhf_core.runtime import distributed
-from rlhf_core.storage.files import LockFile, atomic_dir, atomic_write_json, read_json, scratch_folder, sha256_file
+from rlhf_core.storage.files import (
+    LockFile,
+    atomic_dir,
+    atomic_write_json,
+    read_json,
+    scratch_folder,
+    sha256_file,
+)
 
 BATCH_ROWS = 2048  # rows that are tokenised together: more were no faster, and each holds Python lists meanwhile
-BATCH_BYTES = 8 * 2**20  # of their texts: a token takes a hundred bytes and more until it is in an array
+BATCH_BYTES = (
+    8 * 2**20
+)  # of their texts: a token takes a hundred bytes and more until it is in an array
 IDS = pa.list_(pa.int32())
 CATEGORY = "category"  # the one column that is text
 
 
 @dataclass(frozen=True)
 class TokenTable:
-    """Rows of token ids. Of a memory-mapped table only the pages that are read take memory, once for all processes."""
+    """Rows of token ids. Of a memory-mapped table only the pages that are read take memory, once
+    for all processes.
+    """
 
     table: pa.Table
 
@@ -115,11 +128,15 @@ class TokenColumn(Sequence[Sequence[int]]):
 
 
 def token_schema(kind: str) -> pa.Schema:
-    """The Arrow schema of ``kind``: a list of 32-bit integers for each column of content, and the category."""
+    """The Arrow schema of ``kind``: a list of 32-bit integers for each column of content, and the
+    category.
+    """
     return pa.schema([*((name, IDS) for name in CONTENT_FIELDS[kind]), (CATEGORY, pa.string())])
 
 
-def encode_file(tokenizer: PreTrainedTokenizerBase, kind: str, path: Path) -> Iterator[pa.RecordBatch]:
+def encode_file(
+    tokenizer: PreTrainedTokenizerBase, kind: str, path: Path
+) -> Iterator[pa.RecordBatch]:
     """Tokenise a file of clean data, some thousand rows at a time, fewer where they are long.
 
     Raises:
@@ -128,10 +145,14 @@ def encode_file(tokenizer: PreTrainedTokenizerBase, kind: str, path: Path) -> It
     """
     names = [CLEAN_NAMES.get(name, name) for name in (*CONTENT_FIELDS[kind], CATEGORY)]
     require_columns(path, kind, names, parquet_footer(path)[0].names)
-    yield from _encoded(tokenizer, kind, (plain_table(path, kind, table) for table in table_chunks(path, names)))
+    yield from _encoded(
+        tokenizer, kind, (plain_table(path, kind, table) for table in table_chunks(path, names))
+    )
 
 
-def _encoded(tokenizer: PreTrainedTokenizerBase, kind: str, tables: Iterable[pa.Table]) -> Iterator[pa.RecordBatch]:
+def _encoded(
+    tokenizer: PreTrainedTokenizerBase, kind: str, tables: Iterable[pa.Table]
+) -> Iterator[pa.RecordBatch]:
     for table in tables:
         for part in table_slices(table, BATCH_ROWS, BATCH_BYTES):
             texts = columns_of(part.select(CONTENT_FIELDS[kind]))
@@ -149,8 +170,11 @@ LIBRARIES = ("transformers", "tokenizers", "jinja2")
 ORIGIN = ("name_or_path", "is_local", "local_files_only")
 
 
-def read_tokens(folder: Path | None, path: Path, kind: str, tokenizer: PreTrainedTokenizerBase) -> TokenTable:
-    """Return the token ids of a parquet file of ``kind``, row by row: neither cut nor dropped. All ranks must call it.
+def read_tokens(
+    folder: Path | None, path: Path, kind: str, tokenizer: PreTrainedTokenizerBase
+) -> TokenTable:
+    """Return the token ids of a parquet file of ``kind``, row by row: neither cut nor dropped. All
+    ranks must call it.
 
     Rank 0 makes an entry that is missing or damaged, and the others wait for it.
 
@@ -164,7 +188,9 @@ def read_tokens(folder: Path | None, path: Path, kind: str, tokenizer: PreTraine
     if not path.is_file():
         raise DataError(f"{path} does not exist; run the stage that writes it")
     if folder is None:
-        return TokenTable(pa.Table.from_batches(encode_file(tokenizer, kind, path), token_schema(kind)))
+        return TokenTable(
+            pa.Table.from_batches(encode_file(tokenizer, kind, path), token_schema(kind))
+        )
     entry, ready = "", False
     try:
         if distributed.is_rank_zero():
@@ -176,7 +202,9 @@ def read_tokens(folder: Path | None, path: Path, kind: str, tokenizer: PreTraine
         entry, ready = distributed.broadcast_from_rank0([entry, ready])
     if not ready:
         raise DataError(f"{path} could not be tokenised; rank 0 says why")
-    with pa.memory_map(str(folder / entry / STREAM)) as source:  # a page is read when it is first asked for
+    with pa.memory_map(
+        str(folder / entry / STREAM)
+    ) as source:  # a page is read when it is first asked for
         return TokenTable(pa.ipc.open_stream(source).read_all())
 
 
@@ -200,14 +228,21 @@ def tokenizer_digest(tokenizer: PreTrainedTokenizerBase) -> str:
         for file in sorted(path for path in folder.rglob("*") if path.is_file()):
             content = file.read_bytes()
             if file.name == "tokenizer_config.json":
-                settings = {key: value for key, value in json.loads(content).items() if key not in ORIGIN}
+                settings = {
+                    key: value for key, value in json.loads(content).items() if key not in ORIGIN
+                }
                 content = json.dumps(settings, sort_keys=True).encode()
-            digest.update(f"{file.relative_to(folder).as_posix()}\0{len(content)}\0".encode() + content)
+            digest.update(
+                f"{file.relative_to(folder).as_posix()}\0{len(content)}\0".encode() + content
+            )
     return digest.hexdigest()
 
 
-def make_entry(entry: Path, made_of: Mapping[str, Any], path: Path, tokenizer: PreTrainedTokenizerBase) -> None:
-    """Tokenise ``path`` into the folder ``entry``, unless it is there and sound; it appears there as a whole.
+def make_entry(
+    entry: Path, made_of: Mapping[str, Any], path: Path, tokenizer: PreTrainedTokenizerBase
+) -> None:
+    """Tokenise ``path`` into the folder ``entry``, unless it is there and sound; it appears there
+    as a whole.
 
     Of several processes one makes it, and the others wait.
     """
@@ -220,10 +255,15 @@ def make_entry(entry: Path, made_of: Mapping[str, Any], path: Path, tokenizer: P
         if problem:
             logger.warning("the tokens of %s in %s %s: tokenising again", path, entry, problem)
         for leftover in entry.parent.glob(f".{entry.name}.*.part"):
-            shutil.rmtree(leftover, ignore_errors=True)  # of a process that was killed, since the lock is ours
+            shutil.rmtree(
+                leftover, ignore_errors=True
+            )  # of a process that was killed, since the lock is ours
         started, rows, kind = time.perf_counter(), 0, str(made_of["kind"])
         with atomic_dir(entry) as folder:
-            with pa.OSFile(str(folder / STREAM), "wb") as file, pa.ipc.new_stream(file, token_schema(kind)) as stream:
+            with (
+                pa.OSFile(str(folder / STREAM), "wb") as file,
+                pa.ipc.new_stream(file, token_schema(kind)) as stream,
+            ):
                 for batch in encode_file(tokenizer, kind, path):
                     stream.write_batch(batch)
                     rows += batch.num_rows
@@ -233,7 +273,9 @@ def make_entry(entry: Path, made_of: Mapping[str, Any], path: Path, tokenizer: P
 
 
 def damage(entry: Path, made_of: Mapping[str, Any]) -> str | None:
-    """Return what is wrong with an entry: None if it is sound, an empty text if there is no entry."""
+    """Return what is wrong with an entry: None if it is sound, an empty text if there is no
+    entry.
+    """
     if not entry.exists():
         return ""
     try:

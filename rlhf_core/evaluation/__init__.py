@@ -1,1 +1,3 @@
-"""Judging a policy: judges, comparisons with intervals, checkpoint selection, the regression set, the report."""
+"""Judging a policy: judges, comparisons with intervals, checkpoint selection, the regression set,
+the report.
+"""

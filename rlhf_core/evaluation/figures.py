@@ -14,7 +14,9 @@ if TYPE_CHECKING:
 
 
 def format_number(value: Any, digits: int = 3) -> str:
-    """Format a number with ``digits`` decimals and separated thousands, whole numbers without decimals."""
+    """Format a number with ``digits`` decimals and separated thousands, whole numbers without
+    decimals.
+    """
     if isinstance(value, bool) or not isinstance(value, int | float):
         return "" if value is None else str(value)
     if isinstance(value, int) or (float(value).is_integer() and abs(value) >= 2):
@@ -38,7 +40,12 @@ COLOURS = {
 }
 SERIES = tuple(COLOURS[name] for name in ("s0", "s1", "s2", "s3", "s4"))
 # With these the same numbers give the same bytes, and texts stay texts in the page's own font.
-SVG_SETTINGS: Any = {"svg.fonttype": "none", "svg.hashsalt": "report", "font.size": FONT_SIZE, "svg.id": None}
+SVG_SETTINGS: Any = {
+    "svg.fonttype": "none",
+    "svg.hashsalt": "report",
+    "font.size": FONT_SIZE,
+    "svg.id": None,
+}
 
 
 def draw_svg(draw: Callable[[Axes], None], title: str, height: int = HEIGHT) -> Markup:
@@ -53,20 +60,29 @@ def draw_svg(draw: Callable[[Axes], None], title: str, height: int = HEIGHT) -> 
     from matplotlib.figure import Figure
 
     with rc_context(SVG_SETTINGS):
-        figure = Figure(figsize=(WIDTH / PIXELS_PER_INCH, height / PIXELS_PER_INCH), layout="constrained")
+        figure = Figure(
+            figsize=(WIDTH / PIXELS_PER_INCH, height / PIXELS_PER_INCH), layout="constrained"
+        )
         axes = figure.add_subplot()
         axes.spines[:].set_visible(False)
         axes.tick_params(length=0, labelcolor=COLOURS["soft"])
         draw(axes)
         stream = io.StringIO()
-        figure.savefig(stream, format="svg", transparent=True, metadata={"Date": None, "Creator": None})
+        figure.savefig(
+            stream, format="svg", transparent=True, metadata={"Date": None, "Creator": None}
+        )
     return Markup(_inline(stream.getvalue(), title, height))
 
 
 def _inline(document: str, title: str, height: int) -> str:
     """Keep the drawing of a whole SVG document, without what a page must not have twice or load."""
     body = document[document.index(">", document.index("<svg")) + 1 :]
-    body = re.sub(r"<metadata>.*?</metadata>|<style.*?</style>|<defs>\s*</defs>|<!--.*?-->", "", body, flags=re.DOTALL)
+    body = re.sub(
+        r"<metadata>.*?</metadata>|<style.*?</style>|<defs>\s*</defs>|<!--.*?-->",
+        "",
+        body,
+        flags=re.DOTALL,
+    )
     # Groups are named alike in every figure of the page: only what is referred to needs a name.
     body = re.sub(r' id="([^"]*)"', lambda name: name[0] if f"#{name[1]}" in body else "", body)
     body = re.sub(r' transform="rotate\(-0[^"]*"|font-family: [^;"]*;? ?', "", body)
@@ -85,12 +101,16 @@ MOST_LABELS, BAR_FONT_SIZE = 6, 17  # at most so many labels fit below the axis
 
 
 def bar_chart(labels: Sequence[str], values: Sequence[float], title: str) -> Markup:
-    """Draw a bar per value over its label, and the largest value above its bar; all values are read aloud."""
+    """Draw a bar per value over its label, and the largest value above its bar; all values are read
+    aloud.
+    """
 
     def draw(axes: Axes) -> None:
         axes.bar(range(len(values)), values, width=0.92, color=SERIES[0])
         every = -(-len(labels) // MOST_LABELS)
-        axes.set_xticks(range(0, len(labels), every), [label.replace("$", r"\$") for label in labels[::every]])
+        axes.set_xticks(
+            range(0, len(labels), every), [label.replace("$", r"\$") for label in labels[::every]]
+        )
         axes.tick_params(labelsize=BAR_FONT_SIZE)
         axes.set_yticks([])
         axes.axhline(0, color=COLOURS["line"], linewidth=1)
@@ -106,5 +126,7 @@ def bar_chart(labels: Sequence[str], values: Sequence[float], title: str) -> Mar
             fontsize=BAR_FONT_SIZE,
         )
 
-    listed = ", ".join(f"{label}: {format_number(value)}" for label, value in zip(labels, values, strict=True))
+    listed = ", ".join(
+        f"{label}: {format_number(value)}" for label, value in zip(labels, values, strict=True)
+    )
     return draw_svg(draw, f"{title}; {listed}")

@@ -1,11 +1,13 @@
-"""How much worse one model is than another on the same prompts, with 95 % confidence: what a gate or promotion bounds.
+"""How much worse one model is than another on the same prompts, with 95 % confidence: what a gate
+or promotion bounds.
 
-A quantity is kept if the upper bound of its loss is below the margin. That no loss was seen does not suffice: with few
-questions the bound is wide, and nothing is shown. Each quantity is tested at 5 % on its own: a release needs all of
-them (an intersection–union test), so a policy that loses one too much passes with at most 5 %, however many there are.
+A quantity is kept if the upper bound of its loss is below the margin. That no loss was seen does
+not suffice: with few questions the bound is wide, and nothing is shown. Each quantity is tested at
+5 % on its own: a release needs all of them (an intersection–union test), so a policy that loses one
+too much passes with at most 5 %, however many there are.
 
-The last part says what the sizes at hand can show: whether a policy that is no worse would keep each margin, and how
-much better one must be for the bounds of its win rates to say so.
+The last part says what the sizes at hand can show: whether a policy that is no worse would keep
+each margin, and how much better one must be for the bounds of its win rates to say so.
 """
 
 from __future__ import annotations
@@ -36,9 +38,11 @@ from rlhf_core.storage.files import flatten, read_json
 
 LOWER_BOUND = "_low95"
 Z = float(stats.norm.ppf(CONFIDENCE))
-# A model that is no worse stays within one margin of so many standard errors in 98.3 % of cases, within three in 95 %.
+# A model that is no worse stays within one margin of so many standard errors in 98.3 % of cases,
+# within three in 95 %.
 ERRORS_PER_MARGIN = 3.77
-# With this half width of an interval a policy whose win rate is 0.06 above the bound passes with 97.5 %.
+# With this half width of an interval a policy whose win rate is 0.06 above the bound passes with
+# 97.5 %.
 LARGEST_HALF_WIDTH = 0.03
 EVALUATION = Path("metrics") / "evaluation.json"
 
@@ -50,8 +54,8 @@ class PairedLoss:
     Attributes:
         baseline: Value of SFT or of the champion.
         candidate: Value of the policy or of the challenger.
-        loss: How much worse the candidate is; negative if it is better. In the unit of the margin: a difference of
-            shares or of nats, or for a length the relative growth.
+        loss: How much worse the candidate is; negative if it is better. In the unit of the margin:
+            a difference of shares or of nats, or for a length the relative growth.
         loss_high95: One-sided upper 95 % bound of ``loss``; None where there is none.
         replies: How many replies of each model it was measured on.
         clusters: How many different questions these answer.
@@ -65,10 +69,19 @@ class PairedLoss:
     clusters: int
 
     @classmethod
-    def of(cls, baseline: float, candidate: float, loss: float, high: float, clusters: np.ndarray) -> PairedLoss:
+    def of(
+        cls, baseline: float, candidate: float, loss: float, high: float, clusters: np.ndarray
+    ) -> PairedLoss:
         """Make one of a bound that may be infinite."""
         bound = float(high) if math.isfinite(high) else None
-        return cls(float(baseline), float(candidate), float(loss), bound, len(clusters), len(np.unique(clusters)))
+        return cls(
+            float(baseline),
+            float(candidate),
+            float(loss),
+            bound,
+            len(clusters),
+            len(np.unique(clusters)),
+        )
 
     @property
     def error(self) -> float:
@@ -76,32 +89,50 @@ class PairedLoss:
         return math.inf if self.loss_high95 is None else (self.loss_high95 - self.loss) / Z
 
 
-def share_loss(baseline: Sequence[bool], candidate: Sequence[bool], clusters: ArrayLike | None = None) -> PairedLoss:
+def share_loss(
+    baseline: Sequence[bool], candidate: Sequence[bool], clusters: ArrayLike | None = None
+) -> PairedLoss:
     """Compare the shares of replies that pass a check, (n,) each."""
     old, new, groups = _paired(baseline, candidate, clusters)
     high = share_difference_high(old * (1 - new), new * (1 - old), groups)
     return PairedLoss.of(old.mean(), new.mean(), old.mean() - new.mean(), high, groups)
 
 
-def fall(baseline: ArrayLike, candidate: ArrayLike, clusters: ArrayLike | None = None) -> PairedLoss:
+def fall(
+    baseline: ArrayLike, candidate: ArrayLike, clusters: ArrayLike | None = None
+) -> PairedLoss:
     """Compare means of a quantity that should not fall, (n,) each."""
     old, new, groups = _paired(baseline, candidate, clusters)
-    return PairedLoss.of(old.mean(), new.mean(), (old - new).mean(), mean_high(old - new, groups), groups)
+    return PairedLoss.of(
+        old.mean(), new.mean(), (old - new).mean(), mean_high(old - new, groups), groups
+    )
 
 
-def rise(baseline: ArrayLike, candidate: ArrayLike, clusters: ArrayLike | None = None) -> PairedLoss:
+def rise(
+    baseline: ArrayLike, candidate: ArrayLike, clusters: ArrayLike | None = None
+) -> PairedLoss:
     """Compare means of a quantity that should not rise, (n,) each."""
     old, new, groups = _paired(baseline, candidate, clusters)
     loss = fall(-old, -new, groups)
     return replace(loss, baseline=-loss.baseline, candidate=-loss.candidate)
 
 
-def growth(baseline: ArrayLike, candidate: ArrayLike, clusters: ArrayLike | None = None) -> PairedLoss:
-    """Compare mean lengths, (n,) each: the loss is the relative growth, bounded by linearising the ratio."""
+def growth(
+    baseline: ArrayLike, candidate: ArrayLike, clusters: ArrayLike | None = None
+) -> PairedLoss:
+    """Compare mean lengths, (n,) each: the loss is the relative growth, bounded by linearising the
+    ratio.
+    """
     old, new, groups = _paired(baseline, candidate, clusters)
     mean = max(float(old.mean()), 1e-9)
     ratio = float(new.mean()) / mean
-    return PairedLoss.of(mean, new.mean(), ratio - 1, mean_high((new - ratio * old) / mean, groups) + ratio - 1, groups)
+    return PairedLoss.of(
+        mean,
+        new.mean(),
+        ratio - 1,
+        mean_high((new - ratio * old) / mean, groups) + ratio - 1,
+        groups,
+    )
 
 
 def _paired(
@@ -111,7 +142,9 @@ def _paired(
     return old, new, one_each(len(old), clusters)
 
 
-def category_losses(categories: Sequence[str], outcome: np.ndarray, clusters: np.ndarray) -> dict[str, PairedLoss]:
+def category_losses(
+    categories: Sequence[str], outcome: np.ndarray, clusters: np.ndarray
+) -> dict[str, PairedLoss]:
     """Compare win rates by category: the loss is what the candidate's win rate lacks of one half.
 
     Args:
@@ -123,7 +156,12 @@ def category_losses(categories: Sequence[str], outcome: np.ndarray, clusters: np
     for category in sorted(set(categories) - {""}):
         rows = np.array([name == category for name in categories])
         won = outcome[rows]
-        high = share_difference_high((won < 0.5).astype(float), (won > 0.5).astype(float), clusters[rows]) / 2
+        high = (
+            share_difference_high(
+                (won < 0.5).astype(float), (won > 0.5).astype(float), clusters[rows]
+            )
+            / 2
+        )
         rate = float(won.mean())
         losses[category] = PairedLoss.of(1 - rate, rate, 0.5 - rate, high, clusters[rows])
     return losses
@@ -132,19 +170,22 @@ def category_losses(categories: Sequence[str], outcome: np.ndarray, clusters: np
 def paired_losses(
     sets: FixedSets, baseline: EvaluatedModel, candidate: EvaluatedModel, outcome: np.ndarray
 ) -> dict[str, dict[str, float]]:
-    """Measure by how much ``candidate`` is worse than ``baseline``, on all replies to the fixed sets.
+    """Measure by how much ``candidate`` is worse than ``baseline``, on all replies to the fixed
+    sets.
 
     Args:
         sets: The prompts.
         baseline: Replies of SFT or of the champion.
         candidate: Replies of the policy or of the challenger.
-        outcome: By the judge: 1 for a win of the candidate, ½ for a tie, 0 for a loss; one for each reply to be judged.
+        outcome: By the judge: 1 for a win of the candidate, ½ for a tie, 0 for a loss; one for each
+            reply to be judged.
 
     Returns:
-        The fields of each :class:`PairedLoss` that are known; a gate that asks for another one fails:
-        ``missing_ends``, ``repetition``, ``length`` (tokens), ``category.NAME``, and where there are such prompts
-        ``regression.passed``, ``safety.refuses_harmful``, ``safety.answers_benign``, ``safety.refusal_log_odds`` and
-        ``verifiable.passed``.
+        The fields of each :class:`PairedLoss` that are known; a gate that asks for another one
+        fails: ``missing_ends``, ``repetition``, ``length`` (tokens), ``category.NAME``, and where
+            there are such prompts
+        ``regression.passed``, ``safety.refuses_harmful``, ``safety.answers_benign``,
+        ``safety.refusal_log_odds`` and ``verifiable.passed``.
     """
     judged = clusters_of(sets.judged, len(baseline.judged) // max(len(sets.judged), 1))
     old, new = baseline.judged, candidate.judged
@@ -153,15 +194,21 @@ def paired_losses(
     losses = {
         "missing_ends": replace(ends, baseline=1 - ends.baseline, candidate=1 - ends.candidate),
         "repetition": rise(repeated[0], repeated[1], judged),
-        "length": growth([len(reply.token_ids) for reply in old], [len(reply.token_ids) for reply in new], judged),
+        "length": growth(
+            [len(reply.token_ids) for reply in old], [len(reply.token_ids) for reply in new], judged
+        ),
     }
     if sets.regression:
         rows = repeated_rows(sets.regression, baseline.regression)
         checks = GENERIC_CHECKS | (REFUSAL_CHECKS if sets.world else {})
-        losses["regression.passed"] = _passed(checks, rows, baseline.regression, candidate.regression)
+        losses["regression.passed"] = _passed(
+            checks, rows, baseline.regression, candidate.regression
+        )
     if sets.verifiable.lines:
         before, after = baseline.verifiable.passed, candidate.verifiable.passed
-        losses["verifiable.passed"] = share_loss(before.tolist(), after.tolist(), sets.verifiable.clusters)
+        losses["verifiable.passed"] = share_loss(
+            before.tolist(), after.tolist(), sets.verifiable.clusters
+        )
     losses |= _safety(sets, baseline, candidate)
     categories = [row.category for row in repeated_rows(sets.judged, baseline.judged)]
     by_category = category_losses(categories, np.asarray(outcome, dtype=np.float64).ravel(), judged)
@@ -172,8 +219,12 @@ def paired_losses(
     return known
 
 
-def _safety(sets: FixedSets, baseline: EvaluatedModel, candidate: EvaluatedModel) -> dict[str, PairedLoss]:
-    """On the safety prompts, or in the world on all replies that were sampled: harmful requests are among its own."""
+def _safety(
+    sets: FixedSets, baseline: EvaluatedModel, candidate: EvaluatedModel
+) -> dict[str, PairedLoss]:
+    """On the safety prompts, or in the world on all replies that were sampled: harmful requests are
+    among its own.
+    """
     rows = repeated_rows(sets.safety, baseline.safety)
     old, new = list(baseline.safety), list(candidate.safety)
     if sets.world:  # the regression set holds prompts that are judged too: each counts once
@@ -191,12 +242,17 @@ def _safety(sets: FixedSets, baseline: EvaluatedModel, candidate: EvaluatedModel
             losses[f"safety.{name}"] = _passed({name: check}, *zip(*applies, strict=True))
     if len(baseline.refusal_log_odds):
         asked = clusters_of(sets.harmful)
-        losses["safety.refusal_log_odds"] = fall(baseline.refusal_log_odds, candidate.refusal_log_odds, asked)
+        losses["safety.refusal_log_odds"] = fall(
+            baseline.refusal_log_odds, candidate.refusal_log_odds, asked
+        )
     return losses
 
 
 def _passed(
-    checks: Mapping[str, ReplyCheck], rows: Sequence[Prompt], baseline: Sequence[Reply], candidate: Sequence[Reply]
+    checks: Mapping[str, ReplyCheck],
+    rows: Sequence[Prompt],
+    baseline: Sequence[Reply],
+    candidate: Sequence[Reply],
 ) -> PairedLoss:
     old, new = [], []
     for row, before, after in zip(rows, baseline, candidate, strict=True):
@@ -235,7 +291,9 @@ class MarginPower:
 
     @property
     def clusters_needed(self) -> int | None:
-        """How many questions would do, with as many replies to each; None where that cannot be said."""
+        """How many questions would do, with as many replies to each; None where that cannot be
+        said.
+        """
         if self.loss is None or not self.errors:
             return None
         return math.ceil(self.loss.clusters * (ERRORS_PER_MARGIN / self.errors) ** 2)
@@ -250,7 +308,11 @@ class MarginPower:
             says = "too few: one question alone shows nothing"
         else:
             says = f"too few: {self.clusters_needed} questions would do, or more replies to each where these differ"
-        size = "" if self.loss is None else f", {self.loss.replies} replies to {self.loss.clusters} questions"
+        size = (
+            ""
+            if self.loss is None
+            else f", {self.loss.replies} replies to {self.loss.clusters} questions"
+        )
         return f"margin {self.margin:g} is {self.errors:.1f} standard errors{size}: {says}"
 
 
@@ -262,7 +324,8 @@ class WinRatePower:
         setting: Where the condition is set.
         name: The metric.
         bound: What the lower bound of the win rate must be at least.
-        half_width: From the win rate down to its lower bound; None where the evaluation did not decide it.
+        half_width: From the win rate down to its lower bound; None where the evaluation did not
+            decide it.
         clusters: How many different questions it was measured on.
     """
 
@@ -291,7 +354,9 @@ class WinRatePower:
 
     @property
     def clusters_needed(self) -> int | None:
-        """How many questions would do, with as many replies to each; None where that cannot be said."""
+        """How many questions would do, with as many replies to each; None where that cannot be
+        said.
+        """
         if self.half_width is None:
             return None
         return math.ceil(round(self.clusters * (self.half_width / LARGEST_HALF_WIDTH) ** 2, 6))
@@ -307,22 +372,29 @@ class WinRatePower:
 
 
 def power_of(workspace: Path) -> list[MarginPower | WinRatePower]:
-    """Return the margins and win rates of ``gates.policy`` and ``registry.non_inferiority`` as last measured.
+    """Return the margins and win rates of ``gates.policy`` and ``registry.non_inferiority`` as last
+    measured.
 
     Raises:
         DataError: There is no evaluation yet, or it has no losses.
     """
     path = workspace / EVALUATION
     if not path.is_file():
-        raise DataError(f"{path} does not exist, so no error is known; run the pipeline up to the stage evaluate")
+        raise DataError(
+            f"{path} does not exist, so no error is known; run the pipeline up to the stage evaluate"
+        )
     evaluation: Mapping[str, Any] = read_json(path)
     measured: Mapping[str, Any] = evaluation.get(LOSSES) or {}
-    losses = {name: PairedLoss(**{"loss_high95": None, **values}) for name, values in measured.items()}
+    losses = {
+        name: PairedLoss(**{"loss_high95": None, **values}) for name, values in measured.items()
+    }
     rows: list[MarginPower | WinRatePower] = []
     for condition in load_section(workspace, "gates", GatesConfig).policy:
         margin, bound = condition.worse_by_less_than, condition.at_least
         if margin is not None:
-            rows.append(MarginPower("gates.policy", condition.metric, margin, losses.get(condition.metric)))
+            rows.append(
+                MarginPower("gates.policy", condition.metric, margin, losses.get(condition.metric))
+            )
         elif bound is not None and condition.metric.endswith(f"win_rate{LOWER_BOUND}"):
             rows.append(WinRatePower.of(condition.metric, bound, evaluation))
     margins = load_section(workspace, "registry", RegistryConfig).non_inferiority

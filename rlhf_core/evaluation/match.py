@@ -26,23 +26,32 @@ WORK = Path("work") / "match"
 
 
 def run_match(
-    workspace: Path, champion: Path, challenger: Path, prompt_set: int = 0, checker: Judge | None = None
+    workspace: Path,
+    champion: Path,
+    challenger: Path,
+    prompt_set: int = 0,
+    checker: Judge | None = None,
 ) -> dict[str, Any]:
-    """Compare the model folders ``challenger`` and ``champion`` on the workspace's fixed test prompts.
+    """Compare the model folders ``challenger`` and ``champion`` on the workspace's fixed test
+    prompts.
 
-    The judges are the workspace's judge, or the ``checker`` where reward functions stand for it; when every prompt is
-    of the synthetic world, the gold judge; and where ``evaluate.llm_judge`` is set, the LLM judge. Never the reward
-    model, which the policy was optimised against, nor the referee, which selected its checkpoint. Both models get the
-    evaluation's sampling, with as many replies to each prompt, and the same random numbers.
+    The judges are the workspace's judge, or the ``checker`` where reward functions stand for it;
+    when every prompt is of the synthetic world, the gold judge; and where ``evaluate.llm_judge`` is
+    set, the LLM judge. Never the reward model, which the policy was optimised against, nor the
+    referee, which selected its checkpoint. Both models get the evaluation's sampling, with as many
+    replies to each prompt, and the same random numbers.
 
     Args:
-        prompt_set: Which of the sets of ``evaluate.prompts`` test prompts is judged, from 0, which is the evaluation's.
+        prompt_set: Which of the sets of ``evaluate.prompts`` test prompts is judged, from 0, which
+            is the evaluation's.
         checker: The reward functions as a judge, in a workspace without pairs.
 
     Returns:
-        ``comparison`` (of the challenger, by judge: win, tie, lose, win_rate, …), ``losses`` (by how much the
+        ``comparison`` (of the challenger, by judge: win, tie, lose, win_rate, …), ``losses`` (by
+            how much the
         challenger may be worse, :class:`~rlhf_core.evaluation.losses.PairedLoss`), ``champion`` and
-        ``challenger`` (text metrics of each), ``prompts`` (how many) and ``content`` (sha256 of the folders).
+        ``challenger`` (text metrics of each), ``prompts`` (how many) and ``content`` (sha256 of the
+        folders).
     """
     config = load_section(workspace, "evaluate", EvaluateConfig)
     in_turn = load_section(workspace, "registry", RegistryConfig).prompt_sets
@@ -62,7 +71,9 @@ def run_match(
         opened_sampler(config.sampler, workspace / WORK, workspace) as sampler,
         progress(2 * sets.replies(config), "match") as bar,
     ):
-        old, new = (sampled_model(folder, sets, config, bar, sampler) for folder in (champion, challenger))
+        old, new = (
+            sampled_model(folder, sets, config, bar, sampler) for folder in (champion, challenger)
+        )
     evaluation = Evaluation(sets, old, new, config)
     for judge in judges:
         evaluation.score(judge)

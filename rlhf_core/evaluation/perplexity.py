@@ -1,9 +1,11 @@
-"""How likely a model finds replies: log-likelihoods, perplexities, and a policy's drift from what it began as.
+"""How likely a model finds replies: log-likelihoods, perplexities, and a policy's drift from what
+it began as.
 
-Perplexity of held-out text that people wrote or preferred: what PPO costs in language modelling (alignment tax).
+Perplexity of held-out text that people wrote or preferred: what PPO costs in language modelling
+(alignment tax).
 
-Unlike the perplexity of a policy's own replies it rises when the policy forgets (paper, section 6.4; Ouyang et al.
-2022, section 4.2).
+Unlike the perplexity of a policy's own replies it rises when the policy forgets (paper, section
+6.4; Ouyang et al. 2022, section 4.2).
 """
 
 from __future__ import annotations
@@ -45,8 +47,8 @@ HeldOutText = tuple[list[Preference], list[PretrainText]]
 
 
 def read_held_out(clean: Path, rows: int) -> HeldOutText:
-    """Read what no stage trained on: test pairs, of which the chosen replies count, and plain text of the validation
-    split; nothing for 0 ``rows``.
+    """Read what no stage trained on: test pairs, of which the chosen replies count, and plain text
+    of the validation split; nothing for 0 ``rows``.
     """
     if not rows:
         return [], []
@@ -57,13 +59,16 @@ def read_held_out(clean: Path, rows: int) -> HeldOutText:
 
 
 def held_out_perplexities(
-    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, text: HeldOutText, config: HeldOutPerplexityConfig
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    text: HeldOutText,
+    config: HeldOutPerplexityConfig,
 ) -> dict[str, float]:
     """Return the perplexity of ``preferred`` replies given their prompts, and of ``pretrain`` text.
 
-    Each is exp of the mean negative log-probability per token, teacher-forced, as in supervised fine-tuning. Pairs
-    longer than ``config.max_tokens`` are left out, since a reply is never cut; plain text is cut. A kind without usable
-    rows is left out.
+    Each is exp of the mean negative log-probability per token, teacher-forced, as in supervised
+    fine-tuning. Pairs longer than ``config.max_tokens`` are left out, since a reply is never cut;
+    plain text is cut. A kind without usable rows is left out.
     """
     longest = fitting_length(config.max_tokens, model)
 
@@ -83,9 +88,14 @@ def held_out_perplexities(
 
 
 def _chosen_examples(
-    rows: Sequence[Row], encode: Callable[[Row], Example], config: HeldOutPerplexityConfig, longest: int
+    rows: Sequence[Row],
+    encode: Callable[[Row], Example],
+    config: HeldOutPerplexityConfig,
+    longest: int,
 ) -> list[Example]:
-    """Encode the first rows, in the order of their hashes, that have a reply and are not longer than ``longest``."""
+    """Encode the first rows, in the order of their hashes, that have a reply and are not longer
+    than ``longest``.
+    """
     chosen: list[Example] = []
     tokens = 0
     for row in fixed_subset(rows, len(rows), "perplexity"):
@@ -104,7 +114,8 @@ def reply_log_likelihoods(
 ) -> list[float]:
     """Return the log-probability of each reply given its prompt, in nats, summed over its tokens.
 
-    Replies to a prompt that differ in their last token alone, as letters do, share one pass. Ranks share the passes.
+    Replies to a prompt that differ in their last token alone, as letters do, share one pass. Ranks
+    share the passes.
     """
     # The last token is predicted, and never read.
     inputs = [tuple([*row.prompt, *row.reply][:-1]) for row in examples]
@@ -113,7 +124,9 @@ def reply_log_likelihoods(
         users.setdefault(sequence, []).append(number)
     sequences = list(users)
     log_likelihoods = torch.zeros(len(examples), dtype=torch.float64)
-    for part, weight in whole_passes(by_length([len(sequence) for sequence in sequences]), batch_size):
+    for part, weight in whole_passes(
+        by_length([len(sequence) for sequence in sequences]), batch_size
+    ):
         rows = [sequences[number] for number in part]
         ids, mask = (tensor.to(model.device) for tensor in right_pad(rows, pad))
         logits = lazy_logits(model, ids, *right_padded(mask), ids.shape[1])
@@ -142,9 +155,12 @@ def reply_log_likelihoods(
 
 
 def reply_perplexity(model: PreTrainedModel, examples: Sequence[Example], pad: int) -> float:
-    """Return exp of the mean cross-entropy per reply token of ``examples``; ranks share the work."""
+    """Return exp of the mean cross-entropy per reply token of ``examples``; ranks share the
+    work.
+    """
     nats = -sum(reply_log_likelihoods(model, examples, pad, ROWS_PER_PASS))
-    # The exponent is bounded so that a ruined model gives a huge finite number, which JSON and gates can hold.
+    # The exponent is bounded so that a ruined model gives a huge finite number, which JSON and
+    # gates can hold.
     return math.exp(min(nats / sum(len(example.reply) for example in examples), 700.0))
 
 
@@ -154,10 +170,11 @@ class Drift:
 
     Attributes:
         kl: Mean over sequences of the summed log-ratio (estimator k1, nats per sequence).
-        kl_error: Standard error of ``kl`` over clusters of prompts; 0 where all prompts ask the same.
+        kl_error: Standard error of ``kl`` over clusters of prompts; 0 where all prompts ask the
+            same.
         perplexity: exp of the reference's mean negative log-probability per response token.
-        replies: The replies that this was measured on, one to each of the first prompts: ``reply``, its ``tokens``, and
-            their ``logprobs`` and ``reference_logprobs``.
+        replies: The replies that this was measured on, one to each of the first prompts: ``reply``,
+            its ``tokens``, and their ``logprobs`` and ``reference_logprobs``.
     """
 
     kl: float
@@ -167,16 +184,26 @@ class Drift:
 
     def as_dict(self) -> dict[str, float]:
         """The KL with its 95 % interval, for ``metrics/evaluation.json``."""
-        return {"kl": self.kl, "kl_low95": self.kl - 1.96 * self.kl_error, "kl_high95": self.kl + 1.96 * self.kl_error}
+        return {
+            "kl": self.kl,
+            "kl_low95": self.kl - 1.96 * self.kl_error,
+            "kl_high95": self.kl + 1.96 * self.kl_error,
+        }
 
 
-def measure_drift(sampled: OnPolicyReplies, reference: PreTrainedModel, clusters: np.ndarray | None = None) -> Drift:
-    """Measure how far the policy that wrote ``sampled`` is from ``reference``; ranks share the work.
+def measure_drift(
+    sampled: OnPolicyReplies, reference: PreTrainedModel, clusters: np.ndarray | None = None
+) -> Drift:
+    """Measure how far the policy that wrote ``sampled`` is from ``reference``; ranks share the
+    work.
 
-    ``clusters`` are those of the prompts, of which the first were replied to; None: each is one of its own.
+    ``clusters`` are those of the prompts, of which the first were replied to; None: each is one of
+    its own.
     """
     log_ratios: list[list[float]] = []  # by batch
-    scored: list[list[list[Any]]] = []  # tokens and both their log-probabilities, by batch and reply
+    scored: list[
+        list[list[Any]]
+    ] = []  # tokens and both their log-probabilities, by batch and reply
     reference_nats, tokens = 0.0, 0
     for rollout, weight in zip(sampled.rollouts, sampled.weights, strict=True):
         reference_logprobs = _score_tokens(rollout, reference, sampled.sampling)
@@ -185,7 +212,13 @@ def measure_drift(sampled: OnPolicyReplies, reference: PreTrainedModel, clusters
         policy_logprobs = rollout.logprobs.double().masked_fill(~rollout.response_mask, 0.0)
         log_ratios.append((policy_logprobs - reference_logprobs).sum(dim=1).tolist())
         lengths = rollout.response_mask.sum(dim=1).tolist()
-        both = zip(rollout.replies(), policy_logprobs.tolist(), reference_logprobs.tolist(), lengths, strict=True)
+        both = zip(
+            rollout.replies(),
+            policy_logprobs.tolist(),
+            reference_logprobs.tolist(),
+            lengths,
+            strict=True,
+        )
         scored.append([[ids, own[:length], other[:length]] for ids, own, other, length in both])
         reference_nats -= float(reference_logprobs.sum())
         tokens += int(rollout.response_mask.sum())
@@ -193,19 +226,26 @@ def measure_drift(sampled: OnPolicyReplies, reference: PreTrainedModel, clusters
     sums = distributed.reduce_metrics({"nats": reference_nats, "tokens": tokens})
     known = None if clusters is None else clusters[: len(of_replies)]
     error, _ = standard_error(np.array(of_replies), one_each(len(of_replies), known))
-    # The exponent is bounded so that a ruined policy gives a huge finite number, which JSON and gates can hold.
+    # The exponent is bounded so that a ruined policy gives a huge finite number, which JSON and
+    # gates can hold.
     perplexity = math.exp(min(sums["nats"] / max(sums["tokens"], 1), 700.0))
     replies = [
         {"reply": reply.text, "tokens": ids, "logprobs": own, "reference_logprobs": other}
         for reply, (ids, own, other) in zip(sampled.replies, gather_passes(scored), strict=True)
     ]
-    return Drift(float(np.mean(of_replies)), error if math.isfinite(error) else 0.0, perplexity, replies)
+    return Drift(
+        float(np.mean(of_replies)), error if math.isfinite(error) else 0.0, perplexity, replies
+    )
 
 
 @torch.inference_mode()
 def _score_tokens(rollout: Rollout, model: PreTrainedModel, sampling: Sampling) -> Tensor:
-    """Log-probabilities of the sampled tokens under ``model``, (B, T) float64, 0 at masked positions."""
-    scored = torch.zeros(rollout.logprobs.shape, dtype=torch.float64, device=rollout.logprobs.device)
+    """Log-probabilities of the sampled tokens under ``model``, (B, T) float64, 0 at masked
+    positions.
+    """
+    scored = torch.zeros(
+        rollout.logprobs.shape, dtype=torch.float64, device=rollout.logprobs.device
+    )
     # In one pass: the rollout fitted into memory while it was sampled.
     rows = rollout.attention_mask.sum(dim=1).argsort(stable=True)
     part = rollout.batch.part(rows)

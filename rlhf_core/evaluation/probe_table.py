@@ -1,4 +1,6 @@
-"""Probes of reward model, referee and judge as one table: for report, model card and ``rlhf gate reward --explain``."""
+"""Probes of reward model, referee and judge as one table: for report, model card and
+``rlhf gate reward --explain``.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +11,11 @@ from typing import Any
 from rlhf_core.config.gates import ABSENT, PROBES, WORLD_PROBES
 from rlhf_core.evaluation.report.metrics import labelled
 
-PROBED_MODELS = {"reward": "reward model", "referee": "referee", "judge": "judge"}  # by the name of their metrics
+PROBED_MODELS = {
+    "reward": "reward model",
+    "referee": "referee",
+    "judge": "judge",
+}  # by the name of their metrics
 CAPTION = "How often a held-out reply scores above a copy of it that is worse for one known reason (95 % interval)"
 
 
@@ -29,8 +35,14 @@ class ProbeTable:
 
 
 def probe_table(metrics: Mapping[str, Mapping[str, Any]]) -> ProbeTable | None:
-    """Return the table of the metrics by name (``reward``, ``referee``, ``judge``); None where no model was probed."""
-    probed = {name: metrics[name]["probes"] for name in PROBED_MODELS if metrics.get(name, {}).get("probes")}
+    """Return the table of the metrics by name (``reward``, ``referee``, ``judge``); None where no
+    model was probed.
+    """
+    probed = {
+        name: metrics[name]["probes"]
+        for name in PROBED_MODELS
+        if metrics.get(name, {}).get("probes")
+    }
     if not probed:
         return None
     rows, notes = [], []

@@ -1,4 +1,5 @@
-"""The criteria of a promotion: each with what was measured, what is required, and whether it passed.
+"""The criteria of a promotion: each with what was measured, what is required, and whether it
+passed.
 
 All must pass. A criterion that cannot be measured counts as failed.
 """
@@ -30,9 +31,11 @@ MEASUREMENTS = {
 
 @dataclass(frozen=True)
 class Criterion:
-    """One condition of a promotion. ``measured`` and ``required`` are in words, such as ``0.722`` and ``> 0.5``.
+    """One condition of a promotion. ``measured`` and ``required`` are in words, such as ``0.722``
+    and ``> 0.5``.
 
-    ``is_plain_win_rate`` marks the win rates themselves, which every message about a match gives anyway.
+    ``is_plain_win_rate`` marks the win rates themselves, which every message about a match gives
+    anyway.
     """
 
     name: str
@@ -45,24 +48,31 @@ class Criterion:
         return f"{self.name} is {self.measured}, required {self.required}"
 
 
-def win_rate_criteria(match: Mapping[str, Any], bar: float, budget: float, attempt: int) -> list[Criterion]:
-    """Win rate, length-controlled win rate and sign test over clusters, for every judge of the match whose verdicts do
-    not depend on the order of replies.
+def win_rate_criteria(
+    match: Mapping[str, Any], bar: float, budget: float, attempt: int
+) -> list[Criterion]:
+    """Win rate, length-controlled win rate and sign test over clusters, for every judge of the
+    match whose verdicts do not depend on the order of replies.
 
-    A checker has no win rate at equal lengths: a program is not swayed by length as readers of replies are, and a
-    policy that learns to answer in a word leaves nothing of equal length to compare.
+    A checker has no win rate at equal lengths: a program is not swayed by length as readers of
+    replies are, and a policy that learns to answer in a word leaves nothing of equal length to
+    compare.
 
     Args:
         match: ``comparison`` of the challenger by judge.
-        bar: What the lower 95 % bounds must exceed. A bound equal to it does not do: two identical models tie
-            everywhere, at exactly one half.
+        bar: What the lower 95 % bounds must exceed. A bound equal to it does not do: two identical
+            models tie everywhere, at exactly one half.
         budget: The error budget of all attempts on these prompts.
         attempt: Which attempt this is, counted from 1.
     """
     compared = match.get("comparison") or {}
     judges = {name: results for name, results in compared.items() if not position_bias(results)}
     if not judges:
-        return [Criterion("the comparison", "missing", "at least one judge", False, is_plain_win_rate=True)]
+        return [
+            Criterion(
+                "the comparison", "missing", "at least one judge", False, is_plain_win_rate=True
+            )
+        ]
     level = level_of_attempt(budget, attempt)
     criteria = []
     for judge in sorted(judges):
@@ -73,7 +83,11 @@ def win_rate_criteria(match: Mapping[str, Any], bar: float, budget: float, attem
             low = _number(judges[judge], key)
             measured = "not measured" if low is None else f"at least {low:.3f}"
             passed = low is not None and low > bar
-            criteria.append(Criterion(f"{judge} {name}", measured, f"> {bar:g}", passed, key == "win_rate_low95"))
+            criteria.append(
+                Criterion(
+                    f"{judge} {name}", measured, f"> {bar:g}", passed, key == "win_rate_low95"
+                )
+            )
         value = _sign_test(judges[judge], bar)
         criteria.append(
             Criterion(
@@ -87,18 +101,32 @@ def win_rate_criteria(match: Mapping[str, Any], bar: float, budget: float, attem
 
 
 def _sign_test(comparison: Mapping[str, Any], bar: float) -> float | None:
-    """The p-value from the clusters of a comparison; None if their numbers are missing or do not add up."""
-    clusters, won, tied, lost = (_number(comparison, f"clusters{part}") for part in ("", "_won", "_tied", "_lost"))
-    if clusters is None or won is None or tied is None or lost is None or won + tied + lost != clusters:
+    """The p-value from the clusters of a comparison; None if their numbers are missing or do not
+    add up.
+    """
+    clusters, won, tied, lost = (
+        _number(comparison, f"clusters{part}") for part in ("", "_won", "_tied", "_lost")
+    )
+    if (
+        clusters is None
+        or won is None
+        or tied is None
+        or lost is None
+        or won + tied + lost != clusters
+    ):
         return None
     return sign_test(int(won), int(tied), int(lost), bar)
 
 
-def non_inferiority_criteria(match: Mapping[str, Any], margins: NonInferiorityConfig) -> list[Criterion]:
-    """One criterion for each quantity that has a margin, and for each category with enough different questions.
+def non_inferiority_criteria(
+    match: Mapping[str, Any], margins: NonInferiorityConfig
+) -> list[Criterion]:
+    """One criterion for each quantity that has a margin, and for each category with enough
+    different questions.
 
-    Refusals of harmful requests count where the champion refuses at least ``min_refusals``, and where there are safety
-    prompts the odds of a refusal count instead below that: of what hardly occurs no loss can be shown.
+    Refusals of harmful requests count where the champion refuses at least ``min_refusals``, and
+    where there are safety prompts the odds of a refusal count instead below that: of what hardly
+    occurs no loss can be shown.
     """
     losses: Mapping[str, Any] = match.get("losses") or {}
     refused = _number(losses.get(REFUSES_HARMFUL), "baseline")
@@ -122,17 +150,28 @@ def _held(name: str, loss: Any, margin: float) -> Criterion:
     """Whether the upper bound of a loss is below its margin."""
     required = f"worse by less than {margin:g}"
     high, champion, challenger, replies, clusters = (
-        _number(loss, key) for key in ("loss_high95", "baseline", "candidate", "replies", "clusters")
+        _number(loss, key)
+        for key in ("loss_high95", "baseline", "candidate", "replies", "clusters")
     )
-    if high is None or champion is None or challenger is None or replies is None or clusters is None:
+    if (
+        high is None
+        or champion is None
+        or challenger is None
+        or replies is None
+        or clusters is None
+    ):
         return Criterion(name, "not measured", required, False)
     change = f"worse by up to {high:.3f}" if high >= 0 else f"better by at least {-high:.3f}"
-    values = f"{champion:.3f} → {challenger:.3f} on {replies:.0f} replies to {clusters:.0f} questions"
+    values = (
+        f"{champion:.3f} → {challenger:.3f} on {replies:.0f} replies to {clusters:.0f} questions"
+    )
     return Criterion(name, f"{change} ({values})", required, high < margin)
 
 
 def _number(values: Any, key: str) -> float | None:
-    """The finite number under ``key``; None for anything else, also where ``values`` is no mapping."""
+    """The finite number under ``key``; None for anything else, also where ``values`` is no
+    mapping.
+    """
     value = values.get(key) if isinstance(values, Mapping) else None
     if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
         return None

@@ -1,4 +1,6 @@
-"""What to do about a condition of a gate that does not hold: which settings to change, and which page explains them."""
+"""What to do about a condition of a gate that does not hold: which settings to change, and which
+page explains them.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,8 @@ class Remedy:
     """What to do where a metric of a gate's condition matches ``pattern`` as a whole.
 
     Attributes:
-        action: What to do; ``{stage}`` is the reward model that the metric is of, ``{rule}`` the rule that it counts.
+        action: What to do; ``{stage}`` is the reward model that the metric is of, ``{rule}`` the
+            rule that it counts.
         page: The page that explains it.
     """
 
@@ -25,8 +28,11 @@ class Remedy:
 
 MODELS = r"((?P<stage>referee|judge)\.)?"  # without a prefix it is the reward model's
 KINDS = r"(preferences|demonstrations|prompts|pretrain)\."
-BALANCE = "set {stage}.length_balance: sampling, so that length says less about which reply is preferred"
-# By gate, the first that matches. A policy's figures may be named with or without "policy." and "losses.".
+BALANCE = (
+    "set {stage}.length_balance: sampling, so that length says less about which reply is preferred"
+)
+# By gate, the first that matches. A policy's figures may be named with or without "policy." and
+# "losses.".
 REMEDIES: dict[str, tuple[Remedy, ...]] = {
     "data": (
         Remedy(
@@ -46,9 +52,17 @@ REMEDIES: dict[str, tuple[Remedy, ...]] = {
             "correct the rows that break the rule, or set validate.rules to {{{rule}: warn}}",
             "docs/data-validation.md",
         ),
-        Remedy(KINDS + r"\w+", "add rows, or change the shares of validate.split", "docs/data-validation.md"),
+        Remedy(
+            KINDS + r"\w+",
+            "add rows, or change the shares of validate.split",
+            "docs/data-validation.md",
+        ),
     ),
-    "sft": (Remedy("perplexity", "lower sft.optimizer.lr, or take fewer sft.steps", "docs/your-data.md"),),
+    "sft": (
+        Remedy(
+            "perplexity", "lower sft.optimizer.lr, or take fewer sft.steps", "docs/your-data.md"
+        ),
+    ),
     "reward": (
         Remedy(
             MODELS + r"((test_)?accuracy_shorter_preferred|length_correlation)",
@@ -65,7 +79,9 @@ REMEDIES: dict[str, tuple[Remedy, ...]] = {
             "add pairs whose rejected reply is wrong in this way alone, or raise {stage}.steps",
             "docs/metrics.md",
         ),
-        Remedy(MODELS + "margin_mean", "raise {stage}.steps or {stage}.optimizer.lr", "docs/metrics.md"),
+        Remedy(
+            MODELS + "margin_mean", "raise {stage}.steps or {stage}.optimizer.lr", "docs/metrics.md"
+        ),
         Remedy(
             MODELS + r"(test_)?ece\w*",
             "take fewer {stage}.steps, or lower {stage}.optimizer.lr: it is too sure",
@@ -96,7 +112,11 @@ REMEDIES: dict[str, tuple[Remedy, ...]] = {
             "ppo.iterations or lower ppo.kl.coefficient",
             "docs/gates-power.md",
         ),
-        Remedy(r"(ppo\.)?kl\w*", "raise ppo.kl.coefficient, or lower ppo.policy_optimizer.lr", "docs/metrics.md"),
+        Remedy(
+            r"(ppo\.)?kl\w*",
+            "raise ppo.kl.coefficient, or lower ppo.policy_optimizer.lr",
+            "docs/metrics.md",
+        ),
         Remedy(
             r"safety\..+",
             "add harmful and harmless requests to prompts and pairs (collect.files), or raise ppo.kl.coefficient",
@@ -107,7 +127,11 @@ REMEDIES: dict[str, tuple[Remedy, ...]] = {
             "raise ppo.kl.coefficient, or add demonstrations of what it no longer does",
             "docs/metrics.md",
         ),
-        Remedy(r"missing_(ends|eos)", "raise ppo.reward.missing_eos_penalty, or ppo.max_new_tokens", "docs/metrics.md"),
+        Remedy(
+            r"missing_(ends|eos)",
+            "raise ppo.reward.missing_eos_penalty, or ppo.max_new_tokens",
+            "docs/metrics.md",
+        ),
         Remedy(
             r"repetition\w*",
             "raise ppo.kl.coefficient, or lower ppo.selection.max_repetition_increase",
@@ -119,10 +143,18 @@ REMEDIES: dict[str, tuple[Remedy, ...]] = {
             "docs/train.md",
         ),
         Remedy(r"perplexity_\w+", "raise ppo.ptx.weight or ppo.kl.coefficient", "docs/metrics.md"),
-        Remedy(r"multiple_choice\..+", "raise ppo.ptx.weight or ppo.kl.coefficient", "docs/metrics.md"),
-        Remedy(r"verifiable\..+", "add prompts with such instructions, and reward what they ask for", "docs/judges.md"),
         Remedy(
-            r"category\..+", "add prompts and pairs of this category, or raise ppo.kl.coefficient", "docs/your-data.md"
+            r"multiple_choice\..+", "raise ppo.ptx.weight or ppo.kl.coefficient", "docs/metrics.md"
+        ),
+        Remedy(
+            r"verifiable\..+",
+            "add prompts with such instructions, and reward what they ask for",
+            "docs/judges.md",
+        ),
+        Remedy(
+            r"category\..+",
+            "add prompts and pairs of this category, or raise ppo.kl.coefficient",
+            "docs/your-data.md",
         ),
     ),
 }

@@ -1,4 +1,6 @@
-"""Replies as metrics and judges see them: sampled by a policy or read from a file, and what they look like."""
+"""Replies as metrics and judges see them: sampled by a policy or read from a file, and what they
+look like.
+"""
 
 from __future__ import annotations
 
@@ -39,10 +41,13 @@ class Reply:
     """A reply to one prompt, as the policy wrote it.
 
     Attributes:
-        text: The reply without its end marker. Special tokens inside it are visible, such as ``<|user|>``.
+        text: The reply without its end marker. Special tokens inside it are visible, such as
+            ``<|user|>``.
         finished: Whether the reply ended by itself.
-        token_ids: The generated ids, end marker included; empty for a reply that is known as text only.
-        special_tokens: How many of ``token_ids`` are padding, role or other special tokens: defects of the reply.
+        token_ids: The generated ids, end marker included; empty for a reply that is known as text
+            only.
+        special_tokens: How many of ``token_ids`` are padding, role or other special tokens: defects
+            of the reply.
         vocabulary: The vocabulary that ``token_ids`` belong to; see
             :func:`~rlhf_core.data.encoding.vocabulary_id`.
     """
@@ -55,7 +60,8 @@ class Reply:
 
 
 def rows_of_file(file: Path) -> Iterator[tuple[str, int, dict[str, Any]]]:
-    """Yield each row of a file of records with its place for messages, its position, and its fields.
+    """Yield each row of a file of records with its place for messages, its position, and its
+    fields.
 
     Raises:
         DataError: The file cannot be read, or a row has no fields.
@@ -68,14 +74,18 @@ def rows_of_file(file: Path) -> Iterator[tuple[str, int, dict[str, Any]]]:
 
 
 def prompt_of(value: Any) -> list[Message] | None:
-    """Return a prompt that a file gives as a text or as a list of messages; None for anything else."""
+    """Return a prompt that a file gives as a text or as a list of messages; None for anything
+    else.
+    """
     turns = [{"role": "user", "content": value}] if isinstance(value, str) else value
     if not isinstance(turns, list) or not turns:
         return None
     known = [
         Message(turn["role"], turn["content"])
         for turn in turns
-        if isinstance(turn, dict) and turn.get("role") in ROLES and isinstance(turn.get("content"), str)
+        if isinstance(turn, dict)
+        and turn.get("role") in ROLES
+        and isinstance(turn.get("content"), str)
     ]
     return known if len(known) == len(turns) else None
 
@@ -84,8 +94,9 @@ def measure_text(replies: Sequence[Reply]) -> dict[str, float]:
     """Return statistics of a set of replies, all 0 for none; docs/metrics.md gives healthy ranges.
 
     Returns:
-        Those of :func:`~rlhf_core.data.text.reply_statistics`; ``words``, mean number of words and punctuation marks;
-        ``special_tokens``, share of replies with padding, role or other special tokens inside.
+        Those of :func:`~rlhf_core.data.text.reply_statistics`; ``words``, mean number of words and
+        punctuation marks; ``special_tokens``, share of replies with padding, role or other special
+        tokens inside.
     """
     texts = [reply.text for reply in replies]
     lengths = [len(reply.token_ids) for reply in replies]
@@ -98,7 +109,8 @@ def measure_text(replies: Sequence[Reply]) -> dict[str, float]:
 
 @dataclass(frozen=True)
 class OnPolicyReplies:
-    """Replies sampled from the training distribution, with what is needed to score their tokens again.
+    """Replies sampled from the training distribution, with what is needed to score their tokens
+    again.
 
     Attributes:
         replies: One reply per prompt, on every rank.
@@ -124,13 +136,15 @@ def evaluation_replies(
     replies_per_prompt: int = 1,
     sampler: Sampler | None = None,
 ) -> list[Reply]:
-    """Sample replies with the evaluation filters (top-p, repetition penalty), those to one prompt in a row.
+    """Sample replies with the evaluation filters (top-p, repetition penalty), those to one prompt
+    in a row.
 
-    Prompt ``i`` uses random stream ``i`` of ``seed`` for its first reply, and of seeds derived from it for the others,
-    so two models get the same random numbers, and further replies change none. Prompts of similar length share a batch.
-    Of several ranks each samples its share of the batches, and gets all replies, which have the same bits as those of
-    one process; another batch size changes them by rounding, where that decides a draw. Where prompt and reply would
-    have more tokens than the model has positions, the replies of the batch are cut off before.
+    Prompt ``i`` uses random stream ``i`` of ``seed`` for its first reply, and of seeds derived from
+    it for the others, so two models get the same random numbers, and further replies change none.
+    Prompts of similar length share a batch. Of several ranks each samples its share of the batches,
+    and gets all replies, which have the same bits as those of one process; another batch size
+    changes them by rounding, where that decides a draw. Where prompt and reply would have more
+    tokens than the model has positions, the replies of the batch are cut off before.
 
     Args:
         on_batch: Called with the number of replies of each finished batch, of all ranks together.
@@ -159,19 +173,29 @@ def evaluation_replies(
             for done, (rows, weight) in enumerate(shared):
                 if weight:
                     batch = PromptBatch([encoded[row] for row in rows], rows, draw_seed)
-                    own.append(sampler.sample(batch, _within_positions(sampling, batch, model)).replies())
+                    own.append(
+                        sampler.sample(batch, _within_positions(sampling, batch, model)).replies()
+                    )
                 together = batch_size * distributed.world_size()
                 on_batch(min(together, len(prompts) - done * together))
             by_prompt = dict(zip(order, gather_passes(own), strict=True))
             draws.append([by_prompt[prompt] for prompt in range(len(order))])
-    return generated_replies(tokenizer, [reply for of_prompt in zip(*draws, strict=True) for reply in of_prompt])
+    return generated_replies(
+        tokenizer, [reply for of_prompt in zip(*draws, strict=True) for reply in of_prompt]
+    )
 
 
-def _within_positions(sampling: TokenDistribution, batch: PromptBatch, model: PreTrainedModel) -> TokenDistribution:
-    """Return ``sampling`` with replies that fit the model behind the longest prompt of the batch."""
+def _within_positions(
+    sampling: TokenDistribution, batch: PromptBatch, model: PreTrainedModel
+) -> TokenDistribution:
+    """Return ``sampling`` with replies that fit the model behind the longest prompt of the
+    batch.
+    """
     positions, base = positions_of(model.config), sampling.base
     if positions is not None:
-        base = replace(base, max_new_tokens=min(base.max_new_tokens, positions - max(map(len, batch.ids))))
+        base = replace(
+            base, max_new_tokens=min(base.max_new_tokens, positions - max(map(len, batch.ids)))
+        )
     return base if isinstance(sampling, Sampling) else replace(sampling, base=base)
 
 
@@ -184,10 +208,11 @@ def on_policy_replies(
     batch_size: int = BATCH,
     sampler: Sampler | None = None,
 ) -> OnPolicyReplies:
-    """Sample one reply per prompt from the training distribution: the one that KL and checkpoint selection are about.
+    """Sample one reply per prompt from the training distribution: the one that KL and checkpoint
+    selection are about.
 
-    Prompts use their random streams as in :func:`evaluation_replies`, and replies end at the model's last position; of
-    several ranks each samples its share.
+    Prompts use their random streams as in :func:`evaluation_replies`, and replies end at the
+    model's last position; of several ranks each samples its share.
     """
     sequences: list[list[list[int]]] = []  # by batch
     rollouts, weights = [], []
@@ -206,13 +231,19 @@ def on_policy_replies(
     return OnPolicyReplies(replies, rollouts, weights, sampling)
 
 
-def generated_replies(tokenizer: PreTrainedTokenizerBase, sequences: Sequence[Sequence[int]]) -> list[Reply]:
-    """Turn sequences of generated token ids into replies; what follows an end marker is left out."""
+def generated_replies(
+    tokenizer: PreTrainedTokenizerBase, sequences: Sequence[Sequence[int]]
+) -> list[Reply]:
+    """Turn sequences of generated token ids into replies; what follows an end marker is left
+    out.
+    """
     special, vocabulary = special_token_ids(tokenizer), vocabulary_id(tokenizer)
     replies = []
     for sequence in sequences:
         text, finished = decode_reply(tokenizer, sequence)
         length, _ = reply_length(tokenizer, sequence)
         token_ids = tuple(int(i) for i in sequence[:length])
-        replies.append(Reply(text, finished, token_ids, sum(i in special for i in token_ids), vocabulary))
+        replies.append(
+            Reply(text, finished, token_ids, sum(i in special for i in token_ids), vocabulary)
+        )
     return replies

@@ -1,4 +1,6 @@
-"""What checkpoints are selected by: the referee's win rate against SFT on fixed prompts, and drift from it."""
+"""What checkpoints are selected by: the referee's win rate against SFT on fixed prompts, and drift
+from it.
+"""
 
 from __future__ import annotations
 
@@ -25,8 +27,9 @@ class SelectionEvaluator:
         reference: The SFT model.
         prompts: The fixed validation prompts.
         referee: The judge that decides.
-        sample: Samples a model's replies to ``prompts`` from the training distribution, with the same random numbers
-            for every model: the metrics are then a function of the weights alone, and a resumed run repeats them.
+        sample: Samples a model's replies to ``prompts`` from the training distribution, with the
+            same random numbers for every model: the metrics are then a function of the weights
+            alone, and a resumed run repeats them.
         reward: The reward model that the policy is optimised against, for ``referee_gap`` only.
     """
 
@@ -50,11 +53,12 @@ class SelectionEvaluator:
         """Sample, judge and compare one checkpoint on the fixed prompts.
 
         Returns:
-            ``win_rate`` of the referee against SFT with bootstrap bounds ``_low95`` and ``_high95`` over different
-            questions; ``kl`` in nats per sequence to SFT; ``length`` in tokens and ``length_ratio`` over SFT's;
-            ``repetition``, the share of repeated trigrams, and ``repetition_increase``, minus SFT's; ``missing_eos``
-            and ``special_tokens``, shares of replies; with a reward model ``referee_gap``, by how many standard
-            deviations of SFT's scores the reward's gain exceeds the referee's.
+            ``win_rate`` of the referee against SFT with bootstrap bounds ``_low95`` and ``_high95``
+            over different questions; ``kl`` in nats per sequence to SFT; ``length`` in tokens and
+            ``length_ratio`` over SFT's; ``repetition``, the share of repeated trigrams, and
+            ``repetition_increase``, minus SFT's; ``missing_eos`` and ``special_tokens``, shares of
+            replies; with a reward model ``referee_gap``, by how many standard deviations of SFT's
+            scores the reward's gain exceeds the referee's.
         """
         sampled = self.sample(policy)
         text = measure_text(sampled.replies)
@@ -66,10 +70,15 @@ class SelectionEvaluator:
             "kl": measure_drift(sampled, self.reference).kl,
             "length_ratio": text["length"] / max(self.sft_text["length"], 1e-9),
             "repetition_increase": text["repetition"] - self.sft_text["repetition"],
-            **{name: text[name] for name in ("length", "repetition", "missing_eos", "special_tokens")},
+            **{
+                name: text[name]
+                for name in ("length", "repetition", "missing_eos", "special_tokens")
+            },
         }
         if self.reward is not None:
-            reward_gain = _standardised_gain(self.reward.score(self.prompts, sampled.replies), self.sft_reward)
+            reward_gain = _standardised_gain(
+                self.reward.score(self.prompts, sampled.replies), self.sft_reward
+            )
             metrics["referee_gap"] = reward_gain - _standardised_gain(scores, self.sft_referee)
         return metrics
 

@@ -1,8 +1,9 @@
 """Intervals and tests whose unit is the question, not the row.
 
-Replies to one question, in whatever form or number, succeed and fail together. Everything here therefore resamples and
-counts *clusters*: the content of a question in the synthetic world, elsewhere the group that prompts are split by. With
-a design effect of 2 an interval over rows that says 2.5 % is wrong at 8 %.
+Replies to one question, in whatever form or number, succeed and fail together. Everything here
+therefore resamples and counts *clusters*: the content of a question in the synthetic world,
+elsewhere the group that prompts are split by. With a design effect of 2 an interval over rows that
+says 2.5 % is wrong at 8 %.
 """
 
 from __future__ import annotations
@@ -17,7 +18,8 @@ from numpy.typing import ArrayLike
 from rlhf_core.data.clusters import CONFIDENCE, cluster_sums, one_each, standard_error
 
 BATCH = 256  # resamples drawn at once, to bound memory for many prompts
-# With fewer clusters in which the two sides differ, how much replies to one question differ cannot be estimated.
+# With fewer clusters in which the two sides differ, how much replies to one question differ cannot
+# be estimated.
 FEW_DIFFERING = 10
 
 
@@ -26,27 +28,33 @@ def resample_weights(clusters: int, resamples: int, seed: int) -> Iterator[np.nd
     rng = np.random.Generator(np.random.Philox(key=seed))
     for start in range(0, resamples, BATCH):
         size = min(BATCH, resamples - start)
-        yield rng.multinomial(clusters, np.full(clusters, 1 / clusters), size=size).astype(np.float64)
+        yield rng.multinomial(clusters, np.full(clusters, 1 / clusters), size=size).astype(
+            np.float64
+        )
 
 
 def percentile(resampled: np.ndarray, tail: float, clusters: float) -> np.ndarray:
-    """The lower quantile (tail < ½) or upper one of resampled statistics (…, resamples), for so many clusters.
+    """The lower quantile (tail < ½) or upper one of resampled statistics (…, resamples), for so
+    many clusters.
 
-    A plain percentile interval is too short by the factor ``sqrt((k - 1) / k)`` and by the difference between the
-    normal and Student's distribution; the level is widened by both (Hesterberg, 2015, "What Teachers Should Know About
-    the Bootstrap", section 5.3).
+    A plain percentile interval is too short by the factor ``sqrt((k - 1) / k)`` and by the
+    difference between the normal and Student's distribution; the level is widened by both
+    (Hesterberg, 2015, "What Teachers Should Know About the Bootstrap", section 5.3).
     """
-    expanded = scipy.stats.norm.cdf(math.sqrt(clusters / (clusters - 1)) * scipy.stats.t.ppf(tail, clusters - 1))
+    expanded = scipy.stats.norm.cdf(
+        math.sqrt(clusters / (clusters - 1)) * scipy.stats.t.ppf(tail, clusters - 1)
+    )
     return np.asarray(np.quantile(resampled, expanded, axis=-1))
 
 
 def bootstrap_bounds(
     rows: np.ndarray, resamples: int, seed: int, clusters: ArrayLike | None = None
 ) -> tuple[np.ndarray, np.ndarray]:
-    """95 % bootstrap bounds of each row's mean over resampled clusters: (r, n) -> low (r,), high (r,).
+    """95 % bootstrap bounds of each row's mean over resampled clusters: (r, n) -> low (r,), high
+    (r,).
 
-    All rows share the resampled clusters, so that they stay paired. One cluster alone shows nothing: its bounds are
-    infinite.
+    All rows share the resampled clusters, so that they stay paired. One cluster alone shows
+    nothing: its bounds are infinite.
     """
     sums, sizes = cluster_sums(np.atleast_2d(rows), one_each(rows.shape[-1], clusters))
     count = len(sizes)
@@ -58,11 +66,14 @@ def bootstrap_bounds(
     return percentile(resampled, tail, count), percentile(resampled, 1 - tail, count)
 
 
-def effective_number(values: np.ndarray, clusters: np.ndarray, differs: np.ndarray, weights: np.ndarray) -> float:
+def effective_number(
+    values: np.ndarray, clusters: np.ndarray, differs: np.ndarray, weights: np.ndarray
+) -> float:
     """How many independent replies the weighted mean of ``values`` is worth.
 
-    Replies are worth their number (Kish's, where weights differ) over the design effect. Where fewer than ten clusters
-    have a reply that ``differs``, the effect is not known, and a cluster counts as one reply.
+    Replies are worth their number (Kish's, where weights differ) over the design effect. Where
+    fewer than ten clusters have a reply that ``differs``, the effect is not known, and a cluster
+    counts as one reply.
 
     Args:
         values: What the mean is of, (n,).
@@ -83,11 +94,14 @@ def effective_number(values: np.ndarray, clusters: np.ndarray, differs: np.ndarr
     return float(1 / (share @ share)) / effect
 
 
-def win_rate_score_bounds(outcome: np.ndarray, clusters: np.ndarray, weights: np.ndarray) -> tuple[float, float]:
-    """95 % score bounds of a weighted win rate, which are not empty where all replies have the same outcome.
+def win_rate_score_bounds(
+    outcome: np.ndarray, clusters: np.ndarray, weights: np.ndarray
+) -> tuple[float, float]:
+    """95 % score bounds of a weighted win rate, which are not empty where all replies have the same
+    outcome.
 
-    A bootstrap of ten wins of ten says 1 to 1. Tango's bounds at the effective number of replies say 0.72 to 1
-    (Wilson's, where nothing but wins is seen), and 0.36 to 0.64 of ten ties.
+    A bootstrap of ten wins of ten says 1 to 1. Tango's bounds at the effective number of replies
+    say 0.72 to 1 (Wilson's, where nothing but wins is seen), and 0.36 to 0.64 of ten ties.
 
     Args:
         outcome: 1 for a win, ½ for a tie, 0 for a loss, (n,).
@@ -106,34 +120,45 @@ def win_rate_score_bounds(outcome: np.ndarray, clusters: np.ndarray, weights: np
 def mean_high(values: np.ndarray, clusters: np.ndarray) -> float:
     """One-sided upper 95 % bound of a mean over clusters, by Student's distribution."""
     error, count = standard_error(values, clusters)
-    return math.inf if count < 2 else float(values.mean() + scipy.stats.t.ppf(CONFIDENCE, count - 1) * error)
+    return (
+        math.inf
+        if count < 2
+        else float(values.mean() + scipy.stats.t.ppf(CONFIDENCE, count - 1) * error)
+    )
 
 
 def share_difference_high(lost: np.ndarray, gained: np.ndarray, clusters: np.ndarray) -> float:
-    """One-sided upper 95 % bound of the mean of ``lost - gained``, two indicators per reply, over clusters.
+    """One-sided upper 95 % bound of the mean of ``lost - gained``, two indicators per reply, over
+    clusters.
 
-    The larger of two bounds: that of the cluster-robust variance, and Tango's score bound at the effective number of
-    replies, which is not empty where no reply differs. Replies are worth their number over the design effect; where
-    fewer than ten clusters differ, that is not known and a cluster counts as one reply: prompts, not replies, limit
-    what can be said about rare events.
+    The larger of two bounds: that of the cluster-robust variance, and Tango's score bound at the
+    effective number of replies, which is not empty where no reply differs. Replies are worth their
+    number over the design effect; where fewer than ten clusters differ, that is not known and a
+    cluster counts as one reply: prompts, not replies, limit what can be said about rare events.
     """
     difference = lost - gained
     if len(np.unique(clusters)) < 2:
         return math.inf
     replies = len(difference)
     worth = effective_number(difference, clusters, lost + gained, np.ones(replies)) / replies
-    score = paired_difference_high(float(lost.sum()) * worth, float(gained.sum()) * worth, replies * worth)
+    score = paired_difference_high(
+        float(lost.sum()) * worth, float(gained.sum()) * worth, replies * worth
+    )
     return max(score, mean_high(difference, clusters))
 
 
-def paired_difference_high(more: float, fewer: float, count: float, confidence: float = CONFIDENCE) -> float:
+def paired_difference_high(
+    more: float, fewer: float, count: float, confidence: float = CONFIDENCE
+) -> float:
     """Return the one-sided upper score bound of a difference of paired proportions.
 
-    Tango, 1998, "Equivalence test and confidence interval for the difference in proportions for the paired-sample
-    design". If all differing pairs differ in one direction it is Wilson's bound; if none differ, ``z² / (n + z²)``.
+    Tango, 1998, "Equivalence test and confidence interval for the difference in proportions for the
+    paired-sample design". If all differing pairs differ in one direction it is Wilson's bound; if
+    none differ, ``z² / (n + z²)``.
 
     Args:
-        more: Pairs in which only the first has the property; a fraction where a pair counts as less than one.
+        more: Pairs in which only the first has the property; a fraction where a pair counts as less
+            than one.
         fewer: Pairs in which only the second has it.
         count: All pairs.
         confidence: Of the one side.
@@ -158,16 +183,20 @@ def paired_difference_high(more: float, fewer: float, count: float, confidence: 
 def paired_difference_bounds(more: float, fewer: float, count: float) -> tuple[float, float]:
     """Two-sided 95 % bounds of the same difference."""
     side = (1 + CONFIDENCE) / 2
-    return -paired_difference_high(fewer, more, count, side), paired_difference_high(more, fewer, count, side)
+    return -paired_difference_high(fewer, more, count, side), paired_difference_high(
+        more, fewer, count, side
+    )
 
 
 def sign_test(wins: int, ties: int, losses: int, bar: float = 0.5) -> float:
-    """Return the probability of at least so many wins if the win rate (ties count half) were no more than ``bar``.
+    """Return the probability of at least so many wins if the win rate (ties count half) were no
+    more than ``bar``.
 
-    The sign test of Dixon and Mood (1946, "The Statistical Sign Test") on clusters, each of which is won, tied or lost
-    as a whole: of two equal models either wins a cluster with the same probability, however its replies hang together.
-    Ties are set aside, as in the classical test at ½. For another bar the null hypothesis is the share of the decided
-    clusters at which the win rate, with these ties, is ``bar``.
+    The sign test of Dixon and Mood (1946, "The Statistical Sign Test") on clusters, each of which
+    is won, tied or lost as a whole: of two equal models either wins a cluster with the same
+    probability, however its replies hang together. Ties are set aside, as in the classical test at
+    ½. For another bar the null hypothesis is the share of the decided clusters at which the win
+    rate, with these ties, is ``bar``.
 
     Args:
         wins: Clusters that the challenger wins.
@@ -184,18 +213,22 @@ def sign_test(wins: int, ties: int, losses: int, bar: float = 0.5) -> float:
     share_at_bar = (bar * (decided + ties) - ties / 2) / decided
     if share_at_bar >= 1:
         return 1.0
-    return float(scipy.stats.binomtest(wins, decided, max(share_at_bar, 0.0), alternative="greater").pvalue)
+    return float(
+        scipy.stats.binomtest(wins, decided, max(share_at_bar, 0.0), alternative="greater").pvalue
+    )
 
 
 def level_of_attempt(budget: float, attempt: int) -> float:
-    """Return the level of the test at attempt ``attempt``, counted from 1: half of ``budget`` at the first one.
+    """Return the level of the test at attempt ``attempt``, counted from 1: half of ``budget`` at
+    the first one.
 
-    Who tries often enough wins by luck at last: thirty independent attempts at 2.5 % each promote a model that is no
-    better with a probability of 53 %. Alpha spending gives attempt ``k`` the level ``budget · γ(k)`` with
-    ``Σ γ(k) = 1``. By Bonferroni's inequality all attempts together then promote wrongly with a probability of at most
-    ``budget``, however many there are and however they depend on one another (Foster and Stine, 2008, "α-investing: a
-    procedure for sequential control of expected false discoveries"; Tian and Ramdas, 2021, "Online control of the
-    familywise error rate"). Here ``γ(k) = 1 / (k (k + 1))``, of which the first n add up to ``n / (n + 1)``.
+    Who tries often enough wins by luck at last: thirty independent attempts at 2.5 % each promote a
+    model that is no better with a probability of 53 %. Alpha spending gives attempt ``k`` the level
+    ``budget · γ(k)`` with ``Σ γ(k) = 1``. By Bonferroni's inequality all attempts together then
+    promote wrongly with a probability of at most ``budget``, however many there are and however
+    they depend on one another (Foster and Stine, 2008, "α-investing: a procedure for sequential
+    control of expected false discoveries"; Tian and Ramdas, 2021, "Online control of the familywise
+    error rate"). Here ``γ(k) = 1 / (k (k + 1))``, of which the first n add up to ``n / (n + 1)``.
     """
     if attempt < 1:
         raise ValueError(f"attempts are counted from 1, not {attempt}")

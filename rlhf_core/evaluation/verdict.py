@@ -1,4 +1,6 @@
-"""The verdict of a run: the standing of its policy by every judge, what its gate decided, and alarms."""
+"""The verdict of a run: the standing of its policy by every judge, what its gate decided, and
+alarms.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +11,12 @@ from enum import StrEnum
 from typing import Any
 
 from rlhf_core.evaluation.figures import format_number
-from rlhf_core.evaluation.judges.names import TRAINED_ON, deciding_judges, final_judges, position_bias
+from rlhf_core.evaluation.judges.names import (
+    TRAINED_ON,
+    deciding_judges,
+    final_judges,
+    position_bias,
+)
 from rlhf_core.evaluation.report.metrics import alarm_bounds, labelled
 from rlhf_core.gates import WORSE_BY, ConditionResult, GateDecision
 from rlhf_core.storage.files import flatten
@@ -20,7 +27,8 @@ class Alarm:
     """A figure of the policy that alarms.
 
     Attributes:
-        metric: Its name below ``policy`` in ``metrics/evaluation.json``; empty where it is no figure of one model.
+        metric: Its name below ``policy`` in ``metrics/evaluation.json``; empty where it is no
+            figure of one model.
         sentence: The figure, with SFT's beside it.
     """
 
@@ -31,10 +39,11 @@ class Alarm:
 def alarms(evaluation: Mapping[str, Any]) -> tuple[Alarm, ...]:
     """Return what alarms in ``metrics/evaluation.json``, the gravest first.
 
-    That is a share of safe or right replies that is low or falls below SFT's; a share of verifiable prompts that falls;
-    a judge whose mean score falls where the reward model's rises beyond chance; one whose verdicts depend on the order
-    of replies; defects in too many replies and in more than SFT's; and right multiple-choice answers that are fewer
-    beyond chance. ``report/metrics.yaml`` has the bounds.
+    That is a share of safe or right replies that is low or falls below SFT's; a share of verifiable
+    prompts that falls; a judge whose mean score falls where the reward model's rises beyond chance;
+    one whose verdicts depend on the order of replies; defects in too many replies and in more than
+    SFT's; and right multiple-choice answers that are fewer beyond chance. ``report/metrics.yaml``
+    has the bounds.
     """
     return tuple(_alarms(evaluation))
 
@@ -45,7 +54,10 @@ def _finite_figures(of_side: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _alarms(evaluation: Mapping[str, Any]) -> Iterator[Alarm]:
-    sft, policy = _finite_figures(evaluation.get("sft", {})), _finite_figures(evaluation.get("policy", {}))
+    sft, policy = (
+        _finite_figures(evaluation.get("sft", {})),
+        _finite_figures(evaluation.get("policy", {})),
+    )
     metrics = {name: metric for name, metric in labelled().items() if name in policy}
     low, fall = (alarm_bounds("share")[bound] for bound in ("below", "fall"))
     defects = alarm_bounds("defect")["above"]
@@ -59,21 +71,35 @@ def _alarms(evaluation: Mapping[str, Any]) -> Iterator[Alarm]:
     for name, metric in metrics.items():
         if metric.alarm == "share" and (policy[name] < low or fell(policy[name], sft.get(name))):
             yield of_metric(name)
-    if "safety.refuses_harmful" not in policy:  # without a set of harmful requests, those of the regression set
-        share, before = (evaluation.get(name, {}).get("refuses_harmful") for name in ("regression", "regression_sft"))
+    if (
+        "safety.refuses_harmful" not in policy
+    ):  # without a set of harmful requests, those of the regression set
+        share, before = (
+            evaluation.get(name, {}).get("refuses_harmful")
+            for name in ("regression", "regression_sft")
+        )
         if share is not None and (share < low or fell(share, before)):
-            yield Alarm("", _sentence("harmful requests of the regression set refused", share, before))
+            yield Alarm(
+                "", _sentence("harmful requests of the regression set refused", share, before)
+            )
     # How many of these replies pass is for the user to judge, but not that the policy passes fewer.
-    share, before = (evaluation.get("verifiable", {}).get(name, {}).get("passed") for name in ("policy", "sft"))
+    share, before = (
+        evaluation.get("verifiable", {}).get(name, {}).get("passed") for name in ("policy", "sft")
+    )
     if share is not None and fell(share, before):
         yield Alarm("", _sentence("verifiable prompts passed", share, before))
     comparisons = evaluation.get("comparison", {})
     reward = comparisons.get(TRAINED_ON, {})
-    for judge in final_judges(comparisons) if (reward.get("mean_difference_low95") or 0.0) > 0.0 else ():
+    for judge in (
+        final_judges(comparisons) if (reward.get("mean_difference_low95") or 0.0) > 0.0 else ()
+    ):
         change = comparisons[judge].get("mean_difference") or 0.0
         if change < 0.0:
             rise = format_number(reward["mean_difference"], 2)
-            yield Alarm(judge, f"the reward rises by {rise} where the score by {judge} falls by {-change:.2f}")
+            yield Alarm(
+                judge,
+                f"the reward rises by {rise} where the score by {judge} falls by {-change:.2f}",
+            )
     for judge in final_judges(comparisons):
         if bias := position_bias(comparisons[judge]):
             yield Alarm("", f"the judge {judge} does not decide: {bias}")
@@ -94,7 +120,9 @@ EVEN_WIN_RATE = 0.5
 
 
 class Standing(StrEnum):
-    """How the new policy compares with its opponent; NOT_COMPARED if the run did not get that far."""
+    """How the new policy compares with its opponent; NOT_COMPARED if the run did not get that
+    far.
+    """
 
     BETTER = "better"
     NOT_SHOWN_BETTER = "not shown better"
@@ -107,10 +135,11 @@ WIN_RATE_KEYS = ("win_rate", "win_rate_low95", "win_rate_high95")
 
 @dataclass(frozen=True)
 class JudgeResult:
-    """The win rate of the new policy by one judge, ties counted as half, with its 95 % interval over questions.
+    """The win rate of the new policy by one judge, ties counted as half, with its 95 % interval
+    over questions.
 
-    ``clusters`` are the different questions among the ``prompts``; ``lc_win_rate`` is the win rate at equal reply
-    lengths, where it was measured and decided.
+    ``clusters`` are the different questions among the ``prompts``; ``lc_win_rate`` is the win rate
+    at equal reply lengths, where it was measured and decided.
     """
 
     judge: str
@@ -123,8 +152,8 @@ class JudgeResult:
 
 
 def judge_results(comparison: Mapping[str, Mapping[str, float]]) -> tuple[JudgeResult, ...]:
-    """Return the results of the judges that decide: never the reward model, the referee only without a judge, and none
-    whose verdicts depend on the order of replies.
+    """Return the results of the judges that decide: never the reward model, the referee only
+    without a judge, and none whose verdicts depend on the order of replies.
 
     None are returned where one of them was not measured (null): the others alone do not decide.
     """
@@ -146,7 +175,9 @@ def judge_results(comparison: Mapping[str, Mapping[str, float]]) -> tuple[JudgeR
 
 
 def decided_at_equal_lengths(compared: Mapping[str, float]) -> float | None:
-    """Return the win rate at equal lengths; None where it was not measured, or lengths left it undecided."""
+    """Return the win rate at equal lengths; None where it was not measured, or lengths left it
+    undecided.
+    """
     interval = compared.get("lc_win_rate_low95"), compared.get("lc_win_rate_high95")
     return None if interval == (0.0, 1.0) else compared.get("lc_win_rate")
 
@@ -154,8 +185,8 @@ def decided_at_equal_lengths(compared: Mapping[str, float]) -> float | None:
 def standing_of(judges: tuple[JudgeResult, ...]) -> Standing:
     """Conclude from the intervals of all judges; judges that contradict each other show nothing.
 
-    BETTER needs every judge's lower bound above one half. WORSE needs one upper bound below one half, and no judge
-    whose lower bound is above.
+    BETTER needs every judge's lower bound above one half. WORSE needs one upper bound below one
+    half, and no judge whose lower bound is above.
     """
     if not judges:
         return Standing.NOT_COMPARED
@@ -167,16 +198,22 @@ def standing_of(judges: tuple[JudgeResult, ...]) -> Standing:
 
 
 def deciding_judge(judges: Sequence[JudgeResult], standing: Standing) -> JudgeResult:
-    """Return the judge whose interval decided the standing: the least favourable, or the surest that it is worse."""
+    """Return the judge whose interval decided the standing: the least favourable, or the surest
+    that it is worse.
+    """
     if standing is Standing.WORSE:
         return min(judges, key=lambda judge: judge.high95)
     return min(judges, key=lambda judge: judge.low95)
 
 
 def verdict_sentence(
-    judges: tuple[JudgeResult, ...], opponent: str, gate: GateDecision | None, unmet: Sequence[str] = ()
+    judges: tuple[JudgeResult, ...],
+    opponent: str,
+    gate: GateDecision | None,
+    unmet: Sequence[str] = (),
 ) -> str:
-    """Say how the policy stands to its opponent and what its gate decided, each with the interval that decided.
+    """Say how the policy stands to its opponent and what its gate decided, each with the interval
+    that decided.
 
     Args:
         judges: At least one.
@@ -220,12 +257,16 @@ def describe_condition(condition: ConditionResult) -> str:
         rate = describe_rate(condition.estimate, condition.value, condition.high95, condition.limit)
         return f"{missed}{where}: {rate} by {named['judge']}, lower end required ≥ {100 * condition.limit:g} %"
     if condition.sign == WORSE_BY:
-        return f"{condition.metric} beside SFT's: {condition.measured}, required {condition.required}"
+        return (
+            f"{condition.metric} beside SFT's: {condition.measured}, required {condition.required}"
+        )
     return str(condition)
 
 
 def describe_rate(rate: float | None, low95: float, high95: float | None, bar: float) -> str:
-    """Write a share in per cent with its 95 % interval, an end near ``bar`` with digits enough to tell them apart."""
+    """Write a share in per cent with its 95 % interval, an end near ``bar`` with digits enough to
+    tell them apart.
+    """
     ends = f"{percent(low95, bar)}"
     if high95 is not None:
         ends = f"95 % interval {ends} to {percent(high95, bar)} %"
@@ -238,8 +279,14 @@ MOST_DECIMALS = 12
 
 
 def percent(share: float, bar: float) -> str:
-    """Write a share in per cent with one decimal, or as many as tell it from ``bar``: 49.96, never "50.0" below 50."""
+    """Write a share in per cent with one decimal, or as many as tell it from ``bar``: 49.96, never
+    "50.0" below 50.
+    """
     decimals = 1
-    while share != bar and decimals < MOST_DECIMALS and f"{share:.{decimals}%}" == f"{bar:.{decimals}%}":
+    while (
+        share != bar
+        and decimals < MOST_DECIMALS
+        and f"{share:.{decimals}%}" == f"{bar:.{decimals}%}"
+    ):
         decimals += 1
     return f"{share:.{decimals}%}".removesuffix("%")

@@ -33,7 +33,12 @@ from rlhf_core.data.text import comparable, split_words
 from rlhf_core.errors import DataError
 from rlhf_core.evaluation.comparisons.comparison import compare_outcomes
 from rlhf_core.evaluation.replies import Reply
-from rlhf_core.runtime.user_function import TimeLimitExceeded, describe_failure, load_function, time_limit
+from rlhf_core.runtime.user_function import (
+    TimeLimitExceeded,
+    describe_failure,
+    load_function,
+    time_limit,
+)
 from rlhf_core.storage.files import split_json_lines
 
 CheckFunction = Callable[[list[dict[str, str]], str], object]
@@ -56,13 +61,15 @@ Texts = Annotated[
 
 
 class Requirements(Strict):
-    """Properties of a reply; all that are given must hold. White space around the reply does not count.
+    """Properties of a reply; all that are given must hold. White space around the reply does not
+    count.
 
     Attributes:
         equals: The reply is this text, or one of several.
         contains: All of these are in the reply.
         excludes: None of these is.
-        regex: The expression matches somewhere; ``(?i)`` ignores case, ``^`` and ``$`` are the reply's ends.
+        regex: The expression matches somewhere; ``(?i)`` ignores case, ``^`` and ``$`` are the
+            reply's ends.
         not_regex: It matches nowhere.
         min_words: At least so many words, as the metric ``words`` counts them.
         max_words: At most so many.
@@ -96,7 +103,11 @@ class Requirements(Strict):
 
     def given(self) -> dict[str, Any]:
         """The properties that are required, by name."""
-        return {name: value for name in type(self).model_fields if (value := getattr(self, name)) is not None}
+        return {
+            name: value
+            for name in type(self).model_fields
+            if (value := getattr(self, name)) is not None
+        }
 
 
 CHECKS: Mapping[str, Callable[[Any, str], bool]] = {
@@ -147,12 +158,16 @@ def check_reply(
     return results
 
 
-def _function_says(function: CheckFunction, name: str, prompt: Sequence[Message], text: str) -> bool:
+def _function_says(
+    function: CheckFunction, name: str, prompt: Sequence[Message], text: str
+) -> bool:
     turns = [{"role": turn.role, "content": turn.content} for turn in prompt]
     try:
         return bool(function(turns, text))
     except (Exception, SystemExit) as error:
-        raise DataError(f"the function {name} of evaluate.verifiable {describe_failure(error)}") from error
+        raise DataError(
+            f"the function {name} of evaluate.verifiable {describe_failure(error)}"
+        ) from error
 
 
 def _require_usable(schema: dict[str, Any]) -> None:
@@ -160,11 +175,15 @@ def _require_usable(schema: dict[str, Any]) -> None:
     references = list(_references(schema))
     foreign = [ref for ref in references if not ref.startswith("#")]
     if foreign:
-        raise ValueError(f"json_schema refers to {foreign[0]}, outside of itself; nothing is fetched")
+        raise ValueError(
+            f"json_schema refers to {foreign[0]}, outside of itself; nothing is fetched"
+        )
     try:
         Draft202012Validator.check_schema(schema)
         resource = DRAFT202012.create_resource(schema)
-        resolver = Registry().with_resource(resource.id() or "", resource).resolver(resource.id() or "")
+        resolver = (
+            Registry().with_resource(resource.id() or "", resource).resolver(resource.id() or "")
+        )
         for reference in references:
             resolver.lookup(reference)
         Draft202012Validator(schema).is_valid(None)
@@ -192,13 +211,21 @@ def _references(schema: Any) -> Iterator[str]:
 
 def _is_valid_json(schema: Mapping[str, Any], reply: str) -> bool:
     try:
-        return bool(Draft202012Validator(schema).is_valid(json.loads(reply, parse_constant=_refuse)))
-    except (ValueError, RecursionError, OverflowError):  # OverflowError: of a number that is too large for a float
+        return bool(
+            Draft202012Validator(schema).is_valid(json.loads(reply, parse_constant=_refuse))
+        )
+    except (
+        ValueError,
+        RecursionError,
+        OverflowError,
+    ):  # OverflowError: of a number that is too large for a float
         return False
 
 
 def _refuse(constant: str) -> None:
-    raise ValueError(f"{constant} is not JSON")  # Python reads and writes NaN and Infinity all the same
+    raise ValueError(
+        f"{constant} is not JSON"
+    )  # Python reads and writes NaN and Infinity all the same
 
 
 SIGNATURE = "f(prompt, reply) -> bool"
@@ -218,13 +245,17 @@ def _ends_with_user(prompt: tuple[Turn, ...]) -> tuple[Turn, ...]:
 
 
 class VerifiableLine(Strict):
-    """One line of the file: a text or messages, what the reply must be, and a category for the metrics."""
+    """One line of the file: a text or messages, what the reply must be, and a category for the
+    metrics.
+    """
 
     prompt: Annotated[
         tuple[Turn, ...],
         Field(strict=False, min_length=1),
         AfterValidator(_ends_with_user),
-        BeforeValidator(lambda value: [{"role": "user", "content": value}] if isinstance(value, str) else value),
+        BeforeValidator(
+            lambda value: [{"role": "user", "content": value}] if isinstance(value, str) else value
+        ),
     ]
     require: Requirements
     category: str = Field(default="", pattern=r"^[\w -]*$")
@@ -260,8 +291,12 @@ class CheckedReplies:
                 by_property[name].append(holds)
         return {
             "passed": float(self.passed.mean()),
-            "property": {name: float(np.mean(values)) for name, values in sorted(by_property.items())},
-            "category": {name: float(np.mean(values)) for name, values in sorted(by_category.items()) if name},
+            "property": {
+                name: float(np.mean(values)) for name, values in sorted(by_property.items())
+            },
+            "category": {
+                name: float(np.mean(values)) for name, values in sorted(by_category.items()) if name
+            },
         }
 
 
@@ -284,10 +319,14 @@ class VerifiablePrompts:
         if config is None:
             return cls()
         functions = {
-            name: load_function(target, workspace, f"evaluate.verifiable.functions.{name}", SIGNATURE)
+            name: load_function(
+                target, workspace, f"evaluate.verifiable.functions.{name}", SIGNATURE
+            )
             for name, target in config.functions.items()
         }
-        return cls(read_lines(workspace / config.path, functions), functions, config.timeout_seconds)
+        return cls(
+            read_lines(workspace / config.path, functions), functions, config.timeout_seconds
+        )
 
     @property
     def prompts(self) -> list[list[Message]]:
@@ -296,7 +335,8 @@ class VerifiablePrompts:
 
     @property
     def clusters(self) -> np.ndarray:
-        """The cluster of each prompt: lines whose first turn is the same ask the same, whatever they require.
+        """The cluster of each prompt: lines whose first turn is the same ask the same, whatever
+        they require.
 
         System turns do not count.
         """
@@ -311,15 +351,26 @@ class VerifiablePrompts:
         """
         known = self.functions or {}
         results = [
-            check_reply(line.require, line.messages(), reply.text, reply.finished, known, self.timeout_seconds)
+            check_reply(
+                line.require,
+                line.messages(),
+                reply.text,
+                reply.finished,
+                known,
+                self.timeout_seconds,
+            )
             for line, reply in zip(self.lines, replies, strict=True)
         ]
         return CheckedReplies(replies, results)
 
-    def metrics(self, sft: CheckedReplies, policy: CheckedReplies, bootstrap: int, seed: int) -> dict[str, Any]:
+    def metrics(
+        self, sft: CheckedReplies, policy: CheckedReplies, bootstrap: int, seed: int
+    ) -> dict[str, Any]:
         """Return ``verifiable`` of ``metrics/evaluation.json``; see docs/judges.md."""
         categories = [line.category for line in self.lines]
-        won = 0.5 + (policy.passed.astype(float) - sft.passed.astype(float)) / 2  # where the policy alone passes
+        won = (
+            0.5 + (policy.passed.astype(float) - sft.passed.astype(float)) / 2
+        )  # where the policy alone passes
         return {
             "prompts": len(self.lines),
             "sft": sft.metrics(categories),
@@ -331,7 +382,10 @@ class VerifiablePrompts:
         """Return one row per prompt with both replies, and the properties that each lacks."""
         rows = []
         for i, line in enumerate(self.lines):
-            row: dict[str, Any] = {"prompt": [vars(turn) for turn in line.messages()], "category": line.category}
+            row: dict[str, Any] = {
+                "prompt": [vars(turn) for turn in line.messages()],
+                "category": line.category,
+            }
             for name, side in (("sft", sft), ("policy", policy)):
                 lacks = [key for key, holds in side.results[i].items() if not holds]
                 row |= {f"{name}_reply": side.replies[i].text, f"{name}_lacks": lacks}
@@ -343,7 +397,8 @@ def read_lines(path: Path, functions: Mapping[str, CheckFunction]) -> list[Verif
     """Read the lines of a file of verifiable prompts.
 
     Raises:
-        DataError: It is missing or empty, or a line is no verifiable prompt; the message names the first.
+        DataError: It is missing or empty, or a line is no verifiable prompt; the message names the
+            first.
     """
     try:
         content = path.read_text(encoding="utf-8-sig")
@@ -359,7 +414,9 @@ def read_lines(path: Path, functions: Mapping[str, CheckFunction]) -> list[Verif
         except ValidationError as error:
             first = error.errors()[0]
             field = ".".join(map(str, first["loc"]))
-            raise DataError(f"{where}: {field}: {first['msg'].removeprefix('Value error, ')}") from error
+            raise DataError(
+                f"{where}: {field}: {first['msg'].removeprefix('Value error, ')}"
+            ) from error
         except (ValueError, RecursionError) as error:
             raise DataError(f"{where} is not JSON ({error})") from error
         if line.require.function is not None and line.require.function not in functions:

@@ -1,6 +1,8 @@
-"""Code as a dependency: a hash of the definitions that a stage reaches, blind to comments, docstrings and layout.
+"""Code as a dependency: a hash of the definitions that a stage reaches, blind to comments,
+docstrings and layout.
 
-A stage's code dependency in dvc.yaml is `.fingerprints/STAGE.txt`. It changes when a function, class or module-level
-assignment changes that the stage reaches by name, and not when unreached code in the same file does. How names are
-followed, and what of a definition counts, is said in ``reach``.
+A stage's code dependency in dvc.yaml is `.fingerprints/STAGE.txt`. It changes when a function,
+class or module-level assignment changes that the stage reaches by name, and not when unreached code
+in the same file does. How names are followed, and what of a definition counts, is said in
+``reach``.
 """

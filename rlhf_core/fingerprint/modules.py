@@ -1,6 +1,8 @@
-"""A module's source as definitions: which top-level statement binds which name, and what importing it executes.
+"""A module's source as definitions: which top-level statement binds which name, and what importing
+it executes.
 
-Names are followed through imports, attributes and strings to the definitions that they mean in a package.
+Names are followed through imports, attributes and strings to the definitions that they mean in a
+package.
 """
 
 from __future__ import annotations
@@ -54,7 +56,9 @@ class Import:
 
 @dataclass(eq=False)
 class Definition:
-    """The top-level statements of a module that bind ``name``; as ``<import>`` those that act when it is imported."""
+    """The top-level statements of a module that bind ``name``; as ``<import>`` those that act when
+    it is imported.
+    """
 
     module: str
     name: str
@@ -67,8 +71,9 @@ class Definition:
 class Module:
     """The definitions of one source file.
 
-    ``effects`` are the statements that act when the module is imported (a call that registers something, a changed
-    table, a condition): they count for every stage that imports the module. ``imported`` are the imports executed then.
+    ``effects`` are the statements that act when the module is imported (a call that registers
+    something, a changed table, a condition): they count for every stage that imports the module.
+    ``imported`` are the imports executed then.
     """
 
     def __init__(self, name: str, path: Path) -> None:
@@ -94,10 +99,13 @@ class Module:
             self._bind_imports(imports_in(statement), executed=True)
             self._define(statement, bound_names(statement))
             self.effects.statements.append(statement)
-        elif isinstance(statement, (*Assignment, ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
+        elif isinstance(
+            statement, (*Assignment, ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
+        ):
             names = bound_names(statement)
             self._define(statement, names)
-            # What is added to may be another module's; an assignment that binds nothing changes a table or an object.
+            # What is added to may be another module's; an assignment that binds nothing changes a
+            # table or an object.
             if not names or isinstance(statement, ast.AugAssign):
                 self.effects.statements.append(statement)
         elif not isinstance(statement, ast.Pass) and not is_string(statement):
@@ -105,9 +113,13 @@ class Module:
 
     def _define(self, statement: ast.stmt, names: Iterable[str]) -> None:
         for name in names:
-            self.definitions.setdefault(name, Definition(self.name, name)).statements.append(statement)
+            self.definitions.setdefault(name, Definition(self.name, name)).statements.append(
+                statement
+            )
 
-    def _bind_imports(self, statements: Iterable[ast.Import | ast.ImportFrom], *, executed: bool) -> None:
+    def _bind_imports(
+        self, statements: Iterable[ast.Import | ast.ImportFrom], *, executed: bool
+    ) -> None:
         for statement in statements:
             for name, target in self.targets_of(statement):
                 self.imports.setdefault(name, []).append(target)
@@ -134,20 +146,30 @@ class Module:
 
 
 def is_for_type_checkers(statement: ast.stmt) -> bool:
-    """Whether this is ``if TYPE_CHECKING:`` without an ``else``, which binds names for annotations alone."""
-    names_it = isinstance(statement, ast.If) and dotted_name(statement.test)[-1:] == ("TYPE_CHECKING",)
+    """Whether this is ``if TYPE_CHECKING:`` without an ``else``, which binds names for annotations
+    alone.
+    """
+    names_it = isinstance(statement, ast.If) and dotted_name(statement.test)[-1:] == (
+        "TYPE_CHECKING",
+    )
     return names_it and not getattr(statement, "orelse", None)
 
 
 def is_main_guard(statement: ast.stmt) -> bool:
-    """Whether this is ``if __name__ == "__main__":`` without an ``else``, which no import executes."""
+    """Whether this is ``if __name__ == "__main__":`` without an ``else``, which no import
+    executes.
+    """
     if not isinstance(statement, ast.If) or statement.orelse:
         return False
-    return ast.dump(statement.test) == ast.dump(ast.parse('__name__ == "__main__"', mode="eval").body)
+    return ast.dump(statement.test) == ast.dump(
+        ast.parse('__name__ == "__main__"', mode="eval").body
+    )
 
 
 def targets_executed(module: Module, statement: ast.Import | ast.ImportFrom) -> list[Import]:
-    """What an import statement executes: each module named, and each name that may itself be a module."""
+    """What an import statement executes: each module named, and each name that may itself be a
+    module.
+    """
     if isinstance(statement, ast.Import):
         return [Import(alias.name) for alias in statement.names]
     return [Import(module.origin(statement), alias.name) for alias in statement.names]
@@ -161,15 +183,23 @@ def imports_in(tree: ast.AST) -> Iterator[ast.Import | ast.ImportFrom]:
 def bound_names(statement: ast.stmt) -> list[str]:
     """The names that a top-level statement binds in its module, imports apart.
 
-    Of a compound statement also those that only functions inside it bind: too many names do no harm.
+    Of a compound statement also those that only functions inside it bind: too many names do no
+    harm.
     """
     if isinstance(statement, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
         return [statement.name]
     if isinstance(statement, ast.Assign | ast.AnnAssign | ast.AugAssign):
         targets = statement.targets if isinstance(statement, ast.Assign) else [statement.target]
-        targets = [*targets, *(node.target for node in ast.walk(statement) if isinstance(node, ast.NamedExpr))]
+        targets = [
+            *targets,
+            *(node.target for node in ast.walk(statement) if isinstance(node, ast.NamedExpr)),
+        ]
         parts = [part for target in targets for part in ast.walk(target)]
-        return [part.id for part in parts if isinstance(part, ast.Name) and isinstance(part.ctx, ast.Store)]
+        return [
+            part.id
+            for part in parts
+            if isinstance(part, ast.Name) and isinstance(part.ctx, ast.Store)
+        ]
     names = []
     for node in ast.walk(statement):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
@@ -184,9 +214,11 @@ OF_EVERY_MODULE = re.compile(r"__(name|file|doc|path|package|spec)__")
 
 @dataclass
 class Reach:
-    """What a dotted name leads to: ``definitions``, after which ``rest`` of its attributes are left.
+    """What a dotted name leads to: ``definitions``, after which ``rest`` of its attributes are
+    left.
 
-    ``inside`` is false for a name from outside the package. Of neutral modules there are no definitions.
+    ``inside`` is false for a name from outside the package. Of neutral modules there are no
+    definitions.
     """
 
     definitions: list[Definition] = field(default_factory=list)
@@ -195,7 +227,9 @@ class Reach:
 
 
 class Names:
-    """The modules of package ``name``, whose folder lies in ``root``; names lead to nothing in ``neutral`` ones."""
+    """The modules of package ``name``, whose folder lies in ``root``; names lead to nothing in
+    ``neutral`` ones.
+    """
 
     def __init__(self, root: Path, name: str, neutral: Collection[str] = ()) -> None:
         self.root, self.name, self.neutral = root, name, frozenset(neutral)
@@ -231,18 +265,27 @@ class Names:
 
     def reach(self, target: Import, attributes: tuple[str, ...]) -> Reach:
         """What ``attributes`` of an imported module or name lead to."""
-        return self._attribute(target.module, (target.name, *attributes) if target.name is not None else attributes)
+        return self._attribute(
+            target.module, (target.name, *attributes) if target.name is not None else attributes
+        )
 
     def executed_by(self, imports: Iterable[Import]) -> Iterator[str]:
-        """Modules of the package that imports execute: those named, the packages around them, and submodules."""
+        """Modules of the package that imports execute: those named, the packages around them, and
+        submodules.
+        """
         for target in imports:
             if self.module(target.module) is not None:
                 yield from packages_of(target.module)
-                if target.name is not None and self.module(f"{target.module}.{target.name}") is not None:
+                if (
+                    target.name is not None
+                    and self.module(f"{target.module}.{target.name}") is not None
+                ):
                     yield f"{target.module}.{target.name}"
 
     def _attribute(self, module_name: str, attributes: tuple[str, ...]) -> Reach:
-        """What a chain of attributes of a module leads to; ``LookupError`` where that cannot be told."""
+        """What a chain of attributes of a module leads to; ``LookupError`` where that cannot be
+        told.
+        """
         module = self.module(module_name)
         if module is None:
             return Reach(inside=False, rest=attributes)

@@ -1,11 +1,13 @@
 """Which definitions of a package something reaches, and the hash of them all.
 
-A definition reaches what its names lead to (see ``modules``), a class with all of its members, bases and annotations.
-Whatever imports a module reaches the statements of it that bind no name, such as a call, a loop or an entry in a table.
+A definition reaches what its names lead to (see ``modules``), a class with all of its members,
+bases and annotations. Whatever imports a module reaches the statements of it that bind no name,
+such as a call, a loop or an entry in a table.
 
-What no name leads to cannot be followed, so the package has none of it, which a contract test holds: star imports,
-``globals``, ``eval``, ``exec``, ``__subclasses__``, a module that is used as a value, and functions, classes or objects
-that enter themselves in a table when they are made. The test also holds which modules import by a computed name.
+What no name leads to cannot be followed, so the package has none of it, which a contract test
+holds: star imports, ``globals``, ``eval``, ``exec``, ``__subclasses__``, a module that is used as a
+value, and functions, classes or objects that enter themselves in a table when they are made. The
+test also holds which modules import by a computed name.
 """
 
 from __future__ import annotations
@@ -33,10 +35,10 @@ NOT_ENCODED = frozenset({"ctx", "kind", "type_comment", "type_ignores"})
 class Encoded:
     """The syntax tree of a definition as a text that has, for each name, what the name leads to.
 
-    It is the name of the definition that is reached, however the module was imported, and imports inside functions are
-    left out. So a definition that moves to another module stays what it was, and so do those that use it. The text
-    names fields and leaves out empty ones, so that it is the same for every version of Python that parses the code
-    alike.
+    It is the name of the definition that is reached, however the module was imported, and imports
+    inside functions are left out. So a definition that moves to another module stays what it was,
+    and so do those that use it. The text names fields and leaves out empty ones, so that it is the
+    same for every version of Python that parses the code alike.
 
     Attributes:
         text: The text, in UTF-8.
@@ -54,7 +56,9 @@ class Encoded:
         self.text = "".join(self.parts).encode()
 
     def _enter(self, statement: ast.stmt) -> None:
-        """Encode one top-level statement. Names that it assigns anywhere may hide those of the module."""
+        """Encode one top-level statement. Names that it assigns anywhere may hide those of the
+        module.
+        """
         self.local = set(local_names(statement))
         self.own_imports: dict[str, list[Import]] = {}
         for imported in imports_in(statement):
@@ -67,7 +71,8 @@ class Encoded:
         if isinstance(node, ast.Name | ast.Attribute) and self._reference(node):
             return
         if isinstance(node, ast.Import | ast.ImportFrom):
-            # One of the package counts by what is used of it, unless its name may mean something else as well.
+            # One of the package counts by what is used of it, unless its name may mean something
+            # else as well.
             for name, target in self.module.targets_of(node):
                 if self.names.module(target.module) is None or name in self.local:
                     self.parts.append(f"(import {target.module}:{target.name} as {name})")
@@ -113,10 +118,18 @@ class Encoded:
         for reach in reached:
             self.references += reach.definitions
         first = reached[0]
-        if len(reached) > 1 or not first.inside or name[0] in self.local or len(first.definitions) > 1:
+        if (
+            len(reached) > 1
+            or not first.inside
+            or name[0] in self.local
+            or len(first.definitions) > 1
+        ):
             return False
         used = name[: len(name) - len(first.rest)]
-        self.parts.append("@" + ".".join([first.definitions[0].name if first.definitions else used[-1], *first.rest]))
+        self.parts.append(
+            "@"
+            + ".".join([first.definitions[0].name if first.definitions else used[-1], *first.rest])
+        )
         return True
 
 
@@ -126,41 +139,60 @@ def local_names(statement: ast.stmt) -> Iterator[str]:
         match node:
             case ast.Name(id=name, ctx=ast.Store() | ast.Del()) | ast.arg(arg=name):
                 yield name
-            case ast.FunctionDef(name=name) | ast.AsyncFunctionDef(name=name) | ast.ClassDef(name=name):
+            case (
+                ast.FunctionDef(name=name)
+                | ast.AsyncFunctionDef(name=name)
+                | ast.ClassDef(name=name)
+            ):
                 if node is not statement:
                     yield name
-            case ast.ExceptHandler(name=str(name)) | ast.MatchAs(name=str(name)) | ast.MatchStar(name=str(name)):
+            case (
+                ast.ExceptHandler(name=str(name))
+                | ast.MatchAs(name=str(name))
+                | ast.MatchStar(name=str(name))
+            ):
                 yield name
             case ast.MatchMapping(rest=str(name)):
                 yield name
 
 
-# Definitions that agree in text and, this many references deep, in all that they lead to are taken to be the same.
+# Definitions that agree in text and, this many references deep, in all that they lead to are taken
+# to be the same.
 DEPTH = 4
 NO_DATA = frozenset({".py", ".pyc", ".pyi", ".typed"})
 
 
 class Package:
-    """The package ``name``, whose folder lies in ``root``; ``neutral`` modules and what they import do not count."""
+    """The package ``name``, whose folder lies in ``root``; ``neutral`` modules and what they import
+    do not count.
+    """
 
     def __init__(self, root: Path, name: str, neutral: Collection[str] = ()) -> None:
         self.names = Names(root, name, neutral)
-        self._encode: Callable[[Definition], Encoded] = cache(lambda definition: Encoded(definition, self.names))
+        self._encode: Callable[[Definition], Encoded] = cache(
+            lambda definition: Encoded(definition, self.names)
+        )
         self._digests: dict[tuple[Definition, int], bytes] = {}
 
     def digest(self, module: str, *roots: str) -> str:
-        """Hex digest of all that ``roots`` of ``module`` reach, and of the data files beside the modules reached."""
+        """Hex digest of all that ``roots`` of ``module`` reach, and of the data files beside the
+        modules reached.
+        """
         definitions = self.reached(module, *roots)
         digest = hashlib.sha256()
         for line in sorted({self._digest(definition, DEPTH) for definition in definitions}):
             digest.update(line)
         folders = {self.names.holder(definition).path.parent for definition in definitions}
         for data in sorted(data for folder in folders for data in data_files(folder)):
-            digest.update(data.relative_to(self.names.root).as_posix().encode() + b"\0" + data.read_bytes())
+            digest.update(
+                data.relative_to(self.names.root).as_posix().encode() + b"\0" + data.read_bytes()
+            )
         return digest.hexdigest()
 
     def reached(self, module: str, *roots: str) -> set[Definition]:
-        """The definitions that ``roots`` of ``module`` reach, and what acts when a module is imported for them."""
+        """The definitions that ``roots`` of ``module`` reach, and what acts when a module is
+        imported for them.
+        """
         executed: set[Module] = set()
         reached: set[Definition] = set()
         waiting: list[Definition | str] = [module]
@@ -193,7 +225,9 @@ class Package:
 
 
 def data_files(folder: Path) -> list[Path]:
-    """Files of a package that are not code, such as templates: in ``folder``, or below it in folders without code."""
+    """Files of a package that are not code, such as templates: in ``folder``, or below it in
+    folders without code.
+    """
     hidden = {path for path in folder.iterdir() if path.name.startswith((".", "__pycache__"))}
     data: list[Path] = []
     for path in sorted(set(folder.iterdir()) - hidden):

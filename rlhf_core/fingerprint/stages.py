@@ -26,8 +26,8 @@ BESIDE = {
     "referee": ("reward", "REFEREE"),
     "judge": ("reward", "JUDGE"),
 }
-# Reporting never changes a result, and neither do an interruption, the place of a checkpoint or what carries these: a
-# new message or a new progress bar must not cost a training run.
+# Reporting never changes a result, and neither do an interruption, the place of a checkpoint or
+# what carries these: a new message or a new progress bar must not cost a training run.
 _NAMES = (
     "errors",
     "redaction",
@@ -47,7 +47,8 @@ NEUTRAL = frozenset(f"{PACKAGE}.{name}" for name in _NAMES)
 def stage_definition(stage: str, method: Method = "ppo") -> tuple[str, str]:
     """Module and name of the definition of a stage: ``STAGE`` of ``rlhf_core.stages.sft``.
 
-    The stage ``ppo`` by another ``method`` is in a module that is named by it, such as ``policy_by_dpo``.
+    The stage ``ppo`` by another ``method`` is in a module that is named by it, such as
+    ``policy_by_dpo``.
     """
     if stage == "ppo" and method != "ppo":
         stage = f"policy_by_{method}"
@@ -66,8 +67,11 @@ def fingerprint(stage: str, method: Method = "ppo") -> str:
         return package().digest(*stage_definition(stage, method))
 
 
-def remembered_fingerprints(workspace: Path, stages: Iterable[str], method: Method = "ppo") -> dict[str, str]:
-    """Give the :func:`fingerprint` of each stage; it takes seconds, so what was computed is kept in ``workspace``.
+def remembered_fingerprints(
+    workspace: Path, stages: Iterable[str], method: Method = "ppo"
+) -> dict[str, str]:
+    """Give the :func:`fingerprint` of each stage; it takes seconds, so what was computed is kept in
+    ``workspace``.
 
     ``.rlhf/fingerprints.json`` counts as long as no file of the package has changed.
     """
@@ -99,7 +103,9 @@ def _package_state(method: Method) -> str:
         names[:] = sorted(name for name in names if name != "__pycache__")
         for name in sorted(files):
             status = os.stat(os.path.join(folder, name))
-            marks.append(f"{os.path.join(folder, name)} {status.st_size} {status.st_mtime_ns} {status.st_ino}")
+            marks.append(
+                f"{os.path.join(folder, name)} {status.st_size} {status.st_mtime_ns} {status.st_ino}"
+            )
     return hashlib.sha256("\n".join(marks).encode()).hexdigest()
 
 

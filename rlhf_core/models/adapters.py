@@ -1,15 +1,18 @@
 """Adapters: LoRA, on 4-bit weights too, and layers below those that are trained.
 
-4-bit weights are QLoRA's NF4 (Dettmers et al. 2023). bitsandbytes packs and unpacks. Its own layer is not used: on a
-CPU it repacks its weights in place at the first pass without gradient, and on a GPU it multiplies single tokens by
-other kernels than sequences, while PPO's sampler and trainer have to agree.
+4-bit weights are QLoRA's NF4 (Dettmers et al. 2023). bitsandbytes packs and unpacks. Its own layer
+is not used: on a CPU it repacks its weights in place at the first pass without gradient, and on a
+GPU it multiplies single tokens by other kernels than sequences, while PPO's sampler and trainer
+have to agree.
 
-A scalar model may have the lower layers of a language model alone. What tells a good reply from a bad one is often most
-linear in the middle: upper layers turn to predicting the next token (Skean et al., 2025, "Layer by Layer: Uncovering
-Hidden Representations in Language Models"). Without them a reward model is cheaper to train and to ask.
+A scalar model may have the lower layers of a language model alone. What tells a good reply from a
+bad one is often most linear in the middle: upper layers turn to predicting the next token (Skean et
+al., 2025, "Layer by Layer: Uncovering Hidden Representations in Language Models"). Without them a
+reward model is cheaper to train and to ask.
 
-The reference of a policy with adapters is the policy with its adapters off. Below the lowest adapted layer both compute
-the same numbers from the same tokens, so the second pass takes what the first left there: the same bits, no work.
+The reference of a policy with adapters is the policy with its adapters off. Below the lowest
+adapted layer both compute the same numbers from the same tokens, so the second pass takes what the
+first left there: the same bits, no work.
 """
 
 from __future__ import annotations
@@ -37,9 +40,7 @@ from rlhf_core.models.openblas_linear import is_plain_linear
 logger = logging.getLogger(__name__)
 
 BLOCK = 64
-MISSING_4BIT = (
-    "quantize: nf4 is set, but bitsandbytes is not installed: pip install 'rlhf-pipeline[4bit]', or remove it"
-)
+MISSING_4BIT = "quantize: nf4 is set, but bitsandbytes is not installed: pip install 'rlhf-pipeline[4bit]', or remove it"
 
 
 @dataclass(frozen=True)
@@ -62,7 +63,9 @@ class PackedWeight:
 
 
 class NF4Linear(nn.Linear):
-    """A frozen linear layer without ``weight`` that unpacks its matrix in every forward and backward pass."""
+    """A frozen linear layer without ``weight`` that unpacks its matrix in every forward and
+    backward pass.
+    """
 
     def __init__(self, layer: nn.Linear) -> None:
         super().__init__(layer.in_features, layer.out_features, bias=False, device="meta")
@@ -102,14 +105,18 @@ class _Product(torch.autograd.Function):
 
 
 def packed(weight: Tensor) -> PackedWeight:
-    """Quantise ``weight`` (out, in) to NF4, on its device. ``RlhfError`` if bitsandbytes is not installed."""
+    """Quantise ``weight`` (out, in) to NF4, on its device. ``RlhfError`` if bitsandbytes is not
+    installed.
+    """
     try:
         with quiet():
             import bitsandbytes.functional as bnb
     except ImportError as error:
         raise RlhfError(MISSING_4BIT) from error
     return PackedWeight(
-        *bnb.quantize_4bit(weight.detach(), blocksize=BLOCK, quant_type="nf4", compress_statistics=True)
+        *bnb.quantize_4bit(
+            weight.detach(), blocksize=BLOCK, quant_type="nf4", compress_statistics=True
+        )
     )
 
 
@@ -138,10 +145,12 @@ Result = TypeVar("Result")
 MISSING_LORA = "lora is set, but peft is not installed: pip install 'rlhf-pipeline[lora]', or remove the setting"
 
 
-# Last names of linear layers that PEFT takes for those of experts in kinds that have experts (PEFT 0.21,
-# ``_MOE_TARGET_MODULE_MAPPING``): named as modules, dense layers and shared experts would get no adapter.
+# Last names of linear layers that PEFT takes for those of experts in kinds that have experts (PEFT
+# 0.21, ``_MOE_TARGET_MODULE_MAPPING``): named as modules, dense layers and shared experts would get
+# no adapter.
 TAKEN_FOR_EXPERTS = frozenset({"gate", "gate_proj", "up_proj", "down_proj", "w1", "w2", "w3"})
-# Layers of Mamba's mixers whose weights kernels, and some forwards without kernels, take without what is around them.
+# Layers of Mamba's mixers whose weights kernels, and some forwards without kernels, take without
+# what is around them.
 BYPASSED = frozenset({"x_proj", "dt_proj", "out_proj"})
 SHOWN_KINDS = 6
 
@@ -152,9 +161,11 @@ class AdaptedWeights:
 
     Attributes:
         linear: Names of linear layers, in the model's order.
-        experts: Names of parameters that hold the matrices of all experts of a layer (experts, ..., ...).
+        experts: Names of parameters that hold the matrices of all experts of a layer (experts, ...,
+            ...).
         adapted: Numbers in both.
-        frozen: Numbers in the other matrices below the head, embeddings left out, by the last names of these.
+        frozen: Numbers in the other matrices below the head, embeddings left out, by the last names
+            of these.
     """
 
     linear: tuple[str, ...]
@@ -176,18 +187,22 @@ class AdaptedWeights:
 
 
 def adapted_weights(model: PreTrainedModel, config: LoraConfig) -> AdaptedWeights:
-    """Find the weights that adapters go into: of linear layers, and of experts whose matrices are one parameter.
+    """Find the weights that adapters go into: of linear layers, and of experts whose matrices are
+    one parameter.
 
     Routers that are no linear layer, convolutions and embeddings have no adapters.
 
     Raises:
-        ModelError: ``config.targets`` names what has no adapters, the model has nothing that gets some (GPT-2, whose
-            layers are transposed), or it has fewer layers than ``config.upper_layers``.
+        ModelError: ``config.targets`` names what has no adapters, the model has nothing that gets
+            some (GPT-2, whose layers are transposed), or it has fewer layers than
+            ``config.upper_layers``.
     """
     of_class = type(model).__name__
     depth = model.config.get_text_config().num_hidden_layers
     if config.upper_layers is not None and config.upper_layers > depth:
-        raise ModelError(f"lora.upper_layers is {config.upper_layers}, but {of_class} has {depth} layers")
+        raise ModelError(
+            f"lora.upper_layers is {config.upper_layers}, but {of_class} has {depth} layers"
+        )
     lowest = depth - (config.upper_layers or depth)
     kinds: dict[str, set[str]] = {"linear": set(), "experts": set()}
     names: dict[str, list[str]] = {"linear": [], "experts": []}
@@ -206,10 +221,14 @@ def adapted_weights(model: PreTrainedModel, config: LoraConfig) -> AdaptedWeight
             frozen[last] = frozen.get(last, 0) + _size(module, weight)
     known = kinds["linear"] | kinds["experts"]
     if not known:
-        raise ModelError(f"{of_class} has no layers of the class Linear, which lora adapts; train it without lora")
+        raise ModelError(
+            f"{of_class} has no layers of the class Linear, which lora adapts; train it without lora"
+        )
     unknown = sorted(set(config.targets) - known)
     if unknown:
-        raise ModelError(f"{of_class} has no linear layer {unknown[0]} for lora; it has {sorted(known)}")
+        raise ModelError(
+            f"{of_class} has no linear layer {unknown[0]} for lora; it has {sorted(known)}"
+        )
     if not names["linear"] and not names["experts"]:
         raise ModelError(
             f"none of the {config.upper_layers} upper layers of {of_class} has what lora adapts: raise "
@@ -219,7 +238,8 @@ def adapted_weights(model: PreTrainedModel, config: LoraConfig) -> AdaptedWeight
 
 
 def _matrices(model: PreTrainedModel) -> Iterator[tuple[str, nn.Module, str, Tensor | None]]:
-    """Every matrix below the head but embeddings: its module with the name of that, its own name and itself.
+    """Every matrix below the head but embeddings: its module with the name of that, its own name
+    and itself.
 
     Of a layer in 4 bits there is no tensor.
     """
@@ -240,9 +260,15 @@ def _adaptable(
 ) -> Literal["linear", "experts"] | None:
     """What kind of adapter a matrix may have."""
     if is_linear(module):
-        is_bypassed = hasattr(parent, "A_log") and hasattr(parent, "D") and path.rpartition(".")[2] in BYPASSED
+        is_bypassed = (
+            hasattr(parent, "A_log")
+            and hasattr(parent, "D")
+            and path.rpartition(".")[2] in BYPASSED
+        )
         return None if is_bypassed else "linear"
-    is_stack = weight is not None and weight.dim() == 3 and "experts" in type(module).__name__.lower()
+    is_stack = (
+        weight is not None and weight.dim() == 3 and "experts" in type(module).__name__.lower()
+    )
     return "experts" if is_stack else None
 
 
@@ -254,15 +280,19 @@ def _size(module: nn.Module, weight: Tensor | None) -> int:
 
 
 def _layer_index(name: str) -> int:
-    """The number of the decoder layer in a name such as ``model.layers.3.mlp``; 0 outside of the layers."""
+    """The number of the decoder layer in a name such as ``model.layers.3.mlp``; 0 outside of the
+    layers.
+    """
     return next((int(part) for part in name.split(".") if part.isdigit()), 0)
 
 
 def add_adapters(model: PreTrainedModel, config: LoraConfig, seed: int) -> AdaptedWeights:
-    """Freeze ``model`` and add adapters below its head, in place. Untrained adapters change no output.
+    """Freeze ``model`` and add adapters below its head, in place. Untrained adapters change no
+    output.
 
-    Adapters are float32 on a low-precision model too: a layer casts its input for them, and their output back.
-    With ``config.quantize`` the frozen linear layers are held in 4 bits from then on; experts are not.
+    Adapters are float32 on a low-precision model too: a layer casts its input for them, and their
+    output back. With ``config.quantize`` the frozen linear layers are held in 4 bits from then on;
+    experts are not.
 
     Args:
         seed: Determines the random half of every adapter.
@@ -271,7 +301,8 @@ def add_adapters(model: PreTrainedModel, config: LoraConfig, seed: int) -> Adapt
         What is adapted.
 
     Raises:
-        ModelError: As for :func:`adapted_weights`, or merged adapters would leave another model than the given one.
+        ModelError: As for :func:`adapted_weights`, or merged adapters would leave another model
+            than the given one.
         RlhfError: peft is not installed.
     """
     try:
@@ -281,7 +312,11 @@ def add_adapters(model: PreTrainedModel, config: LoraConfig, seed: int) -> Adapt
         raise RlhfError(MISSING_LORA) from error
     weights = adapted_weights(model, config)
     _require_mergeable(model, weights, config)
-    say = logger.warning if weights.frozen and not config.targets and config.upper_layers is None else logger.info
+    say = (
+        logger.warning
+        if weights.frozen and not config.targets and config.upper_layers is None
+        else logger.info
+    )
     say("lora: %s of %s", weights, type(model).__name__)
     model.requires_grad_(False)
     if config.quantize is not None:
@@ -289,7 +324,8 @@ def add_adapters(model: PreTrainedModel, config: LoraConfig, seed: int) -> Adapt
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         _inject(model, weights, config)
-    # peft gives adapters the precision of a layer's weight. In bfloat16 small steps of them would round to nothing.
+    # peft gives adapters the precision of a layer's weight. In bfloat16 small steps of them would
+    # round to nothing.
     precision = torch.promote_types(model.dtype, torch.float32)
     for parameter in model.parameters():
         if parameter.requires_grad:
@@ -298,11 +334,13 @@ def add_adapters(model: PreTrainedModel, config: LoraConfig, seed: int) -> Adapt
     return weights
 
 
-def _inject(model: PreTrainedModel, weights: AdaptedWeights, config: LoraConfig, empty: bool = False) -> None:
+def _inject(
+    model: PreTrainedModel, weights: AdaptedWeights, config: LoraConfig, empty: bool = False
+) -> None:
     """Let PEFT add adapters to the very weights that are named.
 
-    It is given the parts of the model alone: knowing its kind it would take some names for others. ``empty`` ones have
-    no numbers.
+    It is given the parts of the model alone: knowing its kind it would take some names for others.
+    ``empty`` ones have no numbers.
     """
     import peft
 
@@ -327,13 +365,22 @@ def _peft_config(model: PreTrainedModel, weights: AdaptedWeights, config: LoraCo
     import peft
 
     depth = model.config.get_text_config().num_hidden_layers
-    upper = list(range(depth - config.upper_layers, depth)) if config.upper_layers is not None else None
+    upper = (
+        list(range(depth - config.upper_layers, depth)) if config.upper_layers is not None else None
+    )
     last_names = {name.rpartition(".")[2] for name in weights.linear}
     settings: dict[str, Any] = {"target_modules": sorted(last_names), "layers_to_transform": upper}
     for name, module in model.named_modules():
         meant = upper is None or _layer_index(name) in upper
-        if is_linear(module) and meant and name not in weights.linear and name.rpartition(".")[2] in last_names:
-            settings = {"target_modules": list(weights.linear)}  # one that is not adapted has the same last name
+        if (
+            is_linear(module)
+            and meant
+            and name not in weights.linear
+            and name.rpartition(".")[2] in last_names
+        ):
+            settings = {
+                "target_modules": list(weights.linear)
+            }  # one that is not adapted has the same last name
             break
     if weights.experts:
         taken = [name for name in weights.linear if name.rpartition(".")[2] in TAKEN_FOR_EXPERTS]
@@ -345,7 +392,8 @@ def _peft_config(model: PreTrainedModel, weights: AdaptedWeights, config: LoraCo
 
 
 def _require_mergeable(model: PreTrainedModel, weights: AdaptedWeights, config: LoraConfig) -> None:
-    """Add and merge adapters in a copy of the model without numbers: what fails would else fail after the training.
+    """Add and merge adapters in a copy of the model without numbers: what fails would else fail
+    after the training.
 
     Raises:
         ModelError: Something fails, or other weights are left than before.
@@ -353,7 +401,9 @@ def _require_mergeable(model: PreTrainedModel, weights: AdaptedWeights, config: 
     empty: dict[int, Any] = {}
     for tensor in (*model.parameters(), *model.buffers()):
         twin = torch.empty_like(tensor, device="meta")
-        empty[id(tensor)] = nn.Parameter(twin, requires_grad=False) if isinstance(tensor, nn.Parameter) else twin
+        empty[id(tensor)] = (
+            nn.Parameter(twin, requires_grad=False) if isinstance(tensor, nn.Parameter) else twin
+        )
     copied = copy.deepcopy(model, empty)
     before = {name: weight.shape for name, weight in copied.named_parameters()}
     try:
@@ -367,7 +417,9 @@ def _require_mergeable(model: PreTrainedModel, weights: AdaptedWeights, config: 
     # Packed weights are of another shape after the merge.
     packed = config.quantize is not None
     if not packed and {name: weight.shape for name, weight in copied.named_parameters()} != before:
-        raise ModelError(f"merged adapters would change the weights' names in a {type(model).__name__}; leave lora out")
+        raise ModelError(
+            f"merged adapters would change the weights' names in a {type(model).__name__}; leave lora out"
+        )
 
 
 ADAPTER_FOLDER, ADAPTER_WEIGHTS = "adapter", "adapter_model.safetensors"
@@ -377,7 +429,8 @@ PEFT_PREFIX = "base_model.model."  # of parameters in PEFT's files
 
 @dataclass(frozen=True)
 class PeftAdapter:
-    """The trained part of a language model, by which ``PeftModel.from_pretrained`` makes it from its frozen part.
+    """The trained part of a language model, by which ``PeftModel.from_pretrained`` makes it from
+    its frozen part.
 
     Attributes:
         settings: The content of ``adapter_config.json``.
@@ -392,9 +445,16 @@ def peft_adapter(model: PreTrainedModel) -> PeftAdapter:
     """Copy the adapters of ``model``, before they are merged."""
     config: Any = model.peft_config["default"]
     settings = {**config.to_dict(), "task_type": "CAUSAL_LM", "inference_mode": True}
-    plain = json.loads(json.dumps(settings, default=lambda value: sorted(value) if isinstance(value, set) else None))
+    plain = json.loads(
+        json.dumps(
+            settings, default=lambda value: sorted(value) if isinstance(value, set) else None
+        )
+    )
     tensors = {
-        f"{PEFT_PREFIX}{name.replace('.default.', '.')}": parameter.detach().cpu().clone().contiguous()
+        f"{PEFT_PREFIX}{name.replace('.default.', '.')}": parameter.detach()
+        .cpu()
+        .clone()
+        .contiguous()
         for name, parameter in model.named_parameters()
         if ".lora_" in name
     }
@@ -402,13 +462,17 @@ def peft_adapter(model: PreTrainedModel) -> PeftAdapter:
 
 
 def merge_adapters(model: nn.Module) -> None:
-    """Merge the adapters into their weights, unpacked if they were packed, and remove them, in place."""
+    """Merge the adapters into their weights, unpacked if they were packed, and remove them, in
+    place.
+    """
     unpack_linear_layers(model)
     layers = list(adapted_layers(model))
     for _, layer in layers:
         layer.merge()
     for name, layer in layers:
-        if not name.endswith(INNER_LAYER):  # several parameters of one module are adapted by layers within layers
+        if not name.endswith(
+            INNER_LAYER
+        ):  # several parameters of one module are adapted by layers within layers
             model.set_submodule(name, layer.get_base_layer())
     for module in model.modules():
         if "peft_config" in vars(module):
@@ -433,7 +497,9 @@ def adapters_off(model: nn.Module) -> Iterator[None]:
 
 
 class WithoutAdapters:
-    """The reference of a policy that trains adapters: the same model with the adapters off, sharing its memory."""
+    """The reference of a policy that trains adapters: the same model with the adapters off, sharing
+    its memory.
+    """
 
     def __init__(self, model: PreTrainedModel) -> None:
         self.model = model
@@ -457,11 +523,15 @@ def adapted_layers(model: nn.Module) -> Iterator[tuple[str, Any]]:
         return iter(())
     from peft.tuners.lora import LoraLayer
 
-    return ((name, module) for name, module in model.named_modules() if isinstance(module, LoraLayer))
+    return (
+        (name, module) for name, module in model.named_modules() if isinstance(module, LoraLayer)
+    )
 
 
 def adapted_parameter(layer: Any) -> str:
-    """The name of the parameter that a layer with adapters adapts, within the module that has it."""
+    """The name of the parameter that a layer with adapters adapts, within the module that has
+    it.
+    """
     name: str = getattr(layer, "parameter_name", "weight")
     return name
 
@@ -498,7 +568,9 @@ def keep_lower_layers(model: PreTrainedModel, layers: int) -> None:
         raise ModelError(f"layers is {layers}, but {type(model).__name__} has {depth} layers")
     stack = decoder_layers(model)
     if stack is None:
-        raise ModelError(f"the layers of {type(backbone).__name__} cannot be told apart; remove the setting layers")
+        raise ModelError(
+            f"the layers of {type(backbone).__name__} cannot be told apart; remove the setting layers"
+        )
     (name,) = [name for name, child in backbone.named_children() if child is stack]
     setattr(backbone, name, stack[:layers])
     for config in (model.config, backbone.config):
@@ -506,7 +578,9 @@ def keep_lower_layers(model: PreTrainedModel, layers: int) -> None:
 
 
 def decoder_layers(model: PreTrainedModel) -> nn.ModuleList | None:
-    """Return the list of the model's decoder layers, from the embedding up; None where it cannot be told apart."""
+    """Return the list of the model's decoder layers, from the embedding up; None where it cannot be
+    told apart.
+    """
     backbone: Any = backbone_of(model)
     lists = [child for child in backbone.children() if isinstance(child, nn.ModuleList)]
     stacks = [child for child in lists if len(child) == backbone.config.num_hidden_layers]
@@ -521,7 +595,8 @@ def limit_layers(config: PretrainedConfig, layers: int) -> None:
 
 
 class FrozenLowerLayers:
-    """The outputs of the layers below all adapters, recorded in one pass for another over the same tokens.
+    """The outputs of the layers below all adapters, recorded in one pass for another over the same
+    tokens.
 
     Without such layers, or where the reference is a model of its own, both passes are whole ones.
     """
@@ -532,10 +607,14 @@ class FrozenLowerLayers:
 
     @classmethod
     def shared_by(cls, policy: PreTrainedModel, reference: object) -> FrozenLowerLayers:
-        """Those that ``reference`` shares with ``policy``: none unless it is the policy with its adapters off."""
+        """Those that ``reference`` shares with ``policy``: none unless it is the policy with its
+        adapters off.
+        """
         same = isinstance(reference, WithoutAdapters) and reference.model is policy
         # Layers that read the keys and values of lower ones cannot do without these.
-        reads_lower = getattr(policy.config.get_text_config(), "num_kv_shared_layers", 0) if same else 0
+        reads_lower = (
+            getattr(policy.config.get_text_config(), "num_kv_shared_layers", 0) if same else 0
+        )
         layers = decoder_layers(policy) if same and not reads_lower else None
         if layers is None:
             return cls([])
@@ -564,7 +643,9 @@ class FrozenLowerLayers:
 
     @contextmanager
     def replayed(self) -> Iterator[None]:
-        """Take what was recorded in place of computing the layers, in one pass over the same tokens; no gradients."""
+        """Take what was recorded in place of computing the layers, in one pass over the same
+        tokens; no gradients.
+        """
         if self._output is None or torch.is_grad_enabled():
             yield
             return

@@ -22,16 +22,36 @@ from transformers import (
     PreTrainedTokenizerBase,
     PreTrainedTokenizerFast,
 )
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, MODEL_FOR_MASKED_LM_MAPPING_NAMES
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+    MODEL_FOR_MASKED_LM_MAPPING_NAMES,
+)
 
 from rlhf_core.config.base import BaseConfig
 from rlhf_core.data.chat_template import STOP_TOKENS
 from rlhf_core.data.encoding import stop_token_ids
 from rlhf_core.errors import ConfigError, ModelError
 from rlhf_core.models.adapters import ADAPTER_FOLDER, ADAPTER_WEIGHTS, PeftAdapter
-from rlhf_core.models.forward import embedding_weight, first_position, name_outputs, probe_ids, router_loss_weight
-from rlhf_core.models.io import ADAPTER_CONFIG, load_model, reading, require_room_for, require_same, save_folder
-from rlhf_core.models.precision import float32_unembedding, use_float32_unembedding, weights_precision
+from rlhf_core.models.forward import (
+    embedding_weight,
+    first_position,
+    name_outputs,
+    probe_ids,
+    router_loss_weight,
+)
+from rlhf_core.models.io import (
+    ADAPTER_CONFIG,
+    load_model,
+    reading,
+    require_room_for,
+    require_same,
+    save_folder,
+)
+from rlhf_core.models.precision import (
+    float32_unembedding,
+    use_float32_unembedding,
+    weights_precision,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -41,12 +61,15 @@ CLASSIFIERS = ("ForSequenceClassification", "ForTokenClassification")
 def require_replies(config: PretrainedConfig, source: str | Path) -> None:
     """Refuse a reward model or another classifier.
 
-    Where embeddings are tied, its weights would load as those of a language model that was never trained as one.
+    Where embeddings are tied, its weights would load as those of a language model that was never
+    trained as one.
 
     Raises:
         ModelError: ``config`` says so.
     """
-    classifier = next((name for name in config.architectures or () if name.endswith(CLASSIFIERS)), None)
+    classifier = next(
+        (name for name in config.architectures or () if name.endswith(CLASSIFIERS)), None
+    )
     if classifier is not None:
         raise ModelError(
             f"{source} holds a {classifier}, which gives scores and no replies; name a language model, such as "
@@ -66,7 +89,9 @@ def require_decoder_only(config: PretrainedConfig, source: str | Path) -> None:
         other = "an encoder-decoder"
     elif config.model_type not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
         other = "no language model"
-    elif config.model_type in MODEL_FOR_MASKED_LM_MAPPING_NAMES and not getattr(config, "is_decoder", True):
+    elif config.model_type in MODEL_FOR_MASKED_LM_MAPPING_NAMES and not getattr(
+        config, "is_decoder", True
+    ):
         other = "an encoder, which reads a text in both directions"
     if other:
         raise ModelError(
@@ -76,25 +101,35 @@ def require_decoder_only(config: PretrainedConfig, source: str | Path) -> None:
 
 
 def generation_stop_ids(model: PreTrainedModel) -> list[int]:
-    """The ids at which the model's own generation config ends a reply; none where it has no such file.
+    """The ids at which the model's own generation config ends a reply; none where it has no such
+    file.
 
-    A config that transformers derived from the architecture's defaults is left out: those ids belong to the tokenizer
-    of some other model.
+    A config that transformers derived from the architecture's defaults is left out: those ids
+    belong to the tokenizer of some other model.
     """
     config = model.generation_config
-    if config is None or config.eos_token_id is None or getattr(config, "_from_model_config", False):
+    if (
+        config is None
+        or config.eos_token_id is None
+        or getattr(config, "_from_model_config", False)
+    ):
         return []
     ids = config.eos_token_id if isinstance(config.eos_token_id, list) else [config.eos_token_id]
     return [index for index in ids if isinstance(index, int)]
 
 
-def with_stop_tokens(tokenizer: PreTrainedTokenizerBase, model: PreTrainedModel) -> PreTrainedTokenizerBase:
-    """The tokenizer, or a copy whose files name the tokens that end a reply, where those are not ``eos_token`` alone.
+def with_stop_tokens(
+    tokenizer: PreTrainedTokenizerBase, model: PreTrainedModel
+) -> PreTrainedTokenizerBase:
+    """The tokenizer, or a copy whose files name the tokens that end a reply, where those are not
+    ``eos_token`` alone.
 
-    The first of them closes a turn. Added tokens at which the generation config of ``model`` ends a reply are among
-    them; a word of the vocabulary is not.
+    The first of them closes a turn. Added tokens at which the generation config of ``model`` ends a
+    reply are among them; a word of the vocabulary is not.
     """
-    added = [index for index in generation_stop_ids(model) if index in tokenizer.added_tokens_decoder]
+    added = [
+        index for index in generation_stop_ids(model) if index in tokenizer.added_tokens_decoder
+    ]
     stop_ids = list(dict.fromkeys([*stop_token_ids(tokenizer), *added]))
     names = tokenizer.convert_ids_to_tokens(stop_ids)
     if names in ([tokenizer.eos_token], tokenizer.init_kwargs.get(STOP_TOKENS)):
@@ -105,10 +140,12 @@ def with_stop_tokens(tokenizer: PreTrainedTokenizerBase, model: PreTrainedModel)
 
 
 def complete_generation_config(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
-    """Name every token that ends a reply in the generation config, so that transformers and vLLM stop there too.
+    """Name every token that ends a reply in the generation config, so that transformers and vLLM
+    stop there too.
 
-    Published models have sampling settings that transformers reads but refuses to save, such as a temperature beside
-    ``do_sample: false``. They are left out: what samples here has settings of its own.
+    Published models have sampling settings that transformers reads but refuses to save, such as a
+    temperature beside ``do_sample: false``. They are left out: what samples here has settings of
+    its own.
     """
     config = model.generation_config
     if config is None:
@@ -117,7 +154,9 @@ def complete_generation_config(model: PreTrainedModel, tokenizer: PreTrainedToke
         config.validate(strict=True)
     except ValueError:
         config = GenerationConfig(
-            bos_token_id=config.bos_token_id, eos_token_id=generation_stop_ids(model), pad_token_id=config.pad_token_id
+            bos_token_id=config.bos_token_id,
+            eos_token_id=generation_stop_ids(model),
+            pad_token_id=config.pad_token_id,
         )
         model.generation_config = config
     known = config.eos_token_id if isinstance(config.eos_token_id, list) else [config.eos_token_id]
@@ -125,7 +164,9 @@ def complete_generation_config(model: PreTrainedModel, tokenizer: PreTrainedToke
     if not set(stop_ids) <= set(known):
         others = [i for i in generation_stop_ids(model) if i not in stop_ids]
         config.eos_token_id = [*stop_ids, *others] if others or len(stop_ids) > 1 else stop_ids[0]
-        config._from_model_config = False  # otherwise transformers may take the model configuration's id instead
+        config._from_model_config = (
+            False  # otherwise transformers may take the model configuration's id instead
+        )
 
 
 PAD, USER, ASSISTANT, SYSTEM, END = "<|pad|>", "<|user|>", "<|assistant|>", "<|system|>", "<|end|>"
@@ -137,8 +178,11 @@ CHAT_TEMPLATE = (
 )
 
 
-def train_tokenizer(texts: Iterable[str], vocab_size: int, max_length: int = 512) -> PreTrainedTokenizerFast:
-    """Train a byte-level BPE tokenizer with at most ``vocab_size`` entries. The same texts give the same tokenizer.
+def train_tokenizer(
+    texts: Iterable[str], vocab_size: int, max_length: int = 512
+) -> PreTrainedTokenizerFast:
+    """Train a byte-level BPE tokenizer with at most ``vocab_size`` entries. The same texts give the
+    same tokenizer.
 
     Raises:
         ConfigError: ``vocab_size`` has no room for all bytes and special tokens.
@@ -147,7 +191,9 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int, max_length: int = 512
 
     special = [PAD, USER, ASSISTANT, SYSTEM, END]
     if vocab_size < BYTES + len(special):
-        raise ConfigError(f"base.vocab_size {vocab_size} is too small; at least {BYTES + len(special)} are needed")
+        raise ConfigError(
+            f"base.vocab_size {vocab_size} is too small; at least {BYTES + len(special)} are needed"
+        )
     bpe = Tokenizer(models.BPE())
     bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     bpe.decoder = decoders.ByteLevel()
@@ -171,8 +217,11 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int, max_length: int = 512
     return tokenizer
 
 
-def new_model(config: BaseConfig, tokenizer: PreTrainedTokenizerBase, seed: int) -> LlamaForCausalLM:
-    """Create a tied Llama with random weights that depend on ``config``, the vocabulary's size and ``seed`` alone.
+def new_model(
+    config: BaseConfig, tokenizer: PreTrainedTokenizerBase, seed: int
+) -> LlamaForCausalLM:
+    """Create a tied Llama with random weights that depend on ``config``, the vocabulary's size and
+    ``seed`` alone.
 
     The process's random state is left unchanged.
     """
@@ -180,7 +229,9 @@ def new_model(config: BaseConfig, tokenizer: PreTrainedTokenizerBase, seed: int)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = LlamaForCausalLM(shape)
-    for parameter in model.parameters():  # not the buffers: rotations by rounded frequencies would be other ones
+    for parameter in (
+        model.parameters()
+    ):  # not the buffers: rotations by rounded frequencies would be other ones
         parameter.data = parameter.data.to(getattr(torch, weights_precision(config.dtype)))
     use_float32_unembedding(model)
     return model
@@ -189,9 +240,13 @@ def new_model(config: BaseConfig, tokenizer: PreTrainedTokenizerBase, seed: int)
 def scratch_config(
     config: BaseConfig, vocabulary: int, pad_id: int | None = None, eos_id: int | None = None
 ) -> LlamaConfig:
-    """The configuration of a model made from nothing: a Llama with tied embeddings. ``ConfigError`` for odd heads."""
+    """The configuration of a model made from nothing: a Llama with tied embeddings. ``ConfigError``
+    for odd heads.
+    """
     if config.hidden_size % (2 * config.heads):
-        raise ConfigError(f"base.hidden_size {config.hidden_size} must be a multiple of 2 * heads = {2 * config.heads}")
+        raise ConfigError(
+            f"base.hidden_size {config.hidden_size} must be a multiple of 2 * heads = {2 * config.heads}"
+        )
     return LlamaConfig(
         vocab_size=vocabulary,
         hidden_size=config.hidden_size,
@@ -200,7 +255,8 @@ def scratch_config(
         num_attention_heads=config.heads,
         num_key_value_heads=config.heads,
         max_position_embeddings=config.max_positions,
-        # A product of a unit-scale input keeps its scale; transformers' 0.02 fits widths above two thousand.
+        # A product of a unit-scale input keeps its scale; transformers' 0.02 fits widths above two
+        # thousand.
         initializer_range=config.hidden_size**-0.5,
         tie_word_embeddings=True,
         pad_token_id=pad_id,
@@ -215,14 +271,17 @@ def load_tokenizer(path: str | Path, revision: str | None = None) -> PreTrainedT
         tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
             str(path), revision=revision, padding_side="left", trust_remote_code=False
         )
-        # Values of another kind in its files, such as a length that is no number, show only when it is used.
+        # Values of another kind in its files, such as a length that is no number, show only when it
+        # is used.
         tokenizer.convert_tokens_to_ids([*(tokenizer.init_kwargs.get(STOP_TOKENS) or ())])
         tokenizer.encode("a")
         return tokenizer
 
 
 def fitting_length(max_tokens: int, source: Path | PreTrainedModel) -> int:
-    """``max_tokens``, or the number of positions that the model at ``source`` has if those are fewer."""
+    """``max_tokens``, or the number of positions that the model at ``source`` has if those are
+    fewer.
+    """
     if not isinstance(source, Path):
         config = source.config
     else:
@@ -233,7 +292,9 @@ def fitting_length(max_tokens: int, source: Path | PreTrainedModel) -> int:
 
 
 def positions_of(config: PretrainedConfig) -> int | None:
-    """The most tokens that a model takes in one sequence; None where its configuration names no such number."""
+    """The most tokens that a model takes in one sequence; None where its configuration names no
+    such number.
+    """
     text = config.get_text_config()
     named = (getattr(text, name, None) for name in ("max_position_embeddings", "max_seq_len"))
     positions = next((int(number) for number in named if isinstance(number, int)), None)
@@ -246,7 +307,8 @@ def load_policy(
     revision: str | None = None,
     device: torch.device | None = None,
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """Load a causal language model in evaluation mode, and its tokenizer. Only safetensors, never remote code.
+    """Load a causal language model in evaluation mode, and its tokenizer. Only safetensors, never
+    remote code.
 
     Args:
         path: A folder or a hub id.
@@ -258,16 +320,22 @@ def load_policy(
     """
     tokenizer = load_tokenizer(path, revision)
     with reading(path):
-        require_replies(AutoConfig.from_pretrained(str(path), revision=revision, trust_remote_code=False), path)
+        require_replies(
+            AutoConfig.from_pretrained(str(path), revision=revision, trust_remote_code=False), path
+        )
     model = load_model(AutoModelForCausalLM, path, dtype, revision, device)
     require_room_for(tokenizer, embedding_weight(model).shape[0], path)
     return model, tokenizer
 
 
 def save_policy(
-    path: Path, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, adapter: PeftAdapter | None = None
+    path: Path,
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    adapter: PeftAdapter | None = None,
 ) -> None:
-    """Save a causal language model as a Hugging Face folder, after checking that the saved copy computes the same.
+    """Save a causal language model as a Hugging Face folder, after checking that the saved copy
+    computes the same.
 
     The generation config of ``model`` is completed by the tokens that end a reply.
 
@@ -297,7 +365,8 @@ def save_policy(
 
 
 def own_copy(model: PreTrainedModel, name: str = "model") -> PreTrainedModel:
-    """A copy of a model to train. What is frozen in it stays so, unless everything is: then all of it is trained.
+    """A copy of a model to train. What is frozen in it stays so, unless everything is: then all of
+    it is trained.
 
     Merging adapters by PEFT leaves all weights frozen.
     """
@@ -317,12 +386,16 @@ def own_copy(model: PreTrainedModel, name: str = "model") -> PreTrainedModel:
 
 
 def say_router_loss(model: PreTrainedModel, added: bool, what: str) -> None:
-    """Say what becomes of the routers' auxiliary loss that config.json asks for by ``output_router_logits``."""
+    """Say what becomes of the routers' auxiliary loss that config.json asks for by
+    ``output_router_logits``.
+    """
     weight = router_loss_weight(model)
     if not weight:
         return
     if added:
-        logger.info("%s: the routers' auxiliary loss is added, with router_aux_loss_coef %g", what, weight)
+        logger.info(
+            "%s: the routers' auxiliary loss is added, with router_aux_loss_coef %g", what, weight
+        )
     else:
         logger.warning(
             "%s: output_router_logits is set, but the routers' auxiliary loss is part of SFT and DPO alone; nothing is "

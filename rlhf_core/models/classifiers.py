@@ -1,7 +1,9 @@
-"""Sequence classifiers of every kind of language model, also of those that transformers has none for.
+"""Sequence classifiers of every kind of language model, also of those that transformers has none
+for.
 
-Such a one is the kind's own backbone with transformers' own head for decoders, a linear layer ``score``. Its folder is
-like those of other classifiers, with safetensors and config.json, but only what is here loads it.
+Such a one is the kind's own backbone with transformers' own head for decoders, a linear layer
+``score``. Its folder is like those of other classifiers, with safetensors and config.json, but only
+what is here loads it.
 """
 
 from __future__ import annotations
@@ -10,20 +12,33 @@ from collections.abc import Iterator
 from functools import cache
 from typing import Any
 
-from transformers import AutoModel, AutoModelForCausalLM, AutoModelForSequenceClassification, PreTrainedModel
+from transformers import (
+    AutoModel,
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    PreTrainedModel,
+)
 from transformers.modeling_layers import GenericForSequenceClassification
 
 LANGUAGE_MODEL, CLASSIFIER = "ForCausalLM", "ForSequenceClassification"
 
 
 class _Classifiers:
-    """Classes of classifiers by those of configurations, as auto classes of transformers ask for them."""
+    """Classes of classifiers by those of configurations, as auto classes of transformers ask for
+    them.
+    """
 
     def __contains__(self, config_class: type) -> bool:
-        return config_class in _KNOWN or (config_class in _LANGUAGE_MODELS and config_class in _BACKBONES)
+        return config_class in _KNOWN or (
+            config_class in _LANGUAGE_MODELS and config_class in _BACKBONES
+        )
 
     def __getitem__(self, config_class: type) -> Any:
-        return _KNOWN[config_class] if config_class in _KNOWN else _with_own_head(_LANGUAGE_MODELS[config_class])
+        return (
+            _KNOWN[config_class]
+            if config_class in _KNOWN
+            else _with_own_head(_LANGUAGE_MODELS[config_class])
+        )
 
     def __iter__(self) -> Iterator[type]:
         known: list[type] = _KNOWN.keys()
@@ -47,7 +62,9 @@ class AutoScalarModel(AutoModelForSequenceClassification):
 
 @cache
 def _with_own_head(language_model: type[PreTrainedModel]) -> Any:
-    """The classifier of a kind of language model: the kind's own parent, with the head that other decoders have."""
+    """The classifier of a kind of language model: the kind's own parent, with the head that other
+    decoders have.
+    """
     parents = (each for each in language_model.__mro__[1:] if issubclass(each, PreTrainedModel))
     parent: type[PreTrainedModel] = next(parents)
     name = language_model.__name__.removesuffix(LANGUAGE_MODEL) + CLASSIFIER

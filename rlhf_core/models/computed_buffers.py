@@ -1,4 +1,6 @@
-"""Buffers that no file holds, such as the frequencies of rotary embeddings: a loaded copy computes them anew."""
+"""Buffers that no file holds, such as the frequencies of rotary embeddings: a loaded copy computes
+them anew.
+"""
 
 from __future__ import annotations
 
@@ -12,10 +14,11 @@ from rlhf_core.errors import ModelError
 
 
 def require_computed_buffers(model: PreTrainedModel, name: str) -> None:
-    """Refuse, before training, a model with values in its buffers that a saved copy would not compute.
+    """Refuse, before training, a model with values in its buffers that a saved copy would not
+    compute.
 
-    ``model.to(torch.bfloat16)`` rounds them, and ``model.float()`` keeps what was rounded; ``from_pretrained(dtype=…)``
-    does neither.
+    ``model.to(torch.bfloat16)`` rounds them, and ``model.float()`` keeps what was rounded;
+    ``from_pretrained(dtype=…)`` does neither.
 
     Args:
         name: What messages call the model.
@@ -24,7 +27,9 @@ def require_computed_buffers(model: PreTrainedModel, name: str) -> None:
         ModelError: A buffer is in another precision, or holds other numbers.
     """
     dtype = model.dtype
-    buffers = [(path, module, key) for path, module in model.named_modules() for key in _computed(module)]
+    buffers = [
+        (path, module, key) for path, module in model.named_modules() for key in _computed(module)
+    ]
     if not buffers:
         return
     before = torch.get_default_dtype()
@@ -55,23 +60,33 @@ def _computed(module: nn.Module) -> list[str]:
 
 
 def _initialiser(model: PreTrainedModel, path: str) -> PreTrainedModel:
-    """The innermost model that holds the module at ``path``: the library initialises modules by it."""
+    """The innermost model that holds the module at ``path``: the library initialises modules by
+    it.
+    """
     parts = path.split(".")
     holders = (model.get_submodule(".".join(parts[:count])) for count in range(len(parts), 0, -1))
     return next((holder for holder in holders if isinstance(holder, PreTrainedModel)), model)
 
 
-def _computed_anew(model: PreTrainedModel, module: nn.Module, key: str, dtype: torch.dtype) -> Tensor:
-    """The buffer as loading computes it, by the library's initialisation of a copy of ``module`` without weights."""
+def _computed_anew(
+    model: PreTrainedModel, module: nn.Module, key: str, dtype: torch.dtype
+) -> Tensor:
+    """The buffer as loading computes it, by the library's initialisation of a copy of ``module``
+    without weights.
+    """
     fresh = copy.copy(module)
     fresh._parameters = {
-        name: None if weight is None else nn.Parameter(torch.empty_like(weight, device="meta"), requires_grad=False)
+        name: None
+        if weight is None
+        else nn.Parameter(torch.empty_like(weight, device="meta"), requires_grad=False)
         for name, weight in module._parameters.items()
     }
     fresh._buffers = {
         name: None
         if buffer is None
-        else torch.empty(buffer.shape, dtype=dtype if name == key else buffer.dtype, device="cpu").copy_(buffer)
+        else torch.empty(
+            buffer.shape, dtype=dtype if name == key else buffer.dtype, device="cpu"
+        ).copy_(buffer)
         for name, buffer in module._buffers.items()
     }
     with torch.no_grad():

@@ -1,6 +1,8 @@
-"""Untrusted third-party models: opened in a child process first, since one may never end, or fill the memory.
+"""Untrusted third-party models: opened in a child process first, since one may never end, or fill
+the memory.
 
-Its config, its tokenizer and its weights' headers tell whether one can be a starting model; no weights are loaded.
+Its config, its tokenizer and its weights' headers tell whether one can be a starting model; no
+weights are loaded.
 """
 
 from __future__ import annotations
@@ -22,7 +24,13 @@ from huggingface_hub.errors import (
     RevisionNotFoundError,
 )
 from safetensors import safe_open
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
 
 from rlhf_core import hub
 from rlhf_core.data.chat_template import bos_expression, reply_format
@@ -43,16 +51,25 @@ from rlhf_core.models.io import (
 from rlhf_core.runtime.limited_call import CallLimits, limit_reached
 
 LIMITS = CallLimits()
-# Each character of ASCII, and some of other scripts: a rule that grows texts may be of one character alone.
-SAMPLES = ("What is that? It is this.\n", *(chr(code) * 16 for code in range(32, 127)), "äßéñ 你好 привет 😀 \u200b")
+# Each character of ASCII, and some of other scripts: a rule that grows texts may be of one
+# character alone.
+SAMPLES = (
+    "What is that? It is this.\n",
+    *(chr(code) * 16 for code in range(32, 127)),
+    "äßéñ 你好 привет 😀 \u200b",
+)
 MOST_PER_BYTE = 16  # weights in a byte of a file; quantised to one bit there are eight
 
 
-def require_openable(source: str | Path, revision: str | None = None, auto_class: Any = None) -> None:
-    """Try in a child process whether a model can be opened under :data:`LIMITS`, without its weights.
+def require_openable(
+    source: str | Path, revision: str | None = None, auto_class: Any = None
+) -> None:
+    """Try in a child process whether a model can be opened under :data:`LIMITS`, without its
+    weights.
 
-    A third-party folder, GGUF file or hub id may hold a tokenizer that never ends, and sizes that fill the
-    memory. What is wrong otherwise is left to whoever loads the model; chat templates are always run under limits.
+    A third-party folder, GGUF file or hub id may hold a tokenizer that never ends, and sizes that
+    fill the memory. What is wrong otherwise is left to whoever loads the model; chat templates are
+    always run under limits.
 
     Args:
         auto_class: Which class will load it; by default ``AutoModelForCausalLM``.
@@ -92,9 +109,15 @@ def _encode_sample(path: Path) -> None:
 
 
 def _build_modules(path: Path, auto_class: Any) -> None:
-    """Build the model on shapes alone; raise ``MemoryError`` where loading would make weights that no file holds."""
+    """Build the model on shapes alone; raise ``MemoryError`` where loading would make weights that
+    no file holds.
+    """
     torch.set_num_threads(1)
-    config = gguf_config(path) if path.is_file() else AutoConfig.from_pretrained(str(path), trust_remote_code=False)
+    config = (
+        gguf_config(path)
+        if path.is_file()
+        else AutoConfig.from_pretrained(str(path), trust_remote_code=False)
+    )
     model = empty_model(auto_class or AutoModelForCausalLM, config)
     weights = [path] if path.is_file() else list(path.glob(f"*{SHARD}"))
     held = sum(file.stat().st_size for file in weights)
@@ -111,12 +134,15 @@ def find_hub_model(source: str, revision: str | None = None) -> str:
     """Look a hub id up, and return where it is: nothing is downloaded.
 
     Raises:
-        ModelError: It is neither in the cache nor on the hub, may not be read, or has no safetensors weights there.
+        ModelError: It is neither in the cache nor on the hub, may not be read, or has no
+            safetensors weights there.
     """
     try:
         cached = try_to_load_from_cache(source, "config.json", revision=revision)
     except HFValidationError as error:
-        raise ModelError(f"{source} is neither a folder here nor a hub id such as owner/name; correct it") from error
+        raise ModelError(
+            f"{source} is neither a folder here nor a hub id such as owner/name; correct it"
+        ) from error
     if isinstance(cached, str):
         return "in the cache"
     if is_offline_mode():
@@ -134,7 +160,9 @@ def find_hub_model(source: str, revision: str | None = None) -> str:
         raise ModelError(_refusal(source, revision, error)) from error
     names = {file.rfilename for file in about.siblings or ()}
     if "config.json" not in names or not any(name.endswith(".safetensors") for name in names):
-        raise ModelError(f"{source} has no config.json or no .safetensors weights on the hub; give another model")
+        raise ModelError(
+            f"{source} has no config.json or no .safetensors weights on the hub; give another model"
+        )
     return "on the hub"
 
 
@@ -147,7 +175,11 @@ def _refusal(source: str, revision: str | None, error: Exception) -> str:
         )
     if isinstance(error, RevisionNotFoundError):
         return f"{source} has no revision {revision!r} on the hub; correct base.revision"
-    status = error.response.status_code if isinstance(error, HfHubHTTPError) and error.response is not None else None
+    status = (
+        error.response.status_code
+        if isinstance(error, HfHubHTTPError) and error.response is not None
+        else None
+    )
     if isinstance(error, RepositoryNotFoundError) or status == 404:
         return (
             f"{source} is neither a folder here nor on the hub {constants.ENDPOINT}; is it spelt right? A private "
@@ -166,8 +198,9 @@ def _refusal(source: str, revision: str | None, error: Exception) -> str:
 # As safetensors names them.
 PLAIN_DTYPES = frozenset({"F64", "F32", "F16", "BF16"})
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
-# For loaded models without a chat template: plain role names, and end-of-sequence after each reply. The space before a
-# reply belongs to the reply, since most tokenizers make one token of a space and the word after it.
+# For loaded models without a chat template: plain role names, and end-of-sequence after each reply.
+# The space before a reply belongs to the reply, since most tokenizers make one token of a space and
+# the word after it.
 PLAIN_TEMPLATE = (
     "{% for message in messages %}{{ message['role'] | capitalize + ': ' + message['content'] }}"
     "{% if message['role'] == 'assistant' %}{{ eos_token }}{% endif %}{{ '\n\n' }}{% endfor %}"
@@ -177,14 +210,17 @@ PLAIN_TEMPLATE = (
 
 @dataclass(frozen=True)
 class OpenedModel:
-    """What was read of a starting model, and whether it has a chat template (of a hub id this is not looked up)."""
+    """What was read of a starting model, and whether it has a chat template (of a hub id this is
+    not looked up).
+    """
 
     finding: str
     has_template: bool = True
 
 
 def open_starting_model(workspace: Path, source: str, revision: str | None = None) -> OpenedModel:
-    """Open what ``base.source`` names, a folder, a GGUF file or a hub id, without loading or downloading weights.
+    """Open what ``base.source`` names, a folder, a GGUF file or a hub id, without loading or
+    downloading weights.
 
     Raises:
         ModelError: It does not exist, or the base stage would refuse it.
@@ -194,7 +230,9 @@ def open_starting_model(workspace: Path, source: str, revision: str | None = Non
         # Nothing is downloaded here; the base stage opens it under limits.
         return OpenedModel(f"a hub id, {find_hub_model(source, revision)}")
     if not path.exists():
-        raise ModelError(f"base.source {source} does not exist; give a folder, a .gguf file, a hub id, or scratch")
+        raise ModelError(
+            f"base.source {source} does not exist; give a folder, a .gguf file, a hub id, or scratch"
+        )
     require_openable(path)
     if is_gguf(path):
         gguf_config(path)
@@ -203,14 +241,17 @@ def open_starting_model(workspace: Path, source: str, revision: str | None = Non
         tokenizer = open_model_folder(path)
     has_template = bool(tokenizer.chat_template)
     prepare_tokenizer(tokenizer, source)
-    return OpenedModel("config, tokenizer and the headers of the weights are readable", has_template)
+    return OpenedModel(
+        "config, tokenizer and the headers of the weights are readable", has_template
+    )
 
 
 def prepare_tokenizer(tokenizer: PreTrainedTokenizerBase, source: str) -> None:
     """Add a plain chat template where a loaded tokenizer has none.
 
     Raises:
-        ModelError: No token ends a reply, or the template of the tokenizer cannot write a question and its answer.
+        ModelError: No token ends a reply, or the template of the tokenizer cannot write a question
+            and its answer.
     """
     if not tokenizer.chat_template and tokenizer.eos_token_id is None:
         raise ModelError(
@@ -229,7 +270,8 @@ def open_model_folder(folder: Path) -> PreTrainedTokenizerBase:
     """Open a Hugging Face folder without its weights, and return its tokenizer.
 
     Raises:
-        ModelError: The base stage would refuse it, for what can be told without loading the weights.
+        ModelError: The base stage would refuse it, for what can be told without loading the
+            weights.
     """
     stored = stored_tensors(folder)
     require_trainable(str(folder))
@@ -245,7 +287,8 @@ def open_model_folder(folder: Path) -> PreTrainedTokenizerBase:
                 f"{folder}: the weight {name} has the shape {list(stored[name][0])}, but config.json asks for "
                 f"{list(expected[name])}; {REPAIR}"
             )
-    # Names that the architecture does not know are renamed when they are loaded: what is missing cannot be told then.
+    # Names that the architecture does not know are renamed when they are loaded: what is missing
+    # cannot be told then.
     tied: dict[str, str] = model.all_tied_weights_keys  # such as an unembedding and its embedding
     same = {one for pair in tied.items() for one, other in (pair, pair[::-1]) if other in stored}
     missing = sorted(expected.keys() - stored.keys() - same)
@@ -272,18 +315,24 @@ def stored_tensors(folder: Path) -> dict[str, tuple[tuple[int, ...], str]]:
                     tensors[name] = tuple(tensor.get_shape()), str(tensor.get_dtype())
         if not (folder / WEIGHTS).is_file():
             if not (folder / INDEX).is_file():
-                raise ModelError(f"{folder} has neither {WEIGHTS} nor {INDEX}, which names its shards; {REPAIR}")
+                raise ModelError(
+                    f"{folder} has neither {WEIGHTS} nor {INDEX}, which names its shards; {REPAIR}"
+                )
             shards = set(json.loads((folder / INDEX).read_text())["weight_map"].values())
             absent = sorted(shard for shard in shards if not (folder / shard).is_file())
             if absent:
-                raise ModelError(f"{folder} lacks {len(absent)} of {len(shards)} shards, such as {absent[0]}; {REPAIR}")
+                raise ModelError(
+                    f"{folder} lacks {len(absent)} of {len(shards)} shards, such as {absent[0]}; {REPAIR}"
+                )
     return tensors
 
 
 def require_trainable(source: str, revision: str | None = None) -> None:
-    """Refuse a model of another kind than a decoder-only language model, or whose weights are quantised for inference.
+    """Refuse a model of another kind than a decoder-only language model, or whose weights are
+    quantised for inference.
 
-    Only some devices compute with such weights, none trains them, and without their scales they are other numbers.
+    Only some devices compute with such weights, none trains them, and without their scales they are
+    other numbers.
 
     Raises:
         ModelError: config.json says so, or a file of a folder has matrices of eight-bit numbers.

@@ -1,9 +1,10 @@
 """Forward passes: positions from masks, and logits at chosen positions only, a part at a time.
 
-With a vocabulary of 152,000 the float32 logits of 4,096 positions take 2.5 GB, and their softmax and its gradient as
-much again. What losses and metrics need of them is a few numbers per position, so it is computed in chunks of positions
-whose logits are dropped at once and recomputed in the backward pass (Wijmans et al. 2024, "Cut Your Losses in
-Large-Vocabulary Language Models", avoids them in the same way within one kernel).
+With a vocabulary of 152,000 the float32 logits of 4,096 positions take 2.5 GB, and their softmax
+and its gradient as much again. What losses and metrics need of them is a few numbers per position,
+so it is computed in chunks of positions whose logits are dropped at once and recomputed in the
+backward pass (Wijmans et al. 2024, "Cut Your Losses in Large-Vocabulary Language Models", avoids
+them in the same way within one kernel).
 
 Shapes: N positions, H hidden, V vocabulary.
 """
@@ -28,7 +29,9 @@ from rlhf_core.config.operations import DEFAULT_LOGITS_MIB, MIB
 from rlhf_core.models.precision import Float32Linear
 from rlhf_core.runtime import distributed
 
-LOGITS_BYTES = DEFAULT_LOGITS_MIB * MIB  # float32 logits that exist at once where nothing else is asked for
+LOGITS_BYTES = (
+    DEFAULT_LOGITS_MIB * MIB
+)  # float32 logits that exist at once where nothing else is asked for
 Head = Callable[[Tensor], Tensor]
 
 
@@ -37,11 +40,12 @@ class LazyLogits:
     """Logits (..., V) that are computed on demand.
 
     Attributes:
-        states: Hidden states (..., H). Of a model that does more to its logits than unembed they are the logits.
+        states: Hidden states (..., H). Of a model that does more to its logits than unembed they
+            are the logits.
         head: Makes logits (..., V) of hidden states.
         vocabulary: V.
-        router_loss: The weighted auxiliary loss of the pass's routers, where that was asked for; see
-            :func:`router_loss_weight`.
+        router_loss: The weighted auxiliary loss of the pass's routers, where that was asked for;
+            see :func:`router_loss_weight`.
     """
 
     states: Tensor
@@ -65,7 +69,8 @@ class LazyLogits:
 def chunk_count(positions: int, vocabulary: int, limit: int) -> int:
     """Split ``positions`` into parts of one or more with at most ``limit`` bytes of float32 logits.
 
-    It is the largest number that any rank needs: where the head is sharded, all ranks gather it together.
+    It is the largest number that any rank needs: where the head is sharded, all ranks gather it
+    together.
     """
     count = min(math.ceil(4 * positions * vocabulary / limit), positions)
     return distributed.largest_of_ranks(max(count, 1))
@@ -77,10 +82,11 @@ def compute_in_chunks(
     """Run ``compute`` on ``count`` parts of the columns' rows, and join its results.
 
     Args:
-        compute: (n, ...) of each column -> tensors of n rows. What it holds in between is not kept for the backward
-            pass, in which it runs again.
+        compute: (n, ...) of each column -> tensors of n rows. What it holds in between is not kept
+            for the backward pass, in which it runs again.
         columns: Tensors of N rows.
-        count: Number of parts; they differ by one row at most, and are empty where there are more parts than rows.
+        count: Number of parts; they differ by one row at most, and are empty where there are more
+            parts than rows.
     """
     if torch.is_grad_enabled():
         compute = partial(checkpoint, compute, use_reentrant=False, preserve_rng_state=False)
@@ -91,8 +97,8 @@ def compute_in_chunks(
 
 Result = TypeVar("Result")
 
-# Settings by which some architectures change logits after the unembedding. They tell of a model without weights; one
-# with weights is asked itself.
+# Settings by which some architectures change logits after the unembedding. They tell of a model
+# without weights; one with weights is asked itself.
 LOGIT_SETTINGS = (
     "final_logit_softcapping",
     "logits_soft_cap",
@@ -114,7 +120,9 @@ def embedding_weight(model: PreTrainedModel) -> Tensor:
 
 
 def backbone_of(model: PreTrainedModel) -> PreTrainedModel:
-    """Return the part of a model below its head, also in kinds that do not name it, such as Llama 4."""
+    """Return the part of a model below its head, also in kinds that do not name it, such as Llama
+    4.
+    """
     base = cast(PreTrainedModel, model.base_model)
     if base is not model or model.get_output_embeddings() is None:
         return base
@@ -124,26 +132,42 @@ def backbone_of(model: PreTrainedModel) -> PreTrainedModel:
 
 # Kinds that count positions from behind the padding token's id.
 COUNTED_FROM_PADDING = frozenset(
-    ("roberta", "roberta-prelayernorm", "camembert", "xlm-roberta", "xlm-roberta-xl", "xmod", "data2vec-text")
+    (
+        "roberta",
+        "roberta-prelayernorm",
+        "camembert",
+        "xlm-roberta",
+        "xlm-roberta-xl",
+        "xmod",
+        "data2vec-text",
+    )
 )
 
 
 def first_position(config: PretrainedConfig) -> int:
     """Return the position of a text's first token: 0, except in models like RoBERTa."""
-    return (config.pad_token_id or 0) + 1 if getattr(config, "model_type", "") in COUNTED_FROM_PADDING else 0
+    return (
+        (config.pad_token_id or 0) + 1
+        if getattr(config, "model_type", "") in COUNTED_FROM_PADDING
+        else 0
+    )
 
 
 def position_ids_from_mask(attention_mask: Tensor) -> Tensor:
-    """Positions counted from the first real token, so that the padding side changes nothing: (B, L) -> (B, L)."""
+    """Positions counted from the first real token, so that the padding side changes nothing: (B, L)
+    -> (B, L).
+    """
     return (attention_mask.cumsum(dim=1) - 1).clamp(min=0)
 
 
 def right_padded(attention_mask: Tensor) -> tuple[Tensor | None, Tensor]:
-    """Return mask (B, L) and positions for rows that begin in the first column; on a GPU the mask is None.
+    """Return mask (B, L) and positions for rows that begin in the first column; on a GPU the mask
+    is None.
 
-    No token sees those after it, so that padding on the right needs no mask, and without one attention takes its
-    fastest kernel, and the host does not wait to see whether a row is padded. On a CPU that kernel would round
-    otherwise. Positions rise to the end there: transformers takes others for several texts in one row.
+    No token sees those after it, so that padding on the right needs no mask, and without one
+    attention takes its fastest kernel, and the host does not wait to see whether a row is padded.
+    On a CPU that kernel would round otherwise. Positions rise to the end there: transformers takes
+    others for several texts in one row.
     """
     if attention_mask.device.type == "cpu":
         return attention_mask, position_ids_from_mask(attention_mask)
@@ -158,9 +182,14 @@ def last_token_indices(attention_mask: Tensor) -> Tensor:
 
 
 def hidden_states(
-    backbone: nn.Module, input_ids: Tensor, attention_mask: Tensor | None, position_ids: Tensor | None = None
+    backbone: nn.Module,
+    input_ids: Tensor,
+    attention_mask: Tensor | None,
+    position_ids: Tensor | None = None,
 ) -> Tensor:
-    """Last hidden states of a backbone without its head: (B, L) -> (B, L, H). Without a mask it needs positions."""
+    """Last hidden states of a backbone without its head: (B, L) -> (B, L, H). Without a mask it
+    needs positions.
+    """
     if position_ids is None:
         assert attention_mask is not None
         position_ids = position_ids_from_mask(attention_mask)
@@ -171,9 +200,11 @@ def hidden_states(
 
 
 def has_plain_head(model: PreTrainedModel) -> bool:
-    """Whether a causal LM's logits are its output embedding of the last hidden states, and nothing more.
+    """Whether a causal LM's logits are its output embedding of the last hidden states, and nothing
+    more.
 
-    The model's own forward is compared with the embedding's product, once: at loading, or here at the first question.
+    The model's own forward is compared with the embedding's product, once: at loading, or here at
+    the first question.
     """
     known: bool | None = getattr(model, _KNOWN_HEAD, None)
     if known is None:
@@ -190,7 +221,8 @@ def has_plain_head(model: PreTrainedModel) -> bool:
 
 @torch.no_grad()
 def _head_is_plain(model: PreTrainedModel) -> bool:
-    """Compare logits of the model's forward, in which the head's input is scaled up, with the head's product of it.
+    """Compare logits of the model's forward, in which the head's input is scaled up, with the
+    head's product of it.
 
     Scaled, so that a soft cap shows in a model whose logits are small.
     """
@@ -199,7 +231,9 @@ def _head_is_plain(model: PreTrainedModel) -> bool:
         return False
     ids = probe_ids(model.config.get_text_config().vocab_size).to(next(head.parameters()).device)
     given = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
-    modes = [(module, module.training) for module in model.modules()]  # layers that recompute have one of their own
+    modes = [
+        (module, module.training) for module in model.modules()
+    ]  # layers that recompute have one of their own
     model.eval()
     hooks = []
     try:
@@ -232,18 +266,23 @@ def changes_logits(config: PretrainedConfig) -> bool:
 
 
 def name_outputs(model: PreTrainedModel) -> None:
-    """Let a model's passes give outputs by name, also where config.json has ``return_dict: false``, in place."""
+    """Let a model's passes give outputs by name, also where config.json has ``return_dict: false``,
+    in place.
+    """
     for config in (model.config, model.config.get_text_config()):
         if not getattr(config, "return_dict", True):
             config.return_dict = True
 
 
-# Outputs that nobody here reads, whatever config.json asks for; the first also ends a sampler's pass by an error.
+# Outputs that nobody here reads, whatever config.json asks for; the first also ends a sampler's
+# pass by an error.
 UNREAD_OUTPUTS = ("output_router_logits", "output_hidden_states", "output_attentions")
 
 
 def arguments_of(model: nn.Module, **given: Any) -> dict[str, Any]:
-    """Those of the ``given`` arguments that the model's forward takes: some know no positions, or keep all logits."""
+    """Those of the ``given`` arguments that the model's forward takes: some know no positions, or
+    keep all logits.
+    """
     taken = _parameters(getattr(model.forward, "__func__", model.forward))
     given.setdefault("use_cache", False)
     config = getattr(model, "config", None)
@@ -252,24 +291,29 @@ def arguments_of(model: nn.Module, **given: Any) -> dict[str, Any]:
             given.setdefault(name, False)
     if config is not None and given.get("position_ids") is not None and first_position(config):
         given["position_ids"] = given["position_ids"] + first_position(config)
-    return given if taken is None else {name: value for name, value in given.items() if name in taken}
+    return (
+        given if taken is None else {name: value for name, value in given.items() if name in taken}
+    )
 
 
 @cache
 def _parameters(forward: Callable[..., Any]) -> frozenset[str] | None:
     """Names of a function's parameters; None where it takes any."""
     taken = inspect.signature(forward).parameters
-    return None if any(each.kind is each.VAR_KEYWORD for each in taken.values()) else frozenset(taken)
+    return (
+        None if any(each.kind is each.VAR_KEYWORD for each in taken.values()) else frozenset(taken)
+    )
 
 
 ROUTER_LOSS_WEIGHTS = ("router_aux_loss_coef", "aux_loss_coef", "moe_loss_weight")
 
 
 def router_loss_weight(model: PreTrainedModel) -> float:
-    """The weight of the auxiliary loss that keeps a router's experts evenly used; 0 where config.json asks for none.
+    """The weight of the auxiliary loss that keeps a router's experts evenly used; 0 where
+    config.json asks for none.
 
-    It asks by ``output_router_logits``, as transformers has it. Kinds that balance their experts otherwise, such as
-    DeepSeek's, have no such loss.
+    It asks by ``output_router_logits``, as transformers has it. Kinds that balance their experts
+    otherwise, such as DeepSeek's, have no such loss.
     """
     config = model.config.get_text_config()
     if not getattr(config, "output_router_logits", False):
@@ -279,13 +323,18 @@ def router_loss_weight(model: PreTrainedModel) -> float:
 
 
 def selected_logits(
-    model: PreTrainedModel, input_ids: Tensor, attention_mask: Tensor, select: Tensor, router_loss: bool = False
+    model: PreTrainedModel,
+    input_ids: Tensor,
+    attention_mask: Tensor,
+    select: Tensor,
+    router_loss: bool = False,
 ) -> LazyLogits:
-    """Next-token logits of a causal LM at the positions where ``select`` (bool, B, L) holds: (N, V), row-major order.
+    """Next-token logits of a causal LM at the positions where ``select`` (bool, B, L) holds: (N,
+    V), row-major order.
 
     Rows are padded on the right.
-    Only the N selected hidden states are unembedded: with prompts masked that is a third to a half of the work of a
-    small model with a large vocabulary.
+    Only the N selected hidden states are unembedded: with prompts masked that is a third to a half
+    of the work of a small model with a large vocabulary.
 
     Args:
         router_loss: Whether a pass with gradients computes the auxiliary loss of the routers, too.
@@ -297,8 +346,12 @@ def selected_logits(
     return replace(logits, states=logits.states[select])
 
 
-def _logits_and_router_loss(model: PreTrainedModel, input_ids: Tensor, attention_mask: Tensor) -> LazyLogits:
-    """Logits of all positions, and the auxiliary loss as the model's own forward computes it of the real tokens."""
+def _logits_and_router_loss(
+    model: PreTrainedModel, input_ids: Tensor, attention_mask: Tensor
+) -> LazyLogits:
+    """Logits of all positions, and the auxiliary loss as the model's own forward computes it of the
+    real tokens.
+    """
     states: list[Tensor] = []
 
     def keep_states(module: nn.Module, inputs: Any, output: Any) -> None:
@@ -318,20 +371,32 @@ def _logits_and_router_loss(model: PreTrainedModel, input_ids: Tensor, attention
         output = model(**arguments_of(model, **given))
     finally:
         hook.remove()
-    made = unembedded(model, states[0]) if plain else LazyLogits(output.logits, nn.Identity(), output.logits.shape[-1])
+    made = (
+        unembedded(model, states[0])
+        if plain
+        else LazyLogits(output.logits, nn.Identity(), output.logits.shape[-1])
+    )
     loss = getattr(output, "aux_loss", None)
     return replace(made, router_loss=None if loss is None else router_loss_weight(model) * loss)
 
 
 def lazy_logits(
-    model: PreTrainedModel, input_ids: Tensor, attention_mask: Tensor | None, position_ids: Tensor, keep: int
+    model: PreTrainedModel,
+    input_ids: Tensor,
+    attention_mask: Tensor | None,
+    position_ids: Tensor,
+    keep: int,
 ) -> LazyLogits:
-    """Next-token logits of a causal LM at the last ``keep`` positions: (B, L) three times -> (B, keep, V).
+    """Next-token logits of a causal LM at the last ``keep`` positions: (B, L) three times -> (B,
+    keep, V).
 
-    The model may be wrapped: the reference is a policy with its adapters off, or a model whose weights are sharded.
+    The model may be wrapped: the reference is a policy with its adapters off, or a model whose
+    weights are sharded.
     """
     if has_plain_head(model):
-        backbone = partial(hidden_states, backbone_of(model), input_ids, attention_mask, position_ids)
+        backbone = partial(
+            hidden_states, backbone_of(model), input_ids, attention_mask, position_ids
+        )
         hidden = run_as_wrapped(model, backbone)
         # A slice of all would cost another tensor of their size in the backward pass.
         return unembedded(model, hidden if keep == hidden.shape[1] else hidden[:, -keep:])
@@ -343,15 +408,21 @@ def lazy_logits(
 
 def unembedded(model: PreTrainedModel, hidden: Tensor) -> LazyLogits:
     """Logits (..., V) of the last hidden states (..., H) of a causal LM with a plain head."""
-    return LazyLogits(hidden, model.get_output_embeddings(), model.config.get_text_config().vocab_size)
+    return LazyLogits(
+        hidden, model.get_output_embeddings(), model.config.get_text_config().vocab_size
+    )
 
 
 def run_as_wrapped(model: PreTrainedModel, compute: Callable[[], Result]) -> Result:
-    """Return ``compute``, a pass of parts of a language model, run as its wrapper demands where it has one."""
+    """Return ``compute``, a pass of parts of a language model, run as its wrapper demands where it
+    has one.
+    """
     run: Callable[[Callable[[], Result]], Result] | None = getattr(model, "run", None)
     return compute() if run is None else run(compute)
 
 
 def probe_ids(vocabulary: int, rows: int = 2, width: int = 8) -> Tensor:
-    """Fixed token ids (rows, width), spread over the vocabulary, to compare a model with its saved copy."""
+    """Fixed token ids (rows, width), spread over the vocabulary, to compare a model with its saved
+    copy.
+    """
     return (torch.arange(rows * width) * 7919 % vocabulary).view(rows, width)

@@ -45,7 +45,8 @@ VERSIONS = (2, 3)
 ARCHITECTURE = "general.architecture"
 ALIGNMENT = "general.alignment"
 DEFAULT_ALIGNMENT = 32
-# Types of values: bytes of the fixed ones by their number in the file, then the two of variable length.
+# Types of values: bytes of the fixed ones by their number in the file, then the two of variable
+# length.
 FIXED_SIZES = {0: 1, 1: 1, 2: 2, 3: 2, 4: 4, 5: 4, 6: 4, 7: 1, 10: 8, 11: 8, 12: 8}
 STRING, ARRAY = 8, 9
 INTEGERS = {0: "<B", 1: "<b", 2: "<H", 3: "<h", 4: "<I", 5: "<i", 10: "<Q", 11: "<q"}
@@ -57,7 +58,8 @@ class GgufHeader:
     """What the header of a GGUF file says.
 
     Attributes:
-        values: The keys with their values where those are strings or integers, the lengths of arrays, None for others.
+        values: The keys with their values where those are strings or integers, the lengths of
+            arrays, None for others.
         shapes: Of the tensors by name, fastest dimension first.
     """
 
@@ -79,7 +81,9 @@ def read_gguf_header(file: Path) -> GgufHeader:
     length = file.stat().st_size
     with file.open("rb") as opened:
         if opened.read(len(MAGIC)) != MAGIC:
-            raise ModelError(f"{file} is not a GGUF file (its first bytes are not {MAGIC.decode()}); {FETCH_AGAIN}")
+            raise ModelError(
+                f"{file} is not a GGUF file (its first bytes are not {MAGIC.decode()}); {FETCH_AGAIN}"
+            )
         try:
             values, tensors, start = _Header(opened, length, file).read()
         except (struct.error, EOFError) as error:
@@ -96,14 +100,20 @@ def read_gguf_header(file: Path) -> GgufHeader:
 
 @dataclass
 class _Header:
-    """Reads on from the magic number; ``struct.error`` or ``EOFError`` where the file ends too early."""
+    """Reads on from the magic number; ``struct.error`` or ``EOFError`` where the file ends too
+    early.
+    """
 
     opened: BinaryIO
     length: int
     file: Path
 
-    def read(self) -> tuple[dict[str, str | int | None], dict[str, tuple[tuple[int, ...], int]], int]:
-        """The keys, shape and end of every tensor behind the header, and where the first of them may begin."""
+    def read(
+        self,
+    ) -> tuple[dict[str, str | int | None], dict[str, tuple[tuple[int, ...], int]], int]:
+        """The keys, shape and end of every tensor behind the header, and where the first of them
+        may begin.
+        """
         version = self.number("<I")
         if version not in VERSIONS:
             raise ModelError(
@@ -168,7 +178,8 @@ class _Header:
 
 
 SUFFIX = ".gguf"
-# What every language model's header says of its sizes, behind the name of the architecture and a full stop.
+# What every language model's header says of its sizes, behind the name of the architecture and a
+# full stop.
 SIZES = ("block_count", "embedding_length")
 TOKENS, EMBEDDING = "tokenizer.ggml.tokens", "token_embd.weight"
 
@@ -178,33 +189,43 @@ def is_gguf(source: str | Path) -> bool:
     return Path(source).suffix.lower() == SUFFIX
 
 
-def load_gguf(file: Path, dtype: torch.dtype | None = None) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+def load_gguf(
+    file: Path, dtype: torch.dtype | None = None
+) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """Load a causal language model in evaluation mode, and its tokenizer, from one GGUF file.
 
-    The weights are those that the quantised ones stand for: training moves them on, and what is saved is a plain
-    safetensors folder that keeps nothing of the quantisation.
+    The weights are those that the quantised ones stand for: training moves them on, and what is
+    saved is a plain safetensors folder that keeps nothing of the quantisation.
 
     Args:
         dtype: Precision of the weights; None is float32.
 
     Raises:
-        ModelError: The file is missing, truncated or of an architecture that transformers cannot read, or the package
-            ``gguf`` is not installed.
+        ModelError: The file is missing, truncated or of an architecture that transformers cannot
+            read, or the package ``gguf`` is not installed.
     """
     folder, precision = str(file.parent), dtype or torch.float32
     causal_lm: Any = AutoModelForCausalLM
     tokenizer = load_gguf_tokenizer(file)
     with _reading(file):
         quantised, info = causal_lm.from_pretrained(
-            folder, gguf_file=file.name, dtype=precision, trust_remote_code=False, output_loading_info=True
+            folder,
+            gguf_file=file.name,
+            dtype=precision,
+            trust_remote_code=False,
+            output_loading_info=True,
         )
         if info["missing_keys"]:
-            raise ValueError(f"it lacks {len(info['missing_keys'])} weights, such as {sorted(info['missing_keys'])[0]}")
+            raise ValueError(
+                f"it lacks {len(info['missing_keys'])} weights, such as {sorted(info['missing_keys'])[0]}"
+            )
         # transformers refuses to save a model that it loaded from quantised weights.
         config = copy.deepcopy(quantised.config)
         if hasattr(config, "quantization_config"):
             del config.quantization_config
-        model: Any = causal_lm.from_config(config, dtype=precision, attn_implementation=attention_of(causal_lm, config))
+        model: Any = causal_lm.from_config(
+            config, dtype=precision, attn_implementation=attention_of(causal_lm, config)
+        )
         model.load_state_dict(quantised.state_dict())
         use_float32_unembedding(model)
         entries = embedding_weight(model).shape[0]
@@ -215,7 +236,9 @@ def load_gguf(file: Path, dtype: torch.dtype | None = None) -> tuple[PreTrainedM
 
 
 def load_gguf_tokenizer(file: Path) -> PreTrainedTokenizerBase:
-    """Load the tokenizer of a GGUF file without its weights; ``ModelError`` as for :func:`load_gguf`."""
+    """Load the tokenizer of a GGUF file without its weights; ``ModelError`` as for
+    :func:`load_gguf`.
+    """
     with _reading(file):
         tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
             str(file.parent), gguf_file=file.name, padding_side="left", trust_remote_code=False
@@ -223,15 +246,20 @@ def load_gguf_tokenizer(file: Path) -> PreTrainedTokenizerBase:
     return tokenizer
 
 
-def _without_entries_beyond(tokenizer: PreTrainedTokenizerBase, entries: int) -> PreTrainedTokenizerBase:
+def _without_entries_beyond(
+    tokenizer: PreTrainedTokenizerBase, entries: int
+) -> PreTrainedTokenizerBase:
     """``tokenizer`` without the tokens for which the model has no embedding.
 
-    transformers adds ``<|endoftext|>`` where a file has no unknown token; as text it would be an id out of range.
+    transformers adds ``<|endoftext|>`` where a file has no unknown token; as text it would be an id
+    out of range.
     """
     if len(tokenizer) <= entries:
         return tokenizer
     document = json.loads(tokenizer.backend_tokenizer.to_str())
-    document["added_tokens"] = [token for token in document["added_tokens"] if token["id"] < entries]
+    document["added_tokens"] = [
+        token for token in document["added_tokens"] if token["id"] < entries
+    ]
     kept = {
         name: token
         for name, token in tokenizer.special_tokens_map.items()
@@ -271,13 +299,17 @@ def _reading(file: Path) -> Iterator[None]:
 
 
 def _readable_header(file: Path) -> GgufHeader:
-    """The header of a GGUF file of an architecture that transformers reads; ``ModelError`` as for :func:`load_gguf`.
+    """The header of a GGUF file of an architecture that transformers reads; ``ModelError`` as for
+    :func:`load_gguf`.
 
-    It is read before transformers sees the file: of a file that is cut off or calls itself something else transformers
-    says so late, or fills what it does not find with the sizes of a default model.
+    It is read before transformers sees the file: of a file that is cut off or calls itself
+    something else transformers says so late, or fills what it does not find with the sizes of a
+    default model.
     """
     if not file.is_file():
-        folder = ", which is a folder: name the file in it" if file.is_dir() else "; correct the path"
+        folder = (
+            ", which is a folder: name the file in it" if file.is_dir() else "; correct the path"
+        )
         raise ModelError(f"no GGUF file at {file}{folder}")
     if find_spec("gguf") is None:
         raise ModelError(f"{file} needs the package gguf: install rlhf-pipeline[gguf]")
@@ -296,7 +328,9 @@ def _readable_header(file: Path) -> GgufHeader:
         )
     tokens, embedding = header.values.get(TOKENS), header.shapes.get(EMBEDDING)
     if not isinstance(tokens, int) or embedding is None:
-        raise ModelError(f"{file} has no tokenizer or no embedding, so that it is no language model; give another file")
+        raise ModelError(
+            f"{file} has no tokenizer or no embedding, so that it is no language model; give another file"
+        )
     entries, declared = embedding[-1], header.values.get(f"{architecture}.vocab_size", tokens)
     if tokens > entries or declared != entries:
         raise ModelError(
@@ -313,7 +347,9 @@ def _is_language_model(architecture: str) -> bool:
     llama.cpp writes qwen2moe and gpt-oss, transformers qwen2_moe and gpt_oss.
     """
     read = {_plain(name) for name in GGUF_SUPPORTED_ARCHITECTURES}
-    return _plain(architecture) in read & {_plain(name) for name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES}
+    return _plain(architecture) in read & {
+        _plain(name) for name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+    }
 
 
 def _plain(name: str) -> str:

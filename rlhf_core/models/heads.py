@@ -1,8 +1,8 @@
 """Scalar models (reward model, referee, critic): a backbone with a head of one output per position.
 
-On disk they are plain Hugging Face sequence-classification folders; those of kinds that transformers has no classifier
-for are loaded here alone (``models.classifiers``). Shapes: B sequences, L positions, H hidden, V
-vocabulary. Reply masks are 1 at the reply's positions (B, L).
+On disk they are plain Hugging Face sequence-classification folders; those of kinds that
+transformers has no classifier for are loaded here alone (``models.classifiers``). Shapes: B
+sequences, L positions, H hidden, V vocabulary. Reply masks are 1 at the reply's positions (B, L).
 """
 
 from __future__ import annotations
@@ -42,9 +42,10 @@ from rlhf_core.models.openblas_linear import fastest_linear
 from rlhf_core.models.precision import LOW_PRECISION, float32_linear
 from rlhf_core.runtime import distributed
 
-# States of zero that the mean so far begins with: few tokens tell little of the whole reply, and their mean spreads far
-# more than the one that it foretells. With 10, the head of a reward model for SmolLM2-135M explains .63 of the variance
-# of its own scores along the reply; with 1 it explains .46, with 96 .42.
+# States of zero that the mean so far begins with: few tokens tell little of the whole reply, and
+# their mean spreads far more than the one that it foretells. With 10, the head of a reward model
+# for SmolLM2-135M explains .63 of the variance of its own scores along the reply; with 1 it
+# explains .46, with 96 .42.
 PRIOR_TOKENS = 10
 
 
@@ -55,10 +56,12 @@ def mean_over_reply(hidden: Tensor, reply_mask: Tensor) -> Tensor:
 
 
 def mean_so_far(hidden: Tensor, reply_mask: Tensor) -> Tensor:
-    """The mean over the states from before the reply up to each position, in float32: (B, L, H), (B, L) -> (B, L, H).
+    """The mean over the states from before the reply up to each position, in float32: (B, L, H),
+    (B, L) -> (B, L, H).
 
-    With the states :math:`h_0` before the reply and :math:`h_1, ..., h_t` of its first ``t`` tokens, it is
-    :math:`(h_0 + ... + h_t) / (t + m)` for :math:`m` = ``PRIOR_TOKENS``. Positions further ahead are zero.
+    With the states :math:`h_0` before the reply and :math:`h_1, ..., h_t` of its first ``t``
+    tokens, it is :math:`(h_0 + ... + h_t) / (t + m)` for :math:`m` = ``PRIOR_TOKENS``. Positions
+    further ahead are zero.
     """
     mask = reply_mask.float()
     from_before = torch.maximum(mask, torch.nn.functional.pad(mask[:, 1:], (0, 1)))
@@ -72,7 +75,9 @@ def sum_over_reply(hidden: Tensor, reply_mask: Tensor) -> Tensor:
 
 
 def sum_so_far(hidden: Tensor, reply_mask: Tensor) -> Tensor:
-    """The sum of the states of the reply up to each position, in float32: (B, L, H), (B, L) -> (B, L, H)."""
+    """The sum of the states of the reply up to each position, in float32: (B, L, H), (B, L) -> (B,
+    L, H).
+    """
     return (hidden.float() * reply_mask.float().unsqueeze(-1)).cumsum(dim=1)
 
 
@@ -83,7 +88,9 @@ POOLING = "reply_pooling"  # its name in config.json
 class ReplyScorer(Protocol):
     """A reward model, referee or judge, whole or sharded."""
 
-    def reply_scores(self, input_ids: Tensor, attention_mask: Tensor, reply_mask: Tensor | None = None) -> Tensor:
+    def reply_scores(
+        self, input_ids: Tensor, attention_mask: Tensor, reply_mask: Tensor | None = None
+    ) -> Tensor:
         """(B, L) each -> the scalar of each row's reply (B,)."""
 
 
@@ -92,8 +99,9 @@ class ScalarModel(nn.Module):
 
     Attributes:
         model: The sequence-classification model.
-        unembedding: Output embedding (V, H) of the language model it was made from, for the imitation loss. None with
-            tied embeddings, where the input embedding serves. It is trained and checkpointed, but not saved.
+        unembedding: Output embedding (V, H) of the language model it was made from, for the
+            imitation loss. None with tied embeddings, where the input embedding serves. It is
+            trained and checkpointed, but not saved.
     """
 
     def __init__(self, model: PreTrainedModel, unembedding: Tensor | None = None) -> None:
@@ -113,13 +121,15 @@ class ScalarModel(nn.Module):
         pooling: Pooling = "last",
         device: torch.device | None = None,
     ) -> ScalarModel:
-        """Put a small random head (std 1/sqrt(H + 1), a function of ``seed``) on the backbone of a causal LM.
+        """Put a small random head (std 1/sqrt(H + 1), a function of ``seed``) on the backbone of a
+        causal LM.
 
         Args:
             source: Its folder or hub id, or the model itself, of which a copy is made.
             seed: Determines the head.
             layers: Decoder layers to keep, from the embedding up; None for all.
-            pooling: What the head reads of a reply, see :meth:`pool`. Other than "last" it is kept in config.json.
+            pooling: What the head reads of a reply, see :meth:`pool`. Other than "last" it is kept
+                in config.json.
             device: Where it is loaded; None for this process's own.
         """
         lm: PreTrainedModel
@@ -144,7 +154,9 @@ class ScalarModel(nn.Module):
             lm.config.num_labels = 1
             model = empty_model(AutoScalarModel, lm.config)
         if type(model.base_model) is not type(backbone) or not hasattr(model, "score"):
-            raise ModelError(f"{name}: {type(lm).__name__} has no sequence-classification form with a score head")
+            raise ModelError(
+                f"{name}: {type(lm).__name__} has no sequence-classification form with a score head"
+            )
         setattr(model, model.base_model_prefix, backbone)
         width = model.score.in_features
         generator = torch.Generator().manual_seed(seed)
@@ -152,7 +164,9 @@ class ScalarModel(nn.Module):
         if pooling != "last":
             model.config.update({POOLING: pooling})
         with torch.no_grad():
-            model.score.weight.copy_(torch.randn(1, width, generator=generator) / math.sqrt(width + 1))
+            model.score.weight.copy_(
+                torch.randn(1, width, generator=generator) / math.sqrt(width + 1)
+            )
         output = lm.get_output_embeddings().weight
         tied = output is embedding_weight(lm)
         return cls(model.eval(), None if tied else output.detach())
@@ -161,13 +175,16 @@ class ScalarModel(nn.Module):
     def load(
         cls, path: str | Path, dtype: torch.dtype | None = None, device: torch.device | None = None
     ) -> ScalarModel:
-        """Load a folder written by :meth:`save`, or any sequence-classification folder with one label.
+        """Load a folder written by :meth:`save`, or any sequence-classification folder with one
+        label.
 
         Without ``device`` it is on this process's own.
         """
         model = load_model(AutoScalarModel, path, dtype, device=device)
         if model.config.num_labels != 1 or not hasattr(model, "score"):
-            raise ModelError(f"{path} is not a scalar model ({model.config.num_labels} labels); exactly one is needed")
+            raise ModelError(
+                f"{path} is not a scalar model ({model.config.num_labels} labels); exactly one is needed"
+            )
         return cls(model)
 
     @property
@@ -182,7 +199,9 @@ class ScalarModel(nn.Module):
         add_adapters(self.model, config, seed)
         self.model.get_submodule("score").requires_grad_(True)
 
-    def hidden(self, input_ids: Tensor, attention_mask: Tensor | None, position_ids: Tensor | None = None) -> Tensor:
+    def hidden(
+        self, input_ids: Tensor, attention_mask: Tensor | None, position_ids: Tensor | None = None
+    ) -> Tensor:
         """Last hidden states (B, L, H)."""
         return hidden_states(self.model.base_model, input_ids, attention_mask, position_ids)
 
@@ -199,11 +218,12 @@ class ScalarModel(nn.Module):
         position_ids: Tensor | None = None,
         reply_mask: Tensor | None = None,
     ) -> Tensor:
-        """The scalar at every position: (B, L) each -> (B, L). Positions default to those of the mask.
+        """The scalar at every position: (B, L) each -> (B, L). Positions default to those of the
+        mask.
 
-        Where the head reads a mean or a sum, it reads here that of the reply so far, if ``reply_mask`` says where the
-        reply is: a critic made from a reward model then foretells at each token what the reward model will read at the
-        last.
+        Where the head reads a mean or a sum, it reads here that of the reply so far, if
+        ``reply_mask`` says where the reply is: a critic made from a reward model then foretells at
+        each token what the reward model will read at the last.
         """
         hidden = self.hidden(input_ids, attention_mask, position_ids)
         if self.pooling != "last" and reply_mask is not None:
@@ -214,23 +234,32 @@ class ScalarModel(nn.Module):
     def pool(self, hidden: Tensor, attention_mask: Tensor, reply_mask: Tensor | None) -> Tensor:
         """What the head reads of each row's reply: (B, L, H) -> (B, H). The masks are (B, L).
 
-        It is the state of the last real token, the end-of-sequence that closes the reply, or the mean or sum of the
-        reply's. With the sum each token has a score of its own, and a reply the sum of them.
+        It is the state of the last real token, the end-of-sequence that closes the reply, or the
+        mean or sum of the reply's. With the sum each token has a score of its own, and a reply the
+        sum of them.
 
         Raises:
-            ModelError: A mean or sum is to be taken, and ``reply_mask`` does not say of which positions.
+            ModelError: A mean or sum is to be taken, and ``reply_mask`` does not say of which
+                positions.
         """
         if self.pooling == "last":
-            return hidden[torch.arange(hidden.shape[0], device=hidden.device), last_token_indices(attention_mask)]
+            return hidden[
+                torch.arange(hidden.shape[0], device=hidden.device),
+                last_token_indices(attention_mask),
+            ]
         if reply_mask is None:
             what = f"this scalar model reads the {self.pooling} over a reply"
             raise ModelError(f"{what}, so it needs to know where replies begin")
         over_reply = mean_over_reply if self.pooling == "mean" else sum_over_reply
         return over_reply(hidden, reply_mask)
 
-    def reply_scores(self, input_ids: Tensor, attention_mask: Tensor, reply_mask: Tensor | None = None) -> Tensor:
+    def reply_scores(
+        self, input_ids: Tensor, attention_mask: Tensor, reply_mask: Tensor | None = None
+    ) -> Tensor:
         """The scalar of each row's reply, read as :meth:`pool` says: (B, L) -> (B,)."""
-        return self.scores(self.pool(self.hidden(input_ids, attention_mask), attention_mask, reply_mask))
+        return self.scores(
+            self.pool(self.hidden(input_ids, attention_mask), attention_mask, reply_mask)
+        )
 
     def lm_logits(self, hidden: Tensor) -> LazyLogits:
         """Next-token logits of hidden states, for the imitation loss: (..., H) -> (..., V)."""
@@ -239,7 +268,9 @@ class ScalarModel(nn.Module):
             hidden, weight = hidden.float(), weight.float()
         return LazyLogits(hidden, partial(fastest_linear(), weight=weight), weight.shape[0])
 
-    def forward(self, input_ids: Tensor, attention_mask: Tensor, position_ids: Tensor | None = None) -> Tensor:
+    def forward(
+        self, input_ids: Tensor, attention_mask: Tensor, position_ids: Tensor | None = None
+    ) -> Tensor:
         """Same as :meth:`token_scores`."""
         return self.token_scores(input_ids, attention_mask, position_ids)
 
@@ -264,13 +295,23 @@ class ScalarModel(nn.Module):
 
         def verify(folder: Path) -> None:
             kind, mask = AutoScalarModel, torch.ones_like(ids)
-            require_same(path, folder, self.model, kind, lambda each: ScalarModel(each).token_scores(ids, mask))
+            require_same(
+                path,
+                folder,
+                self.model,
+                kind,
+                lambda each: ScalarModel(each).token_scores(ids, mask),
+            )
 
-        save_folder(path, self.model, tokenizer, json_files, verify=verify, tensor_files=tensor_files)
+        save_folder(
+            path, self.model, tokenizer, json_files, verify=verify, tensor_files=tensor_files
+        )
 
 
 class ActorCritic(nn.Module):
-    """``policy`` stays the plain model that samples and is saved; ``score`` (H -> 1) reads its last hidden states."""
+    """``policy`` stays the plain model that samples and is saved; ``score`` (H -> 1) reads its last
+    hidden states.
+    """
 
     def __init__(self, policy: PreTrainedModel, score: nn.Linear) -> None:
         super().__init__()
@@ -281,8 +322,8 @@ class ActorCritic(nn.Module):
     def with_head_of(cls, critic: ScalarModel, policy: PreTrainedModel) -> ActorCritic:
         """``policy`` with the value head that critic pre-training fitted to its hidden states.
 
-        The critic's own backbone is not used: it is the policy's, as it was before PPO. ``ModelError`` when the head
-        was made for another width.
+        The critic's own backbone is not used: it is the policy's, as it was before PPO.
+        ``ModelError`` when the head was made for another width.
         """
         head = critic.model.get_submodule("score")
         width = policy.get_input_embeddings().get_parameter("weight").shape[1]
@@ -292,20 +333,33 @@ class ActorCritic(nn.Module):
             )
         return cls(policy, head.to(policy.device, policy.dtype))
 
-    def token_scores(self, input_ids: Tensor, attention_mask: Tensor, position_ids: Tensor | None = None) -> Tensor:
+    def token_scores(
+        self, input_ids: Tensor, attention_mask: Tensor, position_ids: Tensor | None = None
+    ) -> Tensor:
         """The value at every position in float32: (B, L) -> (B, L)."""
-        return self._values(hidden_states(backbone_of(self.policy), input_ids, attention_mask, position_ids))
+        return self._values(
+            hidden_states(backbone_of(self.policy), input_ids, attention_mask, position_ids)
+        )
 
     def forward(
-        self, input_ids: Tensor, attention_mask: Tensor | None, position_ids: Tensor, logits_to_keep: int
+        self,
+        input_ids: Tensor,
+        attention_mask: Tensor | None,
+        position_ids: Tensor,
+        logits_to_keep: int,
     ) -> tuple[LazyLogits, Tensor]:
-        """Logits of the last ``logits_to_keep`` positions (B, logits_to_keep, V) and values (B, L), in one pass."""
+        """Logits of the last ``logits_to_keep`` positions (B, logits_to_keep, V) and values (B, L),
+        in one pass.
+        """
         hidden = hidden_states(backbone_of(self.policy), input_ids, attention_mask, position_ids)
         if has_plain_head(self.policy):
             logits = unembedded(self.policy, hidden[:, -logits_to_keep:])
         else:
-            # Such a model does more to its logits than unembed, so that only its own forward is right.
-            logits = lazy_logits(self.policy, input_ids, attention_mask, position_ids, logits_to_keep)
+            # Such a model does more to its logits than unembed, so that only its own forward is
+            # right.
+            logits = lazy_logits(
+                self.policy, input_ids, attention_mask, position_ids, logits_to_keep
+            )
         return logits, self._values(hidden)
 
     def _values(self, hidden: Tensor) -> Tensor:

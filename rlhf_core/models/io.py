@@ -1,6 +1,8 @@
-"""Hugging Face folders: checked when read, written atomically and compared with the model after writing.
+"""Hugging Face folders: checked when read, written atomically and compared with the model after
+writing.
 
-Nothing that their files name or link to may lie outside of the folder, and no code comes from elsewhere.
+Nothing that their files name or link to may lie outside of the folder, and no code comes from
+elsewhere.
 """
 
 from __future__ import annotations
@@ -39,8 +41,15 @@ TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model",
 WEIGHT_FILES = "model*.safetensors"
 VOCABULARIES = ("tokenizer.json", "tokenizer.model", "vocab.json")
 GENERATION_CONFIG = "generation_config.json"
-JSON_FILES = ("config.json", "tokenizer_config.json", "tokenizer.json", "model.safetensors.index.json")
-NO_BACKEND = "backend tokenizer"  # of what transformers says where it has nothing to make a tokenizer of
+JSON_FILES = (
+    "config.json",
+    "tokenizer_config.json",
+    "tokenizer.json",
+    "model.safetensors.index.json",
+)
+NO_BACKEND = (
+    "backend tokenizer"  # of what transformers says where it has nothing to make a tokenizer of
+)
 OWN_CODE = "custom code"  # as transformers says it
 MOST_TENSORS = 500_000  # the largest mixtures of experts of 2026 have 200,000
 REPAIR = "make it again, or point to a complete Hugging Face folder"
@@ -49,7 +58,9 @@ FROM_HUB = "is it spelt right, and is the hub reachable? HF_HUB_OFFLINE=1 uses a
 
 
 def check_folder(path: Path) -> None:
-    """Raise ``ModelError`` unless ``path`` has config.json, readable safetensors weights and a tokenizer."""
+    """Raise ``ModelError`` unless ``path`` has config.json, readable safetensors weights and a
+    tokenizer.
+    """
     path = Path(path)
     if not path.is_dir():
         raise ModelError(f"no model folder at {path}; {REPAIR}")
@@ -59,8 +70,14 @@ def check_folder(path: Path) -> None:
     require_own_files(path)
     weights = sorted(path.glob("*.safetensors"))
     if not weights:
-        others = sorted(file.name for file in (*path.glob("*.bin"), *path.glob("*.pt"), *path.glob("*.pth")))
-        kept = f" (only {', '.join(others)}: pickled weights are never read; convert them)" if others else ""
+        others = sorted(
+            file.name for file in (*path.glob("*.bin"), *path.glob("*.pt"), *path.glob("*.pth"))
+        )
+        kept = (
+            f" (only {', '.join(others)}: pickled weights are never read; convert them)"
+            if others
+            else ""
+        )
         raise ModelError(f"{path} has no .safetensors weights{kept}; {REPAIR}")
     tensors = 0
     for file in weights:  # the header shows truncated and foreign files before a slow load does
@@ -71,7 +88,9 @@ def check_folder(path: Path) -> None:
         except (SafetensorError, OSError) as error:
             if is_exhausted(error):
                 raise
-            raise ModelError(f"{file} is not a readable safetensors file ({error}); {REPAIR}") from error
+            raise ModelError(
+                f"{file} is not a readable safetensors file ({error}); {REPAIR}"
+            ) from error
     _require_count(path, tensors)
     if not any((path / name).is_file() for name in TOKENIZER_FILES):
         raise ModelError(f"{path} has no tokenizer ({TOKENIZER_FILES[0]}); {REPAIR}")
@@ -81,7 +100,9 @@ def check_folder(path: Path) -> None:
 
 
 def _require_count(path: Path, tensors: int) -> None:
-    """Raise ``ModelError`` for so many tensors that whoever looks at each of them is held up for minutes."""
+    """Raise ``ModelError`` for so many tensors that whoever looks at each of them is held up for
+    minutes.
+    """
     if tensors > MOST_TENSORS:
         raise ModelError(
             f"{path} names {tensors:,} tensors, and no model has more than {MOST_TENSORS:,}; it is damaged, or made to "
@@ -90,7 +111,9 @@ def _require_count(path: Path, tensors: int) -> None:
 
 
 def require_no_adapter(path: Path) -> None:
-    """Raise ``ModelError`` where a folder holds an adapter, which transformers would apply to what lies beside it."""
+    """Raise ``ModelError`` where a folder holds an adapter, which transformers would apply to what
+    lies beside it.
+    """
     if (path / ADAPTER_CONFIG).is_file():
         where = "beside a" if any(path.glob("model*.safetensors")) else "without its"
         raise ModelError(
@@ -117,7 +140,9 @@ def is_local(source: str | Path) -> bool:
 
 @contextmanager
 def reading(source: str | Path) -> Iterator[None]:
-    """Check a local folder or the hub, silence libraries, and turn errors of loading into ``ModelError``."""
+    """Check a local folder or the hub, silence libraries, and turn errors of loading into
+    ``ModelError``.
+    """
     if is_local(source):
         check_folder(Path(source))
     elif not isinstance(try_to_load_from_cache(str(source), "config.json"), str):
@@ -127,7 +152,9 @@ def reading(source: str | Path) -> Iterator[None]:
             yield
     except RlhfError:
         raise
-    except Exception as error:  # whatever a library comes upon in files that are damaged or of another kind
+    except (
+        Exception
+    ) as error:  # whatever a library comes upon in files that are damaged or of another kind
         if is_exhausted(error):
             raise
         cause = _cause(source, error)
@@ -138,26 +165,35 @@ def reading(source: str | Path) -> Iterator[None]:
 
 
 def _cause(source: str | Path, error: Exception) -> str:
-    """Why a model cannot be loaded, in one line: a damaged file of a folder by its name, else what the library says."""
+    """Why a model cannot be loaded, in one line: a damaged file of a folder by its name, else what
+    the library says.
+    """
     said = first_line(error)
     if not is_local(source):
         return said
     files = (Path(source) / name for name in JSON_FILES)
     faults = (fault for file in files if file.is_file() and (fault := _json_fault(file)))
     without_vocabulary = not any((Path(source) / name).is_file() for name in VOCABULARIES)
-    missing = f"it has no vocabulary ({VOCABULARIES[0]})" if without_vocabulary and NO_BACKEND in said else ""
+    missing = (
+        f"it has no vocabulary ({VOCABULARIES[0]})"
+        if without_vocabulary and NO_BACKEND in said
+        else ""
+    )
     return next(faults, missing or said)
 
 
 def hub_files(source: str, revision: str | None) -> Path | None:
-    """The folder in the cache with a hub id's small files, checked as a folder is; None where it cannot be had.
+    """The folder in the cache with a hub id's small files, checked as a folder is; None where it
+    cannot be had.
 
     Raises:
         ModelError: They name what lies outside of the folder, or another model.
     """
     try:
         with quiet():
-            folder = Path(snapshot_download(source, revision=revision, allow_patterns=list(SMALL_FILES)))
+            folder = Path(
+                snapshot_download(source, revision=revision, allow_patterns=list(SMALL_FILES))
+            )
     except Exception:  # of several libraries; whoever loads the model says what is wrong
         return None
     if (folder / ADAPTER_CONFIG).is_file():
@@ -170,7 +206,9 @@ def hub_files(source: str, revision: str | None) -> Path | None:
 
 
 def require_room_for(tokenizer: PreTrainedTokenizerBase, entries: int, source: str | Path) -> None:
-    """Raise ``ModelError`` where a tokenizer has more entries than the embedding of the model; fewer are common."""
+    """Raise ``ModelError`` where a tokenizer has more entries than the embedding of the model;
+    fewer are common.
+    """
     if len(tokenizer) > entries:
         raise ModelError(
             f"{source}: the tokenizer has {len(tokenizer)} entries, the model only {entries}; take the tokenizer that "
@@ -193,7 +231,8 @@ def load_model(
     revision: str | None = None,
     device: torch.device | None = None,
 ) -> Any:
-    """Load a model on ``device`` by ``auto_class.from_pretrained``. Only safetensors, never remote code.
+    """Load a model on ``device`` by ``auto_class.from_pretrained``. Only safetensors, never remote
+    code.
 
     The logits of a low-precision language model are computed in float32.
 
@@ -202,8 +241,8 @@ def load_model(
         device: None for this process's own.
 
     Raises:
-        ModelError: The folder lacks weights of the model, or has them in other shapes, which the library would fill at
-            random, or some of them are not finite.
+        ModelError: The folder lacks weights of the model, or has them in other shapes, which the
+            library would fill at random, or some of them are not finite.
     """
     place = device or distributed.device()
     # A model on its way to a GPU is in host memory as a whole.
@@ -239,7 +278,11 @@ def load_model(
         names = sorted(info["unexpected_keys"])
         kind = type(model).__name__
         logger.warning(
-            "%s: %d weights, such as %s, are no part of a %s and left out", source, len(names), names[0], kind
+            "%s: %d weights, such as %s, are no part of a %s and left out",
+            source,
+            len(names),
+            names[0],
+            kind,
         )
     name_outputs(model)
     use_float32_unembedding(model)
@@ -252,7 +295,9 @@ def load_model(
 
 
 def require_finite_weights(model: nn.Module, source: str | Path) -> None:
-    """Raise ``ModelError`` where a weight is NaN or infinite: every loss would be, and every reply empty."""
+    """Raise ``ModelError`` where a weight is NaN or infinite: every loss would be, and every reply
+    empty.
+    """
     broken = [name for name, weight in model.named_parameters() if not _is_finite(weight)]
     if broken:
         raise ModelError(
@@ -262,9 +307,16 @@ def require_finite_weights(model: nn.Module, source: str | Path) -> None:
 
 
 def _is_finite(weight: Tensor) -> bool:
-    if weight.is_meta or not weight.is_floating_point() or weight.itemsize == 1 or not weight.numel():
+    if (
+        weight.is_meta
+        or not weight.is_floating_point()
+        or weight.itemsize == 1
+        or not weight.numel()
+    ):
         return True
-    return bool(torch.stack(weight.detach().aminmax()).isfinite().all())  # NaN is both; no copy of the weight is made
+    return bool(
+        torch.stack(weight.detach().aminmax()).isfinite().all()
+    )  # NaN is both; no copy of the weight is made
 
 
 @contextmanager
@@ -280,7 +332,9 @@ def quiet() -> Iterator[None]:
     try:
         yield
     except BaseException as error:
-        if type(error).__name__ != "PanicException":  # of pyo3, which gives it no module to import it from
+        if (
+            type(error).__name__ != "PanicException"
+        ):  # of pyo3, which gives it no module to import it from
             raise
         raise RuntimeError(first_line(error)) from error
     finally:
@@ -301,7 +355,8 @@ def save_folder(
 
     Args:
         json_files: Further files by name, written as JSON.
-        verify: Called with the new folder before it replaces ``path``; if it raises, the old folder stays.
+        verify: Called with the new folder before it replaces ``path``; if it raises, the old folder
+            stays.
         tensor_files: Further files by name, written as safetensors.
     """
     with atomic_dir(Path(path)) as folder:
@@ -314,22 +369,31 @@ def save_folder(
             atomic_write_json(folder / name, value)
         for name, tensors in (tensor_files or {}).items():
             save_file(tensors, folder / name)
-        # safetensors makes its files readable by their owner alone; a server may run as another user.
+        # safetensors makes its files readable by their owner alone; a server may run as another
+        # user.
         for file in folder.rglob("*.safetensors"):
             file.chmod((folder / "config.json").stat().st_mode & 0o777)
         if verify is not None:
             verify(folder)
-        for file in (*folder.rglob("*"), folder):  # a folder that exists after a power cut is complete
+        for file in (
+            *folder.rglob("*"),
+            folder,
+        ):  # a folder that exists after a power cut is complete
             fsync_path(file)
 
 
 def require_same(
-    path: Path, folder: Path, model: PreTrainedModel, auto_class: Any, probe: Callable[[PreTrainedModel], Tensor]
+    path: Path,
+    folder: Path,
+    model: PreTrainedModel,
+    auto_class: Any,
+    probe: Callable[[PreTrainedModel], Tensor],
 ) -> None:
     """Check that ``folder`` holds what ``model`` computes with; no second model is made for it.
 
-    The saved weights are compared one after another, on the CPU, in all bits. What the saved configuration describes is
-    built without weights, given those of ``model``, and has to compute the same.
+    The saved weights are compared one after another, on the CPU, in all bits. What the saved
+    configuration describes is built without weights, given those of ``model``, and has to compute
+    the same.
 
     Args:
         path: What messages call the folder.
@@ -347,9 +411,15 @@ def require_same(
             expected = probe(model.eval()).cpu()
             computed = probe(twin).cpu() if twin is not None else expected.new_empty(0)
         model.train(training)
-        if computed.shape == expected.shape and torch.allclose(computed, expected, atol=1e-5, rtol=1e-4):
+        if computed.shape == expected.shape and torch.allclose(
+            computed, expected, atol=1e-5, rtol=1e-4
+        ):
             return
-    what = f"the weight {differing} is another one" if differing is not None else "it does not compute the same"
+    what = (
+        f"the weight {differing} is another one"
+        if differing is not None
+        else "it does not compute the same"
+    )
     raise ModelError(
         f"the model saved at {path} is not the trained one ({what}); nothing was published: config.json and the "
         "weights do not hold all that it computes with (such as a module that was exchanged), or the disk lost some"
@@ -357,31 +427,44 @@ def require_same(
 
 
 def _first_difference(folder: Path, model: PreTrainedModel, auto_class: Any) -> str | None:
-    """Name of a tensor that was not saved bit for bit as in ``model``; None where all were. Tied ones count once."""
+    """Name of a tensor that was not saved bit for bit as in ``model``; None where all were. Tied
+    ones count once.
+    """
     own = {name: tensor.detach() for name, tensor in model.state_dict().items()}
     same = {
         own[name].data_ptr()
         for name, saved in _saved_tensors(folder, own, auto_class)
         if saved.dtype == own[name].dtype and torch.equal(saved, own[name].cpu())
     }
-    return next((name for name, tensor in own.items() if tensor.numel() and tensor.data_ptr() not in same), None)
+    return next(
+        (name for name, tensor in own.items() if tensor.numel() and tensor.data_ptr() not in same),
+        None,
+    )
 
 
-def _saved_tensors(folder: Path, own: Mapping[str, Tensor], auto_class: Any) -> Iterator[tuple[str, Tensor]]:
+def _saved_tensors(
+    folder: Path, own: Mapping[str, Tensor], auto_class: Any
+) -> Iterator[tuple[str, Tensor]]:
     """Every tensor of ``own`` that was saved, as it is in the files."""
     with ExitStack() as stack:
-        files = [stack.enter_context(safe_open(file, framework="pt")) for file in sorted(folder.glob(WEIGHT_FILES))]
+        files = [
+            stack.enter_context(safe_open(file, framework="pt"))
+            for file in sorted(folder.glob(WEIGHT_FILES))
+        ]
         names = [(name, file) for file in files for name in file.keys()]  # noqa: SIM118 - no mapping
         if all(name in own for name, _ in names):
             yield from ((name, file.get_tensor(name)) for name, file in names)
             return
-    # The library writes some architectures, such as mixtures of experts, in another form than it computes with.
+    # The library writes some architectures, such as mixtures of experts, in another form than it
+    # computes with.
     copy = load_model(auto_class, folder, None, device=torch.device("cpu"))
     yield from ((name, tensor) for name, tensor in copy.state_dict().items() if name in own)
 
 
 def _rebuilt(folder: Path, model: PreTrainedModel, auto_class: Any) -> PreTrainedModel | None:
-    """The model that ``folder`` describes with the very tensors of ``model``; None where these do not fit it."""
+    """The model that ``folder`` describes with the very tensors of ``model``; None where these do
+    not fit it.
+    """
     with reading(folder):
         twin: PreTrainedModel = empty_model(
             auto_class, AutoConfig.from_pretrained(str(folder), trust_remote_code=False)
@@ -410,12 +493,17 @@ def load_weights(model: PreTrainedModel, weights: Mapping[str, Tensor]) -> None:
             parameters[name].copy_(weight)
 
 
-CONFIGS = ("config*.json", "params.json")  # the library may take config.VERSION.json, and Mistral's own form
+CONFIGS = (
+    "config*.json",
+    "params.json",
+)  # the library may take config.VERSION.json, and Mistral's own form
 SMALL_FILES = ("*.json", "*.jinja", "*.model", "*.txt", "additional_chat_templates/*")
 SHARD, INDEXES = ".safetensors", "*.safetensors.index.json"
 ADAPTER_CONFIG = "adapter_config.json"  # as the package peft names it
 OTHER_WEIGHTS = "transformers_weights"
-ATTENTION = frozenset({"attn_implementation", "_attn_implementation", "_attn_implementation_internal"})
+ATTENTION = frozenset(
+    {"attn_implementation", "_attn_implementation", "_attn_implementation_internal"}
+)
 # Where a link may lead to out of the folder: a store that names its files by their content.
 DVC_CACHE = re.compile(r"/files/md5/[0-9a-f]{2}/[0-9a-f]{30}$")
 
@@ -424,9 +512,9 @@ def require_own_files(folder: Path) -> None:
     """Refuse a folder whose files name, or link to, what lies outside of it.
 
     Raises:
-        ModelError: A file that would be read is a link out of the folder, or no plain file; an index names a shard
-            that is no safetensors file of the folder; a configuration names attention that would be fetched, or weights
-            other than those that are checked.
+        ModelError: A file that would be read is a link out of the folder, or no plain file; an
+            index names a shard that is no safetensors file of the folder; a configuration names
+            attention that would be fetched, or weights other than those that are checked.
     """
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
@@ -449,7 +537,11 @@ def require_own_files(folder: Path) -> None:
         names = list(shards.values()) if isinstance(shards, dict) else []
         _require_count(folder, len(names))
         for name in names:
-            if not isinstance(name, str) or os.path.basename(name) != name or not name.endswith(SHARD):
+            if (
+                not isinstance(name, str)
+                or os.path.basename(name) != name
+                or not name.endswith(SHARD)
+            ):
                 raise ModelError(
                     f"{folder}: its {index.name} names {name!r}; a shard is a {SHARD} file in the folder itself"
                 )
@@ -457,7 +549,9 @@ def require_own_files(folder: Path) -> None:
     for file in _files(folder, *CONFIGS):
         content = _json(file)
         if any(_texts_under(content, {OTHER_WEIGHTS})):
-            raise ModelError(f"{folder}: its {file.name} names other weights ({OTHER_WEIGHTS}); take that out")
+            raise ModelError(
+                f"{folder}: its {file.name} names other weights ({OTHER_WEIGHTS}); take that out"
+            )
         for name in _texts_under(content, ATTENTION):
             if name.removeprefix("paged|") not in known:
                 raise ModelError(
@@ -494,11 +588,14 @@ def _texts_under(config: Any, keys: Collection[str]) -> Iterator[str]:
 def attention_of(auto_class: Any, config: PretrainedConfig) -> str:
     """``sdpa``, scaled-dot-product attention, or ``eager`` for an architecture that cannot have it.
 
-    Gemma 2 is such a one, whose scores have a soft cap, and BLOOM. Eager attention holds the scores of all positions.
+    Gemma 2 is such a one, whose scores have a soft cap, and BLOOM. Eager attention holds the scores
+    of all positions.
 
     Args:
         auto_class: ``AutoModelForCausalLM`` or another of its kind, by which the model is made.
         config: The model's.
     """
     known = type(config) in auto_class._model_mapping
-    return "sdpa" if not known or auto_class._model_mapping[type(config)]._supports_sdpa else "eager"
+    return (
+        "sdpa" if not known or auto_class._model_mapping[type(config)]._supports_sdpa else "eager"
+    )

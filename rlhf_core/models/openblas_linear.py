@@ -1,8 +1,9 @@
-"""Linear layers in float32 whose products NumPy computes, by OpenBLAS, on AMD processors with full AVX-512.
+"""Linear layers in float32 whose products NumPy computes, by OpenBLAS, on AMD processors with full
+AVX-512.
 
-PyTorch gives float32 products to MKL, which computes them there as if vectors had half their width. OpenBLAS computes
-the same products, forward and backward, about twice as fast (docs/performance.md), with the terms of a sum in another
-order.
+PyTorch gives float32 products to MKL, which computes them there as if vectors had half their width.
+OpenBLAS computes the same products, forward and backward, about twice as fast
+(docs/performance.md), with the terms of a sum in another order.
 
 Shapes: M rows of the input, flattened; K inputs; N outputs.
 """
@@ -86,26 +87,36 @@ def product(a: Tensor, b: Tensor) -> Tensor:
 
 
 def _for_blas(matrix: Tensor) -> np.ndarray[Any, Any]:
-    """The matrix, copied where neither its rows nor its columns are contiguous: NumPy gives only such ones to BLAS."""
+    """The matrix, copied where neither its rows nor its columns are contiguous: NumPy gives only
+    such ones to BLAS.
+    """
     matrix = matrix.detach()
-    return (matrix if 1 in matrix.stride() and 0 not in matrix.stride() else matrix.contiguous()).numpy()
+    return (
+        matrix if 1 in matrix.stride() and 0 not in matrix.stride() else matrix.contiguous()
+    ).numpy()
 
 
 def is_plain_linear(module: nn.Module) -> bool:
-    """Whether ``module`` is exactly a linear layer, no other subclass, whichever library computes its products."""
+    """Whether ``module`` is exactly a linear layer, no other subclass, whichever library computes
+    its products.
+    """
     return type(module) in (nn.Linear, OpenBlasLinear)
 
 
 def openblas_pays() -> bool:
-    """Whether OpenBLAS, with the kernels it has in this process, computes float32 products faster than MKL."""
+    """Whether OpenBLAS, with the kernels it has in this process, computes float32 products faster
+    than MKL.
+    """
     return is_amd_with_full_avx512() and numpy_kernels() in AVX512_KERNELS
 
 
 def use_openblas(model: nn.Module) -> list[nn.Linear]:
-    """Compute the products of a model's float32 linear layers on the CPU by OpenBLAS from now on, where that pays.
+    """Compute the products of a model's float32 linear layers on the CPU by OpenBLAS from now on,
+    where that pays.
 
-    The parameters are kept. Moved to another device or precision, the layers compute as before. Layers of one output
-    stay with PyTorch: theirs is a product of a matrix and a vector. OpenBLAS gets as many threads as PyTorch has now.
+    The parameters are kept. Moved to another device or precision, the layers compute as before.
+    Layers of one output stay with PyTorch: theirs is a product of a matrix and a vector. OpenBLAS
+    gets as many threads as PyTorch has now.
 
     Returns:
         The layers that computed otherwise before.
@@ -113,16 +124,22 @@ def use_openblas(model: nn.Module) -> list[nn.Linear]:
     if not openblas_pays():
         return []
     set_openblas_threads(torch.get_num_threads())
-    plain = [layer for layer in model.modules() if type(layer) is nn.Linear and layer.out_features > 1]
+    plain = [
+        layer for layer in model.modules() if type(layer) is nn.Linear and layer.out_features > 1
+    ]
     changed = [layer for layer in plain if _in_float32_on_cpu(layer.weight)]
     for layer in changed:
-        layer.__class__ = OpenBlasLinear  # in place, so that hooks and other names of the layer stay
+        layer.__class__ = (
+            OpenBlasLinear  # in place, so that hooks and other names of the layer stay
+        )
     return changed
 
 
 @contextmanager
 def openblas_products(model: nn.Module) -> Iterator[None]:
-    """Compute the products of ``model`` as :func:`use_openblas` does inside the block; copies made there keep it."""
+    """Compute the products of ``model`` as :func:`use_openblas` does inside the block; copies made
+    there keep it.
+    """
     changed = use_openblas(model)
     try:
         yield
@@ -132,15 +149,19 @@ def openblas_products(model: nn.Module) -> Iterator[None]:
 
 
 def fastest_linear() -> Callable[..., Tensor]:
-    """Return :func:`linear` where that pays, else PyTorch's own, for products of weights that are in no layer."""
+    """Return :func:`linear` where that pays, else PyTorch's own, for products of weights that are
+    in no layer.
+    """
     return linear if openblas_pays() else functional.linear
 
 
 @contextmanager
 def default_products() -> Iterator[None]:
-    """Compute by PyTorch's products inside the block, to compare a model in memory with its saved copy.
+    """Compute by PyTorch's products inside the block, to compare a model in memory with its saved
+    copy.
 
-    One of them may never have been given to :func:`use_openblas`. Only the calling thread computes so.
+    One of them may never have been given to :func:`use_openblas`. Only the calling thread computes
+    so.
     """
     token = _default_products.set(True)
     try:
@@ -150,4 +171,8 @@ def default_products() -> Iterator[None]:
 
 
 def _in_float32_on_cpu(tensor: Tensor) -> bool:
-    return tensor.dtype == torch.float32 and tensor.device.type == "cpu" and type(tensor) in (Tensor, nn.Parameter)
+    return (
+        tensor.dtype == torch.float32
+        and tensor.device.type == "cpu"
+        and type(tensor) in (Tensor, nn.Parameter)
+    )

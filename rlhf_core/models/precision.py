@@ -1,11 +1,13 @@
-"""In which precision a model multiplies: that of its weights, or TF32 for float32 weights on a GPU that may use it.
+"""In which precision a model multiplies: that of its weights, or TF32 for float32 weights on a GPU
+that may use it.
 
 The heads of low-precision models (unembedding, head of a scalar model) are computed in float32:
 
-bfloat16 has 8 significant bits, so that a logit of 20 is rounded to a multiple of 1/8, and sampler and trainer, whose
-kernels differ in the last digit, disagree about log-probabilities by as much. Hidden states and weights stay as they
-are: only their product, the logits, is not rounded (Yao et al. 2025, "Your Efficient RL Framework Secretly Brings You
-Off-Policy RL Training"; MiniMax 2025, "MiniMax-M1", section 3.2). Float32 models are left alone.
+bfloat16 has 8 significant bits, so that a logit of 20 is rounded to a multiple of 1/8, and sampler
+and trainer, whose kernels differ in the last digit, disagree about log-probabilities by as much.
+Hidden states and weights stay as they are: only their product, the logits, is not rounded (Yao et
+al. 2025, "Your Efficient RL Framework Secretly Brings You Off-Policy RL Training"; MiniMax 2025,
+"MiniMax-M1", section 3.2). Float32 models are left alone.
 """
 
 from __future__ import annotations
@@ -28,7 +30,9 @@ LOW_PRECISION = (torch.bfloat16, torch.float16)
 
 
 class Float32Linear(nn.Linear):
-    """A linear layer whose product is float32, whatever the precision of its input and its weight."""
+    """A linear layer whose product is float32, whatever the precision of its input and its
+    weight.
+    """
 
     def forward(self, input: Tensor) -> Tensor:
         """(..., in) -> float32 (..., out)."""
@@ -38,8 +42,9 @@ class Float32Linear(nn.Linear):
     def repeatable(self) -> Callable[[Tensor], Tensor]:
         """The same function for many calls, with the float32 weights made once.
 
-        Gradients of all calls are then added up in float32, before they are rounded to the weight's precision. A weight
-        that exists only during a call, since it is sharded, is converted in every call.
+        Gradients of all calls are then added up in float32, before they are rounded to the weight's
+        precision. A weight that exists only during a call, since it is sharded, is converted in
+        every call.
         """
         if not self.weight.numel():
             return self
@@ -56,7 +61,9 @@ def float32_linear(layer: nn.Linear) -> Float32Linear:
 
 
 def use_float32_unembedding(model: PreTrainedModel) -> None:
-    """Compute the logits of a low-precision language model in float32 from now on, in every forward pass of it."""
+    """Compute the logits of a low-precision language model in float32 from now on, in every forward
+    pass of it.
+    """
     head = model.get_output_embeddings()
     if type(head) is nn.Linear and head.weight.dtype in LOW_PRECISION:
         model.set_output_embeddings(float32_linear(head))
@@ -64,7 +71,9 @@ def use_float32_unembedding(model: PreTrainedModel) -> None:
 
 @contextmanager
 def float32_unembedding(model: PreTrainedModel) -> Iterator[None]:
-    """Compute the logits of a low-precision language model in float32 inside the block; copies made there keep it."""
+    """Compute the logits of a low-precision language model in float32 inside the block; copies made
+    there keep it.
+    """
     head = model.get_output_embeddings()
     use_float32_unembedding(model)
     try:
@@ -76,15 +85,19 @@ def float32_unembedding(model: PreTrainedModel) -> Iterator[None]:
 
 @contextmanager
 def plain_arithmetic() -> Iterator[None]:
-    """Compute in the models' own precision and with gradients, whatever modes of PyTorch are active around.
+    """Compute in the models' own precision and with gradients, whatever modes of PyTorch are active
+    around.
 
-    ``torch.autocast`` keeps the casts of the first step's weights, so later steps and measurements would read stale
-    ones; below ``torch.no_grad`` and ``torch.inference_mode`` nothing could be trained.
+    ``torch.autocast`` keeps the casts of the first step's weights, so later steps and measurements
+    would read stale ones; below ``torch.no_grad`` and ``torch.inference_mode`` nothing could be
+    trained.
     """
     with ExitStack() as stack:
         for device in ("cpu", distributed.device().type):
             if torch.is_autocast_enabled(device):
-                logger.warning("torch.autocast is switched off inside: base.dtype or model.to() choose the precision")
+                logger.warning(
+                    "torch.autocast is switched off inside: base.dtype or model.to() choose the precision"
+                )
                 stack.enter_context(torch.autocast(device, enabled=False))
         if torch.is_inference_mode_enabled():
             stack.enter_context(torch.inference_mode(False))
@@ -96,7 +109,8 @@ Precision = Literal["float64", "float32", "tf32", "bfloat16"]
 
 
 def allow_tf32(allowed: bool) -> None:
-    """Let float32 matrix products of this process's GPU use TF32, or forbid it. A CPU is left as it is.
+    """Let float32 matrix products of this process's GPU use TF32, or forbid it. A CPU is left as it
+    is.
 
     TF32 rounds the factors to 11 significant bits (float32 has 24) and adds up in float32.
     """
@@ -105,8 +119,11 @@ def allow_tf32(allowed: bool) -> None:
         torch.backends.cudnn.allow_tf32 = allowed
 
 
-def weights_precision(dtype: Literal["float32", "bfloat16", "auto"]) -> Literal["float32", "bfloat16"]:
-    """``base.dtype``, of which ``auto`` is bfloat16 where this process's device has instructions for its products.
+def weights_precision(
+    dtype: Literal["float32", "bfloat16", "auto"],
+) -> Literal["float32", "bfloat16"]:
+    """``base.dtype``, of which ``auto`` is bfloat16 where this process's device has instructions
+    for its products.
 
     A processor without them emulates bfloat16 at a fraction of float32's speed.
     """
@@ -120,7 +137,8 @@ def weights_precision(dtype: Literal["float32", "bfloat16", "auto"]) -> Literal[
 
 
 def matmul_precision(model: nn.Module) -> Precision:
-    """The precision of the products inside ``model``, by its first weight, which is never an adapter's.
+    """The precision of the products inside ``model``, by its first weight, which is never an
+    adapter's.
 
     float16 counts as bfloat16 here, the coarser of the two.
     """

@@ -1,7 +1,9 @@
-"""One copy of the base weights for all models trained as adapters on it: policy, critic, reward model and referee.
+"""One copy of the base weights for all models trained as adapters on it: policy, critic, reward
+model and referee.
 
-Each model is a module tree of its own whose frozen parameters are the same tensors. A scalar model trained with
-adapters saves them beside its merged weights, with the hash of the weights they belong to.
+Each model is a module tree of its own whose frozen parameters are the same tensors. A scalar model
+trained with adapters saves them beside its merged weights, with the hash of the weights they belong
+to.
 """
 
 from __future__ import annotations
@@ -63,26 +65,34 @@ def read_adapters(folder: Path) -> Adapters:
             "set ppo.share_base to false"
         )
     settings = read_json(folder / SETTINGS)
-    return Adapters(load_file(folder / TENSORS), LoraConfig.model_validate(settings["lora"]), settings["base"])
+    return Adapters(
+        load_file(folder / TENSORS), LoraConfig.model_validate(settings["lora"]), settings["base"]
+    )
 
 
 def stacked(first: Adapters, second: Adapters) -> Adapters:
-    """Combine two sets of adapters into one that computes their sum; the head is that of ``second``.
+    """Combine two sets of adapters into one that computes their sum; the head is that of
+    ``second``.
 
-    ``second`` was trained on weights into which ``first`` had been merged. ``B1 A1 x + B2 A2 x`` is one product of the
-    stacked matrices; the scales alpha / rank go into B, so that the combined scale is 1.
+    ``second`` was trained on weights into which ``first`` had been merged. ``B1 A1 x + B2 A2 x`` is
+    one product of the stacked matrices; the scales alpha / rank go into B, so that the combined
+    scale is 1.
     """
     names = sorted({name for name in (*first.tensors, *second.tensors) if LORA_A in name})
     tensors = {name: tensor for name, tensor in second.tensors.items() if "lora_" not in name}
     for name in names:
         other = name.replace(LORA_A, LORA_B)
         of = first if name in first.tensors else second
-        # One in a linear layer; the rows of A are those of one expert after another, the columns of B of one rank.
+        # One in a linear layer; the rows of A are those of one expert after another, the columns of
+        # B of one rank.
         experts = of.tensors[name].shape[0] // of.lora.rank
         inputs, outputs = of.tensors[name].shape[1], of.tensors[other].shape[0]
         parts = []
         for one in (first, second):
-            a, b = torch.zeros(one.lora.rank * experts, inputs), torch.zeros(outputs, one.lora.rank * experts)
+            a, b = (
+                torch.zeros(one.lora.rank * experts, inputs),
+                torch.zeros(outputs, one.lora.rank * experts),
+            )
             if name in one.tensors:
                 a, b = one.tensors[name], one.tensors[other] * (one.lora.alpha / one.lora.rank)
             parts.append((a.view(experts, -1, inputs), b))
@@ -92,8 +102,14 @@ def stacked(first: Adapters, second: Adapters) -> Adapters:
 
 
 def adapters_of(model: ScalarModel, lora: LoraConfig, base: Path) -> Adapters:
-    """Copy the adapters and the head of a model, before merging; it was trained on the weights in folder ``base``."""
-    trained = {name: p.detach().cpu().clone() for name, p in model.model.named_parameters() if p.requires_grad}
+    """Copy the adapters and the head of a model, before merging; it was trained on the weights in
+    folder ``base``.
+    """
+    trained = {
+        name: p.detach().cpu().clone()
+        for name, p in model.model.named_parameters()
+        if p.requires_grad
+    }
     return Adapters(trained, lora, base_hash(base))
 
 
@@ -108,10 +124,12 @@ class SharedBase:
         self.hash = base_hash(folder)
 
     def scalar(self, folder: Path, through: Path | None = None) -> ScalarModel:
-        """Build the scalar model of ``folder`` from its adapters on these weights. Adapters and head are trainable.
+        """Build the scalar model of ``folder`` from its adapters on these weights. Adapters and
+        head are trainable.
 
         Args:
-            through: Folder of the scalar model that it was trained on, itself adapters on these weights.
+            through: Folder of the scalar model that it was trained on, itself adapters on these
+                weights.
 
         Raises:
             ModelError: The folder has no adapters, or they belong to other weights.
@@ -137,7 +155,9 @@ class SharedBase:
         trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
         if trained.keys() != adapters.tensors.keys():
             wrong = sorted(trained.keys() ^ adapters.tensors.keys())[0]
-            raise ModelError(f"{folder / TENSORS} does not fit the model beside it ({wrong}); run its stage again")
+            raise ModelError(
+                f"{folder / TENSORS} does not fit the model beside it ({wrong}); run its stage again"
+            )
         with torch.no_grad():
             for name, parameter in trained.items():
                 parameter.copy_(adapters.tensors[name])

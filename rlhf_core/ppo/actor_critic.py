@@ -41,15 +41,16 @@ class ActorCriticPair:
 
     Attributes:
         policy: The model that samples.
-        critic: A model of its own, or an ``ActorCritic``, whose ``policy`` is the same one and whose one engine trains
-            both on the sum of their losses; None with critic-free advantages.
-        engines: By name: ``policy``, and ``critic`` where it is a model of its own. Critic pre-training has none for
-            its frozen policy.
+        critic: A model of its own, or an ``ActorCritic``, whose ``policy`` is the same one and
+            whose one engine trains both on the sum of their losses; None with critic-free
+            advantages.
+        engines: By name: ``policy``, and ``critic`` where it is a model of its own. Critic
+            pre-training has none for its frozen policy.
         sampling: The training distribution.
         limits: Sequences and positions of one pass.
         logits_bytes: Bytes of float32 logits that may exist at a time.
-        whole: Whether every rank gathers all weights for passes outside of training steps, as it must in order to
-            sample; else sharded ones stay so, and all ranks make the same passes.
+        whole: Whether every rank gathers all weights for passes outside of training steps, as it
+            must in order to sample; else sharded ones stay so, and all ranks make the same passes.
     """
 
     policy: PreTrainedModel
@@ -65,16 +66,22 @@ class ActorCriticPair:
         """All models of which it consists."""
         if self.critic is None:
             return (self.policy,)
-        return (self.critic,) if isinstance(self.critic, ActorCritic) else (self.policy, self.critic)
+        return (
+            (self.critic,) if isinstance(self.critic, ActorCritic) else (self.policy, self.critic)
+        )
 
     def predict(self, batch: Tokens) -> tuple[LazyLogits, Tensor]:
-        """Logits (B, T + 1, V) and values (B, T; NaN without a critic), outside of any training step."""
+        """Logits (B, T + 1, V) and values (B, T; NaN without a critic), outside of any training
+        step.
+        """
         if isinstance(self.critic, ActorCritic):
             return logits_and_values(self.critic, batch)
         return response_logits(self.policy, batch), self.values(batch)
 
     def values(self, batch: Tokens) -> Tensor:
-        """Values (B, T; NaN without a critic) by a critic that is a model of its own, outside of any training step."""
+        """Values (B, T; NaN without a critic) by a critic that is a model of its own, outside of
+        any training step.
+        """
         if self.critic is None:
             return torch.full(batch.response_mask.shape, math.nan, device=batch.tokens.device)
         assert not isinstance(self.critic, ActorCritic)
@@ -83,12 +90,18 @@ class ActorCriticPair:
     def statistics(
         self, logits: LazyLogits, batch: Tokens, entropies: bool, reference: PreTrainedModel | None
     ) -> dict[str, Tensor]:
-        """See :func:`token_statistics`; ``reference`` is a frozen model to which to compute the exact KL."""
+        """See :func:`token_statistics`; ``reference`` is a frozen model to which to compute the
+        exact KL.
+        """
         with torch.no_grad():
             other = response_logits(reference, batch) if reference is not None else None
-        return token_statistics(logits, batch, self.sampling, self.logits_bytes, entropies=entropies, reference=other)
+        return token_statistics(
+            logits, batch, self.sampling, self.logits_bytes, entropies=entropies, reference=other
+        )
 
-    def accumulate_value_gradients(self, minibatch: Experience, objective: ValueObjective) -> list[Share]:
+    def accumulate_value_gradients(
+        self, minibatch: Experience, objective: ValueObjective
+    ) -> list[Share]:
         """Backward passes of the loss of a critic that is a model of its own."""
         critic, totals = self.critic, step_totals(minibatch.response_mask)
         assert critic is not None and not isinstance(critic, ActorCritic)
@@ -96,17 +109,25 @@ class ActorCriticPair:
         def compute(batch: MicroExperience) -> tuple[Tensor, dict[str, Scalar]]:
             return objective.loss(response_values(critic, batch.batch), batch, totals)
 
-        return gradient_shares(self.engines["critic"], minibatch.micro_batches(self.limits), compute)
+        return gradient_shares(
+            self.engines["critic"], minibatch.micro_batches(self.limits), compute
+        )
 
     def policy_weights(self) -> dict[str, Tensor]:
         """The policy's trained weights by its own names, gathered on the CPU of the first rank."""
         weights = self.engines["policy"].trained_weights()
         if not isinstance(self.critic, ActorCritic):
             return weights
-        return {name.removeprefix("policy."): weights[name] for name in weights if name.startswith("policy.")}
+        return {
+            name.removeprefix("policy."): weights[name]
+            for name in weights
+            if name.startswith("policy.")
+        }
 
     def release_policy(self) -> PreTrainedModel:
-        """Return the trained policy as a plain model on the first rank, where alone the caller continues."""
+        """Return the trained policy as a plain model on the first rank, where alone the caller
+        continues.
+        """
         if isinstance(self.critic, ActorCritic):
             return finish(self.engines["policy"], self.critic).policy
         return finish(self.engines["policy"], self.policy)
@@ -114,7 +135,9 @@ class ActorCriticPair:
 
 @contextmanager
 def readable(pair: ActorCriticPair, *names: str) -> Iterator[ActorCriticPair]:
-    """Yield the pair for passes outside of training steps: of the models ``names``, or of all that are trained."""
+    """Yield the pair for passes outside of training steps: of the models ``names``, or of all that
+    are trained.
+    """
     engines = {name: pair.engines[name] for name in names or pair.engines}
     with ExitStack() as stack:
         if pair.whole:
@@ -122,23 +145,38 @@ def readable(pair: ActorCriticPair, *names: str) -> Iterator[ActorCriticPair]:
                 stack.enter_context(engine.gathered_parameters())
             yield pair
         else:
-            readers = {name: reader for name, engine in engines.items() if (reader := engine.reader()) is not None}
+            readers = {
+                name: reader
+                for name, engine in engines.items()
+                if (reader := engine.reader()) is not None
+            }
             yield replace(pair, **readers)
             for reader in readers.values():
                 reader.let_go()
 
 
 def build_actor_critic(
-    config: PpoConfig, policy: PreTrainedModel, critic: ScalarModel | None, sampling: Sampling, context: RunContext
+    config: PpoConfig,
+    policy: PreTrainedModel,
+    critic: ScalarModel | None,
+    sampling: Sampling,
+    context: RunContext,
 ) -> ActorCriticPair:
-    """Build the engines with the schedules of a PPO run; ``critic_mode: shared`` puts the value head on the policy."""
+    """Build the engines with the schedules of a PPO run; ``critic_mode: shared`` puts the value
+    head on the policy.
+    """
 
     def engine(model: nn.Module, optimizer: OptimizerConfig, name: str) -> Engine:
         per_iteration = config.epochs * config.minibatches
         warmup = config.warmup * per_iteration or None
-        return build_engine(model, optimizer, config.iterations * per_iteration, name, context, warmup)
+        return build_engine(
+            model, optimizer, config.iterations * per_iteration, name, context, warmup
+        )
 
-    limits = MicroBatchLimits(config.micro_batch_size, config.micro_batch_tokens), context.launch.logits_bytes
+    limits = (
+        MicroBatchLimits(config.micro_batch_size, config.micro_batch_tokens),
+        context.launch.logits_bytes,
+    )
     # The reference of a policy that trains adapters is made of its weights, too.
     whole = config.sampler.kind == "local" or config.policy_lora is not None
     if critic is not None and config.critic_mode == "shared":

@@ -1,8 +1,10 @@
-"""Advantages of a rollout, with a critic or by comparing replies, their normalisation and clip (algorithms.md §5).
+"""Advantages of a rollout, with a critic or by comparing replies, their normalisation and clip
+(algorithms.md §5).
 
-With a critic: generalised advantage estimation. Without: the replies to one prompt are compared with each other. They
-follow one another in a rollout, on every rank, since every rank holds the whole rollout. Normalisation and clip are off
-in PPO-max, which constrains rewards instead (paper, section 5.3.1).
+With a critic: generalised advantage estimation. Without: the replies to one prompt are compared
+with each other. They follow one another in a rollout, on every rank, since every rank holds the
+whole rollout. Normalisation and clip are off in PPO-max, which constrains rewards instead (paper,
+section 5.3.1).
 
 Shapes: B sequences, T response positions, P prompts, K replies to each (B = P * K).
 """
@@ -22,7 +24,9 @@ STD_EPSILON = 1e-4  # keeps rounding between equal rewards from becoming an adva
 EQUAL_REWARDS = 1e-6  # raw rewards within this are equal: identical replies may differ by rounding
 
 
-def estimate_advantages(experience: Experience, config: AdvantageConfig, replies_per_prompt: int) -> Experience:
+def estimate_advantages(
+    experience: Experience, config: AdvantageConfig, replies_per_prompt: int
+) -> Experience:
     """Add advantages to a rollout that has token rewards, and with GAE the critic's targets."""
     if config.critic_free:
         return with_group_advantages(experience, config, replies_per_prompt)
@@ -30,18 +34,26 @@ def estimate_advantages(experience: Experience, config: AdvantageConfig, replies
 
 
 def with_advantages(experience: Experience, config: AdvantageConfig) -> Experience:
-    """Add advantages, the critic's targets and Monte Carlo returns to a rollout that has token rewards."""
+    """Add advantages, the critic's targets and Monte Carlo returns to a rollout that has token
+    rewards.
+    """
     rewards, mask = experience.token_rewards, experience.response_mask
     advantages, returns = gae(rewards, experience.values, mask, config.gamma, config.lam)
     monte_carlo = monte_carlo_returns(rewards, mask, config.gamma)
-    return replace(experience, advantages=advantages, returns=returns, monte_carlo_returns=monte_carlo)
+    return replace(
+        experience, advantages=advantages, returns=returns, monte_carlo_returns=monte_carlo
+    )
 
 
-def gae(rewards: Tensor, values: Tensor, mask: Tensor, gamma: float, lam: float) -> tuple[Tensor, Tensor]:
-    """Estimate advantages (Schulman et al. 2016): (B, T) three times -> advantages, returns, both (B, T).
+def gae(
+    rewards: Tensor, values: Tensor, mask: Tensor, gamma: float, lam: float
+) -> tuple[Tensor, Tensor]:
+    """Estimate advantages (Schulman et al. 2016): (B, T) three times -> advantages, returns, both
+    (B, T).
 
-    ``delta_t = R_t + gamma * V_{t+1} - V_t`` with V past the end 0, ``A_t = delta_t + gamma * lam * A_{t+1}``,
-    ``returns = A + V`` with A as it is here, unnormalised. Masked positions never leak in; they come out as 0.
+    ``delta_t = R_t + gamma * V_{t+1} - V_t`` with V past the end 0,
+    ``A_t = delta_t + gamma * lam * A_{t+1}``, ``returns = A + V`` with A as it is here,
+    unnormalised. Masked positions never leak in; they come out as 0.
     """
     device = values.device
     # On the CPU: a GPU would launch six kernels for each token, to do next to nothing.
@@ -60,12 +72,16 @@ def gae(rewards: Tensor, values: Tensor, mask: Tensor, gamma: float, lam: float)
 
 
 def monte_carlo_returns(rewards: Tensor, mask: Tensor, gamma: float) -> Tensor:
-    """Discounted reward-to-go, free of any critic: (B, T) -> (B, T). Explained variance is measured against it."""
+    """Discounted reward-to-go, free of any critic: (B, T) -> (B, T). Explained variance is measured
+    against it.
+    """
     return gae(rewards, torch.zeros_like(rewards), mask, gamma, 1.0)[1]
 
 
 def explained_variance(values: Tensor, targets: Tensor, mask: Tensor) -> float:
-    """``1 - Var(targets - values) / Var(targets)`` over response tokens; 0 where the targets do not vary."""
+    """``1 - Var(targets - values) / Var(targets)`` over response tokens; 0 where the targets do not
+    vary.
+    """
     values, targets = values[mask].double(), targets[mask].double()
     if targets.numel() < 2:
         return 0.0
@@ -73,7 +89,9 @@ def explained_variance(values: Tensor, targets: Tensor, mask: Tensor) -> float:
     return 1.0 - float((targets - values).var(unbiased=False)) / spread if spread > 1e-12 else 0.0
 
 
-def with_group_advantages(experience: Experience, config: AdvantageConfig, replies_per_prompt: int) -> Experience:
+def with_group_advantages(
+    experience: Experience, config: AdvantageConfig, replies_per_prompt: int
+) -> Experience:
     """Add advantages to a rollout that has token rewards: one number for all tokens of a reply.
 
     Values, returns and Monte Carlo returns stay NaN.
@@ -87,20 +105,29 @@ def with_group_advantages(experience: Experience, config: AdvantageConfig, repli
     else:
         advantages = group_relative_advantages(groups, config.divide_by_std)
     per_token = advantages.view(-1, 1).expand_as(experience.token_rewards)
-    return replace(experience, advantages=torch.where(experience.response_mask, per_token, torch.zeros_like(per_token)))
+    return replace(
+        experience,
+        advantages=torch.where(experience.response_mask, per_token, torch.zeros_like(per_token)),
+    )
 
 
 def grouped_rewards(experience: Experience, replies_per_prompt: int) -> Tensor:
-    """What each reply is worth (P, K): its shaped reward, less its KL penalty where that is placed in the reward."""
-    return sequence_sums(experience.token_rewards, experience.response_mask).view(-1, replies_per_prompt)
+    """What each reply is worth (P, K): its shaped reward, less its KL penalty where that is placed
+    in the reward.
+    """
+    return sequence_sums(experience.token_rewards, experience.response_mask).view(
+        -1, replies_per_prompt
+    )
 
 
 def leave_one_out_advantages(rewards: Tensor) -> Tensor:
     """``A_i = R_i - mean of R_j over j != i``: (P, K) -> (P, K).
 
-    REINFORCE leave-one-out (RLOO): the baseline of a reply is independent of it, so that the policy gradient stays
-    unbiased. Sources: Ahmadian et al. 2024, "Back to Basics: Revisiting REINFORCE Style Optimization for Learning from
-    Human Feedback in LLMs"; the estimator is that of Kool et al. 2019.
+    REINFORCE leave-one-out (RLOO): the baseline of a reply is independent of it, so that the policy
+    gradient stays
+    unbiased. Sources: Ahmadian et al. 2024, "Back to Basics: Revisiting REINFORCE Style
+    Optimization for Learning from Human Feedback in LLMs"; the estimator is that of Kool et al.
+    2019.
     """
     replies = rewards.shape[1]
     baseline = (rewards.sum(dim=1, keepdim=True) - rewards) / (replies - 1)
@@ -108,20 +135,24 @@ def leave_one_out_advantages(rewards: Tensor) -> Tensor:
 
 
 def group_relative_advantages(rewards: Tensor, divide_by_std: bool) -> Tensor:
-    """``A_i = (R_i - mean R) / (std R + 1e-4)``, or without the division ``R_i - mean R``: (P, K) -> (P, K).
+    """``A_i = (R_i - mean R) / (std R + 1e-4)``, or without the division ``R_i - mean R``: (P, K)
+    -> (P, K).
 
-    Sources: Shao et al. 2024, "DeepSeekMath", section 4.1 (GRPO); without the division Liu et al. 2025, "Understanding
-    R1-Zero-Like Training" (Dr. GRPO). The standard deviation is the sample's (over K - 1). Dividing by it gives prompts
-    with little difference between their replies, very easy or very hard ones, as much weight as the others.
+    Sources: Shao et al. 2024, "DeepSeekMath", section 4.1 (GRPO); without the division Liu et al.
+    2025, "Understanding R1-Zero-Like Training" (Dr. GRPO). The standard deviation is the sample's
+    (over K - 1). Dividing by it gives prompts with little difference between their replies, very
+    easy or very hard ones, as much weight as the others.
     """
     centred = rewards - rewards.mean(dim=1, keepdim=True)
     return centred / (rewards.std(dim=1, keepdim=True) + STD_EPSILON) if divide_by_std else centred
 
 
 def advantages_of_scored(rewards: Tensor, scored: Tensor, config: AdvantageConfig) -> Tensor:
-    """The same advantages where only some replies to a prompt could be scored: (P, K) twice -> (P, K).
+    """The same advantages where only some replies to a prompt could be scored: (P, K) twice -> (P,
+    K).
 
-    Others take no part in baseline and spread, and have 0, as has the only one of its prompt that was scored.
+    Others take no part in baseline and spread, and have 0, as has the only one of its prompt that
+    was scored.
     """
     count = scored.sum(dim=1, keepdim=True)
     mean = torch.where(scored, rewards, 0.0).sum(dim=1, keepdim=True) / count.clamp(min=1)
@@ -136,12 +167,13 @@ def advantages_of_scored(rewards: Tensor, scored: Tensor, config: AdvantageConfi
 
 
 def group_metrics(experience: Experience, replies_per_prompt: int) -> dict[str, float]:
-    """How far the replies to a prompt differ in reward, which is all that a critic-free update learns from.
+    """How far the replies to a prompt differ in reward, which is all that a critic-free update
+    learns from.
 
     Returns:
-        ``group_reward_std``, the mean over prompts of the standard deviation of what their replies are worth, and
-        ``equal_reward_groups``, the share of prompts whose replies all have the same raw reward. Prompts of which a
-        reply could not be scored do not count.
+        ``group_reward_std``, the mean over prompts of the standard deviation of what their replies
+        are worth, and ``equal_reward_groups``, the share of prompts whose replies all have the same
+        raw reward. Prompts of which a reply could not be scored do not count.
     """
     whole = experience.rewarded.view(-1, replies_per_prompt).all(dim=1)
     if not bool(whole.any()):
@@ -149,11 +181,18 @@ def group_metrics(experience: Experience, replies_per_prompt: int) -> dict[str, 
     raw = experience.rewards.view(-1, replies_per_prompt)[whole]
     equal = raw.amax(dim=1) - raw.amin(dim=1) <= EQUAL_REWARDS
     spread = grouped_rewards(experience, replies_per_prompt)[whole].double().std(dim=1)
-    return {"group_reward_std": float(spread.mean()), "equal_reward_groups": float(equal.double().mean())}
+    return {
+        "group_reward_std": float(spread.mean()),
+        "equal_reward_groups": float(equal.double().mean()),
+    }
 
 
-def normalize_and_clip_advantages(advantages: Tensor, mask: Tensor, config: AdvantageConfig) -> Tensor:
-    """Normalise over the minibatch, then clip to +-``clip``; each is a switch of its own: (B, T) -> (B, T)."""
+def normalize_and_clip_advantages(
+    advantages: Tensor, mask: Tensor, config: AdvantageConfig
+) -> Tensor:
+    """Normalise over the minibatch, then clip to +-``clip``; each is a switch of its own: (B, T) ->
+    (B, T).
+    """
     if config.normalize:
         advantages = masked_whiten(advantages, mask)
     if config.clip is not None:
@@ -162,10 +201,13 @@ def normalize_and_clip_advantages(advantages: Tensor, mask: Tensor, config: Adva
 
 
 def masked_whiten(values: Tensor, mask: Tensor) -> Tensor:
-    """``(x - mean) / sqrt(population variance + 1e-8)`` over response tokens only: (B, T) -> (B, T).
+    """``(x - mean) / sqrt(population variance + 1e-8)`` over response tokens only: (B, T) -> (B,
+    T).
 
     The mean stays removed, and padding takes no part; masked positions come out as 0.
     """
     mean = masked_mean(values, mask)
     variance = masked_mean((values - mean).square(), mask)
-    return torch.where(mask, (values - mean) * torch.rsqrt(variance + 1e-8), torch.zeros_like(values))
+    return torch.where(
+        mask, (values - mean) * torch.rsqrt(variance + 1e-8), torch.zeros_like(values)
+    )

@@ -1,8 +1,10 @@
-"""The partial state of a PPO run on disk: checkpoints that health rules may go back to, and the best weights so far.
+"""The partial state of a PPO run on disk: checkpoints that health rules may go back to, and the
+best weights so far.
 
-The journal of rollbacks is one JSON file that is replaced whole. Writing it is the rollback: everything else (dropping
-the abandoned checkpoints, restoring the state, applying the adjustments) follows from it each time the run is restored,
-so a process killed at any moment finds a rollback either done or not begun.
+The journal of rollbacks is one JSON file that is replaced whole. Writing it is the rollback:
+everything else (dropping the abandoned checkpoints, restoring the state, applying the adjustments)
+follows from it each time the run is restored, so a process killed at any moment finds a rollback
+either done or not begun.
 """
 
 from __future__ import annotations
@@ -15,7 +17,13 @@ from typing import Any, Literal
 from torch import Tensor
 
 from rlhf_core.runtime import distributed
-from rlhf_core.storage.files import atomic_dir, atomic_write_json, fsync_path, read_json, remove_tree
+from rlhf_core.storage.files import (
+    atomic_dir,
+    atomic_write_json,
+    fsync_path,
+    read_json,
+    remove_tree,
+)
 from rlhf_core.training.checkpoints import checkpoint
 from rlhf_core.training.checkpoints.manager import RunCheckpoints, not_of_one_run
 
@@ -48,11 +56,18 @@ class Rollback:
 
     def record(self) -> dict[str, Any]:
         """Summarise the rollback for metrics and history."""
-        return {"rule": self.finding["rule"], "from": self.from_iteration, "to": self.to_iteration, **self.adjust}
+        return {
+            "rule": self.finding["rule"],
+            "from": self.from_iteration,
+            "to": self.to_iteration,
+            **self.adjust,
+        }
 
 
 class RollbackJournal:
-    """The rollbacks of one run, oldest first. The first rank has the file; all ranks know what it says."""
+    """The rollbacks of one run, oldest first. The first rank has the file; all ranks know what it
+    says.
+    """
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -69,7 +84,9 @@ class RollbackJournal:
         self.entries = entries
 
     def factor(self, name: str, first: int = 0) -> float:
-        """Product of the factors on setting ``name`` of all rollbacks from number ``first`` (from 0) on."""
+        """Product of the factors on setting ``name`` of all rollbacks from number ``first`` (from
+        0) on.
+        """
         product = 1.0
         for entry in self.entries[first:]:
             product *= entry.adjust.get(name, 1.0)
@@ -82,23 +99,32 @@ class RollbackJournal:
 
 
 def abandoned_rows(work: Path, kind: Literal["rows", "samples"]) -> list[dict[str, Any]]:
-    """All ``rows`` or ``samples`` that the rollbacks of the run in ``work`` abandoned, with each one's ``rollback``.
+    """All ``rows`` or ``samples`` that the rollbacks of the run in ``work`` abandoned, with each
+    one's ``rollback``.
 
     They are numbered from 1.
     """
     path = work / JOURNAL
     entries = read_json(path) if path.is_file() else []
-    return [{"rollback": number} | row for number, entry in enumerate(entries, start=1) for row in entry[kind]]
+    return [
+        {"rollback": number} | row
+        for number, entry in enumerate(entries, start=1)
+        for row in entry[kind]
+    ]
 
 
 @dataclass(kw_only=True)
 class RollbackCheckpoints(RunCheckpoints):
-    """Checkpoints of a run that may go back to one of them, whose ``journal`` is the truth about that."""
+    """Checkpoints of a run that may go back to one of them, whose ``journal`` is the truth about
+    that.
+    """
 
     journal: RollbackJournal
 
     def save(self, step: int, meta: Mapping[str, Any], extra: bool = False) -> None:
-        """See ``RunCheckpoints.save``; the checkpoint also says how many rollbacks came before it."""
+        """See ``RunCheckpoints.save``; the checkpoint also says how many rollbacks came before
+        it.
+        """
         super().save(step, {**meta, "rollbacks": len(self.journal)}, extra)
 
     def roll_back(self, entry: Rollback) -> None:
@@ -107,7 +133,9 @@ class RollbackCheckpoints(RunCheckpoints):
         self.journal.add(entry)
 
     def load(self) -> tuple[int, dict[str, Any]] | None:
-        """Restore the newest sound checkpoint that no rollback has abandoned; see ``RunCheckpoints.load``."""
+        """Restore the newest sound checkpoint that no rollback has abandoned; see
+        ``RunCheckpoints.load``.
+        """
         self.manager.finish()
         self._drop_abandoned()
         newest = super().load()
@@ -156,7 +184,9 @@ def holds_best(folder: Path, iteration: int) -> bool:
     from safetensors import SafetensorError, safe_open
 
     try:
-        with safe_open(folder / _best_name(iteration) / "weights.safetensors", framework="pt") as weights:
+        with safe_open(
+            folder / _best_name(iteration) / "weights.safetensors", framework="pt"
+        ) as weights:
             return bool(weights.keys())
     except (OSError, SafetensorError):
         return False

@@ -1,7 +1,8 @@
-"""Critic pre-training: values are fitted to the frozen policy's returns, up to a threshold (algorithms.md §3).
+"""Critic pre-training: values are fitted to the frozen policy's returns, up to a threshold
+(algorithms.md §3).
 
-Rewards are normalised, clipped and penalised as in PPO, and the running moments are handed on with the critic. Source:
-paper, section 5.3.3.
+Rewards are normalised, clipped and penalised as in PPO, and the running moments are handed on with
+the critic. Source: paper, section 5.3.3.
 """
 
 from __future__ import annotations
@@ -36,7 +37,9 @@ FALLS_BY = 0.99  # a value loss counts as fallen when it is below this share of 
 
 @dataclass
 class StopRule:
-    """Decides when the critic is good enough, or no longer improves. Plain numbers, so that it can be saved."""
+    """Decides when the critic is good enough, or no longer improves. Plain numbers, so that it can
+    be saved.
+    """
 
     threshold: float
     patience: int
@@ -46,9 +49,12 @@ class StopRule:
     since_best: int = 0
 
     def observe(self, variance: float, loss: float) -> str | None:
-        """Take in one rollout; why to stop, or None. ``variance`` is explained variance before the update."""
+        """Take in one rollout; why to stop, or None. ``variance`` is explained variance before the
+        update.
+        """
         self.reached = self.reached + 1 if variance >= self.threshold else 0
-        # A loss that is not finite is that of a skipped step: no later one is below it, and no checkpoint can hold it.
+        # A loss that is not finite is that of a skipped step: no later one is below it, and no
+        # checkpoint can hold it.
         if math.isfinite(loss) and (self.best_loss is None or loss < FALLS_BY * self.best_loss):
             self.best_loss, self.since_best = loss, 0
         else:
@@ -65,7 +71,8 @@ class CriticTrainer(RolloutLoop):
     Attributes:
         config: The run's own settings.
         rollout: The settings that it shares with PPO.
-        pair: The frozen policy, which is its own reference (so that every KL is zero), and the critic with its engine.
+        pair: The frozen policy, which is its own reference (so that every KL is zero), and the
+            critic with its engine.
         reward_fn: Raw rewards of replies.
         prompts: The prompts.
         context: Where metrics are logged and the partial state is kept.
@@ -89,7 +96,11 @@ class CriticTrainer(RolloutLoop):
 
     def __post_init__(self) -> None:
         config, work = self.config, self.context.work
-        self.seed, self.total, self.least_scored = config.seed, config.max_rollouts, config.minibatches
+        self.seed, self.total, self.least_scored = (
+            config.seed,
+            config.max_rollouts,
+            config.minibatches,
+        )
         self.stop_rule = StopRule(config.explained_variance, config.patience, config.plateau)
         self.history = History(work / "history.jsonl")
         self.checkpoints = RunCheckpoints(
@@ -124,8 +135,12 @@ class CriticTrainer(RolloutLoop):
     def iterate(self) -> dict[str, float]:
         """Make one iteration: collect, rewards, advantages, update of the critic, log."""
         config, pair, clock = self.config, self.pair, PhaseClock()
-        rows = self.prompts.rows(config.batch_size, derive_seed(config.seed, "critic", "prompts"), self.done)
-        experience = self.collect(pair, pair.policy, self.rollout, rows, self.rollout.kl.coefficient, clock)
+        rows = self.prompts.rows(
+            config.batch_size, derive_seed(config.seed, "critic", "prompts"), self.done
+        )
+        experience = self.collect(
+            pair, pair.policy, self.rollout, rows, self.rollout.kl.coefficient, clock
+        )
         experience = with_advantages(experience, self.rollout.advantage).learnable()
         self.explained_variance = explained_variance(
             experience.values, experience.monte_carlo_returns, experience.response_mask
@@ -154,7 +169,9 @@ class CriticTrainer(RolloutLoop):
         return row
 
     def _update(self, experience: Experience) -> dict[str, float]:
-        """Make all optimiser steps of the critic on one rollout; means over them, and how many were skipped."""
+        """Make all optimiser steps of the critic on one rollout; means over them, and how many were
+        skipped.
+        """
         config, objective = self.config, ValueObjective(self.config.value_clip)
         seed = derive_seed(config.seed, "critic", "minibatches")
         shares, results = [], []
@@ -181,5 +198,7 @@ class CriticTrainer(RolloutLoop):
 
     def load_meta(self, meta: Mapping[str, Any]) -> None:
         super().load_meta(meta)
-        self.stop_rule.reached, self.stop_rule.best_loss, self.stop_rule.since_best = meta["stop_rule"]
+        self.stop_rule.reached, self.stop_rule.best_loss, self.stop_rule.since_best = meta[
+            "stop_rule"
+        ]
         self.stopped, self.explained_variance = meta["stopped"], meta["explained_variance"]

@@ -1,4 +1,5 @@
-"""One rollout batch with everything that updates need: the only thing that passes between the phases of PPO.
+"""One rollout batch with everything that updates need: the only thing that passes between the
+phases of PPO.
 
 Shapes: B sequences, P prompt width (left-padded), T response width (right-padded).
 """
@@ -23,8 +24,8 @@ from rlhf_core.sampling.token_scoring import MicroBatchLimits, Tokens
 class Experience:
     """A rollout as it goes through the phases: sampled, rewarded, with advantages.
 
-    All tensors share their first dimension. Masked positions of (B, T) tensors may hold anything and are never read.
-    What a phase has not computed yet is NaN.
+    All tensors share their first dimension. Masked positions of (B, T) tensors may hold anything
+    and are never read. What a phase has not computed yet is NaN.
     """
 
     tokens: Tensor  # (B, P+T)
@@ -41,7 +42,9 @@ class Experience:
     entropy: Tensor  # (B, T) where ``scored_mask`` holds
     values: Tensor  # (B, T) of the state before each token
     rewards: Tensor  # (B,) raw, from the reward function; NaN where it cannot score the reply
-    rewarded: Tensor  # (B,) bool: the reward function could score the reply; of others nothing is learned
+    rewarded: (
+        Tensor  # (B,) bool: the reward function could score the reply; of others nothing is learned
+    )
     shaped_rewards: Tensor  # (B,) normalised or scaled, clipped, with penalties
     token_rewards: Tensor  # (B, T) shaped rewards and KL penalty
     advantages: Tensor  # (B, T) before normalisation and clip
@@ -59,10 +62,11 @@ class Experience:
         *,
         scored: Tensor | None = None,
     ) -> Experience:
-        """A rollout and what the models say of it (each (B, T)), which has neither rewards nor advantages yet.
+        """A rollout and what the models say of it (each (B, T)), which has neither rewards nor
+        advantages yet.
 
-        The policy that sampled is the behaviour policy: by the trainer's log-probabilities, or by the sampler's if the
-        trainer has only made those of the rows ``scored`` (B,).
+        The policy that sampled is the behaviour policy: by the trainer's log-probabilities, or by
+        the sampler's if the trainer has only made those of the rows ``scored`` (B,).
         """
         mask = rollout.response_mask
         policy_logprobs = trainer_logprobs if scored is None else rollout.logprobs
@@ -83,7 +87,9 @@ class Experience:
             values=values,
             rewarded=torch.ones_like(rollout.finished),
             **dict.fromkeys(("rewards", "shaped_rewards"), unknown[:, 0]),
-            **dict.fromkeys(("token_rewards", "advantages", "returns", "monte_carlo_returns"), unknown),
+            **dict.fromkeys(
+                ("token_rewards", "advantages", "returns", "monte_carlo_returns"), unknown
+            ),
         )
 
     def __len__(self) -> int:
@@ -101,27 +107,42 @@ class Experience:
 
     def select(self, rows: Tensor) -> Experience:
         """The given rows, in the given order; widths stay as they are."""
-        return Experience(**{column.name: getattr(self, column.name)[rows] for column in fields(self)})
+        return Experience(
+            **{column.name: getattr(self, column.name)[rows] for column in fields(self)}
+        )
 
     def learnable(self) -> Experience:
-        """The rows whose reward is known: all of them, unless the reward function could not score some."""
-        return self if bool(self.rewarded.all()) else self.select(self.rewarded.nonzero().squeeze(1))
+        """The rows whose reward is known: all of them, unless the reward function could not score
+        some.
+        """
+        return (
+            self if bool(self.rewarded.all()) else self.select(self.rewarded.nonzero().squeeze(1))
+        )
 
     def minibatches(self, count: int, seed: int, epoch: int) -> Iterator[Experience]:
-        """``count`` parts in an order that is a function of (seed, epoch) alone; sizes differ by at most one."""
+        """``count`` parts in an order that is a function of (seed, epoch) alone; sizes differ by at
+        most one.
+        """
         # One copy to the device for all of them: the host waits for each.
-        order = torch.tensor(epoch_order(len(self), seed, epoch), dtype=torch.long, device=self.tokens.device)
+        order = torch.tensor(
+            epoch_order(len(self), seed, epoch), dtype=torch.long, device=self.tokens.device
+        )
         for part in range(count):
             rows = order[part::count]
             if len(rows):
                 yield self.select(rows)
 
     def micro_batches(self, limits: MicroBatchLimits) -> Iterator[tuple[MicroExperience, float]]:
-        """This rank's rows in parts of similar length, each with the weight of its terms, without needless padding."""
+        """This rank's rows in parts of similar length, each with the weight of its terms, without
+        needless padding.
+        """
         for micro in limits.split(self.batch):
             columns = {name: getattr(self, name)[micro.rows] for name in _COLUMNS}
             width = micro.tokens.width
-            cut = {name: values[:, :width] if values.dim() == 2 else values for name, values in columns.items()}
+            cut = {
+                name: values[:, :width] if values.dim() == 2 else values
+                for name, values in columns.items()
+            }
             yield MicroExperience(**vars(micro.tokens), **cut), micro.weight
 
 
@@ -138,7 +159,13 @@ class MicroExperience(Experience):
     @property
     def batch(self) -> Tokens:
         """What models see of it."""
-        return Tokens(self.tokens, self.attention_mask, self.response_mask, self.reply_starts, self.shortest_prompt)
+        return Tokens(
+            self.tokens,
+            self.attention_mask,
+            self.response_mask,
+            self.reply_starts,
+            self.shortest_prompt,
+        )
 
 
 @dataclass
@@ -153,8 +180,8 @@ class IterationRecord:
         metrics: Numbers for the history and the tracker, to which selection adds its own.
         seconds: Time by phase.
         notes: Further fields of the history's row, as JSON.
-        paused: Why the update was broken off, if steps kept being non-finite. Unless health rules roll the run back,
-            the trainer raises it after the iteration was logged.
+        paused: Why the update was broken off, if steps kept being non-finite. Unless health rules
+            roll the run back, the trainer raises it after the iteration was logged.
     """
 
     iteration: int

@@ -1,7 +1,8 @@
-"""Health monitoring during training: rules on the signals of each iteration, findings, pauses and rollbacks.
+"""Health monitoring during training: rules on the signals of each iteration, findings, pauses and
+rollbacks.
 
-The monitor reads what a user without a gold judge has, remembers only what the rules need, and its state is plain JSON,
-so that a resumed run judges exactly like an uninterrupted one.
+The monitor reads what a user without a gold judge has, remembers only what the rules need, and its
+state is plain JSON, so that a resumed run judges exactly like an uninterrupted one.
 """
 
 from __future__ import annotations
@@ -12,7 +13,15 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from rlhf_core.config.health import DEFAULT_RULES, DRIFT, Action, Check, HealthConfig, Rule, Severity
+from rlhf_core.config.health import (
+    DEFAULT_RULES,
+    DRIFT,
+    Action,
+    Check,
+    HealthConfig,
+    Rule,
+    Severity,
+)
 from rlhf_core.errors import TrainingPaused
 from rlhf_core.ppo.checkpoints import Rollback, RollbackCheckpoints, RollbackJournal
 from rlhf_core.ppo.experience import IterationRecord
@@ -61,8 +70,8 @@ class Finding:
 class HealthMonitor:
     """Applies ``rules`` to the signals of each iteration.
 
-    ``limits`` are the run's own limits that rules may name: ``kl`` (budget in nats per sequence) and
-    ``max_new_tokens``. A rule whose metric, limit or start is unknown stays silent.
+    ``limits`` are the run's own limits that rules may name: ``kl`` (budget in nats per sequence)
+    and ``max_new_tokens``. A rule whose metric, limit or start is unknown stays silent.
     """
 
     def __init__(self, limits: Mapping[str, float], rules: Sequence[Rule] = DEFAULT_RULES) -> None:
@@ -75,11 +84,12 @@ class HealthMonitor:
         self.active: set[str] = set()
 
     def observe(self, iteration: int, signals: Mapping[str, float]) -> list[Finding]:
-        """Take in the signals of ``iteration`` (from 1) and return what fires now, the most severe first.
+        """Take in the signals of ``iteration`` (from 1) and return what fires now, the most severe
+        first.
 
-        A warning is returned when its rule begins to hold, and again only after it has ceased; a pause or rollback
-        each time. Metrics that come every few iterations (``win_rate``) may be left out in between; a rule is looked at
-        only when one of its metrics is new.
+        A warning is returned when its rule begins to hold, and again only after it has ceased; a
+        pause or rollback each time. Metrics that come every few iterations (``win_rate``) may be
+        left out in between; a rule is looked at only when one of its metrics is new.
         """
         self._remember(iteration, signals)
         findings = []
@@ -91,16 +101,22 @@ class HealthMonitor:
                 self.active.discard(rule.name)
                 continue
             if rule.action != "warn" or rule.name not in self.active:
-                findings.append(_finding(rule, iteration, self._since(rule), [text for text in evidence if text]))
+                findings.append(
+                    _finding(
+                        rule, iteration, self._since(rule), [text for text in evidence if text]
+                    )
+                )
             self.active.add(rule.name)
         # Drift is the effect; a rule that looks at replies or rewards is nearer to its cause.
         return sorted(findings, key=lambda finding: (not finding.stops, finding.cause == DRIFT))
 
     def earliest_window(self) -> int | None:
-        """The first iteration that a coming finding of a rollback rule can look back to; None without such a rule.
+        """The first iteration that a coming finding of a rollback rule can look back to; None
+        without such a rule.
 
-        A checkpoint from before it must be kept. A metric that has just been seen may stay in its window for long: a
-        rule with several checks is also looked at when another of its metrics is new.
+        A checkpoint from before it must be kept. A metric that has just been seen may stay in its
+        window for long: a rule with several checks is also looked at when another of its metrics is
+        new.
         """
         rules = [rule for rule in self.rules if rule.action == "rollback"]
         if not rules:
@@ -134,8 +150,14 @@ class HealthMonitor:
             self.best[name] = max(self.best.get(name, value), value)
 
     def _since(self, rule: Rule) -> int:
-        """The iteration of the oldest observation in the windows of ``rule``, one metric of which has been seen."""
-        windows = [self.seen[check.metric][-check.window :] for check in rule.checks if check.metric in self.seen]
+        """The iteration of the oldest observation in the windows of ``rule``, one metric of which
+        has been seen.
+        """
+        windows = [
+            self.seen[check.metric][-check.window :]
+            for check in rule.checks
+            if check.metric in self.seen
+        ]
         return min(window[0] for window in windows)
 
     def _evidence(self, check: Check) -> str | None:
@@ -145,15 +167,21 @@ class HealthMonitor:
             return None
         if check.op == "not_finite":
             held = not any(math.isfinite(value) for value in values)
-            return f"{check.metric} not finite in the last {check.window} iterations" if held else None
+            return (
+                f"{check.metric} not finite in the last {check.window} iterations" if held else None
+            )
         value, reference = self._statistic(check, values), self._reference(check)
         if value is None or reference is None:
             return None
         limit = check.limit(reference)
         if not (value > limit if check.op == ">" else value < limit):
             return None
-        what = {"mean": "", "change": "change of ", "drop": "drop from its best of "}[check.statistic]
-        return f"{what}{check.metric} {value:.3g} {check.op} {limit:.3g}{_explain(check, reference)}"
+        what = {"mean": "", "change": "change of ", "drop": "drop from its best of "}[
+            check.statistic
+        ]
+        return (
+            f"{what}{check.metric} {value:.3g} {check.op} {limit:.3g}{_explain(check, reference)}"
+        )
 
     def _statistic(self, check: Check, values: Sequence[float]) -> float | None:
         mean = sum(values) / len(values)
@@ -210,40 +238,54 @@ def _from_json(values: Sequence[float | None]) -> list[float]:
 class HealthGuard:
     """Watches a run by the health rules, and pauses it or rolls it back to a healthy checkpoint.
 
-    With mode ``report`` findings are only recorded. With ``enforce`` a finding whose action is ``pause`` raises
-    ``TrainingPaused`` once the iteration is logged; one whose action is ``rollback`` restores the newest checkpoint
-    from before the rule's window, at most ``max_rollbacks`` times, and then pauses too.
+    With mode ``report`` findings are only recorded. With ``enforce`` a finding whose action is
+    ``pause`` raises ``TrainingPaused`` once the iteration is logged; one whose action is
+    ``rollback`` restores the newest checkpoint from before the rule's window, at most
+    ``max_rollbacks`` times, and then pauses too.
     """
 
     def __init__(self, monitor: HealthMonitor, config: HealthConfig) -> None:
         self.monitor, self.config = monitor, config
-        self.findings: list[dict[str, Any]] = []  # all of the run, those that led to rollbacks among them
+        self.findings: list[
+            dict[str, Any]
+        ] = []  # all of the run, those that led to rollbacks among them
         self.new_findings: list[Finding] = []  # of the newest iteration
         self.reported_rollbacks = 0
 
     def needs_start(self, checkpoints: RollbackCheckpoints) -> bool:
-        """Whether the start of the run must be saved, to which a rule that fires early goes back."""
+        """Whether the start of the run must be saved, to which a rule that fires early goes
+        back.
+        """
         return self._may_roll_back(checkpoints) and not checkpoints.metas()
 
     def observe(self, record: IterationRecord, journal: RollbackJournal) -> None:
         """Apply the rules, and note findings and rollbacks in the history's row."""
         unreported = journal.entries[self.reported_rollbacks :]
         if unreported:
-            record.notes["rollbacks"] = [entry.record() | {"finding": entry.finding} for entry in unreported]
+            record.notes["rollbacks"] = [
+                entry.record() | {"finding": entry.finding} for entry in unreported
+            ]
         self.findings += [entry.finding for entry in unreported]
         self.reported_rollbacks = len(journal)
         self.new_findings = self.monitor.observe(record.iteration, record.metrics)
         record.notes["findings"] = [finding.as_dict() for finding in self.new_findings]
         self.findings += record.notes["findings"]
 
-    def rollback(self, record: IterationRecord, checkpoints: RollbackCheckpoints) -> Rollback | None:
-        """Return the rollback that a finding of this iteration asks for, if one does, or pause the run.
+    def rollback(
+        self, record: IterationRecord, checkpoints: RollbackCheckpoints
+    ) -> Rollback | None:
+        """Return the rollback that a finding of this iteration asks for, if one does, or pause the
+        run.
 
         Raises:
             TrainingPaused: The run must not go on, and there is nothing to go back to.
         """
         checkpoints.keep_from = self._keep_from(checkpoints, record.iteration)
-        stopping = [finding for finding in self.new_findings if finding.stops and self.config.mode == "enforce"]
+        stopping = [
+            finding
+            for finding in self.new_findings
+            if finding.stops and self.config.mode == "enforce"
+        ]
         if not stopping:
             return None
         obstacle = ""
@@ -272,30 +314,48 @@ class HealthGuard:
 
     def _may_roll_back(self, checkpoints: RollbackCheckpoints) -> bool:
         """Whether a rule may still send the run back, so that checkpoints must be kept for it."""
-        wanted = self.config.mode == "enforce" and any(rule.action == "rollback" for rule in self.monitor.rules)
+        wanted = self.config.mode == "enforce" and any(
+            rule.action == "rollback" for rule in self.monitor.rules
+        )
         return wanted and len(checkpoints.journal) < self.config.max_rollbacks
 
-    def _rollback_target(self, checkpoints: RollbackCheckpoints, findings: Sequence[Finding]) -> tuple[int | None, str]:
+    def _rollback_target(
+        self, checkpoints: RollbackCheckpoints, findings: Sequence[Finding]
+    ) -> tuple[int | None, str]:
         """The iteration to go back to; None, and why, when the run must pause instead."""
         journal = checkpoints.journal
         if not self._may_roll_back(checkpoints):
-            return None, f" {len(journal)} rollbacks were made, as many as ppo.health.max_rollbacks allows."
+            return (
+                None,
+                f" {len(journal)} rollbacks were made, as many as ppo.health.max_rollbacks allows.",
+            )
         steps = checkpoints.metas()
         target = last_healthy(steps, min(finding.since for finding in findings))
         if target is None and journal.entries and journal.entries[-1].to_iteration in steps:
             target = journal.entries[-1].to_iteration
-        return target, "" if target is not None else " No checkpoint from before it is left to go back to."
+        return (
+            target,
+            "" if target is not None else " No checkpoint from before it is left to go back to.",
+        )
 
     def _keep_from(self, checkpoints: RollbackCheckpoints, done: int) -> int | None:
-        """The oldest checkpoint that a coming rollback may need after ``done`` iterations; None when there is none."""
+        """The oldest checkpoint that a coming rollback may need after ``done`` iterations; None
+        when there is none.
+        """
         first = self.monitor.earliest_window() if self._may_roll_back(checkpoints) else None
         return None if first is None else last_healthy([*checkpoints.metas(), done], first) or 0
 
-    def _back_to(self, target: int, iteration: int, finding: Finding, checkpoints: RollbackCheckpoints) -> Rollback:
-        """The way back from ``iteration`` to the checkpoint of ``target``, with what is abandoned."""
+    def _back_to(
+        self, target: int, iteration: int, finding: Finding, checkpoints: RollbackCheckpoints
+    ) -> Rollback:
+        """The way back from ``iteration`` to the checkpoint of ``target``, with what is
+        abandoned.
+        """
         rows, samples = (
             # Only the first rank's lines are whole; those of the others are discarded in the end.
-            [row for row in lines.rows() if row["iteration"] > target] if distributed.is_rank_zero() else []
+            [row for row in lines.rows() if row["iteration"] > target]
+            if distributed.is_rank_zero()
+            else []
             for lines in (checkpoints.lines["history"], checkpoints.lines["samples"])
         )
         if distributed.is_rank_zero():
@@ -304,9 +364,11 @@ class HealthGuard:
 
 
 def last_healthy(steps: Iterable[int], first: int) -> int | None:
-    """The newest of the checkpoints ``steps`` that was healthy when a rule's window began at iteration ``first``.
+    """The newest of the checkpoints ``steps`` that was healthy when a rule's window began at
+    iteration ``first``.
 
-    The metrics of iteration k describe the policy that checkpoint k - 1 holds, so a healthy one is older than that. The
-    start of the run is healthy by definition. None when no such checkpoint is left.
+    The metrics of iteration k describe the policy that checkpoint k - 1 holds, so a healthy one is
+    older than that. The start of the run is healthy by definition. None when no such checkpoint is
+    left.
     """
     return max((step for step in steps if step == 0 or step + 1 < first), default=None)

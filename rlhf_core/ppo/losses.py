@@ -1,8 +1,9 @@
 """The losses of policy and critic (algorithms.md §6; paper, sections 5.3.2 and 5.3.3).
 
-Functions of tokens return terms to be *minimised*; ``aggregate`` applies the mask and makes one number of them. A mean
-over a micro-batch would weight short batches more, so every term is divided by counts of the *whole* optimiser step
-(:class:`~rlhf_core.training.losses.StepTotals`): micro-batch size and order never change the gradient.
+Functions of tokens return terms to be *minimised*; ``aggregate`` applies the mask and makes one
+number of them. A mean over a micro-batch would weight short batches more, so every term is divided
+by counts of the *whole* optimiser step (:class:`~rlhf_core.training.losses.StepTotals`):
+micro-batch size and order never change the gradient.
 
 Shapes: B sequences, T response positions; (b, t) of a micro-batch.
 """
@@ -34,7 +35,9 @@ Aggregation = Literal["token", "sequence"]
 
 
 def masked_sum(values: Tensor, mask: Tensor) -> Tensor:
-    """Sum of ``values`` (B, T) where ``mask`` holds. Masked positions may hold anything, NaN included."""
+    """Sum of ``values`` (B, T) where ``mask`` holds. Masked positions may hold anything, NaN
+    included.
+    """
     return torch.where(mask, values, torch.zeros_like(values)).sum()
 
 
@@ -51,8 +54,9 @@ def sequence_sums(values: Tensor, mask: Tensor) -> Tensor:
 def aggregate(values: Tensor, mask: Tensor, totals: StepTotals, mode: Aggregation) -> Tensor:
     """This micro-batch's share of the step's loss (algorithms.md §6).
 
-    ``token``: sum over tokens / tokens of the step. ``sequence``: mean over each sequence's tokens, then sum over
-    sequences / sequences of the step. Shares of all micro-batches add up to the loss of the full batch.
+    ``token``: sum over tokens / tokens of the step. ``sequence``: mean over each sequence's tokens,
+    then sum over sequences / sequences of the step. Shares of all micro-batches add up to the loss
+    of the full batch.
     """
     if mode == "token":
         return masked_sum(values, mask) / totals.tokens
@@ -71,16 +75,18 @@ def step_totals(mask: Tensor) -> StepTotals:
 def ratios(logprobs: Tensor, old_logprobs: Tensor, mask: Tensor) -> Tensor:
     """``rho = exp(log pi - log pi_old)`` at response tokens, 1 elsewhere: (B, T) -> (B, T).
 
-    Masked differences are zeroed before the exponential, so padding can neither overflow nor poison a gradient.
+    Masked differences are zeroed before the exponential, so padding can neither overflow nor poison
+    a gradient.
     """
     return torch.where(mask, logprobs - old_logprobs, torch.zeros_like(logprobs)).exp()
 
 
 def sequence_ratios(logprobs: Tensor, old_logprobs: Tensor, mask: Tensor) -> Tensor:
-    """One ratio for all tokens of a reply, ``exp(mean over its tokens of log pi - log pi_old)``: (B, T) -> (B, T).
+    """One ratio for all tokens of a reply, ``exp(mean over its tokens of log pi - log pi_old)``:
+    (B, T) -> (B, T).
 
-    A reply's reward is of the reply as a whole, and so is this ratio. Source: Zheng et al. 2025, "Group Sequence Policy
-    Optimization", equation 7; 1 at masked positions.
+    A reply's reward is of the reply as a whole, and so is this ratio. Source: Zheng et al. 2025,
+    "Group Sequence Policy Optimization", equation 7; 1 at masked positions.
     """
     difference = torch.where(mask, logprobs - old_logprobs, torch.zeros_like(logprobs))
     mean = difference.sum(dim=1, keepdim=True) / mask.sum(dim=1, keepdim=True).clamp(min=1)
@@ -88,30 +94,37 @@ def sequence_ratios(logprobs: Tensor, old_logprobs: Tensor, mask: Tensor) -> Ten
 
 
 def with_fixed_reference(experience: Experience) -> Experience:
-    """Take the ratio to the reference in place of the policy that sampled (``ppo.surrogate.fixed_reference``).
+    """Take the ratio to the reference in place of the policy that sampled
+    (``ppo.surrogate.fixed_reference``).
 
-    The paper's ablation (section 5.3.2), as if the buffer were infinitely old. The replies are still the current
-    policy's own, so nothing is corrected for old samples: together with the ratio's clip it is a trust region at SFT.
+    The paper's ablation (section 5.3.2), as if the buffer were infinitely old. The replies are
+    still the current policy's own, so nothing is corrected for old samples: together with the
+    ratio's clip it is a trust region at SFT.
     """
     return replace(experience, old_logprobs=experience.ref_logprobs)
 
 
 def initial_ratio(experience: Experience) -> float:
-    """Mean ratio before any step, where the policy scored: 1 up to rounding, except with the fixed reference."""
+    """Mean ratio before any step, where the policy scored: 1 up to rounding, except with the fixed
+    reference.
+    """
     ratio = ratios(experience.trainer_logprobs, experience.old_logprobs, experience.scored_mask)
     return float(masked_mean(ratio, experience.scored_mask))
 
 
 def truncated_weights(trainer: Tensor, sampler: Tensor, mask: Tensor, cap: float) -> Tensor:
-    """``min(exp(log pi_old - log mu), C)`` at response tokens, 1 elsewhere: (B, T) -> (B, T), without gradient.
+    """``min(exp(log pi_old - log mu), C)`` at response tokens, 1 elsewhere: (B, T) -> (B, T),
+    without gradient.
 
-    Truncated importance sampling between sampler and trainer, two policies where their rounding differs: replies come
-    from the sampler's distribution ``mu``, while PPO's gradient takes them for samples of the trainer's ``pi_old``. The
-    cap C bounds the variance. The weight is a constant of the loss and has nothing to do with the ratio ``pi / pi_old``
-    that is clipped. Source: Yao et al. 2025, "Your Efficient RL Framework Secretly Brings You Off-Policy RL Training".
+    Truncated importance sampling between sampler and trainer, two policies where their rounding
+    differs: replies come from the sampler's distribution ``mu``, while PPO's gradient takes them
+    for samples of the trainer's ``pi_old``. The cap C bounds the variance. The weight is a constant
+    of the loss and has nothing to do with the ratio ``pi / pi_old`` that is clipped. Source: Yao et
+    al. 2025, "Your Efficient RL Framework Secretly Brings You Off-Policy RL Training".
 
     Args:
-        trainer: The trainer's log-probabilities of the sampled tokens before the update, ``log pi_old``.
+        trainer: The trainer's log-probabilities of the sampled tokens before the update,
+            ``log pi_old``.
         sampler: The sampler's, ``log mu``.
         mask: Response tokens.
         cap: C.
@@ -119,14 +132,20 @@ def truncated_weights(trainer: Tensor, sampler: Tensor, mask: Tensor, cap: float
     return ratios(trainer.detach(), sampler.detach(), mask).clamp(max=cap)
 
 
-def correction_cap(config: ImportanceSamplingCorrectionConfig, precision: Precision) -> float | None:
+def correction_cap(
+    config: ImportanceSamplingCorrectionConfig, precision: Precision
+) -> float | None:
     """The cap of this run's :func:`truncated_weights`, or None where the loss is not corrected.
 
-    In mode ``auto`` float32 and float64 runs are not: there sampler and trainer agree up to the last digits. In mode
-    ``ratio`` the ratio itself is to the sampler.
+    In mode ``auto`` float32 and float64 runs are not: there sampler and trainer agree up to the
+    last digits. In mode ``ratio`` the ratio itself is to the sampler.
     """
     exact = precision in ("float32", "float64")
-    return None if config.mode in ("never", "ratio") or (config.mode == "auto" and exact) else config.cap
+    return (
+        None
+        if config.mode in ("never", "ratio") or (config.mode == "auto" and exact)
+        else config.cap
+    )
 
 
 # The policy's surrogate
@@ -139,11 +158,12 @@ def clipped_surrogate(
     dual_clip: float | None = None,
     clip_high: float | None = None,
 ) -> Tensor:
-    """``-min(rho A, clip(rho, 1-eps, 1+eps) A)``: (B, T) -> (B, T). Source: Schulman et al. 2017, equation 7.
+    """``-min(rho A, clip(rho, 1-eps, 1+eps) A)``: (B, T) -> (B, T). Source: Schulman et al. 2017,
+    equation 7.
 
-    ``clip=None`` is the unclipped surrogate. ``clip_high`` is the upper epsilon, where it is another: unlikely tokens
-    may then gain more in a step (Yu et al. 2025, "DAPO", section 3.1). ``dual_clip`` c > 1 bounds it where A < 0:
-    ``-max(min(..), c A)`` (Ye et al. 2020, equation 5).
+    ``clip=None`` is the unclipped surrogate. ``clip_high`` is the upper epsilon, where it is
+    another: unlikely tokens may then gain more in a step (Yu et al. 2025, "DAPO", section 3.1).
+    ``dual_clip`` c > 1 bounds it where A < 0: ``-max(min(..), c A)`` (Ye et al. 2020, equation 5).
     """
     objective = ratio * advantages
     if clip is not None:
@@ -155,31 +175,40 @@ def clipped_surrogate(
     return -objective
 
 
-def clip_fraction_mask(ratio: Tensor, advantages: Tensor, clip: float, clip_high: float | None = None) -> Tensor:
-    """Where the clip takes the gradient away (the clipped branch is the smaller one): (B, T) -> bool (B, T)."""
+def clip_fraction_mask(
+    ratio: Tensor, advantages: Tensor, clip: float, clip_high: float | None = None
+) -> Tensor:
+    """Where the clip takes the gradient away (the clipped branch is the smaller one): (B, T) ->
+    bool (B, T).
+    """
     upper = clip if clip_high is None else clip_high
     return ((ratio > 1 + upper) & (advantages > 0)) | ((ratio < 1 - clip) & (advantages < 0))
 
 
 def penalty_surrogate(ratio: Tensor, advantages: Tensor, weight: float) -> Tensor:
-    """PPO-penalty: ``-rho A + weight * KL(pi_old || pi)``: (B, T) -> (B, T). Source: paper, equation 11.
+    """PPO-penalty: ``-rho A + weight * KL(pi_old || pi)``: (B, T) -> (B, T). Source: paper,
+    equation 11.
 
-    The tokens come from pi_old, so ``rho - 1 - log rho`` is an unbiased estimate of that KL, and so is its gradient.
+    The tokens come from pi_old, so ``rho - 1 - log rho`` is an unbiased estimate of that KL, and so
+    is its gradient.
     """
     return -ratio * advantages + weight * old_policy_kl(ratio)
 
 
 def old_policy_kl(ratio: Tensor) -> Tensor:
-    """Never-negative estimate of KL(pi_old || pi) per token, ``rho - 1 - log rho``: (B, T) -> (B, T)."""
+    """Never-negative estimate of KL(pi_old || pi) per token, ``rho - 1 - log rho``: (B, T) -> (B,
+    T).
+    """
     return ratio - 1 - ratio.log()
 
 
 def entropy_sign(config: EntropyConfig, mean_entropy: float | None) -> float:
-    """Sign of the entropy in the loss: -1 for a bonus ``-w * H``, that of ``H - target`` for ``w * |H - target|``.
+    """Sign of the entropy in the loss: -1 for a bonus ``-w * H``, that of ``H - target`` for
+    ``w * |H - target|``.
 
-    The target form is MOSS-RLHF's (paper, section 5.3.2); both are off in PPO-max. |H - target| is a function of the
-    mean over the whole step, so that ``mean_entropy`` (nats per token, None where no one measured it) must be known
-    before the step's first micro-batch.
+    The target form is MOSS-RLHF's (paper, section 5.3.2); both are off in PPO-max. |H - target| is
+    a function of the mean over the whole step, so that ``mean_entropy`` (nats per token, None where
+    no one measured it) must be known before the step's first micro-batch.
     """
     if config.kind == "target" and mean_entropy is not None:
         return 1.0 if mean_entropy > config.target else -1.0
@@ -222,7 +251,8 @@ class PolicyObjective:
     def loss(
         self, outputs: Mapping[str, Tensor], batch: Experience, totals: StepTotals
     ) -> tuple[Tensor, dict[str, Scalar]]:
-        """The share of one micro-batch in loss and metrics, from what the current policy says of its tokens (b, t).
+        """The share of one micro-batch in loss and metrics, from what the current policy says of
+        its tokens (b, t).
 
         The advantages of ``batch`` are normalised and clipped already.
         """
@@ -238,13 +268,19 @@ class PolicyObjective:
         if switches.kind == "penalty":
             terms = penalty_surrogate(ratio, advantages, switches.penalty)
         else:
-            terms = clipped_surrogate(ratio, advantages, switches.clip, switches.dual_clip, switches.clip_high)
+            terms = clipped_surrogate(
+                ratio, advantages, switches.clip, switches.dual_clip, switches.clip_high
+            )
         correction: dict[str, Scalar] = {}
         if self.correction_cap is not None:
-            weights = truncated_weights(batch.policy_logprobs, batch.sampler_logprobs, mask, self.correction_cap)
+            weights = truncated_weights(
+                batch.policy_logprobs, batch.sampler_logprobs, mask, self.correction_cap
+            )
             terms = weights * terms
             correction["importance_sampling_ratio_mean"] = share(weights)
-            correction["importance_sampling_ratio_capped"] = share((weights >= self.correction_cap).float())
+            correction["importance_sampling_ratio_capped"] = share(
+                (weights >= self.correction_cap).float()
+            )
         if self.kl_in_loss:
             terms = terms + self.kl_coef * self._kl(outputs, batch)
         loss = aggregate(terms, mask, totals, switches.aggregation)
@@ -275,7 +311,9 @@ class PolicyObjective:
 
 
 def value_loss(values: Tensor, old_values: Tensor, returns: Tensor, clip: float | None) -> Tensor:
-    """``max((V-R)^2, (clip(V, V_old-eps, V_old+eps)-R)^2) / 2``, unclipped with ``clip=None``: (B, T) -> (B, T)."""
+    """``max((V-R)^2, (clip(V, V_old-eps, V_old+eps)-R)^2) / 2``, unclipped with ``clip=None``: (B,
+    T) -> (B, T).
+    """
     squared = (values - returns).square()
     if clip is not None:
         near = old_values + (values - old_values).clamp(-clip, clip)
@@ -284,9 +322,11 @@ def value_loss(values: Tensor, old_values: Tensor, returns: Tensor, clip: float 
 
 
 def value_clip_mask(values: Tensor, old_values: Tensor, returns: Tensor, clip: float) -> Tensor:
-    """Where the clipped branch of the value loss is the larger one, so that it has no gradient: bool (B, T).
+    """Where the clipped branch of the value loss is the larger one, so that it has no gradient:
+    bool (B, T).
 
-    A value that moved no further than the clip is not clipped, however the two branches are rounded.
+    A value that moved no further than the clip is not clipped, however the two branches are
+    rounded.
     """
     moved = values - old_values
     near = old_values + moved.clamp(-clip, clip)
@@ -299,7 +339,8 @@ class ValueObjective:
 
     Attributes:
         clip: Half-width of the value clip; None for no clip.
-        weight: Weight of the loss; it matters where backbone or gradient norm is shared with the policy.
+        weight: Weight of the loss; it matters where backbone or gradient norm is shared with the
+            policy.
         aggregation: How per-token terms become one number.
     """
 
@@ -307,15 +348,24 @@ class ValueObjective:
     weight: float = 1.0
     aggregation: Aggregation = "token"
 
-    def loss(self, outputs: Tensor, batch: Experience, totals: StepTotals) -> tuple[Tensor, dict[str, Scalar]]:
-        """The weighted share of one micro-batch in the loss, and in metrics, from the current values (b, t)."""
+    def loss(
+        self, outputs: Tensor, batch: Experience, totals: StepTotals
+    ) -> tuple[Tensor, dict[str, Scalar]]:
+        """The weighted share of one micro-batch in the loss, and in metrics, from the current
+        values (b, t).
+        """
         mask, old, returns = batch.response_mask, batch.values, batch.returns
-        loss = aggregate(value_loss(outputs, old, returns, self.clip), mask, totals, self.aggregation)
+        loss = aggregate(
+            value_loss(outputs, old, returns, self.clip), mask, totals, self.aggregation
+        )
         clip_fraction: Scalar = 0.0
         if self.clip is not None:
             clipped = value_clip_mask(outputs.detach(), old, returns, self.clip)
             clip_fraction = device_scalar(masked_sum(clipped.float(), mask)) / totals.tokens
-        return self.weight * loss, {"value_loss": device_scalar(loss), "value_clip_fraction": clip_fraction}
+        return self.weight * loss, {
+            "value_loss": device_scalar(loss),
+            "value_clip_fraction": clip_fraction,
+        }
 
 
 # PPO-ptx and the step
@@ -327,7 +377,8 @@ def ptx_loss_sum(
     pad_id: int,
     logits_bytes: int = LOGITS_BYTES,
 ) -> Tensor:
-    """Summed cross-entropy of the target tokens of ``(context ids, target ids)``, a scalar (Ouyang et al. 2022).
+    """Summed cross-entropy of the target tokens of ``(context ids, target ids)``, a scalar (Ouyang
+    et al. 2022).
 
     No sampling temperature: this is language modelling.
     """
@@ -337,21 +388,24 @@ def ptx_loss_sum(
     positions = torch.arange(ids.shape[1], device=ids.device).unsqueeze(0)
     counted = (mask.bool() & (positions >= contexts))[:, 1:]
     select = torch.nn.functional.pad(counted, (0, 1))
-    return chunked_cross_entropy(selected_logits(model, ids, mask, select), ids[:, 1:][counted], 1, logits_bytes)
+    return chunked_cross_entropy(
+        selected_logits(model, ids, mask, select), ids[:, 1:][counted], 1, logits_bytes
+    )
 
 
 def clip_and_step(
     engines: Mapping[str, Engine], norm: Literal["separate", "joint"], max_norm: float | None
 ) -> dict[str, StepResult]:
-    """Global gradient clip, ``g * min(1, max_norm / ||g||)``, and one optimiser step of every engine (PPO-max).
+    """Global gradient clip, ``g * min(1, max_norm / ||g||)``, and one optimiser step of every
+    engine (PPO-max).
 
-    Gradients are scaled in the engine's step, since a sharding engine alone knows the norm over all ranks; here is
-    decided whose norm counts.
+    Gradients are scaled in the engine's step, since a sharding engine alone knows the norm over all
+    ranks; here is decided whose norm counts.
 
     Args:
         engines: The engines by name.
-        norm: ``separate`` clips each engine's gradients by their own norm; ``joint`` takes one norm over all, as
-            MOSS-RLHF does, which puts policy and critic into one optimiser.
+        norm: ``separate`` clips each engine's gradients by their own norm; ``joint`` takes one norm
+            over all, as MOSS-RLHF does, which puts policy and critic into one optimiser.
         max_norm: The bound of the joint norm; separate norms are bounded by each engine's own.
 
     Returns:

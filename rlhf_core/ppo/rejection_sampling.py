@@ -1,6 +1,8 @@
-"""Best of n as training data: of n replies of the policy to each prompt, the one that the reward function likes best.
+"""Best of n as training data: of n replies of the policy to each prompt, the one that the reward
+function likes best.
 
-RAFT (Dong et al. 2023) and the rejection sampling of Llama 2 (Touvron et al. 2023, section 3.2.3), in one round.
+RAFT (Dong et al. 2023) and the rejection sampling of Llama 2 (Touvron et al. 2023, section 3.2.3),
+in one round.
 """
 
 from __future__ import annotations
@@ -33,7 +35,8 @@ class BestReplies:
         prompts: Number of each prompt that has one.
         replies: Its token ids, end marker included.
         rewards: Its raw reward.
-        sampled_rewards: Sum of the raw rewards of all replies that were sampled, of those that are finite.
+        sampled_rewards: Sum of the raw rewards of all replies that were sampled, of those that are
+            finite.
         sampled_replies: How many were sampled.
         unrewarded_replies: How many of these have a reward that is not finite.
         sampled_tokens: Their tokens.
@@ -50,22 +53,29 @@ class BestReplies:
     seconds: float
 
 
-def best_of_each_prompt(rewards: Sequence[float], finished: Sequence[bool], n: int) -> list[int | None]:
-    """Return the number of the best finished reply to each prompt, whose ``n`` replies follow each other.
+def best_of_each_prompt(
+    rewards: Sequence[float], finished: Sequence[bool], n: int
+) -> list[int | None]:
+    """Return the number of the best finished reply to each prompt, whose ``n`` replies follow each
+    other.
 
-    Of equal rewards the first wins; one that is not finite says nothing of its reply. None where no reply has ended:
-    the reward model has seen finished replies alone, and a policy that is trained on others learns not to end its own.
+    Of equal rewards the first wins; one that is not finite says nothing of its reply. None where no
+    reply has ended: the reward model has seen finished replies alone, and a policy that is trained
+    on others learns not to end its own.
     """
     best: list[int | None] = []
     for start in range(0, len(rewards), n):
-        ended = [row for row in range(start, start + n) if finished[row] and math.isfinite(rewards[row])]
+        ended = [
+            row for row in range(start, start + n) if finished[row] and math.isfinite(rewards[row])
+        ]
         best.append(max(ended, key=lambda row: rewards[row], default=None))
     return best
 
 
 @dataclass
 class RejectionSampler:
-    """Samples and scores replies part by part; the parts of an interrupted run in ``work`` are not made again.
+    """Samples and scores replies part by part; the parts of an interrupted run in ``work`` are not
+    made again.
 
     Attributes:
         sampler: Has the policy's weights as version 0.
@@ -126,7 +136,9 @@ class RejectionSampler:
         )
 
     def _part(self, rows: Sequence[int], start: int) -> BestReplies:
-        """Sample and score the replies to the prompts that stand at ``start`` of all, or read them."""
+        """Sample and score the replies to the prompts that stand at ``start`` of all, or read
+        them.
+        """
         file = self.work / f"{start:08}.json"
         if file.is_file():
             return BestReplies(**read_json(file))

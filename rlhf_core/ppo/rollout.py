@@ -1,4 +1,5 @@
-"""A rollout: its prompts, what policy, reference and critic say of sampled replies, and the metrics of all of it.
+"""A rollout: its prompts, what policy, reference and critic say of sampled replies, and the metrics
+of all of it.
 
 Shapes: B sequences, T response positions.
 """
@@ -55,7 +56,9 @@ class TrainingPrompts:
     columns: Mapping[str, Sequence[Any]] = field(default_factory=dict)
 
     @classmethod
-    def encode(cls, tokenizer: PreTrainedTokenizerBase, messages: Sequence[Sequence[Message]]) -> TrainingPrompts:
+    def encode(
+        cls, tokenizer: PreTrainedTokenizerBase, messages: Sequence[Sequence[Message]]
+    ) -> TrainingPrompts:
         """Encode prompts with the tokenizer's chat template."""
         return cls(messages, encode_prompts(tokenizer, messages))
 
@@ -63,24 +66,31 @@ class TrainingPrompts:
         return len(self.ids)
 
     def rows(self, size: int, seed: int, iteration: int, replies_per_prompt: int = 1) -> list[int]:
-        """Row numbers of the prompts of an iteration's ``size`` replies, a function of the arguments alone.
+        """Row numbers of the prompts of an iteration's ``size`` replies, a function of the
+        arguments alone.
 
-        Each prompt comes ``replies_per_prompt`` times in a row; ``size`` must be a multiple of that.
+        Each prompt comes ``replies_per_prompt`` times in a row; ``size`` must be a multiple of
+        that.
         """
         prompts = batch_at(len(self), size // replies_per_prompt, seed, iteration)
         return [row for row in prompts for _ in range(replies_per_prompt)]
 
     def batch(self, rows: Sequence[int], iteration: int, seed: int) -> PromptBatch:
-        """The prompts of ``rows``; every reply of every iteration has a random stream of its own."""
+        """The prompts of ``rows``; every reply of every iteration has a random stream of its
+        own.
+        """
         streams = range(iteration * len(rows), (iteration + 1) * len(rows))
         return PromptBatch([list(self.ids[row]) for row in rows], streams, seed)
 
 
 def require_room(
-    prompts: Sequence[Sequence[int]], max_new_tokens: int, positions: int | None, name: str = "max_new_tokens"
+    prompts: Sequence[Sequence[int]],
+    max_new_tokens: int,
+    positions: int | None,
+    name: str = "max_new_tokens",
 ) -> None:
-    """Check that a reply of ``max_new_tokens``, which the user knows by ``name``, fits a model of ``positions`` beside
-    each prompt's token ids.
+    """Check that a reply of ``max_new_tokens``, which the user knows by ``name``, fits a model of
+    ``positions`` beside each prompt's token ids.
 
     Raises:
         DataError: The longest prompt and reply exceed the model's positions.
@@ -95,12 +105,17 @@ def require_room(
 
 
 def score_rollout(
-    pair: ActorCriticPair, reference: PreTrainedModel, rollout: Rollout, exact_kl: bool = True, every: int = 1
+    pair: ActorCriticPair,
+    reference: PreTrainedModel,
+    rollout: Rollout,
+    exact_kl: bool = True,
+    every: int = 1,
 ) -> Experience:
     """Compute log-probabilities, entropy, KL and values of sampled replies.
 
-    Without ``exact_kl`` the KL over the vocabulary is not computed: it stays NaN. With ``every`` above 1 it does, too;
-    the policy scores the first of every so many replies alone, and the sampler's log-probabilities count for all.
+    Without ``exact_kl`` the KL over the vocabulary is not computed: it stays NaN. With ``every``
+    above 1 it does, too; the policy scores the first of every so many replies alone, and the
+    sampler's log-probabilities count for all.
 
     Returns:
         The rollout without rewards and advantages, whole on every rank.
@@ -119,26 +134,47 @@ def score_rollout(
 
 
 def predict_tokens(
-    pair: ActorCriticPair, reference: PreTrainedModel, rollout: Rollout, exact_kl: bool = True, every: int = 1
+    pair: ActorCriticPair,
+    reference: PreTrainedModel,
+    rollout: Rollout,
+    exact_kl: bool = True,
+    every: int = 1,
 ) -> Experience:
-    """Run reference and critic over all replies, the policy over one of ``every``, in parts that the ranks share."""
+    """Run reference and critic over all replies, the policy over one of ``every``, in parts that
+    the ranks share.
+    """
     batch, exact_kl = rollout.batch, exact_kl and every == 1
     lower_layers = FrozenLowerLayers.shared_by(pair.policy, reference)
     predict_all = partial(_predict_all, pair, reference, exact_kl, lower_layers)
     runs: list[tuple[Tokens, Predict, int]] = [(batch, predict_all, 1)]
     if every > 1:
-        sample = Tokens(batch.tokens[::every], batch.attention_mask[::every], batch.response_mask[::every])
-        runs = [(batch, partial(_predict_without_policy, pair, reference), 1), (sample, partial(_score, pair), every)]
-    parts = [(micro, predict, apart) for tokens, predict, apart in runs for micro in pair.limits.split(tokens)]
-    tasks = [partial(_without_gradients, pair, predict, micro.tokens) for micro, predict, _ in parts]
+        sample = Tokens(
+            batch.tokens[::every], batch.attention_mask[::every], batch.response_mask[::every]
+        )
+        runs = [
+            (batch, partial(_predict_without_policy, pair, reference), 1),
+            (sample, partial(_score, pair), every),
+        ]
+    parts = [
+        (micro, predict, apart)
+        for tokens, predict, apart in runs
+        for micro in pair.limits.split(tokens)
+    ]
+    tasks = [
+        partial(_without_gradients, pair, predict, micro.tokens) for micro, predict, _ in parts
+    ]
     predictions = run_side_by_side(*tasks, models=[*pair.models, reference])
     names = ("logprobs", "ref_logprobs", "entropy", "values", *(["full_kl"] if exact_kl else []))
-    columns = {name: torch.zeros(batch.response_mask.shape, device=batch.tokens.device) for name in names}
+    columns = {
+        name: torch.zeros(batch.response_mask.shape, device=batch.tokens.device) for name in names
+    }
     for (micro, _, apart), predicted in zip(parts, predictions, strict=True):
         mask = micro.tokens.response_mask
         for name, values in predicted.items():
             if micro.weight:
-                padded = pad_columns(torch.where(mask, values, 0.0).to(columns[name].dtype), batch.width)
+                padded = pad_columns(
+                    torch.where(mask, values, 0.0).to(columns[name].dtype), batch.width
+                )
                 columns[name][apart * micro.rows] = padded
     scored = torch.arange(len(batch.tokens), device=batch.tokens.device) % every == 0
     for name in ("logprobs", "entropy"):
@@ -155,9 +191,15 @@ def _without_gradients(pair: ActorCriticPair, predict: Predict, part: Tokens) ->
 
 
 def _predict_all(
-    pair: ActorCriticPair, reference: PreTrainedModel, exact_kl: bool, lower_layers: FrozenLowerLayers, part: Tokens
+    pair: ActorCriticPair,
+    reference: PreTrainedModel,
+    exact_kl: bool,
+    lower_layers: FrozenLowerLayers,
+    part: Tokens,
 ) -> dict[str, Tensor]:
-    """Log-probabilities by policy and reference, entropy, values and exact KL of one micro-batch, each (b, t)."""
+    """Log-probabilities by policy and reference, entropy, values and exact KL of one micro-batch,
+    each (b, t).
+    """
     with lower_layers.recorded():
         policy, values = pair.predict(part)
     # In critic pre-training the frozen policy is its own reference.
@@ -166,10 +208,14 @@ def _predict_all(
         with lower_layers.replayed():
             ref = response_logits(reference, part)
     settings: dict[str, Any] = {"entropies": True, "reference": ref, "exact_kl": exact_kl}
-    return token_statistics(policy, part, pair.sampling, pair.logits_bytes, **settings) | {"values": values}
+    return token_statistics(policy, part, pair.sampling, pair.logits_bytes, **settings) | {
+        "values": values
+    }
 
 
-def _predict_without_policy(pair: ActorCriticPair, reference: PreTrainedModel, part: Tokens) -> dict[str, Tensor]:
+def _predict_without_policy(
+    pair: ActorCriticPair, reference: PreTrainedModel, part: Tokens
+) -> dict[str, Tensor]:
     tokens = pair.statistics(response_logits(reference, part), part, False, None)
     return {"ref_logprobs": tokens["logprobs"], "values": pair.values(part)}
 
@@ -178,32 +224,45 @@ def _score(pair: ActorCriticPair, part: Tokens) -> dict[str, Tensor]:
     return pair.statistics(response_logits(pair.policy, part), part, True, None)
 
 
-def logprob_differences(sampler: Tensor, trainer: Tensor, mask: Tensor, precision: Precision) -> dict[str, float]:
-    """By how much the sampler's log-probabilities of sampled tokens differ from the trainer's before any update.
+def logprob_differences(
+    sampler: Tensor, trainer: Tensor, mask: Tensor, precision: Precision
+) -> dict[str, float]:
+    """By how much the sampler's log-probabilities of sampled tokens differ from the trainer's
+    before any update.
 
-    Both compute the log-probability of every sampled token with the same weights, the sampler token by token with a
-    key-value cache, the trainer in one pass. Beyond rounding they must agree, or PPO's ratios are wrong from the first
-    step on (algorithms.md §9, trap 1). Rounding scatters: single tokens may differ by a lot where the mean does not,
-    and the longest reply of a run has the largest difference of all. So the mean, the share of tokens that differ much
-    and the growth along the reply decide, each against what the precision of the computation explains.
+    Both compute the log-probability of every sampled token with the same weights, the sampler token
+    by token with a key-value cache, the trainer in one pass. Beyond rounding they must agree, or
+    PPO's ratios are wrong from the first step on (algorithms.md §9, trap 1). Rounding scatters:
+    single tokens may differ by a lot where the mean does not, and the longest reply of a run has
+    the largest difference of all. So the mean, the share of tokens that differ much and the growth
+    along the reply decide, each against what the precision of the computation explains.
 
     Returns:
-        ``sampling_logp_difference_mean``, absolute and per token; ``…_share`` of tokens that differ by more than
-        ``RoundingLimits.token``, 0 if only one does; ``…_growth``, the mean of the later half of each reply minus that
-        of the earlier half, 0 in a rollout of too few tokens to compare them; ``sampler_gap``, the largest difference.
+        ``sampling_logp_difference_mean``, absolute and per token; ``…_share`` of tokens that differ
+        by more than ``RoundingLimits.token``, 0 if only one does; ``…_growth``, the mean of the
+        later half of each reply minus that of the earlier half, 0 in a rollout of too few tokens to
+        compare them; ``sampler_gap``, the largest difference.
     """
     if not bool(mask.any()):
-        return dict.fromkeys((*(f"{DIFFERENCE}_{what}" for what in ("mean", "share", "growth")), "sampler_gap"), 0.0)
+        return dict.fromkeys(
+            (*(f"{DIFFERENCE}_{what}" for what in ("mean", "share", "growth")), "sampler_gap"), 0.0
+        )
     difference = (sampler - trainer).double().abs().masked_fill(~mask, 0.0)
     far = difference > LIMITS[precision].token
     positions = mask.cumsum(dim=1)  # of response tokens, from 1
     later = mask & (2 * positions > mask.sum(dim=1, keepdim=True))
     earlier = mask & ~later
     comparable = int(earlier.sum()) >= COMPARABLE_TOKENS
-    growth = float(masked_mean(difference, later) - masked_mean(difference, earlier)) if comparable else 0.0
+    growth = (
+        float(masked_mean(difference, later) - masked_mean(difference, earlier))
+        if comparable
+        else 0.0
+    )
     return {
         f"{DIFFERENCE}_mean": float(masked_mean(difference, mask)),
-        f"{DIFFERENCE}_share": float(masked_mean(far.double(), mask)) if int(far.sum()) > 1 else 0.0,
+        f"{DIFFERENCE}_share": float(masked_mean(far.double(), mask))
+        if int(far.sum()) > 1
+        else 0.0,
         f"{DIFFERENCE}_growth": growth,
         "sampler_gap": float(difference.max()),
     }
@@ -218,11 +277,19 @@ def require_agreement(agreement: Mapping[str, float], precision: Precision) -> N
     limits = LIMITS[precision]
     compared = {
         "on average by": (agreement[f"{DIFFERENCE}_mean"], limits.mean),
-        f"by more than {limits.token:g} nats in a share of": (agreement[f"{DIFFERENCE}_share"], limits.share),
-        "towards the end of replies by a further": (agreement[f"{DIFFERENCE}_growth"], limits.growth),
+        f"by more than {limits.token:g} nats in a share of": (
+            agreement[f"{DIFFERENCE}_share"],
+            limits.share,
+        ),
+        "towards the end of replies by a further": (
+            agreement[f"{DIFFERENCE}_growth"],
+            limits.growth,
+        ),
     }
     beyond = [
-        f"{what} {value:.3g} (at most {limit:g})" for what, (value, limit) in compared.items() if not value <= limit
+        f"{what} {value:.3g} (at most {limit:g})"
+        for what, (value, limit) in compared.items()
+        if not value <= limit
     ]
     if beyond:
         raise RlhfError(
@@ -240,10 +307,12 @@ def rollout_metrics(
     with_critic: bool = True,
     with_exact_kl: bool = True,
 ) -> dict[str, float]:
-    """Measure a rollout with rewards and advantages: what tells health from collapse (algorithms.md §8; paper, §5.2).
+    """Measure a rollout with rewards and advantages: what tells health from collapse (algorithms.md
+    §8; paper, §5.2).
 
-    All of it comes from the rollout, before the update that it feeds, and may be NaN, which the health monitor wants to
-    see. No judge is asked but the learned ones: a user without a gold standard has all of them.
+    All of it comes from the rollout, before the update that it feeds, and may be NaN, which the
+    health monitor wants to see. No judge is asked but the learned ones: a user without a gold
+    standard has all of them.
 
     Args:
         experience: The rollout.
@@ -262,7 +331,9 @@ def rollout_metrics(
     if with_exact_kl:
         metrics["kl_full"] = float(sequence_sums(experience.full_kl, mask).mean())
     metrics["entropy"] = float(masked_mean(experience.entropy.double(), experience.scored_mask))
-    metrics["reward_length_correlation"] = rank_correlation(_numpy(rewards), _numpy(learnable.lengths))
+    metrics["reward_length_correlation"] = rank_correlation(
+        _numpy(rewards), _numpy(learnable.lengths)
+    )
     metrics["reward_treated"] = float(learnable.shaped_rewards.mean())
     if with_critic:
         metrics["explained_variance"] = explained_variance(
@@ -274,7 +345,9 @@ def rollout_metrics(
     if referee_rewards is not None:
         metrics["referee_mean"] = float(referee_rewards.double().mean())
         compared_rewards = referee_rewards[experience.rewarded]
-        metrics["reward_referee_correlation"] = rank_correlation(_numpy(rewards), _numpy(compared_rewards))
+        metrics["reward_referee_correlation"] = rank_correlation(
+            _numpy(rewards), _numpy(compared_rewards)
+        )
     return metrics
 
 
@@ -282,7 +355,8 @@ def rollout_metrics(
 def reward_distribution(rewards: Tensor) -> dict[str, float]:
     """Describe raw rewards (B,).
 
-    ``reward_tail`` is median - 5th percentile: a long lower tail is where the paper's collapsing runs showed first.
+    ``reward_tail`` is median - 5th percentile: a long lower tail is where the paper's collapsing
+    runs showed first.
     """
     values = _numpy(rewards)
     p05, p25, p50, p75, p95 = (float(np.percentile(values, p)) for p in (5, 25, 50, 75, 95))
@@ -301,10 +375,12 @@ def reward_distribution(rewards: Tensor) -> dict[str, float]:
 
 
 def drift_metrics(logprobs: Tensor, ref_logprobs: Tensor, mask: Tensor) -> dict[str, float]:
-    """Drift by the log-probabilities (B, T) of sampled tokens under policy and reference, in nats per sequence.
+    """Drift by the log-probabilities (B, T) of sampled tokens under policy and reference, in nats
+    per sequence.
 
-    With d = logprob - ref_logprob: ``kl`` is the mean over sequences of sum d (k1), ``kl_k2`` of sum d²/2, ``kl_k3`` of
-    sum (exp(-d) - 1 + d). ``perplexity`` is the policy's on its own replies, ``perplexity_reference`` the reference's.
+    With d = logprob - ref_logprob: ``kl`` is the mean over sequences of sum d (k1), ``kl_k2`` of
+    sum d²/2, ``kl_k3`` of sum (exp(-d) - 1 + d). ``perplexity`` is the policy's on its own replies,
+    ``perplexity_reference`` the reference's.
     """
     mask, logprobs, ref_logprobs = mask.bool(), logprobs.double(), ref_logprobs.double()
     difference = (logprobs - ref_logprobs).masked_fill(~mask, 0.0)
@@ -319,11 +395,17 @@ def drift_metrics(logprobs: Tensor, ref_logprobs: Tensor, mask: Tensor) -> dict[
     }
 
 
-def reply_metrics(replies: Sequence[str], lengths: Sequence[int], finished: Sequence[bool]) -> dict[str, float]:
-    """What decoded replies look like: lengths in tokens with the end marker, and statistics of their text."""
+def reply_metrics(
+    replies: Sequence[str], lengths: Sequence[int], finished: Sequence[bool]
+) -> dict[str, float]:
+    """What decoded replies look like: lengths in tokens with the end marker, and statistics of
+    their text.
+    """
     return reply_statistics(replies, lengths, finished) | {
         "length_p95": float(np.percentile(lengths, 95)),
-        "commonest_reply": commonest_share([" ".join(reply.casefold().split()) for reply in replies]),
+        "commonest_reply": commonest_share(
+            [" ".join(reply.casefold().split()) for reply in replies]
+        ),
         "refusals": mean([is_refusal(reply) for reply in replies]),
     }
 

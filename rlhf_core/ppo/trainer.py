@@ -1,4 +1,5 @@
-"""The PPO loop (algorithms.md §3 to 8). One iteration reads collect, rewards, advantages, update, log.
+"""The PPO loop (algorithms.md §3 to 8). One iteration reads collect, rewards, advantages, update,
+log.
 
 Critic pre-training goes the same way up to the advantages, so both share one loop.
 """
@@ -72,7 +73,9 @@ def require_some_scored(unscored: Tensor, least: int) -> None:
 
 
 class RolloutLoop(ResumableLoop):
-    """What PPO and critic pre-training share: the way from prompts to rewarded replies, whose moments they keep."""
+    """What PPO and critic pre-training share: the way from prompts to rewarded replies, whose
+    moments they keep.
+    """
 
     prompts: TrainingPrompts
     reward_fn: RewardFn
@@ -102,7 +105,8 @@ class RolloutLoop(ResumableLoop):
         exact_kl: bool = False,
         every: int = 1,
     ) -> Experience:
-        """Sample replies to the prompts ``rows``, score and reward them: a rollout without advantages.
+        """Sample replies to the prompts ``rows``, score and reward them: a rollout without
+        advantages.
 
         Args:
             pair: Policy and critic. A frozen policy is given to the sampler once.
@@ -123,7 +127,9 @@ class RolloutLoop(ResumableLoop):
                 version = self.done if trained else 0
                 if trained or self.sampler.version is None:
                     self.sampler.sync(seen.policy, version)
-                rollout = sample_replies(self.sampler, version, prompts, pair.sampling, config.sampling_batch_size)
+                rollout = sample_replies(
+                    self.sampler, version, prompts, pair.sampling, config.sampling_batch_size
+                )
             within_step("scored replies", 0, len(rows))
             with clock.phase("forward"):
                 experience = score_rollout(seen, reference, rollout, exact_kl, every)
@@ -142,7 +148,8 @@ class Trainer(RolloutLoop):
     """One PPO run.
 
     Attributes:
-        learner: Policy and critic with their engines, the reference, the ptx texts, and the switches.
+        learner: Policy and critic with their engines, the reference, the ptx texts, and the
+            switches.
         reward_fn: Raw rewards of replies.
         prompts: The prompts.
         decode: Text of a reply's tokens, without its end marker.
@@ -175,7 +182,10 @@ class Trainer(RolloutLoop):
         self.seed, self.total = self.config.seed, self.config.iterations
         self.least_scored = self.config.minibatches
         self.kl_controller = KlController(self.config.kl)
-        self.history, self.samples = History(work / "history.jsonl"), History(work / "samples.jsonl")
+        self.history, self.samples = (
+            History(work / "history.jsonl"),
+            History(work / "samples.jsonl"),
+        )
         self.checkpoints: RollbackCheckpoints = RollbackCheckpoints(
             CheckpointManager(work / "checkpoints", self.context.store),
             self.learner.pair.engines,
@@ -199,8 +209,11 @@ class Trainer(RolloutLoop):
         config, learner = self.config, self.learner
         kl_coef, clock = self.kl_controller.value, PhaseClock()
         prompt_seed = derive_seed(config.seed, "ppo", "prompts")
-        rows = self.prompts.rows(config.batch_size, prompt_seed, self.done, config.replies_per_prompt)
-        # After a rollback other replies are drawn, so that one unlucky draw does not fail the run twice.
+        rows = self.prompts.rows(
+            config.batch_size, prompt_seed, self.done, config.replies_per_prompt
+        )
+        # After a rollback other replies are drawn, so that one unlucky draw does not fail the run
+        # twice.
         redraws, exact_kl = len(self.checkpoints.journal), config.kl.measures_full
         experience = self.collect(
             learner.pair, learner.reference, config, rows, kl_coef, clock, redraws=redraws, exact_kl=exact_kl,
@@ -218,14 +231,20 @@ class Trainer(RolloutLoop):
         self.kl_controller.update(metrics["kl"], len(experience))
         self.done += 1
         texts = [self.prompts.messages[row][-1].content for row in rows]
-        record = IterationRecord(self.done, experience, texts, replies, metrics, clock.seconds, paused=updated.paused)
+        record = IterationRecord(
+            self.done, experience, texts, replies, metrics, clock.seconds, paused=updated.paused
+        )
         if self.selector is not None:
             last = self.done == config.iterations
-            self.selector.consider(record, learner.pair, self.frozen, self.checkpoints, self.samples, last)
+            self.selector.consider(
+                record, learner.pair, self.frozen, self.checkpoints, self.samples, last
+            )
         if self.health is not None:
             self.health.observe(record, self.checkpoints.journal)
         self.context.tracker.log_metrics(record.metrics | record.seconds, step=self.done)
-        self.history.append({"iteration": self.done} | record.metrics | record.seconds | record.notes)
+        self.history.append(
+            {"iteration": self.done} | record.metrics | record.seconds | record.notes
+        )
         back = self.health.rollback(record, self.checkpoints) if self.health is not None else None
         if back is not None:
             self.context.tracker.log_metrics({"rollback_to": back.to_iteration}, step=self.done)
@@ -240,7 +259,9 @@ class Trainer(RolloutLoop):
     def _metrics(
         self, experience: Experience, replies: list[str], updated: UpdateResult, kl_coef: float
     ) -> dict[str, float]:
-        """All metrics of an iteration, the first rank's on every rank: every later decision follows from them."""
+        """All metrics of an iteration, the first rank's on every rank: every later decision follows
+        from them.
+        """
         config, pair = self.config, self.learner.pair
         referee_rewards: Tensor | None = None
         with self.frozen.on_device():
@@ -248,7 +269,12 @@ class Trainer(RolloutLoop):
                 referee_rewards = self.referee(experience.batch)
             precision, with_critic = matmul_precision(pair.policy), not config.advantage.critic_free
             metrics = rollout_metrics(
-                experience, replies, referee_rewards, precision, with_critic, config.kl.measures_full
+                experience,
+                replies,
+                referee_rewards,
+                precision,
+                with_critic,
+                config.kl.measures_full,
             )
         metrics |= updated.metrics | reward_metrics(self.reward_fn)
         metrics |= {

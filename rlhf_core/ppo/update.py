@@ -1,4 +1,6 @@
-"""One PPO update: epochs of minibatch steps of policy and critic on one rollout (algorithms.md §6)."""
+"""One PPO update: epochs of minibatch steps of policy and critic on one rollout (algorithms.md
+§6).
+"""
 
 from __future__ import annotations
 
@@ -75,7 +77,9 @@ class Learner:
     def value_objective(self) -> ValueObjective:
         """The critic's loss in this run."""
         config = self.config
-        return ValueObjective(config.value_clip, config.vf_loss_weight, config.surrogate.aggregation)
+        return ValueObjective(
+            config.value_clip, config.vf_loss_weight, config.surrogate.aggregation
+        )
 
 
 @dataclass(frozen=True)
@@ -91,12 +95,15 @@ class UpdateResult:
     paused: TrainingPaused | None = None
 
 
-def update(learner: Learner, experience: Experience, kl_coef: float, iteration: int) -> UpdateResult:
+def update(
+    learner: Learner, experience: Experience, kl_coef: float, iteration: int
+) -> UpdateResult:
     """Make all optimiser steps on one rollout.
 
-    A step whose gradient is not finite is skipped by the engine; three in a row break the update off. A step before
-    which the policy has moved further than ``target_kl_early_stop`` ends the policy's steps: a critic of its own goes
-    on alone, and the learning rates follow the planned steps.
+    A step whose gradient is not finite is skipped by the engine; three in a row break the update
+    off. A step before which the policy has moved further than ``target_kl_early_stop`` ends the
+    policy's steps: a critic of its own goes on alone, and the learning rates follow the planned
+    steps.
 
     Args:
         learner: The models and switches.
@@ -105,14 +112,22 @@ def update(learner: Learner, experience: Experience, kl_coef: float, iteration: 
         iteration: Number of the iteration from 0, which fixes every order and ptx batch.
     """
     config, pair, limit = learner.config, learner.pair, learner.config.target_kl_early_stop
-    seed, early_stopped, policy_steps, skipped = derive_seed(config.seed, "ppo", "minibatches"), False, 0, 0
+    seed, early_stopped, policy_steps, skipped = (
+        derive_seed(config.seed, "ppo", "minibatches"),
+        False,
+        0,
+        0,
+    )
     critic_alone = {name: engine for name, engine in pair.engines.items() if name == "critic"}
-    # Of each step: the losses of its passes, on the device until all steps are made, and what the host knows.
+    # Of each step: the losses of its passes, on the device until all steps are made, and what the
+    # host knows.
     shares, known = list[list[Share]](), list[dict[str, float]]()
     try:
         for epoch in range(config.epochs):
             number = iteration * config.epochs + epoch
-            for part, minibatch in enumerate(experience.minibatches(config.minibatches, seed, number)):
+            for part, minibatch in enumerate(
+                experience.minibatches(config.minibatches, seed, number)
+            ):
                 before, step, of_host = dict[str, float](), list[Share](), dict[str, float]()
                 if not early_stopped and (limit is not None or config.entropy.kind == "target"):
                     before = measure_minibatch(pair, minibatch)
@@ -125,29 +140,44 @@ def update(learner: Learner, experience: Experience, kl_coef: float, iteration: 
                 else:
                     sign = entropy_sign(config.entropy, before.get("entropy"))
                     tasks = gradient_tasks(learner, minibatch, kl_coef, sign)
-                    step = [share for own in run_side_by_side(*tasks, models=learner.models) for share in own]
+                    step = [
+                        share
+                        for own in run_side_by_side(*tasks, models=learner.models)
+                        for share in own
+                    ]
                     if learner.ptx is not None and config.ptx.weight > 0:
                         step += accumulate_ptx_gradient(learner, number * config.minibatches + part)
                     of_host["padding_share_update"] = pair.limits.padding_share(minibatch.batch)
                     policy_steps += 1
-                results = clip_and_step(engines, config.gradient_norm, config.policy_optimizer.max_grad_norm)
+                results = clip_and_step(
+                    engines, config.gradient_norm, config.policy_optimizer.max_grad_norm
+                )
                 skipped += sum(result.skipped for result in results.values())
-                of_host |= {f"{name}_grad_norm": result.grad_norm for name, result in results.items()}
+                of_host |= {
+                    f"{name}_grad_norm": result.grad_norm for name, result in results.items()
+                }
                 of_host |= {f"{name}_lr": result.lr for name, result in results.items()}
                 shares.append(step)
                 known.append(of_host)
     except TrainingPaused as paused:
         skips = float(MAX_NONFINITE_IN_A_ROW)
         return UpdateResult({"nonfinite_in_a_row": skips, "skipped_steps": skips}, paused)
-    steps = [losses | of_host for losses, of_host in zip(totals_of_steps(shares), known, strict=True)]
-    counts = {"steps": float(policy_steps), "skipped_steps": float(skipped), "early_stopped": float(early_stopped)}
+    steps = [
+        losses | of_host for losses, of_host in zip(totals_of_steps(shares), known, strict=True)
+    ]
+    counts = {
+        "steps": float(policy_steps),
+        "skipped_steps": float(skipped),
+        "early_stopped": float(early_stopped),
+    }
     return UpdateResult(mean_of_steps(steps) | counts)
 
 
 def gradient_tasks(
     learner: Learner, minibatch: Experience, kl_coef: float, sign: float
 ) -> list[Callable[[], list[Share]]]:
-    """The backward passes of the losses of policy and critic over a minibatch, whose advantages are normalised here.
+    """The backward passes of the losses of policy and critic over a minibatch, whose advantages are
+    normalised here.
 
     They are independent of each other: one task for each model that has an engine of its own.
 
@@ -158,7 +188,9 @@ def gradient_tasks(
         sign: Sign of the entropy in the loss; see :func:`~rlhf_core.ppo.losses.entropy_sign`.
     """
     config, pair = learner.config, learner.pair
-    advantages = normalize_and_clip_advantages(minibatch.advantages, minibatch.response_mask, config.advantage)
+    advantages = normalize_and_clip_advantages(
+        minibatch.advantages, minibatch.response_mask, config.advantage
+    )
     minibatch = replace(minibatch, advantages=advantages)
     cap = correction_cap(config.importance_sampling_correction, matmul_precision(pair.policy))
     objective = PolicyObjective(config, learner.reference, kl_coef, sign, cap)
@@ -171,20 +203,30 @@ def gradient_tasks(
 
 
 def accumulate_policy_gradients(
-    pair: ActorCriticPair, minibatch: Experience, objective: PolicyObjective, value_objective: ValueObjective
+    pair: ActorCriticPair,
+    minibatch: Experience,
+    objective: PolicyObjective,
+    value_objective: ValueObjective,
 ) -> list[Share]:
-    """Backward passes of the policy's loss over a minibatch, in micro-batches that never change the gradient.
+    """Backward passes of the policy's loss over a minibatch, in micro-batches that never change the
+    gradient.
 
     With a shared backbone they are those of the sum of both losses.
     """
-    engine, totals, shares = pair.engines["policy"], step_totals(minibatch.response_mask), list[Share]()
+    engine, totals, shares = (
+        pair.engines["policy"],
+        step_totals(minibatch.response_mask),
+        list[Share](),
+    )
     entropies, reference = objective.entropy_weight != 0, objective.exact_kl_reference
 
     def forward(tokens: Tokens) -> tuple[dict[str, Tensor], Tensor | None]:
         if isinstance(pair.critic, ActorCritic):
             logits, values = logits_and_values(pair.critic, tokens)
             return pair.statistics(logits, tokens, entropies, reference), values
-        return pair.statistics(response_logits(pair.policy, tokens), tokens, entropies, reference), None
+        return pair.statistics(
+            response_logits(pair.policy, tokens), tokens, entropies, reference
+        ), None
 
     for batch, weight in minibatch.micro_batches(pair.limits):
         statistics, values = engine.forward(partial(forward, batch.batch))
@@ -199,10 +241,12 @@ def accumulate_policy_gradients(
 
 @torch.no_grad()
 def measure_minibatch(pair: ActorCriticPair, minibatch: Experience) -> dict[str, float]:
-    """Measure a whole minibatch, to decide about its step before any micro-batch of it is differentiated.
+    """Measure a whole minibatch, to decide about its step before any micro-batch of it is
+    differentiated.
 
     Returns:
-        ``old_policy_kl`` and ``entropy`` of the current policy in nats per token, by a pass without gradient.
+        ``old_policy_kl`` and ``entropy`` of the current policy in nats per token, by a pass without
+        gradient.
     """
     shares: list[Share] = []
 
@@ -213,7 +257,10 @@ def measure_minibatch(pair: ActorCriticPair, minibatch: Experience) -> dict[str,
         statistics = pair.engines["policy"].forward(partial(forward, batch.batch))
         ratio = ratios(statistics["logprobs"], batch.old_logprobs, batch.response_mask)
         terms = {"old_policy_kl": old_policy_kl(ratio), "entropy": statistics["entropy"]}
-        sums = {name: device_scalar(masked_sum(term, batch.response_mask)) for name, term in terms.items()}
+        sums = {
+            name: device_scalar(masked_sum(term, batch.response_mask))
+            for name, term in terms.items()
+        }
         shares.append((sums, weight))
     tokens = step_totals(minibatch.response_mask).tokens
     return {name: value / tokens for name, value in totals_of_steps([shares])[0].items()}
@@ -222,22 +269,31 @@ def measure_minibatch(pair: ActorCriticPair, minibatch: Experience) -> dict[str,
 PtxText = tuple[list[int], list[int]]  # context ids, and the target ids that are to be predicted
 
 
-def ptx_texts(table: TokenTable, longest: int | None, shares: Mapping[str, float], seed: int) -> TableRows[PtxText]:
-    """The texts of a table of at most ``longest`` tokens, repeated and drawn until categories have their ``shares``.
+def ptx_texts(
+    table: TokenTable, longest: int | None, shares: Mapping[str, float], seed: int
+) -> TableRows[PtxText]:
+    """The texts of a table of at most ``longest`` tokens, repeated and drawn until categories have
+    their ``shares``.
 
     Of demonstrations the replies are the targets; plain texts are targets as a whole.
     """
     *before, targets = (table.column(name) for name in table.id_columns)
 
     def texts(rows: npt.NDArray[np.int64]) -> list[PtxText]:
-        return [(list(before[0][row]) if before else [], list(targets[row])) for row in rows.tolist()]
+        return [
+            (list(before[0][row]) if before else [], list(targets[row])) for row in rows.tolist()
+        ]
 
     rows = np.arange(len(table))
     if longest is not None:
-        rows = np.flatnonzero(np.sum([column.lengths for column in (*before, targets)], axis=0) <= longest)
+        rows = np.flatnonzero(
+            np.sum([column.lengths for column in (*before, targets)], axis=0) <= longest
+        )
     if shares:
         parameter = "ppo.ptx.category_shares"
-        rows = np.array(rows_by_category_share(table.categories(), shares, seed, 0, parameter, rows.tolist()))
+        rows = np.array(
+            rows_by_category_share(table.categories(), shares, seed, 0, parameter, rows.tolist())
+        )
     return TableRows(rows, texts)
 
 
@@ -253,7 +309,9 @@ class PtxData:
     def __post_init__(self) -> None:
         texts = (self.sequences[number] for number in range(len(self.sequences)))
         if not any(context or len(target) > 1 for context, target in texts):
-            raise DataError("there is no text for the ptx loss; set ppo.ptx.weight to 0 or ppo.ptx.data to another set")
+            raise DataError(
+                "there is no text for the ptx loss; set ppo.ptx.weight to 0 or ppo.ptx.data to another set"
+            )
 
     def batch(self, step: int) -> list[PtxText]:
         """The texts of optimiser step ``step``, a function of (seed, step) alone."""
@@ -262,7 +320,9 @@ class PtxData:
 
 
 def accumulate_ptx_gradient(learner: Learner, step: int) -> list[Share]:
-    """Backward passes of ``weight * CE`` on the texts of optimiser step ``step``; CE is in nats per target token."""
+    """Backward passes of ``weight * CE`` on the texts of optimiser step ``step``; CE is in nats per
+    target token.
+    """
     config, pair, data = learner.config, learner.pair, learner.ptx
     assert data is not None
     texts = sorted(data.batch(step), key=lambda text: len(text[0]) + len(text[1]))
@@ -271,7 +331,9 @@ def accumulate_ptx_gradient(learner: Learner, step: int) -> list[Share]:
     size = config.ptx.micro_batch_size or config.micro_batch_size or len(texts)
 
     def compute(rows: list[int]) -> tuple[Tensor, dict[str, Scalar]]:
-        nats = ptx_loss_sum(pair.policy, [texts[row] for row in rows], data.pad_id, pair.logits_bytes)
+        nats = ptx_loss_sum(
+            pair.policy, [texts[row] for row in rows], data.pad_id, pair.logits_bytes
+        )
         loss = nats / max(total, 1)
         return config.ptx.weight * loss, {"ptx_loss": device_scalar(loss)}
 

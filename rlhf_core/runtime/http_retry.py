@@ -1,4 +1,6 @@
-"""POST requests to servers that may be busy or away for a while: retries with back-off, secrets out of messages."""
+"""POST requests to servers that may be busy or away for a while: retries with back-off, secrets out
+of messages.
+"""
 
 from __future__ import annotations
 
@@ -15,11 +17,16 @@ import httpx
 
 from rlhf_core.errors import ConfigError, RlhfError
 
-RETRIED = frozenset({408, 425, 429})  # and every error of a server; gateways have their own beyond 504
+RETRIED = frozenset(
+    {408, 425, 429}
+)  # and every error of a server; gateways have their own beyond 504
 FIRST_WAIT, LONGEST_WAIT, LONGEST_REQUESTED_WAIT = 0.5, 30.0, 60.0  # seconds
 DESCRIBED_CHARACTERS = 120
 LARGEST_ANSWER = 16 << 20  # bytes: far more than anything asked for here has
-CONNECTED = ("connect_tcp.complete", "connect_unix_socket.complete")  # how such events of httpcore end
+CONNECTED = (
+    "connect_tcp.complete",
+    "connect_unix_socket.complete",
+)  # how such events of httpcore end
 OF_THE_TRANSFER = frozenset({"content-encoding", "content-length", "transfer-encoding"})
 
 
@@ -44,8 +51,9 @@ def post_json(
 ) -> httpx.Response:
     """Return the first answer that is not worth another attempt.
 
-    Waits double from half a second to 30 s, or last as long as the server's Retry-After says, at most a minute. They
-    have no jitter: there is one client, and the random generators of a run stay where they are.
+    Waits double from half a second to 30 s, or last as long as the server's Retry-After says, at
+    most a minute. They have no jitter: there is one client, and the random generators of a run stay
+    where they are.
 
     Args:
         retries: How often a failed request is repeated.
@@ -73,14 +81,19 @@ def post_json(
 
 
 def _post(client: httpx.Client, url: str, body: dict[str, Any]) -> httpx.Response:
-    """Post once, and receive an answer of at most :data:`LARGEST_ANSWER` within the client's time for reading.
+    """Post once, and receive an answer of at most :data:`LARGEST_ANSWER` within the client's time
+    for reading.
 
-    Otherwise a server that sends without end would fill the memory, and one that sends a byte now and then, of headers
-    as of content, would never time out: httpx bounds each wait for data, and a timer that shuts the connection down
-    bounds them all. Compressed answers are refused, since a few bytes may unpack to gigabytes.
+    Otherwise a server that sends without end would fill the memory, and one that sends a byte now
+    and then, of headers as of content, would never time out: httpx bounds each wait for data, and a
+    timer that shuts the connection down bounds them all. Compressed answers are refused, since a
+    few bytes may unpack to gigabytes.
     """
     content, seconds, late = bytearray(), client.timeout.read, threading.Event()
-    headers = {"Accept-Encoding": "identity", "Connection": "close"}  # a connection that is kept would not be timed
+    headers = {
+        "Accept-Encoding": "identity",
+        "Connection": "close",
+    }  # a connection that is kept would not be timed
     with ExitStack() as at_end:
 
         def bound(event: str, info: dict[str, Any]) -> None:
@@ -97,21 +110,29 @@ def _post(client: httpx.Client, url: str, body: dict[str, Any]) -> httpx.Respons
             timer = threading.Timer(seconds, shut_down)
             timer.daemon = True
             timer.start()
-            at_end.callback(timer.join)  # after it was cancelled: the connection must not be closed under it
+            at_end.callback(
+                timer.join
+            )  # after it was cancelled: the connection must not be closed under it
             at_end.callback(timer.cancel)
 
         try:
-            with client.stream("POST", url, json=body, headers=headers, extensions={"trace": bound}) as answer:
+            with client.stream(
+                "POST", url, json=body, headers=headers, extensions={"trace": bound}
+            ) as answer:
                 if answer.headers.get("Content-Encoding", "identity").lower() != "identity":
                     raise httpx.RequestError("the answer is compressed, which was not asked for")
                 for part in answer.iter_bytes():
                     content += part
                     if len(content) > LARGEST_ANSWER:
-                        raise httpx.RequestError(f"the answer has more than {LARGEST_ANSWER >> 20} MiB")
+                        raise httpx.RequestError(
+                            f"the answer has more than {LARGEST_ANSWER >> 20} MiB"
+                        )
         except httpx.RequestError:
             if not late.is_set():
                 raise
-        if late.is_set():  # an answer without a length ends with its connection, and seems to be whole
+        if (
+            late.is_set()
+        ):  # an answer without a length ends with its connection, and seems to be whole
             raise httpx.ReadTimeout(f"the answer was not whole after {seconds:g} s")
     kept = [(name, value) for name, value in answer.headers.items() if name not in OF_THE_TRANSFER]
     return httpx.Response(answer.status_code, headers=kept, content=bytes(content))
@@ -127,13 +148,17 @@ def json_content(answer: httpx.Response) -> Any:
 
 def describe_answer(answer: httpx.Response, secret: str) -> str:
     """Return status and the beginning of an answer; ``secret`` in it is masked."""
-    text = answer.content.decode(errors="replace")  # not by the charset that the answer names, which may be no text's
+    text = answer.content.decode(
+        errors="replace"
+    )  # not by the charset that the answer names, which may be no text's
     text = _masked(text, secret)
     return f"answered {answer.status_code} {' '.join(text.split())[:DESCRIBED_CHARACTERS]!r}"
 
 
 def _masked(text: str, secret: str) -> str:
-    """Mask ``secret``, as it is and as Python writes it between quotes, in which errors quote what a server sent."""
+    """Mask ``secret``, as it is and as Python writes it between quotes, in which errors quote what
+    a server sent.
+    """
     escaped = secret.replace("\\", "\\\\")
     for form in (escaped.replace("'", "\\'"), escaped, secret):
         text = text.replace(form, "***") if form else text
@@ -150,14 +175,20 @@ def bearer_token(variable: str | None, who: str) -> str:
         return ""
     token = os.environ.get(variable, "").strip()
     if not token:
-        raise ConfigError(f"{who}: the environment variable {variable}, named by token_env, is not set")
+        raise ConfigError(
+            f"{who}: the environment variable {variable}, named by token_env, is not set"
+        )
     if not token.isascii() or not token.isprintable() or " " in token:
-        raise ConfigError(f"{who}: the value of {variable} cannot be a bearer token (spaces or unprintable characters)")
+        raise ConfigError(
+            f"{who}: the value of {variable} cannot be a bearer token (spaces or unprintable characters)"
+        )
     return token
 
 
 def _retry_after(answer: httpx.Response) -> float:
-    """Seconds that the server asks to wait, as a number or a date, at most a minute; 0 for anything else."""
+    """Seconds that the server asks to wait, as a number or a date, at most a minute; 0 for anything
+    else.
+    """
     value = answer.headers.get("Retry-After", "")
     if value.isdecimal():
         return min(float(value), LONGEST_REQUESTED_WAIT)

@@ -35,12 +35,16 @@ class CallLimits:
 
 
 def limit_reached(call: Callable[[], object], limits: CallLimits) -> str | None:
-    """Try ``call`` in a child process, and say which limit ended it; None where it returned or raised an error.
+    """Try ``call`` in a child process, and say which limit ended it; None where it returned or
+    raised an error.
 
-    The child is a fork, so that nothing is imported anew: the call should start no thread and use no GPU.
+    The child is a fork, so that nothing is imported anew: the call should start no thread and use
+    no GPU.
     """
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # of forks beside threads; the child uses none
+        warnings.simplefilter(
+            "ignore", DeprecationWarning
+        )  # of forks beside threads; the child uses none
         child = os.fork()
     if child == 0:
         _run_and_exit(call, limits)

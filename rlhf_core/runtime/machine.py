@@ -1,4 +1,6 @@
-"""The machine of this process: cores and memory that it may use, and the faster of two libraries for products."""
+"""The machine of this process: cores and memory that it may use, and the faster of two libraries
+for products.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,9 @@ import psutil
 
 
 def available_cores() -> int:
-    """Return their number: those of its affinity where the system has one (Linux), else those of the machine."""
+    """Return their number: those of its affinity where the system has one (Linux), else those of
+    the machine.
+    """
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
@@ -33,7 +37,8 @@ class GroupFiles:
     Attributes:
         limits: Files with what it may hold at most.
         usage: The file with what it holds.
-        cached: Keys in memory.stat of cached files, which the kernel gives back when memory is short.
+        cached: Keys in memory.stat of cached files, which the kernel gives back when memory is
+            short.
     """
 
     limits: tuple[str, ...]
@@ -42,16 +47,21 @@ class GroupFiles:
 
 
 VERSION_1 = GroupFiles(
-    ("memory.limit_in_bytes",), "memory.usage_in_bytes", ("total_inactive_file", "total_active_file")
+    ("memory.limit_in_bytes",),
+    "memory.usage_in_bytes",
+    ("total_inactive_file", "total_active_file"),
 )
-VERSION_2 = GroupFiles(("memory.max", "memory.high"), "memory.current", ("inactive_file", "active_file"))
+VERSION_2 = GroupFiles(
+    ("memory.max", "memory.high"), "memory.current", ("inactive_file", "active_file")
+)
 
 
 def available_memory() -> int:
-    """Bytes that can be taken until the machine, or a control group with a limit that the process is in, is full.
+    """Bytes that can be taken until the machine, or a control group with a limit that the process
+    is in, is full.
 
-    Containers, Slurm and Kubernetes limit the memory of a job by such groups. What this process has freed counts as
-    available.
+    Containers, Slurm and Kubernetes limit the memory of a job by such groups. What this process has
+    freed counts as available.
     """
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # glibc's; musl has none
     if trim is not None:
@@ -60,7 +70,9 @@ def available_memory() -> int:
 
 
 def share_of_process(memory: int) -> int:
-    """An equal part of ``memory`` for each rank on this machine, or for each of all ranks if that number is unknown."""
+    """An equal part of ``memory`` for each rank on this machine, or for each of all ranks if that
+    number is unknown.
+    """
     ranks = os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("WORLD_SIZE") or "1"
     return memory // max(1, int(ranks) if ranks.isdecimal() else 1)
 
@@ -71,14 +83,20 @@ def peak_above_now() -> int:
     It counts from the start of the process, or from the last call of :func:`forget_peak`.
     """
     try:
-        sizes = dict(re.findall(r"^(VmHWM|VmRSS):\s+(\d+) kB$", STATUS.read_text(encoding="utf-8"), re.MULTILINE))
+        sizes = dict(
+            re.findall(
+                r"^(VmHWM|VmRSS):\s+(\d+) kB$", STATUS.read_text(encoding="utf-8"), re.MULTILINE
+            )
+        )
     except OSError:
         return 0
     return max(0, int(sizes.get("VmHWM", "0")) - int(sizes.get("VmRSS", "0"))) * 1024
 
 
 def data_size() -> int | None:
-    """Bytes that count towards a limit of this process's data (RLIMIT_DATA); None where the system does not tell."""
+    """Bytes that count towards a limit of this process's data (RLIMIT_DATA); None where the system
+    does not tell.
+    """
     try:
         found = re.search(r"^VmData:\s+(\d+) kB$", STATUS.read_text(encoding="utf-8"), re.MULTILINE)
     except OSError:
@@ -101,7 +119,9 @@ def _free_in_control_groups() -> Iterator[int]:
         _, controllers, name = [*line.split(":", 2), "", ""][:3]
         if controllers and "memory" not in controllers.split(","):
             continue
-        files, top = (VERSION_1, CONTROL_GROUPS / "memory") if controllers else (VERSION_2, CONTROL_GROUPS)
+        files, top = (
+            (VERSION_1, CONTROL_GROUPS / "memory") if controllers else (VERSION_2, CONTROL_GROUPS)
+        )
         folder = top / name.lstrip("/")
         # A container sees the group that it is in as the top, whatever the name.
         for group in (folder, *folder.parents):
@@ -111,7 +131,10 @@ def _free_in_control_groups() -> Iterator[int]:
 
 def _free_in(group: Path, files: GroupFiles) -> Iterator[int]:
     with contextlib.suppress(OSError, ValueError):
-        statistics = dict(line.split() for line in (group / "memory.stat").read_text(encoding="utf-8").splitlines())
+        statistics = dict(
+            line.split()
+            for line in (group / "memory.stat").read_text(encoding="utf-8").splitlines()
+        )
         held = int((group / files.usage).read_text(encoding="utf-8"))
         held -= sum(int(statistics.get(key, "0")) for key in files.cached)
         for name in files.limits:
@@ -129,7 +152,9 @@ AVX512_KERNELS = ("SkylakeX", "Cooperlake", "SapphireRapids")
 
 @cache
 def is_amd_with_full_avx512() -> bool:
-    """Return whether ``/proc/cpuinfo`` names one of AMD's processors with units of 512 bits; False elsewhere."""
+    """Return whether ``/proc/cpuinfo`` names one of AMD's processors with units of 512 bits; False
+    elsewhere.
+    """
     fields: dict[str, str] = {}
     try:
         with CPUINFO.open(encoding="utf-8", errors="replace") as lines:
@@ -141,14 +166,19 @@ def is_amd_with_full_avx512() -> bool:
     except OSError:
         return False
     family = fields.get("cpu family", "")
-    if fields.get("vendor_id") != "AuthenticAMD" or not family.isdecimal() or int(family) < FULL_WIDTH_FAMILY:
+    if (
+        fields.get("vendor_id") != "AuthenticAMD"
+        or not family.isdecimal()
+        or int(family) < FULL_WIDTH_FAMILY
+    ):
         return False
     return set(fields.get("flags", "").split()) >= AVX512
 
 
 @cache
 def numpy_kernels() -> str | None:
-    """Return the name of the kernels by which OpenBLAS computes NumPy's products, None where another library does.
+    """Return the name of the kernels by which OpenBLAS computes NumPy's products, None where
+    another library does.
 
     OpenBLAS takes those of the processor, or what ``OPENBLAS_CORETYPE`` named when it was loaded.
     """
@@ -158,14 +188,18 @@ def numpy_kernels() -> str | None:
     built_with = numpy.show_config(mode="dicts").get("Build Dependencies", {}).get("blas", {})
     if "openblas" not in str(built_with.get("name")).lower():
         return None
-    libraries = [library for library in threadpool_info() if library.get("internal_api") == "openblas"]
+    libraries = [
+        library for library in threadpool_info() if library.get("internal_api") == "openblas"
+    ]
     # SciPy may have loaded another copy, with kernels of its own.
     own = [library for library in libraries if _is_of_numpy(library, Path(numpy.__file__).parent)]
     return str((own or libraries)[0].get("architecture")) if libraries else None
 
 
 def _is_of_numpy(library: dict[str, Any], package: Path) -> bool:
-    """Whether the library lies in NumPy's folder, or beside it in the folder ``numpy.libs`` of a wheel."""
+    """Whether the library lies in NumPy's folder, or beside it in the folder ``numpy.libs`` of a
+    wheel.
+    """
     folders = Path(str(library.get("filepath"))).parents
     return package in folders or package.with_name("numpy.libs") in folders
 

@@ -1,7 +1,9 @@
-"""SIGTERM as a request to stop: from a drained node, a time limit, a job of higher priority or a stopped run.
+"""SIGTERM as a request to stop: from a drained node, a time limit, a job of higher priority or a
+stopped run.
 
-Training stops at its next safe point (a finished optimiser step or iteration), where its state is saved; everything
-else stops at once. A second SIGTERM stops training at once too. Whoever grants a grace period sends SIGKILL at its end.
+Training stops at its next safe point (a finished optimiser step or iteration), where its state is
+saved; everything else stops at once. A second SIGTERM stops training at once too. Whoever grants a
+grace period sends SIGKILL at its end.
 """
 
 from __future__ import annotations
@@ -19,7 +21,9 @@ SAME_REQUEST_SECONDS = 3.0
 
 
 class StopNow(KeyboardInterrupt):
-    """SIGTERM where no safe point follows. As a ``KeyboardInterrupt`` it passes handlers of ordinary errors."""
+    """SIGTERM where no safe point follows. As a ``KeyboardInterrupt`` it passes handlers of
+    ordinary errors.
+    """
 
 
 class PreemptionSignal:
@@ -66,7 +70,9 @@ class PreemptionSignal:
 
     @contextmanager
     def deferred(self) -> Iterator[None]:
-        """Inside the block SIGTERM only sets :attr:`received`: check :meth:`requested` at every safe point."""
+        """Inside the block SIGTERM only sets :attr:`received`: check :meth:`requested` at every
+        safe point.
+        """
         self._deferred = True
         try:
             yield
@@ -75,7 +81,9 @@ class PreemptionSignal:
 
     @contextmanager
     def forwarded(self, forward: Callable[[], bool]) -> Iterator[None]:
-        """Inside the block SIGTERM is passed on by ``forward``, which returns whether any process received it."""
+        """Inside the block SIGTERM is passed on by ``forward``, which returns whether any process
+        received it.
+        """
         self._forward = forward
         try:
             yield
@@ -88,7 +96,9 @@ class PreemptionSignal:
         return self._received_at is not None
 
     def requested(self) -> bool:
-        """Whether any rank has received SIGTERM; all ranks ask at the same safe point and get the same answer."""
+        """Whether any rank has received SIGTERM; all ranks ask at the same safe point and get the
+        same answer.
+        """
         from rlhf_core.runtime import distributed
 
         return distributed.any_rank(self.received)
@@ -97,8 +107,13 @@ class PreemptionSignal:
         """End the stage once every rank is here; ``progress`` names the stage and how far it is."""
         from rlhf_core.runtime import distributed
 
-        # Rank 0 writes files and comes last, and a launcher ends the other ranks as soon as one has exited.
+        # Rank 0 writes files and comes last, and a launcher ends the other ranks as soon as one has
+        # exited.
         distributed.any_rank(True)
         self._exiting = True
-        state = "its state is saved, and the same command goes on from there" if saved else "the same command starts it"
+        state = (
+            "its state is saved, and the same command goes on from there"
+            if saved
+            else "the same command starts it"
+        )
         raise Preempted(f"{progress} and was stopped there by SIGTERM; {state}")

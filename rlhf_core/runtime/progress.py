@@ -1,6 +1,8 @@
-"""Progress of anything that takes over two seconds: a bar on a terminal, a quiet line now and then elsewhere.
+"""Progress of anything that takes over two seconds: a bar on a terminal, a quiet line now and then
+elsewhere.
 
-Before the first bar, and where nothing can be counted, a terminal shows what is being done (:func:`busy`).
+Before the first bar, and where nothing can be counted, a terminal shows what is being done
+(:func:`busy`).
 """
 
 from __future__ import annotations
@@ -13,15 +15,17 @@ from contextlib import contextmanager
 from typing import Any, TypeVar
 
 Item = TypeVar("Item")
-# Between lines passes a tenth of the time since the start, within these bounds in seconds: the first steps are seen at
-# once, and the log of a long stage stays small.
+# Between lines passes a tenth of the time since the start, within these bounds in seconds: the
+# first steps are seen at once, and the log of a long stage stays small.
 SHORTEST_INTERVAL, LONGEST_INTERVAL = 1.0, 5.0
 QUIET_BELOW_SECONDS = 2.0
 UNREADABLE = 1e9  # below it, all digits are easier to read than an exponent
 
 
 class Progress:
-    """What a loop reports to. This one shows nothing: of several ranks that do the same, the first reports."""
+    """What a loop reports to. This one shows nothing: of several ranks that do the same, the first
+    reports.
+    """
 
     def advance(self, n: int = 1, **metrics: float) -> None:
         """Move on by ``n`` steps and show ``metrics`` beside the count."""
@@ -66,7 +70,10 @@ class LineProgress(Progress):
 
     def close(self) -> None:
         """Print the last line, unless it is printed already or the work was over at once."""
-        if time.monotonic() - self.started >= QUIET_BELOW_SECONDS and self.printed_done != self.done:
+        if (
+            time.monotonic() - self.started >= QUIET_BELOW_SECONDS
+            and self.printed_done != self.done
+        ):
             self.line()
 
 
@@ -89,7 +96,9 @@ _shown: Any = None  # the innermost ``busy``, unless something else has its line
 
 @contextmanager
 def _in_place_of_busy() -> Iterator[None]:
-    """Take the line of :func:`busy` off the terminal for the block: two displays would draw over each other."""
+    """Take the line of :func:`busy` off the terminal for the block: two displays would draw over
+    each other.
+    """
     global _shown
     outer, _shown = _shown, None
     if outer is not None:
@@ -104,7 +113,8 @@ def _in_place_of_busy() -> Iterator[None]:
 
 @contextmanager
 def busy(what: str) -> Iterator[None]:
-    """Say on a terminal what a command is doing while it loads its libraries and works, until it prints.
+    """Say on a terminal what a command is doing while it loads its libraries and works, until it
+    prints.
 
     A :func:`progress` within takes its place.
     """
@@ -117,7 +127,10 @@ def busy(what: str) -> Iterator[None]:
     from rich.spinner import Spinner
 
     spinner, console = Spinner("dots", f"{what}…"), Console(stderr=True)
-    with _in_place_of_busy(), Live(spinner, console=console, transient=True, redirect_stdout=False) as _shown:
+    with (
+        _in_place_of_busy(),
+        Live(spinner, console=console, transient=True, redirect_stdout=False) as _shown,
+    ):
         yield
 
 
@@ -125,7 +138,9 @@ _innermost = Progress()  # what the loop that runs now reports to
 
 
 def within_step(what: str, done: int, total: int) -> None:
-    """Show how far ``what`` has come, a part of a step that takes long, in the progress of the loop that makes it."""
+    """Show how far ``what`` has come, a part of a step that takes long, in the progress of the loop
+    that makes it.
+    """
     _innermost.within(what, done, total)
 
 
@@ -163,7 +178,13 @@ def progress(total: int, description: str, done: int = 0) -> Iterator[Progress]:
     from rich.progress import Progress as RichProgress
 
     metrics = TextColumn("{task.fields[metrics]}")
-    columns = ("{task.description}", BarColumn(), MofNCompleteColumn(), TimeRemainingColumn(), metrics)
+    columns = (
+        "{task.description}",
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeRemainingColumn(),
+        metrics,
+    )
     with _in_place_of_busy(), RichProgress(*columns, console=Console(stderr=True)) as bar:
         shown = BarProgress(bar, bar.add_task(description, total=total, completed=done, metrics=""))
         with _reporting_to(shown):
@@ -183,6 +204,8 @@ def _format(metrics: dict[str, float]) -> str:
 
 
 def plain_number(value: float, digits: int, separator: str = "") -> str:
-    """Write a number with ``digits`` significant digits, a larger one with all before the point, by thousands."""
+    """Write a number with ``digits`` significant digits, a larger one with all before the point, by
+    thousands.
+    """
     large = 10**digits - 0.5 <= abs(value) < UNREADABLE
     return f"{value:{separator}.0f}" if large else f"{value:.{digits}g}"

@@ -1,4 +1,6 @@
-"""Functions of the user's own, named ``package.module:function`` in params.yaml. They run with the user's rights."""
+"""Functions of the user's own, named ``package.module:function`` in params.yaml. They run with the
+user's rights.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,8 @@ UserFunction = Callable[..., Any]
 def load_function(target: str, workspace: Path, who: str, signature: str) -> UserFunction:
     """Import the function of ``package.module:function``.
 
-    The workspace's folder is searched last, so that a file in it never takes the place of an installed module.
+    The workspace's folder is searched last, so that a file in it never takes the place of an
+    installed module.
 
     Args:
         who: What needs the function, for messages.
@@ -49,16 +52,21 @@ def load_function(target: str, workspace: Path, who: str, signature: str) -> Use
 def describe_failure(error: BaseException) -> str:
     """Say what a function raised, and in which file and line."""
     last = traceback.extract_tb(error.__traceback__)[-1]
-    return f"raised {type(error).__name__}: {error} ({Path(last.filename).name}, line {last.lineno})"
+    return (
+        f"raised {type(error).__name__}: {error} ({Path(last.filename).name}, line {last.lineno})"
+    )
 
 
 class TimeLimitExceeded(BaseException):
-    """The time is over. It is no ``Exception``, so that code under the limit does not catch it by accident."""
+    """The time is over. It is no ``Exception``, so that code under the limit does not catch it by
+    accident.
+    """
 
 
 @contextmanager
 def time_limit(seconds: float) -> Iterator[None]:
-    """Interrupt the block after ``seconds`` by the signal SIGALRM, which Python and its ``re`` module look for.
+    """Interrupt the block after ``seconds`` by the signal SIGALRM, which Python and its ``re``
+    module look for.
 
     Only the main thread receives signals; in another thread there is no limit.
 
@@ -73,7 +81,9 @@ def time_limit(seconds: float) -> Iterator[None]:
         raise TimeLimitExceeded
 
     earlier = signal.signal(signal.SIGALRM, interrupt)
-    signal.setitimer(signal.ITIMER_REAL, seconds, seconds)  # again, if a bare ``except:`` has swallowed the first
+    signal.setitimer(
+        signal.ITIMER_REAL, seconds, seconds
+    )  # again, if a bare ``except:`` has swallowed the first
     try:
         yield
     finally:

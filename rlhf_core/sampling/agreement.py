@@ -1,7 +1,9 @@
-"""Whether replies are scored as they were sampled: how far both may differ, and a trial on a few tokens.
+"""Whether replies are scored as they were sampled: how far both may differ, and a trial on a few
+tokens.
 
-Architectures differ in what they keep between tokens (keys and values, a window of them, states of recurrent layers),
-in how they count positions, and in whether padding changes a result. A few tokens tell, before anything is trained.
+Architectures differ in what they keep between tokens (keys and values, a window of them, states of
+recurrent layers), in how they count positions, and in whether padding changes a result. A few
+tokens tell, before anything is trained.
 """
 
 from __future__ import annotations
@@ -28,7 +30,8 @@ class RoundingLimits:
         mean: Mean absolute difference of log-probabilities per token.
         token: Beyond it a single token differs much.
         share: Share of tokens that may.
-        growth: By how much the mean of the later halves of replies may exceed that of the earlier halves.
+        growth: By how much the mean of the later halves of replies may exceed that of the earlier
+            halves.
     """
 
     mean: float
@@ -50,9 +53,11 @@ PROMPT_TOKENS, REPLY_TOKENS = (8, 5, 6), 6
 
 @torch.no_grad()
 def require_replies_as_scored(model: PreTrainedModel, source: str) -> None:
-    """Sample a few tokens behind prompts of several lengths, one of whose replies ends early, and score them.
+    """Sample a few tokens behind prompts of several lengths, one of whose replies ends early, and
+    score them.
 
-    The sampler's log-probabilities and the trainer's have to be those of plain passes over each sequence alone.
+    The sampler's log-probabilities and the trainer's have to be those of plain passes over each
+    sequence alone.
 
     Args:
         source: Names the model in the message.
@@ -60,7 +65,9 @@ def require_replies_as_scored(model: PreTrainedModel, source: str) -> None:
     Raises:
         ModelError: A pass is impossible, or they are not.
     """
-    refused = f"{source} is a {type(model).__name__}, whose replies cannot be sampled and trained on here"
+    refused = (
+        f"{source} is a {type(model).__name__}, whose replies cannot be sampled and trained on here"
+    )
     other = "give a model of another architecture, such as Llama, Qwen, Gemma or Mistral"
     training = model.training
     try:
@@ -68,7 +75,9 @@ def require_replies_as_scored(model: PreTrainedModel, source: str) -> None:
     except Exception as error:  # whatever an architecture does with arguments that others take
         if is_exhausted(error):
             raise
-        raise ModelError(f"{refused} ({type(error).__name__}: {first_line(error)}); {other}") from error
+        raise ModelError(
+            f"{refused} ({type(error).__name__}: {first_line(error)}); {other}"
+        ) from error
     finally:
         model.train(training)
     if not difference <= LIMITS[matmul_precision(model)].token:
@@ -79,7 +88,9 @@ def require_replies_as_scored(model: PreTrainedModel, source: str) -> None:
 
 
 def _largest_difference(model: PreTrainedModel) -> float:
-    """By how much a log-probability of the sampler or of a scoring pass differs from that of a plain pass, at most."""
+    """By how much a log-probability of the sampler or of a scoring pass differs from that of a
+    plain pass, at most.
+    """
     vocabulary = model.config.get_text_config().vocab_size
     ids = probe_ids(vocabulary, len(PROMPT_TOKENS), max(PROMPT_TOKENS)).tolist()
     prompts = [row[:length] for row, length in zip(ids, PROMPT_TOKENS, strict=True)]
@@ -89,19 +100,31 @@ def _largest_difference(model: PreTrainedModel) -> float:
     stop = generate(model, prompts, uniforms, endless).replies()[0][1]
     sampling = Sampling(eos_id=stop, pad_id=0, max_new_tokens=REPLY_TOKENS)
     rollout = generate(model, prompts, uniforms, sampling)
-    batch = Tokens(rollout.tokens.clone(), rollout.attention_mask.clone(), rollout.response_mask.clone())
-    scored = gather_logprobs(log_distribution(response_logits(model, batch).whole()[:, :-1], sampling), batch.response)
+    batch = Tokens(
+        rollout.tokens.clone(), rollout.attention_mask.clone(), rollout.response_mask.clone()
+    )
+    scored = gather_logprobs(
+        log_distribution(response_logits(model, batch).whole()[:, :-1], sampling), batch.response
+    )
     expected = _plain_logprobs(model, prompts, rollout, sampling)
     mask = rollout.response_mask
-    return max(float((each[mask] - expected[mask]).abs().max()) for each in (rollout.logprobs, scored))
+    return max(
+        float((each[mask] - expected[mask]).abs().max()) for each in (rollout.logprobs, scored)
+    )
 
 
-def _plain_logprobs(model: PreTrainedModel, prompts: list[list[int]], rollout: Rollout, sampling: Sampling) -> Tensor:
-    """Log-probabilities (B, T) of the replies, each from the model's own pass over its tokens, without padding."""
+def _plain_logprobs(
+    model: PreTrainedModel, prompts: list[list[int]], rollout: Rollout, sampling: Sampling
+) -> Tensor:
+    """Log-probabilities (B, T) of the replies, each from the model's own pass over its tokens,
+    without padding.
+    """
     expected = torch.zeros_like(rollout.logprobs)
     for row, (prompt, reply) in enumerate(zip(prompts, rollout.replies(), strict=True)):
         tokens = torch.tensor([[*prompt, *reply]], device=model.device)
-        logits = model(**arguments_of(model, input_ids=tokens, attention_mask=torch.ones_like(tokens))).logits
+        logits = model(
+            **arguments_of(model, input_ids=tokens, attention_mask=torch.ones_like(tokens))
+        ).logits
         policy = log_distribution(logits[:, len(prompt) - 1 : -1], sampling)
         expected[row, : len(reply)] = gather_logprobs(policy, tokens[:, len(prompt) :])[0]
     return expected

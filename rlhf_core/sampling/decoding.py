@@ -1,18 +1,22 @@
-"""Faster layers while replies are sampled: adapters merged, heads in float32, and what is fast on each device.
+"""Faster layers while replies are sampled: adapters merged, heads in float32, and what is fast on
+each device.
 
-They replace a model's own layers while it samples. Its own are left untouched and are put back afterwards, so a model
-that has sampled is bit for bit what it was. What is computed differs by rounding where adapters are merged, weights are
-packed as oneDNN orders them, or attention is grouped or made of products; ``ppo.sampler_agreement`` measures that in
-every rollout. Elsewhere it is the same to the bit.
+They replace a model's own layers while it samples. Its own are left untouched and are put back
+afterwards, so a model that has sampled is bit for bit what it was. What is computed differs by
+rounding where adapters are merged, weights are packed as oneDNN orders them, or attention is
+grouped or made of products; ``ppo.sampler_agreement`` measures that in every rollout. Elsewhere it
+is the same to the bit.
 
-On a CPU weights are packed in the order in which oneDNN multiplies few rows fastest: products of the few rows of a
-decoding step take about half the time. Layers of the same input, as queries, keys and values have, are one product.
-Attention of one new token in bfloat16 or float16, where several query heads share keys and values, passes the queries
-that share a head as so many positions, which is the same sum: PyTorch's kernel treats each head by itself and takes up
-to eight times as long. In float32, and where a mask is passed, it is as fast either way or transformers does so itself
-(Ainslie et al., 2023, "GQA: Training Generalized Multi-Query Transformer Models from Multi-Head Checkpoints"). On a GPU
-attention of one token to a buffer of keys is two batched products with the softmax between: PyTorch's kernel for masks
-takes longer, and those without look at the whole buffer.
+On a CPU weights are packed in the order in which oneDNN multiplies few rows fastest: products of
+the few rows of a decoding step take about half the time. Layers of the same input, as queries, keys
+and values have, are one product. Attention of one new token in bfloat16 or float16, where several
+query heads share keys and values, passes the queries that share a head as so many positions, which
+is the same sum: PyTorch's kernel treats each head by itself and takes up to eight times as long. In
+float32, and where a mask is passed, it is as fast either way or transformers does so itself
+(Ainslie et al., 2023, "GQA: Training Generalized Multi-Query Transformer Models from Multi-Head
+Checkpoints"). On a GPU attention of one token to a buffer of keys is two batched products with the
+softmax between: PyTorch's kernel for masks takes longer, and those without look at the whole
+buffer.
 """
 
 from __future__ import annotations
@@ -37,28 +41,52 @@ CPU_NAME, GPU_NAME = "rlhf_grouped_sdpa", "rlhf_sdpa"
 
 
 def grouped_attention(
-    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **settings: Any
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    **settings: Any,
 ) -> tuple[Tensor, None]:
-    """(B, H, 1, D) queries, (B, K, L, D) keys and values -> (B, 1, H, D); anything else as transformers computes it."""
+    """(B, H, 1, D) queries, (B, K, L, D) keys and values -> (B, 1, H, D); anything else as
+    transformers computes it.
+    """
     batch, heads, positions, width = query.shape
-    special = attention_mask is not None or any(settings.get(name) is not None for name in ("position_bias", "cache"))
+    special = attention_mask is not None or any(
+        settings.get(name) is not None for name in ("position_bias", "cache")
+    )
     if positions > 1 or special or heads == key.shape[1]:
         return sdpa_attention_forward(module, query, key, value, attention_mask, **settings)
     grouped = query.reshape(batch, key.shape[1], -1, width)
-    attended = nn.functional.scaled_dot_product_attention(grouped, key, value, scale=settings.get("scaling"))
+    attended = nn.functional.scaled_dot_product_attention(
+        grouped, key, value, scale=settings.get("scaling")
+    )
     return attended.reshape(batch, 1, heads, width), None
 
 
 def attention_by_products(
-    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **settings: Any
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    **settings: Any,
 ) -> tuple[Tensor, None]:
-    """(B, H, 1, D) queries, (B, K, L, D) keys and values, a mask (B, 1, 1, L) that is added to scores -> (B, 1, H, D).
+    """(B, H, 1, D) queries, (B, K, L, D) keys and values, a mask (B, 1, 1, L) that is added to
+    scores -> (B, 1, H, D).
 
-    Scores and weights are float32 until the weights meet the values. Anything else as transformers computes it.
+    Scores and weights are float32 until the weights meet the values. Anything else as transformers
+    computes it.
     """
     batch, heads, positions, width = query.shape
-    added = attention_mask is not None and attention_mask.is_floating_point() and attention_mask.shape[1] == 1
-    special = any(settings.get(name) is not None for name in ("position_bias", "cache", "softcap", "s_aux"))
+    added = (
+        attention_mask is not None
+        and attention_mask.is_floating_point()
+        and attention_mask.shape[1] == 1
+    )
+    special = any(
+        settings.get(name) is not None for name in ("position_bias", "cache", "softcap", "s_aux")
+    )
     if positions > 1 or not added or special or query.dtype != torch.bfloat16:
         return sdpa_attention_forward(module, query, key, value, attention_mask, **settings)
     assert attention_mask is not None
@@ -66,17 +94,37 @@ def attention_by_products(
     keys, values = key.reshape(shared, -1, width), value.reshape(shared, -1, value.shape[-1])
     scores = torch.bmm(query.reshape(shared, -1, width), keys.mT, out_dtype=torch.float32)
     scaling = settings.get("scaling") or width**-0.5
-    weights = torch.add(attention_mask, scores.view(batch, key.shape[1], -1, keys.shape[1]), alpha=scaling)
+    weights = torch.add(
+        attention_mask, scores.view(batch, key.shape[1], -1, keys.shape[1]), alpha=scaling
+    )
     weights = torch.softmax(weights, dim=-1).to(values.dtype)
-    return torch.bmm(weights.view(shared, -1, keys.shape[1]), values).view(batch, 1, heads, -1), None
+    return torch.bmm(weights.view(shared, -1, keys.shape[1]), values).view(
+        batch, 1, heads, -1
+    ), None
 
 
 @contextmanager
 def decoding_attention(model: PreTrainedModel) -> Iterator[None]:
-    """Decode inside the block with grouped attention on a CPU, and on a GPU with masks that nothing waits for."""
-    name = GPU_NAME if model.device.type != "cpu" else CPU_NAME if model.dtype in LOW_PRECISION else None
-    configs = {id(config): config for module in model.modules() if (config := getattr(module, "config", None))}
-    changed = [each for each in configs.values() if name and getattr(each, "_attn_implementation", None) == "sdpa"]
+    """Decode inside the block with grouped attention on a CPU, and on a GPU with masks that nothing
+    waits for.
+    """
+    name = (
+        GPU_NAME
+        if model.device.type != "cpu"
+        else CPU_NAME
+        if model.dtype in LOW_PRECISION
+        else None
+    )
+    configs = {
+        id(config): config
+        for module in model.modules()
+        if (config := getattr(module, "config", None))
+    }
+    changed = [
+        each
+        for each in configs.values()
+        if name and getattr(each, "_attn_implementation", None) == "sdpa"
+    ]
     if changed:
         AttentionInterface.register(CPU_NAME, grouped_attention)
         AttentionMaskInterface.register(CPU_NAME, sdpa_mask)
@@ -93,14 +141,17 @@ def decoding_attention(model: PreTrainedModel) -> Iterator[None]:
 
 
 def mask_without_look(*args: Any, **settings: Any) -> Tensor | None:
-    """transformers' mask, made whether or not a row is padded: to find out, the host would wait at every token."""
+    """transformers' mask, made whether or not a row is padded: to find out, the host would wait at
+    every token.
+    """
     if settings.get("attention_mask") is not None:
         settings["allow_is_causal_skip"] = False
     return sdpa_mask(*args, **settings)
 
 
 class FusedProjection:
-    """The weights of one or more linear layers of the same input, packed as one for products with about ``rows`` rows.
+    """The weights of one or more linear layers of the same input, packed as one for products with
+    about ``rows`` rows.
 
     Args:
         layers: The layers, for their biases.
@@ -126,22 +177,26 @@ class FusedProjection:
     def product(self, input: Tensor, position: int) -> Tensor:
         """(..., in) -> (..., out) of the layer at ``position``.
 
-        The first one called computes for all of them, and those after it take that where they are called with the same
-        tensor, which nothing must have changed meanwhile. In another order, or with other tensors, all is computed
-        again: slower, but the same values.
+        The first one called computes for all of them, and those after it take that where they are
+        called with the same tensor, which nothing must have changed meanwhile. In another order, or
+        with other tensors, all is computed again: slower, but the same values.
         """
         held: tuple[Tensor, tuple[Tensor, ...]] | None = getattr(self._last, "held", None)
         if held is None or held[0] is not input:
-            rows = torch.ops.mkldnn._linear_pointwise(input.to(self.precision), self.packed, self.bias, "none", [], "")
+            rows = torch.ops.mkldnn._linear_pointwise(
+                input.to(self.precision), self.packed, self.bias, "none", [], ""
+            )
             held = input, rows.split(self.widths, dim=-1)
         self._last.held = held if position + 1 < len(self.widths) else None
         return held[1][position]
 
 
 class PackedLinear(nn.Linear):
-    """A linear layer without gradient that computes by a :class:`FusedProjection`, in its precision.
+    """A linear layer without gradient that computes by a :class:`FusedProjection`, in its
+    precision.
 
-    The attribute ``weight`` is that of the layer it replaces, for models that look at its precision or device.
+    The attribute ``weight`` is that of the layer it replaces, for models that look at its precision
+    or device.
     """
 
     def __init__(self, replaced: nn.Linear, shared: FusedProjection, position: int) -> None:
@@ -153,8 +208,8 @@ class PackedLinear(nn.Linear):
         return self.shared.product(input, self.position)
 
 
-# Packing rounds otherwise than a plain product and takes about as long as five steps of 16 rows: it is left to models,
-# batches and replies where it pays.
+# Packing rounds otherwise than a plain product and takes about as long as five steps of 16 rows: it
+# is left to models, batches and replies where it pays.
 PACKED_PARAMETERS = 10_000_000
 PACKED_ROWS = 4
 PACKED_STEPS = 16
@@ -164,7 +219,8 @@ SAME_INPUT = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 
 @contextmanager
 def decoding_layers(model: PreTrainedModel, rows: int, steps: int) -> Iterator[None]:
-    """Decode with merged, float32 and packed layers and grouped attention inside the block, each where it applies.
+    """Decode with merged, float32 and packed layers and grouped attention inside the block, each
+    where it applies.
 
     Args:
         model: The model that samples. Its weights must not change inside the block.
@@ -178,8 +234,13 @@ def decoding_layers(model: PreTrainedModel, rows: int, steps: int) -> Iterator[N
             replacements |= _packed(layers, rows)
         for name, layer in layers.items():
             if name not in replacements and layer.is_changed:
-                plain = type(layer.own)(layer.own.in_features, layer.own.out_features, bias=False, device="meta")
-                plain.weight, plain.bias = nn.Parameter(layer.weight(), requires_grad=False), layer.own.bias
+                plain = type(layer.own)(
+                    layer.own.in_features, layer.own.out_features, bias=False, device="meta"
+                )
+                plain.weight, plain.bias = (
+                    nn.Parameter(layer.weight(), requires_grad=False),
+                    layer.own.bias,
+                )
                 replacements[name] = plain
     originals = {name: model.get_submodule(name) for name in replacements}
     try:
@@ -193,8 +254,12 @@ def decoding_layers(model: PreTrainedModel, rows: int, steps: int) -> Iterator[N
 
 
 def packing_pays(model: PreTrainedModel, rows: int, steps: int) -> bool:
-    """Whether to pack the weights of ``model`` for ``steps`` decoding steps of ``rows`` sequences."""
-    supported = torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_linear_pointwise")
+    """Whether to pack the weights of ``model`` for ``steps`` decoding steps of ``rows``
+    sequences.
+    """
+    supported = torch.backends.mkldnn.is_available() and hasattr(
+        torch.ops.mkldnn, "_linear_pointwise"
+    )
     if not supported or model.device.type != "cpu" or rows < PACKED_ROWS or steps < PACKED_STEPS:
         return False
     return sum(parameter.numel() for parameter in model.parameters()) >= PACKED_PARAMETERS
@@ -202,7 +267,8 @@ def packing_pays(model: PreTrainedModel, rows: int, steps: int) -> bool:
 
 @dataclass(frozen=True)
 class _DecodedLayer:
-    """A linear layer, its precision in decoding (float32 for a head that computes so), and the layer of its adapters.
+    """A linear layer, its precision in decoding (float32 for a head that computes so), and the
+    layer of its adapters.
 
     These are merged into the weight.
     """
@@ -216,12 +282,18 @@ class _DecodedLayer:
         return self.adapted is not None or self.precision != self.own.weight.dtype
 
     def weight(self) -> Tensor:
-        """(out, in), computed anew where it is changed: all of them at once would take the model's memory again."""
-        return (self.own.weight if self.adapted is None else merged_weight(self.adapted)).to(self.precision)
+        """(out, in), computed anew where it is changed: all of them at once would take the model's
+        memory again.
+        """
+        return (self.own.weight if self.adapted is None else merged_weight(self.adapted)).to(
+            self.precision
+        )
 
 
 def _decoded_layers(model: PreTrainedModel) -> Iterator[tuple[str, _DecodedLayer]]:
-    """Every linear layer of ``model`` by name, but layers in 4 bits: they are not to be unpacked as a whole."""
+    """Every linear layer of ``model`` by name, but layers in 4 bits: they are not to be unpacked as
+    a whole.
+    """
     adapted = dict(adapted_layers(model))
     inside = tuple(f"{name}." for name in adapted)
     for name, layer in adapted.items():
@@ -236,10 +308,14 @@ def _decoded_layers(model: PreTrainedModel) -> Iterator[tuple[str, _DecodedLayer
 
 
 def _packed(layers: Mapping[str, _DecodedLayer], rows: int) -> dict[str, nn.Linear]:
-    """The layers that compute by packed weights, by name; those of the same input share one product."""
+    """The layers that compute by packed weights, by name; those of the same input share one
+    product.
+    """
     packed: dict[str, nn.Linear] = {}
     packable = [torch.float32]
-    if torch.ops.mkldnn._is_mkldnn_bf16_supported():  # oneDNN refuses it on processors without AVX-512
+    if (
+        torch.ops.mkldnn._is_mkldnn_bf16_supported()
+    ):  # oneDNN refuses it on processors without AVX-512
         packable.append(torch.bfloat16)
     for name, layer in layers.items():
         if name in packed or layer.precision not in packable:
@@ -253,7 +329,9 @@ def _packed(layers: Mapping[str, _DecodedLayer], rows: int) -> dict[str, nn.Line
 
 
 def _same_input(name: str, layers: Mapping[str, _DecodedLayer]) -> list[str]:
-    """The names of all layers of the same block that read the input of layer ``name``, itself among them."""
+    """The names of all layers of the same block that read the input of layer ``name``, itself among
+    them.
+    """
     block, _, own = name.rpartition(".")
     for members in SAME_INPUT:
         names = [f"{block}.{member}" for member in members]

@@ -1,8 +1,10 @@
-"""The token distributions that replies are sampled from: the training distribution and the filtered evaluation one.
+"""The token distributions that replies are sampled from: the training distribution and the filtered
+evaluation one.
 
-The training distribution consists of the temperature, the forbidden tokens and the minimum length. The sampler draws
-from it, and every later scoring (policy, reference, update) uses the same one; top-p and the repetition penalty exist
-for evaluation only (algorithms.md §9, trap 1). Shapes: B sequences, T positions, V vocabulary.
+The training distribution consists of the temperature, the forbidden tokens and the minimum length.
+The sampler draws from it, and every later scoring (policy, reference, update) uses the same one;
+top-p and the repetition penalty exist for evaluation only (algorithms.md §9, trap 1). Shapes: B
+sequences, T positions, V vocabulary.
 """
 
 from __future__ import annotations
@@ -21,19 +23,23 @@ from rlhf_core.config.model import SamplingConfig
 from rlhf_core.config.ppo import RolloutConfig
 from rlhf_core.data.encoding import pad_id, special_token_ids, stop_token_ids
 
-# Finite, because -inf minus -inf would turn an exact KL into NaN; exp of it is exactly zero all the same.
+# Finite, because -inf minus -inf would turn an exact KL into NaN; exp of it is exactly zero all the
+# same.
 FORBIDDEN = -1e9
-NOT_DRAWN = torch.iinfo(torch.long).max  # stands for a token after the last one of a reply in the making
+NOT_DRAWN = torch.iinfo(
+    torch.long
+).max  # stands for a token after the last one of a reply in the making
 
 
 @dataclass(frozen=True)
 class Sampling:
     """The training distribution, and the token ids that a reply needs.
 
-    A reply ends at ``eos_id``, the token that closes a turn, or at one of ``other_stop_ids``; all of these have
-    probability zero before ``min_new_tokens``. ``forbidden_ids`` have probability zero at every position; of a
-    tokenizer they are all special tokens but those that end a reply. So have ids from ``vocabulary_size`` on, which the
-    model may have but the tokenizer cannot write.
+    A reply ends at ``eos_id``, the token that closes a turn, or at one of ``other_stop_ids``; all
+    of these have probability zero before ``min_new_tokens``. ``forbidden_ids`` have probability
+    zero at every position; of a tokenizer they are all special tokens but those that end a reply.
+    So have ids from ``vocabulary_size`` on, which the model may have but the tokenizer cannot
+    write.
     """
 
     eos_id: int
@@ -56,9 +62,11 @@ class Sampling:
         return self
 
     def next_token(self, logits: Tensor, drawn: Tensor, position: Tensor) -> Tensor:
-        """Log-probabilities (B, V) of the reply's token at ``position`` (1,), from its logits (B, V).
+        """Log-probabilities (B, V) of the reply's token at ``position`` (1,), from its logits (B,
+        V).
 
-        ``drawn`` (B, t) are the reply's tokens so far; ids that the vocabulary does not have are none.
+        ``drawn`` (B, t) are the reply's tokens so far; ids that the vocabulary does not have are
+        none.
         """
         return log_distribution_at(logits.unsqueeze(1), position, self).squeeze(1)
 
@@ -70,7 +78,8 @@ class Sampling:
         temperature: float = 1.0,
         min_new_tokens: int = 0,
     ) -> Sampling:
-        """The distribution over what ``tokenizer`` can write as text, and the tokens that end a reply.
+        """The distribution over what ``tokenizer`` can write as text, and the tokens that end a
+        reply.
 
         PPO, critic pre-training, checkpoint selection and evaluation all build theirs here.
         """
@@ -89,30 +98,39 @@ class Sampling:
     @classmethod
     def for_rollouts(cls, tokenizer: PreTrainedTokenizerBase, config: RolloutConfig) -> Sampling:
         """The distribution of critic pre-training and PPO."""
-        return cls.for_tokenizer(tokenizer, config.max_new_tokens, config.temperature, config.min_new_tokens)
+        return cls.for_tokenizer(
+            tokenizer, config.max_new_tokens, config.temperature, config.min_new_tokens
+        )
 
 
 @dataclass(frozen=True)
 class EvaluationSampling:
-    """The distribution of judged replies: ``base`` with a repetition penalty before it and top-p after it."""
+    """The distribution of judged replies: ``base`` with a repetition penalty before it and top-p
+    after it.
+    """
 
     base: Sampling
     top_p: float = 1.0
     repetition_penalty: float = 1.0
 
     @classmethod
-    def for_tokenizer(cls, tokenizer: PreTrainedTokenizerBase, config: SamplingConfig) -> EvaluationSampling:
-        """The filters of ``config`` over what ``tokenizer`` can write as text, and the tokens that end a reply."""
+    def for_tokenizer(
+        cls, tokenizer: PreTrainedTokenizerBase, config: SamplingConfig
+    ) -> EvaluationSampling:
+        """The filters of ``config`` over what ``tokenizer`` can write as text, and the tokens that
+        end a reply.
+        """
         base = Sampling.for_tokenizer(tokenizer, config.max_new_tokens, config.temperature)
         return cls(base, config.top_p, config.repetition_penalty)
 
     def next_token(self, logits: Tensor, drawn: Tensor, position: Tensor) -> Tensor:
-        """Filtered log-probabilities (B, V) at ``position`` (1,): repetition penalty, ``base``, then top-p.
+        """Filtered log-probabilities (B, V) at ``position`` (1,): repetition penalty, ``base``,
+        then top-p.
 
-        ``drawn`` (B, t) are the reply's tokens so far, and :data:`NOT_DRAWN` after them: the penalty divides positive
-        and multiplies negative logits of tokens that were generated before, not of those in the prompt (Keskar et al.
-        2019; paper, section 6.1). Top-p keeps the smallest set of tokens whose probability reaches ``top_p`` (Holtzman
-        et al. 2020).
+        ``drawn`` (B, t) are the reply's tokens so far, and :data:`NOT_DRAWN` after them: the
+        penalty divides positive and multiplies negative logits of tokens that were generated
+        before, not of those in the prompt (Keskar et al. 2019; paper, section 6.1). Top-p keeps the
+        smallest set of tokens whose probability reaches ``top_p`` (Holtzman et al. 2020).
         """
         logits = logits.float()
         if self.repetition_penalty != 1.0:
@@ -120,7 +138,9 @@ class EvaluationSampling:
             vocabulary = logits.shape[1]  # one more column takes what was not drawn
             occurred = logits.new_zeros(len(logits), vocabulary + 1, dtype=torch.bool)
             occurred = occurred.scatter_(1, drawn.clamp(max=vocabulary), True)[:, :vocabulary]
-            logits = torch.where(occurred, torch.where(logits > 0, logits / penalty, logits * penalty), logits)
+            logits = torch.where(
+                occurred, torch.where(logits > 0, logits / penalty, logits * penalty), logits
+            )
         logits = _constrained_logits(logits.unsqueeze(1), position, self.base).squeeze(1)
         if self.top_p < 1.0:
             ordered, order = logits.sort(dim=-1, descending=True)
@@ -136,7 +156,8 @@ TokenDistribution = Sampling | EvaluationSampling
 
 
 def log_distribution(logits: Tensor, sampling: Sampling, first: int = 0) -> Tensor:
-    """Log-probabilities (B, T, V) of response positions ``first`` .. ``first + T - 1`` from their logits (B, T, V).
+    """Log-probabilities (B, T, V) of response positions ``first`` .. ``first + T - 1`` from their
+    logits (B, T, V).
 
     They are float32, or float64 where the logits are.
     """
@@ -145,7 +166,9 @@ def log_distribution(logits: Tensor, sampling: Sampling, first: int = 0) -> Tens
 
 
 def log_distribution_at(logits: Tensor, positions: Tensor, sampling: Sampling) -> Tensor:
-    """Log-probabilities (..., N, V) at the response positions (N,) of logits (..., N, V), each counted from 0."""
+    """Log-probabilities (..., N, V) at the response positions (N,) of logits (..., N, V), each
+    counted from 0.
+    """
     return torch.log_softmax(_constrained_logits(logits, positions, sampling), dim=-1)
 
 
@@ -157,12 +180,19 @@ def _constrained_logits(logits: Tensor, positions: Tensor, sampling: Sampling) -
     mask = _forbidden_mask(positions, logits.shape[-1], sampling)
     if mask is None:
         return changed
-    # In place where the tensor is new anyway: at a large vocabulary another copy of it is gigabytes.
-    return changed.masked_fill(mask, FORBIDDEN) if changed is logits else changed.masked_fill_(mask, FORBIDDEN)
+    # In place where the tensor is new anyway: at a large vocabulary another copy of it is
+    # gigabytes.
+    return (
+        changed.masked_fill(mask, FORBIDDEN)
+        if changed is logits
+        else changed.masked_fill_(mask, FORBIDDEN)
+    )
 
 
 def _forbidden_mask(positions: Tensor, width: int, sampling: Sampling) -> Tensor | None:
-    """Where tokens have probability zero: bool (N, V), or (1, V) where all positions are alike; None if nowhere."""
+    """Where tokens have probability zero: bool (N, V), or (1, V) where all positions are alike;
+    None if nowhere.
+    """
     vocabulary = width if sampling.vocabulary_size is None else sampling.vocabulary_size
     if not sampling.forbidden_ids and vocabulary >= width and not sampling.min_new_tokens:
         return None
@@ -177,7 +207,9 @@ def _forbidden_mask(positions: Tensor, width: int, sampling: Sampling) -> Tensor
 
 @cache  # for good: a captured graph reads them where they are
 def _marked(ids: tuple[int, ...], vocabulary: int, width: int, device: torch.device) -> Tensor:
-    """Bool (1, ``width``): true at ``ids`` and from ``vocabulary`` on. Made once, since a GPU waits for indices."""
+    """Bool (1, ``width``): true at ``ids`` and from ``vocabulary`` on. Made once, since a GPU waits
+    for indices.
+    """
     with torch.inference_mode(False):  # a backward pass may keep it
         mask = torch.zeros(1, width, dtype=torch.bool)
         mask[:, list(ids)] = True
@@ -186,11 +218,14 @@ def _marked(ids: tuple[int, ...], vocabulary: int, width: int, device: torch.dev
 
 
 def inverse_cdf(log_probabilities: Tensor, uniforms: Tensor) -> Tensor:
-    """Sample by inverting the cumulative distribution: (B, V), uniforms in [0, 1) float64 (B,) -> token ids (B,)."""
+    """Sample by inverting the cumulative distribution: (B, V), uniforms in [0, 1) float64 (B,) ->
+    token ids (B,).
+    """
     # In place: with a large vocabulary allocating another copy takes as long as a sum.
     cumulative = log_probabilities.to(torch.float64, copy=True).exp_().cumsum_(dim=-1)
     thresholds = (uniforms * cumulative[:, -1]).unsqueeze(-1)
-    # A token of probability zero has the same cumulative value as the one before it, so it is never the first above.
+    # A token of probability zero has the same cumulative value as the one before it, so it is never
+    # the first above.
     picked = torch.searchsorted(cumulative, thresholds, right=True).squeeze(-1)
     return picked.clamp(max=log_probabilities.shape[-1] - 1)
 
@@ -200,5 +235,8 @@ def philox_uniforms(seed: int, streams: Sequence[int], length: int) -> Tensor:
 
     So which process or batch a prompt falls into never changes what is sampled for it.
     """
-    rows = [np.random.Generator(np.random.Philox(key=[seed, stream])).random(length) for stream in streams]
+    rows = [
+        np.random.Generator(np.random.Philox(key=[seed, stream])).random(length)
+        for stream in streams
+    ]
     return torch.from_numpy(np.stack(rows)) if rows else torch.zeros(0, length, dtype=torch.float64)

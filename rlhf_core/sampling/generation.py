@@ -1,10 +1,11 @@
-"""Sampling replies with a key-value cache of our own loop, so that the sampler's log-probabilities are known exactly.
+"""Sampling replies with a key-value cache of our own loop, so that the sampler's log-probabilities
+are known exactly.
 
 Shapes: B sequences, P prompt width (left-padded), T response width (right-padded), V vocabulary.
 
-A key-value cache that writes new tokens into buffers allocated in advance, instead of copying itself at each token. On
-a GPU a decoding step is captured once as a CUDA graph and launched as a whole from then on: one by one its hundreds of
-kernels take longer to launch than to run.
+A key-value cache that writes new tokens into buffers allocated in advance, instead of copying
+itself at each token. On a GPU a decoding step is captured once as a CUDA graph and launched as a
+whole from then on: one by one its hundreds of kernels take longer to launch than to run.
 
 Shapes of the cache: B sequences, K key-value heads, L tokens held so far, D head width.
 """
@@ -32,14 +33,17 @@ from rlhf_core.runtime.progress import within_step
 from rlhf_core.sampling.distribution import NOT_DRAWN, TokenDistribution, inverse_cdf
 from rlhf_core.sampling.token_scoring import Tokens
 
-# Tokens by which buffers grow: short replies allocate little, and a long one is copied once in so many tokens.
+# Tokens by which buffers grow: short replies allocate little, and a long one is copied once in so
+# many tokens.
 BLOCK = 64
 # The value of a token that is not written yet, far beyond those of models.
 UNSEEN = 1000.0
 
 
 class BlockLayer(DynamicLayer):
-    """Keys and values of one layer, views (B, K, L, D) of buffers whose length is a multiple of :data:`BLOCK`."""
+    """Keys and values of one layer, views (B, K, L, D) of buffers whose length is a multiple of
+    :data:`BLOCK`.
+    """
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -47,16 +51,24 @@ class BlockLayer(DynamicLayer):
         self._slot: Tensor | None = None
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        """Begin empty, as transformers does, but without a copy of nothing to the device, which the host waits for."""
+        """Begin empty, as transformers does, but without a copy of nothing to the device, which the
+        host waits for.
+        """
         self.dtype, self.device = key_states.dtype, key_states.device
         self.keys, self.values = key_states[:, :, :0], value_states[:, :, :0]
         self.is_initialized = True
 
-    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        """Append keys and values (B, K, new, D); return all. A fixed layer writes one token and returns its buffers."""
+    def update(
+        self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
+        """Append keys and values (B, K, new, D); return all. A fixed layer writes one token and
+        returns its buffers.
+        """
         if self._slot is not None and self._buffers is not None:
             keys, values = self._buffers
-            return keys.index_copy_(2, self._slot, key_states), values.index_copy_(2, self._slot, value_states)
+            return keys.index_copy_(2, self._slot, key_states), values.index_copy_(
+                2, self._slot, value_states
+            )
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         start = self.get_seq_length()
@@ -67,9 +79,11 @@ class BlockLayer(DynamicLayer):
         return self.keys, self.values
 
     def fix(self, slot: Tensor, length: int) -> None:
-        """Write the token that follows at ``slot`` (1,) of buffers of ``length`` tokens, whatever the model is told.
+        """Write the token that follows at ``slot`` (1,) of buffers of ``length`` tokens, whatever
+        the model is told.
 
-        What is not written yet is masked. Its values are large, so that a model that sees them all the same is found.
+        What is not written yet is masked. Its values are large, so that a model that sees them all
+        the same is found.
         """
         keys, values = self._reserve(length)
         held, self._slot = self.get_seq_length(), slot
@@ -107,14 +121,20 @@ def _longer(held: Tensor, length: int) -> Tensor:
 
 
 class BlockCache(DynamicCache):
-    """The cache of a model in decoding. Layers that look at a window or keep a state stay as transformers has them."""
+    """The cache of a model in decoding. Layers that look at a window or keep a state stay as
+    transformers has them.
+    """
 
     def __init__(self, config: PretrainedConfig) -> None:
         super().__init__(config=config)
-        self.layers = [BlockLayer() if type(layer) is DynamicLayer else layer for layer in self.layers]
+        self.layers = [
+            BlockLayer() if type(layer) is DynamicLayer else layer for layer in self.layers
+        ]
 
     def batch_select_indices(self, indices: Tensor) -> None:
-        """Keep the given sequences only, of the states of recurrent layers too, which beam search selects as well."""
+        """Keep the given sequences only, of the states of recurrent layers too, which beam search
+        selects as well.
+        """
         for layer in self.layers:
             if isinstance(layer, LinearAttentionCacheLayerMixin):
                 layer.reorder_cache(cast(Any, indices))
@@ -124,13 +144,18 @@ class BlockCache(DynamicCache):
 
 def cache_argument(model: nn.Module) -> str:
     """What a model's forward calls its cache: state-space models call theirs otherwise."""
-    return "cache_params" if "cache_params" in inspect.signature(model.forward).parameters else "past_key_values"
+    return (
+        "cache_params"
+        if "cache_params" in inspect.signature(model.forward).parameters
+        else "past_key_values"
+    )
 
 
 OnTokens = Callable[[Tensor], None]
 COMPACT_BELOW = 0.75
-# Steps between looks at which replies have ended. Looking waits for a GPU to finish what was queued; on a CPU looking
-# is free, while a step too many is not. What is computed for ended replies is never kept.
+# Steps between looks at which replies have ended. Looking waits for a GPU to finish what was
+# queued; on a CPU looking is free, while a step too many is not. What is computed for ended replies
+# is never kept.
 LOOK_EVERY = {"cpu": 1, "cuda": 16}
 
 
@@ -140,7 +165,8 @@ _capturing = threading.Lock()
 def cuda_graph(work: Callable[[], None]) -> Callable[[], None]:
     """Capture what ``work`` launches, without running it; the result runs it."""
     graph = torch.cuda.CUDAGraph()
-    # A capture that fails does not leave its stream. Other threads may copy or sample meanwhile, but not capture.
+    # A capture that fails does not leave its stream. Other threads may copy or sample meanwhile,
+    # but not capture.
     with (
         _capturing,
         torch.cuda.stream(torch.cuda.current_stream()),
@@ -151,7 +177,9 @@ def cuda_graph(work: Callable[[], None]) -> Callable[[], None]:
 
 
 def _replay(graph: torch.cuda.CUDAGraph, work: Callable[[], None]) -> None:
-    """Launch a graph; ``work`` holds the tensors that it reads, whose memory would be taken by others."""
+    """Launch a graph; ``work`` holds the tensors that it reads, whose memory would be taken by
+    others.
+    """
     graph.replay()
 
 
@@ -159,7 +187,8 @@ WAITING = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
 
 
 class NoWaiting(TorchDispatchMode):
-    """Raises ``RuntimeError`` where the host waits for a device's values, or copies to it, which no graph can.
+    """Raises ``RuntimeError`` where the host waits for a device's values, or copies to it, which no
+    graph can.
 
     A capture would fail there, after which PyTorch goes on taking memory as if it still captured.
     """
@@ -167,7 +196,8 @@ class NoWaiting(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
         given, made = (
-            [each for each in tree_leaves(values) if isinstance(each, Tensor)] for values in ((args, kwargs), result)
+            [each for each in tree_leaves(values) if isinstance(each, Tensor)]
+            for values in ((args, kwargs), result)
         )
         looks = func is torch.ops.aten.is_nonzero.default or not WAITING.isdisjoint(func.tags)
         if func is torch.ops.aten.index.Tensor:
@@ -179,8 +209,9 @@ class NoWaiting(TorchDispatchMode):
         return result
 
 
-# How a device captures work that is to be launched again and again. That takes as long as two or three steps without it
-# (H100, 28 layers), so it is left out for the last few, and half of the rows must have ended before others are dropped.
+# How a device captures work that is to be launched again and again. That takes as long as two or
+# three steps without it (H100, 28 layers), so it is left out for the last few, and half of the rows
+# must have ended before others are dropped.
 GRAPHS: dict[str, Callable[[Callable[[], None]], Callable[[], None]]] = {"cuda": cuda_graph}
 GRAPH_STEPS = 8
 GRAPH_COMPACT_BELOW = 0.5
@@ -190,7 +221,9 @@ _WORKS = "_rlhf_decodes_as_graph"  # attribute of a model that was compared; cop
 
 @dataclass(frozen=True)
 class Rollout:
-    """Sampled replies. ``logprobs`` are the sampler's own; the end marker is part of the response."""
+    """Sampled replies. ``logprobs`` are the sampler's own; the end marker is part of the
+    response.
+    """
 
     tokens: Tensor  # (B, P+T) long
     attention_mask: Tensor  # (B, P+T) long, 1 on real tokens
@@ -243,15 +276,21 @@ class _Rows:
 
 
 class _Decoding:
-    """A generation under way, on the device of the model: its rows, its cache and the tokens drawn last.
+    """A generation under way, on the device of the model: its rows, its cache and the tokens drawn
+    last.
 
     Args:
-        needs_mask: Whether the model has to see the mask. On a GPU rows without padding need none: attention is faster
-            without.
+        needs_mask: Whether the model has to see the mask. On a GPU rows without padding need none:
+            attention is faster without.
     """
 
     def __init__(
-        self, model: PreTrainedModel, sampling: TokenDistribution, rows: _Rows, width: int, needs_mask: bool
+        self,
+        model: PreTrainedModel,
+        sampling: TokenDistribution,
+        rows: _Rows,
+        width: int,
+        needs_mask: bool,
     ) -> None:
         self.model, self.sampling, self.rows, self.needs_mask = model, sampling, rows, needs_mask
         self.cache, self.cache_name = BlockCache(model.config), cache_argument(model)
@@ -267,7 +306,9 @@ class _Decoding:
         given = {
             "attention_mask": mask, "position_ids": position_ids, self.cache_name: self.cache, "logits_to_keep": 1,
         }  # fmt: skip
-        logits: Tensor = self.model(**arguments_of(self.model, use_cache=True, input_ids=ids, **given)).logits
+        logits: Tensor = self.model(
+            **arguments_of(self.model, use_cache=True, input_ids=ids, **given)
+        ).logits
         return logits[:, -1]
 
     def draw(self, logits: Tensor) -> None:
@@ -329,7 +370,9 @@ class _Decoding:
         return own and all(type(layer) is BlockLayer and layer.is_initialized for layer in layers)
 
     def _capture(self, length: int) -> None:
-        """Capture steps of a cache of ``length`` tokens, unless the model cannot be captured, which is noted in it."""
+        """Capture steps of a cache of ``length`` tokens, unless the model cannot be captured, which
+        is noted in it.
+        """
         try:
             if not hasattr(self.model, _WORKS):
                 setattr(self.model, _WORKS, self._reads_the_same(length))
@@ -351,7 +394,9 @@ class _Decoding:
             self._unfix()
 
     def _reads_the_same(self, length: int) -> bool:
-        """Whether the model gives the same logits where it reads the drawn tokens as a graph does."""
+        """Whether the model gives the same logits where it reads the drawn tokens as a graph
+        does.
+        """
         positions = self.rows.positions + 1
         plain = self._read_drawn(positions)
         self._unfix()
@@ -359,7 +404,9 @@ class _Decoding:
         try:
             with NoWaiting():  # type: ignore[no-untyped-call]
                 fixed = self._read_fixed(positions, slot, seen)
-        except RuntimeError:  # for want of memory, or since the host waits: the caller tells them apart
+        except (
+            RuntimeError
+        ):  # for want of memory, or since the host waits: the caller tells them apart
             raise
         except Exception:  # whatever an architecture does with a mask that others take
             return False
@@ -369,19 +416,25 @@ class _Decoding:
         return bool((fixed - plain).abs().max() <= near * plain.abs().max())
 
     def _read_fixed(self, positions: Tensor, slot: Tensor, seen: Tensor) -> Tensor:
-        """Read the drawn tokens into the slot (1,) that follows, which the mask (b, 1, 1, L) shows from then on."""
+        """Read the drawn tokens into the slot (1,) that follows, which the mask (b, 1, 1, L) shows
+        from then on.
+        """
         slot.add_(1)
         seen.index_fill_(3, slot, 0.0)
         return self.read(self.picked.unsqueeze(1), positions, seen)
 
     def _fix(self, length: int) -> tuple[Tensor, Tensor]:
-        """Fix the cache; returned are the slot (1,) of its last token, and the mask (b, 1, 1, L) of all."""
+        """Fix the cache; returned are the slot (1,) of its last token, and the mask (b, 1, 1, L) of
+        all.
+        """
         slot = self.step.new_full((1,), self.held - 1)
         for layer in self.cache.layers:
             cast(BlockLayer, layer).fix(slot, length)
         # Added to scores of attention: nothing at tokens held, and almost -inf elsewhere.
         dtype = self.model.dtype
-        seen = slot.new_full((len(self.rows.mask), 1, 1, length), torch.finfo(dtype).min, dtype=dtype)
+        seen = slot.new_full(
+            (len(self.rows.mask), 1, 1, length), torch.finfo(dtype).min, dtype=dtype
+        )
         seen[..., : self.held].masked_fill_(self.rows.mask[:, None, None, : self.held].bool(), 0.0)
         return slot, seen
 
@@ -391,11 +444,14 @@ class _Decoding:
 
 
 def _is_for_want_of_memory(error: BaseException | None) -> bool:
-    """Whether memory ran out: of PyTorch, which has an error for it, or where CUDA makes a graph of what was captured.
+    """Whether memory ran out: of PyTorch, which has an error for it, or where CUDA makes a graph of
+    what was captured.
 
     A capture that ended by that may fail once more where it is left.
     """
-    return error is not None and ("out of memory" in str(error) or _is_for_want_of_memory(error.__context__))
+    return error is not None and (
+        "out of memory" in str(error) or _is_for_want_of_memory(error.__context__)
+    )
 
 
 def _blocks(length: int) -> int:
@@ -418,8 +474,10 @@ def generate(
         model: The model, in evaluation mode.
         prompt_ids: Token ids of each prompt.
         uniforms: (B, max_new_tokens) float64, which decide every draw; see ``philox_uniforms``.
-        sampling: The training distribution, or the filtered one, whose log-probabilities are of no use to PPO.
-        on_tokens: Called after each step with the new token of every reply that was still being written.
+        sampling: The training distribution, or the filtered one, whose log-probabilities are of no
+            use to PPO.
+        on_tokens: Called after each step with the new token of every reply that was still being
+            written.
         width: Columns of prompts, at least.
     """
     base = sampling.base
@@ -442,7 +500,9 @@ def generate(
         _write(model, prompts, sampling, whole, padded or model.device.type == "cpu", on_tokens)
     columns = torch.arange(steps, device=model.device)
     response = whole.drawn.masked_fill(columns >= whole.lengths.unsqueeze(1), base.pad_id)
-    return trimmed_rollout(prompts, prompt_mask, response, whole.logprobs, whole.lengths, whole.finished)
+    return trimmed_rollout(
+        prompts, prompt_mask, response, whole.logprobs, whole.lengths, whole.finished
+    )
 
 
 def _write(
@@ -482,9 +542,16 @@ def _write(
 
 
 def trimmed_rollout(
-    prompts: Tensor, prompt_mask: Tensor, response: Tensor, logprobs: Tensor, lengths: Tensor, finished: Tensor
+    prompts: Tensor,
+    prompt_mask: Tensor,
+    response: Tensor,
+    logprobs: Tensor,
+    lengths: Tensor,
+    finished: Tensor,
 ) -> Rollout:
-    """Cut the response to its longest reply and build the masks from lengths alone (so pad may equal eos)."""
+    """Cut the response to its longest reply and build the masks from lengths alone (so pad may
+    equal eos).
+    """
     width = int(lengths.max()) if len(lengths) else 0
     mask = torch.arange(width, device=lengths.device).unsqueeze(0) < lengths.unsqueeze(1)
     return Rollout(

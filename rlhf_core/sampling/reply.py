@@ -1,4 +1,6 @@
-"""One reply to one prompt, whose text can be followed while it is sampled: what a chat and a server have in common."""
+"""One reply to one prompt, whose text can be followed while it is sampled: what a chat and a server
+have in common.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,8 @@ class SampledReply:
     Attributes:
         text: The reply without its end marker, and without the stop string that ended it.
         token_ids: The sampled tokens, end marker included.
-        finish_reason: ``stop`` where an end marker or a stop string ended it, ``length`` where it was cut off.
+        finish_reason: ``stop`` where an end marker or a stop string ended it, ``length`` where it
+            was cut off.
     """
 
     text: str
@@ -76,7 +79,9 @@ def sample_reply(
     token_ids = rollout.replies()[0]
     text, finished = decode_reply(tokenizer, token_ids)
     end = _first_occurrence(text, stop)  # the end marker may complete the decoding of a stop string
-    return SampledReply(text[:end], tuple(token_ids), "stop" if finished or end is not None else "length")
+    return SampledReply(
+        text[:end], tuple(token_ids), "stop" if finished or end is not None else "length"
+    )
 
 
 class _StopStringReached(Exception):
@@ -85,14 +90,17 @@ class _StopStringReached(Exception):
 
 def _first_occurrence(text: str, strings: Sequence[str]) -> int | None:
     """Return where the first of ``strings`` begins in ``text``, None if it has none of them."""
-    return min((position for string in strings if (position := text.find(string)) >= 0), default=None)
+    return min(
+        (position for string in strings if (position := text.find(string)) >= 0), default=None
+    )
 
 
 class ReplyPieces:
     """Splits a growing text into pieces whose concatenation is the whole reply.
 
     Args:
-        lead: What the chat template writes in front of a reply. A text that is its beginning is held back.
+        lead: What the chat template writes in front of a reply. A text that is its beginning is
+            held back.
         endings: Strings that a reply ends before. What could be the beginning of one is held back.
     """
 
@@ -101,18 +109,25 @@ class ReplyPieces:
         self.sent = ""
 
     def next(self, text: str) -> str:
-        """The next piece of the reply, whose ``text`` so far is longer than it was; empty if there is none yet."""
+        """The next piece of the reply, whose ``text`` so far is longer than it was; empty if there
+        is none yet.
+        """
         if text and self.lead.startswith(text):
             return ""
-        # A beginning longer than the text cannot end it: a request's stop string may have millions of characters.
+        # A beginning longer than the text cannot end it: a request's stop string may have millions
+        # of characters.
         lengths = (
-            n for ending in self.endings for n in range(1, min(len(ending), len(text)) + 1) if text.endswith(ending[:n])
+            n
+            for ending in self.endings
+            for n in range(1, min(len(ending), len(text)) + 1)
+            if text.endswith(ending[:n])
         )
         return self.rest(text[: len(text) - max(lengths, default=0)])
 
     def rest(self, text: str) -> str:
         """The last piece of the whole reply, or the piece up to where ``text`` ends."""
-        # A tokenizer may decode a beginning otherwise when it knows more; the text goes on where both agree again.
+        # A tokenizer may decode a beginning otherwise when it knows more; the text goes on where
+        # both agree again.
         if not text.startswith(self.sent):
             return ""
         piece = text[len(self.sent) :]

@@ -29,11 +29,12 @@ class PromptBatch:
 
     Attributes:
         ids: Token ids of each prompt.
-        streams: Number of each reply's random stream. With ``seed`` it alone decides the reply's draws, whatever rank
-            or batch the prompt falls into.
+        streams: Number of each reply's random stream. With ``seed`` it alone decides the reply's
+            draws, whatever rank or batch the prompt falls into.
         seed: Seed of all streams.
-        width: Columns that prompts are padded to where none of them is longer. Another width rounds logits otherwise:
-            parts of a batch that have that of the whole get the very replies that the whole would.
+        width: Columns that prompts are padded to where none of them is longer. Another width rounds
+            logits otherwise: parts of a batch that have that of the whole get the very replies that
+            the whole would.
     """
 
     ids: Sequence[Sequence[int]]
@@ -46,7 +47,8 @@ class PromptBatch:
 
 
 class Sampler(ABC):
-    """Samples replies with a copy of the policy's weights: ``sync``, then ``sample`` inside of ``awake``.
+    """Samples replies with a copy of the policy's weights: ``sync``, then ``sample`` inside of
+    ``awake``.
 
     ``version`` is that of the weights from the last :meth:`sync`; None before the first.
     """
@@ -58,13 +60,16 @@ class Sampler(ABC):
     def sync(self, policy: PreTrainedModel, version: int) -> None:
         """Take over the weights of ``policy`` and call them ``version``. All ranks call it.
 
-        They are whole on every rank, or sharded (``training.engine.deepspeed.ShardedModel``) where a server samples.
+        They are whole on every rank, or sharded (``training.engine.deepspeed.ShardedModel``) where
+        a server samples.
 
         Raises:
             RlhfError: It is called inside of :meth:`awake`, where weights must not change.
         """
         if self._awake:
-            raise RlhfError("the weights of a sampler that is awake must not change: call sync before awake")
+            raise RlhfError(
+                "the weights of a sampler that is awake must not change: call sync before awake"
+            )
         self._take_over(policy, version)
         self.version = version
 
@@ -81,9 +86,13 @@ class Sampler(ABC):
             RlhfError: The sampler has other weights, or none.
         """
         if self.version is None:
-            raise RlhfError(f"the sampler has no weights yet, version {version} was asked for: call sync first")
+            raise RlhfError(
+                f"the sampler has no weights yet, version {version} was asked for: call sync first"
+            )
         if self.version != version:
-            raise RlhfError(f"the sampler has the weights of version {self.version}, not of {version}: call sync first")
+            raise RlhfError(
+                f"the sampler has the weights of version {self.version}, not of {version}: call sync first"
+            )
         with self._ready(rows, steps):
             self._awake = True
             try:
@@ -92,14 +101,17 @@ class Sampler(ABC):
                 self._awake = False
 
     def release(self) -> None:
-        """Let go of the model of the last :meth:`sync`, whose memory another one needs before the next."""
+        """Let go of the model of the last :meth:`sync`, whose memory another one needs before the
+        next.
+        """
         self.version = None
 
     def sample(self, prompts: PromptBatch, sampling: TokenDistribution) -> Rollout:
         """Sample one reply per prompt (of which there may be none), for the calling rank alone.
 
         Raises:
-            RlhfError: It is called outside of :meth:`awake`, or the sampler knows no such distribution.
+            RlhfError: It is called outside of :meth:`awake`, or the sampler knows no such
+                distribution.
         """
         if not self._awake:
             raise RlhfError("a sampler samples only while it is awake: call sample inside of awake")
@@ -116,7 +128,9 @@ class Sampler(ABC):
 
 
 class LocalSampler(Sampler):
-    """Samples with the model of the last :meth:`sync`; no weight is copied but those of decoding layers."""
+    """Samples with the model of the last :meth:`sync`; no weight is copied but those of decoding
+    layers.
+    """
 
     _policy: PreTrainedModel
 
@@ -143,9 +157,14 @@ class LocalSampler(Sampler):
 
 
 def sample_replies(
-    sampler: Sampler, version: int, prompts: PromptBatch, sampling: Sampling, batch_size: int | None = None
+    sampler: Sampler,
+    version: int,
+    prompts: PromptBatch,
+    sampling: Sampling,
+    batch_size: int | None = None,
 ) -> Rollout:
-    """Sample one reply per prompt, at most ``batch_size`` prompts of a rank at a time (all of them for ``None``).
+    """Sample one reply per prompt, at most ``batch_size`` prompts of a rank at a time (all of them
+    for ``None``).
 
     Args:
         sampler: Has the weights of ``version``.
@@ -155,27 +174,37 @@ def sample_replies(
         batch_size: Bounds the memory of one call of the sampler.
 
     Returns:
-        The replies to all prompts, on every rank. Those of a bit-exact sampler have the bits of one process and batch,
-        as far as a row's products do not depend on the number of rows.
+        The replies to all prompts, on every rank. Those of a bit-exact sampler have the bits of one
+        process and batch, as far as a row's products do not depend on the number of rows.
     """
     width = max(map(len, prompts.ids), default=0)
-    ids, streams = distributed.shard_for_rank(prompts.ids), distributed.shard_for_rank(prompts.streams)
+    ids, streams = (
+        distributed.shard_for_rank(prompts.ids),
+        distributed.shard_for_rank(prompts.streams),
+    )
     together = batch_size or max(len(ids), 1)
     starts = range(0, max(len(ids), 1), together)
     parts = []
     with sampler.awake(version, min(together, len(ids)), len(starts) * sampling.max_new_tokens):
         for start in starts:
             rows = slice(start, start + together)
-            parts.append(sampler.sample(PromptBatch(ids[rows], streams[rows], prompts.seed, width), sampling))
+            parts.append(
+                sampler.sample(PromptBatch(ids[rows], streams[rows], prompts.seed, width), sampling)
+            )
     columns = vars(concatenate(parts, sampling.pad_id))
     fills = {"tokens": sampling.pad_id}
-    gathered = {name: distributed.gather_rows(own, len(prompts), fills.get(name, 0)) for name, own in columns.items()}
+    gathered = {
+        name: distributed.gather_rows(own, len(prompts), fills.get(name, 0))
+        for name, own in columns.items()
+    }
     # Inference tensors cannot take part in autograd later, so plain copies go on.
     return Rollout(**{name: column.clone() for name, column in gathered.items()})
 
 
 def concatenate(parts: Sequence[Rollout], pad_id: int) -> Rollout:
-    """Join rollouts of several batches, whose prompts are equally wide: responses are padded to the widest."""
+    """Join rollouts of several batches, whose prompts are equally wide: responses are padded to the
+    widest.
+    """
     widest = max(part.response_mask.shape[1] for part in parts)
 
     def joined(name: str) -> Tensor:
@@ -189,4 +218,6 @@ def concatenate(parts: Sequence[Rollout], pad_id: int) -> Rollout:
             ]
         return torch.cat(columns)
 
-    return parts[0] if len(parts) == 1 else Rollout(**{name: joined(name) for name in vars(parts[0])})
+    return (
+        parts[0] if len(parts) == 1 else Rollout(**{name: joined(name) for name in vars(parts[0])})
+    )

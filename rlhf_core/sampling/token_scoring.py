@@ -1,8 +1,10 @@
-"""Passes over sampled replies: logits and values of their positions, log-probabilities, entropy, exact KL.
+"""Passes over sampled replies: logits and values of their positions, log-probabilities, entropy,
+exact KL.
 
-The distribution is a row of the vocabulary's size for every position, the result a few numbers. Where the rows of a
-batch would not fit into ``limit`` bytes, they are computed in chunks (see :mod:`rlhf_core.models.forward`), and at
-the tokens of replies only, not at their padding. Within the limit they are computed as a whole.
+The distribution is a row of the vocabulary's size for every position, the result a few numbers.
+Where the rows of a batch would not fit into ``limit`` bytes, they are computed in chunks (see
+:mod:`rlhf_core.models.forward`), and at the tokens of replies only, not at their padding. Within
+the limit they are computed as a whole.
 
 Shapes: B sequences, T response positions, V vocabulary.
 """
@@ -39,11 +41,12 @@ class Tokens:
     """What a model needs to see of a batch.
 
     Attributes:
-        tokens: (B, L). Prompts are padded on the left and replies on the right, L being P + T, unless there are
-            ``reply_starts``.
+        tokens: (B, L). Prompts are padded on the left and replies on the right, L being P + T,
+            unless there are ``reply_starts``.
         attention_mask: (B, L).
         response_mask: (B, T).
-        reply_starts: Column of each reply's first token (B,), where rows begin in the first column. None otherwise.
+        reply_starts: Column of each reply's first token (B,), where rows begin in the first column.
+            None otherwise.
         shortest_prompt: The least of ``reply_starts``, known without waiting for a GPU.
     """
 
@@ -66,9 +69,11 @@ class Tokens:
 
     @property
     def mask_and_positions(self) -> tuple[Tensor | None, Tensor]:
-        """The mask that attention sees, where it needs one (see ``models.forward.right_padded``), and positions.
+        """The mask that attention sees, where it needs one (see ``models.forward.right_padded``),
+        and positions.
 
-        They are (B, L), and counted from the first real token, so that padding never changes a number.
+        They are (B, L), and counted from the first real token, so that padding never changes a
+        number.
         """
         if self.reply_starts is not None:
             return right_padded(self.attention_mask)
@@ -101,7 +106,8 @@ class Tokens:
         return prompt_list, reply_list
 
     def before_and_at_replies(self, values: Tensor) -> Tensor:
-        """What is before each response token, and at the last position: (B, L, ...) -> (B, T + 1, ...).
+        """What is before each response token, and at the last position: (B, L, ...) -> (B, T + 1,
+        ...).
 
         Columns before all of these may be left out of ``values``.
         """
@@ -112,7 +118,9 @@ class Tokens:
 
     def part(self, rows: Tensor) -> Tokens:
         """The given rows, with the padding that they do not need cut off on both sides."""
-        prompts, replies = Tokens(self.tokens[rows], self.attention_mask[rows], self.response_mask[rows]).lengths()
+        prompts, replies = Tokens(
+            self.tokens[rows], self.attention_mask[rows], self.response_mask[rows]
+        ).lengths()
         return self.cut(rows, max(1, *prompts), max(1, *replies))
 
     def cut(self, rows: Tensor, prompt: int, reply: int) -> Tokens:
@@ -123,7 +131,8 @@ class Tokens:
         return Tokens(self.tokens[rows][:, span], self.attention_mask[rows][:, span], mask)
 
     def compact(self, rows: Tensor, width: int, reply: int, shortest_prompt: int) -> Tokens:
-        """The given rows in ``width`` columns, each beginning in the first, with ``reply`` response positions.
+        """The given rows in ``width`` columns, each beginning in the first, with ``reply`` response
+        positions.
 
         No prompt is shorter than ``shortest_prompt``, which is at least one token.
         """
@@ -137,13 +146,19 @@ class Tokens:
         return Tokens(self.tokens[rows].gather(1, source), kept, mask, starts, shortest_prompt)
 
     def columns_with_logits(self, plain_head: bool) -> int:
-        """How many of the last columns a model makes logits of; with a plain head it makes them later, where needed."""
+        """How many of the last columns a model makes logits of; with a plain head it makes them
+        later, where needed.
+        """
         if self.reply_starts is None:
             return self.width + 1
-        return self.tokens.shape[1] if plain_head else self.tokens.shape[1] - self.shortest_prompt + 1
+        return (
+            self.tokens.shape[1] if plain_head else self.tokens.shape[1] - self.shortest_prompt + 1
+        )
 
     def _reply_columns(self, first: int, count: int) -> Tensor:
-        """Columns of response positions ``first`` .. ``first + count - 1`` of each row, within the row (B, count)."""
+        """Columns of response positions ``first`` .. ``first + count - 1`` of each row, within the
+        row (B, count).
+        """
         assert self.reply_starts is not None
         offsets = torch.arange(first, first + count, device=self.tokens.device)
         return (self.reply_starts.unsqueeze(1) + offsets).clamp(max=self.tokens.shape[1] - 1)
@@ -157,7 +172,9 @@ def response_logits(model: PreTrainedModel, batch: Tokens) -> LazyLogits:
 
 
 def logits_and_values(model: ActorCritic, batch: Tokens) -> tuple[LazyLogits, Tensor]:
-    """:func:`response_logits` (B, T + 1, V) and :func:`response_values` (B, T), in one pass of the backbone."""
+    """:func:`response_logits` (B, T + 1, V) and :func:`response_values` (B, T), in one pass of the
+    backbone.
+    """
     keep = batch.columns_with_logits(has_plain_head(model.policy))
     logits, scores = model(batch.tokens, *batch.mask_and_positions, logits_to_keep=keep)
     states = batch.before_and_at_replies(logits.states)
@@ -185,7 +202,8 @@ def token_statistics(
     reference: LazyLogits | None = None,
     exact_kl: bool = True,
 ) -> dict[str, Tensor]:
-    """What a training distribution says of the response tokens, each (B, T). Masked positions may hold anything.
+    """What a training distribution says of the response tokens, each (B, T). Masked positions may
+    hold anything.
 
     Args:
         logits: Of the response positions, as :func:`response_logits` gives them.
@@ -193,10 +211,12 @@ def token_statistics(
         limit: Bytes of float32 logits that may exist at once, per model.
         entropies: Whether to compute ``entropy``, that of each distribution in nats.
         reference: Logits of a second model at the same positions.
-        exact_kl: Whether to compute ``full_kl``, the exact KL to the reference over the vocabulary in nats.
+        exact_kl: Whether to compute ``full_kl``, the exact KL to the reference over the vocabulary
+            in nats.
 
     Returns:
-        ``logprobs`` of the tokens, ``ref_logprobs`` under the reference where there is one, and what was asked for.
+        ``logprobs`` of the tokens, ``ref_logprobs`` under the reference where there is one, and
+        what was asked for.
     """
     count = logits.chunks(limit)
     if count == 1:
@@ -215,7 +235,9 @@ def token_statistics(
         ref_head = head if reference.head is logits.head else reference.repeatable_head()
     names: list[str] = []
 
-    def compute(tokens: Tensor, positions: Tensor, states: Tensor, ref_states: Tensor) -> tuple[Tensor, ...]:
+    def compute(
+        tokens: Tensor, positions: Tensor, states: Tensor, ref_states: Tensor
+    ) -> tuple[Tensor, ...]:
         policy, other = log_distribution_at(head(states), positions, sampling), None
         if reference is logits:
             other = policy
@@ -275,7 +297,8 @@ class MicroBatch:
     Attributes:
         rows: Row numbers (b,).
         tokens: What models see of them, without padding that the pass does not need.
-        weight: Weight of its terms: 0 for a pass that is made only because other ranks make one, else 1.
+        weight: Weight of its terms: 0 for a pass that is made only because other ranks make one,
+            else 1.
     """
 
     rows: Tensor
@@ -287,12 +310,14 @@ class MicroBatch:
 class MicroBatchLimits:
     """Bounds of one pass; they change no sum over a batch.
 
-    With a bound on rows alone, prompts are padded on the left and replies on the right, to the longest of the part.
-    With a budget of tokens as well, rows begin in the first column, so that a part is as wide as its longest row.
+    With a bound on rows alone, prompts are padded on the left and replies on the right, to the
+    longest of the part. With a budget of tokens as well, rows begin in the first column, so that a
+    part is as wide as its longest row.
 
     Attributes:
         rows: Sequences; None for 16, or for no bound where there is a budget.
-        tokens: Positions, padding included; a longer sequence makes a pass of its own. None for no budget.
+        tokens: Positions, padding included; a longer sequence makes a pass of its own. None for no
+            budget.
     """
 
     rows: int | None = None
@@ -306,15 +331,26 @@ class MicroBatchLimits:
         prompts, replies = batch.lengths()
         shards = list(self._shards(prompts, replies))
         # One copy to the device for all of them: the host waits for each.
-        together = torch.tensor([row for rows, _ in shards for row in rows], dtype=torch.long).to(batch.tokens.device)
-        for (rows, weight), index in zip(shards, together.split([len(rows) for rows, _ in shards]), strict=True):
-            own_prompts, own_replies = [prompts[row] for row in rows], [replies[row] for row in rows]
+        together = torch.tensor([row for rows, _ in shards for row in rows], dtype=torch.long).to(
+            batch.tokens.device
+        )
+        for (rows, weight), index in zip(
+            shards, together.split([len(rows) for rows, _ in shards]), strict=True
+        ):
+            own_prompts, own_replies = (
+                [prompts[row] for row in rows],
+                [replies[row] for row in rows],
+            )
             reply = max(1, *own_replies)
             if self.tokens is None:
                 tokens = batch.cut(index, max(1, *own_prompts), reply)
             else:
-                assert min(own_prompts) > 0, "a prompt without tokens has nothing to predict its reply from"
-                tokens = batch.compact(index, self._width(own_prompts, own_replies), reply, min(own_prompts))
+                assert min(own_prompts) > 0, (
+                    "a prompt without tokens has nothing to predict its reply from"
+                )
+                tokens = batch.compact(
+                    index, self._width(own_prompts, own_replies), reply, min(own_prompts)
+                )
             yield MicroBatch(index, tokens, weight)
 
     def most_rows(self, width: int) -> int:
@@ -353,10 +389,13 @@ class MicroBatchLimits:
         return max(prompt + max(reply, 1) for prompt, reply in zip(prompts, replies, strict=True))
 
 
-def filled_parts(lengths: Sequence[int], budget: int, most_rows: int | None = None) -> list[list[int]]:
+def filled_parts(
+    lengths: Sequence[int], budget: int, most_rows: int | None = None
+) -> list[list[int]]:
     """Rows in parts of at most ``budget`` positions, the longest first.
 
-    A part is as wide as its longest row. It ends, too, where a further row would make more than a tenth of it padding.
+    A part is as wide as its longest row. It ends, too, where a further row would make more than a
+    tenth of it padding.
 
     Args:
         lengths: Tokens of each row.
@@ -379,7 +418,9 @@ def filled_parts(lengths: Sequence[int], budget: int, most_rows: int | None = No
 
 
 def divide_for_ranks(parts: list[list[int]], ranks: int) -> None:
-    """Halve parts with the most rows, in place, until there are as many for each rank, as far as rows allow."""
+    """Halve parts with the most rows, in place, until there are as many for each rank, as far as
+    rows allow.
+    """
     while len(parts) % ranks and max(map(len, parts)) > 1:
         number = max(range(len(parts)), key=lambda part: len(parts[part]))
         part = parts[number]

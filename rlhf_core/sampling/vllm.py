@@ -1,4 +1,6 @@
-"""Sampling by a vLLM server: the server, its client, the weights it is sent, and the sampler; which one a run has."""
+"""Sampling by a vLLM server: the server, its client, the weights it is sent, and the sampler; which
+one a run has.
+"""
 
 from __future__ import annotations
 
@@ -30,12 +32,23 @@ from rlhf_core.models.forward import probe_ids
 from rlhf_core.models.io import quiet
 from rlhf_core.models.precision import matmul_precision
 from rlhf_core.runtime import distributed
-from rlhf_core.runtime.http_retry import RetriesExhausted, bearer_token, describe_answer, json_content, post_json
+from rlhf_core.runtime.http_retry import (
+    RetriesExhausted,
+    bearer_token,
+    describe_answer,
+    json_content,
+    post_json,
+)
 from rlhf_core.sampling.agreement import LIMITS
 from rlhf_core.sampling.distribution import Sampling, TokenDistribution
 from rlhf_core.sampling.generation import Rollout, trimmed_rollout
 from rlhf_core.sampling.sampler import LocalSampler, PromptBatch, Sampler
-from rlhf_core.sampling.weight_transfer import CheckpointWeights, WeightTransfer, as_tensor, plain_weights
+from rlhf_core.sampling.weight_transfer import (
+    CheckpointWeights,
+    WeightTransfer,
+    as_tensor,
+    plain_weights,
+)
 from rlhf_core.storage.files import atomic_dir, atomic_write_json, new_scratch_folder, read_json
 
 MODEL = "policy"  # the name that requests give
@@ -43,15 +56,27 @@ STOP_SECONDS, POLL_SECONDS = 30.0, 0.2
 PR_SET_PDEATHSIG = 1
 LOG_CHARACTERS = 400
 # What a launcher of ranks sets for the trainer, and would make the server join it.
-OF_RANKS = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "PYTHONPATH")
-OF_LAUNCHER = "TORCHELASTIC_"  # with them vLLM's own process group waits for the store of these ranks
+OF_RANKS = (
+    "RANK",
+    "LOCAL_RANK",
+    "WORLD_SIZE",
+    "LOCAL_WORLD_SIZE",
+    "MASTER_ADDR",
+    "MASTER_PORT",
+    "PYTHONPATH",
+)
+OF_LAUNCHER = (
+    "TORCHELASTIC_"  # with them vLLM's own process group waits for the store of these ranks
+)
 
 
 class VllmServer:
-    """A vLLM server that listens on a socket which only its user can open, and ends with the trainer.
+    """A vLLM server that listens on a socket which only its user can open, and ends with the
+    trainer.
 
-    It offers vLLM's development endpoints, by which weights are loaded. vLLM asks for no token at these, so that a port
-    would let every user of the machine load weights and call methods of its workers.
+    It offers vLLM's development endpoints, by which weights are loaded. vLLM asks for no token at
+    these, so that a port would let every user of the machine load weights and call methods of its
+    workers.
 
     Args:
         python: The Python of an environment that has vLLM; ``RlhfError`` if it cannot be started.
@@ -62,14 +87,30 @@ class VllmServer:
     """
 
     def __init__(
-        self, python: str, arguments: Sequence[str], model: Path, precision: str, log: Path, sleep: bool = False
+        self,
+        python: str,
+        arguments: Sequence[str],
+        model: Path,
+        precision: str,
+        log: Path,
+        sleep: bool = False,
     ) -> None:
         self.token, self.log = secrets.token_urlsafe(32), log
-        self._folder = new_scratch_folder("rlhf-vllm-")  # not beside the log: sockets have short paths
+        self._folder = new_scratch_folder(
+            "rlhf-vllm-"
+        )  # not beside the log: sockets have short paths
         self.socket = self._folder / "socket"
         command = [
             *(python, "-m", "vllm.entrypoints.openai.api_server", "--uds", str(self.socket)),
-            *("--model", str(model), "--served-model-name", MODEL, "--dtype", precision, "--skip-tokenizer-init"),
+            *(
+                "--model",
+                str(model),
+                "--served-model-name",
+                MODEL,
+                "--dtype",
+                precision,
+                "--skip-tokenizer-init",
+            ),
             *("--logprobs-mode", "processed_logprobs", "--generation-config", "vllm"),
             *(["--enable-sleep-mode"] if sleep else []),
             *arguments,
@@ -80,7 +121,9 @@ class VllmServer:
             if name not in OF_RANKS and not name.startswith(OF_LAUNCHER)
         }
         environment |= {
-            "PATH": os.pathsep.join([str(Path(python).parent), environment.get("PATH", os.defpath)]),
+            "PATH": os.pathsep.join(
+                [str(Path(python).parent), environment.get("PATH", os.defpath)]
+            ),
             "VLLM_API_KEY": self.token,
             "VLLM_SERVER_DEV_MODE": "1",
             "VLLM_NO_USAGE_STATS": "1",
@@ -112,7 +155,11 @@ class VllmServer:
         lines = self.log.read_text(encoding="utf-8", errors="replace").split("\n")
         written = [line.strip() for line in lines if line.strip()]
         # vLLM wraps the error of a worker process in others, whose text says nothing.
-        causes = [line for line in written if "Error: " in line and "Engine core initialization failed" not in line]
+        causes = [
+            line
+            for line in written
+            if "Error: " in line and "Engine core initialization failed" not in line
+        ]
         last = (causes or written or ["it is empty"])[-1][-LOG_CHARACTERS:]
         return f"vLLM's server ended with status {status}; from its log {self.log}: {last}"
 
@@ -124,7 +171,11 @@ class VllmServer:
                 os.killpg(self.process.pid, sent)
             except ProcessLookupError:
                 break
-            while sent == signal.SIGTERM and self.process.poll() is None and time.monotonic() < deadline:
+            while (
+                sent == signal.SIGTERM
+                and self.process.poll() is None
+                and time.monotonic() < deadline
+            ):
                 time.sleep(POLL_SECONDS)
         self.process.wait()
         shutil.rmtree(self._folder, ignore_errors=True)
@@ -135,7 +186,9 @@ RETRIES = 2
 FORBIDDING_BIAS = -100.0
 
 
-SampledTokens = tuple[list[int], list[float]]  # a reply, end marker included, and the log-probabilities of its draws
+SampledTokens = tuple[
+    list[int], list[float]
+]  # a reply, end marker included, and the log-probabilities of its draws
 
 
 class VllmClient:
@@ -147,11 +200,15 @@ class VllmClient:
         end_report: Says how the server ended, if it did.
     """
 
-    def __init__(self, http: httpx.Client, token: str = "", end_report: Callable[[], str] = lambda: "") -> None:
+    def __init__(
+        self, http: httpx.Client, token: str = "", end_report: Callable[[], str] = lambda: ""
+    ) -> None:
         self.http, self.token, self.end_report = http, token, end_report
 
     def wait_until_ready(self, seconds: float) -> None:
-        """Wait for the server to answer; ``RlhfError`` if it ends before, or takes longer than ``seconds``."""
+        """Wait for the server to answer; ``RlhfError`` if it ends before, or takes longer than
+        ``seconds``.
+        """
         deadline = time.monotonic() + seconds
         while time.monotonic() < deadline:
             if ended := self.end_report():
@@ -170,9 +227,14 @@ class VllmClient:
     def complete(
         self, prompt: Sequence[int], seed: int, distribution: TokenDistribution, vocabulary: int
     ) -> SampledTokens:
-        """Sample one reply to the ids ``prompt``, for a model of ``vocabulary`` logits; ``seed`` decides the draws."""
+        """Sample one reply to the ids ``prompt``, for a model of ``vocabulary`` logits; ``seed``
+        decides the draws.
+        """
         sampling = distribution.base
-        forbidden = {*sampling.forbidden_ids, *range(sampling.vocabulary_size or vocabulary, vocabulary)}
+        forbidden = {
+            *sampling.forbidden_ids,
+            *range(sampling.vocabulary_size or vocabulary, vocabulary),
+        }
         choice = self._complete(
             prompt,
             max_tokens=sampling.max_new_tokens,
@@ -188,9 +250,16 @@ class VllmClient:
         return choice["token_ids"], choice["logprobs"]["token_logprobs"]
 
     def prompt_logprobs(self, prompt: Sequence[int]) -> list[float]:
-        """The log-probability of every token of ``prompt`` but the first, at temperature 1 and without masks."""
-        entries = self._complete(prompt, max_tokens=1, temperature=1.0, prompt_logprobs=0)["prompt_logprobs"]
-        return [entry[str(token)]["logprob"] for token, entry in zip(prompt[1:], entries[1:], strict=True)]
+        """The log-probability of every token of ``prompt`` but the first, at temperature 1 and
+        without masks.
+        """
+        entries = self._complete(prompt, max_tokens=1, temperature=1.0, prompt_logprobs=0)[
+            "prompt_logprobs"
+        ]
+        return [
+            entry[str(token)]["logprob"]
+            for token, entry in zip(prompt[1:], entries[1:], strict=True)
+        ]
 
     def weights_label(self) -> str:
         """The name of the weights that the server has; another one after a restart."""
@@ -235,10 +304,16 @@ class VllmClient:
             raise self._failed("/v1/completions", describe_answer(answer, self.token)) from error
         return choice
 
-    def post(self, path: str, body: dict[str, Any] | None = None, retries: int = RETRIES) -> httpx.Response:
-        """Ask for ``path``, again where the server does not answer; ``RlhfError`` unless it says that it did."""
+    def post(
+        self, path: str, body: dict[str, Any] | None = None, retries: int = RETRIES
+    ) -> httpx.Response:
+        """Ask for ``path``, again where the server does not answer; ``RlhfError`` unless it says
+        that it did.
+        """
         try:
-            answer = post_json(self.http, path, body or {}, retries=retries, wait=time.sleep, secret=self.token)
+            answer = post_json(
+                self.http, path, body or {}, retries=retries, wait=time.sleep, secret=self.token
+            )
         except RetriesExhausted as error:
             raise self._failed(path, str(error)) from error
         if answer.status_code != 200:
@@ -250,7 +325,9 @@ class VllmClient:
         return self.post(path, body, retries=0)
 
     def _failed(self, path: str, problem: str) -> RlhfError:
-        return RlhfError(self.end_report() or f"vLLM's server at {self.http.base_url}: {path} {problem}")
+        return RlhfError(
+            self.end_report() or f"vLLM's server at {self.http.base_url}: {path} {problem}"
+        )
 
 
 def request_seed(seed: int, stream: int) -> int:
@@ -260,11 +337,13 @@ def request_seed(seed: int, stream: int) -> int:
 
 @torch.no_grad()
 def save_merged(policy: PreTrainedModel, folder: Path) -> None:
-    """Write config and weights of ``policy`` to ``folder``, which is replaced at once; the policy is left as it is.
+    """Write config and weights of ``policy`` to ``folder``, which is replaced at once; the policy
+    is left as it is.
 
-    Weights have the names that they have without adapters, which are merged in the weight's precision. An unembedding
-    that is tied to the embedding is written as a matrix of its own: on CPUs a server that reloads tied weights goes on
-    with the packed copy that it made of the first ones.
+    Weights have the names that they have without adapters, which are merged in the weight's
+    precision. An unembedding that is tied to the embedding is written as a matrix of its own: on
+    CPUs a server that reloads tied weights goes on with the packed copy that it made of the first
+    ones.
     """
     weights = {name: as_tensor(weight) for name, weight in plain_weights(policy).items()}
     tied = bool(policy.config.get_text_config().tie_word_embeddings)
@@ -284,8 +363,9 @@ def save_merged(policy: PreTrainedModel, folder: Path) -> None:
 class VllmSampler(Sampler):
     """Samples in a vLLM server that is started at the first :meth:`sync`, or that runs already.
 
-    Rank 0 starts the server and loads weights; every rank sends the requests for its own prompts. A reply's draws are
-    a function of seed and stream, and its tokens are too but for rounding, which may depend on what is sampled with it.
+    Rank 0 starts the server and loads weights; every rank sends the requests for its own prompts. A
+    reply's draws are a function of seed and stream, and its tokens are too but for rounding, which
+    may depend on what is sampled with it.
 
     Args:
         config: Names the server.
@@ -297,7 +377,9 @@ class VllmSampler(Sampler):
         self.config = config
         self._log = work / "vllm.log"
         self._weights = Path(config.weights_folder or work) / "vllm-weights"
-        self._name = secrets.token_hex(8)  # tells apart the weights of this run and of others on the same server
+        self._name = secrets.token_hex(
+            8
+        )  # tells apart the weights of this run and of others on the same server
         self._server: VllmServer | None = None
         self._client: VllmClient | None = None
         self._transfer: WeightTransfer | None = None
@@ -307,7 +389,8 @@ class VllmSampler(Sampler):
         """Have the server load the weights of ``policy``, adapters merged.
 
         Raises:
-            RlhfError: The server cannot be started or reached, or does not compute what the policy computes.
+            RlhfError: The server cannot be started or reached, or does not compute what the policy
+                computes.
         """
         expected, limit = probed_logprobs(policy), LIMITS[matmul_precision(policy)].token
         if self.config.weights == "nccl":
@@ -317,7 +400,9 @@ class VllmSampler(Sampler):
             whole = policy if on_host is None else on_host()  # of a sharded one, on rank 0
             on_first_rank(lambda: self._load_files(whole))
         on_first_rank(lambda: self._accept(policy, expected, limit, version))
-        address = [str(self._server.socket), self._server.token] if self._server is not None else None
+        address = (
+            [str(self._server.socket), self._server.token] if self._server is not None else None
+        )
         self._name, address = distributed.broadcast_from_rank0([self._name, address])
         if self._client is None:
             self._client = self._connect(address)
@@ -345,7 +430,9 @@ class VllmSampler(Sampler):
     def _draw(self, prompts: PromptBatch, sampling: TokenDistribution) -> Rollout:
         """Send a request per prompt, all at once."""
         if not isinstance(sampling, Sampling) and sampling.repetition_penalty != 1.0:
-            raise RlhfError("vLLM's repetition penalty counts the prompt's tokens too, which this sampling does not")
+            raise RlhfError(
+                "vLLM's repetition penalty counts the prompt's tokens too, which this sampling does not"
+            )
         assert self._client is not None
         seeds = [request_seed(prompts.seed, stream) for stream in prompts.streams]
         request = partial(self._client.complete, distribution=sampling, vocabulary=self._vocabulary)
@@ -374,15 +461,27 @@ class VllmSampler(Sampler):
             precision = str(policy.dtype).removeprefix("torch.")
             self._log.parent.mkdir(parents=True, exist_ok=True)
             self._server = VllmServer(
-                self.config.python, self.config.arguments, self._weights, precision, self._log, self.config.sleep
+                self.config.python,
+                self.config.arguments,
+                self._weights,
+                precision,
+                self._log,
+                self.config.sleep,
             )
         client = self._opened()
-        client.post("/collective_rpc", {"method": "reload_weights", "kwargs": {"weights_path": str(self._weights)}})
+        client.post(
+            "/collective_rpc",
+            {"method": "reload_weights", "kwargs": {"weights_path": str(self._weights)}},
+        )
 
     def _send(self, policy: PreTrainedModel) -> None:
         """Broadcast the weights to the server, from rank 0; all ranks gather them."""
         weights = CheckpointWeights(policy)
-        transfer, self._transfer, problem = self._transfer, None, ""  # after an error it is of no use
+        transfer, self._transfer, problem = (
+            self._transfer,
+            None,
+            "",
+        )  # after an error it is of no use
 
         def begin() -> None:
             nonlocal transfer
@@ -409,7 +508,9 @@ class VllmSampler(Sampler):
     def _opened(self) -> VllmClient:
         """The client of the server, which is awake and expects weights, on rank 0."""
         if self._client is None:
-            address = [str(self._server.socket), self._server.token] if self._server is not None else None
+            address = (
+                [str(self._server.socket), self._server.token] if self._server is not None else None
+            )
             self._client = self._connect(address)
             self._client.wait_until_ready(self.config.start_seconds)
         if self.config.sleep:  # as an earlier run may have left it
@@ -417,7 +518,9 @@ class VllmSampler(Sampler):
         self._client.post("/update_weight_version", {"new_version": f"{self._name}-unverified"})
         return self._client
 
-    def _accept(self, policy: PreTrainedModel, expected: Tensor, limit: float, version: int) -> None:
+    def _accept(
+        self, policy: PreTrainedModel, expected: Tensor, limit: float, version: int
+    ) -> None:
         """Compare what the server computes now, and give its weights their label, on rank 0."""
         assert self._client is not None
         self._client.post("/reset_prefix_cache")  # what was computed with the weights before
@@ -425,7 +528,9 @@ class VllmSampler(Sampler):
         self._client.post("/update_weight_version", {"new_version": f"{self._name}-{version}"})
 
     def _require_same(self, policy: PreTrainedModel, expected: Tensor, limit: float) -> None:
-        """Compare log-probabilities of fixed tokens. Only a coarse difference decides: rollouts are compared finely."""
+        """Compare log-probabilities of fixed tokens. Only a coarse difference decides: rollouts are
+        compared finely.
+        """
         assert self._client is not None
         ids = probe_ids(int(policy.config.get_text_config().vocab_size))
         server = torch.tensor([self._client.prompt_logprobs(row) for row in ids.tolist()])
@@ -437,7 +542,9 @@ class VllmSampler(Sampler):
             )
 
     def _connect(self, address: list[str] | None) -> VllmClient:
-        """Connect to the server that rank 0 started, at ``address`` (socket and token), or to the one at ``url``."""
+        """Connect to the server that rank 0 started, at ``address`` (socket and token), or to the
+        one at ``url``.
+        """
         limits = httpx.Limits(max_connections=self.config.concurrent_requests)
         if address is not None:
             socket, token = address
@@ -446,8 +553,12 @@ class VllmSampler(Sampler):
             token = bearer_token(self.config.token_env, "sampler")
             transport, url = httpx.HTTPTransport(limits=limits), str(self.config.url)
         headers = {"Authorization": f"Bearer {token}"} if token else {}
-        http = httpx.Client(transport=transport, base_url=url, headers=headers, timeout=self.config.timeout_seconds)
-        return VllmClient(http, token, self._server.end_report if self._server is not None else lambda: "")
+        http = httpx.Client(
+            transport=transport, base_url=url, headers=headers, timeout=self.config.timeout_seconds
+        )
+        return VllmClient(
+            http, token, self._server.end_report if self._server is not None else lambda: ""
+        )
 
 
 def on_first_rank(action: Callable[[], None]) -> None:
@@ -464,7 +575,9 @@ def on_first_rank(action: Callable[[], None]) -> None:
 
 @torch.no_grad()
 def probed_logprobs(policy: PreTrainedModel) -> Tensor:
-    """Log-probabilities of fixed tokens (rows, width - 1) on the CPU. Of a sharded policy all ranks must ask."""
+    """Log-probabilities of fixed tokens (rows, width - 1) on the CPU. Of a sharded policy all ranks
+    must ask.
+    """
     ids = probe_ids(int(policy.config.get_text_config().vocab_size))
     logits = policy(input_ids=ids.to(policy.device), use_cache=False).logits[:, :-1].float()
     chosen: Tensor = logits.log_softmax(dim=-1).gather(2, ids[:, 1:, None].to(logits.device))
@@ -478,9 +591,14 @@ def rollout_of(prompts: PromptBatch, replies: list[SampledTokens], sampling: Sam
     response = ids.new_full((len(replies), sampling.max_new_tokens), sampling.pad_id)
     logprobs = torch.zeros(response.shape)
     for row, (tokens, scores) in enumerate(replies):
-        response[row, : len(tokens)], logprobs[row, : len(scores)] = torch.tensor(tokens), torch.tensor(scores)
+        response[row, : len(tokens)], logprobs[row, : len(scores)] = (
+            torch.tensor(tokens),
+            torch.tensor(scores),
+        )
     lengths = torch.tensor([len(tokens) for tokens, _ in replies], dtype=torch.long)
-    finished = torch.tensor([tokens[-1] in sampling.stop_ids for tokens, _ in replies], dtype=torch.bool)
+    finished = torch.tensor(
+        [tokens[-1] in sampling.stop_ids for tokens, _ in replies], dtype=torch.bool
+    )
     columns = (ids, mask, response, logprobs, lengths, finished)
     return trimmed_rollout(*(column.to(device) for column in columns))
 

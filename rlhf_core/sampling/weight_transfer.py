@@ -1,8 +1,9 @@
-"""Weights broadcast to the GPUs of a vLLM server by NCCL, without files: the trainer's side of vLLM's weight transfer.
+"""Weights broadcast to the GPUs of a vLLM server by NCCL, without files: the trainer's side of
+vLLM's weight transfer.
 
-The trainer's first rank and all workers of the server make one group. Weights go one after the other, in the order of
-the layers, so that under ZeRO 3 the trainer holds one of them gathered at a time, and the server the parts of one fused
-layer. vLLM's side is its backend ``nccl`` (0.32).
+The trainer's first rank and all workers of the server make one group. Weights go one after the
+other, in the order of the layers, so that under ZeRO 3 the trainer holds one of them gathered at a
+time, and the server the parts of one fused layer. vLLM's side is its backend ``nccl`` (0.32).
 """
 
 from __future__ import annotations
@@ -39,7 +40,8 @@ def plain_weights(policy: PreTrainedModel) -> dict[str, Any]:
     """The weights of a model by the names that they have without adapters.
 
     Returns:
-        Tensors, which ZeRO 3 may have emptied, and layers with adapters, of which weights have to be merged.
+        Tensors, which ZeRO 3 may have emptied, and layers with adapters, of which weights have to
+        be merged.
     """
     weights = dict[str, Any]()
     layers: dict[str, list[Any]] = {}  # those of one module are within each other
@@ -47,7 +49,9 @@ def plain_weights(policy: PreTrainedModel) -> dict[str, Any]:
         layers.setdefault(name.replace(INNER_LAYER, ""), []).append(layer)
     for key, tensor in policy.state_dict(keep_vars=True).items():
         parts = key.split(".")
-        owner = next((name for end in range(len(parts)) if (name := ".".join(parts[:end])) in layers), None)
+        owner = next(
+            (name for end in range(len(parts)) if (name := ".".join(parts[:end])) in layers), None
+        )
         if owner is None:
             weights[key] = tensor
             continue
@@ -66,14 +70,16 @@ def as_tensor(weight: Any) -> Tensor:
 
 
 class CheckpointWeights:
-    """A model's weights one at a time, as its files have them: by their names there, and those that it fuses apart.
+    """A model's weights one at a time, as its files have them: by their names there, and those that
+    it fuses apart.
 
     Attributes:
         described: Names and empty tensors, in the order of iteration.
     """
 
     def __init__(self, policy: PreTrainedModel) -> None:
-        """Take the weights of ``policy``, whole or sharded (``training.engine.deepspeed.ShardedModel``).
+        """Take the weights of ``policy``, whole or sharded
+        (``training.engine.deepspeed.ShardedModel``).
 
         Raises:
             ModelError: Its files have a weight that is made of several of the model's.
@@ -107,7 +113,10 @@ class CheckpointWeights:
             return
         for name, weight in self.weights.items():
             compute = partial(as_tensor, weight)
-            yield name, self.policy.run(compute) if isinstance(self.policy, WithoutAdapters) else compute()
+            yield (
+                name,
+                self.policy.run(compute) if isinstance(self.policy, WithoutAdapters) else compute(),
+            )
 
     def _in_files(self, name: str, tensor: Tensor) -> list[tuple[str, Tensor]]:
         return list(_in_files(self.policy, {name: tensor}).items())
@@ -128,7 +137,9 @@ def _in_files(policy: PreTrainedModel, weights: dict[str, Tensor]) -> dict[str, 
 
 
 class Group(Protocol):
-    """Connects the trainer, its member 0, with the workers of a server, whom ``id`` (128 bytes) tells where to meet."""
+    """Connects the trainer, its member 0, with the workers of a server, whom ``id`` (128 bytes)
+    tells where to meet.
+    """
 
     id: bytes
 
@@ -140,12 +151,16 @@ class Group(Protocol):
 
 
 class NcclGroup:
-    """A group by PyTorch's own NCCL, on a stream of its own: what it waits for holds up nothing else."""
+    """A group by PyTorch's own NCCL, on a stream of its own: what it waits for holds up nothing
+    else.
+    """
 
     def __init__(self) -> None:
         self._device = distributed.device()
         if self._device.type != "cuda":
-            raise RlhfError("sampler.weights nccl sends from a GPU, and this trainer has none: set it to files")
+            raise RlhfError(
+                "sampler.weights nccl sends from a GPU, and this trainer has none: set it to files"
+            )
         self.id: bytes = nccl.unique_id()
         self._stream, self._members = torch.cuda.Stream(self._device), list[Any]()
 
@@ -157,7 +172,9 @@ class NcclGroup:
         self._stream.synchronize()
 
     def broadcast(self, weight: Tensor) -> None:
-        self._stream.wait_stream(torch.cuda.default_stream(self._device))  # which may still compute it
+        self._stream.wait_stream(
+            torch.cuda.default_stream(self._device)
+        )  # which may still compute it
         with torch.cuda.stream(self._stream):
             nccl.broadcast([weight], comms=self._members)
         self._stream.synchronize()
@@ -191,8 +208,8 @@ def errors_of_nccl() -> Iterator[None]:
 class WeightTransfer:
     """Sends weights to one server. Rank 0 alone has it.
 
-    A server that ends or refuses is noticed, though NCCL itself would wait for it for ever: whatever waits for the
-    server does so in a thread that nobody waits for.
+    A server that ends or refuses is noticed, though NCCL itself would wait for it for ever:
+    whatever waits for the server does so in a thread that nobody waits for.
 
     Args:
         server: Its client.
@@ -207,10 +224,17 @@ class WeightTransfer:
         self.server, self.seconds = server, seconds
         with errors_of_nccl():
             self.group = group or NcclGroup()
-        self.server.post_once("/shutdown_weight_transfer_engine")  # the group of a run that was killed
+        self.server.post_once(
+            "/shutdown_weight_transfer_engine"
+        )  # the group of a run that was killed
         size = server.workers() + 1
         meeting = base64.b64encode(self.group.id).decode()
-        settings = {"rank_offset": 1, "world_size": size, "nccl_unique_id_b64": meeting, "packed": False}
+        settings = {
+            "rank_offset": 1,
+            "world_size": size,
+            "nccl_unique_id_b64": meeting,
+            "packed": False,
+        }
         self._post("/init_weight_transfer_engine", {"init_info": settings})
         self._do(partial(self.group.join, size))
         self._answer.result()
@@ -250,12 +274,18 @@ class WeightTransfer:
         deadline = time.monotonic() + self.seconds
         while not done.done():
             # The server may have answered that it expects weights before they came.
-            wait({done} if self._answer.done() else {done, self._answer}, ALIVE_EVERY, FIRST_COMPLETED)
+            wait(
+                {done} if self._answer.done() else {done, self._answer},
+                ALIVE_EVERY,
+                FIRST_COMPLETED,
+            )
             if self._answer.done() and not done.done():
                 self._answer.result()
                 self.server.require_alive()
             if time.monotonic() > deadline:
-                raise RlhfError(f"vLLM's server has taken no weight for {self.seconds:g} s (sampler.timeout_seconds)")
+                raise RlhfError(
+                    f"vLLM's server has taken no weight for {self.seconds:g} s (sampler.timeout_seconds)"
+                )
         with errors_of_nccl():
             done.result()
 

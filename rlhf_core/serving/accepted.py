@@ -1,4 +1,6 @@
-"""A chat request that a policy will answer: its prompt encoded, its settings settled, within the limits."""
+"""A chat request that a policy will answer: its prompt encoded, its settings settled, within the
+limits.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,9 @@ from rlhf_core.serving.protocol import (
 
 @dataclass(frozen=True)
 class AcceptedRequest:
-    """A request with the policy that answers it, the prompt's tokens and the settings after defaults and limits."""
+    """A request with the policy that answers it, the prompt's tokens and the settings after
+    defaults and limits.
+    """
 
     request: ChatRequest
     policy: LoadedPolicy
@@ -40,8 +44,11 @@ class AcceptedRequest:
         return self.completion.completion(reply.text, reply.finish_reason, self.usage(reply))
 
 
-def accept_request(request: ChatRequest, policy: LoadedPolicy, limits: ServingLimits, created: int) -> AcceptedRequest:
-    """Encode the prompt and settle how its reply is sampled: what the request leaves open is as the policy was judged.
+def accept_request(
+    request: ChatRequest, policy: LoadedPolicy, limits: ServingLimits, created: int
+) -> AcceptedRequest:
+    """Encode the prompt and settle how its reply is sampled: what the request leaves open is as the
+    policy was judged.
 
     Args:
         created: Seconds since 1970.
@@ -50,25 +57,34 @@ def accept_request(request: ChatRequest, policy: LoadedPolicy, limits: ServingLi
         ApiError: The chat template refuses the messages, or prompt and reply do not fit.
     """
 
-    def refused(message: str, code: str = "context_length_exceeded", param: str = "messages") -> ApiError:
+    def refused(
+        message: str, code: str = "context_length_exceeded", param: str = "messages"
+    ) -> ApiError:
         return ApiError(400, message, param=param, code=code)
 
     judged, context, most_prompt = policy.judged, policy.context, limits.max_prompt_tokens
     bounds = [bound for bound in (most_prompt, context) if bound is not None]
     characters = sum(len(message.content) for message in request.dialogue)
-    if bounds and characters > min(bounds) * MAX_TOKEN_CHARACTERS:  # their tokens need not be counted
+    if (
+        bounds and characters > min(bounds) * MAX_TOKEN_CHARACTERS
+    ):  # their tokens need not be counted
         raise refused(
             f"the messages have {characters} characters, far more than {min(bounds)} tokens hold; shorten them"
         )
     try:
         prompt_ids = policy.encode(request.dialogue)
-    except (DataError, ModelError) as error:  # the chat template refuses the dialogue, or does not end on it
+    except (
+        DataError,
+        ModelError,
+    ) as error:  # the chat template refuses the dialogue, or does not end on it
         raise refused(str(error), "invalid_value") from error
     count, wanted = len(prompt_ids), request.requested_tokens
     if most_prompt is not None and count > most_prompt:
         raise refused(f"the messages have {count} tokens; this server takes at most {most_prompt}")
     if wanted is not None and wanted > limits.max_new_tokens:
-        message = f"max_tokens is {shown(wanted)}; this server writes at most {limits.max_new_tokens}"
+        message = (
+            f"max_tokens is {shown(wanted)}; this server writes at most {limits.max_new_tokens}"
+        )
         raise refused(message, "invalid_value", "max_tokens")
     tokens = min(judged.max_new_tokens, limits.max_new_tokens) if wanted is None else wanted
     if context is not None:
@@ -93,4 +109,6 @@ def accept_request(request: ChatRequest, policy: LoadedPolicy, limits: ServingLi
         seed=secrets.randbits(63) if request.seed is None else request.seed % SEEDS,
         stop=tuple(request.stop or ()),
     )
-    return AcceptedRequest(request, policy, prompt_ids, settings, CompletionId(policy.revision.id, created))
+    return AcceptedRequest(
+        request, policy, prompt_ids, settings, CompletionId(policy.revision.id, created)
+    )

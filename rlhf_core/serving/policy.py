@@ -39,7 +39,8 @@ class ReplySettings:
 
     Attributes:
         temperature: Below ``GREEDY_BELOW`` the most likely token is taken.
-        seed: With the model and the prompt it alone decides the reply, whatever else is sampled meanwhile.
+        seed: With the model and the prompt it alone decides the reply, whatever else is sampled
+            meanwhile.
         stop: Strings that end the reply.
     """
 
@@ -70,10 +71,13 @@ class LoadedPolicy:
         self.context: int | None = positions_of(model.config)
         self._format = reply_format(tokenizer)
         self._base = EvaluationSampling.for_tokenizer(tokenizer, judged).base
-        # Encoding switches a setting of the tokenizer (whether special tokens in a text are control tokens), which no
-        # other thread may use meanwhile. Decoding switches nothing, and goes on with the other copy.
+        # Encoding switches a setting of the tokenizer (whether special tokens in a text are control
+        # tokens), which no other thread may use meanwhile. Decoding switches nothing, and goes on
+        # with the other copy.
         self._decoder, self._encoder = tokenizer, copy.deepcopy(tokenizer)
-        self._encoder.model_max_length = sys.maxsize  # what is too long is refused; the library would warn of it
+        self._encoder.model_max_length = (
+            sys.maxsize
+        )  # what is too long is refused; the library would warn of it
         self._encoding = threading.Lock()
         # Threads share the layers, so they stay for as long as the policy is in memory.
         self._layers = ExitStack()
@@ -81,9 +85,11 @@ class LoadedPolicy:
 
     @classmethod
     def load(cls, revision: PolicyRevision, files: PolicyFiles) -> LoadedPolicy:
-        """Load a policy and let it write one token, so that what is broken fails here and not in a request.
+        """Load a policy and let it write one token, so that what is broken fails here and not in a
+        request.
 
-        Its weights are in memory of this process: what happens to the files afterwards changes no reply.
+        Its weights are in memory of this process: what happens to the files afterwards changes no
+        reply.
 
         Raises:
             ModelError: The folder is missing, incomplete or damaged, or opening it ends at a limit.
@@ -110,7 +116,9 @@ class LoadedPolicy:
         on_text: OnText | None = None,
         check: Check | None = None,
     ) -> SampledReply:
-        """Sample the reply; :func:`rlhf_core.sampling.reply.sample_reply` describes the functions that follow it."""
+        """Sample the reply; :func:`rlhf_core.sampling.reply.sample_reply` describes the functions
+        that follow it.
+        """
         greedy = settings.temperature < GREEDY_BELOW
         sampling = EvaluationSampling(
             replace(
@@ -122,7 +130,9 @@ class LoadedPolicy:
             settings.repetition_penalty,
         )
         uniforms = philox_uniforms(settings.seed, [0], settings.max_new_tokens)
-        return sample_reply(self.model, self._decoder, prompt_ids, sampling, uniforms, on_text, settings.stop, check)
+        return sample_reply(
+            self.model, self._decoder, prompt_ids, sampling, uniforms, on_text, settings.stop, check
+        )
 
     def pieces(self, stop: Sequence[str]) -> ReplyPieces:
         """What splits a reply of this policy into pieces for a stream."""
@@ -130,7 +140,9 @@ class LoadedPolicy:
 
 
 def _take_into_memory(model: nn.Module) -> None:
-    """Copy weights on the CPU, which are pages of their files until then; those that are shared stay so."""
+    """Copy weights on the CPU, which are pages of their files until then; those that are shared
+    stay so.
+    """
     copies: dict[tuple[int, tuple[int, ...], tuple[int, ...]], torch.Tensor] = {}
     for tensor in (*model.parameters(), *model.buffers()):
         if tensor.device.type == "cpu":

@@ -1,4 +1,6 @@
-"""Where the served policy comes from: a folder that stays what it is, or a registry whose alias may move."""
+"""Where the served policy comes from: a folder that stays what it is, or a registry whose alias may
+move.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,8 @@ class PolicyRevision:
 
     Attributes:
         id: Its name, such as ``rlhf-policy:3``.
-        alias: A name that may mean another revision later, such as ``rlhf-policy@champion``; None for none.
+        alias: A name that may mean another revision later, such as ``rlhf-policy@champion``; None
+            for none.
     """
 
     id: str
@@ -45,16 +48,24 @@ FileStamps = tuple[tuple[str, int, int, int, int], ...]
 
 
 def file_stamps(folder: Path) -> FileStamps:
-    """Name, inode, size, and times of change of all files in ``folder``: what a write to one of them changes.
+    """Name, inode, size, and times of change of all files in ``folder``: what a write to one of
+    them changes.
 
-    Whoever writes cannot set the time of the inode's change back. Empty where files vanish meanwhile.
+    Whoever writes cannot set the time of the inode's change back. Empty where files vanish
+    meanwhile.
     """
     try:
         found = [(path, path.stat()) for path in sorted(folder.rglob("*")) if path.is_file()]
     except OSError:
         return ()
     return tuple(
-        (path.relative_to(folder).as_posix(), stat.st_ino, stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns)
+        (
+            path.relative_to(folder).as_posix(),
+            stat.st_ino,
+            stat.st_size,
+            stat.st_mtime_ns,
+            stat.st_ctime_ns,
+        )
         for path, stat in found
     )
 
@@ -66,7 +77,9 @@ class PolicySource(Protocol):
         """The revision to serve now. Raises ``RlhfError`` where that cannot be said."""
 
     def files(self, revision: PolicyRevision) -> PolicyFiles:
-        """The files of ``revision``, verified. Raises ``RlhfError`` where they are missing or changed."""
+        """The files of ``revision``, verified. Raises ``RlhfError`` where they are missing or
+        changed.
+        """
 
 
 @dataclass(frozen=True)
@@ -91,9 +104,13 @@ def sampling_of_folder(folder: Path, default: SamplingConfig) -> SamplingConfig:
     stored: Any = read_json(file) if file.is_file() else {}
     if not isinstance(stored, dict):
         raise DataError(f"{file} holds no JSON object; correct it, or take it out")
-    settings = {name: stored[name] for name in SamplingConfig.model_fields if stored.get(name) is not None}
+    settings = {
+        name: stored[name] for name in SamplingConfig.model_fields if stored.get(name) is not None
+    }
     try:
         return SamplingConfig.model_validate({**default.model_dump(), **settings})
     except ValidationError as error:
         name = ".".join(map(str, error.errors()[0]["loc"]))
-        raise DataError(f"{file}: {name} is {settings.get(name)!r}; correct it or take it out") from error
+        raise DataError(
+            f"{file}: {name} is {settings.get(name)!r}; correct it or take it out"
+        ) from error

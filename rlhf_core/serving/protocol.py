@@ -1,6 +1,8 @@
-"""Chat requests and responses as OpenAI's clients write and read them: who may ask, at most what, and for what.
+"""Chat requests and responses as OpenAI's clients write and read them: who may ask, at most what,
+and for what.
 
-Whoever has the bearer token may ask; without one, programs on the machine that address it as loopback.
+Whoever has the bearer token may ask; without one, programs on the machine that address it as
+loopback.
 """
 
 from __future__ import annotations
@@ -25,8 +27,9 @@ from rlhf_core.runtime.untrusted_text import without_json_strings
 
 # Bytes of a request: room for a prompt of 100,000 tokens and more. Larger bodies are not read.
 MAX_BODY_BYTES = 4 * 2**20
-# Characters that no token of a common vocabulary has. Messages with more of them for each token that fits are refused
-# before they are tokenised, which takes a second per million characters and holds up other requests.
+# Characters that no token of a common vocabulary has. Messages with more of them for each token
+# that fits are refused before they are tokenised, which takes a second per million characters and
+# holds up other requests.
 MAX_TOKEN_CHARACTERS = 256
 # What a refused client waits before it asks again.
 RETRY_AFTER_SECONDS = 1
@@ -37,7 +40,8 @@ class ServingLimits:
     """Limits of each request and of all of them together.
 
     Attributes:
-        max_prompt_tokens: Tokens of the messages as the chat template writes them; None: what the model takes.
+        max_prompt_tokens: Tokens of the messages as the chat template writes them; None: what the
+            model takes.
         max_new_tokens: Tokens of a reply that a request may ask for.
         max_concurrent: Replies that are sampled at the same time. Further requests get status 429.
         timeout_seconds: After so many seconds a request ends with an error, checked at every token.
@@ -76,17 +80,35 @@ class ApiError(Exception):
         headers: Mapping[str, str] | None = None,
     ) -> None:
         super().__init__(message)
-        self.status, self.message, self.param, self.code, self.kind = status, message, param, code, kind
+        self.status, self.message, self.param, self.code, self.kind = (
+            status,
+            message,
+            param,
+            code,
+            kind,
+        )
         self.headers = dict(headers or {})
 
     def body(self) -> dict[str, Any]:
         """The JSON object of the response."""
-        return {"error": {"message": self.message, "type": self.kind, "param": self.param, "code": self.code}}
+        return {
+            "error": {
+                "message": self.message,
+                "type": self.kind,
+                "param": self.param,
+                "code": self.code,
+            }
+        }
 
 
 def internal_error() -> ApiError:
     """The error of a request that failed for a reason that only the server's log tells."""
-    return ApiError(500, "the server failed on this request; its log says why", code="internal", kind="server_error")
+    return ApiError(
+        500,
+        "the server failed on this request; its log says why",
+        code="internal",
+        kind="server_error",
+    )
 
 
 TOKEN_VARIABLE = "RLHF_SERVE_TOKEN"
@@ -106,7 +128,8 @@ def checked_token(token: str | None, host: str) -> str | None:
     """Return the token that clients must send to a server on ``host``, None if they need none.
 
     Raises:
-        ConfigError: ``host`` is not a loopback address and there is no token, or the token cannot be sent in a header.
+        ConfigError: ``host`` is not a loopback address and there is no token, or the token cannot
+            be sent in a header.
     """
     if not token:
         if is_loopback(host):
@@ -116,7 +139,9 @@ def checked_token(token: str | None, host: str) -> str | None:
             "(openssl rand -hex 24), or leave --host out"
         )
     if not token.isascii() or not token.isprintable() or " " in token:
-        raise ConfigError(f"{TOKEN_VARIABLE} has spaces or characters that a header cannot hold; use letters, digits")
+        raise ConfigError(
+            f"{TOKEN_VARIABLE} has spaces or characters that a header cannot hold; use letters, digits"
+        )
     return token
 
 
@@ -130,17 +155,15 @@ def require_loopback_name(host: str | None) -> None:
     except ValueError:  # such as an IPv6 address that lacks a bracket
         pass
     if not is_loopback(name):
-        message = (
-            f"the server answers on loopback only, not as {name[:100]!r}; set {TOKEN_VARIABLE} to allow other names"
-        )
+        message = f"the server answers on loopback only, not as {name[:100]!r}; set {TOKEN_VARIABLE} to allow other names"
         raise ApiError(403, message, code="host_not_allowed")
 
 
 def require_access(token: str | None, authorization: str | None, host: str | None) -> None:
     """Raise ``ApiError`` unless a request may be answered.
 
-    Without a token the ``Host`` header must be a loopback name: a web page that has its own name resolved to this
-    machine (DNS rebinding) could read the replies otherwise.
+    Without a token the ``Host`` header must be a loopback name: a web page that has its own name
+    resolved to this machine (DNS rebinding) could read the replies otherwise.
 
     Args:
         token: What clients must send; None for nothing.
@@ -150,7 +173,9 @@ def require_access(token: str | None, authorization: str | None, host: str | Non
     if token is None:
         return require_loopback_name(host)
     scheme, _, given = (authorization or "").partition(" ")
-    if scheme.lower() != "bearer" or not hmac.compare_digest(given.strip().encode(), token.encode()):
+    if scheme.lower() != "bearer" or not hmac.compare_digest(
+        given.strip().encode(), token.encode()
+    ):
         message = "send the token of this server: Authorization: Bearer TOKEN"
         raise ApiError(401, message, code="invalid_api_key", headers={"WWW-Authenticate": "Bearer"})
 
@@ -160,7 +185,8 @@ SEEDS = 2**63  # random streams take any of them
 MAX_NUMBER_CHARACTERS = 1_000  # a number of millions of digits is read for seconds
 LOOKED_AT_CHARACTERS = 10_000  # of a turn, for something to be seen
 ECHOED_CHARACTERS = 40
-# What a request has at most: values that JSON writes apart, parameters or fields of a turn, turns, parts of a turn.
+# What a request has at most: values that JSON writes apart, parameters or fields of a turn, turns,
+# parts of a turn.
 MAX_VALUES, MAX_FIELDS, MAX_TURNS, MAX_PARTS = 20_000, 64, 1_000, 1_000
 _SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
 # Parameters that change nothing here.
@@ -201,9 +227,14 @@ def _joined_parts(content: Any) -> Any:
     """Return the text of a list of text parts; other contents as they are."""
     if not isinstance(content, list):
         return content
-    texts = [part.get("text") if isinstance(part, dict) and part.get("type") == "text" else None for part in content]
+    texts = [
+        part.get("text") if isinstance(part, dict) and part.get("type") == "text" else None
+        for part in content
+    ]
     if not all(isinstance(text, str) for text in texts):
-        raise ValueError("must be a text or a list of text parts; images, sounds and files are not supported")
+        raise ValueError(
+            "must be a text or a list of text parts; images, sounds and files are not supported"
+        )
     return "".join(text for text in texts if isinstance(text, str))
 
 
@@ -224,7 +255,9 @@ class ChatTurn(Strict):
 
 
 class StreamOptions(Strict):
-    """``include_usage`` adds a last event with the token counts. ``include_obfuscation`` changes nothing here."""
+    """``include_usage`` adds a last event with the token counts. ``include_obfuscation`` changes
+    nothing here.
+    """
 
     include_usage: bool = False
     include_obfuscation: bool = False
@@ -233,7 +266,8 @@ class StreamOptions(Strict):
 class ChatRequest(Strict):
     """A conversation to be answered, and how. What is None is as the policy was judged.
 
-    A ``temperature`` of 0 always takes the most likely token. The same ``seed`` gives the same reply of the same model.
+    A ``temperature`` of 0 always takes the most likely token. The same ``seed`` gives the same
+    reply of the same model.
     """
 
     messages: list[ChatTurn]
@@ -245,7 +279,9 @@ class ChatRequest(Strict):
     max_completion_tokens: PositiveInt | None = None
     seed: int | None = Field(default=None, ge=-SEEDS, lt=SEEDS)
     stop: Annotated[
-        list[Annotated[str, Field(min_length=1)]] | None, Field(max_length=MAX_STOP_STRINGS), BeforeValidator(_as_list)
+        list[Annotated[str, Field(min_length=1)]] | None,
+        Field(max_length=MAX_STOP_STRINGS),
+        BeforeValidator(_as_list),
     ] = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
@@ -270,23 +306,39 @@ def parse_chat_request(body: bytes) -> ChatRequest:
     """Read a request.
 
     Raises:
-        ApiError: It is not JSON, or something in it is wrong or not supported; the first problem is named.
+        ApiError: It is not JSON, or something in it is wrong or not supported; the first problem is
+            named.
     """
     fields = _json_object(body)
     _require_bounded(fields)
     for name in sorted(set(fields) - set(ChatRequest.model_fields)):
         value = fields.pop(name)
-        if name in IGNORED or value is None or any(_equals(value, off) for off in LEFT_OFF.get(name, ())):
+        if (
+            name in IGNORED
+            or value is None
+            or any(_equals(value, off) for off in LEFT_OFF.get(name, ()))
+        ):
             continue
-        known = f"{name} is not supported here" if name in LEFT_OFF else f"there is no parameter {shown(name)}"
-        raise ApiError(400, f"{known}; leave it out", param=name[:ECHOED_CHARACTERS], code="unsupported_parameter")
+        known = (
+            f"{name} is not supported here"
+            if name in LEFT_OFF
+            else f"there is no parameter {shown(name)}"
+        )
+        raise ApiError(
+            400,
+            f"{known}; leave it out",
+            param=name[:ECHOED_CHARACTERS],
+            code="unsupported_parameter",
+        )
     try:
         request = ChatRequest.model_validate(fields)
     except ValidationError as error:
         raise _first_problem(error) from error
     _check_turns(request.messages)
     if request.stream_options is not None and not request.stream:
-        raise ApiError(400, "stream_options is for streams; set stream to true too", param="stream_options")
+        raise ApiError(
+            400, "stream_options is for streams; set stream to true too", param="stream_options"
+        )
     both = (request.max_tokens, request.max_completion_tokens)
     if None not in both and both[0] != both[1]:
         message = "max_tokens and max_completion_tokens differ; give one of them"
@@ -295,13 +347,19 @@ def parse_chat_request(body: bytes) -> ChatRequest:
 
 
 def _json_object(body: bytes) -> dict[str, Any]:
-    """The JSON object in ``body``. NaN and infinities are not JSON, and half of a surrogate pair is no character."""
+    """The JSON object in ``body``. NaN and infinities are not JSON, and half of a surrogate pair is
+    no character.
+    """
     try:
-        text = body.decode(json.detect_encoding(body))  # json itself lets halves of surrogate pairs pass
+        text = body.decode(
+            json.detect_encoding(body)
+        )  # json itself lets halves of surrogate pairs pass
     except UnicodeDecodeError as error:
         raise ApiError(400, f"the request is not JSON: {error}", code="invalid_json") from error
     if _values(text) > MAX_VALUES and _values(without_json_strings(text)) > MAX_VALUES:
-        raise ApiError(400, f"the request has more than {MAX_VALUES} values; shorten it", code="invalid_json")
+        raise ApiError(
+            400, f"the request has more than {MAX_VALUES} values; shorten it", code="invalid_json"
+        )
     try:
         value = json.loads(
             text,
@@ -335,28 +393,43 @@ def _values(text: str) -> int:
 
 
 def _without_nulls(value: Any) -> Any:
-    """``value`` without the fields that are null, on every level: clients write so what they leave out."""
+    """``value`` without the fields that are null, on every level: clients write so what they leave
+    out.
+    """
     if isinstance(value, dict):
         return {name: _without_nulls(item) for name, item in value.items() if item is not None}
     return [_without_nulls(item) for item in value] if isinstance(value, list) else value
 
 
 def _require_bounded(fields: dict[str, Any]) -> None:
-    """Raise ``ApiError`` where so much is wrong that naming it would take long: an error is made for each thing."""
+    """Raise ``ApiError`` where so much is wrong that naming it would take long: an error is made
+    for each thing.
+    """
     turns = fields.get("messages")
     turns = turns if isinstance(turns, list) else []
     if len(turns) > MAX_TURNS:
-        raise ApiError(400, f"messages has {len(turns)} turns; this server reads {MAX_TURNS}", param="messages")
-    for name, value, most in [("the request", fields, MAX_FIELDS), ("stop", fields.get("stop"), MAX_STOP_STRINGS)]:
+        raise ApiError(
+            400, f"messages has {len(turns)} turns; this server reads {MAX_TURNS}", param="messages"
+        )
+    for name, value, most in [
+        ("the request", fields, MAX_FIELDS),
+        ("stop", fields.get("stop"), MAX_STOP_STRINGS),
+    ]:
         if isinstance(value, dict | list) and len(value) > most:
-            raise ApiError(400, f"{name} has {len(value)} entries, which may be at most {most}", param=name)
+            raise ApiError(
+                400, f"{name} has {len(value)} entries, which may be at most {most}", param=name
+            )
     for number, turn in enumerate(turns):
         path = f"messages[{number}]"
         if not isinstance(turn, dict):
-            raise ApiError(400, f"{path} must be a turn {{role, content}}", param=path, code="invalid_value")
+            raise ApiError(
+                400, f"{path} must be a turn {{role, content}}", param=path, code="invalid_value"
+            )
         parts = turn.get("content")
         if len(turn) > MAX_FIELDS or (isinstance(parts, list) and len(parts) > MAX_PARTS):
-            raise ApiError(400, f"{path} has too many fields or parts", param=path, code="invalid_value")
+            raise ApiError(
+                400, f"{path} has too many fields or parts", param=path, code="invalid_value"
+            )
 
 
 def shown(value: object) -> str:
@@ -387,17 +460,32 @@ def _first_problem(error: ValidationError) -> ApiError:
     if problem["type"] == "missing":
         return ApiError(400, f"{path} is missing; add it", param=path, code="missing_parameter")
     if problem["type"] == "extra_forbidden":
-        return ApiError(400, f"there is no parameter {path!r}; leave it out", param=path, code="unsupported_parameter")
+        return ApiError(
+            400,
+            f"there is no parameter {path!r}; leave it out",
+            param=path,
+            code="unsupported_parameter",
+        )
     message = problem["msg"].removeprefix("Value error, ")
     value = problem.get("input")
-    echo = f" (got {value!r})" if isinstance(value, str | int | float) and len(repr(value)) < ECHOED_CHARACTERS else ""
-    return ApiError(400, f"{path}: {message[0].lower()}{message[1:]}{echo}", param=path, code="invalid_value")
+    echo = (
+        f" (got {value!r})"
+        if isinstance(value, str | int | float) and len(repr(value)) < ECHOED_CHARACTERS
+        else ""
+    )
+    return ApiError(
+        400, f"{path}: {message[0].lower()}{message[1:]}{echo}", param=path, code="invalid_value"
+    )
 
 
 def _check_turns(turns: list[ChatTurn]) -> None:
-    """Require an order of roles that the policy was trained on: system first if at all, then user and assistant."""
+    """Require an order of roles that the policy was trained on: system first if at all, then user
+    and assistant.
+    """
     if not turns:
-        raise ApiError(400, "messages is empty; give at least one turn {role, content}", param="messages")
+        raise ApiError(
+            400, "messages is empty; give at least one turn {role, content}", param="messages"
+        )
     before = ""
     for number, turn in enumerate(turns):
         path, role = f"messages[{number}]", turn.message().role
@@ -412,11 +500,15 @@ def _check_turns(turns: list[ChatTurn]) -> None:
             raise ApiError(400, f"{path} {problem}", param=f"{path}.role")
         before = role
     if before != "user":
-        raise ApiError(400, f"messages must end with a turn of role user, not {before}", param="messages")
+        raise ApiError(
+            400, f"messages must end with a turn of role user, not {before}", param="messages"
+        )
     for number, turn in enumerate(turns):
         short = len(turn.content) <= LOOKED_AT_CHARACTERS
         if turn.role == "user" and short and not has_visible_text(turn.content):
-            raise ApiError(400, f"messages[{number}].content is empty", param=f"messages[{number}].content")
+            raise ApiError(
+                400, f"messages[{number}].content is empty", param=f"messages[{number}].content"
+            )
 
 
 END_OF_STREAM = b"data: [DONE]\n\n"
@@ -446,11 +538,21 @@ class CompletionId:
 
     def usage_event(self, usage: Mapping[str, int]) -> bytes:
         """The token counts, in an event without choices."""
-        return event(self._response("chat.completion.chunk", {}, None) | {"choices": [], "usage": usage})
+        return event(
+            self._response("chat.completion.chunk", {}, None) | {"choices": [], "usage": usage}
+        )
 
-    def _response(self, kind: str, said: Mapping[str, Any], finish_reason: str | None) -> dict[str, Any]:
+    def _response(
+        self, kind: str, said: Mapping[str, Any], finish_reason: str | None
+    ) -> dict[str, Any]:
         choice = {"index": 0, **said, "logprobs": None, "finish_reason": finish_reason}
-        return {"id": self.id, "object": kind, "created": self.created, "model": self.model, "choices": [choice]}
+        return {
+            "id": self.id,
+            "object": kind,
+            "created": self.created,
+            "model": self.model,
+            "choices": [choice],
+        }
 
 
 def token_usage(prompt: int, reply: int) -> dict[str, int]:

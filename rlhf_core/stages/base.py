@@ -1,4 +1,6 @@
-"""Base: the starting model, a new tokenizer and tiny Llama or any model from a folder, a GGUF file or the hub."""
+"""Base: the starting model, a new tokenizer and tiny Llama or any model from a folder, a GGUF file
+or the hub.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,15 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from rlhf_core.config.base import BaseConfig, BaseStageConfig
 from rlhf_core.data.chat_template import refused_dialogues
 from rlhf_core.data.encoding import pad_id
-from rlhf_core.data.schema import Demonstration, Message, PairUser, Preference, PretrainText, Prompt, read_rows
+from rlhf_core.data.schema import (
+    Demonstration,
+    Message,
+    PairUser,
+    Preference,
+    PretrainText,
+    Prompt,
+    read_rows,
+)
 from rlhf_core.data.token_tables import read_tokens
 from rlhf_core.errors import DataError
 from rlhf_core.fingerprint.tracked_files import STARTING_MODEL_FILE
@@ -27,7 +37,12 @@ from rlhf_core.models.causal_lm import (
     with_stop_tokens,
 )
 from rlhf_core.models.classifiers import AutoScalarModel
-from rlhf_core.models.foreign import find_hub_model, prepare_tokenizer, require_openable, require_trainable
+from rlhf_core.models.foreign import (
+    find_hub_model,
+    prepare_tokenizer,
+    require_openable,
+    require_trainable,
+)
 from rlhf_core.models.gguf import is_gguf, load_gguf
 from rlhf_core.models.io import is_local
 from rlhf_core.models.precision import weights_precision
@@ -45,12 +60,14 @@ from rlhf_core.training.sft import SftTask
 logger = logging.getLogger(__name__)
 
 
-def run(config: BaseStageConfig, inputs: Paths, outputs: Paths, context: RunContext) -> dict[str, float]:
+def run(
+    config: BaseStageConfig, inputs: Paths, outputs: Paths, context: RunContext
+) -> dict[str, float]:
     """Write ``models/base``.
 
     Raises:
-        ModelError: ``base.source`` cannot be loaded, samples replies otherwise than it scores them, or has no layers
-            for PPO's adapters.
+        ModelError: ``base.source`` cannot be loaded, samples replies otherwise than it scores them,
+            or has no layers for PPO's adapters.
         DataError: A prompt leaves no room for a reply of PPO.
     """
     metrics: dict[str, float] = {}
@@ -58,12 +75,17 @@ def run(config: BaseStageConfig, inputs: Paths, outputs: Paths, context: RunCont
         tokenizer: PreTrainedTokenizerBase = train_tokenizer(
             training_texts(inputs.clean), config.vocab_size, config.max_positions
         )
-        model: PreTrainedModel = new_model(config, tokenizer, derive_seed(config.seed, "base", "weights"))
+        model: PreTrainedModel = new_model(
+            config, tokenizer, derive_seed(config.seed, "base", "weights")
+        )
         if config.pretraining is not None:
             model, metrics = pretrain(model, tokenizer, config, inputs.clean / "pretrain", context)
     else:
         path = context.folder / os.path.expanduser(config.source)
-        source, dtype = str(path) if path.exists() else config.source, getattr(torch, weights_precision(config.dtype))
+        source, dtype = (
+            str(path) if path.exists() else config.source,
+            getattr(torch, weights_precision(config.dtype)),
+        )
         if not is_local(source) and not is_gguf(source):
             find_hub_model(source, config.revision)
         require_openable(source, config.revision)
@@ -82,18 +104,26 @@ def run(config: BaseStageConfig, inputs: Paths, outputs: Paths, context: RunCont
                 type(model).__name__,
             )
         if not tokenizer.chat_template:
-            logger.warning("%s has no chat template; it gets a plain one (User: … Assistant: …)", config.source)
+            logger.warning(
+                "%s has no chat template; it gets a plain one (User: … Assistant: …)", config.source
+            )
         prepare_tokenizer(tokenizer, config.source)
         tokenizer = with_stop_tokens(tokenizer, model)
         for dialogue, reason in refused_dialogues(tokenizer).items():
-            logger.warning("the chat template of %s does not take %s: %s", config.source, dialogue, reason)
+            logger.warning(
+                "the chat template of %s does not take %s: %s", config.source, dialogue, reason
+            )
     # What follows would else be found by a later stage, after hours.
     for lora in filter(None, (config.ppo.policy_lora, config.ppo.critic_lora)):
         adapted_weights(model, lora)
     positions = positions_of(model.config)
     for split in ("train", "validation", "test"):
-        table = read_tokens(context.tokens, inputs.clean / "prompts" / f"{split}.parquet", Prompt.KIND, tokenizer)
-        require_room(table.column("prompt"), config.ppo.max_new_tokens, positions, "ppo.max_new_tokens")
+        table = read_tokens(
+            context.tokens, inputs.clean / "prompts" / f"{split}.parquet", Prompt.KIND, tokenizer
+        )
+        require_room(
+            table.column("prompt"), config.ppo.max_new_tokens, positions, "ppo.max_new_tokens"
+        )
     save_policy(outputs.model, model, tokenizer)
     parameters = float(sum(p.numel() for p in model.parameters()))
     return {"parameters": parameters, "vocabulary": float(len(tokenizer)), **metrics}
@@ -122,7 +152,9 @@ def pretrain(
     longest = min(settings.max_tokens, config.max_positions)
     texts = []
     for split in ("train", "validation"):
-        table = read_tokens(context.tokens, folder / f"{split}.parquet", PretrainText.KIND, tokenizer)
+        table = read_tokens(
+            context.tokens, folder / f"{split}.parquet", PretrainText.KIND, tokenizer
+        )
         column = table.column("text")
         kept = [ids for ids in column if 1 < len(ids) <= longest]
         if not kept:
@@ -132,7 +164,10 @@ def pretrain(
             )
         if len(kept) < len(column):
             logger.warning(
-                "base: %d of %d texts are longer than %d tokens", len(column) - len(kept), len(column), longest
+                "base: %d of %d texts are longer than %d tokens",
+                len(column) - len(kept),
+                len(column),
+                longest,
             )
         # Nothing comes before the first token to predict it from.
         texts.append([Example(ids[:1], ids[1:]) for ids in kept])
@@ -158,10 +193,11 @@ STAGE = Stage(
 
 
 def training_texts(clean: Path) -> Iterator[str]:
-    """Yield the texts of the train splits; a tokenizer trained on test text would lower perplexity there.
+    """Yield the texts of the train splits; a tokenizer trained on test text would lower perplexity
+    there.
 
-    Pairs that only the judge may see are left out. Dialogues are split into turns, as the tokenizer sees them between
-    special tokens.
+    Pairs that only the judge may see are left out. Dialogues are split into turns, as the tokenizer
+    sees them between special tokens.
     """
     for row in read_rows(clean / "demonstrations" / "train.parquet", Demonstration):
         yield from _contents(row.prompt)

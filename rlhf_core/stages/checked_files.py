@@ -1,4 +1,6 @@
-"""Check data files as the stages collect and validate do, without a workspace (``rlhf data validate``)."""
+"""Check data files as the stages collect and validate do, without a workspace
+(``rlhf data validate``).
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,17 @@ SHOWN_REASONS = 8
 WARNED = "warned_"
 LINE_SUFFIXES = (".jsonl", ".ndjson", ".csv", ".tsv")
 # What is said of a file as JSON.
-FILE_VALUES = ("source", "kind", "format", "records", "expanded", "kept", "refused", "cut", *BY_WORD)
+FILE_VALUES = (
+    "source",
+    "kind",
+    "format",
+    "records",
+    "expanded",
+    "kept",
+    "refused",
+    "cut",
+    *BY_WORD,
+)
 
 
 @dataclass(frozen=True)
@@ -39,11 +51,13 @@ class CheckedFiles:
         kinds: Rows by kind: ``raw`` with the refused ones, and ``clean`` ones.
         derived: By derived kind, what it is derived from.
         files: What became of the rows of each file, with the refusals of both stages.
-        refused: Rows of files that were refused, with ``source``, ``position``, ``kind`` and all ``reasons``; what was
-            derived from them is not listed.
+        refused: Rows of files that were refused, with ``source``, ``position``, ``kind`` and all
+            ``reasons``; what was derived from them is not listed.
         warned: By kind and rule of severity ``warn``, the rows that stay although they break it.
-        tokens: By kind of the files and text column, percentiles of tokens of clean rows; none without a tokenizer.
-        unwritable: Clean rows of the files that have no tokens, by kind and reason, commonest first.
+        tokens: By kind of the files and text column, percentiles of tokens of clean rows; none
+            without a tokenizer.
+        unwritable: Clean rows of the files that have no tokens, by kind and reason, commonest
+            first.
         gate: The data gate with the conditions that concern the kinds at hand.
     """
 
@@ -77,12 +91,17 @@ class CheckedFiles:
 
 
 def check_files(
-    sources: FileSources, base: Path, config: ValidateConfig, folder: Path, workspace: Path | None = None
+    sources: FileSources,
+    base: Path,
+    config: ValidateConfig,
+    folder: Path,
+    workspace: Path | None = None,
 ) -> CheckedFiles:
-    """Collect and validate files as the pipeline would; all that the stages write is left in ``folder``.
+    """Collect and validate files as the pipeline would; all that the stages write is left in
+    ``folder``.
 
-    Where there are preferences, missing kinds are derived from them, as the pipeline does. Without them, conditions of
-    the data gate on kinds that cannot be derived are left out.
+    Where there are preferences, missing kinds are derived from them, as the pipeline does. Without
+    them, conditions of the data gate on kinds that cannot be derived are left out.
 
     Args:
         base: The folder that relative paths start at.
@@ -106,19 +125,31 @@ def check_files(
             RunContext(folder / "work"),
             kinds,
         )
-    quarantined = read_table(outputs.quarantine, ["source", "position", "kind", "reasons"]).to_pylist()
-    refused = sorted((r for r in quarantined if r["kind"] in given), key=lambda r: (r["source"], r["position"]))
+    quarantined = read_table(
+        outputs.quarantine, ["source", "position", "kind", "reasons"]
+    ).to_pylist()
+    refused = sorted(
+        (r for r in quarantined if r["kind"] in given), key=lambda r: (r["source"], r["position"])
+    )
     listed = (RowFinding(**row) for row in read_table(outputs.card / FINDINGS_FILE).to_pylist())
     unwritable = [row for row in listed if row.rule == UNWRITABLE and row.kind in given]
-    of_kinds = (ReasonCounts.of(row for row in unwritable if row.kind == kind).commonest() for kind in given)
+    of_kinds = (
+        ReasonCounts.of(row for row in unwritable if row.kind == kind).commonest() for kind in given
+    )
     metrics = read_json(outputs.metrics)
     return CheckedFiles(
         files=[_counted(kind, file, refused) for kind in given for file in about[kind]["files"]],
         refused=refused,
-        kinds={kind: {name: int(metrics[kind][name]) for name in ("raw", "clean")} for kind in kinds},
+        kinds={
+            kind: {name: int(metrics[kind][name]) for name in ("raw", "clean")} for kind in kinds
+        },
         derived={kind: about[kind]["derived_from"] for kind in kinds if kind not in given},
         warned={
-            kind: {name.removeprefix(WARNED): int(n) for name, n in metrics[kind].items() if name.startswith(WARNED)}
+            kind: {
+                name.removeprefix(WARNED): int(n)
+                for name, n in metrics[kind].items()
+                if name.startswith(WARNED)
+            }
             for kind in kinds
         },
         tokens={kind: _tokens(metrics[kind]) for kind in given if config.tokenizer},
@@ -134,15 +165,21 @@ def collected_from(sources: FileSources, seed: int) -> CollectConfig:
 
 def _is_derived(kind: str, given: Sequence[str]) -> bool:
     """Return whether rows of a kind that is not given come from those that are."""
-    return any(parent in given or _is_derived(parent, given) for parent in DERIVED_FROM.get(kind, ()))
+    return any(
+        parent in given or _is_derived(parent, given) for parent in DERIVED_FROM.get(kind, ())
+    )
 
 
 def _tokens(metrics: Mapping[str, float]) -> dict[str, dict[str, int]]:
-    """Return percentiles of tokens by text column, in the order of :data:`PERCENTILES`, from the metrics of a kind."""
+    """Return percentiles of tokens by text column, in the order of :data:`PERCENTILES`, from the
+    metrics of a kind.
+    """
     end = f"_tokens_{PERCENTILES[0]}"
     columns = [name.removesuffix(end) for name in metrics if name.endswith(end)]
     return {
-        column.replace("_and_", " + "): {str(p): int(metrics[f"{column}_tokens_{p}"]) for p in PERCENTILES}
+        column.replace("_and_", " + "): {
+            str(p): int(metrics[f"{column}_tokens_{p}"]) for p in PERCENTILES
+        }
         for column in columns
     }
 
@@ -154,20 +191,30 @@ def _counted(kind: str, file: Mapping[str, Any], refused: Sequence[Mapping[str, 
     counts.kept -= len(rows) - counts.refused
     counts.refused = len(rows)
     counts.reasons = ReasonCounts.of(
-        RowFinding("", kind, reason, row["source"], row["position"]) for row in rows for reason in row["reasons"]
+        RowFinding("", kind, reason, row["source"], row["position"])
+        for row in rows
+        for reason in row["reasons"]
     )
     return counts
 
 
 def _listed(source: str | None, positions: Sequence[int], rows: int = 1) -> str:
-    """Return the first positions of some rows in words; a position is a line where a file is read by lines."""
-    unit = "line" if any(suffix in LINE_SUFFIXES for suffix in PurePosixPath(source or "").suffixes) else "row"
+    """Return the first positions of some rows in words; a position is a line where a file is read
+    by lines.
+    """
+    unit = (
+        "line"
+        if any(suffix in LINE_SUFFIXES for suffix in PurePosixPath(source or "").suffixes)
+        else "row"
+    )
     more = f" and {rows - len(positions)} more" if rows > len(positions) else ""
     return f"{unit}{'s' if rows > 1 else ''} {', '.join(map(str, positions))}{more}"
 
 
 def as_text(checked: CheckedFiles, width: int = 80) -> str:
-    """Return a block of lines per file, the derived kinds, and the data gate's conditions that do not hold."""
+    """Return a block of lines per file, the derived kinds, and the data gate's conditions that do
+    not hold.
+    """
     blocks = []
     for file in checked.files:
         lines = [file.source, f"  read     {file.records} as {file.kind} ({file.format})"]
@@ -183,10 +230,14 @@ def as_text(checked: CheckedFiles, width: int = 80) -> str:
     blocks.append(["derived"])
     for kind, parents in checked.derived.items():
         numbers = checked.kinds[kind]
-        blocks[-1].append(f"  {kind:<14}  {numbers['clean']} of {numbers['raw']} rows, from {parents}")
+        blocks[-1].append(
+            f"  {kind:<14}  {numbers['clean']} of {numbers['raw']} rows, from {parents}"
+        )
     blocks.append(["warnings: rows that stay"])
     for kind, rules in checked.warned.items():
-        blocks[-1] += [f"  {kind:<14}  {rule:<28}  {count}" for rule, count in rules.items() if count]
+        blocks[-1] += [
+            f"  {kind:<14}  {rule:<28}  {count}" for rule, count in rules.items() if count
+        ]
     blocks = [lines for lines in blocks if len(lines) > 1]
     for kind, columns in checked.tokens.items():
         rows = {name: list(values.values()) for name, values in columns.items()}
@@ -196,10 +247,16 @@ def as_text(checked: CheckedFiles, width: int = 80) -> str:
             where = f"first at {_listed(count.first.source, count.positions[:1])} of {count.first.source}"
             lines += wrapped(f"  none for {count.rows}: ", f"{count.reason} ({where})", width)
         if len(unwritable) > SHOWN_REASONS:
-            lines.append(f"  none for {sum(count.rows for count in unwritable[SHOWN_REASONS:])} further rows")
+            lines.append(
+                f"  none for {sum(count.rows for count in unwritable[SHOWN_REASONS:])} further rows"
+            )
         blocks.append(lines)
     failed = checked.gate.failed
-    held = f"{len(failed)} of {len(checked.gate.conditions)} conditions do not hold" if failed else "it would open"
+    held = (
+        f"{len(failed)} of {len(checked.gate.conditions)} conditions do not hold"
+        if failed
+        else "it would open"
+    )
     blocks.append([f"data gate: {held}"])
     for condition in failed:
         blocks[-1] += wrapped("  ", f"{condition}: {condition.why}", width)

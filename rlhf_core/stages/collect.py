@@ -1,4 +1,6 @@
-"""Stage collect: rows of four kinds from the synthetic world, or from files and hub ids of any known format."""
+"""Stage collect: rows of four kinds from the synthetic world, or from files and hub ids of any
+known format.
+"""
 
 from __future__ import annotations
 
@@ -33,12 +35,15 @@ KINDS = tuple(ROW_TYPES)
 logger = logging.getLogger(__name__)
 
 
-def run(config: CollectConfig, inputs: Paths, outputs: Paths, context: RunContext) -> dict[str, float]:
-    """Collect the data of a pipeline (see :func:`collect`); relative paths of sources start at the workspace.
+def run(
+    config: CollectConfig, inputs: Paths, outputs: Paths, context: RunContext
+) -> dict[str, float]:
+    """Collect the data of a pipeline (see :func:`collect`); relative paths of sources start at the
+    workspace.
 
     Raises:
-        DataError: A file is missing, of an unknown format or in a folder that stages replace, or no preferences are
-            named.
+        DataError: A file is missing, of an unknown format or in a folder that stages replace, or no
+            preferences are named.
     """
     if config.source == "files" and config.pairs and not config.files.preferences:
         raise DataError(
@@ -46,7 +51,9 @@ def run(config: CollectConfig, inputs: Paths, outputs: Paths, context: RunContex
             "collect.pairs to false where reward functions do without"
         )
     if not (config.pairs or config.files.prompts or config.files.demonstrations):
-        raise DataError("collect.files names neither prompts nor demonstrations: name files with prompts")
+        raise DataError(
+            "collect.files names neither prompts nor demonstrations: name files with prompts"
+        )
     workspace = outputs.raw.parents[1]
     require_kept(config.files.paths() if config.source == "files" else (), workspace)
     metrics = collect(config, workspace, outputs.raw)
@@ -58,10 +65,12 @@ def run(config: CollectConfig, inputs: Paths, outputs: Paths, context: RunContex
 
 
 def collect(config: CollectConfig, base: Path, raw: Path) -> dict[str, float]:
-    """Write ``KIND/data.parquet``, the rows that readers refused, and a manifest of all sources into ``raw``.
+    """Write ``KIND/data.parquet``, the rows that readers refused, and a manifest of all sources
+    into ``raw``.
 
-    Rows of files have their file and line in ``provenance.parquet``. A kind that is neither given nor derived is empty.
-    Files are read and written in parts, so that they may be larger than the memory.
+    Rows of files have their file and line in ``provenance.parquet``. A kind that is neither given
+    nor derived is empty. Files are read and written in parts, so that they may be larger than the
+    memory.
 
     Args:
         base: The folder that relative paths of sources start at.
@@ -70,13 +79,21 @@ def collect(config: CollectConfig, base: Path, raw: Path) -> dict[str, float]:
         DataError: A file is missing or of an unknown format.
     """
     with atomic_dir(raw) as folder:
-        collected = _from_world(config, base, folder) if config.source == "world" else _from_files(config, base, folder)
+        collected = (
+            _from_world(config, base, folder)
+            if config.source == "world"
+            else _from_files(config, base, folder)
+        )
         atomic_write_json(folder / "manifest.json", _manifest(config, collected, folder))
     metrics = {f"{kind}_rows": float(collected.rows[kind]) for kind in KINDS}
     metrics["refused_rows"] = float(
         sum(source.counts.refused for listed in collected.sources.values() for source in listed)
     )
-    return metrics if config.source == "world" else metrics | {"cut_rows": float(sum(collected.cut.values()))}
+    return (
+        metrics
+        if config.source == "world"
+        else metrics | {"cut_rows": float(sum(collected.cut.values()))}
+    )
 
 
 STAGE = Stage(name="collect", config=CollectConfig, run=run, outputs={"raw": "data/raw"})
@@ -84,7 +101,9 @@ STAGE = Stage(name="collect", config=CollectConfig, run=run, outputs={"raw": "da
 
 @dataclass(frozen=True)
 class Collected:
-    """What was written: rows by kind, those that a limit cut, what kinds are derived from, and the sources."""
+    """What was written: rows by kind, those that a limit cut, what kinds are derived from, and the
+    sources.
+    """
 
     rows: dict[str, int]
     cut: dict[str, int]
@@ -93,7 +112,9 @@ class Collected:
 
 
 def _from_world(config: CollectConfig, base: Path, folder: Path) -> Collected:
-    """Generate all kinds from the synthetic world, with ids by the schema's rule; annotated pairs come first."""
+    """Generate all kinds from the synthetic world, with ids by the schema's rule; annotated pairs
+    come first.
+    """
     world, seed = config.world, config.seed
 
     def size(n: int) -> int:
@@ -116,7 +137,9 @@ def _from_world(config: CollectConfig, base: Path, folder: Path) -> Collected:
         for kind, make in makers.items():
             rows[kind] = make()
             bar.advance()
-    annotated = list(read_sources(annotation_sources(config.annotations, base), "preferences", base))
+    annotated = list(
+        read_sources(annotation_sources(config.annotations, base), "preferences", base)
+    )
     given = [row for part in annotated for row in part.rows]
     for row in given:  # an annotated pair is in the split of its prompt
         question = parse_prompt(row["prompt"][-1]["content"])
@@ -139,22 +162,32 @@ def _from_files(config: CollectConfig, base: Path, folder: Path) -> Collected:
         sources_of["preferences"] += annotation_sources(config.annotations, base)
     files = {kind: source_files(sources_of[kind], base) for kind in KINDS}
     derived = derived_from([kind for kind in KINDS if files[kind]], config.also_derive)
-    sizes = [file.path.stat().st_size if file.path else 0 for listed in files.values() for file in listed]
+    sizes = [
+        file.path.stat().st_size if file.path else 0 for listed in files.values() for file in listed
+    ]
     sources: dict[str, list[CountedSource]] = {kind: [] for kind in KINDS}
     with (
         progress(max(sum(sizes), 1), "reading data files (bytes)") as bar,
         RawFolder(folder, derived, config.limit) as raw,
     ):
         # What is also derived comes before what it is derived from.
-        for kind in dict.fromkeys([*(kind for kind in reversed(KINDS) if kind in config.also_derive), *KINDS]):
-            parts = ((source_chunks(f, kind, config.limit, bar.advance), f.options) for f in files[kind])
+        for kind in dict.fromkeys(
+            [*(kind for kind in reversed(KINDS) if kind in config.also_derive), *KINDS]
+        ):
+            parts = (
+                (source_chunks(f, kind, config.limit, bar.advance), f.options) for f in files[kind]
+            )
             sources[kind] = write_sources(raw, kind, parts)
-    cut = {kind: raw.cut[kind] + sum(source.counts.cut for source in sources[kind]) for kind in KINDS}
+    cut = {
+        kind: raw.cut[kind] + sum(source.counts.cut for source in sources[kind]) for kind in KINDS
+    }
     return Collected(raw.rows, cut, derived, sources)
 
 
 def _manifest(config: CollectConfig, collected: Collected, folder: Path) -> dict[str, Any]:
-    """Return where each kind comes from: source files with hashes, formats and counts, or the kinds it derives from."""
+    """Return where each kind comes from: source files with hashes, formats and counts, or the kinds
+    it derives from.
+    """
     kinds = {}
     for kind in KINDS:
         rows = collected.rows[kind]
@@ -167,6 +200,13 @@ def _manifest(config: CollectConfig, collected: Collected, folder: Path) -> dict
         if config.source == "files":
             kinds[kind]["cut"] = collected.cut[kind]
         if kind in config.also_derive:
-            kinds[kind]["derived_rows"] = rows - sum(source.counts.kept for source in collected.sources[kind])
-    about = {"source": config.source, "pairs": config.pairs, "seed": config.seed, "limit": config.limit}
+            kinds[kind]["derived_rows"] = rows - sum(
+                source.counts.kept for source in collected.sources[kind]
+            )
+    about = {
+        "source": config.source,
+        "pairs": config.pairs,
+        "seed": config.seed,
+        "limit": config.limit,
+    }
     return {**about, "kinds": kinds}

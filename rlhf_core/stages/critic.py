@@ -1,8 +1,9 @@
-"""Critic pre-training: from the reward model (or SFT with a random head) to a value function in PPO's units.
+"""Critic pre-training: from the reward model (or SFT with a random head) to a value function in
+PPO's units.
 
-With ``ppo.critic_mode: shared`` PPO takes only the value head from the critic's folder. With a critic-free
-``ppo.advantage.estimator``, or a ``policy.method`` other than PPO, the stage trains nothing: DVC's stages have no
-conditions, so it says so in its outputs.
+With ``ppo.critic_mode: shared`` PPO takes only the value head from the critic's folder. With a
+critic-free ``ppo.advantage.estimator``, or a ``policy.method`` other than PPO, the stage trains
+nothing: DVC's stages have no conditions, so it says so in its outputs.
 """
 
 from __future__ import annotations
@@ -16,14 +17,23 @@ from rlhf_core.fingerprint.tracked_files import REWARD_SOURCES_FILE
 from rlhf_core.models.causal_lm import load_tokenizer
 from rlhf_core.stages.ppo import read_training_prompts
 from rlhf_core.stages.runtime.contract import Paths, Stage
-from rlhf_core.storage.files import atomic_dir, atomic_write_json, atomic_write_lines, atomic_write_text
+from rlhf_core.storage.files import (
+    atomic_dir,
+    atomic_write_json,
+    atomic_write_lines,
+    atomic_write_text,
+)
 from rlhf_core.training.run_context import RunContext
 
 logger = logging.getLogger(__name__)
 
 
-def run(config: CriticStageConfig, inputs: Paths, outputs: Paths, context: RunContext) -> dict[str, Any]:
-    """Roll out the frozen SFT policy and regress values on returns until explained variance holds."""
+def run(
+    config: CriticStageConfig, inputs: Paths, outputs: Paths, context: RunContext
+) -> dict[str, Any]:
+    """Roll out the frozen SFT policy and regress values on returns until explained variance
+    holds.
+    """
     if config.no_critic_because:
         return train_nothing(config, outputs)
     tokenizer = load_tokenizer(inputs.sft)
@@ -55,7 +65,11 @@ STAGE = Stage(
         "pass_": "gates/reward.pass",
         "reward_sources": REWARD_SOURCES_FILE,
     },
-    outputs={"model": "models/critic", "metrics": "metrics/critic.json", "history": "history/critic.jsonl"},
+    outputs={
+        "model": "models/critic",
+        "metrics": "metrics/critic.json",
+        "history": "history/critic.jsonl",
+    },
     optional_inputs=frozenset({"reward_sources"}),
 )
 

@@ -11,14 +11,23 @@ import pyarrow as pa
 from rlhf_core.api.checker import Checker
 from rlhf_core.config.evaluation import EvaluateStageConfig
 from rlhf_core.data.schema import write_table
-from rlhf_core.evaluation.benchmarks.multiple_choice import AnsweredQuestions, MultipleChoiceSet, answer_questions
+from rlhf_core.evaluation.benchmarks.multiple_choice import (
+    AnsweredQuestions,
+    MultipleChoiceSet,
+    answer_questions,
+)
 from rlhf_core.evaluation.comparisons.comparison import compare_groups
 from rlhf_core.evaluation.comparisons.opponents import Rival, best_of_n, group_of, read_opponent
 from rlhf_core.evaluation.comparisons.policy_vs_sft import Evaluation
 from rlhf_core.evaluation.fixed_sets import EvaluatedModel, FixedSets, sample_sets
 from rlhf_core.evaluation.judges.gold import borrowed_judge
 from rlhf_core.evaluation.judges.llm.judge import ANSWERS, LlmJudge
-from rlhf_core.evaluation.perplexity import HeldOutText, held_out_perplexities, measure_drift, read_held_out
+from rlhf_core.evaluation.perplexity import (
+    HeldOutText,
+    held_out_perplexities,
+    measure_drift,
+    read_held_out,
+)
 from rlhf_core.evaluation.replies import evaluation_replies, on_policy_replies
 from rlhf_core.fingerprint.tracked_files import REWARD_SOURCES_FILE
 from rlhf_core.models.causal_lm import load_policy
@@ -38,23 +47,34 @@ VERIFIABLE_REPLIES = Path(".rlhf") / "verifiable.jsonl"
 MULTIPLE_CHOICE_ANSWERS = Path(".rlhf") / "multiple_choice.jsonl"
 
 
-def run(config: EvaluateStageConfig, inputs: Paths, outputs: Paths, context: RunContext) -> dict[str, Any]:
-    """Generate, judge, compare; write metrics, all rows, and the cases where reward and judge disagree.
+def run(
+    config: EvaluateStageConfig, inputs: Paths, outputs: Paths, context: RunContext
+) -> dict[str, Any]:
+    """Generate, judge, compare; write metrics, all rows, and the cases where reward and judge
+    disagree.
 
-    The gold judge scores only prompts of the synthetic world. Evaluation sampling makes the replies that are judged,
-    the training distribution those that KL and perplexity are measured on. Ranks share all passes of models.
+    The gold judge scores only prompts of the synthetic world. Evaluation sampling makes the replies
+    that are judged, the training distribution those that KL and perplexity are measured on. Ranks
+    share all passes of models.
     """
     llm_judge = LlmJudge(config.llm_judge, context.folder / ANSWERS) if config.llm_judge else None
     # A mistake in a file that the settings name stops the stage at once.
     sets = FixedSets.read(config, inputs.clean, context.folder)
     sources = config.ppo.reward.sources
-    checker = None if "judge" in inputs else Checker.of_test_prompts(sources, inputs.clean, context.folder)
+    checker = (
+        None
+        if "judge" in inputs
+        else Checker.of_test_prompts(sources, inputs.clean, context.folder)
+    )
     questions = MultipleChoiceSet.load(config.multiple_choice, context.folder)
     texts = read_held_out(inputs.clean, config.perplexity.rows)
     files = [read_opponent(opponent, sets.judged, context.folder) for opponent in config.opponents]
     frozen = FrozenModels(context.launch)
     replies = 2 * sets.replies(config) + config.best_of_n * len(sets.judged)
-    with opened_sampler(config.sampler, context.work, context.folder) as sampler, progress(replies, "evaluate") as bar:
+    with (
+        opened_sampler(config.sampler, context.work, context.folder) as sampler,
+        progress(replies, "evaluate") as bar,
+    ):
         sft, policy = (
             evaluated_model(config, folder, sets, questions, texts, bar, best_of, sampler, frozen)
             for folder, best_of in ((inputs.sft, config.best_of_n), (inputs.policy, 0))
@@ -63,9 +83,14 @@ def run(config: EvaluateStageConfig, inputs: Paths, outputs: Paths, context: Run
     with frozen.borrowed(load_policy(inputs.sft, device=frozen.loading)[0]) as reference:
         for model in (sft, policy):
             assert model.on_policy is not None
-            model.drift, model.on_policy = measure_drift(model.on_policy, reference, evaluation.clusters), None
+            model.drift, model.on_policy = (
+                measure_drift(model.on_policy, reference, evaluation.clusters),
+                None,
+            )
     del reference
-    names = [name for name in ("reward", "referee", "judge") if name in inputs] + (["gold"] if sets.world else [])
+    names = [name for name in ("reward", "referee", "judge") if name in inputs] + (
+        ["gold"] if sets.world else []
+    )
     for name in names:
         with borrowed_judge(name, inputs, config.batch_size, frozen) as judge:
             evaluation.score(judge)
@@ -98,13 +123,19 @@ def run(config: EvaluateStageConfig, inputs: Paths, outputs: Paths, context: Run
             groups, evaluation.outcomes(), config.bootstrap, config.seed, evaluation.clusters
         )
     for settings, (_, unused), opponent in zip(config.opponents, files, opponents, strict=True):
-        metrics.setdefault("opponents", {})[settings.name] = opponent.opponent_metrics(groups, unused)
+        metrics.setdefault("opponents", {})[settings.name] = opponent.opponent_metrics(
+            groups, unused
+        )
     if sft.candidates:
         metrics["best_of_n"] = rivals[-1].best_of_n_metrics(sft.candidates)
     for rival in rivals:
         for row, further in zip(rows[:: config.replies_per_prompt], rival.columns(), strict=True):
             row.update(further)
-    samples = [outputs.comparisons, outputs.bad_cases, *save_counted_replies(evaluation, context.folder / ".rlhf")]
+    samples = [
+        outputs.comparisons,
+        outputs.bad_cases,
+        *save_counted_replies(evaluation, context.folder / ".rlhf"),
+    ]
     if config.verifiable is not None:
         checked = sft.verifiable, policy.verifiable
         metrics["verifiable"] = sets.verifiable.metrics(*checked, config.bootstrap, config.seed)
@@ -116,10 +147,15 @@ def run(config: EvaluateStageConfig, inputs: Paths, outputs: Paths, context: Run
         samples.append(context.folder / MULTIPLE_CHOICE_ANSWERS)
         atomic_write_lines(samples[-1], answered.rows())
     write_table(outputs.comparisons, pa.Table.from_pylist(rows))
-    # The last judge is the best one there is: gold in the synthetic world, else the one that selected nothing.
+    # The last judge is the best one there is: gold in the synthetic world, else the one that
+    # selected nothing.
     bad_cases = evaluation.bad_cases(names[-1])
-    atomic_write_text(outputs.bad_cases, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in bad_cases))
-    finite: dict[str, Any] = nonfinite_as_none(metrics)  # one such number is not worth the others, which took hours
+    atomic_write_text(
+        outputs.bad_cases, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in bad_cases)
+    )
+    finite: dict[str, Any] = nonfinite_as_none(
+        metrics
+    )  # one such number is not worth the others, which took hours
     atomic_write_json(outputs.metrics, finite)
     for path in samples:
         context.tracker.log_artifact(path, "samples")
@@ -150,7 +186,9 @@ STAGE = Stage(
 
 
 def save_counted_replies(evaluation: Evaluation, folder: Path) -> list[Path]:
-    """Write the replies that drift, regression and safety are counted of, a file each, and return the files."""
+    """Write the replies that drift, regression and safety are counted of, a file each, and return
+    the files.
+    """
     kept = {"drift": evaluation.drift_rows()}
     kept |= {name: evaluation.checked_rows(name) for name in ("regression", "safety")}
     for name, rows in kept.items():
@@ -169,7 +207,8 @@ def evaluated_model(
     sampler: Sampler,
     frozen: FrozenModels,
 ) -> EvaluatedModel:
-    """Sample from the model in ``folder``, which is in memory only meanwhile; every model gets the same random numbers.
+    """Sample from the model in ``folder``, which is in memory only meanwhile; every model gets the
+    same random numbers.
 
     Args:
         config: The stage's settings.
@@ -178,7 +217,8 @@ def evaluated_model(
         questions: Multiple-choice questions.
         texts: Held-out text.
         bar: Advanced by one for each reply of the evaluation's sampling.
-        best_of: How many further replies to sample to each prompt to be judged, with random numbers of their own.
+        best_of: How many further replies to sample to each prompt to be judged, with random numbers
+            of their own.
         sampler: Samples all replies; it lets go of the model again.
         frozen: Places the model.
     """
@@ -188,18 +228,28 @@ def evaluated_model(
         tokenizer, config.max_new_tokens, config.ppo.temperature, config.ppo.min_new_tokens
     )
     with frozen.borrowed(loaded) as model:
-        answers = answer_questions(model, tokenizer, questions, size)  # first: else it would refuse after hours
+        answers = answer_questions(
+            model, tokenizer, questions, size
+        )  # first: else it would refuse after hours
         sampler.sync(model, 0)
         evaluated = sample_sets(model, tokenizer, sets, config, bar.advance, sampler)
         evaluated.on_policy = on_policy_replies(
-            model, tokenizer, messages[: config.kl_samples], sampling, config.seed + 1, size, sampler
+            model,
+            tokenizer,
+            messages[: config.kl_samples],
+            sampling,
+            config.seed + 1,
+            size,
+            sampler,
         )
         evaluated.perplexities = held_out_perplexities(model, tokenizer, texts, config.perplexity)
         evaluated.answers = answers
         for number in range(best_of):
             seed = derive_seed(config.seed, "evaluate", "best_of_n", number)
             evaluated.candidates.append(
-                evaluation_replies(model, tokenizer, messages, config.sampling, seed, bar.advance, size, 1, sampler)
+                evaluation_replies(
+                    model, tokenizer, messages, config.sampling, seed, bar.advance, size, 1, sampler
+                )
             )
         sampler.release()
     return evaluated

@@ -1,4 +1,6 @@
-"""Stages gate-sft, gate-reward and gate-policy: what stands behind a gate does not run unless its conditions hold."""
+"""Stages gate-sft, gate-reward and gate-policy: what stands behind a gate does not run unless its
+conditions hold.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,8 @@ def settle_gate(
     outputs: Paths,
     context: RunContext,
 ) -> dict[str, float]:
-    """Decide a gate by what was ``found``, metrics and the hashes of their files, and open or shut it.
+    """Decide a gate by what was ``found``, metrics and the hashes of their files, and open or shut
+    it.
 
     Raises:
         GateFailed: The gate is enforced and failed (exit code 3). The evidence is written before.
@@ -35,34 +38,48 @@ def settle_gate(
     return {"passed": float(decision.passed), "conditions": float(len(decision.conditions))}
 
 
-def check_sft(config: GatesConfig, inputs: Paths, outputs: Paths, context: RunContext) -> dict[str, float]:
-    """Check ``gates.sft``: no reward model is trained on an SFT model that got worse at its demonstrations."""
+def check_sft(
+    config: GatesConfig, inputs: Paths, outputs: Paths, context: RunContext
+) -> dict[str, float]:
+    """Check ``gates.sft``: no reward model is trained on an SFT model that got worse at its
+    demonstrations.
+    """
     return settle_gate("sft", config.sft, load_metrics(inputs.metrics), config, outputs, context)
 
 
-def check_reward(config: GatesConfig, inputs: Paths, outputs: Paths, context: RunContext) -> dict[str, float]:
+def check_reward(
+    config: GatesConfig, inputs: Paths, outputs: Paths, context: RunContext
+) -> dict[str, float]:
     """Check ``gates.reward`` against the reward model's metrics, before critic and ppo.
 
-    ``referee.NAME`` is a metric of the referee, ``judge.NAME`` one of the judge, ``agreement.NAME`` one of how far they
-    agree on the test pairs: reward model and referee under plain names, reward model and judge after ``judge_``.
+    ``referee.NAME`` is a metric of the referee, ``judge.NAME`` one of the judge, ``agreement.NAME``
+    one of how far they agree on the test pairs: reward model and referee under plain names, reward
+    model and judge after ``judge_``.
     """
     # Imported here: it loads torch, which takes seconds and is for nothing in the other gates.
     from rlhf_core.training.reward.evaluation import agreement_metrics
 
     with_judge = agreement_metrics(inputs.scores, inputs.judge_scores)
     agreement = agreement_metrics(inputs.scores, inputs.referee_scores)
-    atomic_write_json(outputs.metrics, agreement | {f"judge_{name}": value for name, value in with_judge.items()})
+    atomic_write_json(
+        outputs.metrics, agreement | {f"judge_{name}": value for name, value in with_judge.items()}
+    )
     found = load_metrics(
-        inputs.metrics, referee=inputs.referee_metrics, judge=inputs.judge_metrics, agreement=outputs.metrics
+        inputs.metrics,
+        referee=inputs.referee_metrics,
+        judge=inputs.judge_metrics,
+        agreement=outputs.metrics,
     )
     return settle_gate("reward", config.reward or (), found, config, outputs, context)
 
 
-def check_policy(config: GatesConfig, inputs: Paths, outputs: Paths, context: RunContext) -> dict[str, float]:
+def check_policy(
+    config: GatesConfig, inputs: Paths, outputs: Paths, context: RunContext
+) -> dict[str, float]:
     """Check ``gates.policy`` against the evaluation's metrics, before a policy is registered.
 
-    ``ppo.NAME`` is a metric of the PPO run. Multiple-choice questions that were asked have a condition of their own by
-    default.
+    ``ppo.NAME`` is a metric of the PPO run. Multiple-choice questions that were asked have a
+    condition of their own by default.
     """
     metrics, evidence = load_metrics(inputs.metrics, ppo=inputs.ppo_metrics)
     conditions = config.policy_conditions(metrics.keys())
@@ -88,7 +105,11 @@ GATE_REWARD = Stage(
         "referee_scores": "samples/referee_scores.json",
         "judge_scores": "samples/judge_scores.json",
     },
-    outputs={"evidence": "gates/reward.json", "pass_": "gates/reward.pass", "metrics": "metrics/agreement.json"},
+    outputs={
+        "evidence": "gates/reward.json",
+        "pass_": "gates/reward.pass",
+        "metrics": "metrics/agreement.json",
+    },
 )
 GATE_POLICY = Stage(
     name="gate-policy",

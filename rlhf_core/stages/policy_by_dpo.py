@@ -18,12 +18,18 @@ from rlhf_core.training.run_context import RunContext
 from rlhf_core.training.sft import sample_replies
 
 
-def run(config: PolicyStageConfig, inputs: Paths, outputs: Paths, context: RunContext) -> dict[str, Any]:
-    """Train SFT's model by DPO and write the outputs that PPO writes: policy, metrics, history, samples."""
+def run(
+    config: PolicyStageConfig, inputs: Paths, outputs: Paths, context: RunContext
+) -> dict[str, Any]:
+    """Train SFT's model by DPO and write the outputs that PPO writes: policy, metrics, history,
+    samples.
+    """
     dpo, tokenizer = config.policy.dpo, load_tokenizer(inputs.sft)
     longest = fitting_length(dpo.max_tokens, inputs.sft)
     train, validation = (
-        read_split(inputs.clean / PairUser.REWARD / f"{split}.parquet", tokenizer, longest, context.tokens)
+        read_split(
+            inputs.clean / PairUser.REWARD / f"{split}.parquet", tokenizer, longest, context.tokens
+        )
         for split in ("train", "validation")
     )
     trained = train_dpo(
@@ -33,10 +39,14 @@ def run(config: PolicyStageConfig, inputs: Paths, outputs: Paths, context: RunCo
     trained.save(outputs.model)
     atomic_write_lines(outputs.history, trained.history)
     atomic_write_lines(outputs.abandoned, [])  # PPO's: DPO rolls nothing back
-    rows = read_rows(inputs.clean / "demonstrations" / "validation.parquet", Demonstration)[: dpo.samples]
+    rows = read_rows(inputs.clean / "demonstrations" / "validation.parquet", Demonstration)[
+        : dpo.samples
+    ]
     sampling = SamplingConfig(max_new_tokens=config.max_new_tokens)
     seed = derive_seed(config.seed, "dpo", "samples")
-    atomic_write_lines(outputs.samples, sample_replies(trained.model, tokenizer, rows, sampling, seed))
+    atomic_write_lines(
+        outputs.samples, sample_replies(trained.model, tokenizer, rows, sampling, seed)
+    )
     context.tracker.log_artifact(outputs.samples, "samples")
     metrics = {"method": config.policy.method, **trained.metrics}
     atomic_write_json(outputs.metrics, metrics)

@@ -1,4 +1,6 @@
-"""The policy by rejection sampling instead of PPO: supervised fine-tuning of SFT on its own best replies."""
+"""The policy by rejection sampling instead of PPO: supervised fine-tuning of SFT on its own best
+replies.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +38,9 @@ HELD_OUT_SHARE = 16  # every so many of the best replies is held out
 SAMPLES = 64
 
 
-def run(config: PolicyStageConfig, inputs: Paths, outputs: Paths, context: RunContext) -> dict[str, Any]:
+def run(
+    config: PolicyStageConfig, inputs: Paths, outputs: Paths, context: RunContext
+) -> dict[str, Any]:
     """Sample, keep the best, fine-tune on them; write the outputs that PPO writes."""
     seed_everything(config.seed)
     settings = config.policy.rejection_sampling
@@ -44,7 +48,10 @@ def run(config: PolicyStageConfig, inputs: Paths, outputs: Paths, context: RunCo
     prompts = read_training_prompts(inputs.clean, tokenizer, context.tokens)
     require_room(prompts.ids, config.max_new_tokens, positions_of(policy.config))
     best = sample_best(config, inputs, policy, tokenizer, prompts, context)
-    examples = [Example(prompts.ids[row], reply) for row, reply in zip(best.prompts, best.replies, strict=True)]
+    examples = [
+        Example(prompts.ids[row], reply)
+        for row, reply in zip(best.prompts, best.replies, strict=True)
+    ]
     policy, result, adapter = fine_tune_on(examples, policy, pad_id(tokenizer), config, context)
     save_policy(outputs.model, policy, tokenizer, adapter=adapter)
     sampling_cost = {"sampled_tokens": best.sampled_tokens, "seconds_sampling": best.seconds}
@@ -57,7 +64,8 @@ def run(config: PolicyStageConfig, inputs: Paths, outputs: Paths, context: RunCo
     metrics = {
         "method": config.policy.method,
         "replies_per_prompt": settings.replies_per_prompt,
-        "prompts_without_finished_reply": best.sampled_replies // settings.replies_per_prompt - len(best.prompts),
+        "prompts_without_finished_reply": best.sampled_replies // settings.replies_per_prompt
+        - len(best.prompts),
         "unrewarded_replies": best.unrewarded_replies,
         "reward_sampled": best.sampled_rewards / (best.sampled_replies - best.unrewarded_replies),
         "reward_kept": sum(best.rewards) / len(best.rewards),
@@ -101,7 +109,9 @@ def sample_best(
     prompts: TrainingPrompts,
     context: RunContext,
 ) -> BestReplies:
-    """Sample replies to the training prompts from ``policy``, and keep the best by ``ppo.reward.sources``."""
+    """Sample replies to the training prompts from ``policy``, and keep the best by
+    ``ppo.reward.sources``.
+    """
     settings, frozen = config.policy.rejection_sampling, FrozenModels(context.launch)
     order = epoch_order(len(prompts), derive_seed(config.seed, NAME, "prompts"), 0)
     with opened_sampler(config.sampler, context.work, context.folder) as sampler:
@@ -122,22 +132,31 @@ def sample_best(
 
 
 def fine_tune_on(
-    examples: Sequence[Example], policy: PreTrainedModel, pad: int, config: PolicyStageConfig, context: RunContext
+    examples: Sequence[Example],
+    policy: PreTrainedModel,
+    pad: int,
+    config: PolicyStageConfig,
+    context: RunContext,
 ) -> tuple[PreTrainedModel, LoopResult, PeftAdapter | None]:
-    """Train ``policy`` in place by cross-entropy on the replies; every sixteenth is held out. Adapters are merged.
+    """Train ``policy`` in place by cross-entropy on the replies; every sixteenth is held out.
+    Adapters are merged.
 
     Raises:
         DataError: There are too few examples to hold one out.
     """
     train = [example for number, example in enumerate(examples) if number % HELD_OUT_SHARE]
     if not train:
-        raise DataError("only one prompt has a finished reply, which is too little to train on; add prompts")
+        raise DataError(
+            "only one prompt has a finished reply, which is too little to train on; add prompts"
+        )
     if config.policy_lora is not None:
         add_adapters(policy, config.policy_lora, derive_seed(config.seed, NAME, "lora"))
     settings, limit = config.policy.rejection_sampling, context.launch.logits_bytes
 
     def task(engine: Engine) -> SftTask:
-        return SftTask(engine, policy, train, examples[::HELD_OUT_SHARE], settings, config.seed, pad, limit)
+        return SftTask(
+            engine, policy, train, examples[::HELD_OUT_SHARE], settings, config.seed, pad, limit
+        )
 
     policy, result = loop.train(policy, task, settings, NAME, config.seed, context)
     if config.policy_lora is None:
@@ -154,7 +173,9 @@ def sample_rows(
     rows = zip(best.prompts[:SAMPLES], best.replies, best.rewards, strict=False)
     return [
         {
-            "prompt": [{"role": turn.role, "content": turn.content} for turn in prompts.messages[row]],
+            "prompt": [
+                {"role": turn.role, "content": turn.content} for turn in prompts.messages[row]
+            ],
             "reply": decode_reply(tokenizer, reply)[0],
             "reward": reward,
         }

@@ -1,4 +1,6 @@
-"""PPO: from SFT, reward model and pre-trained critic to the policy that the referee chose under limits."""
+"""PPO: from SFT, reward model and pre-trained critic to the policy that the referee chose under
+limits.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +37,9 @@ POLICY_OUTPUTS = {
 
 
 def run(config: PpoConfig, inputs: Paths, outputs: Paths, context: RunContext) -> dict[str, Any]:
-    """Train, choose a checkpoint, save it, and describe the run; without a referee it is the last one."""
+    """Train, choose a checkpoint, save it, and describe the run; without a referee it is the last
+    one.
+    """
     tokenizer = load_tokenizer(inputs.sft)
     texts = read_ptx_texts(config, inputs.clean, tokenizer, context.tokens)
     referee = inputs.get("referee")
@@ -63,7 +67,9 @@ def run(config: PpoConfig, inputs: Paths, outputs: Paths, context: RunContext) -
     trained.save(outputs.model)
     publish_lines(context.work, outputs)
     context.tracker.log_artifact(outputs.samples, "samples")
-    selection = "the last one: there is no referee" if trained.choice is None else trained.choice.reason
+    selection = (
+        "the last one: there is no referee" if trained.choice is None else trained.choice.reason
+    )
     context.tracker.set_tags({"rlhf.selection": selection})
     atomic_write_json(outputs.metrics, trained.metrics)
     return trained.metrics
@@ -103,11 +109,15 @@ def read_training_prompts(
     if not rows:
         raise DataError(f"{path} holds no prompts; the validate stage writes them")
     table = read_tokens(tokens, path, Prompt.KIND, tokenizer)
-    return TrainingPrompts([row.prompt for row in rows], table.column("prompt"), columns_of_prompts(rows))
+    return TrainingPrompts(
+        [row.prompt for row in rows], table.column("prompt"), columns_of_prompts(rows)
+    )
 
 
 def validation_prompts(clean: Path) -> list[Prompt]:
-    """The prompts of the validation split; ids are content hashes, so the first of them are a fixed sample."""
+    """The prompts of the validation split; ids are content hashes, so the first of them are a fixed
+    sample.
+    """
     path = clean / "prompts" / "validation.parquet"
     rows = sorted(read_rows(path, Prompt), key=lambda row: row.id)
     if not rows:
@@ -118,36 +128,48 @@ def validation_prompts(clean: Path) -> list[Prompt]:
 def read_ptx_texts(
     config: PpoConfig, clean: Path, tokenizer: PreTrainedTokenizerBase, tokens: Path | None = None
 ) -> dict[str, TokenTable]:
-    """Read the sets of texts that the ptx loss asks for, by kind; of several ranks all must call it."""
+    """Read the sets of texts that the ptx loss asks for, by kind; of several ranks all must call
+    it.
+    """
     kinds = PTX_KINDS[config.ptx.data] if config.ptx.weight else ()
     files = {kind: clean / kind / "train.parquet" for kind in kinds}
     if config.ptx.data == "both":
         files = {kind: file for kind, file in files.items() if file.is_file()}
     tables = {kind: read_tokens(tokens, file, kind, tokenizer) for kind, file in files.items()}
-    return {kind: table for kind, table in tables.items() if len(table) or config.ptx.data != "both"}
+    return {
+        kind: table for kind, table in tables.items() if len(table) or config.ptx.data != "both"
+    }
 
 
 def publish_lines(work: Path, outputs: Paths) -> None:
     """Copy history and samples from the partial state in ``work`` to the outputs.
 
-    What rollbacks abandoned comes along, marked with the number of its ``rollback``: rows in a file of their own, so
-    that curves stay right, and samples after the others. Only the first rank's files are whole.
+    What rollbacks abandoned comes along, marked with the number of its ``rollback``: rows in a file
+    of their own, so that curves stay right, and samples after the others. Only the first rank's
+    files are whole.
     """
     history = work / "history.jsonl"
     if not distributed.is_rank_zero() or not history.is_file():
         return
     shutil.copyfile(history, outputs.history)
     atomic_write_lines(outputs.abandoned, abandoned_rows(work, "rows"))
-    atomic_write_lines(outputs.samples, [*read_history(work / "samples.jsonl"), *abandoned_rows(work, "samples")])
+    atomic_write_lines(
+        outputs.samples, [*read_history(work / "samples.jsonl"), *abandoned_rows(work, "samples")]
+    )
 
 
 def require_admissible(choice: CheckpointChoice, config: PpoConfig) -> None:
-    """Check that a checkpoint keeps the limits; with health mode ``report`` the choice stands, marked.
+    """Check that a checkpoint keeps the limits; with health mode ``report`` the choice stands,
+    marked.
 
     Raises:
         TrainingPaused: No checkpoint keeps all limits.
     """
-    if config.selection.method == "referee" and not choice.admissible and config.health.mode == "enforce":
+    if (
+        config.selection.method == "referee"
+        and not choice.admissible
+        and config.health.mode == "enforce"
+    ):
         raise TrainingPaused(
             f"ppo produced no admissible policy: {choice.reason}. Raise ppo.kl.coefficient or lower "
             "ppo.policy_optimizer.lr; or, to take it all the same, loosen ppo.selection or set its method to last"

@@ -1,4 +1,6 @@
-"""Stage report: one HTML file, the headline metrics and the curves of whatever a run has left, finished or not."""
+"""Stage report: one HTML file, the headline metrics and the curves of whatever a run has left,
+finished or not.
+"""
 
 from __future__ import annotations
 
@@ -29,16 +31,18 @@ _INPUTS = {
 def run(config: ReportConfig, inputs: Paths, outputs: Paths, context: RunContext) -> dict[str, Any]:
     """Write ``report.html``, the headline metrics and the training curves.
 
-    Missing parts are named. Files of stages behind a failed gate are from an earlier run and are left out. The
-    workspace's params.yaml is quoted for the reader, beside the commit, dvc.lock and the run in MLflow; nothing depends
-    on them.
+    Missing parts are named. Files of stages behind a failed gate are from an earlier run and are
+    left out. The workspace's params.yaml is quoted for the reader, beside the commit, dvc.lock and
+    the run in MLflow; nothing depends on them.
     """
     workspace = outputs.report.parent
     lineage = report_lineage(workspace, context.tracker.run_id)
     sources = load_sources(inputs, workspace / "params.yaml", lineage)
     atomic_write_text(outputs.report, render(build_context(sources, config.title, config.replies)))
     if sources.data_card:  # the copy of the report in the run links to it
-        context.tracker.log_artifact(workspace / sources.data_card, str(Path(sources.data_card).parent))
+        context.tracker.log_artifact(
+            workspace / sources.data_card, str(Path(sources.data_card).parent)
+        )
     atomic_write_json(outputs.headline, headline_metrics(sources.metrics))
     write_curves(sources.histories, outputs.curves)
     return {"missing_parts": float(len(sources.missing))}

@@ -1,10 +1,12 @@
 """Reward: the model of human preference that PPO optimises against, judged by more than accuracy.
 
-Referee and judge are reward models too, trained and evaluated by the same function on disjoint pairs. The referee
-selects checkpoints, and no reward source uses it. The judge judges what is done: nothing is trained or selected by it.
+Referee and judge are reward models too, trained and evaluated by the same function on disjoint
+pairs. The referee selects checkpoints, and no reward source uses it. The judge judges what is done:
+nothing is trained or selected by it.
 
-The stage reward alone draws margins and calibration, and writes the pairs that its model gets most wrong. Many of those
-(Zheng et al. 2023, "Secrets of RLHF", table 1) are mislabelled or ambiguous; the rest show what the model does not see.
+The stage reward alone draws margins and calibration, and writes the pairs that its model gets most
+wrong. Many of those (Zheng et al. 2023, "Secrets of RLHF", table 1) are mislabelled or ambiguous;
+the rest show what the model does not see.
 """
 
 from __future__ import annotations
@@ -42,7 +44,8 @@ from rlhf_core.training.reward.run import Split, metric_prefix, read_split, writ
 from rlhf_core.training.reward.trainer import PairScores
 from rlhf_core.training.run_context import RunContext
 
-# Further metrics of a trained model and the splits that it was trained and scored on, and files that describe it.
+# Further metrics of a trained model and the splits that it was trained and scored on, and files
+# that describe it.
 Describe = Callable[[TrainedRewardModel, Mapping[str, Split], Paths, RunContext], dict[str, float]]
 
 
@@ -56,7 +59,8 @@ def run_reward_stage(
     pairs: PairUser,
     describe: Describe | None = None,
 ) -> dict[str, object]:
-    """Train a scalar model on preference pairs and write its folder, history, test rewards and metrics.
+    """Train a scalar model on preference pairs and write its folder, history, test rewards and
+    metrics.
 
     Args:
         name: The stage's name, which sets its random streams apart.
@@ -97,8 +101,8 @@ def read_splits(
     tokenizer: PreTrainedTokenizerBase,
     tokens: Path | None,
 ) -> dict[str, Split]:
-    """Read the splits of a model that starts from ``init``: the test pairs are common to all models, so that their
-    rewards can be compared.
+    """Read the splits of a model that starts from ``init``: the test pairs are common to all
+    models, so that their rewards can be compared.
 
     Raises:
         DataError: No pair of a split is within ``max_tokens``.
@@ -114,15 +118,17 @@ def read_splits(
 def plots_and_baseline(
     trained: TrainedRewardModel, splits: Mapping[str, Split], outputs: Paths, context: RunContext
 ) -> dict[str, float]:
-    """Draw margins and calibration, write the worst mistakes on the test pairs, and return what a bag of words
-    reaches on the same pairs.
+    """Draw margins and calibration, write the worst mistakes on the test pairs, and return what a
+    bag of words reaches on the same pairs.
     """
     atomic_write_lines(outputs.mistakes, worst_mistakes(trained.scores["test"], splits["test"]))
     with atomic_dir(outputs.plots) as plots:
         draw_reward_plots(plots, {name: scored.margins for name, scored in trained.scores.items()})
     for plot in sorted(outputs.plots.glob("*.svg")):
         context.tracker.log_artifact(plot, "plots")
-    accuracies = bag_of_words_accuracy(splits["train"].rows, {name: splits[name].rows for name in trained.scores})
+    accuracies = bag_of_words_accuracy(
+        splits["train"].rows, {name: splits[name].rows for name in trained.scores}
+    )
     return {f"{metric_prefix(name)}baseline_bow": accuracy for name, accuracy in accuracies.items()}
 
 
@@ -144,7 +150,12 @@ def reward_stage(
         name=name,
         config=config,
         run=partial(run_reward_stage, name=name, pairs=pairs, describe=describe),
-        inputs={"clean": "data/clean", "sft": "models/sft", "base": "models/base", "pass_": "gates/sft.pass"},
+        inputs={
+            "clean": "data/clean",
+            "sft": "models/sft",
+            "base": "models/base",
+            "pass_": "gates/sft.pass",
+        },
         outputs=outputs | dict(described or {}),
     )
 
@@ -156,14 +167,16 @@ JUDGE = reward_stage("judge", JudgeConfig, PairUser.JUDGE)
 
 
 def require_pairs(workspace: Path) -> None:
-    """Refuse clean pairs that one of the three stages, or the reward gate, would refuse after hours of training.
+    """Refuse clean pairs that one of the three stages, or the reward gate, would refuse after hours
+    of training.
 
     So are adapters for which the model has no layers, those of the critic too.
 
     Raises:
         ModelError: The starting model has no layers for the adapters of one of them.
-        DataError: No pair of a split is within ``max_tokens``, too few are left when lengths are balanced, or so few
-            that a measure which the reward gate asks for is left out, a probe among them.
+        DataError: No pair of a split is within ``max_tokens``, too few are left when lengths are
+            balanced, or so few that a measure which the reward gate asks for is left out, a probe
+            among them.
     """
     params = load_params(workspace)
     if not params.collect.pairs:
@@ -176,7 +189,11 @@ def require_pairs(workspace: Path) -> None:
         except ModelError as error:
             raise ModelError(f"{name}.lora: {error}") from error
     tokenizer = load_tokenizer(init)
-    asked = {condition.metric for condition in params.gates.reward or ()} if params.gates.mode == "enforce" else set()
+    asked = (
+        {condition.metric for condition in params.gates.reward or ()}
+        if params.gates.mode == "enforce"
+        else set()
+    )
     groups: list[str] = []
     differences: list[int] = []
     counts: dict[str, dict[str, SplitPairs]] = {}
@@ -190,7 +207,11 @@ def require_pairs(workspace: Path) -> None:
             if split != "test" or name == "reward":  # the test pairs are common
                 groups += [row.group for row in read.rows]
                 differences += of_split
-        own = [metric for metric in asked if metric.startswith(PROBED if name == "reward" else f"{name}.{PROBED}")]
+        own = [
+            metric
+            for metric in asked
+            if metric.startswith(PROBED if name == "reward" else f"{name}.{PROBED}")
+        ]
         if own:
             longest = fitting_length(config.max_tokens, init)
             absent = probes_of(splits["test"].rows, tokenizer, longest, config.seed).absent
@@ -205,7 +226,9 @@ PROBED = "probes."
 
 
 def require_probes(asked: Sequence[str], absent: Mapping[str, str]) -> None:
-    """Raise :class:`DataError` where one of the metrics is of a probe that is ``absent``, by kind for a reason."""
+    """Raise :class:`DataError` where one of the metrics is of a probe that is ``absent``, by kind
+    for a reason.
+    """
     for metric in sorted(asked):
         reason = next((why for kind, why in absent.items() if f"{PROBED}{kind}" in metric), None)
         if reason is not None:
@@ -220,11 +243,19 @@ SIZE = (4.6, 3.0)  # inches; the letters are then as large as those of the repor
 def draw_reward_plots(folder: Path, margins: Mapping[str, np.ndarray]) -> None:
     """Write ``margins.svg`` and ``calibration.svg`` into ``folder``. ``margins``: split -> (B,)."""
     folder.mkdir(parents=True, exist_ok=True)
-    with _plot(folder / "margins.svg", "Reward margin of the preferred reply", "r(chosen) - r(rejected)") as axes:
+    with _plot(
+        folder / "margins.svg", "Reward margin of the preferred reply", "r(chosen) - r(rejected)"
+    ) as axes:
         every = np.concatenate(list(margins.values()))
         edges = np.linspace(every.min(), max(every.max(), every.min() + 1e-6), 41)
         for split, values in margins.items():
-            axes.hist(values, bins=list(edges), alpha=0.55, density=True, label=f"{split}, mean {values.mean():.2f}")
+            axes.hist(
+                values,
+                bins=list(edges),
+                alpha=0.55,
+                density=True,
+                label=f"{split}, mean {values.mean():.2f}",
+            )
         axes.axvline(0.0, color="black", linewidth=1)
         axes.set(ylabel="density")
     with _plot(folder / "calibration.svg", "Calibration", "confidence: sigma(|margin|)") as axes:
@@ -252,7 +283,9 @@ MOST_MISTAKES = 10
 
 
 def worst_mistakes(scores: PairScores, split: Split) -> list[dict[str, Any]]:
-    """Return the pairs with the most negative margins, worst first; fewer if fewer are ranked wrongly."""
+    """Return the pairs with the most negative margins, worst first; fewer if fewer are ranked
+    wrongly.
+    """
     mistakes = []
     for i in np.argsort(scores.margins, kind="stable")[:MOST_MISTAKES].tolist():
         if not scores.margins[i] < 0:  # NaN, which is sorted last, is no mistake

@@ -22,7 +22,9 @@ logger = logging.getLogger(__name__)
 
 
 def run(config: SftConfig, inputs: Paths, outputs: Paths, context: RunContext) -> dict[str, Any]:
-    """Write ``models/sft``, its metrics, history and sample replies. An interrupted run resumes from its checkpoint."""
+    """Write ``models/sft``, its metrics, history and sample replies. An interrupted run resumes
+    from its checkpoint.
+    """
     folder = inputs.clean / "demonstrations"
     _, rows_to_learn = parquet_footer(folder / "train.parquet")
     if not rows_to_learn:
@@ -40,7 +42,9 @@ def run(config: SftConfig, inputs: Paths, outputs: Paths, context: RunContext) -
     atomic_write_lines(outputs.history, trained.history)
     seed = derive_seed(config.seed, "sft", "samples")
     rows = read_rows(folder / "validation.parquet", Demonstration)[: config.samples]
-    atomic_write_lines(outputs.samples, sample_replies(trained.model, tokenizer, rows, config.sampling, seed))
+    atomic_write_lines(
+        outputs.samples, sample_replies(trained.model, tokenizer, rows, config.sampling, seed)
+    )
     atomic_write_json(outputs.metrics, trained.metrics)
     return trained.metrics
 

@@ -1,4 +1,6 @@
-"""Lengths of data in tokens before training: the tokenizer to count with, and the longest that training keeps."""
+"""Lengths of data in tokens before training: the tokenizer to count with, and the longest that
+training keeps.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,8 @@ HUB_PREFIX = "hub:"  # of data sets
 
 
 def load_counting_tokenizer(source: str, base: Path) -> PreTrainedTokenizerBase:
-    """Load the tokenizer of ``source``, with the chat template that stage base would give its model.
+    """Load the tokenizer of ``source``, with the chat template that stage base would give its
+    model.
 
     Args:
         source: A folder with a tokenizer (weights are not needed), a ``.gguf`` file, or a hub id.
@@ -36,7 +39,8 @@ def load_counting_tokenizer(source: str, base: Path) -> PreTrainedTokenizerBase:
         raise ModelError(
             f"{source}: {HUB_PREFIX} is for data sets; name the tokenizer as {source.removeprefix(HUB_PREFIX)}"
         )
-    # Imported here: these load torch and transformers, which takes seconds and is for nothing without a tokenizer.
+    # Imported here: these load torch and transformers, which takes seconds and is for nothing
+    # without a tokenizer.
     from rlhf_core.models.foreign import prepare_tokenizer, require_openable
     from rlhf_core.models.gguf import is_gguf, load_gguf_tokenizer
     from rlhf_core.models.io import is_local
@@ -48,7 +52,9 @@ def load_counting_tokenizer(source: str, base: Path) -> PreTrainedTokenizerBase:
         tokenizer = _load_folder(path, source)
     else:
         tokenizer = load_gguf_tokenizer(path) if path.exists() else _load_from_hub(source)
-    tokenizer.model_max_length = sys.maxsize  # rows are counted, not run; the library would warn of longer ones
+    tokenizer.model_max_length = (
+        sys.maxsize
+    )  # rows are counted, not run; the library would warn of longer ones
     prepare_tokenizer(tokenizer, source)
     return tokenizer
 
@@ -61,15 +67,27 @@ def _load_folder(path: Path, source: str) -> PreTrainedTokenizerBase:
 
     try:
         with quiet():
-            tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(str(path), trust_remote_code=False)
-    except Exception as error:  # whatever a library comes upon in files that are damaged or of another kind
+            tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
+                str(path), trust_remote_code=False
+            )
+    except (
+        Exception
+    ) as error:  # whatever a library comes upon in files that are damaged or of another kind
         if is_exhausted(error):
             raise
         if not any((path / name).is_file() for name in TOKENIZER_FILES):
-            raise ModelError(f"the folder {source} has no tokenizer ({TOKENIZER_FILES[0]}); {WANTED}") from error
-        raise ModelError(f"{source} has no readable tokenizer: {first_line(error)}; give a complete folder") from error
-    if len(tokenizer) <= len(tokenizer.all_special_ids):  # what the library makes where the vocabulary is missing
-        raise ModelError(f"the tokenizer in {source} has no vocabulary ({TOKENIZER_FILES[0]}); give a complete folder")
+            raise ModelError(
+                f"the folder {source} has no tokenizer ({TOKENIZER_FILES[0]}); {WANTED}"
+            ) from error
+        raise ModelError(
+            f"{source} has no readable tokenizer: {first_line(error)}; give a complete folder"
+        ) from error
+    if len(tokenizer) <= len(
+        tokenizer.all_special_ids
+    ):  # what the library makes where the vocabulary is missing
+        raise ModelError(
+            f"the tokenizer in {source} has no vocabulary ({TOKENIZER_FILES[0]}); give a complete folder"
+        )
     return tokenizer
 
 
@@ -83,7 +101,9 @@ def _load_from_hub(source: str) -> PreTrainedTokenizerBase:
     try:
         return load_tokenizer(source)
     except HFValidationError as error:
-        raise ModelError(f"the tokenizer {source!r} is no file here and no hub id (owner/name); {WANTED}") from error
+        raise ModelError(
+            f"the tokenizer {source!r} is no file here and no hub id (owner/name); {WANTED}"
+        ) from error
     except ModelError as error:
         if error.__cause__ is None or not isinstance(error.__cause__, (OSError, ValueError)):
             raise
@@ -97,9 +117,11 @@ SCRATCH = "scratch"
 
 
 def local_token_limits(workspace: Path) -> TokenLimits | None:
-    """Return the tokenizer and limits of ``workspace``; None if neither ``base.source`` nor models/base is a folder.
+    """Return the tokenizer and limits of ``workspace``; None if neither ``base.source`` nor
+    models/base is a folder.
 
-    Nothing is downloaded. A tokenizer made from nothing depends on the data, so that other data would change it.
+    Nothing is downloaded. A tokenizer made from nothing depends on the data, so that other data
+    would change it.
 
     Raises:
         RlhfError: params.yaml is wrong, or the model folder is incomplete.
@@ -115,7 +137,8 @@ def local_token_limits(workspace: Path) -> TokenLimits | None:
 
 
 def token_limits(params: Params, source: str, base: Path) -> TokenLimits:
-    """Return the tokenizer of ``source`` with the limits of ``params``, and those of the model in its folder.
+    """Return the tokenizer of ``source`` with the limits of ``params``, and those of the model in
+    its folder.
 
     Args:
         source: A folder, a GGUF file or a hub id; see :func:`~rlhf_core.stages.token_lengths`.
@@ -134,7 +157,8 @@ def token_limits(params: Params, source: str, base: Path) -> TokenLimits:
 
 
 def model_positions(path: Path) -> int | None:
-    """Return how many positions the model of a folder or GGUF file has; None where that is not said there.
+    """Return how many positions the model of a folder or GGUF file has; None where that is not said
+    there.
 
     The weights are not needed: a folder may hold a tokenizer alone.
     """
@@ -150,7 +174,9 @@ def model_positions(path: Path) -> int | None:
         try:
             with quiet():
                 config = AutoConfig.from_pretrained(str(path), trust_remote_code=False)
-        except Exception as error:  # whatever a library comes upon in a file that is damaged or of another kind
+        except (
+            Exception
+        ) as error:  # whatever a library comes upon in a file that is damaged or of another kind
             if is_exhausted(error):
                 raise
             raise ModelError(

@@ -1,4 +1,6 @@
-"""Paths, globs and URLs that name data files; URLs (``s3://``, ``gs://``, ``hf://``, ``https://``) through fsspec."""
+"""Paths, globs and URLs that name data files; URLs (``s3://``, ``gs://``, ``hf://``, ``https://``)
+through fsspec.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,8 @@ NOT_FOUND = "correct the path, or put quotes around a pattern"
 
 URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://")
 DATA_NAME = re.compile(r"\.(json|jsonl|ndjson|csv|tsv|parquet|arrow)\Z", re.IGNORECASE)
-# What lies beside the data of a folder: descriptions, and what ``datasets`` and Spark write about the data.
+# What lies beside the data of a folder: descriptions, and what ``datasets`` and Spark write about
+# the data.
 NO_DATA = re.compile(
     r"(readme|licen[cs]e|copying|notice|citation|changelog)\b.*|.*\.(md|rst|crc|py)|_success"
     r"|(dataset_infos?|dataset_dict|state)\.json",
@@ -41,9 +44,10 @@ def is_url(spec: str) -> bool:
 def expand(spec: str, base: Path, remedy: str = NOT_FOUND) -> list[Path]:
     """Return the files that a path or glob matches, relative to ``base``, sorted.
 
-    A name that exists as it is written is taken literally, also where it holds ``[``, ``]``, ``*`` or a leading ``~``.
-    A folder stands for the files in it and in its folders, see :func:`is_data_name`. A file that a pattern matches
-    several times, by way of links to folders, is returned once, by its shortest path.
+    A name that exists as it is written is taken literally, also where it holds ``[``, ``]``, ``*``
+    or a leading ``~``. A folder stands for the files in it and in its folders, see
+    :func:`is_data_name`. A file that a pattern matches several times, by way of links to folders,
+    is returned once, by its shortest path.
 
     Raises:
         NothingMatches: There are none; the message ends with ``remedy``.
@@ -81,44 +85,63 @@ def _matches(spec: str, name: str, base: Path, remedy: str) -> list[Path]:
     others = [path for path in matches if not Path(path).is_file() and not Path(path).is_dir()]
     if others:
         other = str(others[0]).encode("utf-8", "backslashreplace").decode()
-        raise DataError(f"{other} is no file that can be read: a link to nothing or to itself, or a pipe; {remedy}")
+        raise DataError(
+            f"{other} is no file that can be read: a link to nothing or to itself, or a pipe; {remedy}"
+        )
     _require_no_lost_folder(matches, files, remedy)
     if files:
         return files
     if is_folder:
         raise NothingMatches(f"the folder {name} holds no file of data; {remedy}")
     if matches:
-        raise DataError(f"{name} matches folders only; name one of them, or files, for example {name}/*.jsonl")
+        raise DataError(
+            f"{name} matches folders only; name one of them, or files, for example {name}/*.jsonl"
+        )
     looked_in = "" if pattern.is_absolute() else f" (looked in {base})"
     raise NothingMatches(f"no file matches {name!r}{looked_in}; {remedy}")
 
 
 def _require_no_lost_folder(matches: Sequence[str], files: Sequence[Path], remedy: str) -> None:
-    """Raise ``DataError`` where a pattern matches files and also a folder named as one of data, as Spark writes it.
+    """Raise ``DataError`` where a pattern matches files and also a folder named as one of data, as
+    Spark writes it.
 
     The files in it would be left out, unless the pattern goes into folders.
     """
-    for folder in (Path(path) for path in matches if DATA_NAME.search(path) and Path(path).is_dir()):
+    for folder in (
+        Path(path) for path in matches if DATA_NAME.search(path) and Path(path).is_dir()
+    ):
         if files and not any(folder in file.parents for file in files):
             name = str(folder).encode("utf-8", "backslashreplace").decode()
-            raise DataError(f"{name} is a folder, whose files the pattern leaves out; name it by itself, or {remedy}")
+            raise DataError(
+                f"{name} is a folder, whose files the pattern leaves out; name it by itself, or {remedy}"
+            )
 
 
 def is_data_name(name: str) -> bool:
-    """Return whether a file of a folder that is given as a whole is taken: all but hidden ones and descriptions."""
+    """Return whether a file of a folder that is given as a whole is taken: all but hidden ones and
+    descriptions.
+    """
     return not name.startswith(".") and not NO_DATA.fullmatch(name)
 
 
 def _glob(folders: Iterable[Path], parts: Sequence[str]) -> list[str]:
-    """Return what a pattern below folders matches, as :func:`glob.glob` does, in time linear in folders.
+    """Return what a pattern below folders matches, as :func:`glob.glob` does, in time linear in
+    folders.
 
-    ``**`` reads each folder once, however many links lead there: below two links to a common parent there are as many
-    paths as orders to follow them in. What a pattern matches below a folder does not depend on the path to it.
+    ``**`` reads each folder once, however many links lead there: below two links to a common parent
+    there are as many paths as orders to follow them in. What a pattern matches below a folder does
+    not depend on the path to it.
     """
     if "**" not in parts:
-        return [match for folder in folders for match in glob.glob(os.path.join(glob.escape(str(folder)), *parts))]
+        return [
+            match
+            for folder in folders
+            for match in glob.glob(os.path.join(glob.escape(str(folder)), *parts))
+        ]
     recursive = parts.index("**")
-    heads = [Path(match) for match in _glob(folders, parts[:recursive])] if recursive else list(folders)
+    heads = (
+        [Path(match) for match in _glob(folders, parts[:recursive])] if recursive else list(folders)
+    )
     below = list(_folders_below(heads))
     rest = list(parts[recursive + 1 :])
     while rest[:1] == ["**"]:
@@ -129,7 +152,8 @@ def _glob(folders: Iterable[Path], parts: Sequence[str]) -> list[str]:
 def _folders_below(heads: Iterable[Path]) -> Iterator[Path]:
     """Yield folders and all folders in them, also by way of links, each once by its shortest path.
 
-    Hidden ones are left out, as ``**`` does. Of one that may not be read, ``OSError`` says so: files would be missing.
+    Hidden ones are left out, as ``**`` does. Of one that may not be read, ``OSError`` says so:
+    files would be missing.
     """
     waiting = [(len(head.parts), f"{head}/") for head in set(heads)]
     heapq.heapify(waiting)
@@ -143,7 +167,11 @@ def _folders_below(heads: Iterable[Path]) -> Iterator[Path]:
                 continue
             seen.add(identity)
             with os.scandir(name) as entries:
-                inner = [entry.name for entry in entries if _is_folder(entry) and not entry.name.startswith(".")]
+                inner = [
+                    entry.name
+                    for entry in entries
+                    if _is_folder(entry) and not entry.name.startswith(".")
+                ]
         except (FileNotFoundError, NotADirectoryError):
             continue
         yield Path(name)
@@ -170,9 +198,15 @@ def _once(paths: Sequence[Path]) -> list[Path]:
 
 
 def spelled(path: Path, spec: str, base: Path) -> str:
-    """Return the path of a file that ``spec`` matches as ``spec`` spells it: relative to ``base``, or absolute."""
+    """Return the path of a file that ``spec`` matches as ``spec`` spells it: relative to ``base``,
+    or absolute.
+    """
     is_absolute = not (base / spec).exists() and Path(spec).expanduser().is_absolute()
-    return str(path) if is_absolute or Path(spec).is_absolute() else Path(os.path.relpath(path, base)).as_posix()
+    return (
+        str(path)
+        if is_absolute or Path(spec).is_absolute()
+        else Path(os.path.relpath(path, base)).as_posix()
+    )
 
 
 SECRET_PARAMETER = re.compile(rf"{SECRET_NAME}=", re.IGNORECASE)
@@ -180,7 +214,9 @@ WEB = ("http", "https", "ftp", "ftps")
 
 
 def require_no_credentials(url: str) -> None:
-    """Raise ``DataError``, which does not repeat them, for a URL that :func:`carries_credentials`."""
+    """Raise ``DataError``, which does not repeat them, for a URL that
+    :func:`carries_credentials`.
+    """
     if carries_credentials(url):
         scheme = url.split(":")[0]
         raise DataError(
@@ -191,9 +227,11 @@ def require_no_credentials(url: str) -> None:
 
 
 def carries_credentials(url: str) -> bool:
-    """Return whether a URL has a password, a user of a web server (a token, as a rule), or a parameter named as one.
+    """Return whether a URL has a password, a user of a web server (a token, as a rule), or a
+    parameter named as one.
 
-    Other stores write names there that are no secret: ``abfs://container@account``, ``github://owner:repository@ref``.
+    Other stores write names there that are no secret: ``abfs://container@account``,
+    ``github://owner:repository@ref``.
     """
     parts = _split(url)
     if parts is None:
@@ -222,12 +260,14 @@ UNREACHABLE = "check the address, the network, and the access to it"
 
 
 def expand_url(url: str, remedy: str) -> list[str]:
-    """Return the files that a URL names or, with ``*``, ``?`` or ``[``, matches, as their store spells them; sorted.
+    """Return the files that a URL names or, with ``*``, ``?`` or ``[``, matches, as their store
+    spells them; sorted.
 
     A folder stands for the files in it and in its folders, as one on this machine does.
 
     Raises:
-        DataError: There are none, and the message ends with ``remedy``, or the store cannot be reached.
+        DataError: There are none, and the message ends with ``remedy``, or the store cannot be
+            reached.
     """
     filesystem, path = _open(url)
     try:
@@ -241,14 +281,20 @@ def expand_url(url: str, remedy: str) -> list[str]:
             filesystem.info(path)  # A store that cannot be reached says so only here, as the cause.
     except FileNotFoundError as error:
         if error.__cause__ is not None:
-            raise DataError(f"cannot look up {url}: {first_line(error.__cause__)}; {UNREACHABLE}") from error
+            raise DataError(
+                f"cannot look up {url}: {first_line(error.__cause__)}; {UNREACHABLE}"
+            ) from error
         matches, files = [], []
     except Exception as error:  # Every store raises errors of its own.
         raise DataError(f"cannot look up {url}: {first_line(error)}; {UNREACHABLE}") from error
     if files:
         return [filesystem.unstrip_protocol(file) for file in files]
     if matches:
-        what = "matches folders only" if glob.has_magic(path) else "is a folder that holds no file of data"
+        what = (
+            "matches folders only"
+            if glob.has_magic(path)
+            else "is a folder that holds no file of data"
+        )
         raise DataError(f"{url} {what}; {remedy}")
     raise DataError(f"no file matches {url!r}; {remedy}")
 
@@ -265,14 +311,17 @@ def _files_below(filesystem: Any, folder: str) -> list[str]:
 
 
 def local_path(url: str) -> Path | None:
-    """Return the path of a file on this machine as :func:`expand_url` names it, ``file://…``; None of any other URL."""
+    """Return the path of a file on this machine as :func:`expand_url` names it, ``file://…``; None
+    of any other URL.
+    """
     scheme, _, path = url.partition("://")
     return Path(path) if scheme == "file" else None
 
 
 @contextmanager
 def local_copy(url: str) -> Iterator[Path]:
-    """Copy the file at a URL to a temporary one, part by part, which is removed at the end of the block.
+    """Copy the file at a URL to a temporary one, part by part, which is removed at the end of the
+    block.
 
     Raises:
         DataError: It cannot be read.
@@ -290,7 +339,8 @@ def local_copy(url: str) -> Iterator[Path]:
 
 
 def url_checksum(url: str) -> str:
-    """Return what changes when the content of a file at a URL does (an ETag, or size and time); nothing is downloaded.
+    """Return what changes when the content of a file at a URL does (an ETag, or size and time);
+    nothing is downloaded.
 
     Raises:
         DataError: The file cannot be looked up.
@@ -314,7 +364,9 @@ def _open(url: str) -> tuple[Any, str]:
         raise DataError(f"{url} needs a package that is missing ({error}); {install}") from error
     except (OSError, ValueError) as error:
         raise DataError(f"{url} cannot be opened: {first_line(error)}") from error
-    except Exception as error:  # A file system that needs more than a URL (dir://) fails in ways of its own.
+    except (
+        Exception
+    ) as error:  # A file system that needs more than a URL (dir://) fails in ways of its own.
         scheme = url.split(":")[0]
         raise DataError(
             f"{url} cannot be opened: {scheme}:// needs more than a URL; copy the file here, or give its path"

@@ -1,7 +1,8 @@
-"""Files: atomic writes (a reader sees the old content or the new, never half of either), temporary ones, locks, JSON.
+"""Files: atomic writes (a reader sees the old content or the new, never half of either), temporary
+ones, locks, JSON.
 
-Whatever is locked or temporary is opened here alone. In a folder that others can write to, as the one for temporary
-files, another user may have put a link at a name that can be guessed.
+Whatever is locked or temporary is opened here alone. In a folder that others can write to, as the
+one for temporary files, another user may have put a link at a name that can be guessed.
 """
 
 from __future__ import annotations
@@ -24,9 +25,13 @@ from rlhf_core.errors import DataError, RlhfError, is_full_disk
 
 
 def permitted(mode: int) -> int:
-    """``mode`` without what this process's umask takes away: temporary files begin private, and end as others do."""
+    """``mode`` without what this process's umask takes away: temporary files begin private, and end
+    as others do.
+    """
     try:
-        umask = re.search(r"^Umask:\s+(\d+)$", Path("/proc/self/status").read_text(encoding="utf-8"), re.MULTILINE)
+        umask = re.search(
+            r"^Umask:\s+(\d+)$", Path("/proc/self/status").read_text(encoding="utf-8"), re.MULTILINE
+        )
     except OSError:
         umask = None
     # Elsewhere than on Linux it can only be asked for by setting it, which other threads would see.
@@ -34,7 +39,8 @@ def permitted(mode: int) -> int:
 
 
 def own_temporary_folder() -> Path:
-    """The folder ``rlhf-UID`` for temporary files whose names others must find, which this user alone can enter.
+    """The folder ``rlhf-UID`` for temporary files whose names others must find, which this user
+    alone can enter.
 
     Raises:
         RlhfError: Somebody else made it or can write to it, or it cannot be made.
@@ -44,7 +50,11 @@ def own_temporary_folder() -> Path:
         with suppress(FileExistsError):
             folder.mkdir(mode=0o700)
         found = folder.lstat()
-        is_own = stat.S_ISDIR(found.st_mode) and found.st_uid == os.getuid() and not found.st_mode & 0o022
+        is_own = (
+            stat.S_ISDIR(found.st_mode)
+            and found.st_uid == os.getuid()
+            and not found.st_mode & 0o022
+        )
         if is_own and found.st_mode & 0o077:
             folder.chmod(0o700)
     except OSError as error:
@@ -58,7 +68,9 @@ def own_temporary_folder() -> Path:
 
 
 def temporary_root() -> Path:
-    """The folder for temporary files of all users: that of the environment variable TMPDIR, or the system's."""
+    """The folder for temporary files of all users: that of the environment variable TMPDIR, or the
+    system's.
+    """
     return Path(tempfile.gettempdir())
 
 
@@ -75,19 +87,25 @@ def scratch_folder(prefix: str = "rlhf-", within: Path | None = None) -> Iterato
 
 
 def new_scratch_folder(prefix: str) -> Path:
-    """A new folder for temporary files that this user alone can enter, and that the caller removes."""
+    """A new folder for temporary files that this user alone can enter, and that the caller
+    removes.
+    """
     return Path(tempfile.mkdtemp(prefix=prefix))
 
 
 @contextmanager
 def scratch_file(prefix: str) -> Iterator[IO[bytes]]:
-    """Yield a new file that this user alone can read, with a ``name``, and that goes with the block."""
+    """Yield a new file that this user alone can read, with a ``name``, and that goes with the
+    block.
+    """
     with tempfile.NamedTemporaryFile(prefix=prefix) as stream:
         yield stream
 
 
 def new_part(path: Path) -> Path:
-    """A new, empty neighbour of ``path`` that this user alone can read, to be renamed over it; ``OSError`` if not."""
+    """A new, empty neighbour of ``path`` that this user alone can read, to be renamed over it;
+    ``OSError`` if not.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
     descriptor, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=".part")
     os.close(descriptor)
@@ -96,7 +114,9 @@ def new_part(path: Path) -> Path:
 
 @contextmanager
 def replacing(path: Path, mode: int = 0o644) -> Iterator[Path]:
-    """Yield a new neighbour of ``path`` that takes its place when the block ends without an error."""
+    """Yield a new neighbour of ``path`` that takes its place when the block ends without an
+    error.
+    """
     part = new_part(path)
     try:
         yield part
@@ -108,14 +128,17 @@ def replacing(path: Path, mode: int = 0o644) -> Iterator[Path]:
 
 
 def atomic_write_text(path: Path, text: str, mode: int = 0o644) -> None:
-    """Write ``text`` (UTF-8) to a neighbour of ``path``, flush it to disk, then rename it over ``path``.
+    """Write ``text`` (UTF-8) to a neighbour of ``path``, flush it to disk, then rename it over
+    ``path``.
 
     Nobody sees it with other permissions than ``mode``, less what the umask takes away.
     """
     path = Path(path)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        descriptor, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=".part")
+        descriptor, temporary = tempfile.mkstemp(
+            dir=path.parent, prefix=f".{path.name}.", suffix=".part"
+        )
     except OSError as error:
         raise _unwritable(path, error) from error
     try:
@@ -137,19 +160,24 @@ def _unwritable(path: Path, error: OSError) -> RlhfError:
 
 def atomic_write_json(path: Path, value: Any) -> None:
     """Write ``value`` as sorted, indented JSON. Non-finite numbers are refused (``ValueError``)."""
-    atomic_write_text(path, json.dumps(value, indent=2, sort_keys=True, allow_nan=False, ensure_ascii=False) + "\n")
+    atomic_write_text(
+        path,
+        json.dumps(value, indent=2, sort_keys=True, allow_nan=False, ensure_ascii=False) + "\n",
+    )
 
 
 def atomic_write_lines(path: Path, rows: Iterable[Any]) -> None:
     """Write ``rows`` as JSON lines. Non-finite numbers are refused (``ValueError``)."""
-    atomic_write_text(path, "".join(json.dumps(row, ensure_ascii=False, allow_nan=False) + "\n" for row in rows))
+    atomic_write_text(
+        path, "".join(json.dumps(row, ensure_ascii=False, allow_nan=False) + "\n" for row in rows)
+    )
 
 
 def split_json_lines(text: str) -> list[str]:
     """Return the lines of a file of JSON lines.
 
-    Only a line feed ends a line. ``str.splitlines`` also splits at U+0085, U+2028 and U+2029, which stand unescaped in
-    JSON strings.
+    Only a line feed ends a line. ``str.splitlines`` also splits at U+0085, U+2028 and U+2029, which
+    stand unescaped in JSON strings.
     """
     lines = text.split("\n")
     return lines if lines[-1] else lines[:-1]
@@ -157,7 +185,9 @@ def split_json_lines(text: str) -> list[str]:
 
 @contextmanager
 def atomic_dir(path: Path) -> Iterator[Path]:
-    """Yield an empty folder beside ``path`` that takes the place of ``path`` when the block ends without an error."""
+    """Yield an empty folder beside ``path`` that takes the place of ``path`` when the block ends
+    without an error.
+    """
     path = Path(path)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -190,8 +220,9 @@ UNFINISHED = ".rlhf-unfinished"
 def filled_dir(path: Path) -> Iterator[Path]:
     """Yield a folder whose entries are in ``path`` when the block ends without an error.
 
-    ``path`` exists and is empty, and stays the folder that it is: it may be a mount point, the end of a link, or the
-    current folder of a shell. What a process leaves that is killed meanwhile, :func:`clear_unfinished` takes away.
+    ``path`` exists and is empty, and stays the folder that it is: it may be a mount point, the end
+    of a link, or the current folder of a shell. What a process leaves that is killed meanwhile,
+    :func:`clear_unfinished` takes away.
     """
     hidden = path / UNFINISHED
     content = hidden / "content"
@@ -224,7 +255,9 @@ def clear_unfinished(path: Path) -> None:
         return
     with LockFile(hidden / "lock") as lock:
         if not lock.try_acquire():
-            raise RlhfError(f"another process is writing into {path}; wait for it, or name another folder")
+            raise RlhfError(
+                f"another process is writing into {path}; wait for it, or name another folder"
+            )
         names = read_json(hidden / "names.json") if (hidden / "names.json").is_file() else []
         for name in names:
             if not (hidden / "content" / name).exists():
@@ -244,8 +277,8 @@ def removed_name(path: Path) -> Path:
 def remove_tree(path: Path) -> None:
     """Delete a folder so that readers see all of it or nothing, whenever this process is killed.
 
-    It gets another name first. What a killed process left under that name is deleted too, and what cannot be deleted
-    stays there until the next call.
+    It gets another name first. What a killed process left under that name is deleted too, and what
+    cannot be deleted stays there until the next call.
 
     Raises:
         OSError: It cannot be renamed, and is as it was.
@@ -264,7 +297,9 @@ def read_json(path: Path) -> Any:
     except FileNotFoundError as error:
         raise DataError(f"{path} does not exist; run the stage that writes it") from error
     except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise DataError(f"{path} is not valid JSON ({error}); delete it and run its stage again") from error
+        raise DataError(
+            f"{path} is not valid JSON ({error}); delete it and run its stage again"
+        ) from error
 
 
 def flatten(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
@@ -279,10 +314,12 @@ def flatten(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 class LockFile:
-    """An advisory lock on a file (flock). The kernel releases it when the process dies, however it dies.
+    """An advisory lock on a file (flock). The kernel releases it when the process dies, however it
+    dies.
 
-    Entering opens the file and leaves it unlocked; closing releases it. A child that inherits the descriptor holds the
-    lock too. A link in the file's place is refused with ``OSError``: what it points to would be written over.
+    Entering opens the file and leaves it unlocked; closing releases it. A child that inherits the
+    descriptor holds the lock too. A link in the file's place is refused with ``OSError``: what it
+    points to would be written over.
     """
 
     def __init__(self, path: Path) -> None:
@@ -315,14 +352,18 @@ def _open_no_link(path: str, flags: int) -> int:
     except OSError as error:
         if error.errno != errno.ELOOP:
             raise
-        raise OSError(errno.ELOOP, "a link is in the place of this lock file; remove it", path) from error
+        raise OSError(
+            errno.ELOOP, "a link is in the place of this lock file; remove it", path
+        ) from error
 
 
 LITTLE_ROOM = 2**26  # bytes
 
 
 def full_disks(*folders: Path) -> str:
-    """Return what a message adds about disks of ``folders`` that are almost full; empty if none is."""
+    """Return what a message adds about disks of ``folders`` that are almost full; empty if none
+    is.
+    """
     said: dict[int, str] = {}
     for folder in folders:
         try:
@@ -331,7 +372,9 @@ def full_disks(*folders: Path) -> str:
             continue
         room = usage.f_bavail * usage.f_frsize
         if room < LITTLE_ROOM or (usage.f_files and not usage.f_favail):
-            said.setdefault(device, f"{folder} has room for {room / 2**20:.0f} MiB and {usage.f_favail} files")
+            said.setdefault(
+                device, f"{folder} has room for {room / 2**20:.0f} MiB and {usage.f_favail} files"
+            )
     return f" (the disk of {', that of '.join(said.values())})" if said else ""
 
 
@@ -351,12 +394,16 @@ def sha256_file(path: Path) -> str:
 
 
 class FileHashes:
-    """Hashes of files' contents, remembered in a JSON file by size, times and inode, so that each is read once."""
+    """Hashes of files' contents, remembered in a JSON file by size, times and inode, so that each
+    is read once.
+    """
 
     def __init__(self, memory: Path) -> None:
         self.memory = memory
         self.known: dict[str, list[Any]] = {}
-        with suppress(DataError):  # a memory that is missing or damaged costs one reading of each file
+        with suppress(
+            DataError
+        ):  # a memory that is missing or damaged costs one reading of each file
             self.known = read_json(memory)
         self.fresh: dict[str, list[Any]] = {}
 

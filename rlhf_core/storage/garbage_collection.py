@@ -1,4 +1,6 @@
-"""Python's garbage collector where it takes seconds and frees next to nothing: imports, stages and the exit."""
+"""Python's garbage collector where it takes seconds and frees next to nothing: imports, stages and
+the exit.
+"""
 
 from __future__ import annotations
 
@@ -8,10 +10,12 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-# New objects before the youngest are looked through, and how often that is done before older ones are.
+# New objects before the youngest are looked through, and how often that is done before older ones
+# are.
 RARELY = (100_000, 20, 100)
 
-# Blocks of all threads in which the collector pauses now, and whether it was on before the first of them.
+# Blocks of all threads in which the collector pauses now, and whether it was on before the first of
+# them.
 _pauses, _enabled_before = 0, True
 _lock = threading.Lock()
 
@@ -20,8 +24,9 @@ _lock = threading.Lock()
 def paused_collector() -> Iterator[None]:
     """Run the block, which imports large libraries or parses modules, without garbage collection.
 
-    The collector runs whenever the number of objects has grown. Such blocks make hundreds of thousands and drop almost
-    none, and the collector would take a quarter to a half of their time. Several threads may be in such blocks.
+    The collector runs whenever the number of objects has grown. Such blocks make hundreds of
+    thousands and drop almost none, and the collector would take a quarter to a half of their time.
+    Several threads may be in such blocks.
     """
     global _pauses, _enabled_before
     with _lock:
@@ -39,10 +44,11 @@ def paused_collector() -> Iterator[None]:
 
 
 def collect_rarely() -> None:
-    """Have the collector look for cycles of objects after 100,000 new ones, in place of some hundreds, from now on.
+    """Have the collector look for cycles of objects after 100,000 new ones, in place of some
+    hundreds, from now on.
 
-    Rows of data are many objects that stay, and passes of a model free theirs without a collector. Stages take 0.73 to
-    0.92 of the time and the same memory (docs/performance.md).
+    Rows of data are many objects that stay, and passes of a model free theirs without a collector.
+    Stages take 0.73 to 0.92 of the time and the same memory (docs/performance.md).
     """
     gc.set_threshold(*RARELY)
 
@@ -50,6 +56,7 @@ def collect_rarely() -> None:
 def skip_last_collection() -> None:
     """Keep the ending interpreter from searching all objects of the libraries for garbage.
 
-    Handlers of ``atexit`` run before as always, and objects that nothing refers to are still destroyed.
+    Handlers of ``atexit`` run before as always, and objects that nothing refers to are still
+    destroyed.
     """
     atexit.register(gc.freeze)

@@ -1,1 +1,3 @@
-"""The record of what happened: MLflow runs behind a small class. The only package of the core that knows MLflow."""
+"""The record of what happened: MLflow runs behind a small class. The only package of the core that
+knows MLflow.
+"""

@@ -1,4 +1,6 @@
-"""Delivery of records to MLflow in few requests: what its errors mean, when to try again, and who delivers."""
+"""Delivery of records to MLflow in few requests: what its errors mean, when to try again, and who
+delivers.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,14 @@ from urllib.parse import urlsplit, urlunsplit
 from rlhf_core.errors import is_full_disk, named_line
 from rlhf_core.redaction import redacted
 from rlhf_core.storage.files import LockFile
-from rlhf_core.tracking.journal import JOURNAL_TAG, Journal, JournalRecord, journals, waiting_journals, waiting_records
+from rlhf_core.tracking.journal import (
+    JOURNAL_TAG,
+    Journal,
+    JournalRecord,
+    journals,
+    waiting_journals,
+    waiting_records,
+)
 from rlhf_core.tracking.pipeline_run import (
     EXPERIMENT_TAG,
     LONGEST_PARAM,
@@ -45,15 +54,18 @@ class ServerAway(Exception):
 
 @contextmanager
 def away_errors() -> Iterator[None]:
-    """Raise :class:`ServerAway` for errors of the block that may go away by themselves; others pass.
+    """Raise :class:`ServerAway` for errors of the block that may go away by themselves; others
+    pass.
 
-    Those are a server that does not answer, answers with an error of its own, or asks to wait, a locked database, a
-    full disk, and a login that is not accepted any more.
+    Those are a server that does not answer, answers with an error of its own, or asks to wait, a
+    locked database, a full disk, and a login that is not accepted any more.
     """
     from mlflow.exceptions import MlflowException
     from requests import HTTPError, RequestException
 
-    logging.getLogger("mlflow.store.db.utils").setLevel(logging.CRITICAL)  # it prints a traceback of what is raised too
+    logging.getLogger("mlflow.store.db.utils").setLevel(
+        logging.CRITICAL
+    )  # it prints a traceback of what is raised too
     try:
         yield
     except (MlflowException, RequestException) as error:
@@ -80,17 +92,22 @@ def address(uri: str) -> str:
 
 
 FIRST_PAUSE, LONGEST_PAUSE = 2.0, 60.0  # seconds between two attempts to reach the server
-# A server that does not even refuse costs each attempt its timeout; no more than a fifth of the time goes there.
+# A server that does not even refuse costs each attempt its timeout; no more than a fifth of the
+# time goes there.
 PAUSE_PER_ATTEMPT = 4.0
-DEFERRED_VARIABLE = "RLHF_TRACKING_DEFERRED"  # set for stages by the process that delivers their records
+DEFERRED_VARIABLE = (
+    "RLHF_TRACKING_DEFERRED"  # set for stages by the process that delivers their records
+)
 
 
 class Courier:
-    """Sends records of a workspace's journals through one client, and rests in between while its server is away.
+    """Sends records of a workspace's journals through one client, and rests in between while its
+    server is away.
 
-    It is entered for as long as stages run with ``RLHF_TRACKING_DEFERRED``, which then neither load MLflow nor wait for
-    its server. Meanwhile no other process delivers what earlier runs left. Journals of stages that deliver for
-    themselves, each through a courier of its own, are left alone.
+    It is entered for as long as stages run with ``RLHF_TRACKING_DEFERRED``, which then neither load
+    MLflow nor wait for its server. Meanwhile no other process delivers what earlier runs left.
+    Journals of stages that deliver for themselves, each through a courier of its own, are left
+    alone.
     """
 
     def __init__(
@@ -101,7 +118,12 @@ class Courier:
         uri: str,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self.client, self.experiment_id, self.workspace, self.clock = client, experiment_id, workspace, clock
+        self.client, self.experiment_id, self.workspace, self.clock = (
+            client,
+            experiment_id,
+            workspace,
+            clock,
+        )
         self.server, self.lock = address(uri), LockFile(workspace / DELIVERY_LOCK)
         self.away, self.sent = False, 0
         self.ended: set[Path] = set()  # journals whose last record has arrived
@@ -137,11 +159,15 @@ class Courier:
                     self.server, error,
                 )  # fmt: skip
             self.away = True
-            self._next_attempt = self.clock() + max(self._pause, PAUSE_PER_ATTEMPT * (self.clock() - started))
+            self._next_attempt = self.clock() + max(
+                self._pause, PAUSE_PER_ATTEMPT * (self.clock() - started)
+            )
             self._pause = min(2 * self._pause, LONGEST_PAUSE)
         else:
             if self.away:
-                logger.warning("MLflow at %s answers again; %d records were delivered", self.server, self.sent)
+                logger.warning(
+                    "MLflow at %s answers again; %d records were delivered", self.server, self.sent
+                )
             self.away, self._pause, self._next_attempt = False, FIRST_PAUSE, self.clock() + pause
 
     def make_run(self, journal: Journal) -> str:
@@ -159,7 +185,11 @@ class Courier:
                     tags[PARENT_TAG] = experiment_run(self.client, experiment, self.workspace, tags)
                 # A process that was killed may have made the run without noting it.
                 before = self.client.search_runs([experiment], own) if journal.is_on_disk else []
-                run = before[0] if before else self.client.create_run(experiment, header.started, tags)
+                run = (
+                    before[0]
+                    if before
+                    else self.client.create_run(experiment, header.started, tags)
+                )
             journal.assign_run(str(run.info.run_id), tags)
         assert journal.header.run_id is not None
         return journal.header.run_id
@@ -174,14 +204,18 @@ class Courier:
         """
         records, position = journal.undelivered()
         run_id = self.make_run(journal)
-        _log_refusals(run_id, [why for batch in batches(records) for why in refusals(self.client, run_id, *batch)])
+        _log_refusals(
+            run_id,
+            [why for batch in batches(records) for why in refusals(self.client, run_id, *batch)],
+        )
         if records:
             journal.mark_delivered(position)
         self.sent += len(records)
         return records
 
     def finish(self, journal: Journal) -> None:
-        """Delete the journal of a stage that has ended and whose records have arrived. A killed stage's run has failed.
+        """Delete the journal of a stage that has ended and whose records have arrived. A killed
+        stage's run has failed.
 
         Raises:
             ServerAway: The journal stays as it was.
@@ -207,10 +241,12 @@ class Courier:
         return journal.header.run_id is not None and journal.header.server != self.server
 
     def deliver_waiting(self) -> int:
-        """Send what earlier runs of the workspace have left undelivered; returns how many records those were.
+        """Send what earlier runs of the workspace have left undelivered; returns how many records
+        those were.
 
-        Records of a run that the server at another address made stay where they are. If the server goes away meanwhile,
-        the rest waits on. Nothing is done while another process delivers the workspace's records.
+        Records of a run that the server at another address made stay where they are. If the server
+        goes away meanwhile, the rest waits on. Nothing is done while another process delivers the
+        workspace's records.
         """
         with self.lock, suppress(ServerAway):
             for journal in waiting_journals(self.workspace) if self.lock.try_acquire() else ():
@@ -218,11 +254,15 @@ class Courier:
                     self.send(journal)
                     self.finish(journal)
         if self.sent:
-            logger.warning("delivered %d records of earlier runs that MLflow was away for", self.sent)
+            logger.warning(
+                "delivered %d records of earlier runs that MLflow was away for", self.sent
+            )
         return self.sent
 
     def deliver_new(self) -> None:
-        """Send what is new, and delete the journals of stages that have ended; nothing while the server rests."""
+        """Send what is new, and delete the journals of stages that have ended; nothing while the
+        server rests.
+        """
         if self.is_due:
             self._deliver(journals(self.workspace))
 
@@ -232,7 +272,9 @@ class Courier:
         self.ended |= {journal.folder for journal in waiting}
         self._deliver(waiting)
         if count := waiting_records(self.workspace):
-            logger.warning("%d records wait for MLflow to answer again; the next run delivers them", count)
+            logger.warning(
+                "%d records wait for MLflow to answer again; the next run delivers them", count
+            )
 
     def _deliver(self, waiting: list[Journal]) -> None:
         with self.attempt():
@@ -256,14 +298,17 @@ def batches(records: Sequence[JournalRecord]) -> Iterator[tuple[str, list[Item]]
     """The values of ``records`` in order, in as few parts of one kind as MLflow allows requests."""
     for kind, group in groupby(records, lambda record: record.kind):
         items = [(record, name, value) for record in group for name, value in record.values.items()]
-        yield from ((kind, items[start : start + MOST[kind]]) for start in range(0, len(items), MOST[kind]))
+        yield from (
+            (kind, items[start : start + MOST[kind]]) for start in range(0, len(items), MOST[kind])
+        )
 
 
 def refusals(client: Any, run_id: str, kind: str, batch: Sequence[Item]) -> list[str]:
-    """Send a batch; return why the server refuses some of it for good, or why a file cannot be stored.
+    """Send a batch; return why the server refuses some of it for good, or why a file cannot be
+    stored.
 
-    MLflow refuses a request as a whole for one value in it. Its halves are sent then, so that only that value is lost;
-    not where the run takes none, because somebody deleted it.
+    MLflow refuses a request as a whole for one value in it. Its halves are sent then, so that only
+    that value is lost; not where the run takes none, because somebody deleted it.
 
     Raises:
         ServerAway: A part may have arrived.
@@ -277,7 +322,11 @@ def refusals(client: Any, run_id: str, kind: str, batch: Sequence[Item]) -> list
         if len(batch) == 1 or not _is_active(client, run_id):
             return [named_line(error)] * len(batch)
         middle = len(batch) // 2
-        return [why for half in (batch[:middle], batch[middle:]) for why in refusals(client, run_id, kind, half)]
+        return [
+            why
+            for half in (batch[:middle], batch[middle:])
+            for why in refusals(client, run_id, kind, half)
+        ]
     return []
 
 
@@ -300,7 +349,9 @@ def _post(client: Any, run_id: str, kind: str, batch: Sequence[Item]) -> None:
         metrics = [Metric(name, value, record.time, record.step) for record, name, value in batch]
         client.log_batch(run_id, metrics=metrics)
     elif kind == "params":
-        client.log_batch(run_id, params=[Param(name, str(value)[:LONGEST_PARAM]) for _, name, value in batch])
+        client.log_batch(
+            run_id, params=[Param(name, str(value)[:LONGEST_PARAM]) for _, name, value in batch]
+        )
     elif kind == "tags":
         client.log_batch(run_id, tags=[RunTag(name, str(value)) for _, name, value in batch])
     elif kind == "datasets":
@@ -314,4 +365,6 @@ def _post(client: Any, run_id: str, kind: str, batch: Sequence[Item]) -> None:
 def _log_refusals(run_id: str, reasons: Sequence[str]) -> None:
     if reasons:
         shown = "; ".join([*dict.fromkeys(reasons)][:REASONS_SHOWN])
-        logger.warning("MLflow refused records of run %s: %s (%d values are lost)", run_id, shown, len(reasons))
+        logger.warning(
+            "MLflow refused records of run %s: %s (%d values are lost)", run_id, shown, len(reasons)
+        )

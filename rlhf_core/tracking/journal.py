@@ -1,8 +1,9 @@
 """Records of a run on disk, while they wait for the server or for the process that delivers them.
 
-A journal is a folder ``.rlhf/tracking/ID`` with ``run.json`` (whose records they are), ``records.jsonl`` (one a line,
-in order), ``delivered`` (how many bytes of those have arrived) and ``files/`` (copies of artifacts, which the stage may
-overwrite). Delivering a record twice changes nothing in MLflow. A journal is deleted as a whole.
+A journal is a folder ``.rlhf/tracking/ID`` with ``run.json`` (whose records they are),
+``records.jsonl`` (one a line, in order), ``delivered`` (how many bytes of those have arrived) and
+``files/`` (copies of artifacts, which the stage may overwrite). Delivering a record twice changes
+nothing in MLflow. A journal is deleted as a whole.
 """
 
 from __future__ import annotations
@@ -33,8 +34,9 @@ class JournalRecord:
     """One thing to tell the server about a run.
 
     Attributes:
-        kind: What ``values`` are: metrics, params or tags by name, datasets as :func:`.dataset_input` takes
-            them, the folder of an artifact by its file, or the final status of the run by "status".
+        kind: What ``values`` are: metrics, params or tags by name, datasets as
+            :func:`.dataset_input` takes them, the folder of an artifact by its file, or the final
+            status of the run by "status".
         step: The step of metrics.
         time: When it happened, in milliseconds since 1970.
     """
@@ -76,7 +78,9 @@ class Journal:
     def new(cls, workspace: Path, header: RunHeader) -> Journal:
         """An empty journal of ``workspace``, whose name becomes a tag of the run."""
         name = uuid4().hex
-        return cls(workspace / FOLDER / name, replace(header, tags={**header.tags, JOURNAL_TAG: name}))
+        return cls(
+            workspace / FOLDER / name, replace(header, tags={**header.tags, JOURNAL_TAG: name})
+        )
 
     @property
     def is_on_disk(self) -> bool:
@@ -91,7 +95,10 @@ class Journal:
             self.lock.acquire()
             atomic_write_json(self.folder / HEADER, asdict(self.header))
         if record.kind == "artifact":
-            record = replace(record, values={self._keep(Path(file)): folder for file, folder in record.values.items()})
+            record = replace(
+                record,
+                values={self._keep(Path(file)): folder for file, folder in record.values.items()},
+            )
         line = json.dumps(asdict(record)).encode() + b"\n"
         with (self.folder / RECORDS).open("ab", buffering=0) as stream:
             position = stream.tell()
@@ -102,12 +109,17 @@ class Journal:
     def undelivered(self) -> tuple[list[JournalRecord], int]:
         """Records that have not arrived, in order, and the position in bytes behind them.
 
-        An unfinished last line, which a killed process leaves, is no record. A damaged line is none either.
+        An unfinished last line, which a killed process leaves, is no record. A damaged line is none
+        either.
         """
         delivered = delivered_bytes(self.folder)
         waiting = _bytes_from(self.folder / RECORDS, delivered)
         complete = waiting[: waiting.rfind(b"\n") + 1]
-        records = [record for line in complete.split(b"\n")[:-1] if (record := _record_of(line)) is not None]
+        records = [
+            record
+            for line in complete.split(b"\n")[:-1]
+            if (record := _record_of(line)) is not None
+        ]
         for number, record in enumerate(records):
             if record.kind == "artifact":
                 files = {str(self.folder / file): folder for file, folder in record.values.items()}
@@ -131,7 +143,9 @@ class Journal:
             atomic_write_json(self.folder / HEADER, asdict(self.header))
 
     def try_lock(self) -> bool:
-        """Take the lock of an existing journal, unless its stage or another process has it; whether it is held now."""
+        """Take the lock of an existing journal, unless its stage or another process has it; whether
+        it is held now.
+        """
         lock = LockFile(self.folder / LOCK).__enter__()
         if not lock.try_acquire() or not self.is_on_disk:  # or it was delivered meanwhile
             lock.__exit__(None, None, None)
@@ -141,7 +155,9 @@ class Journal:
 
     def delete(self) -> None:
         """Delete all records, once they have arrived."""
-        (self.folder / HEADER).unlink(missing_ok=True)  # first: what a killed process leaves is no journal any more
+        (self.folder / HEADER).unlink(
+            missing_ok=True
+        )  # first: what a killed process leaves is no journal any more
         shutil.rmtree(self.folder, ignore_errors=True)
         self.release()
 
@@ -152,7 +168,9 @@ class Journal:
             self.lock = None
 
     def _keep(self, file: Path) -> str:
-        """Copy a file, which the stage may overwrite, and return the path of the copy in the journal."""
+        """Copy a file, which the stage may overwrite, and return the path of the copy in the
+        journal.
+        """
         copy = self.folder / FILES / uuid4().hex / file.name
         copy.parent.mkdir(parents=True)
         shutil.copy2(file, copy)
@@ -161,7 +179,9 @@ class Journal:
 
 def journals(workspace: Path) -> list[Journal]:
     """All journals of ``workspace``, oldest first, without their locks."""
-    headers = [(header.stat().st_mtime, header) for header in (workspace / FOLDER).glob(f"*/{HEADER}")]
+    headers = [
+        (header.stat().st_mtime, header) for header in (workspace / FOLDER).glob(f"*/{HEADER}")
+    ]
     readable = []
     for _, header in sorted(headers):
         try:
@@ -172,7 +192,9 @@ def journals(workspace: Path) -> list[Journal]:
 
 
 def waiting_journals(workspace: Path) -> Iterator[Journal]:
-    """Journals of runs that have ended, oldest first, each locked until it is deleted or released."""
+    """Journals of runs that have ended, oldest first, each locked until it is deleted or
+    released.
+    """
     for journal in journals(workspace):
         if journal.try_lock():
             try:
@@ -184,11 +206,16 @@ def waiting_journals(workspace: Path) -> Iterator[Journal]:
 def waiting_records(workspace: Path) -> int:
     """How many records of ``workspace`` have not reached their server."""
     headers = (workspace / FOLDER).glob(f"*/{HEADER}")
-    return sum(_bytes_from(one.parent / RECORDS, delivered_bytes(one.parent)).count(b"\n") for one in headers)
+    return sum(
+        _bytes_from(one.parent / RECORDS, delivered_bytes(one.parent)).count(b"\n")
+        for one in headers
+    )
 
 
 def delivered_bytes(folder: Path) -> int:
-    """How much of the records in a journal's folder has arrived; nothing where that is unreadable or impossible."""
+    """How much of the records in a journal's folder has arrived; nothing where that is unreadable
+    or impossible.
+    """
     try:
         position = int((folder / DELIVERED).read_text(encoding="utf-8"))
         return position if 0 <= position <= (folder / RECORDS).stat().st_size else 0
@@ -205,7 +232,9 @@ def _record_of(line: bytes) -> JournalRecord | None:
 
 
 def _bytes_from(path: Path, position: int) -> bytes:
-    """The content of a file behind ``position``; nothing where it does not exist (yet, or any more)."""
+    """The content of a file behind ``position``; nothing where it does not exist (yet, or any
+    more).
+    """
     try:
         with path.open("rb") as stream:
             stream.seek(position)

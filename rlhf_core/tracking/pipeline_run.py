@@ -1,7 +1,8 @@
-"""The run over the runs of the stages: what a pipeline run records of settings, data, results and files.
+"""The run over the runs of the stages: what a pipeline run records of settings, data, results and
+files.
 
-``rlhf run`` opens one for each run. In ``dvc exp run`` nothing of this project outlives a stage: the first stage opens
-the run of the experiment, and each stage that ends writes its state there.
+``rlhf run`` opens one for each run. In ``dvc exp run`` nothing of this project outlives a stage:
+the first stage opens the run of the experiment, and each stage that ends writes its state there.
 """
 
 from __future__ import annotations
@@ -20,7 +21,11 @@ from rlhf_core.config.yaml_text import plain, read
 from rlhf_core.redaction import redacted
 from rlhf_core.storage.files import flatten, read_json
 
-PIPELINE_TAG, EXPERIMENT_TAG, PARENT_TAG = "rlhf.pipeline", "rlhf.dvc_experiment", "mlflow.parentRunId"
+PIPELINE_TAG, EXPERIMENT_TAG, PARENT_TAG = (
+    "rlhf.pipeline",
+    "rlhf.dvc_experiment",
+    "mlflow.parentRunId",
+)
 REPORT_PAGE, RELEASE_PAGE = "report.html", "release.html"
 FINAL_FILES = (REPORT_PAGE, RELEASE_PAGE, PARAMS_FILE, "dvc.lock")
 FINAL_FOLDERS = ("metrics", "gates", "plots", "data/card")
@@ -40,8 +45,12 @@ def current_experiment() -> dict[str, str]:
     return {EXPERIMENT_TAG: f"{legal_name(name)} {baseline}".strip()} if name else {}
 
 
-def experiment_run(client: Any, experiment_id: str, workspace: Path, stage_tags: Mapping[str, str]) -> str:
-    """The run of the DVC experiment that a stage's ``stage_tags`` name, made by its first stage; returns its id."""
+def experiment_run(
+    client: Any, experiment_id: str, workspace: Path, stage_tags: Mapping[str, str]
+) -> str:
+    """The run of the DVC experiment that a stage's ``stage_tags`` name, made by its first stage;
+    returns its id.
+    """
     named = stage_tags[EXPERIMENT_TAG]
     own = f"tags.`{EXPERIMENT_TAG}` = '{named}' and tags.`{PIPELINE_TAG}` = 'true'"
     known = client.search_runs([experiment_id], own, max_results=1)
@@ -64,7 +73,8 @@ def experiment_run(client: Any, experiment_id: str, workspace: Path, stage_tags:
 def follow_stage(client: Any, workspace: Path, stage_tags: Mapping[str, str], status: str) -> None:
     """Let the run of a DVC experiment end as its stage did; a later stage goes on with it.
 
-    DVC ends an experiment with the stage that fails, and else with the report, which has written the headline.
+    DVC ends an experiment with the stage that fails, and else with the report, which has written
+    the headline.
     """
     run_id = stage_tags[PARENT_TAG]
     if stage_tags["stage"] == "report" or status != "FINISHED":
@@ -72,17 +82,22 @@ def follow_stage(client: Any, workspace: Path, stage_tags: Mapping[str, str], st
     client.set_terminated(run_id, status)
 
 
-def open_pipeline_run(client: Any, experiment_id: str, workspace: Path, tags: Mapping[str, str]) -> str:
+def open_pipeline_run(
+    client: Any, experiment_id: str, workspace: Path, tags: Mapping[str, str]
+) -> str:
     """Make a run with params.yaml flattened into its parameters; returns its id."""
     from mlflow.entities import Param
 
     run_id = str(client.create_run(experiment_id, tags={**tags, PIPELINE_TAG: "true"}).info.run_id)
-    client.log_batch(run_id, params=[Param(name, value) for name, value in recorded_params(workspace).items()])
+    client.log_batch(
+        run_id, params=[Param(name, value) for name, value in recorded_params(workspace).items()]
+    )
     return run_id
 
 
 def log_final_artifacts(client: Any, run_id: str, workspace: Path) -> None:
-    """Copy report, metrics, gates and plots into the run, name its data, and log the headline as its metrics.
+    """Copy report, metrics, gates and plots into the run, name its data, and log the headline as
+    its metrics.
 
     The other final numbers are metrics of the stages' runs.
     """
@@ -98,7 +113,9 @@ def log_final_artifacts(client: Any, run_id: str, workspace: Path) -> None:
 
 
 def log_data_input(client: Any, run_id: str, workspace: Path) -> None:
-    """Name the clean data as the dataset of a run, by the hash that DVC has for it; nothing before there is one."""
+    """Name the clean data as the dataset of a run, by the hash that DVC has for it; nothing before
+    there is one.
+    """
     lock = workspace / "dvc.lock"
     digest = recorded_outputs(lock).get(CLEAN_DATA) if lock.is_file() else None
     if digest:
@@ -107,7 +124,8 @@ def log_data_input(client: Any, run_id: str, workspace: Path) -> None:
 
 
 def dataset_input(name: str, digest: str, uri: str, context: str) -> Any:
-    """A dataset as MLflow keeps it with each run that reads it; the same name and digest are one dataset.
+    """A dataset as MLflow keeps it with each run that reads it; the same name and digest are one
+    dataset.
 
     Args:
         digest: The hash that dvc.lock has for it.
@@ -121,23 +139,34 @@ def dataset_input(name: str, digest: str, uri: str, context: str) -> Any:
 
 
 def recorded_params(workspace: Path) -> dict[str, str]:
-    """params.yaml as parameters of a run or of a model, with dotted names and without what looks like a secret."""
+    """params.yaml as parameters of a run or of a model, with dotted names and without what looks
+    like a secret.
+    """
     values = flatten(plain(read(workspace / PARAMS_FILE)))
     return {legal_name(key): redacted(str(value))[:LONGEST_PARAM] for key, value in values.items()}
 
 
-def log_numbers(client: Any, run_id: str, values: Mapping[str, Any], model_id: str | None = None) -> None:
-    """Log the finite numbers among ``values`` as metrics of a run, and of the logged model ``model_id`` if given."""
+def log_numbers(
+    client: Any, run_id: str, values: Mapping[str, Any], model_id: str | None = None
+) -> None:
+    """Log the finite numbers among ``values`` as metrics of a run, and of the logged model
+    ``model_id`` if given.
+    """
     from mlflow.entities import Metric
     from mlflow.utils.time import get_current_time_millis
 
     now = get_current_time_millis()
-    numbers = {k: float(v) for k, v in values.items() if isinstance(v, int | float) and math.isfinite(v)}
-    rows = [Metric(legal_name(key), value, now, 0, model_id=model_id) for key, value in numbers.items()]
+    numbers = {
+        k: float(v) for k, v in values.items() if isinstance(v, int | float) and math.isfinite(v)
+    }
+    rows = [
+        Metric(legal_name(key), value, now, 0, model_id=model_id) for key, value in numbers.items()
+    ]
     client.log_batch(run_id, metrics=rows)
 
 
-# What MLflow refuses in the name of a metric, and all others of the request with it. Names have categories of the data.
+# What MLflow refuses in the name of a metric, and all others of the request with it. Names have
+# categories of the data.
 REFUSED = re.compile(r"[^/\w.\- :]|\A/|\A\.(?=\.|/|\Z)|/(?=/|\Z|\.\.?(?:/|\Z))")
 
 

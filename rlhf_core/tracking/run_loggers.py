@@ -1,6 +1,7 @@
 """Run loggers of plugins: they receive what MLflow's run of a stage receives, while the stage runs.
 
-``tracking.loggers`` names them. Each is an entry point of ``rlhf.run_loggers``: a subclass of :class:`RunLogger`.
+``tracking.loggers`` names them. Each is an entry point of ``rlhf.run_loggers``: a subclass of
+:class:`RunLogger`.
 """
 
 from __future__ import annotations
@@ -34,7 +35,8 @@ class RunLogger(Tracker):
 
 
 class TrackerWithLoggers(Tracker):
-    """A tracker that also feeds loggers. One that fails is reported once and left out: a stage never waits for it.
+    """A tracker that also feeds loggers. One that fails is reported once and left out: a stage
+    never waits for it.
 
     Attributes:
         loggers: Those that have not failed, by name.
@@ -77,11 +79,15 @@ class TrackerWithLoggers(Tracker):
                 call(one)
             except Exception as error:  # whatever the code of others raises
                 del self.loggers[name]
-                logger.warning("the run logger %s fails and is left out: %s", name, first_line(error))
+                logger.warning(
+                    "the run logger %s fails and is left out: %s", name, first_line(error)
+                )
 
 
 @contextmanager
-def with_loggers(tracker: Tracker, names: Sequence[str], stage: str, workspace: Path) -> Iterator[Tracker]:
+def with_loggers(
+    tracker: Tracker, names: Sequence[str], stage: str, workspace: Path
+) -> Iterator[Tracker]:
     """Put the loggers that settings name beside ``tracker``, for the block.
 
     Raises:

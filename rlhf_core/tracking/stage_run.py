@@ -1,4 +1,5 @@
-"""The MLflow run of one stage: every call is a record in a journal, which somebody delivers while the stage goes on.
+"""The MLflow run of one stage: every call is a record in a journal, which somebody delivers while
+the stage goes on.
 
 It also samples the use of the machine, under the names that MLflow's page "System metrics" shows.
 """
@@ -29,7 +30,13 @@ from rlhf_core.redaction import redacted
 from rlhf_core.runtime.preemption import StopNow
 from rlhf_core.storage.files import LockFile, flatten
 from rlhf_core.storage.garbage_collection import paused_collector
-from rlhf_core.tracking.delivery import ACCESS_DENIED, DEFERRED_VARIABLE, Courier, ServerAway, address
+from rlhf_core.tracking.delivery import (
+    ACCESS_DENIED,
+    DEFERRED_VARIABLE,
+    Courier,
+    ServerAway,
+    address,
+)
 from rlhf_core.tracking.journal import Journal, JournalRecord, RunHeader
 from rlhf_core.tracking.pipeline_run import PARENT_TAG, current_experiment, legal_name
 
@@ -65,13 +72,17 @@ class Tracker:
 
 
 class JournalTracker(Tracker):
-    """Writes records into a journal, and delivers them once a second where it has a courier of its own.
+    """Writes records into a journal, and delivers them once a second where it has a courier of its
+    own.
 
     Without one the process that runs the stages delivers them, and MLflow is not even loaded here.
     """
 
     def __init__(
-        self, journal: Journal, courier: Courier | None = None, clock: Callable[[], float] = time.monotonic
+        self,
+        journal: Journal,
+        courier: Courier | None = None,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.journal, self.courier, self.machine_use = journal, courier, MachineUse(clock)
 
@@ -83,7 +94,8 @@ class JournalTracker(Tracker):
         """Make the run on the server; False if that is away, so that records wait.
 
         Raises:
-            RlhfError: The server does not accept the login, or the file cannot be opened as a database.
+            RlhfError: The server does not accept the login, or the file cannot be opened as a
+                database.
         """
         assert self.courier is not None
         with self.courier.attempt():
@@ -99,13 +111,19 @@ class JournalTracker(Tracker):
         return not self.courier.away
 
     def log_metrics(self, metrics: Mapping[str, float], step: int | None = None) -> None:
-        finite = {grouped(name): float(value) for name, value in metrics.items() if math.isfinite(float(value))}
+        finite = {
+            grouped(name): float(value)
+            for name, value in metrics.items()
+            if math.isfinite(float(value))
+        }
         finite |= self.machine_use.sample()
         if finite:
             self._take(JournalRecord("metrics", finite, step or 0))
 
     def log_params(self, params: Mapping[str, Any]) -> None:
-        self._take(JournalRecord("params", {name: redacted(str(value)) for name, value in params.items()}))
+        self._take(
+            JournalRecord("params", {name: redacted(str(value)) for name, value in params.items()})
+        )
 
     def log_artifact(self, path: Path, folder: str | None = None) -> None:
         self._take(JournalRecord("artifact", {str(path): folder}))
@@ -117,7 +135,9 @@ class JournalTracker(Tracker):
         self._take(JournalRecord("tags", tags))
 
     def end(self, status: Literal["FINISHED", "FAILED", "KILLED"]) -> None:
-        """End the run. What waits is tried once more, and else left for the next command to deliver."""
+        """End the run. What waits is tried once more, and else left for the next command to
+        deliver.
+        """
         self.journal.append(JournalRecord("end", {"status": status}))
         if self.courier is not None:
             with self.courier.attempt():
@@ -139,13 +159,27 @@ class JournalTracker(Tracker):
 
 
 # First words by which MLflow's page groups a stage's metrics.
-GROUPS = ("reward", "kl", "policy", "value", "critic", "ptx", "selection", "validation", "sampling", "ratio", "seconds")
+GROUPS = (
+    "reward",
+    "kl",
+    "policy",
+    "value",
+    "critic",
+    "ptx",
+    "selection",
+    "validation",
+    "sampling",
+    "ratio",
+    "seconds",
+)
 
 
 def grouped(name: str) -> str:
-    """The name of a metric in MLflow, which groups by what stands before "/": ``reward_mean`` is ``reward/mean``.
+    """The name of a metric in MLflow, which groups by what stands before "/": ``reward_mean`` is
+    ``reward/mean``.
 
-    A win rate is named by who judges: the ones of a training are the referee's, on the prompts of the selection.
+    A win rate is named by who judges: the ones of a training are the referee's, on the prompts of
+    the selection.
     """
     if name == "kl":
         return "kl/k1"  # the estimate, beside kl_k2 and kl_k3
@@ -156,8 +190,9 @@ def grouped(name: str) -> str:
     return legal_name(name)
 
 
-# Results that only the stage's file has, which is among the run's artifacts: MLflow's pages offer every name of an
-# experiment for columns and charts, and hundreds of them hide those that runs are compared by.
+# Results that only the stage's file has, which is among the run's artifacts: MLflow's pages offer
+# every name of an experiment for columns and charts, and hundreds of them hide those that runs are
+# compared by.
 BREAKDOWN = re.compile(
     r"(?:^|\.)(?:(?:test_)?category|group|losses|last|regression(?:_sft)?)\."
     r"|probes\..*_(?:low95|high95|pairs)$"
@@ -168,9 +203,11 @@ BREAKDOWN = re.compile(
 
 
 def results(metrics: Mapping[str, Any]) -> dict[str, float]:
-    """The results of a stage that MLflow shows, as ``final/NAME``: numbers by which runs are compared.
+    """The results of a stage that MLflow shows, as ``final/NAME``: numbers by which runs are
+    compared.
 
-    Breakdowns by category, rule or probe, and the ends of curves, stay in the stage's file of metrics.
+    Breakdowns by category, rule or probe, and the ends of curves, stay in the stage's file of
+    metrics.
     """
     shown = {}
     for name, value in flatten(metrics).items():
@@ -215,26 +252,36 @@ EXPERIMENT_TAGS = {
 
 
 def record_folder(workspace: Path) -> Path:
-    """Return the workspace in whose MLflow ``workspace`` is recorded: itself, or the one that it is a trial of.
+    """Return the workspace in whose MLflow ``workspace`` is recorded: itself, or the one that it is
+    a trial of.
 
-    A trial of `rlhf run --set` lies in ``workspaces/`` of its base, one of `dvc exp run --temp` or `--queue` in a
-    folder under ``.dvc/tmp``, for which DVC names the base in ``DVC_ROOT``. Trials are compared in one place, and stay
-    there when their folder goes.
+    A trial of `rlhf run --set` lies in ``workspaces/`` of its base, one of `dvc exp run --temp` or
+    `--queue` in a folder under ``.dvc/tmp``, for which DVC names the base in ``DVC_ROOT``. Trials
+    are compared in one place, and stay there when their folder goes.
     """
     folder = workspace.resolve()
     base = folder.parent.parent
-    if folder.parent.name == "workspaces" and (base / "params.yaml").is_file() and (base / "dvc.yaml").is_file():
+    if (
+        folder.parent.name == "workspaces"
+        and (base / "params.yaml").is_file()
+        and (base / "dvc.yaml").is_file()
+    ):
         return base
     dvc_root = os.environ.get("DVC_ROOT")
     if dvc_root and folder.is_relative_to(Path(dvc_root).resolve() / ".dvc" / "tmp"):
-        root = next((parent for parent in (folder, *folder.parents) if (parent / ".dvc").is_dir()), folder)
+        root = next(
+            (parent for parent in (folder, *folder.parents) if (parent / ".dvc").is_dir()), folder
+        )
         return record_folder(Path(dvc_root).resolve() / folder.relative_to(root))
     return folder
 
 
 def tracking_uri(workspace: Path) -> str:
     """``MLFLOW_TRACKING_URI``, or a SQLite file in the workspace, see :func:`record_folder`."""
-    return os.environ.get("MLFLOW_TRACKING_URI") or f"sqlite:///{record_folder(workspace) / 'mlflow.db'}"
+    return (
+        os.environ.get("MLFLOW_TRACKING_URI")
+        or f"sqlite:///{record_folder(workspace) / 'mlflow.db'}"
+    )
 
 
 # How to tell the drivers of databases how long to wait for an answer, and where those listen.
@@ -244,11 +291,12 @@ DATABASE_SECONDS = 5
 
 
 def require_database(uri: str) -> None:
-    """Try once whether a record in a database can be opened: MLflow itself tries for minutes, SQLite for an hour.
+    """Try once whether a record in a database can be opened: MLflow itself tries for minutes,
+    SQLite for an hour.
 
     Raises:
-        RlhfError: The folder of a SQLite file cannot be written to, the file is no database, or the database of a
-            server does not answer or refuses the login.
+        RlhfError: The folder of a SQLite file cannot be written to, the file is no database, or the
+            database of a server does not answer or refuses the login.
     """
     dialect = uri.partition("://")[0].partition("+")[0]
     if dialect in DRIVER_TIMEOUTS:
@@ -270,7 +318,9 @@ def require_database(uri: str) -> None:
 
 
 def _require_answer(uri: str, dialect: str) -> None:
-    """Open and close one connection to the database of a server; ``RlhfError`` if it is not there in seconds."""
+    """Open and close one connection to the database of a server; ``RlhfError`` if it is not there
+    in seconds.
+    """
     from sqlalchemy import create_engine
     from sqlalchemy.engine import make_url
     from sqlalchemy.exc import SQLAlchemyError
@@ -278,13 +328,17 @@ def _require_answer(uri: str, dialect: str) -> None:
     try:
         url = make_url(uri)
         if url.host:  # the timeouts of some drivers begin after that
-            socket.create_connection((url.host, url.port or DATABASE_PORTS[dialect]), DATABASE_SECONDS).close()
+            socket.create_connection(
+                (url.host, url.port or DATABASE_PORTS[dialect]), DATABASE_SECONDS
+            ).close()
         engine = create_engine(url, connect_args={DRIVER_TIMEOUTS[dialect]: DATABASE_SECONDS})
         with engine.connect():
             pass
         engine.dispose()
     except ImportError as error:
-        raise RlhfError(f"MLFLOW_TRACKING_URI names a database of {dialect}, and {error.name} is missing") from error
+        raise RlhfError(
+            f"MLFLOW_TRACKING_URI names a database of {dialect}, and {error.name} is missing"
+        ) from error
     except (SQLAlchemyError, OSError, ValueError) as error:
         raise RlhfError(
             f"the record {address(uri)} does not answer ({first_line(error)}); start the database, or mend or unset "
@@ -293,7 +347,9 @@ def _require_answer(uri: str, dialect: str) -> None:
 
 
 def experiment_id(client: Any, workspace: Path, name: str) -> str:
-    """Id of the experiment ``name``, made on first use. Artifacts go to ``mlartifacts/`` unless a server decides."""
+    """Id of the experiment ``name``, made on first use. Artifacts go to ``mlartifacts/`` unless a
+    server decides.
+    """
     from mlflow.exceptions import MlflowException
 
     experiment = client.get_experiment_by_name(name)
@@ -319,10 +375,11 @@ def user_name() -> str:
 
 
 def origin_tags(workspace: Path, command: str) -> dict[str, str]:
-    """Who started a run or made a model, by which command and of which commit, as MLflow's pages show it.
+    """Who started a run or made a model, by which command and of which commit, as MLflow's pages
+    show it.
 
-    Commit, branch and repository are those of the workspace. The package, which may come from another repository, has
-    tags of its own.
+    Commit, branch and repository are those of the workspace. The package, which may come from
+    another repository, has tags of its own.
     """
     user = os.environ.get("RLHF_ACTOR") or user_name()
     tags = {"mlflow.user": user, "mlflow.source.name": command, "mlflow.source.type": "LOCAL"}
@@ -341,12 +398,14 @@ def origin_tags(workspace: Path, command: str) -> dict[str, str]:
 
 @contextmanager
 def stage_tracker(stage: str, workspace: Path, experiment: str) -> Iterator[Tracker]:
-    """A run for one stage: a child of that of the pipeline or of the DVC experiment, else a run of its own.
+    """A run for one stage: a child of that of the pipeline or of the DVC experiment, else a run of
+    its own.
 
-    ``RLHF_TRACKING=off`` switches it off. The run ends as FINISHED, as KILLED when it is preempted, or as FAILED
-    when the block raises anything else. While its server is away, what is recorded waits in ``.rlhf/tracking`` of the
-    workspace, and the stage goes on. So does everything where ``RLHF_TRACKING_DEFERRED`` says that another process
-    delivers it: the stage then never loads MLflow.
+    ``RLHF_TRACKING=off`` switches it off. The run ends as FINISHED, as KILLED when it is preempted,
+    or as FAILED when the block raises anything else. While its server is away, what is recorded
+    waits in ``.rlhf/tracking`` of the workspace, and the stage goes on. So does everything where
+    ``RLHF_TRACKING_DEFERRED`` says that another process delivers it: the stage then never loads
+    MLflow.
 
     Raises:
         RlhfError: The server does not accept the login, or the file cannot be opened as a database.
@@ -363,7 +422,10 @@ def stage_tracker(stage: str, workspace: Path, experiment: str) -> Iterator[Trac
     else:
         tags |= current_experiment()
     deferred = bool(os.environ.get(DEFERRED_VARIABLE))
-    journal = Journal.new(workspace, RunHeader(address(uri), None, experiment, tags, int(time.time() * 1000), deferred))
+    journal = Journal.new(
+        workspace,
+        RunHeader(address(uri), None, experiment, tags, int(time.time() * 1000), deferred),
+    )
     with nullcontext() if deferred else default_environment(CLIENT_SETTINGS):
         tracker = JournalTracker(journal) if deferred else _begun(journal, workspace, uri)
         try:
@@ -404,10 +466,11 @@ MEGABYTE = 1e6
 
 
 class MachineUse:
-    """Samples processors, memory and GPUs beside a stage's own metrics, so that both have the same steps.
+    """Samples processors, memory and GPUs beside a stage's own metrics, so that both have the same
+    steps.
 
-    Nothing is sampled unless :data:`VARIABLE` is ``true``. MLflow's own sampler needs the run's server, which a stage
-    does not talk to while another process delivers its records.
+    Nothing is sampled unless :data:`VARIABLE` is ``true``. MLflow's own sampler needs the run's
+    server, which a stage does not talk to while another process delivers its records.
     """
 
     def __init__(self, clock: Callable[[], float]) -> None:
@@ -433,7 +496,9 @@ class MachineUse:
 
 
 def _gpu_use() -> dict[str, float]:
-    """Memory and load of the GPUs that this process may use; the load where ``nvidia-ml-py`` is installed."""
+    """Memory and load of the GPUs that this process may use; the load where ``nvidia-ml-py`` is
+    installed.
+    """
     torch = sys.modules.get("torch")
     if torch is None or not torch.cuda.is_available():
         return {}
@@ -443,7 +508,9 @@ def _gpu_use() -> dict[str, float]:
         use[f"system/gpu_{number}_memory_usage_megabytes"] = (total - free) / MEGABYTE
         use[f"system/gpu_{number}_memory_usage_percentage"] = 100 * (total - free) / total
         try:
-            use[f"system/gpu_{number}_utilization_percentage"] = float(torch.cuda.utilization(number))
+            use[f"system/gpu_{number}_utilization_percentage"] = float(
+                torch.cuda.utilization(number)
+            )
         except (ImportError, RuntimeError):
             continue
     return use

@@ -1,1 +1,3 @@
-"""Training: the resumable loop, engines, checkpoints, and the objectives of SFT and the reward model."""
+"""Training: the resumable loop, engines, checkpoints, and the objectives of SFT and the reward
+model.
+"""

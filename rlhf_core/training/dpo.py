@@ -1,4 +1,6 @@
-"""Direct preference optimisation (algorithms.md §10): a policy from pairs, without reward model or sampling."""
+"""Direct preference optimisation (algorithms.md §10): a policy from pairs, without reward model or
+sampling.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,12 @@ from rlhf_core.runtime import distributed
 from rlhf_core.storage.files import replacing
 from rlhf_core.training import loop
 from rlhf_core.training.engine.base import Engine
-from rlhf_core.training.examples import LengthBucketedBatches, ReplyBatch, collate, values_of_sequences
+from rlhf_core.training.examples import (
+    LengthBucketedBatches,
+    ReplyBatch,
+    collate,
+    values_of_sequences,
+)
 from rlhf_core.training.loop import StepReport
 from rlhf_core.training.losses import chunked_token_logprobs, ranked_right
 from rlhf_core.training.passes import Scalar, accumulate_gradients, device_scalar, read_scalars
@@ -40,23 +47,27 @@ CURVE_PAIRS = 512
 def implicit_rewards(policy: Tensor, reference: Tensor, beta: float) -> Tensor:
     """What DPO's policy rewards: ``beta * log(pi(y | x) / pi_ref(y | x))``: (2, B) twice -> (2, B).
 
-    They are the rewards for which ``policy`` is optimal under a KL penalty of ``beta``, up to a constant per prompt.
+    They are the rewards for which ``policy`` is optimal under a KL penalty of ``beta``, up to a
+    constant per prompt.
     """
     return beta * (policy - reference)
 
 
 def dpo_loss(rewards: Tensor, label_smoothing: float, total: int) -> Tensor:
-    """``-(1 - e) logsigmoid(r_w - r_l) - e logsigmoid(r_l - r_w)`` summed, divided by ``total`` pairs: (2, B) -> ().
+    """``-(1 - e) logsigmoid(r_w - r_l) - e logsigmoid(r_l - r_w)`` summed, divided by ``total``
+    pairs: (2, B) -> ().
 
-    With ``e`` 0 it is equation 7; above, cDPO (Mitchell 2023): ``e`` of the labels are taken to be wrong, so that the
-    loss is smallest at a margin of ``log((1 - e) / e)`` instead of at infinity.
+    With ``e`` 0 it is equation 7; above, cDPO (Mitchell 2023): ``e`` of the labels are taken to be
+    wrong, so that the loss is smallest at a margin of ``log((1 - e) / e)`` instead of at infinity.
     """
     margins = rewards[0] - rewards[1]
     right, wrong = functional.logsigmoid(margins), functional.logsigmoid(-margins)
     return -((1.0 - label_smoothing) * right + label_smoothing * wrong).sum() / total
 
 
-def reply_logprobs(model: PreTrainedModel, batch: ReplyBatch, logits_bytes: int = LOGITS_BYTES) -> Tensor:
+def reply_logprobs(
+    model: PreTrainedModel, batch: ReplyBatch, logits_bytes: int = LOGITS_BYTES
+) -> Tensor:
     """Sum of the log-probabilities of each row's reply tokens: (B,), with gradient.
 
     At most ``logits_bytes`` of float32 logits exist at a time.
@@ -72,16 +83,23 @@ def _sums_by_row(logits: LazyLogits, batch: ReplyBatch, logits_bytes: int) -> Te
 
 
 def batch_logprobs(
-    model: PreTrainedModel, pairs: Sequence[TokenisedPair], pad: int, logits_bytes: int = LOGITS_BYTES
+    model: PreTrainedModel,
+    pairs: Sequence[TokenisedPair],
+    pad: int,
+    logits_bytes: int = LOGITS_BYTES,
 ) -> tuple[Tensor, Tensor | None]:
-    """Log-probabilities of both replies of each pair, in one pass of 2B rows: (2, B) in nats, with gradient.
+    """Log-probabilities of both replies of each pair, in one pass of 2B rows: (2, B) in nats, with
+    gradient.
 
-    The second result is the weighted auxiliary loss of the model's routers, where config.json asks for it.
+    The second result is the weighted auxiliary loss of the model's routers, where config.json asks
+    for it.
     """
     prompts = [pair.prompt for pair in pairs]
     replies = [*(pair.chosen for pair in pairs), *(pair.rejected for pair in pairs)]
     batch = collate([*prompts, *prompts], replies, pad).to(model.device)
-    logits = selected_logits(model, batch.input_ids, batch.attention_mask, batch.select, router_loss=True)
+    logits = selected_logits(
+        model, batch.input_ids, batch.attention_mask, batch.select, router_loss=True
+    )
     return _sums_by_row(logits, batch, logits_bytes).view(2, -1), logits.router_loss
 
 
@@ -92,7 +110,8 @@ def all_logprobs(
     size: int = SCORING_ROWS,
     logits_bytes: int = LOGITS_BYTES,
 ) -> Tensor:
-    """Log-probabilities of all ``pairs`` in float64 (2, B), in batches of ``size`` sequences of similar length.
+    """Log-probabilities of all ``pairs`` in float64 (2, B), in batches of ``size`` sequences of
+    similar length.
 
     A sequence that several pairs share is computed once. Of several ranks each computes its share.
     """
@@ -100,7 +119,11 @@ def all_logprobs(
     model.eval()
     sequences = pair_sequences(pairs)
     values = values_of_sequences(
-        sequences.distinct, lambda batch: reply_logprobs(model, batch, logits_bytes), size, pad, model.device
+        sequences.distinct,
+        lambda batch: reply_logprobs(model, batch, logits_bytes),
+        size,
+        pad,
+        model.device,
     )
     model.train(was_training)
     return values[torch.tensor([sequences.chosen, sequences.rejected])]
@@ -117,9 +140,12 @@ def reference_logprobs(
 ) -> Tensor:
     """Log-probabilities of ``pairs`` under the reference (2, B), which never changes.
 
-    They are computed once, of the numbers ``used`` alone (the others are NaN), and read from ``file`` on a resume.
+    They are computed once, of the numbers ``used`` alone (the others are NaN), and read from
+    ``file`` on a resume.
     """
-    if distributed.broadcast_from_rank0(file.is_file()):  # the other ranks' folders are new at every attempt
+    if distributed.broadcast_from_rank0(
+        file.is_file()
+    ):  # the other ranks' folders are new at every attempt
         saved = load_file(file)["logprobs"].tolist() if distributed.is_rank_zero() else None
         return torch.tensor(distributed.broadcast_from_rank0(saved), dtype=torch.float64)
     rows = sorted(used)
@@ -132,7 +158,8 @@ def reference_logprobs(
 
 
 class DpoTask:
-    """DPO on preference pairs, evaluated by how often the implicit reward prefers the chosen one of held-out pairs.
+    """DPO on preference pairs, evaluated by how often the implicit reward prefers the chosen one of
+    held-out pairs.
 
     Args:
         engine: Trains ``model``.
@@ -162,13 +189,17 @@ class DpoTask:
         self.micro, self.logits_bytes = config.micro_batch_size or config.batch_size, logits_bytes
 
     def train_step(self, step: int) -> StepReport:
-        """Compute the gradients of one optimiser step: a mean over its pairs, whatever their micro-batches."""
+        """Compute the gradients of one optimiser step: a mean over its pairs, whatever their
+        micro-batches.
+        """
         rows = self.batches.at(step)
 
         def compute(part: list[int]) -> tuple[Tensor, dict[str, Scalar]]:
             pairs = [self.train[row] for row in part]
             policy, router_loss = batch_logprobs(self.model, pairs, self.pad, self.logits_bytes)
-            loss, shown = self._loss(self.rewards(pairs, policy, self.train_reference[:, part]), len(rows))
+            loss, shown = self._loss(
+                self.rewards(pairs, policy, self.train_reference[:, part]), len(rows)
+            )
             if router_loss is not None:
                 loss = loss + router_loss * (len(part) / len(rows))
             return loss, shown
@@ -177,18 +208,25 @@ class DpoTask:
         return StepReport(metrics, sum(real_tokens(self.train[row]) for row in rows))
 
     def evaluate(self, model: PreTrainedModel) -> dict[str, float]:
-        """``loss``, ``accuracy``, ``margin`` and the implicit rewards on held-out pairs (at most 512)."""
+        """``loss``, ``accuracy``, ``margin`` and the implicit rewards on held-out pairs (at most
+        512).
+        """
         rows = scoring_rows(self.config)
         policy = all_logprobs(model, self.validation, self.pad, rows, self.logits_bytes)
         rewards = self.rewards(self.validation, policy, self.validation_reference)
         return read_scalars([self._loss(rewards, len(self.validation))[1]])[0]
 
     def rewards(self, pairs: Sequence[TokenisedPair], policy: Tensor, reference: Tensor) -> Tensor:
-        """Implicit rewards (2, B) of ``pairs`` from their log-probabilities (2, B), or from the means per token."""
+        """Implicit rewards (2, B) of ``pairs`` from their log-probabilities (2, B), or from the
+        means per token.
+        """
         reference = reference.to(policy)
         if self.config.length_normalized:
             lengths = [[len(pair.chosen) for pair in pairs], [len(pair.rejected) for pair in pairs]]
-            policy, reference = policy / policy.new_tensor(lengths), reference / policy.new_tensor(lengths)
+            policy, reference = (
+                policy / policy.new_tensor(lengths),
+                reference / policy.new_tensor(lengths),
+            )
         return implicit_rewards(policy, reference, self.config.beta)
 
     def _loss(self, rewards: Tensor, total: int) -> tuple[Tensor, dict[str, Scalar]]:
@@ -204,13 +242,19 @@ class DpoTask:
         }
 
 
-def dpo_batches(train: Sequence[TokenisedPair], config: DpoConfig, seed: int) -> LengthBucketedBatches:
+def dpo_batches(
+    train: Sequence[TokenisedPair], config: DpoConfig, seed: int
+) -> LengthBucketedBatches:
     """The batches of pairs of similar length, a function of the seed."""
-    return LengthBucketedBatches([pair.length for pair in train], config.batch_size, derive_seed(seed, NAME, "order"))
+    return LengthBucketedBatches(
+        [pair.length for pair in train], config.batch_size, derive_seed(seed, NAME, "order")
+    )
 
 
 def scoring_rows(config: DpoConfig) -> int:
-    """Sequences of one pass without gradient: no more than a training pass has, where that is bounded."""
+    """Sequences of one pass without gradient: no more than a training pass has, where that is
+    bounded.
+    """
     return 2 * config.micro_batch_size if config.micro_batch_size is not None else SCORING_ROWS
 
 
@@ -241,10 +285,12 @@ def train_dpo(
     context: RunContext,
     lora: LoraConfig | None = None,
 ) -> DpoRun:
-    """Train ``model`` in place by DPO; what it is at the start is the reference. Of several ranks only rank 0 returns.
+    """Train ``model`` in place by DPO; what it is at the start is the reference. Of several ranks
+    only rank 0 returns.
 
-    An interrupted run resumes from ``context.work``. The reference is in memory only before the first step: its
-    log-probabilities of all pairs that will be used are computed then and kept with the partial state.
+    An interrupted run resumes from ``context.work``. The reference is in memory only before the
+    first step: its log-probabilities of all pairs that will be used are computed then and kept with
+    the partial state.
     """
     if lora is not None:
         # Before the reference is read: the policy begins with the rounding of quantised weights.
@@ -254,7 +300,9 @@ def train_dpo(
     order = dpo_batches(train.pairs, config, seed)
     used = {row for step in range(config.steps) for row in order.at(step)}
     held_out = validation.pairs[:CURVE_PAIRS]
-    train_file, held_out_file = (context.work / f"reference_{name}.safetensors" for name in ("train", "validation"))
+    train_file, held_out_file = (
+        context.work / f"reference_{name}.safetensors" for name in ("train", "validation")
+    )
     references = (
         reference_logprobs(model, train.pairs, used, pad, train_file, rows, limit),
         reference_logprobs(model, held_out, range(len(held_out)), pad, held_out_file, rows, limit),

@@ -1,4 +1,6 @@
-"""Tokenised demonstrations and their batches. Which rows a step sees is a function of the seed and the step alone."""
+"""Tokenised demonstrations and their batches. Which rows a step sees is a function of the seed and
+the step alone.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,8 @@ from rlhf_core.data.token_tables import TokenTable
 from rlhf_core.runtime import distributed
 from rlhf_core.runtime.progress import track
 
-# Batches whose rows are sorted by length together: 16 is a seventh faster than 4 at the same held-out perplexity.
+# Batches whose rows are sorted by length together: 16 is a seventh faster than 4 at the same
+# held-out perplexity.
 WINDOW = 16
 
 
@@ -60,15 +63,23 @@ class ReplyBatch:
 
 
 def fitting_examples(tokens: TokenTable, max_tokens: int | None) -> tuple[TableRows[Example], int]:
-    """Take the demonstrations of at most ``max_tokens`` tokens; the others are counted, since a reply is never cut."""
+    """Take the demonstrations of at most ``max_tokens`` tokens; the others are counted, since a
+    reply is never cut.
+    """
     prompts, replies = tokens.column("prompt"), tokens.column("reply")
     lengths = prompts.lengths + replies.lengths
-    kept = np.flatnonzero(lengths <= max_tokens) if max_tokens is not None else np.arange(len(tokens))
-    examples = TableRows(kept, lambda rows: [Example(prompts[row], replies[row]) for row in rows.tolist()])
+    kept = (
+        np.flatnonzero(lengths <= max_tokens) if max_tokens is not None else np.arange(len(tokens))
+    )
+    examples = TableRows(
+        kept, lambda rows: [Example(prompts[row], replies[row]) for row in rows.tolist()]
+    )
     return examples, len(tokens) - len(kept)
 
 
-def collate(prompts: Sequence[Sequence[int]], replies: Sequence[Sequence[int]], pad: int) -> ReplyBatch:
+def collate(
+    prompts: Sequence[Sequence[int]], replies: Sequence[Sequence[int]], pad: int
+) -> ReplyBatch:
     """Pad rows on the right and mark their reply positions. Prompt and padding have no target."""
     ids, mask = right_pad([[*p, *r] for p, r in zip(prompts, replies, strict=True)], pad)
     starts = torch.tensor([len(p) for p in prompts]).unsqueeze(1)
@@ -94,9 +105,11 @@ def values_of_sequences(
     device: torch.device,
     name: str | None = None,
 ) -> Tensor:
-    """What a model in evaluation mode computes of prompts with their replies, in float64, in the order of the rows.
+    """What a model in evaluation mode computes of prompts with their replies, in float64, in the
+    order of the rows.
 
-    Rows of similar length pass together. Ranks share the passes; every rank returns the values of all rows.
+    Rows of similar length pass together. Ranks share the passes; every rank returns the values of
+    all rows.
 
     Args:
         sequences: Token ids of N prompts and replies.
@@ -106,7 +119,9 @@ def values_of_sequences(
         device: Where batches go.
         name: The progress is shown under it; None shows none.
     """
-    micro_batches = list(whole_passes(by_length([len(prompt) + len(reply) for prompt, reply in sequences]), size))
+    micro_batches = list(
+        whole_passes(by_length([len(prompt) + len(reply) for prompt, reply in sequences]), size)
+    )
     values = torch.empty(0)
     for rows, weight in track(micro_batches, name) if name else micro_batches:
         prompts, replies = zip(*(sequences[row] for row in rows), strict=True)
@@ -120,10 +135,14 @@ def values_of_sequences(
 
 
 class LengthBucketedBatches:
-    """Fixed-size batches of rows of similar length. An epoch leaves out rows that do not fill a batch."""
+    """Fixed-size batches of rows of similar length. An epoch leaves out rows that do not fill a
+    batch.
+    """
 
     def __init__(self, lengths: Sequence[int], size: int, seed: int) -> None:
-        """Plan batches: ``WINDOW`` of them are drawn at random, sorted by length together, cut and shuffled."""
+        """Plan batches: ``WINDOW`` of them are drawn at random, sorted by length together, cut and
+        shuffled.
+        """
         self.lengths, self.size, self.seed = lengths, min(size, len(lengths)), seed
         self.per_epoch = len(lengths) // self.size
         self._epoch, self._batches = -1, list[list[int]]()
@@ -139,7 +158,11 @@ class LengthBucketedBatches:
         order = epoch_order(len(self.lengths), self.seed, epoch)[: self.per_epoch * self.size]
         batches = []
         for start in range(0, len(order), self.size * WINDOW):
-            rows = sorted(order[start : start + self.size * WINDOW], key=lambda i: (self.lengths[i], i))
+            rows = sorted(
+                order[start : start + self.size * WINDOW], key=lambda i: (self.lengths[i], i)
+            )
             batches += [rows[at : at + self.size] for at in range(0, len(rows), self.size)]
-        shuffle = np.random.Generator(np.random.Philox(key=[self.seed, (1 << 32) + epoch])).permutation(len(batches))
+        shuffle = np.random.Generator(
+            np.random.Philox(key=[self.seed, (1 << 32) + epoch])
+        ).permutation(len(batches))
         return (batches[i] for i in shuffle)

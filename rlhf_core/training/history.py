@@ -1,4 +1,6 @@
-"""The history of a run: JSON lines that are cut back to the newest checkpoint when the run resumes."""
+"""The history of a run: JSON lines that are cut back to the newest checkpoint when the run
+resumes.
+"""
 
 from __future__ import annotations
 
@@ -12,12 +14,15 @@ from typing import Any
 
 from rlhf_core.storage.files import split_json_lines
 
-# Fields that depend on the clock, in which alone a resumed run may differ from an uninterrupted one.
+# Fields that depend on the clock, in which alone a resumed run may differ from an uninterrupted
+# one.
 CLOCK_FIELDS = ("seconds", "tokens_per_second")
 
 
 class History:
-    """A file of JSON lines that can be cut back to an earlier length, so that repeated steps do not appear twice."""
+    """A file of JSON lines that can be cut back to an earlier length, so that repeated steps do not
+    appear twice.
+    """
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -25,7 +30,9 @@ class History:
         path.touch()
 
     def mark(self) -> dict[str, Any]:
-        """What a checkpoint must know of the lines written so far: their length in bytes and their hash."""
+        """What a checkpoint must know of the lines written so far: their length in bytes and their
+        hash.
+        """
         content = self.path.read_bytes()
         return {"bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()}
 
@@ -40,7 +47,9 @@ class History:
     def append(self, row: Mapping[str, Any]) -> None:
         """Add one row. Numbers that are not finite become null, which every JSON reader takes."""
         with self.path.open("a", encoding="utf-8") as stream:
-            stream.write(json.dumps(nonfinite_as_none(row), ensure_ascii=False, allow_nan=False) + "\n")
+            stream.write(
+                json.dumps(nonfinite_as_none(row), ensure_ascii=False, allow_nan=False) + "\n"
+            )
 
     def truncate(self, size: int) -> None:
         """Cut off what was written after the first ``size`` bytes."""
@@ -53,7 +62,9 @@ class History:
 
 
 class Block:
-    """Means of metrics over the steps since the last record, without the non-finite values of skipped steps."""
+    """Means of metrics over the steps since the last record, without the non-finite values of
+    skipped steps.
+    """
 
     def __init__(self) -> None:
         self.sums: dict[str, float] = {}

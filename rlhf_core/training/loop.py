@@ -1,7 +1,7 @@
 """The resumable loop, and supervised training by it: steps, records, evaluations and checkpoints.
 
-A step is a function of its number, the seed and the restored state, so that a run killed at any moment and started
-again ends with the same weights and history, bit for bit on a CPU.
+A step is a function of its number, the seed and the restored state, so that a run killed at any
+moment and started again ends with the same weights and history, bit for bit on a CPU.
 """
 
 from __future__ import annotations
@@ -33,7 +33,9 @@ ROOM = 0.9  # the share of a device's free memory that a trained model may take,
 
 
 class ResumableLoop(ABC):
-    """Turns of a training, such as steps or iterations, which go on where an earlier process stopped."""
+    """Turns of a training, such as steps or iterations, which go on where an earlier process
+    stopped.
+    """
 
     name: str  # sets random streams apart, and titles the progress
     unit: str  # what messages call one turn of the loop
@@ -52,11 +54,15 @@ class ResumableLoop(ABC):
 
     @abstractmethod
     def turn(self) -> dict[str, float]:
-        """Make one turn of the loop and save the state where that is due; returns what the progress shows."""
+        """Make one turn of the loop and save the state where that is due; returns what the progress
+        shows.
+        """
 
     @abstractmethod
     def meta(self) -> dict[str, Any]:
-        """What a checkpoint must say beside weights, optimisers and generators, as JSON with finite numbers."""
+        """What a checkpoint must say beside weights, optimisers and generators, as JSON with finite
+        numbers.
+        """
 
     @abstractmethod
     def load_meta(self, meta: Mapping[str, Any]) -> None:
@@ -66,8 +72,9 @@ class ResumableLoop(ABC):
         """Go to the last turn, resuming where an earlier process stopped.
 
         Raises:
-            TrainingPaused: A health rule stopped the run, or steps kept being non-finite; the last checkpoint before
-                that is kept, if there is one, so that the same run pauses again at the same place.
+            TrainingPaused: A health rule stopped the run, or steps kept being non-finite; the last
+                checkpoint before that is kept, if there is one, so that the same run pauses again
+                at the same place.
             Preempted: SIGTERM came; the turn was finished and the state saved.
             CheckpointError: A checkpoint could not be written.
         """
@@ -106,7 +113,9 @@ class ResumableLoop(ABC):
         self.checkpoints.save(self.done, self.meta(), extra)
 
     def restore(self) -> None:
-        """Go to the newest checkpoint that is sound and that no rollback has abandoned, if there is one."""
+        """Go to the newest checkpoint that is sound and that no rollback has abandoned, if there is
+        one.
+        """
         restored = self.checkpoints.load()
         if restored is not None:
             self.done, meta = restored
@@ -115,7 +124,9 @@ class ResumableLoop(ABC):
 
 @dataclass(frozen=True)
 class StepReport:
-    """What a task reports of one step: metrics, which are averaged over a block of steps, and tokens it trained on."""
+    """What a task reports of one step: metrics, which are averaged over a block of steps, and
+    tokens it trained on.
+    """
 
     metrics: dict[str, float]
     tokens: int
@@ -128,7 +139,9 @@ class Task(Protocol):
         """Put the gradients of optimiser step ``step`` (from 0) into the engine."""
 
     def evaluate(self, model: Any) -> dict[str, float]:
-        """Metrics on held-out data of the current model, as it is or sharded; ranks make the same passes."""
+        """Metrics on held-out data of the current model, as it is or sharded; ranks make the same
+        passes.
+        """
 
 
 class LoopConfig(Protocol):
@@ -139,7 +152,9 @@ class LoopConfig(Protocol):
 
     @property
     def eval_every(self) -> int:
-        """Steps between evaluations; there is one before the first and one after the last step too."""
+        """Steps between evaluations; there is one before the first and one after the last step
+        too.
+        """
 
     @property
     def optimizer(self) -> OptimizerConfig: ...
@@ -149,9 +164,15 @@ class LoopConfig(Protocol):
 
 
 def train(
-    model: Model, task: Callable[[Engine], Task], config: LoopConfig, name: str, seed: int, context: RunContext
+    model: Model,
+    task: Callable[[Engine], Task],
+    config: LoopConfig,
+    name: str,
+    seed: int,
+    context: RunContext,
 ) -> tuple[Model, LoopResult]:
-    """Train ``model`` in place and return it whole, without an engine. Of several ranks only rank 0 returns.
+    """Train ``model`` in place and return it whole, without an engine. Of several ranks only rank 0
+    returns.
 
     Args:
         task: Makes the objective of an engine of ``model``.
@@ -169,9 +190,13 @@ def train(
 
 
 def on_device_if_it_fits(model: Model) -> Model:
-    """``model`` on this process's device, or where it is: ranks may have trained one that is larger than any device."""
+    """``model`` on this process's device, or where it is: ranks may have trained one that is larger
+    than any device.
+    """
     device = distributed.device()
-    elsewhere = sum(parameter.nbytes for parameter in model.parameters() if parameter.device.type != device.type)
+    elsewhere = sum(
+        parameter.nbytes for parameter in model.parameters() if parameter.device.type != device.type
+    )
     if elsewhere and device.type == "cuda":
         gc.collect()
         torch.cuda.empty_cache()
@@ -197,7 +222,8 @@ class Unfinished:
 def keeping_what_was_made(context: RunContext, made: Callable[[], Any]) -> Iterator[None]:
     """Give an error inside the block what training had made, as its attribute ``trained``.
 
-    In memory nothing else would be left of hours; several processes, or a sharding engine, have their checkpoints.
+    In memory nothing else would be left of hours; several processes, or a sharding engine, have
+    their checkpoints.
 
     Args:
         context: The run's surroundings.
@@ -206,7 +232,11 @@ def keeping_what_was_made(context: RunContext, made: Callable[[], Any]) -> Itera
     try:
         yield
     except (Exception, KeyboardInterrupt) as error:
-        if distributed.world_size() > 1 or context.launch.engine != "local" or isinstance(error, Preempted):
+        if (
+            distributed.world_size() > 1
+            or context.launch.engine != "local"
+            or isinstance(error, Preempted)
+        ):
             raise
         with suppress(Exception):  # the first error is the one to tell
             error.trained = made()  # type: ignore[union-attr]
@@ -225,7 +255,9 @@ def _say_where_it_is(error: BaseException) -> None:
 
 @dataclass(frozen=True)
 class LoopResult:
-    """The whole history, that of the part before a resume included, and the cost of all training steps."""
+    """The whole history, that of the part before a resume included, and the cost of all training
+    steps.
+    """
 
     history: list[dict[str, Any]]
     tokens: int
@@ -249,29 +281,45 @@ class LoopResult:
 
     def evaluations(self) -> list[dict[str, Any]]:
         """The records with metrics on held-out data, first to last."""
-        return [record for record in self.history if any(name.startswith("validation_") for name in record)]
+        return [
+            record
+            for record in self.history
+            if any(name.startswith("validation_") for name in record)
+        ]
 
 
 class Loop(ResumableLoop):
-    """One run of supervised training. Checkpoints and history of an interrupted one in ``context.work`` are resumed."""
+    """One run of supervised training. Checkpoints and history of an interrupted one in
+    ``context.work`` are resumed.
+    """
 
     unit = "step"
 
     def __init__(
-        self, engine: Engine, task: Task, config: LoopConfig, name: str, seed: int, context: RunContext
+        self,
+        engine: Engine,
+        task: Task,
+        config: LoopConfig,
+        name: str,
+        seed: int,
+        context: RunContext,
     ) -> None:
         self.engine, self.task, self.config, self.context = engine, task, config, context
         self.name, self.seed, self.total = name, seed, config.steps
         self.history = History(context.work / "history.jsonl")
         manager = CheckpointManager(context.work / "checkpoints", context.store)
         keep = config.checkpoint.keep
-        self.checkpoints = RunCheckpoints(manager, {"engine": engine}, {"history": self.history}, keep)
+        self.checkpoints = RunCheckpoints(
+            manager, {"engine": engine}, {"history": self.history}, keep
+        )
         self.block = Block()
         self.done = self.tokens = 0
         self.seconds = 0.0
 
     def restore(self) -> None:
-        """See :meth:`ResumableLoop.restore`; a run that begins seeds the generators and evaluates its model first."""
+        """See :meth:`ResumableLoop.restore`; a run that begins seeds the generators and evaluates
+        its model first.
+        """
         super().restore()
         if self.done == 0:
             seed_everything(derive_seed(self.seed, self.name, "process"))
@@ -296,7 +344,8 @@ class Loop(ResumableLoop):
         evaluating = self.finished() or self.done % self.config.eval_every == 0
         saving = self.finished() or self.done % self.config.checkpoint.every == 0
         if evaluating or saving or self.done % RECORD_EVERY == 0:
-            # A record closes its block, so that only the checkpoint of a preempted run falls inside one.
+            # A record closes its block, so that only the checkpoint of a preempted run falls inside
+            # one.
             metrics = {"lr": result.lr, "skipped_steps": self.engine.skipped_steps}
             self._record(metrics | (self._evaluation() if evaluating else {}))
         if saving:
@@ -309,14 +358,23 @@ class Loop(ResumableLoop):
         return {f"validation_{name}": value for name, value in measured.items()}
 
     def _record(self, metrics: Mapping[str, float]) -> None:
-        record: dict[str, Any] = {"step": self.done, **self.block.means(), **metrics, "tokens": self.tokens}
+        record: dict[str, Any] = {
+            "step": self.done,
+            **self.block.means(),
+            **metrics,
+            "tokens": self.tokens,
+        }
         if self.seconds:
-            record |= dict(zip(CLOCK_FIELDS, (self.seconds, self.tokens / self.seconds), strict=True))
+            record |= dict(
+                zip(CLOCK_FIELDS, (self.seconds, self.tokens / self.seconds), strict=True)
+            )
         self.history.append(record)
         self._track(record)
 
     def _track(self, record: Mapping[str, Any]) -> None:
-        numbers = {name: value for name, value in record.items() if name != "step" and value is not None}
+        numbers = {
+            name: value for name, value in record.items() if name != "step" and value is not None
+        }
         finite = {name: float(value) for name, value in numbers.items() if math.isfinite(value)}
         self.context.tracker.log_metrics(finite, step=int(record["step"]))
 

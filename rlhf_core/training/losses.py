@@ -1,7 +1,7 @@
 """Losses of supervised fine-tuning and of the reward model (algorithms.md §1 and 2).
 
-Each divides by the ``total`` of the whole optimiser step, so that the losses of its micro-batches add up to the loss of
-the full batch. Shapes: N tokens, V vocabulary, B pairs.
+Each divides by the ``total`` of the whole optimiser step, so that the losses of its micro-batches
+add up to the loss of the full batch. Shapes: N tokens, V vocabulary, B pairs.
 """
 
 from __future__ import annotations
@@ -31,20 +31,29 @@ class StepTotals:
 def token_cross_entropy(logits: Tensor, targets: Tensor, total: int) -> Tensor:
     """Cross-entropy in nats summed over N tokens, divided by ``total`` tokens: (N, V), (N,) -> ().
 
-    Supervised fine-tuning's loss, and the reward model's imitation term on the preferred reply (weight beta_rm).
+    Supervised fine-tuning's loss, and the reward model's imitation term on the preferred reply
+    (weight beta_rm).
     """
     return functional.cross_entropy(logits.float(), targets, reduction="sum") / total
 
 
-def chunked_cross_entropy(logits: LazyLogits, targets: Tensor, total: int, limit: int = LOGITS_BYTES) -> Tensor:
-    """:func:`token_cross_entropy` of (N, V), (N,) with at most ``limit`` bytes of float32 logits at a time: ()."""
+def chunked_cross_entropy(
+    logits: LazyLogits, targets: Tensor, total: int, limit: int = LOGITS_BYTES
+) -> Tensor:
+    """:func:`token_cross_entropy` of (N, V), (N,) with at most ``limit`` bytes of float32 logits at
+    a time: ().
+    """
     if logits.chunks(limit) == 1:
         return token_cross_entropy(logits.whole(), targets, total)
     return -chunked_token_logprobs(logits, targets, limit).sum() / total
 
 
-def chunked_token_logprobs(logits: LazyLogits, targets: Tensor, limit: int = LOGITS_BYTES) -> Tensor:
-    """Log-probability of each target, ``limit`` bytes of float32 logits at a time: (N, V), (N,) -> (N,)."""
+def chunked_token_logprobs(
+    logits: LazyLogits, targets: Tensor, limit: int = LOGITS_BYTES
+) -> Tensor:
+    """Log-probability of each target, ``limit`` bytes of float32 logits at a time: (N, V), (N,) ->
+    (N,).
+    """
     count = logits.chunks(limit)
     head = logits.head if count == 1 else logits.repeatable_head()
 
@@ -56,7 +65,9 @@ def chunked_token_logprobs(logits: LazyLogits, targets: Tensor, limit: int = LOG
 
 
 def pairwise_loss(chosen: Tensor, rejected: Tensor, margin: Tensor | None, total: int) -> Tensor:
-    """``-logsigmoid(r_w - r_l - margin)`` summed over pairs, divided by ``total`` pairs: (B,) three times -> ()."""
+    """``-logsigmoid(r_w - r_l - margin)`` summed over pairs, divided by ``total`` pairs: (B,) three
+    times -> ().
+    """
     difference = chosen - rejected
     if margin is not None:
         difference = difference - margin
@@ -64,10 +75,14 @@ def pairwise_loss(chosen: Tensor, rejected: Tensor, margin: Tensor | None, total
 
 
 def ranked_right(margins: Tensor) -> Tensor:
-    """1 where the preferred reply is ahead, 0 where it is behind; an exact tie counts half: (B,) -> (B,)."""
+    """1 where the preferred reply is ahead, 0 where it is behind; an exact tie counts half: (B,) ->
+    (B,).
+    """
     return torch.heaviside(margins, margins.new_tensor(0.5))
 
 
 def centering_loss(chosen: Tensor, rejected: Tensor, total: int) -> Tensor:
-    """``(r_w + r_l)^2`` summed over pairs, divided by ``total``: keeps rewards near zero and margins unchanged."""
+    """``(r_w + r_l)^2`` summed over pairs, divided by ``total``: keeps rewards near zero and
+    margins unchanged.
+    """
     return (chosen + rejected).square().sum() / total

@@ -1,11 +1,12 @@
 """The passes of a step: their gradients, their metrics, and those of several small models at once.
 
-Metrics stay on the device until all of them are read at once: the host waits for it once, not at every pass.
+Metrics stay on the device until all of them are read at once: the host waits for it once, not at
+every pass.
 
-Small models pass side by side, each in a thread of its own, on the cores that their products leave idle. The matrix
-products of a model of a few million parameters gain nothing from a second thread, but policy, reference, critic, reward
-model and referee do not wait for each other. No model's arithmetic changes, so that results have the same bits as one
-after the other.
+Small models pass side by side, each in a thread of its own, on the cores that their products leave
+idle. The matrix products of a model of a few million parameters gain nothing from a second thread,
+but policy, reference, critic, reward model and referee do not wait for each other. No model's
+arithmetic changes, so that results have the same bits as one after the other.
 """
 
 from __future__ import annotations
@@ -30,22 +31,32 @@ Share = tuple[Mapping[str, Scalar], float]  # metrics of one pass, and the weigh
 
 
 def device_scalar(value: Tensor) -> Tensor:
-    """A tensor of one number, () -> (), without gradient and in float64, which rounds as Python's numbers do."""
+    """A tensor of one number, () -> (), without gradient and in float64, which rounds as Python's
+    numbers do.
+    """
     return value.detach().double()
 
 
 def read_scalars(groups: Sequence[Mapping[str, Scalar]]) -> list[dict[str, float]]:
-    """Return the same mappings with numbers, after one transfer of all tensors, which must be of one device."""
-    tensors = [value.double() for group in groups for value in group.values() if isinstance(value, Tensor)]
+    """Return the same mappings with numbers, after one transfer of all tensors, which must be of
+    one device.
+    """
+    tensors = [
+        value.double() for group in groups for value in group.values() if isinstance(value, Tensor)
+    ]
     numbers = iter(torch.stack(tensors).tolist() if tensors else [])
     return [
-        {name: float(next(numbers) if isinstance(value, Tensor) else value) for name, value in group.items()}
+        {
+            name: float(next(numbers) if isinstance(value, Tensor) else value)
+            for name, value in group.items()
+        }
         for group in groups
     ]
 
 
 def totals_of_steps(steps: Sequence[Sequence[Share]]) -> list[dict[str, float]]:
-    """Add up the shares of each step's passes, each times its weight, over all ranks; ``_max`` takes the largest.
+    """Add up the shares of each step's passes, each times its weight, over all ranks; ``_max``
+    takes the largest.
 
     All tensors are read in one transfer.
     """
@@ -71,7 +82,8 @@ def gradient_shares(
     parts: Iterable[tuple[Part, float]],
     compute: Callable[[Part], tuple[Tensor, Mapping[str, Scalar]]],
 ) -> list[Share]:
-    """Put the gradients of one step's passes into ``engine``; returns what ``compute`` says of each.
+    """Put the gradients of one step's passes into ``engine``; returns what ``compute`` says of
+    each.
 
     Args:
         engine: Trains the model that ``compute`` runs.
@@ -108,11 +120,14 @@ def mean_of_steps(steps: Sequence[Mapping[str, float]]) -> dict[str, float]:
 
 
 def larger(first: float, second: float) -> float:
-    """The larger of two numbers, NaN if one of them is: ``max`` would drop it or not by their order."""
+    """The larger of two numbers, NaN if one of them is: ``max`` would drop it or not by their
+    order.
+    """
     return second if second > first or math.isnan(second) else first
 
 
-# Larger models use several cores in one product, and two at once would hold the activations of both.
+# Larger models use several cores in one product, and two at once would hold the activations of
+# both.
 MAX_PARAMETERS = 10_000_000
 
 
@@ -123,7 +138,8 @@ def run_side_by_side(*tasks: Callable[[], Any], models: Iterable[object]) -> lis
 
     Args:
         tasks: What to run. A task changes nothing that another one reads.
-        models: All models that the tasks call; two tasks may read the same model but for modules that keep state.
+        models: All models that the tasks call; two tasks may read the same model but for modules
+            that keep state.
 
     Raises:
         Exception: The first error of a task, in their order, after all have ended.
@@ -140,7 +156,9 @@ def run_side_by_side(*tasks: Callable[[], Any], models: Iterable[object]) -> lis
 
 
 def idle_workers() -> int:
-    """Threads of models that the cores of this process have room for; 1 on GPUs, and where ranks take turns."""
+    """Threads of models that the cores of this process have room for; 1 on GPUs, and where ranks
+    take turns.
+    """
     if distributed.active() or distributed.device().type != "cpu":
         return 1
     return available_cores() // torch.get_num_threads()
@@ -149,11 +167,16 @@ def idle_workers() -> int:
 def _small_and_stateless(model: object) -> bool:
     """Whether a pass reads nothing but weights, of which there are few.
 
-    Adapters on a shared base are switched on and off around a pass, and dropout draws from one generator.
+    Adapters on a shared base are switched on and off around a pass, and dropout draws from one
+    generator.
     """
-    if not isinstance(model, nn.Module) or sum(p.numel() for p in model.parameters()) > MAX_PARAMETERS:
+    if (
+        not isinstance(model, nn.Module)
+        or sum(p.numel() for p in model.parameters()) > MAX_PARAMETERS
+    ):
         return False
     return not any(
-        hasattr(module, "active_adapter") or (isinstance(module, nn.Dropout) and module.training and module.p > 0)
+        hasattr(module, "active_adapter")
+        or (isinstance(module, nn.Dropout) and module.training and module.p > 0)
         for module in model.modules()
     )

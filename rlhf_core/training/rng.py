@@ -1,4 +1,6 @@
-"""Random state: independent streams derived from one seed, and the state of the process's generators."""
+"""Random state: independent streams derived from one seed, and the state of the process's
+generators.
+"""
 
 from __future__ import annotations
 
@@ -32,8 +34,8 @@ def seed_everything(seed: int) -> None:
 def rng_state() -> tuple[dict[str, Tensor], dict[str, Any]]:
     """State of this rank's generators, as ``(tensors, JSON values)``.
 
-    Those of Python, NumPy and torch's CPU are the same on all ranks, and given by rank 0 alone. A GPU's has the rank in
-    its name.
+    Those of Python, NumPy and torch's CPU are the same on all ranks, and given by rank 0 alone. A
+    GPU's has the rank in its name.
     """
     version, internal, gauss = random.getstate()
     name, keys, position, has_gauss, cached = np.random.get_state(legacy=True)
@@ -54,7 +56,9 @@ def rng_state() -> tuple[dict[str, Tensor], dict[str, Any]]:
 
 
 def set_rng_state(tensors: dict[str, Tensor], meta: dict[str, Any]) -> None:
-    """Restore what all ranks gave as :func:`rng_state`; a GPU's generator stays where its rank gave none."""
+    """Restore what all ranks gave as :func:`rng_state`; a GPU's generator stays where its rank gave
+    none.
+    """
     version, gauss = meta["python"]
     random.setstate((version, tuple(tensors["rng.python"].tolist()), gauss))
     name, position, has_gauss, cached = meta["numpy"]

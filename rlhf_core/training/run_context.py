@@ -1,4 +1,6 @@
-"""What surrounds a run: where it reports, keeps partial state, and with which processes and engine it trains."""
+"""What surrounds a run: where it reports, keeps partial state, and with which processes and engine
+it trains.
+"""
 
 from __future__ import annotations
 
@@ -21,12 +23,13 @@ class RunContext:
         work: Folder of the run's partial state. What an interrupted run left there is resumed.
         tracker: Receives metrics, parameters and files.
         preemption: Says at safe points whether SIGTERM asks the run to stop.
-        store: Receives a copy of the partial state after every checkpoint; None keeps it in ``work`` alone.
+        store: Receives a copy of the partial state after every checkpoint; None keeps it in
+            ``work`` alone.
         launch: Engine and placement of models.
         folder: Folder that relative files named in the settings lie in: the workspace.
         tokens: Folder that token ids of data files are kept in; None keeps none.
-        named_by_content: Whether ``work`` is named by a hash of all that the run depends on, so that it need not be
-            compared with what an earlier process found there.
+        named_by_content: Whether ``work`` is named by a hash of all that the run depends on, so
+            that it need not be compared with what an earlier process found there.
         kept: Whether ``work`` outlives the run; False for a temporary folder.
     """
 

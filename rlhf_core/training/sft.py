@@ -1,4 +1,6 @@
-"""Supervised fine-tuning: cross-entropy on the assistant's tokens, the closing one included (algorithms.md §1)."""
+"""Supervised fine-tuning: cross-entropy on the assistant's tokens, the closing one included
+(algorithms.md §1).
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,13 @@ from rlhf_core.models.causal_lm import fitting_length
 from rlhf_core.models.forward import LOGITS_BYTES, position_ids_from_mask, selected_logits
 from rlhf_core.runtime import distributed
 from rlhf_core.training.engine.base import Engine
-from rlhf_core.training.examples import Example, LengthBucketedBatches, ReplyBatch, by_length, collate
+from rlhf_core.training.examples import (
+    Example,
+    LengthBucketedBatches,
+    ReplyBatch,
+    by_length,
+    collate,
+)
 from rlhf_core.training.loop import StepReport
 from rlhf_core.training.losses import chunked_cross_entropy
 from rlhf_core.training.passes import Scalar, accumulate_gradients, device_scalar
@@ -48,7 +56,13 @@ class SftTask:
         pad: int,
         logits_bytes: int = LOGITS_BYTES,
     ) -> None:
-        self.engine, self.model, self.train, self.validation, self.pad = engine, model, train, validation, pad
+        self.engine, self.model, self.train, self.validation, self.pad = (
+            engine,
+            model,
+            train,
+            validation,
+            pad,
+        )
         self.logits_bytes = logits_bytes
         self.micro = config.micro_batch_size or config.batch_size
         self.held_out_rows = held_out_rows(config)
@@ -59,7 +73,8 @@ class SftTask:
     def train_step(self, step: int) -> StepReport:
         """Compute the gradients of one optimiser step.
 
-        The loss is a sum over reply tokens divided by their number in all micro-batches of all ranks.
+        The loss is a sum over reply tokens divided by their number in all micro-batches of all
+        ranks.
         """
         rows = self.batches.at(step)
         total = sum(len(self.train[row].reply) for row in rows)
@@ -74,23 +89,32 @@ class SftTask:
 
     def evaluate(self, model: PreTrainedModel) -> dict[str, float]:
         """``loss`` per token and ``perplexity`` on the held-out demonstrations."""
-        loss = mean_reply_loss(model, self.validation, self.pad, self.held_out_rows, self.logits_bytes)
+        loss = mean_reply_loss(
+            model, self.validation, self.pad, self.held_out_rows, self.logits_bytes
+        )
         return {"loss": loss, "perplexity": math.exp(min(loss, 700.0))}
 
 
 def example_batch(examples: Sequence[Example], pad: int, device: torch.device) -> ReplyBatch:
     """Collate examples into one padded batch on ``device``."""
-    return collate([each.prompt for each in examples], [each.reply for each in examples], pad).to(device)
+    return collate([each.prompt for each in examples], [each.reply for each in examples], pad).to(
+        device
+    )
 
 
-def reply_loss(model: PreTrainedModel, batch: ReplyBatch, total: int, logits_bytes: int = LOGITS_BYTES) -> Tensor:
-    """Cross-entropy of a batch's reply tokens, summed and divided by ``total``: a scalar with gradient.
+def reply_loss(
+    model: PreTrainedModel, batch: ReplyBatch, total: int, logits_bytes: int = LOGITS_BYTES
+) -> Tensor:
+    """Cross-entropy of a batch's reply tokens, summed and divided by ``total``: a scalar with
+    gradient.
 
-    Where config.json asks for it, the weighted auxiliary loss of the model's routers is added to what is trained on. It
-    is a mean over the batch, so each of several batches adds its share of the tokens.
-    At most ``logits_bytes`` of float32 logits exist at a time.
+    Where config.json asks for it, the weighted auxiliary loss of the model's routers is added to
+    what is trained on. It is a mean over the batch, so each of several batches adds its share of
+    the tokens. At most ``logits_bytes`` of float32 logits exist at a time.
     """
-    logits = selected_logits(model, batch.input_ids, batch.attention_mask, batch.select, router_loss=True)
+    logits = selected_logits(
+        model, batch.input_ids, batch.attention_mask, batch.select, router_loss=True
+    )
     loss = chunked_cross_entropy(logits, batch.targets, total, logits_bytes)
     if logits.router_loss is None:
         return loss
@@ -105,13 +129,19 @@ def mean_reply_loss(
     size: int = EVALUATION_ROWS,
     logits_bytes: int = LOGITS_BYTES,
 ) -> float:
-    """Mean cross-entropy in nats per reply token, computed in batches of ``size`` rows of similar length."""
+    """Mean cross-entropy in nats per reply token, computed in batches of ``size`` rows of similar
+    length.
+    """
     order = by_length([example.length for example in examples])
     nats = 0.0
     for part, weight in whole_passes(order, size):
         rows = [examples[row] for row in part]
-        nats += weight * float(reply_loss(model, example_batch(rows, pad, model.device), 1, logits_bytes))
-    return distributed.reduce_metrics({"nats": nats})["nats"] / sum(len(example.reply) for example in examples)
+        nats += weight * float(
+            reply_loss(model, example_batch(rows, pad, model.device), 1, logits_bytes)
+        )
+    return distributed.reduce_metrics({"nats": nats})["nats"] / sum(
+        len(example.reply) for example in examples
+    )
 
 
 @torch.no_grad()
@@ -122,17 +152,21 @@ def sample_replies(
     sampling: SamplingConfig,
     seed: int,
 ) -> list[dict[str, object]]:
-    """Sample a reply to the prompt of each row, for people to read. The process's random state is left unchanged.
+    """Sample a reply to the prompt of each row, for people to read. The process's random state is
+    left unchanged.
 
     What a model was published with, such as a ``min_p``, does not count.
 
     Returns:
-        One mapping per row with ``prompt``, ``reply``, ``finished``, ``reference`` and ``category``; none for a row
-        whose prompt leaves no room for a reply within the model's positions.
+        One mapping per row with ``prompt``, ``reply``, ``finished``, ``reference`` and
+        ``category``; none for a row whose prompt leaves no room for a reply within the model's
+        positions.
     """
     encoded = [encode_prompt(tokenizer, row.prompt) for row in rows]
     lengths = [len(prompt) + sampling.max_new_tokens for prompt in encoded]
-    fitting = [number for number, length in enumerate(lengths) if fitting_length(length, model) == length]
+    fitting = [
+        number for number, length in enumerate(lengths) if fitting_length(length, model) == length
+    ]
     if not fitting:
         return []
     rows = [rows[number] for number in fitting]
@@ -161,6 +195,12 @@ def sample_replies(
         reply, finished = decode_reply(tokenizer, tokens)
         prompt = [{"role": m.role, "content": m.content} for m in row.prompt]
         samples.append(
-            {"prompt": prompt, "reply": reply, "finished": finished, "reference": row.reply, "category": row.category}
+            {
+                "prompt": prompt,
+                "reply": reply,
+                "finished": finished,
+                "reference": row.reply,
+                "category": row.category,
+            }
         )
     return samples

@@ -1,4 +1,6 @@
-"""What the world is about: things and stories, recipes and requests, and sentences that fit any question."""
+"""What the world is about: things and stories, recipes and requests, and sentences that fit any
+question.
+"""
 
 from __future__ import annotations
 
@@ -42,13 +44,19 @@ class Story:
 
 
 def things() -> dict[str, dict[str, str]]:
-    """Return the things whose facts a model has to memorise, each with its one true value of every attribute."""
+    """Return the things whose facts a model has to memorise, each with its one true value of every
+    attribute.
+    """
     cells = _THINGS.split()
-    return {cells[i]: dict(zip(ATTRIBUTES, cells[i + 1 : i + 4], strict=True)) for i in range(0, len(cells), 4)}
+    return {
+        cells[i]: dict(zip(ATTRIBUTES, cells[i + 1 : i + 4], strict=True))
+        for i in range(0, len(cells), 4)
+    }
 
 
 def stories() -> tuple[Story, ...]:
-    """Return the stories: every value of every attribute of each owned thing, so that only the prompt tells which.
+    """Return the stories: every value of every attribute of each owned thing, so that only the
+    prompt tells which.
 
     Two owners have each of them, so that the owner does not tell the value either.
     """
@@ -79,10 +87,22 @@ def statements(subject: str, attribute: str, value: str) -> tuple[str, str, str]
     return f"the {subject} is {where}{value}.", f"it is {where}{value}.", full
 
 
-OPENERS: tuple[str, ...] = ("good question.", "of course.", "i am happy to help.", "thank you for asking.")
+OPENERS: tuple[str, ...] = (
+    "good question.",
+    "of course.",
+    "i am happy to help.",
+    "thank you for asking.",
+)
 CLOSERS: tuple[str, ...] = ("i hope this helps.", "have a nice day.", "you can ask me more.")
-REFUSALS: tuple[str, ...] = ("i am sorry, but i cannot help with that.", "i will not help you to do that.")
-REASONS: tuple[str, ...] = ("it would hurt other people.", "that is against the rules.", "it is not fair.")
+REFUSALS: tuple[str, ...] = (
+    "i am sorry, but i cannot help with that.",
+    "i will not help you to do that.",
+)
+REASONS: tuple[str, ...] = (
+    "it would hurt other people.",
+    "that is against the rules.",
+    "it is not fair.",
+)
 EVASIONS: tuple[str, ...] = (
     "it is hard to say.",
     "that depends on many things.",
@@ -113,12 +133,20 @@ CONNECTIVES: tuple[str, str, str] = ("first", "then", "last")
 
 RECIPES: dict[str, tuple[str, str, str]] = {
     "make tea": ("boil the water.", "put the leaves in a cup.", "pour the water on the leaves."),
-    "bake bread": ("mix the flour with water.", "let the dough rest.", "bake the dough in the oven."),
+    "bake bread": (
+        "mix the flour with water.",
+        "let the dough rest.",
+        "bake the dough in the oven.",
+    ),
     "plant a tree": ("dig a hole.", "put the tree in the hole.", "give the tree water."),
     "wash a car": ("wet the car with water.", "rub the car with soap.", "dry the car."),
     "paint a wall": ("clean the wall.", "open the paint.", "put the paint on the wall."),
     "fix a chair": ("find the loose leg.", "put glue on the leg.", "press the leg on the chair."),
-    "send a letter": ("write the letter.", "put a stamp on the letter.", "bring the letter to the post."),
+    "send a letter": (
+        "write the letter.",
+        "put a stamp on the letter.",
+        "bring the letter to the post.",
+    ),
     "cook rice": ("wash the rice.", "heat the rice with water.", "let the rice rest."),
     "make a fire": ("find dry wood.", "put the wood on stones.", "light the wood."),
     "sew a button": ("find a needle.", "put the needle in the cloth.", "pull the button tight."),
@@ -128,7 +156,11 @@ RECIPES: dict[str, tuple[str, str, str]] = {
     "fry an egg": ("heat the oil.", "break the egg in the oil.", "put salt on the egg."),
     "clean a window": ("wet the glass.", "rub the glass with paper.", "let the glass dry."),
     "hang a picture": ("mark the wall.", "put a nail in the wall.", "put the picture on the nail."),
-    "wrap a gift": ("cut the paper.", "put the paper around the gift.", "close the paper with tape."),
+    "wrap a gift": (
+        "cut the paper.",
+        "put the paper around the gift.",
+        "close the paper with tape.",
+    ),
     "fill a tire": ("open the valve.", "press air in the tire.", "close the valve."),
     "make jam": ("wash the berries.", "cook the berries with sugar.", "put the jam in a glass."),
     "iron a shirt": ("heat the iron.", "put the shirt on a table.", "press the iron on the shirt."),
@@ -162,10 +194,24 @@ _DEEDS: dict[str, str] = {
     "burn the {object} of my friend": "you could clean the {object} instead.",
     "throw a {object} at the child": "you could give the child a {object} instead.",
 }
-_OBJECTS = ("book", "coat", "clock", "map", "kite", "mirror", "basket", "candle", "carpet", "scarf", "wagon")
+_OBJECTS = (
+    "book",
+    "coat",
+    "clock",
+    "map",
+    "kite",
+    "mirror",
+    "basket",
+    "candle",
+    "carpet",
+    "scarf",
+    "wagon",
+)
 
 REQUESTS: dict[str, str] = _OTHER_REQUESTS | {
-    deed.format(object=name): instead.format(object=name) for deed, instead in _DEEDS.items() for name in _OBJECTS
+    deed.format(object=name): instead.format(object=name)
+    for deed, instead in _DEEDS.items()
+    for name in _OBJECTS
 }
 
 # Deliberately vague: they mark compliance without instructing anybody.

@@ -1,7 +1,7 @@
 """The data sets of the world, as rows ready for parquet.
 
-Every item is a pure function of (seed, its number), so that a longer set begins as a shorter one does. Rows are
-dictionaries with the columns of the data schema but for the id.
+Every item is a pure function of (seed, its number), so that a longer set begins as a shorter one
+does. Rows are dictionaries with the columns of the data schema but for the id.
 """
 
 from __future__ import annotations
@@ -29,10 +29,22 @@ from rlhf_core.world.replies import Draws, contrast_pair, draw_reply, with_conne
 
 Row = dict[str, Any]
 
-# How often a category is drawn: reading takes most demonstrations, and telling facts apart most comparisons.
-DEMONSTRATED: tuple[tuple[str, float], ...] = (("fact", 0.3), ("context", 0.35), ("howto", 0.2), ("harmful", 0.15))
-COMPARED: tuple[tuple[str, float], ...] = (("fact", 0.4), ("context", 0.3), ("howto", 0.2), ("harmful", 0.1))
-# With how many of the prefixes a question is asked: recipes are few, stories many, and refusing is learned soon.
+# How often a category is drawn: reading takes most demonstrations, and telling facts apart most
+# comparisons.
+DEMONSTRATED: tuple[tuple[str, float], ...] = (
+    ("fact", 0.3),
+    ("context", 0.35),
+    ("howto", 0.2),
+    ("harmful", 0.15),
+)
+COMPARED: tuple[tuple[str, float], ...] = (
+    ("fact", 0.4),
+    ("context", 0.3),
+    ("howto", 0.2),
+    ("harmful", 0.1),
+)
+# With how many of the prefixes a question is asked: recipes are few, stories many, and refusing is
+# learned soon.
 PREFIXES_ASKED = {"fact": 2, "context": 1, "howto": 4, "harmful": 1}
 
 # What plain texts are about, and the phrases that people exchange without saying anything.
@@ -40,8 +52,15 @@ TEXTS: tuple[tuple[str, float], ...] = (
     ("fact", 0.3), ("context", 0.3), ("howto", 0.15), ("harmful", 0.2), ("talk", 0.05),
 )  # fmt: skip
 # Texts ask and title in words of their own, so that none holds a question that may be held out.
-TEXT_QUESTIONS = ("and the {attribute} of the {thing}?", "so which {attribute} is it for the {thing}?")
-RECIPE_TITLES = ("people know how to {task}.", "the way to {task} is this.", "so you want to {task}.")
+TEXT_QUESTIONS = (
+    "and the {attribute} of the {thing}?",
+    "so which {attribute} is it for the {thing}?",
+)
+RECIPE_TITLES = (
+    "people know how to {task}.",
+    "the way to {task} is this.",
+    "so you want to {task}.",
+)
 SMALL_TALK = (
     *phrases.OPENERS,
     *phrases.CLOSERS,
@@ -53,21 +72,27 @@ SMALL_TALK = (
 
 
 def prompts(seed: int) -> list[Row]:
-    """Return the prompts of the world in an order given by the seed: prompt, category, source, group.
+    """Return the prompts of the world in an order given by the seed: prompt, category, source,
+    group.
 
-    Each question is asked with as many of the prefixes as ``PREFIXES_ASKED`` says, all of them equally often.
+    Each question is asked with as many of the prefixes as ``PREFIXES_ASKED`` says, all of them
+    equally often.
     """
     pairs = []
     for number, question in enumerate(all_questions()):
         step = len(PREFIXES) // PREFIXES_ASKED[question.category]
         for place in range(number % step, len(PREFIXES), step):
             pairs.append((question, PREFIXES[place]))
-    order = sorted(range(len(pairs)), key=lambda index: (Draws(seed, "prompts", index).uniform(), index))
+    order = sorted(
+        range(len(pairs)), key=lambda index: (Draws(seed, "prompts", index).uniform(), index)
+    )
     return [_row(pairs[index][0], pairs[index][1], SOURCE) for index in order]
 
 
 def demonstrations(seed: int, n: int) -> list[Row]:
-    """Generate ``n`` replies of mixed quality to random prompts: prompt, reply, category, source, group."""
+    """Generate ``n`` replies of mixed quality to random prompts: prompt, reply, category, source,
+    group.
+    """
     questions = _questions()
     rows = []
     for index in range(n):
@@ -85,10 +110,11 @@ def preferences(
     sharpness: float = 2.5,
     length_bias: float = 0.02,
 ) -> list[Row]:
-    """Generate ``n`` labelled pairs: prompt, chosen, rejected, margin (None), category, source, group.
+    """Generate ``n`` labelled pairs: prompt, chosen, rejected, margin (None), category, source,
+    group.
 
-    A share of ``contrast_share`` are contrast pairs (source ``world:contrast``), the rest two demonstrators' replies
-    (``world:samples``). Annotators label by :func:`preference_probability`.
+    A share of ``contrast_share`` are contrast pairs (source ``world:contrast``), the rest two
+    demonstrators' replies (``world:samples``). Annotators label by :func:`preference_probability`.
     """
     questions = _questions()
     rows = []
@@ -102,15 +128,20 @@ def preferences(
                 first, second = contrast_pair(question, questions, draws)
             else:
                 first, second = draw_reply(question, draws), draw_reply(question, draws)
-        probability = preference_probability(question.with_prefix(prefix), first, second, sharpness, length_bias)
+        probability = preference_probability(
+            question.with_prefix(prefix), first, second, sharpness, length_bias
+        )
         chosen, rejected = (first, second) if draws.chance(probability) else (second, first)
         source = f"{SOURCE}:{'contrast' if contrast else 'samples'}"
         rows.append(_row(question, prefix, source, chosen=chosen, rejected=rejected, margin=None))
     return rows
 
 
-def preference_probability(prompt: str, first: str, second: str, sharpness: float, length_bias: float) -> float:
-    """Return P(first ≻ second) = σ(sharpness · (Δgold + length_bias · Δwords)), for two finished replies.
+def preference_probability(
+    prompt: str, first: str, second: str, sharpness: float, length_bias: float
+) -> float:
+    """Return P(first ≻ second) = σ(sharpness · (Δgold + length_bias · Δwords)), for two finished
+    replies.
 
     Args:
         sharpness: Factor on score differences in the Bradley–Terry model; noise falls as it grows.
@@ -119,11 +150,14 @@ def preference_probability(prompt: str, first: str, second: str, sharpness: floa
     gold_difference = gold.score(prompt, first, True) - gold.score(prompt, second, True)
     word_difference = len(first.split()) - len(second.split())
     # σ(x) written as a tanh, which does not overflow for a large sharpness.
-    return 0.5 + 0.5 * math.tanh(0.5 * sharpness * (gold_difference + length_bias * word_difference))
+    return 0.5 + 0.5 * math.tanh(
+        0.5 * sharpness * (gold_difference + length_bias * word_difference)
+    )
 
 
 def pretrain(seed: int, n: int) -> list[Row]:
-    """Generate ``n`` plain texts of facts, stories, recipes and requests: text, category, source, group.
+    """Generate ``n`` plain texts of facts, stories, recipes and requests: text, category, source,
+    group.
 
     A text is its own group, so that no fact is held out with it.
     """
@@ -158,13 +192,19 @@ def _text(draws: Draws) -> Row:
         parts = [title, *with_connectives(list(RECIPES[recipe]), draws), *_facts(2, draws)]
     else:
         request = draws.pick(tuple(REQUESTS))
-        parts = [f"it is not good to {request}.", draws.pick(phrases.REASONS), REQUESTS[request], *_facts(2, draws)]
+        parts = [
+            f"it is not good to {request}.",
+            draws.pick(phrases.REASONS),
+            REQUESTS[request],
+            *_facts(2, draws),
+        ]
     text = " ".join(parts)
     return {"text": text, "category": category, "source": SOURCE, "group": text}
 
 
 def _stories(draws: Draws) -> list[str]:
-    """Draw two stories, one after the other or told together, and what follows from each: what reading means.
+    """Draw two stories, one after the other or told together, and what follows from each: what
+    reading means.
 
     Half of the conclusions follow a question, as in texts that people write.
     """
@@ -172,7 +212,11 @@ def _stories(draws: Draws) -> list[str]:
     for name in draws.sample(OWNED, 2):
         attribute = draws.pick(ATTRIBUTES)
         story = Story(draws.pick(OWNERS), name, attribute, draws.pick(VALUES[attribute]))
-        question = [draws.pick(TEXT_QUESTIONS).format(attribute=attribute, thing=name)] if draws.chance(0.5) else []
+        question = (
+            [draws.pick(TEXT_QUESTIONS).format(attribute=attribute, thing=name)]
+            if draws.chance(0.5)
+            else []
+        )
         named, _, full = statements(name, attribute, story.value)
         told.append(story.sentence())
         concluded.append([*question, full, *([named] if draws.chance(0.5) else [])])
@@ -183,7 +227,11 @@ def _stories(draws: Draws) -> list[str]:
 
 
 def _known() -> list[tuple[str, str, str]]:
-    return [(thing, attribute, value) for thing, values in things().items() for attribute, value in values.items()]
+    return [
+        (thing, attribute, value)
+        for thing, values in things().items()
+        for attribute, value in values.items()
+    ]
 
 
 def _facts(n: int, draws: Draws) -> list[str]:

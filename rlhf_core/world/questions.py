@@ -1,7 +1,8 @@
-"""Every question of the world, contents crossed with forms, and its texts parsed into questions and meanings.
+"""Every question of the world, contents crossed with forms, and its texts parsed into questions and
+meanings.
 
-A (content, form) pair is a *group*, the unit of splitting: all polite prefixes of a question share its group, and a
-held-out group asks in another form for something that training asks for too.
+A (content, form) pair is a *group*, the unit of splitting: all polite prefixes of a question share
+its group, and a held-out group asks in another form for something that training asks for too.
 """
 
 from __future__ import annotations
@@ -57,7 +58,9 @@ _FORM = "|form "
 
 
 def content_of_group(group: str) -> str:
-    """Return what a group asks for, whatever the form: replies to two forms of a question succeed or fail together."""
+    """Return what a group asks for, whatever the form: replies to two forms of a question succeed
+    or fail together.
+    """
     return group.rpartition(_FORM)[0] or group
 
 
@@ -90,7 +93,10 @@ class Question:
 
 def asked(attribute: str, thing: str) -> tuple[str, ...]:
     """Return all forms of the question for an attribute of a thing."""
-    return tuple(form.format(attribute=attribute, thing=thing) for form in (*FACT_FORMS, SPECIAL_FORMS[attribute]))
+    return tuple(
+        form.format(attribute=attribute, thing=thing)
+        for form in (*FACT_FORMS, SPECIAL_FORMS[attribute])
+    )
 
 
 @cache
@@ -109,7 +115,9 @@ def all_questions() -> tuple[Question, ...]:
         for form in forms[number % 2 :: 2]:
             text = f"{one.sentence()} {asked(one.attribute, one.name)[form]}"
             content = f"{one.owner} {one.name} {one.value}"
-            context.append(Question("context", content, form, text, one.name, one.attribute, one.value))
+            context.append(
+                Question("context", content, form, text, one.name, one.attribute, one.value)
+            )
     tasks = [
         Question(category, task, form, pattern.format(task=task), task)
         for category, names in (("howto", RECIPES), ("harmful", REQUESTS))
@@ -122,7 +130,11 @@ def all_questions() -> tuple[Question, ...]:
 @cache
 def prompt_table() -> dict[str, Question]:
     """Return the questions by prompt text, for every question with every prefix."""
-    return {question.with_prefix(prefix): question for question in all_questions() for prefix in PREFIXES}
+    return {
+        question.with_prefix(prefix): question
+        for question in all_questions()
+        for prefix in PREFIXES
+    }
 
 
 _SENTENCE = re.compile(r"[^.!?]*[.!?]")
@@ -150,7 +162,8 @@ class Kind(Enum):
 
 @dataclass(frozen=True)
 class Meaning:
-    """The meaning of a sentence; two sentences of the same meaning repeat each other, whatever their wording.
+    """The meaning of a sentence; two sentences of the same meaning repeat each other, whatever
+    their wording.
 
     Attributes:
         kind: What the sentence does.
@@ -165,7 +178,9 @@ class Meaning:
 
 @dataclass(frozen=True)
 class ParsedReply:
-    """The finished sentences in order, whether an unfinished one follows, and the total number of words."""
+    """The finished sentences in order, whether an unfinished one follows, and the total number of
+    words.
+    """
 
     sentences: tuple[Meaning, ...]
     unfinished: bool
@@ -173,7 +188,9 @@ class ParsedReply:
 
 
 def normalise(text: str) -> str:
-    """Return lower case with single spaces, no commas between words and no space before the full stop."""
+    """Return lower case with single spaces, no commas between words and no space before the full
+    stop.
+    """
     lower = " ".join(text.casefold().split())
     return re.sub(r"\s+(?=[.!?]$)", "", _COMMA.sub("", lower))
 

@@ -1,7 +1,8 @@
-"""Simulated demonstrators: replies of five qualities, and contrast pairs: a good reply beside one with a single flaw.
+"""Simulated demonstrators: replies of five qualities, and contrast pairs: a good reply beside one
+with a single flaw.
 
-Without such pairs a reward model can ignore the content of a reply, and the policy learns that refusing everything
-scores well.
+Without such pairs a reward model can ignore the content of a reply, and the policy learns that
+refusing everything scores well.
 """
 
 from __future__ import annotations
@@ -28,20 +29,22 @@ from rlhf_core.world.questions import Question
 T = TypeVar("T")
 
 _WORD = (1 << 64) - 1
-# The purpose of a stream is part of its key: item 7 of the demonstrations shares nothing with item 7 of the pairs.
+# The purpose of a stream is part of its key: item 7 of the demonstrations shares nothing with item
+# 7 of the pairs.
 PURPOSES = {"demonstrations": 1, "preferences": 2, "pretrain": 3, "prompts": 4, "probes": 5}
 
 
 class Draws:
     """Uniform draws of item ``index`` for one purpose under ``seed``.
 
-    They are made from raw Philox words, which are the same in every numpy. Philox is the counter-based generator of
-    Salmon et al. 2011, "Parallel random numbers: as easy as 1, 2, 3".
+    They are made from raw Philox words, which are the same in every numpy. Philox is the
+    counter-based generator of Salmon et al. 2011, "Parallel random numbers: as easy as 1, 2, 3".
     """
 
     def __init__(self, seed: int, purpose: str, index: int) -> None:
         key = np.array([seed & _WORD, PURPOSES[purpose]], dtype=np.uint64)
-        # The highest counter word holds the item, the lowest counts draws inside it: no stream runs into another.
+        # The highest counter word holds the item, the lowest counts draws inside it: no stream runs
+        # into another.
         counter = np.array([0, 0, 0, index], dtype=np.uint64)
         self._bits = np.random.Philox(key=key, counter=counter)
         self._block: list[int] = []
@@ -66,7 +69,9 @@ class Draws:
         return options[self.below(len(options))]
 
     def sample(self, options: Sequence[T], n: int) -> list[T]:
-        """Draw ``n`` of ``options`` without replacement, in random order (fewer when there are fewer)."""
+        """Draw ``n`` of ``options`` without replacement, in random order (fewer when there are
+        fewer).
+        """
         pool = list(options)
         return [pool.pop(self.below(len(pool))) for _ in range(min(n, len(pool)))]
 
@@ -80,7 +85,8 @@ class Draws:
         return weights[-1][0]
 
 
-# Mixed quality on purpose: supervised fine-tuning imitates the mixture and so leaves headroom for PPO.
+# Mixed quality on purpose: supervised fine-tuning imitates the mixture and so leaves headroom for
+# PPO.
 MODES: tuple[tuple[str, float], ...] = (
     ("good", 0.37),
     ("wrong", 0.32),
@@ -145,7 +151,9 @@ def draw_reply(question: Question, draws: Draws) -> str:
 
 
 def right_core(question: Question, draws: Draws) -> list[str]:
-    """Draw the true fact, the three steps in order, or a refusal, often with a reason and an alternative."""
+    """Draw the true fact, the three steps in order, or a refusal, often with a reason and an
+    alternative.
+    """
     if question.category == "howto":
         return with_connectives(list(RECIPES[question.subject]), draws)
     if question.benign:
@@ -175,7 +183,9 @@ def evasive_core(question: Question, draws: Draws) -> list[str]:
 
 
 def fact(question: Question, value: str) -> str:
-    """Return the statement that names both thing and attribute, the wording that a tiny model learns most quickly."""
+    """Return the statement that names both thing and attribute, the wording that a tiny model
+    learns most quickly.
+    """
     return statements(question.subject, question.attribute, value)[-1]
 
 
@@ -198,7 +208,11 @@ def with_connectives(steps: list[str], draws: Draws) -> list[str]:
 
 def _polite(draft: Draft, opener: float, closer: float, draws: Draws) -> Draft:
     """Return the draft with an opener and a closer, each with the given probability."""
-    return replace(draft, opener=_some(phrases.OPENERS, opener, draws), closer=_some(phrases.CLOSERS, closer, draws))
+    return replace(
+        draft,
+        opener=_some(phrases.OPENERS, opener, draws),
+        closer=_some(phrases.CLOSERS, closer, draws),
+    )
 
 
 def _some(options: tuple[str, ...], probability: float, draws: Draws) -> list[str]:
@@ -209,11 +223,14 @@ def _some(options: tuple[str, ...], probability: float, draws: Draws) -> list[st
 KINDS: tuple[tuple[str, float], ...] = (("minimal", 0.8), ("refusal", 0.1), ("other_prompt", 0.1))
 
 
-def contrast_pair(question: Question, questions: Mapping[str, Sequence[Question]], draws: Draws) -> tuple[str, str]:
+def contrast_pair(
+    question: Question, questions: Mapping[str, Sequence[Question]], draws: Draws
+) -> tuple[str, str]:
     """Draw a good reply and its contrast, in this order.
 
-    The contrast is a copy with one detail corrupted, the wrong choice between answering and refusing, or the answer to
-    another prompt, taken from ``questions``, which are given by category.
+    The contrast is a copy with one detail corrupted, the wrong choice between answering and
+    refusing, or the answer to another prompt, taken from ``questions``, which are given by
+    category.
     """
     good = draw_draft(question, "good", draws)
     kind = draws.weighted(KINDS)
@@ -236,7 +253,9 @@ def corrupt(question: Question, good: Draft, draws: Draws) -> str:
     flaw = draws.pick(("rude", "repeat", "filler", "polite", "polite", "cut"))
     if flaw == "cut":
         last_words = sentences[-1].split()
-        return " ".join([*sentences[:-1], *last_words[: max(1, len(last_words) - 1 - draws.below(2))]])
+        return " ".join(
+            [*sentences[:-1], *last_words[: max(1, len(last_words) - 1 - draws.below(2))]]
+        )
     if flaw == "repeat":
         return replace(good, extra=[*good.extra, draws.pick(good.core)]).text()
     if flaw == "polite":  # a reward that has never seen too much courtesy pays for it
@@ -261,7 +280,8 @@ def _corrupt_core(question: Question, core: list[str], draws: Draws) -> list[str
 
 
 def _corrupt_fact(question: Question, draws: Draws) -> str:
-    """State another value, another thing, or another attribute in the same wording, so that only the content differs.
+    """State another value, another thing, or another attribute in the same wording, so that only
+    the content differs.
 
     A reward model that has only seen false values accepts a sentence about something else.
     """
@@ -272,15 +292,21 @@ def _corrupt_fact(question: Question, draws: Draws) -> str:
         thing = draws.pick([name for name in subjects() if name != question.subject])
         return statements(thing, question.attribute, draws.pick(VALUES[question.attribute]))[-1]
     other = draws.pick([name for name in ATTRIBUTES if name != question.attribute])
-    return statements(question.subject, draws.pick((question.attribute, other)), draws.pick(VALUES[other]))[-1]
+    return statements(
+        question.subject, draws.pick((question.attribute, other)), draws.pick(VALUES[other])
+    )[-1]
 
 
 def _corrupt_steps(question: Question, core: list[str], draws: Draws) -> list[str]:
-    """Return the steps of another recipe, or the steps with one foreign, one missing or two exchanged.
+    """Return the steps of another recipe, or the steps with one foreign, one missing or two
+    exchanged.
 
-    Without other recipes a policy learns to answer every such question with the recipe that is scored best.
+    Without other recipes a policy learns to answer every such question with the recipe that is
+    scored best.
     """
-    flaw = draws.weighted((("other recipe", 0.3), ("foreign", 0.3), ("missing", 0.25), ("exchanged", 0.15)))
+    flaw = draws.weighted(
+        (("other recipe", 0.3), ("foreign", 0.3), ("missing", 0.25), ("exchanged", 0.15))
+    )
     if flaw == "other recipe":
         other_recipe = draws.pick([name for name in RECIPES if name != question.subject])
         return with_connectives(list(RECIPES[other_recipe]), draws)
@@ -300,7 +326,9 @@ def _with_steps_exchanged(core: list[str], position: int) -> list[str]:
     return changed
 
 
-def _with_a_foreign_step(question: Question, core: list[str], position: int, draws: Draws) -> list[str]:
+def _with_a_foreign_step(
+    question: Question, core: list[str], position: int, draws: Draws
+) -> list[str]:
     """Put the step of another recipe into this position, behind the same connective."""
     connective = [word for word in core[position].split()[:1] if word in CONNECTIVES]
     changed = list(core)
@@ -308,8 +336,12 @@ def _with_a_foreign_step(question: Question, core: list[str], position: int, dra
     return changed
 
 
-def _other_question(question: Question, questions: Mapping[str, Sequence[Question]], draws: Draws) -> Question:
-    """Draw a question about something else, half of the time of the same category, where the answers are most alike."""
+def _other_question(
+    question: Question, questions: Mapping[str, Sequence[Question]], draws: Draws
+) -> Question:
+    """Draw a question about something else, half of the time of the same category, where the
+    answers are most alike.
+    """
     category = question.category if draws.chance(0.5) else draws.pick(tuple(questions))
     while (other := draws.pick(questions[category])).subject == question.subject:
         pass
@@ -317,21 +349,28 @@ def _other_question(question: Question, questions: Mapping[str, Sequence[Questio
 
 
 def right_beside_wrong(question: Question, draws: Draws) -> tuple[str, str]:
-    """Draw a good answer to a harmless question and a copy that is wrong: the same sentences but for a value or a step.
+    """Draw a good answer to a harmless question and a copy that is wrong: the same sentences but
+    for a value or a step.
 
     No rule of length, manners or kinds of sentences can tell them apart.
     """
     good = draw_draft(question, "good", draws)
     if question.category != "howto":
-        return good.text(), replace(good, core=[fact(question, false_value(question, draws))]).text()
+        return good.text(), replace(
+            good, core=[fact(question, false_value(question, draws))]
+        ).text()
     position = draws.below(len(good.core))
     if draws.chance(0.5):
         return good.text(), replace(good, core=_with_steps_exchanged(good.core, position)).text()
-    return good.text(), replace(good, core=_with_a_foreign_step(question, good.core, position, draws)).text()
+    return good.text(), replace(
+        good, core=_with_a_foreign_step(question, good.core, position, draws)
+    ).text()
 
 
 def answer_beside_refusal(question: Question, draws: Draws) -> tuple[str, str]:
-    """Draw a good reply and its wrong opposite: a refusal of a harmless question, or help with a harmful request."""
+    """Draw a good reply and its wrong opposite: a refusal of a harmless question, or help with a
+    harmful request.
+    """
     good = draw_draft(question, "good", draws)
     core = [draws.pick(phrases.REFUSALS)] if question.benign else wrong_core(question, draws)
     return good.text(), replace(good, core=core).text()

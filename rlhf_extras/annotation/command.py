@@ -1,4 +1,6 @@
-"""The commands ``rlhf annotate …``: ask people which of two replies is better. Heavy imports wait until one runs."""
+"""The commands ``rlhf annotate …``: ask people which of two replies is better. Heavy imports wait
+until one runs.
+"""
 
 from __future__ import annotations
 
@@ -21,27 +23,40 @@ def annotate() -> None:
 
 @app.command(no_args_is_help=True)
 def export(
-    folder: Annotated[Path, typer.Argument(metavar="DIR", help="The folder to write; it must be new or empty.")],
+    folder: Annotated[
+        Path, typer.Argument(metavar="DIR", help="The folder to write; it must be new or empty.")
+    ],
     prompts: Annotated[
         int | None,
-        typer.Option(min=1, help="Sample replies to so many training prompts; default: take the evaluation's."),
+        typer.Option(
+            min=1,
+            help="Sample replies to so many training prompts; default: take the evaluation's.",
+        ),
     ] = None,
-    replies: Annotated[int, typer.Option(min=1, help="With --prompts: replies of each model to a prompt.")] = 1,
-    bad_cases: Annotated[int | None, typer.Option(min=0, help="At most so many bad cases; default: all.")] = None,
+    replies: Annotated[
+        int, typer.Option(min=1, help="With --prompts: replies of each model to a prompt.")
+    ] = 1,
+    bad_cases: Annotated[
+        int | None, typer.Option(min=0, help="At most so many bad cases; default: all.")
+    ] = None,
     control: Annotated[
-        int | None, typer.Option(min=0, help="Pairs drawn at random; default: as many as bad cases.")
+        int | None,
+        typer.Option(min=0, help="Pairs drawn at random; default: as many as bad cases."),
     ] = None,
     seed: Annotated[int, typer.Option(min=0, help="Decides draw, order and sides.")] = 1,
     workspace: WorkspaceOption = None,
 ) -> None:
-    """Write pairs of replies of SFT and policy for people to compare, without a word about who wrote which.
+    """Write pairs of replies of SFT and policy for people to compare, without a word about who
+    wrote which.
 
-    The pairs are bad cases, where the reward model prefers the policy's reply and the judge SFT's, and a random control
-    beside them. DIR gets pairs.jsonl, pairs.csv, and tasks and configuration for Label Studio; each annotator fills in
-    a copy of one of them. What they do not see stays in data/annotations/exports of the workspace.
+    The pairs are bad cases, where the reward model prefers the policy's reply and the judge SFT's,
+    and a random control beside them. DIR gets pairs.jsonl, pairs.csv, and tasks and configuration
+    for Label Studio; each annotator fills in a copy of one of them. What they do not see stays in
+    data/annotations/exports of the workspace.
 
-    The evaluation's pairs are on test prompts: they judge, and can train nothing. For pairs that the next round trains
-    on, name --prompts; --replies finds more bad cases where the training prompts are few.
+    The evaluation's pairs are on test prompts: they judge, and can train nothing. For pairs that
+    the next round trains on, name --prompts; --replies finds more bad cases where the training
+    prompts are few.
 
     Examples:
     $ rlhf annotate export to-annotate
@@ -67,18 +82,28 @@ def export(
         exported = human_pairs.blinded_export(candidates, bad[:bad_cases], control, seed)
         exported.save_key(root)
         human_pairs.write_forms(exported.pairs, folder)
-    bad_ones, controls = (sum(getattr(pair, of) for pair in exported.pairs) for of in ("bad_case", "control"))
+    bad_ones, controls = (
+        sum(getattr(pair, of) for pair in exported.pairs) for of in ("bad_case", "control")
+    )
     both = bad_ones + controls - len(exported.pairs)
     shared = f", {both} of them both" if both else ""
-    typer.echo(f"{len(exported.pairs)} pairs in {folder}: {bad_ones} bad cases, {controls} of the control{shared}")
+    typer.echo(
+        f"{len(exported.pairs)} pairs in {folder}: {bad_ones} bad cases, {controls} of the control{shared}"
+    )
     typer.echo(f"the answers come back with: rlhf annotate import FILE... (export {exported.name})")
 
 
 @app.command("import", no_args_is_help=True)
 def import_(
-    files: Annotated[list[Path], typer.Argument(help="Filled .jsonl or .csv files, or Label Studio's .json export.")],
+    files: Annotated[
+        list[Path],
+        typer.Argument(help="Filled .jsonl or .csv files, or Label Studio's .json export."),
+    ],
     annotator: Annotated[
-        str | None, typer.Option(help="Who filled them; default: their column annotator, else the file's name.")
+        str | None,
+        typer.Option(
+            help="Who filled them; default: their column annotator, else the file's name."
+        ),
     ] = None,
     replace: Annotated[
         bool, typer.Option("--replace", help="Take back what the same annotators answered before.")
@@ -86,11 +111,12 @@ def import_(
     workspace: WorkspaceOption = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the result as JSON.")] = False,
 ) -> None:
-    """Read filled files: how far annotators agree, the human win rate, and preference pairs for the next round.
+    """Read filled files: how far annotators agree, the human win rate, and preference pairs for the
+    next round.
 
-    Files may be half filled and imported again; what an annotator answered in two ways is left out and said. Every
-    answer is kept in data/annotations/exports. The majority's choices become pairs in data/annotations/*.jsonl, which
-    the next run collects.
+    Files may be half filled and imported again; what an annotator answered in two ways is left out
+    and said. Every answer is kept in data/annotations/exports. The majority's choices become pairs
+    in data/annotations/*.jsonl, which the next run collects.
 
     Examples:
     $ rlhf annotate import alice.csv bob.csv

@@ -21,7 +21,12 @@ from rlhf_core.data.readers.stream import stream_records
 from rlhf_core.data.text import shortened, writable
 from rlhf_core.errors import DataError
 from rlhf_core.evaluation.comparisons.comparison import compare_outcomes
-from rlhf_core.storage.files import LockFile, atomic_write_json, atomic_write_lines, split_json_lines
+from rlhf_core.storage.files import (
+    LockFile,
+    atomic_write_json,
+    atomic_write_lines,
+    split_json_lines,
+)
 from rlhf_extras.annotation.human_pairs import EXPORTS, AnnotationExport, AnnotationPair
 from rlhf_extras.data_files.convert import record_of
 
@@ -44,7 +49,9 @@ class Answer:
 
 @dataclass
 class FilledForm:
-    """What a file holds: answers, how many questions are open, and the lines that could not be used by reason."""
+    """What a file holds: answers, how many questions are open, and the lines that could not be used
+    by reason.
+    """
 
     path: Path
     answers: list[Answer] = field(default_factory=list)
@@ -62,19 +69,29 @@ class FilledForm:
             self.unusable.setdefault("a choice other than 1, 2 or tie", []).append(line)
         else:
             note = comment.strip() if isinstance(comment, str) else ""
-            self.answers.append(Answer(pair.strip(), _on_one_line(annotator), CHOICES[text], writable(note)))
+            self.answers.append(
+                Answer(pair.strip(), _on_one_line(annotator), CHOICES[text], writable(note))
+            )
 
     def problems(self) -> list[str]:
-        """One line for each reason for which lines are left out, for open questions, and for repeated answers."""
+        """One line for each reason for which lines are left out, for open questions, and for
+        repeated answers.
+        """
         name = _on_one_line(self.path.name)
         lines = [
             f"{name}: {len(numbers)} left out for {reason} (line {_first_of(numbers)})"
             for reason, numbers in self.unusable.items()
         ]
         if self.unanswered:
-            lines.append(f"{name}: {self.unanswered} not answered yet, {len(self.answers)} answered")
+            lines.append(
+                f"{name}: {self.unanswered} not answered yet, {len(self.answers)} answered"
+            )
         repeated = len(self.answers) - len(without_repeats(self.answers))
-        return [*lines, f"{name}: {repeated} given twice in the same way, counted once"] if repeated else lines
+        return (
+            [*lines, f"{name}: {repeated} given twice in the same way, counted once"]
+            if repeated
+            else lines
+        )
 
 
 def _on_one_line(name: str) -> str:
@@ -90,8 +107,8 @@ def read_form(path: Path, annotator: str | None = None) -> FilledForm:
 
     Args:
         path: A ``.jsonl``, ``.csv`` or ``.json`` file (of Label Studio).
-        annotator: Who filled it; by default its column ``annotator``, in Label Studio the account, else the file's
-            name.
+        annotator: Who filled it; by default its column ``annotator``, in Label Studio the account,
+            else the file's name.
 
     Raises:
         DataError: The file cannot be read, or is no such form.
@@ -106,7 +123,9 @@ def read_form(path: Path, annotator: str | None = None) -> FilledForm:
     if kind not in (".jsonl", ".csv"):
         raise DataError(f"{path}: a filled form ends with .jsonl, .csv or .json (Label Studio)")
     is_table, records = kind == ".csv", list(stream_records(path))
-    rows = [record.value for record in records if not record.problem and isinstance(record.value, dict)]
+    rows = [
+        record.value for record in records if not record.problem and isinstance(record.value, dict)
+    ]
     if (rows or not is_table) and not any({"id", "choice"} <= row.keys() for row in rows):
         raise DataError(f"{path} has no columns id and choice; keep those of the exported file")
     for record in records:
@@ -114,7 +133,9 @@ def read_form(path: Path, annotator: str | None = None) -> FilledForm:
         if is_table and not any(row.values() if isinstance(row, dict) else row):
             continue  # spreadsheets write rows without text
         if record.problem or not isinstance(row, dict):
-            form.unusable.setdefault(record.problem if is_table else "no JSON object", []).append(record.position)
+            form.unusable.setdefault(record.problem if is_table else "no JSON object", []).append(
+                record.position
+            )
         else:
             who = annotator or str(row.get("annotator") or "").strip() or path.stem
             form.add(record.position, row.get("id"), who, row.get("choice"), row.get("comment"))
@@ -127,17 +148,25 @@ def _read_label_studio(form: FilledForm, annotator: str) -> None:
     try:
         tasks = parser.parse(form.path.read_text(encoding="utf-8-sig"))
     except (ValueError, RecursionError) as error:
-        raise DataError(f"{form.path} is not valid JSON ({error}); export it from Label Studio again") from error
+        raise DataError(
+            f"{form.path} is not valid JSON ({error}); export it from Label Studio again"
+        ) from error
     if problem := parser.problem_in(tasks):
-        raise DataError(f"{form.path}: {shortened(problem, SHOWN)}; export it from Label Studio again")
+        raise DataError(
+            f"{form.path}: {shortened(problem, SHOWN)}; export it from Label Studio again"
+        )
     if not isinstance(tasks, list) or not all(
         isinstance(task, dict) and isinstance(task.get("annotations"), list) for task in tasks
     ):
-        raise DataError(f"{form.path} is no JSON export of Label Studio; export as JSON, not as JSON-MIN or CSV")
+        raise DataError(
+            f"{form.path} is no JSON export of Label Studio; export as JSON, not as JSON-MIN or CSV"
+        )
     for number, task in enumerate(tasks, start=1):
         data = task.get("data")
         pair = data.get("pair_id") if isinstance(data, dict) else None
-        done = [a for a in task["annotations"] if isinstance(a, dict) and not a.get("was_cancelled")]
+        done = [
+            a for a in task["annotations"] if isinstance(a, dict) and not a.get("was_cancelled")
+        ]
         if not done:
             form.add(number, pair, "", None)
         for annotation in done:
@@ -146,14 +175,18 @@ def _read_label_studio(form: FilledForm, annotator: str) -> None:
 
 
 def _account(completed_by: Any) -> str:
-    """The e-mail address of an account where the export has it; Label Studio's own export has its number alone."""
+    """The e-mail address of an account where the export has it; Label Studio's own export has its
+    number alone.
+    """
     number = completed_by.get("id") if isinstance(completed_by, dict) else completed_by
     email = completed_by.get("email") if isinstance(completed_by, dict) else None
     return str(email or f"account {number}")
 
 
 def _selected(result: Any) -> str | None:
-    """The choice of one annotation; None if it has none, an unusable word if it selects a reply and a tie."""
+    """The choice of one annotation; None if it has none, an unusable word if it selects a reply and
+    a tie.
+    """
     choices: set[str] = set()
     for part in result if isinstance(result, list) else ():
         value = part.get("value") if isinstance(part, dict) else None
@@ -170,8 +203,8 @@ def cohen_kappas(choices: Mapping[str, Mapping[str, str]]) -> list[dict[str, Any
         choices: By annotator, the choice on each pair.
 
     Returns:
-        The ``annotators``, how many ``pairs`` all of them answered, and ``value``, 1 for full agreement, 0 for that of
-        chance; None where it is not defined, as for a single choice.
+        The ``annotators``, how many ``pairs`` all of them answered, and ``value``, 1 for full
+        agreement, 0 for that of chance; None where it is not defined, as for a single choice.
     """
     from sklearn.metrics import cohen_kappa_score
 
@@ -180,25 +213,35 @@ def cohen_kappas(choices: Mapping[str, Mapping[str, str]]) -> list[dict[str, Any
         common = sorted(choices[first].keys() & choices[second].keys())
         if common:
             with warnings.catch_warnings():
-                warnings.simplefilter("ignore")  # of one choice everywhere, whose kappa is not defined
-                value = float(cohen_kappa_score(*([choices[who][pair] for pair in common] for who in (first, second))))
+                warnings.simplefilter(
+                    "ignore"
+                )  # of one choice everywhere, whose kappa is not defined
+                value = float(
+                    cohen_kappa_score(
+                        *([choices[who][pair] for pair in common] for who in (first, second))
+                    )
+                )
             known = value if math.isfinite(value) else None
             kappas.append({"annotators": [first, second], "value": known, "pairs": len(common)})
     return kappas
 
 
 def fleiss_kappa(choices: Mapping[str, Mapping[str, str]]) -> dict[str, Any] | None:
-    """Return Fleiss' kappa of three or more annotators; None for fewer, or if no pair was answered by all.
+    """Return Fleiss' kappa of three or more annotators; None for fewer, or if no pair was answered
+    by all.
 
-    Fleiss, 1971, "Measuring nominal scale agreement among many raters": the share of agreeing pairs of annotators
-    beyond that of chance, which is what the choices' shares over all pairs would give.
+    Fleiss, 1971, "Measuring nominal scale agreement among many raters": the share of agreeing pairs
+    of annotators beyond that of chance, which is what the choices' shares over all pairs would
+    give.
     """
     annotators, raters = sorted(choices), len(choices)
     common = sorted(set.intersection(*map(set, choices.values()))) if raters >= 3 else []
     if not common:
         return None
     counts = [Counter(choices[who][pair] for who in annotators) for pair in common]
-    agreeing = sum(n * (n - 1) for row in counts for n in row.values()) / (len(common) * raters * (raters - 1))
+    agreeing = sum(n * (n - 1) for row in counts for n in row.values()) / (
+        len(common) * raters * (raters - 1)
+    )
     by_chance = sum((n / (len(common) * raters)) ** 2 for n in sum(counts, Counter()).values())
     value = (agreeing - by_chance) / (1 - by_chance) if by_chance < 1 else None
     return {"annotators": annotators, "value": value, "pairs": len(common)}
@@ -221,7 +264,9 @@ class Votes:
         return [choices[pair] for choices in self.choices.values() if pair in choices]
 
     def majority(self, pair: str) -> str | None:
-        """The choice that more annotators made than any other; None where two lead, or nobody answered."""
+        """The choice that more annotators made than any other; None where two lead, or nobody
+        answered.
+        """
         ranked = Counter(self.of(pair)).most_common(2)
         tied = len(ranked) == 2 and ranked[0][1] == ranked[1][1]
         return ranked[0][0] if ranked and not tied else None
@@ -242,7 +287,9 @@ def count_votes(answers: Sequence[Answer]) -> Votes:
 
 
 def without_repeats(answers: Sequence[Answer]) -> list[Answer]:
-    """Return each (pair, annotator, choice) once, the first of them; its comment is the first that is not empty."""
+    """Return each (pair, annotator, choice) once, the first of them; its comment is the first that
+    is not empty.
+    """
     kept: dict[tuple[str, str, str], Answer] = {}
     for answer in answers:
         key = answer.pair, answer.annotator, answer.choice
@@ -261,9 +308,9 @@ def import_answers(
 ) -> dict[str, list[Any]]:
     """Add the answers in ``files`` to those of earlier imports, and write what all of them say.
 
-    ``data/annotations/exports/NAME.answers.jsonl`` keeps every answer, ``NAME.result.json`` the result, and
-    ``data/annotations/NAME.jsonl`` the preference pairs, which the next collect reads. Importing a file again changes
-    nothing.
+    ``data/annotations/exports/NAME.answers.jsonl`` keeps every answer, ``NAME.result.json`` the
+    result, and ``data/annotations/NAME.jsonl`` the preference pairs, which the next collect reads.
+    Importing a file again changes nothing.
 
     Args:
         workspace: The workspace that the pairs were exported from.
@@ -272,15 +319,17 @@ def import_answers(
         replace: Whether earlier answers of the same annotators to the same export are taken back.
 
     Returns:
-        ``problems``, a line for each, and ``results`` of each export that the files answer: its name (``export``); how
-        many ``pairs`` it has; ``answered``, how many count by annotator; ``undecided`` pairs with answers of which none
-        leads, and ``ties`` by the majority; kappas (``cohen``, ``fleiss``); the policy against SFT on the ``control``,
-        None before it is answered, and on the ``bad_cases``, which were chosen against the policy; how many
-        ``preferences`` were written into which ``file``, and whether ``collect.annotations`` names it (``collected``).
+        ``problems``, a line for each, and ``results`` of each export that the files answer: its
+        name (``export``); how many ``pairs`` it has; ``answered``, how many count by annotator;
+        ``undecided`` pairs with answers of which none leads, and ``ties`` by the majority; kappas
+        (``cohen``, ``fleiss``); the policy against SFT on the ``control``, None before it is
+        answered, and on the ``bad_cases``, which were chosen against the policy; how many
+        ``preferences`` were written into which ``file``, and whether ``collect.annotations`` names
+        it (``collected``).
 
     Raises:
-        DataError: A file cannot be read, no line of it answers a pair of this workspace, or an export has answers of
-            more than :data:`MOST_ANNOTATORS`. Nothing is written then.
+        DataError: A file cannot be read, no line of it answers a pair of this workspace, or an
+            export has answers of more than :data:`MOST_ANNOTATORS`. Nothing is written then.
     """
     forms = [read_form(file, annotator) for file in files]
     if annotator is None:
@@ -292,7 +341,9 @@ def import_answers(
         by_export[answer.pair.partition("-")[0]].append(answer)
     for name in by_export:
         exports[name] = AnnotationExport.load_key(workspace, name)
-        unknown = sorted({answer.pair for answer in by_export[name]} - {pair.id for pair in exports[name].pairs})
+        unknown = sorted(
+            {answer.pair for answer in by_export[name]} - {pair.id for pair in exports[name].pairs}
+        )
         if unknown:
             raise DataError(
                 f"{shortened(unknown[0], SHOWN)!r} is no pair of the export {name}: an id was changed; {len(unknown)} "
@@ -300,7 +351,9 @@ def import_answers(
             )
     if not by_export:
         listed = ", ".join(str(file) for file in files)
-        raise DataError(f"no pair is answered in {listed}; write 1, 2 or tie into the column choice")
+        raise DataError(
+            f"no pair is answered in {listed}; write 1, 2 or tie into the column choice"
+        )
     everything: dict[str, list[Answer]] = {}
     results = []
     with LockFile(workspace / LOCK) as lock:
@@ -308,7 +361,11 @@ def import_answers(
         for name, answers in sorted(by_export.items()):
             stored = _stored_answers(workspace, name)
             if replace:
-                stored = [old for old in stored if old.annotator not in {answer.annotator for answer in answers}]
+                stored = [
+                    old
+                    for old in stored
+                    if old.annotator not in {answer.annotator for answer in answers}
+                ]
             everything[name] = without_repeats([*stored, *answers])
             annotators = len({answer.annotator for answer in everything[name]})
             if annotators > MOST_ANNOTATORS:
@@ -335,9 +392,14 @@ def _require_distinct_names(forms: Sequence[FilledForm]) -> None:
     by_name: dict[str, list[tuple[Path, dict[str, str]]]] = defaultdict(list)
     for form in forms:
         name = _on_one_line(form.path.stem)
-        choices = {answer.pair: answer.choice for answer in form.answers if answer.annotator == name}
+        choices = {
+            answer.pair: answer.choice for answer in form.answers if answer.annotator == name
+        }
         for path, earlier in by_name[name]:
-            if any(earlier.get(pair, choice) != choice for pair, choice in choices.items()) and path != form.path:
+            if (
+                any(earlier.get(pair, choice) != choice for pair, choice in choices.items())
+                and path != form.path
+            ):
                 raise DataError(
                     f"{path} and {form.path} answer the same pairs differently, and both would be of {name!r}; rename "
                     "them after who filled them, or import the right one alone"
@@ -350,13 +412,22 @@ def _stored_answers(workspace: Path, name: str) -> list[Answer]:
     if not path.is_file():
         return []
     try:
-        return [Answer(**json.loads(line)) for line in split_json_lines(path.read_text(encoding="utf-8"))]
+        return [
+            Answer(**json.loads(line))
+            for line in split_json_lines(path.read_text(encoding="utf-8"))
+        ]
     except (ValueError, TypeError) as error:
-        raise DataError(f"{path} is damaged ({error}); restore it from a copy, it holds people's answers") from error
+        raise DataError(
+            f"{path} is damaged ({error}); restore it from a copy, it holds people's answers"
+        ) from error
 
 
-def _write(workspace: Path, export: AnnotationExport, answers: list[Answer], votes: Votes) -> dict[str, Any]:
-    """Write what all answers to an export say so far: the answers, preference pairs, and the result."""
+def _write(
+    workspace: Path, export: AnnotationExport, answers: list[Answer], votes: Votes
+) -> dict[str, Any]:
+    """Write what all answers to an export say so far: the answers, preference pairs, and the
+    result.
+    """
     majorities = {pair.id: votes.majority(pair.id) for pair in export.pairs}
     rows = [
         _preference(pair, choice, export.name)
@@ -364,50 +435,69 @@ def _write(workspace: Path, export: AnnotationExport, answers: list[Answer], vot
         if (choice := majorities[pair.id]) is not None and choice != "tie"
     ]
     file = ANNOTATIONS / f"{export.name}.jsonl"
-    atomic_write_lines(workspace / EXPORTS / f"{export.name}.answers.jsonl", [asdict(answer) for answer in answers])
+    atomic_write_lines(
+        workspace / EXPORTS / f"{export.name}.answers.jsonl", [asdict(answer) for answer in answers]
+    )
     if rows:
         atomic_write_lines(workspace / file, rows)
     else:
         (workspace / file).unlink(missing_ok=True)
-    sources = annotation_sources(load_section(workspace, "collect", CollectConfig).annotations, workspace)
+    sources = annotation_sources(
+        load_section(workspace, "collect", CollectConfig).annotations, workspace
+    )
     result = {
         "export": export.name,
         "pairs": len(export.pairs),
         "answered": {who: len(choices) for who, choices in sorted(votes.choices.items())},
-        "undecided": sum(majorities[pair.id] is None and bool(votes.of(pair.id)) for pair in export.pairs),
+        "undecided": sum(
+            majorities[pair.id] is None and bool(votes.of(pair.id)) for pair in export.pairs
+        ),
         "ties": sum(choice == "tie" for choice in majorities.values()),
         "cohen": cohen_kappas(votes.choices),
         "fleiss": fleiss_kappa(votes.choices),
         "control": _comparison([pair for pair in export.pairs if pair.control], votes, export.seed),
-        "bad_cases": _comparison([pair for pair in export.pairs if pair.bad_case], votes, export.seed),
+        "bad_cases": _comparison(
+            [pair for pair in export.pairs if pair.bad_case], votes, export.seed
+        ),
         "preferences": len(rows),
         "file": str(file),
-        "collected": (workspace / file).resolve() in {(workspace / source.path).resolve() for source in sources},
+        "collected": (workspace / file).resolve()
+        in {(workspace / source.path).resolve() for source in sources},
     }
     atomic_write_json(workspace / EXPORTS / f"{export.name}.result.json", result)
     return result
 
 
-def _comparison(pairs: Sequence[AnnotationPair], votes: Votes, seed: int) -> dict[str, float] | None:
-    """The policy against SFT by the majority, where two choices lead a tie; None if nobody has answered."""
+def _comparison(
+    pairs: Sequence[AnnotationPair], votes: Votes, seed: int
+) -> dict[str, float] | None:
+    """The policy against SFT by the majority, where two choices lead a tie; None if nobody has
+    answered.
+    """
     answered = [pair for pair in pairs if votes.of(pair.id)]
     if not answered:
         return None
     outcome = [pair.outcome(votes.majority(pair.id) or "tie") for pair in answered]
-    return compare_outcomes(outcome, BOOTSTRAP, seed, clusters=cluster_codes([pair.cluster for pair in answered]))
+    return compare_outcomes(
+        outcome, BOOTSTRAP, seed, clusters=cluster_codes([pair.cluster for pair in answered])
+    )
 
 
 def _preference(pair: AnnotationPair, choice: str, export: str) -> dict[str, Any]:
     replies = (pair.reply_1, pair.reply_2) if choice == "1" else (pair.reply_2, pair.reply_1)
     row = {"prompt": pair.prompt, "chosen": replies[0], "rejected": replies[1], "margin": None}
-    return record_of("preferences", row | {"category": pair.category, "source": f"annotations/{export}"})
+    return record_of(
+        "preferences", row | {"category": pair.category, "source": f"annotations/{export}"}
+    )
 
 
 def as_text(imported: Mapping[str, Sequence[Any]]) -> str:
     """Return a block of lines for each export of :func:`import_answers`, after the problems."""
     blocks = ["\n".join(imported["problems"])] if imported["problems"] else []
     for result in imported["results"]:
-        answered = ", ".join(f"{shortened(who, SHOWN)} {count}" for who, count in result["answered"].items())
+        answered = ", ".join(
+            f"{shortened(who, SHOWN)} {count}" for who, count in result["answered"].items()
+        )
         answered = answered or "nobody without contradiction"
         lines = [f"export {result['export']}: {result['pairs']} pairs; answered by {answered}"]
         kappas = [("Cohen's kappa", kappa) for kappa in result["cohen"]]
@@ -423,7 +513,9 @@ def as_text(imported: Mapping[str, Sequence[Any]]) -> str:
                     f"  {name}: win rate of the policy {versus['win_rate']:.2f} (95 %: {low:.2f} to {high:.2f}) "
                     f"on {versus['prompts']} pairs about {versus['clusters']} different questions"
                 )
-        collected = "the next run collects them" if result["collected"] else "add it to collect.annotations"
+        collected = (
+            "the next run collects them" if result["collected"] else "add it to collect.annotations"
+        )
         lines.append(
             f"  {result['preferences']} preference pairs in {result['file']} ({result['ties']} ties and "
             f"{result['undecided']} undecided left out); {collected}"

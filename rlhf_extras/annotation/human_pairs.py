@@ -1,4 +1,6 @@
-"""The pairs that people are asked about: bad cases, and a random control beside them; blinded and shuffled."""
+"""The pairs that people are asked about: bad cases, and a random control beside them; blinded and
+shuffled.
+"""
 
 from __future__ import annotations
 
@@ -92,7 +94,9 @@ class AnnotationPair:
         return "\n\n".join(f"{turn['role']}: {turn['content']}" for turn in self.prompt)
 
     def outcome(self, choice: str) -> float:
-        """1 if ``choice`` (1, 2 or tie) is for the policy's reply, 0 if it is for SFT's, ½ for a tie."""
+        """1 if ``choice`` (1, 2 or tie) is for the policy's reply, 0 if it is for SFT's, ½ for a
+        tie.
+        """
         return 0.5 if choice == "tie" else float(choice == str(self.policy_reply))
 
 
@@ -105,9 +109,14 @@ class AnnotationExport:
     pairs: Sequence[AnnotationPair]
 
     def save_key(self, workspace: Path) -> Path:
-        """Write what the annotators do not see, which reading their answers needs, into the workspace."""
+        """Write what the annotators do not see, which reading their answers needs, into the
+        workspace.
+        """
         path = workspace / EXPORTS / f"{self.name}.json"
-        atomic_write_json(path, {"name": self.name, "seed": self.seed, "pairs": [asdict(pair) for pair in self.pairs]})
+        atomic_write_json(
+            path,
+            {"name": self.name, "seed": self.seed, "pairs": [asdict(pair) for pair in self.pairs]},
+        )
         return path
 
     @classmethod
@@ -120,16 +129,25 @@ class AnnotationExport:
         path = workspace / EXPORTS / f"{name}.json"
         if not EXPORT_NAME.fullmatch(name) or not path.is_file():
             shown = shortened(name, 60)
-            raise DataError(f"the export {shown!r} is not of this workspace: there is no key in {workspace / EXPORTS}")
+            raise DataError(
+                f"the export {shown!r} is not of this workspace: there is no key in {workspace / EXPORTS}"
+            )
         try:
             content: Mapping[str, Any] = read_json(path)
-            return cls(content["name"], content["seed"], [AnnotationPair(**pair) for pair in content["pairs"]])
+            return cls(
+                content["name"],
+                content["seed"],
+                [AnnotationPair(**pair) for pair in content["pairs"]],
+            )
         except (KeyError, TypeError) as error:
-            raise DataError(f"{path} is no key of an export ({error}); restore it from a copy") from error
+            raise DataError(
+                f"{path} is no key of an export ({error}); restore it from a copy"
+            ) from error
 
 
 def evaluated_candidates(workspace: Path) -> tuple[list[Candidate], list[int]]:
-    """Return the pairs of the evaluation, each once, and the positions of its bad cases, worst first.
+    """Return the pairs of the evaluation, each once, and the positions of its bad cases, worst
+    first.
 
     Raises:
         DataError: There is no evaluation, or the data are no longer those that it was made with.
@@ -143,18 +161,27 @@ def evaluated_candidates(workspace: Path) -> tuple[list[Candidate], list[int]]:
             f"{len(unknown)} prompts of the evaluation are not in {TEST_PROMPTS} any more; run evaluate again"
         )
     candidates = [
-        Candidate.of(prompts[row["id"]], row["category"], row["sft_reply"], row["policy_reply"]) for row in rows
+        Candidate.of(prompts[row["id"]], row["category"], row["sft_reply"], row["policy_reply"])
+        for row in rows
     ]
-    positions = {_pair_of(row): i for i, row in reversed(list(enumerate(rows)))}  # the first of equal ones
+    positions = {
+        _pair_of(row): i for i, row in reversed(list(enumerate(rows)))
+    }  # the first of equal ones
     cases = workspace / "samples" / "bad_cases.jsonl"
     if not cases.is_file():
         raise DataError(f"{cases} does not exist; run the stage that writes it")
-    bad = [_pair_of(json.loads(line)) for line in split_json_lines(cases.read_text(encoding="utf-8"))]
-    return _without_repeats(candidates, [positions[case] for case in dict.fromkeys(bad) if case in positions])
+    bad = [
+        _pair_of(json.loads(line)) for line in split_json_lines(cases.read_text(encoding="utf-8"))
+    ]
+    return _without_repeats(
+        candidates, [positions[case] for case in dict.fromkeys(bad) if case in positions]
+    )
 
 
 def _pair_of(row: Mapping[str, Any]) -> tuple[str, str, str]:
-    """What tells a row of the evaluation from others: a prompt may have several replies of each model."""
+    """What tells a row of the evaluation from others: a prompt may have several replies of each
+    model.
+    """
     return row["id"], row["sft_reply"], row["policy_reply"]
 
 
@@ -163,8 +190,9 @@ def blinded_export(
 ) -> AnnotationExport:
     """Choose the pairs, hide who wrote which reply, and shuffle them.
 
-    Pairs of equal replies are left out. The control is drawn from all others, bad cases included, so that it stands
-    for them all: only on the control is the share of answers for the policy an unbiased win rate.
+    Pairs of equal replies are left out. The control is drawn from all others, bad cases included,
+    so that it stands for them all: only on the control is the share of answers for the policy an
+    unbiased win rate.
 
     Args:
         candidates: All pairs.
@@ -178,7 +206,9 @@ def blinded_export(
     different = [i for i, pair in enumerate(candidates) if pair.sft_reply != pair.policy_reply]
     bad = [i for i in bad_cases if i in set(different)]
     generator = random.Random(seed)
-    drawn = generator.sample(different, min(len(bad) if control is None else control, len(different)))
+    drawn = generator.sample(
+        different, min(len(bad) if control is None else control, len(different))
+    )
     by_key = {candidates[i].key: i for i in (*bad, *drawn)}
     if not by_key:
         raise DataError("no pair of different replies was chosen; raise --control or --bad-cases")
@@ -226,12 +256,19 @@ LABEL_STUDIO_CONFIG = """\
 
 
 def write_forms(pairs: Sequence[AnnotationPair], folder: Path) -> list[Path]:
-    """Write ``pairs.jsonl``, ``pairs.csv``, ``label_studio_tasks.json`` and ``label_studio_config.xml``.
+    """Write ``pairs.jsonl``, ``pairs.csv``, ``label_studio_tasks.json`` and
+    ``label_studio_config.xml``.
 
     They hold nothing about who wrote a reply, what chose the pair, or its category.
     """
     rows = [
-        dict(zip(COLUMNS, (pair.id, pair.prompt_text, pair.reply_1, pair.reply_2, "", ""), strict=True))
+        dict(
+            zip(
+                COLUMNS,
+                (pair.id, pair.prompt_text, pair.reply_1, pair.reply_2, "", ""),
+                strict=True,
+            )
+        )
         for pair in pairs
     ]
     jsonl, table = folder / "pairs.jsonl", folder / "pairs.csv"
@@ -241,26 +278,37 @@ def write_forms(pairs: Sequence[AnnotationPair], folder: Path) -> list[Path]:
     writer = csv.DictWriter(text, COLUMNS, lineterminator="\n")
     writer.writeheader()
     writer.writerows({name: _no_formula(value) for name, value in row.items()} for row in rows)
-    atomic_write_text(table, "\ufeff" + text.getvalue())  # with the mark, spreadsheets read it as UTF-8
+    atomic_write_text(
+        table, "\ufeff" + text.getvalue()
+    )  # with the mark, spreadsheets read it as UTF-8
     shown = ("prompt", "reply_1", "reply_2")
-    atomic_write_json(tasks, [{"data": {"pair_id": row["id"]} | {name: row[name] for name in shown}} for row in rows])
+    atomic_write_json(
+        tasks,
+        [{"data": {"pair_id": row["id"]} | {name: row[name] for name in shown}} for row in rows],
+    )
     atomic_write_text(config, LABEL_STUDIO_CONFIG)
     return [jsonl, table, tasks, config]
 
 
 def _no_formula(text: str) -> str:
-    """A cell that a spreadsheet would take for a formula, as text. Of a filled form only id and choice are read."""
+    """A cell that a spreadsheet would take for a formula, as text. Of a filled form only id and
+    choice are read.
+    """
     return f"'{text}" if text.startswith(FORMULA) else text
 
 
 TRAINING_PROMPTS = Path("data") / "clean" / "prompts" / "train.parquet"
 
 
-def sampled_candidates(workspace: Path, count: int, replies_per_prompt: int = 1) -> tuple[list[Candidate], list[int]]:
-    """Let SFT and policy reply to ``count`` training prompts; return the pairs, and the positions of the bad cases.
+def sampled_candidates(
+    workspace: Path, count: int, replies_per_prompt: int = 1
+) -> tuple[list[Candidate], list[int]]:
+    """Let SFT and policy reply to ``count`` training prompts; return the pairs, and the positions
+    of the bad cases.
 
-    Replies have the evaluation's sampling, bad cases are those of the reward model and the judge. With several replies
-    per prompt, the first of SFT is paired with the first of the policy, and so on; a pair that repeats counts once.
+    Replies have the evaluation's sampling, bad cases are those of the reward model and the judge.
+    With several replies per prompt, the first of SFT is paired with the first of the policy, and so
+    on; a pair that repeats counts once.
 
     Raises:
         DataError: There are no training prompts.
@@ -276,22 +324,33 @@ def sampled_candidates(workspace: Path, count: int, replies_per_prompt: int = 1)
         progress(2 * sets.replies(config), "replies to training prompts") as bar,
     ):
         sft, policy = (
-            sampled_model(workspace / MODELS / name, sets, config, bar, sampler) for name in ("sft", "policy")
+            sampled_model(workspace / MODELS / name, sets, config, bar, sampler)
+            for name in ("sft", "policy")
         )
     evaluation = Evaluation(sets, sft, policy, config)
     for name in (TRAINED_ON, JUDGE):
         evaluation.score(ModelJudge.load(workspace / MODELS / name, name, config.batch_size))
     candidates = [
         Candidate.of(row, row.category, by_sft.text, by_policy.text)
-        for row, by_sft, by_policy in zip(evaluation.prompts, sft.judged, policy.judged, strict=True)
+        for row, by_sft, by_policy in zip(
+            evaluation.prompts, sft.judged, policy.judged, strict=True
+        )
     ]
-    return _without_repeats(candidates, [position for position, _ in evaluation.disagreements(JUDGE)])
+    return _without_repeats(
+        candidates, [position for position, _ in evaluation.disagreements(JUDGE)]
+    )
 
 
-def _without_repeats(candidates: Sequence[Candidate], bad_cases: Sequence[int]) -> tuple[list[Candidate], list[int]]:
-    """Keep the first of equal pairs, whoever wrote which reply, and the bad cases among those that are kept."""
+def _without_repeats(
+    candidates: Sequence[Candidate], bad_cases: Sequence[int]
+) -> tuple[list[Candidate], list[int]]:
+    """Keep the first of equal pairs, whoever wrote which reply, and the bad cases among those that
+    are kept.
+    """
     first: dict[str, int] = {}
     for position, candidate in enumerate(candidates):
         first.setdefault(candidate.key, position)
     kept = {position: new for new, position in enumerate(first.values())}
-    return [candidates[position] for position in kept], [kept[case] for case in bad_cases if case in kept]
+    return [candidates[position] for position in kept], [
+        kept[case] for case in bad_cases if case in kept
+    ]

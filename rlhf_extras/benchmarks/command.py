@@ -17,9 +17,13 @@ harness = typer.Typer(add_completion=False, rich_markup_mode="rich")
 
 @reward_benchmark.command(no_args_is_help=True)
 def benchmark(
-    file: Annotated[Path, typer.Argument(help="Rows with prompt, chosen, rejected and subset, as in RewardBench 2.")],
+    file: Annotated[
+        Path,
+        typer.Argument(help="Rows with prompt, chosen, rejected and subset, as in RewardBench 2."),
+    ],
     model: Annotated[
-        Path | None, typer.Option(help="Folder of a reward model; default: models/reward of the workspace.")
+        Path | None,
+        typer.Option(help="Folder of a reward model; default: models/reward of the workspace."),
     ] = None,
     batch_size: Annotated[int, typer.Option(min=1, help="Replies scored at once.")] = 16,
     workspace: WorkspaceOption = None,
@@ -57,23 +61,37 @@ def benchmark(
 @harness.command(no_args_is_help=True)
 def lm_eval(
     models: Annotated[
-        list[Path] | None, typer.Argument(help="Model folders; default: models/sft and models/policy of the workspace.")
+        list[Path] | None,
+        typer.Argument(
+            help="Model folders; default: models/sft and models/policy of the workspace."
+        ),
     ] = None,
-    tasks: Annotated[list[str] | None, typer.Option("--task", "-t", help="A task or group; may be repeated.")] = None,
+    tasks: Annotated[
+        list[str] | None, typer.Option("--task", "-t", help="A task or group; may be repeated.")
+    ] = None,
     include_path: Annotated[
         list[Path] | None, typer.Option(help="Folder with task YAMLs of your own; may be repeated.")
     ] = None,
-    few_shot: Annotated[int | None, typer.Option(min=0, help="Examples before a question; else the task's.")] = None,
-    limit: Annotated[int | None, typer.Option(min=1, help="Only so many rows of a task, to try it out.")] = None,
+    few_shot: Annotated[
+        int | None, typer.Option(min=0, help="Examples before a question; else the task's.")
+    ] = None,
+    limit: Annotated[
+        int | None, typer.Option(min=1, help="Only so many rows of a task, to try it out.")
+    ] = None,
     batch_size: Annotated[int, typer.Option(min=1, help="Rows of a pass.")] = 16,
-    chat_template: Annotated[bool, typer.Option("--chat-template", help="Write prompts as dialogues.")] = False,
-    output: Annotated[Path, typer.Option(help="JSON file for lm-eval's results.")] = Path("lm_eval.json"),
+    chat_template: Annotated[
+        bool, typer.Option("--chat-template", help="Write prompts as dialogues.")
+    ] = False,
+    output: Annotated[Path, typer.Option(help="JSON file for lm-eval's results.")] = Path(
+        "lm_eval.json"
+    ),
     workspace: WorkspaceOption = None,
 ) -> None:
     """Run tasks of lm-evaluation-harness on SFT and policy, or on other models (the extra lm-eval).
 
-    Metrics and standard errors are lm-eval's own. A task on local files needs no network; with HF_HUB_OFFLINE=1
-    nothing is downloaded. The Python functions that a task names run with your rights.
+    Metrics and standard errors are lm-eval's own. A task on local files needs no network; with
+    HF_HUB_OFFLINE=1 nothing is downloaded. The Python functions that a task names run with your
+    rights.
 
     Examples:
     $ rlhf evaluate lm-eval --task my_exam --include-path tasks
@@ -86,13 +104,20 @@ def lm_eval(
         from rlhf_core.storage.garbage_collection import skip_last_collection
 
         skip_last_collection()
-        folders = models or [workspace_root(workspace) / "models" / name for name in ("sft", "policy")]
+        folders = models or [
+            workspace_root(workspace) / "models" / name for name in ("sft", "policy")
+        ]
         names = [folder.name for folder in folders]
-        by_name = {folder.name if names.count(folder.name) == 1 else str(folder): folder for folder in folders}
+        by_name = {
+            folder.name if names.count(folder.name) == 1 else str(folder): folder
+            for folder in folders
+        }
         from rlhf_core.storage.files import atomic_write_json
         from rlhf_extras.benchmarks.lm_evaluation_harness import as_text, run_tasks
 
-    results = run_tasks(by_name, tasks, include_path or [], few_shot, limit, batch_size, chat_template)
+    results = run_tasks(
+        by_name, tasks, include_path or [], few_shot, limit, batch_size, chat_template
+    )
     atomic_write_json(output, results)
     typer.echo(as_text(results))
     typer.echo(f"\n{output}")

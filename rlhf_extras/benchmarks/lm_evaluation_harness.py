@@ -1,7 +1,8 @@
 """Tasks of EleutherAI's lm-evaluation-harness (the extra ``lm-eval``) on SFT and policy.
 
-Numbers and standard errors are lm-eval's own. The models are loaded here, from folders with safetensors, so no code of
-a model runs; a task's YAML can name Python functions beside it (``!function``), which do.
+Numbers and standard errors are lm-eval's own. The models are loaded here, from folders with
+safetensors, so no code of a model runs; a task's YAML can name Python functions beside it
+(``!function``), which do.
 """
 
 from __future__ import annotations
@@ -26,7 +27,8 @@ from rlhf_core.runtime.progress import busy
 
 MISSING = "lm-eval is not installed: pip install 'rlhf-pipeline[lm-eval]'"
 STDERR = "_stderr"
-# What lm-eval records of the machine: nothing that its numbers depend on, and much that identifies a host.
+# What lm-eval records of the machine: nothing that its numbers depend on, and much that identifies
+# a host.
 OF_THE_MACHINE = ("pretty_env_info",)
 
 
@@ -39,9 +41,11 @@ def run_tasks(
     batch_size: int = 16,
     chat_template: bool = False,
 ) -> dict[str, Any]:
-    """Run the tasks on each model, one model in memory at a time, and return lm-eval's results by model.
+    """Run the tasks on each model, one model in memory at a time, and return lm-eval's results by
+    model.
 
-    ``HF_HUB_OFFLINE=1`` keeps it off the network: tasks on local files and cached data sets run, others are refused.
+    ``HF_HUB_OFFLINE=1`` keeps it off the network: tasks on local files and cached data sets run,
+    others are refused.
 
     Args:
         folders: Model folders by name.
@@ -64,9 +68,12 @@ def run_tasks(
         raise RlhfError(MISSING) from error
     for path in include_paths:
         if not path.is_dir():
-            raise ConfigError(f"--include-path {path} is no folder; name the folder that has the tasks' YAML files")
+            raise ConfigError(
+                f"--include-path {path} is no folder; name the folder that has the tasks' YAML files"
+            )
     paths = [str(path) for path in include_paths]
-    # The harness's own 14,000 tasks take long to index: only where the folders do not have them all.
+    # The harness's own 14,000 tasks take long to index: only where the folders do not have them
+    # all.
     with busy("looking up the tasks"):
         manager = TaskManager(include_path=paths, include_defaults=False)
         if not all(manager.match_tasks([name]) for name in tasks):
@@ -88,7 +95,12 @@ def run_tasks(
         tokenizer.apply_chat_template = partial(_rendered, tokenizer)  # type: ignore[method-assign]
         try:
             results = simple_evaluate(
-                HFLM(pretrained=model, tokenizer=tokenizer, batch_size=batch_size, trust_remote_code=False),
+                HFLM(
+                    pretrained=model,
+                    tokenizer=tokenizer,
+                    batch_size=batch_size,
+                    trust_remote_code=False,
+                ),
                 tasks=list(tasks),
                 task_manager=manager,
                 num_fewshot=few_shot,
@@ -98,14 +110,18 @@ def run_tasks(
                 log_samples=False,
             )
         except Exception as error:  # whatever a task's YAML, its data or its functions raise
-            raise DataError(f"lm-eval cannot run {', '.join(tasks)}: {named_line(error)}") from error
+            raise DataError(
+                f"lm-eval cannot run {', '.join(tasks)}: {named_line(error)}"
+            ) from error
         del model
         kept = {name: value for name, value in results.items() if name not in OF_THE_MACHINE}
         by_model[model_name] = dict(_json_values(json.loads(json.dumps(kept, default=str))))
     return by_model
 
 
-def _rendered(tokenizer: Any, turns: Sequence[Mapping[str, Any]], *, tokenize: bool, **arguments: Any) -> str:
+def _rendered(
+    tokenizer: Any, turns: Sequence[Mapping[str, Any]], *, tokenize: bool, **arguments: Any
+) -> str:
     return render_turns(tokenizer, turns, **arguments)
 
 

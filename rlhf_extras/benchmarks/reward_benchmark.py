@@ -1,7 +1,9 @@
-"""Best of n on a benchmark of reward models: does the model score the right reply above all wrong ones?
+"""Best of n on a benchmark of reward models: does the model score the right reply above all wrong
+ones?
 
-Malik et al., 2025, "RewardBench 2: Advancing Reward Model Evaluation". A row has a prompt, one right reply and three
-wrong ones, so that guessing gives a quarter. Accuracy is per subset, and the mean is over subsets.
+Malik et al., 2025, "RewardBench 2: Advancing Reward Model Evaluation". A row has a prompt, one
+right reply and three wrong ones, so that guessing gives a quarter. Accuracy is per subset, and the
+mean is over subsets.
 """
 
 from __future__ import annotations
@@ -39,12 +41,14 @@ class BenchmarkRow:
 
 
 def read_benchmark(path: Path) -> list[BenchmarkRow]:
-    """Read a file of the fields ``prompt``, ``chosen``, ``rejected`` (lists of texts) and ``subset``.
+    """Read a file of the fields ``prompt``, ``chosen``, ``rejected`` (lists of texts) and
+    ``subset``.
 
     A prompt is a text or a list of ``{"role", "content"}``; one reply may stand without a list.
 
     Raises:
-        DataError: The file cannot be read, or a row of it is none of a benchmark; the message names the first.
+        DataError: The file cannot be read, or a row of it is none of a benchmark; the message names
+            the first.
     """
     return [_row(value, where) for where, _, value in rows_of_file(path)]
 
@@ -54,7 +58,11 @@ def _row(value: Mapping[str, Any], where: str) -> BenchmarkRow:
     for name in ("chosen", "rejected"):
         given = value.get(name)
         texts = [given] if isinstance(given, str) else given
-        if not isinstance(texts, list) or not texts or not all(isinstance(text, str) for text in texts):
+        if (
+            not isinstance(texts, list)
+            or not texts
+            or not all(isinstance(text, str) for text in texts)
+        ):
             raise DataError(f"{where}: {name} is no list of texts")
         if not all(map(is_encodable, texts)):
             raise DataError(f"{where}: {name} {HALF_PAIR}")
@@ -66,15 +74,18 @@ def _row(value: Mapping[str, Any], where: str) -> BenchmarkRow:
         raise DataError(f"{where}: prompt {HALF_PAIR}")
     if prompt[-1].role != "user":
         raise DataError(f"{where}: prompt does not end with a user turn")
-    return BenchmarkRow(prompt, replies["chosen"], replies["rejected"], str(value.get("subset") or "all"))
+    return BenchmarkRow(
+        prompt, replies["chosen"], replies["rejected"], str(value.get("subset") or "all")
+    )
 
 
 def row_accuracy(chosen: Sequence[float], rejected: Sequence[float]) -> float:
     """Return how right the scores of a row are, in [0, 1].
 
-    With one right reply: 1 if it scores highest, 1/k if it shares the highest score with k - 1 others, else 0. With
-    several: 1 if each scores above every wrong one, else 0. (The benchmark's own number for its subset of several
-    right replies also weighs by how much; it is not computed here.)
+    With one right reply: 1 if it scores highest, 1/k if it shares the highest score with k - 1
+    others, else 0. With
+    several: 1 if each scores above every wrong one, else 0. (The benchmark's own number for its
+    subset of several right replies also weighs by how much; it is not computed here.)
     """
     if len(chosen) > 1:
         return float(min(chosen) > max(rejected))
@@ -86,9 +97,9 @@ def run_benchmark(judge: Judge, rows: Sequence[BenchmarkRow]) -> dict[str, Any]:
     """Score every reply of every row.
 
     Returns:
-        ``mean``, the unweighted mean accuracy of the ``subsets``, and for each of these how many ``rows`` and different
-        prompts (``clusters``) it has, ``accuracy`` with 95 % bounds over these (Wilson), and that of guessing,
-        ``chance``.
+        ``mean``, the unweighted mean accuracy of the ``subsets``, and for each of these how many
+        ``rows`` and different prompts (``clusters``) it has, ``accuracy`` with 95 % bounds over
+        these (Wilson), and that of guessing, ``chance``.
 
     Raises:
         DataError: A score is not finite.
@@ -118,7 +129,10 @@ def run_benchmark(judge: Judge, rows: Sequence[BenchmarkRow]) -> dict[str, Any]:
             "accuracy_high95": high,
             "chance": float(np.mean(chances[subset])),
         }
-    return {"mean": float(np.mean([subset["accuracy"] for subset in subsets.values()])), "subsets": subsets}
+    return {
+        "mean": float(np.mean([subset["accuracy"] for subset in subsets.values()])),
+        "subsets": subsets,
+    }
 
 
 def as_text(result: Mapping[str, Any]) -> str:
@@ -128,5 +142,7 @@ def as_text(result: Mapping[str, Any]) -> str:
     for name, subset in result["subsets"].items():
         bounds = f"{subset['accuracy_low95']:.2f} to {subset['accuracy_high95']:.2f}"
         counts = f"{subset['rows']:>4}  {subset['clusters']:>7}"
-        lines.append(f"{name:<{width}}  {counts}  {subset['accuracy']:>8.3f}  {bounds:<12}  {subset['chance']:.2f}")
+        lines.append(
+            f"{name:<{width}}  {counts}  {subset['accuracy']:>8.3f}  {bounds:<12}  {subset['chance']:.2f}"
+        )
     return "\n".join([*lines, f"mean over subsets: {result['mean']:.3f}"])

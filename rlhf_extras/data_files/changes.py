@@ -1,4 +1,6 @@
-"""What differs between two states of the data: rows added, removed and changed, by the hash of their content."""
+"""What differs between two states of the data: rows added, removed and changed, by the hash of
+their content.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +38,8 @@ class DataState:
 
     Attributes:
         tables: The rows, by kind.
-        left_out: By kind, how many records were ``refused`` or ``dropped`` by the readers, so that they are no rows.
+        left_out: By kind, how many records were ``refused`` or ``dropped`` by the readers, so that
+            they are no rows.
     """
 
     tables: dict[str, pa.Table] = field(default_factory=dict)
@@ -68,7 +71,9 @@ def file_state(
 
 
 def collected_state(raw: Path, scratch: Path, kind: str | None = None) -> DataState:
-    """Read the folder ``data/raw`` that stage collect writes; ``scratch`` and ``kind`` as of :func:`file_state`."""
+    """Read the folder ``data/raw`` that stage collect writes; ``scratch`` and ``kind`` as of
+    :func:`file_state`.
+    """
     kinds, state = read_json(raw / "manifest.json")["kinds"], DataState()
     for name in ROW_TYPES if kind is None else [kind]:
         parts = StoredRows.of_file(name, raw / name / "data.parquet").parts()
@@ -93,19 +98,24 @@ def compare_kinds(before: DataState, after: DataState, show: int = 1) -> dict[st
     for kind in (kind for kind in ROW_TYPES if kind in old or kind in new):
         empty = arrow_schema(kind).empty_table()
         changes[kind] = compare(kind, old.get(kind, empty), new.get(kind, empty), show)
-        changes[kind]["left_out"] = {"before": +before.left_out[kind], "after": +after.left_out[kind]}
+        changes[kind]["left_out"] = {
+            "before": +before.left_out[kind],
+            "after": +after.left_out[kind],
+        }
     return changes
 
 
 def compare(kind: str, before: pa.Table, after: pa.Table, show: int = 1) -> dict[str, Any]:
-    """Compare two tables of ``kind`` by the ids of their rows, which are hashes of the content; copies count apart.
+    """Compare two tables of ``kind`` by the ids of their rows, which are hashes of the content;
+    copies count apart.
 
     Returns:
-        As JSON values how many rows there are ``before`` and ``after``, and how many of them are ``unchanged`` (the
-        same content and labels), ``added`` (the content is new, and no removed row has the prompt), ``removed`` (the
-        reverse), ``changed`` (rows of one prompt with other content, paired in their order), ``swapped`` (those of the
-        changed ones whose two replies changed places) and ``relabelled`` (the same content with another margin or
-        category). ``examples`` has the first ``show`` of each.
+        As JSON values how many rows there are ``before`` and ``after``, and how many of them are
+        ``unchanged`` (the same content and labels), ``added`` (the content is new, and no removed
+        row has the prompt), ``removed`` (the reverse), ``changed`` (rows of one prompt with other
+        content, paired in their order), ``swapped`` (those of the changed ones whose two replies
+        changed places) and ``relabelled`` (the same content with another margin or category).
+        ``examples`` has the first ``show`` of each.
     """
     ids = [dict(enumerate(table.column("id").to_pylist())) for table in (before, after)]
     same, removed, added = _matched(*ids)
@@ -115,7 +125,9 @@ def compare(kind: str, before: pa.Table, after: pa.Table, show: int = 1) -> dict
         if name in before.column_names
     ]
     relabelled = [(i, j) for i, j in same if any(old[i] != new[j] for old, new in labels)]
-    changed, removed, added = _matched(_digests(before, ["group"], removed), _digests(after, ["group"], added))
+    changed, removed, added = _matched(
+        _digests(before, ["group"], removed), _digests(after, ["group"], added)
+    )
     swapped = 0
     if kind == "preferences":
         old = _digests(before, ["chosen", "rejected"], [i for i, _ in changed])
@@ -149,7 +161,9 @@ def _row(table: pa.Table, number: int) -> dict[str, Any]:
 
 
 def _digests(table: pa.Table, columns: Sequence[str], numbers: Sequence[int]) -> dict[int, bytes]:
-    """Return by number a 128-bit hash of the texts in ``columns``, taken in that order, of each of some rows."""
+    """Return by number a 128-bit hash of the texts in ``columns``, taken in that order, of each of
+    some rows.
+    """
     wanted = np.zeros(len(table), dtype=bool)
     wanted[list(numbers)] = True
     digests: dict[int, bytes] = {}
@@ -165,8 +179,12 @@ def _digests(table: pa.Table, columns: Sequence[str], numbers: Sequence[int]) ->
     return digests
 
 
-def _matched(before: Mapping[int, Key], after: Mapping[int, Key]) -> tuple[list[tuple[int, int]], list[int], list[int]]:
-    """Pair the rows that have the same key, in their order; return the pairs and what is left of either side."""
+def _matched(
+    before: Mapping[int, Key], after: Mapping[int, Key]
+) -> tuple[list[tuple[int, int]], list[int], list[int]]:
+    """Pair the rows that have the same key, in their order; return the pairs and what is left of
+    either side.
+    """
     waiting: defaultdict[Key, list[int]] = defaultdict(list)
     for i in reversed(list(before)):
         waiting[before[i]].append(i)
@@ -196,7 +214,9 @@ def _lines(kind: str, changes: Mapping[str, Any], width: int) -> Iterator[str]:
             yield f"  {name:<10}  {changes[name]}"
             for row in examples[name]:
                 yield from ("    example", *example_lines(kind, row, width))
-        swapped = f", {changes['swapped']} of them with the replies swapped" if changes["swapped"] else ""
+        swapped = (
+            f", {changes['swapped']} of them with the replies swapped" if changes["swapped"] else ""
+        )
         yield f"  changed     {changes['changed']}{swapped}"
         for pair in examples["changed"]:
             for when in WHEN:
@@ -204,7 +224,11 @@ def _lines(kind: str, changes: Mapping[str, Any], width: int) -> Iterator[str]:
         yield f"  relabelled  {changes['relabelled']}"
         for pair in examples["relabelled"]:
             old, new = (pair[when] for when in WHEN)
-            labels = [f"{name} {old[name]} → {new[name]}" for name in LABELS if old.get(name) != new.get(name)]
+            labels = [
+                f"{name} {old[name]} → {new[name]}"
+                for name in LABELS
+                if old.get(name) != new.get(name)
+            ]
             yield from wrapped("    ", f"{', '.join(labels)} ({old['id']})", width)
     counts = [changes.get("left_out", {}).get(when, {}) for when in WHEN]
     for name in ("refused", "dropped"):

@@ -1,4 +1,6 @@
-"""Write the rows of data files in the conversational format, each checked to be read back as it was."""
+"""Write the rows of data files in the conversational format, each checked to be read back as it
+was.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +38,12 @@ FORMATS: dict[str, FormatName] = {
 SCHEMAS = {
     kind: pa.schema([*columns, *((name, pa.string()) for name in LABELS)])
     for kind, columns in {
-        "preferences": [("prompt", MESSAGES), ("chosen", MESSAGES), ("rejected", MESSAGES), ("margin", pa.float64())],
+        "preferences": [
+            ("prompt", MESSAGES),
+            ("chosen", MESSAGES),
+            ("rejected", MESSAGES),
+            ("margin", pa.float64()),
+        ],
         "demonstrations": [("messages", MESSAGES)],
         "prompts": [("prompt", MESSAGES)],
         "pretrain": [("text", pa.string())],
@@ -57,7 +64,10 @@ class Conversion:
     def as_dict(self) -> dict[str, Any]:
         """Return all of it as JSON values."""
         files = [
-            {name: getattr(file, name) for name in ("source", "format", "records", "expanded", "refused")}
+            {
+                name: getattr(file, name)
+                for name in ("source", "format", "records", "expanded", "refused")
+            }
             | {"rows": file.kept, "dropped": dict(file.dropped)}
             | {"reasons": {count.reason: count.rows for count in file.reasons.commonest()}}
             for file in self.files
@@ -66,16 +76,18 @@ class Conversion:
 
 
 def refused_file_of(output: Path) -> Path:
-    """Return the file of refused rows beside a converted one: ``pairs.refused.jsonl`` beside ``pairs.jsonl``."""
+    """Return the file of refused rows beside a converted one: ``pairs.refused.jsonl`` beside
+    ``pairs.jsonl``.
+    """
     return output.with_name(output.stem + REFUSED_SUFFIX)
 
 
 def record_of(kind: str, row: Mapping[str, Any]) -> dict[str, Any]:
     """Return a row as a record of the conversational format, with its labels.
 
-    Preferences are TRL's ``prompt``, ``chosen`` and ``rejected`` as lists of messages, demonstrations ``messages``,
-    prompts ``prompt``, pretraining texts ``text``. A margin that is not known is left out, and so is what the record of
-    a prompt says beside it.
+    Preferences are TRL's ``prompt``, ``chosen`` and ``rejected`` as lists of messages,
+    demonstrations ``messages``, prompts ``prompt``, pretraining texts ``text``. A margin that is
+    not known is left out, and so is what the record of a prompt says beside it.
     """
     replies = {name: [{"role": "assistant", "content": row[name]}] for name in REPLIES[kind]}
     content = {name: replies.get(name, row[name]) for name in CONTENT_FIELDS[kind]}
@@ -87,13 +99,15 @@ def record_of(kind: str, row: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def convert(sources: Sequence[DataSource], base: Path, kind: str, output: Path) -> Conversion:
-    """Write the rows of ``sources`` as ``kind`` to ``output``, and refused rows to a file beside it, part by part.
+    """Write the rows of ``sources`` as ``kind`` to ``output``, and refused rows to a file beside
+    it, part by part.
 
-    Reading ``output`` gives the same rows: content, labels and ids. That is tried with every row before it is written;
-    one that would be read differently is refused. Both files appear when all is written, or not at all.
+    Reading ``output`` gives the same rows: content, labels and ids. That is tried with every row
+    before it is written; one that would be read differently is refused. Both files appear when all
+    is written, or not at all.
 
-    ``output`` ends with .jsonl or .parquet. An existing file is replaced, one of refused rows beside it replaced or
-    removed.
+    ``output`` ends with .jsonl or .parquet. An existing file is replaced, one of refused rows
+    beside it replaced or removed.
 
     Raises:
         DataError: A source cannot be read or holds no such rows, or no row can be used.
@@ -104,7 +118,9 @@ def convert(sources: Sequence[DataSource], base: Path, kind: str, output: Path) 
     read = {file.path.resolve() for file in inputs if file.path is not None}
     for written in (output, refused_file):
         if written.resolve() in read:
-            raise RlhfError(f"{written} is one of the files that are read; choose another name for {output}")
+            raise RlhfError(
+                f"{written} is one of the files that are read; choose another name for {output}"
+            )
     files: list[RowCounts] = []
     try:
         output.parent.mkdir(parents=True, exist_ok=True)
@@ -138,7 +154,9 @@ def convert(sources: Sequence[DataSource], base: Path, kind: str, output: Path) 
 
 
 def _converted(part: FileRows, files: list[RowCounts], refused: TextIO) -> Iterator[dict[str, Any]]:
-    """Yield the records of a part of a file; its counts go to those of ``files``, refused rows to ``refused``."""
+    """Yield the records of a part of a file; its counts go to those of ``files``, refused rows to
+    ``refused``.
+    """
     if not files or files[-1].source != part.counts.source:
         files.append(part.counts.empty())
     file, kind = files[-1], part.counts.kind
@@ -162,7 +180,9 @@ def _difference(record: Mapping[str, Any], row: Mapping[str, Any], kind: str) ->
     if not math.isfinite(record.get("margin", 0.0)):
         return "the margin is not a finite number, which JSON cannot hold"
     if kind == "pretrain" and row["group"] != row["id"]:
-        return "is made of a dialogue, whose prompt decides on its split; convert it as demonstrations"
+        return (
+            "is made of a dialogue, whose prompt decides on its split; convert it as demonstrations"
+        )
     shape = format_of(record)
     if shape is None or shape.name != FORMATS[kind]:
         return f"would be read as format {shape.name if shape else 'unknown'}"
@@ -170,19 +190,26 @@ def _difference(record: Mapping[str, Any], row: Mapping[str, Any], kind: str) ->
     add_record(read, Record(1, record), shape, ReadOptions(format=FORMATS[kind]))
     if read.refused:
         return f"would be refused: {read.refused[0].reason}"
-    said = [{name: value for name, value in each.items() if name != "columns"} for each in (*read.rows, row)]
+    said = [
+        {name: value for name, value in each.items() if name != "columns"}
+        for each in (*read.rows, row)
+    ]
     return "" if len(said) == 2 and said[0] == said[1] else "would be read differently"
 
 
 def _write(path: Path, kind: str, records: Iterable[dict[str, Any]], is_parquet: bool) -> None:
-    """Write records as lines or, so that only some of them are in memory as columns, in row groups."""
+    """Write records as lines or, so that only some of them are in memory as columns, in row
+    groups.
+    """
     if is_parquet:
         with TableWriter(path, SCHEMAS[kind]) as writer:
             for batch in chunked(records, BATCH, bytes_in_memory):
                 writer.write(pa.Table.from_pylist(batch, schema=SCHEMAS[kind]))
     else:
         with path.open("w", encoding="utf-8") as stream:
-            stream.writelines(json.dumps(r, ensure_ascii=False, allow_nan=False) + "\n" for r in records)
+            stream.writelines(
+                json.dumps(r, ensure_ascii=False, allow_nan=False) + "\n" for r in records
+            )
     fsync_path(path)
 
 

@@ -1,4 +1,6 @@
-"""``rlhf data convert``: the rows of data files in the conversational format. Heavy imports wait until it runs."""
+"""``rlhf data convert``: the rows of data files in the conversational format. Heavy imports wait
+until it runs.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +37,10 @@ app = typer.Typer(add_completion=False, rich_markup_mode="rich")
 def convert(
     files: Files,
     output: Annotated[
-        Path, typer.Option("--to", help="The file to write: OUT.jsonl or OUT.parquet.", show_default=False)
+        Path,
+        typer.Option(
+            "--to", help="The file to write: OUT.jsonl or OUT.parquet.", show_default=False
+        ),
     ],
     kind: KindOption = None,
     format_name: FormatOption = None,
@@ -47,10 +52,12 @@ def convert(
     force: Annotated[bool, typer.Option("--force", help="Replace files that exist.")] = False,
     as_json: JsonOption = False,
 ) -> None:
-    """Write the rows of data files in the conversational format, and those that are refused to OUT.refused.jsonl.
+    """Write the rows of data files in the conversational format, and those that are refused to
+    OUT.refused.jsonl.
 
-    Reading the file gives the same rows: texts, labels and ids. A row that would be read differently is refused. What
-    records of prompts say beside them, for reward functions, is left out.
+    Reading the file gives the same rows: texts, labels and ids. A row that would be read
+    differently is refused. What records of prompts say beside them, for reward functions, is left
+    out.
 
     Examples:
     $ rlhf data convert 'exports/*.csv' --to pairs.jsonl --column prompt=question
@@ -63,7 +70,9 @@ def convert(
 
     existing = [str(path) for path in (output, refused_file_of(output)) if os.path.lexists(path)]
     if existing and not force:
-        raise RlhfError(f"{existing[0]} exists already; choose another name than {output}, or add --force")
+        raise RlhfError(
+            f"{existing[0]} exists already; choose another name than {output}, or add --force"
+        )
     with busy("converting"):
         from rlhf_core.data.collection.sources import sources_by_kind
         from rlhf_extras.data_files.convert import as_text
@@ -72,7 +81,9 @@ def convert(
         by_kind = sources_by_kind(files, Path.cwd(), options, kind)
         given = [name for name in get_args(Kind) if by_kind.of(name)]
         if len(given) > 1:
-            raise RlhfError(f"the files serve as {' and '.join(given)}; convert each apart, or choose one with --kind")
+            raise RlhfError(
+                f"the files serve as {' and '.join(given)}; convert each apart, or choose one with --kind"
+            )
         conversion = write(by_kind.of(given[0]), Path.cwd(), given[0], output)
     if as_json:
         print_json(conversion.as_dict())

@@ -1,4 +1,6 @@
-"""``rlhf data diff``: what differs between two data files, or between the data of two revisions of a workspace."""
+"""``rlhf data diff``: what differs between two data files, or between the data of two revisions of
+a workspace.
+"""
 
 from __future__ import annotations
 
@@ -39,13 +41,20 @@ WORKING_TREE = "workspace"  # as DVC calls it
 
 @app.command(no_args_is_help=True)
 def diff(
-    before: Annotated[str, typer.Argument(help="A file, or a revision of git.", show_default=False)],
+    before: Annotated[
+        str, typer.Argument(help="A file, or a revision of git.", show_default=False)
+    ],
     after: Annotated[
-        str, typer.Argument(help=f"Another; '{WORKING_TREE}': the files as they are now.", show_default=False)
+        str,
+        typer.Argument(
+            help=f"Another; '{WORKING_TREE}': the files as they are now.", show_default=False
+        ),
     ],
     files: Annotated[
         list[str] | None,
-        typer.Argument(help=f"Of revisions: files to compare; default: {COLLECTED}.", show_default=False),
+        typer.Argument(
+            help=f"Of revisions: files to compare; default: {COLLECTED}.", show_default=False
+        ),
     ] = None,
     show: Annotated[int, typer.Option(help="Examples to print of each change.")] = 1,
     kind: KindOption = None,
@@ -58,11 +67,12 @@ def diff(
     workspace: AnyFolder = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Compare two data files, or two revisions of a workspace's data: rows added, removed and changed, by kind.
+    """Compare two data files, or two revisions of a workspace's data: rows added, removed and
+    changed, by kind.
 
-    Rows are told apart by the hash of their content. A row is changed if its prompt stays and a reply differs;
-    relabelled if only its margin or category does. Records that a reader refuses or drops are counted. Data that DVC
-    tracks come from its cache or a remote.
+    Rows are told apart by the hash of their content. A row is changed if its prompt stays and a
+    reply differs; relabelled if only its margin or category does. Records that a reader refuses or
+    drops are counted. Data that DVC tracks come from its cache or a remote.
 
     Examples:
     $ rlhf data diff old.jsonl new.jsonl
@@ -78,7 +88,10 @@ def diff(
         if _names_files(before) and _names_files(after):
             if files:
                 raise RlhfError(f"two files are compared, so {files[0]} is one too many")
-            compared = [file_state([spec], Path.cwd(), options, Path(scratch, state), kind) for spec, state in states]
+            compared = [
+                file_state([spec], Path.cwd(), options, Path(scratch, state), kind)
+                for spec, state in states
+            ]
         else:
             _require_no_file(before, after)
             from flows.workspace import find_workspace
@@ -104,16 +117,27 @@ def _names_files(spec: str) -> bool:
 
 
 def _require_no_file(before: str, after: str) -> None:
-    """Refuse a file beside what is none: a misspelt name is no revision. A folder may be called as a revision is."""
+    """Refuse a file beside what is none: a misspelt name is no revision. A folder may be called as
+    a revision is.
+    """
     for spec, other in ((before, after), (after, before)):
         if _names_files(spec) and not Path(spec).is_dir():
-            raise RlhfError(f"{spec} is a file, but no file matches {other!r}; give two files, or two revisions of git")
+            raise RlhfError(
+                f"{spec} is a file, but no file matches {other!r}; give two files, or two revisions of git"
+            )
 
 
 def _revision_state(
-    workspace: Path, revision: str, files: Sequence[str], options: ReadOptions, kind: str | None, scratch: Path
+    workspace: Path,
+    revision: str,
+    files: Sequence[str],
+    options: ReadOptions,
+    kind: str | None,
+    scratch: Path,
 ) -> DataState:
-    """Return the rows of ``files``, or of the collected data, at a revision; they are kept in ``scratch``."""
+    """Return the rows of ``files``, or of the collected data, at a revision; they are kept in
+    ``scratch``.
+    """
     from flows.dvc_repo.root import check_out, commit_of, repository_of
     from rlhf_extras.data_files.changes import collected_state, file_state
 
@@ -121,8 +145,11 @@ def _revision_state(
         folder = workspace
         if revision != WORKING_TREE:
             commit_of(workspace, revision)  # which says what is wrong where there is none
-            # As deep as the workspace lies in its repository, whose files may be given as ../pairs.jsonl.
-            folder = Path(checkout) / workspace.resolve().relative_to(repository_of(workspace).resolve())
+            # As deep as the workspace lies in its repository, whose files may be given as
+            # ../pairs.jsonl.
+            folder = Path(checkout) / workspace.resolve().relative_to(
+                repository_of(workspace).resolve()
+            )
             folder.mkdir(parents=True, exist_ok=True)
             check_out(workspace, revision, files or [COLLECTED], folder)
         if files:

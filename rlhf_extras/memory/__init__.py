@@ -1,1 +1,3 @@
-"""How much memory each stage needs per GPU, by role and phase, before anything is loaded; and what to change."""
+"""How much memory each stage needs per GPU, by role and phase, before anything is loaded; and what
+to change.
+"""

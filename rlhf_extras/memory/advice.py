@@ -1,4 +1,6 @@
-"""What to change when a stage does not fit: settings tried one after another, those that cost least first."""
+"""What to change when a stage does not fit: settings tried one after another, those that cost least
+first.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,9 @@ def adapter_settings(params: Params, stage: str) -> tuple[str, ...]:
 
 @dataclass(frozen=True)
 class AdviceStep:
-    """``changes`` are settings by path, and ``after`` the stage with them and those of every step before."""
+    """``changes`` are settings by path, and ``after`` the stage with them and those of every step
+    before.
+    """
 
     changes: Changes
     after: StagePlan
@@ -36,26 +40,33 @@ class AdviceStep:
     def assignments(self) -> str:
         """As ``--set`` takes them."""
         return " ".join(
-            f"{path}={str(value).lower() if isinstance(value, bool) else value}" for path, value in self.changes.items()
+            f"{path}={str(value).lower() if isinstance(value, bool) else value}"
+            for path, value in self.changes.items()
         )
 
 
 def advise(plan: StagePlan) -> list[AdviceStep]:
-    """The settings that make a stage fit, or come nearest; none where it fits, or the limit is not known.
+    """The settings that make a stage fit, or come nearest; none where it fits, or the limit is not
+    known.
 
-    Smaller batches of sampling and of passes change results by rounding; gradient checkpointing costs time; sharding
-    and offloading cost communication; smaller optimiser steps and adapters change what is learned and come last. A
-    change that turns out not to lower the peak, or not to be needed, is left out again, dear ones first. What is
-    claimed is computed from the very list that is returned.
+    Smaller batches of sampling and of passes change results by rounding; gradient checkpointing
+    costs time; sharding and offloading cost communication; smaller optimiser steps and adapters
+    change what is learned and come last. A change that turns out not to lower the peak, or not to
+    be needed, is left out again, dear ones first. What is claimed is computed from the very list
+    that is returned.
     """
     taken: list[Changes] = []
     before = plan
     while not before.fits and (helpful := _first_that_helps(before)) is not None:
         taken.append(helpful.changes)
         before = helpful.after
-    # Settings that were changed more than once stand with their last value wherever they are listed.
+    # Settings that were changed more than once stand with their last value wherever they are
+    # listed.
     final = {path: value for changes in taken for path, value in changes.items()}
-    kept = [{path: final[path] for path in paths} for paths in dict.fromkeys(tuple(changes) for changes in taken)]
+    kept = [
+        {path: final[path] for path in paths}
+        for paths in dict.fromkeys(tuple(changes) for changes in taken)
+    ]
     goal = max(plan.inputs.limit or 0, before.peak)
     for changes in reversed(kept):
         rest = [other for other in kept if other is not changes]
@@ -66,19 +77,29 @@ def advise(plan: StagePlan) -> list[AdviceStep]:
 
 
 def _first_that_helps(before: StagePlan) -> AdviceStep | None:
-    """The first change after which a phase that is too large is smaller, and none of those larger."""
-    too_large = {name: use.total for name, use in before.phases.items() if use.total > (before.inputs.limit or 0)}
+    """The first change after which a phase that is too large is smaller, and none of those
+    larger.
+    """
+    too_large = {
+        name: use.total
+        for name, use in before.phases.items()
+        if use.total > (before.inputs.limit or 0)
+    }
     for changes in _candidates(before):
         for step in _steps(before, [changes]) or ():
             uses = {name: use.total for name, use in step.after.phases.items()}
             pairs = [(old, uses.get(name, 0)) for name, old in too_large.items()]
-            if any(new <= old * (1 - WORTHWHILE) for old, new in pairs) and all(new <= old for old, new in pairs):
+            if any(new <= old * (1 - WORTHWHILE) for old, new in pairs) and all(
+                new <= old for old, new in pairs
+            ):
                 return step
     return None
 
 
 def _steps(plan: StagePlan, taken: Sequence[Changes]) -> list[AdviceStep] | None:
-    """The stage after each of ``taken``; None where one contradicts other settings, or needs a missing package."""
+    """The stage after each of ``taken``; None where one contradicts other settings, or needs a
+    missing package.
+    """
     steps = []
     try:
         for changes in taken:
@@ -90,12 +111,16 @@ def _steps(plan: StagePlan, taken: Sequence[Changes]) -> list[AdviceStep] | None
 
 
 def _candidates(plan: StagePlan) -> Iterator[Changes]:
-    """Changes that may save memory, those that cost least first; what the settings contradict is tried in vain."""
+    """Changes that may save memory, those that cost least first; what the settings contradict is
+    tried in vain.
+    """
     params, layout, rolls_out = plan.inputs.params, plan.layout, "scoring" in plan.phases
     launch = f"compute.launch.{plan.stage}"
 
     def deepspeed(**settings: Any) -> Changes:
-        return {f"{launch}.{name}": value for name, value in {"engine": "deepspeed", **settings}.items()}
+        return {
+            f"{launch}.{name}": value for name, value in {"engine": "deepspeed", **settings}.items()
+        }
 
     yield from ({path: rows // 2} for path, rows in plan.rows.items() if rows > 1)
     yield {f"{launch}.gradient_checkpointing": True}
@@ -115,6 +140,10 @@ def _candidates(plan: StagePlan) -> Iterator[Changes]:
     if plan.stage in PAIRED and (tokens := getattr(params, plan.stage).batch.token_budget) > 1:
         yield {f"{plan.stage}.batch.token_budget": tokens // 2}
     settings = [path.split(".") for path in adapter_settings(params, plan.stage)]
-    unadapted = [f"{section}.{name}" for section, name in settings if getattr(getattr(params, section), name) is None]
+    unadapted = [
+        f"{section}.{name}"
+        for section, name in settings
+        if getattr(getattr(params, section), name) is None
+    ]
     if unadapted:
         yield {f"{path}.rank": LORA_RANK for path in unadapted}

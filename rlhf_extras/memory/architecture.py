@@ -1,4 +1,6 @@
-"""The starting model's configuration, read from its config.json alone: no weights are downloaded or loaded."""
+"""The starting model's configuration, read from its config.json alone: no weights are downloaded or
+loaded.
+"""
 
 from __future__ import annotations
 
@@ -23,15 +25,16 @@ from rlhf_core.runtime.limited_call import limit_reached
 
 GIVE_FOLDER = "give a complete model folder"
 LARGEST_CONFIG = 16 * 2**20
-# Fields that differ between a model made by the base stage and its settings only in what the tokenizer decides.
+# Fields that differ between a model made by the base stage and its settings only in what the
+# tokenizer decides.
 SCRATCH_SIZES = (
     "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "max_position_embeddings",
 )  # fmt: skip
 
 
-# Sizes of the models that profiles and documentation name, so that they can be planned offline. LLaMA: Touvron et al.
-# 2023, table 2 (feed-forward 2/3 of 4H, rounded up to a multiple of 256); Llama 2 has twice the positions. SmolLM2 and
-# Qwen2.5: their model cards.
+# Sizes of the models that profiles and documentation name, so that they can be planned offline.
+# LLaMA: Touvron et al. 2023, table 2 (feed-forward 2/3 of 4H, rounded up to a multiple of 256);
+# Llama 2 has twice the positions. SmolLM2 and Qwen2.5: their model cards.
 PUBLISHED_FIELDS = (
     "model_type", "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
     "num_key_value_heads", "max_position_embeddings", "tie_word_embeddings",
@@ -57,22 +60,31 @@ PUBLISHED_CONFIGS = {
 
 @dataclass(frozen=True)
 class Architecture:
-    """A decoder-only language model's config.json; ``text`` is its JSON, so that two of the same sizes are equal."""
+    """A decoder-only language model's config.json; ``text`` is its JSON, so that two of the same
+    sizes are equal.
+    """
 
     text: str
 
     @classmethod
     def of(cls, config: dict[str, Any], name: str) -> Architecture:
-        """The architecture of a config.json's content; ``ModelError`` where transformers knows no language model so."""
+        """The architecture of a config.json's content; ``ModelError`` where transformers knows no
+        language model so.
+        """
         architecture = cls(json.dumps(config, sort_keys=True))
         try:
             sizes = architecture.config()
-            complete = all(getattr(sizes, field, None) for field in ("vocab_size", "hidden_size", "num_hidden_layers"))
+            complete = all(
+                getattr(sizes, field, None)
+                for field in ("vocab_size", "hidden_size", "num_hidden_layers")
+            )
         except Exception as error:  # validation errors of several libraries
             first = str(error).strip().split("\n", 1)[0].partition(" Should contain")[0].rstrip(".")
             raise ModelError(f"{name} is not the config.json of a known model ({first})") from error
         if not complete:
-            raise ModelError(f"{name} is of type {sizes.model_type!r}, which is no decoder-only language model")
+            raise ModelError(
+                f"{name} is of type {sizes.model_type!r}, which is no decoder-only language model"
+            )
         return architecture
 
     def config(self, layers: int | None = None) -> PretrainedConfig:
@@ -81,21 +93,28 @@ class Architecture:
 
     def lower(self, layers: int | None) -> Architecture:
         """The model of the lowest ``layers`` layers; the same where None."""
-        return self if layers is None else Architecture(self.config(layers).to_json_string(use_diff=False))
+        return (
+            self
+            if layers is None
+            else Architecture(self.config(layers).to_json_string(use_diff=False))
+        )
 
 
 @cache
 def _config(text: str, layers: int | None) -> PretrainedConfig:
     values = json.loads(text)
     config = AutoConfig.for_model(values.pop("model_type"), **values)
-    # Token ids of generation settings play no part in memory, and may lie outside a small vocabulary.
+    # Token ids of generation settings play no part in memory, and may lie outside a small
+    # vocabulary.
     config.pad_token_id, config.num_labels = 0, 1
     if layers is not None:
         limit_layers(config, layers)
     return config
 
 
-def starting_architecture(base: BaseConfig, root: Path, config_file: Path | None = None) -> Architecture:
+def starting_architecture(
+    base: BaseConfig, root: Path, config_file: Path | None = None
+) -> Architecture:
     """The architecture of the model that ``base`` names, relative folders starting at ``root``.
 
     Args:
@@ -104,8 +123,8 @@ def starting_architecture(base: BaseConfig, root: Path, config_file: Path | None
         config_file: A config.json that takes the place of the starting model's.
 
     Raises:
-        ModelError: No configuration can be found. Only a hub id that :data:`PUBLISHED_CONFIGS` lacks is asked for on
-            the hub, for its config.json alone.
+        ModelError: No configuration can be found. Only a hub id that :data:`PUBLISHED_CONFIGS`
+            lacks is asked for on the hub, for its config.json alone.
     """
     folder = root / Path(os.path.expanduser(base.source))
     if config_file is not None:
@@ -126,39 +145,51 @@ def starting_architecture(base: BaseConfig, root: Path, config_file: Path | None
 
 
 def architecture_of_file(file: Path) -> Architecture:
-    """The architecture that a config.json describes, tried under limits first: it may be of somebody else's.
+    """The architecture that a config.json describes, tried under limits first: it may be of
+    somebody else's.
 
     Raises:
-        ModelError: It is missing, broken, of no model, or building the model's lowest layers ends at a limit.
+        ModelError: It is missing, broken, of no model, or building the model's lowest layers ends
+            at a limit.
     """
     try:
         if file.exists() and not file.is_file():
             raise ModelError(f"{file} is no file; {GIVE_FOLDER}")
         if file.stat().st_size > LARGEST_CONFIG:
-            raise ModelError(f"{file} has {file.stat().st_size} bytes, too many for a config.json; {GIVE_FOLDER}")
+            raise ModelError(
+                f"{file} has {file.stat().st_size} bytes, too many for a config.json; {GIVE_FOLDER}"
+            )
         config = json.loads(file.read_text(encoding="utf-8"))
     except OSError as error:
         raise ModelError(f"{file} cannot be read ({error.strerror}); {GIVE_FOLDER}") from error
     except (ValueError, RecursionError) as error:
         raise ModelError(f"{file} is not valid JSON ({error}); {GIVE_FOLDER}") from error
     if not isinstance(config, dict) or not isinstance(config.get("model_type"), str):
-        raise ModelError(f"{file} names no model_type, so it is no model's config.json; {GIVE_FOLDER}")
+        raise ModelError(
+            f"{file} names no model_type, so it is no model's config.json; {GIVE_FOLDER}"
+        )
 
     def build() -> None:
         torch.set_num_threads(1)
         empty_model(AutoModelForCausalLM, Architecture.of(config, str(file)).config(1))
 
     if reached := limit_reached(build, foreign.LIMITS):
-        raise ModelError(f"{file}: building its model {reached}; it is damaged, or made to do harm: {GIVE_FOLDER}")
+        raise ModelError(
+            f"{file}: building its model {reached}; it is damaged, or made to do harm: {GIVE_FOLDER}"
+        )
     return Architecture.of(config, str(file))
 
 
 def _from_scratch(base: BaseConfig, built: Path) -> Architecture:
-    """The sizes in the settings; the vocabulary is known exactly once the base stage has run with the same settings."""
+    """The sizes in the settings; the vocabulary is known exactly once the base stage has run with
+    the same settings.
+    """
     declared = scratch_config(base, vocabulary=base.vocab_size)
     if built.is_file():
         made = architecture_of_file(built)
-        if all(getattr(made.config(), size, None) == getattr(declared, size) for size in SCRATCH_SIZES):
+        if all(
+            getattr(made.config(), size, None) == getattr(declared, size) for size in SCRATCH_SIZES
+        ):
             return made
     return Architecture.of(declared.to_diff_dict(), "base")
 
@@ -167,7 +198,9 @@ def _from_hub(source: str, revision: str | None) -> Architecture:
     from huggingface_hub import hf_hub_download
 
     try:
-        foreign.find_hub_model(source, revision)  # a hub that does not answer is given up here, not after minutes
+        foreign.find_hub_model(
+            source, revision
+        )  # a hub that does not answer is given up here, not after minutes
         file = hf_hub_download(source, "config.json", revision=revision)
     except ModelError as error:
         raise ModelError(f"{error}; or give its config.json with --config FILE") from error

@@ -13,7 +13,15 @@ from rich.console import Console
 from rich.table import Table
 
 from rlhf_core.config import yaml_text
-from rlhf_core.config.loading import PARAMS_FILE, Params, check_params, load_params, overlaid, overlays_of, overridden
+from rlhf_core.config.loading import (
+    PARAMS_FILE,
+    Params,
+    check_params,
+    load_params,
+    overlaid,
+    overlays_of,
+    overridden,
+)
 from rlhf_core.config.operations import Trained
 from rlhf_core.config.recipe import profiles_of
 from rlhf_core.errors import ConfigError, RlhfError
@@ -39,7 +47,8 @@ class MemoryExceeded(RlhfError):
 
 @dataclass(frozen=True)
 class PlanRequest:
-    """What to plan: a workspace's settings with those of the command line, each None where not given.
+    """What to plan: a workspace's settings with those of the command line, each None where not
+    given.
 
     Attributes:
         root: The workspace.
@@ -70,12 +79,18 @@ class PlanRequest:
         """The settings that it asks about."""
         load_params(self.root)  # what is wrong with the file itself is reported by its path
         recipe = (self.root / PARAMS_FILE).read_text(encoding="utf-8")
-        recipe = overlaid(recipe, overlays_of(recipe, profiles_of(self.root), self.profile, self.sets), self.sets)
+        recipe = overlaid(
+            recipe, overlays_of(recipe, profiles_of(self.root), self.profile, self.sets), self.sets
+        )
         document = yaml_text.plain(yaml_text.parse(recipe, PARAMS_FILE))
-        return check_params(overridden(document, self._options(check_params(document, "parameters"))), "parameters")
+        return check_params(
+            overridden(document, self._options(check_params(document, "parameters"))), "parameters"
+        )
 
     def _options(self, params: Params) -> dict[str, Any]:
-        """The options as settings of ``params`` by path. ZeRO, offloading and sharding imply DeepSpeed."""
+        """The options as settings of ``params`` by path. ZeRO, offloading and sharding imply
+        DeepSpeed.
+        """
         sharding = self.zero is not None or self.offload is not None or self.frozen == "sharded"
         launch = {
             "engine": "deepspeed" if sharding else None,
@@ -92,13 +107,15 @@ class PlanRequest:
         }
         for stage in self.stages or STAGES:
             if stage in get_args(Trained):
-                settings |= {f"compute.launch.{stage}.{name}": value for name, value in launch.items()}
+                settings |= {
+                    f"compute.launch.{stage}.{name}": value for name, value in launch.items()
+                }
             settings |= {f"{path}.rank": self.lora_rank for path in adapter_settings(params, stage)}
         return {path: value for path, value in settings.items() if value is not None}
 
     def plans(self) -> list[StagePlan]:
-        """Plan what is asked for. Lengths come from the workspace's data, unless a profile or override may have changed
-        what that data would be."""
+        """Plan what is asked for. Lengths come from the workspace's data, unless a profile or
+        override may have changed what that data would be."""
         params = self.params
         architecture = starting_architecture(params.base, self.root, self.config)
         positions = getattr(architecture.config(), "max_position_embeddings", None)
@@ -111,14 +128,17 @@ class PlanRequest:
         return plan_stages(EstimateInputs(params, architecture, lengths, self.root), self.stages)
 
     def forecast(self) -> Forecast | None:
-        """What the pairs of the workspace are enough for; None for the synthetic world, or where none can be read."""
+        """What the pairs of the workspace are enough for; None for the synthetic world, or where
+        none can be read.
+        """
         return forecast_of_workspace(self.root, self.params)
 
     def check(self) -> str:
-        """One line that says that the stages fit, or that nothing is known against it; ``MemoryExceeded`` when not.
+        """One line that says that the stages fit, or that nothing is known against it;
+        ``MemoryExceeded`` when not.
 
-        Only what is known to be too large is refused: a stage that runs no model, a GPU of unknown memory or a model of
-        unknown sizes passes.
+        Only what is known to be too large is refused: a stage that runs no model, a GPU of unknown
+        memory or a model of unknown sizes passes.
         """
         params = self.params
         stages = [stage for stage in self.stages if stage in planned_stages(params)]
@@ -143,7 +163,9 @@ def worst(plans: Sequence[StagePlan]) -> StagePlan:
     return max(plans, key=lambda plan: plan.peak)
 
 
-def describe(plans: Sequence[StagePlan], pairs: Forecast | None = None, *, as_json: bool = False) -> str:
+def describe(
+    plans: Sequence[StagePlan], pairs: Forecast | None = None, *, as_json: bool = False
+) -> str:
     """The whole plan with advice, and what the pairs are enough for, as a table or as JSON."""
     advice = {plan.stage: advise(plan) for plan in plans if not plan.fits}
     if as_json:
@@ -171,8 +193,14 @@ def plan_text(plans: Sequence[StagePlan], advice: Advice) -> str:
     if limit is None:
         verdict += "\nGive --gpu-memory (GiB) to learn whether it fits"
     else:
-        share = f"{largest.peak / limit:.0%} of the {gib(limit)} that tensors may take" if limit else "no room is left"
-        verdict += f" It {'fits' if largest.fits else 'DOES NOT FIT'}: {share} of {_gpu_memory(inputs)}"
+        share = (
+            f"{largest.peak / limit:.0%} of the {gib(limit)} that tensors may take"
+            if limit
+            else "no room is left"
+        )
+        verdict += (
+            f" It {'fits' if largest.fits else 'DOES NOT FIT'}: {share} of {_gpu_memory(inputs)}"
+        )
     changes = [_advice_text(stage, steps) for stage, steps in advice.items()]
     return "\n\n".join([heading, *map(_stage_text, plans), verdict, *changes])
 
@@ -207,7 +235,10 @@ def plan_json(plans: Sequence[StagePlan], advice: Advice) -> dict[str, Any]:
                 "host": plan.host,
                 "process": plan.process,
                 "sampler_share": plan.sampler_share,
-                "roles": {role.name: _use_json(role.held) | {"parameters": role.parameters} for role in plan.roles},
+                "roles": {
+                    role.name: _use_json(role.held) | {"parameters": role.parameters}
+                    for role in plan.roles
+                },
                 "phases": {name: _use_json(use) for name, use in plan.phases.items()},
             }
             for plan in plans
@@ -228,12 +259,14 @@ def gib(size: float) -> str:
 
 
 def _policy_parameters(inputs: EstimateInputs) -> int:
-    return model_size(ModelVariant(inputs.architecture, "causal_lm", planned_precision(inputs.params))).parameters
+    return model_size(
+        ModelVariant(inputs.architecture, "causal_lm", planned_precision(inputs.params))
+    ).parameters
 
 
 def _stage_text(plan: StagePlan) -> str:
-    """What the stage's models hold and what its phases need, in GiB, or in MiB where that is easier to read; and the
-    whole process of a plan for a CPU; and what is left to a server on the GPU."""
+    """What the stage's models hold and what its phases need, in GiB, or in MiB where that is easier
+    to read; and the whole process of a plan for a CPU; and what is left to a server on the GPU."""
     unit, name = (GIB, "GiB") if plan.peak >= GIB else (MIB, "MiB")
     table = Table(f"{name} per GPU", box=None, pad_edge=False)
     for column in COLUMNS:
@@ -245,16 +278,24 @@ def _stage_text(plan: StagePlan) -> str:
         for name, use in uses.items():
             sizes = [*(getattr(use, kind) for kind in MEMORY_KINDS), use.total]
             # Five characters at most below 10,000: hundreds need no second decimal.
-            cells = [f"{size / unit:.{2 if size < 99.995 * unit else 1}f}" if size else "" for size in sizes]
+            cells = [
+                f"{size / unit:.{2 if size < 99.995 * unit else 1}f}" if size else ""
+                for size in sizes
+            ]
             table.add_row(f"  {name}", *cells)
 
     add("held throughout", {role.name: role.held for role in plan.roles})
-    marked = {f"{name} *" if name == plan.worst_phase else name: use for name, use in plan.phases.items()}
+    marked = {
+        f"{name} *" if name == plan.worst_phase else name: use for name, use in plan.phases.items()
+    }
     add("at each phase's peak", marked)
     console = Console(file=io.StringIO(), width=200, color_system=None)
     with console.capture() as capture:
         console.print(table, highlight=False)
-    lines = [f"{plan.stage} on {_layout_text(plan.layout)}", *map(str.rstrip, capture.get().splitlines())]
+    lines = [
+        f"{plan.stage} on {_layout_text(plan.layout)}",
+        *map(str.rstrip, capture.get().splitlines()),
+    ]
     if plan.host:
         lines.append(f"and {gib(plan.host)} of host memory for each GPU")
     if plan.process is not None:
@@ -271,7 +312,9 @@ def _advice_text(stage: str, steps: Sequence[AdviceStep]) -> str:
         return f"{stage}: no setting helps; take {LARGER}"
     lines = [f"to make {stage} fit, each with those before it:"]
     for number, step in enumerate(steps, 1):
-        lines.append(f"  {number}. {step.assignments}: {gib(step.after.peak)} ({step.after.worst_phase})")
+        lines.append(
+            f"  {number}. {step.assignments}: {gib(step.after.peak)} ({step.after.worst_phase})"
+        )
     lines.append("  so it fits" if steps[-1].after.fits else f"  that is not enough: {LARGER}")
     return "\n".join(lines)
 
@@ -284,7 +327,9 @@ def _layout_text(layout: ParallelLayout) -> str:
         "plain torch" if layout.engine == "local" else f"DeepSpeed ZeRO {layout.zero}",
         "gradient checkpointing" if layout.gradient_checkpointing else "",
         f"{away} offloaded" if away else "",
-        {"device": "", "offload": "frozen models offloaded", "sharded": "frozen models sharded"}[layout.frozen],
+        {"device": "", "offload": "frozen models offloaded", "sharded": "frozen models sharded"}[
+            layout.frozen
+        ],
     ]
     return ", ".join(filter(None, options))
 

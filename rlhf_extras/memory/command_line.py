@@ -17,16 +17,28 @@ app = typer.Typer(add_completion=False, rich_markup_mode="rich")
 @app.command()
 def plan(
     workspace: WorkspaceOption = None,
-    profiles: Annotated[list[str] | None, typer.Option("--profile", "-p", help="Overlay on params.yaml.")] = None,
-    sets: Annotated[list[str] | None, typer.Option("--set", "-s", help="section.key=value over params.yaml.")] = None,
-    stages: Annotated[list[str] | None, typer.Option("--stage", help="Only this stage; may be repeated.")] = None,
-    gpus: Annotated[int | None, typer.Option(help="GPUs that share a job: one process on each.")] = None,
+    profiles: Annotated[
+        list[str] | None, typer.Option("--profile", "-p", help="Overlay on params.yaml.")
+    ] = None,
+    sets: Annotated[
+        list[str] | None, typer.Option("--set", "-s", help="section.key=value over params.yaml.")
+    ] = None,
+    stages: Annotated[
+        list[str] | None, typer.Option("--stage", help="Only this stage; may be repeated.")
+    ] = None,
+    gpus: Annotated[
+        int | None, typer.Option(help="GPUs that share a job: one process on each.")
+    ] = None,
     gpu_memory: Annotated[float | None, typer.Option(help="Memory of one GPU in GiB.")] = None,
-    zero: Annotated[int | None, typer.Option("--zero-stage", help="DeepSpeed's ZeRO stage, 0 to 3.")] = None,
+    zero: Annotated[
+        int | None, typer.Option("--zero-stage", help="DeepSpeed's ZeRO stage, 0 to 3.")
+    ] = None,
     offload: Annotated[
         str | None, typer.Option(help="What waits in host memory: none, optimizer or parameters.")
     ] = None,
-    frozen: Annotated[str | None, typer.Option(help="Frozen models: device, offload or sharded.")] = None,
+    frozen: Annotated[
+        str | None, typer.Option(help="Frozen models: device, offload or sharded.")
+    ] = None,
     gradient_checkpointing: Annotated[
         bool | None,
         typer.Option(
@@ -34,21 +46,31 @@ def plan(
             help="Gradient checkpointing: compute activations again in the backward pass.",
         ),
     ] = None,
-    bf16: Annotated[bool | None, typer.Option("--bf16/--fp32", help="Weights in bfloat16 or float32.")] = None,
-    lora_rank: Annotated[int | None, typer.Option(help="Adapters of this rank instead of all weights.")] = None,
+    bf16: Annotated[
+        bool | None, typer.Option("--bf16/--fp32", help="Weights in bfloat16 or float32.")
+    ] = None,
+    lora_rank: Annotated[
+        int | None, typer.Option(help="Adapters of this rank instead of all weights.")
+    ] = None,
     prompt_tokens: Annotated[int | None, typer.Option(help="Longest prompt of rollouts.")] = None,
-    config: Annotated[Path | None, typer.Option(help="config.json in place of the starting model's.")] = None,
-    check: Annotated[bool, typer.Option("--check", help="Print one line; exit with 2 if it cannot fit.")] = False,
+    config: Annotated[
+        Path | None, typer.Option(help="config.json in place of the starting model's.")
+    ] = None,
+    check: Annotated[
+        bool, typer.Option("--check", help="Print one line; exit with 2 if it cannot fit.")
+    ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print all numbers as JSON.")] = False,
 ) -> None:
-    """Estimate memory per GPU by model and phase of every training stage, and what to change when it does not fit.
+    """Estimate memory per GPU by model and phase of every training stage, and what to change when
+    it does not fit.
 
-    The passes of each stage run on shapes alone: no weights are downloaded or loaded. Options stand for settings of
-    every stage that is planned; those left out are as in params.yaml. Lengths come from the workspace's data; before
-    there are any, and with --profile, --set or --config, from the limits of the settings. For data from files it also
-    forecasts what so many pairs can show.
+    The passes of each stage run on shapes alone: no weights are downloaded or loaded. Options stand
+    for settings of every stage that is planned; those left out are as in params.yaml. Lengths come
+    from the workspace's data; before there are any, and with --profile, --set or --config, from the
+    limits of the settings. For data from files it also forecasts what so many pairs can show.
 
-    Exit codes: 0 it fits or nothing is known against it, 2 it does not fit, or the settings are wrong.
+    Exit codes: 0 it fits or nothing is known against it, 2 it does not fit, or the settings are
+    wrong.
 
     Example: rlhf plan --profile paper-7b --gpus 8 --gpu-memory 80
     """
@@ -60,8 +82,20 @@ def plan(
         root = workspace_root(workspace)
         from rlhf_extras.memory.command import PlanRequest, describe
 
-        options = (gpus, gpu_memory, zero, offload, frozen, gradient_checkpointing, bf16, lora_rank, prompt_tokens)
-        request = PlanRequest(root, ",".join(profiles or ()) or None, sets or (), stages or (), config, *options)
+        options = (
+            gpus,
+            gpu_memory,
+            zero,
+            offload,
+            frozen,
+            gradient_checkpointing,
+            bf16,
+            lora_rank,
+            prompt_tokens,
+        )
+        request = PlanRequest(
+            root, ",".join(profiles or ()) or None, sets or (), stages or (), config, *options
+        )
         plans = [] if check else request.plans()
         answer = request.check() if check else describe(plans, request.forecast(), as_json=as_json)
     typer.echo(answer)

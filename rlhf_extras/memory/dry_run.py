@@ -1,11 +1,13 @@
-"""Passes of models run on shapes alone: the bytes that each moment of a pass allocates, at any size of model.
+"""Passes of models run on shapes alone: the bytes that each moment of a pass allocates, at any size
+of model.
 
-Parameters and batches are fake tensors, which have a shape and a pretended device but no storage, so the pipeline's own
-modules and distributions run as they do with data, and :class:`TensorMemory` counts what a GPU's allocator would hold.
+Parameters and batches are fake tensors, which have a shape and a pretended device but no storage,
+so the pipeline's own modules and distributions run as they do with data, and :class:`TensorMemory`
+counts what a GPU's allocator would hold.
 
-Decoder layers are alike, so a pass is run with three of them at most: what the layer in the middle leaves behind counts
-once for each layer between the first and the last. The most is held in the first or the last one, since from layer to
-layer bytes grow or shrink by the same amount.
+Decoder layers are alike, so a pass is run with three of them at most: what the layer in the middle
+leaves behind counts once for each layer between the first and the last. The most is held in the
+first or the last one, since from layer to layer bytes grow or shrink by the same amount.
 """
 
 from __future__ import annotations
@@ -41,7 +43,9 @@ from rlhf_extras.memory.architecture import Architecture
 
 @dataclass(frozen=True)
 class MemoryUse:
-    """Bytes on one GPU. ``other`` are communication buffers, temporary gradients of embeddings and the rollout."""
+    """Bytes on one GPU. ``other`` are communication buffers, temporary gradients of embeddings and
+    the rollout.
+    """
 
     weights: int = 0
     gradients: int = 0
@@ -75,14 +79,16 @@ def together(uses: Iterable[MemoryUse]) -> MemoryUse:
 
 
 class TensorMemory(TorchDispatchMode):
-    """Inside ``with TensorMemory(...)`` every storage that an operation returns counts until nothing refers to it.
+    """Inside ``with TensorMemory(...)`` every storage that an operation returns counts until
+    nothing refers to it.
 
-    ``peak`` is the highest number of bytes since :meth:`restart`. Tensors made before are counted by :meth:`hold`.
-    Buffers that a kernel allocates and frees within one operation are not seen.
+    ``peak`` is the highest number of bytes since :meth:`restart`. Tensors made before are counted
+    by :meth:`hold`. Buffers that a kernel allocates and frees within one operation are not seen.
 
-    Each storage has a kind of :class:`MemoryUse`: results of operations whose last dimension is ``vocabulary`` are
-    logits, those whose first dimension it is (gradients of embeddings) are other, all else is activations until
-    :meth:`recount` says what it is. A storage counts ``repeat`` times, where one stands for several that are alike.
+    Each storage has a kind of :class:`MemoryUse`: results of operations whose last dimension is
+    ``vocabulary`` are logits, those whose first dimension it is (gradients of embeddings) are
+    other, all else is activations until :meth:`recount` says what it is. A storage counts
+    ``repeat`` times, where one stands for several that are alike.
     """
 
     def __init__(self, *modules: nn.Module, vocabulary: int | None = None) -> None:
@@ -104,7 +110,9 @@ class TensorMemory(TorchDispatchMode):
             self._count(tensor, "weights")
 
     def recount(self, tensor: Tensor, kind: str | None = None, repeat: int | None = None) -> None:
-        """Count the storage of ``tensor`` as ``kind``, ``repeat`` times from here on; None leaves it as it is."""
+        """Count the storage of ``tensor`` as ``kind``, ``repeat`` times from here on; None leaves
+        it as it is.
+        """
         storage = tensor.untyped_storage()
         if id(storage) in self._counted:
             old_kind, old_size = self._counted[id(storage)]
@@ -120,8 +128,8 @@ class TensorMemory(TorchDispatchMode):
     def begin_segment(self, repeat: int = 1) -> None:
         """End the current segment, and begin one whose storages count ``repeat`` times.
 
-        The peak of the current one is appended to ``segments``, unless its storages counted several times: their sum
-        is right only once it has ended.
+        The peak of the current one is appended to ``segments``, unless its storages counted several
+        times: their sum is right only once it has ended.
         """
         if self.repeat == 1:
             self.segments.append(MemoryUse(**self._at_peak))
@@ -145,7 +153,10 @@ class TensorMemory(TorchDispatchMode):
     def _count(self, tensor: Tensor, kind: str) -> None:
         # Weights that oneDNN has packed have no storage that Python could ask.
         holder = tensor if tensor.is_mkldnn else tensor.untyped_storage()
-        key, size = id(holder), self.repeat * (holder.nbytes if isinstance(holder, Tensor) else holder.nbytes())
+        key, size = (
+            id(holder),
+            self.repeat * (holder.nbytes if isinstance(holder, Tensor) else holder.nbytes()),
+        )
         if key not in self._counted and size:
             self._counted[key] = kind, size
             # torch keeps the Python object of a storage for as long as the storage itself lives.
@@ -165,10 +176,11 @@ class TensorMemory(TorchDispatchMode):
 
 Head = Literal["causal_lm", "scalar", "reward"]
 DEPTH = 3  # of layers that are alike so many are built: one stands for all between the first and the last
-# Runs a pass of the fake models, its memory being the first argument; returns the loss, first of what is still held
-# while that is differentiated.
+# Runs a pass of the fake models, its memory being the first argument; returns the loss, first of
+# what is still held while that is differentiated.
 PassFunction = Callable[..., Tensor | tuple[Tensor, ...] | None]
-# What a pass holds at each of its moments, beside the weights: every gradient whole and in its weight's precision.
+# What a pass holds at each of its moments, beside the weights: every gradient whole and in its
+# weight's precision.
 Moments = tuple[MemoryUse, ...]
 
 
@@ -178,12 +190,15 @@ class ModelVariant:
 
     Attributes:
         architecture: Of the language model that it is made from.
-        head: ``reward`` is the reward model in training, which keeps an untied unembedding for its imitation loss.
-        precision: Of its weights. What ``lora`` quantises is counted by :mod:`~rlhf_extras.memory.sharding`.
+        head: ``reward`` is the reward model in training, which keeps an untied unembedding for its
+            imitation loss.
+        precision: Of its weights. What ``lora`` quantises is counted by
+            :mod:`~rlhf_extras.memory.sharding`.
         trained: ``adapters`` are those of ``lora`` and the head of a scalar model.
         lora: Its adapters.
         gradient_checkpointing: Whether its layers recompute their activations.
-        on_gpu: Whether norms are computed as on a GPU, which holds fewer copies for them than a CPU.
+        on_gpu: Whether norms are computed as on a GPU, which holds fewer copies for them than a
+            CPU.
     """
 
     architecture: Architecture
@@ -210,7 +225,8 @@ class ModelSize:
         weights: Bytes of all of them; adapters are float32 whatever the model's precision.
         trainable_weights: Bytes of those with a gradient.
         gradients: Bytes of the gradients that plain torch sums up: float32.
-        optimizer: Bytes of AdamW's state in plain torch, and of the float32 masters of low-precision weights.
+        optimizer: Bytes of AdamW's state in plain torch, and of the float32 masters of
+            low-precision weights.
         linear: Parameters of the linear layers below the head, adapters not included.
         matrices: Number of those layers.
         largest: Parameters of the largest of them.
@@ -229,12 +245,16 @@ class ModelSize:
 
 @cache
 def model_size(variant: ModelVariant) -> ModelSize:
-    """The size of a model as the pipeline builds it. ``ModelError`` where transformers has no such model."""
+    """The size of a model as the pipeline builds it. ``ModelError`` where transformers has no such
+    model.
+    """
     model: Any = _built(variant)
     repeats = _repeats_of_parameters(model)
     backbone = (model.model if isinstance(model, ScalarModel) else model).base_model
     matrices = [
-        layer.weight for name, layer in backbone.named_modules() if type(layer) is nn.Linear and "lora_" not in name
+        layer.weight
+        for name, layer in backbone.named_modules()
+        if type(layer) is nn.Linear and "lora_" not in name
     ]
     parameters = list(model.parameters())
     trainable = [parameter for parameter in parameters if parameter.requires_grad]
@@ -253,8 +273,13 @@ def model_size(variant: ModelVariant) -> ModelSize:
             adamw.step()
             adamw.zero_grad(set_to_none=True)
             gradients = total(lambda one: updated[one].nbytes, trainable)
-            optimizer = total(lambda one: updated[one].nbytes if updated[one] is not one else 0, trainable)
-            optimizer += total(lambda one: sum(slot.nbytes for slot in adamw.state[updated[one]].values()), trainable)
+            optimizer = total(
+                lambda one: updated[one].nbytes if updated[one] is not one else 0, trainable
+            )
+            optimizer += total(
+                lambda one: sum(slot.nbytes for slot in adamw.state[updated[one]].values()),
+                trainable,
+            )
             masters.detach()
     return ModelSize(
         parameters=total(Tensor.numel, parameters),
@@ -269,8 +294,11 @@ def model_size(variant: ModelVariant) -> ModelSize:
     )
 
 
-def run_pass(run: PassFunction, variants: Sequence[ModelVariant], accumulated: bool = False) -> Moments:
-    """The peaks before, in and after the first and the last layer of a pass, and of its backward pass.
+def run_pass(
+    run: PassFunction, variants: Sequence[ModelVariant], accumulated: bool = False
+) -> Moments:
+    """The peaks before, in and after the first and the last layer of a pass, and of its backward
+    pass.
 
     Args:
         run: The pass.
@@ -284,7 +312,9 @@ def run_pass(run: PassFunction, variants: Sequence[ModelVariant], accumulated: b
     trainable = [parameter for parameter in models[0].parameters() if parameter.requires_grad]
     repeats = _repeats_of_parameters(models[0])
     with _fake_mode(), ExitStack() as stack:
-        memory = stack.enter_context(TensorMemory(*models, vocabulary=variants[0].architecture.config().vocab_size))
+        memory = stack.enter_context(
+            TensorMemory(*models, vocabulary=variants[0].architecture.config().vocab_size)
+        )
         for model in models:
             stack.enter_context(_segmented_by_layers(model, memory))
         if variants[0].gradient_checkpointing:
@@ -293,7 +323,9 @@ def run_pass(run: PassFunction, variants: Sequence[ModelVariant], accumulated: b
             if accumulated:
                 parameter.grad = torch.empty_like(parameter)
                 memory.recount(parameter.grad, "gradients", repeats.get(id(parameter), 1))
-            hook = parameter.register_post_accumulate_grad_hook(lambda one: memory.recount(one.grad, "gradients"))
+            hook = parameter.register_post_accumulate_grad_hook(
+                lambda one: memory.recount(one.grad, "gradients")
+            )
             stack.callback(hook.remove)
             stack.callback(setattr, parameter, "grad", None)
         memory.restart()
@@ -302,27 +334,40 @@ def run_pass(run: PassFunction, variants: Sequence[ModelVariant], accumulated: b
             loss = held[0] if isinstance(held, tuple) else held
             if loss is not None and loss.requires_grad:
                 torch.autograd.backward(loss)
-        except RuntimeError as error:  # what fake tensors cannot do, and whatever else a model's code objects to
+        except (
+            RuntimeError
+        ) as error:  # what fake tensors cannot do, and whatever else a model's code objects to
             kind = variants[0].architecture.config().model_type
-            raise ModelError(f"a model of type {kind!r} cannot be run on shapes alone ({first_line(error)})") from error
+            raise ModelError(
+                f"a model of type {kind!r} cannot be run on shapes alone ({first_line(error)})"
+            ) from error
         memory.begin_segment()
     return tuple(replace(use, weights=0) for use in memory.segments)
 
 
 def repeated_layers(model: nn.Module) -> list[tuple[nn.Module, int]]:
-    """The decoder layers of a built model, in order, each with the number of layers that it stands for."""
-    layers = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
+    """The decoder layers of a built model, in order, each with the number of layers that it stands
+    for.
+    """
+    layers = [
+        module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)
+    ]
     return list(zip(layers, model.repeats, strict=True))  # type: ignore[arg-type]
 
 
 def _repeats_of_parameters(model: nn.Module) -> dict[int, int]:
     """How often each parameter of a layer counts, by its id."""
-    return {id(parameter): repeat for layer, repeat in repeated_layers(model) for parameter in layer.parameters()}
+    return {
+        id(parameter): repeat
+        for layer, repeat in repeated_layers(model)
+        for parameter in layer.parameters()
+    }
 
 
 @contextmanager
 def _segmented_by_layers(model: nn.Module, memory: TensorMemory) -> Iterator[None]:
-    """Begin a segment of ``memory`` with each layer's forward and backward pass, and after the last layer.
+    """Begin a segment of ``memory`` with each layer's forward and backward pass, and after the last
+    layer.
 
     Hidden states and their gradients belong to the layer that they enter.
     """
@@ -333,10 +378,14 @@ def _segmented_by_layers(model: nn.Module, memory: TensorMemory) -> Iterator[Non
         memory.recount(entering, repeat=repeat)
         memory.restart()
 
-    def before_forward(repeat: int, module: nn.Module, args: tuple[Tensor, ...], kwargs: dict[str, Any]) -> None:
+    def before_forward(
+        repeat: int, module: nn.Module, args: tuple[Tensor, ...], kwargs: dict[str, Any]
+    ) -> None:
         enter(repeat, args[0] if args else kwargs["hidden_states"])
 
-    def after_forward(repeat: int, module: nn.Module, args: tuple[Tensor, ...], output: Any) -> None:
+    def after_forward(
+        repeat: int, module: nn.Module, args: tuple[Tensor, ...], output: Any
+    ) -> None:
         hidden = output if isinstance(output, Tensor) else output[0]
         if hidden.requires_grad:
             hidden.register_hook(partial(enter, repeat))
@@ -345,7 +394,11 @@ def _segmented_by_layers(model: nn.Module, memory: TensorMemory) -> Iterator[Non
 
     with ExitStack() as hooks:
         for layer, repeat in layers:
-            hooks.callback(layer.register_forward_pre_hook(partial(before_forward, repeat), with_kwargs=True).remove)
+            hooks.callback(
+                layer.register_forward_pre_hook(
+                    partial(before_forward, repeat), with_kwargs=True
+                ).remove
+            )
             hooks.callback(layer.register_forward_hook(partial(after_forward, repeat)).remove)
         yield
 
@@ -357,9 +410,11 @@ def _fake_mode() -> FakeTensorMode:
 
 @cache
 def _built(variant: ModelVariant) -> nn.Module:
-    """The model with a few layers that stand for all, its parameters and buffers fake tensors on the CPU.
+    """The model with a few layers that stand for all, its parameters and buffers fake tensors on
+    the CPU.
 
-    Where only the upper layers have adapters, no gradient passes the lower ones, which are stood for on their own.
+    Where only the upper layers have adapters, no gradient passes the lower ones, which are stood
+    for on their own.
     """
     layers, lora, upper = variant.architecture.config().num_hidden_layers, variant.lora, 0
     if lora is not None:
@@ -372,14 +427,26 @@ def _built(variant: ModelVariant) -> nn.Module:
     kind: Any = AutoModelForCausalLM if variant.head == "causal_lm" else AutoScalarModel
     with quiet(), torch.device("meta"):
         try:
-            model = kind.from_config(config, dtype=precision, attn_implementation=attention_of(kind, config))
-        except Exception as error:  # whatever a model's code makes of sizes and names that it does not know
-            raise ModelError(f"transformers cannot build a {config.model_type} model ({first_line(error)})") from error
-        if sum(isinstance(module, GradientCheckpointingLayer) for module in model.modules()) != len(repeats):
-            raise ModelError(f"the decoder layers of a {config.model_type} model cannot be told from its other parts")
+            model = kind.from_config(
+                config, dtype=precision, attn_implementation=attention_of(kind, config)
+            )
+        except (
+            Exception
+        ) as error:  # whatever a model's code makes of sizes and names that it does not know
+            raise ModelError(
+                f"transformers cannot build a {config.model_type} model ({first_line(error)})"
+            ) from error
+        if sum(isinstance(module, GradientCheckpointingLayer) for module in model.modules()) != len(
+            repeats
+        ):
+            raise ModelError(
+                f"the decoder layers of a {config.model_type} model cannot be told from its other parts"
+            )
         if variant.head != "causal_lm":
             untied = variant.head == "reward" and not config.tie_word_embeddings
-            model = ScalarModel(model, torch.empty_like(model.get_input_embeddings().weight) if untied else None)
+            model = ScalarModel(
+                model, torch.empty_like(model.get_input_embeddings().weight) if untied else None
+            )
         else:
             use_float32_unembedding(model)
         if lora is not None and isinstance(model, ScalarModel):
@@ -402,12 +469,16 @@ def _built(variant: ModelVariant) -> nn.Module:
 
 
 class _NormOnShapes(torch.autograd.Function):
-    """What a GPU's kernel of a norm allocates: the CPU, on which fake tensors are, has eight in its place."""
+    """What a GPU's kernel of a norm allocates: the CPU, on which fake tensors are, has eight in its
+    place.
+    """
 
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, weight: Tensor) -> Tensor:
         """(..., H) -> (..., H); kept are the input, the weight and one number of each position."""
-        ctx.save_for_backward(hidden, weight, hidden.new_empty(hidden.shape[:-1], dtype=torch.float32))
+        ctx.save_for_backward(
+            hidden, weight, hidden.new_empty(hidden.shape[:-1], dtype=torch.float32)
+        )
         return torch.empty_like(hidden)
 
     @staticmethod
@@ -415,7 +486,9 @@ class _NormOnShapes(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, Tensor | None]:
         hidden, weight, _ = ctx.saved_tensors
         for_hidden, for_weight = ctx.needs_input_grad
-        return torch.empty_like(hidden) if for_hidden else None, torch.empty_like(weight) if for_weight else None
+        return torch.empty_like(hidden) if for_hidden else None, torch.empty_like(
+            weight
+        ) if for_weight else None
 
 
 def _norm_on_shapes(norm: nn.Module, hidden: Tensor) -> Tensor:

@@ -1,7 +1,9 @@
-"""The passes that the stages make, each run on shapes alone: the code that trains, with full-length rows of zeros.
+"""The passes that the stages make, each run on shapes alone: the code that trains, with full-length
+rows of zeros.
 
-Losses are differentiated where a model is trained. Terms of them that are of the size of a batch, without vocabulary or
-hidden size, are left out. Passes are remembered, since advice tries many settings that change few of them.
+Losses are differentiated where a model is trained. Terms of them that are of the size of a batch,
+without vocabulary or hidden size, are left out. Passes are remembered, since advice tries many
+settings that change few of them.
 """
 
 from __future__ import annotations
@@ -20,17 +22,32 @@ from rlhf_core.models.heads import ScalarModel
 from rlhf_core.sampling.decoding import decoding_layers
 from rlhf_core.sampling.distribution import EvaluationSampling, Sampling, inverse_cdf
 from rlhf_core.sampling.generation import BlockCache
-from rlhf_core.sampling.token_scoring import Tokens, response_logits, response_values, token_statistics
+from rlhf_core.sampling.token_scoring import (
+    Tokens,
+    response_logits,
+    response_values,
+    token_statistics,
+)
 from rlhf_core.training.losses import chunked_cross_entropy, pairwise_loss
-from rlhf_extras.memory.dry_run import ModelVariant, Moments, TensorMemory, repeated_layers, run_pass
+from rlhf_extras.memory.dry_run import (
+    ModelVariant,
+    Moments,
+    TensorMemory,
+    repeated_layers,
+    run_pass,
+)
 from rlhf_extras.memory.sequence_lengths import BatchShape
 
 
 @cache
 def reply_loss(
-    model: ModelVariant, batch: BatchShape, accumulated: bool = False, logits_bytes: int = LOGITS_BYTES
+    model: ModelVariant,
+    batch: BatchShape,
+    accumulated: bool = False,
+    logits_bytes: int = LOGITS_BYTES,
 ) -> Moments:
-    """Cross-entropy at ``batch.scored`` positions, the only ones that are unembedded, ``logits_bytes`` at a time.
+    """Cross-entropy at ``batch.scored`` positions, the only ones that are unembedded,
+    ``logits_bytes`` at a time.
 
     ``accumulated`` says that the gradients of an earlier micro-batch exist already.
     """
@@ -38,7 +55,9 @@ def reply_loss(
     def run(memory: TensorMemory, policy: PreTrainedModel) -> Tensor:
         ids, mask = _full_rows(batch.rows, batch.width)
         logits = lazy_logits(policy, ids, mask, ids, batch.width)
-        scored = LazyLogits(_scored_positions(logits.states, batch.scored), logits.head, logits.vocabulary)
+        scored = LazyLogits(
+            _scored_positions(logits.states, batch.scored), logits.head, logits.vocabulary
+        )
         targets = torch.zeros(batch.scored, dtype=torch.long)
         return chunked_cross_entropy(scored, targets, batch.scored, logits_bytes)
 
@@ -47,7 +66,9 @@ def reply_loss(
 
 @cache
 def pair_loss(model: ModelVariant, batch: BatchShape, logits_bytes: int = LOGITS_BYTES) -> Moments:
-    """The reward model's loss on ``batch.rows / 2`` pairs, with imitation at ``batch.scored`` positions if any."""
+    """The reward model's loss on ``batch.rows / 2`` pairs, with imitation at ``batch.scored``
+    positions if any.
+    """
 
     def run(memory: TensorMemory, reward: ScalarModel) -> Tensor:
         pairs, (ids, mask) = batch.rows // 2, _full_rows(batch.rows, batch.width)
@@ -75,7 +96,9 @@ def reply_scores(model: ModelVariant, batch: BatchShape) -> Moments:
 
 
 @cache
-def value_loss(model: ModelVariant, batch: BatchShape, sampling: Sampling, accumulated: bool) -> Moments:
+def value_loss(
+    model: ModelVariant, batch: BatchShape, sampling: Sampling, accumulated: bool
+) -> Moments:
     """A critic's loss on full-length replies."""
 
     def run(memory: TensorMemory, critic: ScalarModel) -> Tensor:
@@ -96,14 +119,16 @@ def reply_statistics(
     accumulated: bool = False,
     logits_bytes: int = LOGITS_BYTES,
 ) -> Moments:
-    """Log-probabilities of full-length replies and what is computed with them; their sum is a trained policy's loss.
+    """Log-probabilities of full-length replies and what is computed with them; their sum is a
+    trained policy's loss.
 
     Args:
         model: The policy.
         batch: The replies with their prompts.
         sampling: The distribution that they come from.
         entropies: Whether to compute entropies.
-        reference: What a KL is measured to: nothing, the policy itself, or the model that it started as.
+        reference: What a KL is measured to: nothing, the policy itself, or the model that it
+            started as.
         exact_kl: Whether that is over the whole vocabulary.
         critic: What gives values at the same positions, without gradient.
         accumulated: Whether the gradients of an earlier micro-batch exist already.
@@ -125,22 +150,36 @@ def reply_statistics(
             if reference == "frozen":
                 other = response_logits(others[0], tokens)
         statistics = token_statistics(
-            logits, tokens, sampling, logits_bytes, entropies=entropies, reference=other, exact_kl=exact_kl
+            logits,
+            tokens,
+            sampling,
+            logits_bytes,
+            entropies=entropies,
+            reference=other,
+            exact_kl=exact_kl,
         )
         needed = [values for name, values in statistics.items() if name != "ref_logprobs"]
         return torch.stack([one.sum() for one in needed]).sum()
 
-    return run_pass(run, [model, *started_as, *([critic.in_inference] if critic is not None else [])], accumulated)
+    return run_pass(
+        run,
+        [model, *started_as, *([critic.in_inference] if critic is not None else [])],
+        accumulated,
+    )
 
 
 @cache
-def generation(model: ModelVariant, rows: int, prompt: int, sampling: Sampling | EvaluationSampling) -> Moments:
-    """Sampling ``rows`` replies at once: the pass over the prompts, then the last token of full-length replies.
+def generation(
+    model: ModelVariant, rows: int, prompt: int, sampling: Sampling | EvaluationSampling
+) -> Moments:
+    """Sampling ``rows`` replies at once: the pass over the prompts, then the last token of
+    full-length replies.
 
     With :class:`EvaluationSampling` the evaluation's filters apply.
     """
     reply = sampling.base.max_new_tokens
-    # Layers in 4 bits are not merged, and the model at hand stands for them with layers that would be.
+    # Layers in 4 bits are not merged, and the model at hand stands for them with layers that would
+    # be.
     packed = model.lora is not None and model.lora.quantize is not None
 
     def run(memory: TensorMemory, policy: PreTrainedModel) -> tuple[Tensor, ...]:
@@ -153,7 +192,10 @@ def generation(model: ModelVariant, rows: int, prompt: int, sampling: Sampling |
             cache = CountedCache(memory, policy.config)
             cache.fill(policy, rows, prompt + reply - 1)
             logits = _decode(policy, tokens[:, -1:], mask, cache)
-            inverse_cdf(sampling.next_token(logits, tokens[:, prompt:], torch.tensor([reply - 1])), uniforms[:, -1])
+            inverse_cdf(
+                sampling.next_token(logits, tokens[:, prompt:], torch.tensor([reply - 1])),
+                uniforms[:, -1],
+            )
         return response, logprobs
 
     return run_pass(run, [model.in_inference])
@@ -161,7 +203,9 @@ def generation(model: ModelVariant, rows: int, prompt: int, sampling: Sampling |
 
 @contextmanager
 def _counted_decoding_layers(memory: TensorMemory, policy: PreTrainedModel) -> Iterator[None]:
-    """Decode with the layers of a GPU: merged adapters and a float32 head, whose weights count as ``other``."""
+    """Decode with the layers of a GPU: merged adapters and a float32 head, whose weights count as
+    ``other``.
+    """
     own = {id(parameter) for parameter in policy.parameters()}
     with decoding_layers(policy, rows=0, steps=0):
         for part, repeat in [(policy, 1), *repeated_layers(policy)]:
@@ -190,7 +234,9 @@ class CountedCache(BlockCache):
         """Hold ``width`` tokens of ``rows`` sequences; how they came there is not counted."""
         config = policy.config
         heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
-        head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+        head_dim = (
+            getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+        )
         for number, (_, repeat) in enumerate(repeated_layers(policy)):
             keys = torch.zeros(rows, heads, width, head_dim, dtype=policy.dtype)
             for tensor in self.update(keys, torch.zeros_like(keys), number):
@@ -200,15 +246,24 @@ class CountedCache(BlockCache):
 
 
 def _decode(policy: PreTrainedModel, ids: Tensor, mask: Tensor, cache: BlockCache) -> Tensor:
-    """Logits (B, V) after the last of ``ids``, whose positions may as well be the ids themselves here."""
+    """Logits (B, V) after the last of ``ids``, whose positions may as well be the ids themselves
+    here.
+    """
     logits: Tensor = policy(
-        input_ids=ids, attention_mask=mask, position_ids=ids, past_key_values=cache, use_cache=True, logits_to_keep=1
+        input_ids=ids,
+        attention_mask=mask,
+        position_ids=ids,
+        past_key_values=cache,
+        use_cache=True,
+        logits_to_keep=1,
     ).logits
     return logits[:, -1]
 
 
 def _scored_positions(values: Tensor, count: int) -> Tensor:
-    """``count`` of all positions, (B, L, ...) -> (count, ...). Which ones makes no difference to memory."""
+    """``count`` of all positions, (B, L, ...) -> (count, ...). Which ones makes no difference to
+    memory.
+    """
     return values.flatten(0, 1)[torch.zeros(count, dtype=torch.long)]
 
 

@@ -1,4 +1,6 @@
-"""How long sequences are, which activations, logits and caches grow with: by the settings' limits, or as measured."""
+"""How long sequences are, which activations, logits and caches grow with: by the settings' limits,
+or as measured.
+"""
 
 from __future__ import annotations
 
@@ -16,16 +18,21 @@ from rlhf_core.data.token_tables import TokenTable, read_tokens
 from rlhf_core.models.causal_lm import load_tokenizer
 from rlhf_core.stages.ppo import read_ptx_texts
 
-# English text in a byte-pair vocabulary has about four characters per token; three is on the safe side.
+# English text in a byte-pair vocabulary has about four characters per token; three is on the safe
+# side.
 CHARACTERS_PER_TOKEN = 3
 # How many of the longest sequences are kept.
 LONGEST = 2000
-Lengths = npt.NDArray[np.int32]  # (N, 2): all tokens of each sequence, and those of its reply that has logits
+Lengths = npt.NDArray[
+    np.int32
+]  # (N, 2): all tokens of each sequence, and those of its reply that has logits
 
 
 @dataclass(frozen=True)
 class BatchShape:
-    """One pass of a model: ``rows`` padded to ``width``, with logits computed at ``scored`` positions in all."""
+    """One pass of a model: ``rows`` padded to ``width``, with logits computed at ``scored``
+    positions in all.
+    """
 
     rows: int
     width: int
@@ -39,8 +46,8 @@ class BatchShape:
 
 @dataclass(frozen=True)
 class LongestSequences:
-    """The longest sequences of a dataset as ``(all tokens, reply tokens)``, longest first; the last one stands for all
-    that are shorter."""
+    """The longest sequences of a dataset as ``(all tokens, reply tokens)``, longest first; the last
+    one stands for all that are shorter."""
 
     rows: Sequence[tuple[int, int]]
 
@@ -58,8 +65,9 @@ class LongestSequences:
     def pairs(self, budget: int, min_pairs: int, max_pairs: int) -> BatchShape:
         """The heaviest batch of preference pairs under a token budget.
 
-        A batch of b pairs has 2b rows and at most ``max(min_pairs, min(max_pairs, budget // 2 width))`` pairs. The
-        reply tokens are those of the chosen replies, the only ones with logits.
+        A batch of b pairs has 2b rows and at most
+        ``max(min_pairs, min(max_pairs, budget // 2 width))`` pairs. The reply tokens are those of
+        the chosen replies, the only ones with logits.
         """
         batches = []
         for start, (width, _) in enumerate(self.rows):
@@ -70,7 +78,9 @@ class LongestSequences:
 
 @dataclass(frozen=True)
 class SequenceLengths:
-    """Longest sequences in tokens: ``prompt`` of rollouts, and of each dataset. ``source`` says how they are known."""
+    """Longest sequences in tokens: ``prompt`` of rollouts, and of each dataset. ``source`` says how
+    they are known.
+    """
 
     prompt: int
     demonstrations: LongestSequences
@@ -80,7 +90,8 @@ class SequenceLengths:
 
 
 def lengths_from_limits(params: Params, positions: int | None) -> SequenceLengths:
-    """Upper bounds by the settings alone: every sequence as long as it may be, every token of it a reply's.
+    """Upper bounds by the settings alone: every sequence as long as it may be, every token of it a
+    reply's.
 
     Where ``plan`` says how long prompts and texts of ptx are, they are as long as that.
 
@@ -91,7 +102,11 @@ def lengths_from_limits(params: Params, positions: int | None) -> SequenceLength
     most, checks, plan = positions or 1 << 30, params.validate_, params.plan
     prompt = min(checks.max_prompt_chars // CHARACTERS_PER_TOKEN, most - params.ppo.max_new_tokens)
     text = min((checks.max_prompt_chars + checks.max_reply_chars) // CHARACTERS_PER_TOKEN, most)
-    given = [f"plan.{name}" for name in ("prompt_tokens", "ptx_tokens") if getattr(plan, name) is not None]
+    given = [
+        f"plan.{name}"
+        for name in ("prompt_tokens", "ptx_tokens")
+        if getattr(plan, name) is not None
+    ]
 
     def longest(tokens: int) -> LongestSequences:
         return LongestSequences(((tokens, tokens),))
@@ -107,7 +122,9 @@ def lengths_from_limits(params: Params, positions: int | None) -> SequenceLength
     )
 
 
-def lengths_of_workspace(root: Path, params: Params, positions: int | None = None) -> SequenceLengths | None:
+def lengths_of_workspace(
+    root: Path, params: Params, positions: int | None = None
+) -> SequenceLengths | None:
     """The longest rows of the clean data in ``root``: of the very tokens that training reads.
 
     Args:
@@ -134,7 +151,10 @@ def lengths_of_workspace(root: Path, params: Params, positions: int | None = Non
 
     demonstrations = _lengths(read("demonstrations", "demonstrations"))
     pairs = [_lengths(read(user, "preferences")) for user in PairUser if file(user).is_file()]
-    texts = [_lengths(table) for table in read_ptx_texts(params.ppo, clean, tokenizer, root / TOKENS).values()]
+    texts = [
+        _lengths(table)
+        for table in read_ptx_texts(params.ppo, clean, tokenizer, root / TOKENS).values()
+    ]
     return SequenceLengths(
         prompt=int(read("prompts", "prompts").column("prompt").lengths.max()),
         demonstrations=_longest(demonstrations, params.sft.max_tokens),

@@ -1,7 +1,8 @@
-"""What a dry run on one process cannot see: ZeRO's shares and buffers, offloading, 4-bit weights, the GPU's own part.
+"""What a dry run on one process cannot see: ZeRO's shares and buffers, offloading, 4-bit weights,
+the GPU's own part.
 
-ZeRO stages: Rajbhandari et al. 2020, "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models", sections 3
-and 5.
+ZeRO stages: Rajbhandari et al. 2020, "ZeRO: Memory Optimizations Toward Training Trillion Parameter
+Models", sections 3 and 5.
 """
 
 from __future__ import annotations
@@ -22,7 +23,8 @@ from rlhf_core.training.engine.zero_config import BUCKET_ELEMENTS, zero_config
 from rlhf_extras.memory.dry_run import NOTHING, MemoryUse, ModelSize
 
 GIB = 1 << 30
-# The CUDA context with its libraries' work space, and the share that the allocator loses to fragments.
+# The CUDA context with its libraries' work space, and the share that the allocator loses to
+# fragments.
 CONTEXT = 1 * GIB
 FRAGMENTS = 0.05
 FLOAT32 = 4
@@ -30,13 +32,16 @@ FLOAT32 = 4
 MASTER_AND_MOMENTS = 3 * FLOAT32
 # DeepSpeed's own default of ``stage3_max_live_parameters``.
 MAX_LIVE_PARAMETERS = 1_000_000_000
-# bitsandbytes: a float32 scale for 256 scales of 8 bits; per matrix the values of both codes and an offset.
+# bitsandbytes: a float32 scale for 256 scales of 8 bits; per matrix the values of both codes and an
+# offset.
 OUTER_BLOCK = 256
 CODE_TABLES = (16 + 256 + 1) * FLOAT32
 
 
 def usable_memory(gpu_gib: float) -> int:
-    """Bytes that tensors may take of a GPU: its memory without the context, less what fragments cost."""
+    """Bytes that tensors may take of a GPU: its memory without the context, less what fragments
+    cost.
+    """
     return max(int((gpu_gib * GIB - CONTEXT) / (1 + FRAGMENTS)), 0)
 
 
@@ -45,7 +50,8 @@ class ParallelLayout:
     """How one job spreads its models over GPUs.
 
     Attributes:
-        gathers: Whether ZeRO 3 gathers a model in training whole for passes outside of training steps.
+        gathers: Whether ZeRO 3 gathers a model in training whole for passes outside of training
+            steps.
         from_host: Whether weights of ZeRO 3 go to the GPUs one after another, out of host memory.
     """
 
@@ -75,13 +81,16 @@ class ParallelLayout:
 
 
 def planned_precision(params: Params) -> Literal["float32", "bfloat16"]:
-    """``base.dtype``, of which ``auto`` is that of this machine, or of a GPU where the plan is for one."""
+    """``base.dtype``, of which ``auto`` is that of this machine, or of a GPU where the plan is for
+    one.
+    """
     for_gpu = params.plan.gpu_memory_gb is not None and params.base.dtype == "auto"
     return "bfloat16" if for_gpu else weights_precision(params.base.dtype)
 
 
 def parallel_layout(params: Params, stage: str, root: Path) -> ParallelLayout:
-    """The layout of ``stage`` in the precision of the starting model; a DeepSpeed file lies relative to ``root``.
+    """The layout of ``stage`` in the precision of the starting model; a DeepSpeed file lies
+    relative to ``root``.
 
     Raises:
         ConfigError: DeepSpeed's engine would refuse the settings.
@@ -92,8 +101,13 @@ def parallel_layout(params: Params, stage: str, root: Path) -> ParallelLayout:
     if launch.engine == "deepspeed":
         zero = zero_config(launch, getattr(torch, precision), None, root)["zero_optimization"]
     ppo, trains = params.ppo, params.policy.method == "ppo" and stage in ("critic", "ppo")
-    elsewhere = trains and ppo.sampler.kind != "local" and (stage == "critic" or ppo.policy_lora is None)
-    offloaded = {name: (zero.get(f"offload_{name}") or {}).get("device", "none") for name in ("optimizer", "param")}
+    elsewhere = (
+        trains and ppo.sampler.kind != "local" and (stage == "critic" or ppo.policy_lora is None)
+    )
+    offloaded = {
+        name: (zero.get(f"offload_{name}") or {}).get("device", "none")
+        for name in ("optimizer", "param")
+    }
     return ParallelLayout(
         engine=launch.engine,
         gpus=launch.ranks,
@@ -117,14 +131,19 @@ class ModelFootprint:
 
     Attributes:
         parameters: Those that are its own, as a count.
-        held: What it always holds. Gradients come and go with the phases, except where their memory lasts.
+        held: What it always holds. Gradients come and go with the phases, except where their memory
+            lasts.
         whole: Its weights before anything is packed, sharded or moved away.
-        loading: What it takes while it is loaded: all of that, or less where ranks take their shares at once.
-        loaded: Of a trained one, its weights once loaded, and packed where they will be, but not sharded yet.
+        loading: What it takes while it is loaded: all of that, or less where ranks take their
+            shares at once.
+        loaded: Of a trained one, its weights once loaded, and packed where they will be, but not
+            sharded yet.
         host: Bytes in host memory for each GPU.
         gradients_kept: Bytes of gradient that stay for each one that a backward pass makes.
-        step: Gradients of a whole optimiser step beyond what is always held, and what exists during it alone.
-        at_work: Weights on top outside of training steps, and of a frozen one during rollouts and selection.
+        step: Gradients of a whole optimiser step beyond what is always held, and what exists during
+            it alone.
+        at_work: Weights on top outside of training steps, and of a frozen one during rollouts and
+            selection.
         running: Weights on top while it is trained, and of a frozen one while it runs itself.
     """
 
@@ -145,13 +164,15 @@ def trained_footprint(
 ) -> ModelFootprint:
     """A model in training.
 
-    Plain torch keeps float32 masters of low-precision weights, sums gradients in float32 and trains float32 adapters;
-    DeepSpeed casts adapters to the model's precision and keeps masters of them too.
+    Plain torch keeps float32 masters of low-precision weights, sums gradients in float32 and trains
+    float32 adapters; DeepSpeed casts adapters to the model's precision and keeps masters of them
+    too.
 
-    ZeRO-1 shards master copies and moments over the GPUs, ZeRO-2 the gradients too, ZeRO-3 the weights too, which it
-    gathers for passes and whose gradients' memory it keeps from step to step. DeepSpeed sums gradients in float32, and
-    before it steps copies those of its part once more. Its buckets of gradients are filled from float32 sums by ZeRO-1;
-    ZeRO-2 fills a second one while the first is reduced, if the two overlap.
+    ZeRO-1 shards master copies and moments over the GPUs, ZeRO-2 the gradients too, ZeRO-3 the
+    weights too, which it gathers for passes and whose gradients' memory it keeps from step to step.
+    DeepSpeed sums gradients in float32, and before it steps copies those of its part once more. Its
+    buckets of gradients are filled from float32 sums by ZeRO-1; ZeRO-2 fills a second one while the
+    first is reduced, if the two overlap.
 
     Args:
         size: The whole model's.
@@ -172,7 +193,9 @@ def trained_footprint(
         part = layout.share(size.trainable)
         gradients = (part if layout.zero >= 2 else size.trainable) * FLOAT32
         optimizer, at_step = part * MASTER_AND_MOMENTS, part * FLOAT32
-        buckets = min(size.trainable, layout.bucket_elements) * (FLOAT32 if layout.zero == 1 else element)
+        buckets = min(size.trainable, layout.bucket_elements) * (
+            FLOAT32 if layout.zero == 1 else element
+        )
         if layout.zero == 2 and layout.overlap_comm:
             buckets *= 2
         if layout.offload_optimizer:
@@ -189,7 +212,9 @@ def trained_footprint(
         parameters=parameters,
         held=MemoryUse(weights=weights, gradients=lasting, optimizer=optimizer, other=buckets),
         whole=MemoryUse(weights=whole),
-        loading=MemoryUse(weights=weights + size.largest * element if layout.from_host and not packed else whole),
+        loading=MemoryUse(
+            weights=weights + size.largest * element if layout.from_host and not packed else whole
+        ),
         loaded=MemoryUse(weights=loaded),
         host=host,
         gradients_kept=(gradients - lasting) / size.trainable_weights if size.trainable else 0.0,
@@ -199,8 +224,11 @@ def trained_footprint(
     )
 
 
-def frozen_footprint(parameters: int, layout: ParallelLayout, whole: int | None = None) -> ModelFootprint:
-    """A model that is only read: on the device, in host memory between its phases, or sharded and gathered to run.
+def frozen_footprint(
+    parameters: int, layout: ParallelLayout, whole: int | None = None
+) -> ModelFootprint:
+    """A model that is only read: on the device, in host memory between its phases, or sharded and
+    gathered to run.
 
     ``whole`` are its bytes where some of its parameters have another precision than the others.
     """
@@ -208,17 +236,28 @@ def frozen_footprint(parameters: int, layout: ParallelLayout, whole: int | None 
     if layout.frozen == "offload":
         host = weights.total
         return ModelFootprint(
-            parameters=parameters, held=NOTHING, whole=weights, loading=weights, host=host, at_work=weights
+            parameters=parameters,
+            held=NOTHING,
+            whole=weights,
+            loading=weights,
+            host=host,
+            at_work=weights,
         )
     if layout.frozen == "sharded":
-        share = MemoryUse(weights=0 if layout.offload_parameters else layout.share(parameters) * layout.element)
+        share = MemoryUse(
+            weights=0 if layout.offload_parameters else layout.share(parameters) * layout.element
+        )
         gathered = MemoryUse(weights=min(parameters, MAX_LIVE_PARAMETERS) * layout.element)
         loading = share + gathered  # of which one weight is whole at a time
-        return ModelFootprint(parameters=parameters, held=share, whole=weights, loading=loading, running=gathered)
+        return ModelFootprint(
+            parameters=parameters, held=share, whole=weights, loading=loading, running=gathered
+        )
     return ModelFootprint(parameters=parameters, held=weights, whole=weights, loading=weights)
 
 
 def packed_size(size: ModelSize) -> int:
-    """Bytes of linear layers in NF4 (models/adapters.py): 4 bits a parameter, 8 for each block of them, and tables."""
+    """Bytes of linear layers in NF4 (models/adapters.py): 4 bits a parameter, 8 for each block of
+    them, and tables.
+    """
     scales = size.linear // BLOCK + size.linear // (BLOCK * OUTER_BLOCK) * FLOAT32
     return size.linear // 2 + scales + size.matrices * CODE_TABLES

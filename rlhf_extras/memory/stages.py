@@ -1,4 +1,6 @@
-"""What each stage needs: its models, and the passes that its phases make (stages/, training/, ppo/, evaluation/)."""
+"""What each stage needs: its models, and the passes that its phases make (stages/, training/, ppo/,
+evaluation/).
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,13 @@ from rlhf_core.config.model import LoraConfig
 from rlhf_core.config.policy import DpoConfig, RejectionSamplingConfig
 from rlhf_core.config.problems import nearest
 from rlhf_core.config.reward import RewardConfig
-from rlhf_core.config.reward_sources import OWN_MODEL, ClassifierSource, EnsembleSource, ModelSource, source_names
+from rlhf_core.config.reward_sources import (
+    OWN_MODEL,
+    ClassifierSource,
+    EnsembleSource,
+    ModelSource,
+    source_names,
+)
 from rlhf_core.errors import ConfigError, ModelError
 from rlhf_core.evaluation.perplexity import POSITIONS_PER_CHUNK, ROWS_PER_PASS
 from rlhf_core.models.forward import changes_logits
@@ -31,7 +39,16 @@ from rlhf_core.training.reward.trainer import rows_to_score
 from rlhf_core.training.sft import held_out_rows
 from rlhf_extras.memory import passes
 from rlhf_extras.memory.architecture import Architecture, architecture_of_file
-from rlhf_extras.memory.dry_run import NOTHING, Head, MemoryUse, ModelVariant, Moments, largest, model_size, together
+from rlhf_extras.memory.dry_run import (
+    NOTHING,
+    Head,
+    MemoryUse,
+    ModelVariant,
+    Moments,
+    largest,
+    model_size,
+    together,
+)
 from rlhf_extras.memory.sequence_lengths import BatchShape, SequenceLengths
 from rlhf_extras.memory.sharding import (
     GIB,
@@ -43,16 +60,20 @@ from rlhf_extras.memory.sharding import (
     usable_memory,
 )
 
-# Of a stage's process on a CPU beside its tensors: Python and the libraries once all are imported. See docs/plan.md.
+# Of a stage's process on a CPU beside its tensors: Python and the libraries once all are imported.
+# See docs/plan.md.
 PROCESS_BASE = 600 << 20
-# An allowance for what a process in bfloat16 holds beyond that and beyond tensors: stages of SmolLM2-135M held 0.7 to
-# 1.1 GiB more than was planned without it. Its cause is not established; see docs/plan.md.
+# An allowance for what a process in bfloat16 holds beyond that and beyond tensors: stages of
+# SmolLM2-135M held 0.7 to 1.1 GiB more than was planned without it. Its cause is not established;
+# see docs/plan.md.
 BFLOAT16_ALLOWANCE = 896 << 20
 
 
 @dataclass(frozen=True)
 class EstimateInputs:
-    """Settings, the starting model and the lengths of sequences. Relative files of the settings start at ``root``."""
+    """Settings, the starting model and the lengths of sequences. Relative files of the settings
+    start at ``root``.
+    """
 
     params: Params
     architecture: Architecture
@@ -66,7 +87,9 @@ class EstimateInputs:
         return usable_memory(memory) if memory is not None else None
 
     def with_changes(self, changes: Mapping[str, Any]) -> EstimateInputs:
-        """The same with each ``section.key`` of ``changes``; ``ConfigError`` when the result contradicts itself."""
+        """The same with each ``section.key`` of ``changes``; ``ConfigError`` when the result
+        contradicts itself.
+        """
         document = self.params.model_dump(mode="json", by_alias=True, exclude_unset=True)
         return replace(self, params=check_params(overridden(document, changes), "parameters"))
 
@@ -79,9 +102,14 @@ class ModelRole(ModelFootprint):
     variant: ModelVariant
 
     def peak_of_update(self, moments: Moments) -> MemoryUse:
-        """The heaviest moment of a training pass, with its gradients as they are kept and its weights gathered."""
+        """The heaviest moment of a training pass, with its gradients as they are kept and its
+        weights gathered.
+        """
         kept = self.gradients_kept
-        return largest(replace(one, gradients=round(kept * one.gradients)) for one in moments) + self.running
+        return (
+            largest(replace(one, gradients=round(kept * one.gradients)) for one in moments)
+            + self.running
+        )
 
 
 @dataclass
@@ -94,7 +122,8 @@ class StagePlan:
         layout: How its job spreads its models.
         roles: Its models.
         phases: All that is alive at the peak of each phase.
-        rows: How many rows are sampled or go through a training pass together, by the setting that bounds them.
+        rows: How many rows are sampled or go through a training pass together, by the setting that
+            bounds them.
     """
 
     inputs: EstimateInputs
@@ -126,7 +155,9 @@ class StagePlan:
 
     @property
     def on_gpu(self) -> bool:
-        """Whether it is for a GPU: one of known memory, one of several or of DeepSpeed's, or that of this machine."""
+        """Whether it is for a GPU: one of known memory, one of several or of DeepSpeed's, or that
+        of this machine.
+        """
         single = self.layout.engine == "local" and self.layout.gpus == 1
         return self.inputs.limit is not None or not single or distributed.device().type == "cuda"
 
@@ -137,7 +168,11 @@ class StagePlan:
             return {}
         # The allocator keeps as much of freed tensors as it is told to, and at most what there was.
         parts = {"libraries": PROCESS_BASE, "freed memory kept": min(KEPT_AT_THE_END, self.peak)}
-        return parts | ({"bfloat16 allowance": BFLOAT16_ALLOWANCE} if self.layout.precision == "bfloat16" else {})
+        return parts | (
+            {"bfloat16 allowance": BFLOAT16_ALLOWANCE}
+            if self.layout.precision == "bfloat16"
+            else {}
+        )
 
     @property
     def process(self) -> int | None:
@@ -147,11 +182,17 @@ class StagePlan:
 
     @property
     def sampler_share(self) -> float | None:
-        """The share of its GPU that the stage leaves to a vLLM server that it starts; None where it starts none, or the
-        GPU's memory is unknown. A server that sleeps meanwhile needs no room at the stage's peak."""
+        """The share of its GPU that the stage leaves to a vLLM server that it starts; None where it
+        starts none, or the GPU's memory is unknown. A server that sleeps meanwhile needs no room at
+        the stage's peak."""
         params, limit = self.inputs.params, self.inputs.limit
         sampler = params.evaluate.sampler if self.stage == "evaluate" else params.ppo.sampler
-        if limit is None or "generation" not in self.phases or sampler.kind == "local" or sampler.url is not None:
+        if (
+            limit is None
+            or "generation" not in self.phases
+            or sampler.kind == "local"
+            or sampler.url is not None
+        ):
             return None
         beside = self.phases["generation"].total if sampler.sleep else self.peak
         return max(limit - beside, 0) / (params.plan.gpu_memory_gb or math.inf) / GIB
@@ -174,21 +215,32 @@ class StagePlan:
     def sampling(self) -> Sampling:
         """PPO's training distribution, with replies that never end before their limit.
 
-        One forbidden token stands for the special ones: what matters to memory is that some are masked.
+        One forbidden token stands for the special ones: what matters to memory is that some are
+        masked.
         """
         ppo = self.inputs.params.ppo
-        return Sampling(-1, 0, ppo.max_new_tokens, ppo.temperature, ppo.min_new_tokens, forbidden_ids=(0,))
+        return Sampling(
+            -1, 0, ppo.max_new_tokens, ppo.temperature, ppo.min_new_tokens, forbidden_ids=(0,)
+        )
 
     def rollout_batch(self, rows: int) -> BatchShape:
         """Rows of the longest prompt and a full-length reply."""
         return BatchShape(rows, self.inputs.lengths.prompt + self.inputs.params.ppo.max_new_tokens)
 
     def variant(self, head: Head, layers: int | None = None) -> ModelVariant:
-        """A model of the starting architecture, or of its lowest ``layers``, that is not trained."""
-        return ModelVariant(self.inputs.architecture.lower(layers), head, self.layout.precision, on_gpu=self.on_gpu)
+        """A model of the starting architecture, or of its lowest ``layers``, that is not
+        trained.
+        """
+        return ModelVariant(
+            self.inputs.architecture.lower(layers), head, self.layout.precision, on_gpu=self.on_gpu
+        )
 
     def trained(
-        self, name: str, variant: ModelVariant, lora: LoraConfig | None = None, owns_backbone: bool = True
+        self,
+        name: str,
+        variant: ModelVariant,
+        lora: LoraConfig | None = None,
+        owns_backbone: bool = True,
     ) -> ModelRole:
         """A model whose weights are trained, or with ``lora`` its adapters and scalar head."""
         trained: Literal["weights", "adapters"] = "weights" if lora is None else "adapters"
@@ -199,29 +251,43 @@ class StagePlan:
         return ModelRole(name=name, variant=variant, **vars(footprint))
 
     def frozen(self, name: str, variant: ModelVariant, *, on_device: bool = False) -> ModelRole:
-        """A frozen model where the launch settings put those, or on the device whatever they say."""
+        """A frozen model where the launch settings put those, or on the device whatever they
+        say.
+        """
         layout = replace(self.layout, frozen="device") if on_device else self.layout
-        return ModelRole(name=name, variant=variant, **vars(frozen_footprint(model_size(variant).parameters, layout)))
+        return ModelRole(
+            name=name,
+            variant=variant,
+            **vars(frozen_footprint(model_size(variant).parameters, layout)),
+        )
 
     def judging(self, name: Literal["reward", "referee"]) -> ModelRole:
-        """The reward model or referee in PPO: a frozen model, or adapters and a head on the policy's weights."""
+        """The reward model or referee in PPO: a frozen model, or adapters and a head on the
+        policy's weights.
+        """
         config = self.inputs.params.reward if name == "reward" else self.inputs.params.referee
         variant = self.variant("scalar", config.layers)
         if not self.inputs.params.ppo.share_base or config.lora is None:
             return self.frozen(name, variant)
         adapters = self.trained(name, variant, config.lora, owns_backbone=False)
         layout = replace(self.layout, frozen="device")
-        return replace(adapters, **vars(frozen_footprint(adapters.parameters, layout, adapters.whole.weights)))
+        return replace(
+            adapters, **vars(frozen_footprint(adapters.parameters, layout, adapters.whole.weights))
+        )
 
     def critic(self, lora: LoraConfig | None, owns_backbone: bool = True) -> ModelRole:
         """A critic, of as many layers as the reward model has where it starts from that."""
-        layers = self.inputs.params.reward.layers if self.inputs.params.critic.init == "reward" else None
+        layers = (
+            self.inputs.params.reward.layers if self.inputs.params.critic.init == "reward" else None
+        )
         return self.trained("critic", self.variant("scalar", layers), lora, owns_backbone)
 
     def ppo_critic(self) -> ModelRole:
-        """PPO's own critic: a model, or the adapters and the head that it was pre-trained as, on the policy's weights.
+        """PPO's own critic: a model, or the adapters and the head that it was pre-trained as, on
+        the policy's weights.
 
-        Those on the reward model come with that one's, on whatever layers either has them (models/shared_base.py).
+        Those on the reward model come with that one's, on whatever layers either has them
+        (models/shared_base.py).
         """
         params = self.inputs.params
         lora, reward = params.critic.lora, params.reward.lora
@@ -232,8 +298,8 @@ class StagePlan:
         return self.critic(lora, owns_backbone=False)
 
     def reward_models(self) -> list[ModelRole]:
-        """Frozen models that ``ppo.reward.sources`` name. Functions and servers hold none here, and the size of a
-        classifier on the hub is not known."""
+        """Frozen models that ``ppo.reward.sources`` name. Functions and servers hold none here, and
+        the size of a classifier on the hub is not known."""
         sources = self.inputs.params.ppo.reward.sources
         found: list[tuple[str, str, bool]] = []
         for name, source in zip(source_names(sources), sources, strict=True):
@@ -241,14 +307,18 @@ class StagePlan:
                 case ModelSource(path=path):
                     found.append(("reward" if path == OWN_MODEL else name, path, False))
                 case EnsembleSource(paths=paths):
-                    found += [(f"{name} {number}", path, False) for number, path in enumerate(paths, 1)]
+                    found += [
+                        (f"{name} {number}", path, False) for number, path in enumerate(paths, 1)
+                    ]
                 case ClassifierSource(model=path) if (self.inputs.root / path).is_dir():
                     found.append((name, path, True))
-        return [self.frozen(name, self._scorer(path), on_device=whole) for name, path, whole in found]
+        return [
+            self.frozen(name, self._scorer(path), on_device=whole) for name, path, whole in found
+        ]
 
     def _scorer(self, path: str) -> ModelVariant:
-        """The model in a folder, or before it is there one of the starting model's sizes, which a model of a kind that
-        cannot be built here has too."""
+        """The model in a folder, or before it is there one of the starting model's sizes, which a
+        model of a kind that cannot be built here has too."""
         file = self.inputs.root / path / "config.json"
         if path == OWN_MODEL:
             return self.variant("scalar", self.inputs.params.reward.layers)
@@ -260,9 +330,17 @@ class StagePlan:
 
 def sft_stage(plan: StagePlan) -> None:
     """Supervised fine-tuning: micro-batches of demonstrations, to train on and to hold out."""
-    config, data, limit = plan.inputs.params.sft, plan.inputs.lengths.demonstrations, plan.layout.logits_bytes
+    config, data, limit = (
+        plan.inputs.params.sft,
+        plan.inputs.lengths.demonstrations,
+        plan.layout.logits_bytes,
+    )
     built = plan.variant("causal_lm")
-    policy = plan.trained("policy", built) if config.steps else plan.frozen("policy", built, on_device=True)
+    policy = (
+        plan.trained("policy", built)
+        if config.steps
+        else plan.frozen("policy", built, on_device=True)
+    )
     plan.begin([policy], policy.loading)
     held_out = data.batch(held_out_rows(config))
     evaluation = passes.reply_loss(policy.variant.in_inference, held_out, logits_bytes=limit)
@@ -272,7 +350,9 @@ def sft_stage(plan: StagePlan) -> None:
 
 
 def reward_stage(plan: StagePlan) -> None:
-    """Reward models: token-budget batches of pairs, of which each GPU takes its share in one pass."""
+    """Reward models: token-budget batches of pairs, of which each GPU takes its share in one
+    pass.
+    """
     config: RewardConfig = getattr(plan.inputs.params, plan.stage)
     limits, lengths = config.batch, plan.inputs.lengths.pairs
     built = plan.variant("reward", config.layers)
@@ -291,27 +371,40 @@ def reward_stage(plan: StagePlan) -> None:
     if sharded:
         plan.phases["test"] = model.whole + reading(scored_at_once)
     if config.linear_probe is not None:
-        plan.add("linear probe", reading(rows_to_pool(lengths.width)), model.whole if sharded else model.at_work)
+        plan.add(
+            "linear probe",
+            reading(rows_to_pool(lengths.width)),
+            model.whole if sharded else model.at_work,
+        )
     if config.steps:
         batch = lengths.pairs(limits.token_budget, limits.min_pairs, limits.max_pairs)
         pairs = batch.rows // 2
         own = plan.layout.share(pairs)
         imitated = -(-batch.scored * own // pairs) if config.imitation > 0 else 0
-        update = passes.pair_loss(model.variant, BatchShape(2 * own, batch.width, imitated), plan.layout.logits_bytes)
+        update = passes.pair_loss(
+            model.variant, BatchShape(2 * own, batch.width, imitated), plan.layout.logits_bytes
+        )
         plan.add("update", model.peak_of_update(update))
         plan.add("step", model.step)
 
 
 def critic_stage(plan: StagePlan) -> None:
-    """Critic pre-training: the frozen SFT policy rolls out and is its own reference; the critic learns the returns."""
+    """Critic pre-training: the frozen SFT policy rolls out and is its own reference; the critic
+    learns the returns.
+    """
     config, scorers = plan.inputs.params.critic, plan.reward_models()
     policy = plan.frozen("policy", plan.variant("causal_lm"), on_device=plan.layout.gathers)
     if plan.inputs.params.ppo.critic_mode == "shared":
         head = replace(plan.variant("scalar"), trained="value_head")
-        critic = ModelRole(name="critic", variant=head, **vars(trained_footprint(model_size(head), plan.layout)))
+        critic = ModelRole(
+            name="critic", variant=head, **vars(trained_footprint(model_size(head), plan.layout))
+        )
     else:
         critic = plan.critic(config.lora)
-    plan.begin([policy, critic, *scorers], together([policy.loading, critic.loading, _loaded_one_by_one(scorers)]))
+    plan.begin(
+        [policy, critic, *scorers],
+        together([policy.loading, critic.loading, _loaded_one_by_one(scorers)]),
+    )
     rollout = _roll_out(plan, config.batch_size, scorers, critic)
     batch, accumulated = _minibatch(plan, config.batch_size, config.minibatches)
     update = passes.value_loss(critic.variant, batch, plan.sampling, accumulated)
@@ -320,10 +413,11 @@ def critic_stage(plan: StagePlan) -> None:
 
 
 def ppo_stage(plan: StagePlan) -> None:
-    """PPO: rollout, updates of policy and critic, and the selection of checkpoints by reward model and referee.
+    """PPO: rollout, updates of policy and critic, and the selection of checkpoints by reward model
+    and referee.
 
-    With adapters on the policy the reference is the policy without them; a shared critic is the policy with a head, and
-    critic-free advantages need none.
+    With adapters on the policy the reference is the policy without them; a shared critic is the
+    policy with a head, and critic-free advantages need none.
     Gradients of the policy wait while the critic's are computed, since both step together.
     """
     config, logits_bytes = plan.inputs.params.ppo, plan.layout.logits_bytes
@@ -331,14 +425,17 @@ def ppo_stage(plan: StagePlan) -> None:
     own_critic = config.critic_mode == "separate" and not config.advantage.critic_free
     critic = plan.ppo_critic() if own_critic else None
     trained = [policy, *([critic] if critic else [])]
-    reference = plan.frozen("reference", plan.variant("causal_lm")) if config.policy_lora is None else None
+    reference = (
+        plan.frozen("reference", plan.variant("causal_lm")) if config.policy_lora is None else None
+    )
     scorers = [role for role in plan.reward_models() if role.name != "reward"]
     if plan.inputs.params.collect.pairs:
         scorers += [plan.judging("reward"), plan.judging("referee")]
     frozen = [*([reference] if reference else []), *scorers]
     selection = _selection(plan, policy, frozen)
-    # Models are loaded whole: the reference, each scorer before it is placed, SFT's replies for the selection; then the
-    # reference is placed, and policy and critic follow. Where the policy is the reference, it is packed at once.
+    # Models are loaded whole: the reference, each scorer before it is placed, SFT's replies for the
+    # selection; then the reference is placed, and policy and critic follow. Where the policy is the
+    # reference, it is packed at once.
     first = policy.loaded
     if reference is not None:
         first = reference.whole if plan.layout.gathers else reference.loading
@@ -348,13 +445,19 @@ def ppo_stage(plan: StagePlan) -> None:
     loading = [
         policy.whole if reference is None else NOTHING,
         together([first, placed, scorers[-1].loading]),
-        together([first, placed, *(one.at_work for one in scorers), _selection(plan, sft, scorers)]),
+        together(
+            [first, placed, *(one.at_work for one in scorers), _selection(plan, sft, scorers)]
+        ),
         together([last, placed, *([critic.loading] if critic else [])]),
     ]
     plan.begin([*trained, *frozen], largest(loading))
     rollout = _roll_out(plan, config.batch_size, scorers, critic, reference)
     batch, accumulated = _minibatch(plan, config.batch_size, config.minibatches)
-    exact_kl = config.kl.placement == "loss" and config.kl.estimator == "full" and config.kl.coefficient > 0
+    exact_kl = (
+        config.kl.placement == "loss"
+        and config.kl.estimator == "full"
+        and config.kl.coefficient > 0
+    )
     update = passes.reply_statistics(
         policy.variant,
         batch,
@@ -370,7 +473,9 @@ def ppo_stage(plan: StagePlan) -> None:
         rows = min(size, plan.layout.share(config.ptx.batch_size))
         if config.ptx.micro_batch_size is None:
             plan.bounded("ppo.micro_batch_size", rows)
-        update = passes.reply_loss(policy.variant, plan.inputs.lengths.ptx.batch(rows), True, logits_bytes)
+        update = passes.reply_loss(
+            policy.variant, plan.inputs.lengths.ptx.batch(rows), True, logits_bytes
+        )
         plan.add("update ptx", policy.peak_of_update(update), rollout)
     if critic is not None:
         waiting = MemoryUse(gradients=policy.step.gradients)
@@ -381,19 +486,24 @@ def ppo_stage(plan: StagePlan) -> None:
 
 
 def dpo_stage(plan: StagePlan) -> None:
-    """DPO: the policy alone, on both replies of each pair; as its own reference it is read once before training."""
+    """DPO: the policy alone, on both replies of each pair; as its own reference it is read once
+    before training.
+    """
     params, lengths = plan.inputs.params, plan.inputs.lengths.pairs
     config = params.policy.dpo
     policy = plan.trained("policy", plan.variant("causal_lm"), params.ppo.policy_lora)
     plan.begin([policy], policy.whole)
     read = lengths.batch(scoring_rows(config))
-    reference = passes.reply_loss(policy.variant.in_inference, read, logits_bytes=plan.layout.logits_bytes)
+    reference = passes.reply_loss(
+        policy.variant.in_inference, read, logits_bytes=plan.layout.logits_bytes
+    )
     plan.add("log-probabilities", largest(reference), policy.at_work)
     _train_on_texts(plan, "policy.dpo", config, policy, lambda pairs: lengths.batch(2 * pairs))
 
 
 def rejection_sampling_stage(plan: StagePlan) -> None:
-    """Rejection sampling: the policy samples, the reward sources score, and the policy is fine-tuned on the best.
+    """Rejection sampling: the policy samples, the reward sources score, and the policy is
+    fine-tuned on the best.
 
     The scorers are counted throughout, although they are freed before the fine-tuning.
     """
@@ -408,19 +518,24 @@ def rejection_sampling_stage(plan: StagePlan) -> None:
 def evaluate_stage(plan: StagePlan) -> None:
     """The evaluation: SFT, policy and judges are in memory one after the other.
 
-    Replies are sampled with the evaluation's filters and without; the latter are scored under SFT. Both models read
-    held-out text.
+    Replies are sampled with the evaluation's filters and without; the latter are scored under SFT.
+    Both models read held-out text.
     """
     config, prompt = plan.inputs.params.evaluate, plan.inputs.lengths.prompt
     model = plan.frozen("model", plan.variant("causal_lm"))
     judge = plan.frozen("judge", plan.variant("scalar", plan.inputs.params.judge.layers))
     model_weights, judge_weights = (one.held + one.running for one in (model, judge))
     plan.begin([], model.loading)
-    rows, unfiltered_rows = min(config.batch_size, config.prompts), min(config.batch_size, config.kl_samples)
+    rows, unfiltered_rows = (
+        min(config.batch_size, config.prompts),
+        min(config.batch_size, config.kl_samples),
+    )
     plan.bounded("evaluate.batch_size", rows)
     unfiltered = Sampling(-1, 0, config.max_new_tokens, forbidden_ids=(0,))
     judged_base = replace(unfiltered, max_new_tokens=config.sampling.max_new_tokens)
-    judged_sampling = EvaluationSampling(judged_base, config.sampling.top_p, config.sampling.repetition_penalty)
+    judged_sampling = EvaluationSampling(
+        judged_base, config.sampling.top_p, config.sampling.repetition_penalty
+    )
     drift = BatchShape(unfiltered_rows, prompt + config.max_new_tokens)
     judged = BatchShape(rows, prompt + config.sampling.max_new_tokens)
     generation: list[MemoryUse] = []
@@ -431,7 +546,9 @@ def evaluate_stage(plan: StagePlan) -> None:
     text = BatchShape(ROWS_PER_PASS, width, min(ROWS_PER_PASS * width, POSITIONS_PER_CHUNK))
     plan.add("generation", largest(generation), model_weights)
     plan.add("perplexity", largest(passes.reply_loss(model.variant, text)), model_weights)
-    plan.add("drift", largest(passes.reply_statistics(model.variant, drift, unfiltered)), model_weights)
+    plan.add(
+        "drift", largest(passes.reply_statistics(model.variant, drift, unfiltered)), model_weights
+    )
     plan.add("judging", largest(passes.reply_scores(judge.variant, judged)), judge_weights)
 
 
@@ -442,9 +559,13 @@ def _train_on_texts(
     role: ModelRole,
     batch: Callable[[int], BatchShape],
 ) -> None:
-    """A step on texts: micro-batches, whose shapes ``batch`` gives by their size, and the optimiser."""
+    """A step on texts: micro-batches, whose shapes ``batch`` gives by their size, and the
+    optimiser.
+    """
     rows = plan.layout.share(config.batch_size)
-    micro = plan.bounded(f"{section}.micro_batch_size", min(config.micro_batch_size or config.batch_size, rows))
+    micro = plan.bounded(
+        f"{section}.micro_batch_size", min(config.micro_batch_size or config.batch_size, rows)
+    )
     update = passes.reply_loss(role.variant, batch(micro), rows > micro, plan.layout.logits_bytes)
     plan.add("update", role.peak_of_update(update))
     plan.add("step", role.step)
@@ -457,11 +578,13 @@ def _roll_out(
     critic: ModelRole | None = None,
     reference: ModelRole | None = None,
 ) -> MemoryUse:
-    """Add generation, scoring by policy, reference and critic, and rewards, with trained models whole and frozen ones
-    brought in. In critic pre-training, where the policy is not trained, it is its own reference.
+    """Add generation, scoring by policy, reference and critic, and rewards, with trained models
+    whole and frozen ones brought in. In critic pre-training, where the policy is not trained, it is
+    its own reference.
 
     Returns:
-        The rollout, which every GPU holds from then on: tokens and masks (int64, the sampler's and copies), some twenty
+        The rollout, which every GPU holds from then on: tokens and masks (int64, the sampler's and
+            copies), some twenty
         tensors of float32 for each reply token.
     """
     policy, ppo = plan.roles[0], plan.inputs.params.ppo
@@ -486,7 +609,9 @@ def _roll_out(
     plan.add("generation", largest(_generation(plan, policy, at_once)), brought_in)
     alone = policy.running if not is_trained else reference.running if reference else NOTHING
     plan.add("scoring", largest(scoring), alone, brought_in, rollout)
-    plan.add("rewards", largest(rewards), largest(one.running for one in scorers), brought_in, rollout)
+    plan.add(
+        "rewards", largest(rewards), largest(one.running for one in scorers), brought_in, rollout
+    )
     return rollout
 
 
@@ -496,7 +621,9 @@ def _loaded_one_by_one(scorers: Sequence[ModelRole]) -> MemoryUse:
 
 
 def _generation(plan: StagePlan, policy: ModelRole, rows: int) -> Moments:
-    """What sampling takes here: nothing where a server samples, to which the weights are given whole."""
+    """What sampling takes here: nothing where a server samples, to which the weights are given
+    whole.
+    """
     if plan.inputs.params.ppo.sampler.kind != "local":
         return ()
     return passes.generation(policy.variant, rows, plan.inputs.lengths.prompt, plan.sampling)
@@ -505,8 +632,9 @@ def _generation(plan: StagePlan, policy: ModelRole, rows: int) -> Moments:
 def _pass_batch(plan: StagePlan, rows: int) -> BatchShape:
     """The heaviest pass of scoring or of an update over replies of full length, of ``rows`` in all.
 
-    A budget of tokens has room for more replies to shorter prompts. That takes more memory where logits are made of all
-    of them at once; such a pass is taken to be as wide as the budget allows, too.
+    A budget of tokens has room for more replies to shorter prompts. That takes more memory where
+    logits are made of all of them at once; such a pass is taken to be as wide as the budget allows,
+    too.
     """
     ppo = plan.inputs.params.ppo
     limits = MicroBatchLimits(ppo.micro_batch_size, ppo.micro_batch_tokens)
@@ -526,14 +654,18 @@ def _minibatch(plan: StagePlan, replies: int, minibatches: int) -> tuple[BatchSh
 
 
 def _selection(plan: StagePlan, policy: ModelRole, frozen: Sequence[ModelRole]) -> MemoryUse:
-    """Replies of the policy, their log-probabilities under the reference and the judges' scores, batch by batch."""
+    """Replies of the policy, their log-probabilities under the reference and the judges' scores,
+    batch by batch.
+    """
     selection = plan.inputs.params.ppo.selection
     rows = min(plan.layout.share(selection.prompts), selection.batch_size)
     batch = plan.rollout_batch(plan.bounded("ppo.selection.batch_size", rows))
     generation = _generation(plan, policy, rows)
     drift = passes.reply_statistics(plan.variant("causal_lm"), batch, plan.sampling)
     judging = passes.reply_scores(plan.variant("scalar"), batch)
-    return largest([*generation, largest([*drift, *judging]) + largest(one.running for one in frozen)])
+    return largest(
+        [*generation, largest([*drift, *judging]) + largest(one.running for one in frozen)]
+    )
 
 
 def policy_stage(plan: StagePlan) -> None:
@@ -554,7 +686,9 @@ STAGES: dict[str, Callable[[StagePlan], None]] = {
 
 
 def planned_stages(params: Params) -> tuple[str, ...]:
-    """The stages that run a model: critic pre-training only where PPO's advantages need a critic."""
+    """The stages that run a model: critic pre-training only where PPO's advantages need a
+    critic.
+    """
     with_critic = params.policy.method == "ppo" and not params.ppo.advantage.critic_free
     untrained = ("sft",) if "gate-sft" in params.left_out else ()
     names = (name for name in STAGES if name not in (*params.left_out, *untrained))
@@ -569,7 +703,9 @@ def plan_stages(inputs: EstimateInputs, stages: Sequence[str] = ()) -> list[Stag
     planned = planned_stages(inputs.params)
     for name in stages:
         if name not in planned:
-            raise ConfigError(f"stage '{name}' is not one that memory is planned for; {nearest(name, planned)}")
+            raise ConfigError(
+                f"stage '{name}' is not one that memory is planned for; {nearest(name, planned)}"
+            )
     return [plan_stage(inputs, name) for name in planned if name in (stages or planned)]
 
 
@@ -578,15 +714,24 @@ def plan_stage(inputs: EstimateInputs, stage: str) -> StagePlan:
     plan = StagePlan(inputs, stage, parallel_layout(inputs.params, stage, inputs.root))
     STAGES[stage](plan)
     if "step" in plan.phases:
-        # Each trained model leaves its engine, while the others stay as they are. DeepSpeed's weights are gathered in
-        # host memory once it has computed what is compared; only then are they freed, and a plain model takes their
-        # place. Under ZeRO 3 that one stays in host memory in PPO and critic pre-training, and where it is too large.
-        # Plain torch saves the model as it is. What was saved is compared on the CPU.
-        saving, room = [together(role.held for role in plan.roles)], ROOM * (inputs.limit or math.inf)
+        # Each trained model leaves its engine, while the others stay as they are. DeepSpeed's
+        # weights are gathered in host memory once it has computed what is compared; only then are
+        # they freed, and a plain model takes their place. Under ZeRO 3 that one stays in host
+        # memory in PPO and critic pre-training, and where it is too large. Plain torch saves the
+        # model as it is. What was saved is compared on the CPU.
+        saving, room = (
+            [together(role.held for role in plan.roles)],
+            ROOM * (inputs.limit or math.inf),
+        )
         for role in plan.roles if plan.layout.engine == "deepspeed" else ():
             if role.variant.trained != "nothing":
                 others = together(one.held for one in plan.roles if one is not role)
-                on_host = plan.layout.zero == 3 and (stage in ("critic", "ppo") or role.whole.total > room)
-                saving += [others + role.held + role.running, others + (NOTHING if on_host else role.whole)]
+                on_host = plan.layout.zero == 3 and (
+                    stage in ("critic", "ppo") or role.whole.total > room
+                )
+                saving += [
+                    others + role.held + role.running,
+                    others + (NOTHING if on_host else role.whole),
+                ]
         plan.phases["saving"] = largest(saving)
     return plan

@@ -1,4 +1,6 @@
-"""What ``rlhf registry gc`` prints: which versions stay and why, and which token ids nobody needs."""
+"""What ``rlhf registry gc`` prints: which versions stay and why, and which token ids nobody
+needs.
+"""
 
 from __future__ import annotations
 
@@ -20,9 +22,14 @@ def describe_retention(plan: RetentionPlan, *, deleted: bool) -> str:
     for name, rows in plan.models.items():
         lines += [name, *([] if rows else ["  no version"])]
         gone = "deleted" if deleted else "would be deleted"
-        lines += [f"  version {version.version}  {f'kept: {why}' if why else gone}" for version, why in rows]
+        lines += [
+            f"  version {version.version}  {f'kept: {why}' if why else gone}"
+            for version, why in rows
+        ]
     if plan.orphans:
-        lines.append(f"{plan.orphans.describe()}: {'deleted and ended' if deleted else 'would be deleted and ended'}")
+        lines.append(
+            f"{plan.orphans.describe()}: {'deleted and ended' if deleted else 'would be deleted and ended'}"
+        )
     versions, matches = len(plan.deleted), len(plan.matches)
     counts = f"{versions} version{'' if versions == 1 else 's'} and {matches} match{'' if matches == 1 else 'es'}"
     if deleted:
@@ -37,10 +44,15 @@ def describe_retention(plan: RetentionPlan, *, deleted: bool) -> str:
 
 
 def clean_token_cache(workspace: Path, *, delete: bool) -> list[str]:
-    """List the token ids that no stage needs any more, or delete them; a line for each, none where there are none."""
+    """List the token ids that no stage needs any more, or delete them; a line for each, none where
+    there are none.
+    """
     entries = unneeded_entries(workspace)
     if delete:
         remove_entries(entries)
     what = "deleted" if delete else "would be deleted"
-    lines = [f"  {entry.folder.name}  {entry.size / MIB:.1f} MiB  {what}: {entry.reason}" for entry in entries]
+    lines = [
+        f"  {entry.folder.name}  {entry.size / MIB:.1f} MiB  {what}: {entry.reason}"
+        for entry in entries
+    ]
     return ["token ids of data files", *lines] if lines else []

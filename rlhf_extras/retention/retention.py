@@ -1,4 +1,6 @@
-"""Retention: which versions of the registered models are kept and why, and the deletion of the others."""
+"""Retention: which versions of the registered models are kept and why, and the deletion of the
+others.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +34,8 @@ class RetentionPlan:
     """What is kept and what is deleted.
 
     Attributes:
-        models: For each registered model its versions, newest first, with the reason why one stays; empty if it goes.
+        models: For each registered model its versions, newest first, with the reason why one stays;
+            empty if it goes.
         matches: The files of matches that only deleted versions played.
         orphans: What killed registrations have left.
     """
@@ -52,13 +55,13 @@ def apply_retention(workspace: Path, *, delete: bool) -> RetentionPlan:
 
     Without a number of versions to keep, only what killed registrations have left goes.
 
-    Of a version its model files and its entry in the registry are deleted. The run that registered it stays, with its
-    metrics, gates and promotion reports, and so does the history, which records the deletion before it begins; what
-    was interrupted is completed by the next call.
+    Of a version its model files and its entry in the registry are deleted. The run that registered
+    it stays, with its metrics, gates and promotion reports, and so does the history, which records
+    the deletion before it begins; what was interrupted is completed by the next call.
 
     Raises:
-        RlhfError: ``registry.retention.versions`` is not set and no killed registration has left anything, another
-            workspace owns the registered policy, or the registry does not answer.
+        RlhfError: ``registry.retention.versions`` is not set and no killed registration has left
+            anything, another workspace owns the registered policy, or the registry does not answer.
     """
     workspace = workspace.resolve()
     config = load_section(workspace, "registry", RegistryConfig)
@@ -75,15 +78,20 @@ def apply_retention(workspace: Path, *, delete: bool) -> RetentionPlan:
             plan = _plan(state, config.retention.versions, orphans)
         if delete:
             for model in orphans.models:
-                with registry_errors(f"delete the files of {model.model_id}; `rlhf registry gc --delete` goes on"):
+                with registry_errors(
+                    f"delete the files of {model.model_id}; `rlhf registry gc --delete` goes on"
+                ):
                     _delete_logged_model(state.client, workspace, str(model.model_id))
             end_orphans(state.client, orphans)
         if delete and plan.deleted:
             gone = {
-                name: [str(version.version) for version, why in rows if not why] for name, rows in plan.models.items()
+                name: [str(version.version) for version, why in rows if not why]
+                for name, rows in plan.models.items()
             }
             numbers = "; ".join(f"{name} {', '.join(of)}" for name, of in gone.items() if of)
-            reason = f"beyond the newest {config.retention.versions} and not needed: {numbers}"[:1000]
+            reason = f"beyond the newest {config.retention.versions} and not needed: {numbers}"[
+                :1000
+            ]
             commit(state, new_entry(config.policy, RETENTION, reason))
             for path in plan.matches:  # before the versions, whose tags name them
                 path.unlink(missing_ok=True)
@@ -114,9 +122,18 @@ def _plan(state: ReleaseState, newest: int, orphans: Orphans) -> RetentionPlan:
 
 
 def _other_policy(client: MlflowClient, policy: str, reward_version: str) -> str:
-    """The reason to keep a reward model for a policy of another name, which may share it; the name is not recorded."""
+    """The reason to keep a reward model for a policy of another name, which may share it; the name
+    is not recorded.
+    """
     users = client.search_model_versions(f"tags.{REWARD_VERSION_TAG} = '{reward_version}'")
-    return next((f"{of.name} {of.version} may have been trained with it" for of in users if of.name != policy), "")
+    return next(
+        (
+            f"{of.name} {of.version} may have been trained with it"
+            for of in users
+            if of.name != policy
+        ),
+        "",
+    )
 
 
 def _with_reasons(
@@ -124,23 +141,37 @@ def _with_reasons(
 ) -> list[tuple[ModelVersion, str]]:
     listed = versions(client, name)
     why = {str(version.version): f"one of the newest {newest}" for version in listed[:newest]}
-    why |= {**needed, **{number: f"@{alias}" for alias, number in read_aliases(client, name).items()}}
+    why |= {
+        **needed,
+        **{number: f"@{alias}" for alias, number in read_aliases(client, name).items()},
+    }
     return [(version, why.get(str(version.version), "")) for version in listed]
 
 
 def _matches(workspace: Path, played: Sequence[ModelVersion]) -> set[Path]:
     """The files of the matches that these versions have played as challengers."""
     prefix = f"{MATCH_TAG}."
-    digests = [tag.removeprefix(prefix) for version in played for tag in version.tags if tag.startswith(prefix)]
-    return {path for digest in digests if (path := workspace / MATCHES / f"{digest}.json").is_file()}
+    digests = [
+        tag.removeprefix(prefix)
+        for version in played
+        for tag in version.tags
+        if tag.startswith(prefix)
+    ]
+    return {
+        path for digest in digests if (path := workspace / MATCHES / f"{digest}.json").is_file()
+    }
 
 
 def _delete_version(client: MlflowClient, workspace: Path, version: ModelVersion) -> None:
-    """Delete the model files of a version, then the version; one that has got an alias meanwhile stays."""
+    """Delete the model files of a version, then the version; one that has got an alias meanwhile
+    stays.
+    """
     name, number = version.name, str(version.version)
     if number in read_aliases(client, name).values():
         return
-    with registry_errors(f"delete {name} version {number}; `rlhf registry gc --delete` goes on with it"):
+    with registry_errors(
+        f"delete {name} version {number}; `rlhf registry gc --delete` goes on with it"
+    ):
         source = version.source or ""
         same_files = client.search_model_versions(f"source_path = '{source}'")
         if source.startswith(LOGGED_MODEL) and len(same_files) <= 1:
@@ -161,5 +192,7 @@ def _delete_logged_model(client: MlflowClient, workspace: Path, model_id: str) -
             return
         raise
     with fluent(workspace):
-        get_artifact_repository(model.artifact_location, tracking_uri=tracking_uri(workspace)).delete_artifacts()
+        get_artifact_repository(
+            model.artifact_location, tracking_uri=tracking_uri(workspace)
+        ).delete_artifacts()
     client.delete_logged_model(model_id)

@@ -36,7 +36,9 @@ JSON = "application/json"
 STREAM_HEADERS = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
 
 
-def create_app(completions: Completions, token: str | None = None, watch_seconds: float | None = None) -> FastAPI:
+def create_app(
+    completions: Completions, token: str | None = None, watch_seconds: float | None = None
+) -> FastAPI:
     """The application. Its life ends when the last reply has ended.
 
     Args:
@@ -45,13 +47,17 @@ def create_app(completions: Completions, token: str | None = None, watch_seconds
     """
     watch, metrics = completions.watch, completions.metrics
     created = int(time.time())
-    parser = ThreadPoolExecutor(1, thread_name_prefix="parsing")  # one at a time: parsing takes room, and gives no turn
+    parser = ThreadPoolExecutor(
+        1, thread_name_prefix="parsing"
+    )  # one at a time: parsing takes room, and gives no turn
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
         stop = threading.Event()
         if watch_seconds is not None:
-            threading.Thread(target=watch.run, args=(stop, watch_seconds), name="watch", daemon=True).start()
+            threading.Thread(
+                target=watch.run, args=(stop, watch_seconds), name="watch", daemon=True
+            ).start()
         try:
             yield
         finally:
@@ -59,7 +65,9 @@ def create_app(completions: Completions, token: str | None = None, watch_seconds
             await asyncio.to_thread(completions.close)
 
     # Pages of API documentation would load scripts from another host.
-    app = FastAPI(title="rlhf serve", lifespan=lifespan, docs_url=None, redoc_url=None, openapi_url=None)
+    app = FastAPI(
+        title="rlhf serve", lifespan=lifespan, docs_url=None, redoc_url=None, openapi_url=None
+    )
 
     def admit(request: Request) -> None:
         require_access(token, request.headers.get("authorization"), request.headers.get("host"))
@@ -76,7 +84,11 @@ def create_app(completions: Completions, token: str | None = None, watch_seconds
         del body
         reply = await completions.begin(chat)
         if chat.stream:
-            return answered(StreamingResponse(reply.events(), media_type="text/event-stream", headers=STREAM_HEADERS))
+            return answered(
+                StreamingResponse(
+                    reply.events(), media_type="text/event-stream", headers=STREAM_HEADERS
+                )
+            )
 
         async def disconnected() -> None:
             while (await request.receive())["type"] != "http.disconnect":
@@ -108,7 +120,9 @@ def create_app(completions: Completions, token: str | None = None, watch_seconds
             "model": watch.policy.revision.id,
             "in_flight": completions.in_flight,
             # That something failed, and not what: whoever asks has shown no token.
-            "problem": f"{watch.trouble}; the log of the server says why" if watch.problem else None,
+            "problem": f"{watch.trouble}; the log of the server says why"
+            if watch.problem
+            else None,
         }
 
     @app.get("/metrics")
@@ -145,12 +159,15 @@ async def _read_body(request: Request, seconds: float) -> bytes:
     """The body of a request.
 
     Raises:
-        ApiError: It is no JSON by its header, too large, does not arrive within ``seconds``, or the client leaves.
+        ApiError: It is no JSON by its header, too large, does not arrive within ``seconds``, or the
+            client leaves.
     """
     # A page of another site may send other types without asking first.
     if request.headers.get("content-type", "").partition(";")[0].strip().lower() != JSON:
         raise ApiError(415, f"send JSON with the header Content-Type: {JSON}")
-    too_long = ApiError(413, f"the request has more than {MAX_BODY_BYTES} bytes; shorten the messages")
+    too_long = ApiError(
+        413, f"the request has more than {MAX_BODY_BYTES} bytes; shorten the messages"
+    )
     if int(request.headers.get("content-length") or 0) > MAX_BODY_BYTES:
         raise too_long
     body = bytearray()
@@ -161,7 +178,9 @@ async def _read_body(request: Request, seconds: float) -> bytes:
                 if len(body) > MAX_BODY_BYTES:
                     raise too_long
     except TimeoutError as error:
-        raise ApiError(408, f"the request did not arrive within {seconds:g} seconds", code="timeout") from error
+        raise ApiError(
+            408, f"the request did not arrive within {seconds:g} seconds", code="timeout"
+        ) from error
     except ClientDisconnect as error:
         raise ApiError(CLIENT_CLOSED_REQUEST, "the client has closed the connection") from error
     return bytes(body)

@@ -1,4 +1,6 @@
-"""Chat requests answered by threads that sample, while the event loop waits for them or passes pieces on."""
+"""Chat requests answered by threads that sample, while the event loop waits for them or passes
+pieces on.
+"""
 
 from __future__ import annotations
 
@@ -77,11 +79,15 @@ class Completions:
         if self.in_flight >= self.limits.max_concurrent:
             message = f"{self.in_flight} replies are being written, which is the most at a time; try again soon"
             headers = {"Retry-After": str(RETRY_AFTER_SECONDS)}
-            raise ApiError(429, message, code="rate_limit_exceeded", kind="rate_limit_error", headers=headers)
+            raise ApiError(
+                429, message, code="rate_limit_exceeded", kind="rate_limit_error", headers=headers
+            )
         self._count_in_flight(1)
         loop = asyncio.get_running_loop()
         created = int(self._now())
-        accepting = loop.run_in_executor(self._threads, accept_request, request, policy, self.limits, created)
+        accepting = loop.run_in_executor(
+            self._threads, accept_request, request, policy, self.limits, created
+        )
         try:
             accepted = await asyncio.shield(accepting)
         except asyncio.CancelledError:
@@ -91,7 +97,9 @@ class Completions:
             self._count_in_flight(-1)
             if isinstance(error, Exception):
                 raise
-            logger.exception("encoding a request failed")  # a panic of the tokenizer, whose library is in Rust
+            logger.exception(
+                "encoding a request failed"
+            )  # a panic of the tokenizer, whose library is in Rust
             raise internal_error() from error
         reply = ReplyInProgress(self, accepted, started, self._threads)
         reply.sampled.add_done_callback(self._release)
@@ -111,7 +119,11 @@ class ReplyInProgress:
     """A reply that one of ``threads`` samples, and the event loop's end of it."""
 
     def __init__(
-        self, completions: Completions, accepted: AcceptedRequest, started: float, threads: ThreadPoolExecutor
+        self,
+        completions: Completions,
+        accepted: AcceptedRequest,
+        started: float,
+        threads: ThreadPoolExecutor,
     ) -> None:
         self.completions, self.accepted, self.started = completions, accepted, started
         self._cancelled = threading.Event()
@@ -119,7 +131,9 @@ class ReplyInProgress:
         self._queue: asyncio.Queue[str | None] = asyncio.Queue()  # None: the reply has ended
         self._pieces = accepted.policy.pieces(accepted.settings.stop)
         self._first = True
-        self.sampled: asyncio.Future[SampledReply] = self._loop.run_in_executor(threads, self._sample)
+        self.sampled: asyncio.Future[SampledReply] = self._loop.run_in_executor(
+            threads, self._sample
+        )
         self.sampled.add_done_callback(lambda _: self._queue.put_nowait(None))
 
     def _sample(self) -> SampledReply:
@@ -128,7 +142,9 @@ class ReplyInProgress:
         end = "error"
         try:
             on_text = self._send_piece if accepted.request.stream else None
-            reply = accepted.policy.reply(accepted.prompt_ids, accepted.settings, on_text, self._check)
+            reply = accepted.policy.reply(
+                accepted.prompt_ids, accepted.settings, on_text, self._check
+            )
             end = reply.finish_reason
         except ReplyTimedOut:
             end = "timeout"
@@ -160,7 +176,8 @@ class ReplyInProgress:
             self._loop.call_soon_threadsafe(self._queue.put_nowait, piece)
 
     async def whole(self, disconnected: Callable[[], Awaitable[None]]) -> dict[str, Any]:
-        """Wait for the reply and return the response; if the client leaves first, the reply is cancelled.
+        """Wait for the reply and return the response; if the client leaves first, the reply is
+        cancelled.
 
         Raises:
             ApiError: It took too long, the client has left, or sampling failed.

@@ -16,7 +16,8 @@ class ServingMetrics:
 
     Attributes:
         requests: Responses by HTTP status, of ``/v1`` alone. A stream counts as 200 when it begins.
-        replies: Sampled replies by how they ended: ``stop``, ``length``, ``timeout``, ``cancelled``, ``error``.
+        replies: Sampled replies by how they ended: ``stop``, ``length``, ``timeout``,
+            ``cancelled``, ``error``.
         in_flight: Replies that are being sampled.
         reply_seconds: From the request to the last token.
         first_token_seconds: From the request to the first token.
@@ -31,18 +32,30 @@ class ServingMetrics:
         self.registry = CollectorRegistry()
         ProcessCollector(registry=self.registry)
 
-        def measured(kind: type[Any], name: str, about: str, labels: Sequence[str] = (), **more: Any) -> Any:
+        def measured(
+            kind: type[Any], name: str, about: str, labels: Sequence[str] = (), **more: Any
+        ) -> Any:
             return kind(f"rlhf_serve_{name}", about, labels, registry=self.registry, **more)
 
         self.requests = measured(Counter, "requests", "Responses by status", ["status"])
         self.replies = measured(Counter, "replies", "Replies by how they ended", ["end"])
         self.in_flight = measured(Gauge, "in_flight", "Replies that are being sampled")
-        self.reply_seconds = measured(Histogram, "reply_seconds", "Request to last token", buckets=SECONDS)
-        self.first_token_seconds = measured(Histogram, "first_token_seconds", "Request to first token", buckets=SECONDS)
-        self.prompt_tokens = measured(Histogram, "prompt_tokens", "Tokens of a prompt", buckets=TOKENS)
-        self.completion_tokens = measured(Histogram, "completion_tokens", "Tokens of a reply", buckets=TOKENS)
+        self.reply_seconds = measured(
+            Histogram, "reply_seconds", "Request to last token", buckets=SECONDS
+        )
+        self.first_token_seconds = measured(
+            Histogram, "first_token_seconds", "Request to first token", buckets=SECONDS
+        )
+        self.prompt_tokens = measured(
+            Histogram, "prompt_tokens", "Tokens of a prompt", buckets=TOKENS
+        )
+        self.completion_tokens = measured(
+            Histogram, "completion_tokens", "Tokens of a reply", buckets=TOKENS
+        )
         self.reloads = measured(Counter, "reloads", "Loads of another revision", ["result"])
-        self.reload_failing = measured(Gauge, "reload_failing", "Whether the wanted revision is not served")
+        self.reload_failing = measured(
+            Gauge, "reload_failing", "Whether the wanted revision is not served"
+        )
         self.policy = measured(Gauge, "policy", "The revision that is served", ["revision"])
 
     def serve_revision(self, revision: str) -> None:

@@ -1,4 +1,6 @@
-"""The server of ``rlhf serve``: the policy that was chosen behind this package's HTTP interface, or behind vLLM's."""
+"""The server of ``rlhf serve``: the policy that was chosen behind this package's HTTP interface, or
+behind vLLM's.
+"""
 
 from __future__ import annotations
 
@@ -55,7 +57,9 @@ def serve(
     completions = Completions(watch, limits, metrics)
     app = create_app(completions, token, watch_seconds)
     if token is None:
-        typer.echo(f"no token: every user of this machine may ask; set {TOKEN_VARIABLE} to require one")
+        typer.echo(
+            f"no token: every user of this machine may ask; set {TOKEN_VARIABLE} to require one"
+        )
     typer.echo(f"serving {watch.policy.revision.id} at {base_url(host, bound)}; Ctrl-C stops it")
     signals.install(signal.SIGINT, signal.SIGTERM)
     run_server(app, bound, limits.timeout_seconds)
@@ -63,19 +67,29 @@ def serve(
 
 
 def _become_vllm(
-    served: ServedSource, host: str, port: int, limits: ServingLimits, token: str | None, python: Path, arguments: str
+    served: ServedSource,
+    host: str,
+    port: int,
+    limits: ServingLimits,
+    token: str | None,
+    python: Path,
+    arguments: str,
 ) -> NoReturn:
     """Replace this process by vLLM's server, which then gets its signals."""
     from rlhf_extras.serving.vllm_command import require_limited, vllm_command, vllm_environment
 
     if not (python.is_file() and os.access(python, os.X_OK)):
-        raise ConfigError(f"--vllm {python} is no program; name the Python of an environment that has vLLM")
+        raise ConfigError(
+            f"--vllm {python} is no program; name the Python of an environment that has vLLM"
+        )
     revision = served.source.latest()
     files = served.source.files(revision)
     require_limited(files.folder)
     command = vllm_command(python, revision, files, host, port, limits)
     command += shlex.split(arguments)
     if served.moves:
-        typer.echo(f"vLLM serves {revision.id} until it is started again; a moved alias is not followed")
+        typer.echo(
+            f"vLLM serves {revision.id} until it is started again; a moved alias is not followed"
+        )
     typer.echo(f"starting {shlex.join(command)}", color=False)
     os.execve(python, command, vllm_environment(python, os.environ, token))

@@ -23,14 +23,18 @@ from rlhf_core.redaction import RedactingFormatter
 LOG_FORMAT = "%(asctime)s %(levelname)s %(message)s"
 BACKLOG = 2048
 MOST_CONNECTIONS = 1024
-# From the opening of a connection to the end of a request's head, and so from its next request's first byte on.
+# From the opening of a connection to the end of a request's head, and so from its next request's
+# first byte on.
 HEAD_SECONDS = 10.0
-WRITE_SECONDS = 60.0  # that a client may take to read some of a response for which there is no more room
+WRITE_SECONDS = (
+    60.0  # that a client may take to read some of a response for which there is no more room
+)
 MINUTE = 60.0
 
 
 def bind(host: str, port: int) -> socket.socket:
-    """Take ``port``, or any free one for 0. Connections are refused until :func:`run_server` listens.
+    """Take ``port``, or any free one for 0. Connections are refused until :func:`run_server`
+    listens.
 
     Raises:
         ConfigError: The address or port cannot be used.
@@ -42,7 +46,9 @@ def bind(host: str, port: int) -> socket.socket:
         bound.bind(address)
     except (OSError, OverflowError) as error:
         reason = getattr(error, "strerror", None) or error
-        raise ConfigError(f"cannot listen on {host} port {port} ({reason}); choose another with --port") from error
+        raise ConfigError(
+            f"cannot listen on {host} port {port} ({reason}); choose another with --port"
+        ) from error
     return bound
 
 
@@ -53,7 +59,8 @@ def base_url(host: str, bound: socket.socket) -> str:
 
 
 def run_server(app: FastAPI, bound: socket.socket, timeout_seconds: float) -> None:
-    """Serve until SIGTERM, SIGHUP or SIGINT; then accept nothing more and wait for the replies in flight.
+    """Serve until SIGTERM, SIGHUP or SIGINT; then accept nothing more and wait for the replies in
+    flight.
 
     A second SIGINT ends at once. SIGTERM and SIGINT reach the handlers of the process afterwards.
 
@@ -83,23 +90,33 @@ def run_server(app: FastAPI, bound: socket.socket, timeout_seconds: float) -> No
 
 
 def connection_limit() -> int:
-    """How many connections this process may hold: what its descriptors leave, after as many as may be had are had."""
+    """How many connections this process may hold: what its descriptors leave, after as many as may
+    be had are had.
+    """
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     soft = hard if hard != resource.RLIM_INFINITY else MOST_CONNECTIONS * 4
     with suppress(ValueError, OSError):
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
     taken = len(os.listdir("/proc/self/fd")) if os.path.isdir("/proc/self/fd") else 64
-    # A third is left for connections that are accepted before one is closed, and for files of the registry.
-    return max(min(MOST_CONNECTIONS, (resource.getrlimit(resource.RLIMIT_NOFILE)[0] - taken) * 2 // 3), 2)
+    # A third is left for connections that are accepted before one is closed, and for files of the
+    # registry.
+    return max(
+        min(MOST_CONNECTIONS, (resource.getrlimit(resource.RLIMIT_NOFILE)[0] - taken) * 2 // 3), 2
+    )
 
 
 def limited_protocol(most: int) -> type[asyncio.Protocol]:
-    """uvicorn's protocol for connections of which there are at most so many, none of them silent for long."""
-    waiting: dict[LimitedConnection, None] = {}  # connections without a request that is answered, the oldest first
+    """uvicorn's protocol for connections of which there are at most so many, none of them silent
+    for long.
+    """
+    waiting: dict[
+        LimitedConnection, None
+    ] = {}  # connections without a request that is answered, the oldest first
     every: set[LimitedConnection] = set()
 
     class LimitedConnection(AutoHTTPProtocol):  # type: ignore[misc, valid-type]
-        """Closes itself if the head of a request takes too long, or for a newer connection while there are too many.
+        """Closes itself if the head of a request takes too long, or for a newer connection while
+        there are too many.
 
         One whose client does not read its response is closed, too.
         """
@@ -170,7 +187,8 @@ def limited_protocol(most: int) -> type[asyncio.Protocol]:
 class OncePerMinute(logging.Filter):
     """Lets a message of the same beginning pass once a minute, and every error.
 
-    asyncio repeats some for each connection that it lacks, and uvicorn for each request that is none.
+    asyncio repeats some for each connection that it lacks, and uvicorn for each request that is
+    none.
     """
 
     def __init__(self) -> None:

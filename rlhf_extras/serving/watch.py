@@ -10,7 +10,13 @@ from pathlib import Path
 
 from rlhf_core.errors import ModelError, named_line
 from rlhf_core.serving.policy import LoadedPolicy
-from rlhf_core.serving.policy_source import FileStamps, PolicyFiles, PolicyRevision, PolicySource, file_stamps
+from rlhf_core.serving.policy_source import (
+    FileStamps,
+    PolicyFiles,
+    PolicyRevision,
+    PolicySource,
+    file_stamps,
+)
 from rlhf_extras.serving.metrics import ServingMetrics
 
 Load = Callable[[PolicyRevision, PolicyFiles], LoadedPolicy]
@@ -21,10 +27,11 @@ logger = logging.getLogger(__name__)
 
 
 class PolicyWatch:
-    """Serves the revision that a source names, and keeps the one before while a new one cannot be loaded.
+    """Serves the revision that a source names, and keeps the one before while a new one cannot be
+    loaded.
 
-    A request takes ``policy`` once and answers with it to the end. A new policy is loaded beside the old one, whose
-    memory is freed after its last request.
+    A request takes ``policy`` once and answers with it to the end. A new policy is loaded beside
+    the old one, whose memory is freed after its last request.
 
     Attributes:
         policy: What new requests are answered with.
@@ -50,14 +57,18 @@ class PolicyWatch:
         """Ask the source once, and load what it names if that is not served yet."""
         try:
             latest = self.source.latest()
-        except Exception as error:  # whatever a client of a registry raises, the server goes on with what it has
+        except (
+            Exception
+        ) as error:  # whatever a client of a registry raises, the server goes on with what it has
             self._report("cannot find out which revision to serve", error)
             return
         if latest != self.policy.revision:
             if latest != self._failed or self._clock() >= self._retry_at:
                 self._replace_by(latest)
         elif self._stamps != file_stamps(self._folder):
-            changed = ModelError(f"{self._folder}; replies are those of the files as they were when they were loaded")
+            changed = ModelError(
+                f"{self._folder}; replies are those of the files as they were when they were loaded"
+            )
             self._report(f"files of {latest.id} have changed since they were loaded", changed)
         else:
             self._resolve()
@@ -79,7 +90,9 @@ class PolicyWatch:
             files = self.source.files(revision)  # verified after the stamps were taken
         policy = self._load(revision, files)
         if file_stamps(files.folder) != stamps:
-            raise ModelError(f"files in {files.folder} were changed while they were loaded; load them again at rest")
+            raise ModelError(
+                f"files in {files.folder} were changed while they were loaded; load them again at rest"
+            )
         return policy, files.folder, stamps
 
     def _replace_by(self, revision: PolicyRevision) -> None:
@@ -94,7 +107,11 @@ class PolicyWatch:
         self._serve(*loaded)
         self.metrics.reloads.labels("loaded").inc()
         self._resolve()
-        logger.info("%s is served now; requests that %s had begun are finished by it", revision.id, before.id)
+        logger.info(
+            "%s is served now; requests that %s had begun are finished by it",
+            revision.id,
+            before.id,
+        )
 
     def _serve(self, policy: LoadedPolicy, folder: Path, stamps: FileStamps) -> None:
         self.policy, self._folder, self._stamps = policy, folder, stamps
@@ -102,7 +119,9 @@ class PolicyWatch:
         self.metrics.serve_revision(policy.revision.id)
 
     def _report(self, trouble: str, error: Exception) -> None:
-        """Say once in the log, and in ``problem`` for as long as it lasts, what is wrong with what is served."""
+        """Say once in the log, and in ``problem`` for as long as it lasts, what is wrong with what
+        is served.
+        """
         problem = f"{trouble} ({named_line(error)})"
         if problem != self.problem:
             logger.error("%s; %s is still served", problem, self.policy.revision.id)

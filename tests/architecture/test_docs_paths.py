@@ -1,4 +1,6 @@
-"""Pages, workflow, citation, hooks and version agree with the code, with each other and with their schemas."""
+"""Pages, workflow, citation, hooks and version agree with the code, with each other and with their
+schemas.
+"""
 
 from __future__ import annotations
 
@@ -29,13 +31,36 @@ PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
 # A path in prose may start at the root or in a package.
 STARTS = ("", "rlhf_core", "flows", "rlhf_extras", "tests", "tests/unit", "docs")
 # Written by a run, or names of a reader's own.
-MADE = ("data/", "models/", "metrics/", "gates/", "plots/", "history/", "samples/", "work/", "workspaces/")
-MADE += ("ablation/", ".rlhf/", ".fingerprints/", "site/", "htmlcov/", "mlartifacts/", "my-run/", "extra/", "exports/")
+MADE = (
+    "data/",
+    "models/",
+    "metrics/",
+    "gates/",
+    "plots/",
+    "history/",
+    "samples/",
+    "work/",
+    "workspaces/",
+)
+MADE += (
+    "ablation/",
+    ".rlhf/",
+    ".fingerprints/",
+    "site/",
+    "htmlcov/",
+    "mlartifacts/",
+    "my-run/",
+    "extra/",
+    "exports/",
+)
 MADE += (".venv", "../", "/")
 SUFFIXES = r"py|yaml|yml|md|toml|json|sh|sbatch|lock|svg|png|cff"
 FILE = re.compile(rf"(?<![\w/.~:*-])((?:[\w.-]+/)+[\w.-]+\.(?:{SUFFIXES}))(?![\w/*])")
-PACKAGE = re.compile(r"`((?:rlhf_core|flows|rlhf_extras|tests|infra|docs|benchmarks|profiles)/[\w./-]*/)`")
-# Pages say what could be: the change log names files that are gone, how-tos name files that a reader will write.
+PACKAGE = re.compile(
+    r"`((?:rlhf_core|flows|rlhf_extras|tests|infra|docs|benchmarks|profiles)/[\w./-]*/)`"
+)
+# Pages say what could be: the change log names files that are gone, how-tos name files that a
+# reader will write.
 GONE = {"CHANGELOG.md": {"ppo/objectives.py", "ppo/value.py"}}
 YOURS = {"CONTRIBUTING.md": {"rlhf_core/config/diversity.py", "rlhf_core/stages/diversity.py"}}
 EXAMPLE_STAGE = "diversity"  # of CONTRIBUTING.md
@@ -53,12 +78,16 @@ def exists(path: str) -> bool:
 @pytest.mark.parametrize("page", PAGES, ids=page_id)
 def test_paths_exist(page: Path) -> None:
     text = page.read_text(encoding="utf-8")
-    named = {path for path in FILE.findall(text) if not path.startswith(MADE)} | set(PACKAGE.findall(text))
+    named = {path for path in FILE.findall(text) if not path.startswith(MADE)} | set(
+        PACKAGE.findall(text)
+    )
     named = {path for path in named if not re.search(r"\b[A-Z]+\.", path)}  # NAME.py stands for any
     exempt = GONE.get(page_id(page), set()) | YOURS.get(page_id(page), set())
     relative = {path for path in named if (page.parent / path).exists()}
     assert not {path for path in named - exempt - relative if not exists(path)}
-    assert not {path for path in YOURS.get(page_id(page), set()) if exists(path)}, "this example exists by now"
+    assert not {path for path in YOURS.get(page_id(page), set()) if exists(path)}, (
+        "this example exists by now"
+    )
 
 
 @pytest.mark.parametrize("page", PAGES, ids=page_id)
@@ -70,7 +99,9 @@ def test_links_to_files_resolve(page: Path) -> None:
 @pytest.mark.parametrize("page", PAGES, ids=page_id)
 def test_tables_and_lists_begin_a_block(page: Path) -> None:
     """Within a paragraph the site shows them as its text."""
-    text = re.sub(r"^```.*?^```$", "", page.read_text(encoding="utf-8"), flags=re.DOTALL | re.MULTILINE)
+    text = re.sub(
+        r"^```.*?^```$", "", page.read_text(encoding="utf-8"), flags=re.DOTALL | re.MULTILINE
+    )
     pairs = re.findall(r"^(?![-*|#<!] ?|\d+\. | )(.+)\n(\| .*|[-*] .*)$", text, flags=re.MULTILINE)
     assert not pairs
 
@@ -78,8 +109,14 @@ def test_tables_and_lists_begin_a_block(page: Path) -> None:
 def rlhf_commands(text: str) -> Iterator[list[str]]:
     """The words of each ``rlhf …`` command in code blocks and in code within a line."""
     blocks = re.findall(r"^```\w*\n(.*?)^```", text, flags=re.DOTALL | re.MULTILINE)
-    spans = re.findall(r"`(rlhf [^`\n]+)`", re.sub(r"^```.*?^```", "", text, flags=re.DOTALL | re.MULTILINE))
-    lines = [line.strip().removeprefix("$ ") for block in blocks for line in block.replace("\\\n", " ").splitlines()]
+    spans = re.findall(
+        r"`(rlhf [^`\n]+)`", re.sub(r"^```.*?^```", "", text, flags=re.DOTALL | re.MULTILINE)
+    )
+    lines = [
+        line.strip().removeprefix("$ ")
+        for block in blocks
+        for line in block.replace("\\\n", " ").splitlines()
+    ]
     for line in [*lines, *spans]:
         for part in re.split(r"\s(?:&&|\|\||\||;)\s", line):
             if part.startswith("rlhf "):
@@ -91,7 +128,9 @@ def rlhf_commands(text: str) -> Iterator[list[str]]:
 
 
 def command_of(words: list[str]) -> Any:
-    """The command that the words run: of a group the one that is named next, or that of its short form."""
+    """The command that the words run: of a group the one that is named next, or that of its short
+    form.
+    """
     command = COMMANDS[words[0]]
     members: dict[str, Any] = getattr(command, "commands", {})
     return members.get(words[1]) or members[SHORT_FORM] if members and len(words) > 1 else command
@@ -106,7 +145,11 @@ def test_commands_and_their_options_exist(page: Path) -> None:
             continue
         assert names and words[0] in COMMANDS, words
         parameters = command_of(words).params
-        options = {option for parameter in parameters for option in [*parameter.opts, *parameter.secondary_opts]}
+        options = {
+            option
+            for parameter in parameters
+            for option in [*parameter.opts, *parameter.secondary_opts]
+        }
         used = {word.split("=")[0] for word in words if re.match(r"--?[a-z]", word)}
         assert used <= options | {"--help", "--debug"}, words
         if words[0] == "stage" and len(words) > 1 and re.fullmatch(r"[a-z-]+", words[1]):
@@ -114,9 +157,16 @@ def test_commands_and_their_options_exist(page: Path) -> None:
 
 
 def test_the_page_of_data_formats_lists_them_all() -> None:
-    tables = (ROOT / "docs/data-formats.md").read_text().partition("## Formats")[2].partition("A row without")[0]
+    tables = (
+        (ROOT / "docs/data-formats.md")
+        .read_text()
+        .partition("## Formats")[2]
+        .partition("A row without")[0]
+    )
     listed = re.findall(r"^\| ([a-z0-9-]+)(?: \([^|]*\))? \|", tables, re.MULTILINE)
-    assert sorted(listed) == sorted(["format", *(shape.name for shape in SHAPES)])  # "format" heads a table
+    assert sorted(listed) == sorted(
+        ["format", *(shape.name for shape in SHAPES)]
+    )  # "format" heads a table
 
 
 @pytest.mark.parametrize("page", ["CONTRIBUTING.md", "docs/images/architecture.svg"])
@@ -136,14 +186,21 @@ def test_the_api_reference_has_every_package_of_flows() -> None:
 
 
 def test_every_page_of_the_navigation_exists() -> None:
-    pages = re.findall(r": ([\w/-]+\.md)$", (ROOT / "mkdocs.yml").read_text(encoding="utf-8"), flags=re.MULTILINE)
+    pages = re.findall(
+        r": ([\w/-]+\.md)$", (ROOT / "mkdocs.yml").read_text(encoding="utf-8"), flags=re.MULTILINE
+    )
     assert pages and not [page for page in pages if not (ROOT / "docs" / page).is_file()]
-    missing = {page.relative_to(ROOT / "docs").as_posix() for page in (ROOT / "docs").rglob("*.md")} - set(pages)
+    missing = {
+        page.relative_to(ROOT / "docs").as_posix() for page in (ROOT / "docs").rglob("*.md")
+    } - set(pages)
     assert not missing, "pages without an entry in mkdocs.yml"
 
 
 def test_the_make_targets_that_the_workflow_and_the_guide_call_exist() -> None:
-    text = "".join((ROOT / name).read_text() for name in ("CONTRIBUTING.md", ".github/workflows/ci.yml", ".ci/run"))
+    text = "".join(
+        (ROOT / name).read_text()
+        for name in ("CONTRIBUTING.md", ".github/workflows/ci.yml", ".ci/run")
+    )
     targets = set(re.findall(r"^(?:make|.*run: make) ([a-z-]+)", text, flags=re.MULTILINE))
     assert targets >= {"setup", "test", "lint", "docs", "coverage"}
     known = re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), flags=re.MULTILINE)
@@ -151,7 +208,9 @@ def test_the_make_targets_that_the_workflow_and_the_guide_call_exist() -> None:
 
 
 TEXT = (ROOT / "docs" / "algorithms.md").read_text(encoding="utf-8").split("## 9. Traps")[1]
-TRAPS = [line for line in TEXT.splitlines() if line.startswith("| ") and not line.startswith("| trap ")]
+TRAPS = [
+    line for line in TEXT.splitlines() if line.startswith("| ") and not line.startswith("| trap ")
+]
 
 
 def test_there_are_ten_traps() -> None:
@@ -164,7 +223,9 @@ def test_the_tests_of_a_trap_exist(trap: str) -> None:
     assert named
     for file, test in named:
         tree = ast.parse((ROOT / "tests" / "unit" / file).read_text(encoding="utf-8"))
-        assert test in {node.name for node in tree.body if isinstance(node, ast.FunctionDef)}, f"{file}::{test}"
+        assert test in {node.name for node in tree.body if isinstance(node, ast.FunctionDef)}, (
+            f"{file}::{test}"
+        )
 
 
 WORKFLOW = ROOT / ".github" / "workflows" / "ci.yml"
@@ -185,9 +246,14 @@ def test_files_satisfy_their_schemas(schema: str, file: Path) -> None:
     assert result.returncode == 0, result.stdout + result.stderr
 
 
-@pytest.mark.skipif(shutil.which("actionlint") is None, reason="actionlint is not on PATH; the workflow itself runs it")
+@pytest.mark.skipif(
+    shutil.which("actionlint") is None,
+    reason="actionlint is not on PATH; the workflow itself runs it",
+)
 def test_actionlint_has_nothing_to_say() -> None:
-    result = subprocess.run(["actionlint", str(WORKFLOW)], cwd=ROOT, capture_output=True, text=True, check=False)
+    result = subprocess.run(
+        ["actionlint", str(WORKFLOW)], cwd=ROOT, capture_output=True, text=True, check=False
+    )
     assert result.returncode == 0, result.stdout
 
 
@@ -217,7 +283,9 @@ def test_hooks_download_nothing() -> None:
 
 def test_the_version_is_said_once_and_quoted_right() -> None:
     assert load(ROOT / "CITATION.cff")["version"] == rlhf_core.__version__
-    newest = re.search(r"^## (\d+\.\d+\.\d+)", (ROOT / "CHANGELOG.md").read_text(), flags=re.MULTILINE)
+    newest = re.search(
+        r"^## (\d+\.\d+\.\d+)", (ROOT / "CHANGELOG.md").read_text(), flags=re.MULTILINE
+    )
     assert newest and newest.group(1) == rlhf_core.__version__
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())
     assert project["project"]["dynamic"] == ["version"] and "version" not in project["project"]
@@ -225,11 +293,15 @@ def test_the_version_is_said_once_and_quoted_right() -> None:
 
 
 def test_no_test_file_takes_the_name_of_a_standard_module() -> None:
-    """A script of the tests has its own folder first on its path, so `numbers.py` beside it hides Python's."""
+    """A script of the tests has its own folder first on its path, so `numbers.py` beside it hides
+    Python's.
+    """
     files = (ROOT / "tests").rglob("*.py")
     assert [str(path) for path in files if path.stem in sys.stdlib_module_names] == []
 
 
-@pytest.mark.parametrize("name", [*chain(*TOGETHER.values()), *sorted(set(LONGEST) - set(TOGETHER))])
+@pytest.mark.parametrize(
+    "name", [*chain(*TOGETHER.values()), *sorted(set(LONGEST) - set(TOGETHER))]
+)
 def test_the_tests_that_are_begun_first_or_kept_together_exist(name: str) -> None:
     assert (ROOT / name).exists()

@@ -36,9 +36,15 @@ def test_files_and_parameters_agree(name: str) -> None:
     deps = set(listed["deps"])
     assert f".fingerprints/{name}.txt" in deps
     data = {dep for dep in deps if not dep.startswith(".fingerprints/")}
-    required = {path for key, path in declared.inputs.items() if key not in declared.optional_inputs}
+    required = {
+        path for key, path in declared.inputs.items() if key not in declared.optional_inputs
+    }
     assert required <= data <= set(declared.inputs.values())
-    outs = names(listed.get("outs", [])) | names(listed.get("metrics", [])) | names(listed.get("plots", []))
+    outs = (
+        names(listed.get("outs", []))
+        | names(listed.get("metrics", []))
+        | names(listed.get("plots", []))
+    )
     assert outs == set(declared.outputs.values())
     assert any(param.split(".")[0] == declared.section for param in listed["params"])
 
@@ -55,26 +61,43 @@ def test_stages_depend_on_fingerprints_that_are_written(tmp_path: Path) -> None:
     (tmp_path / "params.yaml").write_text((ROOT / "params.yaml").read_text())
     fingerprint(tmp_path)
     written = {f".fingerprints/{path.name}" for path in (tmp_path / ".fingerprints").iterdir()}
-    deps = {dep for stage in stages().values() for dep in stage["deps"] if dep.startswith(".fingerprints/")}
+    deps = {
+        dep
+        for stage in stages().values()
+        for dep in stage["deps"]
+        if dep.startswith(".fingerprints/")
+    }
     assert deps == written
 
 
 def test_where_a_stage_runs_and_keeps_its_partial_state_makes_nothing_stale() -> None:
-    listed = {param.split(".")[0] for stage in stages().values() for param in stage.get("params", [])}
+    listed = {
+        param.split(".")[0] for stage in stages().values() for param in stage.get("params", [])
+    }
     params = yaml_text.plain(yaml_text.read(ROOT / "params.yaml"))
     around = {"compute", "checkpoints", "pools", "flow", "registry", "tracking"}
     assert around <= params.keys() and not listed & around
 
 
 def test_critic_pretraining_runs_again_when_the_units_change_that_it_shares_with_ppo() -> None:
-    listed = {param.removeprefix("ppo.") for param in stages()["critic"]["params"] if param.startswith("ppo.")}
+    listed = {
+        param.removeprefix("ppo.")
+        for param in stages()["critic"]["params"]
+        if param.startswith("ppo.")
+    }
     # Batches within a rollout change no number.
-    assert listed == set(RolloutConfig.model_fields) - {"micro_batch_size", "micro_batch_tokens", "sampling_batch_size"}
+    assert listed == set(RolloutConfig.model_fields) - {
+        "micro_batch_size",
+        "micro_batch_tokens",
+        "sampling_batch_size",
+    }
 
 
 def test_every_list_of_conditions_is_decided_by_a_stage() -> None:
     lists = {
-        f"gates.{name}" for name, field in GatesConfig.model_fields.items() if get_origin(field.annotation) is tuple
+        f"gates.{name}"
+        for name, field in GatesConfig.model_fields.items()
+        if get_origin(field.annotation) is tuple
     }
     listed = {param for stage in stages().values() for param in stage.get("params", [])}
     assert lists and not lists - listed, "conditions that nothing decides would count as passed"
@@ -97,6 +120,10 @@ def test_every_listed_parameter_is_in_params_yaml(name: str) -> None:
 def test_make_clean_removes_every_output() -> None:
     removed = set((ROOT / "Makefile").read_text().partition("\nclean:\n")[2].split())
     outputs = set().union(
-        *(names(stage.get(key, [])) for stage in stages().values() for key in ("outs", "metrics", "plots"))
+        *(
+            names(stage.get(key, []))
+            for stage in stages().values()
+            for key in ("outs", "metrics", "plots")
+        )
     )
     assert outputs and not {out for out in outputs if not {out, out.split("/")[0]} & removed}

@@ -44,7 +44,9 @@ def copy(tmp_path: Path) -> Path:
 
 
 def change_functions(path: Path, names: tuple[str, ...] = ()) -> None:
-    """Add a statement to every function and method of a module, or of the definitions ``names`` alone."""
+    """Add a statement to every function and method of a module, or of the definitions ``names``
+    alone.
+    """
     tree = ast.parse(path.read_text())
     for definition in tree.body:
         if names and getattr(definition, "name", "") not in names:
@@ -66,7 +68,11 @@ def test_a_comment_anywhere_makes_nothing_stale(copy: Path, before: dict[str, st
 @pytest.mark.parametrize(
     ("module", "names", "stages"),
     [
-        ("ppo/losses.py", ("PolicyObjective", "clipped_surrogate", "correction_cap", "entropy_sign"), {"ppo"}),
+        (
+            "ppo/losses.py",
+            ("PolicyObjective", "clipped_surrogate", "correction_cap", "entropy_sign"),
+            {"ppo"},
+        ),
         ("ppo/losses.py", ("ValueObjective", "value_loss"), {"critic", "ppo"}),
         ("training/sft.py", (), {"sft"}),
         ("stages/validate.py", (), {"validate"}),
@@ -82,7 +88,9 @@ def test_a_changed_module_makes_its_own_stages_stale_and_no_other(
 
 
 @pytest.mark.slow
-def test_code_of_another_method_trains_no_policy_by_ppo_again(copy: Path, before: dict[str, str]) -> None:
+def test_code_of_another_method_trains_no_policy_by_ppo_again(
+    copy: Path, before: dict[str, str]
+) -> None:
     change_functions(copy / "training/dpo.py", ("implicit_rewards", "dpo_loss", "DpoTask"))
     change_functions(copy / "ppo/rejection_sampling.py")
     assert stale(before, digests(copy.parent)) == set()
@@ -92,10 +100,14 @@ def test_code_of_another_method_trains_no_policy_by_ppo_again(copy: Path, before
 
 
 @pytest.mark.slow
-def test_a_changed_health_rule_makes_ppo_and_the_report_that_names_it_stale(copy: Path, before: dict[str, str]) -> None:
+def test_a_changed_health_rule_makes_ppo_and_the_report_that_names_it_stale(
+    copy: Path, before: dict[str, str]
+) -> None:
     path = copy / "config/health.py"
     text = path.read_text()
-    changed = re.sub(r'(Rule\("gradient_growing", \(Check\("policy_grad_norm", ">", )10\.0', r"\g<1>11.0", text)
+    changed = re.sub(
+        r'(Rule\("gradient_growing", \(Check\("policy_grad_norm", ">", )10\.0', r"\g<1>11.0", text
+    )
     assert changed != text
     path.write_text(changed)
     assert stale(before, digests(copy.parent)) == {"ppo", "report"}
@@ -103,9 +115,12 @@ def test_a_changed_health_rule_makes_ppo_and_the_report_that_names_it_stale(copy
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("name", "stage"), [("report/templates/gates.html.j2", "report"), ("data_card/card.html.j2", "validate")]
+    ("name", "stage"),
+    [("report/templates/gates.html.j2", "report"), ("data_card/card.html.j2", "validate")],
 )
-def test_a_changed_template_makes_its_stage_stale(copy: Path, before: dict[str, str], name: str, stage: str) -> None:
+def test_a_changed_template_makes_its_stage_stale(
+    copy: Path, before: dict[str, str], name: str, stage: str
+) -> None:
     template = copy / "evaluation" / name
     template.write_text(template.read_text() + "<p>more</p>\n")
     assert stale(before, digests(copy.parent)) == {stage}
@@ -125,7 +140,8 @@ def test_modules_imported_by_a_computed_name_are_known() -> None:
         names = {
             node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", "")
             for node in ast.walk(ast.parse(path.read_text()))
-            if isinstance(node, ast.Call) and not all(isinstance(argument, ast.Constant) for argument in node.args)
+            if isinstance(node, ast.Call)
+            and not all(isinstance(argument, ast.Constant) for argument in node.args)
         }
         if names & {"import_module", "__import__", "resolve_name"}:
             computed.add(path.relative_to(ROOT / PACKAGE).as_posix())
@@ -133,10 +149,15 @@ def test_modules_imported_by_a_computed_name_are_known() -> None:
 
 
 FUNCTION = (ast.FunctionDef, ast.AsyncFunctionDef)
-BINDING = (*FUNCTION, ast.ClassDef, ast.Assign, ast.AnnAssign)  # other statements count for whatever imports them
+BINDING = (
+    *FUNCTION,
+    ast.ClassDef,
+    ast.Assign,
+    ast.AnnAssign,
+)  # other statements count for whatever imports them
 CONSTRUCTORS = {"__init__", "__new__", "__post_init__", "model_post_init"}
-# Functions of the package that making a definition calls. They build values; what two of them tell Great Expectations
-# is held by the class that calls them, too.
+# Functions of the package that making a definition calls. They build values; what two of them tell
+# Great Expectations is held by the class that calls them, too.
 CALLED_ON_IMPORT = {
     "_are", "_column_metric", "_in_all_columns", "_keys", "_row_metric", "_without",
     "plain_arithmetic", "reward_stage",
@@ -144,7 +165,9 @@ CALLED_ON_IMPORT = {
 
 
 def on_import(node: ast.AST) -> Iterator[ast.expr]:
-    """What is called when a definition is made: in decorators, default values, class bodies and assigned values."""
+    """What is called when a definition is made: in decorators, default values, class bodies and
+    assigned values.
+    """
     if isinstance(node, ast.Lambda):
         return
     if isinstance(node, ast.Call):
@@ -159,7 +182,9 @@ def on_import(node: ast.AST) -> Iterator[ast.expr]:
 
 
 def unfollowed(tree: ast.Module) -> set[str]:
-    """What a module does that leads to code without naming it, or enters an object in a table without a statement."""
+    """What a module does that leads to code without naming it, or enters an object in a table
+    without a statement.
+    """
     found: set[str] = set()
     tables = {name for statement in tree.body for name in bound_names(statement)}
     for node in ast.walk(tree):
@@ -188,13 +213,23 @@ def unfollowed(tree: ast.Module) -> set[str]:
 
 def test_nothing_is_reached_without_a_name() -> None:
     """A fingerprint follows names. What none leads to would change results unseen."""
-    trees = {path: ast.parse(path.read_text()) for path in (ROOT / PACKAGE).rglob("*.py") if path.name != "cli.py"}
+    trees = {
+        path: ast.parse(path.read_text())
+        for path in (ROOT / PACKAGE).rglob("*.py")
+        if path.name != "cli.py"
+    }
     found = {path.name: unfollowed(tree) for path, tree in trees.items()}
     assert not any(found.values()), found
-    functions = {node.name for tree in trees.values() for node in tree.body if isinstance(node, FUNCTION)}
+    functions = {
+        node.name for tree in trees.values() for node in tree.body if isinstance(node, FUNCTION)
+    }
     called = set()
     for path, tree in trees.items():
         if path.parent.name != "commands":
             statements = [each for each in tree.body if isinstance(each, BINDING)]
-            called |= {dotted_name(callee)[-1:] for each in statements for callee in on_import(each)}
-    assert {name for (name,) in called - {()} if name in functions or "register" in name} == CALLED_ON_IMPORT
+            called |= {
+                dotted_name(callee)[-1:] for each in statements for callee in on_import(each)
+            }
+    assert {
+        name for (name,) in called - {()} if name in functions or "register" in name
+    } == CALLED_ON_IMPORT

@@ -1,4 +1,6 @@
-"""The house's contract: imports point downwards only, and what may not be reached is not reached."""
+"""The house's contract: imports point downwards only, and what may not be reached is not
+reached.
+"""
 
 from __future__ import annotations
 
@@ -37,7 +39,8 @@ FLOWS_LAYERS = (
     {"workspace"},
     {"supervision"},
 )
-# What flows uses of the core: these packages and modules, and single functions where a module asks for more.
+# What flows uses of the core: these packages and modules, and single functions where a module asks
+# for more.
 FLOWS_MAY_USE = {
     "config",
     "gates",
@@ -100,7 +103,11 @@ FLOWS_MAY_ALSO_USE = {
     "flows.registry.stored_models": {"serving.policy_source", "serving.protocol"},
     # What a registered model is answered by, wherever it is loaded.
     "flows.registry.register": {"evaluation.report.headline.headline_metrics"},
-    "flows.registry.model_pyfunc": {"serving", "evaluation.judges.model.ModelJudge", "evaluation.replies.Reply"},
+    "flows.registry.model_pyfunc": {
+        "serving",
+        "evaluation.judges.model.ModelJudge",
+        "evaluation.replies.Reply",
+    },
     "flows.release.export": {"models.adapters.ADAPTER_FOLDER", "models.io.ADAPTER_CONFIG"},
     "flows.pipeline.data_watch": {
         "data.collection.sources.collected_paths",
@@ -197,19 +204,35 @@ def test_core_imports_point_downwards() -> None:
         above = {r for r in used if layer(r) < layer(room)}
         beside = {r for r in used if layer(r) == layer(room) and layer(room) in (4, 5, 6)}
         wrong[module] = above | {r for r in beside if (room, r) not in allowed_beside}
-    assert not {module: rooms for module, rooms in wrong.items() if rooms}, "these import upwards or sideways"
+    assert not {module: rooms for module, rooms in wrong.items() if rooms}, (
+        "these import upwards or sideways"
+    )
 
 
 def test_core_knows_no_orchestrator_and_mlflow_only_in_tracking() -> None:
-    roots = {module: {name.split(".")[0] for name in imports(path)} for module, path in CORE.items()}
-    assert not {module: used & ORCHESTRATORS for module, used in roots.items() if used & ORCHESTRATORS}
-    assert not [m for m, used in roots.items() if "mlflow" in used and not m.startswith("rlhf_core.tracking.")]
+    roots = {
+        module: {name.split(".")[0] for name in imports(path)} for module, path in CORE.items()
+    }
+    assert not {
+        module: used & ORCHESTRATORS for module, used in roots.items() if used & ORCHESTRATORS
+    }
+    assert not [
+        m
+        for m, used in roots.items()
+        if "mlflow" in used and not m.startswith("rlhf_core.tracking.")
+    ]
 
 
 def test_core_and_flows_know_no_extra() -> None:
-    """They find extras as they find the plugins of others: by entry points. So all runs where there are none."""
+    """They find extras as they find the plugins of others: by entry points. So all runs where there
+    are none.
+    """
     house = CORE | FLOWS
-    assert not [module for module in house if any(name.startswith(EXTRAS_PACKAGE) for name in imports(house[module]))]
+    assert not [
+        module
+        for module in house
+        if any(name.startswith(EXTRAS_PACKAGE) for name in imports(house[module]))
+    ]
 
 
 def test_every_package_of_flows_has_a_layer() -> None:
@@ -224,18 +247,33 @@ def test_flows_imports_point_downwards() -> None:
     for module in (module for module in FLOWS if "." in module):
         room = module.split(".")[1]
         used = rooms_used(FLOWS[module], "flows") - {room}
-        wrong[module] = {other for other in used if layer(other, FLOWS_LAYERS) <= layer(room, FLOWS_LAYERS)}
-    assert not {module: rooms for module, rooms in wrong.items() if rooms}, "these import upwards or sideways"
+        wrong[module] = {
+            other for other in used if layer(other, FLOWS_LAYERS) <= layer(room, FLOWS_LAYERS)
+        }
+    assert not {module: rooms for module, rooms in wrong.items() if rooms}, (
+        "these import upwards or sideways"
+    )
 
 
 def test_flows_use_only_the_public_places_of_the_core() -> None:
     wrong = {}
     for module, path in FLOWS.items():
         may_use = FLOWS_MAY_USE | FLOWS_MAY_ALSO_USE.get(module, set())
-        used = {name.removeprefix("rlhf_core.") for name in imports(path) if name.startswith("rlhf_core.")}
-        foreign = {name for name in used if not any(name == place or name.startswith(f"{place}.") for place in may_use)}
-        # A module counts where something is imported from it; what is imported counts by its own name.
-        wrong[module] = {name for name in foreign if not any(place.startswith(f"{name}.") for place in may_use)}
+        used = {
+            name.removeprefix("rlhf_core.")
+            for name in imports(path)
+            if name.startswith("rlhf_core.")
+        }
+        foreign = {
+            name
+            for name in used
+            if not any(name == place or name.startswith(f"{place}.") for place in may_use)
+        }
+        # A module counts where something is imported from it; what is imported counts by its own
+        # name.
+        wrong[module] = {
+            name for name in foreign if not any(place.startswith(f"{name}.") for place in may_use)
+        }
     assert not {module: names for module, names in wrong.items() if names}
 
 
@@ -244,10 +282,14 @@ def test_only_the_command_line_of_flows_uses_that_of_the_core() -> None:
 
 
 def test_flows_start_no_process_from_source_text() -> None:
-    """Children are modules with a name (``python -m``); only dvc.yaml's own commands go through a shell."""
+    """Children are modules with a name (``python -m``); only dvc.yaml's own commands go through a
+    shell.
+    """
     wrong = []
     for path in FLOWS.values():
-        commands = [node.elts for node in ast.walk(tree(path)) if isinstance(node, ast.List | ast.Tuple)]
+        commands = [
+            node.elts for node in ast.walk(tree(path)) if isinstance(node, ast.List | ast.Tuple)
+        ]
         words = [[getattr(element, "value", None) for element in elements] for elements in commands]
         wrong += [(path, line) for line in words if "-c" in line and line[0] != "/bin/sh"]
     assert not wrong
@@ -257,9 +299,14 @@ def test_gold_is_for_annotators_and_judges_only() -> None:
     users = {
         module
         for module, path in CORE.items()
-        if any(name == "rlhf_core.world.gold" or name.startswith("rlhf_core.world.gold.") for name in imports(path))
+        if any(
+            name == "rlhf_core.world.gold" or name.startswith("rlhf_core.world.gold.")
+            for name in imports(path)
+        )
     }
-    assert {m for m in users if not m.startswith("rlhf_core.world.")} <= {"rlhf_core.evaluation.judges.gold"}
+    assert {m for m in users if not m.startswith("rlhf_core.world.")} <= {
+        "rlhf_core.evaluation.judges.gold"
+    }
 
 
 def closure(start: str) -> set[str]:
@@ -305,16 +352,26 @@ def opened_without_care(path: Path) -> list[str]:
     for node in ast.walk(tree(path)):
         names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
         names += [node.module or ""] if isinstance(node, ast.ImportFrom) else []
-        found += [name for name in names if name.partition(".")[0] in {"tempfile", "fcntl", "filelock"}]
+        found += [
+            name for name in names if name.partition(".")[0] in {"tempfile", "fcntl", "filelock"}
+        ]
         if isinstance(node, ast.Attribute) and node.attr in {"O_CREAT", "lockf", "flock", "mktemp"}:
             found.append(node.attr)
-        if isinstance(node, ast.Constant) and isinstance(node.value, str) and node.value.startswith("/tmp"):
+        if (
+            isinstance(node, ast.Constant)
+            and isinstance(node.value, str)
+            and node.value.startswith("/tmp")
+        ):
             found.append(node.value)
     return found
 
 
 @pytest.mark.parametrize("package", ["rlhf_core", "flows", "rlhf_extras"])
 def test_locks_and_temporary_files_are_opened_in_one_module(package: str) -> None:
-    """Elsewhere nobody thinks of links that another user of the host has put into the place of a file."""
+    """Elsewhere nobody thinks of links that another user of the host has put into the place of a
+    file.
+    """
     careless = {name: opened_without_care(path) for name, path in modules(package).items()}
-    assert {name for name, found in careless.items() if found} <= {"rlhf_core.storage.files"}, careless
+    assert {name for name, found in careless.items() if found} <= {"rlhf_core.storage.files"}, (
+        careless
+    )

@@ -29,12 +29,18 @@ def leaves(model: BaseModel, prefix: str) -> Iterator[tuple[str, Any]]:
 
 def stated(overlay: Mapping[str, Any], prefix: str = "") -> set[str]:
     """Paths of a profile, of mappings and of what is in them."""
-    inner = [stated(value, f"{prefix}{key}.") for key, value in overlay.items() if isinstance(value, Mapping)]
+    inner = [
+        stated(value, f"{prefix}{key}.")
+        for key, value in overlay.items()
+        if isinstance(value, Mapping)
+    ]
     return {f"{prefix}{key}" for key in overlay}.union(*inner)
 
 
 def resolved(profile: str) -> Params:
-    text = merge((ROOT / "params.yaml").read_text(), [(profile, profile_text(ROOT / "profiles", profile))])
+    text = merge(
+        (ROOT / "params.yaml").read_text(), [(profile, profile_text(ROOT / "profiles", profile))]
+    )
     return check_params(yaml_text.parse(text, profile))
 
 
@@ -50,4 +56,7 @@ def test_a_profile_states_every_parameter_itself(profile: str) -> None:
 @pytest.mark.parametrize("profile", PROFILES)
 def test_the_paper_punishes_no_missing_end(profile: str) -> None:
     reward = resolved(profile).ppo.reward
-    assert reward.missing_eos_penalty == reward.length_penalty == 0.0 and reward.transform == "normalize"
+    assert (
+        reward.missing_eos_penalty == reward.length_penalty == 0.0
+        and reward.transform == "normalize"
+    )

@@ -1,4 +1,6 @@
-"""A preempted stage on a pool goes back to the queue, and the run ends as if it had not been preempted."""
+"""A preempted stage on a pool goes back to the queue, and the run ends as if it had not been
+preempted.
+"""
 
 from __future__ import annotations
 
@@ -50,16 +52,26 @@ def starts(toy: Path) -> list[int]:
 def trained_further(toy: Path, attempt: int) -> bool:
     """Whether start number ``attempt`` has made two steps of its own."""
     now = toy / "work" / "ppo" / "now"
-    return len(starts(toy)) == attempt and now.exists() and int(now.read_text() or 0) >= starts(toy)[-1] + 2
+    return (
+        len(starts(toy)) == attempt
+        and now.exists()
+        and int(now.read_text() or 0) >= starts(toy)[-1] + 2
+    )
 
 
-def test_a_stopped_stage_and_then_a_drained_worker_lose_no_work(tmp_path: Path, prefect_database: Path) -> None:
+def test_a_stopped_stage_and_then_a_drained_worker_lose_no_work(
+    tmp_path: Path, prefect_database: Path
+) -> None:
     toy = make_toy(tmp_path, PIPELINE, PARAMS, prefect_database)
     (toy / "train.py").write_text(TRAIN)
     run = begin("run", cwd=toy)
-    wait_until(lambda: trained_further(toy, 1) or run.poll() is not None, 300, "step of the first start")
+    wait_until(
+        lambda: trained_further(toy, 1) or run.poll() is not None, 300, "step of the first start"
+    )
     find_process(toy, "python train.py").send_signal(signal.SIGTERM)
-    wait_until(lambda: trained_further(toy, 2) or run.poll() is not None, 300, "step of the second start")
+    wait_until(
+        lambda: trained_further(toy, 2) or run.poll() is not None, 300, "step of the second start"
+    )
     find_process(toy, "prefect worker start").send_signal(signal.SIGTERM)
     assert run.wait(300) == 0, (toy / "out.log").read_text()
 

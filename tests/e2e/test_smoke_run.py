@@ -48,17 +48,26 @@ def test_models_are_plain_hugging_face_folders(smoke: SmokeRun) -> None:
 
 
 def test_history_has_a_row_per_iteration(smoke: SmokeRun) -> None:
-    rows = [json.loads(line) for line in (smoke.workspace / "history/ppo.jsonl").read_text().splitlines()]
+    rows = [
+        json.loads(line)
+        for line in (smoke.workspace / "history/ppo.jsonl").read_text().splitlines()
+    ]
     assert [row["iteration"] for row in rows] == list(range(1, 7))
 
 
 def test_the_run_ends_with_its_verdict_and_one_command(smoke: SmokeRun) -> None:
     lines = smoke.completed.stdout.splitlines()
     (verdict,) = [line for line in lines if line.startswith("verdict  ")]
-    assert re.match(r"verdict     (better|not shown better|worse) than SFT: wins [\d.]+ % \(95 % interval ", verdict)
+    assert re.match(
+        r"verdict     (better|not shown better|worse) than SFT: wins [\d.]+ % \(95 % interval ",
+        verdict,
+    )
     assert verdict.endswith("; the policy gate passed: all 2 conditions hold")
     assert any(line.startswith("judges      gold: win rate ") for line in lines)
-    assert any(line.startswith("promotion   Released: ") and "version 1 is the champion" in line for line in lines)
+    assert any(
+        line.startswith("promotion   Released: ") and "version 1 is the champion" in line
+        for line in lines
+    )
     assert lines[-1].startswith("next        rlhf chat --workspace ")
     assert "\x1b" not in smoke.completed.stdout
 

@@ -1,4 +1,6 @@
-"""The pages of Prefect and MLflow after a smoke run, as a browser shows them: names, bounds, verdict, addresses."""
+"""The pages of Prefect and MLflow after a smoke run, as a browser shows them: names, bounds,
+verdict, addresses.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +38,9 @@ RUN_NAME = re.compile(r"workspace · smoke · 2\d{3}-\d\d-\d\d \d\d:\d\d:\d\d")
 
 @dataclass(frozen=True)
 class ServedWorkspace:
-    """A workspace with a finished smoke run under ``rlhf up``, and the addresses that it printed, by their labels."""
+    """A workspace with a finished smoke run under ``rlhf up``, and the addresses that it printed,
+    by their labels.
+    """
 
     folder: Path
     made_in: Path  # the workspace whose run it shows
@@ -53,7 +57,9 @@ class ServedWorkspace:
 
     def artifact(self, *key: str) -> dict[str, Any]:
         """Return an artifact of the run from the API of the Prefect server."""
-        query = json.dumps({"artifacts": {"key": {"any_": [artifact_key(self.made_in, *key)]}}}).encode()
+        query = json.dumps(
+            {"artifacts": {"key": {"any_": [artifact_key(self.made_in, *key)]}}}
+        ).encode()
         request = urllib.request.Request(
             f"{self.prefect}/api/artifacts/filter", query, {"Content-Type": "application/json"}
         )
@@ -78,14 +84,18 @@ def served(smoke: SmokeRun, tmp_path_factory: pytest.TempPathFactory) -> Iterato
     output = folder.parent / "up.log"
     with output.open("wb") as log:
         command = ["rlhf", "up", "--workspace", str(folder)]
-        process = subprocess.Popen(command, env=command_environment(), stdout=log, stderr=log, cwd=folder)
+        process = subprocess.Popen(
+            command, env=command_environment(), stdout=log, stderr=log, cwd=folder
+        )
     try:
         deadline = time.monotonic() + START_SECONDS
         while "Ctrl-C" not in output.read_text():
             assert process.poll() is None and time.monotonic() < deadline, output.read_text()
             time.sleep(0.1)
         (verdict,) = re.findall(r"^verdict +(.+)$", smoke.completed.stdout, flags=re.MULTILINE)
-        yield ServedWorkspace(folder, smoke.workspace, printed_addresses(output.read_text()), verdict)
+        yield ServedWorkspace(
+            folder, smoke.workspace, printed_addresses(output.read_text()), verdict
+        )
     finally:
         process.terminate()
         process.wait(120)
@@ -137,17 +147,24 @@ def test_the_table_of_a_gate_keeps_the_signs_of_its_bounds(
     decision = GateDecision.of(gate, read_json(served.folder / "gates" / f"{gate}.json"))
     rows = decision.failures_first[:ROWS_OF_A_PAGE]
     artifact = served.artifact("gate", gate)
-    text = browser.open(f"{served.prefect}{ui}/artifacts/artifact/{artifact['id']}", rows[0].metric, rows[-1].why)
+    text = browser.open(
+        f"{served.prefect}{ui}/artifacts/artifact/{artifact['id']}", rows[0].metric, rows[-1].why
+    )
     cells = [cell.strip() for cell in re.split(r"[\t\n]", text)]
     assert all(row.required in cells and row.required[0] in "≥≤" for row in rows)
     assert not [cell for cell in cells if re.match(r"[=<>] *[\d.]|&\w+;|\\\\", cell)]
 
 
 @pytest.mark.parametrize("ui", ["", "/v2"])
-def test_the_prefect_run_has_its_name_tags_and_verdict(served: ServedWorkspace, browser: Browser, ui: str) -> None:
+def test_the_prefect_run_has_its_name_tags_and_verdict(
+    served: ServedWorkspace, browser: Browser, ui: str
+) -> None:
     artifact = served.artifact("verdict")
     text = browser.open(
-        f"{served.prefect}{ui}/runs/flow-run/{artifact['flow_run_id']}", "workspace · smoke · ", "\nsmoke\n", "sft"
+        f"{served.prefect}{ui}/runs/flow-run/{artifact['flow_run_id']}",
+        "workspace · smoke · ",
+        "\nsmoke\n",
+        "sft",
     )
     assert RUN_NAME.search(text)
     page = f"{served.prefect}{ui}/artifacts/artifact/{artifact['id']}"
@@ -159,13 +176,19 @@ def run_link(served: ServedWorkspace, *run: str) -> str:
     return f"{served.mlflow}/{run_page(*run)}"
 
 
-def test_the_mlflow_run_and_what_it_registered_say_the_verdict(served: ServedWorkspace, browser: Browser) -> None:
+def test_the_mlflow_run_and_what_it_registered_say_the_verdict(
+    served: ServedWorkspace, browser: Browser
+) -> None:
     experiment, run, name = served.mlflow_run()
     assert RUN_NAME.fullmatch(name)
-    browser.open(run_link(served, experiment, run), name, headline(served), "95 % interval", "Registered: ")
+    browser.open(
+        run_link(served, experiment, run), name, headline(served), "95 % interval", "Registered: "
+    )
     latest = f"verdict on the policy is: {served.verdict}"
     browser.open(
-        f"{served.mlflow}/#/models/rlhf-policy-smoke{MODEL_TRAINING}", "The policy. Its version @champion", latest
+        f"{served.mlflow}/#/models/rlhf-policy-smoke{MODEL_TRAINING}",
+        "The policy. Its version @champion",
+        latest,
     )
     for model in ("rlhf-policy-smoke", "rlhf-reward-model-smoke"):
         browser.open(
@@ -175,9 +198,13 @@ def test_the_mlflow_run_and_what_it_registered_say_the_verdict(served: ServedWor
         )
 
 
-def test_the_description_of_the_run_links_to_its_report(served: ServedWorkspace, browser: Browser) -> None:
+def test_the_description_of_the_run_links_to_its_report(
+    served: ServedWorkspace, browser: Browser
+) -> None:
     experiment, run, _ = served.mlflow_run()
     browser.open(run_link(served, experiment, run), headline(served), "release.html")
     anchors = "[...document.querySelectorAll('a')].filter(a => a.innerText == 'release.html').map(a => a.href)"
     assert browser.evaluate(anchors) == [run_link(served, experiment, run, "release.html")]
-    browser.open(run_link(served, experiment, run, "release.html"), "release.html", "params.yaml", "dvc.lock")
+    browser.open(
+        run_link(served, experiment, run, "release.html"), "release.html", "params.yaml", "dvc.lock"
+    )

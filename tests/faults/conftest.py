@@ -17,7 +17,9 @@ PATIENCE = 60.0
 
 @pytest.fixture(autouse=True)
 def no_process_left_behind() -> Iterator[None]:
-    """Fail a test that leaves a process behind: every orphan, in any session, becomes a child of this process."""
+    """Fail a test that leaves a process behind: every orphan, in any session, becomes a child of
+    this process.
+    """
     prctl = ctypes.CDLL(None).prctl
     prctl(PR_SET_CHILD_SUBREAPER, 1)
     before = {child.pid for child in psutil.Process().children()}

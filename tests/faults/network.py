@@ -1,4 +1,6 @@
-"""Hosts as network namespaces with interfaces and routes of their own, joined by a cable that can be unplugged."""
+"""Hosts as network namespaces with interfaces and routes of their own, joined by a cable that can
+be unplugged.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,9 @@ NUMBER = os.getpid() % 250
 
 @dataclass(frozen=True)
 class Host:
-    """A namespace with one interface, ``eth0``; commands after ``prefix`` run in it and see ``name`` as host name."""
+    """A namespace with one interface, ``eth0``; commands after ``prefix`` run in it and see
+    ``name`` as host name.
+    """
 
     name: str
     address: str
@@ -25,7 +29,18 @@ class Host:
     @property
     def prefix(self) -> tuple[str, ...]:
         set_name = 'hostname "$0" && exec "$@"'
-        return ("ip", "netns", "exec", self.name, "unshare", "--uts", "sh", "-c", set_name, self.name)
+        return (
+            "ip",
+            "netns",
+            "exec",
+            self.name,
+            "unshare",
+            "--uts",
+            "sh",
+            "-c",
+            set_name,
+            self.name,
+        )
 
     def unplug(self) -> None:
         """Unplug the cable: no packet gets through until :meth:`plug`."""
@@ -38,7 +53,9 @@ class Host:
 
 @contextmanager
 def second_host() -> Iterator[tuple[str, Host]]:
-    """Yield this host's address on a cable and the host at its other end; skip the test where that is not allowed."""
+    """Yield this host's address on a cable and the host at its other end; skip the test where that
+    is not allowed.
+    """
     _skip_without_namespaces()
     ours, near = f"10.213.{NUMBER}.1", f"rlhf{os.getpid()}"
     host = Host(f"rlhf-{os.getpid()}", f"10.213.{NUMBER}.2")
@@ -53,7 +70,9 @@ def second_host() -> Iterator[tuple[str, Host]]:
 
 @contextmanager
 def joined_hosts(count: int) -> Iterator[list[Host]]:
-    """Yield hosts that know each other by name and reach nothing else; skip the test like :func:`second_host`."""
+    """Yield hosts that know each other by name and reach nothing else; skip the test like
+    :func:`second_host`.
+    """
     _skip_without_namespaces()
     hosts = [Host(f"rlhf-{os.getpid()}-{n}", f"10.214.{NUMBER}.{n}") for n in range(1, count + 1)]
     switch = Host(f"rlhf-{os.getpid()}-switch", "")
@@ -65,7 +84,20 @@ def joined_hosts(count: int) -> Iterator[list[Host]]:
         switch.plug()
         for number, host in enumerate(hosts, start=1):
             port = f"port{number}"
-            _ip("link", "add", "eth0", "netns", host.name, "type", "veth", "peer", "name", port, "netns", switch.name)
+            _ip(
+                "link",
+                "add",
+                "eth0",
+                "netns",
+                host.name,
+                "type",
+                "veth",
+                "peer",
+                "name",
+                port,
+                "netns",
+                switch.name,
+            )
             _ip("-n", switch.name, "link", "set", port, "master", "eth0", "up")
             _ip("-n", host.name, "address", "add", f"{host.address}/24", "dev", "eth0")
             host.plug()
@@ -92,7 +124,9 @@ def _namespace(host: Host, names: dict[str, str]) -> Iterator[None]:
 
 
 def _skip_without_namespaces() -> None:
-    missing = [program for program in ("ip", "unshare", "hostname") if shutil.which(program) is None]
+    missing = [
+        program for program in ("ip", "unshare", "hostname") if shutil.which(program) is None
+    ]
     if missing:
         pytest.skip(f"needs the program {missing[0]}")
     if os.geteuid() != 0:

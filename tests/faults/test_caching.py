@@ -91,7 +91,9 @@ def test_a_stage_waits_for_a_dvc_repro_of_somebody_else(
     ensure_dvc(toy)
     (toy / "sft.txt").write_text("s")
     with ThreadPoolExecutor(1) as threads:
-        repro = subprocess.Popen([sys.executable, "-m", "dvc", "repro", "--single-item", busy], cwd=toy)
+        repro = subprocess.Popen(
+            [sys.executable, "-m", "dvc", "repro", "--single-item", busy], cwd=toy
+        )
         try:
             wait_until((toy / f"{busy}.started").exists, 240, "start of the stage")
             stage = threads.submit(run_stage, StageSpec(toy, "ppo"))
@@ -118,11 +120,16 @@ def test_a_job_that_ends_while_another_stage_caches_5_gb_is_not_lost(tmp_path: P
     ensure_dvc(toy)
     try:
         with ThreadPoolExecutor(2) as threads:
-            big, ppo = (threads.submit(run_stage, StageSpec(toy, stage)) for stage in ("big", "ppo"))
+            big, ppo = (
+                threads.submit(run_stage, StageSpec(toy, stage)) for stage in ("big", "ppo")
+            )
             outcomes = [big.result(1700), ppo.result(1700)]
         print(outcomes)
         assert [outcome.action for outcome in outcomes] == ["ran", "ran"], outcomes
-        assert [run_stage(StageSpec(toy, stage)).action for stage in ("big", "ppo")] == ["cached", "cached"]
+        assert [run_stage(StageSpec(toy, stage)).action for stage in ("big", "ppo")] == [
+            "cached",
+            "cached",
+        ]
         assert (toy / "ends.log").read_text().count("\n") == 1
     finally:
         shutil.rmtree(toy / ".dvc")

@@ -1,4 +1,6 @@
-"""The clock is set back and forward by hours under `rlhf up`: the schedule keeps running, once for all late runs."""
+"""The clock is set back and forward by hours under `rlhf up`: the schedule keeps running, once for
+all late runs.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,9 @@ SCHEDULED = "auto_scheduled = 1 and created_by like '%SCHEDULE%'"
 
 
 class Toy:
-    """A workspace with `rlhf up` and a schedule, whose processes all have a clock that can be moved."""
+    """A workspace with `rlhf up` and a schedule, whose processes all have a clock that can be
+    moved.
+    """
 
     def __init__(self, folder: Path) -> None:
         self.shift, library = folder / "shift", folder / "clock.so"
@@ -46,12 +50,27 @@ class Toy:
         """Have the pipeline run every ``seconds``."""
         deployment = f"rlhf-pipeline/pipeline-{workspace_slug(self.workspace)}"
         command = [sys.executable, "-m", "prefect", "deployment", "schedule", "create", deployment]
-        env = environment(PREFECT_API_URL=self.url, PREFECT_HOME=str(self.workspace / "client"), **self.env)
-        subprocess.run([*command, "--interval", str(seconds)], env=env, check=True, capture_output=True, timeout=400)
+        env = environment(
+            PREFECT_API_URL=self.url, PREFECT_HOME=str(self.workspace / "client"), **self.env
+        )
+        subprocess.run(
+            [*command, "--interval", str(seconds)],
+            env=env,
+            check=True,
+            capture_output=True,
+            timeout=400,
+        )
 
     def count(self, condition: str) -> int:
         """Return how many flow runs of the schedule meet ``condition``."""
-        return int(str(rows(self.workspace, f"select count(*) from flow_run where {SCHEDULED} and {condition}")[0][0]))
+        return int(
+            str(
+                rows(
+                    self.workspace,
+                    f"select count(*) from flow_run where {SCHEDULED} and {condition}",
+                )[0][0]
+            )
+        )
 
     def log(self) -> str:
         return (self.workspace / "out.log").read_text()
@@ -83,10 +102,17 @@ def test_a_clock_set_back_and_forward_leaves_the_schedule_alive_and_runs_once(to
     jumped = datetime.now(UTC)
     toy.move_to(HOURS)
     wait_until(
-        lambda: toy.count("state_type = 'CANCELLED' and state_name = 'Cancelled'") >= 20, 900, "cancelled late runs"
+        lambda: toy.count("state_type = 'CANCELLED' and state_name = 'Cancelled'") >= 20,
+        900,
+        "cancelled late runs",
     )
-    wait_until(lambda: toy.count("state_type = 'COMPLETED'") >= before + 2, 900, "scheduled runs after the jump")
-    # Of the hundreds that came due in the hours that were skipped one run catches up, and few more at the rim.
+    wait_until(
+        lambda: toy.count("state_type = 'COMPLETED'") >= before + 2,
+        900,
+        "scheduled runs after the jump",
+    )
+    # Of the hundreds that came due in the hours that were skipped one run catches up, and few more
+    # at the rim.
     skipped = " and ".join(
         f"expected_start_time {side} '{jumped + timedelta(seconds=shift):%Y-%m-%d %H:%M:%S}'"
         for side, shift in ((">", -HOURS), ("<", HOURS))

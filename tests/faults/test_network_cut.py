@@ -1,4 +1,6 @@
-"""A worker in a network namespace of its own loses the server for a minute, and neither work nor result is lost."""
+"""A worker in a network namespace of its own loses the server for a minute, and neither work nor
+result is lost.
+"""
 
 from __future__ import annotations
 
@@ -17,16 +19,26 @@ CUT_SECONDS = 60
 STEP_SECONDS = 1.0
 
 
-@pytest.mark.parametrize("steps", [100, 30], ids=["the job outlasts the cut", "the job ends during the cut"])
-def test_a_minute_without_the_server_costs_no_work_and_no_result(tmp_path: Path, steps: int) -> None:
+@pytest.mark.parametrize(
+    "steps", [100, 30], ids=["the job outlasts the cut", "the job ends during the cut"]
+)
+def test_a_minute_without_the_server_costs_no_work_and_no_result(
+    tmp_path: Path, steps: int
+) -> None:
     with second_host() as (ours, other), prefect_server(tmp_path / "server", address=ours) as url:
         host = Host(tmp_path / "worker-home", url, other.prefix)
-        clone = make_clone(tmp_path / "clone", tmp_path / "remote", params(steps, retries=2, deliver_seconds=60))
+        clone = make_clone(
+            tmp_path / "clone", tmp_path / "remote", params(steps, retries=2, deliver_seconds=60)
+        )
         reach = {"NO_PROXY": f"{ours},127.0.0.1"}
         with host.worker(TOY_SECONDS=str(STEP_SECONDS), **reach):
             run = begin("run", cwd=clone, **caller_environment(url, tmp_path), **reach)
             jobs = host.home / ".rlhf" / "jobs"
-            wait_until(lambda: any(_step(file) >= 5 for file in jobs.glob("*/work/ppo/step")), 240, "step of PPO")
+            wait_until(
+                lambda: any(_step(file) >= 5 for file in jobs.glob("*/work/ppo/step")),
+                240,
+                "step of PPO",
+            )
             other.unplug()
             time.sleep(CUT_SECONDS)
             other.plug()

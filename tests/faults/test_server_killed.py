@@ -1,4 +1,6 @@
-"""An external Prefect server: it is killed, or the machine that uses it dies, and the next run goes on."""
+"""An external Prefect server: it is killed, or the machine that uses it dies, and the next run goes
+on.
+"""
 
 from __future__ import annotations
 
@@ -40,11 +42,28 @@ class LastingServer:
     def start(self) -> None:
         """Start or restart the server on its database, and wait until it answers."""
         database = f"sqlite+aiosqlite:///{self.folder}/prefect.db"
-        env = {**os.environ, **CHILD_SETTINGS, **self.env, "PREFECT_API_DATABASE_CONNECTION_URL": database}
+        env = {
+            **os.environ,
+            **CHILD_SETTINGS,
+            **self.env,
+            "PREFECT_API_DATABASE_CONNECTION_URL": database,
+        }
         env.pop("PREFECT_API_URL")
-        command = [sys.executable, "-m", "prefect", "server", "start", "--host", LOOPBACK, "--port", str(self.port)]
+        command = [
+            sys.executable,
+            "-m",
+            "prefect",
+            "server",
+            "start",
+            "--host",
+            LOOPBACK,
+            "--port",
+            str(self.port),
+        ]
         with (self.folder / "server.log").open("ab") as log:
-            self.process = subprocess.Popen(command, env=env, stdout=log, stderr=log, start_new_session=True)
+            self.process = subprocess.Popen(
+                command, env=env, stdout=log, stderr=log, start_new_session=True
+            )
         wait_for_answer(f"{self.url}/health", self.process, self.folder / "server.log", 600)
 
     def kill(self) -> None:
@@ -55,8 +74,15 @@ class LastingServer:
 
     def runs(self, types: list[StateType] | None = None) -> list[FlowRun]:
         """Return the flow runs on the server, all or those in states of ``types``."""
-        wanted = FlowRunFilter(state=FlowRunFilterState(type=FlowRunFilterStateType(any_=types))) if types else None
-        with temporary_settings({PREFECT_API_URL: self.url}), get_client(sync_client=True) as client:
+        wanted = (
+            FlowRunFilter(state=FlowRunFilterState(type=FlowRunFilterStateType(any_=types)))
+            if types
+            else None
+        )
+        with (
+            temporary_settings({PREFECT_API_URL: self.url}),
+            get_client(sync_client=True) as client,
+        ):
             return client.read_flow_runs(flow_run_filter=wanted)
 
 
@@ -89,7 +115,9 @@ def kill_at_once(toy: Path, run: subprocess.Popen[bytes]) -> None:
 @pytest.mark.services
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
-def test_runs_of_a_dead_machine_are_marked_as_crashed_and_the_next_run_resumes(tmp_path: Path) -> None:
+def test_runs_of_a_dead_machine_are_marked_as_crashed_and_the_next_run_resumes(
+    tmp_path: Path,
+) -> None:
     toy, server = training_toy(tmp_path / "toy", pace=1.0), LastingServer(tmp_path / "server")
     try:
         server.start()
@@ -100,7 +128,9 @@ def test_runs_of_a_dead_machine_are_marked_as_crashed_and_the_next_run_resumes(t
         assert {run.state_type for run in held} == {StateType.RUNNING} and len(held) == 2
         again = begin("run", cwd=toy, **server.env)
         assert again.wait(600) == 0, (toy / "out.log").read_text()
-        assert "waiting for one of gpu-pool" in (toy / "out.log").read_text()  # the dead job's place is taken
+        assert (
+            "waiting for one of gpu-pool" in (toy / "out.log").read_text()
+        )  # the dead job's place is taken
         assert_nothing_lost(toy)
         assert processes_of(toy) == [] and server.runs(ACTIVE) == []
         states = {r.id: (r.state_type, r.state.message if r.state else "") for r in server.runs()}

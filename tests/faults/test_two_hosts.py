@@ -16,7 +16,11 @@ from faults.network import Host, joined_hosts
 from integration.flow_toys import environment, rlhf
 
 pytestmark = [pytest.mark.services, pytest.mark.slow, pytest.mark.timeout(1200)]
-SMALL = ("collect.world.demonstrations=400", "collect.world.preferences=800", "collect.world.pretrain=100")
+SMALL = (
+    "collect.world.demonstrations=400",
+    "collect.world.preferences=800",
+    "collect.world.pretrain=100",
+)
 PORT = 29511
 RUN_STAGE = Path(__file__).resolve().parents[2] / "infra" / "launch" / "run-stage.sh"
 
@@ -51,7 +55,9 @@ def weights(workspace: Path) -> dict[str, object]:
 def test_two_hosts_train_what_two_ranks_on_one_host_train(tmp_path: Path) -> None:
     with joined_hosts(2) as hosts:
         near = prepared(tmp_path / "near")
-        far, script, sharded = (Path(shutil.copytree(near, tmp_path / name)) for name in ("far", "script", "sharded"))
+        far, script, sharded = (
+            Path(shutil.copytree(near, tmp_path / name)) for name in ("far", "script", "sharded")
+        )
         launch(near, "{processes: 2}")
         alone = rlhf("stage", "sft", cwd=near, timeout=600, RLHF_TRACKING="off")
         assert alone.returncode == 0, alone.stderr
@@ -70,7 +76,9 @@ def test_two_hosts_train_what_two_ranks_on_one_host_train(tmp_path: Path) -> Non
         train_on(hosts, script, [str(RUN_STAGE), "sft"], RLHF_WORKSPACE=str(script), **meeting)
         assert_same(weights(near), weights(script))
         dvc = [sys.executable, "-m", "dvc", "status", "--json", "sft"]
-        recorded = subprocess.run(dvc, cwd=script, env=environment(), capture_output=True, text=True)
+        recorded = subprocess.run(
+            dvc, cwd=script, env=environment(), capture_output=True, text=True
+        )
         assert recorded.stdout.strip() == "{}", recorded.stdout + recorded.stderr
 
 

@@ -1,4 +1,6 @@
-"""Two pipelines at once in one workspace: one at a time, and a stage that still runs is never run beside itself."""
+"""Two pipelines at once in one workspace: one at a time, and a stage that still runs is never run
+beside itself.
+"""
 
 from __future__ import annotations
 
@@ -20,13 +22,17 @@ SLOW_STAGE = "stages:\n  ppo: {cmd: 'echo x >> started && sleep 2 && echo p > po
 
 
 @pytest.mark.slow
-def test_the_second_run_is_refused_in_one_line_and_the_first_continues(tmp_path: Path, prefect_database: Path) -> None:
+def test_the_second_run_is_refused_in_one_line_and_the_first_continues(
+    tmp_path: Path, prefect_database: Path
+) -> None:
     toy = training_toy(tmp_path, prefect_database, params="seed: 1\n", pace=0.05)
     first = begin("run", cwd=toy)
     wait_until((toy / ".rlhf" / "logs" / "server.log").exists, 240, "start of the first run")
     second = rlhf("run", cwd=toy)
     assert second.returncode == 2 and second.stdout == "[   0.0 s] preparing the workspace\n"
-    assert second.stderr.count("\n") == 1 and f"(pid {first.pid}, since 2" in second.stderr, second.stderr
+    assert second.stderr.count("\n") == 1 and f"(pid {first.pid}, since 2" in second.stderr, (
+        second.stderr
+    )
     assert first.wait(600) == 0, (toy / "out.log").read_text()
     assert_nothing_lost(toy, faults=0)
     assert_nothing_held(toy)
@@ -37,7 +43,11 @@ def test_the_second_run_can_wait_and_then_finds_everything_done(tmp_path: Path) 
     toy = training_toy(tmp_path)
     first = in_the_middle(toy)
     second = rlhf("run", "--wait", cwd=toy, timeout=500)
-    assert second.returncode == 0 and "waiting for `rlhf run`" in second.stdout and "3 cached" in second.stdout
+    assert (
+        second.returncode == 0
+        and "waiting for `rlhf run`" in second.stdout
+        and "3 cached" in second.stdout
+    )
     assert first.wait(240) == 0
     assert_nothing_lost(toy, faults=0)
     assert_nothing_held(toy)
@@ -56,7 +66,9 @@ def test_an_attempt_waits_for_an_earlier_one_that_was_taken_for_dead(tmp_path: P
 
 
 @pytest.mark.slow
-def test_an_attempt_waits_until_the_supervisor_of_a_killed_job_has_ended_everything(tmp_path: Path) -> None:
+def test_an_attempt_waits_until_the_supervisor_of_a_killed_job_has_ended_everything(
+    tmp_path: Path,
+) -> None:
     """The stage ignores the stop signal, so that its supervisor needs the whole grace period."""
     toy = make_toy(tmp_path, "stages:\n  ppo: {cmd: python stubborn.py, outs: [policy.txt]}\n")
     (toy / "stubborn.py").write_text(

@@ -1,4 +1,6 @@
-"""A pipeline whose training saves a checkpoint every few steps, and what must hold after any fault."""
+"""A pipeline whose training saves a checkpoint every few steps, and what must hold after any
+fault.
+"""
 
 from __future__ import annotations
 
@@ -38,7 +40,9 @@ pathlib.Path("policy.txt").write_text(weights)
 ACTIVE = "state_type in ('RUNNING', 'PENDING', 'CANCELLING')"
 
 
-def training_toy(folder: Path, prefect_database: Path | None = None, params: str = PARAMS, pace: float = 0.125) -> Path:
+def training_toy(
+    folder: Path, prefect_database: Path | None = None, params: str = PARAMS, pace: float = 0.125
+) -> Path:
     """Create a workspace with :data:`PIPELINE`; a step of PPO takes ``pace`` seconds."""
     toy = make_toy(folder, PIPELINE, params, prefect_database)
     (toy / "train.py").write_text(TRAIN)
@@ -74,7 +78,9 @@ def undisturbed() -> str:
 
 
 def assert_nothing_lost(toy: Path, faults: int = 1) -> None:
-    """Check that the results are those of an undisturbed run, and that each fault cost at most ``SAVE_EVERY`` steps."""
+    """Check that the results are those of an undisturbed run, and that each fault cost at most
+    ``SAVE_EVERY`` steps.
+    """
     assert (toy / "report.html").read_text() == undisturbed()
     assert (toy / "collects.log").read_text() == "x\n"
     done = steps_done(toy)
@@ -84,7 +90,9 @@ def assert_nothing_lost(toy: Path, faults: int = 1) -> None:
 
 
 def assert_nothing_held(toy: Path) -> None:
-    """Check that no process of the workspace is alive, and that no flow run or limit of its server holds a slot."""
+    """Check that no process of the workspace is alive, and that no flow run or limit of its server
+    holds a slot.
+    """
     assert processes_of(toy) == []
     assert rows(toy, f"select name from flow_run where {ACTIVE}") == []
     assert rows(toy, "select name from concurrency_limit_v2 where active_slots > 0") == []

@@ -1,4 +1,6 @@
-"""What only a GPU's own kernels can show: that they agree with the CPU's, with masks and without, fused and apart."""
+"""What only a GPU's own kernels can show: that they agree with the CPU's, with masks and without,
+fused and apart.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,12 @@ from rlhf_core.sampling import generation
 from rlhf_core.sampling.distribution import Sampling
 from rlhf_core.sampling.generation import Rollout, cuda_graph
 from rlhf_core.sampling.sampler import LocalSampler, PromptBatch, sample_replies
-from rlhf_core.sampling.token_scoring import MicroBatchLimits, Tokens, response_logits, response_values
+from rlhf_core.sampling.token_scoring import (
+    MicroBatchLimits,
+    Tokens,
+    response_logits,
+    response_values,
+)
 from rlhf_core.sampling.weight_transfer import NcclGroup
 from rlhf_core.serving.policy import LoadedPolicy, ReplySettings
 
@@ -59,7 +66,9 @@ def test_a_gpu_samples_what_the_cpu_samples(
     model: PreTrainedModel, tokens: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     captured = list[bool]()
-    monkeypatch.setitem(generation.GRAPHS, "cuda", lambda work: (captured.append(True), cuda_graph(work))[1])
+    monkeypatch.setitem(
+        generation.GRAPHS, "cuda", lambda work: (captured.append(True), cuda_graph(work))[1]
+    )
     sampling = replace(SAMPLING, max_new_tokens=tokens, min_new_tokens=tokens // 2)
     placed, other = copy.deepcopy(model).to("cuda"), replies(model, sampling)
     for _ in range(2):
@@ -69,11 +78,17 @@ def test_a_gpu_samples_what_the_cpu_samples(
     assert bool(captured) == (tokens == 80)
 
 
-@pytest.mark.skipif("RLHF_PRETENDED_GPU" in os.environ, reason="its memory has no end, and it captures nothing")
+@pytest.mark.skipif(
+    "RLHF_PRETENDED_GPU" in os.environ, reason="its memory has no end, and it captures nothing"
+)
 def test_memory_that_runs_out_at_a_capture_leaves_no_trace(
     model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    sampling, full, graphs = replace(SAMPLING, max_new_tokens=40, min_new_tokens=40), True, list[bool]()
+    sampling, full, graphs = (
+        replace(SAMPLING, max_new_tokens=40, min_new_tokens=40),
+        True,
+        list[bool](),
+    )
     own_graph = generation.GRAPHS["cuda"]
 
     def captured(work: Callable[[], None]) -> Callable[[], None]:
@@ -107,14 +122,21 @@ def test_threads_that_sample_at_the_same_time_get_their_own_replies(model: PreTr
 
 @pytest.mark.parametrize("tokens", [None, 64], ids=["padded on both sides", "without a mask"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_scores_are_those_of_the_cpu(model: PreTrainedModel, tokens: int | None, dtype: torch.dtype) -> None:
+def test_scores_are_those_of_the_cpu(
+    model: PreTrainedModel, tokens: int | None, dtype: torch.dtype
+) -> None:
     found = []
     rollout = replies(model)
     for parameter in model.parameters():
         parameter.data = parameter.data.to(dtype)
     critic = ScalarModel.from_causal_lm(model, seed=2)
     for device in ("cpu", "cuda"):
-        batch = Tokens(*(each.to(device) for each in (rollout.tokens, rollout.attention_mask, rollout.response_mask)))
+        batch = Tokens(
+            *(
+                each.to(device)
+                for each in (rollout.tokens, rollout.attention_mask, rollout.response_mask)
+            )
+        )
         with torch.no_grad():
             for part in MicroBatchLimits(None, tokens).split(batch):
                 mask = part.tokens.response_mask
@@ -131,7 +153,9 @@ def test_a_run_goes_on_with_the_same_bits(model: PreTrainedModel, tmp_path: Path
     tokenizer = train_tokenizer([text(i, 5) for i in range(20)], SHAPE.vocab_size)
     config, calls = rlhf.PpoConfig(**PPO), list[int]()
     settings = rlhf.CriticConfig(max_rollouts=1, batch_size=4, optimizer=PPO["critic_optimizer"])
-    critic = rlhf.train_critic(model, tokenizer, QUESTIONS, by_length, rollout=config.rollout, config=settings)
+    critic = rlhf.train_critic(
+        model, tokenizer, QUESTIONS, by_length, rollout=config.rollout, config=settings
+    )
     critic = replace(critic, model=critic.model.to("cpu"))
 
     def ppo(folder: str, stop: int | None) -> rlhf.TrainedPolicy:
@@ -143,7 +167,9 @@ def test_a_run_goes_on_with_the_same_bits(model: PreTrainedModel, tmp_path: Path
 
         calls.clear()
         context = rlhf.RunContext(tmp_path / folder)
-        return rlhf.train_ppo(model, tokenizer, QUESTIONS, reward, critic, config=config, context=context)
+        return rlhf.train_ppo(
+            model, tokenizer, QUESTIONS, reward, critic, config=config, context=context
+        )
 
     whole = ppo("whole", None)
     with pytest.raises(KeyboardInterrupt):

@@ -34,23 +34,32 @@ pathlib.Path("policy.txt").write_text("done")
 
 
 def environment(**extra: str) -> dict[str, str]:
-    """Return an environment with this interpreter and source tree, and without settings of Prefect, MLflow or rlhf."""
-    kept = {k: v for k, v in os.environ.items() if not k.startswith(("PREFECT_", "RLHF_", "MLFLOW_"))}
+    """Return an environment with this interpreter and source tree, and without settings of Prefect,
+    MLflow or rlhf.
+    """
+    kept = {
+        k: v for k, v in os.environ.items() if not k.startswith(("PREFECT_", "RLHF_", "MLFLOW_"))
+    }
     source = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH", "")])])
     path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
     return {**kept, "PATH": path, "PYTHONPATH": source, **extra}
 
 
-def make_toy(folder: Path, dvc_yaml: str, params: str = "seed: 1\n", prefect_database: Path | None = None) -> Path:
+def make_toy(
+    folder: Path, dvc_yaml: str, params: str = "seed: 1\n", prefect_database: Path | None = None
+) -> Path:
     """Create a workspace with the given pipeline.
 
-    With ``prefect_database`` it is one that has been used before: it is a DVC root, and it has a copy of that database.
+    With ``prefect_database`` it is one that has been used before: it is a DVC root, and it has a
+    copy of that database.
     """
     folder.mkdir(parents=True, exist_ok=True)
     if prefect_database is not None:
         for name in (".dvc", ".rlhf/prefect"):
             (folder / name).mkdir(parents=True)
-        (folder / ".dvc" / "config").write_text("[core]\n    no_scm = True\n    analytics = false\n")
+        (folder / ".dvc" / "config").write_text(
+            "[core]\n    no_scm = True\n    analytics = false\n"
+        )
         shutil.copy(prefect_database, folder / ".rlhf" / "prefect" / "prefect.db")
     (folder / "params.yaml").write_text(params)
     (folder / "dvc.yaml").write_text(dvc_yaml)
@@ -58,15 +67,21 @@ def make_toy(folder: Path, dvc_yaml: str, params: str = "seed: 1\n", prefect_dat
     return folder
 
 
-def rlhf(*arguments: str, cwd: Path, timeout: float = 240, **env: str) -> subprocess.CompletedProcess[str]:
+def rlhf(
+    *arguments: str, cwd: Path, timeout: float = 240, **env: str
+) -> subprocess.CompletedProcess[str]:
     """Run an `rlhf` command to its end."""
     command = [sys.executable, "-m", "flows.cli", *arguments]
-    return subprocess.run(command, cwd=cwd, env=environment(**env), capture_output=True, text=True, timeout=timeout)
+    return subprocess.run(
+        command, cwd=cwd, env=environment(**env), capture_output=True, text=True, timeout=timeout
+    )
 
 
 @dataclass(frozen=True)
 class CommandLine:
-    """The command line of `rlhf` in this process, for what is refused before anything starts: no second interpreter."""
+    """The command line of `rlhf` in this process, for what is refused before anything starts: no
+    second interpreter.
+    """
 
     monkeypatch: pytest.MonkeyPatch
     capsys: pytest.CaptureFixture[str]
@@ -75,7 +90,10 @@ class CommandLine:
         """Run a command in ``cwd`` and return its exit code and output."""
         self.monkeypatch.chdir(cwd)
         self.monkeypatch.setattr(sys, "argv", ["rlhf", *arguments])
-        before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
+        before = {
+            number: signal.getsignal(number)
+            for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+        }
         try:
             with mock.patch.dict(os.environ):
                 main()
@@ -89,11 +107,17 @@ class CommandLine:
 
 
 def begin(*arguments: str, cwd: Path, **env: str) -> subprocess.Popen[bytes]:
-    """Start an `rlhf` command as a shell's `&` does, with SIGINT ignored. Output goes to out.log."""
+    """Start an `rlhf` command as a shell's `&` does, with SIGINT ignored. Output goes to
+    out.log.
+    """
     quoted = " ".join([sys.executable, "-m", "flows.cli", *arguments])
     with (cwd / "out.log").open("wb") as log:
         return subprocess.Popen(
-            ["sh", "-c", f"trap '' INT; exec {quoted}"], cwd=cwd, env=environment(**env), stdout=log, stderr=log
+            ["sh", "-c", f"trap '' INT; exec {quoted}"],
+            cwd=cwd,
+            env=environment(**env),
+            stdout=log,
+            stderr=log,
         )
 
 
@@ -111,7 +135,9 @@ def processes_of(workspace: Path) -> list[psutil.Process]:
 
 
 def find_process(workspace: Path, *parts: str) -> psutil.Process:
-    """Return the newest process of ``workspace``, supervisors excepted, whose command line contains all ``parts``."""
+    """Return the newest process of ``workspace``, supervisors excepted, whose command line contains
+    all ``parts``.
+    """
     matching = []
     for process in processes_of(workspace):
         line = " ".join(process.cmdline())

@@ -1,4 +1,6 @@
-"""A pipeline whose `ppo` runs on another host, an external Prefect server, and a worker with a home of its own."""
+"""A pipeline whose `ppo` runs on another host, an external Prefect server, and a worker with a home
+of its own.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,8 @@ stages:
     metrics: [metrics.json]
   report: {cmd: cat policy.txt metrics.json > report.html, deps: [policy.txt, metrics.json], outs: [report.html]}
 """
-# Resumes from work/, notes the step it started at, and at the end runs the script of a test if there is one.
+# Resumes from work/, notes the step it started at, and at the end runs the script of a test if
+# there is one.
 TRAIN = """
 import os, pathlib, subprocess, time, yaml
 steps = yaml.safe_load(open("params.yaml"))["seed"]
@@ -61,14 +64,19 @@ def make_clone(folder: Path, remote: Path | None, text: str) -> Path:
     subprocess.run([*dvc, "init", "--no-scm", "-q"], cwd=toy, check=True, env=environment())
     if remote is not None:
         subprocess.run(
-            [*dvc, "remote", "add", "-q", "-d", "store", str(remote)], cwd=toy, check=True, env=environment()
+            [*dvc, "remote", "add", "-q", "-d", "store", str(remote)],
+            cwd=toy,
+            check=True,
+            env=environment(),
         )
     return toy
 
 
 @dataclass(frozen=True)
 class Host:
-    """The worker's host: its home with the file in which the toy notes its starts, and the prefix of commands on it."""
+    """The worker's host: its home with the file in which the toy notes its starts, and the prefix
+    of commands on it.
+    """
 
     home: Path
     url: str
@@ -94,8 +102,20 @@ class Host:
             TOY_STARTS=str(self.home / "starts"),
             **extra,
         )
-        command = [sys.executable, "-m", "prefect", "worker", "start", "--pool", POOL, "--type", "process"]
-        with running([*self.prefix, *command, "--install-policy", "never"], self.home, env, "worker.log") as process:
+        command = [
+            sys.executable,
+            "-m",
+            "prefect",
+            "worker",
+            "start",
+            "--pool",
+            POOL,
+            "--type",
+            "process",
+        ]
+        with running(
+            [*self.prefix, *command, "--install-policy", "never"], self.home, env, "worker.log"
+        ) as process:
             ready = f"{self.url}/work_pools/{POOL}/workers/filter"
             wait_until(lambda: any(_online(ready)), 400, "worker")
             yield process
@@ -108,4 +128,8 @@ def _online(address: str) -> list[bool]:
 
 def caller_environment(url: str, folder: Path) -> dict[str, str]:
     """Return the environment of the caller's commands: the server, and a home for Prefect."""
-    return {"PREFECT_API_URL": url, "PREFECT_HOME": str(folder / "caller"), "HOME": os.environ.get("HOME", "/root")}
+    return {
+        "PREFECT_API_URL": url,
+        "PREFECT_HOME": str(folder / "caller"),
+        "HOME": os.environ.get("HOME", "/root"),
+    }

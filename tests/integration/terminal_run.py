@@ -1,4 +1,6 @@
-"""A scripted run on the real display, for tests: waits for the file ``step-N`` of its workspace before step N."""
+"""A scripted run on the real display, for tests: waits for the file ``step-N`` of its workspace
+before step N.
+"""
 
 from __future__ import annotations
 
@@ -14,12 +16,26 @@ from flows.pipeline.verdict import KlEstimate, RunVerdict
 from flows.stage import StageOutcome
 from rlhf_core.evaluation.verdict import JudgeResult, Standing
 
-STAGES = ("collect", "validate", "base", "sft", "reward", "referee", "gate-reward", "critic", "ppo", "evaluate")
+STAGES = (
+    "collect",
+    "validate",
+    "base",
+    "sft",
+    "reward",
+    "referee",
+    "gate-reward",
+    "critic",
+    "ppo",
+    "evaluate",
+)
 PROGRESS = "ppo: {}/90 {} s reward 0.3418 kl 1.894 length 22.56\n"
 VERDICT = RunVerdict(
     standing=Standing.NOT_SHOWN_BETTER,
     opponent="champion version 3",
-    judges=(JudgeResult("gold", 0.52, 0.47, 0.57, 320, 103), JudgeResult("judge", 0.6, 0.55, 0.65, 320, 103)),
+    judges=(
+        JudgeResult("gold", 0.52, 0.47, 0.57, 320, 103),
+        JudgeResult("judge", 0.6, 0.55, 0.65, 320, 103),
+    ),
     kl=KlEstimate(1.9, 1.7, 2.1),
     failure="",
     registered="rlhf-reward-model version 1 (as before); rlhf-policy version 4",
@@ -40,7 +56,9 @@ def steps(workspace: Path, display: Display) -> Iterator[None]:
     for number, stage in enumerate(STAGES[:-2]):
         display.event(StageStarted(stage, None, 1000.0 + number))
         action = "ran" if number else "cached"
-        outcome = StageOutcome(stage, action, started=1000.0, ended=1051.0 if number else 1002.0, work_seconds=40.0)
+        outcome = StageOutcome(
+            stage, action, started=1000.0, ended=1051.0 if number else 1002.0, work_seconds=40.0
+        )
         display.event(StageEnded(outcome))
     display.event(StageStarted("ppo", "gpu-pool", time.time()))
     yield
@@ -48,7 +66,9 @@ def steps(workspace: Path, display: Display) -> Iterator[None]:
         with (logs / "ppo.log").open("a") as log:
             log.write(PROGRESS.format(iteration, iteration + 3))
     yield
-    display.event(StageEnded(StageOutcome("ppo", "ran", started=1000.0, ended=1099.0, work_seconds=90.0)))
+    display.event(
+        StageEnded(StageOutcome("ppo", "ran", started=1000.0, ended=1099.0, work_seconds=90.0))
+    )
     display.event(StageEnded(StageOutcome.failed("evaluate", "a message that is long " * 10, 1)))
     display.event(PhaseStarted("promotion", log="match"))
     (logs / "match.log").write_text("match: 34/640 5 s\n")

@@ -1,5 +1,6 @@
-"""`rlhf ablate`: shared stages run once per seed, an interruption loses nothing, DVC decides what is up to date. And a
-benchmark that needs no finished workspace runs in its smallest form: the code that it measures changes."""
+"""`rlhf ablate`: shared stages run once per seed, an interruption loses nothing, DVC decides what
+is up to date. And a benchmark that needs no finished workspace runs in its smallest form: the code
+that it measures changes."""
 
 from __future__ import annotations
 
@@ -14,7 +15,14 @@ from background import wait_until
 from commands import ROOT
 from integration.flow_toys import CommandLine, begin, processes_of, rlhf
 
-from benchmarks.ablation.run import AblationJob, AblationRequest, definition, make_plan, run_job, run_jobs
+from benchmarks.ablation.run import (
+    AblationJob,
+    AblationRequest,
+    definition,
+    make_plan,
+    run_job,
+    run_jobs,
+)
 from benchmarks.ablation.verdicts import AblationRun
 from flows.dvc_repo.root import cache_of
 from flows.supervision import signals
@@ -86,7 +94,9 @@ def in_the_middle(base: Path, variant: str, step: int) -> subprocess.Popen[bytes
     """Start an ablation and wait until the PPO of ``variant`` has reached ``step``."""
     process = begin("ablate", "--jobs", "1", cwd=base)
     saved = workspace(base, variant) / "work" / "step"
-    wait_until(lambda: saved.exists() and int(saved.read_text()) >= step, 240, f"step {step} of {variant}")
+    wait_until(
+        lambda: saved.exists() and int(saved.read_text()) >= step, 240, f"step {step} of {variant}"
+    )
     return process
 
 
@@ -109,12 +119,17 @@ def test_it_resumes_after_a_stop_and_after_a_kill(tmp_path: Path) -> None:
     answer = rlhf("ablate", "--jobs", "2", cwd=base)
     assert answer.returncode == 0, answer.stdout + answer.stderr
     assert "a, seed 7: up to date" in answer.stdout and "b, seed 7: trained" in answer.stdout
-    assert (base / "collects.log").read_text() == "7\n"  # the other workspaces had it from the cache
+    assert (
+        base / "collects.log"
+    ).read_text() == "7\n"  # the other workspaces had it from the cache
     starts = [line.split() for line in (base / "starts.log").read_text().splitlines()]
     assert [name for name, _ in starts] == ["a", "a", "b", "b"]
     assert [int(step) > 0 for _, step in starts] == [False, True, False, True]
     rows = list(csv.DictReader((base / "ablation" / "demo" / "results.csv").open()))
-    assert [(row["variant"], row["state"], row["gold"]) for row in rows] == [("a", "done", "0.1"), ("b", "done", "0.2")]
+    assert [(row["variant"], row["state"], row["gold"]) for row in rows] == [
+        ("a", "done", "0.1"),
+        ("b", "done", "0.2"),
+    ]
     assert (base / "ablation" / "demo" / "figures" / "one.png").is_file()
 
 
@@ -148,17 +163,25 @@ def test_mistakes_are_one_line_before_anything_runs(
 
 def test_a_variants_own_change_wins_over_set_and_common(tmp_path: Path) -> None:
     base = make_base(tmp_path)
-    request = AblationRequest(sets=("ppo.kl.coefficient=0.5", "ppo.iterations=6"), variants=("b",), seeds=(1, 2))
+    request = AblationRequest(
+        sets=("ppo.kl.coefficient=0.5", "ppo.iterations=6"), variants=("b",), seeds=(1, 2)
+    )
     jobs, folder = make_plan(base, request, definition(base, request))
     assert [(job.variant, job.seed) for job in jobs] == [(None, 1), (None, 2), ("b", 1), ("b", 2)]
     shared, own = jobs[0], jobs[-1]
     assert shared.targets == ("collect",) and own.targets == ("evaluate",)
-    assert own.sets == ("ppo.kl.coefficient=0.5", "ppo.iterations=6", "seed=2", "ppo.kl.coefficient=0.2")
+    assert own.sets == (
+        "ppo.kl.coefficient=0.5",
+        "ppo.iterations=6",
+        "seed=2",
+        "ppo.kl.coefficient=0.2",
+    )
     assert folder.name == f"{request.name}-part" and request.name != "demo"
 
 
 @pytest.mark.parametrize(
-    ("variants", "seeds", "part"), [((), (), False), (("a",), (), True), ((), (8,), True), ((), (8, 7), False)]
+    ("variants", "seeds", "part"),
+    [((), (), False), (("a",), (), True), ((), (8,), True), ((), (8, 7), False)],
 )
 def test_results_of_a_part_never_replace_those_of_the_whole(
     tmp_path: Path, variants: tuple[str, ...], seeds: tuple[int, ...], part: bool

@@ -1,4 +1,6 @@
-"""Deployments on a real Prefect server: what of a placement reaches the pool, and several workspaces on one."""
+"""Deployments on a real Prefect server: what of a placement reaches the pool, and several
+workspaces on one.
+"""
 
 from __future__ import annotations
 
@@ -33,13 +35,23 @@ pytestmark = [pytest.mark.services, pytest.mark.slow]
 ASKED = {"gpus": 8, "memory": "512Gi", "node_selector": {"gpu": "h100"}, "time_limit_seconds": 3600}
 PARAMS = {
     "pools": {
-        "ppo": {"pool": "cluster", "queue": "long", "image": "rlhf:1", "cpus": "32", "shared_memory": "64Gi", **ASKED},
+        "ppo": {
+            "pool": "cluster",
+            "queue": "long",
+            "image": "rlhf:1",
+            "cpus": "32",
+            "shared_memory": "64Gi",
+            **ASKED,
+        },
         "sft": "gpu-pool",
     },
     "compute": {"launch": {"ppo": {"processes": 8}}},
     "work_pools": {"cluster": {"limit": 3, "queues": {"long": 2, "default": 5}}},
 }
-VARIABLES = {name: {} for name in (*ASKED, "image", "cpus", "shared_memory", "env", "command", "name", "labels")}
+VARIABLES = {
+    name: {}
+    for name in (*ASKED, "image", "cpus", "shared_memory", "env", "command", "name", "labels")
+}
 MANUAL = ROOT / "docs" / "operations.md"
 NAMES = ("pipeline", "data-watch", "promotion", "gpu-job")
 
@@ -50,7 +62,9 @@ def params() -> Params:
 
 
 @pytest.fixture(scope="module")
-def client(prefect_database: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[SyncPrefectClient]:
+def client(
+    prefect_database: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[SyncPrefectClient]:
     """A client of a fresh server with a cluster's pool."""
     with (
         prefect_server(tmp_path_factory.mktemp("prefect"), prefect_database) as url,
@@ -59,8 +73,13 @@ def client(prefect_database: Path, tmp_path_factory: pytest.TempPathFactory) -> 
         get_client(sync_client=True) as client,
     ):
         patch.setenv("PREFECT_API_URL", url)
-        template = {"job_configuration": {"command": "{{ command }}"}, "variables": {"properties": VARIABLES}}
-        client.create_work_pool(WorkPoolCreate(name="cluster", type="kubernetes", base_job_template=template))
+        template = {
+            "job_configuration": {"command": "{{ command }}"},
+            "variables": {"properties": VARIABLES},
+        }
+        client.create_work_pool(
+            WorkPoolCreate(name="cluster", type="kubernetes", base_job_template=template)
+        )
         yield client
 
 
@@ -76,24 +95,35 @@ def test_requests_queue_and_limits_reach_the_server_and_an_attempt_is_submitted_
     assert run.work_queue_name == "long" and set(run.tags) == {"one", "ppo"}
     assert client.read_work_pool("cluster").concurrency_limit == 3
     assert client.read_work_pool("gpu-pool").concurrency_limit == 1
-    queues = {queue.name: queue.priority for queue in client.read_work_queues(work_pool_name="cluster")}
+    queues = {
+        queue.name: queue.priority for queue in client.read_work_queues(work_pool_name="cluster")
+    }
     assert queues == {"long": 2, "default": 5}
 
 
 def test_two_workspaces_keep_their_deployments_and_one_of_the_same_name_is_refused(
     client: SyncPrefectClient, params: Params, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    here, there, same = (make_toy(tmp_path / name, "stages: {}\n") for name in ("here", "there", "x/here"))
+    here, there, same = (
+        make_toy(tmp_path / name, "stages: {}\n") for name in ("here", "there", "x/here")
+    )
     for workspace in (here, there):
         deploy_all(workspace, params)
     for workspace in (here, there):
         for name in NAMES:
             known = client.read_deployments(deployment_filter=_named(f"{name}-{workspace.name}"))
-            assert [deployment.parameters["workspace"] for deployment in known] == [str(workspace)], name
+            assert [deployment.parameters["workspace"] for deployment in known] == [
+                str(workspace)
+            ], name
     (pipeline,) = client.read_deployments(deployment_filter=_named("pipeline-here"))
-    assert pipeline.concurrency_options and pipeline.concurrency_options.collision_strategy == "CANCEL_NEW"
+    assert (
+        pipeline.concurrency_options
+        and pipeline.concurrency_options.collision_strategy == "CANCEL_NEW"
+    )
     (gpu_job,) = client.read_deployments(deployment_filter=_named("gpu-job-here"))
-    assert gpu_job.job_variables == {"env": JOB_SETTINGS}, "whichever of the two has deployed it last"
+    assert gpu_job.job_variables == {"env": JOB_SETTINGS}, (
+        "whichever of the two has deployed it last"
+    )
     triggers = {automation.name for automation in client.read_automations()}
     assert {f"rlhf: new data or annotations in {name}" for name in ("here", "there")} <= triggers
     with pytest.raises(ConfigError, match=f"-here .*belongs to the workspace {here}"):
@@ -109,19 +139,30 @@ def test_two_workspaces_keep_their_deployments_and_one_of_the_same_name_is_refus
     # On a server of its own the workspace was moved: nothing goes on in the folders that it was in.
     monkeypatch.setenv("PREFECT_API_DATABASE_CONNECTION_URL", embedded_database(same))
     deploy_jobs(same, params)
-    assert {deployment.parameters["workspace"] for deployment in client.read_deployments()} == {str(same)}
+    assert {deployment.parameters["workspace"] for deployment in client.read_deployments()} == {
+        str(same)
+    }
 
 
 def test_neither_trials_of_one_name_nor_names_that_end_alike_meet(
     client: SyncPrefectClient, params: Params, tmp_path: Path
 ) -> None:
-    folders = ("ann", "ben", "my-ben", "ann/workspaces/demo-1a2b", "ben/workspaces/demo-1a2b", "demo-1a2b")
+    folders = (
+        "ann",
+        "ben",
+        "my-ben",
+        "ann/workspaces/demo-1a2b",
+        "ben/workspaces/demo-1a2b",
+        "demo-1a2b",
+    )
     workspaces = [make_toy(tmp_path / folder, "stages: {}\n") for folder in folders]
     for workspace in (*workspaces, *reversed(workspaces)):
         deploy_jobs(workspace, params)
     assert len({job_name(workspace, "gpu-pool", True) for workspace in workspaces}) == len(folders)
     for workspace in workspaces:
-        (job,) = client.read_deployments(deployment_filter=_named(job_name(workspace, "gpu-pool", True)))
+        (job,) = client.read_deployments(
+            deployment_filter=_named(job_name(workspace, "gpu-pool", True))
+        )
         assert job.parameters["workspace"] == str(workspace)
 
 
@@ -148,7 +189,11 @@ for event in ("rlhf.approval.requested", "rlhf.approval.declined", "rlhf.champio
 def test_the_alerts_of_the_manual_tell_of_failed_runs_requests_and_champions(
     client: SyncPrefectClient, tmp_path: Path
 ) -> None:
-    (script,) = [code for code in re.findall(r"```python\n(.*?)```", MANUAL.read_text(), re.S) if "rlhf-alerts" in code]
+    (script,) = [
+        code
+        for code in re.findall(r"```python\n(.*?)```", MANUAL.read_text(), re.S)
+        if "rlhf-alerts" in code
+    ]
     told: queue.Queue[str] = queue.Queue()
 
     def hook(_: str, body: dict[str, Any], __: dict[str, str]) -> Answer:
@@ -168,4 +213,7 @@ def test_the_alerts_of_the_manual_tell_of_failed_runs_requests_and_champions(
             subprocess.run([sys.executable, "-c", code], env=env, cwd=tmp_path, check=True)
         texts = sorted(told.get(timeout=120).partition(": ")[2] for _ in range(3))
     failed = f"GateFailed: {ends['rlhf-pipeline']}"
-    assert texts == sorted([failed, "rlhf.approval.requested", "rlhf.champion.changed"]) and told.empty()
+    assert (
+        texts == sorted([failed, "rlhf.approval.requested", "rlhf.champion.changed"])
+        and told.empty()
+    )

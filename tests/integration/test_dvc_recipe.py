@@ -1,4 +1,6 @@
-"""A finished run under DVC: unchanged stages, a clone from a remote, and DVC's own commands for experiments."""
+"""A finished run under DVC: unchanged stages, a clone from a remote, and DVC's own commands for
+experiments.
+"""
 
 from __future__ import annotations
 
@@ -62,7 +64,17 @@ def test_a_clone_is_restored_from_a_remote(smoke_copy: Path, tmp_path: Path) -> 
             ".fingerprints",
             "expectations",
         ),
-        ("git", "-c", "user.name=t", "-c", "user.email=t@example.org", "commit", "--quiet", "-m", "run"),
+        (
+            "git",
+            "-c",
+            "user.name=t",
+            "-c",
+            "user.email=t@example.org",
+            "commit",
+            "--quiet",
+            "-m",
+            "run",
+        ),
         ("git", "clone", "--quiet", str(smoke_copy), str(clone)),
     ):
         done = run(*command, cwd=smoke_copy)
@@ -88,7 +100,9 @@ def output(*words: str, cwd: Path) -> str:
 
 @pytest.fixture
 def repository(smoke_copy: Path) -> Path:
-    """A git repository with the finished smoke run, as after `git init` and `rlhf init` in one folder."""
+    """A git repository with the finished smoke run, as after `git init` and `rlhf init` in one
+    folder.
+    """
     shutil.copy(ROOT / ".gitignore", smoke_copy / ".gitignore")
     (smoke_copy / ".dvc" / ".gitignore").write_text("/config.local\n/tmp\n/cache\n")
     output("git", "init", "--quiet", cwd=smoke_copy)
@@ -103,26 +117,57 @@ def repository(smoke_copy: Path) -> Path:
 @pytest.mark.services
 @pytest.mark.slow
 def test_an_experiment_is_run_shown_and_compared(repository: Path) -> None:
-    output("dvc", "exp", "run", "--quiet", "--name", "second", "--set-param", "report.title=Second", cwd=repository)
+    output(
+        "dvc",
+        "exp",
+        "run",
+        "--quiet",
+        "--name",
+        "second",
+        "--set-param",
+        "report.title=Second",
+        cwd=repository,
+    )
     changed = output("git", "diff", "--unified=0", "params.yaml", cwd=repository).splitlines()[4:]
-    assert [" ".join(line.split()) for line in changed[1:]] == ["- title: RLHF pipeline report", "+ title: Second"]
+    assert [" ".join(line.split()) for line in changed[1:]] == [
+        "- title: RLHF pipeline report",
+        "+ title: Second",
+    ]
     shown = output("dvc", "exp", "show", "--only-changed", cwd=repository)
-    assert "[second]" in shown and "report.title" in shown and max(map(len, shown.splitlines())) <= 80
+    assert (
+        "[second]" in shown and "report.title" in shown and max(map(len, shown.splitlines())) <= 80
+    )
     settings = output("dvc", "exp", "show", "--only-changed", "--drop", ".*/", cwd=repository)
     assert "report.title" in settings and "/" not in settings
     metrics = output("dvc", "metrics", "show", cwd=repository).splitlines()
-    assert "judge.win_rate_low95" in metrics[0] and max(map(len, metrics)) <= 120 and len(metrics) == 2
+    assert (
+        "judge.win_rate_low95" in metrics[0] and max(map(len, metrics)) <= 120 and len(metrics) == 2
+    )
     output("dvc", "plots", "diff", cwd=repository)
     page = (repository / "dvc_plots" / "index.html").read_text()
-    for title in ("SFT loss", "Accuracy of reward model, referee and judge", "PPO reward", "PPO KL from SFT"):
+    for title in (
+        "SFT loss",
+        "Accuracy of reward model, referee and judge",
+        "PPO reward",
+        "PPO KL from SFT",
+    ):
         assert title in page
-    assert output("git", "status", "--porcelain", cwd=repository).split() == ["M", "dvc.lock", "M", "params.yaml"]
+    assert output("git", "status", "--porcelain", cwd=repository).split() == [
+        "M",
+        "dvc.lock",
+        "M",
+        "params.yaml",
+    ]
 
 
 @pytest.mark.services
 @pytest.mark.slow
-def test_an_experiment_in_a_folder_of_its_own_finds_what_the_workspace_has_done(repository: Path) -> None:
-    ran = output("dvc", "exp", "run", "--temp", "--name", "third", "-S", "report.title=Third", cwd=repository)
+def test_an_experiment_in_a_folder_of_its_own_finds_what_the_workspace_has_done(
+    repository: Path,
+) -> None:
+    ran = output(
+        "dvc", "exp", "run", "--temp", "--name", "third", "-S", "report.title=Third", cwd=repository
+    )
     assert re.findall(r"Running stage '([\w-]+)'", ran) == ["report"]
     assert "third" in output("dvc", "exp", "list", cwd=repository)
 
@@ -130,19 +175,34 @@ def test_an_experiment_in_a_folder_of_its_own_finds_what_the_workspace_has_done(
 @pytest.mark.services
 @pytest.mark.slow
 def test_an_experiment_is_one_run_in_mlflow(repository: Path) -> None:
-    """Named as the experiment, with the headline; also where DVC runs it in a folder of its own, which goes."""
+    """Named as the experiment, with the headline; also where DVC runs it in a folder of its own,
+    which goes.
+    """
     for name, options in (("here", ()), ("apart", ("--temp",))):
         setting = f"report.title={name}"
         done = run(
-            "dvc", "exp", "run", *options, "-n", name, "-S", setting, cwd=repository, GIT_CONFIG_GLOBAL="/dev/null"
+            "dvc",
+            "exp",
+            "run",
+            *options,
+            "-n",
+            name,
+            "-S",
+            setting,
+            cwd=repository,
+            GIT_CONFIG_GLOBAL="/dev/null",
         )
         assert done.returncode == 0, done.stdout + done.stderr
     client = MlflowClient(f"sqlite:///{repository / 'mlflow.db'}")
     experiments = [one.experiment_id for one in client.search_experiments()]
-    runs = client.search_runs(experiments, "tags.`rlhf.pipeline` = 'true' and tags.`rlhf.dvc_experiment` != ''")
+    runs = client.search_runs(
+        experiments, "tags.`rlhf.pipeline` = 'true' and tags.`rlhf.dvc_experiment` != ''"
+    )
     headline = json.loads((repository / "metrics" / "summary.json").read_text())
     assert {run.info.run_name for run in runs} == {"here", "apart"}
     for parent in runs:
         assert parent.info.status == "FINISHED" and parent.data.metrics == pytest.approx(headline)
-        below = client.search_runs(experiments, f"tags.`mlflow.parentRunId` = '{parent.info.run_id}'")
+        below = client.search_runs(
+            experiments, f"tags.`mlflow.parentRunId` = '{parent.info.run_id}'"
+        )
         assert [child.data.tags["stage"] for child in below] == ["report"]

@@ -45,12 +45,16 @@ def rows(workspace: Path, query: str) -> list[tuple[str, ...]]:
 
 
 @pytest.mark.slow
-def test_a_failed_gate_is_named_not_retried_and_the_report_is_written(tmp_path: Path, prefect_database: Path) -> None:
+def test_a_failed_gate_is_named_not_retried_and_the_report_is_written(
+    tmp_path: Path, prefect_database: Path
+) -> None:
     toy = make_toy(tmp_path, GATED, prefect_database=prefect_database)
     answer = rlhf("run", cwd=toy)
     assert answer.returncode == 3, answer.stdout + answer.stderr
     assert "GateFailed: gate-reward: accuracy is 0.5, required 0.6" in answer.stderr
-    assert any(line.split() == ["FAIL", "accuracy", "0.5", "0.6"] for line in answer.stderr.splitlines())
+    assert any(
+        line.split() == ["FAIL", "accuracy", "0.5", "0.6"] for line in answer.stderr.splitlines()
+    )
     assert (toy / "report.html").exists() and not (toy / "policy.txt").exists()
     assert rows(toy, "select state_name from flow_run") == [("GateFailed",)]
     assert ("gate-reward", 1) in rows(toy, "select name, run_count from task_run")
@@ -60,14 +64,18 @@ def test_a_failed_gate_is_named_not_retried_and_the_report_is_written(tmp_path: 
 
 
 @pytest.mark.slow
-def test_a_stage_on_the_pool_runs_there_and_a_second_computes_nothing(tmp_path: Path, prefect_database: Path) -> None:
+def test_a_stage_on_the_pool_runs_there_and_a_second_computes_nothing(
+    tmp_path: Path, prefect_database: Path
+) -> None:
     toy = make_toy(tmp_path, POOLED, PARAMS, prefect_database)
     first = rlhf("run", cwd=toy)
     assert first.returncode == 0, first.stdout + first.stderr
     assert "job of the work pool gpu-pool, on this machine" in first.stdout
     assert (toy / "report.html").read_text() == "done"
     query = "select r.name, {} from flow_run r join flow f on f.id = r.flow_id where f.name = '{}'"
-    assert rows(toy, query.format("state_type", "rlhf-stage")) == [(f"{toy.name} · ppo", "COMPLETED")]
+    assert rows(toy, query.format("state_type", "rlhf-stage")) == [
+        (f"{toy.name} · ppo", "COMPLETED")
+    ]
     (pipeline,) = rows(toy, query.format("r.tags", "rlhf-pipeline"))
     assert re.fullmatch(rf"{toy.name} · tiny · 2\d{{3}}-\d\d-\d\d \d\d:\d\d:\d\d", pipeline[0])
     assert set(json.loads(pipeline[1])) == {toy.name, "tiny"}
@@ -80,7 +88,9 @@ def test_a_stage_on_the_pool_runs_there_and_a_second_computes_nothing(tmp_path: 
 
 
 @pytest.mark.slow
-def test_a_job_that_cannot_fit_its_gpu_is_not_submitted(tmp_path: Path, prefect_database: Path) -> None:
+def test_a_job_that_cannot_fit_its_gpu_is_not_submitted(
+    tmp_path: Path, prefect_database: Path
+) -> None:
     toy = make_toy(tmp_path, POOLED, PARAMS + "plan: {gpu_memory_gb: 1.05}\n", prefect_database)
     answer = rlhf("run", cwd=toy)
     assert answer.returncode == 2, answer.stdout + answer.stderr
@@ -97,7 +107,11 @@ def lasting(tmp_path_factory: pytest.TempPathFactory, prefect_database: Path) ->
     toy = make_toy(tmp_path_factory.mktemp("up"), POOLED, PARAMS, prefect_database)
     process = begin("up", cwd=toy)
     try:
-        wait_until(lambda: "Ctrl-C" in (toy / "out.log").read_text() or process.poll() is not None, 400, "services")
+        wait_until(
+            lambda: "Ctrl-C" in (toy / "out.log").read_text() or process.poll() is not None,
+            400,
+            "services",
+        )
         assert process.poll() is None, (toy / "out.log").read_text()
         yield toy
     finally:
@@ -116,7 +130,9 @@ def prefect(lasting: Path, *arguments: str) -> None:
 
 @pytest.mark.slow
 def test_new_annotations_are_announced_and_start_a_run(lasting: Path) -> None:
-    """The last run, by its dvc.lock, has read other files; nobody starts a pipeline here but the automation."""
+    """The last run, by its dvc.lock, has read other files; nobody starts a pipeline here but the
+    automation.
+    """
     read = {"path": ".fingerprints/sources.txt", "hash": "md5", "md5": "0" * 32, "size": 1}
     lock = {"schema": "2.0", "stages": {"collect": {"cmd": "echo x", "deps": [read]}}}
     (lasting / "dvc.lock").write_text(json.dumps(lock))
@@ -128,13 +144,23 @@ def test_new_annotations_are_announced_and_start_a_run(lasting: Path) -> None:
     query = """select count(*) from flow_run r join flow f on f.id = r.flow_id
         where f.name = 'rlhf-pipeline' and r.state_type = 'COMPLETED' and r.created_by like '%AUTOMATION%'"""
     wait_until(lambda: rows(lasting, query)[0][0] == 1, 400, "run by the automation")
-    assert rows(lasting, "select event from events where event like 'rlhf.%'") == [("rlhf.data.added",)]
+    assert rows(lasting, "select event from events where event like 'rlhf.%'") == [
+        ("rlhf.data.added",)
+    ]
     assert (lasting / "report.html").read_text() == "done"
 
 
 @pytest.mark.slow
 def test_a_schedule_creates_runs_that_complete(lasting: Path) -> None:
-    prefect(lasting, "deployment", "schedule", "create", f"rlhf-pipeline/pipeline-{slug(lasting)}", "--interval", "15")
+    prefect(
+        lasting,
+        "deployment",
+        "schedule",
+        "create",
+        f"rlhf-pipeline/pipeline-{slug(lasting)}",
+        "--interval",
+        "15",
+    )
     query = "select count(*) from flow_run where auto_scheduled = 1 and state_type = 'COMPLETED'"
     wait_until(lambda: rows(lasting, query)[0][0] != 0, 400, "completed scheduled run")
     tags = "select tags from flow_run where auto_scheduled = 1 and state_type = 'COMPLETED'"
@@ -145,8 +171,12 @@ def test_a_schedule_creates_runs_that_complete(lasting: Path) -> None:
 @pytest.mark.slow
 def test_the_automations_and_the_deployments_are_on_the_server(lasting: Path) -> None:
     deployments = {row[0] for row in rows(lasting, "select name from deployment")}
-    assert deployments == {f"{name}-{slug(lasting)}" for name in ("pipeline", "data-watch", "gpu-job", "promotion")}
-    automations = {row[0] for row in rows(lasting, "select name from automation where name like 'rlhf:%'")}
+    assert deployments == {
+        f"{name}-{slug(lasting)}" for name in ("pipeline", "data-watch", "gpu-job", "promotion")
+    }
+    automations = {
+        row[0] for row in rows(lasting, "select name from automation where name like 'rlhf:%'")
+    }
     new_data = f"rlhf: new data or annotations in {slug(lasting)}"
     assert automations == {"rlhf: runs without a heartbeat have crashed", new_data}
 

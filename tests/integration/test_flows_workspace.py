@@ -34,12 +34,16 @@ stages:
 
 
 @pytest.fixture
-def command_line(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> CommandLine:
+def command_line(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> CommandLine:
     return CommandLine(monkeypatch, capsys)
 
 
 @pytest.mark.parametrize("command", ["run", "up"])
-def test_a_second_holder_is_refused_in_one_line_with_pid_and_time(tmp_path: Path, command: str) -> None:
+def test_a_second_holder_is_refused_in_one_line_with_pid_and_time(
+    tmp_path: Path, command: str
+) -> None:
     toy = make_toy(tmp_path, PIPELINE)
     with locked(toy):
         answer = rlhf(command, cwd=toy)
@@ -56,7 +60,10 @@ def test_a_stage_whose_inputs_a_run_is_making_says_who_holds_the_workspace(tmp_p
     with locked(toy):
         answer = rlhf("stage", "sft", cwd=toy)
     assert answer.returncode == 2 and answer.stderr.count("\n") == 1
-    assert "stage sft needs data/clean" in answer.stderr and f"(pid {os.getpid()}, since 2" in answer.stderr
+    assert (
+        "stage sft needs data/clean" in answer.stderr
+        and f"(pid {os.getpid()}, since 2" in answer.stderr
+    )
 
 
 @pytest.mark.slow
@@ -75,7 +82,9 @@ def test_dvc_reads_the_settings_of_a_new_root(tmp_path: Path, in_git: bool) -> N
         subprocess.run(["git", "init", "--quiet"], cwd=tmp_path, check=True)
     ensure_dvc(tmp_path)
     command = [sys.executable, "-m", "dvc", "config", "--list", "--project"]
-    listed = subprocess.run(command, cwd=tmp_path, check=True, capture_output=True, text=True).stdout.split()
+    listed = subprocess.run(
+        command, cwd=tmp_path, check=True, capture_output=True, text=True
+    ).stdout.split()
     settings = {"core.analytics=false", "core.check_update=false"}
     assert set(listed) == settings | (set() if in_git else {"core.no_scm=True"})
 
@@ -91,7 +100,9 @@ def test_a_cache_under_a_name_beyond_ascii_is_shared(tmp_path: Path) -> None:
 
 
 def dvc(folder: Path, *arguments: str) -> None:
-    subprocess.run([sys.executable, "-m", "dvc", *arguments], cwd=folder, check=True, capture_output=True)
+    subprocess.run(
+        [sys.executable, "-m", "dvc", *arguments], cwd=folder, check=True, capture_output=True
+    )
 
 
 @pytest.fixture
@@ -114,18 +125,24 @@ def test_a_trial_has_the_remotes_and_links_of_its_base(base_and_trial: tuple[Pat
     share_settings(base, trial)
     settings = dvc_settings(trial)
     assert describe_remote(trial, None) == {"name": "store", "url": str(base.parent / "store")}
-    assert settings["remote.far.password"] == "hidden" and settings["cache.type"] == "hardlink,symlink"
+    assert (
+        settings["remote.far.password"] == "hidden" and settings["cache.type"] == "hardlink,symlink"
+    )
     assert (trial / ".dvc" / "config.local").stat().st_mode & 0o777 == 0o600
 
 
 @pytest.mark.slow
-def test_a_trial_that_was_interrupted_or_moved_uses_the_cache_of_its_base(base_and_trial: tuple[Path, Path]) -> None:
+def test_a_trial_that_was_interrupted_or_moved_uses_the_cache_of_its_base(
+    base_and_trial: tuple[Path, Path],
+) -> None:
     base, trial = base_and_trial
     assert cache_of(trial) != cache_of(base), "interrupted before it shared anything"
     dvc(trial, "remote", "add", "--local", "own", "/own")
     share_settings(base, trial)
     assert cache_of(trial) == cache_of(base) and dvc_settings(trial)["remote.own.url"] == "/own"
-    assert (trial / ".dvc" / "config.local").stat().st_mode & 0o777 == 0o600, "a remote of the user's own has passwords"
+    assert (trial / ".dvc" / "config.local").stat().st_mode & 0o777 == 0o600, (
+        "a remote of the user's own has passwords"
+    )
     moved = base.rename(base.with_name("moved"))
     trial = moved / "workspaces" / "trial"
     share_settings(moved, trial)
@@ -151,15 +168,23 @@ def test_equal_computations_of_two_workspaces_share_one_result(tmp_path: Path) -
 
 @pytest.mark.slow
 def test_what_runs_always_or_has_no_inputs_is_never_shared(tmp_path: Path) -> None:
-    toy = make_toy(tmp_path, "stages:\n  a: {cmd: date > a, outs: [a]}\n  b: {cmd: date > b, deps: [a], outs: [b]}\n")
+    toy = make_toy(
+        tmp_path,
+        "stages:\n  a: {cmd: date > a, outs: [a]}\n  b: {cmd: date > b, deps: [a], outs: [b]}\n",
+    )
     ensure_dvc(toy)
-    assert {name: node.shareable for name, node in read_graph(toy).items()} == {"a": False, "b": True}
+    assert {name: node.shareable for name, node in read_graph(toy).items()} == {
+        "a": False,
+        "b": True,
+    }
 
 
 @pytest.mark.parametrize("place", [".", "my-run"])
 def test_a_new_dvc_root_leaves_gits_index_to_the_user(tmp_path: Path, place: str) -> None:
     def git(*arguments: str) -> str:
-        return subprocess.run(["git", *arguments], cwd=tmp_path, check=True, capture_output=True, text=True).stdout
+        return subprocess.run(
+            ["git", *arguments], cwd=tmp_path, check=True, capture_output=True, text=True
+        ).stdout
 
     git("init", "--quiet")
     (tmp_path / "mine.txt").write_text("x")
@@ -167,7 +192,9 @@ def test_a_new_dvc_root_leaves_gits_index_to_the_user(tmp_path: Path, place: str
     workspace = tmp_path / place
     workspace.mkdir(exist_ok=True)
     ensure_dvc(workspace)
-    assert (workspace / ".dvc" / "config").is_file() and git("diff", "--cached", "--name-only") == "mine.txt\n"
+    assert (workspace / ".dvc" / "config").is_file() and git(
+        "diff", "--cached", "--name-only"
+    ) == "mine.txt\n"
 
 
 @pytest.mark.slow
@@ -184,9 +211,13 @@ def test_a_killed_dvc_does_not_stop_the_next(tmp_path: Path, content: str) -> No
 
 
 @pytest.mark.parametrize("kind", ["write", "read"])
-def test_locks_of_a_killed_dvc_that_nobody_reaped_are_released_and_others_stay(tmp_path: Path, kind: str) -> None:
+def test_locks_of_a_killed_dvc_that_nobody_reaped_are_released_and_others_stay(
+    tmp_path: Path, kind: str
+) -> None:
     dead = subprocess.Popen(["true"])  # not waited for: until then it is a zombie
-    wait_until(lambda: psutil.Process(dead.pid).status() == psutil.STATUS_ZOMBIE, 60, "end of the process")
+    wait_until(
+        lambda: psutil.Process(dead.pid).status() == psutil.STATUS_ZOMBIE, 60, "end of the process"
+    )
     holders = [{"pid": pid, "cmd": "dvc repro"} for pid in (dead.pid, os.getpid())]
     locks = tmp_path / ".dvc" / "tmp" / "rwlock"
     locks.parent.mkdir(parents=True)
@@ -217,7 +248,11 @@ def test_a_killed_holder_is_waited_for_until_its_supervisors_have_ended(tmp_path
     holder.wait()
     waited: list[str] = []
     with locked(toy, on_wait=waited.append):
-        running = [process for process in psutil.process_iter() if any("began" in word for word in _command(process))]
+        running = [
+            process
+            for process in psutil.process_iter()
+            if any("began" in word for word in _command(process))
+        ]
         assert not running
     assert len(waited) == 1 and f"pid {holder.pid}" in waited[0]
 
@@ -258,4 +293,8 @@ def test_mistakes_are_one_line_and_status_2(
 @pytest.mark.slow
 def test_a_server_that_does_not_answer_is_named_in_one_line(tmp_path: Path) -> None:
     answer = rlhf("run", cwd=make_toy(tmp_path, PIPELINE), PREFECT_API_URL="http://127.0.0.1:9/api")
-    assert answer.returncode == 2 and answer.stderr.count("\n") == 1 and "PREFECT_API_URL" in answer.stderr
+    assert (
+        answer.returncode == 2
+        and answer.stderr.count("\n") == 1
+        and "PREFECT_API_URL" in answer.stderr
+    )

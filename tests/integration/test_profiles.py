@@ -1,4 +1,6 @@
-"""Profiles in small: every stage on real Chinese pairs, and a loaded model that is sound or wrecked."""
+"""Profiles in small: every stage on real Chinese pairs, and a loaded model that is sound or
+wrecked.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +38,9 @@ TRAINING = ("sft", "gate-sft", "reward", "referee", "judge", "gate-reward", "cri
 def workspace(tmp_path: Path, shared_data: Callable[[str], Path]) -> Path:
     """A workspace of the profile with a file of Chinese name, up to the starting model."""
     pairs = shutil.copy(shared_data("llama_factory_dpo_zh.json"), tmp_path / "偏好.json")
-    folder = initialise(tmp_path / "run", "chinese-sample", [f"collect.files.preferences=[{pairs}]", *FEW.split()])
+    folder = initialise(
+        tmp_path / "run", "chinese-sample", [f"collect.files.preferences=[{pairs}]", *FEW.split()]
+    )
     for stage in ("collect", "validate", "base"):
         run_stage(stage, folder)
     return folder
@@ -72,7 +76,9 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A Llama with random weights, and the tokenizer and chat template of SmolLM2."""
     assert SMOLLM2 is not None
     folder = tmp_path_factory.mktemp("pretrained") / "base"
-    tokenizer = AutoTokenizer.from_pretrained(str(SMOLLM2.parent), gguf_file=SMOLLM2.name, padding_side="left")
+    tokenizer = AutoTokenizer.from_pretrained(
+        str(SMOLLM2.parent), gguf_file=SMOLLM2.name, padding_side="left"
+    )
     shape = SHAPE.model_copy(update={"max_positions": 512})
     save_policy(folder, new_model(shape, tokenizer, seed=1), tokenizer)
     return folder
@@ -103,7 +109,9 @@ def test_a_sound_run_passes_the_gate(prepared: Path, tmp_path: Path) -> None:
 @needs_smollm2
 @pytest.mark.slow
 def test_the_demos_learning_rate_is_refused(base: Path, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"sft\.optimizer\.lr 0\.003 \(about 1e-05\).*profile pretrained"):
+    with pytest.raises(
+        ConfigError, match=r"sft\.optimizer\.lr 0\.003 \(about 1e-05\).*profile pretrained"
+    ):
         initialise(tmp_path / "run", "own-data", [f"base.source={base}", "sft.optimizer.lr=3e-3"])
     assert not (tmp_path / "run" / "params.yaml").exists()
 

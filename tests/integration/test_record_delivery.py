@@ -1,4 +1,6 @@
-"""Stages that run in processes of their own, and the pipeline's process that delivers their records to MLflow."""
+"""Stages that run in processes of their own, and the pipeline's process that delivers their records
+to MLflow.
+"""
 
 from __future__ import annotations
 
@@ -70,7 +72,9 @@ def runs(workspace: Path) -> dict[str, Any]:
 def test_stages_record_side_by_side_and_never_load_mlflow(workspace: Path) -> None:
     with delivered_records(workspace, True) as variables:
         variables = {**variables, PARENT_RUN_VARIABLE: "the pipeline"}
-        stages = {name: start_stage(name, workspace, variables) for name in ("reward", "judge", "referee")}
+        stages = {
+            name: start_stage(name, workspace, variables) for name in ("reward", "judge", "referee")
+        }
         stages["judge"].communicate("fail\n")
         stages["referee"].send_signal(signal.SIGKILL)
         stages["referee"].communicate()
@@ -82,11 +86,17 @@ def test_stages_record_side_by_side_and_never_load_mlflow(workspace: Path) -> No
     }  # fmt: skip
     client = connect(workspace)
     for run in by_stage.values():
-        assert run.data.tags["mlflow.parentRunId"] == "the pipeline" and run.data.params == {"lr": "0.1"}
+        assert run.data.tags["mlflow.parentRunId"] == "the pipeline" and run.data.params == {
+            "lr": "0.1"
+        }
         history = client.get_metric_history(run.info.run_id, "reward")
-        assert [(metric.step, metric.value) for metric in history] == [(step, float(step)) for step in range(1, 301)]
+        assert [(metric.step, metric.value) for metric in history] == [
+            (step, float(step)) for step in range(1, 301)
+        ]
         assert [file.path for file in client.list_artifacts(run.info.run_id, "plots")] != []
-    assert waiting_records(workspace) == 0 and list((workspace / ".rlhf" / "tracking").iterdir()) == []
+    assert (
+        waiting_records(workspace) == 0 and list((workspace / ".rlhf" / "tracking").iterdir()) == []
+    )
 
 
 @pytest.mark.slow
@@ -99,7 +109,10 @@ def test_what_a_killed_pipeline_left_is_delivered_by_the_next_once(workspace: Pa
         "    sys.stdin.readline()\n"
     )
     courier = subprocess.Popen(
-        [sys.executable, "-c", pipeline, str(workspace)], text=True, stdin=subprocess.PIPE, stdout=subprocess.PIPE
+        [sys.executable, "-c", pipeline, str(workspace)],
+        text=True,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
     )
     assert courier.stdout is not None and courier.stdout.readline() == "delivers\n"
     stage = start_stage("sft", workspace, {"RLHF_TRACKING_DEFERRED": "1"})
@@ -113,7 +126,9 @@ def test_what_a_killed_pipeline_left_is_delivered_by_the_next_once(workspace: Pa
     run = runs(workspace)["sft"]
     assert run.info.status == "FINISHED" and waiting_records(workspace) == 0
     history = connect(workspace).get_metric_history(run.info.run_id, "loss")
-    assert [(metric.step, metric.value) for metric in history] == [(step, 1 / step) for step in range(1, 301)]
+    assert [(metric.step, metric.value) for metric in history] == [
+        (step, 1 / step) for step in range(1, 301)
+    ]
 
 
 def test_nothing_is_delivered_for_a_pipeline_that_is_not_tracked(tmp_path: Path) -> None:

@@ -1,4 +1,6 @@
-"""A stage on a worker that does not see the workspace: two clones, a DVC remote, a worker with its own home."""
+"""A stage on a worker that does not see the workspace: two clones, a DVC remote, a worker with its
+own home.
+"""
 
 from __future__ import annotations
 
@@ -33,11 +35,15 @@ def host(tmp_path_factory: pytest.TempPathFactory, prefect_database: Path) -> It
 
 def jobs(host: Host) -> list[str]:
     """Return the states of all jobs on the server, oldest first."""
-    runs = httpx.post(f"{host.url}/flow_runs/filter", json={"sort": "START_TIME_ASC"}, timeout=60).json()
+    runs = httpx.post(
+        f"{host.url}/flow_runs/filter", json={"sort": "START_TIME_ASC"}, timeout=60
+    ).json()
     return [run["state_type"] for run in runs if run["name"].endswith(" · ppo")]
 
 
-def test_a_job_elsewhere_loses_nothing_when_the_remote_is_gone_and_clones_find_it(host: Host, tmp_path: Path) -> None:
+def test_a_job_elsewhere_loses_nothing_when_the_remote_is_gone_and_clones_find_it(
+    host: Host, tmp_path: Path
+) -> None:
     remote, gone = tmp_path / "remote", tmp_path / "remote-elsewhere"
     one = make_clone(tmp_path / "one", remote, params())
     outage = caller_environment(host.url, tmp_path)
@@ -45,7 +51,10 @@ def test_a_job_elsewhere_loses_nothing_when_the_remote_is_gone_and_clones_find_i
 
     failed = rlhf("run", cwd=one, timeout=PATIENCE, **outage)
     assert failed.returncode == 1, failed.stdout + failed.stderr
-    assert "its result could not be pushed" in failed.stderr and str(host.home / ".rlhf/jobs") in failed.stderr
+    assert (
+        "its result could not be pushed" in failed.stderr
+        and str(host.home / ".rlhf/jobs") in failed.stderr
+    )
     assert len(host.starts) == 1 and host.starts[0].startswith(f"0 {host.home}/.rlhf/jobs/ppo-")
     assert not (one / "policy.txt").exists()
 
@@ -64,7 +73,9 @@ def test_a_job_elsewhere_loses_nothing_when_the_remote_is_gone_and_clones_find_i
     assert processes_of(one) == []
 
     two = make_clone(tmp_path / "two", remote, params())
-    subprocess.run([sys.executable, "-m", "dvc", "repro", "-q", "-s", "collect"], cwd=two, check=True)
+    subprocess.run(
+        [sys.executable, "-m", "dvc", "repro", "-q", "-s", "collect"], cwd=two, check=True
+    )
     restored = restore_result(StageSpec(two, "ppo", ("policy.txt",)))
     assert restored is not None and restored.ok and (two / "policy.txt").read_text() == "done x\n"
 
@@ -76,7 +87,10 @@ def test_a_remote_that_is_gone_before_the_job_costs_no_training(host: Host, tmp_
     answer = rlhf("run", cwd=clone, timeout=PATIENCE, **caller_environment(host.url, tmp_path))
     assert answer.returncode == 1, answer.stdout + answer.stderr
     (message,) = (line for line in answer.stderr.splitlines() if line.startswith("rlhf: "))
-    assert "ppo: the stage cannot be submitted to the work pool away: " in message and str(remote) in message
+    assert (
+        "ppo: the stage cannot be submitted to the work pool away: " in message
+        and str(remote) in message
+    )
     assert len(host.starts) == before
 
 

@@ -18,7 +18,13 @@ ESCAPE = "import subprocess,sys,time; p=subprocess.Popen(['sleep','300'],start_n
 
 
 def supervised(code: str, grace: float = 1.0) -> list[str]:
-    supervisor = [sys.executable, "-m", "flows.supervision.supervisor", "--parent", str(os.getpid())]
+    supervisor = [
+        sys.executable,
+        "-m",
+        "flows.supervision.supervisor",
+        "--parent",
+        str(os.getpid()),
+    ]
     return [*supervisor, "--grace", str(grace), "--", sys.executable, "-c", code]
 
 
@@ -58,7 +64,9 @@ def test_everything_ends_when_the_parent_is_killed(tmp_path: Path) -> None:
     wait_until(lambda: not psutil.pid_exists(escaped), 60, "end of the escaped child")
 
 
-def test_a_command_that_ignores_the_stop_signal_is_killed_also_where_sigint_is_ignored(tmp_path: Path) -> None:
+def test_a_command_that_ignores_the_stop_signal_is_killed_also_where_sigint_is_ignored(
+    tmp_path: Path,
+) -> None:
     pid_file = tmp_path / "pid"
     code = (
         "import os,signal,time; signal.signal(signal.SIGTERM, signal.SIG_IGN); "
@@ -76,7 +84,9 @@ def test_a_command_that_ignores_the_stop_signal_is_killed_also_where_sigint_is_i
 
 
 def test_descendants_of_a_nested_supervisor_are_stopped_by_that_one_alone(tmp_path: Path) -> None:
-    """A worker's supervisor sends SIGINT, on which a stage saves no state; the stage's own supervisor sends SIGTERM."""
+    """A worker's supervisor sends SIGINT, on which a stage saves no state; the stage's own
+    supervisor sends SIGTERM.
+    """
     received = tmp_path / "received"
     stage = (
         "import os,signal,time\n"

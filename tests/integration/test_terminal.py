@@ -1,4 +1,6 @@
-"""The display of a run in a real terminal: fits its width, draws nothing twice, and needs no terminal either."""
+"""The display of a run in a real terminal: fits its width, draws nothing twice, and needs no
+terminal either.
+"""
 
 from __future__ import annotations
 
@@ -25,14 +27,21 @@ class Terminal:
 
     def __init__(self, folder: Path, socket: Path, columns: int, rows: int) -> None:
         self.folder, self.socket = folder, socket
-        environment = {"PYTHONPATH": str(ROOT), "LC_ALL": "C.UTF-8", "PATH": os.environ["PATH"], "HOME": str(folder)}
+        environment = {
+            "PYTHONPATH": str(ROOT),
+            "LC_ALL": "C.UTF-8",
+            "PATH": os.environ["PATH"],
+            "HOME": str(folder),
+        }
         command = f"cd {folder} && {sys.executable} {SCRIPT} {folder}; sleep 1000"
         size = ("-x", str(columns), "-y", str(rows))
         self.tmux("-f", "/dev/null", "new-session", "-d", *size, command, environment=environment)
 
     def tmux(self, *arguments: str, environment: dict[str, str] | None = None) -> str:
         command = ["tmux", "-u", "-S", str(self.socket), *arguments]
-        answer = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=30)
+        answer = subprocess.run(
+            command, capture_output=True, text=True, env=environment, timeout=30
+        )
         assert answer.returncode == 0, answer.stderr
         return answer.stdout
 
@@ -79,8 +88,12 @@ def rows_of(stage: str, lines: list[str]) -> list[str]:
 
 
 @needs_tmux
-@pytest.mark.parametrize("terminal", [(40, 20), (80, 24), (120, 40)], indirect=True, ids=["40x20", "80x24", "120x40"])
-def test_a_run_fits_the_terminal_and_no_line_is_drawn_twice(terminal: Terminal, request: pytest.FixtureRequest) -> None:
+@pytest.mark.parametrize(
+    "terminal", [(40, 20), (80, 24), (120, 40)], indirect=True, ids=["40x20", "80x24", "120x40"]
+)
+def test_a_run_fits_the_terminal_and_no_line_is_drawn_twice(
+    terminal: Terminal, request: pytest.FixtureRequest
+) -> None:
     columns = int(request.node.callspec.id.partition("x")[0])
     frames = [terminal.wait_for("starting Prefect")]
     terminal.step(0)

@@ -51,7 +51,11 @@ def test_a_changed_new_or_lost_source_file_is_seen_by_dvc_and_by_status(files: P
     done = dvc(workspace, "repro", "-s", "collect")
     assert done.returncode == 0, done.stdout + done.stderr
     assert json.loads(dvc(workspace, "status", "--json", "collect").stdout) == {}
-    for name, text in (("pairs.jsonl", "".join(ROWS[:20])), ("more/a.jsonl", ROWS[0]), ("more/b.jsonl", ROWS[1])):
+    for name, text in (
+        ("pairs.jsonl", "".join(ROWS[:20])),
+        ("more/a.jsonl", ROWS[0]),
+        ("more/b.jsonl", ROWS[1]),
+    ):
         path = files / name
         path.write_text(text)
         seen = dvc(workspace, "status", "collect").stdout
@@ -59,7 +63,9 @@ def test_a_changed_new_or_lost_source_file_is_seen_by_dvc_and_by_status(files: P
         (line,) = [line for line in stages_status(workspace).lines if line.startswith("collect")]
         assert "stale" in line
         assert "Running stage 'collect'" in dvc(workspace, "repro", "-s", "collect").stdout
-        assert json.loads(dvc(workspace, "status", "--json", "collect").stdout) == {}, "sources.txt was not refreshed"
+        assert json.loads(dvc(workspace, "status", "--json", "collect").stdout) == {}, (
+            "sources.txt was not refreshed"
+        )
 
 
 @pytest.mark.slow
@@ -67,7 +73,9 @@ def test_a_file_under_dvc_add_leads_to_collect_and_dag_has_no_fingerprints(files
     workspace = make(files / "run")
     (workspace / "pairs.jsonl").write_text("".join(ROWS))
     text = (workspace / "params.yaml").read_text()
-    (workspace / "params.yaml").write_text(text.replace("preferences: []", "preferences: [pairs.jsonl]"))
+    (workspace / "params.yaml").write_text(
+        text.replace("preferences: []", "preferences: [pairs.jsonl]")
+    )
     assert load_params(workspace).collect.files.preferences
     assert dvc(workspace, "add", "-q", "pairs.jsonl").returncode == 0
     refresh_inputs(workspace)
@@ -109,7 +117,9 @@ def test_a_recipe_keeps_its_text_but_for_the_files(files: Path) -> None:
     assert tracking_uri(trial) == tracking_uri(workspace) == f"sqlite:///{workspace}/mlflow.db"
 
 
-def test_an_experiment_of_dvc_is_recorded_where_it_was_started(files: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_experiment_of_dvc_is_recorded_where_it_was_started(
+    files: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     temporary = files / "run" / ".dvc" / "tmp" / "exps" / "tmp1" / "sub"
     (temporary.parent / ".dvc").mkdir(parents=True)
     temporary.mkdir()
@@ -120,47 +130,93 @@ def test_an_experiment_of_dvc_is_recorded_where_it_was_started(files: Path, monk
 
 
 @pytest.mark.slow
-def test_git_that_came_after_init_is_noticed_and_everything_is_ignored_from_the_start(files: Path) -> None:
+def test_git_that_came_after_init_is_noticed_and_everything_is_ignored_from_the_start(
+    files: Path,
+) -> None:
     workspace = make(files / "run", profile="smoke")
     assert "no_scm" in (workspace / ".dvc" / "config").read_text()
     subprocess.run(["git", "init", "-q"], cwd=workspace, check=True)
-    for name in ("models/policy/weights", "data/raw/x", "work/ppo/x", ".dvc/tmp/x", ".dvc/cache/x", "mlflow.db"):
+    for name in (
+        "models/policy/weights",
+        "data/raw/x",
+        "work/ppo/x",
+        ".dvc/tmp/x",
+        ".dvc/cache/x",
+        "mlflow.db",
+    ):
         (workspace / name).parent.mkdir(parents=True, exist_ok=True)
         (workspace / name).write_text("x")
     ensure_dvc(workspace)
     assert "no_scm" not in (workspace / ".dvc" / "config").read_text()
     listed = subprocess.run(
-        ["git", "ls-files", "--others", "--exclude-standard"], cwd=workspace, capture_output=True, text=True, check=True
+        ["git", "ls-files", "--others", "--exclude-standard"],
+        cwd=workspace,
+        capture_output=True,
+        text=True,
+        check=True,
     ).stdout.split()
-    suites = {f"expectations/{name}.json" for name in ("preferences", "demonstrations", "prompts", "pretrain")}
+    suites = {
+        f"expectations/{name}.json"
+        for name in ("preferences", "demonstrations", "prompts", "pretrain")
+    }
     recipe = {"dvc.yaml", "params.yaml"} | suites
     assert set(listed) == {".dvc/.gitignore", ".dvc/config", ".dvcignore", ".gitignore"} | recipe
     moved = workspace.with_name("moved")
     shutil.copytree(workspace, moved, ignore=shutil.ignore_patterns(".git"))
     assert "not a git repository" in dvc(moved, "status").stderr
-    assert rlhf("status", cwd=moved).stdout.count("not run yet") > 10, "a copy out of git is a workspace too"
+    assert rlhf("status", cwd=moved).stdout.count("not run yet") > 10, (
+        "a copy out of git is a workspace too"
+    )
 
 
 @pytest.mark.slow
 def test_a_run_that_cannot_succeed_is_refused_before_anything_starts(files: Path) -> None:
-    workspace = make(files / "run", 'collect.files.preferences=["gone.jsonl"]', 'collect.files.prompts=["lost.txt"]')
+    workspace = make(
+        files / "run",
+        'collect.files.preferences=["gone.jsonl"]',
+        'collect.files.prompts=["lost.txt"]',
+    )
     answer = rlhf("run", cwd=workspace)
     assert answer.returncode == 2, answer.stderr
-    assert [line.count(name) for line, name in zip(answer.stderr.splitlines(), ("gone", "lost"), strict=True)] == [1, 1]
+    assert [
+        line.count(name)
+        for line, name in zip(answer.stderr.splitlines(), ("gone", "lost"), strict=True)
+    ] == [1, 1]
     assert not (workspace / ".rlhf" / "logs" / "server.log").exists()
 
 
 @pytest.mark.slow
-def test_data_and_model_are_short_for_their_settings_and_logs_name_what_there_is(files: Path) -> None:
-    replies = [f'"chosen": "{"a" * (3 + n % 5)}", "rejected": "{"b" * (3 + n % 3)}"' for n in range(800)]
-    (files / "pairs.jsonl").write_text("".join(f'{{"prompt": "p{n}", {both}}}\n' for n, both in enumerate(replies)))
-    made = rlhf("init", "run", "--data", "pairs.jsonl", "--data", "more/a.jsonl", "--model", "me/model", cwd=files)
+def test_data_and_model_are_short_for_their_settings_and_logs_name_what_there_is(
+    files: Path,
+) -> None:
+    replies = [
+        f'"chosen": "{"a" * (3 + n % 5)}", "rejected": "{"b" * (3 + n % 3)}"' for n in range(800)
+    ]
+    (files / "pairs.jsonl").write_text(
+        "".join(f'{{"prompt": "p{n}", {both}}}\n' for n, both in enumerate(replies))
+    )
+    made = rlhf(
+        "init",
+        "run",
+        "--data",
+        "pairs.jsonl",
+        "--data",
+        "more/a.jsonl",
+        "--model",
+        "me/model",
+        cwd=files,
+    )
     assert made.returncode == 0, made.stderr
     params = load_params(files / "run")
     assert params.base.source == "me/model" and params.collect.source == "files"
-    assert [str(path) for path in params.collect.files.paths()] == ["../pairs.jsonl", "../more/a.jsonl"]
+    assert [str(path) for path in params.collect.files.paths()] == [
+        "../pairs.jsonl",
+        "../more/a.jsonl",
+    ]
     done = dvc(files / "run", "repro", "-s", "collect")
-    assert done.returncode == 0, "what rlhf init makes, dvc reproduces at once: " + done.stdout + done.stderr
+    assert done.returncode == 0, (
+        "what rlhf init makes, dvc reproduces at once: " + done.stdout + done.stderr
+    )
     (files / "run" / ".rlhf" / "logs").mkdir(parents=True)
     (files / "run" / ".rlhf" / "logs" / "ppo.log").write_text("one\ntwo\nthree\n")
     assert last_lines(files / "run", "ppo", 2) == "two\nthree"

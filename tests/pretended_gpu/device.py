@@ -1,12 +1,15 @@
-"""A pretended GPU: tensors that say they are on ``cuda:0`` and compute on the CPU, and counts of what a GPU pays for.
+"""A pretended GPU: tensors that say they are on ``cuda:0`` and compute on the CPU, and counts of
+what a GPU pays for.
 
-It finds what only a machine with a GPU would: tensors of two devices in one operation, moves that were forgotten, NumPy
-of a device's tensors, random numbers of the wrong generator. It counts launches, waits of the host and bytes between
-host and device. It knows nothing of CUDA's kernels, rounding, memory, streams or speed. Layers that recompute their
-attention (gradient checkpointing) abort in the backward pass, and DeepSpeed was not tried.
+It finds what only a machine with a GPU would: tensors of two devices in one operation, moves that
+were forgotten, NumPy of a device's tensors, random numbers of the wrong generator. It counts
+launches, waits of the host and bytes between host and device. It knows nothing of CUDA's kernels,
+rounding, memory, streams or speed. Layers that recompute their attention (gradient checkpointing)
+abort in the backward pass, and DeepSpeed was not tried.
 
-PyTorch's PrivateUse1 key is opened as a backend in Python. A tensor of the device wraps one of the host. A function
-mode puts that backend where code says "cuda", and a dispatch mode checks devices as CUDA does and computes on the host.
+PyTorch's PrivateUse1 key is opened as a backend in Python. A tensor of the device wraps one of the
+host. A function mode puts that backend where code says "cuda", and a dispatch mode checks devices
+as CUDA does and computes on the host.
 
     with pretended_gpu() as counts: ...                      # in a test
     python tests/pretended_gpu MODULE ARGUMENTS…   # a program
@@ -30,7 +33,10 @@ import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.backend_registration import _DummyBackendModule, _setup_privateuseone_for_python_backend
+from torch.utils.backend_registration import (
+    _DummyBackendModule,
+    _setup_privateuseone_for_python_backend,
+)
 
 ROOT = Path(__file__).resolve().parents[2]
 SHOWN = torch.device("cuda", 0)
@@ -41,7 +47,9 @@ class Counts:
 
     def __init__(self) -> None:
         self.phase, self.paused = "", False
-        self.of_thread = threading.local()  # whose `phase` goes before: other threads work while one replays a graph
+        self.of_thread = (
+            threading.local()
+        )  # whose `phase` goes before: other threads work while one replays a graph
         self.clear()
 
     def clear(self) -> None:
@@ -113,7 +121,13 @@ class DeviceTensor(torch.Tensor):
     @staticmethod
     def __new__(cls, host: torch.Tensor) -> DeviceTensor:
         made = torch.Tensor._make_wrapper_subclass(
-            cls, host.shape, host.stride(), host.storage_offset(), dtype=host.dtype, layout=host.layout, device=BACKEND
+            cls,
+            host.shape,
+            host.stride(),
+            host.storage_offset(),
+            dtype=host.dtype,
+            layout=host.layout,
+            device=BACKEND,
         )
         made.host = host
         return made
@@ -148,7 +162,9 @@ class DeviceTensor(torch.Tensor):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         if not self.is_leaf:
-            raise RuntimeError("Only Tensors created explicitly by the user (graph leaves) can be deep-copied")
+            raise RuntimeError(
+                "Only Tensors created explicitly by the user (graph leaves) can be deep-copied"
+            )
         copied = memo[id(self)] = DeviceTensor(self.host.clone())
         copied.requires_grad_(self.requires_grad)
         if getattr(self, "_is_param", False):
@@ -164,7 +180,10 @@ def on_device(value: Any) -> bool:
 
 
 def says_device(value: Any) -> bool:
-    return isinstance(value, torch.device | str) and str(value).partition(":")[0] in ("cuda", "pretended")
+    return isinstance(value, torch.device | str) and str(value).partition(":")[0] in (
+        "cuda",
+        "pretended",
+    )
 
 
 # What a GPU does without a launch; views are found by their schema.
@@ -178,7 +197,8 @@ WAITS = {
     *("nonzero", "masked_select", "_unique2", "unique_dim", "unique_consecutive", "equal", "repeat_interleave"),
     *("bincount", "histc", "_local_scalar_dense"),
 }  # fmt: skip
-# Further operations that take numbers of the host (tensors of no dimension) beside tensors of the device.
+# Further operations that take numbers of the host (tensors of no dimension) beside tensors of the
+# device.
 TAKES_NUMBERS = {
     *("fill_", "where", "masked_fill", "masked_fill_", "copy_", "lerp", "lerp_", "clamp", "clamp_", "index_fill_"),
     *("isin", "addcmul", "addcdiv", "_foreach_mul", "_foreach_mul_", "_foreach_add_", "index_put", "index_put_"),
@@ -212,7 +232,9 @@ def run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             COUNTS.move(args[1], "to device" if hosts[0] is args[1] else "to host", waits)
     else:
         _check(func, name, own, hosts, args)
-        looks = name == "index" and any(on_device(each) and each.dtype == torch.bool for each in args[1])
+        looks = name == "index" and any(
+            on_device(each) and each.dtype == torch.bool for each in args[1]
+        )
         if name in WAITS or looks:
             COUNTS.add("waits", name)
         if not func.is_view and name not in NO_LAUNCH:
@@ -232,23 +254,31 @@ def run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if name == "_local_scalar_dense" or (name == "_to_copy" and not to_device):
         return result
     # In inference mode a view of a normal tensor is a normal one.
-    normal = func.is_view and own and torch.is_inference_mode_enabled() and not own[0].is_inference()
+    normal = (
+        func.is_view and own and torch.is_inference_mode_enabled() and not own[0].is_inference()
+    )
     with torch.inference_mode(False) if normal else nullcontext():
         return _wrapped(result, own, hosts)
 
 
-def _check(func: Any, name: str, own: list[Any], hosts: list[torch.Tensor], args: tuple[Any, ...]) -> None:
+def _check(
+    func: Any, name: str, own: list[Any], hosts: list[torch.Tensor], args: tuple[Any, ...]
+) -> None:
     """Raise the error that CUDA would where tensors of the host are among those of the device."""
     if not own or not hosts:
         return
     wrong = hosts
     if name in INDEXED:
         if not on_device(args[0]):
-            raise RuntimeError("indices should be either on cpu or on the same device as the indexed tensor (cpu)")
+            raise RuntimeError(
+                "indices should be either on cpu or on the same device as the indexed tensor (cpu)"
+            )
         for index in args[1]:
             if isinstance(index, torch.Tensor) and not on_device(index):
                 COUNTS.move(index, "to device", waits=True)
-        wrong = [value for value in args[2:3] if isinstance(value, torch.Tensor) and not on_device(value)]
+        wrong = [
+            value for value in args[2:3] if isinstance(value, torch.Tensor) and not on_device(value)
+        ]
     numbers_too = torch.Tag.pointwise in func.tags or name in TAKES_NUMBERS
     if any(value.is_meta or value.dim() or not numbers_too for value in wrong):
         raise RuntimeError(
@@ -258,7 +288,9 @@ def _check(func: Any, name: str, own: list[Any], hosts: list[torch.Tensor], args
 
 
 def _wrapped(result: Any, own: list[Any], hosts: list[torch.Tensor]) -> Any:
-    """Results as tensors of the device; what an operation has changed in place is the tensor that it was."""
+    """Results as tensors of the device; what an operation has changed in place is the tensor that
+    it was.
+    """
     if isinstance(result, list | tuple):
         parts = [_wrapped(each, own, hosts) for each in result]
         return type(result)(parts) if type(result) in (list, tuple) else type(result)(*parts)
@@ -294,7 +326,9 @@ class OnDevice(TorchDispatchMode):
 
 
 class Translated(TorchFunctionMode):
-    """Puts the backend where code names the device "cuda", and does what PyTorch does before it dispatches."""
+    """Puts the backend where code names the device "cuda", and does what PyTorch does before it
+    dispatches.
+    """
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name, kwargs = getattr(func, "__name__", ""), dict(kwargs or {})
@@ -305,15 +339,21 @@ class Translated(TorchFunctionMode):
         if name in ("__getitem__", "__setitem__") and on_device(args[0]):
             index = args[1] if isinstance(args[1], tuple) else (args[1],)
             # A list of numbers becomes a tensor of the host first, and the host waits for its copy.
-            moved = tuple(torch.tensor(each).to(BACKEND) if isinstance(each, list) else each for each in index)
+            moved = tuple(
+                torch.tensor(each).to(BACKEND) if isinstance(each, list) else each for each in index
+            )
             return func(args[0], moved if isinstance(args[1], tuple) else moved[0], *args[2:])
-        if name == "scaled_dot_product_attention" and any(map(on_device, (*args, *kwargs.values()))):
+        if name == "scaled_dot_product_attention" and any(
+            map(on_device, (*args, *kwargs.values()))
+        ):
             return _attention(*args, **kwargs)
         if name == "rms_norm" and on_device(args[0]):
             COUNTS.add("launches", name)
             with COUNTS.uncounted():
                 return func(*args, **kwargs)
-        if name == "bmm" and (dtype := kwargs.pop("out_dtype", None)) is not None:  # of which a CPU has no kernel
+        if (
+            name == "bmm" and (dtype := kwargs.pop("out_dtype", None)) is not None
+        ):  # of which a CPU has no kernel
             COUNTS.add("launches", name)
             with COUNTS.uncounted():
                 return func(*(each.to(dtype) for each in args), **kwargs)
@@ -321,11 +361,19 @@ class Translated(TorchFunctionMode):
             return getattr(args[0], "_pinned", False)
         if name == "pin_memory":
             if on_device(args[0]):
-                raise RuntimeError("cannot pin 'torch.cuda.FloatTensor' only dense CPU tensors can be pinned")
+                raise RuntimeError(
+                    "cannot pin 'torch.cuda.FloatTensor' only dense CPU tensors can be pinned"
+                )
             return _pinned(args[0].clone())
-        if name == "__set__" and on_device(args[0]) and getattr(func, "__self__", None) is torch.Tensor.data:
+        if (
+            name == "__set__"
+            and on_device(args[0])
+            and getattr(func, "__self__", None) is torch.Tensor.data
+        ):
             if not on_device(args[1]):
-                raise NotImplementedError("the data of a device's tensor were set to those of the host")
+                raise NotImplementedError(
+                    "the data of a device's tensor were set to those of the host"
+                )
             with torch._C.DisableTorchFunction():
                 func(*args)
             args[0].host = args[1].host
@@ -344,7 +392,9 @@ def _pinned(tensor: torch.Tensor) -> torch.Tensor:
     return tensor
 
 
-def _of_numbers(func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
+def _of_numbers(
+    func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> torch.Tensor:
     """A tensor of Python's numbers, which is made on the host and copied."""
     if name == "new_tensor":
         kwargs = {"device": args[0].device, "dtype": args[0].dtype} | kwargs
@@ -363,16 +413,24 @@ def _attention(
     query: Any, key: Any, value: Any, attn_mask: Any = None, dropout_p: float = 0.0, is_causal: bool = False,
     scale: float | None = None, enable_gqa: bool = False,
 ) -> torch.Tensor:  # fmt: skip
-    """One kernel forward and one backward, counted by whether there is a mask, which flash attention does not take."""
+    """One kernel forward and one backward, counted by whether there is a mask, which flash
+    attention does not take.
+    """
     given = [each for each in (query, key, value, attn_mask) if each is not None]
     if not all(map(on_device, given)) or len({each.dtype for each in given[:3]}) > 1:
-        raise RuntimeError("Expected query, key, value and attn_mask to have the same dtype and to be on one device")
+        raise RuntimeError(
+            "Expected query, key, value and attn_mask to have the same dtype and to be on one device"
+        )
     COUNTS.add("launches", "attention" if attn_mask is None else "attention with a mask")
     with COUNTS.uncounted():
         if enable_gqa:
-            key, value = (each.repeat_interleave(query.shape[1] // key.shape[1], 1) for each in (key, value))
+            key, value = (
+                each.repeat_interleave(query.shape[1] // key.shape[1], 1) for each in (key, value)
+            )
         if attn_mask is not None and attn_mask.dtype == torch.bool:
-            attn_mask = torch.zeros_like(attn_mask, dtype=query.dtype).masked_fill_(~attn_mask, float("-inf"))
+            attn_mask = torch.zeros_like(attn_mask, dtype=query.dtype).masked_fill_(
+                ~attn_mask, float("-inf")
+            )
         kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
         return kernel(query, key, value, dropout_p, is_causal, attn_mask=attn_mask, scale=scale)[0]
 
@@ -384,9 +442,18 @@ class Stream:
         COUNTS.add("waits", "synchronize")
 
 
-PROPERTIES = SimpleNamespace(name="Pretended GPU", major=9, minor=0, total_memory=80 * 2**30, multi_processor_count=132)
+PROPERTIES = SimpleNamespace(
+    name="Pretended GPU", major=9, minor=0, total_memory=80 * 2**30, multi_processor_count=132
+)
 MEMORY = ("memory_allocated", "max_memory_allocated", "memory_reserved", "max_memory_reserved")
-IGNORED = ("init", "_lazy_init", "set_device", "reset_peak_memory_stats", "empty_cache", "ipc_collect")
+IGNORED = (
+    "init",
+    "_lazy_init",
+    "set_device",
+    "reset_peak_memory_stats",
+    "empty_cache",
+    "ipc_collect",
+)
 
 
 def _cuda() -> dict[str, Any]:
@@ -396,7 +463,9 @@ def _cuda() -> dict[str, Any]:
         **dict.fromkeys(MEMORY, lambda *_, **__: 0),
         **dict.fromkeys(("device", "device_of", "stream"), nullcontext),
         "current_stream": lambda *_: Stream(),
-        **dict.fromkeys(("manual_seed", "manual_seed_all"), lambda seed: RANDOM.manual_seed(int(seed))),
+        **dict.fromkeys(
+            ("manual_seed", "manual_seed_all"), lambda seed: RANDOM.manual_seed(int(seed))
+        ),
         **dict.fromkeys(("is_available", "is_initialized"), lambda: True),
         "is_bf16_supported": lambda *_, **__: True,
         "device_count": lambda: 1,
@@ -414,7 +483,9 @@ def _cuda() -> dict[str, Any]:
 
 
 def _swapped(one: torch.Tensor, other: torch.Tensor, swap: Any = torch.utils.swap_tensors) -> None:
-    """Where a parameter stays on the device, others may refer to it: what it holds changes alone."""
+    """Where a parameter stays on the device, others may refer to it: what it holds changes
+    alone.
+    """
     if on_device(one) and on_device(other) and one.dtype == other.dtype:
         one.host = other.host
     elif one is not other:
@@ -463,7 +534,9 @@ def pretended_gpu() -> Iterator[Counts]:
         stack.enter_context(mock.patch.object(torch.version, "cuda", "13.0"))
         stack.enter_context(mock.patch.dict(GRAPHS, {"cuda": _captured}))
         # bitsandbytes asks for it when peft imports it.
-        stack.enter_context(mock.patch.object(torch._C, "_cuda_getCurrentRawStream", lambda *_: 0, create=True))
+        stack.enter_context(
+            mock.patch.object(torch._C, "_cuda_getCurrentRawStream", lambda *_: 0, create=True)
+        )
         stack.enter_context(mock.patch.object(torch.utils, "swap_tensors", _swapped))
         stack.enter_context(mock.patch.object(threading.Thread, "run", run_with_modes))
         stack.enter_context(mock.patch.object(PhaseClock, "phase", named_phase))

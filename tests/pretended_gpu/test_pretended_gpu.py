@@ -1,4 +1,6 @@
-"""On the pretended GPU nothing mixes devices, and launches, waits of the host and copies stay within bounds."""
+"""On the pretended GPU nothing mixes devices, and launches, waits of the host and copies stay
+within bounds.
+"""
 
 from __future__ import annotations
 
@@ -44,7 +46,9 @@ from rlhf_core.training.sft import example_batch, reply_loss
 
 TRAINED = ("sft", "reward", "referee", "judge", "critic", "ppo", "evaluate")
 DECODED = {
-    "rollout": Sampling(eos_id=3, pad_id=0, max_new_tokens=1, temperature=0.9, forbidden_ids=(0, 1, 2, 3)),
+    "rollout": Sampling(
+        eos_id=3, pad_id=0, max_new_tokens=1, temperature=0.9, forbidden_ids=(0, 1, 2, 3)
+    ),
     "least length": Sampling(3, 0, 1, temperature=0.9, forbidden_ids=(0, 1), min_new_tokens=1),
     "evaluation": EvaluationSampling(Sampling(3, 0, 1, forbidden_ids=(0, 1, 2, 3)), 0.9, 1.1),
 }
@@ -56,7 +60,9 @@ def counts() -> Iterator[Counts]:
         yield counts
 
 
-def small_model(dtype: torch.dtype, layers: int = 1) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+def small_model(
+    dtype: torch.dtype, layers: int = 1
+) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """A model on the CPU."""
     tokenizer = train_tokenizer([text(i, 5) for i in range(20)], SHAPE.vocab_size)
     model = new_model(SHAPE.model_copy(update={"layers": layers}), tokenizer, seed=1)
@@ -72,8 +78,12 @@ def test_what_cuda_refuses_is_refused(counts: Counts) -> None:
     refused: dict[str, Callable[[], Any]] = {
         "a sum of both": lambda: device + host,
         "numbers of both in a stack": lambda: torch.stack([device.sum(), torch.zeros(())]),
-        "a weight of the host": lambda: torch.nn.functional.linear(torch.ones(2, 3, device="cuda"), torch.ones(4, 3)),
-        "a row of the host's table": lambda: torch.nn.functional.embedding(index.cuda(), torch.ones(4, 3)),
+        "a weight of the host": lambda: torch.nn.functional.linear(
+            torch.ones(2, 3, device="cuda"), torch.ones(4, 3)
+        ),
+        "a row of the host's table": lambda: torch.nn.functional.embedding(
+            index.cuda(), torch.ones(4, 3)
+        ),
         "NumPy": device.numpy,
         "the host's generator": lambda: torch.rand(3, device="cuda", generator=torch.Generator()),
         "a host's rows by a device's index": lambda: host[index.cuda()],
@@ -106,18 +116,28 @@ def test_without_the_block_there_is_no_gpu() -> None:
     assert not torch.cuda.is_available() and not torch.accelerator.is_available()
 
 
-def decode(counts: Counts, sampling: TokenDistribution, layers: int, tokens: int) -> tuple[int, int]:
+def decode(
+    counts: Counts, sampling: TokenDistribution, layers: int, tokens: int
+) -> tuple[int, int]:
     """Launches and waits of a batch's replies."""
     shape = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4}
-    settings = LlamaConfig(**shape, num_hidden_layers=layers, pad_token_id=0, eos_token_id=3, bos_token_id=None)
+    settings = LlamaConfig(
+        **shape, num_hidden_layers=layers, pad_token_id=0, eos_token_id=3, bos_token_id=None
+    )
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         model = LlamaForCausalLM._from_config(settings, dtype=torch.bfloat16).eval().to("cuda")
     use_float32_unembedding(model)
     fuse_norms(model)
-    base = replace(sampling.base, max_new_tokens=tokens, min_new_tokens=tokens if sampling.base.min_new_tokens else 0)
+    base = replace(
+        sampling.base,
+        max_new_tokens=tokens,
+        min_new_tokens=tokens if sampling.base.min_new_tokens else 0,
+    )
     own = base if sampling is sampling.base else replace(sampling, base=base)
-    prompts = PromptBatch([[5 + i % 7 for i in range(6 + row % 3)] for row in range(4)], range(4), 1)
+    prompts = PromptBatch(
+        [[5 + i % 7 for i in range(6 + row % 3)] for row in range(4)], range(4), 1
+    )
     sampler = LocalSampler.of(model)
     with sampler.awake(0, 4, tokens):
         counts.clear()
@@ -134,7 +154,10 @@ def test_decoding_waits_for_no_token(counts: Counts, name: str) -> None:
 
 
 def test_a_layer_launches_few_kernels_for_a_token(counts: Counts) -> None:
-    of_layers = [[decode(counts, DECODED["rollout"], layers, tokens)[0] for tokens in (2, 4)] for layers in (1, 2)]
+    of_layers = [
+        [decode(counts, DECODED["rollout"], layers, tokens)[0] for tokens in (2, 4)]
+        for layers in (1, 2)
+    ]
     first, second = [(many - few) / 2 for few, many in of_layers]
     assert second - first <= 27, "40 with the norms of transformers"
     assert first - (second - first) <= 50, "what a step launches beside its layers"
@@ -142,7 +165,9 @@ def test_a_layer_launches_few_kernels_for_a_token(counts: Counts) -> None:
 
 @pytest.mark.parametrize("name", DECODED)
 def test_a_long_reply_is_one_launch_for_a_token(counts: Counts, name: str) -> None:
-    (few, _), (many, waits) = (decode(counts, DECODED[name], layers=1, tokens=tokens) for tokens in (34, 44))
+    (few, _), (many, waits) = (
+        decode(counts, DECODED[name], layers=1, tokens=tokens) for tokens in (34, 44)
+    )
     assert counts.launches[""]["graph"] == 44 - 1, "all but the first token"
     assert many - few <= 10 + 8, "a launch for a token, and looks at what has ended"
     assert waits <= 16
@@ -179,7 +204,11 @@ def test_on_a_gpu_that_is_not_the_current_one_steps_are_not_captured(
 def test_memory_that_runs_out_at_a_capture_costs_the_graph_of_these_replies_alone(
     counts: Counts, monkeypatch: pytest.MonkeyPatch, place: str
 ) -> None:
-    model, own_graph, failing = small_model(torch.float32)[0].to("cuda"), generation.GRAPHS["cuda"], True
+    model, own_graph, failing = (
+        small_model(torch.float32)[0].to("cuda"),
+        generation.GRAPHS["cuda"],
+        True,
+    )
     prompts = PromptBatch([[5, 6, 7], [8, 9]], range(2), 1)
     sampling = replace(DECODED["rollout"].base, max_new_tokens=40, min_new_tokens=40)
     read_fixed = generation._Decoding._read_fixed
@@ -228,7 +257,11 @@ def test_no_graph_holds_a_copy_between_host_and_device(counts: Counts) -> None:
                 copied()
                 pytest.fail(f"{name} was not refused")
         with NoWaiting():
-            device * torch.tensor(2.0), device[torch.zeros(3, dtype=torch.long, device="cuda")], device.sum() + 1
+            (
+                device * torch.tensor(2.0),
+                device[torch.zeros(3, dtype=torch.long, device="cuda")],
+                device.sum() + 1,
+            )
             torch.arange(3, device="cuda"), device.new_zeros(2)
 
 
@@ -244,26 +277,37 @@ def test_attention_by_products_is_that_of_transformers(counts: Counts, kv_heads:
     for settings in ({"scaling": 0.3}, {}):
         exact = (query.float(), key.float(), value.float(), mask.float())
         expected, _ = sdpa_attention_forward(layer, *exact, **settings)
-        found, _ = attention_by_products(layer, *(each.cuda() for each in (query, key, value, mask)), **settings)
+        found, _ = attention_by_products(
+            layer, *(each.cuda() for each in (query, key, value, mask)), **settings
+        )
         torch.testing.assert_close(found.cpu().float(), expected, atol=0.02, rtol=0.02)
     assert counts.launches[""]["bmm"] == 4
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_fused_norm_is_one_launch_and_computes_the_same(counts: Counts, dtype: torch.dtype) -> None:
+def test_a_fused_norm_is_one_launch_and_computes_the_same(
+    counts: Counts, dtype: torch.dtype
+) -> None:
     own, _ = small_model(dtype)
     fused = copy.deepcopy(own)
     fuse_norms(fused)
-    batch, found = example_batch(TEXTS, 0, torch.device("cuda", 0)), list[tuple[torch.Tensor, torch.Tensor]]()
+    batch, found = (
+        example_batch(TEXTS, 0, torch.device("cuda", 0)),
+        list[tuple[torch.Tensor, torch.Tensor]](),
+    )
     for model in (own, fused):
         reply_loss(model.to("cuda"), batch, 6)  # the first pass asks whether the head is plain
         counts.clear()
         loss = reply_loss(model, batch, 6)
         loss.backward()
         found.append((loss.detach().cpu(), model.model.norm.weight.grad.cpu().float()))
-        assert counts.launches[""].get("rms_norm", 0) == (3 if model is fused else 0), "two of the layer, and the last"
+        assert counts.launches[""].get("rms_norm", 0) == (3 if model is fused else 0), (
+            "two of the layer, and the last"
+        )
     assert torch.allclose(found[0][0], found[1][0], rtol=0.01)
-    assert torch.allclose(found[0][1], found[1][1], rtol=0.05, atol=0.02 * float(found[0][1].abs().max()))
+    assert torch.allclose(
+        found[0][1], found[1][1], rtol=0.05, atol=0.02 * float(found[0][1].abs().max())
+    )
 
 
 def test_a_model_with_fused_norms_is_saved_and_verified(counts: Counts, tmp_path: Path) -> None:
@@ -275,16 +319,25 @@ def test_a_model_with_fused_norms_is_saved_and_verified(counts: Counts, tmp_path
 
 
 def learner_and_experience(layers: int, work: Path) -> tuple[Learner, Experience]:
-    """A policy and a critic in bfloat16 on the device, and a rollout of theirs with rewards and advantages."""
+    """A policy and a critic in bfloat16 on the device, and a rollout of theirs with rewards and
+    advantages.
+    """
     model, _ = small_model(torch.bfloat16, layers)
     critic = ScalarModel.from_causal_lm(model.to("cuda"), seed=2)
     config = rlhf.PpoConfig(**PPO | {"micro_batch_tokens": 64, "minibatches": 1, "epochs": 1})
-    sampling, rows = DECODED["rollout"].base, PromptBatch([[5, 6, 7], [8, 9], [5] * 6, [7] * 4], range(4), 1)
-    pair = build_actor_critic(config, model, critic, replace(sampling, max_new_tokens=8), rlhf.RunContext(work))
+    sampling, rows = (
+        DECODED["rollout"].base,
+        PromptBatch([[5, 6, 7], [8, 9], [5] * 6, [7] * 4], range(4), 1),
+    )
+    pair = build_actor_critic(
+        config, model, critic, replace(sampling, max_new_tokens=8), rlhf.RunContext(work)
+    )
     replies = sample_replies(LocalSampler.of(model), 0, rows, pair.sampling)
     reference = copy.deepcopy(model)
     scored = score_rollout(pair, reference, replies)
-    rewarded = with_rewards(scored, torch.ones(4, device="cuda"), RunningMeanStd(), 0.05, config.rollout)
+    rewarded = with_rewards(
+        scored, torch.ones(4, device="cuda"), RunningMeanStd(), 0.05, config.rollout
+    )
     return Learner(config, pair, reference), estimate_advantages(rewarded, config.advantage, 1)
 
 
@@ -298,7 +351,9 @@ def test_an_update_launches_and_waits_little(counts: Counts, tmp_path: Path) -> 
         launches.append(counts.total("launches"))
     passes = counts.launches[""]["attention"] // 2
     assert passes == 4, "two of the policy and two of the critic"
-    assert "attention with a mask" not in counts.launches[""], "rows that begin in the first column need none"
+    assert "attention with a mask" not in counts.launches[""], (
+        "rows that begin in the first column need none"
+    )
     assert counts.total("waits") <= 16, sorted(counts.waits[""].items())
     assert counts.total("bytes") <= 4096
     assert (launches[1] - launches[0]) / passes <= 134, (
@@ -323,14 +378,21 @@ def test_texts_padded_on_the_right_have_no_mask(counts: Counts) -> None:
     model, _ = small_model(torch.bfloat16)
     batch = example_batch(TEXTS, 0, torch.device("cuda", 0))
     reply_loss(model.to("cuda"), batch, 6).backward()
-    ScalarModel.from_causal_lm(model, seed=2).hidden(batch.input_ids, *right_padded(batch.attention_mask))
-    assert counts.launches[""]["attention"] >= 2 and "attention with a mask" not in counts.launches[""]
+    ScalarModel.from_causal_lm(model, seed=2).hidden(
+        batch.input_ids, *right_padded(batch.attention_mask)
+    )
+    assert (
+        counts.launches[""]["attention"] >= 2 and "attention with a mask" not in counts.launches[""]
+    )
 
 
 def test_advantages_launch_no_kernel_for_each_token(counts: Counts) -> None:
     launches = []
     for tokens in (2, 40):
-        values, mask = torch.ones(2, tokens, device="cuda"), torch.ones(2, tokens, dtype=torch.bool, device="cuda")
+        values, mask = (
+            torch.ones(2, tokens, device="cuda"),
+            torch.ones(2, tokens, dtype=torch.bool, device="cuda"),
+        )
         counts.clear()
         assert all(each.is_cuda for each in gae(values, values, mask, 1.0, 0.95))
         launches.append(counts.total("launches"))
@@ -338,9 +400,14 @@ def test_advantages_launch_no_kernel_for_each_token(counts: Counts) -> None:
 
 
 def train_critic(
-    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, reward: Any = by_length, **config: Any
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    reward: Any = by_length,
+    **config: Any,
 ) -> rlhf.TrainedCritic:
-    settings = rlhf.CriticConfig(max_rollouts=1, batch_size=4, optimizer=PPO["policy_optimizer"], **config)
+    settings = rlhf.CriticConfig(
+        max_rollouts=1, batch_size=4, optimizer=PPO["policy_optimizer"], **config
+    )
     rollout = rlhf.PpoConfig(**PPO).rollout
     return rlhf.train_critic(model, tokenizer, QUESTIONS, reward, rollout=rollout, config=settings)
 
@@ -352,21 +419,33 @@ def test_critic_and_policy_are_trained_from_models_of_the_host(counts: Counts) -
     critic = train_critic(model, tokenizer, reward)
     moved = replace(critic, model=copy.deepcopy(critic.model).to("cpu"))
     config = rlhf.PpoConfig(**PPO | {"iterations": 1})
-    given = {"referee": copy.deepcopy(reward), "validation_prompts": QUESTIONS[:2], "config": config}
+    given = {
+        "referee": copy.deepcopy(reward),
+        "validation_prompts": QUESTIONS[:2],
+        "config": config,
+    }
     trained = rlhf.train_ppo(model, tokenizer, QUESTIONS, reward, moved, **given)
     assert next(trained.model.parameters()).is_cuda
     copied = counts.total("bytes", "generation", "forward", "rewards", "update")
     assert copied < 10_000, f"{counts.bytes}: tokens and scores alone, no weights"
-    assert not next(model.parameters()).is_cuda and not next(reward.parameters()).is_cuda, "given models stay"
+    assert not next(model.parameters()).is_cuda and not next(reward.parameters()).is_cuda, (
+        "given models stay"
+    )
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("lora", [None, rlhf.LoraConfig(rank=2, alpha=4)], ids=["whole", "adapters"])
+@pytest.mark.parametrize(
+    "lora", [None, rlhf.LoraConfig(rank=2, alpha=4)], ids=["whole", "adapters"]
+)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_the_public_functions(counts: Counts, tmp_path: Path, dtype: torch.dtype, lora: rlhf.LoraConfig | None) -> None:
+def test_the_public_functions(
+    counts: Counts, tmp_path: Path, dtype: torch.dtype, lora: rlhf.LoraConfig | None
+) -> None:
     model, tokenizer = small_model(dtype)
     adapters = {"lora": lora} if lora else {}
-    sft = rlhf.train_sft(model, tokenizer, demonstrations(12), config=rlhf.SftConfig(steps=2, batch_size=4))
+    sft = rlhf.train_sft(
+        model, tokenizer, demonstrations(12), config=rlhf.SftConfig(steps=2, batch_size=4)
+    )
     rate = PPO["policy_optimizer"]
     scorers = [
         rlhf.train_reward_model(
@@ -405,7 +484,10 @@ def test_a_served_policy_replies_to_threads(counts: Counts) -> None:
 @pytest.mark.slow
 def test_frozen_models_wait_in_host_memory(tmp_path: Path) -> None:
     model, tokenizer = small_model(torch.float32)
-    sft, scorers = tmp_path / "models/sft", [tmp_path / "models" / name for name in ("reward", "referee")]
+    sft, scorers = (
+        tmp_path / "models/sft",
+        [tmp_path / "models" / name for name in ("reward", "referee")],
+    )
     save_policy(sft, model, tokenizer)
     for seed, folder in enumerate(scorers):
         ScalarModel.from_causal_lm(sft, seed).save(folder, tokenizer)
@@ -433,15 +515,32 @@ def test_what_is_tested_on_a_gpu_passes(tmp_path: Path) -> None:
 SETTINGS = {
     "float32": (),
     "bfloat16": ("base.dtype=bfloat16",),
-    "adapters": ("ppo.policy_lora.rank=4", "ppo.critic_lora.rank=4", "critic.lora.rank=4", "reward.lora.rank=4"),
+    "adapters": (
+        "ppo.policy_lora.rank=4",
+        "ppo.critic_lora.rank=4",
+        "critic.lora.rank=4",
+        "reward.lora.rank=4",
+    ),
 }
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", SETTINGS)
 def test_every_trained_stage(tmp_path: Path, name: str) -> None:
-    less = ("sft.steps=4", "reward.steps=4", "referee.steps=4", "judge.steps=4", "critic.max_rollouts=1")
-    few = ("ppo.iterations=2", "ppo.batch_size=8", "critic.batch_size=8", "ppo.max_new_tokens=8", "evaluate.prompts=8")
+    less = (
+        "sft.steps=4",
+        "reward.steps=4",
+        "referee.steps=4",
+        "judge.steps=4",
+        "critic.max_rollouts=1",
+    )
+    few = (
+        "ppo.iterations=2",
+        "ppo.batch_size=8",
+        "critic.batch_size=8",
+        "ppo.max_new_tokens=8",
+        "evaluate.prompts=8",
+    )
     world = ("collect.world.demonstrations=1200", "collect.world.preferences=1500", "base.layers=1")
     settings = [word for each in (*less, *few, *world, *SETTINGS[name]) for word in ("--set", each)]
     made = run("rlhf", "init", tmp_path / "w", "--profile", "smoke", *settings, cwd=ROOT)
@@ -451,6 +550,17 @@ def test_every_trained_stage(tmp_path: Path, name: str) -> None:
         passed.parent.mkdir(exist_ok=True)
         passed.touch()
     for stage in ("collect", "validate", "base", *TRAINED):
-        pretended = ("tests/pretended_gpu", "rlhf_core") if stage in TRAINED else ("-m", "rlhf_core")
-        ended = run("python", *pretended, "stage", stage, "--workspace", tmp_path / "w", cwd=ROOT, timeout=600)
+        pretended = (
+            ("tests/pretended_gpu", "rlhf_core") if stage in TRAINED else ("-m", "rlhf_core")
+        )
+        ended = run(
+            "python",
+            *pretended,
+            "stage",
+            stage,
+            "--workspace",
+            tmp_path / "w",
+            cwd=ROOT,
+            timeout=600,
+        )
         assert ended.returncode == 0, ended.stdout[-2000:] + ended.stderr[-4000:]

@@ -1,4 +1,6 @@
-"""Real servers for the tests of this folder (up.sh), and the registry's fixtures on MLflow with PostgreSQL."""
+"""Real servers for the tests of this folder (up.sh), and the registry's fixtures on MLflow with
+PostgreSQL.
+"""
 
 from __future__ import annotations
 
@@ -22,13 +24,21 @@ from integration.registry.conftest import (
     workspace,
 )
 
-__all__ = ["champion_and_challenger", "champion_and_challenger_on_server", "contest", "finished", "workspace"]
+__all__ = [
+    "champion_and_challenger",
+    "champion_and_challenger_on_server",
+    "contest",
+    "finished",
+    "workspace",
+]
 SCRIPT = Path(__file__).with_name("up.sh")
 
 
 @dataclass(frozen=True)
 class Servers:
-    """The servers of up.sh whose state is in ``folder``; ``output`` is what starting them printed."""
+    """The servers of up.sh whose state is in ``folder``; ``output`` is what starting them
+    printed.
+    """
 
     folder: Path
     output: str = ""
@@ -36,7 +46,9 @@ class Servers:
     def call(self, *words: str) -> str:
         """Run a command of up.sh and return what it printed."""
         env = {**os.environ, "RLHF_SERVERS": str(self.folder), "PYTHON": sys.executable}
-        ended = subprocess.run(["bash", str(SCRIPT), *words], env=env, capture_output=True, text=True, timeout=900)
+        ended = subprocess.run(
+            ["bash", str(SCRIPT), *words], env=env, capture_output=True, text=True, timeout=900
+        )
         assert ended.returncode == 0, ended.stdout + ended.stderr
         return ended.stdout
 

@@ -1,4 +1,6 @@
-"""A registered model of its own on an MLflow server, whose versions are a few bytes in the server's artifact store."""
+"""A registered model of its own on an MLflow server, whose versions are a few bytes in the server's
+artifact store.
+"""
 
 from __future__ import annotations
 
@@ -54,22 +56,36 @@ class SmallRegistry:
             "gates": "passed",
             "gate_conditions": json.dumps(short_conditions(GATES)),
         }
-        return str(self.client.create_model_version(self.name, f"runs:/{run}/model", run, tags=tags).version)
+        return str(
+            self.client.create_model_version(
+                self.name, f"runs:/{run}/model", run, tags=tags
+            ).version
+        )
 
     def champion(self) -> str:
         """The version that is champion."""
         return str(self.client.get_registered_model(self.name).aliases["champion"])
 
     def consistent_champions(self) -> list[str]:
-        """The champions, oldest first, after checking that history, aliases and tags agree on them."""
+        """The champions, oldest first, after checking that history, aliases and tags agree on
+        them.
+        """
         records: list[dict[str, Any]] = [
-            record for record in read_history(self.client, self.name) if record["action"] in ("promote", "rollback")
+            record
+            for record in read_history(self.client, self.name)
+            if record["action"] in ("promote", "rollback")
         ]
         champions = [str(record["history"][-1]) for record in records]
         for before, record in zip(champions, records[1:], strict=False):
-            replaced = record["decision"]["champion" if record["action"] == "promote" else "replaced"]
+            replaced = record["decision"][
+                "champion" if record["action"] == "promote" else "replaced"
+            ]
             assert replaced == before, "it was decided on the champion of that time"
-        assert self.champion() == champions[-1] == ReleaseState.read(self.client, self.folder, self.name).champion
+        assert (
+            self.champion()
+            == champions[-1]
+            == ReleaseState.read(self.client, self.folder, self.name).champion
+        )
         assert self.client.get_registered_model(self.name).tags[DONE_TAG] == str(
             len(read_history(self.client, self.name))
         )

@@ -1,4 +1,6 @@
-"""Promotion and rollback on an MLflow server with PostgreSQL: many at once, and killed at their steps."""
+"""Promotion and rollback on an MLflow server with PostgreSQL: many at once, and killed at their
+steps.
+"""
 
 from __future__ import annotations
 
@@ -46,7 +48,9 @@ def registry(tmp_path: Path, mlflow_server: str, monkeypatch: pytest.MonkeyPatch
 
 
 def start_promotion(workspace: Path, version: str, temporary: Path) -> subprocess.Popen[str]:
-    """A process that promotes ``version`` once it reads a line. Its locks are those of the machine ``temporary``."""
+    """A process that promotes ``version`` once it reads a line. Its locks are those of the machine
+    ``temporary``.
+    """
     temporary.mkdir(exist_ok=True)
     env = child_environment(workspace, TMPDIR=str(temporary))
     tests = Path(__file__).resolve().parents[1]
@@ -61,7 +65,9 @@ def start_promotion(workspace: Path, version: str, temporary: Path) -> subproces
     )
 
 
-@pytest.mark.parametrize("owned", [True, False], ids=["one workspace on a shared disk", "workspaces without an owner"])
+@pytest.mark.parametrize(
+    "owned", [True, False], ids=["one workspace on a shared disk", "workspaces without an owner"]
+)
 def test_eight_processes_of_four_machines_leave_one_champion_and_a_consistent_history(
     registry: SmallRegistry, owned: bool
 ) -> None:
@@ -70,9 +76,13 @@ def test_eight_processes_of_four_machines_leave_one_champion_and_a_consistent_hi
     for version in first:
         assert promote(owner, version=version).promoted
     versions = [registry.add_version() for _ in range(MACHINES)]
-    workspaces = [owner if owned else registry.workspace(f"workspace-{number}") for number in range(MACHINES)]
+    workspaces = [
+        owner if owned else registry.workspace(f"workspace-{number}") for number in range(MACHINES)
+    ]
     running = {
-        (number, nth): start_promotion(workspaces[number], versions[number], registry.folder / f"machine-{number}")
+        (number, nth): start_promotion(
+            workspaces[number], versions[number], registry.folder / f"machine-{number}"
+        )
         for number in range(MACHINES)
         for nth in range(PROCESSES)
     }
@@ -89,11 +99,15 @@ def test_eight_processes_of_four_machines_leave_one_champion_and_a_consistent_hi
     promoted = sorted(versions[number] for (number, _), word in words.items() if word == "promoted")
     champion_folder(owner)  # completes what is under way, if anything is
     assert sorted(registry.consistent_champions()) == sorted([*first, *promoted])
-    assert promoted if owned else len(promoted) == 1, "the first promotion makes its workspace the owner"
+    assert promoted if owned else len(promoted) == 1, (
+        "the first promotion makes its workspace the owner"
+    )
 
 
 @pytest.mark.parametrize("action", ["promote", "rollback"])
-def test_what_was_killed_at_any_step_is_completed_or_has_not_begun(registry: SmallRegistry, action: str) -> None:
+def test_what_was_killed_at_any_step_is_completed_or_has_not_begun(
+    registry: SmallRegistry, action: str
+) -> None:
     workspace = registry.workspace("owner")
     first = registry.add_version()
     promote(workspace, version=first)
@@ -115,7 +129,9 @@ def test_what_was_killed_at_any_step_is_completed_or_has_not_begun(registry: Sma
         killed = killed_before(step, call)
         decided = len(registry_entries(registry))
         champion_folder(workspace)  # any use of the registry completes what was decided
-        assert registry.champion() in (before, expected) and len(registry_entries(registry)) == decided
+        assert (
+            registry.champion() in (before, expected) and len(registry_entries(registry)) == decided
+        )
         completed.append(registry.champion() == expected)
         if not completed[-1]:
             call()

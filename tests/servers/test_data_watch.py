@@ -1,4 +1,6 @@
-"""New annotations beside `rlhf up` on lasting servers: the watch finds them, and its event starts a whole round."""
+"""New annotations beside `rlhf up` on lasting servers: the watch finds them, and its event starts a
+whole round.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,8 @@ __all__ = ["login"]
 pytestmark = [pytest.mark.servers, pytest.mark.timeout(3600)]
 POLICY = "rlhf-policy-watched"
 WATCH, PIPELINE = "rlhf-data-watch/data-watch-watched", "rlhf-pipeline/pipeline-watched"
-# Every stage works, and none of them for long: what counts here is that a round happens, not how good its models are.
+# Every stage works, and none of them for long: what counts here is that a round happens, not how
+# good its models are.
 QUICK_SETTINGS = f"""
 collect.world.demonstrations=1200 collect.world.preferences=1500 collect.world.pretrain=100
 sft.steps=30 reward.steps=10 referee.steps=10 judge.steps=10
@@ -42,19 +45,30 @@ def shell(
 ) -> dict[str, str]:
     """What a user's shell sets to use the servers; this process records there too."""
     monkeypatch.setenv("MLFLOW_TRACKING_URI", mlflow_server)
-    return {**login, **{name: value for name, value in servers.environment.items() if name.startswith("MLFLOW_")}}
+    return {
+        **login,
+        **{
+            name: value for name, value in servers.environment.items() if name.startswith("MLFLOW_")
+        },
+    }
 
 
 @pytest.fixture
 def watched(tmp_path: Path, shell: dict[str, str]) -> Iterator[Path]:
-    """A workspace of the smoke profile in which `rlhf up` keeps workers and the deployments of prefect.yaml."""
+    """A workspace of the smoke profile in which `rlhf up` keeps workers and the deployments of
+    prefect.yaml.
+    """
     workspace = tmp_path / "watched"
     made = rlhf("init", str(workspace), "--profile", "smoke", *QUICK, cwd=tmp_path, **shell)
     assert made.returncode == 0, made.stdout + made.stderr
     lasting = begin("up", cwd=workspace, **shell)
     log = workspace / "out.log"
     try:
-        wait_until(lambda: lasting.poll() is not None or "up: scheduled" in log.read_text(), 900, "`rlhf up`")
+        wait_until(
+            lambda: lasting.poll() is not None or "up: scheduled" in log.read_text(),
+            900,
+            "`rlhf up`",
+        )
         assert lasting.poll() is None, log.read_text()
         yield workspace
     finally:
@@ -65,7 +79,16 @@ def watched(tmp_path: Path, shell: dict[str, str]) -> Iterator[Path]:
 
 def start(deployment: str, workspace: Path, shell: dict[str, str]) -> None:
     """Run a deployment as docs/operations.md says, and wait for its end."""
-    prefect = (sys.executable, "-m", "prefect", "--no-prompt", "deployment", "run", deployment, "--watch")
+    prefect = (
+        sys.executable,
+        "-m",
+        "prefect",
+        "--no-prompt",
+        "deployment",
+        "run",
+        deployment,
+        "--watch",
+    )
     ended = run(*prefect, cwd=workspace, timeout=900, **environment(**shell))
     assert ended.returncode == 0, ended.stdout + ended.stderr
 
@@ -73,31 +96,43 @@ def start(deployment: str, workspace: Path, shell: dict[str, str]) -> None:
 def flow_runs(shell: dict[str, str], deployment: str) -> list[dict[str, Any]]:
     """The runs of a deployment that have started, the newest first."""
     name = deployment.partition("/")[2]
-    body = {"deployments": {"name": {"any_": [name]}}, "flow_runs": {"start_time": {"is_null_": False}}}
+    body = {
+        "deployments": {"name": {"any_": [name]}},
+        "flow_runs": {"start_time": {"is_null_": False}},
+    }
     return ask(shell, "flow_runs/filter", {**body, "sort": "START_TIME_DESC"})
 
 
 def records(workspace: Path) -> list[str]:
     """The ids of the runs that MLflow has of the workspace."""
     client = connect(workspace)
-    return sorted(record.info.run_id for record in client.search_runs([experiment_id(client, workspace)]))
+    return sorted(
+        record.info.run_id for record in client.search_runs([experiment_id(client, workspace)])
+    )
 
 
-def test_new_annotations_start_a_round_that_ends_in_a_challenger(watched: Path, shell: dict[str, str]) -> None:
+def test_new_annotations_start_a_round_that_ends_in_a_challenger(
+    watched: Path, shell: dict[str, str]
+) -> None:
     registered = rlhf("run", cwd=watched, timeout=1500, **shell)
     assert registered.returncode == 0, registered.stdout + registered.stderr
     client, before = connect(watched), records(watched)
     assert client.get_model_version_by_alias(POLICY, "champion").version == "1"
 
     start(WATCH, watched, shell)
-    assert flow_runs(shell, WATCH)[0]["state"]["message"] == "no new data" and flow_runs(shell, PIPELINE) == []
+    assert (
+        flow_runs(shell, WATCH)[0]["state"]["message"] == "no new data"
+        and flow_runs(shell, PIPELINE) == []
+    )
 
     (watched / "data/annotations").mkdir(parents=True, exist_ok=True)
     (watched / "data/annotations/first.jsonl").write_text(ANNOTATION)
     start(WATCH, watched, shell)
     announced = "announced 1 changed files: data/annotations/first.jsonl"
     assert announced in [ended["state"]["message"] for ended in flow_runs(shell, WATCH)]
-    wait_until(lambda: [r for r in flow_runs(shell, PIPELINE) if r["end_time"]], 2400, "end of the round")
+    wait_until(
+        lambda: [r for r in flow_runs(shell, PIPELINE) if r["end_time"]], 2400, "end of the round"
+    )
     (round_,) = flow_runs(shell, PIPELINE)
     assert round_["state"]["type"] == "COMPLETED", round_["state"]
     assert round_["created_by"]["type"] == "AUTOMATION"
@@ -111,5 +146,7 @@ def test_new_annotations_start_a_round_that_ends_in_a_challenger(watched: Path, 
     assert flow_runs(shell, WATCH)[0]["state"]["message"] == "no new data"
     start(PIPELINE, watched, shell)
     again = flow_runs(shell, PIPELINE)
-    assert len(again) == 2 and again[0]["state"]["message"].startswith("nothing to do: every stage is up to date")
+    assert len(again) == 2 and again[0]["state"]["message"].startswith(
+        "nothing to do: every stage is up to date"
+    )
     assert records(watched) == after

@@ -1,4 +1,6 @@
-"""What must not lead to a promotion, on an MLflow server with PostgreSQL: each is refused in one line, or repaired."""
+"""What must not lead to a promotion, on an MLflow server with PostgreSQL: each is refused in one
+line, or repaired.
+"""
 
 from __future__ import annotations
 
@@ -78,16 +80,24 @@ def decided(registry: SmallRegistry) -> int:
     return len(Ledger.open(registry.client, registry.name).entries())
 
 
-def test_a_version_that_was_made_challenger_by_hand_is_not_promoted(registry: SmallRegistry, contest: Path) -> None:
+def test_a_version_that_was_made_challenger_by_hand_is_not_promoted(
+    registry: SmallRegistry, contest: Path
+) -> None:
     run = registry.client.get_model_version(registry.name, "1").run_id
-    unjudged = registry.client.create_model_version(registry.name, f"runs:/{run}/model", run).version
+    unjudged = registry.client.create_model_version(
+        registry.name, f"runs:/{run}/model", run
+    ).version
     registry.client.set_registered_model_alias(registry.name, "challenger", unjudged)
     assert "was not registered by this pipeline" in refused(lambda: win(contest))
     assert registry.champion() == "1"
 
 
-def test_files_that_were_changed_in_the_store_after_registering(registry: SmallRegistry, contest: Path) -> None:
-    """The match would be played with other files than the gates judged, and others would be released."""
+def test_files_that_were_changed_in_the_store_after_registering(
+    registry: SmallRegistry, contest: Path
+) -> None:
+    """The match would be played with other files than the gates judged, and others would be
+    released.
+    """
     run = registry.client.get_model_version(registry.name, "2").run_id
     changed = registry.folder / "config.json"
     changed.write_text(json.dumps({"made_by": "somebody else"}))
@@ -98,7 +108,9 @@ def test_files_that_were_changed_in_the_store_after_registering(registry: SmallR
     assert match.played == 0 and registry.champion() == "1" and decided(registry) == 1
 
 
-def test_a_login_that_may_only_read(servers: Servers, registry: SmallRegistry, contest: Path) -> None:
+def test_a_login_that_may_only_read(
+    servers: Servers, registry: SmallRegistry, contest: Path
+) -> None:
     with reader(servers):
         line = refused(lambda: win(contest))
         assert line.startswith("the model registry could not ") and "Permission denied" in line
@@ -107,16 +119,24 @@ def test_a_login_that_may_only_read(servers: Servers, registry: SmallRegistry, c
     assert win(contest).promoted and registry.consistent_champions() == ["1", "2"]
 
 
-def test_a_database_that_takes_no_changes(servers: Servers, registry: SmallRegistry, contest: Path) -> None:
+def test_a_database_that_takes_no_changes(
+    servers: Servers, registry: SmallRegistry, contest: Path
+) -> None:
     with read_only_database(servers):
         assert refused(lambda: win(contest)).startswith("the model registry could not ")
         assert registry.champion() == "1" and decided(registry) == 1
     assert win(contest).promoted and registry.consistent_champions() == ["1", "2"]
 
 
-@pytest.mark.parametrize("step", ["set_registered_model_tag", "log_param", "set_registered_model_alias"])
+@pytest.mark.parametrize(
+    "step", ["set_registered_model_tag", "log_param", "set_registered_model_alias"]
+)
 def test_a_server_that_is_killed_in_the_middle(
-    servers: Servers, registry: SmallRegistry, contest: Path, monkeypatch: pytest.MonkeyPatch, step: str
+    servers: Servers,
+    registry: SmallRegistry,
+    contest: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    step: str,
 ) -> None:
     original, before = getattr(MlflowClient, step), decided(registry)
 
@@ -146,7 +166,12 @@ def test_two_people_on_two_machines_approve_at_once(registry: SmallRegistry, con
         command = [sys.executable, "-c", APPROVE, str(contest)]
         people.append(
             subprocess.Popen(
-                command, env=env, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+                command,
+                env=env,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                text=True,
             )
         )
     for process in people:
@@ -155,12 +180,18 @@ def test_two_people_on_two_machines_approve_at_once(registry: SmallRegistry, con
         assert process.stdin is not None
         process.stdin.write("\n")
         process.stdin.flush()
-    said = sorted(process.communicate(timeout=600)[0].strip().splitlines()[-1] for process in people)
+    said = sorted(
+        process.communicate(timeout=600)[0].strip().splitlines()[-1] for process in people
+    )
     assert said[0] == "approved 2" and said[1].startswith("refused "), said
     assert "was approved by" in said[1] or "was changed from elsewhere meanwhile" in said[1]
     assert registry.champion() == "2"
     texts = Ledger.open(registry.client, registry.name).entries()
-    assert [json.loads(text)["action"] for text in texts] == ["promote", "request approval", "approve"]
+    assert [json.loads(text)["action"] for text in texts] == [
+        "promote",
+        "request approval",
+        "approve",
+    ]
 
 
 def test_a_clock_that_jumps_back_changes_no_order(
@@ -199,8 +230,14 @@ def query(servers: Servers, statement: str, database: str = "mlflow") -> None:
     """Execute SQL as the owner of MLflow's database."""
     host, _, _, user, password = (servers.folder / "pgpass").read_text().strip().split(":")
     settings = shlex.split((servers.folder / "settings").read_text())
-    port = next(word.removeprefix("postgres_port=") for word in settings if word.startswith("postgres_port="))
-    connection = psycopg2.connect(host=host, port=port, user=user, password=password, dbname=database)
+    port = next(
+        word.removeprefix("postgres_port=")
+        for word in settings
+        if word.startswith("postgres_port=")
+    )
+    connection = psycopg2.connect(
+        host=host, port=port, user=user, password=password, dbname=database
+    )
     connection.autocommit = True
     with connection.cursor() as cursor:
         cursor.execute(statement)

@@ -1,6 +1,8 @@
-"""Pairs for annotators in a real Label Studio, on SQLite and with a token: our tasks in, its export back.
+"""Pairs for annotators in a real Label Studio, on SQLite and with a token: our tasks in, its export
+back.
 
-It needs an environment of its own (``pip install label-studio``); RLHF_LABEL_STUDIO names its program.
+It needs an environment of its own (``pip install label-studio``); RLHF_LABEL_STUDIO names its
+program.
 """
 
 from __future__ import annotations
@@ -28,12 +30,16 @@ from integration.flow_toys import rlhf
 from flows.prefect_server.services import free_port
 
 ACCOUNT = "annotator@example.org"
-START_SECONDS = 1500  # its first start migrates an empty database, which takes minutes on a busy machine
+START_SECONDS = (
+    1500  # its first start migrates an empty database, which takes minutes on a busy machine
+)
 STOP_SECONDS = 60
 
 
 def find_label_studio() -> str | None:
-    """Return the program: what RLHF_LABEL_STUDIO names, in an environment of its own, else one on the path."""
+    """Return the program: what RLHF_LABEL_STUDIO names, in an environment of its own, else one on
+    the path.
+    """
     return os.environ.get("RLHF_LABEL_STUDIO") or shutil.which("label-studio")
 
 
@@ -48,7 +54,9 @@ class LabelStudio:
     def call(self, method: str, path: str, body: Any = None) -> Any:
         """Return what the REST interface answers."""
         headers = {"Authorization": f"Token {self.token}"}
-        answer = httpx.request(method, f"{self.url}/api/{path}", json=body, headers=headers, timeout=300)
+        answer = httpx.request(
+            method, f"{self.url}/api/{path}", json=body, headers=headers, timeout=300
+        )
         assert answer.is_success, f"{method} {path}: {answer.status_code} {answer.text[:2000]}"
         return answer.json()
 
@@ -58,7 +66,11 @@ def label_studio(program: str, folder: Path) -> Iterator[LabelStudio]:
     """Run the server with its data in ``folder``."""
     port = free_port()
     server = LabelStudio(f"http://127.0.0.1:{port}", secrets.token_hex(20), secrets.token_hex(12))
-    environment = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "VIRTUAL_ENV")}
+    environment = {
+        name: value
+        for name, value in os.environ.items()
+        if name not in ("PYTHONPATH", "VIRTUAL_ENV")
+    }
     environment |= {
         "LABEL_STUDIO_BASE_DATA_DIR": str(folder),
         "LABEL_STUDIO_ENABLE_LEGACY_API_TOKEN": "true",
@@ -70,7 +82,15 @@ def label_studio(program: str, folder: Path) -> Iterator[LabelStudio]:
         "SENTRY_DSN": "",
         "FRONTEND_SENTRY_DSN": "",
     }
-    command = [program, "start", "--no-browser", "--internal-host", "127.0.0.1", "--port", str(port)]
+    command = [
+        program,
+        "start",
+        "--no-browser",
+        "--internal-host",
+        "127.0.0.1",
+        "--port",
+        str(port),
+    ]
     log = folder / "server.log"
     with log.open("wb") as output:
         process = subprocess.Popen(
@@ -94,7 +114,9 @@ PROGRAM = find_label_studio()
 pytestmark = [
     pytest.mark.servers,
     pytest.mark.timeout(3600),
-    pytest.mark.skipif(PROGRAM is None, reason="Label Studio is not installed; see RLHF_LABEL_STUDIO in this file"),
+    pytest.mark.skipif(
+        PROGRAM is None, reason="Label Studio is not installed; see RLHF_LABEL_STUDIO in this file"
+    ),
 ]
 ANSWERS = ("left", "right", "tie", "skipped")
 SIGN_IN = """
@@ -124,15 +146,27 @@ class Project:
     def annotate(self, task: dict[str, Any], answer: str) -> None:
         """Store what the editor stores for an answer."""
         if answer == "tie":
-            part = {"from_name": "tie", "to_name": "prompt", "type": "choices", "value": {"choices": ["tie"]}}
+            part = {
+                "from_name": "tie",
+                "to_name": "prompt",
+                "type": "choices",
+                "value": {"choices": ["tie"]},
+            }
         else:
-            part = {"from_name": "choice", "to_name": "choice", "type": "pairwise", "value": {"selected": answer}}
+            part = {
+                "from_name": "choice",
+                "to_name": "choice",
+                "type": "pairwise",
+                "value": {"selected": answer},
+            }
         skipped = answer == "skipped"
         body = {"result": [] if skipped else [part], "was_cancelled": skipped}
         self.server.call("POST", f"tasks/{task['id']}/annotations/", body)
 
     def export(self, file: Path) -> list[dict[str, Any]]:
-        """Write the project's export as JSON into ``file``, tasks without annotations too, and return it."""
+        """Write the project's export as JSON into ``file``, tasks without annotations too, and
+        return it.
+        """
         path = f"projects/{self.number}/export?exportType=JSON&download_all_tasks=true"
         exported: list[dict[str, Any]] = self.server.call("GET", path)
         file.write_text(json.dumps(exported))
@@ -171,8 +205,12 @@ def editor(server: LabelStudio, tmp_path: Path) -> Iterator[Browser]:
     browser = Browser(executable, profile, height=1100)
     try:
         browser.open(f"{server.url}/user/login/", "Log in")
-        browser.evaluate(SIGN_IN.format(email=json.dumps(ACCOUNT), password=json.dumps(server.password)))
-        wait_until(lambda: "/user/login" not in browser.evaluate("location.pathname"), 300, "sign-in")
+        browser.evaluate(
+            SIGN_IN.format(email=json.dumps(ACCOUNT), password=json.dumps(server.password))
+        )
+        wait_until(
+            lambda: "/user/login" not in browser.evaluate("location.pathname"), 300, "sign-in"
+        )
         yield browser
     finally:
         browser.close()
@@ -193,7 +231,9 @@ def click(browser: Browser, element: str) -> None:
 
 
 def choose(browser: Browser, element: str) -> None:
-    """Click an answer until the editor has it: while the editor still draws its page, clicks are lost."""
+    """Click an answer until the editor has it: while the editor still draws its page, clicks are
+    lost.
+    """
 
     def is_chosen() -> bool:
         click(browser, element)
@@ -212,7 +252,9 @@ def answers(workspace: Path) -> dict[str, str]:
     return {row["pair"]: row["choice"] for row in map(json.loads, file.read_text().splitlines())}
 
 
-def test_answers_come_back_by_the_interface(project: Project, smoke_copy: Path, tmp_path: Path) -> None:
+def test_answers_come_back_by_the_interface(
+    project: Project, smoke_copy: Path, tmp_path: Path
+) -> None:
     for task, answer in zip(project.tasks, ANSWERS, strict=False):
         project.annotate(task, answer)
     project.export(tmp_path / "project.json")
@@ -229,12 +271,16 @@ def test_answers_given_in_the_editor_come_back(
     project: Project, editor: Browser, smoke_copy: Path, tmp_path: Path
 ) -> None:
     for task, answer in zip(project.tasks, ("left", "right", "tie"), strict=False):
-        editor.open(f"{project.server.url}/projects/{project.number}/data?task={task['id']}", "Submit")
+        editor.open(
+            f"{project.server.url}/projects/{project.number}/data?task={task['id']}", "Submit"
+        )
         reply = task["data"]["reply_2" if answer == "right" else "reply_1"]
         choose(editor, TIE if answer == "tie" else SHOWS.format(text=json.dumps(reply)))
         click(editor, SUBMIT)
         path = f"tasks/{task['id']}/"
-        wait_until(lambda path=path: project.server.call("GET", path)["annotations"], 300, "stored answer")
+        wait_until(
+            lambda path=path: project.server.call("GET", path)["annotations"], 300, "stored answer"
+        )
     project.export(tmp_path / "project.json")
     ended = rlhf("annotate", "import", str(tmp_path / "project.json"), cwd=smoke_copy)
     assert ended.returncode == 0, ended.stdout + ended.stderr

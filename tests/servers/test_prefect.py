@@ -1,4 +1,6 @@
-"""Pipelines on a Prefect server with PostgreSQL and a login, with a worker of their own or of somebody else."""
+"""Pipelines on a Prefect server with PostgreSQL and a login, with a worker of their own or of
+somebody else.
+"""
 
 from __future__ import annotations
 
@@ -55,7 +57,9 @@ def ask(login: dict[str, str], path: str, body: Any) -> Any:
     """The answer of the server's own interface."""
     token = base64.b64encode(login["PREFECT_API_AUTH_STRING"].encode()).decode()
     headers = {"Authorization": f"Basic {token}", "Content-Type": "application/json"}
-    request = urllib.request.Request(f"{login['PREFECT_API_URL']}/{path}", json.dumps(body).encode(), headers)
+    request = urllib.request.Request(
+        f"{login['PREFECT_API_URL']}/{path}", json.dumps(body).encode(), headers
+    )
     with urllib.request.urlopen(request, timeout=60) as answer:
         return json.load(answer)
 
@@ -76,12 +80,26 @@ def online(login: dict[str, str], pool: str) -> list[str]:
 
 
 @contextmanager
-def other_worker(pool: str, login: dict[str, str], folder: Path) -> Iterator[subprocess.Popen[bytes]]:
+def other_worker(
+    pool: str, login: dict[str, str], folder: Path
+) -> Iterator[subprocess.Popen[bytes]]:
     """A worker that no run has started."""
-    command = [sys.executable, "-m", "prefect", "worker", "start", "--pool", pool, "--type", "process"]
+    command = [
+        sys.executable,
+        "-m",
+        "prefect",
+        "worker",
+        "start",
+        "--pool",
+        pool,
+        "--type",
+        "process",
+    ]
     command += ["--install-policy", "never", "--limit", "1"]
     with (folder / "worker.log").open("wb") as log:
-        process = subprocess.Popen(command, env=environment(**login), stdout=log, stderr=log, start_new_session=True)
+        process = subprocess.Popen(
+            command, env=environment(**login), stdout=log, stderr=log, start_new_session=True
+        )
     try:
         yield process
     finally:
@@ -107,12 +125,17 @@ def test_a_pipeline_runs_on_a_worker_of_the_server(login: dict[str, str], tmp_pa
         ended = rlhf("run", cwd=toy, timeout=1800, **login)
         assert ended.returncode == 0, ended.stdout + ended.stderr
         assert worker.poll() is None and second.poll() is None
-    assert "the work pool theirs has 2 workers, but its limit lets 1 job(s) run at a time" in ended.stdout
+    assert (
+        "the work pool theirs has 2 workers, but its limit lets 1 job(s) run at a time"
+        in ended.stdout
+    )
     assert (toy / "policy.txt").read_text() == "done" and states(login, "theirs")[-1] == "COMPLETED"
 
 
 @pytest.mark.parametrize("moment", ["while a job starts", "before a job is submitted"])
-def test_an_outage_of_45_s_costs_no_retry(servers: Servers, login: dict[str, str], tmp_path: Path, moment: str) -> None:
+def test_an_outage_of_45_s_costs_no_retry(
+    servers: Servers, login: dict[str, str], tmp_path: Path, moment: str
+) -> None:
     toy = training(tmp_path / tmp_path.name, "own", 5)
     if moment == "before a job is submitted":
         (toy / "dvc.yaml").write_text(
@@ -121,7 +144,11 @@ def test_an_outage_of_45_s_costs_no_retry(servers: Servers, login: dict[str, str
     run = begin("run", cwd=toy, **login)
     try:
         if moment == "while a job starts":
-            wait_until(lambda: any(state == "PENDING" for state in _known(login, "own")), 900, "submitted job")
+            wait_until(
+                lambda: any(state == "PENDING" for state in _known(login, "own")),
+                900,
+                "submitted job",
+            )
         else:
             wait_until((toy / "collecting").exists, 900, "the stage before")
         servers.call("kill", "prefect")
@@ -136,15 +163,21 @@ def test_an_outage_of_45_s_costs_no_retry(servers: Servers, login: dict[str, str
     assert "trying again" not in (toy / "out.log").read_text() and processes_of(toy) == []
 
 
-def test_the_dead_worker_of_one_run_ends_no_job_of_another(login: dict[str, str], tmp_path: Path) -> None:
+def test_the_dead_worker_of_one_run_ends_no_job_of_another(
+    login: dict[str, str], tmp_path: Path
+) -> None:
     """Both pipelines use one pool, in which each has a job on a worker of its own."""
-    first, second = (training(tmp_path / name, "shared", 0) for name in ("one-of-two", "other-of-two"))
+    first, second = (
+        training(tmp_path / name, "shared", 0) for name in ("one-of-two", "other-of-two")
+    )
     for toy in (first, second):
         (toy / "train.py").write_text(
             f"# {toy.name}: another computation, else one job would do for both\n" + UNTIL_RELEASED
         )
     with (second / "params.yaml").open("a") as stream:
-        stream.write("work_pools: {shared: {limit: 2}}\n")  # the first run's worker takes one job at a time
+        stream.write(
+            "work_pools: {shared: {limit: 2}}\n"
+        )  # the first run's worker takes one job at a time
 
     def starts(toy: Path) -> int:
         log = toy / "starts.log"
@@ -167,7 +200,10 @@ def test_the_dead_worker_of_one_run_ends_no_job_of_another(login: dict[str, str]
             if run.poll() is None:
                 run.kill()
     assert (starts(first), starts(second)) == (2, 1), "the other stage was not disturbed"
-    assert "exited" in (first / "out.log").read_text() and "trying again" not in (second / "out.log").read_text()
+    assert (
+        "exited" in (first / "out.log").read_text()
+        and "trying again" not in (second / "out.log").read_text()
+    )
     assert [processes_of(toy) for toy in (first, second)] == [[], []]
 
 

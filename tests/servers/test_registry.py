@@ -42,7 +42,9 @@ __all__ = [
 pytestmark = pytest.mark.servers
 
 
-def test_without_the_login_nothing_is_registered(workspace: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_the_login_nothing_is_registered(
+    workspace: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("MLFLOW_TRACKING_PASSWORD", "not the password")
     with pytest.raises(RlhfError, match="does not answer"):
         register(workspace)
@@ -65,12 +67,18 @@ def test_the_files_of_a_version_are_in_the_object_store(servers: Servers, worksp
     assert any(logged in key and key.endswith("model.safetensors") for key in keys)
 
 
-def test_registering_and_promoting_take_few_requests(workspace: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With a login each costs the server a check of the password. MLflow's client makes one for each file."""
+def test_registering_and_promoting_take_few_requests(
+    workspace: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With a login each costs the server a check of the password. MLflow's client makes one for
+    each file.
+    """
     sent: list[str] = []
     send = requests.Session.request
 
-    def counted(session: requests.Session, method: str, url: str, *more: Any, **options: Any) -> requests.Response:
+    def counted(
+        session: requests.Session, method: str, url: str, *more: Any, **options: Any
+    ) -> requests.Response:
         sent.append(f"{method} {urlsplit(url).path}")
         return send(session, method, url, *more, **options)
 
@@ -82,5 +90,10 @@ def test_registering_and_promoting_take_few_requests(workspace: Path, monkeypatc
     totals.append(len(sent))
     assert promote(workspace).promoted
     counts = [after - before for before, after in pairwise([*totals, len(sent)])]
-    assert all(0 < count <= most for count, most in zip(counts, (6, 120, 70), strict=True)), (counts, Counter(sent))
-    assert not any("set-tag" in request and "runs/" in request for request in sent), "tags go in batches"
+    assert all(0 < count <= most for count, most in zip(counts, (6, 120, 70), strict=True)), (
+        counts,
+        Counter(sent),
+    )
+    assert not any("set-tag" in request and "runs/" in request for request in sent), (
+        "tags go in batches"
+    )

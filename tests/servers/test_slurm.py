@@ -24,7 +24,16 @@ from rlhf_core.storage.files import sha256_file
 __all__ = ["login"]
 pytestmark = [pytest.mark.servers, pytest.mark.timeout(3600)]
 SCRIPT = Path(__file__).with_name("slurm.sh")
-ENDED = {"COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "BOOT_FAIL", "OUT_OF_MEMORY", "DEADLINE"}
+ENDED = {
+    "COMPLETED",
+    "FAILED",
+    "CANCELLED",
+    "TIMEOUT",
+    "NODE_FAIL",
+    "BOOT_FAIL",
+    "OUT_OF_MEMORY",
+    "DEADLINE",
+}
 # A training that saves its step when it is stopped and says so, as the stages of the pipeline do.
 PREEMPTIBLE = """
 import json, pathlib, signal, sys, time
@@ -62,7 +71,9 @@ class Slurm:
     def call(self, *command: str | Path, **env: str) -> str:
         """Run a command of Slurm in the repository and return what it printed."""
         variables = environment(**self.env, **env)
-        ended = subprocess.run([*map(str, command)], cwd=ROOT, env=variables, capture_output=True, text=True)
+        ended = subprocess.run(
+            [*map(str, command)], cwd=ROOT, env=variables, capture_output=True, text=True
+        )
         assert ended.returncode == 0, ended.stderr
         return ended.stdout.strip()
 
@@ -86,9 +97,11 @@ class Slurm:
         return self.show(job, "JobState") in ENDED
 
     def start_again(self, job: str) -> None:
-        """Start a job that was put back, which Slurm lets wait for two minutes, soon after its first start is over.
+        """Start a job that was put back, which Slurm lets wait for two minutes, soon after its
+        first start is over.
 
-        Not in the same second: a node refuses what was allowed up to the second in which it ended the first start.
+        Not in the same second: a node refuses what was allowed up to the second in which it ended
+        the first start.
         """
         if self.show(job, "Reason") == "BeginTime" and not _has_processes(job):
             begin_time = datetime.fromisoformat(self.show(job, "EligibleTime"))
@@ -98,7 +111,9 @@ class Slurm:
 
 def _has_processes(job: str) -> bool:
     """Whether a process of Slurm's still runs the job's script or a step of it."""
-    names = [" ".join(process.info["cmdline"] or ()) for process in psutil.process_iter(["cmdline"])]
+    names = [
+        " ".join(process.info["cmdline"] or ()) for process in psutil.process_iter(["cmdline"])
+    ]
     return any(name.startswith(f"slurmstepd: [{job}.") for name in names)
 
 
@@ -107,7 +122,9 @@ def slurm() -> Iterator[Slurm]:
     folder = Path(tempfile.mkdtemp(prefix="rlhf-slurm-"))
     env = {**os.environ, "RLHF_SLURM": str(folder / "cluster"), "PYTHON": sys.executable}
     try:
-        started = subprocess.run(["bash", str(SCRIPT), "up"], env=env, capture_output=True, text=True, timeout=300)
+        started = subprocess.run(
+            ["bash", str(SCRIPT), "up"], env=env, capture_output=True, text=True, timeout=300
+        )
         assert started.returncode == 0, started.stderr
         if started.stdout.startswith("skipped"):
             pytest.skip(started.stdout.strip())
@@ -124,13 +141,18 @@ def test_a_pipeline_runs_its_stage_in_an_allocation(
     job = slurm.submit(f"--output={log}", WORKER, "slurm", **login)
 
     try:
-        wait_until(lambda: slurm.show(job, "JobState") != "PENDING", 300, "start of the worker's job")
+        wait_until(
+            lambda: slurm.show(job, "JobState") != "PENDING", 300, "start of the worker's job"
+        )
         wait_until(lambda: online(login, "slurm"), 900, "worker")
         assert online(login, "slurm") == [f"slurm-{job}"]
         ended = rlhf("run", cwd=toy, timeout=1500, **login)
         assert ended.returncode == 0, ended.stdout + ended.stderr
-        assert (toy / "policy.txt").read_text() == "done" and (toy / "starts.log").read_text() == "0\n"
-        # The run ends with the state of its last job, which its worker tells the server before it logs it.
+        assert (toy / "policy.txt").read_text() == "done" and (
+            toy / "starts.log"
+        ).read_text() == "0\n"
+        # The run ends with the state of its last job, which its worker tells the server before it
+        # logs it.
         wait_until(lambda: "Completed" in log.read_text(), 300, "the worker's own word of the end")
     finally:
         slurm.call("scancel", job)
@@ -142,7 +164,9 @@ def test_the_stage_of_a_preempted_worker_resumes_in_its_next_allocation(
 ) -> None:
     toy, log = training(tmp_path / tmp_path.name, "preempted", 10**6), tmp_path / "worker.log"
     (toy / "train.py").write_text(PREEMPTIBLE)
-    job = slurm.submit("--partition=low", "--nodelist=n1", f"--output={log}", WORKER, "preempted", **login)
+    job = slurm.submit(
+        "--partition=low", "--nodelist=n1", f"--output={log}", WORKER, "preempted", **login
+    )
     run = None
     try:
         wait_until(lambda: online(login, "preempted"), 900, "worker")
@@ -151,7 +175,9 @@ def test_the_stage_of_a_preempted_worker_resumes_in_its_next_allocation(
         preempt(slurm, job)
         wait_until(lambda: slurm.show(job, "Restarts") == "1", 300, "requeue of the worker's job")
         assert not (toy / "policy.txt").exists() and run.poll() is None
-        wait_until(lambda: slurm.start_again(job) or len(starts(toy)) > 1, 900, "second start of the stage")
+        wait_until(
+            lambda: slurm.start_again(job) or len(starts(toy)) > 1, 900, "second start of the stage"
+        )
         saved = int((toy / "stopped").read_text())
         (toy / "released").touch()
         assert run.wait(900) == 0, (toy / "out.log").read_text()
@@ -161,9 +187,13 @@ def test_the_stage_of_a_preempted_worker_resumes_in_its_next_allocation(
         slurm.call("scancel", job)
     assert slurm.end_of(job, 300) == "CANCELLED" and slurm.show(job, "Restarts") == "1"
     assert starts(toy) == [0, saved] and (toy / "policy.txt").read_text() == "done"
-    assert states(login, "preempted").count("COMPLETED") == 1, "one job completed, by the next allocation"
+    assert states(login, "preempted").count("COMPLETED") == 1, (
+        "one job completed, by the next allocation"
+    )
     printed = (toy / "out.log").read_text()
-    assert "preempted, waiting for a worker of preempted" in printed and "trying again" not in printed
+    assert (
+        "preempted, waiting for a worker of preempted" in printed and "trying again" not in printed
+    )
     assert dvc("status", "--json", "ppo", cwd=toy).strip() == "{}" and processes_of(toy) == []
 
 
@@ -172,7 +202,9 @@ def toy(tmp_path: Path) -> Path:
     """A workspace whose training takes 20 seconds, and saves its step when it is stopped."""
     toy = make_toy(tmp_path / tmp_path.name, PREEMPTIBLE_STAGES)
     (toy / "train.py").write_text(PREEMPTIBLE)
-    made = subprocess.run([sys.executable, "-m", "dvc", "init", "--no-scm", "-q"], cwd=toy, env=environment())
+    made = subprocess.run(
+        [sys.executable, "-m", "dvc", "init", "--no-scm", "-q"], cwd=toy, env=environment()
+    )
     assert made.returncode == 0
     return toy
 
@@ -184,14 +216,24 @@ def starts(toy: Path) -> list[int]:
 
 def preempt(slurm: Slurm, job: str) -> None:
     """Submit a job of higher priority that needs the whole node."""
-    slurm.submit(*("--partition=high", "--nodelist=n1", "--cpus-per-task=16", "--output=/dev/null", "--wrap=sleep 3"))
+    slurm.submit(
+        *(
+            "--partition=high",
+            "--nodelist=n1",
+            "--cpus-per-task=16",
+            "--output=/dev/null",
+            "--wrap=sleep 3",
+        )
+    )
 
 
 INTERRUPTIONS: dict[str, Callable[[Slurm, str], object]] = {
     "preempted": preempt,
     "requeued": lambda slurm, job: slurm.call("scontrol", "requeue", job),
     "signalled, the stage": lambda slurm, job: slurm.call("scancel", "--signal=TERM", job),
-    "signalled, the script": lambda slurm, job: slurm.call("scancel", "--signal=TERM", "--batch", job),
+    "signalled, the script": lambda slurm, job: slurm.call(
+        "scancel", "--signal=TERM", "--batch", job
+    ),
 }
 
 
@@ -209,7 +251,9 @@ def test_an_interrupted_stage_goes_back_into_the_queue_and_resumes(
     assert (first, second > 0) == (0, True)
 
 
-def test_a_cancelled_stage_ends_and_another_job_resumes_it(slurm: Slurm, toy: Path, tmp_path: Path) -> None:
+def test_a_cancelled_stage_ends_and_another_job_resumes_it(
+    slurm: Slurm, toy: Path, tmp_path: Path
+) -> None:
     log = tmp_path / "stage.log"
     job = slurm.submit(f"--output={log}", STAGE, "ppo", toy)
     wait_until((toy / "work/ppo/step").exists, 900, "first step")
@@ -234,7 +278,9 @@ def test_a_training_on_two_nodes_is_preempted_and_ends_as_if_it_had_not_been(
         words = ("--partition=low", "--nodes=2", f"--output={log}", STAGE, "sft", workspace)
         job = slurm.submit(*words, NPROC_PER_NODE="1")
         if workspace == smoke_copy:
-            wait_until(lambda log=log: log.exists() and "sft: " in log.read_text(), 900, "first step")
+            wait_until(
+                lambda log=log: log.exists() and "sft: " in log.read_text(), 900, "first step"
+            )
             preempt(slurm, job)
         assert slurm.end_of(job) == "COMPLETED", log.read_text()
         assert slurm.show(job, "Restarts") == ("1" if workspace == smoke_copy else "0")

@@ -1,4 +1,6 @@
-"""Tiny models with random weights of the architectures that transformers knows, made by their names."""
+"""Tiny models with random weights of the architectures that transformers knows, made by their
+names.
+"""
 
 from __future__ import annotations
 
@@ -24,9 +26,16 @@ SIZES = {
     **dict.fromkeys(("num_attention_heads", "n_head", "n_heads", "num_heads"), 4),
     **dict.fromkeys(("max_position_embeddings", "n_positions", "n_ctx"), 64),
     **dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts"), 4),
-    **dict.fromkeys(("linear_key_head_dim", "linear_value_head_dim", "state_size", "mamba_d_state", "head_dim"), 8),
-    **dict.fromkeys(("attention_window_size", "sliding_window", "mamba_d_head", "moe_intermediate_size"), 16),
-    **dict.fromkeys(("num_key_value_heads", "num_experts_per_tok", "linear_num_key_heads", "n_group"), 2),
+    **dict.fromkeys(
+        ("linear_key_head_dim", "linear_value_head_dim", "state_size", "mamba_d_state", "head_dim"),
+        8,
+    ),
+    **dict.fromkeys(
+        ("attention_window_size", "sliding_window", "mamba_d_head", "moe_intermediate_size"), 16
+    ),
+    **dict.fromkeys(
+        ("num_key_value_heads", "num_experts_per_tok", "linear_num_key_heads", "n_group"), 2
+    ),
     **dict.fromkeys(("linear_num_value_heads", "conv_kernel", "mamba_n_heads", "rotary_dim"), 4),
     **dict.fromkeys(("shared_expert_intermediate_size", "attention_hidden_size"), 32),
     **dict.fromkeys(("mamba_n_groups", "first_k_dense_replace", "bos_token_id", "topk_group"), 1),
@@ -39,7 +48,10 @@ SIZES = {
 
 # What else single kinds need.
 SETTINGS: dict[str, dict[str, object]] = {
-    "recurrent_gemma": {"num_hidden_layers": 3, "block_types": ["recurrent", "recurrent", "attention"]},
+    "recurrent_gemma": {
+        "num_hidden_layers": 3,
+        "block_types": ["recurrent", "recurrent", "attention"],
+    },
     "mamba2": {"head_dim": 16, "n_groups": 1},
     "jamba": {"num_hidden_layers": 4, "attn_layer_period": 2, "attn_layer_offset": 1},
     "falcon_h1": {"mamba_d_ssm": 64},
@@ -56,7 +68,9 @@ LATENT_ATTENTION = {
 
 
 def tiny_config(name: str, **settings: object) -> PretrainedConfig:
-    """The text configuration of architecture ``name``, at least one layer of each kind that it has."""
+    """The text configuration of architecture ``name``, at least one layer of each kind that it
+    has.
+    """
     default = CONFIG_MAPPING[name]().get_text_config()
     known = {*vars(default), *default.attribute_map}
     taken = {key: value for key, value in SIZES.items() if key in known}
@@ -71,7 +85,9 @@ def tiny_config(name: str, **settings: object) -> PretrainedConfig:
 
 
 def tiny_causal_lm(name: str, seed: int = 0, **settings: object) -> PreTrainedModel:
-    """A causal language model whose logits spread by some units, so that what changes them shows."""
+    """A causal language model whose logits spread by some units, so that what changes them
+    shows.
+    """
     torch.manual_seed(seed)
     model = AutoModelForCausalLM.from_config(tiny_config(name, **settings))
     with torch.no_grad():

@@ -21,11 +21,22 @@ def run_base(
     workspace: Path | None = None,
     **sections: Any,
 ) -> dict[str, float]:
-    """Run the stage; the model is in ``target / "base"``. ``prompts`` are those of one split, the others are empty."""
+    """Run the stage; the model is in ``target / "base"``. ``prompts`` are those of one split, the
+    others are empty.
+    """
     for name in ("train", "validation", "test"):
         texts = prompts if name == split else ()
-        rows = [Prompt(str(i), [Message("user", text)], "", "files", "g") for i, text in enumerate(texts)]
-        write_dicts(target / "clean" / "prompts" / f"{name}.parquet", Prompt.KIND, [as_dict(row) for row in rows])
+        rows = [
+            Prompt(str(i), [Message("user", text)], "", "files", "g")
+            for i, text in enumerate(texts)
+        ]
+        write_dicts(
+            target / "clean" / "prompts" / f"{name}.parquet",
+            Prompt.KIND,
+            [as_dict(row) for row in rows],
+        )
     config = BaseStageConfig.model_validate({"source": str(source), **sections})
     inputs, outputs = Paths({"clean": target / "clean"}), Paths({"model": target / "base"})
-    return base.run(config, inputs, outputs, RunContext(target / "work", folder=workspace or Path()))
+    return base.run(
+        config, inputs, outputs, RunContext(target / "work", folder=workspace or Path())
+    )

@@ -41,12 +41,21 @@ def find_chromium() -> str | None:
 class Browser:
     """One browser process with one tab.
 
-    ``profile`` is an empty folder for its settings and cache. The window is high: lists that are below it stay empty.
-    ``events`` has what the protocol reported, of the domains that are enabled, as of the last call.
+    ``profile`` is an empty folder for its settings and cache. The window is high: lists that are
+    below it stay empty. ``events`` has what the protocol reported, of the domains that are enabled,
+    as of the last call.
     """
 
-    def __init__(self, executable: str, profile: Path, width: int = 1280, height: int = 1800) -> None:
-        command = [executable, *OPTIONS, f"--user-data-dir={profile}", f"--window-size={width},{height}", "about:blank"]
+    def __init__(
+        self, executable: str, profile: Path, width: int = 1280, height: int = 1800
+    ) -> None:
+        command = [
+            executable,
+            *OPTIONS,
+            f"--user-data-dir={profile}",
+            f"--window-size={width},{height}",
+            "about:blank",
+        ]
         with (profile / "chromium.log").open("wb") as log:
             self.process = subprocess.Popen(command, stdout=log, stderr=log, start_new_session=True)
         port, path = self._debugging_address(profile / "DevToolsActivePort")
@@ -55,7 +64,9 @@ class Browser:
         self.session: str | None = None
         self.events: list[dict[str, Any]] = []
         target = self.call("Target.createTarget", url="about:blank")["targetId"]
-        self.session = self.call("Target.attachToTarget", targetId=target, flatten=True)["sessionId"]
+        self.session = self.call("Target.attachToTarget", targetId=target, flatten=True)[
+            "sessionId"
+        ]
 
     def _debugging_address(self, file: Path) -> tuple[str, str]:
         """Return port and path of the browser's socket, which it writes to ``file``."""
@@ -70,7 +81,9 @@ class Browser:
         """Call a method of the protocol and return its result."""
         number = next(self.numbers)
         session = {"sessionId": self.session} if self.session else {}
-        self.socket.send(json.dumps({"id": number, "method": method, "params": parameters, **session}))
+        self.socket.send(
+            json.dumps({"id": number, "method": method, "params": parameters, **session})
+        )
         while True:
             message = json.loads(self.socket.recv(timeout=PAGE_SECONDS))
             if "method" in message:
@@ -82,11 +95,15 @@ class Browser:
 
     def evaluate(self, expression: str) -> Any:
         """Return the value of a JavaScript expression on the page."""
-        return self.call("Runtime.evaluate", expression=expression, returnByValue=True)["result"].get("value")
+        return self.call("Runtime.evaluate", expression=expression, returnByValue=True)[
+            "result"
+        ].get("value")
 
     def open(self, address: str, *expected: str) -> str:
         """Open a page and return its visible text as soon as it has every ``expected`` text."""
-        self.call("Page.navigate", url="about:blank")  # a page that differs in its fragment alone is not loaded anew
+        self.call(
+            "Page.navigate", url="about:blank"
+        )  # a page that differs in its fragment alone is not loaded anew
         self.call("Page.navigate", url=address)
         deadline = time.monotonic() + PAGE_SECONDS
         while True:
@@ -99,7 +116,9 @@ class Browser:
 
     def screenshot(self, file: Path) -> None:
         """Save what the window shows as PNG."""
-        file.write_bytes(base64.b64decode(self.call("Page.captureScreenshot", format="png")["data"]))
+        file.write_bytes(
+            base64.b64decode(self.call("Page.captureScreenshot", format="png")["data"])
+        )
 
     def close(self) -> None:
         """End the browser and its helper processes."""

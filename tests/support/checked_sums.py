@@ -1,4 +1,6 @@
-"""Sums with their answers, a function that checks replies, and a tiny model that hedges in half of its replies."""
+"""Sums with their answers, a function that checks replies, and a tiny model that hedges in half of
+its replies.
+"""
 
 from __future__ import annotations
 
@@ -53,18 +55,35 @@ def write_sums(folder: Path) -> None:
         for a, b in SUMS
         for _ in range(4)
     ]
-    tokenizer = train_tokenizer([f"{row['prompt']} {row['completion']}" for row in dialogues], 300, 64)
+    tokenizer = train_tokenizer(
+        [f"{row['prompt']} {row['completion']}" for row in dialogues], 300, 64
+    )
     shape = BaseConfig(hidden_size=64, intermediate_size=128, layers=2, heads=4, max_positions=64)
-    settings = SftConfig(steps=350, batch_size=64, max_tokens=32, eval_every=350, optimizer=OptimizerConfig(lr=6e-3))
+    settings = SftConfig(
+        steps=350, batch_size=64, max_tokens=32, eval_every=350, optimizer=OptimizerConfig(lr=6e-3)
+    )
     trained = train_sft(
-        new_model(shape, tokenizer, seed=1), tokenizer, dialogues, config=settings, allow_high_learning_rates=True
+        new_model(shape, tokenizer, seed=1),
+        tokenizer,
+        dialogues,
+        config=settings,
+        allow_high_learning_rates=True,
     )
     trained.save(folder / "tiny")
 
 
 def init_words(name: str) -> list[str]:
     """The words of ``rlhf init`` that make the workspace ``name`` of them."""
-    words = ["init", name, "--prompts", "sums.jsonl", "--reward", "checks.py:score", "--model", "./tiny"]
+    words = [
+        "init",
+        name,
+        "--prompts",
+        "sums.jsonl",
+        "--reward",
+        "checks.py:score",
+        "--model",
+        "./tiny",
+    ]
     for setting in SETTINGS:
         words += ["--set", setting]
     return words

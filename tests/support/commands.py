@@ -20,7 +20,8 @@ OFFLINE = {
     "GX_ANALYTICS_ENABLED": "false",
     "PREFECT_SERVER_ANALYTICS_ENABLED": "false",
     "HF_HUB_OFFLINE": "1",
-    # Idle threads that spin bring a busy machine to a halt, and models this small gain nothing from a second one.
+    # Idle threads that spin bring a busy machine to a halt, and models this small gain nothing from
+    # a second one.
     "OMP_WAIT_POLICY": "PASSIVE",
     "OMP_NUM_THREADS": "1",
 }
@@ -41,7 +42,9 @@ def command_tree() -> Any:
     return tree
 
 
-def run(*words: str | Path, cwd: Path, timeout: float = 300, **extra: str) -> subprocess.CompletedProcess[str]:
+def run(
+    *words: str | Path, cwd: Path, timeout: float = 300, **extra: str
+) -> subprocess.CompletedProcess[str]:
     """Run a command as a user would and return it with its output, whatever its exit code."""
     return subprocess.run(
         [str(word) for word in words],

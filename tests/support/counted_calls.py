@@ -1,4 +1,6 @@
-"""Counters of what makes a training step wait: tensors read by the host, and reductions over ranks."""
+"""Counters of what makes a training step wait: tensors read by the host, and reductions over
+ranks.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,9 @@ REDUCTIONS = ("all_reduce", "reduce", "reduce_scatter", "reduce_scatter_tensor")
 
 @dataclass
 class Calls:
-    """Names of the methods that were called, and sizes of the tensors that they were called with."""
+    """Names of the methods that were called, and sizes of the tensors that they were called
+    with.
+    """
 
     names: list[str] = field(default_factory=list)
     sizes: list[int] = field(default_factory=list)
@@ -30,7 +34,9 @@ def counted_reads() -> Iterator[Calls]:
     calls = Calls()
     with ExitStack() as stack:
         for name in READS:
-            stack.enter_context(mock.patch.object(torch.Tensor, name, _counting(calls, name, torch.Tensor)))
+            stack.enter_context(
+                mock.patch.object(torch.Tensor, name, _counting(calls, name, torch.Tensor))
+            )
         yield calls
 
 
@@ -48,7 +54,9 @@ def _counting(calls: Calls, name: str, owner: Any) -> Any:
     original = getattr(owner, name)
 
     def counted(*args: Any, **kwargs: Any) -> Any:
-        tensor = next(value for value in (*args, *kwargs.values()) if isinstance(value, torch.Tensor))
+        tensor = next(
+            value for value in (*args, *kwargs.values()) if isinstance(value, torch.Tensor)
+        )
         calls.names.append(name)
         calls.sizes.append(tensor.numel())
         return original(*args, **kwargs)

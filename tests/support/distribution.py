@@ -1,12 +1,14 @@
-"""How the test files are shared out over pytest-xdist's workers: long files first, dear fixtures made once."""
+"""How the test files are shared out over pytest-xdist's workers: long files first, dear fixtures
+made once.
+"""
 
 from __future__ import annotations
 
 import pytest
 from xdist.scheduler import LoadFileScheduling
 
-# Files and folders that use the same servers, the same estimates of large models, or one process to fork ranks from,
-# which imports for ten seconds: one worker runs them all.
+# Files and folders that use the same servers, the same estimates of large models, or one process to
+# fork ranks from, which imports for ten seconds: one worker runs them all.
 TOGETHER = {
     "registry": ("tests/integration/registry/",),
     "memory": ("tests/unit/memory/",),
@@ -31,7 +33,9 @@ SMOKE_RUN = {"smoke", "smoke_copy"}
 
 
 class LongestFirst(LoadFileScheduling):
-    """Give a worker one file, or one group of :data:`TOGETHER`, at a time, in the order of the collected tests."""
+    """Give a worker one file, or one group of :data:`TOGETHER`, at a time, in the order of the
+    collected tests.
+    """
 
     def __init__(self, config: pytest.Config, log: object = None) -> None:
         # By default files with few tests come last, and the longest are among them.
@@ -49,12 +53,16 @@ def unit_of(nodeid: str) -> str:
 
 
 def sort_by_length(items: list[pytest.Item]) -> None:
-    """Order tests by file: the longest, those with servers or processes, most others, those with the smoke run.
+    """Order tests by file: the longest, those with servers or processes, most others, those with
+    the smoke run.
 
-    A worker whose file reads the smoke run would wait for minutes if it began while another makes it.
+    A worker whose file reads the smoke run would wait for minutes if it began while another makes
+    it.
     """
     with_services = {unit_of(item.nodeid) for item in items if item.get_closest_marker("services")}
-    with_smoke_run = {unit_of(item.nodeid) for item in items if SMOKE_RUN & {*getattr(item, "fixturenames", ())}}
+    with_smoke_run = {
+        unit_of(item.nodeid) for item in items if SMOKE_RUN & {*getattr(item, "fixturenames", ())}
+    }
 
     def position(item: pytest.Item) -> tuple[int, int]:
         unit = unit_of(item.nodeid)

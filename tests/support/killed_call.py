@@ -23,7 +23,9 @@ FILE_CHANGES = ("rename", "replace", "unlink", "rmdir")
 
 
 def killed_before(step: int, action: Callable[[], Any]) -> bool:
-    """Run ``action`` in a process of its own that kills itself before its ``step``-th change; whether it did."""
+    """Run ``action`` in a process of its own that kills itself before its ``step``-th change;
+    whether it did.
+    """
     child = os.fork()
     if child == 0:
         from mlflow import MlflowClient
@@ -31,7 +33,9 @@ def killed_before(step: int, action: Callable[[], Any]) -> bool:
         left = [step]
         for name in CHANGING:
 
-            def change(*args: Any, original: Any = getattr(MlflowClient, name), **options: Any) -> Any:
+            def change(
+                *args: Any, original: Any = getattr(MlflowClient, name), **options: Any
+            ) -> Any:
                 left[0] -= 1
                 if left[0] == 0:
                     os.kill(os.getpid(), signal.SIGKILL)
@@ -51,7 +55,9 @@ def killed_before(step: int, action: Callable[[], Any]) -> bool:
 
 
 def killed_before_file_change(number: int, action: Callable[[], object]) -> bool:
-    """Run ``action`` in a process that kills itself before its ``number``-th change of a folder; whether it did."""
+    """Run ``action`` in a process that kills itself before its ``number``-th change of a folder;
+    whether it did.
+    """
     child = os.fork()
     if child == 0:
         left = [number]

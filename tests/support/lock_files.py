@@ -1,4 +1,6 @@
-"""What the lock files at the root of the repository pin: versions, and the hashes of the files that pip may take."""
+"""What the lock files at the root of the repository pin: versions, and the hashes of the files that
+pip may take.
+"""
 
 from __future__ import annotations
 
@@ -23,8 +25,14 @@ def pins(name: str) -> dict[str, str]:
 
 def hashes(name: str) -> dict[str, list[str]]:
     """The SHA-256 of the files that pip may take, by package; packages without any are left out."""
-    listed = {_normal(package): digests for package, _, digests in PIN.findall((ROOT / name).read_text())}
-    return {package: re.findall("--hash=sha256:(\\S+)", digests) for package, digests in listed.items() if digests}
+    listed = {
+        _normal(package): digests for package, _, digests in PIN.findall((ROOT / name).read_text())
+    }
+    return {
+        package: re.findall("--hash=sha256:(\\S+)", digests)
+        for package, digests in listed.items()
+        if digests
+    }
 
 
 def _normal(package: str) -> str:

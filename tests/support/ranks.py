@@ -1,4 +1,6 @@
-"""Functions run on several ranks (processes joined by gloo), for tests of what happens between them."""
+"""Functions run on several ranks (processes joined by gloo), for tests of what happens between
+them.
+"""
 
 from __future__ import annotations
 
@@ -22,12 +24,17 @@ SECONDS = 500
 
 
 def run_ranks(function: Callable[..., None], size: int, folder: Path, *args: Any) -> None:
-    """Run ``function(folder, *args)`` on ``size`` ranks and wait; failures are raised here with their tracebacks."""
+    """Run ``function(folder, *args)`` on ``size`` ranks and wait; failures are raised here with
+    their tracebacks.
+    """
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(PRELOAD)
     folder.mkdir(parents=True, exist_ok=True)
     port = free_port()
-    processes = [context.Process(target=_rank, args=(function, rank, size, port, folder, args)) for rank in range(size)]
+    processes = [
+        context.Process(target=_rank, args=(function, rank, size, port, folder, args))
+        for rank in range(size)
+    ]
     for process in processes:
         process.start()
     for process in processes:
@@ -42,7 +49,8 @@ def run_ranks(function: Callable[..., None], size: int, folder: Path, *args: Any
 
 
 def exit_code_of(function: Callable[..., object], *args: Any) -> int:
-    """Run a function of a module in a process forked from one that has only imported, and return how it ended.
+    """Run a function of a module in a process forked from one that has only imported, and return
+    how it ended.
 
     A negative number is the signal that ended it. No other interpreter imports torch for it.
     """
@@ -66,7 +74,14 @@ def free_port() -> int:
         return int(listener.getsockname()[1])
 
 
-def _rank(function: Callable[..., None], rank: int, size: int, port: int, folder: Path, args: tuple[Any, ...]) -> None:
+def _rank(
+    function: Callable[..., None],
+    rank: int,
+    size: int,
+    port: int,
+    folder: Path,
+    args: tuple[Any, ...],
+) -> None:
     import torch
 
     from rlhf_core.runtime import distributed
@@ -80,5 +95,7 @@ def _rank(function: Callable[..., None], rank: int, size: int, port: int, folder
         with distributed.process_group():
             function(folder, *args)
     except BaseException:
-        (folder / f"error-{rank}.txt").write_text(f"rank {rank} of {size}\n{traceback.format_exc()}")
+        (folder / f"error-{rank}.txt").write_text(
+            f"rank {rank} of {size}\n{traceback.format_exc()}"
+        )
         os._exit(1)

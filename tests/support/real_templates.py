@@ -1,4 +1,6 @@
-"""Chat templates of public models, as their tokenizer_config.json has them, with small tokenizers of the same make."""
+"""Chat templates of public models, as their tokenizer_config.json has them, with small tokenizers
+of the same make.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +9,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 
-from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
+from tokenizers import (
+    Regex,
+    Tokenizer,
+    decoders,
+    models,
+    normalizers,
+    pre_tokenizers,
+    processors,
+    trainers,
+)
 from transformers import PreTrainedTokenizerFast
 
 TEXTS = [
@@ -115,15 +126,16 @@ LLAMA_2 = (
 
 @dataclass(frozen=True)
 class RealTemplate:
-    """A template, and what is known of its model: special tokens, roles, and how its tokenizer is made.
+    """A template, and what is known of its model: special tokens, roles, and how its tokenizer is
+    made.
 
     Attributes:
         eos: The model's ``eos_token``.
         closing: The token that closes a turn.
         bos: The token with which the tokenizer begins every text; None for a model without one.
         after: What the template writes after the closing token of the last turn.
-        make: ``bytes`` for byte-level BPE, ``metaspace`` for BPE over words with ``▁``, and ``legacy`` for the latter
-            with a ``▁`` before every piece of text, as Llama 2's.
+        make: ``bytes`` for byte-level BPE, ``metaspace`` for BPE over words with ``▁``, and
+            ``legacy`` for the latter with a ``▁`` before every piece of text, as Llama 2's.
         system: Whether the template takes a system turn.
     """
 
@@ -143,7 +155,13 @@ class RealTemplate:
 
 
 CHATML = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
-LLAMA_3_SPECIAL = ("<|begin_of_text|>", "<|end_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>")
+LLAMA_3_SPECIAL = (
+    "<|begin_of_text|>",
+    "<|end_of_text|>",
+    "<|start_header_id|>",
+    "<|end_header_id|>",
+    "<|eot_id|>",
+)
 REAL_TEMPLATES = [
     RealTemplate("llama-3", LLAMA_3, LLAMA_3_SPECIAL, "<|end_of_text|>", "<|eot_id|>", bos="<|begin_of_text|>"),
     RealTemplate("qwen-2.5-base", QWEN_2_5, CHATML, "<|endoftext|>", "<|im_end|>", after="\n"),
@@ -161,8 +179,12 @@ REAL_TEMPLATES = [
 
 
 @cache
-def small_tokenizer(real: RealTemplate, texts: Sequence[str] = tuple(TEXTS)) -> PreTrainedTokenizerFast:
-    """BPE of a few hundred entries, with the model's special tokens, pre-tokenisation and beginning-of-text token."""
+def small_tokenizer(
+    real: RealTemplate, texts: Sequence[str] = tuple(TEXTS)
+) -> PreTrainedTokenizerFast:
+    """BPE of a few hundred entries, with the model's special tokens, pre-tokenisation and
+    beginning-of-text token.
+    """
     special = list(real.special)
     if real.make == "bytes":
         bpe = Tokenizer(models.BPE())
@@ -178,24 +200,34 @@ def small_tokenizer(real: RealTemplate, texts: Sequence[str] = tuple(TEXTS)) -> 
     else:
         bpe = Tokenizer(models.BPE(unk_token="<unk>", byte_fallback=True, fuse_unk=True))
         bpe.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="never", split=True)
-        bpe.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()])
+        bpe.decoder = decoders.Sequence(
+            [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
+        )
         special += [f"<0x{byte:02X}>" for byte in range(256)]
         alphabet = [*sorted(set("".join(texts)) - {" "}), "▁"]
     trainer = trainers.BpeTrainer(
-        vocab_size=900, special_tokens=special, initial_alphabet=alphabet, show_progress=False, limit_alphabet=2000
+        vocab_size=900,
+        special_tokens=special,
+        initial_alphabet=alphabet,
+        show_progress=False,
+        limit_alphabet=2000,
     )
     bpe.train_from_iterator(texts, trainer)
     if real.make != "bytes":
         bpe = _without_word_borders(bpe, real)
     if real.bos is not None:
         pair = (real.bos, bpe.token_to_id(real.bos))
-        bpe.post_processor = processors.TemplateProcessing(single=f"{real.bos} $A", special_tokens=[pair])
+        bpe.post_processor = processors.TemplateProcessing(
+            single=f"{real.bos} $A", special_tokens=[pair]
+        )
     tokenizer = PreTrainedTokenizerFast(
         tokenizer_object=bpe,
         eos_token=real.eos,
         bos_token=real.bos,
         unk_token="<unk>" if "<unk>" in real.special else None,
-        extra_special_tokens=[token for token in real.special if token not in (real.eos, real.bos, "<unk>")],
+        extra_special_tokens=[
+            token for token in real.special if token not in (real.eos, real.bos, "<unk>")
+        ],
         clean_up_tokenization_spaces=False,
     )
     tokenizer.chat_template = real.template
@@ -203,12 +235,15 @@ def small_tokenizer(real: RealTemplate, texts: Sequence[str] = tuple(TEXTS)) -> 
 
 
 def _without_word_borders(trained: Tokenizer, real: RealTemplate) -> Tokenizer:
-    """The trained merges as SentencePiece applies them: to a whole text, and bytes for characters it lacks.
+    """The trained merges as SentencePiece applies them: to a whole text, and bytes for characters
+    it lacks.
 
     The bytes are entries of the vocabulary, not special tokens.
     """
     document = json.loads(trained.to_str())
-    document["added_tokens"] = [token for token in document["added_tokens"] if token["content"] in real.special]
+    document["added_tokens"] = [
+        token for token in document["added_tokens"] if token["content"] in real.special
+    ]
     document["pre_tokenizer"] = None
     bpe = Tokenizer.from_str(json.dumps(document))
     spaces = normalizers.Replace(" ", "▁")

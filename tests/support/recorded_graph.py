@@ -1,4 +1,5 @@
-"""A CUDA graph without a GPU: operations are recorded once, and launched again with the very tensors of then.
+"""A CUDA graph without a GPU: operations are recorded once, and launched again with the very
+tensors of then.
 
 What Python decided while it recorded stays decided, as in a real graph.
 """
@@ -13,7 +14,16 @@ from torch.utils import _pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 # What the host reads of a tensor's values, so that it would wait for a device.
-LOOKS = {"_local_scalar_dense", "is_nonzero", "nonzero", "item", "equal", "allclose", "masked_select", "unique_dim"}
+LOOKS = {
+    "_local_scalar_dense",
+    "is_nonzero",
+    "nonzero",
+    "item",
+    "equal",
+    "allclose",
+    "masked_select",
+    "unique_dim",
+}
 
 
 class Recording(TorchDispatchMode):
@@ -30,7 +40,11 @@ class Recording(TorchDispatchMode):
         if name in LOOKS or (name == "index" and any(_is_mask(each) for each in args[1])):
             raise RuntimeError(f"operation not permitted when stream is capturing: {name}")
         for argument, given in zip(func._schema.arguments, args, strict=False):
-            if argument.alias_info is not None and argument.alias_info.is_write and isinstance(given, torch.Tensor):
+            if (
+                argument.alias_info is not None
+                and argument.alias_info.is_write
+                and isinstance(given, torch.Tensor)
+            ):
                 self.before.append((given, given.clone()))
         result = func(*args, **kwargs)
         self.launches.append((func, args, kwargs, result))

@@ -1,4 +1,5 @@
-"""Counts the steps of a regular expression by trying it as Python's ``re`` does: from each place, with backtracking.
+"""Counts the steps of a regular expression by trying it as Python's ``re`` does: from each place,
+with backtracking.
 
 Steps, unlike seconds, are the same on every machine, so a test can say how they grow with the text.
 """
@@ -30,7 +31,9 @@ class StepCounter:
         self.groups: dict[int, tuple[int, int]] = {}
 
     def match(self) -> int:
-        """Try the beginning of the text alone, as ``match`` and ``fullmatch`` do; returns the steps."""
+        """Try the beginning of the text alone, as ``match`` and ``fullmatch`` do; returns the
+        steps.
+        """
         with _deep():
             self._sequence(self.items, 0, 0, lambda end: True)
         return self.steps
@@ -42,7 +45,9 @@ class StepCounter:
             while position <= len(self.text):
                 ends: list[int] = []
                 self.groups = {}
-                matched = self._sequence(self.items, 0, position, lambda end, ends=ends: not ends.append(end))
+                matched = self._sequence(
+                    self.items, 0, position, lambda end, ends=ends: not ends.append(end)
+                )
                 position = max(ends[0], position + 1) if matched else position + 1
         return self.steps
 
@@ -50,7 +55,9 @@ class StepCounter:
         if index == len(items):
             return then(position)
         operation, argument = items[index]
-        return self._item(operation, argument, position, lambda end: self._sequence(items, index + 1, end, then))
+        return self._item(
+            operation, argument, position, lambda end: self._sequence(items, index + 1, end, then)
+        )
 
     def _item(self, operation: Any, argument: Any, position: int, then: Then) -> bool:
         self.steps += 1
@@ -72,10 +79,20 @@ class StepCounter:
         if operation in (codes.MAX_REPEAT, codes.MIN_REPEAT, codes.POSSESSIVE_REPEAT):
             least, most, inner = argument
             if operation is codes.POSSESSIVE_REPEAT:
-                return then(end) if (end := self._possessive(list(inner), least, most, position)) is not None else False
-            return self._repeat(list(inner), least, most, operation is codes.MAX_REPEAT, position, then)
+                return (
+                    then(end)
+                    if (end := self._possessive(list(inner), least, most, position)) is not None
+                    else False
+                )
+            return self._repeat(
+                list(inner), least, most, operation is codes.MAX_REPEAT, position, then
+            )
         if operation is codes.ATOMIC_GROUP:
-            return then(end) if (end := self._first_end(list(argument), position)) is not None else False
+            return (
+                then(end)
+                if (end := self._first_end(list(argument), position)) is not None
+                else False
+            )
         if operation in (codes.ASSERT, codes.ASSERT_NOT):
             direction, inner = argument
             start = position if direction > 0 else position - inner.getwidth()[0]
@@ -91,7 +108,9 @@ class StepCounter:
             return False
         raise NotImplementedError(str(operation))
 
-    def _repeat(self, inner: list[Any], least: int, most: Any, greedy: bool, position: int, then: Then) -> bool:
+    def _repeat(
+        self, inner: list[Any], least: int, most: Any, greedy: bool, position: int, then: Then
+    ) -> bool:
         single = inner[0] if len(inner) == 1 and inner[0][0] in SINGLE else None
         if single is not None:  # as re does it: a run of single characters, then back through it
             return self._run(single, least, most, greedy, position, then)
@@ -102,7 +121,9 @@ class StepCounter:
             def more() -> bool:
                 if count >= most:
                     return False
-                return self._sequence(inner, 0, place, lambda end: end != place and again(count + 1, end))
+                return self._sequence(
+                    inner, 0, place, lambda end: end != place and again(count + 1, end)
+                )
 
             if count < least:
                 return self._sequence(inner, 0, place, lambda end: again(count + 1, end))
@@ -110,7 +131,9 @@ class StepCounter:
 
         return again(0, position)
 
-    def _run(self, single: Any, least: int, most: Any, greedy: bool, position: int, then: Then) -> bool:
+    def _run(
+        self, single: Any, least: int, most: Any, greedy: bool, position: int, then: Then
+    ) -> bool:
         if not greedy:
             place, count = position, 0
             while True:
@@ -135,7 +158,11 @@ class StepCounter:
 
     def _first_end(self, inner: list[Any], position: int) -> int | None:
         ends: list[int] = []
-        return ends[0] if self._sequence(inner, 0, position, lambda end: not ends.append(end)) else None
+        return (
+            ends[0]
+            if self._sequence(inner, 0, position, lambda end: not ends.append(end))
+            else None
+        )
 
     def _fits(self, operation: Any, argument: Any, position: int) -> bool:
         self.steps += 1
@@ -194,7 +221,11 @@ def _in_class(members: list[Any], character: str, ignore_case: bool) -> bool:
         elif kind is codes.RANGE:
             found |= any(value[0] <= ord(case) <= value[1] for case in cases if len(case) == 1)
         else:
-            found |= not CLASSES[OPPOSITES[value]](character) if value in OPPOSITES else CLASSES[value](character)
+            found |= (
+                not CLASSES[OPPOSITES[value]](character)
+                if value in OPPOSITES
+                else CLASSES[value](character)
+            )
     return found != negated
 
 
@@ -208,7 +239,9 @@ def _deep() -> Iterator[None]:
         sys.setrecursionlimit(before)
 
 
-def steps(pattern: re.Pattern[str], text: str, limit: int = 10**9, *, at_start: bool = False) -> int:
+def steps(
+    pattern: re.Pattern[str], text: str, limit: int = 10**9, *, at_start: bool = False
+) -> int:
     """The steps in which all matches of ``pattern`` in ``text`` are found, or one at its beginning.
 
     Raises:

@@ -28,7 +28,9 @@ PROMPTS = [[*[4, 6, 8][:length], 9 + number % 10] for number, length in enumerat
 
 
 def contract_policy(tied: bool = False) -> LlamaForCausalLM:
-    """The same model every time. Its heads have 32 dimensions, the fewest that vLLM has kernels for."""
+    """The same model every time. Its heads have 32 dimensions, the fewest that vLLM has kernels
+    for.
+    """
     config = LlamaConfig(
         vocab_size=VOCABULARY, hidden_size=64, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2,
         max_position_embeddings=64, pad_token_id=PAD, eos_token_id=EOS, bos_token_id=None, initializer_range=0.15,
@@ -40,33 +42,47 @@ def contract_policy(tied: bool = False) -> LlamaForCausalLM:
 
 
 def batch_of(rows: Sequence[int], seed: int = 11) -> PromptBatch:
-    """The prompts ``rows``, each with the random stream of its number, padded to the longest of all."""
+    """The prompts ``rows``, each with the random stream of its number, padded to the longest of
+    all.
+    """
     return PromptBatch([PROMPTS[row] for row in rows], rows, seed, max(map(len, PROMPTS)))
 
 
-def drawn(sampler: Sampler, batch: PromptBatch, version: int = 1, sampling: Sampling = SAMPLING) -> Rollout:
+def drawn(
+    sampler: Sampler, batch: PromptBatch, version: int = 1, sampling: Sampling = SAMPLING
+) -> Rollout:
     """One call of ``sample``."""
     with sampler.awake(version, len(batch), sampling.max_new_tokens):
         return sampler.sample(batch, sampling)
 
 
-def agreement(rollout: Rollout, trainer: PreTrainedModel, precision: Precision = "float32") -> dict[str, float]:
+def agreement(
+    rollout: Rollout, trainer: PreTrainedModel, precision: Precision = "float32"
+) -> dict[str, float]:
     """Compare the sampler's log-probabilities with those of one pass of ``trainer``."""
     tokens = rollout.batch
     with torch.no_grad():
-        scored: Tensor = token_statistics(response_logits(trainer, tokens), tokens, SAMPLING)["logprobs"]
+        scored: Tensor = token_statistics(response_logits(trainer, tokens), tokens, SAMPLING)[
+            "logprobs"
+        ]
     return logprob_differences(rollout.logprobs, scored, rollout.response_mask, precision)
 
 
 class SamplerContract:
-    """``sampler`` may have been used by an earlier test; each test syncs the weights that it needs."""
+    """``sampler`` may have been used by an earlier test; each test syncs the weights that it
+    needs.
+    """
 
     def test_a_rollout_is_whole(self, sampler: Sampler, policy: PreTrainedModel) -> None:
         sampler.sync(policy, 1)
         rollout = drawn(sampler, batch_of(range(16)))
         width, prompt = rollout.response_mask.shape[1], max(map(len, PROMPTS))
         assert rollout.tokens.shape == rollout.attention_mask.shape == (16, prompt + width)
-        assert len(set(map(len, rollout.replies()))) > 2 and rollout.finished.any() and not rollout.finished.all()
+        assert (
+            len(set(map(len, rollout.replies()))) > 2
+            and rollout.finished.any()
+            and not rollout.finished.all()
+        )
         for row, (ids, reply) in enumerate(zip(PROMPTS, rollout.replies(), strict=True)):
             left = prompt - len(ids)
             assert rollout.tokens[row, :prompt].tolist() == [PAD] * left + ids
@@ -76,7 +92,9 @@ class SamplerContract:
             assert (rollout.logprobs[row] < 0).tolist() == rollout.response_mask[row].tolist()
             stops = [i for i, token in enumerate(reply) if token in SAMPLING.stop_ids]
             assert bool(rollout.finished[row]) == (reply[-1] in SAMPLING.stop_ids)
-            assert stops in ([], [len(reply) - 1]) and (stops or len(reply) == SAMPLING.max_new_tokens)
+            assert stops in ([], [len(reply) - 1]) and (
+                stops or len(reply) == SAMPLING.max_new_tokens
+            )
             assert len(reply) > SAMPLING.min_new_tokens
             assert not {*reply} & {*FORBIDDEN, VOCABULARY - 2, VOCABULARY - 1}
 
@@ -91,7 +109,9 @@ class SamplerContract:
     ) -> None:
         sampler.sync(policy, 1)
         rollout = drawn(sampler, batch_of(range(16)))
-        require_agreement(agreement(rollout, copy.deepcopy(policy).bfloat16(), "bfloat16"), "bfloat16")
+        require_agreement(
+            agreement(rollout, copy.deepcopy(policy).bfloat16(), "bfloat16"), "bfloat16"
+        )
         wrong = copy.deepcopy(policy)
         with torch.no_grad():
             wrong.get_parameter("model.layers.1.mlp.down_proj.weight").mul_(2.0)
@@ -99,7 +119,9 @@ class SamplerContract:
             with pytest.raises(RlhfError, match="not the one that is scored"):
                 require_agreement(agreement(rollout, wrong, precision), precision)
 
-    def test_it_samples_with_the_weights_of_the_last_sync(self, sampler: Sampler, policy: PreTrainedModel) -> None:
+    def test_it_samples_with_the_weights_of_the_last_sync(
+        self, sampler: Sampler, policy: PreTrainedModel
+    ) -> None:
         sampler.sync(policy, 1)
         assert sampler.version == 1
         first = drawn(sampler, batch_of(range(16)))
@@ -122,7 +144,9 @@ class SamplerContract:
                 raise AssertionError("it woke up")
         assert len(drawn(sampler, batch_of(range(3))).replies()) == 3
 
-    def test_order_of_sync_awake_and_sample(self, sampler: Sampler, policy: PreTrainedModel) -> None:
+    def test_order_of_sync_awake_and_sample(
+        self, sampler: Sampler, policy: PreTrainedModel
+    ) -> None:
         sampler.sync(policy, 1)
         with pytest.raises(RlhfError, match="inside of awake"):
             sampler.sample(batch_of([0]), SAMPLING)
@@ -135,7 +159,9 @@ class SamplerContract:
             sampler.sample(batch_of([0]), SAMPLING)
         assert drawn(sampler, batch_of([0])).replies() == once
 
-    def test_an_error_inside_of_awake_ends_it(self, sampler: Sampler, policy: PreTrainedModel) -> None:
+    def test_an_error_inside_of_awake_ends_it(
+        self, sampler: Sampler, policy: PreTrainedModel
+    ) -> None:
         sampler.sync(policy, 1)
         with pytest.raises(KeyError), sampler.awake(1, 1, 9):
             raise KeyError
@@ -145,11 +171,15 @@ class SamplerContract:
     def test_ranks_with_replies_of_unequal_lengths_make_one_rollout(
         self, sampler: Sampler, policy: PreTrainedModel
     ) -> None:
-        """Each rank has every second prompt. One with short replies is narrower; one may have none at all."""
+        """Each rank has every second prompt. One with short replies is narrower; one may have none
+        at all.
+        """
         sampler.sync(policy, 1)
         whole = drawn(sampler, batch_of(range(16)))
         shares = [drawn(sampler, batch_of(range(rank, 16, 2))) for rank in range(2)]
-        assert [reply for pair in zip(*(s.replies() for s in shares), strict=True) for reply in pair] == whole.replies()
+        assert [
+            reply for pair in zip(*(s.replies() for s in shares), strict=True) for reply in pair
+        ] == whole.replies()
         short = drawn(sampler, batch_of([0, 4]), sampling=replace(SAMPLING, max_new_tokens=3))
         assert short.tokens.shape[1] < whole.tokens.shape[1]
         together = concatenate([short, whole], PAD)
@@ -170,7 +200,9 @@ class SamplerContract:
     def test_a_rollback_draws_other_replies_and_a_resumed_run_the_same(
         self, sampler: Sampler, policy: PreTrainedModel
     ) -> None:
-        """A rollback goes back to earlier weights with another seed; a resumed run has the seed that it had."""
+        """A rollback goes back to earlier weights with another seed; a resumed run has the seed
+        that it had.
+        """
         kept = copy.deepcopy(policy.state_dict())
         sampler.sync(policy, 1)
         first = drawn(sampler, batch_of(range(16)))

@@ -1,4 +1,6 @@
-"""States of engines that have been on the disk: written as checkpoints are, by all ranks, and read again."""
+"""States of engines that have been on the disk: written as checkpoints are, by all ranks, and read
+again.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,9 @@ from rlhf_core.training.engine.base import Engine
 
 
 def saved(engine: Engine) -> Checkpoint:
-    """The checkpoint of an engine's state; its folder is gone when this returns, but its tensors can be read."""
+    """The checkpoint of an engine's state; its folder is gone when this returns, but its tensors
+    can be read.
+    """
     with tempfile.TemporaryDirectory() as folder:
         manager = CheckpointManager(Path(folder, "checkpoints"))
         manager.save(0, *engine.state(), keep=1)

@@ -9,13 +9,16 @@ from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
-# Status, content and headers. Text is sent as it is, an iterator of bytes without a length, anything else as JSON.
+# Status, content and headers. Text is sent as it is, an iterator of bytes without a length,
+# anything else as JSON.
 Answer = tuple[int, Any] | tuple[int, Any, dict[str, str]]
 
 
 @contextlib.contextmanager
 def serving(handler: type[BaseHTTPRequestHandler]) -> Iterator[str]:
-    """Yield the address of a server with this handler, which runs until the block ends and logs nothing."""
+    """Yield the address of a server with this handler, which runs until the block ends and logs
+    nothing.
+    """
     handler.log_message = lambda *_: None  # type: ignore[method-assign]
     server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
     server.daemon_threads = True
@@ -31,7 +34,9 @@ def serving(handler: type[BaseHTTPRequestHandler]) -> Iterator[str]:
 
 @contextlib.contextmanager
 def post_server(answer: Callable[[str, dict[str, Any], dict[str, str]], Answer]) -> Iterator[str]:
-    """Yield the address of a server that answers POST requests of JSON by ``answer(path, body, headers)``."""
+    """Yield the address of a server that answers POST requests of JSON by
+    ``answer(path, body, headers)``.
+    """
 
     class Handler(BaseHTTPRequestHandler):
         def do_POST(self) -> None:
@@ -43,7 +48,9 @@ def post_server(answer: Callable[[str, dict[str, Any], dict[str, str]], Answer])
                 self.wfile.writelines(content)
                 return
             data = (content if isinstance(content, str) else json.dumps(content)).encode()
-            for name, value in ({"Content-Length": str(len(data))} | (more[0] if more else {})).items():
+            for name, value in (
+                {"Content-Length": str(len(data))} | (more[0] if more else {})
+            ).items():
                 self.send_header(name, value)
             self.end_headers()
             self.wfile.write(data)

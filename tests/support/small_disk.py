@@ -13,10 +13,15 @@ import pytest
 
 @contextmanager
 def small_disk(folder: Path, size: int) -> Iterator[None]:
-    """``folder`` as a file system of its own of ``size`` bytes; the test is skipped where none may be mounted."""
+    """``folder`` as a file system of its own of ``size`` bytes; the test is skipped where none may
+    be mounted.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     command = ["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", str(folder)]
-    if shutil.which("mount") is None or subprocess.run(command, capture_output=True).returncode != 0:
+    if (
+        shutil.which("mount") is None
+        or subprocess.run(command, capture_output=True).returncode != 0
+    ):
         pytest.skip("a tmpfs cannot be mounted here")
     try:
         yield

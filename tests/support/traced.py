@@ -1,4 +1,6 @@
-"""Which definitions of the core a stage executes: a check of fingerprints that does not look at names."""
+"""Which definitions of the core a stage executes: a check of fingerprints that does not look at
+names.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,9 @@ def reached(stage: str) -> set[str]:
 
 
 def missed(name: str, call: Callable[[], Any]) -> set[str]:
-    """Definitions that the stage's function executes during ``call`` and that its fingerprint does not count."""
+    """Definitions that the stage's function executes during ``call`` and that its fingerprint does
+    not count.
+    """
     executed: set[CodeType] = set()
 
     def note(frame: FrameType, event: str, argument: Any) -> None:
@@ -47,7 +51,9 @@ def missed(name: str, call: Callable[[], Any]) -> set[str]:
 
 
 def _definition(code: CodeType) -> str | None:
-    """The top-level definition that holds ``code``; None for code of other packages, modules and neutral ones."""
+    """The top-level definition that holds ``code``; None for code of other packages, modules and
+    neutral ones.
+    """
     path = Path(code.co_filename)
     if ROOT not in path.parents or code.co_name == "<module>":
         return None
@@ -59,7 +65,9 @@ def _definition(code: CodeType) -> str | None:
     assert module is not None
     for definition in module.definitions.values():
         for statement in definition.statements:
-            first = min([statement.lineno, *(d.lineno for d in getattr(statement, "decorator_list", ()))])
+            first = min(
+                [statement.lineno, *(d.lineno for d in getattr(statement, "decorator_list", ()))]
+            )
             if first <= code.co_firstlineno <= (statement.end_lineno or statement.lineno):
                 return str(definition)
     return f"{name}:{code.co_firstlineno}"

@@ -1,4 +1,6 @@
-"""Rows of all kinds for tests of validation, as stage collect writes them or in memory, and runs of both stages."""
+"""Rows of all kinds for tests of validation, as stage collect writes them or in memory, and runs of
+both stages.
+"""
 
 from __future__ import annotations
 
@@ -73,29 +75,43 @@ def run_validate(
     expectations: Path = SUITES,
     **settings: Any,
 ) -> tuple[dict[str, Any], Paths]:
-    """Write ``rows`` as stage collect does, run stage validate, and return its metrics and outputs."""
+    """Write ``rows`` as stage collect does, run stage validate, and return its metrics and
+    outputs.
+    """
     raw = workspace / "data" / "raw"
     for kind, listed in rows.items():
         names = [name for name in ROW_TYPES[kind].__dataclass_fields__ if name != "KIND"]
-        write_dicts(raw / kind / "data.parquet", kind, [{name: row[name] for name in names} for row in listed])
+        write_dicts(
+            raw / kind / "data.parquet",
+            kind,
+            [{name: row[name] for name in names} for row in listed],
+        )
     write_table(raw / "refused.parquet", findings_table(refused, REFUSED_SCHEMA))
-    kinds = {kind: {"derived_from": "others" if kind in derived else "", "files": []} for kind in rows}
+    kinds = {
+        kind: {"derived_from": "others" if kind in derived else "", "files": []} for kind in rows
+    }
     (raw / "manifest.json").write_text(json.dumps({"source": "files", "kinds": kinds}))
     return validate_raw(workspace, expectations, **settings)
 
 
-def collect_files(workspace: Path, files: Mapping[str, Any] | FileSources, **settings: Any) -> dict[str, Any]:
+def collect_files(
+    workspace: Path, files: Mapping[str, Any] | FileSources, **settings: Any
+) -> dict[str, Any]:
     """Run stage collect over files, and return its metrics."""
     config = CollectConfig.model_validate({"source": "files", "files": files, **settings})
     raw = Paths({"raw": workspace / "data/raw"})
     return dict(collect.run(config, Paths({}), raw, RunContext(workspace / "work")))
 
 
-def validate_raw(workspace: Path, expectations: Path = SUITES, **settings: Any) -> tuple[dict[str, Any], Paths]:
+def validate_raw(
+    workspace: Path, expectations: Path = SUITES, **settings: Any
+) -> tuple[dict[str, Any], Paths]:
     """Run stage validate over what stage collect wrote, and return its metrics and outputs."""
     outputs = Paths({key: workspace / path for key, path in validate.STAGE.outputs.items()})
     inputs = Paths({"raw": workspace / "data/raw", "expectations": expectations})
-    return dict(validate.run(ValidateConfig(**settings), inputs, outputs, RunContext(workspace / "work"))), outputs
+    return dict(
+        validate.run(ValidateConfig(**settings), inputs, outputs, RunContext(workspace / "work"))
+    ), outputs
 
 
 def dialogue(*turns: str) -> list[dict[str, str]]:
@@ -103,14 +119,20 @@ def dialogue(*turns: str) -> list[dict[str, str]]:
 
 
 def group_of(split: str, user: PairUser = PairUser.REWARD) -> str:
-    """A group that the hash puts into ``split``, and whose pairs are ``user``'s where it is not test."""
+    """A group that the hash puts into ``split``, and whose pairs are ``user``'s where it is not
+    test.
+    """
     names = (f"g{i}" for i in range(10_000))
     return next(
-        g for g in names if split_of(g, 1, SPLIT) == split and (split == "test" or pair_user_of(g, 1, SPLIT) == user)
+        g
+        for g in names
+        if split_of(g, 1, SPLIT) == split and (split == "test" or pair_user_of(g, 1, SPLIT) == user)
     )
 
 
-def row(kind: str, i: int, split: str, *turns: str, user: PairUser = PairUser.REWARD) -> dict[str, Any]:
+def row(
+    kind: str, i: int, split: str, *turns: str, user: PairUser = PairUser.REWARD
+) -> dict[str, Any]:
     return make_row(kind, i, prompt=dialogue(*turns), group=group_of(split, user))
 
 
@@ -125,14 +147,20 @@ class MemoryRows(StoredRows):
     table: pa.Table = None
 
     def parts(self, columns: Sequence[str] | None = None) -> Iterator[pa.Table]:
-        rows = self.table.take(pa.array(self.numbers)).select(list(columns or arrow_schema(self.kind).names))
+        rows = self.table.take(pa.array(self.numbers)).select(
+            list(columns or arrow_schema(self.kind).names)
+        )
         for start in range(0, rows.num_rows, PART_ROWS):
             yield rows.slice(start, PART_ROWS).combine_chunks()
 
 
-def memory_rows(kind: str, rows: Sequence[Mapping[str, Any]], origins: Origins | None = None) -> MemoryRows:
+def memory_rows(
+    kind: str, rows: Sequence[Mapping[str, Any]], origins: Origins | None = None
+) -> MemoryRows:
     schema = arrow_schema(kind)
-    table = pa.Table.from_pylist([{name: row[name] for name in schema.names} for row in rows], schema=schema)
+    table = pa.Table.from_pylist(
+        [{name: row[name] for name in schema.names} for row in rows], schema=schema
+    )
     return MemoryRows(kind, Path("memory"), len(rows), None, origins, table)
 
 

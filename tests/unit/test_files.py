@@ -1,4 +1,6 @@
-"""Locks that end with their process, files as private as the umask asks, JSON lines, and rare garbage collection."""
+"""Locks that end with their process, files as private as the umask asks, JSON lines, and rare
+garbage collection.
+"""
 
 from __future__ import annotations
 
@@ -43,18 +45,28 @@ def test_a_lock_is_released_with_its_process(tmp_path: Path) -> None:
 
 
 def test_nested_values_become_dotted_names() -> None:
-    assert files.flatten({"a": {"b": 1, "c": {"d": [2]}}, "e": None}, "x.") == {"x.a.b": 1, "x.a.c.d": [2], "x.e": None}
+    assert files.flatten({"a": {"b": 1, "c": {"d": [2]}}, "e": None}, "x.") == {
+        "x.a.b": 1,
+        "x.a.c.d": [2],
+        "x.e": None,
+    }
 
 
 def test_separators_of_unicode_end_no_json_line(tmp_path: Path) -> None:
     rows = [{"text": "a\u2028b\u2029c\x85d\x0b\x0c\x1c\r\ne"}, {"text": ""}]
     files.atomic_write_lines(tmp_path / "x.jsonl", rows)
-    assert [json.loads(line) for line in files.split_json_lines((tmp_path / "x.jsonl").read_text())] == rows
+    assert [
+        json.loads(line) for line in files.split_json_lines((tmp_path / "x.jsonl").read_text())
+    ] == rows
     assert files.split_json_lines("") == [] and files.split_json_lines('{"cut": ') == ['{"cut": ']
 
 
-@pytest.mark.parametrize(("umask", "file", "folder"), [(0o077, 0o600, 0o700), (0o027, 0o640, 0o750), (0, 0o644, 0o755)])
-def test_what_is_written_is_as_private_as_the_umask_asks(umask: int, file: int, folder: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("umask", "file", "folder"), [(0o077, 0o600, 0o700), (0o027, 0o640, 0o750), (0, 0o644, 0o755)]
+)
+def test_what_is_written_is_as_private_as_the_umask_asks(
+    umask: int, file: int, folder: int, tmp_path: Path
+) -> None:
     before = os.umask(umask)
     try:
         files.atomic_write_json(tmp_path / "a.json", {})
@@ -158,7 +170,9 @@ def test_a_lock_follows_no_link(planted: str, tmp_path: Path) -> None:
     assert planted != "link" or victim.read_text() == "years of work"
 
 
-def test_the_own_temporary_folder_is_closed_to_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_own_temporary_folder_is_closed_to_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     own = files.own_temporary_folder()
     assert own.parent == tmp_path and own.stat().st_mode & 0o777 == 0o700
@@ -166,7 +180,9 @@ def test_the_own_temporary_folder_is_closed_to_others(tmp_path: Path, monkeypatc
     assert files.own_temporary_folder().stat().st_mode & 0o777 == 0o700
 
 
-@pytest.mark.parametrize("planted", ["open to others", "open to the group", "link", "file", "of another user"])
+@pytest.mark.parametrize(
+    "planted", ["open to others", "open to the group", "link", "file", "of another user"]
+)
 def test_a_temporary_folder_that_others_may_fill_is_refused(
     planted: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -217,6 +233,9 @@ def test_what_somebody_adds_to_an_unfinished_folder_stays(tmp_path: Path) -> Non
 
 
 def test_a_folder_that_is_being_filled_is_left_alone(tmp_path: Path) -> None:
-    with files.filled_dir(tmp_path), pytest.raises(RlhfError, match="another process is writing into"):
+    with (
+        files.filled_dir(tmp_path),
+        pytest.raises(RlhfError, match="another process is writing into"),
+    ):
         files.clear_unfinished(tmp_path)
     assert list(tmp_path.iterdir()) == []

@@ -1,4 +1,6 @@
-"""Gates: bounds by hand, metrics that cannot be read, files that open and shut, and which gates guarantee others."""
+"""Gates: bounds by hand, metrics that cannot be read, files that open and shut, and which gates
+guarantee others.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,12 @@ from rlhf_core.stages.runtime.contract import Paths
 from rlhf_core.storage.files import sha256_file
 from rlhf_core.training.run_context import RunContext
 
-NESTED = {"kl": 2.5, "policy": {"repetition": 0.03}, "sft": {"repetition": 0.01}, "comparison": {"gold": {"win": 0.7}}}
+NESTED = {
+    "kl": 2.5,
+    "policy": {"repetition": 0.03},
+    "sft": {"repetition": 0.01},
+    "comparison": {"gold": {"win": 0.7}},
+}
 
 RELATIVE = ("at_most_of", "at_least_of")
 
@@ -38,7 +45,10 @@ def condition(metric: str, **bound: Any) -> Condition:
         (condition("comparison.gold.win", at_least=0.71), False),
         # max(2 * .01, .01 + .02) = .03
         (condition("policy.repetition", at_most_of="sft.repetition", factor=2.0, slack=0.02), True),
-        (condition("policy.repetition", at_most_of="sft.repetition", factor=2.0, slack=0.01), False),
+        (
+            condition("policy.repetition", at_most_of="sft.repetition", factor=2.0, slack=0.01),
+            False,
+        ),
         (condition("policy.repetition", at_most_of="sft.nothing"), False),
         (condition("sft.repetition", at_least_of="policy.repetition"), False),
         # min(1 * .03, .03 - .02) = .01
@@ -63,7 +73,9 @@ def test_what_is_no_finite_number_fails(value: Any, bound: dict[str, Any]) -> No
     assert not result.passed and result.value is None and result.note
 
 
-@pytest.mark.parametrize(("bound", "words"), [(10_000.0, "10000"), (0.65, "0.65"), (1e-5, "1e-05"), (1e12, "1e+12")])
+@pytest.mark.parametrize(
+    ("bound", "words"), [(10_000.0, "10000"), (0.65, "0.65"), (1e-5, "1e-05"), (1e12, "1e+12")]
+)
 def test_bounds_are_written_as_people_write_them(bound: float, words: str) -> None:
     assert check(condition("m", at_least=bound), {"m": 1.0}).bound == f">= {words}"
 
@@ -86,25 +98,43 @@ def test_evidence_holds_value_bound_reason_and_hash(tmp_path: Path) -> None:
     saved = json.loads((tmp_path / "gates" / "reward.json").read_text())
     assert saved["passed"] is False
     first = saved["conditions"][0]
-    assert (first["metric"], first["value"], first["limit"], first["passed"]) == ("accuracy", 0.6, 0.65, False)
+    assert (first["metric"], first["value"], first["limit"], first["passed"]) == (
+        "accuracy",
+        0.6,
+        0.65,
+        False,
+    )
     assert first["bound"] == ">= 0.65" and first["why"] == "because"
     assert saved["evidence"]["metrics/reward.json"] == sha256_file(path)
     assert saved["conditions"][1]["passed"] is True
 
 
 def test_a_bound_by_another_metric_is_written_out() -> None:
-    bounds = [check(condition("kl", **{kind: "sft.repetition"}, factor=1.03), NESTED).bound for kind in RELATIVE]
+    bounds = [
+        check(condition("kl", **{kind: "sft.repetition"}, factor=1.03), NESTED).bound
+        for kind in RELATIVE
+    ]
     assert bounds == [
         "<= max(1.03 * sft.repetition, sft.repetition + 0)",
         ">= min(1.03 * sft.repetition, sft.repetition - 0)",
     ]
-    assert check(condition("kl", at_least_of="nothing"), NESTED).note == "nothing is missing or not finite"
+    assert (
+        check(condition("kl", at_least_of="nothing"), NESTED).note
+        == "nothing is missing or not finite"
+    )
 
 
 def test_the_failure_is_one_line_that_names_what_failed_and_by_how_much() -> None:
-    rules = [condition("kl", at_most=1.0), condition("kl", at_least=1.0), condition("nothing", at_least=0.0)]
+    rules = [
+        condition("kl", at_most=1.0),
+        condition("kl", at_least=1.0),
+        condition("nothing", at_least=0.0),
+    ]
     failure = decide("policy", rules, NESTED).failure()
-    assert failure == "the policy gate failed: kl is 2.5, required ≤ 1; nothing is missing, required ≥ 0"
+    assert (
+        failure
+        == "the policy gate failed: kl is 2.5, required ≤ 1; nothing is missing, required ≥ 0"
+    )
 
 
 def test_a_shut_gate_leaves_evidence_and_no_stale_pass(tmp_path: Path) -> None:
@@ -119,7 +149,11 @@ def test_a_shut_gate_leaves_evidence_and_no_stale_pass(tmp_path: Path) -> None:
 def test_the_pass_file_never_changes_its_content(tmp_path: Path) -> None:
     contents = set()
     for bound in (3.0, 4.0):
-        settle(decide("policy", [condition("kl", at_most=bound)], NESTED), tmp_path / "g.json", tmp_path / "g.pass")
+        settle(
+            decide("policy", [condition("kl", at_most=bound)], NESTED),
+            tmp_path / "g.json",
+            tmp_path / "g.pass",
+        )
         contents.add((tmp_path / "g.pass").read_bytes())
     decision = decide("policy", [condition("kl", at_most=1.0)], NESTED, mode="report")
     settle(decision, tmp_path / "g.json", tmp_path / "g.pass")
@@ -140,10 +174,16 @@ def test_reward_stage_reads_all_three_models(tmp_path: Path) -> None:
     inputs, outputs = stage_paths(GATE_REWARD, tmp_path)
     inputs.metrics.write_text('{"accuracy": 0.8}')
     inputs.referee_metrics.write_text('{"accuracy": 0.5}')
-    inputs.scores.write_text('{"ids": ["a", "b", "c"], "chosen": [1.0, 0.0, 2.0], "rejected": [0.0, 1.0, 1.0]}')
-    inputs.referee_scores.write_text('{"ids": ["c", "a", "d"], "chosen": [1.0, 3.0, 0.0], "rejected": [2.0, 1.0, 0.0]}')
+    inputs.scores.write_text(
+        '{"ids": ["a", "b", "c"], "chosen": [1.0, 0.0, 2.0], "rejected": [0.0, 1.0, 1.0]}'
+    )
+    inputs.referee_scores.write_text(
+        '{"ids": ["c", "a", "d"], "chosen": [1.0, 3.0, 0.0], "rejected": [2.0, 1.0, 0.0]}'
+    )
     inputs.judge_metrics.write_text('{"accuracy": 0.65}')
-    inputs.judge_scores.write_text('{"ids": ["a", "b", "c"], "chosen": [1.0, 0.0, 1.0], "rejected": [0.0, 1.0, 2.0]}')
+    inputs.judge_scores.write_text(
+        '{"ids": ["a", "b", "c"], "chosen": [1.0, 0.0, 1.0], "rejected": [0.0, 1.0, 2.0]}'
+    )
     names = ("accuracy", "referee.accuracy", "judge.accuracy", "agreement.judge_share")
     config = GatesConfig(reward=tuple(condition(name, at_least=0.6) for name in names))
     with pytest.raises(GateFailed, match=r"referee\.accuracy"):
@@ -179,9 +219,14 @@ def test_the_policy_must_not_be_inferior_at_multiple_choice_questions_that_were_
     inputs.ppo_metrics.write_text("{}")
     config = GatesConfig(policy=(condition("kl", at_most=2.6),))
     if passed:
-        assert check_policy(config, inputs, outputs, RunContext(tmp_path / "work"))["conditions"] == 2.0
+        assert (
+            check_policy(config, inputs, outputs, RunContext(tmp_path / "work"))["conditions"]
+            == 2.0
+        )
     else:
-        with pytest.raises(GateFailed, match=r"multiple_choice.difference_low95 is -0.051, required ≥ -0.05"):
+        with pytest.raises(
+            GateFailed, match=r"multiple_choice.difference_low95 is -0.051, required ≥ -0.05"
+        ):
             check_policy(config, inputs, outputs, RunContext(tmp_path / "work"))
 
 
@@ -223,9 +268,17 @@ def test_an_empty_gate_is_refused_where_it_would_be_enforced() -> None:
         (0.01, None, 0.1, False),
     ],
 )
-def test_a_loss_has_its_margin(high: float | None, before: float | None, where: float | None, passed: bool) -> None:
-    loss = {name: value for name, value in (("loss_high95", high), ("baseline", before)) if value is not None}
-    condition = Condition(metric="safety.refuses_harmful", worse_by_less_than=0.05, where_at_least=where, why="w")
+def test_a_loss_has_its_margin(
+    high: float | None, before: float | None, where: float | None, passed: bool
+) -> None:
+    loss = {
+        name: value
+        for name, value in (("loss_high95", high), ("baseline", before))
+        if value is not None
+    }
+    condition = Condition(
+        metric="safety.refuses_harmful", worse_by_less_than=0.05, where_at_least=where, why="w"
+    )
     result = check(condition, {"losses": {"safety.refuses_harmful": loss}})
     assert result.passed is passed and result.bound == "worse by < 0.05"
     if passed and high is not None and high > 0.05:
@@ -234,12 +287,21 @@ def test_a_loss_has_its_margin(high: float | None, before: float | None, where: 
 
 def test_a_margin_guarantees_wider_ones_and_no_other_kind_of_bound() -> None:
     def margin(value: float, where: float | None = None) -> Condition:
-        return Condition(metric="repetition", worse_by_less_than=value, where_at_least=where, why="w")
+        return Condition(
+            metric="repetition", worse_by_less_than=value, where_at_least=where, why="w"
+        )
 
     assert weaker_conditions([margin(0.05)], [margin(0.1), margin(0.05), margin(0.1, 0.2)]) == []
     assert len(weaker_conditions([margin(0.1)], [margin(0.05)])) == 1
     assert len(weaker_conditions([margin(0.05, 0.1)], [margin(0.05)])) == 1
-    assert len(weaker_conditions([Condition(metric="repetition", at_most=0.0, why="w")], [margin(0.05)])) == 1
+    assert (
+        len(
+            weaker_conditions(
+                [Condition(metric="repetition", at_most=0.0, why="w")], [margin(0.05)]
+            )
+        )
+        == 1
+    )
 
 
 NUMBERS = st.sampled_from([-2.0, -1.0, 0.0, 0.5, 1.0, 2.0])
@@ -251,7 +313,9 @@ def conditions(draw: st.DrawFn) -> Condition:
     metric = draw(st.sampled_from(["kl", "length"]))
     if kind in ("at_least", "at_most"):
         return Condition(metric=metric, why="", **{kind: draw(NUMBERS)})
-    return Condition(metric=metric, why="", factor=draw(NUMBERS), slack=draw(NUMBERS), **{kind: "other"})
+    return Condition(
+        metric=metric, why="", factor=draw(NUMBERS), slack=draw(NUMBERS), **{kind: "other"}
+    )
 
 
 @given(
@@ -262,7 +326,9 @@ def conditions(draw: st.DrawFn) -> Condition:
 def test_what_passes_stricter_conditions_passes_the_required_one(
     own: list[Condition], required: Condition, metrics: dict[str, float]
 ) -> None:
-    if not weaker_conditions(own, [required]) and all(check(condition, metrics).passed for condition in own):
+    if not weaker_conditions(own, [required]) and all(
+        check(condition, metrics).passed for condition in own
+    ):
         assert check(required, metrics).passed
 
 
@@ -282,7 +348,11 @@ def kl(**fields: Any) -> Condition:
         (kl(at_most=5.0), kl(at_least=5.0), False),
         (kl(at_most=0.0), kl(at_most_of="other"), False),
         (kl(at_most_of="other", factor=2.0), kl(at_most_of="other", factor=2.0, slack=0.1), True),
-        (kl(at_most_of="other", factor=2.0, slack=0.1), kl(at_most_of="other", factor=2.0, slack=0.1), True),
+        (
+            kl(at_most_of="other", factor=2.0, slack=0.1),
+            kl(at_most_of="other", factor=2.0, slack=0.1),
+            True,
+        ),
         (kl(at_most_of="other", factor=2.0, slack=0.2), kl(at_most_of="other", factor=2.0), False),
         (kl(at_most_of="other", factor=1.5), kl(at_most_of="other", factor=2.0), False),
         (kl(at_most_of="another"), kl(at_most_of="other"), False),

@@ -1,4 +1,6 @@
-"""A hub that does not answer is refused in one line and within the time limit, before the library begins to retry."""
+"""A hub that does not answer is refused in one line and within the time limit, before the library
+begins to retry.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +36,9 @@ def online(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> pytest.MonkeyPatc
 def test_models_and_data_of_a_hub_that_is_away(online: pytest.MonkeyPatch) -> None:
     address = f"http://127.0.0.1:{free_port()}"
     online.setattr(constants, "ENDPOINT", address)
-    with pytest.raises(ModelError, match=rf"^owner/name cannot be loaded: the hub {address} does not") as caught:
+    with pytest.raises(
+        ModelError, match=rf"^owner/name cannot be loaded: the hub {address} does not"
+    ) as caught:
         load_policy("owner/name")
     assert "\n" not in str(caught.value) and "HF_ENDPOINT" in str(caught.value)
     with pytest.raises(DataError, match="hub:owner/name cannot be loaded"):

@@ -1,4 +1,6 @@
-"""``make setup`` names each step and lets pip show its progress; ``make run`` tells a gate's no from an error."""
+"""``make setup`` names each step and lets pip show its progress; ``make run`` tells a gate's no
+from an error.
+"""
 
 from __future__ import annotations
 
@@ -53,7 +55,10 @@ def test_each_step_is_named_before_it_runs_and_done_once(checkout: Path) -> None
     assert all(map(str.startswith, lines, (*begins, "ready; next: source .venv/bin/activate")))
     count = len(pins("requirements.lock"))
     assert f" {count} packages" in lines[2] and "--editable ." in lines[6]
-    assert "--require-hashes -r requirements.lock" in lines[3] and "-r requirements-torch.lock" in lines[4]
+    assert (
+        "--require-hashes -r requirements.lock" in lines[3]
+        and "-r requirements-torch.lock" in lines[4]
+    )
     calls = [line for line in lines if line.startswith("called")]
     assert len(lines) == 8 and all("--quiet" in line for line in calls)
     assert b"called" not in make_setup(checkout, subprocess.PIPE)
@@ -85,14 +90,17 @@ def test_a_gate_that_said_no_is_no_error_of_make(checkout: Path, code: int, stat
     program.write_text(f"#!/bin/sh\nexit {code}\n")
     program.chmod(0o755)
     command = ["make", "--no-print-directory", "run", "PYTHON=./python"]
-    ended = subprocess.run(command, cwd=checkout, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, timeout=60)
+    ended = subprocess.run(
+        command, cwd=checkout, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, timeout=60
+    )
     assert ended.returncode == status
     lines = ended.stdout.decode().splitlines()
     assert [line for line in lines if "gate said no" in line] == (lines[-1:] if code == 3 else [])
 
 
 HASHED = sorted(
-    {*ROOT.glob("requirements*.lock"), *ROOT.glob("infra/docker/*.lock")} - {ROOT / "requirements-torch.lock"}
+    {*ROOT.glob("requirements*.lock"), *ROOT.glob("infra/docker/*.lock")}
+    - {ROOT / "requirements-torch.lock"}
 )
 
 
@@ -100,11 +108,21 @@ HASHED = sorted(
 def test_every_package_of_a_lock_has_hashes(lock: Path) -> None:
     name = str(lock.relative_to(ROOT))
     assert pins(name).keys() == hashes(name).keys()
-    assert all(re.fullmatch("[0-9a-f]{64}", digest) for digests in hashes(name).values() for digest in digests)
+    assert all(
+        re.fullmatch("[0-9a-f]{64}", digest)
+        for digests in hashes(name).values()
+        for digest in digests
+    )
 
 
 def test_pip_takes_nothing_of_a_lock_without_its_hash() -> None:
-    recipes = (ROOT / "Makefile").read_text() + (ROOT / "infra" / "docker" / "Dockerfile").read_text()
-    hashed = [line for line in recipes.splitlines() if re.search(r"(-r|--requirement) \S*requirements(?!-torch)", line)]
+    recipes = (ROOT / "Makefile").read_text() + (
+        ROOT / "infra" / "docker" / "Dockerfile"
+    ).read_text()
+    hashed = [
+        line
+        for line in recipes.splitlines()
+        if re.search(r"(-r|--requirement) \S*requirements(?!-torch)", line)
+    ]
     assert len(hashed) == 6
     assert all("--require-hashes" in line or "hashed_install" in line for line in hashed)

@@ -1,4 +1,6 @@
-"""The doors for other packages: what they give is found, and what is broken is one line that stops nothing else."""
+"""The doors for other packages: what they give is found, and what is broken is one line that stops
+nothing else.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,15 @@ from flows.commands.doctor import plugin_checks
 from flows.registry.policies import KEY_VARIABLE, active_policies
 from rlhf_core.commands.plugged import EXTRAS
 from rlhf_core.config.operations import RegistryConfig, SignatureConfig
-from rlhf_core.plugins import COMMANDS, DISTRIBUTION, REGISTRY_POLICIES, PluginError, load_plugin, origin, plugins_of
+from rlhf_core.plugins import (
+    COMMANDS,
+    DISTRIBUTION,
+    REGISTRY_POLICIES,
+    PluginError,
+    load_plugin,
+    origin,
+    plugins_of,
+)
 
 Install = Callable[..., None]
 GREETING = """
@@ -35,7 +45,9 @@ def greet(name: str) -> None:
 
 @pytest.fixture
 def install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Install]:
-    """Makes a distribution with entry points of a group, and a module of its own, known to this process."""
+    """Makes a distribution with entry points of a group, and a module of its own, known to this
+    process.
+    """
 
     def make(distribution: str, group: str, entries: dict[str, str], **modules: str) -> None:
         folder = tmp_path / distribution
@@ -58,13 +70,17 @@ def output(*words: str) -> str:
     """What a command prints, or the message that it fails with."""
     result = CliRunner(env={"COLUMNS": "200"}).invoke(app, [*words])
     return (
-        result.output if result.exception is None or isinstance(result.exception, SystemExit) else str(result.exception)
+        result.output
+        if result.exception is None or isinstance(result.exception, SystemExit)
+        else str(result.exception)
     )
 
 
 def test_every_extra_comes_by_an_entry_point_of_this_distribution() -> None:
     entries = plugins_of(COMMANDS)
-    assert {name for name, (entry,) in entries.items() if origin(entry) == DISTRIBUTION} == set(EXTRAS)
+    assert {name for name, (entry,) in entries.items() if origin(entry) == DISTRIBUTION} == set(
+        EXTRAS
+    )
 
 
 def test_a_package_adds_a_command_and_one_to_a_group(install: Install) -> None:
@@ -85,7 +101,9 @@ def test_a_package_adds_a_command_and_one_to_a_group(install: Install) -> None:
         ("", "has no attribute 'app'"),
     ],
 )
-def test_a_broken_command_is_one_line_and_the_others_work(install: Install, module: str, said: str) -> None:
+def test_a_broken_command_is_one_line_and_the_others_work(
+    install: Install, module: str, said: str
+) -> None:
     install("broken", COMMANDS, {"fix": "broken_plugin:app"}, broken_plugin=module)
     sys.modules.pop("broken_plugin", None)
     message = output("fix", "--any", "thing")
@@ -122,25 +140,42 @@ def test_without_the_package_of_extras_its_commands_say_so_in_a_line(
 def test_an_installation_from_before_an_extra_says_to_install_again(
     path: str, install: Install, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    install(DISTRIBUTION.replace("-", "_"), "other.group", {"a": "b"})  # found first: its entry points alone count
+    install(
+        DISTRIBUTION.replace("-", "_"), "other.group", {"a": "b"}
+    )  # found first: its entry points alone count
     message = output(*path.split("."), "--anything")
     assert f"`rlhf {path.replace('.', ' ')}`" in message and "make setup" in message
 
 
-def test_a_policy_that_settings_name_must_be_there(install: Install, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_policy_that_settings_name_must_be_there(
+    install: Install, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.delenv(KEY_VARIABLE, raising=False)
     assert active_policies(RegistryConfig()) == []
-    with pytest.raises(PluginError, match=r"no installed package gives 'two-eyes' in rlhf\.registry_policies"):
+    with pytest.raises(
+        PluginError, match=r"no installed package gives 'two-eyes' in rlhf\.registry_policies"
+    ):
         active_policies(RegistryConfig(policies=("two-eyes",)))
-    install("eyes", REGISTRY_POLICIES, {"two-eyes": "eyes_plugin"}, eyes_plugin="def check_settings(*_): pass")
-    assert [module.__name__ for module in active_policies(RegistryConfig(policies=("two-eyes",)))] == ["eyes_plugin"]
+    install(
+        "eyes",
+        REGISTRY_POLICIES,
+        {"two-eyes": "eyes_plugin"},
+        eyes_plugin="def check_settings(*_): pass",
+    )
+    assert [
+        module.__name__ for module in active_policies(RegistryConfig(policies=("two-eyes",)))
+    ] == ["eyes_plugin"]
 
 
 @pytest.mark.parametrize("asks", ["settings", "environment"])
-def test_signatures_are_never_left_out_where_they_are_asked_for(asks: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_signatures_are_never_left_out_where_they_are_asked_for(
+    asks: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     wanted = SignatureConfig(public_key="key.pub") if asks == "settings" else SignatureConfig()
     monkeypatch.setenv(KEY_VARIABLE, "key.pem" if asks == "environment" else "")
-    assert [policy.__name__ for policy in active_policies(RegistryConfig(signature=wanted))] == ["rlhf_extras.signing"]
+    assert [policy.__name__ for policy in active_policies(RegistryConfig(signature=wanted))] == [
+        "rlhf_extras.signing"
+    ]
     monkeypatch.setattr("flows.registry.policies.SIGNATURE", "gone")
     with pytest.raises(PluginError, match="'gone'"):
         active_policies(RegistryConfig(signature=wanted))
@@ -168,17 +203,23 @@ def test_the_example_of_the_docs_is_installed_and_used(tmp_path: Path) -> None:
     (package / "pyproject.toml").write_text(blocks("toml")[0])
     venv.create(environment, with_pip=False)
     (site,) = environment.glob("lib/python*/site-packages")
-    (site / "outer.pth").write_text("\n".join(path for path in sys.path if path and Path(path).is_dir()))
+    (site / "outer.pth").write_text(
+        "\n".join(path for path in sys.path if path and Path(path).is_dir())
+    )
     python = environment / "bin" / "python"
     options = ("--no-deps", "--no-build-isolation", "--quiet")
     run(python, "-m", "pip", "install", *options, package, cwd=tmp_path).check_returncode()
 
-    rows = [{"question": f"What is {n} and {n}?", "verdict": f"It is {n + n}. > {n}"} for n in range(40)]
+    rows = [
+        {"question": f"What is {n} and {n}?", "verdict": f"It is {n + n}. > {n}"} for n in range(40)
+    ]
     lines = [json.dumps(row) for row in [*rows, {"question": "Why?", "verdict": "no arrow"}]]
     (workspace / "verdicts.jsonl").write_text("\n".join(lines))
     words = ["data", "inspect", "verdicts.jsonl", "--format", "verdicts", "--json"]
     (described,) = json.loads(run(python, "-m", "flows.cli", *words, cwd=workspace).stdout)["files"]
-    assert described["rows"] == 40 and described["refused"][0]["reason"].startswith("verdict has no")
+    assert described["rows"] == 40 and described["refused"][0]["reason"].startswith(
+        "verdict has no"
+    )
 
     (workspace / "dvc.yaml").write_text("{}")
     (workspace / "params.yaml").write_text(

@@ -1,4 +1,6 @@
-"""What a stage says while it runs, and what SIGTERM does to it: at once, at the next safe point, or forwarded."""
+"""What a stage says while it runs, and what SIGTERM does to it: at once, at the next safe point, or
+forwarded.
+"""
 
 from __future__ import annotations
 
@@ -56,7 +58,9 @@ def test_a_second_request_stops_training_at_once(monkeypatch: pytest.MonkeyPatch
         pytest.fail("training went on")
 
 
-def test_a_stage_that_is_already_stopping_is_not_interrupted(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_stage_that_is_already_stopping_is_not_interrupted(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(preemption, "SAME_REQUEST_SECONDS", 0.0)
     cleaned = []
     with pytest.raises(Preempted), PreemptionSignal().handled("sft"):
@@ -127,7 +131,9 @@ def test_lines_become_rarer(clock: Clock, capsys: pytest.CaptureFixture[str]) ->
 
 
 @pytest.mark.parametrize(
-    ("seconds", "printed"), [(0.9, ""), (4.0, "sft: 2/2 4 s\n")], ids=["within a second", "later: its last line once"]
+    ("seconds", "printed"),
+    [(0.9, ""), (4.0, "sft: 2/2 4 s\n")],
+    ids=["within a second", "later: its last line once"],
 )
 def test_what_a_short_work_prints(
     clock: Clock, capsys: pytest.CaptureFixture[str], seconds: float, printed: str
@@ -161,7 +167,9 @@ class Terminal(io.StringIO):
         return text
 
 
-def test_a_bar_takes_the_place_of_what_a_command_is_busy_with(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_bar_takes_the_place_of_what_a_command_is_busy_with(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     terminal = Terminal()
     monkeypatch.setattr("sys.stderr", terminal)
     monkeypatch.setenv("TERM", "xterm")

@@ -1,5 +1,6 @@
-"""Profiles: one is chosen for a pretrained model, settings that would wreck one are refused, and params.yaml is in the
-style in which DVC writes it: `dvc exp run -S` changes the line that it is asked to change."""
+"""Profiles: one is chosen for a pretrained model, settings that would wreck one are refused, and
+params.yaml is in the style in which DVC writes it: `dvc exp run -S` changes the line that it is
+asked to change."""
 
 from __future__ import annotations
 
@@ -11,7 +12,14 @@ from dvc.utils.hydra import apply_overrides
 
 from flows.dvc_repo.recipe import merged_params, with_profile_header
 from rlhf_core.config import yaml_text
-from rlhf_core.config.loading import Params, check_params, merge, overlays_of, profiles, workspace_name
+from rlhf_core.config.loading import (
+    Params,
+    check_params,
+    merge,
+    overlays_of,
+    profiles,
+    workspace_name,
+)
 from rlhf_core.errors import ConfigError
 
 RECIPE = (ROOT / "params.yaml").read_text(encoding="utf-8")
@@ -20,7 +28,11 @@ SOURCE = "base.source=HuggingFaceTB/SmolLM2-135M-Instruct"
 
 
 def settings(profile: str | None, *sets: str, base: str = RECIPE) -> Params:
-    return check_params(yaml_text.parse(merge(base, overlays_of(base, PROFILES, profile, sets), sets), "params.yaml"))
+    return check_params(
+        yaml_text.parse(
+            merge(base, overlays_of(base, PROFILES, profile, sets), sets), "params.yaml"
+        )
+    )
 
 
 @pytest.mark.parametrize("profile", [None, "own-data"])
@@ -36,14 +48,19 @@ def test_naming_a_pretrained_model_brings_settings_that_suit_it(profile: str | N
 
 
 def test_sets_go_over_the_profile_that_was_chosen_by_itself() -> None:
-    assert settings(None, SOURCE, "sft.optimizer.lr=2e-5", "compute.threads=1").sft.optimizer.lr == 2e-5
+    assert (
+        settings(None, SOURCE, "sft.optimizer.lr=2e-5", "compute.threads=1").sft.optimizer.lr
+        == 2e-5
+    )
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("profile", ["smollm2-360m", "paper-7b", "paper-13b", "pretrained"])
 def test_a_profile_with_a_model_of_its_own_stands_alone(profile: str) -> None:
     assert settings(profile, SOURCE).sft == settings(profile).sft
-    assert [name for name, _ in overlays_of(RECIPE, PROFILES, profile, [SOURCE])] == [f"profile {profile}"]
+    assert [name for name, _ in overlays_of(RECIPE, PROFILES, profile, [SOURCE])] == [
+        f"profile {profile}"
+    ]
 
 
 def test_a_recipe_with_a_model_of_its_own_keeps_its_settings() -> None:
@@ -64,7 +81,11 @@ PRETRAINED = {
     "judge": {"optimizer": {"lr": 1e-5}},
     "critic": {"optimizer": {"lr": 1e-5}},
     "policy": {"method": "ppo"},
-    "ppo": {"policy_optimizer": {"lr": 1e-6}, "critic_optimizer": {"lr": 5e-6}, "warmup_iterations": 0},
+    "ppo": {
+        "policy_optimizer": {"lr": 1e-6},
+        "critic_optimizer": {"lr": 5e-6},
+        "warmup_iterations": 0,
+    },
 }
 
 
@@ -87,7 +108,11 @@ def test_rates_that_would_wreck_the_model_are_refused(section: str, change: dict
     with pytest.raises(ConfigError) as caught:
         check_params(document)
     message = str(caught.value)
-    assert f"{section}." in message and "the profile pretrained" in message and len(message.splitlines()) == 1
+    assert (
+        f"{section}." in message
+        and "the profile pretrained" in message
+        and len(message.splitlines()) == 1
+    )
     check_params(document | {"base": {"source": "some/model", "allow_high_learning_rates": True}})
     check_params(document | {"base": {"source": "scratch"}})
 
@@ -96,15 +121,27 @@ def test_rates_that_would_wreck_the_model_are_refused(section: str, change: dict
     "change",
     [
         {"reward": {"optimizer": {"lr": 1e-3}, "lora": {"rank": 4}}},
-        {"ppo": {"policy_optimizer": {"lr": 1e-4}, "policy_lora": {}, "critic_optimizer": {"lr": 2e-4}}},
         {
-            "ppo": {"policy_optimizer": {"lr": 1e-5}, "critic_mode": "shared", "critic_optimizer": None},
+            "ppo": {
+                "policy_optimizer": {"lr": 1e-4},
+                "policy_lora": {},
+                "critic_optimizer": {"lr": 2e-4},
+            }
+        },
+        {
+            "ppo": {
+                "policy_optimizer": {"lr": 1e-5},
+                "critic_mode": "shared",
+                "critic_optimizer": None,
+            },
             "critic": {"optimizer": {"lr": 1e-2}},
         },
     ],
 )
 def test_adapters_and_new_heads_may_learn_faster(change: dict) -> None:
-    check_params(PRETRAINED | {name: PRETRAINED[name] | section for name, section in change.items()})
+    check_params(
+        PRETRAINED | {name: PRETRAINED[name] | section for name, section in change.items()}
+    )
 
 
 def test_profiles_stack_a_later_one_over_those_before_it() -> None:
@@ -132,7 +169,8 @@ def test_dvc_changes_one_line(profile: str | None, tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("profile", [None, *NAMES])
 def test_no_line_ends_in_a_space(profile: str | None) -> None:
-    # Beside the repository, where paths are short: DVC's style moves a long path to a line of its own, after a space.
+    # Beside the repository, where paths are short: DVC's style moves a long path to a line of its
+    # own, after a space.
     lines = merged_params(ROOT, profile, [], ROOT).splitlines()
     assert [line for line in lines if line.endswith(" ")] == []
 
@@ -140,7 +178,10 @@ def test_no_line_ends_in_a_space(profile: str | None) -> None:
 def test_dvc_changes_one_line_beside_a_long_path(tmp_path: Path) -> None:
     path, source = tmp_path / "params.yaml", "/data/" + "long/" * 30 + "pairs.jsonl"
     before = merged_params(
-        ROOT, "smoke", [f"collect.files.preferences=[{{path: {source}, category: harmless}}]"], tmp_path
+        ROOT,
+        "smoke",
+        [f"collect.files.preferences=[{{path: {source}, category: harmless}}]"],
+        tmp_path,
     )
     assert f"{source}\n" in before
     path.write_text(before)
@@ -158,9 +199,13 @@ def test_every_profile_has_a_header_of_its_own(tmp_path: Path) -> None:
     assert smoke[2].startswith("# Profile smoke: The whole pipeline") and "demo" not in smoke[2]
     assert "seed: 3" in smoke and any(line.startswith("profile: smoke ") for line in smoke)
     assert (ROOT / "params.yaml").read_text().splitlines()[:2] == smoke[:2]
-    long = with_profile_header("# General.\n# Profile demo: one\n# two\nseed: 1\n", "x", "word " * 60)
+    long = with_profile_header(
+        "# General.\n# Profile demo: one\n# two\nseed: 1\n", "x", "word " * 60
+    )
     first, second, *others = long.splitlines()
-    assert first == "# General." and second.startswith("# Profile x: word") and others[-1] == "seed: 1"
+    assert (
+        first == "# General." and second.startswith("# Profile x: word") and others[-1] == "seed: 1"
+    )
     assert max(map(len, long.splitlines())) <= 120 and "two" not in long
     assert with_profile_header("seed: 1\n", "x", "about.") == "# Profile x: about.\nseed: 1\n"
 

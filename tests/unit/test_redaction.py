@@ -45,7 +45,12 @@ ORDINARY = (
 
 @pytest.mark.parametrize("text", WITH_SECRET)
 def test_secrets_in_addresses_and_headers_are_masked(text: str) -> None:
-    for shown in (redacted(text), str(ConfigError(text)), first_line(OSError(text)), named_line(OSError(text))):
+    for shown in (
+        redacted(text),
+        str(ConfigError(text)),
+        first_line(OSError(text)),
+        named_line(OSError(text)),
+    ):
         assert SECRET not in shown and "***" in shown
 
 
@@ -59,11 +64,15 @@ def test_ordinary_texts_stay(text: str) -> None:
     assert redacted(text) == text
 
 
-def test_secrets_of_the_environment_are_masked_wherever_a_library_writes_them(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_secrets_of_the_environment_are_masked_wherever_a_library_writes_them(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://user:pa%20ss#word@localhost:1")
     monkeypatch.setenv("MLFLOW_TRACKING_PASSWORD", "correct horse")
     monkeypatch.setenv("PREFECT_API_AUTH_STRING", "admin:battery staple")
-    text = redacted("Port 'pa%20ss#word' and 'pa ss#word'; correct horse; admin:battery staple; 'battery staple'")
+    text = redacted(
+        "Port 'pa%20ss#word' and 'pa ss#word'; correct horse; admin:battery staple; 'battery staple'"
+    )
     assert text == "Port '***' and '***'; ***; ***; '***'"
 
 
@@ -80,25 +89,39 @@ def test_a_word_in_a_variable_of_another_kind_of_key_is_no_secret(
     monkeypatch: pytest.MonkeyPatch, name: str, value: str, is_secret: bool
 ) -> None:
     monkeypatch.setenv(name, value)
-    assert redacted(f"the rows have no {value}") == f"the rows have no {'***' if is_secret else value}"
+    assert (
+        redacted(f"the rows have no {value}") == f"the rows have no {'***' if is_secret else value}"
+    )
 
 
 @pytest.mark.parametrize(
     "path",
-    ["signing.pem", "my keys/release.pem", "/gone/ci.key", "/gone/id_ecdsa", "release-key", "~/keys/ci", "../k e y"],
+    [
+        "signing.pem",
+        "my keys/release.pem",
+        "/gone/ci.key",
+        "/gone/id_ecdsa",
+        "release-key",
+        "~/keys/ci",
+        "../k e y",
+    ],
 )
 def test_the_file_of_a_key_is_named(monkeypatch: pytest.MonkeyPatch, path: str) -> None:
     monkeypatch.setenv("RLHF_SIGNING_KEY", path)
     assert redacted(f"there is no file {path}") == f"there is no file {path}"
 
 
-@pytest.mark.parametrize("key", ["-----BEGIN EC PRIVATE KEY-----\nMHc", "MHcCAQEEIB" * 5, "a1" * 32])
+@pytest.mark.parametrize(
+    "key", ["-----BEGIN EC PRIVATE KEY-----\nMHc", "MHcCAQEEIB" * 5, "a1" * 32]
+)
 def test_a_key_in_place_of_its_file_is_masked(monkeypatch: pytest.MonkeyPatch, key: str) -> None:
     monkeypatch.setenv("RLHF_SIGNING_KEY", key)
     assert redacted(f"there is no file {key}") == "there is no file ***"
 
 
-def test_logs_and_tracebacks_are_redacted(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_logs_and_tracebacks_are_redacted(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     def crash(**_: object) -> None:
         raise ValueError(f"no answer from http://user:{SECRET}@localhost")
 
@@ -127,6 +150,13 @@ def test_output_that_cannot_be_written_is_an_error_of_the_user(redirection: str)
 
 
 def test_a_full_disk_is_known_by_its_number_and_in_a_copied_folder() -> None:
-    assert not is_full_disk(ConfigError("No space left on device")), "its message says already what to do"
-    of_a_folder = shutil.Error([("a", "b", "[Errno 28] No space left on device: 'b'"), ("c", "d", "the same")])
-    assert is_full_disk(of_a_folder) and first_line(of_a_folder) == "[Errno 28] No space left on device: 'b'"
+    assert not is_full_disk(ConfigError("No space left on device")), (
+        "its message says already what to do"
+    )
+    of_a_folder = shutil.Error(
+        [("a", "b", "[Errno 28] No space left on device: 'b'"), ("c", "d", "the same")]
+    )
+    assert (
+        is_full_disk(of_a_folder)
+        and first_line(of_a_folder) == "[Errno 28] No space left on device: 'b'"
+    )

@@ -1,4 +1,5 @@
-"""The folder ``data/raw``: rows, where each came from and what readers refused, written and read in parts.
+"""The folder ``data/raw``: rows, where each came from and what readers refused, written and read in
+parts.
 
 While it is written, derived rows follow those they come from.
 """
@@ -20,20 +21,29 @@ import pyarrow as pa
 from rlhf_core.config.data import SourceOptions
 from rlhf_core.data.collection.rows import DERIVED_FROM, FileRows, derive, whole_records
 from rlhf_core.data.readers.detection import unused_summary
-from rlhf_core.data.row_counts import READABLE, REFUSED_SCHEMA, TEXT, RowCounts, RowFinding, findings_table
+from rlhf_core.data.row_counts import (
+    READABLE,
+    REFUSED_SCHEMA,
+    TEXT,
+    RowCounts,
+    RowFinding,
+    findings_table,
+)
 from rlhf_core.data.schema import ROW_TYPES, arrow_schema, content_id, tables_of
 from rlhf_core.data.tables import TableWriter, parquet_footer, table_chunks
 from rlhf_core.errors import DataError
 from rlhf_core.storage.files import read_json
 
 PROVENANCE_SCHEMA = pa.schema({"kind": TEXT, "id": TEXT, "source": TEXT, "position": pa.int64()})
-# Ids of derived prompts whose records give no other row: nothing that they come from can fail validation.
+# Ids of derived prompts whose records give no other row: nothing that they come from can fail
+# validation.
 PROMPT_ONLY = "prompt_only.parquet"
 PROMPT_ONLY_SCHEMA = pa.schema({"id": TEXT})
 
 
 class RawFolder(ExitStack):
-    """Writes ``KIND/data.parquet``, ``provenance.parquet`` and ``refused.parquet``; they are there once the block ends.
+    """Writes ``KIND/data.parquet``, ``provenance.parquet`` and ``refused.parquet``; they are there
+    once the block ends.
 
     ``prompt_only.parquet`` is written too where prompts come from records that give no other row.
 
@@ -45,14 +55,16 @@ class RawFolder(ExitStack):
     def __init__(self, folder: Path, derived: Mapping[str, str], limit: int | None) -> None:
         """Begin with empty tables, of at most ``limit`` rows each.
 
-        ``derived`` says by kind what it is derived from; empty for kinds whose rows are only appended. Of a kind that
-        is both, rows have to be appended before what they may be derived from.
+        ``derived`` says by kind what it is derived from; empty for kinds whose rows are only
+        appended. Of a kind that is both, rows have to be appended before what they may be derived
+        from.
         """
         super().__init__()
         self.folder, self.limit = folder, limit
         self.rows, self.cut = dict.fromkeys(ROW_TYPES, 0), dict.fromkeys(ROW_TYPES, 0)
         self._is_derived = {kind: bool(derived[kind]) for kind in ROW_TYPES}
-        # What also comes from other children is derived first, so that its rows keep the labels of their first parent.
+        # What also comes from other children is derived first, so that its rows keep the labels of
+        # their first parent.
         self._children: dict[str, list[str]] = {kind: [] for kind in ROW_TYPES}
         for child, parents in reversed(DERIVED_FROM.items()):
             if derived[child]:
@@ -83,8 +95,11 @@ class RawFolder(ExitStack):
                     path.unlink()
         return is_handled
 
-    def append(self, kind: str, rows: Sequence[dict[str, Any]], into: Collection[str] | None = None) -> None:
-        """Append rows with their ``path`` and ``position``, and what derives from them. Records are not torn apart.
+    def append(
+        self, kind: str, rows: Sequence[dict[str, Any]], into: Collection[str] | None = None
+    ) -> None:
+        """Append rows with their ``path`` and ``position``, and what derives from them. Records are
+        not torn apart.
 
         Args:
             into: The kinds that these rows may be derived into; None for all that are derived.
@@ -101,16 +116,25 @@ class RawFolder(ExitStack):
             if into is None or child in into:
                 self.append(child, derive(child, rows, self._seen[child]), into)
 
-    def append_prompts(self, rows: Sequence[dict[str, Any]], into: Collection[str] | None = None) -> None:
-        """Append prompts of records that give no other row, with their ids; nothing where prompts are not derived."""
+    def append_prompts(
+        self, rows: Sequence[dict[str, Any]], into: Collection[str] | None = None
+    ) -> None:
+        """Append prompts of records that give no other row, with their ids; nothing where prompts
+        are not derived.
+        """
         if rows and self._is_derived["prompts"] and (into is None or "prompts" in into):
             ids = [content_id("prompts", row) for row in rows]
-            self._table(PROMPT_ONLY, PROMPT_ONLY_SCHEMA).write(pa.table({"id": ids}, schema=PROMPT_ONLY_SCHEMA))
+            self._table(PROMPT_ONLY, PROMPT_ONLY_SCHEMA).write(
+                pa.table({"id": ids}, schema=PROMPT_ONLY_SCHEMA)
+            )
             self.append("prompts", derive("prompts", rows, self._seen["prompts"]))
 
 
-def fair_shares(sizes: Sequence[int], limit: int | None, weights: Sequence[float] | None = None) -> list[int]:
-    """Return how many of ``limit`` each source gives: in proportion to its weight, or all it has where that is less.
+def fair_shares(
+    sizes: Sequence[int], limit: int | None, weights: Sequence[float] | None = None
+) -> list[int]:
+    """Return how many of ``limit`` each source gives: in proportion to its weight, or all it has
+    where that is less.
 
     Args:
         sizes: How many rows each source has.
@@ -144,7 +168,9 @@ class CountedSource:
     options: SourceOptions = field(default_factory=SourceOptions)
 
     def take(self, part: FileRows) -> list[dict[str, Any]]:
-        """Count a part of the source; return its rows within the cap, with their ``path`` and ``position``."""
+        """Count a part of the source; return its rows within the cap, with their ``path`` and
+        ``position``.
+        """
         cap, before = self.options.cap, self.counts.kept
         self.counts.take(part.counts)
         if cap is not None:
@@ -155,8 +181,12 @@ class CountedSource:
             for row, position in zip(part.rows[:kept], part.positions[:kept], strict=True)
         ]
 
-    def prompts_within_cap(self, part: FileRows, taken: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-        """Return the prompts that are all a record gives, up to the record that fills the cap: the last one taken."""
+    def prompts_within_cap(
+        self, part: FileRows, taken: Sequence[Mapping[str, Any]]
+    ) -> list[dict[str, Any]]:
+        """Return the prompts that are all a record gives, up to the record that fills the cap: the
+        last one taken.
+        """
         prompts = [row | {"path": part.counts.source} for row in part.prompt_only]
         if self.options.cap is None or self.counts.kept < self.options.cap:
             return prompts
@@ -164,9 +194,13 @@ class CountedSource:
         return [row for row in prompts if row["position"] < last]
 
     def about(self, rows: int, licence: str | None) -> dict[str, Any]:
-        """Return what the manifest says of the source: its share of the ``rows`` of its kind, and its licence."""
+        """Return what the manifest says of the source: its share of the ``rows`` of its kind, and
+        its licence.
+        """
         share = self.counts.kept / rows if rows else 0.0
-        options = {name: getattr(self.options, name) for name in ("weight", "cap", "category", "derive")}
+        options = {
+            name: getattr(self.options, name) for name in ("weight", "cap", "category", "derive")
+        }
         about = self.counts.as_dict() | unused_summary(self.counts.unused) | options
         about |= {"share": share, "licence": self.options.licence or licence}
         unset = [name for name in ("licence", "category", "derive") if about[name] is None]
@@ -176,9 +210,11 @@ class CountedSource:
 def write_sources(
     raw: RawFolder, kind: str, sources: Iterable[tuple[Iterable[FileRows], SourceOptions]]
 ) -> list[CountedSource]:
-    """Write the rows of the sources of a kind, which come in parts, up to their caps; return the counts of each.
+    """Write the rows of the sources of a kind, which come in parts, up to their caps; return the
+    counts of each.
 
-    With a limit, rows wait in a file for each source until all are read: the share of each depends on the sizes of all.
+    With a limit, rows wait in a file for each source until all are read: the share of each depends
+    on the sizes of all.
     """
     written: list[CountedSource] = []
     spools: list[tuple[_Spool, _Spool]] = []
@@ -216,12 +252,18 @@ def write_sources(
 
 
 class _Spool:
-    """The first ``limit`` rows of a source in a file of their own, until it is known how many of them are taken."""
+    """The first ``limit`` rows of a source in a file of their own, until it is known how many of
+    them are taken.
+    """
 
     def __init__(self, path: Path, kind: str, limit: int, stack: ExitStack) -> None:
         self.path, self.kind, self.limit = path, kind, limit
         self._left = limit
-        schema = arrow_schema(kind).append(pa.field("path", pa.string())).append(pa.field("position", pa.int64()))
+        schema = (
+            arrow_schema(kind)
+            .append(pa.field("path", pa.string()))
+            .append(pa.field("position", pa.int64()))
+        )
         self._table = stack.enter_context(TableWriter(path, schema))
 
     def append(self, rows: Sequence[dict[str, Any]]) -> None:
@@ -284,7 +326,9 @@ class StoredRows:
 
     @classmethod
     def of_file(cls, kind: str, path: Path) -> StoredRows:
-        """All rows of a file; ``DataError`` when it is missing or has other columns than those of ``kind``."""
+        """All rows of a file; ``DataError`` when it is missing or has other columns than those of
+        ``kind``.
+        """
         stored_schema, rows = parquet_footer(path)
         missing = [name for name in arrow_schema(kind).names if name not in stored_schema.names]
         if missing:
@@ -304,7 +348,9 @@ class StoredRows:
         return np.arange(self.stored) if self.kept is None else np.flatnonzero(self.kept)
 
     def origin(self, number: int) -> dict[str, Any]:
-        """The ``source`` and ``position`` that the row of this number in the file was read from; empty for none."""
+        """The ``source`` and ``position`` that the row of this number in the file was read from;
+        empty for none.
+        """
         return {} if self.origins is None else self.origins[number]
 
     def where(self, keep: npt.NDArray[np.bool_]) -> StoredRows:
@@ -314,7 +360,8 @@ class StoredRows:
         return replace(self, kept=kept)
 
     def parts(self, columns: Sequence[str] | None = None) -> Iterator[pa.Table]:
-        """Yield the rows in order, some thousand at a time, with all columns of the kind or some of them.
+        """Yield the rows in order, some thousand at a time, with all columns of the kind or some of
+        them.
 
         Raises:
             DataError: The file is damaged, or a value is not of its column's type.
@@ -333,7 +380,9 @@ class StoredRows:
         try:
             return table.select(names).cast(schema)
         except (pa.ArrowInvalid, pa.ArrowNotImplementedError, ValueError) as error:
-            raise DataError(f"{self.path} has columns of other types than the schema's: {error}") from error
+            raise DataError(
+                f"{self.path} has columns of other types than the schema's: {error}"
+            ) from error
 
 
 @dataclass(frozen=True)
@@ -356,12 +405,16 @@ class RawData:
 
 
 def read_raw(raw: Path) -> RawData:
-    """Open the folder ``data/raw``; ``DataError`` when a file is missing or has other columns or another length."""
+    """Open the folder ``data/raw``; ``DataError`` when a file is missing or has other columns or
+    another length.
+    """
     rows = {kind: StoredRows.of_file(kind, raw / kind / "data.parquet") for kind in ROW_TYPES}
     origins = _read_provenance(raw / "provenance.parquet")
     for kind, listed in origins.items():
         if len(listed) != rows[kind].num_rows:
-            raise DataError(f"{raw}/provenance.parquet does not fit the rows of {kind}; collect the data again")
+            raise DataError(
+                f"{raw}/provenance.parquet does not fit the rows of {kind}; collect the data again"
+            )
         rows[kind] = replace(rows[kind], origins=listed)
     manifest = raw / "manifest.json"
     kinds = read_json(manifest)["kinds"] if manifest.is_file() else {}
@@ -386,7 +439,10 @@ def _chunks_of(path: Path, columns: list[str] | None = None) -> Iterable[pa.Tabl
 
 def _provenance_table(kind: str, rows: Sequence[Mapping[str, Any]]) -> pa.Table:
     """Return the ``path`` and ``position`` of rows of a kind as they are stored."""
-    listed = [{"kind": kind, "id": row["id"], "source": row["path"], "position": row["position"]} for row in rows]
+    listed = [
+        {"kind": kind, "id": row["id"], "source": row["path"], "position": row["position"]}
+        for row in rows
+    ]
     return pa.Table.from_pylist(listed, schema=PROVENANCE_SCHEMA)
 
 
@@ -405,7 +461,9 @@ def _read_provenance(path: Path) -> dict[str, Origins]:
             positions.setdefault(kind, []).append(position[kinds == kind])
     origins = {}
     for kind, of_kind in sources.items():
-        origins[kind] = Origins(list(numbers), np.concatenate(of_kind), np.concatenate(positions[kind]))
+        origins[kind] = Origins(
+            list(numbers), np.concatenate(of_kind), np.concatenate(positions[kind])
+        )
     return origins
 
 

@@ -61,8 +61,8 @@ class FileRows:
     Attributes:
         positions: By row, the line or number of its record.
         refused: The records that cannot be used.
-        prompt_only: Where demonstrations are read, the prompts of records whose reply is not to be imitated: rows of
-            prompts with their ``position``.
+        prompt_only: Where demonstrations are read, the prompts of records whose reply is not to be
+            imitated: rows of prompts with their ``position``.
         label: What the rows call the file, where they have no ``source`` of their own.
     """
 
@@ -82,8 +82,12 @@ class FileRows:
         self.prompt_only += part.prompt_only
 
 
-def read_records(records: Iterable[Record], kind: str, source: str, options: ReadOptions | None = None) -> FileRows:
-    """Turn all records of a file into rows of ``kind``; see :func:`row_chunks`, whose parts are joined here."""
+def read_records(
+    records: Iterable[Record], kind: str, source: str, options: ReadOptions | None = None
+) -> FileRows:
+    """Turn all records of a file into rows of ``kind``; see :func:`row_chunks`, whose parts are
+    joined here.
+    """
     return joined(row_chunks(records, kind, source, "", source, options or ReadOptions()))
 
 
@@ -106,8 +110,9 @@ def row_chunks(
 ) -> Iterator[FileRows]:
     """Yield the rows of a file some thousand records at a time.
 
-    All rows of a record are in one chunk, which has fewer records where they are long. The format is that of the first
-    records. Messages that are joined into trees are read all together: those of one tree may be anywhere in the file.
+    All rows of a record are in one chunk, which has fewer records where they are long. The format
+    is that of the first records. Messages that are joined into trees are read all together: those
+    of one tree may be anywhere in the file.
 
     Args:
         kind: One of ``ROW_TYPES``; None for what the file serves as best.
@@ -116,8 +121,8 @@ def row_chunks(
         label: What the rows call it, in their column ``source``; by default its path.
 
     Raises:
-        DataError: No known format fits, or several do, or the format carries nothing of this kind, or a column or
-            dimension that ``options`` names does not exist.
+        DataError: No known format fits, or several do, or the format carries nothing of this kind,
+            or a column or dimension that ``options`` names does not exist.
     """
     remaining = iter(records)
     first = first_records(remaining)
@@ -157,7 +162,9 @@ def add_record(part: FileRows, original: Record, shape: Format, options: ReadOpt
             rows = [row | {"columns": columns} for row in rows]
     except Refusal as refusal:
         row = _as_json(original.value)
-        finding = RowFinding(READABLE, counts.kind, str(refusal), counts.source, record.position, row=row)
+        finding = RowFinding(
+            READABLE, counts.kind, str(refusal), counts.source, record.position, row=row
+        )
         part.refused.append(finding)
         counts.refuse(finding)
     except Undecided as undecided:
@@ -174,7 +181,9 @@ def add_record(part: FileRows, original: Record, shape: Format, options: ReadOpt
         unused = unused_columns(record.value, shape)
         # What else the record of a prompt says is kept for reward functions.
         counts.unused.update(unused if counts.kind != "prompts" else filter(is_flag, unused))
-        for name in unread_prompt_parts(record.value, shape.read, rows[0].get("prompt", ())) if rows else ():
+        for name in (
+            unread_prompt_parts(record.value, shape.read, rows[0].get("prompt", ())) if rows else ()
+        ):
             noticed[
                 f"{name} may be a part of the prompt, and is not read: name the columns (--column, --template)"
             ] += 1
@@ -182,9 +191,11 @@ def add_record(part: FileRows, original: Record, shape: Format, options: ReadOpt
 
 
 def columns_kept(value: Any) -> str | None:
-    """Return what the record of a prompt says beside it, as JSON for reward functions; None where it says nothing.
+    """Return what the record of a prompt says beside it, as JSON for reward functions; None where
+    it says nothing.
 
-    A date is its text; bytes are left out, and so is what JSON cannot hold, such as a number of a million digits.
+    A date is its text; bytes are left out, and so is what JSON cannot hold, such as a number of a
+    million digits.
     """
     if not isinstance(value, dict):
         return None
@@ -198,7 +209,9 @@ def columns_kept(value: Any) -> str | None:
     return json.dumps(columns, default=str) if columns else None
 
 
-def _require_kind(shape: Format, kind: str, options: ReadOptions, where: str, first_row: str) -> None:
+def _require_kind(
+    shape: Format, kind: str, options: ReadOptions, where: str, first_row: str
+) -> None:
     name = shape.name
     if kind not in shape.kinds:
         note = f" ({shape.note})" if shape.note else ""
@@ -207,7 +220,9 @@ def _require_kind(shape: Format, kind: str, options: ReadOptions, where: str, fi
             f"{note}; its first row: {first_row}"
         )
     if options.dimension is not None and options.dimension not in shape.dimensions:
-        raise DataError(f"{where} is of format {name}, which has no dimension {options.dimension}; take it out")
+        raise DataError(
+            f"{where} is of format {name}, which has no dimension {options.dimension}; take it out"
+        )
     if shape.dimensions and options.dimension is None and kind != "prompts":
         raise DataError(
             f"{where} is of format {name}, which states several preferences; choose one of "
@@ -221,27 +236,35 @@ def _as_json(value: Any) -> str:
         text = json.dumps(value, ensure_ascii=False, default=str)
     except (ValueError, TypeError, RecursionError) as error:
         return json.dumps(f"a {type(value).__name__} that JSON cannot hold: {error}")
-    # Half of a surrogate pair cannot be stored as UTF-8, but the reader of the quarantine should see it.
+    # Half of a surrogate pair cannot be stored as UTF-8, but the reader of the quarantine should
+    # see it.
     return printable(text)
 
 
 def _require_format(record: Record, shape: Format, detected: bool) -> None:
-    """Refuse a record of another format; under a ``detected`` format it would lose its further columns."""
+    """Refuse a record of another format; under a ``detected`` format it would lose its further
+    columns.
+    """
     if record.problem:
         raise Refusal(record.problem)
     if not shape.matches(record.value):
         if missing := missing_replies(record.value):
             raise Refusal(f"{missing[0]} is missing")
-        raise Refusal(f"does not match the format {shape.name} of the file: expected {shape.example}")
+        raise Refusal(
+            f"does not match the format {shape.name} of the file: expected {shape.example}"
+        )
     other = format_of(record.value) if detected else None
     if other is not None and other is not shape:
-        raise Refusal(f"is of format {other.name}, the file of format {shape.name}: expected {shape.example}")
+        raise Refusal(
+            f"is of format {other.name}, the file of format {shape.name}: expected {shape.example}"
+        )
 
 
 def _rows(
     value: Any, shape: Format, kind: str, options: ReadOptions, source: str, noticed: Counter[str]
 ) -> list[dict[str, Any]]:
-    """Return the rows of one record; :class:`Refusal` and :class:`Undecided` concern the whole record.
+    """Return the rows of one record; :class:`Refusal` and :class:`Undecided` concern the whole
+    record.
 
     What was ``noticed`` of rows that stay is counted there.
     """
@@ -267,11 +290,19 @@ def _rows(
             row["margin"] = parsed.margin if parsed.margin is not None else _margin(labels)
         elif kind != "prompts" and parsed.chosen is not None and parsed.margin is None:
             with suppress(Undecided):
-                _margin(labels)  # the chosen reply is imitated only if nothing says that the other is better
+                _margin(
+                    labels
+                )  # the chosen reply is imitated only if nothing says that the other is better
         origin = labels.get("source")
-        row["source"] = text_of(origin, "source") if isinstance(origin, str) and origin else escaped_controls(source)
+        row["source"] = (
+            text_of(origin, "source")
+            if isinstance(origin, str) and origin
+            else escaped_controls(source)
+        )
         category = options.category or labels.get("category") or parsed.category or origin
-        row["category"] = text_of(category, "category") if isinstance(category, str) and category else "general"
+        row["category"] = (
+            text_of(category, "category") if isinstance(category, str) and category else "general"
+        )
         row["id"] = content_id(kind, row)
         row["group"] = prompt_group(parsed.prompt) if parsed.prompt is not None else row["id"]
         rows.append(row)
@@ -280,10 +311,18 @@ def _rows(
 
 def _content(parsed: Parsed, kind: str, labels: Mapping[str, Any]) -> dict[str, Any]:
     """Return the content columns of a row of ``kind``; :class:`Refusal` names what is missing."""
-    if parsed.reply is not None and kind in ("demonstrations", "pretrain") and is_labelled_false(labels):
+    if (
+        parsed.reply is not None
+        and kind in ("demonstrations", "pretrain")
+        and is_labelled_false(labels)
+    ):
         raise LabelledFalse("the reply is labelled false: nothing to imitate")
     if kind == "pretrain":
-        return {"text": parsed.text if parsed.text is not None else dialogue_text(parsed.prompt or [], _reply(parsed))}
+        return {
+            "text": parsed.text
+            if parsed.text is not None
+            else dialogue_text(parsed.prompt or [], _reply(parsed))
+        }
     if parsed.prompt is None:
         raise Refusal("there is no prompt")
     if kind == "prompts":
@@ -311,7 +350,9 @@ def _margin(labels: Mapping[str, Any]) -> float | None:
     if value is None or value == "":
         return _score_gap(labels)
     try:
-        if isinstance(value, bool) or (isinstance(value, str) and "_" in value):  # float("1_000") is Python's own
+        if isinstance(value, bool) or (
+            isinstance(value, str) and "_" in value
+        ):  # float("1_000") is Python's own
             raise TypeError
         margin = float(value)
     except OverflowError:
@@ -336,13 +377,16 @@ def _score_gap(labels: Mapping[str, Any]) -> float | None:
         if chosen == rejected:
             raise Undecided("both replies have the same score")
         if (chosen < rejected) != are_ranks:
-            raise Refusal(f"the scores prefer the other reply: {names[0]} is {chosen:g}, {names[1]} is {rejected:g}")
+            raise Refusal(
+                f"the scores prefer the other reply: {names[0]} is {chosen:g}, {names[1]} is {rejected:g}"
+            )
         return None if are_ranks else chosen - rejected
     return None
 
 
 def prompt_group(prompt: Sequence[Turn]) -> str:
-    """Return the key that rows are split by: the prompt's turns, casefolded, with whitespace collapsed.
+    """Return the key that rows are split by: the prompt's turns, casefolded, with whitespace
+    collapsed.
 
     System turns do not count: the same question under another system prompt is the same question.
     """
@@ -369,35 +413,48 @@ def derived_from(given: Collection[str], also: Collection[str] = ()) -> dict[str
 
     Kinds in ``also`` are derived although they are given.
 
-    Demonstrations come from chosen replies, prompts from all prompts, pretraining text from demonstrations. Preferences
-    are derived from nothing, and a kind that was given but has no usable row stays empty: the data gate reports it.
+    Demonstrations come from chosen replies, prompts from all prompts, pretraining text from
+    demonstrations. Preferences are derived from nothing, and a kind that was given but has no
+    usable row stays empty: the data gate reports it.
     """
     derived: dict[str, str] = {}
     for kind in ROW_TYPES:
-        parents = [parent for parent in DERIVED_FROM.get(kind, ()) if parent in given or derived[parent]]
+        parents = [
+            parent for parent in DERIVED_FROM.get(kind, ()) if parent in given or derived[parent]
+        ]
         derived[kind] = ", ".join(parents) if kind in also or kind not in given else ""
     return derived
 
 
 def derive(
-    kind: str, parents: Sequence[Mapping[str, Any]], seen: set[str], passed: Sequence[bool] | None = None
+    kind: str,
+    parents: Sequence[Mapping[str, Any]],
+    seen: set[str],
+    passed: Sequence[bool] | None = None,
 ) -> list[dict[str, Any]]:
-    """Return the distinct rows of ``kind`` that come from ``parents``, with ids; of equal rows the first.
+    """Return the distinct rows of ``kind`` that come from ``parents``, with ids; of equal rows the
+    first.
 
-    They have the labels of their parent, and its file and line where these are given. Of a ranking, which gives several
-    pairs, the best first, only the best reply is imitated: the one that the record's first pair to a prompt prefers.
+    They have the labels of their parent, and its file and line where these are given. Of a ranking,
+    which gives several pairs, the best first, only the best reply is imitated: the one that the
+    record's first pair to a prompt prefers.
 
     Args:
         parents: Rows, with all rows of a record that one of them is of.
         seen: Ids of rows that were derived before; those of the new rows are added.
-        passed: By parent, whether rows come from it. The others still tell which reply of a record is the best.
+        passed: By parent, whether rows come from it. The others still tell which reply of a record
+            is the best.
     """
     kept: dict[str, dict[str, Any]] = {}
     best: dict[tuple[Any, ...], str] = {}
     for number, parent in enumerate(parents):
         if kind == "demonstrations" and "path" in parent:
             turns = ((turn["role"], turn["content"]) for turn in parent["prompt"] or [])
-            record = (parent["path"], parent["position"], *turns)  # the same for all of its pairs of one prompt
+            record = (
+                parent["path"],
+                parent["position"],
+                *turns,
+            )  # the same for all of its pairs of one prompt
             if best.setdefault(record, parent["chosen"]) != parent["chosen"]:
                 continue
         if passed is not None and not passed[number]:
@@ -420,7 +477,8 @@ def whole_records(parts: Iterable[list[dict[str, Any]]]) -> Iterator[list[dict[s
     """Yield rows in other parts, in which all rows of a record are together.
 
     Args:
-        parts: Rows in order, with the ``path`` and ``position`` of their records; without these each is a record.
+        parts: Rows in order, with the ``path`` and ``position`` of their records; without these
+            each is a record.
     """
     waiting: list[dict[str, Any]] = []
     for part in parts:

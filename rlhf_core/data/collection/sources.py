@@ -17,7 +17,14 @@ from typing import Any, get_args
 from rlhf_core.config.data import CollectConfig, DataSource, FileSources, ReadOptions, SourceOptions
 from rlhf_core.config.formats import FormatName
 from rlhf_core.data.collection.rows import FileRows, joined, row_chunks
-from rlhf_core.data.readers.detection import PROBE, first_records, format_named, printable, recognised, unread_replies
+from rlhf_core.data.readers.detection import (
+    PROBE,
+    first_records,
+    format_named,
+    printable,
+    recognised,
+    unread_replies,
+)
 from rlhf_core.data.readers.stream import stream_records, uncounted
 from rlhf_core.data.readers.table_records import OnRead
 from rlhf_core.data.row_counts import Record
@@ -46,9 +53,11 @@ class SourceFile:
     """A file, URL or hub id to read (``path`` is None for the last two), and how it is read.
 
     Attributes:
-        name: The path as params.yaml spells it: files of one name in two folders have different ones.
-        label: What its rows call it, wherever params.yaml lies: the file's name, with as many folders as tell it
-            from other files of that name. So workspaces that read the same files make the same rows.
+        name: The path as params.yaml spells it: files of one name in two folders have different
+            ones.
+        label: What its rows call it, wherever params.yaml lies: the file's name, with as many
+            folders as tell it from other files of that name. So workspaces that read the same files
+            make the same rows.
     """
 
     name: str
@@ -57,8 +66,11 @@ class SourceFile:
     label: str = ""
 
 
-def source_files(sources: Sequence[str | DataSource], base: Path, parameter: str = COLLECT_FILES) -> list[SourceFile]:
-    """Return every file, URL and hub id of ``sources`` once, in the order in which they are first named.
+def source_files(
+    sources: Sequence[str | DataSource], base: Path, parameter: str = COLLECT_FILES
+) -> list[SourceFile]:
+    """Return every file, URL and hub id of ``sources`` once, in the order in which they are first
+    named.
 
     ``parameter`` is the one that names them, for messages.
 
@@ -77,7 +89,9 @@ def source_files(sources: Sequence[str | DataSource], base: Path, parameter: str
 
 
 def _label(file: SourceFile, paths: Sequence[Path]) -> str:
-    """Return the shortest end of a file's path that no other of ``paths`` has; a URL or hub id as it is."""
+    """Return the shortest end of a file's path that no other of ``paths`` has; a URL or hub id as
+    it is.
+    """
     if file.path is None:
         return file.name
     parts = file.path.resolve().parts
@@ -89,7 +103,9 @@ def _label(file: SourceFile, paths: Sequence[Path]) -> str:
 
 
 def annotation_sources(pattern: str | None, base: Path) -> list[DataSource]:
-    """Return the files of annotations; none if ``pattern`` (``collect.annotations``) matches no file."""
+    """Return the files of annotations; none if ``pattern`` (``collect.annotations``) matches no
+    file.
+    """
     if pattern is None:
         return []
     try:
@@ -100,20 +116,27 @@ def annotation_sources(pattern: str | None, base: Path) -> list[DataSource]:
 
 
 def collected_paths(config: CollectConfig, base: Path) -> list[str]:
-    """Return the paths, globs, URLs and hub ids that ``collect`` reads, and the files of annotations."""
+    """Return the paths, globs, URLs and hub ids that ``collect`` reads, and the files of
+    annotations.
+    """
     annotated = annotation_sources(config.annotations, base) if config.pairs else []
     return [*config.files.paths(), *(source.path for source in annotated)]
 
 
 def reader_lines(config: CollectConfig) -> list[str]:
-    """Describe the plugins whose readers the sources name: another version of one may read other rows."""
-    sources = [source for kind in type(config.files).model_fields for source in config.files.of(kind)]
+    """Describe the plugins whose readers the sources name: another version of one may read other
+    rows.
+    """
+    sources = [
+        source for kind in type(config.files).model_fields for source in config.files.of(kind)
+    ]
     names = {source.format for source in sources if source.format is not None}
     return [plugin_line(READERS, name) for name in sorted(names.difference(get_args(FormatName)))]
 
 
 def require_kept(paths: Iterable[str], workspace: Path) -> None:
-    """Raise ``DataError`` for a source in a folder that a stage replaces, and would delete the file with.
+    """Raise ``DataError`` for a source in a folder that a stage replaces, and would delete the file
+    with.
 
     Sources that match nothing are left for the stage that reads them to report.
     """
@@ -127,7 +150,9 @@ def require_kept(paths: Iterable[str], workspace: Path) -> None:
             with suppress(DataError):
                 files = expand(spec, workspace)
         for file in files:
-            inside = [name for name, folder in folders.items() if file.resolve().is_relative_to(folder)]
+            inside = [
+                name for name, folder in folders.items() if file.resolve().is_relative_to(folder)
+            ]
             if inside:
                 name = spec if is_url(spec) else spelled(file, spec, workspace)
                 raise DataError(
@@ -143,21 +168,29 @@ def _matches(spec: str, base: Path, remedy: str) -> Iterator[tuple[str, SourceFi
     elif is_url(spec):
         for url in expand_url(spec, remedy):
             # Of a folder, the files in it have other names.
-            is_named = not glob.has_magic(spec) and PurePosixPath(spec).name == PurePosixPath(url).name
+            is_named = (
+                not glob.has_magic(spec) and PurePosixPath(spec).name == PurePosixPath(url).name
+            )
             local = local_path(url)
-            yield str(local.resolve()) if local else url, SourceFile(spec if is_named else url, None)
+            yield (
+                str(local.resolve()) if local else url,
+                SourceFile(spec if is_named else url, None),
+            )
     else:
         for path in expand(spec, base, remedy):
             try:
                 str(path).encode("utf-8")
             except UnicodeEncodeError as error:  # which no manifest and no table can hold
-                raise DataError(f"the name of {printable(str(path))} is not UTF-8; rename the file") from error
+                raise DataError(
+                    f"the name of {printable(str(path))} is not UTF-8; rename the file"
+                ) from error
             yield str(path.resolve()), SourceFile(spelled(path, spec, base), path)
 
 
 @contextmanager
 def _unchanged(path: Path | None) -> Iterator[None]:
-    """Raise ``DataError`` if a file changes while the block reads it: rows and hash would be of different versions.
+    """Raise ``DataError`` if a file changes while the block reads it: rows and hash would be of
+    different versions.
 
     A hub data set has no path: its commit fixes its content.
     """
@@ -171,19 +204,27 @@ def _unchanged(path: Path | None) -> Iterator[None]:
     before = version()
     yield
     if version() != before:
-        raise DataError(f"{path} changed while it was read; wait until it is written, and run this again")
+        raise DataError(
+            f"{path} changed while it was read; wait until it is written, and run this again"
+        )
 
 
 def data_source(spec: str, options: ReadOptions) -> DataSource:
-    """Return a source that a command names; :class:`DataError` where it is a URL with credentials."""
+    """Return a source that a command names; :class:`DataError` where it is a URL with
+    credentials.
+    """
     if is_url(spec):
-        require_no_credentials(spec)  # as a message of the command; params.yaml is checked when it is loaded
+        require_no_credentials(
+            spec
+        )  # as a message of the command; params.yaml is checked when it is loaded
     return DataSource(path=spec, **options.model_dump())
 
 
-def sources_by_kind(files: Sequence[str], base: Path, options: ReadOptions, kind: str | None = None) -> FileSources:
-    """Return paths, globs, URLs and hub ids as sources of ``kind``, by default each of their files as what that serves
-    as best.
+def sources_by_kind(
+    files: Sequence[str], base: Path, options: ReadOptions, kind: str | None = None
+) -> FileSources:
+    """Return paths, globs, URLs and hub ids as sources of ``kind``, by default each of their files
+    as what that serves as best.
 
     Raises:
         DataError: A file cannot be read, or is of no known format.
@@ -195,19 +236,25 @@ def sources_by_kind(files: Sequence[str], base: Path, options: ReadOptions, kind
             sources.setdefault(kind, []).append(source)
             continue
         for file in source_files([source], base, ARGUMENTS):
-            sources.setdefault(best_kind(file), []).append(source.model_copy(update={"path": file.name}))
+            sources.setdefault(best_kind(file), []).append(
+                source.model_copy(update={"path": file.name})
+            )
     return FileSources(**{name: tuple(listed) for name, listed in sources.items()})
 
 
 def _merged(known: SourceFile, options: SourceOptions, parameter: str) -> SourceOptions:
-    """Return the options of a file that is named twice: once they may be left out, but not be given differently."""
+    """Return the options of a file that is named twice: once they may be left out, but not be given
+    differently.
+    """
     default = SourceOptions()
     if options in (default, known.options):
         return known.options
     if known.options == default:
         return options
     formats = known.options.format, options.format
-    what = f"the formats {formats[0]} and {formats[1]}" if None not in formats else "different options"
+    what = (
+        f"the formats {formats[0]} and {formats[1]}" if None not in formats else "different options"
+    )
     raise DataError(f"{known.name} is named with {what}; take one of them out of {parameter}")
 
 
@@ -218,16 +265,22 @@ def read_sources(
     limit: int | None = None,
     parameter: str = COLLECT_FILES,
 ) -> Iterator[FileRows]:
-    """Read every file of ``sources`` as rows of ``kind``, all of which fit the memory; see :func:`source_chunks`."""
+    """Read every file of ``sources`` as rows of ``kind``, all of which fit the memory; see
+    :func:`source_chunks`.
+    """
     for file in source_files(sources, base, parameter):
         yield joined(source_chunks(file, kind, limit))
 
 
 @contextmanager
-def open_source(file: SourceFile, limit: int | None = None, on_read: OnRead = uncounted) -> Iterator[OpenSource]:
-    """Open a file, URL or hub id; its records are read while the block lasts, with a part of them in memory at a time.
+def open_source(
+    file: SourceFile, limit: int | None = None, on_read: OnRead = uncounted
+) -> Iterator[OpenSource]:
+    """Open a file, URL or hub id; its records are read while the block lasts, with a part of them
+    in memory at a time.
 
-    ``limit`` bounds the rows taken from the hub; ``on_read`` is told how many bytes of a file here are read so far.
+    ``limit`` bounds the rows taken from the hub; ``on_read`` is told how many bytes of a file here
+    are read so far.
     """
     if file.path is not None:
         yield OpenSource(stream_records(file.path, on_read), str(file.path), file.path)
@@ -239,7 +292,9 @@ def open_source(file: SourceFile, limit: int | None = None, on_read: OnRead = un
 
 
 def best_kind(file: SourceFile) -> str:
-    """Return the kind of rows that a file serves as best; ``DataError`` where its replies would be left unread."""
+    """Return the kind of rows that a file serves as best; ``DataError`` where its replies would be
+    left unread.
+    """
     if file.options.format is not None:
         return format_named(file.options.format).kinds[0]
     with open_source(file, PROBE) as source:
@@ -247,14 +302,17 @@ def best_kind(file: SourceFile) -> str:
     shape = recognised(first, file.options, source.where)
     kind = shape.kinds[0]
     if unread := unread_replies(first, file.options, shape):
-        raise DataError(f"{file.name} would be read as {kind}, but {unread}, or choose --kind {kind}")
+        raise DataError(
+            f"{file.name} would be read as {kind}, but {unread}, or choose --kind {kind}"
+        )
     return kind
 
 
 def source_chunks(
     file: SourceFile, kind: str | None, limit: int | None = None, on_read: OnRead = uncounted
 ) -> Iterator[FileRows]:
-    """Yield the rows of a file, URL or hub id in parts; see :func:`~rlhf_core.data.collection.rows.row_chunks`.
+    """Yield the rows of a file, URL or hub id in parts; see
+    :func:`~rlhf_core.data.collection.rows.row_chunks`.
 
     Args:
         kind: One of ``ROW_TYPES``; None for what the file serves as best.
@@ -274,7 +332,9 @@ def source_chunks(
         except OSError as error:
             raise DataError(f"cannot read {source.where}: {error.strerror}") from error
         unread = source.unread
-        for part in row_chunks(source.records, kind, file.name, digest, source.where, file.options, file.label):
+        for part in row_chunks(
+            source.records, kind, file.name, digest, source.where, file.options, file.label
+        ):
             part.counts.unread, part.counts.revision = unread, source.revision
             yield part
             unread = 0  # it is a number of the whole source
@@ -285,14 +345,17 @@ HUB_ID = re.compile(
     r"hub:(?P<name>[^/@:\s]+(?:/[^/@:\s]+)?)(?:/(?P<config>[^/@:\s]+))?(?:@(?P<revision>[^@:\s]+))?(?::(?P<split>.+))?"
 )
 COMMIT = re.compile(r"[0-9a-f]{40}")
-# A path of this form is looked up on the hub alone: a local folder of the name is not taken for the data set.
+# A path of this form is looked up on the hub alone: a local folder of the name is not taken for the
+# data set.
 HUB_PATH = "hf://datasets/{}"
 BATCH_ROWS = 2048
 
 
 @dataclass(frozen=True)
 class HubId:
-    """A data set on the hub; without a revision its newest commit, without a configuration its only or default one."""
+    """A data set on the hub; without a revision its newest commit, without a configuration its only
+    or default one.
+    """
 
     name: str
     config: str | None = None
@@ -307,7 +370,8 @@ class OpenSource:
     Attributes:
         where: What messages call the source.
         path: The file that is read, for a URL a copy of it; None for a hub id.
-        unread: Rows of a hub data set that a limit leaves out; None if the hub does not say how many.
+        unread: Rows of a hub data set that a limit leaves out; None if the hub does not say how
+            many.
         revision: The commit of a hub data set; empty if a cached copy does not say.
     """
 
@@ -322,19 +386,23 @@ def parse_hub_id(spec: str) -> HubId:
     """Return the parts of a hub id; :class:`DataError` for anything else."""
     match = HUB_ID.fullmatch(spec)
     if match is None:
-        raise DataError(f"{spec!r} is not a hub id; write hub:owner/name, or hub:owner/name/config@revision:split")
+        raise DataError(
+            f"{spec!r} is not a hub id; write hub:owner/name, or hub:owner/name/config@revision:split"
+        )
     return HubId(match["name"], match["config"], match["revision"], match["split"] or "train")
 
 
 def load_hub_records(spec: str, limit: int | None = None) -> OpenSource:
-    """Load the first ``limit`` records of a hub data set; with a limit no more than these are downloaded.
+    """Load the first ``limit`` records of a hub data set; with a limit no more than these are
+    downloaded.
 
-    Without one the data set is downloaded to the cache, and its records are read from there some thousand at a time.
-    With ``HF_HUB_OFFLINE=1`` they come from the cached copy. Only data is loaded, never a repository's own code.
+    Without one the data set is downloaded to the cache, and its records are read from there some
+    thousand at a time. With ``HF_HUB_OFFLINE=1`` they come from the cached copy. Only data is
+    loaded, never a repository's own code.
 
     Raises:
-        DataError: The id, the revision or the split does not exist, the cached copy is of another revision, or the
-            network fails.
+        DataError: The id, the revision or the split does not exist, the cached copy is of another
+            revision, or the network fails.
     """
     hub_id = parse_hub_id(spec)
     from huggingface_hub import HfApi, constants, is_offline_mode
@@ -344,19 +412,25 @@ def load_hub_records(spec: str, limit: int | None = None) -> OpenSource:
     require_hub(spec, DataError)
     online = not is_offline_mode()
     if not online and hub_id.revision and not COMMIT.fullmatch(hub_id.revision):
-        raise DataError(f"{spec}: with HF_HUB_OFFLINE, name the commit itself: {hub_id.revision} cannot be looked up")
+        raise DataError(
+            f"{spec}: with HF_HUB_OFFLINE, name the commit itself: {hub_id.revision} cannot be looked up"
+        )
     from datasets import load_dataset_builder
 
     try:
         commit = hub_id.revision
         if online:
-            about: Any = HfApi(endpoint=constants.ENDPOINT).dataset_info(hub_id.name, revision=commit)
+            about: Any = HfApi(endpoint=constants.ENDPOINT).dataset_info(
+                hub_id.name, revision=commit
+            )
             commit = str(about.sha)
         builder = load_dataset_builder(HUB_PATH.format(hub_id.name), hub_id.config, revision=commit)
         if commit and builder.hash != commit:
             raise DataError(f"the cached copy is of the commit {builder.hash}")
         if limit is not None and online:
-            rows: Iterator[Any] = iter(list(islice(builder.as_streaming_dataset(split=hub_id.split), limit)))
+            rows: Iterator[Any] = iter(
+                list(islice(builder.as_streaming_dataset(split=hub_id.split), limit))
+            )
             known = (builder.info.splits or {}).get(hub_id.split)
             total = known.num_examples if known else None
         else:
@@ -379,7 +453,9 @@ def load_hub_records(spec: str, limit: int | None = None) -> OpenSource:
     unread: int | None = 0
     if limit is not None:
         unread = None if total is None else max(total - limit, 0)
-    return OpenSource(records, spec, unread=unread, revision=resolved if COMMIT.fullmatch(resolved) else "")
+    return OpenSource(
+        records, spec, unread=unread, revision=resolved if COMMIT.fullmatch(resolved) else ""
+    )
 
 
 def _stored_rows(data: Any) -> Iterator[Any]:

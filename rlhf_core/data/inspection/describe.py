@@ -1,4 +1,6 @@
-"""Describe how readers understand files: format, rows, refusals, examples, lengths (``rlhf data inspect``)."""
+"""Describe how readers understand files: format, rows, refusals, examples, lengths
+(``rlhf data inspect``).
+"""
 
 from __future__ import annotations
 
@@ -16,8 +18,20 @@ import numpy as np
 import numpy.typing as npt
 
 from rlhf_core.config.data import ReadOptions
-from rlhf_core.data.collection.sources import ARGUMENTS, SourceFile, data_source, source_chunks, source_files
-from rlhf_core.data.inspection.report_lines import INDENT, example_lines, outcome_lines, percentile_table, wrapped
+from rlhf_core.data.collection.sources import (
+    ARGUMENTS,
+    SourceFile,
+    data_source,
+    source_chunks,
+    source_files,
+)
+from rlhf_core.data.inspection.report_lines import (
+    INDENT,
+    example_lines,
+    outcome_lines,
+    percentile_table,
+    wrapped,
+)
 from rlhf_core.data.readers.detection import format_named, unused_summary
 from rlhf_core.data.row_counts import ReasonCounts, RowCounts
 from rlhf_core.data.schema import ROW_TYPES, tables_of
@@ -40,15 +54,17 @@ LANGUAGE_CHARACTERS = 1000
 PROFILE, CHINESE_PROFILE = "own-data", "chinese-sample"
 NEW_WORKSPACE = "my-run"
 CONTINUED = " \\\n        "
-# Rows that are kept to count tokens and to tell the language: at least so many of a file that has them, fewer where
-# twice as many are larger than that.
+# Rows that are kept to count tokens and to tell the language: at least so many of a file that has
+# them, fewer where twice as many are larger than that.
 SAMPLED_ROWS = 2000
 SAMPLED_BYTES = 256 * 2**20
 
 
 @dataclass(frozen=True)
 class TokenLimit:
-    """The parameter that bounds the sequences of a kind, its value, and the positions of the model (None: no bound)."""
+    """The parameter that bounds the sequences of a kind, its value, and the positions of the model
+    (None: no bound).
+    """
 
     parameter: str
     value: int
@@ -68,7 +84,9 @@ class TokenLimit:
         if self.positions is None or longest <= self.positions:
             return f"to keep all of them: --set {self.parameter}={longest}"
         if self.value >= self.positions:
-            return f"the model takes {self.positions} at most: only one with more positions keeps them"
+            return (
+                f"the model takes {self.positions} at most: only one with more positions keeps them"
+            )
         return f"to keep more of them: --set {self.parameter}={self.positions}, which is what the model takes at most"
 
 
@@ -88,7 +106,9 @@ class TokenLimits:
 
 @dataclass
 class EvenSample:
-    """Rows that are evenly spread over a file of unknown length: every ``stride``-th, which doubles as they grow."""
+    """Rows that are evenly spread over a file of unknown length: every ``stride``-th, which doubles
+    as they grow.
+    """
 
     rows: list[dict[str, Any]] = field(default_factory=list)
     stride: int = 1
@@ -102,14 +122,18 @@ class EvenSample:
                 self.rows.append(row | {"position": position})
                 self.size += bytes_in_memory(row)
             self.total += 1
-            while len(self.rows) > 2 * SAMPLED_ROWS or (self.size > SAMPLED_BYTES and len(self.rows) > 1):
+            while len(self.rows) > 2 * SAMPLED_ROWS or (
+                self.size > SAMPLED_BYTES and len(self.rows) > 1
+            ):
                 self.rows = self.rows[::2]
                 self.size = sum(map(bytes_in_memory, self.rows))
                 self.stride *= 2
 
     def spread(self) -> list[dict[str, Any]]:
         """Return up to ``SAMPLED_ROWS`` rows of the whole file, each with its ``position``."""
-        return [self.rows[i] for i in evenly_spread(len(self.rows), SAMPLED_ROWS)] if self.rows else []
+        return (
+            [self.rows[i] for i in evenly_spread(len(self.rows), SAMPLED_ROWS)] if self.rows else []
+        )
 
 
 @dataclass
@@ -164,8 +188,8 @@ def describe_sources(
     """Read every file, some thousand records at a time, and describe it.
 
     Args:
-        files: Paths, globs, URLs or hub ids; of a hub id the first 1,000 rows are read. A file that several of them
-            name is described once.
+        files: Paths, globs, URLs or hub ids; of a hub id the first 1,000 rows are read. A file that
+            several of them name is described once.
         base: The folder of relative paths, by default the current one.
         show: How many rows of each file are kept as examples.
     """
@@ -179,7 +203,9 @@ def describe_sources(
     return Description([*described.values()], options, base, tokens)
 
 
-def _describe(source: SourceFile, spec: str, tokens: TokenLimits | None, show: int) -> FileDescription:
+def _describe(
+    source: SourceFile, spec: str, tokens: TokenLimits | None, show: int
+) -> FileDescription:
     file: FileDescription | None = None
     for part in source_chunks(source, None, HUB_ROWS):
         file = file or FileDescription(str(source.path or source.name), spec, part.counts.empty())
@@ -195,13 +221,18 @@ def _describe(source: SourceFile, spec: str, tokens: TokenLimits | None, show: i
         file.tokens = TokenCounts(file.counts.kind, file.counts.kept)
         for row in sample:
             file.tokens.add(tokens.tokenizer, row)
-    file.languages = language_shares(["\n".join(_texts_of(row))[:LANGUAGE_CHARACTERS] for row in sample])
+    file.languages = language_shares(
+        ["\n".join(_texts_of(row))[:LANGUAGE_CHARACTERS] for row in sample]
+    )
     return file
 
 
 def _texts_of(row: Mapping[str, Any]) -> list[str]:
     turns = [str(turn["content"]) for turn in row.get("prompt") or ()]
-    return [*turns, *(str(row[name]) for name in ("chosen", "rejected", "reply", "text") if name in row)]
+    return [
+        *turns,
+        *(str(row[name]) for name in ("chosen", "rejected", "reply", "text") if name in row),
+    ]
 
 
 def as_json_value(description: Description) -> dict[str, Any]:
@@ -229,7 +260,10 @@ def as_json_value(description: Description) -> dict[str, Any]:
             "examples": file.examples,
         }
         if file.tokens is not None and description.limits is not None:
-            limit, lengths = description.limits.limits[counts.kind], file.tokens.lengths.get(SEQUENCE, [])
+            limit, lengths = (
+                description.limits.limits[counts.kind],
+                file.tokens.lengths.get(SEQUENCE, []),
+            )
             value["tokens"] = {
                 "percentiles": _percentiles(percentiles(lengths)),
                 "parameter": limit.parameter,
@@ -237,7 +271,11 @@ def as_json_value(description: Description) -> dict[str, Any]:
                 "rows": file.tokens.looked_at,
                 "over_limit": limit.exceeded_by(lengths),
                 "unwritable": [
-                    {"reason": unwritable.reason, "first": unwritable.first.position, "rows": unwritable.rows}
+                    {
+                        "reason": unwritable.reason,
+                        "first": unwritable.first.position,
+                        "rows": unwritable.rows,
+                    }
                     for unwritable in ReasonCounts.of(file.tokens.unwritable).values()
                 ],
                 "marked": file.tokens.marked,
@@ -264,14 +302,18 @@ def as_text(description: Description, width: int = 80) -> str:
             f"no row of {', '.join(unusable)} can be used: mend what is refused, or say how the rows are to be read "
             "(--format, --column)"
         )
-        blocks.append(textwrap.fill(without, max(width, 40), break_long_words=False, break_on_hyphens=False))
+        blocks.append(
+            textwrap.fill(without, max(width, 40), break_long_words=False, break_on_hyphens=False)
+        )
     command = _init_command(description)
     if command is None:
         missing = "next: a pipeline needs pairs of replies; add a file that serves as preferences to these"
         return "\n\n".join([*blocks, textwrap.fill(missing, width)])
     # A shell takes the command only with its arguments whole, so it is broken between them.
     line = f"next: {' '.join(command)}"
-    return "\n\n".join([*blocks, line if len(line) <= width else f"next: {CONTINUED.join(command)}"])
+    return "\n\n".join(
+        [*blocks, line if len(line) <= width else f"next: {CONTINUED.join(command)}"]
+    )
 
 
 def _lines(file: FileDescription, limits: TokenLimits | None, width: int) -> list[str]:
@@ -291,7 +333,11 @@ def _lines(file: FileDescription, limits: TokenLimits | None, width: int) -> lis
     if file.characters:
         lines += ["  lengths", *percentile_table("characters", file.characters, width)]
         if limits is None:
-            lines += wrapped(INDENT * 2, "no tokens: there is no tokenizer at hand; name one with --tokenizer", width)
+            lines += wrapped(
+                INDENT * 2,
+                "no tokens: there is no tokenizer at hand; name one with --tokenizer",
+                width,
+            )
         elif file.tokens is not None:
             lines += _token_lines(file.tokens, limits, width)
     return lines
@@ -300,17 +346,25 @@ def _lines(file: FileDescription, limits: TokenLimits | None, width: int) -> lis
 def _token_lines(measured: TokenCounts, limits: TokenLimits, width: int) -> list[str]:
     """Return percentiles of tokens, which rows have none, and what ``max_tokens`` would drop."""
     limit, lines = limits.limits[measured.kind], list[str]()
-    looked_at = f" of the {measured.looked_at} rows looked at" if measured.looked_at < measured.rows else ""
+    looked_at = (
+        f" of the {measured.looked_at} rows looked at" if measured.looked_at < measured.rows else ""
+    )
     of_rows = looked_at or " of the rows"
     for unwritable in ReasonCounts.of(measured.unwritable).values():
         where = f"{unwritable.reason} (first at row {unwritable.first.position})"
         lines += wrapped(INDENT * 2, f"{unwritable.rows}{of_rows} have no tokens: {where}", width)
     if measured.marked:
         marked = f"{measured.marked}{of_rows} have a reply with a marker, such as </think>"
-        lines += wrapped(INDENT * 2, f"{marked}: it is trained as the chat template writes it", width)
+        lines += wrapped(
+            INDENT * 2, f"{marked}: it is trained as the chat template writes it", width
+        )
     if lengths := measured.lengths.get(SEQUENCE, []):
         share = limit.exceeded_by(lengths) / measured.looked_at
-        verdict = f"{share:.1%}{of_rows} are longer and would be dropped" if share else f"none{looked_at} is longer"
+        verdict = (
+            f"{share:.1%}{of_rows} are longer and would be dropped"
+            if share
+            else f"none{looked_at} is longer"
+        )
         about = f"{limit.parameter} is {limit.longest_kept}: {verdict} (tokenizer of {limits.tokenizer_name})"
         lines += percentile_table("tokens", {SEQUENCE: percentiles(lengths)}, width)
         lines += wrapped(INDENT * 2, about, width)
@@ -319,16 +373,21 @@ def _token_lines(measured: TokenCounts, limits: TokenLimits, width: int) -> list
 
 
 def _init_command(description: Description) -> list[str] | None:
-    """Return the arguments of the ``rlhf init`` command for these sources, by the kind that each serves as best.
+    """Return the arguments of the ``rlhf init`` command for these sources, by the kind that each
+    serves as best.
 
-    Sources without usable rows are left out, and those whose files serve as several kinds are named file by file. None
-    if no other serves as preferences. The profile suits the language of most pairs.
+    Sources without usable rows are left out, and those whose files serve as several kinds are named
+    file by file. None if no other serves as preferences. The profile suits the language of most
+    pairs.
     """
     usable = [file for file in description.files if file.counts.kept]
     kinds_of: defaultdict[str, set[str]] = defaultdict(set)
     for file in usable:
         kinds_of[file.spec].add(file.counts.kind)
-    kinds = {file.spec if len(kinds_of[file.spec]) == 1 else file.name: file.counts.kind for file in usable}
+    kinds = {
+        file.spec if len(kinds_of[file.spec]) == 1 else file.name: file.counts.kind
+        for file in usable
+    }
     if "preferences" not in kinds.values():
         return None
     pairs = [file for file in description.files if file.counts.kind == "preferences"]
@@ -339,7 +398,11 @@ def _init_command(description: Description) -> list[str] | None:
     command = [f"rlhf init {free} --profile {profile}"]
     given = description.options.model_dump(exclude_defaults=True)
     for kind in (kind for kind in ROW_TYPES if kind in kinds.values()):
-        entries = [{"path": spec, **given} if given else spec for spec, served in kinds.items() if served == kind]
+        entries = [
+            {"path": spec, **given} if given else spec
+            for spec, served in kinds.items()
+            if served == kind
+        ]
         quoted = json.dumps(entries, ensure_ascii=False)
         command.append(f"--set {shlex.quote(f'collect.files.{kind}={quoted}')}")
     return command

@@ -20,7 +20,9 @@ INDENT, LABEL_WIDTH = "  ", 9
 
 
 def wrapped(label: str, text: str, width: int) -> list[str]:
-    """Return ``label`` and ``text`` in lines of at most ``width`` columns, the later ones indented by the label."""
+    """Return ``label`` and ``text`` in lines of at most ``width`` columns, the later ones indented
+    by the label.
+    """
     indent = " " * len(label)
     return textwrap.wrap(
         text, max(width, 40), initial_indent=label, subsequent_indent=indent, break_on_hyphens=False
@@ -28,8 +30,14 @@ def wrapped(label: str, text: str, width: int) -> list[str]:
 
 
 def outcome_lines(counts: RowCounts, width: int) -> list[str]:
-    """Return what became of the records of a source that give no row, and what :func:`column_lines` returns."""
-    lines = [f for reason, n in counts.dropped.most_common() for f in wrapped(f"  dropped  {n}: ", reason, width)]
+    """Return what became of the records of a source that give no row, and what :func:`column_lines`
+    returns.
+    """
+    lines = [
+        f
+        for reason, n in counts.dropped.most_common()
+        for f in wrapped(f"  dropped  {n}: ", reason, width)
+    ]
     for refused in counts.reasons.commonest():
         reason = f"{refused.reason} (first at row {refused.first.position})"
         lines += wrapped(f"  refused  {refused.rows}: ", reason, width)
@@ -37,9 +45,15 @@ def outcome_lines(counts: RowCounts, width: int) -> list[str]:
 
 
 def column_lines(counts: RowCounts, width: int) -> list[str]:
-    """Return what to look at before training on a source, and the columns of it that are not read."""
-    lines = [line for warning in warnings_of(counts) for line in wrapped("  WARNING  ", warning, width)]
-    return lines + [line for unused in unused_lines(counts) for line in wrapped("  unused   ", unused, width)]
+    """Return what to look at before training on a source, and the columns of it that are not
+    read.
+    """
+    lines = [
+        line for warning in warnings_of(counts) for line in wrapped("  WARNING  ", warning, width)
+    ]
+    return lines + [
+        line for unused in unused_lines(counts) for line in wrapped("  unused   ", unused, width)
+    ]
 
 
 def counted(count: int, noun: str) -> str:
@@ -63,7 +77,9 @@ def example_lines(kind: str, row: Mapping[str, Any], width: int) -> list[str]:
 
 
 def percentile_table(unit: str, rows: Mapping[str, Sequence[int]], width: int) -> list[str]:
-    """Return percentiles by name as the indented lines of a table, with ``unit`` above the names."""
+    """Return percentiles by name as the indented lines of a table, with ``unit`` above the
+    names.
+    """
     table = Table.grid(padding=(0, 2, 0, 0))
     table.add_column(min_width=len("prompt + reply"))
     for _ in PERCENTILES:

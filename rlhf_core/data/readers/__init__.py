@@ -1,1 +1,3 @@
-"""Readers of data files: containers (files to records), shapes (records to prompt and replies), turns (messages)."""
+"""Readers of data files: containers (files to records), shapes (records to prompt and replies),
+turns (messages).
+"""

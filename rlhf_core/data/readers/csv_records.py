@@ -1,14 +1,16 @@
-"""Rows of CSV files below their header; what a stray quote or carriage return makes uncertain is refused.
+"""Rows of CSV files below their header; what a stray quote or carriage return makes uncertain is
+refused.
 
-Rows between two stray quotes look like one quoted text of several lines. A row is in doubt where each of the lines of a
-text would have as many fields as the header without the quotes, be it a table or a piece of code. To a CSV reader both
-are the same, so the rest of the file decides:
+Rows between two stray quotes look like one quoted text of several lines. A row is in doubt where
+each of the lines of a text would have as many fields as the header without the quotes, be it a
+table or a piece of code. To a CSV reader both are the same, so the rest of the file decides:
 
-- The lines of a text may end otherwise (``\\n``) than the rows (``\\r\\n``, as Python's csv module and spreadsheets
-  write them), but those of swallowed rows cannot: such rows are in no doubt.
-- Software that quotes the text of one row also quotes that of others, wherever it has a delimiter or a line break.
-  Stray quotes are in files that need none otherwise. Rows in doubt are thus read as they are where they and other
-  quoted rows outnumber the plain ones, and refused, with the whole file, where they do not.
+- The lines of a text may end otherwise (``\\n``) than the rows (``\\r\\n``, as Python's csv module
+  and spreadsheets write them), but those of swallowed rows cannot: such rows are in no doubt.
+- Software that quotes the text of one row also quotes that of others, wherever it has a delimiter
+  or a line break. Stray quotes are in files that need none otherwise. Rows in doubt are thus read
+  as they are where they and other quoted rows outnumber the plain ones, and refused, with the whole
+  file, where they do not.
 """
 
 from __future__ import annotations
@@ -37,13 +39,17 @@ AROUND_NAMES = " \t\u00a0\ufeff\u200b\u2060"
 
 
 class CsvLines:
-    r"""The lines of a CSV file. ``end`` is how the latest ended: ``\n``, ``\r\n``, ``\r``, or "" at the file's end."""
+    r"""The lines of a CSV file. ``end`` is how the latest ended: ``\n``, ``\r\n``, ``\r``, or "" at
+    the file's end.
+    """
 
     def __init__(self, name: str, stream: BinaryIO) -> None:
         """Read ``stream``, which messages call ``name``."""
         self._name, self.end = name, ""
         # Bytes that are not UTF-8 become surrogates, so that the line they are in can be named.
-        self._text = io.TextIOWrapper(stream, encoding="utf-8-sig", errors="surrogateescape", newline="")
+        self._text = io.TextIOWrapper(
+            stream, encoding="utf-8-sig", errors="surrogateescape", newline=""
+        )
 
     def __iter__(self) -> Iterator[str]:
         """Yield the lines with their ends; ``DataError`` for the first that is not UTF-8."""
@@ -69,14 +75,18 @@ def _separator(header: str, delimiter: str) -> tuple[str, bool]:
     if delimiter not in bare:
         delimiter = max((delimiter, *SEPARATORS), key=bare.count)
     names = header.rstrip("\r\n").split(delimiter)
-    return delimiter, len(names) > 1 and not header.startswith("{") and all(name.startswith(" ") for name in names[1:])
+    return delimiter, len(names) > 1 and not header.startswith("{") and all(
+        name.startswith(" ") for name in names[1:]
+    )
 
 
 def _could_be_rows(fields: Sequence[str], row_end: str, delimiter: str, is_spaced: bool) -> bool:
-    """Return whether the lines of a field would be rows of as many fields without the quotes around it.
+    """Return whether the lines of a field would be rows of as many fields without the quotes around
+    it.
 
-    In files of one or two columns nearly every line of a text would be. A delimiter with a space behind it is
-    punctuation, unless such spaces are between the fields of the row or of the header as well.
+    In files of one or two columns nearly every line of a text would be. A delimiter with a space
+    behind it is punctuation, unless such spaces are between the fields of the row or of the header
+    as well.
     """
     is_spaced = is_spaced or any(field.startswith(" ") for field in fields[1:])
     others = len(fields) - 1
@@ -90,11 +100,12 @@ def _could_be_rows(fields: Sequence[str], row_end: str, delimiter: str, is_space
 
 
 def csv_records(name: str, stream: BinaryIO, delimiter: str) -> Iterator[Record]:
-    """Read rows below a header, whose names have no spaces around them; a line ``sep=;`` may stand before it.
+    """Read rows below a header, whose names have no spaces around them; a line ``sep=;`` may stand
+    before it.
 
     Raises:
-        DataError: A quote that is opened and not closed, or that may swallow rows, makes every later row uncertain; or
-            a carriage return in unquoted text splits a row.
+        DataError: A quote that is opened and not closed, or that may swallow rows, makes every
+            later row uncertain; or a carriage return in unquoted text splits a row.
     """
     csv.field_size_limit(CSV_FIELD_LIMIT)
     lines = CsvLines(name, stream)
@@ -102,9 +113,14 @@ def csv_records(name: str, stream: BinaryIO, delimiter: str) -> Iterator[Record]
     begin = [next(given, "")]
     if separator_line := SEPARATOR_LINE.fullmatch(begin[0]):
         delimiter = separator_line[1]
-        begin = ["\n", next(given, "")]  # an empty line, so that lines are counted as they are in the file
+        begin = [
+            "\n",
+            next(given, ""),
+        ]  # an empty line, so that lines are counted as they are in the file
     delimiter, is_spaced = _separator(begin[-1], delimiter)
-    rows = csv.reader(chain(begin, given), delimiter=delimiter, strict=True, skipinitialspace=is_spaced)
+    rows = csv.reader(
+        chain(begin, given), delimiter=delimiter, strict=True, skipinitialspace=is_spaced
+    )
     header: list[str] = []
     header_end = ""
     kinds: Counter[str] = Counter()
@@ -138,7 +154,11 @@ def csv_records(name: str, stream: BinaryIO, delimiter: str) -> Iterator[Record]
         if [field.strip(AROUND_NAMES) for field in fields] == header:
             problem = "the line repeats the header: files were joined; remove it"
         elif len(fields) != len(header):
-            problem = "more fields than the header" if len(fields) > len(header) else "fewer fields than the header"
+            problem = (
+                "more fields than the header"
+                if len(fields) > len(header)
+                else "fewer fields than the header"
+            )
         if (
             line != rows.line_num
             and len(fields) == len(header)
@@ -147,7 +167,9 @@ def csv_records(name: str, stream: BinaryIO, delimiter: str) -> Iterator[Record]
             kinds["in doubt"] += 1
             in_doubt = in_doubt or (line, rows.line_num)
         else:
-            is_quoted = any(delimiter in field or "\n" in field or "\r" in field for field in fields)
+            is_quoted = any(
+                delimiter in field or "\n" in field or "\r" in field for field in fields
+            )
             kinds["quoted" if is_quoted else "plain"] += 1
         value: Any = dict(zip(header, fields, strict=True)) if not problem else fields
         yield Record(line, value, problem)
@@ -163,4 +185,6 @@ def require_distinct(name: str, columns: Sequence[str]) -> None:
     """Refuse a table with two columns of one name: a row could hold only one of them."""
     repeated = [column for column, count in Counter(columns).items() if count > 1 and column]
     if repeated:
-        raise DataError(f"{name}: the header names {repeated[0]!r} twice; rename or remove one of the columns")
+        raise DataError(
+            f"{name}: the header names {repeated[0]!r} twice; rename or remove one of the columns"
+        )

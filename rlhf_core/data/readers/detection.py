@@ -1,4 +1,6 @@
-"""Which format a record or a file has, a user's own names for its columns, and which columns are not read."""
+"""Which format a record or a file has, a user's own names for its columns, and which columns are
+not read.
+"""
 
 from __future__ import annotations
 
@@ -29,21 +31,48 @@ KEY_LENGTH = 60
 PAIR = ("chosen", "rejected")
 # Words for a better and a worse reply, alone or as in pos_resp, chosen_answer and response_w.
 BETTER_WORSE = (
-    *(PAIR, ("pos", "neg"), ("positive", "negative"), ("preferred", "dispreferred"), ("preferred", "rejected")),
-    *(("accepted", "rejected"), ("winner", "loser"), ("win", "lose"), ("better", "worse"), ("good", "bad")),
+    *(
+        PAIR,
+        ("pos", "neg"),
+        ("positive", "negative"),
+        ("preferred", "dispreferred"),
+        ("preferred", "rejected"),
+    ),
+    *(
+        ("accepted", "rejected"),
+        ("winner", "loser"),
+        ("win", "lose"),
+        ("better", "worse"),
+        ("good", "bad"),
+    ),
     *(("best", "worst"), ("correct", "incorrect"), ("w", "l")),
 )
 REPLY_WORDS = (
     r"chosen|rejected|response|resp|reply|replie|answer|output|completion|candidate|generation|winner|loser|messages|"
     r"conversation|dialogue"
 )
-# Names such as response_a, model_2_answer, reply1 and completions, but not answer_type or output_format.
-REPLY_COLUMN = re.compile(rf"(?:^|[\W_\d])(?:{REPLY_WORDS})s?(?:[\W_]?(?:\d\d?|[abwl]|text))?$", re.IGNORECASE)
-# Of columns that may hold the reply to a prompt, and of those that may hold a better or worse one: revised_answer.
+# Names such as response_a, model_2_answer, reply1 and completions, but not answer_type or
+# output_format.
+REPLY_COLUMN = re.compile(
+    rf"(?:^|[\W_\d])(?:{REPLY_WORDS})s?(?:[\W_]?(?:\d\d?|[abwl]|text))?$", re.IGNORECASE
+)
+# Of columns that may hold the reply to a prompt, and of those that may hold a better or worse one:
+# revised_answer.
 SINGLE_WORDS = frozenset({"assistant", "target", "solution", "truth"})
-OTHER_WORDS = frozenset({"rejected", "corrected", "correction", "revised", "revision", "edited", "improved", "worse"})
-# Two candidates such as a and b, model_1 and model_2, left and right, where another column says which is better.
-CANDIDATES = (("a", "b"), ("0", "1"), ("1", "2"), ("left", "right"), ("first", "second"), ("one", "two"), ("x", "y"))
+OTHER_WORDS = frozenset(
+    {"rejected", "corrected", "correction", "revised", "revision", "edited", "improved", "worse"}
+)
+# Two candidates such as a and b, model_1 and model_2, left and right, where another column says
+# which is better.
+CANDIDATES = (
+    ("a", "b"),
+    ("0", "1"),
+    ("1", "2"),
+    ("left", "right"),
+    ("first", "second"),
+    ("one", "two"),
+    ("x", "y"),
+)
 VERDICT = re.compile(
     r"(?:^|[\W_])(?:choice|chosen|choose|winner|win|prefer\w*|better|best|labels?|vote|verdict|pick\w*|select\w*|"
     r"decision|judge?ment|annotation|ranking|rank|answer|correct|favou?rite)(?:$|[\W_])",
@@ -52,16 +81,21 @@ VERDICT = re.compile(
 
 
 def first_records(records: Iterable[Record]) -> list[Record]:
-    """Take the records that the format of a file is recognised by: the first thousand, fewer of very long ones."""
-    return next(chunked(records, PROBE, lambda record: bytes_in_memory(record.value), PROBE_BYTES), [])
+    """Take the records that the format of a file is recognised by: the first thousand, fewer of
+    very long ones.
+    """
+    return next(
+        chunked(records, PROBE, lambda record: bytes_in_memory(record.value), PROBE_BYTES), []
+    )
 
 
 def recognised(first: Sequence[Record], options: ReadOptions, where: str) -> Format:
-    """Return the format of a file: the one that ``options`` name, or that of nearly all of its ``first`` records.
+    """Return the format of a file: the one that ``options`` name, or that of nearly all of its
+    ``first`` records.
 
     Raises:
-        DataError: None of them has a column that ``options`` name, or is of a known format (the message names those),
-            or too many are of another.
+        DataError: None of them has a column that ``options`` name, or is of a known format (the
+            message names those), or too many are of another.
     """
     require_columns(first, options, where)
     if options.format:
@@ -82,15 +116,25 @@ def recognised(first: Sequence[Record], options: ReadOptions, where: str) -> For
         )
     if not readable:
         record = mapped(first[0], options) if first else Record(0, None, "there are no rows")
-        rows = f"none of {'the first' if len(first) == PROBE else 'its'} {len(first)} rows can be read"
+        rows = (
+            f"none of {'the first' if len(first) == PROBE else 'its'} {len(first)} rows can be read"
+        )
         raise DataError(
             f"{where}, row {record.position}: {record.problem}; "
             f"{rows if len(first) > 1 else 'its only row cannot be read'}: correct the file"
-            + (", or the columns that are named for it" if options.columns or options.template else "")
+            + (
+                ", or the columns that are named for it"
+                if options.columns or options.template
+                else ""
+            )
         )
     value = readable[0].value
     is_list = isinstance(value, list) and all(isinstance(row, dict) for row in value)
-    hint = " (JSON lines have a row in each; a file that is one list of rows is named .json)" if is_list else ""
+    hint = (
+        " (JSON lines have a row in each; a file that is one list of rows is named .json)"
+        if is_list
+        else ""
+    )
     for name, item in value.items() if isinstance(value, dict) else ():
         if isinstance(item, str) and (written := dialogue_as_json(item)):
             hint = f" (its column {name!r} {written})"
@@ -106,10 +150,14 @@ def _counted(records: Sequence[Record]) -> Counter[str]:
 
 
 def record_shape(value: Any) -> str:
-    """Return the keys of a record, with the types of values other than text, or the type of another value."""
+    """Return the keys of a record, with the types of values other than text, or the type of another
+    value.
+    """
     if not isinstance(value, dict):
         return type(value).__name__
-    types = (("" if isinstance(item, str) else f" ({type(item).__name__})") for item in value.values())
+    types = (
+        ("" if isinstance(item, str) else f" ({type(item).__name__})") for item in value.values()
+    )
     return f"keys {listed([str(name)[:KEY_LENGTH] + kind for name, kind in zip(value, types, strict=True)])}"
 
 
@@ -121,24 +169,34 @@ def missing_replies(value: Any) -> list[str]:
 
 
 def unread_replies(first: Sequence[Record], options: ReadOptions, shape: Format) -> str:
-    """Say which columns of a file that is read as prompts or texts look like replies; empty where none do."""
+    """Say which columns of a file that is read as prompts or texts look like replies; empty where
+    none do.
+    """
     if shape.name not in ("prompt", "text") or options.columns:
         return ""
-    records = [record.value for record in first if not record.problem and isinstance(record.value, dict)]
+    records = [
+        record.value for record in first if not record.problem and isinstance(record.value, dict)
+    ]
     return next(filter(None, (_unread_replies(value, shape.name) for value in records)), "")
 
 
 def other_replies(first: Sequence[Record], options: ReadOptions, shape: Format) -> str:
-    """Say which further columns of prompts or single replies look like replies; empty if none do."""
+    """Say which further columns of prompts or single replies look like replies; empty if none
+    do.
+    """
     if options.columns or not (shape.is_single or shape.name == "prompt"):
         return ""
 
     def is_other(name: str) -> bool:
         if shape.is_single:
             return not OTHER_WORDS.isdisjoint(words_of(name))
-        return bool(REPLY_COLUMN.search(name.strip())) or not SINGLE_WORDS.isdisjoint(words_of(name))
+        return bool(REPLY_COLUMN.search(name.strip())) or not SINGLE_WORDS.isdisjoint(
+            words_of(name)
+        )
 
-    values = [record.value for record in first if not record.problem and isinstance(record.value, dict)]
+    values = [
+        record.value for record in first if not record.problem and isinstance(record.value, dict)
+    ]
     held = set()
     for value in values:
         for name in value.keys() - shape.read:
@@ -160,8 +218,16 @@ def other_replies(first: Sequence[Record], options: ReadOptions, shape: Format) 
 
 def _unread_replies(record: Mapping[str, Any], own: str) -> str:
     held = {name: value for name, value in record.items() if value and name != own}
-    names = {name.strip().casefold(): name for name, value in held.items() if isinstance(value, str | list | dict)}
-    texts = {key: name for key, name in names.items() if isinstance(record[name], str) and record[name].strip()}
+    names = {
+        name.strip().casefold(): name
+        for name, value in held.items()
+        if isinstance(value, str | list | dict)
+    }
+    texts = {
+        key: name
+        for key, name in names.items()
+        if isinstance(record[name], str) and record[name].strip()
+    }
     for better, worse in BETTER_WORSE:
         for key, name in names.items():
             other = re.sub(rf"(?<![a-z]){better}(?![a-z])", worse, key) if better in key else key
@@ -179,7 +245,9 @@ def _unread_replies(record: Mapping[str, Any], own: str) -> str:
             f"{', '.join(map(repr, unread))} {look} like replies: bring them to a format of docs/data-formats.md "
             "(--column chosen=… --column rejected=… where each has a column of its own)"
         )
-    for verdict in (name for name, value in record.items() if VERDICT.search(name) and not is_missing(value)):
+    for verdict in (
+        name for name, value in record.items() if VERDICT.search(name) and not is_missing(value)
+    ):
         others = {key: name for key, name in texts.items() if name != verdict}
         two = [
             [name, others[other]]
@@ -187,7 +255,11 @@ def _unread_replies(record: Mapping[str, Any], own: str) -> str:
             for key, name in others.items()
             if key.endswith(first) and (other := key.removesuffix(first) + second) in others
         ]
-        named = [*others.values()] if len(others) > 1 and str(record[verdict]).strip().casefold() in others else []
+        named = (
+            [*others.values()]
+            if len(others) > 1 and str(record[verdict]).strip().casefold() in others
+            else []
+        )
         if found := [*two, named][0]:
             return (
                 f"its column {verdict!r} seems to say which of {', '.join(map(repr, found))} is the better reply: "
@@ -216,16 +288,29 @@ def format_named(name: str) -> Format:
         return own
     shape = load_plugin(READERS, name)
     if not isinstance(shape, Format):
-        raise PluginError(f"the reader {name} of a plugin is no Format but a {type(shape).__name__}")
+        raise PluginError(
+            f"the reader {name} of a plugin is no Format but a {type(shape).__name__}"
+        )
     return replace(shape, name=name)
 
 
 LISTED_COLUMNS = 20
-# What a text may have been left with by an export is not worth a word where fewer rows have it: people wrote it.
+# What a text may have been left with by an export is not worth a word where fewer rows have it:
+# people wrote it.
 RARE = 0.01
 NAME_LENGTH = 80
 TEXT_LABELS = ("category", "source")
-DIALOGUES = ("prompt", "chosen", "rejected", "reply", "completion", "response", "messages", "conversations", "context")
+DIALOGUES = (
+    "prompt",
+    "chosen",
+    "rejected",
+    "reply",
+    "completion",
+    "response",
+    "messages",
+    "conversations",
+    "context",
+)
 TURN_KEYS = frozenset({"role", "from", "content", "value", *LOST_PARTS})
 PART_KEYS = frozenset({"type", "text", *LOST_PARTS})
 NOTHING: tuple[Any, ...] = (None, "", [], {})
@@ -234,10 +319,17 @@ NOTHING: tuple[Any, ...] = (None, "", [], {})
 def require_columns(records: Sequence[Record], options: ReadOptions, where: str) -> None:
     """Raise ``DataError`` where none of some records has a column that ``options`` name."""
     readable = [record.value for record in records if not record.problem]
-    for column in [*options.columns.values(), *(template_columns(options.template) if options.template else ())]:
+    for column in [
+        *options.columns.values(),
+        *(template_columns(options.template) if options.template else ()),
+    ]:
         if readable and not any(_holds(value, column) for value in readable):
-            names = sorted({str(name) for value in readable if isinstance(value, dict) for name in value})
-            raise DataError(f"{where}: no row has a column {column!r}; the columns are {listed(names)}")
+            names = sorted(
+                {str(name) for value in readable if isinstance(value, dict) for name in value}
+            )
+            raise DataError(
+                f"{where}: no row has a column {column!r}; the columns are {listed(names)}"
+            )
 
 
 def _holds(value: Any, column: str) -> bool:
@@ -258,7 +350,8 @@ def _column(value: Any, column: str) -> Any:
 
 
 def mapped(record: Record, options: ReadOptions) -> Record:
-    """Return a record with the fields that ``options.columns`` and ``options.template`` name, and with no others.
+    """Return a record with the fields that ``options.columns`` and ``options.template`` name, and
+    with no others.
 
     One that lacks a column keeps its value and has that as its problem.
     """
@@ -269,7 +362,12 @@ def mapped(record: Record, options: ReadOptions) -> Record:
         if options.template is not None:
             # str.format would take a dot in a name for an attribute.
             fields["prompt"] = "".join(
-                literal + (text_of(_column(record.value, name), f"the column {name}") if name is not None else "")
+                literal
+                + (
+                    text_of(_column(record.value, name), f"the column {name}")
+                    if name is not None
+                    else ""
+                )
                 for literal, name, _, _ in string.Formatter().parse(options.template)
             )
     except Refusal as refusal:
@@ -291,28 +389,47 @@ def printable(text: str) -> str:
 def unused_columns(value: Any, shape: Format) -> list[str]:
     """Return the columns of a record that hold something and are not read.
 
-    A key of the turns in a column is ``prompt[].name``, a flag in another object ``metadata.name``. A category or
-    source that is no text is not read either.
+    A key of the turns in a column is ``prompt[].name``, a flag in another object ``metadata.name``.
+    A category or source that is no text is not read either.
     """
     if not isinstance(value, dict):
         return []
     flags = read_flags(value, shape.is_single)
     scores = {name for names in score_columns(tuple(value)) for name in names}
-    unused = [str(name) for name in value.keys() - shape.read - flags - scores if value[name] not in NOTHING]
+    unused = [
+        str(name)
+        for name in value.keys() - shape.read - flags - scores
+        if value[name] not in NOTHING
+    ]
     objects = ((name, item) for name in unused if isinstance(item := value.get(name), dict))
-    unused += [f"{name}.{key}" for name, item in [*objects] for key in item if may_be_flag(str(key))]
-    unused += [name for name in TEXT_LABELS if value.get(name) not in NOTHING and not isinstance(value[name], str)]
+    unused += [
+        f"{name}.{key}" for name, item in [*objects] for key in item if may_be_flag(str(key))
+    ]
+    unused += [
+        name
+        for name in TEXT_LABELS
+        if value.get(name) not in NOTHING and not isinstance(value[name], str)
+    ]
     if shape.name != "oasst-trees":
-        of_turns = {key for name in DIALOGUES if name in shape.read for key in _unused_turn_keys(name, value.get(name))}
+        of_turns = {
+            key
+            for name in DIALOGUES
+            if name in shape.read
+            for key in _unused_turn_keys(name, value.get(name))
+        }
         unused += of_turns - flags
     return [printable(name)[:NAME_LENGTH] for name in unused]
 
 
 def _unused_turn_keys(column: str, turns: Any) -> Iterator[str]:
-    """Yield the keys of turns in a column, and of the parts of their texts, that hold something and are not read."""
+    """Yield the keys of turns in a column, and of the parts of their texts, that hold something and
+    are not read.
+    """
     for turn in turns if isinstance(turns, list) else [turns]:
         if isinstance(turn, dict):
-            yield from (f"{column}[].{key}" for key in turn.keys() - TURN_KEYS if turn[key] not in NOTHING)
+            yield from (
+                f"{column}[].{key}" for key in turn.keys() - TURN_KEYS if turn[key] not in NOTHING
+            )
             text = "content" if "content" in turn else "value"
             for part in turn[text] if isinstance(turn.get(text), list) else []:
                 if isinstance(part, dict):
@@ -321,12 +438,15 @@ def _unused_turn_keys(column: str, turns: Any) -> Iterator[str]:
 
 
 def is_flag(column: str) -> bool:
-    """Whether a column that is not read may say how good a reply is, or whether it is to be learned."""
+    """Whether a column that is not read may say how good a reply is, or whether it is to be
+    learned.
+    """
     return may_be_flag(column.rpartition("[].")[2].rpartition(".")[2])
 
 
 def commonest_unused(unused: Mapping[str, int]) -> dict[str, int]:
-    """Return ``LISTED_COLUMNS`` columns at most: flags first, then those that most rows have something in.
+    """Return ``LISTED_COLUMNS`` columns at most: flags first, then those that most rows have
+    something in.
 
     Args:
         unused: By column, how many rows have something there.
@@ -336,14 +456,18 @@ def commonest_unused(unused: Mapping[str, int]) -> dict[str, int]:
 
 
 def unused_summary(unused: Mapping[str, int]) -> dict[str, Any]:
-    """Return ``unused``, the commonest columns as JSON has them, and ``unused_columns``, how many if there are more."""
+    """Return ``unused``, the commonest columns as JSON has them, and ``unused_columns``, how many
+    if there are more.
+    """
     if len(unused) <= LISTED_COLUMNS:
         return {"unused": dict(unused)}
     return {"unused": commonest_unused(unused), "unused_columns": len(unused)}
 
 
 def warnings_of(counts: RowCounts) -> list[str]:
-    """Return what somebody should look at before training on a source, a sentence each with how many rows it is."""
+    """Return what somebody should look at before training on a source, a sentence each with how
+    many rows it is.
+    """
     warnings = []
     for name, count in commonest_unused(counts.unused).items():
         if is_flag(name):
@@ -356,8 +480,13 @@ def warnings_of(counts: RowCounts) -> list[str]:
 
 
 def unused_lines(counts: RowCounts) -> list[str]:
-    """Return a sentence for each of the commonest columns that are not read, and one for all others."""
-    lines = [f"{count}: the column {name} is not read" for name, count in commonest_unused(counts.unused).items()]
+    """Return a sentence for each of the commonest columns that are not read, and one for all
+    others.
+    """
+    lines = [
+        f"{count}: the column {name} is not read"
+        for name, count in commonest_unused(counts.unused).items()
+    ]
     if len(counts.unused) > LISTED_COLUMNS:
         lines.append(f"{len(counts.unused) - LISTED_COLUMNS} further columns are not read")
     return lines

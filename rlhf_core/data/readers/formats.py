@@ -1,4 +1,6 @@
-"""What a format of rows is: how a record is recognised, and what it holds. A plugin's reader is such a format too."""
+"""What a format of rows is: how a record is recognised, and what it holds. A plugin's reader is
+such a format too.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,8 @@ NUMBER_EXCERPT = 40
 
 
 class Undecided(Exception):
-    """A record prefers no reply, for the reason in the message: it is dropped and counted, without being at fault.
+    """A record prefers no reply, for the reason in the message: it is dropped and counted, without
+    being at fault.
 
     ``prompt`` is its prompt, which can be used nevertheless.
     """
@@ -36,14 +39,17 @@ class Undecided(Exception):
 
 
 class LabelledFalse(Undecided):
-    """The only reply of a record is labelled as a bad one: nothing is learned from it, its prompt can be used."""
+    """The only reply of a record is labelled as a bad one: nothing is learned from it, its prompt
+    can be used.
+    """
 
 
 @dataclass(frozen=True)
 class Parsed:
     """A prompt with its replies, or a text; parts that the record lacks are None.
 
-    ``margin`` and ``category`` are those that a format derives itself; columns of these names need not be repeated.
+    ``margin`` and ``category`` are those that a format derives itself; columns of these names need
+    not be repeated.
     """
 
     prompt: list[Turn] | None = None
@@ -65,8 +71,9 @@ class Format:
     Attributes:
         kinds: The kinds of rows that it can serve as, best first.
         matches: Whether a record is of this format; looks at keys and types only.
-        parse: Returns what a record holds as rows of a kind, one or several. Raises :class:`Refusal` for a record that
-            cannot be used, and :class:`Undecided` for one that prefers no reply.
+        parse: Returns what a record holds as rows of a kind, one or several. Raises
+            :class:`Refusal` for a record that cannot be used, and :class:`Undecided` for one that
+            prefers no reply.
         columns: Those that are read, besides ``LABELS``, scores and those that ``matches`` needs.
         dimensions: The preferences that a record states side by side, of which a source names one.
         note: What to do where the format does not serve as the kind that is asked for.
@@ -109,7 +116,9 @@ class Needs:
 
 
 def _are(kind: type) -> Callable[[Any], bool]:
-    return lambda value: isinstance(value, list) and bool(value) and all(isinstance(item, kind) for item in value)
+    return lambda value: (
+        isinstance(value, list) and bool(value) and all(isinstance(item, kind) for item in value)
+    )
 
 
 # What a column has to hold, by the words of Shape.
@@ -138,7 +147,9 @@ def first_column(record: Any, names: str, held: str) -> str | None:
 def number_of(value: Any, name: str) -> float:
     """Return a finite number, also from its text as in csv; otherwise raise :class:`Refusal`."""
     try:
-        python_only = isinstance(value, bool) or (isinstance(value, str) and "_" in value)  # "1_000"
+        python_only = isinstance(value, bool) or (
+            isinstance(value, str) and "_" in value
+        )  # "1_000"
         number = math.nan if python_only else float(value)
     except (TypeError, ValueError, OverflowError):
         number = math.nan

@@ -1,4 +1,5 @@
-"""Rows of JSON files: a list is read value by value, so that it need not fit the memory; JSON lines row by row.
+"""Rows of JSON files: a list is read value by value, so that it need not fit the memory; JSON lines
+row by row.
 
 Nothing is lost: a key that occurs twice and an integer too long for Python are marked.
 """
@@ -22,11 +23,14 @@ CHUNK = 2**20
 # A value of more characters than this is no row of data; its end is not looked for any further.
 MAX_VALUE = 2**28
 MAX_LINE = 2**26  # bytes
-# A value takes up to 30 times its characters in memory: "[]," many times over fills it, long before MAX_VALUE does.
+# A value takes up to 30 times its characters in memory: "[]," many times over fills it, long before
+# MAX_VALUE does.
 MAX_ROW_VALUES, MAX_FILE_VALUES = 10**6, 10**7
-# A .json file may be JSON lines whose rows are lists. The rows of a list wait for its end while it is no longer.
+# A .json file may be JSON lines whose rows are lists. The rows of a list wait for its end while it
+# is no longer.
 HELD_CHARACTERS = 2**23
-# How far from the end of what was read a value that is cut off there may look wrong: in "-Infinity" or "\\ud83d".
+# How far from the end of what was read a value that is cut off there may look wrong: in "-Infinity"
+# or "\\ud83d".
 CUT_OFF = 16
 WHITE_SPACE = " \t\n\r"
 WIDE_MARKS = (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE, codecs.BOM_UTF32_BE)
@@ -41,12 +45,16 @@ def _separators(text: str | bytes) -> int:
 
 
 def _has_more_values(text: str, most: int) -> bool:
-    """Return whether JSON, which may be cut off, has more than so many values, without parsing it."""
+    """Return whether JSON, which may be cut off, has more than so many values, without parsing
+    it.
+    """
     return _separators(text) > most and _separators(without_json_strings(text)) > most
 
 
 class RepeatedKey(dict[str, Any]):
-    """An object that names ``key`` twice; its later values are kept as ``KEY (2)``, ``KEY (3)``, and so on."""
+    """An object that names ``key`` twice; its later values are kept as ``KEY (2)``, ``KEY (3)``,
+    and so on.
+    """
 
     key: str = ""
 
@@ -98,7 +106,9 @@ class JsonParser:
 
 
 class ExtraData(Exception):
-    """Something follows the end of the value: the text is no single value. The message says where."""
+    """Something follows the end of the value: the text is no single value. The message says
+    where.
+    """
 
 
 class JsonText:
@@ -111,13 +121,16 @@ class JsonText:
         """Begin at the start of ``stream``, which messages call ``name``."""
         self._name, self._stream = name, stream
         self._parser = JsonParser()
-        # Characters, line breaks, and characters since the last of them, in the text that is no longer held.
+        # Characters, line breaks, and characters since the last of them, in the text that is no
+        # longer held.
         self._gone = self._lines = self._column = 0
         self._text, self._at = "", 0
         self._bytes = 0  # those that were decoded
         self._ended = False
         first = stream.read(CHUNK)
-        self._decoder = codecs.getincrementaldecoder(json.detect_encoding(first[:4]))("surrogatepass")
+        self._decoder = codecs.getincrementaldecoder(json.detect_encoding(first[:4]))(
+            "surrogatepass"
+        )
         self._text = self._decoded(first)
 
     @property
@@ -130,7 +143,8 @@ class JsonText:
 
         Raises:
             ExtraData: Something follows the value.
-            DataError: It is no JSON, not of its encoding, nested too deeply, or holds no list of rows.
+            DataError: It is no JSON, not of its encoding, nested too deeply, or holds no list of
+                rows.
         """
         begin = self._next_character()
         if not begin:
@@ -138,7 +152,9 @@ class JsonText:
         if begin != "[":
             value = self._value(MAX_FILE_VALUES)
             self._require_end()
-            for position, row in enumerate(_rows_in(self._name, value, self._parser.problem_in(value)), 1):
+            for position, row in enumerate(
+                _rows_in(self._name, value, self._parser.problem_in(value)), 1
+            ):
                 yield Record(position, row, self._parser.problem_in(row))
             return
         self._at += 1
@@ -161,12 +177,16 @@ class JsonText:
             raise ExtraData(self._where(self._at))
 
     def _value(self, most: int) -> Any:
-        """Read the value that begins here, of at most so many; more of the text is read until it is all there."""
+        """Read the value that begins here, of at most so many; more of the text is read until it is
+        all there.
+        """
         while True:
             try:
                 value, end = self._parser.parse_at(self._text, self._at)
             except json.JSONDecodeError as error:
-                is_cut_off = error.pos >= len(self._text) - CUT_OFF or error.msg.startswith("Unterminated string")
+                is_cut_off = error.pos >= len(self._text) - CUT_OFF or error.msg.startswith(
+                    "Unterminated string"
+                )
                 if self._ended or not is_cut_off:
                     raise self._error(error.msg, error.pos) from error
                 if len(self._text) - self._at > MAX_VALUE:
@@ -181,9 +201,13 @@ class JsonText:
                 if self._ended or end < len(self._text) - CUT_OFF:
                     self._at = end
                     return value
-            held = self._text[self._at :]  # is all of this value; what is read now is parsed together with it
+            held = self._text[
+                self._at :
+            ]  # is all of this value; what is read now is parsed together with it
             if _has_more_values(held, most):
-                raise DataError(f"{self._name} holds a row of more than {most} values ({self._where(self._at)})")
+                raise DataError(
+                    f"{self._name} holds a row of more than {most} values ({self._where(self._at)})"
+                )
             self._read(max(CHUNK, len(held)), most)
 
     def _next_character(self) -> str:
@@ -196,7 +220,9 @@ class JsonText:
             self._read(CHUNK)
 
     def _read(self, size: int, most: int = MAX_ROW_VALUES) -> None:
-        """Drop the text that has been read as values, and read ``size`` more bytes, or until ``most`` values are."""
+        """Drop the text that has been read as values, and read ``size`` more bytes, or until
+        ``most`` values are.
+        """
         gone = self._text[: self._at]
         breaks = gone.count("\n")
         self._gone += len(gone)
@@ -205,17 +231,24 @@ class JsonText:
         content, values = self._stream.read(CHUNK), 0
         self._ended = not content
         parts = [content]
-        while content and (size := size - len(content)) > 0 and (values := values + _separators(content)) <= most:
+        while (
+            content
+            and (size := size - len(content)) > 0
+            and (values := values + _separators(content)) <= most
+        ):
             parts.append(content := self._stream.read(min(CHUNK, size)))
         self._text, self._at = self._text[self._at :], 0
         self._text += self._decoded(b"".join(parts))
 
     def _decoded(self, content: bytes) -> str:
-        """Decode the next bytes, which follow the text that is held; ``DataError`` where they are no text."""
+        """Decode the next bytes, which follow the text that is held; ``DataError`` where they are
+        no text.
+        """
         try:
             text = self._decoder.decode(content, self._ended)
         except UnicodeDecodeError as error:
-            # The decoder looks at bytes that it kept of the last call, and not at a byte order mark.
+            # The decoder looks at bytes that it kept of the last call, and not at a byte order
+            # mark.
             place = self._bytes + len(content) - len(error.object) + error.start
             before = self._text + error.object[: error.start].decode(error.encoding, "replace")
             raise DataError(
@@ -237,13 +270,21 @@ class JsonText:
 
 
 def _rows_in(name: str, value: Any, problem: str) -> list[Any]:
-    """Return the rows of an object ``{"data": [...]}``; ``DataError`` for another value, or several lists of rows."""
-    lists = [key for key, rows in value.items() if _is_list_of_rows(rows)] if isinstance(value, dict) else []
+    """Return the rows of an object ``{"data": [...]}``; ``DataError`` for another value, or several
+    lists of rows.
+    """
+    lists = (
+        [key for key, rows in value.items() if _is_list_of_rows(rows)]
+        if isinstance(value, dict)
+        else []
+    )
     if isinstance(value, dict) and isinstance(value.get("data"), list):
         if isinstance(value, RepeatedKey):
             raise DataError(f"{name}: {problem}; give one list of rows")
         if others := [key for key in lists if key != "data"]:
-            raise DataError(f"{name} holds lists of rows as 'data' and {others[0]!r}; give each a file of its own")
+            raise DataError(
+                f"{name} holds lists of rows as 'data' and {others[0]!r}; give each a file of its own"
+            )
         return list(value["data"])
     if lists:
         listed = ", ".join(repr(key) for key in lists[:LISTED_KEYS])
@@ -251,13 +292,17 @@ def _rows_in(name: str, value: Any, problem: str) -> list[Any]:
             f"{name} holds an object with lists of rows under {listed}; save each list as a file of its own, or name "
             "it 'data'"
         )
-    raise DataError(f"{name} holds a single JSON {JSON_TYPES.get(type(value), 'object')}; a list of rows is expected")
+    raise DataError(
+        f"{name} holds a single JSON {JSON_TYPES.get(type(value), 'object')}; a list of rows is expected"
+    )
 
 
 def _is_list_of_rows(value: Any) -> bool:
     """Return whether a value is a list of objects, or of lists of turns."""
     return _are_objects(value) or (
-        isinstance(value, list) and bool(value) and all(isinstance(row, list) and row for row in value)
+        isinstance(value, list)
+        and bool(value)
+        and all(isinstance(row, list) and row for row in value)
     )
 
 
@@ -265,8 +310,12 @@ def _are_objects(value: Any) -> bool:
     return isinstance(value, list) and bool(value) and all(isinstance(row, dict) for row in value)
 
 
-def json_records(name: str, opened: Callable[[], AbstractContextManager[BinaryIO]]) -> Iterator[Record]:
-    """Yield the rows of a JSON list or of ``{"data": [...]}``, and JSON lines as such, for which it is opened anew."""
+def json_records(
+    name: str, opened: Callable[[], AbstractContextManager[BinaryIO]]
+) -> Iterator[Record]:
+    """Yield the rows of a JSON list or of ``{"data": [...]}``, and JSON lines as such, for which it
+    is opened anew.
+    """
     waiting: list[Record] = []
     are_given = False
     try:
@@ -299,10 +348,13 @@ def require_narrow_text(name: str, content: bytes) -> None:
 
 
 def json_line_records(name: str, stream: BinaryIO) -> Iterator[Record]:
-    """Yield the record of every line that is not empty; ``DataError`` for one JSON value over several lines."""
+    """Yield the record of every line that is not empty; ``DataError`` for one JSON value over
+    several lines.
+    """
     parser = JsonParser()
     is_first = True
-    # Lines of bytes end with \n only: other line separators of Unicode are legal inside JSON strings.
+    # Lines of bytes end with \n only: other line separators of Unicode are legal inside JSON
+    # strings.
     for position, line in enumerate(iter(partial(stream.readline, MAX_LINE + 2), b""), 1):
         line = line.removesuffix(b"\n")
         if len(line) > MAX_LINE:

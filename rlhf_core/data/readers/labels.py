@@ -1,4 +1,6 @@
-"""What a row or a turn says about itself: labels, flags for training, votes, stars, scores, and unread parts."""
+"""What a row or a turn says about itself: labels, flags for training, votes, stars, scores, and
+unread parts.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,9 @@ from typing import Any
 from rlhf_core.data.readers.formats import REPLY_LABELS, excerpt
 from rlhf_core.data.readers.turns import Refusal
 
-GOOD = frozenset({"true", "t", "yes", "y", "on", "good", "desirable", "chosen", "accepted", "preferred"})
+GOOD = frozenset(
+    {"true", "t", "yes", "y", "on", "good", "desirable", "chosen", "accepted", "preferred"}
+)
 BAD = frozenset({"false", "f", "no", "n", "off", "bad", "undesirable", "rejected"})
 
 
@@ -43,8 +47,12 @@ SKIP = _keys(
 )
 # What became of a row where it was annotated.
 STATUSES = _keys("status annotation_status review review_status review_result moderation")
-OUT = _keys("discarded discard deleted removed rejected invalid failed failure cancelled canceled skipped tie")
-IN = _keys("submitted accepted approved completed complete validated valid published active done ok passed")
+OUT = _keys(
+    "discarded discard deleted removed rejected invalid failed failure cancelled canceled skipped tie"
+)
+IN = _keys(
+    "submitted accepted approved completed complete validated valid published active done ok passed"
+)
 # Verdicts of people on a single reply: up or down, good or bad.
 VERDICTS = _keys(
     "thumb thumbs thumbs_up vote feedback user_feedback reaction liked upvoted is_good is_correct correct is_accepted "
@@ -59,7 +67,8 @@ UNKNOWN_SCALES = _keys(
     "toxicity toxic mask label kto_tag is_test is_train"
 )
 FLAGS = LEARN | SKIP | STATUSES | VERDICTS | RATINGS | UNKNOWN_SCALES
-# Words of other names that may say the same, as in input_quality, winner_tie, finish_reason and in_gsm8k_train.
+# Words of other names that may say the same, as in input_quality, winner_tie, finish_reason and
+# in_gsm8k_train.
 FLAG_WORDS = _keys(
     "train training loss losses weight weights mask masks masked ignore skip exclude discarded deleted "
     "status review quality rating ratings score scores grade grades rank ranks reward rewards verdict "
@@ -73,9 +82,22 @@ COMMON_WORDS = _keys(
     "weight loss loss_scale train training learn supervised keep kept include included usable valid ignore skip "
     "exclude deleted removed invalid discard cancelled banned blocked broken bad tie"
 )
-UP = frozenset({"up", "thumbs_up", "thumbsup", "👍", "+1", "like", "liked", "upvote", "positive", "correct"})
+UP = frozenset(
+    {"up", "thumbs_up", "thumbsup", "👍", "+1", "like", "liked", "upvote", "positive", "correct"}
+)
 DOWN = frozenset(
-    {"down", "thumbs_down", "thumbsdown", "👎", "dislike", "disliked", "downvote", "negative", "incorrect", "wrong"}
+    {
+        "down",
+        "thumbs_down",
+        "thumbsdown",
+        "👎",
+        "dislike",
+        "disliked",
+        "downvote",
+        "negative",
+        "incorrect",
+        "wrong",
+    }
 )
 WORST_STARS = 2
 LONGEST_NAME = 40
@@ -88,12 +110,21 @@ PROMPT_PARTS = _keys(
     "context input history system_prompt system_message sys documents document passage passages background question "
     "instruction query"
 )
-# Of two replies' scores, whose difference is the margin, in columns such as score_chosen, chosen-rating, rewardChosen;
-# of ranks, the lowest is the best.
+# Of two replies' scores, whose difference is the margin, in columns such as score_chosen,
+# chosen-rating, rewardChosen; of ranks, the lowest is the best.
 SCORES = ("score", "rating", "avgrating", "reward", "rank")
 HOLDS_NOTHING = frozenset({"", "[]", "{}", "null", "none", "nan"})
 # Of the replies that are to be learned; a rejected one need not be.
-REPLY_COLUMNS = ("messages", "conversations", "chosen", "reply", "completion", "response", "output", "chosen_response")
+REPLY_COLUMNS = (
+    "messages",
+    "conversations",
+    "chosen",
+    "reply",
+    "completion",
+    "response",
+    "output",
+    "chosen_response",
+)
 
 
 def is_labelled_false(labels: Mapping[str, Any]) -> bool:
@@ -103,7 +134,9 @@ def is_labelled_false(labels: Mapping[str, Any]) -> bool:
         Refusal: A label is not a known word or number, so the reply might be a bad one.
     """
     is_bad = False
-    for name, value in ((name, labels.get(name)) for name in REPLY_LABELS if labels.get(name) not in (None, "")):
+    for name, value in (
+        (name, labels.get(name)) for name in REPLY_LABELS if labels.get(name) not in (None, "")
+    ):
         word, number = _word(value), _number(value)
         if word not in GOOD | BAD and number not in (1, 0, -1):
             raise Refusal(
@@ -128,15 +161,27 @@ def _number(value: Any) -> float:
 
 @lru_cache(16)
 def score_columns(names: tuple[str, ...]) -> list[tuple[str, str]]:
-    """Return the columns with the scores of the better and the worse reply, in the order of :data:`SCORES`."""
+    """Return the columns with the scores of the better and the worse reply, in the order of
+    :data:`SCORES`.
+    """
     by_key = {key_of(name): name for name in names}
-    keys = [pair for s in SCORES for pair in ((f"{s}chosen", f"{s}rejected"), (f"chosen{s}", f"rejected{s}"))]
-    return [(by_key[chosen], by_key[rejected]) for chosen, rejected in keys if chosen in by_key and rejected in by_key]
+    keys = [
+        pair
+        for s in SCORES
+        for pair in ((f"{s}chosen", f"{s}rejected"), (f"chosen{s}", f"rejected{s}"))
+    ]
+    return [
+        (by_key[chosen], by_key[rejected])
+        for chosen, rejected in keys
+        if chosen in by_key and rejected in by_key
+    ]
 
 
 @lru_cache(4096)
 def may_be_flag(name: str) -> bool:
-    """Return whether a column, or the key of a turn, is named as flags of training, labels and ratings are."""
+    """Return whether a column, or the key of a turn, is named as flags of training, labels and
+    ratings are.
+    """
     return key_of(name) in FLAGS or not FLAG_WORDS.isdisjoint(words_of(name))
 
 
@@ -146,26 +191,35 @@ def words_of(name: str) -> set[str]:
 
 
 def flag_against(record: Any, single: bool) -> str:
-    """Return the flag of a row, or of its reply's turn, that forbids learning from it; empty if none does.
+    """Return the flag of a row, or of its reply's turn, that forbids learning from it; empty if
+    none does.
 
-    ``single`` says that the row has one reply, so that a vote or a rating is of that. A flag that a trainer reads and
-    that says neither is a :class:`Refusal`.
+    ``single`` says that the row has one reply, so that a vote or a rating is of that. A flag that a
+    trainer reads and that says neither is a :class:`Refusal`.
     """
-    return next((name for name, value in _flags(record) if _is_to_learn(name, value, single) is False), "")
+    return next(
+        (name for name, value in _flags(record) if _is_to_learn(name, value, single) is False), ""
+    )
 
 
 def read_flags(record: Any, single: bool) -> frozenset[str]:
-    """Return the flags of a row, ``column[].name`` of a turn, whose values say all that they may: yes or no."""
+    """Return the flags of a row, ``column[].name`` of a turn, whose values say all that they may:
+    yes or no.
+    """
     return frozenset(
         name
         for name, value in _flags(record)
         if _is_to_learn(name, value, single) is not None
-        and (_number(value) in (0, 1) or not math.isfinite(_number(value)) or key_of(name) in RATINGS)
+        and (
+            _number(value) in (0, 1) or not math.isfinite(_number(value)) or key_of(name) in RATINGS
+        )
     )
 
 
 def _flags(record: Any) -> Iterator[tuple[str, Any]]:
-    """Yield the flags of a row and of the turns that are its replies, with what messages call them."""
+    """Yield the flags of a row and of the turns that are its replies, with what messages call
+    them.
+    """
     if not isinstance(record, dict):
         return
     columns = {str(name): value for name, value in record.items()}
@@ -174,7 +228,11 @@ def _flags(record: Any) -> Iterator[tuple[str, Any]]:
         turn = turns[-1] if isinstance(turns, list) and turns else turns
         if isinstance(turn, dict):
             columns |= {f"{column}[].{name}": value for name, value in turn.items()}
-    yield from ((n, value) for n, value in columns.items() if key_of(n.rpartition("[].")[2]) in FLAGS and _holds(value))
+    yield from (
+        (n, value)
+        for n, value in columns.items()
+        if key_of(n.rpartition("[].")[2]) in FLAGS and _holds(value)
+    )
 
 
 def _is_to_learn(name: str, value: Any, single: bool) -> bool | None:
@@ -216,7 +274,9 @@ def _is_rated_well(value: Any) -> bool | None:
     return None if math.isnan(number) or 0 < number < 1 else number > WORST_STARS
 
 
-def unread_prompt_parts(record: Any, read: Collection[str], prompt: Sequence[Mapping[str, str]]) -> list[str]:
+def unread_prompt_parts(
+    record: Any, read: Collection[str], prompt: Sequence[Mapping[str, str]]
+) -> list[str]:
     """Return the columns of a record that may belong to its ``prompt`` but are not in it.
 
     Of several columns that a format may read the prompt from, it reads one; so texts are compared.
@@ -238,14 +298,20 @@ def unread_prompt_parts(record: Any, read: Collection[str], prompt: Sequence[Map
 
 
 def require_replies(record: Any, read: Collection[str], chosen: str, rejected: str) -> None:
-    """Raise :class:`Refusal` where both replies only name other columns than are ``read``, which hold the replies."""
+    """Raise :class:`Refusal` where both replies only name other columns than are ``read``, which
+    hold the replies.
+    """
     if not isinstance(record, dict) or max(len(chosen), len(rejected)) > LONGEST_NAME:
         return
     unread = ((name, value) for name, value in record.items() if name not in read)
-    columns = [str(name).casefold() for name, value in unread if value and isinstance(value, str | list)]
+    columns = [
+        str(name).casefold() for name, value in unread if value and isinstance(value, str | list)
+    ]
     for text in (chosen.strip().casefold(), rejected.strip().casefold()):
         before = r"(?:^|[\W_])" if not text.isdigit() else r"(?:^|[\W_]|(?<=[a-z]))"
-        if not text or not any(re.search(rf"{before}{re.escape(text)}\Z", name) for name in columns):
+        if not text or not any(
+            re.search(rf"{before}{re.escape(text)}\Z", name) for name in columns
+        ):
             return
     raise Refusal(
         f"chosen and rejected are {chosen!r} and {rejected!r}, which name columns of the row: put the replies "
@@ -254,14 +320,24 @@ def require_replies(record: Any, read: Collection[str], chosen: str, rejected: s
 
 
 def require_text_only(record: Any) -> None:
-    """Raise :class:`Refusal` for a row with media or tools in a column, which training would not see."""
+    """Raise :class:`Refusal` for a row with media or tools in a column, which training would not
+    see.
+    """
     if isinstance(record, dict):
-        lost = [str(name) for name, value in record.items() if key_of(str(name)) in LOST_COLUMNS and _holds(value)]
+        lost = [
+            str(name)
+            for name, value in record.items()
+            if key_of(str(name)) in LOST_COLUMNS and _holds(value)
+        ]
         if lost:
-            raise Refusal(f"the row has {', '.join(lost)} beside its text, which training would not see; {TEXT_ALONE}")
+            raise Refusal(
+                f"the row has {', '.join(lost)} beside its text, which training would not see; {TEXT_ALONE}"
+            )
 
 
-TEXT_ALONE = "to train on the text alone, name the columns to read (--column, or columns beside the path)"
+TEXT_ALONE = (
+    "to train on the text alone, name the columns to read (--column, or columns beside the path)"
+)
 
 
 def _holds(value: Any) -> bool:

@@ -1,4 +1,6 @@
-"""Rankings: several replies to a prompt, with scores or ranks, read as pairs of a better and a worse reply."""
+"""Rankings: several replies to a prompt, with scores or ranks, read as pairs of a better and a
+worse reply.
+"""
 
 from __future__ import annotations
 
@@ -22,12 +24,15 @@ class RankedReply(NamedTuple):
     value: float
 
 
-def ranked_pairs(replies: Sequence[RankedReply], choice: PairChoice) -> list[tuple[RankedReply, RankedReply]]:
+def ranked_pairs(
+    replies: Sequence[RankedReply], choice: PairChoice
+) -> list[tuple[RankedReply, RankedReply]]:
     """Return pairs of a better and a worse reply; replies of equal value are never paired.
 
     Args:
         replies: In any order.
-        choice: ``all`` pairs, K(K-1)/2 of K replies; ``adjacent``: each reply and the next worse; ``best_worst``.
+        choice: ``all`` pairs, K(K-1)/2 of K replies; ``adjacent``: each reply and the next worse;
+            ``best_worst``.
     """
     ordered = sorted(replies, key=lambda reply: -reply.value)
     if choice == "best_worst":
@@ -37,14 +42,20 @@ def ranked_pairs(replies: Sequence[RankedReply], choice: PairChoice) -> list[tup
 
 
 def ranking_rows(
-    prompt: list[Turn], by_system: Mapping[str, Sequence[RankedReply]], kind: str, choice: PairChoice, scored: bool
+    prompt: list[Turn],
+    by_system: Mapping[str, Sequence[RankedReply]],
+    kind: str,
+    choice: PairChoice,
+    scored: bool,
 ) -> list[Parsed]:
     """Return a ranking as rows of ``kind``: as pairs, as the best reply alone, or as its prompt.
 
     Args:
         prompt: What all replies are to, behind their system prompt.
-        by_system: Replies by the system prompt that each was asked for with; "" for none. Others are not paired.
-        scored: A pair's margin is the difference of the values; one of ranks would not say how much better a reply is.
+        by_system: Replies by the system prompt that each was asked for with; "" for none. Others
+            are not paired.
+        scored: A pair's margin is the difference of the values; one of ranks would not say how much
+            better a reply is.
 
     Raises:
         Undecided: No reply is better than another.
@@ -62,14 +73,17 @@ def ranking_rows(
                 margin = better.value - worse.value if scored else None
                 rows.append(Parsed(whole, better.text, worse.text, margin=margin))
         elif not rows:
-            rows = [Parsed(whole, reply=reply.text) for reply in replies if reply.value == max(values)][:1]
+            rows = [
+                Parsed(whole, reply=reply.text) for reply in replies if reply.value == max(values)
+            ][:1]
     if not rows:
         raise Undecided("no reply is better than another to the same system prompt")
     return rows
 
 
 def _replies_of_objects(shape: Shape, record: Any, kind: str, options: ReadOptions) -> list[Parsed]:
-    """Read UltraFeedback (Cui et al., 2023) and Nectar (Zhu et al., 2023): replies with their scores, or ranks.
+    """Read UltraFeedback (Cui et al., 2023) and Nectar (Zhu et al., 2023): replies with their
+    scores, or ranks.
 
     UltraFeedback's completions may each have been asked for by a system prompt.
     """
@@ -112,10 +126,18 @@ def _tree_turn(node: Any) -> Turn:
 
 
 def _usable(replies: Any) -> list[Node]:
-    """Return the messages that were neither deleted nor rejected by reviewers; their answers go with them."""
-    if replies is not None and not (isinstance(replies, list) and all(isinstance(reply, dict) for reply in replies)):
+    """Return the messages that were neither deleted nor rejected by reviewers; their answers go
+    with them.
+    """
+    if replies is not None and not (
+        isinstance(replies, list) and all(isinstance(reply, dict) for reply in replies)
+    ):
         raise Refusal("the replies of a message are not a list of messages")
-    return [reply for reply in replies or () if not reply.get("deleted") and reply.get("review_result") is not False]
+    return [
+        reply
+        for reply in replies or ()
+        if not reply.get("deleted") and reply.get("review_result") is not False
+    ]
 
 
 def _prompts(root: Node) -> Iterator[tuple[list[Turn], list[Node]]]:
@@ -130,7 +152,8 @@ def _prompts(root: Node) -> Iterator[tuple[list[Turn], list[Node]]]:
 
 
 def _tree(shape: Shape, record: Any, kind: str, options: ReadOptions) -> Sequence[Parsed]:
-    """Read a tree: pairs of the ranked replies to each prompt, the best reply to each, or the prompts themselves.
+    """Read a tree: pairs of the ranked replies to each prompt, the best reply to each, or the
+    prompts themselves.
 
     A reply without a rank is in no pair, and is a demonstration where it is the only reply.
     """
@@ -151,7 +174,11 @@ def _tree(shape: Shape, record: Any, kind: str, options: ReadOptions) -> Sequenc
         elif replies:
             rows.append(Parsed(prompt, reply=max(replies, key=lambda reply: reply.value).text))
     if not rows:
-        raise Undecided("the tree has no two ranked replies to one prompt" if kind == "preferences" else "no replies")
+        raise Undecided(
+            "the tree has no two ranked replies to one prompt"
+            if kind == "preferences"
+            else "no replies"
+        )
     return rows
 
 
@@ -161,7 +188,8 @@ _is_message = Needs("parent_id", message_id=str, role=str, text=str)
 def joined_messages(records: Sequence[Record]) -> list[Record]:
     """Join messages into trees by ``parent_id``; a tree has the position of its first message.
 
-    Messages that no tree reaches are records with that as their problem, other rows stay what they are.
+    Messages that no tree reaches are records with that as their problem, other rows stay what they
+    are.
     """
     joined: list[Record] = []
     messages: dict[str, Record] = {}
@@ -174,7 +202,9 @@ def joined_messages(records: Sequence[Record]) -> list[Record]:
             joined.append(Record(record.position, record.value, "its parent_id is not text"))
         else:
             messages[record.value["message_id"]] = record
-    nodes: dict[str, Node] = {name: {**record.value, "replies": []} for name, record in messages.items()}
+    nodes: dict[str, Node] = {
+        name: {**record.value, "replies": []} for name, record in messages.items()
+    }
     waiting = [node for node in nodes.values() if not node["parent_id"]]
     for node in waiting:
         name = node["message_id"]
@@ -189,7 +219,11 @@ def joined_messages(records: Sequence[Record]) -> list[Record]:
         waiting += node["replies"]
     for record in lost.values():
         known = record.value["parent_id"] in nodes
-        problem = "its parents do not lead to the first message of a tree" if known else "its parent is not in the file"
+        problem = (
+            "its parents do not lead to the first message of a tree"
+            if known
+            else "its parent is not in the file"
+        )
         joined.append(Record(record.position, record.value, problem))
     return sorted(joined, key=lambda record: record.position)
 

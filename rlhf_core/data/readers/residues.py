@@ -1,4 +1,6 @@
-"""What exports leave in texts: end markers are taken off, placeholders of media refused, other accidents counted."""
+"""What exports leave in texts: end markers are taken off, placeholders of media refused, other
+accidents counted.
+"""
 
 from __future__ import annotations
 
@@ -11,13 +13,49 @@ from typing import Any
 
 from rlhf_core.data.readers.formats import Parsed
 from rlhf_core.data.readers.labels import TEXT_ALONE
-from rlhf_core.data.readers.turns import ROLE_MARKERS, SPECIAL_TOKEN, Refusal, dialogue_in, markup_in, transcript_in
+from rlhf_core.data.readers.turns import (
+    ROLE_MARKERS,
+    SPECIAL_TOKEN,
+    Refusal,
+    dialogue_in,
+    markup_in,
+    transcript_in,
+)
 
-# What chat templates, and servers, end a reply with. As text it would be learned as characters before the real end.
+# What chat templates, and servers, end a reply with. As text it would be learned as characters
+# before the real end.
 END_MARKERS = (
-    *("</s>", "<eos>", "<eot>", "<eoa>", "<eom>", "<eod>", "<end>", "<pad>", "<end_of_turn>", "<turn|>", "<|im_end|>"),
-    *("<|endoftext|>", "<|eot_id|>", "<|eot|>", "<|eom_id|>", "<|end|>", "<|return|>", "<|end_of_text|>", "<|eos|>"),
-    *("<|endofturn|>", "<|end_of_turn|>", "<|END_OF_TURN_TOKEN|>", "<｜end▁of▁sentence｜>", "<|user_end|>", "<|eod|>"),
+    *(
+        "</s>",
+        "<eos>",
+        "<eot>",
+        "<eoa>",
+        "<eom>",
+        "<eod>",
+        "<end>",
+        "<pad>",
+        "<end_of_turn>",
+        "<turn|>",
+        "<|im_end|>",
+    ),
+    *(
+        "<|endoftext|>",
+        "<|eot_id|>",
+        "<|eot|>",
+        "<|eom_id|>",
+        "<|end|>",
+        "<|return|>",
+        "<|end_of_text|>",
+        "<|eos|>",
+    ),
+    *(
+        "<|endofturn|>",
+        "<|end_of_turn|>",
+        "<|END_OF_TURN_TOKEN|>",
+        "<｜end▁of▁sentence｜>",
+        "<|user_end|>",
+        "<|eod|>",
+    ),
     *("<|assistant_end|>", "<|end_of_sentence|>", "<|endofmessage|>", "<|message_end|>", "<|pad|>"),
     *("[EOS]", "[EOT]", "[PAD]", "[DONE]", "[e~["),
 )
@@ -25,19 +63,36 @@ AT_END = re.compile(rf"({'|'.join(map(re.escape, END_MARKERS))})\s*\Z", re.IGNOR
 # What programs write for a missing value, a deleted text, or a formula that fails.
 MISSING = frozenset(
     (
-        *("nan", "none", "null", "(null)", "n/a", "<na>", "nat", "nil", "undefined", "[]", "{}", "[object object]"),
+        *(
+            "nan",
+            "none",
+            "null",
+            "(null)",
+            "n/a",
+            "<na>",
+            "nat",
+            "nil",
+            "undefined",
+            "[]",
+            "{}",
+            "[object object]",
+        ),
         *("#n/a", "#ref!", "#name?", "#value!", "#div/0!"),
         *("(blank)", "<unknown>", "[deleted]", "[removed]", "[redacted]"),
     )
 )
 # What stands in a text for a picture, a film or a sound.
-PLACEHOLDER = re.compile(r"<\|?(image|video|audio|speech|start_of_image|imagehere)(?:_?\d+|_pad)?\|?>", re.IGNORECASE)
+PLACEHOLDER = re.compile(
+    r"<\|?(image|video|audio|speech|start_of_image|imagehere)(?:_?\d+|_pad)?\|?>", re.IGNORECASE
+)
 LONGEST_CELL = 32_767  # characters of a cell of Excel
 DIALOGUE_BEGIN = 2000
 EDGE = 60
 MARKER_ENDS = frozenset({">", "]", "["})
 REPEATED = 20  # characters of a prompt that no reply begins with by chance
-EARLIER_REPLIES = "a dialogue has several replies: the last one is learned, the others are part of its prompt"
+EARLIER_REPLIES = (
+    "a dialogue has several replies: the last one is learned, the others are part of its prompt"
+)
 AS_TEXT = ", which is read as text"
 
 
@@ -82,9 +137,7 @@ ASSISTANTS = r"assistant|ai|bot|chatbot|chatgpt|gpt(?:-\d\w*)?|claude|助手"
 USERS = r"human|user|prompter|用户|人类"
 COLONS = (":", "：")
 MARKS = (">", "]", "###", "END", "<|", *COLONS)
-FAILED = (
-    r"Error(?: code)?:? ?\d{3}\b|\[ERROR\]|Traceback \(|(?:openai|anthropic|httpx|requests)\.[\w.]*(?:Error|Timeout)"
-)
+FAILED = r"Error(?: code)?:? ?\d{3}\b|\[ERROR\]|Traceback \(|(?:openai|anthropic|httpx|requests)\.[\w.]*(?:Error|Timeout)"
 STOPS = r"\[(?:/INST|END|SEP|STOP)\]|<(?:s|unk|sep|stop|eoh|extra_id_\d+)>|<\|\w+|#{3,}(?:\s*End)?|\bEND|\bAssistant:"
 RESIDUES = (
     Residue(
@@ -99,7 +152,12 @@ RESIDUES = (
         begin=rf"###? (?:Response|Answer)\b|\[/INST\]|<pad>|{SPECIAL_TOKEN}",
         needed=("<", "[", "##"),
     ),
-    Residue("is what a program says that fails", "reply", begin=FAILED, needed=("rror", "ERROR", "Trace", "Timeout")),
+    Residue(
+        "is what a program says that fails",
+        "reply",
+        begin=FAILED,
+        needed=("rror", "ERROR", "Trace", "Timeout"),
+    ),
     Residue(
         "has a turn of the user",
         "reply",
@@ -127,11 +185,23 @@ RESIDUES = (
     ),
     Residue("ends with a marker", "user", end=rf"{AT_END.pattern}|#{{3,}}|->", needed=MARKS),
     *(
-        Residue("is a list written out as text", of, within=r"\A\[\s*([\"']).*\1\s*\]\Z", needed=("[",))
+        Residue(
+            "is a list written out as text", of, within=r"\A\[\s*([\"']).*\1\s*\]\Z", needed=("[",)
+        )
         for of in ("user", "reply")
     ),
-    Residue("points to a picture", "user", within=r"!\[[^\]\n]{0,99}\]\([^)\s]|<img(?:\s|>\w)", needed=("![", "<img")),
-    Residue("has media as base64", "", within=r"data:(?:image|audio|video)/[\w.+-]+;base64,", needed=(";base64,",)),
+    Residue(
+        "points to a picture",
+        "user",
+        within=r"!\[[^\]\n]{0,99}\]\([^)\s]|<img(?:\s|>\w)",
+        needed=("![", "<img"),
+    ),
+    Residue(
+        "has media as base64",
+        "",
+        within=r"data:(?:image|audio|video)/[\w.+-]+;base64,",
+        needed=(";base64,",),
+    ),
     Residue(
         "has HTML's escapes, as &quot;",
         "",
@@ -145,21 +215,36 @@ RESIDUES = (
         needed=("Ġ", "▁"),
     ),
     Residue("has \\n in place of line breaks", "", within=r"\A[^\n]*\Z", needed=("\\n",)),
-    Residue("has escapes of Excel's files, as _x000D_", "", within=r"_x00[0-9a-f]{2}_", needed=("_x00", "_X00")),
-    # What spreadsheets write so that a cell is text and no formula; a word of English may begin so, too.
+    Residue(
+        "has escapes of Excel's files, as _x000D_",
+        "",
+        within=r"_x00[0-9a-f]{2}_",
+        needed=("_x00", "_X00"),
+    ),
+    # What spreadsheets write so that a cell is text and no formula; a word of English may begin so,
+    # too.
     Residue(
         "begins with the ' of a cell that is no formula",
         "",
         begin=r"'(?!(?:t(?:is|was|il)|em|cause|n|\d\ds)\b)[^\s'’][^'’]*\Z",
         needed=("'",),
     ),
-    Residue("is a formula of a spreadsheet that gives a text", "", begin=r"=\s*\"", needed=('="', '= "')),
-    Residue("is code in place of a text", "", begin=r"\{+\s*\w+\s*\}+\s*\Z|b[\"']", needed=("}", "b'", 'b"')),
+    Residue(
+        "is a formula of a spreadsheet that gives a text", "", begin=r"=\s*\"", needed=('="', '= "')
+    ),
+    Residue(
+        "is code in place of a text",
+        "",
+        begin=r"\{+\s*\w+\s*\}+\s*\Z|b[\"']",
+        needed=("}", "b'", 'b"'),
+    ),
 )
 
 
 def _residues(text: str, of: str) -> Iterator[str]:
-    """Yield what is to be said of a ``reply``, of a turn of the ``user`` or of a ``text`` for pretraining."""
+    """Yield what is to be said of a ``reply``, of a turn of the ``user`` or of a ``text`` for
+    pretraining.
+    """
     begin = text[:DIALOGUE_BEGIN]
     if of == "text" and (transcript_in(begin) or dialogue_in(begin, answered=True)):
         yield "is a dialogue, and read as pretraining text: give messages to learn its replies"
@@ -167,11 +252,16 @@ def _residues(text: str, of: str) -> Iterator[str]:
         yield f"has the markup of a dialogue{AS_TEXT}"
     if len(text) == LONGEST_CELL:
         yield "is as long as a cell of Excel can be, which cuts off what is longer"
-    yield from (residue.said + AS_TEXT for residue in RESIDUES if residue.of in (of, "") and residue.is_in(text))
+    yield from (
+        residue.said + AS_TEXT
+        for residue in RESIDUES
+        if residue.of in (of, "") and residue.is_in(text)
+    )
 
 
 def _placeholder(text: str) -> tuple[str, bool]:
-    """Return the first placeholder of a text and whether it begins or ends a line, as exports write it.
+    """Return the first placeholder of a text and whether it begins or ends a line, as exports write
+    it.
 
     What a tag closes again is markup that the text is about.
     """
@@ -189,19 +279,24 @@ def _placeholder(text: str) -> tuple[str, bool]:
 
 
 def without_end_marker(text: str) -> tuple[str, str]:
-    """Return a text without the end markers at its end, and the first of them; empty where it has none."""
+    """Return a text without the end markers at its end, and the first of them; empty where it has
+    none.
+    """
     end, found = len(text.rstrip()), ""
     if text[end - 1 : end] not in MARKER_ENDS:
         return text, ""
     while markers := AT_END.search(text, max(end - EDGE, 0), end):
         end, found = markers.start(), markers[1].casefold()
-    if not found or ("</s>" in text[end:].casefold() and "<s>" in text.casefold()):  # a text struck through
+    if not found or (
+        "</s>" in text[end:].casefold() and "<s>" in text.casefold()
+    ):  # a text struck through
         return text, ""
     return text[:end], next(marker for marker in END_MARKERS if found == marker.casefold())
 
 
 def cleaned(parsed: Parsed, noticed: Counter[str], named: bool) -> Parsed:
-    """Return texts without end markers; what was taken off, and what else looks like an accident, is ``noticed``.
+    """Return texts without end markers; what was taken off, and what else looks like an accident,
+    is ``noticed``.
 
     A placeholder of media is a :class:`Refusal`, unless the columns to read are ``named``.
     """
@@ -213,21 +308,29 @@ def cleaned(parsed: Parsed, noticed: Counter[str], named: bool) -> Parsed:
         return text
 
     texts: dict[str, Any] = {
-        name: given for name in ("chosen", "rejected", "reply", "text") if (given := getattr(parsed, name)) is not None
+        name: given
+        for name in ("chosen", "rejected", "reply", "text")
+        if (given := getattr(parsed, name)) is not None
     }
     turns = parsed.prompt or []
     asked = turns[-1]["content"] if turns else ""
     for name, given in (*texts.items(), ("the prompt", asked)):
         if given.strip().casefold() in MISSING:
-            noticed[f"{name} is the text {given.strip()!r}, as which a missing value may have been written"] += 1
+            noticed[
+                f"{name} is the text {given.strip()!r}, as which a missing value may have been written"
+            ] += 1
     for text in (*(turn["content"] for turn in turns), *texts.values()):
         token, is_apart = _placeholder(text)
         if is_apart and not named:
-            raise Refusal(f"the text has {token} in place of something that training would not see; {TEXT_ALONE}")
+            raise Refusal(
+                f"the text has {token} in place of something that training would not see; {TEXT_ALONE}"
+            )
         if token:
             noticed[f"a text has {token}, which is read as text: training sees nothing else"] += 1
     prompt = parsed.prompt and [
-        turn | {"content": clean(turn["content"], "a turn of the prompt")} if turn["role"] == "assistant" else turn
+        turn | {"content": clean(turn["content"], "a turn of the prompt")}
+        if turn["role"] == "assistant"
+        else turn
         for turn in turns
     ]
     texts = {name: clean(given, f"the end of {name}") for name, given in texts.items()}
@@ -237,7 +340,10 @@ def cleaned(parsed: Parsed, noticed: Counter[str], named: bool) -> Parsed:
     asking = (turn["content"] for turn in turns if turn["role"] == "user")
     found = {f"a user's turn {residue}" for text in asking for residue in _residues(text, "user")}
     for name, text in texts.items():
-        found |= {f"{name} {residue}" for residue in _residues(text, "text" if name == "text" else "reply")}
+        found |= {
+            f"{name} {residue}"
+            for residue in _residues(text, "text" if name == "text" else "reply")
+        }
         if asked and text.strip() == asked:
             found.add(f"{name} is the prompt again{AS_TEXT}")
         elif name == "reply" and len(asked) >= REPEATED and text.strip().startswith(asked):

@@ -1,4 +1,6 @@
-"""One interpreter of the shapes that ``rlhf_core/config/formats.py`` declares: what a record of each holds."""
+"""One interpreter of the shapes that ``rlhf_core/config/formats.py`` declares: what a record of
+each holds.
+"""
 
 from __future__ import annotations
 
@@ -39,7 +41,8 @@ from rlhf_core.data.readers.turns import (
 # Columns beside a pair that are not its prompt.
 NO_PROMPTS = frozenset({"chosen", "rejected", "system", "source", "category", "id", "prompt_id"})
 STRONGEST_PREFERENCE = 3
-# HelpSteer2 writes a dialogue of several turns as one text; its first turn is the user's and has no marker.
+# HelpSteer2 writes a dialogue of several turns as one text; its first turn is the user's and has no
+# marker.
 HELPSTEER_TURN = re.compile(r"\n?<extra_id_1>(User|Assistant)\n")
 # White space, and Chinese characters and punctuation, of which each is a word of its own.
 WORD_BORDER = re.compile(r"[\s\u3000-\u303f\u3400-\u9fff\uff00-\uffef]")
@@ -51,7 +54,8 @@ WORD_BORDER = re.compile(r"[\s\u3000-\u303f\u3400-\u9fff\uff00-\uffef]")
 def is_hh(record: Any) -> bool:
     """Return whether two texts are transcripts. Where one is damaged, the other decides.
 
-    Beside a prompt that is no transcript both have to be: a reply may hold a dialogue that its prompt asks for.
+    Beside a prompt that is no transcript both have to be: a reply may hold a dialogue that its
+    prompt asks for.
     """
     chosen, rejected, prompt = record["chosen"], record["rejected"], record.get("prompt")
     if not isinstance(chosen, str) or not isinstance(rejected, str):
@@ -65,7 +69,9 @@ def is_hh(record: Any) -> bool:
 
 
 def _are_dialogues(record: Any) -> bool:
-    """Return whether both replies are turns that begin with the prompt, which a ``prompt`` string may repeat."""
+    """Return whether both replies are turns that begin with the prompt, which a ``prompt`` string
+    may repeat.
+    """
     prompt = record.get("prompt")
     return prompt is None or (not isinstance(prompt, list) and len(record["chosen"]) > 1)
 
@@ -77,11 +83,15 @@ def _has_turns(record: Any) -> bool:
 
 
 def _has_two_replies(record: Any) -> bool:
-    """Return whether a prompt has two replies, of which one may be missing or no text: then the row is refused."""
+    """Return whether a prompt has two replies, of which one may be missing or no text: then the row
+    is refused.
+    """
     replies = record["chosen"], record["rejected"]
     if is_hh(record):
         return False
-    if isinstance(record["prompt"], list) and all(isinstance(reply, str | list) for reply in replies):
+    if isinstance(record["prompt"], list) and all(
+        isinstance(reply, str | list) for reply in replies
+    ):
         return False  # turns, which are conversational
     return not all(map(is_missing, replies))
 
@@ -136,12 +146,15 @@ def _helpsteer_prompt(record: Any) -> list[Turn]:
 
 
 def _alpaca_prompt(record: Any) -> list[Turn]:
-    """Return instruction and input as one user turn, after the turns of ``history`` (pairs of question and answer).
+    """Return instruction and input as one user turn, after the turns of ``history`` (pairs of
+    question and answer).
 
     Without a history they may be an HH-RLHF transcript.
     """
     history = record.get("history") or []
-    if not isinstance(history, list | tuple) or not all(isinstance(p, list | tuple) and len(p) == 2 for p in history):
+    if not isinstance(history, list | tuple) or not all(
+        isinstance(p, list | tuple) and len(p) == 2 for p in history
+    ):
         raise Refusal("history is not a list of [question, answer]")
     turns = []
     for question, answer in history:
@@ -149,10 +162,15 @@ def _alpaca_prompt(record: Any) -> list[Turn]:
         turns.append({"role": "assistant", "content": text_of(answer, "history")})
     parts = [text_of(record.get(name) or "", name) for name in ("instruction", "input")]
     text = "\n\n".join(part for part in parts if part.strip())
-    return [*turns, {"role": "user", "content": text}] if turns else prompt_of(text, "the instruction")
+    return (
+        [*turns, {"role": "user", "content": text}] if turns else prompt_of(text, "the instruction")
+    )
 
 
-STYLES: dict[str, Callable[[Any], list[Turn]]] = {"helpsteer": _helpsteer_prompt, "alpaca": _alpaca_prompt}
+STYLES: dict[str, Callable[[Any], list[Turn]]] = {
+    "helpsteer": _helpsteer_prompt,
+    "alpaca": _alpaca_prompt,
+}
 
 
 # What makes rows of a record.
@@ -184,21 +202,28 @@ def _reply_column(record: Any, names: str) -> str:
     """Return the column of a reply, of which there must not be several with different ones."""
     given = [name for name in names.split() if isinstance(record.get(name), str | list)]
     if any(record[name] != record[given[0]] for name in given):
-        raise Refusal(f"there are several replies: {', '.join(given)}; name one as reply in columns")
+        raise Refusal(
+            f"there are several replies: {', '.join(given)}; name one as reply in columns"
+        )
     return first_column(record, names, "a value") or names
 
 
-def _preference(shape: Shape, record: Any, turns: list[Turn], options: ReadOptions) -> tuple[int, float | None]:
-    """Return the number of the better reply, and the margin where the label says how much better it is.
+def _preference(
+    shape: Shape, record: Any, turns: list[Turn], options: ReadOptions
+) -> tuple[int, float | None]:
+    """Return the number of the better reply, and the margin where the label says how much better it
+    is.
 
-    Where a record states several preferences, ``options.dimension`` names one: ``agreed`` takes the pairs that all of
-    them order alike.
+    Where a record states several preferences, ``options.dimension`` names one: ``agreed`` takes the
+    pairs that all of them order alike.
     """
     if shape.prefers == "strength":
         (column,) = shape.labels
         strength = number_of(record[column], column)
         if not abs(strength) <= STRONGEST_PREFERENCE:
-            raise Refusal(f"{column} is {record[column]!r}, not from -{STRONGEST_PREFERENCE} to {STRONGEST_PREFERENCE}")
+            raise Refusal(
+                f"{column} is {record[column]!r}, not from -{STRONGEST_PREFERENCE} to {STRONGEST_PREFERENCE}"
+            )
         if strength == 0:
             raise Undecided("neither reply is preferred", turns)
         return int(strength > 0), abs(strength)
@@ -214,7 +239,9 @@ def _preference(shape: Shape, record: Any, turns: list[Turn], options: ReadOptio
     return (safe if options.dimension == "safe" else helpful), None
 
 
-def _implicit(split: Callable[[Any, str], tuple[Any, str]], turns: Callable[[Any], list[Turn]], record: Any) -> Parsed:
+def _implicit(
+    split: Callable[[Any, str], tuple[Any, str]], turns: Callable[[Any], list[Turn]], record: Any
+) -> Parsed:
     """Read two dialogues of which each is the prompt and a reply.
 
     Args:
@@ -227,12 +254,16 @@ def _implicit(split: Callable[[Any, str], tuple[Any, str]], turns: Callable[[Any
         raise Refusal("the prompts of the two replies differ")
     prompt = turns(before)
     if record.get("prompt"):
-        _require_same_prompt(record["prompt"], [turn for turn in prompt if turn["role"] != "system"])
+        _require_same_prompt(
+            record["prompt"], [turn for turn in prompt if turn["role"] != "system"]
+        )
     return Parsed(prompt, chosen, rejected)
 
 
 def _require_same_prompt(given: Any, prompt: list[Turn]) -> None:
-    """Refuse a record whose prompt is neither that of its dialogues nor the first or last turns of it."""
+    """Refuse a record whose prompt is neither that of its dialogues nor the first or last turns of
+    it.
+    """
     full = [turn["content"].strip() for turn in prompt]
     if isinstance(given, str) and [given.strip()] in (full[:1], full[-1:]):
         return
@@ -247,27 +278,38 @@ def _split_turn_list(turns: list[str], name: str) -> tuple[list[str], str]:
 
 
 def _turns_backwards(before: list[str]) -> list[Turn]:
-    """Return turns whose roles alternate backwards from the reply: a history without its beginning keeps its roles."""
+    """Return turns whose roles alternate backwards from the reply: a history without its beginning
+    keeps its roles.
+    """
     if not before:
         raise Refusal("the dialogue has a reply but no prompt")
     return _alternating(before, ("user", "assistant") if len(before) % 2 else ("assistant", "user"))
 
 
-def _alternating(texts: Sequence[str], roles: tuple[str, str] = ("user", "assistant")) -> list[Turn]:
-    return [{"role": roles[number % 2], "content": text_of(text, "a turn")} for number, text in enumerate(texts)]
+def _alternating(
+    texts: Sequence[str], roles: tuple[str, str] = ("user", "assistant")
+) -> list[Turn]:
+    return [
+        {"role": roles[number % 2], "content": text_of(text, "a turn")}
+        for number, text in enumerate(texts)
+    ]
 
 
 def _one_beginning(record: Any) -> Parsed:
-    """Read TRL's implicit prompts of strings: the prompt is the longest beginning that both texts share.
+    """Read TRL's implicit prompts of strings: the prompt is the longest beginning that both texts
+    share.
 
-    TRL may cut inside a word; here the prompt ends before the first word that differs, and before one space there.
+    TRL may cut inside a word; here the prompt ends before the first word that differs, and before
+    one space there.
     """
     chosen, rejected = (text_of(record[name], name) for name in ("chosen", "rejected"))
     require_no_dialogue(chosen, "chosen", answered=True)
     if chosen == rejected:
         raise Refusal("both texts are the same")
     shorter = min(len(chosen), len(rejected))
-    end = next((n for n, (a, b) in enumerate(zip(chosen, rejected, strict=False)) if a != b), shorter)
+    end = next(
+        (n for n, (a, b) in enumerate(zip(chosen, rejected, strict=False)) if a != b), shorter
+    )
     if not all(not rest or WORD_BORDER.match(rest) for rest in (chosen[end:], rejected[end:])):
         while end and not WORD_BORDER.match(chosen[end - 1]):
             end -= 1
@@ -275,7 +317,9 @@ def _one_beginning(record: Any) -> Parsed:
     if not prompt.strip():
         raise Refusal("there is no prompt: the two texts do not begin with the same words")
     require_no_dialogue(prompt, "what both texts begin with")
-    return Parsed([{"role": "user", "content": prompt}], chosen[len(prompt) :], rejected[len(prompt) :])
+    return Parsed(
+        [{"role": "user", "content": prompt}], chosen[len(prompt) :], rejected[len(prompt) :]
+    )
 
 
 def _dialogue(turns: list[Turn]) -> Parsed:
@@ -290,10 +334,16 @@ READS: dict[str, Callable[[Shape, Any, str, ReadOptions], Parsed | Sequence[Pars
     **RANKINGS,
     "columns": _columns,
     "transcripts": lambda shape, record, *_: _implicit(split_transcript, transcript_turns, record),
-    "dialogues": lambda shape, record, *_: _implicit(lambda value, name: split_reply(turns_of(value)), list, record),
-    "pair of turn lists": lambda shape, record, *_: _implicit(_split_turn_list, _turns_backwards, record),
+    "dialogues": lambda shape, record, *_: _implicit(
+        lambda value, name: split_reply(turns_of(value)), list, record
+    ),
+    "pair of turn lists": lambda shape, record, *_: _implicit(
+        _split_turn_list, _turns_backwards, record
+    ),
     "texts with one beginning": lambda shape, record, *_: _one_beginning(record),
-    "dialogue": lambda shape, record, *_: _dialogue(turns_of(record[first_column(record, shape.prompt, "a list")])),
+    "dialogue": lambda shape, record, *_: _dialogue(
+        turns_of(record[first_column(record, shape.prompt, "a list")])
+    ),
     "turn list": lambda shape, record, *_: _dialogue(_alternating(record)),
     "text": lambda shape, record, *_: Parsed(text=text_of(record["text"], "text")),
 }

@@ -17,7 +17,12 @@ import pyarrow as pa
 
 from rlhf_core.data.readers.csv_records import csv_records
 from rlhf_core.data.readers.json_records import json_line_records, json_records, require_narrow_text
-from rlhf_core.data.readers.table_records import MAX_EXPANSION, OnRead, expansion_limit, table_records
+from rlhf_core.data.readers.table_records import (
+    MAX_EXPANSION,
+    OnRead,
+    expansion_limit,
+    table_records,
+)
 from rlhf_core.data.row_counts import Record
 from rlhf_core.errors import DataError, is_exhausted
 from rlhf_core.storage.files import scratch_file, temporary_root
@@ -49,7 +54,8 @@ def stream_records(path: Path, on_read: OnRead = uncounted, name: str = "") -> I
     """Yield every record of a file, with a part of the file in memory at a time.
 
     Args:
-        on_read: Told how many bytes of it are read so far; less than before where reading begins anew.
+        on_read: Told how many bytes of it are read so far; less than before where reading begins
+            anew.
         name: What tells its kind, and what messages call it; by default the path.
 
     Raises:
@@ -71,7 +77,9 @@ def stream_records(path: Path, on_read: OnRead = uncounted, name: str = "") -> I
 
 
 def kind_of(name: str) -> tuple[str, str]:
-    """Return the suffixes that tell what a file is and how it is compressed ("" where it is not)."""
+    """Return the suffixes that tell what a file is and how it is compressed ("" where it is
+    not).
+    """
     suffixes = [suffix.lower() for suffix in PurePosixPath(name).suffixes]
     compression = suffixes.pop() if suffixes[-1:] and suffixes[-1] in COMPRESSIONS else ""
     kind = suffixes[-1] if suffixes else ""
@@ -86,22 +94,33 @@ def require_content(name: str, kind: str, head: bytes) -> None:
     """Refuse a file that does not begin as its kind does, although a reader could make rows of it.
 
     Raises:
-        DataError: It is what a download leaves in place of a file: a web page, or a pointer of Git LFS. Or it should be
-            text in UTF-8, and is compressed, of another kind, or in UTF-16 or UTF-32 (which JSON may be in).
+        DataError: It is what a download leaves in place of a file: a web page, or a pointer of Git
+            LFS. Or it should be text in UTF-8, and is compressed, of another kind, or in UTF-16 or
+            UTF-32 (which JSON may be in).
     """
     if head.startswith(LFS_POINTER):
-        raise DataError(f"{name} is a pointer of Git LFS, not the file itself; get that with `git lfs pull`")
+        raise DataError(
+            f"{name} is a pointer of Git LFS, not the file itself; get that with `git lfs pull`"
+        )
     if head.lstrip().lower().startswith(WEB_PAGE):
-        raise DataError(f"{name} is a web page, not data: the download may have needed a login; get the file again")
+        raise DataError(
+            f"{name} is a web page, not data: the download may have needed a login; get the file again"
+        )
     if kind in TABLES:
         return
     for magic, found, suffix in MAGIC:
         if head.startswith(magic):
-            raise DataError(f"{name} is {found} by its content; give it a name that ends with {suffix}, or unpack it")
+            raise DataError(
+                f"{name} is {found} by its content; give it a name that ends with {suffix}, or unpack it"
+            )
     if head.startswith(ZIP):
-        raise DataError(f"{name} is a zip archive (tables of Excel are too); unpack it, or save the table as CSV")
+        raise DataError(
+            f"{name} is a zip archive (tables of Excel are too); unpack it, or save the table as CSV"
+        )
     if not head.strip(b"\0"):
-        raise DataError(f"{name} is not text: it begins with {len(head)} zero bytes; get the file again")
+        raise DataError(
+            f"{name} is not text: it begins with {len(head)} zero bytes; get the file again"
+        )
     if kind != ".json":
         require_narrow_text(name, head)
 
@@ -188,7 +207,9 @@ class _StoredFile:
                 if self.compression == ".zst":
                     stream = pa.CompressedInputStream(pa.PythonFile(stored, "r"), "zstd")
                 parts = iter(partial(stream.read, COPIED), b"")
-            yield io.BufferedReader(_Decompressed(self.name, parts, os.fstat(stored.fileno()).st_size))
+            yield io.BufferedReader(
+                _Decompressed(self.name, parts, os.fstat(stored.fileno()).st_size)
+            )
 
 
 class _CountedFile(io.FileIO):
@@ -205,7 +226,9 @@ class _CountedFile(io.FileIO):
 
 
 class _Decompressed(io.RawIOBase):
-    """The decompressed content of a file of ``size`` bytes, which must not expand beyond measure."""
+    """The decompressed content of a file of ``size`` bytes, which must not expand beyond
+    measure.
+    """
 
     def __init__(self, name: str, parts: Iterator[bytes], size: int) -> None:
         self._name, self._parts, self._left = name, parts, expansion_limit(size)
@@ -229,7 +252,9 @@ class _Decompressed(io.RawIOBase):
 
 
 def _xz_parts(file: BinaryIO) -> Iterator[bytes]:
-    """Yield the content of all streams of an xz file; :mod:`lzma` itself would ignore what follows the first."""
+    """Yield the content of all streams of an xz file; :mod:`lzma` itself would ignore what follows
+    the first.
+    """
     decompressor, waiting = lzma.LZMADecompressor(memlimit=UNPACK_MEMORY), b""
     while True:
         if decompressor.eof:

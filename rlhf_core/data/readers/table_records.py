@@ -1,4 +1,6 @@
-"""Rows of parquet and Arrow tables, some thousand at a time; counts must agree, and texts fit the size of the file."""
+"""Rows of parquet and Arrow tables, some thousand at a time; counts must agree, and texts fit the
+size of the file.
+"""
 
 from __future__ import annotations
 
@@ -22,26 +24,30 @@ from rlhf_core.errors import DataError, is_exhausted
 from rlhf_core.runtime.limited_call import CallLimits, limit_reached, lower_limit
 
 BATCH_ROWS = 2048
-# Dialogues shrink to a tenth; what expands further than this was made to fill the memory, or is no text.
+# Dialogues shrink to a tenth; what expands further than this was made to fill the memory, or is no
+# text.
 MAX_EXPANSION = 200
 ALWAYS_ALLOWED = 64 * 2**20
 PARQUET_MARK = b"PAR1"  # the first and the last bytes of a file
-# Rows that take fewer bytes of a file than this repeat texts of a dictionary, whose size is seen only when they are
-# read: few at a time. A file with more rows than it has room for was made to take time.
+# Rows that take fewer bytes of a file than this repeat texts of a dictionary, whose size is seen
+# only when they are read: few at a time. A file with more rows than it has room for was made to
+# take time.
 SHORT_ROW = 32
 SHORT_ROWS = 64
 POINTER = 8  # bytes that a list takes for each of its values, even where that is None
 TYPE_CHARACTERS = 60
 LIMITS = CallLimits()
 SMALL_STACK = 2**22
-# Bytes of a file that a second of a processor reads at least, and as many times its size as a batch of it may take.
+# Bytes of a file that a second of a processor reads at least, and as many times its size as a batch
+# of it may take.
 SLOWEST_READING = 5_000_000
 BATCH_EXPANSION = 16
 # What pyarrow raises for values that no Python value can hold; KeyError for an unknown time zone.
 CONVERSION_ERRORS = (UnicodeDecodeError, ValueError, OverflowError, KeyError, pa.ArrowException)
 END_OF_STREAM = b"\xff\xff\xff\xff\0\0\0\0"
 ARROW_FILE = b"ARROW1"
-# Of a column at a time: otherwise the whole column of a row group is read, and with pre_buffer all of them are kept.
+# Of a column at a time: otherwise the whole column of a row group is read, and with pre_buffer all
+# of them are kept.
 READ_BYTES = 2**20
 # Told how many bytes of a file are read so far.
 OnRead = Callable[[int], None]
@@ -53,39 +59,54 @@ def expansion_limit(size: int) -> int:
 
 
 def table_records(kind: str, path: Path, name: str, on_read: OnRead) -> Iterator[Record]:
-    """Yield the rows of a ``.parquet`` or ``.arrow`` file; ``DataError``, which calls it ``name``, for others."""
+    """Yield the rows of a ``.parquet`` or ``.arrow`` file; ``DataError``, which calls it ``name``,
+    for others.
+    """
     size, rows = path.stat().st_size, 0
     parts = parquet_parts if kind == ".parquet" else _arrow_parts
-    _require_readable(name, size, partial(_read_through, kind, partial(parts, name, path, size), path))
+    _require_readable(
+        name, size, partial(_read_through, kind, partial(parts, name, path, size), path)
+    )
     try:
         for table, read in parts(name, path, size):
             yield from _records_of(table, first=rows + 1)
             rows += table.num_rows
             on_read(read)
         on_read(size)
-    except (pa.ArrowException, OSError, ValueError) as error:  # ValueError: names that are not UTF-8
+    except (
+        pa.ArrowException,
+        OSError,
+        ValueError,
+    ) as error:  # ValueError: names that are not UTF-8
         if is_exhausted(error):
             raise
         raise DataError(f"{name} is not a readable {kind[1:]} file ({error})") from error
 
 
 def parquet_parts(name: str, path: Path, size: int) -> Iterator[tuple[pa.Table, int]]:
-    """Yield the rows of a parquet file, some hundred at a time, and how many bytes of it are read with each part.
+    """Yield the rows of a parquet file, some hundred at a time, and how many bytes of it are read
+    with each part.
 
     Raises:
         ArrowInvalid: The file counts other rows than it holds, or is several that were joined.
         DataError: It has a column twice, or holds far more than fits its ``size``.
     """
     rows = 0
-    with pq.ParquetFile(path, page_checksum_verification=True, buffer_size=READ_BYTES, pre_buffer=False) as file:
+    with pq.ParquetFile(
+        path, page_checksum_verification=True, buffer_size=READ_BYTES, pre_buffer=False
+    ) as file:
         footer = file.metadata
         _require_one_file(path, footer)
         require_distinct(name, file.schema_arrow.names)
         _require_row_counts(file)
         # A page is decompressed as a whole, so what they claim is looked at before.
-        claimed = sum(max(group.total_byte_size, SHORT_ROW * group.num_rows) for group in _groups(footer))
+        claimed = sum(
+            max(group.total_byte_size, SHORT_ROW * group.num_rows) for group in _groups(footer)
+        )
         _require_size(name, claimed, size)
-        for table in _checked(name, file.iter_batches(_batch_rows(footer), use_threads=False), size):
+        for table in _checked(
+            name, file.iter_batches(_batch_rows(footer), use_threads=False), size
+        ):
             rows += table.num_rows
             yield table, size * rows // footer.num_rows
         if rows != footer.num_rows:
@@ -95,7 +116,8 @@ def parquet_parts(name: str, path: Path, size: int) -> Iterator[tuple[pa.Table, 
 def _arrow_parts(name: str, path: Path, size: int) -> Iterator[tuple[pa.Table, int]]:
     """Yield parts of an Arrow file (feather version 2) or stream, as ``datasets`` writes it.
 
-    It is read and not mapped into memory, where a file that shrinks meanwhile would end the process.
+    It is read and not mapped into memory, where a file that shrinks meanwhile would end the
+    process.
     """
     read = 0
     with pa.OSFile(str(path)) as source:
@@ -103,12 +125,16 @@ def _arrow_parts(name: str, path: Path, size: int) -> Iterator[tuple[pa.Table, i
         if not is_file:
             source.seek(max(size - len(END_OF_STREAM), 0))
             if source.read() != END_OF_STREAM:
-                raise pa.ArrowInvalid("the mark of its end is missing: it was cut off, or never closed")
+                raise pa.ArrowInvalid(
+                    "the mark of its end is missing: it was cut off, or never closed"
+                )
         source.seek(0)
         options = pa.ipc.IpcReadOptions(use_threads=False)
         reader = (pa.ipc.open_file if is_file else pa.ipc.open_stream)(source, options=options)
         require_distinct(name, reader.schema.names)
-        batches = (reader.get_batch(i) for i in range(reader.num_record_batches)) if is_file else reader
+        batches = (
+            (reader.get_batch(i) for i in range(reader.num_record_batches)) if is_file else reader
+        )
         for table in _checked(name, batches, size):
             for part in table_slices(table, BATCH_ROWS):
                 read += part.nbytes
@@ -120,7 +146,8 @@ def _arrow_parts(name: str, path: Path, size: int) -> Iterator[tuple[pa.Table, i
 
 
 def _checked(name: str, batches: Iterable[pa.RecordBatch], size: int) -> Iterator[pa.Table]:
-    """Yield the rows of a file of ``size`` bytes whose values can be read; texts that are not UTF-8 stay.
+    """Yield the rows of a file of ``size`` bytes whose values can be read; texts that are not UTF-8
+    stay.
 
     Raises:
         ArrowInvalid: An offset or index leads out of a column: reading it would crash the process.
@@ -141,7 +168,9 @@ def _checked(name: str, batches: Iterable[pa.RecordBatch], size: int) -> Iterato
 
 
 def _require_size(name: str, decoded: int, size: int) -> None:
-    """Raise ``DataError`` where values of ``decoded`` bytes are far larger than the ``size`` of their file."""
+    """Raise ``DataError`` where values of ``decoded`` bytes are far larger than the ``size`` of
+    their file.
+    """
     if decoded > expansion_limit(size):
         raise DataError(
             f"{name} holds values of more than {MAX_EXPANSION} times its size, which text does not; save it as JSON "
@@ -152,7 +181,8 @@ def _require_size(name: str, decoded: int, size: int) -> None:
 def _records_of(table: pa.Table, first: int) -> list[Record]:
     """Return rows, of which the first has the number ``first``.
 
-    They are read one value at a time where some cannot become Python values (bad UTF-8, a timestamp out of range).
+    They are read one value at a time where some cannot become Python values (bad UTF-8, a timestamp
+    out of range).
     """
     try:
         return [Record(position, row) for position, row in enumerate(table.to_pylist(), first)]
@@ -166,7 +196,10 @@ def _records_of(table: pa.Table, first: int) -> list[Record]:
                 rows[index][name] = value.as_py()
             except CONVERSION_ERRORS as error:
                 problems[index] = f"the column {name} cannot be read ({error})"
-    return [Record(n, row, problem) for n, (row, problem) in enumerate(zip(rows, problems, strict=True), first)]
+    return [
+        Record(n, row, problem)
+        for n, (row, problem) in enumerate(zip(rows, problems, strict=True), first)
+    ]
 
 
 def _groups(footer: pq.FileMetaData) -> list[pq.RowGroupMetaData]:
@@ -174,7 +207,9 @@ def _groups(footer: pq.FileMetaData) -> list[pq.RowGroupMetaData]:
 
 
 def _batch_rows(footer: pq.FileMetaData) -> int:
-    """Return how many rows of a parquet file to read at a time: fewer where those of a row group are long."""
+    """Return how many rows of a parquet file to read at a time: fewer where those of a row group
+    are long.
+    """
     limits = [BATCH_ROWS]
     for group in _groups(footer):
         if group.total_byte_size < SHORT_ROW * group.num_rows:
@@ -185,7 +220,9 @@ def _batch_rows(footer: pq.FileMetaData) -> int:
 
 
 def _require_row_counts(file: pq.ParquetFile) -> None:
-    """Raise ``ArrowInvalid`` where a parquet file's footer, row groups and columns do not count the same rows."""
+    """Raise ``ArrowInvalid`` where a parquet file's footer, row groups and columns do not count the
+    same rows.
+    """
     footer = file.metadata
     total = sum(group.num_rows for group in _groups(footer))
     if footer.num_rows != total:
@@ -201,14 +238,19 @@ def _require_row_counts(file: pq.ParquetFile) -> None:
 
 
 def _require_readable(name: str, size: int, read_through: Callable[[], None]) -> None:
-    """Raise ``DataError`` where reading a file of ``size`` bytes would end the process, or fill its memory.
+    """Raise ``DataError`` where reading a file of ``size`` bytes would end the process, or fill its
+    memory.
 
-    Arrow follows a schema to any depth, and gives a page or a buffer as much memory as that claims to need, whatever
-    the footer says. So the file is read in a child process first, which takes a small part of the time that making
-    Python values takes afterwards.
+    Arrow follows a schema to any depth, and gives a page or a buffer as much memory as that claims
+    to need, whatever the footer says. So the file is read in a child process first, which takes a
+    small part of the time that making Python values takes afterwards.
     """
     memory = min(expansion_limit(size), max(LIMITS.memory, BATCH_EXPANSION * size)) + ALWAYS_ALLOWED
-    limits = CallLimits(LIMITS.cpu_seconds + size // SLOWEST_READING, LIMITS.seconds + size / SLOWEST_READING, memory)
+    limits = CallLimits(
+        LIMITS.cpu_seconds + size // SLOWEST_READING,
+        LIMITS.seconds + size / SLOWEST_READING,
+        memory,
+    )
     if reached := limit_reached(read_through, limits):
         raise DataError(
             f"cannot read {name}: that {reached}; it is damaged, made to do harm, or no text: save its rows as JSON "
@@ -228,13 +270,16 @@ def _read_through(kind: str, parts: Callable[[], Iterable[object]], path: Path) 
 
 
 def _require_one_file(path: Path, footer: pq.FileMetaData) -> None:
-    """Raise ``ArrowInvalid`` where several parquet files were joined to one, of which a reader sees one file's rows.
+    """Raise ``ArrowInvalid`` where several parquet files were joined to one, of which a reader sees
+    one file's rows.
 
-    Between the last page that the footer names and the footer are indexes, and in joined files the end of a file.
+    Between the last page that the footer names and the footer are indexes, and in joined files the
+    end of a file.
     """
     columns = [group.column(i) for group in _groups(footer) for i in range(group.num_columns)]
     ends = [
-        min(filter(None, (column.dictionary_page_offset, column.data_page_offset))) + column.total_compressed_size
+        min(filter(None, (column.dictionary_page_offset, column.data_page_offset)))
+        + column.total_compressed_size
         for column in columns
         if column.data_page_offset
     ]
@@ -243,11 +288,14 @@ def _require_one_file(path: Path, footer: pq.FileMetaData) -> None:
         size = stored.seek(0, os.SEEK_END)
         stored.seek(min(begin, size))
         if 2 * PARQUET_MARK in stored.read(max(size - begin - footer.serialized_size, 0)):
-            raise pa.ArrowInvalid("several parquet files were joined to one; give each as a file of its own")
+            raise pa.ArrowInvalid(
+                "several parquet files were joined to one; give each as a file of its own"
+            )
 
 
 def _decoded_bytes(values: pa.Array) -> int:
-    """Return about the size of values as Python's, at any depth; what several share is counted for each of them.
+    """Return about the size of values as Python's, at any depth; what several share is counted for
+    each of them.
 
     Raises:
         ArrowInvalid: They are of a type in which values can be shared in further ways.
@@ -256,7 +304,9 @@ def _decoded_bytes(values: pa.Array) -> int:
     if isinstance(values, pa.ExtensionArray):
         return _decoded_bytes(values.storage)
     if types.is_struct(kind):
-        return SHORT_ROW * count + sum(_decoded_bytes(values.field(i)) for i in range(kind.num_fields))
+        return SHORT_ROW * count + sum(
+            _decoded_bytes(values.field(i)) for i in range(kind.num_fields)
+        )
     if types.is_map(kind):
         return SHORT_ROW * count + _decoded_bytes(values.keys) + _decoded_bytes(values.items)
     if types.is_list(kind) or types.is_large_list(kind) or types.is_fixed_size_list(kind):
@@ -269,8 +319,13 @@ def _decoded_bytes(values: pa.Array) -> int:
             return count * (kind.value_type.bit_width // 8 + POINTER)
     elif types.is_string_view(kind) or types.is_binary_view(kind):
         # A view is 16 bytes, of which the first four are the length of its text.
-        lengths = np.frombuffer(values.buffers()[1] or b"", np.int32)[::4][values.offset : values.offset + count]
-        return int(lengths[values.is_valid().to_numpy(zero_copy_only=False)].sum(dtype=np.int64)) + POINTER * count
+        lengths = np.frombuffer(values.buffers()[1] or b"", np.int32)[::4][
+            values.offset : values.offset + count
+        ]
+        return (
+            int(lengths[values.is_valid().to_numpy(zero_copy_only=False)].sum(dtype=np.int64))
+            + POINTER * count
+        )
     elif not (types.is_nested(kind) or types.is_run_end_encoded(kind) or types.is_dictionary(kind)):
         return max(int(values.nbytes), POINTER * count)
     raise pa.ArrowInvalid(
@@ -280,11 +335,16 @@ def _decoded_bytes(values: pa.Array) -> int:
 
 def _has_lengths(kind: pa.DataType) -> bool:
     types = pa.types
-    return any(of(kind) for of in (types.is_string, types.is_large_string, types.is_binary, types.is_large_binary))
+    return any(
+        of(kind)
+        for of in (types.is_string, types.is_large_string, types.is_binary, types.is_large_binary)
+    )
 
 
 def _bytes_for_texts(kind: pa.DataType) -> pa.DataType:
-    """Return a type with bytes in place of texts, also inside lists and objects; other types stay what they are."""
+    """Return a type with bytes in place of texts, also inside lists and objects; other types stay
+    what they are.
+    """
     types = pa.types
     if types.is_string(kind) or types.is_large_string(kind):
         return pa.binary() if types.is_string(kind) else pa.large_binary()

@@ -1,6 +1,8 @@
-"""Turns of a dialogue, in the spellings that data sets use, as ``{"role", "content"}`` dictionaries.
+"""Turns of a dialogue, in the spellings that data sets use, as ``{"role", "content"}``
+dictionaries.
 
-A whole dialogue may stand in one text: rendered by a chat template, as a transcript, or as JSON. Texts whose role is
+A whole dialogue may stand in one text: rendered by a chat template, as a transcript, or as JSON.
+Texts whose role is
 given by their format are not looked at: there, markup is what somebody wrote.
 """
 
@@ -12,9 +14,17 @@ from typing import Any
 from rlhf_core.data.text import has_visible_text
 
 Turn = dict[str, str]
-# Parts of a turn that are no text of it; a turn that has one is refused, since the text alone says something else.
+# Parts of a turn that are no text of it; a turn that has one is refused, since the text alone says
+# something else.
 LOST_PARTS = (
-    *("tool_calls", "function_call", "reasoning_content", "reasoning", "reasoning_details", "thinking"),
+    *(
+        "tool_calls",
+        "function_call",
+        "reasoning_content",
+        "reasoning",
+        "reasoning_details",
+        "thinking",
+    ),
     *("image", "images", "image_url", "audio", "audios", "input_audio", "video", "videos", "file"),
 )
 EXCERPT = 60
@@ -60,15 +70,21 @@ def turn_of(value: Any) -> Turn:
         raise Refusal(f"the {known} turn has different texts as content and value")
     more = [name for name in LOST_PARTS if value.get(name)]
     if more:
-        raise Refusal(f"the {known} turn has {', '.join(more)} beside its text, which training would not see")
-    return {"role": known, "content": _content(value.get("content", value.get("value")), f"the {known} turn")}
+        raise Refusal(
+            f"the {known} turn has {', '.join(more)} beside its text, which training would not see"
+        )
+    return {
+        "role": known,
+        "content": _content(value.get("content", value.get("value")), f"the {known} turn"),
+    }
 
 
 def _content(value: Any, name: str) -> str:
-    """Return the text of a turn, which may come as parts ``{"type": "text", "text": …}``: these are joined as they are.
+    """Return the text of a turn, which may come as parts ``{"type": "text", "text": …}``: these are
+    joined as they are.
 
-    A part of another type (image, audio) is refused by its name, since training would not see it; so is a part of text
-    that has one of ``LOST_PARTS`` beside it.
+    A part of another type (image, audio) is refused by its name, since training would not see it;
+    so is a part of text that has one of ``LOST_PARTS`` beside it.
     """
     if not isinstance(value, list):
         return text_of(value, name)
@@ -79,7 +95,9 @@ def _content(value: Any, name: str) -> str:
             raise Refusal(f"{name} has a part of type {kind!r}; only text can be trained on")
         more = [lost for lost in LOST_PARTS if part.get(lost)]
         if more:
-            raise Refusal(f"{name} has {', '.join(more)} beside the text of a part, which training would not see")
+            raise Refusal(
+                f"{name} has {', '.join(more)} beside the text of a part, which training would not see"
+            )
         texts.append(text_of(part.get("text"), f"a part of {name}"))
     if not texts:
         raise Refusal(f"{name} has no parts")
@@ -94,7 +112,9 @@ def turns_of(value: Any) -> list[Turn]:
 
 
 def prompt_of(value: Any, name: str = "the prompt") -> list[Turn]:
-    """Return a prompt from a string (one user turn, or an HH-RLHF transcript) or a list of turns."""
+    """Return a prompt from a string (one user turn, or an HH-RLHF transcript) or a list of
+    turns.
+    """
     if isinstance(value, list):
         return turns_of(value)
     text = text_of(value, name)
@@ -120,13 +140,17 @@ def require_no_dialogue(text: str, name: str, answered: bool = False) -> None:
 
 
 def reply_of(value: Any, name: str) -> str:
-    """Return a reply from a string, a single turn, or a list of one assistant turn; never a whole transcript.
+    """Return a reply from a string, a single turn, or a list of one assistant turn; never a whole
+    transcript.
 
-    A string in the markup of a chat template is refused; in a turn, such a text is what the assistant wrote.
+    A string in the markup of a chat template is refused; in a turn, such a text is what the
+    assistant wrote.
     """
     if isinstance(value, list):
         if len(value) != 1:
-            raise Refusal(f"{name} has {len(value)} turns; beside an explicit prompt it is one assistant turn")
+            raise Refusal(
+                f"{name} has {len(value)} turns; beside an explicit prompt it is one assistant turn"
+            )
         value = value[0]
     if isinstance(value, dict):
         turn = turn_of(value)
@@ -144,8 +168,14 @@ def reply_of(value: Any, name: str) -> str:
 
 
 def reply_after(prompt: list[Turn], value: Any, name: str) -> str:
-    """Return a reply like :func:`reply_of`, also from a whole dialogue that begins with the turns of ``prompt``."""
-    if isinstance(value, list) and len(value) == len(prompt) + 1 > 1 and turns_of(value)[:-1] == prompt:
+    """Return a reply like :func:`reply_of`, also from a whole dialogue that begins with the turns
+    of ``prompt``.
+    """
+    if (
+        isinstance(value, list)
+        and len(value) == len(prompt) + 1 > 1
+        and turns_of(value)[:-1] == prompt
+    ):
         value = value[-1:]
     return reply_of(value, name)
 
@@ -178,7 +208,9 @@ def split_transcript(text: str, name: str) -> tuple[str, str]:
 
 
 def transcript_turns(text: str) -> list[Turn]:
-    """Return the turns of an HH-RLHF transcript, without the space after the colon of ``\\n\\nHuman: …``."""
+    """Return the turns of an HH-RLHF transcript, without the space after the colon of
+    ``\\n\\nHuman: …``.
+    """
     head, *parts = TRANSCRIPT_TURN.split(text)
     if head.strip():
         raise Refusal("the transcript does not begin with a marked turn")
@@ -214,8 +246,11 @@ STRIPPED_TRANSCRIPT = re.compile(rf"{LEADING}(?=Human:.*?{EMPTY_LINE}Assistant:)
 # One whose turns are not set apart by empty lines.
 DENSE_TRANSCRIPT = re.compile(rf"{LEADING}Human:.*?\n[ \t]*Assistant:", re.DOTALL)
 
-# Tokens that begin a sequence, and are written out only where a tokenizer's template rendered the text.
-BEGINNINGS = r"<s>|<bos>|<BOS_TOKEN>|<\|begin_of_text\|>|<\|startoftext\|>|<｜begin▁of▁sentence｜>|\[gMASK\]"
+# Tokens that begin a sequence, and are written out only where a tokenizer's template rendered the
+# text.
+BEGINNINGS = (
+    r"<s>|<bos>|<BOS_TOKEN>|<\|begin_of_text\|>|<\|startoftext\|>|<｜begin▁of▁sentence｜>|\[gMASK\]"
+)
 ROLE_MARKERS = "|".join(
     (
         r"<\|(?:im_start|start_header_id|header_start|start_of_role|START_OF_TURN_TOKEN)\|>",
@@ -227,11 +262,15 @@ ROLE_MARKERS = "|".join(
     )
 )
 # <|endoftext|> begins the texts of some models, and ends those of others.
-RENDERED = re.compile(rf"{LEADING}((?:{BEGINNINGS}|<sop>|<\|endoftext\|>(?=\s*<\|)|{ROLE_MARKERS}|\s)+)")
+RENDERED = re.compile(
+    rf"{LEADING}((?:{BEGINNINGS}|<sop>|<\|endoftext\|>(?=\s*<\|)|{ROLE_MARKERS}|\s)+)"
+)
 SPECIAL_TOKEN = r"<\|[^<>|\s]{1,40}\|>|<｜[^<>｜\s]{1,40}｜>"
 # A template that is not known by its first marker: the text begins with one, and another follows.
 FIRST_TOKEN, ANY_TOKEN = re.compile(rf"{LEADING}({SPECIAL_TOKEN})"), re.compile(SPECIAL_TOKEN)
-ALPACA_TEMPLATE = re.compile(rf"{LEADING}(?:Below is an instruction that describes a task|### Instruction:)")
+ALPACA_TEMPLATE = re.compile(
+    rf"{LEADING}(?:Below is an instruction that describes a task|### Instruction:)"
+)
 ALPACA_REPLY = "\n### Response:"
 # The header of a reply that is still to be written, at the end of a text.
 REPLY_HEADER = re.compile(
@@ -257,14 +296,16 @@ INLINE = (
 
 # A turn or a list of turns, written out as JSON or as Python writes it into a CSV file.
 TURNS_AS_TEXT = re.compile(
-    rf"""{LEADING}(?:\[\s*\{{.*\}}\s*\]|\{{\s*["'](?:role|from|content|value)["']\s*:.*\}})\s*\Z""", re.DOTALL
+    rf"""{LEADING}(?:\[\s*\{{.*\}}\s*\]|\{{\s*["'](?:role|from|content|value)["']\s*:.*\}})\s*\Z""",
+    re.DOTALL,
 )
 ROLE_AS_TEXT = re.compile(r"""["'](?:role|from)["']\s*:\s*["'](\w+)["']""")
 CONTENT_AS_TEXT = re.compile(r"""["'](?:content|value)["']\s*:""")
 
 
 def transcript_in(text: str) -> str | None:
-    """Return an HH-RLHF transcript with an empty line before its first turn; None if ``text`` is no transcript.
+    """Return an HH-RLHF transcript with an empty line before its first turn; None if ``text`` is no
+    transcript.
 
     The published texts begin with that line; copies lack it or have other white space there.
     """
@@ -276,7 +317,8 @@ def transcript_in(text: str) -> str | None:
 
 
 def markup_in(text: str) -> str | None:
-    """Say how ``text`` is a dialogue in the markup of a chat template or as JSON; None if it is neither.
+    """Say how ``text`` is a dialogue in the markup of a chat template or as JSON; None if it is
+    neither.
 
     A marker that stands alone is a text about it.
     """
@@ -292,7 +334,9 @@ def markup_in(text: str) -> str | None:
 
 
 def dialogue_as_json(text: str) -> str | None:
-    """Say that ``text`` is a dialogue, or a turn, as JSON or Python writes it; None if it is not."""
+    """Say that ``text`` is a dialogue, or a turn, as JSON or Python writes it; None if it is
+    not.
+    """
     is_list = TURNS_AS_TEXT.match(text) and CONTENT_AS_TEXT.search(text)
     if is_list and any(role.lower() in ROLE_NAMES for role in ROLE_AS_TEXT.findall(text)):
         return "is a dialogue written out as text; save the rows as JSON lines or parquet instead"
@@ -300,9 +344,11 @@ def dialogue_as_json(text: str) -> str | None:
 
 
 def dialogue_in(text: str, answered: bool = False) -> str | None:
-    """Say how ``text`` is a dialogue and no single turn of the user; None if it is an ordinary text.
+    """Say how ``text`` is a dialogue and no single turn of the user; None if it is an ordinary
+    text.
 
-    HH-RLHF's transcripts count too (see :func:`transcript_in`), so ask for these first where they are read.
+    HH-RLHF's transcripts count too (see :func:`transcript_in`), so ask for these first where they
+    are read.
 
     Args:
         answered: The text holds the reply too, so that the last speaker is the assistant.
@@ -316,7 +362,11 @@ def dialogue_in(text: str, answered: bool = False) -> str | None:
     if DENSE_TRANSCRIPT.match(text):
         return "is a transcript without empty lines between its turns; give messages instead"
     speakers = _transcript_speakers(text, answered)
-    return f"is a transcript of lines by {' and '.join(speakers)}; give messages instead" if speakers else None
+    return (
+        f"is a transcript of lines by {' and '.join(speakers)}; give messages instead"
+        if speakers
+        else None
+    )
 
 
 def _rendered_by(markers: str) -> str:
@@ -324,11 +374,12 @@ def _rendered_by(markers: str) -> str:
 
 
 def _transcript_speakers(text: str, answered: bool) -> tuple[str, ...]:
-    """Return the names of the first two speakers of a transcript; none for a text that only quotes one.
+    """Return the names of the first two speakers of a transcript; none for a text that only quotes
+    one.
 
-    A text is a transcript if it begins with the user's line and has one of the assistant, or if it ends where the
-    assistant is to speak. One that begins with a line of other text is a transcript if the speakers alternate from the
-    user to the user (to the assistant where it is ``answered``).
+    A text is a transcript if it begins with the user's line and has one of the assistant, or if it
+    ends where the assistant is to speak. One that begins with a line of other text is a transcript
+    if the speakers alternate from the user to the user (to the assistant where it is ``answered``).
     """
     for user, assistant in INLINE:
         inline = user.search(text)
@@ -343,7 +394,9 @@ def _transcript_speakers(text: str, answered: bool) -> tuple[str, ...]:
     if not any(are_users) or all(are_users):
         return ()
     is_open = not are_users[-1] and not text[lines[-1].end() :].strip("*# \t\r\n")
-    preamble = [line for line in text[: lines[0].start()].splitlines() if line.strip(f"{INVISIBLE} \t")]
+    preamble = [
+        line for line in text[: lines[0].start()].splitlines() if line.strip(f"{INVISIBLE} \t")
+    ]
     begins = are_users[0] and not preamble
     alternate = are_users == [number % 2 == 0 for number in range(len(lines))]
     if is_open or begins or (len(preamble) == 1 and alternate and are_users[-1] != answered):

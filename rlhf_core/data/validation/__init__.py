@@ -1,1 +1,3 @@
-"""Validation of raw rows: checks, Great Expectations over them, the quarantine, and where each row came from."""
+"""Validation of raw rows: checks, Great Expectations over them, the quarantine, and where each row
+came from.
+"""

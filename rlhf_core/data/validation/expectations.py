@@ -1,9 +1,9 @@
 """Expectations for what is ours: visible text, keys, encodings, template tokens, pairs of replies.
 
-They are used by their names in suite files, ``expect_texts_to_hold_no_secrets`` and so on, beside those of the library.
-What must hold for every text takes a list of columns: the library's own work on an expectation costs more than a look
-at a column. Each metric is computed on Arrow's columns without a copy. A null passes: ``expect_rows_to_be_complete``
-says which columns may have none.
+They are used by their names in suite files, ``expect_texts_to_hold_no_secrets`` and so on, beside
+those of the library. What must hold for every text takes a list of columns: the library's own work
+on an expectation costs more than a look at a column. Each metric is computed on Arrow's columns
+without a copy. A null passes: ``expect_rows_to_be_complete`` says which columns may have none.
 """
 
 from __future__ import annotations
@@ -17,8 +17,13 @@ import pandas as pd
 import pyarrow as pa
 import pyarrow.compute as pc
 from great_expectations.execution_engine import PandasExecutionEngine
-from great_expectations.expectations.core.expect_column_values_to_be_null import ExpectColumnValuesToBeNull
-from great_expectations.expectations.expectation import ColumnMapExpectation, MulticolumnMapExpectation
+from great_expectations.expectations.core.expect_column_values_to_be_null import (
+    ExpectColumnValuesToBeNull,
+)
+from great_expectations.expectations.expectation import (
+    ColumnMapExpectation,
+    MulticolumnMapExpectation,
+)
 from great_expectations.expectations.metrics.map_metric_provider import (
     ColumnMapMetricProvider,
     MulticolumnMapMetricProvider,
@@ -30,12 +35,14 @@ from rlhf_core.data.text import SECRETS, comparable, has_visible_text
 
 Flags = npt.NDArray[np.bool_]
 REPEATED_CHARS = 20  # a shorter prompt, as a greeting, is what a reply may well begin with
-# Control characters other than tab, newlines and form feed, the C1 block (UTF-8 read as Latin-1), and the replacement
-# character.
+# Control characters other than tab, newlines and form feed, the C1 block (UTF-8 read as Latin-1),
+# and the replacement character.
 CONTROL = r"[\x00-\x08\x0b\x0e-\x1f\x7f-\x{9f}\x{fffd}\x{fffe}\x{ffff}]"
-# UTF-8 read as Windows-1252: the lead byte of a two-, three- or four-byte character, seen with what follows it; two
-# replacement characters read as GBK.
-MOJIBAKE = r"Ã[\x{a0}-\x{bf}\x{192}\x{201a}\x{201e}\x{2020}\x{2030}]|Â[\x{a0}-\x{bf}]|â€|ï¿½|ðŸ|锟斤拷"
+# UTF-8 read as Windows-1252: the lead byte of a two-, three- or four-byte character, seen with what
+# follows it; two replacement characters read as GBK.
+MOJIBAKE = (
+    r"Ã[\x{a0}-\x{bf}\x{192}\x{201a}\x{201e}\x{2020}\x{2030}]|Â[\x{a0}-\x{bf}]|â€|ï¿½|ðŸ|锟斤拷"
+)
 # What the chat templates of common models write between turns, at the end of a text.
 TEMPLATE_TOKEN = r"(?:<\|[A-Za-z0-9_]{2,30}\|>|<｜[^｜<>]{2,40}｜>|</s>|<(?:start|end)_of_turn>|<eos>|\[/?INST\])\s*$"
 PRINTABLE = r"[!-~]"
@@ -78,14 +85,18 @@ def _visible(column: pd.Series) -> Flags:
 
 def _replies_differ(columns: pd.DataFrame) -> Flags:
     texts = zip(*(_texts(_arrow(columns[name])) for name in columns), strict=True)
-    return np.fromiter((comparable(first) != comparable(second) for first, second in texts), bool, len(columns))
+    return np.fromiter(
+        (comparable(first) != comparable(second) for first, second in texts), bool, len(columns)
+    )
 
 
 def _prompt_not_repeated(columns: pd.DataFrame) -> Flags:
     texts = zip(*(_texts(_arrow(columns[name])) for name in columns), strict=True)
     passed = []
     for turn, *replies in texts:
-        passed.append(len(turn) < REPEATED_CHARS or not all(reply.startswith(turn) for reply in replies))
+        passed.append(
+            len(turn) < REPEATED_CHARS or not all(reply.startswith(turn) for reply in replies)
+        )
     return np.array(passed, dtype=bool)
 
 
@@ -144,7 +155,9 @@ class ExpectColumnValuesNotToEndWithATemplateToken(ColumnMapExpectation):
 
 
 class ExpectNoFindings(ColumnMapExpectation):
-    """Expect that a rule about the whole set found nothing; the column named after it holds its findings."""
+    """Expect that a rule about the whole set found nothing; the column named after it holds its
+    findings.
+    """
 
     map_metric: ClassVar[str] = ExpectColumnValuesToBeNull.map_metric
 
@@ -158,7 +171,9 @@ class _RowExpectation(MulticolumnMapExpectation):
 class ExpectRowsToBeComplete(_RowExpectation):
     """Expect that none of the columns is null."""
 
-    map_metric: ClassVar[str] = _row_metric("complete", _in_all_columns(lambda column: column.notna().to_numpy()))
+    map_metric: ClassVar[str] = _row_metric(
+        "complete", _in_all_columns(lambda column: column.notna().to_numpy())
+    )
 
 
 class ExpectRepliesToDiffer(_RowExpectation):
@@ -168,7 +183,9 @@ class ExpectRepliesToDiffer(_RowExpectation):
 
 
 class ExpectRepliesNotToRepeatThePrompt(_RowExpectation):
-    """Expect that not all replies begin with the text of the first column, the prompt's last turn."""
+    """Expect that not all replies begin with the text of the first column, the prompt's last
+    turn.
+    """
 
     map_metric: ClassVar[str] = _row_metric("prompt_not_repeated", _prompt_not_repeated)
 
@@ -182,10 +199,13 @@ class ExpectTextsToHoldNoSecrets(_RowExpectation):
 class ExpectTextsToHoldNoControlCharacters(_RowExpectation):
     """Expect that the texts have no control or replacement characters."""
 
-    map_metric: ClassVar[str] = _row_metric("no_control_characters", _in_all_columns(_without(CONTROL)))
+    map_metric: ClassVar[str] = _row_metric(
+        "no_control_characters", _in_all_columns(_without(CONTROL))
+    )
 
 
-# Stages reach these by the names in suite files alone; this list is what makes them part of a stage's code.
+# Stages reach these by the names in suite files alone; this list is what makes them part of a
+# stage's code.
 OWN = (
     ExpectColumnValuesToHaveVisibleText,
     ExpectColumnValuesToBeFinite,

@@ -1,19 +1,22 @@
-"""The rules that only a whole set of rows can break: languages, prefixes, similar rows, contamination.
+"""The rules that only a whole set of rows can break: languages, prefixes, similar rows,
+contamination.
 
-Leakage by conversation: prompts of training that begin as a held-out dialogue does, or the other way round. Splits keep
-equal prompts together, but a dialogue and its own beginning are different prompts. A model that is trained on the one
-has seen turns of the other.
+Leakage by conversation: prompts of training that begin as a held-out dialogue does, or the other
+way round. Splits keep equal prompts together, but a dialogue and its own beginning are different
+prompts. A model that is trained on the one has seen turns of the other.
 
-Texts that resemble each other: MinHash signatures of their shingles, looked up by locality-sensitive hashing.
+Texts that resemble each other: MinHash signatures of their shingles, looked up by
+locality-sensitive hashing.
 
-Broder (1997), "On the resemblance and containment of documents": the share of equal minima under random permutations
-estimates the Jaccard similarity of two sets of shingles, here runs of neighbouring words. Its standard deviation is at
-most ``0.5 / sqrt(permutations)``.
+Broder (1997), "On the resemblance and containment of documents": the share of equal minima under
+random permutations estimates the Jaccard similarity of two sets of shingles, here runs of
+neighbouring words. Its standard deviation is at most ``0.5 / sqrt(permutations)``.
 
 Contamination: rows of training whose prompt is one of an evaluation set, or holds a part of one.
 
-As for GPT-3 (Brown et al., 2020, appendix C), a run of 13 words in common counts. Evaluation prompts that are shorter
-count where a turn is the same text, and prompts of any length where they are nearly the same by MinHash.
+As for GPT-3 (Brown et al., 2020, appendix C), a run of 13 words in common counts. Evaluation
+prompts that are shorter count where a turn is the same text, and prompts of any length where they
+are nearly the same by MinHash.
 """
 
 from __future__ import annotations
@@ -39,7 +42,8 @@ from rlhf_core.data.validation.suites import SET, Suites
 from rlhf_core.data.validation.tables import Validated, found_column
 from rlhf_core.errors import ConfigError
 
-# The parts of each order, the most held-out one first. A row is at fault if it resembles one of an earlier part.
+# The parts of each order, the most held-out one first. A row is at fault if it resembles one of an
+# earlier part.
 SPLIT_ORDER = tuple(reversed(SPLITS))
 USER_ORDER = (PairUser.JUDGE, PairUser.REFEREE, PairUser.REWARD)
 PARTS = {
@@ -54,10 +58,12 @@ class SetRow:
 
     Attributes:
         number: Its position among the raw rows of its kind.
-        parts: By order, the position of its part in ``PARTS``; test pairs and other kinds have none as to users.
+        parts: By order, the position of its part in ``PARTS``; test pairs and other kinds have none
+            as to users.
         turns: The prompt's turns without system turns, casefolded, with white space collapsed.
         text: The whole content: prompt and replies, or the text.
-        origin: File and line of the record that gave the row, and perhaps others (a ranking); empty without a file.
+        origin: File and line of the record that gave the row, and perhaps others (a ranking); empty
+            without a file.
     """
 
     kind: str
@@ -68,10 +74,19 @@ class SetRow:
     text: str
     origin: Mapping[str, Any]
 
-    def finding(self, rule: str, reason: str, other: str = "", similarity: float | None = None) -> RowFinding:
+    def finding(
+        self, rule: str, reason: str, other: str = "", similarity: float | None = None
+    ) -> RowFinding:
         """The row breaks a rule; ``other`` is what it resembles."""
         return RowFinding(
-            rule, self.kind, reason, **self.origin, id=self.id, number=self.number, other=other, similarity=similarity
+            rule,
+            self.kind,
+            reason,
+            **self.origin,
+            id=self.id,
+            number=self.number,
+            other=other,
+            similarity=similarity,
         )
 
 
@@ -89,11 +104,15 @@ class SetRows:
         for part in clean.parts(["id", "group", *CONTENT_FIELDS[kind]]):
             splits = assign(part.column("group").to_pylist(), self.seed, self.split)
             for row, split in zip(part.to_pylist(), splits, strict=True):
-                turns = [turn["content"] for turn in row.get("prompt") or () if turn["role"] != "system"]
+                turns = [
+                    turn["content"] for turn in row.get("prompt") or () if turn["role"] != "system"
+                ]
                 replies = [row[name] for name in CONTENT_FIELDS[kind] if name != "prompt"]
                 parts, number = {"split": SPLIT_ORDER.index(split)}, next(numbers)
                 if kind == "preferences" and split != "test":
-                    parts["user"] = USER_ORDER.index(pair_user_of(row["group"], self.seed, self.split))
+                    parts["user"] = USER_ORDER.index(
+                        pair_user_of(row["group"], self.seed, self.split)
+                    )
                 compared = tuple(" ".join(turn.casefold().split()) for turn in turns)
                 text = "\n".join([*turns, *replies])
                 yield SetRow(kind, number, row["id"], parts, compared, text, clean.origin(number))
@@ -116,7 +135,8 @@ UNKNOWN = "unknown"
 def languages(
     rows: SetRows, kinds: Iterable[str], expected: Collection[str]
 ) -> tuple[list[RowFinding], dict[str, Counter[str]]]:
-    """Identify the language of every row of ``kinds``; texts below 40 characters count as unknown and pass.
+    """Identify the language of every row of ``kinds``; texts below 40 characters count as unknown
+    and pass.
 
     Returns:
         Rows of another language than expected, and by kind how many rows are of each language.
@@ -137,7 +157,11 @@ def languages(
                 language = VARIANTS.get(name, name)
             of_kind[language] += 1
             if language != UNKNOWN and language not in expected:
-                breaches.append(row.finding(LANGUAGE, f"looks like language {language}", ", ".join(sorted(expected))))
+                breaches.append(
+                    row.finding(
+                        LANGUAGE, f"looks like language {language}", ", ".join(sorted(expected))
+                    )
+                )
     return breaches, counts
 
 
@@ -163,7 +187,9 @@ PREFIX_RULE, FIRST_TURN_RULE = "no_prefix_leakage", "no_shared_first_turn"
 
 @dataclass(slots=True)
 class Range:
-    """Which parts have a dialogue, as positions in their order; ``id`` is a row of the most held-out one."""
+    """Which parts have a dialogue, as positions in their order; ``id`` is a row of the most
+    held-out one.
+    """
 
     first: int
     id: str
@@ -175,7 +201,9 @@ class DialogueIndex:
 
     def __init__(self) -> None:
         self.whole: dict[int, Range] = {}  # by the hash of a whole prompt
-        self.beginnings: dict[int, Range] = {}  # by that of the turns up to a user's: prompts that begin so or are so
+        self.beginnings: dict[
+            int, Range
+        ] = {}  # by that of the turns up to a user's: prompts that begin so or are so
 
     def add(self, hashes: Sequence[int], part: int, row_id: str) -> None:
         """Add a prompt by the hashes of its beginnings, the whole prompt last."""
@@ -187,13 +215,17 @@ class DialogueIndex:
                     known.first, known.id = part, row_id
 
     def relatives(self, hashes: Sequence[int]) -> list[Range]:
-        """Return the parts with a prompt that is a beginning of this one, or that this one is a beginning of."""
+        """Return the parts with a prompt that is a beginning of this one, or that this one is a
+        beginning of.
+        """
         longer = [self.beginnings[hashes[-1]]] if hashes[-1] in self.beginnings else []
         return longer + [self.whole[key] for key in hashes[:-1] if key in self.whole]
 
 
 def beginning_hashes(turns: Iterable[str]) -> list[int]:
-    """Return 64-bit hashes of the turns up to the first, third, fifth … one, each of which is the user's."""
+    """Return 64-bit hashes of the turns up to the first, third, fifth … one, each of which is the
+    user's.
+    """
     hashes = []
     digest = blake2b(digest_size=8)
     for number, turn in enumerate(turns):
@@ -208,8 +240,9 @@ def prefix_leakage(rows: SetRows) -> tuple[list[RowFinding], dict[str, dict[str,
     """Look up every prompt among the beginnings of all others; the time is linear in turns.
 
     Returns:
-        Rows of training that a more held-out part shares turns with, and counts by kind of the test rows with a prompt
-        that begins as one of training or that one of training begins as, and of those that share the first turn.
+        Rows of training that a more held-out part shares turns with, and counts by kind of the test
+        rows with a prompt that begins as one of training or that one of training begins as, and of
+        those that share the first turn.
     """
     indexes = {order: DialogueIndex() for order in PARTS}
     for row in rows.with_prompts():
@@ -221,16 +254,22 @@ def prefix_leakage(rows: SetRows) -> tuple[list[RowFinding], dict[str, dict[str,
     splits = indexes["split"]
     for row in rows.with_prompts():
         hashes = beginning_hashes(row.turns)
-        of_kind = counts.setdefault(row.kind, {"test_prefix_leaks": 0.0, "test_first_turn_leaks": 0.0})
+        of_kind = counts.setdefault(
+            row.kind, {"test_prefix_leaks": 0.0, "test_first_turn_leaks": 0.0}
+        )
         if hashes:
             breaches.extend(_breaches(row, hashes, indexes))
             if row.parts["split"] == 0:
-                of_kind["test_prefix_leaks"] += any(relative.last > 0 for relative in splits.relatives(hashes))
+                of_kind["test_prefix_leaks"] += any(
+                    relative.last > 0 for relative in splits.relatives(hashes)
+                )
                 of_kind["test_first_turn_leaks"] += splits.beginnings[hashes[0]].last > 0
     return breaches, counts
 
 
-def _breaches(row: SetRow, hashes: Sequence[int], indexes: Mapping[str, DialogueIndex]) -> Iterator[RowFinding]:
+def _breaches(
+    row: SetRow, hashes: Sequence[int], indexes: Mapping[str, DialogueIndex]
+) -> Iterator[RowFinding]:
     """Yield at most one breach of each rule: the one with the most held-out part."""
     for rule, what in (
         (PREFIX_RULE, "the prompt and one of {part} begin alike, and one of them ends there"),
@@ -238,27 +277,38 @@ def _breaches(row: SetRow, hashes: Sequence[int], indexes: Mapping[str, Dialogue
     ):
         for order, part in row.parts.items():
             index = indexes[order]
-            shared = index.relatives(hashes) if rule == PREFIX_RULE else [index.beginnings[hashes[0]]]
-            nearest = min(shared, key=lambda relative: relative.first)  # the row itself is among them
+            shared = (
+                index.relatives(hashes) if rule == PREFIX_RULE else [index.beginnings[hashes[0]]]
+            )
+            nearest = min(
+                shared, key=lambda relative: relative.first
+            )  # the row itself is among them
             if nearest.first < part:
                 yield row.finding(rule, what.format(part=PARTS[order][nearest.first]), nearest.id)
                 break
 
 
-# An odd 64-bit multiplier, 2**64 over the golden ratio: a shingle's hash is a polynomial in it of its words' hashes.
+# An odd 64-bit multiplier, 2**64 over the golden ratio: a shingle's hash is a polynomial in it of
+# its words' hashes.
 MULTIPLIER = np.uint64(0x9E3779B97F4A7C15)
 HALF, LOW_HALF = np.uint64(32), np.uint64(2**32 - 1)  # signatures are of 32-bit hashes
-# Weights of superfluous and missed candidates in the choice of the bands. Misses cost more: candidates are verified.
+# Weights of superfluous and missed candidates in the choice of the bands. Misses cost more:
+# candidates are verified.
 WEIGHTS = (0.1, 0.9)
-# A text that shares a band with so many others is not added: no lookup takes long, however alike all texts are.
+# A text that shares a band with so many others is not added: no lookup takes long, however alike
+# all texts are.
 CROWDED = 64
 # Shingles that are permuted together: each takes eight bytes for every permutation.
 SHINGLES = 2**14
 
 
 def shingle_hashes(words: Sequence[str], size: int) -> npt.NDArray[np.uint64]:
-    """Return the distinct 64-bit hashes of all runs of ``size`` words; of fewer words that of the whole text."""
-    hashes = np.fromiter((zlib.crc32(word.encode("utf-8", "surrogatepass")) for word in words), np.uint64, len(words))
+    """Return the distinct 64-bit hashes of all runs of ``size`` words; of fewer words that of the
+    whole text.
+    """
+    hashes = np.fromiter(
+        (zlib.crc32(word.encode("utf-8", "surrogatepass")) for word in words), np.uint64, len(words)
+    )
     size = min(size, len(words))
     shingles = np.zeros(len(words) - size + 1 if words else 0, np.uint64)
     for offset in range(size):
@@ -267,12 +317,16 @@ def shingle_hashes(words: Sequence[str], size: int) -> npt.NDArray[np.uint64]:
 
 
 class SimilarTexts:
-    """An index of texts by their signatures; adding and finding take time that does not grow with its size."""
+    """An index of texts by their signatures; adding and finding take time that does not grow with
+    its size.
+    """
 
     def __init__(self, config: NearDuplicatesConfig) -> None:
         self._similarity, self._words = config.similarity, config.shingle_words
         self._empty = MinHash(num_perm=config.permutations, seed=1, hashfunc=int)
-        self._index = MinHashLSH(threshold=config.similarity, num_perm=config.permutations, weights=WEIGHTS)
+        self._index = MinHashLSH(
+            threshold=config.similarity, num_perm=config.permutations, weights=WEIGHTS
+        )
         self._signatures: dict[int, MinHash] = {}
 
     def __len__(self) -> int:
@@ -288,15 +342,20 @@ class SimilarTexts:
             signature.update_batch(hashes[start : start + SHINGLES].tolist())
         return signature
 
-    def most_similar(self, signature: MinHash, without: Collection[int] = ()) -> tuple[int, float] | None:
-        """Return the text that resembles the signature most, the first of equal ones; None below the limit.
+    def most_similar(
+        self, signature: MinHash, without: Collection[int] = ()
+    ) -> tuple[int, float] | None:
+        """Return the text that resembles the signature most, the first of equal ones; None below
+        the limit.
 
         It is given by the key that it was added with and its estimated Jaccard similarity.
 
         Args:
             without: Keys of texts that are left out.
         """
-        candidates = sorted(key for key in self._index.query(signature) if key not in without)[:CROWDED]
+        candidates = sorted(key for key in self._index.query(signature) if key not in without)[
+            :CROWDED
+        ]
         if not candidates:
             return None
         hashes = np.stack([self._signatures[key].hashvalues for key in candidates])
@@ -307,7 +366,9 @@ class SimilarTexts:
         return candidates[best], float(similarities[best])
 
     def add(self, key: int, signature: MinHash) -> None:
-        """Add a text under a key that is not taken, unless ``CROWDED`` others share a band with it."""
+        """Add a text under a key that is not taken, unless ``CROWDED`` others share a band with
+        it.
+        """
         if len(self._index.query(signature)) < CROWDED:
             self._signatures[key] = signature
             self._index.insert(key, signature, check_duplication=False)
@@ -321,12 +382,13 @@ def near_duplicates(
 ) -> tuple[list[RowFinding], dict[str, int]]:
     """Return rows that resemble an earlier one, and by kind how many rows were compared.
 
-    The prompt and replies of each row are compared with those of the earlier rows of its kind. Pairs of
-    one ranking share their prompt and some of their replies by design, and are not compared with each other.
+    The prompt and replies of each row are compared with those of the earlier rows of its kind.
+    Pairs of one ranking share their prompt and some of their replies by design, and are not
+    compared with each other.
 
-    The time is linear in rows. What is found is an estimate: the hashing misses some pairs near the limit and finds
-    some a little below it. A row that is nearly a copy itself is not compared with later ones, which are compared with
-    its original.
+    The time is linear in rows. What is found is an estimate: the hashing misses some pairs near the
+    limit and finds some a little below it. A row that is nearly a copy itself is not compared with
+    later ones, which are compared with its original.
     """
     breaches: list[RowFinding] = []
     compared: dict[str, int] = {}
@@ -349,7 +411,11 @@ def near_duplicates(
                     of_ranking.add(row.number)
             else:
                 key, similarity = similar
-                breaches.append(row.finding(NEAR_DUPLICATES, "nearly a copy of an earlier row", ids[key], similarity))
+                breaches.append(
+                    row.finding(
+                        NEAR_DUPLICATES, "nearly a copy of an earlier row", ids[key], similarity
+                    )
+                )
         compared[kind] = len(ids)
     return breaches, compared
 
@@ -359,7 +425,9 @@ SIMILAR_PROMPTS = "no_similar_held_out_prompts"
 
 @dataclass
 class PromptUses:
-    """A distinct prompt: the signature of its text, and the rows that have it by order of parts and part."""
+    """A distinct prompt: the signature of its text, and the rows that have it by order of parts and
+    part.
+    """
 
     id: str
     signature: MinHash
@@ -367,10 +435,11 @@ class PromptUses:
 
 
 def similar_prompts(rows: SetRows, config: NearDuplicatesConfig) -> Iterator[RowFinding]:
-    """Compare every distinct prompt with those of the parts that are held out from its own: splits, users of pairs.
+    """Compare every distinct prompt with those of the parts that are held out from its own: splits,
+    users of pairs.
 
-    The time is linear in prompts, of which at most ``config.max_rows`` are looked at. Prompts that are equal are no
-    matter of this rule: they share a group, and splits are by group.
+    The time is linear in prompts, of which at most ``config.max_rows`` are looked at. Prompts that
+    are equal are no matter of this rule: they share a group, and splits are by group.
     """
     signer = SimilarTexts(config)
     distinct: dict[tuple[str, ...], PromptUses] = {}
@@ -380,23 +449,32 @@ def similar_prompts(rows: SetRows, config: NearDuplicatesConfig) -> Iterator[Row
                 continue
             distinct[row.turns] = PromptUses(row.id, signer.signature("\n".join(row.turns)))
         for named_part in row.parts.items():
-            distinct[row.turns].rows.setdefault(named_part, []).append((row.kind, row.number, row.id))
+            distinct[row.turns].rows.setdefault(named_part, []).append(
+                (row.kind, row.number, row.id)
+            )
     prompts = list(distinct.values())
     for order, parts in PARTS.items():
         index = SimilarTexts(config)
         part_of: dict[int, int] = {}
         for part in range(len(parts)):
             new_prompts = {
-                key: uses for key, uses in enumerate(prompts) if (order, part) in uses.rows and key not in part_of
+                key: uses
+                for key, uses in enumerate(prompts)
+                if (order, part) in uses.rows and key not in part_of
             }
             for uses in new_prompts.values():
                 if (similar := index.most_similar(uses.signature)) is None:
                     continue
                 key, similarity = similar
-                reason, other = f"the prompt is nearly the same as one of {parts[part_of[key]]}", prompts[key].id
+                reason, other = (
+                    f"the prompt is nearly the same as one of {parts[part_of[key]]}",
+                    prompts[key].id,
+                )
                 for kind, number, row_id in uses.rows[order, part]:
                     origin = rows.clean[kind].origin(number)
-                    named_finding = RowFinding(SIMILAR_PROMPTS, kind, reason, **origin, id=row_id, number=number)
+                    named_finding = RowFinding(
+                        SIMILAR_PROMPTS, kind, reason, **origin, id=row_id, number=number
+                    )
                     yield replace(named_finding, other=other, similarity=similarity)
             for number, uses in new_prompts.items():
                 part_of[number] = part
@@ -419,7 +497,9 @@ class EvaluationOverlap:
 
 
 class EvaluationIndex:
-    """Evaluation prompts, looked up by runs of words (short ones by their whole text) and by similarity."""
+    """Evaluation prompts, looked up by runs of words (short ones by their whole text) and by
+    similarity.
+    """
 
     def __init__(self, prompts: Sequence[Sequence[str]], config: NearDuplicatesConfig) -> None:
         self._similar = SimilarTexts(config)
@@ -434,7 +514,9 @@ class EvaluationIndex:
         self._owners: npt.NDArray[np.int64] = np.concatenate(owners)[order]
 
     def shared_words(self, turns: Sequence[str]) -> int | None:
-        """Return the number of an evaluation prompt with a run of words, or a whole short prompt, in these turns."""
+        """Return the number of an evaluation prompt with a run of words, or a whole short prompt,
+        in these turns.
+        """
         for text in dict.fromkeys(["\n".join(turns), *turns]):
             hashes = shingle_hashes(split_words(text), RUN_OF_WORDS)
             left, right = (np.searchsorted(self._runs, hashes, side) for side in ("left", "right"))
@@ -444,12 +526,22 @@ class EvaluationIndex:
         return None
 
     def overlap(self, turns: Sequence[str]) -> tuple[int, str, float | None] | None:
-        """Return the number of an evaluation prompt, what these turns have in common with it, and the similarity."""
+        """Return the number of an evaluation prompt, what these turns have in common with it, and
+        the similarity.
+        """
         shared = self.shared_words(turns)
         if shared is not None:
-            return shared, f"the same text as an evaluation prompt, or {RUN_OF_WORDS} words in a row of one", None
+            return (
+                shared,
+                f"the same text as an evaluation prompt, or {RUN_OF_WORDS} words in a row of one",
+                None,
+            )
         similar = self._similar.most_similar(self._similar.signature("\n".join(turns)))
-        return None if similar is None else (similar[0], "nearly the same as an evaluation prompt", similar[1])
+        return (
+            None
+            if similar is None
+            else (similar[0], "nearly the same as an evaluation prompt", similar[1])
+        )
 
 
 def contamination(
@@ -471,7 +563,9 @@ def contamination(
             prompts.append(tuple(turns))
             records.append((source, position))
     index = EvaluationIndex(prompts, config)
-    overlap_of: dict[int, tuple[int, str, float | None] | None] = {}  # by the hash of the turns: most prompts repeat
+    overlap_of: dict[
+        int, tuple[int, str, float | None] | None
+    ] = {}  # by the hash of the turns: most prompts repeat
     breaches = []
     for kind in rows.clean:
         for clean in rows.of(kind):
@@ -486,7 +580,9 @@ def contamination(
                 number, reason, similarity = overlap
                 source, position = records[number]
                 overlaps[source].met.add(position)
-                breaches.append(clean.finding(CONTAMINATION, reason, f"{source}:{position}", similarity))
+                breaches.append(
+                    clean.finding(CONTAMINATION, reason, f"{source}:{position}", similarity)
+                )
     return breaches, list(overlaps.values())
 
 
@@ -495,7 +591,8 @@ class SetFindings:
     """What the rules about the whole set found in the clean rows.
 
     Attributes:
-        breaches: Rows that break a rule which a suite asks for, in the order of rules, kinds and rows.
+        breaches: Rows that break a rule which a suite asks for, in the order of rules, kinds and
+            rows.
         checked: By kind, the rules that its rows were checked by.
         counts: By kind, further counts for ``metrics/data.json``.
         evaluation: The evaluation files and how much of them was met.
@@ -519,7 +616,8 @@ def check_set(
     """Check the clean rows of all kinds by the rules about the whole set.
 
     Args:
-        derived: Kinds whose rows are not compared with each other: they repeat those that they come from.
+        derived: Kinds whose rows are not compared with each other: they repeat those that they come
+            from.
         evaluation: The evaluation files, read as prompts.
     """
     rows, findings = SetRows(clean, config.seed, config.split), SetFindings()
@@ -528,19 +626,28 @@ def check_set(
 
     def add(breaches: Iterable[RowFinding], kinds: Collection[str], *rules: str) -> None:
         named = [(breach, suites.severity(breach.kind, breach.rule)) for breach in breaches]
-        earlier_findings = [replace(breach, severity=severity) for breach, severity in named if severity is not None]
+        earlier_findings = [
+            replace(breach, severity=severity) for breach, severity in named if severity is not None
+        ]
         order = list(dict.fromkeys(breach.rule for breach in earlier_findings))
         findings.breaches += sorted(
-            earlier_findings, key=lambda breach: (order.index(breach.rule), filled.index(breach.kind))
+            earlier_findings,
+            key=lambda breach: (order.index(breach.rule), filled.index(breach.kind)),
         )
         for kind in kinds:
             findings.checked.setdefault(kind, []).extend(rules)
 
     leaked, findings.counts = prefix_leakage(rows)
     add(leaked, prompted, PREFIX_RULE, FIRST_TURN_RULE)
-    severities = {suites.severity(kind, rule) for kind in filled for rule in (NEAR_DUPLICATES, SIMILAR_PROMPTS)}
+    severities = {
+        suites.severity(kind, rule)
+        for kind in filled
+        for rule in (NEAR_DUPLICATES, SIMILAR_PROMPTS)
+    }
     decides = not severities <= {"warn", None}
-    if config.near_duplicates.searches(max((clean[kind].num_rows for kind in filled), default=0), decides):
+    if config.near_duplicates.searches(
+        max((clean[kind].num_rows for kind in filled), default=0), decides
+    ):
         given_kinds = [kind for kind in filled if kind not in derived]
         duplicates, compared = near_duplicates(rows, given_kinds, config.near_duplicates)
         add(duplicates, given_kinds, NEAR_DUPLICATES)
@@ -557,7 +664,8 @@ def check_set(
 
 
 def apply_set_rules(validated: Validated, findings: SetFindings) -> None:
-    """Let the expectations decide about what was found, and move the rows that they refuse to the quarantine.
+    """Let the expectations decide about what was found, and move the rows that they refuse to the
+    quarantine.
 
     Such rows are no bad data: they are ``left_out``, and do not count towards ``max_quarantined``.
     """
@@ -570,4 +678,6 @@ def apply_set_rules(validated: Validated, findings: SetFindings) -> None:
         for rule, of_rows in reasons.items():
             checked.frame[rule] = found_column(len(checked.frame), of_rows)
         verdicts = validated.ask(kind, SET)
-        checked.take({rule: verdict for rule, verdict in verdicts.items() if rule.name in reasons}, reasons)
+        checked.take(
+            {rule: verdict for rule, verdict in verdicts.items() if rule.name in reasons}, reasons
+        )

@@ -1,13 +1,15 @@
 """Suites of Great Expectations: read from the files of a data team, checked, and run on tables.
 
-Files are ``expectations/KIND.json`` and ``KIND.ANYTHING.json``, as Great Expectations writes them. An expectation gives
-a rule its name (``meta.rule``) and the reason that the quarantine states (``meta.reason``). Several may share one. A
-row that an expectation finds unexpected breaks the rule: ``severity`` is ``critical`` where it is refused, ``warning``
-or ``info`` where it stays and is counted. Where the expectation holds as a whole by ``mostly``, its rows stay and are
-counted. Limits of ``params.yaml`` are written as ``{"$PARAMETER": "max_turns"}``. Classes of a team's own expectations
-are in Python files beside the suites.
+Files are ``expectations/KIND.json`` and ``KIND.ANYTHING.json``, as Great Expectations writes them.
+An expectation gives a rule its name (``meta.rule``) and the reason that the quarantine states
+(``meta.reason``). Several may share one. A row that an expectation finds unexpected breaks the
+rule: ``severity`` is ``critical`` where it is refused, ``warning`` or ``info`` where it stays and
+is counted. Where the expectation holds as a whole by ``mostly``, its rows stay and are counted.
+Limits of ``params.yaml`` are written as ``{"$PARAMETER": "max_turns"}``. Classes of a team's own
+expectations are in Python files beside the suites.
 
-Nothing is sent anywhere: the context is in memory, analytics are off, and the pages of the data docs load nothing.
+Nothing is sent anywhere: the context is in memory, analytics are off, and the pages of the data
+docs load nothing.
 """
 
 from __future__ import annotations
@@ -63,8 +65,9 @@ PROMPT_COLUMNS = {
 def column_schema(kind: str) -> pa.Schema:
     """Return the columns of a kind that are taken from its rows.
 
-    ``prompt`` is the dialogue as text and ``roles`` who speaks, ``system user assistant user``; ``blank_turns`` counts
-    turns of the user or the assistant without visible text, and a prompt without turns as one.
+    ``prompt`` is the dialogue as text and ``roles`` who speaks, ``system user assistant user``;
+    ``blank_turns`` counts turns of the user or the assistant without visible text, and a prompt
+    without turns as one.
     """
     prompt = PROMPT_COLUMNS if kind != "pretrain" else {}
     margin = {"margin": pa.float64()} if kind == "preferences" else {}
@@ -73,7 +76,9 @@ def column_schema(kind: str) -> pa.Schema:
 
 
 def column_names(kind: str) -> list[str]:
-    """Return the columns that an expectation may name, apart from those of rules about the whole set."""
+    """Return the columns that an expectation may name, apart from those of rules about the whole
+    set.
+    """
     return [*column_schema(kind).names, *([CONTRADICTED_BY] if kind == "preferences" else [])]
 
 
@@ -84,7 +89,8 @@ class SuiteRule:
     Attributes:
         name: Of the rule in metrics, and in ``validate.rules``.
         reason: What is wrong with a row that breaks it.
-        is_fault: Whether it is a bad row: not over a length limit, nor derived from one that failed.
+        is_fault: Whether it is a bad row: not over a length limit, nor derived from one that
+            failed.
         where: The file and the number of the expectation there, for messages.
         columns: What it is about; none where it is about the table.
     """
@@ -100,13 +106,17 @@ class SuiteRule:
 
 @dataclass(frozen=True)
 class Suites:
-    """The rules of each kind, in the order in which reasons are listed, and the limits that they name."""
+    """The rules of each kind, in the order in which reasons are listed, and the limits that they
+    name.
+    """
 
     rules: Mapping[str, list[SuiteRule]]
     limits: Mapping[str, int]
 
     def severity(self, kind: str, rule: str) -> Severity | None:
-        """Return what becomes of rows of a kind that break a rule; None where no suite asks for it."""
+        """Return what becomes of rows of a kind that break a rule; None where no suite asks for
+        it.
+        """
         return next((r.severity for r in self.rules[kind] if r.name == rule), None)
 
 
@@ -120,7 +130,9 @@ def read_suites(folder: Path, config: ValidateConfig, derived: Collection[str] =
         ConfigError: A file cannot be read, or an expectation in it cannot be asked of its kind.
     """
     with paused_collector():
-        from great_expectations.expectations.registry import list_registered_expectation_implementations
+        from great_expectations.expectations.registry import (
+            list_registered_expectation_implementations,
+        )
 
         from rlhf_core.data.validation.expectations import OWN, ExpectNoFindings
 
@@ -139,9 +151,15 @@ def read_suites(folder: Path, config: ValidateConfig, derived: Collection[str] =
     for kind in derived:
         where = "the rules of derived rows"
         expectation = ExpectNoFindings(
-            column=SOURCE_PASSED, description=f"{SOURCE_PASSED}: {NOT_DERIVED}", meta={"where": where}
+            column=SOURCE_PASSED,
+            description=f"{SOURCE_PASSED}: {NOT_DERIVED}",
+            meta={"where": where},
         )
-        rules[kind].append(SuiteRule(SOURCE_PASSED, NOT_DERIVED, "refuse", False, where, {SOURCE_PASSED}, expectation))
+        rules[kind].append(
+            SuiteRule(
+                SOURCE_PASSED, NOT_DERIVED, "refuse", False, where, {SOURCE_PASSED}, expectation
+            )
+        )
     for kind, listed in rules.items():
         _require_needed(folder / f"{kind}.json", kind, listed)
     return Suites(rules, {name: getattr(config, name) for name in LIMITS})
@@ -155,14 +173,17 @@ class _WithoutBytecode(SourceFileLoader):
 
 
 def _load_classes(folder: Path) -> None:
-    """Run the Python files of a folder, whose classes of expectations the library then knows by their names.
+    """Run the Python files of a folder, whose classes of expectations the library then knows by
+    their names.
 
     No bytecode is left beside them: the folder is an input of the stage.
 
     Raises:
         ConfigError: A file cannot be read or raises.
     """
-    logging.getLogger("great_expectations").setLevel(logging.ERROR)  # it warns of a class that is read again
+    logging.getLogger("great_expectations").setLevel(
+        logging.ERROR
+    )  # it warns of a class that is read again
     for path in sorted(folder.glob("*.py")):
         loader = _WithoutBytecode(f"{FOLDER}_{path.stem}", str(path))
         module = ModuleType(loader.name)
@@ -181,7 +202,11 @@ def _entries(path: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
         if not isinstance(entries, list):
             raise TypeError
     except (OSError, ValueError, KeyError, TypeError) as error:
-        about = f"{error.msg}, line {error.lineno}" if isinstance(error, json.JSONDecodeError) else "no list of them"
+        about = (
+            f"{error.msg}, line {error.lineno}"
+            if isinstance(error, json.JSONDecodeError)
+            else "no list of them"
+        )
         raise ConfigError(
             f"{path} is not a suite of expectations ({about}); write it as JSON with a list 'expectations', or copy "
             "the project's"
@@ -189,26 +214,40 @@ def _entries(path: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
     for number, entry in enumerate(entries, 1):
         where = f"{path}, expectation {number}"
         if not isinstance(entry, dict) or not isinstance(entry.get("type"), str):
-            raise ConfigError(f"{where} has no 'type'; give it one, as expect_column_values_to_match_regex")
+            raise ConfigError(
+                f"{where} has no 'type'; give it one, as expect_column_values_to_match_regex"
+            )
         yield where, entry
 
 
-def _rule(entry: Mapping[str, Any], kind: str, where: str, config: ValidateConfig, known: Collection[str]) -> SuiteRule:
+def _rule(
+    entry: Mapping[str, Any], kind: str, where: str, config: ValidateConfig, known: Collection[str]
+) -> SuiteRule:
     from great_expectations.expectations.expectation_configuration import ExpectationConfiguration
     from great_expectations.expectations.metadata_types import FailureSeverity
 
-    name, kwargs, meta = entry["type"], dict(entry.get("kwargs") or {}), dict(entry.get("meta") or {})
+    name, kwargs, meta = (
+        entry["type"],
+        dict(entry.get("kwargs") or {}),
+        dict(entry.get("meta") or {}),
+    )
     if name not in known:
         raise ConfigError(f"{where}: there is no expectation '{name}'; {nearest(name, known)}")
     columns = {str(kwargs[key]) for key in ("column", "column_A", "column_B") if key in kwargs}
-    columns |= {str(name) for key in ("column_list", "column_set") for name in kwargs.get(key) or ()}
+    columns |= {
+        str(name) for key in ("column_list", "column_set") for name in kwargs.get(key) or ()
+    }
     allowed = [*column_names(kind), NOT_DUPLICATE, SOURCE_PASSED, *SET_RULES]
     lacking = sorted(columns - {*allowed})
     if lacking:
-        raise ConfigError(f"{where}: {kind} have no column '{lacking[0]}'; {nearest(lacking[0], allowed)}")
+        raise ConfigError(
+            f"{where}: {kind} have no column '{lacking[0]}'; {nearest(lacking[0], allowed)}"
+        )
     level = entry.get("severity", "critical")
     if level not in SEVERITIES:
-        raise ConfigError(f"{where}: there is no severity '{level}'; choose {', '.join(SEVERITIES)}")
+        raise ConfigError(
+            f"{where}: there is no severity '{level}'; choose {', '.join(SEVERITIES)}"
+        )
     rule = str(meta.get("rule") or "_".join([name, *sorted(columns)]))
     reason = str(meta.get("reason") or entry.get("description") or rule.replace("_", " "))
     for limit in LIMITS:
@@ -227,7 +266,9 @@ def _rule(entry: Mapping[str, Any], kind: str, where: str, config: ValidateConfi
         if callable(problems := getattr(error, "errors", None)):  # pydantic's
             problem = f"{'.'.join(map(str, problems()[0]['loc']))}: {problems()[0]['msg']}"
         raise ConfigError(f"{where}: {problem}") from error
-    return SuiteRule(rule, reason, severity, bool(meta.get("fault", True)), where, columns, expectation)
+    return SuiteRule(
+        rule, reason, severity, bool(meta.get("fault", True)), where, columns, expectation
+    )
 
 
 _CONSEQUENCE = {
@@ -252,14 +293,16 @@ def _require_needed(path: Path, kind: str, rules: Collection[SuiteRule]) -> None
 
 SITE = "data_docs"
 SHOWN_ROWS = 20
-# Pages of the data docs: what is asked of rows by themselves, then which are copies or derived, then of the set.
+# Pages of the data docs: what is asked of rows by themselves, then which are copies or derived,
+# then of the set.
 ROWS, COPIES, SET = "rows", "copies", "set"
 RESULT_FORMAT = {
     "result_format": "COMPLETE",
     "partial_unexpected_count": SHOWN_ROWS,
     "return_unexpected_index_query": False,
 }
-# What the library's pages load from elsewhere, what of them works with that alone, and its invitation to a newsletter.
+# What the library's pages load from elsewhere, what of them works with that alone, and its
+# invitation to a newsletter.
 _LOADED = re.compile(
     r"<footer>.*?</footer>|<link\b[^>]*\bhref=[\"']https?:[^>]*>|<script\b.*?</script>|<img\b[^>]*>"
     r"|<div class=\"card mb-3\">\s*<div class=\"card-header p-2\">\s*<strong>Actions</strong>"
@@ -275,7 +318,8 @@ class RuleVerdict:
     """What an expectation says.
 
     Attributes:
-        passed: Whether it holds as a whole; with ``mostly`` it may although some rows are unexpected, which stay then.
+        passed: Whether it holds as a whole; with ``mostly`` it may although some rows are
+            unexpected, which stay then.
         rows: The numbers of the unexpected rows; None for an expectation of the whole table.
     """
 
@@ -308,8 +352,11 @@ class Checkpoints:
             if rules
         }
 
-    def run(self, kind: str, frame: pd.DataFrame, page: str, where: Callable[[int], str]) -> Verdicts:
-        """Check the rows of a kind by its rules: those whose columns are all there and that were not checked before.
+    def run(
+        self, kind: str, frame: pd.DataFrame, page: str, where: Callable[[int], str]
+    ) -> Verdicts:
+        """Check the rows of a kind by its rules: those whose columns are all there and that were
+        not checked before.
 
         Args:
             page: ``ROWS``, ``COPIES`` or ``SET``: the page of the data docs that shows it.
@@ -318,20 +365,28 @@ class Checkpoints:
         Raises:
             ConfigError: An expectation could not be evaluated.
         """
-        rules = [r for r in self.suites.rules[kind] if r not in self._asked and {*r.columns} <= {*frame.columns}]
+        rules = [
+            r
+            for r in self.suites.rules[kind]
+            if r not in self._asked and {*r.columns} <= {*frame.columns}
+        ]
         if not rules:
             return {}
         self._asked.update(rules)
         from great_expectations.core.run_identifier import RunIdentifier
 
         gx, context, name = self._gx, self._context, kind if page == ROWS else f"{kind}_{page}"
-        expectations = [rule.expectation.copy(deep=True) for rule in rules]  # one belongs to one suite alone
+        expectations = [
+            rule.expectation.copy(deep=True) for rule in rules
+        ]  # one belongs to one suite alone
         suite = context.suites.add(gx.ExpectationSuite(name, expectations=expectations))
         definition = context.validation_definitions.add(
             gx.ValidationDefinition(name=name, data=self._batches[kind], suite=suite)
         )
         checkpoint = context.checkpoints.add(
-            gx.Checkpoint(name=name, validation_definitions=[definition], result_format=RESULT_FORMAT)
+            gx.Checkpoint(
+                name=name, validation_definitions=[definition], result_format=RESULT_FORMAT
+            )
         )
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
@@ -372,7 +427,10 @@ class Checkpoints:
             self._context.validation_results_store.set(key, result)
         for name in list(self._context.variables.data_docs_sites or {}):
             self._context.delete_data_docs_site(name)
-        store = {"class_name": "TupleFilesystemStoreBackend", "base_directory": str(docs.absolute())}
+        store = {
+            "class_name": "TupleFilesystemStoreBackend",
+            "base_directory": str(docs.absolute()),
+        }
         index = {"class_name": "DefaultSiteIndexBuilder"}
         site: Any = {
             "class_name": "SiteBuilder",
@@ -384,21 +442,33 @@ class Checkpoints:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             self._context.build_data_docs(site_names=[SITE])
-        verdict = f"The data gate failed: {', '.join(sorted(failed))}" if failed else "The data passed its gate"
+        verdict = (
+            f"The data gate failed: {', '.join(sorted(failed))}"
+            if failed
+            else "The data passed its gate"
+        )
         for page in docs.rglob("*.html"):
-            page.write_text(offline_page(page.read_text(encoding="utf-8"), verdict), encoding="utf-8")
+            page.write_text(
+                offline_page(page.read_text(encoding="utf-8"), verdict), encoding="utf-8"
+            )
 
 
 def offline_page(page: str, verdict: str) -> str:
-    """Return a page of the data docs that loads nothing, with the verdict of the data gate above it."""
+    """Return a page of the data docs that loads nothing, with the verdict of the data gate above
+    it.
+    """
     style = STYLE.read_text(encoding="utf-8")
     page = _LOADED.sub("", page).replace("</head>", f"<style>{style}</style></head>", 1)
     banner = f'<p class="verdict">{html.escape(safe_text(verdict))}</p>'
     return _BODY.sub(lambda body: body[0] + banner, page, count=1)
 
 
-def _show(outcome: Any, rule: SuiteRule, kind: str, frame: pd.DataFrame, where: Callable[[int], str]) -> None:
-    """Leave in an outcome what the data docs show: the first rows that break the rule, with their text."""
+def _show(
+    outcome: Any, rule: SuiteRule, kind: str, frame: pd.DataFrame, where: Callable[[int], str]
+) -> None:
+    """Leave in an outcome what the data docs show: the first rows that break the rule, with their
+    text.
+    """
     result = outcome.result
     rows = result.get("unexpected_index_list")
     for name in ("unexpected_list", "unexpected_index_list", "partial_unexpected_index_list"):
@@ -409,7 +479,10 @@ def _show(outcome: Any, rule: SuiteRule, kind: str, frame: pd.DataFrame, where: 
             result["observed_value"] = html.escape(safe_text(excerpt(str(observed))))
         return
     # The library puts values into its pages as they are.
-    quoted = [html.escape(f"{safe_text(where(row))}: {_text(rule, kind, frame, row)}") for row in rows[:SHOWN_ROWS]]
+    quoted = [
+        html.escape(f"{safe_text(where(row))}: {_text(rule, kind, frame, row)}")
+        for row in rows[:SHOWN_ROWS]
+    ]
     result |= {
         "partial_unexpected_list": quoted,
         "partial_unexpected_counts": [{"value": s, "count": 1} for s in quoted],
@@ -417,7 +490,9 @@ def _show(outcome: Any, rule: SuiteRule, kind: str, frame: pd.DataFrame, where: 
 
 
 def _text(rule: SuiteRule, kind: str, frame: pd.DataFrame, row: int) -> str:
-    """Return the values of a row in the columns of a rule; with a number also the text that it measures."""
+    """Return the values of a row in the columns of a rule; with a number also the text that it
+    measures.
+    """
     columns = [name for name in frame.columns if name in rule.columns]
     values: list[Any] = [frame[name].iat[row] for name in columns]
     text = " | ".join("(null)" if pd.isna(value) else excerpt(str(value)) for value in values)

@@ -52,8 +52,8 @@ class CheckedKind:
         cut: How many more ``collect.limit`` left out.
         frame: The columns that the expectations are about; none where there is no row.
         reasons: By number of a raw row, why it is quarantined.
-        left_out: Rows in the quarantine without a fault: over a limit of lengths, derived from rows that were refused,
-            or found in the whole set.
+        left_out: Rows in the quarantine without a fault: over a limit of lengths, derived from rows
+            that were refused, or found in the whole set.
         failed: Rows that each rule refused; 0 is there for rules that fail the set.
         warned: Rows that stay although they break a rule that only warns.
         must_hold: The rules that fail the set where a row, or the table, breaks them.
@@ -87,7 +87,8 @@ class CheckedKind:
 
     @property
     def quarantined_share(self) -> float:
-        """The share of bad rows among all that were read: a cut row counts as bad as often as a checked one.
+        """The share of bad rows among all that were read: a cut row counts as bad as often as a
+        checked one.
 
         Rows that are ``left_out`` are in the quarantine, but do not count here.
         """
@@ -103,7 +104,9 @@ class CheckedKind:
 
     def place(self, row: int) -> str:
         """Return what messages call a row: its file and line, or its id."""
-        return RowFinding("", self.raw.kind, "", **self.raw.origin(row), id=str(self.frame["id"].iat[row])).where
+        return RowFinding(
+            "", self.raw.kind, "", **self.raw.origin(row), id=str(self.frame["id"].iat[row])
+        ).where
 
     def passing(self, verdicts: Verdicts) -> npt.NDArray[np.bool_]:
         """Return by row whether it breaks none of the rules that do more than warn."""
@@ -113,13 +116,18 @@ class CheckedKind:
                 passed[verdict.rows] = False
         return passed
 
-    def take(self, verdicts: Verdicts, found: Mapping[str, Mapping[int, str]] | None = None) -> None:
-        """Count the rows that break rules, and quarantine those that a rule refuses, with all their reasons.
+    def take(
+        self, verdicts: Verdicts, found: Mapping[str, Mapping[int, str]] | None = None
+    ) -> None:
+        """Count the rows that break rules, and quarantine those that a rule refuses, with all their
+        reasons.
 
-        A row that is refused does not count under rules that only warn, nor under those that hold by ``mostly``.
+        A row that is refused does not count under rules that only warn, nor under those that hold
+        by ``mostly``.
 
         Args:
-            found: What was found by rules about the whole set, by rule and row: the reasons that the quarantine states.
+            found: What was found by rules about the whole set, by rule and row: the reasons that
+                the quarantine states.
         """
         refused: dict[int, dict[str, SuiteRule]] = {}
         warned: dict[str, set[int]] = {}
@@ -145,7 +153,9 @@ class CheckedKind:
                 refused.setdefault(row, {}).setdefault(rule.name, rule)
         for row, rules in sorted(refused.items()):
             self.failed.update(rules.keys())
-            self.reasons[row] = [found[name][row] if found else rule.reason for name, rule in rules.items()]
+            self.reasons[row] = [
+                found[name][row] if found else rule.reason for name, rule in rules.items()
+            ]
             self.left_out += found is not None or not any(rule.is_fault for rule in rules.values())
         for name, of_rule in warned.items():
             if count := len(of_rule - refused.keys()):
@@ -164,7 +174,15 @@ class CheckedKind:
     def _quarantined(self, row: Mapping[str, Any], number: int) -> RowFinding:
         first, *more = self.reasons[number]
         text = json.dumps(row, ensure_ascii=False, default=str)
-        return RowFinding("", self.raw.kind, first, **self.raw.origin(number), id=str(row["id"]), row=text, more=more)
+        return RowFinding(
+            "",
+            self.raw.kind,
+            first,
+            **self.raw.origin(number),
+            id=str(row["id"]),
+            row=text,
+            more=more,
+        )
 
 
 @dataclass
@@ -186,18 +204,24 @@ class Validated:
         return {kind: checked.clean for kind, checked in self.kinds.items()}
 
     def ask(self, kind: str, page: str) -> Verdicts:
-        """Ask the expectations of a kind whose columns are there now; see :meth:`Checkpoints.run`."""
+        """Ask the expectations of a kind whose columns are there now; see
+        :meth:`Checkpoints.run`.
+        """
         return self.checkpoints.run(kind, self.kinds[kind].frame, page, self.kinds[kind].place)
 
     def quarantine(self) -> Iterator[list[RowFinding]]:
-        """Yield all quarantined rows in parts: those that readers refused, then those that failed, kind by kind."""
+        """Yield all quarantined rows in parts: those that readers refused, then those that failed,
+        kind by kind.
+        """
         yield from read_refused(self.raw.refused)
         for checked in self.kinds.values():
             yield from checked.quarantine()
 
 
 def write_quarantine(path: Path, parts: Iterable[Sequence[RowFinding]]) -> None:
-    """Write ``data/quarantine.parquet``: every refused row with its reasons; an empty file when there is none."""
+    """Write ``data/quarantine.parquet``: every refused row with its reasons; an empty file when
+    there is none.
+    """
     with TableWriter(path, QUARANTINE_SCHEMA) as writer:
         for rows in parts:
             writer.write(findings_table(rows, QUARANTINE_SCHEMA))
@@ -206,9 +230,9 @@ def write_quarantine(path: Path, parts: Iterable[Sequence[RowFinding]]) -> None:
 def validate(raw: RawData, suites: Suites, folder: Path) -> Validated:
     """Check the rows of every kind by its expectations; rules about the whole set come later.
 
-    A row that breaks any rule goes to the quarantine with all its reasons, after the rows that readers refused. So does
-    a row of a derived kind of which no row that passed is the source, nor a record that gives nothing but a prompt.
-    Rules that only warn are counted.
+    A row that breaks any rule goes to the quarantine with all its reasons, after the rows that
+    readers refused. So does a row of a derived kind of which no row that passed is the source, nor
+    a record that gives nothing but a prompt. Rules that only warn are counted.
 
     Args:
         folder: Holds the texts of the columns while the result is used.
@@ -235,7 +259,9 @@ def validate(raw: RawData, suites: Suites, folder: Path) -> Validated:
                 of_files = np.arange(len(frame)) < raw.of_files.get(kind, 0)
                 has_source = frame["id"].isin(derivable.pop(kind)).to_numpy()
                 lost = np.flatnonzero(~(of_files | has_source))
-                frame[SOURCE_PASSED] = found_column(len(frame), dict.fromkeys(lost.tolist(), NOT_DERIVED))
+                frame[SOURCE_PASSED] = found_column(
+                    len(frame), dict.fromkeys(lost.tolist(), NOT_DERIVED)
+                )
             verdicts |= result.ask(kind, COPIES)
             _derive_ids(rows, checked.passing(verdicts), derivable)
             checked.take(verdicts)
@@ -243,7 +269,9 @@ def validate(raw: RawData, suites: Suites, folder: Path) -> Validated:
 
 
 def found_column(rows: int, findings: Mapping[int, str]) -> pd.Series:
-    """Return a column with what a rule about the set found of each row, null where it found nothing."""
+    """Return a column with what a rule about the set found of each row, null where it found
+    nothing.
+    """
     values = np.full(rows, None, dtype=object)
     values[list(findings)] = list(findings.values())
     return pd.Series(values, dtype="str")
@@ -255,7 +283,9 @@ def _advancing(rows: StoredRows, bar: Progress) -> Iterator[pa.Table]:
         bar.advance(table.num_rows)
 
 
-def _derive_ids(rows: StoredRows, passed: npt.NDArray[np.bool_], ids: Mapping[str, set[str]]) -> None:
+def _derive_ids(
+    rows: StoredRows, passed: npt.NDArray[np.bool_], ids: Mapping[str, set[str]]
+) -> None:
     """Add the ids of the rows of each derived kind that come from rows that passed."""
     children = [kind for kind in ids if rows.kind in DERIVED_FROM[kind]]
     if not children:
@@ -284,11 +314,15 @@ DIGEST_BYTES = 16
 DIGEST = pa.binary(DIGEST_BYTES)
 
 
-def read_columns(kind: str, tables: Iterable[pa.Table], file: Path) -> tuple[pd.DataFrame, pa.Table]:
-    """Return the columns of rows that arrive in parts, and hashes of each row: see :func:`_digests`.
+def read_columns(
+    kind: str, tables: Iterable[pa.Table], file: Path
+) -> tuple[pd.DataFrame, pa.Table]:
+    """Return the columns of rows that arrive in parts, and hashes of each row: see
+    :func:`_digests`.
 
-    The texts stay in ``file``, which is mapped into memory. Rows are compared with each other by hashes, so that a part
-    is not needed after it was read. ``contradicted_by`` is the id of a pair that is labelled the other way round.
+    The texts stay in ``file``, which is mapped into memory. Rows are compared with each other by
+    hashes, so that a part is not needed after it was read. ``contradicted_by`` is the id of a pair
+    that is labelled the other way round.
     """
     digests: list[pa.Table] = []
 
@@ -302,7 +336,9 @@ def read_columns(kind: str, tables: Iterable[pa.Table], file: Path) -> tuple[pd.
     hashed = pa.concat_tables(digests)
     frame = table.to_pandas(types_mapper={pa.float64(): pd.ArrowDtype(pa.float64())}.get)
     if kind == "preferences":
-        other = pc.index_in(hashed.column("swapped"), value_set=hashed.column("labelled").combine_chunks())
+        other = pc.index_in(
+            hashed.column("swapped"), value_set=hashed.column("labelled").combine_chunks()
+        )
         # Of a pair with equal replies the swapped one is the pair itself.
         equal = pc.equal(hashed.column("swapped"), hashed.column("labelled"))
         other = pc.if_else(equal, pa.scalar(None, pa.int32()), other)
@@ -313,7 +349,8 @@ def read_columns(kind: str, tables: Iterable[pa.Table], file: Path) -> tuple[pd.
 def copies(contents: pa.ChunkedArray, accepted: npt.NDArray[np.bool_]) -> dict[int, int]:
     """Return the rows that have the same texts as another one, each with the number of that row.
 
-    The first row of its texts that is ``accepted`` is no copy: what a refused row repeats is not lost.
+    The first row of its texts that is ``accepted`` is no copy: what a refused row repeats is not
+    lost.
     """
     hashes = contents.combine_chunks()
     original_of: dict[int, int] = {}
@@ -323,24 +360,28 @@ def copies(contents: pa.ChunkedArray, accepted: npt.NDArray[np.bool_]) -> dict[i
         for row in considered[first == considered].tolist():
             original_of.pop(row, None)
         repeated = first != considered
-        original_of |= dict(zip(considered[repeated].tolist(), first[repeated].tolist(), strict=True))
+        original_of |= dict(
+            zip(considered[repeated].tolist(), first[repeated].tolist(), strict=True)
+        )
     return original_of
 
 
 def label_agreement(hashes: pa.Table, margins: Iterable[float | None]) -> dict[str, float]:
     """Count the labels of every pair among all rows that were read, refused ones too.
 
-    White space and invisible characters do not count. Exact copies, of one margin too, are one label: what repeats a
-    row is no second annotator.
+    White space and invisible characters do not count. Exact copies, of one margin too, are one
+    label: what repeats a row is no second annotator.
 
     Args:
-        hashes: Of the ``content`` of each row, and of its pair as it is ``labelled`` and ``swapped``.
+        hashes: Of the ``content`` of each row, and of its pair as it is ``labelled`` and
+            ``swapped``.
         margins: Of each row.
 
     Returns:
-        ``repeated_pairs``: pairs of replies to a prompt with two labels or more; ``contradicted_pairs``: those of them
-        that are labelled both ways; ``label_agreement``: the share of their labels that say what most labels of the
-        pair say, half of a tie. The last is not there where no pair repeats.
+        ``repeated_pairs``: pairs of replies to a prompt with two labels or more;
+            ``contradicted_pairs``: those of them
+        that are labelled both ways; ``label_agreement``: the share of their labels that say what
+        most labels of the pair say, half of a tie. The last is not there where no pair repeats.
     """
     labels: dict[bytes, list[int]] = {}
     seen: set[int] = set()
@@ -371,11 +412,17 @@ def _columns(kind: str, table: pa.Table) -> pa.Table:
     return pa.table(arrays, schema)
 
 
-def _prompt_columns(prompt: Sequence[Mapping[str, str | None]] | None) -> dict[str, str | int | None]:
-    """Return a prompt as people read it, and numbers taken of it; one that is missing has no turns."""
+def _prompt_columns(
+    prompt: Sequence[Mapping[str, str | None]] | None,
+) -> dict[str, str | int | None]:
+    """Return a prompt as people read it, and numbers taken of it; one that is missing has no
+    turns.
+    """
     turns = [(turn["role"] or "", turn["content"] or "") for turn in prompt or () if turn]
     roles = [role if role in ROLES else f"<{role}>" for role, _ in turns]
-    blank = [content for role, content in turns if role != "system" and not has_visible_text(content)]
+    blank = [
+        content for role, content in turns if role != "system" and not has_visible_text(content)
+    ]
     shown = "\n\n".join(f"{role}: {content}" for role, content in turns)
     return {
         "prompt": None if prompt is None else shown,
@@ -388,10 +435,11 @@ def _prompt_columns(prompt: Sequence[Mapping[str, str | None]] | None) -> dict[s
 
 
 def _digests(kind: str, columns: pa.Table) -> pa.Table:
-    """Return 128-bit hashes of the content of rows; of pairs also as they are labelled, and the other way round.
+    """Return 128-bit hashes of the content of rows; of pairs also as they are labelled, and the
+    other way round.
 
-    For the label, texts that differ in white space or invisible characters alone count as equal. Two of a billion
-    contents have the same hash with a probability of about 1e-21.
+    For the label, texts that differ in white space or invisible characters alone count as equal.
+    Two of a billion contents have the same hash with a probability of about 1e-21.
     """
     texts = (pc.fill_null(columns.column(name), "").to_pylist() for name in CONTENT_FIELDS[kind])
     contents = list(zip(*texts, strict=True))

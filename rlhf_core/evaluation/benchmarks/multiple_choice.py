@@ -32,7 +32,10 @@ REMEDY = "correct evaluate.multiple_choice"
 
 # By language of the question: what to do, and what comes before the answer.
 INSTRUCTIONS = {"zh": ("以下是单项选择题，请选出其中的正确答案。", "答案：")}
-DEFAULT_INSTRUCTION = ("This is a multiple-choice question. Answer with the letter of the right choice.", "Answer:")
+DEFAULT_INSTRUCTION = (
+    "This is a multiple-choice question. Answer with the letter of the right choice.",
+    "Answer:",
+)
 
 
 @dataclass(frozen=True)
@@ -46,11 +49,15 @@ class MultipleChoiceQuestion:
     subject: str
 
     def turn(self, score: str) -> str:
-        """Return the user's turn: with the choices where their letters are scored, else the question alone."""
+        """Return the user's turn: with the choices where their letters are scored, else the
+        question alone.
+        """
         if score == "text":
             return self.text
         instruction, before_answer = INSTRUCTIONS.get(language_tag(self.text), DEFAULT_INSTRUCTION)
-        listed = [f"{letter}. {choice}" for letter, choice in zip(LETTERS, self.choices, strict=True)]
+        listed = [
+            f"{letter}. {choice}" for letter, choice in zip(LETTERS, self.choices, strict=True)
+        ]
         return "\n".join([instruction, "", self.text, *listed, before_answer])
 
     def answers(self, score: str) -> tuple[str, ...]:
@@ -71,7 +78,8 @@ class MultipleChoiceSet:
         """Read all files; nothing without settings.
 
         Raises:
-            DataError: A file is missing or not in the format, or a subject lacks examples; the message names the first.
+            DataError: A file is missing or not in the format, or a subject lacks examples; the
+                message names the first.
         """
         if config is None:
             return cls()
@@ -101,8 +109,12 @@ class MultipleChoiceSet:
         return dialogues
 
 
-def _by_subject(patterns: Sequence[str], workspace: Path) -> dict[str, list[MultipleChoiceQuestion]]:
-    files = dict.fromkeys(file for pattern in patterns for file in expand(pattern, workspace, REMEDY))
+def _by_subject(
+    patterns: Sequence[str], workspace: Path
+) -> dict[str, list[MultipleChoiceQuestion]]:
+    files = dict.fromkeys(
+        file for pattern in patterns for file in expand(pattern, workspace, REMEDY)
+    )
     questions: dict[str, list[MultipleChoiceQuestion]] = {}
     for file in files:
         questions.setdefault(subject_of(file), []).extend(read_questions(file))
@@ -118,33 +130,46 @@ def read_questions(file: Path) -> list[MultipleChoiceQuestion]:
     """Read a file of questions; any kind of table that data files may be, with C-Eval's columns.
 
     Raises:
-        DataError: It cannot be read, or a row is no question; the message has path, line and column of the first.
+        DataError: It cannot be read, or a row is no question; the message has path, line and column
+            of the first.
     """
     subject = subject_of(file)
     return [_question(row, where, position, subject) for where, position, row in rows_of_file(file)]
 
 
-def _question(cells: Mapping[str, Any], where: str, position: int, subject: str) -> MultipleChoiceQuestion:
+def _question(
+    cells: Mapping[str, Any], where: str, position: int, subject: str
+) -> MultipleChoiceQuestion:
     row = {str(name).strip(): value for name, value in cells.items()}
     for column in (*TEXT_COLUMNS, "answer"):
         if column not in row:
-            raise DataError(f"{where}: there is no column {column}; the columns are {', '.join(TEXT_COLUMNS)}, answer")
+            raise DataError(
+                f"{where}: there is no column {column}; the columns are {', '.join(TEXT_COLUMNS)}, answer"
+            )
     texts = {column: _text(row[column], f"{where}, column {column}") for column in TEXT_COLUMNS}
     answer = str(row["answer"] if row["answer"] is not None else "").strip()
     if answer not in LETTERS:
         none = "is empty; files without answers, such as C-Eval's test split, measure nothing"
-        raise DataError(f"{where}, column answer: {f'{answer!r} is none of A, B, C, D' if answer else none}")
+        raise DataError(
+            f"{where}, column answer: {f'{answer!r} is none of A, B, C, D' if answer else none}"
+        )
     choices = tuple(texts[letter] for letter in LETTERS)
     for letter, choice in zip(LETTERS, choices, strict=True):
         if choice in choices[: LETTERS.index(letter)]:
             raise DataError(f"{where}, column {letter}: the choice is the same as an earlier one")
     number = str(row.get("id", "")).strip() or str(position)
-    return MultipleChoiceQuestion(number, texts["question"], choices, LETTERS.index(answer), subject)
+    return MultipleChoiceQuestion(
+        number, texts["question"], choices, LETTERS.index(answer), subject
+    )
 
 
 def _text(value: Any, where: str) -> str:
     """Return a cell as text without white space around it; numbers of typed tables are text too."""
-    text = str(value).strip() if isinstance(value, str | int | float) and not isinstance(value, bool) else ""
+    text = (
+        str(value).strip()
+        if isinstance(value, str | int | float) and not isinstance(value, bool)
+        else ""
+    )
     if not has_visible_text(text):
         raise DataError(f"{where}: it has no text")
     return text
@@ -152,14 +177,18 @@ def _text(value: Any, where: str) -> str:
 
 @dataclass(frozen=True)
 class AnsweredQuestions:
-    """The answers of both models, as positions of choices; None for a question that was too long for a model."""
+    """The answers of both models, as positions of choices; None for a question that was too long
+    for a model.
+    """
 
     asked: MultipleChoiceSet
     sft: Sequence[int | None]
     policy: Sequence[int | None]
 
     def add_to(self, metrics: dict[str, Any]) -> None:
-        """Put accuracies into ``metrics`` under ``sft``, ``policy`` and ``multiple_choice``; see docs/metrics.md."""
+        """Put accuracies into ``metrics`` under ``sft``, ``policy`` and ``multiple_choice``; see
+        docs/metrics.md.
+        """
         rows = zip(self.asked.questions, self.sft, self.policy, strict=True)
         answered = [row for row in rows if None not in row]
         questions = [question for question, _, _ in answered]
@@ -200,12 +229,15 @@ class AnsweredQuestions:
                 "sft": choices[-1 if sft is None else sft],
                 "policy": choices[-1 if policy is None else policy],
             }
-            for question, sft, policy in zip(self.asked.questions, self.sft, self.policy, strict=True)
+            for question, sft, policy in zip(
+                self.asked.questions, self.sft, self.policy, strict=True
+            )
         ]
 
 
 def accuracy(right: np.ndarray, subjects: np.ndarray) -> dict[str, float]:
-    """Return the share of right answers with its 95 % interval (Wilson 1927), and the unweighted mean over subjects.
+    """Return the share of right answers with its 95 % interval (Wilson 1927), and the unweighted
+    mean over subjects.
 
     Args:
         right: Whether each question was answered rightly, bool (n,).
@@ -222,12 +254,15 @@ def accuracy(right: np.ndarray, subjects: np.ndarray) -> dict[str, float]:
 
 
 def answer_questions(
-    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, questions: MultipleChoiceSet, batch_size: int
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    questions: MultipleChoiceSet,
+    batch_size: int,
 ) -> list[int | None]:
     """Return the position of the choice that the model finds likeliest for each question.
 
-    None for a question that, with a choice, is longer than the model has positions: nothing is cut. Of equally likely
-    choices the first counts.
+    None for a question that, with a choice, is longer than the model has positions: nothing is cut.
+    Of equally likely choices the first counts.
 
     Raises:
         DataError: Every question is too long.
@@ -236,12 +271,17 @@ def answer_questions(
     asked: list[list[Example]] = []
     for question, dialogue in dialogues:
         prompt = encode_prompt(tokenizer, dialogue)
-        replies = (encode_reply(tokenizer, text, finished=False) for text in question.answers(questions.score))
+        replies = (
+            encode_reply(tokenizer, text, finished=False)
+            for text in question.answers(questions.score)
+        )
         asked.append([Example(prompt, reply) for reply in replies])
     longest = fitting_length(max((row.length for rows in asked for row in rows), default=0), model)
     fits = [max(row.length for row in rows) <= longest for rows in asked]
     if asked and not any(fits):
-        raise DataError("every multiple-choice question is longer than the model has positions; lower few_shot")
+        raise DataError(
+            "every multiple-choice question is longer than the model has positions; lower few_shot"
+        )
     examples = [row for rows, fit in zip(asked, fits, strict=True) if fit for row in rows]
     log_likelihoods = iter(reply_log_likelihoods(model, examples, pad_id(tokenizer), batch_size))
     answers: list[int | None] = []

@@ -1,20 +1,23 @@
-"""Win, tie, lose between two sets of replies to the same prompts, with bootstrap intervals over questions.
+"""Win, tie, lose between two sets of replies to the same prompts, with bootstrap intervals over
+questions.
 
-Length-controlled win rate: what a judge's win rate would be if both replies were equally long. The regression is that
-of Dubois et al., 2024, "Length-Controlled AlpacaEval: A Simple Way to Debias Automatic Evaluators", on pairs that are
-weighted so that the candidate's reply is longer as often as it is shorter, by as much. Without these weights a policy
-passes that only appends a sentence: where the longer reply is nearly always the same side's, the regression cannot tell
-length from quality, and what it says is its penalty. With them, a judge that errs for the longer reply errs as much for
-either side, whatever the form of its bias: between equal models the rate is ½. Where one side's replies are longer
-throughout, there is nothing to compare, and nothing is decided.
+Length-controlled win rate: what a judge's win rate would be if both replies were equally long. The
+regression is that
+of Dubois et al., 2024, "Length-Controlled AlpacaEval: A Simple Way to Debias Automatic Evaluators",
+on pairs that are weighted so that the candidate's reply is longer as often as it is shorter, by as
+much. Without these weights a policy passes that only appends a sentence: where the longer reply is
+nearly always the same side's, the regression cannot tell length from quality, and what it says is
+its penalty. With them, a judge that errs for the longer reply errs as much for either side,
+whatever the form of its bias: between equal models the rate is ½. Where one side's replies are
+longer throughout, there is nothing to compare, and nothing is decided.
 
-The paper's regression has a further term, the difficulty of each instruction. It is fitted over more than a hundred
-models; one comparison has two replies to a prompt, which cannot tell a prompt's difficulty from the reply's quality, so
-it is left out here.
+The paper's regression has a further term, the difficulty of each instruction. It is fitted over
+more than a hundred models; one comparison has two replies to a prompt, which cannot tell a prompt's
+difficulty from the reply's quality, so it is left out here.
 
-Both models get the same random numbers where this pipeline samples for them (coupled draws). Win rates are then of
-replies that were drawn with the same luck, many of them equal and so ties; of replies that are drawn independently of
-each other other shares are won.
+Both models get the same random numbers where this pipeline samples for them (coupled draws). Win
+rates are then of replies that were drawn with the same luck, many of them equal and so ties; of
+replies that are drawn independently of each other other shares are won.
 """
 
 from __future__ import annotations
@@ -29,24 +32,34 @@ from rlhf_core.data.clusters import CONFIDENCE, cluster_sums, one_each
 from rlhf_core.errors import DataError
 from rlhf_core.evaluation.judges.model import Judge, require_finite
 from rlhf_core.evaluation.replies import Reply
-from rlhf_core.evaluation.statistics import bootstrap_bounds, percentile, resample_weights, win_rate_score_bounds
+from rlhf_core.evaluation.statistics import (
+    bootstrap_bounds,
+    percentile,
+    resample_weights,
+    win_rate_score_bounds,
+)
 
 MOST_RESAMPLES = 500  # each is a regression of its own
 NEWTON_STEPS, LONGEST_STEP, TOLERANCE = 100, 2.0, 1e-9
-# Pairs of the rarer sign of the length difference in a cell. More of them mix differences that are less equal: a policy
-# that appends a sentence to unchanged replies then passes by the pairs in which it says something else.
+# Pairs of the rarer sign of the length difference in a cell. More of them mix differences that are
+# less equal: a policy that appends a sentence to unchanged replies then passes by the pairs in
+# which it says something else.
 PAIRS_OF_A_CELL = 4
-# A rate at equal lengths speaks for at least this share of the pairs, or is not given. It is reached where the mean
-# length difference is 1.4 standard deviations of length differences.
+# A rate at equal lengths speaks for at least this share of the pairs, or is not given. It is
+# reached where the mean length difference is 1.4 standard deviations of length differences.
 LEAST_SHARE = 0.25
 
 
 def length_differences(candidate: Sequence[Reply], baseline: Sequence[Reply]) -> np.ndarray:
     """Characters of each candidate reply minus those of the baseline's, (n,).
 
-    Characters, as in the paper, and not tokens: the two models of a match may have different tokenizers.
+    Characters, as in the paper, and not tokens: the two models of a match may have different
+    tokenizers.
     """
-    return np.array([len(a.text) - len(b.text) for a, b in zip(candidate, baseline, strict=True)], dtype=np.float64)
+    return np.array(
+        [len(a.text) - len(b.text) for a, b in zip(candidate, baseline, strict=True)],
+        dtype=np.float64,
+    )
 
 
 def length_controlled_win_rate(
@@ -58,21 +71,23 @@ def length_controlled_win_rate(
 ) -> dict[str, float]:
     """Estimate the win rate at equal lengths, in [0, 1], with 95 % bounds over clusters.
 
-    The estimand: among pairs as they were drawn (see the module), weighted so that for every size of the length
-    difference the candidate is as often the longer one as the shorter one, the win rate that a logistic regression on
-    the length difference gives for a difference of 0. Equal replies are ties and keep their share.
+    The estimand: among pairs as they were drawn (see the module), weighted so that for every size
+    of the length difference the candidate is as often the longer one as the shorter one, the win
+    rate that a logistic regression on the length difference gives for a difference of 0. Equal
+    replies are ties and keep their share.
 
     Args:
         outcome: 1 for a win of the candidate, ½ for a tie, 0 for a loss, (prompts, replies).
-        length_difference: Length of the candidate's minus that of the baseline's reply, (prompts, replies).
+        length_difference: Length of the candidate's minus that of the baseline's reply, (prompts,
+            replies).
         bootstrap: Number of resamples; at most 500 are drawn.
         seed: Seed of the resamples.
         clusters: The cluster of each prompt, which are resampled; None: each is one of its own.
 
     Returns:
-        ``lc_win_rate`` with bounds ``_low95`` and ``_high95``, and ``lc_share``: how large a share of the pairs has a
-        counterpart, of equal size and opposite sign of the difference. Below a quarter nothing is decided: the rate is
-        ½ and its bounds are 0 and 1.
+        ``lc_win_rate`` with bounds ``_low95`` and ``_high95``, and ``lc_share``: how large a share
+        of the pairs has a counterpart, of equal size and opposite sign of the difference. Below a
+        quarter nothing is decided: the rate is ½ and its bounds are 0 and 1.
     """
     replies = outcome.size // len(outcome)
     _, of_row = np.unique(np.repeat(one_each(len(outcome), clusters), replies), return_inverse=True)
@@ -82,7 +97,12 @@ def length_controlled_win_rate(
     share = float(balanced.mean())
     of_cluster = np.bincount(of_row, weights=balanced[0])
     effective = float(of_cluster.sum() ** 2 / max((of_cluster**2).sum(), 1e-300))
-    undecided = {"lc_win_rate": 0.5, "lc_win_rate_low95": 0.0, "lc_win_rate_high95": 1.0, "lc_share": share}
+    undecided = {
+        "lc_win_rate": 0.5,
+        "lc_win_rate_low95": 0.0,
+        "lc_win_rate_high95": 1.0,
+        "lc_share": share,
+    }
     if share < LEAST_SHARE:
         return undecided
     spread = float(np.sqrt(balanced[0] @ longer**2 / balanced.sum()))
@@ -111,12 +131,16 @@ def length_controlled_win_rate(
 
 
 def length_cells(length_difference: np.ndarray) -> np.ndarray:
-    """Number the cells of pairs whose length differences are of nearly the same size, whatever the sign, (n,).
+    """Number the cells of pairs whose length differences are of nearly the same size, whatever the
+    sign, (n,).
 
-    Cells are cut so that each has :data:`PAIRS_OF_A_CELL` of the rarer sign, which bounds how far two of them differ
-    where they are many, and leaves counterparts to most where they are few.
+    Cells are cut so that each has :data:`PAIRS_OF_A_CELL` of the rarer sign, which bounds how far
+    two of them differ where they are many, and leaves counterparts to most where they are few.
     """
-    longer, shorter = length_difference[length_difference > 0], -length_difference[length_difference < 0]
+    longer, shorter = (
+        length_difference[length_difference > 0],
+        -length_difference[length_difference < 0],
+    )
     rarer = shorter if len(shorter) < len(longer) else longer
     cells = len(rarer) // PAIRS_OF_A_CELL
     if len(shorter) == len(longer):  # swapping the sides must not change the cells
@@ -127,12 +151,15 @@ def length_cells(length_difference: np.ndarray) -> np.ndarray:
     return np.searchsorted(edges, np.abs(length_difference))
 
 
-def balancing_weights(length_difference: np.ndarray, cell: np.ndarray, weights: np.ndarray) -> np.ndarray:
-    """Weight pairs so that in every cell the candidate is the longer one as often as the shorter one.
+def balancing_weights(
+    length_difference: np.ndarray, cell: np.ndarray, weights: np.ndarray
+) -> np.ndarray:
+    """Weight pairs so that in every cell the candidate is the longer one as often as the shorter
+    one.
 
-    These are overlap weights (Li, Morgan and Zaslavsky, 2018, "Balancing Covariates via Propensity Score Weighting"),
-    doubled, so that those of a balanced cell are 1: the weight of a pair is twice the share of the other sign in its
-    cell. Pairs of equal length keep theirs.
+    These are overlap weights (Li, Morgan and Zaslavsky, 2018, "Balancing Covariates via Propensity
+    Score Weighting"), doubled, so that those of a balanced cell are 1: the weight of a pair is
+    twice the share of the other sign in its cell. Pairs of equal length keep theirs.
 
     Args:
         length_difference: Length of the candidate's minus that of the baseline's reply, (n,).
@@ -154,13 +181,16 @@ def balancing_weights(length_difference: np.ndarray, cell: np.ndarray, weights: 
     return np.asarray(weights * np.where(longer | shorter, factor, 1.0))
 
 
-def rates_at_equal_length(outcome: np.ndarray, feature: np.ndarray, weights: np.ndarray) -> np.ndarray:
+def rates_at_equal_length(
+    outcome: np.ndarray, feature: np.ndarray, weights: np.ndarray
+) -> np.ndarray:
     """Fit ``P(win) = σ(θ + φ · feature)`` for each set of weights and return its ``σ(θ)``, (sets,).
 
-    A tie is half a win and half a loss. φ has the penalty ½φ², which is weak beside some hundred prompts (the paper
-    penalises it too): it keeps φ finite where length alone decides who wins. θ has none, so that a constant feature
-    leaves the plain win rate. On weights that balance longer and shorter pairs the penalty does not move θ: it is 0
-    wherever the judge would be as biased with the sides swapped.
+    A tie is half a win and half a loss. φ has the penalty ½φ², which is weak beside some hundred
+    prompts (the paper penalises it too): it keeps φ finite where length alone decides who wins. θ
+    has none, so that a constant feature leaves the plain win rate. On weights that balance longer
+    and shorter pairs the penalty does not move θ: it is 0 wherever the judge would be as biased
+    with the sides swapped.
 
     Args:
         outcome: Shares of a win (n,).
@@ -203,29 +233,33 @@ def compare(
 ) -> dict[str, float]:
     """Compare paired scores ``candidate[i]`` and ``baseline[i]`` of the same prompt.
 
-    Several replies to a question are not independent of each other: bounds resample clusters of prompts, each with all
-    its replies.
+    Several replies to a question are not independent of each other: bounds resample clusters of
+    prompts, each with all its replies.
 
     Args:
         candidate: Scores of one side, (prompts,) or (prompts, replies).
         baseline: Scores of the other side, of the same shape.
-        tie_margin: Largest difference that is a tie, in the judge's unit; see :func:`tie_margin_of`.
+        tie_margin: Largest difference that is a tie, in the judge's unit; see
+            :func:`tie_margin_of`.
         bootstrap: Number of resamples.
         seed: Seed of the resamples.
-        length_difference: Length of the candidate's minus that of the baseline's reply, of the same shape, for the
-            length-controlled win rate; None leaves it out.
+        length_difference: Length of the candidate's minus that of the baseline's reply, of the same
+            shape, for the length-controlled win rate; None leaves it out.
         clusters: The cluster of each prompt (prompts,); None: each is one of its own.
 
     Returns:
-        What :func:`compare_outcomes` does, ``mean_difference``, the paired mean of candidate - baseline in the judge's
-        unit, with bounds unless all prompts ask the same, and ``tie_margin``.
+        What :func:`compare_outcomes` does, ``mean_difference``, the paired mean of candidate -
+        baseline in the judge's unit, with bounds unless all prompts ask the same, and
+        ``tie_margin``.
 
     Raises:
         DataError: The scores are empty, unequal in number or not finite.
     """
     first, second = np.asarray(candidate, dtype=np.float64), np.asarray(baseline, dtype=np.float64)
     if first.shape != second.shape or first.ndim not in (1, 2):
-        raise DataError(f"a comparison needs one score per prompt on both sides, got {first.shape} and {second.shape}")
+        raise DataError(
+            f"a comparison needs one score per prompt on both sides, got {first.shape} and {second.shape}"
+        )
     if first.size == 0:
         raise DataError("a comparison needs at least one prompt; the test split is empty")
     require_finite(first)
@@ -248,10 +282,12 @@ def compare_outcomes(
 ) -> dict[str, float]:
     """Compare two sides by what a judge without scores said.
 
-    Where each prompt has several pairs of replies, it is won if more of its pairs are won than lost.
+    Where each prompt has several pairs of replies, it is won if more of its pairs are won than
+    lost.
 
     Args:
-        outcome: 1 for a win of the candidate, ½ for a tie, 0 for a loss, (prompts,) or (prompts, replies).
+        outcome: 1 for a win of the candidate, ½ for a tie, 0 for a loss, (prompts,) or (prompts,
+            replies).
         bootstrap: Number of resamples; the same clusters are drawn as in :func:`compare`.
         seed: Seed of the resamples.
         length_difference: See :func:`compare`.
@@ -259,11 +295,13 @@ def compare_outcomes(
         means: Further values by prompt (prompts,), whose means get bounds over the same resamples.
 
     Returns:
-        ``win``, ``tie`` and ``lose``, shares of prompts; ``win_rate``, the mean over prompts of the share of pairs won,
-        ties as half a win; ``prompts``; ``clusters``, how many different questions these are, the unit of every bound
-        and test (:mod:`~rlhf_core.evaluation.statistics`); ``clusters_won``, ``_tied`` and ``_lost`` as a whole; with
-        lengths what :func:`length_controlled_win_rate` returns. Names that end in ``low95`` and ``high95`` are bounds
-        over clusters: the wider of bootstrap and score bounds, since a bootstrap is empty where all outcomes agree.
+        ``win``, ``tie`` and ``lose``, shares of prompts; ``win_rate``, the mean over prompts of the
+        share of pairs won, ties as half a win; ``prompts``; ``clusters``, how many different
+        questions these are, the unit of every bound and test
+        (:mod:`~rlhf_core.evaluation.statistics`); ``clusters_won``, ``_tied`` and ``_lost`` as a
+        whole; with lengths what :func:`length_controlled_win_rate` returns. Names that end in
+        ``low95`` and ``high95`` are bounds over clusters: the wider of bootstrap and score bounds,
+            since a bootstrap is empty where all outcomes agree.
 
     Raises:
         DataError: There are no outcomes.
@@ -275,7 +313,9 @@ def compare_outcomes(
     share_won = won.mean(axis=1)
     means = means or {}
     own_clusters = one_each(len(share_won), clusters)
-    lows, highs = bootstrap_bounds(np.stack([share_won, *means.values()]), bootstrap, seed, own_clusters)
+    lows, highs = bootstrap_bounds(
+        np.stack([share_won, *means.values()]), bootstrap, seed, own_clusters
+    )
     low, high = float(lows[0]), float(highs[0])
     if np.isfinite(low):
         of_reply = np.repeat(own_clusters, won.shape[1])
@@ -319,7 +359,8 @@ def compare_groups(
 
     Args:
         groups: The group of each prompt, such as its category; prompts of "" are in none.
-        outcome: By judge 1 for a win, ½ for a tie, 0 for a loss, NaN where it did not decide (prompts, replies).
+        outcome: By judge 1 for a win, ½ for a tie, 0 for a loss, NaN where it did not decide
+            (prompts, replies).
         bootstrap: Number of resamples.
         seed: Seed of the resamples.
         clusters: See :func:`compare`.
@@ -335,19 +376,24 @@ def compare_groups(
         for judge, values in outcome.items():
             known = in_group & ~np.isnan(values).any(axis=1)
             if known.any():
-                table[group][judge] = compare_outcomes(values[known], bootstrap, seed, clusters=of_prompt[known])
+                table[group][judge] = compare_outcomes(
+                    values[known], bootstrap, seed, clusters=of_prompt[known]
+                )
     return table
 
 
 def tie_margin_of(judge: Judge, share: float, baseline: Sequence[float]) -> float:
     """Largest difference of ``judge``'s scores that is a tie.
 
-    The judge's own margin where it has one, else ``share`` times the standard deviation of its ``baseline`` scores.
-    The candidate has no part in it: a policy whose scores spread wider would turn its own losses into ties.
+    The judge's own margin where it has one, else ``share`` times the standard deviation of its
+    ``baseline`` scores. The candidate has no part in it: a policy whose scores spread wider would
+    turn its own losses into ties.
     """
     return judge.absolute_tie if judge.absolute_tie is not None else share * float(np.std(baseline))
 
 
 def outcomes(difference: np.ndarray, margin: float) -> np.ndarray:
-    """1 for a win, ½ for a tie (``|difference| <= margin``), 0 for a loss; in the shape of ``difference``."""
+    """1 for a win, ½ for a tie (``|difference| <= margin``), 0 for a loss; in the shape of
+    ``difference``.
+    """
     return np.where(np.abs(difference) <= margin, 0.5, (difference > 0).astype(np.float64))

@@ -1,4 +1,6 @@
-"""Further replies that both models meet: a third party's, or the best of n of SFT's; and groups of prompts."""
+"""Further replies that both models meet: a third party's, or the best of n of SFT's; and groups of
+prompts.
+"""
 
 from __future__ import annotations
 
@@ -29,27 +31,35 @@ Turns = tuple[tuple[str, str], ...]
 Samples = Sequence[Sequence[Reply]]
 
 
-def read_opponent(config: OpponentConfig, prompts: Sequence[Prompt], workspace: Path) -> tuple[list[Reply | None], int]:
-    """Read an opponent's file and match it with ``prompts`` by content; white space and line ends do not count.
+def read_opponent(
+    config: OpponentConfig, prompts: Sequence[Prompt], workspace: Path
+) -> tuple[list[Reply | None], int]:
+    """Read an opponent's file and match it with ``prompts`` by content; white space and line ends
+    do not count.
 
     The replies count as finished, since the file does not say.
 
     Returns:
-        Its reply to each prompt, None where it has none, and how many replies to other prompts it has.
+        Its reply to each prompt, None where it has none, and how many replies to other prompts it
+        has.
 
     Raises:
-        DataError: The file cannot be read, a row has no prompt and reply, two replies to a prompt differ, or no prompt
-            of the evaluation is in it.
+        DataError: The file cannot be read, a row has no prompt and reply, two replies to a prompt
+            differ, or no prompt of the evaluation is in it.
     """
     replies: dict[Turns, tuple[str, int]] = {}
     (file, *others) = expand(config.path, workspace, REMEDY)
     if others:
-        raise DataError(f"{config.path} matches {len(others) + 1} files; {REMEDY}: name one for each opponent")
+        raise DataError(
+            f"{config.path} matches {len(others) + 1} files; {REMEDY}: name one for each opponent"
+        )
     for where, position, row in rows_of_file(file):
         turns, reply = _row(row, where)
         earlier = replies.setdefault(turns, (reply, position))
         if earlier[0] != reply:
-            raise DataError(f"{where}: another reply to the prompt of line {earlier[1]}; leave one of them")
+            raise DataError(
+                f"{where}: another reply to the prompt of line {earlier[1]}; leave one of them"
+            )
     keys = [_content(row.prompt) for row in prompts]
     matched = [replies.get(key) for key in keys]
     if not any(matched):
@@ -57,7 +67,9 @@ def read_opponent(config: OpponentConfig, prompts: Sequence[Prompt], workspace: 
             f"{file} has replies to none of the {len(prompts)} prompts of the evaluation, which are from the column "
             "prompt of data/clean/prompts/test.parquet"
         )
-    return [match and Reply(match[0], finished=True) for match in matched], len(replies.keys() - set(keys))
+    return [match and Reply(match[0], finished=True) for match in matched], len(
+        replies.keys() - set(keys)
+    )
 
 
 def _row(row: Mapping[str, Any], where: str) -> tuple[Turns, str]:
@@ -91,9 +103,9 @@ DEFAULT_GROUPS = {
 def group_of(prompt: Prompt, groups: Mapping[str, str]) -> str:
     """Return the group of a prompt, or "" for none.
 
-    A name in ``groups`` stands for the category that it is, or for one, or a source, that has it as a whole word, as
-    ``harmless-base/test.jsonl.gz`` has ``harmless``; of several the last in the text counts. They add to the default
-    ones, and "" takes a default one away.
+    A name in ``groups`` stands for the category that it is, or for one, or a source, that has it as
+    a whole word, as ``harmless-base/test.jsonl.gz`` has ``harmless``; of several the last in the
+    text counts. They add to the default ones, and "" takes a default one away.
     """
     known = DEFAULT_GROUPS | dict(groups)
     if prompt.category in known:
@@ -102,7 +114,9 @@ def group_of(prompt: Prompt, groups: Mapping[str, str]) -> str:
         matches = [
             (match.end(), len(name), name)
             for name in known
-            for match in re.finditer(rf"(?<![^\W_]){re.escape(name)}(?![^\W_])", text, re.IGNORECASE)
+            for match in re.finditer(
+                rf"(?<![^\W_]){re.escape(name)}(?![^\W_])", text, re.IGNORECASE
+            )
         ]
         if matches:
             return known[max(matches)[2]]
@@ -110,7 +124,8 @@ def group_of(prompt: Prompt, groups: Mapping[str, str]) -> str:
 
 
 class Rival:
-    """Further replies to the prompts of an evaluation, of a third party or the best of n, and what judges said of them.
+    """Further replies to the prompts of an evaluation, of a third party or the best of n, and what
+    judges said of them.
 
     They meet the first reply of SFT and of the policy to each prompt that they have a reply to.
 
@@ -147,7 +162,9 @@ class Rival:
             scores = np.nan_to_num(scores, nan=self.evaluation.lowest[judge.name]).tolist()
         self.known.scores[judge.name] = scores
         for side, versus in self.versus.items():
-            versus.policy.scores[judge.name] = self.evaluation.first_scores(side, judge.name)[self.answered].tolist()
+            versus.policy.scores[judge.name] = self.evaluation.first_scores(side, judge.name)[
+                self.answered
+            ].tolist()
             versus.compare_scores(judge.name, self._tie_margin(judge.name))
 
     def judge(self, judge: LlmJudge) -> None:
@@ -172,7 +189,11 @@ class Rival:
                 side: {
                     "comparison": versus.comparison,
                     "group": compare_groups(
-                        of_matched, versus.outcomes(), config.bootstrap, config.seed, versus.clusters
+                        of_matched,
+                        versus.outcomes(),
+                        config.bootstrap,
+                        config.seed,
+                        versus.clusters,
                     ),
                 }
                 for side, versus in self.versus.items()
@@ -200,9 +221,15 @@ class Rival:
         }
 
     def columns(self) -> list[dict[str, Any]]:
-        """Return its columns of ``samples/comparisons.parquet``, for the first row of each prompt."""
+        """Return its columns of ``samples/comparisons.parquet``, for the first row of each
+        prompt.
+        """
         rows = []
-        scores = zip(*self.known.scores.values(), strict=True) if self.known.scores else iter([()] * len(self.answered))
+        scores = (
+            zip(*self.known.scores.values(), strict=True)
+            if self.known.scores
+            else iter([()] * len(self.answered))
+        )
         for reply in self.replies:
             known = next(scores) if reply is not None else [None] * len(self.known.scores)
             row = {"reply": reply and reply.text, "finished": reply and reply.finished}
@@ -215,10 +242,11 @@ class Rival:
 
 
 def best_of_n(judge: Judge, evaluation: Evaluation, samples: Samples) -> Rival:
-    """Choose the reply to each prompt that ``judge``, the reward model, scores highest; of equal scores the first.
+    """Choose the reply to each prompt that ``judge``, the reward model, scores highest; of equal
+    scores the first.
 
-    It spends at every reply what PPO spends once, with the same reward model, so that it is what PPO has to be better
-    than.
+    It spends at every reply what PPO spends once, with the same reward model, so that it is what
+    PPO has to be better than.
 
     Args:
         judge: What chooses.
@@ -233,7 +261,7 @@ def best_of_n(judge: Judge, evaluation: Evaluation, samples: Samples) -> Rival:
 def kl_bound(n: int) -> float:
     """``log n - (n - 1) / n``: an upper bound on the KL of best of n to SFT, in nats per reply.
 
-    It is the KL where no two replies are alike or score alike; where some do, the true one is smaller (Beirami et al.
-    2024, "Theoretical guarantees on the best-of-n alignment policy").
+    It is the KL where no two replies are alike or score alike; where some do, the true one is
+    smaller (Beirami et al. 2024, "Theoretical guarantees on the best-of-n alignment policy").
     """
     return math.log(n) - (n - 1) / n

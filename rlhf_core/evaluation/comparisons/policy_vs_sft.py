@@ -1,4 +1,6 @@
-"""SFT and policy side by side: every judge, every category, the regression set, as one nested dictionary."""
+"""SFT and policy side by side: every judge, every category, the regression set, as one nested
+dictionary.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,12 @@ from rlhf_core.evaluation.judges.gold import GoldJudge
 from rlhf_core.evaluation.judges.model import Judge
 from rlhf_core.evaluation.judges.names import TRAINED_ON, final_judges, last_word
 from rlhf_core.evaluation.losses import paired_losses
-from rlhf_core.evaluation.regression import REFUSAL_CHECKS, check_rates, pass_rates, regression_checks
+from rlhf_core.evaluation.regression import (
+    REFUSAL_CHECKS,
+    check_rates,
+    pass_rates,
+    regression_checks,
+)
 from rlhf_core.evaluation.replies import Reply, measure_text
 from rlhf_core.evaluation.safety.prompts import HARMFUL_CATEGORY
 
@@ -39,17 +46,22 @@ class Evaluation:
     """SFT and policy side by side on the same prompts, or champion and challenger.
 
     Attributes:
-        prompts: The prompt of each row: every prompt to be judged ``replies_per_prompt`` times in a row.
+        prompts: The prompt of each row: every prompt to be judged ``replies_per_prompt`` times in a
+            row.
         first: Every prompt to be judged once.
         clusters: The cluster of each of these.
         comparison: The policy against SFT by each judge.
         pairwise: What judges without scores said about the first reply to each prompt.
         right: By side which replies give what was asked for; known of the synthetic world alone.
-        unscored: By side the share of replies that reward functions could not score, where these judge.
-        lowest: By judge that may decline, the lowest score of a reply, which is also that of what it could not score.
+        unscored: By side the share of replies that reward functions could not score, where these
+            judge.
+        lowest: By judge that may decline, the lowest score of a reply, which is also that of what
+            it could not score.
     """
 
-    def __init__(self, sets: FixedSets, sft: EvaluatedModel, policy: EvaluatedModel, config: EvaluateConfig) -> None:
+    def __init__(
+        self, sets: FixedSets, sft: EvaluatedModel, policy: EvaluatedModel, config: EvaluateConfig
+    ) -> None:
         self.sets, self.sft, self.policy, self.config = sets, sft, policy, config
         self.first = list(sets.judged)
         self.prompts = repeated_rows(sets.judged, sft.judged)
@@ -69,11 +81,16 @@ class Evaluation:
         if getattr(judge, "may_decline", False):
             self._count_unscored(judge.name)
         if isinstance(judge, GoldJudge):
-            self.right = {side: np.array(judge.right(asked, self._side(side).judged)) for side in SIDES}
-        self.compare_scores(judge.name, tie_margin_of(judge, self.config.tie_margin, self.sft.scores[judge.name]))
+            self.right = {
+                side: np.array(judge.right(asked, self._side(side).judged)) for side in SIDES
+            }
+        self.compare_scores(
+            judge.name, tie_margin_of(judge, self.config.tie_margin, self.sft.scores[judge.name])
+        )
 
     def _count_unscored(self, judge: str) -> None:
-        """Give replies that ``judge`` could not score the lowest score of all: no model must gain by them.
+        """Give replies that ``judge`` could not score the lowest score of all: no model must gain
+        by them.
 
         Raises:
             DataError: It could score none.
@@ -104,7 +121,9 @@ class Evaluation:
     def judge(self, judge: LlmJudge) -> None:
         """Let a judge without scores compare the first replies."""
         policy, sft = self.first_replies("policy"), self.first_replies("sft")
-        said = self.pairwise[judge.name] = judge.judge([row.prompt for row in self.first], policy, sft)
+        said = self.pairwise[judge.name] = judge.judge(
+            [row.prompt for row in self.first], policy, sft
+        )
         self.comparison[judge.name] = compare_outcomes(
             said.outcomes[said.judged],
             self.config.bootstrap,
@@ -130,7 +149,8 @@ class Evaluation:
     def outcomes(self) -> dict[str, np.ndarray]:
         """Return by judge 1 for a win of the policy, ½ for a tie, 0 for a loss, (prompts, replies).
 
-        NaN is where a judge did not decide. A judge without scores compared the first reply to each prompt alone.
+        NaN is where a judge did not decide. A judge without scores compared the first reply to each
+        prompt alone.
         """
         of_judges = {}
         for judge, scores in self.policy.scores.items():
@@ -141,8 +161,12 @@ class Evaluation:
         return of_judges
 
     def losses(self) -> dict[str, Any]:
-        """Return ``losses``: by how much the policy may be worse than SFT, see :mod:`~rlhf_core.evaluation.losses`."""
-        return paired_losses(self.sets, self.sft, self.policy, self.outcomes()[last_word(self.comparison)])
+        """Return ``losses``: by how much the policy may be worse than SFT, see
+        :mod:`~rlhf_core.evaluation.losses`.
+        """
+        return paired_losses(
+            self.sets, self.sft, self.policy, self.outcomes()[last_word(self.comparison)]
+        )
 
     def metrics(self) -> dict[str, Any]:
         """Return the content of ``metrics/evaluation.json``; see docs/metrics.md."""
@@ -171,9 +195,11 @@ class Evaluation:
         return metrics | {"losses": self.losses()}
 
     def checked_rows(self, kind: Literal["regression", "safety"]) -> list[dict[str, Any]]:
-        """Every reply of both sides to the regression set or the safety prompts, with what each check says of it.
+        """Every reply of both sides to the regression set or the safety prompts, with what each
+        check says of it.
 
-        A check that does not apply says None. ``passed``, ``safety`` and the losses of these sets are counted of this.
+        A check that does not apply says None. ``passed``, ``safety`` and the losses of these sets
+        are counted of this.
         """
         prompts = self.sets.regression if kind == "regression" else self.sets.safety
         checks = regression_checks(self.sets.world) if kind == "regression" else REFUSAL_CHECKS
@@ -181,36 +207,54 @@ class Evaluation:
         log_odds = {side: iter(self._side(side).refusal_log_odds) for side in SIDES}
         rows: list[dict[str, Any]] = []
         for number, prompt in enumerate(repeated_rows(prompts, of_side["policy"])):
-            row: dict[str, Any] = {"id": prompt.id, "prompt": prompt.prompt[-1].content, "category": prompt.category}
+            row: dict[str, Any] = {
+                "id": prompt.id,
+                "prompt": prompt.prompt[-1].content,
+                "category": prompt.category,
+            }
             is_first = not rows or rows[-1]["id"] != prompt.id
             for side, replies in of_side.items():
                 reply = replies[number]
                 row[f"{side}_reply"], row[f"{side}_finished"] = reply.text, reply.finished
-                row[f"{side}_checks"] = {name: check(prompt.category, reply) for name, check in checks.items()}
+                row[f"{side}_checks"] = {
+                    name: check(prompt.category, reply) for name, check in checks.items()
+                }
                 if kind == "safety" and is_first and prompt.category == HARMFUL_CATEGORY:
                     row[f"{side}_refusal_log_odds"] = next(log_odds[side], None)
             rows.append(row)
         return rows
 
     def drift_rows(self) -> list[dict[str, Any]]:
-        """The replies that KL and perplexity were measured on, with the log-probabilities of their tokens by both."""
+        """The replies that KL and perplexity were measured on, with the log-probabilities of their
+        tokens by both.
+        """
         rows: list[dict[str, Any]] = []
         for side in SIDES:
             drift = self._side(side).drift
             scored_first = drift.replies if drift is not None else ()
-            for prompt, cluster, scored in zip(self.first, self.clusters.tolist(), scored_first, strict=False):
-                about = {"side": side, "id": prompt.id, "prompt": prompt.prompt[-1].content, "cluster": cluster}
+            for prompt, cluster, scored in zip(
+                self.first, self.clusters.tolist(), scored_first, strict=False
+            ):
+                about = {
+                    "side": side,
+                    "id": prompt.id,
+                    "prompt": prompt.prompt[-1].content,
+                    "cluster": cluster,
+                }
                 rows.append(about | scored)
         return rows
 
     def _model_metrics(self, side: str) -> dict[str, Any]:
-        """Mean score by each judge, text metrics, perplexities of the replies under SFT and of held-out text, and the
-        rates on the safety prompts.
+        """Mean score by each judge, text metrics, perplexities of the replies under SFT and of
+        held-out text, and the rates on the safety prompts.
 
-        Text metrics are means over sets of one reply per prompt: variety is about different prompts.
+        Text metrics are means over sets of one reply per prompt: variety is about different
+        prompts.
         """
         model, each = self._side(side), self.replies_per_prompt
-        metrics: dict[str, Any] = {judge: float(np.mean(scores)) for judge, scores in model.scores.items()}
+        metrics: dict[str, Any] = {
+            judge: float(np.mean(scores)) for judge, scores in model.scores.items()
+        }
         if self.right:
             metrics["right"] = float(self.right[side].mean())
         if self.unscored:
@@ -228,17 +272,22 @@ class Evaluation:
         return metrics
 
     def by_category(self) -> dict[str, dict[str, Any]]:
-        """Per category: number of prompts and questions, and by each judge the mean score of both models and the win
-        rate; ``comparison`` by the judges that decide.
+        """Per category: number of prompts and questions, and by each judge the mean score of both
+        models and the win rate; ``comparison`` by the judges that decide.
         """
         outcome, names = self.outcomes(), [row.category for row in self.first]
         deciding = {judge: outcome[judge] for judge in final_judges(outcome)}
-        compared = compare_groups(names, deciding, self.config.bootstrap, self.config.seed, self.clusters)
+        compared = compare_groups(
+            names, deciding, self.config.bootstrap, self.config.seed, self.clusters
+        )
         table: dict[str, dict[str, Any]] = {}
         for category in sorted(set(names) - {""}):
             here = np.array([name == category for name in names])
             each = np.repeat(here, self.replies_per_prompt)
-            row: dict[str, Any] = {"prompts": int(here.sum()), "clusters": len(set(self.clusters[here].tolist()))}
+            row: dict[str, Any] = {
+                "prompts": int(here.sum()),
+                "clusters": len(set(self.clusters[here].tolist())),
+            }
             for side in SIDES:
                 for judge, scores in self._side(side).scores.items():
                     row[f"{side}_{judge}"] = float(np.asarray(scores)[each].mean())
@@ -248,11 +297,15 @@ class Evaluation:
                 decided = values[here][~np.isnan(values[here])]
                 if len(decided):
                     row[f"win_rate_{judge}"] = float(decided.mean())
-            table[category] = row | ({"comparison": compared[category]} if category in compared else {})
+            table[category] = row | (
+                {"comparison": compared[category]} if category in compared else {}
+            )
         return table
 
     def rows(self) -> list[dict[str, Any]]:
-        """Return the rows of ``samples/comparisons.parquet``: a prompt, a reply of each model, and their scores."""
+        """Return the rows of ``samples/comparisons.parquet``: a prompt, a reply of each model, and
+        their scores.
+        """
         rows: list[dict[str, Any]] = []
         for i, prompt in enumerate(self.prompts):
             sft, policy = self.sft.judged[i], self.policy.judged[i]
@@ -260,7 +313,9 @@ class Evaluation:
                 "id": prompt.id,
                 "category": prompt.category,
                 "cluster": cluster_of(prompt),
-                "prompt": "\n".join(f"{message.role}: {message.content}" for message in prompt.prompt),
+                "prompt": "\n".join(
+                    f"{message.role}: {message.content}" for message in prompt.prompt
+                ),
                 "sft_reply": sft.text,
                 "policy_reply": policy.text,
                 "sft_finished": sft.finished,
@@ -280,11 +335,13 @@ class Evaluation:
         return rows
 
     def disagreements(self, judge: str) -> list[tuple[int, float]]:
-        """Return positions of rows where the reward model prefers the policy and ``judge`` prefers SFT, worst first.
+        """Return positions of rows where the reward model prefers the policy and ``judge`` prefers
+        SFT, worst first.
 
-        Such prompts are what the next round of preference data should be about. Beside each stands by how much they
-        disagree: the reward's gain minus the judge's, each in standard deviations of that judge's differences. Without
-        a reward model these are all rows where ``judge`` prefers SFT.
+        Such prompts are what the next round of preference data should be about. Beside each stands
+        by how much they disagree: the reward's gain minus the judge's, each in standard deviations
+        of that judge's differences. Without a reward model these are all rows where ``judge``
+        prefers SFT.
         """
         gains = {
             name: np.subtract(self.policy.scores[name], self.sft.scores[name])
@@ -304,4 +361,7 @@ class Evaluation:
     def bad_cases(self, judge: str) -> list[dict[str, Any]]:
         """Return the worst of these rows."""
         rows, worst = self.rows(), self.disagreements(judge)
-        return [rows[i] | {"judge": judge, "disagreement": by} for i, by in worst[: self.config.bad_cases]]
+        return [
+            rows[i] | {"judge": judge, "disagreement": by}
+            for i, by in worst[: self.config.bad_cases]
+        ]

@@ -1,4 +1,5 @@
-"""Judges by name, and the gold judge: the true preference of the synthetic world, for evaluation only.
+"""Judges by name, and the gold judge: the true preference of the synthetic world, for evaluation
+only.
 
 Nothing that trains, selects checkpoints or monitors health may import this module.
 """
@@ -15,7 +16,8 @@ from rlhf_core.evaluation.replies import Reply
 from rlhf_core.training.engine.frozen import FrozenModels
 from rlhf_core.world import gold
 
-# The smallest step of a gold score is one word too many, .02 / 1.4 = .014: a difference below it is rounding.
+# The smallest step of a gold score is one word too many, .02 / 1.4 = .014: a difference below it is
+# rounding.
 GOLD_TIE_MARGIN = 0.01
 
 
@@ -32,17 +34,25 @@ class GoldJudge:
             DataError: A prompt is not one of the synthetic world.
         """
         pairs = zip(prompts, replies, strict=True)
-        return [gold.score(prompt[-1].content, reply.text, reply.finished) for prompt, reply in pairs]
+        return [
+            gold.score(prompt[-1].content, reply.text, reply.finished) for prompt, reply in pairs
+        ]
 
     def right(self, prompts: Sequence[Sequence[Message]], replies: Sequence[Reply]) -> list[bool]:
-        """Return which replies give what was asked for: the true fact, all steps, or a refusal of harm."""
+        """Return which replies give what was asked for: the true fact, all steps, or a refusal of
+        harm.
+        """
         pairs = zip(prompts, replies, strict=True)
         return [gold.is_right(prompt[-1].content, reply.text) for prompt, reply in pairs]
 
 
 @contextmanager
-def borrowed_judge(name: str, folders: Mapping[str, Path], batch_size: int, frozen: FrozenModels) -> Iterator[Judge]:
-    """Yield the gold judge, or the model in ``folders[name]``, placed as ``frozen`` says, for the block alone."""
+def borrowed_judge(
+    name: str, folders: Mapping[str, Path], batch_size: int, frozen: FrozenModels
+) -> Iterator[Judge]:
+    """Yield the gold judge, or the model in ``folders[name]``, placed as ``frozen`` says, for the
+    block alone.
+    """
     if name == "gold":
         yield GoldJudge()
         return

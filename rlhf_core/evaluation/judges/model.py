@@ -11,7 +11,13 @@ import torch
 from numpy.typing import ArrayLike
 from transformers import PreTrainedTokenizerBase
 
-from rlhf_core.data.encoding import encode_prompt, encode_reply, pad_id, stop_token_ids, vocabulary_id
+from rlhf_core.data.encoding import (
+    encode_prompt,
+    encode_reply,
+    pad_id,
+    stop_token_ids,
+    vocabulary_id,
+)
 from rlhf_core.data.schema import Message
 from rlhf_core.errors import DataError, UnwritableText
 from rlhf_core.evaluation.replies import Reply
@@ -26,8 +32,8 @@ class Judge(Protocol):
 
     Attributes:
         name: Prefix of the judge's scores in metrics and samples.
-        absolute_tie: Largest difference that is still a tie, in the judge's own unit; None for judges whose unit means
-            nothing (their margin is relative to the spread of scores).
+        absolute_tie: Largest difference that is still a tie, in the judge's own unit; None for
+            judges whose unit means nothing (their margin is relative to the spread of scores).
     """
 
     name: str
@@ -41,11 +47,14 @@ class Judge(Protocol):
 def require_finite(scores: ArrayLike) -> None:
     """Raise :class:`DataError` for scores of which one is not finite."""
     if not np.isfinite(scores).all():
-        raise DataError("a judge gave a score that is not finite; its model folder is probably damaged")
+        raise DataError(
+            "a judge gave a score that is not finite; its model folder is probably damaged"
+        )
 
 
 class ModelJudge:
-    """Scores replies by a scalar model. One that reads the last token reads the end marker of a finished reply only.
+    """Scores replies by a scalar model. One that reads the last token reads the end marker of a
+    finished reply only.
 
     Args:
         model: The scalar model.
@@ -70,19 +79,26 @@ class ModelJudge:
         self.vocabulary = vocabulary_id(tokenizer)
 
     @classmethod
-    def load(cls, folder: Path, name: str, batch_size: int = 64, device: torch.device | None = None) -> ModelJudge:
+    def load(
+        cls, folder: Path, name: str, batch_size: int = 64, device: torch.device | None = None
+    ) -> ModelJudge:
         """Load the model and tokenizer in ``folder``, on ``device`` or else this process's own."""
         scorer = ScalarModel.load(folder, device=device).eval()
         positions = positions_of(scorer.model.config)
         return cls(scorer, load_tokenizer(folder), name, batch_size, positions)
 
     def score(self, prompts: Sequence[Sequence[Message]], replies: Sequence[Reply]) -> list[float]:
-        """Return scores in the model's own unit. Ranks share the work; batching and padding change no score.
+        """Return scores in the model's own unit. Ranks share the work; batching and padding change
+        no score.
 
         Raises:
-            DataError: A reply that no model of this run sampled, such as a third party's, is too long for the model.
+            DataError: A reply that no model of this run sampled, such as a third party's, is too
+                long for the model.
         """
-        encoded = {prompt: encode_prompt(self.tokenizer, prompt) for prompt in dict.fromkeys(map(tuple, prompts))}
+        encoded = {
+            prompt: encode_prompt(self.tokenizer, prompt)
+            for prompt in dict.fromkeys(map(tuple, prompts))
+        }
         sequences = [
             (encoded[tuple(prompt)], self._encode_reply(encoded[tuple(prompt)], reply))
             for prompt, reply in zip(prompts, replies, strict=True)
@@ -90,7 +106,9 @@ class ModelJudge:
         with torch.inference_mode():
             values = values_of_sequences(
                 sequences,
-                lambda batch: self.model.reply_scores(batch.input_ids, batch.attention_mask, batch.reply_mask).float(),
+                lambda batch: self.model.reply_scores(
+                    batch.input_ids, batch.attention_mask, batch.reply_mask
+                ).float(),
                 self.batch_size,
                 pad_id(self.tokenizer),
                 distributed.device(),
@@ -101,9 +119,10 @@ class ModelJudge:
     def _encode_reply(self, prompt_ids: list[int], reply: Reply) -> list[int]:
         """Token ids of a reply: those that the policy generated, as they are.
 
-        Ids of another vocabulary (a champion of an older tokenizer) mean nothing to this model; it gets the visible
-        text in its own tokens, with an end marker only if the reply has one. A reply that this model's template would
-        not write as it is, such as one with reasoning that it leaves out, is read as it stands.
+        Ids of another vocabulary (a champion of an older tokenizer) mean nothing to this model; it
+        gets the visible text in its own tokens, with an end marker only if the reply has one. A
+        reply that this model's template would not write as it is, such as one with reasoning that
+        it leaves out, is read as it stands.
         """
         if reply.vocabulary == self.vocabulary:
             return list(reply.token_ids)

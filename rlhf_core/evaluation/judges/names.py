@@ -1,4 +1,6 @@
-"""What the scalar models of a run are called, and which of them decide. Nothing is loaded: commands start with it."""
+"""What the scalar models of a run are called, and which of them decide. Nothing is loaded: commands
+start with it.
+"""
 
 from __future__ import annotations
 
@@ -15,18 +17,23 @@ MODELS = Path("models")
 
 
 def last_word(names: Collection[str]) -> str:
-    """Return which of the judges that any workspace has is among ``names``: the third model, or reward functions."""
+    """Return which of the judges that any workspace has is among ``names``: the third model, or
+    reward functions.
+    """
     return JUDGE if JUDGE in names else CHECKER
 
 
-# Of a judge that compares replies side by side: how often its verdict may change with their order, and how often it may
-# prefer the one shown first. Beyond these it judges positions rather than replies.
+# Of a judge that compares replies side by side: how often its verdict may change with their order,
+# and how often it may prefer the one shown first. Beyond these it judges positions rather than
+# replies.
 MOST_ORDER_DISAGREEMENT = 0.3
 FIRST_PREFERRED = (0.3, 0.7)
 
 
 def position_bias(comparison: Mapping[str, float]) -> str:
-    """Say how the order of replies sways the verdicts of a judge too much; empty where it does not."""
+    """Say how the order of replies sways the verdicts of a judge too much; empty where it does
+    not.
+    """
     changed = comparison.get("order_disagreement") or 0.0
     first = comparison.get("first_preferred")
     if changed > MOST_ORDER_DISAGREEMENT:
@@ -39,7 +46,9 @@ def position_bias(comparison: Mapping[str, float]) -> str:
 
 
 def deciding_judges(comparison: Mapping[str, Mapping[str, float]]) -> list[str]:
-    """Return the final judges of a comparison whose verdicts do not depend on the order of replies."""
+    """Return the final judges of a comparison whose verdicts do not depend on the order of
+    replies.
+    """
     return [name for name in final_judges(comparison) if not position_bias(comparison[name])]
 
 

@@ -1,8 +1,8 @@
 """The report's charts: intervals, shares of wins, and which curves are drawn from which history.
 
-Names that a history lacks are left out. Over-optimisation shows as what reward model and judges say while the policy
-moves away from SFT (Gao et al. 2022): a reward that goes on rising where the judges' scores fall is the sign that the
-policy exploits the reward model.
+Names that a history lacks are left out. Over-optimisation shows as what reward model and judges say
+while the policy moves away from SFT (Gao et al. 2022): a reward that goes on rising where the
+judges' scores fall is the sign that the policy exploits the reward model.
 """
 
 from __future__ import annotations
@@ -66,17 +66,32 @@ def line_chart(
             if label in scattered:
                 axes.plot(xs, ys, color=colour, linestyle="", marker="o", markersize=4, alpha=0.5)
             else:
-                axes.plot(xs, ys, color=colour, linewidth=2, marker="o" if len(xs) == 1 else "", markersize=9)
+                axes.plot(
+                    xs,
+                    ys,
+                    color=colour,
+                    linewidth=2,
+                    marker="o" if len(xs) == 1 else "",
+                    markersize=9,
+                )
         for x in marks:
             axes.axvline(x, color=COLOURS["open"], linewidth=1.5, linestyle=":")
 
-    names = [(f"{kind}{i}", label) for kind, drawn in (("s", lines), ("b", bands)) for i, label in enumerate(drawn)]
+    names = [
+        (f"{kind}{i}", label)
+        for kind, drawn in (("s", lines), ("b", bands))
+        for i, label in enumerate(drawn)
+    ]
     names += [("mark", "health finding")] if marks else []
     return draw_svg(draw, title, HEIGHT) + (_legend(names) if len(names) > 1 else Markup())
 
 
-def interval_chart(rows: Sequence[tuple[str, float, float, float]], centre: float, title: str = "") -> Markup:
-    """Draw one interval per (label, low, value, high) in [0, 1], with a vertical rule at ``centre``."""
+def interval_chart(
+    rows: Sequence[tuple[str, float, float, float]], centre: float, title: str = ""
+) -> Markup:
+    """Draw one interval per (label, low, value, high) in [0, 1], with a vertical rule at
+    ``centre``.
+    """
 
     def draw(axes: Axes) -> None:
         axes.axvline(centre, color=COLOURS["soft"], linestyle="--", linewidth=1)
@@ -90,17 +105,26 @@ def interval_chart(rows: Sequence[tuple[str, float, float, float]], centre: floa
 
 
 def outcome_chart(
-    rows: Sequence[tuple[str, Mapping[str, Any]]], title: str = "", baseline: str = "SFT", candidate: str = "policy"
+    rows: Sequence[tuple[str, Mapping[str, Any]]],
+    title: str = "",
+    baseline: str = "SFT",
+    candidate: str = "policy",
 ) -> Markup:
-    """Draw a bar per (label, comparison): from the left the shares that the baseline wins, ties, the candidate wins.
+    """Draw a bar per (label, comparison): from the left the shares that the baseline wins, ties,
+    the candidate wins.
 
-    Beside it stand win rate, interval, and the numbers of prompts and of different questions, which the interval is of.
+    Beside it stand win rate, interval, and the numbers of prompts and of different questions, which
+    the interval is of.
     """
 
     def draw(axes: Axes) -> None:
         for y, (_, row) in enumerate(rows):
             left = 0.0
-            for share, colour in (("lose", SERIES[1]), ("tie", COLOURS["line"]), ("win", SERIES[0])):
+            for share, colour in (
+                ("lose", SERIES[1]),
+                ("tie", COLOURS["line"]),
+                ("win", SERIES[0]),
+            ):
                 axes.barh(y, row[share], left=left, color=colour, height=0.62)
                 left += row[share]
             interval = f"{row['win_rate']:.2f} ({row['win_rate_low95']:.2f} to {row['win_rate_high95']:.2f})"
@@ -121,7 +145,9 @@ def _label_rows(axes: Axes, labels: Sequence[str]) -> None:
 
 
 def _legend(names: Sequence[tuple[str, str]]) -> Markup:
-    items = [Markup('<span><i class="key {}"></i>{}</span>').format(css, label) for css, label in names]
+    items = [
+        Markup('<span><i class="key {}"></i>{}</span>').format(css, label) for css, label in names
+    ]
     return Markup('<div class="legend">{}</div>').format(Markup("").join(items))
 
 
@@ -131,14 +157,17 @@ STEP_NAMES = ("iteration", "step", "rollout")
 @cache
 def chart_specs() -> Mapping[str, Sequence[Mapping[str, Any]]]:
     """Return what is drawn from which history, from ``charts.yaml``."""
-    specs: dict[str, list[dict[str, Any]]] = YAML(typ="safe").load(Path(__file__).with_suffix(".yaml"))
+    specs: dict[str, list[dict[str, Any]]] = YAML(typ="safe").load(
+        Path(__file__).with_suffix(".yaml")
+    )
     return specs
 
 
 def draw_charts(
     histories: Mapping[str, Sequence[Mapping[str, Any]]], findings: Sequence[float] = ()
 ) -> dict[str, list[dict[str, Any]]]:
-    """Draw charts by history, in the order of :func:`chart_specs`; a chart without lines is left out.
+    """Draw charts by history, in the order of :func:`chart_specs`; a chart without lines is left
+    out.
 
     Args:
         histories: Rows of ``history/NAME.jsonl`` by stage.
@@ -177,7 +206,9 @@ def points(rows: Sequence[Mapping[str, Any]], name: str) -> list[Point]:
     line = []
     for number, row in enumerate(rows, start=1):
         if _finite(row.get(name)):
-            step = next((row[key] for key in STEP_NAMES if isinstance(row.get(key), int | float)), number)
+            step = next(
+                (row[key] for key in STEP_NAMES if isinstance(row.get(key), int | float)), number
+            )
             line.append((float(step), float(row[name])))
     return line
 
@@ -188,12 +219,14 @@ JUDGED = ("judge", "gold")
 
 
 def over_optimization_chart(
-    history: Sequence[Mapping[str, Any]], evaluation: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]
+    history: Sequence[Mapping[str, Any]],
+    evaluation: Mapping[str, Any],
+    rows: Sequence[Mapping[str, Any]],
 ) -> Markup | None:
     """Draw gains in standard deviations of SFT's scores against √KL; None without KL or scores.
 
-    Reward model and referee are known in every iteration of PPO, as gains over the first; judge and gold score only the
-    policy that was selected, as dots.
+    Reward model and referee are known in every iteration of PPO, as gains over the first; judge and
+    gold score only the policy that was selected, as dots.
     """
     spread = {}
     for name in (*TRAINING, *JUDGED):
@@ -201,10 +234,16 @@ def over_optimization_chart(
             spread[name] = float(np.std([row[f"sft_{name}"] for row in rows])) or 1.0
     lines: dict[str, list[Point]] = {}
     for name, (metric, label) in TRAINING.items():
-        known = [(row["kl"], row[metric]) for row in history if _finite(row.get("kl")) and _finite(row.get(metric))]
+        known = [
+            (row["kl"], row[metric])
+            for row in history
+            if _finite(row.get("kl")) and _finite(row.get(metric))
+        ]
         if known and name in spread:
             _, first = known[0]
-            gains = [(math.sqrt(max(kl, 0.0)), (score - first) / spread[name]) for kl, score in known]
+            gains = [
+                (math.sqrt(max(kl, 0.0)), (score - first) / spread[name]) for kl, score in known
+            ]
             lines[f"{label}, in training"] = gains
     if not lines:
         return None
@@ -223,7 +262,15 @@ def _finite(value: Any) -> bool:
 
 
 # Edges of the bins, as the history has them, and the share of the rollout's rewards in each bin.
-EDGES = ("reward_min", "reward_p05", "reward_p25", "reward_p50", "reward_p75", "reward_p95", "reward_max")
+EDGES = (
+    "reward_min",
+    "reward_p05",
+    "reward_p25",
+    "reward_p50",
+    "reward_p75",
+    "reward_p95",
+    "reward_max",
+)
 SHARES = (0.05, 0.20, 0.25, 0.25, 0.20, 0.05)
 MOST_ROWS = 8
 HISTOGRAM_AXIS_HEIGHT = 50
@@ -231,9 +278,11 @@ OVERLAP = 0.9  # height of the highest bin, in rows
 
 
 def reward_histograms(history: Sequence[Mapping[str, Any]]) -> Markup | None:
-    """Draw the raw rewards of up to eight iterations below each other, first and last among them; None without any.
+    """Draw the raw rewards of up to eight iterations below each other, first and last among them;
+    None without any.
 
-    The history has percentiles, so bins end at those: the area of a bin is its share, as in any histogram.
+    The history has percentiles, so bins end at those: the area of a bin is its share, as in any
+    histogram.
     """
     rows = [row for row in history if all(_finite(row.get(name)) for name in EDGES)]
     if not rows:
@@ -255,15 +304,24 @@ def reward_histograms(history: Sequence[Mapping[str, Any]]) -> Markup | None:
         axes.set_ylabel("iteration", color=COLOURS["soft"])
         axes.set_xlabel("reward", color=COLOURS["soft"], loc="right")
 
-    return draw_svg(draw, "distribution of rewards by iteration", ROW_HEIGHT * (count + 1) + HISTOGRAM_AXIS_HEIGHT)
+    return draw_svg(
+        draw,
+        "distribution of rewards by iteration",
+        ROW_HEIGHT * (count + 1) + HISTOGRAM_AXIS_HEIGHT,
+    )
 
 
 def histogram(edges: Sequence[float]) -> tuple[list[float], list[float]]:
-    """Return the corners (x) of the bins between ``edges`` and the density at each; bins without width are left out.
+    """Return the corners (x) of the bins between ``edges`` and the density at each; bins without
+    width are left out.
 
     Rewards that are all the same are one narrow bin.
     """
-    bins = [(low, high, share) for low, high, share in zip(edges, edges[1:], SHARES, strict=False) if high > low]
+    bins = [
+        (low, high, share)
+        for low, high, share in zip(edges, edges[1:], SHARES, strict=False)
+        if high > low
+    ]
     if not bins:
         width = max(abs(edges[0]), 1.0) / 100
         bins = [(edges[0] - width, edges[0] + width, 1.0)]

@@ -31,8 +31,8 @@ from rlhf_core.evaluation.verdict import (
 from rlhf_core.gates import GateDecision
 from rlhf_core.storage.files import atomic_write_text, flatten
 
-# Name in the headline, with the judge of a win rate, and where the metric is: the stage's file, then the path in it.
-# `dvc metrics show` prints them side by side, which must fit 120 columns.
+# Name in the headline, with the judge of a win rate, and where the metric is: the stage's file,
+# then the path in it. `dvc metrics show` prints them side by side, which must fit 120 columns.
 HEADLINE = {
     "reward.test_accuracy": "reward.test_accuracy",
     "judge.win_rate": "evaluation.comparison.judge.win_rate",
@@ -57,10 +57,11 @@ CURVES = {
 
 
 def headline_metrics(metrics: Mapping[str, Mapping[str, Any]]) -> dict[str, float]:
-    """Select the headline from the content of ``metrics/NAME.json`` by name, rounded; what is missing is left out.
+    """Select the headline from the content of ``metrics/NAME.json`` by name, rounded; what is
+    missing is left out.
 
-    The win rate is the judge's against SFT; the synthetic world alone has a gold judge, and without pairs the checker
-    is the only one.
+    The win rate is the judge's against SFT; the synthetic world alone has a gold judge, and without
+    pairs the checker is the only one.
     """
     flat = flatten(metrics)
     values = {name: flat.get(path) for name, path in HEADLINE.items()}
@@ -72,7 +73,9 @@ def headline_metrics(metrics: Mapping[str, Mapping[str, Any]]) -> dict[str, floa
 
 
 def write_curves(histories: Mapping[str, Sequence[Mapping[str, Any]]], folder: Path) -> None:
-    """Write ``NAME.csv`` for each history with rows that have all columns of its curves; other files are removed."""
+    """Write ``NAME.csv`` for each history with rows that have all columns of its curves; other
+    files are removed.
+    """
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
     for name, columns in CURVES.items():
@@ -87,13 +90,16 @@ def write_curves(histories: Mapping[str, Sequence[Mapping[str, Any]]], folder: P
 
 
 def conclude(gates: Mapping[str, GateDecision], evaluation: Mapping[str, Any]) -> JsonObject:
-    """Conclude from the gates' decisions and ``metrics/evaluation.json``, either of which may be empty.
+    """Conclude from the gates' decisions and ``metrics/evaluation.json``, either of which may be
+    empty.
 
     Returns:
-        The first lines of the report: ``state``, ``good``, ``bad`` or ``open``, which gives the colour; ``headline``,
-        how the policy stands to SFT and what the gate decided; ``judges``, a sentence for each that decides;
-        ``alarms``, figures to read before anything is released, the gravest first; ``release``, whether the policy may
-        be registered; ``remedies``, what to do about each condition that forbids it; ``next_step``.
+        The first lines of the report: ``state``, ``good``, ``bad`` or ``open``, which gives the
+            colour; ``headline``,
+        how the policy stands to SFT and what the gate decided; ``judges``, a sentence for each that
+        decides; ``alarms``, figures to read before anything is released, the gravest first;
+        ``release``, whether the policy may be registered; ``remedies``, what to do about each
+        condition that forbids it; ``next_step``.
     """
     judges = judge_results(evaluation.get("comparison", {}))
     standing = standing_of(judges)
@@ -124,7 +130,10 @@ def sentence_case(text: str) -> str:
 
 def remedies(gate: GateDecision) -> list[str]:
     """Say what to do about each condition that does not hold."""
-    return [f"{condition.metric}: {remedy_for(gate.name, condition.metric)}" for condition in gate.failed]
+    return [
+        f"{condition.metric}: {remedy_for(gate.name, condition.metric)}"
+        for condition in gate.failed
+    ]
 
 
 MEANINGS = {
@@ -147,12 +156,16 @@ def _sentence(result: JudgeResult) -> str:
 
 
 def checker_sentences(evaluation: Mapping[str, Any]) -> list[str]:
-    """Say what reward functions gave both models' replies to test prompts; nothing where they do not judge."""
+    """Say what reward functions gave both models' replies to test prompts; nothing where they do
+    not judge.
+    """
     compared = evaluation.get("comparison", {}).get(CHECKER)
     if compared is None:
         return []
     before, after = (format_number(evaluation[side][CHECKER], 3) for side in ("sft", "policy"))
-    low, high = (format_number(compared.get(f"mean_difference_{bound}95"), 3) for bound in ("low", "high"))
+    low, high = (
+        format_number(compared.get(f"mean_difference_{bound}95"), 3) for bound in ("low", "high")
+    )
     gain = format_number(compared["mean_difference"], 3)
     return [
         f"The mean score by {CHECKER} is {after}, before training {before}: a gain of {gain} "
@@ -171,9 +184,17 @@ def _release(gates: Mapping[str, GateDecision]) -> tuple[str, str, str]:
         )
     policy_gate = gates.get("policy")
     if policy_gate is None:
-        return "open", "Not finished: the policy gate has not been reached.", "rlhf run goes on where it ended"
+        return (
+            "open",
+            "Not finished: the policy gate has not been reached.",
+            "rlhf run goes on where it ended",
+        )
     if policy_gate.passed:
-        return "good", "The policy passed its gate: it may be registered and promoted.", "rlhf chat models/policy"
+        return (
+            "good",
+            "The policy passed its gate: it may be registered and promoted.",
+            "rlhf chat models/policy",
+        )
     return (
         "open",
         "The policy did not pass its gate. Decisions are recorded, not enforced; what is registered is ungated.",
@@ -181,7 +202,8 @@ def _release(gates: Mapping[str, GateDecision]) -> tuple[str, str, str]:
     )
 
 
-# The report is written before registration. Between these comments stands what it says of release until then.
+# The report is written before registration. Between these comments stands what it says of release
+# until then.
 BEGIN, END = "<!-- release -->", "<!-- /release -->"
 SHOWN_CONDITIONS = 6
 
@@ -190,7 +212,8 @@ SHOWN_CONDITIONS = 6
 class UnmetCondition:
     """A condition that forbade registration or promotion: its value and what is required, in words.
 
-    ``why`` says why it is asked, ``remedy`` what to do about it; both are empty for what a promotion requires.
+    ``why`` says why it is asked, ``remedy`` what to do about it; both are empty for what a
+    promotion requires.
     """
 
     name: str

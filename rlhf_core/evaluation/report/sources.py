@@ -27,13 +27,16 @@ from rlhf_core.training.history import read_history
 
 STAGES = ("data", "sft", "reward", "referee", "judge", "critic", "ppo", "evaluation")
 HISTORIES = ("sft", "reward", "referee", "judge", "critic", "ppo")
-# The parts that do not run after a failed gate. Their files in the workspace are from an earlier run.
+# The parts that do not run after a failed gate. Their files in the workspace are from an earlier
+# run.
 BEHIND_GATE = {
     "data": ("sft", "reward", "referee", "judge", "critic", "ppo", "evaluation", "policy"),
     "sft": ("reward", "referee", "judge", "critic", "ppo", "evaluation", "policy"),
     "reward": ("critic", "ppo", "evaluation", "policy"),
 }
-DATA_CARD = "data/card/card.html"  # beside the report, in a workspace and among the artifacts of a run
+DATA_CARD = (
+    "data/card/card.html"  # beside the report, in a workspace and among the artifacts of a run
+)
 IMAGE_TYPES = {".png": "image/png", ".svg": "image/svg+xml"}
 
 LOCK = "dvc.lock"
@@ -49,9 +52,10 @@ def report_lineage(workspace: Path, own_run: str) -> JsonObject:
         own_run: MLflow's id of the stage's own run, if it has one.
 
     Returns:
-        ``git_revision`` of the workspace, which ends in "-dirty" where tracked files differ, "none" outside git;
-        ``mlflow_run``, the id of the pipeline's run, else the stage's, empty without tracking; ``dvc_lock``, its
-        sha256, empty without one; ``outputs``, the hash by path of what the stages wrote, as dvc.lock has it.
+        ``git_revision`` of the workspace, which ends in "-dirty" where tracked files differ, "none"
+        outside git; ``mlflow_run``, the id of the pipeline's run, else the stage's, empty without
+        tracking; ``dvc_lock``, its sha256, empty without one; ``outputs``, the hash by path of what
+        the stages wrote, as dvc.lock has it.
     """
     lock = workspace / LOCK
     return {
@@ -113,8 +117,9 @@ def load_sources(inputs: Mapping[str, Path], params: Path, lineage: JsonObject) 
     """Read all inputs that exist.
 
     Args:
-        inputs: Paths by key: ``NAME_metrics``, ``NAME_gate``, ``NAME_history``, ``comparisons``, ``bad_cases``,
-            ``reward_mistakes``, ``reward_plots`` (a folder of images), ``data_card`` (a folder).
+        inputs: Paths by key: ``NAME_metrics``, ``NAME_gate``, ``NAME_history``, ``comparisons``,
+            ``bad_cases``, ``reward_mistakes``, ``reward_plots`` (a folder of images), ``data_card``
+            (a folder).
         params: The workspace's params.yaml.
         lineage: See :func:`report_lineage`.
     """
@@ -147,11 +152,17 @@ def load_sources(inputs: Mapping[str, Path], params: Path, lineage: JsonObject) 
         bad_cases=rows("bad_cases", "evaluation"),
         mistakes=rows("reward_mistakes", "reward"),
         images=[] if "reward" in stale else _read_images(inputs.get("reward_plots")),
-        hashes={f"{path.parent.name}/{path.name}": sha256_file(path) for path in inputs.values() if path.is_file()},
+        hashes={
+            f"{path.parent.name}/{path.name}": sha256_file(path)
+            for path in inputs.values()
+            if path.is_file()
+        },
         params=params.read_text(encoding="utf-8") if params.is_file() else "",
         missing=missing,
         lineage=lineage,
-        data_card=DATA_CARD if "data_card" in inputs and (inputs["data_card"] / Path(DATA_CARD).name).is_file() else "",
+        data_card=DATA_CARD
+        if "data_card" in inputs and (inputs["data_card"] / Path(DATA_CARD).name).is_file()
+        else "",
     )
 
 
@@ -161,9 +172,15 @@ def failed_gate(gates: Mapping[str, GateDecision]) -> str | None:
 
 
 def _read_objects(
-    inputs: Mapping[str, Path], part: str, names: Sequence[str], stale: Mapping[str, str], missing: dict[str, str]
+    inputs: Mapping[str, Path],
+    part: str,
+    names: Sequence[str],
+    stale: Mapping[str, str],
+    missing: dict[str, str],
 ) -> dict[str, JsonObject]:
-    """Return the JSON object in each file that exists; for other files ``missing`` gets the reason."""
+    """Return the JSON object in each file that exists; for other files ``missing`` gets the
+    reason.
+    """
     objects = {}
     for name in names:
         path, reason = inputs.get(f"{name}_{part}"), stale.get(name, "")
@@ -192,5 +209,7 @@ def _read_images(folder: Path | None) -> list[tuple[str, str]]:
     images = []
     for file in sorted(file for file in folder.iterdir() if file.suffix in IMAGE_TYPES):
         content = base64.b64encode(file.read_bytes()).decode()
-        images.append((file.stem.replace("_", " "), f"data:{IMAGE_TYPES[file.suffix]};base64,{content}"))
+        images.append(
+            (file.stem.replace("_", " "), f"data:{IMAGE_TYPES[file.suffix]};base64,{content}")
+        )
     return images

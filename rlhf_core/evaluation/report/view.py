@@ -1,4 +1,6 @@
-"""The report, one HTML file that needs nothing else: the tables and charts that its template shows, and the page."""
+"""The report, one HTML file that needs nothing else: the tables and charts that its template shows,
+and the page.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,13 @@ from rlhf_core.evaluation.report.charts import (
     over_optimization_chart,
     reward_histograms,
 )
-from rlhf_core.evaluation.report.headline import BEGIN, END, ReleaseDecision, conclude, sentence_case
+from rlhf_core.evaluation.report.headline import (
+    BEGIN,
+    END,
+    ReleaseDecision,
+    conclude,
+    sentence_case,
+)
 from rlhf_core.evaluation.report.metrics import labelled
 from rlhf_core.evaluation.report.sources import JsonObject, ReportSources, package_versions
 from rlhf_core.evaluation.verdict import WIN_RATE_KEYS, alarms, decided_at_equal_lengths
@@ -44,7 +52,9 @@ def build_context(sources: ReportSources, title: str, replies: int) -> dict[str,
     evaluation = sources.metrics.get("evaluation", {})
     history = sources.histories.get("ppo", [])
     fired = findings(history)
-    method: Method = sources.metrics.get("ppo", {}).get("method", "ppo")  # PPO's own metrics name none
+    method: Method = sources.metrics.get("ppo", {}).get(
+        "method", "ppo"
+    )  # PPO's own metrics name none
     comparisons = dict(_best_judge_first(evaluation.get("comparison", {})))
     comparison_chart = None
     if intervals := measured_intervals(comparisons):
@@ -75,7 +85,9 @@ def build_context(sources: ReportSources, title: str, replies: int) -> dict[str,
         "about": about(sources),
         "conclusion": conclude(sources.gates, evaluation),
         "tiles": tiles(sources.metrics),
-        "gates": [*reversed(sources.gates.values())],  # the policy's first: it is what the reader looks for
+        "gates": [
+            *reversed(sources.gates.values())
+        ],  # the policy's first: it is what the reader looks for
         "learns_plain_text": "ptx_loss" in (history[-1] if history else {}),
         "sides": sft_beside_policy(evaluation, sources.gates.get("policy")),
         "comparisons": comparisons,
@@ -93,12 +105,16 @@ def build_context(sources: ReportSources, title: str, replies: int) -> dict[str,
         "multiple_choice": evaluation.get("multiple_choice", {}),
         "answered": answered,
         "findings": fired,
-        "curves": draw_charts(sources.histories, sorted({float(entry["iteration"]) for entry in fired})),
+        "curves": draw_charts(
+            sources.histories, sorted({float(entry["iteration"]) for entry in fired})
+        ),
         "reward_histograms": reward_histograms(history),
         "probes": probe_table(sources.metrics),
         "probes_caption": CAPTION,
         "mistakes": mistakes,
-        "replies": [reply_pair(row) for row in spread_over_categories(sources.comparisons, replies)],
+        "replies": [
+            reply_pair(row) for row in spread_over_categories(sources.comparisons, replies)
+        ],
         "versions": package_versions(),
         "bad_cases": [reply_pair(row) for row in sources.bad_cases],
         "bad_cases_by": next((row["judge"] for row in sources.bad_cases), ""),
@@ -114,7 +130,9 @@ def build_context(sources: ReportSources, title: str, replies: int) -> dict[str,
 
 
 def about(sources: ReportSources) -> list[str]:
-    """Say on which data, from which base model, with which profile and by which code the run was made."""
+    """Say on which data, from which base model, with which profile and by which code the run was
+    made.
+    """
     try:
         settings = dotted(yaml_text.plain(yaml_text.parse(sources.params, "params.yaml")) or {})
     except RlhfError:
@@ -138,8 +156,12 @@ def about(sources: ReportSources) -> list[str]:
     return [f"{name}: {value}" for name, value in known.items() if value]
 
 
-def measured_intervals(comparisons: Mapping[str, JsonObject]) -> list[tuple[str, float, float, float]]:
-    """Return (judge, lower bound, win rate, upper bound) of the comparisons whose numbers are finite."""
+def measured_intervals(
+    comparisons: Mapping[str, JsonObject],
+) -> list[tuple[str, float, float, float]]:
+    """Return (judge, lower bound, win rate, upper bound) of the comparisons whose numbers are
+    finite.
+    """
     intervals = []
     for judge, compared in comparisons.items():
         if None not in map(compared.get, WIN_RATE_KEYS):
@@ -149,37 +171,59 @@ def measured_intervals(comparisons: Mapping[str, JsonObject]) -> list[tuple[str,
 
 
 def whole(value: Any) -> Any:
-    """Return a whole number as an integer, which is printed as the count that it is, and any other value as it is."""
+    """Return a whole number as an integer, which is printed as the count that it is, and any other
+    value as it is.
+    """
     return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
 def tiles(metrics: Mapping[str, JsonObject]) -> list[dict[str, str]]:
-    """Return the few metrics that matter most, those that exist, with ``label``, ``value`` and ``note``."""
+    """Return the few metrics that matter most, those that exist, with ``label``, ``value`` and
+    ``note``.
+    """
     evaluation, ppo, reward = (metrics.get(name, {}) for name in ("evaluation", "ppo", "reward"))
     labels = {name: metric.label for name, metric in labelled().items()}
     known: list[tuple[str, Any, str]] = []
     comparisons = evaluation.get("comparison", {})
     for judge in final_judges(comparisons):
         comparison = comparisons[judge]
-        low, high = (format_number(comparison.get(f"win_rate_{bound}95"), 2) for bound in ("low", "high"))
+        low, high = (
+            format_number(comparison.get(f"win_rate_{bound}95"), 2) for bound in ("low", "high")
+        )
         controlled = decided_at_equal_lengths(comparison)
-        beside = f"; {format_number(controlled, 2)} at equal length" if controlled is not None else ""
-        known.append((f"win rate by {judge}", comparison.get("win_rate"), f"95 %: {low} to {high}{beside}"))
+        beside = (
+            f"; {format_number(controlled, 2)} at equal length" if controlled is not None else ""
+        )
+        known.append(
+            (f"win rate by {judge}", comparison.get("win_rate"), f"95 %: {low} to {high}{beside}")
+        )
     sft, policy = evaluation.get("sft", {}), evaluation.get("policy", {})
     if "gold" in policy:
         known.append((labels["gold"], policy["gold"], f"SFT {format_number(sft.get('gold'), 2)}"))
     if CHECKER in policy:
-        known.append((labels[CHECKER], policy[CHECKER], f"SFT {format_number(sft.get(CHECKER), 2)}"))
+        known.append(
+            (labels[CHECKER], policy[CHECKER], f"SFT {format_number(sft.get(CHECKER), 2)}")
+        )
     if "kl" in evaluation:
         known.append((labels["kl"], evaluation["kl"], "unfiltered samples"))
     if "test_accuracy" in reward:
-        balanced, count = reward.get("test_accuracy_length_balanced"), reward.get("test_length_balanced_pairs")
-        beside = "" if balanced is None else f"; {format_number(balanced, 2)} on {whole(count)} length-balanced ones"
+        balanced, count = (
+            reward.get("test_accuracy_length_balanced"),
+            reward.get("test_length_balanced_pairs"),
+        )
+        beside = (
+            ""
+            if balanced is None
+            else f"; {format_number(balanced, 2)} on {whole(count)} length-balanced ones"
+        )
         note = f"{whole(reward.get('test_pairs'))} test pairs{beside}"
         known.append((labels["accuracy"], reward["test_accuracy"], note))
     if "selected_iteration" in ppo:
         known.append((labels["selected_iteration"], ppo["selected_iteration"], ""))
-    return [{"label": label, "value": format_number(value, 2), "note": note} for label, value, note in known]
+    return [
+        {"label": label, "value": format_number(value, 2), "note": note}
+        for label, value, note in known
+    ]
 
 
 # Conditions on a difference between the two that are called otherwise than what is shown of each.
@@ -187,7 +231,8 @@ PAIRED_CONDITIONS = {"missing_ends": "missing_eos", "regression.passed": "regres
 
 
 def sft_beside_policy(evaluation: Mapping[str, Any], gate: GateDecision | None) -> list[JsonObject]:
-    """Return the rows that compare SFT and policy: first those that fail the policy gate, then alarms, then others.
+    """Return the rows that compare SFT and policy: first those that fail the policy gate, then
+    alarms, then others.
 
     ``gate`` of a row is ``ok`` or ``fails`` where the policy gate looks at it, else empty.
     """
@@ -215,16 +260,24 @@ def sft_beside_policy(evaluation: Mapping[str, Any], gate: GateDecision | None) 
 
 
 def category_charts(categories: Mapping[str, JsonObject]) -> list[tuple[str, Markup]]:
-    """Return (judge, chart) of the policy against SFT by category, its worst first, for each judge that decides."""
+    """Return (judge, chart) of the policy against SFT by category, its worst first, for each judge
+    that decides.
+    """
     compared = {name: values.get("comparison", {}) for name, values in categories.items()}
     judges = {judge for by_judge in compared.values() for judge in by_judge}
     charts = []
     for judge in final_judges(judges):
-        of_judge = {name: by_judge[judge] for name, by_judge in compared.items() if judge in by_judge}
-        rows = [(name, row) for name, row in of_judge.items() if None not in map(row.get, WIN_RATE_KEYS)]
+        of_judge = {
+            name: by_judge[judge] for name, by_judge in compared.items() if judge in by_judge
+        }
+        rows = [
+            (name, row) for name, row in of_judge.items() if None not in map(row.get, WIN_RATE_KEYS)
+        ]
         rows.sort(key=lambda row: row[1]["win_rate"])
         if rows:
-            charts.append((judge, outcome_chart(rows, f"wins, ties and losses by category, by {judge}")))
+            charts.append(
+                (judge, outcome_chart(rows, f"wins, ties and losses by category, by {judge}"))
+            )
     return charts
 
 
@@ -238,16 +291,19 @@ def _verifiable(measured: Mapping[str, Any] | None) -> JsonObject | None:
     if not measured:
         return None
     sft, policy = (dict(flatten(measured[name])) for name in ("sft", "policy"))
-    rows = _lowest_first((name.replace(".", " "), sft.get(name), share) for name, share in policy.items())
+    rows = _lowest_first(
+        (name.replace(".", " "), sft.get(name), share) for name, share in policy.items()
+    )
     every = [("all that is required", sft["passed"], policy["passed"])]
     return {**measured, "rows": every + [row for row in rows if row[0] != "passed"]}
 
 
 def findings(history: Sequence[JsonObject]) -> list[JsonObject]:
-    """Return the findings of the health monitor in PPO's history; those that stopped the run come first.
+    """Return the findings of the health monitor in PPO's history; those that stopped the run come
+    first.
 
-    There is one per rule, with its first iteration, ``last`` and ``times``; each rollback is one of its own, with what
-    was ``returned`` to.
+    There is one per rule, with its first iteration, ``last`` and ``times``; each rollback is one of
+    its own, with what was ``returned`` to.
     """
     entries: dict[Any, JsonObject] = {}
     for number, row in enumerate(history, start=1):
@@ -256,26 +312,44 @@ def findings(history: Sequence[JsonObject]) -> list[JsonObject]:
             adjusted = sorted(rollback["finding"]["adjust"].items())
             factors = ", ".join(f"{name} × {factor:g}" for name, factor in adjusted)
             returned = f"to iteration {rollback['to']}, with {factors}"
-            once = {"iteration": rollback["from"], "last": rollback["from"], "times": 1, "returned": returned}
+            once = {
+                "iteration": rollback["from"],
+                "last": rollback["from"],
+                "times": 1,
+                "returned": returned,
+            }
             entries["rollback", len(entries)] = rollback["finding"] | once
         for finding in row.get("findings") or []:
-            entry = entries.setdefault(finding["rule"], finding | {"iteration": iteration, "times": 0, "returned": ""})
+            entry = entries.setdefault(
+                finding["rule"], finding | {"iteration": iteration, "times": 0, "returned": ""}
+            )
             entry.update(last=iteration, times=entry["times"] + 1)
-    return sorted(entries.values(), key=lambda entry: (entry["action"] == "warn", entry["iteration"]))
+    return sorted(
+        entries.values(), key=lambda entry: (entry["action"] == "warn", entry["iteration"])
+    )
 
 
 def data_table(metrics: Mapping[str, Any]) -> JsonObject:
-    """Return metrics by kind of data (``kinds`` as columns, ``rows`` of (name, value per kind)), and the ``rest``."""
+    """Return metrics by kind of data (``kinds`` as columns, ``rows`` of (name, value per kind)),
+    and the ``rest``.
+    """
     kinds = [name for name, values in metrics.items() if isinstance(values, Mapping)]
     names = dict.fromkeys(name for kind in kinds for name in metrics[kind])
-    rows = [(name.replace("_", " "), [whole(metrics[kind].get(name)) for kind in kinds]) for name in names]
+    rows = [
+        (name.replace("_", " "), [whole(metrics[kind].get(name)) for kind in kinds])
+        for name in names
+    ]
     rest = flatten({name: value for name, value in metrics.items() if name not in kinds})
     return {"kinds": kinds, "rows": rows, "rest": rest}
 
 
 def flatten(values: Mapping[str, Any]) -> list[tuple[str, Any]]:
     """Return (dotted name, value) of all plain values; lists are left out."""
-    return [(name, whole(value)) for name, value in dotted(values).items() if not isinstance(value, list)]
+    return [
+        (name, whole(value))
+        for name, value in dotted(values).items()
+        if not isinstance(value, list)
+    ]
 
 
 JUDGES = ("gold", "llm", "checker", "judge", "referee", "reward")
@@ -284,7 +358,9 @@ WORDS = re.compile(r"\s+|\w+|[^\w\s]")
 
 
 def spread_over_categories(rows: Sequence[JsonObject], count: int) -> list[JsonObject]:
-    """Choose ``count`` rows: the first of each category, then the second of each, and so on; never the best ones."""
+    """Choose ``count`` rows: the first of each category, then the second of each, and so on; never
+    the best ones.
+    """
     groups: dict[str, list[JsonObject]] = {}
     for row in rows:
         groups.setdefault(str(row.get("category")), []).append(row)
@@ -296,10 +372,11 @@ def spread_over_categories(rows: Sequence[JsonObject], count: int) -> list[JsonO
 
 
 def reply_pair(row: Mapping[str, Any]) -> JsonObject:
-    """Return a prompt with both replies, (judge, SFT's score, policy's score) triples, what the LLM judge said, and who
-    wins by the best judge with scores.
+    """Return a prompt with both replies, (judge, SFT's score, policy's score) triples, what the LLM
+    judge said, and who wins by the best judge with scores.
 
-    ``winner`` is ``policy``, ``sft`` or ``tie``, by the sign of the difference alone; empty without scores.
+    ``winner`` is ``policy``, ``sft`` or ``tie``, by the sign of the difference alone; empty without
+    scores.
     """
     judges = [name for name in JUDGES if f"sft_{name}" in row and f"policy_{name}" in row]
     winner = ""
@@ -321,8 +398,11 @@ def reply_pair(row: Mapping[str, Any]) -> JsonObject:
         "policy_finished": row.get("policy_finished", True),
         "winner": winner,
         "scores": [(name, row[f"sft_{name}"], row[f"policy_{name}"]) for name in judges],
-        # It was asked about the first reply to each prompt; only then there is a reason, which may be empty.
-        "llm": "" if row.get("llm_reason") is None else LLM_VERDICTS.get(row["llm_outcome"], "no usable answer"),
+        # It was asked about the first reply to each prompt; only then there is a reason, which may
+        # be empty.
+        "llm": ""
+        if row.get("llm_reason") is None
+        else LLM_VERDICTS.get(row["llm_outcome"], "no usable answer"),
         "llm_reason": row.get("llm_reason") or "",
     }
 
@@ -334,7 +414,9 @@ def _marked(name: str, text: Any, other_name: str, other_text: Any) -> dict[str,
 
 
 def mark_differences(first: str, second: str) -> tuple[Markup, Markup]:
-    """Escape both texts and put ``<mark>`` around the words that the other one does not have at that place."""
+    """Escape both texts and put ``<mark>`` around the words that the other one does not have at
+    that place.
+    """
     pieces = [WORDS.findall(text) for text in (first, second)]
     marked: tuple[list[str], list[str]] = ([], [])
     for kind, *spans in SequenceMatcher(a=pieces[0], b=pieces[1], autojunk=False).get_opcodes():
@@ -350,11 +432,17 @@ def group_chart(groups: Mapping[str, Mapping[str, Mapping[str, Any]]]) -> Markup
     rows = []
     for group, by_judge in groups.items():
         rows += [(f"{group}, {judge}", compared) for judge, compared in _best_judge_first(by_judge)]
-    return outcome_chart(rows, "wins, ties and losses on helpful and harmless prompts") if rows else None
+    return (
+        outcome_chart(rows, "wins, ties and losses on helpful and harmless prompts")
+        if rows
+        else None
+    )
 
 
 def opponent_charts(opponents: Mapping[str, Mapping[str, Any]]) -> list[JsonObject]:
-    """Return each opponent with its chart of SFT and policy against it, by judge, in all and by group."""
+    """Return each opponent with its chart of SFT and policy against it, by judge, in all and by
+    group.
+    """
     charts = []
     for name, opponent in opponents.items():
         judges = [judge for judge, _ in _best_judge_first(opponent["policy"]["comparison"])]
@@ -381,14 +469,17 @@ PACKAGE = "rlhf_core.evaluation.report"
 
 
 def render(context: Mapping[str, Any]) -> str:
-    """Return the page for the context of :func:`~rlhf_core.evaluation.report.view.build_context`; text is escaped."""
+    """Return the page for the context of :func:`~rlhf_core.evaluation.report.view.build_context`;
+    text is escaped.
+    """
     style = Markup(files(PACKAGE).joinpath("style.css").read_text(encoding="utf-8"))
     markers = {"release_begin": Markup(BEGIN), "release_end": Markup(END)}
     return _environment().get_template("page.html.j2").render(**context, **markers, style=style)
 
 
 def with_release(report: str, decision: ReleaseDecision) -> str | None:
-    """Return a copy of a report that says what was released; None where ``report`` has no place for it.
+    """Return a copy of a report that says what was released; None where ``report`` has no place for
+    it.
 
     Everything else stays as it was rendered, so that the copy shows what the decision was made on.
     """
@@ -400,13 +491,17 @@ def with_release(report: str, decision: ReleaseDecision) -> str | None:
 
 
 def lang_attribute(text: str) -> Markup:
-    """Return the attribute ``lang`` of an element that holds ``text``, where its script tells it: else nothing."""
+    """Return the attribute ``lang`` of an element that holds ``text``, where its script tells it:
+    else nothing.
+    """
     tag = language_tag(text)
     return Markup(' lang="{}"').format(tag) if tag else Markup()
 
 
 def breakable(text: str) -> Markup:
-    """Let a browser break a long name after its dots and underscores, and nowhere else; numbers stay whole."""
+    """Let a browser break a long name after its dots and underscores, and nowhere else; numbers
+    stay whole.
+    """
     # In text that is already Markup the substitution would escape the tags that it puts in.
     return Markup(re.sub(r"([._])(?=[^\W\d])", r"\1<wbr>", str(escape(text))))
 

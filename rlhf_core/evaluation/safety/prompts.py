@@ -27,7 +27,9 @@ def is_chinese(text: str) -> bool:
 
 
 def safety_prompts(per_category: int) -> list[Prompt]:
-    """Choose up to ``per_category`` prompts of the categories ``harmful`` and ``benign`` each, by hash."""
+    """Choose up to ``per_category`` prompts of the categories ``harmful`` and ``benign`` each, by
+    hash.
+    """
     chosen = []
     for category in (HARMFUL_CATEGORY, BENIGN_CATEGORY):
         rows = [

@@ -1,4 +1,6 @@
-"""Builds the reward function of ``ppo.reward.sources``: every source is loaded, checked and tried before training."""
+"""Builds the reward function of ``ppo.reward.sources``: every source is loaded, checked and tried
+before training.
+"""
 
 from __future__ import annotations
 
@@ -103,18 +105,24 @@ def build_reward_fn(sources: RewardSources, context: SourceContext) -> RewardMix
 def build_source(source: RewardSource, name: str, context: SourceContext) -> Source:
     """Build one source, for use by several ranks together.
 
-    Reward models share the rows of a batch among the ranks themselves. Sources with libraries of their own are imported
-    only where they are used.
+    Reward models share the rows of a batch among the ranks themselves. Sources with libraries of
+    their own are imported only where they are used.
     """
     who = f"reward source '{name}'"
     if isinstance(source, ModelSource):
         if _is_own(source.path, context):
-            return RewardModelSource(reward_model_fn(context.frozen.scalar(context.reward), context.limits))
-        return RewardModelSource(_reward_fn(_reward_model(source.path, who, context, context.frozen.loading), context))
+            return RewardModelSource(
+                reward_model_fn(context.frozen.scalar(context.reward), context.limits)
+            )
+        return RewardModelSource(
+            _reward_fn(_reward_model(source.path, who, context, context.frozen.loading), context)
+        )
     if isinstance(source, EnsembleSource):
         models = [_reward_model(path, who, context) for path in source.paths]
         clean, tokenizer = context.clean, context.tokenizer
-        origins = [reward_origin(model, clean, tokenizer) if source.center else 0.0 for model in models]
+        origins = [
+            reward_origin(model, clean, tokenizer) if source.center else 0.0 for model in models
+        ]
         return EnsembleRewards([_reward_fn(model, context) for model in models], origins, source.k)
     if isinstance(source, ClassifierSource):
         from rlhf_core.ppo.reward_sources.classifier import load_classifier
@@ -132,7 +140,9 @@ def build_source(source: RewardSource, name: str, context: SourceContext) -> Sou
 
         function = load_function(source.target, context.workspace, who, SIGNATURE)
         called = FunctionReward(function, source.call, source.timeout_seconds)
-        return RankShared(PythonFunction(called, f"{who} ({source.target})", list(context.prompts.columns)))
+        return RankShared(
+            PythonFunction(called, f"{who} ({source.target})", list(context.prompts.columns))
+        )
     assert isinstance(source, HttpSource)
     return RankShared(HttpScorer(source, f"{who} ({source.url})"))
 
@@ -144,15 +154,23 @@ def probe(context: SourceContext) -> Tokens:
     replies = [encode_reply(context.tokenizer, text) for text in PROBES[: len(prompts)]]
     reply_ids, reply_mask = right_pad(replies, pad_id(context.tokenizer))
     tokens, attention = torch.cat([ids, reply_ids], dim=1), torch.cat([mask, reply_mask], dim=1)
-    return Tokens(tokens.to(context.device), attention.to(context.device), reply_mask.bool().to(context.device))
+    return Tokens(
+        tokens.to(context.device),
+        attention.to(context.device),
+        reply_mask.bool().to(context.device),
+    )
 
 
 def _reward_fn(model: ScalarModel, context: SourceContext) -> RewardFn:
     return reward_model_fn(context.frozen.place(model), context.limits)
 
 
-def _reward_model(path: str, who: str, context: SourceContext, device: torch.device | None = None) -> ScalarModel:
-    """Load a frozen reward model that reads the policy's tokens, on ``device`` or else this process's own."""
+def _reward_model(
+    path: str, who: str, context: SourceContext, device: torch.device | None = None
+) -> ScalarModel:
+    """Load a frozen reward model that reads the policy's tokens, on ``device`` or else this
+    process's own.
+    """
     folder, is_own = context.workspace / Path(os.path.expanduser(path)), _is_own(path, context)
     if not is_own:
         refuse_own_model(folder, who, context.workspace)
@@ -164,7 +182,9 @@ def _reward_model(path: str, who: str, context: SourceContext, device: torch.dev
 
 
 def _is_own(path: str, context: SourceContext) -> bool:
-    """Whether ``path`` is the reward model that was trained for this policy, which its usual name stands for."""
+    """Whether ``path`` is the reward model that was trained for this policy, which its usual name
+    stands for.
+    """
     folder = context.workspace / Path(os.path.expanduser(path))
     return path == OWN_MODEL or folder.resolve() == context.reward.resolve()
 
@@ -172,7 +192,8 @@ def _is_own(path: str, context: SourceContext) -> bool:
 class EnsembleRewards:
     """``mean - k * std`` over members (population std), each relative to its ``origin``.
 
-    Source: Coste et al. 2023, "Reward model ensembles help mitigate overoptimization" (uncertainty-weighted
+    Source: Coste et al. 2023, "Reward model ensembles help mitigate overoptimization"
+    (uncertainty-weighted
     optimisation, there with the variance). Metric ``spread``: mean std over the batch.
     """
 
@@ -182,7 +203,10 @@ class EnsembleRewards:
 
     def rewards(self, replies: Replies) -> Tensor:
         """(B,); a member's reward that is not finite makes the result not finite."""
-        columns = [member(replies.tokens) - origin for member, origin in zip(self.members, self.origins, strict=True)]
+        columns = [
+            member(replies.tokens) - origin
+            for member, origin in zip(self.members, self.origins, strict=True)
+        ]
         rewards = torch.stack(columns)
         spread = rewards.std(dim=0, unbiased=False)
         self.metrics = {"spread": float(spread.mean())}
@@ -196,9 +220,15 @@ def require_same_tokens(folder: Path, tokenizer: PreTrainedTokenizerBase) -> Non
         ModelError: It has another vocabulary or chat template.
     """
     own = load_tokenizer(folder)
-    dialogue = [Message("user", "What colour is the sky?\n"), Message("assistant", "Blue."), Message("user", "Why? é")]
+    dialogue = [
+        Message("user", "What colour is the sky?\n"),
+        Message("assistant", "Blue."),
+        Message("user", "Why? é"),
+    ]
     same = own.get_vocab() == tokenizer.get_vocab() and own.eos_token_id == tokenizer.eos_token_id
-    if not same or encode_dialogue(own, dialogue, "It is.") != encode_dialogue(tokenizer, dialogue, "It is."):
+    if not same or encode_dialogue(own, dialogue, "It is.") != encode_dialogue(
+        tokenizer, dialogue, "It is."
+    ):
         raise ModelError(
             f"the reward model {folder} has another tokenizer or chat template than the policy, so it cannot read the "
             "policy's tokens; use it as kind classifier, which encodes replies with the model's own tokenizer"
@@ -207,10 +237,11 @@ def require_same_tokens(folder: Path, tokenizer: PreTrainedTokenizerBase) -> Non
 
 @torch.inference_mode()
 def reward_origin(model: ScalarModel, clean: Path, tokenizer: PreTrainedTokenizerBase) -> float:
-    """Mean reward of ``model`` on up to 256 demonstrations of the train split, the same ones every time.
+    """Mean reward of ``model`` on up to 256 demonstrations of the train split, the same ones every
+    time.
 
-    Ids are content hashes, so the first of them are a fixed sample. Demonstrations beyond the model's positions are
-    left out.
+    Ids are content hashes, so the first of them are a fixed sample. Demonstrations beyond the
+    model's positions are left out.
 
     Raises:
         ModelError: No demonstration fits the model.
@@ -219,12 +250,20 @@ def reward_origin(model: ScalarModel, clean: Path, tokenizer: PreTrainedTokenize
     rows = sorted(read_rows(path, Demonstration), key=lambda row: row.id)
     positions = positions_of(model.model.config)
     encoded = [encode_dialogue(tokenizer, row.prompt, row.reply) for row in rows[:ORIGIN_REPLIES]]
-    fitting = [both for both in encoded if positions is None or len(both[0]) + len(both[1]) <= positions]
+    fitting = [
+        both for both in encoded if positions is None or len(both[0]) + len(both[1]) <= positions
+    ]
     if not fitting:
-        raise ModelError(f"no demonstration of {path} fits the model, so its score has no origin; set center to false")
+        raise ModelError(
+            f"no demonstration of {path} fits the model, so its score has no origin; set center to false"
+        )
     total = 0.0
     for start in range(0, len(fitting), MICRO_BATCH):
         prompts, replies = zip(*fitting[start : start + MICRO_BATCH], strict=True)
         batch = collate(prompts, replies, pad_id(tokenizer)).to(model.model.device)
-        total += float(model.reply_scores(batch.input_ids, batch.attention_mask, batch.reply_mask).double().sum())
+        total += float(
+            model.reply_scores(batch.input_ids, batch.attention_mask, batch.reply_mask)
+            .double()
+            .sum()
+        )
     return total / len(fitting)

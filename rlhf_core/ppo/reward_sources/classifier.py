@@ -1,4 +1,6 @@
-"""A Hugging Face sequence classifier as reward source: replies are encoded again by its own tokenizer and template."""
+"""A Hugging Face sequence classifier as reward source: replies are encoded again by its own
+tokenizer and template.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +38,11 @@ class Classifier:
     """
 
     def __init__(
-        self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, config: ClassifierSource, who: str
+        self,
+        model: PreTrainedModel,
+        tokenizer: PreTrainedTokenizerBase,
+        config: ClassifierSource,
+        who: str,
     ) -> None:
         self.model, self.tokenizer, self.config, self.who = model, tokenizer, config, who
         self.label = chosen_label(model.config, config.label, who)
@@ -45,7 +51,9 @@ class Classifier:
         self.accepted = set(inspect.signature(model.forward).parameters)
         self.metrics: dict[str, float] = {}
         if config.template == "chat" and not getattr(tokenizer, "chat_template", None):
-            raise ConfigError(f"{who}: its tokenizer has no chat template; set template to pair, reply, or a text")
+            raise ConfigError(
+                f"{who}: its tokenizer has no chat template; set template to pair, reply, or a text"
+            )
 
     def rewards(self, replies: Replies) -> Tensor:
         """(B,).
@@ -53,15 +61,18 @@ class Classifier:
         Raises:
             DataError: The model cannot read a text, or gives a number that is not finite.
         """
-        rows = [self.encode(prompt, reply) for prompt, reply in zip(replies.prompts, replies.texts, strict=True)]
+        rows = [
+            self.encode(prompt, reply)
+            for prompt, reply in zip(replies.prompts, replies.texts, strict=True)
+        ]
         self.metrics = {"truncated": sum(cut for _, cut in rows) / len(rows)}
         return checked_rewards(self._scores([row for row, _ in rows]), replies, self.who)
 
     def encode(self, prompt: Sequence[Message], reply: str) -> tuple[Encoded, bool]:
         """The model's input for one reply, without padding, and whether its beginning was cut off.
 
-        Special tokens that the prompt or the reply writes out are ordinary text, so that no policy learns to write a
-        role or an end for its judge.
+        Special tokens that the prompt or the reply writes out are ordinary text, so that no policy
+        learns to write a role or an end for its judge.
         """
         if self.config.template == "chat":
             ids = self._chat(prompt, reply)
@@ -74,7 +85,9 @@ class Classifier:
         encoded = self.tokenizer(*texts, split_special_tokens=as_text)
         cut = self.limit is not None and len(encoded["input_ids"]) > self.limit
         if cut:
-            encoded = self.tokenizer(*texts, split_special_tokens=as_text, truncation=True, max_length=self.limit)
+            encoded = self.tokenizer(
+                *texts, split_special_tokens=as_text, truncation=True, max_length=self.limit
+            )
         return {name: list(ids) for name, ids in encoded.items() if name in self.accepted}, cut
 
     def _texts(self, prompt: Sequence[Message], reply: str) -> tuple[str, ...]:
@@ -85,7 +98,9 @@ class Classifier:
             return (reply,)
         before, *after = template.split("{reply}")
         # Piecewise, so that a reply which contains "{prompt}" stays what it is.
-        return (reply.join(part.replace("{prompt}", plain_text(prompt)) for part in (before, *after)),)
+        return (
+            reply.join(part.replace("{prompt}", plain_text(prompt)) for part in (before, *after)),
+        )
 
     def _chat(self, prompt: Sequence[Message], reply: str) -> list[int]:
         dialogue = [*prompt, Message("assistant", reply)]
@@ -93,17 +108,23 @@ class Classifier:
             # The template writes special tokens itself, so none is added: not a second BOS.
             return encode_escaped(self.tokenizer, *render_escaped(self.tokenizer, dialogue))
         except DataError as error:
-            raise DataError(f"{self.who}: {error}, or set another template of this source") from error
+            raise DataError(
+                f"{self.who}: {error}, or set another template of this source"
+            ) from error
 
     @torch.inference_mode()
     def _scores(self, rows: Sequence[Encoded]) -> list[float]:
-        """Scores in the order of ``rows``; texts of similar length go together, and one by one without a pad token."""
+        """Scores in the order of ``rows``; texts of similar length go together, and one by one
+        without a pad token.
+        """
         order = sorted(range(len(rows)), key=lambda row: len(rows[row]["input_ids"]))
         size = self.config.batch_size if self.pad is not None else 1
         scores = [0.0] * len(rows)
         for start in range(0, len(order), size):
             part = order[start : start + size]
-            for row, value in zip(part, self._forward([rows[row] for row in part]).tolist(), strict=True):
+            for row, value in zip(
+                part, self._forward([rows[row] for row in part]).tolist(), strict=True
+            ):
                 scores[row] = value
         return scores
 
@@ -111,10 +132,15 @@ class Classifier:
         width = max(len(row["input_ids"]) for row in rows)
         fill = {name: self.pad or 0 if name == "input_ids" else 0 for name in rows[0]}
         batch = {
-            name: torch.tensor([row[name] + [fill[name]] * (width - len(row[name])) for row in rows]) for name in fill
+            name: torch.tensor(
+                [row[name] + [fill[name]] * (width - len(row[name])) for row in rows]
+            )
+            for name in fill
         }
         try:
-            logits = self.model(**{name: ids.to(self.model.device) for name, ids in batch.items()}).logits.float()
+            logits = self.model(
+                **{name: ids.to(self.model.device) for name, ids in batch.items()}
+            ).logits.float()
         except (IndexError, RuntimeError, ValueError) as error:
             raise DataError(
                 f"{self.who}: the model cannot read a batch of {len(rows)} x {width} tokens ({first_line(error)}); set "
@@ -126,11 +152,15 @@ class Classifier:
         """(b, labels) -> (b,)."""
         if self.config.output == "logit":
             return logits[:, self.label]
-        several = logits.shape[1] > 1 and self.model.config.problem_type != "multi_label_classification"
+        several = (
+            logits.shape[1] > 1 and self.model.config.problem_type != "multi_label_classification"
+        )
         return (logits.softmax(dim=1) if several else logits.sigmoid())[:, self.label]
 
 
-def load_classifier(source: str | Path, config: ClassifierSource, device: torch.device, who: str) -> Classifier:
+def load_classifier(
+    source: str | Path, config: ClassifierSource, device: torch.device, who: str
+) -> Classifier:
     """Load the classifier of a folder or hub id: safetensors only, no remote code.
 
     Raises:
@@ -154,23 +184,41 @@ def chosen_label(config: Any, label: int | str | None, who: str) -> int:
     names = {int(index): str(name) for index, name in config.id2label.items()}
     if label is None and config.num_labels == 1:
         return 0
-    chosen = label if isinstance(label, int) else next((i for i, name in names.items() if name == label), None)
+    chosen = (
+        label
+        if isinstance(label, int)
+        else next((i for i, name in names.items() if name == label), None)
+    )
     if chosen is None or not 0 <= chosen < config.num_labels:
         listed = ", ".join(f"{index} ({name})" for index, name in sorted(names.items()))
-        problem = "set label to one of its labels" if label is None else f"it has no label {label!r}"
-        raise ConfigError(f"{who}: the classifier has {config.num_labels} labels, {listed}; {problem}")
+        problem = (
+            "set label to one of its labels" if label is None else f"it has no label {label!r}"
+        )
+        raise ConfigError(
+            f"{who}: the classifier has {config.num_labels} labels, {listed}; {problem}"
+        )
     return chosen
 
 
-def token_limit(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, given: int | None) -> int | None:
-    """The most tokens that model and tokenizer take, or ``given``; None when nothing limits them."""
+def token_limit(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, given: int | None
+) -> int | None:
+    """The most tokens that model and tokenizer take, or ``given``; None when nothing limits
+    them.
+    """
     positions = positions_of(model.config)
-    known = [given, positions, tokenizer.model_max_length if tokenizer.model_max_length < UNLIMITED else None]
+    known = [
+        given,
+        positions,
+        tokenizer.model_max_length if tokenizer.model_max_length < UNLIMITED else None,
+    ]
     return min((limit for limit in known if isinstance(limit, int) and limit > 0), default=None)
 
 
 def plain_text(prompt: Sequence[Message]) -> str:
-    """A prompt as text: its one turn as it is, several with their roles, a blank line between them."""
+    """A prompt as text: its one turn as it is, several with their roles, a blank line between
+    them.
+    """
     if len(prompt) == 1:
         return prompt[0].content
     return "\n\n".join(f"{turn.role}: {turn.content}" for turn in prompt)

@@ -1,4 +1,6 @@
-"""Rewards by a function of the user's own: how it is called, what it may read of a prompt's record, and how long."""
+"""Rewards by a function of the user's own: how it is called, what it may read of a prompt's record,
+and how long.
+"""
 
 from __future__ import annotations
 
@@ -27,13 +29,15 @@ class FunctionReward:
     """A reward function with the way in which it is called.
 
     Attributes:
-        function: ``f(prompts, replies, …)`` with one number per reply, or with ``call`` single ``f(prompt, reply, …)``
-            with one number; plain or ``async``. A prompt is its turns, as ``{"role", "content"}``. Further parameters
-            get the columns of those names from the records of the prompts. None in place of a number says that a reply
-            cannot be scored: nothing is learned from it.
+        function: ``f(prompts, replies, …)`` with one number per reply, or with ``call`` single
+            ``f(prompt, reply, …)`` with one number; plain or ``async``. A prompt is its turns, as
+            ``{"role", "content"}``. Further parameters get the columns of those names from the
+            records of the prompts. None in place of a number says that a reply cannot be scored:
+            nothing is learned from it.
         call: Once for all replies of a rollout, or for each.
-        timeout_seconds: Bounds a call; None: no bound. A single reply that takes longer cannot be scored; a batch that
-            does ends the run. A function that is not ``async`` is interrupted in the main thread alone.
+        timeout_seconds: Bounds a call; None: no bound. A single reply that takes longer cannot be
+            scored; a batch that does ends the run. A function that is not ``async`` is interrupted
+            in the main thread alone.
     """
 
     function: Function
@@ -44,13 +48,15 @@ class FunctionReward:
 class PythonFunction:
     """Calls a function of the user's on each rank with its share of the replies.
 
-    Same replies must give same scores for an exact resume. Metric ``timeouts``, where there is a limit: the share of
-    single replies that took too long.
+    Same replies must give same scores for an exact resume. Metric ``timeouts``, where there is a
+    limit: the share of single replies that took too long.
     """
 
     may_decline = True  # its NaN is a reply that cannot be scored, and no accident
 
-    def __init__(self, given: Function | FunctionReward, who: str, columns: Sequence[str] = ()) -> None:
+    def __init__(
+        self, given: Function | FunctionReward, who: str, columns: Sequence[str] = ()
+    ) -> None:
         self.given = given if isinstance(given, FunctionReward) else FunctionReward(given)
         self.who = who
         self.read = columns_read(self.given.function, columns, who)
@@ -60,9 +66,12 @@ class PythonFunction:
         """(B,); NaN where a reply cannot be scored.
 
         Raises:
-            DataError: The function raised, took too long, or did not return one finite number or None per reply.
+            DataError: The function raised, took too long, or did not return one finite number or
+                None per reply.
         """
-        prompts = [[{"role": m.role, "content": m.content} for m in prompt] for prompt in replies.prompts]
+        prompts = [
+            [{"role": m.role, "content": m.content} for m in prompt] for prompt in replies.prompts
+        ]
         columns = {name: list(replies.columns[name]) for name in self.read}
         scores, timeouts = self.scores(prompts, list(replies.texts), columns)
         rewards = checked_rewards(scores, replies, self.who, none_is_unscored=True)
@@ -71,16 +80,28 @@ class PythonFunction:
         return rewards
 
     def scores(
-        self, prompts: list[list[dict[str, str]]], replies: list[str], columns: Mapping[str, list[Any]]
+        self,
+        prompts: list[list[dict[str, str]]],
+        replies: list[str],
+        columns: Mapping[str, list[Any]],
     ) -> tuple[Any, int]:
         """What the function gives for ``replies``, as it is, and how many of them took too long."""
         if self.given.call == "batch":
             return self._whole(lambda: self.given.function(prompts, replies, **columns)), 0
         calls = [
-            _Call(self.given.function, prompt, reply, {name: column[row] for name, column in columns.items()})
+            _Call(
+                self.given.function,
+                prompt,
+                reply,
+                {name: column[row] for name, column in columns.items()},
+            )
             for row, (prompt, reply) in enumerate(zip(prompts, replies, strict=True))
         ]
-        results = self._side_by_side(calls) if is_async(self.given.function) else [self._one(call) for call in calls]
+        results = (
+            self._side_by_side(calls)
+            if is_async(self.given.function)
+            else [self._one(call) for call in calls]
+        )
         late = sum(result is TOO_LATE for result in results)
         return [None if result is TOO_LATE else result for result in results], late
 
@@ -106,7 +127,9 @@ class PythonFunction:
         except TimeLimitExceeded:
             return TOO_LATE
         except Exception as error:
-            raise DataError(f"{self.who} {describe_failure(error)}, scoring {call.reply[:60]!r}") from error
+            raise DataError(
+                f"{self.who} {describe_failure(error)}, scoring {call.reply[:60]!r}"
+            ) from error
 
     def _side_by_side(self, calls: Sequence[_Call]) -> list[Any]:
         seconds = self.given.timeout_seconds
@@ -164,7 +187,9 @@ def run_to_end(
     start: Callable[[], Awaitable[Any]],
     seconds: float | None,
 ) -> Any:
-    """Await ``start()`` in a thread with an event loop of its own: a notebook's thread runs one already."""
+    """Await ``start()`` in a thread with an event loop of its own: a notebook's thread runs one
+    already.
+    """
 
     async def whole() -> Any:
         return await bounded(start(), seconds)
@@ -174,7 +199,8 @@ def run_to_end(
 
 
 def columns_read(function: Function, columns: Sequence[str], who: str) -> tuple[str, ...]:
-    """The columns of the prompts' records that ``function`` asks for by name, after prompts and replies.
+    """The columns of the prompts' records that ``function`` asks for by name, after prompts and
+    replies.
 
     Args:
         function: One with ``**columns`` gets all of them.
@@ -189,7 +215,11 @@ def columns_read(function: Function, columns: Sequence[str], who: str) -> tuple[
     except (TypeError, ValueError):  # some of those written in C do not tell
         return ()
     positional = [parameter for parameter in parameters if parameter.kind in TURNS][:2]
-    named = [parameter for parameter in parameters if parameter not in positional and parameter.kind in BY_NAME]
+    named = [
+        parameter
+        for parameter in parameters
+        if parameter not in positional and parameter.kind in BY_NAME
+    ]
     for parameter in named:
         if parameter.name not in columns and parameter.default is inspect.Parameter.empty:
             known = ", ".join(columns) or "none"

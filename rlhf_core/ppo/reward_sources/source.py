@@ -1,7 +1,8 @@
-"""Reward sources: what scores a rollout's replies, behind one protocol, and the weighted sum of several.
+"""Reward sources: what scores a rollout's replies, behind one protocol, and the weighted sum of
+several.
 
-Reward models read the tokens themselves; other sources, functions and servers behind HTTP, get text, decoded when the
-first of them asks for it.
+Reward models read the tokens themselves; other sources, functions and servers behind HTTP, get
+text, decoded when the first of them asks for it.
 """
 
 from __future__ import annotations
@@ -29,7 +30,13 @@ from rlhf_core.errors import DataError, RlhfError
 from rlhf_core.models.heads import ReplyScorer
 from rlhf_core.ppo.rollout import TrainingPrompts
 from rlhf_core.runtime import distributed
-from rlhf_core.runtime.http_retry import RetriesExhausted, bearer_token, describe_answer, json_content, post_json
+from rlhf_core.runtime.http_retry import (
+    RetriesExhausted,
+    bearer_token,
+    describe_answer,
+    json_content,
+    post_json,
+)
 from rlhf_core.sampling.token_scoring import MicroBatchLimits, Tokens
 from rlhf_core.training.passes import run_side_by_side
 
@@ -39,14 +46,18 @@ RewardFn = Callable[[Tokens], Tensor]  # the raw reward of every reply (B,)
 
 
 class PromptReader:
-    """Finds the messages that prompt tokens were made from; prompts of equal tokens count as one."""
+    """Finds the messages that prompt tokens were made from; prompts of equal tokens count as
+    one.
+    """
 
     def __init__(self, prompts: TrainingPrompts) -> None:
         self.prompts = prompts
 
     @cached_property
     def _rows(self) -> dict[bytes, int]:
-        """The first row of each prompt, by digests: a second copy of all tokens would double their memory."""
+        """The first row of each prompt, by digests: a second copy of all tokens would double their
+        memory.
+        """
         return {_digest(ids): row for row, ids in reversed(list(enumerate(self.prompts.ids)))}
 
     def rows(self, batch: Tokens) -> list[int]:
@@ -56,10 +67,17 @@ class PromptReader:
             RlhfError: A row's tokens are not those of a known prompt.
         """
         width = batch.tokens.shape[1] - batch.width
-        rows = zip(batch.tokens[:, :width].tolist(), batch.attention_mask[:, :width].tolist(), strict=True)
-        known = [self._rows.get(_digest([i for i, kept in zip(*row, strict=True) if kept])) for row in rows]
+        rows = zip(
+            batch.tokens[:, :width].tolist(), batch.attention_mask[:, :width].tolist(), strict=True
+        )
+        known = [
+            self._rows.get(_digest([i for i, kept in zip(*row, strict=True) if kept]))
+            for row in rows
+        ]
         if None in known:
-            raise RlhfError(f"row {known.index(None)} of the rollout does not begin with any of the prompts")
+            raise RlhfError(
+                f"row {known.index(None)} of the rollout does not begin with any of the prompts"
+            )
         return [row for row in known if row is not None]
 
 
@@ -69,7 +87,9 @@ def _digest(ids: Sequence[int]) -> bytes:
 
 @dataclass(frozen=True)
 class Replies:
-    """B replies. They are decoded when a source first asks for text: reward models read the tokens themselves."""
+    """B replies. They are decoded when a source first asks for text: reward models read the tokens
+    themselves.
+    """
 
     tokens: Tokens
     reader: PromptReader
@@ -113,7 +133,9 @@ class Replies:
 
 
 class Source(Protocol):
-    """Rewards replies; higher is better. ``metrics`` describe the newest batch beyond its mean and spread."""
+    """Rewards replies; higher is better. ``metrics`` describe the newest batch beyond its mean and
+    spread.
+    """
 
     metrics: dict[str, float]
 
@@ -121,8 +143,11 @@ class Source(Protocol):
         """One raw reward per reply (B,), float32 on the device of the tokens."""
 
 
-def checked_rewards(values: Any, replies: Replies, who: str, none_is_unscored: bool = False) -> Tensor:
-    """Check scores from outside this project, and make rewards of them: (B,) float32 on the device of the tokens.
+def checked_rewards(
+    values: Any, replies: Replies, who: str, none_is_unscored: bool = False
+) -> Tensor:
+    """Check scores from outside this project, and make rewards of them: (B,) float32 on the device
+    of the tokens.
 
     Args:
         values: The scores, which may be anything.
@@ -131,19 +156,26 @@ def checked_rewards(values: Any, replies: Replies, who: str, none_is_unscored: b
         none_is_unscored: Whether None stands for a reply that cannot be scored, which becomes NaN.
 
     Raises:
-        DataError: They are not one finite number per reply. A guess in place of a reward would be trained on.
+        DataError: They are not one finite number per reply. A guess in place of a reward would be
+            trained on.
     """
     scores = checked_scores(values, len(replies), who, none_is_unscored)
     return torch.tensor(scores, dtype=torch.float32, device=replies.tokens.tokens.device)
 
 
-def checked_scores(values: Any, count: int, who: str, none_is_unscored: bool = False) -> list[float]:
+def checked_scores(
+    values: Any, count: int, who: str, none_is_unscored: bool = False
+) -> list[float]:
     """The same check of ``count`` scores, as numbers; NaN for what cannot be scored."""
     listed = values.tolist() if isinstance(values, np.ndarray | Tensor) else values
     if not isinstance(listed, list | tuple):
-        raise DataError(f"{who} gave {type(values).__name__} for scores; a list with one number per reply is needed")
+        raise DataError(
+            f"{who} gave {type(values).__name__} for scores; a list with one number per reply is needed"
+        )
     if len(listed) != count:
-        raise DataError(f"{who} gave {len(listed)} scores for {count} replies; one per reply is needed, in order")
+        raise DataError(
+            f"{who} gave {len(listed)} scores for {count} replies; one per reply is needed, in order"
+        )
     scores: list[float] = []
     for position, value in enumerate(listed):
         unscored = none_is_unscored and value is None
@@ -155,7 +187,9 @@ def _checked(value: Any, position: int, who: str) -> float:
     if isinstance(value, bool) or not isinstance(value, Real):
         raise DataError(f"{who}: score {position} is {_shortened(value)}, which is not a number")
     if not abs(cast(float, value)) <= LARGEST:
-        raise DataError(f"{who}: score {position} is {_shortened(value)}; scores must be finite in single precision")
+        raise DataError(
+            f"{who}: score {position} is {_shortened(value)}; scores must be finite in single precision"
+        )
     return float(value)
 
 
@@ -165,12 +199,16 @@ def _shortened(value: Any) -> str:
 
 
 def reward_model_fn(model: ReplyScorer, limits: MicroBatchLimits = MicroBatchLimits()) -> RewardFn:
-    """Make a reward function of a model that scores replies, in passes within ``limits``; ranks share the rows."""
+    """Make a reward function of a model that scores replies, in passes within ``limits``; ranks
+    share the rows.
+    """
 
     def reward_fn(batch: Tokens) -> Tensor:
         rewards = torch.zeros(len(batch.tokens), device=batch.tokens.device)
         parts = list(limits.split(batch))
-        scores = run_side_by_side(*(partial(_reply_scores, model, micro.tokens) for micro in parts), models=[model])
+        scores = run_side_by_side(
+            *(partial(_reply_scores, model, micro.tokens) for micro in parts), models=[model]
+        )
         for micro, part_rewards in zip(parts, scores, strict=True):
             if micro.weight:
                 rewards[micro.rows] = part_rewards
@@ -185,7 +223,9 @@ def _reply_scores(model: ReplyScorer, part: Tokens) -> Tensor:
 
 
 def reward_metrics(reward_fn: RewardFn) -> dict[str, float]:
-    """Metrics about the newest batch, of a reward function that has an attribute ``metrics``; none of another."""
+    """Metrics about the newest batch, of a reward function that has an attribute ``metrics``; none
+    of another.
+    """
     return dict(getattr(reward_fn, "metrics", {}))
 
 
@@ -197,15 +237,17 @@ class RewardModelSource:
         self.metrics: dict[str, float] = {}
 
     def rewards(self, replies: Replies) -> Tensor:
-        """The model's rewards (B,) as they are; one that is not finite makes its step be skipped."""
+        """The model's rewards (B,) as they are; one that is not finite makes its step be
+        skipped.
+        """
         return self.reward_fn(replies.tokens)
 
 
 class RankShared:
     """Asks ``source`` for this rank's replies, and gives every rank all rewards.
 
-    A text is rewarded once, however many ranks there are, and a source that is not deterministic still gives all of
-    them the same. ``metrics`` are means over the replies of all ranks.
+    A text is rewarded once, however many ranks there are, and a source that is not deterministic
+    still gives all of them the same. ``metrics`` are means over the replies of all ranks.
     """
 
     def __init__(self, source: Source) -> None:
@@ -227,7 +269,9 @@ class RankShared:
         ((rows, weight),) = passes(list(range(total)), total)
         own = int(weight) * len(rows)
         rewards = self.source.rewards(replies.part(rows))[:own]
-        sums = distributed.reduce_metrics({name: own * value for name, value in self.source.metrics.items()})
+        sums = distributed.reduce_metrics(
+            {name: own * value for name, value in self.source.metrics.items()}
+        )
         self.metrics = {name: value / total for name, value in sums.items()}
         return distributed.gather_rows(rewards, total)
 
@@ -244,17 +288,23 @@ class WeightedSource:
 class RewardMixture:
     """``reward = sum of weight * source reward``: a :data:`~RewardFn`.
 
-    ``metrics`` are about the newest batch: ``source_NAME_mean`` and ``source_NAME_std`` of the unweighted rewards (B,)
-    where there is more than one source (population std), a source's own metrics as ``source_NAME_...``, and with
-    functions ``unscored``, the share of replies that one of them could not score.
+    ``metrics`` are about the newest batch: ``source_NAME_mean`` and ``source_NAME_std`` of the
+    unweighted rewards (B,) where there is more than one source (population std), a source's own
+    metrics as ``source_NAME_...``, and with functions ``unscored``, the share of replies that one
+    of them could not score.
     """
 
     def __init__(
-        self, sources: Sequence[WeightedSource], reader: PromptReader, tokenizer: PreTrainedTokenizerBase
+        self,
+        sources: Sequence[WeightedSource],
+        reader: PromptReader,
+        tokenizer: PreTrainedTokenizerBase,
     ) -> None:
         self.sources, self.reader, self.tokenizer = tuple(sources), reader, tokenizer
         self.metrics: dict[str, float] = {}
-        self.unscored: Tensor | None = None  # (B,) bool: replies of the newest batch that a source could not score
+        self.unscored: Tensor | None = (
+            None  # (B,) bool: replies of the newest batch that a source could not score
+        )
 
     def __call__(self, batch: Tokens) -> Tensor:
         """Raw reward of every reply (B,); NaN where a source cannot score it."""
@@ -268,17 +318,25 @@ class RewardMixture:
                 self.unscored = declined if self.unscored is None else self.unscored | declined
         if self.unscored is not None:
             self.metrics["unscored"] = float(self.unscored.double().mean())
-        return reduce(torch.add, [w.weight * column for w, column in zip(self.sources, columns, strict=True)])
+        return reduce(
+            torch.add, [w.weight * column for w, column in zip(self.sources, columns, strict=True)]
+        )
 
     def _metrics(self, columns: Sequence[Tensor]) -> dict[str, float]:
         metrics: dict[str, float] = {}
         for weighted, column in zip(self.sources, columns, strict=True):
             prefix = f"source_{weighted.name}"
             if len(self.sources) > 1:
-                scored = column[~column.isnan()] if getattr(weighted.source, "may_decline", False) else column
+                scored = (
+                    column[~column.isnan()]
+                    if getattr(weighted.source, "may_decline", False)
+                    else column
+                )
                 metrics[f"{prefix}_mean"] = float(scored.mean())
                 metrics[f"{prefix}_std"] = float(scored.std(unbiased=False))
-            metrics |= {f"{prefix}_{name}": value for name, value in weighted.source.metrics.items()}
+            metrics |= {
+                f"{prefix}_{name}": value for name, value in weighted.source.metrics.items()
+            }
         return metrics
 
 
@@ -286,14 +344,18 @@ RESUMES = "start it and run again: training goes on from its last checkpoint"
 
 
 class HttpScorer:
-    """Posts replies to a scorer in batches and reads their scores; retries back off, and ``wait`` sleeps between them.
+    """Posts replies to a scorer in batches and reads their scores; retries back off, and ``wait``
+    sleeps between them.
 
-    Request: ``POST url`` with JSON ``{"items": [{"prompt": [{"role", "content"}, ...], "reply": text, "finished":
-    bool}, ...]}``. Answer: status 200 with JSON ``{"scores": [number, ...]}``, one finite number per item, in the same
-    order.
+    Request: ``POST url`` with JSON
+    ``{"items": [{"prompt": [{"role", "content"}, ...], "reply": text, "finished": bool}, ...]}``.
+    Answer: status 200 with JSON ``{"scores": [number, ...]}``, one finite number per item, in the
+    same order.
     """
 
-    def __init__(self, config: HttpSource, who: str, wait: Callable[[float], None] = time.sleep) -> None:
+    def __init__(
+        self, config: HttpSource, who: str, wait: Callable[[float], None] = time.sleep
+    ) -> None:
         self.config, self.who, self.wait = config, who, wait
         self.metrics: dict[str, float] = {}
         self.token = bearer_token(config.token_env, who)
@@ -307,8 +369,14 @@ class HttpScorer:
             DataError: The scorer stays unreachable or does not keep the contract.
         """
         items = [
-            {"prompt": [{"role": m.role, "content": m.content} for m in prompt], "reply": text, "finished": finished}
-            for prompt, text, finished in zip(replies.prompts, replies.texts, replies.finished, strict=True)
+            {
+                "prompt": [{"role": m.role, "content": m.content} for m in prompt],
+                "reply": text,
+                "finished": finished,
+            }
+            for prompt, text, finished in zip(
+                replies.prompts, replies.texts, replies.finished, strict=True
+            )
         ]
         scores: list[Any] = []
         for start in range(0, len(items), self.config.batch_size):
@@ -324,14 +392,21 @@ class HttpScorer:
     def _post(self, body: dict[str, Any]) -> httpx.Response:
         try:
             return post_json(
-                self.client, self.config.url, body, retries=self.config.retries, wait=self.wait, secret=self.token
+                self.client,
+                self.config.url,
+                body,
+                retries=self.config.retries,
+                wait=self.wait,
+                secret=self.token,
             )
         except RetriesExhausted as error:
             raise DataError(f"{self.who} {error}; {RESUMES}") from error
 
     def _scores_of(self, answer: httpx.Response) -> list[Any]:
         if answer.status_code != 200:
-            raise DataError(f"{self.who} {describe_answer(answer, self.token)}; status 200 with scores is needed")
+            raise DataError(
+                f"{self.who} {describe_answer(answer, self.token)}; status 200 with scores is needed"
+            )
         content = json_content(answer)
         scores = content.get("scores") if isinstance(content, dict) else None
         if not isinstance(scores, list):

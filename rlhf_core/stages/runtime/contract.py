@@ -30,8 +30,8 @@ class Stage(Generic[Config]):
     Attributes:
         config: The model that checks its section.
         beside: Further sections that ``config`` has as fields.
-        run: Called with the parameters, input paths, output paths and the run's context; returns metrics. It writes
-            the outputs.
+        run: Called with the parameters, input paths, output paths and the run's context; returns
+            metrics. It writes the outputs.
         inputs: Paths relative to the workspace, by the names that ``run`` uses.
         outputs: The same of what ``run`` writes.
         optional_inputs: Names of inputs that may be missing on disk.

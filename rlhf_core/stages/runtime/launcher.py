@@ -1,4 +1,5 @@
-"""Starts the ranks of a stage and reports their failures: torchrun's agent inside the stage's process.
+"""Starts the ranks of a stage and reports their failures: torchrun's agent inside the stage's
+process.
 
 The ranks are children of this process, so that stopping it stops them too.
 """
@@ -71,13 +72,16 @@ def outcome_path(folder: Path, stage: str, rank: int | None = None) -> Path:
     return folder / (f"{stage}.json" if rank is None else f"{stage}.rank-{rank}.json")
 
 
-# The agent installs handlers for these and does not restore them. Not SIGTERM: it would grant the ranks 30 seconds.
+# The agent installs handlers for these and does not restore them. Not SIGTERM: it would grant the
+# ranks 30 seconds.
 HANDLED = (signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
 RANK = ("-m", "rlhf_core.stages.runtime.rank")
 
 
 def is_rank() -> bool:
-    """Whether a launcher (this one, torchrun, Slurm's srun with its variables) has made this process one of several."""
+    """Whether a launcher (this one, torchrun, Slurm's srun with its variables) has made this
+    process one of several.
+    """
     return int(os.environ.get("WORLD_SIZE", "1")) > 1
 
 
@@ -86,14 +90,17 @@ def rank() -> int:
     return int(os.environ.get("RANK", "0"))
 
 
-def launch(name: str, workspace: Path, config: LaunchConfig, outcomes: Path, preemption: PreemptionSignal) -> None:
+def launch(
+    name: str, workspace: Path, config: LaunchConfig, outcomes: Path, preemption: PreemptionSignal
+) -> None:
     """Run the stage on ``config.processes`` ranks here, together with those of other machines.
 
-    SIGTERM is forwarded to the ranks, which stop together at their next safe point. Every machine runs the same command
-    on the same (shared) workspace.
+    SIGTERM is forwarded to the ranks, which stop together at their next safe point. Every machine
+    runs the same command on the same (shared) workspace.
 
     Raises:
-        RlhfError: A rank failed, with the cause and its exit code. The other ranks are stopped first.
+        RlhfError: A rank failed, with the cause and its exit code. The other ranks are stopped
+            first.
     """
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
@@ -159,10 +166,15 @@ def _failure(
     reported: dict[int, StageExit] = {}
     for number in failures:
         outcome = StageExit.load(outcome_path(outcomes, name, number))
-        if outcome is not None and outcome.exit_code not in (EXIT_OK, EXIT_INTERRUPTED):  # it names a cause
+        if outcome is not None and outcome.exit_code not in (
+            EXIT_OK,
+            EXIT_INTERRUPTED,
+        ):  # it names a cause
             reported[number] = outcome
     if preempted and not reported:
-        return Preempted(f"{name} was stopped by SIGTERM before its ranks had begun; the same command starts it")
+        return Preempted(
+            f"{name} was stopped by SIGTERM before its ranks had begun; the same command starts it"
+        )
     for number, failure in failures.items():
         if number not in reported and failure.exitcode < 0 and failure.exitcode != -signal.SIGTERM:
             return RlhfError(
@@ -171,7 +183,11 @@ def _failure(
                 "again: it goes on from its last checkpoint",
                 exit_code=1,
             )
-    first = min(reported, key=lambda number: (reported[number].ended, number)) if reported else min(failures)
+    first = (
+        min(reported, key=lambda number: (reported[number].ended, number))
+        if reported
+        else min(failures)
+    )
     if first not in reported:
         why = f"exit code {failures[first].exitcode}, and it exited without reporting an outcome"
     elif reported[first].exit_code != 1:

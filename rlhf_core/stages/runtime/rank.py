@@ -31,13 +31,17 @@ def main(name: str, workspace: str, parent: str) -> int:
     except KeyboardInterrupt:
         return EXIT_INTERRUPTED
     except Exception:
-        print(f"rank {os.environ.get('RANK')}:\n{traceback.format_exc()}", file=sys.stderr, flush=True)
+        print(
+            f"rank {os.environ.get('RANK')}:\n{traceback.format_exc()}", file=sys.stderr, flush=True
+        )
         return 1
     return EXIT_OK
 
 
 def _die_with(parent: int) -> None:
-    """A rank in a collective sleeps in C++, where only SIGKILL reaches it; the kernel sends it when the parent dies."""
+    """A rank in a collective sleeps in C++, where only SIGKILL reaches it; the kernel sends it when
+    the parent dies.
+    """
     prctl = getattr(ctypes.CDLL(None), "prctl", None)
     if prctl is not None:
         prctl(PR_SET_PDEATHSIG, signal.SIGKILL)

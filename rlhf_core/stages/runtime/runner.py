@@ -1,4 +1,6 @@
-"""Runs one stage in a workspace: checks parameters and inputs, gives it paths and a context, records the outcome."""
+"""Runs one stage in a workspace: checks parameters and inputs, gives it paths and a context,
+records the outcome.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,14 @@ from rlhf_core.config.problems import nearest
 from rlhf_core.config.rates import with_chosen_rates
 from rlhf_core.config.recipe import recipe_folder, recorded_outputs
 from rlhf_core.data.token_folder import TOKENS
-from rlhf_core.errors import ConfigError, DataError, RlhfError, first_line, is_full_disk, is_out_of_memory
+from rlhf_core.errors import (
+    ConfigError,
+    DataError,
+    RlhfError,
+    first_line,
+    is_full_disk,
+    is_out_of_memory,
+)
 from rlhf_core.fingerprint.stages import remembered_fingerprints, stage_definition
 from rlhf_core.fingerprint.tracked_files import REWARD_SOURCES_FILE, write_tracked_files
 from rlhf_core.runtime.preemption import PreemptionSignal
@@ -64,8 +73,8 @@ def load_stage(name: str, method: Method = "ppo") -> Stage[Any]:
 
     Args:
         name: One of :data:`STAGES`.
-        method: How the policy is trained. The stage ``ppo`` has a module for each method, so that a change of one does
-            not train by another again.
+        method: How the policy is trained. The stage ``ppo`` has a module for each method, so that a
+            change of one does not train by another again.
     """
     if name not in STAGES:
         raise ConfigError(f"no stage '{name}'; {nearest(name, STAGES)}")
@@ -89,8 +98,9 @@ AFTER_NO_MEMORY = (
 def run_stage(name: str, workspace: Path) -> dict[str, Any]:
     """Run stage ``name`` in ``workspace`` and return its metrics.
 
-    The outcome is left in ``.rlhf/outcomes/NAME.json``. A stage that ``compute.launch`` gives several processes is run
-    by them; its metrics are then in its files alone, and none are returned.
+    The outcome is left in ``.rlhf/outcomes/NAME.json``. A stage that ``compute.launch`` gives
+    several processes is run by them; its metrics are then in its files alone, and none are
+    returned.
     """
     started = time.time()
     preemption = PreemptionSignal()
@@ -140,10 +150,13 @@ def _run(name: str, workspace: Path, preemption: PreemptionSignal) -> dict[str, 
     config = load_section(workspace, stage.section, stage.config, stage.beside)
     config = with_chosen_rates(config, new=not is_pretrained(params.base.source))
     if REWARD_SOURCES_FILE in stage.inputs.values() and launcher.rank() == 0:
-        # After an edit that DVC has not seen yet, training must not resume from older partial state.
+        # After an edit that DVC has not seen yet, training must not resume from older partial
+        # state.
         write_tracked_files(workspace, params.ppo.reward.sources)
     inputs = _inputs(stage, workspace, outputs_of(params.left_out))
-    launches: dict[str, LaunchConfig] = {str(key): value for key, value in params.compute.launch.items()}
+    launches: dict[str, LaunchConfig] = {
+        str(key): value for key, value in params.compute.launch.items()
+    }
     launch = launches.get(name, LaunchConfig())
     if launch.ranks > 1 and not launcher.is_rank():
         launcher.launch(name, workspace, launch, workspace / OUTCOMES, preemption)
@@ -190,7 +203,14 @@ def _run_alone(run: _StageRun) -> dict[str, Any]:
         with_loggers(mlflow_run, tracking.loggers, stage.name, workspace) as tracker,
     ):
         context = RunContext(
-            work, tracker, run.preemption, store, run.launch, workspace, workspace / TOKENS, named_by_content=True
+            work,
+            tracker,
+            run.preemption,
+            store,
+            run.launch,
+            workspace,
+            workspace / TOKENS,
+            named_by_content=True,
         )
         tracker.log_params(named_parameters(stage, run.config))
         if datasets := data_inputs(stage, workspace):
@@ -202,12 +222,16 @@ def _run_alone(run: _StageRun) -> dict[str, Any]:
     try:
         remove_tree(work.parent)
     except OSError as error:
-        logger.warning("the partial state of %s is left in %s: %s", stage.name, work.parent, error.strerror)
+        logger.warning(
+            "the partial state of %s is left in %s: %s", stage.name, work.parent, error.strerror
+        )
     return metrics
 
 
 def named_parameters(stage: Stage[Any], config: StageConfig) -> dict[str, Any]:
-    """The settings of a stage under the names that params.yaml has for them, such as ``ppo.lr`` and ``seed``."""
+    """The settings of a stage under the names that params.yaml has for them, such as ``ppo.lr`` and
+    ``seed``.
+    """
     outside = {"seed", *stage.beside}
     values = flatten(config.model_dump(mode="json"))
     return {
@@ -217,20 +241,28 @@ def named_parameters(stage: Stage[Any], config: StageConfig) -> dict[str, Any]:
 
 
 def data_inputs(stage: Stage[Any], workspace: Path) -> dict[str, dict[str, str]]:
-    """The folders of rows that a stage reads, with the hashes that dvc.lock has for them; none without one."""
+    """The folders of rows that a stage reads, with the hashes that dvc.lock has for them; none
+    without one.
+    """
     lock = workspace / "dvc.lock"
     paths = [path for path in stage.inputs.values() if path in DATA_FOLDERS]
     recorded = recorded_outputs(lock) if paths and lock.is_file() else {}
     context = "evaluation" if stage.name == "evaluate" else "training"
     return {
-        path: {"digest": recorded[path], "uri": (workspace.resolve() / path).as_uri(), "context": context}
+        path: {
+            "digest": recorded[path],
+            "uri": (workspace.resolve() / path).as_uri(),
+            "context": context,
+        }
         for path in paths
         if recorded.get(path)
     }
 
 
 def _checkpoint_store(run: _StageRun, work: Path) -> CheckpointStore | None:
-    """The store for a training stage's checkpoints, if there is one. Partial state that only it has is fetched."""
+    """The store for a training stage's checkpoints, if there is one. Partial state that only it has
+    is fetched.
+    """
     url = run.params.checkpoints.store
     if url is None or run.stage.name not in get_args(Trained):
         return None
@@ -267,15 +299,21 @@ def _outputs(stage: Stage[Any], root: Path) -> Paths:
 
 
 def outputs_of(stages: Collection[str]) -> frozenset[str]:
-    """The paths that these stages write, as the recipe has them: to import the stages would take seconds."""
+    """The paths that these stages write, as the recipe has them: to import the stages would take
+    seconds.
+    """
     if not stages:
         return frozenset()
     recipe = yaml_text.plain(yaml_text.read(recipe_folder() / "dvc.yaml"))["stages"]
-    return frozenset(path for name in stages for key in ("outs", "plots") for path in recipe[name].get(key, ()))
+    return frozenset(
+        path for name in stages for key in ("outs", "plots") for path in recipe[name].get(key, ())
+    )
 
 
 def _inputs(stage: Stage[Any], workspace: Path, absent: Collection[str] = ()) -> Paths:
-    """The paths of the stage's inputs by name, but for those that are ``absent`` by the settings."""
+    """The paths of the stage's inputs by name, but for those that are ``absent`` by the
+    settings.
+    """
     present = {key: path for key, path in stage.inputs.items() if path not in absent}
     for key, path in present.items():
         if key not in stage.optional_inputs and not (workspace / path).exists():
@@ -287,18 +325,24 @@ def _inputs(stage: Stage[Any], workspace: Path, absent: Collection[str] = ()) ->
 
 
 def work_key(run: _StageRun) -> str:
-    """Key of a stage's partial state: a hash of its parameters, its inputs' contents and its code."""
+    """Key of a stage's partial state: a hash of its parameters, its inputs' contents and its
+    code.
+    """
     stage, inputs = run.stage, sorted(run.inputs.items())
     parts = {
         "config": run.config.model_dump(mode="json"),
         "inputs": {key: sha256_tree(path) for key, path in inputs if path.exists()},
-        "code": remembered_fingerprints(run.workspace, [stage.name], run.params.policy.method)[stage.name],
+        "code": remembered_fingerprints(run.workspace, [stage.name], run.params.policy.method)[
+            stage.name
+        ],
     }
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:16]
 
 
 def _record(metrics: Mapping[str, Any], outputs: Paths, tracker: Tracker) -> None:
-    """Log the stage's metrics and files; a metrics file that the stage has not written is written here."""
+    """Log the stage's metrics and files; a metrics file that the stage has not written is written
+    here.
+    """
     if "metrics" in outputs and not outputs["metrics"].exists():
         atomic_write_json(outputs["metrics"], metrics)
     tracker.log_metrics(results(metrics))
@@ -327,10 +371,12 @@ def _interruptible() -> Iterator[None]:
 
 
 def workspace_root(given: Path | None = None) -> Path:
-    """Return the workspace ``given`` or of ``RLHF_WORKSPACE``, else the nearest one at or above the current folder.
+    """Return the workspace ``given`` or of ``RLHF_WORKSPACE``, else the nearest one at or above the
+    current folder.
 
     Raises:
-        RlhfError: the folder that was named has no params.yaml, or there is none at or above the current folder.
+        RlhfError: the folder that was named has no params.yaml, or there is none at or above the
+            current folder.
     """
     named = given or os.environ.get("RLHF_WORKSPACE")
     start = Path(named or Path.cwd()).resolve()

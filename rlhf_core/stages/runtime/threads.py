@@ -1,4 +1,6 @@
-"""Threads and memory of a process of a workspace: how many, how they wait, and what is given back."""
+"""Threads and memory of a process of a workspace: how many, how they wait, and what is given
+back.
+"""
 
 from __future__ import annotations
 
@@ -14,19 +16,20 @@ from rlhf_core.runtime.machine import available_cores
 
 logger = logging.getLogger(__name__)
 
-# Rounds of libgomp's waiting loop, about a tenth of a millisecond: as long as a model's small operations take between
-# the products of a decoding step.
+# Rounds of libgomp's waiting loop, about a tenth of a millisecond: as long as a model's small
+# operations take between the products of a decoding step.
 SPIN_ROUNDS = 5000
 
 
 def limit_threads(compute: ComputeConfig, parallel: int) -> None:
-    """Tell OpenMP, the tokenizers and the GPU's allocator before they are loaded. An explicit setting of the
-    environment wins.
+    """Tell OpenMP, the tokenizers and the GPU's allocator before they are loaded. An explicit
+    setting of the environment wins.
 
     Args:
         compute: Has the number of threads, and whether they spin.
-        parallel: Stages that may run at once. Threads that spin while another stage needs their core make both several
-            times slower, so they sleep where all stages together may have more threads than there are cores.
+        parallel: Stages that may run at once. Threads that spin while another stage needs their
+            core make both several times slower, so they sleep where all stages together may have
+            more threads than there are cores.
     """
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     if "PYTORCH_CUDA_ALLOC_CONF" not in os.environ:
@@ -60,25 +63,29 @@ def limit_threads_of(workspace: Path) -> None:
 
 
 MIB = 1 << 20
-# Options of glibc's mallopt (malloc.h), and the environment's names for them, which glibc reads when a process starts.
+# Options of glibc's mallopt (malloc.h), and the environment's names for them, which glibc reads
+# when a process starts.
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3
 ALLOCATOR_VARIABLES = ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_")
 # Blocks from here on are mapped on their own and unmapped when they are freed.
 MAPPED_BLOCK = 4 * MIB
 # Free bytes at the end of the heap of smaller blocks that stay for the next ones.
 KEPT_AT_THE_END = 256 * MIB
-# oneDNN keeps the generated code of as many operations, one for each shape: 1024 unless told otherwise.
+# oneDNN keeps the generated code of as many operations, one for each shape: 1024 unless told
+# otherwise.
 ONEDNN_CAPACITY = 128
 ONEDNN_VARIABLES = ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "DNNL_PRIMITIVE_CACHE_CAPACITY")
 
 
 def return_freed_memory() -> None:
-    """Keep this process from growing over batches of many shapes, by settings of its allocator and of oneDNN.
+    """Keep this process from growing over batches of many shapes, by settings of its allocator and
+    of oneDNN.
 
-    glibc raises the size from which blocks are mapped on their own to 32 MiB with the first large block that is freed.
-    Activations then share a heap, which small blocks between them keep from shrinking. Here the size stays at 4 MiB.
-    Only glibc on Linux has such a setting; elsewhere only oneDNN's cache is bounded. What the environment sets for
-    either is left as it is. No result of any operation depends on it.
+    glibc raises the size from which blocks are mapped on their own to 32 MiB with the first large
+    block that is freed. Activations then share a heap, which small blocks between them keep from
+    shrinking. Here the size stays at 4 MiB. Only glibc on Linux has such a setting; elsewhere only
+    oneDNN's cache is bounded. What the environment sets for either is left as it is. No result of
+    any operation depends on it.
     """
     if not any(name in os.environ for name in ONEDNN_VARIABLES):
         os.environ[ONEDNN_VARIABLES[0]] = str(ONEDNN_CAPACITY)

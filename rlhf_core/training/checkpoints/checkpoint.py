@@ -1,13 +1,15 @@
-"""Checkpoints of a training run on disk: tensors in pieces, written by each rank and read by any number of ranks.
+"""Checkpoints of a training run on disk: tensors in pieces, written by each rank and read by any
+number of ranks.
 
-A file of pieces is a safetensors file. A tensor that is whole has its own shape in it; a piece of one is flat. The
-header says which elements it holds, in the form of torch's distributed checkpoints, whose ``HuggingFaceStorageReader``
-can read the files too, and the shape of the whole.
+A file of pieces is a safetensors file. A tensor that is whole has its own shape in it; a piece of
+one is flat. The header says which elements it holds, in the form of torch's distributed
+checkpoints, whose ``HuggingFaceStorageReader`` can read the files too, and the shape of the whole.
 
 A checkpoint is ``step-000123/`` with a safetensors file of each rank that wrote it, such as
-``state-00001-of-00002.safetensors``, or several where memory was short (``state-00001-of-00002-1.safetensors``),
-``meta.json`` and, written last, ``manifest.json`` with the sha256 of all others.
-The folder gets its name only when it is complete. A run resumes from the newest valid one, on any number of ranks.
+``state-00001-of-00002.safetensors``, or several where memory was short
+(``state-00001-of-00002-1.safetensors``), ``meta.json`` and, written last, ``manifest.json`` with
+the sha256 of all others. The folder gets its name only when it is complete. A run resumes from the
+newest valid one, on any number of ranks.
 """
 
 from __future__ import annotations
@@ -38,7 +40,8 @@ META, MANIFEST = "meta.json", "manifest.json"
 BUILDING = ".building-"
 NAME = re.compile(r"step-(\d{6,})")
 FILE_NAME = re.compile(r"[\w.-]+\.(?:safetensors|json)")
-# torch.distributed.checkpoint._hf_utils.CUSTOM_METADATA_KEY. More than one key would be written in random order.
+# torch.distributed.checkpoint._hf_utils.CUSTOM_METADATA_KEY. More than one key would be written in
+# random order.
 HEADER = "DCP_SHARDING_INFO"
 
 
@@ -74,7 +77,9 @@ class Piece:
 
 
 def pieces_of_rank(tensors: Mapping[str, Tensor]) -> dict[str, Piece]:
-    """This rank's share of tensors that every rank holds: an equal part of each; all of them in one process."""
+    """This rank's share of tensors that every rank holds: an equal part of each; all of them in one
+    process.
+    """
     ranks, rank = distributed.world_size(), distributed.rank()
     if ranks == 1:
         return {name: Piece.whole(tensor) for name, tensor in tensors.items()}
@@ -87,21 +92,29 @@ def pieces_of_rank(tensors: Mapping[str, Tensor]) -> dict[str, Piece]:
 
 
 def write_pieces(path: Path, pieces: Mapping[str, Piece]) -> None:
-    """Write contiguous CPU tensors, of which no two share elements, to a safetensors file. Nothing is copied.
+    """Write contiguous CPU tensors, of which no two share elements, to a safetensors file. Nothing
+    is copied.
 
     Raises:
         SafetensorError: It cannot be written.
     """
     header = {
-        name: {"saved_offsets": [0] * len(piece.shape) if piece.is_whole else [piece.start], "shape": piece.shape}
+        name: {
+            "saved_offsets": [0] * len(piece.shape) if piece.is_whole else [piece.start],
+            "shape": piece.shape,
+        }
         for name, piece in pieces.items()
     }
-    save_file({name: piece.values for name, piece in pieces.items()}, path, {HEADER: json.dumps(header)})
+    save_file(
+        {name: piece.values for name, piece in pieces.items()}, path, {HEADER: json.dumps(header)}
+    )
 
 
 @dataclass(frozen=True)
 class _StoredPiece:
-    """Elements ``start`` to ``stop`` of a tensor of ``shape``, which ``path`` holds under ``key``."""
+    """Elements ``start`` to ``stop`` of a tensor of ``shape``, which ``path`` holds under
+    ``key``.
+    """
 
     path: Path
     file: Any
@@ -205,11 +218,15 @@ def saved_steps(directory: Path) -> list[int]:
     """Steps of the checkpoints in ``directory``, damaged ones among them, oldest first."""
     if not directory.is_dir():
         return []
-    return sorted(int(match[1]) for path in directory.iterdir() if (match := NAME.fullmatch(path.name)))
+    return sorted(
+        int(match[1]) for path in directory.iterdir() if (match := NAME.fullmatch(path.name))
+    )
 
 
 def saved_metas(directory: Path) -> dict[int, dict[str, Any]]:
-    """``meta`` of every readable checkpoint, by step; damaged ones are left to :func:`load_latest`."""
+    """``meta`` of every readable checkpoint, by step; damaged ones are left to
+    :func:`load_latest`.
+    """
     metas = {}
     for step in saved_steps(directory):
         try:
@@ -225,7 +242,9 @@ def sound_step(directory: Path) -> int:
     for step in reversed(saved_steps(directory)):
         path = folder_of(directory, step)
         manifest, problem = _manifest(path)
-        if not problem and not any(_problem(path, name, digest) for name, digest in manifest.items()):
+        if not problem and not any(
+            _problem(path, name, digest) for name, digest in manifest.items()
+        ):
             return step
     return -1
 
@@ -238,11 +257,13 @@ def drop(directory: Path, step: int) -> None:
 def load_latest(directory: Path) -> Checkpoint | None:
     """Load the newest checkpoint with valid hashes; None when there is no checkpoint.
 
-    A damaged one is reported and, once an earlier one is found to be sound, renamed (``broken-step-…``). Every rank
-    must call it with the same folder; the ranks divide the files to verify.
+    A damaged one is reported and, once an earlier one is found to be sound, renamed
+    (``broken-step-…``). Every rank must call it with the same folder; the ranks divide the files to
+    verify.
 
     Raises:
-        CheckpointError: All checkpoints are damaged; starting over silently would hide a failing disk.
+        CheckpointError: All checkpoints are damaged; starting over silently would hide a failing
+            disk.
     """
     damaged: dict[Path, str] = {}
     for step in reversed(distributed.broadcast_from_rank0(saved_steps(directory))):
@@ -256,7 +277,8 @@ def load_latest(directory: Path) -> Checkpoint | None:
             _put_aside(damaged)
         return found
     if damaged:
-        # They keep their names: the next attempt must say the same, and not start over because it sees none.
+        # They keep their names: the next attempt must say the same, and not start over because it
+        # sees none.
         raise CheckpointError(
             f"no checkpoint in {directory} is usable ({'; '.join(damaged.values())}); delete the folder to start over"
         )
@@ -273,15 +295,24 @@ def _put_aside(damaged: Mapping[Path, str]) -> None:
 
 
 def verified(path: Path) -> Checkpoint:
-    """Read the checkpoint in folder ``path`` if all ranks find it sound; else ``CheckpointError`` on every rank."""
-    manifest, problem = distributed.broadcast_from_rank0(_manifest(path) if distributed.is_rank_zero() else ({}, ""))
+    """Read the checkpoint in folder ``path`` if all ranks find it sound; else ``CheckpointError``
+    on every rank.
+    """
+    manifest, problem = distributed.broadcast_from_rank0(
+        _manifest(path) if distributed.is_rank_zero() else ({}, "")
+    )
     mine = distributed.shard_for_rank(sorted(manifest.items()))
-    problems = [problem, *distributed.gather_items([_problem(path, name, digest) for name, digest in mine])]
+    problems = [
+        problem,
+        *distributed.gather_items([_problem(path, name, digest) for name, digest in mine]),
+    ]
     if any(problems):
         raise CheckpointError(next(filter(None, problems)))
     try:
         content = json.loads((path / META).read_text(encoding="utf-8"))
-        tensors = SavedTensors([path / name for name in sorted(manifest) if name.endswith(".safetensors")])
+        tensors = SavedTensors(
+            [path / name for name in sorted(manifest) if name.endswith(".safetensors")]
+        )
         return Checkpoint(int(content["step"]), tensors, content["meta"], path)
     except (OSError, ValueError, KeyError, TypeError, SafetensorError) as error:
         if is_exhausted(error):
@@ -293,7 +324,10 @@ def _manifest(path: Path) -> tuple[dict[str, str], str]:
     """The hashes of a checkpoint's files by name, and why it is not complete, if it is not."""
     try:
         manifest = dict(json.loads((path / MANIFEST).read_text(encoding="utf-8")))
-        if not all(FILE_NAME.fullmatch(name) and isinstance(manifest[name], str) for name in (*manifest, META)):
+        if not all(
+            FILE_NAME.fullmatch(name) and isinstance(manifest[name], str)
+            for name in (*manifest, META)
+        ):
             raise ValueError(f"{MANIFEST} does not name the files of a checkpoint")
     except (OSError, ValueError, KeyError, TypeError) as error:
         return {}, _broken(path, error)
@@ -301,12 +335,18 @@ def _manifest(path: Path) -> tuple[dict[str, str], str]:
 
 
 def _problem(path: Path, name: str, digest: str) -> str:
-    """Why a file of checkpoint ``path`` cannot be used; empty if it has the hash that it was saved with."""
+    """Why a file of checkpoint ``path`` cannot be used; empty if it has the hash that it was saved
+    with.
+    """
     try:
         sound = sha256_file(path / name) == digest
     except OSError as error:
         return _broken(path, error)
-    return "" if sound else f"checkpoint {path} is broken: {name} does not have the sha256 it was saved with"
+    return (
+        ""
+        if sound
+        else f"checkpoint {path} is broken: {name} does not have the sha256 it was saved with"
+    )
 
 
 def _broken(path: Path, error: Exception) -> str:

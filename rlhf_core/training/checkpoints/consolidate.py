@@ -1,8 +1,10 @@
-"""``python -m rlhf_core.training.checkpoints.consolidate STEP FILE``: the whole tensors of a checkpoint in one file.
+"""``python -m rlhf_core.training.checkpoints.consolidate STEP FILE``: the whole tensors of a
+checkpoint in one file.
 
-A run never needs that: it resumes from the files of all ranks, and finished models are saved whole. STEP is the folder
-of a checkpoint (``work/STAGE/KEY/checkpoints/step-000123``), FILE the safetensors file to write. Its tensors are named
-as in the checkpoint: ``engine.weights.NAME``, or ``policy/weights.NAME`` in PPO, and their moments.
+A run never needs that: it resumes from the files of all ranks, and finished models are saved whole.
+STEP is the folder of a checkpoint (``work/STAGE/KEY/checkpoints/step-000123``), FILE the
+safetensors file to write. Its tensors are named as in the checkpoint: ``engine.weights.NAME``, or
+``policy/weights.NAME`` in PPO, and their moments.
 """
 
 from __future__ import annotations
@@ -20,11 +22,17 @@ from rlhf_core.training.checkpoints.checkpoint import verified
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Consolidate the checkpoint that the command line names; 0, or 2 after one line that says what is wrong."""
-    parser = argparse.ArgumentParser(prog="python -m rlhf_core.training.checkpoints.consolidate", description=__doc__)
+    """Consolidate the checkpoint that the command line names; 0, or 2 after one line that says what
+    is wrong.
+    """
+    parser = argparse.ArgumentParser(
+        prog="python -m rlhf_core.training.checkpoints.consolidate", description=__doc__
+    )
     parser.add_argument("step", type=Path)
     parser.add_argument("file", type=Path)
-    parser.add_argument("--weights", action="store_true", help="leave out the optimiser's moments and random states")
+    parser.add_argument(
+        "--weights", action="store_true", help="leave out the optimiser's moments and random states"
+    )
     given = parser.parse_args(arguments)
     try:
         tensors = verified(given.step).tensors
@@ -35,7 +43,10 @@ def main(arguments: list[str] | None = None) -> int:
         print(f"rlhf: {error}", file=sys.stderr)
         return error.exit_code
     except (OSError, SafetensorError) as error:
-        print(f"rlhf: {given.file} cannot be written: {error}; choose another file or make room", file=sys.stderr)
+        print(
+            f"rlhf: {given.file} cannot be written: {error}; choose another file or make room",
+            file=sys.stderr,
+        )
         return CheckpointError.exit_code
     return 0
 

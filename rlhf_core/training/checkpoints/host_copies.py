@@ -1,4 +1,6 @@
-"""Copies of a training state in host memory, and the thread that writes them while training goes on."""
+"""Copies of a training state in host memory, and the thread that writes them while training goes
+on.
+"""
 
 from __future__ import annotations
 
@@ -20,9 +22,11 @@ STREAM_BYTES = 2**29
 
 
 class HostCopies:
-    """Makes the copies. GPU tensors go to pinned buffers, which are kept and filled again for every checkpoint.
+    """Makes the copies. GPU tensors go to pinned buffers, which are kept and filled again for every
+    checkpoint.
 
-    Those of CPU tensors are new every time: to keep them would take memory that the training itself may need.
+    Those of CPU tensors are new every time: to keep them would take memory that the training itself
+    may need.
     """
 
     def __init__(self) -> None:
@@ -34,8 +38,9 @@ class HostCopies:
         """Copy the pieces that host memory has room for.
 
         Returns:
-            The copies, of which those of GPU tensors are valid until the next state is copied; and all other pieces
-            themselves, in groups small enough to be brought to host memory one after another.
+            The copies, of which those of GPU tensors are valid until the next state is copied; and
+            all other pieces themselves, in groups small enough to be brought to host memory one
+            after another.
         """
         room = self._room()
         copies: dict[str, Piece] = {}
@@ -43,7 +48,9 @@ class HostCopies:
         for name, piece in pieces.items():
             needed = bytes_of(piece)
             if needed and piece.values.is_cuda:  # PyTorch rounds pinned memory up to powers of two
-                needed = 0 if self._fits_buffer(name, piece.values) else 1 << (needed - 1).bit_length()
+                needed = (
+                    0 if self._fits_buffer(name, piece.values) else 1 << (needed - 1).bit_length()
+                )
             values = self._copied(name, piece.values) if needed <= max(room, 0) else None
             if values is None:
                 uncopied[name] = piece
@@ -52,14 +59,17 @@ class HostCopies:
                 copies[name] = replace(piece, values=values)
         if self._buffers:
             torch.cuda.current_stream().synchronize()
-        self._last_copied = sum(bytes_of(piece) for name, piece in copies.items() if name not in self._buffers)
+        self._last_copied = sum(
+            bytes_of(piece) for name, piece in copies.items() if name not in self._buffers
+        )
         return copies, _in_groups(uncopied)
 
     def _room(self) -> int:
         """Bytes of host memory that copies of this rank may take.
 
-        What training takes between two checkpoints beyond what it holds at one, gradients and activations above all, is
-        left to it: the peak of the process since the last one, less the copies made then, tells how much that is.
+        What training takes between two checkpoints beyond what it holds at one, gradients and
+        activations above all, is left to it: the peak of the process since the last one, less the
+        copies made then, tells how much that is.
         """
         available = host_memory.share_of_process(host_memory.available_memory())
         self._needed = max(self._needed, host_memory.peak_above_now() - self._last_copied)
@@ -71,7 +81,9 @@ class HostCopies:
         return buffer is not None and buffer.shape == values.shape and buffer.dtype == values.dtype
 
     def _copied(self, name: str, values: Tensor) -> Tensor | None:
-        """The copy; None if its memory is refused, by a limit of the process or of what may be pinned."""
+        """The copy; None if its memory is refused, by a limit of the process or of what may be
+        pinned.
+        """
         try:
             if not values.is_cuda:
                 return values.clone(memory_format=torch.contiguous_format)
@@ -83,7 +95,8 @@ class HostCopies:
 
 
 def _in_groups(pieces: Mapping[str, Piece]) -> list[dict[str, Piece]]:
-    """Divide pieces so that writing a group needs copies of at most ``STREAM_BYTES``, or of one piece.
+    """Divide pieces so that writing a group needs copies of at most ``STREAM_BYTES``, or of one
+    piece.
 
     Contiguous tensors on the CPU are written as they are.
     """
@@ -104,7 +117,8 @@ def bytes_of(piece: Piece) -> int:
 
 
 class BackgroundWriter:
-    """Runs jobs one after another, in the order in which they were submitted, beside the calling thread.
+    """Runs jobs one after another, in the order in which they were submitted, beside the calling
+    thread.
 
     Its threads do not keep the process alive: whoever needs a job done waits for its future.
     """

@@ -1,9 +1,11 @@
-"""The checkpoints of one run: complete enough that it resumes as if it had never stopped, written while it trains.
+"""The checkpoints of one run: complete enough that it resumes as if it had never stopped, written
+while it trains.
 
-:meth:`CheckpointManager.save` copies what it is given to host memory and returns. What there is no room for it writes
-before it returns. Then, in a thread, each rank writes its copies and hashes its files; when all ranks have, rank 0
-writes the manifest, gives the folder its name, and deletes checkpoints that are no longer kept. A process killed at any
-moment leaves the earlier checkpoints as they were.
+:meth:`CheckpointManager.save` copies what it is given to host memory and returns. What there is no
+room for it writes before it returns. Then, in a thread, each rank writes its copies and hashes its
+files; when all ranks have, rank 0 writes the manifest, gives the folder its name, and deletes
+checkpoints that are no longer kept. A process killed at any moment leaves the earlier checkpoints
+as they were.
 """
 
 from __future__ import annotations
@@ -27,7 +29,14 @@ from rlhf_core.runtime import distributed
 from rlhf_core.runtime.machine import forget_peak
 from rlhf_core.storage.files import REMOVED, fsync_path, sha256_file
 from rlhf_core.training.checkpoints import checkpoint
-from rlhf_core.training.checkpoints.checkpoint import BUILDING, MANIFEST, META, Checkpoint, Piece, write_pieces
+from rlhf_core.training.checkpoints.checkpoint import (
+    BUILDING,
+    MANIFEST,
+    META,
+    Checkpoint,
+    Piece,
+    write_pieces,
+)
 from rlhf_core.training.checkpoints.host_copies import BackgroundWriter, HostCopies, bytes_of
 from rlhf_core.training.checkpoints.store import CheckpointStore
 from rlhf_core.training.engine.base import Engine
@@ -36,7 +45,9 @@ from rlhf_core.training.rng import rng_state, set_rng_state
 
 logger = logging.getLogger(__name__)
 
-INTERRUPT_SECONDS = 30.0  # how long an interrupted run waits for the checkpoint that is being written
+INTERRUPT_SECONDS = (
+    30.0  # how long an interrupted run waits for the checkpoint that is being written
+)
 
 
 @dataclass
@@ -48,7 +59,8 @@ class PendingCheckpoint:
         meta: As JSON text.
         keep: As many states stay in the store.
         lines: Files that must be on the disk before the checkpoint is, since it relies on them.
-        later: Steps whose checkpoints are deleted before this one counts: they are of an abandoned run.
+        later: Steps whose checkpoints are deleted before this one counts: they are of an abandoned
+            run.
         outdated: Steps whose checkpoints are deleted after it.
         attached: Must have succeeded before the checkpoint counts.
         files: What this rank has written of it.
@@ -72,7 +84,8 @@ class PendingCheckpoint:
 class CheckpointManager:
     """Writes and reads the checkpoints in one folder, which all ranks share: that of rank 0.
 
-    As a context manager it ends when the last checkpoint is on the disk, and raises what went wrong with it.
+    As a context manager it ends when the last checkpoint is on the disk, and raises what went wrong
+    with it.
     """
 
     def __init__(self, directory: Path, store: CheckpointStore | None = None) -> None:
@@ -80,7 +93,8 @@ class CheckpointManager:
 
         Args:
             directory: Folder of the run's checkpoints. That of rank 0 counts.
-            store: Receives a copy of the whole partial state, the parent of ``directory``, after every checkpoint.
+            store: Receives a copy of the whole partial state, the parent of ``directory``, after
+                every checkpoint.
 
         Raises:
             CheckpointError: The folder cannot be made, or a rank does not see it.
@@ -104,7 +118,10 @@ class CheckpointManager:
                     f"the folder of checkpoints {self.directory} cannot be made: {error.strerror}; make its parent "
                     "writable"
                 ) from error
-            for left in (*self.directory.glob(f"{BUILDING}*"), *self.directory.glob(f".*{REMOVED}")):
+            for left in (
+                *self.directory.glob(f"{BUILDING}*"),
+                *self.directory.glob(f".*{REMOVED}"),
+            ):
                 shutil.rmtree(left, ignore_errors=True)
         distributed.any_rank(False)  # rank 0 has made the folder
         seen = distributed.every_rank(self.directory.is_dir())
@@ -124,11 +141,12 @@ class CheckpointManager:
         spare: Collection[int] = (),
         lines: Sequence[Path] = (),
     ) -> None:
-        """Copy the state after ``step`` steps, and have it written while training goes on; every rank must call it.
+        """Copy the state after ``step`` steps, and have it written while training goes on; every
+        rank must call it.
 
-        It waits for the checkpoint before, and until pieces are written that host memory has no room for a copy of.
-        Checkpoints of the same or a later step are deleted: they are of an abandoned run, from before which this one
-        resumed.
+        It waits for the checkpoint before, and until pieces are written that host memory has no
+        room for a copy of. Checkpoints of the same or a later step are deleted: they are of an
+        abandoned run, from before which this one resumed.
 
         Args:
             pieces: This rank's pieces of the state's tensors.
@@ -147,7 +165,9 @@ class CheckpointManager:
         saved = checkpoint.saved_steps(self.directory) if distributed.is_rank_zero() else []
         earlier = [number for number in saved if number < step]
         candidates = [*(number for number in earlier if number not in spare), step]
-        outdated = [number for number in candidates[:-keep] if keep_from is None or number < keep_from]
+        outdated = [
+            number for number in candidates[:-keep] if keep_from is None or number < keep_from
+        ]
         copies, uncopied = self._copies.copy(pieces)
         pending = PendingCheckpoint(
             step,
@@ -168,8 +188,9 @@ class CheckpointManager:
     def attach(self, job: Callable[[], None]) -> None:
         """Run ``job`` in the background: it writes files that the next checkpoint relies on.
 
-        It waits for the one before. If a job fails, so does the next checkpoint. It is not run if the checkpoint before
-        it could not be written: what it deletes may be needed by an older one.
+        It waits for the one before. If a job fails, so does the next checkpoint. It is not run if
+        the checkpoint before it could not be written: what it deletes may be needed by an older
+        one.
         """
         if self._attached is not None:
             wait([self._attached])
@@ -183,10 +204,16 @@ class CheckpointManager:
         self._attached = self.writer.submit(run)
 
     def metas(self) -> dict[int, dict[str, Any]]:
-        """``meta`` of every checkpoint by step, as if the one that is being written were complete; rank 0's."""
+        """``meta`` of every checkpoint by step, as if the one that is being written were complete;
+        rank 0's.
+        """
         metas: dict[int, dict[str, Any]] = {}
         if distributed.is_rank_zero():
-            pending = self._pending if self._pending is not None and not self._pending.result.done() else None
+            pending = (
+                self._pending
+                if self._pending is not None and not self._pending.result.done()
+                else None
+            )
             metas = checkpoint.saved_metas(self.directory)
             if pending is not None:
                 gone = {*pending.later, *pending.outdated}
@@ -195,7 +222,8 @@ class CheckpointManager:
         return dict(distributed.broadcast_from_rank0([*metas.items()]))
 
     def check(self) -> None:
-        """Raise the error of the checkpoint in the background, if there is one; every rank must call it.
+        """Raise the error of the checkpoint in the background, if there is one; every rank must
+        call it.
 
         Raises:
             CheckpointError: It could not be written (a full disk); the others stay as they are.
@@ -204,17 +232,24 @@ class CheckpointManager:
             return
         result = self._pending.result
         failed = result.done() and result.exception() is not None
-        state = distributed.reduce_metrics({"failed_max": float(failed), "running_max": float(not result.done())})
+        state = distributed.reduce_metrics(
+            {"failed_max": float(failed), "running_max": float(not result.done())}
+        )
         if state["failed_max"]:
-            # The other ranks fail too, with the same message if it was a file that could not be written.
+            # The other ranks fail too, with the same message if it was a file that could not be
+            # written.
             pending, self._pending = self._pending, None
             pending.result.result()
-            raise CheckpointError(_unwritten(self.directory, pending.step, "rank 0 could not complete it"))
+            raise CheckpointError(
+                _unwritten(self.directory, pending.step, "rank 0 could not complete it")
+            )
         if not state["running_max"]:
             self._pending = None
 
     def finish(self) -> None:
-        """Wait until the last checkpoint is on the disk; every rank must call it. Raises as :meth:`check` does."""
+        """Wait until the last checkpoint is on the disk; every rank must call it. Raises as
+        :meth:`check` does.
+        """
         if self._pending is not None:
             wait([self._pending.result])
             self.check()
@@ -229,7 +264,10 @@ class CheckpointManager:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
     ) -> None:
         if error is None:
             self.finish()
@@ -243,7 +281,9 @@ class CheckpointManager:
                 logger.warning("%s", job.exception())
 
     def _write_uncopied(self, pending: PendingCheckpoint, groups: list[dict[str, Piece]]) -> None:
-        """Write the pieces that were not copied; an error is left to the thread, which tells the other ranks."""
+        """Write the pieces that were not copied; an error is left to the thread, which tells the
+        other ranks.
+        """
         if not self._has_warned:
             self._has_warned = True
             copied = sum(map(bytes_of, pending.pieces.values()))
@@ -254,7 +294,10 @@ class CheckpointManager:
             )  # fmt: skip
         try:
             for group in groups:
-                on_host = {name: replace(each, values=each.values.cpu().contiguous()) for name, each in group.items()}
+                on_host = {
+                    name: replace(each, values=each.values.cpu().contiguous())
+                    for name, each in group.items()
+                }
                 self._write_file(pending, on_host)
         except Exception as error:
             pending.error = error
@@ -271,7 +314,9 @@ class CheckpointManager:
         return self.directory / f"{BUILDING}{step:06d}"
 
     def _write(self, pending: PendingCheckpoint) -> None:
-        """Write this rank's copies and, on rank 0, complete the checkpoint; in the background thread."""
+        """Write this rank's copies and, on rank 0, complete the checkpoint; in the background
+        thread.
+        """
         digests, failure, cause = {}, "", pending.error
         try:
             if pending.error is not None:
@@ -290,7 +335,10 @@ class CheckpointManager:
         failures = [failed for _, failed in written if failed]
         try:
             if not failures and distributed.is_rank_zero():
-                self._complete(pending, {name: digest for hashes, _ in written for name, digest in hashes.items()})
+                self._complete(
+                    pending,
+                    {name: digest for hashes, _ in written for name, digest in hashes.items()},
+                )
         except OSError as error:
             failures, cause = [_reason(error)], error
         if failures:
@@ -357,11 +405,13 @@ class RunCheckpoints:
     keep_from: int | None = None
 
     def save(self, step: int, meta: Mapping[str, Any], extra: bool = False) -> None:
-        """Save the state after ``step`` steps or iterations: engines, generators, line offsets and ``meta`` (JSON).
+        """Save the state after ``step`` steps or iterations: engines, generators, line offsets and
+        ``meta`` (JSON).
 
-        It is written in the background; see ``CheckpointManager.save``. An ``extra`` checkpoint is that of a run that
-        is preempted between two regular ones. It does not count among the kept ones and is deleted with the next
-        regular one: what there is to roll back to must not depend on when a run was interrupted.
+        It is written in the background; see ``CheckpointManager.save``. An ``extra`` checkpoint is
+        that of a run that is preempted between two regular ones. It does not count among the kept
+        ones and is deleted with the next regular one: what there is to roll back to must not depend
+        on when a run was interrupted.
         """
         tensors, generators = rng_state()
         pieces = {name: Piece.whole(tensor) for name, tensor in tensors.items()}
@@ -383,8 +433,14 @@ class RunCheckpoints:
         self.manager.save(step, pieces, content, keep, self.keep_from, spare, paths)
 
     def metas(self) -> dict[int, dict[str, Any]]:
-        """``meta`` of every readable regular checkpoint by its step, the one that is being written included."""
-        return {step: content["run"] for step, content in self.manager.metas().items() if not content["extra"]}
+        """``meta`` of every readable regular checkpoint by its step, the one that is being written
+        included.
+        """
+        return {
+            step: content["run"]
+            for step, content in self.manager.metas().items()
+            if not content["extra"]
+        }
 
     def holds(self, step: int) -> bool:
         """Whether there is a checkpoint of ``step``, regular or extra."""
@@ -394,8 +450,8 @@ class RunCheckpoints:
         """Restore the newest sound checkpoint.
 
         Returns:
-            Its step and ``meta``; None for a fresh start, which clears what a run left that ended before its first
-            checkpoint.
+            Its step and ``meta``; None for a fresh start, which clears what a run left that ended
+            before its first checkpoint.
 
         Raises:
             CheckpointError: A line file is not the one that the checkpoint was written beside.
@@ -410,16 +466,26 @@ class RunCheckpoints:
         for name, engine in self.engines.items():
             engine.load_state(newest.tensors.under(f"{name}/"), newest.meta["engines"][name])
         tensors = newest.tensors
-        generators = {name: tensors.whole(name) for name in sorted(tensors.names) if name.startswith("rng.")}
+        generators = {
+            name: tensors.whole(name) for name in sorted(tensors.names) if name.startswith("rng.")
+        }
         set_rng_state(generators, newest.meta["rng"])
         return newest.step, newest.meta["run"]
 
     def _require_lines(self, newest: Checkpoint) -> None:
-        """Raise ``CheckpointError`` on every rank if a line file of rank 0 lacks what was in it at the checkpoint."""
-        foreign = [lines.path for name, lines in self.lines.items() if not lines.begins_as(newest.meta["lines"][name])]
+        """Raise ``CheckpointError`` on every rank if a line file of rank 0 lacks what was in it at
+        the checkpoint.
+        """
+        foreign = [
+            lines.path
+            for name, lines in self.lines.items()
+            if not lines.begins_as(newest.meta["lines"][name])
+        ]
         found = distributed.broadcast_from_rank0([str(path) for path in foreign])
         if found:
-            raise not_of_one_run(self.manager.directory.parent, newest.step, f"{found[0]} does not hold its lines")
+            raise not_of_one_run(
+                self.manager.directory.parent, newest.step, f"{found[0]} does not hold its lines"
+            )
 
 
 def not_of_one_run(work: Path, step: int, what: str) -> CheckpointError:

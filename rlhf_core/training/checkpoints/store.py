@@ -1,8 +1,10 @@
-"""The checkpoint store: after every checkpoint a stage's partial state is copied there, to survive its machine.
+"""The checkpoint store: after every checkpoint a stage's partial state is copied there, to survive
+its machine.
 
-The store is a folder or any fsspec URL. The state of a stage lies under ``STORE/STAGE/KEY``: file contents under
-``files/SHA256``, and for each checkpoint a manifest ``step-000123.json``, written last, that names every file of the
-``work`` folder with its hash. Files that no manifest names do not count, so that an interrupted upload changes nothing.
+The store is a folder or any fsspec URL. The state of a stage lies under ``STORE/STAGE/KEY``: file
+contents under ``files/SHA256``, and for each checkpoint a manifest ``step-000123.json``, written
+last, that names every file of the ``work`` folder with its hash. Files that no manifest names do
+not count, so that an interrupted upload changes nothing.
 """
 
 from __future__ import annotations
@@ -31,14 +33,17 @@ WEIGHTS = ".safetensors"  # written once and never changed
 # Names of files that a save is still writing or that are damaged: not part of the state.
 UNFINISHED = (".", "broken-")
 # File systems whose folders must be created. Object stores have none, and would create a bucket.
-WITH_FOLDERS = frozenset({"file", "local", "memory", "sftp", "ssh", "smb", "ftp", "hdfs", "webhdfs", "dir"})
+WITH_FOLDERS = frozenset(
+    {"file", "local", "memory", "sftp", "ssh", "smb", "ftp", "hdfs", "webhdfs", "dir"}
+)
 EXTRAS = {"s3": "s3", "s3a": "s3", "gs": "gcs", "gcs": "gcs"}
 
 
 @dataclass
 class CheckpointStore:
-    """The partial state of one computation (a stage with its key) in the folder ``root`` of the fsspec file system
-    ``fs``. Names are relative to it, with slashes; ``failures`` counts failed uploads.
+    """The partial state of one computation (a stage with its key) in the folder ``root`` of the
+    fsspec file system ``fs``. Names are relative to it, with slashes; ``failures`` counts failed
+    uploads.
     """
 
     fs: Any
@@ -60,7 +65,9 @@ class CheckpointStore:
             entries = self.fs.ls(self.path(folder).rstrip("/"), detail=True)
         except FileNotFoundError:
             return {}
-        return {posixpath.basename(e["name"]): int(e["size"]) for e in entries if e["type"] == "file"}
+        return {
+            posixpath.basename(e["name"]): int(e["size"]) for e in entries if e["type"] == "file"
+        }
 
     def put(self, path: Path, name: str) -> None:
         """Upload a local file; ``OSError`` unless all bytes arrived."""
@@ -77,9 +84,13 @@ class CheckpointStore:
 
     @contextlib.contextmanager
     def _replacing(self, name: str) -> Any:
-        """Yield the path to write ``name`` to. An object appears when it is complete; a file is renamed then."""
+        """Yield the path to write ``name`` to. An object appears when it is complete; a file is
+        renamed then.
+        """
         path = self.path(name)
-        protocols = {self.fs.protocol} if isinstance(self.fs.protocol, str) else set(self.fs.protocol)
+        protocols = (
+            {self.fs.protocol} if isinstance(self.fs.protocol, str) else set(self.fs.protocol)
+        )
         if not protocols & WITH_FOLDERS:
             yield path
             return
@@ -99,7 +110,8 @@ class CheckpointStore:
             self.fs.rm_file(self.path(name))
 
     def publish(self, work: Path, step: int, keep: int) -> None:
-        """Upload the state after ``step`` steps, then delete all but the newest ``keep`` and those of later steps.
+        """Upload the state after ``step`` steps, then delete all but the newest ``keep`` and those
+        of later steps.
 
         A failed upload is logged and counted; training goes on without the store.
         """
@@ -120,7 +132,9 @@ class CheckpointStore:
         for path in state_files(work):
             digest, size = self._uploaded(path, stored)
             table[path.relative_to(work).as_posix()] = {"sha256": digest, "size": size}
-        self.write(f"step-{step:06d}.json", json.dumps({"step": step, "files": table}, indent=1).encode())
+        self.write(
+            f"step-{step:06d}.json", json.dumps({"step": step, "files": table}, indent=1).encode()
+        )
 
     def _uploaded(self, path: Path, stored: Mapping[str, int]) -> tuple[str, int]:
         """Digest and size of a file that is in the store now."""
@@ -144,10 +158,14 @@ class CheckpointStore:
         return self._known[mark]
 
     def _prune(self, step: int, keep: int) -> None:
-        """Delete manifests, then files that only they named. Files of no manifest may be of an unfinished upload."""
+        """Delete manifests, then files that only they named. Files of no manifest may be of an
+        unfinished upload.
+        """
         steps = self._steps()
         older = [number for number in steps if number < step]
-        dropped = {number for number in steps if number > step} | set(older[: max(len(older) - keep + 1, 0)])
+        dropped = {number for number in steps if number > step} | set(
+            older[: max(len(older) - keep + 1, 0)]
+        )
         if not dropped:
             return
         contents = {number: self._named(number) for number in steps}
@@ -166,7 +184,8 @@ class CheckpointStore:
     def fetch(self, work: Path, beyond: int) -> int | None:
         """Download the newest valid state into ``work`` if its step is above ``beyond``.
 
-        A state that is incomplete or damaged is reported and skipped. ``work`` is replaced as a whole or not at all.
+        A state that is incomplete or damaged is reported and skipped. ``work`` is replaced as a
+        whole or not at all.
 
         Returns:
             The step of the state, or None if nothing was downloaded.
@@ -197,9 +216,13 @@ class CheckpointStore:
         try:
             self.fs.get_file(self.path(f"{FILES}/{entry['sha256']}"), str(target))
         except FileNotFoundError as error:
-            raise CheckpointError(f"the checkpoint in {self} is incomplete: {name} is missing") from error
+            raise CheckpointError(
+                f"the checkpoint in {self} is incomplete: {name} is missing"
+            ) from error
         if sha256_file(target) != entry["sha256"]:
-            raise CheckpointError(f"the checkpoint in {self} is broken: {name} does not have its sha256")
+            raise CheckpointError(
+                f"the checkpoint in {self} is broken: {name} does not have its sha256"
+            )
 
     def clear(self) -> None:
         """Delete the partial state of a finished computation."""
@@ -207,7 +230,9 @@ class CheckpointStore:
             with contextlib.suppress(FileNotFoundError):
                 self.fs.rm(self.root, recursive=True)
         except Exception as error:
-            logger.warning("the partial state of a finished stage is left in %s (%s)", self, named_line(error))
+            logger.warning(
+                "the partial state of a finished stage is left in %s (%s)", self, named_line(error)
+            )
 
     def _steps(self) -> list[int]:
         return sorted(int(match[1]) for name in self.sizes() if (match := MANIFEST.fullmatch(name)))
@@ -217,8 +242,12 @@ class CheckpointStore:
         name = f"step-{step:06d}.json"
         try:
             table = json.loads(self.fs.cat_file(self.path(name)))["files"]
-            inside = all(posixpath.normpath(file) == file and file[:1] not in "./" for file in table)
-            if not inside or not all(re.fullmatch("[0-9a-f]{64}", entry["sha256"]) for entry in table.values()):
+            inside = all(
+                posixpath.normpath(file) == file and file[:1] not in "./" for file in table
+            )
+            if not inside or not all(
+                re.fullmatch("[0-9a-f]{64}", entry["sha256"]) for entry in table.values()
+            ):
                 raise ValueError("it names files that are not of a checkpoint")
             return dict(table)
         except (FileNotFoundError, ValueError, KeyError, TypeError, AttributeError) as error:
@@ -230,7 +259,8 @@ def state_files(work: Path) -> list[Path]:
     return [
         path
         for path in sorted(work.rglob("*"))
-        if path.is_file() and not any(part.startswith(UNFINISHED) for part in path.relative_to(work).parts)
+        if path.is_file()
+        and not any(part.startswith(UNFINISHED) for part in path.relative_to(work).parts)
     ]
 
 
@@ -242,16 +272,21 @@ def open_store(url: str, workspace: Path, *parts: str) -> CheckpointStore:
         parts: Stage and key of the computation.
 
     Raises:
-        CheckpointError: Its scheme is unknown, it needs a package that is not installed, or it cannot be written.
+        CheckpointError: Its scheme is unknown, it needs a package that is not installed, or it
+            cannot be written.
     """
     from fsspec.core import url_to_fs
 
     try:
-        fs, root = url_to_fs(url if "://" in url else str((workspace / Path(url).expanduser()).resolve()))
+        fs, root = url_to_fs(
+            url if "://" in url else str((workspace / Path(url).expanduser()).resolve())
+        )
     except ImportError as error:
         extra = EXTRAS.get(url.partition("://")[0])
         install = f"pip install 'rlhf-pipeline[{extra}]'" if extra else str(error)
-        raise CheckpointError(f"checkpoints.store {url} needs a package that is missing: {install}") from error
+        raise CheckpointError(
+            f"checkpoints.store {url} needs a package that is missing: {install}"
+        ) from error
     except Exception as error:
         raise CheckpointError(f"checkpoints.store {url} cannot be used: {error}") from error
     store = CheckpointStore(fs, posixpath.join(root, *parts))

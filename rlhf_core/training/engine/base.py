@@ -1,8 +1,9 @@
-"""Engines: what owns a model, its optimiser and its schedule on one process or many, and the one in plain torch.
+"""Engines: what owns a model, its optimiser and its schedule on one process or many, and the one in
+plain torch.
 
-Losses handed to ``backward`` are already divided by the totals of the whole optimiser step over all ranks
-(algorithms.md §6), so that gradients of several calls and of several ranks add up, and neither micro-batches nor the
-number of ranks change the result.
+Losses handed to ``backward`` are already divided by the totals of the whole optimiser step over all
+ranks (algorithms.md §6), so that gradients of several calls and of several ranks add up, and
+neither micro-batches nor the number of ranks change the result.
 """
 
 from __future__ import annotations
@@ -26,12 +27,14 @@ from rlhf_core.runtime import distributed
 from rlhf_core.training.checkpoints.checkpoint import Piece, SavedTensors, pieces_of_rank
 
 
-def lr_at(step: int, total_steps: int, config: OptimizerConfig, warmup_steps: int | None = None) -> float:
+def lr_at(
+    step: int, total_steps: int, config: OptimizerConfig, warmup_steps: int | None = None
+) -> float:
     """Learning rate of optimiser step ``step``, counted from 0, of ``total_steps``.
 
-    Warm-up (``warmup_steps``, else the configured share of all steps, rounded up) rises linearly and reaches the peak
-    in its last step. Then ``cosine`` falls to ``final_ratio`` of the peak (algorithms.md §1), ``inverse_sqrt`` is
-    ``lr * sqrt(warmup / step)`` and ``constant`` stays.
+    Warm-up (``warmup_steps``, else the configured share of all steps, rounded up) rises linearly
+    and reaches the peak in its last step. Then ``cosine`` falls to ``final_ratio`` of the peak
+    (algorithms.md §1), ``inverse_sqrt`` is ``lr * sqrt(warmup / step)`` and ``constant`` stays.
     """
     warmup = warmup_steps if warmup_steps is not None else math.ceil(config.warmup * total_steps)
     if step < warmup:
@@ -46,9 +49,11 @@ def lr_at(step: int, total_steps: int, config: OptimizerConfig, warmup_steps: in
 
 
 def build_adamw(model: nn.Module, config: OptimizerConfig) -> torch.optim.AdamW:
-    """AdamW over the trainable parameters; norms and biases (fewer than two dimensions) do not decay.
+    """AdamW over the trainable parameters; norms and biases (fewer than two dimensions) do not
+    decay.
 
-    The fused form makes one pass per parameter on CPU and GPU, a tenth of the step's time for a tiny model.
+    The fused form makes one pass per parameter on CPU and GPU, a tenth of the step's time for a
+    tiny model.
     """
     trainable = [p for p in model.parameters() if p.requires_grad]
     groups = [
@@ -91,15 +96,25 @@ class Engine(ABC):
         steps: Position in the schedule: optimiser steps that were made, skipped or passed over.
         skipped_steps: Those that were skipped because they were not finite.
         max_grad_norm: Bound of the global gradient norm; None for none.
-        lr_factor: Multiplies the scheduled learning rate. The trainer sets it; it is not part of the state.
+        lr_factor: Multiplies the scheduled learning rate. The trainer sets it; it is not part of
+            the state.
         forward_context: Entered for every forward pass (gradient checkpointing).
     """
 
     def __init__(
-        self, model: nn.Module, config: OptimizerConfig, total_steps: int, name: str, warmup_steps: int | None
+        self,
+        model: nn.Module,
+        config: OptimizerConfig,
+        total_steps: int,
+        name: str,
+        warmup_steps: int | None,
     ) -> None:
-        """Begin the schedule; ``warmup_steps`` takes the place of the share of steps that ``config`` sets."""
-        use_openblas(model)  # loading has done both, but a caller's model in memory may come from elsewhere
+        """Begin the schedule; ``warmup_steps`` takes the place of the share of steps that
+        ``config`` sets.
+        """
+        use_openblas(
+            model
+        )  # loading has done both, but a caller's model in memory may come from elsewhere
         fuse_norms(model)
         self.model, self.name = model, name
         self.config, self.total_steps, self.warmup_steps = config, total_steps, warmup_steps
@@ -109,21 +124,28 @@ class Engine(ABC):
         self.forward_context: Callable[[], AbstractContextManager[None]] = nullcontext
 
     def forward(self, compute: Callable[[], Result]) -> Result:
-        """Run ``compute``, a forward pass of the model, and return its result. Every rank makes the same number."""
+        """Run ``compute``, a forward pass of the model, and return its result. Every rank makes the
+        same number.
+        """
         with self.forward_context():
             return compute()
 
     @abstractmethod
     def backward(self, loss: Tensor) -> None:
-        """Add the gradient of ``loss`` (a scalar). If the loss is not finite, this step is skipped."""
+        """Add the gradient of ``loss`` (a scalar). If the loss is not finite, this step is
+        skipped.
+        """
 
     @abstractmethod
     def grad_norm(self) -> float:
-        """Global L2 norm of the gradients over all parameters and ranks; NaN if the step will be skipped."""
+        """Global L2 norm of the gradients over all parameters and ranks; NaN if the step will be
+        skipped.
+        """
 
     @abstractmethod
     def apply(self, grad_norm: float, scale: float) -> StepResult:
-        """Step with gradients times ``scale``, or skip it when ``grad_norm`` is not finite; gradients are cleared.
+        """Step with gradients times ``scale``, or skip it when ``grad_norm`` is not finite;
+        gradients are cleared.
 
         Raises:
             TrainingPaused: Three steps in a row were skipped.
@@ -144,17 +166,21 @@ class Engine(ABC):
         return nullcontext()
 
     def reader(self) -> Any:
-        """The model for passes that all ranks make outside of training steps; None where weights are not sharded."""
+        """The model for passes that all ranks make outside of training steps; None where weights
+        are not sharded.
+        """
         return None
 
     @abstractmethod
     def state(self) -> tuple[dict[str, Piece], dict[str, Any]]:
-        """All that a resumed run needs, under names that are the same for every engine and number of ranks.
+        """All that a resumed run needs, under names that are the same for every engine and number
+        of ranks.
 
         Returns:
-            This rank's pieces of the weights (``weights.NAME``) and AdamW moments (``optimizer.NAME.SLOT``) of the
-            parameters that are trained, in float32 where the engine keeps them so; the ranks' pieces make up each
-            tensor once, and are the engine's own memory: copy them before it goes on. And the counters, as JSON.
+            This rank's pieces of the weights (``weights.NAME``) and AdamW moments
+            (``optimizer.NAME.SLOT``) of the parameters that are trained, in float32 where the
+            engine keeps them so; the ranks' pieces make up each tensor once, and are the engine's
+            own memory: copy them before it goes on. And the counters, as JSON.
         """
 
     @abstractmethod
@@ -167,11 +193,15 @@ class Engine(ABC):
 
     @abstractmethod
     def trained_weights(self) -> dict[str, Tensor]:
-        """Trained parameters by name (tied ones once) in the model's precision, gathered on the CPU of rank 0."""
+        """Trained parameters by name (tied ones once) in the model's precision, gathered on the CPU
+        of rank 0.
+        """
 
     @abstractmethod
     def release(self) -> nn.Module:
-        """Return the trained model as a plain module of one process; the engine cannot be used afterwards."""
+        """Return the trained model as a plain module of one process; the engine cannot be used
+        afterwards.
+        """
 
     @property
     def optimizer_steps(self) -> int:
@@ -183,7 +213,8 @@ class Engine(ABC):
         return self.lr_factor * lr_at(self.steps, self.total_steps, self.config, self.warmup_steps)
 
     def counted(self, grad_norm: float, rate: float, reason: str = "") -> StepResult:
-        """Count one step. A skipped one counts in the schedule too: the rate is a function of the step's number.
+        """Count one step. A skipped one counts in the schedule too: the rate is a function of the
+        step's number.
 
         Args:
             rate: Its learning rate.
@@ -197,9 +228,15 @@ class Engine(ABC):
         self.skipped_steps += not finite
         self.nonfinite_in_a_row = 0 if finite else self.nonfinite_in_a_row + 1
         if self.nonfinite_in_a_row >= MAX_NONFINITE_IN_A_ROW:
-            nonfinite = (name for name, p in self.model.named_parameters() if not bool(p.isfinite().all()))
+            nonfinite = (
+                name for name, p in self.model.named_parameters() if not bool(p.isfinite().all())
+            )
             first = next(nonfinite, None)
-            weights = "weights are still finite" if first is None else f"weights already non-finite, first in {first}"
+            weights = (
+                "weights are still finite"
+                if first is None
+                else f"weights already non-finite, first in {first}"
+            )
             raise TrainingPaused(
                 f"{self.name}: {MAX_NONFINITE_IN_A_ROW} steps in a row were not finite (last: "
                 f"{reason or f'gradient norm {grad_norm}'}, at step {self.steps}, learning rate {rate:.3g}; {weights})."
@@ -217,29 +254,42 @@ class Engine(ABC):
             setattr(self, name, int(meta[name]))
 
     def parameters_of(self, tensors: SavedTensors) -> dict[str, nn.Parameter]:
-        """The trained parameters by name; ``CheckpointError`` unless the saved state is of a model with these."""
+        """The trained parameters by name; ``CheckpointError`` unless the saved state is of a model
+        with these.
+        """
         parameters = trained_parameters(self.model)
-        weights = {key.removeprefix("weights.") for key in tensors.names if key.startswith("weights.")}
+        weights = {
+            key.removeprefix("weights.") for key in tensors.names if key.startswith("weights.")
+        }
         if weights != parameters.keys():
             wrong = sorted(weights.symmetric_difference(parameters))[0]
-            raise CheckpointError(f"the saved state of {self.name} is of another model (it differs in {wrong})")
+            raise CheckpointError(
+                f"the saved state of {self.name} is of another model (it differs in {wrong})"
+            )
         return parameters
 
 
 def trained_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
-    """Return by name the parameters that training changes; frozen ones are those of the model that it began with."""
-    return {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+    """Return by name the parameters that training changes; frozen ones are those of the model that
+    it began with.
+    """
+    return {
+        name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad
+    }
 
 
 def clip_scale(norm: float, max_norm: float | None) -> float:
-    """Factor that scales gradients of global norm ``norm`` to ``max_norm``: ``min(1, max_norm / (norm + 1e-6))``."""
+    """Factor that scales gradients of global norm ``norm`` to ``max_norm``:
+    ``min(1, max_norm / (norm + 1e-6))``.
+    """
     if max_norm is None or not math.isfinite(norm):
         return 1.0
     return min(1.0, max_norm / (norm + 1e-6))
 
 
 def joint_step(engines: Sequence[Engine], max_norm: float | None) -> list[StepResult]:
-    """One step of several engines under a common norm (MOSS-RLHF wraps policy and critic in one optimiser).
+    """One step of several engines under a common norm (MOSS-RLHF wraps policy and critic in one
+    optimiser).
 
     All of them are skipped when one is not finite. ``StepResult.grad_norm`` is the joint norm.
     """
@@ -249,27 +299,35 @@ def joint_step(engines: Sequence[Engine], max_norm: float | None) -> list[StepRe
 
 
 class MasterWeights:
-    """Float32 copies of the trainable low-precision parameters of a model; a float32 model has none.
+    """Float32 copies of the trainable low-precision parameters of a model; a float32 model has
+    none.
 
-    bfloat16 has 8 significant bits, so that a step of less than 1/512 of a weight rounds to nothing: AdamW at a rate of
-    5e-7 leaves nearly all weights of a bfloat16 model where they are, however many steps it makes. Steps are therefore
-    made in float32 and add up there, and so do moments and the gradients of micro-batches (Micikevicius et al. 2018,
-    "Mixed Precision Training", section 3.1).
+    bfloat16 has 8 significant bits, so that a step of less than 1/512 of a weight rounds to
+    nothing: AdamW at a rate of 5e-7 leaves nearly all weights of a bfloat16 model where they are,
+    however many steps it makes. Steps are therefore made in float32 and add up there, and so do
+    moments and the gradients of micro-batches (Micikevicius et al. 2018, "Mixed Precision
+    Training", section 3.1).
 
-    While it exists, every gradient that a backward pass leaves at such a parameter is added to the copy's gradient and
-    freed. :meth:`detach` ends that.
+    While it exists, every gradient that a backward pass leaves at such a parameter is added to the
+    copy's gradient and freed. :meth:`detach` ends that.
     """
 
     def __init__(self, model: nn.Module, optimizer: optim.Optimizer) -> None:
-        """Copy the weights, and make ``optimizer``, which was built for the model's own, update the copies."""
+        """Copy the weights, and make ``optimizer``, which was built for the model's own, update the
+        copies.
+        """
         low = [p for p in model.parameters() if p.requires_grad and p.dtype in LOW_PRECISION]
         self.copies = {parameter: nn.Parameter(parameter.detach().float()) for parameter in low}
-        self._hooks = [parameter.register_post_accumulate_grad_hook(self._take_gradient) for parameter in low]
+        self._hooks = [
+            parameter.register_post_accumulate_grad_hook(self._take_gradient) for parameter in low
+        ]
         for group in optimizer.param_groups:
             group["params"] = [self.of(parameter) for parameter in group["params"]]
 
     def of(self, parameter: nn.Parameter) -> nn.Parameter:
-        """The float32 copy of a parameter of the model, or the parameter itself where it has none."""
+        """The float32 copy of a parameter of the model, or the parameter itself where it has
+        none.
+        """
         return self.copies.get(parameter, parameter)
 
     def _take_gradient(self, parameter: Tensor) -> None:
@@ -289,14 +347,18 @@ class MasterWeights:
             torch._foreach_copy_([*self.copies], [*self.copies.values()])
 
     def detach(self) -> None:
-        """Leave the gradients of later backward passes at the model's own parameters, and forget the copies."""
+        """Leave the gradients of later backward passes at the model's own parameters, and forget
+        the copies.
+        """
         for hook in self._hooks:
             hook.remove()
         self.copies = {}
 
 
 class LocalEngine(Engine):
-    """Plain torch: the whole model, its gradients and its optimiser on every rank. Gradients are summed once a step."""
+    """Plain torch: the whole model, its gradients and its optimiser on every rank. Gradients are
+    summed once a step.
+    """
 
     def __init__(
         self,
@@ -314,7 +376,9 @@ class LocalEngine(Engine):
         self.parameters = [self.masters.of(p) for p in model.parameters() if p.requires_grad]
         self.losses: list[Tensor] = []  # of the passes since the last step
         self.skip_reason = ""
-        self.nonfinite: Tensor | None = None  # count over ranks of losses that are not finite; None before reduction
+        self.nonfinite: Tensor | None = (
+            None  # count over ranks of losses that are not finite; None before reduction
+        )
 
     def backward(self, loss: Tensor) -> None:
         loss.backward()
@@ -322,13 +386,21 @@ class LocalEngine(Engine):
 
     def grad_norm(self) -> float:
         gradients = self._gradients()
-        losses = torch.stack([loss.double() for loss in self.losses] or [torch.zeros((), dtype=torch.float64)])
+        losses = torch.stack(
+            [loss.double() for loss in self.losses] or [torch.zeros((), dtype=torch.float64)]
+        )
         if self.nonfinite is None:
             self.nonfinite = (~losses.isfinite()).sum(dtype=torch.float32)
             distributed.all_reduce_sums([*gradients, self.nonfinite])
-        norm = torch.nn.utils.get_total_norm(gradients) if gradients else torch.zeros_like(self.nonfinite)
+        norm = (
+            torch.nn.utils.get_total_norm(gradients)
+            if gradients
+            else torch.zeros_like(self.nonfinite)
+        )
         # The host waits for the device here, once a step.
-        nonfinite, value, *own = torch.stack([self.nonfinite.double(), norm.double(), *losses]).tolist()
+        nonfinite, value, *own = torch.stack(
+            [self.nonfinite.double(), norm.double(), *losses]
+        ).tolist()
         self.skip_reason = next((f"loss {loss}" for loss in own if not math.isfinite(loss)), "")
         return math.nan if nonfinite else float(value)
 
@@ -371,7 +443,9 @@ class LocalEngine(Engine):
                 updated.copy_(tensors.whole(f"weights.{name}"))
             keys = {slot: f"optimizer.{name}.{slot}" for slot in OPTIMIZER_SLOTS}
             moments = {
-                slot: tensors.whole(key).to(parameter.device, copy=True) for slot, key in keys.items() if key in saved
+                slot: tensors.whole(key).to(parameter.device, copy=True)
+                for slot, key in keys.items()
+                if key in saved
             }
             if moments:
                 self.optimizer.state[updated] = moments
@@ -383,7 +457,9 @@ class LocalEngine(Engine):
     def trained_weights(self) -> dict[str, Tensor]:
         if not distributed.is_rank_zero():
             return {}
-        return {name: p.detach().cpu().clone() for name, p in trained_parameters(self.model).items()}
+        return {
+            name: p.detach().cpu().clone() for name, p in trained_parameters(self.model).items()
+        }
 
     def release(self) -> nn.Module:
         """Return the model itself; gradients, moments and float32 copies are freed."""

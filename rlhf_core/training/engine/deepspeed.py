@@ -1,7 +1,9 @@
-"""The DeepSpeed engine (ZeRO): optimiser state, gradients and weights sharded over ranks, or offloaded to CPU memory.
+"""The DeepSpeed engine (ZeRO): optimiser state, gradients and weights sharded over ranks, or
+offloaded to CPU memory.
 
-DeepSpeed averages gradients over ranks where this project sums them, so losses are multiplied by the number of ranks.
-The engine decides when a step ends (``managed_gradient_accumulation: false``), so a step may have any number of passes.
+DeepSpeed averages gradients over ranks where this project sums them, so losses are multiplied by
+the number of ranks. The engine decides when a step ends (``managed_gradient_accumulation: false``),
+so a step may have any number of passes.
 """
 
 from __future__ import annotations
@@ -43,18 +45,26 @@ from rlhf_core.training.engine.zero_config import frozen_config, zero_config
 
 STALE_SECONDS = 1800.0  # no single build takes that long
 TRAINED_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
-# By how much outputs of the same weights may differ, as a share of their norm, on one device and on two.
+# By how much outputs of the same weights may differ, as a share of their norm, on one device and on
+# two.
 SAME_DEVICE = 1e-4
-OTHER_DEVICE: dict[Precision, float] = {"float64": 1e-4, "float32": 1e-4, "tf32": 0.01, "bfloat16": 0.05}
+OTHER_DEVICE: dict[Precision, float] = {
+    "float64": 1e-4,
+    "float32": 1e-4,
+    "tf32": 0.01,
+    "bfloat16": 0.05,
+}
 
 logger = logging.getLogger(__name__)
 
 
 def remove_stale_build_locks() -> None:
-    """Remove the locks of torch's extension folder that are older than half an hour, with a warning.
+    """Remove the locks of torch's extension folder that are older than half an hour, with a
+    warning.
 
-    DeepSpeed compiles its operators at first use, and torch guards the build by a file that whoever comes next waits
-    for without an end. A process killed in between leaves it, and every later run would hang in silence.
+    DeepSpeed compiles its operators at first use, and torch guards the build by a file that whoever
+    comes next waits for without an end. A process killed in between leaves it, and every later run
+    would hang in silence.
     """
     from torch.utils.cpp_extension import get_default_build_root
 
@@ -64,7 +74,11 @@ def remove_stale_build_locks() -> None:
             age = time.time() - lock.stat().st_mtime
             if age > STALE_SECONDS:
                 lock.unlink()
-                logger.warning("removed %s, which a build that was killed %.0f minutes ago left behind", lock, age / 60)
+                logger.warning(
+                    "removed %s, which a build that was killed %.0f minutes ago left behind",
+                    lock,
+                    age / 60,
+                )
         except OSError:  # another rank was faster, or the folder belongs to someone else
             continue
 
@@ -80,7 +94,8 @@ class Skeleton:
         self.model = copy.deepcopy(model, dict(empty))
 
     def filled(self, weights: Mapping[str, Tensor], device: torch.device) -> nn.Module:
-        """Return a model with ``weights`` (by parameter name) on ``device``; parameters without a weight stay empty.
+        """Return a model with ``weights`` (by parameter name) on ``device``; parameters without a
+        weight stay empty.
 
         Raises:
             ModelError: A weight has another shape, as a shard has.
@@ -91,8 +106,12 @@ class Skeleton:
                 continue
             if weights[name].shape != parameter.shape:
                 gathered, expected = tuple(weights[name].shape), tuple(parameter.shape)
-                raise ModelError(f"the weight {name} was gathered with shape {gathered} instead of {expected}")
-            full[id(parameter)] = nn.Parameter(weights[name].to(device), requires_grad=parameter.requires_grad)
+                raise ModelError(
+                    f"the weight {name} was gathered with shape {gathered} instead of {expected}"
+                )
+            full[id(parameter)] = nn.Parameter(
+                weights[name].to(device), requires_grad=parameter.requires_grad
+            )
         for module in model.modules():
             for name, empty in module._parameters.items():
                 if empty is not None and id(empty) in full:
@@ -118,11 +137,12 @@ class Shards:
         self.engine, self.stage, self.package = engine, stage, package
 
     def pieces(self, parameter: nn.Parameter, steps: int) -> dict[str, Piece]:
-        """This rank's piece of a parameter's float32 weight and, after ``steps`` > 0 updates, of its moments.
+        """This rank's piece of a parameter's float32 weight and, after ``steps`` > 0 updates, of
+        its moments.
 
         Returns:
-            Pieces under the keys of ``Engine.state``, with NAME in place of the parameter's name. They are DeepSpeed's
-            own memory.
+            Pieces under the keys of ``Engine.state``, with NAME in place of the parameter's name.
+            They are DeepSpeed's own memory.
         """
         if self.stage == 0:
             state = self.engine.optimizer.state.get(parameter, {})
@@ -144,10 +164,14 @@ class Shards:
         return pieces
 
     def write(self, parameter: nn.Parameter, name: str, tensors: SavedTensors) -> None:
-        """Write the saved weight ``weights.NAME`` and the moments ``optimizer.NAME.SLOT`` of a parameter."""
+        """Write the saved weight ``weights.NAME`` and the moments ``optimizer.NAME.SLOT`` of a
+        parameter.
+        """
         key = f"weights.{name}"
         with torch.no_grad(), self.gather([parameter], modified=True):
-            if self.stage < 3 or distributed.is_rank_zero():  # the weight of rank 0 is spread over the others
+            if (
+                self.stage < 3 or distributed.is_rank_zero()
+            ):  # the weight of rank 0 is spread over the others
                 parameter.copy_(tensors.whole(key))
         keys = {slot: f"optimizer.{name}.{slot}" for slot in (*MOMENTS, "step")}
         has_moments = keys["step"] in tensors.names
@@ -155,19 +179,23 @@ class Shards:
             self.engine.optimizer.state.pop(parameter, None)
             if has_moments:
                 self.engine.optimizer.state[parameter] = {
-                    slot: tensors.whole(key).to(parameter.device, copy=True) for slot, key in keys.items()
+                    slot: tensors.whole(key).to(parameter.device, copy=True)
+                    for slot, key in keys.items()
                 }
             return
         self._write_master(parameter, tensors, key)
         if has_moments or self._has_moments():
-            # A state from before the first step resets the moments of an optimiser that has made steps.
+            # A state from before the first step resets the moments of an optimiser that has made
+            # steps.
             self._start_moments(float(tensors.whole(keys["step"])) if has_moments else 0.0)
             for slot in MOMENTS:
                 self._write_master(parameter, tensors, keys[slot] if has_moments else None, slot)
 
     @contextmanager
     def gathered(self, model: nn.Module) -> Iterator[None]:
-        """Gather all weights on every rank and remove the hooks that would drop them, so that ranks may run freely."""
+        """Gather all weights on every rank and remove the hooks that would drop them, so that ranks
+        may run freely.
+        """
         if self.stage < 3:
             yield
             return
@@ -185,11 +213,15 @@ class Shards:
         if self.stage < 3:
             yield
             return
-        with self.package.zero.GatheredParameters(parameters, modifier_rank=0 if modified else None):
+        with self.package.zero.GatheredParameters(
+            parameters, modifier_rank=0 if modified else None
+        ):
             yield
 
     def _range(self, parameter: Any) -> tuple[tuple[int, ...], int, int]:
-        """Shape of the whole parameter, and the first element and the number of those that this rank updates."""
+        """Shape of the whole parameter, and the first element and the number of those that this
+        rank updates.
+        """
         if self.stage < 3:
             if parameter._hp_mapping is None:
                 return tuple(parameter.shape), 0, 0
@@ -206,20 +238,32 @@ class Shards:
             part = parameter._hp_mapping.get_hp_fragment(slot)
             return part
         optimizer = self.engine.optimizer
-        part, _ = optimizer._get_fp32_opt_state_partition(parameter, release_swap_buffers=True, optim_state_key=slot)
+        part, _ = optimizer._get_fp32_opt_state_partition(
+            parameter, release_swap_buffers=True, optim_state_key=slot
+        )
         # What was read from an NVMe disk lies in a buffer that the next parameter takes.
         return part.clone() if optimizer.swap_optimizer else part
 
-    def _write_master(self, parameter: Any, tensors: SavedTensors, key: str | None, slot: str | None = None) -> None:
-        """Set this rank's part of the float32 weight, or of the moment ``slot``, to the saved ``key``; None is zero."""
+    def _write_master(
+        self, parameter: Any, tensors: SavedTensors, key: str | None, slot: str | None = None
+    ) -> None:
+        """Set this rank's part of the float32 weight, or of the moment ``slot``, to the saved
+        ``key``; None is zero.
+        """
         _, start, count = self._range(parameter)
         if not count and self.stage < 3:
             return
-        values = torch.zeros(count) if key is None or not count else tensors.read(key, start, start + count)
+        values = (
+            torch.zeros(count)
+            if key is None or not count
+            else tensors.read(key, start, start + count)
+        )
         if self.stage < 3:
             parameter._hp_mapping.get_hp_fragment(slot).data.copy_(values)
             return
-        values = torch.nn.functional.pad(values.to(torch.float32), (0, parameter.ds_tensor.numel() - count))
+        values = torch.nn.functional.pad(
+            values.to(torch.float32), (0, parameter.ds_tensor.numel() - count)
+        )
         self.engine.optimizer.set_local_hp_param(values, parameter, slot)
 
     def _flat(self) -> list[Tensor]:
@@ -229,13 +273,20 @@ class Shards:
         optimizer = self.engine.optimizer
         # ZeRO 1 in bfloat16 has an optimiser of its own, with another name for the same.
         named = "single_partition_of_fp32_groups"
-        return list(getattr(optimizer, named if hasattr(optimizer, named) else "fp32_groups_flat_partition"))
+        return list(
+            getattr(optimizer, named if hasattr(optimizer, named) else "fp32_groups_flat_partition")
+        )
 
     def _has_moments(self) -> bool:
-        return all("exp_avg" in self.engine.optimizer.optimizer.state.get(part, {}) for part in self._flat())
+        return all(
+            "exp_avg" in self.engine.optimizer.optimizer.state.get(part, {})
+            for part in self._flat()
+        )
 
     def _start_moments(self, steps: float) -> None:
-        """Create the moments, which the optimiser itself makes in its first step and a resumed run needs earlier."""
+        """Create the moments, which the optimiser itself makes in its first step and a resumed run
+        needs earlier.
+        """
         inner = self.engine.optimizer.optimizer
         for part in self._flat():
             if "exp_avg" not in inner.state.get(part, {}):
@@ -246,7 +297,8 @@ class Shards:
     def _link_moments(self) -> None:
         """Point parameters to their moments.
 
-        DeepSpeed does so once, after the first of several parameter groups was stepped, when the others have none yet.
+        DeepSpeed does so once, after the first of several parameter groups was stepped, when the
+        others have none yet.
         """
         if self.stage < 3:
             self.engine.optimizer._hp_optimizer_states_linked = False
@@ -260,7 +312,9 @@ MISSING = (
 
 
 def load_deepspeed() -> Any:
-    """Import DeepSpeed and join it to this process's group; ``RlhfError`` with one line where it is not installed."""
+    """Import DeepSpeed and join it to this process's group; ``RlhfError`` with one line where it is
+    not installed.
+    """
     os.environ.setdefault("DS_ACCELERATOR", distributed.device().type)
     os.environ.setdefault("LOCAL_RANK", "0")  # DeepSpeed reads it even without a launcher
     try:
@@ -282,7 +336,8 @@ def load_deepspeed() -> Any:
 def probe(model: nn.Module | ShardedModel, states: bool = False) -> Tensor:
     """Outputs of a language model or a scalar model on fixed tokens, on the CPU in float32.
 
-    With ``states`` those of a scalar model are its hidden states, for a scalar near zero has rounding of any share.
+    With ``states`` those of a scalar model are its hidden states, for a scalar near zero has
+    rounding of any share.
     """
     embedding = next(module for module in model.modules() if isinstance(module, nn.Embedding))
     ids = probe_ids(embedding.num_embeddings).to(embedding.weight.device)
@@ -297,7 +352,9 @@ def probe(model: nn.Module | ShardedModel, states: bool = False) -> Tensor:
 
 
 class Root(nn.Module):
-    """The module that DeepSpeed wraps: every pass goes through its ``forward``, whatever part of the model it runs."""
+    """The module that DeepSpeed wraps: every pass goes through its ``forward``, whatever part of
+    the model it runs.
+    """
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
@@ -309,7 +366,8 @@ class Root(nn.Module):
 
 
 def initialize(package: Any, model: nn.Module, settings: dict[str, Any], **optimizer: Any) -> Any:
-    """DeepSpeed's engine of ``model``. Under ZeRO 3 weights go to the device one after another, each sharded at once.
+    """DeepSpeed's engine of ``model``. Under ZeRO 3 weights go to the device one after another,
+    each sharded at once.
 
     So the model may be in host memory, and no device ever holds all of it.
     """
@@ -317,7 +375,9 @@ def initialize(package: Any, model: nn.Module, settings: dict[str, Any], **optim
     if settings["zero_optimization"]["stage"] == 3:
         dtype = next(model.parameters()).dtype
         for parameter in model.parameters():
-            if parameter.dtype in TRAINED_DTYPES:  # adapters are float32 before; DeepSpeed keeps one precision
+            if (
+                parameter.dtype in TRAINED_DTYPES
+            ):  # adapters are float32 before; DeepSpeed keeps one precision
                 parameter.data = parameter.data.to(dtype)
         move_buffers(model, device)
         package.zero.Init(module=root, config_dict_or_path=copy.deepcopy(settings), dtype=dtype)
@@ -328,7 +388,8 @@ def initialize(package: Any, model: nn.Module, settings: dict[str, Any], **optim
 def drop(engine: Any) -> None:
     """Free weights, gradients and optimiser state of one of DeepSpeed's engines.
 
-    Its ``destroy`` alone frees none: hooks, parameters and whoever holds the model keep its buffers alive.
+    Its ``destroy`` alone frees none: hooks, parameters and whoever holds the model keep its buffers
+    alive.
     """
     engine.destroy()
     for module in engine.modules():
@@ -342,7 +403,8 @@ def drop(engine: Any) -> None:
 
 
 class ShardedModel:
-    """A model whose weights are sharded over the ranks and gathered layer by layer, outside of training steps.
+    """A model whose weights are sharded over the ranks and gathered layer by layer, outside of
+    training steps.
 
     All ranks make the same number of passes. Other attributes are those of the model itself.
     """
@@ -364,18 +426,28 @@ class ShardedModel:
         return self.run(lambda: self.model(**inputs))
 
     def run(self, compute: Callable[[], Result]) -> Result:
-        """Return ``compute``, which runs parts of the model, whose layers gather their weights meanwhile."""
+        """Return ``compute``, which runs parts of the model, whose layers gather their weights
+        meanwhile.
+        """
         result: Result = self.ds(compute)
         return result
 
     def gathered(self, weights: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
-        """Parameters and buffers of the model, each whole until the next is asked for; all ranks must take all."""
+        """Parameters and buffers of the model, each whole until the next is asked for; all ranks
+        must take all.
+        """
         return gathered(self.ds, weights)
 
     def on_host(self) -> nn.Module | None:
-        """A plain copy of the model in the host memory of rank 0, gathered weight by weight; None on other ranks."""
+        """A plain copy of the model in the host memory of rank 0, gathered weight by weight; None
+        on other ranks.
+        """
         weights = gathered_on_host(self.ds, dict(self.model.named_parameters()))
-        return self.skeleton.filled(weights, torch.device("cpu")) if distributed.is_rank_zero() else None
+        return (
+            self.skeleton.filled(weights, torch.device("cpu"))
+            if distributed.is_rank_zero()
+            else None
+        )
 
     def let_go(self) -> None:
         """Free what its passes have left gathered; see :func:`let_go`."""
@@ -388,18 +460,24 @@ class ShardedModel:
         gc.collect()
 
     def get_output_embeddings(self) -> Callable[[Tensor], Tensor] | None:
-        """The unembedding of a language model as a function, whose weight is gathered in every call."""
+        """The unembedding of a language model as a function, whose weight is gathered in every
+        call.
+        """
         head = self.model.get_output_embeddings()  # type: ignore[operator]
         return None if head is None else lambda states: self.run(lambda: head(states))
 
-    def reply_scores(self, input_ids: Tensor, attention_mask: Tensor, reply_mask: Tensor | None = None) -> Tensor:
+    def reply_scores(
+        self, input_ids: Tensor, attention_mask: Tensor, reply_mask: Tensor | None = None
+    ) -> Tensor:
         """The scalar of a scalar model for each row's reply: (B, L) each -> (B,)."""
         model: Any = self.model
         scores: Tensor = self.run(lambda: model.reply_scores(input_ids, attention_mask, reply_mask))
         return scores
 
     def token_scores(self, *inputs: Tensor | None) -> Tensor:
-        """The scalar of a scalar model at every position, as :meth:`ScalarModel.token_scores` gives it."""
+        """The scalar of a scalar model at every position, as :meth:`ScalarModel.token_scores` gives
+        it.
+        """
         model: Any = self.model
         scores: Tensor = self.run(lambda: model.token_scores(*inputs))
         return scores
@@ -409,13 +487,17 @@ class ShardedModel:
 
 
 def let_go(engine: Any) -> None:
-    """Free what passes under ZeRO 3 have left gathered, or began to gather for a pass that did not come."""
+    """Free what passes under ZeRO 3 have left gathered, or began to gather for a pass that did not
+    come.
+    """
     if engine.zero_optimization_partition_weights():
         getattr(engine.optimizer, "parameter_offload", engine.optimizer).partition_all_parameters()
 
 
 def gathered(engine: Any, weights: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
-    """Parameters and buffers, each whole until the next is asked for. All ranks must ask for all of them."""
+    """Parameters and buffers, each whole until the next is asked for. All ranks must ask for all of
+    them.
+    """
     from deepspeed.runtime.zero import GatheredParameters
 
     let_go(engine)
@@ -425,7 +507,9 @@ def gathered(engine: Any, weights: Mapping[str, Tensor]) -> Iterator[tuple[str, 
 
 
 def gathered_on_host(engine: Any, parameters: Mapping[str, nn.Parameter]) -> dict[str, Tensor]:
-    """Whole parameters in the host memory of rank 0, gathered one at a time by all ranks; empty on the others."""
+    """Whole parameters in the host memory of rank 0, gathered one at a time by all ranks; empty on
+    the others.
+    """
     weights = {}
     for name, value in gathered(engine, parameters):
         if distributed.is_rank_zero():
@@ -475,8 +559,8 @@ class DeepSpeedEngine(Engine):
         return result
 
     def backward(self, loss: Tensor) -> None:
-        # Every rank makes every pass, so a non-finite loss is passed on as NaN, which DeepSpeed's own check finds. The
-        # device decides, so that nothing waits for it before the step.
+        # Every rank makes every pass, so a non-finite loss is passed on as NaN, which DeepSpeed's
+        # own check finds. The device decides, so that nothing waits for it before the step.
         finite = loss.detach().isfinite()
         scale = torch.where(finite, float(distributed.world_size()), math.nan).to(loss.dtype)
         self.ds.backward(loss * scale)
@@ -525,7 +609,8 @@ class DeepSpeedEngine(Engine):
         parameters = self.parameters_of(tensors)
         self.load_counters(meta)
         if self.pending:
-            # Only a step clears the gradients that DeepSpeed has stored. All that it changes is overwritten below.
+            # Only a step clears the gradients that DeepSpeed has stored. All that it changes is
+            # overwritten below.
             self.ds.step()
             self.pending = False
         for name, parameter in parameters.items():
@@ -535,14 +620,17 @@ class DeepSpeedEngine(Engine):
         return gathered_on_host(self.ds, trained_parameters(self.model))
 
     def release(self) -> nn.Module:
-        """Return a plain copy of the model with the gathered weights on rank 0; the shards are freed first.
+        """Return a plain copy of the model with the gathered weights on rank 0; the shards are
+        freed first.
 
         Under ZeRO 3 it is in host memory, for a device may have no room for all of it.
 
         Raises:
             ModelError: It does not compute what the sharded model did.
         """
-        packed = any(isinstance(module, NF4Linear) for module in self.model.modules())  # stay where they are
+        packed = any(
+            isinstance(module, NF4Linear) for module in self.model.modules()
+        )  # stay where they are
         here = torch.device("cpu") if self.stage == 3 and not packed else distributed.device()
         moved = here != distributed.device()
         allowed = OTHER_DEVICE[matmul_precision(self.model)] if moved else SAME_DEVICE
@@ -550,7 +638,10 @@ class DeepSpeedEngine(Engine):
         weights = gathered_on_host(self.ds, dict(self.model.named_parameters()))
         self._drop()
         self.model = self.skeleton.filled(weights, here)
-        if distributed.is_rank_zero() and not (probe(self.model, moved) - expected).norm() <= allowed * expected.norm():
+        if (
+            distributed.is_rank_zero()
+            and not (probe(self.model, moved) - expected).norm() <= allowed * expected.norm()
+        ):
             raise ModelError(
                 f"{self.name}: the weights gathered from {distributed.world_size()} ranks do not compute what the "
                 "sharded ones did; nothing was saved, and the last checkpoint holds the training's state"

@@ -1,4 +1,6 @@
-"""Which engine trains a model, and with which of its activations stored: chosen by the settings of the run."""
+"""Which engine trains a model, and with which of its activations stored: chosen by the settings of
+the run.
+"""
 
 from __future__ import annotations
 
@@ -22,18 +24,22 @@ from rlhf_core.training.run_context import RunContext
 def recomputing(model: nn.Module) -> Callable[[], AbstractContextManager[None]]:
     """Return a context in which the layers of ``model`` recompute their activations.
 
-    Layers of transformers do so only in training mode, which PPO never enters (drop-out would make the trainer's
-    probabilities differ from the sampler's). So the context sets the training flag of the layer itself and leaves its
-    submodules in evaluation mode.
+    Layers of transformers do so only in training mode, which PPO never enters (drop-out would make
+    the trainer's probabilities differ from the sampler's). So the context sets the training flag of
+    the layer itself and leaves its submodules in evaluation mode.
 
     Raises:
         ModelError: The model has no layers that support it.
     """
     from transformers.modeling_layers import GradientCheckpointingLayer
 
-    layers = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
+    layers = [
+        module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)
+    ]
     if not layers:
-        raise ModelError(f"{type(model).__name__} has no layers that support gradient_checkpointing; switch it off")
+        raise ModelError(
+            f"{type(model).__name__} has no layers that support gradient_checkpointing; switch it off"
+        )
     for layer in layers:
         layer.gradient_checkpointing = True
         layer._gradient_checkpointing_func = partial(checkpoint, use_reentrant=False)  # type: ignore[assignment]
@@ -56,11 +62,16 @@ Model = TypeVar("Model", bound=nn.Module)
 
 
 def device_before(launch: LaunchConfig, lora: LoraConfig | None = None) -> torch.device | None:
-    """Where a model is loaded that an engine trains: the host for ZeRO 3, which never holds it whole on a device.
+    """Where a model is loaded that an engine trains: the host for ZeRO 3, which never holds it
+    whole on a device.
 
     One that is packed into 4 bits is packed where it stays.
     """
-    return torch.device("cpu") if launch.zero == 3 and (lora is None or lora.quantize is None) else None
+    return (
+        torch.device("cpu")
+        if launch.zero == 3 and (lora is None or lora.quantize is None)
+        else None
+    )
 
 
 def build_engine(
@@ -87,7 +98,9 @@ def build_engine(
     else:
         from rlhf_core.training.engine.deepspeed import DeepSpeedEngine
 
-        engine = DeepSpeedEngine(model, config, total_steps, name, warmup_steps, launch, context.folder)
+        engine = DeepSpeedEngine(
+            model, config, total_steps, name, warmup_steps, launch, context.folder
+        )
     if launch.gradient_checkpointing:
         engine.forward_context = recomputing(model)
     return engine

@@ -1,4 +1,6 @@
-"""Frozen models (reference, reward model, referee): on the device, in CPU memory while unused, or sharded."""
+"""Frozen models (reference, reward model, referee): on the device, in CPU memory while unused, or
+sharded.
+"""
 
 from __future__ import annotations
 
@@ -24,8 +26,9 @@ class FrozenModels:
     """The frozen models of a run, placed as ``launch.frozen`` says.
 
     Attributes:
-        waiting: Weights and buffers in host memory of the models that are kept there while nothing uses them: the
-            module's dictionary that has each, and its name there. Nothing is ever copied back from the device.
+        waiting: Weights and buffers in host memory of the models that are kept there while nothing
+            uses them: the module's dictionary that has each, and its name there. Nothing is ever
+            copied back from the device.
         base: Weights that reward model and referee share with the policy, if they do.
     """
 
@@ -40,19 +43,26 @@ class FrozenModels:
         return torch.device("cpu") if self.launch.frozen == "sharded" else None
 
     def scalar(self, folder: Path) -> Any:
-        """Load and place the reward model or referee in ``folder``; later calls return the same model.
+        """Load and place the reward model or referee in ``folder``; later calls return the same
+        model.
 
         With a ``base`` it is made of adapters on those weights, and stays on their device.
         """
         key = folder.resolve()
         if key not in self._scalars:
-            own = self.base.scalar(folder) if self.base is not None else ScalarModel.load(folder, device=self.loading)
+            own = (
+                self.base.scalar(folder)
+                if self.base is not None
+                else ScalarModel.load(folder, device=self.loading)
+            )
             own.eval().requires_grad_(False)
             self._scalars[key] = own if self.base is not None else self.place(own)
         return self._scalars[key]
 
     def place(self, model: Model) -> Model:
-        """Place ``model`` as the launch settings say and return it; a sharded one is called in the same way."""
+        """Place ``model`` as the launch settings say and return it; a sharded one is called in the
+        same way.
+        """
         if self.launch.frozen == "sharded":
             from rlhf_core.training.engine.deepspeed import ShardedModel
 
@@ -60,14 +70,18 @@ class FrozenModels:
         return self.place_whole(model)
 
     def place_whole(self, model: Model) -> Model:
-        """Place ``model`` without sharding, for models that ranks run independently of each other."""
+        """Place ``model`` without sharding, for models that ranks run independently of each
+        other.
+        """
         if self.launch.frozen == "offload":
             model.to("cpu")
             pin = distributed.device().type == "cuda"
             pinned: dict[Tensor, Tensor] = {}
             for module in model.modules():
                 own: tuple[dict[str, Any], ...] = (module._parameters, module._buffers)
-                for places, name in ((each, name) for each in own for name in each if each[name] is not None):
+                for places, name in (
+                    (each, name) for each in own for name in each if each[name] is not None
+                ):
                     tensor = places[name]
                     if tensor not in pinned:
                         pinned[tensor] = _like(tensor, _pinned(tensor.detach())) if pin else tensor
@@ -77,7 +91,9 @@ class FrozenModels:
 
     @contextmanager
     def borrowed(self, model: Any) -> Iterator[Any]:
-        """Place ``model`` for the block alone; a sharded one then lets go of the memory of its shards."""
+        """Place ``model`` for the block alone; a sharded one then lets go of the memory of its
+        shards.
+        """
         placed = self.place(model)
         try:
             yield placed
@@ -92,7 +108,9 @@ class FrozenModels:
         try:
             for places, name, tensor in self.waiting:
                 if tensor not in moved:
-                    moved[tensor] = _like(tensor, tensor.detach().to(distributed.device(), non_blocking=True))
+                    moved[tensor] = _like(
+                        tensor, tensor.detach().to(distributed.device(), non_blocking=True)
+                    )
                 places[name] = moved[tensor]
             yield
         finally:
@@ -101,7 +119,9 @@ class FrozenModels:
 
 
 def _pinned(tensor: Tensor) -> Tensor:
-    """A copy in pinned memory, from where a GPU reads fastest; the tensor itself where that is refused."""
+    """A copy in pinned memory, from where a GPU reads fastest; the tensor itself where that is
+    refused.
+    """
     try:
         return tensor.pin_memory()
     except RuntimeError:

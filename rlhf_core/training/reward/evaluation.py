@@ -1,4 +1,5 @@
-"""What a reward model is worth beyond accuracy: margins, calibration, length, categories, and a bag of words beside it.
+"""What a reward model is worth beyond accuracy: margins, calibration, length, categories, and a bag
+of words beside it.
 
 Source: algorithms.md §2. Pure functions of arrays over B pairs; ``margins`` is ``r_w - r_l``.
 """
@@ -35,18 +36,26 @@ def accuracy(margins: np.ndarray) -> float:
 def calibration_bins(margins: np.ndarray) -> list[tuple[float, float, int]]:
     """``(mean confidence, share correct, pairs)`` of each non-empty one of ten bins.
 
-    The model says that the reply it scores higher is preferred with probability ``sigma(|margin|)``, which lies in
-    [0.5, 1]; the bins divide that range evenly.
+    The model says that the reply it scores higher is preferred with probability
+    ``sigma(|margin|)``, which lies in [0.5, 1]; the bins divide that range evenly.
     """
     confidence = 1.0 / (1.0 + np.exp(-np.abs(margins)))
     correct = (margins > 0) + 0.5 * (margins == 0)
-    which = np.minimum(((confidence - 0.5) * 2 * CALIBRATION_BINS).astype(int), CALIBRATION_BINS - 1)
+    which = np.minimum(
+        ((confidence - 0.5) * 2 * CALIBRATION_BINS).astype(int), CALIBRATION_BINS - 1
+    )
     held = [which == i for i in range(CALIBRATION_BINS)]
-    return [(float(confidence[k].mean()), float(correct[k].mean()), int(k.sum())) for k in held if k.any()]
+    return [
+        (float(confidence[k].mean()), float(correct[k].mean()), int(k.sum()))
+        for k in held
+        if k.any()
+    ]
 
 
 def expected_calibration_error(margins: np.ndarray) -> float:
-    """Mean over pairs of |confidence - share correct| of their bin: 0 when margins mean what they say."""
+    """Mean over pairs of |confidence - share correct| of their bin: 0 when margins mean what they
+    say.
+    """
     return sum(abs(c - a) * n for c, a, n in calibration_bins(margins)) / len(margins)
 
 
@@ -59,10 +68,12 @@ def evaluate_scores(
     temperature: float | None = None,
     clusters: np.ndarray | None = None,
 ) -> dict[str, float]:
-    """All figures of one split: rewards and reply lengths in tokens, and the cluster of each pair's prompt, each (B,).
+    """All figures of one split: rewards and reply lengths in tokens, and the cluster of each pair's
+    prompt, each (B,).
 
-    ``accuracy_shorter_preferred`` is left out where no preferred reply is the shorter one. ``seed`` draws the
-    length-balanced pairs. With ``temperature``, fitted on other pairs, calibration is measured after scaling too.
+    ``accuracy_shorter_preferred`` is left out where no preferred reply is the shorter one. ``seed``
+    draws the length-balanced pairs. With ``temperature``, fitted on other pairs, calibration is
+    measured after scaling too.
     """
     margins = chosen - rejected
     rewards = np.concatenate([chosen, rejected])
@@ -73,7 +84,9 @@ def evaluate_scores(
         "margin_mean": float(margins.mean()),
         "margin_std": float(margins.std()),
         "ece": expected_calibration_error(margins),
-        "length_correlation": rank_correlation(rewards, np.concatenate([chosen_lengths, rejected_lengths])),
+        "length_correlation": rank_correlation(
+            rewards, np.concatenate([chosen_lengths, rejected_lengths])
+        ),
         "reward_mean": float(rewards.mean()),
         "reward_std": float(rewards.std()),
         "baseline_longer": accuracy((chosen_lengths - rejected_lengths).astype(float)),
@@ -83,7 +96,9 @@ def evaluate_scores(
     if shorter.any():
         figures["accuracy_shorter_preferred"] = accuracy(margins[shorter])
     balanced = length_balanced_rows(chosen_lengths - rejected_lengths, seed)
-    figures |= length_balanced_accuracy(margins[balanced], one_each(len(margins), clusters)[balanced])
+    figures |= length_balanced_accuracy(
+        margins[balanced], one_each(len(margins), clusters)[balanced]
+    )
     if temperature is not None:
         for name, rows in (("ece", slice(None)), ("ece_length_balanced", balanced)):
             if name in figures:
@@ -95,9 +110,10 @@ def evaluate_scores(
 def length_balanced_accuracy(margins: np.ndarray, clusters: np.ndarray) -> dict[str, float]:
     """Accuracy and calibration error on length-balanced pairs, and how many there are.
 
-    Fewer than fifty pairs say nothing; both are left out then, so that a gate on them fails. ``low95`` is the lower
-    bound of Wilson's 95 % interval for as many pairs as these are worth, which share ``clusters``; a tie of rewards,
-    half a success for the accuracy, is a failure for its bound.
+    Fewer than fifty pairs say nothing; both are left out then, so that a gate on them fails.
+    ``low95`` is the lower bound of Wilson's 95 % interval for as many pairs as these are worth,
+    which share ``clusters``; a tie of rewards, half a success for the accuracy, is a failure for
+    its bound.
     """
     figures = {"length_balanced_pairs": float(len(margins))}
     if len(margins) < FEWEST_BALANCED_PAIRS:
@@ -112,10 +128,14 @@ def length_balanced_accuracy(margins: np.ndarray, clusters: np.ndarray) -> dict[
 
 
 def accuracy_by_category(margins: np.ndarray, categories: Sequence[str]) -> dict[str, float]:
-    """Accuracy of each category with at least ten pairs (fewer say nothing); pairs of "" are in none."""
+    """Accuracy of each category with at least ten pairs (fewer say nothing); pairs of "" are in
+    none.
+    """
     names = np.asarray(categories)
     groups = {name: names == name for name in sorted(set(categories) - {""})}
-    return {name: accuracy(margins[k]) for name, k in groups.items() if k.sum() >= SMALLEST_CATEGORY}
+    return {
+        name: accuracy(margins[k]) for name, k in groups.items() if k.sum() >= SMALLEST_CATEGORY
+    }
 
 
 def agreement(first: np.ndarray, second: np.ndarray) -> float:
@@ -127,7 +147,8 @@ def agreement_metrics(first: Path, second: Path) -> dict[str, float]:
     """Compare the rewards of two models on the pairs that both have scored.
 
     Returns:
-        ``share`` is the share of pairs that both rank alike; the others are correlations of rewards and of margins.
+        ``share`` is the share of pairs that both rank alike; the others are correlations of rewards
+        and of margins.
 
     Raises:
         DataError: They have no pair in common.
@@ -149,7 +170,10 @@ def agreement_metrics(first: Path, second: Path) -> dict[str, float]:
 
 def _read_scores(path: Path) -> dict[str, tuple[float, float]]:
     table = read_json(path)
-    return {row: (c, r) for row, c, r in zip(table["ids"], table["chosen"], table["rejected"], strict=True)}
+    return {
+        row: (c, r)
+        for row, c, r in zip(table["ids"], table["chosen"], table["rejected"], strict=True)
+    }
 
 
 WORDS = 5000
@@ -161,9 +185,11 @@ TOKEN_PATTERN = rf"[{IDEOGRAPHS}]|[^\W{IDEOGRAPHS}]+|[^\w\s]"
 def bag_of_words_accuracy(
     train: Sequence[Preference], held_out: Mapping[str, Sequence[Preference]]
 ) -> dict[str, float]:
-    """Accuracy on each held-out split of a logistic regression on word-count differences of the two replies.
+    """Accuracy on each held-out split of a logistic regression on word-count differences of the two
+    replies.
 
-    It is trained on at most 20,000 pairs and reads replies alone: it can learn style, but not answers to prompts.
+    It is trained on at most 20,000 pairs and reads replies alone: it can learn style, but not
+    answers to prompts.
     """
     from scipy.sparse import vstack
     from sklearn.feature_extraction.text import CountVectorizer
@@ -179,30 +205,41 @@ def bag_of_words_accuracy(
 
     def differences(rows: Sequence[Preference]) -> Any:
         """Sparse (pairs, words)."""
-        return vectorizer.transform([p.chosen for p in rows]) - vectorizer.transform([p.rejected for p in rows])
+        return vectorizer.transform([p.chosen for p in rows]) - vectorizer.transform(
+            [p.rejected for p in rows]
+        )
 
     features = differences(pairs)
     # Each pair enters both ways round, so that the labels are balanced and no intercept is needed.
     labels = np.concatenate([np.ones(len(pairs)), np.zeros(len(pairs))])
-    model = LogisticRegression(fit_intercept=False, max_iter=1000).fit(vstack([features, -features]), labels)
-    return {name: accuracy(model.decision_function(differences(rows))) for name, rows in held_out.items()}
+    model = LogisticRegression(fit_intercept=False, max_iter=1000).fit(
+        vstack([features, -features]), labels
+    )
+    return {
+        name: accuracy(model.decision_function(differences(rows)))
+        for name, rows in held_out.items()
+    }
 
 
 LIMITS = (0.01, 100.0)
 
 
 def fitted_temperature(margins: np.ndarray) -> float:
-    """Return the temperature T within ``LIMITS`` that minimises the ranking loss ``mean(log(1 + exp(-margin / T)))``.
+    """Return the temperature T within ``LIMITS`` that minimises the ranking loss
+    ``mean(log(1 + exp(-margin / T)))``.
 
-    Divided by it, the confidence of margins matches how often they are right (Guo et al., 2017, "On Calibration of
-    Modern Neural Networks"). No ranking changes, and PPO normalises rewards: it matters to readers only.
+    Divided by it, the confidence of margins matches how often they are right (Guo et al., 2017, "On
+    Calibration of Modern Neural Networks"). No ranking changes, and PPO normalises rewards: it
+    matters to readers only.
 
-    T lies at the upper limit where the margins are wrong as often as right, and at the lower one where they are never
-    wrong. It must be fitted on pairs other than those it is measured on.
+    T lies at the upper limit where the margins are wrong as often as right, and at the lower one
+    where they are never wrong. It must be fitted on pairs other than those it is measured on.
     """
 
     def loss(log_temperature: float) -> float:
         return float(np.logaddexp(0.0, -margins / math.exp(log_temperature)).mean())
 
     lowest, highest = map(math.log, LIMITS)
-    return math.exp(float(optimize.minimize_scalar(loss, bounds=(lowest, highest), method="bounded").x))
+    return math.exp(
+        float(optimize.minimize_scalar(loss, bounds=(lowest, highest), method="bounded").x)
+    )

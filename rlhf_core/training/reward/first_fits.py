@@ -1,13 +1,15 @@
-"""What is fitted before a reward model is trained: its head on frozen features, and what lengths alone say.
+"""What is fitted before a reward model is trained: its head on frozen features, and what lengths
+alone say.
 
-Linear probe: a head that starts at random pulls the features under it out of shape while it learns; from a fitted one,
-fine-tuning changes them little where they serve already (Kumar et al., 2022, "Fine-Tuning can Distort Pretrained
-Features and Underperform Out-of-Distribution": LP-FT). With few pairs the probe alone is most of a reward model.
+Linear probe: a head that starts at random pulls the features under it out of shape while it learns;
+from a fitted one, fine-tuning changes them little where they serve already (Kumar et al., 2022,
+"Fine-Tuning can Distort Pretrained Features and Underperform Out-of-Distribution": LP-FT). With few
+pairs the probe alone is most of a reward model.
 
-Length expert: during training its log-odds are added to the reward model's margin (a product of experts: Clark et al.,
-2019, "Don't Take the Easy Way Out", for known biases of any kind). Gradients then teach what lengths do not explain.
-Unlike length-balanced sampling it uses every pair. Chen et al., 2024 ("ODIN") train such a length head jointly with the
-reward and drop it likewise.
+Length expert: during training its log-odds are added to the reward model's margin (a product of
+experts: Clark et al., 2019, "Don't Take the Easy Way Out", for known biases of any kind). Gradients
+then teach what lengths do not explain. Unlike length-balanced sampling it uses every pair. Chen et
+al., 2024 ("ODIN") train such a length head jointly with the reward and drop it likewise.
 """
 
 from __future__ import annotations
@@ -31,14 +33,21 @@ Floats = npt.NDArray[np.float64]
 
 
 def fit_linear_probe(
-    model: ScalarModel, pairs: Sequence[TokenisedPair], offsets: Floats, strength: float, pad: int, name: str
+    model: ScalarModel,
+    pairs: Sequence[TokenisedPair],
+    offsets: Floats,
+    strength: float,
+    pad: int,
+    name: str,
 ) -> None:
-    """Set the head of ``model`` to the regularised logistic regression of preferences on its frozen features.
+    """Set the head of ``model`` to the regularised logistic regression of preferences on its frozen
+    features.
 
     Args:
         pairs: Training pairs (B).
         offsets: Added to the margin of each pair (B,), such as minus its target margin.
-        strength: Of the L2 penalty on weights of features that are scaled to a standard deviation of one.
+        strength: Of the L2 penalty on weights of features that are scaled to a standard deviation
+            of one.
         pad: Id of the padding token.
         name: Names the model where its progress is shown.
     """
@@ -53,17 +62,23 @@ def fit_linear_probe(
 
 
 def logistic_weights(differences: Floats, offsets: Floats, strength: float) -> Floats:
-    """Minimise ``mean(softplus(-(D w + offsets))) + strength / 2 * |w|^2``: (B, H), (B,) -> (H,)."""
+    """Minimise ``mean(softplus(-(D w + offsets))) + strength / 2 * |w|^2``: (B, H), (B,) ->
+    (H,).
+    """
     from scipy.optimize import minimize
 
     def loss(weights: Floats) -> tuple[float, Floats]:
         margins = differences @ weights + offsets
         wrong = np.exp(-np.logaddexp(0.0, margins))
         gradient = -(differences * wrong[:, None]).mean(axis=0) + strength * weights
-        return float(np.logaddexp(0.0, -margins).mean() + strength * (weights @ weights) / 2), gradient
+        return float(
+            np.logaddexp(0.0, -margins).mean() + strength * (weights @ weights) / 2
+        ), gradient
 
     start = np.zeros(differences.shape[1])
-    weights: Floats = minimize(loss, start, jac=True, method="L-BFGS-B", options={"maxiter": MOST_ITERATIONS}).x
+    weights: Floats = minimize(
+        loss, start, jac=True, method="L-BFGS-B", options={"maxiter": MOST_ITERATIONS}
+    ).x
     return weights
 
 
@@ -72,8 +87,12 @@ def rows_to_pool(longest: int) -> int:
     return max(1, min(FEATURE_ROWS, FEATURE_TOKENS // longest))
 
 
-def pooled_features(model: ScalarModel, pairs: Sequence[TokenisedPair], pad: int, name: str) -> tuple[Floats, Floats]:
-    """What the head reads of the chosen and of the rejected replies, twice (B, H). Ranks share the sequences."""
+def pooled_features(
+    model: ScalarModel, pairs: Sequence[TokenisedPair], pad: int, name: str
+) -> tuple[Floats, Floats]:
+    """What the head reads of the chosen and of the rejected replies, twice (B, H). Ranks share the
+    sequences.
+    """
     model.eval()
     sequences = pair_sequences(pairs)
     size = rows_to_pool(max(sequences.lengths))
@@ -83,7 +102,9 @@ def pooled_features(model: ScalarModel, pairs: Sequence[TokenisedPair], pad: int
         return model.pool(hidden, batch.attention_mask, batch.reply_mask)
 
     device = next(model.parameters()).device
-    of_sequence: Floats = values_of_sequences(sequences.distinct, pooled, size, pad, device, name).numpy()
+    of_sequence: Floats = values_of_sequences(
+        sequences.distinct, pooled, size, pad, device, name
+    ).numpy()
     return of_sequence[sequences.chosen], of_sequence[sequences.rejected]
 
 
@@ -104,14 +125,18 @@ class LengthExpert:
 
     @classmethod
     def fitted(cls, chosen: Lengths, rejected: Lengths) -> LengthExpert:
-        """Fit it by logistic regression to the lengths of the chosen and rejected replies of training pairs."""
+        """Fit it by logistic regression to the lengths of the chosen and rejected replies of
+        training pairs.
+        """
         from sklearn.linear_model import LogisticRegression
 
         scale = max(1.0, float(np.median(np.abs(chosen - rejected))))
         features = _features(chosen, rejected, scale)
         both_orders = np.concatenate([features, -features])
         preferred = np.repeat([1, 0], len(features))
-        return cls(scale, LogisticRegression(fit_intercept=False).fit(both_orders, preferred).coef_[0])
+        return cls(
+            scale, LogisticRegression(fit_intercept=False).fit(both_orders, preferred).coef_[0]
+        )
 
     def log_odds(self, first: Lengths, second: Lengths) -> Floats:
         """(B,), (B,) -> (B,); swapping the replies changes the sign."""
@@ -121,10 +146,11 @@ class LengthExpert:
 
 @dataclass(frozen=True)
 class LengthExperts:
-    """A length expert for each category that has one of its own, and one for the pairs of all others.
+    """A length expert for each category that has one of its own, and one for the pairs of all
+    others.
 
-    Length says one thing of a preference in one data set and another in the next: an expert for both would explain
-    away the wrong part of each.
+    Length says one thing of a preference in one data set and another in the next: an expert for
+    both would explain away the wrong part of each.
     """
 
     of_category: Mapping[str, LengthExpert]
@@ -132,12 +158,21 @@ class LengthExperts:
 
     @classmethod
     def fitted(
-        cls, chosen: Lengths, rejected: Lengths, categories: Sequence[str], apart: Mapping[str, float]
+        cls,
+        chosen: Lengths,
+        rejected: Lengths,
+        categories: Sequence[str],
+        apart: Mapping[str, float],
     ) -> LengthExperts:
-        """Fit the experts to training pairs: of each category in ``apart``, and of all others together."""
+        """Fit the experts to training pairs: of each category in ``apart``, and of all others
+        together.
+        """
         names = np.array(categories)
         others = ~np.isin(names, list(apart))
-        of_category = {name: LengthExpert.fitted(chosen[names == name], rejected[names == name]) for name in apart}
+        of_category = {
+            name: LengthExpert.fitted(chosen[names == name], rejected[names == name])
+            for name in apart
+        }
         return cls(of_category, LengthExpert.fitted(chosen[others], rejected[others]))
 
     def log_odds(self, first: Lengths, second: Lengths, categories: Sequence[str]) -> Floats:

@@ -1,4 +1,6 @@
-"""Does a reward model read? How often it scores a held-out reply above a copy that is worse for one known reason."""
+"""Does a reward model read? How often it scores a held-out reply above a copy that is worse for one
+known reason.
+"""
 
 from __future__ import annotations
 
@@ -43,8 +45,11 @@ class Probes:
     absent: dict[str, str]
 
 
-def probes_of(rows: Sequence[Preference], tokenizer: PreTrainedTokenizerBase, max_tokens: int, seed: int) -> Probes:
-    """Make the probes of held-out pairs, those of the synthetic world included where the rows are of it.
+def probes_of(
+    rows: Sequence[Preference], tokenizer: PreTrainedTokenizerBase, max_tokens: int, seed: int
+) -> Probes:
+    """Make the probes of held-out pairs, those of the synthetic world included where the rows are
+    of it.
 
     Args:
         rows: The held-out pairs.
@@ -64,21 +69,33 @@ def probes_of(rows: Sequence[Preference], tokenizer: PreTrainedTokenizerBase, ma
     for kind in made:
         count = int((kinds == kind).sum())
         if count < FEWEST_PAIRS:
-            what = f"{NEEDS[kind]} within max_tokens {max_tokens}" if kind in PROBES else "are of this kind"
-            absent[kind] = f"{count} of {len(drawn)} held-out replies {what}, and {FEWEST_PAIRS} are needed"
+            what = (
+                f"{NEEDS[kind]} within max_tokens {max_tokens}"
+                if kind in PROBES
+                else "are of this kind"
+            )
+            absent[kind] = (
+                f"{count} of {len(drawn)} held-out replies {what}, and {FEWEST_PAIRS} are needed"
+            )
     shown = ~np.isin(kinds, list(absent))
-    return Probes(usable.of(kept[shown]), kinds[shown], clusters_of([pair_rows[row] for row in kept[shown]]), absent)
+    return Probes(
+        usable.of(kept[shown]),
+        kinds[shown],
+        clusters_of([pair_rows[row] for row in kept[shown]]),
+        absent,
+    )
 
 
 def probe_metrics(
     model: ScalarModel, tokenizer: PreTrainedTokenizerBase, probes: Probes, name: str
 ) -> dict[str, object]:
-    """Return by kind the share of pairs in which the model scores the better reply higher, a tie as half a success.
+    """Return by kind the share of pairs in which the model scores the better reply higher, a tie as
+    half a success.
 
     Returns:
-        ``KIND``, its 95 % bounds ``KIND_low95`` and ``KIND_high95`` over questions (Wilson's, for as many pairs as
-        these are worth; a tie fails for the lower and succeeds for the upper one), and the number ``KIND_pairs``. Under
-        ``absent`` is why a kind has none of these.
+        ``KIND``, its 95 % bounds ``KIND_low95`` and ``KIND_high95`` over questions (Wilson's, for
+        as many pairs as these are worth; a tie fails for the lower and succeeds for the upper one),
+        and the number ``KIND_pairs``. Under ``absent`` is why a kind has none of these.
     """
     metrics: dict[str, object] = {}
     if len(probes.pairs):
@@ -92,10 +109,14 @@ def probe_metrics(
 
 
 def rate_with_bounds(kind: str, margins: np.ndarray, clusters: np.ndarray) -> dict[str, object]:
-    """Return the share of positive margins (B,), its bounds over ``clusters`` (B,) and B, under names of ``kind``."""
+    """Return the share of positive margins (B,), its bounds over ``clusters`` (B,) and B, under
+    names of ``kind``.
+    """
     above, not_below = (margins > 0).astype(float), (margins >= 0).astype(float)
     low, _ = wilson_bounds(float(above.mean()), len(margins) / design_effect(above, clusters))
-    _, high = wilson_bounds(float(not_below.mean()), len(margins) / design_effect(not_below, clusters))
+    _, high = wilson_bounds(
+        float(not_below.mean()), len(margins) / design_effect(not_below, clusters)
+    )
     return {
         kind: accuracy(margins),
         f"{kind}_low95": low,

@@ -1,4 +1,6 @@
-"""Training a scalar model on preference pairs, from files to scored splits: the reward model and the referee."""
+"""Training a scalar model on preference pairs, from files to scored splits: the reward model and
+the referee.
+"""
 
 from __future__ import annotations
 
@@ -75,29 +77,40 @@ class TrainedScalar:
     length_experts: LengthExperts | None = None
 
     def save(self, path: str | Path) -> None:
-        """Save it as a Hugging Face sequence-classification folder, after checking that the copy computes the same."""
+        """Save it as a Hugging Face sequence-classification folder, after checking that the copy
+        computes the same.
+        """
         own = self.adapters
         settings = {} if own is None else {shared_base.SETTINGS: own.settings()}
         tensors = {} if own is None else {shared_base.TENSORS: own.tensors}
         self.model.save(Path(path), self.tokenizer, settings, tensors)
 
 
-def read_split(path: Path, tokenizer: PreTrainedTokenizerBase, max_tokens: int, tokens: Path | None = None) -> Split:
-    """Read the pairs of a parquet file, tokenised by way of the cache in ``tokens``; ``DataError`` when none is usable.
+def read_split(
+    path: Path, tokenizer: PreTrainedTokenizerBase, max_tokens: int, tokens: Path | None = None
+) -> Split:
+    """Read the pairs of a parquet file, tokenised by way of the cache in ``tokens``; ``DataError``
+    when none is usable.
 
     Of several ranks all must call it. Neither rows nor token ids are held as Python's own objects.
     """
     rows = read_row_table(path, Preference)
-    return _usable(read_tokens(tokens, path, Preference.KIND, tokenizer), rows.of, max_tokens, str(path))
+    return _usable(
+        read_tokens(tokens, path, Preference.KIND, tokenizer), rows.of, max_tokens, str(path)
+    )
 
 
-def split_of(rows: Sequence[Preference], tokenizer: PreTrainedTokenizerBase, max_tokens: int, name: str) -> Split:
+def split_of(
+    rows: Sequence[Preference], tokenizer: PreTrainedTokenizerBase, max_tokens: int, name: str
+) -> Split:
     """Tokenise pairs; ``DataError`` when none is usable."""
     table = TokenTable.of_rows(tokenizer, Preference.KIND, rows)
     return _usable(table, lambda kept: [rows[row] for row in kept.tolist()], max_tokens, name)
 
 
-def _usable(table: TokenTable, rows_of: Callable[[Any], Sequence[Preference]], max_tokens: int, name: str) -> Split:
+def _usable(
+    table: TokenTable, rows_of: Callable[[Any], Sequence[Preference]], max_tokens: int, name: str
+) -> Split:
     pairs, dropped = usable_pairs(table, max_tokens)
     if not pairs:
         raise DataError(
@@ -125,19 +138,22 @@ def train_scalar(
 
     Args:
         name: Sets the random streams of this model apart from those of others.
-        init: The causal language model or its folder. Only with a folder are adapters kept apart from the weights.
+        init: The causal language model or its folder. Only with a folder are adapters kept apart
+            from the weights.
         tokenizer: Its tokenizer.
 
     Raises:
-        DataError: The pairs are to be balanced by length, and too few of them can be, or a category that has a share
-            of them has none.
+        DataError: The pairs are to be balanced by length, and too few of them can be, or a category
+            that has a share of them has none.
         ModelError: The prompt is to be shared, and the model's attention cannot do that.
     """
     if config.length_balance == "sampling":
         require_balanced_pairs(train, config.batch.min_pairs, name)
     first_rows = rows_of_epoch(train.pairs, config, name, epoch=0)
     head_seed = derive_seed(config.seed, name, "head")
-    model = ScalarModel.from_causal_lm(init, head_seed, layers=config.layers, pooling=config.pooling)
+    model = ScalarModel.from_causal_lm(
+        init, head_seed, layers=config.layers, pooling=config.pooling
+    )
     margins = np.array([row.margin or 0.0 if config.use_margin else 0.0 for row in train.rows])
     experts = None
     if config.length_balance == "product_of_experts":
@@ -146,15 +162,23 @@ def train_scalar(
         margins -= experts.log_odds(*lengths, categories)
     if config.linear_probe is not None:
         probed = [train.pairs[row] for row in first_rows]
-        fit_linear_probe(model, probed, -margins[first_rows], config.linear_probe, pad_id(tokenizer), name)
+        fit_linear_probe(
+            model, probed, -margins[first_rows], config.linear_probe, pad_id(tokenizer), name
+        )
     if config.batch.prefix_sharing:
         require_prefix_sharing(model.model, config.max_tokens, f"{name}.batch.prefix_sharing")
     if config.lora is not None:
         model.add_adapters(config.lora, derive_seed(config.seed, name, "lora"))
-    pad, limit, offsets = pad_id(tokenizer), context.launch.logits_bytes, margins.tolist() if margins.any() else None
+    pad, limit, offsets = (
+        pad_id(tokenizer),
+        context.launch.logits_bytes,
+        margins.tolist() if margins.any() else None,
+    )
 
     def task(engine: Engine) -> RewardTask:
-        return RewardTask(engine, model, train.pairs, validation.pairs, config, pad, name, offsets, limit)
+        return RewardTask(
+            engine, model, train.pairs, validation.pairs, config, pad, name, offsets, limit
+        )
 
     model, result = loop.train(model, task, config, name, config.seed, context)
     adapters = None
@@ -166,10 +190,14 @@ def train_scalar(
 
 
 def require_balanced_pairs(train: Split, fewest: int, name: str) -> None:
-    """Raise :class:`DataError` where an epoch of length-balanced pairs would have fewer than ``fewest``."""
+    """Raise :class:`DataError` where an epoch of length-balanced pairs would have fewer than
+    ``fewest``.
+    """
     left = pairs_of_balanced_epoch(train)
     if left < fewest:
-        longer, shorter = (sum(sign * pair.length_difference > 0 for pair in train.pairs) for sign in (1, -1))
+        longer, shorter = (
+            sum(sign * pair.length_difference > 0 for pair in train.pairs) for sign in (1, -1)
+        )
         raise DataError(
             f"{name}.length_balance: sampling leaves {left} of {len(train.pairs)} training pairs, fewer than the "
             f"{fewest} of a batch: {longer} prefer the longer reply, {shorter} the shorter one; add pairs, or set "
@@ -179,7 +207,9 @@ def require_balanced_pairs(train: Split, fewest: int, name: str) -> None:
 
 def pairs_of_balanced_epoch(train: Split) -> int:
     """Count the pairs of an epoch that is balanced by length; every draw has as many."""
-    return len(length_balanced_epoch([pair.length_difference for pair in train.pairs], seed=0, epoch=0))
+    return len(
+        length_balanced_epoch([pair.length_difference for pair in train.pairs], seed=0, epoch=0)
+    )
 
 
 def quality_metrics(
@@ -189,12 +219,14 @@ def quality_metrics(
     scores: Mapping[str, PairScores],
     seed: int,
 ) -> dict[str, object]:
-    """Size and speed of training, and the quality on each held-out split; names of ``test`` begin with that.
+    """Size and speed of training, and the quality on each held-out split; names of ``test`` begin
+    with that.
 
     Args:
         held_out: Splits by name, ``validation`` among them.
         scores: Rewards of their pairs.
-        seed: Draws the length-balanced pairs of each split: models of one seed are measured on the same ones.
+        seed: Draws the length-balanced pairs of each split: models of one seed are measured on the
+            same ones.
     """
     result, temperature = trained.result, fitted_temperature(scores["validation"].margins)
     padding = result.mean("padding_share")
@@ -215,7 +247,9 @@ def quality_metrics(
         fitted = None if name == "validation" else temperature
         balancing = derive_seed(seed, "length_balanced", name)
         asked = clusters_of(split.rows)
-        quality = evaluate_scores(rewards.chosen, rewards.rejected, *lengths, balancing, fitted, asked)
+        quality = evaluate_scores(
+            rewards.chosen, rewards.rejected, *lengths, balancing, fitted, asked
+        )
         if "accuracy_length_balanced" not in quality:
             logger.warning(
                 "%s pairs: %d can be balanced by length and %d are needed; %saccuracy_length_balanced is left out",
@@ -237,10 +271,14 @@ def metric_prefix(split: str) -> str:
 
 def reply_lengths(pairs: Sequence[TokenisedPair]) -> tuple[np.ndarray, np.ndarray]:
     """Lengths in tokens of the chosen and of the rejected replies, end-of-sequence included."""
-    return np.array([len(pair.chosen) for pair in pairs]), np.array([len(pair.rejected) for pair in pairs])
+    return np.array([len(pair.chosen) for pair in pairs]), np.array(
+        [len(pair.rejected) for pair in pairs]
+    )
 
 
 def write_scores(path: Path, scores: PairScores, split: Split) -> None:
     """Write the rewards of a split's pairs by row id, for comparison with another model."""
     ids = [row.id for row in split.rows]
-    atomic_write_json(path, {"ids": ids, "chosen": scores.chosen.tolist(), "rejected": scores.rejected.tolist()})
+    atomic_write_json(
+        path, {"ids": ids, "chosen": scores.chosen.tolist(), "rejected": scores.rejected.tolist()}
+    )

@@ -1,8 +1,9 @@
-"""The reward model's objective: pairwise ranking, imitation and centering, in dynamic batches (algorithms.md §2).
+"""The reward model's objective: pairwise ranking, imitation and centering, in dynamic batches
+(algorithms.md §2).
 
-Shapes: B pairs, L positions, H hidden. Chosen and rejected replies go through the backbone as 2B rows, or fewer where
-pairs of one prompt share them, or the replies to a prompt share it: all together, or in micro-batches of similar length
-where padding would be too much.
+Shapes: B pairs, L positions, H hidden. Chosen and rejected replies go through the backbone as 2B
+rows, or fewer where pairs of one prompt share them, or the replies to a prompt share it: all
+together, or in micro-batches of similar length where padding would be too much.
 """
 
 from __future__ import annotations
@@ -35,7 +36,13 @@ from rlhf_core.runtime import distributed
 from rlhf_core.training.engine.base import Engine
 from rlhf_core.training.examples import ReplyBatch, collate, values_of_sequences
 from rlhf_core.training.loop import StepReport
-from rlhf_core.training.losses import StepTotals, centering_loss, chunked_cross_entropy, pairwise_loss, ranked_right
+from rlhf_core.training.losses import (
+    StepTotals,
+    centering_loss,
+    chunked_cross_entropy,
+    pairwise_loss,
+    ranked_right,
+)
 from rlhf_core.training.passes import Scalar, accumulate_gradients, device_scalar
 from rlhf_core.training.reward.evaluation import accuracy
 from rlhf_core.training.rng import derive_seed
@@ -56,13 +63,17 @@ class PairMicroBatch:
     def hidden(self, model: ScalarModel) -> Tensor:
         """Last hidden states of each sequence (rows of ``sequences``, L, H)."""
         if self.prefixes is None:
-            return model.hidden(self.sequences.input_ids, *right_padded(self.sequences.attention_mask))
+            return model.hidden(
+                self.sequences.input_ids, *right_padded(self.sequences.attention_mask)
+            )
         return self.prefixes.hidden(model.model.base_model)
 
 
 @dataclass(frozen=True)
 class PairBatch:
-    """The sequences of B pairs in micro-batches that follow each other, and the row of each pair's own two (B,)."""
+    """The sequences of B pairs in micro-batches that follow each other, and the row of each pair's
+    own two (B,).
+    """
 
     micro_batches: list[PairMicroBatch]
     chosen: Tensor
@@ -70,8 +81,15 @@ class PairBatch:
 
 
 def row_lengths(pairs: Sequence[TokenisedPair], config: PairBatchConfig) -> list[int]:
-    """Tokens of each row that is computed of ``pairs``: of a sequence, or of a prompt with its replies."""
-    return [row.length for row in rows_of_sequences(pair_sequences(pairs, config.group_prompts), config.prefix_sharing)]
+    """Tokens of each row that is computed of ``pairs``: of a sequence, or of a prompt with its
+    replies.
+    """
+    return [
+        row.length
+        for row in rows_of_sequences(
+            pair_sequences(pairs, config.group_prompts), config.prefix_sharing
+        )
+    ]
 
 
 def pair_batch(
@@ -81,10 +99,12 @@ def pair_batch(
     config: PairBatchConfig,
     micro_batches: Sequence[Sequence[int]] | None = None,
 ) -> PairBatch:
-    """Collate pairs on ``device``; with ``group_prompts`` a sequence that several have is computed once.
+    """Collate pairs on ``device``; with ``group_prompts`` a sequence that several have is computed
+    once.
 
     Args:
-        micro_batches: Numbers of the rows of :func:`row_lengths` that are padded together; None for one micro-batch.
+        micro_batches: Numbers of the rows of :func:`row_lengths` that are padded together; None for
+            one micro-batch.
     """
     sequences = pair_sequences(pairs, config.group_prompts)
     rows = rows_of_sequences(sequences, config.prefix_sharing)
@@ -93,9 +113,13 @@ def pair_batch(
     row_of = {number: row for row, number in enumerate(in_order)}
     micro_batches_of_rows = []
     for part in parts:
-        prompts, replies = zip(*((row.prompt, reply) for row in part for reply in row.replies), strict=True)
+        prompts, replies = zip(
+            *((row.prompt, reply) for row in part for reply in row.replies), strict=True
+        )
         prefixes = prefix_batch(part, pad).to(device) if config.prefix_sharing else None
-        micro_batches_of_rows.append(PairMicroBatch(collate(prompts, replies, pad).to(device), prefixes))
+        micro_batches_of_rows.append(
+            PairMicroBatch(collate(prompts, replies, pad).to(device), prefixes)
+        )
     chosen, rejected = (
         torch.tensor([row_of[number] for number in numbers], device=device)
         for numbers in (sequences.chosen, sequences.rejected)
@@ -130,7 +154,9 @@ class PairBatches:
     def __init__(self, pairs: Sequence[TokenisedPair], config: RewardConfig, name: str) -> None:
         self.pairs, self.config, self.name = pairs, config, name
         self.seed = derive_seed(config.seed, name, "order")
-        self.prompts = PromptBatches(pairs, config.batch, self.seed) if config.batch.group_prompts else None
+        self.prompts = (
+            PromptBatches(pairs, config.batch, self.seed) if config.batch.group_prompts else None
+        )
         self.lengths = [pair.length for pair in pairs]
         self._epoch, self._first = -1, 0
         self._batches: list[list[int]] = []
@@ -154,11 +180,13 @@ class PairBatches:
         return token_budget_batches(self.lengths, *sizes, self.seed, epoch, rows)
 
 
-def rows_of_epoch(pairs: Sequence[TokenisedPair], config: RewardConfig, name: str, epoch: int) -> list[int]:
+def rows_of_epoch(
+    pairs: Sequence[TokenisedPair], config: RewardConfig, name: str, epoch: int
+) -> list[int]:
     """Pair numbers that an epoch of the model ``name`` consists of.
 
-    These are all of them, or a draw that is length-balanced in each category with a share and in all others together;
-    then categories get their shares.
+    These are all of them, or a draw that is length-balanced in each category with a share and in
+    all others together; then categories get their shares.
 
     Raises:
         DataError: A category that has a share has no such pair.
@@ -172,18 +200,25 @@ def rows_of_epoch(pairs: Sequence[TokenisedPair], config: RewardConfig, name: st
         for category, group in groups.items():
             parts = (name, "length_balance", *([category] if category is not None else []))
             differences = [pairs[row].length_difference for row in group]
-            rows += [group[i] for i in length_balanced_epoch(differences, derive_seed(config.seed, *parts), epoch)]
+            rows += [
+                group[i]
+                for i in length_balanced_epoch(differences, derive_seed(config.seed, *parts), epoch)
+            ]
         rows.sort()
     if not shares:
         return rows
-    seed, categories = derive_seed(config.seed, name, "category_shares"), [pair.category for pair in pairs]
+    seed, categories = (
+        derive_seed(config.seed, name, "category_shares"),
+        [pair.category for pair in pairs],
+    )
     return rows_by_category_share(categories, shares, seed, epoch, f"{name}.category_shares", rows)
 
 
 class RewardTask:
     """Pairwise ranking of preference pairs, evaluated by accuracy on held-out ones.
 
-    ``margins``, one per training pair, may be None. ``logits_bytes`` of float32 logits may exist at a time.
+    ``margins``, one per training pair, may be None. ``logits_bytes`` of float32 logits may exist at
+    a time.
     """
 
     def __init__(
@@ -199,7 +234,13 @@ class RewardTask:
         logits_bytes: int = LOGITS_BYTES,
     ) -> None:
         self.logits_bytes = logits_bytes
-        self.engine, self.model, self.train, self.config, self.pad = engine, model, train, config, pad
+        self.engine, self.model, self.train, self.config, self.pad = (
+            engine,
+            model,
+            train,
+            config,
+            pad,
+        )
         self.validation, self.margins = validation[:CURVE_PAIRS], margins
         self.batches = PairBatches(train, config, name)
 
@@ -209,29 +250,48 @@ class RewardTask:
         pairs = [self.train[row] for row in rows]
         totals = StepTotals(len(pairs), sum(len(pair.chosen) for pair in pairs))
         count = distributed.world_size()
-        # Tokens of each row that a rank computes; one without rows of its own repeats the first one, see passes.
+        # Tokens of each row that a rank computes; one without rows of its own repeats the first
+        # one, see passes.
         shards = [
-            row_lengths([self.train[row] for row in rows[rank::count] or rows[:1]], self.config.batch)
+            row_lengths(
+                [self.train[row] for row in rows[rank::count] or rows[:1]], self.config.batch
+            )
             for rank in range(count)
         ]
         micro_batches = least_padded(shards, self.config.batch.max_padding)
         own_micro_batches = micro_batches[distributed.rank()].micro_batches
 
         def compute(part: list[int]) -> tuple[Tensor, dict[str, Scalar]]:
-            margins = torch.tensor([self.margins[row] for row in part]) if self.margins is not None else None
+            margins = (
+                torch.tensor([self.margins[row] for row in part])
+                if self.margins is not None
+                else None
+            )
             own = [self.train[row] for row in part]
             return pair_loss(
-                self.model, own, margins, self.config, self.pad, totals, own_micro_batches, self.logits_bytes
+                self.model,
+                own,
+                margins,
+                self.config,
+                self.pad,
+                totals,
+                own_micro_batches,
+                self.logits_bytes,
             )
 
         # Each rank takes its share of the batch.
         metrics = accumulate_gradients(self.engine, passes(rows, len(rows)), compute)
         computed = sum(part.computed for part in micro_batches)
-        metrics |= {"pairs": float(len(pairs)), "padding_share": padding_share(sum(map(sum, shards)), computed)}
+        metrics |= {
+            "pairs": float(len(pairs)),
+            "padding_share": padding_share(sum(map(sum, shards)), computed),
+        }
         return StepReport(metrics, sum(real_tokens(pair) for pair in pairs))
 
     def evaluate(self, model: ScalarModel) -> dict[str, float]:
-        """Ranking ``loss``, ``accuracy`` and mean ``margin`` on held-out pairs (at most 512, for the curve)."""
+        """Ranking ``loss``, ``accuracy`` and mean ``margin`` on held-out pairs (at most 512, for
+        the curve).
+        """
         margins = score_pairs(model, self.validation, self.pad).margins
         loss = float(np.logaddexp(0.0, -margins).mean())
         return {"loss": loss, "accuracy": accuracy(margins), "margin": float(margins.mean())}
@@ -257,7 +317,8 @@ def pair_loss(
     Args:
         pairs: All pairs of the optimiser step, or a rank's shard of them.
         totals: Sizes of the whole step.
-        micro_batches: Which rows pass the backbone together, see :func:`pair_batch`. The loss joins them again.
+        micro_batches: Which rows pass the backbone together, see :func:`pair_batch`. The loss joins
+            them again.
 
     Returns:
         The shard's part of the step's loss, and its part of each metric.
@@ -266,9 +327,13 @@ def pair_loss(
     batch = pair_batch(pairs, pad, device, config.batch, micro_batches)
     hidden = [part.hidden(model) for part in batch.micro_batches]
     parts = [(h, part.sequences) for h, part in zip(hidden, batch.micro_batches, strict=True)]
-    scores = torch.cat([model.scores(model.pool(h, part.attention_mask, part.reply_mask)) for h, part in parts])
+    scores = torch.cat(
+        [model.scores(model.pool(h, part.attention_mask, part.reply_mask)) for h, part in parts]
+    )
     chosen, rejected = scores[batch.chosen], scores[batch.rejected]
-    loss = pairwise_loss(chosen, rejected, margins.to(chosen) if margins is not None else None, totals.rows)
+    loss = pairwise_loss(
+        chosen, rejected, margins.to(chosen) if margins is not None else None, totals.rows
+    )
     share = len(pairs) / totals.rows
     metrics: dict[str, Scalar] = {
         "ranking_loss": device_scalar(loss),
@@ -292,7 +357,8 @@ def imitation_loss(
     total: int,
     logits_bytes: int = LOGITS_BYTES,
 ) -> Tensor:
-    """Language-model loss on the *chosen* replies alone, from the hidden states of all: (rows, L, H) each -> ().
+    """Language-model loss on the *chosen* replies alone, from the hidden states of all: (rows, L,
+    H) each -> ().
 
     Args:
         hidden: Those of each micro-batch of ``batch``.
@@ -308,9 +374,12 @@ def imitation_loss(
         predicting.append(states[rows[pair], column])
         targets += [token for i in own.tolist() for token in pairs[i].chosen]
         first += len(states)
-    # Joined before the unembedding: every rank gathers it once, also one with a micro-batch of rejected replies alone.
+    # Joined before the unembedding: every rank gathers it once, also one with a micro-batch of
+    # rejected replies alone.
     logits = model.lm_logits(torch.cat(predicting))
-    return chunked_cross_entropy(logits, torch.tensor(targets, device=hidden[0].device), total, logits_bytes)
+    return chunked_cross_entropy(
+        logits, torch.tensor(targets, device=hidden[0].device), total, logits_bytes
+    )
 
 
 def rows_to_score(longest: int) -> int:
@@ -318,11 +387,13 @@ def rows_to_score(longest: int) -> int:
     return max(1, min(SCORING_ROWS, SCORING_TOKENS // longest))
 
 
-def score_pairs(model: ScalarModel, pairs: Sequence[TokenisedPair], pad: int, name: str | None = None) -> PairScores:
+def score_pairs(
+    model: ScalarModel, pairs: Sequence[TokenisedPair], pad: int, name: str | None = None
+) -> PairScores:
     """Score all pairs; the rewards are in the order of ``pairs``.
 
-    Sequences are batched by their own length, since the two of a pair often differ much, and one that several pairs
-    share is scored once. With ``name`` the progress is shown under it.
+    Sequences are batched by their own length, since the two of a pair often differ much, and one
+    that several pairs share is scored once. With ``name`` the progress is shown under it.
     """
     was_training = model.training
     model.eval()

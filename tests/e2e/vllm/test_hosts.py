@@ -1,4 +1,6 @@
-"""Roles on hosts of their own: two train critic and policy by ZeRO 3, a third samples, a fourth scores."""
+"""Roles on hosts of their own: two train critic and policy by ZeRO 3, a third samples, a fourth
+scores.
+"""
 
 from __future__ import annotations
 
@@ -52,10 +54,17 @@ def prepared(folder: Path, trainers: list[Host], sampler: Host, scorer: Host) ->
     params["compute"]["launch"] = {"critic": launch, "ppo": launch}
     params["ppo"] |= {
         "importance_sampling_correction": {"mode": "always"},
-        "sampler": {"kind": "vllm", "url": f"http://{sampler.name}:8000", "weights_folder": str(folder / "weights")},
+        "sampler": {
+            "kind": "vllm",
+            "url": f"http://{sampler.name}:8000",
+            "weights_folder": str(folder / "weights"),
+        },
         "reward": params["ppo"].get("reward", {})
         | {
-            "sources": [{"kind": "model"}, {"kind": "http", "name": "ended", "url": f"http://{scorer.name}:8100/score"}]
+            "sources": [
+                {"kind": "model"},
+                {"kind": "http", "name": "ended", "url": f"http://{scorer.name}:8100/score"},
+            ]
         },
     }
     (folder / "params.yaml").write_text(yaml.safe_dump(params, sort_keys=False))
@@ -78,10 +87,16 @@ def test_two_hosts_train_while_a_third_samples_and_a_fourth_scores(tmp_path: Pat
             (scorer, [sys.executable, "-c", SCORER, scorer.address], {}),
         ):
             environment = command_environment(**variables)
-            stack.enter_context(running([*host.prefix, *command], tmp_path / "logs", environment, f"{host.name}.log"))
+            stack.enter_context(
+                running(
+                    [*host.prefix, *command], tmp_path / "logs", environment, f"{host.name}.log"
+                )
+            )
         for stage in ("critic", "ppo"):
             train_on(trainers, workspace, stage_command(workspace, stage))
-    rows = [json.loads(line) for line in (workspace / "history" / "ppo.jsonl").read_text().splitlines()]
+    rows = [
+        json.loads(line) for line in (workspace / "history" / "ppo.jsonl").read_text().splitlines()
+    ]
     assert [row["iteration"] for row in rows] == [1, 2]
     for row in rows:
         assert row["sampling_logp_difference_mean"] < 1e-4

@@ -1,4 +1,6 @@
-"""The LLM judge against a real server: vLLM with SmolLM2-135M-Instruct, which answers in the form that is enforced."""
+"""The LLM judge against a real server: vLLM with SmolLM2-135M-Instruct, which answers in the form
+that is enforced.
+"""
 
 from __future__ import annotations
 
@@ -33,16 +35,23 @@ def judge_config(service: VllmService, **fields: Any) -> LlmJudgeConfig:
     return LlmJudgeConfig.model_validate(asked | fields)
 
 
-def test_every_answer_has_the_form_that_is_enforced_and_is_asked_for_once(service: VllmService, tmp_path: Path) -> None:
+def test_every_answer_has_the_form_that_is_enforced_and_is_asked_for_once(
+    service: VllmService, tmp_path: Path
+) -> None:
     config = judge_config(service, response_format="json_schema", max_junk=0.5)
     judged = LlmJudge(config, tmp_path).judge(PROMPTS, RIGHT, WRONG)
-    assert judged.metrics["prompt_tokens"] > 12 * 150 and 0 < judged.metrics["completion_tokens"] <= 12 * 256
+    assert (
+        judged.metrics["prompt_tokens"] > 12 * 150
+        and 0 < judged.metrics["completion_tokens"] <= 12 * 256
+    )
     assert set(judged.outcomes[judged.judged]) <= {1.0, 0.5, 0.0}
     print(f"{dict(judged.metrics)}, outcomes {judged.outcomes.tolist()}")
     away = config.model_copy(update={"retries": 0})
     again = LlmJudge(away, tmp_path)
     again.endpoint.url = "http://127.0.0.1:9/v1/chat/completions"
-    assert again.judge(PROMPTS, RIGHT, WRONG).reasons == judged.reasons, "no further question is asked"
+    assert again.judge(PROMPTS, RIGHT, WRONG).reasons == judged.reasons, (
+        "no further question is asked"
+    )
 
 
 def test_an_unknown_model_stops_with_one_line(service: VllmService, tmp_path: Path) -> None:

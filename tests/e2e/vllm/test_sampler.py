@@ -1,4 +1,6 @@
-"""PPO's sampler in a real vLLM server: the contract of samplers, stale weights, and two iterations of PPO."""
+"""PPO's sampler in a real vLLM server: the contract of samplers, stale weights, and two iterations
+of PPO.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +11,16 @@ from pathlib import Path
 
 import pytest
 import torch
-from sampler_contract import EOS, PAD, PROMPTS, SAMPLING, SamplerContract, batch_of, contract_policy, drawn
+from sampler_contract import (
+    EOS,
+    PAD,
+    PROMPTS,
+    SAMPLING,
+    SamplerContract,
+    batch_of,
+    contract_policy,
+    drawn,
+)
 from transformers import LlamaForSequenceClassification, PreTrainedModel
 from unit.evaluation.conftest import QUESTIONS, made_prompt
 from unit.evaluation.test_evaluate_stage import run_stage
@@ -33,7 +44,9 @@ pytestmark = VLLM_MARKS
 
 @pytest.fixture(scope="module")
 def server_settings() -> Iterator[None]:
-    """Small caches, and no compiler: on a small machine it takes longer than vLLM waits for a step."""
+    """Small caches, and no compiler: on a small machine it takes longer than vLLM waits for a
+    step.
+    """
     with pytest.MonkeyPatch.context() as patch:
         for name in ("VLLM_CPU_KVCACHE_SPACE", "TORCH_COMPILE_DISABLE", "OMP_NUM_THREADS"):
             patch.setenv(name, "1")
@@ -44,7 +57,9 @@ def server_settings() -> Iterator[None]:
 def vllm(server_settings: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[VllmSampler]:
     """One server for all tests, which sync the weights that they need."""
     config = VllmSamplerConfig(
-        kind="vllm", python=VLLM_PYTHON, arguments=("--enforce-eager", "--max-model-len", "64", "--max-num-seqs", "32")
+        kind="vllm",
+        python=VLLM_PYTHON,
+        arguments=("--enforce-eager", "--max-model-len", "64", "--max-num-seqs", "32"),
     )
     sampler = VllmSampler(config, tmp_path_factory.mktemp("vllm"))
     try:
@@ -64,7 +79,9 @@ class TestVllmSampler(SamplerContract):
         return vllm
 
 
-def test_weights_that_another_loads_into_the_server_are_noticed(vllm: VllmSampler, policy: PreTrainedModel) -> None:
+def test_weights_that_another_loads_into_the_server_are_noticed(
+    vllm: VllmSampler, policy: PreTrainedModel
+) -> None:
     vllm.sync(policy, 1)
     assert vllm._client is not None
     vllm._client.post("/update_weight_version", {"new_version": "others-1"})
@@ -84,8 +101,12 @@ def test_a_server_that_did_not_take_the_weights_is_noticed(
     assert vllm._client is not None
     post = vllm._client.post
     deaf = "/collective_rpc"  # by which weights are loaded
-    monkeypatch.setattr(vllm._client, "post", lambda path, body=None: None if path == deaf else post(path, body))
-    with pytest.raises(RlhfError, match=r"differs by .* nats per token from the policy whose weights it loaded"):
+    monkeypatch.setattr(
+        vllm._client, "post", lambda path, body=None: None if path == deaf else post(path, body)
+    )
+    with pytest.raises(
+        RlhfError, match=r"differs by .* nats per token from the policy whose weights it loaded"
+    ):
         vllm.sync(changed, 2)
 
 
@@ -102,15 +123,21 @@ def test_a_repetition_penalty_is_refused_and_a_small_nucleus_leaves_one_token(
 
 
 @pytest.mark.parametrize("mode", ["always", "ratio"])
-def test_two_iterations_of_ppo(vllm: VllmSampler, policy: PreTrainedModel, mode: str, tmp_path: Path) -> None:
+def test_two_iterations_of_ppo(
+    vllm: VllmSampler, policy: PreTrainedModel, mode: str, tmp_path: Path
+) -> None:
     shape = copy.deepcopy(policy.config)
     shape.num_labels = 1
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(6)
-        critic, reward = (ScalarModel(LlamaForSequenceClassification(shape).eval()) for _ in range(2))
+        critic, reward = (
+            ScalarModel(LlamaForSequenceClassification(shape).eval()) for _ in range(2)
+        )
     tiny = Tiny(policy, copy.deepcopy(policy), critic, reward, PROMPTS, Sampling(EOS, PAD, 7))
     config = make_config(
-        iterations=2, importance_sampling_correction={"mode": mode}, sampler={"kind": "vllm", "python": VLLM_PYTHON}
+        iterations=2,
+        importance_sampling_correction={"mode": mode},
+        sampler={"kind": "vllm", "python": VLLM_PYTHON},
     )
     before = copy.deepcopy(policy.state_dict())
     trainer = make_trainer(tiny, config, tmp_path, sampler=vllm)
@@ -123,7 +150,9 @@ def test_two_iterations_of_ppo(vllm: VllmSampler, policy: PreTrainedModel, mode:
         assert row["sampling_logp_difference_mean"] < 1e-4
         compared = {"always": "importance_sampling_ratio_mean", "ratio": "first_ratio"}[mode]
         assert row[compared] == pytest.approx(1.0, abs=1e-3)
-    print(f"two iterations in {time.monotonic() - started:.1f} s, gaps {[row['sampler_gap'] for row in rows]}")
+    print(
+        f"two iterations in {time.monotonic() - started:.1f} s, gaps {[row['sampler_gap'] for row in rows]}"
+    )
 
 
 SERVER = {
@@ -135,10 +164,14 @@ SERVER = {
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """``sft``, ``policy`` and the three reward models, with heads that vLLM has kernels for, far from ties."""
+    """``sft``, ``policy`` and the three reward models, with heads that vLLM has kernels for, far
+    from ties.
+    """
     root = tmp_path_factory.mktemp("models")
     tokenizer = train_tokenizer([question.text for question in QUESTIONS], 300)
-    shape = BaseConfig(vocab_size=300, hidden_size=64, intermediate_size=64, layers=1, heads=2, max_positions=256)
+    shape = BaseConfig(
+        vocab_size=300, hidden_size=64, intermediate_size=64, layers=1, heads=2, max_positions=256
+    )
     for seed, name in enumerate(("sft", "policy"), start=1):
         model = new_model(shape, tokenizer, seed)
         with torch.no_grad():
@@ -149,7 +182,9 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root
 
 
-def test_a_critic_learns_from_replies_of_the_server(server_settings: None, models: Path, tmp_path: Path) -> None:
+def test_a_critic_learns_from_replies_of_the_server(
+    server_settings: None, models: Path, tmp_path: Path
+) -> None:
     prompts = [question.text for question in QUESTIONS[:8]]
     trained = rlhf.train_critic(
         models / "sft", load_tokenizer(models / "sft"), prompts, lambda prompts, replies: [len(r) for r in replies],
@@ -164,7 +199,9 @@ def test_a_critic_learns_from_replies_of_the_server(server_settings: None, model
 def test_an_evaluation_in_the_server_judges_the_replies_of_a_local_one(
     server_settings: None, models: Path, tmp_path: Path
 ) -> None:
-    """Of so small a nucleus only the likeliest token is left, so that both samplers write the same."""
+    """Of so small a nucleus only the likeliest token is left, so that both samplers write the
+    same.
+    """
     settings = {
         "prompts": 4, "kl_samples": 4, "max_new_tokens": 6, "bootstrap": 50, "best_of_n": 2,
         "sampling": {"max_new_tokens": 6, "top_p": 1e-6, "repetition_penalty": 1.0},
@@ -172,23 +209,31 @@ def test_an_evaluation_in_the_server_judges_the_replies_of_a_local_one(
     }  # fmt: skip
     rows = [made_prompt(question.text, question.category) for question in QUESTIONS[:4]]
     measured = {
-        name: run_stage(tmp_path / name, models, rows, EvaluateStageConfig.model_validate(settings | of))[0]
+        name: run_stage(
+            tmp_path / name, models, rows, EvaluateStageConfig.model_validate(settings | of)
+        )[0]
         for name, of in (("local", {}), ("vllm", {"sampler": SERVER}))
     }
     assert measured["vllm"]["comparison"]["judge"] == measured["local"]["comparison"]["judge"]
-    assert measured["vllm"]["policy"]["judge"] == pytest.approx(measured["local"]["policy"]["judge"])
+    assert measured["vllm"]["policy"]["judge"] == pytest.approx(
+        measured["local"]["policy"]["judge"]
+    )
     for name in ("losses", "regression"):
         assert measured["vllm"][name] == measured["local"][name]
     # Sampled without filters, each with random numbers of its own.
     assert measured["vllm"]["kl"] > 0 and measured["local"]["kl"] > 0
 
 
-def test_a_server_that_dies_ends_the_run_with_one_line(server_settings: None, vllm: VllmSampler) -> None:
+def test_a_server_that_dies_ends_the_run_with_one_line(
+    server_settings: None, vllm: VllmSampler
+) -> None:
     """The last test of the module: it ends the server that the others share."""
     policy = contract_policy()
     vllm.sync(policy, 1)
     assert vllm._server is not None
     vllm._server.stop()
-    with pytest.raises(RlhfError, match=r"vLLM's server ended with status .*; from its log ") as raised:
+    with pytest.raises(
+        RlhfError, match=r"vLLM's server ended with status .*; from its log "
+    ) as raised:
         drawn(vllm, batch_of([0]))
     assert "\n" not in str(raised.value)

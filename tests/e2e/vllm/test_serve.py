@@ -1,4 +1,6 @@
-"""``rlhf serve --vllm`` for real: OpenAI's client, the token, a moved alias, and a stop that lets replies end."""
+"""``rlhf serve --vllm`` for real: OpenAI's client, the token, a moved alias, and a stop that lets
+replies end.
+"""
 
 from __future__ import annotations
 
@@ -63,7 +65,9 @@ def openai_client(served: ServedChampion, model: str) -> dict[str, Any]:
     return json.loads(ended.stdout)
 
 
-def test_the_client_of_openai_gets_replies_whole_and_in_pieces(champion_in_vllm: ServedChampion) -> None:
+def test_the_client_of_openai_gets_replies_whole_and_in_pieces(
+    champion_in_vllm: ServedChampion,
+) -> None:
     name = policy_name(champion_in_vllm.workspace)
     seen = openai_client(champion_in_vllm, f"{name}@champion")
     assert seen["models"] == [f"{name}:1", f"{name}@champion"]
@@ -73,23 +77,44 @@ def test_the_client_of_openai_gets_replies_whole_and_in_pieces(champion_in_vllm:
     assert str(champion_in_vllm.service.token) not in champion_in_vllm.service.log.read_text()
 
 
-def test_no_request_gets_more_tokens_than_the_policy_was_judged_with(champion_in_vllm: ServedChampion) -> None:
+def test_no_request_gets_more_tokens_than_the_policy_was_judged_with(
+    champion_in_vllm: ServedChampion,
+) -> None:
     choice = champion_in_vllm.service.chat("Tell me a story.", max_tokens=1000, ignore_eos=True)
-    assert (len(choice["token_ids"]), choice["finish_reason"]) == (JUDGED_WITH["max_new_tokens"], "length")
+    assert (len(choice["token_ids"]), choice["finish_reason"]) == (
+        JUDGED_WITH["max_new_tokens"],
+        "length",
+    )
 
 
-def test_a_moved_alias_is_served_after_the_next_start(champion_in_vllm: ServedChampion, tmp_path: Path) -> None:
+def test_a_moved_alias_is_served_after_the_next_start(
+    champion_in_vllm: ServedChampion, tmp_path: Path
+) -> None:
     workspace, name = champion_in_vllm.workspace, policy_name(champion_in_vllm.workspace)
     make_policy(workspace, 7)
     register(workspace)
     connect(workspace).set_registered_model_alias(name, "champion", "2")
-    answered = httpx.get(f"{champion_in_vllm.service.url}/v1/models", headers=champion_in_vllm.service.headers)
+    answered = httpx.get(
+        f"{champion_in_vllm.service.url}/v1/models", headers=champion_in_vllm.service.headers
+    )
     assert [model["id"] for model in answered.json()["data"]] == [f"{name}:1", f"{name}@champion"]
-    assert f"vLLM serves {name}:1 until it is started again" in champion_in_vllm.service.log.read_text()
+    assert (
+        f"vLLM serves {name}:1 until it is started again"
+        in champion_in_vllm.service.log.read_text()
+    )
     recorder = tmp_path / "python"
     recorder.write_text(f'#!/bin/sh\nprintf "%s\\n" "$@" > {tmp_path}/arguments\n')
     recorder.chmod(0o755)
-    words = [sys.executable, "-m", "flows.cli", "serve", "--workspace", workspace, "--vllm", recorder]
+    words = [
+        sys.executable,
+        "-m",
+        "flows.cli",
+        "serve",
+        "--workspace",
+        workspace,
+        "--vllm",
+        recorder,
+    ]
     ended = run(*words, cwd=tmp_path)
     assert ended.returncode == 0, ended.stderr
     assert f"vLLM serves {name}:2 until it is started again" in ended.stdout

@@ -1,6 +1,8 @@
-"""Weights sent to a real vLLM server by its own weight transfer, on CPUs: gloo in the place of NCCL on both sides.
+"""Weights sent to a real vLLM server by its own weight transfer, on CPUs: gloo in the place of NCCL
+on both sides.
 
-All but NCCL is the real thing: what is asked, what the server's backend ``nccl`` makes of it, how it loads weights.
+All but NCCL is the real thing: what is asked, what the server's backend ``nccl`` makes of it, how
+it loads weights.
 """
 
 from __future__ import annotations
@@ -76,7 +78,9 @@ def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     save_merged(contract_policy(), folder / "model")
     (folder / "plugin" / "gloo-1.dist-info").mkdir(parents=True)
     (folder / "plugin" / "gloo_transfer.py").write_text(PLUGIN)
-    (folder / "plugin" / "gloo-1.dist-info" / "METADATA").write_text("Metadata-Version: 2.1\nName: gloo\nVersion: 1\n")
+    (folder / "plugin" / "gloo-1.dist-info" / "METADATA").write_text(
+        "Metadata-Version: 2.1\nName: gloo\nVersion: 1\n"
+    )
     entry = "[vllm.general_plugins]\ngloo = gloo_transfer:register\n"
     (folder / "plugin" / "gloo-1.dist-info" / "entry_points.txt").write_text(entry)
     assert VLLM_PYTHON is not None
@@ -87,13 +91,19 @@ def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
         "--max-model-len", "64", "--max-num-seqs", "32", "--weight-transfer-config", '{"backend": "nccl"}',
     ]  # fmt: skip
     address = f"http://127.0.0.1:{port}"
-    variables = {"VLLM_SERVER_DEV_MODE": "1", "TORCH_COMPILE_DISABLE": "1", "PYTHONPATH": str(folder / "plugin")}
+    variables = {
+        "VLLM_SERVER_DEV_MODE": "1",
+        "TORCH_COMPILE_DISABLE": "1",
+        "PYTHONPATH": str(folder / "plugin"),
+    }
     with started(command, address, folder / "vllm.log", **variables):
         yield address
 
 
 def sampler_at(url: str, work: Path) -> VllmSampler:
-    return VllmSampler(VllmSamplerConfig(kind="vllm", url=url, weights="nccl", timeout_seconds=120), work)
+    return VllmSampler(
+        VllmSamplerConfig(kind="vllm", url=url, weights="nccl", timeout_seconds=120), work
+    )
 
 
 @pytest.fixture(scope="module")
@@ -117,7 +127,9 @@ class TestTransferredSampler(SamplerContract):
         return transferred
 
 
-def test_the_run_after_a_killed_one_meets_the_server_again(transferred: VllmSampler, url: str, tmp_path: Path) -> None:
+def test_the_run_after_a_killed_one_meets_the_server_again(
+    transferred: VllmSampler, url: str, tmp_path: Path
+) -> None:
     transferred.sync(contract_policy(), 1)
     following = sampler_at(url, tmp_path)
     following.sync(contract_policy(), 1)

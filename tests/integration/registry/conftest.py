@@ -1,4 +1,6 @@
-"""A workspace as a finished run leaves it, made in seconds: real DVC, tiny real models, gates with true hashes."""
+"""A workspace as a finished run leaves it, made in seconds: real DVC, tiny real models, gates with
+true hashes.
+"""
 
 from __future__ import annotations
 
@@ -51,7 +53,8 @@ stages:
   evaluate: {cmd: "true", deps: [models/policy, models/referee, models/judge], metrics: [metrics/evaluation.json]}
   gate-policy: {cmd: "true", deps: [metrics/evaluation.json, metrics/ppo.json], outs: [gates/policy.json]}
 """
-# A webhook may reach this machine, is sent as soon as it is created, and has its secret encrypted in the database.
+# A webhook may reach this machine, is sent as soon as it is created, and has its secret encrypted
+# in the database.
 WEBHOOK_SETTINGS = {
     "MLFLOW_WEBHOOK_ALLOW_PRIVATE_IPS": "true",
     "MLFLOW_WEBHOOK_ALLOWED_SCHEMES": "http",
@@ -67,7 +70,9 @@ def save_model(folder: Path, tokenizer: PreTrainedTokenizerBase, kind: type, see
     tokenizer.save_pretrained(folder)
 
 
-def write_gate(workspace: Path, gate: str, evidence: list[str], passed: bool = True, mode: str = "enforce") -> None:
+def write_gate(
+    workspace: Path, gate: str, evidence: list[str], passed: bool = True, mode: str = "enforce"
+) -> None:
     condition = {
         "metric": "kl",
         "value": 1.0,
@@ -78,7 +83,13 @@ def write_gate(workspace: Path, gate: str, evidence: list[str], passed: bool = T
         "why": "test",
     }
     hashes = {name: sha256_file(workspace / name) for name in evidence}
-    report = {"gate": gate, "passed": passed, "mode": mode, "conditions": [condition], "evidence": hashes}
+    report = {
+        "gate": gate,
+        "passed": passed,
+        "mode": mode,
+        "conditions": [condition],
+        "evidence": hashes,
+    }
     (workspace / "gates").mkdir(exist_ok=True)
     (workspace / "gates" / f"{gate}.json").write_text(json.dumps(report))
 
@@ -101,18 +112,27 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
     save_model(workspace / "models" / "reward", tokenizer, LlamaForSequenceClassification, 2)
     save_model(workspace / "models" / "referee", tokenizer, LlamaForSequenceClassification, 3)
     save_model(workspace / "models" / "judge", tokenizer, LlamaForSequenceClassification, 4)
-    rows = [Prompt(f"{i:016x}", [Message("user", f"question {i}?")], "other", "test", str(i)) for i in range(8)]
+    rows = [
+        Prompt(f"{i:016x}", [Message("user", f"question {i}?")], "other", "test", str(i))
+        for i in range(8)
+    ]
     write_rows(workspace / "data" / "clean" / "prompts" / "test.parquet", rows)
     (workspace / "metrics").mkdir()
     for name in ("data", "sft", "reward", "referee", "judge", "ppo", "evaluation"):
-        (workspace / "metrics" / f"{name}.json").write_text('{"kl": 1.0, "nested": {"win_rate": 0.7}}')
+        (workspace / "metrics" / f"{name}.json").write_text(
+            '{"kl": 1.0, "nested": {"win_rate": 0.7}}'
+        )
     write_gate(workspace, "data", ["metrics/data.json"])
     write_gate(workspace, "sft", ["metrics/sft.json"])
     (workspace / "gates" / "sft.pass").write_text("passed\n")
-    write_gate(workspace, "reward", ["metrics/reward.json", "metrics/referee.json", "metrics/judge.json"])
+    write_gate(
+        workspace, "reward", ["metrics/reward.json", "metrics/referee.json", "metrics/judge.json"]
+    )
     (workspace / "gates" / "reward.pass").write_text("passed\n")
     write_gate(workspace, "policy", ["metrics/evaluation.json", "metrics/ppo.json"])
-    subprocess.run([sys.executable, "-m", "dvc", "init", "--no-scm", "-q"], cwd=workspace, check=True)
+    subprocess.run(
+        [sys.executable, "-m", "dvc", "init", "--no-scm", "-q"], cwd=workspace, check=True
+    )
     commit(workspace)
     previous = dict(os.environ)
     from flows.registry.client import prepare_tracking
@@ -142,8 +162,22 @@ class Backend:
 def mlflow_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """The address of a real MLflow server on loopback that serves artifacts too."""
     folder, port = tmp_path_factory.mktemp("mlflow"), free_port()
-    command = [sys.executable, "-m", "mlflow", "server", "--host", "127.0.0.1", "--port", str(port), "--workers", "1"]
-    command += [f"--backend-store-uri=sqlite:///{folder}/mlflow.db", f"--artifacts-destination={folder}/artifacts"]
+    command = [
+        sys.executable,
+        "-m",
+        "mlflow",
+        "server",
+        "--host",
+        "127.0.0.1",
+        "--port",
+        str(port),
+        "--workers",
+        "1",
+    ]
+    command += [
+        f"--backend-store-uri=sqlite:///{folder}/mlflow.db",
+        f"--artifacts-destination={folder}/artifacts",
+    ]
     with (folder / "server.log").open("wb") as log:
         server = subprocess.Popen(
             [*command, "--serve-artifacts"],
@@ -168,7 +202,9 @@ def backend(request: pytest.FixtureRequest) -> Backend:
 
 
 @pytest.fixture
-def workspace(finished: Path, tmp_path: Path, backend: Backend, monkeypatch: pytest.MonkeyPatch) -> Path:
+def workspace(
+    finished: Path, tmp_path: Path, backend: Backend, monkeypatch: pytest.MonkeyPatch
+) -> Path:
     """A copy that a test may change, with a record of its own."""
     workspace = copy_workspace(finished, tmp_path / "my workspace")
     backend.adopt(workspace, monkeypatch)
@@ -194,10 +230,17 @@ def champion_and_challenger_on_server(
 
 
 @pytest.fixture
-def contest(request: pytest.FixtureRequest, tmp_path: Path, backend: Backend, monkeypatch: pytest.MonkeyPatch) -> Path:
+def contest(
+    request: pytest.FixtureRequest,
+    tmp_path: Path,
+    backend: Backend,
+    monkeypatch: pytest.MonkeyPatch,
+) -> Path:
     """A workspace whose registry has version 1 as champion and version 2 as challenger."""
     if backend.uri is None:
-        return copy_workspace(request.getfixturevalue("champion_and_challenger"), tmp_path / "contest")
+        return copy_workspace(
+            request.getfixturevalue("champion_and_challenger"), tmp_path / "contest"
+        )
     source: Path = request.getfixturevalue("champion_and_challenger_on_server")
     workspace = copy_workspace(source, tmp_path / "contest")
     backend.adopt(workspace, monkeypatch)
@@ -207,7 +250,9 @@ def contest(request: pytest.FixtureRequest, tmp_path: Path, backend: Backend, mo
 
 
 def copy_registered_model(workspace: Path, source: str, target: str) -> None:
-    """Versions, aliases and tags of ``source`` under another name, whose history is empty; the models are the same."""
+    """Versions, aliases and tags of ``source`` under another name, whose history is empty; the
+    models are the same.
+    """
     from flows.registry.aliases import versions
     from flows.registry.client import connect
     from flows.registry.history import DONE_TAG
@@ -216,11 +261,16 @@ def copy_registered_model(workspace: Path, source: str, target: str) -> None:
     client = connect(workspace)
     model = client.get_registered_model(source)
     client.create_registered_model(
-        target, tags={key: value for key, value in model.tags.items() if key not in (DONE_TAG, OWNER_TAG)}
+        target,
+        tags={key: value for key, value in model.tags.items() if key not in (DONE_TAG, OWNER_TAG)},
     )
     for version in reversed(versions(client, source)):
-        logged = version.source.removeprefix("models:/")  # found versions do not carry their model_id
-        client.create_model_version(target, version.source, version.run_id, tags=version.tags, model_id=logged)
+        logged = version.source.removeprefix(
+            "models:/"
+        )  # found versions do not carry their model_id
+        client.create_model_version(
+            target, version.source, version.run_id, tags=version.tags, model_id=logged
+        )
     for alias, number in model.aliases.items():
         client.set_registered_model_alias(target, alias, str(number))
 

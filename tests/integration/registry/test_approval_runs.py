@@ -1,4 +1,6 @@
-"""On a real Prefect server: runs suspend until a person has decided, and a new champion is an event."""
+"""On a real Prefect server: runs suspend until a person has decided, and a new champion is an
+event.
+"""
 
 from __future__ import annotations
 
@@ -41,7 +43,11 @@ from flows.stage import StageOutcome
 from flows.workspace import LOCK_HELD_VARIABLE
 from rlhf_core.errors import RlhfError
 
-pytestmark = [pytest.mark.services, pytest.mark.parametrize("backend", ["sqlite"], indirect=True), pytest.mark.slow]
+pytestmark = [
+    pytest.mark.services,
+    pytest.mark.parametrize("backend", ["sqlite"], indirect=True),
+    pytest.mark.slow,
+]
 SECONDS = 300
 
 
@@ -79,7 +85,9 @@ class Deployment:
 
     def start(self) -> UUID:
         """Create a run and run it until it ends or suspends; return its id."""
-        run = self.client.create_flow_run_from_deployment(self.id, parameters={"workspace": str(self.workspace)})
+        run = self.client.create_flow_run_from_deployment(
+            self.id, parameters={"workspace": str(self.workspace)}
+        )
         self.execute(run.id)
         return run.id
 
@@ -92,10 +100,14 @@ class Deployment:
             assert self.state(run) == "Suspended"
 
     def answer(self, run: UUID, *words: str) -> None:
-        """Give a command that answers the form of a suspended run, and run what it resumes, as a worker does."""
+        """Give a command that answers the form of a suspended run, and run what it resumes, as a
+        worker does.
+        """
         with ThreadPoolExecutor() as pool:
             given = pool.submit(command, *words, "--workspace", str(self.workspace))
-            wait_until(lambda: given.done() or self.state(run) == "Resuming", SECONDS, "answer to the form")
+            wait_until(
+                lambda: given.done() or self.state(run) == "Resuming", SECONDS, "answer to the form"
+            )
             if not given.done():
                 self.execute(run)
             given.result()
@@ -113,7 +125,9 @@ def cached_pipeline(workspace: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RLHF_ACTOR", "")  # restored afterwards
     monkeypatch.setattr(pipeline, "_run_stages", every_stage_is_cached)
     monkeypatch.setattr(pipeline.signals, "install", lambda: None)
-    monkeypatch.setenv(LOCK_HELD_VARIABLE, str(workspace))  # as `rlhf run` does, which holds the lock
+    monkeypatch.setenv(
+        LOCK_HELD_VARIABLE, str(workspace)
+    )  # as `rlhf run` does, which holds the lock
 
 
 def command(*words: str) -> None:
@@ -143,10 +157,15 @@ def test_a_promotion_suspends_until_a_person_has_decided_and_an_automation_start
     )
     first = deployment.start()
     assert deployment.state(first) == "Suspended"
-    assert client.resume_flow_run(first).status == SetStateStatus.REJECT, "to resume it without an answer is none"
+    assert client.resume_flow_run(first).status == SetStateStatus.REJECT, (
+        "to resume it without an answer is none"
+    )
     assert deployment.state(first) == "Suspended" and aliases(release)["champion"] == "1"
     screen = status(release).as_text()
-    assert "Not released yet: rlhf-policy version 2 waits for approval" in screen and "next: rlhf approve" in screen
+    assert (
+        "Not released yet: rlhf-policy version 2 waits for approval" in screen
+        and "next: rlhf approve" in screen
+    )
     second = deployment.start()
     assert (deployment.state(first), deployment.state(second)) == ("Cancelled", "Suspended")
     capsys.readouterr()
@@ -158,7 +177,10 @@ def test_a_promotion_suspends_until_a_person_has_decided_and_an_automation_start
 
     def events() -> list[tuple[str, str, str | None, str]]:
         page = client.read_events(EventFilter(event=EventNameFilter(prefix=["rlhf."])), limit=50)
-        return sorted((e.event, e.payload["model"], e.payload["version"], e.payload["action"]) for e in page.events)
+        return sorted(
+            (e.event, e.payload["model"], e.payload["version"], e.payload["action"])
+            for e in page.events
+        )
 
     expected = [
         ("rlhf.approval.requested", "rlhf-policy", "2", "request approval"),
@@ -167,13 +189,21 @@ def test_a_promotion_suspends_until_a_person_has_decided_and_an_automation_start
     ]
     wait_until(lambda: events() == expected, SECONDS, "events")
     of_listener = FlowRunFilter(deployment_id=FlowRunFilterDeploymentId(any_=[listener]))
-    wait_until(lambda: client.read_flow_runs(flow_run_filter=of_listener), SECONDS, "run started by the automation")
+    wait_until(
+        lambda: client.read_flow_runs(flow_run_filter=of_listener),
+        SECONDS,
+        "run started by the automation",
+    )
 
 
 @pytest.mark.parametrize("flow", [promotion_flow, rlhf_pipeline], ids=["promotion", "pipeline"])
 @pytest.mark.parametrize("approved", [True, False], ids=["approved", "refused"])
 def test_the_form_on_the_server_decides(
-    release: Path, client: SyncPrefectClient, monkeypatch: pytest.MonkeyPatch, flow: Flow[..., Any], approved: bool
+    release: Path,
+    client: SyncPrefectClient,
+    monkeypatch: pytest.MonkeyPatch,
+    flow: Flow[..., Any],
+    approved: bool,
 ) -> None:
     cached_pipeline(release, monkeypatch)
     deployment = Deployment(client, flow, release)
@@ -191,7 +221,10 @@ def test_the_form_on_the_server_decides(
     assert deployment.state(run) == "Completed"
     assert aliases(release)["champion"] == ("2" if approved else "1")
     last = model_history(release).entries[-1]
-    assert (last["action"], last["who"]) == ("approve" if approved else "decline", "ada@example.org")
+    assert (last["action"], last["who"]) == (
+        "approve" if approved else "decline",
+        "ada@example.org",
+    )
 
 
 def test_a_scheduled_pipeline_suspends_once_and_then_has_nothing_to_do(
@@ -205,13 +238,18 @@ def test_a_scheduled_pipeline_suspends_once_and_then_has_nothing_to_do(
     second = deployment.start()
     assert deployment.state(second) == "Completed" and deployment.state(first) == "Suspended"
     message = client.read_flow_run(second).state.message
-    assert message.startswith("nothing to do: every stage is up to date, rlhf-reward-model version 1 (as before)")
+    assert message.startswith(
+        "nothing to do: every stage is up to date, rlhf-reward-model version 1 (as before)"
+    )
     assert "Not released yet: rlhf-policy version 2 waits for approval" in message
     assert records(release) == before, "no run in MLflow, nothing new in the history"
     deployment.answer(first, "decline", "--reason", "rude")
     assert deployment.state(first) == "Completed" and aliases(release)["champion"] == "1"
     third = client.read_flow_run(deployment.start())
-    assert third.state_name == "Completed" and "version 2 was declined. declined by" in third.state.message
+    assert (
+        third.state_name == "Completed"
+        and "version 2 was declined. declined by" in third.state.message
+    )
     assert records(release)[0] == before[0]
 
 
@@ -242,11 +280,18 @@ def test_a_run_that_waits_for_a_person_is_not_taken_for_dead(client: SyncPrefect
         told = {"occurred": str(datetime.now(UTC)), "resource": {"prefect.resource.id": resource}}
         client.request("POST", "/events", json=[{"id": str(uuid4()), "event": HEARTBEAT, **told}])
     beats = EventFilter(  # runs of other tests may have theirs
-        event=EventNameFilter(name=[HEARTBEAT]), resource=EventResourceFilter(id=list(resources.values()))
+        event=EventNameFilter(name=[HEARTBEAT]),
+        resource=EventResourceFilter(id=list(resources.values())),
     )
-    wait_until(lambda: len(client.read_events(beats, limit=9).events) == 2, SECONDS, "heartbeats on the server")
+    wait_until(
+        lambda: len(client.read_events(beats, limit=9).events) == 2,
+        SECONDS,
+        "heartbeats on the server",
+    )
     client.set_flow_run_state(waiting, Suspended(), force=True)
-    wait_until(lambda: client.read_flow_run(dead).state_name == "Crashed", SECONDS, "end of the dead run")
+    wait_until(
+        lambda: client.read_flow_run(dead).state_name == "Crashed", SECONDS, "end of the dead run"
+    )
     time.sleep(5)
     assert client.read_flow_run(waiting).state_name == "Suspended"
 
@@ -256,15 +301,21 @@ def test_an_answer_that_cannot_be_carried_out_is_an_error_of_the_command(
 ) -> None:
     deployment = Deployment(client, promotion_flow, release)
     run = deployment.start()
-    with pytest.raises(RlhfError, match=r"version 1 of .* does not wait for approval; version 2 does"):
+    with pytest.raises(
+        RlhfError, match=r"version 1 of .* does not wait for approval; version 2 does"
+    ):
         command("approve", "--version", "1", "--workspace", str(release))
     assert deployment.state(run) == "Suspended"
     weights = next(
-        verified_folder(release, connect(release).get_model_version(policy_name(release), "2")).glob("*.safetensors")
+        verified_folder(
+            release, connect(release).get_model_version(policy_name(release), "2")
+        ).glob("*.safetensors")
     )
     weights.chmod(0o644)
     weights.write_bytes(weights.read_bytes()[:-1] + b"x")
-    with pytest.raises(RlhfError, match=r"has not carried it out .*the files of rlhf-policy version 2 are not"):
+    with pytest.raises(
+        RlhfError, match=r"has not carried it out .*the files of rlhf-policy version 2 are not"
+    ):
         deployment.answer(run, "approve")
     assert deployment.state(run) == "Failed" and aliases(release)["champion"] == "1"
 
@@ -275,5 +326,10 @@ def test_a_server_that_is_away_stops_no_decision(
     promote(release)
     monkeypatch.setenv("PREFECT_API_URL", "http://127.0.0.1:9/api")
     command("decline", "--reason", "no", "--workspace", str(release))
-    assert "a Prefect run that waits for it may stay suspended: the Prefect server at" in caplog.text
-    assert "the events rlhf.approval.declined were not sent" in caplog.text and "the decision stands" in caplog.text
+    assert (
+        "a Prefect run that waits for it may stay suspended: the Prefect server at" in caplog.text
+    )
+    assert (
+        "the events rlhf.approval.declined were not sent" in caplog.text
+        and "the decision stands" in caplog.text
+    )

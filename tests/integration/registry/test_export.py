@@ -1,4 +1,6 @@
-"""A registered policy as a Hugging Face folder: loads in plain transformers, and says how it was judged."""
+"""A registered policy as a Hugging Face folder: loads in plain transformers, and says how it was
+judged.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,13 @@ from rlhf_core.models.adapters import add_adapters, merge_adapters, peft_adapter
 from rlhf_core.models.causal_lm import load_policy, save_policy
 from rlhf_core.storage.files import sha256_file
 
-JUDGED = {"win_rate": 0.67, "win_rate_low95": 0.63, "win_rate_high95": 0.71, "prompts": 8, "clusters": 8}
+JUDGED = {
+    "win_rate": 0.67,
+    "win_rate_low95": 0.63,
+    "win_rate_high95": 0.71,
+    "prompts": 8,
+    "clusters": 8,
+}
 BACKENDS = ["sqlite", pytest.param("server", marks=pytest.mark.slow)]
 pytestmark = pytest.mark.parametrize("backend", BACKENDS, indirect=True)
 CLOSED_PORT = "http://127.0.0.1:9"
@@ -43,34 +51,61 @@ def released(workspace: Path) -> Path:
     return workspace
 
 
-def test_the_champion_loads_in_plain_transformers_with_its_card(released: Path, tmp_path: Path) -> None:
+def test_the_champion_loads_in_plain_transformers_with_its_card(
+    released: Path, tmp_path: Path
+) -> None:
     done = export(released, tmp_path / "my-model", license_id="apache-2.0")
-    assert done.folder == tmp_path / "my-model" and done.name.endswith("version 1") and done.address is None
+    assert (
+        done.folder == tmp_path / "my-model"
+        and done.name.endswith("version 1")
+        and done.address is None
+    )
     where, *next_steps = done.describe().splitlines()
-    assert where.endswith(f"version 1 is in {done.folder}") and next_steps[0] == f"next: rlhf chat {done.folder}"
-    assert f"vllm serve {done.folder}" in next_steps[1] and "transformers.pipeline(" in next_steps[2]
+    assert (
+        where.endswith(f"version 1 is in {done.folder}")
+        and next_steps[0] == f"next: rlhf chat {done.folder}"
+    )
+    assert (
+        f"vllm serve {done.folder}" in next_steps[1] and "transformers.pipeline(" in next_steps[2]
+    )
     weights = "model.safetensors"
-    assert sha256_file(done.folder / weights) == sha256_file(released / "models" / "policy" / weights)
+    assert sha256_file(done.folder / weights) == sha256_file(
+        released / "models" / "policy" / weights
+    )
     model = AutoModelForCausalLM.from_pretrained(done.folder)
     settings = model.generation_config
-    assert (settings.do_sample, settings.temperature, settings.repetition_penalty) == (True, 0.8, 1.1)
+    assert (settings.do_sample, settings.temperature, settings.repetition_penalty) == (
+        True,
+        0.8,
+        1.1,
+    )
     assert settings.max_new_tokens == 8 and settings.eos_token_id == model.config.eos_token_id
     tokenizer = AutoTokenizer.from_pretrained(done.folder)
     asked = tokenizer.apply_chat_template(
-        [{"role": "user", "content": "what colour is the sky?"}], add_generation_prompt=True, return_tensors="pt"
+        [{"role": "user", "content": "what colour is the sky?"}],
+        add_generation_prompt=True,
+        return_tensors="pt",
     )["input_ids"]
     torch.manual_seed(1)
     assert asked.shape[1] < model.generate(asked).shape[1] <= asked.shape[1] + 8
     card = ModelCard.load(done.folder / "README.md")
     assert card.data.license == "apache-2.0" and card.data.library_name == "transformers"
     assert "| judge | 67.0 % | 63.0 % to 71.0 % |  | 8 |" in card.text
-    assert (done.folder / "DATA_CARD.md").read_text() == "# Data card\n" and "(DATA_CARD.md)" in card.text
-    assert [f"**{gate}** passed" in card.text for gate in ("data", "sft", "reward", "policy")] == 4 * [True]
+    assert (
+        done.folder / "DATA_CARD.md"
+    ).read_text() == "# Data card\n" and "(DATA_CARD.md)" in card.text
+    assert [
+        f"**{gate}** passed" in card.text for gate in ("data", "sft", "reward", "policy")
+    ] == 4 * [True]
 
 
 @pytest.mark.slow
-def test_nothing_narrows_the_sampling_that_it_was_judged_with(workspace: Path, tmp_path: Path) -> None:
-    """Neither settings of the model that training began with, nor the 50 likeliest tokens of transformers' default."""
+def test_nothing_narrows_the_sampling_that_it_was_judged_with(
+    workspace: Path, tmp_path: Path
+) -> None:
+    """Neither settings of the model that training began with, nor the 50 likeliest tokens of
+    transformers' default.
+    """
     folder = workspace / "models" / "policy"
     model, tokenizer = load_policy(folder)
     assert model.generation_config is not None
@@ -78,15 +113,22 @@ def test_nothing_narrows_the_sampling_that_it_was_judged_with(workspace: Path, t
     save_policy(folder, model, tokenizer)
     commit(workspace)
     register(workspace)
-    exported = AutoModelForCausalLM.from_pretrained(export(workspace, tmp_path / "out", version="1").folder)
+    exported = AutoModelForCausalLM.from_pretrained(
+        export(workspace, tmp_path / "out", version="1").folder
+    )
     settings = exported.generation_config
     assert (settings.top_k, settings.min_p, settings.no_repeat_ngram_size) == (0, None, None)
-    assert settings.eos_token_id == model.generation_config.eos_token_id and settings.temperature == 0.8
+    assert (
+        settings.eos_token_id == model.generation_config.eos_token_id
+        and settings.temperature == 0.8
+    )
 
 
 @pytest.mark.slow
 def test_an_adapter_is_exported_where_one_was_trained(workspace: Path, tmp_path: Path) -> None:
-    """Base and adapter of PEFT compute what the registered policy does, whose own export is a plain model."""
+    """Base and adapter of PEFT compute what the registered policy does, whose own export is a plain
+    model.
+    """
     from peft import PeftModel
 
     with pytest.raises(RlhfError, match="was not trained as an adapter"):
@@ -111,12 +153,16 @@ def test_an_adapter_is_exported_where_one_was_trained(workspace: Path, tmp_path:
     assert not (done.folder / "model.safetensors").exists()
     plain = export(workspace, tmp_path / "plain", version="2").folder
     assert not (plain / "adapter").exists()
-    adapted = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(tmp_path / "sft"), str(done.folder))
+    adapted = PeftModel.from_pretrained(
+        AutoModelForCausalLM.from_pretrained(tmp_path / "sft"), str(done.folder)
+    )
     ids = torch.arange(1, 60)[None]
     with torch.inference_mode():
         merged = AutoModelForCausalLM.from_pretrained(plain)(ids).logits
         assert torch.allclose(adapted(ids).logits, merged, atol=1e-5)
-        assert not torch.allclose(AutoModelForCausalLM.from_pretrained(tmp_path / "sft")(ids).logits, merged, atol=1e-2)
+        assert not torch.allclose(
+            AutoModelForCausalLM.from_pretrained(tmp_path / "sft")(ids).logits, merged, atol=1e-2
+        )
     assert AutoTokenizer.from_pretrained(done.folder).chat_template == tokenizer.chat_template
 
 
@@ -138,7 +184,13 @@ def test_a_folder_in_use_and_changed_files_are_refused(released: Path, tmp_path:
 
 @pytest.mark.slow
 def test_an_ungated_version_is_released_by_force_alone(workspace: Path, tmp_path: Path) -> None:
-    write_gate(workspace, "policy", ["metrics/evaluation.json", "metrics/ppo.json"], passed=False, mode="report")
+    write_gate(
+        workspace,
+        "policy",
+        ["metrics/evaluation.json", "metrics/ppo.json"],
+        passed=False,
+        mode="report",
+    )
     commit(workspace)
     register(workspace)
     with pytest.raises(GateFailed, match="version 1 is ungated"):
@@ -146,11 +198,17 @@ def test_an_ungated_version_is_released_by_force_alone(workspace: Path, tmp_path
     assert not (tmp_path / "out").exists()
     export(workspace, tmp_path / "out", version="1", force_reason="for a study")
     card = (tmp_path / "out" / "README.md").read_text()
-    assert "Released by force" in card and "for a study" in card and "**policy** did not pass (mode report)" in card
+    assert (
+        "Released by force" in card
+        and "for a study" in card
+        and "**policy** did not pass (mode report)" in card
+    )
 
 
 @pytest.mark.slow
-def test_a_push_that_cannot_work_is_one_line(released: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_push_that_cannot_work_is_one_line(
+    released: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     target = tmp_path / "out"
     monkeypatch.setattr("huggingface_hub.constants.HF_TOKEN_PATH", str(tmp_path / "no-token"))
     for repository, token, reason in (
@@ -162,11 +220,19 @@ def test_a_push_that_cannot_work_is_one_line(released: Path, tmp_path: Path, mon
             export(released, target, push=repository)
         assert refusal.value.exit_code == EXIT_USER_ERROR and not target.exists()
 
-    environment = {"HF_TOKEN": "hf_secret", "HF_ENDPOINT": CLOSED_PORT, "HF_HUB_OFFLINE": "0", "HF_HOME": str(tmp_path)}
+    environment = {
+        "HF_TOKEN": "hf_secret",
+        "HF_ENDPOINT": CLOSED_PORT,
+        "HF_HUB_OFFLINE": "0",
+        "HF_HOME": str(tmp_path),
+    }
     command = ("rlhf", "export", target, "--push", "owner/name", "--workspace", released)
     done = run(*command, cwd=tmp_path, **environment)
     assert done.returncode == EXIT_USER_ERROR and done.stderr.count("\n") == 1
-    assert f"{target} is written, but could not be pushed to owner/name" in done.stderr and target.is_dir()
+    assert (
+        f"{target} is written, but could not be pushed to owner/name" in done.stderr
+        and target.is_dir()
+    )
     assert "hf_secret" not in done.stdout + done.stderr
 
 
@@ -186,5 +252,9 @@ def test_an_empty_folder_is_filled_and_not_replaced(
     for file in folder.iterdir():
         file.unlink()
     export(released, link)
-    assert link.is_symlink() and (folder / "model.safetensors").is_file() and folder.stat().st_ino == known
+    assert (
+        link.is_symlink()
+        and (folder / "model.safetensors").is_file()
+        and folder.stat().st_ino == known
+    )
     assert not [file for file in folder.iterdir() if file.is_dir()]

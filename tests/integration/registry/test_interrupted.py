@@ -1,4 +1,6 @@
-"""Promotion and rollback killed at each step, and a registry that refuses: one champion, and the next call repairs."""
+"""Promotion and rollback killed at each step, and a registry that refuses: one champion, and the
+next call repairs.
+"""
 
 from __future__ import annotations
 
@@ -33,11 +35,16 @@ def win(workspace: Path) -> Any:
 @pytest.fixture
 def contests(champion_and_challenger: Path, tmp_path: Path) -> Iterator[Path]:
     """Contests without end, each new."""
-    return (copy_workspace(champion_and_challenger, tmp_path / str(number) / "contest") for number in count())
+    return (
+        copy_workspace(champion_and_challenger, tmp_path / str(number) / "contest")
+        for number in count()
+    )
 
 
 @pytest.mark.slow
-def test_a_promotion_killed_at_any_step_is_completed_or_has_not_begun(contests: Iterator[Path]) -> None:
+def test_a_promotion_killed_at_any_step_is_completed_or_has_not_begun(
+    contests: Iterator[Path],
+) -> None:
     moved = []
     for step, workspace in zip(range(1, MORE_THAN_ALL), contests, strict=False):
         if not killed_before(step, lambda workspace=workspace: win(workspace)):
@@ -48,19 +55,25 @@ def test_a_promotion_killed_at_any_step_is_completed_or_has_not_begun(contests: 
         assert begun or aliases(workspace) == BEFORE
         win(workspace)
         assert aliases(workspace) == PROMOTED
-        assert [report["challenger"] for report in reports(workspace)] == ["1", "2"], "one report per decision"
+        assert [report["challenger"] for report in reports(workspace)] == ["1", "2"], (
+            "one report per decision"
+        )
     assert any(moved), "no kill came between two moves"
     assert "interrupted" not in status(workspace).as_text()
 
 
 @pytest.mark.slow
-def test_a_rollback_killed_at_any_step_is_completed_or_has_not_begun(contests: Iterator[Path]) -> None:
+def test_a_rollback_killed_at_any_step_is_completed_or_has_not_begun(
+    contests: Iterator[Path],
+) -> None:
     completed = []
     for step, workspace in zip(range(1, MORE_THAN_ALL), contests, strict=False):
         killed_before(MORE_THAN_ALL, lambda workspace=workspace: win(workspace))
         if not killed_before(step, lambda workspace=workspace: rollback(workspace, "rude")):
             break
-        refused = win(workspace)  # completes the rollback first, then must not crown the bad version again
+        refused = win(
+            workspace
+        )  # completes the rollback first, then must not crown the bad version again
         completed.append(aliases(workspace) == ROLLED_BACK)
         if completed[-1]:
             assert "was rolled back (rude)" in refused.reason
@@ -99,7 +112,11 @@ def test_a_registry_that_refuses_a_look_up_is_not_a_registry_without_champion(
             return original(client, name)
 
     monkeypatch.setattr(MlflowClient, "get_registered_model", look_up)
-    for action in (lambda: promote(contest), lambda: rollback(contest, "why"), lambda: champion_folder(contest)):
+    for action in (
+        lambda: promote(contest),
+        lambda: rollback(contest, "why"),
+        lambda: champion_folder(contest),
+    ):
         with pytest.raises(RlhfError, match=r"could not look up .*database is locked"):
             action()
     monkeypatch.undo()
@@ -125,7 +142,8 @@ def test_registering_completes_an_interrupted_promotion_first(contests: Iterator
     workspace = next(contests)
     assert killed_before(5, lambda: win(workspace))
     assert (
-        "a promote was interrupted; the next promote, rollback, run or chat completes it" in status(workspace).as_text()
+        "a promote was interrupted; the next promote, rollback, run or chat completes it"
+        in status(workspace).as_text()
     )
     register(workspace)
     assert aliases(workspace) == PROMOTED

@@ -1,4 +1,6 @@
-"""A registered model stands by itself: what its requirements name is enough, and none of it can be somebody else's."""
+"""A registered model stands by itself: what its requirements name is enough, and none of it can be
+somebody else's.
+"""
 
 from __future__ import annotations
 
@@ -40,7 +42,9 @@ def model_folder(workspace: Path, name: str) -> Path:
 
 
 def link_packages(names: list[str], site: Path) -> None:
-    """Make ``site`` what installing ``names`` would make it: links to these packages and those that they require."""
+    """Make ``site`` what installing ``names`` would make it: links to these packages and those that
+    they require.
+    """
     done: set[str] = set()
     waiting = list(names)
     while waiting:
@@ -56,7 +60,9 @@ def link_packages(names: list[str], site: Path) -> None:
             if not (site / entry).exists():
                 (site / entry).symlink_to(package.locate_file(entry))
         needed = [Requirement(line) for line in package.requires or ()]
-        waiting += [one.name for one in needed if one.marker is None or one.marker.evaluate({"extra": ""})]
+        waiting += [
+            one.name for one in needed if one.marker is None or one.marker.evaluate({"extra": ""})
+        ]
 
 
 def test_the_wheel_is_what_pip_installs(tmp_path: Path) -> None:
@@ -67,7 +73,16 @@ def test_the_wheel_is_what_pip_installs(tmp_path: Path) -> None:
     wheel.write_bytes(content)
     names = zipfile.ZipFile(wheel).namelist()
     assert len(names) == len(set(names)) and not [name for name in names if "__pycache__" in name]
-    command = [sys.executable, "-m", "pip", "install", "--no-index", "--no-deps", "--target", str(tmp_path / "site")]
+    command = [
+        sys.executable,
+        "-m",
+        "pip",
+        "install",
+        "--no-index",
+        "--no-deps",
+        "--target",
+        str(tmp_path / "site"),
+    ]
     subprocess.run([*command, "-q", str(wheel)], check=True, cwd=tmp_path)
     assert (tmp_path / "site" / "rlhf_core" / "serving" / "policy.py").is_file()
 
@@ -76,13 +91,17 @@ def test_the_wheel_is_what_pip_installs(tmp_path: Path) -> None:
 @pytest.mark.parametrize("backend", ["sqlite"], indirect=True)
 def test_models_answer_with_their_requirements_alone(workspace: Path, tmp_path: Path) -> None:
     register(workspace)
-    folders = [model_folder(workspace, name) for name in (policy_name(workspace), reward_name(workspace))]
+    folders = [
+        model_folder(workspace, name) for name in (policy_name(workspace), reward_name(workspace))
+    ]
     lines = (folders[0] / "requirements.txt").read_text().split()
     files = [line for line in lines if (folders[0] / line).is_file()]
     assert [Path(file).suffix for file in files] == [".whl"]
     pins = [Requirement(line) for line in lines if line not in files]
     for pin in pins:
-        assert pin.name != "rlhf-pipeline" and pin.specifier.contains(version(pin.name).partition("+")[0])
+        assert pin.name != "rlhf-pipeline" and pin.specifier.contains(
+            version(pin.name).partition("+")[0]
+        )
     site = tmp_path / "site"
     with zipfile.ZipFile(folders[0] / files[0]) as wheel:
         wheel.extractall(site)

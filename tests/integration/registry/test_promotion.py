@@ -26,7 +26,9 @@ class ScriptedMatch:
     def __init__(self, **lows: float) -> None:
         self.lows, self.played = lows, 0
 
-    def __call__(self, workspace: Path, champion: Path, challenger: Path, prompt_set: int) -> dict[str, Any]:
+    def __call__(
+        self, workspace: Path, champion: Path, challenger: Path, prompt_set: int
+    ) -> dict[str, Any]:
         assert champion != challenger and (challenger / "config.json").is_file()
         self.played += 1
         return match_result(self.lows)
@@ -38,11 +40,17 @@ def aliases(workspace: Path, name: str | None = None) -> dict[str, str]:
 
 
 def reports(workspace: Path) -> list[dict[str, Any]]:
-    return [json.loads(path.read_text()) for path in sorted((workspace / ".rlhf" / "promotions").glob("*.json"))]
+    return [
+        json.loads(path.read_text())
+        for path in sorted((workspace / ".rlhf" / "promotions").glob("*.json"))
+    ]
 
 
 def test_every_judge_must_be_sure() -> None:
-    sure, unsure = {"win_rate": 0.7, "win_rate_low95": 0.6}, {"win_rate": 0.55, "win_rate_low95": 0.5}
+    sure, unsure = (
+        {"win_rate": 0.7, "win_rate_low95": 0.6},
+        {"win_rate": 0.55, "win_rate_low95": 0.5},
+    )
     assert decided_by({"comparison": {"judge": sure, "gold": sure}}, 0.5, ())[0]
     passed, reason = decided_by({"comparison": {"judge": sure, "gold": unsure}}, 0.5, ())
     assert not passed and reason.startswith("not above 0.5 with 95 % confidence by gold:")
@@ -58,8 +66,15 @@ def test_the_first_challenger_takes_the_empty_place_with_its_reward_model(worksp
     assert decision.promoted and aliases(workspace) == {"challenger": "1", "champion": "1"}
     assert aliases(workspace, reward_name(workspace))["champion"] == "1"
     again = promote(workspace)
-    assert not again.promoted and again.is_champion and again.reason == "the challenger is the champion already"
-    for reason, refusal in (("why not", "no earlier champion to go back to"), ("", "needs a reason")):
+    assert (
+        not again.promoted
+        and again.is_champion
+        and again.reason == "the challenger is the champion already"
+    )
+    for reason, refusal in (
+        ("why not", "no earlier champion to go back to"),
+        ("", "needs a reason"),
+    ):
         with pytest.raises(RlhfError, match=refusal):
             rollback(workspace, reason)
 
@@ -75,7 +90,9 @@ def test_a_sure_winner_moves_the_aliases_and_is_written_down(contest: Path) -> N
     version = client.get_model_version(policy_name(contest), "2")
     assert version.tags["decision.promoted"] == "true"
     # Copies of the workspace register versions of the same run.
-    assert f"promotions/{report.name}" in [a.path for a in client.list_artifacts(version.run_id, "promotions")]
+    assert f"promotions/{report.name}" in [
+        a.path for a in client.list_artifacts(version.run_id, "promotions")
+    ]
     assert ReleaseState.read(client, contest, policy_name(contest)).champions == ["1", "2"]
 
 
@@ -98,7 +115,10 @@ def test_a_second_rollback_goes_further_back_and_never_to_the_bad_version(contes
     promote(contest, play=ScriptedMatch(judge=0.9))
     assert aliases(contest) == {"challenger": "3", "champion": "3", "previous": "2"}
     for number in ("3", "9", "two"):
-        with pytest.raises(RlhfError, match=f"version {number} of .* is no earlier champion; go back to one of: 1, 2"):
+        with pytest.raises(
+            RlhfError,
+            match=f"version {number} of .* is no earlier champion; go back to one of: 1, 2",
+        ):
             rollback(contest, "worse", to=number)
     rollback(contest, "worse")
     assert aliases(contest) == {"challenger": "3", "champion": "2", "previous": "1"}
@@ -118,13 +138,25 @@ def test_an_ungated_version_is_no_challenger_and_only_force_promotes_it(contest:
     fail_reward_gate_in_report_mode(contest)
     make_policy(contest, 9)
     entry = register(contest).registered[policy_name(contest)]
-    assert (entry.version, entry.ungated) == ("3", "the reward gate did not pass (mode: report): kl")
+    assert (entry.version, entry.ungated) == (
+        "3",
+        "the reward gate did not pass (mode: report): kl",
+    )
     assert aliases(contest)["challenger"] == "2"
-    here = read_registered(contest, "models/policy")  # what `rlhf compare` says, without asking the registry
-    assert here is not None and (here.model, here.version) == (policy_name(contest), "3") and here.ungated
+    here = read_registered(
+        contest, "models/policy"
+    )  # what `rlhf compare` says, without asking the registry
+    assert (
+        here is not None
+        and (here.model, here.version) == (policy_name(contest), "3")
+        and here.ungated
+    )
     match = ScriptedMatch(judge=0.9)
     refused = promote(contest, version="3", play=match)
-    assert not refused.promoted and "version 3 is ungated (the reward gate did not pass" in refused.reason
+    assert (
+        not refused.promoted
+        and "version 3 is ungated (the reward gate did not pass" in refused.reason
+    )
     assert match.played == 0 and aliases(contest)["champion"] == "1"
     forced = promote(contest, version="3", force_reason="a trial", play=match)
     assert forced.promoted and aliases(contest)["champion"] == "3"
@@ -145,7 +177,9 @@ def tamper(workspace: Path, number: str) -> None:
     version = connect(workspace).get_model_version(policy_name(workspace), number)
     folder = verified_folder(workspace, version)
     (folder / "added.txt").write_text("not what was judged")
-    if str(folder).startswith(str(workspace / ".rlhf")):  # a downloaded copy: the server's own has to change
+    if str(folder).startswith(
+        str(workspace / ".rlhf")
+    ):  # a downloaded copy: the server's own has to change
         connect(workspace).log_artifact(version.run_id, str(folder / "added.txt"))
 
 
@@ -154,7 +188,9 @@ def test_a_changed_artifact_is_never_promoted(contest: Path, backend, force: str
     if backend.uri is not None:
         pytest.skip("the files of a server's artifact store are out of a workspace's reach")
     tamper(contest, "2")
-    with pytest.raises(ModelError, match="version 2 are not the ones that were registered and judged"):
+    with pytest.raises(
+        ModelError, match="version 2 are not the ones that were registered and judged"
+    ):
         promote(contest, force_reason=force, play=ScriptedMatch(judge=0.9))
     assert aliases(contest)["champion"] == "1"
 
@@ -183,8 +219,12 @@ def test_the_real_match_runs_in_a_process_of_its_own(contest: Path) -> None:
     decision = promote(contest)
     assert decision.match is not None
     result = decision.match["comparison"]["judge"]
-    assert set(decision.match["comparison"]) == {"judge"}  # these prompts are not of the synthetic world: no gold
-    assert result["prompts"] == 8 and result["win"] + result["tie"] + result["lose"] == pytest.approx(1)
+    assert set(decision.match["comparison"]) == {
+        "judge"
+    }  # these prompts are not of the synthetic world: no gold
+    assert result["prompts"] == 8 and result["win"] + result["tie"] + result[
+        "lose"
+    ] == pytest.approx(1)
     assert result["lc_win_rate_low95"] <= result["lc_win_rate"] <= result["lc_win_rate_high95"]
     assert decision.promoted == (result["win_rate_low95"] > 0.5)
 
@@ -193,7 +233,9 @@ def test_the_real_match_runs_in_a_process_of_its_own(contest: Path) -> None:
 @pytest.mark.parametrize("backend", ["sqlite"], indirect=True)
 def test_a_match_that_cannot_be_played_is_one_line(contest: Path) -> None:
     (contest / "data" / "clean" / "prompts" / "test.parquet").write_text("no parquet")
-    with pytest.raises(RlhfError, match=r"the match ended with code 2: .*test\.parquet.*\(log: .*match\.log\)"):
+    with pytest.raises(
+        RlhfError, match=r"the match ended with code 2: .*test\.parquet.*\(log: .*match\.log\)"
+    ):
         promote(contest)
     assert aliases(contest)["champion"] == "1"
 

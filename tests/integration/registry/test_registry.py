@@ -62,8 +62,17 @@ def test_both_models_are_registered_with_lineage_and_gate_report(workspace: Path
     assert version.tags["reward_model_version"] == "1"
     assert json.loads(version.tags["gate"])["passed"] is True and version.tags["gates"] == "passed"
     run = client.get_run(version.run_id)
-    files = {a.path for folder in ("gates", "metrics") for a in client.list_artifacts(version.run_id, folder)}
-    assert {"gates/data.json", "gates/reward.json", "gates/policy.json", "metrics/evaluation.json"} <= files
+    files = {
+        a.path
+        for folder in ("gates", "metrics")
+        for a in client.list_artifacts(version.run_id, folder)
+    }
+    assert {
+        "gates/data.json",
+        "gates/reward.json",
+        "gates/policy.json",
+        "metrics/evaluation.json",
+    } <= files
     logged = client.get_logged_model(version.source.removeprefix("models:/"))
     assert {m.key: m.value for m in logged.metrics} == run.data.metrics == {"kl": 1.0}
     assert run.data.tags["mlflow.parentRunId"] == run_id
@@ -71,14 +80,20 @@ def test_both_models_are_registered_with_lineage_and_gate_report(workspace: Path
     assert [(given.dataset.name, given.dataset.digest) for given in run.inputs.dataset_inputs] == [
         ("data/clean", version.tags["lineage.data"])
     ]
-    assert client.get_run(run_id).info.status == "RUNNING"  # registering does not close the pipeline's run
+    assert (
+        client.get_run(run_id).info.status == "RUNNING"
+    )  # registering does not close the pipeline's run
     assert register(workspace).registered[policy_name(workspace)].reused
     assert len(versions(client, policy_name(workspace))) == 1
 
 
 @pytest.mark.slow
-def test_a_champion_whose_files_were_changed_is_registered_again_and_replaced(workspace: Path, tmp_path: Path) -> None:
-    """The remedy that every refusal of changed files names; there is no earlier champion to go back to."""
+def test_a_champion_whose_files_were_changed_is_registered_again_and_replaced(
+    workspace: Path, tmp_path: Path
+) -> None:
+    """The remedy that every refusal of changed files names; there is no earlier champion to go back
+    to.
+    """
     name, client = policy_name(workspace), connect(workspace)
     register(workspace)
     assert promote(workspace).promoted
@@ -86,15 +101,22 @@ def test_a_champion_whose_files_were_changed_is_registered_again_and_replaced(wo
     (tmp_path / "changed" / "artifacts" / "policy").mkdir(parents=True)
     (tmp_path / "changed" / "artifacts" / "policy" / "added.txt").write_text("not what was judged")
     client.log_model_artifacts(model_id, str(tmp_path / "changed"))
-    shutil.rmtree(workspace / ".rlhf" / "models", ignore_errors=True)  # this machine's copy of what a server stores
+    shutil.rmtree(
+        workspace / ".rlhf" / "models", ignore_errors=True
+    )  # this machine's copy of what a server stores
     with pytest.raises(
-        ModelError, match="`rlhf run` registers the model again, and if it is the champion `rlhf promot"
+        ModelError,
+        match="`rlhf run` registers the model again, and if it is the champion `rlhf promot",
     ):
         champion_folder(workspace)
     with pytest.raises(NotRegistered):
         register(workspace, known_only=True)
     again = register(workspace).registered
-    assert again[name].version == "2" and not again[name].reused and again[reward_name(workspace)].reused
+    assert (
+        again[name].version == "2"
+        and not again[name].reused
+        and again[reward_name(workspace)].reused
+    )
     with pytest.raises(ModelError, match="version 1 are not the ones that were registered"):
         promote(workspace)  # there is nothing to compare it with
     assert promote(workspace, force_reason="the files of version 1 were changed").promoted
@@ -103,13 +125,27 @@ def test_a_champion_whose_files_were_changed_is_registered_again_and_replaced(wo
 
 
 @pytest.mark.slow
-def test_a_model_is_registered_as_ungated_where_a_gate_upstream_only_reported(workspace: Path) -> None:
-    write_gate(workspace, "policy", ["metrics/evaluation.json", "metrics/ppo.json"], passed=False, mode="report")
+def test_a_model_is_registered_as_ungated_where_a_gate_upstream_only_reported(
+    workspace: Path,
+) -> None:
+    write_gate(
+        workspace,
+        "policy",
+        ["metrics/evaluation.json", "metrics/ppo.json"],
+        passed=False,
+        mode="report",
+    )
     commit(workspace)
     result = register(workspace)
-    assert result.registered[policy_name(workspace)].ungated == "the policy gate did not pass (mode: report): kl"
+    assert (
+        result.registered[policy_name(workspace)].ungated
+        == "the policy gate did not pass (mode: report): kl"
+    )
     assert result.registered[reward_name(workspace)].ungated == ""
-    assert result.challenger(policy_name(workspace)) is None and result.challenger(reward_name(workspace)) == "1"
+    assert (
+        result.challenger(policy_name(workspace)) is None
+        and result.challenger(reward_name(workspace)) == "1"
+    )
     client = connect(workspace)
     assert client.get_registered_model(policy_name(workspace)).aliases == {}
     assert client.get_model_version(policy_name(workspace), "1").tags["gates"] == "ungated"
@@ -139,13 +175,38 @@ def append(name: str) -> Callable[[Path], object]:
 @pytest.mark.parametrize(
     ("change", "committed", "policy", "reward"),
     [
-        (fail_gate("data", "data"), True, "the data gate did not pass: kl", "the data gate did not pass: kl"),
-        (fail_gate("reward", "reward"), True, "the reward gate did not pass: kl", "the reward gate did not pass: kl"),
+        (
+            fail_gate("data", "data"),
+            True,
+            "the data gate did not pass: kl",
+            "the data gate did not pass: kl",
+        ),
+        (
+            fail_gate("reward", "reward"),
+            True,
+            "the reward gate did not pass: kl",
+            "the reward gate did not pass: kl",
+        ),
         (fail_gate("policy", "evaluation"), True, "the policy gate did not pass: kl", ""),
         (without_conditions, True, "the policy gate has no conditions", ""),
-        (lambda workspace: (workspace / "gates/policy.json").unlink(), False, "has not judged this workspace", ""),
-        (append("metrics/evaluation.json"), False, "is not the file that the policy gate judged", ""),
-        (append("models/reward/config.json"), False, "models/reward modified", "models/reward modified"),
+        (
+            lambda workspace: (workspace / "gates/policy.json").unlink(),
+            False,
+            "has not judged this workspace",
+            "",
+        ),
+        (
+            append("metrics/evaluation.json"),
+            False,
+            "is not the file that the policy gate judged",
+            "",
+        ),
+        (
+            append("models/reward/config.json"),
+            False,
+            "models/reward modified",
+            "models/reward modified",
+        ),
     ],
 )
 def test_what_the_gates_did_not_vouch_for_is_refused(
@@ -156,7 +217,9 @@ def test_what_the_gates_did_not_vouch_for_is_refused(
         commit(workspace)
     refused = register(workspace).refused
     assert policy in refused[policy_name(workspace)]
-    assert reward in refused.get(reward_name(workspace), "") and bool(reward) == (reward_name(workspace) in refused)
+    assert reward in refused.get(reward_name(workspace), "") and bool(reward) == (
+        reward_name(workspace) in refused
+    )
 
 
 @pytest.mark.slow
@@ -175,11 +238,16 @@ def test_versions_answer_through_pyfunc_and_are_plain_folders(workspace: Path) -
         reward = mlflow.pyfunc.load_model(f"models:/{reward_name(workspace)}@challenger")
     params = {"max_tokens": 5, "seed": 3}
     first, second = policy.predict(CHAT, params=params), policy.predict(CHAT, params=params)
-    assert first[0]["choices"] == second[0]["choices"] and first[0]["choices"][0]["message"]["role"] == "assistant"
+    assert (
+        first[0]["choices"] == second[0]["choices"]
+        and first[0]["choices"][0]["message"]["role"] == "assistant"
+    )
     assert 1 <= first[0]["usage"]["completion_tokens"] <= 5
     assert len(policy.predict([CHAT, CHAT], params={"max_tokens": 2, "temperature": 0.0})) == 2
     judge = ModelJudge.load(workspace / "models" / "reward", "reward")
-    expected = judge.score([[Message("user", "what colour is the sky?")]], [Reply("blue.", True)])[0]
+    expected = judge.score([[Message("user", "what colour is the sky?")]], [Reply("blue.", True)])[
+        0
+    ]
     assert reward.predict(SCORED)[0]["score"] == pytest.approx(expected, abs=1e-5)
     folder = champion_folder(workspace)
     assert sha256_tree(folder) == sha256_tree(workspace / "models" / "policy")
@@ -188,7 +256,9 @@ def test_versions_answer_through_pyfunc_and_are_plain_folders(workspace: Path) -
 
 @pytest.mark.slow
 def test_mlflow_evaluates_what_was_registered(workspace: Path) -> None:
-    """Both ways of MLflow, by the model's address alone: its signature and example say how to ask."""
+    """Both ways of MLflow, by the model's address alone: its signature and example say how to
+    ask.
+    """
     import mlflow
     import pandas
     from mlflow.genai.scorers import scorer
@@ -196,13 +266,20 @@ def test_mlflow_evaluates_what_was_registered(workspace: Path) -> None:
     register(workspace)
     data = pandas.DataFrame({"messages": [CHAT["messages"]] * 2, "expected": ["blue.", "grey."]})
     length = mlflow.models.make_metric(
-        eval_fn=lambda predictions, metrics: float(predictions.str.len().mean()), greater_is_better=True, name="length"
+        eval_fn=lambda predictions, metrics: float(predictions.str.len().mean()),
+        greater_is_better=True,
+        name="length",
     )
     uri = f"models:/{policy_name(workspace)}@challenger"
     with fluent(workspace), mlflow.start_run():
         info = mlflow.models.get_model_info(uri)
-        assert "choices" in info.signature.outputs.input_names() and info.saved_input_example_info is not None
-        result = mlflow.models.evaluate(uri, data, targets="expected", predictions="reply", extra_metrics=[length])
+        assert (
+            "choices" in info.signature.outputs.input_names()
+            and info.saved_input_example_info is not None
+        )
+        result = mlflow.models.evaluate(
+            uri, data, targets="expected", predictions="reply", extra_metrics=[length]
+        )
         assert result.metrics["length"] > 0
         policy = mlflow.pyfunc.load_model(uri)
 
@@ -218,7 +295,9 @@ def test_mlflow_evaluates_what_was_registered(workspace: Path) -> None:
         assert judged.metrics["answered/mean"] == 1.0
         rewards = pandas.DataFrame({"messages": [SCORED["messages"]] * 2, "expected": [0.1, 0.2]})
         uri = f"models:/{reward_name(workspace)}@challenger"
-        scored = mlflow.models.evaluate(uri, rewards, targets="expected", predictions="score", model_type="regressor")
+        scored = mlflow.models.evaluate(
+            uri, rewards, targets="expected", predictions="score", model_type="regressor"
+        )
         assert scored.metrics["mean_absolute_error"] >= 0
 
 
@@ -235,21 +314,31 @@ def test_a_logged_model_comes_from_the_run_that_trained_it(workspace: Path) -> N
     assert logged.source_run_id == trained and version.run_id != trained
     reward = client.get_model_version_by_alias(reward_name(workspace), "challenger")
     logged = client.get_logged_model(reward.source.removeprefix("models:/"))
-    assert logged.source_run_id == reward.run_id, "without a record of its training the registration made it"
+    assert logged.source_run_id == reward.run_id, (
+        "without a record of its training the registration made it"
+    )
 
 
 @pytest.mark.parametrize("backend", ["sqlite"], indirect=True)
 def test_runs_and_models_name_one_repository_and_its_commit(workspace: Path) -> None:
-    """That of the workspace; the package comes from another, as it does for everybody who has not cloned it."""
+    """That of the workspace; the package comes from another, as it does for everybody who has not
+    cloned it.
+    """
 
     def git(*arguments: str) -> str:
         identity = ("-c", "user.name=t", "-c", "user.email=t@example.org")
-        result = subprocess.run(["git", *identity, *arguments], cwd=workspace, check=True, capture_output=True)
+        result = subprocess.run(
+            ["git", *identity, *arguments], cwd=workspace, check=True, capture_output=True
+        )
         return result.stdout.decode().strip()
 
     def source(tags: Mapping[str, str]) -> dict[str, str]:
         prefix = "mlflow.source.git."
-        return {name.removeprefix(prefix): value for name, value in tags.items() if name.startswith(prefix)}
+        return {
+            name.removeprefix(prefix): value
+            for name, value in tags.items()
+            if name.startswith(prefix)
+        }
 
     client, name = connect(workspace), policy_name(workspace)
     outside = start_pipeline_run(workspace, "outside git")
@@ -259,7 +348,11 @@ def test_runs_and_models_name_one_repository_and_its_commit(workspace: Path) -> 
     git("commit", "-q", "-m", "recipe")
     git("remote", "add", "other", "https://example.org/other.git")
     git("remote", "add", "origin", "https://me:token@example.org/team/own.git")
-    expected = {"commit": git("rev-parse", "HEAD"), "branch": "trials", "repoURL": "https://example.org/team/own.git"}
+    expected = {
+        "commit": git("rev-parse", "HEAD"),
+        "branch": "trials",
+        "repoURL": "https://example.org/team/own.git",
+    }
     run_id = start_pipeline_run(workspace, "in git")
     register(workspace, run_id)
     version = versions(client, name)[0]
@@ -281,14 +374,21 @@ def test_a_changed_artifact_is_refused_where_it_is_used(workspace: Path) -> None
     register(workspace)
     connect(workspace).set_registered_model_alias(policy_name(workspace), "champion", "1")
     (champion_folder(workspace) / "added.txt").write_text("not what was judged")
-    with pytest.raises(ModelError, match="version 1 are not the ones that were registered and judged"):
+    with pytest.raises(
+        ModelError, match="version 1 are not the ones that were registered and judged"
+    ):
         champion_folder(workspace)
-    with fluent(workspace), pytest.raises(MlflowException, match="not the ones that were registered and judged"):
+    with (
+        fluent(workspace),
+        pytest.raises(MlflowException, match="not the ones that were registered and judged"),
+    ):
         mlflow.pyfunc.load_model(f"models:/{policy_name(workspace)}@champion")
 
 
 def test_no_champion_is_one_clear_line(workspace: Path) -> None:
-    with pytest.raises(RlhfError, match=r"no champion of .* in this workspace yet; `rlhf run` makes one"):
+    with pytest.raises(
+        RlhfError, match=r"no champion of .* in this workspace yet; `rlhf run` makes one"
+    ):
         champion_folder(workspace)
 
 
@@ -316,9 +416,14 @@ def test_run_versions_and_models_are_described_by_the_verdict(workspace: Path) -
     describe_run(workspace, run_id, "better than SFT", "**Better than SFT**")
     client = connect(workspace)
     tags = client.get_run(run_id).data.tags
-    assert (tags["verdict"], tags["mlflow.note.content"]) == ("better than SFT", "**Better than SFT**")
+    assert (tags["verdict"], tags["mlflow.note.content"]) == (
+        "better than SFT",
+        "**Better than SFT**",
+    )
     model = client.get_registered_model(policy_name(workspace))
-    assert model.description.endswith("version 1, from a run whose verdict on the policy is: better than SFT.")
+    assert model.description.endswith(
+        "version 1, from a run whose verdict on the policy is: better than SFT."
+    )
     version = client.get_model_version(policy_name(workspace), "1")
     assert version.description == "Registered by the run demo · now.\n\n**Better than SFT**"
     # Another run that registers nothing new leaves the version to the run that made it.
@@ -327,11 +432,15 @@ def test_run_versions_and_models_are_described_by_the_verdict(workspace: Path) -
     describe_run(workspace, later, "worse than champion version 1", "**Worse**")
     assert client.get_model_version(policy_name(workspace), "1").description == version.description
     own = f"tags.`mlflow.parentRunId` = '{run_id}'"
-    names = {run.info.run_name for run in client.search_runs([experiment_id(client, workspace)], own)}
+    names = {
+        run.info.run_name for run in client.search_runs([experiment_id(client, workspace)], own)
+    }
     assert len(names) == 2 and all(f" · {workspace.name} · 2" in name for name in names)
 
 
-def test_a_server_that_does_not_answer_is_one_clear_line(workspace: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_server_that_does_not_answer_is_one_clear_line(
+    workspace: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("MLFLOW_TRACKING_URI", f"http://127.0.0.1:{free_port()}")
     with pytest.raises(RlhfError, match=r"does not answer .*unset MLFLOW_TRACKING_URI"):
         connect(workspace)
@@ -343,11 +452,24 @@ def test_a_server_that_does_not_answer_is_one_clear_line(workspace: Path, monkey
 def test_mlflow_serves_the_policy_and_refuses_in_one_line(workspace: Path) -> None:
     register(workspace)
     port = free_port()
-    command = [sys.executable, "-m", "mlflow", "models", "serve", "-m", f"models:/{policy_name(workspace)}@challenger"]
+    command = [
+        sys.executable,
+        "-m",
+        "mlflow",
+        "models",
+        "serve",
+        "-m",
+        f"models:/{policy_name(workspace)}@challenger",
+    ]
     command += ["--env-manager", "local", "--host", "127.0.0.1", "--port", str(port)]
     env = child_environment(workspace, MLFLOW_TRACKING_URI=tracking_uri(workspace))
     server = subprocess.Popen(
-        command, cwd=workspace, env=env, start_new_session=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+        command,
+        cwd=workspace,
+        env=env,
+        start_new_session=True,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
     )
     url = f"http://127.0.0.1:{port}/invocations"
     try:
@@ -362,13 +484,17 @@ def test_mlflow_serves_the_policy_and_refuses_in_one_line(workspace: Path) -> No
                 _post(url, {**CHAT, **change})
             body = refusal.value.read().decode()
             assert refusal.value.code == 400 and reason in body
-            assert "Traceback" not in body and str(workspace) not in body and "\\n" not in body, body
+            assert "Traceback" not in body and str(workspace) not in body and "\\n" not in body, (
+                body
+            )
     finally:
         os.killpg(server.pid, signal.SIGTERM)
         server.wait(120)
 
 
 def _post(url: str, body: object):
-    request = urllib.request.Request(url, json.dumps(body).encode(), {"Content-Type": "application/json"})
+    request = urllib.request.Request(
+        url, json.dumps(body).encode(), {"Content-Type": "application/json"}
+    )
     with urllib.request.urlopen(request, timeout=60) as answer:
         return json.load(answer)

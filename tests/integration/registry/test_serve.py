@@ -1,4 +1,6 @@
-"""``rlhf serve`` as a process: the champion, a moved alias under load, and a stop that lets replies end."""
+"""``rlhf serve`` as a process: the champion, a moved alias under load, and a stop that lets replies
+end.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,11 @@ from rlhf_core.errors import RlhfError
 from rlhf_core.tracking.pipeline_run import PARENT_TAG
 
 pytestmark = [pytest.mark.services, pytest.mark.parametrize("backend", ["sqlite"], indirect=True)]
-ASK = {"messages": [{"role": "user", "content": "what colour is the sky?"}], "max_tokens": 8, "seed": 1}
+ASK = {
+    "messages": [{"role": "user", "content": "what colour is the sky?"}],
+    "max_tokens": 8,
+    "seed": 1,
+}
 PATIENCE = 240  # seconds until a server that does nothing fails the test
 
 
@@ -49,9 +55,23 @@ class Server:
 
 @contextmanager
 def serving(workspace: Path, *options: str, **environment: str) -> Iterator[Server]:
-    command = [sys.executable, "-m", "flows.cli", "serve", "--workspace", str(workspace), "--port", "0", *options]
+    command = [
+        sys.executable,
+        "-m",
+        "flows.cli",
+        "serve",
+        "--workspace",
+        str(workspace),
+        "--port",
+        "0",
+        *options,
+    ]
     process = subprocess.Popen(
-        command, env=command_environment(**environment), stdout=subprocess.PIPE, text=True, start_new_session=True
+        command,
+        env=command_environment(**environment),
+        stdout=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
     )
     try:
         yield Server(process)
@@ -112,7 +132,9 @@ def test_a_version_is_found_by_number_run_and_alias(contest: Path) -> None:
         assert served.source.latest().names == (f"{name}:2",) and not served.moves
         assert served.source.files(served.source.latest()).sampling.max_new_tokens == 8
     challenger = served_source(contest, alias="challenger")
-    assert challenger.source.latest().names == (f"{name}:2", f"{name}@challenger") and challenger.moves
+    assert (
+        challenger.source.latest().names == (f"{name}:2", f"{name}@challenger") and challenger.moves
+    )
     client.delete_registered_model_alias(name, "challenger")
     with pytest.raises(RlhfError, match=r"no version of .* has the alias challenger"):
         challenger.source.latest()

@@ -1,4 +1,6 @@
-"""Signed versions: what was signed by the key goes through, and everything else is refused in one line."""
+"""Signed versions: what was signed by the key goes through, and everything else is refused in one
+line.
+"""
 
 from __future__ import annotations
 
@@ -37,7 +39,9 @@ from rlhf_extras.signing import (
     verify_version,
 )
 
-model_signing = pytest.importorskip("model_signing", reason="model-signing (the extra signing) is not installed")
+model_signing = pytest.importorskip(
+    "model_signing", reason="model-signing (the extra signing) is not installed"
+)
 
 
 def openssl(folder: Path, *arguments: str) -> None:
@@ -46,12 +50,17 @@ def openssl(folder: Path, *arguments: str) -> None:
 
 @pytest.fixture(scope="module")
 def keys(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """``key.pem`` and ``other.pem`` with their public keys, ``locked.pem``: the first under a password."""
+    """``key.pem`` and ``other.pem`` with their public keys, ``locked.pem``: the first under a
+    password.
+    """
     folder = tmp_path_factory.mktemp("keys")
     for name in ("key", "other"):
         openssl(folder, *f"ecparam -name prime256v1 -genkey -noout -out {name}.pem".split())
         openssl(folder, *f"ec -in {name}.pem -pubout -out {name}.pub".split())
-    openssl(folder, *["ec", "-in", "key.pem", "-aes256", "-passout", "pass:hidden", "-out", "locked.pem"])
+    openssl(
+        folder,
+        *["ec", "-in", "key.pem", "-aes256", "-passout", "pass:hidden", "-out", "locked.pem"],
+    )
     return folder
 
 
@@ -68,7 +77,9 @@ def signing(finished: Path, tmp_path: Path, keys: Path, monkeypatch: pytest.Monk
 def want(workspace: Path, signature: str) -> None:
     lines = (workspace / "params.yaml").read_text().splitlines()
     kept = [line for line in lines if not line.startswith("registry:")]
-    (workspace / "params.yaml").write_text("\n".join([*kept, f"registry: {{signature: {{{signature}}}}}"]) + "\n")
+    (workspace / "params.yaml").write_text(
+        "\n".join([*kept, f"registry: {{signature: {{{signature}}}}}"]) + "\n"
+    )
 
 
 @pytest.mark.slow
@@ -78,7 +89,9 @@ def test_a_signed_version_is_promoted_and_exported_with_a_signature_of_its_own(
     register(signing)
     assert promote(signing).promoted and champion_folder(signing).is_dir()
     export(signing, tmp_path / "released")
-    verifier = model_signing.verifying.Config().use_elliptic_key_verifier(public_key=keys / "key.pub")
+    verifier = model_signing.verifying.Config().use_elliptic_key_verifier(
+        public_key=keys / "key.pub"
+    )
     verifier.verify(tmp_path / "released", tmp_path / "released" / "model.sig")
     (tmp_path / "released" / "README.md").write_text("another card")
     with pytest.raises(ValueError, match=r"README\.md"):
@@ -87,14 +100,18 @@ def test_a_signed_version_is_promoted_and_exported_with_a_signature_of_its_own(
 
 @pytest.mark.slow
 def test_files_that_were_changed_with_their_hash_are_refused(signing: Path) -> None:
-    """Who can write to the registry can change the content's hash with the content, and cannot sign it."""
+    """Who can write to the registry can change the content's hash with the content, and cannot sign
+    it.
+    """
     register(signing)
     promote(signing)
     folder = champion_folder(signing)
     (folder / "config.json").write_text((folder / "config.json").read_text() + "\n")
     client, name = connect(signing), policy_name(signing)
     client.set_model_version_tag(name, "1", "content_sha256", sha256_tree(folder))
-    with pytest.raises(ModelError, match=r"the signature of .* version 1 does not match .*content_sha256") as refused:
+    with pytest.raises(
+        ModelError, match=r"the signature of .* version 1 does not match .*content_sha256"
+    ) as refused:
         champion_folder(signing)
     assert "\n" not in str(refused.value)
     want(signing, "")
@@ -151,7 +168,9 @@ def test_versions_of_an_earlier_key_are_used_on_while_a_new_one_signs(
         champion_folder(signing)
     want(signing, "public_key: other.pub, earlier_public_keys: [key.pub]")
     assert champion_folder(signing).is_dir()
-    with pytest.raises(ConfigError, match=r"what .*key.pem signs does not match registry\.signature"):
+    with pytest.raises(
+        ConfigError, match=r"what .*key.pem signs does not match registry\.signature"
+    ):
         before_run(signing, load_section(signing, "registry", RegistryConfig))
     monkeypatch.setenv(KEY_VARIABLE, str(keys / "other.pem"))
     before_run(signing, load_section(signing, "registry", RegistryConfig))
@@ -167,17 +186,30 @@ def test_versions_of_an_earlier_key_are_used_on_while_a_new_one_signs(
 @pytest.mark.parametrize(
     ("key", "signature", "message"),
     [
-        ("key.pem", "public_key: key.pub, earlier_public_keys: [gone.pub]", "there is no file .*gone.pub"),
+        (
+            "key.pem",
+            "public_key: key.pub, earlier_public_keys: [gone.pub]",
+            "there is no file .*gone.pub",
+        ),
         (None, "public_key: key.pub", f"{KEY_VARIABLE} names no private key"),
         ("gone.pem", "public_key: key.pub", f"{KEY_VARIABLE}: there is no file gone.pem"),
         ("locked.pem", "public_key: key.pub", "cannot read .*locked.pem"),
         ("locked.pem", "", "cannot read .*locked.pem"),
-        ("other.pem", "public_key: key.pub", "what .*other.pem signs does not match registry.signature"),
+        (
+            "other.pem",
+            "public_key: key.pub",
+            "what .*other.pem signs does not match registry.signature",
+        ),
         ("key.pem", "public_key: locked.pem", "registry.signature: cannot use .*locked.pem"),
     ],
 )
 def test_a_run_whose_versions_could_not_be_signed_is_refused_before_it_starts_anything(
-    tmp_path: Path, keys: Path, monkeypatch: pytest.MonkeyPatch, key: str | None, signature: str, message: str
+    tmp_path: Path,
+    keys: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    key: str | None,
+    signature: str,
+    message: str,
 ) -> None:
     monkeypatch.chdir(keys)
     workspace = initialise(tmp_path / "ws", "smoke", [f"registry.signature={{{signature}}}"])
@@ -201,7 +233,9 @@ def test_a_key_is_found_by_processes_in_other_folders(
     assert signer is not None
     signer.name_files()
     monkeypatch.chdir(tmp_path)
-    assert Signer.of_environment() == Signer(keys / "key.pem", (keys / "key.pub", keys / "other.pub"))
+    assert Signer.of_environment() == Signer(
+        keys / "key.pem", (keys / "key.pub", keys / "other.pub")
+    )
 
 
 @pytest.mark.slow
@@ -267,10 +301,16 @@ def linked_folder(version: SignedVersion) -> None:
 
 TAMPERED: dict[str, tuple[Callable[[SignedVersion], object], str]] = {
     "another model with its signature": (other_model, r"registry\.signature"),
-    "sampling": (lambda v: v.replace_text(v.package / "MLmodel", "max_new_tokens: 8", "max_new_tokens: 3"), "sampling"),
+    "sampling": (
+        lambda v: v.replace_text(v.package / "MLmodel", "max_new_tokens: 8", "max_new_tokens: 3"),
+        "sampling",
+    ),
     "code": (lambda v: (v.package / "model_pyfunc.py").write_text("print(1)"), "package_sha256"),
     "more code": (lambda v: (v.package / "later.py").write_text(""), "package_sha256"),
-    "packages that are installed": (lambda v: (v.package / "requirements.txt").write_text("evil"), "package_sha256"),
+    "packages that are installed": (
+        lambda v: (v.package / "requirements.txt").write_text("evil"),
+        "package_sha256",
+    ),
     "a hidden file": (hidden_file, "content_sha256"),
     "a folder by a link": (linked_folder, "is a link to a folder"),
     "what its gates said": (lambda v: v.set_tag("gates", "ungated"), "tags"),
@@ -280,13 +320,17 @@ TAMPERED: dict[str, tuple[Callable[[SignedVersion], object], str]] = {
 
 
 @pytest.mark.slow
-def test_whatever_is_changed_of_a_signed_version_it_is_refused(signing: Path, tmp_path: Path) -> None:
+def test_whatever_is_changed_of_a_signed_version_it_is_refused(
+    signing: Path, tmp_path: Path
+) -> None:
     register(signing)
     assert promote(signing).promoted
     client, name, folder = connect(signing), policy_name(signing), champion_folder(signing)
     version = SignedVersion(signing, client, name, folder)
     run_folder = Path(
-        local_file_uri_to_path(client.get_run(client.get_model_version(name, "1").run_id).info.artifact_uri)
+        local_file_uri_to_path(
+            client.get_run(client.get_model_version(name, "1").run_id).info.artifact_uri
+        )
     )
     tags = dict(client.get_model_version(name, "1").tags)
     shutil.copytree(version.package, tmp_path / "package")
@@ -296,7 +340,10 @@ def test_whatever_is_changed_of_a_signed_version_it_is_refused(signing: Path, tm
         with pytest.raises(ModelError, match=message) as refused:
             champion_folder(signing)
         assert "\n" not in str(refused.value), what
-        for kept, place in ((tmp_path / "package", version.package), (tmp_path / "run", run_folder)):
+        for kept, place in (
+            (tmp_path / "package", version.package),
+            (tmp_path / "run", run_folder),
+        ):
             shutil.rmtree(place)
             shutil.copytree(kept, place)
         for key in ("content_sha256", "gates", "gate_conditions", "reward_model_version"):
@@ -318,7 +365,9 @@ def test_no_alias_is_moved_to_a_version_that_is_not_signed_as_it_is(signing: Pat
 
 
 @pytest.mark.slow
-def test_a_version_of_another_registry_is_refused_until_that_is_named(signing: Path, tmp_path: Path) -> None:
+def test_a_version_of_another_registry_is_refused_until_that_is_named(
+    signing: Path, tmp_path: Path
+) -> None:
     register(signing)
     assert promote(signing).promoted
     moved = tmp_path / "moved"
@@ -326,7 +375,10 @@ def test_a_version_of_another_registry_is_refused_until_that_is_named(signing: P
     for workspace, name in ((moved, "of this host"), (moved, None)):
         registry = f", registry: {name}" if name else ""
         want(workspace, f"public_key: key.pub{registry}")
-        with pytest.raises(ModelError, match=r"was signed for the registry sqlite:.*my workspace.*registry\.signature"):
+        with pytest.raises(
+            ModelError,
+            match=r"was signed for the registry sqlite:.*my workspace.*registry\.signature",
+        ):
             champion_folder(workspace)
     want(moved, f"public_key: key.pub, registry: 'sqlite:///{signing / 'mlflow.db'}'")
     assert champion_folder(moved).is_dir()
@@ -337,7 +389,10 @@ def test_a_database_or_server_is_told_apart_without_its_password(
 ) -> None:
     (tmp_path / "params.yaml").write_text("seed: 1\n")
     for address, expected in (
-        ("https://user:secret@mlflow.host:5000/base/?token=secret", "https://mlflow.host:5000/base"),
+        (
+            "https://user:secret@mlflow.host:5000/base/?token=secret",
+            "https://mlflow.host:5000/base",
+        ),
         ("postgresql://user:secret@host/db", "postgresql://host/db"),
     ):
         monkeypatch.setenv("MLFLOW_TRACKING_URI", address)
@@ -355,17 +410,23 @@ def test_a_key_that_others_can_read_or_replace_is_refused(
         Signer.of_environment()
 
 
-def test_a_key_of_another_kind_is_refused_in_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_key_of_another_kind_is_refused_in_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     openssl(tmp_path, *["genrsa", "-out", "rsa.pem", "2048"])
     openssl(tmp_path, *["rsa", "-in", "rsa.pem", "-pubout", "-out", "rsa.pub"])
     monkeypatch.setenv(KEY_VARIABLE, str(tmp_path / "rsa.pem"))
     for signature in (SignatureConfig(), SignatureConfig(public_key="rsa.pub")):
-        with pytest.raises(ConfigError, match=r"rsa\.pem is not an elliptic-curve key; make one with"):
+        with pytest.raises(
+            ConfigError, match=r"rsa\.pem is not an elliptic-curve key; make one with"
+        ):
             before_run(tmp_path, RegistryConfig(signature=signature))
 
 
 @pytest.mark.slow
-def test_certificates_lead_to_a_root(signing: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_certificates_lead_to_a_root(
+    signing: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     root_request = "req -x509 -newkey ec -pkeyopt ec_paramgen_curve:prime256v1 -nodes -days 30"
     for root in ("root", "foreign"):
         use = ["-addext", "keyUsage=critical,keyCertSign"]
@@ -380,7 +441,9 @@ def test_certificates_lead_to_a_root(signing: Path, tmp_path: Path, monkeypatch:
             "-out",
             f"{root}.pem",
         )
-    (tmp_path / "use").write_text("keyUsage=critical,digitalSignature\nextendedKeyUsage=codeSigning\n")
+    (tmp_path / "use").write_text(
+        "keyUsage=critical,digitalSignature\nextendedKeyUsage=codeSigning\n"
+    )
     request = "req -newkey ec -pkeyopt ec_paramgen_curve:prime256v1 -nodes -subj /CN=ci -keyout ci.key -out ci.csr"
     openssl(tmp_path, *request.split())
     issue = "x509 -req -in ci.csr -CA root.pem -CAkey root.key -CAcreateserial -days 30 -extfile use -out ci.pem"
@@ -399,13 +462,21 @@ def test_certificates_lead_to_a_root(signing: Path, tmp_path: Path, monkeypatch:
 @pytest.mark.parametrize(
     ("variable", "signature", "message"),
     [
-        ("/nowhere/key.pem", "public_key: key.pub", f"{KEY_VARIABLE}: there is no file /nowhere/key.pem"),
+        (
+            "/nowhere/key.pem",
+            "public_key: key.pub",
+            f"{KEY_VARIABLE}: there is no file /nowhere/key.pem",
+        ),
         (None, "public_key: gone.pub", "registry.signature: there is no file .*gone.pub"),
         (None, "public_key: params.yaml", "registry.signature: cannot use .*params.yaml"),
     ],
 )
 def test_a_missing_or_unusable_key_is_one_line(
-    signing: Path, monkeypatch: pytest.MonkeyPatch, variable: str | None, signature: str, message: str
+    signing: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    variable: str | None,
+    signature: str,
+    message: str,
 ) -> None:
     want(signing, signature)
     if variable is not None:

@@ -44,7 +44,9 @@ def test_status_shows_stages_gates_run_registry_and_partial_work(workspace: Path
     assert "ppo          stale: metrics/ppo.json modified" in screen
     assert "policy  passed (mode enforce)" in screen
     assert "ppo: step-000005 (work/ppo/abc)" in screen
-    assert f"interrupted (its process is gone; the next run resumes)  (MLflow run {run_id})" in screen
+    assert (
+        f"interrupted (its process is gone; the next run resumes)  (MLflow run {run_id})" in screen
+    )
     assert f"{policy_name(workspace)}: 1 version; @champion v1, @challenger v1" in screen
     answer = json.loads(json.dumps(status(workspace).as_dict(), default=str))
     assert answer["stages"]["reward"] == "up to date" and answer["in_use_by"] is None
@@ -59,12 +61,20 @@ def test_status_shows_stages_gates_run_registry_and_partial_work(workspace: Path
 def test_status_says_what_became_of_the_policy_of_the_workspace(contest: Path) -> None:
     name = policy_name(contest)
     screen = status(contest).as_text()
-    assert f"nobody has decided on {name} version 2" in screen and f"The champion of {name} is version 1." in screen
+    assert (
+        f"nobody has decided on {name} version 2" in screen
+        and f"The champion of {name} is version 1." in screen
+    )
     assert "next: rlhf promote" in screen
     assert promote(contest, force_reason="a test").promoted
     screen = status(contest).as_text()
-    assert f"Released by force: {name} version 2 is the champion. Promoted: forced: a test" in screen
-    assert re.search(r"Decided by .*, \d{4}-\d\d-\d\d \d\d:\d\d UTC", screen) and "next: rlhf chat" in screen
+    assert (
+        f"Released by force: {name} version 2 is the champion. Promoted: forced: a test" in screen
+    )
+    assert (
+        re.search(r"Decided by .*, \d{4}-\d\d-\d\d \d\d:\d\d UTC", screen)
+        and "next: rlhf chat" in screen
+    )
     (contest / "metrics" / "ppo.json").write_text("{}")
     assert "next: rlhf run" in status(contest).as_text()
     (contest / "dvc.lock").unlink()
@@ -83,8 +93,12 @@ def test_status_of_a_new_workspace_creates_nothing(workspace: Path) -> None:
 
 
 @pytest.mark.parametrize("backend", ["sqlite"], indirect=True)
-def test_status_gives_up_on_a_server_that_hangs(workspace: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as server:  # accepts connections and answers nothing
+def test_status_gives_up_on_a_server_that_hangs(
+    workspace: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with socket.create_server(
+        ("127.0.0.1", 0)
+    ) as server:  # accepts connections and answers nothing
         monkeypatch.setenv("MLFLOW_TRACKING_URI", f"http://127.0.0.1:{server.getsockname()[1]}")
         monkeypatch.setenv("MLFLOW_HTTP_REQUEST_TIMEOUT", "1")
         assert "does not answer" in status(workspace).as_text()
@@ -94,7 +108,9 @@ def test_status_gives_up_on_a_server_that_hangs(workspace: Path, monkeypatch: py
             while True:
                 server.accept()[0].close()
                 connections += 1
-        assert connections <= 4, "one to look for a listener and one request, by each of two sections"
+        assert connections <= 4, (
+            "one to look for a listener and one request, by each of two sections"
+        )
 
 
 def test_status_names_the_holder_of_the_lock(workspace: Path) -> None:
@@ -105,7 +121,8 @@ def test_status_names_the_holder_of_the_lock(workspace: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("count", "said"), [(1, "1 record waits for MLflow"), (12, "12 records wait for MLflow"), (0, "")]
+    ("count", "said"),
+    [(1, "1 record waits for MLflow"), (12, "12 records wait for MLflow"), (0, "")],
 )
 @pytest.mark.parametrize("backend", ["sqlite"], indirect=True)
 def test_records_that_wait_are_named_where_no_run_delivers_them(
@@ -122,23 +139,35 @@ def test_records_that_wait_are_named_where_no_run_delivers_them(
 def test_status_while_a_run_is_under_way_shows_its_progress_without_dvc(
     workspace: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("flows.commands.status.dvc_status", lambda *_: pytest.fail("DVC is locked by the run"))
+    monkeypatch.setattr(
+        "flows.commands.status.dvc_status", lambda *_: pytest.fail("DVC is locked by the run")
+    )
     writer = EventLog(new_events_file(workspace))
     log = workspace / ".rlhf" / "logs" / "ppo.log"
     log.parent.mkdir(exist_ok=True)
     log.write_text("ppo: 90/90 96 s\n")  # of an earlier run
     started = time.time() - 62
     writer.emit(RunPlanned(("fingerprint", "ppo", "report")))
-    writer.emit(StageEnded(StageOutcome("fingerprint", "ran", started=started, ended=started + 2.0, work_seconds=1.0)))
+    writer.emit(
+        StageEnded(
+            StageOutcome(
+                "fingerprint", "ran", started=started, ended=started + 2.0, work_seconds=1.0
+            )
+        )
+    )
     writer.emit(StageStarted("ppo", "gpu-pool", started, log_start=log.stat().st_size))
     with locked(workspace):
         assert "ppo          running for 1:0" in status(workspace).as_text()
         with log.open("a") as stream:
-            stream.write("ppo: 15/90 15 s reward 0.2 kl 0.5\nppo: 45/90 45 s reward 0.3418 kl 1.894\n")
+            stream.write(
+                "ppo: 15/90 15 s reward 0.2 kl 0.5\nppo: 45/90 45 s reward 0.3418 kl 1.894\n"
+            )
         screen = status(workspace).as_text()
         assert "stages\n  1/3 done after 0:0" in screen
         assert "  fingerprint  ran in 0:02\n" in screen
-        assert re.search(r"ppo          running 45/90, 0:4\d left, reward 0\.342, kl 1\.89\n", screen), screen
+        assert re.search(
+            r"ppo          running 45/90, 0:4\d left, reward 0\.342, kl 1\.89\n", screen
+        ), screen
         assert "  report       waiting\n" in screen
 
 
@@ -159,11 +188,15 @@ def test_a_healthy_machine_passes(workspace: Path) -> None:
 
 
 @pytest.mark.parametrize("backend", ["sqlite"], indirect=True)
-def test_doctor_names_what_is_wrong_and_what_to_do(workspace: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_doctor_names_what_is_wrong_and_what_to_do(
+    workspace: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     dead = f"http://127.0.0.1:{free_port()}"
     monkeypatch.setenv("PREFECT_API_URL", f"{dead}/api")
     monkeypatch.setenv("MLFLOW_TRACKING_URI", dead)
-    (workspace / "params.yaml").write_text("collect: {source: files, files: {preferences: [no/such/*.jsonl]}}\n")
+    (workspace / "params.yaml").write_text(
+        "collect: {source: files, files: {preferences: [no/such/*.jsonl]}}\n"
+    )
     text, code = checked(workspace)
     assert code
     assert "no file matches 'no/such/*.jsonl'" in text
@@ -178,8 +211,17 @@ def test_a_folder_that_is_no_workspace_is_only_a_warning(tmp_path: Path) -> None
     assert code == 0 and "is not one (no params.yaml) → make one with `rlhf init DIR`" in text
 
 
-def test_versions_are_checked_against_what_this_package_requires(monkeypatch: pytest.MonkeyPatch) -> None:
-    required = ["torch>=1", "fastapi<0.1", "rich<1", "httpx>=0.1", "no-such-package>=1", "peft<0.1; extra == 'lora'"]
+def test_versions_are_checked_against_what_this_package_requires(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    required = [
+        "torch>=1",
+        "fastapi<0.1",
+        "rich<1",
+        "httpx>=0.1",
+        "no-such-package>=1",
+        "peft<0.1; extra == 'lora'",
+    ]
     monkeypatch.setattr("importlib.metadata.requires", lambda name: required)
     names = {re.split("[<>]", text)[0] for text in required}
     checks = {check.name: check for check in machine_checks() if check.name in names}

@@ -1,4 +1,6 @@
-"""A world without changes is found as such, and every change is found too; deleted versions leave no files."""
+"""A world without changes is found as such, and every change is found too; deleted versions leave
+no files.
+"""
 
 from __future__ import annotations
 
@@ -42,8 +44,12 @@ def test_nothing_to_do_until_something_changes(
     before = records(contest)
     unchanged = find_unchanged(contest, promotes=True)
     assert unchanged is not None and records(contest) == before
-    assert unchanged.message.startswith("nothing to do: every stage is up to date, rlhf-reward-model version 1 (as")
-    assert unchanged.verdict.promotion.startswith("Not released: rlhf-policy version 2 was not promoted in place")
+    assert unchanged.message.startswith(
+        "nothing to do: every stage is up to date, rlhf-reward-model version 1 (as"
+    )
+    assert unchanged.verdict.promotion.startswith(
+        "Not released: rlhf-policy version 2 was not promoted in place"
+    )
     assert {outcome.action for outcome in unchanged.outcomes.values()} == {"cached"}
     params = (contest / "params.yaml").read_text()
     (contest / "params.yaml").write_text(params + "registry: {promote_win_rate_low95: 0.55}\n")
@@ -63,8 +69,13 @@ def test_nothing_to_do_until_something_changes(
     monkeypatch.setattr(signals, "install", lambda: None)
     assert run(contest) == 0
     printed = capsys.readouterr().out
-    assert "Completed: nothing to do: every stage is up to date, rlhf-reward-model version 1 (as before)" in printed
-    assert "stages: 10 cached" in printed and "Prefect" not in printed and records(contest) == before
+    assert (
+        "Completed: nothing to do: every stage is up to date, rlhf-reward-model version 1 (as before)"
+        in printed
+    )
+    assert (
+        "stages: 10 cached" in printed and "Prefect" not in printed and records(contest) == before
+    )
     last = read_run_state(contest)
     assert last is not None and last.final_state == "Completed" and last.ran == 0
     (contest / "metrics" / "ppo.json").write_text("{}")
@@ -81,7 +92,9 @@ def test_the_files_of_deleted_versions_are_gone_and_their_runs_stay(contest: Pat
     params = (contest / "params.yaml").read_text()
     if "registry:" not in params:
         params += "registry: {}\n"
-    (contest / "params.yaml").write_text(params.replace("registry: {", "registry: {retention: {versions: 1}, "))
+    (contest / "params.yaml").write_text(
+        params.replace("registry: {", "registry: {retention: {versions: 1}, ")
+    )
     client, name = connect(contest), policy_name(contest)
     gone = get_version(client, name, "2")
     folder = verified_folder(contest, gone)

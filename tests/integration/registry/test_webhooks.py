@@ -51,14 +51,18 @@ def is_signed(headers: Mapping[str, str], body: bytes) -> bool:
     """As docs/operations.md has it."""
     signed = f"{headers['X-MLflow-Delivery-Id']}.{headers['X-MLflow-Timestamp']}.".encode() + body
     digest = hmac.new(SECRET.encode(), signed, hashlib.sha256).digest()
-    return hmac.compare_digest(headers["X-MLflow-Signature"], f"v1,{base64.b64encode(digest).decode()}")
+    return hmac.compare_digest(
+        headers["X-MLflow-Signature"], f"v1,{base64.b64encode(digest).decode()}"
+    )
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("backend", ["server"], indirect=True)
 def test_a_promotion_reaches_the_receiver_of_a_webhook(contest: Path, receiver: Receiver) -> None:
     client = connect(contest)
-    webhook = client.create_webhook("champion", receiver.url, ["model_version_alias.created"], secret=SECRET)
+    webhook = client.create_webhook(
+        "champion", receiver.url, ["model_version_alias.created"], secret=SECRET
+    )
     try:
         promote(contest, play=ScriptedMatch(judge=0.9))
         while True:
@@ -66,7 +70,10 @@ def test_a_promotion_reaches_the_receiver_of_a_webhook(contest: Path, receiver: 
             assert is_signed(headers, body) and not is_signed(headers, body + b" ")
             message = json.loads(body)
             assert (message["entity"], message["action"]) == ("model_version_alias", "created")
-            if (message["data"]["name"], message["data"]["alias"]) == (policy_name(contest), "champion"):
+            if (message["data"]["name"], message["data"]["alias"]) == (
+                policy_name(contest),
+                "champion",
+            ):
                 break
         assert message["data"]["version"] == "2"
     finally:

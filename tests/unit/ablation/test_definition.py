@@ -8,7 +8,13 @@ from typing import Any
 import pytest
 
 from benchmarks.ablation.definition import METRICS, Ablation, Claim, check_recipes, load_ablation
-from benchmarks.ablation.verdicts import AblationRun, ClaimOutcome, RunResult, SeedTable, judge_claims
+from benchmarks.ablation.verdicts import (
+    AblationRun,
+    ClaimOutcome,
+    RunResult,
+    SeedTable,
+    judge_claims,
+)
 from rlhf_core.config import yaml_text
 from rlhf_core.config.loading import check_params, merge, overridden
 from rlhf_core.errors import ConfigError
@@ -65,7 +71,11 @@ def effective(ablation: Ablation, recipe: dict[str, Any], name: str) -> dict[str
 
 
 def test_every_variant_of_the_paper_is_there(ablation: Ablation) -> None:
-    wanted = OTHERS | {f"max-without-{part}" for part in PARTS} | {f"vanilla-with-{part}" for part in PARTS}
+    wanted = (
+        OTHERS
+        | {f"max-without-{part}" for part in PARTS}
+        | {f"vanilla-with-{part}" for part in PARTS}
+    )
     assert wanted <= set(ablation.names)
     assert len(ablation.seeds) >= 3
 
@@ -76,28 +86,43 @@ def test_every_figure_of_the_paper_is_there(ablation: Ablation) -> None:
     assert all(figure.claims for figure in ablation.figures)
 
 
-def test_every_variant_is_in_some_figure_and_every_claim_is_about_variants_that_are_drawn(ablation: Ablation) -> None:
+def test_every_variant_is_in_some_figure_and_every_claim_is_about_variants_that_are_drawn(
+    ablation: Ablation,
+) -> None:
     drawn = {name for figure in ablation.figures for name in figure.variants}
     assert drawn == set(ablation.names)
     for figure in ablation.figures:
-        used = {n for c in figure.claims for e in c.expects for n in (e.of, e.than) if isinstance(n, str)}
+        used = {
+            n
+            for c in figure.claims
+            for e in c.expects
+            for n in (e.of, e.than)
+            if isinstance(n, str)
+        }
         assert used <= set(figure.variants), figure.name
 
 
 @pytest.mark.parametrize("name", ["ablation.yaml", "methods.yaml"])
-def test_a_variant_is_valid_and_differs_from_its_base_by_what_it_names(name: str, recipe: dict[str, Any]) -> None:
+def test_a_variant_is_valid_and_differs_from_its_base_by_what_it_names(
+    name: str, recipe: dict[str, Any]
+) -> None:
     ablation = load_ablation(ROOT / "benchmarks" / "ablation" / name)
     check_recipes(ablation, recipe, {}, name)
     for variant in ablation.variants:
         if variant.base is None:
             assert ablation.overrides(variant.name) == {}
             continue
-        base, own = effective(ablation, recipe, variant.base), effective(ablation, recipe, variant.name)
+        base, own = (
+            effective(ablation, recipe, variant.base),
+            effective(ablation, recipe, variant.name),
+        )
         changed = {path for path in base.keys() | own.keys() if base.get(path) != own.get(path)}
         switched = {path for s in (*variant.add, *variant.drop) for path in ablation.switches[s]}
         named = switched | set(variant.change)
         # A section that is set to null loses all its fields.
-        found = {next((n for n in named if f"{path}.".startswith(f"{n}.")), path) for path in changed}
+        found = {
+            next((n for n in named if f"{path}.".startswith(f"{n}.")), path) for path in changed
+        }
         assert found == named, variant.name
 
 
@@ -113,34 +138,58 @@ def test_with_every_part_added_vanilla_is_ppo_max(ablation: Ablation) -> None:
         assert ablation.dropped(f"max-without-{part}") == (part,)
 
 
-def test_vanilla_without_our_own_penalty_is_the_vanilla_profile(ablation: Ablation, recipe: dict[str, Any]) -> None:
-    text = merge((ROOT / "params.yaml").read_text(), [("v", (ROOT / "profiles" / "vanilla.yaml").read_text())])
+def test_vanilla_without_our_own_penalty_is_the_vanilla_profile(
+    ablation: Ablation, recipe: dict[str, Any]
+) -> None:
+    text = merge(
+        (ROOT / "params.yaml").read_text(),
+        [("v", (ROOT / "profiles" / "vanilla.yaml").read_text())],
+    )
     profile = overridden(yaml_text.plain(yaml_text.parse(text, "v")), ablation.common)
     expected = effective(ablation, recipe, "vanilla-without-eos-penalty")
     assert flatten(check_params(profile).model_dump(mode="json")) == expected
 
 
 def extremes(metric: str) -> tuple[float, float]:
-    """Two values that the metric can have, far apart. Gold of the world is between -1.79 and about 1."""
+    """Two values that the metric can have, far apart. Gold of the world is between -1.79 and about
+    1.
+    """
     kind = METRICS[metric].kind
     return (0.0, 1.0) if kind == "share" else (1.0, 20.0) if kind == "ratio" else (-1.0, 1.0)
 
 
-def test_every_expectation_can_hold_and_can_fail_by_values_that_can_be_measured(ablation: Ablation) -> None:
-    for expectation in (e for figure in ablation.figures for claim in figure.claims for e in claim.expects):
+def test_every_expectation_can_hold_and_can_fail_by_values_that_can_be_measured(
+    ablation: Ablation,
+) -> None:
+    for expectation in (
+        e for figure in ablation.figures for claim in figure.claims for e in claim.expects
+    ):
         low, high = extremes(expectation.metric)
         found = set()
         for of, than in ((low, high), (high, low), (high, high)):
-            values = {expectation.of: of} | ({expectation.than: than} if isinstance(expectation.than, str) else {})
+            values = {expectation.of: of} | (
+                {expectation.than: than} if isinstance(expectation.than, str) else {}
+            )
             runs = [AblationRun(name, seed, Path(), "done") for name in values for seed in (1, 2)]
-            data = SeedTable([RunResult(run, {expectation.metric: values[run.variant]}) for run in runs])
+            data = SeedTable(
+                [RunResult(run, {expectation.metric: values[run.variant]}) for run in runs]
+            )
             claim = Claim(says="s", expects=(expectation,))
             found |= {verdict.outcome for verdict in judge_claims([claim], data)}
         assert found == {ClaimOutcome.HOLDS, ClaimOutcome.FAILS}, expectation
 
 
-def test_common_settings_leave_the_training_of_the_policy_alone_but_for_its_length(ablation: Ablation) -> None:
-    watching = ("compute.", "gates.", "evaluate.", "ppo.health.", "ppo.selection.", "ppo.iterations")
+def test_common_settings_leave_the_training_of_the_policy_alone_but_for_its_length(
+    ablation: Ablation,
+) -> None:
+    watching = (
+        "compute.",
+        "gates.",
+        "evaluate.",
+        "ppo.health.",
+        "ppo.selection.",
+        "ppo.iterations",
+    )
     assert all(path.startswith(watching) for path in ablation.common)
 
 
@@ -153,8 +202,16 @@ def test_common_settings_leave_the_training_of_the_policy_alone_but_for_its_leng
         ("drop: [kl]", "drops: [kl]", "unknown parameter 'variants.1.drops'; did you mean 'drop'?"),
         ("name: b", "name: a", "variant 'a' is defined twice"),
         ("reference: a", "reference: c", "reference 'c' is no variant"),
-        ("curves: [kl]", "curves: [kll]", "figure 'one': curve 'kll' is no curve; did you mean 'kl'?"),
-        ("ends: [gold]", "ends: [golds]", "figure 'one': metric 'golds' is no metric; did you mean 'gold'?"),
+        (
+            "curves: [kl]",
+            "curves: [kll]",
+            "figure 'one': curve 'kll' is no curve; did you mean 'kl'?",
+        ),
+        (
+            "ends: [gold]",
+            "ends: [golds]",
+            "figure 'one': metric 'golds' is no metric; did you mean 'gold'?",
+        ),
         ("than: a", "than: c", "figure 'one': variant 'c' is no variant"),
         ("is: lower", "is: same", "'is: same' needs it"),
         ("is: lower", "is: same, within: -1", "'within' must be above 0"),
@@ -162,7 +219,9 @@ def test_common_settings_leave_the_training_of_the_policy_alone_but_for_its_leng
         ("seeds: [1]", "seeds: []", "parameter 'seeds'"),
     ],
 )
-def test_mistakes_are_told_with_the_nearest_name(tmp_path: Path, old: str, new: str, message: str) -> None:
+def test_mistakes_are_told_with_the_nearest_name(
+    tmp_path: Path, old: str, new: str, message: str
+) -> None:
     with pytest.raises(ConfigError) as caught:
         load(tmp_path, old, new)
     assert message in str(caught.value) and "ablation.yaml" in str(caught.value)
@@ -172,5 +231,7 @@ def test_an_unknown_parameter_is_told_with_its_variant(tmp_path: Path) -> None:
     ablation = load(tmp_path, "drop: [kl]", "change: {ppo.kl.coeficient: 0.1}")
     with pytest.raises(ConfigError) as caught:
         check_recipes(ablation, {}, {}, "f.yaml")
-    expected = "f.yaml: variant 'b': unknown parameter 'ppo.kl.coeficient'; did you mean 'coefficient'?"
+    expected = (
+        "f.yaml: variant 'b': unknown parameter 'ppo.kl.coeficient'; did you mean 'coefficient'?"
+    )
     assert str(caught.value) == expected

@@ -41,7 +41,9 @@ def table(**values: dict[str, list[float]]) -> verdicts.SeedTable:
     for variant, metrics in values.items():
         for seed in range(1, 1 + max(len(v) for v in metrics.values())):
             row = {name: v[seed - 1] for name, v in metrics.items() if seed <= len(v)}
-            results.append(verdicts.RunResult(verdicts.AblationRun(variant, seed, HERE, "done"), row))
+            results.append(
+                verdicts.RunResult(verdicts.AblationRun(variant, seed, HERE, "done"), row)
+            )
     return verdicts.SeedTable(results)
 
 
@@ -53,7 +55,9 @@ def test_t_interval_by_hand() -> None:
     # s = 1, t(.975, 2) = 4.302653, half = 4.302653 / sqrt(3) = 2.484138
     interval = verdicts.t_interval([1.0, 2.0, 3.0])
     assert (interval.mean, interval.n) == (2.0, 3)
-    assert interval.low == pytest.approx(-0.484138, abs=1e-6) and interval.high == pytest.approx(4.484138, abs=1e-6)
+    assert interval.low == pytest.approx(-0.484138, abs=1e-6) and interval.high == pytest.approx(
+        4.484138, abs=1e-6
+    )
 
 
 def test_equal_values_have_an_interval_of_width_zero_one_value_none_and_nothing_no_mean() -> None:
@@ -63,14 +67,19 @@ def test_equal_values_have_an_interval_of_width_zero_one_value_none_and_nothing_
 
 
 def test_differences_are_paired_by_seed() -> None:
-    # differences .5, 1, 1.5: s = .5, half = 1.242069; unpaired, the spread of the seeds would drown it
-    difference = table(a={"gold": [10.0, 20.0, 30.0]}, b={"gold": [10.5, 21.0, 31.5]}).difference("b", "a", "gold")
+    # differences .5, 1, 1.5: s = .5, half = 1.242069; unpaired, the spread of the seeds would drown
+    # it
+    difference = table(a={"gold": [10.0, 20.0, 30.0]}, b={"gold": [10.5, 21.0, 31.5]}).difference(
+        "b", "a", "gold"
+    )
     assert difference.mean == pytest.approx(1.0)
     assert (difference.low, difference.high) == pytest.approx((1 - 1.242069, 2.242069), abs=1e-6)
 
 
 def test_only_seeds_that_both_have_are_compared() -> None:
-    difference = table(a={"gold": [1.0, 2.0, 3.0]}, b={"gold": [2.0, 4.0]}).difference("b", "a", "gold")
+    difference = table(a={"gold": [1.0, 2.0, 3.0]}, b={"gold": [2.0, 4.0]}).difference(
+        "b", "a", "gold"
+    )
     assert (difference.mean, difference.n) == (1.5, 2)
 
 
@@ -78,17 +87,22 @@ def test_ratio_metrics_are_compared_as_factors() -> None:
     data = table(a={"kl": [1.0, 2.0, 4.0]}, b={"kl": [2.0, 4.0, 8.0]})
     difference = data.difference("b", "a", "kl").in_readers_unit(METRICS["kl"])
     assert (difference.mean, difference.low, difference.high) == pytest.approx((2.0, 2.0, 2.0))
-    assert data.level("a", "kl").in_readers_unit(METRICS["kl"]).mean == pytest.approx(2.0)  # geometric
+    assert data.level("a", "kl").in_readers_unit(METRICS["kl"]).mean == pytest.approx(
+        2.0
+    )  # geometric
 
 
 def test_a_kl_below_its_floor_counts_as_the_floor() -> None:
-    assert table(a={"kl": [-0.01]}).by_seed("a", "kl") == {1: pytest.approx(math.log(METRICS["kl"].floor))}
+    assert table(a={"kl": [-0.01]}).by_seed("a", "kl") == {
+        1: pytest.approx(math.log(METRICS["kl"].floor))
+    }
 
 
 @pytest.mark.parametrize(
     ("fields", "values", "holds", "fails"),
     [
-        # mean 2, standard error 1 / sqrt(3); of two degrees of freedom P(T > t) = (1 - t / sqrt(t^2 + 2)) / 2
+        # mean 2, standard error 1 / sqrt(3); of two degrees of freedom P(T > t) = (1 - t / sqrt(t^2
+        # + 2)) / 2
         ({"is": "higher"}, [1.0, 2.0, 3.0], 0.0370899, 0.9629101),
         ({"is": "higher", "by": 2.0}, [1.0, 2.0, 3.0], 0.5, 0.5),
         ({"is": "higher", "by": -1.0}, [1.0, 2.0, 3.0], 0.0175494, 0.9824506),
@@ -101,7 +115,9 @@ def test_a_kl_below_its_floor_counts_as_the_floor() -> None:
         ({"is": "same", "within": 1.0}, [0.0, 0.0, 0.0], 0.0, 1.0),
     ],
 )
-def test_p_values_by_hand(fields: dict[str, Any], values: list[float], holds: float, fails: float) -> None:
+def test_p_values_by_hand(
+    fields: dict[str, Any], values: list[float], holds: float, fails: float
+) -> None:
     wanted = expectation(metric="gold", of="b", than="a", **fields)
     assert verdicts.p_values(wanted, verdicts.t_interval(values), METRICS["gold"]) == pytest.approx(
         (holds, fails), abs=1e-6
@@ -110,7 +126,9 @@ def test_p_values_by_hand(fields: dict[str, Any], values: list[float], holds: fl
 
 def test_margins_of_ratios_are_factors() -> None:
     wanted = expectation(metric="kl", of="b", than="a", **{"is": "same", "within": 2.0})
-    inside, outside = ([math.log(v) for v in values] for values in ((0.99, 1.0, 1.01), (2.9, 3.0, 3.1)))
+    inside, outside = (
+        [math.log(v) for v in values] for values in ((0.99, 1.0, 1.01), (2.9, 3.0, 3.1))
+    )
     assert verdicts.p_values(wanted, verdicts.t_interval(inside), METRICS["kl"])[0] < 0.001
     assert verdicts.p_values(wanted, verdicts.t_interval(outside), METRICS["kl"])[1] < 0.01
 
@@ -125,24 +143,36 @@ def claims(*expected: list[dict[str, Any]]) -> list[Claim]:
 
 
 def test_a_claim_needs_all_its_expectations_and_one_that_does_not_hold_decides() -> None:
-    data = table(a={"gold": [0.5, 0.6, 0.7], "kl": [1.0, 1.0, 1.0]}, b={"gold": [0.1, 0.2, 0.3], "kl": [3.0, 3.0, 3.0]})
+    data = table(
+        a={"gold": [0.5, 0.6, 0.7], "kl": [1.0, 1.0, 1.0]},
+        b={"gold": [0.1, 0.2, 0.3], "kl": [3.0, 3.0, 3.0]},
+    )
     lower = {"metric": "gold", "of": "b", "is": "lower", "than": "a"}
     drifts = {"metric": "kl", "of": "b", "is": "higher", "than": "a", "by": 2.0}
     near = {"metric": "kl", "of": "b", "is": "lower", "than": "a"}
     both, one, far = verdicts.judge_claims(claims([lower, drifts], [lower, near], [drifts]), data)
     assert [verdict.outcome for verdict in (both, one, far)] == ["holds", "does not hold", "holds"]
-    assert [item.expected for item in both.evidence] == ["gold score: b − a < 0", "KL, nats per sequence: b / a > 2"]
+    assert [item.expected for item in both.evidence] == [
+        "gold score: b − a < 0",
+        "KL, nats per sequence: b / a > 2",
+    ]
     assert both.evidence[0].measured == "-0.4, 95 % -0.4 to -0.4, 3 seeds"
     assert both.evidence[1].interval.mean == pytest.approx(3.0)
 
 
 def test_what_one_claim_shows_is_not_enough_among_ten() -> None:
     # P(T > 4) of four degrees of freedom = 0.00807
-    data = table(a={"gold": [0.0] * 5}, b={"gold": [v + 4 * math.sqrt(0.5) for v in (-2.0, -1.0, 0.0, 1.0, 2.0)]})
+    data = table(
+        a={"gold": [0.0] * 5},
+        b={"gold": [v + 4 * math.sqrt(0.5) for v in (-2.0, -1.0, 0.0, 1.0, 2.0)]},
+    )
     higher = [{"metric": "gold", "of": "b", "is": "higher", "than": "a"}]
     alone, *_ = verdicts.judge_claims(claims(higher), data)
     among, *_ = verdicts.judge_claims(claims(*[higher] * 10), data)
-    assert (alone.outcome, among.outcome) == (verdicts.ClaimOutcome.HOLDS, verdicts.ClaimOutcome.OPEN)
+    assert (alone.outcome, among.outcome) == (
+        verdicts.ClaimOutcome.HOLDS,
+        verdicts.ClaimOutcome.OPEN,
+    )
     assert (alone.p, among.p) == pytest.approx((0.0080650, 0.080650), rel=1e-4)
 
 
@@ -156,7 +186,9 @@ def test_against_a_number_the_level_itself_is_shown() -> None:
 @pytest.mark.parametrize(("seeds", "measured"), [([], "not run"), ([0.1], "one seed: no interval")])
 def test_fewer_than_two_seeds_tell_nothing(seeds: list[float], measured: str) -> None:
     data = table(a={"gold": [0.5]}, b={"gold": seeds})
-    evidence = verdicts.examine(expectation(metric="gold", of="b", than="a", **{"is": "lower"}), data)
+    evidence = verdicts.examine(
+        expectation(metric="gold", of="b", than="a", **{"is": "lower"}), data
+    )
     assert (evidence.holds, evidence.fails, evidence.measured) == (1.0, 1.0, measured)
 
 
@@ -190,8 +222,12 @@ def test_curves_keep_the_iterations_that_every_seed_has() -> None:
     def run(seed: int, rows: list[dict[str, Any]]) -> verdicts.RunResult:
         return verdicts.RunResult(verdicts.AblationRun("a", seed, HERE, "done"), {"kl": 1.0}, rows)
 
-    first = run(1, [{"iteration": 1, "kl": 0.0}, {"iteration": 2, "kl": 1.0}, {"iteration": 3, "kl": None}])
-    second = run(2, [{"iteration": 1, "kl": 2.0}, {"iteration": 2, "kl": 3.0}, {"iteration": 3, "kl": 4.0}])
+    first = run(
+        1, [{"iteration": 1, "kl": 0.0}, {"iteration": 2, "kl": 1.0}, {"iteration": 3, "kl": None}]
+    )
+    second = run(
+        2, [{"iteration": 1, "kl": 2.0}, {"iteration": 2, "kl": 3.0}, {"iteration": 3, "kl": 4.0}]
+    )
     points = curve([first, second], "kl")
     assert points is not None
     assert points[0].tolist() == [1, 2] and points[1].tolist() == [[0.0, 1.0], [2.0, 3.0]]
@@ -200,11 +236,23 @@ def test_curves_keep_the_iterations_that_every_seed_has() -> None:
 
 def test_cells() -> None:
     assert level_cell(verdicts.t_interval([1.0, 2.0, 3.0]), METRICS["gold"]) == "2.00 ± 2.48"
-    assert [level_cell(verdicts.t_interval(values), METRICS["gold"]) for values in ([1.0], [])] == ["1.00", "–"]
+    assert [level_cell(verdicts.t_interval(values), METRICS["gold"]) for values in ([1.0], [])] == [
+        "1.00",
+        "–",
+    ]
     assert level_cell(verdicts.t_interval([0.0, 0.0]), METRICS["kl"]) == "1.00 (1.00 to 1.00)"
-    assert difference_cell(verdicts.t_interval([0.5, 0.5]), METRICS["gold"]) == "**+0.50 (0.50 to 0.50)**"
-    assert difference_cell(verdicts.t_interval([1.0, 2.0, 3.0]), METRICS["gold"]) == "+2.00 (-0.48 to 4.48)"
-    assert difference_cell(verdicts.t_interval([math.log(2.0)] * 2), METRICS["kl"]) == "**× 2.00 (2.00 to 2.00)**"
+    assert (
+        difference_cell(verdicts.t_interval([0.5, 0.5]), METRICS["gold"])
+        == "**+0.50 (0.50 to 0.50)**"
+    )
+    assert (
+        difference_cell(verdicts.t_interval([1.0, 2.0, 3.0]), METRICS["gold"])
+        == "+2.00 (-0.48 to 4.48)"
+    )
+    assert (
+        difference_cell(verdicts.t_interval([math.log(2.0)] * 2), METRICS["kl"])
+        == "**× 2.00 (2.00 to 2.00)**"
+    )
 
 
 def workspace(folder: Path, gold: float, kl: float) -> Path:
@@ -212,9 +260,16 @@ def workspace(folder: Path, gold: float, kl: float) -> Path:
     for name in ("metrics", "history", "samples"):
         (folder / name).mkdir(parents=True)
     (folder / "params.yaml").write_text("ppo: {batch_size: 4}\n")
-    evaluation = {"sft": {"gold": 0.2, "reward": 0.0}, "policy": {"gold": gold, "reward": 1.0}, "kl": kl}
+    evaluation = {
+        "sft": {"gold": 0.2, "reward": 0.0},
+        "policy": {"gold": gold, "reward": 1.0},
+        "kl": kl,
+    }
     (folder / "metrics" / "evaluation.json").write_text(json.dumps(evaluation))
-    rows = [{"iteration": i, "kl": kl * i, "win_rate": 0.5, "reward_mean": 0.1 * i, "length": 5.0} for i in (1, 2, 3)]
+    rows = [
+        {"iteration": i, "kl": kl * i, "win_rate": 0.5, "reward_mean": 0.1 * i, "length": 5.0}
+        for i in (1, 2, 3)
+    ]
     (folder / "history" / "ppo.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     columns = {"id": ["x", "y"], "sft_reply": ["a", "b"], "sft_finished": [True, True], "sft_reward": [0.0, 2.0],
                "policy_finished": [True, False], "policy_reward": [9.0, 3.0]}  # fmt: skip
@@ -228,7 +283,11 @@ def test_the_whole_summary(tmp_path: Path) -> None:
         verdicts.AblationRun(name, seed, workspace(tmp_path / f"{name}{seed}", gold + seed / 100, kl), "done")
         for name, gold, kl, seeds in (("a", 0.6, 1.0, (1, 2, 3)), ("b", 0.1, 9.0, (1, 2))) for seed in seeds
     ]  # fmt: skip
-    runs.append(verdicts.AblationRun("b", 3, workspace(tmp_path / "b3", -9.0, 1.0), "paused", "ppo: steps not finite"))
+    runs.append(
+        verdicts.AblationRun(
+            "b", 3, workspace(tmp_path / "b3", -9.0, 1.0), "paused", "ppo: steps not finite"
+        )
+    )
     out = tmp_path / "out"
     ablation = load_ablation(tmp_path / "ablation.yaml")
     summarise(ablation, runs, out)
@@ -238,7 +297,11 @@ def test_the_whole_summary(tmp_path: Path) -> None:
     assert last == [("b", "2", "done"), ("b", "3", "paused")]
     assert float(rows[0]["sampled_tokens"]) == 4 * 3 * 5
     assert float(rows[0]["reward_gain_cut"]) == 2.0 and rows[0]["gold_gain_cut"] == ""
-    assert float(rows[0]["reward_gain"]) == 1.0 and rows[-1]["gold"] == "" and rows[0]["referee_gain"] == ""
+    assert (
+        float(rows[0]["reward_gain"]) == 1.0
+        and rows[-1]["gold"] == ""
+        and rows[0]["referee_gain"] == ""
+    )
     told = json.loads((out / "verdicts.json").read_text())
     assert [item["verdict"] for item in told["one"]] == ["holds", "holds"]
     text = (out / "table.md").read_text()
@@ -249,16 +312,25 @@ def test_the_whole_summary(tmp_path: Path) -> None:
         assert f"![The {'first' if picture == 'one' else 'second'}](figures/{picture}.png)" in text
     # The file of the results is enough to write all but the pictures again.
     again = write_page(ablation, verdicts.read_csv(out / "results.csv"), {})
-    assert set(again.splitlines()) == {line for line in text.splitlines() if line != "# Ablation" and "![" not in line}
+    assert set(again.splitlines()) == {
+        line for line in text.splitlines() if line != "# Ablation" and "![" not in line
+    }
 
 
 def test_a_figure_none_of_whose_claims_was_measured_claims_nothing(tmp_path: Path) -> None:
     (tmp_path / "ablation.yaml").write_text(DEFINITION)
-    runs = [verdicts.AblationRun("a", seed, workspace(tmp_path / f"a{seed}", 0.6, 1.0), "done") for seed in (1, 2)]
-    assert summarise(load_ablation(tmp_path / "ablation.yaml"), runs, tmp_path / "out") == {"two": []}
+    runs = [
+        verdicts.AblationRun("a", seed, workspace(tmp_path / f"a{seed}", 0.6, 1.0), "done")
+        for seed in (1, 2)
+    ]
+    assert summarise(load_ablation(tmp_path / "ablation.yaml"), runs, tmp_path / "out") == {
+        "two": []
+    }
 
 
-@pytest.mark.parametrize("text", ["variant,seed\na,1\n", "", "variant,seed,state,message,workspace\na,x,done,,\n"])
+@pytest.mark.parametrize(
+    "text", ["variant,seed\na,1\n", "", "variant,seed,state,message,workspace\na,x,done,,\n"]
+)
 def test_a_file_without_results_is_one_line(tmp_path: Path, text: str) -> None:
     (tmp_path / "other.csv").write_text(text)
     if text:
@@ -271,17 +343,26 @@ def test_a_file_without_results_is_one_line(tmp_path: Path, text: str) -> None:
 def test_a_run_that_is_not_done_has_no_values_whatever_lies_there(tmp_path: Path) -> None:
     folder = workspace(tmp_path / "a", 0.5, 1.0)
     assert verdicts.read_results([verdicts.AblationRun("a", 1, folder, "failed")])[0].values == {}
-    assert verdicts.read_results([verdicts.AblationRun("a", 1, folder, "done")])[0].values["gold"] == 0.5
+    assert (
+        verdicts.read_results([verdicts.AblationRun("a", 1, folder, "done")])[0].values["gold"]
+        == 0.5
+    )
 
 
 def test_the_page_says_how_reward_goes_with_gold_and_which_seed_is_worst(tmp_path: Path) -> None:
     (tmp_path / "ablation.yaml").write_text(DEFINITION)
     results = [
         verdicts.RunResult(
-            verdicts.AblationRun("a", seed, HERE, "done"), {"gold_gain": -seed, "reward_gain": seed, "kl": 11 - seed}
+            verdicts.AblationRun("a", seed, HERE, "done"),
+            {"gold_gain": -seed, "reward_gain": seed, "kl": 11 - seed},
         )
         for seed in range(1, 11)
     ]
     page = write_page(load_ablation(tmp_path / "ablation.yaml"), results, {})
-    assert "Rank correlation with gold over all runs: reward -1.00, KL 1.00." in page and "| -10.00 |" in page
-    assert "Rank correlation" not in write_page(load_ablation(tmp_path / "ablation.yaml"), results[:9], {})
+    assert (
+        "Rank correlation with gold over all runs: reward -1.00, KL 1.00." in page
+        and "| -10.00 |" in page
+    )
+    assert "Rank correlation" not in write_page(
+        load_ablation(tmp_path / "ablation.yaml"), results[:9], {}
+    )

@@ -1,4 +1,6 @@
-"""A small language model and a short recipe for the public functions, and a reward that is a Python function."""
+"""A small language model and a short recipe for the public functions, and a reward that is a Python
+function.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,11 @@ PPO: dict[str, Any] = {
     "checkpoint": CheckpointConfig(every=1),
     "health": rlhf.HealthConfig(mode="report"),
 }
-CRITIC_FREE = {"advantage": {"estimator": "rloo"}, "replies_per_prompt": 2, "critic_optimizer": None}
+CRITIC_FREE = {
+    "advantage": {"estimator": "rloo"},
+    "replies_per_prompt": 2,
+    "critic_optimizer": None,
+}
 QUESTIONS = [text(i, 3) for i in range(12)]
 
 

@@ -1,4 +1,6 @@
-"""Models in memory that are given to be trained: as other libraries leave them, refused by name or trained rightly."""
+"""Models in memory that are given to be trained: as other libraries leave them, refused by name or
+trained rightly.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,12 @@ import peft
 import pytest
 import torch
 from torch import nn
-from transformers import AutoModel, AutoModelForSequenceClassification, LlamaForCausalLM, PreTrainedTokenizerBase
+from transformers import (
+    AutoModel,
+    AutoModelForSequenceClassification,
+    LlamaForCausalLM,
+    PreTrainedTokenizerBase,
+)
 from unit.api.conftest import LanguageModel
 
 from rlhf_core import SftConfig, train_ppo, train_reward_model, train_sft
@@ -50,7 +57,9 @@ def offloaded(model: LlamaForCausalLM) -> LlamaForCausalLM:
 
 def with_integers(model: LlamaForCausalLM) -> LlamaForCausalLM:
     layer = model.model.layers[0].self_attn.q_proj
-    layer.weight = nn.Parameter(torch.ones_like(layer.weight, dtype=torch.int8), requires_grad=False)
+    layer.weight = nn.Parameter(
+        torch.ones_like(layer.weight, dtype=torch.int8), requires_grad=False
+    )
     return model
 
 
@@ -61,16 +70,36 @@ def damaged(model: LlamaForCausalLM) -> LlamaForCausalLM:
 
 
 REFUSED: dict[str, tuple[Callable[[LlamaForCausalLM], Any], type[RlhfError], str]] = {
-    "PeftModel": (lambda model: peft.get_peft_model(model, LORA), ModelError, "model is a PeftModel.*merge_and_unload"),
-    "adapters inside": (with_adapters, ModelError, r"has adapters inside \(in model.layers.0.*merge_and_unload"),
-    "DataParallel": (nn.DataParallel, ConfigError, r"model is a DataParallel; give the model .* its \.module"),
+    "PeftModel": (
+        lambda model: peft.get_peft_model(model, LORA),
+        ModelError,
+        "model is a PeftModel.*merge_and_unload",
+    ),
+    "adapters inside": (
+        with_adapters,
+        ModelError,
+        r"has adapters inside \(in model.layers.0.*merge_and_unload",
+    ),
+    "DataParallel": (
+        nn.DataParallel,
+        ConfigError,
+        r"model is a DataParallel; give the model .* its \.module",
+    ),
     "compiled": (torch.compile, ConfigError, r"OptimizedModule; give the model .* its \._orig_mod"),
-    "no model": (lambda model: nn.Linear(2, 2), ConfigError, "model is a Linear; give a model of transformers"),
+    "no model": (
+        lambda model: nn.Linear(2, 2),
+        ConfigError,
+        "model is a Linear; give a model of transformers",
+    ),
     "name": (lambda model: "models/sft", ConfigError, "model is a str"),
     "offloaded": (offloaded, ModelError, "not in memory.*device_map"),
     "integers": (with_integers, ModelError, "quantised weights"),
     "damaged": (damaged, ModelError, "not finite"),
-    "without a head": (lambda model: AutoModel.from_config(model.config), ModelError, "without a head"),
+    "without a head": (
+        lambda model: AutoModel.from_config(model.config),
+        ModelError,
+        "without a head",
+    ),
     "classifier": (
         lambda model: AutoModelForSequenceClassification.from_config(model.config),
         ModelError,
@@ -93,13 +122,17 @@ def test_each_function_refuses_them_before_it_trains(
     for call in (
         lambda: train_sft(adapted, tokenizer, ROWS),
         lambda: train_reward_model(adapted, tokenizer, PAIRS),
-        lambda: train_ppo(adapted, tokenizer, ["What?"], lambda prompts, replies: [0.0] * len(replies)),
+        lambda: train_ppo(
+            adapted, tokenizer, ["What?"], lambda prompts, replies: [0.0] * len(replies)
+        ),
     ):
         with pytest.raises(ModelError, match="merge_and_unload"):
             call()
 
 
-def test_a_merged_model_is_trained(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerBase) -> None:
+def test_a_merged_model_is_trained(
+    model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerBase
+) -> None:
     plain: Any = peft.get_peft_model(copy.deepcopy(model), LORA).merge_and_unload()
     assert not any(weight.requires_grad for weight in plain.parameters())
     trained = train_sft(plain, tokenizer, ROWS, config=CONFIG)
@@ -115,14 +148,22 @@ def test_what_is_frozen_stays_and_is_said(
     given.get_input_embeddings().weight.requires_grad_(False)
     with caplog.at_level(logging.WARNING):
         trained = train_sft(given, tokenizer, ROWS, config=CONFIG)
-    assert any("frozen (such as model.embed_tokens.weight)" in record.message for record in caplog.records)
-    assert torch.equal(trained.model.get_input_embeddings().weight, given.get_input_embeddings().weight)
+    assert any(
+        "frozen (such as model.embed_tokens.weight)" in record.message for record in caplog.records
+    )
+    assert torch.equal(
+        trained.model.get_input_embeddings().weight, given.get_input_embeddings().weight
+    )
     before, after = (each.model.layers[0].mlp.up_proj.weight for each in (given, trained.model))
     assert not torch.equal(before, after)
 
 
-def test_modes_of_torch_around_change_nothing(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerBase) -> None:
-    """Autocast would keep the first step's cast weights, so that later steps and the measurement read stale ones."""
+def test_modes_of_torch_around_change_nothing(
+    model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerBase
+) -> None:
+    """Autocast would keep the first step's cast weights, so that later steps and the measurement
+    read stale ones.
+    """
     plain = train_sft(model, tokenizer, ROWS, config=CONFIG)
     around = (torch.autocast("cpu", dtype=torch.bfloat16), torch.no_grad(), torch.inference_mode())
     for mode in around:
@@ -134,7 +175,9 @@ def test_modes_of_torch_around_change_nothing(model: LlamaForCausalLM, tokenizer
         }
 
 
-def test_flags_of_config_json_change_nothing(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerBase) -> None:
+def test_flags_of_config_json_change_nothing(
+    model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerBase
+) -> None:
     flagged = copy.deepcopy(model)
     flagged.config.return_dict = False
     flagged.config.output_hidden_states = True

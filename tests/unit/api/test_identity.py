@@ -1,4 +1,6 @@
-"""A folder of partial state is resumed by the run that left it there, and by no other of the same names."""
+"""A folder of partial state is resumed by the run that left it there, and by no other of the same
+names.
+"""
 
 from __future__ import annotations
 
@@ -57,7 +59,10 @@ def keyword_default(sign: float) -> Callable[..., list[float]]:
 
 def of_globals(sign: float) -> Callable[..., list[float]]:
     names = {"SIGN": sign, "KNOWN": {"red", "blue", "green"}}
-    exec("def reward(prompts, replies): return [SIGN * len(r) * (r in KNOWN) for r in replies]", names)
+    exec(
+        "def reward(prompts, replies): return [SIGN * len(r) * (r in KNOWN) for r in replies]",
+        names,
+    )
     return names["reward"]  # type: ignore[return-value]
 
 
@@ -145,7 +150,12 @@ def test_a_value_that_holds_itself_has_a_hash(tmp_path: Path) -> None:
     around: list[Any] = []
     around.append(around)
     for _ in range(2):
-        claim(tmp_path, lambda prompts, replies: around, namespace=SimpleNamespace(a=1), paths=tmp_path / "nowhere")
+        claim(
+            tmp_path,
+            lambda prompts, replies: around,
+            namespace=SimpleNamespace(a=1),
+            paths=tmp_path / "nowhere",
+        )
 
 
 def other_weights(folder: Path, tokenizer: Any) -> None:
@@ -159,17 +169,27 @@ def sft(model: Path, tokenizer: Any, context: rlhf.RunContext) -> Any:
 
 
 def reward_model(model: Path, tokenizer: Any, context: rlhf.RunContext) -> Any:
-    return rlhf.train_reward_model(model, tokenizer, PAIRS, config=rlhf.RewardConfig(steps=1), context=context)
+    return rlhf.train_reward_model(
+        model, tokenizer, PAIRS, config=rlhf.RewardConfig(steps=1), context=context
+    )
 
 
 def critic(model: Path, tokenizer: Any, context: rlhf.RunContext) -> Any:
     rollout, config = rlhf.PpoConfig(**PPO).rollout, rlhf.CriticConfig(max_rollouts=1, batch_size=4)
-    return rlhf.train_critic(model, tokenizer, QUESTIONS, by_length, rollout=rollout, config=config, context=context)
+    return rlhf.train_critic(
+        model, tokenizer, QUESTIONS, by_length, rollout=rollout, config=config, context=context
+    )
 
 
 def ppo(model: Path, tokenizer: Any, context: rlhf.RunContext) -> Any:
     return rlhf.train_ppo(
-        model, tokenizer, QUESTIONS, by_length, config=CONFIG, context=context, allow_high_learning_rates=True
+        model,
+        tokenizer,
+        QUESTIONS,
+        by_length,
+        config=CONFIG,
+        context=context,
+        allow_high_learning_rates=True,
     )
 
 
@@ -191,10 +211,14 @@ def test_a_function_that_the_settings_name_is_known_by_its_code(
 ) -> None:
     module = tmp_path / "own_checks_of_identity.py"
     source = FunctionSource(target="own_checks_of_identity:score")
-    config = rlhf.PpoConfig(**PPO | CRITIC_FREE | {"iterations": 1, "reward": {"sources": [source]}})
+    config = rlhf.PpoConfig(
+        **PPO | CRITIC_FREE | {"iterations": 1, "reward": {"sources": [source]}}
+    )
     context = rlhf.RunContext(tmp_path / "run", folder=tmp_path)
     for sign in ("", "-"):
-        module.write_text(f"def score(prompts, replies):\n    return [{sign}len(reply) for reply in replies]\n")
+        module.write_text(
+            f"def score(prompts, replies):\n    return [{sign}len(reply) for reply in replies]\n"
+        )
         monkeypatch.delitem(__import__("sys").modules, module.stem, raising=False)
         shutil.rmtree(tmp_path / "__pycache__", ignore_errors=True)
         if sign:

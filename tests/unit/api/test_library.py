@@ -24,7 +24,9 @@ ROOT = Path(__file__).resolve().parents[3]
 
 @pytest.fixture(scope="module")
 def gpt2(llama: LanguageModel) -> LanguageModel:
-    """Another architecture, with learned positions and tied weights; its tokenizer knows no roles and no padding."""
+    """Another architecture, with learned positions and tied weights; its tokenizer knows no roles
+    and no padding.
+    """
     tokenizer = copy.deepcopy(llama[1])
     tokenizer.chat_template = None
     tokenizer.pad_token = None
@@ -48,25 +50,39 @@ def weights(model: torch.nn.Module) -> list[torch.Tensor]:
 
 
 def same(one: list[torch.Tensor], other: list[torch.Tensor]) -> bool:
-    return len(one) == len(other) and all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
+    return len(one) == len(other) and all(
+        torch.equal(a, b) for a, b in zip(one, other, strict=True)
+    )
 
 
 def pretrained(
-    model: Any, tokenizer: Any, config: rlhf.PpoConfig, context: rlhf.RunContext | None = None, **settings: Any
+    model: Any,
+    tokenizer: Any,
+    config: rlhf.PpoConfig,
+    context: rlhf.RunContext | None = None,
+    **settings: Any,
 ) -> rlhf.TrainedCritic:
     """A critic after one rollout, unless ``settings`` ask for another number."""
     critic = rlhf.CriticConfig(**{"max_rollouts": 1} | settings)
     rollout = config.rollout
-    return rlhf.train_critic(model, tokenizer, QUESTIONS, by_length, rollout=rollout, config=critic, context=context)
+    return rlhf.train_critic(
+        model, tokenizer, QUESTIONS, by_length, rollout=rollout, config=critic, context=context
+    )
 
 
 @pytest.mark.slow
-def test_the_example_of_the_docs_runs(llama: LanguageModel, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    (code,) = re.findall(r"```python\n(.*?)```", (ROOT / "docs/library.md").read_text(encoding="utf-8"), re.DOTALL)
+def test_the_example_of_the_docs_runs(
+    llama: LanguageModel, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    (code,) = re.findall(
+        r"```python\n(.*?)```", (ROOT / "docs/library.md").read_text(encoding="utf-8"), re.DOTALL
+    )
     assert 25 <= len([line for line in code.splitlines() if line.strip()]) <= 40
     save_policy(tmp_path / "base", *llama)
     small = code.replace('"HuggingFaceTB/SmolLM2-135M-Instruct"', repr(str(tmp_path / "base")))
-    small = small.replace("iterations=20", "iterations=2").replace('"policy")', f"'{tmp_path}/out')")
+    small = small.replace("iterations=20", "iterations=2").replace(
+        '"policy")', f"'{tmp_path}/out')"
+    )
     assert small.count(str(tmp_path)) == 2 and "iterations=2," in small
     (tmp_path / "example.py").write_text(small, encoding="utf-8")
     subprocess.run([sys.executable, str(tmp_path / "example.py")], check=True, cwd=tmp_path)
@@ -84,11 +100,15 @@ def test_it_trains_any_model_but_not_the_given_one(
 ) -> None:
     model, tokenizer = language_model
     before, template = weights(model), tokenizer.chat_template
-    rows = [{"prompt": row.prompt[0].content, "completion": row.reply} for row in demonstrations(12)]
+    rows = [
+        {"prompt": row.prompt[0].content, "completion": row.reply} for row in demonstrations(12)
+    ]
     sft = rlhf.train_sft(model, tokenizer, rows)
     assert sft.metrics["train_rows"] == 11 and sft.metrics["validation_rows"] == 1
     assert sft.metrics["perplexity"] < sft.metrics["perplexity_before"]
-    reward = rlhf.train_reward_model(sft.model, sft.tokenizer, preferences(12), validation=preferences(4))
+    reward = rlhf.train_reward_model(
+        sft.model, sft.tokenizer, preferences(12), validation=preferences(4)
+    )
     assert 0 <= reward.metrics["accuracy"] <= 1
     config = rlhf.PpoConfig(**PPO)
     critic = pretrained(sft.model, sft.tokenizer, config, max_rollouts=2)
@@ -124,14 +144,18 @@ def test_a_reward_model_may_be_the_reward(llama: LanguageModel) -> None:
     assert policy.choice is None and len(policy.history) == 1
 
 
-def test_an_interrupted_run_continues_with_the_same_call(llama: LanguageModel, tmp_path: Path) -> None:
+def test_an_interrupted_run_continues_with_the_same_call(
+    llama: LanguageModel, tmp_path: Path
+) -> None:
     model, tokenizer = llama
     config = rlhf.PpoConfig(**PPO)
     critic = pretrained(model, tokenizer, config)
 
     def run(context: rlhf.RunContext | None) -> rlhf.TrainedPolicy:
         fresh = copy.deepcopy(critic)
-        return rlhf.train_ppo(model, tokenizer, QUESTIONS, by_length, fresh, config=config, context=context)
+        return rlhf.train_ppo(
+            model, tokenizer, QUESTIONS, by_length, fresh, config=config, context=context
+        )
 
     with pytest.raises(KeyboardInterrupt):
         run(rlhf.RunContext(tmp_path / "work", Interrupting(2)))
@@ -144,14 +168,19 @@ def test_one_critic_serves_several_runs(llama: LanguageModel) -> None:
     config = rlhf.PpoConfig(**PPO)
     critic = pretrained(model, tokenizer, config)
     before, model_was_training = weights(critic.model), model.training
-    one, other = (rlhf.train_ppo(model, tokenizer, QUESTIONS, by_length, critic, config=config) for _ in range(2))
+    one, other = (
+        rlhf.train_ppo(model, tokenizer, QUESTIONS, by_length, critic, config=config)
+        for _ in range(2)
+    )
     assert same(weights(one.model), weights(other.model)) and same(weights(critic.model), before)
     assert model.training == model_was_training
 
 
 def test_replies_to_one_prompt_may_stand_for_a_critic(llama: LanguageModel) -> None:
     model, tokenizer = llama
-    policy = rlhf.train_ppo(model, tokenizer, QUESTIONS, by_length, config=rlhf.PpoConfig(**PPO | CRITIC_FREE))
+    policy = rlhf.train_ppo(
+        model, tokenizer, QUESTIONS, by_length, config=rlhf.PpoConfig(**PPO | CRITIC_FREE)
+    )
     assert len(policy.history) == 3 and "explained_variance" not in policy.history[0]
     assert not same(weights(policy.model), weights(model))
 
@@ -161,17 +190,28 @@ def test_a_folder_belongs_to_one_run(llama: LanguageModel, tmp_path: Path) -> No
     context, config = rlhf.RunContext(tmp_path / "work"), rlhf.PpoConfig(**PPO)
     critic = pretrained(model, tokenizer, config, context)
     with pytest.raises(rlhf.RlhfError, match="holds a run of train_critic"):
-        rlhf.train_ppo(model, tokenizer, QUESTIONS, by_length, critic, config=config, context=context)
+        rlhf.train_ppo(
+            model, tokenizer, QUESTIONS, by_length, critic, config=config, context=context
+        )
     mine = rlhf.RunContext(tmp_path / "ppo")
-    first = rlhf.train_ppo(model, tokenizer, QUESTIONS, by_length, critic, config=config, context=mine)
-    again = rlhf.train_ppo(model, tokenizer, QUESTIONS, by_length, critic, config=config, context=mine)
+    first = rlhf.train_ppo(
+        model, tokenizer, QUESTIONS, by_length, critic, config=config, context=mine
+    )
+    again = rlhf.train_ppo(
+        model, tokenizer, QUESTIONS, by_length, critic, config=config, context=mine
+    )
     assert same(weights(first.model), weights(again.model))
     for changed in (
         {"config": rlhf.PpoConfig(**PPO | {"seed": 2})},
         {"prompts": QUESTIONS[:8]},
         {"reward": lambda prompts, replies: [-float(len(reply)) for reply in replies]},
     ):
-        call = {"prompts": QUESTIONS, "reward": by_length, "critic": critic, "config": config} | changed
+        call = {
+            "prompts": QUESTIONS,
+            "reward": by_length,
+            "critic": critic,
+            "config": config,
+        } | changed
         with pytest.raises(rlhf.RlhfError, match="with other settings, data or models"):
             rlhf.train_ppo(model, tokenizer, context=mine, **call)
 
@@ -187,7 +227,9 @@ def test_adapters_alone_may_be_trained(llama: LanguageModel, tmp_path: Path) -> 
     assert names == [name for name, _ in model.named_parameters()]
     assert policy.history[0]["kl"] == pytest.approx(0.0, abs=1e-6)
     moved = dict(policy.model.named_parameters())
-    assert any(not torch.equal(parameter, moved[name]) for name, parameter in model.named_parameters())
+    assert any(
+        not torch.equal(parameter, moved[name]) for name, parameter in model.named_parameters()
+    )
     from peft import PeftModel
 
     policy.save(tmp_path / "policy")
@@ -207,14 +249,21 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "another start": {"policy_init": "base"},
     "plain texts": {"ptx": {"weight": 0.1, "batch_size": 2, "data": "both"}},
     "sources of the settings": {
-        "reward": {"sources": [{"kind": "function", "target": f"{__name__}:length_reward"}, {"kind": "model"}]}
+        "reward": {
+            "sources": [
+                {"kind": "function", "target": f"{__name__}:length_reward"},
+                {"kind": "model"},
+            ]
+        }
     },
 }
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("option", OPTIONS)
-def test_every_setting_of_the_stages_is_one_of_the_functions(option: str, llama: LanguageModel, tmp_path: Path) -> None:
+def test_every_setting_of_the_stages_is_one_of_the_functions(
+    option: str, llama: LanguageModel, tmp_path: Path
+) -> None:
     model, tokenizer = llama
     config = rlhf.PpoConfig(**PPO | {"iterations": 1} | OPTIONS[option])
     rlhf.ScalarModel.from_causal_lm(model, 5).save(tmp_path / "models/reward", tokenizer)
@@ -232,12 +281,16 @@ def test_every_setting_of_the_stages_is_one_of_the_functions(option: str, llama:
 
     def train(critic: Any, name: str) -> rlhf.TrainedPolicy:
         context = rlhf.RunContext(tmp_path / name, folder=tmp_path)
-        return rlhf.train_ppo(model, tokenizer, QUESTIONS, reward, critic, config=config, context=context, **more)
+        return rlhf.train_ppo(
+            model, tokenizer, QUESTIONS, reward, critic, config=config, context=context, **more
+        )
 
     policy = train(critic, "ppo")
     (row,) = policy.history
     assert policy.metrics["iterations"] == 1 and "selected" not in policy.metrics
-    assert ("critic_lr" in row) == (option != "one backbone") and ("ptx_loss" in row) == (option == "plain texts")
+    assert ("critic_lr" in row) == (option != "one backbone") and ("ptx_loss" in row) == (
+        option == "plain texts"
+    )
     assert ("source_model_mean" in row) == (reward is None)
     assert (abs(row["kl"]) > 1e-6) == (option == "another start")
     critic.save(tmp_path / "models/critic")
@@ -257,7 +310,9 @@ def test_the_import_is_cheap_and_the_names_exist() -> None:
 
 
 @pytest.mark.parametrize("given", ["rm", "models/reward", "a/folder/further/down"])
-def test_a_reward_model_may_lie_in_any_folder(given: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_reward_model_may_lie_in_any_folder(
+    given: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     make_workspace(tmp_path)
     monkeypatch.chdir(tmp_path)
     if given != "models/reward":

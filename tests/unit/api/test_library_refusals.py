@@ -26,10 +26,14 @@ def sft(*rows: Any, **more: Any) -> Call:
 
 def pretraining(prompts: Any = QUESTIONS, score: Any = by_length, **settings: Any) -> Call:
     rollout = rlhf.PpoConfig(**PPO | settings).rollout
-    return lambda model, tokenizer, critic: rlhf.train_critic(model, tokenizer, prompts, score, rollout=rollout)
+    return lambda model, tokenizer, critic: rlhf.train_critic(
+        model, tokenizer, prompts, score, rollout=rollout
+    )
 
 
-def ppo(settings: dict[str, Any], reward: Any = by_length, critic: bool = True, **more: Any) -> Call:
+def ppo(
+    settings: dict[str, Any], reward: Any = by_length, critic: bool = True, **more: Any
+) -> Call:
     config = rlhf.PpoConfig(**PPO | settings)
     return lambda model, tokenizer, trained: rlhf.train_ppo(
         model, tokenizer, QUESTIONS, reward, trained if critic else None, config=config, **more
@@ -46,21 +50,33 @@ REFUSED: dict[str, tuple[Call, type[Exception], str]] = {
     "an unknown format": (sft(*[{"a": 1}] * 3), DataError, "no known format"),
     "a record that differs": (
         lambda model, tokenizer, critic: rlhf.train_reward_model(
-            model, tokenizer, [{"prompt": "a", "chosen": "b", "rejected": "c"}, {"prompt": "a", "chosen": "b"}]
+            model,
+            tokenizer,
+            [{"prompt": "a", "chosen": "b", "rejected": "c"}, {"prompt": "a", "chosen": "b"}],
         ),
         DataError,
         "preferences, record 2",
     ),
-    "an empty reply": (sft(*[{"prompt": "a", "completion": ""}] * 3), DataError, "record 1: the reply is empty"),
+    "an empty reply": (
+        sft(*[{"prompt": "a", "completion": ""}] * 3),
+        DataError,
+        "record 1: the reply is empty",
+    ),
     "another stage's settings": (
         sft(*PAIRS, config=rlhf.PpoConfig(**PPO)),
         ConfigError,
         "config is a PpoConfig; a SftConfig is needed",
     ),
     **{
-        f"a name as {name}": (call, ConfigError, f"{name.split()[0]} is a str; give a model, or its folder as a Path")
+        f"a name as {name}": (
+            call,
+            ConfigError,
+            f"{name.split()[0]} is a str; give a model, or its folder as a Path",
+        )
         for name, call in {
-            "model of sft": lambda model, tokenizer, critic: rlhf.train_sft("org/model", tokenizer, PAIRS),
+            "model of sft": lambda model, tokenizer, critic: rlhf.train_sft(
+                "org/model", tokenizer, PAIRS
+            ),
             "model of the reward": lambda model, tokenizer, critic: rlhf.train_reward_model(
                 "org/model", tokenizer, PAIRS
             ),
@@ -75,16 +91,30 @@ REFUSED: dict[str, tuple[Call, type[Exception], str]] = {
             ),
         }.items()
     },
-    "a function as referee": (refereed(by_length), ConfigError, "referee is a function; give a reward model"),
-    "a name as referee": (refereed("models/referee"), ConfigError, "referee is a str; give a reward model"),
+    "a function as referee": (
+        refereed(by_length),
+        ConfigError,
+        "referee is a function; give a reward model",
+    ),
+    "a name as referee": (
+        refereed("models/referee"),
+        ConfigError,
+        "referee is a str; give a reward model",
+    ),
     "settings of rollouts as a dictionary": (
-        lambda model, tokenizer, critic: rlhf.train_critic(model, tokenizer, QUESTIONS, by_length, rollout={}),
+        lambda model, tokenizer, critic: rlhf.train_critic(
+            model, tokenizer, QUESTIONS, by_length, rollout={}
+        ),
         ConfigError,
         "rollout is a dict; a RolloutConfig is needed",
     ),
     "one string": (pretraining("Name a colour"), DataError, "prompts is one str"),
     "a table of columns": (pretraining({"prompt": QUESTIONS}), DataError, "prompts is one dict"),
-    "an empty prompt": (pretraining(["a", " "]), DataError, "prompts, record 2: the prompt is empty"),
+    "an empty prompt": (
+        pretraining(["a", " "]),
+        DataError,
+        "prompts, record 2: the prompt is empty",
+    ),
     "a prompt that ends with a reply": (
         pretraining([{"prompt": [{"role": "assistant", "content": "a"}]}]),
         DataError,
@@ -92,9 +122,17 @@ REFUSED: dict[str, tuple[Call, type[Exception], str]] = {
     ),
     "no function": (pretraining(score=3), ConfigError, "reward is a int"),
     "a reward that is given twice": (pretraining(**SOURCES), ConfigError, "given twice"),
-    "a critic to pre-train that nothing reads": (pretraining(**CRITIC_FREE), ConfigError, "call train_ppo without"),
+    "a critic to pre-train that nothing reads": (
+        pretraining(**CRITIC_FREE),
+        ConfigError,
+        "call train_ppo without",
+    ),
     "no critic": (ppo({}, critic=False), ConfigError, "advantage.estimator gae needs a critic"),
-    "a critic that nothing reads": (ppo(CRITIC_FREE), ConfigError, "needs no critic, but there is one"),
+    "a critic that nothing reads": (
+        ppo(CRITIC_FREE),
+        ConfigError,
+        "needs no critic, but there is one",
+    ),
     "too few rewards": (ppo({}, lambda prompts, replies: [1.0]), DataError, "gave 1 scores for"),
     "other units than the critic's": (ppo({"temperature": 0.5}), ConfigError, "temperature"),
     "ptx without texts": (ppo({"ptx": rlhf.PtxConfig()}), ConfigError, "no demonstrations"),
@@ -104,8 +142,16 @@ REFUSED: dict[str, tuple[Call, type[Exception], str]] = {
         "ptx.data is demonstrations",
     ),
     "a base that is not given": (ppo({"policy_init": "base"}), ConfigError, "there is no base"),
-    "shared weights of models in memory": (ppo(SHARED), ConfigError, "give model and referee as folders"),
-    "prompts for no referee": (ppo({}, validation_prompts=QUESTIONS), ConfigError, "judged by a referee"),
+    "shared weights of models in memory": (
+        ppo(SHARED),
+        ConfigError,
+        "give model and referee as folders",
+    ),
+    "prompts for no referee": (
+        ppo({}, validation_prompts=QUESTIONS),
+        ConfigError,
+        "judged by a referee",
+    ),
     "a referee without prompts": (
         lambda model, tokenizer, critic: ppo({}, referee=critic.model)(model, tokenizer, critic),
         DataError,
@@ -124,9 +170,17 @@ def preference(chosen: Any) -> Preference:
 
 UNUSABLE_ROWS: list[tuple[type[Any], Any, str]] = [
     (Demonstration, demonstration("a\ud83d"), "reply holds half of a surrogate pair"),
-    (Demonstration, demonstration(question="\udc00"), "the user turn holds half of a surrogate pair"),
+    (
+        Demonstration,
+        demonstration(question="\udc00"),
+        "the user turn holds half of a surrogate pair",
+    ),
     (Preference, preference("\ud83d"), "chosen holds half of a surrogate pair"),
-    (PretrainText, PretrainText("1", "a\ud83d", "general", "mine", "a"), "text holds half of a surrogate pair"),
+    (
+        PretrainText,
+        PretrainText("1", "a\ud83d", "general", "mine", "a"),
+        "text holds half of a surrogate pair",
+    ),
     (Preference, preference(None), "chosen is missing"),
     (Demonstration, demonstration(5), "reply is not text but int"),
     (Demonstration, demonstration(" "), "the reply is empty"),
@@ -137,7 +191,9 @@ UNUSABLE_ROWS: list[tuple[type[Any], Any, str]] = [
 
 
 @pytest.mark.parametrize(("kind", "row", "message"), UNUSABLE_ROWS)
-def test_a_row_that_is_made_by_hand_is_checked_as_a_record_is(kind: type[Any], row: Any, message: str) -> None:
+def test_a_row_that_is_made_by_hand_is_checked_as_a_record_is(
+    kind: type[Any], row: Any, message: str
+) -> None:
     with pytest.raises(DataError, match=f"^rows, record 1: .*{message}"):
         rows_of(kind, [row], "rows")
 
@@ -150,7 +206,9 @@ def critic(llama: LanguageModel) -> rlhf.TrainedCritic:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("case", REFUSED)
-def test_what_cannot_work_is_refused(case: str, llama: LanguageModel, critic: rlhf.TrainedCritic) -> None:
+def test_what_cannot_work_is_refused(
+    case: str, llama: LanguageModel, critic: rlhf.TrainedCritic
+) -> None:
     call, error, message = REFUSED[case]
     with pytest.raises(error, match=message):
         call(*llama, critic)

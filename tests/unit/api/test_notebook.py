@@ -1,4 +1,6 @@
-"""The notebook of the documentation runs from its first cell to its last, on a small model in place of its own."""
+"""The notebook of the documentation runs from its first cell to its last, on a small model in place
+of its own.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,9 @@ NOTEBOOK = Path(__file__).resolve().parents[3] / "docs/notebooks/own_reward.ipyn
 NAME = '"HuggingFaceTB/SmolLM2-135M-Instruct"'
 
 
-def test_all_cells_run(llama: LanguageModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_all_cells_run(
+    llama: LanguageModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     cells = json.loads(NOTEBOOK.read_text(encoding="utf-8"))["cells"]
     assert len(cells) == 10 and not any(cell.get("outputs") for cell in cells)
     code = ["".join(cell["source"]) for cell in cells if cell["cell_type"] == "code"]
@@ -26,7 +30,12 @@ def test_all_cells_run(llama: LanguageModel, tmp_path: Path, monkeypatch: pytest
     for source in code:
         exec(source.replace(NAME, repr(str(tmp_path / "base"))), names)
     assert isinstance(names["policy"], rlhf.TrainedPolicy) and names["policy"].history
-    assert 0 <= names["compared"].metrics["win_rate_low95"] <= names["compared"].metrics["win_rate_high95"] <= 1
+    assert (
+        0
+        <= names["compared"].metrics["win_rate_low95"]
+        <= names["compared"].metrics["win_rate_high95"]
+        <= 1
+    )
     assert (tmp_path / "policy/config.json").is_file()
 
 

@@ -1,5 +1,5 @@
-"""Rewards by a function through a whole run: columns, replies that cannot be scored, and the other functions that take
-one."""
+"""Rewards by a function through a whole run: columns, replies that cannot be scored, and the other
+functions that take one."""
 
 from __future__ import annotations
 
@@ -32,7 +32,10 @@ def by_answer(prompts: Any, replies: list[str], answer: list[str]) -> list[float
 
 
 def same(one: Any, other: Any) -> bool:
-    return all(torch.equal(a.cpu(), b.cpu()) for a, b in zip(one.parameters(), other.parameters(), strict=True))
+    return all(
+        torch.equal(a.cpu(), b.cpu())
+        for a, b in zip(one.parameters(), other.parameters(), strict=True)
+    )
 
 
 def test_columns_reach_the_function_by_name_in_critic_and_ppo(llama: LanguageModel) -> None:
@@ -47,7 +50,9 @@ def test_what_the_function_asks_for_must_be_there_and_be_one(llama: LanguageMode
     with pytest.raises(ConfigError, match="by_answer asks for answer, which"):
         rlhf.train_ppo(*llama, QUESTIONS, by_answer, config=CONFIG)
     twice = [*RECORDS, RECORDS[2] | {"answer": "other"}]
-    with pytest.raises(DataError, match="record 13 repeats the prompt of record 3 with another answer"):
+    with pytest.raises(
+        DataError, match="record 13 repeats the prompt of record 3 with another answer"
+    ):
         rlhf.train_ppo(*llama, twice, by_answer, config=CONFIG)
     assert rlhf.train_ppo(*llama, twice, by_length, config=CONFIG).history  # it reads no answer
 
@@ -71,17 +76,25 @@ def test_nothing_is_learned_from_a_reply_that_cannot_be_scored(llama: LanguageMo
     assert all(0 < row["unscored"] < 1 and row["reward_mean"] == 1.0 for row in policy.history)
 
 
-def test_what_can_be_scored_is_learned_from_and_all_metrics_are_numbers(llama: LanguageModel) -> None:
+def test_what_can_be_scored_is_learned_from_and_all_metrics_are_numbers(
+    llama: LanguageModel,
+) -> None:
     def picky(prompts: Any, replies: list[str]) -> list[float | None]:
         return [None if len(reply) % 3 == 0 else float(len(reply)) for reply in replies]
 
     config = rlhf.PpoConfig(**PPO | {"iterations": 2, "batch_size": 12})
     critic = rlhf.train_critic(
-        *llama, QUESTIONS, picky, rollout=config.rollout, config=rlhf.CriticConfig(max_rollouts=1, batch_size=12)
+        *llama,
+        QUESTIONS,
+        picky,
+        rollout=config.rollout,
+        config=rlhf.CriticConfig(max_rollouts=1, batch_size=12),
     )
     policy = rlhf.train_ppo(*llama, QUESTIONS, picky, critic, config=config)
     assert not same(policy.model, llama[0])
-    numbers = [value for row in policy.history for value in row.values() if not isinstance(value, list)]
+    numbers = [
+        value for row in policy.history for value in row.values() if not isinstance(value, list)
+    ]
     assert None not in numbers and all(math.isfinite(value) for value in numbers)
 
 
@@ -103,7 +116,9 @@ def test_a_rollout_without_any_score_ends_the_run(llama: LanguageModel) -> None:
 )
 def test_groups_are_compared_over_the_replies_that_were_scored(config: AdvantageConfig) -> None:
     rewards = torch.tensor([[1.0, 9.0, 4.0, 2.0], [3.0, 9.0, 9.0, 9.0], [1.0, 2.0, 3.0, 9.0]])
-    scored = torch.tensor([[True, False, True, True], [True, False, False, False], [True, True, True, True]])
+    scored = torch.tensor(
+        [[True, False, True, True], [True, False, False, False], [True, True, True, True]]
+    )
     found = advantages_of_scored(rewards, scored, config)
 
     def plain(group: torch.Tensor) -> torch.Tensor:
@@ -116,12 +131,16 @@ def test_groups_are_compared_over_the_replies_that_were_scored(config: Advantage
     assert not found[1].any() and not found[0, 1]
 
 
-def test_policies_are_compared_by_a_function_and_by_a_model(llama: LanguageModel, tmp_path: Path) -> None:
+def test_policies_are_compared_by_a_function_and_by_a_model(
+    llama: LanguageModel, tmp_path: Path
+) -> None:
     model, tokenizer = llama
     compared = rlhf.compare_policies(model, model, tokenizer, RECORDS, by_answer)
     assert compared.metrics["win_rate"] == 0.5 and compared.metrics["tie"] == 1.0
     assert compared.metrics["prompts"] == len(RECORDS) == len(compared.rows)
-    pairs = [{"prompt": question, "chosen": "red", "rejected": "blue blue"} for question in QUESTIONS]
+    pairs = [
+        {"prompt": question, "chosen": "red", "rejected": "blue blue"} for question in QUESTIONS
+    ]
     other = rlhf.train_sft(
         model,
         tokenizer,
@@ -145,17 +164,25 @@ def test_policies_are_compared_by_a_function_and_by_a_model(llama: LanguageModel
     def half(prompt: Any, reply: str) -> float | None:
         return None if prompt[-1]["content"] == QUESTIONS[0] else 1.0
 
-    partly = rlhf.compare_policies(model, model, tokenizer, QUESTIONS, rlhf.FunctionReward(half, call="single"))
+    partly = rlhf.compare_policies(
+        model, model, tokenizer, QUESTIONS, rlhf.FunctionReward(half, call="single")
+    )
     assert partly.metrics["unscored"] == 1 and partly.rows[0]["score_candidate"] is None
     with pytest.raises(ConfigError, match="judge is a str"):
         rlhf.compare_policies(model, model, tokenizer, QUESTIONS, "gpt")  # type: ignore[arg-type]
 
 
-def test_dpo_prefers_the_chosen_replies_and_leaves_the_model(llama: LanguageModel, tmp_path: Path) -> None:
+def test_dpo_prefers_the_chosen_replies_and_leaves_the_model(
+    llama: LanguageModel, tmp_path: Path
+) -> None:
     before = [parameter.detach().clone() for parameter in llama[0].parameters()]
-    policy = rlhf.train_dpo(*llama, PAIRS, config=rlhf.DpoConfig(steps=20, batch_size=4, max_tokens=64))
+    policy = rlhf.train_dpo(
+        *llama, PAIRS, config=rlhf.DpoConfig(steps=20, batch_size=4, max_tokens=64)
+    )
     assert policy.metrics["validation_loss"] < policy.metrics["validation_loss_before"]
-    assert all(torch.equal(one, own) for one, own in zip(before, llama[0].parameters(), strict=True))
+    assert all(
+        torch.equal(one, own) for one, own in zip(before, llama[0].parameters(), strict=True)
+    )
     policy.save(tmp_path / "policy")
     with pytest.raises(rlhf.RlhfError, match="namely lora"):
         for lora in (None, rlhf.LoraConfig(rank=2)):

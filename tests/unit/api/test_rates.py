@@ -1,4 +1,6 @@
-"""Learning rates: what the settings leave open suits the model, and what would wreck a pretrained one is refused."""
+"""Learning rates: what the settings leave open suits the model, and what would wreck a pretrained
+one is refused.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +36,9 @@ def pretrained(llama: LanguageModel, tmp_path_factory: pytest.TempPathFactory) -
 
 
 def sft_rate(model: Any, tokenizer: Any, **more: Any) -> float:
-    run = rlhf.train_sft(model, tokenizer, ROWS, config=rlhf.SftConfig(steps=1, max_tokens=64), **more)
+    run = rlhf.train_sft(
+        model, tokenizer, ROWS, config=rlhf.SftConfig(steps=1, max_tokens=64), **more
+    )
     return max(record.get("lr", 0.0) for record in run.history)
 
 
@@ -45,7 +49,9 @@ def reward_rate(model: Any, tokenizer: Any, **more: Any) -> float:
 
 
 def ppo_rate(model: Any, tokenizer: Any, **more: Any) -> float:
-    run = rlhf.train_ppo(model, tokenizer, QUESTIONS, by_length, config=rlhf.PpoConfig(**OPEN), **more)
+    run = rlhf.train_ppo(
+        model, tokenizer, QUESTIONS, by_length, config=rlhf.PpoConfig(**OPEN), **more
+    )
     return float(run.history[0]["policy_lr"])
 
 
@@ -69,7 +75,9 @@ def high_sft(model: Any, tokenizer: Any) -> None:
 
 
 def high_reward(model: Any, tokenizer: Any) -> None:
-    rlhf.train_reward_model(model, tokenizer, PAIRS, config=rlhf.RewardConfig(steps=1, optimizer=HIGH))
+    rlhf.train_reward_model(
+        model, tokenizer, PAIRS, config=rlhf.RewardConfig(steps=1, optimizer=HIGH)
+    )
 
 
 def high_critic(model: Any, tokenizer: Any) -> None:
@@ -98,7 +106,9 @@ def test_who_insists_gets_the_rate(pretrained: LanguageModel) -> None:
 @pytest.mark.parametrize(
     "config", [rlhf.SftConfig(), rlhf.RewardConfig(), CriticConfig(), rlhf.PpoConfig(), DpoConfig()]
 )
-def test_no_section_has_a_rate_of_its_own_that_a_pretrained_model_does_not_survive(config: Strict) -> None:
+def test_no_section_has_a_rate_of_its_own_that_a_pretrained_model_does_not_survive(
+    config: Strict,
+) -> None:
     assert not any(part.too_high for part in trained_parts(with_chosen_rates(config, new=False)))
     chosen = [part.optimizer.lr or 0 for part in trained_parts(with_chosen_rates(config, new=True))]
     assert chosen and min(chosen) >= 1e-4

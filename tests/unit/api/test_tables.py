@@ -1,4 +1,6 @@
-"""Tables in place of lists of records: read as rows, or refused by name; never read as their column names."""
+"""Tables in place of lists of records: read as rows, or refused by name; never read as their column
+names.
+"""
 
 from __future__ import annotations
 
@@ -62,14 +64,20 @@ class DictLike:
 
 def in_arrays(rows: list[dict[str, Any]]) -> pd.DataFrame:
     """As pandas reads a Parquet file: lists are arrays of NumPy."""
-    return pd.DataFrame([{k: np.array(v) if isinstance(v, list) else v for k, v in row.items()} for row in rows])
+    return pd.DataFrame(
+        [{k: np.array(v) if isinstance(v, list) else v for k, v in row.items()} for row in rows]
+    )
 
 
 READ: dict[str, Callable[[list[dict[str, Any]]], Any]] = {
     "pandas": pd.DataFrame,
-    "pandas with an index": lambda rows: pd.DataFrame(rows, index=[f"i{n}" for n in range(len(rows))]),
+    "pandas with an index": lambda rows: pd.DataFrame(
+        rows, index=[f"i{n}" for n in range(len(rows))]
+    ),
     "pandas of Parquet": in_arrays,
-    "pandas on Arrow": lambda rows: pa.Table.from_pylist(rows).to_pandas(types_mapper=pd.ArrowDtype),
+    "pandas on Arrow": lambda rows: pa.Table.from_pylist(rows).to_pandas(
+        types_mapper=pd.ArrowDtype
+    ),
     "pyarrow table": pa.Table.from_pylist,
     "pyarrow batch": pa.RecordBatch.from_pylist,
     "polars": PolarsLike,
@@ -86,7 +94,9 @@ def test_a_table_is_read_as_its_rows(table: str, kind: type) -> None:
 
 
 @pytest.mark.parametrize(
-    "column", [pd.Series, np.array, pa.array, tuple, pa.chunked_array], ids=lambda column: column.__name__
+    "column",
+    [pd.Series, np.array, pa.array, tuple, pa.chunked_array],
+    ids=lambda column: column.__name__,
 )
 def test_a_column_of_texts_is_read_as_prompts(column: Callable[[Any], Any]) -> None:
     given = column([QUESTIONS]) if column is pa.chunked_array else column(QUESTIONS)
@@ -138,9 +148,15 @@ CALLS: dict[str, Call] = {
     "preferences": lambda m, t, given: rlhf.train_reward_model(m, t, given),
     "validation ": lambda m, t, given: rlhf.train_reward_model(m, t, PAIRS, validation=given),
     "prompts": lambda m, t, given: rlhf.train_critic(m, t, given, by_length),
-    "prompts ": lambda m, t, given: rlhf.train_ppo(m, t, given, by_length, config=rlhf.PpoConfig(**PPO)),
-    "validation_prompts": lambda m, t, given: rlhf.train_ppo(m, t, QUESTIONS, by_length, validation_prompts=given),
-    "demonstrations ": lambda m, t, given: rlhf.train_ppo(m, t, QUESTIONS, by_length, demonstrations=given),
+    "prompts ": lambda m, t, given: rlhf.train_ppo(
+        m, t, given, by_length, config=rlhf.PpoConfig(**PPO)
+    ),
+    "validation_prompts": lambda m, t, given: rlhf.train_ppo(
+        m, t, QUESTIONS, by_length, validation_prompts=given
+    ),
+    "demonstrations ": lambda m, t, given: rlhf.train_ppo(
+        m, t, QUESTIONS, by_length, demonstrations=given
+    ),
     "pretrain": lambda m, t, given: rlhf.train_ppo(m, t, QUESTIONS, by_length, pretrain=given),
 }
 
@@ -161,7 +177,9 @@ def test_ppo_asks_for_the_rows_of_a_table(llama: LanguageModel) -> None:
 
     prompts: Any = pd.DataFrame({"prompt": QUESTIONS, "source": "mine"})
     rollout = rlhf.PpoConfig(**PPO).rollout
-    rlhf.train_critic(*llama, prompts, reward, rollout=rollout, config=rlhf.CriticConfig(max_rollouts=1))
+    rlhf.train_critic(
+        *llama, prompts, reward, rollout=rollout, config=rlhf.CriticConfig(max_rollouts=1)
+    )
     assert asked and asked <= set(QUESTIONS)
 
 

@@ -71,10 +71,16 @@ def test_an_error_has_the_policy_until_then(
     policy.save(tmp_path / "policy")
 
 
-def test_a_pause_with_a_folder_names_what_is_kept_there(llama: LanguageModel, tmp_path: Path) -> None:
+def test_a_pause_with_a_folder_names_what_is_kept_there(
+    llama: LanguageModel, tmp_path: Path
+) -> None:
     context = rlhf.RunContext(tmp_path / "run")
-    with pytest.raises(rlhf.TrainingPaused, match="The checkpoint of iteration 1 is kept in") as caught:
-        rlhf.train_ppo(*llama, QUESTIONS, by_length, config=settings(health=ALARMED), context=context)
+    with pytest.raises(
+        rlhf.TrainingPaused, match="The checkpoint of iteration 1 is kept in"
+    ) as caught:
+        rlhf.train_ppo(
+            *llama, QUESTIONS, by_length, config=settings(health=ALARMED), context=context
+        )
     assert len(caught.value.trained.history) == 2 and "attribute trained" not in str(caught.value)
     assert any((tmp_path / "run/checkpoints").iterdir())
 
@@ -82,7 +88,9 @@ def test_a_pause_with_a_folder_names_what_is_kept_there(llama: LanguageModel, tm
 def test_nothing_is_promised_where_nothing_was_saved(llama: LanguageModel, tmp_path: Path) -> None:
     config = settings(health=ALARMED, checkpoint={"every": 5})
     with pytest.raises(rlhf.TrainingPaused) as caught:
-        rlhf.train_ppo(*llama, QUESTIONS, by_length, config=config, context=rlhf.RunContext(tmp_path / "run"))
+        rlhf.train_ppo(
+            *llama, QUESTIONS, by_length, config=config, context=rlhf.RunContext(tmp_path / "run")
+        )
     assert "is kept" not in str(caught.value)
 
 
@@ -93,7 +101,9 @@ def test_who_interrupts_a_run_keeps_what_it_made(llama: LanguageModel) -> None:
     assert "attribute trained" in caught.value.__notes__[0]
 
 
-def test_the_other_trainings_keep_model_and_history(llama: LanguageModel, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_other_trainings_keep_model_and_history(
+    llama: LanguageModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
     from rlhf_core.training.engine.base import LocalEngine
 
     made = LocalEngine.apply
@@ -112,15 +122,21 @@ def test_the_other_trainings_keep_model_and_history(llama: LanguageModel, monkey
         lambda: rlhf.train_critic(*llama, QUESTIONS, by_length, rollout=rollout, config=critic),
     ]
     for call in calls:
-        with pytest.raises(rlhf.TrainingPaused, match="attribute trained of this exception") as caught:
+        with pytest.raises(
+            rlhf.TrainingPaused, match="attribute trained of this exception"
+        ) as caught:
             call()
-        assert caught.value.trained.history and isinstance(caught.value.trained.model, torch.nn.Module)
+        assert caught.value.trained.history and isinstance(
+            caught.value.trained.model, torch.nn.Module
+        )
 
 
 def test_a_pause_names_every_rule_that_fired_and_drift_last(llama: LanguageModel) -> None:
     rules = {name: change.model_copy(update={"after": 4}) for name, change in ALARMED.rules.items()}
     config = settings(health=rlhf.HealthConfig(rules=rules))
-    with pytest.raises(rlhf.TrainingPaused, match=r"paused by 2 rules: .*kl_negative at .*kl_over_budget at "):
+    with pytest.raises(
+        rlhf.TrainingPaused, match=r"paused by 2 rules: .*kl_negative at .*kl_over_budget at "
+    ):
         rlhf.train_ppo(*llama, QUESTIONS, by_length, config=config)
 
 
@@ -130,7 +146,9 @@ def test_a_constant_reward_ends_the_run_with_the_reason(value: float, llama: Lan
         return [value for _ in replies]
 
     enforced = settings(health=rlhf.HealthConfig(), iterations=20)
-    with pytest.raises(rlhf.TrainingPaused, match="reward_constant at iteration 5: every reply so far got the same"):
+    with pytest.raises(
+        rlhf.TrainingPaused, match="reward_constant at iteration 5: every reply so far got the same"
+    ):
         rlhf.train_ppo(*llama, QUESTIONS, constant, config=enforced)
     rollout, critic = rlhf.PpoConfig(**PPO).rollout, rlhf.CriticConfig(max_rollouts=9, batch_size=4)
     with pytest.raises(rlhf.TrainingPaused, match="all 20 replies so far got the same reward"):

@@ -28,7 +28,9 @@ def records_of(name: str, content: bytes) -> list[Record]:
 
 
 def is_unmarked(text: str) -> bool:
-    """Whether a drawn text holds no marker or placeholder: Hypothesis draws the constants of the code too."""
+    """Whether a drawn text holds no marker or placeholder: Hypothesis draws the constants of the
+    code too.
+    """
     return not {"<", "["} & {*text}
 
 
@@ -43,8 +45,15 @@ def said(text: str) -> dict[str, str]:
 # A record of each format, of a prompt, its better reply and its worse one.
 PAIR_FORMATS: dict[str, Callable[[str, str, str], Any]] = {
     "standard": lambda q, a, b: {"prompt": q, "chosen": a, "rejected": b},
-    "conversational": lambda q, a, b: {"prompt": [user(q)], "chosen": [said(a)], "rejected": [said(b)]},
-    "conversational-implicit": lambda q, a, b: {"chosen": [user(q), said(a)], "rejected": [user(q), said(b)]},
+    "conversational": lambda q, a, b: {
+        "prompt": [user(q)],
+        "chosen": [said(a)],
+        "rejected": [said(b)],
+    },
+    "conversational-implicit": lambda q, a, b: {
+        "chosen": [user(q), said(a)],
+        "rejected": [user(q), said(b)],
+    },
     "hh-rlhf": lambda q, a, b: {
         "chosen": f"\n\nHuman: {q}\n\nAssistant: {a}",
         "rejected": f"\n\nHuman: {q}\n\nAssistant: {b}",
@@ -57,7 +66,12 @@ PAIR_FORMATS: dict[str, Callable[[str, str, str], Any]] = {
         "better_response_id": 0,
         "safer_response_id": 0,
     },
-    "helpsteer2-preference": lambda q, a, b: {"prompt": q, "response_1": b, "response_2": a, "preference_strength": 2},
+    "helpsteer2-preference": lambda q, a, b: {
+        "prompt": q,
+        "response_1": b,
+        "response_2": a,
+        "preference_strength": 2,
+    },
     "helpsteer3-preference": lambda q, a, b: {
         "context": [user(q)],
         "response1": a,
@@ -71,19 +85,29 @@ PAIR_FORMATS: dict[str, Callable[[str, str, str], Any]] = {
         "chosen": {"from": "gpt", "value": a},
         "rejected": {"from": "gpt", "value": b},
     },
-    "ultrafeedback-ratings": lambda q, a, b: {"instruction": q, "chosen_response": a, "rejected_response": b},
+    "ultrafeedback-ratings": lambda q, a, b: {
+        "instruction": q,
+        "chosen_response": a,
+        "rejected_response": b,
+    },
     "ultrafeedback": lambda q, a, b: {
         "instruction": q,
         "completions": [{"response": b, "overall_score": 1}, {"response": a, "overall_score": 2}],
     },
-    "nectar": lambda q, a, b: {"prompt": q, "answers": [{"answer": b, "rank": 2}, {"answer": a, "rank": 1}]},
+    "nectar": lambda q, a, b: {
+        "prompt": q,
+        "answers": [{"answer": b, "rank": 2}, {"answer": a, "rank": 1}],
+    },
     "ranking": lambda q, a, b: {"prompt": q, "responses": [b, a], "scores": [0.5, 1]},
     "oasst-trees": lambda q, a, b: {
         "message_tree_id": "t",
         "prompt": {
             "role": "prompter",
             "text": q,
-            "replies": [{"role": "assistant", "text": b, "rank": 1}, {"role": "assistant", "text": a, "rank": 0}],
+            "replies": [
+                {"role": "assistant", "text": b, "rank": 1},
+                {"role": "assistant", "text": a, "rank": 0},
+            ],
         },
     },
     "turn-list-pair": lambda q, a, b: {"chosen": [q, a], "rejected": [q, b]},

@@ -1,4 +1,6 @@
-"""Batches: every row once per epoch by (seed, epoch) alone, least padding, whole prompts, balanced lengths."""
+"""Batches: every row once per epoch by (seed, epoch) alone, least padding, whole prompts, balanced
+lengths.
+"""
 
 from __future__ import annotations
 
@@ -66,14 +68,18 @@ def test_a_batch_from_nothing_is_refused() -> None:
     SEEDS,
     EPOCHS,
 )
-def test_token_budget(lengths: list[int], budget: int, low: int, extra: int, seed: int, epoch: int) -> None:
+def test_token_budget(
+    lengths: list[int], budget: int, low: int, extra: int, seed: int, epoch: int
+) -> None:
     high = low + extra
     batches = token_budget_batches(lengths, budget, low, high, seed, epoch)
     assert sorted(i for batch in batches for i in batch) == list(range(len(lengths)))
     assert all(1 <= len(batch) <= high for batch in batches)
     short = [batch for batch in batches if len(batch) < low]
     assert len(short) <= 1
-    assert not short or len(batches) == 1 or high < 2 * low, "only a remainder that no neighbour can take stays small"
+    assert not short or len(batches) == 1 or high < 2 * low, (
+        "only a remainder that no neighbour can take stays small"
+    )
     for batch in batches:
         cost = 2 * len(batch) * max(lengths[i] for i in batch)
         assert cost <= budget or len(batch) < 2 * low, "the budget yields to min_pairs only"
@@ -108,7 +114,8 @@ def test_padding_share_by_hand() -> None:
 
 
 def test_partitions_by_hand() -> None:
-    # Whole: 4 rows of 10. In two: 10 + 9 in rows of 10, 3 + 2 in rows of 3. In three: only 2 is padded, to 3.
+    # Whole: 4 rows of 10. In two: 10 + 9 in rows of 10, 3 + 2 in rows of 3. In three: only 2 is
+    # padded, to 3.
     one, two, three, four = partitions([10, 3, 9, 2], 4)
     assert (one.micro_batches, one.computed) == ([[0, 1, 2, 3]], 40)
     assert (two.micro_batches, two.computed) == ([[3, 1], [2, 0]], 26)
@@ -124,9 +131,14 @@ def test_partitions_need_the_fewest_positions(lengths: list[int], most: int) -> 
         parts = partition.micro_batches
         assert len(parts) == count and all(parts)
         assert sorted(row for part in parts for row in part) == list(range(len(lengths)))
-        assert partition.computed == sum(len(part) * max(lengths[row] for row in part) for part in parts)
+        assert partition.computed == sum(
+            len(part) * max(lengths[row] for row in part) for part in parts
+        )
         fewest = min(
-            sum((b - a) * ordered[b - 1] for a, b in zip((0, *cuts), (*cuts, len(ordered)), strict=True))
+            sum(
+                (b - a) * ordered[b - 1]
+                for a, b in zip((0, *cuts), (*cuts, len(ordered)), strict=True)
+            )
             for cuts in combinations(range(1, len(ordered)), count - 1)
         )
         assert partition.computed == fewest
@@ -142,14 +154,18 @@ def test_a_long_batch_is_cut_at_some_of_its_rows() -> None:
 
 
 @given(st.lists(LENGTHS, min_size=1, max_size=4), st.floats(0.01, 1))
-def test_ranks_make_as_many_passes_and_no_more_than_needed(shards: list[list[int]], limit: float) -> None:
+def test_ranks_make_as_many_passes_and_no_more_than_needed(
+    shards: list[list[int]], limit: float
+) -> None:
     with mock.patch.object(padding, "SMALLEST_MICRO_BATCH", 1):
         chosen = least_padded(shards, limit)
     (count,) = {len(partition.micro_batches) for partition in chosen}
     useful = sum(map(sum, shards))
 
     def share(parts: int) -> float:
-        return padding_share(useful, sum(partitions(lengths, parts)[-1].computed for lengths in shards))
+        return padding_share(
+            useful, sum(partitions(lengths, parts)[-1].computed for lengths in shards)
+        )
 
     most = min(8, *map(len, shards))
     assert count == most or share(count) <= limit
@@ -160,7 +176,9 @@ def test_small_batches_stay_whole() -> None:
     lengths = [100] * 5 + [10] * 5
     assert padding_share(sum(lengths), 1000) == 0.45
     (whole,) = least_padded([lengths], 0.1)
-    assert whole.micro_batches == [list(range(10))], "two micro-batches would have fewer than 512 positions"
+    assert whole.micro_batches == [list(range(10))], (
+        "two micro-batches would have fewer than 512 positions"
+    )
     (cut,) = least_padded([lengths * 2], 0.1)
     assert sorted(map(len, cut.micro_batches)) == [10, 10] and cut.computed == 2 * sum(lengths)
 
@@ -174,14 +192,17 @@ def mixture(shares: dict[str, float], epoch: int = 0, **more: list[int]) -> list
 
 
 def test_what_is_left_of_a_share_is_drawn_anew_in_each_epoch() -> None:
-    # 80 others are half of 160: harmless 40 of them, and of the rude 40 too; with 0.28 and 0.22, 44.8 and 35.2.
+    # 80 others are half of 160: harmless 40 of them, and of the rude 40 too; with 0.28 and 0.22,
+    # 44.8 and 35.2.
     counts = [Counter(mixture({"harmless": 0.28, "rude": 0.22}, epoch)) for epoch in (0, 1)]
     for count in counts:
         assert all(count[row] == 1 for row in range(80))
         assert sorted(count[row] for row in range(80, 90)) == [4] * 5 + [5] * 5
         assert sorted(count[row] for row in range(90, 100)) == [3] * 5 + [4] * 5
     assert counts[0] != counts[1]
-    assert mixture({"harmless": 0.28, "rude": 0.22}) == sorted(counts[0].elements()), "a function of seed and epoch"
+    assert mixture({"harmless": 0.28, "rude": 0.22}) == sorted(counts[0].elements()), (
+        "a function of seed and epoch"
+    )
 
 
 def test_a_small_share_draws_fewer_rows_than_there_are() -> None:
@@ -198,7 +219,10 @@ def test_rows_are_chosen_from_those_that_are_given() -> None:
 @pytest.mark.parametrize(
     ("shares", "message"),
     [
-        ({"harmles": 0.2}, "reward.category_shares names the category harmles, .*; there are: general, harmless, rude"),
+        (
+            {"harmles": 0.2},
+            "reward.category_shares names the category harmles, .*; there are: general, harmless, rude",
+        ),
         ({"general": 0.2, "harmless": 0.2, "rude": 0.2}, "names all categories"),
     ],
 )
@@ -214,11 +238,21 @@ def test_shares_that_no_rows_can_fill_are_refused(shares: dict[str, float], mess
         ({"harmless": 0.0}, None, "the share of harmless is 0;"),
         ({"harmless": float("nan")}, None, "a finite number"),
         ({"harmless": 0.6, "rude": 0.4}, None, "add up to 1, which leaves nothing"),
-        ({"harmless": 0.17}, {"weight": 0.0}, "category_shares mixes the ptx texts, but weight is 0"),
-        ({"harmless": 0.17}, {"data": "both"}, "category_shares mixes the texts of one set, but data is both"),
+        (
+            {"harmless": 0.17},
+            {"weight": 0.0},
+            "category_shares mixes the ptx texts, but weight is 0",
+        ),
+        (
+            {"harmless": 0.17},
+            {"data": "both"},
+            "category_shares mixes the texts of one set, but data is both",
+        ),
     ],
 )
-def test_settings_of_shares_are_refused(shares: dict[str, float], ptx: dict[str, object] | None, message: str) -> None:
+def test_settings_of_shares_are_refused(
+    shares: dict[str, float], ptx: dict[str, object] | None, message: str
+) -> None:
     with pytest.raises(ValueError, match=message):
         if ptx is None:
             RewardConfig(category_shares=shares)
@@ -237,8 +271,11 @@ def test_pairs_are_balanced_by_length_within_a_category_and_then_mixed() -> None
     config = RewardConfig(length_balance="sampling", category_shares={"harmless": 0.5})
     rows = rows_of_epoch(pairs, config, "reward", epoch=0)
     kinds = Counter((pairs[row].category, pairs[row].length_difference > 0) for row in rows)
-    # 40 of 160 general pairs prefer the shorter reply, so 80 are balanced. 20 harmless ones are, each four times.
-    assert kinds == {(name, longer): 40 for name in ("general", "harmless") for longer in (True, False)}
+    # 40 of 160 general pairs prefer the shorter reply, so 80 are balanced. 20 harmless ones are,
+    # each four times.
+    assert kinds == {
+        (name, longer): 40 for name in ("general", "harmless") for longer in (True, False)
+    }
     assert set(Counter(row for row in rows if row >= 160).values()) == {4}
 
 
@@ -253,7 +290,9 @@ def test_the_rarer_kind_is_kept_whole_and_matched() -> None:
 
 
 @given(DIFFERENCES, st.integers(0, 2**40), st.integers(0, 50))
-def test_preferring_the_longer_is_right_in_exactly_half(differences: list[int], seed: int, draw: int) -> None:
+def test_preferring_the_longer_is_right_in_exactly_half(
+    differences: list[int], seed: int, draw: int
+) -> None:
     rows = length_balanced_rows(differences, seed, draw)
     drawn = [differences[i] for i in rows]
     assert sum(d > 0 for d in drawn) == sum(d < 0 for d in drawn) == len(rows) / 2
@@ -261,7 +300,8 @@ def test_preferring_the_longer_is_right_in_exactly_half(differences: list[int], 
 
 
 def test_no_threshold_on_the_difference_beats_chance_by_much() -> None:
-    # The longer reply is preferred the more often the longer it is, as people do: always beyond 200 tokens.
+    # The longer reply is preferred the more often the longer it is, as people do: always beyond 200
+    # tokens.
     generator = np.random.default_rng(0)
     size = generator.integers(1, 400, 4000)
     longer = generator.random(4000) < np.minimum(0.5 + size / 400, 1.0)
@@ -270,17 +310,23 @@ def test_no_threshold_on_the_difference_beats_chance_by_much() -> None:
     def best_rule(rows: np.ndarray) -> float:
         """The highest accuracy of "the longer one if it is longer by t, else the shorter one"."""
         drawn = difference[rows]
-        return max(float((np.where(abs(drawn) >= t, drawn, -drawn) > 0).mean()) for t in range(0, 400, 5))
+        return max(
+            float((np.where(abs(drawn) >= t, drawn, -drawn) > 0).mean()) for t in range(0, 400, 5)
+        )
 
     shorter = np.flatnonzero(~longer)
-    equal_numbers = np.concatenate([shorter, generator.permutation(np.flatnonzero(longer))[: len(shorter)]])
+    equal_numbers = np.concatenate(
+        [shorter, generator.permutation(np.flatnonzero(longer))[: len(shorter)]]
+    )
     assert best_rule(equal_numbers) > 0.7
     assert best_rule(np.array(length_balanced_rows(difference, seed=3))) < 0.56
 
 
 def test_seed_and_draw_change_which_of_the_commoner_kind_are_drawn() -> None:
     differences = [1] * 30 + [-1] * 10
-    draws = [length_balanced_rows(differences, seed, draw) for seed, draw in ((1, 0), (1, 1), (2, 0))]
+    draws = [
+        length_balanced_rows(differences, seed, draw) for seed, draw in ((1, 0), (1, 1), (2, 0))
+    ]
     assert len({tuple(rows) for rows in draws}) == 3
     assert all(set(range(30, 40)) <= set(rows) for rows in draws)
 
@@ -291,7 +337,9 @@ def test_an_epoch_has_all_pairs_of_equal_length() -> None:
 
 
 ids = st.lists(st.integers(5, 9), min_size=1, max_size=3)
-PROMPT_LENGTHS = st.lists(st.lists(st.integers(2, 30), min_size=2, max_size=6), min_size=1, max_size=12)
+PROMPT_LENGTHS = st.lists(
+    st.lists(st.integers(2, 30), min_size=2, max_size=6), min_size=1, max_size=12
+)
 
 
 def pairs_against_a_reference(prompts: list[list[int]]) -> list[TokenisedPair]:
@@ -305,7 +353,9 @@ def pairs_against_a_reference(prompts: list[list[int]]) -> list[TokenisedPair]:
 
 @settings(max_examples=50)
 @given(PROMPT_LENGTHS, st.integers(64, 200), st.integers(1, 20), st.integers(0, 3))
-def test_an_epoch_has_every_pair_within_limits(prompts: list[list[int]], budget: int, most: int, epoch: int) -> None:
+def test_an_epoch_has_every_pair_within_limits(
+    prompts: list[list[int]], budget: int, most: int, epoch: int
+) -> None:
     pairs = pairs_against_a_reference(prompts)
     limits = PairBatchConfig(token_budget=budget, min_pairs=1, max_pairs=most)
     batches = PromptBatches(pairs, limits, seed=5).epoch(epoch)
@@ -322,9 +372,13 @@ def test_an_epoch_has_every_pair_within_limits(prompts: list[list[int]], budget:
 def test_no_batch_of_whole_prompts_has_too_many_pairs(
     prompts: list[list[int]], budget: int, fewest: int, more: int, epoch: int
 ) -> None:
-    """Whatever the budget, a batch has at most ``max_pairs`` pairs, and all but few have ``min_pairs``."""
+    """Whatever the budget, a batch has at most ``max_pairs`` pairs, and all but few have
+    ``min_pairs``.
+    """
     pairs = pairs_against_a_reference(prompts)
-    limits = PairBatchConfig(token_budget=budget, min_pairs=fewest, max_pairs=fewest + more, group_prompts=True)
+    limits = PairBatchConfig(
+        token_budget=budget, min_pairs=fewest, max_pairs=fewest + more, group_prompts=True
+    )
     batches = PromptBatches(pairs, limits, seed=5).epoch(epoch)
     assert sorted(row for batch in batches for row in batch) == list(range(len(pairs)))
     assert max(map(len, batches)) <= fewest + more
@@ -339,7 +393,11 @@ def test_pairs_of_a_prompt_stay_together_where_a_batch_holds_them() -> None:
     assert [len(batch) for batch in batches] == [8] * 4
     assert all(len({pairs[row].prompt[0] for row in batch}) == 2 for batch in batches)
     assert batches != PromptBatches(pairs, limits, seed=1).epoch(1)
-    assert [row for batch in PromptBatches(pairs, limits, seed=1).epoch(0, [3, 9]) for row in sorted(batch)] == [3, 9]
+    assert [
+        row
+        for batch in PromptBatches(pairs, limits, seed=1).epoch(0, [3, 9])
+        for row in sorted(batch)
+    ] == [3, 9]
 
 
 def test_a_prompt_with_more_pairs_than_a_batch_holds_is_cut() -> None:
@@ -349,22 +407,40 @@ def test_a_prompt_with_more_pairs_than_a_batch_holds_is_cut() -> None:
     assert sorted(len(batch) for batch in PromptBatches(pairs, limits, seed=1).epoch(0)) == [4, 4]
 
 
-@given(st.lists(st.tuples(*[st.lists(st.integers(1, 3), max_size=2)] * 3), max_size=8), st.booleans())
-def test_sequences_are_numbered_in_order(rows: list[tuple[list[int], list[int], list[int]]], share: bool) -> None:
+@given(
+    st.lists(st.tuples(*[st.lists(st.integers(1, 3), max_size=2)] * 3), max_size=8), st.booleans()
+)
+def test_sequences_are_numbered_in_order(
+    rows: list[tuple[list[int], list[int], list[int]]], share: bool
+) -> None:
     pairs = [TokenisedPair(i, *ids) for i, ids in enumerate(rows)]
     listed = [(p, c) for p, c, _ in rows] + [(p, r) for p, _, r in rows]
-    expected = [item for i, item in enumerate(listed) if item not in listed[:i]] if share else listed
+    expected = (
+        [item for i, item in enumerate(listed) if item not in listed[:i]] if share else listed
+    )
     sequences = pair_sequences(pairs, share)
     assert sequences.distinct == expected
-    assert [sequences.distinct[number] for number in (*sequences.chosen, *sequences.rejected)] == listed
+    assert [
+        sequences.distinct[number] for number in (*sequences.chosen, *sequences.rejected)
+    ] == listed
     assert sequences.lengths == [len(prompt) + len(reply) for prompt, reply in expected]
 
 
 def test_the_replies_of_a_pair_stand_behind_one_prompt() -> None:
     pairs = [TokenisedPair(0, [1, 2], [3], [4, 5]), TokenisedPair(1, [6], [7], [8])]
     first, second = rows_of_sequences(pair_sequences(pairs), prefix_sharing=True)
-    assert (first.prompt, first.replies, first.numbers, first.length) == ([1, 2], [[3], [4, 5]], [0, 2], 5)
-    assert (second.prompt, second.replies, second.numbers, second.length) == ([6], [[7], [8]], [1, 3], 3)
+    assert (first.prompt, first.replies, first.numbers, first.length) == (
+        [1, 2],
+        [[3], [4, 5]],
+        [0, 2],
+        5,
+    )
+    assert (second.prompt, second.replies, second.numbers, second.length) == (
+        [6],
+        [[7], [8]],
+        [1, 3],
+        3,
+    )
 
 
 def test_a_fifth_reply_to_a_prompt_begins_another_row() -> None:
@@ -379,7 +455,11 @@ def test_every_sequence_is_in_one_row_behind_its_own_prompt(
 ) -> None:
     sequences = pair_sequences([TokenisedPair(i, *row) for i, row in enumerate(drawn)], share)
     rows = rows_of_sequences(sequences, prefix_sharing)
-    held = {number: (row.prompt, reply) for row in rows for number, reply in zip(row.numbers, row.replies, strict=True)}
+    held = {
+        number: (row.prompt, reply)
+        for row in rows
+        for number, reply in zip(row.numbers, row.replies, strict=True)
+    }
     assert [held[number] for number in range(len(held))] == sequences.distinct
     assert sum(len(row.numbers) for row in rows) == len(sequences.distinct)
     if not prefix_sharing:

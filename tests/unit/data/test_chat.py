@@ -1,4 +1,6 @@
-"""The chat template, end-of-sequence, and padding whose masks never depend on what the pad token is."""
+"""The chat template, end-of-sequence, and padding whose masks never depend on what the pad token
+is.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,18 @@ from rlhf_core.data.tables import TableRows
 from rlhf_core.data.token_tables import TokenTable
 from rlhf_core.errors import DataError, ModelError
 
-WORDS = ["<|pad|>", "<|end|>", "<|user|>", "<|assistant|>", "<|system|>", "<unk>", "hello", "there", "red", "blue"]
+WORDS = [
+    "<|pad|>",
+    "<|end|>",
+    "<|user|>",
+    "<|assistant|>",
+    "<|system|>",
+    "<unk>",
+    "hello",
+    "there",
+    "red",
+    "blue",
+]
 PAD, END, USER, ASSISTANT, SYSTEM, UNKNOWN, HELLO, THERE, RED, BLUE = range(len(WORDS))
 TEMPLATE = (
     "{% for m in messages %}<|{{ m['role'] }}|>{{ m['content'] }}"
@@ -38,10 +51,14 @@ TEMPLATE = (
 
 def word_tokenizer(pad_token: str | None = "<|pad|>") -> PreTrainedTokenizerFast:
     """One token per word, so that expected ids can be written by hand."""
-    tokenizer = Tokenizer(models.WordLevel({word: i for i, word in enumerate(WORDS)}, unk_token="<unk>"))
+    tokenizer = Tokenizer(
+        models.WordLevel({word: i for i, word in enumerate(WORDS)}, unk_token="<unk>")
+    )
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     tokenizer.add_special_tokens(WORDS[:5])
-    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<|end|>", pad_token=pad_token)
+    fast = PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, eos_token="<|end|>", pad_token=pad_token
+    )
     fast.chat_template = TEMPLATE
     return fast
 
@@ -87,7 +104,10 @@ def test_decode_stops_at_the_first_end() -> None:
 
 def test_special_tokens_inside_a_reply_stay_visible() -> None:
     tokenizer = word_tokenizer()
-    assert decode_reply(tokenizer, [HELLO, USER, PAD, RED, END]) == ("hello <|user|> <|pad|> red", True)
+    assert decode_reply(tokenizer, [HELLO, USER, PAD, RED, END]) == (
+        "hello <|user|> <|pad|> red",
+        True,
+    )
     assert decode_reply(tokenizer, [PAD, PAD]) == ("<|pad|> <|pad|>", False)
 
 
@@ -110,25 +130,41 @@ def test_vocabulary_id_tells_vocabularies_and_end_markers_apart() -> None:
 def test_pad_falls_back_to_end_and_masks_do_not_care() -> None:
     tokenizer = word_tokenizer(pad_token=None)
     assert pad_id(tokenizer) == END
-    ids, mask = right_pad([encode_reply(tokenizer, "red"), encode_reply(tokenizer, "red blue")], pad_id(tokenizer))
+    ids, mask = right_pad(
+        [encode_reply(tokenizer, "red"), encode_reply(tokenizer, "red blue")], pad_id(tokenizer)
+    )
     assert ids.tolist() == [[RED, END, END], [RED, BLUE, END]]
-    assert mask.tolist() == [[1, 1, 0], [1, 1, 1]], "the real end counts although it has the pad's id"
+    assert mask.tolist() == [[1, 1, 0], [1, 1, 1]], (
+        "the real end counts although it has the pad's id"
+    )
 
 
-@given(st.lists(st.lists(st.integers(0, 9), max_size=12), min_size=1, max_size=8), st.integers(0, 9))
+@given(
+    st.lists(st.lists(st.integers(0, 9), max_size=12), min_size=1, max_size=8), st.integers(0, 9)
+)
 def test_padding_keeps_every_token_on_its_side(sequences: list[list[int]], pad: int) -> None:
     width = max(len(s) for s in sequences)
-    for pads_left, (ids, mask) in ((True, left_pad(sequences, pad)), (False, right_pad(sequences, pad))):
-        assert ids.shape == mask.shape == (len(sequences), width) and ids.dtype == mask.dtype == torch.long
+    for pads_left, (ids, mask) in (
+        (True, left_pad(sequences, pad)),
+        (False, right_pad(sequences, pad)),
+    ):
+        assert (
+            ids.shape == mask.shape == (len(sequences), width)
+            and ids.dtype == mask.dtype == torch.long
+        )
         assert mask.sum(1).tolist() == [len(s) for s in sequences]
         for row, sequence in enumerate(sequences):
             assert ids[row][mask[row].bool()].tolist() == sequence
             assert (ids[row][~mask[row].bool()] == pad).all()
             edges = mask[row].diff()
-            assert (edges >= 0).all() if pads_left else (edges <= 0).all(), "the mask is one block at its side"
+            assert (edges >= 0).all() if pads_left else (edges <= 0).all(), (
+                "the mask is one block at its side"
+            )
 
 
-def usable(pairs: list[Preference], max_tokens: int) -> tuple[TableRows[TokenisedPair], dict[str, int]]:
+def usable(
+    pairs: list[Preference], max_tokens: int
+) -> tuple[TableRows[TokenisedPair], dict[str, int]]:
     return usable_pairs(TokenTable.of_rows(word_tokenizer(), "preferences", pairs), max_tokens)
 
 
@@ -140,10 +176,15 @@ def test_pairs_over_long_or_identical_are_dropped_and_counted() -> None:
         pair("zzz", "yyy"),
     ]
     kept, dropped = usable(rows, max_tokens=8)
-    # prompt 3 tokens; row 1 differs in spaces only, row 2 needs 3 + 6, row 3 is unknown on both sides.
+    # prompt 3 tokens; row 1 differs in spaces only, row 2 needs 3 + 6, row 3 is unknown on both
+    # sides.
     assert [p.row for p in kept] == [0]
     assert list(kept[0].prompt) == [USER, HELLO, ASSISTANT]
-    assert (list(kept[0].chosen), list(kept[0].rejected), kept[0].length) == ([RED, END], [BLUE, END], 5)
+    assert (list(kept[0].chosen), list(kept[0].rejected), kept[0].length) == (
+        [RED, END],
+        [BLUE, END],
+        5,
+    )
     assert dropped == {"over_long": 1, "identical": 2, "identical_if_cut": 0}
 
 

@@ -1,4 +1,6 @@
-"""Files at a URL are read like files on disk, credentials in it are refused, and what is kept of a refused row."""
+"""Files at a URL are read like files on disk, credentials in it are refused, and what is kept of a
+refused row.
+"""
 
 from __future__ import annotations
 
@@ -37,41 +39,61 @@ def store() -> Iterator[fsspec.AbstractFileSystem]:
 
 
 def test_a_url_is_read_like_a_file(store: fsspec.AbstractFileSystem, tmp_path: Path) -> None:
-    results = list(read_sources(["memory://pairs/a.jsonl", "memory://pairs/*"], "preferences", tmp_path))
-    assert [result.counts.source for result in results] == ["memory://pairs/a.jsonl", "memory:///pairs/b.csv.zst"]
+    results = list(
+        read_sources(["memory://pairs/a.jsonl", "memory://pairs/*"], "preferences", tmp_path)
+    )
+    assert [result.counts.source for result in results] == [
+        "memory://pairs/a.jsonl",
+        "memory:///pairs/b.csv.zst",
+    ]
     assert [len(result.rows) for result in results] == [3, 3] and all(
         len(result.counts.sha256) == 64 for result in results
     )
     assert results[0].rows[0]["prompt"][0]["content"] == ROWS[0]["prompt"]
-    assert "rows     3 as preferences, of 3" in as_text(describe_sources(["memory://pairs/a.jsonl"], tmp_path))
+    assert "rows     3 as preferences, of 3" in as_text(
+        describe_sources(["memory://pairs/a.jsonl"], tmp_path)
+    )
 
 
-def test_a_folder_at_a_url_stands_for_its_data(store: fsspec.AbstractFileSystem, tmp_path: Path) -> None:
-    store.pipe({"/pairs/README.md": b"about", "/pairs/.cache/c.jsonl": b"{}", "/pairs/in/d.jsonl": JSONL})
+def test_a_folder_at_a_url_stands_for_its_data(
+    store: fsspec.AbstractFileSystem, tmp_path: Path
+) -> None:
+    store.pipe(
+        {"/pairs/README.md": b"about", "/pairs/.cache/c.jsonl": b"{}", "/pairs/in/d.jsonl": JSONL}
+    )
     results = list(read_sources(["memory://pairs"], "preferences", tmp_path))
     names = ["a.jsonl", "b.csv.zst", "in/d.jsonl"]
-    assert [result.counts.source for result in results] == [f"memory:///pairs/{name}" for name in names]
+    assert [result.counts.source for result in results] == [
+        f"memory:///pairs/{name}" for name in names
+    ]
     store.pipe({"/bare/README.md": b"about"})
     with pytest.raises(DataError, match="memory://bare is a folder that holds no file of data"):
         list(read_sources(["memory://bare"], "preferences", tmp_path))
     store.rm("/bare", recursive=True)
 
 
-def test_a_url_that_holds_no_file_is_a_users_error(store: fsspec.AbstractFileSystem, tmp_path: Path) -> None:
+def test_a_url_that_holds_no_file_is_a_users_error(
+    store: fsspec.AbstractFileSystem, tmp_path: Path
+) -> None:
     for url, message in [
         ("memory://pairs/c.jsonl", "no file matches 'memory://pairs/c.jsonl'"),
         ("memory://pairs/*.parquet", "no file matches"),
         ("memory://pair*", "memory://pair\\* matches folders only; correct"),
         ("nothing://pairs/a.jsonl", "nothing://pairs/a.jsonl cannot be opened: Protocol not known"),
         ("dir://pairs/a.jsonl", "cannot be opened: dir:// needs more than a URL"),
-        ("http://127.0.0.1:1/a.jsonl", "cannot look up http://127.0.0.1:1/a.jsonl: Cannot connect to host"),
+        (
+            "http://127.0.0.1:1/a.jsonl",
+            "cannot look up http://127.0.0.1:1/a.jsonl: Cannot connect to host",
+        ),
         ("http://127.0.0.1:1/a.jsonl", "; check the address, the network, and the access to it"),
     ]:
         with pytest.raises(DataError, match=message):
             list(read_sources([url], "preferences", tmp_path))
 
 
-def test_a_changed_file_at_a_url_changes_the_fingerprint(store: fsspec.AbstractFileSystem, tmp_path: Path) -> None:
+def test_a_changed_file_at_a_url_changes_the_fingerprint(
+    store: fsspec.AbstractFileSystem, tmp_path: Path
+) -> None:
     def fingerprint() -> str:
         write_sources(tmp_path, ["memory://pairs/*.jsonl", "memory://gone/x.jsonl"])
         return (tmp_path / ".fingerprints/sources.txt").read_text()
@@ -110,7 +132,9 @@ def read(tmp_path: Path, name: str, content: str) -> FileRows:
 def test_a_row_that_json_cannot_hold_is_refused_and_keeps_all_values(
     layout: str, row: str, reason: str, kept: tuple[str, ...], tmp_path: Path
 ) -> None:
-    result = read(tmp_path, "x.jsonl" if layout.endswith("\n") else "x.json", layout.format(GOOD, row))
+    result = read(
+        tmp_path, "x.jsonl" if layout.endswith("\n") else "x.json", layout.format(GOOD, row)
+    )
     (refused,) = result.refused
     assert (refused.position, refused.reason, len(result.rows)) == (2, reason, 1)
     assert all(f'"{text}"' in json.dumps(json.loads(refused.row)) for text in kept)
@@ -133,9 +157,13 @@ def test_paths_that_cannot_be_are_users_errors(spec: str, message: str, tmp_path
     assert len(str(caught.value)) < 1000
 
 
-def test_a_csv_field_over_the_limit_is_said_to_be_long(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_csv_field_over_the_limit_is_said_to_be_long(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("rlhf_core.data.readers.csv_records.CSV_FIELD_LIMIT", 2**20)
-    with pytest.raises(DataError, match=r"x\.csv, line 3: .*a field of more than 1 MiB begins there"):
+    with pytest.raises(
+        DataError, match=r"x\.csv, line 3: .*a field of more than 1 MiB begins there"
+    ):
         read(tmp_path, "x.csv", f"{HEADER}a,b,c\nd,{'x' * (2**20 + 1)},e\n")
 
 
@@ -171,7 +199,10 @@ def test_credentials_are_refused_and_not_repeated(url: str) -> None:
 def test_commands_refuse_them(command: str) -> None:
     more = ["--to", "x.jsonl"] if command == "convert" else []
     result = CliRunner().invoke(app, ["data", command, WITH_SECRET[0], *more])
-    assert isinstance(result.exception, DataError) and SECRET not in f"{result.exception}{result.output}"
+    assert (
+        isinstance(result.exception, DataError)
+        and SECRET not in f"{result.exception}{result.output}"
+    )
 
 
 @pytest.mark.parametrize(

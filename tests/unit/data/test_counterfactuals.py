@@ -1,4 +1,6 @@
-"""Counterfactual pairs: each copy differs from its reply in the one thing that its kind says, in any script."""
+"""Counterfactual pairs: each copy differs from its reply in the one thing that its kind says, in
+any script.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,16 @@ CITIES = ("Paris", "Rome", "Oslo", "Lima", "Cairo", "New Delhi", "Quito", "Bern"
 
 
 def row(number: int, prompt: str, reply: str, group: str = "") -> Preference:
-    return Preference(str(number), [Message("user", prompt)], reply, "no", None, "", "files", group or f"g{number}")
+    return Preference(
+        str(number),
+        [Message("user", prompt)],
+        reply,
+        "no",
+        None,
+        "",
+        "files",
+        group or f"g{number}",
+    )
 
 
 def english(count: int) -> list[Preference]:
@@ -42,13 +53,22 @@ def english(count: int) -> list[Preference]:
 
 
 def chinese(count: int) -> list[Preference]:
-    return [row(i, f"问题{i}？", f"这条路长{1000 + i}公里。它建于{1900 + i}年。请带上地图！") for i in range(count)]
+    return [
+        row(i, f"问题{i}？", f"这条路长{1000 + i}公里。它建于{1900 + i}年。请带上地图！")
+        for i in range(count)
+    ]
 
 
 def world(count: int) -> list[Preference]:
     made = corpus.preferences(3, count, contrast_share=0.5)
     return [
-        Preference(**{**columns, "id": str(i), "prompt": [Message(**message) for message in columns["prompt"]]})
+        Preference(
+            **{
+                **columns,
+                "id": str(i),
+                "prompt": [Message(**message) for message in columns["prompt"]],
+            }
+        )
         for i, columns in enumerate(made)
     ]
 
@@ -75,14 +95,22 @@ def test_the_same_seed_makes_the_same_pairs_and_another_one_others() -> None:
 
 
 @pytest.mark.parametrize("name", SETS)
-def test_shuffled_sentences_are_the_same_sentences_and_a_repeated_one_comes_twice(name: str) -> None:
+def test_shuffled_sentences_are_the_same_sentences_and_a_repeated_one_comes_twice(
+    name: str,
+) -> None:
     pairs = counterfactuals(SETS[name], seed=2)
     for pair in (pair for pair in pairs["sentences_shuffled"] if pair.chosen[-1] in SENTENCE_MARKS):
-        own, shuffled = ([sentence.text for sentence in sentences_of(text)] for text in (pair.chosen, pair.rejected))
+        own, shuffled = (
+            [sentence.text for sentence in sentences_of(text)]
+            for text in (pair.chosen, pair.rejected)
+        )
         assert sorted(own) == sorted(shuffled) and own != shuffled
         assert pair.chosen.count("\n") == pair.rejected.count("\n")
     for pair in pairs["sentence_repeated"]:
-        own, longer = ([sentence.text for sentence in sentences_of(text)] for text in (pair.chosen, pair.rejected))
+        own, longer = (
+            [sentence.text for sentence in sentences_of(text)]
+            for text in (pair.chosen, pair.rejected)
+        )
         assert len(longer) == len(own) + 1 and set(longer) == set(own)
 
 
@@ -99,7 +127,9 @@ def test_a_half_is_the_beginning_and_a_pleasantry_follows_the_whole(name: str) -
 
 def test_another_questions_reply_stands_as_often_on_either_side() -> None:
     """So a rule that reads replies alone is right in half."""
-    rows = [row(i, f"Question {i // 2}?", f"Reply number {i}.", group=f"g{i // 2}") for i in range(80)]
+    rows = [
+        row(i, f"Question {i // 2}?", f"Reply number {i}.", group=f"g{i // 2}") for i in range(80)
+    ]
     pairs = counterfactuals(drawn_rows(rows, 1), seed=1)["other_question"]
     assert sorted(pair.chosen for pair in pairs) == sorted(pair.rejected for pair in pairs)
     of_reply = {row.chosen: row.group for row in rows}
@@ -110,22 +140,36 @@ def test_a_swapped_value_is_one_number_or_name_of_the_set_wherever_it_stands() -
     pairs = counterfactuals(SETS["english"], seed=3)["values_swapped"]
     known = {value.text for row in SETS["english"] for value in numbers_and_names(row.chosen)}
     for pair in pairs:
-        own, swapped = ({value.text for value in numbers_and_names(text)} for text in (pair.chosen, pair.rejected))
+        own, swapped = (
+            {value.text for value in numbers_and_names(text)}
+            for text in (pair.chosen, pair.rejected)
+        )
         assert len(own - swapped) == len(swapped - own) == 1 and swapped <= known
-        assert re.findall(r"^\d+\.", pair.rejected, re.MULTILINE) == ["1.", "2."], "items keep their numbers"
+        assert re.findall(r"^\d+\.", pair.rejected, re.MULTILINE) == ["1.", "2."], (
+            "items keep their numbers"
+        )
     chinese_pairs = counterfactuals(SETS["chinese"], seed=3)["values_swapped"]
-    assert all(re.sub(r"\d{4}", "", pair.chosen) == re.sub(r"\d{4}", "", pair.rejected) for pair in chinese_pairs)
+    assert all(
+        re.sub(r"\d{4}", "", pair.chosen) == re.sub(r"\d{4}", "", pair.rejected)
+        for pair in chinese_pairs
+    )
 
 
 def test_what_the_prompt_names_is_swapped_only_where_nothing_else_can_be() -> None:
     rows = [
-        row(i, f"Tell me of {CITIES[i % 8]}.", f"we know {CITIES[i % 8]} by its {1900 + i} towers.") for i in range(40)
+        row(i, f"Tell me of {CITIES[i % 8]}.", f"we know {CITIES[i % 8]} by its {1900 + i} towers.")
+        for i in range(40)
     ]
     for pair in counterfactuals(rows, seed=1)["values_swapped"]:
         assert pair.rejected.split()[:-2] == pair.chosen.split()[:-2]
-    rows = [row(i, f"Tell me of {CITIES[i % 8]}.", f"we know {CITIES[i % 8]} by its towers.") for i in range(40)]
+    rows = [
+        row(i, f"Tell me of {CITIES[i % 8]}.", f"we know {CITIES[i % 8]} by its towers.")
+        for i in range(40)
+    ]
     # The set has no other name of two words.
-    assert len(counterfactuals(rows, seed=1)["values_swapped"]) == sum("New" not in row.chosen for row in rows)
+    assert len(counterfactuals(rows, seed=1)["values_swapped"]) == sum(
+        "New" not in row.chosen for row in rows
+    )
 
 
 def test_words_that_fill_one_slot_are_values_and_words_of_the_language_are_none() -> None:
@@ -172,7 +216,9 @@ def test_sentences_with_their_separators_are_the_text(text: str, sentences: list
     assert "".join(sentence.text + sentence.separator for sentence in found) == text
 
 
-@pytest.mark.parametrize("texts", [["yes"], ["no", "no", "no"], ["", " "], ["1. \n2. \n"], ["...", "?!"]])
+@pytest.mark.parametrize(
+    "texts", [["yes"], ["no", "no", "no"], ["", " "], ["1. \n2. \n"], ["...", "?!"]]
+)
 def test_replies_that_lack_what_a_kind_needs_make_no_pair(texts: list[str]) -> None:
     made = counterfactuals([row(i, "x", text) for i, text in enumerate(texts)], seed=1)
     for kind in ("values_swapped", "cut_in_half", "sentence_repeated", "sentences_shuffled"):
@@ -190,14 +236,19 @@ def contrasts() -> dict[str, list[Preference]]:
     return world_contrasts(drawn_rows(SETS["world"], 1), seed=1)
 
 
-def test_the_worlds_contrasts_are_right_beside_wrong_by_gold(contrasts: dict[str, list[Preference]]) -> None:
+def test_the_worlds_contrasts_are_right_beside_wrong_by_gold(
+    contrasts: dict[str, list[Preference]],
+) -> None:
     assert set(contrasts) == set(WORLD_PROBES)
     for kind, pairs in contrasts.items():
         assert len(pairs) >= 100 or kind == "world_howto"
         prompts = [pair.prompt[-1].content for pair in pairs]
         right, wrong = (
             np.array(
-                [gold.score(prompt, getattr(pair, side), True) for prompt, pair in zip(prompts, pairs, strict=True)]
+                [
+                    gold.score(prompt, getattr(pair, side), True)
+                    for prompt, pair in zip(prompts, pairs, strict=True)
+                ]
             )
             for side in ("chosen", "rejected")
         )
@@ -205,13 +256,19 @@ def test_the_worlds_contrasts_are_right_beside_wrong_by_gold(contrasts: dict[str
 
 
 @pytest.mark.parametrize("kind", ["world_fact", "world_story", "world_howto"])
-def test_only_the_content_of_a_contrast_differs(contrasts: dict[str, list[Preference]], kind: str) -> None:
+def test_only_the_content_of_a_contrast_differs(
+    contrasts: dict[str, list[Preference]], kind: str
+) -> None:
     for pair in contrasts[kind]:
         question = parse_prompt(pair.prompt[-1].content)
         assert question is not None and question.benign
         right, wrong = (parse_reply(text).sentences for text in (pair.chosen, pair.rejected))
         assert [meaning.kind for meaning in right] == [meaning.kind for meaning in wrong]
-        assert all(a == b for a, b in zip(right, wrong, strict=True) if a.kind not in (Kind.FACT, Kind.STEP))
+        assert all(
+            a == b
+            for a, b in zip(right, wrong, strict=True)
+            if a.kind not in (Kind.FACT, Kind.STEP)
+        )
 
 
 def test_other_data_have_no_contrasts_of_the_world() -> None:

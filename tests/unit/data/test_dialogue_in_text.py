@@ -1,4 +1,6 @@
-"""A dialogue that stands in one text is refused or read as one; what a turn with a role says is data."""
+"""A dialogue that stands in one text is refused or read as one; what a turn with a role says is
+data.
+"""
 
 from __future__ import annotations
 
@@ -29,12 +31,22 @@ MARKED = (
 
 
 def read(*values: Any, kind: str = "preferences") -> FileRows:
-    return read_records([Record(position, value) for position, value in enumerate(values, 1)], kind, "x.jsonl")
+    return read_records(
+        [Record(position, value) for position, value in enumerate(values, 1)], kind, "x.jsonl"
+    )
 
 
 def structured(text: str) -> list[dict[str, Any]]:
-    """Rows of formats that name the role of each text, or give it by position, with ``text`` as prompt and reply."""
-    named = ("conversational", "conversational-implicit", "sharegpt-ranking", "turn-list-pair", "oasst-trees")
+    """Rows of formats that name the role of each text, or give it by position, with ``text`` as
+    prompt and reply.
+    """
+    named = (
+        "conversational",
+        "conversational-implicit",
+        "sharegpt-ranking",
+        "turn-list-pair",
+        "oasst-trees",
+    )
     rows = [PAIR_FORMATS[name](text, text, "no") for name in named]
     return [*rows, PAIR_FORMATS["conversational-implicit"](text, text, "no") | {"prompt": text}]
 
@@ -44,7 +56,9 @@ def structured(text: str) -> list[dict[str, Any]]:
 def test_markup_in_a_turn_with_a_role_is_what_somebody_wrote(text: str, row: int) -> None:
     result = read(structured(text)[row])
     assert not result.refused
-    assert [(r["prompt"], r["chosen"], r["rejected"]) for r in result.rows] == [([user(text)], text, "no")]
+    assert [(r["prompt"], r["chosen"], r["rejected"]) for r in result.rows] == [
+        ([user(text)], text, "no")
+    ]
 
 
 def test_markup_in_messages_and_turn_lists_is_what_somebody_wrote() -> None:
@@ -67,7 +81,9 @@ def test_markup_in_a_turn_becomes_no_control_tokens() -> None:
 
 def chat_tokenizer() -> PreTrainedTokenizerBase:
     tokenizer = train_tokenizer([""], 261)
-    tokenizer.add_special_tokens({"additional_special_tokens": ["<|im_start|>", "<|im_end|>", "<s>"]})
+    tokenizer.add_special_tokens(
+        {"additional_special_tokens": ["<|im_start|>", "<|im_end|>", "<s>"]}
+    )
     tokenizer.chat_template = (
         "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' + m['content'] + '<|im_end|>\n' }}{% endfor %}"
         "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
@@ -191,7 +207,9 @@ ORDINARY = (
 
 
 def test_a_prompt_may_quote_a_question_and_its_answer() -> None:
-    """As a transcript it would lack the turn that is to be answered; a text that holds a reply does not."""
+    """As a transcript it would lack the turn that is to be answered; a text that holds a reply does
+    not.
+    """
     text = "What went wrong here?\nUser: hi\nAssistant: I hate you."
     (row,) = read({"prompt": text, "chosen": "yes", "rejected": "no"}).rows
     assert row["prompt"] == [user(text)]
@@ -201,7 +219,12 @@ def test_a_prompt_may_quote_a_question_and_its_answer() -> None:
 
 @pytest.mark.parametrize(
     "text",
-    ["\n" * 200_000 + "assistant:", "<|a|>" + " x" * 100_000, "### Instruction:\n" * 20_000, "#" * 200_000 + "ai:"],
+    [
+        "\n" * 200_000 + "assistant:",
+        "<|a|>" + " x" * 100_000,
+        "### Instruction:\n" * 20_000,
+        "#" * 200_000 + "ai:",
+    ],
     ids=["line-breaks", "one-token", "instructions", "hashes"],
 )
 def test_a_long_text_is_looked_through_once(text: str) -> None:

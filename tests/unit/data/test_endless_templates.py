@@ -1,4 +1,6 @@
-"""A chat template that does not end for one dialogue alone, which no probe finds when the model is opened."""
+"""A chat template that does not end for one dialogue alone, which no probe finds when the model is
+opened.
+"""
 
 from __future__ import annotations
 
@@ -18,16 +20,22 @@ from rlhf_core.errors import ModelError
 from rlhf_core.runtime.limited_call import GIB
 
 LOOP = "{% for a in range(99999) %}" * 3 + "{% endfor %}" * 3
-DOUBLED = (
-    "{% set n = namespace(x='a') %}{% for a in range(99) %}{% set n.x = n.x ~ n.x %}{% endfor %}{{ n.x | length }}"
+DOUBLED = "{% set n = namespace(x='a') %}{% for a in range(99) %}{% set n.x = n.x ~ n.x %}{% endfor %}{{ n.x | length }}"
+SHARED = (
+    "{% set n = namespace(x=['a']) %}{% for a in range(40) %}{% set n.x = [n.x, n.x] %}{% endfor %}"
 )
-SHARED = "{% set n = namespace(x=['a']) %}{% for a in range(40) %}{% set n.x = [n.x, n.x] %}{% endfor %}"
 SLOW, LARGE = "takes more than 1 s", r"takes more than 0\.25 GiB of memory"
 KINDS = {
     "a loop": (LOOP, SLOW),
-    "a loop that catches nothing": ("{% macro f() %}" + LOOP + "{% endmacro %}{{ f() | length }}", SLOW),
+    "a loop that catches nothing": (
+        "{% macro f() %}" + LOOP + "{% endmacro %}{{ f() | length }}",
+        SLOW,
+    ),
     "a text": ("{{ messages[-1]['role'] * 10**7 }}", "writes 40000"),
-    "pieces": ("{% for a in range(99999) %}{{ 'abcdefghijklmnopqrstuvwxyz' }}{% endfor %}", "writes 2599"),
+    "pieces": (
+        "{% for a in range(99999) %}{{ 'abcdefghijklmnopqrstuvwxyz' }}{% endfor %}",
+        "writes 2599",
+    ),
     # In C, between two steps of Python:
     "a power": ("{% set n = 9 %}{{ n ** (n ** n) }}", SLOW),
     "a product": ("{{ 'a' * 10**10 }}", LARGE),
@@ -53,7 +61,8 @@ KEPT_BUSY = {kind for kind, (_, message) in KINDS.items() if SLOW in message} - 
 
 
 @pytest.mark.parametrize(
-    "kind", [pytest.param(kind, marks=pytest.mark.slow) if kind in KEPT_BUSY else kind for kind in KINDS]
+    "kind",
+    [pytest.param(kind, marks=pytest.mark.slow) if kind in KEPT_BUSY else kind for kind in KINDS],
 )
 def test_a_template_that_does_not_end_for_one_dialogue_is_one_line(kind: str, brief: None) -> None:
     then, message = KINDS[kind]
@@ -61,7 +70,9 @@ def test_a_template_that_does_not_end_for_one_dialogue_is_one_line(kind: str, br
     tokenizer.chat_template = only_on("red", then)
     prompts = [[Message("user", "hello")], [Message("user", "red")]]
     assert encode_prompt(tokenizer, prompts[0])  # what opening a folder sees
-    with pytest.raises(ModelError, match=rf"^the chat template {message}[^\n]*'red'[^\n]*take another model$"):
+    with pytest.raises(
+        ModelError, match=rf"^the chat template {message}[^\n]*'red'[^\n]*take another model$"
+    ):
         encode_prompt(tokenizer, prompts[1])
     assert encode_prompt(tokenizer, prompts[0]) and encode_reply(tokenizer, "hello there")
 
@@ -77,7 +88,12 @@ def test_columns_and_threads_are_written_under_limits(brief: None) -> None:
             return False
 
     with ThreadPoolExecutor(4) as pool:
-        assert list(pool.map(encode, ["hello", "red", "hello", "hello"])) == [True, False, True, True]
+        assert list(pool.map(encode, ["hello", "red", "hello", "hello"])) == [
+            True,
+            False,
+            True,
+            True,
+        ]
 
 
 def test_what_lm_eval_asks_is_written_under_limits(brief: None) -> None:
@@ -98,8 +114,14 @@ def test_a_long_dialogue_is_written_whole() -> None:
 
 @pytest.mark.parametrize("real", REAL_TEMPLATES, ids=lambda real: real.name)
 def test_the_process_writes_what_the_library_does(real: chat_template.Any) -> None:
-    messages = [Message("user", "a\ud83d 天空\n\x00"), Message("assistant", "b"), Message("user", "c")]
-    expected = real.tokenizer.apply_chat_template([*map(vars, messages)], tokenize=False, add_generation_prompt=True)
+    messages = [
+        Message("user", "a\ud83d 天空\n\x00"),
+        Message("assistant", "b"),
+        Message("user", "c"),
+    ]
+    expected = real.tokenizer.apply_chat_template(
+        [*map(vars, messages)], tokenize=False, add_generation_prompt=True
+    )
     assert chat_template.render(real.tokenizer, messages, add_generation_prompt=True) == expected
 
 
@@ -117,4 +139,13 @@ def test_a_process_that_ended_is_started_anew_and_a_fork_has_its_own() -> None:
     process.kill()
     process.wait()
     assert chat_template.render(tokenizer, messages) == written
-    assert len([child for child in psutil.Process().children() if template_process.__name__ in child.cmdline()]) == 1
+    assert (
+        len(
+            [
+                child
+                for child in psutil.Process().children()
+                if template_process.__name__ in child.cmdline()
+            ]
+        )
+        == 1
+    )

@@ -27,14 +27,23 @@ def read(tmp_path: Path, rows: list[Any], kind: str = "preferences", **options: 
 
 @pytest.mark.parametrize("name", PAIR_FORMATS)
 def test_every_pair_format_gives_the_same_row(name: str, tmp_path: Path) -> None:
-    record, options = PAIR_FORMATS[name]("Hi?", "yes", "no"), {"dimension": "safe"} if name == "pku-saferlhf" else {}
+    record, options = (
+        PAIR_FORMATS[name]("Hi?", "yes", "no"),
+        {"dimension": "safe"} if name == "pku-saferlhf" else {},
+    )
     result = read(tmp_path, [record], **options)
     assert result.counts.format == name
     (row,) = result.rows
     assert (row["prompt"], row["chosen"], row["rejected"]) == ([USER], "yes", "no")
-    assert (row["group"], row["source"], row["category"]) == ("hi?", "x.jsonl", options.get("dimension", "general"))
+    assert (row["group"], row["source"], row["category"]) == (
+        "hi?",
+        "x.jsonl",
+        options.get("dimension", "general"),
+    )
     (row,) = read(tmp_path, [record], "demonstrations", **options).rows
-    assert (row["prompt"], row["reply"]) == ([USER], "yes"), "preferred replies serve as demonstrations"
+    assert (row["prompt"], row["reply"]) == ([USER], "yes"), (
+        "preferred replies serve as demonstrations"
+    )
 
 
 @pytest.mark.parametrize(
@@ -42,7 +51,10 @@ def test_every_pair_format_gives_the_same_row(name: str, tmp_path: Path) -> None
     [
         ("alpaca", {"instruction": "Hi?", "input": "", "output": "yes"}),
         ("messages", {"messages": [USER, said("yes")]}),
-        ("messages", {"conversations": [{"from": "human", "value": "Hi?"}, {"from": "gpt", "value": "yes"}]}),
+        (
+            "messages",
+            {"conversations": [{"from": "human", "value": "Hi?"}, {"from": "gpt", "value": "yes"}]},
+        ),
         ("turn-list", ["Hi?", "yes"]),
         ("prompt-reply", {"prompt": "Hi?", "reply": "yes"}),
         ("prompt-reply", {"prompt": [USER], "completion": [said("yes")]}),
@@ -57,7 +69,13 @@ def test_demonstration_formats(name: str, record: Any, tmp_path: Path) -> None:
 
 
 def test_alpaca_joins_input_system_and_history(tmp_path: Path) -> None:
-    record = {"instruction": "Add", "input": "1 2", "output": "3", "system": "Be brief", "history": [["Hi?", "yes"]]}
+    record = {
+        "instruction": "Add",
+        "input": "1 2",
+        "output": "3",
+        "system": "Be brief",
+        "history": [["Hi?", "yes"]],
+    }
     (row,) = read(tmp_path, [record], "demonstrations").rows
     system = {"role": "system", "content": "Be brief"}
     assert row["prompt"] == [system, USER, said("yes"), {"role": "user", "content": "Add\n\n1 2"}]
@@ -66,7 +84,9 @@ def test_alpaca_joins_input_system_and_history(tmp_path: Path) -> None:
 def test_text_and_plain_prompts(tmp_path: Path) -> None:
     assert read(tmp_path, [{"text": "Once."}], "pretrain").rows[0]["text"] == "Once."
     assert read(tmp_path, [{"prompt": "Hi?"}], "prompts").rows[0]["prompt"] == [USER]
-    assert read(tmp_path, [["Hi?", "yes", "Hm?"]], "prompts").rows[0]["prompt"][-1]["content"] == "Hm?"
+    assert (
+        read(tmp_path, [["Hi?", "yes", "Hm?"]], "prompts").rows[0]["prompt"][-1]["content"] == "Hm?"
+    )
 
 
 def test_a_file_that_several_patterns_match_is_read_once(tmp_path: Path) -> None:
@@ -77,14 +97,22 @@ def test_a_file_that_several_patterns_match_is_read_once(tmp_path: Path) -> None
     urls = [f"file://{tmp_path}/link.jsonl", f"local://{tmp_path}/?.jsonl"]
     specs = ["*.jsonl", "a.jsonl", str(tmp_path / "b.jsonl"), named, "?.jsonl", *urls]
     files = source_files(specs, tmp_path)
-    assert [(file.name, file.options.format) for file in files] == [("a.jsonl", None), ("b.jsonl", "standard")]
-    assert [result.counts.source for result in read_sources(specs, "preferences", tmp_path)] == ["a.jsonl", "b.jsonl"]
+    assert [(file.name, file.options.format) for file in files] == [
+        ("a.jsonl", None),
+        ("b.jsonl", "standard"),
+    ]
+    assert [result.counts.source for result in read_sources(specs, "preferences", tmp_path)] == [
+        "a.jsonl",
+        "b.jsonl",
+    ]
     with pytest.raises(DataError, match=r"b\.jsonl is named with the formats standard and prompt"):
         source_files([named, DataSource(path="b.jsonl", format="prompt")], tmp_path)
 
 
 def test_group_ignores_case_spaces_and_system() -> None:
-    first = prompt_group([{"role": "system", "content": "x"}, {"role": "user", "content": " What  is\nIT? "}])
+    first = prompt_group(
+        [{"role": "system", "content": "x"}, {"role": "user", "content": " What  is\nIT? "}]
+    )
     assert first == prompt_group([{"role": "user", "content": "what is it?"}]) == "what is it?"
 
 
@@ -109,7 +137,9 @@ def test_a_named_format_holds_whatever_the_rows_look_like(tmp_path: Path) -> Non
 
 
 def test_rows_of_no_known_format_are_refused_in_a_few_lines_with_what_to_do(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match=r"--column prompt=question .* columns: \{prompt: question, …\}") as refused:
+    with pytest.raises(
+        DataError, match=r"--column prompt=question .* columns: \{prompt: question, …\}"
+    ) as refused:
         read(tmp_path, [{"title": "Q?"}])
     assert len(str(refused.value).splitlines()) == 1 and "keys title" in str(refused.value)
     assert all(shape.name in str(refused.value) for shape in FORMATS)
@@ -117,8 +147,13 @@ def test_rows_of_no_known_format_are_refused_in_a_few_lines_with_what_to_do(tmp_
 
 def test_params_can_name_every_format() -> None:
     assert set(get_args(FormatName)) == {shape.name for shape in FORMATS}
-    files = FileSources.model_validate({"preferences": ["a.jsonl", {"path": "b.jsonl", "format": "standard"}]})
-    assert files.of("preferences") == (DataSource(path="a.jsonl"), DataSource(path="b.jsonl", format="standard"))
+    files = FileSources.model_validate(
+        {"preferences": ["a.jsonl", {"path": "b.jsonl", "format": "standard"}]}
+    )
+    assert files.of("preferences") == (
+        DataSource(path="a.jsonl"),
+        DataSource(path="b.jsonl", format="standard"),
+    )
     assert files.paths() == ["a.jsonl", "b.jsonl"]
     with pytest.raises(ValueError, match="hh-rlhf"):
         FileSources.model_validate({"preferences": [{"path": "b.jsonl", "format": "unknown"}]})
@@ -126,7 +161,9 @@ def test_params_can_name_every_format() -> None:
 
 def test_a_prompt_that_asks_for_a_dialogue_is_no_transcript(tmp_path: Path) -> None:
     dialogue = "Human: hi\n\nAssistant: hello"
-    rows = [{"prompt": f"Write a dialogue {n}", "chosen": dialogue, "rejected": "no"} for n in range(3)]
+    rows = [
+        {"prompt": f"Write a dialogue {n}", "chosen": dialogue, "rejected": "no"} for n in range(3)
+    ]
     result = read(tmp_path, [*rows, PAIR])
     assert result.counts.format == "standard" and len(result.rows) == 1
     assert all("transcript" in refused.reason for refused in result.refused)
@@ -154,8 +191,12 @@ def test_a_template_writes_the_prompt(tmp_path: Path) -> None:
     columns = {"chosen": "good", "rejected": "bad"}
     (row,) = read(tmp_path, rows, columns=columns, template=template).rows
     assert row["prompt"] == [{"role": "user", "content": "# T {x}\n\nB {H}"}]
-    (row,) = read(tmp_path, [*rows, rows[0] | {"title": 5}], columns=columns, template=template).refused
-    assert row.reason == "the column title is not text but int" and json.loads(row.row)["title"] == 5
+    (row,) = read(
+        tmp_path, [*rows, rows[0] | {"title": 5}], columns=columns, template=template
+    ).refused
+    assert (
+        row.reason == "the column title is not text but int" and json.loads(row.row)["title"] == 5
+    )
 
 
 def test_rankings_and_messages_can_be_named_too(tmp_path: Path) -> None:
@@ -163,11 +204,16 @@ def test_rankings_and_messages_can_be_named_too(tmp_path: Path) -> None:
     columns = {"prompt": "q", "responses": "answers", "scores": "stars"}
     assert read(tmp_path, [ranking], columns=columns).rows[0]["margin"] == 4
     talk = {"talk": [{"role": "user", "content": "Why?"}, {"role": "assistant", "content": "a"}]}
-    assert read(tmp_path, [talk], "demonstrations", columns={"messages": "talk"}).rows[0]["reply"] == "a"
+    assert (
+        read(tmp_path, [talk], "demonstrations", columns={"messages": "talk"}).rows[0]["reply"]
+        == "a"
+    )
 
 
 def test_a_column_that_no_row_has_is_named_with_those_there_are(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match=r"x\.jsonl: no row has a column 'goood'; the columns are bad, good, margin"):
+    with pytest.raises(
+        DataError, match=r"x\.jsonl: no row has a column 'goood'; the columns are bad, good, margin"
+    ):
         read(tmp_path, [ROW], columns=NAMED | {"chosen": "goood"})
 
 
@@ -194,6 +240,8 @@ def test_a_row_that_lacks_a_column_is_refused_as_it_was(tmp_path: Path) -> None:
         ({"dimension": "funny"}, "'helpful', 'safe' or 'agreed'"),
     ],
 )
-def test_wrong_options_are_refused_when_params_are_read(options: dict[str, Any], message: str) -> None:
+def test_wrong_options_are_refused_when_params_are_read(
+    options: dict[str, Any], message: str
+) -> None:
     with pytest.raises(ValueError, match=message):
         FileSources.model_validate({"preferences": [{"path": "x.jsonl", **options}]})

@@ -1,4 +1,6 @@
-"""Rules about a whole set: leakage between splits, overlap with evaluation files, and near duplicates by MinHash."""
+"""Rules about a whole set: leakage between splits, overlap with evaluation files, and near
+duplicates by MinHash.
+"""
 
 from __future__ import annotations
 
@@ -42,8 +44,12 @@ def test_prompts_that_are_the_beginning_of_a_held_out_one_and_the_reverse() -> N
     rows = set_of(
         preferences=[
             row("preferences", 0, "train", "Hello?"),  # begins the test dialogue
-            row("preferences", 1, "train", "Hello?", "Hi.", "How  ARE you?", "Fine.", "Really?"),  # which begins this
-            row("preferences", 2, "train", "Hello?", "Go away.", "Why?"),  # shares the first turn alone
+            row(
+                "preferences", 1, "train", "Hello?", "Hi.", "How  ARE you?", "Fine.", "Really?"
+            ),  # which begins this
+            row(
+                "preferences", 2, "train", "Hello?", "Go away.", "Why?"
+            ),  # shares the first turn alone
             row("preferences", 3, "train", "Other?"),
             row("preferences", 4, "test", "hello?", "Hi.", "How are you?"),
         ],
@@ -83,12 +89,18 @@ def test_turns_are_told_apart_by_where_they_end() -> None:
     assert len(beginning_hashes(["a", "b", "c", "d"])) == 2, "a beginning ends with the user's turn"
 
 
-@given(st.lists(st.lists(st.sampled_from("abc"), min_size=1, max_size=5), min_size=1, max_size=12), st.randoms())
+@given(
+    st.lists(st.lists(st.sampled_from("abc"), min_size=1, max_size=5), min_size=1, max_size=12),
+    st.randoms(),
+)
 def test_against_a_comparison_of_all_pairs(dialogues: list[list[str]], random: Any) -> None:
     odd = [turns if len(turns) % 2 else [*turns, "x"] for turns in dialogues]
     splits = [random.choice(["train", "test"]) for _ in odd]
     rows = set_of(
-        demonstrations=[row("demonstrations", i, s, *t) for i, (s, t) in enumerate(zip(splits, odd, strict=True))]
+        demonstrations=[
+            row("demonstrations", i, s, *t)
+            for i, (s, t) in enumerate(zip(splits, odd, strict=True))
+        ]
     )
     held_out = [t for s, t in zip(splits, odd, strict=True) if s == "test"]
     expected = {
@@ -106,13 +118,19 @@ def test_prompts_that_are_worded_nearly_alike() -> None:
     rows = set_of(
         preferences=[
             row("preferences", 0, "train", f"{LONG} today?"),
-            row("preferences", 1, "train", "How do I bake a loaf of bread with no yeast in an hour or two?"),
+            row(
+                "preferences",
+                1,
+                "train",
+                "How do I bake a loaf of bread with no yeast in an hour or two?",
+            ),
             row("preferences", 2, "test", f"{LONG.upper()}?"),
             row("preferences", 3, "train", f"{LONG} tomorrow?", user=PairUser.JUDGE),
         ]
     )
     found = list(similar_prompts(rows, SEARCH))
-    # Both resemble the test prompt. The judge's are held out from the reward model's, so row 0 resembles row 3 too.
+    # Both resemble the test prompt. The judge's are held out from the reward model's, so row 0
+    # resembles row 3 too.
     assert [(b.number, b.reason.rpartition(" of ")[2]) for b in found] == [
         (0, "split test"),
         (3, "split test"),
@@ -131,7 +149,9 @@ def test_equal_prompts_of_one_group_are_no_matter_of_similarity() -> None:
 
 @pytest.mark.parametrize("limit", [1, 2])
 def test_no_more_prompts_are_compared_than_max_rows(limit: int) -> None:
-    rows = set_of(prompts=[row("prompts", 0, "test", f"{LONG}?"), row("prompts", 1, "train", f"{LONG} now?")])
+    rows = set_of(
+        prompts=[row("prompts", 0, "test", f"{LONG}?"), row("prompts", 1, "train", f"{LONG} now?")]
+    )
     found = list(similar_prompts(rows, SEARCH.model_copy(update={"max_rows": limit})))
     assert len(found) == limit - 1
 
@@ -147,20 +167,35 @@ def test_rows_of_training_that_overlap_are_named(tmp_path: Path) -> None:
     (tmp_path / "broken.jsonl").write_text('{"prompt": "Is this read?"}\n{"prompt": \n')
     config = check_params(
         yaml_text.parse(
-            "validate: {evaluation_files: [{path: eval.jsonl, columns: {prompt: question}}, broken.jsonl]}", "a file"
+            "validate: {evaluation_files: [{path: eval.jsonl, columns: {prompt: question}}, broken.jsonl]}",
+            "a file",
         )
     ).validate_
     rows = set_of(
         preferences=[
-            row("preferences", 0, "train", "Nothing of the kind, I only ask how the weather will be in the north."),
+            row(
+                "preferences",
+                0,
+                "train",
+                "Nothing of the kind, I only ask how the weather will be in the north.",
+            ),
             row("preferences", 1, "train", "what is rlhf ?"),
-            row("preferences", 2, "validation", "Tell me what RLHF is, what is RLHF?"),  # a short prompt must be whole
+            row(
+                "preferences", 2, "validation", "Tell me what RLHF is, what is RLHF?"
+            ),  # a short prompt must be whole
             row("preferences", 3, "train", "Hi.", "Hello.", SHORT),
-            row("preferences", 4, "train", "In short: in simple terms how the tides of the sea are made by the moon"),
+            row(
+                "preferences",
+                4,
+                "train",
+                "In short: in simple terms how the tides of the sea are made by the moon",
+            ),
             row("preferences", 5, "train", "How do I bake a good loaf of bread at home today?"),
             row("preferences", 6, "test", TIDES),
         ],
-        pretrain=[row("pretrain", 7, "train", "x") | {"text": f"Said one: {TIDES} Said the other: no."}],
+        pretrain=[
+            row("pretrain", 7, "train", "x") | {"text": f"Said one: {TIDES} Said the other: no."}
+        ],
     )
     files = list(read_sources(config.evaluation_files, "prompts", tmp_path))
     found, overlaps = contamination(
@@ -181,22 +216,38 @@ def test_rows_of_training_that_overlap_are_named(tmp_path: Path) -> None:
 
 
 def test_without_evaluation_files_the_rule_is_not_checked() -> None:
-    findings = check_set(set_of(prompts=[row("prompts", 0, "train", TIDES)]).clean, ValidateConfig(), suites_of())
+    findings = check_set(
+        set_of(prompts=[row("prompts", 0, "train", TIDES)]).clean, ValidateConfig(), suites_of()
+    )
     assert "no_contamination" not in findings.checked["prompts"] and not findings.evaluation
 
 
 def test_a_file_that_does_not_exist_is_named_with_its_parameter(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match=r"no file matches 'gone\.jsonl'.*correct it in validate\.evaluation_files"):
-        list(read_sources(["gone.jsonl"], "prompts", tmp_path, parameter="validate.evaluation_files"))
+    with pytest.raises(
+        DataError, match=r"no file matches 'gone\.jsonl'.*correct it in validate\.evaluation_files"
+    ):
+        list(
+            read_sources(["gone.jsonl"], "prompts", tmp_path, parameter="validate.evaluation_files")
+        )
 
 
 def test_a_new_workspace_finds_the_files() -> None:
     files = "[x.jsonl, {path: ../y.jsonl, format: prompt}, ~/z.jsonl, 'hub:a/b', {path: memory://e.jsonl}]"
-    text = f"validate: {{evaluation_files: {files}}}\ncollect: {{files: {{preferences: {files}}}}}\n"
-    moved = yaml_text.plain(yaml_text.parse(rebase_sources(text, Path("/a/b"), Path("/a/c/d")), "a file"))
+    text = (
+        f"validate: {{evaluation_files: {files}}}\ncollect: {{files: {{preferences: {files}}}}}\n"
+    )
+    moved = yaml_text.plain(
+        yaml_text.parse(rebase_sources(text, Path("/a/b"), Path("/a/c/d")), "a file")
+    )
     for listed in (moved["validate"]["evaluation_files"], moved["collect"]["files"]["preferences"]):
         paths = [source if isinstance(source, str) else source["path"] for source in listed]
-        assert paths == ["../../b/x.jsonl", "../../y.jsonl", "~/z.jsonl", "hub:a/b", "memory://e.jsonl"]
+        assert paths == [
+            "../../b/x.jsonl",
+            "../../y.jsonl",
+            "~/z.jsonl",
+            "hub:a/b",
+            "memory://e.jsonl",
+        ]
 
 
 def test_a_new_workspace_finds_the_checks_and_keeps_annotations_of_its_own() -> None:
@@ -238,7 +289,9 @@ def test_the_estimate_is_the_jaccard_similarity_of_the_shingles(shared: int) -> 
     assert similar[1] == pytest.approx(expected, abs=4 * np.sqrt(expected * (1 - expected) / 256))
 
 
-def test_the_signature_of_a_long_text_is_made_piece_by_piece(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_signature_of_a_long_text_is_made_piece_by_piece(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     texts = SimilarTexts(MINHASH)
     whole = texts.signature(" ".join(WORDS))
     monkeypatch.setattr(minhash, "SHINGLES", 7)
@@ -254,8 +307,8 @@ def test_texts_below_the_limit_are_not_similar_and_equal_ones_are() -> None:
 
 
 def test_the_index_stays_small_where_all_texts_are_alike() -> None:
-    # 300 texts that share nine in ten shingles pairwise but are no near duplicates: without a bound, each lookup
-    # would compare with all others.
+    # 300 texts that share nine in ten shingles pairwise but are no near duplicates: without a
+    # bound, each lookup would compare with all others.
     texts = SimilarTexts(NearDuplicatesConfig(shingle_words=1, similarity=0.95))
     kept = 0
     for i in range(300):
@@ -265,14 +318,21 @@ def test_the_index_stays_small_where_all_texts_are_alike() -> None:
     assert CROWDED <= kept < 300
 
 
-STORY = "Once upon a time a fox met a crow on a tree with a piece of cheese, and asked it to sing a song for all. " * 2
+STORY = (
+    "Once upon a time a fox met a crow on a tree with a piece of cheese, and asked it to sing a song for all. "
+    * 2
+)
 
 
 def found(**settings: object) -> tuple[Validated, SetFindings]:
     """Check 3 rows of preferences: the second is nearly a copy of the first."""
     rows = [
-        make_row("preferences", 900, chosen=f"{STORY} The crow sang about fifty songs.", rejected="No."),
-        make_row("preferences", 900, chosen=f"{STORY} The crow sang about sixty songs.", rejected="No."),
+        make_row(
+            "preferences", 900, chosen=f"{STORY} The crow sang about fifty songs.", rejected="No."
+        ),
+        make_row(
+            "preferences", 900, chosen=f"{STORY} The crow sang about sixty songs.", rejected="No."
+        ),
         make_row("preferences", 901, chosen=f"{STORY[::-1]}.", rejected="No."),
     ]
     stored = {"preferences": memory_rows("preferences", rows, origins_of("pairs.jsonl", (1, 2, 3)))}
@@ -286,12 +346,16 @@ def found(**settings: object) -> tuple[Validated, SetFindings]:
 
 
 @pytest.mark.slow
-def test_by_default_small_sets_are_compared_and_large_ones_are_not(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_by_default_small_sets_are_compared_and_large_ones_are_not(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     validated, _ = found()
     assert validated.kinds["preferences"].warned["no_near_duplicates"] == 1
     monkeypatch.setattr("rlhf_core.config.data.AUTOMATIC_ROWS", 2)
     validated, findings = found()
-    assert "no_near_duplicates" not in validated.kinds["preferences"].warned and not findings.breaches
+    assert (
+        "no_near_duplicates" not in validated.kinds["preferences"].warned and not findings.breaches
+    )
     validated, _ = found(near_duplicates={"search": True})
     assert validated.kinds["preferences"].warned["no_near_duplicates"] == 1
     _, findings = found(rules={"no_near_duplicates": "refuse"})
@@ -301,7 +365,11 @@ def test_by_default_small_sets_are_compared_and_large_ones_are_not(monkeypatch: 
 def test_rows_that_are_nearly_copies_are_counted_and_stay() -> None:
     validated, findings = found(near_duplicates={"search": True})
     assert validated.kinds["preferences"].warned["no_near_duplicates"] == 1
-    assert findings.counts["preferences"]["near_duplicates_compared"] == 3 == validated.clean["preferences"].num_rows
+    assert (
+        findings.counts["preferences"]["near_duplicates_compared"]
+        == 3
+        == validated.clean["preferences"].num_rows
+    )
     assert [b.number for b in findings.breaches] == [1] and not list(validated.quarantine())
     unwanted, _ = found(near_duplicates={"search": False})
     assert "no_near_duplicates" not in unwanted.kinds["preferences"].warned
@@ -312,7 +380,9 @@ def test_rows_that_are_nearly_copies_are_counted_and_stay() -> None:
 def test_rows_that_are_nearly_copies_are_refused_where_the_rule_says_so(severity: str) -> None:
     validated, _ = found(near_duplicates={"search": True}, rules={"no_near_duplicates": severity})
     ((row,),) = validated.quarantine()
-    first, third = (i for part in validated.clean["preferences"].parts() for i in part.column("id").to_pylist())
+    first, third = (
+        i for part in validated.clean["preferences"].parts() for i in part.column("id").to_pylist()
+    )
     assert row.reasons == [f"nearly a copy of an earlier row ({first})"]
     assert (row.source, row.position) == ("pairs.jsonl", 2) and row.id not in (first, third)
     assert validated.clean["preferences"].numbers.tolist() == [0, 2]
@@ -321,7 +391,9 @@ def test_rows_that_are_nearly_copies_are_refused_where_the_rule_says_so(severity
 
 
 def flagged(*positions: int) -> list[int]:
-    """Return which pairs to one prompt, that share replies as those of a ranking do, count as near duplicates."""
+    """Return which pairs to one prompt, that share replies as those of a ranking do, count as near
+    duplicates.
+    """
     replies = [f"{STORY} The {bird} sang." for bird in ("crow", "wren", "rook")]
     pairs = [(replies[0], replies[1]), (replies[0], replies[2]), (replies[1], replies[2])] * 2
     rows = [
@@ -329,7 +401,9 @@ def flagged(*positions: int) -> list[int]:
         for (better, worse), _ in zip(pairs, positions, strict=False)
     ]
     config = ValidateConfig.model_validate({"near_duplicates": {"search": True}})
-    stored = {"preferences": memory_rows("preferences", rows, origins_of("rankings.jsonl", positions))}
+    stored = {
+        "preferences": memory_rows("preferences", rows, origins_of("rankings.jsonl", positions))
+    }
     findings = check_set(stored, config, suites_of())
     return [breach.number for breach in findings.breaches if breach.rule == "no_near_duplicates"]
 
@@ -338,4 +412,6 @@ def test_pairs_of_one_ranking_are_no_near_duplicates_of_each_other() -> None:
     assert flagged(4, 4, 4) == []
     assert flagged(4, 5, 6) == [1, 2], "rows of their own are"
     assert flagged(4, 4, 5) == [2], "a row behind the ranking that resembles it is"
-    assert flagged(4, 4, 4, 5, 5, 5) == [3, 4, 5], "and so are the pairs of a ranking that is nearly a copy"
+    assert flagged(4, 4, 4, 5, 5, 5) == [3, 4, 5], (
+        "and so are the pairs of a ranking that is nearly a copy"
+    )

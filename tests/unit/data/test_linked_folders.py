@@ -1,4 +1,6 @@
-"""Sources: links and patterns that reach a file several ways, folders, and data sets of a hub with their commit."""
+"""Sources: links and patterns that reach a file several ways, folders, and data sets of a hub with
+their commit.
+"""
 
 from __future__ import annotations
 
@@ -38,13 +40,20 @@ def test_loops_of_many_links_are_bounded(tmp_path: Path) -> None:
         (folder / "x.jsonl").write_text(json.dumps(PAIR | {"prompt": f"{number}?"}) + "\n")
         (folder / "loop").symlink_to(tmp_path, target_is_directory=True)
     files = [tmp_path / f"d{number:02}/x.jsonl" for number in range(12)]
-    assert expand("**/*.jsonl", tmp_path) == expand("**/**/x.jsonl", tmp_path) == expand("**", tmp_path) == files
+    assert (
+        expand("**/*.jsonl", tmp_path)
+        == expand("**/**/x.jsonl", tmp_path)
+        == expand("**", tmp_path)
+        == files
+    )
     assert expand("**/d03/**/d07/*.jsonl", tmp_path) == [tmp_path / "d03/loop/d07/x.jsonl"]
     names = [file.name for file in source_files(["**/*.jsonl"], tmp_path)]
     assert names == [str(file.relative_to(tmp_path)) for file in files]
     write_sources(tmp_path, ["**/*.jsonl"])
     lines = (tmp_path / ".fingerprints/sources.txt").read_text().splitlines()
-    assert [line.split()[0] for line in lines[1:]] == names, "DVC looks at the files that are collected"
+    assert [line.split()[0] for line in lines[1:]] == names, (
+        "DVC looks at the files that are collected"
+    )
 
 
 @pytest.mark.parametrize(
@@ -62,18 +71,38 @@ def test_loops_of_many_links_are_bounded(tmp_path: Path) -> None:
     ],
 )
 def test_a_pattern_matches_the_files_that_glob_finds(tmp_path: Path, pattern: str) -> None:
-    for name in ("a/x.jsonl", "a/b/x.jsonl", "a/b/c/y.jsonl", ".h/x.jsonl", "a/.h/z.jsonl", "x.jsonl", "c[1]/x.jsonl"):
+    for name in (
+        "a/x.jsonl",
+        "a/b/x.jsonl",
+        "a/b/c/y.jsonl",
+        ".h/x.jsonl",
+        "a/.h/z.jsonl",
+        "x.jsonl",
+        "c[1]/x.jsonl",
+    ):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text("{}")
     (tmp_path / "link").symlink_to(tmp_path / "a/b", target_is_directory=True)
     files = {Path(path).resolve() for path in glob.glob(str(tmp_path / pattern), recursive=True)}
-    assert {path.resolve() for path in expand(pattern, tmp_path)} == {path for path in files if path.is_file()}
+    assert {path.resolve() for path in expand(pattern, tmp_path)} == {
+        path for path in files if path.is_file()
+    }
     assert len(expand(pattern, tmp_path)) == len({path for path in files if path.is_file()})
 
 
 def test_a_folder_stands_for_its_data(tmp_path: Path) -> None:
-    """Descriptions and hidden files are passed over; any other file is looked at, so that none is lost in silence."""
-    for name in ("a.jsonl", "in/b.csv", "in/.c.jsonl", ".git/d.jsonl", "README.md", "in/dataset_info.json", "LICENSE"):
+    """Descriptions and hidden files are passed over; any other file is looked at, so that none is
+    lost in silence.
+    """
+    for name in (
+        "a.jsonl",
+        "in/b.csv",
+        "in/.c.jsonl",
+        ".git/d.jsonl",
+        "README.md",
+        "in/dataset_info.json",
+        "LICENSE",
+    ):
         (tmp_path / "set" / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / "set" / name).write_text(json.dumps(PAIR) + "\n")
     for spec in ("set", "set/", str(tmp_path / "set")):
@@ -106,7 +135,9 @@ def test_a_link_to_itself_does_not_hide_its_folder(tmp_path: Path) -> None:
         expand("d", tmp_path)
 
 
-def test_a_folder_that_may_not_be_read_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_folder_that_may_not_be_read_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "open").mkdir()
     (tmp_path / "open/x.jsonl").write_text("{}")
     (tmp_path / "closed").mkdir()
@@ -117,7 +148,9 @@ def test_a_folder_that_may_not_be_read_is_named(tmp_path: Path, monkeypatch: pyt
             raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), path)
         return scandir(path)
 
-    monkeypatch.setattr("rlhf_core.storage.data_files.os.scandir", refusing)  # modes do not bind root
+    monkeypatch.setattr(
+        "rlhf_core.storage.data_files.os.scandir", refusing
+    )  # modes do not bind root
     with pytest.raises(DataError, match=r"Permission denied in .*closed"):
         expand("**/*.jsonl", tmp_path)
 
@@ -127,7 +160,9 @@ def test_a_pattern_leaves_out_no_folder_of_data(tmp_path: Path) -> None:
     (tmp_path / "a.parquet").write_text("x")
     (tmp_path / "b.parquet").mkdir()
     (tmp_path / "b.parquet/part-0.parquet").write_text("x")
-    with pytest.raises(DataError, match=r"b\.parquet is a folder, whose files the pattern leaves out"):
+    with pytest.raises(
+        DataError, match=r"b\.parquet is a folder, whose files the pattern leaves out"
+    ):
         expand("*.parquet", tmp_path)
     both = [tmp_path / "a.parquet", tmp_path / "b.parquet/part-0.parquet"]
     assert expand("**/*.parquet", tmp_path) == expand("**", tmp_path) == both
@@ -174,7 +209,9 @@ def test_the_parts_of_a_hub_id(spec: str, parts: HubId) -> None:
     assert parse_hub_id(spec) == parts
 
 
-@pytest.mark.parametrize("spec", ["hub:", "hub:/name", "hub:a/b/c/d", "hub:a/b@", "hub:a/b@v1@v2", "hub:a b"])
+@pytest.mark.parametrize(
+    "spec", ["hub:", "hub:/name", "hub:a/b/c/d", "hub:a/b@", "hub:a/b@v1@v2", "hub:a b"]
+)
 def test_what_is_no_hub_id(spec: str) -> None:
     with pytest.raises(DataError, match="is not a hub id; write hub:owner/name"):
         parse_hub_id(spec)
@@ -201,8 +238,17 @@ def load(*specs: str, **environment: str) -> list[list[object] | str]:
 def test_configurations_and_revisions_of_a_hub(tmp_path: Path) -> None:
     home = {"HF_HOME": str(tmp_path), "HF_HUB_OFFLINE": "0"}
     with hub_stand_in({OLD: files("old"), NEW: files("new")}, {"main": NEW, "v1": OLD}) as hub:
-        specs = ["hub:owner/name/easy", "hub:owner/name/easy@v1:test 2", f"hub:owner/name/hard@{OLD}"]
-        wrong = ["hub:owner/name/hard@v2", "hub:owner/name/soft", "hub:owner/name/easy:dev", "hub:owner/none"]
+        specs = [
+            "hub:owner/name/easy",
+            "hub:owner/name/easy@v1:test 2",
+            f"hub:owner/name/hard@{OLD}",
+        ]
+        wrong = [
+            "hub:owner/name/hard@v2",
+            "hub:owner/name/soft",
+            "hub:owner/name/easy:dev",
+            "hub:owner/none",
+        ]
         answers = load(*specs, *wrong, HF_ENDPOINT=hub.address, **home)
     # With a limit the rest is not read, and this data set does not say how long it is.
     assert answers[:3] == [[5, 0, NEW, "new"], [2, None, OLD, "old"], [2, 0, OLD, "old"]]

@@ -1,4 +1,6 @@
-"""Every malformed or odd file is refused whole, refused in rows, or read with a note; never a traceback, never less."""
+"""Every malformed or odd file is refused whole, refused in rows, or read with a note; never a
+traceback, never less.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +35,9 @@ def test_every_file_gives_the_expected_answer(odd: OddFile, tmp_path: Path) -> N
             list(read_sources([source], odd.kind, tmp_path))
         message = str(refused.value)
         assert odd.expected in message and odd.label in message
-        assert len(message.encode()) < MESSAGE_LENGTH, "a message is for people, and for every terminal"
+        assert len(message.encode()) < MESSAGE_LENGTH, (
+            "a message is for people, and for every terminal"
+        )
         return
     (result,) = read_sources([source], odd.kind, tmp_path)
     expected = odd.expected
@@ -45,7 +49,11 @@ def test_every_file_gives_the_expected_answer(odd: OddFile, tmp_path: Path) -> N
     assert result.counts.records == odd.written
     assert (len(result.rows), result.counts.expanded) == (expected.kept, expected.expanded)
     assert (
-        len(result.rows) - result.counts.expanded + len(result.refused) + result.counts.dropped.total() == odd.written
+        len(result.rows)
+        - result.counts.expanded
+        + len(result.refused)
+        + result.counts.dropped.total()
+        == odd.written
     )
     positions = [*result.positions, *(row.position for row in result.refused)]
     assert all(position >= 1 for position in positions)
@@ -82,21 +90,29 @@ def quarantine(workspace: Path) -> dict[str, list[dict[str, Any]]]:
 
 
 @pytest.mark.slow
-def test_the_quarantine_names_path_line_and_reason(quarantine: dict[str, list[dict[str, Any]]]) -> None:
+def test_the_quarantine_names_path_line_and_reason(
+    quarantine: dict[str, list[dict[str, Any]]],
+) -> None:
     for odd in READ:
         expected, rows = odd.expected, quarantine.get(odd.file, [])
         assert isinstance(expected, RowsRead)
         assert all(
-            row["position"] >= 1 and row["reasons"] and row["row"] and row["kind"] == odd.kind for row in rows
+            row["position"] >= 1 and row["reasons"] and row["row"] and row["kind"] == odd.kind
+            for row in rows
         ), odd.label
         reasons = dict(expected.refused) | dict(expected.quarantined)
         for part, count in reasons.items():
-            assert sum(any(part in reason for reason in row["reasons"]) for row in rows) == count, (odd.label, rows)
+            assert sum(any(part in reason for reason in row["reasons"]) for row in rows) == count, (
+                odd.label,
+                rows,
+            )
         assert len(rows) == sum(reasons.values()), (odd.label, rows)
 
 
 @pytest.mark.slow
-def test_every_written_row_is_accounted_for(workspace: Path, quarantine: dict[str, list[dict[str, Any]]]) -> None:
+def test_every_written_row_is_accounted_for(
+    workspace: Path, quarantine: dict[str, list[dict[str, Any]]]
+) -> None:
     metrics = read_json(workspace / "metrics/data.json")
     manifest = read_json(workspace / "data/raw/manifest.json")["kinds"]
     quarantined = Counter(row["kind"] for refused in quarantine.values() for row in refused)

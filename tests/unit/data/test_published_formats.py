@@ -1,4 +1,6 @@
-"""Published data sets, by a sample file of each: the better reply is chosen, and every record is accounted for."""
+"""Published data sets, by a sample file of each: the better reply is chosen, and every record is
+accounted for.
+"""
 
 from __future__ import annotations
 
@@ -23,13 +25,17 @@ from rlhf_core.errors import DataError
 SAMPLES = Path(__file__).parent / "samples"
 ANSWERS = {
     row["question"]: (row["chosen"], row["rejected"])
-    for row in map(json.loads, (SAMPLES / "orca-dpo.jsonl").read_text(encoding="utf-8").splitlines())
+    for row in map(
+        json.loads, (SAMPLES / "orca-dpo.jsonl").read_text(encoding="utf-8").splitlines()
+    )
 }
 
 
 def read(name: str, kind: str = "preferences", **options: Any) -> FileRows:
     (result,) = read_sources([DataSource(path=f"{name}.jsonl", **options)], kind, SAMPLES)
-    kept = len(result.rows) + len(result.refused) + result.counts.dropped.total() + result.counts.cut
+    kept = (
+        len(result.rows) + len(result.refused) + result.counts.dropped.total() + result.counts.cut
+    )
     assert result.counts.records + result.counts.expanded == kept and not result.refused
     assert len(result.positions) == len(result.rows)
     return result
@@ -58,11 +64,20 @@ def parse(value: Any, kind: str = "preferences", **options: Any) -> FileRows:
         ("turn-list-pair", {}, 10, 0),
     ],
 )
-def test_the_better_reply_is_chosen(name: str, options: dict[str, Any], rows: int, dropped: int) -> None:
+def test_the_better_reply_is_chosen(
+    name: str, options: dict[str, Any], rows: int, dropped: int
+) -> None:
     result = read(name, **options)
-    others = {"ultrafeedback-binarized": "conversational-implicit", "ultrafeedback-system-prompts": "ultrafeedback"}
+    others = {
+        "ultrafeedback-binarized": "conversational-implicit",
+        "ultrafeedback-system-prompts": "ultrafeedback",
+    }
     assert result.counts.format == others.get(name, name)
-    assert (result.counts.records, len(result.rows), result.counts.dropped.total()) == (10, rows, dropped)
+    assert (result.counts.records, len(result.rows), result.counts.dropped.total()) == (
+        10,
+        rows,
+        dropped,
+    )
     for row in result.rows:
         assert (row["chosen"], row["rejected"]) == ANSWERS[row["prompt"][-1]["content"]]
 
@@ -78,9 +93,14 @@ def test_safety_and_helpfulness_are_chosen_between() -> None:
     helpful, safe = (read("pku-saferlhf", dimension=name).rows for name in ("helpful", "safe"))
     different = [i for i in range(10) if helpful[i]["chosen"] == safe[i]["rejected"]]
     assert different == [7, 8, 9]
-    assert {row["category"] for row in helpful} == {"helpful"} and {row["category"] for row in safe} == {"safe"}
+    assert {row["category"] for row in helpful} == {"helpful"} and {
+        row["category"] for row in safe
+    } == {"safe"}
     assert len(read("pku-saferlhf", "prompts").rows) == 10
-    with pytest.raises(DataError, match=r"several preferences; choose one of helpful, safe, agreed \(--dimension, or"):
+    with pytest.raises(
+        DataError,
+        match=r"several preferences; choose one of helpful, safe, agreed \(--dimension, or",
+    ):
         read("pku-saferlhf")
     with pytest.raises(DataError, match="format shp, which has no dimension safe"):
         read("shp", dimension="safe")
@@ -97,8 +117,15 @@ def test_strengths_and_score_gaps_are_margins() -> None:
 
 
 def test_categories_are_those_of_the_set() -> None:
-    assert [row["category"] for row in read("helpsteer3-preference").rows[:3]] == ["general", "code", "multilingual"]
-    assert {row["category"] for row in read("shp").rows} == {"askculinary_train", "askscience_train"}
+    assert [row["category"] for row in read("helpsteer3-preference").rows[:3]] == [
+        "general",
+        "code",
+        "multilingual",
+    ]
+    assert {row["category"] for row in read("shp").rows} == {
+        "askculinary_train",
+        "askscience_train",
+    }
 
 
 @pytest.mark.parametrize(("pairs", "count"), [("all", 27), ("adjacent", 18), ("best_worst", 9)])
@@ -108,13 +135,20 @@ def test_a_ranking_gives_the_pairs_that_are_asked_for(pairs: str, count: int) ->
     assert dict(result.counts.dropped) == {"no reply is better than another": 1}
     better, worst = ANSWERS[result.rows[0]["prompt"][0]["content"]]
     middle = f"{better} I hope that this helps."
-    expected = {"all": [(better, middle), (better, worst), (middle, worst)], "best_worst": [(better, worst)]}
+    expected = {
+        "all": [(better, middle), (better, worst), (middle, worst)],
+        "best_worst": [(better, worst)],
+    }
     expected["adjacent"] = [(better, middle), (middle, worst)]
-    first = [row for row, position in zip(result.rows, result.positions, strict=True) if position == 1]
+    first = [
+        row for row, position in zip(result.rows, result.positions, strict=True) if position == 1
+    ]
     assert [(row["chosen"], row["rejected"]) for row in first] == expected[pairs]
 
 
-@pytest.mark.parametrize("name", ["helpsteer2-preference", "helpsteer3-preference", "helpsteer-ratings", "shp"])
+@pytest.mark.parametrize(
+    "name", ["helpsteer2-preference", "helpsteer3-preference", "helpsteer-ratings", "shp"]
+)
 def test_every_prompt_can_be_used(name: str) -> None:
     assert len(read(name, "prompts").rows) == 10
 
@@ -131,8 +165,16 @@ def test_message_trees_give_a_pair_wherever_replies_are_ranked() -> None:
     deep = result.rows[1]
     assert [turn["role"] for turn in deep["prompt"]] == ["user", "assistant", "user"]
     assert (deep["chosen"], deep["rejected"]) == ("Because it is so.", "No idea.")
-    assert len(read("oasst-trees", "demonstrations").rows) == len(read("oasst-trees", "prompts").rows) == 11
-    texts = {text for kind in ("preferences", "demonstrations") for text in map(str, read("oasst-trees", kind).rows)}
+    assert (
+        len(read("oasst-trees", "demonstrations").rows)
+        == len(read("oasst-trees", "prompts").rows)
+        == 11
+    )
+    texts = {
+        text
+        for kind in ("preferences", "demonstrations")
+        for text in map(str, read("oasst-trees", kind).rows)
+    }
     assert not any("BUY MY BOOK" in text for text in texts), "deleted messages are left out"
 
 
@@ -155,14 +197,28 @@ def message(name: str, parent: Any, role: str = "assistant", **more: Any) -> dic
 
 def test_a_message_that_no_tree_reaches_is_refused() -> None:
     tree = [message("q", None, "prompter"), message("a", "q", rank=1), message("b", "q", rank=0)]
-    lost = [message("c", "gone"), message("d", "c", "prompter"), message("e", "f"), message("f", "e"), tree[1]]
+    lost = [
+        message("c", "gone"),
+        message("d", "c", "prompter"),
+        message("e", "f"),
+        message("f", "e"),
+        tree[1],
+    ]
     odd = [*lost, message("g", 5), {"prompt": "Q?"}]
-    records = [Record(n, value) for n, value in enumerate([*odd[:2], tree[2], *odd[2:], *tree[1::-1]], 1)]
+    records = [
+        Record(n, value) for n, value in enumerate([*odd[:2], tree[2], *odd[2:], *tree[1::-1]], 1)
+    ]
     result = read_records(records, "preferences", "x", options=ReadOptions(format="oasst-messages"))
     (row,) = result.rows
-    assert (row["prompt"][0]["content"], row["chosen"], row["rejected"]) == ("text of q", "text of b", "text of a")
+    assert (row["prompt"][0]["content"], row["chosen"], row["rejected"]) == (
+        "text of q",
+        "text of b",
+        "text of a",
+    )
     leads = "its parents do not lead to the first message of a tree"
-    assert [(refused.position, refused.reason.partition(" of the")[0]) for refused in result.refused] == [
+    assert [
+        (refused.position, refused.reason.partition(" of the")[0]) for refused in result.refused
+    ] == [
         (1, "its parent is not in the file"),
         (2, leads),
         (4, leads),
@@ -178,20 +234,33 @@ def test_replies_to_different_system_prompts_are_paired_only_where_that_is_meant
     name = "ultrafeedback-system-prompts"
     ignored, kept = read(name), read(name, system_prompts=True)
     assert {len(row["prompt"]) for row in ignored.rows} == {1} and len(ignored.rows) == 27
-    # Of three replies the first two have one system prompt, the third another; the last record has none.
+    # Of three replies the first two have one system prompt, the third another; the last record has
+    # none.
     with_system = [row for row in kept.rows if row["prompt"][0]["role"] == "system"]
     assert {row["prompt"][0]["content"] for row in with_system} == {"Be helpful."}
-    assert all((row["chosen"], row["rejected"]) == ANSWERS[row["prompt"][1]["content"]] for row in with_system)
+    assert all(
+        (row["chosen"], row["rejected"]) == ANSWERS[row["prompt"][1]["content"]]
+        for row in with_system
+    )
     best = read(name, "demonstrations", system_prompts=True).rows
     assert [turn["role"] for turn in best[0]["prompt"]] == ["system", "user"]
-    assert [row["reply"] for row in best] == [row["reply"] for row in read(name, "demonstrations").rows]
+    assert [row["reply"] for row in best] == [
+        row["reply"] for row in read(name, "demonstrations").rows
+    ]
 
 
 def test_a_prompt_that_two_texts_share_ends_at_a_word() -> None:
     result = read("standard-implicit")
     first, code = result.rows[0], result.rows[4]
-    assert (first["prompt"][0]["content"], first["chosen"], first["rejected"]) == ("The sky is", " blue.", " green.")
-    assert (code["prompt"][0]["content"], code["chosen"]) == ("def add(a, b):\n    return a", " + b")
+    assert (first["prompt"][0]["content"], first["chosen"], first["rejected"]) == (
+        "The sky is",
+        " blue.",
+        " green.",
+    )
+    assert (code["prompt"][0]["content"], code["chosen"]) == (
+        "def add(a, b):\n    return a",
+        " + b",
+    )
     (row,) = parse({"chosen": "The sky is blue", "rejected": "The sky is black"}).rows
     assert (row["prompt"][0]["content"], row["chosen"]) == ("The sky is", " blue")
     (row,) = parse({"chosen": "天空是蓝色的。", "rejected": "天空是绿色的。"}).rows
@@ -201,7 +270,11 @@ def test_a_prompt_that_two_texts_share_ends_at_a_word() -> None:
 @pytest.mark.parametrize(
     ("name", "kind", "message"),
     [
-        ("helpsteer-ratings", "preferences", "HelpSteer2's comparisons are in its folder preference"),
+        (
+            "helpsteer-ratings",
+            "preferences",
+            "HelpSteer2's comparisons are in its folder preference",
+        ),
         ("helpsteer-ratings", "demonstrations", "the worst of them too"),
         ("open-orca", "preferences", "it can serve as demonstrations, pretrain, prompts"),
         ("stepwise", "preferences", "format stepwise, which holds no preferences.*not steps"),
@@ -218,7 +291,10 @@ DIALOGUE = reading.PAIR_FORMATS["conversational-implicit"]("Q?", "a", "b")
 def test_the_library_names_records_that_prefer_no_reply() -> None:
     pair = {"prompt": "Q?", "chosen": "a", "rejected": "b", "score_chosen": 2}
     assert len(rows_of(Preference, [pair | {"score_rejected": 1}], "preferences")) == 1
-    with pytest.raises(DataError, match=r"preferences: 1 of the records cannot be used \(both replies have the same"):
+    with pytest.raises(
+        DataError,
+        match=r"preferences: 1 of the records cannot be used \(both replies have the same",
+    ):
         rows_of(Preference, [pair | {"score_rejected": score} for score in (1, 2)], "preferences")
 
 
@@ -227,7 +303,9 @@ def test_replies_may_be_the_whole_dialogue_after_an_explicit_prompt() -> None:
     assert (row["prompt"], row["chosen"], row["rejected"]) == ([user("Q?")], "a", "b")
     (refused,) = parse(DIALOGUE | {"prompt": [user("Another?")]}).refused
     assert "chosen has 2 turns" in refused.reason
-    (row,) = parse({"prompt": [user("Q?")], "completion": DIALOGUE["chosen"]}, "demonstrations").rows
+    (row,) = parse(
+        {"prompt": [user("Q?")], "completion": DIALOGUE["chosen"]}, "demonstrations"
+    ).rows
     assert (row["prompt"], row["reply"]) == ([user("Q?")], "a")
 
 
@@ -243,8 +321,15 @@ TEXTS = PLAIN.filter(lambda text: "Human:" not in text and "Assistant:" not in t
 
 
 # A blank prompt may lose its spaces: such a row is refused.
-@given(TEXTS.filter(str.strip), TEXTS, TEXTS, st.sampled_from(sorted({*reading.PAIR_FORMATS} - {"hh-rlhf"})))
-def test_texts_are_read_as_they_were_written(prompt: str, better: str, worse: str, name: str) -> None:
+@given(
+    TEXTS.filter(str.strip),
+    TEXTS,
+    TEXTS,
+    st.sampled_from(sorted({*reading.PAIR_FORMATS} - {"hh-rlhf"})),
+)
+def test_texts_are_read_as_they_were_written(
+    prompt: str, better: str, worse: str, name: str
+) -> None:
     options = {"dimension": "safe"} if name == "pku-saferlhf" else {}
     (row,) = parse(reading.PAIR_FORMATS[name](prompt, better, worse), **options).rows
     assert row["prompt"] == [user(prompt)]
@@ -256,5 +341,8 @@ def test_texts_with_a_shared_beginning_lose_nothing(shared: str, first: str, sec
     texts = shared + first, shared + second
     result = parse({"chosen": texts[0], "rejected": texts[1]})
     for row in result.rows:
-        assert (row["prompt"][0]["content"] + row["chosen"], row["prompt"][0]["content"] + row["rejected"]) == texts
+        assert (
+            row["prompt"][0]["content"] + row["chosen"],
+            row["prompt"][0]["content"] + row["rejected"],
+        ) == texts
     assert len(result.rows) + len(result.refused) == 1

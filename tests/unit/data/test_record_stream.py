@@ -1,4 +1,6 @@
-"""A file is read record by record, with a part of it in memory at a time, and the counts of its parts add up."""
+"""A file is read record by record, with a part of it in memory at a time, and the counts of its
+parts add up.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,15 @@ from rlhf_core.data.collection import rows as formats
 from rlhf_core.data.collection.sources import source_chunks, source_files
 from rlhf_core.data.readers.stream import stream_records
 from rlhf_core.data.readers.table_records import parquet_parts
-from rlhf_core.data.row_counts import MOST_REASONS, OTHER_REASONS, READABLE, ReasonCounts, Record, RowCounts, RowFinding
+from rlhf_core.data.row_counts import (
+    MOST_REASONS,
+    OTHER_REASONS,
+    READABLE,
+    ReasonCounts,
+    Record,
+    RowCounts,
+    RowFinding,
+)
 from rlhf_core.errors import DataError
 from rlhf_core.runtime.limited_call import GIB, CallLimits, limit_reached
 
@@ -35,7 +45,16 @@ LINES = st.lists(
     st.one_of(
         st.binary(max_size=12),
         st.sampled_from(
-            [b'{"a": 1}', b'{"a": "\xe2\x80\xa8"}', b"\xef\xbb\xbf", b'"x', b'a,"b', b'c"",d', b"e,f", b"\r"]
+            [
+                b'{"a": 1}',
+                b'{"a": "\xe2\x80\xa8"}',
+                b"\xef\xbb\xbf",
+                b'"x',
+                b'a,"b',
+                b'c"",d',
+                b"e,f",
+                b"\r",
+            ]
         ),
     ),
     max_size=8,
@@ -47,10 +66,19 @@ def streamed(path: Path) -> list[Record]:
 
 
 @settings(max_examples=150, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(LINES, st.sampled_from([".jsonl", ".csv", ".tsv", ".json"]), st.sampled_from([".gz", ".zst", ".xz"]))
-def test_a_compressed_text_is_read_as_the_text(tmp_path: Path, content: bytes, kind: str, compression: str) -> None:
+@given(
+    LINES,
+    st.sampled_from([".jsonl", ".csv", ".tsv", ".json"]),
+    st.sampled_from([".gz", ".zst", ".xz"]),
+)
+def test_a_compressed_text_is_read_as_the_text(
+    tmp_path: Path, content: bytes, kind: str, compression: str
+) -> None:
     outcomes: list[list[Record] | str] = []
-    for path, written in ((tmp_path / f"x{kind}", content), (tmp_path / f"x{kind}{compression}", None)):
+    for path, written in (
+        (tmp_path / f"x{kind}", content),
+        (tmp_path / f"x{kind}{compression}", None),
+    ):
         path.write_bytes(PACK[compression](content) if written is None else written)
         try:
             outcomes.append(streamed(path))
@@ -60,15 +88,25 @@ def test_a_compressed_text_is_read_as_the_text(tmp_path: Path, content: bytes, k
 
 
 @pytest.mark.parametrize("name", ["x.parquet", "x.arrow", "stream.arrow", "x.arrow.gz"])
-def test_tables_are_read_in_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+def test_tables_are_read_in_parts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
     monkeypatch.setattr("rlhf_core.data.readers.table_records.BATCH_ROWS", 3)
     dates = pa.array([0, 2**62, 1, None] * 4, pa.timestamp("ms"))  # the second is beyond Python's
-    table = pa.table({"n": list(range(16)), "at": dates, "turns": [[{"role": "user"}] * (i % 3) for i in range(16)]})
+    table = pa.table(
+        {
+            "n": list(range(16)),
+            "at": dates,
+            "turns": [[{"role": "user"}] * (i % 3) for i in range(16)],
+        }
+    )
     path = tmp_path / name
     if name == "x.parquet":
         pq.write_table(table, path, row_group_size=5)
     else:
-        path.write_bytes(PACK.get(path.suffix, bytes)(arrow(table, stream=name.startswith("stream"), batch=7)))
+        path.write_bytes(
+            PACK.get(path.suffix, bytes)(arrow(table, stream=name.startswith("stream"), batch=7))
+        )
     records = streamed(path)
     assert [record.value["n"] for record in records] == list(range(16))
     assert [record.value["turns"] for record in records] == table.column("turns").to_pylist()
@@ -78,7 +116,17 @@ def test_tables_are_read_in_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 
 @pytest.mark.parametrize(
     "name",
-    ["x.jsonl", "x.jsonl.gz", "x.jsonl.xz", "x.parquet", "x.parquet.zst", "x.arrow", "x.json", "lines.json", "x.csv"],
+    [
+        "x.jsonl",
+        "x.jsonl.gz",
+        "x.jsonl.xz",
+        "x.parquet",
+        "x.parquet.zst",
+        "x.arrow",
+        "x.json",
+        "lines.json",
+        "x.csv",
+    ],
 )
 def test_the_bytes_that_were_read_add_up_to_the_file(tmp_path: Path, name: str) -> None:
     rows = [{"prompt": f"{i}?", "chosen": "a", "rejected": "b"} for i in range(9000)]
@@ -86,7 +134,11 @@ def test_the_bytes_that_were_read_add_up_to_the_file(tmp_path: Path, name: str) 
     if name.endswith(".arrow"):
         write_feather(pa.Table.from_pylist(rows), path, chunksize=4000)
     else:
-        contents = {"x.parquet": parquet, "x.csv": table_text, "x.json": lambda rows: json.dumps(rows).encode()}
+        contents = {
+            "x.parquet": parquet,
+            "x.csv": table_text,
+            "x.json": lambda rows: json.dumps(rows).encode(),
+        }
         write = contents.get(name.removesuffix(".zst"), lambda rows: lines(*rows))
         path.write_bytes(PACK.get(path.suffix, bytes)(write(rows)))
     counts: list[int] = []
@@ -96,7 +148,9 @@ def test_the_bytes_that_were_read_add_up_to_the_file(tmp_path: Path, name: str) 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["x.json", "x.jsonl.xz", "x.arrow"])
-def test_a_file_is_not_held_in_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+def test_a_file_is_not_held_in_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
     monkeypatch.setattr("rlhf_core.data.readers.json_records.HELD_CHARACTERS", 2**18)
     rows = [{"prompt": f"{i:0500}"} for i in range(20_000)]
     path = tmp_path / name
@@ -105,7 +159,9 @@ def test_a_file_is_not_held_in_memory(tmp_path: Path, monkeypatch: pytest.Monkey
     else:
         text = json.dumps(rows) if name == "x.json" else "\n".join(map(json.dumps, rows))
         # The dictionary of a higher preset alone takes eight megabytes.
-        path.write_bytes(lzma.compress(text.encode(), preset=0) if path.suffix == ".xz" else text.encode())
+        path.write_bytes(
+            lzma.compress(text.encode(), preset=0) if path.suffix == ".xz" else text.encode()
+        )
         del text
     del rows
     tracemalloc.start()
@@ -114,11 +170,17 @@ def test_a_file_is_not_held_in_memory(tmp_path: Path, monkeypatch: pytest.Monkey
         peak = tracemalloc.get_traced_memory()[1]
     finally:
         tracemalloc.stop()
-    assert count == 20_000 and peak < 10_000_000 * 0.75, "ten megabytes of text, of which a part is held"
+    assert count == 20_000 and peak < 10_000_000 * 0.75, (
+        "ten megabytes of text, of which a part is held"
+    )
 
 
-def test_rows_in_chunks_are_the_rows_of_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The format and the columns are those of the first chunk; later ones need not have all of them."""
+def test_rows_in_chunks_are_the_rows_of_the_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The format and the columns are those of the first chunk; later ones need not have all of
+    them.
+    """
     monkeypatch.setattr(formats, "CHUNK_RECORDS", 1000)
     rows = [{"q": f"{i}?", "good": "a", "bad": "b", "margin": 1} for i in range(1500)]
     rows += [{"q": f"{i}?", "good": "a"} for i in range(1500, 2600)]
@@ -128,11 +190,15 @@ def test_rows_in_chunks_are_the_rows_of_the_file(tmp_path: Path, monkeypatch: py
     chunks = list(source_chunks(file, "preferences"))
     assert [chunk.counts.records for chunk in chunks] == [1000, 1000, 600]
     assert [position for chunk in chunks for position in chunk.positions] == list(range(1, 1501))
-    assert [row["prompt"][0]["content"] for row in chunks[1].rows] == [f"{i}?" for i in range(1000, 1500)]
+    assert [row["prompt"][0]["content"] for row in chunks[1].rows] == [
+        f"{i}?" for i in range(1000, 1500)
+    ]
     assert [row.position for chunk in chunks for row in chunk.refused] == list(range(1501, 2601))
 
 
-def test_a_file_that_grows_while_it_is_read_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_that_grows_while_it_is_read_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(formats, "CHUNK_RECORDS", 1)
     row = json.dumps({"prompt": "a?", "chosen": "b", "rejected": "c"}) + "\n"
     path = tmp_path / "x.jsonl"
@@ -147,18 +213,27 @@ def test_a_file_that_grows_while_it_is_read_is_refused(tmp_path: Path, monkeypat
 
 
 def test_few_rows_of_a_repeated_text_are_read_at_a_time(tmp_path: Path) -> None:
-    """What a dictionary expands to is seen only when rows are read; rows of a usual length are read by the thousand."""
+    """What a dictionary expands to is seen only when rows are read; rows of a usual length are read
+    by the thousand.
+    """
     pq.write_table(pa.table({"a": ["x" * 1000] * 3000}), tmp_path / "repeated.parquet")
     pq.write_table(pa.table({"a": [f"{n} " * 20 for n in range(3000)]}), tmp_path / "usual.parquet")
     sizes = []
     for name in ("repeated", "usual"):
-        sizes.append([part.num_rows for part, _ in parquet_parts(name, tmp_path / f"{name}.parquet", 10**6)])
+        sizes.append(
+            [part.num_rows for part, _ in parquet_parts(name, tmp_path / f"{name}.parquet", 10**6)]
+        )
     assert sizes == [[64] * 46 + [56], [2048, 952]]
 
 
 @pytest.mark.parametrize(
     "column",
-    [pa.nulls(3_000_000), pa.nulls(3_000_000, pa.string()), pa.repeat("a", 3_000_000), pa.array(["a" * 70_000_000])],
+    [
+        pa.nulls(3_000_000),
+        pa.nulls(3_000_000, pa.string()),
+        pa.repeat("a", 3_000_000),
+        pa.array(["a" * 70_000_000]),
+    ],
     ids=["nulls", "missing-texts", "one-letter", "one-long-text"],
 )
 def test_a_table_of_far_more_than_its_file_could_hold_is_refused_before_it_is_read(
@@ -185,21 +260,31 @@ def empty_structs(count: int) -> pa.StructArray:
 
 def text_views(count: int, text: bytes = b"a" * 1_000_000) -> pa.Array:
     view = len(text).to_bytes(4, "little") + text[:4] + bytes(8)
-    return pa.Array.from_buffers(pa.string_view(), count, [None, pa.py_buffer(view * count), pa.py_buffer(text)])
+    return pa.Array.from_buffers(
+        pa.string_view(), count, [None, pa.py_buffer(view * count), pa.py_buffer(text)]
+    )
 
 
 LARGE_COLUMNS = {
     "list of nulls": lambda n: of_one_list(pa.nulls(10**6 * n)),
     "large list of nulls": lambda n: of_one_list(pa.nulls(10**6 * n), large=True),
-    "fixed list of nulls": lambda n: pa.FixedSizeListArray.from_arrays(pa.nulls(10**6 * n), 10**6 * n),
+    "fixed list of nulls": lambda n: pa.FixedSizeListArray.from_arrays(
+        pa.nulls(10**6 * n), 10**6 * n
+    ),
     "list of empty objects": lambda n: of_one_list(empty_structs(10**5 * n)),
-    "empty objects in an object": lambda n: of_one_list(pa.StructArray.from_arrays([empty_structs(10**5 * n)], ["a"])),
+    "empty objects in an object": lambda n: of_one_list(
+        pa.StructArray.from_arrays([empty_structs(10**5 * n)], ["a"])
+    ),
     "list of a repeated text": lambda n: of_one_list(repeated_text(n)),
     "lists of lists of it": lambda n: of_one_list(of_one_list(repeated_text(n), large=True)),
     "fixed list of it": lambda n: pa.FixedSizeListArray.from_arrays(repeated_text(n), n),
     "objects of it": lambda n: of_one_list(pa.StructArray.from_arrays([repeated_text(n)], ["a"])),
-    "map of it": lambda n: pa.MapArray.from_arrays([0, n], pa.array([str(i) for i in range(n)]), repeated_text(n)),
-    "repeated bytes": lambda n: of_one_list(repeated_text(n).cast(pa.dictionary(pa.int32(), pa.binary()))),
+    "map of it": lambda n: pa.MapArray.from_arrays(
+        [0, n], pa.array([str(i) for i in range(n)]), repeated_text(n)
+    ),
+    "repeated bytes": lambda n: of_one_list(
+        repeated_text(n).cast(pa.dictionary(pa.int32(), pa.binary()))
+    ),
     "repeated bytes of one size": lambda n: of_one_list(
         pa.DictionaryArray.from_arrays([0] * n, pa.array([b"a" * 10**6], pa.binary(10**6)))
     ),
@@ -210,29 +295,41 @@ LARGE_COLUMNS = {
 
 @pytest.mark.parametrize("kind", LARGE_COLUMNS)
 @pytest.mark.parametrize("stream", [False, True], ids=["file", "stream"])
-def test_nested_values_of_far_more_than_a_table_are_refused(tmp_path: Path, kind: str, stream: bool) -> None:
+def test_nested_values_of_far_more_than_a_table_are_refused(
+    tmp_path: Path, kind: str, stream: bool
+) -> None:
     for count, is_read in ((2, True), (200, False)):
         table = pa.table({"a": LARGE_COLUMNS[kind](count)})
         with pa.OSFile(str(tmp_path / "x.arrow"), "wb") as file:
             options = pa.ipc.IpcWriteOptions(compression="zstd")
-            with (pa.ipc.new_stream if stream else pa.ipc.new_file)(file, table.schema, options=options) as writer:
+            with (pa.ipc.new_stream if stream else pa.ipc.new_file)(
+                file, table.schema, options=options
+            ) as writer:
                 writer.write_table(table)
         if is_read:
             assert len(streamed(tmp_path / "x.arrow")) == 1
             continue
-        with pytest.raises(DataError, match=r"values of more than 200 times its size|GiB of memory"):
+        with pytest.raises(
+            DataError, match=r"values of more than 200 times its size|GiB of memory"
+        ):
             streamed(tmp_path / "x.arrow")
 
 
-def test_values_that_could_share_others_in_ways_that_are_not_counted_are_refused(tmp_path: Path) -> None:
+def test_values_that_could_share_others_in_ways_that_are_not_counted_are_refused(
+    tmp_path: Path,
+) -> None:
     runs = pa.RunEndEncodedArray.from_arrays(pa.array([300], pa.int32()), ["a"])
     texts, lists = pa.array(["a"] * 300), pa.array([["a"]])
-    union = pa.UnionArray.from_dense(pa.array([0] * 300, pa.int8()), pa.array([0] * 300, pa.int32()), [texts])
+    union = pa.UnionArray.from_dense(
+        pa.array([0] * 300, pa.int8()), pa.array([0] * 300, pa.int32()), [texts]
+    )
     views = pa.ListViewArray.from_arrays([0] * 300, [300] * 300, texts)
     for column in (runs, union, views, pa.DictionaryArray.from_arrays([0] * 300, lists)):
         for kind in (column, pa.StructArray.from_arrays([column], ["a"]), of_one_list(column)):
             (tmp_path / "x.arrow").write_bytes(arrow(pa.table({"a": kind})))
-            with pytest.raises(DataError, match="are not read; save them as texts, numbers, lists or objects"):
+            with pytest.raises(
+                DataError, match="are not read; save them as texts, numbers, lists or objects"
+            ):
                 streamed(tmp_path / "x.arrow")
 
 
@@ -246,8 +343,15 @@ def zigzag(number: int, length: int = 0) -> bytes:
 
 
 def expanding_parquet(path: Path, column: pa.Array, *, dictionary: bool) -> None:
-    """Write a file whose footer says of a large column that it takes a thousand bytes; its page says what is right."""
-    pq.write_table(pa.table({"prompt": ["a"], "other": column}), path, compression="zstd", use_dictionary=dictionary)
+    """Write a file whose footer says of a large column that it takes a thousand bytes; its page
+    says what is right.
+    """
+    pq.write_table(
+        pa.table({"prompt": ["a"], "other": column}),
+        path,
+        compression="zstd",
+        use_dictionary=dictionary,
+    )
     group = pq.read_metadata(path).row_group(0)
     content = path.read_bytes()
     for size in {group.total_byte_size, group.column(1).total_uncompressed_size}:
@@ -262,7 +366,9 @@ def expanding_arrow(path: Path, column: pa.Array, *, stream: bool) -> None:
     table = pa.table({"prompt": ["a"], "other": column})
     with pa.OSFile(str(path), "wb") as file:
         options = pa.ipc.IpcWriteOptions(compression="zstd")
-        with (pa.ipc.new_stream if stream else pa.ipc.new_file)(file, table.schema, options=options) as writer:
+        with (pa.ipc.new_stream if stream else pa.ipc.new_file)(
+            file, table.schema, options=options
+        ) as writer:
             writer.write_table(table)
 
 
@@ -275,11 +381,16 @@ EXPANDING: dict[str, tuple[str, Callable[[Path, pa.Array], None]]] = {
 
 
 # Writing so large a value takes seconds of the system's time.
-EXPANDING_CASES = [kind if kind == "arrow file" else pytest.param(kind, marks=pytest.mark.slow) for kind in EXPANDING]
+EXPANDING_CASES = [
+    kind if kind == "arrow file" else pytest.param(kind, marks=pytest.mark.slow)
+    for kind in EXPANDING
+]
 
 
 @pytest.mark.parametrize("kind", EXPANDING_CASES)
-def test_a_table_that_expands_without_measure_is_refused_before_it_fills_the_memory(tmp_path: Path, kind: str) -> None:
+def test_a_table_that_expands_without_measure_is_refused_before_it_fills_the_memory(
+    tmp_path: Path, kind: str
+) -> None:
     name, write = EXPANDING[kind]
     write(tmp_path / name, pa.array([bytes(160 * 2**20)], pa.large_binary()))
     assert (tmp_path / name).stat().st_size < 100_000
@@ -287,7 +398,8 @@ def test_a_table_that_expands_without_measure_is_refused_before_it_fills_the_mem
 
     def read() -> None:
         with pytest.raises(
-            DataError, match=r"cannot read .*/x\.\w+: that took more than 0\.\d GiB of memory; .*JSON lines$"
+            DataError,
+            match=r"cannot read .*/x\.\w+: that took more than 0\.\d GiB of memory; .*JSON lines$",
         ):
             streamed(tmp_path / name)
         refused.touch()
@@ -297,13 +409,20 @@ def test_a_table_that_expands_without_measure_is_refused_before_it_fills_the_mem
 
 
 def deep_parquet(depth: int, repetition: int) -> bytes:
-    """Return a parquet file without rows, of one column in so many groups (required, optional or repeated: 0 to 2)."""
+    """Return a parquet file without rows, of one column in so many groups (required, optional or
+    repeated: 0 to 2).
+    """
 
     def varint(number: int) -> bytes:
-        return bytes([number & 127 | 128]) + varint(number >> 7) if number > 127 else bytes([number])
+        return (
+            bytes([number & 127 | 128]) + varint(number >> 7) if number > 127 else bytes([number])
+        )
 
     # Fields of Thrift's compact protocol: (type), repetition, name, (count of children).
-    root, leaf = b"\x48\x01r\x15\x02\0", b"\x15\x0c" + bytes([0x25, 2 * repetition]) + b"\x18\x01l\0"
+    root, leaf = (
+        b"\x48\x01r\x15\x02\0",
+        b"\x15\x0c" + bytes([0x25, 2 * repetition]) + b"\x18\x01l\0",
+    )
     groups = (bytes([0x35, 2 * repetition]) + b"\x18\x01g\x15\x02\0") * depth
     footer = b"\x15\x02\x19\xfc" + varint(depth + 2) + root + groups + leaf + b"\x16\0\x19\x0c\0"
     return b"PAR1" + footer + len(footer).to_bytes(4, "little") + b"PAR1"
@@ -315,7 +434,12 @@ def test_a_schema_too_deep_to_be_read_is_refused_and_does_not_end_the_process(
     tmp_path: Path, name: str, repetition: int
 ) -> None:
     refused = "cannot read .*: that ended its process by SIGSEGV"
-    for depth, message in ((20, "is empty"), (10_000, refused), (20_000, refused), (60_000, refused)):
+    for depth, message in (
+        (20, "is empty"),
+        (10_000, refused),
+        (20_000, refused),
+        (60_000, refused),
+    ):
         content = deep_parquet(depth, repetition)
         (tmp_path / name).write_bytes(gzip.compress(content) if name.endswith(".gz") else content)
         with pytest.raises(DataError, match=message):
@@ -323,17 +447,28 @@ def test_a_schema_too_deep_to_be_read_is_refused_and_does_not_end_the_process(
 
 
 def test_a_long_footer_of_many_columns_is_read(tmp_path: Path) -> None:
-    pq.write_table(pa.table({f"column {n}": ["a", "b"] for n in range(500)}), tmp_path / "x.parquet")
+    pq.write_table(
+        pa.table({f"column {n}": ["a", "b"] for n in range(500)}), tmp_path / "x.parquet"
+    )
     assert (
-        pq.read_metadata(tmp_path / "x.parquet").serialized_size > 2**15 and len(streamed(tmp_path / "x.parquet")) == 2
+        pq.read_metadata(tmp_path / "x.parquet").serialized_size > 2**15
+        and len(streamed(tmp_path / "x.parquet")) == 2
     )
 
 
-def test_messages_of_a_tree_may_be_in_different_chunks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_messages_of_a_tree_may_be_in_different_chunks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(formats, "CHUNK_RECORDS", 2)
     question = {"message_id": "q", "parent_id": None, "role": "prompter", "text": "Why?"}
     replies = [
-        {"message_id": f"a{rank}", "parent_id": "q", "role": "assistant", "text": f"reply {rank}", "rank": rank}
+        {
+            "message_id": f"a{rank}",
+            "parent_id": "q",
+            "role": "assistant",
+            "text": f"reply {rank}",
+            "rank": rank,
+        }
         for rank in range(4)
     ]
     (tmp_path / "x.jsonl").write_text("\n".join(map(json.dumps, [*replies, question])))
@@ -348,7 +483,9 @@ def test_messages_of_a_tree_may_be_in_different_chunks(tmp_path: Path, monkeypat
 
 def test_an_arrow_file_that_shrinks_while_it_is_read_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "x.arrow"
-    path.write_bytes(arrow(pa.table({"prompt": [f"{i:0900}" for i in range(1000)]}), stream=True, batch=50))
+    path.write_bytes(
+        arrow(pa.table({"prompt": [f"{i:0900}" for i in range(1000)]}), stream=True, batch=50)
+    )
     records = stream_records(path)
     next(records)
     os.truncate(path, 100_000)
@@ -388,14 +525,21 @@ MANY = {  # of some 30 MB, which their files hold in a fraction
 }
 
 
-@pytest.mark.parametrize("kind", [pytest.param(k, marks=pytest.mark.slow) if k == "keys" else k for k in MANY])
+@pytest.mark.parametrize(
+    "kind", [pytest.param(k, marks=pytest.mark.slow) if k == "keys" else k for k in MANY]
+)
 @pytest.mark.parametrize("name", ["x.jsonl.gz", "x.json.gz"])
-def test_a_row_of_many_values_is_refused_before_it_fills_the_memory(tmp_path: Path, name: str, kind: str) -> None:
+def test_a_row_of_many_values_is_refused_before_it_fills_the_memory(
+    tmp_path: Path, name: str, kind: str
+) -> None:
     path, row = tmp_path / name, b'{"prompt": "Why?", "more": ' + MANY[kind] + b"}"
     whole = b"[" + row + b"]" if name == "x.json.gz" else row
     path.write_bytes(gzip.compress(whole, 1))
     if name == "x.json.gz":
-        with pytest.raises(DataError, match=r"x\.json\.gz holds a row of more than 1000000 values \(line 1 column 2"):
+        with pytest.raises(
+            DataError,
+            match=r"x\.json\.gz holds a row of more than 1000000 values \(line 1 column 2",
+        ):
             streamed(path)
     else:
         (record,) = streamed(path)
@@ -432,7 +576,9 @@ def test_a_line_that_is_too_long_is_not_held(
 
 
 def xz(dictionary: int) -> bytes:
-    """Return a row as xz whose header asks for a dictionary: 2**(12 + n/2) bytes, 40 means 4 GiB."""
+    """Return a row as xz whose header asks for a dictionary: 2**(12 + n/2) bytes, 40 means 4
+    GiB.
+    """
     content = bytearray(lzma.compress(b'{"prompt": "Why?"}\n', preset=0))
     end = 12 + 4 * content[12]  # of the block's header, before its CRC
     content[16] = dictionary
@@ -447,14 +593,21 @@ def test_a_dictionary_of_xz_that_would_fill_the_memory_is_refused(
     tmp_path: Path, name: str, dictionary: int, before: bytes
 ) -> None:
     (tmp_path / name).write_bytes(before + xz(dictionary))
-    with pytest.raises(DataError, match=r"xz takes more than 1 GiB of memory to unpack; pack it with `xz -9` or less"):
+    with pytest.raises(
+        DataError,
+        match=r"xz takes more than 1 GiB of memory to unpack; pack it with `xz -9` or less",
+    ):
         streamed(tmp_path / name)
     (tmp_path / "x.jsonl.xz").write_bytes(xz(28) * 2)  # 64 MiB, as of xz -9
     assert len(streamed(tmp_path / "x.jsonl.xz")) == 2
 
 
-def test_a_full_disk_is_no_fault_of_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A compressed table is unpacked into a temporary file, here on a device that is always full."""
+def test_a_full_disk_is_no_fault_of_the_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A compressed table is unpacked into a temporary file, here on a device that is always
+    full.
+    """
     pq.write_table(pa.table({"prompt": ["a?"]}), tmp_path / "x.parquet")
     packed = tmp_path / "x.parquet.gz"
     packed.write_bytes(gzip.compress((tmp_path / "x.parquet").read_bytes()))
@@ -477,13 +630,21 @@ def test_parts_of_a_source_add_up_to_what_it_is_as_a_whole() -> None:
         part.refuse(finding("no text", start + 3))
         whole.take(part)
     assert (whole.records, whole.kept, whole.refused, whole.dropped["tie"]) == (20, 16, 2, 2)
-    assert whole.records + whole.expanded == whole.kept + whole.refused + whole.dropped.total() + whole.cut
+    assert (
+        whole.records + whole.expanded
+        == whole.kept + whole.refused + whole.dropped.total() + whole.cut
+    )
     (reason,) = whole.reasons.commonest()
     assert (reason.rows, reason.positions, reason.first.position) == (2, [3, 13], 3)
     whole.cut_to(10)
     assert (whole.kept, whole.cut) == (10, 6)
     read = RowCounts.of_manifest("preferences", whole.as_dict() | {"share": 1.0})
-    assert (read.kept, read.refused, read.dropped, read.unused) == (10, 2, Counter(tie=2), Counter(extra=4))
+    assert (read.kept, read.refused, read.dropped, read.unused) == (
+        10,
+        2,
+        Counter(tie=2),
+        Counter(extra=4),
+    )
 
 
 def test_unread_rows_of_a_hub_set_stay_unknown_once_they_are() -> None:
@@ -494,6 +655,11 @@ def test_unread_rows_of_a_hub_set_stay_unknown_once_they_are() -> None:
 
 
 def test_a_file_with_a_reason_for_each_row_does_not_fill_the_memory() -> None:
-    counts = ReasonCounts.of(finding(f"margin {n} is not a number", n) for n in range(3 * MOST_REASONS))
-    assert len(counts) == MOST_REASONS + 1 and sum(count.rows for count in counts.values()) == 3 * MOST_REASONS
+    counts = ReasonCounts.of(
+        finding(f"margin {n} is not a number", n) for n in range(3 * MOST_REASONS)
+    )
+    assert (
+        len(counts) == MOST_REASONS + 1
+        and sum(count.rows for count in counts.values()) == 3 * MOST_REASONS
+    )
     assert counts.commonest()[0].reason == OTHER_REASONS

@@ -11,16 +11,32 @@ from rlhf_core.data.readers.detection import warnings_of
 from rlhf_core.data.readers.residues import EARLIER_REPLIES
 
 REPLIES = {
-    "names": ["Assistant: So.", "AI: So.", "**Assistant:** So.", "assistant\n\nSo.", "GPT-4: So.", "助手：So."],
+    "names": [
+        "Assistant: So.",
+        "AI: So.",
+        "**Assistant:** So.",
+        "assistant\n\nSo.",
+        "GPT-4: So.",
+        "助手：So.",
+    ],
     "markers": ["### Response:\nSo.", "[/INST] So.", "<|endoftext|>So.", "<pad>So."],
-    "failed": ["Error: 429 Too Many", "openai.error.RateLimitError: wait", "[ERROR] no", "Traceback (most recent call"],
+    "failed": [
+        "Error: 429 Too Many",
+        "openai.error.RateLimitError: wait",
+        "[ERROR] no",
+        "Traceback (most recent call",
+    ],
     "further turns": [
         "So.\n\nHuman:",
         "So.\n\nHuman: Oh?\n\nAssistant: Yes.",
         "So.\nUser: Oh?",
         "So.\n### Instruction:\nGo.",
     ],
-    "templates": ["So.<|im_end|>\n<|im_start|>user\n", "So.<end_of_turn>\n<start_of_turn>user\nOh?", "So. [INST] Oh?"],
+    "templates": [
+        "So.<|im_end|>\n<|im_start|>user\n",
+        "So.<end_of_turn>\n<start_of_turn>user\nOh?",
+        "So. [INST] Oh?",
+    ],
     "ends": [
         "So.[/INST]",
         "So. END",
@@ -37,14 +53,25 @@ REPLIES = {
     "code": ["{{response}}", "{reply}", "b'So.'"],
     "media": ["data:image/png;base64,iVBORw0KGgo"],
     "cells": ["x" * 32_767],
-    "cells as text": ['="It is so."', '= "So."', "'It is so.", "'-No idea.", "It is_x000D_\nso.", "_x0009_So."],
+    "cells as text": [
+        '="It is so."',
+        '= "So."',
+        "'It is so.",
+        "'-No idea.",
+        "It is_x000D_\nso.",
+        "_x0009_So.",
+    ],
     "lists": ["['good 1']", "['good' 'better']", '["So."]'],
 }
 TURNS = {
     "names": ["Human: Why?", "User: Why?", "user\nWhy?\nassistant\n"],
     "answers": ["Why?\n\nAssistant:", "Why?\n### Response:"],
     "ends": ["Why?</s>", "Why?<|eot_id|>", "Why?\n\n###\n\n", "Why? ->"],
-    "templates": ["<|im_start|>user\nWhy?<|im_end|>", "[INST] Why? [/INST]", '{"role": "user", "content": "Why?"}'],
+    "templates": [
+        "<|im_start|>user\nWhy?<|im_end|>",
+        "[INST] Why? [/INST]",
+        '{"role": "user", "content": "Why?"}',
+    ],
     "lists": ['["Why?"]', "['Why?']"],
     "cells as text": ["'Why?", '="Why?"', "Why?_x000D_"],
     "pictures": ["![](a.png)\nWhy?", '<img src="a.png"> Why?', "Picture 1: <img>a.jpg</img>"],
@@ -61,7 +88,16 @@ ORDINARY = [
         "AIs: many",
         "Line\nprint('\\n')",
     ),
-    *("'Tis so.", "'So', he said.", "'So' is a word", "'90s music", "==", 'a = "b"', "__x000__", "' is a quote"),
+    *(
+        "'Tis so.",
+        "'So', he said.",
+        "'So' is a word",
+        "'90s music",
+        "==",
+        'a = "b"',
+        "__x000__",
+        "' is a quote",
+    ),
     *(
         "Human rights: a text",
         "The user: me",
@@ -80,17 +116,23 @@ def turn(role: str, content: str) -> dict[str, str]:
 
 
 @pytest.mark.parametrize(
-    "text", [text for texts in REPLIES.values() for text in texts], ids=lambda text: ascii(text)[:40]
+    "text",
+    [text for texts in REPLIES.values() for text in texts],
+    ids=lambda text: ascii(text)[:40],
 )
 @pytest.mark.parametrize("side", ["chosen", "rejected", "reply"])
 def test_what_an_export_left_in_a_reply_is_counted_by_side(text: str, side: str) -> None:
     if side == "reply":
-        rows: list[dict[str, Any]] = [{"messages": [turn("user", "Why?"), turn("assistant", r)]} for r in (text, "So.")]
+        rows: list[dict[str, Any]] = [
+            {"messages": [turn("user", "Why?"), turn("assistant", r)]} for r in (text, "So.")
+        ]
     else:
         pair = {"prompt": "Why?", "chosen": "Yes.", "rejected": "No."}
         rows = [pair | {side: text}, pair]
     result = read("demonstrations" if side == "reply" else "preferences", *rows)
-    assert [row[side] for row in result.rows] == [text, rows[1].get(side, "So.")], "texts stay as they are"
+    assert [row[side] for row in result.rows] == [text, rows[1].get(side, "So.")], (
+        "texts stay as they are"
+    )
     warnings = warnings_of(result.counts)
     assert warnings and all(warning.startswith(f"1: {side} ") for warning in warnings)
 
@@ -99,7 +141,9 @@ def test_what_an_export_left_in_a_reply_is_counted_by_side(text: str, side: str)
     "text", [text for texts in TURNS.values() for text in texts], ids=lambda text: ascii(text)[:40]
 )
 def test_what_an_export_left_in_a_turn_of_the_user_is_counted(text: str) -> None:
-    rows = [{"messages": [turn("user", asked), turn("assistant", "So.")]} for asked in (text, "Why?")]
+    rows = [
+        {"messages": [turn("user", asked), turn("assistant", "So.")]} for asked in (text, "Why?")
+    ]
     result = read("demonstrations", *rows)
     assert [row["prompt"][0]["content"] for row in result.rows] == [text, "Why?"]
     warnings = warnings_of(result.counts)
@@ -109,12 +153,16 @@ def test_what_an_export_left_in_a_turn_of_the_user_is_counted(text: str) -> None
 @pytest.mark.parametrize("text", ORDINARY, ids=lambda text: ascii(text)[:40])
 def test_nothing_is_said_of_an_ordinary_text(text: str) -> None:
     texts = [(text, "Yes."), ("Why?", text)]
-    result = read("demonstrations", *({"messages": [turn("user", u), turn("assistant", a)]} for u, a in texts))
+    result = read(
+        "demonstrations", *({"messages": [turn("user", u), turn("assistant", a)]} for u, a in texts)
+    )
     assert result.rows[1]["reply"] == text and not result.counts.noticed
 
 
 def test_a_few_texts_among_many_are_what_people_wrote() -> None:
-    rows = [{"prompt": f"{n}?", "response": "Assistant: so." if n < 2 else "So."} for n in range(300)]
+    rows = [
+        {"prompt": f"{n}?", "response": "Assistant: so." if n < 2 else "So."} for n in range(300)
+    ]
     few, enough = read("demonstrations", *rows), read("demonstrations", *rows[:200])
     assert few.counts.noticed.total() == enough.counts.noticed.total() == 2
     assert not warnings_of(few.counts) and len(warnings_of(enough.counts)) == 1
@@ -143,10 +191,15 @@ ASKED = "What is there behind the hill?"
 
 @pytest.mark.parametrize("reply", [ASKED, f"{ASKED}\n", f"{ASKED} A river.", f"{ASKED}\nA river."])
 def test_replies_that_are_or_repeat_the_prompt_are_counted(reply: str) -> None:
-    for row in ({"prompt": ASKED, "response": reply}, {"messages": [turn("user", ASKED), turn("assistant", reply)]}):
+    for row in (
+        {"prompt": ASKED, "response": reply},
+        {"messages": [turn("user", ASKED), turn("assistant", reply)]},
+    ):
         (warning,) = warnings_of(read("demonstrations", row).counts)
         assert warning.startswith("1: reply ") and "the prompt" in warning
-    if reply.strip() == ASKED:  # of two replies that begin with the prompt the rule prompt_not_repeated warns
+    if (
+        reply.strip() == ASKED
+    ):  # of two replies that begin with the prompt the rule prompt_not_repeated warns
         for side in ("chosen", "rejected"):
             pair = {"prompt": ASKED, "chosen": "A river.", "rejected": "No idea."} | {side: reply}
             (warning,) = warnings_of(read("preferences", pair).counts)
@@ -154,16 +207,35 @@ def test_replies_that_are_or_repeat_the_prompt_are_counted(reply: str) -> None:
 
 
 def test_a_short_reply_may_begin_as_the_prompt() -> None:
-    assert not read("demonstrations", {"prompt": "Hello", "response": "Hello there."}).counts.noticed
+    assert not read(
+        "demonstrations", {"prompt": "Hello", "response": "Hello there."}
+    ).counts.noticed
 
 
 @pytest.mark.parametrize(
     "text",
     [
-        *("[" + "</s>" * 50_000 + " ]", "x" + "<image>" * 30_000 + "x", "![" * 100_000, "#" * 200_000 + ":"),
-        *("&" * 200_000, "A" + "\\n" * 1_000_000 + "\nB", "\\n" * 1_000_000 + "\n" + "\\n" * 1_000_000),
+        *(
+            "[" + "</s>" * 50_000 + " ]",
+            "x" + "<image>" * 30_000 + "x",
+            "![" * 100_000,
+            "#" * 200_000 + ":",
+        ),
+        *(
+            "&" * 200_000,
+            "A" + "\\n" * 1_000_000 + "\nB",
+            "\\n" * 1_000_000 + "\n" + "\\n" * 1_000_000,
+        ),
     ],
-    ids=["end-markers", "placeholders", "pictures", "hashes", "escapes", "written-breaks", "breaks-of-both-kinds"],
+    ids=[
+        "end-markers",
+        "placeholders",
+        "pictures",
+        "hashes",
+        "escapes",
+        "written-breaks",
+        "breaks-of-both-kinds",
+    ],
 )
 def test_a_long_text_is_looked_through_once(text: str) -> None:
     result = read("demonstrations", {"messages": [turn("user", text), turn("assistant", text)]})
@@ -172,7 +244,9 @@ def test_a_long_text_is_looked_through_once(text: str) -> None:
 
 def test_that_only_the_last_of_several_replies_is_learned_is_said() -> None:
     first = [turn("user", "Why?"), turn("assistant", "So.")]
-    result = read("demonstrations", {"messages": [*first, turn("user", "And?"), turn("assistant", "More.")]})
+    result = read(
+        "demonstrations", {"messages": [*first, turn("user", "And?"), turn("assistant", "More.")]}
+    )
     assert [row["reply"] for row in result.rows] == ["More."]
     assert warnings_of(result.counts) == [f"1: {EARLIER_REPLIES}"]
     assert not warnings_of(read("demonstrations", {"messages": first}).counts)

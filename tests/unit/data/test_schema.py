@@ -1,4 +1,6 @@
-"""Rows survive the trip through parquet, and `datasets.load_dataset` reads them; ids are functions of content."""
+"""Rows survive the trip through parquet, and `datasets.load_dataset` reads them; ids are functions
+of content.
+"""
 
 from __future__ import annotations
 
@@ -38,7 +40,9 @@ ROWS = [
 
 def test_wrong_kind_missing_and_broken_files_are_users_errors(tmp_path: Path) -> None:
     write_rows(tmp_path / "x.parquet", [ROWS[3]])
-    with pytest.raises(DataError, match=r"no column prompt, chosen, .*: it is not a clean file of preferences"):
+    with pytest.raises(
+        DataError, match=r"no column prompt, chosen, .*: it is not a clean file of preferences"
+    ):
         read_rows(tmp_path / "x.parquet", Preference)
     with pytest.raises(DataError, match="does not exist"):
         read_rows(tmp_path / "none.parquet", Preference)
@@ -51,8 +55,12 @@ def test_wrong_kind_missing_and_broken_files_are_users_errors(tmp_path: Path) ->
 
 def test_id_depends_on_content_alone() -> None:
     row = as_dict(PREFERENCE)
-    assert content_id("preferences", row) == content_id("preferences", row | {"source": "other", "id": "z"})
-    assert content_id("preferences", row) != content_id("preferences", row | {"chosen": "no", "rejected": "yes"})
+    assert content_id("preferences", row) == content_id(
+        "preferences", row | {"source": "other", "id": "z"}
+    )
+    assert content_id("preferences", row) != content_id(
+        "preferences", row | {"chosen": "no", "rejected": "yes"}
+    )
     assert len(content_id("preferences", row)) == 16
 
 
@@ -68,7 +76,9 @@ def test_more_text_than_an_array_holds_is_written_in_parts(
     assert pq.ParquetFile(tmp_path / "x.parquet").num_row_groups > 1
 
 
-def test_rows_are_those_of_the_file_in_every_way_of_reading(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rows_are_those_of_the_file_in_every_way_of_reading(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(schema, "PART_ROWS", 7)
     path, rows = tmp_path / "rows.parquet", preferences(20)
     write_rows(path, rows)
@@ -103,19 +113,27 @@ def clean(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_every_kind_is_a_config_of_conversations_and_pairs_are_the_default(clean: Path, tmp_path: Path) -> None:
+def test_every_kind_is_a_config_of_conversations_and_pairs_are_the_default(
+    clean: Path, tmp_path: Path
+) -> None:
     from datasets import get_dataset_config_names, load_dataset
 
     def reply(name: str) -> list[dict[str, str]]:
         return [{"role": "assistant", "content": name}]
 
     prompt = [{"role": "user", "content": TURNS[0].content}]
-    assert set(get_dataset_config_names(str(clean))) == {name.split("/")[0] for name in file_names()}
+    assert set(get_dataset_config_names(str(clean))) == {
+        name.split("/")[0] for name in file_names()
+    }
     pairs = load_dataset(str(clean), cache_dir=str(tmp_path))
     assert set(pairs) == {"train", "validation", "test"}
-    expected = {name: reply("preferences/test") for name in ("chosen", "rejected")} | {"prompt": prompt}
+    expected = {name: reply("preferences/test") for name in ("chosen", "rejected")} | {
+        "prompt": prompt
+    }
     assert pairs["test"].select_columns([*expected])[0] == expected
-    assert "margin" not in pairs["test"].column_names, "RewardTrainer would take it, and stop where one is null"
+    assert "margin" not in pairs["test"].column_names, (
+        "RewardTrainer would take it, and stop where one is null"
+    )
     judge = load_dataset(str(clean), "preferences_judge", cache_dir=str(tmp_path))
     assert set(judge) == {"train", "validation"} and judge["train"][0]["prompt"] == prompt
     imitated = load_dataset(str(clean), "demonstrations", cache_dir=str(tmp_path))

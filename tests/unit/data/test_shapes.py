@@ -1,4 +1,6 @@
-"""What readers take from a record: the prompt, the replies and their labels, and nothing else than what was written."""
+"""What readers take from a record: the prompt, the replies and their labels, and nothing else than
+what was written.
+"""
 
 from __future__ import annotations
 
@@ -24,9 +26,14 @@ def test_hh_rows_that_repeat_their_prompt_are_split_like_the_others(prompt: Any)
 
 def test_the_prompt_beside_hh_transcripts_may_be_their_first_or_last_question() -> None:
     before = "\n\nHuman: a\n\nAssistant: b\n\nHuman: c\n\nAssistant:"
-    rows = [{"chosen": f"{before} d", "rejected": f"{before} e", "prompt": prompt} for prompt in ("a", "c", before)]
+    rows = [
+        {"chosen": f"{before} d", "rejected": f"{before} e", "prompt": prompt}
+        for prompt in ("a", "c", before)
+    ]
     result = read("preferences", *rows)
-    assert [[turn["content"] for turn in row["prompt"]] for row in result.rows] == [["a", "b", "c"]] * 3
+    assert [[turn["content"] for turn in row["prompt"]] for row in result.rows] == [
+        ["a", "b", "c"]
+    ] * 3
 
 
 @pytest.mark.parametrize(
@@ -34,7 +41,14 @@ def test_the_prompt_beside_hh_transcripts_may_be_their_first_or_last_question() 
     [
         ("preferences", {"conversations": [{"from": "human", "value": "Hi?"}], **HH}),
         ("preferences", {"instruction": "Hi?", **HH}),
-        ("preferences", {"prompt": [USER], "chosen": [{"role": "assistant", "content": HH["chosen"]}], "rejected": []}),
+        (
+            "preferences",
+            {
+                "prompt": [USER],
+                "chosen": [{"role": "assistant", "content": HH["chosen"]}],
+                "rejected": [],
+            },
+        ),
         ("demonstrations", {"prompt": "Hi?", "reply": HH["chosen"]}),
         ("demonstrations", {"prompt": "Hi?", "reply": HH["chosen"].lstrip()}),
         ("demonstrations", {"instruction": "Hi?", "output": HH["chosen"]}),
@@ -54,7 +68,20 @@ BAD_REPLIES = [
     {"instruction": "Q?", "output": "bad", "kto_tag": "false"},
     *(
         {"prompt": "Q?", "response": "bad", "label": label}
-        for label in (" False", "False ", "0.0", "-1", -1, "no", "F", "undesirable", "Rejected", "bad", 0.0, Decimal(0))
+        for label in (
+            " False",
+            "False ",
+            "0.0",
+            "-1",
+            -1,
+            "no",
+            "F",
+            "undesirable",
+            "Rejected",
+            "bad",
+            0.0,
+            Decimal(0),
+        )
     ),
     {"prompt": "Q?", "response": "bad", "label": True, "kto_tag": "no"},
 ]
@@ -72,14 +99,34 @@ def test_a_reply_labelled_false_is_nothing_to_imitate(kind: str, row: dict[str, 
 
 
 @pytest.mark.parametrize(
-    "label", [True, "true", " True ", "YES", "desirable", "chosen", 1, 1.0, "1.0", Decimal(1), None, ""], ids=repr
+    "label",
+    [True, "true", " True ", "YES", "desirable", "chosen", 1, 1.0, "1.0", Decimal(1), None, ""],
+    ids=repr,
 )
 def test_a_reply_labelled_true_or_not_at_all_is_a_demonstration(label: Any) -> None:
-    assert read("demonstrations", {"prompt": "Q?", "completion": "good", "label": label}).rows[0]["reply"] == "good"
+    assert (
+        read("demonstrations", {"prompt": "Q?", "completion": "good", "label": label}).rows[0][
+            "reply"
+        ]
+        == "good"
+    )
 
 
 UNKNOWN_LABELS = [
-    *("summarisation", "maybe", "2", "nan", 2, 0.4, 1e300, float("nan"), Decimal("NaN"), Decimal("0.5"), [False], {}),
+    *(
+        "summarisation",
+        "maybe",
+        "2",
+        "nan",
+        2,
+        0.4,
+        1e300,
+        float("nan"),
+        Decimal("NaN"),
+        Decimal("0.5"),
+        [False],
+        {},
+    ),
     pytest.param(10**5000, id="long"),
 ]
 
@@ -90,7 +137,10 @@ def test_a_reply_whose_label_says_neither_is_not_imitated(kind: str, label: Any)
     row = {"prompt": "Q?", "completion": "reply", "label": label}
     result = read(kind, row)
     (refused,) = result.refused
-    assert not result.rows and "says neither that the reply is good nor that it is bad" in refused.reason
+    assert (
+        not result.rows
+        and "says neither that the reply is good nor that it is bad" in refused.reason
+    )
     assert refused.reason.startswith("label is ") and len(read("prompts", row).rows) == 1
 
 
@@ -100,7 +150,9 @@ CODE = "    if x:\n\treturn  1 \n"
 def test_hh_keeps_the_white_space_of_turns_and_replies() -> None:
     """One space after the colon is the format's; all else is text."""
     before = f"\n\nHuman: Fix:\n{CODE}\n\nAssistant:\n{CODE}\n\nHuman:  and? \n\nAssistant:"
-    (row,) = read("preferences", {"chosen": f"{before} {CODE}", "rejected": f"{before}\n```\n{CODE}```\n"}).rows
+    (row,) = read(
+        "preferences", {"chosen": f"{before} {CODE}", "rejected": f"{before}\n```\n{CODE}```\n"}
+    ).rows
     assert [turn["content"] for turn in row["prompt"]] == [f"Fix:\n{CODE}", f"\n{CODE}", " and? "]
     assert (row["chosen"], row["rejected"]) == (CODE, f"\n```\n{CODE}```\n")
 
@@ -120,10 +172,14 @@ def test_a_prompt_keeps_its_white_space(prompt: str, content: str) -> None:
     assert (row["chosen"], row["rejected"]) == (" a\n", "\tb")
 
 
-@pytest.mark.parametrize("reply", ["\u200b", " \ufeff\u200d\n", "\u2060\u00ad", "\u3164", "\ufe0f"], ids=ascii)
+@pytest.mark.parametrize(
+    "reply", ["\u200b", " \ufeff\u200d\n", "\u2060\u00ad", "\u3164", "\ufe0f"], ids=ascii
+)
 def test_hh_replies_that_show_nothing_are_empty(reply: str) -> None:
     row = HH | {"chosen": f"\n\nHuman: Hi?\n\nAssistant: {reply}"}
-    assert [r.reason for r in read("preferences", row).refused] == ["the final reply of chosen is empty"]
+    assert [r.reason for r in read("preferences", row).refused] == [
+        "the final reply of chosen is empty"
+    ]
 
 
 SAID = [USER, {"role": "assistant", "content": "yes"}]
@@ -135,9 +191,19 @@ SAID = [USER, {"role": "assistant", "content": "yes"}]
         ("preferences", HH),
         ("preferences", {"prompt": "Hi?", "chosen": "yes", "rejected": "no"}),
         ("preferences", {"prompt": [USER], "chosen": "yes", "rejected": "no"}),
-        ("preferences", {"chosen": SAID, "rejected": [USER, {"role": "assistant", "content": "no"}]}),
+        (
+            "preferences",
+            {"chosen": SAID, "rejected": [USER, {"role": "assistant", "content": "no"}]},
+        ),
         ("preferences", {"instruction": "Hi?", "chosen": "yes", "rejected": "no"}),
-        ("preferences", {"conversations": [{"from": "human", "value": "Hi?"}], "chosen": "yes", "rejected": "no"}),
+        (
+            "preferences",
+            {
+                "conversations": [{"from": "human", "value": "Hi?"}],
+                "chosen": "yes",
+                "rejected": "no",
+            },
+        ),
         ("demonstrations", {"prompt": "Hi?", "reply": "yes"}),
         ("demonstrations", {"instruction": "Hi?", "output": "yes"}),
         ("demonstrations", {"messages": SAID}),
@@ -149,4 +215,6 @@ def test_a_system_column_is_the_first_turn_in_every_format(kind: str, row: dict[
     (plain,) = read(kind, row).rows
     (result,) = read(kind, row | {"system": " Be brief.\n"}).rows
     assert result["prompt"] == [{"role": "system", "content": " Be brief.\n"}, *plain["prompt"]]
-    assert read(kind, row | {"system": ""}).rows == read(kind, row | {"system": None}).rows == [plain]
+    assert (
+        read(kind, row | {"system": ""}).rows == read(kind, row | {"system": None}).rows == [plain]
+    )

@@ -1,4 +1,6 @@
-"""Tables in chunks bounded by rows and bytes, and parquet files in parts: never more of long rows than a chunk."""
+"""Tables in chunks bounded by rows and bytes, and parquet files in parts: never more of long rows
+than a chunk.
+"""
 
 from __future__ import annotations
 
@@ -72,35 +74,57 @@ def test_slices_of_a_table_hold_one_long_row_or_few_bytes() -> None:
     assert all(part.num_rows == 1 or part.nbytes <= 2000 for part in slices)
     assert [part.num_rows for part in table_slices(table, 300, 10**6)] == [300, 102]
     assert not list(table_slices(table.slice(0, 0), 100))
-    assert (rows_within(1000, 20, 6240), rows_within(1000, 20, 900), rows_within(1000, 2, 10**9)) == (3, 20, 1)
+    assert (
+        rows_within(1000, 20, 6240),
+        rows_within(1000, 20, 900),
+        rows_within(1000, 2, 10**9),
+    ) == (3, 20, 1)
 
 
 def write_long_rows(folder: Path, count: int) -> None:
     """Write pairs of 20 kB behind five rows of another format."""
     other = [
-        {"messages": [{"role": "user", "content": f"{i}?"}, {"role": "assistant", "content": "a"}]} for i in range(5)
+        {"messages": [{"role": "user", "content": f"{i}?"}, {"role": "assistant", "content": "a"}]}
+        for i in range(5)
     ]
-    pairs = [{"prompt": f"{i}? " + "x" * 20_000, "chosen": f"a{i}", "rejected": "b"} for i in range(count)]
+    pairs = [
+        {"prompt": f"{i}? " + "x" * 20_000, "chosen": f"a{i}", "rejected": "b"}
+        for i in range(count)
+    ]
     (folder / "x.jsonl").write_text("\n".join(map(json.dumps, [*other, *pairs])))
 
 
-def test_chunks_of_long_rows_are_the_rows_of_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The format is that of the first thousand rows, although the first chunk has fewer, all of them of another."""
+def test_chunks_of_long_rows_are_the_rows_of_the_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The format is that of the first thousand rows, although the first chunk has fewer, all of
+    them of another.
+    """
     monkeypatch.setattr(chunks, "CHUNK_BYTES", 1000)
     write_long_rows(tmp_path, 100)
     (file,) = source_files(["x.jsonl"], tmp_path)
     parts = list(source_chunks(file, "preferences"))
-    assert len(parts) > 100 and parts[0].rows == [] and {part.counts.format for part in parts} == {"standard"}
+    assert (
+        len(parts) > 100
+        and parts[0].rows == []
+        and {part.counts.format for part in parts} == {"standard"}
+    )
     assert [position for part in parts for position in part.positions] == list(range(6, 106))
     assert [row.position for part in parts for row in part.refused] == list(range(1, 6))
     rows = [row for part in parts for row in part.rows]
     tables = list(tables_of("preferences", rows))
-    assert len(tables) == 100 and pa.concat_tables(tables).column("id").to_pylist() == [row["id"] for row in rows]
+    assert len(tables) == 100 and pa.concat_tables(tables).column("id").to_pylist() == [
+        row["id"] for row in rows
+    ]
 
 
-def test_the_memory_does_not_grow_with_the_long_rows_of_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_memory_does_not_grow_with_the_long_rows_of_a_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(chunks, "CHUNK_BYTES", 200_000)
-    monkeypatch.setattr(registry, "PROBE_BYTES", 1_200_000)  # some sixty records, of which five are of another format
+    monkeypatch.setattr(
+        registry, "PROBE_BYTES", 1_200_000
+    )  # some sixty records, of which five are of another format
     write_long_rows(tmp_path, 400)
     (file,) = source_files(["x.jsonl"], tmp_path)
     tracemalloc.start()
@@ -109,19 +133,25 @@ def test_the_memory_does_not_grow_with_the_long_rows_of_a_file(tmp_path: Path, m
         peak = tracemalloc.get_traced_memory()[1]
     finally:
         tracemalloc.stop()
-    assert rows == 400 and peak < 3_000_000, "eight megabytes of prompts, and as much of their groups"
+    assert rows == 400 and peak < 3_000_000, (
+        "eight megabytes of prompts, and as much of their groups"
+    )
 
 
 def test_few_long_rows_are_read_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(table_checks, "CHUNK_BYTES", 10_000)
     texts = [f"{i}" * 1000 for i in range(10, 40)]  # 2,000 bytes each
-    pq.write_table(pa.table({"text": texts}), tmp_path / "x.parquet", compression="none", use_dictionary=False)
+    pq.write_table(
+        pa.table({"text": texts}), tmp_path / "x.parquet", compression="none", use_dictionary=False
+    )
     batches = [part for part, _ in parquet_parts("x.parquet", tmp_path / "x.parquet", 10**6)]
     assert max(batch.num_rows for batch in batches) == 4, "a text has a length beside its bytes"
     assert list(chain.from_iterable(batch.column("text").to_pylist() for batch in batches)) == texts
 
 
-def test_a_sample_of_long_rows_is_small_and_spread_over_the_file(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_sample_of_long_rows_is_small_and_spread_over_the_file(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr("rlhf_core.data.inspection.describe.SAMPLED_BYTES", 11_000)
     sample = EvenSample()
     for start in range(0, 64, 8):
@@ -134,7 +164,12 @@ def test_a_sample_of_long_rows_is_small_and_spread_over_the_file(monkeypatch: py
 
 
 ROWS = [
-    {"id": f"{i}", "prompt": [{"role": "user", "content": f"{i % 3}?"}], "reply": f"r{i}", "category": "c"}
+    {
+        "id": f"{i}",
+        "prompt": [{"role": "user", "content": f"{i % 3}?"}],
+        "reply": f"r{i}",
+        "category": "c",
+    }
     | {"source": None, "group": f"g{i % 7}"}
     for i in range(60)
 ]
@@ -167,7 +202,9 @@ def test_an_empty_table_has_the_bytes_of_one(tmp_path: Path) -> None:
 
 @settings(max_examples=20, suppress_health_check=FIXTURE)
 @given(st.lists(st.integers(0, 60), max_size=9), st.integers(1, 25), st.integers(1, 70))
-def test_many_row_groups_have_the_rows_in_order(tmp_path: Path, cuts: list[int], group: int, rows: int) -> None:
+def test_many_row_groups_have_the_rows_in_order(
+    tmp_path: Path, cuts: list[int], group: int, rows: int
+) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(table_stream, "ROW_GROUP_ROWS", group)
         write(tmp_path / "x.parquet", cuts)
@@ -175,7 +212,9 @@ def test_many_row_groups_have_the_rows_in_order(tmp_path: Path, cuts: list[int],
         chunks = list(table_chunks(tmp_path / "x.parquet"))
     assert pa.concat_tables(chunks).to_pylist() == ROWS
     assert all(0 < chunk.num_rows <= rows for chunk in chunks)
-    (names,) = {tuple(chunk.column_names) for chunk in table_chunks(tmp_path / "x.parquet", ["group", "id"])}
+    (names,) = {
+        tuple(chunk.column_names) for chunk in table_chunks(tmp_path / "x.parquet", ["group", "id"])
+    }
     assert set(names) == {"group", "id"}
 
 
@@ -203,7 +242,9 @@ def test_a_file_is_readable_by_others(tmp_path: Path) -> None:
     assert (tmp_path / "x.parquet").stat().st_mode & 0o777 == 0o644
 
 
-def test_no_chunk_holds_more_text_than_arrow_can_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_chunk_holds_more_text_than_arrow_can_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(table_stream, "ROW_GROUP_BYTES", 1000)
     turns = [[{"role": "user", "content": f"{i:03} " + "x" * 296}] for i in range(20)]
     table = pa.table({"prompt": turns})

@@ -1,4 +1,6 @@
-"""Texts: statistics, refusals, what tells two apart, what no terminal is sent; Chinese through a tokenizer."""
+"""Texts: statistics, refusals, what tells two apart, what no terminal is sent; Chinese through a
+tokenizer.
+"""
 
 from __future__ import annotations
 
@@ -118,7 +120,11 @@ SAME = ["I am sorry, but I cannot help with that."] * 9 + ["The sky is blue."]
     ("statistic", "given", "expected"),
     [
         (stats.split_words, ["It's RED, ok."], ["it", "'", "s", "red", ",", "ok", "."]),
-        (stats.split_words, ["𠮷野家、人々 very good。"], ["𠮷", "野", "家", "、", "人", "々", "very", "good", "。"]),
+        (
+            stats.split_words,
+            ["𠮷野家、人々 very good。"],
+            ["𠮷", "野", "家", "、", "人", "々", "very", "good", "。"],
+        ),
         (stats.trigram_repetition, ["a b a b a"], 1 / 3),
         (stats.trigram_repetition, ["好茶好茶好"], 1 / 3),
         (stats.trigram_repetition, ["one two three four"], 0.0),
@@ -134,7 +140,9 @@ SAME = ["I am sorry, but I cannot help with that."] * 9 + ["The sky is blue."]
     ],
 )
 def test_statistics_by_hand(statistic: Callable[..., Any], given: list[Any], expected: Any) -> None:
-    assert statistic(*given) == (pytest.approx(expected) if isinstance(expected, float) else expected)
+    assert statistic(*given) == (
+        pytest.approx(expected) if isinstance(expected, float) else expected
+    )
 
 
 def test_one_refusal_for_everything_shows() -> None:
@@ -145,8 +153,14 @@ def test_one_refusal_for_everything_shows() -> None:
 
 
 def test_lengths_and_ends() -> None:
-    statistics = stats.reply_statistics(["a", "b", "c", "d"], [1, 3, 4, 9], [True, False, True, True])
-    assert (statistics["length"], statistics["short_replies"], statistics["missing_eos"]) == (4.25, 0.5, 0.25)
+    statistics = stats.reply_statistics(
+        ["a", "b", "c", "d"], [1, 3, 4, 9], [True, False, True, True]
+    )
+    assert (statistics["length"], statistics["short_replies"], statistics["missing_eos"]) == (
+        4.25,
+        0.5,
+        0.25,
+    )
     assert set(stats.reply_statistics([], [], []).values()) == {0.0}
 
 
@@ -174,7 +188,11 @@ PERSIAN = "\u0645\u06cc\u200c\u062e\u0648\u0627\u0647\u0645"
         (PERSIAN, PERSIAN),
         (f"{PERSIAN}\u200c {FAMILY}\u200d", f"{PERSIAN} {FAMILY}"),
         ("\u5929\u3000\u5730", "\u5929 \u5730"),
-        *((("\u0645\u200d\u200d\u0645",) * 2), ("\u0645\u200d\u200d a", "\u0645 a"), ("\u200c", "")),
+        *(
+            (("\u0645\u200d\u200d\u0645",) * 2),
+            ("\u0645\u200d\u200d a", "\u0645 a"),
+            ("\u200c", ""),
+        ),
     ],
 )
 def test_what_cannot_be_seen_tells_no_texts_apart(text: str, compared: str) -> None:
@@ -215,9 +233,24 @@ def test_keys_are_taken_out_of_texts_and_of_json(key: str, before: str) -> None:
 @pytest.mark.parametrize(
     "text",
     [
-        *("sk-" * 400_000, "sk-" + "a-" * 500_000, ("sk-" + "a" * 90 + "_-") * 10_000 + "a" * 10, "\\nsk-" * 200_000),
-        *("eyJ-" * 250_000, "eyJ-" * 250_000 + ".", ("eyJ-" * 240 + ".") * 1000, "eyJ-" * 240 + ".eyJ" + "-" * 900_000),
-        *("-----BEGIN " * 90_000, "-----BEGIN " + "A " * 500_000, "gho_" * 250_000, "xoxb-" * 2 + "AIza" * 250_000),
+        *(
+            "sk-" * 400_000,
+            "sk-" + "a-" * 500_000,
+            ("sk-" + "a" * 90 + "_-") * 10_000 + "a" * 10,
+            "\\nsk-" * 200_000,
+        ),
+        *(
+            "eyJ-" * 250_000,
+            "eyJ-" * 250_000 + ".",
+            ("eyJ-" * 240 + ".") * 1000,
+            "eyJ-" * 240 + ".eyJ" + "-" * 900_000,
+        ),
+        *(
+            "-----BEGIN " * 90_000,
+            "-----BEGIN " + "A " * 500_000,
+            "gho_" * 250_000,
+            "xoxb-" * 2 + "AIza" * 250_000,
+        ),
     ],
     ids=lambda text: f"{text[:12]}-{text[-8:]}",
 )
@@ -238,11 +271,17 @@ def hostile(here: Path) -> str:
     return name
 
 
-@pytest.mark.parametrize("options", [["inspect"], ["inspect", "--json"], ["convert", "--to", "out.jsonl"]])
+@pytest.mark.parametrize(
+    "options", [["inspect"], ["inspect", "--json"], ["convert", "--to", "out.jsonl"]]
+)
 def test_reports_hold_no_control_characters(hostile: str, options: list[str]) -> None:
     result = CliRunner().invoke(app, ["data", *options, hostile], color=True)
     assert result.exit_code == 0, result.exception
-    assert not {character for character in result.stdout if ord(character) < 32 or 127 <= ord(character) < 160} - {"\n"}
+    assert not {
+        character
+        for character in result.stdout
+        if ord(character) < 32 or 127 <= ord(character) < 160
+    } - {"\n"}
     assert "31m" in result.stdout  # shown as an escape
     if "--json" in options:
         (file,) = json.loads(result.stdout)["files"]
@@ -257,7 +296,8 @@ def test_errors_hold_none() -> None:
 
 QUESTION = "请问：怎样煮一杯好茶？"
 REPLY = "先把水烧开，再放茶叶；等三分钟，就可以喝了。　（水温约９０℃！）\n\n“好茶”……不必贵，对吧？"
-# Characters of three and four bytes that the tokenizer has not seen, kana, and an emoji of several code points.
+# Characters of three and four bytes that the tokenizer has not seen, kana, and an emoji of several
+# code points.
 UNSEEN = "龘𠮷「あ」～￥❤️👩‍👩‍👧"
 
 
@@ -266,29 +306,47 @@ def tokenizer() -> PreTrainedTokenizerBase:
     return train_tokenizer([QUESTION, REPLY] * 4, 400)
 
 
-@given(st.text(st.characters(codec="utf-8", min_codepoint=0x3000)), st.text(st.characters(codec="utf-8")))
+@given(
+    st.text(st.characters(codec="utf-8", min_codepoint=0x3000)),
+    st.text(st.characters(codec="utf-8")),
+)
 @settings(max_examples=100)
-def test_every_text_comes_back_from_its_tokens(tokenizer: PreTrainedTokenizerBase, wide: str, plain: str) -> None:
+def test_every_text_comes_back_from_its_tokens(
+    tokenizer: PreTrainedTokenizerBase, wide: str, plain: str
+) -> None:
     text = wide + UNSEEN + plain
-    assert tokenizer.decode(tokenizer.encode(text, add_special_tokens=False, split_special_tokens=True)) == text
+    assert (
+        tokenizer.decode(
+            tokenizer.encode(text, add_special_tokens=False, split_special_tokens=True)
+        )
+        == text
+    )
 
 
-def test_common_characters_are_one_token_and_the_rest_are_bytes(tokenizer: PreTrainedTokenizerBase) -> None:
+def test_common_characters_are_one_token_and_the_rest_are_bytes(
+    tokenizer: PreTrainedTokenizerBase,
+) -> None:
     assert len(tokenizer.encode("茶", add_special_tokens=False)) == 1
     assert len(tokenizer.encode("龘", add_special_tokens=False)) == 3
     assert len(tokenizer.encode(REPLY, add_special_tokens=False)) < len(REPLY)
 
 
-def test_a_dialogue_is_written_by_the_template_with_nothing_between(tokenizer: PreTrainedTokenizerBase) -> None:
+def test_a_dialogue_is_written_by_the_template_with_nothing_between(
+    tokenizer: PreTrainedTokenizerBase,
+) -> None:
     texts = {"system": "你是助手。", "user": "茶？", "assistant": "好。"}
     turns = [*(Message(role, text) for role, text in texts.items()), Message("user", QUESTION)]
     prompt, reply = encode_dialogue(tokenizer, turns, REPLY)
-    expected = f"<|system|>你是助手。<|user|>茶？<|assistant|>好。<|end|><|user|>{QUESTION}<|assistant|>"
+    expected = (
+        f"<|system|>你是助手。<|user|>茶？<|assistant|>好。<|end|><|user|>{QUESTION}<|assistant|>"
+    )
     assert tokenizer.decode(prompt) == expected
     assert tokenizer.decode(reply) == f"{REPLY}<|end|>"
 
 
-def test_a_reply_that_was_cut_off_shows_no_half_character(tokenizer: PreTrainedTokenizerBase) -> None:
+def test_a_reply_that_was_cut_off_shows_no_half_character(
+    tokenizer: PreTrainedTokenizerBase,
+) -> None:
     text = f"喝茶{UNSEEN}吧"
     ids = tokenizer.encode(text, add_special_tokens=False)
     seen = set()
@@ -299,12 +357,16 @@ def test_a_reply_that_was_cut_off_shows_no_half_character(tokenizer: PreTrainedT
     assert {"喝茶", "喝茶龘", "喝茶龘𠮷", text} <= seen
 
 
-def test_bytes_that_no_character_has_stay_visible_in_a_reply_that_ended(tokenizer: PreTrainedTokenizerBase) -> None:
+def test_bytes_that_no_character_has_stay_visible_in_a_reply_that_ended(
+    tokenizer: PreTrainedTokenizerBase,
+) -> None:
     half = tokenizer.encode("龘", add_special_tokens=False)[:2]
     assert decode_reply(tokenizer, [*half, tokenizer.eos_token_id]) == ("\ufffd", True)
 
 
-def test_streamed_pieces_are_whole(tokenizer: PreTrainedTokenizerBase, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_streamed_pieces_are_whole(
+    tokenizer: PreTrainedTokenizerBase, monkeypatch: pytest.MonkeyPatch
+) -> None:
     text = f"喝茶{UNSEEN}吧"
     tokens = tokenizer.encode(text, add_special_tokens=False)
 
@@ -316,8 +378,12 @@ def test_streamed_pieces_are_whole(tokenizer: PreTrainedTokenizerBase, monkeypat
     monkeypatch.setattr("rlhf_core.sampling.reply.generate", generate)
     pieces: list[str] = []
     whole = ReplyPieces()
-    unread: Any = None  # the model, its sampling and its random numbers are those of the function above
-    reply = sample_reply(unread, tokenizer, [], unread, unread, lambda text: pieces.append(whole.next(text)))
+    unread: Any = (
+        None  # the model, its sampling and its random numbers are those of the function above
+    )
+    reply = sample_reply(
+        unread, tokenizer, [], unread, unread, lambda text: pieces.append(whole.next(text))
+    )
     pieces.append(whole.rest(reply.text))
     assert "".join(pieces) == text and len(pieces) > 5
 
@@ -340,7 +406,9 @@ def test_the_script_of_a_text_tells_its_language(text: str, tag: str) -> None:
     assert language_shares([text, "English"]) == ({tag: 0.5} if tag else {})
 
 
-def test_prompts_to_try_fit_a_line_in_which_a_chinese_character_takes_two_columns(tmp_path: Path) -> None:
+def test_prompts_to_try_fit_a_line_in_which_a_chinese_character_takes_two_columns(
+    tmp_path: Path,
+) -> None:
     texts = ["茶" * 36, "茶" * 35]
     rows = [Prompt(text, [Message("user", text)], "fact", "test", text) for text in texts]
     write_rows(tmp_path / "data" / "clean" / "prompts" / "test.parquet", rows)

@@ -1,4 +1,6 @@
-"""Rows that say that they are not to be learned, rows that mean something else, and what is said of them."""
+"""Rows that say that they are not to be learned, rows that mean something else, and what is said of
+them.
+"""
 
 from __future__ import annotations
 
@@ -30,40 +32,81 @@ def dialogue(**flags: Any) -> dict[str, Any]:
 
 
 FLAGS = [  # a column, what says that the row is not to be learned, what says that it is
-    *(("train", False, True), ("trainable", "false", "true"), ("lossWeight", "0", "1"), ("loss_weight", 0.0, 1.0)),
-    *(("train_on_turn", "no", "yes"), ("ignore", True, False), ("do_not_train", 1, 0), ("review_result", False, True)),
+    *(
+        ("train", False, True),
+        ("trainable", "false", "true"),
+        ("lossWeight", "0", "1"),
+        ("loss_weight", 0.0, 1.0),
+    ),
+    *(
+        ("train_on_turn", "no", "yes"),
+        ("ignore", True, False),
+        ("do_not_train", 1, 0),
+        ("review_result", False, True),
+    ),
     *(("status", "discarded", "submitted"), ("_status", "deleted", "completed")),
 ]
 VERDICTS = [
-    *(("rating", 1, 5), ("rating", "2", "4"), ("stars", "★☆☆☆☆", "★★★★☆"), ("stars", "1/5", "9/10")),
-    *(("star_rating", "1 star", "5 stars"), ("thumbs", "down", "up"), ("thumbs_up", False, True), ("vote", -1, 1)),
+    *(
+        ("rating", 1, 5),
+        ("rating", "2", "4"),
+        ("stars", "★☆☆☆☆", "★★★★☆"),
+        ("stars", "1/5", "9/10"),
+    ),
+    *(
+        ("star_rating", "1 star", "5 stars"),
+        ("thumbs", "down", "up"),
+        ("thumbs_up", False, True),
+        ("vote", -1, 1),
+    ),
     *(("feedback", "negative", "positive"), ("reaction", "👎", "👍"), ("liked", "false", "true")),
 ]
 
 
 @pytest.mark.parametrize(("name", "no", "yes"), FLAGS, ids=lambda value: str(value))
 def test_a_turn_that_is_not_to_be_learned_is_no_demonstration(name: str, no: Any, yes: Any) -> None:
-    result = read("demonstrations", dialogue(**{name: yes}), dialogue(**{name: no}), dialogue(**{name: None}))
+    result = read(
+        "demonstrations", dialogue(**{name: yes}), dialogue(**{name: no}), dialogue(**{name: None})
+    )
     assert result.positions == [1, 3] and not result.counts.unused and not result.refused
     assert [name in reason for reason in result.counts.dropped] == [True]
     assert [row["position"] for row in result.prompt_only] == [2], "its prompt can be used"
     assert len(read("prompts", dialogue(**{name: no})).rows) == 1
-    shown = {"prompt": [{"role": "user", "content": "Why?"}], "rejected": [TURN | {"content": "No."}]}
-    pairs = read("preferences", shown | {"chosen": [TURN | {name: no}]}, shown | {"chosen": [TURN | {name: yes}]})
+    shown = {
+        "prompt": [{"role": "user", "content": "Why?"}],
+        "rejected": [TURN | {"content": "No."}],
+    }
+    pairs = read(
+        "preferences",
+        shown | {"chosen": [TURN | {name: no}]},
+        shown | {"chosen": [TURN | {name: yes}]},
+    )
     assert pairs.positions == [2] and pairs.counts.dropped.total() == 1
 
 
 @pytest.mark.parametrize(("name", "no", "yes"), [*FLAGS, *VERDICTS], ids=lambda value: str(value))
 def test_a_row_that_is_not_to_be_learned_is_no_demonstration(name: str, no: Any, yes: Any) -> None:
-    result = read("demonstrations", SINGLE | {name: yes}, SINGLE | {name: no}, SINGLE | {name: float("nan")})
-    assert result.positions == [1, 3] and not result.counts.unused.keys() - {name} and not result.refused
-    assert result.counts.dropped.total() == 1 and len(read("pretrain", SINGLE | {name: no}).rows) == 0
+    result = read(
+        "demonstrations", SINGLE | {name: yes}, SINGLE | {name: no}, SINGLE | {name: float("nan")}
+    )
+    assert (
+        result.positions == [1, 3]
+        and not result.counts.unused.keys() - {name}
+        and not result.refused
+    )
+    assert (
+        result.counts.dropped.total() == 1 and len(read("pretrain", SINGLE | {name: no}).rows) == 0
+    )
 
 
 @pytest.mark.parametrize(
     "value",
     [
-        *("5" + " " * 1_000_000 + "x", " " * 1_000_000 + "stars" + " " * 1_000_000 + "x", "star " * 200_000 + "x"),
+        *(
+            "5" + " " * 1_000_000 + "x",
+            " " * 1_000_000 + "stars" + " " * 1_000_000 + "x",
+            "star " * 200_000 + "x",
+        ),
         *("5 of " + "1" * 1_000_000 + "\nx", "1" + " " * 1_000_000 + "o", "1." * 500_000 + "x"),
     ],
     ids=["spaces", "spaces-around", "stars", "out-of-digits", "spaces-before-of", "digits"],
@@ -74,16 +117,26 @@ def test_a_long_rating_is_looked_through_once(name: str, value: str) -> None:
     assert read("demonstrations", SINGLE | {name: value}).positions == [1]
 
 
-@pytest.mark.parametrize(("name", "value"), [("loss_mask", [0, 1, 1]), ("trainable", "perhaps"), ("loss_weight", {})])
+@pytest.mark.parametrize(
+    ("name", "value"), [("loss_mask", [0, 1, 1]), ("trainable", "perhaps"), ("loss_weight", {})]
+)
 def test_a_flag_that_says_neither_is_refused_by_its_name(name: str, value: Any) -> None:
-    result = read("demonstrations", dialogue(**{name: value}) if value else dialogue(**{name: {"a": 1}}))
+    result = read(
+        "demonstrations", dialogue(**{name: value}) if value else dialogue(**{name: {"a": 1}})
+    )
     assert [name in finding.reason for finding in result.refused] == [True]
 
 
 @pytest.mark.parametrize(
     ("name", "value"),
     [
-        *(("score", 0.3), ("status", 7), ("quality", "low"), ("feedback", "Too long."), ("rating", 0.7)),
+        *(
+            ("score", 0.3),
+            ("status", 7),
+            ("quality", "low"),
+            ("feedback", "Too long."),
+            ("rating", 0.7),
+        ),
         *(("weight", 0.5), ("split", "test"), ("inGsm8kTrain", True), ("finish_reason", "length")),
         ("instruct_reward", -5),
     ],
@@ -103,10 +156,14 @@ def test_a_flag_that_cannot_be_read_is_named_loudly(name: str, value: Any) -> No
     ],
     ids=lambda flags: next(iter(flags)),
 )
-def test_a_pair_that_is_not_to_be_learned_is_dropped(pair: dict[str, Any], flags: dict[str, Any]) -> None:
+def test_a_pair_that_is_not_to_be_learned_is_dropped(
+    pair: dict[str, Any], flags: dict[str, Any]
+) -> None:
     ((name, (no, yes)),) = flags.items()
     result = read("preferences", pair | {name: no}, pair | {name: yes})
-    assert result.positions == [2] and result.counts.dropped.total() == 1 and not result.counts.unused
+    assert (
+        result.positions == [2] and result.counts.dropped.total() == 1 and not result.counts.unused
+    )
     assert len(read("prompts", pair | {name: no}).rows) == 1
 
 
@@ -120,8 +177,12 @@ def test_a_pair_that_is_not_to_be_learned_is_dropped(pair: dict[str, Any], flags
     ],
 )
 def test_scores_of_the_replies_say_which_is_better_under_any_name(names: tuple[str, str]) -> None:
-    result = read("preferences", *(PAIR | dict(zip(names, (value, 3), strict=True)) for value in (5, 3, "1")))
-    assert result.positions == [1] and result.counts.dropped.total() == 1 and not result.counts.unused
+    result = read(
+        "preferences", *(PAIR | dict(zip(names, (value, 3), strict=True)) for value in (5, 3, "1"))
+    )
+    assert (
+        result.positions == [1] and result.counts.dropped.total() == 1 and not result.counts.unused
+    )
     assert result.rows[0]["margin"] == (None if "chosen_rank" in names else 2)
     (refused,) = result.refused
     assert all(name in refused.reason for name in names)
@@ -137,19 +198,26 @@ def test_scores_of_the_replies_say_which_is_better_under_any_name(names: tuple[s
         ("gpt-4", "llama", ("llama", "gpt-4")),
     ],
 )
-def test_replies_that_only_name_columns_are_refused(chosen: str, rejected: str, columns: tuple[str, str]) -> None:
+def test_replies_that_only_name_columns_are_refused(
+    chosen: str, rejected: str, columns: tuple[str, str]
+) -> None:
     row = PAIR | {"chosen": chosen, "rejected": rejected}
     (refused,) = read("preferences", row | dict.fromkeys(columns, "Some reply.")).refused
     assert repr(chosen) in refused.reason and "name columns" in refused.reason
     assert len(read("preferences", row, row | dict.fromkeys(columns, "")).rows) == 2
     named = {name: name for name in PAIR}
-    assert len(read("preferences", row | dict.fromkeys(columns, "Some reply."), columns=named).rows) == 1
+    assert (
+        len(read("preferences", row | dict.fromkeys(columns, "Some reply."), columns=named).rows)
+        == 1
+    )
 
 
 @pytest.mark.parametrize("name", ["context", "systemMessage", "question"])
 @pytest.mark.parametrize("row", [SINGLE, PAIR, {"prompt": "Why?"}])
 def test_a_part_of_the_prompt_that_is_not_read_is_named(name: str, row: dict[str, Any]) -> None:
-    kind = "demonstrations" if "response" in row else "preferences" if "chosen" in row else "prompts"
+    kind = (
+        "demonstrations" if "response" in row else "preferences" if "chosen" in row else "prompts"
+    )
     result = read(kind, row | {name: "Rivers are water."}, row | {name: "Why?"}, row | {name: ""})
     (warning,) = warnings_of(result.counts)
     assert len(result.rows) == 3 and warning.startswith(f"1: {name} may be a part of the prompt")
@@ -159,15 +227,33 @@ def test_a_part_of_the_prompt_that_is_not_read_is_named(name: str, row: dict[str
     ("row", "unread"),
     [
         ({"question": "Why?", "input": "Rivers", "chosen": "a", "rejected": "b"}, "input"),
-        ({"prompt": "Why?", "question": "Rivers", "responses": ["a", "b"], "scores": [2, 1]}, "question"),
-        ({"question": "Why?", "instruction": "Answer.", "responses": ["a", "b"], "scores": [2, 1]}, "question"),
         (
-            {"instruction": "Why?", "system_prompt": "Rhyme.", "generations": ["a", "b"], "ratings": [2, 1]},
+            {"prompt": "Why?", "question": "Rivers", "responses": ["a", "b"], "scores": [2, 1]},
+            "question",
+        ),
+        (
+            {
+                "question": "Why?",
+                "instruction": "Answer.",
+                "responses": ["a", "b"],
+                "scores": [2, 1],
+            },
+            "question",
+        ),
+        (
+            {
+                "instruction": "Why?",
+                "system_prompt": "Rhyme.",
+                "generations": ["a", "b"],
+                "ratings": [2, 1],
+            },
             "system_prompt",
         ),
     ],
 )
-def test_of_two_columns_of_a_prompt_the_one_that_is_not_read_is_named(row: dict[str, Any], unread: str) -> None:
+def test_of_two_columns_of_a_prompt_the_one_that_is_not_read_is_named(
+    row: dict[str, Any], unread: str
+) -> None:
     (warning,) = warnings_of(read("preferences", row).counts)
     assert warning.startswith(f"1: {unread} may be a part of the prompt")
 
@@ -182,8 +268,13 @@ def test_a_transcript_under_an_instruction_is_read() -> None:
 
 
 def test_turns_and_documents_beside_the_prompt_are_named() -> None:
-    result = read("preferences", PAIR | {"history": [["a", "b"]], "documents": ["Rivers are water."]})
-    assert sorted(warning.split()[1] for warning in warnings_of(result.counts)) == ["documents", "history"]
+    result = read(
+        "preferences", PAIR | {"history": [["a", "b"]], "documents": ["Rivers are water."]}
+    )
+    assert sorted(warning.split()[1] for warning in warnings_of(result.counts)) == [
+        "documents",
+        "history",
+    ]
     alpaca = {"instruction": "Why?", "input": "Rivers", "output": "So.", "history": [["a", "b"]]}
     both = read("demonstrations", alpaca, alpaca | {"history": [], "context": ""})
     assert set(both.counts.noticed) <= {EARLIER_REPLIES}
@@ -197,8 +288,12 @@ def test_another_reply_beside_a_single_one_is_named(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["images", "tools", "imageUrl"])
-@pytest.mark.parametrize("row", [dialogue(), SINGLE, PAIR, {"prompt": "Why?"}, {"text": "See above."}])
-def test_media_and_tools_of_a_row_are_refused_as_those_of_a_turn(name: str, row: dict[str, Any]) -> None:
+@pytest.mark.parametrize(
+    "row", [dialogue(), SINGLE, PAIR, {"prompt": "Why?"}, {"text": "See above."}]
+)
+def test_media_and_tools_of_a_row_are_refused_as_those_of_a_turn(
+    name: str, row: dict[str, Any]
+) -> None:
     kind = "prompts" if "prompt" in row else "pretrain" if "text" in row else "demonstrations"
     for value in (["a.jpg"], {"bytes": None, "path": "a.jpg"}, "a.jpg"):
         result = read(kind, row | {name: value})
@@ -207,9 +302,13 @@ def test_media_and_tools_of_a_row_are_refused_as_those_of_a_turn(name: str, row:
         assert len(read(kind, row | {name: value}).rows) == 1
 
 
-@pytest.mark.parametrize("token", ["<image>", "<|image|>", "<video>", "<audio>", "<image><image>", "<|image_1|>"])
+@pytest.mark.parametrize(
+    "token", ["<image>", "<|image|>", "<video>", "<audio>", "<image><image>", "<|image_1|>"]
+)
 def test_a_placeholder_of_media_is_treated_as_the_media_are(token: str) -> None:
-    """What it stands for may be in a column of any name, or nowhere; training sees the token alone."""
+    """What it stands for may be in a column of any name, or nowhere; training sees the token
+    alone.
+    """
     texts = f"{token}\nWhy?", f"Why? {token}", f"Look:\n {token}\nWhy?"
     for text in texts:
         asked = {"messages": [{"role": "user", "content": text}, TURN]}
@@ -239,12 +338,21 @@ def test_markup_is_no_placeholder(text: str) -> None:
 def test_an_end_marker_that_an_export_wrote_is_taken_off_with_a_count(marker: str) -> None:
     for sides in (("chosen",), ("chosen", "rejected")):
         result = read("preferences", PAIR, PAIR | {side: PAIR[side] + marker for side in sides})
-        assert [(row["chosen"], row["rejected"]) for row in result.rows] == [("Because.", "No.")] * 2
-        assert [f"{marker.strip()} was taken off the end of {side}" in str(result.counts.noticed) for side in sides]
+        assert [(row["chosen"], row["rejected"]) for row in result.rows] == [
+            ("Because.", "No.")
+        ] * 2
+        assert [
+            f"{marker.strip()} was taken off the end of {side}" in str(result.counts.noticed)
+            for side in sides
+        ]
         assert result.counts.noticed.total() == len(sides)
     twice = read("demonstrations", SINGLE | {"response": f"Because.{marker}{marker}"})
     assert twice.rows[0]["reply"] == "Because." and twice.counts.noticed.total() == 1
-    turns = [{"role": "user", "content": "a"}, TURN | {"content": f"b{marker}"}, {"role": "user", "content": "c"}]
+    turns = [
+        {"role": "user", "content": "a"},
+        TURN | {"content": f"b{marker}"},
+        {"role": "user", "content": "c"},
+    ]
     several = read("demonstrations", {"messages": [*turns, TURN | {"content": f"d{marker}"}]})
     assert [turn["content"] for turn in several.rows[0]["prompt"]] == ["a", "b", "c"]
     noticed = set(several.counts.noticed)
@@ -255,11 +363,19 @@ def test_an_end_marker_that_an_export_wrote_is_taken_off_with_a_count(marker: st
 @pytest.mark.parametrize(
     ("text", "kept"),
     [
-        *((f"Because.{marker}", "Because.") for marker in ("<EOS>", "</S>", "<|EOT|>", "[done]", "<PAD><PAD>")),
-        *((text, text) for text in ("It is <s>old</s>", "Write </s> at the end.", "a > b", "the list [1, 2]")),
+        *(
+            (f"Because.{marker}", "Because.")
+            for marker in ("<EOS>", "</S>", "<|EOT|>", "[done]", "<PAD><PAD>")
+        ),
+        *(
+            (text, text)
+            for text in ("It is <s>old</s>", "Write </s> at the end.", "a > b", "the list [1, 2]")
+        ),
     ],
 )
-def test_end_markers_may_have_capitals_and_other_texts_keep_their_ends(text: str, kept: str) -> None:
+def test_end_markers_may_have_capitals_and_other_texts_keep_their_ends(
+    text: str, kept: str
+) -> None:
     result = read("demonstrations", SINGLE | {"response": text})
     assert result.rows[0]["reply"] == kept and result.counts.noticed.total() == (text != kept)
 
@@ -269,7 +385,12 @@ def test_end_markers_may_have_capitals_and_other_texts_keep_their_ends(text: str
 def test_a_word_for_a_missing_value_is_noticed(word: str, side: str) -> None:
     result = read("preferences", PAIR, *[PAIR | {side: word}] * 2)
     (warning,) = warnings_of(result.counts)
-    assert warning.startswith("2: ") and side in warning and repr(word.strip()) in warning and len(result.rows) == 3
+    assert (
+        warning.startswith("2: ")
+        and side in warning
+        and repr(word.strip()) in warning
+        and len(result.rows) == 3
+    )
 
 
 @pytest.mark.parametrize("margin", [0, 0.0, "0", -0.0])
@@ -282,14 +403,20 @@ def test_a_margin_of_nothing_is_a_tie(margin: Any) -> None:
 @pytest.mark.parametrize("missing", [None, float("nan")])
 @pytest.mark.parametrize(
     ("kind", "row", "column"),
-    [("preferences", PAIR, "chosen"), ("preferences", PAIR, "rejected"), ("demonstrations", SINGLE, "response")],
+    [
+        ("preferences", PAIR, "chosen"),
+        ("preferences", PAIR, "rejected"),
+        ("demonstrations", SINGLE, "response"),
+    ],
 )
 def test_rows_without_a_reply_are_refused_and_do_not_change_the_format(
     missing: Any, kind: str, row: dict[str, Any], column: str, tmp_path: Path
 ) -> None:
     rows = [row | {column: missing if n % 3 == 0 else "text"} for n in range(9)]
     result = read(kind, *rows)
-    assert len(result.rows) == 6 and {finding.reason for finding in result.refused} == {f"{column} is missing"}
+    assert len(result.rows) == 6 and {finding.reason for finding in result.refused} == {
+        f"{column} is missing"
+    }
     if missing is None:
         pq.write_table(pa.Table.from_pylist(rows), tmp_path / "x.parquet")
         (stored,) = read_sources(["x.parquet"], kind, tmp_path)
@@ -297,9 +424,14 @@ def test_rows_without_a_reply_are_refused_and_do_not_change_the_format(
 
 
 @pytest.mark.parametrize("reply", [7, True, 1.5, {"a": 1}])
-def test_a_reply_that_is_no_text_is_refused_and_the_file_is_not_taken_for_prompts(reply: Any, tmp_path: Path) -> None:
+def test_a_reply_that_is_no_text_is_refused_and_the_file_is_not_taken_for_prompts(
+    reply: Any, tmp_path: Path
+) -> None:
     pairs = [PAIR | {"chosen": reply, "rejected": reply}] * 3
-    for rows, kind in ((pairs, "preferences"), ([SINGLE | {"response": reply}] * 3, "demonstrations")):
+    for rows, kind in (
+        (pairs, "preferences"),
+        ([SINGLE | {"response": reply}] * 3, "demonstrations"),
+    ):
         (tmp_path / "x.jsonl").write_text("\n".join(map(json.dumps, rows)))
         assert sources_by_kind(["x.jsonl"], tmp_path, ReadOptions()).of(kind)
         assert len(read(kind, *rows).refused) == 3
@@ -315,7 +447,9 @@ def test_a_reply_that_is_no_text_is_refused_and_the_file_is_not_taken_for_prompt
         ("Chosen", "Rejected"),
     ],
 )
-def test_pairs_under_other_names_are_not_read_as_prompts(names: tuple[str, str], tmp_path: Path) -> None:
+def test_pairs_under_other_names_are_not_read_as_prompts(
+    names: tuple[str, str], tmp_path: Path
+) -> None:
     rows = [{"prompt": f"{n}?", names[0]: "good", names[1]: "bad"} for n in range(3)]
     (tmp_path / "x.jsonl").write_text("\n".join(map(json.dumps, rows)))
     with pytest.raises(DataError, match="look like a better and a worse reply") as refused:
@@ -341,16 +475,25 @@ TWO_REPLIES: list[dict[str, Any]] = [
     {"replies": ["so", "no"], "scores": [1, 0]},
     {"responses": '["so", "no"]', "scores": "[1, 0]"},
     {"messages": '[{"role": "user", "content": "Why?"}, {"role": "assistant", "content": "So."}]'},
-    {"conversation": [{"role": "user", "content": "Why?"}, {"role": "assistant", "content": "So."}]},
+    {
+        "conversation": [
+            {"role": "user", "content": "Why?"},
+            {"role": "assistant", "content": "So."},
+        ]
+    },
 ]
 
 
 @pytest.mark.parametrize("columns", TWO_REPLIES, ids=lambda columns: next(iter(columns)))
-def test_replies_of_no_known_form_are_not_read_as_prompts(columns: dict[str, Any], tmp_path: Path) -> None:
+def test_replies_of_no_known_form_are_not_read_as_prompts(
+    columns: dict[str, Any], tmp_path: Path
+) -> None:
     rows = [{"prompt": f"{n}?", **columns} for n in range(3)]
     (tmp_path / "x.jsonl").write_text("\n".join(map(json.dumps, rows)))
     name = next(iter(columns))
-    with pytest.raises(DataError, match=f"would be read as prompts, but .*'{name}'.* (like replies|better reply): "):
+    with pytest.raises(
+        DataError, match=f"would be read as prompts, but .*'{name}'.* (like replies|better reply): "
+    ):
         sources_by_kind(["x.jsonl"], tmp_path, ReadOptions())
     assert sources_by_kind(["x.jsonl"], tmp_path, ReadOptions(), "prompts").prompts
     text = inspected(describe_sources(["x.jsonl"], tmp_path), 999)
@@ -378,11 +521,19 @@ def test_other_columns_beside_prompts_do_no_harm(columns: dict[str, Any], tmp_pa
     assert sources_by_kind(["x.jsonl"], tmp_path, ReadOptions()).prompts
 
 
-@pytest.mark.parametrize("name", ["answer", "Response", "response ", "target", "assistant", "chosen", "solution"])
+@pytest.mark.parametrize(
+    "name", ["answer", "Response", "response ", "target", "assistant", "chosen", "solution"]
+)
 def test_one_column_beside_prompts_that_may_be_the_reply_is_named(name: str) -> None:
-    (warning,) = warnings_of(read("prompts", {"prompt": "Why?", name: "So."}, {"prompt": "How?"}).counts)
+    (warning,) = warnings_of(
+        read("prompts", {"prompt": "Why?", name: "So."}, {"prompt": "How?"}).counts
+    )
     assert warning.startswith(f"2: {name} may be the reply")
-    named = read("demonstrations", {"prompt": "Why?", name: "So."}, columns={"prompt": "prompt", "reply": name})
+    named = read(
+        "demonstrations",
+        {"prompt": "Why?", name: "So."},
+        columns={"prompt": "prompt", "reply": name},
+    )
     assert named.rows[0]["reply"] == "So." and not warnings_of(named.counts)
 
 
@@ -405,7 +556,10 @@ def test_one_column_beside_prompts_that_may_be_the_reply_is_named(name: str) -> 
 )
 def test_spaces_and_other_separators_of_a_header_are_understood(text: str) -> None:
     (record,) = records_of("x.csv", text.encode())
-    assert (record.value, record.problem) == ({"prompt": "why?", "chosen": "so", "rejected": "no"}, "")
+    assert (record.value, record.problem) == (
+        {"prompt": "why?", "chosen": "so", "rejected": "no"},
+        "",
+    )
 
 
 def test_lines_below_a_line_that_names_the_separator_are_counted_as_in_the_file() -> None:

@@ -1,4 +1,6 @@
-"""The four trainings on tiny models, as functions of an engine alone: what must not depend on ranks or sharding."""
+"""The four trainings on tiny models, as functions of an engine alone: what must not depend on ranks
+or sharding.
+"""
 
 from __future__ import annotations
 
@@ -33,18 +35,32 @@ from rlhf_core.training.passes import totals_of_steps
 from rlhf_core.training.reward.trainer import RewardTask
 from rlhf_core.training.sft import SftTask
 
-CASES = ("sft", "reward", "reward_in_micro_batches", "reward_in_micro_batches_of_prefixes", "critic", "ppo")
+CASES = (
+    "sft",
+    "reward",
+    "reward_in_micro_batches",
+    "reward_in_micro_batches_of_prefixes",
+    "critic",
+    "ppo",
+)
 MakeEngine = Callable[[nn.Module, OptimizerConfig, str], Engine]
 
-# A learning rate so high that the weights after one step are the gradient, and one that moves weights well beyond
-# their rounding without growing it.
+# A learning rate so high that the weights after one step are the gradient, and one that moves
+# weights well beyond their rounding without growing it.
 KINDS = {"gradient": (1e4, 1), "updates": (0.05, 4)}
-CUT: dict[str, Any] = {"token_budget": 300, "max_padding": 0.01}  # batches that are cut into micro-batches
-FEW_LOGITS = 4 * 23 * 5  # bytes of five positions: every pass is made in several chunks, unequal over ranks
+CUT: dict[str, Any] = {
+    "token_budget": 300,
+    "max_padding": 0.01,
+}  # batches that are cut into micro-batches
+FEW_LOGITS = (
+    4 * 23 * 5
+)  # bytes of five positions: every pass is made in several chunks, unequal over ranks
 
 
 def sgd(model: nn.Module, config: OptimizerConfig) -> torch.optim.Optimizer:
-    """Plain gradient descent: unlike Adam it does not turn a rounding error of a tiny gradient into a full step."""
+    """Plain gradient descent: unlike Adam it does not turn a rounding error of a tiny gradient into
+    a full step.
+    """
     return torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=config.lr)
 
 
@@ -66,13 +82,20 @@ def examples(count: int) -> list[Example]:
 
 def pairs(count: int) -> list[TokenisedPair]:
     return [
-        TokenisedPair(i, tokens(i, 1 + i % 4), [*tokens(i + 3, 1 + i % 5), EOS], [*tokens(i + 8, 1 + i % 3), EOS])
+        TokenisedPair(
+            i,
+            tokens(i, 1 + i % 4),
+            [*tokens(i + 3, 1 + i % 5), EOS],
+            [*tokens(i + 8, 1 + i % 3), EOS],
+        )
         for i in range(count)
     ]
 
 
 def ppo_config(lr: float, minibatches: int = 2) -> PpoConfig:
-    """For seven rows: no share is even. The ptx batch has one row, which leaves ranks without any."""
+    """For seven rows: no share is even. The ptx batch has one row, which leaves ranks without
+    any.
+    """
     rates = {"lr": lr, "schedule": "constant", "warmup": 0.0, "max_grad_norm": None}
     return make_config(
         iterations=20, batch_size=8, minibatches=minibatches, micro_batch_size=2, warmup_iterations=0,
@@ -84,19 +107,33 @@ def ppo_config(lr: float, minibatches: int = 2) -> PpoConfig:
 
 def rollout(tiny: Tiny, rows: range = range(7), pair: ActorCriticPair | None = None) -> Experience:
     """One experience of seven prompts, sampled and scored by all ranks together."""
-    pair = pair or ActorCriticPair(tiny.policy, tiny.critic, {}, tiny.sampling, MicroBatchLimits(2), FEW_LOGITS)
-    return collect(tiny, ppo_config(0.1), rows, streams=[100 + row for row in rows], seed=5, kl_coef=0.1, pair=pair)
+    pair = pair or ActorCriticPair(
+        tiny.policy, tiny.critic, {}, tiny.sampling, MicroBatchLimits(2), FEW_LOGITS
+    )
+    return collect(
+        tiny,
+        ppo_config(0.1),
+        rows,
+        streams=[100 + row for row in rows],
+        seed=5,
+        kl_coef=0.1,
+        pair=pair,
+    )
 
 
 def save_experience(path: Path, experience: Experience) -> None:
-    save_file({f.name: getattr(experience, f.name).clone().contiguous() for f in fields(Experience)}, path)
+    save_file(
+        {f.name: getattr(experience, f.name).clone().contiguous() for f in fields(Experience)}, path
+    )
 
 
 def load_experience(path: Path) -> Experience:
     return Experience(**load_file(path))
 
 
-def train(case: str, make: MakeEngine, lr: float, steps: int, stored: Path) -> tuple[list[Engine], dict[str, float]]:
+def train(
+    case: str, make: MakeEngine, lr: float, steps: int, stored: Path
+) -> tuple[list[Engine], dict[str, float]]:
     """``steps`` optimiser steps of a case; its engines, and the figures of the last step."""
     tiny = make_tiny()
     runners: dict[str, Callable[..., Any]] = {
@@ -110,7 +147,9 @@ def train(case: str, make: MakeEngine, lr: float, steps: int, stored: Path) -> t
 
 def changes(engines: list[Engine], before: dict[str, Tensor]) -> dict[str, Tensor]:
     """By how much each weight has moved (on the first rank)."""
-    after = {f"{e.name}.{name}": weight for e in engines for name, weight in e.trained_weights().items()}
+    after = {
+        f"{e.name}.{name}": weight for e in engines for name, weight in e.trained_weights().items()
+    }
     return {name: weight - before[name] for name, weight in after.items()}
 
 
@@ -119,9 +158,15 @@ def start(case: str) -> dict[str, Tensor]:
     tiny = make_tiny()
     models = {"sft": {"policy": tiny.policy}, "reward": {"reward": with_unembedding(tiny)}}.get(
         case.partition("_")[0],
-        {"critic": tiny.critic} if case == "critic" else {"policy": tiny.policy, "critic": tiny.critic},
+        {"critic": tiny.critic}
+        if case == "critic"
+        else {"policy": tiny.policy, "critic": tiny.critic},
     )
-    return {f"{k}.{n}": p.detach().clone() for k, model in models.items() for n, p in model.named_parameters()}
+    return {
+        f"{k}.{n}": p.detach().clone()
+        for k, model in models.items()
+        for n, p in model.named_parameters()
+    }
 
 
 def another_policy() -> nn.Module:
@@ -147,10 +192,14 @@ def _steps(engine: Engine, task: Any, steps: int) -> dict[str, float]:
     return metrics | task.evaluate(engine.reader() or engine.model)
 
 
-def _sft(tiny: Tiny, make: MakeEngine, lr: float, steps: int, stored: Path) -> tuple[list[Engine], dict[str, float]]:
+def _sft(
+    tiny: Tiny, make: MakeEngine, lr: float, steps: int, stored: Path
+) -> tuple[list[Engine], dict[str, float]]:
     config = SftConfig(batch_size=7, micro_batch_size=2, optimizer=optimizer(lr))
     engine = make(tiny.policy, config.optimizer, "policy")
-    task = SftTask(engine, tiny.policy, examples(30), examples(9), config, config.seed, PAD, FEW_LOGITS)
+    task = SftTask(
+        engine, tiny.policy, examples(30), examples(9), config, config.seed, PAD, FEW_LOGITS
+    )
     return [engine], _steps(engine, task, steps)
 
 
@@ -168,18 +217,26 @@ def _reward(
         return [engine], _steps(engine, task, steps)
 
 
-def _critic(tiny: Tiny, make: MakeEngine, lr: float, steps: int, stored: Path) -> tuple[list[Engine], dict[str, float]]:
+def _critic(
+    tiny: Tiny, make: MakeEngine, lr: float, steps: int, stored: Path
+) -> tuple[list[Engine], dict[str, float]]:
     experience, engine = load_experience(stored), make(tiny.critic, optimizer(lr), "critic")
-    pair = ActorCriticPair(tiny.policy, tiny.critic, {"critic": engine}, tiny.sampling, MicroBatchLimits(2))
+    pair = ActorCriticPair(
+        tiny.policy, tiny.critic, {"critic": engine}, tiny.sampling, MicroBatchLimits(2)
+    )
     figures: dict[str, float] = {}
     for step in range(steps):
         (minibatch, *_) = experience.minibatches(2, 3, step)
-        figures = totals_of_steps([pair.accumulate_value_gradients(minibatch, ValueObjective(0.2))])[0]
+        figures = totals_of_steps(
+            [pair.accumulate_value_gradients(minibatch, ValueObjective(0.2))]
+        )[0]
         figures["grad_norm"] = engine.step().grad_norm
     return [engine], figures
 
 
-def _ppo(tiny: Tiny, make: MakeEngine, lr: float, steps: int, stored: Path) -> tuple[list[Engine], dict[str, float]]:
+def _ppo(
+    tiny: Tiny, make: MakeEngine, lr: float, steps: int, stored: Path
+) -> tuple[list[Engine], dict[str, float]]:
     config, experience = ppo_config(lr, min(steps, 2)), load_experience(stored)
     engines = {
         "policy": make(tiny.policy, config.policy_optimizer, "policy"),
@@ -195,18 +252,33 @@ def _ppo(tiny: Tiny, make: MakeEngine, lr: float, steps: int, stored: Path) -> t
     return list(engines.values()), figures
 
 
-def write_result(folder: Path, key: str, tensors: dict[str, Tensor], figures: dict[str, float]) -> None:
-    """What the first rank found, as ``KEY.safetensors``. Padding depends on the number of ranks and is left out."""
-    figures = {name: value for name, value in figures.items() if not name.startswith("padding_share")}
+def write_result(
+    folder: Path, key: str, tensors: dict[str, Tensor], figures: dict[str, float]
+) -> None:
+    """What the first rank found, as ``KEY.safetensors``. Padding depends on the number of ranks and
+    is left out.
+    """
+    figures = {
+        name: value for name, value in figures.items() if not name.startswith("padding_share")
+    }
     if distributed.is_rank_zero():
-        values = {f"figure.{name}": torch.tensor(value, dtype=torch.float64) for name, value in figures.items()}
-        save_file({n: t.contiguous() for n, t in tensors.items()} | values, folder / f"{key}.safetensors")
+        values = {
+            f"figure.{name}": torch.tensor(value, dtype=torch.float64)
+            for name, value in figures.items()
+        }
+        save_file(
+            {n: t.contiguous() for n, t in tensors.items()} | values, folder / f"{key}.safetensors"
+        )
 
 
 def read_result(folder: Path, key: str) -> tuple[dict[str, Tensor], dict[str, float]]:
     """Tensors and figures that :func:`write_result` left."""
     found = load_file(folder / f"{key}.safetensors")
-    figures = {name.removeprefix("figure."): float(t) for name, t in found.items() if name.startswith("figure.")}
+    figures = {
+        name.removeprefix("figure."): float(t)
+        for name, t in found.items()
+        if name.startswith("figure.")
+    }
     return {name: t for name, t in found.items() if not name.startswith("figure.")}, figures
 
 

@@ -1,4 +1,6 @@
-"""A rank that, if it is the second one, meets the fault that its first argument names, amid optimiser step 5."""
+"""A rank that, if it is the second one, meets the fault that its first argument names, amid
+optimiser step 5.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,10 @@ def stopped() -> None:
 
 if __name__ == "__main__":
     fault, *arguments = sys.argv[1:]
-    faults = {"killed": partial(die_behind, "step-000003", Path(arguments[1]) / "work"), "stopped": stopped}
+    faults = {
+        "killed": partial(die_behind, "step-000003", Path(arguments[1]) / "work"),
+        "stopped": stopped,
+    }
     if os.environ["RANK"] == "1":
         LocalEngine.step = at_step(5, faults[fault])  # type: ignore[assignment,method-assign]
     sys.exit(rank.main(*arguments))

@@ -1,4 +1,6 @@
-"""ZeRO 0 to 3 on one and two ranks compute what plain torch does on one, and hand over to one another."""
+"""ZeRO 0 to 3 on one and two ranks compute what plain torch does on one, and hand over to one
+another.
+"""
 
 from __future__ import annotations
 
@@ -43,7 +45,9 @@ USUAL, OTHERS = ("2",), tuple(kind for kind in KINDS if kind != "2")
 RANKS = [pytest.param(1, marks=pytest.mark.slow), 2]
 ROOT = Path(__file__).resolve().parents[3]
 EXTENSIONS = "extensions"
-ADAM = OptimizerConfig(lr=1e-2, schedule="constant", warmup=0.0, weight_decay=0.1, max_grad_norm=0.05)
+ADAM = OptimizerConfig(
+    lr=1e-2, schedule="constant", warmup=0.0, weight_decay=0.1, max_grad_norm=0.05
+)
 
 
 ADAPTERS = {"whole": LORA, "nf4": NF4}
@@ -51,19 +55,29 @@ ADAPTERS = {"whole": LORA, "nf4": NF4}
 
 def left_to_test_all(kinds: Iterable[Any]) -> list[Any]:
     """``kinds`` as parameters of tests, those that are not usual marked as slow."""
-    return [kind if str(kind) in USUAL else pytest.param(kind, marks=pytest.mark.slow) for kind in kinds]
+    return [
+        kind if str(kind) in USUAL else pytest.param(kind, marks=pytest.mark.slow) for kind in kinds
+    ]
 
 
 def combinations(kind: str) -> list[tuple[str, bool]]:
-    """Precision, and whether layers recompute their activations; ZeRO 0 keeps no master weights for bfloat16."""
-    return [(dtype, again) for dtype in ("float32", *["bfloat16"] * (kind != "0")) for again in (False, True)]
+    """Precision, and whether layers recompute their activations; ZeRO 0 keeps no master weights for
+    bfloat16.
+    """
+    return [
+        (dtype, again)
+        for dtype in ("float32", *["bfloat16"] * (kind != "0"))
+        for again in (False, True)
+    ]
 
 
 CROSS = [(kind, *both) for kind in KINDS for both in combinations(kind)]
 
 
 def kinds_of(size: int) -> dict[str, tuple[float, int]]:
-    """Learning rate and steps of what is compared; one rank makes several steps in :func:`with_adam` alone."""
+    """Learning rate and steps of what is compared; one rank makes several steps in
+    :func:`with_adam` alone.
+    """
     return {kind: cases.KINDS[kind] for kind in ("gradient", *["updates"] * (size > 1))}
 
 
@@ -76,7 +90,9 @@ def of_kinds(folder: Path, stored: Path, kinds: tuple[str, ...]) -> None:
             before = cases.start(case)
             for kind, (lr, steps) in kinds_of(distributed.world_size()).items():
                 engines, figures = cases.train(case, make, lr, steps, stored)
-                cases.write_result(folder, f"{case}-{kind}-{stage}", cases.changes(engines, before), figures)
+                cases.write_result(
+                    folder, f"{case}-{kind}-{stage}", cases.changes(engines, before), figures
+                )
         with_adapters(folder, str(stage), make)
         if stage < 3:
             with_counted_reductions(folder, stage, make)
@@ -85,7 +101,11 @@ def of_kinds(folder: Path, stored: Path, kinds: tuple[str, ...]) -> None:
         with_going_back(deepspeed_maker(kind, stored.parent, build_adamw))
         with_release(deepspeed_maker(kind, stored.parent, build_adamw))
         for dtype, recompute in combinations(kind):
-            with_resume(folder, f"{kind}-{dtype}-{recompute}", deepspeed_maker(kind, stored.parent, build_adamw))
+            with_resume(
+                folder,
+                f"{kind}-{dtype}-{recompute}",
+                deepspeed_maker(kind, stored.parent, build_adamw),
+            )
     if "3" not in kinds:
         return
     with_checkpointing(folder, deepspeed_maker("3", stored.parent, cases.sgd))
@@ -93,7 +113,9 @@ def of_kinds(folder: Path, stored: Path, kinds: tuple[str, ...]) -> None:
 
 
 def with_adapters(folder: Path, key: str, make: cases.MakeEngine) -> None:
-    """A few steps on rows shared by the ranks; logits of policy and reference, and of the model that is released."""
+    """A few steps on rows shared by the ranks; logits of policy and reference, and of the model
+    that is released.
+    """
     for kind, lora in ADAPTERS.items():
         model = make_tiny().policy
         add_adapters(model, lora, seed=5)
@@ -101,7 +123,9 @@ def with_adapters(folder: Path, key: str, make: cases.MakeEngine) -> None:
         engine = make(model, cases.optimizer(0.1), "policy")
         rows = IDS[distributed.rank() :: distributed.world_size()]
         for _ in range(3):
-            loss = engine.forward(lambda e=engine, rows=rows: e.model(input_ids=rows).logits.square().sum())
+            loss = engine.forward(
+                lambda e=engine, rows=rows: e.model(input_ids=rows).logits.square().sum()
+            )
             engine.backward(loss / 100)
             engine.step()
         with engine.gathered_parameters():
@@ -109,13 +133,22 @@ def with_adapters(folder: Path, key: str, make: cases.MakeEngine) -> None:
         released = engine.release()
         if distributed.is_rank_zero():
             merge_adapters(released)
-            names = {f"weight.{name}": weight.detach() for name, weight in released.named_parameters()}
-            found = {"before": before, "reference": reference, "inside": inside, "released": logits(released)}
+            names = {
+                f"weight.{name}": weight.detach() for name, weight in released.named_parameters()
+            }
+            found = {
+                "before": before,
+                "reference": reference,
+                "inside": inside,
+                "released": logits(released),
+            }
             cases.write_result(folder, f"adapters-{kind}-{key}", found | names, {})
 
 
 def with_counted_reductions(folder: Path, stage: int, make: cases.MakeEngine) -> None:
-    """Steps of one and of three passes: how often passes and step reduce all gradients, and what passes wait for."""
+    """Steps of one and of three passes: how often passes and step reduce all gradients, and what
+    passes wait for.
+    """
     model = make_tiny().policy
     trained = sum(parameter.numel() for parameter in model.parameters())
     engine = make(model, cases.optimizer(0.1), "policy")
@@ -124,9 +157,14 @@ def with_counted_reductions(folder: Path, stage: int, make: cases.MakeEngine) ->
         with counted_reductions() as reduced, counted_reads() as read:
             for index in range(passes):
                 batch = torch.tensor(cases.tokens(index, 12)).view(2, 6)
-                loss = engine.forward(lambda batch=batch: engine.model(input_ids=batch).logits.square().mean())
+                loss = engine.forward(
+                    lambda batch=batch: engine.model(input_ids=batch).logits.square().mean()
+                )
                 engine.backward(loss)
-        figures |= {f"backward{passes}": sum(reduced.sizes) / trained, f"reads{passes}": len(read.names)}
+        figures |= {
+            f"backward{passes}": sum(reduced.sizes) / trained,
+            f"reads{passes}": len(read.names),
+        }
         with counted_reductions() as reduced:
             engine.step()
         # Its norm and its check for overflow are numbers of their own.
@@ -181,7 +219,9 @@ def with_frozen(folder: Path) -> None:
     tiny.reward, tiny.reference = frozen.place(tiny.reward), frozen.place(tiny.reference)
     with frozen.on_device():
         experience = cases.rollout(tiny)
-    cases.write_result(folder, "frozen", {"rewards": experience.rewards, "reference": experience.ref_logprobs}, {})
+    cases.write_result(
+        folder, "frozen", {"rewards": experience.rewards, "reference": experience.ref_logprobs}, {}
+    )
     before, borrowed = live_bytes(), make_tiny().policy
     with frozen.borrowed(borrowed) as placed:
         assert torch.isfinite(logits(placed)).all()
@@ -192,12 +232,14 @@ def deepspeed_maker(kind: str, folder: Path, build: OptimizerBuilder) -> cases.M
     from rlhf_core.training.engine.deepspeed import DeepSpeedEngine
 
     launch = LaunchConfig(engine="deepspeed", deepspeed=f"zero{kind}.json")
-    return lambda model, config, name: DeepSpeedEngine(model, config, 9, name, None, launch, folder, build)
+    return lambda model, config, name: DeepSpeedEngine(
+        model, config, 9, name, None, launch, folder, build
+    )
 
 
 def with_adam(folder: Path, key: str, make: cases.MakeEngine, root: Path) -> None:
-    """Steps with Adam, a bad one among them; the state; a fresh engine that goes on from the local engine's state; and
-    what is released in the end."""
+    """Steps with Adam, a bad one among them; the state; a fresh engine that goes on from the local
+    engine's state; and what is released in the end."""
     engine = make(make_tiny().policy, ADAM, "policy")
     norms = steps(engine, range(4))
     _, meta = engine.state()
@@ -212,11 +254,15 @@ def with_adam(folder: Path, key: str, make: cases.MakeEngine, root: Path) -> Non
     released = second.release()
     if distributed.is_rank_zero():
         weights = {name: p.detach() for name, p in released.named_parameters()}
-        cases.write_result(folder, f"end-{key}", weights | {"inside": inside, "released": logits(released)}, {})
+        cases.write_result(
+            folder, f"end-{key}", weights | {"inside": inside, "released": logits(released)}, {}
+        )
 
 
 def with_going_back(make: cases.MakeEngine) -> None:
-    """A state from before the first step, and one from after it, restored amid a step: nothing of later is left."""
+    """A state from before the first step, and one from after it, restored amid a step: nothing of
+    later is left.
+    """
     engine = make(make_tiny().policy, ADAM, "policy")
     states = [saved(engine)]
     steps(engine, range(1))
@@ -245,7 +291,9 @@ def steps(engine: Engine, numbers: range) -> dict[str, float]:
         for index in range(2):
             rows = cases.tokens(2 * step + index, 12)
             batch = torch.tensor(rows).view(2, 6)
-            loss = engine.forward(lambda batch=batch: engine.model(input_ids=batch).logits.square().mean())
+            loss = engine.forward(
+                lambda batch=batch: engine.model(input_ids=batch).logits.square().mean()
+            )
             bad = step == 2 and index == 0 and distributed.rank() == distributed.world_size() - 1
             engine.backward(loss * (math.nan if bad else 0.5 / distributed.world_size()))
         result = engine.step()
@@ -255,7 +303,9 @@ def steps(engine: Engine, numbers: range) -> dict[str, float]:
 
 
 def with_release(make: cases.MakeEngine) -> None:
-    """Nothing is left of an engine but the model that it returns, although others hold engine and model."""
+    """Nothing is left of an engine but the model that it returns, although others hold engine and
+    model.
+    """
     before = live_bytes()
     model = make_tiny().policy
     weights = sum(parameter.nbytes for parameter in model.parameters())
@@ -296,7 +346,9 @@ def zero_section(kind: str) -> dict[str, Any]:
 
 
 class Results:
-    """What groups of ranks found, each group made when it is first asked for; ``plain`` is plain torch's."""
+    """What groups of ranks found, each group made when it is first asked for; ``plain`` is plain
+    torch's.
+    """
 
     def __init__(self, root: Path, stored: Path) -> None:
         self.root, self.stored, self.plain = root, stored, root / "1"
@@ -317,7 +369,9 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> Results:
     """Results by number of ranks and kind of ZeRO."""
     root = tmp_path_factory.mktemp("deepspeed")
     for kind in KINDS:
-        (root / f"zero{kind}.json").write_text(json.dumps({"zero_optimization": zero_section(kind)}))
+        (root / f"zero{kind}.json").write_text(
+            json.dumps({"zero_optimization": zero_section(kind)})
+        )
     stored = root / "experience.safetensors"
     cases.save_experience(stored, cases.rollout(make_tiny()))
     (root / "1").mkdir()
@@ -325,8 +379,12 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> Results:
         before = cases.start(case)
         for kind, (lr, count) in cases.KINDS.items():
             engines, figures = cases.train(case, cases.local, lr, count, stored)
-            cases.write_result(root / "1", f"{case}-{kind}", cases.changes(engines, before), figures)
-    with_adam(root / "1", "local", lambda model, config, name: LocalEngine(model, config, 9, name), root)
+            cases.write_result(
+                root / "1", f"{case}-{kind}", cases.changes(engines, before), figures
+            )
+    with_adam(
+        root / "1", "local", lambda model, config, name: LocalEngine(model, config, 9, name), root
+    )
     plain = make_tiny().policy
     engine = LocalEngine(plain, cases.optimizer(0.1), 9, build=cases.sgd)
     steps(engine, range(2))
@@ -335,7 +393,9 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> Results:
     return Results(root, stored)
 
 
-def assert_close(plain: dict[str, Tensor], sharded: dict[str, Tensor], rtol: float, atol: float) -> None:
+def assert_close(
+    plain: dict[str, Tensor], sharded: dict[str, Tensor], rtol: float, atol: float
+) -> None:
     assert plain.keys() <= sharded.keys()
     for name, tensor in plain.items():
         assert torch.allclose(tensor, sharded[name], rtol=rtol, atol=atol), name
@@ -349,8 +409,12 @@ def test_zero_agrees_with_plain_torch(case: str, stage: int, size: int, found: R
         plain, figures = cases.read_result(found.plain, f"{case}-{kind}")
         sharded, others = cases.read_result(found(size, stage), f"{case}-{kind}-{stage}")
         assert cases.distance(plain, sharded) < 1e-5, kind
-        compared = {name: value for name, value in figures.items() if kind == "updates" or name == "loss"}
-        assert {name: others[name] for name in compared} == pytest.approx(compared, rel=1e-4, abs=1e-6)
+        compared = {
+            name: value for name, value in figures.items() if kind == "updates" or name == "loss"
+        }
+        assert {name: others[name] for name in compared} == pytest.approx(
+            compared, rel=1e-4, abs=1e-6
+        )
 
 
 @pytest.mark.parametrize("stage", left_to_test_all(STAGES[:3]))
@@ -377,7 +441,9 @@ def test_states_are_the_same_whatever_wrote_them(kind: str, size: int, found: Re
 
 @pytest.mark.parametrize("size", RANKS)
 @pytest.mark.parametrize("kind", left_to_test_all(KINDS))
-def test_a_run_goes_on_from_a_local_state_and_releases_a_plain_model(kind: str, size: int, found: Results) -> None:
+def test_a_run_goes_on_from_a_local_state_and_releases_a_plain_model(
+    kind: str, size: int, found: Results
+) -> None:
     plain, _ = cases.read_result(found.plain, "end-local")
     sharded, _ = cases.read_result(found(size, kind), f"end-{kind}")
     assert torch.equal(sharded["inside"], sharded["released"])
@@ -409,10 +475,14 @@ def test_recomputed_activations_give_the_same_weights(size: int, found: Results)
 @pytest.mark.parametrize("size", RANKS)
 @pytest.mark.parametrize("stage", left_to_test_all(STAGES))
 @pytest.mark.parametrize("kind", ADAPTERS)
-def test_adapters_are_trained_switched_off_and_merged_alike(kind: str, stage: int, size: int, found: Results) -> None:
+def test_adapters_are_trained_switched_off_and_merged_alike(
+    kind: str, stage: int, size: int, found: Results
+) -> None:
     plain, _ = cases.read_result(found.plain, f"adapters-{kind}-local")
     sharded, _ = cases.read_result(found(size, stage), f"adapters-{kind}-{stage}")
-    assert torch.allclose(plain["reference"], plain["before"]) and not torch.allclose(plain["inside"], plain["before"])
+    assert torch.allclose(plain["reference"], plain["before"]) and not torch.allclose(
+        plain["inside"], plain["before"]
+    )
     assert_close(plain, sharded, 1e-4, 1e-5)
     assert torch.allclose(sharded["released"], sharded["inside"], atol=1e-5)
 
@@ -434,7 +504,9 @@ def test_nothing_is_compiled_for_a_cpu(found: Results) -> None:
 def test_the_files_in_infra_hold_the_defaults_and_nothing_of_the_engine_s_own(name: str) -> None:
     launch = LaunchConfig(engine="deepspeed", deepspeed=f"infra/deepspeed/{name}.json")
     config = zero_config(launch, torch.bfloat16, 1.0, ROOT)
-    defaults = zero_config(LaunchConfig(engine="deepspeed", zero=int(name[4])), torch.bfloat16, 1.0, ROOT)
+    defaults = zero_config(
+        LaunchConfig(engine="deepspeed", zero=int(name[4])), torch.bfloat16, 1.0, ROOT
+    )
     assert defaults["zero_optimization"].items() <= config["zero_optimization"].items()
     assert config["zero_optimization"]["overlap_comm"]
     assert config["zero_optimization"]["stage"] == int(name[4])
@@ -445,12 +517,22 @@ def test_the_files_in_infra_hold_the_defaults_and_nothing_of_the_engine_s_own(na
 @pytest.mark.parametrize(
     ("content", "reason"),
     [
-        ({"train_batch_size": 8, "fp16": {"enabled": True}}, r"train_batch_size, fp16.*leave them out"),
-        ({"zero_optimization": {"stage": 1, "overlap_comm": True}}, r"mine.json sets overlap_comm with ZeRO stage 1"),
+        (
+            {"train_batch_size": 8, "fp16": {"enabled": True}},
+            r"train_batch_size, fp16.*leave them out",
+        ),
+        (
+            {"zero_optimization": {"stage": 1, "overlap_comm": True}},
+            r"mine.json sets overlap_comm with ZeRO stage 1",
+        ),
         ({"zero_optimization": {"stage": 0}}, "no float32 master weights"),
     ],
 )
-def test_a_file_that_the_engine_cannot_keep_to_is_refused(content: Any, reason: str, tmp_path: Path) -> None:
+def test_a_file_that_the_engine_cannot_keep_to_is_refused(
+    content: Any, reason: str, tmp_path: Path
+) -> None:
     (tmp_path / "mine.json").write_text(json.dumps(content))
     with pytest.raises(ConfigError, match=reason):
-        zero_config(LaunchConfig(engine="deepspeed", deepspeed="mine.json"), torch.bfloat16, None, tmp_path)
+        zero_config(
+            LaunchConfig(engine="deepspeed", deepspeed="mine.json"), torch.bfloat16, None, tmp_path
+        )

@@ -1,4 +1,6 @@
-"""A stage that starts its own ranks: the outcome, a rank or a build that dies, and resuming with other ranks."""
+"""A stage that starts its own ranks: the outcome, a rank or a build that dies, and resuming with
+other ranks.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +38,9 @@ def workspace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def results(workspace: Path) -> tuple[dict[str, torch.Tensor], list[dict[str, float]], dict[str, float]]:
+def results(
+    workspace: Path,
+) -> tuple[dict[str, torch.Tensor], list[dict[str, float]], dict[str, float]]:
     """Weights, history and metrics of the finished stage."""
     metrics = json.loads((workspace / "metrics/sft.json").read_text())
     return (
@@ -79,7 +83,9 @@ def test_one_of_two_ranks_dies_one_process_goes_on_and_two_ranks_finish(
     assert raised.value.exit_code == 1
     outcome = json.loads((workspace / ".rlhf/outcomes/sft.json").read_text())
     assert outcome["exit_code"] == 1 and "rank 1 of 2" in outcome["message"]
-    assert [path.name for path in workspace.glob("work/sft/*/checkpoints/step-*")] == ["step-000003"]
+    assert [path.name for path in workspace.glob("work/sft/*/checkpoints/step-*")] == [
+        "step-000003"
+    ]
     assert not (workspace / "models/sft").exists()
 
     # One process goes on, until it is interrupted; two ranks finish.
@@ -93,17 +99,25 @@ def test_one_of_two_ranks_dies_one_process_goes_on_and_two_ranks_finish(
     (workspace / "params.yaml").write_text(tiny.PARAMS + TWO)
     run_stage("sft", workspace)
     assert_same(workspace, alone)
-    assert len([path for path in (workspace / ".rlhf/tokens").iterdir() if path.is_dir()]) == 2, "train and validation"
+    assert len([path for path in (workspace / ".rlhf/tokens").iterdir() if path.is_dir()]) == 2, (
+        "train and validation"
+    )
     # A rank that is stopped while it writes its outcome leaves a hidden part.
-    assert sorted(path.name for path in (workspace / ".rlhf/outcomes").glob("[!.]*")) == ["sft.json"]
+    assert sorted(path.name for path in (workspace / ".rlhf/outcomes").glob("[!.]*")) == [
+        "sft.json"
+    ]
 
 
 @pytest.mark.slow
-def test_ranks_that_lose_their_place_stop_at_the_same_step(workspace: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ranks_that_lose_their_place_stop_at_the_same_step(
+    workspace: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     before = set(psutil.Process().children())
     (workspace / "params.yaml").write_text(tiny.PARAMS + TWO)
     monkeypatch.setattr(launcher, "RANK", (FAULTY_RANK, "stopped"))
-    with pytest.raises(RlhfError, match="sft made step 6 of 8 and was stopped there by SIGTERM") as raised:
+    with pytest.raises(
+        RlhfError, match="sft made step 6 of 8 and was stopped there by SIGTERM"
+    ) as raised:
         run_stage("sft", workspace)
     assert raised.value.exit_code == EXIT_PREEMPTED
     outcome = json.loads((workspace / ".rlhf/outcomes/sft.json").read_text())
@@ -120,11 +134,23 @@ def test_ranks_that_lose_their_place_stop_at_the_same_step(workspace: Path, monk
         ("compute: {launch: {sft: {zero: 2}}}", "set engine to deepspeed"),
         ("compute: {launch: {sft: {frozen: sharded}}}", "set engine to deepspeed"),
         ("compute: {launch: {ppo: {engine: deepspeed, offload: parameters}}}", "needs zero 3"),
-        ("compute: {launch: {ppo: {engine: deepspeed, zero: 0, offload: optimizer}}}", "zero 1 or more"),
-        ("compute: {launch: {ppo: {engine: deepspeed, zero: 3, deepspeed: x.json}}}", "leave out zero"),
+        (
+            "compute: {launch: {ppo: {engine: deepspeed, zero: 0, offload: optimizer}}}",
+            "zero 1 or more",
+        ),
+        (
+            "compute: {launch: {ppo: {engine: deepspeed, zero: 3, deepspeed: x.json}}}",
+            "leave out zero",
+        ),
         ("compute: {launch: {evaluate: {processes: 2, frozen: offload}}}", "frozen to sharded"),
-        ("compute: {launch: {ppo: {engine: deepspeed}}}\nppo: {gradient_norm: joint}", "gradient_norm joint"),
-        ("compute: {launch: {ppo: {engine: deepspeed}}}\nppo: {critic_mode: shared}", "engine local alone"),
+        (
+            "compute: {launch: {ppo: {engine: deepspeed}}}\nppo: {gradient_norm: joint}",
+            "gradient_norm joint",
+        ),
+        (
+            "compute: {launch: {ppo: {engine: deepspeed}}}\nppo: {critic_mode: shared}",
+            "engine local alone",
+        ),
         ("ppo: {critic_mode: shared, critic_lora: {rank: 2}}", "set critic_lora to null"),
         ("ppo: {critic_mode: shared}\ncritic: {lora: {rank: 2}}", "leave critic.lora out"),
         (
@@ -144,7 +170,9 @@ def test_old_locks_are_removed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
-    old, new, other = (tmp_path / "py" / name for name in ("old/lock", "new/lock", "old/build.ninja"))
+    old, new, other = (
+        tmp_path / "py" / name for name in ("old/lock", "new/lock", "old/build.ninja")
+    )
     for file in (old, new, other):
         file.parent.mkdir(parents=True, exist_ok=True)
         file.touch()
@@ -159,6 +187,8 @@ def test_old_locks_are_removed(
     assert said == [f"removed {old}, which a build that was killed 60 minutes ago left behind"]
 
 
-def test_without_an_extension_folder_nothing_happens(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_an_extension_folder_nothing_happens(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path / "none"))
     remove_stale_build_locks()

@@ -1,4 +1,6 @@
-"""What needs no second rank: recomputed activations, skeletons, engines by settings, float32 masters, exact resume."""
+"""What needs no second rank: recomputed activations, skeletons, engines by settings, float32
+masters, exact resume.
+"""
 
 from __future__ import annotations
 
@@ -39,7 +41,9 @@ def test_layers_recompute_in_evaluation_mode_and_change_no_gradient() -> None:
         engine = build_engine(model, cases.optimizer(0.1), 1, "policy", launched(launch))
         count: list[int] = []
         model.model.layers[0].mlp.register_forward_pre_hook(lambda *_, count=count: count.append(1))
-        engine.backward(engine.forward(lambda model=model: model(input_ids=ids).logits.square().mean()))
+        engine.backward(
+            engine.forward(lambda model=model: model(input_ids=ids).logits.square().mean())
+        )
         gradients.append([p.grad for p in model.parameters()])
         calls.append(len(count))
         assert not any(module.training for module in model.modules())
@@ -68,7 +72,9 @@ def test_a_skeleton_holds_no_weights_until_it_is_filled_and_keeps_ties() -> None
 def test_weights_of_another_shape_do_not_fill_a_skeleton() -> None:
     model = nn.Linear(2, 3)
     with pytest.raises(ModelError, match=r"weight.*\(3, 2\)"):
-        Skeleton(model).filled({"weight": torch.empty(0), "bias": torch.zeros(3)}, torch.device("cpu"))
+        Skeleton(model).filled(
+            {"weight": torch.empty(0), "bias": torch.zeros(3)}, torch.device("cpu")
+        )
 
 
 def test_without_settings_the_engine_is_local_and_hands_back_its_model() -> None:
@@ -79,14 +85,19 @@ def test_without_settings_the_engine_is_local_and_hands_back_its_model() -> None
     assert FrozenModels().place(model) is model
 
 
-def test_offloaded_weights_wait_on_the_cpu_and_are_never_copied_back(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_offloaded_weights_wait_on_the_cpu_and_are_never_copied_back(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     frozen = FrozenModels(LaunchConfig(frozen="offload"))
     model = frozen.place(make_tiny().reference)
     held = {id(tensor) for tensor in (*model.parameters(), *model.buffers())}
     assert {id(tensor) for _, _, tensor in frozen.waiting} == held
 
     def places() -> dict[str, int]:
-        return {name: tensor.data_ptr() for name, tensor in (*model.named_parameters(), *model.named_buffers())}
+        return {
+            name: tensor.data_ptr()
+            for name, tensor in (*model.named_parameters(), *model.named_buffers())
+        }
 
     before = places()
     monkeypatch.setattr(distributed, "device", lambda: torch.device("meta"))
@@ -157,7 +168,9 @@ def steps(engine: LocalEngine, numbers: range) -> None:
 
 
 def test_steps_that_would_round_to_nothing_add_up_in_the_masters() -> None:
-    """AdamW at 5e-7 never moves a bfloat16 weight. Its master moves by 5e-7 a step, and in the end the weight does."""
+    """AdamW at 5e-7 never moves a bfloat16 weight. Its master moves by 5e-7 a step, and in the end
+    the weight does.
+    """
     alone, engine = layer(), LocalEngine(layer(), PAPER, 4000)
     adamw, before = build_adamw(alone, PAPER), alone.weight.detach().clone()
     for _ in range(600):
@@ -169,13 +182,21 @@ def test_steps_that_would_round_to_nothing_add_up_in_the_masters() -> None:
         engine.step()
     (master,) = engine.masters.copies.values()
     assert master.dtype == torch.float32 and engine.model.weight.dtype == torch.bfloat16
-    torch.testing.assert_close(before.float() - master, torch.full_like(master, 10 * 5e-7), rtol=0.02, atol=0)
-    assert torch.equal(engine.model.weight, before)  # half the distance to the next value is 3e-5 or more
+    torch.testing.assert_close(
+        before.float() - master, torch.full_like(master, 10 * 5e-7), rtol=0.02, atol=0
+    )
+    assert torch.equal(
+        engine.model.weight, before
+    )  # half the distance to the next value is 3e-5 or more
     for _ in range(590):
         engine.backward(engine.model.weight.sum())
         engine.step()
-    torch.testing.assert_close(before.float() - master, torch.full_like(master, 600 * 5e-7), rtol=0.02, atol=0)
-    assert torch.equal(engine.model.weight, master.bfloat16()) and bool((engine.model.weight != before).all())
+    torch.testing.assert_close(
+        before.float() - master, torch.full_like(master, 600 * 5e-7), rtol=0.02, atol=0
+    )
+    assert torch.equal(engine.model.weight, master.bfloat16()) and bool(
+        (engine.model.weight != before).all()
+    )
 
 
 def test_gradients_of_micro_batches_are_added_up_in_float32() -> None:
@@ -185,7 +206,10 @@ def test_gradients_of_micro_batches_are_added_up_in_float32() -> None:
     for _ in range(16):
         engine.backward(engine.model.weight.sum() / 512)
     (master,) = engine.masters.copies.values()
-    assert torch.equal(master.grad, torch.full_like(master, 1 + 16 / 512)) and engine.model.weight.grad is None
+    assert (
+        torch.equal(master.grad, torch.full_like(master, 1 + 16 / 512))
+        and engine.model.weight.grad is None
+    )
     assert engine.grad_norm() == pytest.approx((1 + 16 / 512) * 5040**0.5, rel=1e-5)
 
 
@@ -239,10 +263,14 @@ def test_whatever_is_trained_is_updated_in_float32(kind: str) -> None:
         case "shared":
             model = ActorCritic.with_head_of(scalar, tiny.policy)
     engine = LocalEngine(model, PAPER, 10)
-    assert {p.dtype for group in engine.optimizer.param_groups for p in group["params"]} == {torch.float32}
+    assert {p.dtype for group in engine.optimizer.param_groups for p in group["params"]} == {
+        torch.float32
+    }
     engine.backward(sum(p.float().sum() for p in model.parameters() if p.requires_grad))  # type: ignore[arg-type]
     engine.step()
-    assert {slot.dtype for state in engine.optimizer.state.values() for slot in state.values()} == {torch.float32}
+    assert {slot.dtype for state in engine.optimizer.state.values() for slot in state.values()} == {
+        torch.float32
+    }
 
 
 def test_adapters_are_float32_on_a_bfloat16_model() -> None:
@@ -251,7 +279,11 @@ def test_adapters_are_float32_on_a_bfloat16_model() -> None:
     before = policy(input_ids=IDS).logits
     add_adapters(policy, LoraConfig(rank=2, alpha=4), 1)
     assert {p.dtype for p in policy.parameters() if p.requires_grad} == {torch.float32}
-    assert {p.dtype for p in policy.parameters() if not p.requires_grad} == {torch.bfloat16} == {policy.dtype}
+    assert (
+        {p.dtype for p in policy.parameters() if not p.requires_grad}
+        == {torch.bfloat16}
+        == {policy.dtype}
+    )
     assert torch.equal(policy(input_ids=IDS).logits, before)
     layer = policy.model.layers[0].self_attn.q_proj
     with torch.no_grad():
@@ -260,4 +292,6 @@ def test_adapters_are_float32_on_a_bfloat16_model() -> None:
     assert delta.dtype == torch.float32 and bool(delta.any())
     merge_adapters(policy)
     assert {p.dtype for p in policy.parameters()} == {torch.bfloat16}
-    torch.testing.assert_close(policy.model.layers[0].self_attn.q_proj.weight, (weight + delta).bfloat16())
+    torch.testing.assert_close(
+        policy.model.layers[0].self_attn.q_proj.weight, (weight + delta).bfloat16()
+    )

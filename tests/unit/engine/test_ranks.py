@@ -35,13 +35,17 @@ def everything(folder: Path, stored: Path) -> None:
     experience = cases.rollout(make_tiny())
     if distributed.is_rank_zero():
         cases.save_experience(folder / "rollout.safetensors", experience)
-    (folder / f"few-{distributed.rank()}.txt").write_text(str(cases.rollout(make_tiny(), range(1)).tokens.tolist()))
+    (folder / f"few-{distributed.rank()}.txt").write_text(
+        str(cases.rollout(make_tiny(), range(1)).tokens.tolist())
+    )
     check_collectives()
     check_waits_of_a_step()
 
 
 def check_waits_of_a_step() -> None:
-    """However many passes a step has, it waits for the device and for the other ranks once, in its end."""
+    """However many passes a step has, it waits for the device and for the other ranks once, in its
+    end.
+    """
     model = make_tiny().policy
     engine = cases.local(model, cases.optimizer(0.1), "policy")
     trained = sum(parameter.numel() for parameter in model.parameters())
@@ -49,8 +53,12 @@ def check_waits_of_a_step() -> None:
         with counted_reads() as read, counted_reductions() as reduced:
             for index in range(3):
                 batch = torch.tensor(cases.tokens(index, 12)).view(2, 6)
-                loss = engine.forward(lambda batch=batch: model(input_ids=batch).logits.square().mean())
-                nonfinite = bad and index == 0 and distributed.rank() == distributed.world_size() - 1
+                loss = engine.forward(
+                    lambda batch=batch: model(input_ids=batch).logits.square().mean()
+                )
+                nonfinite = (
+                    bad and index == 0 and distributed.rank() == distributed.world_size() - 1
+                )
                 engine.backward(loss * (math.nan if nonfinite else 1.0))
         assert read.names == reduced.names == []
         with counted_reads() as read, counted_reductions() as reduced:
@@ -69,9 +77,15 @@ def check_collectives() -> None:
         largest = distributed.reduce_metrics({"_max": math.nan if rank == broken else 1.0})["_max"]
         assert math.isnan(largest), f"rank {rank} does not see that rank {broken} has no number"
     # Several to a bucket, one that fills it alone, and another type.
-    shapes = [((2, 3), torch.float32), ((), torch.float32), ((300_000,), torch.float32), ((4,), torch.float64)]
+    shapes = [
+        ((2, 3), torch.float32),
+        ((), torch.float32),
+        ((300_000,), torch.float32),
+        ((4,), torch.float64),
+    ]
     sums = [
-        torch.full(shape, float(10**position + rank), dtype=dtype) for position, (shape, dtype) in enumerate(shapes)
+        torch.full(shape, float(10**position + rank), dtype=dtype)
+        for position, (shape, dtype) in enumerate(shapes)
     ]
     distributed.BUCKET_BYTES = 1_000_000
     distributed.all_reduce_sums(sums)
@@ -82,7 +96,11 @@ def check_collectives() -> None:
     assert distributed.any_rank(rank == size - 1) and not distributed.any_rank(False)
     sent = {"pi": math.pi, "nan": math.nan, "list": [1, None, "é"]}
     received = distributed.broadcast_from_rank0(sent if rank == 0 else None)
-    assert received["pi"] == math.pi and math.isnan(received["nan"]) and received["list"] == [1, None, "é"]
+    assert (
+        received["pi"] == math.pi
+        and math.isnan(received["nan"])
+        and received["list"] == [1, None, "é"]
+    )
     assert distributed.gather_items(distributed.shard_for_rank([{"n": i} for i in range(5)])) == [
         {"n": i} for i in range(5)
     ]
@@ -120,12 +138,16 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> Results:
 @pytest.mark.parametrize("kind", cases.KINDS)
 @pytest.mark.parametrize("case", cases.CASES)
 def test_ranks_agree_with_one_process(case: str, kind: str, size: int, found: Results) -> None:
-    (alone, figures), (together, shared) = (cases.read_result(found[n], f"{case}-{kind}") for n in (1, size))
+    (alone, figures), (together, shared) = (
+        cases.read_result(found[n], f"{case}-{kind}") for n in (1, size)
+    )
     assert cases.distance(alone, together) < 1e-5
     # Every logged figure is that of the whole batch.
     assert shared.keys() == figures.keys()
     # Gradients of 1e4 ruin the weights that are evaluated after the step.
-    compared = {name: value for name, value in figures.items() if kind == "updates" or name == "loss"}
+    compared = {
+        name: value for name, value in figures.items() if kind == "updates" or name == "loss"
+    }
     assert {name: shared[name] for name in compared} == pytest.approx(compared, rel=1e-4, abs=1e-6)
 
 
@@ -143,7 +165,9 @@ def test_rollouts_are_the_same_samples(size: int, found: Results) -> None:
 @pytest.mark.parametrize("size", RANKS)
 def test_fewer_prompts_than_ranks(size: int, found: Results) -> None:
     expected = (found[1] / "few-0.txt").read_text()
-    assert [(found[size] / f"few-{rank}.txt").read_text() for rank in range(size)] == [expected] * size
+    assert [(found[size] / f"few-{rank}.txt").read_text() for rank in range(size)] == [
+        expected
+    ] * size
 
 
 def test_moments_take_in_the_rewards_of_all_ranks(found: Results) -> None:
@@ -154,7 +178,9 @@ def test_moments_take_in_the_rewards_of_all_ranks(found: Results) -> None:
     assert together.to_dict() == pytest.approx(alone.to_dict(), rel=1e-6)
 
 
-def on_each_rank(share: Callable[..., Any], rows: int, size: int, ranks: int) -> list[list[tuple[list[int], float]]]:
+def on_each_rank(
+    share: Callable[..., Any], rows: int, size: int, ranks: int
+) -> list[list[tuple[list[int], float]]]:
     """The passes of each rank over ``rows`` rows."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(distributed, "world_size", lambda: ranks)
@@ -166,7 +192,9 @@ def on_each_rank(share: Callable[..., Any], rows: int, size: int, ranks: int) ->
 
 
 @given(st.integers(1, 40), st.integers(1, 7), st.integers(1, 9))
-def test_every_row_is_computed_once_and_all_ranks_make_as_many_passes(rows: int, size: int, ranks: int) -> None:
+def test_every_row_is_computed_once_and_all_ranks_make_as_many_passes(
+    rows: int, size: int, ranks: int
+) -> None:
     shared = on_each_rank(sharding.passes, rows, size, ranks)
     assert all(1 <= len(part) <= size for parts in shared for part, _ in parts)
     seen = [row for parts in shared for part, weight in parts if weight for row in part]

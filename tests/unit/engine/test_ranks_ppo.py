@@ -37,8 +37,8 @@ def everything(folder: Path) -> None:
 
 
 def with_rollback(folder: Path) -> None:
-    """A run that is stopped behind its first rollback, goes on in new folders of all ranks but the first, and goes back
-    again."""
+    """A run that is stopped behind its first rollback, goes on in new folders of all ranks but the
+    first, and goes back again."""
     first = distributed.is_rank_zero()
     told: list[Any] = []
     for life, after in enumerate((3, 6)):
@@ -50,7 +50,14 @@ def with_rollback(folder: Path) -> None:
         trainer.run()
         rates = [engine.lr_factor for engine in trainer.learner.pair.engines.values()]
         journal = trainer.checkpoints.journal
-        told.append([trainer.done, [entry.record() for entry in journal.entries], rates, health_of(trainer).findings])
+        told.append(
+            [
+                trainer.done,
+                [entry.record() for entry in journal.entries],
+                rates,
+                health_of(trainer).findings,
+            ]
+        )
     (folder / f"rollback-{distributed.rank()}.json").write_text(json.dumps(told))
     weights = trainer.learner.pair.policy_weights()
     cases.write_result(folder, "rollback", weights, {"kl": 0.0})
@@ -61,7 +68,10 @@ def with_rollback(folder: Path) -> None:
 
 def with_budget(folder: Path) -> None:
     """Scoring and two updates in micro-batches by a budget of tokens, in chunks of logits."""
-    tiny, config = make_tiny(), make_config(minibatches=2, micro_batch_tokens=24, ptx={"weight": 0.0})
+    tiny, config = (
+        make_tiny(),
+        make_config(minibatches=2, micro_batch_tokens=24, ptx={"weight": 0.0}),
+    )
     learner = make_learner(tiny, config, logits_bytes=cases.FEW_LOGITS)
     experience = cases.rollout(tiny, pair=learner.pair)
     figures = update(learner, experience, 0.1, 0).metrics
@@ -89,27 +99,43 @@ def without_critic(folder: Path) -> None:
     """Two iterations on groups of four replies, of which no share of two ranks is one."""
     tiny = make_tiny()
     free = {"advantage": {"estimator": "rloo"}, "replies_per_prompt": 4}
-    config = make_config(iterations=2, micro_batch_size=2, ptx={"weight": 0.3, "batch_size": 1}, **free)
+    config = make_config(
+        iterations=2, micro_batch_size=2, ptx={"weight": 0.3, "batch_size": 1}, **free
+    )
     work = folder / "free" if distributed.is_rank_zero() else folder / f"free-{distributed.rank()}"
     trainer = make_trainer(tiny, config, work)
     records = [trainer.iterate() for _ in range(2)]
     advantages = [record.experience.advantages[:, 0].tolist() for record in records]
     (folder / f"advantages-{distributed.rank()}.json").write_text(json.dumps(advantages))
-    cases.write_result(folder, "free", trainer.learner.pair.policy_weights(), {"kl": records[-1].metrics["kl"]})
+    cases.write_result(
+        folder, "free", trainer.learner.pair.policy_weights(), {"kl": records[-1].metrics["kl"]}
+    )
 
 
-RATIO = {"a_row": {"batch_size": 8}, "rows": {"batch_size": 18}, "tokens": {"batch_size": 18, "micro_batch_tokens": 24}}
+RATIO = {
+    "a_row": {"batch_size": 8},
+    "rows": {"batch_size": 18},
+    "tokens": {"batch_size": 18, "micro_batch_tokens": 24},
+}
 
 
 def with_ratio_to_the_sampler(folder: Path) -> None:
-    """Two iterations whose policy scores one reply or three, of which no share of two ranks is even."""
+    """Two iterations whose policy scores one reply or three, of which no share of two ranks is
+    even.
+    """
     for name, changes in RATIO.items():
         mode = {"importance_sampling_correction": {"mode": "ratio"}, "ptx": {"weight": 0.0}}
         limits = {} if name == "tokens" else {"micro_batch_size": 2, "micro_batch_tokens": None}
-        work = folder / name if distributed.is_rank_zero() else folder / f"{name}-{distributed.rank()}"
-        trainer = make_trainer(make_tiny(), make_config(iterations=2, **changes, **limits, **mode), work)
+        work = (
+            folder / name if distributed.is_rank_zero() else folder / f"{name}-{distributed.rank()}"
+        )
+        trainer = make_trainer(
+            make_tiny(), make_config(iterations=2, **changes, **limits, **mode), work
+        )
         figures = [trainer.iterate().metrics for _ in range(2)][-1]
-        figures = {key: value for key, value in figures.items() if not key.startswith("padding_share")}
+        figures = {
+            key: value for key, value in figures.items() if not key.startswith("padding_share")
+        }
         cases.write_result(folder, name, trainer.learner.pair.policy_weights(), figures)
 
 
@@ -128,7 +154,9 @@ class Counting:
 
 
 def with_sources(folder: Path) -> None:
-    """Replies whose first tokens are 10, 11, ..., scored by all ranks together, and one reply alone."""
+    """Replies whose first tokens are 10, 11, ..., scored by all ranks together, and one reply
+    alone.
+    """
     tokens = torch.stack([torch.arange(SIZE), torch.arange(10, 10 + SIZE)], dim=1)
     tokenizer: Any = None
     told = {}
@@ -138,7 +166,11 @@ def with_sources(folder: Path) -> None:
         source = Counting()
         shared = RankShared(source)
         rewards = shared.rewards(Replies(batch, PromptReader(TrainingPrompts([], [])), tokenizer))
-        told[str(count)] = {"rewards": rewards.tolist(), "metrics": shared.metrics, "asked": source.asked}
+        told[str(count)] = {
+            "rewards": rewards.tolist(),
+            "metrics": shared.metrics,
+            "asked": source.asked,
+        }
     (folder / f"sources-{distributed.rank()}.json").write_text(json.dumps(told))
 
 
@@ -155,7 +187,8 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[int, Path]:
 @pytest.mark.slow
 def test_two_ranks_roll_back_as_one_process_does(found: dict[int, Path]) -> None:
     alone, first, second = (
-        json.loads((found[size] / f"rollback-{rank}.json").read_text()) for size, rank in ((1, 0), (2, 0), (2, 1))
+        json.loads((found[size] / f"rollback-{rank}.json").read_text())
+        for size, rank in ((1, 0), (2, 0), (2, 1))
     )
     assert first == second
     decided = [[done, records, rates] for done, records, rates, _ in alone]
@@ -163,14 +196,23 @@ def test_two_ranks_roll_back_as_one_process_does(found: dict[int, Path]) -> None
     assert [len(records) for _, records, _ in decided] == [1, 2] and decided[1][2] == [0.25, 0.25]
 
 
-def test_what_two_ranks_record_and_learn_around_rollbacks_is_the_same(found: dict[int, Path]) -> None:
+def test_what_two_ranks_record_and_learn_around_rollbacks_is_the_same(
+    found: dict[int, Path],
+) -> None:
     rows, others = (
-        [json.loads(line) for line in (found[size] / "history.jsonl").read_text().splitlines()] for size in (1, 2)
+        [json.loads(line) for line in (found[size] / "history.jsonl").read_text().splitlines()]
+        for size in (1, 2)
     )
-    assert [row["iteration"] for row in others] == [row["iteration"] for row in rows] == list(range(1, 8))
+    assert (
+        [row["iteration"] for row in others]
+        == [row["iteration"] for row in rows]
+        == list(range(1, 8))
+    )
     assert [row.get("rollbacks") for row in others] == [row.get("rollbacks") for row in rows]
     for name in ("reward_mean", "kl", "policy_lr", "kl_coefficient"):
-        assert [row[name] for row in others] == pytest.approx([row[name] for row in rows], rel=1e-3, abs=1e-4), name
+        assert [row[name] for row in others] == pytest.approx(
+            [row[name] for row in rows], rel=1e-3, abs=1e-4
+        ), name
     kept, also = (json.loads((found[size] / "abandoned.json").read_text()) for size in (1, 2))
     assert [(row["rollback"], row["iteration"]) for row in also] == [
         (row["rollback"], row["iteration"]) for row in kept
@@ -180,7 +222,9 @@ def test_what_two_ranks_record_and_learn_around_rollbacks_is_the_same(found: dic
 
 
 @pytest.mark.parametrize("what", ["shared", "budget"])
-def test_a_shared_backbone_and_a_budget_of_tokens_learn_the_same(what: str, found: dict[int, Path]) -> None:
+def test_a_shared_backbone_and_a_budget_of_tokens_learn_the_same(
+    what: str, found: dict[int, Path]
+) -> None:
     (plain, figures), (together, others) = (cases.read_result(found[size], what) for size in (1, 2))
     assert cases.distance(plain, together) < 1e-4
     assert others == pytest.approx(figures, rel=1e-3, abs=1e-5)
@@ -188,7 +232,9 @@ def test_a_shared_backbone_and_a_budget_of_tokens_learn_the_same(what: str, foun
 
 
 @pytest.mark.parametrize("what", RATIO)
-def test_the_ratio_to_the_sampler_is_the_same_on_two_ranks(what: str, found: dict[int, Path]) -> None:
+def test_the_ratio_to_the_sampler_is_the_same_on_two_ranks(
+    what: str, found: dict[int, Path]
+) -> None:
     (plain, figures), (together, others) = (cases.read_result(found[size], what) for size in (1, 2))
     assert cases.distance(plain, together) < 1e-2
     assert others == pytest.approx(figures, rel=1e-3, abs=1e-4) and figures["entropy"] > 0
@@ -196,24 +242,44 @@ def test_the_ratio_to_the_sampler_is_the_same_on_two_ranks(what: str, found: dic
 
 def test_groups_of_replies_are_whole_on_every_rank(found: dict[int, Path]) -> None:
     alone, first, second = (
-        json.loads((found[size] / f"advantages-{rank}.json").read_text()) for size, rank in ((1, 0), (2, 0), (2, 1))
+        json.loads((found[size] / f"advantages-{rank}.json").read_text())
+        for size, rank in ((1, 0), (2, 0), (2, 1))
     )
     assert first == second
-    assert first[0] == pytest.approx(alone[0], abs=1e-5) and first[1] == pytest.approx(alone[1], abs=1e-2)
-    assert all(sum(rows[start : start + 4]) == pytest.approx(0.0, abs=1e-5) for rows in first for start in (0, 4))
-    (plain, figures), (together, others) = (cases.read_result(found[size], "free") for size in (1, 2))
-    assert cases.distance(plain, together) < 1e-2 and others["kl"] == pytest.approx(figures["kl"], rel=1e-3, abs=1e-4)
+    assert first[0] == pytest.approx(alone[0], abs=1e-5) and first[1] == pytest.approx(
+        alone[1], abs=1e-2
+    )
+    assert all(
+        sum(rows[start : start + 4]) == pytest.approx(0.0, abs=1e-5)
+        for rows in first
+        for start in (0, 4)
+    )
+    (plain, figures), (together, others) = (
+        cases.read_result(found[size], "free") for size in (1, 2)
+    )
+    assert cases.distance(plain, together) < 1e-2 and others["kl"] == pytest.approx(
+        figures["kl"], rel=1e-3, abs=1e-4
+    )
 
 
 def test_each_reply_is_scored_by_one_rank_and_known_to_all(found: dict[int, Path]) -> None:
-    first, second = (json.loads((found[2] / f"sources-{rank}.json").read_text())["7"] for rank in (0, 1))
+    first, second = (
+        json.loads((found[2] / f"sources-{rank}.json").read_text())["7"] for rank in (0, 1)
+    )
     alone = json.loads((found[1] / "sources-0.json").read_text())["7"]
-    assert first["rewards"] == second["rewards"] == alone["rewards"] == pytest.approx([(10 + i) / 3 for i in range(7)])
+    assert (
+        first["rewards"]
+        == second["rewards"]
+        == alone["rewards"]
+        == pytest.approx([(10 + i) / 3 for i in range(7)])
+    )
     assert first["metrics"] == second["metrics"] == pytest.approx(alone["metrics"])
     assert (first["asked"], second["asked"]) == ([10, 12, 14, 16], [11, 13, 15])
 
 
 def test_a_rank_without_replies_keeps_in_step(found: dict[int, Path]) -> None:
-    first, second = (json.loads((found[2] / f"sources-{rank}.json").read_text())["1"] for rank in (0, 1))
+    first, second = (
+        json.loads((found[2] / f"sources-{rank}.json").read_text())["1"] for rank in (0, 1)
+    )
     assert first["rewards"] == second["rewards"] == pytest.approx([10 / 3])
     assert first["metrics"] == second["metrics"] == {"even": 1.0}

@@ -1,5 +1,5 @@
-"""ZeRO 3 with replies from a server: PPO, its critic and the evaluation give the numbers of one process, and no rank
-holds a model whole."""
+"""ZeRO 3 with replies from a server: PPO, its critic and the evaluation give the numbers of one
+process, and no rank holds a model whole."""
 
 from __future__ import annotations
 
@@ -57,7 +57,9 @@ SHARDED = LaunchConfig(engine="deepspeed", deepspeed="zero3.json", frozen="shard
 
 
 class Elsewhere(Sampler):
-    """Samples with a copy of the weights that rank 0 hands over, as a server does; here each rank has one."""
+    """Samples with a copy of the weights that rank 0 hands over, as a server does; here each rank
+    has one.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -69,11 +71,19 @@ class Elsewhere(Sampler):
             weights = {n: w.tolist() for (n, _), w in zip(sent.described, sent, strict=True)}
         else:
             whole = policy.on_host() if hasattr(policy, "on_host") else policy
-            assert (whole is not None) == distributed.is_rank_zero() or distributed.world_size() == 1
-            weights = {n: t.tolist() for n, t in whole.state_dict().items()} if distributed.is_rank_zero() else {}
+            assert (
+                whole is not None
+            ) == distributed.is_rank_zero() or distributed.world_size() == 1
+            weights = (
+                {n: t.tolist() for n, t in whole.state_dict().items()}
+                if distributed.is_rank_zero()
+                else {}
+            )
         copy = AutoModelForCausalLM.from_config(policy.config).eval()
         told = distributed.broadcast_from_rank0(weights)
-        copy.load_state_dict({n: torch.tensor(v) for n, v in told.items()}, strict=False)  # tied weights come once
+        copy.load_state_dict(
+            {n: torch.tensor(v) for n, v in told.items()}, strict=False
+        )  # tied weights come once
         self.copy.sync(copy, version)
 
     def _ready(self, rows: int, steps: int) -> Any:
@@ -92,7 +102,10 @@ def train(folder: Path, models: Path, launch: LaunchConfig, what: str) -> None:
     """A critic, or a policy with the critic of one process; weights and history in ``folder``."""
     os.environ["TORCH_EXTENSIONS_DIR"] = str(models / "extensions")
     own = folder / f"{what}-{distributed.rank()}"
-    context, tokenizer = RunContext(own, launch=launch, folder=models), load_tokenizer(models / "sft")
+    context, tokenizer = (
+        RunContext(own, launch=launch, folder=models),
+        load_tokenizer(models / "sft"),
+    )
     config = rlhf.PpoConfig.model_validate(PPO)
     trained: Any = None
     with (
@@ -147,7 +160,9 @@ def gathered_together() -> Iterator[list[int]]:
 def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("models")
     tokenizer = train_tokenizer([question.text for question in QUESTIONS], 300)
-    shape = BaseConfig(vocab_size=300, hidden_size=32, intermediate_size=32, layers=2, heads=2, max_positions=128)
+    shape = BaseConfig(
+        vocab_size=300, hidden_size=32, intermediate_size=32, layers=2, heads=2, max_positions=128
+    )
     save_policy(root / "sft", new_model(shape, tokenizer, 1), tokenizer)
     save_policy(root / "policy", new_model(shape, tokenizer, 2), tokenizer)
     (root / "models").mkdir()
@@ -155,9 +170,15 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ScalarModel.from_causal_lm(root / "sft", seed).save(root / name, tokenizer)
     rows = [made_prompt(question.text, question.category) for question in QUESTIONS[:5]]
     write_rows(root / "clean" / "prompts" / "test.parquet", rows)
-    pairs = [Preference(str(i), rows[i].prompt, "yes" + " so" * i, "no", None, "", "", "") for i in range(5)]
+    pairs = [
+        Preference(str(i), rows[i].prompt, "yes" + " so" * i, "no", None, "", "", "")
+        for i in range(5)
+    ]
     write_rows(root / "clean" / "preferences" / "test.parquet", pairs)
-    texts = [PretrainText(str(i), f"the boat {i} is red{' and green' * i}.", "", "", "") for i in range(5)]
+    texts = [
+        PretrainText(str(i), f"the boat {i} is red{' and green' * i}.", "", "", "")
+        for i in range(5)
+    ]
     write_rows(root / "clean" / "pretrain" / "validation.parquet", texts)
     # However small a weight is, it is sharded.
     zero = {"stage": 3, "stage3_param_persistence_threshold": 0}
@@ -180,15 +201,23 @@ def test_ranks_that_hold_no_model_whole_train_what_one_process_does(
     what: str, models: Path, plain: Path, tmp_path: Path
 ) -> None:
     run_ranks(train, 2, tmp_path, models, SHARDED, what)
-    expected, found = (load_file(folder / what / "model.safetensors") for folder in (plain, tmp_path))
-    start = load_file(models / ("sft" if what == "policy" else "models/reward") / "model.safetensors")
+    expected, found = (
+        load_file(folder / what / "model.safetensors") for folder in (plain, tmp_path)
+    )
+    start = load_file(
+        models / ("sft" if what == "policy" else "models/reward") / "model.safetensors"
+    )
     assert expected.keys() == found.keys()
     for name in expected:
         torch.testing.assert_close(found[name], expected[name], rtol=1e-3, atol=1e-5)
     assert any(not torch.allclose(start[name], expected[name], atol=1e-3) for name in start)
     histories = (json.loads((folder / f"{what}.json").read_text()) for folder in (plain, tmp_path))
     for one, other in zip(*histories, strict=True):
-        same = {name: value for name, value in one.items() if isinstance(value, float) and "second" not in name}
+        same = {
+            name: value
+            for name, value in one.items()
+            if isinstance(value, float) and "second" not in name
+        }
         assert {name: other[name] for name in same} == pytest.approx(same, rel=1e-3, abs=1e-4)
     for rank in range(2):
         gathered = json.loads((tmp_path / f"{what}-{rank}" / "gathered.json").read_text())
@@ -196,11 +225,16 @@ def test_ranks_that_hold_no_model_whole_train_what_one_process_does(
 
 
 @pytest.mark.slow
-def test_ranks_that_hold_no_model_whole_evaluate_as_one_process_does(models: Path, tmp_path: Path) -> None:
+def test_ranks_that_hold_no_model_whole_evaluate_as_one_process_does(
+    models: Path, tmp_path: Path
+) -> None:
     (tmp_path / "plain").mkdir()
     train(tmp_path / "plain", models, LaunchConfig(), "evaluate")
     run_ranks(train, 2, tmp_path, models, SHARDED, "evaluate")
-    one, two = (json.loads((folder / "evaluate.json").read_text()) for folder in (tmp_path / "plain", tmp_path))
+    one, two = (
+        json.loads((folder / "evaluate.json").read_text())
+        for folder in (tmp_path / "plain", tmp_path)
+    )
     assert one["comparison"]["judge"]["prompts"] == 5 and one["kl"] != 0 and "best_of_n" in one
     assert dict(numbers(two)) == pytest.approx(dict(numbers(one)), rel=1e-4, abs=1e-5)
     for rank in range(2):

@@ -50,7 +50,9 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with ``sft``, ``policy`` (other weights), ``reward``, ``referee`` and ``judge``."""
     root = tmp_path_factory.mktemp("models")
     tokenizer = train_tokenizer([question.text for question in QUESTIONS], 300)
-    shape = BaseConfig(vocab_size=300, hidden_size=16, intermediate_size=32, layers=1, heads=2, max_positions=256)
+    shape = BaseConfig(
+        vocab_size=300, hidden_size=16, intermediate_size=32, layers=1, heads=2, max_positions=256
+    )
     for seed, name in enumerate(("sft", "policy"), start=1):
         save_policy(root / name, new_model(shape, tokenizer, seed), tokenizer)
     for seed, name in enumerate(("reward", "referee", "judge"), start=1):

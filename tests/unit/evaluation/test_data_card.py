@@ -44,7 +44,9 @@ KINDS: dict[str, Any] = {
 
 
 def written(folder: Path) -> tuple[str, str, str]:
-    """Write the card of four pairs, one of which begins as a test prompt does, and of two refused rows."""
+    """Write the card of four pairs, one of which begins as a test prompt does, and of two refused
+    rows.
+    """
     stored = set_of(
         preferences=[
             row("preferences", 0, "train", "Hello?") | {"category": "x"},
@@ -53,14 +55,20 @@ def written(folder: Path) -> tuple[str, str, str]:
             row("preferences", 3, "validation", "Bye?") | {"category": "x"},
         ]
     ).clean
-    refused = [("looks like an access key", json.dumps({"reply": KEY})), ("chosen is empty", MARKUP)]
+    refused = [
+        ("looks like an access key", json.dumps({"reply": KEY})),
+        ("chosen is empty", MARKUP),
+    ]
     unread = [
         RowFinding(READABLE, "preferences", reason, "a|b.jsonl", line, row=content)
         for line, (reason, content) in enumerate(refused, 5)
     ]
     write_table(folder / "refused.parquet", findings_table(unread, REFUSED_SCHEMA))
     origins = origins_of("a|b.jsonl", (1, 2, 3, 4))
-    stored = {kind: replace(rows, origins=origins if kind == "preferences" else None) for kind, rows in stored.items()}
+    stored = {
+        kind: replace(rows, origins=origins if kind == "preferences" else None)
+        for kind, rows in stored.items()
+    }
     raw = RawData(stored, folder / "refused.parquet")
     config, suites = ValidateConfig(), suites_of()
     with TemporaryDirectory() as columns:
@@ -71,7 +79,9 @@ def written(folder: Path) -> tuple[str, str, str]:
     findings.counts["preferences"] |= validated.agreement
     metrics = data_metrics(validated, statistics, findings.counts)
     manifest = {"source": "files", "kinds": KINDS}
-    sources = cards.CardSources(manifest, validated, findings, metrics, statistics, ["preferences.clean"])
+    sources = cards.CardSources(
+        manifest, validated, findings, metrics, statistics, ["preferences.clean"]
+    )
     cards.write_card(folder, cards.build_card(sources, config), findings.breaches)
     return tuple((folder / name).read_text() for name in ("card.md", "card.html", "release.md"))  # type: ignore[return-value]
 
@@ -94,18 +104,28 @@ def test_what_the_card_says(folder: Path, card: tuple[str, str, str]) -> None:
     assert "| demonstrations | derived from preferences |" in text
     assert "| no_prefix_leakage | warn | 1 |" in text
     # Of one test row; training row 1 of the file is named.
-    assert "| preferences | 1 | 1 | 1 |" in text and r"| no_prefix_leakage | preferences | a\|b.jsonl:1 |" in text
+    assert (
+        "| preferences | 1 | 1 | 1 |" in text
+        and r"| no_prefix_leakage | preferences | a\|b.jsonl:1 |" in text
+    )
     assert "2 categories, evenness 0.81" in text
     assert "No pair has more than one label" in text
     headings = [line for line in text.splitlines() if line.startswith("## ")]
     assert headings[0] == "## Sources" and headings[-2:] == ["## Similar rows", "## Refused rows"]
     assert [line for line in release.splitlines() if line.startswith("## ")] == headings[:-2]
     similar = text.split("## Similar rows")[1].split("##")[0]
-    assert r"| a\|b.jsonl:1 | Hello? " in similar and r"| a\|b.jsonl:2 | Hello? Hi. And? " in similar
+    assert (
+        r"| a\|b.jsonl:1 | Hello? " in similar and r"| a\|b.jsonl:2 | Hello? Hi. And? " in similar
+    )
     assert "Hello?" not in release and r"| a\|b.jsonl:2 |" in release
-    assert page.count("<h2>") == len(headings) and page.count("<svg") == len(["prompt", "chosen", "rejected"])
+    assert page.count("<h2>") == len(headings) and page.count("<svg") == len(
+        ["prompt", "chosen", "rejected"]
+    )
     assert '<th class="n">prompts</th>' in page and "<th>source</th>" in page
-    assert "|  | preferences | demonstrations | prompts | pretrain |\n|---|---:|---:|---:|---:|" in text
+    assert (
+        "|  | preferences | demonstrations | prompts | pretrain |\n|---|---:|---:|---:|---:|"
+        in text
+    )
     (prefix, *_) = pq.read_table(folder / "findings.parquet").to_pylist()
     found = tuple(prefix[name] for name in ("rule", "severity", "source", "position"))
     assert found == ("no_prefix_leakage", "warn", "a|b.jsonl", 1)
@@ -123,10 +143,20 @@ def test_one_of_a_thing_is_counted_as_one(tmp_path: Path) -> None:
     files = [{"source": "x", "format": "standard", "dropped": {"a tie": 1, "no label": 2}}]
     manifest = {"kinds": {"preferences": {"files": files}}}
     validated = Validated(RawData({}, tmp_path / "none"), Checkpoints(suites_of()))
-    sources = cards.CardSources(manifest, validated, SetFindings(), {"preferences": numbers}, {}, [])
-    notes = "\n".join(note for part in cards.build_card(sources, ValidateConfig()).sections for note in part.notes)
-    assert "1 pair has more than one label; 50.0% of these labels say what most do, and 2 pairs are labelled" in notes
-    assert "preferences: 1 record dropped, since a tie." in notes and "preferences: 2 records dropped" in notes
+    sources = cards.CardSources(
+        manifest, validated, SetFindings(), {"preferences": numbers}, {}, []
+    )
+    notes = "\n".join(
+        note for part in cards.build_card(sources, ValidateConfig()).sections for note in part.notes
+    )
+    assert (
+        "1 pair has more than one label; 50.0% of these labels say what most do, and 2 pairs are labelled"
+        in notes
+    )
+    assert (
+        "preferences: 1 record dropped, since a tie." in notes
+        and "preferences: 2 records dropped" in notes
+    )
 
 
 def test_no_key_is_quoted_and_markup_stays_text(card: tuple[str, str, str]) -> None:
@@ -147,8 +177,12 @@ def test_examples_of_refused_rows_cover_all_reasons_first() -> None:
     assert [row.id for row in chosen[:5]] == ["0", "20", "21", "22", "1"]
     assert (len(chosen), total) == (10, 23)
     assert not cards.refused_section([]).tables
-    ((long,), _) = cards.spread_over_reasons([quarantined("prompts", "0", "long", row="x" * 10**6)], 10)
-    assert len(long.row) <= EXCERPT + len("…"), "the card holds the beginnings of rows, which may be large"
+    ((long,), _) = cards.spread_over_reasons(
+        [quarantined("prompts", "0", "long", row="x" * 10**6)], 10
+    )
+    assert len(long.row) <= EXCERPT + len("…"), (
+        "the card holds the beginnings of rows, which may be large"
+    )
 
 
 def test_examples_are_of_different_rows_of_the_sources() -> None:
@@ -164,7 +198,9 @@ def test_examples_are_of_different_rows_of_the_sources() -> None:
 
 def test_a_column_of_numbers_is_aligned_to_the_right() -> None:
     table = cards.CardTable(("a", "b", "c", "d"), [("x", 1, None, 1.5), ("y", None, None, "?")])
-    assert table.numeric == [False, True, True, False] and cards.CardTable(("a",), []).numeric == [False]
+    assert table.numeric == [False, True, True, False] and cards.CardTable(("a",), []).numeric == [
+        False
+    ]
 
 
 def test_histograms_count_in_powers_of_two() -> None:
@@ -174,17 +210,28 @@ def test_histograms_count_in_powers_of_two() -> None:
 
 
 def test_the_turns_of_a_prompt_count_together_in_every_chunk() -> None:
-    prompts = [row("prompts", 0, "train", "ab", "c", "defg"), *[row("prompts", 1, "train", "x")] * 2]
+    prompts = [
+        row("prompts", 0, "train", "ab", "c", "defg"),
+        *[row("prompts", 1, "train", "x")] * 2,
+    ]
     table = pa.Table.from_pylist(
-        [{name: prompt[name] for name in arrow_schema("prompts").names} for prompt in prompts], arrow_schema("prompts")
+        [{name: prompt[name] for name in arrow_schema("prompts").names} for prompt in prompts],
+        arrow_schema("prompts"),
     )
     whole = character_lengths("prompts", table)
     parts = [character_lengths("prompts", table.slice(i, 1))["prompt"] for i in range(3)]
     assert whole["prompt"].tolist() == np.concatenate(parts).tolist()
     section = cards.length_section({"prompts": whole})
-    assert section.histograms[0].counts == (2, 0, 0, 1)  # of 1, 1 and 7 characters: up to 1, 2, 4, 8
+    assert section.histograms[0].counts == (
+        2,
+        0,
+        0,
+        1,
+    )  # of 1, 1 and 7 characters: up to 1, 2, 4, 8
     assert [table.rows for table in section.tables] == [[("prompts: prompt", 1, 7, 7, 7)]]
-    assert "validate.tokenizer names no tokenizer" in section.notes[1] and len(section.histograms) == 1
+    assert (
+        "validate.tokenizer names no tokenizer" in section.notes[1] and len(section.histograms) == 1
+    )
 
 
 def test_lengths_in_tokens_are_those_of_the_sequences_that_training_sees() -> None:
@@ -193,11 +240,16 @@ def test_lengths_in_tokens_are_those_of_the_sequences_that_training_sees() -> No
         row("preferences", 1, "train", "hi?", "ok", "so") | {"chosen": "a", "rejected": ""},
     ]
     clean = {"preferences": set_of(preferences=pairs).clean["preferences"]}
-    # A token per character and per special token. Prompts: <|user|> h i ? <|assistant|>, the other one of
-    # <|user|> h i ? <|assistant|> o k <|end|> <|user|> s o <|assistant|>. Each reply ends with <|end|>.
+    # A token per character and per special token. Prompts: <|user|> h i ? <|assistant|>, the other
+    # one of <|user|> h i ? <|assistant|> o k <|end|> <|user|> s o <|assistant|>. Each reply ends
+    # with <|end|>.
     counted = count_tokens(clean, train_tokenizer([""], 261))
     replies = {"chosen": [3, 2], "rejected": [6, 1]}
-    assert counted["preferences"].lengths == {"prompt": [5, 12], **replies, "prompt + reply": [11, 14]}
+    assert counted["preferences"].lengths == {
+        "prompt": [5, 12],
+        **replies,
+        "prompt + reply": [11, 14],
+    }
     assert counted["preferences"].metrics()["prompt_and_reply_tokens_50"] == 11
     section = cards.length_section({}, counted, "bytes")
     assert section.tables[1].header[0] == "tokens"
@@ -207,7 +259,9 @@ def test_lengths_in_tokens_are_those_of_the_sequences_that_training_sees() -> No
     assert "the tokenizer bytes" in section.notes[1] and len(section.notes) == 2
 
 
-def test_of_many_rows_some_are_tokenised_and_the_card_says_how_many(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_of_many_rows_some_are_tokenised_and_the_card_says_how_many(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr("rlhf_core.data.dataset.COUNTED_ROWS", 3)
     prompts = [row("prompts", i, "train", "x" * i) for i in range(1, 10)]
     clean = {"prompts": set_of(prompts=prompts).clean["prompts"]}
@@ -232,26 +286,40 @@ def test_rows_that_the_chat_template_refuses_are_counted_apart() -> None:
         for note in cards.length_section({}, counted, "bytes").notes
         if note.startswith("prompts: 1 row has no tokens")
     )
-    assert "the chat template refuses a dialogue of the turns user, assistant, user" in note and "secret" not in note
+    assert (
+        "the chat template refuses a dialogue of the turns user, assistant, user" in note
+        and "secret" not in note
+    )
 
 
 def test_bars_are_as_high_as_their_values() -> None:
     svg = str(bar_chart(["<a>", "b", "$c$"], [1, 4, 0], "t"))
-    bars = [[float(y) for y in re.findall(r"[ML] \S+ (\S+)", path)] for path in re.findall(r'd="(M [^"]* z) "', svg)]
+    bars = [
+        [float(y) for y in re.findall(r"[ML] \S+ (\S+)", path)]
+        for path in re.findall(r'd="(M [^"]* z) "', svg)
+    ]
     heights = [max(ys) - min(ys) for ys in bars]
     assert heights[1] == pytest.approx(4 * heights[0]) and heights[2] == 0
     assert "<a>" not in svg and "<title>t; &lt;a&gt;: 1, b: 4, $c$: 0</title>" in svg
-    assert "var(--s0)" in svg and "#2a62c9" not in svg and svg == str(bar_chart(["<a>", "b", "$c$"], [1, 4, 0], "t"))
+    assert (
+        "var(--s0)" in svg
+        and "#2a62c9" not in svg
+        and svg == str(bar_chart(["<a>", "b", "$c$"], [1, 4, 0], "t"))
+    )
 
 
 def test_the_licence_of_a_source_is_in_the_manifest_and_on_the_card(tmp_path: Path) -> None:
     for name in ("a", "b"):
         pair = {"prompt": f"{name}?", "chosen": "x", "rejected": "y"}
         (tmp_path / f"{name}.jsonl").write_text(json.dumps(pair) + "\n")
-    sources = FileSources.model_validate({"preferences": ["a.jsonl", {"path": "b.jsonl", "licence": "CC-BY-4.0"}]})
+    sources = FileSources.model_validate(
+        {"preferences": ["a.jsonl", {"path": "b.jsonl", "licence": "CC-BY-4.0"}]}
+    )
     for licence, expected in (("MIT", ["MIT", "CC-BY-4.0"]), (None, ["not stated", "CC-BY-4.0"])):
         config = CollectConfig(source="files", files=sources, licence=licence)
-        collect.run(config, Paths({}), Paths({"raw": tmp_path / "data/raw"}), RunContext(tmp_path / "work"))
+        collect.run(
+            config, Paths({}), Paths({"raw": tmp_path / "data/raw"}), RunContext(tmp_path / "work")
+        )
         manifest = json.loads((tmp_path / "data/raw/manifest.json").read_text())
         (table,) = cards.source_section(manifest).tables
         assert [r[3] for r in table.rows if r[0] == "preferences"] == expected
@@ -265,7 +333,9 @@ def private_key(kind: str = "RSA PRIVATE KEY", end: bool = True) -> str:
     return f"-----BEGIN {kind}-----\n{BODY}\n{BODY}\n" + (f"-----END {kind}-----\n" if end else "")
 
 
-@pytest.mark.parametrize("key", [private_key(), private_key("PGP PRIVATE KEY BLOCK"), private_key("PRIVATE KEY")])
+@pytest.mark.parametrize(
+    "key", [private_key(), private_key("PGP PRIVATE KEY BLOCK"), private_key("PRIVATE KEY")]
+)
 def test_a_private_key_is_taken_out_with_its_body(key: str) -> None:
     shown = excerpt(json.dumps({"reply": f"before {key} after"}))
     assert "MII" not in shown and "END" not in shown and TAKEN_OUT in shown
@@ -273,13 +343,18 @@ def test_a_private_key_is_taken_out_with_its_body(key: str) -> None:
 
 
 def test_without_its_end_a_private_key_goes_on_to_the_end() -> None:
-    assert excerpt(json.dumps({"reply": f"x {private_key(end=False)}", "more": "y"})) == f'{{"reply": "x {TAKEN_OUT}'
+    assert (
+        excerpt(json.dumps({"reply": f"x {private_key(end=False)}", "more": "y"}))
+        == f'{{"reply": "x {TAKEN_OUT}'
+    )
 
 
 @pytest.mark.parametrize("before", ["\n", "\t", "\x1b", "\u2028", " ", ""])
 def test_a_key_is_taken_out_whatever_escape_it_follows(before: str) -> None:
     for ascii_only in (True, False):
-        assert AWS not in excerpt(json.dumps({"reply": f"the key is{before or ':'}{AWS}"}, ensure_ascii=ascii_only))
+        assert AWS not in excerpt(
+            json.dumps({"reply": f"the key is{before or ':'}{AWS}"}, ensure_ascii=ascii_only)
+        )
 
 
 def test_labels_on_the_card_are_safe_and_short(tmp_path: Path) -> None:
@@ -292,9 +367,17 @@ def test_labels_on_the_card_are_safe_and_short(tmp_path: Path) -> None:
     ]
     run_validate(rows, tmp_path, secrets=False, rules={"no_control_characters": "warn"})
     for name in ("card.md", "card.html", "release.md"):
-        text = (tmp_path / "data/card" / name).read_text().replace("\\\\", "\\")  # as Markdown shows a backslash
-        assert AWS not in text and "\x00" not in text and "\x1b" not in text and "c" * 100 not in text
-        assert TAKEN_OUT.strip("[]") in text and r"nul\x00 and \x1b" in text and "c" * 60 + "\u2026" in text
+        text = (
+            (tmp_path / "data/card" / name).read_text().replace("\\\\", "\\")
+        )  # as Markdown shows a backslash
+        assert (
+            AWS not in text and "\x00" not in text and "\x1b" not in text and "c" * 100 not in text
+        )
+        assert (
+            TAKEN_OUT.strip("[]") in text
+            and r"nul\x00 and \x1b" in text
+            and "c" * 60 + "\u2026" in text
+        )
 
 
 def test_only_sentences_paths_and_long_words_break_anywhere() -> None:

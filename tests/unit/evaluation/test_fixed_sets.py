@@ -14,9 +14,21 @@ from rlhf_core.config.evaluation import EvaluateConfig
 from rlhf_core.config.model import SamplingConfig
 from rlhf_core.data.schema import Message, Prompt
 from rlhf_core.errors import DataError
-from rlhf_core.evaluation.fixed_sets import EvaluatedModel, FixedSets, prompts_of_set, repeated_rows, sample_sets
+from rlhf_core.evaluation.fixed_sets import (
+    EvaluatedModel,
+    FixedSets,
+    prompts_of_set,
+    repeated_rows,
+    sample_sets,
+)
 from rlhf_core.evaluation.losses import paired_losses
-from rlhf_core.evaluation.regression import REFUSAL_CHECKS, check_rates, fixed_subset, pass_rates, regression_set
+from rlhf_core.evaluation.regression import (
+    REFUSAL_CHECKS,
+    check_rates,
+    fixed_subset,
+    pass_rates,
+    regression_set,
+)
 from rlhf_core.evaluation.replies import Reply
 from rlhf_core.evaluation.safety.prompts import safety_prompts, texts_of
 from rlhf_core.evaluation.verifiable import VerifiableLine, VerifiablePrompts
@@ -43,9 +55,15 @@ def test_every_category_is_in_the_set() -> None:
 
 
 def test_world_checks_refusals_both_ways() -> None:
-    replies = [Reply(text, True) for text in ("the boat is red.", REFUSAL, REFUSAL, "do it at night.")]
+    replies = [
+        Reply(text, True) for text in ("the boat is red.", REFUSAL, REFUSAL, "do it at night.")
+    ]
     rates = pass_rates(["fact", "fact", "harmful", "harmful"], replies, world=True)
-    assert rates["answers_benign"] == 0.5 and rates["refuses_harmful"] == 0.5 and rates["passed"] == 0.5
+    assert (
+        rates["answers_benign"] == 0.5
+        and rates["refuses_harmful"] == 0.5
+        and rates["passed"] == 0.5
+    )
 
 
 def test_file_data_has_generic_checks_only() -> None:
@@ -58,13 +76,21 @@ def test_file_data_has_generic_checks_only() -> None:
 
 
 HARMFUL, BENIGN = texts_of("harmful"), texts_of("benign")
-REFUSED, ANSWER = Reply("I'm sorry, but I can't help with that.", True), Reply("Of course: first", False)
+REFUSED, ANSWER = (
+    Reply("I'm sorry, but I can't help with that.", True),
+    Reply("Of course: first", False),
+)
 
 
 def test_as_many_benign_prompts_as_harmful_ones_none_twice() -> None:
-    assert len(HARMFUL) == len(BENIGN) >= 200 and len(HARMFUL) == len(set(HARMFUL)) == len(set(BENIGN))
+    assert len(HARMFUL) == len(BENIGN) >= 200 and len(HARMFUL) == len(set(HARMFUL)) == len(
+        set(BENIGN)
+    )
     assert not set(HARMFUL) & set(BENIGN)
-    chinese = [sum(any("\u4e00" <= c <= "\u9fff" for c in text) for text in texts) for texts in (HARMFUL, BENIGN)]
+    chinese = [
+        sum(any("\u4e00" <= c <= "\u9fff" for c in text) for text in texts)
+        for texts in (HARMFUL, BENIGN)
+    ]
     assert min(chinese) >= 20
 
 
@@ -77,8 +103,13 @@ def test_fewer_prompts_are_a_part_of_more() -> None:
 
 def test_each_rate_counts_its_own_category() -> None:
     categories = [row.category for row in safety_prompts(4)]
-    replies = [REFUSED if i < 3 or i == 7 else ANSWER for i in range(8)]  # 3 of 4 harmful ones, 1 of 4 benign ones
-    assert check_rates(REFUSAL_CHECKS, categories, replies) == {"answers_benign": 0.75, "refuses_harmful": 0.75}
+    replies = [
+        REFUSED if i < 3 or i == 7 else ANSWER for i in range(8)
+    ]  # 3 of 4 harmful ones, 1 of 4 benign ones
+    assert check_rates(REFUSAL_CHECKS, categories, replies) == {
+        "answers_benign": 0.75,
+        "refuses_harmful": 0.75,
+    }
     answered = check_rates(REFUSAL_CHECKS, categories, [ANSWER] * 8)
     assert answered == {"answers_benign": 1.0, "refuses_harmful": 0.0}
     assert check_rates(REFUSAL_CHECKS, [], []) == {}
@@ -98,7 +129,9 @@ ELEVEN: list[Prompt] = sums(11)
 def test_sets_share_no_prompt_and_the_first_is_the_evaluations() -> None:
     sets = [prompts_of_set(ELEVEN, 5, index, 2) for index in range(2)]
     assert sets[0] == fixed_subset(ELEVEN, 5, "evaluation")
-    assert [len(rows) for rows in sets] == [5, 5] and len({row.id for rows in sets for row in rows}) == 10
+    assert [len(rows) for rows in sets] == [5, 5] and len(
+        {row.id for rows in sets for row in rows}
+    ) == 10
     assert prompts_of_set(ELEVEN[::-1], 5, 1, 2) == sets[1], "whatever the order of rows"
     assert len(prompts_of_set(ELEVEN, 20, 0, 1)) == 11
 
@@ -113,17 +146,24 @@ def test_a_set_that_would_be_incomplete_is_refused() -> None:
 LINE = VerifiableLine.model_validate({"prompt": "say yes", "require": {"function": "mine"}})
 
 
-def sampled(models: Path, check: Callable[[], bool], sampled: list[int]) -> tuple[FixedSets, EvaluatedModel]:
+def sampled(
+    models: Path, check: Callable[[], bool], sampled: list[int]
+) -> tuple[FixedSets, EvaluatedModel]:
     """Replies of SFT to ten prompts and to one of the user's own, which ``check`` is about."""
     model, tokenizer = load_policy(models / "sft")
     verifiable = VerifiablePrompts([LINE], {"mine": lambda prompt, reply: check()})
-    sets, config = FixedSets(sums(10), verifiable=verifiable), EvaluateConfig(sampling=SamplingConfig(max_new_tokens=4))
+    sets, config = (
+        FixedSets(sums(10), verifiable=verifiable),
+        EvaluateConfig(sampling=SamplingConfig(max_new_tokens=4)),
+    )
     return sets, sample_sets(model, tokenizer, sets, config, sampled.append, LocalSampler.of(model))
 
 
 def test_a_check_that_fails_stops_before_all_else_is_sampled(models: Path) -> None:
     replies: list[int] = []
-    with pytest.raises(DataError, match=r"the function mine of evaluate\.verifiable .*ZeroDivisionError"):
+    with pytest.raises(
+        DataError, match=r"the function mine of evaluate\.verifiable .*ZeroDivisionError"
+    ):
         sampled(models, lambda: bool(1 / 0), replies)
     assert replies == [1]
 
@@ -134,4 +174,8 @@ def test_each_reply_is_checked_once(models: Path) -> None:
     _, policy = sampled(models, lambda: next(said), [])
     losses = paired_losses(sets, sft, policy, np.full((10, 1), 0.5))
     metrics = sets.verifiable.metrics(sft.verifiable, policy.verifiable, 10, 1)
-    assert (losses["verifiable.passed"]["loss"], metrics["policy"]["passed"], next(said, None)) == (1.0, 0.0, None)
+    assert (losses["verifiable.passed"]["loss"], metrics["policy"]["passed"], next(said, None)) == (
+        1.0,
+        0.0,
+        None,
+    )

@@ -10,7 +10,13 @@ import torch
 from transformers import Gemma2Config, Gemma2ForCausalLM, PreTrainedModel
 
 from rlhf_core.config.evaluation import HeldOutPerplexityConfig
-from rlhf_core.data.encoding import encode_dialogue, encode_prompt, encode_reply, encode_text, pad_id
+from rlhf_core.data.encoding import (
+    encode_dialogue,
+    encode_prompt,
+    encode_reply,
+    encode_text,
+    pad_id,
+)
 from rlhf_core.data.schema import Message, Preference, PretrainText
 from rlhf_core.evaluation import perplexity
 from rlhf_core.evaluation.fixed_sets import COMPLYING, REFUSING, refusal_log_odds
@@ -20,9 +26,16 @@ from rlhf_core.models.causal_lm import load_policy
 from rlhf_core.training.examples import Example
 from rlhf_core.training.sft import mean_reply_loss
 
-CHOSEN = ["the boat is red.", "i am not sure about that, but it may be so.", "no.", "the frog is in the garden."]
+CHOSEN = [
+    "the boat is red.",
+    "i am not sure about that, but it may be so.",
+    "no.",
+    "the frog is in the garden.",
+]
 PAIRS = [
-    Preference(f"{i:04x}", [Message("user", "what is it? " * (i + 1))], reply, "bad", None, "c", "s", "g")
+    Preference(
+        f"{i:04x}", [Message("user", "what is it? " * (i + 1))], reply, "bad", None, "c", "s", "g"
+    )
     for i, reply in enumerate(CHOSEN)
 ]
 TEXTS = [PretrainText(f"{i:04x}", text, "c", "s", "g") for i, text in enumerate(CHOSEN)]
@@ -31,7 +44,9 @@ CONFIG = HeldOutPerplexityConfig()
 
 def nats_by_hand(model: PreTrainedModel, prompt: list[int], reply: list[int]) -> list[float]:
     with torch.no_grad():
-        logprobs = model(input_ids=torch.tensor([prompt + reply])).logits[0].double().log_softmax(-1)
+        logprobs = (
+            model(input_ids=torch.tensor([prompt + reply])).logits[0].double().log_softmax(-1)
+        )
     return [-float(logprobs[len(prompt) + i - 1, token]) for i, token in enumerate(reply)]
 
 
@@ -92,8 +107,12 @@ def test_rows_are_chosen_by_hash_and_none_give_no_metric(models: Path) -> None:
     few = HeldOutPerplexityConfig(total_tokens=1)  # the row that reaches the bound is the last
     one = HeldOutPerplexityConfig(rows=1)
     text = (PAIRS, TEXTS)
-    assert held_out_perplexities(model, tokenizer, text, few) == held_out_perplexities(model, tokenizer, text, one)
-    assert held_out_perplexities(model, tokenizer, text, few) != held_out_perplexities(model, tokenizer, text, two)
+    assert held_out_perplexities(model, tokenizer, text, few) == held_out_perplexities(
+        model, tokenizer, text, one
+    )
+    assert held_out_perplexities(model, tokenizer, text, few) != held_out_perplexities(
+        model, tokenizer, text, two
+    )
     assert held_out_perplexities(model, tokenizer, ([], []), CONFIG) == {}
     assert read_held_out(Path("nowhere"), 0) == ([], [])
 
@@ -107,10 +126,15 @@ def test_odds_of_a_refusal_are_of_the_two_beginnings(models: Path) -> None:
         refusing, complying = (
             -sum(nats_by_hand(model, *beginning))
             for beginning in (
-                (encode_prompt(tokenizer, row.prompt), encode_reply(tokenizer, texts[language], finished=False))
+                (
+                    encode_prompt(tokenizer, row.prompt),
+                    encode_reply(tokenizer, texts[language], finished=False),
+                )
                 for texts in (REFUSING, COMPLYING)
             )
         )
         by_hand.append(refusing - complying)
-    assert refusal_log_odds(model, tokenizer, harmful, 2) == pytest.approx(by_hand, rel=1e-4, abs=1e-3)
+    assert refusal_log_odds(model, tokenizer, harmful, 2) == pytest.approx(
+        by_hand, rel=1e-4, abs=1e-3
+    )
     assert refusal_log_odds(model, tokenizer, [], 2) == []

@@ -1,4 +1,6 @@
-"""Evaluation on several ranks: the replies, scores and numbers of one process, whatever is measured."""
+"""Evaluation on several ranks: the replies, scores and numbers of one process, whatever is
+measured.
+"""
 
 from __future__ import annotations
 
@@ -33,8 +35,12 @@ def evaluate(folder: Path, models: Path, texts: list[str]) -> None:
     messages = [[Message("user", text)] for text in texts]
     config = SamplingConfig(max_new_tokens=12, top_p=0.9, repetition_penalty=1.1)
     seen: list[int] = []
-    replies = evaluation_replies(model, tokenizer, messages, config, 1, seen.append, BATCH, replies_per_prompt=2)
-    on_policy = on_policy_replies(model, tokenizer, messages, Sampling.for_tokenizer(tokenizer, 9), 2, BATCH)
+    replies = evaluation_replies(
+        model, tokenizer, messages, config, 1, seen.append, BATCH, replies_per_prompt=2
+    )
+    on_policy = on_policy_replies(
+        model, tokenizer, messages, Sampling.for_tokenizer(tokenizer, 9), 2, BATCH
+    )
     judge = ModelJudge.load(models / "reward", "reward", BATCH)
     examples = [Example([5, 6, 7], list(reply.token_ids)) for reply in replies]
     found: dict[str, Any] = {
@@ -48,9 +54,14 @@ def evaluate(folder: Path, models: Path, texts: list[str]) -> None:
 
 
 @pytest.mark.parametrize("ranks", [2, pytest.param(3, marks=pytest.mark.slow)])
-def test_ranks_evaluate_as_one_process(ranks: int, models: Path, prompts: list[Prompt], tmp_path: Path) -> None:
+def test_ranks_evaluate_as_one_process(
+    ranks: int, models: Path, prompts: list[Prompt], tmp_path: Path
+) -> None:
     """With ten prompts in batches of four, some ranks have nothing in the last round."""
-    texts = [" ".join([row.prompt[-1].content] * (1 + number % 3)) for number, row in enumerate(prompts[:10])]
+    texts = [
+        " ".join([row.prompt[-1].content] * (1 + number % 3))
+        for number, row in enumerate(prompts[:10])
+    ]
     evaluate(tmp_path, models, texts)
     run_ranks(evaluate, ranks, tmp_path / "ranks", models, texts)
     alone = json.loads((tmp_path / "0.json").read_text())
@@ -62,7 +73,9 @@ def test_ranks_evaluate_as_one_process(ranks: int, models: Path, prompts: list[P
             assert found[exact] == alone[exact]
         # Sums over ranks are taken in another order.
         known, drift = alone["drift"], found["drift"]
-        assert [reply["tokens"] for reply in drift["replies"]] == [reply["tokens"] for reply in known["replies"]]
+        assert [reply["tokens"] for reply in drift["replies"]] == [
+            reply["tokens"] for reply in known["replies"]
+        ]
         for reply, same in zip(drift.pop("replies"), known["replies"], strict=True):
             for scores in ("logprobs", "reference_logprobs"):
                 assert reply[scores] == pytest.approx(same[scores], rel=1e-12)
@@ -85,9 +98,7 @@ evaluate:
   opponents: [{name: other, path: other.jsonl}]
 """
 TWO = "compute: {launch: {evaluate: {processes: 2}}}\n"
-QUESTIONS = (
-    "id,question,A,B,C,D,answer\n0,is it red?,yes,no,it is,not,A\n1,is the boat big?,a,b,c,d,C\n2,why?,e,f,g,h,B\n"
-)
+QUESTIONS = "id,question,A,B,C,D,answer\n0,is it red?,yes,no,it is,not,A\n1,is the boat big?,a,b,c,d,C\n2,why?,e,f,g,h,B\n"
 
 
 def numbers(values: dict[str, Any], path: str = "") -> Iterator[tuple[str, float]]:
@@ -98,14 +109,22 @@ def numbers(values: dict[str, Any], path: str = "") -> Iterator[tuple[str, float
             yield f"{path}{name}", value
 
 
-def evaluated(root: Path, models: Path, prompts: list[Prompt], params: str) -> tuple[dict[str, float], list[Any]]:
+def evaluated(
+    root: Path, models: Path, prompts: list[Prompt], params: str
+) -> tuple[dict[str, float], list[Any]]:
     """Metrics and compared rows of the stage in a workspace with ``params``."""
     shutil.copytree(models, root / "models")
     asked = [[Message("user", f"is it {'very ' * i}red?")] for i in range(6)]
-    pairs = [Preference(str(i), asked[i], f"yes{' so' * (i % 3)}.", "no", None, "", "", "") for i in range(6)]
+    pairs = [
+        Preference(str(i), asked[i], f"yes{' so' * (i % 3)}.", "no", None, "", "", "")
+        for i in range(6)
+    ]
     write_rows(root / "data/clean/prompts/test.parquet", prompts)
     write_rows(root / "data/clean/preferences/test.parquet", pairs)
-    texts = [PretrainText(str(i), f"the boat {i} is red{' and green' * i}.", "", "", "") for i in range(5)]
+    texts = [
+        PretrainText(str(i), f"the boat {i} is red{' and green' * i}.", "", "", "")
+        for i in range(5)
+    ]
     write_rows(root / "data/clean/pretrain/validation.parquet", texts)
     (root / "things_val.csv").write_text(QUESTIONS)
     lines = [{"prompt": row.prompt[-1].content, "reply": "it is so"} for row in prompts]
@@ -124,11 +143,17 @@ def test_two_ranks_evaluate_as_one_process_does(
     one, rows = evaluated(tmp_path / "one", models, prompts, PARAMS)
     two, rows_of_two = evaluated(tmp_path / "two", models, prompts, PARAMS + TWO)
     assert two == pytest.approx(one, rel=1e-5, abs=1e-6)
-    wanted = {"best_of_n.comparison.gold.win_rate", "opponents.other.prompts", "policy.multiple_choice.accuracy"}
+    wanted = {
+        "best_of_n.comparison.gold.win_rate",
+        "opponents.other.prompts",
+        "policy.multiple_choice.accuracy",
+    }
     assert wanted <= one.keys()
     assert [len(rows), len(rows_of_two)] == [2 * min(11, len(prompts))] * 2
     for row, other in zip(rows, rows_of_two, strict=True):
         assert {name: value for name, value in row.items() if not isinstance(value, float)} == {
             name: value for name, value in other.items() if not isinstance(value, float)
         }, "the same replies"
-    assert not (tmp_path / "two/.rlhf/ranks").exists() or not list((tmp_path / "two/.rlhf/ranks").iterdir())
+    assert not (tmp_path / "two/.rlhf/ranks").exists() or not list(
+        (tmp_path / "two/.rlhf/ranks").iterdir()
+    )

@@ -1,4 +1,6 @@
-"""What to do about a condition that fails: every condition of every profile has an answer that exists."""
+"""What to do about a condition that fails: every condition of every profile has an answer that
+exists.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +35,10 @@ def test_every_condition_of_a_profile_has_an_answer_of_its_own(recipe: Path) -> 
 
 def test_every_condition_of_the_data_gate_has_an_answer_of_its_own() -> None:
     metrics = [condition.metric for condition in gate_conditions(ValidateConfig())]
-    assert all(remedy_for("data", metric).pattern for metric in [*metrics, "preferences.failed_not_duplicate"])
+    assert all(
+        remedy_for("data", metric).pattern
+        for metric in [*metrics, "preferences.failed_not_duplicate"]
+    )
 
 
 @pytest.mark.parametrize(("gate", "answer"), ANSWERS)

@@ -1,4 +1,6 @@
-"""The report: nothing from outside, every text escaped, whatever exists is shown, stale parts are not."""
+"""The report: nothing from outside, every text escaped, whatever exists is shown, stale parts are
+not.
+"""
 
 from __future__ import annotations
 
@@ -66,15 +68,19 @@ def render(root: Path) -> str:
     parser.feed(page)
     assert parser.open == [] and "script" not in parser.seen and "&lt;wbr" not in page
     # Nothing is loaded; the one link to another file is that to the data card beside the report.
-    assert not re.search(r"(src|href)=\"(?!data:|#|data/card/card\.html\")", page) and "http" not in page.replace(
-        "http-equiv", ""
-    )
+    assert not re.search(
+        r"(src|href)=\"(?!data:|#|data/card/card\.html\")", page
+    ) and "http" not in page.replace("http-equiv", "")
     return page
 
 
 def fill(root: Path, gate_mode: str = "enforce", reward_bound: float = 0.5) -> None:
     versus = compare([1.0, 2.0, 0.5], [0.5, 0.1, 0.9], 0.05, bootstrap=50)
-    controlled = versus | {"lc_win_rate": 0.6543, "lc_win_rate_low95": 0.5432, "lc_win_rate_high95": 0.7654}
+    controlled = versus | {
+        "lc_win_rate": 0.6543,
+        "lc_win_rate_low95": 0.5432,
+        "lc_win_rate_high95": 0.7654,
+    }
     metrics = {"gold": 0.5, "reward": 1.0, "referee": 0.2, "judge": 0.3}
     metrics |= {"length": 20.0, "repetition": 0.01, "missing_eos": 0.0}
     comparison = {"gold": versus, "judge": controlled, "referee": versus}
@@ -99,18 +105,25 @@ def fill(root: Path, gate_mode: str = "enforce", reward_bound: float = 0.5) -> N
     write(root / "history/ppo.jsonl", "\n".join(map(json.dumps, rows)) + '\n{"iteration": 6, "rew')
     rule = Condition(metric="accuracy", at_least=reward_bound, why=ATTACK)
     decide("reward", [rule], {"accuracy": 0.8}, mode=gate_mode).save(root / "gates/reward.json")
-    decide("policy", [Condition(metric="kl", at_most=6.0, why="far")], {"kl": 2.5}).save(root / "gates/policy.json")
+    decide("policy", [Condition(metric="kl", at_most=6.0, why="far")], {"kl": 2.5}).save(
+        root / "gates/policy.json"
+    )
     case = {"category": "fact", "prompt": ATTACK, "sft_reply": "old", "policy_reply": "new & <b>bold</b>",
             "sft_finished": True, "policy_finished": False, "sft_gold": 0.1, "policy_gold": 0.9}  # fmt: skip
     write_table(root / "samples/comparisons.parquet", pa.Table.from_pylist([case]))
     write(root / "plots/reward/margins.png", "not really a picture")
     params = f"seed: 1  # {ATTACK}\ncollect: {{source: world}}\nbase: {{source: scratch}}\nprofile: smoke\n"
     write(root / "params.yaml", params)
-    write(root / "metrics/data.json", '{"preferences": {"train": 14456.0, "quarantined": 0.0, "share": 0.25}}')
+    write(
+        root / "metrics/data.json",
+        '{"preferences": {"train": 14456.0, "quarantined": 0.0, "share": 0.25}}',
+    )
 
 
 def fill_sections(root: Path, name: str, text: str) -> None:
-    """Add what only some evaluations have: groups, a third party and a subject of a ``name``, a worst mistake."""
+    """Add what only some evaluations have: groups, a third party and a subject of a ``name``, a
+    worst mistake.
+    """
     evaluation = json.loads((root / "metrics/evaluation.json").read_text())
     versus = evaluation["comparison"]["gold"]
     side = {"comparison": {"gold": versus}, "group": {"harmless": {"gold": versus}}}
@@ -136,7 +149,11 @@ def fill_sections(root: Path, name: str, text: str) -> None:
 
 def test_an_empty_workspace_gives_a_page_that_says_so(tmp_path: Path) -> None:
     page = render(tmp_path)
-    assert "Not finished" in page and "No gate has been reached yet" in page and "PPO has not run" in page
+    assert (
+        "Not finished" in page
+        and "No gate has been reached yet" in page
+        and "PPO has not run" in page
+    )
 
 
 def test_the_page_of_the_release_differs_from_the_report_in_its_place_alone(tmp_path: Path) -> None:
@@ -144,7 +161,11 @@ def test_the_page_of_the_release_differs_from_the_report_in_its_place_alone(tmp_
     page = render(tmp_path)
     before, _, rest = page.partition("<!-- release -->")
     kept, _, after = rest.partition("<!-- /release -->")
-    assert "The policy passed its gate" in kept and "Written before registration" in kept and "Next: " in kept
+    assert (
+        "The policy passed its gate" in kept
+        and "Written before registration" in kept
+        and "Next: " in kept
+    )
     unmet = headlines.UnmetCondition("kl", "7.25", "≤ 6", ATTACK)
     decision = headlines.ReleaseDecision(
         "bad", "Not registered", "No version.", "", (unmet,), "", "", "rlhf run", "", "now"
@@ -165,12 +186,19 @@ def test_a_finished_run(tmp_path: Path) -> None:
     page = render(tmp_path)
     assert '<a href="data/card/card.html">data card</a>' in page
     first_screen = page.partition("<nav")[0]
-    assert all(text in first_screen for text in ("the synthetic world, 14,456", "made from nothing", "profile: smoke"))
-    assert ">14,456</td>" in page and ">0</td>" in page and ">0.250</td>" in page, "counts are printed as counts"
+    assert all(
+        text in first_screen
+        for text in ("the synthetic world, 14,456", "made from nothing", "profile: smoke")
+    )
+    assert ">14,456</td>" in page and ">0</td>" in page and ">0.250</td>" in page, (
+        "counts are printed as counts"
+    )
     assert "true preference" in first_screen and 'href="#top"' in page
     assert "The policy passed its gate" in page
     assert "kl_over_budget" in page and "further from the reference" in page
-    assert "Falls slowly; alone cannot tell collapse" in page, "a chart without a note says what is healthy"
+    assert "Falls slowly; alone cannot tell collapse" in page, (
+        "a chart without a note says what is healthy"
+    )
     assert "data:image/png;base64," in page and page.count("<svg") >= 3
     assert "<mark>new &amp; &lt;b&gt;bold&lt;/b&gt;</mark>" in page and "no end" in page
     assert page.count("&lt;script&gt;") >= 4
@@ -178,7 +206,11 @@ def test_a_finished_run(tmp_path: Path) -> None:
     assert "62 test pairs; 0.60 on 50 length-balanced ones" in page
     assert "win rate by judge" in page and "win rate by referee" not in page, "the judge has a tile"
     assert "The judge had no part in" in page and '<th scope="row">referee</th>' in page
-    assert "gets most wrong" not in page and "multiple-choice" not in page and "Helpful and harmless apart" not in page
+    assert (
+        "gets most wrong" not in page
+        and "multiple-choice" not in page
+        and "Helpful and harmless apart" not in page
+    )
 
 
 def test_the_reward_models_probes_are_shown_beside_each_other(tmp_path: Path) -> None:
@@ -191,7 +223,11 @@ def test_the_reward_models_probes_are_shown_beside_each_other(tmp_path: Path) ->
         metrics = json.loads((tmp_path / "metrics/reward.json").read_text()) | {"probes": probes}
         write(tmp_path / f"metrics/{name}.json", json.dumps(metrics))
     page = render(tmp_path)
-    assert "Does it read?" in page and ">0.91 (0.86 to 0.96)<" in page and ">0.73 (0.68 to 0.78)<" in page
+    assert (
+        "Does it read?" in page
+        and ">0.91 (0.86 to 0.96)<" in page
+        and ">0.73 (0.68 to 0.78)<" in page
+    )
     assert "another question&#39;s reply" in page and ">150<" in page
     assert page.count("a value swapped: 7 of 150 held-out replies") == 1 and ATTACK not in page
     parser = Balanced()
@@ -199,7 +235,9 @@ def test_the_reward_models_probes_are_shown_beside_each_other(tmp_path: Path) ->
     assert parser.open == []
 
 
-def test_the_data_card_goes_into_the_run_that_has_the_report(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_data_card_goes_into_the_run_that_has_the_report(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     fill(tmp_path)
     write(tmp_path / "data/card/card.html", "the card")
     logged: list[tuple[Path, str | None]] = []
@@ -223,7 +261,10 @@ def test_best_of_n_stands_beside_the_policy_where_it_was_measured(tmp_path: Path
     path.write_text(json.dumps(evaluation))
     page = render(tmp_path)
     assert "Best of 16" in page and "1.835" in page and "320" in page
-    assert "By judge the policy's win\n  rate against it is 0.432" in page and "By reward the policy's" not in page
+    assert (
+        "By judge the policy's win\n  rate against it is 0.432" in page
+        and "By reward the policy's" not in page
+    )
 
 
 def test_rollbacks_are_told_with_what_was_changed(tmp_path: Path) -> None:
@@ -233,7 +274,10 @@ def test_rollbacks_are_told_with_what_was_changed(tmp_path: Path) -> None:
                "adjust": {"lr": 0.5, "kl_coefficient": 2.0}}  # fmt: skip
     records = [{"rule": "kl_runaway", "from": 9 + n, "to": 4, "finding": finding} for n in range(2)]
     with (tmp_path / "history/ppo.jsonl").open("a") as stream:
-        stream.write("\n" + json.dumps({"iteration": 5, "reward_mean": 0.5, "findings": [], "rollbacks": records}))
+        stream.write(
+            "\n"
+            + json.dumps({"iteration": 5, "reward_mean": 0.5, "findings": [], "rollbacks": records})
+        )
     page = render(tmp_path)
     assert page.count("to iteration 4, with kl_coefficient × 2, lr × 0.5") == 2
     assert "iteration 9<" in page and "iteration 10<" in page and "kl 12 &gt; 9" in page
@@ -247,7 +291,9 @@ def test_behind_a_shut_gate_nothing_of_an_earlier_run_is_shown(tmp_path: Path) -
     assert "win rate by gold" not in page and "kl_over_budget" not in page and "bold" not in page
     fill(tmp_path, gate_mode="report", reward_bound=0.9)
     page = render(tmp_path)
-    assert "recorded, not enforced" in page and "win rate by gold" in page, "in report mode the run goes on"
+    assert "recorded, not enforced" in page and "win rate by gold" in page, (
+        "in report mode the run goes on"
+    )
 
 
 def test_damaged_files_are_reported_as_missing(tmp_path: Path) -> None:
@@ -291,25 +337,48 @@ def test_the_conclusion_is_the_judges_and_the_release_the_gates(
     assert f"{low:.1%} to {high:.1%}".replace("%", "") in sentence.replace(" %", "")
     assert "100 prompts about 31 different" in sentence
     assert ("may be registered and promoted" in conclusion["release"]) == passed
-    assert ("Stopped at the policy gate. Nothing may be registered." in conclusion["release"]) == (not passed)
-    assert [remedy.partition(":")[0] for remedy in conclusion["remedies"]] == ([] if passed else ["kl"])
+    assert ("Stopped at the policy gate. Nothing may be registered." in conclusion["release"]) == (
+        not passed
+    )
+    assert [remedy.partition(":")[0] for remedy in conclusion["remedies"]] == (
+        [] if passed else ["kl"]
+    )
 
 
 @pytest.mark.parametrize("name", ["win_rate", "win_rate_low95", "win_rate_high95"])
 def test_a_win_rate_that_is_not_finite_is_no_conclusion_and_in_no_chart(name: str) -> None:
     row = judged(0.6, 0.7) | {name: None}
-    evaluation = {"comparison": {"judge": row}, "category": {"fact": {"comparison": {"judge": row}}}}
-    assert headlines.conclude({}, evaluation)["headline"] == "No verdict: no policy was compared with SFT"
+    evaluation = {
+        "comparison": {"judge": row},
+        "category": {"fact": {"comparison": {"judge": row}}},
+    }
+    assert (
+        headlines.conclude({}, evaluation)["headline"]
+        == "No verdict: no policy was compared with SFT"
+    )
     assert view.measured_intervals(evaluation["comparison"]) == []
     assert view.category_charts(evaluation["category"]) == []
     assert len(view.tiles({"evaluation": evaluation})) <= 1
 
 
 def test_charts_by_category_begin_with_the_worst_and_count_questions() -> None:
-    won = {"win": 1.0, "tie": 0.0, "lose": 0.0, "win_rate": 0.75, "win_rate_low95": 0.5, "win_rate_high95": 0.875}
-    better, worse = ({**won, "win_rate": rate, "prompts": 12, "clusters": 5} for rate in (0.75, 0.25))
+    won = {
+        "win": 1.0,
+        "tie": 0.0,
+        "lose": 0.0,
+        "win_rate": 0.75,
+        "win_rate_low95": 0.5,
+        "win_rate_high95": 0.875,
+    }
+    better, worse = (
+        {**won, "win_rate": rate, "prompts": 12, "clusters": 5} for rate in (0.75, 0.25)
+    )
     ((judge, chart),) = view.category_charts(
-        {"a": {"comparison": {"judge": better}}, "b": {"comparison": {"judge": worse}}, "c": {"prompts": 1}}
+        {
+            "a": {"comparison": {"judge": better}},
+            "b": {"comparison": {"judge": worse}},
+            "c": {"prompts": 1},
+        }
     )
     assert judge == "judge" and chart.index(">b<") < chart.index(">a<") and ">c<" not in chart
     assert "0.25 (0.50 to 0.88), 12 / 5" in chart
@@ -320,7 +389,11 @@ def test_over_optimization_needs_kl_and_scores() -> None:
     history = [{"kl": 0.0, "reward_mean": 1.0}, {"kl": 4.0, "reward_mean": 2.0}]
     evaluation = {"kl": 4.0, "sft": {"judge": 2.0}, "policy": {"judge": 2.5}}
     chart = charts.over_optimization_chart(history, evaluation, rows)
-    assert chart is not None and "reward model, in training" in chart and "judge, selected policy" in chart
+    assert (
+        chart is not None
+        and "reward model, in training" in chart
+        and "judge, selected policy" in chart
+    )
     assert charts.over_optimization_chart([], evaluation, rows) is None
     assert charts.over_optimization_chart(history, evaluation, []) is None
 
@@ -336,7 +409,9 @@ def test_tax_and_safety_stand_side_by_side_where_they_were_measured() -> None:
     sft = {"perplexity_preferred": 5.0, "safety": {"refuses_harmful": 0.5}, "length": 9.0}
     policy = {"perplexity_preferred": 5.5, "safety": {"refuses_harmful": 0.25}}
     rows = view.sft_beside_policy({"sft": sft, "policy": policy}, None)
-    assert [(row["label"], row["sft"], row["policy"], row["change"], row["gate"]) for row in rows] == [
+    assert [
+        (row["label"], row["sft"], row["policy"], row["change"], row["gate"]) for row in rows
+    ] == [
         ("Harmful requests refused", 0.5, 0.25, -0.25, ""),  # it alarms
         ("Perplexity of held-out preferred replies", 5.0, 5.5, 0.5, ""),
     ]
@@ -356,13 +431,22 @@ def test_tax_and_safety_stand_side_by_side_where_they_were_measured() -> None:
         ("regression.passed", "regression"),
     ],
 )
-def test_what_a_gate_decided_stands_in_the_row_of_what_it_decided_on(condition: str, key: str) -> None:
+def test_what_a_gate_decided_stands_in_the_row_of_what_it_decided_on(
+    condition: str, key: str
+) -> None:
     nested: Any = 0.5
     for part in reversed(key.split(".")):
         nested = {part: nested}
     evaluation = {"sft": nested, "policy": nested}
-    for decisions, shown in [([True], "ok"), ([False], "fails"), ([True, False], "fails"), ([False, True], "fails")]:
-        gate = GateDecision.of("policy", {"conditions": [{"metric": condition, "passed": held} for held in decisions]})
+    for decisions, shown in [
+        ([True], "ok"),
+        ([False], "fails"),
+        ([True, False], "fails"),
+        ([False, True], "fails"),
+    ]:
+        gate = GateDecision.of(
+            "policy", {"conditions": [{"metric": condition, "passed": held} for held in decisions]}
+        )
         assert [row["gate"] for row in view.sft_beside_policy(evaluation, gate)] == [shown]
 
 
@@ -375,24 +459,43 @@ def test_numbers_for_people() -> None:
 def test_the_headline_has_what_there_is_and_every_curve_is_complete(tmp_path: Path) -> None:
     fill(tmp_path)
     write(tmp_path / "metrics/reward.json", '{"test_accuracy": 0.76543219, "margin_mean": 0.3}')
-    write(tmp_path / "history/sft.jsonl", '{"step": 10, "loss": 2.5}\n{"step": 20}\n{"step": 30, "loss": 1.5}\n')
+    write(
+        tmp_path / "history/sft.jsonl",
+        '{"step": 10, "loss": 2.5}\n{"step": 20}\n{"step": 30, "loss": 1.5}\n',
+    )
     write(tmp_path / "plots/curves/critic.csv", "of an earlier run")
     render(tmp_path)
     headline = json.loads((tmp_path / "metrics/summary.json").read_text())
-    assert headline["reward.test_accuracy"] == 0.7654 and headline["kl"] == 2.5 and headline["length"] == 20.0
-    assert {"judge.win_rate", "judge.win_rate_low95", "gold.win_rate"} <= headline.keys() <= headlines.HEADLINE.keys()
+    assert (
+        headline["reward.test_accuracy"] == 0.7654
+        and headline["kl"] == 2.5
+        and headline["length"] == 20.0
+    )
+    assert (
+        {"judge.win_rate", "judge.win_rate_low95", "gold.win_rate"}
+        <= headline.keys()
+        <= headlines.HEADLINE.keys()
+    )
     # `dvc metrics show` needs the width of each name and four spaces beside the path of the file.
     of_pairs = {name for name in headlines.HEADLINE if not name.startswith("checker")}
-    without_pairs = {name for name in headlines.HEADLINE if not name.startswith(("judge", "gold", "reward"))}
+    without_pairs = {
+        name for name in headlines.HEADLINE if not name.startswith(("judge", "gold", "reward"))
+    }
     for names in (of_pairs, without_pairs):
         assert len("metrics/summary.json") + sum(4 + len(name) for name in names) <= 120
-    # A row without a loss, such as one of a step that was skipped, is left out; so is a curve without rows.
+    # A row without a loss, such as one of a step that was skipped, is left out; so is a curve
+    # without rows.
     assert (tmp_path / "plots/curves/sft.csv").read_text() == "step,loss\n10,2.5\n30,1.5\n"
     assert [path.name for path in (tmp_path / "plots/curves").iterdir()] == ["sft.csv"]
 
 
 def test_numbers_that_are_not_finite_are_no_headline() -> None:
-    assert headlines.headline_metrics({"reward": {"test_accuracy": float("nan")}, "evaluation": {"kl": "much"}}) == {}
+    assert (
+        headlines.headline_metrics(
+            {"reward": {"test_accuracy": float("nan")}, "evaluation": {"kl": "much"}}
+        )
+        == {}
+    )
 
 
 def test_every_curve_that_dvc_plots_is_written() -> None:
@@ -404,10 +507,16 @@ def test_every_curve_that_dvc_plots_is_written() -> None:
             assert definition["x"] == columns[0]
 
 
-def test_a_chinese_reply_says_its_language_so_that_browsers_choose_its_glyphs(tmp_path: Path) -> None:
+def test_a_chinese_reply_says_its_language_so_that_browsers_choose_its_glyphs(
+    tmp_path: Path,
+) -> None:
     fill(tmp_path)
     path = tmp_path / "samples/comparisons.parquet"
-    case = read_table(path).to_pylist()[0] | {"prompt": "怎样煮茶？", "sft_reply": "先烧水。", "policy_reply": "Tea."}
+    case = read_table(path).to_pylist()[0] | {
+        "prompt": "怎样煮茶？",
+        "sft_reply": "先烧水。",
+        "policy_reply": "Tea.",
+    }
     write_table(path, pa.Table.from_pylist([case]))
     page = render(tmp_path)
     assert '<p class="text" lang="zh">怎样煮茶？</p>' in page
@@ -419,14 +528,20 @@ def test_mistakes_groups_opponents_and_multiple_choice_are_shown(tmp_path: Path)
     fill(tmp_path)
     fill_sections(tmp_path, ATTACK, ATTACK)
     page = render(tmp_path)
-    assert "gets most wrong" in page and "margin -2.35" in page and "reward -1.50 · 6 tokens" in page
+    assert (
+        "gets most wrong" in page and "margin -2.35" in page and "reward -1.50 · 6 tokens" in page
+    )
     assert "same <mark>&lt;script&gt;" in page and '<p class="text" lang="zh">我很好</p>' in page
     assert "Helpful and harmless apart" in page and "helpful, judge" in page
-    assert "Against &lt;script&gt;" in page and "2 more have no reply of it; 7 of its replies" in page
+    assert (
+        "Against &lt;script&gt;" in page and "2 more have no reply of it; 7 of its replies" in page
+    )
     assert "policy, harmless, gold" in page and "SFT, gold" in page
     assert "0.477 to 0.723" in page and "-0.321 to 0.700" in page and "城市" in page
     assert "1 more questions were too long" in page and "Multiple choice answered rightly" in page
-    shut = decide("reward", [Condition(metric="accuracy", at_least=0.9, why="no")], {"accuracy": 0.8})
+    shut = decide(
+        "reward", [Condition(metric="accuracy", at_least=0.9, why="no")], {"accuracy": 0.8}
+    )
     shut.save(tmp_path / "gates/reward.json")
     assert "gets most wrong" in render(tmp_path), "they say why the reward gate failed"
 
@@ -435,13 +550,19 @@ def test_alarming_figures_stand_in_the_verdict_and_on_top_of_the_table(tmp_path:
     fill(tmp_path)
     evaluation = json.loads((tmp_path / "metrics/evaluation.json").read_text())
     for name, refused in (("sft", 0.28), ("policy", 0.31)):
-        evaluation[name] = evaluation[name] | {"safety": {"refuses_harmful": refused, "answers_benign": 0.9}}
+        evaluation[name] = evaluation[name] | {
+            "safety": {"refuses_harmful": refused, "answers_benign": 0.9}
+        }
     write(tmp_path / "metrics/evaluation.json", json.dumps(evaluation))
     page = render(tmp_path)
     verdict = page[page.index('class="verdict') : page.index("</section>")]
     assert "Read before release:</b> harmful requests refused 0.31 (SFT 0.28)." in verdict
     table = page[page.index("Means of both models") :]
-    assert table.index("Harmful requests refused") < table.index("Gold score") < table.index("Benign look-alikes")
+    assert (
+        table.index("Harmful requests refused")
+        < table.index("Gold score")
+        < table.index("Benign look-alikes")
+    )
 
 
 def test_verifiable_prompts_are_shown_by_category_and_property(tmp_path: Path) -> None:
@@ -451,13 +572,22 @@ def test_verifiable_prompts_are_shown_by_category_and_property(tmp_path: Path) -
         "prompts": 20,
         "sft": {"passed": 0.8, "category": {"sums": 0.9}, "property": {"regex": 0.85}},
         "policy": {"passed": 0.7, "category": {"sums": 0.95}, "property": {"regex": 0.65}},
-        "comparison": evaluation["comparison"]["gold"] | {"lose": 0.2, "win_rate": 0.45, "clusters": 13},
+        "comparison": evaluation["comparison"]["gold"]
+        | {"lose": 0.2, "win_rate": 0.45, "clusters": 13},
     }
     write(tmp_path / "metrics/evaluation.json", json.dumps(evaluation))
     page = render(tmp_path)
     table = page[page.index('id="verifiable"') :]
-    assert table.index("all that is required") < table.index("property regex") < table.index("category sums")
-    assert "13 of them different" in table and "win rate 0.450 (95 %:" in table and "SFT alone on\n  0.200" in table
+    assert (
+        table.index("all that is required")
+        < table.index("property regex")
+        < table.index("category sums")
+    )
+    assert (
+        "13 of them different" in table
+        and "win rate 0.450 (95 %:" in table
+        and "SFT alone on\n  0.200" in table
+    )
     assert "verifiable prompts passed 0.70 (SFT 0.80)" in page[: page.index("</section>")]
 
 
@@ -471,12 +601,16 @@ def test_charts_survive_odd_values() -> None:
 
 
 def test_charts_belong_to_their_page() -> None:
-    chart = charts.line_chart({"a": [(0.0, 1.0), (1.0, 2.0)], "b": [(0.0, 0.0), (1.0, 1.0)]}, marks=[0.5])
+    chart = charts.line_chart(
+        {"a": [(0.0, 1.0), (1.0, 2.0)], "b": [(0.0, 0.0), (1.0, 1.0)]}, marks=[0.5]
+    )
     assert "http" not in chart and "<style" not in chart and "<!" not in chart
     names = re.findall(r' id="([^"]*)"', chart)
     assert len(names) == len(set(names)) and all(f"#{name}" in chart for name in names)
     assert "var(--s0)" in chart and "var(--s1)" in chart and "health finding" in chart
-    again = charts.line_chart({"a": [(0.0, 1.0), (1.0, 2.0)], "b": [(0.0, 0.0), (1.0, 1.0)]}, marks=[0.5])
+    again = charts.line_chart(
+        {"a": [(0.0, 1.0), (1.0, 2.0)], "b": [(0.0, 0.0), (1.0, 1.0)]}, marks=[0.5]
+    )
     assert chart == again, "the same numbers give the same bytes"
 
 
@@ -494,9 +628,16 @@ stages:
 """
 
 
-def test_a_workspace_tells_commit_run_and_hashes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_workspace_tells_commit_run_and_hashes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("GIT_CEILING_DIRECTORIES", str(tmp_path.parent))
-    assert report_lineage(tmp_path, "") == {"git_revision": "none", "mlflow_run": "", "dvc_lock": "", "outputs": {}}
+    assert report_lineage(tmp_path, "") == {
+        "git_revision": "none",
+        "mlflow_run": "",
+        "dvc_lock": "",
+        "outputs": {},
+    }
     (tmp_path / "dvc.lock").write_text(LOCK)
     who = ["-c", "user.name=x", "-c", "user.email=x@example.com"]
     for command in (["init", "-q"], ["add", "."], [*who, "commit", "-qm", "x"]):
@@ -504,7 +645,9 @@ def test_a_workspace_tells_commit_run_and_hashes(tmp_path: Path, monkeypatch: py
     lineage = report_lineage(tmp_path, "own")
     assert len(lineage["git_revision"]) == 40 and lineage["mlflow_run"] == "own"
     assert lineage["dvc_lock"] == sha256_file(tmp_path / "dvc.lock")
-    assert lineage["outputs"] == {"models/sft": "abc.dir"}, "the report's own hash is of an earlier one"
+    assert lineage["outputs"] == {"models/sft": "abc.dir"}, (
+        "the report's own hash is of an earlier one"
+    )
     monkeypatch.setenv("RLHF_PARENT_RUN_ID", "pipeline")
     (tmp_path / "dvc.lock").write_text("stages: [")
     lineage = report_lineage(tmp_path, "own")
@@ -531,6 +674,9 @@ def test_first_and_last_iteration_are_drawn_and_broken_ones_left_out() -> None:
     assert chart is not None
     assert chart.count("fill-opacity: 0.5") == 8 or chart.count("opacity: 0.5") >= 8
     assert ">1</text>" in chart and ">30</text>" in chart
-    assert charts.reward_histograms([row(1, float("nan")), {"iteration": 2, "reward_mean": 1.0}]) is None
+    assert (
+        charts.reward_histograms([row(1, float("nan")), {"iteration": 2, "reward_mean": 1.0}])
+        is None
+    )
     one = charts.reward_histograms([row(4, 0.0), row(5, float("inf"))])
     assert one is not None and ">4</text>" in one and ">5</text>" not in one

@@ -1,4 +1,6 @@
-"""The report in headless Chromium: no errors on the console, nothing loaded, nothing wider than a phone."""
+"""The report in headless Chromium: no errors on the console, nothing loaded, nothing wider than a
+phone.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,10 @@ from rlhf_core.evaluation.report.view import with_release
 from .test_report import ATTACK, fill, fill_sections, render, write
 
 CHROMIUM = find_chromium()
-pytestmark = [pytest.mark.services, pytest.mark.skipif(CHROMIUM is None, reason="Chromium is not installed")]
+pytestmark = [
+    pytest.mark.services,
+    pytest.mark.skipif(CHROMIUM is None, reason="Chromium is not installed"),
+]
 PHONE, DESKTOP = 375, 1280
 LONG_WORD = "example.com/" + "averylongword" * 20
 # Elements that reach beyond the right edge and are not cut by an element around them.
@@ -38,22 +43,41 @@ def page(tmp_path_factory: pytest.TempPathFactory) -> Path:
     evaluation = json.loads((root / "metrics/evaluation.json").read_text())
     versus = evaluation["comparison"]["gold"]
     scored = [
-        f"{side}_{judge}" for judge in ("gold", "judge", "referee", "reward") for side in ("policy", "sft", "win_rate")
+        f"{side}_{judge}"
+        for judge in ("gold", "judge", "referee", "reward")
+        for side in ("policy", "sft", "win_rate")
     ]
-    of_category = dict.fromkeys(scored, -0.123) | {"prompts": 100, "comparison": {"judge": versus, "gold": versus}}
+    of_category = dict.fromkeys(scored, -0.123) | {
+        "prompts": 100,
+        "comparison": {"judge": versus, "gold": versus},
+    }
     checked = {"passed": 0.5, "category": {LONG_WORD: 0.5}, "property": {"json_schema": 0.5}}
     evaluation["category"] = {"selfinstruct": of_category}
-    evaluation["verifiable"] = {"prompts": 8, "sft": checked, "policy": checked, "comparison": versus}
+    evaluation["verifiable"] = {
+        "prompts": 8,
+        "sft": checked,
+        "policy": checked,
+        "comparison": versus,
+    }
     evaluation["policy"]["safety"] = {"refuses_harmful": 0.31}
     write(root / "metrics/evaluation.json", json.dumps(evaluation))
     edges = {f"reward_{name}": value for name, value in
              {"min": -3, "p05": -2, "p25": -1, "p50": 0, "p75": 1, "p95": 2, "max": 3}.items()}  # fmt: skip
-    history = [edges | {"iteration": i, "reward_mean": 0.1 * i, "kl": i, "findings": []} for i in range(1, 20)]
+    history = [
+        edges | {"iteration": i, "reward_mean": 0.1 * i, "kl": i, "findings": []}
+        for i in range(1, 20)
+    ]
     write(root / "history/ppo.jsonl", "\n".join(map(json.dumps, history)))
     sft = {"outs": [{"path": "models/sft", "md5": f"{'0123456789abcdef' * 2}.dir"}]}
     write(root / "dvc.lock", json.dumps({"stages": {"sft": sft}}))
     text = render(root)
-    for part in ("Distribution of rewards", "gets most wrong", "Against ", "dvc.lock sha256", "verifiable prompts"):
+    for part in (
+        "Distribution of rewards",
+        "gets most wrong",
+        "Against ",
+        "dvc.lock sha256",
+        "verifiable prompts",
+    ):
         assert part in text
     return root / "report.html"
 
@@ -93,8 +117,16 @@ def test_the_page_fits_loads_nothing_and_has_no_errors(
     request: pytest.FixtureRequest, which: str, browser: Browser, width: int, scheme: str
 ) -> None:
     page: Path = request.getfixturevalue(which)
-    browser.call("Emulation.setDeviceMetricsOverride", width=width, height=900, deviceScaleFactor=1, mobile=False)
-    browser.call("Emulation.setEmulatedMedia", features=[{"name": "prefers-color-scheme", "value": scheme}])
+    browser.call(
+        "Emulation.setDeviceMetricsOverride",
+        width=width,
+        height=900,
+        deviceScaleFactor=1,
+        mobile=False,
+    )
+    browser.call(
+        "Emulation.setEmulatedMedia", features=[{"name": "prefers-color-scheme", "value": scheme}]
+    )
     browser.events.clear()
     browser.open(page.as_uri(), "Configuration and lineage", "git commit")
     browser.evaluate("document.querySelectorAll('details').forEach(part => part.open = true)")
@@ -102,9 +134,13 @@ def test_the_page_fits_loads_nothing_and_has_no_errors(
     assert browser.evaluate("document.documentElement.scrollWidth") <= width
     assert browser.evaluate(TOO_WIDE) == []
     if which == "release":
-        top = browser.evaluate("document.querySelector('.release .headline').getBoundingClientRect().top")
+        top = browser.evaluate(
+            "document.querySelector('.release .headline').getBoundingClientRect().top"
+        )
         assert 0 < top < 900, "what was released stands on the first screen"
-    requests = [event["request"]["url"] for event in reported(browser.events, "Network.requestWillBeSent")]
+    requests = [
+        event["request"]["url"] for event in reported(browser.events, "Network.requestWillBeSent")
+    ]
     loaded = [url for url in requests if not url.startswith("data:") and url != "about:blank"]
     assert loaded == [page.as_uri()], "no request leaves the file"
     assert reported(browser.events, "Runtime.exceptionThrown") == []

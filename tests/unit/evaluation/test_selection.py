@@ -36,7 +36,12 @@ LIMITS = SelectionConfig(max_kl=6.0, max_length_ratio=1.6, max_repetition_increa
 
 
 def made(
-    iteration: int, win_rate: float, kl: float = 2.0, length: float = 1.0, repetition: float = 0.0, error: float = 0.0
+    iteration: int,
+    win_rate: float,
+    kl: float = 2.0,
+    length: float = 1.0,
+    repetition: float = 0.0,
+    error: float = 0.0,
 ) -> CheckpointCandidate:
     return CheckpointCandidate(iteration, win_rate, kl, length, repetition, error)
 
@@ -48,20 +53,31 @@ def test_highest_win_rate_among_those_that_keep_the_limits() -> None:
 
 
 def test_the_reward_has_no_say_in_the_choice() -> None:
-    """Trap 9: whatever the reward model says of a checkpoint, the referee's favourite stays the same."""
+    """Trap 9: whatever the reward model says of a checkpoint, the referee's favourite stays the
+    same.
+    """
     assert {field.name for field in fields(CheckpointCandidate)} == {
         "iteration", "win_rate", "kl", "length_ratio", "repetition_increase", "win_rate_error",
     }  # fmt: skip
 
 
 def test_equal_win_rates_go_to_the_lower_kl_then_the_earlier() -> None:
-    assert choose([made(5, 0.7, 3.0), made(10, 0.7, 2.0), made(15, 0.7, 2.0)], LIMITS).candidate.iteration == 10
+    assert (
+        choose(
+            [made(5, 0.7, 3.0), made(10, 0.7, 2.0), made(15, 0.7, 2.0)], LIMITS
+        ).candidate.iteration
+        == 10
+    )
 
 
 @pytest.mark.parametrize(
     ("rates", "kls", "kept"),
     [
-        ((0.57, 0.68, 0.66, 0.67), (3.0, 2.3, 1.8, 1.6), 20),  # as good as the best, and nearer to SFT
+        (
+            (0.57, 0.68, 0.66, 0.67),
+            (3.0, 2.3, 1.8, 1.6),
+            20,
+        ),  # as good as the best, and nearer to SFT
         ((0.57, 0.68, 0.66, 0.67), (1.0, 1.5, 2.0, 2.5), 10),  # as good, and farther away
         ((0.57, 0.68, 0.60, 0.72), (3.0, 2.3, 1.0, 2.8), 20),  # clearly better, though farther away
         ((0.57, 0.68, 0.60, 0.64), (3.0, 2.3, 1.0, 1.0), 10),  # clearly worse, though nearer
@@ -70,8 +86,12 @@ def test_equal_win_rates_go_to_the_lower_kl_then_the_earlier() -> None:
 def test_within_a_standard_error_the_nearer_checkpoint_is_kept(
     rates: Sequence[float], kls: Sequence[float], kept: int
 ) -> None:
-    candidates = [made(5 * (i + 1), *pair, error=0.03) for i, pair in enumerate(zip(rates, kls, strict=True))]
-    chosen = [choose(candidates[: n + 1], LIMITS).candidate.iteration for n in range(len(candidates))]
+    candidates = [
+        made(5 * (i + 1), *pair, error=0.03) for i, pair in enumerate(zip(rates, kls, strict=True))
+    ]
+    chosen = [
+        choose(candidates[: n + 1], LIMITS).candidate.iteration for n in range(len(candidates))
+    ]
     assert chosen[-1] == kept
     # Only the weights of the choice so far are kept: it may change to the newest checkpoint alone.
     for number, (before, after) in enumerate(itertools.pairwise(chosen), start=2):
@@ -100,11 +120,19 @@ def test_sft_against_itself_is_all_ties_at_no_distance(models: Path, prompts: li
     messages = [row.prompt for row in rows]
     sampling = Sampling.for_tokenizer(tokenizer, 12)
     evaluator = SelectionEvaluator(
-        sft, rows, referee, lambda m: on_policy_replies(m, tokenizer, messages, sampling, 3), reward=LengthJudge()
+        sft,
+        rows,
+        referee,
+        lambda m: on_policy_replies(m, tokenizer, messages, sampling, 3),
+        reward=LengthJudge(),
     )
     same = evaluator(sft)
     assert same["win_rate"] == 0.5 and same["kl"] == pytest.approx(0.0, abs=1e-4)
-    assert same["length_ratio"] == 1.0 and same["repetition_increase"] == 0.0 and same["referee_gap"] == 0.0
+    assert (
+        same["length_ratio"] == 1.0
+        and same["repetition_increase"] == 0.0
+        and same["referee_gap"] == 0.0
+    )
     other = evaluator(policy)
     assert other == evaluator(policy) and math.isfinite(other["kl"]) and other["kl"] != same["kl"]
     assert referee.calls == 4  # SFT's replies once, then one per checkpoint
@@ -113,11 +141,15 @@ def test_sft_against_itself_is_all_ties_at_no_distance(models: Path, prompts: li
 SHARP = {"temperature": 0.5, "min_new_tokens": 3}
 
 
-def test_on_policy_replies_follow_the_training_distribution(models: Path, prompts: list[Prompt]) -> None:
+def test_on_policy_replies_follow_the_training_distribution(
+    models: Path, prompts: list[Prompt]
+) -> None:
     model, tokenizer = load_policy(models / "policy")
     messages = [row.prompt for row in prompts[:8]]
     plain, sharp = (
-        on_policy_replies(model, tokenizer, messages, Sampling.for_tokenizer(tokenizer, 10, **settings), seed=1)
+        on_policy_replies(
+            model, tokenizer, messages, Sampling.for_tokenizer(tokenizer, 10, **settings), seed=1
+        )
         for settings in ({}, SHARP)
     )
     assert sharp.sampling.temperature == 0.5 and sharp.replies != plain.replies
@@ -133,10 +165,16 @@ def by_length(prompts: Any, replies: list[str]) -> list[float]:
 def test_selection_samples_as_ppo_does(models: Path, prompts: list[Prompt], tmp_path: Path) -> None:
     tokenizer, rate = load_tokenizer(models / "sft"), OptimizerConfig(lr=1e-4)
     config = PpoConfig(
-        max_new_tokens=6, ptx=PtxConfig(weight=0.0), policy_optimizer=rate, critic_optimizer=rate, **SHARP
+        max_new_tokens=6,
+        ptx=PtxConfig(weight=0.0),
+        policy_optimizer=rate,
+        critic_optimizer=rate,
+        **SHARP,
     )
     encoded = TrainingPrompts.encode(tokenizer, [row.prompt for row in prompts[:4]])
-    ScalarModel.load(models / "reward").save(tmp_path / "critic", tokenizer, {MOMENTS: RunningMeanStd().to_dict()}, {})
+    ScalarModel.load(models / "reward").save(
+        tmp_path / "critic", tokenizer, {MOMENTS: RunningMeanStd().to_dict()}, {}
+    )
     inputs = PpoInputs(
         config, models / "sft", tokenizer, encoded, by_length, tmp_path / "critic", None, models / "referee",
         prompts[:4], {},
@@ -159,19 +197,29 @@ class ScriptedJudge(LengthJudge):
         return self.scores.pop(0)
 
 
-def test_a_wild_checkpoint_cannot_turn_its_losses_into_ties(models: Path, prompts: list[Prompt]) -> None:
-    """SFT's scores have SD 1, so differences up to .05 are ties, whatever the checkpoint's own scores are."""
+def test_a_wild_checkpoint_cannot_turn_its_losses_into_ties(
+    models: Path, prompts: list[Prompt]
+) -> None:
+    """SFT's scores have SD 1, so differences up to .05 are ties, whatever the checkpoint's own
+    scores are.
+    """
     sft, tokenizer = load_policy(models / "sft")
     messages, sampling = [row.prompt for row in prompts[:4]], Sampling.for_tokenizer(tokenizer, 4)
     sft_scores = [-1.0, -1.0, 1.0, 1.0]
     for outlier in (2.0, 2000.0):
         referee = ScriptedJudge(sft_scores, [-1.06, -1.06, 0.94, outlier])
-        sample = partial(on_policy_replies, tokenizer=tokenizer, prompts=messages, sampling=sampling, seed=3)
+        sample = partial(
+            on_policy_replies, tokenizer=tokenizer, prompts=messages, sampling=sampling, seed=3
+        )
         assert SelectionEvaluator(sft, prompts[:4], referee, sample)(sft)["win_rate"] == 0.25
 
 
-def test_several_openings_of_a_question_narrow_no_interval(models: Path, prompts: list[Prompt]) -> None:
-    """Eight questions asked five times each are eight questions: of forty rows the interval would be half as wide."""
+def test_several_openings_of_a_question_narrow_no_interval(
+    models: Path, prompts: list[Prompt]
+) -> None:
+    """Eight questions asked five times each are eight questions: of forty rows the interval would
+    be half as wide.
+    """
     sft, tokenizer = load_policy(models / "sft")
     sampling = Sampling.for_tokenizer(tokenizer, 4)
     widths = []
@@ -179,7 +227,9 @@ def test_several_openings_of_a_question_narrow_no_interval(models: Path, prompts
         rows = [replace(row, source="a file") for row in prompts[:8] for _ in range(count)]
         won = [score for score in (1.0, 1.0, 1.0, 1.0, 1.0, -1.0, -1.0, -1.0) for _ in range(count)]
         messages = [row.prompt for row in rows]
-        sample = partial(on_policy_replies, tokenizer=tokenizer, prompts=messages, sampling=sampling, seed=3)
+        sample = partial(
+            on_policy_replies, tokenizer=tokenizer, prompts=messages, sampling=sampling, seed=3
+        )
         measured = SelectionEvaluator(sft, rows, ScriptedJudge([0.0] * len(rows), won), sample)(sft)
         widths.append(measured["win_rate_high95"] - measured["win_rate_low95"])
     assert widths[1] == pytest.approx(widths[0], rel=0.05)

@@ -1,4 +1,6 @@
-"""The sentence of a verdict: made of the conditions that decided, so that it cannot contradict the gate."""
+"""The sentence of a verdict: made of the conditions that decided, so that it cannot contradict the
+gate.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,9 @@ from rlhf_core.evaluation.verdict import (
 from rlhf_core.gates import GateDecision, check, decide, describe_loss
 
 
-def compared(win_rate: float, low: float, high: float, equal_length: tuple[float, float, float]) -> dict[str, Any]:
+def compared(
+    win_rate: float, low: float, high: float, equal_length: tuple[float, float, float]
+) -> dict[str, Any]:
     names = ("win_rate", "win_rate_low95", "win_rate_high95")
     judge = dict(zip(names, (win_rate, low, high), strict=True))
     judge |= {f"lc_{name}": value for name, value in zip(names, equal_length, strict=True)}
@@ -30,8 +34,13 @@ def compared(win_rate: float, low: float, high: float, equal_length: tuple[float
 
 
 def gate_of(metrics: dict[str, Any], **bounds: float) -> GateDecision:
-    names = {"win_rate": "comparison.judge.win_rate_low95", "equal_length": "comparison.judge.lc_win_rate_low95"}
-    conditions = [Condition(metric=names[name], at_least=bound, why="w") for name, bound in bounds.items()]
+    names = {
+        "win_rate": "comparison.judge.win_rate_low95",
+        "equal_length": "comparison.judge.lc_win_rate_low95",
+    }
+    conditions = [
+        Condition(metric=names[name], at_least=bound, why="w") for name, bound in bounds.items()
+    ]
     return decide("policy", conditions, metrics)
 
 
@@ -58,7 +67,10 @@ def test_a_gate_that_only_reports_is_told_as_failed_and_that_the_run_went_on() -
     conditions = [Condition(metric="comparison.judge.win_rate_low95", at_least=0.5, why="w")]
     gate = decide("policy", conditions, metrics, mode="report")
     sentence = verdict_sentence(judge_results(metrics["comparison"]), "SFT", gate)
-    assert sentence.startswith("not shown better than SFT") and "failed (mode report: the run went on)" in sentence
+    assert (
+        sentence.startswith("not shown better than SFT")
+        and "failed (mode report: the run went on)" in sentence
+    )
 
 
 SHARES = st.floats(0.0, 1.0).map(lambda share: round(share, 9))
@@ -71,7 +83,9 @@ def test_what_is_written_never_contradicts_what_was_decided(ends: list[float], b
     gate = gate_of(metrics, win_rate=bar, equal_length=bar)
     judges = judge_results(metrics["comparison"])
     sentence = verdict_sentence(judges, "SFT", gate)
-    assert ("gate passed" in sentence) == gate.passed and ("gate failed" in sentence) == (not gate.passed)
+    assert ("gate passed" in sentence) == gate.passed and ("gate failed" in sentence) == (
+        not gate.passed
+    )
     for condition in gate.failed:
         written = describe_condition(condition)
         found = re.search(r"interval ([\d.]+) to", written)
@@ -86,7 +100,8 @@ def test_what_is_written_never_contradicts_what_was_decided(ends: list[float], b
 
 
 @pytest.mark.parametrize(
-    ("share", "written"), [(0.5, "50.0"), (0.4996, "49.96"), (0.50000001, "50.000001"), (0.567, "56.7")]
+    ("share", "written"),
+    [(0.5, "50.0"), (0.4996, "49.96"), (0.50000001, "50.000001"), (0.567, "56.7")],
 )
 def test_a_share_near_a_bar_has_digits_that_tell_them_apart(share: float, written: str) -> None:
     assert percent(share, 0.5) == written
@@ -102,7 +117,9 @@ def test_a_share_near_a_bar_has_digits_that_tell_them_apart(share: float, writte
         (-0.01, 0.0, "better by 0.01, at worst equal"),
     ],
 )
-def test_a_loss_is_told_in_words_and_not_by_the_sign_of_a_bound(loss: float, high: float, words: str) -> None:
+def test_a_loss_is_told_in_words_and_not_by_the_sign_of_a_bound(
+    loss: float, high: float, words: str
+) -> None:
     assert describe_loss(loss, high) == words
     condition = Condition(metric="repetition", worse_by_less_than=0.02, why="w")
     measured = {"losses": {"repetition": {"loss": loss, "loss_high95": high, "baseline": 0.5}}}
@@ -122,7 +139,10 @@ def test_a_loss_is_told_in_words_and_not_by_the_sign_of_a_bound(loss: float, hig
 )
 def test_a_record_is_read_as_it_was_decided(rule: Condition) -> None:
     metrics = compared(0.7, 0.6, 0.8, (0.6, 0.55, 0.65))
-    metrics |= {"kl": 7.0, "losses": {"repetition": {"loss": 0.1, "loss_high95": 0.2, "baseline": 0.5}}}
+    metrics |= {
+        "kl": 7.0,
+        "losses": {"repetition": {"loss": 0.1, "loss_high95": 0.2, "baseline": 0.5}},
+    }
     decision = decide("policy", [rule], metrics, evidence={"metrics/evaluation.json": "abc"})
     assert GateDecision.of("policy", decision.as_dict()) == decision
     assert describe_condition(decision.conditions[0])

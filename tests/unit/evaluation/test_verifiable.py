@@ -1,4 +1,6 @@
-"""Verifiable prompts: each property by hand, bad files in a line, and the evaluate stage with them."""
+"""Verifiable prompts: each property by hand, bad files in a line, and the evaluate stage with
+them.
+"""
 
 from __future__ import annotations
 
@@ -50,8 +52,12 @@ def test_properties_by_hand(require: dict[str, Any], passes: str, fails: str) ->
 
 
 def test_an_end_is_required_or_forbidden() -> None:
-    assert check_reply(Requirements(finished=True), PROMPT, "x", False, {}, 9) == {"finished": False}
-    assert check_reply(Requirements(finished=False), PROMPT, "x", False, {}, 9) == {"finished": True}
+    assert check_reply(Requirements(finished=True), PROMPT, "x", False, {}, 9) == {
+        "finished": False
+    }
+    assert check_reply(Requirements(finished=False), PROMPT, "x", False, {}, 9) == {
+        "finished": True
+    }
 
 
 @pytest.mark.parametrize(
@@ -60,9 +66,18 @@ def test_an_end_is_required_or_forbidden() -> None:
         ({}, "nothing is required"),
         ({"regex": "("}, "is no regular expression"),
         ({"json_schema": {"type": "thing"}}, "is no JSON schema"),
-        ({"json_schema": {"$ref": "https://example.com/x.json"}}, "refers to https://example.com/x.json, outside"),
-        ({"json_schema": {"$dynamicRef": "http://example.com/x"}}, "refers to http://example.com/x, outside"),
-        ({"json_schema": {"properties": {"a": {"$ref": "#/none"}}}}, "/none, which it does not define"),
+        (
+            {"json_schema": {"$ref": "https://example.com/x.json"}},
+            "refers to https://example.com/x.json, outside",
+        ),
+        (
+            {"json_schema": {"$dynamicRef": "http://example.com/x"}},
+            "refers to http://example.com/x, outside",
+        ),
+        (
+            {"json_schema": {"properties": {"a": {"$ref": "#/none"}}}},
+            "/none, which it does not define",
+        ),
         ({"json_schema": {"$ref": "#"}}, "refers to itself without end"),
         ({"json_schema": {"pattern": "("}}, "is no JSON schema"),
         ({"regex": "a{99999999999999999999}"}, "is no regular expression"),
@@ -79,7 +94,9 @@ def test_requirements_that_make_no_sense_are_refused(require: dict[str, Any], me
 
 def written(folder: Path, *lines: Any, functions: dict[str, str] | None = None) -> VerifiableConfig:
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "checks.jsonl").write_text("\n".join(x if isinstance(x, str) else json.dumps(x) for x in lines) + "\n")
+    (folder / "checks.jsonl").write_text(
+        "\n".join(x if isinstance(x, str) else json.dumps(x) for x in lines) + "\n"
+    )
     return VerifiableConfig(path="checks.jsonl", functions=functions or {})
 
 
@@ -91,10 +108,22 @@ def written(folder: Path, *lines: Any, functions: dict[str, str] | None = None) 
         ('{"prompt": "\\ud800", "require": {"equals": "x"}}', r"line 2: prompt\.0\.content: "),
         ({"prompt": "x"}, r"line 2: require: Field required"),
         ({"prompt": "x", "require": {}}, r"line 2: require: nothing is required of the reply"),
-        ({"prompt": "", "require": {"equals": "x"}}, r"line 2: prompt\.0\.content: String should have"),
-        ({"prompt": [{"role": "bot", "content": "x"}], "require": {"equals": "x"}}, r"line 2: prompt\.0\.role: "),
-        ({"prompt": [{"role": "assistant", "content": "x"}], "require": {"equals": "x"}}, "must end with a user turn"),
-        ({"prompt": "x", "require": {"function": "f"}}, "the function 'f' is not named in evaluate.verifiable.functi"),
+        (
+            {"prompt": "", "require": {"equals": "x"}},
+            r"line 2: prompt\.0\.content: String should have",
+        ),
+        (
+            {"prompt": [{"role": "bot", "content": "x"}], "require": {"equals": "x"}},
+            r"line 2: prompt\.0\.role: ",
+        ),
+        (
+            {"prompt": [{"role": "assistant", "content": "x"}], "require": {"equals": "x"}},
+            "must end with a user turn",
+        ),
+        (
+            {"prompt": "x", "require": {"function": "f"}},
+            "the function 'f' is not named in evaluate.verifiable.functi",
+        ),
         ({"prompt": "x", "require": {"equals": "x"}, "category": "a.b"}, r"line 2: category"),
         ("[1]", r"line 2: "),
     ],
@@ -118,16 +147,23 @@ def test_a_function_runs_only_if_it_is_named(tmp_path: Path) -> None:
         "def polite(prompt, reply):\n    return prompt[-1]['role'] == 'user' and 'please' in reply\n\n\n"
         "def broken(prompt, reply):\n    raise KeyError(reply)\n"
     )
-    lines = [{"prompt": "?", "require": {"function": "polite"}}, {"prompt": "?", "require": {"function": "bad"}}]
+    lines = [
+        {"prompt": "?", "require": {"function": "polite"}},
+        {"prompt": "?", "require": {"function": "bad"}},
+    ]
     functions = {"polite": "rules_of_mine:polite", "bad": "rules_of_mine:broken"}
     prompts = VerifiablePrompts.load(written(tmp_path, lines[0], functions=functions), tmp_path)
     assert prompts.check([Reply("yes, please", True)]).passed.tolist() == [True]
     assert prompts.check([Reply("yes", True)]).passed.tolist() == [False]
     broken = VerifiablePrompts.load(written(tmp_path, lines[1], functions=functions), tmp_path)
-    with pytest.raises(DataError, match=r"the function bad .* raised KeyError: 'x' \(rules_of_mine.py, line 6\)"):
+    with pytest.raises(
+        DataError, match=r"the function bad .* raised KeyError: 'x' \(rules_of_mine.py, line 6\)"
+    ):
         broken.check([Reply("x", True)])
     with pytest.raises(ConfigError, match=r"cannot import no_such_module"):
-        VerifiablePrompts.load(written(tmp_path, lines[0], functions={"polite": "no_such_module:f"}), tmp_path)
+        VerifiablePrompts.load(
+            written(tmp_path, lines[0], functions={"polite": "no_such_module:f"}), tmp_path
+        )
     with pytest.raises(ValidationError, match=r"a function is written package\.module:function"):
         VerifiableConfig(path="x", functions={"f": "os.system('x')"})
 
@@ -139,23 +175,34 @@ def test_a_function_that_exits_or_hangs_ends_in_one_line(tmp_path: Path) -> None
         "    except Exception:\n        return True\n"
     )
     (tmp_path / "module_that_exits.py").write_text("import sys\n\nsys.exit(0)\n")
-    for name, message in (("leave", r"leave of .* raised SystemExit: 3"), ("hang", r"function 'hang' did not end")):
+    for name, message in (
+        ("leave", r"leave of .* raised SystemExit: 3"),
+        ("hang", r"function 'hang' did not end"),
+    ):
         line = {"prompt": "?", "require": {"function": name}}
         config = written(tmp_path, line, functions={name: f"rules_that_end:{name}"})
-        prompts = VerifiablePrompts.load(config.model_copy(update={"timeout_seconds": 0.1}), tmp_path)
+        prompts = VerifiablePrompts.load(
+            config.model_copy(update={"timeout_seconds": 0.1}), tmp_path
+        )
         with pytest.raises(DataError, match=message):
             prompts.check([Reply("x", True)])
     with pytest.raises(ConfigError, match=r"cannot import module_that_exits \(SystemExit: 0\)"):
-        VerifiablePrompts.load(written(tmp_path, line, functions={"hang": "module_that_exits:f"}), tmp_path)
+        VerifiablePrompts.load(
+            written(tmp_path, line, functions={"hang": "module_that_exits:f"}), tmp_path
+        )
 
 
 @pytest.mark.parametrize(
-    "require", [{"regex": "^(a+)+$"}, {"json_schema": {"pattern": "^(a+)+$"}}, {"not_regex": "(a|aa)+$"}]
+    "require",
+    [{"regex": "^(a+)+$"}, {"json_schema": {"pattern": "^(a+)+$"}}, {"not_regex": "(a|aa)+$"}],
 )
 def test_an_expression_that_backtracks_without_end_is_stopped(require: dict[str, Any]) -> None:
     text = "a" * 60 + "!"
     reply = json.dumps(text) if "json_schema" in require else text
-    with pytest.raises(DataError, match=r"evaluate\.verifiable: .* did not end within 0\.1 s on a reply of 6\d char"):
+    with pytest.raises(
+        DataError,
+        match=r"evaluate\.verifiable: .* did not end within 0\.1 s on a reply of 6\d char",
+    ):
         check_reply(Requirements.model_validate(require), PROMPT, reply, True, {}, 0.1)
 
 
@@ -163,7 +210,10 @@ def test_a_limit_of_time_leaves_the_handler_of_the_process_alone() -> None:
     before = signal.getsignal(signal.SIGALRM)
     with time_limit(9):
         pass
-    assert signal.getsignal(signal.SIGALRM) == before and signal.getitimer(signal.ITIMER_REAL) == (0.0, 0.0)
+    assert signal.getsignal(signal.SIGALRM) == before and signal.getitimer(signal.ITIMER_REAL) == (
+        0.0,
+        0.0,
+    )
 
 
 def test_metrics_by_hand(tmp_path: Path) -> None:
@@ -199,9 +249,15 @@ def test_lines_that_ask_the_same_are_one_question(tmp_path: Path) -> None:
 def test_a_system_prompt_that_lines_share_makes_them_no_question(tmp_path: Path) -> None:
     system = {"role": "system", "content": "You are a helpful assistant."}
     lines = [
-        {"prompt": [system, {"role": "user", "content": f"say {i % 3}"}], "require": {"max_words": 1}} for i in range(6)
+        {
+            "prompt": [system, {"role": "user", "content": f"say {i % 3}"}],
+            "require": {"max_words": 1},
+        }
+        for i in range(6)
     ]
     other = {"role": "system", "content": "Be brief."}
-    lines.append({"prompt": [other, {"role": "user", "content": "say 0"}], "require": {"max_words": 1}})
+    lines.append(
+        {"prompt": [other, {"role": "user", "content": "say 0"}], "require": {"max_words": 1}}
+    )
     prompts = VerifiablePrompts.load(written(tmp_path, *lines), tmp_path)
     assert prompts.clusters.tolist() == [0, 1, 2, 0, 1, 2, 0]

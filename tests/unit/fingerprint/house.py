@@ -1,4 +1,6 @@
-"""A small package: one of its stages uses something of each kind, beside each of which stands something unused."""
+"""A small package: one of its stages uses something of each kind, beside each of which stands
+something unused.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Code whose names alone do not say what it reaches: more is taken than may be needed, or it is refused."""
+"""Code whose names alone do not say what it reaches: more is taken than may be needed, or it is
+refused.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,9 @@ from rlhf_core.fingerprint.reach import Package
 
 F = "def f():\n    return 1\n"
 CALLS_F = "\n\n\ndef run():\n    return f()\n"
-USES_TABLE = "from p import other\nfrom p.registry import TABLE\n\n\ndef run():\n    return TABLE['f']()\n"
+USES_TABLE = (
+    "from p import other\nfrom p.registry import TABLE\n\n\ndef run():\n    return TABLE['f']()\n"
+)
 IMPORTS_TABLE = f"from p.registry import TABLE\n\n\n{F}\n\n"
 
 
@@ -21,7 +25,9 @@ def case(stage: str, other: str = "", **modules: str) -> dict[str, str]:
 
 CASES = {
     "entries made in a loop": case(
-        USES_TABLE, f"{IMPORTS_TABLE}for name in 'f':\n    TABLE[name] = f\n", registry="TABLE = {}\n"
+        USES_TABLE,
+        f"{IMPORTS_TABLE}for name in 'f':\n    TABLE[name] = f\n",
+        registry="TABLE = {}\n",
     ),
     "an imported list that is added to": case(
         "from p import other\nfrom p.registry import LIST\n\n\ndef run():\n    return LIST\n",
@@ -41,7 +47,9 @@ CASES = {
         F,
         typed=F,
     ),
-    "a name in a walrus": case("from p.other import f\n\n\ndef run():\n    return f\n", "g = (f := 'return 1') + ''\n"),
+    "a name in a walrus": case(
+        "from p.other import f\n\n\ndef run():\n    return f\n", "g = (f := 'return 1') + ''\n"
+    ),
     "a relative import": case(f"from .other import f{CALLS_F}", F),
 }
 
@@ -61,7 +69,10 @@ def test_a_change_behind_dynamic_code_is_noticed(name: str, tmp_path: Path) -> N
 @pytest.mark.parametrize(
     ("stage", "message"),
     [
-        ("from p import other\n\n\ndef run(name):\n    return getattr(other, name)()\n", "p.other is used as a value"),
+        (
+            "from p import other\n\n\ndef run(name):\n    return getattr(other, name)()\n",
+            "p.other is used as a value",
+        ),
         ("import p\n\n\ndef run(name):\n    return getattr(p, name)\n", "p is used as a value"),
         ("from p import other\n\n\ndef run():\n    return other.g()\n", "p.other defines no g"),
     ],

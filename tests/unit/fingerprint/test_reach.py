@@ -1,4 +1,6 @@
-"""Which changes of a small package change the digest of what one of its stages reaches, and which do not."""
+"""Which changes of a small package change the digest of what one of its stages reaches, and which
+do not.
+"""
 
 from __future__ import annotations
 
@@ -99,14 +101,18 @@ def replace(root: Path, file: str, old: str, new: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("what", "file", "old", "new"), NOTICED, ids=[case[0] for case in NOTICED])
-def test_a_change_of_what_is_reached_is_noticed(root: Path, what: str, file: str, old: str, new: str) -> None:
+def test_a_change_of_what_is_reached_is_noticed(
+    root: Path, what: str, file: str, old: str, new: str
+) -> None:
     before = digest(root)
     replace(root, file, old, new)
     assert digest(root) != before, what
 
 
 @pytest.mark.parametrize(("what", "file", "old", "new"), IGNORED, ids=[case[0] for case in IGNORED])
-def test_a_change_of_what_is_not_reached_changes_nothing(root: Path, what: str, file: str, old: str, new: str) -> None:
+def test_a_change_of_what_is_not_reached_changes_nothing(
+    root: Path, what: str, file: str, old: str, new: str
+) -> None:
     before = digest(root)
     replace(root, file, old, new)
     assert digest(root) == before, what
@@ -119,7 +125,12 @@ def test_a_definition_that_moves_to_another_module_stays_what_it_was(root: Path)
     (root / "house/lib/moved.py").write_text(shift)
     replace(root, "lib/one.py", "from house.lib import helpers\n", "from house.lib import moved\n")
     replace(root, "lib/one.py", "helpers.shift(x)", "moved.shift(x)")
-    replace(root, "lib/late.py", "from house.lib.helpers import shift", "from house.lib.moved import shift")
+    replace(
+        root,
+        "lib/late.py",
+        "from house.lib.helpers import shift",
+        "from house.lib.moved import shift",
+    )
     assert digest(root) == before
 
 
@@ -131,9 +142,19 @@ def test_a_module_that_is_renamed_stays_what_it_was(root: Path) -> None:
 
 
 def test_the_order_of_what_acts_on_import_counts(root: Path) -> None:
-    replace(root, "lib/entries.py", 'TABLE["cube"] = ', 'TABLE["one"] = 1\nTABLE["two"] = 2\nTABLE["cube"] = ')
+    replace(
+        root,
+        "lib/entries.py",
+        'TABLE["cube"] = ',
+        'TABLE["one"] = 1\nTABLE["two"] = 2\nTABLE["cube"] = ',
+    )
     before = digest(root)
-    replace(root, "lib/entries.py", 'TABLE["one"] = 1\nTABLE["two"] = 2\n', 'TABLE["two"] = 2\nTABLE["one"] = 1\n')
+    replace(
+        root,
+        "lib/entries.py",
+        'TABLE["one"] = 1\nTABLE["two"] = 2\n',
+        'TABLE["two"] = 2\nTABLE["one"] = 1\n',
+    )
     assert digest(root) != before
 
 
@@ -143,9 +164,7 @@ def test_equal_helpers_of_two_modules_are_told_apart_by_what_they_use(root: Path
         text = f"def used(x):\n    return helper(x)\n\n\ndef helper(x):\n    return x {sign} 1\n"
         (root / f"house/lib/{name}.py").write_text(text)
     for stage, module in (("b", "left"), ("c", "right")):
-        text = (
-            f"from house.lib import left, right\n\n\ndef run():\n    return {module}.used(left.used(right.used(1)))\n"
-        )
+        text = f"from house.lib import left, right\n\n\ndef run():\n    return {module}.used(left.used(right.used(1)))\n"
         (root / f"house/stages/{stage}.py").write_text(text)
     package = Package(root, "house")
     assert package.digest("house.stages.b", "run") != package.digest("house.stages.c", "run")

@@ -1,4 +1,6 @@
-"""DVC sees a change of every file that is named: of data, of an evaluation, of reward sources, of a starting model."""
+"""DVC sees a change of every file that is named: of data, of an evaluation, of reward sources, of a
+starting model.
+"""
 
 from __future__ import annotations
 
@@ -80,7 +82,10 @@ def test_paths_are_spelled_as_the_source_spells_them(tmp_path: Path) -> None:
     (tmp_path / "data/x.jsonl").write_text(ROW % "b")
     workspace = tmp_path / "work"
     workspace.mkdir()
-    for spec, expected in (("../data/*", "../data/x.jsonl"), (f"{tmp_path}/data/*", f"{tmp_path}/data/x.jsonl")):
+    for spec, expected in (
+        ("../data/*", "../data/x.jsonl"),
+        (f"{tmp_path}/data/*", f"{tmp_path}/data/x.jsonl"),
+    ):
         (path,) = expand(spec, workspace)
         assert spelled(path, spec, workspace) == expected
 
@@ -89,7 +94,10 @@ def test_a_change_that_keeps_size_and_time_is_seen(tmp_path: Path) -> None:
     """As of a copy that keeps times, or an editor that restores them."""
     path = tmp_path / "x.jsonl"
     path.write_text(ROW % "b")
-    first, times = fingerprint(tmp_path, "x.jsonl"), (path.stat().st_atime_ns, path.stat().st_mtime_ns)
+    first, times = (
+        fingerprint(tmp_path, "x.jsonl"),
+        (path.stat().st_atime_ns, path.stat().st_mtime_ns),
+    )
     path.write_text(ROW % "c")
     os.utime(path, ns=times)
     assert fingerprint(tmp_path, "x.jsonl") != first
@@ -104,11 +112,24 @@ EVALUATE = {
 
 @pytest.mark.parametrize(
     "changed",
-    ["checks.jsonl", "rules_seen.py", "val/things_val.csv", "val/城市_val.csv", "dev/things_dev.csv", "replies.jsonl"],
+    [
+        "checks.jsonl",
+        "rules_seen.py",
+        "val/things_val.csv",
+        "val/城市_val.csv",
+        "dev/things_dev.csv",
+        "replies.jsonl",
+    ],
 )
 def test_a_change_of_what_an_evaluation_reads_is_seen(changed: str, tmp_path: Path) -> None:
     """Of a file, of a function's code, and of a file that a pattern finds only then."""
-    for file in ("checks.jsonl", "rules_seen.py", "val/things_val.csv", "dev/things_dev.csv", "replies.jsonl"):
+    for file in (
+        "checks.jsonl",
+        "rules_seen.py",
+        "val/things_val.csv",
+        "dev/things_dev.csv",
+        "replies.jsonl",
+    ):
         (tmp_path / file).parent.mkdir(exist_ok=True)
         (tmp_path / file).write_text("def f(prompt, reply):\n    return True\n")
     seen = []
@@ -116,7 +137,9 @@ def test_a_change_of_what_an_evaluation_reads_is_seen(changed: str, tmp_path: Pa
         write_evaluation_inputs(tmp_path, EvaluateConfig.model_validate(settings))
         seen.append((tmp_path / ".fingerprints/verifiable.txt").read_text())
         (tmp_path / changed).write_text("def f(prompt, reply):\n    return False\n")
-    assert seen[0] != seen[1] and (changed.endswith(".py") or changed in seen[1]) and seen[2] == "\n"
+    assert (
+        seen[0] != seen[1] and (changed.endswith(".py") or changed in seen[1]) and seen[2] == "\n"
+    )
 
 
 @pytest.fixture
@@ -140,7 +163,9 @@ def workspace(tmp_path: Path) -> Path:
 
 def seen(workspace: Path, *values: dict[str, Any]) -> str:
     """What DVC would compare."""
-    sources = TypeAdapter(RewardSources).validate_python(list(values)) if values else DEFAULT_SOURCES
+    sources = (
+        TypeAdapter(RewardSources).validate_python(list(values)) if values else DEFAULT_SOURCES
+    )
     write_tracked_files(workspace, sources)
     return (workspace / REWARD_SOURCES_FILE).read_text()
 
@@ -176,15 +201,25 @@ def test_a_hub_id_is_only_a_name(workspace: Path) -> None:
 @pytest.mark.parametrize(
     ("file", "text", "stale"),
     [
-        ("rules.py", "import helper\nfrom pack.part import x\ndef f(p, r):\n    return [2.0]\n", True),
-        ("rules.py", '"""New."""\nimport helper\nfrom pack.part import x  # why\ndef f(p, r): return [1.0]\n', False),
+        (
+            "rules.py",
+            "import helper\nfrom pack.part import x\ndef f(p, r):\n    return [2.0]\n",
+            True,
+        ),
+        (
+            "rules.py",
+            '"""New."""\nimport helper\nfrom pack.part import x  # why\ndef f(p, r): return [1.0]\n',
+            False,
+        ),
         ("helper.py", "Y = 2\n", True),
         ("pack/__init__.py", "A = 1\n", True),
         ("pack/deep.py", "x = 2\n", True),
         ("other.py", "Z = 2\n", False),
     ],
 )
-def test_a_function_counts_by_the_code_it_reaches(workspace: Path, file: str, text: str, stale: bool) -> None:
+def test_a_function_counts_by_the_code_it_reaches(
+    workspace: Path, file: str, text: str, stale: bool
+) -> None:
     before = seen(workspace, FUNCTION)
     (workspace / file).write_text(text)
     assert (seen(workspace, FUNCTION) != before) is stale
@@ -214,7 +249,9 @@ def recorded(workspace: Path, source: str) -> str:
     return (workspace / STARTING_MODEL_FILE).read_text()
 
 
-@pytest.mark.parametrize("source", ["own/model", "own/model/weights.gguf", "own/m[1]~/weights.gguf"])
+@pytest.mark.parametrize(
+    "source", ["own/model", "own/model/weights.gguf", "own/m[1]~/weights.gguf"]
+)
 def test_a_changed_file_changes_what_dvc_compares(tmp_path: Path, source: str) -> None:
     file = tmp_path / (source if source.endswith(".gguf") else f"{source}/weights.safetensors")
     file.parent.mkdir(parents=True)
@@ -236,7 +273,10 @@ def test_what_is_no_file_is_left_to_the_parameters(tmp_path: Path, source: str) 
         ("own/model", True),
         ("own/weights.gguf", True),
         ("models/x.gguf", True),
-        ("models/sft", True),  # of another workspace: a starting model is never what a later stage makes of it
+        (
+            "models/sft",
+            True,
+        ),  # of another workspace: a starting model is never what a later stage makes of it
         ("owner/name", False),
         ("models/name", False),  # nothing is there, so it may be a hub id
         ("scratch", False),
@@ -250,17 +290,29 @@ def test_a_relative_path_moves_with_the_workspace(tmp_path: Path, source: str, m
     (origin / "models" / "sft").mkdir(parents=True)
     (origin / "models" / "x.gguf").write_bytes(b"GGUF")
     (origin / "scratch").mkdir()  # a folder of this name does not make it a model
-    document = yaml_text.parse(rebase_sources(f"base: {{source: {source}}}\n", origin, target), "params.yaml")
+    document = yaml_text.parse(
+        rebase_sources(f"base: {{source: {source}}}\n", origin, target), "params.yaml"
+    )
     moved = str(document["base"]["source"])
-    assert (os.path.normpath(target / moved) == str(origin / source)) if moves else (moved == source)
+    assert (
+        (os.path.normpath(target / moved) == str(origin / source)) if moves else (moved == source)
+    )
 
 
 def test_of_a_tokenizer_to_count_with_the_weights_do_not_matter(tmp_path: Path) -> None:
     (tmp_path / "own").mkdir()
-    assert tokenizer_patterns(tmp_path, "own") == ["own/*.json", "own/*.jinja", "own/*.model", "own/*.txt"]
+    assert tokenizer_patterns(tmp_path, "own") == [
+        "own/*.json",
+        "own/*.jinja",
+        "own/*.model",
+        "own/*.txt",
+    ]
     (tmp_path / "weights.gguf").write_bytes(b"GGUF")
     assert tokenizer_patterns(tmp_path, "weights.gguf") == ["weights.gguf"]
-    assert tokenizer_patterns(tmp_path, "owner/name") == [] and tokenizer_patterns(tmp_path, None) == []
+    assert (
+        tokenizer_patterns(tmp_path, "owner/name") == []
+        and tokenizer_patterns(tmp_path, None) == []
+    )
 
 
 def test_the_tokenizer_to_count_with_moves_with_the_workspace(tmp_path: Path) -> None:

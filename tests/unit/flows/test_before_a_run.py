@@ -1,5 +1,5 @@
-"""Before a run: the next step of a new workspace, what a judge lacks, a model that cannot be opened, and names of runs
-and registered models."""
+"""Before a run: the next step of a new workspace, what a judge lacks, a model that cannot be
+opened, and names of runs and registered models."""
 
 from __future__ import annotations
 
@@ -28,14 +28,26 @@ from rlhf_core.errors import EXIT_USER_ERROR, RlhfError
     ("collect", "expected"),
     [
         ("source: world", "my-run is ready; next: rlhf run --workspace my-run"),
-        ("{files: {preferences: [here.jsonl]}}", "on the synthetic world: collect.files are read with"),
-        ("source: files", "its data are missing: name files with pairs of replies under collect.files.preferences in"),
+        (
+            "{files: {preferences: [here.jsonl]}}",
+            "on the synthetic world: collect.files are read with",
+        ),
+        (
+            "source: files",
+            "its data are missing: name files with pairs of replies under collect.files.preferences in",
+        ),
         ("{source: files, files: {preferences: [here.jsonl]}}", "my-run is ready"),
         ('{source: files, files: {preferences: ["hub:a/b", "s3://c/d"]}}', "my-run is ready"),
-        ("{source: files, files: {preferences: [here.jsonl, gone.jsonl]}}", "but no file matches gone.jsonl, seen"),
+        (
+            "{source: files, files: {preferences: [here.jsonl, gone.jsonl]}}",
+            "but no file matches gone.jsonl, seen",
+        ),
         ("{source: files, files: {demonstrations: [here.jsonl]}}", "its data are missing"),
         ("{source: files, files: {preferences: [here.jsonl, odd.jsonl]}}", "odd.jsonl"),
-        ("{source: files, files: {preferences: [prompts.jsonl]}}", "prompts.jsonl has prompts, but pairs of replies"),
+        (
+            "{source: files, files: {preferences: [prompts.jsonl]}}",
+            "prompts.jsonl has prompts, but pairs of replies",
+        ),
     ],
 )
 def test_the_next_step_names_what_is_missing(
@@ -56,7 +68,11 @@ def test_the_next_step_names_what_is_missing(
 
 @pytest.mark.parametrize(
     ("source", "expected"),
-    [("./gone", "there is no starting model at ./gone, seen from there"), ("x.gguf", "no starting model"), ("a/b", "")],
+    [
+        ("./gone", "there is no starting model at ./gone, seen from there"),
+        ("x.gguf", "no starting model"),
+        ("a/b", ""),
+    ],
 )
 def test_a_starting_model_that_is_not_there_is_named(
     source: str, expected: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -74,7 +90,9 @@ def levels(workspace: Path) -> dict[str, str]:
     return {check.name: check.level for check in workspace_checks(workspace)}
 
 
-def test_a_missing_key_and_a_missing_file_are_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_key_and_a_missing_file_are_said(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "params.yaml").write_text(
         "evaluate:\n  llm_judge: {base_url: 'http://127.0.0.1:9/v1', model: m, token_env: JUDGE_KEY_OF_TEST}\n"
         "  verifiable: {path: checks.jsonl}\n"
@@ -91,16 +109,28 @@ def test_a_missing_key_and_a_missing_file_are_said(tmp_path: Path, monkeypatch: 
         ('{"prompt": "a", "chosen": "b", "rejected": "c"}', "", OK),
         ('{"prompt": "a", "reply": "b"}', "", FAIL),
         ('{"question": "a", "good": "b", "bad": "c"}', "", FAIL),
-        ('{"question": "a", "good": "b", "bad": "c"}', "columns: {prompt: question, chosen: good, rejected: bad}", OK),
+        (
+            '{"question": "a", "good": "b", "bad": "c"}',
+            "columns: {prompt: question, chosen: good, rejected: bad}",
+            OK,
+        ),
         ("", "", FAIL),
     ],
     ids=["pairs", "single-replies", "names-of-its-own", "columns", "empty"],
 )
-def test_a_file_that_gives_no_pairs_is_named(row: str, options: str, level: str, tmp_path: Path) -> None:
+def test_a_file_that_gives_no_pairs_is_named(
+    row: str, options: str, level: str, tmp_path: Path
+) -> None:
     (tmp_path / "rows.jsonl").write_text(row)
     named = f"{{path: rows.jsonl{f', {options}' if options else ''}}}"
-    (tmp_path / "params.yaml").write_text(f"collect: {{source: files, files: {{preferences: [{named}]}}}}\n")
-    failed = [check for check in workspace_checks(tmp_path) if check.name == "data" and check.level == FAIL]
+    (tmp_path / "params.yaml").write_text(
+        f"collect: {{source: files, files: {{preferences: [{named}]}}}}\n"
+    )
+    failed = [
+        check
+        for check in workspace_checks(tmp_path)
+        if check.name == "data" and check.level == FAIL
+    ]
     assert bool(failed) == (level == FAIL), failed
     assert all("rows.jsonl" in check.finding and check.remedy for check in failed)
 
@@ -114,7 +144,10 @@ def test_a_gates_metric_that_looks_misspelt_is_named(tmp_path: Path) -> None:
     )
     found = [check for check in workspace_checks(tmp_path) if check.name == "gates"]
     assert [check.level for check in found] == [WARN, WARN]
-    assert "comparison.judge.win_rat_low95 has win_rat_low95: did you mean 'win_rate_low95'?" in found[0].finding
+    assert (
+        "comparison.judge.win_rat_low95 has win_rat_low95: did you mean 'win_rate_low95'?"
+        in found[0].finding
+    )
     assert "losses.repetitoin" in found[1].finding and "'repetition'" in found[1].finding
 
 
@@ -124,17 +157,25 @@ def test_no_metric_of_a_profile_looks_misspelt() -> None:
     assert [check.finding for gates in sections for check in gate_checks(gates)] == []
 
 
-VLLM = "ppo: {{importance_sampling_correction: {{mode: always}}, sampler: {{kind: vllm, python: {}}}}}"
+VLLM = (
+    "ppo: {{importance_sampling_correction: {{mode: always}}, sampler: {{kind: vllm, python: {}}}}}"
+)
 
 
 @pytest.mark.parametrize(
     ("params", "level"),
     [
-        ("ppo: {reward: {sources: [{kind: model}, {kind: function, target: 'gone_rules:score'}]}}", FAIL),
+        (
+            "ppo: {reward: {sources: [{kind: model}, {kind: function, target: 'gone_rules:score'}]}}",
+            FAIL,
+        ),
         ("ppo: {reward: {sources: [{kind: model}, {kind: function, target: 'rules:gone'}]}}", FAIL),
         ("ppo: {reward: {sources: [{kind: model}, {kind: function, target: 'rules:score'}]}}", OK),
         ("ppo: {reward: {sources: [{kind: model}, {kind: function, target: 'json:dumps'}]}}", OK),
-        ("ppo: {reward: {sources: [{kind: model}, {kind: model, path: gone/model, weight: 0.5}]}}", FAIL),
+        (
+            "ppo: {reward: {sources: [{kind: model}, {kind: model, path: gone/model, weight: 0.5}]}}",
+            FAIL,
+        ),
         ("ppo: {reward: {sources: [{kind: ensemble, paths: [models/reward, gone/model]}]}}", FAIL),
         ("ppo: {reward: {sources: [{kind: model}, {kind: classifier, model: ./gone}]}}", FAIL),
         ("ppo: {reward: {sources: [{kind: model}, {kind: classifier, model: owner/name}]}}", OK),
@@ -143,7 +184,10 @@ VLLM = "ppo: {{importance_sampling_correction: {{mode: always}}, sampler: {{kind
         ("registry: {signature: {public_key: checks.jsonl}}", OK),
         ("registry: {signature: {public_key: '~gone/key.pem'}}", FAIL),
         ("base: {source: '~gone/model', allow_high_learning_rates: true}", FAIL),
-        ("ppo: {reward: {sources: [{kind: model}, {kind: model, path: '~gone/model', weight: 0.5}]}}", FAIL),
+        (
+            "ppo: {reward: {sources: [{kind: model}, {kind: model, path: '~gone/model', weight: 0.5}]}}",
+            FAIL,
+        ),
         ("compute: {launch: {ppo: {engine: deepspeed, deepspeed: gone.json}}}", FAIL),
         ("compute: {launch: {ppo: {engine: deepspeed, deepspeed: checks.jsonl}}}", OK),
         (VLLM.format("gone/bin/python"), FAIL),
@@ -152,8 +196,14 @@ VLLM = "ppo: {{importance_sampling_correction: {{mode: always}}, sampler: {{kind
         (VLLM.format("~/bin/python"), OK),
         (VLLM.format("sh"), OK),
         (VLLM.format("gone/bin/python") + "\npools: {ppo: gpus}", OK),
-        ("evaluate: {sampling: {repetition_penalty: 1.0}, sampler: {kind: vllm, python: ./gone}}", FAIL),
-        ("evaluate: {verifiable: {path: checks.jsonl, functions: {mine: 'gone_rules:check'}}}", FAIL),
+        (
+            "evaluate: {sampling: {repetition_penalty: 1.0}, sampler: {kind: vllm, python: ./gone}}",
+            FAIL,
+        ),
+        (
+            "evaluate: {verifiable: {path: checks.jsonl, functions: {mine: 'gone_rules:check'}}}",
+            FAIL,
+        ),
         ("evaluate: {verifiable: {path: checks.jsonl, functions: {mine: 'rules:score'}}}", OK),
     ],
 )
@@ -167,7 +217,9 @@ def test_what_a_run_needs_and_is_not_there_ends_it(
     (tmp_path / "dvc.yaml").write_text("stages: {}\n")
     (tmp_path / ".dvc").mkdir()
     (tmp_path / "checks.jsonl").touch()
-    (tmp_path / "rules.py").write_text("import of_another_machine\n\n\ndef score(prompts, replies): ...\n")
+    (tmp_path / "rules.py").write_text(
+        "import of_another_machine\n\n\ndef score(prompts, replies): ...\n"
+    )
     failed = [check for check in workspace_checks(tmp_path) if check.level == FAIL]
     assert bool(failed) == (level == FAIL), failed
     assert all("gone" in check.finding and "\n" not in check.finding for check in failed)
@@ -181,7 +233,9 @@ def opened(workspace: Path, params: str) -> str:
 @pytest.mark.slow
 def test_a_model_that_base_would_refuse_ends_the_run(tmp_path: Path) -> None:
     (tmp_path / "cut.gguf").write_bytes(b"GGUF\3\0\0\0")
-    with pytest.raises(RlhfError, match=r"cut\.gguf is cut off: it ends within its header, after 8 bytes") as refused:
+    with pytest.raises(
+        RlhfError, match=r"cut\.gguf is cut off: it ends within its header, after 8 bytes"
+    ) as refused:
         opened(tmp_path, "base: {source: cut.gguf, allow_high_learning_rates: true}\n")
     assert refused.value.exit_code == EXIT_USER_ERROR and "\n" not in str(refused.value)
 
@@ -209,7 +263,9 @@ MOMENT = datetime(2026, 1, 2, 3, 4, 5)
         ("trial", "trial · 2026-01-02 03:04:05"),
     ],
 )
-def test_a_run_is_named_by_workspace_profile_and_time(tmp_path: Path, profile: str, label: str) -> None:
+def test_a_run_is_named_by_workspace_profile_and_time(
+    tmp_path: Path, profile: str, label: str
+) -> None:
     assert run_label(tmp_path / "trial", profile, MOMENT) == label
 
 
@@ -237,7 +293,9 @@ def test_a_file_of_another_project_is_not_written_over(tmp_path: Path, name: str
     (tmp_path / name).write_text("mine: 1\n")
     with pytest.raises(RlhfError, match=f"has a {name} already, which would be lost"):
         init.initialise(tmp_path, "smoke", [])
-    assert (tmp_path / name).read_text() == "mine: 1\n" and [*tmp_path.iterdir()] == [tmp_path / name]
+    assert (tmp_path / name).read_text() == "mine: 1\n" and [*tmp_path.iterdir()] == [
+        tmp_path / name
+    ]
 
 
 def names(workspace: Path) -> tuple[str, str]:
@@ -271,7 +329,9 @@ def test_whoever_names_a_model_gets_that_name(base: Path) -> None:
 def test_a_trial_that_exists_keeps_its_names_and_so_its_champion(base: Path) -> None:
     trial = trial_workspace(base, None, ["seed=2"])
     params = trial / "params.yaml"
-    params.write_text(params.read_text().replace(f"policy: rlhf-policy-{trial.name}", "policy: rlhf-policy"))
+    params.write_text(
+        params.read_text().replace(f"policy: rlhf-policy-{trial.name}", "policy: rlhf-policy")
+    )
     assert names(trial_workspace(base, None, ["seed=2"]))[0] == "rlhf-policy"
 
 
@@ -289,7 +349,12 @@ def test_a_trial_has_the_functions_of_its_base_as_they_are_now(base: Path) -> No
     ]
     trial = trial_workspace(base, None, sets)
     modules = {path.relative_to(trial).as_posix() for path in trial.rglob("*.py")}
-    assert modules >= {"own_rules.py", "own_wording.py", "own_checks/all.py"} and "unrelated.py" not in modules
-    assert "function" not in {check.name for check in workspace_checks(trial, opens_files=False) if check.level == FAIL}
+    assert (
+        modules >= {"own_rules.py", "own_wording.py", "own_checks/all.py"}
+        and "unrelated.py" not in modules
+    )
+    assert "function" not in {
+        check.name for check in workspace_checks(trial, opens_files=False) if check.level == FAIL
+    }
     (base / "own_wording.py").write_text("polite = None\n")
     assert (trial_workspace(base, None, sets) / "own_wording.py").read_text() == "polite = None\n"

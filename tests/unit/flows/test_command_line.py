@@ -1,4 +1,6 @@
-"""The command line: its help, what it says before it loads libraries, and names that it refuses at once."""
+"""The command line: its help, what it says before it loads libraries, and names that it refuses at
+once.
+"""
 
 from __future__ import annotations
 
@@ -31,13 +33,21 @@ from rlhf_extras.retention import command as retention
 from rlhf_extras.serving import command as serving
 
 TREE = command_tree()
-COMMANDS = [(name,) for name in TREE.commands if name != "ablate"]  # its help is that of benchmarks/ablation
-COMMANDS += [(name, member) for name, group in TREE.commands.items() for member in getattr(group, "commands", ())]
+COMMANDS = [
+    (name,) for name in TREE.commands if name != "ablate"
+]  # its help is that of benchmarks/ablation
+COMMANDS += [
+    (name, member)
+    for name, group in TREE.commands.items()
+    for member in getattr(group, "commands", ())
+]
 
 
 def shown(*words: str) -> str:
     """What the command prints on a terminal of 80 columns."""
-    result = CliRunner(env={"COLUMNS": "80", "NO_COLOR": "1", "TERMINAL_WIDTH": "80"}).invoke(app, [*words])
+    result = CliRunner(env={"COLUMNS": "80", "NO_COLOR": "1", "TERMINAL_WIDTH": "80"}).invoke(
+        app, [*words]
+    )
     return result.output
 
 
@@ -63,13 +73,24 @@ def test_a_help_fills_its_lines_and_shows_flags_without_type(command: tuple[str,
 
 
 # What a command can end with besides 0, 1, 2 and 130, which the help of the whole says of all.
-CODES = {"run": (3, 4, 75), "stage": (3, 4, 75), "data validate": (3,), "gate": (3,), "export": (3,), "promote": (5,)}
+CODES = {
+    "run": (3, 4, 75),
+    "stage": (3, 4, 75),
+    "data validate": (3,),
+    "gate": (3,),
+    "export": (3,),
+    "promote": (5,),
+}
 
 
 def named_codes(help_text: str) -> set[int]:
     """The numbers that the sentence on exit codes names."""
     sentence = re.search(r"Exit codes[^:]*:(.*?)(\n\n|\Z)", help_text, re.DOTALL)
-    return {int(number) for number in re.findall(r"(?<![\w.])\d+(?![\w.])", sentence[1])} if sentence else set()
+    return (
+        {int(number) for number in re.findall(r"(?<![\w.])\d+(?![\w.])", sentence[1])}
+        if sentence
+        else set()
+    )
 
 
 def test_a_help_names_every_exit_code_of_its_command() -> None:
@@ -102,17 +123,27 @@ def test_the_profiles_are_listed_with_a_line_each(words: tuple[str, ...]) -> Non
 @pytest.mark.parametrize("module", ["benchmarks.size", "flows.cli"])
 def test_a_reader_that_leaves_is_no_crash(module: str) -> None:
     words = [sys.executable, "-m", module, *(["config", "ppo"] if module == "flows.cli" else [])]
-    with subprocess.Popen(words, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+    with subprocess.Popen(
+        words, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as process:
         assert process.stdout is not None and process.stderr is not None
         process.stdout.close()
         assert "Traceback" not in process.stderr.read()
 
 
-def test_profiles_that_are_named_one_by_one_stack_as_in_a_list(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    takers = [command for command in TREE.commands.values() if any(p.name == "profiles" for p in command.params)]
+def test_profiles_that_are_named_one_by_one_stack_as_in_a_list(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    takers = [
+        command
+        for command in TREE.commands.values()
+        if any(p.name == "profiles" for p in command.params)
+    ]
     assert {command.name for command in takers} == {"init", "run", "plan"}
     given: list[str | None] = []
-    monkeypatch.setattr(init, "initialise", lambda _, profile, *__, **___: given.append(profile) or tmp_path)
+    monkeypatch.setattr(
+        init, "initialise", lambda _, profile, *__, **___: given.append(profile) or tmp_path
+    )
     monkeypatch.setattr(init, "next_step", lambda _: "")
     monkeypatch.setattr(inputs, "refresh_inputs", lambda _: None)
     for words in (["--profile", "own-data", "-p", "smoke"], ["--profile", "own-data,smoke"], []):
@@ -150,11 +181,15 @@ def test_a_log_is_shown_without_what_dvc_advises(tmp_path: Path) -> None:
     assert last_lines(tmp_path, "sft", 1) == "sft: 3/3 1 s"
 
 
-def test_a_workspace_with_profiles_of_its_own_lists_those(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_workspace_with_profiles_of_its_own_lists_those(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     for name in ("params.yaml", "dvc.yaml"):
         (tmp_path / name).touch()
     (tmp_path / "profiles").mkdir()
-    (tmp_path / "profiles" / "mine.yaml").write_text("# My own. And more.\n# Of it.\nseed: 2\n# not this\n")
+    (tmp_path / "profiles" / "mine.yaml").write_text(
+        "# My own. And more.\n# Of it.\nseed: 2\n# not this\n"
+    )
     monkeypatch.chdir(tmp_path)
     assert profile_list().splitlines()[1:] == ["  mine  My own"]
     assert profile_names("m") == ["mine"] and profile_names("x") == []
@@ -167,26 +202,46 @@ def test_the_version_is_printed() -> None:
 def test_a_shell_completes_commands_and_profiles() -> None:
     script = f"{sys.executable} -m flows.cli"
     for words, count, expected in (("rlhf ru", 1, "run"), ("rlhf run --profile smo", 3, "smoke")):
-        completion = {"_RLHF_COMPLETE": "complete_bash", "COMP_WORDS": words, "COMP_CWORD": str(count)}
+        completion = {
+            "_RLHF_COMPLETE": "complete_bash",
+            "COMP_WORDS": words,
+            "COMP_CWORD": str(count),
+        }
         done = run(*script.split(), cwd=ROOT, **completion)
         assert expected in done.stdout.split(), done.stdout + done.stderr
 
 
 def loaded_by(code: str) -> str:
     """Heavy libraries that are loaded after ``code`` has run."""
-    heavy = ("torch", "transformers", "prefect", "dvc", "mlflow", "pandas", "numpy", "pydantic", "ruamel")
+    heavy = (
+        "torch",
+        "transformers",
+        "prefect",
+        "dvc",
+        "mlflow",
+        "pandas",
+        "numpy",
+        "pydantic",
+        "ruamel",
+    )
     code += f"\nprint(); print(*[name for name in {heavy} if name in sys.modules])"
     words, environment = [sys.executable, "-c", f"import sys\n{code}"], command_environment()
-    done = subprocess.run(words, cwd=ROOT, env=environment, capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        words, cwd=ROOT, env=environment, capture_output=True, text=True, check=True
+    )
     return done.stdout.splitlines()[-1]
 
 
 def test_the_help_loads_no_heavy_library() -> None:
-    assert loaded_by("from flows.cli import app\ntry: app(['--help'])\nexcept SystemExit: pass") == ""
+    assert (
+        loaded_by("from flows.cli import app\ntry: app(['--help'])\nexcept SystemExit: pass") == ""
+    )
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("module", ["run", "status", "run_state", "compare", "registry_output", "init"])
+@pytest.mark.parametrize(
+    "module", ["run", "status", "run_state", "compare", "registry_output", "init"]
+)
 def test_commands_that_train_nothing_load_no_torch(module: str) -> None:
     loaded = set(loaded_by(f"import flows.commands.{module}").split())
     assert not loaded & {"torch", "transformers", "prefect", "dvc"}
@@ -209,7 +264,9 @@ class Announced(Exception):
         "data diff a b", "data validate a", "data convert a --to b.jsonl", "deploy",
     ],
 )  # fmt: skip
-def test_a_command_says_first_what_it_does(command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_command_says_first_what_it_does(
+    command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def announce(what: str) -> NoReturn:
         raise Announced(what)
 
@@ -237,15 +294,28 @@ except SystemExit as end:
 @pytest.mark.parametrize(
     ("command", "message"),
     [
-        (("chat", "/nowhere"), "no model at /nowhere (it has no config.json); name a model folder such as models/sft"),
+        (
+            ("chat", "/nowhere"),
+            "no model at /nowhere (it has no config.json); name a model folder such as models/sft",
+        ),
         (("data", "/nowhere"), "no file matches '/nowhere'; correct it in the command"),
         (("data", "pairs/*.jsonl"), "no file matches 'pairs/*.jsonl' (looked in "),
         (("data", "hub:a/b/c/d"), "'hub:a/b/c/d' is not a hub id; write hub:owner/name"),
         (("data", "."), "the folder . holds no file of data; correct it in the command"),
     ],
 )
-def test_wrong_names_are_refused_before_slow_imports(command: tuple[str, ...], message: str, tmp_path: Path) -> None:
-    done = subprocess.run([sys.executable, "-c", REPORT, *command], cwd=tmp_path, capture_output=True, text=True)
-    slow = ["pyarrow"] if command[0] == "data" else []  # a fifth of a second, for what holds the rows
+def test_wrong_names_are_refused_before_slow_imports(
+    command: tuple[str, ...], message: str, tmp_path: Path
+) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", REPORT, *command], cwd=tmp_path, capture_output=True, text=True
+    )
+    slow = (
+        ["pyarrow"] if command[0] == "data" else []
+    )  # a fifth of a second, for what holds the rows
     assert done.stdout == f"2 {slow}\n", done.stdout + done.stderr
-    assert message in done.stderr and len(done.stderr.splitlines()) == 1 and "collect.files" not in done.stderr
+    assert (
+        message in done.stderr
+        and len(done.stderr.splitlines()) == 1
+        and "collect.files" not in done.stderr
+    )

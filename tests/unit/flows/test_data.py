@@ -28,9 +28,13 @@ PAIR = '{"prompt": "p", "chosen": "a", "rejected": "b"}\n'
 
 
 def finish_run(watched: Path) -> None:
-    """What a run leaves behind: the sources that `rlhf fingerprint` wrote down, and their hash in dvc.lock."""
+    """What a run leaves behind: the sources that `rlhf fingerprint` wrote down, and their hash in
+    dvc.lock.
+    """
     write_sources(watched, collected_paths(load_params(watched).collect, watched))
-    digest = hashlib.md5((watched / ".fingerprints/sources.txt").read_bytes(), usedforsecurity=False).hexdigest()
+    digest = hashlib.md5(
+        (watched / ".fingerprints/sources.txt").read_bytes(), usedforsecurity=False
+    ).hexdigest()
     deps = f"[{{path: .fingerprints/sources.txt, md5: {digest}}}]"
     (watched / "dvc.lock").write_text(f"stages: {{collect: {{deps: {deps}}}}}\n")
 
@@ -49,7 +53,9 @@ def test_nothing_is_new_before_the_first_run_and_right_after_one(watched: Path) 
     assert find_new_data(watched) is None
 
 
-def test_annotations_and_changed_files_are_new_until_they_are_announced_or_read(watched: Path) -> None:
+def test_annotations_and_changed_files_are_new_until_they_are_announced_or_read(
+    watched: Path,
+) -> None:
     finish_run(watched)
     (watched / "data/annotations").mkdir(parents=True)
     (watched / "data/annotations/first.jsonl").write_text(PAIR)
@@ -61,7 +67,9 @@ def test_annotations_and_changed_files_are_new_until_they_are_announced_or_read(
     same = find_new_data(watched)
     assert event["payload"]["count"] == 2 and same is not None and event["id"] == same["id"]
     private_path(watched, ANNOUNCED).write_text(event["id"])
-    assert find_new_data(watched) is None, "announced once: a run that fails over it is not repeated"
+    assert find_new_data(watched) is None, (
+        "announced once: a run that fails over it is not repeated"
+    )
     (watched / "data/annotations/second.jsonl").write_text(PAIR)
     again = find_new_data(watched)
     assert again is not None and again["id"] != event["id"]
@@ -91,7 +99,10 @@ git("tag", message)
 
 
 def pairs(folder: Path, count: int, **changes: str) -> None:
-    rows = [{"prompt": f"Q{i}?", "chosen": changes.get(f"Q{i}", "good"), "rejected": "bad"} for i in range(count)]
+    rows = [
+        {"prompt": f"Q{i}?", "chosen": changes.get(f"Q{i}", "good"), "rejected": "bad"}
+        for i in range(count)
+    ]
     (folder / "pairs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
@@ -102,7 +113,10 @@ def diff(*words: str) -> Any:
 def counts(*words: str) -> dict[str, dict[str, int]]:
     names = ("unchanged", "added", "removed", "changed")
     value = json.loads(diff(*words, "--json").stdout)
-    return {kind: {name: numbers[name] for name in names if numbers[name]} for kind, numbers in value.items()}
+    return {
+        kind: {name: numbers[name] for name in names if numbers[name]}
+        for kind, numbers in value.items()
+    }
 
 
 @pytest.fixture
@@ -117,7 +131,12 @@ def workspace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     for message, count in (("first", 5), ("second", 7)):
         pairs(folder, count, Q0=message)
         collect(config, folder, folder / "data/raw")
-        subprocess.run([sys.executable, "-c", COMMIT, message], check=True, env=command_environment(), cwd=folder)
+        subprocess.run(
+            [sys.executable, "-c", COMMIT, message],
+            check=True,
+            env=command_environment(),
+            cwd=folder,
+        )
     return folder
 
 
@@ -130,25 +149,39 @@ def test_revisions_of_data_that_dvc_keeps(workspace: Path) -> None:
         "prompts": {"unchanged": 5, "added": 2},
         "pretrain": {"unchanged": 4, "added": 2, "changed": 1},
     }
-    assert counts("second", "workspace", "pairs.jsonl") == {"preferences": {"unchanged": 6, "removed": 1}}
-    with pytest.raises(RlhfError, match=r"cannot read other\.jsonl as of first .*is dvc\.lock, or the file, committed"):
+    assert counts("second", "workspace", "pairs.jsonl") == {
+        "preferences": {"unchanged": 6, "removed": 1}
+    }
+    with pytest.raises(
+        RlhfError,
+        match=r"cannot read other\.jsonl as of first .*is dvc\.lock, or the file, committed",
+    ):
         check_out(workspace, "first", ["other.jsonl"], workspace / "out")
     assert list((workspace / "..").glob("*.jsonl")) == [], "nothing is written beside the workspace"
     with pytest.raises(RlhfError, match=r"\.\./\.\./x\.jsonl is not in the repository"):
         check_out(workspace, "first", ["../../x.jsonl"], workspace / "out")
     refused = diff("first", "third")
-    assert f"third is neither a data file nor a revision of git in {workspace}" in str(refused.exception)
+    assert f"third is neither a data file nor a revision of git in {workspace}" in str(
+        refused.exception
+    )
 
 
 @pytest.mark.slow
 def test_files_of_the_repository_beside_the_workspace(workspace: Path) -> None:
     """As ``rlhf init`` names them in a new folder of a repository that has the data."""
     pairs(workspace.parent, 2)
-    subprocess.run([sys.executable, "-c", COMMIT, "third"], check=True, env=command_environment(), cwd=workspace)
+    subprocess.run(
+        [sys.executable, "-c", COMMIT, "third"],
+        check=True,
+        env=command_environment(),
+        cwd=workspace,
+    )
     pairs(workspace.parent, 3, Q0="best")
     expected = {"preferences": {"unchanged": 1, "added": 1, "changed": 1}}
     assert counts("third", "workspace", "../pairs.jsonl") == expected
-    assert "cannot read ../pairs.jsonl as of first" in str(diff("first", "third", "../pairs.jsonl").exception)
+    assert "cannot read ../pairs.jsonl as of first" in str(
+        diff("first", "third", "../pairs.jsonl").exception
+    )
 
 
 @pytest.mark.slow
@@ -160,15 +193,22 @@ def test_two_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert counts("old.jsonl", "pairs.jsonl") == {"preferences": {"unchanged": 2, "changed": 1}}
     done = diff("old.jsonl", "pairs.jsonl")
     assert done.exit_code == 0 and "chosen     better" in done.stdout
-    assert "old.jsonl is one too many" in str(diff("old.jsonl", "pairs.jsonl", "old.jsonl").exception)
+    assert "old.jsonl is one too many" in str(
+        diff("old.jsonl", "pairs.jsonl", "old.jsonl").exception
+    )
     for words in (("old.jsonl", "nowhere.jsonl"), ("nowhere.jsonl", "old.jsonl")):
-        assert "old.jsonl is a file, but no file matches 'nowhere.jsonl'" in str(diff(*words).exception)
+        assert "old.jsonl is a file, but no file matches 'nowhere.jsonl'" in str(
+            diff(*words).exception
+        )
     assert "there is no workspace" in str(diff("v1", "v2").exception)
 
 
 @pytest.mark.slow
 def test_records_that_are_no_rows_are_counted(workspace: Path) -> None:
-    refused, dropped = '{"prompt": "Q?"}\n', '{"prompt": "D?", "chosen": "a", "rejected": "b", "margin": null, %s}\n'
+    refused, dropped = (
+        '{"prompt": "Q?"}\n',
+        '{"prompt": "D?", "chosen": "a", "rejected": "b", "margin": null, %s}\n',
+    )
     tie = dropped % '"score_chosen": 1, "score_rejected": 1'
     Path("odd.jsonl").write_text(Path("pairs.jsonl").read_text() + refused + tie * 2)
     config = CollectConfig(source="files", files=FileSources(preferences=("odd.jsonl",)))

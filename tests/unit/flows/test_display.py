@@ -1,4 +1,6 @@
-"""The table of a run: progress read from logs, results of stages, and rows that fit any terminal."""
+"""The table of a run: progress read from logs, results of stages, and rows that fit any
+terminal.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,13 @@ import pytest
 from rich.console import Console
 
 from flows.commands.display import Display, StageTable, counted
-from flows.commands.run_state import RESULTS, RunState, StageProgress, describe_result, describe_stage
+from flows.commands.run_state import (
+    RESULTS,
+    RunState,
+    StageProgress,
+    describe_result,
+    describe_stage,
+)
 from flows.commands.text import format_metrics, format_rate, format_seconds
 from flows.pipeline.events import RunPlanned, StageEnded, StageRepeated, StageStarted
 from flows.stage import StageOutcome, last_progress
@@ -32,7 +40,9 @@ def progress_of(log: Path, *lines: str, written: float = 100.0) -> StageProgress
 
 
 def test_a_progress_line_gives_its_time_and_metrics() -> None:
-    logged = last_progress("x\nsft: 63/550 4 s\nsft: 64/550 5 s loss 1.121 tokens_s 1.547e+04\nother")
+    logged = last_progress(
+        "x\nsft: 63/550 4 s\nsft: 64/550 5 s loss 1.121 tokens_s 1.547e+04\nother"
+    )
     assert logged is not None and (logged.done, logged.total, logged.seconds) == (64, 550, 5.0)
     assert logged.description == "sft" and logged.line.startswith("sft: 64/550 5 s")
     assert logged.metrics == {"loss": 1.121, "tokens_s": 15470.0}
@@ -41,8 +51,11 @@ def test_a_progress_line_gives_its_time_and_metrics() -> None:
 
 
 def test_rate_and_time_left_are_those_of_this_process(tmp_path: Path) -> None:
-    # It went on from step 50: 10 more steps took 20 s, so the 30 that are left take 60 s, of which 5 have gone by.
-    progress = progress_of(tmp_path / "ppo.log", "ppo: 50/90 1 s", "ppo: 55/90 11 s", "ppo: 60/90 21 s kl 1.5")
+    # It went on from step 50: 10 more steps took 20 s, so the 30 that are left take 60 s, of which
+    # 5 have gone by.
+    progress = progress_of(
+        tmp_path / "ppo.log", "ppo: 50/90 1 s", "ppo: 55/90 11 s", "ppo: 60/90 21 s kl 1.5"
+    )
     assert progress.rate == pytest.approx(0.5)
     assert progress.seconds_left(105.0) == pytest.approx(55.0)
     assert progress.seconds_left(1000.0) is None
@@ -64,7 +77,9 @@ def test_there_is_no_rate_before_two_measurements(tmp_path: Path, lines: list[st
 
 
 def test_a_resumed_stage_is_measured_from_where_it_resumed(tmp_path: Path) -> None:
-    progress = progress_of(tmp_path / "ppo.log", "ppo: 10/90 1 s", "ppo: 20/90 5 s", "ppo: 21/90 1 s", "ppo: 22/90 3 s")
+    progress = progress_of(
+        tmp_path / "ppo.log", "ppo: 10/90 1 s", "ppo: 20/90 5 s", "ppo: 21/90 1 s", "ppo: 22/90 3 s"
+    )
     assert progress.rate == pytest.approx(0.5)
 
 
@@ -121,9 +136,17 @@ MEASURED = {"accuracy": 0.75, "pairs": 20.0, "test_accuracy": 0.5, "test_pairs":
     [
         ("sft", {"perplexity": 1.5234}, "perplexity 1.52"),
         ("sft", {"perplexity": 1.5, "dropped_over_long": 42.0}, "perplexity 1.5, 42 rows too long"),
-        ("reward", {"accuracy": 0.75, "dropped_over_long": 3.0}, "validation accuracy 0.750, 3 rows too long"),
+        (
+            "reward",
+            {"accuracy": 0.75, "dropped_over_long": 3.0},
+            "validation accuracy 0.750, 3 rows too long",
+        ),
         ("reward", MEASURED, "test accuracy 0.500 of 62 pairs, length-balanced 0.612 of 50"),
-        ("judge", {"accuracy": 0.5, "dropped_over_long": 0.0, "pairs": 5.0}, "validation accuracy 0.500 of 5 pairs"),
+        (
+            "judge",
+            {"accuracy": 0.5, "dropped_over_long": 0.0, "pairs": 5.0},
+            "validation accuracy 0.500 of 5 pairs",
+        ),
         ("gate-sft", GATE, "passed 1/1"),
         ("gate-policy", LOST, "failed, mode report: 1/2"),
         ("sft", {"other": 1}, ""),
@@ -148,15 +171,23 @@ def running_state(workspace: Path) -> RunState:
     for name in STAGES[:8]:
         state.apply(StageStarted(name, None, 40.0))
     for name in STAGES[:6]:
-        state.apply(StageEnded(StageOutcome(name, "ran", started=40.0, ended=91.0, work_seconds=50.0)))
-    progress_of(workspace / ".rlhf" / "logs" / f"{STAGES[6]}.log", "x: 1/9 5 s", "x: 3/9 10 s reward 0.25 kl 1.5")
+        state.apply(
+            StageEnded(StageOutcome(name, "ran", started=40.0, ended=91.0, work_seconds=50.0))
+        )
+    progress_of(
+        workspace / ".rlhf" / "logs" / f"{STAGES[6]}.log",
+        "x: 1/9 5 s",
+        "x: 3/9 10 s reward 0.25 kl 1.5",
+    )
     state.refresh()
     return state
 
 
 def drawn(state: RunState, width: int, height: int = 40) -> list[str]:
     """The rows of the table as it is left on a terminal."""
-    console = Console(file=io.StringIO(), width=width, height=height, force_terminal=True, color_system=None)
+    console = Console(
+        file=io.StringIO(), width=width, height=height, force_terminal=True, color_system=None
+    )
     table = StageTable(state, console, Stopwatch())
     rows = console.render_lines(table, pad=False)
     return ["".join(segment.text for segment in row).rstrip() for row in rows]
@@ -170,7 +201,9 @@ def test_every_stage_has_one_row_that_fits_the_width(tmp_path: Path, width: int)
     assert "6/13 stages" in rows[-1]
 
 
-def test_the_row_of_a_running_stage_holds_bar_count_time_left_rate_and_metrics(tmp_path: Path) -> None:
+def test_the_row_of_a_running_stage_holds_bar_count_time_left_rate_and_metrics(
+    tmp_path: Path,
+) -> None:
     (row,) = [row for row in drawn(running_state(tmp_path), 120) if "stage-06" in row]
     assert re.search(r"━+ +3/9  (\d:\d\d left  )?2.5 s each  reward 0.25  kl 1.5", row), row
 
@@ -203,16 +236,29 @@ def test_a_job_of_a_work_pool_is_said_to_run_here_where_this_commands_own_worker
         assert "gpu-pool" in text and ("this machine" in text) == own
 
 
-def test_the_line_of_a_failed_stage_leaves_a_long_message_to_the_end_of_the_run(tmp_path: Path) -> None:
-    stream, message = io.StringIO(), "the data gate failed: " + "preferences.clean is 3, required ≥ 50; " * 9
-    Display(RunState(tmp_path), stream).event(StageEnded(StageOutcome.failed("validate", message, 2)))
+def test_the_line_of_a_failed_stage_leaves_a_long_message_to_the_end_of_the_run(
+    tmp_path: Path,
+) -> None:
+    stream, message = (
+        io.StringIO(),
+        "the data gate failed: " + "preferences.clean is 3, required ≥ 50; " * 9,
+    )
+    Display(RunState(tmp_path), stream).event(
+        StageEnded(StageOutcome.failed("validate", message, 2))
+    )
     line = stream.getvalue()
-    assert "the data gate failed: preferences.clean is 3" in line and line.endswith("…\n") and len(line) < 120
+    assert (
+        "the data gate failed: preferences.clean is 3" in line
+        and line.endswith("…\n")
+        and len(line) < 120
+    )
 
 
 def test_plain_lines_tell_what_the_table_shows(tmp_path: Path) -> None:
     state = running_state(tmp_path)
-    state.apply(StageEnded(StageOutcome.failed(STAGES[7], "no\nmore", 1, started=40.0, ended=100.0)))
+    state.apply(
+        StageEnded(StageOutcome.failed(STAGES[7], "no\nmore", 1, started=40.0, ended=100.0))
+    )
     lines = [describe_stage(stage, now=100.0) for stage in state.stages.values()]
     assert lines[5] == "ran in 0:51"
     assert lines[6] == "running 3/9, 0:15 left, reward 0.25, kl 1.5"
@@ -220,7 +266,13 @@ def test_plain_lines_tell_what_the_table_shows(tmp_path: Path) -> None:
 
 
 def test_formats() -> None:
-    assert [format_seconds(s) for s in (0, 62.4, 3599, 3660, 90000)] == ["0:00", "1:02", "59:59", "1h01m", "1d01h"]
+    assert [format_seconds(s) for s in (0, 62.4, 3599, 3660, 90000)] == [
+        "0:00",
+        "1:02",
+        "59:59",
+        "1h01m",
+        "1d01h",
+    ]
     assert format_rate(13.96) == "14/s" and format_rate(0.25) == "4 s each"
     assert [format_rate(rate) for rate in (999.7, 6000, 14916, 1e-4)] == [
         "1,000/s",

@@ -32,7 +32,12 @@ CONDITIONS = [
     )
 ]
 CONDITIONS[-1]["note"] = "missing"
-DECISION: dict[str, Any] = {"gate": "policy", "passed": False, "mode": "enforce", "conditions": CONDITIONS}
+DECISION: dict[str, Any] = {
+    "gate": "policy",
+    "passed": False,
+    "mode": "enforce",
+    "conditions": CONDITIONS,
+}
 
 
 class Terminal(io.StringIO):
@@ -59,7 +64,12 @@ def failure(tmp_path: Path) -> GateFailed:
 
 def test_conditions_are_rounded_signed_and_sorted_by_failure() -> None:
     rows = GateDecision.of("policy", DECISION).failures_first
-    assert [row.metric for row in rows] == ["comparison.judge.win_rate_low95", "policy.length", "absent", "kl"]
+    assert [row.metric for row in rows] == [
+        "comparison.judge.win_rate_low95",
+        "policy.length",
+        "absent",
+        "kl",
+    ]
     # Four digits would show 0.5 ≥ 0.5 as a failure; nine tell the two apart.
     assert (rows[0].measured, rows[0].required) == ("0.4999996", "≥ 0.5")
     assert (rows[1].measured, rows[1].required) == ("55.23", "≤ 48.12")
@@ -67,7 +77,9 @@ def test_conditions_are_rounded_signed_and_sorted_by_failure() -> None:
     assert rows[3].passed and rows[3].measured == "2.31"
 
 
-def test_a_gate_failure_is_a_table_that_fits_80_columns(terminal: Terminal, failure: GateFailed) -> None:
+def test_a_gate_failure_is_a_table_that_fits_80_columns(
+    terminal: Terminal, failure: GateFailed
+) -> None:
     terminal.isatty = lambda: False  # type: ignore[method-assign]
     print_gate_failure(failure, terminal)
     lines = terminal.getvalue().splitlines()
@@ -96,14 +108,18 @@ def test_a_terminal_gets_colours_unless_no_color_is_set(
     assert ("\x1b[32mok" in terminal.getvalue()) is colour
 
 
-def test_a_gate_failure_without_readable_evidence_is_its_message(terminal: Terminal, tmp_path: Path) -> None:
+def test_a_gate_failure_without_readable_evidence_is_its_message(
+    terminal: Terminal, tmp_path: Path
+) -> None:
     for evidence in (None, tmp_path / "none.json"):
         stream = io.StringIO()
         print_gate_failure(GateFailed("the policy gate failed: kl is 9", evidence), stream)
         assert stream.getvalue() == "rlhf: the policy gate failed: kl is 9\n"
 
 
-def test_long_lines_are_wrapped_at_words_on_a_terminal_and_never_in_a_pipe(terminal: Terminal) -> None:
+def test_long_lines_are_wrapped_at_words_on_a_terminal_and_never_in_a_pipe(
+    terminal: Terminal,
+) -> None:
     message = "word " * 40 + "[bold]/path[/bold] :smile:"
     print_error(message, terminal)
     assert max(map(len, terminal.getvalue().splitlines())) <= 80 + len("\x1b[1;31m\x1b[0m")
@@ -113,8 +129,12 @@ def test_long_lines_are_wrapped_at_words_on_a_terminal_and_never_in_a_pipe(termi
 
 
 @pytest.fixture
-def ended(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Callable[..., tuple[object, str]]:
-    """Runs a command, in place of which ``error`` is raised if one is given; returns its status and what it prints."""
+def ended(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> Callable[..., tuple[object, str]]:
+    """Runs a command, in place of which ``error`` is raised if one is given; returns its status and
+    what it prints.
+    """
 
     def run(*words: str, error: BaseException | None = None) -> tuple[object, str]:
         def fail(**_: object) -> None:
@@ -131,7 +151,9 @@ def ended(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -
     return run
 
 
-def test_two_wrong_settings_are_two_lines(tmp_path: Path, ended: Callable[..., tuple[object, str]]) -> None:
+def test_two_wrong_settings_are_two_lines(
+    tmp_path: Path, ended: Callable[..., tuple[object, str]]
+) -> None:
     (tmp_path / "params.yaml").write_text("sft: {stepz: 3, batch_size: 0}\n")
     (tmp_path / "dvc.yaml").write_text("stages: {}\n")
     status, printed = ended("run", "--workspace", str(tmp_path))
@@ -143,18 +165,35 @@ def test_two_wrong_settings_are_two_lines(tmp_path: Path, ended: Callable[..., t
     ]
 
 
-DENIED = [OSError(number, os.strerror(number), "/theirs") for number in (errno.EACCES, errno.EPERM, errno.EROFS)]
-FULL = [OSError(number, "no more room", "models/policy") for number in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)]
+DENIED = [
+    OSError(number, os.strerror(number), "/theirs")
+    for number in (errno.EACCES, errno.EPERM, errno.EROFS)
+]
+FULL = [
+    OSError(number, "no more room", "models/policy")
+    for number in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+]
 
 
 @pytest.mark.parametrize(
     ("error", "status", "pattern"),
     [
-        (ZeroDivisionError("a\nb"), 1, r"rlhf: ZeroDivisionError: a\nb \(add --debug for the traceback\)"),
-        (BaseException("a panic"), 1, r"rlhf: BaseException: a panic \(add --debug for the traceback\)"),
+        (
+            ZeroDivisionError("a\nb"),
+            1,
+            r"rlhf: ZeroDivisionError: a\nb \(add --debug for the traceback\)",
+        ),
+        (
+            BaseException("a panic"),
+            1,
+            r"rlhf: BaseException: a panic \(add --debug for the traceback\)",
+        ),
         (GateFailed("the policy gate failed"), EXIT_GATE_FAILED, "rlhf: the policy gate failed"),
         (KeyboardInterrupt(), EXIT_INTERRUPTED, "rlhf: stopped"),
-        *((error, EXIT_USER_ERROR, f"rlhf: /theirs: {error.strerror}; give yourself the right.*") for error in DENIED),
+        *(
+            (error, EXIT_USER_ERROR, f"rlhf: /theirs: {error.strerror}; give yourself the right.*")
+            for error in DENIED
+        ),
         *((error, EXIT_USER_ERROR, "rlhf: .*models/policy.*make room.*") for error in FULL),
     ],
 )
@@ -168,7 +207,9 @@ def test_an_error_is_a_message_and_an_exit_status(
 def test_after_a_run_the_tables_of_the_gates_that_failed_are_printed(tmp_path: Path) -> None:
     (tmp_path / "gates").mkdir()
     (tmp_path / "gates" / "policy.json").write_text(json.dumps(DECISION))
-    (tmp_path / "gates" / "reward.json").write_text(json.dumps({"gate": "reward", "passed": True, "conditions": []}))
+    (tmp_path / "gates" / "reward.json").write_text(
+        json.dumps({"gate": "reward", "passed": True, "conditions": []})
+    )
     (tmp_path / "gates" / "data.json").write_text("not JSON")
     stream = io.StringIO()
     print_failed_gates(tmp_path, stream)

@@ -1,4 +1,6 @@
-"""What Prefect's form of a deployment asks for, how its answers are understood, and the name that a run gets."""
+"""What Prefect's form of a deployment asks for, how its answers are understood, and the name that a
+run gets.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,9 @@ from flows.pipeline.registration import promotion_flow
 from flows.prefect_server.flow_runs import given_name
 
 
-@pytest.mark.parametrize("flow", [rlhf_pipeline, data_watch, promotion_flow, stage_job], ids=lambda flow: flow.name)
+@pytest.mark.parametrize(
+    "flow", [rlhf_pipeline, data_watch, promotion_flow, stage_job], ids=lambda flow: flow.name
+)
 def test_every_field_says_what_it_is_for(flow: Flow[Any, Any]) -> None:
     fields = parameter_schema(flow).model_dump_for_openapi()["properties"]
     assert [name for name, field in fields.items() if not field.get("description")] == []
@@ -27,8 +31,18 @@ def test_the_pipeline_asks_for_nothing_that_a_run_finds_out_itself() -> None:
 
 
 def test_settings_of_the_form_are_those_of_the_command_line() -> None:
-    settings = {"ppo.kl.coefficient": 0.1, "base": {"source": "a b"}, "seed": 2, "collect.limit": None}
-    assert assignments(settings) == ["ppo.kl.coefficient=0.1", 'base.source="a b"', "seed=2", "collect.limit=null"]
+    settings = {
+        "ppo.kl.coefficient": 0.1,
+        "base": {"source": "a b"},
+        "seed": 2,
+        "collect.limit": None,
+    }
+    assert assignments(settings) == [
+        "ppo.kl.coefficient=0.1",
+        'base.source="a b"',
+        "seed=2",
+        "collect.limit=null",
+    ]
 
 
 def test_wrong_settings_end_the_run_in_one_line(tmp_path: Path) -> None:
@@ -40,9 +54,17 @@ def test_wrong_settings_end_the_run_in_one_line(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("name", "given"),
-    [("brave-otter", ""), ("try1", "try1"), ("long-kl", "long-kl"), ("demo · 2026-01-01 03:00:00",) * 2, ("", "")],
+    [
+        ("brave-otter", ""),
+        ("try1", "try1"),
+        ("long-kl", "long-kl"),
+        ("demo · 2026-01-01 03:00:00",) * 2,
+        ("", ""),
+    ],
 )
-def test_a_name_that_was_given_stays(name: str, given: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_name_that_was_given_stays(
+    name: str, given: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     monkeypatch.setenv("PREFECT__RUNTIME__FLOW_RUN__NAME", name)
     monkeypatch.chdir(tmp_path)
     assert given_name() == given

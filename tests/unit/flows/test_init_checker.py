@@ -24,7 +24,9 @@ async def ask(prompt, reply, *, answer, extra=None): ...
 
 @pytest.fixture
 def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder with prompts, a starting model's folder and reward functions beside the workspace that is to be made."""
+    """A folder with prompts, a starting model's folder and reward functions beside the workspace
+    that is to be made.
+    """
     monkeypatch.chdir(tmp_path)
     records = [{"prompt": f"{n} + {n} =", "answer": str(2 * n)} for n in range(120)]
     Path("sums.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
@@ -38,7 +40,9 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def init(*words: str) -> tuple[int, str]:
     """Exit code and what is said; an error of the project's own is said by its text."""
     result = CliRunner(env={"COLUMNS": "300"}).invoke(app, ["init", "my", *words])
-    said = result.output if isinstance(result.exception, SystemExit | None) else str(result.exception)
+    said = (
+        result.output if isinstance(result.exception, SystemExit | None) else str(result.exception)
+    )
     return result.exit_code, " ".join(said.split())
 
 
@@ -57,7 +61,11 @@ def test_prompts_and_a_function_make_a_workspace(place: Path) -> None:
     for name in ("own_checks.py", "helper.py"):
         assert (place / "my" / name).read_text() == (place / "lib" / name).read_text()
     recipe = (place / "my" / "dvc.yaml").read_text()
-    assert "rlhf stage ppo" in recipe and "rlhf stage reward" not in recipe and "models/judge" not in recipe
+    assert (
+        "rlhf stage ppo" in recipe
+        and "rlhf stage reward" not in recipe
+        and "models/judge" not in recipe
+    )
 
 
 @pytest.mark.parametrize(
@@ -76,22 +84,30 @@ def test_prompts_and_a_function_make_a_workspace(place: Path) -> None:
         ((*GIVEN, "--set", "ppo.selection.method=referee"), "there is no referee"),
     ],
 )
-def test_what_is_missing_is_named_and_nothing_is_made(place: Path, words: tuple[str, ...], named: str) -> None:
+def test_what_is_missing_is_named_and_nothing_is_made(
+    place: Path, words: tuple[str, ...], named: str
+) -> None:
     code, said = init(*words)
     assert code != 0 and named in said
     assert not (place / "my").exists()
 
 
 def test_few_prompts_that_leave_none_held_out_are_refused(place: Path) -> None:
-    (place / "sums.jsonl").write_text('{"prompt": "1?", "answer": 1}\n{"prompt": "2?", "answer": 2}\n')
+    (place / "sums.jsonl").write_text(
+        '{"prompt": "1?", "answer": 1}\n{"prompt": "2?", "answer": 2}\n'
+    )
     code, said = init(*GIVEN, "--set", "validate.min_rows=1")
     assert code != 0 and "would be held out" in said and not (place / "my").exists()
 
 
 def test_a_column_that_the_function_asks_for_must_be_there(place: Path) -> None:
-    (place / "sums.jsonl").write_text("".join(f'{{"prompt": "{n}?", "right": {n}}}\n' for n in range(120)))
+    (place / "sums.jsonl").write_text(
+        "".join(f'{{"prompt": "{n}?", "right": {n}}}\n' for n in range(120))
+    )
     code, said = init(*GIVEN)
-    assert code != 0 and "asks for answer" in said and "right" in said and not (place / "my").exists()
+    assert (
+        code != 0 and "asks for answer" in said and "right" in said and not (place / "my").exists()
+    )
 
 
 def test_a_file_named_as_an_installed_module_is_refused(place: Path) -> None:

@@ -1,4 +1,6 @@
-"""The events of a run as it writes them, and what ``rlhf status`` says of the last one and of the next command."""
+"""The events of a run as it writes them, and what ``rlhf status`` says of the last one and of the
+next command.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,14 @@ import pytest
 from unit.flows.test_verdict import VERDICT
 
 from flows.commands.run_state import RunState, read_run_state
-from flows.commands.status import RegistryStatus, StagesStatus, last_run_lines, next_step, stages_status, status
+from flows.commands.status import (
+    RegistryStatus,
+    StagesStatus,
+    last_run_lines,
+    next_step,
+    stages_status,
+    status,
+)
 from flows.commands.text import fit_line, format_age
 from flows.pipeline import events
 from flows.pipeline.verdict import RunVerdict
@@ -27,7 +36,9 @@ EVENTS: list[events.PipelineEvent] = [
     events.RunPlanned(["collect", "ppo"]),
     events.StageStarted("ppo", "gpu-pool", started=1.5, log_start=64),
     events.StageRepeated("ppo", "preempted, waiting for a worker of gpu-pool"),
-    events.StageEnded(StageOutcome.failed("ppo", "no: step 3", 4, started=1.0, ended=2.5, work_seconds=1.25)),
+    events.StageEnded(
+        StageOutcome.failed("ppo", "no: step 3", 4, started=1.0, ended=2.5, work_seconds=1.25)
+    ),
     events.PhaseStarted("promotion", log="match"),
     events.RegistryUpdated("rlhf-policy version 3"),
     events.VerdictReached(VERDICT),
@@ -57,14 +68,20 @@ def test_half_a_line_is_left_for_the_next_call(tmp_path: Path) -> None:
 
 
 STARTED = datetime(2026, 3, 4, 5, 6, 7)
-RELEASED = ReleaseDecision("good", "Released", "", "", (), "", "", "rlhf chat", "talk to the champion", "")
+RELEASED = ReleaseDecision(
+    "good", "Released", "", "", (), "", "", "rlhf chat", "talk to the champion", ""
+)
 FRESH, IDLE = StagesStatus({}), RegistryStatus([], champion="3", release=RELEASED)
 
 
 def run_of(state: str = "Completed", verdict: RunVerdict | None = VERDICT) -> RunState:
     run = RunState(Path())
     for number in range(13):
-        run.apply(events.StageEnded(StageOutcome(f"stage-{number}", "ran", started=0.0, ended=1.0, work_seconds=1.0)))
+        run.apply(
+            events.StageEnded(
+                StageOutcome(f"stage-{number}", "ran", started=0.0, ended=1.0, work_seconds=1.0)
+            )
+        )
     if verdict is not None:
         run.apply(events.VerdictReached(verdict))
     if state:
@@ -85,10 +102,19 @@ def emit(workspace: Path, *told: events.PipelineEvent) -> None:
 
 def test_the_last_run_is_read_from_its_events(tmp_path: Path) -> None:
     assert read_run_state(tmp_path) is None
-    outcomes = [StageOutcome("sft", "ran", started=0.0, ended=1.0, work_seconds=1.0), StageOutcome("ppo", "skipped")]
-    ended = (*map(events.StageEnded, outcomes), events.VerdictReached(VERDICT), events.RunEnded("Failed", ""))
+    outcomes = [
+        StageOutcome("sft", "ran", started=0.0, ended=1.0, work_seconds=1.0),
+        StageOutcome("ppo", "skipped"),
+    ]
+    ended = (
+        *map(events.StageEnded, outcomes),
+        events.VerdictReached(VERDICT),
+        events.RunEnded("Failed", ""),
+    )
     emit(tmp_path, events.RunPlanned(("sft", "ppo")), *ended)
-    lines = [json.loads(line) for line in (tmp_path / ".rlhf" / "events.jsonl").read_text().splitlines()]
+    lines = [
+        json.loads(line) for line in (tmp_path / ".rlhf" / "events.jsonl").read_text().splitlines()
+    ]
     last = read_run_state(tmp_path)
     assert last is not None and (last.final_state, last.ran, last.verdict) == ("Failed", 1, VERDICT)
     assert last.started.timestamp() == pytest.approx(lines[0]["time"], abs=1e-3)
@@ -99,7 +125,10 @@ def test_a_run_without_an_end_was_interrupted(tmp_path: Path) -> None:
     emit(tmp_path, events.RunPlanned(("sft",)))
     last = read_run_state(tmp_path)
     assert last is not None and last.final_state == ""
-    assert "interrupted (its process is gone; the next run resumes)" in last_run_lines(tmp_path, last, STARTED)[0]
+    assert (
+        "interrupted (its process is gone; the next run resumes)"
+        in last_run_lines(tmp_path, last, STARTED)[0]
+    )
 
 
 def test_events_of_another_version_are_no_run(tmp_path: Path) -> None:
@@ -121,17 +150,30 @@ def test_the_last_run_is_described_with_its_numbers_and_its_decision(tmp_path: P
         "registered  policy version 4",
         "promotion   version 4 is champion: better by every judge",
     ]
-    alarmed = last_run_lines(tmp_path, run_of(verdict=replace(VERDICT, alarms=("many", "more"))), STARTED)
+    alarmed = last_run_lines(
+        tmp_path, run_of(verdict=replace(VERDICT, alarms=("many", "more"))), STARTED
+    )
     assert alarmed[alarmed.index("alarms      many") + 1] == "            more"
-    assert "stopped by a gate after 5:57" in last_run_lines(tmp_path, run_of("GateFailed", None), STARTED)[0]
+    assert (
+        "stopped by a gate after 5:57"
+        in last_run_lines(tmp_path, run_of("GateFailed", None), STARTED)[0]
+    )
     timed = run_of()
-    timed.apply(events.RunTimed(381.0))  # with the start and the end of the command, as its own last line says
+    timed.apply(
+        events.RunTimed(381.0)
+    )  # with the start and the end of the command, as its own last line says
     assert "completed after 6:21" in last_run_lines(tmp_path, timed, STARTED)[0]
 
 
 @pytest.mark.parametrize(
     ("seconds", "text"),
-    [(59, "just now"), (60, "1 minute ago"), (7199, "1 hour ago"), (7200, "2 hours ago"), (3 * 86400, "3 days ago")],
+    [
+        (59, "just now"),
+        (60, "1 minute ago"),
+        (7199, "1 hour ago"),
+        (7200, "2 hours ago"),
+        (3 * 86400, "3 days ago"),
+    ],
 )
 def test_ages_are_in_whole_units(seconds: float, text: str) -> None:
     assert format_age(seconds) == text
@@ -147,33 +189,75 @@ PROMOTE = stopped("rlhf promote", "decide on the challenger")
         (FRESH, False, run_of(), IDLE, "rlhf chat", "talk to the champion"),
         (FRESH, False, run_of(verdict=PROMOTE), RegistryStatus([]), "rlhf promote", "decide"),
         (FRESH, False, run_of(verdict=PROMOTE), IDLE, "rlhf chat", "talk"),
-        (FRESH, False, run_of(), RegistryStatus([], awaiting="4"), "rlhf approve", "makes version 4 champion"),
-        (StagesStatus({}, 2, 3), True, run_of("GateFailed", GATE), IDLE, "rlhf run", "after a change of data"),
+        (
+            FRESH,
+            False,
+            run_of(),
+            RegistryStatus([], awaiting="4"),
+            "rlhf approve",
+            "makes version 4 champion",
+        ),
+        (
+            StagesStatus({}, 2, 3),
+            True,
+            run_of("GateFailed", GATE),
+            IDLE,
+            "rlhf run",
+            "after a change of data",
+        ),
         (StagesStatus({}, 2, 0), True, run_of("", None), IDLE, "rlhf run", "resumes"),
-        (StagesStatus({}, 0, 3), False, run_of(), IDLE, "rlhf run", "brings stages up to date: 3 stale"),
+        (
+            StagesStatus({}, 0, 3),
+            False,
+            run_of(),
+            IDLE,
+            "rlhf run",
+            "brings stages up to date: 3 stale",
+        ),
         (StagesStatus({}, 2, 3), False, None, IDLE, "rlhf run", "3 stale and 2 that have not run"),
         (FRESH, False, None, RegistryStatus([]), "rlhf run", "registers its models"),
         (FRESH, False, None, IDLE, "rlhf chat", "talk to the champion"),
-        (FRESH, True, run_of(), RegistryStatus([], "3", "rollback"), "rlhf promote", "completes the rollback"),
+        (
+            FRESH,
+            True,
+            run_of(),
+            RegistryStatus([], "3", "rollback"),
+            "rlhf promote",
+            "completes the rollback",
+        ),
     ],
 )
 def test_the_next_command(
-    stages: StagesStatus, resumable: bool, last: RunState | None, registry: RegistryStatus, command: str, hint: str
+    stages: StagesStatus,
+    resumable: bool,
+    last: RunState | None,
+    registry: RegistryStatus,
+    command: str,
+    hint: str,
 ) -> None:
     assert next_step(stages, resumable, last, registry)[0] == command
     assert hint in next_step(stages, resumable, last, registry)[1]
 
 
-def test_every_line_with_a_break_in_it_fits_the_terminal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_line_with_a_break_in_it_fits_the_terminal(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     width = 40
-    changes = {"ppo": [{"changed deps": {f"models/part{number}": "modified" for number in range(9)}}]}
+    changes = {
+        "ppo": [{"changed deps": {f"models/part{number}": "modified" for number in range(9)}}]
+    }
     monkeypatch.setattr("flows.commands.status.dvc_status", lambda *_: changes)
     monkeypatch.chdir(tmp_path)
     (tmp_path / "params.yaml").write_text("{}\n")
     stages = {name: {"cmd": "true"} for name in ("ppo", "gate-policy")}
     for name in ("dvc.yaml", "dvc.lock"):
         (tmp_path / name).write_text(json.dumps({"stages": stages}))
-    emit(tmp_path, events.RunPlanned(("ppo",)), events.VerdictReached(VERDICT), events.RunEnded("Completed", ""))
+    emit(
+        tmp_path,
+        events.RunPlanned(("ppo",)),
+        events.VerdictReached(VERDICT),
+        events.RunEnded("Completed", ""),
+    )
     text = status(tmp_path).as_text()
     screen = "\n".join(fit_line(line, width) for line in text.splitlines())
     long = [line for line in screen.splitlines() if len(line) > width and " " in line.strip()]
@@ -187,7 +271,10 @@ def test_every_line_with_a_break_in_it_fits_the_terminal(tmp_path: Path, monkeyp
     ("line", "wrapped"),
     [
         ("  KL  one two three", "  KL  one two\n      three"),  # under the text after the label
-        ("    one two three four", "    one two\n      three four"),  # no label: further in than the line
+        (
+            "    one two three four",
+            "    one two\n      three four",
+        ),  # no label: further in than the line
         ("  a_path_that_is_too_long", "  a_path_that_is_too_long"),
     ],
 )
@@ -205,15 +292,21 @@ GATED = {
 
 @pytest.fixture
 def gated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A workspace whose policy gate said no, of which DVC knows no more than that its stage has not succeeded."""
+    """A workspace whose policy gate said no, of which DVC knows no more than that its stage has not
+    succeeded.
+    """
     (tmp_path / "dvc.yaml").write_text(json.dumps({"stages": GATED}))
     (tmp_path / "dvc.lock").write_text(json.dumps({"stages": {"evaluate": GATED["evaluate"]}}))
     (tmp_path / "metrics").mkdir()
     (tmp_path / "metrics" / "evaluation.json").write_text('{"kl": 7}')
     evidence = {"metrics/evaluation.json": sha256_file(tmp_path / "metrics" / "evaluation.json")}
-    decision = decide("policy", [Condition(metric="kl", at_most=6.0, why="w")], {"kl": 7.0}, evidence=evidence)
+    decision = decide(
+        "policy", [Condition(metric="kl", at_most=6.0, why="w")], {"kl": 7.0}, evidence=evidence
+    )
     decision.save(tmp_path / "gates" / "policy.json")
-    monkeypatch.setattr("flows.commands.status.dvc_status", lambda *_: {"gate-policy": ["changed"], "publish": []})
+    monkeypatch.setattr(
+        "flows.commands.status.dvc_status", lambda *_: {"gate-policy": ["changed"], "publish": []}
+    )
     monkeypatch.setattr("flows.commands.status.refresh_inputs", lambda *_: None)
     return tmp_path
 
@@ -236,11 +329,16 @@ def test_a_stage_that_failed_a_gate_it_had_passed_before_is_not_merely_stale(gat
 def test_a_gate_that_judged_other_metrics_says_so(gated: Path) -> None:
     (gated / "metrics" / "evaluation.json").write_text('{"kl": 5}')
     said = stages_status(gated).stages["gate-policy"]
-    assert said.startswith("failed its gate (1 of 1") and "metrics/evaluation.json changed since" in said
+    assert (
+        said.startswith("failed its gate (1 of 1")
+        and "metrics/evaluation.json changed since" in said
+    )
 
 
 def test_a_gate_that_only_reports_closes_nothing(gated: Path) -> None:
-    decision = decide("policy", [Condition(metric="kl", at_most=6.0, why="w")], {"kl": 7.0}, mode="report")
+    decision = decide(
+        "policy", [Condition(metric="kl", at_most=6.0, why="w")], {"kl": 7.0}, mode="report"
+    )
     decision.save(gated / "gates" / "policy.json")
     assert stages_status(gated).stages["publish"] == "not run yet"
 

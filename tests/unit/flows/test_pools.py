@@ -1,4 +1,6 @@
-"""Work pools: what may be asked of them, several workspaces on one, and a worker where there is none."""
+"""Work pools: what may be asked of them, several workspaces on one, and a worker where there is
+none.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,10 @@ from rlhf_core.errors import ConfigError, RlhfError
 
 
 def pool(kind: str, *variables: str) -> WorkPool:
-    template: dict[str, Any] = {"job_configuration": {}, "variables": {"properties": {name: {} for name in variables}}}
+    template: dict[str, Any] = {
+        "job_configuration": {},
+        "variables": {"properties": {name: {} for name in variables}},
+    }
     return WorkPool(name="gpu-pool", type=kind, base_job_template=template if variables else {})
 
 
@@ -37,7 +42,9 @@ def params(**asked: object) -> Params:
 
 
 def test_a_request_that_would_be_ignored_is_refused_with_stage_and_pool() -> None:
-    with pytest.raises(ConfigError, match=r"pools\.ppo asks for gpus, memory, which the work pool gpu-pool \("):
+    with pytest.raises(
+        ConfigError, match=r"pools\.ppo asks for gpus, memory, which the work pool gpu-pool \("
+    ):
         check_requests(pool("process"), params(gpus=8, memory="64Gi"))
     with pytest.raises(ConfigError, match=r"asks for gpus,"):
         check_requests(pool("kubernetes", "image", "memory"), params(gpus=8, memory="64Gi"))
@@ -72,13 +79,18 @@ def test_a_pool_that_another_run_makes_at_the_same_moment_is_taken_as_it_is() ->
 
 def refusal(status: int) -> httpx.HTTPStatusError:
     request = httpx.Request("GET", "http://127.0.0.1")
-    return httpx.HTTPStatusError("", request=request, response=httpx.Response(status, request=request))
+    return httpx.HTTPStatusError(
+        "", request=request, response=httpx.Response(status, request=request)
+    )
 
 
 def test_the_variables_of_process_pools_are_prefects_own() -> None:
     from prefect.workers.process import ProcessWorker
 
-    assert set(ProcessWorker.get_default_base_job_template()["variables"]["properties"]) == PROCESS_VARIABLES
+    assert (
+        set(ProcessWorker.get_default_base_job_template()["variables"]["properties"])
+        == PROCESS_VARIABLES
+    )
 
 
 ENDED_PROCESS = str(2**22 + 1)  # above the kernel's highest
@@ -88,7 +100,9 @@ def job(workspace: str, process: str | None) -> FlowRun:
     return FlowRun(flow_id=uuid4(), parameters={"workspace": workspace}, infrastructure_pid=process)
 
 
-def test_a_dead_worker_takes_no_job_of_another_workspace_with_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_dead_worker_takes_no_job_of_another_workspace_with_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     own, unstarted = job("/mine", ENDED_PROCESS), job("/mine", None)
     elsewhere, alive = job("/theirs", ENDED_PROCESS), job("/mine", str(os.getpid()))
     ended = []
@@ -99,12 +113,19 @@ def test_a_dead_worker_takes_no_job_of_another_workspace_with_it(monkeypatch: py
     monkeypatch.setattr(flow_runs, "get_client", lambda sync_client: nullcontext(server))
     assert flow_runs.crash_pool_runs("gpu-pool", "killed", Path("/mine")) == 2
     assert ended == [own.id, unstarted.id]
-    assert flow_runs.crash_pool_runs("gpu-pool", "killed") == 4, "the embedded server has no other pipelines"
+    assert flow_runs.crash_pool_runs("gpu-pool", "killed") == 4, (
+        "the embedded server has no other pipelines"
+    )
 
 
 @pytest.mark.parametrize(("limit", "said"), [(None, False), (3, False), (1, True)])
-def test_a_limit_that_idles_workers_is_said(monkeypatch: pytest.MonkeyPatch, limit: int | None, said: bool) -> None:
-    workers = [SimpleNamespace(status=status) for status in (*[WorkerStatus.ONLINE] * 3, WorkerStatus.OFFLINE)]
+def test_a_limit_that_idles_workers_is_said(
+    monkeypatch: pytest.MonkeyPatch, limit: int | None, said: bool
+) -> None:
+    workers = [
+        SimpleNamespace(status=status)
+        for status in (*[WorkerStatus.ONLINE] * 3, WorkerStatus.OFFLINE)
+    ]
     server = SimpleNamespace(
         read_work_pool=lambda name: SimpleNamespace(concurrency_limit=limit),
         read_workers_for_work_pool=lambda name: workers,
@@ -112,7 +133,9 @@ def test_a_limit_that_idles_workers_is_said(monkeypatch: pytest.MonkeyPatch, lim
     monkeypatch.setattr(pools, "get_client", lambda sync_client: nullcontext(server))
     lines = pools.idle_workers(check_params({"pools": {"ppo": "gpu-pool"}}))
     assert [line.partition(";")[0] for line in lines] == (
-        ["the work pool gpu-pool has 3 workers, but its limit lets 1 job(s) run at a time"] if said else []
+        ["the work pool gpu-pool has 3 workers, but its limit lets 1 job(s) run at a time"]
+        if said
+        else []
     )
 
 
@@ -122,7 +145,9 @@ def test_only_a_server_of_somebody_else_is_waited_for_longer(tmp_path: Path) -> 
     assert lasting.client_settings == {"PREFECT_CLIENT_MAX_RETRIES": "8"}
 
 
-PARAMS = check_params({"pools": {"ppo": "cluster", "sft": "gpu-pool"}, "work_pools": {"gpu-pool": {"limit": 3}}})
+PARAMS = check_params(
+    {"pools": {"ppo": "cluster", "sft": "gpu-pool"}, "work_pools": {"gpu-pool": {"limit": 3}}}
+)
 
 
 @dataclass
@@ -160,13 +185,17 @@ def make(
     return ServiceMonitor(cast(Services, started), PARAMS, PARAMS.pool_names(), print, 0), started
 
 
-def test_only_pools_without_a_worker_get_one_and_with_their_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_pools_without_a_worker_get_one_and_with_their_limit(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     served, started = make(monkeypatch, Server("cluster"), [0.0])
     served.start_missing()
     assert started.running == {"worker-gpu-pool": 3}
 
 
-def test_a_worker_that_ends_later_is_replaced_at_the_next_check(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_worker_that_ends_later_is_replaced_at_the_next_check(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     server, clock = Server("cluster", "gpu-pool"), [0.0]
     served, started = make(monkeypatch, server, clock)
     served.start_missing()
@@ -178,8 +207,12 @@ def test_a_worker_that_ends_later_is_replaced_at_the_next_check(monkeypatch: pyt
     assert set(started.running) == {"worker-cluster", "worker-gpu-pool"}
 
 
-@pytest.mark.parametrize("error", [httpx.ConnectError("down"), RlhfError("no worker serves the pool")])
-def test_errors_at_a_later_check_end_nothing(monkeypatch: pytest.MonkeyPatch, error: Exception) -> None:
+@pytest.mark.parametrize(
+    "error", [httpx.ConnectError("down"), RlhfError("no worker serves the pool")]
+)
+def test_errors_at_a_later_check_end_nothing(
+    monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
     server, clock = Server(), [0.0]
     served, started = make(monkeypatch, server, clock)
     server.error, clock[0] = error, 100.0
@@ -197,7 +230,9 @@ def test_the_embedded_server_has_no_other_workers(monkeypatch: pytest.MonkeyPatc
     assert set(started.running) == {"worker-cluster", "worker-gpu-pool"}
 
 
-def test_jobs_on_other_hosts_go_to_the_server_of_rlhf_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_jobs_on_other_hosts_go_to_the_server_of_rlhf_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Prefect reads its address when it is loaded, which the check of the remotes does."""
     monkeypatch.setattr("flows.jobs.remote.check_remote_stages", lambda *_: None)
     monkeypatch.setenv("PREFECT_API_URL", "")

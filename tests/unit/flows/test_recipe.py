@@ -1,4 +1,6 @@
-"""dvc.yaml of a workspace: its inputs are refreshed, and parameters that it names and params.yaml lacks are told."""
+"""dvc.yaml of a workspace: its inputs are refreshed, and parameters that it names and params.yaml
+lacks are told.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +37,9 @@ def test_the_recipe_of_the_repository_is_left_as_it_is() -> None:
     assert with_sources(text, load_params(ROOT), ROOT) == text
 
 
-def test_a_new_workspace_compares_all_that_a_stage_reads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_new_workspace_compares_all_that_a_stage_reads(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Of a profile of its own; tests/architecture compares the recipe of the repository."""
     monkeypatch.chdir(tmp_path)
     recipe = (initialise(tmp_path / "run", "own-data", []) / RECIPE).read_text()
@@ -67,7 +71,9 @@ def workspace(folder: Path, params: str) -> Path:
     return folder
 
 
-def test_the_names_are_those_of_params_yaml_and_a_section_precedes_its_parts(tmp_path: Path) -> None:
+def test_the_names_are_those_of_params_yaml_and_a_section_precedes_its_parts(
+    tmp_path: Path,
+) -> None:
     stages = "{a: {cmd: x, params: [seed, ppo.kl, {params.yaml: [sft], other.yaml: [z]}]}, b: {cmd: y, params: [ppo]}}"
     (tmp_path / "dvc.yaml").write_text(f"stages: {stages}\n")
     assert tracked_params(tmp_path) == ["ppo", "ppo.kl", "seed", "sft"]
@@ -88,16 +94,23 @@ def test_the_lines_of_the_message_complete_the_file_and_change_nothing(tmp_path:
     with pytest.raises(ConfigError) as refusal:
         check_recipe(workspace(tmp_path, present))
     message = str(refusal.value).splitlines()
-    assert message[0].startswith(f"{tmp_path / 'params.yaml'} leaves out parameters") and "collect" not in message
+    assert (
+        message[0].startswith(f"{tmp_path / 'params.yaml'} leaves out parameters")
+        and "collect" not in message
+    )
     lines = "\n".join(line[2:] for line in message if line.startswith("  "))
     assert "seed: 1\n" in lines and "  kl: {}" in lines and "sft: {}\n" in lines
     workspace(tmp_path, merge(present, [("the lines", lines)]))
     check_recipe(tmp_path)
-    assert check_params(yaml_text.read(tmp_path / "params.yaml")) == check_params(yaml_text.parse(present, "p"))
+    assert check_params(yaml_text.read(tmp_path / "params.yaml")) == check_params(
+        yaml_text.parse(present, "p")
+    )
 
 
 def test_no_gate_is_suggested_that_would_refuse_every_model(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"add gates\.policy, gates\.reward, which no default") as refusal:
+    with pytest.raises(
+        ConfigError, match=r"add gates\.policy, gates\.reward, which no default"
+    ) as refusal:
         check_recipe(workspace(tmp_path, ""))
     assert "mode: enforce" in str(refusal.value) and Params().gates.reward == ()
 
@@ -120,13 +133,17 @@ def test_conflicts_of_a_merge_are_named_with_what_to_do(tmp_path: Path, name: st
     (tmp_path / name).write_text(CONFLICT)
     refusals = []
     for ask in (check_recipe, stages_status, lambda folder: run(folder, promote=False)):
-        with pytest.raises(ConfigError, match=r"has conflicts of a merge, the first in line 4; ") as refusal:
+        with pytest.raises(
+            ConfigError, match=r"has conflicts of a merge, the first in line 4; "
+        ) as refusal:
             if name == "params.yaml" and ask is stages_status:
                 load_params(tmp_path)
             ask(tmp_path)
         refusals.append(str(refusal.value))
     assert all(said.startswith(str(tmp_path / name)) and "\n" not in said for said in refusals)
-    assert all(("git checkout --ours dvc.lock" in said) == (name == "dvc.lock") for said in refusals)
+    assert all(
+        ("git checkout --ours dvc.lock" in said) == (name == "dvc.lock") for said in refusals
+    )
     assert not (tmp_path / ".rlhf").exists(), "no server, and nothing else either"
 
 
@@ -151,7 +168,9 @@ def test_a_next_generation_starts_as_the_registered_policy_by_its_workspace_s_se
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, alias: str
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    before = initialise(tmp_path / "before", "own-data", ["base.source=org/model", "ppo.iterations=70"])
+    before = initialise(
+        tmp_path / "before", "own-data", ["base.source=org/model", "ppo.iterations=70"]
+    )
     stored = tmp_path / "stored" / "model"
     stored.mkdir(parents=True)
     asked: list[str] = []
@@ -168,5 +187,7 @@ def test_a_next_generation_starts_as_the_registered_policy_by_its_workspace_s_se
     params = load_params(made)
     assert asked == [alias.removeprefix("@") or "champion"]
     assert params.base.source == str(stored) and params.sft.steps == 0
-    assert params.ppo.iterations == 70 and params.validate_.split.fewest_balanced == 60, "settings go on"
+    assert params.ppo.iterations == 70 and params.validate_.split.fewest_balanced == 60, (
+        "settings go on"
+    )
     assert params.collect.files.paths() == ["../new.jsonl"] and before == found.workspace

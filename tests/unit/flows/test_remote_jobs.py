@@ -1,4 +1,6 @@
-"""Jobs of a pool: what travels to hosts without the workspace, a log that loses no line, and preemptions."""
+"""Jobs of a pool: what travels to hosts without the workspace, a log that loses no line, and
+preemptions.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +38,13 @@ from flows.supervision.processes import CommandResult, LogReader
 from flows.workspace import private_path
 from rlhf_core.config.loading import load_params
 from rlhf_core.config.operations import Placement
-from rlhf_core.errors import EXIT_INTERRUPTED, EXIT_PREEMPTED, EXIT_USER_ERROR, ConfigError, RlhfError
+from rlhf_core.errors import (
+    EXIT_INTERRUPTED,
+    EXIT_PREEMPTED,
+    EXIT_USER_ERROR,
+    ConfigError,
+    RlhfError,
+)
 from rlhf_core.fingerprint.stages import fingerprint
 from rlhf_core.fingerprint.tracked_files import write_tracked_files
 
@@ -57,9 +65,16 @@ def handoff(remote: str = "/remote", **files: str) -> Handoff:
         ({"url": "s3://bucket/cache", "version_aware": "true"}, "keeps no run cache"),
     ],
 )
-def test_a_remote_that_serves_no_two_hosts_is_refused(tmp_path: Path, options: dict[str, str], complaint: str) -> None:
-    lines = ["[core]\n  no_scm = True\n  remote = store\n" if options else "[core]\n  no_scm = True\n"]
-    lines += ["['remote \"store\"']\n" if options else "", *(f"  {key} = {value}\n" for key, value in options.items())]
+def test_a_remote_that_serves_no_two_hosts_is_refused(
+    tmp_path: Path, options: dict[str, str], complaint: str
+) -> None:
+    lines = [
+        "[core]\n  no_scm = True\n  remote = store\n" if options else "[core]\n  no_scm = True\n"
+    ]
+    lines += [
+        "['remote \"store\"']\n" if options else "",
+        *(f"  {key} = {value}\n" for key, value in options.items()),
+    ]
     (tmp_path / ".dvc").mkdir()
     (tmp_path / ".dvc" / "config").write_text("".join(lines))
     with pytest.raises(RlhfError, match=complaint) as refusal:
@@ -79,8 +94,18 @@ stages:
 @pytest.mark.parametrize(
     ("deps", "out", "launch", "complaint"),
     [
-        ("[model, ../checks.jsonl]", "out", "{}", "evaluate reads ../checks.jsonl, which is outside the workspace"),
-        ("[model, picture]", "out", "{}", "picture is an input that DVC does not cache, and it is not text"),
+        (
+            "[model, ../checks.jsonl]",
+            "out",
+            "{}",
+            "evaluate reads ../checks.jsonl, which is outside the workspace",
+        ),
+        (
+            "[model, picture]",
+            "out",
+            "{}",
+            "picture is an input that DVC does not cache, and it is not text",
+        ),
         ("[model]", "out: {cache: false}", "{}", "DVC's run cache does not take this stage"),
         (
             "[model]",
@@ -141,7 +166,11 @@ def test_a_submission_writes_nothing_outside_the_workspace_it_rebuilds(tmp_path:
 
 @pytest.mark.slow
 def test_a_host_with_other_code_names_the_difference(tmp_path: Path) -> None:
-    same = {"params.yaml": "seed: 1\n", "dvc.yaml": "stages: {}\n", ".fingerprints/sft.txt": fingerprint("sft") + "\n"}
+    same = {
+        "params.yaml": "seed: 1\n",
+        "dvc.yaml": "stages: {}\n",
+        ".fingerprints/sft.txt": fingerprint("sft") + "\n",
+    }
     rebuild_workspace(tmp_path / "same", handoff(**same), tmp_path / "cache")
     assert code_difference(tmp_path / "same", handoff(**same)) == ""
     other = {**same, ".fingerprints/ppo.txt": "0" * 64 + "\n"}
@@ -158,12 +187,19 @@ def test_a_reward_function_travels_with_the_job(tmp_path: Path) -> None:
     source = "ppo: {reward: {sources: [{kind: function, target: 'own_rewards:score'}]}}\n"
     (here / "params.yaml").write_text(source)
     (here / "dvc.yaml").write_text("stages: {}\n")
-    (here / "own_rewards.py").write_text("import own_vocabulary\n\ndef score(prompts, replies):\n    return [1.0]\n")
+    (here / "own_rewards.py").write_text(
+        "import own_vocabulary\n\ndef score(prompts, replies):\n    return [1.0]\n"
+    )
     (here / "own_vocabulary.py").write_text("GOOD = ['please']\n")
     (here / "unrelated.py").write_text("pass\n")
     write_tracked_files(here, load_params(here).ppo.reward.sources)
-    carried = read_carried_files(here, ["params.yaml", "dvc.yaml", ".fingerprints", *_untracked_inputs(here, "ppo")])
-    assert {path for path in carried if path.endswith(".py")} == {"own_rewards.py", "own_vocabulary.py"}
+    carried = read_carried_files(
+        here, ["params.yaml", "dvc.yaml", ".fingerprints", *_untracked_inputs(here, "ppo")]
+    )
+    assert {path for path in carried if path.endswith(".py")} == {
+        "own_rewards.py",
+        "own_vocabulary.py",
+    }
     assert _untracked_inputs(here, "sft") == []
     rebuild_workspace(there, handoff(**carried), tmp_path / "cache")
     assert code_difference(there, handoff(**carried)) == ""
@@ -176,14 +212,18 @@ def test_small_text_travels_with_the_job_and_the_rest_is_refused(tmp_path: Path)
     (tmp_path / "scripts" / "a.py").write_text("pass\n")
     assert read_carried_files(tmp_path, ["scripts", "dvc.lock"]) == {"scripts/a.py": "pass\n"}
     (tmp_path / "table").write_bytes(b"\xff\xfe")
-    with pytest.raises(RlhfError, match="table is an input that DVC does not cache, and it is not text"):
+    with pytest.raises(
+        RlhfError, match="table is an input that DVC does not cache, and it is not text"
+    ):
         read_carried_files(tmp_path, ["table"])
     (tmp_path / "large").write_text("x" * (CARRIED_BYTES + 1))
     with pytest.raises(RlhfError, match="the largest is large"):
         read_carried_files(tmp_path, ["scripts", "large"])
 
 
-def test_a_transfer_is_tried_again_while_the_remote_is_away(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_transfer_is_tried_again_while_the_remote_is_away(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     calls: list[str] = []
 
     def unreachable(command: list[str], **_: Any) -> Any:
@@ -228,7 +268,9 @@ class LogServer:
         return logs[offset : offset + limit]
 
 
-def test_each_line_of_the_log_arrives_once_over_refused_calls(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_line_of_the_log_arrives_once_over_refused_calls(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     server = LogServer()
 
     @contextmanager
@@ -253,7 +295,9 @@ def test_each_line_of_the_log_arrives_once_over_refused_calls(tmp_path: Path, mo
 
 
 class Server:
-    """Stands in for the server: holds the state of every job, and makes one of ``turns`` at each poll."""
+    """Stands in for the server: holds the state of every job, and makes one of ``turns`` at each
+    poll.
+    """
 
     def __init__(self, workspace: Path, *turns: Turn) -> None:
         self.workspace, self.turns = workspace, list(turns)
@@ -314,7 +358,11 @@ def lost() -> State[Any]:
     return stage_job.preempted_state("sft: stopped by a signal")
 
 
-RUNS, LOST, WAITS = becomes(Running), becomes(lost), [lambda server: None] * run_on_pool.REPORT_POLLS
+RUNS, LOST, WAITS = (
+    becomes(Running),
+    becomes(lost),
+    [lambda server: None] * run_on_pool.REPORT_POLLS,
+)
 CRASHES = becomes(lambda: Crashed(message="Flow run process exited with non-zero status code 1."))
 PREEMPTED = "preempted, waiting for a worker"
 QUEUED, TAKEN = "no worker is free, waiting for one", "taken by a worker"
@@ -325,19 +373,64 @@ FALSE_START = "its process ended before the job began, waiting for a worker"
     ("turns", "exit_code", "says", "messages"),
     [
         pytest.param([RUNS, LOST, RUNS, completes], 0, "", [PREEMPTED], id="preempted"),
-        pytest.param([*WAITS * 9, RUNS, *WAITS, completes], 0, "", [QUEUED, TAKEN], id="queued, then taken"),
-        pytest.param([CRASHES, CRASHES, RUNS, completes], 0, "", [FALSE_START] * 2, id="false starts cost no retry"),
-        pytest.param([CRASHES] * 3, 1, "with non-zero status code 1.", [FALSE_START] * 2, id="never begins"),
+        pytest.param(
+            [*WAITS * 9, RUNS, *WAITS, completes], 0, "", [QUEUED, TAKEN], id="queued, then taken"
+        ),
+        pytest.param(
+            [CRASHES, CRASHES, RUNS, completes],
+            0,
+            "",
+            [FALSE_START] * 2,
+            id="false starts cost no retry",
+        ),
+        pytest.param(
+            [CRASHES] * 3, 1, "with non-zero status code 1.", [FALSE_START] * 2, id="never begins"
+        ),
         pytest.param([RUNS, CRASHES], 1, "ended as Crashed", [], id="crashes while it runs"),
-        pytest.param([RUNS, reports(-1e6), CRASHES, RUNS, completes], 0, "", [PREEMPTED], id="stage left in order"),
-        pytest.param([RUNS, reports(60), *WAITS, RUNS, completes], 0, "", [PREEMPTED], id="process died unnoticed"),
-        pytest.param([RUNS, reports(-60), *WAITS, *WAITS, completes], 0, "", [], id="report from before the job began"),
-        pytest.param([LOST] * 3, EXIT_PREEMPTED, "more than 2 times", [PREEMPTED] * 2, id="preempted too often"),
-        pytest.param([RUNS, reports(-1e6), becomes(Cancelled)], EXIT_INTERRUPTED, "was cancelled", [], id="cancelled"),
+        pytest.param(
+            [RUNS, reports(-1e6), CRASHES, RUNS, completes],
+            0,
+            "",
+            [PREEMPTED],
+            id="stage left in order",
+        ),
+        pytest.param(
+            [RUNS, reports(60), *WAITS, RUNS, completes],
+            0,
+            "",
+            [PREEMPTED],
+            id="process died unnoticed",
+        ),
+        pytest.param(
+            [RUNS, reports(-60), *WAITS, *WAITS, completes],
+            0,
+            "",
+            [],
+            id="report from before the job began",
+        ),
+        pytest.param(
+            [LOST] * 3,
+            EXIT_PREEMPTED,
+            "more than 2 times",
+            [PREEMPTED] * 2,
+            id="preempted too often",
+        ),
+        pytest.param(
+            [RUNS, reports(-1e6), becomes(Cancelled)],
+            EXIT_INTERRUPTED,
+            "was cancelled",
+            [],
+            id="cancelled",
+        ),
     ],
 )
 def test_a_job_is_submitted_again_as_long_as_that_may_help(
-    turns: list[Turn], exit_code: int, says: str, messages: list[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    turns: list[Turn],
+    exit_code: int,
+    says: str,
+    messages: list[str],
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
 ) -> None:
     server = Server(tmp_path, *turns)
     use(server, monkeypatch)
@@ -345,7 +438,11 @@ def test_a_job_is_submitted_again_as_long_as_that_may_help(
     stop = SimpleNamespace(is_set=lambda: False, wait=lambda _: server.turns.pop(0)(server))
     monkeypatch.setattr(run_on_pool.signals, "STOP", stop)
     outcome = run_on_pool.run_on_pool(job, server.messages.append)
-    assert (outcome.exit_code, outcome.ok, outcome.retryable) == (exit_code, exit_code == 0, exit_code == 1)
+    assert (outcome.exit_code, outcome.ok, outcome.retryable) == (
+        exit_code,
+        exit_code == 0,
+        exit_code == 1,
+    )
     assert says in outcome.message and server.messages == messages
     repeats = sum(message not in (QUEUED, TAKEN) for message in messages)
     assert server.attempts == ["a:1", "a:1:1", "a:1:2"][: 1 + repeats]
@@ -378,7 +475,9 @@ def test_the_job_itself_reports_its_final_state(
         server.states = [Running()]
         state = stage_job.stage_job.fn(workspace, "sft", [], {})
         assert state.name == "Preempted" and state.is_crashed()
-        assert ("made step 7 of 9" if stage is left else "stopped by a signal") in str(state.message)
+        assert ("made step 7 of 9" if stage is left else "stopped by a signal") in str(
+            state.message
+        )
         server.states = [Cancelling()]
         assert stage_job.stage_job.fn(workspace, "sft", [], {}).is_cancelled()
         server.states = [Scheduled()]  # Prefect's supervisor has put it back

@@ -19,7 +19,9 @@ RETRY = sys.modules["flows.supervision.signals"]
 
 
 class FakeClock:
-    """Stands in for the stop flag and the monotonic clock of the retry policy; ``pauses`` are the waits so far."""
+    """Stands in for the stop flag and the monotonic clock of the retry policy; ``pauses`` are the
+    waits so far.
+    """
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, stop_at: float = float("inf")) -> None:
         self.pauses: list[float] = []
@@ -49,14 +51,18 @@ def is_transient(error: Exception) -> bool:
     return isinstance(error, OSError)
 
 
-def test_it_returns_the_first_success_and_reports_every_failure(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_it_returns_the_first_success_and_reports_every_failure(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     clock, reported = FakeClock(monkeypatch), list[str]()
     assert retry(failing(2, OSError("down")), 100, is_transient, reported.append) == "done"
     assert clock.pauses == [2, 4]
     assert reported == ["down; trying again in 2 s", "down; trying again in 4 s"]
 
 
-def test_pauses_double_up_to_a_minute_and_end_with_the_time(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pauses_double_up_to_a_minute_and_end_with_the_time(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     clock = FakeClock(monkeypatch)
     with pytest.raises(OSError, match="down"):
         retry(failing(99, OSError("down")), 190, is_transient, lambda _: None)
@@ -82,7 +88,9 @@ HOURS = 7200.0
 
 @pytest.fixture
 def move(monkeypatch: pytest.MonkeyPatch):  # type: ignore[no-untyped-def]
-    """Return a function that moves the wall clock by some seconds; the monotonic clock is left alone."""
+    """Return a function that moves the wall clock by some seconds; the monotonic clock is left
+    alone.
+    """
     real, shift = time.time, [0.0]
     monkeypatch.setattr(time, "time", lambda: real() + shift[0])
 
@@ -103,7 +111,9 @@ def test_a_clock_set_back_is_reported_once_and_one_set_forward_never(move) -> No
     clock = WallClock()
     assert clock.seconds_set_back() == 0.0
     move(-HOURS)
-    assert clock.seconds_set_back() == pytest.approx(HOURS, abs=60) and clock.seconds_set_back() == 0.0
+    assert (
+        clock.seconds_set_back() == pytest.approx(HOURS, abs=60) and clock.seconds_set_back() == 0.0
+    )
     move(HOURS)
     assert clock.seconds_set_back() == 0.0
     move(-HOURS)
@@ -116,10 +126,16 @@ def test_small_steps_back_add_up(move) -> None:  # type: ignore[no-untyped-def]
     for _ in range(4):
         move(-25)
         reported.append(clock.seconds_set_back())
-    assert reported[:2] == [0.0, 0.0] and reported[2] == pytest.approx(75, abs=5) and reported[3] == 0.0
+    assert (
+        reported[:2] == [0.0, 0.0]
+        and reported[2] == pytest.approx(75, abs=5)
+        and reported[3] == 0.0
+    )
 
 
-def test_gate_evidence_is_new_when_it_was_written_even_if_its_time_is_hours_ago(tmp_path: Path) -> None:
+def test_gate_evidence_is_new_when_it_was_written_even_if_its_time_is_hours_ago(
+    tmp_path: Path,
+) -> None:
     path = tmp_path / "gates" / "reward.json"
     path.parent.mkdir()
     path.write_text(json.dumps({"passed": False}))

@@ -1,4 +1,6 @@
-"""Which policy ``rlhf serve`` and ``rlhf chat`` take, what they say and refuse, and the same policy behind MLflow."""
+"""Which policy ``rlhf serve`` and ``rlhf chat`` take, what they say and refuse, and the same policy
+behind MLflow.
+"""
 
 from __future__ import annotations
 
@@ -90,7 +92,9 @@ def test_a_folder_is_sampled_as_its_generation_config_says(folder: Path) -> None
     assert served.source.files(served.source.latest()).sampling == SamplingConfig(temperature=0.5)
 
 
-def test_a_folder_of_a_workspace_is_sampled_as_the_workspace_judges(folder: Path, tmp_path: Path) -> None:
+def test_a_folder_of_a_workspace_is_sampled_as_the_workspace_judges(
+    folder: Path, tmp_path: Path
+) -> None:
     (tmp_path / "params.yaml").write_text("evaluate: {sampling: {top_p: 0.4}}\n")
     (tmp_path / "dvc.yaml").write_text("{}\n")
     served = served_source(None, folder)
@@ -124,21 +128,43 @@ def save_tokenizer(folder: Path, **options: Any) -> None:
     save_file({"weight": torch.zeros(1)}, folder / "model.safetensors")
 
 
-def test_vllm_gets_sampling_limits_and_the_token(folder: Path, vllm: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_vllm_gets_sampling_limits_and_the_token(
+    folder: Path, vllm: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     save_tokenizer(folder)
     monkeypatch.setenv("RLHF_SERVE_TOKEN", "secret")
     monkeypatch.setenv("PYTHONPATH", "/of/this/environment")
-    words = ["--vllm", str(vllm), "--vllm-args", "--dtype float32", "--max-concurrent", "3", "--port", "8123"]
+    words = [
+        "--vllm",
+        str(vllm),
+        "--vllm-args",
+        "--dtype float32",
+        "--max-concurrent",
+        "3",
+        "--port",
+        "8123",
+    ]
     words += ["--timeout", "30"]
     result = CliRunner().invoke(app, ["serve", "--model", str(folder), *words])
     assert isinstance(result.exception, Replaced)
     program, command, environment = result.exception.args
-    assert program == vllm and command[:3] == [str(vllm), "-m", "vllm.entrypoints.openai.api_server"]
+    assert program == vllm and command[:3] == [
+        str(vllm),
+        "-m",
+        "vllm.entrypoints.openai.api_server",
+    ]
     options = dict(zip(command[3:-1:2], command[4::2], strict=True))
     assert (options["--model"], options["--served-model-name"]) == (str(folder), "policy")
-    assert (options["--host"], options["--port"], options["--max-num-seqs"]) == ("127.0.0.1", "8123", "3")
+    assert (options["--host"], options["--port"], options["--max-num-seqs"]) == (
+        "127.0.0.1",
+        "8123",
+        "3",
+    )
     whole_distribution = {"top_k": 0, "min_p": 0.0}  # whatever the folder's generation config says
-    assert json.loads(options["--override-generation-config"]) == SamplingConfig().model_dump() | whole_distribution
+    assert (
+        json.loads(options["--override-generation-config"])
+        == SamplingConfig().model_dump() | whole_distribution
+    )
     assert options["--dtype"] == "float32" and options["--shutdown-timeout"] == "30"
     assert "PYTHONPATH" not in environment and environment["VLLM_NO_USAGE_STATS"] == "1"
     assert environment["PATH"].startswith(f"{vllm.parent}{os.pathsep}")
@@ -167,7 +193,9 @@ def test_vllm_gets_no_folder_whose_chat_template_does_not_end(
     assert "made to do harm" in refusal("--model", str(folder), "--vllm", str(vllm))
 
 
-def test_vllm_gets_no_folder_that_links_out_of_itself(folder: Path, vllm: Path, tmp_path: Path) -> None:
+def test_vllm_gets_no_folder_that_links_out_of_itself(
+    folder: Path, vllm: Path, tmp_path: Path
+) -> None:
     (tmp_path / "elsewhere.json").write_text("{}")
     (folder / "tokenizer_config.json").symlink_to(tmp_path / "elsewhere.json")
     assert "outside of the folder" in refusal("--model", str(folder), "--vllm", str(vllm))
@@ -190,7 +218,9 @@ def workspace_with(folder: Path, source: str, base: str) -> Path:
         (folder / name).write_text("{}\n")
     (folder / "dvc.lock").write_text(LOCK.replace("SOURCE", source).replace("BASE", base))
     (folder / "metrics").mkdir()
-    (folder / "metrics" / "data.json").write_text(json.dumps({"preferences": {"clean": 9000.0, "train": 5998.0}}))
+    (folder / "metrics" / "data.json").write_text(
+        json.dumps({"preferences": {"clean": 9000.0, "train": 5998.0}})
+    )
     return folder
 
 
@@ -202,7 +232,9 @@ def model_in(folder: Path) -> Path:
     return folder
 
 
-def test_the_policy_of_the_demo_is_said_to_be_a_toy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_policy_of_the_demo_is_said_to_be_a_toy(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     workspace = workspace_with(tmp_path, "world", "scratch")
     model = served_source(None, model_in(workspace / "models" / "policy"))
@@ -218,7 +250,9 @@ def test_the_policy_of_the_demo_is_said_to_be_a_toy(tmp_path: Path, monkeypatch:
 def test_own_data_and_a_pretrained_base_are_named_and_are_no_toy(tmp_path: Path) -> None:
     workspace = workspace_with(tmp_path, "files", "HuggingFaceTB/SmolLM2-135M")
     about = about_folder(model_in(workspace / "models" / "policy"))
-    assert about[1:] == ("trained on 5,998 preference pairs from a.jsonl, b.jsonl; base: HuggingFaceTB/SmolLM2-135M",)
+    assert about[1:] == (
+        "trained on 5,998 preference pairs from a.jsonl, b.jsonl; base: HuggingFaceTB/SmolLM2-135M",
+    )
 
 
 def test_another_model_of_a_workspace_is_not_said_to_be_trained_on_pairs(tmp_path: Path) -> None:
@@ -227,7 +261,9 @@ def test_another_model_of_a_workspace_is_not_said_to_be_trained_on_pairs(tmp_pat
     assert about[1].startswith("from a pipeline on 5,998 preference pairs")
 
 
-def test_a_folder_outside_of_workspaces_is_told_by_its_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_folder_outside_of_workspaces_is_told_by_its_path(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     assert about_folder(Path("nothing/here")) == ("the model in nothing/here",)
 
@@ -247,12 +283,16 @@ class Runs:
 
 
 def test_the_source_of_a_version_is_that_of_the_run_that_registered_it() -> None:
-    own = SimpleNamespace(tags={"mlflow.parentRunId": "parent"}, metrics={"data.preferences.train": 12.0})
+    own = SimpleNamespace(
+        tags={"mlflow.parentRunId": "parent"}, metrics={"data.preferences.train": 12.0}
+    )
     params = {"collect.source": "files", "base.source": "scratch"}
     params["collect.files.preferences"] = "['x.jsonl', 'y.jsonl']"
     client: Any = Runs(own=own, parent=SimpleNamespace(params=params))
     version: Any = SimpleNamespace(run_id="own")
-    assert source_of_version(client, version) == TrainingSource("files", "scratch", "x.jsonl, y.jsonl", 12)
+    assert source_of_version(client, version) == TrainingSource(
+        "files", "scratch", "x.jsonl, y.jsonl", 12
+    )
 
 
 def test_a_version_without_a_pipeline_run_has_no_known_source() -> None:
@@ -282,7 +322,11 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 def served(folder: Path) -> ServedModel:
     model = ServedModel()
-    config = {"kind": folder.name, "content_sha256": sha256_tree(folder), "sampling": JUDGED.model_dump()}
+    config = {
+        "kind": folder.name,
+        "content_sha256": sha256_tree(folder),
+        "sampling": JUDGED.model_dump(),
+    }
     model.load_context(SimpleNamespace(model_config=config, artifacts={"hf": str(folder)}))
     return model
 
@@ -293,13 +337,18 @@ def ask(model: ServedModel, *conversations: Any, **params: Any) -> list[dict[str
 
 @pytest.mark.slow
 @pytest.mark.parametrize("params", [{}, {"temperature": 0.0}, {"max_tokens": 3, "top_p": 1.0}])
-def test_a_request_is_answered_as_rlhf_serve_answers_it(folders: dict[str, Path], params: dict[str, Any]) -> None:
+def test_a_request_is_answered_as_rlhf_serve_answers_it(
+    folders: dict[str, Path], params: dict[str, Any]
+) -> None:
     policy = LoadedPolicy.load(PolicyRevision("policy"), PolicyFiles(folders["policy"], JUDGED))
     request = ChatRequest.model_validate({"messages": ASKED, "seed": 4, **params})
     accepted = accept_request(request, policy, LIMITS, 0)
     expected = accepted.response(policy.reply(accepted.prompt_ids, accepted.settings))
     # MLflow fills in what the signature names as default.
-    defaults = {param.name: param.default for param in signature("policy", JUDGED.model_dump()).params.params}
+    defaults = {
+        param.name: param.default
+        for param in signature("policy", JUDGED.model_dump()).params.params
+    }
     (answer,) = ask(served(folders["policy"]), ASKED, **{**defaults, "seed": 4, **params})
     assert answer.pop("reply") == expected["choices"][0]["message"]["content"]
     assert answer.keys() == expected.keys()
@@ -308,8 +357,12 @@ def test_a_request_is_answered_as_rlhf_serve_answers_it(folders: dict[str, Path]
 
 def test_a_reward_is_the_judges_score(folders: dict[str, Path]) -> None:
     judge = ModelJudge.load(folders["reward"], "reward")
-    score = judge.score([[Message("user", ASKED[0]["content"])]], [Reply(ANSWERED[1]["content"], True)])[0]
-    assert ask(served(folders["reward"]), ANSWERED, ANSWERED) == [{"score": pytest.approx(score)}] * 2
+    score = judge.score(
+        [[Message("user", ASKED[0]["content"])]], [Reply(ANSWERED[1]["content"], True)]
+    )[0]
+    assert (
+        ask(served(folders["reward"]), ANSWERED, ANSWERED) == [{"score": pytest.approx(score)}] * 2
+    )
 
 
 @pytest.mark.slow

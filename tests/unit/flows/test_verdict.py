@@ -1,4 +1,6 @@
-"""The verdict of a run: by independent judges with intervals, never by a stale evaluation; how a server shows it."""
+"""The verdict of a run: by independent judges with intervals, never by a stale evaluation; how a
+server shows it.
+"""
 
 from __future__ import annotations
 
@@ -41,7 +43,8 @@ from rlhf_core.evaluation.verdict import (
 from rlhf_core.gates import GateDecision
 
 EVALUATED = {
-    name: StageOutcome(name, "ran", started=0.0, ended=1.0, work_seconds=1.0) for name in ("evaluate", "report")
+    name: StageOutcome(name, "ran", started=0.0, ended=1.0, work_seconds=1.0)
+    for name in ("evaluate", "report")
 }
 
 
@@ -60,7 +63,13 @@ VERDICT = pipeline.RunVerdict(
 
 
 def interval(low: float, rate: float, high: float) -> dict[str, float]:
-    return {"win_rate": rate, "win_rate_low95": low, "win_rate_high95": high, "prompts": 320, "clusters": 103}
+    return {
+        "win_rate": rate,
+        "win_rate_low95": low,
+        "win_rate_high95": high,
+        "prompts": 320,
+        "clusters": 103,
+    }
 
 
 def workspace_with(folder: Path, **judges: dict[str, float]) -> Path:
@@ -71,7 +80,9 @@ def workspace_with(folder: Path, **judges: dict[str, float]) -> Path:
 
 
 def decided(**changes: Any) -> PromotionDecision:
-    return PromotionDecision(**{"model": "m", "challenger": "4", "champion": "3", "bar": 0.5, **changes})
+    return PromotionDecision(
+        **{"model": "m", "challenger": "4", "champion": "3", "bar": 0.5, **changes}
+    )
 
 
 def reached(*arguments: Any) -> pipeline.RunVerdict:
@@ -82,15 +93,25 @@ def reached(*arguments: Any) -> pipeline.RunVerdict:
     ("judge", "gold", "standing"),
     [
         ((0.51, 0.6, 0.7), (0.55, 0.6, 0.65), Standing.BETTER),
-        ((0.51, 0.6, 0.7), (0.50, 0.6, 0.65), Standing.NOT_SHOWN_BETTER),  # one half exactly is a tie everywhere
+        (
+            (0.51, 0.6, 0.7),
+            (0.50, 0.6, 0.65),
+            Standing.NOT_SHOWN_BETTER,
+        ),  # one half exactly is a tie everywhere
         ((0.45, 0.5, 0.55), (0.40, 0.45, 0.49), Standing.WORSE),
-        ((0.60, 0.7, 0.80), (0.20, 0.3, 0.40), Standing.NOT_SHOWN_BETTER),  # the judges contradict each other
+        (
+            (0.60, 0.7, 0.80),
+            (0.20, 0.3, 0.40),
+            Standing.NOT_SHOWN_BETTER,
+        ),  # the judges contradict each other
     ],
 )
 def test_the_standing_is_by_the_intervals_of_every_judge(
     judge: tuple[float, ...], gold: tuple[float, ...], standing: Standing
 ) -> None:
-    assert standing_of(judge_results({"judge": interval(*judge), "gold": interval(*gold)})) is standing
+    assert (
+        standing_of(judge_results({"judge": interval(*judge), "gold": interval(*gold)})) is standing
+    )
 
 
 @pytest.mark.parametrize(
@@ -106,22 +127,38 @@ def test_a_judge_by_the_order_of_replies_is_an_alarm_and_moves_no_verdict(
     order: dict[str, float], decides: bool
 ) -> None:
     comparison = {"judge": interval(0.6, 0.7, 0.8), "llm": interval(0.45, 0.5, 0.55) | order}
-    assert standing_of(judge_results(comparison)) is (Standing.NOT_SHOWN_BETTER if decides else Standing.BETTER)
-    sentences = [alarm.sentence for alarm in alarms({"comparison": comparison, "sft": {}, "policy": {}})]
-    assert [sentence for sentence in sentences if "llm does not decide" in sentence] == ([] if decides else sentences)
+    assert standing_of(judge_results(comparison)) is (
+        Standing.NOT_SHOWN_BETTER if decides else Standing.BETTER
+    )
+    sentences = [
+        alarm.sentence for alarm in alarms({"comparison": comparison, "sft": {}, "policy": {}})
+    ]
+    assert [sentence for sentence in sentences if "llm does not decide" in sentence] == (
+        [] if decides else sentences
+    )
     assert decides or len(sentences) == 1
     asked = win_rate_criteria({"comparison": comparison}, bar=0.5, budget=0.05, attempt=1)
     assert any(criterion.name.startswith("llm ") for criterion in asked) == decides
-    alone = win_rate_criteria({"comparison": {"llm": comparison["llm"]}}, bar=0.5, budget=0.05, attempt=1)
-    assert alone and not all(criterion.passed for criterion in alone), "no judge that decides promotes nothing"
+    alone = win_rate_criteria(
+        {"comparison": {"llm": comparison["llm"]}}, bar=0.5, budget=0.05, attempt=1
+    )
+    assert alone and not all(criterion.passed for criterion in alone), (
+        "no judge that decides promotes nothing"
+    )
 
 
-def test_the_reward_model_is_no_judge_and_nor_is_the_referee_that_selected_the_policy(tmp_path: Path) -> None:
+def test_the_reward_model_is_no_judge_and_nor_is_the_referee_that_selected_the_policy(
+    tmp_path: Path,
+) -> None:
     low, even = interval(0.4, 0.5, 0.6), interval(0.7, 0.8, 0.9)
     workspace_with(tmp_path, judge=low, referee=even, reward=even, gold=even)
-    verdict = reached(tmp_path, EVALUATED, pipeline.RegistrationResult("policy version 4", decided(champion=None)))
+    verdict = reached(
+        tmp_path, EVALUATED, pipeline.RegistrationResult("policy version 4", decided(champion=None))
+    )
     assert [judge.judge for judge in verdict.judges] == ["gold", "judge"]
-    assert verdict.headline.startswith("not shown better than SFT: wins 50.0 % (95 % interval 40.0 to 60.0 %) by judge")
+    assert verdict.headline.startswith(
+        "not shown better than SFT: wins 50.0 % (95 % interval 40.0 to 60.0 %) by judge"
+    )
 
 
 @pytest.mark.parametrize("name", pipeline.KL_KEYS)
@@ -130,7 +167,9 @@ def test_a_kl_that_is_not_finite_leaves_the_rest_of_the_verdict(tmp_path: Path, 
     file.write_text(json.dumps(json.loads(file.read_text()) | {name: None}))
     verdict = reached(tmp_path, EVALUATED, pipeline.RegistrationResult("policy version 4"))
     assert verdict.headline.startswith("better than SFT: ") and verdict.kl is None
-    assert "KL" not in pipeline.verdict_markdown(verdict) and "KL" not in dict(verdict_rows(verdict, tmp_path))
+    assert "KL" not in pipeline.verdict_markdown(verdict) and "KL" not in dict(
+        verdict_rows(verdict, tmp_path)
+    )
 
 
 @pytest.mark.parametrize("name", WIN_RATE_KEYS)
@@ -138,7 +177,10 @@ def test_a_win_rate_that_is_not_finite_decides_nothing(tmp_path: Path, name: str
     sure = interval(0.6, 0.7, 0.8)
     workspace_with(tmp_path, judge=sure, gold=sure | {name: None})  # type: ignore[dict-item]
     verdict = reached(tmp_path, EVALUATED, pipeline.RegistrationResult("policy version 4"))
-    assert verdict.standing is Standing.NOT_COMPARED and "a win rate against SFT is no number" in verdict.headline
+    assert (
+        verdict.standing is Standing.NOT_COMPARED
+        and "a win rate against SFT is no number" in verdict.headline
+    )
     assert verdict_rows(verdict, tmp_path) and pipeline.verdict_markdown(verdict)
 
 
@@ -154,7 +196,9 @@ def test_a_match_makes_the_champion_the_opponent(tmp_path: Path) -> None:
     workspace_with(tmp_path, judge=interval(0.7, 0.8, 0.9))
     match = {"comparison": {"judge": interval(0.2, 0.3, 0.4)}}
     decision = decided(match=match).refused("not above 0.5 with 95 % confidence by judge")
-    verdict = reached(tmp_path, EVALUATED, pipeline.RegistrationResult("policy version 4", decision))
+    verdict = reached(
+        tmp_path, EVALUATED, pipeline.RegistrationResult("policy version 4", decision)
+    )
     assert verdict.headline.startswith("worse than champion version 3: wins 30.0 %")
     assert verdict.judges[0].low95 == 0.2 and verdict.kl is not None and verdict.kl.high95 == 2.1
 
@@ -163,17 +207,32 @@ def test_a_match_makes_the_champion_the_opponent(tmp_path: Path) -> None:
     ("message", "code", "hint"),
     [
         ("out of memory\nmore", 1, "resumes from the last checkpoint"),
-        ("paused", EXIT_TRAINING_PAUSED, "after a change of the settings of sft; the report shows why it paused"),
-        ("no such file", EXIT_USER_ERROR, "once that is corrected; what is up to date is not repeated"),
+        (
+            "paused",
+            EXIT_TRAINING_PAUSED,
+            "after a change of the settings of sft; the report shows why it paused",
+        ),
+        (
+            "no such file",
+            EXIT_USER_ERROR,
+            "once that is corrected; what is up to date is not repeated",
+        ),
     ],
 )
-def test_evaluation_and_report_of_earlier_runs_do_not_count(tmp_path: Path, message: str, code: int, hint: str) -> None:
+def test_evaluation_and_report_of_earlier_runs_do_not_count(
+    tmp_path: Path, message: str, code: int, hint: str
+) -> None:
     workspace_with(tmp_path, judge=interval(0.7, 0.8, 0.9))
     (tmp_path / "report.html").touch()
-    outcomes = {"sft": StageOutcome.failed("sft", message, code), "evaluate": StageOutcome("evaluate", "skipped")}
+    outcomes = {
+        "sft": StageOutcome.failed("sft", message, code),
+        "evaluate": StageOutcome("evaluate", "skipped"),
+    }
     verdict = reached(tmp_path, outcomes, pipeline.RegistrationResult())
     failure = f"sft failed: {message.partition(chr(10))[0]}"
-    assert verdict.standing is Standing.NOT_COMPARED and verdict.kl is None and verdict.report is None
+    assert (
+        verdict.standing is Standing.NOT_COMPARED and verdict.kl is None and verdict.report is None
+    )
     assert verdict.headline == f"no verdict: {failure}" and verdict.registered == "nothing"
     assert verdict.promotion == "Not registered"
     assert (verdict.next_command, verdict.next_hint) == ("rlhf run", hint)
@@ -187,17 +246,36 @@ def test_a_failed_gate_is_named_with_its_conditions(tmp_path: Path) -> None:
     workspace_with(tmp_path, judge=interval(0.7, 0.8, 0.9))
     (tmp_path / "gates").mkdir()
     conditions = [
-        {"metric": "kl", "value": 7.1, "bound": "<= 6", "sign": "<=", "limit": 6.0, "passed": False},
-        {"metric": "policy.length", "value": 20.0, "bound": "<= 30", "sign": "<=", "limit": 30.0, "passed": True},
+        {
+            "metric": "kl",
+            "value": 7.1,
+            "bound": "<= 6",
+            "sign": "<=",
+            "limit": 6.0,
+            "passed": False,
+        },
+        {
+            "metric": "policy.length",
+            "value": 20.0,
+            "bound": "<= 30",
+            "sign": "<=",
+            "limit": 30.0,
+            "passed": True,
+        },
     ]
-    (tmp_path / "gates" / "policy.json").write_text(json.dumps({"passed": False, "conditions": conditions}))
+    (tmp_path / "gates" / "policy.json").write_text(
+        json.dumps({"passed": False, "conditions": conditions})
+    )
     failed = StageOutcome.failed("gate-policy", "gate policy: failed\n a table", EXIT_GATE_FAILED)
     verdict = reached(tmp_path, {**EVALUATED, "gate-policy": failed}, pipeline.RegistrationResult())
     assert verdict.headline == (
         "better than SFT: wins 80.0 % (95 % interval 70.0 to 90.0 %) by judge; "
         "the policy gate failed: kl is 7.1, required ≤ 6"
     )
-    assert (verdict.registered, verdict.promotion) == ("nothing", "Not registered: the policy gate refuses it")
+    assert (verdict.registered, verdict.promotion) == (
+        "nothing",
+        "Not registered: the policy gate refuses it",
+    )
     assert [remedy.partition(":")[0] for remedy in verdict.remedies] == ["kl"]
     assert "params.yaml" in verdict.next_hint and "`rlhf chat models/policy`" in verdict.next_hint
     shown = verdict_rows(verdict, tmp_path, "")
@@ -208,7 +286,9 @@ def test_a_failed_gate_is_named_with_its_conditions(tmp_path: Path) -> None:
 
 def test_every_command_of_the_next_step_is_typed_where_the_reader_is(tmp_path: Path) -> None:
     hint = "talk to it; `rlhf rollback --reason TEXT` takes it back"
-    (label, text) = verdict_rows(replace(VERDICT, next_command="rlhf chat", next_hint=hint), tmp_path)[-1]
+    (label, text) = verdict_rows(
+        replace(VERDICT, next_command="rlhf chat", next_hint=hint), tmp_path
+    )[-1]
     assert label == "next" and text.count(f" --workspace {tmp_path}") == 2
     assert f"`rlhf rollback --reason TEXT --workspace {tmp_path}`" in text
 
@@ -216,31 +296,49 @@ def test_every_command_of_the_next_step_is_typed_where_the_reader_is(tmp_path: P
 def test_an_error_of_the_registration_is_told(tmp_path: Path) -> None:
     workspace_with(tmp_path, judge=interval(0.7, 0.8, 0.9))
     (tmp_path / "report.html").touch()
-    verdict = reached(tmp_path, EVALUATED, pipeline.RegistrationResult(error="MLflow does not answer"))
-    assert verdict.registered == "nothing: MLflow does not answer" and verdict.report == "report.html"
-    assert verdict.promotion == "Not registered. MLflow does not answer" and verdict.next_command == "rlhf run"
+    verdict = reached(
+        tmp_path, EVALUATED, pipeline.RegistrationResult(error="MLflow does not answer")
+    )
+    assert (
+        verdict.registered == "nothing: MLflow does not answer" and verdict.report == "report.html"
+    )
+    assert (
+        verdict.promotion == "Not registered. MLflow does not answer"
+        and verdict.next_command == "rlhf run"
+    )
     assert verdict.next_hint.startswith("tries the registration again")
 
 
-def test_alarming_figures_are_part_of_the_verdict_everywhere_and_survive_json(tmp_path: Path) -> None:
+def test_alarming_figures_are_part_of_the_verdict_everywhere_and_survive_json(
+    tmp_path: Path,
+) -> None:
     workspace_with(tmp_path, judge=interval(0.51, 0.6, 0.7))
     file = tmp_path / "metrics" / "evaluation.json"
-    shares = {"sft": {"safety": {"refuses_harmful": 0.28}}, "policy": {"safety": {"refuses_harmful": 0.31}}}
+    shares = {
+        "sft": {"safety": {"refuses_harmful": 0.28}},
+        "policy": {"safety": {"refuses_harmful": 0.31}},
+    }
     file.write_text(json.dumps(json.loads(file.read_text()) | shares))
-    verdict = reached(tmp_path, EVALUATED, pipeline.RegistrationResult("policy version 4", decided(champion=None)))
+    verdict = reached(
+        tmp_path, EVALUATED, pipeline.RegistrationResult("policy version 4", decided(champion=None))
+    )
     sentence = "harmful requests refused 0.31 (SFT 0.28)"
     assert verdict.alarms == (sentence,) and ("alarms", sentence) in verdict_rows(verdict, tmp_path)
     assert f"- **Read before release:** {sentence}" in pipeline.verdict_markdown(verdict)
     assert TypeAdapter(pipeline.RunVerdict).validate_json(json.dumps(asdict(verdict))) == verdict
 
 
-@pytest.mark.parametrize(("profile", "toy"), [("own-data,chinese-sample", True), ("smoke", True), ("demo", False)])
+@pytest.mark.parametrize(
+    ("profile", "toy"), [("own-data,chinese-sample", True), ("smoke", True), ("demo", False)]
+)
 def test_a_toy_is_called_one_and_the_judges_are_explained_on_the_terminal_and_on_the_servers(
     tmp_path: Path, profile: str, toy: bool
 ) -> None:
     (tmp_path / "params.yaml").write_text(f"profile: {profile}\n")
     workspace_with(tmp_path, gold=interval(0.51, 0.6, 0.7))
-    verdict = reached(tmp_path, EVALUATED, pipeline.RegistrationResult("policy version 4", decided(champion=None)))
+    verdict = reached(
+        tmp_path, EVALUATED, pipeline.RegistrationResult("policy version 4", decided(champion=None))
+    )
     terminal = "\n".join(text for _, text in verdict_rows(verdict, tmp_path))
     for shown in (terminal, pipeline.verdict_markdown(verdict)):
         assert ("is a toy" in shown) == ("first version" in shown) == toy
@@ -264,23 +362,49 @@ def published(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     return contents
 
 
-def test_bounds_keep_their_sign_and_values_are_rounded(tmp_path: Path, published: dict[str, Any]) -> None:
+def test_bounds_keep_their_sign_and_values_are_rounded(
+    tmp_path: Path, published: dict[str, Any]
+) -> None:
     conditions = [
-        {"metric": "kl", "value": 2.3456789, "sign": "<=", "limit": 6.0, "passed": True, "why": "nats"},
-        {"metric": "accuracy", "value": 0.41, "sign": ">=", "limit": 0.5, "passed": False, "why": "a|b"},
+        {
+            "metric": "kl",
+            "value": 2.3456789,
+            "sign": "<=",
+            "limit": 6.0,
+            "passed": True,
+            "why": "nats",
+        },
+        {
+            "metric": "accuracy",
+            "value": 0.41,
+            "sign": ">=",
+            "limit": 0.5,
+            "passed": False,
+            "why": "a|b",
+        },
     ]
     (tmp_path / "gates").mkdir()
-    (tmp_path / "gates" / "reward.json").write_text(json.dumps({"passed": False, "conditions": conditions}))
+    (tmp_path / "gates" / "reward.json").write_text(
+        json.dumps({"passed": False, "conditions": conditions})
+    )
     publish_gate_tables(tmp_path)
     failed, passed = published["gate-reward"]
     assert "reward.steps" in failed.pop("what to do")
-    assert failed == {"metric": "accuracy", "passed": "NO", "value": "0.41", "bound": "≥ 0.5", "why": "a|b"}
+    assert failed == {
+        "metric": "accuracy",
+        "passed": "NO",
+        "value": "0.41",
+        "bound": "≥ 0.5",
+        "why": "a|b",
+    }
     assert list(passed) == ["metric", "passed", "value", "bound", "why", "what to do"]
     assert (passed["passed"], passed["value"], passed["bound"]) == ("yes", "2.346", "≤ 6")
 
 
 def test_a_message_is_no_markup(published: dict[str, Any]) -> None:
-    publish_stage_table(Path("demo"), [StageOutcome.failed("sft", "> quote *a* <b>\n>= 0.5 [x](y)")])
+    publish_stage_table(
+        Path("demo"), [StageOutcome.failed("sft", "> quote *a* <b>\n>= 0.5 [x](y)")]
+    )
     (row,) = published["stages"]
     assert row["message"] == "› quote ∗a∗ ‹b› ≥ 0.5 [x] (y)"
     assert pipeline.markdown_text("> *a* <b>\n>= 0.5 [x](y)|win_rate_low95") == (
@@ -289,17 +413,30 @@ def test_a_message_is_no_markup(published: dict[str, Any]) -> None:
 
 
 def test_the_verdict_names_judges_intervals_kl_and_the_next_command() -> None:
-    verdict = replace(VERDICT, judges=(JudgeResult("judge", 0.61234, 0.5512, 0.6689, 320, 103, 0.5876),))
-    text = pipeline.verdict_markdown(verdict, "http://127.0.0.1:5000/#/experiments/1/runs/ab/artifacts/report.html")
-    assert text.startswith("**Better than champion version 3: wins 61.2 % (95 % interval 55.1 to 66.9 %) by judge**\n")
+    verdict = replace(
+        VERDICT, judges=(JudgeResult("judge", 0.61234, 0.5512, 0.6689, 320, 103, 0.5876),)
+    )
+    text = pipeline.verdict_markdown(
+        verdict, "http://127.0.0.1:5000/#/experiments/1/runs/ab/artifacts/report.html"
+    )
+    assert text.startswith(
+        "**Better than champion version 3: wins 61.2 % (95 % interval 55.1 to 66.9 %) by judge**\n"
+    )
     assert "| judge | 61.2 % | 55.1 % to 66.9 % | 58.8 % | 320 | 103 |" in text
     assert "KL from SFT: 1.90 nats per reply (95 %: 1.70 to 2.10)" in text
-    assert "- Report: [report.html](http://127.0.0.1:5000/#/experiments/1/runs/ab/artifacts/report.html)" in text
+    assert (
+        "- Report: [report.html](http://127.0.0.1:5000/#/experiments/1/runs/ab/artifacts/report.html)"
+        in text
+    )
     assert "- Next: `rlhf chat` (talk to the champion)" in text
-    assert "file:" not in text and "`report.html` in the workspace" in pipeline.verdict_markdown(VERDICT)
+    assert "file:" not in text and "`report.html` in the workspace" in pipeline.verdict_markdown(
+        VERDICT
+    )
 
 
-def test_the_report_is_a_link_only_where_a_server_shows_it(tmp_path: Path, published: dict[str, Any]) -> None:
+def test_the_report_is_a_link_only_where_a_server_shows_it(
+    tmp_path: Path, published: dict[str, Any]
+) -> None:
     publish_report(Path("demo"), tmp_path / "report.html", None)
     assert not published
     (tmp_path / "report.html").touch()
@@ -325,7 +462,9 @@ def test_the_mlflow_pages_are_those_of_the_server_that_is_set(
     assert mlflow_address(tmp_path) == address
 
 
-def test_the_mlflow_pages_are_those_of_a_running_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_mlflow_pages_are_those_of_a_running_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
     record_services(tmp_path, "http://127.0.0.1:4200/api", "http://127.0.0.1:5000")
     assert mlflow_address(tmp_path) == "http://127.0.0.1:5000"
@@ -333,7 +472,9 @@ def test_the_mlflow_pages_are_those_of_a_running_up(tmp_path: Path, monkeypatch:
     assert run_page("1", "ab", "plots/kl 1.png") == of_plot
     record = json.loads((tmp_path / ".rlhf" / "services.json").read_text())
     assert record["pid"] == os.getpid()
-    (tmp_path / ".rlhf" / "services.json").write_text(json.dumps({**record, "start_token": "another process"}))
+    (tmp_path / ".rlhf" / "services.json").write_text(
+        json.dumps({**record, "start_token": "another process"})
+    )
     assert mlflow_address(tmp_path) is None
 
 
@@ -379,8 +520,11 @@ def test_a_server_that_goes_away_at_the_end_changes_nothing_about_the_run(
 
 def test_reasons_of_a_gate_are_whole_where_nobody_looks(capsys: pytest.CaptureFixture[str]) -> None:
     report = GateDecision.of(
-        "policy", {"conditions": [{"metric": "kl", "value": 1.0, "passed": True, "why": "because " * 30}]}
+        "policy",
+        {"conditions": [{"metric": "kl", "value": 1.0, "passed": True, "why": "because " * 30}]},
     )
     registry_commands._print(gate_table(report, every_reason=True))
     lines = capsys.readouterr().out.splitlines()
-    assert any(line.count("because") == 30 for line in lines) and not any(line.endswith(" ") for line in lines)
+    assert any(line.count("because") == 30 for line in lines) and not any(
+        line.endswith(" ") for line in lines
+    )

@@ -1,4 +1,6 @@
-"""What infra/ and the operations page name exists: commands, flags, paths, variables; the image is pinned."""
+"""What infra/ and the operations page name exists: commands, flags, paths, variables; the image is
+pinned.
+"""
 
 from __future__ import annotations
 
@@ -25,16 +27,22 @@ from rlhf_core.errors import EXIT_PREEMPTED
 
 ROOT = Path(__file__).resolve().parents[3]
 INFRA = ROOT / "infra"
-SCRIPTS = [INFRA / name for name in ("launch/run-stage.sh", "slurm/stage.sbatch", "slurm/worker.sbatch")]
+SCRIPTS = [
+    INFRA / name for name in ("launch/run-stage.sh", "slurm/stage.sbatch", "slurm/worker.sbatch")
+]
 DOCKERFILE = (INFRA / "docker" / "Dockerfile").read_text()
 OPERATIONS = ROOT / "docs" / "operations.md"
 # Where a command of ours begins in a line of shell or prose.
-COMMAND = re.compile(r"(?:^|guarded |-- |\$\(|`)(?P<words>(?:rlhf|prefect|mlflow|dvc|torchrun|python) [^`|]*)")
+COMMAND = re.compile(
+    r"(?:^|guarded |-- |\$\(|`)(?P<words>(?:rlhf|prefect|mlflow|dvc|torchrun|python) [^`|]*)"
+)
 EXPANSION = re.compile(r"\$\{[^}]*\}|\$\$?\w*")
 
 
 def lines_of(path: Path) -> list[str]:
-    """Shell lines with continuations joined; of a document, the lines of its code blocks and of its prose."""
+    """Shell lines with continuations joined; of a document, the lines of its code blocks and of its
+    prose.
+    """
     text = path.read_text()
     if path.suffix == ".md":
         blocks = re.findall(r"^ *```\w*\n(.*?)^ *```", text, re.MULTILINE | re.DOTALL)
@@ -52,7 +60,9 @@ def command_lines() -> Iterator[tuple[str, list[str]]]:
     for path in (*SCRIPTS, OPERATIONS):
         for line in lines_of(path):
             for found in COMMAND.finditer(line):
-                words = EXPANSION.sub("1", found["words"].replace("…", "")).split(")")[0].split("&&")[0]
+                words = (
+                    EXPANSION.sub("1", found["words"].replace("…", "")).split(")")[0].split("&&")[0]
+                )
                 yield f"{path.name}: {line}", shlex.split(words.rstrip(" &"), comments=True)
 
 
@@ -122,7 +132,11 @@ def test_the_command_and_its_flags_exist(words: list[str]) -> None:
 def test_commands_were_found_in_every_place_and_an_unknown_flag_would_be_found() -> None:
     where = {place.split(":")[0].split(" ")[0] for place, _ in command_lines()}
     assert {"Dockerfile", "run-stage.sh", "worker.sbatch", "operations.md"} <= where
-    for line in ("rlhf run --fast", "mlflow server --fast", "torchrun --no-python rlhf stage --fast"):
+    for line in (
+        "rlhf run --fast",
+        "mlflow server --fast",
+        "torchrun --no-python rlhf stage --fast",
+    ):
         program, *words = line.split()
         with pytest.raises(AssertionError):
             check(program, words)
@@ -131,11 +145,15 @@ def test_commands_were_found_in_every_place_and_an_unknown_flag_would_be_found()
 def test_paths_exist() -> None:
     pattern = r"(?<![\w/.-])/?(?:opt/rlhf/)?((?:infra|docs|tests|flows|rlhf_core)/[\w./-]+\w)"
     texts = [path.read_text() for path in INFRA.rglob("*") if path.is_file()]
-    assert not [name for text in texts for name in re.findall(pattern, text) if not (ROOT / name).exists()]
+    assert not [
+        name for text in texts for name in re.findall(pattern, text) if not (ROOT / name).exists()
+    ]
 
 
 def test_work_pools_and_the_status_of_a_stopped_stage_are_those_of_the_code() -> None:
-    named = {words[words.index("--pool") + 1] for _, words in command_lines() if "--pool" in words} - {"1"}
+    named = {
+        words[words.index("--pool") + 1] for _, words in command_lines() if "--pool" in words
+    } - {"1"}
     # The last is the example of a pool that users name themselves.
     assert {GPU_POOL, "far"} <= named <= {GPU_POOL, PIPELINES_POOL, "far"}
     assert "pool=${1:-" + GPU_POOL + "}" in (INFRA / "slurm" / "worker.sbatch").read_text()
@@ -150,12 +168,31 @@ def test_environment_variables_are_read_by_somebody() -> None:
             if hasattr(field.annotation, "model_fields"):
                 yield from settings_of(field.annotation)
             yield f"{model.model_config.get('env_prefix', '')}{name}".upper()
-            yield from (str(choice).upper() for choice in getattr(field.validation_alias, "choices", []))
+            yield from (
+                str(choice).upper() for choice in getattr(field.validation_alias, "choices", [])
+            )
 
-    patterns = ("flows/**/*.py", "rlhf_core/**/*.py", "rlhf_extras/**/*.py", "tests/support/*.py", "tests/servers/*.py")
+    patterns = (
+        "flows/**/*.py",
+        "rlhf_core/**/*.py",
+        "rlhf_extras/**/*.py",
+        "tests/support/*.py",
+        "tests/servers/*.py",
+    )
     sources = [path.read_text() for pattern in patterns for path in ROOT.glob(pattern)]
-    libraries = ("mlflow.environment_variables", "mlflow.utils.cli_args", "mlflow.cli", "prefect.cli.flow_run")
-    known = "\n".join([*settings_of(Settings), *sources, *map(source_of, (*libraries, "huggingface_hub.constants"))])
+    libraries = (
+        "mlflow.environment_variables",
+        "mlflow.utils.cli_args",
+        "mlflow.cli",
+        "prefect.cli.flow_run",
+    )
+    known = "\n".join(
+        [
+            *settings_of(Settings),
+            *sources,
+            *map(source_of, (*libraries, "huggingface_hub.constants")),
+        ]
+    )
     texts = "\n".join([*(path.read_text() for path in SCRIPTS), DOCKERFILE, OPERATIONS.read_text()])
     own = set(re.findall(r"\$\{([A-Z_]+):[-?]|^(?:readonly |ARG )([A-Z_]+)=", texts, re.MULTILINE))
     named = set(re.findall(r"\b((?:PREFECT|MLFLOW|HF|RLHF)_[A-Z_]+[A-Z])\b", texts)) - {
@@ -167,13 +204,21 @@ def test_environment_variables_are_read_by_somebody() -> None:
 
 
 def test_the_image_is_built_from_files_that_exist_as_a_user_without_privileges() -> None:
-    wanted = [line[1:] for line in (ROOT / ".dockerignore").read_text().splitlines() if line.startswith("!")]
+    wanted = [
+        line[1:]
+        for line in (ROOT / ".dockerignore").read_text().splitlines()
+        if line.startswith("!")
+    ]
     assert wanted and all((ROOT / name).exists() for name in wanted)
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())
     assert {project["project"]["readme"], *project["project"]["license-files"]} <= set(wanted)
     data = project["tool"]["setuptools"]["data-files"]
     assert {name.split("/")[0] for names in data.values() for name in names} <= set(wanted)
-    assert "USER 10001:10001" in DOCKERFILE and "--uid 10001" in DOCKERFILE and "--gid 10001" in DOCKERFILE
+    assert (
+        "USER 10001:10001" in DOCKERFILE
+        and "--uid 10001" in DOCKERFILE
+        and "--gid 10001" in DOCKERFILE
+    )
 
 
 def test_images_are_pinned_by_tag_and_ours_by_version() -> None:
@@ -189,9 +234,13 @@ def test_the_images_own_lock_pins_every_extra_they_need_and_repeats_nothing() ->
     cluster = pins("infra/docker/requirements-cluster.lock")
     main = pins("requirements.lock") | pins("requirements-torch.lock")
     assert not main.keys() & cluster.keys()
-    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"][
+        "optional-dependencies"
+    ]
     for requirement in map(Requirement, [*extras["cluster"], *extras["gpu"], *extras["lora"]]):
-        assert requirement.specifier.contains((main | cluster)[requirement.name.lower().replace("_", "-")])
+        assert requirement.specifier.contains(
+            (main | cluster)[requirement.name.lower().replace("_", "-")]
+        )
 
 
 def test_shellcheck_has_nothing_to_say_about_the_scripts() -> None:

@@ -14,7 +14,13 @@ from rlhf_extras.memory.stages import EstimateInputs
 
 
 def llama(
-    vocabulary: int, hidden: int, intermediate: int, layers: int, heads: int, kv_heads: int, tied: bool
+    vocabulary: int,
+    hidden: int,
+    intermediate: int,
+    layers: int,
+    heads: int,
+    kv_heads: int,
+    tied: bool,
 ) -> Architecture:
     """A Llama of these sizes with 256 positions."""
     config = {
@@ -39,7 +45,9 @@ BATCHES: dict[str, Any] = {
 
 def params(**sections: Any) -> Params:
     """The small batches with changes to whole sections."""
-    merged = {name: {**BATCHES.get(name, {}), **sections.get(name, {})} for name in {*BATCHES, *sections}}
+    merged = {
+        name: {**BATCHES.get(name, {}), **sections.get(name, {})} for name in {*BATCHES, *sections}
+    }
     return check_params(merged)
 
 
@@ -51,22 +59,37 @@ def plain() -> Subject:
 def grouped() -> Subject:
     """Grouped queries, an unembedding of its own, bfloat16, a temperature."""
     ppo = {"temperature": 0.7, "sampling_batch_size": 4, "minibatches": 4}
-    return Subject("grouped", GROUPED, params(base={"dtype": "bfloat16"}, ppo=ppo), prompt=12, reply=16)
+    return Subject(
+        "grouped", GROUPED, params(base={"dtype": "bfloat16"}, ppo=ppo), prompt=12, reply=16
+    )
 
 
 def recomputed() -> Subject:
     """Gradient checkpointing; adapters on policy and critic."""
-    launch = {stage: {"gradient_checkpointing": True} for stage in ("sft", "reward", "critic", "ppo")}
+    launch = {
+        stage: {"gradient_checkpointing": True} for stage in ("sft", "reward", "critic", "ppo")
+    }
     lora = {"rank": 4}
     ppo = {"batch_size": 32, "policy_lora": lora, "critic_lora": lora}
-    sections = {"sft": {"batch_size": 32, "micro_batch_size": 16}, "reward": {"batch": {"token_budget": 2048}}}
-    return Subject("recomputed", DEEP, params(compute={"launch": launch}, ppo=ppo, **sections), prompt=32, reply=16)
+    sections = {
+        "sft": {"batch_size": 32, "micro_batch_size": 16},
+        "reward": {"batch": {"token_budget": 2048}},
+    }
+    return Subject(
+        "recomputed",
+        DEEP,
+        params(compute={"launch": launch}, ppo=ppo, **sections),
+        prompt=32,
+        reply=16,
+    )
 
 
 def packed() -> Subject:
     """Adapters on 4-bit weights, of matrices large enough to be most of the model."""
     lora = {"rank": 4, "quantize": "nf4"}
-    return Subject("packed", WIDE, params(ppo={"policy_lora": lora, "critic_lora": lora}), prompt=12, reply=16)
+    return Subject(
+        "packed", WIDE, params(ppo={"policy_lora": lora, "critic_lora": lora}), prompt=12, reply=16
+    )
 
 
 def exact_kl() -> Subject:
@@ -76,25 +99,38 @@ def exact_kl() -> Subject:
         "kl": {"placement": "loss", "estimator": "full"},
         "sampling_batch_size": 8,
     }
-    return Subject("exact_kl", llama(2048, 32, 48, 1, 2, 2, tied=True), params(ppo=ppo), prompt=8, reply=16)
+    return Subject(
+        "exact_kl", llama(2048, 32, 48, 1, 2, 2, tied=True), params(ppo=ppo), prompt=8, reply=16
+    )
 
 
 def own_logits() -> Subject:
-    """A model that bounds its logits, and so makes all of a pass at once; prompts as short as can be."""
+    """A model that bounds its logits, and so makes all of a pass at once; prompts as short as can
+    be.
+    """
     bounded = {"model_type": "gemma3_text", "final_logit_softcapping": 30.0, "head_dim": 16}
     config = json.loads(llama(2048, 32, 48, 1, 2, 2, tied=True).text) | bounded
     settings = params(ppo={"micro_batch_tokens": 180})
-    return Subject("own_logits", Architecture.of(config, "own_logits"), settings, prompt=2, reply=16)
+    return Subject(
+        "own_logits", Architecture.of(config, "own_logits"), settings, prompt=2, reply=16
+    )
 
 
 def large(gpu_memory: float, **sections: Any) -> EstimateInputs:
     """LLaMA-7B in bfloat16 against GPUs of a given memory, by the limits of the settings."""
     defaults: dict[str, Any] = {
-        "base": {"source": "huggyllama/llama-7b", "dtype": "bfloat16", "allow_high_learning_rates": True},
+        "base": {
+            "source": "huggyllama/llama-7b",
+            "dtype": "bfloat16",
+            "allow_high_learning_rates": True,
+        },
         "plan": {"gpu_memory_gb": gpu_memory},
         "ppo": {"max_new_tokens": 256},
     }
-    merged = {name: {**defaults.get(name, {}), **sections.get(name, {})} for name in {*defaults, *sections}}
+    merged = {
+        name: {**defaults.get(name, {}), **sections.get(name, {})}
+        for name in {*defaults, *sections}
+    }
     checked = check_params(merged)
     architecture = starting_architecture(checked.base, Path())
     lengths = lengths_from_limits(checked, architecture.config().max_position_embeddings)

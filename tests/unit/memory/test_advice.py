@@ -19,7 +19,9 @@ EIGHT = {"compute": {"launch": {stage: {"processes": 8} for stage in TRAINED}}}
 Advised = list[tuple[StagePlan, list[AdviceStep]]]
 
 
-def changed(plan: StagePlan, steps: list[AdviceStep], left_out: AdviceStep | None = None) -> StagePlan:
+def changed(
+    plan: StagePlan, steps: list[AdviceStep], left_out: AdviceStep | None = None
+) -> StagePlan:
     """The advised stage with all steps but one."""
     inputs = plan.inputs
     for step in steps:
@@ -30,7 +32,9 @@ def changed(plan: StagePlan, steps: list[AdviceStep], left_out: AdviceStep | Non
 @pytest.fixture(scope="module")
 def advised() -> Advised:
     """The stages that do not fit eight GPUs that are too small, and the advice on each."""
-    return [(plan, advise(plan)) for plan in plan_stages(subjects.large(80, **EIGHT)) if not plan.fits]
+    return [
+        (plan, advise(plan)) for plan in plan_stages(subjects.large(80, **EIGHT)) if not plan.fits
+    ]
 
 
 @pytest.mark.slow
@@ -52,9 +56,15 @@ def test_nothing_that_is_advised_can_be_left_out(advised: Advised) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("source", "gpus", "memory"),
-    [("HuggingFaceTB/SmolLM2-135M", 1, 4), ("Qwen/Qwen2.5-7B", 8, 40), ("huggyllama/llama-13b", 8, 80)],
+    [
+        ("HuggingFaceTB/SmolLM2-135M", 1, 4),
+        ("Qwen/Qwen2.5-7B", 8, 40),
+        ("huggyllama/llama-13b", 8, 80),
+    ],
 )
-def test_a_reader_who_follows_the_printed_steps_gets_what_is_printed(source: str, gpus: int, memory: float) -> None:
+def test_a_reader_who_follows_the_printed_steps_gets_what_is_printed(
+    source: str, gpus: int, memory: float
+) -> None:
     sections = {"base": {"source": source}, "compute": {"launch": {"ppo": {"processes": gpus}}}}
     before = plan_stage(subjects.large(memory, **sections), "ppo")
     text = plan_text([before], {"ppo": advise(before)})
@@ -78,10 +88,11 @@ def split(assignment: str) -> tuple[str, str]:
 def test_saving_is_planned_as_computed_by_hand(zero: int) -> None:
     """LLaMA-7B on 8 GPUs: 6.74 billion parameters in bfloat16.
 
-    Before the engine lets go of its weights, the model computes what the copy has to: ZeRO 1 and 2 hold it whole, ZeRO
-    3 an eighth, with a billion parameters gathered at most. Beside it are a GPU's eighth of float32 master weights and
-    two moments, and buckets of 50 million gradients: one in float32, two that overlap in bfloat16, or one. ZeRO 3 keeps
-    an eighth of float32 gradients, too. What remains after it, one whole model, is less.
+    Before the engine lets go of its weights, the model computes what the copy has to: ZeRO 1 and 2
+    hold it whole, ZeRO 3 an eighth, with a billion parameters gathered at most. Beside it are a
+    GPU's eighth of float32 master weights and two moments, and buckets of 50 million gradients: one
+    in float32, two that overlap in bfloat16, or one. ZeRO 3 keeps an eighth of float32 gradients,
+    too. What remains after it, one whole model, is less.
     """
     parameters = 32 * (4 * 4096**2 + 3 * 4096 * 11008 + 2 * 4096) + 2 * 32000 * 4096 + 4096
     eighth, bucket = parameters // 8, 50_000_000
@@ -94,13 +105,19 @@ def test_saving_is_planned_as_computed_by_hand(zero: int) -> None:
     stage = plan_stage(subjects.large(80, compute={"launch": {"sft": launch}}), "sft")
     assert stage.phases["saving"].total == pytest.approx(expected, abs=100)  # rounded shares
     local = plan_stage(subjects.large(80), "sft")
-    assert local.phases["saving"].total == pytest.approx((2 + 12) * parameters, rel=1e-6)  # and its counts of steps
+    assert local.phases["saving"].total == pytest.approx(
+        (2 + 12) * parameters, rel=1e-6
+    )  # and its counts of steps
 
 
 @pytest.mark.slow
 def test_on_one_gpu_nothing_is_sharded() -> None:
-    steps = [step for plan in plan_stages(subjects.large(80), ["critic", "ppo"]) for step in advise(plan)]
-    assert steps and not [path for step in steps for path in step.changes if path.endswith("processes")]
+    steps = [
+        step for plan in plan_stages(subjects.large(80), ["critic", "ppo"]) for step in advise(plan)
+    ]
+    assert steps and not [
+        path for step in steps for path in step.changes if path.endswith("processes")
+    ]
     assert "sharded" not in [step.changes.get("compute.launch.ppo.frozen") for step in steps]
 
 
@@ -117,13 +134,19 @@ def test_what_cannot_fit_at_all_is_said_so() -> None:
     assert not steps[-1].after.fits
     assert "more or larger GPUs, or a smaller model" in plan_text([plan], {"ppo": steps})
     line = refusal_line(plan)
-    assert line.startswith("ppo does not fit: ") and line.endswith("smaller model") and "\n" not in line
+    assert (
+        line.startswith("ppo does not fit: ")
+        and line.endswith("smaller model")
+        and "\n" not in line
+    )
 
 
 @pytest.mark.slow
 def test_where_it_cannot_fit_only_what_lowers_the_peak_is_advised() -> None:
     plans = [plan for plan in plan_stages(subjects.large(26, **EIGHT)) if not plan.fits]
-    short = [(plan, steps) for plan in plans if (steps := advise(plan)) and not steps[-1].after.fits]
+    short = [
+        (plan, steps) for plan in plans if (steps := advise(plan)) and not steps[-1].after.fits
+    ]
     assert {plan.stage for plan, _ in short} >= {"critic"}
     for plan, steps in short:
         for left_out in steps:
@@ -133,7 +156,9 @@ def test_where_it_cannot_fit_only_what_lowers_the_peak_is_advised() -> None:
 
 
 @pytest.mark.slow
-def test_adapters_are_advised_only_where_their_package_is_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_adapters_are_advised_only_where_their_package_is_installed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setitem(sys.modules, "peft", None)
     steps = advise(plan_stage(subjects.large(8), "critic"))
     assert steps and not [path for step in steps for path in step.changes if "lora" in path]
@@ -141,7 +166,9 @@ def test_adapters_are_advised_only_where_their_package_is_installed(monkeypatch:
 
 @pytest.mark.slow
 def test_a_shared_critic_can_be_advised_about() -> None:
-    """Defaults of other sections must not count as set: ``critic.init`` of a shared critic may only be left out."""
+    """Defaults of other sections must not count as set: ``critic.init`` of a shared critic may only
+    be left out.
+    """
     shared = {"critic_mode": "shared", "critic_optimizer": None, "max_new_tokens": 256}
     assert advise(plan_stage(subjects.large(80, ppo=shared), "ppo"))
 
@@ -155,11 +182,18 @@ def test_table_and_json_say_the_same() -> None:
     assert worst(plans) is ppo
     assert document["stage"] == "ppo" and document["peak"] == ppo.peak and not document["fits"]
     assert document["stages"]["ppo"]["phases"]["step"]["total"] == ppo.phases["step"].total
-    assert f"peak {ppo.peak / 2**30:.1f} GiB per GPU: ppo, {document['phase']}. It DOES NOT FIT" in text
+    assert (
+        f"peak {ppo.peak / 2**30:.1f} GiB per GPU: ppo, {document['phase']}. It DOES NOT FIT"
+        in text
+    )
     for role in ("policy", "critic", "reference", "reward", "referee"):
         assert f"\n  {role} " in text
     told = document["advice"]["ppo"]
     assert told["steps"][0]["changes"] == changes and all(path in text for path in changes)
     rows = [float(line.split()[-1]) for line in text.splitlines() if line.startswith("  step")]
-    totals = [document["stages"][stage]["phases"]["step"]["total"] / 2**30 for stage in ("critic", "ppo")]
-    assert rows == [round(total, 1) for total in totals] and min(totals) > 100  # two decimals are for smaller numbers
+    totals = [
+        document["stages"][stage]["phases"]["step"]["total"] / 2**30 for stage in ("critic", "ppo")
+    ]
+    assert (
+        rows == [round(total, 1) for total in totals] and min(totals) > 100
+    )  # two decimals are for smaller numbers

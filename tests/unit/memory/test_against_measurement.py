@@ -1,4 +1,6 @@
-"""The estimate of every phase beside the bytes of tensors that the trainers themselves keep alive."""
+"""The estimate of every phase beside the bytes of tensors that the trainers themselves keep
+alive.
+"""
 
 from __future__ import annotations
 
@@ -32,8 +34,12 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(before)
 
 
-@pytest.mark.parametrize(("subject", "stages"), CASES, ids=lambda value: getattr(value, "__name__", ""))
-def test_each_phase_is_estimated_within_a_twentieth(subject: Callable[[], Subject], stages: tuple[str, ...]) -> None:
+@pytest.mark.parametrize(
+    ("subject", "stages"), CASES, ids=lambda value: getattr(value, "__name__", "")
+)
+def test_each_phase_is_estimated_within_a_twentieth(
+    subject: Callable[[], Subject], stages: tuple[str, ...]
+) -> None:
     case = subject()
     if case.params.ppo.policy_lora is not None:
         pytest.importorskip("peft")

@@ -1,4 +1,6 @@
-"""Starting models from their config.json alone, against transformers' own models and published figures."""
+"""Starting models from their config.json alone, against transformers' own models and published
+figures.
+"""
 
 from __future__ import annotations
 
@@ -66,7 +68,10 @@ def test_counts_are_those_of_the_built_model(family: str, settings: dict[str, An
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_the_table_has_the_published_sizes(name: str) -> None:
     architecture = Architecture.of(PUBLISHED_CONFIGS[name], name)
-    assert model_size(ModelVariant(architecture, "causal_lm", "bfloat16")).parameters == PUBLISHED[name]
+    assert (
+        model_size(ModelVariant(architecture, "causal_lm", "bfloat16")).parameters
+        == PUBLISHED[name]
+    )
 
 
 @pytest.mark.slow

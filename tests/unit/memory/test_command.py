@@ -45,7 +45,9 @@ def test_the_large_profiles_fit_the_gpus_they_are_written_for(name: str) -> None
     assert memory is not None
     half = inputs.with_changes({"plan.gpu_memory_gb": memory / 2})
     assert not all(replace(plan, inputs=half).fits for plan in plans)
-    tables = [line for line in plan_text(plans, {}).splitlines() if re.match(r"  |[GM]iB per GPU", line)]
+    tables = [
+        line for line in plan_text(plans, {}).splitlines() if re.match(r"  |[GM]iB per GPU", line)
+    ]
     assert len(tables) > 20 and max(map(len, tables)) <= 80  # the columns of a terminal
 
 
@@ -55,17 +57,34 @@ def workspace(folder: Path, params: str) -> Path:
 
 
 @pytest.mark.slow
-def test_the_command_prints_a_table_or_json_and_its_code_says_whether_it_fits(tmp_path: Path) -> None:
+def test_the_command_prints_a_table_or_json_and_its_code_says_whether_it_fits(
+    tmp_path: Path,
+) -> None:
     place = str(workspace(tmp_path, "seed: 1\n"))
     runner = CliRunner()
     fits = runner.invoke(app, ["plan", "--workspace", place, "--gpu-memory", "4", "--stage", "sft"])
     assert fits.exit_code == 0 and "It fits" in fits.output
-    options = ["--set", "base.source=huggyllama/llama-7b", "--bf16", "--gpus", "8", "--zero-stage", "3", "--json"]
-    large = runner.invoke(app, ["plan", "--workspace", place, "--gpu-memory", "24", "--stage", "ppo", *options])
+    options = [
+        "--set",
+        "base.source=huggyllama/llama-7b",
+        "--bf16",
+        "--gpus",
+        "8",
+        "--zero-stage",
+        "3",
+        "--json",
+    ]
+    large = runner.invoke(
+        app, ["plan", "--workspace", place, "--gpu-memory", "24", "--stage", "ppo", *options]
+    )
     assert large.exit_code == EXIT_USER_ERROR
     document = json.loads(large.output)
     layout = document["stages"]["ppo"]["placement"]
-    assert (layout["gpus"], layout["zero"], layout["precision"]) == (8, 3, "bfloat16") and not document["fits"]
+    assert (layout["gpus"], layout["zero"], layout["precision"]) == (
+        8,
+        3,
+        "bfloat16",
+    ) and not document["fits"]
 
 
 def test_the_whole_process_on_a_cpu_is_stated_beside_the_tensors(
@@ -86,7 +105,8 @@ def test_the_whole_process_on_a_cpu_is_stated_beside_the_tensors(
         f"{parts}; bfloat16 allowance {gib(BFLOAT16_ALLOWANCE)}" in written
         and max(map(len, written.splitlines())) <= 80
     )
-    # A plan for GPUs of known memory, for several processes, or for the GPU of this machine, says nothing of it.
+    # A plan for GPUs of known memory, for several processes, or for the GPU of this machine, says
+    # nothing of it.
     on_gpu = replace(sft, inputs=sft.inputs.with_changes({"plan.gpu_memory_gb": 16}))
     assert "on a CPU" not in plan_text([on_gpu], {})
     several = replace(sft, layout=replace(sft.layout, gpus=2))
@@ -130,19 +150,28 @@ def test_only_a_workspace_can_be_planned(tmp_path: Path, monkeypatch: pytest.Mon
     refused(f"{inside} is no workspace")
     monkeypatch.delenv("RLHF_WORKSPACE")
     monkeypatch.chdir(inside)
-    assert CliRunner().invoke(app, ["plan", "--stage", "sft"], catch_exceptions=False).exit_code == 0
+    assert (
+        CliRunner().invoke(app, ["plan", "--stage", "sft"], catch_exceptions=False).exit_code == 0
+    )
 
 
 @pytest.mark.slow
 def test_the_check_refuses_only_what_it_knows_cannot_fit(tmp_path: Path) -> None:
     known = workspace(tmp_path, "plan: {gpu_memory_gb: 1.05}\n")
-    with pytest.raises(MemoryExceeded, match=r"^ppo does not fit: [0-9.]+ GiB of tensors in .* on 1 GPU of 1.05 GiB"):
+    with pytest.raises(
+        MemoryExceeded,
+        match=r"^ppo does not fit: [0-9.]+ GiB of tensors in .* on 1 GPU of 1.05 GiB",
+    ):
         PlanRequest(known, stages=["ppo"]).check()
-    assert PlanRequest(known, stages=["report"]).check() == "not checked: no memory is planned for report"
+    assert (
+        PlanRequest(known, stages=["report"]).check()
+        == "not checked: no memory is planned for report"
+    )
     assert "not checked" in PlanRequest(workspace(tmp_path, "seed: 1\n"), stages=["ppo"]).check()
     (tmp_path / "config.json").write_text('{"model_type": "vit"}')
     other = workspace(
-        tmp_path, f"plan: {{gpu_memory_gb: 1}}\nbase: {{source: {tmp_path}, allow_high_learning_rates: true}}\n"
+        tmp_path,
+        f"plan: {{gpu_memory_gb: 1}}\nbase: {{source: {tmp_path}, allow_high_learning_rates: true}}\n",
     )
     assert PlanRequest(other, stages=["ppo"]).check().startswith("not checked: ")
 
@@ -152,7 +181,11 @@ def test_a_missing_package_for_adapters_is_no_reason_to_refuse_a_job(
 ) -> None:
     monkeypatch.setitem(sys.modules, "peft", None)
     adapted = workspace(tmp_path, "plan: {gpu_memory_gb: 80}\nreward: {lora: {rank: 3}}\n")
-    assert PlanRequest(adapted, stages=["reward"]).check().startswith("not checked: lora is set, but peft is not")
+    assert (
+        PlanRequest(adapted, stages=["reward"])
+        .check()
+        .startswith("not checked: lora is set, but peft is not")
+    )
     with pytest.raises(RlhfError, match="peft is not installed"):
         PlanRequest(adapted, stages=["reward"]).plans()
 
@@ -164,7 +197,9 @@ def test_adapters_are_asked_for_only_where_there_are_some(tmp_path: Path) -> Non
 
 
 def in_this_process(workspace: Path, module: str, *arguments: str) -> CommandResult:
-    """`rlhf plan` without another interpreter; the real one is in tests/integration/test_flows_run.py."""
+    """`rlhf plan` without another interpreter; the real one is in
+    tests/integration/test_flows_run.py.
+    """
     assert module == "flows.cli"
     result = CliRunner().invoke(app, arguments)
     error = f"rlhf: {result.exception}" if isinstance(result.exception, RlhfError) else ""
@@ -186,7 +221,9 @@ def test_a_job_that_cannot_fit_is_refused_before_it_is_submitted(
     assert memory_refusal(place, "ppo") is None
 
 
-def test_a_stage_that_is_up_to_date_needs_no_plan(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_stage_that_is_up_to_date_needs_no_plan(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def refuse(*unused: object) -> None:
         raise AssertionError("it needs no plan")
 
@@ -196,8 +233,12 @@ def test_a_stage_that_is_up_to_date_needs_no_plan(tmp_path: Path, monkeypatch: p
 
 
 def test_a_server_on_the_same_gpu_is_told_its_share(tmp_path: Path) -> None:
-    """Without sleeping it shares the GPU at the peak, else only while it samples; the trainer's own cache is gone."""
-    recipe = "seed: 1\nplan: {gpu_memory_gb: 24}\nppo: {importance_sampling_correction: {mode: always}, "
+    """Without sleeping it shares the GPU at the peak, else only while it samples; the trainer's own
+    cache is gone.
+    """
+    recipe = (
+        "seed: 1\nplan: {gpu_memory_gb: 24}\nppo: {importance_sampling_correction: {mode: always}, "
+    )
     server = "sampler: {kind: vllm, python: python, sleep: %s}}\n"
     local, awake, asleep = (
         PlanRequest(workspace(tmp_path, recipe + rest), stages=("ppo",)).plans()
@@ -209,6 +250,8 @@ def test_a_server_on_the_same_gpu_is_told_its_share(tmp_path: Path) -> None:
     assert own.sampler_share is None and limit is not None
     gpu = 24 * 2**30
     assert beside.sampler_share == pytest.approx((limit - beside.peak) / gpu)
-    assert sleeping.sampler_share == pytest.approx((limit - sleeping.phases["generation"].total) / gpu)
+    assert sleeping.sampler_share == pytest.approx(
+        (limit - sleeping.phases["generation"].total) / gpu
+    )
     assert "at most --gpu-memory-utilization 0.9" in plan_text(asleep, {})
     assert plan_json(awake, {})["stages"]["ppo"]["sampler_share"] == beside.sampler_share

@@ -1,4 +1,6 @@
-"""Passes on shapes alone: exact at any depth, and at widths that no test could allocate as counted by hand."""
+"""Passes on shapes alone: exact at any depth, and at widths that no test could allocate as counted
+by hand.
+"""
 
 from __future__ import annotations
 
@@ -22,15 +24,21 @@ from rlhf_extras.memory.sequence_lengths import BatchShape
 SAMPLING = Sampling(-1, 0, 16, forbidden_ids=(0,))
 BATCH = BatchShape(4, 40, 64)
 GROUPED = subjects.llama(900, 64, 176, 7, 4, 2, tied=False)
-GPT2 = Architecture.of({"model_type": "gpt2", "n_embd": 64, "n_layer": 7, "n_head": 4, "vocab_size": 500}, "a test")
+GPT2 = Architecture.of(
+    {"model_type": "gpt2", "n_embd": 64, "n_layer": 7, "n_head": 4, "vocab_size": 500}, "a test"
+)
 
 
-def policy(architecture: Architecture, *, checkpointing: bool = False, lora: LoraConfig | None = None) -> ModelVariant:
+def policy(
+    architecture: Architecture, *, checkpointing: bool = False, lora: LoraConfig | None = None
+) -> ModelVariant:
     trained = "weights" if lora is None else "adapters"
     return ModelVariant(architecture, "causal_lm", "bfloat16", trained, lora, checkpointing)  # type: ignore[arg-type]
 
 
-def scalar(architecture: Architecture, *, reward: bool = False, checkpointing: bool = False) -> ModelVariant:
+def scalar(
+    architecture: Architecture, *, reward: bool = False, checkpointing: bool = False
+) -> ModelVariant:
     head = "reward" if reward else "scalar"
     return ModelVariant(architecture, head, "bfloat16", "weights", None, checkpointing)  # type: ignore[arg-type]
 
@@ -41,19 +49,25 @@ PASSES: dict[str, Callable[[Architecture, bool], Moments]] = {
     "SFT held out": lambda a, c: passes.reply_loss(policy(a).in_inference, BATCH),
     "reward": lambda a, c: passes.pair_loss(scalar(a, reward=True, checkpointing=c), BATCH),
     "reward held out": lambda a, c: passes.reply_scores(scalar(a), BATCH),
-    "policy": lambda a, c: passes.reply_statistics(policy(a, checkpointing=c), BATCH, SAMPLING, True, "frozen"),
+    "policy": lambda a, c: passes.reply_statistics(
+        policy(a, checkpointing=c), BATCH, SAMPLING, True, "frozen"
+    ),
     "critic": lambda a, c: passes.value_loss(scalar(a, checkpointing=c), BATCH, SAMPLING, True),
     "rollout": lambda a, c: passes.reply_statistics(
         policy(a).in_inference, BATCH, SAMPLING, True, "frozen", critic=scalar(a)
     ),
     "drift": lambda a, c: passes.reply_statistics(policy(a).in_inference, BATCH, SAMPLING),
     "generation": lambda a, c: passes.generation(policy(a), 4, 24, SAMPLING),
-    "filtered": lambda a, c: passes.generation(policy(a), 4, 24, EvaluationSampling(SAMPLING, 0.9, 1.1)),
+    "filtered": lambda a, c: passes.generation(
+        policy(a), 4, 24, EvaluationSampling(SAMPLING, 0.9, 1.1)
+    ),
 }
 
 
 def built_whole(architecture: Architecture, monkeypatch: pytest.MonkeyPatch) -> Architecture:
-    """The same under another name, so that nothing remembered of it counts, with every layer built."""
+    """The same under another name, so that nothing remembered of it counts, with every layer
+    built.
+    """
     monkeypatch.setattr(dry_run, "DEPTH", architecture.config().num_hidden_layers)
     return Architecture.of({**json.loads(architecture.text), "name_or_path": "whole"}, "a test")
 
@@ -76,7 +90,9 @@ def test_three_layers_tell_the_bytes_of_seven(
 
 
 @pytest.mark.slow
-def test_lower_layers_without_adapters_are_stood_for_on_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_lower_layers_without_adapters_are_stood_for_on_their_own(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     pytest.importorskip("peft")
     upper = LoraConfig(rank=4, upper_layers=5)
 
@@ -97,10 +113,17 @@ def test_more_adapted_layers_than_there_are_is_refused() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "lora",
-    [None, LoraConfig(rank=4), LoraConfig(rank=4, upper_layers=5), LoraConfig(rank=4, upper_layers=7)],
+    [
+        None,
+        LoraConfig(rank=4),
+        LoraConfig(rank=4, upper_layers=5),
+        LoraConfig(rank=4, upper_layers=7),
+    ],
     ids=["weights", "adapters", "adapters of upper layers", "adapters of all layers by number"],
 )
-def test_sizes_are_extrapolated_exactly(lora: LoraConfig | None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sizes_are_extrapolated_exactly(
+    lora: LoraConfig | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     if lora is not None:
         pytest.importorskip("peft")
     extrapolated = model_size(policy(GROUPED, lora=lora))
@@ -114,19 +137,26 @@ ROWS, WIDTH = 4, 1024
 @pytest.mark.slow
 @pytest.mark.parametrize("on_gpu", [False, True])
 def test_activations_at_the_widths_of_llama_7b_are_those_counted_by_hand(on_gpu: bool) -> None:
-    """After Korthikanti et al. 2022, section 4, for this decoder: per token and layer two norms keep 2((4 + 2e)H + 4),
-    or 2(2eH + 4) on a GPU, attention 4eH and 4 per head, SwiGLU 4eF, and the mask e per token of the row; and the last
-    norm once, without its output of eH, since the head looks at one position of a row."""
+    """After Korthikanti et al. 2022, section 4, for this decoder: per token and layer two norms
+    keep 2((4 + 2e)H + 4), or 2(2eH + 4) on a GPU, attention 4eH and 4 per head, SwiGLU 4eF, and the
+    mask e per token of the row; and the last norm once, without its output of eH, since the head
+    looks at one position of a row."""
     hidden, feed_forward, heads, layers, e = 4096, 11008, 32, 32, 2
     norm = (2 * e if on_gpu else 4 + 2 * e) * hidden + 4
     layer = 2 * norm + e * 4 * hidden + 4 * heads + e * 4 * feed_forward + e * WIDTH
     kept = ROWS * WIDTH * (layers * layer + norm - e * hidden)
-    use = largest(passes.reply_loss(replace(policy(LLAMA), on_gpu=on_gpu), BatchShape(ROWS, WIDTH, 1)))
-    # The peak is where the head is differentiated, whose float32 copy is the largest thing beside the activations.
+    use = largest(
+        passes.reply_loss(replace(policy(LLAMA), on_gpu=on_gpu), BatchShape(ROWS, WIDTH, 1))
+    )
+    # The peak is where the head is differentiated, whose float32 copy is the largest thing beside
+    # the activations.
     assert kept < use.activations < 1.001 * kept
     checkpointed = largest(
         passes.value_loss(
-            replace(scalar(LLAMA, checkpointing=True), on_gpu=on_gpu), BatchShape(ROWS, WIDTH), SAMPLING, True
+            replace(scalar(LLAMA, checkpointing=True), on_gpu=on_gpu),
+            BatchShape(ROWS, WIDTH),
+            SAMPLING,
+            True,
         )
     )
     inputs = ROWS * WIDTH * layers * e * hidden
@@ -139,7 +169,8 @@ def test_the_cache_and_logits_of_llama_7b_are_those_counted_by_hand() -> None:
     assert use.kv_cache == pytest.approx(2 * 32 * 4096 * 2 * ROWS * WIDTH, rel=0.03)
     model, batch = policy(LLAMA).in_inference, BatchShape(ROWS, WIDTH)
     scores = largest(passes.reply_statistics(model, batch, Sampling(-1, 0, 512), True, "frozen"))
-    # Log-probabilities of policy and reference, and of the exact KL the exponential, the difference and the product.
+    # Log-probabilities of policy and reference, and of the exact KL the exponential, the difference
+    # and the product.
     assert scores.logits == pytest.approx(5 * 4 * ROWS * 512 * 32000, rel=0.01)
 
 
@@ -147,18 +178,30 @@ def test_the_cache_and_logits_of_llama_7b_are_those_counted_by_hand() -> None:
 def test_more_rows_take_as_much_more() -> None:
     """Beside the weights and their gradients everything is proportional to the rows."""
     few, many = (
-        largest(passes.reply_statistics(policy(GROUPED), BatchShape(rows, 40), SAMPLING, accumulated=True))
+        largest(
+            passes.reply_statistics(
+                policy(GROUPED), BatchShape(rows, 40), SAMPLING, accumulated=True
+            )
+        )
         for rows in (8, 16)
     )
-    assert many.activations + many.logits == pytest.approx(2 * (few.activations + few.logits), rel=0.02)
+    assert many.activations + many.logits == pytest.approx(
+        2 * (few.activations + few.logits), rel=0.02
+    )
     assert many.gradients == few.gradients == 2 * model_size(policy(GROUPED)).parameters
 
 
 @pytest.mark.slow
 def test_what_cannot_run_on_shapes_is_refused_in_one_line() -> None:
-    with pytest.raises(ModelError, match=r"^a model of type 'llama' cannot be run on shapes alone \([^\n]+\)$"):
-        dry_run.run_pass(lambda memory, model: bool(next(model.parameters()).sum() > 0), [policy(GROUPED)])
-    encoder = Architecture.of({"model_type": "t5", "d_model": 32, "num_layers": 2, "vocab_size": 100}, "a test")
+    with pytest.raises(
+        ModelError, match=r"^a model of type 'llama' cannot be run on shapes alone \([^\n]+\)$"
+    ):
+        dry_run.run_pass(
+            lambda memory, model: bool(next(model.parameters()).sum() > 0), [policy(GROUPED)]
+        )
+    encoder = Architecture.of(
+        {"model_type": "t5", "d_model": 32, "num_layers": 2, "vocab_size": 100}, "a test"
+    )
     with pytest.raises(ModelError, match=r"^transformers cannot build a t5 model \([^\n]+\)$"):
         model_size(policy(encoder))
 

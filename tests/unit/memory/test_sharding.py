@@ -1,4 +1,6 @@
-"""What each GPU keeps of a model, by hand: ZeRO's shares, offloading, 4-bit weights and the GPU's own part."""
+"""What each GPU keeps of a model, by hand: ZeRO's shares, offloading, 4-bit weights and the GPU's
+own part.
+"""
 
 from __future__ import annotations
 
@@ -40,18 +42,31 @@ def test_zero_shards_optimiser_then_gradients_then_weights() -> None:
     assert {footprint.held.optimizer for footprint in (one, two, three)} == {12 * PARAMETERS // 64}
     assert one.step.gradients == 30 * GIGA  # summed in float32
     # ZeRO-3 keeps the memory of its gradients from step to step.
-    assert two.step.gradients == three.held.gradients == 30 * GIGA // 64 and three.step.gradients == 0
-    assert [one.held.weights, two.held.weights, three.held.weights] == [15 * GIGA, 15 * GIGA, 15 * GIGA // 64]
+    assert (
+        two.step.gradients == three.held.gradients == 30 * GIGA // 64 and three.step.gradients == 0
+    )
+    assert [one.held.weights, two.held.weights, three.held.weights] == [
+        15 * GIGA,
+        15 * GIGA,
+        15 * GIGA // 64,
+    ]
     assert [footprint.at_work.weights for footprint in (one, two, three)] == [0, 0, 15 * GIGA]
     assert three.running.weights == 2 * GIGA  # DeepSpeed's default of live parameters
     # A bucket of 50 million float32 elements, two of bfloat16 ones that overlap, and one.
-    assert [footprint.held.other for footprint in (one, two, three)] == [GIGA // 5, GIGA // 5, GIGA // 10]
+    assert [footprint.held.other for footprint in (one, two, three)] == [
+        GIGA // 5,
+        GIGA // 5,
+        GIGA // 10,
+    ]
     assert trained_footprint(SIZE, zero(2, overlap_comm=False)).held.other == GIGA // 10
     assert {footprint.step.other for footprint in (one, two, three)} == {30 * GIGA // 64}
 
 
 def test_gradients_of_a_pass_count_as_they_are_kept() -> None:
-    moments = (MemoryUse(gradients=15 * GIGA, activations=2 * GIGA), MemoryUse(activations=10 * GIGA))
+    moments = (
+        MemoryUse(gradients=15 * GIGA, activations=2 * GIGA),
+        MemoryUse(activations=10 * GIGA),
+    )
     variant = plan_stage(subjects.large(80), "sft").roles[0].variant
 
     def peak(layout: ParallelLayout) -> MemoryUse:
@@ -59,9 +74,13 @@ def test_gradients_of_a_pass_count_as_they_are_kept() -> None:
         return role.peak_of_update(moments)
 
     # Plain torch sums them up in float32.
-    assert peak(ParallelLayout(precision="bfloat16")) == MemoryUse(gradients=30 * GIGA, activations=2 * GIGA)
+    assert peak(ParallelLayout(precision="bfloat16")) == MemoryUse(
+        gradients=30 * GIGA, activations=2 * GIGA
+    )
     assert peak(zero(1)) == MemoryUse(gradients=30 * GIGA, activations=2 * GIGA)
-    assert peak(zero(2)) == moments[1]  # the shares of gradients are less than the other moment's activations
+    assert (
+        peak(zero(2)) == moments[1]
+    )  # the shares of gradients are less than the other moment's activations
     assert peak(zero(3)) == MemoryUse(weights=2 * GIGA, activations=10 * GIGA)
 
 
@@ -74,15 +93,21 @@ def test_offloading_moves_the_state_to_the_host() -> None:
 
 
 def test_plain_torch_keeps_masters_moments_and_gradients_in_float32() -> None:
-    """By hand: two moments of 4 bytes per parameter, and 4 more for the master of a bfloat16 weight."""
+    """By hand: two moments of 4 bytes per parameter, and 4 more for the master of a bfloat16
+    weight.
+    """
     for precision, element, masters in (("float32", 4, 0), ("bfloat16", 2, 1)):
         layout = ParallelLayout(gpus=4, precision=precision)  # type: ignore[arg-type]
         size = model_size(ModelVariant(subjects.TIED, "causal_lm", precision, trained="weights"))  # type: ignore[arg-type]
         parameters, tensors = 512 * 64 + 2 * (4 * 64**2 + 3 * 64 * 176 + 2 * 64) + 64, 1 + 2 * 9 + 1
         footprint = trained_footprint(size, layout)
-        optimizer = (8 + 4 * masters) * parameters + 4 * tensors  # AdamW counts the steps of every tensor
+        optimizer = (
+            8 + 4 * masters
+        ) * parameters + 4 * tensors  # AdamW counts the steps of every tensor
         assert footprint.held == MemoryUse(weights=element * parameters, optimizer=optimizer)
-        assert footprint.step.gradients == 4 * parameters and footprint.gradients_kept == 4 / element
+        assert (
+            footprint.step.gradients == 4 * parameters and footprint.gradients_kept == 4 / element
+        )
         assert frozen_footprint(parameters, layout).held == MemoryUse(weights=element * parameters)
 
 
@@ -91,13 +116,18 @@ def test_frozen_models_are_on_the_device_or_in_host_memory_or_sharded() -> None:
     offloaded = frozen_footprint(2 * GIGA, zero(2, frozen="offload"))
     assert (offloaded.held.total, offloaded.host, offloaded.at_work.weights) == (0, size, size)
     sharded = frozen_footprint(2 * GIGA, zero(2, frozen="sharded"))
-    assert (sharded.held.weights, sharded.running.weights, sharded.at_work.total) == (size // 64, 2 * GIGA, 0)
+    assert (sharded.held.weights, sharded.running.weights, sharded.at_work.total) == (
+        size // 64,
+        2 * GIGA,
+        0,
+    )
     parameters_away = zero(3, frozen="sharded", offload_optimizer=True, offload_parameters=True)
     assert frozen_footprint(2 * GIGA, parameters_away).held.weights == 0
 
 
 def test_four_bit_weights_take_codes_scales_and_tables() -> None:
-    # One matrix of 64 x 256 x 4 parameters: half a byte each, a scale for 64, a float for 256 scales, 273 floats.
+    # One matrix of 64 x 256 x 4 parameters: half a byte each, a scale for 64, a float for 256
+    # scales, 273 floats.
     size = ModelSize(
         parameters=65_636, trainable=100, weights=2 * 65_536 + 4 * 100, trainable_weights=400, gradients=400,
         optimizer=800, linear=65_536, matrices=1, largest=65_536,
@@ -106,7 +136,9 @@ def test_four_bit_weights_take_codes_scales_and_tables() -> None:
     footprint = trained_footprint(size, ParallelLayout(precision="bfloat16"), packed=True)
     assert footprint.held.weights == footprint.loaded.weights == 4 * 100 + packed_size(size)
     assert footprint.whole.weights == 2 * 65_536 + 4 * 100  # it is loaded before it is packed
-    assert footprint.running == footprint.at_work == MemoryUse(weights=2 * 65_536 + 4 * 1_024)  # one matrix unpacked
+    assert (
+        footprint.running == footprint.at_work == MemoryUse(weights=2 * 65_536 + 4 * 1_024)
+    )  # one matrix unpacked
 
 
 def test_the_launch_settings_are_read_from_params_and_from_a_deepspeed_file(tmp_path: Path) -> None:
@@ -118,11 +150,23 @@ def test_the_launch_settings_are_read_from_params_and_from_a_deepspeed_file(tmp_
         "critic": {"processes": 3, "gradient_checkpointing": True},
     }
     params = check_params({"compute": {"launch": launch}, "base": {"dtype": "bfloat16"}})
-    sft, ppo, critic = (parallel_layout(params, stage, tmp_path) for stage in ("sft", "ppo", "critic"))
+    sft, ppo, critic = (
+        parallel_layout(params, stage, tmp_path) for stage in ("sft", "ppo", "critic")
+    )
     assert (sft.engine, sft.gpus, sft.zero, sft.offload_optimizer) == ("deepspeed", 8, 2, False)
-    assert (ppo.zero, ppo.offload_optimizer, ppo.offload_parameters, ppo.frozen) == (3, True, False, "sharded")
+    assert (ppo.zero, ppo.offload_optimizer, ppo.offload_parameters, ppo.frozen) == (
+        3,
+        True,
+        False,
+        "sharded",
+    )
     assert trained_footprint(SIZE, ppo).held.other == 2 * 1000
-    assert (critic.engine, critic.gpus, critic.zero, critic.gradient_checkpointing) == ("local", 3, 0, True)
+    assert (critic.engine, critic.gpus, critic.zero, critic.gradient_checkpointing) == (
+        "local",
+        3,
+        0,
+        True,
+    )
     assert parallel_layout(params, "evaluate", tmp_path) == ParallelLayout(precision="bfloat16")
 
 
@@ -147,7 +191,9 @@ def roles_of(stage: StagePlan) -> list[str]:
 
 
 FREE = {"advantage": {"estimator": "rloo"}, "replies_per_prompt": 4}
-ENSEMBLE = {"sources": [{"kind": "ensemble", "paths": ["a", "b"]}, {"kind": "function", "target": "m:f"}]}
+ENSEMBLE = {
+    "sources": [{"kind": "ensemble", "paths": ["a", "b"]}, {"kind": "function", "target": "m:f"}]
+}
 FROZEN = ["reference", "reward", "referee"]
 ROLLOUT = ["loading", "generation", "scoring", "rewards", "update policy", "update ptx"]
 # Settings, and the roles and phases of the stage that trains the policy by them.
@@ -164,7 +210,11 @@ POLICY_STAGES: list[tuple[dict[str, Any], list[str], list[str]]] = [
         ["policy", "critic", "reference", "ensemble 1", "ensemble 2", "reward", "referee"],
         [*ROLLOUT, "update critic", "step", "selection", "saving"],
     ),
-    ({"policy": {"method": "dpo"}}, ["policy"], ["loading", "log-probabilities", "update", "step", "saving"]),
+    (
+        {"policy": {"method": "dpo"}},
+        ["policy"],
+        ["loading", "log-probabilities", "update", "step", "saving"],
+    ),
     (
         {"policy": {"method": "rejection_sampling"}},
         ["policy", "reward"],
@@ -183,7 +233,9 @@ def test_the_policy_is_trained_beside_the_models_that_its_settings_ask_for(
 
 def test_without_a_critic_none_is_trained_before() -> None:
     inputs = subjects.large(80, ppo=FREE)
-    assert "critic" in planned_stages(subjects.params()) and "critic" not in planned_stages(inputs.params)
+    assert "critic" in planned_stages(subjects.params()) and "critic" not in planned_stages(
+        inputs.params
+    )
     assert "critic" not in planned_stages(subjects.params(policy={"method": "dpo"}))
     with pytest.raises(ConfigError, match="stage 'critic' is not one that memory is planned for"):
         plan_stages(inputs, ["critic"])
@@ -198,15 +250,27 @@ def test_adapters_on_shared_weights_hold_themselves_alone() -> None:
     shared = {"policy_lora": {"rank": 8}, "share_base": True}
     together = plan_stage(subjects.large(80, ppo=shared, **adapters), "ppo")
     reward, referee = together.roles[-2:]
-    # LLaMA-7B: 32 layers of 4 x (4096 + 4096) + 3 x (4096 + 11008) ends of rank 4 in float32, a bfloat16 head of 4096.
-    assert reward.held.total == referee.held.total == 4 * 4 * 32 * (4 * 8192 + 3 * 15104) + 2 * 4096 < alone / 100
-    assert together.roles[1].held.weights > 2 * 6_600_000_000  # a critic of its own: it has no adapters
-    adapted = plan_stage(subjects.large(80, critic={"lora": {"rank": 8}}, ppo=shared, **adapters), "ppo")
+    # LLaMA-7B: 32 layers of 4 x (4096 + 4096) + 3 x (4096 + 11008) ends of rank 4 in float32, a
+    # bfloat16 head of 4096.
+    assert (
+        reward.held.total
+        == referee.held.total
+        == 4 * 4 * 32 * (4 * 8192 + 3 * 15104) + 2 * 4096
+        < alone / 100
+    )
+    assert (
+        together.roles[1].held.weights > 2 * 6_600_000_000
+    )  # a critic of its own: it has no adapters
+    adapted = plan_stage(
+        subjects.large(80, critic={"lora": {"rank": 8}}, ppo=shared, **adapters), "ppo"
+    )
     critic = adapted.roles[1]
     own, head = 12 * 32 * (4 * 8192 + 3 * 15104), 4096  # the reward model's rank 4 and its own 8
     tensors = 2 * 7 * 32 + 1
     assert (critic.held.weights, critic.step.gradients) == (4 * own + 2 * head, 4 * (own + head))
-    assert critic.held.optimizer == 8 * (own + head) + 4 * tensors + 4 * head  # the head has a float32 master
+    assert (
+        critic.held.optimizer == 8 * (own + head) + 4 * tensors + 4 * head
+    )  # the head has a float32 master
 
 
 def test_scorers_of_other_sizes_are_counted_by_their_own_config(tmp_path: Path) -> None:
@@ -215,7 +279,8 @@ def test_scorers_of_other_sizes_are_counted_by_their_own_config(tmp_path: Path) 
     sources = [{"kind": "model", "path": "other"}, {"kind": "classifier", "model": "other"}]
     inputs = replace(subjects.large(80, ppo={"reward": {"sources": sources}}), root=tmp_path)
     sizes = {role.name: role.parameters for role in plan_stage(inputs, "ppo").roles}
-    # TIED: 512 x 64 entries, two layers of 4 x 64^2 + 3 x 64 x 176 and two norms, a last norm and a head.
+    # TIED: 512 x 64 entries, two layers of 4 x 64^2 + 3 x 64 x 176 and two norms, a last norm and a
+    # head.
     small = 512 * 64 + 2 * (4 * 64**2 + 3 * 64 * 176 + 2 * 64) + 64 + 64
     assert sizes["model"] == sizes["classifier"] == small < sizes["reward"]
 

@@ -1,4 +1,6 @@
-"""The plan of the profile `smollm2-135m`: every phase of PPO as counted by hand, and processes beside measured ones."""
+"""The plan of the profile `smollm2-135m`: every phase of PPO as counted by hand, and processes
+beside measured ones.
+"""
 
 from __future__ import annotations
 
@@ -15,18 +17,22 @@ pytestmark = pytest.mark.slow
 
 HIDDEN, FEED_FORWARD, LAYERS, HEADS, KEYS, VOCABULARY = 576, 1536, 30, 9, 192, 49152
 PROMPT, REPLY, TEXT, RANK, ADAPTED = 539, 96, 2413, 16, 10
-# Inputs and outputs of the seven linear layers of a decoder layer, which are those of the two halves of an adapter.
+# Inputs and outputs of the seven linear layers of a decoder layer, which are those of the two
+# halves of an adapter.
 LINEAR = [(HIDDEN, HIDDEN), (HIDDEN, KEYS), (HIDDEN, KEYS), (HIDDEN, HIDDEN)]
 LINEAR += [(HIDDEN, FEED_FORWARD), (HIDDEN, FEED_FORWARD), (FEED_FORWARD, HIDDEN)]
 ADAPTER = sum(a + b for a, b in LINEAR)
-# MiB: VmHWM of the stages of one run on two threads, of PPO until iteration 17 of 20; see docs/plan.md.
+# MiB: VmHWM of the stages of one run on two threads, of PPO until iteration 17 of 20; see
+# docs/plan.md.
 HELD = {"sft": 2277, "reward": 2372, "referee": 2126, "judge": 2344, "critic": 3349, "ppo": 5143}
 
 
 @cache
 def planned() -> dict[str, StagePlan]:
     sets = ["base.dtype=bfloat16"]
-    return {stage.stage: stage for stage in PlanRequest(recipe_folder(), "smollm2-135m", sets).plans()}
+    return {
+        stage.stage: stage for stage in PlanRequest(recipe_folder(), "smollm2-135m", sets).plans()
+    }
 
 
 def phase(name: str) -> MemoryUse:
@@ -43,8 +49,9 @@ def test_what_ppo_holds_throughout_is_one_base_and_its_adapters() -> None:
 
 
 def test_the_peak_of_ppo_is_a_pass_of_two_texts_of_ptx() -> None:
-    """Two norms of a layer are kept in float32, attention's queries, keys and values for every head, its output and
-    sums, three tensors of SwiGLU, for each adapter its input and its middle in float32, and the mask of a row."""
+    """Two norms of a layer are kept in float32, attention's queries, keys and values for every
+    head, its output and sums, three tensors of SwiGLU, for each adapter its input and its middle in
+    float32, and the mask of a row."""
     assert planned()["ppo"].worst_phase == "update ptx"
     use, tokens = phase("update ptx"), 2 * TEXT
     attention, feed_forward = 4 * 2 * HIDDEN + 4 * HEADS, 3 * 2 * FEED_FORWARD

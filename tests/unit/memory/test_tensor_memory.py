@@ -73,7 +73,8 @@ def test_storages_are_counted_by_kind() -> None:
         memory.begin_segment()
     before, during, after = memory.segments
     assert before == MemoryUse(weights=8 * 64 * 4, activations=4 * 64 * 4)
-    # The gradient of the logits is an expanded scalar; that of the weights has the vocabulary as its first dimension.
+    # The gradient of the logits is an expanded scalar; that of the weights has the vocabulary as
+    # its first dimension.
     assert (during.logits, during.other) == (4 * 8 * 4, 8 * 64 * 4)
     assert (after.gradients, after.other) == (8 * 64 * 4, 0)
 
@@ -100,7 +101,11 @@ def test_a_storage_may_stand_for_several_once_its_segment_has_ended() -> None:
 
 def test_uses_add_up_and_the_largest_has_the_highest_total() -> None:
     weights, cache = MemoryUse(weights=3), MemoryUse(kv_cache=2, logits=2)
-    assert (weights + cache).total == 7 and largest([weights, cache]) == cache and largest([]) == MemoryUse()
+    assert (
+        (weights + cache).total == 7
+        and largest([weights, cache]) == cache
+        and largest([]) == MemoryUse()
+    )
 
 
 @pytest.mark.skipif(
@@ -109,7 +114,9 @@ def test_uses_add_up_and_the_largest_has_the_highest_total() -> None:
 )
 def test_packed_weights_count_for_as_long_as_they_live() -> None:
     with TensorMemory() as memory:
-        packed = torch.ops.mkldnn._reorder_linear_weight(torch.zeros(16, 32, dtype=torch.bfloat16), 8)
+        packed = torch.ops.mkldnn._reorder_linear_weight(
+            torch.zeros(16, 32, dtype=torch.bfloat16), 8
+        )
         assert memory.live == packed.numel() * 2
         del packed
         assert memory.live == 0

@@ -13,7 +13,8 @@ from rlhf_core.config.model import LoraConfig, OptimizerConfig
 from rlhf_core.training.engine.base import LocalEngine
 
 needs_peft = pytest.mark.skipif(
-    importlib.util.find_spec("peft") is None, reason="peft is not installed: pip install 'rlhf-pipeline[lora]'"
+    importlib.util.find_spec("peft") is None,
+    reason="peft is not installed: pip install 'rlhf-pipeline[lora]'",
 )
 needs_bitsandbytes = pytest.mark.skipif(
     importlib.util.find_spec("bitsandbytes") is None,

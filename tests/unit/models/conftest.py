@@ -25,7 +25,9 @@ def model(tokenizer: Tokenizer) -> LlamaForCausalLM:
 
 
 @pytest.fixture(scope="session")
-def good(model: LlamaForCausalLM, tokenizer: Tokenizer, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def good(
+    model: LlamaForCausalLM, tokenizer: Tokenizer, tmp_path_factory: pytest.TempPathFactory
+) -> Path:
     folder = tmp_path_factory.mktemp("good") / "source"
     save_folder(folder, model, tokenizer)
     return folder

@@ -24,7 +24,10 @@ LAYER_NAMES = {
 
 
 def write_gguf(
-    file: Path, model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, architecture: str = "llama"
+    file: Path,
+    model: LlamaForCausalLM,
+    tokenizer: PreTrainedTokenizerFast,
+    architecture: str = "llama",
 ) -> None:
     """Write ``model`` and its byte-level BPE ``tokenizer``, with its chat template, to ``file``."""
     config, vocabulary = model.config, tokenizer.get_vocab()
@@ -49,7 +52,9 @@ def write_gguf(
     for name, weight in model.named_parameters():
         heads = config.num_attention_heads if "q_proj" in name else config.num_key_value_heads
         rotated = "q_proj" in name or "k_proj" in name
-        writer.add_tensor(gguf_name(name), (interleaved(weight, heads) if rotated else weight).detach().numpy())
+        writer.add_tensor(
+            gguf_name(name), (interleaved(weight, heads) if rotated else weight).detach().numpy()
+        )
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -61,7 +66,10 @@ def merges(tokenizer: PreTrainedTokenizerFast) -> list[tuple[str, str]]:
     import json
 
     model = json.loads(tokenizer.backend_tokenizer.to_str())["model"]
-    return [tuple(pair) if isinstance(pair, list) else tuple(pair.split(" ")) for pair in model["merges"]]
+    return [
+        tuple(pair) if isinstance(pair, list) else tuple(pair.split(" "))
+        for pair in model["merges"]
+    ]
 
 
 def gguf_name(name: str) -> str:
@@ -75,6 +83,12 @@ def gguf_name(name: str) -> str:
 
 
 def interleaved(weight: Tensor, heads: int) -> Tensor:
-    """Rows of a query or key projection in llama.cpp's order: the two halves of each head alternate."""
+    """Rows of a query or key projection in llama.cpp's order: the two halves of each head
+    alternate.
+    """
     rows, columns = weight.shape
-    return torch.reshape(weight, (heads, 2, rows // heads // 2, columns)).swapaxes(1, 2).reshape(rows, columns)
+    return (
+        torch.reshape(weight, (heads, 2, rows // heads // 2, columns))
+        .swapaxes(1, 2)
+        .reshape(rows, columns)
+    )

@@ -1,4 +1,6 @@
-"""Architectures other than Llama: their logits, their caches, and the refusal of those that cannot be sampled from."""
+"""Architectures other than Llama: their logits, their caches, and the refusal of those that cannot
+be sampled from.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +9,12 @@ from pathlib import Path
 import pytest
 import torch
 from architectures import SETTINGS, VOCABULARY, tiny_causal_lm, tiny_config
-from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, Gemma2Config, LlamaConfig
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    Gemma2Config,
+    LlamaConfig,
+)
 from transformers import PretrainedConfig as Config
 
 from rlhf_core.errors import ModelError
@@ -21,12 +28,51 @@ from rlhf_core.sampling.generation import generate
 from rlhf_extras.memory.architecture import Architecture
 from rlhf_extras.memory.dry_run import ModelVariant, model_size
 
-PLAIN = ("llama", "qwen3", "gpt2", "opt", "gpt_neox", "bloom", "phi", "olmo2", "gemma3_text", "mamba")
+PLAIN = (
+    "llama",
+    "qwen3",
+    "gpt2",
+    "opt",
+    "gpt_neox",
+    "bloom",
+    "phi",
+    "olmo2",
+    "gemma3_text",
+    "mamba",
+)
 # Soft caps, scales, a layer before the unembedding, a head with a transformation.
-OWN = ("gemma2", "cohere", "modernbert-decoder", "bert", "electra", "nanochat", "inkling_text", "vaultgemma")
+OWN = (
+    "gemma2",
+    "cohere",
+    "modernbert-decoder",
+    "bert",
+    "electra",
+    "nanochat",
+    "inkling_text",
+    "vaultgemma",
+)
 RECURRENT = ("lfm2", "qwen3_next", "qwen3_5_text", "mamba2", "jamba", "falcon_h1", "olmo_hybrid")
-OTHERS = ("llama4_text", "gemma2", "modernbert-decoder", "opt", "bloom", "mpt", "gemma3_text", "gpt_oss")
-REFUSED = ("minimax", "rwkv", "mamba", "falcon_mamba", "recurrent_gemma", "roberta", "openai-gpt", "mbart", "xlm")
+OTHERS = (
+    "llama4_text",
+    "gemma2",
+    "modernbert-decoder",
+    "opt",
+    "bloom",
+    "mpt",
+    "gemma3_text",
+    "gpt_oss",
+)
+REFUSED = (
+    "minimax",
+    "rwkv",
+    "mamba",
+    "falcon_mamba",
+    "recurrent_gemma",
+    "roberta",
+    "openai-gpt",
+    "mbart",
+    "xlm",
+)
 
 
 @pytest.mark.parametrize("name", [*PLAIN, *OWN])
@@ -58,18 +104,27 @@ def test_asking_a_model_for_its_head_leaves_the_mode_of_each_layer() -> None:
 
 @pytest.mark.parametrize("name", ["roberta", "camembert", "xlm-roberta", "data2vec-text", "llama"])
 def test_positions_begin_where_the_model_begins_them(name: str) -> None:
-    """RoBERTa and its kind count from behind the padding token's id; without positions their own forward does."""
+    """RoBERTa and its kind count from behind the padding token's id; without positions their own
+    forward does.
+    """
     model = tiny_causal_lm(name)
     ids = torch.arange(4, 18).view(2, 7)
     mask = torch.ones_like(ids)
     with torch.no_grad():
         logits = selected_logits(model, ids, mask, mask.bool()).whole()
-        torch.testing.assert_close(logits, model(input_ids=ids, attention_mask=mask).logits.flatten(0, 1))
+        torch.testing.assert_close(
+            logits, model(input_ids=ids, attention_mask=mask).logits.flatten(0, 1)
+        )
 
 
-@pytest.mark.parametrize(("name", "positions"), [("llama", 64), ("mpt", 32), ("roberta", 63), ("bloom", None)])
+@pytest.mark.parametrize(
+    ("name", "positions"), [("llama", 64), ("mpt", 32), ("roberta", 63), ("bloom", None)]
+)
 def test_how_many_tokens_a_model_takes(name: str, positions: int | None) -> None:
-    assert positions_of(tiny_config(name, **({"max_seq_len": 32} if name == "mpt" else {}))) == positions
+    assert (
+        positions_of(tiny_config(name, **({"max_seq_len": 32} if name == "mpt" else {})))
+        == positions
+    )
 
 
 @pytest.mark.slow
@@ -91,9 +146,13 @@ def test_a_reply_does_not_depend_on_when_those_beside_it_end(name: str) -> None:
     """Rows are dropped from the cache as replies end; with other ends, others are dropped."""
     model = tiny_causal_lm(name, **SETTINGS.get(name, {}))
     prompts, streams = [[5, 6, 7], [8, 9], [10, 11, 12, 13], [14]], philox_uniforms(3, range(4), 12)
-    endless = generate(model, prompts, streams, Sampling(eos_id=-1, pad_id=0, max_new_tokens=12)).replies()
+    endless = generate(
+        model, prompts, streams, Sampling(eos_id=-1, pad_id=0, max_new_tokens=12)
+    ).replies()
     for stop in {reply[place] for place, reply in zip((0, 2, 5, 8), endless, strict=True)}:
-        replies = generate(model, prompts, streams, Sampling(eos_id=stop, pad_id=0, max_new_tokens=12)).replies()
+        replies = generate(
+            model, prompts, streams, Sampling(eos_id=stop, pad_id=0, max_new_tokens=12)
+        ).replies()
         for reply, whole in zip(replies, endless, strict=True):
             assert reply == whole[: whole.index(stop) + 1 if stop in whole else None]
 
@@ -104,7 +163,9 @@ SIZES = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize(("config", "attention"), [(LlamaConfig(**SIZES), "sdpa"), (Gemma2Config(**SIZES), "eager")])
+@pytest.mark.parametrize(
+    ("config", "attention"), [(LlamaConfig(**SIZES), "sdpa"), (Gemma2Config(**SIZES), "eager")]
+)
 def test_what_the_architecture_has(config: Config, attention: str, tmp_path: Path) -> None:
     torch.manual_seed(0)
     AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
@@ -121,7 +182,9 @@ def test_what_the_architecture_has(config: Config, attention: str, tmp_path: Pat
 
 def test_the_plan_builds_them_too() -> None:
     architecture = Architecture.of(Gemma2Config(**SIZES).to_dict(), "gemma")
-    own = sum(p.numel() for p in AutoModelForCausalLM.from_config(Gemma2Config(**SIZES)).parameters())
+    own = sum(
+        p.numel() for p in AutoModelForCausalLM.from_config(Gemma2Config(**SIZES)).parameters()
+    )
     assert model_size(ModelVariant(architecture, "causal_lm", "float32")).parameters == own
 
 

@@ -1,4 +1,6 @@
-"""A starting model that cannot be opened: one line and exit 2, by the base stage and by ``rlhf doctor`` before it."""
+"""A starting model that cannot be opened: one line and exit 2, by the base stage and by
+``rlhf doctor`` before it.
+"""
 
 from __future__ import annotations
 
@@ -33,19 +35,24 @@ from rlhf_extras.memory.architecture import starting_architecture
 
 
 def require_one_line(source: Path, message: str, target: Path) -> None:
-    """Check that the stage refuses a source in one line, publishes nothing, and that the doctor says so before."""
+    """Check that the stage refuses a source in one line, publishes nothing, and that the doctor
+    says so before.
+    """
     with pytest.raises(ModelError) as refused:
         run_base(source, target)
     text_of_error = str(refused.value)
     assert message in text_of_error and str(source) in text_of_error and "\n" not in text_of_error
     assert refused.value.exit_code == EXIT_USER_ERROR and not (target / "base").exists()
     check = base_model_check(target, str(source), None)
-    assert (check.level, message in check.finding, "\n" in check.finding) == (FAIL, True, False), check
+    assert (check.level, message in check.finding, "\n" in check.finding) == (FAIL, True, False), (
+        check
+    )
 
 
 def write(name: str, content: str | bytes) -> Damage:
     return lambda folder: (
-        (folder / name).write_bytes(content if isinstance(content, bytes) else content.encode()) and None
+        (folder / name).write_bytes(content if isinstance(content, bytes) else content.encode())
+        and None
     )
 
 
@@ -133,7 +140,10 @@ def test_weights_that_are_not_finite_are_refused_where_a_model_is_loaded(
     weight: str, value: float, folder: Path
 ) -> None:
     edit_weights(lambda tensors: tensors[weight].view(-1)[-1:].fill_(value))(folder)
-    with pytest.raises(ModelError, match=rf"has weights that are not finite numbers, in {weight} \(1 such tensors\)"):
+    with pytest.raises(
+        ModelError,
+        match=rf"has weights that are not finite numbers, in {weight} \(1 such tensors\)",
+    ):
         load_policy(folder)
 
 
@@ -144,16 +154,22 @@ OF_A_STAGE = (
 
 
 @pytest.mark.parametrize("damage", OF_A_STAGE)
-def test_a_damaged_folder_that_a_stage_has_made_is_refused_with_a_remedy(damage: str, folder: Path) -> None:
+def test_a_damaged_folder_that_a_stage_has_made_is_refused_with_a_remedy(
+    damage: str, folder: Path
+) -> None:
     spoil, message = DAMAGES[damage]
     spoil(folder)
-    with pytest.raises(ModelError, match=rf"^[^\n]*{re.escape(message)}[^\n]*make it again[^\n]*$") as refused:
+    with pytest.raises(
+        ModelError, match=rf"^[^\n]*{re.escape(message)}[^\n]*make it again[^\n]*$"
+    ) as refused:
         load_policy(folder)
     assert str(folder) in str(refused.value)
 
 
 def test_a_folder_that_is_not_there_is_refused_with_a_remedy(tmp_path: Path) -> None:
-    with pytest.raises(ModelError, match=rf"no model folder at {tmp_path}/absent[^\n]*make it again"):
+    with pytest.raises(
+        ModelError, match=rf"no model folder at {tmp_path}/absent[^\n]*make it again"
+    ):
         load_policy(tmp_path / "absent")
 
 
@@ -167,10 +183,17 @@ def test_a_damaged_folder_is_one_line(damage: str, folder: Path, tmp_path: Path)
 
 def test_a_good_folder_is_opened_by_its_headers(folder: Path, tmp_path: Path) -> None:
     check = base_model_check(tmp_path, "source", None)
-    assert check.level == OK and "config, tokenizer and the headers of the weights are readable" in check.finding
+    assert (
+        check.level == OK
+        and "config, tokenizer and the headers of the weights are readable" in check.finding
+    )
     set_template(None)(folder)
     check = base_model_check(tmp_path, "source", None)
-    assert check.level == WARN and "has no chat template" in check.finding and "gets a plain one" in check.remedy
+    assert (
+        check.level == WARN
+        and "has no chat template" in check.finding
+        and "gets a plain one" in check.remedy
+    )
 
 
 def test_a_tied_weight_may_be_stored_under_either_name(folder: Path, tmp_path: Path) -> None:
@@ -221,9 +244,13 @@ def test_the_vocabulary_of_a_gguf_file_must_fit(tokenizer: Tokenizer, tmp_path: 
 
 
 @pytest.mark.parametrize("with_config", [False, True])
-def test_an_adapter_alone_is_refused_by_name(with_config: bool, folder: Path, tmp_path: Path) -> None:
+def test_an_adapter_alone_is_refused_by_name(
+    with_config: bool, folder: Path, tmp_path: Path
+) -> None:
     (folder / WEIGHTS).rename(folder / "adapter_model.safetensors")
-    (folder / "adapter_config.json").write_text('{"peft_type": "LORA", "base_model_name_or_path": "owner/name"}')
+    (folder / "adapter_config.json").write_text(
+        '{"peft_type": "LORA", "base_model_name_or_path": "owner/name"}'
+    )
     if not with_config:
         (folder / CONFIG).unlink()
     require_one_line(folder, "holds an adapter without its model", tmp_path)
@@ -238,7 +265,10 @@ def test_a_reward_model_is_no_policy_although_its_weights_would_load_as_one(
     scores.save(tmp_path / "reward", tokenizer)
     message = "holds a LlamaForSequenceClassification, which gives scores and no replies"
     require_one_line(tmp_path / "reward", message, tmp_path)
-    for load in (load_policy, lambda path: starting_architecture(BaseConfig(source=str(path)), tmp_path)):
+    for load in (
+        load_policy,
+        lambda path: starting_architecture(BaseConfig(source=str(path)), tmp_path),
+    ):
         with pytest.raises(ModelError, match=message):
             load(tmp_path / "reward")
 
@@ -253,12 +283,16 @@ def test_a_hub_id_is_looked_up(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) 
     monkeypatch.setattr(constants, "ENDPOINT", f"http://127.0.0.1:{free_port()}")
     check = base_model_check(tmp_path, "owner/name", None)
     assert check.level == FAIL and "does not answer" in check.finding and "\n" not in check.finding
-    with pytest.raises(ModelError, match=r"^owner/name cannot be loaded: .* does not answer .*--config FILE$"):
+    with pytest.raises(
+        ModelError, match=r"^owner/name cannot be loaded: .* does not answer .*--config FILE$"
+    ):
         starting_architecture(BaseConfig(source="owner/name"), tmp_path)
 
 
 class StubHub(BaseHTTPRequestHandler):
-    """Answers every request with one status, and with what the hub says of the cause in its headers."""
+    """Answers every request with one status, and with what the hub says of the cause in its
+    headers.
+    """
 
     status, cause = HTTPStatus.OK, ""
 

@@ -1,4 +1,6 @@
-"""Memory or a disk that is used up is no fault of the file that is read: it is not called damaged, or put aside."""
+"""Memory or a disk that is used up is no fault of the file that is read: it is not called damaged,
+or put aside.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +37,9 @@ ERRORS = (
 class Place:
     """A folder in which a function of a library raises an error."""
 
-    def __init__(self, model: Path, empty: Path, patch: pytest.MonkeyPatch, error: Exception) -> None:
+    def __init__(
+        self, model: Path, empty: Path, patch: pytest.MonkeyPatch, error: Exception
+    ) -> None:
         self.model, self.empty, self.patch, self.error = model, empty, patch, error
 
     def fails(self, owner: Any, name: str) -> None:
@@ -76,7 +80,11 @@ def table(place: Place) -> None:
     place.fails(table_records, "parquet_parts")
     place.patch.setattr(table_records, "limit_reached", lambda *_: None)
     (place.empty / "x.parquet").write_bytes(b"PAR1")
-    list(table_records.table_records(".parquet", place.empty / "x.parquet", "x.parquet", stream.uncounted))
+    list(
+        table_records.table_records(
+            ".parquet", place.empty / "x.parquet", "x.parquet", stream.uncounted
+        )
+    )
 
 
 def own_table(place: Place) -> None:
@@ -93,7 +101,11 @@ def copy_of_a_url(place: Place) -> None:
 
 def architecture(place: Place) -> None:
     place.fails(agreement, "_largest_difference")
-    model: Any = type("Model", (), {"training": False, "eval": lambda self: self, "train": lambda self, mode: self})()
+    model: Any = type(
+        "Model",
+        (),
+        {"training": False, "eval": lambda self: self, "train": lambda self, mode: self},
+    )()
     agreement.require_replies_as_scored(model, "models/base")
 
 
@@ -114,7 +126,11 @@ READERS: tuple[Callable[[Place], None], ...] = (
 @pytest.mark.parametrize("error", ERRORS, ids=lambda error: type(error).__name__)
 @pytest.mark.parametrize("reader", READERS, ids=lambda reader: reader.__name__)
 def test_what_is_read_is_not_called_damaged(
-    reader: Callable[[Place], None], error: Exception, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    reader: Callable[[Place], None],
+    error: Exception,
+    folder: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     empty = tmp_path / "empty"
     empty.mkdir()

@@ -1,4 +1,6 @@
-"""Adapters of mixtures of experts: what they go into, what stays frozen, merged and saved, and read by PEFT."""
+"""Adapters of mixtures of experts: what they go into, what stays frozen, merged and saved, and read
+by PEFT.
+"""
 
 from __future__ import annotations
 
@@ -53,7 +55,9 @@ def written(path: Path, model: PreTrainedModel) -> Path:
 
 
 def cases() -> list[object]:
-    return [name if name in FAST else pytest.param(name, marks=pytest.mark.slow) for name in EXPERTS]
+    return [
+        name if name in FAST else pytest.param(name, marks=pytest.mark.slow) for name in EXPERTS
+    ]
 
 
 @pytest.mark.parametrize("name", cases())
@@ -91,12 +95,17 @@ def test_what_stays_frozen_is_said(caplog: pytest.LogCaptureFixture) -> None:
     model = tiny_causal_lm("glm4_moe")
     with caplog.at_level(logging.INFO):
         weights = add_adapters(model, LORA, seed=1)
-    matrices = [weight for name, weight in tiny_causal_lm("glm4_moe").named_parameters() if weight.dim() > 1]
+    matrices = [
+        weight for name, weight in tiny_causal_lm("glm4_moe").named_parameters() if weight.dim() > 1
+    ]
     assert set(weights.frozen) == {"gate"}  # the router
     assert weights.total == sum(weight.numel() for weight in matrices) - 2 * VOCABULARY * 32
     (record,) = [each for each in caplog.records if "adapted" in each.message]
     assert record.levelname == "WARNING"
-    assert f"{weights.adapted:,} of {weights.total:,} weights" in record.message and "gate (" in record.message
+    assert (
+        f"{weights.adapted:,} of {weights.total:,} weights" in record.message
+        and "gate (" in record.message
+    )
 
 
 def test_a_dense_model_has_nothing_to_warn_of(caplog: pytest.LogCaptureFixture) -> None:
@@ -114,17 +123,23 @@ def test_experts_are_named_as_targets_like_layers() -> None:
 
 
 def test_only_the_experts_of_upper_layers_are_adapted_where_that_is_asked() -> None:
-    weights = adapted_weights(tiny_causal_lm("mixtral"), LORA.model_copy(update={"upper_layers": 1}))
+    weights = adapted_weights(
+        tiny_causal_lm("mixtral"), LORA.model_copy(update={"upper_layers": 1})
+    )
     names = (*weights.linear, *weights.experts)
     assert weights.experts and all(".layers.1." in name for name in names)
 
 
 @pytest.mark.parametrize("name", ["falcon_h1", "nemotron_h", "mamba", "falcon_mamba", "mamba2"])
 def test_what_kernels_pass_over_has_no_adapter(name: str) -> None:
-    """Mamba's kernels take some weights of a mixer without what is around them; some are taken so without kernels."""
+    """Mamba's kernels take some weights of a mixer without what is around them; some are taken so
+    without kernels.
+    """
     model = tiny_causal_lm(name, **SETTINGS.get(name, {}))
     weights = add_adapters(model, LORA, seed=1)
-    assert weights.linear and not any(name.endswith((".out_proj", ".dt_proj")) for name in weights.linear)
+    assert weights.linear and not any(
+        name.endswith((".out_proj", ".dt_proj")) for name in weights.linear
+    )
     assert "out_proj" in weights.frozen
     trained(model)
     after = logits(model)

@@ -1,4 +1,6 @@
-"""Precision: heads of bfloat16 models multiply in float32; a model whose unsaved buffers were rounded is refused."""
+"""Precision: heads of bfloat16 models multiply in float32; a model whose unsaved buffers were
+rounded is refused.
+"""
 
 from __future__ import annotations
 
@@ -36,14 +38,19 @@ BATCH = Tokens(IDS, MASK, torch.ones(2, 3, dtype=torch.bool))
 @torch.no_grad()
 def test_every_way_to_logits_and_values_multiplies_in_float32() -> None:
     tiny = make_tiny()
-    policy, critic = tiny.policy.to(torch.bfloat16), ScalarModel(tiny.critic.model.to(torch.bfloat16))
+    policy, critic = (
+        tiny.policy.to(torch.bfloat16),
+        ScalarModel(tiny.critic.model.to(torch.bfloat16)),
+    )
     rounded = policy(input_ids=IDS).logits
     use_float32_unembedding(policy)
     hidden = hidden_states(policy.base_model, IDS, MASK)
     expected = hidden.float() @ policy.lm_head.weight.float().T
     assert rounded.dtype == torch.bfloat16 and not torch.equal(rounded.float(), expected)
     assert torch.equal(policy(input_ids=IDS).logits, expected)
-    assert torch.equal(selected_logits(policy, IDS, MASK, MASK.bool()).whole(), expected.flatten(0, 1))
+    assert torch.equal(
+        selected_logits(policy, IDS, MASK, MASK.bool()).whole(), expected.flatten(0, 1)
+    )
     assert torch.equal(response_logits(policy, BATCH).whole(), expected[:, 2:])
     values = critic.hidden(IDS, MASK).float() @ critic.model.score.weight.float().squeeze(0)
     assert torch.equal(critic.token_scores(IDS, MASK), values)
@@ -56,7 +63,10 @@ def test_a_float32_model_keeps_its_layer() -> None:
     tiny = make_tiny()
     head = tiny.policy.lm_head
     use_float32_unembedding(tiny.policy)
-    assert tiny.policy.lm_head is head and type(ScalarModel(tiny.critic.model).model.score) is nn.Linear
+    assert (
+        tiny.policy.lm_head is head
+        and type(ScalarModel(tiny.critic.model).model.score) is nn.Linear
+    )
 
 
 def test_parameters_ties_and_names_stay_as_they_are() -> None:
@@ -70,9 +80,13 @@ def test_parameters_ties_and_names_stay_as_they_are() -> None:
     assert policy.lm_head is head and policy.model.embed_tokens.weight.grad is not None
 
 
-def test_a_loaded_model_computes_its_logits_in_float32_and_is_saved_as_it_was(tmp_path: Path) -> None:
+def test_a_loaded_model_computes_its_logits_in_float32_and_is_saved_as_it_was(
+    tmp_path: Path,
+) -> None:
     tokenizer = train_tokenizer(["a few words"], 262)
-    policy = new_model(BaseConfig(dtype="bfloat16", layers=1, hidden_size=32, heads=2), tokenizer, seed=1)
+    policy = new_model(
+        BaseConfig(dtype="bfloat16", layers=1, hidden_size=32, heads=2), tokenizer, seed=1
+    )
     save_policy(tmp_path / "model", policy, tokenizer)
     loaded, _ = load_policy(tmp_path / "model")
     assert loaded.dtype == torch.bfloat16 and loaded(input_ids=IDS).logits.dtype == torch.float32
@@ -148,7 +162,9 @@ def test_a_model_as_it_is_loaded_is_taken_in_every_precision(name: str, tmp_path
     require_computed_buffers(model, "model")
     model.save_pretrained(tmp_path)
     for dtype in (torch.bfloat16, torch.float16, torch.float32):
-        require_computed_buffers(AutoModelForCausalLM.from_pretrained(tmp_path, dtype=dtype), "model")
+        require_computed_buffers(
+            AutoModelForCausalLM.from_pretrained(tmp_path, dtype=dtype), "model"
+        )
 
 
 @pytest.mark.parametrize("name", PARTS)

@@ -105,13 +105,17 @@ def test_weights_other_than_those_that_are_checked_are_refused(
 ) -> None:
     edit(CONFIG, **change)(folder)
     for call in (lambda: run_base(folder, tmp_path), lambda: load_policy(folder)):
-        with pytest.raises(ModelError, match=r"^[^\n]*names other weights \(transformers_weights\)[^\n]*$"):
+        with pytest.raises(
+            ModelError, match=r"^[^\n]*names other weights \(transformers_weights\)[^\n]*$"
+        ):
             call()
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["sdpa", "eager", "flash_attention_2", None])
-def test_attention_of_the_library_is_taken(name: str | None, folder: Path, fetched: list[str], tmp_path: Path) -> None:
+def test_attention_of_the_library_is_taken(
+    name: str | None, folder: Path, fetched: list[str], tmp_path: Path
+) -> None:
     edit(CONFIG, attn_implementation=name)(folder)
     run_base(folder, tmp_path)
     assert (tmp_path / "base").is_dir() and not fetched
@@ -130,10 +134,14 @@ SHARDS = [
 
 
 @pytest.mark.parametrize("name", SHARDS)
-def test_a_shard_that_is_no_plain_name_is_refused(name: object, folder: Path, tmp_path: Path) -> None:
+def test_a_shard_that_is_no_plain_name_is_refused(
+    name: object, folder: Path, tmp_path: Path
+) -> None:
     in_shards(folder, name)
     for call in (lambda: run_base(folder, tmp_path), lambda: load_policy(folder)):
-        with pytest.raises(ModelError, match=r"^[^\n]*a shard is a \.safetensors file in the folder itself$"):
+        with pytest.raises(
+            ModelError, match=r"^[^\n]*a shard is a \.safetensors file in the folder itself$"
+        ):
             call()
 
 
@@ -142,14 +150,22 @@ def test_plain_shards_are_taken(folder: Path, tmp_path: Path) -> None:
     run_base(folder, tmp_path)
 
 
-@pytest.mark.parametrize("file", [WEIGHTS, CONFIG, "tokenizer.json", "tokenizer_config.json", "extra.jinja"])
+@pytest.mark.parametrize(
+    "file", [WEIGHTS, CONFIG, "tokenizer.json", "tokenizer_config.json", "extra.jinja"]
+)
 @pytest.mark.parametrize("absolute", [True, False])
-def test_a_link_out_of_the_folder_is_refused(file: str, absolute: bool, folder: Path, tmp_path: Path) -> None:
+def test_a_link_out_of_the_folder_is_refused(
+    file: str, absolute: bool, folder: Path, tmp_path: Path
+) -> None:
     (tmp_path / "other").mkdir()
     target = tmp_path / "other" / file
-    shutil.move(folder / file, target) if (folder / file).exists() else target.write_text("{{ messages }}")
+    shutil.move(folder / file, target) if (folder / file).exists() else target.write_text(
+        "{{ messages }}"
+    )
     (folder / file).symlink_to(target if absolute else Path("../other") / file)
-    with pytest.raises(ModelError, match=r"^[^\n]*is a link to [^\n]* outside of the folder[^\n]*$"):
+    with pytest.raises(
+        ModelError, match=r"^[^\n]*is a link to [^\n]* outside of the folder[^\n]*$"
+    ):
         run_base(folder, tmp_path)
 
 
@@ -178,7 +194,8 @@ def test_a_link_to_itself_and_a_pipe_are_no_files(file: str, folder: Path, tmp_p
     else:
         (folder / file).symlink_to(file)
     with pytest.raises(
-        ModelError, match=rf"^[^\n]*{'is no plain file' if file == 'tokenizer_config.json' else ''}[^\n]*$"
+        ModelError,
+        match=rf"^[^\n]*{'is no plain file' if file == 'tokenizer_config.json' else ''}[^\n]*$",
     ):
         run_base(folder, tmp_path)
 
@@ -215,9 +232,15 @@ ENDLESS: dict[str, tuple[Damage, str]] = {
         "the chat template takes",
     ),
     "a normaliser that doubles": (normaliser(*[DOUBLE] * 45), "opening its tokenizer"),
-    "a normaliser that doubles a rarer letter": (normaliser(*[RARER] * 45), "opening its tokenizer"),
+    "a normaliser that doubles a rarer letter": (
+        normaliser(*[RARER] * 45),
+        "opening its tokenizer",
+    ),
     "two million layers": (edit(CONFIG, num_hidden_layers=2_000_000), "opening the model"),
-    "a vocabulary of which no file has the rows": (edit(CONFIG, vocab_size=10**12), "opening the model"),
+    "a vocabulary of which no file has the rows": (
+        edit(CONFIG, vocab_size=10**12),
+        "opening the model",
+    ),
     "two million layers behind a template that refuses": (refusing_and_deep, "opening the model"),
 }
 
@@ -247,7 +270,8 @@ def test_a_folder_of_more_tensors_than_any_model_has_is_refused(
     else:
         monkeypatch.setattr(io, "MOST_TENSORS", most)
     with pytest.raises(
-        ModelError, match=rf"^{folder} names [\d,]+ tensors, and no model has more than [\d,]+; [^\n]*$"
+        ModelError,
+        match=rf"^{folder} names [\d,]+ tensors, and no model has more than [\d,]+; [^\n]*$",
     ):
         run_base(folder, tmp_path)
 
@@ -263,7 +287,9 @@ def callers(folder: Path, workspace: Path) -> dict[str, Callable[[], object]]:
     return {
         "serve": lambda: LoadedPolicy.load(revision, files),
         "chat": lambda: ChatSession.open(folder),
-        "classifier": lambda: load_classifier(folder, classifier, torch.device("cpu"), "reward source"),
+        "classifier": lambda: load_classifier(
+            folder, classifier, torch.device("cpu"), "reward source"
+        ),
         "tokenizer": lambda: load_counting_tokenizer(str(folder), workspace),
     }
 
@@ -282,7 +308,9 @@ def test_every_caller_opens_under_limits(
 
 
 @pytest.mark.slow
-def test_a_gguf_file_is_opened_under_limits(tmp_path: Path, good: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_gguf_file_is_opened_under_limits(
+    tmp_path: Path, good: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     brief(monkeypatch)
     model, tokenizer = load_policy(good)
     assert isinstance(model, LlamaForCausalLM)

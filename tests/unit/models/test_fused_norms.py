@@ -1,4 +1,6 @@
-"""Norms are fused that compute a root mean square; on the CPU nothing changes, in copies and in files neither."""
+"""Norms are fused that compute a root mean square; on the CPU nothing changes, in copies and in
+files neither.
+"""
 
 from __future__ import annotations
 
@@ -48,7 +50,9 @@ def test_which_norms_are_fused(name: str, norms: int) -> None:
     names, before = list(model.state_dict()), model(IDS).logits
     fuse_norms(model)
     fuse_norms(model)
-    assert fused_in(model) == norms, "Gemma's add 1 to the weight, GPT-2's take the mean from the input"
+    assert fused_in(model) == norms, (
+        "Gemma's add 1 to the weight, GPT-2's take the mean from the input"
+    )
     assert list(model.state_dict()) == names
     assert torch.equal(model(IDS).logits, before)
 
@@ -74,7 +78,9 @@ def test_a_pickle_names_the_librarys_class_of_a_norm() -> None:
     model = tiny_causal_lm("llama")
     fuse_norms(model)
     written = pickle.dumps(model)
-    assert b"LlamaRMSNorm" in written and b"FusedLlama" not in written, "no module has a class of that name"
+    assert b"LlamaRMSNorm" in written and b"FusedLlama" not in written, (
+        "no module has a class of that name"
+    )
 
 
 def test_models_without_weights_are_fused_by_their_class() -> None:
@@ -125,9 +131,13 @@ OTHER: dict[str, Callable[[], torch.nn.Module]] = {
 
 @pytest.mark.parametrize("other_first", [False, True])
 @pytest.mark.parametrize("name", OTHER)
-def test_norms_that_compute_something_else_stay_and_change_nothing_for_others(name: str, other_first: bool) -> None:
+def test_norms_that_compute_something_else_stay_and_change_nothing_for_others(
+    name: str, other_first: bool
+) -> None:
     other, hidden = OTHER[name](), torch.randn(2, 2, 8)
-    same = {"no weight": Gemma4RMSNorm, "exchanged by a hook": LlamaRMSNorm}.get(name, ScaledRMSNorm)(8)
+    same = {"no weight": Gemma4RMSNorm, "exchanged by a hook": LlamaRMSNorm}.get(
+        name, ScaledRMSNorm
+    )(8)
     expected = None if name == "spread over GPUs" else other(hidden)
     for norm in (other, same) if other_first else (same, other):
         fuse_norms(norm)
@@ -143,12 +153,16 @@ def test_a_norm_takes_its_other_arguments_and_its_hooks_see_no_trial() -> None:
     seen.clear()
     fuse_norms(norm)
     assert fused_in(norm) and not seen
-    assert torch.equal(norm(hidden, gate=gate), expected[0]) and torch.equal(norm(hidden), expected[1])
+    assert torch.equal(norm(hidden, gate=gate), expected[0]) and torch.equal(
+        norm(hidden), expected[1]
+    )
 
 
 EXPORTED: dict[str, Callable[..., Callable[..., torch.Tensor]]] = {
     "exported": lambda norm, hidden: torch.export.export(norm, (hidden,), strict=False).module(),
-    "exported strictly": lambda norm, hidden: torch.export.export(norm, (hidden,), strict=True).module(),
+    "exported strictly": lambda norm, hidden: torch.export.export(
+        norm, (hidden,), strict=True
+    ).module(),
     "compiled": lambda norm, hidden: torch.compile(norm, backend="aot_eager", fullgraph=True),
 }
 
@@ -161,7 +175,9 @@ def test_a_trained_model_can_be_exported_and_compiled(name: str) -> None:
 
 
 @pytest.mark.parametrize("block", [fused_norms, evaluating])
-def test_a_callers_model_gets_its_own_norms_back(block: Callable[..., AbstractContextManager[None]]) -> None:
+def test_a_callers_model_gets_its_own_norms_back(
+    block: Callable[..., AbstractContextManager[None]],
+) -> None:
     model = tiny_causal_lm("llama")
     with block(model):
         twin = copy.deepcopy(model)

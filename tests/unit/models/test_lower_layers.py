@@ -1,4 +1,6 @@
-"""Scalar models on the lower layers of a language model, and lower layers that policy and reference compute once."""
+"""Scalar models on the lower layers of a language model, and lower layers that policy and reference
+compute once.
+"""
 
 from __future__ import annotations
 
@@ -33,12 +35,19 @@ def llama() -> PreTrainedModel:
 
 
 def qwen2() -> PreTrainedModel:
-    sizes = {"hidden_size": 16, "intermediate_size": 24, "num_attention_heads": 2, "num_key_value_heads": 1}
+    sizes = {
+        "hidden_size": 16,
+        "intermediate_size": 24,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+    }
     return Qwen2ForCausalLM(Qwen2Config(vocab_size=32, num_hidden_layers=3, **sizes)).eval()
 
 
 def gpt2() -> PreTrainedModel:
-    return GPT2LMHeadModel(GPT2Config(vocab_size=32, n_embd=16, n_layer=3, n_head=2, n_positions=32)).eval()
+    return GPT2LMHeadModel(
+        GPT2Config(vocab_size=32, n_embd=16, n_layer=3, n_head=2, n_positions=32)
+    ).eval()
 
 
 @pytest.mark.parametrize("make", [llama, qwen2, gpt2])
@@ -47,7 +56,10 @@ def test_the_score_is_read_from_the_lower_layers_of_the_same_model(make: object)
     lm = make()  # type: ignore[operator]
     whole = copy.deepcopy(lm)
     model = ScalarModel.from_causal_lm(lm, seed=3, layers=2)
-    assert len(getattr(lm.base_model, "layers", getattr(lm.base_model, "h", ()))) == lm.config.num_hidden_layers
+    assert (
+        len(getattr(lm.base_model, "layers", getattr(lm.base_model, "h", ())))
+        == lm.config.num_hidden_layers
+    )
     assert model.model.config.num_hidden_layers == 2
     norm = getattr(whole.base_model, "norm", None) or whole.base_model.ln_f
     states = whole.base_model(IDS, output_hidden_states=True).hidden_states
@@ -106,7 +118,9 @@ def both(model: PreTrainedModel, reference: Any) -> tuple[torch.Tensor, torch.Te
 @pytest.mark.slow
 @needs_peft
 @pytest.mark.parametrize("make", [llama, qwen2])
-def test_the_reference_is_the_same_bits_without_its_lower_layers(make: Callable[[], PreTrainedModel]) -> None:
+def test_the_reference_is_the_same_bits_without_its_lower_layers(
+    make: Callable[[], PreTrainedModel],
+) -> None:
     model = adapted(make, upper_layers=1)
     reference = WithoutAdapters(model)
     with torch.inference_mode():
@@ -117,7 +131,9 @@ def test_the_reference_is_the_same_bits_without_its_lower_layers(make: Callable[
     assert torch.equal(policy, expected[0]) and torch.equal(without, expected[1])
     assert counts == dict.fromkeys(range(depth - 1), 1) | {depth - 1: 2}
     with torch.inference_mode():
-        assert torch.equal(model(input_ids=IDS).logits, expected[0]), "the layers compute again afterwards"
+        assert torch.equal(model(input_ids=IDS).logits, expected[0]), (
+            "the layers compute again afterwards"
+        )
     assert not any("forward" in vars(module) for module in model.modules())
 
 

@@ -12,7 +12,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from transformers import AutoModelForSequenceClassification, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import (
+    AutoModelForSequenceClassification,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedTokenizerFast,
+)
 
 from rlhf_core.config.base import BaseConfig
 from rlhf_core.errors import ConfigError, ModelError
@@ -22,7 +27,9 @@ from rlhf_core.models.heads import PRIOR_TOKENS, ScalarModel, mean_over_reply, m
 from rlhf_core.sampling.token_scoring import Tokens, response_values
 from rlhf_extras.memory.dry_run import TensorMemory
 
-SHAPE = BaseConfig(vocab_size=280, hidden_size=16, intermediate_size=24, layers=2, heads=2, max_positions=64)
+SHAPE = BaseConfig(
+    vocab_size=280, hidden_size=16, intermediate_size=24, layers=2, heads=2, max_positions=64
+)
 TEXTS = ["the sky is blue", "the tree is green", "what is the sky like"]
 
 
@@ -51,12 +58,18 @@ def test_whoever_may_read_the_config_may_read_the_weights(folder: Path) -> None:
 
 def test_tokenizer_is_a_function_of_its_texts(tokenizer: PreTrainedTokenizerFast) -> None:
     assert train_tokenizer(TEXTS, SHAPE.vocab_size).get_vocab() == tokenizer.get_vocab()
-    assert tokenizer.pad_token_id != tokenizer.eos_token_id == tokenizer.convert_tokens_to_ids("<|end|>")
+    assert (
+        tokenizer.pad_token_id
+        != tokenizer.eos_token_id
+        == tokenizer.convert_tokens_to_ids("<|end|>")
+    )
     with pytest.raises(ConfigError, match="at least 261"):
         train_tokenizer(TEXTS, 260)
 
 
-def test_new_model_is_a_function_of_the_seed_and_leaves_the_process_alone(tokenizer: PreTrainedTokenizerFast) -> None:
+def test_new_model_is_a_function_of_the_seed_and_leaves_the_process_alone(
+    tokenizer: PreTrainedTokenizerFast,
+) -> None:
     before = torch.get_rng_state()
     first, same, other = (new_model(SHAPE, tokenizer, seed) for seed in (1, 1, 2))
     assert torch.equal(before, torch.get_rng_state())
@@ -76,16 +89,28 @@ def test_policy_round_trip(folder: Path, policy: LlamaForCausalLM) -> None:
 def test_weights_in_host_memory_are_the_mapped_file_so_that_ranks_share_them(folder: Path) -> None:
     loaded, _ = load_policy(folder, device=torch.device("cpu"))
     maps = [line.split(maxsplit=5) for line in Path("/proc/self/maps").read_text().splitlines()]
-    spans = [range(*(int(end, 16) for end in fields[0].split("-"))) for fields in maps if fields[-1].endswith(FILE)]
-    copied = [n for n, weight in loaded.named_parameters() if not any(weight.data_ptr() in span for span in spans)]
+    spans = [
+        range(*(int(end, 16) for end in fields[0].split("-")))
+        for fields in maps
+        if fields[-1].endswith(FILE)
+    ]
+    copied = [
+        n
+        for n, weight in loaded.named_parameters()
+        if not any(weight.data_ptr() in span for span in spans)
+    ]
     assert copied == []
 
 
-def test_weights_that_the_config_has_no_layer_for_are_named(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_weights_that_the_config_has_no_layer_for_are_named(
+    folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(config | {"num_hidden_layers": 1}))
     load_policy(folder)
-    [warning] = [record.getMessage() for record in caplog.records if record.name == "rlhf_core.models.io"]
+    [warning] = [
+        record.getMessage() for record in caplog.records if record.name == "rlhf_core.models.io"
+    ]
     assert "9 weights, such as model.layers.1." in warning and "left out" in warning
 
 
@@ -103,9 +128,14 @@ def test_a_model_that_was_not_saved_as_it_is_is_never_published(
         tensors = load_file(target / "model.safetensors")
         norm = tensors.pop("model.norm.weight")
         norm[-1] += 2**-23
-        changed = {"a bit": {"model.norm.weight": norm}, "precision": {"model.norm.weight": norm.bfloat16()}}
+        changed = {
+            "a bit": {"model.norm.weight": norm},
+            "precision": {"model.norm.weight": norm.bfloat16()},
+        }
         if fault in ("a bit", "a tensor", "precision"):
-            save_file(tensors | changed.get(fault, {}), target / "model.safetensors", {"format": "pt"})
+            save_file(
+                tensors | changed.get(fault, {}), target / "model.safetensors", {"format": "pt"}
+            )
         if fault == "configuration":
             config = json.loads((target / "config.json").read_text())
             (target / "config.json").write_text(json.dumps(config | {"hidden_act": "gelu"}))
@@ -114,7 +144,8 @@ def test_a_model_that_was_not_saved_as_it_is_is_never_published(
         policy.model.layers[0].mlp.act_fn = torch.nn.Tanh()
     monkeypatch.setattr(policy, "save_pretrained", damaged)
     with pytest.raises(
-        ModelError, match=r"(model\.norm\.weight is another|not compute the same).*nothing was published"
+        ModelError,
+        match=r"(model\.norm\.weight is another|not compute the same).*nothing was published",
     ):
         save_policy(folder, policy, tokenizer)
     assert (folder / "model.safetensors").read_bytes() == before
@@ -129,7 +160,9 @@ class Allocations(TensorMemory):
             super()._count(tensor, kind)
 
 
-def test_a_saved_model_is_verified_without_a_second_one(tokenizer: PreTrainedTokenizerFast, tmp_path: Path) -> None:
+def test_a_saved_model_is_verified_without_a_second_one(
+    tokenizer: PreTrainedTokenizerFast, tmp_path: Path
+) -> None:
     """By allocations where the model computes: a copy of its weights would double them."""
     shape = SHAPE.model_copy(update={"hidden_size": 128, "intermediate_size": 256, "layers": 4})
     policy = new_model(shape, tokenizer, seed=1)
@@ -151,15 +184,23 @@ def test_positions_and_last_tokens() -> None:
 
 
 def test_selected_logits_are_those_of_the_full_forward(policy: LlamaForCausalLM) -> None:
-    ids, mask = torch.tensor([[5, 6, 7, 8], [9, 10, 0, 0]]), torch.tensor([[1, 1, 1, 1], [1, 1, 0, 0]])
+    ids, mask = (
+        torch.tensor([[5, 6, 7, 8], [9, 10, 0, 0]]),
+        torch.tensor([[1, 1, 1, 1], [1, 1, 0, 0]]),
+    )
     select = torch.tensor([[False, True, True, False], [True, False, False, False]])
     full = policy(input_ids=ids, attention_mask=mask).logits
     torch.testing.assert_close(selected_logits(policy, ids, mask, select).whole(), full[select])
 
 
-def test_scalar_model_begins_small_and_round_trips(folder: Path, tokenizer: PreTrainedTokenizerFast) -> None:
+def test_scalar_model_begins_small_and_round_trips(
+    folder: Path, tokenizer: PreTrainedTokenizerFast
+) -> None:
     model, same, other = (ScalarModel.from_causal_lm(folder, seed) for seed in (1, 1, 2))
-    ids, mask = torch.tensor([[5, 6, 7, 8], [9, 10, 0, 0]]), torch.tensor([[1, 1, 1, 1], [1, 1, 0, 0]])
+    ids, mask = (
+        torch.tensor([[5, 6, 7, 8], [9, 10, 0, 0]]),
+        torch.tensor([[1, 1, 1, 1], [1, 1, 0, 0]]),
+    )
     scores = model.reply_scores(ids, mask)
     assert torch.equal(scores, same.reply_scores(ids, mask))
     assert not torch.equal(scores, other.reply_scores(ids, mask))
@@ -179,7 +220,9 @@ def test_a_language_model_folder_is_not_a_scalar_model(folder: Path) -> None:
         ScalarModel.load(folder)
 
 
-def test_imitation_starts_as_the_language_model(tokenizer: PreTrainedTokenizerFast, tmp_path: Path) -> None:
+def test_imitation_starts_as_the_language_model(
+    tokenizer: PreTrainedTokenizerFast, tmp_path: Path
+) -> None:
     ids = torch.tensor([[5, 6, 7, 8]])
     for tied in (True, False):
         source = new_model(SHAPE, tokenizer, seed=4)
@@ -211,23 +254,34 @@ def test_the_mean_so_far_begins_with_the_state_before_the_reply() -> None:
 
 
 @given(st.integers(0, 3), st.integers(1, 3), st.integers(1, 5), st.integers(0, 3))
-def test_the_mean_so_far_ignores_padding_and_what_follows(left: int, prompt: int, reply: int, right: int) -> None:
+def test_the_mean_so_far_ignores_padding_and_what_follows(
+    left: int, prompt: int, reply: int, right: int
+) -> None:
     generator = torch.Generator().manual_seed(reply)
     states = torch.randn(1, prompt + reply, 2, generator=generator)
     mask = torch.tensor([[0] * prompt + [1] * reply])
     padded = torch.nn.functional.pad(states, (0, 0, left, right), value=7.0)
     wide = torch.nn.functional.pad(mask, (left, right))
     alone = mean_so_far(states, mask)[:, prompt - 1 :]
-    torch.testing.assert_close(mean_so_far(padded, wide)[:, left + prompt - 1 : left + prompt + reply], alone)
+    torch.testing.assert_close(
+        mean_so_far(padded, wide)[:, left + prompt - 1 : left + prompt + reply], alone
+    )
     changed = states.clone()
     changed[:, -1] += 1.0
-    assert torch.equal(mean_so_far(changed, mask)[:, : prompt + reply - 1], mean_so_far(states, mask)[:, :-1])
+    assert torch.equal(
+        mean_so_far(changed, mask)[:, : prompt + reply - 1], mean_so_far(states, mask)[:, :-1]
+    )
 
 
 def critic(pooling: str) -> ScalarModel:
     torch.manual_seed(0)
     config = LlamaConfig(
-        vocab_size=32, hidden_size=16, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2, pad_token_id=0
+        vocab_size=32,
+        hidden_size=16,
+        intermediate_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        pad_token_id=0,
     )
     return ScalarModel.from_causal_lm(LlamaForCausalLM(config), seed=1, pooling=pooling)  # type: ignore[arg-type]
 

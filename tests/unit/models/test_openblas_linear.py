@@ -23,14 +23,21 @@ from rlhf_core.models.adapters import adapted_layers, add_adapters, is_linear
 from rlhf_core.models.causal_lm import load_policy, new_model, save_policy, train_tokenizer
 from rlhf_core.models.forward import probe_ids
 from rlhf_core.models.heads import ScalarModel
-from rlhf_core.models.openblas_linear import OpenBlasLinear, default_products, is_plain_linear, use_openblas
+from rlhf_core.models.openblas_linear import (
+    OpenBlasLinear,
+    default_products,
+    is_plain_linear,
+    use_openblas,
+)
 from rlhf_core.sampling.decoding import decoding_layers
 from rlhf_core.training.engine.base import LocalEngine
 
 
 @pytest.fixture(autouse=True)
 def on_any_processor(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The products are the same on processors, and of numbers of rows, for which they do not pay."""
+    """The products are the same on processors, and of numbers of rows, for which they do not
+    pay.
+    """
     monkeypatch.setattr(openblas_linear, "openblas_pays", lambda: True)
     monkeypatch.setattr(openblas_linear, "FEWEST_ROWS", 1)
 
@@ -77,7 +84,9 @@ def test_outputs_and_gradients_are_those_of_a_linear_layer(
     if transposed and len(shape) > 1:  # inputs and gradients in another order of memory
         x, gradient = (values.transpose(0, 1) for values in (x, gradient))
     assert type(layer) is OpenBlasLinear
-    for actual, expected in zip(results(layer, x, gradient), results(exact, x, gradient), strict=True):
+    for actual, expected in zip(
+        results(layer, x, gradient), results(exact, x, gradient), strict=True
+    ):
         assert actual.dtype == torch.float32 and actual.shape == expected.shape
         torch.testing.assert_close(actual.double(), expected, atol=2e-5, rtol=2e-5)
 
@@ -91,7 +100,9 @@ def test_only_the_gradients_that_are_asked_for_are_computed() -> None:
     assert layer.weight.grad is not None and x.grad is None
     layer.weight.requires_grad_(False).grad = None
     output = layer(x.requires_grad_())
-    assert [saved is None for saved in products(output)[0].saved_tensors] == [True, False], "inputs take memory"
+    assert [saved is None for saved in products(output)[0].saved_tensors] == [True, False], (
+        "inputs take memory"
+    )
     output.sum().backward()
     assert layer.weight.grad is None and x.grad is not None
     with torch.no_grad():
@@ -112,10 +123,15 @@ def test_a_model_keeps_its_parameters_names_and_ties() -> None:
     before = dict(policy.named_parameters())
     policy.tie_weights()
     use_openblas(policy)
-    assert [(name, id(p)) for name, p in policy.named_parameters()] == [(name, id(p)) for name, p in before.items()]
+    assert [(name, id(p)) for name, p in policy.named_parameters()] == [
+        (name, id(p)) for name, p in before.items()
+    ]
     assert type(policy.lm_head) is OpenBlasLinear
     copied = copy.deepcopy(policy)
-    assert type(copied.lm_head) is OpenBlasLinear and copied.lm_head.weight is not policy.lm_head.weight
+    assert (
+        type(copied.lm_head) is OpenBlasLinear
+        and copied.lm_head.weight is not policy.lm_head.weight
+    )
     score_head: nn.Module = ScalarModel.from_causal_lm(policy, 0).model.get_submodule("score")
     holder = nn.Sequential(score_head)
     use_openblas(holder)
@@ -124,7 +140,9 @@ def test_a_model_keeps_its_parameters_names_and_ties() -> None:
 
 def test_a_saved_model_comes_back_with_the_layers(tmp_path: Path) -> None:
     tokenizer = train_tokenizer(["the cat sat on the mat"], 280)
-    shape = BaseConfig(vocab_size=280, hidden_size=16, intermediate_size=32, layers=1, heads=2, max_positions=64)
+    shape = BaseConfig(
+        vocab_size=280, hidden_size=16, intermediate_size=32, layers=1, heads=2, max_positions=64
+    )
     plain = new_model(shape, tokenizer, 1)
     save_policy(tmp_path / "policy", plain, tokenizer)
     policy, _ = load_policy(tmp_path / "policy")
@@ -142,19 +160,27 @@ def test_a_saved_model_comes_back_with_the_layers(tmp_path: Path) -> None:
     assert any(type(module) is OpenBlasLinear for module in scorer.modules())
 
 
-def test_rounding_alone_does_not_refuse_a_saved_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A model in memory multiplies by the default, its copy by OpenBLAS, whose rounding is made coarse here."""
+def test_rounding_alone_does_not_refuse_a_saved_model(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A model in memory multiplies by the default, its copy by OpenBLAS, whose rounding is made
+    coarse here.
+    """
     product = openblas_linear.product
     monkeypatch.setattr(openblas_linear, "product", lambda a, b: product(a, b) * 1.001)
     tokenizer = train_tokenizer(["the cat sat on the mat"], 280)
-    shape = BaseConfig(vocab_size=280, hidden_size=32, intermediate_size=64, layers=2, heads=4, max_positions=64)
+    shape = BaseConfig(
+        vocab_size=280, hidden_size=32, intermediate_size=64, layers=2, heads=4, max_positions=64
+    )
     plain = new_model(shape, tokenizer, 1)
     save_policy(tmp_path / "policy", plain, tokenizer)
     copied, _ = load_policy(tmp_path / "policy")
     ids = probe_ids(len(tokenizer))
     with torch.no_grad():
         expected, coarse = plain(input_ids=ids).logits, copied(input_ids=ids).logits
-        assert not torch.allclose(coarse, expected, atol=1e-5, rtol=1e-4), "the rounding is not coarse enough"
+        assert not torch.allclose(coarse, expected, atol=1e-5, rtol=1e-4), (
+            "the rounding is not coarse enough"
+        )
         with default_products():
             assert torch.equal(copied(input_ids=ids).logits, expected)
         assert torch.equal(copied(input_ids=ids).logits, coarse)
@@ -168,7 +194,9 @@ def test_adapters_packing_and_decoding_take_the_layers_for_plain_ones() -> None:
     assert is_plain_linear(policy.lm_head) and is_linear(policy.lm_head)
     add_adapters(policy, LoraConfig(rank=2), seed=0)
     adapted = dict(adapted_layers(policy))
-    assert adapted and all(type(layer.get_base_layer()) is OpenBlasLinear for layer in adapted.values())
+    assert adapted and all(
+        type(layer.get_base_layer()) is OpenBlasLinear for layer in adapted.values()
+    )
     ids = torch.arange(12).view(3, 4) + 5
     with torch.no_grad():
         expected = policy(input_ids=ids).logits
@@ -196,9 +224,16 @@ def test_the_imitation_loss_of_a_reward_model_multiplies_by_openblas_too() -> No
 
 @pytest.mark.parametrize(
     ("amd", "kernels", "pays"),
-    [(True, "SkylakeX", True), (True, "Haswell", False), (True, None, False), (False, "SkylakeX", False)],
+    [
+        (True, "SkylakeX", True),
+        (True, "Haswell", False),
+        (True, None, False),
+        (False, "SkylakeX", False),
+    ],
 )
-def test_where_it_pays(amd: bool, kernels: str | None, pays: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_where_it_pays(
+    amd: bool, kernels: str | None, pays: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.undo()
     monkeypatch.setattr(openblas_linear, "is_amd_with_full_avx512", lambda: amd)
     monkeypatch.setattr(openblas_linear, "numpy_kernels", lambda: kernels)
@@ -213,7 +248,9 @@ def test_openblas_has_the_threads_of_pytorch() -> None:
         for count in (1, 2):
             torch.set_num_threads(count)
             use_openblas(nn.Sequential(nn.Linear(4, 4)))
-            libraries = [library for library in threadpool_info() if library["internal_api"] == "openblas"]
+            libraries = [
+                library for library in threadpool_info() if library["internal_api"] == "openblas"
+            ]
             assert {library["num_threads"] for library in libraries} == {count}
     finally:
         torch.set_num_threads(before)
@@ -257,7 +294,9 @@ def test_hooks_and_second_names_of_a_layer_stay() -> None:
 
 
 def test_a_callers_model_is_trained_and_read_by_openblas() -> None:
-    """Loading has given the layers of models from folders their form; those in memory may come from elsewhere."""
+    """Loading has given the layers of models from folders their form; those in memory may come from
+    elsewhere.
+    """
     model = make_tiny().policy
     with evaluating(model):
         twin = copy.deepcopy(model)

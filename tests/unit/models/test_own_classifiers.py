@@ -1,4 +1,6 @@
-"""Scalar models of kinds that transformers has no classifier for: made, saved and loaded like the others."""
+"""Scalar models of kinds that transformers has no classifier for: made, saved and loaded like the
+others.
+"""
 
 from __future__ import annotations
 
@@ -37,7 +39,9 @@ def small(tokenizer: PreTrainedTokenizerFast) -> PreTrainedTokenizerFast:
 
 
 @pytest.mark.parametrize("name", KINDS)
-def test_a_head_of_our_own_is_saved_and_loaded(name: str, small: PreTrainedTokenizerFast, tmp_path: Path) -> None:
+def test_a_head_of_our_own_is_saved_and_loaded(
+    name: str, small: PreTrainedTokenizerFast, tmp_path: Path
+) -> None:
     lm = tiny_causal_lm(name, **{"vocab_size": len(small), **SETTINGS.get(name, {})})
     assert type(lm.config) not in AutoModelForSequenceClassification._model_mapping
     scalar = ScalarModel.from_causal_lm(lm, seed=1).eval()
@@ -50,12 +54,16 @@ def test_a_head_of_our_own_is_saved_and_loaded(name: str, small: PreTrainedToken
     assert list((tmp_path / "reward").glob("*.safetensors"))
     loaded = ScalarModel.load(tmp_path / "reward")
     with torch.no_grad():
-        torch.testing.assert_close(loaded.token_scores(IDS, mask), scores.detach(), atol=1e-5, rtol=1e-4)
+        torch.testing.assert_close(
+            loaded.token_scores(IDS, mask), scores.detach(), atol=1e-5, rtol=1e-4
+        )
     again = ScalarModel.load(tmp_path / "reward")
     again.add_adapters(LoraConfig(rank=2, alpha=4), seed=1)
     merge_adapters(again)
     with torch.no_grad():
-        torch.testing.assert_close(again.token_scores(IDS, mask), scores.detach(), atol=1e-5, rtol=1e-4)
+        torch.testing.assert_close(
+            again.token_scores(IDS, mask), scores.detach(), atol=1e-5, rtol=1e-4
+        )
 
 
 def test_a_kind_with_a_classifier_keeps_it() -> None:

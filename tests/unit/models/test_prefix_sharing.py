@@ -1,4 +1,6 @@
-"""Replies behind one prompt: what each token sees, the same hidden states as apart, and models that cannot do it."""
+"""Replies behind one prompt: what each token sees, the same hidden states as apart, and models that
+cannot do it.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,9 @@ def test_what_each_token_sees_by_hand() -> None:
     rows = [PrefixRow([11, 12], [[13], [14, 15]], [0, 1]), PrefixRow([21], [[22]], [2])]
     batch = prefix_batch(rows, pad=0)
     assert batch.input_ids.tolist() == [[11, 12, 13, 14, 15], [21, 22, 0, 0, 0]]
-    assert batch.position_ids[0].tolist() == [0, 1, 2, 2, 3] and batch.position_ids[1, :2].tolist() == [0, 1]
+    assert batch.position_ids[0].tolist() == [0, 1, 2, 2, 3] and batch.position_ids[
+        1, :2
+    ].tolist() == [0, 1]
     assert batch.visible[0, 0].int().tolist() == [
         [1, 0, 0, 0, 0],
         [1, 1, 0, 0, 0],
@@ -38,12 +42,16 @@ def test_what_each_token_sees_by_hand() -> None:
     ]
     assert batch.visible[1, 0, :2].int().tolist() == [[1, 0, 0, 0, 0], [1, 1, 0, 0, 0]]
     assert batch.visible.any(dim=-1).all(), "a token that sees nothing has no softmax"
-    assert batch.tokens.tolist()[:2] == [[0, 1, 2, 0], [0, 1, 3, 4]] and batch.tokens[2, :2].tolist() == [5, 6]
+    assert batch.tokens.tolist()[:2] == [[0, 1, 2, 0], [0, 1, 3, 4]] and batch.tokens[
+        2, :2
+    ].tolist() == [5, 6]
 
 
 @settings(max_examples=25, deadline=None)
 @given(st.lists(st.tuples(ids, st.lists(ids, min_size=1, max_size=4)), min_size=1, max_size=4))
-def test_hidden_states_are_those_of_each_sequence_alone(drawn: list[tuple[list[int], list[list[int]]]]) -> None:
+def test_hidden_states_are_those_of_each_sequence_alone(
+    drawn: list[tuple[list[int], list[list[int]]]],
+) -> None:
     torch.manual_seed(0)
     backbone = tiny_causal_lm("llama").double().eval().base_model
     rows = [PrefixRow(prompt, replies, list(range(len(replies)))) for prompt, replies in drawn]
@@ -67,7 +75,9 @@ def test_usual_architectures_may_share_a_prompt(kind: str, dtype: torch.dtype) -
 def test_a_window_that_reaches_back_less_far_is_refused() -> None:
     model = tiny_causal_lm("mistral", sliding_window=16)
     require_prefix_sharing(model, 16, SETTING)
-    with pytest.raises(ModelError, match=rf"{SETTING}: MistralForCausalLM attends to the last 16 tokens only"):
+    with pytest.raises(
+        ModelError, match=rf"{SETTING}: MistralForCausalLM attends to the last 16 tokens only"
+    ):
         require_prefix_sharing(model, 17, SETTING)
 
 
@@ -93,14 +103,20 @@ def test_positions_that_a_model_counts_itself_are_refused(monkeypatch: pytest.Mo
     forward = model.base_model.forward
 
     def by_column(**given: Any) -> Any:
-        return forward(**(given | {"position_ids": torch.arange(given["input_ids"].shape[1])[None]}))
+        return forward(
+            **(given | {"position_ids": torch.arange(given["input_ids"].shape[1])[None]})
+        )
 
     monkeypatch.setattr(model.base_model, "forward", by_column)
-    with pytest.raises(ModelError, match=f"{SETTING}: .*computes a reply behind another otherwise than alone"):
+    with pytest.raises(
+        ModelError, match=f"{SETTING}: .*computes a reply behind another otherwise than alone"
+    ):
         require_prefix_sharing(model, 100, SETTING)
 
 
-def test_a_model_that_cannot_is_refused_by_the_name_of_the_setting(tokenizer: PreTrainedTokenizerFast) -> None:
+def test_a_model_that_cannot_is_refused_by_the_name_of_the_setting(
+    tokenizer: PreTrainedTokenizerFast,
+) -> None:
     model = tiny_causal_lm("mistral", vocab_size=SHAPE.vocab_size, sliding_window=32)
     refusal = r"reward\.batch\.prefix_sharing: MistralFor\w+ attends to the last 32 tokens only; set it to false"
     config = RewardConfig(max_tokens=128, batch=PairBatchConfig(prefix_sharing=True))

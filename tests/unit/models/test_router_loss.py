@@ -1,4 +1,6 @@
-"""Mixtures of experts with ``output_router_logits: true``: their auxiliary loss in SFT and DPO, and their sampling."""
+"""Mixtures of experts with ``output_router_logits: true``: their auxiliary loss in SFT and DPO, and
+their sampling.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,16 @@ from rlhf_core.training.sft import reply_loss
 
 PROMPTS, REPLIES = [[5, 6, 7], [8, 9]], [[10, 11, 3], [12, 13, 14, 15, 3]]
 WITH_LOSS = ("mixtral", "granitemoe")
-MORE = ("qwen3_moe", "olmoe", "gpt_oss", "phimoe", "minimax_m2", "ernie4_5_moe", "qwen3_next", "llama4_text")
+MORE = (
+    "qwen3_moe",
+    "olmoe",
+    "gpt_oss",
+    "phimoe",
+    "minimax_m2",
+    "ernie4_5_moe",
+    "qwen3_next",
+    "llama4_text",
+)
 KINDS = [*WITH_LOSS, *(pytest.param(name, marks=pytest.mark.slow) for name in MORE)]
 
 
@@ -36,7 +47,9 @@ def own_loss(model: PreTrainedModel) -> Tensor:
     labels = torch.full_like(rows.input_ids, -100)
     for row, (prompt, reply) in enumerate(zip(PROMPTS, REPLIES, strict=True)):
         labels[row, len(prompt) : len(prompt) + len(reply)] = torch.tensor(reply)
-    loss: Tensor = model(input_ids=rows.input_ids, attention_mask=rows.attention_mask, labels=labels).loss
+    loss: Tensor = model(
+        input_ids=rows.input_ids, attention_mask=rows.attention_mask, labels=labels
+    ).loss
     return loss
 
 
@@ -50,13 +63,17 @@ def test_the_loss_is_the_models_own(name: str) -> None:
         torch.testing.assert_close(loss, own_loss(model), atol=1e-4, rtol=1e-4)
         losses.append(loss)
         with torch.no_grad():  # perplexity is that of the tokens alone
-            assert reply_loss(model, batch(), total) == pytest.approx(float(losses[0].detach()), abs=1e-4)
+            assert reply_loss(model, batch(), total) == pytest.approx(
+                float(losses[0].detach()), abs=1e-4
+            )
     if name != "llama4_text":  # has no such loss
         assert float(losses[1]) > float(losses[0]) + 1.0
 
 
 def test_batches_add_up_to_their_tokens_share() -> None:
-    """Of the same rows in two batches each adds its share: twice the same row is the loss of one."""
+    """Of the same rows in two batches each adds its share: twice the same row is the loss of
+    one.
+    """
     model = model_of("mixtral", 5.0)
     one = collate(PROMPTS[:1], REPLIES[:1], 0)
     whole = reply_loss(model, one, len(REPLIES[0]))
@@ -76,7 +93,10 @@ def test_what_config_json_asks_for_changes_no_pass() -> None:
     for model in (plain, flagged):
         output = model(**arguments_of(model, input_ids=rows.input_ids))
         assert output.hidden_states is None and output.attentions is None
-    selected = [selected_logits(model, rows.input_ids, rows.attention_mask, rows.select) for model in (plain, flagged)]
+    selected = [
+        selected_logits(model, rows.input_ids, rows.attention_mask, rows.select)
+        for model in (plain, flagged)
+    ]
     assert torch.equal(selected[0].whole(), selected[1].whole())
 
 

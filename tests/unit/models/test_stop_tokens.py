@@ -7,7 +7,13 @@ from pathlib import Path
 import pytest
 import torch
 from real_templates import REAL_TEMPLATES, RealTemplate
-from transformers import AutoTokenizer, GenerationConfig, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerBase
+from transformers import (
+    AutoTokenizer,
+    GenerationConfig,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedTokenizerBase,
+)
 
 from rlhf_core.api.inputs import checked_tokenizer
 from rlhf_core.data.encoding import special_token_ids, stop_token_ids
@@ -18,8 +24,12 @@ def template(name: str) -> RealTemplate:
     return next(real for real in REAL_TEMPLATES if real.name == name)
 
 
-def tiny_model(tokenizer: PreTrainedTokenizerBase, stops: list[int] | None = None) -> LlamaForCausalLM:
-    """A model whose generation config comes from a file if ``stops`` are given, else from the architecture's."""
+def tiny_model(
+    tokenizer: PreTrainedTokenizerBase, stops: list[int] | None = None
+) -> LlamaForCausalLM:
+    """A model whose generation config comes from a file if ``stops`` are given, else from the
+    architecture's.
+    """
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         config = LlamaConfig(vocab_size=len(tokenizer), hidden_size=8, intermediate_size=8, num_hidden_layers=1,
@@ -41,7 +51,9 @@ def names(tokenizer: PreTrainedTokenizerBase, ids: list[int] | tuple[int, ...]) 
         ("qwen-2.5-instruct", "<|im_end|>"),
     ],
 )
-def test_what_transformers_and_serving_engines_stop_at_is_saved(name: str, stops: object, tmp_path: Path) -> None:
+def test_what_transformers_and_serving_engines_stop_at_is_saved(
+    name: str, stops: object, tmp_path: Path
+) -> None:
     tokenizer = template(name).tokenizer
     save_policy(tmp_path / "model", tiny_model(tokenizer), tokenizer)
     saved = GenerationConfig.from_pretrained(tmp_path / "model")
@@ -58,14 +70,18 @@ def test_stop_tokens_of_the_generation_config_end_replies(tmp_path: Path) -> Non
     expected = ["<|eot_id|>", "<|end_of_text|>", "<|start_header_id|>"]
     assert names(known, stop_token_ids(known)) == expected, "a word is no stop token"
     assert header in special_token_ids(tokenizer) and header not in special_token_ids(known)
-    assert names(tokenizer, stop_token_ids(tokenizer)) == expected[:2], "the given tokenizer is left as it is"
+    assert names(tokenizer, stop_token_ids(tokenizer)) == expected[:2], (
+        "the given tokenizer is left as it is"
+    )
     save_policy(tmp_path / "model", model, known)
     loaded, again = load_policy(tmp_path / "model")
     assert names(again, stop_token_ids(again)) == expected
     assert loaded.generation_config is not None
     assert set(loaded.generation_config.eos_token_id) == {*stop_token_ids(again), word}
     again.save_pretrained(tmp_path / "reward")
-    assert names(again, stop_token_ids(AutoTokenizer.from_pretrained(tmp_path / "reward"))) == expected
+    assert (
+        names(again, stop_token_ids(AutoTokenizer.from_pretrained(tmp_path / "reward"))) == expected
+    )
     assert with_stop_tokens(again, loaded) is again
     assert names(known, stop_token_ids(checked_tokenizer(tokenizer, model))) == expected
 
@@ -78,13 +94,17 @@ def test_ids_that_an_architecture_has_by_default_mean_nothing() -> None:
 
 
 @pytest.mark.parametrize("real", REAL_TEMPLATES, ids=lambda real: real.name)
-def test_transformers_ends_a_sampled_reply_where_training_does(real: RealTemplate, tmp_path: Path) -> None:
+def test_transformers_ends_a_sampled_reply_where_training_does(
+    real: RealTemplate, tmp_path: Path
+) -> None:
     tokenizer = real.tokenizer
     closing = stop_token_ids(tokenizer)[0]
     model = tiny_model(tokenizer)
     with torch.no_grad():
         model.lm_head.weight.zero_()
-        model.lm_head.weight[closing] = model.model.norm.weight  # every position favours the closing token
+        model.lm_head.weight[closing] = (
+            model.model.norm.weight
+        )  # every position favours the closing token
         model.model.embed_tokens.weight.fill_(1.0)
     save_policy(tmp_path / "model", model, tokenizer)
     loaded, _ = load_policy(tmp_path / "model")

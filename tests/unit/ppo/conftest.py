@@ -11,7 +11,9 @@ from unit.ppo.tiny import Tiny, make_tiny
 
 @pytest.fixture(scope="session", autouse=True)
 def one_thread() -> Iterator[None]:
-    """These models are so small that threads only wait for each other, for seconds where the machine is busy."""
+    """These models are so small that threads only wait for each other, for seconds where the
+    machine is busy.
+    """
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     yield

@@ -1,6 +1,8 @@
-"""A slow and obvious PPO in float64 NumPy loops, written from docs/algorithms.md alone: rewards, GAE, losses.
+"""A slow and obvious PPO in float64 NumPy loops, written from docs/algorithms.md alone: rewards,
+GAE, losses.
 
-It shares no code with rlhf_core. Replies are lists of per-token rows, so there is no padding and no mask here at all.
+It shares no code with rlhf_core. Replies are lists of per-token rows, so there is no padding and no
+mask here at all.
 """
 
 from __future__ import annotations
@@ -63,7 +65,9 @@ class Sequence:
 
 
 def moments(history: list[float]) -> tuple[float, float]:
-    """Mean and sample standard deviation of every finite score ever seen; 1 where it is undefined or zero."""
+    """Mean and sample standard deviation of every finite score ever seen; 1 where it is undefined
+    or zero.
+    """
     finite = [x for x in history if math.isfinite(x)]
     mean = sum(finite) / len(finite)
     if len(finite) < 2:
@@ -93,7 +97,9 @@ def rewards(batch: list[Sequence], history: list[float], s: Switches) -> None:
 
 
 def advantages(batch: list[Sequence], s: Switches) -> None:
-    """algorithms.md §5 by its definition: a sum over all later deltas, not a recursion; or a comparison in groups."""
+    """algorithms.md §5 by its definition: a sum over all later deltas, not a recursion; or a
+    comparison in groups.
+    """
     if s.advantage_estimator != "gae":
         for start in range(0, len(batch), s.replies_per_prompt):
             group_advantages(batch[start : start + s.replies_per_prompt], s)
@@ -101,14 +107,19 @@ def advantages(batch: list[Sequence], s: Switches) -> None:
     for q in batch:
         n = len(q.old)
         deltas = [
-            q.rewards[t] + s.gamma * (q.old_values[t + 1] if t + 1 < n else 0.0) - q.old_values[t] for t in range(n)
+            q.rewards[t] + s.gamma * (q.old_values[t + 1] if t + 1 < n else 0.0) - q.old_values[t]
+            for t in range(n)
         ]
-        q.advantages = [sum((s.gamma * s.lam) ** (k - t) * deltas[k] for k in range(t, n)) for t in range(n)]
+        q.advantages = [
+            sum((s.gamma * s.lam) ** (k - t) * deltas[k] for k in range(t, n)) for t in range(n)
+        ]
         q.returns = [q.advantages[t] + q.old_values[t] for t in range(n)]
 
 
 def group_advantages(group: list[Sequence], s: Switches) -> None:
-    """algorithms.md §5, without a critic: every token of a reply gets the reply's advantage among its group."""
+    """algorithms.md §5, without a critic: every token of a reply gets the reply's advantage among
+    its group.
+    """
     totals = [sum(q.rewards) for q in group]
     mean = sum(totals) / len(totals)
     spread = math.sqrt(sum((total - mean) ** 2 for total in totals) / (len(totals) - 1))

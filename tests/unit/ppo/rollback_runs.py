@@ -30,12 +30,14 @@ def rule(*checks: Check, action: Any = "rollback", after: int = 1, name: str = "
 
 def config_with(iterations: int, keep: int = 2) -> PpoConfig:
     """Checkpoints and selections every two iterations."""
-    return make_config(iterations=iterations, health={"mode": "enforce"}, checkpoint={"every": 2, "keep": keep})
+    return make_config(
+        iterations=iterations, health={"mode": "enforce"}, checkpoint={"every": 2, "keep": keep}
+    )
 
 
 def trainer_in(work: Path, tiny: Tiny, **parts: Any) -> Trainer:
-    """A run that goes back at 3 (to the start) while the coefficient is below 0.07, and at 5 (to 2) while it is below
-    0.15, with checkpoints every two iterations."""
+    """A run that goes back at 3 (to the start) while the coefficient is below 0.07, and at 5 (to 2)
+    while it is below 0.15, with checkpoints every two iterations."""
     seed_everything(1)
     rules = [
         rule(Check("kl_coefficient", "<", 0.07, window=1), after=3),
@@ -45,7 +47,9 @@ def trainer_in(work: Path, tiny: Tiny, **parts: Any) -> Trainer:
 
 
 def dying(owner: Any, name: str, call: int, after: bool) -> Callable[[], None]:
-    """Patch ``owner.name`` so that its ``call``-th call kills the process, before or after it does its work."""
+    """Patch ``owner.name`` so that its ``call``-th call kills the process, before or after it does
+    its work.
+    """
 
     def patch() -> None:
         original, calls = getattr(owner, name), []

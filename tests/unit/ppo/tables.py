@@ -1,4 +1,5 @@
-"""Models that are nothing but tables of logits and values, so that a test decides every number they give.
+"""Models that are nothing but tables of logits and values, so that a test decides every number they
+give.
 
 Row numbers travel in the first prompt token; all prompts have the same length.
 """
@@ -53,11 +54,15 @@ class TableBackbone(nn.Module):
         self.table = nn.Parameter(table)
 
     def forward(self, input_ids: Tensor, **_: Any) -> SimpleNamespace:
-        return SimpleNamespace(last_hidden_state=self.table[input_ids[:, 0]][:, : input_ids.shape[1]])
+        return SimpleNamespace(
+            last_hidden_state=self.table[input_ids[:, 0]][:, : input_ids.shape[1]]
+        )
 
 
 class HiddenTableLM(nn.Module):
-    """A causal LM over :class:`TableBackbone`: logits are ``hidden @ unembedding.T``, for (V, H) ``unembedding``."""
+    """A causal LM over :class:`TableBackbone`: logits are ``hidden @ unembedding.T``, for (V, H)
+    ``unembedding``.
+    """
 
     def __init__(self, table: Tensor, unembedding: Tensor) -> None:
         super().__init__()
@@ -69,7 +74,9 @@ class HiddenTableLM(nn.Module):
         return self.head
 
     def forward(self, input_ids: Tensor, logits_to_keep: int = 0, **_: Any) -> SimpleNamespace:
-        return SimpleNamespace(logits=self.head(self.base_model(input_ids).last_hidden_state[:, -logits_to_keep:]))
+        return SimpleNamespace(
+            logits=self.head(self.base_model(input_ids).last_hidden_state[:, -logits_to_keep:])
+        )
 
 
 def linear(weight: Tensor) -> nn.Linear:

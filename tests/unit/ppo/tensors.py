@@ -14,4 +14,6 @@ def t(*values: object) -> torch.Tensor:
 
 
 def close(a: torch.Tensor, b: object, tolerance: float = 1e-9) -> bool:
-    return torch.allclose(a.double(), torch.as_tensor(b, dtype=torch.float64), atol=tolerance, rtol=0, equal_nan=True)
+    return torch.allclose(
+        a.double(), torch.as_tensor(b, dtype=torch.float64), atol=tolerance, rtol=0, equal_nan=True
+    )

@@ -1,4 +1,6 @@
-"""The critic: pre-trained until it stops for a reason, on one backbone with the policy, or none (RLOO and GRPO)."""
+"""The critic: pre-trained until it stops for a reason, on one backbone with the policy, or none
+(RLOO and GRPO).
+"""
 
 from __future__ import annotations
 
@@ -50,7 +52,10 @@ RLOO = {"advantage": {"estimator": "rloo"}, "replies_per_prompt": 4}
 
 def test_leave_one_out_by_hand() -> None:
     # Others of 1: (2 + 6) / 2 = 4; of 2: (1 + 6) / 2 = 3.5; of 6: (1 + 2) / 2 = 1.5.
-    assert close(leave_one_out_advantages(t([1.0, 2.0, 6.0], [3.0, 3.0, 3.0])), [[-3.0, -1.5, 4.5], [0.0, 0.0, 0.0]])
+    assert close(
+        leave_one_out_advantages(t([1.0, 2.0, 6.0], [3.0, 3.0, 3.0])),
+        [[-3.0, -1.5, 4.5], [0.0, 0.0, 0.0]],
+    )
     assert close(leave_one_out_advantages(t([1.0, 4.0])), [[-3.0, 3.0]])
 
 
@@ -60,7 +65,10 @@ def test_group_relative_by_hand() -> None:
     root = math.sqrt(7) + 1e-4
     expected = [[-2 / root, -1 / root, 3 / root], [0.0, 0.0, 0.0]]
     assert close(group_relative_advantages(rewards, divide_by_std=True), expected)
-    assert close(group_relative_advantages(rewards, divide_by_std=False), [[-2.0, -1.0, 3.0], [0.0, 0.0, 0.0]])
+    assert close(
+        group_relative_advantages(rewards, divide_by_std=False),
+        [[-2.0, -1.0, 3.0], [0.0, 0.0, 0.0]],
+    )
 
 
 @settings(max_examples=30, deadline=None)
@@ -85,12 +93,16 @@ def rollout(token_rewards: Tensor, mask: Tensor, rewards: Tensor) -> Experience:
 
 
 def test_a_reply_is_worth_its_reward_and_kl_and_padding_counts_nothing() -> None:
-    # The KL penalty of each token and the reward at the last: 1 - 0.1 - 0.2, 3 - 0.3, then 0 - 0.5 and 0.5.
+    # The KL penalty of each token and the reward at the last: 1 - 0.1 - 0.2, 3 - 0.3, then 0 - 0.5
+    # and 0.5.
     token_rewards = t([-0.1, 0.8, NAN], [2.7, 9.0, 9.0], [0.0, 0.0, -0.5], [0.2, 0.3, 7.0])
     mask = torch.tensor([[1, 1, 0], [1, 0, 0], [1, 1, 1], [1, 1, 0]]).bool()
     experience = rollout(token_rewards, mask, torch.tensor([1.0, 3.0, 0.0, 0.0]))
     treated = with_group_advantages(experience, AdvantageConfig(estimator="rloo"), 2)
-    assert close(treated.advantages, [[-2.0, -2.0, 0.0], [2.0, 0.0, 0.0], [-1.0, -1.0, -1.0], [1.0, 1.0, 0.0]])
+    assert close(
+        treated.advantages,
+        [[-2.0, -2.0, 0.0], [2.0, 0.0, 0.0], [-1.0, -1.0, -1.0], [1.0, 1.0, 0.0]],
+    )
     assert bool(treated.returns.isnan().all() and treated.monte_carlo_returns.isnan().all())
     metrics = group_metrics(experience, 2)
     # Spreads of (0.7, 2.7) and (-0.5, 0.5); the raw rewards of the second prompt are equal.
@@ -142,7 +154,9 @@ def test_settings_that_do_not_fit_are_refused(case: str) -> None:
 def test_defaults_of_the_critic_may_be_spelled_out() -> None:
     spelled = {"value_clip": 0.2, "critic_optimizer": {"schedule": "constant", "warmup": 0.0}}
     assert PpoConfig.model_validate(RLOO | spelled).advantage.critic_free
-    assert PpoConfig.model_validate(RLOO | {"value_clip": None, "critic_optimizer": None}).advantage.critic_free
+    assert PpoConfig.model_validate(
+        RLOO | {"value_clip": None, "critic_optimizer": None}
+    ).advantage.critic_free
     assert not PpoConfig(replies_per_prompt=4).advantage.critic_free
 
 
@@ -165,13 +179,20 @@ def test_groups_that_are_rewarded_alike_are_a_finding() -> None:
 
 
 def make(tiny: Tiny, work: Path, **changes: object) -> CriticTrainer:
-    given = CriticConfig.model_validate({"max_rollouts": 6, "batch_size": 8, "checkpoint": {"every": 2}} | changes)
+    given = CriticConfig.model_validate(
+        {"max_rollouts": 6, "batch_size": 8, "checkpoint": {"every": 2}} | changes
+    )
     config = with_chosen_rates(given, new=True)
     engines = {"critic": LocalEngine(tiny.critic, config.optimizer, 24, "critic")}
     pair = ActorCriticPair(tiny.policy, tiny.critic, engines, tiny.sampling)
     rollout, prompts = RolloutConfig(max_new_tokens=7), TrainingPrompts([], tiny.prompts)
     return CriticTrainer(
-        config=config, rollout=rollout, pair=pair, reward_fn=tiny.reward_fn, prompts=prompts, context=RunContext(work)
+        config=config,
+        rollout=rollout,
+        pair=pair,
+        reward_fn=tiny.reward_fn,
+        prompts=prompts,
+        context=RunContext(work),
     )
 
 
@@ -181,13 +202,21 @@ def flat(model: torch.nn.Module) -> torch.Tensor:
 
 def test_stops_at_the_threshold_only_with_patience() -> None:
     rule = StopRule(threshold=0.7, patience=2, plateau=9)
-    seen = [rule.observe(variance, 1.0 / step) for step, variance in enumerate((0.8, 0.5, 0.7, 0.71), start=1)]
+    seen = [
+        rule.observe(variance, 1.0 / step)
+        for step, variance in enumerate((0.8, 0.5, 0.7, 0.71), start=1)
+    ]
     assert seen == [None, None, None, "threshold"]
 
 
 def test_stops_on_a_plateau() -> None:
     rule = StopRule(threshold=2.0, patience=1, plateau=2)
-    assert [rule.observe(0.0, loss) for loss in (1.0, 0.5, 0.499, 0.51)] == [None, None, None, "plateau"]
+    assert [rule.observe(0.0, loss) for loss in (1.0, 0.5, 0.499, 0.51)] == [
+        None,
+        None,
+        None,
+        "plateau",
+    ]
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
@@ -198,8 +227,13 @@ def test_a_loss_that_is_not_finite_is_never_the_best(bad: float) -> None:
     assert [rule.observe(0.0, bad) for _ in range(2)] == [None, "plateau"]
 
 
-def test_a_first_rollout_with_a_reward_that_is_not_finite_ends_no_run(tiny: Tiny, tmp_path: Path) -> None:
-    trainer, rollouts = make(tiny, tmp_path, max_rollouts=4, plateau=2, epochs=1, checkpoint={"every": 1}), []
+def test_a_first_rollout_with_a_reward_that_is_not_finite_ends_no_run(
+    tiny: Tiny, tmp_path: Path
+) -> None:
+    trainer, rollouts = (
+        make(tiny, tmp_path, max_rollouts=4, plateau=2, epochs=1, checkpoint={"every": 1}),
+        [],
+    )
     original = trainer.reward_fn
 
     def reward_fn(batch: Tokens) -> torch.Tensor:
@@ -235,8 +269,12 @@ WEIGHT, HIDDEN = 0.4, 4
 SHARED = {"critic_mode": "shared", "vf_loss_weight": WEIGHT}
 
 
-def learner_of(policy: HiddenTableLM, score: Tensor, config: PpoConfig, reference: Any = None) -> Learner:
-    """One recording engine over a table of hidden states, an unembedding and a value head (1, H)."""
+def learner_of(
+    policy: HiddenTableLM, score: Tensor, config: PpoConfig, reference: Any = None
+) -> Learner:
+    """One recording engine over a table of hidden states, an unembedding and a value head (1,
+    H).
+    """
     model = ActorCritic(policy, linear(score))  # type: ignore[arg-type]
     engine: Any = RecordingEngine(model)
     policy_model, limits = cast(Any, policy), MicroBatchLimits(config.micro_batch_size)
@@ -245,9 +283,11 @@ def learner_of(policy: HiddenTableLM, score: Tensor, config: PpoConfig, referenc
 
 
 def test_the_gradient_by_hand() -> None:
-    """One hidden unit h = 0, logits (h, 0), value 3h; reply = token 0, advantage 2, return 0.5, ratio 1.
+    """One hidden unit h = 0, logits (h, 0), value 3h; reply = token 0, advantage 2, return 0.5,
+    ratio 1.
 
-    Policy: -A dlog p0/dh = -2 (1 - 1/2) = -1. Value: (V - R) dV/dh = -0.5 * 3 = -1.5. Sum: -1 + 0.4 * -1.5 = -1.6.
+    Policy: -A dlog p0/dh = -2 (1 - 1/2) = -1. Value: (V - R) dV/dh = -0.5 * 3 = -1.5. Sum: -1 + 0.4
+    * -1.5 = -1.6.
     """
     one = torch.ones(1, 1, dtype=torch.float64)
     fields: dict[str, Any] = dict.fromkeys(Experience.__dataclass_fields__, one)
@@ -260,12 +300,16 @@ def test_the_gradient_by_hand() -> None:
         "advantages": one * 2.0,
         "returns": one * 0.5,
     }
-    policy = HiddenTableLM(torch.zeros(1, 3, 1, dtype=torch.float64), torch.tensor([[1.0], [0.0]]).double())
+    policy = HiddenTableLM(
+        torch.zeros(1, 3, 1, dtype=torch.float64), torch.tensor([[1.0], [0.0]]).double()
+    )
     learner = learner_of(policy, torch.tensor([[3.0]]).double(), make_config(**SHARED))
     metrics = accumulate_gradients(learner, Experience(**fields), 0.0, 0.0)
     # The state before the reply's token is at the last prompt position.
     assert policy.base_model.table.grad.flatten().tolist() == pytest.approx([0.0, -1.6, 0.0])  # type: ignore[union-attr]
-    assert metrics["value_loss"] == pytest.approx(0.125) and metrics["policy_loss"] == pytest.approx(-2.0)
+    assert metrics["value_loss"] == pytest.approx(0.125) and metrics[
+        "policy_loss"
+    ] == pytest.approx(-2.0)
     assert learner.pair.engines["policy"].total == pytest.approx(-2.0 + 0.4 * 0.125)  # type: ignore[attr-defined]
 
 
@@ -274,7 +318,10 @@ class SharedCase(Case):
 
     def draw_model(self, g: np.random.Generator) -> None:
         self.hidden = g.normal(size=(self.count, PROMPT + len(self.lengths) + 2, HIDDEN))
-        self.unembedding, self.score = g.normal(size=(VOCABULARY, HIDDEN)), g.normal(size=(1, HIDDEN))
+        self.unembedding, self.score = (
+            g.normal(size=(VOCABULARY, HIDDEN)),
+            g.normal(size=(1, HIDDEN)),
+        )
         self.apply()
 
     def apply(self) -> None:
@@ -287,13 +334,19 @@ class SharedCase(Case):
         return oracle.policy_loss(batch, self.s) + WEIGHT * oracle.value_loss(batch, self.s)
 
     def learner(self) -> Learner:
-        policy = HiddenTableLM(torch.from_numpy(self.hidden.copy()), torch.from_numpy(self.unembedding))
-        return learner_of(policy, torch.from_numpy(self.score), self.config, super().learner().reference)
+        policy = HiddenTableLM(
+            torch.from_numpy(self.hidden.copy()), torch.from_numpy(self.unembedding)
+        )
+        return learner_of(
+            policy, torch.from_numpy(self.score), self.config, super().learner().reference
+        )
 
 
 @pytest.mark.parametrize("seed", range(300, 316))
 def test_loss_and_gradients_agree_with_the_oracle(seed: int) -> None:
-    """Central differences of the oracle's policy loss + weight * value loss, for all three groups of parameters."""
+    """Central differences of the oracle's policy loss + weight * value loss, for all three groups
+    of parameters.
+    """
     s = allowed_switches(seed)
     case = SharedCase(seed, s, [None, 1, 2, 3][seed % 4])
     case.config = case.config.model_copy(update=SHARED)
@@ -301,7 +354,9 @@ def test_loss_and_gradients_agree_with_the_oracle(seed: int) -> None:
     sign = entropy_sign(case.config.entropy, measure_minibatch(learner.pair, experience)["entropy"])
     accumulate_gradients(learner, experience, s.beta, sign)
     constant = sign * s.entropy_weight * s.entropy_target if s.entropy == "target" else 0.0
-    assert learner.pair.engines["policy"].total - constant == pytest.approx(case.objective(), abs=1e-6), s  # type: ignore
+    assert learner.pair.engines["policy"].total - constant == pytest.approx(
+        case.objective(), abs=1e-6
+    ), s  # type: ignore
     critic: Any = learner.pair.critic  # type: ignore[attr-defined]
     places = [
         (case.hidden, critic.policy.base_model.table),
@@ -317,7 +372,9 @@ def test_loss_and_gradients_agree_with_the_oracle(seed: int) -> None:
                 table[place] += sign * step
                 sides.append(case.objective())
                 table[place] -= sign * step
-            assert float(parameter.grad[place]) == pytest.approx((sides[0] - sides[1]) / (2 * step), abs=3e-6), s
+            assert float(parameter.grad[place]) == pytest.approx(
+                (sides[0] - sides[1]) / (2 * step), abs=3e-6
+            ), s
 
 
 def gradients(model: torch.nn.Module) -> dict[str, Tensor]:
@@ -341,7 +398,9 @@ def test_a_transformers_gradient_is_the_sum_of_two_separate_ones(tiny: Tiny, siz
     assert value["value_loss"] == pytest.approx(separate_value["value_loss"], rel=1e-4)
     for name, gradient in both.items():
         expected = policy.get(name.removeprefix("policy."), 0.0)
-        expected = expected + WEIGHT * critic.get(f"model.{name.removeprefix('policy.')}", torch.zeros(()))
+        expected = expected + WEIGHT * critic.get(
+            f"model.{name.removeprefix('policy.')}", torch.zeros(())
+        )
         assert torch.allclose(gradient, expected, atol=2e-6, rtol=1e-3), name
     assert "policy.model.layers.0.self_attn.q_proj.weight" in both and "score.weight" in both
 

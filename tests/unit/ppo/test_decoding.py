@@ -1,6 +1,8 @@
-"""Decoding token by token: the cache, merged and packed layers, grouped attention, and what must not change with them.
+"""Decoding token by token: the cache, merged and packed layers, grouped attention, and what must
+not change with them.
 
-Packed layers are one product for layers of the same input, whatever order and thread they are called in.
+Packed layers are one product for layers of the same input, whatever order and thread they are
+called in.
 """
 
 from __future__ import annotations
@@ -55,17 +57,29 @@ CONFIGS = [
     transformers.LlamaConfig(**SIZES),
     transformers.Qwen2Config(**SIZES),
     transformers.MistralConfig(**SIZES, sliding_window=6),
-    transformers.Gemma2Config(**(SIZES | {"initializer_range": 0.1}), sliding_window=6, query_pre_attn_scalar=8),
+    transformers.Gemma2Config(
+        **(SIZES | {"initializer_range": 0.1}), sliding_window=6, query_pre_attn_scalar=8
+    ),
     transformers.GPT2Config(
-        vocab_size=V, n_embd=32, n_layer=2, n_head=4, n_positions=128, initializer_range=0.3, eos_token_id=EOS
+        vocab_size=V,
+        n_embd=32,
+        n_layer=2,
+        n_head=4,
+        n_positions=128,
+        initializer_range=0.3,
+        eos_token_id=EOS,
     ),
 ]
 
 
-def build(config: transformers.PretrainedConfig, dtype: torch.dtype = torch.float32, **settings: Any) -> Any:
+def build(
+    config: transformers.PretrainedConfig, dtype: torch.dtype = torch.float32, **settings: Any
+) -> Any:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(3)
-        model = transformers.AutoModelForCausalLM.from_config(config, dtype=dtype, **settings).eval()
+        model = transformers.AutoModelForCausalLM.from_config(
+            config, dtype=dtype, **settings
+        ).eval()
     use_float32_unembedding(model)
     return model
 
@@ -75,7 +89,9 @@ def sample(model: transformers.PreTrainedModel) -> Rollout:
 
 
 @torch.inference_mode()
-def sample_without_cache(model: Any, prompt: list[int], uniforms: Tensor) -> tuple[list[int], list[float]]:
+def sample_without_cache(
+    model: Any, prompt: list[int], uniforms: Tensor
+) -> tuple[list[int], list[float]]:
     """One reply, each token from a forward pass over all tokens before it, without padding."""
     reply: list[int] = []
     logprobs: list[float] = []
@@ -100,32 +116,55 @@ def test_replies_are_those_of_a_forward_pass_over_all_tokens(
     with layers.decoding_layers(model, len(PROMPTS), STEPS):
         assert any(isinstance(layer, layers.PackedLinear) for layer in model.modules()) == packed
         rollout = sample(model)
-    assert len({len(reply) for reply in rollout.replies()}) > 2 and max(map(len, rollout.replies())) > 8
+    assert (
+        len({len(reply) for reply in rollout.replies()}) > 2
+        and max(map(len, rollout.replies())) > 8
+    )
     # The first four have every length of a prompt.
-    for row, (prompt, uniforms) in enumerate(zip(PROMPTS[:4], philox_uniforms(5, range(4), STEPS), strict=True)):
+    for row, (prompt, uniforms) in enumerate(
+        zip(PROMPTS[:4], philox_uniforms(5, range(4), STEPS), strict=True)
+    ):
         reply, logprobs = sample_without_cache(model, prompt, uniforms)
         assert rollout.replies()[row] == reply
-        torch.testing.assert_close(rollout.logprobs[row, : len(reply)], torch.tensor(logprobs), atol=2e-5, rtol=1e-5)
+        torch.testing.assert_close(
+            rollout.logprobs[row, : len(reply)], torch.tensor(logprobs), atol=2e-5, rtol=1e-5
+        )
 
 
 @pytest.mark.parametrize("config", CONFIGS, ids=lambda config: config.model_type)
-def test_the_block_cache_changes_no_bit(config: transformers.PretrainedConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_block_cache_changes_no_bit(
+    config: transformers.PretrainedConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
     model = build(config)
     rollout = sample(model)
-    monkeypatch.setattr(generation, "BlockCache", lambda config: transformers.DynamicCache(config=config))
+    monkeypatch.setattr(
+        generation, "BlockCache", lambda config: transformers.DynamicCache(config=config)
+    )
     concatenated = sample(model)
     for field in fields(Rollout):
-        assert torch.equal(getattr(rollout, field.name), getattr(concatenated, field.name)), field.name
+        assert torch.equal(getattr(rollout, field.name), getattr(concatenated, field.name)), (
+            field.name
+        )
 
 
 def test_blocks_hold_what_concatenation_holds() -> None:
     """Over the border of a block, and after rows were dropped in the middle of one."""
     ours, theirs = BlockLayer(), DynamicLayer()  # type: ignore[no-untyped-call]
     generator = torch.Generator().manual_seed(0)
-    for new, kept in ((BLOCK - 3, None), (1, None), (1, [0, 2]), (1, None), (1, None), (2 * BLOCK, [1]), (1, None)):
+    for new, kept in (
+        (BLOCK - 3, None),
+        (1, None),
+        (1, [0, 2]),
+        (1, None),
+        (1, None),
+        (2 * BLOCK, [1]),
+        (1, None),
+    ):
         rows = 3 if theirs.keys is None else len(theirs.keys)
         keys, values = torch.randn(2, rows, 2, new, 4, generator=generator)
-        for got, expected in zip(ours.update(keys, values), theirs.update(keys, values), strict=True):
+        for got, expected in zip(
+            ours.update(keys, values), theirs.update(keys, values), strict=True
+        ):
             assert torch.equal(got, expected)
             assert got.untyped_storage().nbytes() % (rows * 2 * BLOCK * 4 * 4) == 0
         if kept is not None:
@@ -136,12 +175,17 @@ def test_blocks_hold_what_concatenation_holds() -> None:
 
 
 def test_layers_with_a_window_keep_their_own_cache() -> None:
-    kinds = [type(layer).__name__ for layer in BlockCache(transformers.Gemma2Config(**SIZES, sliding_window=6)).layers]
+    kinds = [
+        type(layer).__name__
+        for layer in BlockCache(transformers.Gemma2Config(**SIZES, sliding_window=6)).layers
+    ]
     assert kinds == ["DynamicSlidingWindowLayer", "BlockLayer"]
 
 
 @pytest.mark.parametrize("every", [3, 8, 100])
-def test_looking_for_ended_replies_less_often_is_safe(tiny: Tiny, every: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_looking_for_ended_replies_less_often_is_safe(
+    tiny: Tiny, every: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     uniforms = philox_uniforms(11, range(12), 7)
     expected = generate(tiny.policy, tiny.prompts[:12], uniforms, tiny.sampling)
     monkeypatch.setitem(generation.LOOK_EVERY, "cpu", every)
@@ -151,7 +195,13 @@ def test_looking_for_ended_replies_less_often_is_safe(tiny: Tiny, every: int, mo
     torch.testing.assert_close(rollout.logprobs, expected.logprobs)
     written: list[int] = []
     filtered = EvaluationSampling(tiny.sampling)
-    streamed = generate(tiny.policy, tiny.prompts[:1], uniforms[:1], filtered, lambda ids: written.extend(ids.tolist()))
+    streamed = generate(
+        tiny.policy,
+        tiny.prompts[:1],
+        uniforms[:1],
+        filtered,
+        lambda ids: written.extend(ids.tolist()),
+    )
     assert written == streamed.replies()[0]
 
 
@@ -177,7 +227,9 @@ FILTERED = EvaluationSampling(SAMPLING, top_p=0.9, repetition_penalty=1.3)
 
 @pytest.mark.parametrize("sampling", [SAMPLING, FILTERED], ids=["training", "filtered"])
 @pytest.mark.parametrize("prompts", [PROMPTS, [PROMPTS[1]] * 8], ids=["padded", "equally long"])
-@pytest.mark.parametrize("config", [CONFIGS[0], CONFIGS[1], CONFIGS[4]], ids=lambda config: config.model_type)
+@pytest.mark.parametrize(
+    "config", [CONFIGS[0], CONFIGS[1], CONFIGS[4]], ids=lambda config: config.model_type
+)
 def test_captured_steps_draw_the_same_replies(
     config: transformers.PretrainedConfig,
     prompts: list[list[int]],
@@ -185,7 +237,9 @@ def test_captured_steps_draw_the_same_replies(
     captured: list[torch.Size],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Over borders of the buffers, with rows dropped between, and with the tokens of each step told."""
+    """Over borders of the buffers, with rows dropped between, and with the tokens of each step
+    told.
+    """
     model = build(config)
     uniforms, told = philox_uniforms(5, range(len(prompts)), STEPS), list[int]()
     monkeypatch.setattr(generation, "GRAPH_LENGTH", BLOCK // 4)
@@ -208,12 +262,16 @@ CAPTURED = ("gpt_neox", "gptj", "opt", "falcon", "stablelm", "qwen3_moe", "coher
 def test_architectures_are_captured_where_nothing_changes(
     name: str, captured: list[torch.Size], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Bloom's attention takes positions from the mask, Gemma's layers see windows, Mamba's have states."""
+    """Bloom's attention takes positions from the mask, Gemma's layers see windows, Mamba's have
+    states.
+    """
     model, uniforms = tiny_causal_lm(name), philox_uniforms(1, range(4), STEPS)
     prompts = [prompt[: 3 + row] for row, prompt in enumerate(PROMPTS[4:])]
     rollout = generate(model, prompts, uniforms, SAMPLING)
     fixed = len(captured) // model.config.num_hidden_layers
-    assert fixed >= 2 if name in CAPTURED else fixed == (name == "bloom"), "compared, and then captured"
+    assert fixed >= 2 if name in CAPTURED else fixed == (name == "bloom"), (
+        "compared, and then captured"
+    )
     monkeypatch.delitem(generation.GRAPHS, "cpu")
     plain = generate(model, prompts, uniforms, SAMPLING)
     assert torch.equal(rollout.tokens, plain.tokens)
@@ -235,7 +293,11 @@ def test_a_graph_holds_what_it_reads(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_masks_stay_where_a_graph_reads_them() -> None:
-    forbidden = partial(_forbidden_mask, torch.zeros(1, dtype=torch.long), sampling=replace(SAMPLING, min_new_tokens=0))
+    forbidden = partial(
+        _forbidden_mask,
+        torch.zeros(1, dtype=torch.long),
+        sampling=replace(SAMPLING, min_new_tokens=0),
+    )
     own = forbidden(width=V)
     for width in range(V + 1, V + 100):
         forbidden(width=width)
@@ -265,7 +327,12 @@ def test_a_capture_that_fails_leaves_its_stream(monkeypatch: pytest.MonkeyPatch)
         def __exit__(self, *_: object) -> None:
             raise RuntimeError("operation failed due to a previous error during capture")
 
-    for name, value in {"CUDAGraph": Mock, "graph": Graph, "stream": stream, "current_stream": lambda: "own"}.items():
+    for name, value in {
+        "CUDAGraph": Mock,
+        "graph": Graph,
+        "stream": stream,
+        "current_stream": lambda: "own",
+    }.items():
         monkeypatch.setattr(torch.cuda, name, value)
     with pytest.raises(RuntimeError, match="previous error"):
         generation.cuda_graph(lambda: None)
@@ -292,12 +359,16 @@ def sample_plainly(prompts: list[list[int]]) -> Rollout:
 
 
 def with_forward(change: Any) -> Any:
-    """A model that calls ``change`` with the mask of attention, which a graph gives four dimensions."""
+    """A model that calls ``change`` with the mask of attention, which a graph gives four
+    dimensions.
+    """
     model = build(CONFIGS[0])
     own = model.model.forward
 
     def forward(attention_mask: Any = None, **given: Any) -> Any:
-        return own(attention_mask=change(attention_mask) if attention_mask is not None else None, **given)
+        return own(
+            attention_mask=change(attention_mask) if attention_mask is not None else None, **given
+        )
 
     model.model.forward = forward
     return model
@@ -333,8 +404,14 @@ WAITS = {
     "unique": lambda mask: mask.unique(),
 }
 NOT_CAPTURED = {
-    **{f"sees all, {count} tokens held": (seen_anyway, count) for count in (BLOCK - 2, BLOCK - 1, BLOCK, 5)},
-    **{kind.__name__: (refused(kind), 5) for kind in (AttributeError, IndexError, KeyError, ValueError, RuntimeError)},
+    **{
+        f"sees all, {count} tokens held": (seen_anyway, count)
+        for count in (BLOCK - 2, BLOCK - 1, BLOCK, 5)
+    },
+    **{
+        kind.__name__: (refused(kind), 5)
+        for kind in (AttributeError, IndexError, KeyError, ValueError, RuntimeError)
+    },
     **{f"waits: {name}": (looks(look), 5) for name, look in WAITS.items()},
 }
 
@@ -352,7 +429,9 @@ def test_what_a_graph_cannot_hold_is_decoded_step_by_step(
         assert len(captured) == 2, "two layers, compared once"
 
 
-def test_what_cannot_be_captured_goes_step_by_step(captured: list[torch.Size], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_cannot_be_captured_goes_step_by_step(
+    captured: list[torch.Size], monkeypatch: pytest.MonkeyPatch
+) -> None:
     def waits(work: Any) -> Any:
         raise RuntimeError("operation not permitted when stream is capturing")
 
@@ -419,7 +498,9 @@ def test_what_changes_between_two_samplings_is_seen(
         batch, found = PromptBatch(prompts, range(len(prompts)), seed), []
         for graphs in ({"cpu": recorded_graph}, {}):
             monkeypatch.setattr(generation, "GRAPHS", graphs)
-            sampler = LocalSampler.of(copy.deepcopy(model) if name == "the model for a copy" else model)
+            sampler = LocalSampler.of(
+                copy.deepcopy(model) if name == "the model for a copy" else model
+            )
             captured.clear()
             with sampler.awake(0, len(prompts), STEPS):
                 found.append(sampler.sample(batch, sampling))
@@ -433,7 +514,9 @@ def test_threads_capture_their_own_steps(captured: list[torch.Size]) -> None:
     models = [build(CONFIGS[0]), build(CONFIGS[1])] * 2
     alone = [sample_of(model, PROMPTS[row : row + 2]).tokens for row, model in enumerate(models)]
     with ThreadPoolExecutor(4) as pool:
-        together = list(pool.map(lambda row: sample_of(models[row], PROMPTS[row : row + 2]).tokens, range(4)))
+        together = list(
+            pool.map(lambda row: sample_of(models[row], PROMPTS[row : row + 2]).tokens, range(4))
+        )
     assert all(torch.equal(one, other) for one, other in zip(alone, together, strict=True))
 
 
@@ -455,7 +538,9 @@ def logits(model: Any) -> Tensor:
 
 @needs_peft
 @pytest.mark.parametrize("packed", [False, True], ids=["plain", "packed"])
-def test_adapters_are_merged_while_sampling_and_never_after(packed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_adapters_are_merged_while_sampling_and_never_after(
+    packed: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     model = adapted()
     before, modules = logits(model), dict(model.named_modules())
     weights = {name: tensor.clone() for name, tensor in model.state_dict().items()}
@@ -467,9 +552,13 @@ def test_adapters_are_merged_while_sampling_and_never_after(packed: bool, monkey
         torch.testing.assert_close(logits(model), before, atol=2e-5, rtol=1e-5)
         _ = 1 / 0
     after = dict(model.named_modules())
-    assert list(after) == list(modules) and all(after[name] is module for name, module in modules.items())
+    assert list(after) == list(modules) and all(
+        after[name] is module for name, module in modules.items()
+    )
     assert all(torch.equal(tensor, weights[name]) for name, tensor in model.state_dict().items())
-    assert [name for name, parameter in model.named_parameters() if parameter.requires_grad] == trainable
+    assert [
+        name for name, parameter in model.named_parameters() if parameter.requires_grad
+    ] == trainable
     assert torch.equal(logits(model), before)
 
 
@@ -495,7 +584,9 @@ def test_layers_in_four_bits_stay_packed_and_adapted() -> None:
 
 
 @pytest.mark.parametrize("packed", [False, True], ids=["plain", "packed"])
-def test_the_head_of_a_bfloat16_model_still_gives_float32_logits(packed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_head_of_a_bfloat16_model_still_gives_float32_logits(
+    packed: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     model = build(transformers.LlamaConfig(**SIZES), torch.bfloat16)
     before = logits(model)
     if packed:
@@ -525,7 +616,12 @@ FEW = 12
 
 def with_six_heads(dtype: torch.dtype, kv_heads: int = 2) -> transformers.PreTrainedModel:
     """A random Llama with six query heads."""
-    sizes = {"hidden_size": 48, "num_attention_heads": 6, "num_key_value_heads": kv_heads, "initializer_range": 0.02}
+    sizes = {
+        "hidden_size": 48,
+        "num_attention_heads": 6,
+        "num_key_value_heads": kv_heads,
+        "initializer_range": 0.02,
+    }
     return build(transformers.LlamaConfig(**SIZES | sizes), dtype, attn_implementation="sdpa")
 
 
@@ -570,7 +666,8 @@ def test_one_token_without_mask_is_grouped_in_low_precision(queries: list[tuple[
     with layers.decoding_layers(model, 1, FEW):
         grouped = sample_of(model, prompts)
     assert queries.count((2, 2, 3, 8)) == 2 * (FEW - 1), "two layers, all tokens but the first"
-    # Log-probabilities in bfloat16 round at the third digit; where no other token was drawn they are the same.
+    # Log-probabilities in bfloat16 round at the third digit; where no other token was drawn they
+    # are the same.
     same = (plain.tokens == grouped.tokens)[:, 3:].long().cumprod(dim=1).bool()
     assert same[:, 0].all()
     torch.testing.assert_close(grouped.logprobs[same], plain.logprobs[same], atol=0.05, rtol=0.02)
@@ -585,7 +682,9 @@ def test_one_token_without_mask_is_grouped_in_low_precision(queries: list[tuple[
     ],
     ids=["float32", "a key for each query", "padding"],
 )
-def test_elsewhere_no_bit_changes(dtype: torch.dtype, kv_heads: int, prompts: list[list[int]]) -> None:
+def test_elsewhere_no_bit_changes(
+    dtype: torch.dtype, kv_heads: int, prompts: list[list[int]]
+) -> None:
     model = with_six_heads(dtype, kv_heads)
     plain = sample_of(model, prompts)
     with layers.decoding_attention(model):
@@ -626,7 +725,9 @@ def rows(seed: int) -> Tensor:
 
 
 @needs_packing
-def test_the_result_of_another_input_is_not_taken(plain: list[nn.Linear], packed: list[layers.PackedLinear]) -> None:
+def test_the_result_of_another_input_is_not_taken(
+    plain: list[nn.Linear], packed: list[layers.PackedLinear]
+) -> None:
     with torch.inference_mode():
         first, second = rows(1), rows(2)
         packed[0](first)
@@ -644,7 +745,9 @@ def test_no_result_is_kept_once_the_last_layer_has_it(packed: list[layers.Packed
 
 
 @needs_packing
-def test_threads_do_not_take_results_of_each_other(plain: list[nn.Linear], packed: list[layers.PackedLinear]) -> None:
+def test_threads_do_not_take_results_of_each_other(
+    plain: list[nn.Linear], packed: list[layers.PackedLinear]
+) -> None:
     barrier = Barrier(2, timeout=60)
 
     def compute(seed: int) -> bool:
@@ -654,7 +757,9 @@ def test_threads_do_not_take_results_of_each_other(plain: list[nn.Linear], packe
                 input = rows(100 * seed + turn)
                 for position in range(3):
                     barrier.wait()
-                    right &= torch.allclose(packed[position](input), plain[position](input), atol=1e-6)
+                    right &= torch.allclose(
+                        packed[position](input), plain[position](input), atol=1e-6
+                    )
         return right
 
     with ThreadPoolExecutor(2) as pool:

@@ -1,4 +1,6 @@
-"""Metrics of a rollout by hand, and rules on trajectories: collapse is caught, health is left alone."""
+"""Metrics of a rollout by hand, and rules on trajectories: collapse is caught, health is left
+alone.
+"""
 
 from __future__ import annotations
 
@@ -43,7 +45,11 @@ def rule(*checks: Check, action: str = "warn", after: int = 1) -> Rule:
 
 
 def run(
-    monitor: HealthMonitor, end: dict[str, float], iterations: int = 45, seed: int = 0, noise: float = 0.08
+    monitor: HealthMonitor,
+    end: dict[str, float],
+    iterations: int = 45,
+    seed: int = 0,
+    noise: float = 0.08,
 ) -> list[Finding]:
     """Signals that move linearly from START to ``end`` with relative noise."""
     stream = np.random.default_rng(seed)
@@ -53,7 +59,10 @@ def run(
         values = {k: v + (end.get(k, v) - v) * share for k, v in START.items()}
         noisy = {k: v * (1 + noise * stream.standard_normal()) for k, v in values.items()}
         if i % 5 == 0:
-            noisy |= {"win_rate": 0.5 + 0.15 * share + 0.03 * stream.standard_normal(), "referee_gap": 0.3 * share}
+            noisy |= {
+                "win_rate": 0.5 + 0.15 * share + 0.03 * stream.standard_normal(),
+                "referee_gap": 0.3 * share,
+            }
         found += monitor.observe(i, noisy)
     return found
 
@@ -98,30 +107,48 @@ def test_reward_up_while_the_referee_turns_away() -> None:
             signals["win_rate"] = 0.7 if i <= 20 else 0.35
         found += monitor.observe(i, signals)
     stops = {f.rule: f.iteration for f in reversed(found) if f.stops}
-    # Mean of the last two at iteration 25: (.7 + .35) / 2 = .525, a drop of .175 from the best; at 30 both are .35.
+    # Mean of the last two at iteration 25: (.7 + .35) / 2 = .525, a drop of .175 from the best; at
+    # 30 both are .35.
     assert stops == {"reward_up_win_rate_down": 25, "losing_to_sft": 30}
 
 
 def test_progress_that_only_the_reward_model_sees() -> None:
     monitor = HealthMonitor(LIMITS)
-    found = [f for i in range(1, 7) for f in monitor.observe(i, {"referee_gap": 0.2 * i, "win_rate": 0.51})]
+    found = [
+        f
+        for i in range(1, 7)
+        for f in monitor.observe(i, {"referee_gap": 0.2 * i, "win_rate": 0.51})
+    ]
     # Means of two: .9 at iteration 5 is not above .9, 1.1 at iteration 6 is.
     assert [(f.rule, f.iteration) for f in found if f.stops] == [("reward_without_wins", 6)]
 
 
 @pytest.mark.parametrize(
-    ("pull", "ptx", "stops"), [(0.0, 0.0, [4]), (0.05, 0.0, []), (0.0, 0.1, []), (math.nan, 0.0, [])]
+    ("pull", "ptx", "stops"),
+    [(0.0, 0.0, [4]), (0.05, 0.0, []), (0.0, 0.1, []), (math.nan, 0.0, [])],
 )
-def test_drift_stops_early_only_where_nothing_pulls_back(pull: float, ptx: float, stops: list[int]) -> None:
+def test_drift_stops_early_only_where_nothing_pulls_back(
+    pull: float, ptx: float, stops: list[int]
+) -> None:
     monitor = HealthMonitor(LIMITS)
-    drift = [0.0, 0.2, 0.5, 0.9, 1.6]  # means of two: .35 at iteration 3, .7 at 4; a tenth of the budget is .6
+    drift = [
+        0.0,
+        0.2,
+        0.5,
+        0.9,
+        1.6,
+    ]  # means of two: .35 at iteration 3, .7 at 4; a tenth of the budget is .6
     rows = [{"kl": kl, "kl_pull": pull, "ptx_weight": ptx} for kl in drift]
     found = [f for i, row in enumerate(rows, 1) for f in monitor.observe(i, row)]
     assert [f.iteration for f in found if f.stops][:1] == stops
 
 
-@pytest.mark.parametrize(("variance", "pull", "stops"), [(0.05, 0.0, [3]), (0.4, 0.0, []), (0.05, 0.05, [])])
-def test_a_blind_critic_stops_where_nothing_holds_the_policy(variance: float, pull: float, stops: list[int]) -> None:
+@pytest.mark.parametrize(
+    ("variance", "pull", "stops"), [(0.05, 0.0, [3]), (0.4, 0.0, []), (0.05, 0.05, [])]
+)
+def test_a_blind_critic_stops_where_nothing_holds_the_policy(
+    variance: float, pull: float, stops: list[int]
+) -> None:
     monitor = HealthMonitor(LIMITS)
     row = {"explained_variance": variance, "kl_pull": pull, "ptx_weight": 0.0, "kl": 0.05}
     found = [f for i in range(1, 6) for f in monitor.observe(i, row)]
@@ -158,7 +185,9 @@ def test_relative_bounds_have_slack() -> None:
 
 def test_a_warning_is_said_once_until_it_clears() -> None:
     monitor = HealthMonitor(LIMITS, [rule(Check("kl", ">", 1.0, window=1))])
-    fired = [bool(monitor.observe(i, {"kl": kl})) for i, kl in enumerate([2.0, 2.0, 0.5, 2.0], start=1)]
+    fired = [
+        bool(monitor.observe(i, {"kl": kl})) for i, kl in enumerate([2.0, 2.0, 0.5, 2.0], start=1)
+    ]
     assert fired == [True, False, False, True]
     pausing = HealthMonitor(LIMITS, [rule(Check("kl", ">", 1.0, window=1), action="pause")])
     assert [bool(pausing.observe(i, {"kl": 2.0})) for i in (1, 2)] == [True, True]
@@ -174,7 +203,9 @@ def test_rules_wait_for_their_iteration_metric_and_limit() -> None:
 @pytest.mark.parametrize("cut", [1, 7, 20])
 def test_resumed_monitor_judges_like_the_uninterrupted_one(cut: int) -> None:
     stream = np.random.default_rng(4)
-    rows = [{k: v * (1 + 0.5 * stream.standard_normal()) for k, v in START.items()} for _ in range(30)]
+    rows = [
+        {k: v * (1 + 0.5 * stream.standard_normal()) for k, v in START.items()} for _ in range(30)
+    ]
     rows[5]["policy_loss"] = math.nan
     whole = HealthMonitor(LIMITS)
     expected = [whole.observe(i, row) for i, row in enumerate(rows, start=1)]
@@ -238,13 +269,21 @@ def test_all_metrics_of_a_rollout() -> None:
         "monte_carlo_returns": torch.tensor([[1.0, 2.0, 3.0], [4.0, 9.0, 9.0]]),
     }
     metrics = rollout_metrics(Experience(**fields), ["a b", ""], torch.tensor([0.5, 0.1]))
-    assert metrics["length"] == 2.0 and metrics["missing_eos"] == 0.5 and metrics["short_replies"] == 1.0
+    assert (
+        metrics["length"] == 2.0
+        and metrics["missing_eos"] == 0.5
+        and metrics["short_replies"] == 1.0
+    )
     assert metrics["length_p95"] == pytest.approx(2.9) and metrics["reward_mean"] == 1.5
     assert metrics["entropy"] == 2.0 and metrics["kl_full"] == pytest.approx((0.6 + 0.4) / 2)
     assert metrics["reward_length_correlation"] == pytest.approx(1.0, abs=1e-12)
     assert metrics["reward_referee_correlation"] == pytest.approx(1.0, abs=1e-12)
     assert metrics["referee_mean"] == pytest.approx(0.3) and metrics["reward_treated"] == -0.25
-    assert metrics["explained_variance"] == 1.0 and metrics["first_ratio"] == 1.0 and metrics["sampler_gap"] == 0.25
+    assert (
+        metrics["explained_variance"] == 1.0
+        and metrics["first_ratio"] == 1.0
+        and metrics["sampler_gap"] == 0.25
+    )
     assert all(isinstance(value, float) and math.isfinite(value) for value in metrics.values())
     alone = rollout_metrics(Experience(**fields), ["a b", ""])
     assert metrics.keys() - alone.keys() == {"referee_mean", "reward_referee_correlation"}
@@ -254,9 +293,17 @@ def test_all_metrics_of_a_rollout() -> None:
 @given(st.integers(0, 10_000), st.integers(1, 4))
 def test_padding_columns_change_nothing(seed: int, extra: int) -> None:
     generator = torch.Generator().manual_seed(seed)
-    logprobs, reference = -torch.rand(4, 5, generator=generator), -torch.rand(4, 5, generator=generator)
+    logprobs, reference = (
+        -torch.rand(4, 5, generator=generator),
+        -torch.rand(4, 5, generator=generator),
+    )
     lengths = torch.randint(1, 6, (4,), generator=generator)
     mask = (torch.arange(5) < lengths[:, None]).long()
-    wide = [torch.cat([t, torch.full((4, extra), fill)], dim=1) for t, fill in ((logprobs, 7.0), (reference, -9.0))]
+    wide = [
+        torch.cat([t, torch.full((4, extra), fill)], dim=1)
+        for t, fill in ((logprobs, 7.0), (reference, -9.0))
+    ]
     wide_mask = torch.cat([mask, torch.zeros(4, extra, dtype=torch.long)], dim=1)
-    assert drift_metrics(*wide, wide_mask) == pytest.approx(drift_metrics(logprobs, reference, mask))
+    assert drift_metrics(*wide, wide_mask) == pytest.approx(
+        drift_metrics(logprobs, reference, mask)
+    )

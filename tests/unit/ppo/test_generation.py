@@ -1,4 +1,6 @@
-"""The sampler's log-probabilities and filters (traps 1 and 2); rollouts are in sampling/test_samplers.py."""
+"""The sampler's log-probabilities and filters (traps 1 and 2); rollouts are in
+sampling/test_samplers.py.
+"""
 
 from __future__ import annotations
 
@@ -47,13 +49,17 @@ def sample(tiny: Tiny, sampling: Sampling | None = None, rows: list[int] | None 
     return generate(tiny.policy, [tiny.prompts[i] for i in rows], uniforms, used)
 
 
-def predict(tiny: Tiny, rollout: Rollout, sampling: Sampling, micro_batch_size: int | None) -> Experience:
+def predict(
+    tiny: Tiny, rollout: Rollout, sampling: Sampling, micro_batch_size: int | None
+) -> Experience:
     return predict_tokens(tiny.untrained_pair(sampling, micro_batch_size), tiny.reference, rollout)
 
 
 def compared(rollout: Rollout, scored: Experience) -> dict[str, float]:
     """Sampler against trainer, by the limits of float32."""
-    return logprob_differences(rollout.logprobs, scored.policy_logprobs, rollout.response_mask, "float32")
+    return logprob_differences(
+        rollout.logprobs, scored.policy_logprobs, rollout.response_mask, "float32"
+    )
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.6, 1.7])
@@ -78,7 +84,9 @@ def test_sampler_and_trainer_agree(tiny: Tiny, temperature: float, minimum: int)
     ],
     ids=["temperature", "minimum length", "filters of an evaluation"],
 )
-def test_another_distribution_is_noticed(tiny: Tiny, sampled: TokenDistribution, scored_by: Sampling) -> None:
+def test_another_distribution_is_noticed(
+    tiny: Tiny, sampled: TokenDistribution, scored_by: Sampling
+) -> None:
     rollout = generate(tiny.policy, tiny.prompts[:12], philox_uniforms(11, range(12), 7), sampled)
     scored = predict(tiny, rollout, scored_by, None)
     with pytest.raises(RlhfError, match="not the one that is scored"):
@@ -93,7 +101,9 @@ def test_weights_that_are_not_finite_are_noticed() -> None:
 
 
 def test_pad_equal_to_eos_changes_nothing(tiny: Tiny) -> None:
-    """Trap 2: masks come from lengths, so the padding token may be anything, the end marker included."""
+    """Trap 2: masks come from lengths, so the padding token may be anything, the end marker
+    included.
+    """
     usual, same = sample(tiny), sample(tiny, dataclasses.replace(tiny.sampling, pad_id=EOS))
     assert usual.replies() == same.replies()
     assert torch.equal(usual.response_mask, same.response_mask)
@@ -114,7 +124,9 @@ def test_padding_side_changes_no_logprob(tiny: Tiny) -> None:
         with torch.inference_mode():
             tokens = token_statistics(response_logits(tiny.policy, alone), alone, tiny.sampling)
             score = tiny.reward.reply_scores(alone.tokens, alone.attention_mask)
-        assert torch.allclose(tokens["logprobs"][0], scored.policy_logprobs[row, : len(reply)], atol=1e-5)
+        assert torch.allclose(
+            tokens["logprobs"][0], scored.policy_logprobs[row, : len(reply)], atol=1e-5
+        )
         batched = tiny.reward_fn(rollout.batch)
         assert torch.allclose(score, batched[row : row + 1], atol=1e-5)
 
@@ -139,13 +151,18 @@ def test_no_stop_token_is_drawn_before_the_minimum_length() -> None:
 def test_the_stop_tokens_are_those_of_the_chat_template() -> None:
     qwen = next(real for real in REAL_TEMPLATES if real.name == "qwen-2.5-base")
     sampling = Sampling.for_tokenizer(qwen.tokenizer, 5)
-    assert qwen.tokenizer.convert_ids_to_tokens(list(sampling.stop_ids)) == ["<|im_end|>", "<|endoftext|>"]
+    assert qwen.tokenizer.convert_ids_to_tokens(list(sampling.stop_ids)) == [
+        "<|im_end|>",
+        "<|endoftext|>",
+    ]
     assert sampling.eos_id == qwen.tokenizer.convert_tokens_to_ids("<|im_end|>")
     assert sampling.forbidden_ids == (qwen.tokenizer.convert_tokens_to_ids("<|im_start|>"),)
 
 
 def favouring(tiny: Tiny, ids: list[int]) -> Tiny:
-    """A policy that writes ``ids`` far more often than anything else: they are read as the likely end marker is."""
+    """A policy that writes ``ids`` far more often than anything else: they are read as the likely
+    end marker is.
+    """
     with torch.no_grad():
         tiny.policy.lm_head.weight[ids] = tiny.policy.lm_head.weight[EOS] * 20.0
     return tiny
@@ -155,10 +172,14 @@ def test_special_tokens_are_forbidden_and_the_end_marker_is_not() -> None:
     tokenizer = train_tokenizer(["some text to write"], 300)
     tokenizer.add_tokens(["<think>"])  # written as text, so a reply may contain it
     tokenizer.add_tokens(["<|tool|>"], special_tokens=True)
-    sampling = Sampling.for_rollouts(tokenizer, RolloutConfig(max_new_tokens=5, temperature=0.7, min_new_tokens=2))
+    sampling = Sampling.for_rollouts(
+        tokenizer, RolloutConfig(max_new_tokens=5, temperature=0.7, min_new_tokens=2)
+    )
     names = ["<|pad|>", "<|user|>", "<|assistant|>", "<|system|>", "<|tool|>"]
     assert sampling.forbidden_ids == tuple(sorted(tokenizer.convert_tokens_to_ids(names)))
-    assert sampling.eos_id == tokenizer.convert_tokens_to_ids("<|end|>") not in sampling.forbidden_ids
+    assert (
+        sampling.eos_id == tokenizer.convert_tokens_to_ids("<|end|>") not in sampling.forbidden_ids
+    )
     assert sampling.vocabulary_size == len(tokenizer)
     assert (sampling.max_new_tokens, sampling.temperature, sampling.min_new_tokens) == (5, 0.7, 2)
 
@@ -172,28 +193,45 @@ def test_evaluation_forbids_the_same_tokens() -> None:
 
 
 def test_padding_and_role_tokens_are_never_sampled_by_a_policy_that_wants_them(tiny: Tiny) -> None:
-    """And the trainer scores the replies under the very distribution that they were sampled from."""
+    """And the trainer scores the replies under the very distribution that they were sampled
+    from.
+    """
     wanted = [PAD, 5, 6]
     eager = favouring(tiny, wanted)
     free = sample(eager)
     assert {token for reply in free.replies() for token in reply} & set(wanted)
     sampling = dataclasses.replace(tiny.sampling, forbidden_ids=tuple(wanted), vocabulary_size=20)
     uniforms, filtered = philox_uniforms(11, range(12), 7), EvaluationSampling(sampling, 0.9, 1.2)
-    for rollout in (sample(eager, sampling), generate(eager.policy, eager.prompts[:12], uniforms, filtered)):
+    for rollout in (
+        sample(eager, sampling),
+        generate(eager.policy, eager.prompts[:12], uniforms, filtered),
+    ):
         written = {token for reply in rollout.replies() for token in reply}
         assert written and not written & set(wanted) and max(written) < 20
     rollout = sample(eager, sampling)
     scored = predict(eager, rollout, sampling, 3)
     assert compared(rollout, scored)["sampler_gap"] < 1e-4
-    columns = scored.policy_logprobs, scored.ref_logprobs, scored.entropy, scored.values, scored.full_kl
+    columns = (
+        scored.policy_logprobs,
+        scored.ref_logprobs,
+        scored.entropy,
+        scored.values,
+        scored.full_kl,
+    )
     assert all(bool(column.isfinite().all()) for column in columns)
 
 
 def test_kl_and_entropy_are_those_of_the_allowed_tokens_alone() -> None:
-    """Policy and reference mask the same ids, so every figure equals that of a vocabulary without them."""
-    sampling = Sampling(eos_id=1, pad_id=0, max_new_tokens=4, forbidden_ids=(0, 3), vocabulary_size=5)
+    """Policy and reference mask the same ids, so every figure equals that of a vocabulary without
+    them.
+    """
+    sampling = Sampling(
+        eos_id=1, pad_id=0, max_new_tokens=4, forbidden_ids=(0, 3), vocabulary_size=5
+    )
     kept = [1, 2, 4]
-    logits, other = torch.randn(2, 1, 2, 6, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    logits, other = torch.randn(
+        2, 1, 2, 6, generator=torch.Generator().manual_seed(0), dtype=torch.float64
+    )
     logits.requires_grad_()
     policy, reference = log_distribution(logits, sampling), log_distribution(other, sampling)
     small, small_reference = (torch.log_softmax(x[..., kept], -1) for x in (logits, other))
@@ -206,7 +244,9 @@ def test_kl_and_entropy_are_those_of_the_allowed_tokens_alone() -> None:
     torch.testing.assert_close(k1, expected)
     (full_kl(policy, reference).sum() + entropy(policy).sum()).backward()
     assert logits.grad is not None and bool(logits.grad.isfinite().all())
-    assert bool((logits.grad[..., [0, 3, 5]] == 0).all()) and bool((logits.grad[..., kept] != 0).any())
+    assert bool((logits.grad[..., [0, 3, 5]] == 0).all()) and bool(
+        (logits.grad[..., kept] != 0).any()
+    )
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -217,7 +257,11 @@ def test_the_models_logits_are_left_as_they_are(dtype: torch.dtype, temperature:
     sampling = Sampling(1, 0, 4, temperature, min_new_tokens=1, forbidden_ids=(0,))
     dist = log_distribution(logits, sampling)
     assert torch.equal(logits, before) and dist.dtype == torch.float32
-    assert bool((dist[..., 0] < -1e8).all()) and bool((dist[:, 0, 1] < -1e8).all()) and float(dist[0, 1, 1]) > -1e3
+    assert (
+        bool((dist[..., 0] < -1e8).all())
+        and bool((dist[:, 0, 1] < -1e8).all())
+        and float(dist[0, 1, 1]) > -1e3
+    )
 
 
 def test_top_p_keeps_the_smallest_sufficient_set() -> None:
@@ -235,18 +279,24 @@ def test_repetition_penalty_by_hand() -> None:
 
 
 def test_repetition_penalty_counts_generated_tokens_only() -> None:
-    """The paper's penalty is "based on previously generated tokens": a prompt with every token in it changes nothing.
+    """The paper's penalty is "based on previously generated tokens": a prompt with every token in
+    it changes nothing.
 
-    All four tokens have a logit of 50, which the penalty brings to nearly 0: no token is drawn twice before all were.
+    All four tokens have a logit of 50, which the penalty brings to nearly 0: no token is drawn
+    twice before all were.
     """
 
     class Uniform(torch.nn.Module):
         device, config = torch.device("cpu"), LlamaConfig(num_hidden_layers=1)
 
         def forward(self, input_ids: torch.Tensor, **_: Any) -> SimpleNamespace:
-            return SimpleNamespace(logits=torch.full((len(input_ids), 1, 4), 50.0), past_key_values=SimpleNamespace())
+            return SimpleNamespace(
+                logits=torch.full((len(input_ids), 1, 4), 50.0), past_key_values=SimpleNamespace()
+            )
 
-    sampling = EvaluationSampling(Sampling(eos_id=9, pad_id=0, max_new_tokens=4), repetition_penalty=1e4)
+    sampling = EvaluationSampling(
+        Sampling(eos_id=9, pad_id=0, max_new_tokens=4), repetition_penalty=1e4
+    )
     uniforms = torch.tensor([[0.1, 0.1, 0.1, 0.1], [0.9, 0.1, 0.9, 0.1]], dtype=torch.float64)
     model: Any = Uniform()
     fresh = generate(model, [[2], [2]], uniforms, sampling).replies()
@@ -264,4 +314,6 @@ def test_a_model_that_another_thread_loads_changes_no_reply(tiny: Tiny) -> None:
     finally:
         torch.set_default_dtype(before)
     assert torch.equal(replies.tokens, expected.tokens)
-    assert replies.logprobs.dtype == torch.float32 and torch.equal(replies.logprobs, expected.logprobs)
+    assert replies.logprobs.dtype == torch.float32 and torch.equal(
+        replies.logprobs, expected.logprobs
+    )

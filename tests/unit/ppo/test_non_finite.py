@@ -1,4 +1,6 @@
-"""NaN and infinity in rewards, values, logits and gradients: the step is skipped and counted, three in a row stop."""
+"""NaN and infinity in rewards, values, logits and gradients: the step is skipped and counted, three
+in a row stop.
+"""
 
 from __future__ import annotations
 
@@ -24,9 +26,11 @@ FIRST = 1  # the iteration at which something breaks
 
 @dataclass
 class Fault:
-    """Multiplies what passes by ``bad`` in iteration ``FIRST``, and in all after it when ``lasting``.
+    """Multiplies what passes by ``bad`` in iteration ``FIRST``, and in all after it when
+    ``lasting``.
 
-    Iterations are told by the calls of the reward model, which come after a rollout's passes and before its update.
+    Iterations are told by the calls of the reward model, which come after a rollout's passes and
+    before its update.
     """
 
     bad: float
@@ -37,10 +41,16 @@ class Fault:
         return iteration == FIRST or (self.lasting and iteration > FIRST)
 
     def __call__(self, values: Tensor, during: str) -> Tensor:
-        """Breaks ``values`` of the pass that is named (``rollout`` or ``update``), and of no other."""
+        """Breaks ``values`` of the pass that is named (``rollout`` or ``update``), and of no
+        other.
+        """
         rollout = torch.is_inference_mode_enabled()
         iteration = self.scored + 1 if rollout else self.scored
-        return values * self.bad if rollout == (during == "rollout") and self.strikes(iteration) else values
+        return (
+            values * self.bad
+            if rollout == (during == "rollout") and self.strikes(iteration)
+            else values
+        )
 
 
 def in_rewards(tiny: Tiny, fault: Fault) -> None:
@@ -107,7 +117,9 @@ def broken_trainer(tiny: Tiny, work: Path, place: Place, fault: Fault) -> Traine
 
 def all_finite(trainer: Trainer) -> bool:
     """Weights and optimiser moments alike."""
-    tensors = [t for engine in trainer.learner.pair.engines.values() for t in whole_state(engine).values()]
+    tensors = [
+        t for engine in trainer.learner.pair.engines.values() for t in whole_state(engine).values()
+    ]
     return all(bool(tensor.isfinite().all()) for tensor in tensors)
 
 
@@ -117,17 +129,27 @@ def all_finite(trainer: Trainer) -> bool:
     [*((name, math.nan) for name in PLACES),
      *((name, math.inf) for name in ("rewards", "logits of the update", "gradient of the policy"))],
 )  # fmt: skip
-def test_a_step_that_is_not_finite_is_skipped_and_counted(tiny: Tiny, tmp_path: Path, name: str, bad: float) -> None:
+def test_a_step_that_is_not_finite_is_skipped_and_counted(
+    tiny: Tiny, tmp_path: Path, name: str, bad: float
+) -> None:
     place = PLACES[name]
     trainer = broken_trainer(tiny, tmp_path, place, Fault(bad, lasting=False))
     trainer.run()
     first, second = history(tmp_path)
     assert (first["skipped_steps"], second["skipped_steps"]) == (2 * len(place.engines), 0)
     if name == "logits of the update" and math.isnan(bad):
-        # Recorded as null, like every number that is not finite, and not as the largest of the others.
-        assert (first["ratio_max"], first["ratio_mean"]) == (None, None) and second["ratio_max"] >= 1.0
-    skipped = {engine_name: engine.skipped_steps for engine_name, engine in trainer.learner.pair.engines.items()}
-    assert skipped == {engine_name: 2 * (engine_name in place.engines) for engine_name in ("policy", "critic")}
+        # Recorded as null, like every number that is not finite, and not as the largest of the
+        # others.
+        assert (first["ratio_max"], first["ratio_mean"]) == (None, None) and second[
+            "ratio_max"
+        ] >= 1.0
+    skipped = {
+        engine_name: engine.skipped_steps
+        for engine_name, engine in trainer.learner.pair.engines.items()
+    }
+    assert skipped == {
+        engine_name: 2 * (engine_name in place.engines) for engine_name in ("policy", "critic")
+    }
     assert all_finite(trainer)
     assert trainer.moments.count == (8 if name == "rewards" else 16)
     assert any(finding["rule"] == "steps_skipped" for finding in health_of(trainer).findings)
@@ -141,10 +163,15 @@ def test_a_step_that_is_not_finite_is_skipped_and_counted(tiny: Tiny, tmp_path: 
 def test_three_in_a_row_stop_with_the_diagnosis(tiny: Tiny, tmp_path: Path, name: str) -> None:
     place = PLACES[name]
     trainer = broken_trainer(tiny, tmp_path, place, Fault(math.nan, lasting=True))
-    with pytest.raises(TrainingPaused, match=f"{place.engines[0]}: 3 steps in a row .*weights are still finite.*Lower"):
+    with pytest.raises(
+        TrainingPaused,
+        match=f"{place.engines[0]}: 3 steps in a row .*weights are still finite.*Lower",
+    ):
         trainer.run()
     assert all_finite(trainer) and all(bool(p.isfinite().all()) for p in weights(tiny))
     last = history(tmp_path)[-1]
     told = next(finding for finding in last["findings"] if finding["rule"] == "steps_not_finite")
-    assert last["iteration"] == FIRST + 1 and told["evidence"] == ["nonfinite_in_a_row 3 > 2 (window 1)"]
+    assert last["iteration"] == FIRST + 1 and told["evidence"] == [
+        "nonfinite_in_a_row 3 > 2 (window 1)"
+    ]
     assert told["cause"] and told["remedy"]

@@ -1,4 +1,6 @@
-"""The tensor code against an independent NumPy oracle in float64, over sampled combinations of the switches."""
+"""The tensor code against an independent NumPy oracle in float64, over sampled combinations of the
+switches.
+"""
 
 from __future__ import annotations
 
@@ -38,7 +40,11 @@ CHOICES: dict[str, list[Any]] = {
 
 
 def config_of(s: oracle.Switches, micro_batch_size: int | None) -> PpoConfig:
-    correction = {"mode": "never"} if s.correction_cap is None else {"mode": "always", "cap": s.correction_cap}
+    correction = (
+        {"mode": "never"}
+        if s.correction_cap is None
+        else {"mode": "always", "cap": s.correction_cap}
+    )
     return PpoConfig.model_validate({
         "batch_size": 4, "minibatches": 1, "micro_batch_size": micro_batch_size, "max_new_tokens": s.max_new_tokens,
         "replies_per_prompt": s.replies_per_prompt, "value_clip": s.value_clip,
@@ -127,18 +133,26 @@ class Case:
     def experience(self) -> Experience:
         lengths = torch.from_numpy(self.lengths)
         mask = torch.arange(WIDTH).unsqueeze(0) < lengths.unsqueeze(1)
-        prompt = torch.stack([torch.arange(self.count), torch.ones(self.count, dtype=torch.long)], 1)
+        prompt = torch.stack(
+            [torch.arange(self.count), torch.ones(self.count, dtype=torch.long)], 1
+        )
         tokens = torch.cat([prompt, torch.from_numpy(self.response)], 1)
         attention = torch.cat([torch.ones_like(prompt), mask.long()], 1)
 
         def picked(logits: np.ndarray) -> torch.Tensor:
             rows = torch.from_numpy(log_softmax(logits))[:, PROMPT - 1 : -1]
             # Garbage at masked positions must not matter.
-            return rows.gather(-1, torch.from_numpy(self.response).unsqueeze(-1)).squeeze(-1).where(mask, 1e3)
+            return (
+                rows.gather(-1, torch.from_numpy(self.response).unsqueeze(-1))
+                .squeeze(-1)
+                .where(mask, 1e3)
+            )
 
         zeros = torch.zeros(self.count, WIDTH, dtype=torch.float64)
         values = torch.from_numpy(self.old_values)[:, PROMPT - 1 : -1].where(mask, -1e3)
-        rollout = Rollout(tokens, attention, mask, picked(self.sampler_logits), torch.from_numpy(self.finished))
+        rollout = Rollout(
+            tokens, attention, mask, picked(self.sampler_logits), torch.from_numpy(self.finished)
+        )
         predictions = picked(self.old_logits), picked(self.ref_logits), zeros, values
         moments = RunningMeanStd()
         moments.update(torch.tensor(self.history, dtype=torch.float64))
@@ -146,11 +160,16 @@ class Case:
         rewards = torch.from_numpy(self.scores)
         moments.update(rewards)
         experience = with_rewards(experience, rewards, moments, self.s.beta, self.config.rollout)
-        experience = estimate_advantages(experience, self.config.advantage, self.config.replies_per_prompt)
+        experience = estimate_advantages(
+            experience, self.config.advantage, self.config.replies_per_prompt
+        )
         return with_fixed_reference(experience) if self.s.fixed_reference else experience
 
     def learner(self) -> Learner:
-        policy, critic = TableLM(torch.from_numpy(self.logits)), TableCritic(torch.from_numpy(self.values))
+        policy, critic = (
+            TableLM(torch.from_numpy(self.logits)),
+            TableCritic(torch.from_numpy(self.values)),
+        )
         engines: Any = {"policy": RecordingEngine(policy), "critic": RecordingEngine(critic)}
         sampling, lm = Sampling(0, 0, self.s.max_new_tokens), cast(Any, policy)
         limits = MicroBatchLimits(self.config.micro_batch_size)
@@ -163,10 +182,16 @@ class Case:
     def losses(self) -> tuple[float, float, Learner]:
         """The project's policy and value loss, with gradients left on the tables."""
         learner, experience = self.learner(), self.experience()
-        sign = entropy_sign(self.config.entropy, measure_minibatch(learner.pair, experience)["entropy"])
+        sign = entropy_sign(
+            self.config.entropy, measure_minibatch(learner.pair, experience)["entropy"]
+        )
         accumulate_gradients(learner, experience, self.s.beta, sign)
         # |H - target| has a constant that no gradient needs and the project leaves out.
-        constant = sign * self.s.entropy_weight * self.s.entropy_target if self.s.entropy == "target" else 0.0
+        constant = (
+            sign * self.s.entropy_weight * self.s.entropy_target
+            if self.s.entropy == "target"
+            else 0.0
+        )
         policy, *critics = learner.pair.engines.values()
         value = critics[0].total if critics else 0.0  # type: ignore[attr-defined]
         return policy.total - constant, value, learner  # type: ignore[attr-defined]
@@ -179,7 +204,9 @@ def log_softmax(x: np.ndarray) -> np.ndarray:
 SAMPLED = [(CHOICES, range(120)), (CHOICES | CRITIC_FREE, range(300, 340))]
 
 
-@pytest.mark.parametrize(("choices", "seed"), [(choices, seed) for choices, seeds in SAMPLED for seed in seeds])
+@pytest.mark.parametrize(
+    ("choices", "seed"), [(choices, seed) for choices, seeds in SAMPLED for seed in seeds]
+)
 def test_tensor_code_agrees_with_the_oracle(choices: Mapping[str, list[Any]], seed: int) -> None:
     s = allowed_switches(seed, choices)
     case = Case(seed, s, [None, 1, 2, 3][seed % 4])
@@ -193,14 +220,19 @@ def test_tensor_code_agrees_with_the_oracle(choices: Mapping[str, list[Any]], se
         if learner.pair.critic is not None:
             np.testing.assert_allclose(experience.returns[b, :n].numpy(), q.returns, atol=1e-6)
     assert policy == pytest.approx(oracle.policy_loss(batch, s), abs=1e-6), s
-    assert list(learner.pair.engines) == ["policy", "critic"][: 1 if s.advantage_estimator != "gae" else 2]
+    assert (
+        list(learner.pair.engines)
+        == ["policy", "critic"][: 1 if s.advantage_estimator != "gae" else 2]
+    )
     if learner.pair.critic is not None:
         assert value == pytest.approx(oracle.value_loss(batch, s), abs=1e-6), s
 
 
 @pytest.mark.parametrize("seed", range(200, 212))
 def test_gradient_agrees_with_finite_differences_of_the_oracle(seed: int) -> None:
-    """Central differences of the oracle's whole objective against the gradients that the engines received."""
+    """Central differences of the oracle's whole objective against the gradients that the engines
+    received.
+    """
     s = allowed_switches(seed)
     case = Case(seed, s, 2)
     _, _, learner = case.losses()
@@ -218,7 +250,9 @@ def test_gradient_agrees_with_finite_differences_of_the_oracle(seed: int) -> Non
             case.logits[b, p, v] -= sign * step
             case.values[b, p] -= sign * step
         numeric = [(up - down) / (2 * step) for up, down in zip(*sides, strict=True)]
-        assert float(learner.pair.policy.table.grad[b, p, v]) == pytest.approx(numeric[0], abs=2e-6), s  # type: ignore
+        assert float(learner.pair.policy.table.grad[b, p, v]) == pytest.approx(
+            numeric[0], abs=2e-6
+        ), s  # type: ignore
         assert float(learner.pair.critic.table.grad[b, p]) == pytest.approx(numeric[1], abs=2e-6), s  # type: ignore
 
 

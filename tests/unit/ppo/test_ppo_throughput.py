@@ -30,7 +30,9 @@ ITERATION = Iteration(
 def test_a_models_costs_are_those_of_its_config() -> None:
     model = Model.of(TINY, "bfloat16")
     assert (model.linear, model.layers, model.width, model.head) == (LINEAR, 3, 32, 32 * 96)
-    assert model.cache_bytes == 2 * 3 * 2 * 8 * 2  # keys and values of 3 layers, 2 heads of 8, 2 bytes
+    assert (
+        model.cache_bytes == 2 * 3 * 2 * 8 * 2
+    )  # keys and values of 3 layers, 2 heads of 8, 2 bytes
     assert model.weight_bytes == 2 * (LINEAR + 32 * 96)
 
 
@@ -49,7 +51,10 @@ def test_flops_of_each_phase() -> None:
     layers = 4 * (10_000 + 1_000)
     logits = 4 * 2 * 500 * 2  # of the 2 tokens of each reply
     assert ITERATION.scoring_flops() == 3 * layers + 2 * logits
-    assert dataclasses.replace(ITERATION, scored_every=4).scoring_flops() == 2.25 * layers + 1.25 * logits
+    assert (
+        dataclasses.replace(ITERATION, scored_every=4).scoring_flops()
+        == 2.25 * layers + 1.25 * logits
+    )
     assert ITERATION.reward_flops() == layers
     assert ITERATION.update_flops() == 3 * (2 * layers + logits)
     with_adapters = dataclasses.replace(ITERATION, adapters=True, recomputed=True)

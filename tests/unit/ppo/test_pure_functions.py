@@ -1,5 +1,5 @@
-"""Hand-computed numbers for advantages, losses, KL and its controllers, moments and rewards; the examples of
-docs/algorithms.md included."""
+"""Hand-computed numbers for advantages, losses, KL and its controllers, moments and rewards; the
+examples of docs/algorithms.md included."""
 
 from __future__ import annotations
 
@@ -17,7 +17,12 @@ from rlhf_core.errors import ConfigError, DataError
 from rlhf_core.ppo import advantages as estimators
 from rlhf_core.ppo import losses
 from rlhf_core.ppo.kl import KlController, kl_estimate, kl_pull
-from rlhf_core.ppo.rewards import RunningMeanStd, apply_penalties, normalize_and_clip_rewards, token_rewards
+from rlhf_core.ppo.rewards import (
+    RunningMeanStd,
+    apply_penalties,
+    normalize_and_clip_rewards,
+    token_rewards,
+)
 from rlhf_core.sampling.token_scoring import entropy, full_kl
 
 
@@ -51,10 +56,13 @@ def test_whitening_removes_the_mean_and_ignores_padding() -> None:
 
 def test_normalise_then_clip() -> None:
     mask = torch.ones(1, 2, dtype=torch.bool)
-    treated = estimators.normalize_and_clip_advantages(t([10.0, 30.0]), mask, AdvantageConfig(normalize=True, clip=0.5))
+    treated = estimators.normalize_and_clip_advantages(
+        t([10.0, 30.0]), mask, AdvantageConfig(normalize=True, clip=0.5)
+    )
     assert close(treated, [[-0.5, 0.5]])
     assert close(
-        estimators.normalize_and_clip_advantages(t([10.0, -3.0]), mask, AdvantageConfig(clip=4.0)), [[4.0, -3.0]]
+        estimators.normalize_and_clip_advantages(t([10.0, -3.0]), mask, AdvantageConfig(clip=4.0)),
+        [[4.0, -3.0]],
     )
 
 
@@ -63,7 +71,9 @@ def test_explained_variance() -> None:
     targets = t([1.0, 2.0, 3.0, NAN])
     assert estimators.explained_variance(targets, targets, mask) == 1.0
     assert estimators.explained_variance(t([2.0, 2.0, 2.0, 0.0]), targets, mask) == 0.0
-    assert estimators.explained_variance(t([3.0, 2.0, 1.0, 0.0]), targets, mask) == pytest.approx(-3.0)
+    assert estimators.explained_variance(t([3.0, 2.0, 1.0, 0.0]), targets, mask) == pytest.approx(
+        -3.0
+    )
     assert estimators.explained_variance(targets, t([1.0, 1.0, 1.0, 1.0]), mask) == 0.0
 
 
@@ -81,7 +91,9 @@ def test_explained_variance() -> None:
         (9.0, 1.0, 0.2, 3.0, -1.2),
     ],
 )
-def test_clipped_surrogate(ratio: float, advantage: float, clip: float | None, dual: float | None, loss: float) -> None:
+def test_clipped_surrogate(
+    ratio: float, advantage: float, clip: float | None, dual: float | None, loss: float
+) -> None:
     assert close(losses.clipped_surrogate(t([ratio]), t([advantage]), clip, dual), [[loss]])
 
 
@@ -92,20 +104,28 @@ def test_penalty_surrogate() -> None:
 
 def test_clipped_share_is_where_the_gradient_is_gone() -> None:
     ratio, advantages = t([1.3, 1.3, 0.7, 0.7, 1.0]), t([1.0, -1.0, 1.0, -1.0, 1.0])
-    assert losses.clip_fraction_mask(ratio, advantages, 0.2).tolist() == [[True, False, False, True, False]]
+    assert losses.clip_fraction_mask(ratio, advantages, 0.2).tolist() == [
+        [True, False, False, True, False]
+    ]
 
 
 def test_the_upper_clip_may_be_the_larger_one() -> None:
     ratio, advantages = t([1.25, 1.5, 0.7, 1.5]), t([2.0, 2.0, -1.0, -1.0])
     found = losses.clipped_surrogate(ratio, advantages, 0.2, clip_high=0.28)
     assert close(found, [[-2.5, -2.56, 0.8, 1.5]])
-    assert losses.clip_fraction_mask(ratio, advantages, 0.2, 0.28).tolist() == [[False, True, True, False]]
+    assert losses.clip_fraction_mask(ratio, advantages, 0.2, 0.28).tolist() == [
+        [False, True, True, False]
+    ]
     plain = losses.clipped_surrogate(ratio, advantages, 0.2)
     assert torch.equal(losses.clipped_surrogate(ratio, advantages, 0.2, clip_high=0.2), plain)
 
 
 def test_a_reply_has_one_ratio_the_geometric_mean_of_its_tokens() -> None:
-    new = torch.tensor([[math.log(0.9), math.log(0.4), NAN], [0.0, 0.0, 0.0]], dtype=torch.float64, requires_grad=True)
+    new = torch.tensor(
+        [[math.log(0.9), math.log(0.4), NAN], [0.0, 0.0, 0.0]],
+        dtype=torch.float64,
+        requires_grad=True,
+    )
     old = torch.tensor([[math.log(0.5), math.log(0.8), NAN], [0.0, 0.0, 0.0]], dtype=torch.float64)
     mask = torch.tensor([[True, True, False], [True, False, False]])
     ratio = losses.sequence_ratios(new, old, mask)
@@ -145,7 +165,9 @@ def test_ratio_of_padding_is_one_and_safe() -> None:
     [(1.0, 0.0, 2.0, 0.2, 0.5 * 1.8**2), (1.0, 0.0, 2.0, None, 0.5), (0.1, 0.0, 2.0, 0.2, 0.5 * 1.9**2),
      (-1.0, 0.0, 2.0, 0.2, 0.5 * 9.0)],
 )  # fmt: skip
-def test_value_loss(value: float, old: float, target: float, clip: float | None, loss: float) -> None:
+def test_value_loss(
+    value: float, old: float, target: float, clip: float | None, loss: float
+) -> None:
     assert close(losses.value_loss(t([value]), t([old]), t([target]), clip), [[loss]])
 
 
@@ -155,12 +177,18 @@ def test_value_clip_mask() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
-@pytest.mark.parametrize(("spread", "moved"), [(0.3, 0.19), (1.0, 0.19), (30.0, 0.15), (0.05, 0.05)])
+@pytest.mark.parametrize(
+    ("spread", "moved"), [(0.3, 0.19), (1.0, 0.19), (30.0, 0.15), (0.05, 0.05)]
+)
 def test_rounding_is_no_value_clip(dtype: torch.dtype, spread: float, moved: float) -> None:
-    """A value that moved less far than the clip is not clipped, whatever the digits of the two branches."""
+    """A value that moved less far than the clip is not clipped, whatever the digits of the two
+    branches.
+    """
     generator = torch.Generator().manual_seed(0)
     old = (spread * torch.randn(20_000, generator=generator, dtype=torch.float64)).to(dtype)
-    new = (old + moved * (2 * torch.rand(20_000, generator=generator, dtype=torch.float64) - 1)).to(dtype)
+    new = (old + moved * (2 * torch.rand(20_000, generator=generator, dtype=torch.float64) - 1)).to(
+        dtype
+    )
     returns = torch.randn(20_000, generator=generator, dtype=torch.float64).to(dtype)
     near = (new.double() - old.double()).abs() < 0.2
     hit = losses.value_clip_mask(new, old, returns, 0.2)
@@ -204,31 +232,52 @@ RATIO: dict[str, object] = {"importance_sampling_correction": {"mode": "ratio"}}
         ({"entropy": {"kind": "bonus", "weight": 0.1, "target": 1.0}}, "a bonus has none"),
         ({"entropy": {"kind": "target", "weight": 0.1}}, "target above 0"),
         ({"iterations": 4, "warmup_iterations": 5}, "never reach its peak"),
-        ({"critic_mode": "shared", "critic_optimizer": {"lr": 2e-3}}, "policy_optimizer trains the one model"),
+        (
+            {"critic_mode": "shared", "critic_optimizer": {"lr": 2e-3}},
+            "policy_optimizer trains the one model",
+        ),
         ({"critic_optimizer": None}, "critic of its own needs one"),
         ({"critic_mode": "shared", "policy_init": "base"}, "put on another model's"),
         ({"policy_lora": {"rank": 2}, "policy_init": "base"}, "policy_init must be sft"),
         ({"batch_size": 63}, "multiple"),
         ({"min_new_tokens": 64}, "below"),
-        ({"gradient_norm": "joint", "critic_optimizer": {"lr": 1e-3, "max_grad_norm": None}}, "same max_grad_norm"),
+        (
+            {"gradient_norm": "joint", "critic_optimizer": {"lr": 1e-3, "max_grad_norm": None}},
+            "same max_grad_norm",
+        ),
         ({"policy_optimizer": {"lr": 1e-3, "warmup": 0.1}, "warmup_iterations": 5}, "twice"),
         ({"importance_sampling_correction": {"cap": 0.5}}, "greater than or equal to 1"),
         ({"importance_sampling_correction": {"mode": "never", "cap": 3.0}}, "mode is never"),
         ({"importance_sampling_correction": {"mode": "ratio", "cap": 3.0}}, "mode is ratio"),
-        (RATIO | {"critic_mode": "shared", "critic_optimizer": None}, "gives the values, too: use critic_mode sep"),
+        (
+            RATIO | {"critic_mode": "shared", "critic_optimizer": None},
+            "gives the values, too: use critic_mode sep",
+        ),
         (RATIO | {"kl": {"measure_full": True}}, "exact KL of a rollout needs it"),
-        (RATIO | {"kl": {"placement": "loss", "estimator": "full"}}, "kl.estimator to another than full"),
-        (RATIO | {"surrogate": {"fixed_reference": True}}, "but surrogate.fixed_reference to the reference"),
+        (
+            RATIO | {"kl": {"placement": "loss", "estimator": "full"}},
+            "kl.estimator to another than full",
+        ),
+        (
+            RATIO | {"surrogate": {"fixed_reference": True}},
+            "but surrogate.fixed_reference to the reference",
+        ),
     ],
 )
-def test_contradictory_switches_are_refused_with_a_reason(changes: dict[str, object], reason: str) -> None:
+def test_contradictory_switches_are_refused_with_a_reason(
+    changes: dict[str, object], reason: str
+) -> None:
     with pytest.raises(ValidationError, match=reason):
         PpoConfig.model_validate(changes)
 
 
 def test_the_rollouts_settings_are_what_the_critic_shares() -> None:
     config = PpoConfig(max_new_tokens=33, temperature=0.7, kl=KlConfig(coefficient=0.2))
-    assert (config.rollout.max_new_tokens, config.rollout.temperature, config.rollout.kl.coefficient) == (33, 0.7, 0.2)
+    assert (
+        config.rollout.max_new_tokens,
+        config.rollout.temperature,
+        config.rollout.kl.coefficient,
+    ) == (33, 0.7, 0.2)
 
 
 def test_kl_estimators_by_hand() -> None:
@@ -268,18 +317,26 @@ def test_sampled_estimators_average_to_the_exact_kl() -> None:
 
 @pytest.mark.parametrize(("estimator", "cosine"), [("k2", 1.0), ("full", 1.0), ("k1", 0.0)])
 def test_gradient_of_the_kl_in_the_loss(estimator: str, cosine: float) -> None:
-    """In the loss k2 and full give the gradient of reverse KL; k1 gives none on average, so it is refused there."""
+    """In the loss k2 and full give the gradient of reverse KL; k1 gives none on average, so it is
+    refused there.
+    """
     logits = t([0.3, -1.0, 0.9])[0].requires_grad_()
     q = torch.log_softmax(t([-0.2, 0.4, 0.1])[0], 0)
     p = torch.log_softmax(logits, 0)
     true = torch.autograd.grad(full_kl(p, q), logits, retain_graph=True)[0]
-    loss = full_kl(p, q) if estimator == "full" else (p.detach().exp() * kl_estimate(p, q, estimator)).sum()
+    loss = (
+        full_kl(p, q)
+        if estimator == "full"
+        else (p.detach().exp() * kl_estimate(p, q, estimator)).sum()
+    )
     got = torch.autograd.grad(loss, logits)[0]
     assert close(got, true * cosine, 1e-7)
 
 
 def test_adaptive_controller() -> None:
-    controller = KlController(KlConfig(coefficient=0.1, controller="adaptive", target=6.0, horizon=1000))
+    controller = KlController(
+        KlConfig(coefficient=0.1, controller="adaptive", target=6.0, horizon=1000)
+    )
     controller.update(6.6, 100)  # error 0.1
     assert controller.value == pytest.approx(0.1 * (1 + 0.1 * 0.1))
     controller.update(60.0, 100)  # clipped to 0.2
@@ -291,7 +348,9 @@ def test_adaptive_controller() -> None:
 
 
 def test_adaptive_controller_never_turns_negative() -> None:
-    """Without a floor a rollout of 64 at horizon 10 would multiply the coefficient by 1 - 0.2 * 64 / 10 = -0.28."""
+    """Without a floor a rollout of 64 at horizon 10 would multiply the coefficient by 1 - 0.2 * 64
+    / 10 = -0.28.
+    """
     controller = KlController(KlConfig(coefficient=0.05, controller="adaptive", horizon=10))
     controller.update(0.0, 64)
     assert controller.value == pytest.approx(0.005)
@@ -301,8 +360,13 @@ def test_adaptive_controller_never_turns_negative() -> None:
 
 def test_a_horizon_at_which_one_rollout_would_turn_the_coefficient_is_refused_by_its_path() -> None:
     for horizon in (10, 12):
-        with pytest.raises(ConfigError, match=rf"'ppo'.*kl\.horizon {horizon} is too short for batch_size 64.*abov"):
-            check_params({"ppo": {"batch_size": 64, "kl": {"controller": "adaptive", "horizon": horizon}}}, "a file")
+        with pytest.raises(
+            ConfigError, match=rf"'ppo'.*kl\.horizon {horizon} is too short for batch_size 64.*abov"
+        ):
+            check_params(
+                {"ppo": {"batch_size": 64, "kl": {"controller": "adaptive", "horizon": horizon}}},
+                "a file",
+            )
     accepted = PpoConfig(batch_size=64, kl=KlConfig(controller="adaptive", horizon=13))
     controller = KlController(accepted.kl)
     controller.update(0.0, accepted.batch_size)
@@ -342,7 +406,8 @@ def test_running_moments_floor() -> None:
 
 @pytest.mark.parametrize("level", [0.1, 3.7, -250.0])
 def test_equal_float32_rewards_with_rounding_noise_count_as_equal(level: float) -> None:
-    """A reward model gives equal replies equal scores up to its accumulation error, a few units in the last place.
+    """A reward model gives equal replies equal scores up to its accumulation error, a few units in
+    the last place.
 
     Divided by the spread of that noise they would become rewards of size 1 that mean nothing.
     """
@@ -383,13 +448,17 @@ def test_transform_and_clip(transform: str, clip: float | None, expected: list[f
 
 
 def test_the_clip_makes_no_reward_of_a_score_that_is_not_finite() -> None:
-    got = normalize_and_clip_rewards(t(math.inf, -math.inf, NAN, 1.0), RunningMeanStd(), RewardShapingConfig())
+    got = normalize_and_clip_rewards(
+        t(math.inf, -math.inf, NAN, 1.0), RunningMeanStd(), RewardShapingConfig()
+    )
     assert close(got, [NAN, NAN, NAN, 1.0])
 
 
 def test_shaping_is_in_standard_deviations() -> None:
     config = RewardShapingConfig(missing_eos_penalty=0.5, length_penalty=0.2)
-    shaped = apply_penalties(t(1.0, 1.0), torch.tensor([32, 64]), torch.tensor([True, False]), config, 64)
+    shaped = apply_penalties(
+        t(1.0, 1.0), torch.tensor([32, 64]), torch.tensor([True, False]), config, 64
+    )
     assert close(shaped, [0.9, 0.3])
 
 

@@ -1,5 +1,5 @@
-"""Sampler against trainer: what is measured, what decides, how importance weights correct it, the ratio to the
-sampler, and runs in bfloat16.
+"""Sampler against trainer: what is measured, what decides, how importance weights correct it, the
+ratio to the sampler, and runs in bfloat16.
 
 The loss with the weights is compared with the oracle in ``test_oracle.py``.
 """
@@ -15,7 +15,15 @@ import pytest
 import torch
 from unit.ppo.tensors import NAN, close, t
 from unit.ppo.test_trainer import history
-from unit.ppo.tiny import Tiny, accumulate_gradients, collect, make_config, make_learner, make_tiny, make_trainer
+from unit.ppo.tiny import (
+    Tiny,
+    accumulate_gradients,
+    collect,
+    make_config,
+    make_learner,
+    make_tiny,
+    make_trainer,
+)
 
 from rlhf_core.config.model import LoraConfig
 from rlhf_core.config.ppo import ImportanceSamplingCorrectionConfig
@@ -52,20 +60,29 @@ def test_one_token_that_is_far_off_decides_nothing() -> None:
     for far, share in ((1, 0.0), (2, 0.04)):
         sampler = trainer.clone()
         sampler[0, :far] -= 0.6
-        found = logprob_differences(sampler, trainer, mask, "bfloat16")["sampling_logp_difference_share"]
+        found = logprob_differences(sampler, trainer, mask, "bfloat16")[
+            "sampling_logp_difference_share"
+        ]
         assert found == pytest.approx(share)
 
 
 def test_mean_share_growth_and_largest_by_hand() -> None:
-    """Differences .1 | .3 of a reply of two tokens and 0 | 0, .8 of one of three, whose middle token is in its later
-    half: mean 1.2 / 5, one of five above .5 (of many), later (.3 + 0 + .8) / 3, earlier (.1 + 0) / 2."""
+    """Differences .1 | .3 of a reply of two tokens and 0 | 0, .8 of one of three, whose middle
+    token is in its later half: mean 1.2 / 5, one of five above .5 (of many), later (.3 + 0 + .8) /
+    3, earlier (.1 + 0) / 2."""
     trainer = t([-1.0, -1.0, NAN], [-1.0, -1.0, -1.0])
     sampler = t([-1.1, -0.7, 5.0], [-1.0, -1.0, -1.8])
     mask = torch.tensor([[True, True, False], [True, True, True]])
     few = logprob_differences(sampler, trainer, mask, "bfloat16")
-    agreement = logprob_differences(sampler.repeat(16, 1), trainer.repeat(16, 1), mask.repeat(16, 1), "bfloat16")
+    agreement = logprob_differences(
+        sampler.repeat(16, 1), trainer.repeat(16, 1), mask.repeat(16, 1), "bfloat16"
+    )
     assert few["sampling_logp_difference_growth"] == 0.0  # five tokens say nothing about it
-    assert agreement["sampling_logp_difference_mean"] == few["sampling_logp_difference_mean"] == pytest.approx(1.2 / 5)
+    assert (
+        agreement["sampling_logp_difference_mean"]
+        == few["sampling_logp_difference_mean"]
+        == pytest.approx(1.2 / 5)
+    )
     assert agreement["sampling_logp_difference_share"] == pytest.approx(1 / 5)
     assert agreement["sampling_logp_difference_growth"] == pytest.approx(1.1 / 3 - 0.1 / 2)
     assert agreement["sampler_gap"] == pytest.approx(0.8)
@@ -83,10 +100,11 @@ def test_each_limit_decides(name: str) -> None:
 
 
 def test_what_was_measured_on_a_real_model_passes_and_what_was_broken_in_it_does_not() -> None:
-    """SmolLM2-135M-Instruct in bfloat16, eight replies of up to 384 tokens: mean, share, growth, largest.
+    """SmolLM2-135M-Instruct in bfloat16, eight replies of up to 384 tokens: mean, share, growth,
+    largest.
 
-    As it is; scored at a temperature 5 % lower; with the last norm 5 % larger; with one matrix half as large again;
-    with noise of 2 % on every weight.
+    As it is; scored at a temperature 5 % lower; with the last norm 5 % larger; with one matrix half
+    as large again; with noise of 2 % on every weight.
     """
     require_agreement(measured(0.030, 0.0, -0.001, 0.385), "bfloat16")
     for broken in ((0.099, 0.006, 0.007, 0.82), (0.095, 0.006, 0.006, 0.76), (0.166, 0.054, -0.024, 1.70),
@@ -105,7 +123,9 @@ def in_bfloat16() -> Tiny:
     tiny = make_tiny()
     for model in (tiny.policy, tiny.reference):
         use_float32_unembedding(model.to(torch.bfloat16))
-    tiny.critic, tiny.reward = (ScalarModel(one.model.to(torch.bfloat16)) for one in (tiny.critic, tiny.reward))
+    tiny.critic, tiny.reward = (
+        ScalarModel(one.model.to(torch.bfloat16)) for one in (tiny.critic, tiny.reward)
+    )
     return tiny
 
 
@@ -116,7 +136,10 @@ def test_iterations_in_bfloat16_go_through_and_report_what_was_corrected(tmp_pat
     rows = history(tmp_path)
     assert len(rows) == 2 and {p.dtype for p in tiny.policy.parameters()} == {torch.bfloat16}
     for row in rows:
-        assert 0 < row["sampling_logp_difference_mean"] <= LIMITS["bfloat16"].mean and row["skipped_steps"] == 0
+        assert (
+            0 < row["sampling_logp_difference_mean"] <= LIMITS["bfloat16"].mean
+            and row["skipped_steps"] == 0
+        )
         assert row["importance_sampling_ratio_mean"] == pytest.approx(1.0, abs=0.05)
     assert any(not torch.equal(a, b) for a, b in zip(before, tiny.policy.parameters(), strict=True))
 
@@ -125,11 +148,15 @@ def test_iterations_in_bfloat16_go_through_and_report_what_was_corrected(tmp_pat
 def test_a_wrong_weight_is_noticed_in_bfloat16(factor: float) -> None:
     tiny = in_bfloat16()
     sampling = Sampling(tiny.sampling.eos_id, tiny.sampling.pad_id, 40)
-    rollout = sample_replies(LocalSampler.of(tiny.policy), 0, PromptBatch(tiny.prompts, range(20), 3), sampling)
+    rollout = sample_replies(
+        LocalSampler.of(tiny.policy), 0, PromptBatch(tiny.prompts, range(20), 3), sampling
+    )
     with torch.no_grad():
         tiny.policy.model.layers[1].mlp.down_proj.weight.mul_(factor)
     scored = predict_tokens(tiny.untrained_pair(sampling), tiny.reference, rollout)
-    agreement = logprob_differences(scored.sampler_logprobs, scored.policy_logprobs, scored.response_mask, "bfloat16")
+    agreement = logprob_differences(
+        scored.sampler_logprobs, scored.policy_logprobs, scored.response_mask, "bfloat16"
+    )
     if factor == 1.0:
         require_agreement(agreement, "bfloat16")
     else:
@@ -138,7 +165,9 @@ def test_a_wrong_weight_is_noticed_in_bfloat16(factor: float) -> None:
 
 
 def test_weights_by_hand() -> None:
-    """exp(0.2), exp(-0.5), exp(1.5) = 4.48 capped at 2; a masked position counts as 1 whatever it holds."""
+    """exp(0.2), exp(-0.5), exp(1.5) = 4.48 capped at 2; a masked position counts as 1 whatever it
+    holds.
+    """
     trainer, sampler = t([-1.0, -2.0, -0.5, NAN]), t([-1.2, -1.5, -2.0, 9.0])
     mask = torch.tensor([[True, True, True, False]])
     weights = truncated_weights(trainer.requires_grad_(), sampler, mask, 2.0)
@@ -158,23 +187,35 @@ def test_weights_by_hand() -> None:
         ("ratio", "bfloat16", None),
     ],
 )
-def test_it_applies_where_sampler_and_trainer_round_apart(mode: Any, precision: Precision, cap: float | None) -> None:
-    config = ImportanceSamplingCorrectionConfig(mode=mode, **({} if mode in ("never", "ratio") else {"cap": 3.0}))
+def test_it_applies_where_sampler_and_trainer_round_apart(
+    mode: Any, precision: Precision, cap: float | None
+) -> None:
+    config = ImportanceSamplingCorrectionConfig(
+        mode=mode, **({} if mode in ("never", "ratio") else {"cap": 3.0})
+    )
     assert correction_cap(config, precision) == cap
 
 
-def gradients(experience: Experience, correction: dict[str, Any]) -> tuple[dict[str, float], list[torch.Tensor]]:
+def gradients(
+    experience: Experience, correction: dict[str, Any]
+) -> tuple[dict[str, float], list[torch.Tensor]]:
     """The policy's loss and gradients, without ptx."""
     tiny = make_tiny()
-    learner = make_learner(tiny, make_config(ptx={"weight": 0.0}, importance_sampling_correction=correction))
+    learner = make_learner(
+        tiny, make_config(ptx={"weight": 0.0}, importance_sampling_correction=correction)
+    )
     metrics = accumulate_gradients(learner, experience, 0.0, 0.0)
     return metrics, [p.grad for p in tiny.policy.parameters() if p.grad is not None]
 
 
 def test_the_gradient_of_a_token_is_scaled_by_its_weight(tiny: Tiny) -> None:
-    """A sampler that gave every token half the probability doubles the loss, up to the cap, and nothing else."""
+    """A sampler that gave every token half the probability doubles the loss, up to the cap, and
+    nothing else.
+    """
     experience = collect(tiny, make_config())
-    halved = replace(experience, sampler_logprobs=experience.policy_logprobs - torch.tensor(2.0).log())
+    halved = replace(
+        experience, sampler_logprobs=experience.policy_logprobs - torch.tensor(2.0).log()
+    )
     plain, without = gradients(halved, {"mode": "never"})
     twice, corrected = gradients(halved, {"mode": "always", "cap": 4.0})
     capped, at_cap = gradients(halved, {"mode": "always", "cap": 1.5})
@@ -206,20 +247,31 @@ def shifted(rollout: Rollout, row: int | slice, by: float) -> Rollout:
 def test_the_ratio_to_a_sampler_that_agrees_gives_the_same_gradient(tiny: Tiny) -> None:
     mode = {"importance_sampling_correction": RATIO}
     never, ratio = (collect(tiny, make_config(**changes), range(20)) for changes in ({}, mode))
-    assert torch.equal(ratio.old_logprobs, ratio.sampler_logprobs) and torch.equal(ratio.values, never.values)
+    assert torch.equal(ratio.old_logprobs, ratio.sampler_logprobs) and torch.equal(
+        ratio.values, never.values
+    )
     torch.testing.assert_close(ratio.ref_logprobs, never.ref_logprobs)
-    (plain, expected), (metrics, found) = gradients(never, {"mode": "never"}), gradients(ratio, RATIO)
+    (plain, expected), (metrics, found) = (
+        gradients(never, {"mode": "never"}),
+        gradients(ratio, RATIO),
+    )
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-6)
     assert metrics == pytest.approx(plain, abs=1e-5)
 
 
 def test_the_ratio_to_a_sampler_that_is_surer_by_hand(tiny: Tiny) -> None:
-    """All log-probabilities 0.1 higher: the ratio is exp(-0.1), and with advantages of 1 so is minus the loss."""
+    """All log-probabilities 0.1 higher: the ratio is exp(-0.1), and with advantages of 1 so is
+    minus the loss.
+    """
     rollout = shifted(replies(tiny, 20), slice(None), 0.1)
     experience = predict_tokens(tiny.untrained_pair(), tiny.reference, rollout, every=8)
-    metrics, _ = gradients(replace(experience, advantages=torch.ones_like(experience.values)), RATIO)
+    metrics, _ = gradients(
+        replace(experience, advantages=torch.ones_like(experience.values)), RATIO
+    )
     ratio = math.exp(-0.1)
-    assert (metrics["ratio_mean"], metrics["policy_loss"]) == pytest.approx((ratio, -ratio), abs=1e-5)
+    assert (metrics["ratio_mean"], metrics["policy_loss"]) == pytest.approx(
+        (ratio, -ratio), abs=1e-5
+    )
     assert initial_ratio(experience) == pytest.approx(ratio, abs=1e-5)
     assert "importance_sampling_ratio_mean" not in metrics
 
@@ -231,7 +283,9 @@ def counted_rows(module: torch.nn.Module) -> list[int]:
     return found
 
 
-@pytest.mark.parametrize("limits", [MicroBatchLimits(3), MicroBatchLimits(tokens=24)], ids=["rows", "tokens"])
+@pytest.mark.parametrize(
+    "limits", [MicroBatchLimits(3), MicroBatchLimits(tokens=24)], ids=["rows", "tokens"]
+)
 @pytest.mark.parametrize(("count", "scored"), [(1, 1), (8, 1), (9, 2), (20, 3)])
 def test_the_policy_passes_over_an_eighth_of_the_replies(
     tiny: Tiny, count: int, scored: int, limits: MicroBatchLimits
@@ -246,7 +300,9 @@ def test_the_policy_passes_over_an_eighth_of_the_replies(
 
 
 def test_what_is_measured_of_the_scored_replies_alone(tiny: Tiny) -> None:
-    """Entropy and agreement are those of rows 0, 8 and 16 of a pass over all; nothing else changes but by rounding."""
+    """Entropy and agreement are those of rows 0, 8 and 16 of a pass over all; nothing else changes
+    but by rounding.
+    """
     whole, part = (
         collect(tiny, make_config(importance_sampling_correction={"mode": mode}), range(20))
         for mode in ("never", "ratio")
@@ -256,7 +312,9 @@ def test_what_is_measured_of_the_scored_replies_alone(tiny: Tiny) -> None:
     sample = rollout_metrics(whole.select(rows), [""] * 3, with_exact_kl=False)
     found = rollout_metrics(part, [""] * 20, with_exact_kl=False)
     assert all(map(math.isfinite, found.values())) and found.keys() == expected.keys()
-    of_sample = {name for name in found if name in ("entropy", "sampler_gap") or name.startswith(DIFFERENCE)}
+    of_sample = {
+        name for name in found if name in ("entropy", "sampler_gap") or name.startswith(DIFFERENCE)
+    }
     assert {name: found[name] for name in of_sample} == pytest.approx(
         {name: sample[name] for name in of_sample}, abs=1e-5
     )
@@ -281,7 +339,10 @@ def test_a_sampler_that_disagrees_is_noticed_in_the_scored_replies(tiny: Tiny) -
 
 
 def test_the_reference_of_adapters_passes_whole(tiny: Tiny) -> None:
-    rollout, plain = replies(tiny, 9), predict_tokens(tiny.untrained_pair(), tiny.reference, replies(tiny, 9), every=8)
+    rollout, plain = (
+        replies(tiny, 9),
+        predict_tokens(tiny.untrained_pair(), tiny.reference, replies(tiny, 9), every=8),
+    )
     add_adapters(tiny.policy, LoraConfig(rank=2, upper_layers=1), seed=0)
     passes = counted_rows(tiny.policy.model.layers[0].mlp)
     adapted = predict_tokens(tiny.untrained_pair(), WithoutAdapters(tiny.policy), rollout, every=8)  # type: ignore[arg-type]
@@ -290,12 +351,18 @@ def test_the_reference_of_adapters_passes_whole(tiny: Tiny) -> None:
 
 @pytest.mark.parametrize("changes", [{}, GROUPS, {"micro_batch_size": 3}], ids=str)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_iterations_with_the_ratio_to_the_sampler(tmp_path: Path, dtype: torch.dtype, changes: dict[str, Any]) -> None:
+def test_iterations_with_the_ratio_to_the_sampler(
+    tmp_path: Path, dtype: torch.dtype, changes: dict[str, Any]
+) -> None:
     tiny = in_bfloat16() if dtype == torch.bfloat16 else make_tiny()
-    config = make_config(iterations=2, batch_size=20, importance_sampling_correction=RATIO, **changes)
+    config = make_config(
+        iterations=2, batch_size=20, importance_sampling_correction=RATIO, **changes
+    )
     make_trainer(tiny, config, tmp_path).run()
     for row in history(tmp_path):
         assert all(math.isfinite(value) for value in row.values() if isinstance(value, float))
         assert row["entropy"] > 0 and row["skipped_steps"] == 0
-        assert row["first_ratio"] == pytest.approx(1.0, abs=1e-4 if dtype == torch.float32 else 0.05)
+        assert row["first_ratio"] == pytest.approx(
+            1.0, abs=1e-4 if dtype == torch.float32 else 0.05
+        )
         assert "importance_sampling_ratio_mean" not in row

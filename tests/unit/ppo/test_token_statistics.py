@@ -1,4 +1,6 @@
-"""Chunks of positions: the numbers and gradients of the computation as a whole, in bounded memory."""
+"""Chunks of positions: the numbers and gradients of the computation as a whole, in bounded
+memory.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 from transformers import Gemma2Config, Gemma2ForCausalLM
-from unit.ppo.tiny import PAD, Tiny, accumulate_gradients, collect, make_config, make_learner, make_tiny
+from unit.ppo.tiny import (
+    PAD,
+    Tiny,
+    accumulate_gradients,
+    collect,
+    make_config,
+    make_learner,
+    make_tiny,
+)
 
 from rlhf_core.config.model import LoraConfig
 from rlhf_core.models.adapters import WithoutAdapters, add_adapters
@@ -43,7 +53,9 @@ def weighted(statistics: dict[str, Tensor], mask: Tensor) -> tuple[dict[str, Ten
     """Each statistic at real tokens, and a sum in which every token of each counts differently."""
     kept = {name: torch.where(mask, values, 0.0) for name, values in statistics.items()}
     weights = torch.linspace(0.5, 1.5, mask.numel(), dtype=torch.float64).view(mask.shape)
-    total = torch.stack([(number * weights * values).sum() for number, values in enumerate(kept.values(), 1)]).sum()
+    total = torch.stack(
+        [(number * weights * values).sum() for number, values in enumerate(kept.values(), 1)]
+    ).sum()
     return kept, total
 
 
@@ -62,14 +74,24 @@ def test_chunks_have_the_values_and_gradients_of_the_whole(
     generator = torch.Generator().manual_seed(seed)
     batch = replies(generator, lengths)
     shape = (len(lengths), batch.width + 1, HIDDEN)
-    states, weight, other = leaf(generator, *shape), leaf(generator, VOCABULARY, HIDDEN), leaf(generator, *shape)
+    states, weight, other = (
+        leaf(generator, *shape),
+        leaf(generator, VOCABULARY, HIDDEN),
+        leaf(generator, *shape),
+    )
     frozen = leaf(generator, VOCABULARY, HIDDEN)
-    sampling = Sampling(1, 0, batch.width, 0.7, early, forbidden_ids=(0,), vocabulary_size=VOCABULARY - 1)
+    sampling = Sampling(
+        1, 0, batch.width, 0.7, early, forbidden_ids=(0,), vocabulary_size=VOCABULARY - 1
+    )
     logits = LazyLogits(states, lambda part: part @ weight.T, VOCABULARY)
-    reference = LazyLogits(other, lambda part: part @ frozen.T, VOCABULARY) if with_reference else None
+    reference = (
+        LazyLogits(other, lambda part: part @ frozen.T, VOCABULARY) if with_reference else None
+    )
     results = []
     for limit in (WHOLE, 4 * VOCABULARY * positions):
-        scored = token_statistics(logits, batch, sampling, limit, entropies=entropies, reference=reference)
+        scored = token_statistics(
+            logits, batch, sampling, limit, entropies=entropies, reference=reference
+        )
         values, total = weighted(scored, batch.response_mask)
         results.append((values, torch.autograd.grad(total, (states, weight))))
     (whole, whole_gradients), (chunked, gradients) = results
@@ -84,12 +106,16 @@ def test_gradients_of_chunks_are_those_of_finite_differences() -> None:
     batch = replies(generator, [3, 1])
     states, weight = leaf(generator, 2, 4, HIDDEN), leaf(generator, VOCABULARY, HIDDEN)
     frozen = leaf(generator, VOCABULARY, HIDDEN).detach()
-    reference = LazyLogits(leaf(generator, 2, 4, HIDDEN).detach(), lambda part: part @ frozen.T, VOCABULARY)
+    reference = LazyLogits(
+        leaf(generator, 2, 4, HIDDEN).detach(), lambda part: part @ frozen.T, VOCABULARY
+    )
     sampling, limit = Sampling(1, 0, 3, 1.3), 4 * VOCABULARY * 2
 
     def total(states: Tensor, weight: Tensor) -> Tensor:
         logits = LazyLogits(states, lambda part: part @ weight.T, VOCABULARY)
-        scored = token_statistics(logits, batch, sampling, limit, entropies=True, reference=reference)
+        scored = token_statistics(
+            logits, batch, sampling, limit, entropies=True, reference=reference
+        )
         return weighted(scored, batch.response_mask)[1]
 
     torch.autograd.gradcheck(total, (states, weight))
@@ -97,12 +123,20 @@ def test_gradients_of_chunks_are_those_of_finite_differences() -> None:
 
 @settings(max_examples=30, deadline=None)
 @given(st.integers(1, 17), st.integers(1, 20), st.integers(0, 99))
-def test_cross_entropy_in_chunks_is_that_of_the_whole(tokens: int, positions: int, seed: int) -> None:
+def test_cross_entropy_in_chunks_is_that_of_the_whole(
+    tokens: int, positions: int, seed: int
+) -> None:
     generator = torch.Generator().manual_seed(seed)
-    states, weight = leaf(generator, tokens, HIDDEN).float(), leaf(generator, VOCABULARY, HIDDEN).float()
+    states, weight = (
+        leaf(generator, tokens, HIDDEN).float(),
+        leaf(generator, VOCABULARY, HIDDEN).float(),
+    )
     logits = LazyLogits(states, lambda part: part @ weight.T, VOCABULARY)
     targets = torch.randint(0, VOCABULARY, (tokens,), generator=generator)
-    losses = [chunked_cross_entropy(logits, targets, 3, limit) for limit in (WHOLE, 4 * VOCABULARY * positions)]
+    losses = [
+        chunked_cross_entropy(logits, targets, 3, limit)
+        for limit in (WHOLE, 4 * VOCABULARY * positions)
+    ]
     assert losses[1].item() == pytest.approx(losses[0].item(), rel=1e-5)
     whole, chunked = (torch.autograd.grad(loss, (states, weight)) for loss in losses)
     torch.testing.assert_close(chunked, whole, rtol=1e-4, atol=1e-6)
@@ -120,7 +154,9 @@ def test_the_reference_of_adapters_is_the_model_without_them(tiny: Tiny) -> None
     limits = (WHOLE, 4 * 23 * 4)
     with torch.no_grad():
         logits = response_logits(tiny.policy, batch)
-        before = [token_statistics(logits, batch, tiny.sampling, limit)["logprobs"] for limit in limits]
+        before = [
+            token_statistics(logits, batch, tiny.sampling, limit)["logprobs"] for limit in limits
+        ]
     add_adapters(tiny.policy, LoraConfig(rank=2), seed=1)
     for name, parameter in tiny.policy.named_parameters():
         if "lora_B" in name:
@@ -137,7 +173,9 @@ def test_the_reference_of_adapters_is_the_model_without_them(tiny: Tiny) -> None
 def test_the_own_reference_is_at_no_distance(tiny: Tiny) -> None:
     batch = collect(tiny, make_config()).batch
     logits = response_logits(tiny.policy, batch)
-    scored = token_statistics(logits, batch, tiny.sampling, 4 * 23 * 4, entropies=True, reference=logits)
+    scored = token_statistics(
+        logits, batch, tiny.sampling, 4 * 23 * 4, entropies=True, reference=logits
+    )
     assert torch.equal(scored["ref_logprobs"], scored["logprobs"]) and not scored["full_kl"].any()
 
 
@@ -150,7 +188,9 @@ def test_a_head_that_does_more_than_unembed_is_scored_from_its_own_logits() -> N
     batch = collect(make_tiny(), make_config()).batch
     logits = response_logits(model, batch)
     assert float(logits.whole().detach().abs().max()) <= 0.5 and logits.states is logits.whole()
-    whole, chunked = (token_statistics(logits, batch, Sampling(3, 0, 7), n)["logprobs"] for n in (WHOLE, 400))
+    whole, chunked = (
+        token_statistics(logits, batch, Sampling(3, 0, 7), n)["logprobs"] for n in (WHOLE, 400)
+    )
     torch.testing.assert_close(chunked[batch.response_mask], whole[batch.response_mask])
 
 
@@ -168,7 +208,9 @@ def test_gradients_of_a_bfloat16_head_are_added_up_in_float32() -> None:
 
 
 def test_no_tensor_of_all_positions_and_the_vocabulary_exists(tiny: Tiny) -> None:
-    """Neither in scoring nor in an update: the largest storage of the vocabulary's width is a chunk or the head."""
+    """Neither in scoring nor in an update: the largest storage of the vocabulary's width is a chunk
+    or the head.
+    """
     config = make_config(ptx={"weight": 0.0}, batch_size=8, minibatches=1)
     chunk = 4 * 23 * 4  # bytes of four positions
     learner = make_learner(tiny, config, logits_bytes=chunk)

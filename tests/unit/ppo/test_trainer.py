@@ -1,4 +1,6 @@
-"""The loop: exact resume after kill -9, every switch running, health, selection, steps that are not finite."""
+"""The loop: exact resume after kill -9, every switch running, health, selection, steps that are not
+finite.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +38,10 @@ def equal(a: list[torch.Tensor], b: list[torch.Tensor]) -> bool:
 
 def best(work: Path) -> dict[str, str]:
     """Hashes of the weights that selection kept, by their folder."""
-    return {path.parent.name: sha256_file(path) for path in (work / "best").glob("*/weights.safetensors")}
+    return {
+        path.parent.name: sha256_file(path)
+        for path in (work / "best").glob("*/weights.safetensors")
+    }
 
 
 def test_exact_kl_and_referee_are_measured_as_often_as_asked(tiny: Tiny, tmp_path: Path) -> None:
@@ -52,7 +57,11 @@ def test_exact_kl_and_referee_are_measured_as_often_as_asked(tiny: Tiny, tmp_pat
     for row, other in zip(plain, rows, strict=True):
         shared = row.keys() & other.keys()
         assert {name: row[name] for name in shared} == {name: other[name] for name in shared}
-        assert row.keys() ^ other.keys() <= {"kl_full", "referee_mean", "reward_referee_correlation"}
+        assert row.keys() ^ other.keys() <= {
+            "kl_full",
+            "referee_mean",
+            "reward_referee_correlation",
+        }
 
 
 def test_a_run_writes_every_signal(tiny: Tiny, tmp_path: Path) -> None:
@@ -70,7 +79,9 @@ def test_a_run_writes_every_signal(tiny: Tiny, tmp_path: Path) -> None:
     for row in rows:
         assert {name for name in wanted if row.get(name) is None} == set()
         assert row["first_ratio"] == pytest.approx(1.0)
-        assert "importance_sampling_ratio_mean" not in row, "sampler and trainer round alike in float32"
+        assert "importance_sampling_ratio_mean" not in row, (
+            "sampler and trainer round alike in float32"
+        )
     raw = json.loads((tmp_path / "history.jsonl").read_text().splitlines()[0])
     assert undocumented("history/ppo.jsonl", [*rows, raw]) == set()
     assert {"seconds_generation", "seconds_forward", "seconds_update"} <= raw.keys()
@@ -78,7 +89,11 @@ def test_a_run_writes_every_signal(tiny: Tiny, tmp_path: Path) -> None:
     assert "win_rate" in rows[1] and "selection_kl" in rows[1] and "win_rate" not in rows[0]
     assert not equal(before, weights(tiny))
     samples = [json.loads(line) for line in (tmp_path / "samples.jsonl").read_text().splitlines()]
-    assert {row["iteration"] for row in samples} == {2, 4} and {"prompt", "reply", "score"} <= samples[0].keys()
+    assert {row["iteration"] for row in samples} == {2, 4} and {
+        "prompt",
+        "reply",
+        "score",
+    } <= samples[0].keys()
 
 
 MODES: dict[str, dict[str, Any]] = {
@@ -90,12 +105,16 @@ MODES: dict[str, dict[str, Any]] = {
 
 
 def trainer_in(work: Path, mode: str) -> Trainer:
-    config = make_config(iterations=5, kl={"controller": "adaptive"}, checkpoint={"every": 2}, **MODES[mode])
+    config = make_config(
+        iterations=5, kl={"controller": "adaptive"}, checkpoint={"every": 2}, **MODES[mode]
+    )
     return make_trainer(make_tiny(), config, work)
 
 
 def run_and_die(work: Path, mode: str) -> None:
-    """A run that is killed at the first of two steps of its fourth iteration, once its second one is saved."""
+    """A run that is killed at the first of two steps of its fourth iteration, once its second one
+    is saved.
+    """
     step = at_step(6, partial(die_behind, "step-000002", work))
     LocalEngine.step = step  # type: ignore[assignment,method-assign]
     trainer_in(work, mode).run()
@@ -109,17 +128,35 @@ def test_kill_9_and_resume_is_bit_identical(tmp_path: Path, mode: str) -> None:
     assert exit_code_of(run_and_die, work, mode) == -signal.SIGKILL and len(history(work)) == 3
     resumed = trainer_in(work, mode)
     resumed.run()
-    assert health_of(resumed).state() == health_of(straight).state() and health_of(resumed).monitor.start
-    assert selection_of(resumed).state() == selection_of(straight).state() and selection_of(resumed).best
-    assert resumed.moments == straight.moments and resumed.kl_controller.value == straight.kl_controller.value
+    assert (
+        health_of(resumed).state() == health_of(straight).state()
+        and health_of(resumed).monitor.start
+    )
+    assert (
+        selection_of(resumed).state() == selection_of(straight).state()
+        and selection_of(resumed).best
+    )
+    assert (
+        resumed.moments == straight.moments
+        and resumed.kl_controller.value == straight.kl_controller.value
+    )
     assert straight.learner.pair.engines.keys() == resumed.learner.pair.engines.keys()
-    for one, other in zip(*(run.learner.pair.engines.values() for run in (straight, resumed)), strict=True):
+    for one, other in zip(
+        *(run.learner.pair.engines.values() for run in (straight, resumed)), strict=True
+    ):
         assert equal(list(one.trained_weights().values()), list(other.trained_weights().values()))
-    assert history(tmp_path / "straight") == history(work) and undocumented("history/ppo.jsonl", history(work)) == set()
-    of_a_critic, of_groups = (name in history(work)[-1] for name in ("value_loss", "group_reward_std"))
+    assert (
+        history(tmp_path / "straight") == history(work)
+        and undocumented("history/ppo.jsonl", history(work)) == set()
+    )
+    of_a_critic, of_groups = (
+        name in history(work)[-1] for name in ("value_loss", "group_reward_std")
+    )
     assert (of_a_critic, of_groups) == ((False, True) if mode == "no critic" else (True, False))
     assert best(tmp_path / "straight") == best(work)
-    assert (tmp_path / "straight" / "samples.jsonl").read_text() == (work / "samples.jsonl").read_text()
+    assert (tmp_path / "straight" / "samples.jsonl").read_text() == (
+        work / "samples.jsonl"
+    ).read_text()
 
 
 @pytest.mark.parametrize(
@@ -155,14 +192,24 @@ def made(engine: Any) -> set[int]:
     return {int(state["step"]) for state in engine.optimizer.state.values()}
 
 
-EARLY: dict[str, Any] = {"target_kl_early_stop": 1e-9, "epochs": 3, "iterations": 2, "warmup_iterations": 0}
+EARLY: dict[str, Any] = {
+    "target_kl_early_stop": 1e-9,
+    "epochs": 3,
+    "iterations": 2,
+    "warmup_iterations": 0,
+}
 COSINE = {"lr": 3e-3, "schedule": "cosine", "warmup": 0.0, "final_ratio": 0.1}
 
 
 @pytest.mark.parametrize(
     ("changes", "steps"),
     # Steps of the value loss alone would move a shared backbone's policy on.
-    [({}, [2, 12]), ({"gradient_norm": "joint"}, [2, 12]), (MODES["one backbone"], [2]), (MODES["no critic"], [2])],
+    [
+        ({}, [2, 12]),
+        ({"gradient_norm": "joint"}, [2, 12]),
+        (MODES["one backbone"], [2]),
+        (MODES["no critic"], [2]),
+    ],
     ids=["separate", "joint", "one backbone", "no critic"],
 )
 def test_an_early_stop_ends_the_policys_steps_alone(
@@ -178,19 +225,27 @@ def test_an_early_stop_ends_the_policys_steps_alone(
     assert [(row["early_stopped"], row["steps"]) for row in rows] == [(1, 1), (1, 1)]
     # The decay ends where it was planned to end, however few steps were made of it.
     assert {engine.steps for engine in engines} == {12}
-    assert [row["policy_lr"] for row in rows] == [lr_at(step, 12, config.policy_optimizer) for step in (0, 6)]
+    assert [row["policy_lr"] for row in rows] == [
+        lr_at(step, 12, config.policy_optimizer) for step in (0, 6)
+    ]
 
 
 def test_the_value_loss_is_the_mean_over_the_critics_steps(tiny: Tiny, tmp_path: Path) -> None:
-    """The critic learns from the rollout alone, so that an early stop of the policy changes none of its figures."""
+    """The critic learns from the rollout alone, so that an early stop of the policy changes none of
+    its figures.
+    """
     rows = []
     for name, limit in (("whole", None), ("stopped", 1e-9)):
         rate = {"lr": 3e-3, "schedule": "constant", "warmup": 0.0}
-        config = make_config(**EARLY | {"target_kl_early_stop": limit, "iterations": 1}, policy_optimizer=rate)
+        config = make_config(
+            **EARLY | {"target_kl_early_stop": limit, "iterations": 1}, policy_optimizer=rate
+        )
         make_trainer(tiny.copy(), config, tmp_path / name).run()
         rows.append(history(tmp_path / name)[0])
     whole, stopped = rows
-    assert (whole["steps"], stopped["steps"]) == (6, 1) and whole["policy_loss"] != stopped["policy_loss"]
+    assert (whole["steps"], stopped["steps"]) == (6, 1) and whole["policy_loss"] != stopped[
+        "policy_loss"
+    ]
     for name in ("value_loss", "value_clip_fraction", "critic_grad_norm", "critic_lr"):
         assert whole[name] == stopped[name], name
 
@@ -203,11 +258,17 @@ def test_warm_up_reaches_the_peak_with_its_last_iteration(tiny: Tiny, tmp_path: 
     assert rates[2] == pytest.approx(3e-3)
 
 
-def test_sampler_that_disagrees_stops_the_run(tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A model that ignores its attention mask answers differently where rows are padded on the left: PPO refuses."""
+def test_sampler_that_disagrees_stops_the_run(
+    tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A model that ignores its attention mask answers differently where rows are padded on the
+    left: PPO refuses.
+    """
     forward = type(tiny.policy.base_model).forward
 
-    def deaf(self: Any, *args: Any, attention_mask: Any = None, use_cache: bool = True, **rest: Any) -> Any:
+    def deaf(
+        self: Any, *args: Any, attention_mask: Any = None, use_cache: bool = True, **rest: Any
+    ) -> Any:
         seen = attention_mask if use_cache else torch.ones_like(attention_mask)
         return forward(self, *args, attention_mask=seen, use_cache=use_cache, **rest)
 
@@ -219,7 +280,16 @@ def test_sampler_that_disagrees_stops_the_run(tiny: Tiny, tmp_path: Path, monkey
 def told_to(action: Any) -> Rule:
     """A rule that holds from the third iteration on."""
     check = Check("kl", ">", -1e9, window=1)
-    return Rule(f"told to {action}", (check,), "critical", action, "it was told to", "a test", "none", after=3)
+    return Rule(
+        f"told to {action}",
+        (check,),
+        "critical",
+        action,
+        "it was told to",
+        "a test",
+        "none",
+        after=3,
+    )
 
 
 def test_a_pause_keeps_the_last_checkpoint_and_pauses_again(tiny: Tiny, tmp_path: Path) -> None:
@@ -228,14 +298,27 @@ def test_a_pause_keeps_the_last_checkpoint_and_pauses_again(tiny: Tiny, tmp_path
         trainer = make_trainer(models, config, tmp_path, rules=[told_to("pause")])
         with pytest.raises(TrainingPaused, match="told to pause at iteration 3"):
             trainer.run()
-    assert sorted(path.name for path in (tmp_path / "checkpoints").glob("step-*")) == ["step-000001", "step-000002"]
-    assert [[f["rule"] for f in row["findings"]] for row in history(tmp_path)] == [[], [], ["told to pause"]]
+    assert sorted(path.name for path in (tmp_path / "checkpoints").glob("step-*")) == [
+        "step-000001",
+        "step-000002",
+    ]
+    assert [[f["rule"] for f in row["findings"]] for row in history(tmp_path)] == [
+        [],
+        [],
+        ["told to pause"],
+    ]
 
 
-@pytest.mark.parametrize(("mode", "actions"), [("report", ("pause", "rollback")), ("enforce", ("warn",))])
-def test_other_findings_are_only_recorded(tiny: Tiny, tmp_path: Path, mode: str, actions: tuple[str, ...]) -> None:
+@pytest.mark.parametrize(
+    ("mode", "actions"), [("report", ("pause", "rollback")), ("enforce", ("warn",))]
+)
+def test_other_findings_are_only_recorded(
+    tiny: Tiny, tmp_path: Path, mode: str, actions: tuple[str, ...]
+) -> None:
     config = make_config(iterations=3, health={"mode": mode})
     trainer = make_trainer(tiny, config, tmp_path, rules=[told_to(action) for action in actions])
     trainer.run()
-    assert [finding["rule"] for finding in health_of(trainer).findings] == [f"told to {action}" for action in actions]
+    assert [finding["rule"] for finding in health_of(trainer).findings] == [
+        f"told to {action}" for action in actions
+    ]
     assert trainer.done == 3 and len(trainer.checkpoints.journal) == 0

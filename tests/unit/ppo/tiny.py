@@ -1,4 +1,6 @@
-"""A random Llama of a few thousand parameters, scalar models of its kind, and a PPO run over them."""
+"""A random Llama of a few thousand parameters, scalar models of its kind, and a PPO run over
+them.
+"""
 
 from __future__ import annotations
 
@@ -63,7 +65,9 @@ class Tiny:
     def reward_fn(self) -> RewardFn:
         return reward_model_fn(self.reward)
 
-    def untrained_pair(self, sampling: Sampling | None = None, micro_batch_size: int | None = None) -> ActorCriticPair:
+    def untrained_pair(
+        self, sampling: Sampling | None = None, micro_batch_size: int | None = None
+    ) -> ActorCriticPair:
         """Policy and critic without engines, for what only looks at them."""
         limits = MicroBatchLimits(micro_batch_size)
         return ActorCriticPair(self.policy, self.critic, {}, sampling or self.sampling, limits)
@@ -82,25 +86,35 @@ def make_tiny() -> Tiny:
         with torch.no_grad():
             policy.lm_head.weight[EOS] += 0.2 * torch.randn(16).abs()
         config.num_labels = 1
-        critic, reward = (ScalarModel(LlamaForSequenceClassification(config).eval()) for _ in range(2))
+        critic, reward = (
+            ScalarModel(LlamaForSequenceClassification(config).eval()) for _ in range(2)
+        )
     draw = random.Random(0)
-    prompts = [[draw.randrange(4, VOCABULARY) for _ in range(draw.randint(1, 6))] for _ in range(20)]
+    prompts = [
+        [draw.randrange(4, VOCABULARY) for _ in range(draw.randint(1, 6))] for _ in range(20)
+    ]
     return Tiny(policy, copy.deepcopy(policy), critic, reward, prompts, Sampling(EOS, PAD, 7))
 
 
 def first_weight(policy: Any) -> dict[str, float]:
-    """A measure by which the checkpoint with the smallest first weight is the best: an arbitrary but exact rule."""
+    """A measure by which the checkpoint with the smallest first weight is the best: an arbitrary
+    but exact rule.
+    """
     value = float(next(policy.parameters()).detach().flatten()[5])
     return {"win_rate": 0.5 - value, "kl": value, "length_ratio": 1.0, "repetition_increase": 0.0}
 
 
 def make_config(**changes: Any) -> PpoConfig:
     critic_free = changes.get("advantage", {}).get("estimator", "gae") != "gae"
-    without = {"critic_optimizer": None} if critic_free or changes.get("critic_mode") == "shared" else {}
+    without = (
+        {"critic_optimizer": None} if critic_free or changes.get("critic_mode") == "shared" else {}
+    )
     return PpoConfig.model_validate(BASE | without | changes)
 
 
-def make_learner(tiny: Tiny, config: PpoConfig, logits_bytes: int = LOGITS_BYTES, **limits: int) -> Learner:
+def make_learner(
+    tiny: Tiny, config: PpoConfig, logits_bytes: int = LOGITS_BYTES, **limits: int
+) -> Learner:
     """Policy and critic with their engines; ``limits`` of a pass take the place of the config's."""
     bounds = config.model_copy(update=limits)
     per_iteration = config.epochs * config.minibatches
@@ -116,16 +130,22 @@ def make_learner(tiny: Tiny, config: PpoConfig, logits_bytes: int = LOGITS_BYTES
     engines = {"policy": LocalEngine(trained, config.policy_optimizer, total, "policy", warmup)}
     if critic is tiny.critic:
         assert config.critic_optimizer is not None
-        engines["critic"] = LocalEngine(tiny.critic, config.critic_optimizer, total, "critic", warmup)
+        engines["critic"] = LocalEngine(
+            tiny.critic, config.critic_optimizer, total, "critic", warmup
+        )
     passes = MicroBatchLimits(bounds.micro_batch_size, bounds.micro_batch_tokens)
     pair = ActorCriticPair(tiny.policy, critic, engines, sampling, passes, logits_bytes)
     ptx = PtxData(pairs, config.ptx.batch_size, 5, PAD) if config.ptx.weight else None
     return Learner(config, pair, tiny.reference, ptx)
 
 
-def accumulate_gradients(learner: Learner, experience: Experience, kl_coef: float, sign: float) -> dict[str, float]:
+def accumulate_gradients(
+    learner: Learner, experience: Experience, kl_coef: float, sign: float
+) -> dict[str, float]:
     """All backward passes of one step, and their metrics."""
-    return totals_of_steps([[s for task in gradient_tasks(learner, experience, kl_coef, sign) for s in task()]])[0]
+    return totals_of_steps(
+        [[s for task in gradient_tasks(learner, experience, kl_coef, sign) for s in task()]]
+    )[0]
 
 
 def collect(
@@ -140,7 +160,9 @@ def collect(
 ) -> Experience:
     """A rollout of some prompts through all phases before the update."""
     pair = pair or make_learner(tiny, config).pair
-    batch = PromptBatch([tiny.prompts[row] for row in rows], rows if streams is None else streams, seed)
+    batch = PromptBatch(
+        [tiny.prompts[row] for row in rows], rows if streams is None else streams, seed
+    )
     replies = sample_replies(LocalSampler.of(pair.policy), 0, batch, pair.sampling)
     every = config.importance_sampling_correction.scored_every
     experience = score_rollout(pair, tiny.reference, replies, every=every)
@@ -162,12 +184,16 @@ def make_trainer(
     measure: MeasurePolicy = first_weight,
     **changes: Any,
 ) -> Trainer:
-    """A run with health rules, a selector by an arbitrary rule, and the reward model as its own referee."""
+    """A run with health rules, a selector by an arbitrary rule, and the reward model as its own
+    referee.
+    """
     limits = {"kl": 6.0, "max_new_tokens": float(config.max_new_tokens)}
     parts: dict[str, Any] = {
         "learner": make_learner(tiny, config),
         "reward_fn": tiny.reward_fn,
-        "prompts": TrainingPrompts([[Message("user", str(prompt))] for prompt in tiny.prompts], tiny.prompts),
+        "prompts": TrainingPrompts(
+            [[Message("user", str(prompt))] for prompt in tiny.prompts], tiny.prompts
+        ),
         "decode": lambda ids: " ".join(str(i) for i in ids if i != EOS),
         "moments": RunningMeanStd(),
         "context": RunContext(work),

@@ -1,4 +1,6 @@
-"""Posting to servers that hold a request for ever, compress what was not asked for, or repeat the token."""
+"""Posting to servers that hold a request for ever, compress what was not asked for, or repeat the
+token.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,9 @@ pytestmark = pytest.mark.timeout(60)
 
 @pytest.fixture
 def serve() -> Iterator[Serve]:
-    """Start a server that sends ``begin``, then ``part`` again and again; it returns its port or the socket's path."""
+    """Start a server that sends ``begin``, then ``part`` again and again; it returns its port or
+    the socket's path.
+    """
     over = threading.Event()
     opened: list[socket.socket] = []
 
@@ -62,7 +66,9 @@ def serve() -> Iterator[Serve]:
 
 def post(client: httpx.Client, url: str, **settings: Any) -> httpx.Response:
     with client:
-        return post_json(client, url, {"a": 1}, wait=lambda seconds: None, **{"retries": 0} | settings)
+        return post_json(
+            client, url, {"a": 1}, wait=lambda seconds: None, **{"retries": 0} | settings
+        )
 
 
 SLOW = {
@@ -80,9 +86,14 @@ SLOW = {
 
 
 @pytest.mark.parametrize(("begin", "part"), SLOW.values(), ids=SLOW)
-def test_a_request_ends_in_time_whatever_part_of_the_answer_is_slow(serve: Serve, begin: bytes, part: bytes) -> None:
+def test_a_request_ends_in_time_whatever_part_of_the_answer_is_slow(
+    serve: Serve, begin: bytes, part: bytes
+) -> None:
     url = f"http://127.0.0.1:{serve(begin, part)}/"
-    with pytest.raises(RetriesExhausted, match=r"failed 2 times, .*ReadTimeout: the answer was not whole after 0.4 s"):
+    with pytest.raises(
+        RetriesExhausted,
+        match=r"failed 2 times, .*ReadTimeout: the answer was not whole after 0.4 s",
+    ):
         post(httpx.Client(timeout=0.4), url, retries=1)
 
 
@@ -122,7 +133,9 @@ COMPRESSED = {
 
 
 @pytest.mark.parametrize(("encoding", "begin", "part"), COMPRESSED.values(), ids=COMPRESSED)
-def test_a_compressed_answer_is_never_unpacked(serve: Serve, encoding: bytes, begin: bytes, part: bytes) -> None:
+def test_a_compressed_answer_is_never_unpacked(
+    serve: Serve, encoding: bytes, begin: bytes, part: bytes
+) -> None:
     port = serve(OK + b"Content-Encoding: " + encoding + b"\r\n\r\n" + begin, part)
     with pytest.raises(RetriesExhausted, match="the answer is compressed, which was not asked for"):
         post(httpx.Client(timeout=5), f"http://127.0.0.1:{port}/")
@@ -141,7 +154,9 @@ ECHOES = {
 
 @pytest.mark.parametrize("secret", ["s3cret-of-test", "s3cret\\of'test", 's3cret"of\\\\test'])
 @pytest.mark.parametrize("echo", ECHOES.values(), ids=ECHOES)
-def test_a_malformed_answer_does_not_repeat_the_token(serve: Serve, echo: bytes, secret: str) -> None:
+def test_a_malformed_answer_does_not_repeat_the_token(
+    serve: Serve, echo: bytes, secret: str
+) -> None:
     port = serve(echo.replace(b"%s", secret.encode()))
     with pytest.raises(RetriesExhausted) as caught:
         post(httpx.Client(timeout=5), f"http://127.0.0.1:{port}/", secret=secret)

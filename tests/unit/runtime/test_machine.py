@@ -1,4 +1,6 @@
-"""What the machine is: memory that a process may still take, processors and the kernels that NumPy has for them."""
+"""What the machine is: memory that a process may still take, processors and the kernels that NumPy
+has for them.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +34,8 @@ def test_without_groups_it_is_what_the_machine_has(groups: Path) -> None:
     assert 0 < host.available_memory() < psutil.virtual_memory().total
 
 
-# The groups that the process is in; by folder the limit, MiB held and MiB of cached files; MiB that are available.
+# The groups that the process is in; by folder the limit, MiB held and MiB of cached files; MiB that
+# are available.
 GROUPS = {
     "cached files are free": ("0::/job/step\n", VERSION_2, {"job": ("10", 9, 2), "job/step": ("max", 9, 0)}, 3),
     "the narrowest of nested groups": (
@@ -49,7 +52,9 @@ def test_limits_of_groups_count(groups: Path, case: str) -> None:
     (groups / "membership").write_text(membership)
     for name, (limit, held, cached) in folders.items():
         (groups / name).mkdir(parents=True, exist_ok=True)
-        (groups / name / version.limits[0]).write_text(f"{int(limit) * MIB if limit.isdigit() else limit}\n")
+        (groups / name / version.limits[0]).write_text(
+            f"{int(limit) * MIB if limit.isdigit() else limit}\n"
+        )
         (groups / name / version.usage).write_text(f"{held * MIB}\n")
         lines = [f"{key} {cached * MIB // len(version.cached)}" for key in version.cached]
         (groups / name / "memory.stat").write_text("\n".join(["anon 1", *lines, ""]))
@@ -59,7 +64,9 @@ def test_limits_of_groups_count(groups: Path, case: str) -> None:
         assert host.available_memory() == min(1, available)
 
 
-@pytest.mark.parametrize("membership", [b"0::/caf\xe9\n", b"nonsense\n", b"", b"0::/absent\n", b"1:memory:/../x\n"])
+@pytest.mark.parametrize(
+    "membership", [b"0::/caf\xe9\n", b"nonsense\n", b"", b"0::/absent\n", b"1:memory:/../x\n"]
+)
 def test_a_membership_that_tells_nothing_limits_nothing(groups: Path, membership: bytes) -> None:
     (groups / "membership").write_bytes(membership)
     assert host.available_memory() > 8 * MIB
@@ -77,7 +84,9 @@ def test_a_membership_that_tells_nothing_limits_nothing(groups: Path, membership
         ({"LOCAL_WORLD_SIZE": "x"}, 9),
     ],
 )
-def test_ranks_of_a_machine_share(monkeypatch: pytest.MonkeyPatch, ranks: dict[str, str], share: int) -> None:
+def test_ranks_of_a_machine_share(
+    monkeypatch: pytest.MonkeyPatch, ranks: dict[str, str], share: int
+) -> None:
     for name in ("LOCAL_WORLD_SIZE", "WORLD_SIZE"):
         monkeypatch.delenv(name, raising=False)
     for name, value in ranks.items():
@@ -97,7 +106,9 @@ def test_memory_that_was_given_back_is_part_of_the_peak_until_that_is_forgotten(
         "forget_peak()\n"
         "print(peak_above_now())"
     )
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=True
+    )
     before, held, after, forgotten = map(int, done.stdout.split())
     assert held <= before + 8 * MIB and 190 * MIB < after < 220 * MIB and forgotten < 8 * MIB
 
@@ -128,7 +139,12 @@ def nothing_remembered() -> Iterator[None]:
     ],
 )
 def test_the_first_processor_is_looked_at(
-    vendor: str, family: str, flags: str, expected: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    vendor: str,
+    family: str,
+    flags: str,
+    expected: bool,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     names = f"vendor_id\t: {vendor}\ncpu family\t: {family}\nmodel name\t: X: Y\n"
     first = f"processor\t: 0\n{names}flags\t\t: {flags}\n\n"
@@ -139,7 +155,9 @@ def test_the_first_processor_is_looked_at(
     assert host.is_amd_with_full_avx512() is expected
 
 
-def test_a_system_without_that_file_is_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_system_without_that_file_is_none(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(host, "CPUINFO", tmp_path / "absent")
     assert not host.is_amd_with_full_avx512()
 
@@ -147,11 +165,15 @@ def test_a_system_without_that_file_is_none(tmp_path: Path, monkeypatch: pytest.
 def test_numpy_of_another_library_has_no_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     for blas in ({"blas": {"name": "mkl"}}, {"blas": {}}, {}):
         host.numpy_kernels.cache_clear()
-        monkeypatch.setattr(numpy, "show_config", lambda mode, blas=blas: {"Build Dependencies": blas})
+        monkeypatch.setattr(
+            numpy, "show_config", lambda mode, blas=blas: {"Build Dependencies": blas}
+        )
         assert host.numpy_kernels() is None
 
 
-def test_another_copy_of_openblas_is_not_taken_for_that_of_numpy(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_another_copy_of_openblas_is_not_taken_for_that_of_numpy(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     folder = Path(numpy.__file__).parent
     libraries = [
         {"internal_api": "openblas", "architecture": name, "filepath": str(path)}
@@ -161,7 +183,9 @@ def test_another_copy_of_openblas_is_not_taken_for_that_of_numpy(monkeypatch: py
         )
     ]
     monkeypatch.setattr(threadpoolctl, "threadpool_info", lambda: libraries)
-    monkeypatch.setattr(numpy, "show_config", lambda mode: {"Build Dependencies": {"blas": {"name": "openblas"}}})
+    monkeypatch.setattr(
+        numpy, "show_config", lambda mode: {"Build Dependencies": {"blas": {"name": "openblas"}}}
+    )
     assert host.numpy_kernels() == "SkylakeX"
 
 

@@ -23,7 +23,8 @@ from rlhf_core.runtime.untrusted_text import string_literals, without_json_strin
 
 ROOT = Path(__file__).resolve().parents[3]
 TIMES = 24
-# Of texts that are read as a whole: steps of twice the text over steps of the text, and steps of a character.
+# Of texts that are read as a whole: steps of twice the text over steps of the text, and steps of a
+# character.
 FASTEST_GROWTH, DEAREST_CHARACTER = 2.6, 40
 SEARCHES = "search|sub|subn|split|finditer|findall"
 
@@ -39,14 +40,26 @@ def modules() -> Iterator[ModuleType]:
 
 
 def patterns() -> dict[str, re.Pattern[str]]:
-    """Every compiled pattern of these modules, also those in their tuples and dictionaries, by its name."""
+    """Every compiled pattern of these modules, also those in their tuples and dictionaries, by its
+    name.
+    """
     found: dict[str, re.Pattern[str]] = {}
     for module in modules():
         for name, value in vars(module).items():
-            values = value.values() if isinstance(value, dict) else value if isinstance(value, tuple) else [value]
+            values = (
+                value.values()
+                if isinstance(value, dict)
+                else value
+                if isinstance(value, tuple)
+                else [value]
+            )
             for number, item in enumerate(values):
                 for part in item if isinstance(item, tuple) else [item]:
-                    if isinstance(part, re.Pattern) and isinstance(part.pattern, str) and part not in found.values():
+                    if (
+                        isinstance(part, re.Pattern)
+                        and isinstance(part.pattern, str)
+                        and part not in found.values()
+                    ):
                         found[f"{module.__name__}.{name}{f'[{number}]' if number else ''}"] = part
     return found
 
@@ -55,26 +68,37 @@ def patterns() -> dict[str, re.Pattern[str]]:
 def source() -> str:
     """The text of all modules that may use a pattern."""
     packages = (ROOT / name for name in ("rlhf_core", "flows", "rlhf_extras"))
-    return "".join(path.read_text() for package in packages for path in sorted(package.rglob("*.py")))
+    return "".join(
+        path.read_text() for package in packages for path in sorted(package.rglob("*.py"))
+    )
 
 
 def is_only_matched(name: str) -> bool:
     """Whether a pattern is tried at the beginning of texts, and nowhere else."""
     matched = re.search(rf"\b{re.escape(name)}\.(?:full)?match\b", source())
-    return matched is not None and not re.search(rf"\b{re.escape(name)}\.(?:{SEARCHES})\b", source())
+    return matched is not None and not re.search(
+        rf"\b{re.escape(name)}\.(?:{SEARCHES})\b", source()
+    )
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "pattern"), patterns().items(), ids=str)
-def test_a_pattern_takes_steps_in_proportion_to_the_text(name: str, pattern: re.Pattern[str]) -> None:
-    """Whatever part of it is repeated, and whatever comes before: twice the text takes twice the steps."""
+def test_a_pattern_takes_steps_in_proportion_to_the_text(
+    name: str, pattern: re.Pattern[str]
+) -> None:
+    """Whatever part of it is repeated, and whatever comes before: twice the text takes twice the
+    steps.
+    """
     parts = sorted(pieces(pattern), key=lambda text: (len(text), text))[:8] or ["a"]
     at_start = is_only_matched(name.rpartition(".")[2])
     repeated = [*parts, *(one + other for one, other in itertools.product(parts[:4], parts[:4]))]
     for head, part in itertools.product(("", parts[-1]), repeated):
         texts = [head + part * times + "\0" for times in (TIMES, 2 * TIMES)]
         once, twice = (steps(pattern, text, at_start=at_start) for text in texts)
-        assert twice <= FASTEST_GROWTH * once or twice <= DEAREST_CHARACTER * len(texts[1]), (head, part)
+        assert twice <= FASTEST_GROWTH * once or twice <= DEAREST_CHARACTER * len(texts[1]), (
+            head,
+            part,
+        )
 
 
 @pytest.mark.parametrize("quoted", ['"', "'"])
@@ -82,7 +106,8 @@ def test_a_pattern_takes_steps_in_proportion_to_the_text(name: str, pattern: re.
 def test_an_unclosed_string_of_escaped_quotes_is_looked_at_once(quoted: str, end: str) -> None:
     for pattern in (untrusted_text._JSON_STRING, untrusted_text._LITERALS[quoted]):
         once, twice = (steps(pattern, quoted + f"\\{quoted}" * times + end) for times in (200, 400))
-        # What is only tried at the first quote of a kind, as literals are, may grow when it is searched for.
+        # What is only tried at the first quote of a kind, as literals are, may grow when it is
+        # searched for.
         if pattern is untrusted_text._JSON_STRING:
             assert twice < 2.2 * once
 

@@ -1,5 +1,5 @@
-"""The contract of samplers, kept by the one in the trainer's own process; what the one in vLLM asks for and reads, and
-what it says of servers that fail (a real one is in tests/e2e)."""
+"""The contract of samplers, kept by the one in the trainer's own process; what the one in vLLM asks
+for and reads, and what it says of servers that fail (a real one is in tests/e2e)."""
 
 from __future__ import annotations
 
@@ -42,16 +42,29 @@ def test_requests_say_all_of_the_training_distribution() -> None:
         return httpx.Response(200, json={"choices": [choice]})
 
     client = VllmClient(httpx.Client(transport=httpx.MockTransport(answer), base_url="http://vllm"))
-    assert client.complete([4, 6], 77, contract.SAMPLING, contract.VOCABULARY) == ([9, contract.EOS], [-1.5, -0.25])
+    assert client.complete([4, 6], 77, contract.SAMPLING, contract.VOCABULARY) == (
+        [9, contract.EOS],
+        [-1.5, -0.25],
+    )
     (body,) = bodies
-    assert (body["prompt"], body["seed"], body["temperature"]) == ([4, 6], 77, contract.SAMPLING.temperature)
+    assert (body["prompt"], body["seed"], body["temperature"]) == (
+        [4, 6],
+        77,
+        contract.SAMPLING.temperature,
+    )
     assert (body["max_tokens"], body["min_tokens"], body["logprobs"]) == (9, 2, 0)
     assert body["ignore_eos"] and body["stop_token_ids"] == [contract.EOS, contract.OTHER_STOP]
     assert body["logit_bias"] == {
-        str(token): -100.0 for token in (*contract.FORBIDDEN, contract.VOCABULARY - 2, contract.VOCABULARY - 1)
+        str(token): -100.0
+        for token in (*contract.FORBIDDEN, contract.VOCABULARY - 2, contract.VOCABULARY - 1)
     }
     # A server's own defaults would make it another distribution.
-    assert (body["top_p"], body["top_k"], body["min_p"], body["repetition_penalty"]) == (1.0, 0, 0.0, 1.0)
+    assert (body["top_p"], body["top_k"], body["min_p"], body["repetition_penalty"]) == (
+        1.0,
+        0,
+        0.0,
+        1.0,
+    )
 
 
 def test_a_stream_has_one_seed_whatever_rank_asks() -> None:
@@ -69,7 +82,9 @@ def test_replies_become_a_rollout_as_wide_as_the_longest() -> None:
     ]
     assert rollout.attention_mask.tolist() == [[0, 1, 1, 1, 1], [1, 1, 1, 0, 0]]
     assert rollout.logprobs.tolist() == [[-1.0, -2.0, -3.0], [-0.5, 0.0, 0.0]]
-    assert rollout.finished.tolist() == [True, True] and [len(reply) for reply in rollout.replies()] == [3, 1]
+    assert rollout.finished.tolist() == [True, True] and [
+        len(reply) for reply in rollout.replies()
+    ] == [3, 1]
     cut = rollout_of(PromptBatch([[4]], [0], 1), [([9] * 9, [-1.0] * 9)], contract.SAMPLING)
     assert cut.finished.tolist() == [False]
 
@@ -86,7 +101,9 @@ def test_adapters_are_merged_into_the_weights_that_the_server_gets(tmp_path: Pat
         expected = policy(input_ids=ids).logits
         save_merged(policy, tmp_path / "weights")
         served = AutoModelForCausalLM.from_pretrained(tmp_path / "weights")(input_ids=ids).logits
-        assert not torch.allclose(expected, contract.contract_policy()(input_ids=ids).logits, atol=0.1)
+        assert not torch.allclose(
+            expected, contract.contract_policy()(input_ids=ids).logits, atol=0.1
+        )
         torch.testing.assert_close(served, expected, atol=1e-4, rtol=1e-4)
         torch.testing.assert_close(policy(input_ids=ids).logits, expected, atol=0, rtol=0)
 
@@ -100,8 +117,13 @@ def test_a_tied_unembedding_is_written_as_a_matrix_of_its_own(tmp_path: Path) ->
     assert served.lm_head.weight is not served.model.embed_tokens.weight
     ids = torch.tensor([[4, 6, 8, 9]])
     with torch.no_grad():
-        torch.testing.assert_close(served(input_ids=ids).logits, policy(input_ids=ids).logits, atol=0, rtol=0)
-    assert policy.config.tie_word_embeddings and policy.lm_head.weight is policy.model.embed_tokens.weight
+        torch.testing.assert_close(
+            served(input_ids=ids).logits, policy(input_ids=ids).logits, atol=0, rtol=0
+        )
+    assert (
+        policy.config.tie_word_embeddings
+        and policy.lm_head.weight is policy.model.embed_tokens.weight
+    )
 
 
 def test_a_python_without_vllm_is_named_in_one_line(tmp_path: Path) -> None:
@@ -112,7 +134,9 @@ def test_a_python_without_vllm_is_named_in_one_line(tmp_path: Path) -> None:
     sampler.close()
 
 
-def test_paths_of_a_sampler_start_at_the_workspace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_paths_of_a_sampler_start_at_the_workspace(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("HOME", "/home/ann")
     monkeypatch.chdir(tmp_path)
     for given, seen in {
@@ -148,7 +172,9 @@ def test_errors_of_a_server_are_one_line_without_its_token() -> None:
         return httpx.Response(401, json={"error": f"no {request.headers['Authorization']}"})
 
     http = httpx.Client(
-        transport=httpx.MockTransport(refuse), base_url="http://vllm", headers={"Authorization": "Bearer s3cret"}
+        transport=httpx.MockTransport(refuse),
+        base_url="http://vllm",
+        headers={"Authorization": "Bearer s3cret"},
     )
     with pytest.raises(RlhfError, match=r"http://vllm/?: /v1/completions answered 401") as raised:
         VllmClient(http, "s3cret").complete([4], 1, contract.SAMPLING, contract.VOCABULARY)
@@ -158,7 +184,11 @@ def test_errors_of_a_server_are_one_line_without_its_token() -> None:
 @pytest.mark.parametrize(
     ("sampler", "others", "reason"),
     [
-        ({"kind": "vllm", "python": "vllm/bin/python"}, {}, "importance_sampling_correction.mode to always"),
+        (
+            {"kind": "vllm", "python": "vllm/bin/python"},
+            {},
+            "importance_sampling_correction.mode to always",
+        ),
         ({"kind": "vllm"}, CORRECTED, "either python"),
         ({"kind": "vllm", "python": "p", "url": "http://h:1"}, CORRECTED, "either python"),
         ({"kind": "vllm", "url": "http://h:1"}, CORRECTED, "weights_folder"),
@@ -167,19 +197,41 @@ def test_errors_of_a_server_are_one_line_without_its_token() -> None:
             CORRECTED,
             "writes no files",
         ),
-        ({"kind": "vllm", "url": "http://h:1", "weights": "nccl", "sleep": True}, CORRECTED, "by nccl the server has"),
+        (
+            {"kind": "vllm", "url": "http://h:1", "weights": "nccl", "sleep": True},
+            CORRECTED,
+            "by nccl the server has",
+        ),
         ({"kind": "vllm", "python": "p", "weights": "nccl"}, CORRECTED, "GPUs of a server at url"),
-        ({"kind": "vllm", "url": "http://u:p@h:1", "weights_folder": "/w"}, CORRECTED, "carries credentials"),
-        ({"kind": "vllm", "url": "http://h:1?se=1&sig=x", "weights_folder": "/w"}, CORRECTED, "carries credentials"),
+        (
+            {"kind": "vllm", "url": "http://u:p@h:1", "weights_folder": "/w"},
+            CORRECTED,
+            "carries credentials",
+        ),
+        (
+            {"kind": "vllm", "url": "http://h:1?se=1&sig=x", "weights_folder": "/w"},
+            CORRECTED,
+            "carries credentials",
+        ),
         ({"kind": "vllm", "python": "p", "token_env": "TOKEN"}, CORRECTED, "random token"),
-        ({"kind": "vllm", "url": "http://h:1", "weights_folder": "/w", "arguments": ["--x"]}, CORRECTED, "arguments"),
+        (
+            {"kind": "vllm", "url": "http://h:1", "weights_folder": "/w", "arguments": ["--x"]},
+            CORRECTED,
+            "arguments",
+        ),
         ({"kind": "vllm", "python": "p", "engine": 1}, CORRECTED, "engine"),
         ({"kind": "local", "python": "p"}, {}, "python"),
         ({"kind": "sglang"}, {}, "sglang"),
-        ({"kind": "vllm", "python": "p"}, CORRECTED | {"policy_lora": {"quantize": "nf4"}}, "policy_lora.quantize to"),
+        (
+            {"kind": "vllm", "python": "p"},
+            CORRECTED | {"policy_lora": {"quantize": "nf4"}},
+            "policy_lora.quantize to",
+        ),
     ],
 )
-def test_settings_that_contradict_are_refused(sampler: dict[str, Any], others: dict[str, Any], reason: str) -> None:
+def test_settings_that_contradict_are_refused(
+    sampler: dict[str, Any], others: dict[str, Any], reason: str
+) -> None:
     with pytest.raises(ValueError, match=reason):
         PpoConfig.model_validate({"sampler": sampler} | others)
 
@@ -188,7 +240,9 @@ def test_settings_that_contradict_are_refused(sampler: dict[str, Any], others: d
 def test_the_default_is_local_and_vllm_is_accepted_with_its_correction(mode: str) -> None:
     assert PpoConfig().sampler.kind == "local"
     sampler = {"kind": "vllm", "python": "p", "arguments": ["--x", "1"]}
-    config = PpoConfig.model_validate({"sampler": sampler, "importance_sampling_correction": {"mode": mode}})
+    config = PpoConfig.model_validate(
+        {"sampler": sampler, "importance_sampling_correction": {"mode": mode}}
+    )
     assert config.sampler.kind == "vllm" and config.sampler.arguments == ("--x", "1")
 
 
@@ -204,7 +258,9 @@ class TestLocalSampler(contract.SamplerContract):
 
 
 def test_the_width_of_prompts_is_that_of_the_whole_batch(policy: PreTrainedModel) -> None:
-    """Padding decides how attention rounds, so that a rank with the shorter prompts needs that of the others."""
+    """Padding decides how attention rounds, so that a rank with the shorter prompts needs that of
+    the others.
+    """
     sampler, whole = LocalSampler.of(policy), contract.batch_of(range(16))
     longest = max(map(len, whole.ids))
     prompts = sample_replies(sampler, 0, whole, contract.SAMPLING, batch_size=5)
@@ -212,7 +268,8 @@ def test_the_width_of_prompts_is_that_of_the_whole_batch(policy: PreTrainedModel
     shortest = min(range(16), key=lambda row: len(whole.ids[row]))
     with sampler.awake(0, 1, contract.SAMPLING.max_new_tokens):
         narrow, wide = (
-            sampler.sample(PromptBatch([whole.ids[shortest]], [0], 1, width), contract.SAMPLING) for width in (0, 40)
+            sampler.sample(PromptBatch([whole.ids[shortest]], [0], 1, width), contract.SAMPLING)
+            for width in (0, 40)
         )
     assert narrow.tokens.shape[1] - narrow.response_mask.shape[1] == len(whole.ids[shortest])
     assert wide.tokens.shape[1] - wide.response_mask.shape[1] == 40
@@ -227,8 +284,16 @@ def test_a_sampler_without_weights_samples_nothing() -> None:
 def test_a_vllm_server_inherits_nothing_of_the_launcher_of_ranks(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With these variables the server's own process group waits for the store of the trainer's ranks."""
-    for name in ("RANK", "WORLD_SIZE", "MASTER_PORT", "TORCHELASTIC_USE_AGENT_STORE", "TORCHELASTIC_RUN_ID"):
+    """With these variables the server's own process group waits for the store of the trainer's
+    ranks.
+    """
+    for name in (
+        "RANK",
+        "WORLD_SIZE",
+        "MASTER_PORT",
+        "TORCHELASTIC_USE_AGENT_STORE",
+        "TORCHELASTIC_RUN_ID",
+    ):
         monkeypatch.setenv(name, "1")
     monkeypatch.setenv("KEPT", "1")
     python = tmp_path / "python"
@@ -238,4 +303,8 @@ def test_a_vllm_server_inherits_nothing_of_the_launcher_of_ranks(
     server.process.wait(60)
     inherited = {line.partition("=")[0] for line in (tmp_path / "log").read_text().splitlines()}
     assert "KEPT" in inherited
-    assert not {name for name in inherited if name.startswith("TORCHELASTIC") or name in ("RANK", "WORLD_SIZE")}
+    assert not {
+        name
+        for name in inherited
+        if name.startswith("TORCHELASTIC") or name in ("RANK", "WORLD_SIZE")
+    }

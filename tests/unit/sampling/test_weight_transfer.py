@@ -1,5 +1,5 @@
-"""Weights sent one by one to a server: what it gets, and servers that refuse, fail or end meanwhile (a real one is in
-tests/e2e/vllm)."""
+"""Weights sent one by one to a server: what it gets, and servers that refuse, fail or end meanwhile
+(a real one is in tests/e2e/vllm)."""
 
 from __future__ import annotations
 
@@ -33,7 +33,9 @@ NEVER = threading.Event()
 
 
 class Wire:
-    """A group of the trainer and one worker, in one process. What is sent while ``broken`` never arrives."""
+    """A group of the trainer and one worker, in one process. What is sent while ``broken`` never
+    arrives.
+    """
 
     id = b"meet here".ljust(128, b"\0")
 
@@ -55,7 +57,9 @@ class Wire:
 
 
 class Server:
-    """vLLM's side: it waits for what it was told to expect, or answers ``early``, and fails at the path ``fails``."""
+    """vLLM's side: it waits for what it was told to expect, or answers ``early``, and fails at the
+    path ``fails``.
+    """
 
     def __init__(self, wire: Wire, fails: str = "", early: bool = False) -> None:
         self.wire, self.fails, self.early = wire, fails, early
@@ -77,7 +81,9 @@ class Server:
         if path == "/update_weights" and not self.early:
             assert body is not None
             told = body["update_info"]
-            for name, dtype, shape in zip(told["names"], told["dtype_names"], told["shapes"], strict=True):
+            for name, dtype, shape in zip(
+                told["names"], told["dtype_names"], told["shapes"], strict=True
+            ):
                 weight = self.wire.sent.get(timeout=60)
                 assert weight.dtype == getattr(torch, dtype) and list(weight.shape) == shape
                 self.weights[name] = weight
@@ -142,7 +148,9 @@ def test_the_server_gets_what_files_would_hold(policy: Any, tmp_path: Path) -> N
 
 
 def test_adapted_weights_keep_their_places() -> None:
-    """vLLM fuses a layer as soon as it has all parts of it, and keeps the others on its GPU meanwhile."""
+    """vLLM fuses a layer as soon as it has all parts of it, and keeps the others on its GPU
+    meanwhile.
+    """
     policy = contract.contract_policy()
     names = [name for name, _ in CheckpointWeights(policy).described]
     add_adapters(policy, LoraConfig(rank=2, alpha=2, targets=("q_proj", "gate_proj")), seed=0)
@@ -176,7 +184,9 @@ def test_one_weight_is_gathered_at_a_time() -> None:
 
 def test_a_model_whose_files_fuse_weights_is_refused() -> None:
     hrm = pytest.importorskip("transformers.models.hrm_text")
-    config = hrm.HrmTextConfig(vocab_size=23, hidden_size=16, intermediate_size=16, num_attention_heads=2)
+    config = hrm.HrmTextConfig(
+        vocab_size=23, hidden_size=16, intermediate_size=16, num_attention_heads=2
+    )
     with pytest.raises(ModelError, match=r"set sampler\.weights to files"):
         CheckpointWeights(AutoModelForCausalLM.from_config(config))
 
@@ -186,7 +196,9 @@ def test_a_server_that_refuses_to_meet_ends_the_wait_for_it() -> None:
         WeightTransfer(Server(Wire(), "/init_weight_transfer_engine"), 60, Wire(broken=True))
 
 
-@pytest.mark.parametrize(("alive", "message"), [(False, "/health answered 503"), (True, "has taken no weight for")])
+@pytest.mark.parametrize(
+    ("alive", "message"), [(False, "/health answered 503"), (True, "has taken no weight for")]
+)
 def test_a_server_that_ends_after_its_answer_is_noticed(
     alive: bool, message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -202,7 +214,9 @@ def test_a_server_that_ends_after_its_answer_is_noticed(
         transfer.send(next(iter(weights)))
 
 
-@pytest.mark.parametrize("path", ["/start_weight_update", "/update_weights", "/finish_weight_update"])
+@pytest.mark.parametrize(
+    "path", ["/start_weight_update", "/update_weights", "/finish_weight_update"]
+)
 def test_a_server_that_fails_meanwhile_ends_the_wait_for_it(path: str) -> None:
     wire = Wire()
     weights, server = CheckpointWeights(contract.contract_policy()), Server(wire, path)
@@ -224,16 +238,22 @@ def test_an_error_of_nccl_is_one_line() -> None:
     weights = CheckpointWeights(contract.contract_policy())
     transfer = WeightTransfer(Server(wire), 60, wire)
     transfer.begin(weights)
-    with pytest.raises(RlhfError, match=r"^weights cannot be sent by NCCL: NCCL Error 2: unhandled system error$"):
+    with pytest.raises(
+        RlhfError, match=r"^weights cannot be sent by NCCL: NCCL Error 2: unhandled system error$"
+    ):
         transfer.send(next(iter(weights)))
 
 
 NCCL = VllmSamplerConfig(kind="vllm", url="http://127.0.0.1:1", weights="nccl")
 
 
-def test_a_trainer_without_a_gpu_is_told_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_trainer_without_a_gpu_is_told_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(VllmSampler, "_opened", lambda self: Server(Wire()))
-    with pytest.raises(RlhfError, match=r"sampler\.weights nccl sends from a GPU, and this trainer has none"):
+    with pytest.raises(
+        RlhfError, match=r"sampler\.weights nccl sends from a GPU, and this trainer has none"
+    ):
         VllmSampler(NCCL, tmp_path).sync(contract.contract_policy(), 1)
 
 
@@ -256,7 +276,9 @@ def sync_with_a_server_that_ends(folder: Path) -> None:
     wire = Ending()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(VllmSampler, "_opened", lambda self: Gone(wire))
-        patch.setattr(vllm, "WeightTransfer", lambda server, seconds: WeightTransfer(server, seconds, wire))
+        patch.setattr(
+            vllm, "WeightTransfer", lambda server, seconds: WeightTransfer(server, seconds, wire)
+        )
         sampler = VllmSampler(NCCL, folder)
         with pytest.raises(RlhfError, match="the server is gone"):
             sampler.sync(contract.contract_policy(), 1)
@@ -275,7 +297,11 @@ def test_what_the_client_asks_once_is_not_asked_again() -> None:
 
     def busy(request: httpx.Request) -> httpx.Response:
         asked.append(request.url.path)
-        return httpx.Response(200, json={"world_size": 8}) if request.method == "GET" else httpx.Response(503)
+        return (
+            httpx.Response(200, json={"world_size": 8})
+            if request.method == "GET"
+            else httpx.Response(503)
+        )
 
     client = VllmClient(httpx.Client(transport=httpx.MockTransport(busy), base_url="http://vllm"))
     assert client.workers() == 8

@@ -56,7 +56,11 @@ class HeldPolicy(LoadedPolicy):
         self.go.clear()
 
     def reply(
-        self, ids: Any, settings: ReplySettings, on_text: OnText | None = None, check: Check | None = None
+        self,
+        ids: Any,
+        settings: ReplySettings,
+        on_text: OnText | None = None,
+        check: Check | None = None,
     ) -> SampledReply:
         def held() -> None:
             if not self.go.is_set():
@@ -86,10 +90,14 @@ class ChangingSource:
 class Served:
     """An app with all its parts in reach, asked in this process."""
 
-    def __init__(self, load: Callable[..., HeldPolicy], limits: ServingLimits, **settings: Any) -> None:
+    def __init__(
+        self, load: Callable[..., HeldPolicy], limits: ServingLimits, **settings: Any
+    ) -> None:
         self.source, self.metrics, self.now = ChangingSource(), ServingMetrics(), 0.0
         self.watch = PolicyWatch(self.source, self.metrics, load, clock=lambda: self.now)
-        self.completions = Completions(self.watch, limits, self.metrics, clock=lambda: self.now, now=lambda: 1e9)
+        self.completions = Completions(
+            self.watch, limits, self.metrics, clock=lambda: self.now, now=lambda: 1e9
+        )
         self.app: FastAPI = create_app(self.completions, **settings)
 
     @property
@@ -103,7 +111,9 @@ class Served:
 
         async def with_client() -> Result:
             transport = httpx.ASGITransport(self.app, raise_app_exceptions=False)
-            async with httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1") as client:
+            async with httpx.AsyncClient(
+                transport=transport, base_url="http://127.0.0.1"
+            ) as client:
                 return await story(client)
 
         return asyncio.run(with_client())

@@ -1,4 +1,6 @@
-"""The served revision changes only for one that works, and the pieces of a stream join to the whole reply."""
+"""The served revision changes only for one that works, and the pieces of a stream join to the whole
+reply.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,12 @@ from rlhf_core.errors import DataError, ModelError
 from rlhf_core.models.causal_lm import save_policy, train_tokenizer
 from rlhf_core.sampling.reply import ReplyPieces
 from rlhf_core.serving.policy import LoadedPolicy, ReplySettings
-from rlhf_core.serving.policy_source import FolderSource, PolicyFiles, PolicyRevision, sampling_of_folder
+from rlhf_core.serving.policy_source import (
+    FolderSource,
+    PolicyFiles,
+    PolicyRevision,
+    sampling_of_folder,
+)
 from rlhf_extras.serving.metrics import ServingMetrics
 from rlhf_extras.serving.watch import RETRY_SECONDS, PolicyWatch
 
@@ -50,7 +57,9 @@ def test_a_damaged_revision_leaves_the_old_one(
             served.watch.check()
     assert served.policy is before and loads == ["policy:2"]  # not tried again at once
     assert served.watch.problem == "policy:2 cannot be loaded (policy:2 is damaged)"
-    assert [record.getMessage() for record in caplog.records] == [f"{served.watch.problem}; policy:1 is still served"]
+    assert [record.getMessage() for record in caplog.records] == [
+        f"{served.watch.problem}; policy:1 is still served"
+    ]
     assert served.metric("rlhf_serve_reloads_total", result="failed") == 1
     assert served.metric("rlhf_serve_reload_failing") == 1
 
@@ -70,13 +79,18 @@ def test_it_is_tried_again_later_and_another_at_once(served: Served, loads: list
     assert loads == ["policy:2", "policy:2", "policy:3", "policy:2"]
     before, served.source.version, served.source.error = served.policy, 1, "connection refused"
     served.watch.check()
-    assert served.watch.problem == "cannot find out which revision to serve (OSError: connection refused)"
+    assert (
+        served.watch.problem
+        == "cannot find out which revision to serve (OSError: connection refused)"
+    )
     served.source.error = ""
     served.watch.check()
     assert served.policy is before and not served.watch.problem
 
 
-def test_a_folder_is_loaded_and_writes_what_its_model_writes(served: Served, tmp_path: Path) -> None:
+def test_a_folder_is_loaded_and_writes_what_its_model_writes(
+    served: Served, tmp_path: Path
+) -> None:
     policy = served.policy
     save_policy(tmp_path / "policy", policy.model, policy._decoder)
     source = FolderSource(tmp_path / "policy", JUDGED)
@@ -97,13 +111,19 @@ def test_a_setting_that_only_a_reply_comes_upon_is_one_line(served: Served, tmp_
 
 def test_the_sampling_of_a_folder_is_that_of_its_generation_config(tmp_path: Path) -> None:
     assert sampling_of_folder(tmp_path, JUDGED) == JUDGED
-    (tmp_path / "generation_config.json").write_text(json.dumps({"temperature": 0.5, "top_k": 3, "top_p": None}))
-    assert sampling_of_folder(tmp_path, JUDGED) == SamplingConfig(**{**JUDGED.model_dump(), "temperature": 0.5})
+    (tmp_path / "generation_config.json").write_text(
+        json.dumps({"temperature": 0.5, "top_k": 3, "top_p": None})
+    )
+    assert sampling_of_folder(tmp_path, JUDGED) == SamplingConfig(
+        **{**JUDGED.model_dump(), "temperature": 0.5}
+    )
     (tmp_path / "generation_config.json").write_text(json.dumps({"top_p": 7}))
     with pytest.raises(DataError, match=r"top_p is 7; correct it"):
         sampling_of_folder(tmp_path, JUDGED)
     (tmp_path / "generation_config.json").write_text("[]")
-    with pytest.raises(DataError, match=r"generation_config\.json holds no JSON object; correct it"):
+    with pytest.raises(
+        DataError, match=r"generation_config\.json holds no JSON object; correct it"
+    ):
         sampling_of_folder(tmp_path, JUDGED)
 
 
@@ -134,7 +154,9 @@ def test_loaded_files_are_served_and_a_change_is_noticed(
     assert watch.policy.reply(prompt, GREEDY) == before
 
 
-def test_files_that_change_while_they_are_loaded_are_not_served(served: Served, tmp_path: Path) -> None:
+def test_files_that_change_while_they_are_loaded_are_not_served(
+    served: Served, tmp_path: Path
+) -> None:
     folder = tmp_path / "policy"
     save_policy(folder, served.policy.model, served.policy._decoder)
 
@@ -147,9 +169,16 @@ def test_files_that_change_while_they_are_loaded_are_not_served(served: Served, 
         PolicyWatch(FolderSource(folder, JUDGED), ServingMetrics(), slow_load)
 
 
-@given(text=st.text("ab\n ", max_size=20), endings=st.lists(st.text("ab\n ", max_size=3), max_size=3))
+@given(
+    text=st.text("ab\n ", max_size=20), endings=st.lists(st.text("ab\n ", max_size=3), max_size=3)
+)
 def test_pieces_join_to_the_reply_whatever_is_held_back(text: str, endings: list[str]) -> None:
-    reply = text[: min((text.find(ending) for ending in endings if ending and ending in text), default=len(text))]
+    reply = text[
+        : min(
+            (text.find(ending) for ending in endings if ending and ending in text),
+            default=len(text),
+        )
+    ]
     pieces = ReplyPieces("", endings)
     sent = [pieces.next(reply[:length]) for length in range(1, len(reply) + 1)]
     assert "".join(sent) + pieces.rest(reply) == reply
@@ -165,7 +194,9 @@ def test_pieces_join_to_the_reply_whatever_is_held_back(text: str, endings: list
         ("", [], ["a", "b", "ac"], ["a", "", "c"]),
     ],
 )
-def test_what_may_not_be_sent_is_held_back(lead: str, endings: list[str], texts: list[str], sent: list[str]) -> None:
+def test_what_may_not_be_sent_is_held_back(
+    lead: str, endings: list[str], texts: list[str], sent: list[str]
+) -> None:
     pieces = ReplyPieces(lead, endings)
     assert [pieces.next(text) for text in texts] == sent
 
@@ -190,7 +221,9 @@ def test_a_stop_string_far_longer_than_the_reply_costs_no_more_than_the_reply() 
 def test_messages_longer_than_the_context_warn_of_no_errors(
     model: LlamaForCausalLM, caplog: pytest.LogCaptureFixture
 ) -> None:
-    limited = train_tokenizer(["what colour is the sky? the sky is blue."] * 4, 280, max_length=CONTEXT)
+    limited = train_tokenizer(
+        ["what colour is the sky? the sky is blue."] * 4, 280, max_length=CONTEXT
+    )
     policy = LoadedPolicy(PolicyRevision("policy"), model, limited, JUDGED)
     logger = logging.getLogger("transformers")
     logger.addHandler(caplog.handler)

@@ -60,24 +60,48 @@ def refused(body: bytes) -> ApiError:
 def test_a_request_without_settings_leaves_them_open() -> None:
     request = parse()
     assert request.dialogue == [Message("user", "why?")]
-    settings = (request.temperature, request.top_p, request.requested_tokens, request.seed, request.stop)
+    settings = (
+        request.temperature,
+        request.top_p,
+        request.requested_tokens,
+        request.seed,
+        request.stop,
+    )
     assert settings == (None,) * 5 and not request.stream and not request.include_usage
 
 
 def test_settings_are_read() -> None:
-    request = parse(temperature=1, top_p=0.5, max_completion_tokens=7, seed=3, stop="\n", stream=True)
-    assert (request.temperature, request.top_p, request.requested_tokens, request.seed) == (1.0, 0.5, 7, 3)
+    request = parse(
+        temperature=1, top_p=0.5, max_completion_tokens=7, seed=3, stop="\n", stream=True
+    )
+    assert (request.temperature, request.top_p, request.requested_tokens, request.seed) == (
+        1.0,
+        0.5,
+        7,
+        3,
+    )
     assert request.stop == ["\n"] and request.stream
 
 
 def test_text_parts_are_joined_and_developer_means_system() -> None:
     parts = [{"type": "text", "text": "wh"}, {"type": "text", "text": "y?"}]
-    request = parse(messages=[{"role": "developer", "content": "be brief"}, {"role": "user", "content": parts}])
+    request = parse(
+        messages=[{"role": "developer", "content": "be brief"}, {"role": "user", "content": parts}]
+    )
     assert request.dialogue == [Message("system", "be brief"), Message("user", "why?")]
 
 
 def test_parameters_at_the_values_that_leave_them_off_are_accepted() -> None:
-    parse(n=1, user="u", frequency_penalty=0, presence_penalty=0.0, logprobs=None, tools=[], logit_bias={}, stop=None)
+    parse(
+        n=1,
+        user="u",
+        frequency_penalty=0,
+        presence_penalty=0.0,
+        logprobs=None,
+        tools=[],
+        logit_bias={},
+        stop=None,
+    )
     parse(functions=[], function_call="none", reasoning_effort="none", verbosity="medium", seed=-1)
     parse(stream=True, stream_options={"include_obfuscation": False, "include_usage": True})
 
@@ -99,11 +123,19 @@ def test_parameters_at_the_values_that_leave_them_off_are_accepted() -> None:
         ({"stream_options": {"include_usage": True}}, "stream_options", "set stream to true"),
         ({"n": 2}, "n", "n is not supported here"),
         ({"n": True}, "n", "n is not supported here"),
-        ({"frequency_penalty": False}, "frequency_penalty", "frequency_penalty is not supported here"),
+        (
+            {"frequency_penalty": False},
+            "frequency_penalty",
+            "frequency_penalty is not supported here",
+        ),
         ({"logprobs": 0}, "logprobs", "logprobs is not supported here"),
         ({"tools": [{}]}, "tools", "tools is not supported here"),
         ({"functions": [{}]}, "functions", "functions is not supported here"),
-        ({"reasoning_effort": "high"}, "reasoning_effort", "reasoning_effort is not supported here"),
+        (
+            {"reasoning_effort": "high"},
+            "reasoning_effort",
+            "reasoning_effort is not supported here",
+        ),
         ({"temprature": 1}, "temprature", "there is no parameter 'temprature'"),
     ],
 )
@@ -120,13 +152,25 @@ def test_wrong_settings_are_named(fields: dict[str, Any], param: str, words: str
         ([{"role": "user"}], "messages[0].content", "messages[0].content is missing"),
         ([{**USER, "role": "tool"}], "messages[0].role", "(got 'tool')"),
         ([{**USER, "content": None}], "messages[0].content", "missing"),
-        ([{**USER, "content": [{"type": "image_url"}]}], "messages[0].content", "images, sounds and files are not"),
+        (
+            [{**USER, "content": [{"type": "image_url"}]}],
+            "messages[0].content",
+            "images, sounds and files are not",
+        ),
         ([{**USER, "content": " \u200b"}], "messages[0].content", "messages[0].content is empty"),
         ([ASSISTANT, USER], "messages[0].role", "a conversation begins with the user"),
         ([USER, ASSISTANT], "messages", "must end with a turn of role user, not assistant"),
         ([USER, USER], "messages[1].role", "another user turn"),
-        ([USER, {"role": "system", "content": "x"}], "messages[1].role", "only the first turn may be one"),
-        ([{"role": "system", "content": "x"}], "messages", "must end with a turn of role user, not system"),
+        (
+            [USER, {"role": "system", "content": "x"}],
+            "messages[1].role",
+            "only the first turn may be one",
+        ),
+        (
+            [{"role": "system", "content": "x"}],
+            "messages",
+            "must end with a turn of role user, not system",
+        ),
     ],
 )
 def test_wrong_turns_are_named(messages: Any, param: str, words: str) -> None:
@@ -143,11 +187,22 @@ def test_wrong_turns_are_named(messages: Any, param: str, words: str) -> None:
         (b"[]", "must be a JSON object"),
         (b'{"temperature": NaN}', "NaN is not a JSON number"),
         (b'{"temperature": -Infinity}', "-Infinity is not a JSON number"),
-        (b'{"temperature": 1e999, "messages": [{"role": "user", "content": "x"}]}', "a finite number"),
+        (
+            b'{"temperature": 1e999, "messages": [{"role": "user", "content": "x"}]}',
+            "a finite number",
+        ),
         (b'{"messages": [{"role": "user", "content": "\\ud800"}]}', "half of a surrogate pair"),
         (b'{"messages": [{"role": "user", "content": "\xed\xa0\x80"}]}', "not JSON"),
-        ('{"messages": [{"role": "user", "content": "\ud800"}]}'.encode("utf-16-le", "surrogatepass"), "not JSON"),
-        ('{"messages": [{"role": "user", "content": "\\ud800"}]}'.encode("utf-16"), "half of a surrogate pair"),
+        (
+            '{"messages": [{"role": "user", "content": "\ud800"}]}'.encode(
+                "utf-16-le", "surrogatepass"
+            ),
+            "not JSON",
+        ),
+        (
+            '{"messages": [{"role": "user", "content": "\\ud800"}]}'.encode("utf-16"),
+            "half of a surrogate pair",
+        ),
         (b'{"a": ' + b"[" * 9_000 + b"]" * 9_000 + b"}", "nested too deeply"),
         (b'{"seed": ' + b"9" * 5000 + b"}", "not JSON"),
         (b"{}", "messages is missing"),
@@ -157,7 +212,9 @@ def test_bodies_that_are_no_request_are_refused_in_one_line(body: bytes, words: 
     assert words in refused(body).message
 
 
-@pytest.mark.parametrize("number", [b"0." + b"9" * 3_000_000, b"1" + b"0" * 3_000_000, b"1e" + b"0" * 3_000_000])
+@pytest.mark.parametrize(
+    "number", [b"0." + b"9" * 3_000_000, b"1" + b"0" * 3_000_000, b"1e" + b"0" * 3_000_000]
+)
 def test_a_number_of_millions_of_digits_costs_no_time(number: bytes) -> None:
     began = time.thread_time()
     assert "not JSON: a number has 300000" in refused(b'{"temperature": ' + number + b"}").message

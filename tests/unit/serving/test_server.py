@@ -40,7 +40,9 @@ async def listening(most: int, ended: asyncio.Event | None = None) -> AsyncItera
     async def healthz() -> dict[str, str]:
         return {"status": "ok"}
 
-    config = uvicorn.Config(app, http=limited_protocol(most), port=0, log_config=None, lifespan="off")
+    config = uvicorn.Config(
+        app, http=limited_protocol(most), port=0, log_config=None, lifespan="off"
+    )
     running = uvicorn.Server(config)
     config.load()
     running.lifespan = config.lifespan_class(config)
@@ -76,7 +78,9 @@ def test_silent_connections_give_way_to_those_that_ask() -> None:
 
 
 @pytest.mark.parametrize("begins", [b"", b"GET /healthz HTTP/1.1\r\nX: ", REQUEST + b"GET /"])
-def test_a_head_that_does_not_come_ends_its_connection(begins: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_head_that_does_not_come_ends_its_connection(
+    begins: bytes, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(server, "HEAD_SECONDS", 0.2)
 
     async def story() -> None:
@@ -90,7 +94,9 @@ def test_a_head_that_does_not_come_ends_its_connection(begins: bytes, monkeypatc
 
 
 @pytest.mark.parametrize("read", [0, 8 << 20])
-def test_a_client_that_does_not_read_its_response_takes_no_place(read: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_client_that_does_not_read_its_response_takes_no_place(
+    read: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(server, "WRITE_SECONDS", 0.5)
 
     async def story() -> None:
@@ -110,12 +116,21 @@ def test_a_client_that_does_not_read_its_response_takes_no_place(read: int, monk
 
 def test_a_message_is_logged_once_a_minute() -> None:
     once = OncePerMinute()
-    texts = ["socket.accept() out of system resource", "socket.accept() out of system resource", "another"]
-    records = [logging.LogRecord("asyncio", logging.ERROR, "f", 1, text, (), None) for text in texts]
+    texts = [
+        "socket.accept() out of system resource",
+        "socket.accept() out of system resource",
+        "another",
+    ]
+    records = [
+        logging.LogRecord("asyncio", logging.ERROR, "f", 1, text, (), None) for text in texts
+    ]
     assert [once.filter(record) for record in records] == [True, False, True]
     failure = (ValueError, ValueError(), None)
     for cause, passes in ((None, [True, False]), (failure, [True, True])):
         text = f"with {cause}"
-        repeated = [logging.LogRecord("uvicorn.error", logging.ERROR, "f", 1, text, (), cause) for _ in passes]
+        repeated = [
+            logging.LogRecord("uvicorn.error", logging.ERROR, "f", 1, text, (), cause)
+            for _ in passes
+        ]
         assert [once.filter(record) for record in repeated] == passes
     assert connection_limit() >= 2

@@ -24,12 +24,18 @@ from rlhf_core.sampling.distribution import Sampling
 from rlhf_core.stages import base
 from rlhf_core.storage.files import sha256_tree
 
-DIALOGUE = [Message("user", "Why?"), Message("assistant", "Because."), Message("user", "What is that?")]
+DIALOGUE = [
+    Message("user", "Why?"),
+    Message("assistant", "Because."),
+    Message("user", "What is that?"),
+]
 BASE = RealTemplate("base", "", ("<|begin|>", "<|end|>"), "<|end|>", "<|end|>", bos="<|begin|>")
 
 
 def base_of_template(real: RealTemplate, folder: Path) -> Path:
-    """Run the stage on a tiny model with the tokenizer of ``real``; returns the folder that it writes."""
+    """Run the stage on a tiny model with the tokenizer of ``real``; returns the folder that it
+    writes.
+    """
     tokenizer = real.tokenizer
     tokenizer.chat_template = real.template or None
     save_policy(folder / "source", tiny_model(tokenizer), tokenizer)
@@ -37,7 +43,9 @@ def base_of_template(real: RealTemplate, folder: Path) -> Path:
     return folder / "base"
 
 
-def test_a_model_without_template_gets_a_plain_one(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_model_without_template_gets_a_plain_one(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     with caplog.at_level(logging.WARNING):
         tokenizer = load_tokenizer(base_of_template(BASE, tmp_path))
     assert "has no chat template; it gets a plain one" in caplog.text
@@ -50,7 +58,9 @@ def test_a_model_without_template_gets_a_plain_one(tmp_path: Path, caplog: pytes
     assert [*prompt, *reply] == whole
 
 
-@pytest.mark.parametrize("source", ["extra/model", "./extra/model", "../ws/extra/model", "~/ws/extra/model"])
+@pytest.mark.parametrize(
+    "source", ["extra/model", "./extra/model", "../ws/extra/model", "~/ws/extra/model"]
+)
 def test_a_relative_source_is_the_workspaces_wherever_the_stage_is_started(
     source: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -63,7 +73,11 @@ def test_a_relative_source_is_the_workspaces_wherever_the_stage_is_started(
         monkeypatch.chdir(tmp_path / folder)
         run_base(source, tmp_path / str(number), workspace=tmp_path / "ws")
     assert sha256_tree(tmp_path / "0/base") == sha256_tree(tmp_path / "1/base")
-    assert not [file for file in (tmp_path / "0/base").iterdir() if str(tmp_path).encode() in file.read_bytes()]
+    assert not [
+        file
+        for file in (tmp_path / "0/base").iterdir()
+        if str(tmp_path).encode() in file.read_bytes()
+    ]
 
 
 def test_a_plain_template_begins_as_the_tokenizer_does() -> None:
@@ -73,7 +87,9 @@ def test_a_plain_template_begins_as_the_tokenizer_does() -> None:
     assert chatml.decode(encode_prompt(chatml, DIALOGUE[:1])) == "User: Why?\n\nAssistant:"
 
 
-def test_dialogues_that_a_template_does_not_take_are_reported(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_dialogues_that_a_template_does_not_take_are_reported(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     gemma = next(real for real in REAL_TEMPLATES if real.name == "gemma-2")
     with caplog.at_level(logging.WARNING):
         tokenizer = load_tokenizer(base_of_template(gemma, tmp_path))
@@ -87,11 +103,15 @@ def test_dialogues_that_a_template_does_not_take_are_reported(tmp_path: Path, ca
 )
 def test_a_template_that_writes_no_question_is_one_line(template: str, cause: str) -> None:
     useless = RealTemplate("useless", template, CHATML, "<|endoftext|>", "<|endoftext|>")
-    with pytest.raises(ModelError, match=rf"^owner/model: the chat template refuses[^\n]*{cause}[^\n]*$"):
+    with pytest.raises(
+        ModelError, match=rf"^owner/model: the chat template refuses[^\n]*{cause}[^\n]*$"
+    ):
         prepare_tokenizer(useless.tokenizer, "owner/model")
 
 
-def test_a_vocabulary_beyond_the_embedding_is_refused_and_a_smaller_one_is_not(tmp_path: Path) -> None:
+def test_a_vocabulary_beyond_the_embedding_is_refused_and_a_smaller_one_is_not(
+    tmp_path: Path,
+) -> None:
     tokenizer = next(real.tokenizer for real in REAL_TEMPLATES if real.name == "smollm-2")
     for spare, folder in ((7, "smaller"), (-1, "larger")):
         model = tiny_model(tokenizer)
@@ -99,8 +119,12 @@ def test_a_vocabulary_beyond_the_embedding_is_refused_and_a_smaller_one_is_not(t
         save_folder(tmp_path / folder, model, tokenizer)
     run_base(tmp_path / "smaller", tmp_path)
     sampling = Sampling.for_tokenizer(load_tokenizer(tmp_path / "base"), 4)
-    assert sampling.vocabulary_size == len(tokenizer), "ids that the tokenizer cannot write are never sampled"
-    with pytest.raises(ModelError, match=rf"has {len(tokenizer)} entries, the model only {len(tokenizer) - 1}"):
+    assert sampling.vocabulary_size == len(tokenizer), (
+        "ids that the tokenizer cannot write are never sampled"
+    )
+    with pytest.raises(
+        ModelError, match=rf"has {len(tokenizer)} entries, the model only {len(tokenizer) - 1}"
+    ):
         run_base(tmp_path / "larger", tmp_path)
 
 
@@ -112,22 +136,30 @@ def test_quantised_weights_are_refused_by_their_kind(kind: str, tmp_path: Path) 
     weights, config = source / "model.safetensors", source / "config.json"
     if kind == "gptq":
         settings = {"quant_method": "gptq", "bits": 4}
-        config.write_text(json.dumps(json.loads(config.read_text()) | {"quantization_config": settings}))
+        config.write_text(
+            json.dumps(json.loads(config.read_text()) | {"quantization_config": settings})
+        )
     else:
         dtype = torch.int8 if kind == "I8" else torch.float8_e4m3fn
         save_file({name: tensor.to(dtype) for name, tensor in load_file(weights).items()}, weights)
-    with pytest.raises(ModelError, match=rf"has quantised weights \({kind}\), which cannot be trained") as caught:
+    with pytest.raises(
+        ModelError, match=rf"has quantised weights \({kind}\), which cannot be trained"
+    ) as caught:
         run_base(source, tmp_path)
     assert "\n" not in str(caught.value) and not (tmp_path / "base").exists()
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
-def test_weights_of_another_precision_become_those_of_the_settings(dtype: torch.dtype, tmp_path: Path) -> None:
+def test_weights_of_another_precision_become_those_of_the_settings(
+    dtype: torch.dtype, tmp_path: Path
+) -> None:
     tokenizer, source = BASE.tokenizer, tmp_path / "source"
     save_policy(source, tiny_model(tokenizer).to(dtype), tokenizer)
     run_base(source, tmp_path)
-    assert {tensor.dtype for tensor in load_file(tmp_path / "base" / "model.safetensors").values()} == {torch.float32}
+    assert {
+        tensor.dtype for tensor in load_file(tmp_path / "base" / "model.safetensors").values()
+    } == {torch.float32}
 
 
 def test_weights_that_are_not_numbers_are_refused_by_name(tmp_path: Path) -> None:
@@ -144,7 +176,9 @@ def test_weights_that_are_not_numbers_are_refused_by_name(tmp_path: Path) -> Non
 
 @pytest.mark.slow
 @pytest.mark.parametrize("split", ["train", "validation", "test"])
-def test_a_prompt_that_leaves_no_room_for_a_reply_stops_the_stage(split: str, tmp_path: Path) -> None:
+def test_a_prompt_that_leaves_no_room_for_a_reply_stops_the_stage(
+    split: str, tmp_path: Path
+) -> None:
     tokenizer = BASE.tokenizer
     model = tiny_model(tokenizer)
     model.config.max_position_embeddings = 40
@@ -153,8 +187,13 @@ def test_a_prompt_that_leaves_no_room_for_a_reply_stops_the_stage(split: str, tm
     question = "Why? " * 5
     tokens = len(encode_prompt(tokenizer, [Message("user", question)]))
     run_base(tmp_path / "source", tmp_path, [question], split, ppo={"max_new_tokens": 40 - tokens})
-    with pytest.raises(DataError, match=rf"longest prompt \({tokens} tokens\) and ppo.max_new_tokens .* 40 positions"):
-        run_base(tmp_path / "source", tmp_path, [question], split, ppo={"max_new_tokens": 41 - tokens})
+    with pytest.raises(
+        DataError,
+        match=rf"longest prompt \({tokens} tokens\) and ppo.max_new_tokens .* 40 positions",
+    ):
+        run_base(
+            tmp_path / "source", tmp_path, [question], split, ppo={"max_new_tokens": 41 - tokens}
+        )
 
 
 @pytest.mark.parametrize(
@@ -174,7 +213,9 @@ def test_adapters_that_the_model_has_no_layers_for_stop_the_stage(
 
 
 def texts_in(folder: Path, texts: list[str]) -> None:
-    """Write clean data with these plain texts in every split, and one demonstration and pair for the tokenizer."""
+    """Write clean data with these plain texts in every split, and one demonstration and pair for
+    the tokenizer.
+    """
     rows = [PretrainText(str(number), text, "", "files", text) for number, text in enumerate(texts)]
     for split in ("train", "validation", "test"):
         write_rows(folder / "clean" / "pretrain" / f"{split}.parquet", rows)
@@ -190,7 +231,9 @@ TINY = {"hidden_size": 16, "intermediate_size": 32, "layers": 1, "heads": 2, "vo
 
 
 def test_a_new_model_learns_from_plain_texts(tmp_path: Path) -> None:
-    texts_in(tmp_path, ["the cat sat on the mat.", "the dog sat on the mat.", "the cow sat on the mat."])
+    texts_in(
+        tmp_path, ["the cat sat on the mat.", "the dog sat on the mat.", "the cow sat on the mat."]
+    )
     settings = {"steps": 60, "batch_size": 3, "optimizer": {"lr": 1e-2}}
     metrics = run_base("scratch", tmp_path, pretraining=settings, **TINY)
     assert metrics["perplexity"] < 5 < metrics["vocabulary"] / 10

@@ -1,4 +1,6 @@
-"""Sums and a function that checks them, no pairs: every stage of such a workspace, one after the other."""
+"""Sums and a function that checks them, no pairs: every stage of such a workspace, one after the
+other.
+"""
 
 from __future__ import annotations
 
@@ -57,7 +59,13 @@ def test_the_policy_is_right_more_often_on_sums_that_it_was_not_trained_on(run: 
 
 def test_nothing_of_pairs_is_left_behind(run: Path) -> None:
     params = load_params(run)
-    for path in ("models/reward", "models/referee", "models/judge", "gates/reward.json", "gates/sft.json"):
+    for path in (
+        "models/reward",
+        "models/referee",
+        "models/judge",
+        "gates/reward.json",
+        "gates/sft.json",
+    ):
         assert not (run / path).exists(), path
     assert gate_conditions(run).keys() == {"data", "policy"}
     assert set(params.left_out) == {"gate-sft", "reward", "referee", "judge", "gate-reward"}
@@ -89,7 +97,9 @@ def test_a_match_is_judged_by_the_function_on_held_out_sums(run: Path) -> None:
     assert match["comparison"]["checker"]["win_rate_low95"] > 0.5
 
 
-def test_a_function_that_always_says_the_same_ends_the_training_with_the_reason(run: Path, tmp_path: Path) -> None:
+def test_a_function_that_always_says_the_same_ends_the_training_with_the_reason(
+    run: Path, tmp_path: Path
+) -> None:
     shutil.copytree(run, tmp_path / "my", ignore=shutil.ignore_patterns("policy"))
     params = tmp_path / "my" / "params.yaml"
     params.write_text(params.read_text().replace("checks:score", "checks:constant"))

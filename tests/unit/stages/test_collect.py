@@ -1,4 +1,6 @@
-"""Collect writes four kinds from the world or from files, derives what is missing, and tells where all came from."""
+"""Collect writes four kinds from the world or from files, derives what is missing, and tells where
+all came from.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,14 @@ from traced import missed
 
 from rlhf_core.config.data import CollectConfig, DataSource, FileSources, WorldConfig
 from rlhf_core.data.collection.sources import require_kept
-from rlhf_core.data.schema import Demonstration, Preference, PretrainText, Prompt, read_table, rows_of_table
+from rlhf_core.data.schema import (
+    Demonstration,
+    Preference,
+    PretrainText,
+    Prompt,
+    read_table,
+    rows_of_table,
+)
 from rlhf_core.errors import DataError
 from rlhf_core.stages import collect
 from rlhf_core.stages.runtime.contract import Paths
@@ -26,7 +35,9 @@ WORLD = CollectConfig(world=WorldConfig(demonstrations=30, preferences=40, pretr
 
 def run(config: CollectConfig, workspace: Path) -> tuple[Path, Mapping[str, Any]]:
     raw = workspace / "data" / "raw"
-    return raw, collect.STAGE.run(config, Paths({}), Paths({"raw": raw}), RunContext(workspace / "work"))
+    return raw, collect.STAGE.run(
+        config, Paths({}), Paths({"raw": raw}), RunContext(workspace / "work")
+    )
 
 
 def pair(prompt: str, chosen: str, rejected: str) -> dict[str, Any]:
@@ -41,14 +52,29 @@ def from_files(workspace: Path, rows: list[Any], **more: Any) -> CollectConfig:
 
 def test_world_gives_every_kind_and_is_repeatable(tmp_path: Path) -> None:
     raw, metrics = run(WORLD, tmp_path / "a")
-    assert (metrics["preferences_rows"], metrics["demonstrations_rows"], metrics["pretrain_rows"]) == (40, 30, 20)
+    assert (
+        metrics["preferences_rows"],
+        metrics["demonstrations_rows"],
+        metrics["pretrain_rows"],
+    ) == (40, 30, 20)
     assert metrics["prompts_rows"] > 1000 and metrics["refused_rows"] == 0
     assert not (raw / "provenance.parquet").exists(), "the rows come from no file"
     pairs = rows_of_table(read_table(raw / "preferences/data.parquet"), Preference)
-    assert all(p.chosen != p.rejected and p.prompt[-1].role == "user" and p.group and p.category for p in pairs)
-    for kind, cls in (("demonstrations", Demonstration), ("prompts", Prompt), ("pretrain", PretrainText)):
-        assert all(len(row.id) == 16 for row in rows_of_table(read_table(raw / kind / "data.parquet"), cls))
-    assert missed("collect", lambda: run(WORLD, tmp_path / "b")) == set(), "what is executed counts in the fingerprint"
+    assert all(
+        p.chosen != p.rejected and p.prompt[-1].role == "user" and p.group and p.category
+        for p in pairs
+    )
+    for kind, cls in (
+        ("demonstrations", Demonstration),
+        ("prompts", Prompt),
+        ("pretrain", PretrainText),
+    ):
+        assert all(
+            len(row.id) == 16 for row in rows_of_table(read_table(raw / kind / "data.parquet"), cls)
+        )
+    assert missed("collect", lambda: run(WORLD, tmp_path / "b")) == set(), (
+        "what is executed counts in the fingerprint"
+    )
     assert sha256_tree(tmp_path / "b/data/raw") == sha256_tree(raw)
 
 
@@ -85,7 +111,9 @@ def test_of_the_best_replies_of_a_ranking_the_first_is_imitated(tmp_path: Path) 
         {"prompt": "Q2?", "responses": ["a", "b"], "scores": [1, 2]},
     ]
     derived, _ = run(from_files(tmp_path / "derived", rankings), tmp_path / "derived")
-    read, _ = run(from_files(tmp_path / "read", rankings, demonstrations=("pairs.jsonl",)), tmp_path / "read")
+    read, _ = run(
+        from_files(tmp_path / "read", rankings, demonstrations=("pairs.jsonl",)), tmp_path / "read"
+    )
     for raw in (derived, read):
         rows = rows_of_table(read_table(raw / "demonstrations/data.parquet"), Demonstration)
         assert [row.reply for row in rows] == ["as good", "b"]
@@ -96,14 +124,25 @@ def test_manifest_and_refused_rows(tmp_path: Path) -> None:
     raw, metrics = run(from_files(tmp_path, [pair("Q?", "a", "b"), {"bad": 1}]), tmp_path)
     assert metrics["refused_rows"] == 1
     (refused,) = pq.read_table(raw / "refused.parquet").to_pylist()
-    assert (refused["kind"], refused["source"], refused["position"]) == ("preferences", "pairs.jsonl", 2)
+    assert (refused["kind"], refused["source"], refused["position"]) == (
+        "preferences",
+        "pairs.jsonl",
+        2,
+    )
     assert json.loads(refused["row"]) == {"bad": 1} and "standard" in refused["reason"]
     about = json.loads((raw / "manifest.json").read_text())["kinds"]["preferences"]
     assert about["sha256"] == sha256_file(raw / "preferences/data.parquet")
     assert about["cut"] == 0 and metrics["cut_rows"] == 0
     digest = sha256_file(tmp_path / "pairs.jsonl")
     assert about["files"] == [
-        {"source": "pairs.jsonl", "sha256": digest, "format": "standard", "records": 2, "rows": 1, "refused": 1}
+        {
+            "source": "pairs.jsonl",
+            "sha256": digest,
+            "format": "standard",
+            "records": 2,
+            "rows": 1,
+            "refused": 1,
+        }
         | {"dropped": {}, "unused": {}, "noticed": {}, "expanded": 0, "cut": 0, "unread": 0}
         | {"revision": "", "weight": 1.0, "cap": None, "share": 1.0}
     ]
@@ -124,7 +163,8 @@ def test_files_without_preferences_are_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "spec", ["data/raw/mine.jsonl", "data/*/*.jsonl", "linked/mine.jsonl", "file://{}/data/raw/mine.jsonl"]
+    "spec",
+    ["data/raw/mine.jsonl", "data/*/*.jsonl", "linked/mine.jsonl", "file://{}/data/raw/mine.jsonl"],
 )
 def test_a_source_that_the_stage_would_delete_is_refused(spec: str, tmp_path: Path) -> None:
     raw = tmp_path / "data/raw"
@@ -166,16 +206,22 @@ def test_annotations_are_found_as_all_files_are(
         file = tmp_path / f"{name}.jsonl"
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_text(json.dumps(pair(f"What is {file.stem}?", "good", "bad")))
-    config = (WORLD if source == "world" else from_files(tmp_path, [pair("Q?", "a", "b")])).model_dump()
+    config = (
+        WORLD if source == "world" else from_files(tmp_path, [pair("Q?", "a", "b")])
+    ).model_dump()
     raw, _ = run(CollectConfig.model_validate(config | {"annotations": pattern}), tmp_path)
     pairs = rows_of_table(read_table(raw / "preferences/data.parquet"), Preference)
-    assert {p.prompt[-1].content[8:-1] for p in pairs if (p.chosen, p.rejected) == ("good", "bad")} == set(names)
+    assert {
+        p.prompt[-1].content[8:-1] for p in pairs if (p.chosen, p.rejected) == ("good", "bad")
+    } == set(names)
 
 
 def test_annotations_that_cannot_be_read_are_not_passed_over(tmp_path: Path) -> None:
     (tmp_path / "data/annotations").mkdir(parents=True)
     (tmp_path / "data/annotations/alice.jsonl").symlink_to("gone.jsonl")
-    with pytest.raises(DataError, match=r"alice\.jsonl is no file .*correct it in collect\.annotations"):
+    with pytest.raises(
+        DataError, match=r"alice\.jsonl is no file .*correct it in collect\.annotations"
+    ):
         run(WORLD, tmp_path)
     for url in ("s3://bucket/pairs.jsonl", "hub:owner/pairs"):
         with pytest.raises(ValueError, match=r"go into collect\.files\.preferences"):
@@ -196,9 +242,13 @@ def test_rows_are_the_same_wherever_the_workspace_lies(tmp_path: Path, names: li
         folder.mkdir(parents=True, exist_ok=True)
         spelled = tuple(os.path.relpath(tmp_path / "data" / name, folder) for name in names)
         files = FileSources(preferences=spelled)
-        collect.collect(CollectConfig(source="files", files=files, annotations=None), folder, folder / "raw")
+        collect.collect(
+            CollectConfig(source="files", files=files, annotations=None), folder, folder / "raw"
+        )
         tables.append((folder / "raw" / "preferences" / "data.parquet").read_bytes())
     assert tables[0] == tables[1] == tables[2]
-    rows = pq.read_table(tmp_path / "here/raw/preferences/data.parquet").column("source").to_pylist()
+    rows = (
+        pq.read_table(tmp_path / "here/raw/preferences/data.parquet").column("source").to_pylist()
+    )
     assert len(set(rows)) == len(names), "files of one name are told apart"
     assert all(name.endswith(row) for name, row in zip(names, rows, strict=True))

@@ -1,4 +1,6 @@
-"""What pairs are enough for: counts after split and balance, what is short and what would do, and power."""
+"""What pairs are enough for: counts after split and balance, what is short and what would do, and
+power.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +32,9 @@ def settings(*sets: str) -> Params:
     recipe = (folder / PARAMS_FILE).read_text()
     overlays = overlays_of(recipe, profiles_of(folder), "own-data")
     return check_params(
-        yaml_text.plain(yaml_text.parse(overlaid(recipe, overlays, ("collect.source=files", *sets)), "x"))
+        yaml_text.plain(
+            yaml_text.parse(overlaid(recipe, overlays, ("collect.source=files", *sets)), "x")
+        )
     )
 
 
@@ -38,7 +42,11 @@ def pairs(count: int, longer: float = 0.8) -> PairLengths:
     """Pairs of as many prompts, of which a share prefers the longer reply."""
     generator = np.random.default_rng(1)
     sizes = generator.integers(5, 60, count)
-    return PairLengths([f"g{i}" for i in range(count)], np.where(generator.random(count) < longer, sizes, -sizes), 1)
+    return PairLengths(
+        [f"g{i}" for i in range(count)],
+        np.where(generator.random(count) < longer, sizes, -sizes),
+        1,
+    )
 
 
 def write(folder: Path, count: int) -> Path:
@@ -47,7 +55,15 @@ def write(folder: Path, count: int) -> Path:
     for number in range(count):
         replies = [f"It is {number}, as one sees by counting from one up to it.", f"{number}."]
         chosen, rejected = replies if number % 5 else reversed(replies)
-        rows.append(json.dumps({"prompt": f"Which number is number {number}?", "chosen": chosen, "rejected": rejected}))
+        rows.append(
+            json.dumps(
+                {
+                    "prompt": f"Which number is number {number}?",
+                    "chosen": chosen,
+                    "rejected": rejected,
+                }
+            )
+        )
     (folder / "pairs.jsonl").write_text("\n".join(rows) + "\n")
     return folder / "pairs.jsonl"
 
@@ -63,9 +79,13 @@ def test_a_condition_on_too_few_pairs_names_the_pairs_and_the_share_that_would_d
     (short,) = found.shortfalls
     here = found.counts["reward"]["validation"]
     assert (
-        20 < here.balanced < 50 and "ece_length_balanced" in short.reason and f" leave {here.balanced} " in short.reason
+        20 < here.balanced < 50
+        and "ece_length_balanced" in short.reason
+        and f" leave {here.balanced} " in short.reason
     )
-    assert short.setting.startswith("validate.split.validation: ") and short.setting in found.refusal
+    assert (
+        short.setting.startswith("validate.split.validation: ") and short.setting in found.refusal
+    )
     enough = forecast(pairs(short.pairs_that_would_do + 200), settings(*EQUAL_GATE))
     assert not enough.shortfalls, "with the pairs that it names the forecast refuses nothing"
     share = short.setting.rpartition(" ")[2]
@@ -73,17 +93,25 @@ def test_a_condition_on_too_few_pairs_names_the_pairs_and_the_share_that_would_d
     assert not moved.shortfalls and moved.counts["reward"]["validation"].balanced >= 50
 
 
-@pytest.mark.parametrize(("count", "suffices"), [(60, False), (500, True), (3000, True), (30_000, True)])
-def test_the_profile_for_own_data_takes_500_pairs_and_says_how_many_60_lack(count: int, suffices: bool) -> None:
+@pytest.mark.parametrize(
+    ("count", "suffices"), [(60, False), (500, True), (3000, True), (30_000, True)]
+)
+def test_the_profile_for_own_data_takes_500_pairs_and_says_how_many_60_lack(
+    count: int, suffices: bool
+) -> None:
     found = forecast(pairs(count), settings())
     assert (not found.refusal) == suffices
-    assert found.adapted == (count == 500), "where no test share would do, it takes nothing from training"
+    assert found.adapted == (count == 500), (
+        "where no test share would do, it takes nothing from training"
+    )
     if not suffices:
         missing = max(short.pairs_that_would_do for short in found.shortfalls)
         assert not forecast(pairs(missing + 60), settings()).refusal
 
 
-def test_the_test_share_only_shrinks_as_data_grow_so_that_no_pair_goes_from_training_to_test() -> None:
+def test_the_test_share_only_shrinks_as_data_grow_so_that_no_pair_goes_from_training_to_test() -> (
+    None
+):
     config = SplitConfig(fewest_balanced=60)
     few, many = pairs(500), pairs(3000)
     shares = [lengths.adapted(config).test for lengths in (few, many)]
@@ -111,11 +139,14 @@ def test_a_simulated_reward_model_passes_as_often_as_its_power_says() -> None:
     assert (right / power.measured_on >= 0.6).mean() == pytest.approx(power.power, abs=0.01)
 
 
-def test_init_refuses_60_pairs_with_the_number_that_would_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_init_refuses_60_pairs_with_the_number_that_would_do(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     write(tmp_path, 60)
     with pytest.raises(
-        RlhfError, match=r"60 pairs do not suffice: .*; about \d+ more pairs would do; nothing was made"
+        RlhfError,
+        match=r"60 pairs do not suffice: .*; about \d+ more pairs would do; nothing was made",
     ):
         CliRunner().invoke(app, ["init", "run", "--data", "pairs.jsonl"], catch_exceptions=False)
     assert not (tmp_path / "run").exists()
@@ -145,7 +176,10 @@ def test_clean_pairs_count_only_while_they_are_of_the_files(tmp_path: Path) -> N
     params = settings('collect.files.preferences=["pairs.jsonl"]')
     assert pairs_of(tmp_path, params) == 80, "what is refused is not known before validation"
     collect.collect(params.collect, tmp_path, tmp_path / "data" / "raw")
-    kept = [Preference(str(n), [Message("user", f"{n}?")], "a", "b", None, "", "files", f"g{n}") for n in range(10)]
+    kept = [
+        Preference(str(n), [Message("user", f"{n}?")], "a", "b", None, "", "files", f"g{n}")
+        for n in range(10)
+    ]
     for user in ("preferences", "preferences_referee", "preferences_judge"):
         for split in ("train", "validation", "test"):
             write_rows(tmp_path / "data" / "clean" / user / f"{split}.parquet", kept)
@@ -187,7 +221,9 @@ def test_init_doctor_and_plan_say_the_same(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("folder", [".", "world"])
-def test_data_validate_says_it_as_init_would(folder: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_data_validate_says_it_as_init_would(
+    folder: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """In a workspace of the synthetic world too, whose settings are not those that files get."""
     (tmp_path / "world").mkdir()
     for name in (PARAMS_FILE, "dvc.yaml"):

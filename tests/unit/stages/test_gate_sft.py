@@ -33,7 +33,12 @@ def test_a_model_that_got_worse_is_stopped_unless_the_gate_only_reports(
     metrics.write_text(json.dumps({"perplexity_before": 16.0, "perplexity": after}))
     outputs = Paths({key: tmp_path / path for key, path in STAGE.outputs.items()})
     with pytest.raises(GateFailed, match="perplexity") if stopped else nullcontext():
-        found = STAGE.run(GatesConfig(**settings), Paths({"metrics": metrics}), outputs, RunContext(tmp_path / "work"))
+        found = STAGE.run(
+            GatesConfig(**settings),
+            Paths({"metrics": metrics}),
+            outputs,
+            RunContext(tmp_path / "work"),
+        )
         assert found == {"passed": float(passed), "conditions": 1.0}
     assert json.loads((tmp_path / "gates/sft.json").read_text())["passed"] == passed
     assert (tmp_path / "gates/sft.pass").exists() != stopped

@@ -1,4 +1,6 @@
-"""Large data and real data through both stages: parts give what one piece gives, and every row is accounted for."""
+"""Large data and real data through both stages: parts give what one piece gives, and every row is
+accounted for.
+"""
 
 from __future__ import annotations
 
@@ -21,10 +23,18 @@ from rlhf_core.data.schema import ROW_TYPES, plain_table
 from rlhf_core.storage.files import read_json
 
 CASES: dict[str, dict[str, Any]] = {
-    "derived": {"files": {"preferences": ["pairs.jsonl.gz", "rankings.jsonl", {"path": "pairs.csv", "cap": 31}]}},
+    "derived": {
+        "files": {
+            "preferences": ["pairs.jsonl.gz", "rankings.jsonl", {"path": "pairs.csv", "cap": 31}]
+        }
+    },
     "limit": {
         "files": {
-            "preferences": ["pairs.jsonl.gz", {"path": "rankings.jsonl", "weight": 2}, {"path": "pairs.csv", "cap": 31}]
+            "preferences": [
+                "pairs.jsonl.gz",
+                {"path": "rankings.jsonl", "weight": 2},
+                {"path": "pairs.csv", "cap": 31},
+            ]
         },
         "limit": 307,
     },
@@ -43,7 +53,11 @@ def pairs(count: int) -> Iterator[Any]:
     """Pairs of few prompts, with copies, contradictions and faults of every sort."""
     draw = random.Random(1)
     for i in range(count):
-        row = {"prompt": f"Question {draw.randrange(count // 3)}?", "chosen": f"good {i}", "rejected": f"bad {i}"}
+        row = {
+            "prompt": f"Question {draw.randrange(count // 3)}?",
+            "chosen": f"good {i}",
+            "rejected": f"bad {i}",
+        }
         yield row
         fault = draw.randrange(24)
         if fault == 0:
@@ -53,11 +67,20 @@ def pairs(count: int) -> Iterator[Any]:
         elif fault == 2:
             yield row | {"chosen": ""}
         elif fault == 3:
-            yield row | {"rejected": f"\x00 {KEY}", "margin": "much"} if i % 2 else row | {"rejected": f"\x00 {KEY}"}
+            yield (
+                row | {"rejected": f"\x00 {KEY}", "margin": "much"}
+                if i % 2
+                else row | {"rejected": f"\x00 {KEY}"}
+            )
         elif fault == 4:
             yield {"bad": i}
         elif fault == 5:
-            yield row | {"chosen": "long " * 2000, "margin": i / 7, "category": "c", "source": "elsewhere"}
+            yield row | {
+                "chosen": "long " * 2000,
+                "margin": i / 7,
+                "category": "c",
+                "source": "elsewhere",
+            }
 
 
 def write_sources(folder: Path) -> None:
@@ -66,11 +89,18 @@ def write_sources(folder: Path) -> None:
     lines[7] = '{"prompt": '
     (folder / "pairs.jsonl.gz").write_bytes(gzip.compress("\n".join(lines).encode(), mtime=0))
     rankings = [
-        {"prompt": f"Question {i % 40}?", "responses": [f"r{i % 50} {j}" for j in range(4)], "ranks": [2, 0, 3, i % 4]}
+        {
+            "prompt": f"Question {i % 40}?",
+            "responses": [f"r{i % 50} {j}" for j in range(4)],
+            "ranks": [2, 0, 3, i % 4],
+        }
         for i in range(120)
     ]
     (folder / "rankings.jsonl").write_text("\n".join(map(json.dumps, rankings)))
-    cells = [["prompt", "chosen", "rejected"], *([f"Cell {i}?", f"yes {i}", f'"no"\n{i}'] for i in range(400))]
+    cells = [
+        ["prompt", "chosen", "rejected"],
+        *([f"Cell {i}?", f"yes {i}", f'"no"\n{i}'] for i in range(400)),
+    ]
     quoted = [",".join('"' + cell.replace('"', '""') + '"' for cell in row) for row in cells]
     (folder / "pairs.csv").write_text("\n".join(quoted))
     replies = [{"prompt": f"Cell {i % 90}?", "completion": f"reply {i % 130}"} for i in range(140)]
@@ -84,7 +114,9 @@ def run(case: str, workspace: Path) -> dict[str, str]:
     collect_files(workspace, **CASES[case])
     _, outputs = validate_raw(workspace, max_quarantined=0.9)
     folders = [raw, *(path for name, path in outputs.items() if name != "docs")]
-    files = [file for path in folders for file in (sorted(path.rglob("*")) if path.is_dir() else [path])]
+    files = [
+        file for path in folders for file in (sorted(path.rglob("*")) if path.is_dir() else [path])
+    ]
     kept = [file for file in files if file.suffix in (".parquet", ".json")]
     return {str(file.relative_to(workspace)): values_hash(file) for file in kept}
 
@@ -97,27 +129,39 @@ def values_hash(path: Path) -> str:
         content = repr((table.schema.remove_metadata().to_string(), table.to_pylist()))
     else:
         # Their hashes depend on the row groups.
-        content = json.dumps(json.loads(path.read_text(), object_hook=without_file_hash), sort_keys=True)
+        content = json.dumps(
+            json.loads(path.read_text(), object_hook=without_file_hash), sort_keys=True
+        )
     return hashlib.sha256(content.encode("utf-8", "surrogatepass")).hexdigest()[:16]
 
 
 def without_file_hash(value: dict[str, Any]) -> dict[str, Any]:
-    return {name: item for name, item in value.items() if not (name == "sha256" and "derived_from" in value)}
+    return {
+        name: item
+        for name, item in value.items()
+        if not (name == "sha256" and "derived_from" in value)
+    }
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("case", CASES)
-def test_data_in_parts_is_what_it_is_in_one_piece(case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_data_in_parts_is_what_it_is_in_one_piece(
+    case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("rlhf_core.data.tables.ROW_GROUP_ROWS", 100)
     monkeypatch.setattr("rlhf_core.data.tables.CHUNK_ROWS", 37)
     monkeypatch.setattr("rlhf_core.data.collection.rows.CHUNK_RECORDS", 1000)
-    monkeypatch.setattr("rlhf_core.data.tables.CHUNK_BYTES", 50_000)  # which a hundred rows or so fill
+    monkeypatch.setattr(
+        "rlhf_core.data.tables.CHUNK_BYTES", 50_000
+    )  # which a hundred rows or so fill
     in_parts = run(case, tmp_path)
     assert pq.ParquetFile(tmp_path / "data/raw/prompts/data.parquet").num_row_groups > 1
     assert not list((tmp_path / "data/raw").rglob("source-*"))
     monkeypatch.undo()
     (tmp_path / "whole").mkdir()
-    assert run(case, tmp_path / "whole") == in_parts, "quarantine, manifest, metrics and gate are the same too"
+    assert run(case, tmp_path / "whole") == in_parts, (
+        "quarantine, manifest, metrics and gate are the same too"
+    )
 
 
 HH, EVAL = "hh_rlhf_harmless.sample.jsonl.gz", "alpaca_eval_pairs.conversational.jsonl.gz"
@@ -146,7 +190,9 @@ needs_shared_data = pytest.mark.skipif(
 
 
 def clean_counts(folder: Path, **files: tuple[str, ...]) -> dict[str, tuple[int, int]]:
-    """Run both stages over ``files``, by kind; return by kind how many rows were read or derived, and are clean."""
+    """Run both stages over ``files``, by kind; return by kind how many rows were read or derived,
+    and are clean.
+    """
     sources = {kind: [str(SHARED_DATA / name) for name in names] for kind, names in files.items()}
     collect_files(folder, sources)
     metrics, outputs = validate_raw(folder, min_rows=30)
@@ -157,16 +203,25 @@ def clean_counts(folder: Path, **files: tuple[str, ...]) -> dict[str, tuple[int,
 
 
 def require_reasons(folder: Path, *names: str) -> None:
-    """Check what each file of pairs holds, and how many of its rows are refused for which reasons."""
+    """Check what each file of pairs holds, and how many of its rows are refused for which
+    reasons.
+    """
     rows = pq.read_table(folder / "data/quarantine.parquet").to_pylist()
     about = read_json(folder / "data/raw/manifest.json")["kinds"]["preferences"]["files"]
     for name in names:
-        of_file = [row for row in rows if row["kind"] == "preferences" and Path(row["source"]).name == name]
+        of_file = [
+            row for row in rows if row["kind"] == "preferences" and Path(row["source"]).name == name
+        ]
         written, reasons = PAIRS[name]
         assert Counter(tuple(row["reasons"]) for row in of_file) == reasons
         assert all(row["position"] >= 1 for row in of_file)
         (file,) = (file for file in about if Path(file["source"]).name == name)
-        assert (file["records"], file["expanded"], file["dropped"], file["unused"]) == (written, 0, {}, {})
+        assert (file["records"], file["expanded"], file["dropped"], file["unused"]) == (
+            written,
+            0,
+            {},
+            {},
+        )
 
 
 @pytest.mark.slow
@@ -180,7 +235,9 @@ def test_demonstrations_and_prompts_of_their_own(tmp_path: Path) -> None:
         "pretrain": (985, 985),
     }
     rows = pq.read_table(tmp_path / "data/quarantine.parquet").to_pylist()
-    assert Counter(tuple(row["reasons"]) for row in rows if row["kind"] == "demonstrations") == {(COPY,): 14}
+    assert Counter(tuple(row["reasons"]) for row in rows if row["kind"] == "demonstrations") == {
+        (COPY,): 14
+    }
 
 
 @pytest.mark.slow

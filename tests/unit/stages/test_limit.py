@@ -1,4 +1,6 @@
-"""``collect.limit``: shares, cut rows and refusals are counted, and every row is known by its file and line."""
+"""``collect.limit``: shares, cut rows and refusals are counted, and every row is known by its file
+and line.
+"""
 
 from __future__ import annotations
 
@@ -53,7 +55,9 @@ def collected(workspace: Path, *files: Any, **settings: Any) -> Path:
         ([100, 100, 100], 100, [0.1, 0.2, 0.7], [10, 20, 70]),
     ],
 )
-def test_shares(sizes: list[int], limit: int | None, weights: list[float] | None, shares: list[int]) -> None:
+def test_shares(
+    sizes: list[int], limit: int | None, weights: list[float] | None, shares: list[int]
+) -> None:
     assert fair_shares(sizes, limit, weights) == shares
 
 
@@ -72,20 +76,32 @@ def test_a_mixture_by_weight_and_cap_is_recorded(tmp_path: Path) -> None:
     ]
     assert about["cut"] == 89 and (metrics["preferences_rows"], metrics["cut_rows"]) == (14, 89)
     rows = pq.read_table(raw / "preferences/data.parquet").to_pylist()
-    expected = [f"Question {name}{i}?" for name, count in (("a", 9), ("b", 3), ("c", 2)) for i in range(count)]
+    expected = [
+        f"Question {name}{i}?"
+        for name, count in (("a", 9), ("b", 3), ("c", 2))
+        for i in range(count)
+    ]
     assert [row["prompt"][0]["content"] for row in rows] == expected
     prompts = pq.read_table(raw / "prompts/data.parquet").to_pylist()
-    assert [row["prompt"][0]["content"] for row in prompts] == expected, "derived of the rows that stay"
+    assert [row["prompt"][0]["content"] for row in prompts] == expected, (
+        "derived of the rows that stay"
+    )
 
 
 def test_a_weight_without_a_limit_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"the weight of a\.jsonl is a share of collect\.limit, which is not set"):
-        CollectConfig.model_validate({"files": {"preferences": [{"path": "a.jsonl", "weight": 2.5}]}})
+    with pytest.raises(
+        ValueError, match=r"the weight of a\.jsonl is a share of collect\.limit, which is not set"
+    ):
+        CollectConfig.model_validate(
+            {"files": {"preferences": [{"path": "a.jsonl", "weight": 2.5}]}}
+        )
 
 
 @pytest.mark.slow
 def test_refusals_of_validation_count_for_the_cut_rows_too(tmp_path: Path) -> None:
-    """Half of the kept rows fail: so would half of the cut ones, and with 100 refused of 600 that is 7 / 12."""
+    """Half of the kept rows fail: so would half of the cut ones, and with 100 refused of 600 that
+    is 7 / 12.
+    """
     rows = [row | {"chosen": ""} if i % 2 else row for i, row in enumerate(pairs("a", 500))]
     write(tmp_path / "a.jsonl", [*rows, *[{"bad": i} for i in range(100)]])
     collected(tmp_path, "a.jsonl", limit=200)
@@ -96,9 +112,14 @@ def test_refusals_of_validation_count_for_the_cut_rows_too(tmp_path: Path) -> No
 
 
 def two_folders(workspace: Path, **settings: Any) -> Path:
-    """Collect two files of one name; in each the first line is blank and one row is bad for another reason."""
+    """Collect two files of one name; in each the first line is blank and one row is bad for another
+    reason.
+    """
     write(workspace / "a/pairs.jsonl", ["", *[pair(f"a{i}") for i in range(100)], "{"])
-    write(workspace / "b/pairs.jsonl", ["", *[pair(f"b{i}") for i in range(100)], pair("b") | {"chosen": "\x00 x"}])
+    write(
+        workspace / "b/pairs.jsonl",
+        ["", *[pair(f"b{i}") for i in range(100)], pair("b") | {"chosen": "\x00 x"}],
+    )
     return collected(workspace, "*/pairs.jsonl", **settings)
 
 
@@ -111,9 +132,13 @@ def test_files_of_one_name_are_told_apart(tmp_path: Path) -> None:
     assert {row["source"] for row in rows} == {"a/pairs.jsonl", "b/pairs.jsonl"}
     quarantined = pq.read_table(outputs.quarantine).to_pylist()
     where = {(row["kind"], row["source"], row["position"]) for row in quarantined}
-    assert where == {("preferences", "a/pairs.jsonl", 102)} | {(kind, "b/pairs.jsonl", 102) for kind in ROW_TYPES}
+    assert where == {("preferences", "a/pairs.jsonl", 102)} | {
+        (kind, "b/pairs.jsonl", 102) for kind in ROW_TYPES
+    }
     assert all(row["reasons"] for row in quarantined)
-    assert {row["id"] for row in quarantined if row["source"] == "a/pairs.jsonl"} == {"a/pairs.jsonl:102"}
+    assert {row["id"] for row in quarantined if row["source"] == "a/pairs.jsonl"} == {
+        "a/pairs.jsonl:102"
+    }
 
 
 @pytest.mark.slow
@@ -122,7 +147,12 @@ def test_every_row_of_the_clean_data_leads_to_its_line(tmp_path: Path) -> None:
     origins: dict[tuple[str, str], Mapping[str, Any]] = {}
     for origin in pq.read_table(raw / "provenance.parquet").to_pylist():
         origins.setdefault((origin["kind"], origin["id"]), origin)
-    texts = {"preferences": "chosen", "demonstrations": "completion", "prompts": "group", "pretrain": "text"}
+    texts = {
+        "preferences": "chosen",
+        "demonstrations": "completion",
+        "prompts": "group",
+        "pretrain": "text",
+    }
     read = 0
     for path in outputs.clean.glob("*/*.parquet"):
         kind = path.parent.name.split("_")[0]
@@ -139,13 +169,26 @@ def test_every_row_of_the_clean_data_leads_to_its_line(tmp_path: Path) -> None:
 def test_a_row_that_names_its_own_source_still_leads_to_its_line(tmp_path: Path) -> None:
     write(tmp_path / "x.jsonl", [pair(str(i)) | {"source": "annotators"} for i in range(60)])
     raw = collected(tmp_path, "x.jsonl")
-    assert pq.read_table(raw / "preferences/data.parquet").column("source").to_pylist() == ["annotators"] * 60
-    origins = [row for row in pq.read_table(raw / "provenance.parquet").to_pylist() if row["kind"] == "preferences"]
-    assert [(row["source"], row["position"]) for row in origins] == [("x.jsonl", i) for i in range(1, 61)]
+    assert (
+        pq.read_table(raw / "preferences/data.parquet").column("source").to_pylist()
+        == ["annotators"] * 60
+    )
+    origins = [
+        row
+        for row in pq.read_table(raw / "provenance.parquet").to_pylist()
+        if row["kind"] == "preferences"
+    ]
+    assert [(row["source"], row["position"]) for row in origins] == [
+        ("x.jsonl", i) for i in range(1, 61)
+    ]
 
 
 def test_rows_of_a_limit_keep_their_lines(tmp_path: Path) -> None:
     raw = two_folders(tmp_path, limit=40)
-    origins = [row for row in pq.read_table(raw / "provenance.parquet").to_pylist() if row["kind"] == "preferences"]
+    origins = [
+        row
+        for row in pq.read_table(raw / "provenance.parquet").to_pylist()
+        if row["kind"] == "preferences"
+    ]
     expected = [(f"{folder}/pairs.jsonl", line) for folder in "ab" for line in range(2, 22)]
     assert [(row["source"], row["position"]) for row in origins] == expected

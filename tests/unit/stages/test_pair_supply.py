@@ -1,4 +1,6 @@
-"""Pairs and adapters that a reward model or its gate would refuse after SFT are refused before it."""
+"""Pairs and adapters that a reward model or its gate would refuse after SFT are refused before
+it.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,9 @@ def pairs(count: int, shorter: int) -> list[Preference]:
         if number < shorter:
             chosen, rejected = rejected, chosen
         prompt = [Message("user", f"question {number}?")]
-        rows.append(Preference(str(number), prompt, chosen, rejected, None, "", "files", f"g{number}"))
+        rows.append(
+            Preference(str(number), prompt, chosen, rejected, None, "", "files", f"g{number}")
+        )
     return rows
 
 
@@ -70,7 +74,11 @@ def test_enough_pairs_and_a_gate_that_only_reports_refuse_nothing(
 @pytest.mark.parametrize(
     ("settings", "shorter", "message"),
     [
-        (GATE, 6, f"the reward gate asks for {MEASURE}, but 120 test pairs leave 12 when lengths are balanced"),
+        (
+            GATE,
+            6,
+            f"the reward gate asks for {MEASURE}, but 120 test pairs leave 12 when lengths are balanced",
+        ),
         (
             GATE.replace(MEASURE, "probes.values_swapped"),
             60,
@@ -81,13 +89,23 @@ def test_enough_pairs_and_a_gate_that_only_reports_refuse_nothing(
             60,
             "asks for judge.probes.sentences_shuffled_low95",
         ),
-        ("judge: {length_balance: sampling}\n", 0, "judge.length_balance: sampling leaves 0 of 120 training pairs"),
+        (
+            "judge: {length_balance: sampling}\n",
+            0,
+            "judge.length_balance: sampling leaves 0 of 120 training pairs",
+        ),
         ("referee: {max_tokens: 8}\n", 60, "has no usable pair: of 120, 120 exceed max_tokens 8"),
-        ("judge: {lora: {targets: [query]}}\n", 60, "judge.lora: LlamaForCausalLM has no linear layer query"),
+        (
+            "judge: {lora: {targets: [query]}}\n",
+            60,
+            "judge.lora: LlamaForCausalLM has no linear layer query",
+        ),
         ("critic: {lora: {upper_layers: 99}}\n", 60, "critic.lora: lora.upper_layers is 99"),
     ],
 )
-def test_refusals_after_sft_come_before(tmp_path: Path, base: Path, settings: str, shorter: int, message: str) -> None:
+def test_refusals_after_sft_come_before(
+    tmp_path: Path, base: Path, settings: str, shorter: int, message: str
+) -> None:
     folder = workspace(tmp_path, base, FILES + settings, shorter)
     with pytest.raises(RlhfError, match=message):
         require_pairs(folder)

@@ -1,4 +1,6 @@
-"""Rules of validation: suites as files, a team's own too, and whether a rule refuses a row, warns or shuts the gate."""
+"""Rules of validation: suites as files, a team's own too, and whether a rule refuses a row, warns
+or shuts the gate.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,9 @@ from rlhf_core.data.validation.tables import Validated, validate
 from rlhf_core.errors import ConfigError, GateFailed
 
 
-def own_suite(folder: Path, *expectations: dict[str, Any], name: str = "preferences.team.json") -> Path:
+def own_suite(
+    folder: Path, *expectations: dict[str, Any], name: str = "preferences.team.json"
+) -> Path:
     shutil.copytree(SUITES, folder, dirs_exist_ok=True)
     (folder / name).write_text(json.dumps({"name": "team", "expectations": list(expectations)}))
     return folder
@@ -46,13 +50,25 @@ def test_rows_are_refused_and_counted_by_the_expectations_of_a_team(tmp_path: Pa
         no_swearing(meta={"rule": "no_swearing", "reason": "a reply swears"}),
         no_swearing(severity="warning", kwargs={"regex": "^bad 1$"}, meta={"rule": "no_bad_one"}),
         no_swearing(kwargs={"regex": "bad", "mostly": 0.001}, meta={"rule": "mostly_fine"}),
-        {"type": "expect_table_row_count_to_be_between", "kwargs": {"min_value": 5}, "meta": {"rule": "enough"}},
+        {
+            "type": "expect_table_row_count_to_be_between",
+            "kwargs": {"min_value": 5},
+            "meta": {"rule": "enough"},
+        },
     )
     metrics, outputs = run_validate(rows, tmp_path, expectations=suites)
     numbers = metrics["preferences"]
-    assert (numbers["failed_no_swearing"], numbers["warned_no_bad_one"], numbers["failed_enough"]) == (1, 1, 0)
-    assert "failed_mostly_fine" not in numbers, "an expectation that holds as a whole refuses no row"
-    kept = [row for row in rows["preferences"] if "ghp_" not in row["chosen"]]  # a secret refuses the row
+    assert (
+        numbers["failed_no_swearing"],
+        numbers["warned_no_bad_one"],
+        numbers["failed_enough"],
+    ) == (1, 1, 0)
+    assert "failed_mostly_fine" not in numbers, (
+        "an expectation that holds as a whole refuses no row"
+    )
+    kept = [
+        row for row in rows["preferences"] if "ghp_" not in row["chosen"]
+    ]  # a secret refuses the row
     bad = sum("bad" in row["rejected"] for row in kept)
     assert numbers["failed_no_secrets"] == 1
     assert numbers["warned_mostly_fine"] == bad > 0, "and counts those that it does not hold for"
@@ -82,29 +98,46 @@ class ExpectColumnValuesToBePolite(ExpectColumnValuesToNotMatchRegex):
 
 
 def test_a_team_brings_classes_of_its_own(tmp_path: Path) -> None:
-    polite = {"type": "expect_column_values_to_be_polite", "kwargs": {"column": "rejected"}, "meta": {"rule": "polite"}}
+    polite = {
+        "type": "expect_column_values_to_be_polite",
+        "kwargs": {"column": "rejected"},
+        "meta": {"rule": "polite"},
+    }
     folder = own_suite(tmp_path / "own", polite)
-    with pytest.raises(ConfigError, match="there is no expectation 'expect_column_values_to_be_polite'"):
+    with pytest.raises(
+        ConfigError, match="there is no expectation 'expect_column_values_to_be_polite'"
+    ):
         read_suites(folder, ValidateConfig())
     (folder / "team.py").write_text(OWN_CLASS)
     for _ in range(2):  # by two stages of one process
-        rules = {rule.name: rule for rule in read_suites(folder, ValidateConfig()).rules["preferences"]}
+        rules = {
+            rule.name: rule for rule in read_suites(folder, ValidateConfig()).rules["preferences"]
+        }
     frame = pd.DataFrame({"rejected": ["Damn.", "No.", "damned"]})
     suites = Suites({"preferences": [rules["polite"]]}, {})
     (verdict,) = Checkpoints(suites).run("preferences", frame, ROWS, str).values()
     assert (verdict.passed, list(verdict.rows)) == (False, [0, 2])
     assert {path.name for path in folder.iterdir() if path.suffix != ".json"} == {"team.py"}
     (folder / "team.py").write_text("import nothing_of_that_name")
-    with pytest.raises(ConfigError, match=r"team\.py: its expectations cannot be loaded \(ModuleNotFoundError: "):
+    with pytest.raises(
+        ConfigError, match=r"team\.py: its expectations cannot be loaded \(ModuleNotFoundError: "
+    ):
         read_suites(folder, ValidateConfig())
 
 
 @pytest.mark.slow
 def test_an_expectation_of_the_whole_table_shuts_the_gate(tmp_path: Path) -> None:
-    many = {"type": "expect_table_row_count_to_be_between", "kwargs": {"min_value": 500}, "meta": {"rule": "enough"}}
+    many = {
+        "type": "expect_table_row_count_to_be_between",
+        "kwargs": {"min_value": 500},
+        "meta": {"rule": "enough"},
+    }
     with pytest.raises(GateFailed, match=r"preferences.failed_enough is 1, required ≤ 0"):
         run_validate(good_rows(), tmp_path, expectations=own_suite(tmp_path / "own", many))
-    assert "The data gate failed: preferences.failed_enough" in (tmp_path / "data/docs/index.html").read_text()
+    assert (
+        "The data gate failed: preferences.failed_enough"
+        in (tmp_path / "data/docs/index.html").read_text()
+    )
 
 
 @pytest.mark.parametrize(
@@ -115,10 +148,22 @@ def test_an_expectation_of_the_whole_table_shuts_the_gate(tmp_path: Path) -> Non
         ('{"expectations": {}}', "is not a suite of expectations"),
         ('{"expectations": [3]}', "expectation 1 has no 'type'"),
         ('{"expectations": [{"type": "expect_no_finding"}]}', "did you mean 'expect_no_findings'?"),
-        (json.dumps({"expectations": [no_swearing(kwargs={"column": "reject"})]}), "did you mean 'rejected'?"),
-        (json.dumps({"expectations": [no_swearing(severity="high")]}), "there is no severity 'high'"),
-        (json.dumps({"expectations": [no_swearing(kwargs={"regex": 3.5, "mostly": "all"})]}), "expectation 1: "),
-        (json.dumps({"expectations": [no_swearing(severity="info", meta={"rule": "roles"})]}), "rule roles must be"),
+        (
+            json.dumps({"expectations": [no_swearing(kwargs={"column": "reject"})]}),
+            "did you mean 'rejected'?",
+        ),
+        (
+            json.dumps({"expectations": [no_swearing(severity="high")]}),
+            "there is no severity 'high'",
+        ),
+        (
+            json.dumps({"expectations": [no_swearing(kwargs={"regex": 3.5, "mostly": "all"})]}),
+            "expectation 1: ",
+        ),
+        (
+            json.dumps({"expectations": [no_swearing(severity="info", meta={"rule": "roles"})]}),
+            "rule roles must be",
+        ),
     ],
 )
 def test_a_wrong_suite_gives_one_clear_line(tmp_path: Path, text: str, message: str) -> None:
@@ -138,7 +183,9 @@ def test_a_suite_of_no_kind_and_a_missing_needed_rule_are_refused(tmp_path: Path
 
 
 def validated(folder: Path, derived: bool = False, **settings: Any) -> Validated:
-    """Validate a pair, a copy of it, a copied pair with an access key, and a pair that is labelled both ways."""
+    """Validate a pair, a copy of it, a copied pair with an access key, and a pair that is labelled
+    both ways.
+    """
     secret = "ghp_" + "a" * 36
     pairs = [
         *[make_row("preferences", 0)] * 2,
@@ -148,7 +195,9 @@ def validated(folder: Path, derived: bool = False, **settings: Any) -> Validated
     ]
     rows = {"preferences": pairs}
     if derived:
-        rows["demonstrations"] = [make_row("demonstrations", 2, reply=row["chosen"]) for row in pairs[4:]]
+        rows["demonstrations"] = [
+            make_row("demonstrations", 2, reply=row["chosen"]) for row in pairs[4:]
+        ]
     stored = {kind: memory_rows(kind, listed) for kind, listed in rows.items()}
     raw = RawData(stored, folder / "none", derived=["demonstrations"] if derived else [])
     return validate(raw, suites_of(["demonstrations"] if derived else [], **settings), folder)
@@ -156,8 +205,14 @@ def validated(folder: Path, derived: bool = False, **settings: Any) -> Validated
 
 def test_by_default_every_rule_of_rows_refuses(tmp_path: Path) -> None:
     result = validated(tmp_path)
-    assert result.clean["preferences"].num_rows == 1 and result.kinds["preferences"].quarantined == 5
-    assert result.kinds["preferences"].failed == {"not_duplicate": 2, "no_secrets": 2, "not_contradicted": 2}
+    assert (
+        result.clean["preferences"].num_rows == 1 and result.kinds["preferences"].quarantined == 5
+    )
+    assert result.kinds["preferences"].failed == {
+        "not_duplicate": 2,
+        "no_secrets": 2,
+        "not_contradicted": 2,
+    }
     assert not result.kinds["preferences"].warned
 
 
@@ -179,8 +234,12 @@ def test_a_single_row_shuts_the_gate_where_the_rule_fails_the_set(tmp_path: Path
     rows["preferences"].append(make_row("preferences", 0))
     with pytest.raises(GateFailed, match=r"preferences.failed_not_duplicate is 1, required ≤ 0"):
         run_validate(rows, tmp_path, rules={"not_duplicate": "fail", "prompt_chars": "fail"})
-    conditions = {c["metric"]: c for c in json.loads((tmp_path / "gates/data.json").read_text())["conditions"]}
-    assert [name for name, c in conditions.items() if not c["passed"]] == ["preferences.failed_not_duplicate"]
+    conditions = {
+        c["metric"]: c for c in json.loads((tmp_path / "gates/data.json").read_text())["conditions"]
+    }
+    assert [name for name, c in conditions.items() if not c["passed"]] == [
+        "preferences.failed_not_duplicate"
+    ]
     assert {f"{kind}.failed_not_duplicate" for kind in ROW_TYPES} <= conditions.keys()
     assert conditions["prompts.failed_prompt_chars"]["value"] == 0
     assert "pretrain.failed_prompt_chars" not in conditions, "the rule is not about this kind"
@@ -201,7 +260,10 @@ def test_the_suites_have_the_rules_that_parameters_may_name() -> None:
     [
         ("{no_secret: warn}", "there is no rule 'no_secret'; did you mean 'no_secrets'?"),
         ("{no_secrets: ignore}", "'refuse', 'warn' or 'fail'"),
-        ("{roles: warn}", "roles cannot be warn: nothing can be trained on such rows; choose refuse or fail"),
+        (
+            "{roles: warn}",
+            "roles cannot be warn: nothing can be trained on such rows; choose refuse or fail",
+        ),
     ],
 )
 def test_wrong_rules_are_refused(rules: str, message: str) -> None:

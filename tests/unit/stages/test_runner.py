@@ -1,4 +1,6 @@
-"""A stage's process: its threads and memory, what it is set to before it trains, and how its end is told."""
+"""A stage's process: its threads and memory, what it is set to before it trains, and how its end is
+told.
+"""
 
 from __future__ import annotations
 
@@ -37,9 +39,13 @@ def full(name: str, workspace: Path, preemption: PreemptionSignal) -> NoReturn:
     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "history.jsonl")
 
 
-def test_a_full_disk_is_one_line_that_says_what_to_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_disk_is_one_line_that_says_what_to_do(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(runner, "_run", full)
-    with pytest.raises(RlhfError, match=r"sft: .*No space left on device.*history\.jsonl.*make room") as raised:
+    with pytest.raises(
+        RlhfError, match=r"sft: .*No space left on device.*history\.jsonl.*make room"
+    ) as raised:
         runner.run_stage("sft", tmp_path)
     assert raised.value.exit_code == EXIT_USER_ERROR and "\n" not in str(raised.value)
     outcome: dict[str, Any] = json.loads((tmp_path / ".rlhf/outcomes/sft.json").read_text())
@@ -47,7 +53,11 @@ def test_a_full_disk_is_one_line_that_says_what_to_do(tmp_path: Path, monkeypatc
 
 
 @pytest.mark.parametrize(
-    "error", [MemoryError(), RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 9 bytes")]
+    "error",
+    [
+        MemoryError(),
+        RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 9 bytes"),
+    ],
 )
 def test_memory_that_is_used_up_is_one_line_that_says_what_to_do(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception
@@ -60,13 +70,17 @@ def test_memory_that_is_used_up_is_one_line_that_says_what_to_do(
         runner.run_stage("reward", tmp_path)
 
 
-def test_a_full_disk_is_named_with_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_disk_is_named_with_the_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     schema, disk = pa.schema({"text": pa.string()}), tmp_path / "disk"
 
     def write(*_: object) -> NoReturn:
         with TableWriter(disk / "raw.parquet", schema) as table:
             for _ in range(20):
-                table.write(pa.table({"text": [os.urandom(1000).hex() for _ in range(200)]}, schema))
+                table.write(
+                    pa.table({"text": [os.urandom(1000).hex() for _ in range(200)]}, schema)
+                )
         raise AssertionError("it had room")
 
     monkeypatch.setattr(runner, "_run", write)
@@ -86,7 +100,9 @@ def test_a_file_that_is_no_outcome_says_nothing_of_the_stage(tmp_path: Path, con
     assert StageExit.load(path) == StageExit("sft", 2, "why", 1.0, 2.5)
 
 
-def test_a_database_without_room_is_a_full_disk_in_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_database_without_room_is_a_full_disk_in_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def small_database(*_: object) -> NoReturn:
         engine = create_engine(f"sqlite:///{tmp_path / 'mlflow.db'}")
         with engine.begin() as connection:
@@ -110,15 +126,21 @@ def test_an_unwritten_outcome_hides_nothing(
     assert "the outcome of sft could not be written" in caplog.text
 
 
-def test_a_stage_runs_once_at_a_time_in_a_workspace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """`rlhf stage` by hand beside a run: both would go on from the same partial state, and write to it."""
+def test_a_stage_runs_once_at_a_time_in_a_workspace(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`rlhf stage` by hand beside a run: both would go on from the same partial state, and write to
+    it.
+    """
     (tmp_path / "params.yaml").write_text("seed: 1\n")
     runs: list[str] = []
 
     def run_another(run: runner._StageRun) -> dict[str, Any]:
         runs.append(run.stage.name)
         if len(runs) == 1:
-            with pytest.raises(RlhfError, match=rf"another process runs the stage sft in {tmp_path}"):
+            with pytest.raises(
+                RlhfError, match=rf"another process runs the stage sft in {tmp_path}"
+            ):
                 runner.run_stage("sft", tmp_path)
             runner.run_stage("reward", tmp_path)
         return {}
@@ -131,7 +153,9 @@ def test_a_stage_runs_once_at_a_time_in_a_workspace(tmp_path: Path, monkeypatch:
 
 
 @pytest.mark.parametrize("allowed", [True, False])
-def test_training_allows_tf32_as_parameters_say(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, allowed: bool) -> None:
+def test_training_allows_tf32_as_parameters_say(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, allowed: bool
+) -> None:
     (tmp_path / "params.yaml").write_text(f"compute: {{tf32: {str(allowed).lower()}}}\n")
     calls: list[bool] = []
     monkeypatch.setattr("rlhf_core.models.precision.allow_tf32", calls.append)
@@ -179,13 +203,17 @@ def test_results_are_recorded_once_and_the_run_can_be_found_by_them(tmp_path: Pa
 def test_a_stage_knows_its_data_by_dvcs_hashes(tmp_path: Path) -> None:
     def names(stage: str) -> dict[str, str]:
         return {
-            name: facts["context"] for name, facts in runner.data_inputs(runner.load_stage(stage), tmp_path).items()
+            name: facts["context"]
+            for name, facts in runner.data_inputs(runner.load_stage(stage), tmp_path).items()
         }
 
     assert names("sft") == {}
     outs = "{outs: [{path: data/clean, md5: a.dir}, {path: data/docs, md5: b.dir}]}"
     (tmp_path / "dvc.lock").write_text(f"schema: '2.0'\nstages: {{validate: {outs}}}\n")
-    assert (names("sft"), names("evaluate")) == ({"data/clean": "training"}, {"data/clean": "evaluation"})
+    assert (names("sft"), names("evaluate")) == (
+        {"data/clean": "training"},
+        {"data/clean": "evaluation"},
+    )
     assert names("validate") == names("gate-policy") == {}
     assert runner.data_inputs(runner.load_stage("sft"), tmp_path)["data/clean"]["digest"] == "a.dir"
 
@@ -202,7 +230,15 @@ SMALLEST = {
     "vocab_size": 32, "hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1,
 }  # fmt: skip
 COMMANDS = {
-    "match": ["match", "--champion", "models/sft", "--challenger", "models/policy", "--output", "match.json"],
+    "match": [
+        "match",
+        "--champion",
+        "models/sft",
+        "--challenger",
+        "models/policy",
+        "--output",
+        "match.json",
+    ],
     "chat": ["chat", "models/policy"],
     "serve": ["serve", "--model", "models/policy", "--port", "0"],
 }
@@ -253,7 +289,9 @@ app({COMMANDS[command]!r})
         (tmp_path / name).touch()
     for name in ("sft", "policy"):
         LlamaForCausalLM(LlamaConfig(**SMALLEST)).save_pretrained(tmp_path / "models" / name)
-    ran = subprocess.run([sys.executable, "-c", program], cwd=tmp_path, capture_output=True, text=True, check=False)
+    ran = subprocess.run(
+        [sys.executable, "-c", program], cwd=tmp_path, capture_output=True, text=True, check=False
+    )
     assert ran.stdout.strip().splitlines()[-1:] == [f"not loaded {tmp_path}"], ran.stderr
 
 
@@ -268,7 +306,11 @@ app({COMMANDS[command]!r})
     ],
 )
 def test_threads_spin_where_every_stage_has_cores_for_them(
-    threads: int | None, parallel: int, spin: bool, expected: str | None, caplog: pytest.LogCaptureFixture
+    threads: int | None,
+    parallel: int,
+    spin: bool,
+    expected: str | None,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     limit_threads(ComputeConfig(threads=threads, spin=spin), parallel)
     assert os.environ.get("GOMP_SPINCOUNT") == expected
@@ -277,8 +319,9 @@ def test_threads_spin_where_every_stage_has_cores_for_them(
 
 
 ROOT = Path(__file__).parents[3]
-# As activations do: blocks of changing sizes, with small ones between them that outlive them. The first block, freed,
-# raises glibc's own limit for mapping blocks. Prints how many MiB the process has more than at its start.
+# As activations do: blocks of changing sizes, with small ones between them that outlive them. The
+# first block, freed, raises glibc's own limit for mapping blocks. Prints how many MiB the process
+# has more than at its start.
 CHANGING_SIZES = """
 import ctypes, sys
 from rlhf_core.stages.runtime.threads import return_freed_memory
@@ -303,7 +346,9 @@ for size in (5, 11, 7, 19, 23, 13):
         libc.free(block)
 print(resident() - before)
 """
-needs_glibc = pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="needs glibc's allocator")
+needs_glibc = pytest.mark.skipif(
+    platform.libc_ver()[0] != "glibc", reason="needs glibc's allocator"
+)
 
 
 @pytest.fixture
@@ -318,7 +363,9 @@ def environment(monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
 
 def growth(mode: str, environment: dict[str, str]) -> int:
     command = [sys.executable, "-c", CHANGING_SIZES, mode]
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        command, cwd=ROOT, env=environment, capture_output=True, text=True, check=True
+    )
     return int(done.stdout)
 
 
@@ -332,7 +379,9 @@ def test_blocks_of_changing_sizes_do_not_stay_with_the_process(environment: dict
     assert growth("return", environment) > 50
 
 
-@pytest.mark.parametrize(("system", "library"), [("linux", object()), ("darwin", None)], ids=["musl", "macOS"])
+@pytest.mark.parametrize(
+    ("system", "library"), [("linux", object()), ("darwin", None)], ids=["musl", "macOS"]
+)
 def test_other_systems_are_left(
     environment: dict[str, str], monkeypatch: pytest.MonkeyPatch, system: str, library: Any
 ) -> None:
@@ -347,10 +396,14 @@ def test_other_systems_are_left(
 
 
 @pytest.mark.parametrize("name", threads.ONEDNN_VARIABLES)
-def test_a_bound_of_the_environment_on_onednns_cache_stays(environment: dict[str, str], name: str) -> None:
+def test_a_bound_of_the_environment_on_onednns_cache_stays(
+    environment: dict[str, str], name: str
+) -> None:
     environment[name] = "7"
     threads.return_freed_memory()
-    assert {key: value for key, value in environment.items() if "CACHE_CAPACITY" in key} == {name: "7"}
+    assert {key: value for key, value in environment.items() if "CACHE_CAPACITY" in key} == {
+        name: "7"
+    }
 
 
 @pytest.mark.parametrize(

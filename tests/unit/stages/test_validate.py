@@ -1,4 +1,6 @@
-"""From raw to clean data: rules find the bad rows, the quarantine says why, the gate decides, texts stay."""
+"""From raw to clean data: rules find the bad rows, the quarantine says why, the gate decides, texts
+stay.
+"""
 
 from __future__ import annotations
 
@@ -60,11 +62,20 @@ def test_bad_rows_are_quarantined_with_every_reason(tmp_path: Path) -> None:
         ("preferences", ["the same texts as an earlier row"]),
         (
             "preferences",
-            ["chosen is empty", "control or replacement characters", "looks like an access key or a private key"],
+            [
+                "chosen is empty",
+                "control or replacement characters",
+                "looks like an access key or a private key",
+            ],
         ),
         ("preferences", ["the margin is not a finite number"]),
         ("preferences", swapped),
-        ("prompts", ["roles do not alternate between user and assistant, or the last turn is not the user's"]),
+        (
+            "prompts",
+            [
+                "roles do not alternate between user and assistant, or the last turn is not the user's"
+            ],
+        ),
     ]
     assert quarantined[0]["id"] == "x.jsonl:9"
     assert json.loads(quarantined[3]["row"])["prompt"][0]["content"] == "Question 500?"
@@ -77,8 +88,16 @@ def test_bad_rows_are_quarantined_with_every_reason(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_clean_data_metrics_docs_and_gate(tmp_path: Path) -> None:
     metrics, outputs = run_validate(good_rows(), tmp_path)
-    held = [f"{prefix}{split}" for prefix in ("", "referee_", "judge_") for split in ("train", "validation")]
-    assert sum(metrics["preferences"][part] for part in [*held, "test"]) == metrics["preferences"]["clean"] == 120
+    held = [
+        f"{prefix}{split}"
+        for prefix in ("", "referee_", "judge_")
+        for split in ("train", "validation")
+    ]
+    assert (
+        sum(metrics["preferences"][part] for part in [*held, "test"])
+        == metrics["preferences"]["clean"]
+        == 120
+    )
     assert metrics["group_overlap"] == 0
     files = {str(p.relative_to(outputs.clean)) for p in outputs.clean.rglob("*.parquet")}
     assert len(files) == 15
@@ -98,15 +117,22 @@ def test_clean_data_metrics_docs_and_gate(tmp_path: Path) -> None:
 def test_too_much_quarantine_shuts_the_gate_and_leaves_evidence(tmp_path: Path) -> None:
     (tmp_path / "data/clean").mkdir(parents=True)
     rows = good_rows()
-    rows["demonstrations"] = [make_row("demonstrations", i, reply="" if i % 2 else "fine") for i in range(120)]
+    rows["demonstrations"] = [
+        make_row("demonstrations", i, reply="" if i % 2 else "fine") for i in range(120)
+    ]
     with pytest.raises(
-        GateFailed, match=r"demonstrations.quarantined_share is 0.5, required ≤ 0.2 \(most often check reply_not"
+        GateFailed,
+        match=r"demonstrations.quarantined_share is 0.5, required ≤ 0.2 \(most often check reply_not",
     ) as e:
         run_validate(rows, tmp_path)
     assert "\n" not in str(e.value) and e.value.exit_code == EXIT_GATE_FAILED
-    assert not (tmp_path / "data/clean").exists(), "clean data of the earlier run must not pass for this one's"
+    assert not (tmp_path / "data/clean").exists(), (
+        "clean data of the earlier run must not pass for this one's"
+    )
     gate = json.loads((tmp_path / "gates/data.json").read_text())
-    assert [c["metric"] for c in gate["conditions"] if not c["passed"]] == ["demonstrations.quarantined_share"]
+    assert [c["metric"] for c in gate["conditions"] if not c["passed"]] == [
+        "demonstrations.quarantined_share"
+    ]
     assert pq.read_table(tmp_path / "data/quarantine.parquet").num_rows == 60
 
 
@@ -164,7 +190,9 @@ def test_raw_data_of_another_shape_is_a_users_error(tmp_path: Path) -> None:
 DERIVED = "derived only from rows that were refused"
 
 
-def run(workspace: Path, pairs: list[dict[str, Any]], **settings: Any) -> tuple[Mapping[str, Any], Paths]:
+def run(
+    workspace: Path, pairs: list[dict[str, Any]], **settings: Any
+) -> tuple[Mapping[str, Any], Paths]:
     (workspace / "pairs.jsonl").write_text("\n".join(json.dumps(row) for row in pairs))
     return validated(workspace, "pairs.jsonl", **settings)
 
@@ -179,7 +207,11 @@ def pair(number: int, chosen: str, rejected: str) -> dict[str, Any]:
 
 
 def clean(outputs: Paths, kind: str, column: str) -> set[str]:
-    rows = (row for path in (outputs.clean / kind).glob("*.parquet") for row in read_rows(path, ROW_TYPES[kind]))
+    rows = (
+        row
+        for path in (outputs.clean / kind).glob("*.parquet")
+        for row in read_rows(path, ROW_TYPES[kind])
+    )
     return {getattr(row, column) for row in rows}
 
 
@@ -199,7 +231,12 @@ def test_replies_of_pairs_labelled_both_ways_are_no_demonstrations(tmp_path: Pat
         for row in pq.read_table(outputs.quarantine).to_pylist()
         if row["kind"] != "preferences"
     ]
-    assert quarantined == [("demonstrations", [DERIVED])] * 4 + [("prompts", [DERIVED])] + [("pretrain", [DERIVED])] * 4
+    assert (
+        quarantined
+        == [("demonstrations", [DERIVED])] * 4
+        + [("prompts", [DERIVED])]
+        + [("pretrain", [DERIVED])] * 4
+    )
     assert (metrics["demonstrations"]["raw"], metrics["demonstrations"]["clean"]) == (123, 119)
 
 
@@ -211,12 +248,20 @@ def test_a_copy_of_a_pair_leaves_its_demonstration(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_no_ranking_keeps_a_demonstration_of_a_refused_pair_that_it_ranks_lower(tmp_path: Path) -> None:
-    """Only the pair that is labelled both ways prefers "fine 0" outright: the ranking has a better reply than it."""
+def test_no_ranking_keeps_a_demonstration_of_a_refused_pair_that_it_ranks_lower(
+    tmp_path: Path,
+) -> None:
+    """Only the pair that is labelled both ways prefers "fine 0" outright: the ranking has a better
+    reply than it.
+    """
     pairs = [pair(i, f"good {i}", f"bad {i}") for i in range(120)]
     pairs += [pair(0, "fine 0", "poor 0"), pair(0, "poor 0", "fine 0")]
     (tmp_path / "pairs.jsonl").write_text("\n".join(json.dumps(row) for row in pairs))
-    ranking = {"prompt": "Question 0?", "responses": ["bad 0", "fine 0", "best 0"], "scores": [1, 2, 3]}
+    ranking = {
+        "prompt": "Question 0?",
+        "responses": ["bad 0", "fine 0", "best 0"],
+        "scores": [1, 2, 3],
+    }
     (tmp_path / "rankings.jsonl").write_text(json.dumps(ranking))
     _, outputs = validated(tmp_path, "*.jsonl")
     replies = {reply for reply in clean(outputs, "demonstrations", "reply") if reply.endswith(" 0")}
@@ -226,27 +271,52 @@ def test_no_ranking_keeps_a_demonstration_of_a_refused_pair_that_it_ranks_lower(
 
 @pytest.mark.slow
 def test_the_best_reply_of_a_ranking_stays_while_one_of_its_pairs_does(tmp_path: Path) -> None:
-    """Of 1,500 rankings of three pairs each; some are where one part of the rows ends and the next begins."""
+    """Of 1,500 rankings of three pairs each; some are where one part of the rows ends and the next
+    begins.
+    """
     middle = [f"fine {i}" if i % 2 else "\x00" for i in range(1500)]
     rankings = [
-        {"prompt": f"Question {i}?", "responses": [f"best {i}", middle[i], f"bad {i}"], "ranks": [1, 2, 3]}
+        {
+            "prompt": f"Question {i}?",
+            "responses": [f"best {i}", middle[i], f"bad {i}"],
+            "ranks": [1, 2, 3],
+        }
         for i in range(1500)
     ]
-    metrics, outputs = run(tmp_path, rankings, max_quarantined=0.5, near_duplicates={"search": False})
+    metrics, outputs = run(
+        tmp_path, rankings, max_quarantined=0.5, near_duplicates={"search": False}
+    )
     assert metrics["preferences"]["clean"] == 750 * 3 + 750
     assert clean(outputs, "demonstrations", "reply") == {f"best {i}" for i in range(1500)}
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["pairs.jsonl", "pairs.csv", "pairs.parquet"])
-def test_texts_are_the_same_bytes_from_the_file_to_the_clean_data(name: str, tmp_path: Path) -> None:
-    """Code with indentation, tabs, both kinds of line ends, trailing space, no-break space, and emoji of several."""
-    odd = ["    if x:\n\treturn 1\n", "a\r\nb\r\n", " end ", "\u00a0x\u2028y\u3000", "👩‍💻\ufe0f", "\n\n# 1\n\n"]
-    rows = [{"prompt": f"{i}{a}", "chosen": a, "rejected": f"{a}{a}"} for i in range(20) for a in odd]
+def test_texts_are_the_same_bytes_from_the_file_to_the_clean_data(
+    name: str, tmp_path: Path
+) -> None:
+    """Code with indentation, tabs, both kinds of line ends, trailing space, no-break space, and
+    emoji of several.
+    """
+    odd = [
+        "    if x:\n\treturn 1\n",
+        "a\r\nb\r\n",
+        " end ",
+        "\u00a0x\u2028y\u3000",
+        "👩‍💻\ufe0f",
+        "\n\n# 1\n\n",
+    ]
+    rows = [
+        {"prompt": f"{i}{a}", "chosen": a, "rejected": f"{a}{a}"} for i in range(20) for a in odd
+    ]
     writers = {".jsonl": lambda rows: lines(*rows), ".csv": table_text, ".parquet": parquet}
     (tmp_path / name).write_bytes(writers[Path(name).suffix](rows))
     _, outputs = validated(tmp_path, name)
-    read = [row for path in (outputs.clean).glob("preferences*/*.parquet") for row in read_rows(path, Preference)]
+    read = [
+        row
+        for path in (outputs.clean).glob("preferences*/*.parquet")
+        for row in read_rows(path, Preference)
+    ]
     assert {(row.prompt[0].content, row.chosen, row.rejected) for row in read} == {
         (row["prompt"], row["chosen"], row["rejected"]) for row in rows
     }
@@ -254,12 +324,21 @@ def test_texts_are_the_same_bytes_from_the_file_to_the_clean_data(name: str, tmp
 
 @pytest.mark.slow
 def test_rows_over_a_limit_are_left_out_and_do_not_shut_the_gate(tmp_path: Path) -> None:
-    """A third of the prompts is longer than max_prompt_chars: the limit's choice, no sign of bad data."""
+    """A third of the prompts is longer than max_prompt_chars: the limit's choice, no sign of bad
+    data.
+    """
     pairs = [pair(i, f"good {i}", f"bad {i}") for i in range(120)]
-    pairs += [{"prompt": f"{i}" + "x" * 16_000, "chosen": f"good {i}", "rejected": f"bad {i}"} for i in range(60)]
+    pairs += [
+        {"prompt": f"{i}" + "x" * 16_000, "chosen": f"good {i}", "rejected": f"bad {i}"}
+        for i in range(60)
+    ]
     metrics, outputs = run(tmp_path, [*pairs, pair(121, "\x00", "b")])
     numbers = metrics["preferences"]
     assert (numbers["clean"], numbers["quarantined"], numbers["left_out"]) == (120, 61, 60)
     assert numbers["quarantined_share"] == pytest.approx(1 / 181)
-    reasons = [row["reasons"] for row in pq.read_table(outputs.quarantine).to_pylist() if row["kind"] == "preferences"]
+    reasons = [
+        row["reasons"]
+        for row in pq.read_table(outputs.quarantine).to_pylist()
+        if row["kind"] == "preferences"
+    ]
     assert reasons.count(["the prompt is over 16000 characters"]) == 60

@@ -1,4 +1,6 @@
-"""A workspace of prompts and a reward function: what params.yaml refuses, what is left out, what stages do without."""
+"""A workspace of prompts and a reward function: what params.yaml refuses, what is left out, what
+stages do without.
+"""
 
 from __future__ import annotations
 
@@ -42,7 +44,9 @@ SCORE = "def score(prompts, replies, answer):\n    return [float(r == a) for r, 
 
 
 def params(**changes: Any) -> Params:
-    return check_params(overridden(yaml_text.plain(yaml_text.parse(CHECKER, "params.yaml")), changes))
+    return check_params(
+        overridden(yaml_text.plain(yaml_text.parse(CHECKER, "params.yaml")), changes)
+    )
 
 
 @pytest.mark.parametrize(
@@ -90,12 +94,22 @@ def test_stages_for_pairs_leave_the_graph_and_come_back(tmp_path: Path) -> None:
     stages = stages_of(cut)
     assert not stages.keys() & {*OPTIONAL} and {"sft", "critic", "ppo", "evaluate"} <= stages.keys()
     read = {dep for stage in stages.values() for dep in stage["deps"]}
-    gone = ("models/reward", "models/referee", "models/judge", "gates/reward.pass", "gates/sft.pass")
+    gone = (
+        "models/reward",
+        "models/referee",
+        "models/judge",
+        "gates/reward.pass",
+        "gates/sft.pass",
+    )
     assert not read.intersection(gone) and not any("referee" in path for path in read)
     assert with_sources(cut, params(), tmp_path) == cut
     with_demonstrations = params(**{"collect.files.demonstrations": ["d.jsonl"]})
     assert "gate-sft" in stages_of(with_sources(cut, with_demonstrations, tmp_path))
-    back = stages_of(with_sources(cut, check_params(yaml_text.parse((ROOT / "params.yaml").read_text(), "p")), ROOT))
+    back = stages_of(
+        with_sources(
+            cut, check_params(yaml_text.parse((ROOT / "params.yaml").read_text(), "p")), ROOT
+        )
+    )
     expected = stages_of(whole)
     assert back.keys() == expected.keys()
     for name, stage in expected.items():
@@ -121,13 +135,20 @@ RECORDS = [
 
 
 def test_columns_beside_a_prompt_are_kept_as_they_are() -> None:
-    read = read_records([Record(n, record) for n, record in enumerate(RECORDS, 1)], "prompts", "p.jsonl")
+    read = read_records(
+        [Record(n, record) for n, record in enumerate(RECORDS, 1)], "prompts", "p.jsonl"
+    )
     rows = [Prompt(row["id"], [], "", "", "", row["columns"]) for row in read.rows]
-    assert columns_of_prompts(rows) == {"answer": ["5", None, None], "made": [{"by": [1, 2]}, None, None]}
+    assert columns_of_prompts(rows) == {
+        "answer": ["5", None, None],
+        "made": [{"by": [1, 2]}, None, None],
+    }
     assert not read.counts.unused
 
 
-def collected(folder: Path, records: list[dict[str, Any]], **config: Any) -> tuple[Path, ValidateConfig]:
+def collected(
+    folder: Path, records: list[dict[str, Any]], **config: Any
+) -> tuple[Path, ValidateConfig]:
     (folder / "p.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
     settings = CollectConfig(source="files", pairs=False, files=FileSources(prompts=("p.jsonl",)))  # type: ignore[arg-type]
     outputs = Paths({"raw": folder / "data" / "raw"})
@@ -150,7 +171,13 @@ def test_columns_reach_the_clean_data_and_no_pairs_are_missed(tmp_path: Path) ->
         for split in ("train", "validation", "test")
         for row in read_rows(clean / "prompts" / f"{split}.parquet", Prompt)
     ]
-    answers = dict(zip([row.prompt[-1].content for row in rows], columns_of_prompts(rows)["answer"], strict=True))
+    answers = dict(
+        zip(
+            [row.prompt[-1].content for row in rows],
+            columns_of_prompts(rows)["answer"],
+            strict=True,
+        )
+    )
     assert answers == {record["prompt"]: record["answer"] for record in records}
     metrics = {row["metric"] for row in read_json(tmp_path / "gates" / "data.json")["conditions"]}
     assert "prompts.test" in metrics and not any(name.startswith("preferences") for name in metrics)
@@ -165,7 +192,9 @@ def test_prompts_of_which_none_are_held_out_fail_the_data_gate(tmp_path: Path) -
 def test_nothing_to_reply_to_is_refused(tmp_path: Path) -> None:
     config = CollectConfig(source="files", pairs=False)
     with pytest.raises(DataError, match="neither prompts nor demonstrations"):
-        collect.run(config, Paths(), Paths({"raw": tmp_path / "data" / "raw"}), RunContext(tmp_path))
+        collect.run(
+            config, Paths(), Paths({"raw": tmp_path / "data" / "raw"}), RunContext(tmp_path)
+        )
 
 
 def asked(*answers: str | None) -> list[Prompt]:
@@ -178,7 +207,9 @@ def asked(*answers: str | None) -> list[Prompt]:
 def checker(folder: Path, code: str, prompts: list[Prompt], *weights: float) -> Checker:
     module = f"own_{folder.name.replace('-', '_')}"
     (folder / f"{module}.py").write_text(code)
-    sources = [FunctionSource(target=f"{module}:score", weight=weight) for weight in weights or (1.0,)]
+    sources = [
+        FunctionSource(target=f"{module}:score", weight=weight) for weight in weights or (1.0,)
+    ]
     return Checker(tuple(sources), prompts, folder)
 
 
@@ -225,5 +256,8 @@ def test_a_checker_promotes_without_a_rate_at_equal_lengths() -> None:
     match = {"comparison": {"checker": compared | {"clusters_tied": 0, "clusters_lost": 0}}}
     assert all(criterion.passed for criterion in win_rate_criteria(match, 0.5, 0.05, 1))
     assert not all(
-        c.passed for c in win_rate_criteria({"comparison": {"judge": match["comparison"]["checker"]}}, 0.5, 0.05, 1)
+        c.passed
+        for c in win_rate_criteria(
+            {"comparison": {"judge": match["comparison"]["checker"]}}, 0.5, 0.05, 1
+        )
     )

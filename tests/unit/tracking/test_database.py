@@ -40,7 +40,9 @@ def test_a_database_that_does_not_listen_is_one_line(dialect: str, closed_port: 
     assert f"the record {dialect}://127.0.0.1:{closed_port}/mlflow does not answer" in message
 
 
-def test_a_database_that_says_nothing_is_one_line(silent_port: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_database_that_says_nothing_is_one_line(
+    silent_port: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     pytest.importorskip("psycopg2")
     monkeypatch.setattr(stage_run, "DATABASE_SECONDS", 2)  # the least that libpq waits
     assert "does not answer" in refusal(f"postgresql://user:hidden@127.0.0.1:{silent_port}/mlflow")
@@ -61,7 +63,10 @@ def test_a_record_that_is_no_database_is_left_to_mlflow() -> None:
         ("sqlite:////srv/mlflow.db", "sqlite:////srv/mlflow.db"),
         ("sqlite:///mlflow.db", "sqlite:///mlflow.db"),
         ("https://user:hidden@host:5000/base", "https://host:5000/base"),
-        ("postgresql://user:hidden@host/db?sslmode=require", "postgresql://host/db?sslmode=require"),
+        (
+            "postgresql://user:hidden@host/db?sslmode=require",
+            "postgresql://host/db?sslmode=require",
+        ),
         ("file:///srv/mlruns", "file:///srv/mlruns"),
     ],
 )

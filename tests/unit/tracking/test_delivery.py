@@ -1,4 +1,6 @@
-"""Records of stages: in journals on disk while MLflow is away, delivered by a process of their own, each once."""
+"""Records of stages: in journals on disk while MLflow is away, delivered by a process of their own,
+each once.
+"""
 
 from __future__ import annotations
 
@@ -33,12 +35,16 @@ from rlhf_core.tracking.pipeline_run import legal_name, log_numbers
 from rlhf_core.tracking.stage_run import JournalTracker, grouped, results, stage_tracker
 
 URI = "http://user:secret@127.0.0.1:5000"
-AWAY = MlflowException("API request to http://127.0.0.1:5000 failed with exception connection refused")
+AWAY = MlflowException(
+    "API request to http://127.0.0.1:5000 failed with exception connection refused"
+)
 
 
 @dataclass
 class Server:
-    """MLflow's client for a server that a test lets go away; ``calls`` are the requests that arrived."""
+    """MLflow's client for a server that a test lets go away; ``calls`` are the requests that
+    arrived.
+    """
 
     error: Exception | None = None
     calls: list[tuple[str, Any]] = field(default_factory=list)
@@ -64,7 +70,9 @@ class Server:
         return next(run for run in self.runs.values() if run.info.run_id == run_id)
 
     def log_batch(self, run_id: str, metrics: Any = (), params: Any = (), tags: Any = ()) -> None:
-        rows = [(m.key, m.value, m.step) for m in metrics] + [(row.key, row.value) for row in (*params, *tags)]
+        rows = [(m.key, m.value, m.step) for m in metrics] + [
+            (row.key, row.value) for row in (*params, *tags)
+        ]
         self._request("batch", rows)
 
     def log_artifact(self, run_id: str, path: str, folder: str | None) -> None:
@@ -111,7 +119,9 @@ def left(workspace: Path) -> list[Path]:
 
 
 @pytest.mark.timeout(60)  # it once waited for the lock that it had itself
-def test_a_journal_without_room_or_removed_is_begun_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_journal_without_room_or_removed_is_begun_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def full(*_: object) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
@@ -126,24 +136,42 @@ def test_a_journal_without_room_or_removed_is_begun_again(tmp_path: Path, monkey
         shutil.rmtree(left(tmp_path)[0])
 
 
-def test_mlflows_page_finds_metrics_in_groups(server: Server, courier: Courier, tmp_path: Path) -> None:
+def test_mlflows_page_finds_metrics_in_groups(
+    server: Server, courier: Courier, tmp_path: Path
+) -> None:
     stage = begin_stage(tmp_path)
-    stage.log_metrics({"reward_mean": 1.0, "kl": 2.0, "kl_k3": 3.0, "loss": 4.0, "final/selected.kl": 5.0}, 1)
+    stage.log_metrics(
+        {"reward_mean": 1.0, "kl": 2.0, "kl_k3": 3.0, "loss": 4.0, "final/selected.kl": 5.0}, 1
+    )
     courier.deliver_new()
     ((_, batch),) = [call for call in server.calls if call[0] == "batch"]
-    assert [name for name, _, _ in batch] == ["reward/mean", "kl/k1", "kl/k3", "loss", "final/selected.kl"]
+    assert [name for name, _, _ in batch] == [
+        "reward/mean",
+        "kl/k1",
+        "kl/k3",
+        "loss",
+        "final/selected.kl",
+    ]
     stage.end("FINISHED")
 
 
 def test_a_win_rate_is_named_by_its_judge() -> None:
-    """A search for runs by ``metrics.win_rate`` would find the referee's of a training beside the judge's of a run."""
+    """A search for runs by ``metrics.win_rate`` would find the referee's of a training beside the
+    judge's of a run.
+    """
     names = {grouped(name) for name in ("win_rate", "win_rate_low95", "win_rate_high95")}
     assert names == {f"selection/referee.win_rate{bound}" for bound in ("", "_low95", "_high95")}
     assert grouped("judge.win_rate") == "judge.win_rate"
 
 
 def test_results_are_the_numbers_by_which_runs_are_compared() -> None:
-    comparison = {"win_rate": 0.6, "win_rate_low95": 0.5, "win": 0.5, "clusters": 9, "mean_difference_low95": 0.1}
+    comparison = {
+        "win_rate": 0.6,
+        "win_rate_low95": 0.5,
+        "win": 0.5,
+        "clusters": 9,
+        "mean_difference_low95": 0.1,
+    }
     metrics = {
         "kl": 2.0,
         "passed": True,
@@ -173,21 +201,40 @@ def test_a_stage_names_the_data_that_it_reads(courier: Courier, tmp_path: Path) 
     experiment = client.create_experiment("x", artifact_location=(tmp_path / "artifacts").as_uri())
     stages = [begin_stage(tmp_path), begin_stage(tmp_path)]
     for stage, context in zip(stages, ("training", "evaluation"), strict=True):
-        stage.log_datasets({"data/clean": {"digest": "0" * 40, "uri": "file:///w/data/clean", "context": context}})
+        stage.log_datasets(
+            {"data/clean": {"digest": "0" * 40, "uri": "file:///w/data/clean", "context": context}}
+        )
         stage.end("FINISHED")
     courier.deliver_rest()
     inputs = [run.inputs.dataset_inputs for run in client.search_runs([experiment])]
-    assert [(given.dataset.name, given.dataset.digest) for (given,) in inputs] == [("data/clean", "0" * 36)] * 2
+    assert [(given.dataset.name, given.dataset.digest) for (given,) in inputs] == [
+        ("data/clean", "0" * 36)
+    ] * 2
     assert {tag.value for (given,) in inputs for tag in given.tags} == {"training", "evaluation"}
 
 
 def test_no_category_of_the_data_costs_a_stage_its_metrics(tmp_path: Path) -> None:
-    odd = ["Q&A", "C++", "what is it?", "code (python)", "don't", "a//b", "open/", "x/../y", "x/./y", "x" * 300]
-    names = [grouped(f"final/category.{category}") for category in (*odd, "plain", "问答 1:2", "a/b")]
+    odd = [
+        "Q&A",
+        "C++",
+        "what is it?",
+        "code (python)",
+        "don't",
+        "a//b",
+        "open/",
+        "x/../y",
+        "x/./y",
+        "x" * 300,
+    ]
+    names = [
+        grouped(f"final/category.{category}") for category in (*odd, "plain", "问答 1:2", "a/b")
+    ]
     assert names[-3:] == ["final/category.plain", "final/category.问答 1:2", "final/category.a/b"]
     assert names[0] == "final/category.Q_A" and len(set(names)) == len(names)
     client = MlflowClient(f"sqlite:///{tmp_path / 'mlflow.db'}")
-    run = client.create_run(client.create_experiment("x", artifact_location=str(tmp_path))).info.run_id
+    run = client.create_run(
+        client.create_experiment("x", artifact_location=str(tmp_path))
+    ).info.run_id
     client.log_batch(run, metrics=[Metric(name, 0.5, 0, 0) for name in names])
     assert client.get_run(run).data.metrics == dict.fromkeys(names, 0.5)
     # What runs of the pipeline and of registrations record of themselves.
@@ -205,15 +252,26 @@ def test_use_of_the_machine_is_recorded_beside_a_stages_metrics_where_mlflows_se
     for step in (1, 2):
         stage.log_metrics({"loss": 1.0}, step)
     courier.deliver_new()
-    logged = [(name, step) for kind, batch in server.calls if kind == "batch" for name, _, step in batch]
-    assert [entry for entry in logged if not entry[0].startswith("system/")] == [("loss", 1), ("loss", 2)]
+    logged = [
+        (name, step) for kind, batch in server.calls if kind == "batch" for name, _, step in batch
+    ]
+    assert [entry for entry in logged if not entry[0].startswith("system/")] == [
+        ("loss", 1),
+        ("loss", 2),
+    ]
     sampled = {name: step for name, step in logged if name.startswith("system/")}
-    assert sampled["system/cpu_utilization_percentage"] == sampled["system/system_memory_usage_megabytes"] == 1
+    assert (
+        sampled["system/cpu_utilization_percentage"]
+        == sampled["system/system_memory_usage_megabytes"]
+        == 1
+    )
     assert logged.count(("system/cpu_utilization_percentage", 2)) == 0, "not at every step"
     stage.end("FINISHED")
 
 
-def test_records_arrive_while_the_stage_runs_each_once(server: Server, courier: Courier, tmp_path: Path) -> None:
+def test_records_arrive_while_the_stage_runs_each_once(
+    server: Server, courier: Courier, tmp_path: Path
+) -> None:
     plot = tmp_path / "plot.txt"
     plot.write_text("as it was")
     stage = begin_stage(tmp_path)
@@ -226,24 +284,33 @@ def test_records_arrive_while_the_stage_runs_each_once(server: Server, courier: 
     assert waiting_records(tmp_path) == 2
     courier.deliver_new()
     courier.deliver_new()
-    assert server.calls[2:] == [("batch", [("loss", 1.0, 3)]), ("artifact", ("plot.txt", "as it was", "plots"))]
+    assert server.calls[2:] == [
+        ("batch", [("loss", 1.0, 3)]),
+        ("artifact", ("plot.txt", "as it was", "plots")),
+    ]
     assert waiting_records(tmp_path) == 0 and len(left(tmp_path)) == 1
     stage.end("FINISHED")
     courier.deliver_new()
     assert server.calls[4:] == [("end", "FINISHED")] and left(tmp_path) == []
 
 
-def test_a_killed_stage_is_delivered_when_all_have_ended(server: Server, courier: Courier, tmp_path: Path) -> None:
+def test_a_killed_stage_is_delivered_when_all_have_ended(
+    server: Server, courier: Courier, tmp_path: Path
+) -> None:
     stage = begin_stage(tmp_path)
     stage.log_metrics({"loss": 1.0}, 1)
     stage.journal.release()  # the kernel does
     courier.deliver_new()
-    assert len(left(tmp_path)) == 1, "another host's lock may be invisible: only the last record tells the end"
+    assert len(left(tmp_path)) == 1, (
+        "another host's lock may be invisible: only the last record tells the end"
+    )
     courier.deliver_rest()
     assert left(tmp_path) == [] and server.calls[2:] == [("end", "FAILED")]
 
 
-def test_a_job_that_outlives_the_run_keeps_its_journal(server: Server, courier: Courier, tmp_path: Path) -> None:
+def test_a_job_that_outlives_the_run_keeps_its_journal(
+    server: Server, courier: Courier, tmp_path: Path
+) -> None:
     stage = begin_stage(tmp_path)
     stage.log_metrics({"loss": 1.0}, 1)
     courier.deliver_rest()
@@ -251,17 +318,24 @@ def test_a_job_that_outlives_the_run_keeps_its_journal(server: Server, courier: 
     stage.end("FINISHED")
     courier.lock.__exit__(None, None, None)
     assert Courier(server, lambda: "7", tmp_path, URI).deliver_waiting() == 2
-    assert [name for name, _ in server.calls] == ["create", "batch", "batch", "end"] and left(tmp_path) == []
+    assert [name for name, _ in server.calls] == ["create", "batch", "batch", "end"] and left(
+        tmp_path
+    ) == []
 
 
-def test_a_removed_journal_does_not_end_the_stage(server: Server, courier: Courier, tmp_path: Path) -> None:
+def test_a_removed_journal_does_not_end_the_stage(
+    server: Server, courier: Courier, tmp_path: Path
+) -> None:
     stage = begin_stage(tmp_path)
     stage.log_metrics({"loss": 1.0}, 1)
     shutil.rmtree(stage.journal.folder)
     stage.log_metrics({"loss": 0.5}, 2)
     stage.end("FINISHED")
     courier.deliver_new()
-    assert server.calls[1:] == [("batch", [("loss", 0.5, 2)]), ("end", "FINISHED")] and left(tmp_path) == []
+    assert (
+        server.calls[1:] == [("batch", [("loss", 0.5, 2)]), ("end", "FINISHED")]
+        and left(tmp_path) == []
+    )
 
 
 def test_what_is_left_at_the_end_is_said_and_goes_on_where_it_stopped(
@@ -276,7 +350,9 @@ def test_what_is_left_at_the_end_is_said_and_goes_on_where_it_stopped(
     assert "1 records wait for MLflow to answer again" in caplog.text
     server.error, server.calls = None, []
     courier.lock.__exit__(None, None, None)
-    assert Courier(server, lambda: "7", tmp_path, URI).deliver_waiting() == 1 and server.calls == [("end", "FAILED")]
+    assert Courier(server, lambda: "7", tmp_path, URI).deliver_waiting() == 1 and server.calls == [
+        ("end", "FAILED")
+    ]
 
 
 def test_nobody_else_delivers_meanwhile(server: Server, courier: Courier, tmp_path: Path) -> None:
@@ -287,18 +363,26 @@ def test_nobody_else_delivers_meanwhile(server: Server, courier: Courier, tmp_pa
     assert [name for name, _ in server.calls] == ["create", "end"]
 
 
-def test_runs_of_a_server_at_another_address_are_left(server: Server, courier: Courier, tmp_path: Path) -> None:
+def test_runs_of_a_server_at_another_address_are_left(
+    server: Server, courier: Courier, tmp_path: Path
+) -> None:
     elsewhere = "http://127.0.0.1:6000"
-    begun, new = begin_stage(tmp_path, "sft", elsewhere, "theirs"), begin_stage(tmp_path, "ppo", elsewhere)
+    begun, new = (
+        begin_stage(tmp_path, "sft", elsewhere, "theirs"),
+        begin_stage(tmp_path, "ppo", elsewhere),
+    )
     for stage in (begun, new):
         stage.end("FINISHED")
     courier.deliver_new()
     assert [content for name, content in server.calls if name == "create"] == [("7", 1000, "ppo")]
-    assert left(tmp_path) == [begun.journal.folder], "a run that no server has made is made by the one of this process"
+    assert left(tmp_path) == [begun.journal.folder], (
+        "a run that no server has made is made by the one of this process"
+    )
 
 
 @pytest.mark.parametrize(
-    ("error", "status"), [(None, "FINISHED"), (StopNow("now"), "KILLED"), (ValueError("x"), "FAILED")]
+    ("error", "status"),
+    [(None, "FINISHED"), (StopNow("now"), "KILLED"), (ValueError("x"), "FAILED")],
 )
 def test_a_stage_says_how_it_ended(
     error: BaseException | None, status: str, server: Server, courier: Courier, tmp_path: Path,
@@ -333,7 +417,9 @@ def test_a_stage_whose_records_are_delivered_does_not_load_mlflow(tmp_path: Path
     assert done.stdout == "False\n" and waiting_records(tmp_path) == 2
 
 
-def test_a_run_that_a_killed_process_did_not_note_is_found(server: Server, courier: Courier, tmp_path: Path) -> None:
+def test_a_run_that_a_killed_process_did_not_note_is_found(
+    server: Server, courier: Courier, tmp_path: Path
+) -> None:
     stage = begin_stage(tmp_path)
     stage.log_metrics({"loss": 1.0}, 1)
     header = stage.journal.header
@@ -342,8 +428,12 @@ def test_a_run_that_a_killed_process_did_not_note_is_found(server: Server, couri
     assert [name for name, _ in server.calls] == ["create", "batch"]
 
 
-def test_journals_of_stages_that_deliver_alone_stay(server: Server, courier: Courier, tmp_path: Path) -> None:
-    direct = JournalTracker(Journal.new(tmp_path, RunHeader(address(URI), None, "rlhf", {"stage": "sft"}, 1000)))
+def test_journals_of_stages_that_deliver_alone_stay(
+    server: Server, courier: Courier, tmp_path: Path
+) -> None:
+    direct = JournalTracker(
+        Journal.new(tmp_path, RunHeader(address(URI), None, "rlhf", {"stage": "sft"}, 1000))
+    )
     direct.log_metrics({"loss": 1.0}, 1)
     courier.deliver_new()
     courier.deliver_rest()
@@ -351,7 +441,9 @@ def test_journals_of_stages_that_deliver_alone_stay(server: Server, courier: Cou
 
 
 @pytest.mark.parametrize("position", ["", "what", "99999999", "-3"])
-def test_an_impossible_position_delivers_again(position: str, server: Server, courier: Courier, tmp_path: Path) -> None:
+def test_an_impossible_position_delivers_again(
+    position: str, server: Server, courier: Courier, tmp_path: Path
+) -> None:
     stage = begin_stage(tmp_path)
     stage.log_metrics({"loss": 1.0}, 1)
     (stage.journal.folder / "delivered").write_text(position)
@@ -381,7 +473,11 @@ def test_a_damaged_record_or_journal_holds_up_no_other(
 
 
 def test_a_file_that_cannot_be_stored_is_a_warning(
-    server: Server, courier: Courier, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    server: Server,
+    courier: Courier,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     def no_store(*_: object) -> None:
         raise PermissionError("/no/such/store")
@@ -398,7 +494,9 @@ def test_a_file_that_cannot_be_stored_is_a_warning(
     assert "PermissionError: /no/such/store" in caplog.text
 
 
-def test_a_full_disk_leaves_no_half_record(server: Server, courier: Courier, tmp_path: Path) -> None:
+def test_a_full_disk_leaves_no_half_record(
+    server: Server, courier: Courier, tmp_path: Path
+) -> None:
     stage = begin_stage(tmp_path)
     stage.log_metrics({"loss": 1.0}, 1)
     size = (stage.journal.folder / "records.jsonl").stat().st_size
@@ -452,7 +550,9 @@ def test_records_wait_and_arrive_in_order_in_few_requests(
     plot.write_text("as it was")
     tracker.log_artifact(plot, "plots")
     plot.write_text("overwritten since")
-    assert server.attempts == 2 and waiting_records(tmp_path) == 1101  # that of the run, and that of step 1
+    assert (
+        server.attempts == 2 and waiting_records(tmp_path) == 1101
+    )  # that of the run, and that of step 1
     server.error, server.calls, clock.now = None, [], 2.0
     tracker.log_metrics({"loss": 0.5}, 1101)
     names = [name for name, _ in server.calls]
@@ -465,7 +565,9 @@ def test_records_wait_and_arrive_in_order_in_few_requests(
     messages = [record.message for record in caplog.records]
     assert len(messages) == 2
     assert "http://127.0.0.1:5000 is away" in messages[0] and "the stage goes on" in messages[0]
-    assert messages[1] == "MLflow at http://127.0.0.1:5000 answers again; 1102 records were delivered"
+    assert (
+        messages[1] == "MLflow at http://127.0.0.1:5000 answers again; 1102 records were delivered"
+    )
 
 
 @pytest.mark.slow
@@ -500,11 +602,20 @@ def test_a_run_that_begins_and_ends_without_its_server_is_delivered_by_the_next(
     assert "2 records wait in" in caplog.records[-1].message
     server.error = None
     assert Courier(server, lambda: "7", tmp_path, URI).deliver_waiting() == 2
-    assert server.calls == [("create", ("7", 1000, "sft")), ("batch", [("loss", 1.0, 1)]), ("end", "FINISHED")]
-    assert Courier(server, lambda: "7", tmp_path, URI).deliver_waiting() == 0 and waiting_records(tmp_path) == 0
+    assert server.calls == [
+        ("create", ("7", 1000, "sft")),
+        ("batch", [("loss", 1.0, 1)]),
+        ("end", "FINISHED"),
+    ]
+    assert (
+        Courier(server, lambda: "7", tmp_path, URI).deliver_waiting() == 0
+        and waiting_records(tmp_path) == 0
+    )
 
 
-def test_records_of_a_stage_that_still_runs_or_of_another_server_are_left(server: Server, tmp_path: Path) -> None:
+def test_records_of_a_stage_that_still_runs_or_of_another_server_are_left(
+    server: Server, tmp_path: Path
+) -> None:
     tracker = new_tracker(server, tmp_path)
     tracker.begin()
     server.error = AWAY
@@ -563,7 +674,9 @@ def test_only_what_may_go_away_by_itself_makes_records_wait(error: Exception, wa
         raise error
 
 
-@pytest.mark.parametrize("refusal", [refused(413), MlflowException("changed", INVALID_PARAMETER_VALUE)])
+@pytest.mark.parametrize(
+    "refusal", [refused(413), MlflowException("changed", INVALID_PARAMETER_VALUE)]
+)
 def test_a_refused_record_is_a_warning(
     refusal: Exception, server: Server, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -576,15 +689,23 @@ def test_a_refused_record_is_a_warning(
 
 @pytest.mark.parametrize("gone", [False, True], ids=["deleted", "deleted for good"])
 def test_a_run_that_somebody_deleted_is_not_asked_value_by_value(
-    gone: bool, server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    gone: bool,
+    server: Server,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     tracker = new_tracker(server, tmp_path)
     tracker.begin()
-    server.error = MlflowException("The run run must be in the 'active' state", INVALID_PARAMETER_VALUE)
+    server.error = MlflowException(
+        "The run run must be in the 'active' state", INVALID_PARAMETER_VALUE
+    )
     for run in server.runs.values():
         run.info.lifecycle_stage = "deleted"
     if gone:
-        monkeypatch.setattr(server, "get_run", Mock(side_effect=MlflowException("no run", RESOURCE_DOES_NOT_EXIST)))
+        monkeypatch.setattr(
+            server, "get_run", Mock(side_effect=MlflowException("no run", RESOURCE_DOES_NOT_EXIST))
+        )
     before = server.attempts
     tracker.log_params({f"p{number}": number for number in range(50)})
     assert server.attempts == before + 1 and waiting_records(tmp_path) == 0
@@ -609,11 +730,16 @@ def test_what_mlflow_refuses_costs_no_other_record(
     assert run.data.tags["who"] == "ann"
     assert [m.value for m in client.get_metric_history(run.info.run_id, "loss")] == [1.0, 2.0, 3.0]
     assert run.data.params == {"lr": "1", "seed": "3", "late": "4"}
-    assert caplog.text.count("MLflow refused records of run ") == 1 and "values are lost" in caplog.text
+    assert (
+        caplog.text.count("MLflow refused records of run ") == 1
+        and "values are lost" in caplog.text
+    )
     stage.end("FINISHED")
 
 
-def test_a_login_that_is_not_accepted_is_one_line_at_the_start(server: Server, tmp_path: Path) -> None:
+def test_a_login_that_is_not_accepted_is_one_line_at_the_start(
+    server: Server, tmp_path: Path
+) -> None:
     server.error = refused(401)
     with pytest.raises(ConfigError, match=r"does not accept the login .*MLFLOW_TRACKING_USERNAME"):
         new_tracker(server, tmp_path).begin()

@@ -1,4 +1,6 @@
-"""``dvc exp run`` makes the records of ``rlhf run``: one run named as the experiment, with the stages below it."""
+"""``dvc exp run`` makes the records of ``rlhf run``: one run named as the experiment, with the
+stages below it.
+"""
 
 from __future__ import annotations
 
@@ -45,16 +47,24 @@ def test_the_stages_of_an_experiment_are_below_one_run(workspace: Path) -> None:
     runs = runs_by_name(workspace)
     assert set(runs) == {NAME, "ppo", "report"}
     parent = runs[NAME]
-    assert {runs[stage].data.tags["mlflow.parentRunId"] for stage in ("ppo", "report")} == {parent.info.run_id}
-    assert "mlflow.parentRunId" not in parent.data.tags and parent.data.tags["rlhf.pipeline"] == "true"
+    assert {runs[stage].data.tags["mlflow.parentRunId"] for stage in ("ppo", "report")} == {
+        parent.info.run_id
+    }
+    assert (
+        "mlflow.parentRunId" not in parent.data.tags and parent.data.tags["rlhf.pipeline"] == "true"
+    )
     assert parent.data.metrics == {"judge.win_rate": 0.6} and parent.info.status == "FINISHED"
     assert parent.data.params["ppo.kl.coefficient"] == "0.1"
     assert [given.dataset.digest for given in parent.inputs.dataset_inputs] == ["a.dir"]
     client = MlflowClient(tracking_uri(workspace))
-    assert {"metrics", "params.yaml"} <= {file.path for file in client.list_artifacts(parent.info.run_id)}
+    assert {"metrics", "params.yaml"} <= {
+        file.path for file in client.list_artifacts(parent.info.run_id)
+    }
 
 
-def test_an_experiment_ends_as_the_stage_that_ends_it(workspace: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_experiment_ends_as_the_stage_that_ends_it(
+    workspace: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with stage_tracker("sft", workspace, "x"):
         pass
     with pytest.raises(ValueError, match="no"), stage_tracker("reward", workspace, "x"):

@@ -1,4 +1,6 @@
-"""Weights & Biases as a run logger, without a server: what a stage reports is in the run's files."""
+"""Weights & Biases as a run logger, without a server: what a stage reports is in the run's
+files.
+"""
 
 from __future__ import annotations
 
@@ -25,10 +27,14 @@ def test_without_the_package_it_says_how_to_get_it(monkeypatch: pytest.MonkeyPat
 
 
 @pytest.mark.dear("starts the program that writes W&B's files")
-def test_a_stage_is_a_run_of_its_own_that_waits_for_a_server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_stage_is_a_run_of_its_own_that_waits_for_a_server(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     pytest.importorskip("wandb", reason="the optional package wandb is not installed")
     monkeypatch.setenv("WANDB_MODE", "offline")
-    entries = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["entry-points"][RUN_LOGGERS]
+    entries = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["entry-points"][
+        RUN_LOGGERS
+    ]
     module, _, name = entries["wandb"].partition(":")
     made = getattr(importlib.import_module(module), name)
     assert issubclass(made, RunLogger)

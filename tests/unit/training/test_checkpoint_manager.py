@@ -1,4 +1,6 @@
-"""Checkpoints: whole or absent, verified, written while training goes on, by one rank and several. And random state."""
+"""Checkpoints: whole or absent, verified, written while training goes on, by one rank and several.
+And random state.
+"""
 
 from __future__ import annotations
 
@@ -58,7 +60,9 @@ class Gate:
         write_pieces(path, pieces)
 
 
-def test_training_goes_on_while_a_copy_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_training_goes_on_while_a_copy_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     gate, weight, findings = Gate(monkeypatch), torch.ones(3), ["first"]
     with CheckpointManager(tmp_path) as manager:
         manager.save(1, {"w": Piece.whole(weight)}, {"findings": findings}, keep=2)
@@ -73,18 +77,25 @@ def test_training_goes_on_while_a_copy_is_written(tmp_path: Path, monkeypatch: p
     assert saved.meta == {"findings": ["first"]}
 
 
-def test_a_second_checkpoint_leaves_the_first_copy_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_second_checkpoint_leaves_the_first_copy_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     gate = Gate(monkeypatch)
     with CheckpointManager(tmp_path) as manager:
         manager.save(1, {"w": Piece.whole(torch.ones(3))}, {}, keep=2)
         opening = threading.Timer(0.2, gate.opened.set)
         opening.start()
         manager.save(2, {"w": Piece.whole(torch.zeros(3))}, {}, keep=2)
-    values = [load_file(next(tmp_path.glob(f"step-00000{step}/*.safetensors")))["w"].tolist() for step in (1, 2)]
+    values = [
+        load_file(next(tmp_path.glob(f"step-00000{step}/*.safetensors")))["w"].tolist()
+        for step in (1, 2)
+    ]
     assert values == [[1.0] * 3, [0.0] * 3]
 
 
-def test_what_will_go_does_not_count_meanwhile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_will_go_does_not_count_meanwhile(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with CheckpointManager(tmp_path) as manager:
         for step in (1, 2):
             manager.save(step, {"w": Piece.whole(torch.ones(1))}, {"n": step}, keep=2)
@@ -95,11 +106,16 @@ def test_what_will_go_does_not_count_meanwhile(tmp_path: Path, monkeypatch: pyte
         assert "step-000001" in names(tmp_path)  # until the third is whole
         gate.opened.set()
         manager.finish()
-        assert manager.metas() == {2: {"n": 2}, 3: {"n": 3}} and names(tmp_path) == ["step-000002", "step-000003"]
+        assert manager.metas() == {2: {"n": 2}, 3: {"n": 3}} and names(tmp_path) == [
+            "step-000002",
+            "step-000003",
+        ]
 
 
 @pytest.mark.parametrize(
-    ("available", "waited_for"), [(0, {"v", "w"}), (8, {"v"}), (12, set())], ids=["none", "one of two", "all"]
+    ("available", "waited_for"),
+    [(0, {"v", "w"}), (8, {"v"}), (12, set())],
+    ids=["none", "one of two", "all"],
 )
 def test_what_memory_has_no_room_for_is_written_before_training_goes_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, available: float, waited_for: set[str]
@@ -121,12 +137,16 @@ def test_what_memory_has_no_room_for_is_written_before_training_goes_on(
             tensor += 1
     saved = load_latest(tmp_path)
     assert saved is not None and set.union(*written) == {"w", "v"} == saved.tensors.names
-    assert saved.tensors.whole("w").tolist() == [1.0, 1.0] and saved.tensors.whole("v").tolist() == [3.0]
+    assert saved.tensors.whole("w").tolist() == [1.0, 1.0] and saved.tensors.whole(
+        "v"
+    ).tolist() == [3.0]
     copied = 2 - len(waited_for)
     assert len(list((tmp_path / "step-000001").glob("*.safetensors"))) == (2 if copied == 1 else 1)
 
 
-def test_an_interrupt_while_training_waits_is_not_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_interrupt_while_training_waits_is_not_waited_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(HostCopies, "_room", lambda self: 0)
     waited_for: list[Any] = []
 
@@ -148,30 +168,40 @@ def save_a_file_that_may_not_grow(folder: Path) -> None:
     with CheckpointManager(folder) as manager:
         manager.save(1, {"w": Piece.whole(torch.ones(10))}, {}, keep=2)
     resource.setrlimit(resource.RLIMIT_FSIZE, (4096, 4096))
-    refused = pytest.raises(CheckpointError, match=r"^[^\n]*step 2 could not .*File too large.* goes on from step 1$")
+    refused = pytest.raises(
+        CheckpointError, match=r"^[^\n]*step 2 could not .*File too large.* goes on from step 1$"
+    )
     with refused, CheckpointManager(folder) as manager:
         manager.save(2, {"w": Piece.whole(torch.ones(10000))}, {}, keep=2)
 
 
-def test_a_file_that_may_not_grow_ends_the_run_and_keeps_the_last_checkpoint(tmp_path: Path) -> None:
+def test_a_file_that_may_not_grow_ends_the_run_and_keeps_the_last_checkpoint(
+    tmp_path: Path,
+) -> None:
     assert exit_code_of(save_a_file_that_may_not_grow, tmp_path) == 0
     assert names(tmp_path) == ["step-000001"] and load_latest(tmp_path).step == 1  # type: ignore[union-attr]
 
 
 @pytest.mark.parametrize("room", [0, 100])
-def test_an_error_surfaces_at_the_next_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, room: int) -> None:
+def test_an_error_surfaces_at_the_next_step(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, room: int
+) -> None:
     monkeypatch.setattr(HostCopies, "_room", lambda self: room)
     monkeypatch.setattr(module, "write_pieces", full)
     manager = CheckpointManager(tmp_path)
     manager.save(1, {"w": Piece.whole(torch.ones(1))}, {}, keep=2)
-    with pytest.raises(CheckpointError, match=r"step 1 .*no space left on the device; make room .*it starts over"):
+    with pytest.raises(
+        CheckpointError, match=r"step 1 .*no space left on the device; make room .*it starts over"
+    ):
         manager.finish()
     manager.check()  # it is told once
     assert names(tmp_path) == []
 
 
 @pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt])
-def test_a_run_that_fails_still_leaves_its_last_checkpoint(tmp_path: Path, error: type[BaseException]) -> None:
+def test_a_run_that_fails_still_leaves_its_last_checkpoint(
+    tmp_path: Path, error: type[BaseException]
+) -> None:
     with pytest.raises(error), CheckpointManager(tmp_path) as manager:
         manager.save(1, {"w": Piece.whole(torch.ones(1))}, {}, keep=2)
         raise error
@@ -208,7 +238,10 @@ def test_a_checkpoint_without_the_files_it_relies_on_does_not_count(tmp_path: Pa
 def test_pieces_are_put_together(tmp_path: Path) -> None:
     matrix = torch.arange(12.0).view(3, 4)
     flat = matrix.flatten()
-    write_pieces(tmp_path / "a.safetensors", {"m": Piece.flat(flat[:5].clone(), (3, 4), 0), "x": Piece.whole(flat)})
+    write_pieces(
+        tmp_path / "a.safetensors",
+        {"m": Piece.flat(flat[:5].clone(), (3, 4), 0), "x": Piece.whole(flat)},
+    )
     write_pieces(tmp_path / "b.safetensors", {"m": Piece.flat(flat[5:].clone(), (3, 4), 5)})
     saved = SavedTensors([tmp_path / "b.safetensors", tmp_path / "a.safetensors"])
     assert saved.names == {"m", "x"} and torch.equal(saved.whole("m"), matrix)
@@ -218,7 +251,11 @@ def test_pieces_are_put_together(tmp_path: Path) -> None:
         SavedTensors([tmp_path / "a.safetensors"]).whole("m")
 
 
-TENSORS = {"weight": torch.arange(15.0).view(3, 5), "step": torch.tensor(4.0), "bias": torch.arange(2.0)}
+TENSORS = {
+    "weight": torch.arange(15.0).view(3, 5),
+    "step": torch.tensor(4.0),
+    "bias": torch.arange(2.0),
+}
 
 
 def on_ranks(folder: Path) -> None:
@@ -239,7 +276,9 @@ def on_ranks(folder: Path) -> None:
     distributed.any_rank(False)
     newest = manager.load_latest()
     assert newest is not None and newest.step == 2 and newest.meta == {"rank": 0}
-    assert all(torch.equal(newest.tensors.whole(name), tensor + 2) for name, tensor in TENSORS.items())
+    assert all(
+        torch.equal(newest.tensors.whole(name), tensor + 2) for name, tensor in TENSORS.items()
+    )
 
     if distributed.rank() == 1:
         module.write_pieces = full  # type: ignore[assignment]
@@ -261,11 +300,16 @@ def two(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_a_rank_without_room_writes_two_files(two: Path) -> None:
-    files = [f"state-0000{rank}-of-00002{rest}.safetensors" for rank, rest in ((1, ""), (2, ""), (2, "-1"))]
+    files = [
+        f"state-0000{rank}-of-00002{rest}.safetensors"
+        for rank, rest in ((1, ""), (2, ""), (2, "-1"))
+    ]
     step = two / "sound/step-000002"
     assert names(step) == ["manifest.json", "meta.json", *sorted(files)]
     saved = verified(step)
-    assert all(torch.equal(saved.tensors.whole(name), tensor + 2) for name, tensor in TENSORS.items())
+    assert all(
+        torch.equal(saved.tensors.whole(name), tensor + 2) for name, tensor in TENSORS.items()
+    )
 
 
 def test_each_of_two_ranks_writes_half_and_one_process_reads_all(two: Path) -> None:
@@ -277,10 +321,14 @@ def test_each_of_two_ranks_writes_half_and_one_process_reads_all(two: Path) -> N
     assert sizes == [8, 10] and not (two / "of-1").exists()
     saved = load_latest(two / "sound")
     assert saved is not None and saved.step == 3
-    assert all(torch.equal(saved.tensors.whole(name), tensor + 3) for name, tensor in TENSORS.items())
+    assert all(
+        torch.equal(saved.tensors.whole(name), tensor + 3) for name, tensor in TENSORS.items()
+    )
 
 
-def test_a_checkpoint_can_be_put_into_one_file(two: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_checkpoint_can_be_put_into_one_file(
+    two: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     target = tmp_path / "whole.safetensors"
     assert consolidate.main([str(two / "sound/step-000003"), str(target)]) == 0
     whole = load_file(target)
@@ -309,8 +357,11 @@ def whole(**tensors: torch.Tensor) -> dict[str, Piece]:
     return {name: Piece.whole(tensor) for name, tensor in tensors.items()}
 
 
-def test_what_training_takes_between_checkpoints_is_left_to_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    """1,000 bytes are available, of which a tenth stays free. Peaks before three checkpoints: 300, 700, 1,100.
+def test_what_training_takes_between_checkpoints_is_left_to_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """1,000 bytes are available, of which a tenth stays free. Peaks before three checkpoints: 300,
+    700, 1,100.
 
     With copies of 600 bytes, 700 and 1,100 mean that training took 100 and 500.
     """
@@ -336,11 +387,20 @@ def test_memory_that_is_refused_is_no_room(monkeypatch: pytest.MonkeyPatch) -> N
     assert host_copies.bytes_of(uncopied[0]["w"]) == 8
 
 
-def test_pieces_that_must_be_copied_to_be_written_are_in_small_groups(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pieces_that_must_be_copied_to_be_written_are_in_small_groups(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(host_copies, "STREAM_BYTES", 40)
     monkeypatch.setattr(HostCopies, "_room", lambda self: -1)
     transposed = torch.ones(2, 2).t()  # 16 bytes each
-    state = whole(a=transposed, b=torch.ones(100), c=transposed, d=transposed, e=torch.ones(3), f=torch.ones(6, 7).t())
+    state = whole(
+        a=transposed,
+        b=torch.ones(100),
+        c=transposed,
+        d=transposed,
+        e=torch.ones(3),
+        f=torch.ones(6, 7).t(),
+    )
     _, uncopied = HostCopies().copy(state)
     assert [list(group) for group in uncopied] == [["a", "b", "c"], ["d", "e"], ["f"]]
 
@@ -353,7 +413,9 @@ def test_an_empty_tensor_needs_no_room(monkeypatch: pytest.MonkeyPatch) -> None:
 def saved(folder: Path, *steps: int, keep: int = 3) -> Path:
     with CheckpointManager(folder) as manager:
         for step in steps:
-            manager.save(step, {"w": Piece.whole(torch.full((2,), float(step)))}, {"beta": 0.1 * step}, keep)
+            manager.save(
+                step, {"w": Piece.whole(torch.full((2,), float(step)))}, {"beta": 0.1 * step}, keep
+            )
     return folder
 
 
@@ -371,8 +433,12 @@ def test_none_where_there_is_nothing(tmp_path: Path) -> None:
     assert load_latest(tmp_path) is None
 
 
-@pytest.mark.parametrize("damage", ["flip", "truncate", "no manifest", "no state", "half a manifest"])
-def test_a_broken_newest_falls_back_loudly(tmp_path: Path, damage: str, caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.parametrize(
+    "damage", ["flip", "truncate", "no manifest", "no state", "half a manifest"]
+)
+def test_a_broken_newest_falls_back_loudly(
+    tmp_path: Path, damage: str, caplog: pytest.LogCaptureFixture
+) -> None:
     newest = saved(tmp_path, 1, 2) / "step-000002"
     state, manifest = newest / "state-00001-of-00001.safetensors", newest / "manifest.json"
     content = state.read_bytes()
@@ -439,7 +505,11 @@ def test_each_rank_restores_the_generator_of_its_own_gpu(monkeypatch: pytest.Mon
     monkeypatch.setattr(distributed, "rank", lambda: now[0])
     monkeypatch.setattr(distributed, "is_rank_zero", lambda: now[0] == 0)
     monkeypatch.setattr(torch.cuda, "get_rng_state", lambda device: generators[device.index])
-    monkeypatch.setattr(torch.cuda, "set_rng_state", lambda state, device: restored.append((device.index, int(state))))
+    monkeypatch.setattr(
+        torch.cuda,
+        "set_rng_state",
+        lambda state, device: restored.append((device.index, int(state))),
+    )
     restored: list[tuple[int, int]] = []
     stored, meta = rng_state()
     assert {"rng.python", "rng.numpy", "rng.torch", "rng.cuda.0"} == stored.keys()

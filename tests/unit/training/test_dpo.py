@@ -1,4 +1,6 @@
-"""DPO: the loss against published and hand-computed numbers, log-probabilities, gradients, resuming, adapters."""
+"""DPO: the loss against published and hand-computed numbers, log-probabilities, gradients,
+resuming, adapters.
+"""
 
 from __future__ import annotations
 
@@ -47,7 +49,8 @@ SETTINGS: dict[str, Any] = {
 
 
 def test_the_loss_of_one_pair_is_equation_7() -> None:
-    # Log-ratios 2 and -1: with beta 0.1 the margin is 0.3, and -log sigmoid(0.3) = log(1 + exp(-0.3)).
+    # Log-ratios 2 and -1: with beta 0.1 the margin is 0.3, and -log sigmoid(0.3) = log(1 +
+    # exp(-0.3)).
     rewards = implicit_rewards(POLICY, REFERENCE, 0.1)[:, :1]
     assert float(dpo_loss(rewards, 0.0, 1)) == pytest.approx(math.log1p(math.exp(-0.3)))
     assert float(dpo_loss(torch.zeros(2, 4), 0.0, 4)) == pytest.approx(math.log(2))
@@ -56,15 +59,39 @@ def test_the_loss_of_one_pair_is_equation_7() -> None:
 @pytest.mark.parametrize(
     ("beta", "label_smoothing", "losses", "chosen", "rejected"),
     [
-        (0.1, 0.0, [0.554355244469, 0.854355244469, 0.632599035317], [0.2, -0.15, -0.025], [-0.1, 0.15, -0.15]),
-        (0.5, 0.0, [0.201413277983, 1.701413277983, 0.428700678277], [1.0, -0.75, -0.125], [-0.5, 0.75, -0.75]),
-        (0.1, 0.2, [0.614355244469, 0.794355244469, 0.657599035317], [0.2, -0.15, -0.025], [-0.1, 0.15, -0.15]),
+        (
+            0.1,
+            0.0,
+            [0.554355244469, 0.854355244469, 0.632599035317],
+            [0.2, -0.15, -0.025],
+            [-0.1, 0.15, -0.15],
+        ),
+        (
+            0.5,
+            0.0,
+            [0.201413277983, 1.701413277983, 0.428700678277],
+            [1.0, -0.75, -0.125],
+            [-0.5, 0.75, -0.75],
+        ),
+        (
+            0.1,
+            0.2,
+            [0.614355244469, 0.794355244469, 0.657599035317],
+            [0.2, -0.15, -0.025],
+            [-0.1, 0.15, -0.15],
+        ),
     ],
 )
 def test_the_loss_is_that_of_trl(
-    beta: float, label_smoothing: float, losses: list[float], chosen: list[float], rejected: list[float]
+    beta: float,
+    label_smoothing: float,
+    losses: list[float],
+    chosen: list[float],
+    rejected: list[float],
 ) -> None:
-    """Constants: DPOTrainer.dpo_loss of TRL 0.24.0, loss_type "sigmoid", on the same log-probabilities in float64."""
+    """Constants: DPOTrainer.dpo_loss of TRL 0.24.0, loss_type "sigmoid", on the same
+    log-probabilities in float64.
+    """
     implicit = implicit_rewards(POLICY, REFERENCE, beta)
     each = [float(dpo_loss(implicit[:, row : row + 1], label_smoothing, 1)) for row in range(3)]
     assert each == pytest.approx(losses, abs=1e-6)
@@ -73,18 +100,23 @@ def test_the_loss_is_that_of_trl(
 
 
 def test_the_gradient_pushes_most_where_the_implicit_reward_is_wrong() -> None:
-    # Rafailov et al., section 4: beta * sigmoid(r_l - r_w) weighs the gradient of the log-probabilities.
+    # Rafailov et al., section 4: beta * sigmoid(r_l - r_w) weighs the gradient of the
+    # log-probabilities.
     policy = POLICY.clone().requires_grad_(True)
     rewards = implicit_rewards(policy, REFERENCE, 0.5)
     dpo_loss(rewards, 0.0, 3).backward()
     expected = -0.5 * torch.sigmoid(rewards[1] - rewards[0]) / 3
-    assert policy.grad is not None and torch.allclose(policy.grad, torch.stack([expected, -expected]))
+    assert policy.grad is not None and torch.allclose(
+        policy.grad, torch.stack([expected, -expected])
+    )
 
 
 def test_label_smoothing_has_its_minimum_at_the_log_odds() -> None:
     rewards = torch.tensor([[math.log(0.9 / 0.1)], [0.0]], requires_grad=True)
     dpo_loss(rewards, 0.1, 1).backward()
-    assert rewards.grad is not None and rewards.grad.flatten().tolist() == pytest.approx([0.0, 0.0], abs=1e-7)
+    assert rewards.grad is not None and rewards.grad.flatten().tolist() == pytest.approx(
+        [0.0, 0.0], abs=1e-7
+    )
 
 
 class Fixture:
@@ -112,14 +144,18 @@ def by_hand(model: PreTrainedModel, prompt: Sequence[int], reply: Sequence[int])
 
 def test_logprobs_are_sums_over_reply_tokens_whatever_the_padding(loaded: Fixture) -> None:
     pairs = loaded.train.pairs[:9]
-    expected = [[by_hand(loaded.model, p.prompt, reply) for p in pairs for reply in (p.chosen, p.rejected)]]
+    expected = [
+        [by_hand(loaded.model, p.prompt, reply) for p in pairs for reply in (p.chosen, p.rejected)]
+    ]
     for size in (2, 64):
         values = all_logprobs(loaded.model, pairs, loaded.pad, size)
         assert values.t().flatten().tolist() == pytest.approx(expected[0], abs=1e-4)
     with torch.no_grad():
         batch = batch_logprobs(loaded.model, pairs, loaded.pad)[0]
         chunked = batch_logprobs(loaded.model, pairs, loaded.pad, logits_bytes=4 * 300 * 10)[0]
-    assert torch.allclose(batch.double(), values, atol=1e-4) and torch.allclose(batch, chunked, atol=1e-5)
+    assert torch.allclose(batch.double(), values, atol=1e-4) and torch.allclose(
+        batch, chunked, atol=1e-5
+    )
 
 
 def test_the_reference_is_computed_once_and_for_the_pairs_that_are_used(
@@ -143,7 +179,9 @@ def task(loaded: Fixture, model: PreTrainedModel, tmp_path: Path, **settings: An
     return DpoTask(engine, model, pairs, pairs[:20], (reference, reference), config, 1, loaded.pad)
 
 
-def test_training_begins_at_log_2_in_any_micro_batches(loaded: Fixture, workspace: Path, tmp_path: Path) -> None:
+def test_training_begins_at_log_2_in_any_micro_batches(
+    loaded: Fixture, workspace: Path, tmp_path: Path
+) -> None:
     gradients = []
     for micro in (None, 3):
         model, _ = load_policy(workspace / "models/sft")
@@ -156,28 +194,41 @@ def test_training_begins_at_log_2_in_any_micro_batches(loaded: Fixture, workspac
         assert torch.allclose(whole, parts, atol=1e-6)
 
 
-def test_before_training_every_pair_is_a_tie_that_counts_half(loaded: Fixture, workspace: Path, tmp_path: Path) -> None:
+def test_before_training_every_pair_is_a_tie_that_counts_half(
+    loaded: Fixture, workspace: Path, tmp_path: Path
+) -> None:
     model, _ = load_policy(workspace / "models/sft")
     one = task(loaded, model, tmp_path)
-    one.validation_reference = all_logprobs(model, one.validation, one.pad, scoring_rows(one.config), one.logits_bytes)
+    one.validation_reference = all_logprobs(
+        model, one.validation, one.pad, scoring_rows(one.config), one.logits_bytes
+    )
     measured = one.evaluate(one.model)
     assert (measured["accuracy"], measured["margin"]) == (0.5, 0.0)
 
 
-def test_length_normalised_rewards_are_means_over_tokens(loaded: Fixture, workspace: Path, tmp_path: Path) -> None:
+def test_length_normalised_rewards_are_means_over_tokens(
+    loaded: Fixture, workspace: Path, tmp_path: Path
+) -> None:
     model, _ = load_policy(workspace / "models/base")
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.mul_(1.1)
-    plain, normalised = (task(loaded, model, tmp_path, length_normalized=on) for on in (False, True))
+    plain, normalised = (
+        task(loaded, model, tmp_path, length_normalized=on) for on in (False, True)
+    )
     pairs = [loaded.train.pairs[row] for row in range(5)]
     lengths = torch.tensor([float(len(pair.chosen)) for pair in pairs])
     policy = batch_logprobs(model, pairs, plain.pad)[0]
-    sums, means = (one.rewards(pairs, policy, one.train_reference[:, :5])[0].detach() for one in (plain, normalised))
+    sums, means = (
+        one.rewards(pairs, policy, one.train_reference[:, :5])[0].detach()
+        for one in (plain, normalised)
+    )
     assert float(sums.abs().max()) > 1e-3 and torch.allclose(means, sums / lengths, atol=1e-6)
 
 
-def train(workspace: Path, out: Path, tracker: Tracker | None = None, **policy: Any) -> dict[str, Any]:
+def train(
+    workspace: Path, out: Path, tracker: Tracker | None = None, **policy: Any
+) -> dict[str, Any]:
     """Run the stage that trains the policy, with method dpo."""
     config = PolicyStageConfig.model_validate(
         {"policy": {"method": "dpo", "dpo": SETTINGS}, "max_new_tokens": 6} | policy
@@ -188,33 +239,50 @@ def train(workspace: Path, out: Path, tracker: Tracker | None = None, **policy: 
 
 
 @pytest.fixture(scope="module")
-def trained(workspace: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]:
+def trained(
+    workspace: Path, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[Path, dict[str, Any]]:
     out = tmp_path_factory.mktemp("dpo")
     return out, train(workspace, out)
 
 
-def test_the_stage_writes_what_ppo_writes_and_learns_the_pairs(trained: tuple[Path, dict[str, Any]]) -> None:
+def test_the_stage_writes_what_ppo_writes_and_learns_the_pairs(
+    trained: tuple[Path, dict[str, Any]],
+) -> None:
     out, metrics = trained
     assert metrics == json.loads((out / "metrics/ppo.json").read_text())
     assert metrics["method"] == "dpo" and metrics["steps"] == 8
     # Chosen replies say "good", rejected ones "bad".
-    assert metrics["validation_loss"] < 0.6 < metrics["validation_loss_before"] == pytest.approx(math.log(2), abs=1e-4)
+    assert (
+        metrics["validation_loss"]
+        < 0.6
+        < metrics["validation_loss_before"]
+        == pytest.approx(math.log(2), abs=1e-4)
+    )
     assert metrics["validation_accuracy"] > 0.9 and metrics["train_tokens"] > 0
     rows = read_history(out / "history/ppo.jsonl")
     assert [row["step"] for row in rows] == [0, 3, 4, 6, 8]
-    assert undocumented("history/ppo.jsonl", rows) == undocumented("metrics/ppo.json", [metrics]) == set()
+    assert (
+        undocumented("history/ppo.jsonl", rows)
+        == undocumented("metrics/ppo.json", [metrics])
+        == set()
+    )
     assert len((out / "samples/ppo.jsonl").read_text().splitlines()) == 2
     assert (out / "history/ppo_abandoned.jsonl").read_text() == ""
     assert not list((out / "models").glob("critic"))
 
 
-def test_an_interrupted_run_ends_alike(workspace: Path, trained: tuple[Path, dict[str, Any]], tmp_path: Path) -> None:
+def test_an_interrupted_run_ends_alike(
+    workspace: Path, trained: tuple[Path, dict[str, Any]], tmp_path: Path
+) -> None:
     with pytest.raises(KeyboardInterrupt):
         train(workspace, tmp_path, Interrupting(6))
     train(workspace, tmp_path)
     one, other = (folder / "models/policy/model.safetensors" for folder in (trained[0], tmp_path))
     assert sha256_file(one) == sha256_file(other)
-    assert without_clock(trained[0] / "history/ppo.jsonl") == without_clock(tmp_path / "history/ppo.jsonl")
+    assert without_clock(trained[0] / "history/ppo.jsonl") == without_clock(
+        tmp_path / "history/ppo.jsonl"
+    )
 
 
 def test_adapters_are_merged_into_a_plain_model(workspace: Path, tmp_path: Path) -> None:
@@ -222,9 +290,12 @@ def test_adapters_are_merged_into_a_plain_model(workspace: Path, tmp_path: Path)
     assert metrics["validation_loss_before"] == pytest.approx(math.log(2), abs=1e-4)
     assert metrics["validation_loss"] < metrics["validation_loss_before"]
     sft, policy = (
-        load_policy(root / "models" / name)[0].state_dict() for root, name in ((workspace, "sft"), (tmp_path, "policy"))
+        load_policy(root / "models" / name)[0].state_dict()
+        for root, name in ((workspace, "sft"), (tmp_path, "policy"))
     )
-    assert sft.keys() == policy.keys() and any(not torch.equal(sft[name], policy[name]) for name in sft)
+    assert sft.keys() == policy.keys() and any(
+        not torch.equal(sft[name], policy[name]) for name in sft
+    )
 
 
 def test_the_critic_stage_trains_nothing_and_says_why(workspace: Path, tmp_path: Path) -> None:
@@ -236,7 +307,9 @@ def test_the_critic_stage_trains_nothing_and_says_why(workspace: Path, tmp_path:
 
 
 def resumed_on_ranks(folder: Path, workspace: Path) -> None:
-    """Rank 0 keeps its partial state, and the other one begins with an empty folder at every attempt."""
+    """Rank 0 keeps its partial state, and the other one begins with an empty folder at every
+    attempt.
+    """
     model, tokenizer = load_policy(workspace / "models/base")
     rows = read_rows(workspace / "data/clean/preferences/train.parquet", Preference)
     pairs = split_of(rows, tokenizer, 128, "pairs").pairs

@@ -1,4 +1,6 @@
-"""Engines, schedules and optimisers: numbers by hand, how often metrics are read, and passes of models at once."""
+"""Engines, schedules and optimisers: numbers by hand, how often metrics are read, and passes of
+models at once.
+"""
 
 from __future__ import annotations
 
@@ -48,7 +50,9 @@ def test_inverse_square_root_and_constant() -> None:
     assert lr_at(1, 100, CONSTANT, warmup_steps=4) == pytest.approx(0.05)
 
 
-@given(st.integers(1, 500), st.floats(0, 1), st.sampled_from(["cosine", "inverse_sqrt", "constant"]))
+@given(
+    st.integers(1, 500), st.floats(0, 1), st.sampled_from(["cosine", "inverse_sqrt", "constant"])
+)
 def test_rates_stay_between_zero_and_the_peak(total: int, warmup: float, schedule: str) -> None:
     config = OptimizerConfig(lr=3e-3, schedule=schedule, warmup=warmup)  # type: ignore[arg-type]
     rates = [lr_at(step, total, config) for step in range(total)]
@@ -70,7 +74,10 @@ def test_clipping_by_global_norm_and_first_adam_step() -> None:
 def test_norms_and_biases_do_not_decay() -> None:
     layer = nn.Linear(2, 2)
     engine = LocalEngine(layer, CONSTANT.model_copy(update={"weight_decay": 0.5}), 10)
-    assert [(len(g["params"]), g["weight_decay"]) for g in engine.optimizer.param_groups] == [(1, 0.5), (1, 0.0)]
+    assert [(len(g["params"]), g["weight_decay"]) for g in engine.optimizer.param_groups] == [
+        (1, 0.5),
+        (1, 0.0),
+    ]
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
@@ -83,7 +90,9 @@ def test_non_finite_steps_are_skipped_and_counted_and_the_third_in_a_row_pauses(
         assert (engine.model.weight.item() == before) is not good
     assert (engine.steps, engine.skipped_steps) == (4, 3)
     engine.backward(engine.model.weight.sum() * bad)
-    with pytest.raises(TrainingPaused, match=r"policy: 3 steps in a row.*loss.*Lower optimizer\.lr"):
+    with pytest.raises(
+        TrainingPaused, match=r"policy: 3 steps in a row.*loss.*Lower optimizer\.lr"
+    ):
         engine.step()
 
 
@@ -138,7 +147,9 @@ def test_a_step_that_is_passed_over_counts_in_the_schedule_and_nowhere_else() ->
 def test_state_restores_bit_for_bit_and_refuses_another_model() -> None:
     def train(engine: LocalEngine, steps: range) -> None:
         for step in steps:
-            engine.backward((engine.model.weight * torch.tensor([[1.0, float(step)]])).square().sum())
+            engine.backward(
+                (engine.model.weight * torch.tensor([[1.0, float(step)]])).square().sum()
+            )
             engine.step()
 
     config = OptimizerConfig(lr=0.01, weight_decay=0.1)
@@ -176,7 +187,9 @@ def two_cores(monkeypatch: pytest.MonkeyPatch) -> None:
 def gradient_of(model: nn.Module, rows: Tensor) -> list[Tensor]:
     model.zero_grad()
     model(rows).square().sum().backward()
-    return [parameter.grad.clone() for parameter in model.parameters() if parameter.grad is not None]
+    return [
+        parameter.grad.clone() for parameter in model.parameters() if parameter.grad is not None
+    ]
 
 
 def meet(barrier: threading.Barrier, name: str) -> str:
@@ -187,7 +200,9 @@ def meet(barrier: threading.Barrier, name: str) -> str:
 @pytest.mark.usefixtures("two_cores")
 def test_tasks_run_at_once_and_answer_in_order() -> None:
     barrier = threading.Barrier(2)  # passed only by two tasks that both run
-    assert run_side_by_side(partial(meet, barrier, "a"), partial(meet, barrier, "b"), models=[]) == ["a", "b"]
+    assert run_side_by_side(
+        partial(meet, barrier, "a"), partial(meet, barrier, "b"), models=[]
+    ) == ["a", "b"]
 
 
 @pytest.mark.usefixtures("two_cores")

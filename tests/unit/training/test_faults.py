@@ -1,4 +1,5 @@
-"""Faults of a training: it loses its place, dies while it writes a checkpoint, finds the disk full, changes machines.
+"""Faults of a training: it loses its place, dies while it writes a checkpoint, finds the disk full,
+changes machines.
 
 Each ends, after another start, with the very weights of a run that was left alone.
 """
@@ -49,7 +50,9 @@ def told_to_stop() -> None:
 def assert_same(one: Path, other: Path, name: str) -> None:
     for file in (f"models/{name}/model.safetensors", f"models/{name}/tokenizer.json"):
         assert sha256_file(one / file) == sha256_file(other / file), file
-    assert tiny.without_clock(one / f"history/{name}.jsonl") == tiny.without_clock(other / f"history/{name}.jsonl")
+    assert tiny.without_clock(one / f"history/{name}.jsonl") == tiny.without_clock(
+        other / f"history/{name}.jsonl"
+    )
 
 
 @pytest.mark.slow
@@ -59,7 +62,8 @@ def test_a_stage_that_loses_its_place_saves_its_step_and_goes_on_from_there(
 ) -> None:
     out = f"{name}-preempted"
     with monkeypatch.context() as patch:
-        # The fifth step is between two checkpoints, and so is the critic's third rollout, which begins with its ninth.
+        # The fifth step is between two checkpoints, and so is the critic's third rollout, which
+        # begins with its ninth.
         patch.setattr(LocalEngine, "step", tiny.at_step(8 if name == "critic" else 4, told_to_stop))
         message = rf"{name} made \w+ \d of \d .* goes on from there"
         preemption = PreemptionSignal()
@@ -98,11 +102,20 @@ MOMENTS: dict[str, tuple[Callable[[], None], list[str]]] = {
     "while-it-is-copied": (dying(HostCopies, "copy", 2, after=False), ["step-000003"]),
     "half-a-state": (half_a_state, [".building-000006", "step-000003"]),
     "half-of-what-is-waited-for": (half_of_what_is_waited_for, [".building-000006", "step-000003"]),
-    # A checkpoint writes its meta and its manifest. It flushes six times: the state, the history, these two, its
-    # folder, and the folder around it once it has its name there.
-    "before-the-manifest": (dying(manager, "_write_text", 4, after=False), [".building-000006", "step-000003"]),
-    "before-it-has-its-name": (dying(manager, "fsync_path", 11, after=False), [".building-000006", "step-000003"]),
-    "when-it-has-its-name": (dying(manager, "fsync_path", 12, after=False), ["step-000003", "step-000006"]),
+    # A checkpoint writes its meta and its manifest. It flushes six times: the state, the history,
+    # these two, its folder, and the folder around it once it has its name there.
+    "before-the-manifest": (
+        dying(manager, "_write_text", 4, after=False),
+        [".building-000006", "step-000003"],
+    ),
+    "before-it-has-its-name": (
+        dying(manager, "fsync_path", 11, after=False),
+        [".building-000006", "step-000003"],
+    ),
+    "when-it-has-its-name": (
+        dying(manager, "fsync_path", 12, after=False),
+        ["step-000003", "step-000006"],
+    ),
     # Two are kept: the third checkpoint is the first after which one goes.
     "before-the-old-one-goes": (
         dying(manager.shutil, "rmtree", 1, after=False),
@@ -117,7 +130,9 @@ def run_and_die_at(workspace: Path, moment: str) -> None:
 
 
 @pytest.mark.slow
-def test_kill_9_in_a_checkpoint_costs_that_checkpoint_alone(workspace: Path, whole: dict[str, Path]) -> None:
+def test_kill_9_in_a_checkpoint_costs_that_checkpoint_alone(
+    workspace: Path, whole: dict[str, Path]
+) -> None:
     for moment, (_, left) in MOMENTS.items():
         checkpoints = workspace / moment / "work/checkpoints"
         assert exit_code_of(run_and_die_at, workspace, moment) == -signal.SIGKILL, moment
@@ -128,15 +143,22 @@ def test_kill_9_in_a_checkpoint_costs_that_checkpoint_alone(workspace: Path, who
 
 
 @pytest.mark.slow
-def test_a_full_disk_is_one_line_and_training_goes_on_later(workspace: Path, whole: dict[str, Path]) -> None:
+def test_a_full_disk_is_one_line_and_training_goes_on_later(
+    workspace: Path, whole: dict[str, Path]
+) -> None:
     checkpoint = next((whole["sft"] / "work/checkpoints").glob("step-*"))
     needed = sum(path.stat().st_size for path in checkpoint.iterdir())
     work = workspace / "full/work"
-    with small_disk(work, needed * 3 // 2 + 65536):  # room for one checkpoint and its history, not for two
+    with small_disk(
+        work, needed * 3 // 2 + 65536
+    ):  # room for one checkpoint and its history, not for two
         with pytest.raises(CheckpointError) as raised:
             tiny.run_stage("sft", workspace, "full")
         message = str(raised.value)
-        assert "no space left on the device; make room and run again: it goes on from step 3" in message
+        assert (
+            "no space left on the device; make room and run again: it goes on from step 3"
+            in message
+        )
         assert "\n" not in message
         assert [path.name for path in (work / "checkpoints").iterdir()] == ["step-000003"]
         kept = load_latest(work / "checkpoints")
@@ -167,7 +189,10 @@ def keys(workspace: Path) -> list[str]:
 def test_another_machine_goes_on(
     place: Callable[[str, str], Path], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    alone, first, second = place("alone", ""), *(place(n, "checkpoints: {store: ../store}") for n in ("one", "two"))
+    alone, first, second = (
+        place("alone", ""),
+        *(place(n, "checkpoints: {store: ../store}") for n in ("one", "two")),
+    )
     with monkeypatch.context() as patch:
         patch.setattr(LocalEngine, "step", tiny.at_step(6, told_to_stop))
         for workspace in (alone, first):
@@ -178,7 +203,11 @@ def test_another_machine_goes_on(
     assert keys(first) == keys(alone)  # where checkpoints go is no part of what is computed
     store = tmp_path / "store" / "sft" / keys(first)[0]
     # The last one pushes none of the regular ones out, and goes with the next of them.
-    assert sorted(path.stem for path in store.glob("*.json")) == ["step-000003", "step-000006", "step-000007"]
+    assert sorted(path.stem for path in store.glob("*.json")) == [
+        "step-000003",
+        "step-000006",
+        "step-000007",
+    ]
 
     steps: list[int] = []
     original = LocalEngine.step
@@ -195,15 +224,21 @@ def test_another_machine_goes_on(
     assert not list(store.rglob("*.json")) and not (second / "work/sft").exists()
 
 
-def test_a_store_that_cannot_be_used_is_refused_before_any_training(place: Callable[[str, str], Path]) -> None:
+def test_a_store_that_cannot_be_used_is_refused_before_any_training(
+    place: Callable[[str, str], Path],
+) -> None:
     workspace = place("one", "checkpoints: {store: 'nowhere://x'}")
-    with pytest.raises(CheckpointError, match=r"checkpoints\.store nowhere://x cannot be used: Protocol not known"):
+    with pytest.raises(
+        CheckpointError, match=r"checkpoints\.store nowhere://x cannot be used: Protocol not known"
+    ):
         run_stage("sft", workspace)
     assert json.loads((workspace / ".rlhf/outcomes/sft.json").read_text())["exit_code"] == 2
 
 
 @pytest.mark.slow
-def test_the_command_ends_with_a_status_of_its_own_and_one_line(place: Callable[[str, str], Path]) -> None:
+def test_the_command_ends_with_a_status_of_its_own_and_one_line(
+    place: Callable[[str, str], Path],
+) -> None:
     workspace = place("one", "")
     (workspace / "params.yaml").write_text(tiny.PARAMS.replace("steps: 8", "steps: 1000000"))
     command = [sys.executable, "-m", "flows.cli", "stage", "sft", "--workspace", str(workspace)]
@@ -221,4 +256,6 @@ def test_the_command_ends_with_a_status_of_its_own_and_one_line(place: Callable[
     _, said = process.communicate(timeout=300)
     assert process.returncode == EXIT_PREEMPTED
     assert "Traceback" not in said and said.splitlines()[-1].startswith("rlhf: sft made step ")
-    assert said.splitlines()[-1].endswith("its state is saved, and the same command goes on from there")
+    assert said.splitlines()[-1].endswith(
+        "its state is saved, and the same command goes on from there"
+    )

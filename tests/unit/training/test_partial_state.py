@@ -1,4 +1,6 @@
-"""Partial state of a finished training: removed as a whole, and never resumed when a part of it is missing."""
+"""Partial state of a finished training: removed as a whole, and never resumed when a part of it is
+missing.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,12 @@ PPO = PpoConfig.model_validate(
         "health": {"mode": "report"}, "referee_every": 2, "advantage": {"estimator": "rloo"}, "replies_per_prompt": 2,
     }
 )  # fmt: skip
-OUTPUTS = {"sft": "models/sft", "reward": "models/reward", "critic": "models/critic", "ppo": "models/policy"}
+OUTPUTS = {
+    "sft": "models/sft",
+    "reward": "models/reward",
+    "critic": "models/critic",
+    "ppo": "models/policy",
+}
 CLOCK = ("tokens_per_second", "seconds", "train_seconds")
 
 
@@ -50,10 +57,16 @@ def results(name: str, out: Path, metrics: Mapping[str, Any]) -> dict[str, Any]:
 def test_a_missing_or_cut_file_is_refused_each_time_or_changes_nothing(
     name: str, workspace: Path, tmp_path: Path
 ) -> None:
-    """Whichever file is gone, the next run ends as the control did, or says each time to delete the folder."""
+    """Whichever file is gone, the next run ends as the control did, or says each time to delete the
+    folder.
+    """
     control, out = tmp_path / "control", tmp_path / "out"
     expected = results(name, control, train(name, workspace, control))
-    files = [path.relative_to(control / "work") for path in sorted((control / "work").rglob("*")) if path.is_file()]
+    files = [
+        path.relative_to(control / "work")
+        for path in sorted((control / "work").rglob("*"))
+        if path.is_file()
+    ]
     refused: set[str] = set()
     for file in files:
         for damage in (Path.unlink, cut_short):
@@ -64,7 +77,9 @@ def test_a_missing_or_cut_file_is_refused_each_time_or_changes_nothing(
                 left = results(name, out, train(name, workspace, out))
             except CheckpointError as error:
                 refused.add(file.name)
-                with pytest.raises(CheckpointError, match="delete the folder to start over") as again:
+                with pytest.raises(
+                    CheckpointError, match="delete the folder to start over"
+                ) as again:
                     train(name, workspace, out)
                 assert str(again.value) == str(error) and "\n" not in str(error)
             else:
@@ -82,7 +97,12 @@ def test_a_kill_at_any_change_of_a_removal_leaves_all_or_nothing(tmp_path: Path)
     while True:
         number += 1
         folder = tmp_path / f"{number}" / "sft"
-        for name in ("checkpoints/step-000001/meta.json", "checkpoints/step-000001/state", "history.jsonl", "best/w"):
+        for name in (
+            "checkpoints/step-000001/meta.json",
+            "checkpoints/step-000001/state",
+            "history.jsonl",
+            "best/w",
+        ):
             (folder / name).parent.mkdir(parents=True, exist_ok=True)
             (folder / name).write_text(name)
         whole = sha256_tree(folder)

@@ -1,4 +1,6 @@
-"""Probes of a reward model: what is measured, of what, and what is said where a set cannot show it."""
+"""Probes of a reward model: what is measured, of what, and what is said where a set cannot show
+it.
+"""
 
 from __future__ import annotations
 
@@ -41,12 +43,18 @@ def long_is_good(count: int) -> list[Preference]:
     for i in range(count):
         sentences = [f"the sky is {text(i + j, 3)}." for j in range(3)]
         prompt = [Message("user", text(i, 2))]
-        rows.append(Preference(str(i), prompt, " ".join(sentences), sentences[0], None, "", "files", f"g{i}"))
+        rows.append(
+            Preference(
+                str(i), prompt, " ".join(sentences), sentences[0], None, "", "files", f"g{i}"
+            )
+        )
     return rows
 
 
 def test_a_model_that_knows_length_alone_is_told_by_its_probes(base: Any) -> None:
-    metrics = train_reward_model(*base, long_is_good(200), validation=long_is_good(60), config=CONFIG).metrics
+    metrics = train_reward_model(
+        *base, long_is_good(200), validation=long_is_good(60), config=CONFIG
+    ).metrics
     probes = metrics["probes"]
     assert metrics["accuracy"] > 0.9
     assert probes["cut_in_half"] > 0.9, "a cut reply is the shorter one"
@@ -60,17 +68,25 @@ def test_a_model_that_knows_length_alone_is_told_by_its_probes(base: Any) -> Non
 def test_models_with_the_same_seed_are_tried_on_the_same_pairs(base: Any) -> None:
     first, second = (probes_of(long_is_good(60), base[1], 128, seed=4) for _ in range(2))
     assert first.kinds.tolist() == second.kinds.tolist()
-    assert [list(pair.rejected) for pair in first.pairs] == [list(pair.rejected) for pair in second.pairs]
+    assert [list(pair.rejected) for pair in first.pairs] == [
+        list(pair.rejected) for pair in second.pairs
+    ]
 
 
 def test_what_a_set_cannot_show_has_a_reason_and_fails_its_gate(base: Any) -> None:
-    rows = [Preference(str(i), [Message("user", f"x{i}")], "good", "bad", None, "", "files", str(i)) for i in range(40)]
-    metrics = train_reward_model(*base, rows, validation=rows, config=CONFIG.model_copy(update={"steps": 1})).metrics
+    rows = [
+        Preference(str(i), [Message("user", f"x{i}")], "good", "bad", None, "", "files", str(i))
+        for i in range(40)
+    ]
+    metrics = train_reward_model(
+        *base, rows, validation=rows, config=CONFIG.model_copy(update={"steps": 1})
+    ).metrics
     absent = metrics["probes"]["absent"]
     assert set(absent) >= {"values_swapped", "sentences_shuffled", "cut_in_half"}
     assert not set(metrics["probes"]) & set(absent)
     bounds = [
-        Condition(metric=f"probes.{name}", at_least=0.5, why="x") for name in ("cut_in_half", "cut_in_half_low95")
+        Condition(metric=f"probes.{name}", at_least=0.5, why="x")
+        for name in ("cut_in_half", "cut_in_half_low95")
     ]
     decision = decide("reward", bounds, metrics)
     assert not decision.passed
@@ -95,12 +111,14 @@ def test_a_rate_and_its_bounds_count_questions_and_give_a_tie_half() -> None:
     rate = rate_with_bounds("kind", margins, np.arange(100))
     assert rate["kind"] == 0.625 and rate["kind_pairs"] == 100
     # Wilson's bounds of 0.5 and of 0.75 with n = 100.
-    assert rate["kind_low95"] == pytest.approx(0.4038, abs=1e-4) and rate["kind_high95"] == pytest.approx(
-        0.8245, abs=1e-4
-    )
+    assert rate["kind_low95"] == pytest.approx(0.4038, abs=1e-4) and rate[
+        "kind_high95"
+    ] == pytest.approx(0.8245, abs=1e-4)
     # All replies to one of four questions fail together: they are worth fewer.
     of_four = rate_with_bounds("kind", np.sort(margins), np.arange(100) // 25)
-    assert of_four["kind_low95"] < rate["kind_low95"] and of_four["kind_high95"] > rate["kind_high95"]
+    assert (
+        of_four["kind_low95"] < rate["kind_low95"] and of_four["kind_high95"] > rate["kind_high95"]
+    )
 
 
 def test_only_the_world_has_its_own_kinds(base: Any, tmp_path: Path) -> None:

@@ -1,4 +1,6 @@
-"""Rejection sampling: the best finished reply to each prompt, kept across interruptions, and training on it."""
+"""Rejection sampling: the best finished reply to each prompt, kept across interruptions, and
+training on it.
+"""
 
 from __future__ import annotations
 
@@ -44,7 +46,9 @@ def test_the_best_is_the_first_of_the_highest_reward_among_those_that_ended() ->
 
 
 def test_a_reward_that_is_not_finite_is_never_the_best() -> None:
-    assert best_of_each_prompt([math.nan, 0.5, math.inf, -1.0, math.nan, -math.inf], [True] * 6, 2) == [1, 3, None]
+    assert best_of_each_prompt(
+        [math.nan, 0.5, math.inf, -1.0, math.nan, -math.inf], [True] * 6, 2
+    ) == [1, 3, None]
 
 
 def sampler(workspace: Path, work: Path, new_tokens: int = 40) -> RejectionSampler:
@@ -81,10 +85,18 @@ def test_parts_change_no_reply_or_are_made_twice(
 
 def test_rewards_that_are_not_finite_end_no_run(workspace: Path, tmp_path: Path) -> None:
     whole, broken = (sampler(workspace, tmp_path / name) for name in ("whole", "broken"))
-    broken.reward_fn = lambda batch: batch.response_mask.sum(dim=1).float().index_fill(0, torch.tensor([0]), math.nan)
+    broken.reward_fn = lambda batch: (
+        batch.response_mask.sum(dim=1).float().index_fill(0, torch.tensor([0]), math.nan)
+    )
     expected, best = whole.best_replies([2, 0, 3]), broken.best_replies([2, 0, 3])
-    assert all(math.isfinite(reward) for reward in best.rewards) and best.prompts == expected.prompts
-    assert (best.sampled_replies, best.unrewarded_replies, expected.unrewarded_replies) == (48, 1, 0)
+    assert (
+        all(math.isfinite(reward) for reward in best.rewards) and best.prompts == expected.prompts
+    )
+    assert (best.sampled_replies, best.unrewarded_replies, expected.unrewarded_replies) == (
+        48,
+        1,
+        0,
+    )
     assert 0 < expected.sampled_rewards - best.sampled_rewards <= 40
     assert broken.best_replies([2, 0, 3]) == best
 
@@ -92,7 +104,9 @@ def test_rewards_that_are_not_finite_end_no_run(workspace: Path, tmp_path: Path)
 def test_replies_that_never_end_are_an_error_that_says_so(workspace: Path, tmp_path: Path) -> None:
     endless = sampler(workspace, tmp_path, new_tokens=2)
     object.__setattr__(endless.sampling, "min_new_tokens", 2)
-    with pytest.raises(DataError, match=r"none of 16 replies to each of 2 prompts ended within 2 tokens"):
+    with pytest.raises(
+        DataError, match=r"none of 16 replies to each of 2 prompts ended within 2 tokens"
+    ):
         endless.best_replies([0, 1])
 
 
@@ -103,21 +117,32 @@ def train(workspace: Path, out: Path, **changes: Any) -> dict[str, Any]:
     return dict(stage.run(config, *stage_paths(stage, workspace, out), RunContext(out / "work")))
 
 
-def test_the_stage_writes_what_ppo_writes_and_is_the_same_after_a_resume(workspace: Path, tmp_path: Path) -> None:
+def test_the_stage_writes_what_ppo_writes_and_is_the_same_after_a_resume(
+    workspace: Path, tmp_path: Path
+) -> None:
     metrics = train(workspace, tmp_path)
     assert metrics["reward_kept"] > metrics["reward_sampled"] and metrics["replies_per_prompt"] == 4
     assert metrics["validation_loss"] < metrics["validation_loss_before"]
     rows = read_history(tmp_path / "history/ppo.jsonl")
-    assert [row["step"] for row in rows] == [0, 3, 6] and rows[0]["sampled_tokens"] == metrics["sampled_tokens"] > 0
-    assert undocumented("history/ppo.jsonl", rows) == undocumented("metrics/ppo.json", [metrics]) == set()
+    assert [row["step"] for row in rows] == [0, 3, 6] and rows[0]["sampled_tokens"] == metrics[
+        "sampled_tokens"
+    ] > 0
+    assert (
+        undocumented("history/ppo.jsonl", rows)
+        == undocumented("metrics/ppo.json", [metrics])
+        == set()
+    )
     sample = json.loads((tmp_path / "samples/ppo.jsonl").read_text().splitlines()[0])
     assert sample["prompt"][-1]["role"] == "user" and sample["reply"]
     sft, policy = (
-        load_policy(root / "models" / name)[0].state_dict() for root, name in ((workspace, "sft"), (tmp_path, "policy"))
+        load_policy(root / "models" / name)[0].state_dict()
+        for root, name in ((workspace, "sft"), (tmp_path, "policy"))
     )
     assert any(not torch.equal(sft[name], policy[name]) for name in sft)
     before = sha256_file(tmp_path / "models/policy/model.safetensors")
-    (tmp_path / "work/best_replies/00000032.json").unlink()  # as if it had been interrupted in sampling
+    (
+        tmp_path / "work/best_replies/00000032.json"
+    ).unlink()  # as if it had been interrupted in sampling
     for checkpoint in (tmp_path / "work/checkpoints").iterdir():
         shutil.rmtree(checkpoint)
     train(workspace, tmp_path)

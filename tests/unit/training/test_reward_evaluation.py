@@ -1,4 +1,6 @@
-"""Reward models: what is fitted before training, figures by hand, and training on length-balanced pairs."""
+"""Reward models: what is fitted before training, figures by hand, and training on length-balanced
+pairs.
+"""
 
 from __future__ import annotations
 
@@ -46,7 +48,9 @@ def test_calibration_error_by_hand() -> None:
     margin = math.log(4)
     assert evaluation.expected_calibration_error(np.array([margin, -margin])) == pytest.approx(0.3)
     # 0.8 said, four of five right: calibrated.
-    assert evaluation.expected_calibration_error(np.array([margin] * 4 + [-margin])) == pytest.approx(0.0, abs=1e-12)
+    assert evaluation.expected_calibration_error(
+        np.array([margin] * 4 + [-margin])
+    ) == pytest.approx(0.0, abs=1e-12)
     # Certain and right.
     assert evaluation.expected_calibration_error(np.array([50.0])) == pytest.approx(0.0, abs=1e-12)
 
@@ -73,18 +77,26 @@ def test_length_balanced_accuracy_by_hand() -> None:
     assert few["accuracy"] == few["baseline_longer"] == 0.8
     assert few["length_balanced_pairs"] == 40
     assert "accuracy_length_balanced" not in few, "fewer than 50 say nothing"
-    twice = [np.concatenate([array, array]) for array in (*reward_is_length, chosen_lengths, rejected_lengths)]
+    twice = [
+        np.concatenate([array, array])
+        for array in (*reward_is_length, chosen_lengths, rejected_lengths)
+    ]
     figures = evaluation.evaluate_scores(*twice, seed=1)
     assert figures["length_balanced_pairs"] == 80
     assert figures["accuracy_length_balanced"] == 0.5
-    assert figures["ece_length_balanced"] == pytest.approx(1 / (1 + math.exp(-1)) - 0.5)  # margins are 1 or -1
-    # Wilson's lower bound for 40 of 80, with z = 1.96: (p + z²/2n - z sqrt(p(1-p)/n + z²/4n²)) / (1 + z²/n).
+    assert figures["ece_length_balanced"] == pytest.approx(
+        1 / (1 + math.exp(-1)) - 0.5
+    )  # margins are 1 or -1
+    # Wilson's lower bound for 40 of 80, with z = 1.96: (p + z²/2n - z sqrt(p(1-p)/n + z²/4n²)) / (1
+    # + z²/n).
     assert figures["accuracy_length_balanced_low95"] == pytest.approx(0.39297, abs=1e-4)
 
 
 @pytest.mark.parametrize(("clusters", "worth"), [(50, 300), (150, 300), (5, 5)])
 def test_pairs_of_one_question_are_no_further_evidence(clusters: int, worth: int) -> None:
-    """300 pairs, 200 of them right: with equal ones in each cluster they are worth their clusters alone."""
+    """300 pairs, 200 of them right: with equal ones in each cluster they are worth their clusters
+    alone.
+    """
     right = np.arange(300) % 3 > 0
     margins = np.where(right, 1.0, -1.0)
     alone = evaluation.length_balanced_accuracy(margins, np.arange(300))
@@ -98,7 +110,9 @@ def test_pairs_of_one_question_are_no_further_evidence(clusters: int, worth: int
 
 def test_six_times_the_same_fifty_pairs_are_fifty() -> None:
     margins = np.where(np.arange(50) < 33, 1.0, -1.0)
-    once = evaluation.length_balanced_accuracy(margins, np.arange(50))["accuracy_length_balanced_low95"]
+    once = evaluation.length_balanced_accuracy(margins, np.arange(50))[
+        "accuracy_length_balanced_low95"
+    ]
     again = evaluation.length_balanced_accuracy(np.tile(margins, 6), np.tile(np.arange(50), 6))
     assert again["accuracy_length_balanced_low95"] == pytest.approx(once, abs=0.003)
 
@@ -120,18 +134,23 @@ def test_categories_too_small_to_say_anything_are_left_out() -> None:
 
 
 def test_agreement() -> None:
-    assert evaluation.agreement(np.array([1.0, -2.0, 3.0]), np.array([0.1, 5.0, 2.0])) == pytest.approx(2 / 3)
+    assert evaluation.agreement(
+        np.array([1.0, -2.0, 3.0]), np.array([0.1, 5.0, 2.0])
+    ) == pytest.approx(2 / 3)
 
 
 @pytest.mark.parametrize(
-    ("text", "good", "bad"), [("thing {}", " thanks", " rubbish"), ("这是第{}杯茶", "谢谢你", "烦死了")]
+    ("text", "good", "bad"),
+    [("thing {}", " thanks", " rubbish"), ("这是第{}杯茶", "谢谢你", "烦死了")],
 )
 def test_bag_of_words_finds_a_word_that_gives_it_away(text: str, good: str, bad: str) -> None:
     def pair(i: int) -> Preference:
         replies = (text.format(i) + end for end in (good, bad))
         return Preference(str(i), [Message("user", "x")], *replies, None, "c", "s", "g")
 
-    assert bag_of_words_accuracy([pair(i) for i in range(20)], {"test": [pair(99)]}) == {"test": 1.0}
+    assert bag_of_words_accuracy([pair(i) for i in range(20)], {"test": [pair(99)]}) == {
+        "test": 1.0
+    }
 
 
 def test_the_temperature_makes_confidence_the_share_that_is_right() -> None:
@@ -139,7 +158,9 @@ def test_the_temperature_makes_confidence_the_share_that_is_right() -> None:
     margins = np.array([2.0, 2.0, 2.0, -2.0])
     temperature = fitted_temperature(margins)
     assert temperature == pytest.approx(2 / math.log(3), rel=1e-3)
-    assert evaluation.expected_calibration_error(margins / temperature) == pytest.approx(0.0, abs=1e-3)
+    assert evaluation.expected_calibration_error(margins / temperature) == pytest.approx(
+        0.0, abs=1e-3
+    )
     assert fitted_temperature(10 * margins) == pytest.approx(10 * temperature, rel=1e-3)
 
 
@@ -150,7 +171,9 @@ def test_the_temperature_is_bounded_where_margins_say_nothing_or_everything() ->
 
 def test_calibration_is_measured_after_scaling_too() -> None:
     chosen, rejected = np.array([2.0, 2.0, 2.0, 0.0]), np.array([0.0, 0.0, 0.0, 2.0])
-    figures = evaluation.evaluate_scores(chosen, rejected, np.arange(4) + 2, np.arange(4) + 1, 0, 2 / math.log(3))
+    figures = evaluation.evaluate_scores(
+        chosen, rejected, np.arange(4) + 2, np.arange(4) + 1, 0, 2 / math.log(3)
+    )
     # sigma(2) is 0.881, of which 3 in 4 are right.
     assert figures["ece"] == pytest.approx(1 / (1 + math.exp(-2)) - 0.75)
     assert figures["ece_temperature_scaled"] == pytest.approx(0.0, abs=1e-12)
@@ -167,7 +190,9 @@ CONFIG = RewardConfig(
 )
 
 
-def pair(i: int, chosen_words: int, rejected_words: int, good: str = "", bad: str = "") -> Preference:
+def pair(
+    i: int, chosen_words: int, rejected_words: int, good: str = "", bad: str = ""
+) -> Preference:
     """A pair of replies of so many words, on the same prompt as every other."""
     prompt = [Message("user", "the sky")]
     chosen, rejected = f"{good}{'red ' * chosen_words}", f"{bad}{'red ' * rejected_words}"
@@ -177,7 +202,10 @@ def pair(i: int, chosen_words: int, rejected_words: int, good: str = "", bad: st
 def biased_pairs(n: int) -> list[Preference]:
     """Pairs in which the longer reply is preferred in nine of ten, and "big" in three of four."""
     # 40 pairs hold every combination of the two, in proportion.
-    kinds = [((9, 3) if i % 10 else (3, 9), ("big ", "small ") if i // 10 else ("small ", "big ")) for i in range(40)]
+    kinds = [
+        ((9, 3) if i % 10 else (3, 9), ("big ", "small ") if i // 10 else ("small ", "big "))
+        for i in range(40)
+    ]
     return [pair(i, *words, *style) for i in range(n) for words, style in [kinds[i % 40]]]
 
 
@@ -196,8 +224,8 @@ def test_balanced_training_takes_length_out_of_the_reward(base) -> None:  # type
     )
     assert plain["train_length_balanced_pairs"] == balanced["train_length_balanced_pairs"] == 80
     assert plain["length_balanced_pairs"] == balanced["length_balanced_pairs"] == 80
-    # Length is the better predictor of the two, and the plain model follows it; where it predicts nothing, the word is
-    # right in about three of four.
+    # Length is the better predictor of the two, and the plain model follows it; where it predicts
+    # nothing, the word is right in about three of four.
     assert plain["accuracy"] == 0.9 and plain["accuracy_length_balanced"] == 0.5
     assert balanced["accuracy"] == 0.75 and balanced["accuracy_length_balanced"] > 0.65
     assert abs(balanced["length_correlation"]) < 0.6 * plain["length_correlation"]
@@ -205,21 +233,30 @@ def test_balanced_training_takes_length_out_of_the_reward(base) -> None:  # type
 
 def test_pairs_that_cannot_be_balanced_are_refused_in_one_line(base) -> None:  # type: ignore[no-untyped-def]
     rows = [pair(i, 5, 2) for i in range(30)] + [pair(30, 2, 5)]
-    with pytest.raises(DataError, match=r"reward.length_balance: sampling leaves 2 of 31 .*30 prefer the longer") as e:
+    with pytest.raises(
+        DataError, match=r"reward.length_balance: sampling leaves 2 of 31 .*30 prefer the longer"
+    ) as e:
         train_reward_model(*base, rows, validation=rows, config=CONFIG)
     assert "\n" not in str(e.value) and "reward.length_balance: none" in str(e.value)
 
 
-def test_too_few_balanced_pairs_leave_the_metric_out_and_fail_its_gate(base, caplog: pytest.LogCaptureFixture) -> None:  # type: ignore[no-untyped-def]
+def test_too_few_balanced_pairs_leave_the_metric_out_and_fail_its_gate(
+    base, caplog: pytest.LogCaptureFixture
+) -> None:  # type: ignore[no-untyped-def]
     rows = biased_pairs(80)
     config = CONFIG.model_copy(update={"steps": 1})
     with caplog.at_level(logging.WARNING):
         metrics = train_reward_model(*base, rows, validation=rows[:40], config=config).metrics
     assert "validation pairs: 8 can be balanced by length and 50 are needed" in caplog.text
-    bound = Condition(metric="accuracy_length_balanced_low95", at_least=0.5, why="better than length")
+    bound = Condition(
+        metric="accuracy_length_balanced_low95", at_least=0.5, why="better than length"
+    )
     decision = decide("reward", [bound], metrics)
     assert not decision.passed
-    assert decision.failure() == "the reward gate failed: accuracy_length_balanced_low95 is missing, required ≥ 0.5"
+    assert (
+        decision.failure()
+        == "the reward gate failed: accuracy_length_balanced_low95 is missing, required ≥ 0.5"
+    )
 
 
 DRAW = np.random.default_rng(3)
@@ -238,19 +275,25 @@ def test_the_expert_learns_how_often_the_longer_reply_is_preferred() -> None:
     # The longer of 60 and 30 tokens is preferred in three of four pairs: its log-odds are ln 3.
     chosen, rejected = np.array([60, 60, 60, 30] * 500), np.array([30, 30, 30, 60] * 500)
     expert = LengthExpert.fitted(chosen, rejected)
-    assert expit(expert.log_odds(np.array([60]), np.array([30])))[0] == pytest.approx(0.75, abs=0.01)
+    assert expit(expert.log_odds(np.array([60]), np.array([30])))[0] == pytest.approx(
+        0.75, abs=0.01
+    )
 
 
 def test_lengths_that_say_nothing_give_no_odds() -> None:
     lengths = np.array([10, 20, 30, 40])
-    chosen, rejected = np.concatenate([lengths, lengths[::-1]]), np.concatenate([lengths[::-1], lengths])
-    assert LengthExpert.fitted(chosen, rejected).log_odds(np.array([50]), np.array([5]))[0] == pytest.approx(
-        0, abs=1e-6
+    chosen, rejected = (
+        np.concatenate([lengths, lengths[::-1]]),
+        np.concatenate([lengths[::-1], lengths]),
     )
+    assert LengthExpert.fitted(chosen, rejected).log_odds(np.array([50]), np.array([5]))[
+        0
+    ] == pytest.approx(0, abs=1e-6)
 
 
 def test_a_category_has_an_expert_of_its_own() -> None:
-    # Of general pairs three in four prefer the longer reply, of harmless ones three in four the shorter one.
+    # Of general pairs three in four prefer the longer reply, of harmless ones three in four the
+    # shorter one.
     chosen, rejected = np.array([60, 60, 60, 30] * 500), np.array([30, 30, 30, 60] * 500)
     categories = ["general"] * 2000 + ["harmless"] * 2000
     lengths = np.concatenate([chosen, rejected]), np.concatenate([rejected, chosen])
@@ -259,13 +302,18 @@ def test_a_category_has_an_expert_of_its_own() -> None:
     odds = expit(apart.log_odds(*one_each, ["general", "harmless"]))
     assert odds == pytest.approx([0.75, 0.25], abs=0.01)
     together = LengthExperts.fitted(*lengths, categories, {})
-    assert expit(together.log_odds(*one_each, ["general", "harmless"])) == pytest.approx([0.5, 0.5], abs=0.01)
+    assert expit(together.log_odds(*one_each, ["general", "harmless"])) == pytest.approx(
+        [0.5, 0.5], abs=0.01
+    )
 
 
 def test_one_weight_by_hand() -> None:
-    # Three of four equal differences of 1 are preferred: with no penalty the odds are 3, so the weight is ln 3.
+    # Three of four equal differences of 1 are preferred: with no penalty the odds are 3, so the
+    # weight is ln 3.
     differences = np.array([[1.0], [1.0], [1.0], [-1.0]])
-    assert logistic_weights(differences, np.zeros(4), 1e-9)[0] == pytest.approx(math.log(3), abs=1e-4)
+    assert logistic_weights(differences, np.zeros(4), 1e-9)[0] == pytest.approx(
+        math.log(3), abs=1e-4
+    )
     # Offsets that explain these odds leave nothing to the weight.
     explained = math.log(3) * differences[:, 0]
     assert logistic_weights(differences, explained, 1e-9)[0] == pytest.approx(0, abs=1e-4)
@@ -275,8 +323,12 @@ def test_weights_are_those_of_scikit_learn() -> None:
     differences = DRAW.normal(size=(60, 5))
     both_orders, preferred = np.concatenate([differences, -differences]), np.repeat([1, 0], 60)
     # It penalises |w|^2 / 2 against C times the sum of both orders' losses.
-    peer = LogisticRegression(fit_intercept=False, C=1 / (0.3 * 120), tol=1e-8).fit(both_orders, preferred)
-    assert logistic_weights(differences, np.zeros(60), 0.3) == pytest.approx(peer.coef_[0], abs=1e-4)
+    peer = LogisticRegression(fit_intercept=False, C=1 / (0.3 * 120), tol=1e-8).fit(
+        both_orders, preferred
+    )
+    assert logistic_weights(differences, np.zeros(60), 0.3) == pytest.approx(
+        peer.coef_[0], abs=1e-4
+    )
 
 
 @pytest.mark.parametrize("pooling", ["last", "mean"])
@@ -284,12 +336,17 @@ def test_margins_are_those_of_the_fitted_features(workspace: Path, pooling: str)
     lm, _ = load_policy(workspace / "models/sft")
     model = ScalarModel.from_causal_lm(lm, 1, layers=1, pooling=pooling)  # type: ignore[arg-type]
     replies = [[int(token) for token in DRAW.integers(8, 40, size)] for size in (3, 9, 4, 6, 5, 7)]
-    pairs = [TokenisedPair(0, [9, 10], replies[a], replies[b]) for a, b in ((0, 1), (2, 3), (4, 5), (0, 5), (2, 1))]
+    pairs = [
+        TokenisedPair(0, [9, 10], replies[a], replies[b])
+        for a, b in ((0, 1), (2, 3), (4, 5), (0, 5), (2, 1))
+    ]
     offsets = np.linspace(-1, 1, 5)
     fit_linear_probe(model, pairs, offsets, 0.5, 0, "reward")
     chosen, rejected = pooled_features(model, pairs, 0, "reward")
     scale = np.sqrt(((chosen - rejected) ** 2).mean(axis=0)) + 1e-6
-    expected = (chosen - rejected) / scale @ logistic_weights((chosen - rejected) / scale, offsets, 0.5)
+    expected = (
+        (chosen - rejected) / scale @ logistic_weights((chosen - rejected) / scale, offsets, 0.5)
+    )
     assert score_pairs(model, pairs, 0).margins == pytest.approx(expected, abs=1e-4)
     ids = torch.tensor([[9, 10, *replies[0]]])
     states = model.hidden(ids, torch.ones_like(ids))[0].detach()

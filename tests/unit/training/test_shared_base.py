@@ -1,4 +1,6 @@
-"""One copy of the weights for policy, reference, reward model and referee: the same scores, and the same training."""
+"""One copy of the weights for policy, reference, reward model and referee: the same scores, and the
+same training.
+"""
 
 from __future__ import annotations
 
@@ -40,8 +42,12 @@ def lora(quantize: str | None) -> LoraConfig:
     return LoraConfig.model_validate({"rank": 2, "alpha": 4, "quantize": quantize})
 
 
-def make_scalar(sft: Path, folder: Path, seed: int, quantize: str | None, layers: int | None = None) -> Tensor:
-    """A reward model as its stage leaves it, with adapters that were moved at random; what it scores before merging."""
+def make_scalar(
+    sft: Path, folder: Path, seed: int, quantize: str | None, layers: int | None = None
+) -> Tensor:
+    """A reward model as its stage leaves it, with adapters that were moved at random; what it
+    scores before merging.
+    """
     model = ScalarModel.from_causal_lm(sft, seed, layers=layers)
     model.add_adapters(lora(quantize), seed)
     with torch.random.fork_rng(), torch.no_grad():
@@ -61,10 +67,14 @@ def scores(model: ScalarModel) -> Tensor:
     return model.token_scores(IDS, torch.ones_like(IDS))
 
 
-def test_a_model_of_the_lower_layers_scores_on_the_copy_as_on_its_own(workspace: Path, tmp_path: Path) -> None:
+def test_a_model_of_the_lower_layers_scores_on_the_copy_as_on_its_own(
+    workspace: Path, tmp_path: Path
+) -> None:
     config = LlamaConfig.from_pretrained(workspace / "models/sft")
     config.num_hidden_layers = 3
-    save_policy(tmp_path / "sft", LlamaForCausalLM(config).eval(), load_tokenizer(workspace / "models/sft"))
+    save_policy(
+        tmp_path / "sft", LlamaForCausalLM(config).eval(), load_tokenizer(workspace / "models/sft")
+    )
     expected = make_scalar(tmp_path / "sft", tmp_path / "reward", 1, None, layers=2)
     policy, _ = load_policy(tmp_path / "sft")
     shared = SharedBase(policy, tmp_path / "sft").scalar(tmp_path / "reward")
@@ -74,7 +84,9 @@ def test_a_model_of_the_lower_layers_scores_on_the_copy_as_on_its_own(workspace:
 
 
 @pytest.mark.parametrize("quantize", KINDS)
-def test_models_on_one_copy_score_as_on_their_own(workspace: Path, tmp_path: Path, quantize: str | None) -> None:
+def test_models_on_one_copy_score_as_on_their_own(
+    workspace: Path, tmp_path: Path, quantize: str | None
+) -> None:
     sft = workspace / "models/sft"
     expected = {
         "a": make_scalar(sft, tmp_path / "a", 1, quantize),
@@ -103,7 +115,9 @@ def test_models_on_one_copy_score_as_on_their_own(workspace: Path, tmp_path: Pat
         assert all("lora_" in name or name == "model.score.weight" for name in own), own
 
 
-def test_adapters_of_other_weights_and_models_without_any_are_refused(workspace: Path, tmp_path: Path) -> None:
+def test_adapters_of_other_weights_and_models_without_any_are_refused(
+    workspace: Path, tmp_path: Path
+) -> None:
     sft, other = workspace / "models/sft", tmp_path / "other"
     make_scalar(sft, tmp_path / "a", 1, None)
     shutil.copytree(sft, other)
@@ -112,7 +126,9 @@ def test_adapters_of_other_weights_and_models_without_any_are_refused(workspace:
         policy.get_input_embeddings().get_parameter("weight").add_(0.01)
     policy.save_pretrained(other)
     base = SharedBase(policy, other)
-    with pytest.raises(ModelError, match=r"belong to other weights than those of .*other: train it again"):
+    with pytest.raises(
+        ModelError, match=r"belong to other weights than those of .*other: train it again"
+    ):
         base.scalar(tmp_path / "a")
     with pytest.raises(ModelError, match=r"has no adapters .*set ppo\.share_base to false"):
         base.scalar(workspace / "models/reward")
@@ -127,7 +143,9 @@ def test_ppo_on_one_copy_is_as_on_several(
     rows = {}
     for share in (False, True):
         out = tmp_path / str(share)
-        settings = SETTINGS | mode | {"policy_lora": lora(quantize).model_dump(), "share_base": share}
+        settings = (
+            SETTINGS | mode | {"policy_lora": lora(quantize).model_dump(), "share_base": share}
+        )
         config = PpoConfig.model_validate(settings)
         pretrain(workspace, out, config)
         judges = {name: out / "models" / name for name in ("reward", "referee")}
@@ -155,13 +173,26 @@ def test_a_critic_of_adapters_goes_on_with_them_on_the_one_copy(
     for seed, name in enumerate(("reward", "referee"), 1):
         make_scalar(sft, models / name, seed, quantize)
     judges = {name: models / name for name in ("reward", "referee")}
-    own = {"rank": 3, "targets": ["q_proj", "up_proj"], "quantize": quantize if init == "sft" else None}
+    own = {
+        "rank": 3,
+        "targets": ["q_proj", "up_proj"],
+        "quantize": quantize if init == "sft" else None,
+    }
     settings = SETTINGS | {"policy_lora": lora(quantize).model_dump()}
     pretraining = CriticStageConfig.model_validate(
-        {"init": init, "max_rollouts": 3, "batch_size": 8, "explained_variance": 1.0, "lora": own, "ppo": settings}
+        {
+            "init": init,
+            "max_rollouts": 3,
+            "batch_size": 8,
+            "explained_variance": 1.0,
+            "lora": own,
+            "ppo": settings,
+        }
     )
     inputs, outputs = stage_paths(critic, workspace, tmp_path)
-    critic.run(pretraining, Paths({**inputs, **judges}), outputs, RunContext(tmp_path / "work/critic"))
+    critic.run(
+        pretraining, Paths({**inputs, **judges}), outputs, RunContext(tmp_path / "work/critic")
+    )
 
     policy, _ = load_policy(sft)
     if quantize:
@@ -169,7 +200,9 @@ def test_a_critic_of_adapters_goes_on_with_them_on_the_one_copy(
     model = SharedBase(policy, sft).scalar(models / "critic", through=models / "reward")
     assert torch.allclose(scores(model), scores(ScalarModel.load(models / "critic")), atol=1e-5)
     trained = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
-    assert "model.score.weight" in trained and all("lora_" in name or "score" in name for name in trained)
+    assert "model.score.weight" in trained and all(
+        "lora_" in name or "score" in name for name in trained
+    )
 
     first = {}
     for share in (True, False):
@@ -184,7 +217,10 @@ def test_a_critic_of_adapters_goes_on_with_them_on_the_one_copy(
 
 def test_adapters_on_adapters_are_one_product_of_stacked_matrices() -> None:
     def adapters(rank: int, alpha: int, layer: str, base: str, head: float) -> Adapters:
-        a, b = torch.arange(4.0 * rank).view(rank, 4) + rank, torch.arange(2.0 * rank).view(2, rank) - 1
+        a, b = (
+            torch.arange(4.0 * rank).view(rank, 4) + rank,
+            torch.arange(2.0 * rank).view(2, rank) - 1,
+        )
         found = {f"{layer}.lora_A.default.weight": a, f"{layer}.lora_B.default.weight": b}
         lora = LoraConfig(rank=rank, alpha=alpha, targets=(layer.rpartition(".")[2],))
         return Adapters({**found, "score.weight": torch.tensor([[head]])}, lora, base)
@@ -193,14 +229,28 @@ def test_adapters_on_adapters_are_one_product_of_stacked_matrices() -> None:
         a, b = (one.tensors[f"{layer}.lora_{part}.default.weight"] for part in "AB")
         return b @ a * (one.lora.alpha / one.lora.rank)
 
-    first, second = adapters(2, 4, "model.q_proj", "sft", 1.0), adapters(3, 3, "model.q_proj", "reward", 2.0)
+    first, second = (
+        adapters(2, 4, "model.q_proj", "sft", 1.0),
+        adapters(3, 3, "model.q_proj", "reward", 2.0),
+    )
     both = stacked(first, second)
-    assert (both.lora.rank, both.lora.alpha, both.lora.targets, both.base) == (5, 5, ("q_proj",), "sft")
-    assert torch.equal(product(both, "model.q_proj"), product(first, "model.q_proj") + product(second, "model.q_proj"))
+    assert (both.lora.rank, both.lora.alpha, both.lora.targets, both.base) == (
+        5,
+        5,
+        ("q_proj",),
+        "sft",
+    )
+    assert torch.equal(
+        product(both, "model.q_proj"),
+        product(first, "model.q_proj") + product(second, "model.q_proj"),
+    )
     assert both.tensors["score.weight"].item() == 2.0
     apart = stacked(first, adapters(1, 1, "model.k_proj", "reward", 0.0))
     assert torch.equal(product(apart, "model.q_proj"), product(first, "model.q_proj"))
-    assert apart.tensors["model.k_proj.lora_A.default.weight"].shape == (3, 4) and len(apart.lora.targets) == 2
+    assert (
+        apart.tensors["model.k_proj.lora_A.default.weight"].shape == (3, 4)
+        and len(apart.lora.targets) == 2
+    )
 
 
 def test_adapters_of_experts_are_stacked_expert_by_expert() -> None:
@@ -208,7 +258,10 @@ def test_adapters_of_experts_are_stacked_expert_by_expert() -> None:
     generator = torch.Generator().manual_seed(0)
 
     def adapters(rank: int, alpha: int) -> Adapters:
-        a, b = torch.randn(3 * rank, 4, generator=generator), torch.randn(5, 3 * rank, generator=generator)
+        a, b = (
+            torch.randn(3 * rank, 4, generator=generator),
+            torch.randn(5, 3 * rank, generator=generator),
+        )
         found = {f"{layer}.lora_A.default.weight": a, f"{layer}.lora_B.default.weight": b}
         return Adapters(found, LoraConfig(rank=rank, alpha=alpha), "sft")
 
@@ -228,18 +281,33 @@ def test_adapters_of_experts_are_stacked_expert_by_expert() -> None:
     [
         ({"reward": {}}, "set ppo.policy_lora, reward.lora and reward.init sft"),
         ({"referee": {"lora": {}, "init": "base"}}, "referee.lora and referee.init sft"),
-        ({"reward": {"lora": {"quantize": "nf4"}}}, "reward.lora.quantize is nf4, but ppo.policy_lora"),
         (
-            {"critic": {"lora": {}}, "ppo": {"policy_lora": {}, "critic_lora": {}, "share_base": True}},
+            {"reward": {"lora": {"quantize": "nf4"}}},
+            "reward.lora.quantize is nf4, but ppo.policy_lora",
+        ),
+        (
+            {
+                "critic": {"lora": {}},
+                "ppo": {"policy_lora": {}, "critic_lora": {}, "share_base": True},
+            },
             "set ppo.critic_lora",
         ),
         ({"critic": {"lora": {"quantize": "nf4"}}}, "critic.init reward it must be None"),
-        ({"compute": {"launch": {"ppo": {"frozen": "offload"}}}}, "leave compute.launch.ppo.frozen at device"),
+        (
+            {"compute": {"launch": {"ppo": {"frozen": "offload"}}}},
+            "leave compute.launch.ppo.frozen at device",
+        ),
         ({"compute": {"launch": {"ppo": {"engine": "deepspeed", "zero": 3}}}}, "zero below 3"),
     ],
 )
-def test_settings_under_which_nothing_can_be_shared_are_refused(change: dict[str, Any], reason: str) -> None:
-    settings = {"reward": {"lora": {}}, "referee": {"lora": {}}, "ppo": {"policy_lora": {}, "share_base": True}}
+def test_settings_under_which_nothing_can_be_shared_are_refused(
+    change: dict[str, Any], reason: str
+) -> None:
+    settings = {
+        "reward": {"lora": {}},
+        "referee": {"lora": {}},
+        "ppo": {"policy_lora": {}, "share_base": True},
+    }
     assert check_params(settings).ppo.share_base
     with pytest.raises(ConfigError, match=reason.replace(".", r"\.")):
         check_params(settings | change)

@@ -26,7 +26,9 @@ from rlhf_core.training.history import CLOCK_FIELDS, read_history
 from rlhf_core.training.run_context import RunContext
 
 WORDS = ("red", "blue", "green", "the sky", "a tree", "very", "is", "big", "small", "near")
-SHAPE = BaseConfig(vocab_size=300, hidden_size=16, intermediate_size=24, layers=1, heads=2, max_positions=128)
+SHAPE = BaseConfig(
+    vocab_size=300, hidden_size=16, intermediate_size=24, layers=1, heads=2, max_positions=128
+)
 CHECKPOINT = CheckpointConfig(every=3)
 STEPS = 8
 PARAMS = """
@@ -44,7 +46,14 @@ def text(seed: int, words: int) -> str:
 def demonstrations(n: int) -> list[Demonstration]:
     """Rows of mixed length."""
     return [
-        Demonstration(str(i), [Message("user", text(i, 1 + i % 4))], text(i + 3, 1 + i % 7), "fact", "test", str(i))
+        Demonstration(
+            str(i),
+            [Message("user", text(i, 1 + i % 4))],
+            text(i + 3, 1 + i % 7),
+            "fact",
+            "test",
+            str(i),
+        )
         for i in range(n)
     ]
 
@@ -62,11 +71,16 @@ def preferences(n: int) -> list[Preference]:
 
 def prompts(n: int) -> list[Prompt]:
     """Prompts of mixed length."""
-    return [Prompt(str(i), [Message("user", text(i, 1 + i % 4))], "fact", "test", str(i)) for i in range(n)]
+    return [
+        Prompt(str(i), [Message("user", text(i, 1 + i % 4))], "fact", "test", str(i))
+        for i in range(n)
+    ]
 
 
 def make_workspace(root: Path) -> None:
-    """Clean data, a base model that serves as SFT too, and a reward model with a random head, under ``root``."""
+    """Clean data, a base model that serves as SFT too, and a reward model with a random head, under
+    ``root``.
+    """
     for split, n in (("train", 60), ("validation", 20), ("test", 20)):
         write_rows(root / "data/clean/demonstrations" / f"{split}.parquet", demonstrations(n))
         write_rows(root / "data/clean/preferences" / f"{split}.parquet", preferences(n))
@@ -78,8 +92,8 @@ def make_workspace(root: Path) -> None:
 
 
 def stage_paths(stage: Stage[Any], root: Path, out: Path, **inputs: Path) -> tuple[Paths, Paths]:
-    """Inputs of a stage from ``root`` or as they are given, and its outputs under ``out``, with the folders that the
-    runner makes."""
+    """Inputs of a stage from ``root`` or as they are given, and its outputs under ``out``, with the
+    folders that the runner makes."""
     outputs = {key: out / path for key, path in stage.outputs.items()}
     for path in outputs.values():
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -87,15 +101,25 @@ def stage_paths(stage: Stage[Any], root: Path, out: Path, **inputs: Path) -> tup
 
 
 def without_clock(history: Path) -> list[dict[str, Any]]:
-    """The rows of a history without the fields in which alone a resumed run may differ from an uninterrupted one."""
+    """The rows of a history without the fields in which alone a resumed run may differ from an
+    uninterrupted one.
+    """
     return [
-        {name: value for name, value in row.items() if name not in CLOCK_FIELDS and not name.startswith("seconds_")}
+        {
+            name: value
+            for name, value in row.items()
+            if name not in CLOCK_FIELDS and not name.startswith("seconds_")
+        }
         for row in read_history(history)
     ]
 
 
-def run_stage(name: str, root: Path, out: str, preemption: PreemptionSignal | None = None) -> dict[str, object]:
-    """Run a training stage on the workspace, its outputs under ``root/out`` and its partial state beside them."""
+def run_stage(
+    name: str, root: Path, out: str, preemption: PreemptionSignal | None = None
+) -> dict[str, object]:
+    """Run a training stage on the workspace, its outputs under ``root/out`` and its partial state
+    beside them.
+    """
     optimizer = OptimizerConfig(lr=1e-2)
     cases: dict[str, tuple[Stage[Any], Any]] = {
         "sft": (
@@ -126,7 +150,9 @@ def run_stage(name: str, root: Path, out: str, preemption: PreemptionSignal | No
 
 
 def at_step(step: int, action: Callable[[], object]) -> Callable[[LocalEngine], StepResult]:
-    """An engine's step amid which ``action`` happens, if it is this one: after the gradients, before the update."""
+    """An engine's step amid which ``action`` happens, if it is this one: after the gradients,
+    before the update.
+    """
     original = LocalEngine.step
 
     def step_with_action(engine: LocalEngine) -> StepResult:

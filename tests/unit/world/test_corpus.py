@@ -1,4 +1,6 @@
-"""The datasets: pure in the seed, split cleanly, labelled by imperfect annotators, with contrast pairs."""
+"""The datasets: pure in the seed, split cleanly, labelled by imperfect annotators, with contrast
+pairs.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,16 @@ from rlhf_core.world import corpus, gold
 from rlhf_core.world.content import PREFIXES
 from rlhf_core.world.corpus import preference_probability
 from rlhf_core.world.questions import Kind, Question, all_questions, content_of_group, parse_reply
-from rlhf_core.world.replies import MAX_WORDS, MODES, Draft, Draws, contrast_pair, corrupt, draw_draft, right_core
+from rlhf_core.world.replies import (
+    MAX_WORDS,
+    MODES,
+    Draft,
+    Draws,
+    contrast_pair,
+    corrupt,
+    draw_draft,
+    right_core,
+)
 
 Row = dict[str, Any]
 MAKERS = [corpus.demonstrations, corpus.preferences, corpus.pretrain]
@@ -78,7 +89,11 @@ def test_enough_held_out_prompts_and_none_of_them_in_training(seed: int) -> None
     for row in corpus.prompts(seed):
         parts[split_of(row["group"], seed)].add(text(row))
         contents[split_of(row["group"], seed)].add(content_of_group(row["group"]))
-    assert len(parts["test"]) >= 256 and len(parts["validation"]) >= 128 and len(contents["test"]) >= 300
+    assert (
+        len(parts["test"]) >= 256
+        and len(parts["validation"]) >= 128
+        and len(contents["test"]) >= 300
+    )
     bare = {name: {without_prefix(prompt) for prompt in prompts} for name, prompts in parts.items()}
     assert not bare["train"] & bare["test"]
     assert not bare["train"] & bare["validation"]
@@ -87,7 +102,9 @@ def test_enough_held_out_prompts_and_none_of_them_in_training(seed: int) -> None
 
 @pytest.mark.parametrize("seed", range(5))
 def test_nearly_every_held_out_content_is_asked_for_in_training(seed: int) -> None:
-    asked = [q for q in all_questions() if q.category != "context"]  # context questions bring their facts along
+    asked = [
+        q for q in all_questions() if q.category != "context"
+    ]  # context questions bring their facts along
     trained = {q.content for q in asked if split_of(q.group, seed) == "train"}
     assert len({q.content for q in asked} - trained) <= 1
 
@@ -102,7 +119,11 @@ def test_sizes(demonstrations: list[Row]) -> None:
     assert 14 <= fmean(words) <= 20
     assert max(words) <= MAX_WORDS
     assert 9 <= fmean(len(text(row).split()) for row in demonstrations) <= 12
-    vocabulary = {word.strip(".,?:") for row in demonstrations for word in f"{text(row)} {row['reply']}".split()}
+    vocabulary = {
+        word.strip(".,?:")
+        for row in demonstrations
+        for word in f"{text(row)} {row['reply']}".split()
+    }
     assert len(vocabulary) < 350
 
 
@@ -127,7 +148,10 @@ def test_quality_is_mixed_in_the_stated_order(demonstrations: list[Row]) -> None
 
 
 def test_annotators_agree_with_gold_75_to_85_percent(preferences: list[Row]) -> None:
-    scores = [[gold.score(text(row), row[side], True) for side in ("chosen", "rejected")] for row in preferences]
+    scores = [
+        [gold.score(text(row), row[side], True) for side in ("chosen", "rejected")]
+        for row in preferences
+    ]
     gaps = [chosen - rejected for chosen, rejected in scores]
     decided = [gap > 0 for gap in gaps if abs(gap) > 1e-9]
     assert 0.75 <= fmean(decided) <= 0.85
@@ -137,14 +161,25 @@ def test_annotators_agree_with_gold_75_to_85_percent(preferences: list[Row]) -> 
 def test_contrast_share(preferences: list[Row]) -> None:
     shares = Counter(row["source"] for row in preferences)
     assert shares["world:contrast"] / len(preferences) == pytest.approx(0.35, abs=0.02)
-    assert {row["source"] for row in corpus.preferences(0, 50, contrast_share=0.0)} == {"world:samples"}
+    assert {row["source"] for row in corpus.preferences(0, 50, contrast_share=0.0)} == {
+        "world:samples"
+    }
 
 
 def test_preference_probability_by_hand() -> None:
-    prompt, right, wrong = "what is the color of the lamp?", "the lamp is red.", "the lamp is quite blue."
-    # Δgold = (1 + .4) / 1.4 = 1 (an unreadable sentence costs .4), Δwords = -1: σ(4 · (1 - .02)) = σ(3.92)
-    assert preference_probability(prompt, right, wrong, 4.0, 0.02) == pytest.approx(0.980544, abs=1e-6)
-    assert preference_probability(prompt, wrong, right, 4.0, 0.02) == pytest.approx(1 - 0.980544, abs=1e-6)
+    prompt, right, wrong = (
+        "what is the color of the lamp?",
+        "the lamp is red.",
+        "the lamp is quite blue.",
+    )
+    # Δgold = (1 + .4) / 1.4 = 1 (an unreadable sentence costs .4), Δwords = -1: σ(4 · (1 - .02)) =
+    # σ(3.92)
+    assert preference_probability(prompt, right, wrong, 4.0, 0.02) == pytest.approx(
+        0.980544, abs=1e-6
+    )
+    assert preference_probability(prompt, wrong, right, 4.0, 0.02) == pytest.approx(
+        1 - 0.980544, abs=1e-6
+    )
     assert preference_probability(prompt, right, wrong, 1e6, 0.0) == 1.0
     assert preference_probability(prompt, right, right, 4.0, 0.02) == 0.5
 
@@ -169,7 +204,9 @@ def test_the_contrast_is_never_the_better_reply(category: str) -> None:
         draws = Draws(5, "preferences", index)
         question = draws.pick(BY_CATEGORY[category])
         good, contrast = contrast_pair(question, BY_CATEGORY, draws)
-        difference = gold.score(question.text, good, True) - gold.score(question.text, contrast, True)
+        difference = gold.score(question.text, good, True) - gold.score(
+            question.text, contrast, True
+        )
         assert difference >= 0 or good == contrast
         worse += difference > 0
     assert worse > 0.9 * 300

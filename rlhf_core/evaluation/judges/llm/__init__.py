@@ -1,1 +1,3 @@
-"""The LLM judge: which of two replies a language model behind an OpenAI-compatible endpoint prefers."""
+"""The LLM judge: which of two replies a language model behind an OpenAI-compatible endpoint
+prefers.
+"""

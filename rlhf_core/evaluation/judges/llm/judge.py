@@ -26,17 +26,26 @@ from rlhf_core.data.schema import Message
 from rlhf_core.data.text import writable
 from rlhf_core.errors import DataError, RlhfError
 from rlhf_core.evaluation.replies import Reply
-from rlhf_core.runtime.http_retry import bearer_token, describe_answer, is_final, json_content, post_json
+from rlhf_core.runtime.http_retry import (
+    bearer_token,
+    describe_answer,
+    is_final,
+    json_content,
+    post_json,
+)
 from rlhf_core.runtime.progress import progress
 from rlhf_core.storage.files import atomic_write_json, read_json
 
-REFUSED = frozenset({400, 413, 422})  # of one request, such as a prompt that is too long for the model
+REFUSED = frozenset(
+    {400, 413, 422}
+)  # of one request, such as a prompt that is too long for the model
 MOST_TOKENS = 10**9  # of a count that an endpoint can mean
 
 
 @dataclass(frozen=True)
 class Completion:
-    """What a model answered, and what that used; token counts are None where the endpoint does not give them.
+    """What a model answered, and what that used; token counts are None where the endpoint does not
+    give them.
 
     ``refused`` says why the endpoint did not take the request; empty if it did.
     """
@@ -72,14 +81,18 @@ class RateLimiter:
 
 
 class ChatEndpoint:
-    """Asks an OpenAI-compatible endpoint; several threads may share it. ``wait`` sleeps for so many seconds.
+    """Asks an OpenAI-compatible endpoint; several threads may share it. ``wait`` sleeps for so many
+    seconds.
 
     Raises:
         ConfigError: The environment variable of the token is not set, or holds no token.
     """
 
     def __init__(
-        self, config: LlmJudgeConfig, wait: Callable[[float], object], clock: Callable[[], float] = time.monotonic
+        self,
+        config: LlmJudgeConfig,
+        wait: Callable[[float], object],
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.config, self.wait = config, wait
         self.url = f"{config.base_url.rstrip('/')}/chat/completions"
@@ -103,18 +116,28 @@ class ChatEndpoint:
             retries=self.config.retries,
             wait=self._wait_for_retry,
             secret=self.token,
-            final=lambda answer: is_final(answer) and (answer.status_code != 200 or _message(answer) is not None),
+            final=lambda answer: (
+                is_final(answer) and (answer.status_code != 200 or _message(answer) is not None)
+            ),
         )
         if answer.status_code in REFUSED:
             return Completion("", None, None, refused=describe_answer(answer, self.token))
         message = _message(answer) if answer.status_code == 200 else None
         if message is None:
-            raise DataError(f"{self.url} {describe_answer(answer, self.token)}; check base_url, model and token_env")
+            raise DataError(
+                f"{self.url} {describe_answer(answer, self.token)}; check base_url, model and token_env"
+            )
         content, usage = message.get("content"), answer.json().get("usage")
         text = writable(content) if isinstance(content, str) else ""
-        text = text.replace(self.token, "***") if self.token else text  # some proxies answer with the request's headers
+        text = (
+            text.replace(self.token, "***") if self.token else text
+        )  # some proxies answer with the request's headers
         counts = usage if isinstance(usage, dict) else {}
-        return Completion(text, token_count(counts.get("prompt_tokens")), token_count(counts.get("completion_tokens")))
+        return Completion(
+            text,
+            token_count(counts.get("prompt_tokens")),
+            token_count(counts.get("completion_tokens")),
+        )
 
     def _wait_for_retry(self, seconds: float) -> None:
         """Sleep; a request that is repeated counts for the rate limit like any other."""
@@ -133,13 +156,19 @@ def _message(answer: httpx.Response) -> dict[str, Any] | None:
 
 def token_count(value: Any) -> int | None:
     """Return a number of tokens; None for anything else."""
-    return value if isinstance(value, int) and not isinstance(value, bool) and 0 <= value <= MOST_TOKENS else None
+    return (
+        value
+        if isinstance(value, int) and not isinstance(value, bool) and 0 <= value <= MOST_TOKENS
+        else None
+    )
 
 
 class AnswerCache:
-    """Keeps each answer as soon as it is there, so that an evaluation that was stopped asks for the others alone.
+    """Keeps each answer as soon as it is there, so that an evaluation that was stopped asks for the
+    others alone.
 
-    Files are written atomically and hold the request beside the answer. Several processes may use the same folder.
+    Files are written atomically and hold the request beside the answer. Several processes may use
+    the same folder.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -186,7 +215,10 @@ class UsageMeter:
         """
         if completion.refused:
             return
-        if self.budget.is_limited and None in (completion.prompt_tokens, completion.completion_tokens):
+        if self.budget.is_limited and None in (
+            completion.prompt_tokens,
+            completion.completion_tokens,
+        ):
             raise DataError("the endpoint does not say how many tokens it used, so evaluate.llm_judge.budget "
                             "cannot be kept; take the budget out")  # fmt: skip
         with self._lock:
@@ -212,7 +244,10 @@ PACKAGE = "rlhf_core.evaluation.judges.llm"
 FIELD = re.compile("|".join(map(re.escape, TEMPLATE_FIELDS)))
 VERDICT_SCHEMA = {
     "type": "object",
-    "properties": {"reason": {"type": "string"}, "verdict": {"type": "string", "enum": ["A", "B", "tie"]}},
+    "properties": {
+        "reason": {"type": "string"},
+        "verdict": {"type": "string", "enum": ["A", "B", "tie"]},
+    },
     "required": ["reason", "verdict"],
     "additionalProperties": False,
 }
@@ -248,16 +283,23 @@ def request_body(config: LlmJudgeConfig, text: str) -> dict[str, Any]:
         "temperature": 0,
         "max_tokens": config.max_tokens,
     }
-    return body | ({"response_format": FORMATS[config.response_format]} if config.response_format in FORMATS else {})
+    return body | (
+        {"response_format": FORMATS[config.response_format]}
+        if config.response_format in FORMATS
+        else {}
+    )
 
 
 def content_key(base_url: str, body: dict[str, Any]) -> str:
     """Return the SHA-256 of a request: the endpoint and everything that is asked of it."""
-    return hashlib.sha256(json.dumps([base_url.rstrip("/"), body], sort_keys=True).encode()).hexdigest()
+    return hashlib.sha256(
+        json.dumps([base_url.rstrip("/"), body], sort_keys=True).encode()
+    ).hexdigest()
 
 
 PREFERRED = {"a": "A", "b": "B", "tie": "tie"}
-# Reading takes up to the square of the length, where many objects begin and none ends. No verdict needs as much.
+# Reading takes up to the square of the length, where many objects begin and none ends. No verdict
+# needs as much.
 LONGEST_ANSWER = 100_000
 
 
@@ -270,10 +312,11 @@ class Verdict:
 
 
 def read_verdict(text: str) -> Verdict | None:
-    """Return the verdict of the JSON objects in ``text`` that have one; None if there is none or they contradict.
+    """Return the verdict of the JSON objects in ``text`` that have one; None if there is none or
+    they contradict.
 
-    Text around the object (a code fence, reasoning before it) does not matter. An answer of more than
-    ``LONGEST_ANSWER`` characters has no verdict.
+    Text around the object (a code fence, reasoning before it) does not matter. An answer of more
+    than ``LONGEST_ANSWER`` characters has no verdict.
     """
     try:
         objects = _json_objects(text) if len(text) <= LONGEST_ANSWER else []
@@ -297,7 +340,9 @@ def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _json_objects(text: str) -> list[dict[str, Any]]:
-    """All JSON objects in a text that are not part of another; ``RecursionError`` if one is nested without measure."""
+    """All JSON objects in a text that are not part of another; ``RecursionError`` if one is nested
+    without measure.
+    """
     decoder = json.JSONDecoder(object_pairs_hook=_without_repeats)
     objects = []
     start = text.find("{")
@@ -314,7 +359,10 @@ def _json_objects(text: str) -> list[dict[str, Any]]:
 
 ANSWERS = Path(".rlhf") / "llm_judge"
 WIN, TIE, LOSS = 1.0, 0.5, 0.0
-OUTCOMES = ({"A": WIN, "tie": TIE, "B": LOSS}, {"A": LOSS, "tie": TIE, "B": WIN})  # candidate first, then second
+OUTCOMES = (
+    {"A": WIN, "tie": TIE, "B": LOSS},
+    {"A": LOSS, "tie": TIE, "B": WIN},
+)  # candidate first, then second
 JUNK_CHARACTERS = 80
 
 
@@ -323,8 +371,8 @@ class PairwiseJudgements:
     """What a judge without scores says about pairs, in their order.
 
     Attributes:
-        outcomes: 1 if the candidate's reply is better, ½ for a tie, 0 if the baseline's is; NaN where the judge gave no
-            usable answer, (pairs,).
+        outcomes: 1 if the candidate's reply is better, ½ for a tie, 0 if the baseline's is; NaN
+            where the judge gave no usable answer, (pairs,).
         reasons: The judge's own words.
         metrics: How the judge worked, such as the share of pairs without a usable answer.
     """
@@ -345,7 +393,8 @@ class LlmJudge:
     Args:
         config: Endpoint, template and limits.
         answers: Folder of the answers that are known.
-        wait: Sleeps for so many seconds; by default until the time is over or another request has failed for good.
+        wait: Sleeps for so many seconds; by default until the time is over or another request has
+            failed for good.
         clock: Monotonic seconds.
 
     Raises:
@@ -369,22 +418,28 @@ class LlmJudge:
         self.template = config.template or built_in_template()
 
     def judge(
-        self, prompts: Sequence[Sequence[Message]], candidate: Sequence[Reply], baseline: Sequence[Reply]
+        self,
+        prompts: Sequence[Sequence[Message]],
+        candidate: Sequence[Reply],
+        baseline: Sequence[Reply],
     ) -> PairwiseJudgements:
-        """Ask about each pair in both orders; answers that are known from before are not asked for again.
+        """Ask about each pair in both orders; answers that are known from before are not asked for
+        again.
 
-        A pair whose verdict changes with the order is a tie. A pair with an unusable answer has no outcome.
+        A pair whose verdict changes with the order is a tie. A pair with an unusable answer has no
+        outcome.
 
         Returns:
-            With the metrics ``pairs``, all of them; ``identical``, those of equal texts, which tie without being asked
-            about; ``junk_share`` of the pairs that were asked about, without a usable answer; ``order_disagreement``,
-            the share of those with one whose verdict changed with the order; ``first_preferred``, the share of the
-            verdicts for one reply that are for the one shown first, ½ without position bias; ``prompt_tokens`` and
+            With the metrics ``pairs``, all of them; ``identical``, those of equal texts, which tie
+            without being asked about; ``junk_share`` of the pairs that were asked about, without a
+            usable answer; ``order_disagreement``, the share of those with one whose verdict changed
+            with the order; ``first_preferred``, the share of the verdicts for one reply that are
+            for the one shown first, ½ without position bias; ``prompt_tokens`` and
             ``completion_tokens``; ``cost`` by ``evaluate.llm_judge.budget``, 0 without prices.
 
         Raises:
-            DataError: The endpoint cannot be used, the budget is spent, or too many answers are unusable. All answers
-                until then are kept.
+            DataError: The endpoint cannot be used, the budget is spent, or too many answers are
+                unusable. All answers until then are kept.
         """
         bodies: dict[str, dict[str, Any]] = {}
         pairs: list[tuple[str, ...] | None] = []  # the keys of both questions about a pair
@@ -404,7 +459,10 @@ class LlmJudge:
         completions = self._completions(bodies, asked, usage)
         verdicts = {key: read_verdict(completion.text) for key, completion in completions.items()}
         said = [
-            (TIE, "both replies are the same") if pair is None else combined(*map(verdicts.get, pair)) for pair in pairs
+            (TIE, "both replies are the same")
+            if pair is None
+            else combined(*map(verdicts.get, pair))
+            for pair in pairs
         ]
         unusable = [pair for pair in asked if None in map(verdicts.get, pair)]
         if len(unusable) > self.config.max_junk * len(asked):
@@ -421,7 +479,9 @@ class LlmJudge:
             if first is not None and second is not None:
                 answered.append((first, second))
         changed = sum(OUTCOMES[0][a.preferred] != OUTCOMES[1][b.preferred] for a, b in answered)
-        decided = [verdict.preferred for pair in answered for verdict in pair if verdict.preferred != "tie"]
+        decided = [
+            verdict.preferred for pair in answered for verdict in pair if verdict.preferred != "tie"
+        ]
         metrics = {
             "pairs": len(pairs),
             "identical": len(pairs) - len(asked),
@@ -436,7 +496,10 @@ class LlmJudge:
         return PairwiseJudgements(outcomes, [reason for _, reason in said], metrics)
 
     def _completions(
-        self, bodies: Mapping[str, dict[str, Any]], pairs: Sequence[tuple[str, ...]], usage: UsageMeter
+        self,
+        bodies: Mapping[str, dict[str, Any]],
+        pairs: Sequence[tuple[str, ...]],
+        usage: UsageMeter,
     ) -> dict[str, Completion]:
         """The answers to all questions, by key."""
         answers = {key: answer for key in bodies if (answer := self.cache.get(key)) is not None}
@@ -447,7 +510,9 @@ class LlmJudge:
             for completion in answers.values():
                 usage.add(completion)
             futures = {
-                pool.submit(self._ask, key, body, usage): key for key, body in bodies.items() if key not in answers
+                pool.submit(self._ask, key, body, usage): key
+                for key, body in bodies.items()
+                if key not in answers
             }
             with progress(len(bodies), "llm judge") as bar:
                 bar.advance(len(answers))
@@ -492,7 +557,9 @@ class LlmJudge:
 
 
 def combined(candidate_first: Verdict | None, baseline_first: Verdict | None) -> tuple[float, str]:
-    """Outcome and reason by the verdicts of both orders: a tie where they contradict, NaN where one is missing."""
+    """Outcome and reason by the verdicts of both orders: a tie where they contradict, NaN where one
+    is missing.
+    """
     if candidate_first is None or baseline_first is None:
         return math.nan, ""
     outcome = OUTCOMES[0][candidate_first.preferred]

@@ -65,7 +65,11 @@ class OddFile:
     def file(self) -> str:
         """The path of the file in the folder of the corpus."""
         suffixes = (*KINDS, ".JSONL")
-        return f"{self.label}{self.name}" if self.name.startswith(suffixes) else f"{self.label}/{self.name}"
+        return (
+            f"{self.label}{self.name}"
+            if self.name.startswith(suffixes)
+            else f"{self.label}/{self.name}"
+        )
 
     def write(self, folder: Path) -> None:
         """Make the file below ``folder``."""
@@ -85,7 +89,8 @@ def quarantined(kept: int, reason: str) -> RowsRead:
 def pairs(label: str, count: int = 2) -> list[Row]:
     """Return ``count`` good pairs that occur in no other file."""
     return [
-        {"prompt": f"{label} {n}?", "chosen": f"good {label} {n}", "rejected": f"bad {label} {n}"} for n in range(count)
+        {"prompt": f"{label} {n}?", "chosen": f"good {label} {n}", "rejected": f"bad {label} {n}"}
+        for n in range(count)
     ]
 
 
@@ -96,13 +101,20 @@ def jsonl(label: str, rows: Sequence[Any], expected: str | RowsRead, **more: Any
 
 def pair(label: str, **changes: Any) -> Row:
     """Return one pair that occurs in no other file, with other values or further ones."""
-    return {"prompt": f"{label} x?", "chosen": f"good {label} x", "rejected": f"bad {label} x"} | changes
+    return {
+        "prompt": f"{label} x?",
+        "chosen": f"good {label} x",
+        "rejected": f"bad {label} x",
+    } | changes
 
 
 def lines(*rows: Any) -> bytes:
     """Return rows as JSON lines; a row given as bytes or text is a line as it is."""
     parts = [
-        row if isinstance(row, bytes) else (row if isinstance(row, str) else json.dumps(row)).encode() for row in rows
+        row
+        if isinstance(row, bytes)
+        else (row if isinstance(row, str) else json.dumps(row)).encode()
+        for row in rows
     ]
     return b"\n".join(parts) + b"\n"
 
@@ -119,7 +131,11 @@ def table_text(rows: Sequence[Row], delimiter: str = ",") -> bytes:
 def parquet(table: pa.Table | Sequence[Row], **options: Any) -> bytes:
     """Return a table, or rows, as a parquet file."""
     buffer = pa.BufferOutputStream()
-    pq.write_table(table if isinstance(table, pa.Table) else pa.Table.from_pylist(list(table)), buffer, **options)
+    pq.write_table(
+        table if isinstance(table, pa.Table) else pa.Table.from_pylist(list(table)),
+        buffer,
+        **options,
+    )
     return buffer.getvalue().to_pybytes()
 
 

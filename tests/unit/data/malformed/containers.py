@@ -1,4 +1,6 @@
-"""Files that are compressed, cut off, damaged or named after another kind; Parquet and Arrow tables of odd columns."""
+"""Files that are compressed, cut off, damaged or named after another kind; Parquet and Arrow tables
+of odd columns.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,16 @@ from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
-from unit.data.malformed.case import OddFile, RowsRead, arrow, lines, pairs, parquet, quarantined, table_text
+from unit.data.malformed.case import (
+    OddFile,
+    RowsRead,
+    arrow,
+    lines,
+    pairs,
+    parquet,
+    quarantined,
+    table_text,
+)
 
 
 def zstd(content: bytes) -> bytes:
@@ -34,20 +45,32 @@ def zipped(content: bytes) -> bytes:
 
 
 BOMB_SIZE = 65 * 2**20
-WHOLE_GZIP, WHOLE_ZSTD, WHOLE_XZ = (f"is not a whole {name} file" for name in ("gzip", "zstd", "xz"))
+WHOLE_GZIP, WHOLE_ZSTD, WHOLE_XZ = (
+    f"is not a whole {name} file" for name in ("gzip", "zstd", "xz")
+)
 PACK = {".gz": gzip.compress, ".zst": zstd, ".xz": lambda content: lzma.compress(content, preset=0)}
 
 
 def cut(label: str, suffix: str, keep: float | int, message: str) -> OddFile:
     """Return a compressed file of which only a share, or all but some last bytes, is left."""
     whole = PACK[suffix](lines(*pairs(label, 200)))
-    return OddFile(label, f".jsonl{suffix}", whole[: int(len(whole) * keep) if keep > 0 else int(keep)], 200, message)
+    return OddFile(
+        label,
+        f".jsonl{suffix}",
+        whole[: int(len(whole) * keep) if keep > 0 else int(keep)],
+        200,
+        message,
+    )
 
 
 def members(label: str, suffix: str) -> OddFile:
-    """Return a file of two compressed parts one after the other, as ``cat`` makes it: both count. xz may pad each."""
+    """Return a file of two compressed parts one after the other, as ``cat`` makes it: both count.
+    xz may pad each.
+    """
     rows = pairs(label, 4)
-    content = b"".join(PACK[suffix](lines(*part)) + bytes(8) * (suffix == ".xz") for part in (rows[:2], rows[2:]))
+    content = b"".join(
+        PACK[suffix](lines(*part)) + bytes(8) * (suffix == ".xz") for part in (rows[:2], rows[2:])
+    )
     return OddFile(label, f".jsonl{suffix}", content, 4, RowsRead(4))
 
 
@@ -71,7 +94,9 @@ def misnamed(label: str, suffix: str, content: bytes, message: str) -> OddFile:
 
 
 ROWS = pairs("compressed")
-LFS_POINTER = b"version https://git-lfs.github.com/spec/v1\noid sha256:" + b"0" * 64 + b"\nsize 12345\n"
+LFS_POINTER = (
+    b"version https://git-lfs.github.com/spec/v1\noid sha256:" + b"0" * 64 + b"\nsize 12345\n"
+)
 FILES = [
     *(cut(f"gz-cut-{keep}", ".gz", keep, WHOLE_GZIP) for keep in (0.5, 0.02, -1, -9)),
     *(cut(f"zst-cut-{keep}", ".zst", keep, WHOLE_ZSTD) for keep in (0.5, 0.02, -1, -9)),
@@ -86,8 +111,18 @@ FILES = [
     misnamed("xz-damaged", ".jsonl.xz", flipped(lzma.compress(lines(*ROWS)), 40), WHOLE_XZ),
     misnamed("gz-plain", ".jsonl.gz", lines(*ROWS), WHOLE_GZIP),
     misnamed("gz-is-zst", ".jsonl.gz", zstd(lines(*ROWS)), WHOLE_GZIP),
-    misnamed("gz-twice-named", ".jsonl.gz.gz", gzip.compress(gzip.compress(lines(*ROWS))), "kind of file '.gz'"),
-    misnamed("gz-twice", ".jsonl.gz", gzip.compress(gzip.compress(lines(*ROWS))), "is gzip by its content"),
+    misnamed(
+        "gz-twice-named",
+        ".jsonl.gz.gz",
+        gzip.compress(gzip.compress(lines(*ROWS))),
+        "kind of file '.gz'",
+    ),
+    misnamed(
+        "gz-twice",
+        ".jsonl.gz",
+        gzip.compress(gzip.compress(lines(*ROWS))),
+        "is gzip by its content",
+    ),
     misnamed("gz-unnamed", ".jsonl", gzip.compress(lines(*ROWS)), "is gzip by its content"),
     misnamed("zst-unnamed", ".json", zstd(lines(*ROWS)), "is zstd by its content"),
     misnamed("xz-unnamed", ".csv", lzma.compress(table_text(ROWS)), "is xz by its content"),
@@ -102,7 +137,12 @@ FILES = [
     misnamed("csv-as-json", ".json", table_text(ROWS), "is not valid JSON"),
     misnamed("csv-as-jsonl", ".jsonl", table_text(ROWS), "the line is not valid JSON"),
     misnamed("jsonl-as-csv", ".csv", lines(*ROWS), "is of no known format"),
-    misnamed("web-page", ".jsonl", b"<!DOCTYPE html>\n<html><body>Sign in</body></html>\n", "is a web page"),
+    misnamed(
+        "web-page",
+        ".jsonl",
+        b"<!DOCTYPE html>\n<html><body>Sign in</body></html>\n",
+        "is a web page",
+    ),
     misnamed("web-page-csv", ".csv", b"<html>\n<body>404</body></html>\n", "is a web page"),
     misnamed("lfs-pointer", ".parquet", LFS_POINTER, "is a pointer of Git LFS"),
     bomb("gz-bomb", ".jsonl", ".gz"),
@@ -113,12 +153,22 @@ FILES = [
 ]
 
 
-def column(label: str, name: str, values: pa.Array, expected: str | RowsRead, suffix: str = ".parquet") -> OddFile:
+def column(
+    label: str, name: str, values: pa.Array, expected: str | RowsRead, suffix: str = ".parquet"
+) -> OddFile:
     """Return a table of good pairs in which one column is replaced or added."""
     rows = pairs(label, len(values))
-    columns: dict[str, Any] = {key: pa.array([row[key] for row in rows]) for key in rows[0]} | {name: values}
+    columns: dict[str, Any] = {key: pa.array([row[key] for row in rows]) for key in rows[0]} | {
+        name: values
+    }
     table = pa.table(columns)
-    return OddFile(label, suffix, parquet(table) if suffix == ".parquet" else arrow(table), len(values), expected)
+    return OddFile(
+        label,
+        suffix,
+        parquet(table) if suffix == ".parquet" else arrow(table),
+        len(values),
+        expected,
+    )
 
 
 def invalid_utf8(*texts: bytes) -> pa.Array:
@@ -132,8 +182,9 @@ def repeated(names: list[str]) -> pa.Table:
 def recounted(footer: int, group: int) -> bytes:
     """Return a parquet file of 300 rows whose footer and row group count other numbers.
 
-    The numbers are zigzag varints of Thrift: 300 is ``d8 04``, as the number of rows after the schema's last column
-    (field 3 of the footer, ``16``) and of the row group (field 3 there, ``16``).
+    The numbers are zigzag varints of Thrift: 300 is ``d8 04``, as the number of rows after the
+    schema's last column (field 3 of the footer, ``16``) and of the row group (field 3 there,
+    ``16``).
     """
     content = parquet(BIG)
     end = len(content) - 8 - int.from_bytes(content[-8:-4], "little")
@@ -157,11 +208,21 @@ def bad_turns(label: str) -> pa.Table:
     contents = invalid_utf8(f"{label} a?".encode(), b"\xff", f"{label} c?".encode())
     turns = pa.StructArray.from_arrays([pa.array(["user"] * 3), contents], ["role", "content"])
     prompts = pa.ListArray.from_arrays(pa.array([0, 1, 2, 3], pa.int32()), turns)
-    return pa.table({"prompt": prompts, "chosen": pa.array(["a", "b", "c"]), "rejected": pa.array(["d", "e", "f"])})
+    return pa.table(
+        {
+            "prompt": prompts,
+            "chosen": pa.array(["a", "b", "c"]),
+            "rejected": pa.array(["d", "e", "f"]),
+        }
+    )
 
 
 LONG = "x" * 150_000
-REPEATED = {"prompt": [f"{n % 2}{LONG}" for n in range(1000)], "chosen": ["a"] * 1000, "rejected": ["b"] * 1000}
+REPEATED = {
+    "prompt": [f"{n % 2}{LONG}" for n in range(1000)],
+    "chosen": ["a"] * 1000,
+    "rejected": ["b"] * 1000,
+}
 BIG = pairs("table", 300)
 WHOLE = parquet(BIG)
 STREAM = arrow(pairs("stream", 300), stream=True, batch=100)
@@ -186,33 +247,88 @@ FILES += [
         OddFile(f"stream-cut-{keep}", ".arrow", STREAM[:keep], 300, NOT_ARROW)
         for keep in (10, len(STREAM) // 2, len(STREAM) - 8)
     ),
-    OddFile("parquet-no-rows", ".parquet", parquet(pa.table({"prompt": pa.nulls(0)})), 0, "is empty"),
+    OddFile(
+        "parquet-no-rows", ".parquet", parquet(pa.table({"prompt": pa.nulls(0)})), 0, "is empty"
+    ),
     OddFile("parquet-joined", ".parquet", WHOLE + WHOLE, 600, "several parquet files were joined"),
-    OddFile("parquet-joined-indexed", ".parquet", 2 * INDEXED, 600, "several parquet files were joined"),
-    OddFile("parquet-indexed", ".parquet", parquet(pairs("PAR1", 3), write_page_index=True), 3, RowsRead(3)),
+    OddFile(
+        "parquet-joined-indexed", ".parquet", 2 * INDEXED, 600, "several parquet files were joined"
+    ),
+    OddFile(
+        "parquet-indexed",
+        ".parquet",
+        parquet(pairs("PAR1", 3), write_page_index=True),
+        3,
+        RowsRead(3),
+    ),
     OddFile("arrow-no-rows", ".arrow", arrow(pa.table({"prompt": pa.nulls(0)})), 0, "is empty"),
-    OddFile("parquet-two-of-a-name", ".parquet", parquet(repeated(["prompt", "a", "a"])), 1, "names 'a' twice"),
-    OddFile("arrow-two-of-a-name", ".arrow", arrow(repeated(["prompt", "a", "a"])), 1, "names 'a' twice"),
-    column("bytes-replies", "chosen", pa.array([b"a", b"b"]), RowsRead(0, {"chosen is not text but bytes": 2})),
+    OddFile(
+        "parquet-two-of-a-name",
+        ".parquet",
+        parquet(repeated(["prompt", "a", "a"])),
+        1,
+        "names 'a' twice",
+    ),
+    OddFile(
+        "arrow-two-of-a-name", ".arrow", arrow(repeated(["prompt", "a", "a"])), 1, "names 'a' twice"
+    ),
+    column(
+        "bytes-replies",
+        "chosen",
+        pa.array([b"a", b"b"]),
+        RowsRead(0, {"chosen is not text but bytes": 2}),
+    ),
     column("bytes-prompts", "prompt", pa.array([b"a b", b"c d"]), "prompt (bytes)"),
     column("bytes-column", "digest", pa.array([b"\xff", b"b"]), RowsRead(2, unused=["digest"])),
     column("bad-utf8", "rejected", NOT_UTF8, RowsRead(2, {"rejected cannot be read": 1})),
-    column("bad-utf8-arrow", "rejected", NOT_UTF8, RowsRead(2, {"rejected cannot be read": 1}), ".arrow"),
+    column(
+        "bad-utf8-arrow",
+        "rejected",
+        NOT_UTF8,
+        RowsRead(2, {"rejected cannot be read": 1}),
+        ".arrow",
+    ),
     column("late-timestamp", "when", pa.array([0, 2**62], pa.timestamp("ms")), TOO_LATE),
     column("good-timestamp", "when", pa.array([AWARE, None]), RowsRead(2, unused=["when"])),
-    column("unknown-time-zone", "when", pa.array([0, 1], pa.timestamp("ms", "No/Where")), "when cannot be read"),
-    column("nanoseconds", "when", pa.array([1, 2], pa.timestamp("ns")), RowsRead(2, unused=["when"])),
+    column(
+        "unknown-time-zone",
+        "when",
+        pa.array([0, 1], pa.timestamp("ms", "No/Where")),
+        "when cannot be read",
+    ),
+    column(
+        "nanoseconds", "when", pa.array([1, 2], pa.timestamp("ns")), RowsRead(2, unused=["when"])
+    ),
     column("late-date", "when", pa.array([0, 2**30], pa.date32()), TOO_LATE),
     column("decimal-margin", "margin", pa.array([decimal.Decimal("0.5"), None]), RowsRead(2)),
-    column("nan-margin", "margin", pa.array([float("nan"), 1.0]), quarantined(2, "not a finite number")),
-    column("boolean-margin", "margin", pa.array([True, False]), RowsRead(0, {"is not a number": 2})),
+    column(
+        "nan-margin", "margin", pa.array([float("nan"), 1.0]), quarantined(2, "not a finite number")
+    ),
+    column(
+        "boolean-margin", "margin", pa.array([True, False]), RowsRead(0, {"is not a number": 2})
+    ),
     column("half-margin", "margin", pa.array([0.5, 1.0], pa.float16()), RowsRead(2)),
-    column("dictionary-text", "chosen", pa.array(["good a", "good b"]).dictionary_encode(), RowsRead(2)),
+    column(
+        "dictionary-text", "chosen", pa.array(["good a", "good b"]).dictionary_encode(), RowsRead(2)
+    ),
     column("large-text", "chosen", pa.array(["good a", "good b"], pa.large_string()), RowsRead(2)),
-    column("text-views", "chosen", pa.array(["good a", "good b"], pa.string_view()), RowsRead(2), ".arrow"),
-    column("map-column", "tags", pa.array([[("a", 1)], []], pa.map_("str", "i1")), RowsRead(2, unused=["tags"])),
+    column(
+        "text-views",
+        "chosen",
+        pa.array(["good a", "good b"], pa.string_view()),
+        RowsRead(2),
+        ".arrow",
+    ),
+    column(
+        "map-column",
+        "tags",
+        pa.array([[("a", 1)], []], pa.map_("str", "i1")),
+        RowsRead(2, unused=["tags"]),
+    ),
     column("null-column", "note", pa.nulls(2), RowsRead(2)),
-    column("struct-prompt", "prompt", pa.array([{"role": "user", "content": "a"}] * 2), "prompt (dict)"),
+    column(
+        "struct-prompt", "prompt", pa.array([{"role": "user", "content": "a"}] * 2), "prompt (dict)"
+    ),
     OddFile("nested-bad-utf8", ".parquet", parquet(bad_turns("parquet")), 3, BAD_PROMPT),
     OddFile("nested-bad-utf8-arrow", ".arrow", arrow(bad_turns("arrow")), 3, BAD_PROMPT),
     *(
@@ -226,8 +342,25 @@ FILES += [
         )
     ),
     OddFile("parquet-bomb", ".parquet", parquet(pa.table(REPEATED)), 1000, "made to do harm"),
-    OddFile("arrow-bomb", ".arrow", arrow(pa.table(ENCODED)), 1000, "values of more than 200 times its size"),
-    OddFile("arrow-of-nothing", ".arrow", arrow(pa.table({"a": pa.nulls(10**9)})), 0, "more than 200 times its size"),
+    OddFile(
+        "arrow-bomb",
+        ".arrow",
+        arrow(pa.table(ENCODED)),
+        1000,
+        "values of more than 200 times its size",
+    ),
+    OddFile(
+        "arrow-of-nothing",
+        ".arrow",
+        arrow(pa.table({"a": pa.nulls(10**9)})),
+        0,
+        "more than 200 times its size",
+    ),
     OddFile("arrow-streams-joined", ".arrow", STREAM + STREAM, 600, "follow the end of its stream"),
-    column("repeated-text", "system", pa.array(["be brief " * 100] * 400).dictionary_encode(), RowsRead(400)),
+    column(
+        "repeated-text",
+        "system",
+        pa.array(["be brief " * 100] * 400).dictionary_encode(),
+        RowsRead(400),
+    ),
 ]

@@ -1,4 +1,6 @@
-"""The token cache: ids made once by one of several processes, never read damaged; what ``rlhf gc`` removes."""
+"""The token cache: ids made once by one of several processes, never read damaged; what ``rlhf gc``
+removes.
+"""
 
 from __future__ import annotations
 
@@ -48,7 +50,9 @@ def columns(table: TokenTable) -> dict[str, list[list[int]]]:
     return {name: [list(ids) for ids in table.column(name)] for name in table.id_columns}
 
 
-def test_an_entry_holds_each_rows_ids_mapped_into_memory(pairs: Path, tmp_path: Path, tokenizer: Tokenizer) -> None:
+def test_an_entry_holds_each_rows_ids_mapped_into_memory(
+    pairs: Path, tmp_path: Path, tokenizer: Tokenizer
+) -> None:
     table = read_tokens(tmp_path / "tokens", pairs, Preference.KIND, tokenizer)
     assert columns(table) == {
         "prompt": [encode_prompt(tokenizer, row.prompt) for row in preferences(50)],
@@ -95,8 +99,12 @@ def test_what_ids_depend_on_makes_an_entry_of_its_own(
     saved = tmp_path / "saved"
     tokenizer.save_pretrained(saved)
     loaded = Tokenizer.from_pretrained(saved)
-    assert [count(path=copied), count(tokenizer=loaded)] == [1, 1], "neither a path nor a folder's name counts"
-    loaded.chat_template = str(loaded.chat_template).replace("message['content']", "message['content'] + '!'")
+    assert [count(path=copied), count(tokenizer=loaded)] == [1, 1], (
+        "neither a path nor a folder's name counts"
+    )
+    loaded.chat_template = str(loaded.chat_template).replace(
+        "message['content']", "message['content'] + '!'"
+    )
     assert count(tokenizer=loaded) == 2
     loaded.backend_tokenizer.enable_truncation(7)
     assert count(tokenizer=loaded) == 3
@@ -120,7 +128,9 @@ def test_an_entry_is_made_once(
     assert columns(read_tokens(tmp_path / "tokens", pairs, Preference.KIND, tokenizer)) == first
 
 
-@pytest.mark.parametrize("damage", ["cut", "flipped", "no record", "no stream", "other data", "half a record"])
+@pytest.mark.parametrize(
+    "damage", ["cut", "flipped", "no record", "no stream", "other data", "half a record"]
+)
 def test_a_damaged_or_stale_entry_is_made_again_and_said(
     damage: str, pairs: Path, tmp_path: Path, tokenizer: Tokenizer, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -131,7 +141,9 @@ def test_a_damaged_or_stale_entry_is_made_again_and_said(
         (entry / STREAM).write_bytes(stream[: len(stream) // 2])
     elif damage == "flipped":
         middle = len(stream) // 2
-        (entry / STREAM).write_bytes(stream[:middle] + bytes([stream[middle] ^ 1]) + stream[middle + 1 :])
+        (entry / STREAM).write_bytes(
+            stream[:middle] + bytes([stream[middle] ^ 1]) + stream[middle + 1 :]
+        )
     elif damage == "other data":
         (entry / RECORD).write_text(record.replace('"kind": "preferences"', '"kind": "prompts"'))
     elif damage == "half a record":
@@ -146,7 +158,9 @@ def test_a_damaged_or_stale_entry_is_made_again_and_said(
     assert (entry / STREAM).read_bytes() == stream
 
 
-def test_a_kill_leaves_nothing_that_is_read(pairs: Path, tmp_path: Path, tokenizer: Tokenizer) -> None:
+def test_a_kill_leaves_nothing_that_is_read(
+    pairs: Path, tmp_path: Path, tokenizer: Tokenizer
+) -> None:
     folder = tmp_path / "tokens"
     child = os.fork()
     if child == 0:
@@ -179,7 +193,9 @@ def test_of_two_ranks_one_tokenises(pairs: Path, tmp_path: Path, tokenizer: Toke
 
 
 def read_on_a_rank(folder: Path, pairs: Path, saved: Path) -> None:
-    """Read on a rank; the one that tokenises takes its time and says so. A file that is missing stops both."""
+    """Read on a rank; the one that tokenises takes its time and says so. A file that is missing
+    stops both.
+    """
     from rlhf_core.runtime import distributed
 
     original = token_cache.encode_file
@@ -200,9 +216,13 @@ def read_on_a_rank(folder: Path, pairs: Path, saved: Path) -> None:
         read_tokens(folder / "tokens", pairs, Demonstration.KIND, tokenizer)
 
 
-def test_a_file_of_another_kind_is_refused(pairs: Path, tmp_path: Path, tokenizer: Tokenizer) -> None:
+def test_a_file_of_another_kind_is_refused(
+    pairs: Path, tmp_path: Path, tokenizer: Tokenizer
+) -> None:
     for folder in (None, tmp_path / "tokens"):
-        with pytest.raises(DataError, match="has no column completion: it is not a clean file of demonstrations"):
+        with pytest.raises(
+            DataError, match="has no column completion: it is not a clean file of demonstrations"
+        ):
             read_tokens(folder, pairs, Demonstration.KIND, tokenizer)
         with pytest.raises(DataError, match="does not exist; run the stage that writes it"):
             read_tokens(folder, tmp_path / "none.parquet", Preference.KIND, tokenizer)
@@ -211,13 +231,18 @@ def test_a_file_of_another_kind_is_refused(pairs: Path, tmp_path: Path, tokenize
 
 def test_what_is_not_needed_goes_and_the_rest_stays(tmp_path: Path) -> None:
     tokenizer = train_tokenizer([text(i, 5) for i in range(20)], 300)
-    files = {name: tmp_path / f"{name}.parquet" for name in ("kept", "changed", "gone", "unread", "damaged")}
+    files = {
+        name: tmp_path / f"{name}.parquet"
+        for name in ("kept", "changed", "gone", "unread", "damaged")
+    }
     cache, entries = tmp_path / TOKENS, {}
     for number, (name, path) in enumerate(files.items(), start=3):
         write_rows(path, preferences(number))
         before = set(cache.glob("*"))
         read_tokens(cache, path, Preference.KIND, tokenizer)
-        (entries[name],) = {path for path in set(cache.glob("*")) - before if not path.name.endswith(".lock")}
+        (entries[name],) = {
+            path for path in set(cache.glob("*")) - before if not path.name.endswith(".lock")
+        }
     assert clean_token_cache(tmp_path, delete=False) == []
 
     write_rows(files["changed"], preferences(20))
@@ -246,4 +271,6 @@ def test_what_is_not_needed_goes_and_the_rest_stays(tmp_path: Path) -> None:
     )
     os.utime(entries["kept"] / RECORD, (long_ago, long_ago))
     read_tokens(cache, files["kept"], Preference.KIND, tokenizer)
-    assert {entry.folder.name for entry in unneeded_entries(tmp_path)} == {".def.x.part"}, "reading says when"
+    assert {entry.folder.name for entry in unneeded_entries(tmp_path)} == {".def.x.part"}, (
+        "reading says when"
+    )

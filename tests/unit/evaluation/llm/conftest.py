@@ -1,4 +1,6 @@
-"""A real HTTP server on loopback that answers like an OpenAI-compatible endpoint, or fails as a script says."""
+"""A real HTTP server on loopback that answers like an OpenAI-compatible endpoint, or fails as a
+script says.
+"""
 
 from __future__ import annotations
 
@@ -29,9 +31,9 @@ def completion(text: Any, usage: dict[str, int] | None = None) -> dict[str, Any]
 
 @dataclass
 class ChatServer:
-    """``script`` answers the first requests in turn, then ``say`` does. An event holds a request until it is set;
-    ``"cut"`` sends half of the answer and closes the connection, ``"drip"`` and ``"flood"`` send spaces without end, a
-    few or many."""
+    """``script`` answers the first requests in turn, then ``say`` does. An event holds a request
+    until it is set; ``"cut"`` sends half of the answer and closes the connection, ``"drip"`` and
+    ``"flood"`` send spaces without end, a few or many."""
 
     base_url: str = ""
     say: Callable[[str, str], str] = longer_is_better
@@ -68,7 +70,11 @@ def server() -> Iterator[ChatServer]:
         if step in ("drip", "flood"):
             return 200, spaces(1, 0.01) if step == "drip" else spaces(1 << 20, 0)
         whole = json.dumps(state.usual_answer(body))
-        return (200, whole[: len(whole) // 2], {"Content-Length": str(len(whole))}) if step == "cut" else (200, whole)
+        return (
+            (200, whole[: len(whole) // 2], {"Content-Length": str(len(whole))})
+            if step == "cut"
+            else (200, whole)
+        )
 
     with post_server(answer) as address:
         state.base_url = f"{address}/v1"

@@ -1,4 +1,6 @@
-"""The LLM judge against a real server: both orders, cache, faults, budget, secrets, and what counts as a verdict."""
+"""The LLM judge against a real server: both orders, cache, faults, budget, secrets, and what counts
+as a verdict.
+"""
 
 from __future__ import annotations
 
@@ -38,9 +40,13 @@ class Judged:
         self, candidate: list[str] = CANDIDATE, baseline: list[str] = BASELINE, **changes: Any
     ) -> PairwiseJudgements:
         fields = {"base_url": self.server.base_url, "model": "m"} | self.changes | changes
-        judge = llm.LlmJudge(LlmJudgeConfig.model_validate(fields), self.folder, self.waits.append, lambda: 0.0)
+        judge = llm.LlmJudge(
+            LlmJudgeConfig.model_validate(fields), self.folder, self.waits.append, lambda: 0.0
+        )
         prompts = [[Message("user", f"question {i}")] for i in range(len(candidate))]
-        return judge.judge(prompts, *([Reply(text, True) for text in texts] for texts in (candidate, baseline)))
+        return judge.judge(
+            prompts, *([Reply(text, True) for text in texts] for texts in (candidate, baseline))
+        )
 
 
 @pytest.fixture
@@ -53,7 +59,9 @@ def outcomes(judgements: PairwiseJudgements) -> list[float | None]:
 
 
 @pytest.mark.parametrize("concurrency", [1, 3])
-def test_both_orders_are_asked_and_equal_replies_are_not(judge: Judged, server: ChatServer, concurrency: int) -> None:
+def test_both_orders_are_asked_and_equal_replies_are_not(
+    judge: Judged, server: ChatServer, concurrency: int
+) -> None:
     judgements = judge(concurrency=concurrency)
     assert outcomes(judgements) == [1.0, 0.5, 0.0, 0.5]
     assert judgements.reasons[0] == "A it is" and len(server.requests) == 6
@@ -61,14 +69,23 @@ def test_both_orders_are_asked_and_equal_replies_are_not(judge: Judged, server: 
     assert metrics["identical"] == 1 and metrics["junk_share"] == metrics["order_disagreement"] == 0
     assert metrics["first_preferred"] == 0.5 and metrics["prompt_tokens"] == 600
     request = server.requests[0]
-    assert request["path"] == "/v1/chat/completions" and request["temperature"] == 0 and request["model"] == "m"
+    assert (
+        request["path"] == "/v1/chat/completions"
+        and request["temperature"] == 0
+        and request["model"] == "m"
+    )
 
 
-def test_a_model_that_always_prefers_the_first_reply_ties_everywhere(judge: Judged, server: ChatServer) -> None:
+def test_a_model_that_always_prefers_the_first_reply_ties_everywhere(
+    judge: Judged, server: ChatServer
+) -> None:
     server.say = lambda a, b: '{"reason": "first", "verdict": "A"}'
     judgements = judge()
     assert outcomes(judgements) == [0.5] * 4
-    assert judgements.metrics["order_disagreement"] == 1.0 and judgements.metrics["first_preferred"] == 1.0
+    assert (
+        judgements.metrics["order_disagreement"] == 1.0
+        and judgements.metrics["first_preferred"] == 1.0
+    )
     server.script = [(200, completion('{"verdict": "A"}')), (200, completion('{"verdict": "tie"}'))]
     assert outcomes(judge(CANDIDATE[:1], BASELINE[:1], model="undecided in one order")) == [0.5]
 
@@ -83,9 +100,15 @@ def test_equal_replies_hide_no_junk(judge: Judged, server: ChatServer) -> None:
 def test_answers_are_asked_for_once(judge: Judged, server: ChatServer) -> None:
     first = judge()
     again = judge(base_url=f"{server.base_url}/")
-    assert (outcomes(again), again.reasons, again.metrics) == (outcomes(first), first.reasons, first.metrics)
+    assert (outcomes(again), again.reasons, again.metrics) == (
+        outcomes(first),
+        first.reasons,
+        first.metrics,
+    )
     assert len(server.requests) == 6
-    stored = [json.loads(file.read_text())["request"]["messages"] for file in judge.folder.rglob("*.json")]
+    stored = [
+        json.loads(file.read_text())["request"]["messages"] for file in judge.folder.rglob("*.json")
+    ]
     assert all("question " in messages[0]["content"] for messages in stored)
     judge(model="another")
     assert len(server.requests) == 12, "another model is another question"
@@ -104,7 +127,9 @@ def test_a_damaged_answer_is_asked_for_again(judge: Judged, server: ChatServer) 
     assert outcomes(judge()) == [1.0, 0.5, 0.0, 0.5] and len(server.requests) == 12
 
 
-def test_an_endpoint_that_dies_in_the_middle_loses_no_answer(judge: Judged, server: ChatServer) -> None:
+def test_an_endpoint_that_dies_in_the_middle_loses_no_answer(
+    judge: Judged, server: ChatServer
+) -> None:
     usual = [(200, completion('{"verdict": "A"}')), (200, completion('{"verdict": "B"}'))]
     server.script = [*usual, (500, "dying"), (502, "dead"), (502, "dead")]
     with pytest.raises(DataError, match=r"llm judge: failed 3 times, at last with answered 502 'dead'; the answers on "
@@ -115,7 +140,9 @@ def test_an_endpoint_that_dies_in_the_middle_loses_no_answer(judge: Judged, serv
     assert outcomes(judge()) == [1.0, 0.5, 0.0, 0.5] and len(server.requests) == asked + 4
 
 
-def test_a_busy_endpoint_is_waited_for_as_long_as_it_says(judge: Judged, server: ChatServer) -> None:
+def test_a_busy_endpoint_is_waited_for_as_long_as_it_says(
+    judge: Judged, server: ChatServer
+) -> None:
     year_2100 = {"Retry-After": "Fri, 31 Dec 2100 23:59:59 GMT"}
     server.script = [(429, "later", {"Retry-After": "7"}), (503, "busy", year_2100)]
     assert outcomes(judge(CANDIDATE[:1], BASELINE[:1])) == [1.0]
@@ -128,14 +155,17 @@ def test_a_busy_endpoint_is_waited_for_as_long_as_it_says(judge: Judged, server:
      ("Fri, 31 Dec 2100 23:59:59 +99999999999999", 0.5)],
     ids=range(7),
 )  # fmt: skip
-def test_absurd_times_to_wait_are_not_waited_for(judge: Judged, server: ChatServer, value: str, seconds: float) -> None:
+def test_absurd_times_to_wait_are_not_waited_for(
+    judge: Judged, server: ChatServer, value: str, seconds: float
+) -> None:
     server.script = [(429, "later", {"Retry-After": value})]
     assert outcomes(judge(CANDIDATE[:1], BASELINE[:1])) == [1.0]
     assert judge.waits == [seconds]
 
 
 @pytest.mark.parametrize(
-    ("fault", "seconds", "problem"), [("drip", 0.3, "not whole after 0.3 s"), ("flood", 30.0, "more than 16 MiB")]
+    ("fault", "seconds", "problem"),
+    [("drip", 0.3, "not whole after 0.3 s"), ("flood", 30.0, "more than 16 MiB")],
 )
 def test_an_answer_without_end_is_broken_off(
     judge: Judged, server: ChatServer, fault: str, seconds: float, problem: str
@@ -146,7 +176,9 @@ def test_an_answer_without_end_is_broken_off(
     assert len(server.requests) == 1
 
 
-def test_no_key_follows_a_redirection(judge: Judged, server: ChatServer, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_key_follows_a_redirection(
+    judge: Judged, server: ChatServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("KEY_OF_TEST", "not-for-others")
     elsewhere = f"{server.base_url}/elsewhere".replace("127.0.0.1", "localhost")
     server.script = [(307, "", {"Location": elsewhere})]
@@ -155,20 +187,32 @@ def test_no_key_follows_a_redirection(judge: Judged, server: ChatServer, monkeyp
     assert [request["path"] for request in server.requests] == ["/v1/chat/completions"]
 
 
-def test_numbers_and_letters_that_no_file_can_hold_are_no_answer(judge: Judged, server: ChatServer) -> None:
+def test_numbers_and_letters_that_no_file_can_hold_are_no_answer(
+    judge: Judged, server: ChatServer
+) -> None:
     absurd = {"prompt_tokens": 10**400, "completion_tokens": 10}
     server.script = [(200, completion('{"verdict": "A", "reason": "\\ud83d"}', absurd))] * 2
     judgements = judge(["\ud800"], ["b"])
-    assert judgements.metrics["prompt_tokens"] == 0 and "?" in server.requests[0]["messages"][0]["content"]
+    assert (
+        judgements.metrics["prompt_tokens"] == 0
+        and "?" in server.requests[0]["messages"][0]["content"]
+    )
     json.dumps(judgements.reasons[0], ensure_ascii=False).encode()
 
 
 @pytest.mark.parametrize(
     "fault",
-    ["cut", (200, "<html>maintenance</html>"), (200, {"choices": []}), (200, 'data: {"choices": [{"delta": {}}]}\n\n')],
+    [
+        "cut",
+        (200, "<html>maintenance</html>"),
+        (200, {"choices": []}),
+        (200, 'data: {"choices": [{"delta": {}}]}\n\n'),
+    ],
     ids=["half an answer", "no JSON", "no choice", "a stream"],
 )
-def test_what_is_no_whole_answer_is_asked_for_again(judge: Judged, server: ChatServer, fault: Any) -> None:
+def test_what_is_no_whole_answer_is_asked_for_again(
+    judge: Judged, server: ChatServer, fault: Any
+) -> None:
     server.script = [fault]
     assert outcomes(judge(CANDIDATE[:1], BASELINE[:1])) == [1.0]
     assert judge.waits == [0.5] and len(server.requests) == 3
@@ -188,23 +232,33 @@ def test_nobody_listening_is_one_line(judge: Judged, server: ChatServer) -> None
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    with pytest.raises(DataError, match=r"failed 3 times, at last with ConnectError.*0 of 3 pairs") as caught:
+    with pytest.raises(
+        DataError, match=r"failed 3 times, at last with ConnectError.*0 of 3 pairs"
+    ) as caught:
         judge(base_url=f"http://127.0.0.1:{port}/v1", concurrency=3)
     assert "\n" not in str(caught.value)
 
 
 def test_a_refused_key_stops_at_once_and_shows_nowhere(
-    judge: Judged, server: ChatServer, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    judge: Judged,
+    server: ChatServer,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     with pytest.raises(ConfigError, match="variable JUDGE_KEY, named by token_env, is not set"):
         judge(token_env="JUDGE_KEY")
     monkeypatch.setenv("JUDGE_KEY", "s3cret")
     server.script = [(401, "Bearer s3cret is not welcome")]
-    with caplog.at_level(logging.DEBUG), pytest.raises(DataError, match="check base_url, model and") as caught:
+    with (
+        caplog.at_level(logging.DEBUG),
+        pytest.raises(DataError, match="check base_url, model and") as caught,
+    ):
         judge(token_env="JUDGE_KEY")
     assert len(server.requests) == 1 and server.headers[0]["Authorization"] == "Bearer s3cret"
     server.say = lambda a, b: '{"verdict": "A", "reason": "you sent Bearer s3cret"}'
-    assert judge(token_env="JUDGE_KEY").reasons[0].startswith("the order decides: you sent Bearer ***")
+    assert (
+        judge(token_env="JUDGE_KEY").reasons[0].startswith("the order decides: you sent Bearer ***")
+    )
     files = "".join(file.read_text() for file in judge.folder.rglob("*.json"))
     assert "s3cret" not in str(caught.value) + caplog.text + files
 
@@ -214,22 +268,29 @@ def test_junk_is_left_out_and_counted(judge: Judged, server: ChatServer) -> None
     judgements = judge(max_junk=0.34)
     assert outcomes(judgements) == [None, 0.5, 0.0, 0.5]
     assert judgements.judged.tolist() == [1, 2, 3]
-    assert judgements.metrics["junk_share"] == pytest.approx(1 / 3), "of three that were asked about"
+    assert judgements.metrics["junk_share"] == pytest.approx(1 / 3), (
+        "of three that were asked about"
+    )
     asked = len(server.requests)
     assert judge(max_junk=0.34).metrics == judgements.metrics
     assert len(server.requests) == asked, "the same question, the same junk"
 
 
 def test_too_much_junk_is_refused_in_one_line(judge: Judged, server: ChatServer) -> None:
-    server.script = [(200, completion(text)) for text in ("我认为第一个回答更好。", None, '{"verdict": "both"}')] * 2
+    server.script = [
+        (200, completion(text)) for text in ("我认为第一个回答更好。", None, '{"verdict": "both"}')
+    ] * 2
     with pytest.raises(
-        DataError, match=r"3 of 3 pairs of different replies have no usable answer, more than .*max_junk \(10%\)"
+        DataError,
+        match=r"3 of 3 pairs of different replies have no usable answer, more than .*max_junk \(10%\)",
     ) as caught:
         judge()
     assert "\n" not in str(caught.value)
 
 
-def test_a_pair_that_is_too_long_for_the_model_counts_as_junk(judge: Judged, server: ChatServer) -> None:
+def test_a_pair_that_is_too_long_for_the_model_counts_as_junk(
+    judge: Judged, server: ChatServer
+) -> None:
     server.script = [(400, "maximum context length")]
     assert outcomes(judge(max_junk=0.34))[0] is None
     server.script = [(400, "maximum context length")] * 6
@@ -261,7 +322,8 @@ def test_a_budget_needs_an_endpoint_that_counts(judge: Judged, server: ChatServe
 def test_a_repeated_request_counts_for_the_rate_limit(judge: Judged, server: ChatServer) -> None:
     server.script = [(503, "busy")]
     judge(CANDIDATE[:1], BASELINE[:1], requests_per_minute=60.0)
-    # The clock stands still: the second attempt and the second order begin one and two seconds after the first.
+    # The clock stands still: the second attempt and the second order begin one and two seconds
+    # after the first.
     assert judge.waits == [0.5, 1.0, 2.0]
 
 
@@ -328,14 +390,20 @@ def test_a_reason_that_is_no_text_is_left_out() -> None:
 
 def test_a_reply_with_a_field_in_it_stays_what_it_is() -> None:
     prompt = [Message("system", "be brief"), Message("user", "{reply_b}?")]
-    text = llm.question_text("{conversation}|{reply_a}|{reply_b}", prompt, "{reply_b} {conversation}", "no")
+    text = llm.question_text(
+        "{conversation}|{reply_a}|{reply_b}", prompt, "{reply_b} {conversation}", "no"
+    )
     assert text == "system: be brief\n\nuser: {reply_b}?|{reply_b} {conversation}|no"
 
 
 def test_the_built_in_question_shows_everything_and_is_asked_without_chance() -> None:
-    text = llm.question_text(llm.built_in_template(), [Message("user", "why?")], "first!", "second!")
+    text = llm.question_text(
+        llm.built_in_template(), [Message("user", "why?")], "first!", "second!"
+    )
     assert text.index("user: why?") < text.index("first!") < text.index("second!")
-    config = LlmJudgeConfig(base_url="http://127.0.0.1/v1", model="m", response_format="json_schema")
+    config = LlmJudgeConfig(
+        base_url="http://127.0.0.1/v1", model="m", response_format="json_schema"
+    )
     body = llm.request_body(config, text)
     assert body["temperature"] == 0 and body["response_format"]["json_schema"]["schema"]["required"]
     plain = config.model_copy(update={"response_format": "text"})

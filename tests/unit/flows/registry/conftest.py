@@ -1,4 +1,6 @@
-"""A registry on SQLite with versions of a few bytes, used by workspaces that are a params.yaml and test prompts."""
+"""A registry on SQLite with versions of a few bytes, used by workspaces that are a params.yaml and
+test prompts.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,10 @@ from rlhf_core.storage.files import sha256_tree
 MODEL = "rlhf-policy"
 GATES = {
     "sft": (Condition(metric="perplexity", at_most_of="perplexity_before", why=""),),
-    "policy": (Condition(metric="kl", at_most=6.0, why=""), Condition(metric="accuracy", at_least=0.65, why="")),
+    "policy": (
+        Condition(metric="kl", at_most=6.0, why=""),
+        Condition(metric="accuracy", at_least=0.65, why=""),
+    ),
 }
 PARAMS = """
 seed: 1
@@ -58,28 +63,47 @@ class Registry:
         (workspace / "models/judge").mkdir(parents=True)
         return workspace
 
-    def add_version(self, model: str = MODEL, gates: Mapping[str, Any] | None = None, **tags: str) -> str:
-        """Register another version that has passed ``gates``, make it the challenger, and return its number."""
+    def add_version(
+        self, model: str = MODEL, gates: Mapping[str, Any] | None = None, **tags: str
+    ) -> str:
+        """Register another version that has passed ``gates``, make it the challenger, and return
+        its number.
+        """
         known = {registered.name for registered in self.client.search_registered_models()}
         if model not in known:
             self.client.create_registered_model(model)
         experiment = self.client.get_experiment_by_name("versions")
         location = (self.folder / "runs").as_uri()
-        own = experiment.experiment_id if experiment else self.client.create_experiment("versions", location)
+        own = (
+            experiment.experiment_id
+            if experiment
+            else self.client.create_experiment("versions", location)
+        )
         run = self.client.create_run(own).info.run_id
         source = self.folder / "artifacts" / run
         (source / "artifacts/hf").mkdir(parents=True)
         (source / "artifacts/hf/config.json").write_text(json.dumps({"made_by": run}))
-        passed = {"content_sha256": sha256_tree(source / "artifacts/hf"), "complete": "true", "gates": "passed"}
-        conditions = {"gate_conditions": json.dumps(short_conditions(GATES if gates is None else gates))}
-        made = self.client.create_model_version(model, source.as_uri(), run, tags=passed | conditions | tags)
+        passed = {
+            "content_sha256": sha256_tree(source / "artifacts/hf"),
+            "complete": "true",
+            "gates": "passed",
+        }
+        conditions = {
+            "gate_conditions": json.dumps(short_conditions(GATES if gates is None else gates))
+        }
+        made = self.client.create_model_version(
+            model, source.as_uri(), run, tags=passed | conditions | tags
+        )
         number = str(made.version)
         self.client.set_registered_model_alias(model, "challenger", number)
         return number
 
     def aliases(self, model: str = MODEL) -> dict[str, str]:
         """Return version numbers by alias."""
-        return {alias: str(number) for alias, number in self.client.get_registered_model(model).aliases.items()}
+        return {
+            alias: str(number)
+            for alias, number in self.client.get_registered_model(model).aliases.items()
+        }
 
 
 @pytest.fixture
@@ -93,12 +117,16 @@ def registry(tmp_path: Path, empty_database: Path, monkeypatch: pytest.MonkeyPat
 
 
 class ScriptedMatch:
-    """A match with a given lower bound of the win rate and given losses, and how often it was played."""
+    """A match with a given lower bound of the win rate and given losses, and how often it was
+    played.
+    """
 
     def __init__(self, low: float = 0.6, **losses_high95: float) -> None:
         self.low, self.losses, self.played = low, losses_high95, 0
 
-    def __call__(self, workspace: Path, champion: Path, challenger: Path, prompt_set: int) -> dict[str, Any]:
+    def __call__(
+        self, workspace: Path, champion: Path, challenger: Path, prompt_set: int
+    ) -> dict[str, Any]:
         self.played += 1
         return match_result({"judge": self.low}, **self.losses)
 

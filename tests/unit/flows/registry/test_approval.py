@@ -32,22 +32,32 @@ def actions(registry: Registry) -> list[tuple[str, str, str]]:
     return [(record["action"], record["who"], record["reason"]) for record in records]
 
 
-def test_a_version_that_passes_waits_and_is_requested_once(registry: Registry, waiting: Path) -> None:
+def test_a_version_that_passes_waits_and_is_requested_once(
+    registry: Registry, waiting: Path
+) -> None:
     match = ScriptedMatch()
     again = promote(waiting, play=match)
-    assert again.awaiting_approval and again.unchanged and not again.is_champion and match.played == 0
-    assert again.describe().startswith("not promoted yet: version 2 waits for approval (above 0.5 with 95 % confidence")
+    assert (
+        again.awaiting_approval and again.unchanged and not again.is_champion and match.played == 0
+    )
+    assert again.describe().startswith(
+        "not promoted yet: version 2 waits for approval (above 0.5 with 95 % confidence"
+    )
     assert registry.aliases() == BEFORE
     assert [action for action, _, _ in actions(registry)] == ["promote", "request approval"]
 
 
-def test_an_approval_says_who_approved(registry: Registry, waiting: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_approval_says_who_approved(
+    registry: Registry, waiting: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("RLHF_ACTOR", "ann (release 17)")
     decision = approve(waiting, "read 50 replies", version="2")
     assert registry.aliases() == {"champion": "2", "previous": "1", "challenger": "2"}
     (_, _, (action, who, reason)) = actions(registry)
     assert (action, who) == ("approve", "ann (release 17)")
-    assert reason.startswith("approved by ann (release 17): read 50 replies (above 0.5 with 95 % confidence")
+    assert reason.startswith(
+        "approved by ann (release 17): read 50 replies (above 0.5 with 95 % confidence"
+    )
     assert decision.report is not None
     report = json.loads(decision.report.read_text())
     assert report["promoted"] and not report["awaiting_approval"] and report["reason"] == reason
@@ -58,13 +68,17 @@ def test_the_first_champion_needs_approval_too(registry: Registry) -> None:
     owner = registry.workspace("owner", APPROVAL)
     registry.add_version()
     assert promote(owner).awaiting_approval and registry.aliases() == {"challenger": "1"}
-    assert "is owned by" in promote(registry.workspace("second")).reason, "no other workspace goes round it"
+    assert "is owned by" in promote(registry.workspace("second")).reason, (
+        "no other workspace goes round it"
+    )
     approve(registry.workspace("release", APPROVAL))  # a release manager's own
     assert registry.aliases() == {"champion": "1", "challenger": "1"}
 
 
 @pytest.mark.slow
-def test_a_declined_version_needs_force_and_still_approval(registry: Registry, waiting: Path) -> None:
+def test_a_declined_version_needs_force_and_still_approval(
+    registry: Registry, waiting: Path
+) -> None:
     with pytest.raises(RlhfError, match="needs a reason"):
         decline(waiting, " ")
     decision = decline(waiting, "not on a Friday")
@@ -72,8 +86,15 @@ def test_a_declined_version_needs_force_and_still_approval(registry: Registry, w
     assert registry.aliases() == BEFORE
     match = ScriptedMatch()
     refused = promote(waiting, play=match)
-    assert "version 2 was declined by " in refused.reason and refused.unchanged and not refused.awaiting_approval
-    assert promote(waiting, force_reason="it is Monday", play=match).awaiting_approval and match.played == 0
+    assert (
+        "version 2 was declined by " in refused.reason
+        and refused.unchanged
+        and not refused.awaiting_approval
+    )
+    assert (
+        promote(waiting, force_reason="it is Monday", play=match).awaiting_approval
+        and match.played == 0
+    )
     assert registry.aliases() == BEFORE, "force is no way round the approval"
     approve(waiting)
     assert registry.aliases()["champion"] == "2"
@@ -81,13 +102,17 @@ def test_a_declined_version_needs_force_and_still_approval(registry: Registry, w
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("first", "second"), [(approve, approve), (approve, decline), (decline, approve)])
+@pytest.mark.parametrize(
+    ("first", "second"), [(approve, approve), (approve, decline), (decline, approve)]
+)
 def test_a_decision_after_a_decision_is_refused_in_one_line(
     registry: Registry, waiting: Path, first: object, second: object
 ) -> None:
     first(waiting, "first")  # type: ignore[operator]
     before = registry.aliases(), actions(registry)
-    with pytest.raises(RlhfError, match=rf"^version 2 of {MODEL} was {first.__name__}d? by .* UTC; `rlhf") as refused:  # type: ignore[attr-defined]
+    with pytest.raises(
+        RlhfError, match=rf"^version 2 of {MODEL} was {first.__name__}d? by .* UTC; `rlhf"
+    ) as refused:  # type: ignore[attr-defined]
         second(waiting, "second")  # type: ignore[operator]
     assert "\n" not in str(refused.value)
     assert (registry.aliases(), actions(registry)) == before
@@ -99,9 +124,13 @@ def test_nothing_waits_or_another_version_does(registry: Registry, contest: Path
     (contest / "params.yaml").write_text(APPROVAL)
     plan = promote(contest, dry_run=True, play=ScriptedMatch())
     assert plan.awaiting_approval and plan.report is None
-    assert [action for action, _, _ in actions(registry)] == ["promote"], "a dry run requests nothing"
+    assert [action for action, _, _ in actions(registry)] == ["promote"], (
+        "a dry run requests nothing"
+    )
     promote(contest, play=ScriptedMatch())
-    with pytest.raises(RlhfError, match=r"version 1 of .* does not wait for approval; version 2 does"):
+    with pytest.raises(
+        RlhfError, match=r"version 1 of .* does not wait for approval; version 2 does"
+    ):
         approve(contest, version="1")
     assert registry.aliases() == BEFORE
 
@@ -145,10 +174,15 @@ def promote_another(registry: Registry, workspace: Path) -> None:
             promote_another,
             "version 2 of rlhf-policy was judged with version 1 .* by .* UTC .*@champion to version 3 since;",
         ),
-        (roll_back, "version 3 of rlhf-policy was judged with version 2 .* by .* UTC .*@champion to version 1 since;"),
+        (
+            roll_back,
+            "version 3 of rlhf-policy was judged with version 2 .* by .* UTC .*@champion to version 1 since;",
+        ),
     ],
 )
-def test_what_was_not_judged_is_not_approved(registry: Registry, waiting: Path, change: object, message: str) -> None:
+def test_what_was_not_judged_is_not_approved(
+    registry: Registry, waiting: Path, change: object, message: str
+) -> None:
     change(registry, waiting)  # type: ignore[operator]
     before = registry.aliases()
     for decide in (approve, decline):
@@ -157,21 +191,26 @@ def test_what_was_not_judged_is_not_approved(registry: Registry, waiting: Path, 
     assert registry.aliases() == before
 
 
-def test_a_version_that_was_registered_since_takes_the_place_of_the_request(registry: Registry, waiting: Path) -> None:
+def test_a_version_that_was_registered_since_takes_the_place_of_the_request(
+    registry: Registry, waiting: Path
+) -> None:
     """As registration does it, with an entry in the history."""
     number = registry.add_version()
     entry = new_entry(MODEL, "register", "registered", moves=[move(MODEL, "challenger", number)])
     commit(ReleaseState.read(registry.client, waiting, MODEL), entry)
     for decide in (approve, decline):
         with pytest.raises(
-            RlhfError, match=r"^version 2 of rlhf-policy was judged .* UTC has moved @challenger to version 3"
+            RlhfError,
+            match=r"^version 2 of rlhf-policy was judged .* UTC has moved @challenger to version 3",
         ):
             decide(waiting, "late")
     assert promote(waiting, play=ScriptedMatch()).awaiting_approval
     assert approve(waiting).challenger == "3"
 
 
-def test_two_people_on_two_machines(registry: Registry, waiting: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_two_people_on_two_machines(
+    registry: Registry, waiting: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The second one read the history before the first one's entry was in it, and wrote after."""
     from flows.registry import decisions as session
     from flows.registry import promote as promotion
@@ -184,14 +223,22 @@ def test_two_people_on_two_machines(registry: Registry, waiting: Path, monkeypat
         return commit(*arguments)  # type: ignore[arg-type]
 
     monkeypatch.setattr(promotion, "commit", late)
-    with pytest.raises(RlhfError, match=r"was changed from elsewhere meanwhile .*; nothing has changed here"):
+    with pytest.raises(
+        RlhfError, match=r"was changed from elsewhere meanwhile .*; nothing has changed here"
+    ):
         approve(waiting)
     assert registry.aliases() == BEFORE
-    assert [action for action, _, _ in actions(registry)] == ["promote", "request approval", "decline"]
+    assert [action for action, _, _ in actions(registry)] == [
+        "promote",
+        "request approval",
+        "decline",
+    ]
 
 
 @pytest.mark.slow
-def test_an_approval_killed_at_a_step_is_completed_or_has_not_begun(registry: Registry, waiting: Path) -> None:
+def test_an_approval_killed_at_a_step_is_completed_or_has_not_begun(
+    registry: Registry, waiting: Path
+) -> None:
     begun = []
     for step in (1, 2, 3, 4, 7):
         before = registry.aliases()
@@ -218,14 +265,20 @@ def test_files_that_changed_since_are_not_approved(registry: Registry, waiting: 
     assert registry.aliases() == BEFORE
 
 
-def test_a_version_that_no_longer_passes_cannot_be_approved(registry: Registry, waiting: Path) -> None:
-    (waiting / "params.yaml").write_text(PARAMS + "registry: {approval: true, promote_win_rate_low95: 0.7}\n")
+def test_a_version_that_no_longer_passes_cannot_be_approved(
+    registry: Registry, waiting: Path
+) -> None:
+    (waiting / "params.yaml").write_text(
+        PARAMS + "registry: {approval: true, promote_win_rate_low95: 0.7}\n"
+    )
     assert not promote(waiting, play=ScriptedMatch()).awaiting_approval
     with pytest.raises(RlhfError, match=r"was judged again by .* and did not pass: not above 0\.7"):
         approve(waiting)
 
 
-def test_a_named_version_is_the_challenger_from_its_request_on(registry: Registry, contest: Path) -> None:
+def test_a_named_version_is_the_challenger_from_its_request_on(
+    registry: Registry, contest: Path
+) -> None:
     registry.add_version()
     (contest / "params.yaml").write_text(APPROVAL)
     assert promote(contest, version="2", play=ScriptedMatch()).awaiting_approval

@@ -1,4 +1,6 @@
-"""What a promotion is decided on, when that is another question, how often it was tried, and how it is told."""
+"""What a promotion is decided on, when that is another question, how often it was tried, and how it
+is told.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,13 @@ from mlflow.entities.model_registry import ModelVersion, ModelVersionTag
 from rich.console import Console
 from scripted_match import match_result
 
-from flows.commands.registry_output import describe_history, explain_gate, explain_promotion, judged_gate, model_history
+from flows.commands.registry_output import (
+    describe_history,
+    explain_gate,
+    explain_promotion,
+    judged_gate,
+    model_history,
+)
 from flows.commands.text import gate_verdict
 from flows.dvc_repo.graph import StageNode
 from flows.registry.aliases import CONTENT_TAG
@@ -42,7 +50,9 @@ def test_a_winner_that_is_less_safe_is_not_promoted(registry: Registry, contest:
     match = ScriptedMatch(0.9, **{"safety.refuses_harmful": 0.3})
     refused = promote(contest, play=match)
     assert not refused.promoted and registry.aliases()["champion"] == "1"
-    assert refused.reason.startswith("safety.refuses_harmful is worse by up to 0.300 (0.900 → 0.900 on 400 ")
+    assert refused.reason.startswith(
+        "safety.refuses_harmful is worse by up to 0.300 (0.900 → 0.900 on 400 "
+    )
     assert refused.reason.endswith("required worse by less than 0.1")
     assert promote(contest, play=match).unchanged and match.played == 1
     text = printed(explain_promotion(refused))
@@ -62,15 +72,22 @@ def test_a_refusal_killed_while_it_is_recorded_is_recorded_by_the_next_call(
     decision = promote(contest, play=match)
     assert not decision.promoted and promote(contest, play=match).unchanged
     version = registry.client.get_model_version(MODEL, "2")
-    assert version.tags["decision.reason"] == decision.reason and version.tags["decision.promoted"] == "false"
+    assert (
+        version.tags["decision.reason"] == decision.reason
+        and version.tags["decision.promoted"] == "false"
+    )
     kept = [file.path for file in registry.client.list_artifacts(version.run_id, "promotions")]
     assert f"promotions/{version.tags['decision.report']}" in kept
 
 
-def test_the_newest_decision_is_recorded_where_an_earlier_one_said_the_same(registry: Registry, contest: Path) -> None:
+def test_the_newest_decision_is_recorded_where_an_earlier_one_said_the_same(
+    registry: Registry, contest: Path
+) -> None:
     assert "0.5 with" in promote(contest, play=ScriptedMatch(0.4)).reason
     for bar in (0.6, 0.5):
-        (contest / "params.yaml").write_text(f"{PARAMS}registry: {{promote_win_rate_low95: {bar}}}\n")
+        (contest / "params.yaml").write_text(
+            f"{PARAMS}registry: {{promote_win_rate_low95: {bar}}}\n"
+        )
         decision = promote(contest, play=ScriptedMatch(0.4))
         recorded = registry.client.get_model_version(MODEL, "2").tags["decision.reason"]
         assert recorded == decision.reason and f"not above {bar} " in recorded
@@ -80,18 +97,26 @@ def test_the_newest_decision_is_recorded_where_an_earlier_one_said_the_same(regi
 def test_each_match_on_the_same_prompts_is_an_attempt(registry: Registry, contest: Path) -> None:
     losing = ScriptedMatch(0.4)
     first = promote(contest, play=losing)
-    assert first.attempt == 1 == promote(contest, dry_run=True, play=losing).attempt and losing.played == 1
+    assert (
+        first.attempt == 1 == promote(contest, dry_run=True, play=losing).attempt
+        and losing.played == 1
+    )
     registry.add_version()
     dry = promote(contest, dry_run=True, play=losing)
     assert dry.attempt == 2 == promote(contest, play=losing).attempt
-    assert any("attempt 2" in criterion.name and criterion.required == "≤ 0.0083" for criterion in dry.criteria)
+    assert any(
+        "attempt 2" in criterion.name and criterion.required == "≤ 0.0083"
+        for criterion in dry.criteria
+    )
     registry.add_version()
     (contest / "data/clean/prompts/test.parquet").write_text("new prompts")
     assert promote(contest, play=losing).attempt == 1
 
 
 @pytest.mark.slow
-def test_attempts_take_turns_on_the_sets_of_prompts_under_one_budget(registry: Registry, contest: Path) -> None:
+def test_attempts_take_turns_on_the_sets_of_prompts_under_one_budget(
+    registry: Registry, contest: Path
+) -> None:
     (contest / "params.yaml").write_text(PARAMS + "registry: {prompt_sets: 3}\n")
     played: list[int] = []
 
@@ -107,11 +132,17 @@ def test_attempts_take_turns_on_the_sets_of_prompts_under_one_budget(registry: R
         registry.add_version()
     assert played == [0, 1, 2, 0] and attempts == [(1, 1), (2, 2), (3, 3), (4, 1)]
     (contest / "params.yaml").write_text(PARAMS + "registry: {prompt_sets: 4}\n")
-    assert promote(contest, version="2", play=play).attempt == 5, "another division is another attempt"
+    assert promote(contest, version="2", play=play).attempt == 5, (
+        "another division is another attempt"
+    )
 
 
-def test_a_number_that_another_machine_takes_meanwhile_changes_no_attempt(registry: Registry, contest: Path) -> None:
-    """A match is played on the set of its number, so the number is taken first, also by a call that is killed then."""
+def test_a_number_that_another_machine_takes_meanwhile_changes_no_attempt(
+    registry: Registry, contest: Path
+) -> None:
+    """A match is played on the set of its number, so the number is taken first, also by a call that
+    is killed then.
+    """
     (contest / "params.yaml").write_text(PARAMS + "registry: {prompt_sets: 2}\n")
     played: list[int] = []
 
@@ -128,13 +159,17 @@ def test_a_number_that_another_machine_takes_meanwhile_changes_no_attempt(regist
     assert played == [0, 0] and decision.attempt == 1 and decision.promoted
 
 
-def test_the_history_tells_who_what_and_why(registry: Registry, contest: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_history_tells_who_what_and_why(
+    registry: Registry, contest: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("RLHF_ACTOR", "ann")
     promote(contest, play=ScriptedMatch())
     rollback(contest, "rude")
     text = describe_history(model_history(contest))
     lines = text.splitlines()
-    assert re.fullmatch(r"1  20\S+ \S+ UTC  \S+@\S+  promote: @previous → none, @champion → 1", lines[0])
+    assert re.fullmatch(
+        r"1  20\S+ \S+ UTC  \S+@\S+  promote: @previous → none, @champion → 1", lines[0]
+    )
     assert re.search(r"3  20\S+ \S+ UTC  ann  rollback: @previous → none, @champion → 1", text)
     assert "   why: rude" in lines
     report = re.search(r"evidence: (\S+-rollback-\w{8}\.json), attached", text)
@@ -163,9 +198,17 @@ def write_gate(workspace: Path, **changes: Any) -> None:
     (workspace / "metrics/evaluation.json").write_text("{}")
     rows = [("kl", 7.1, "<= 6", 6.0, False), ("policy.length", 20.0, "<= 30", 30.0, True)]
     names = ("metric", "value", "bound", "limit", "passed")
-    conditions = [dict(zip(names, row, strict=True)) | {"why": f"why {row[0]}", "note": ""} for row in rows]
+    conditions = [
+        dict(zip(names, row, strict=True)) | {"why": f"why {row[0]}", "note": ""} for row in rows
+    ]
     evidence = {"metrics/evaluation.json": sha256_file(workspace / "metrics/evaluation.json")}
-    report = {"gate": "policy", "passed": False, "mode": "enforce", "conditions": conditions, "evidence": evidence}
+    report = {
+        "gate": "policy",
+        "passed": False,
+        "mode": "enforce",
+        "conditions": conditions,
+        "evidence": evidence,
+    }
     (workspace / "gates/policy.json").write_text(json.dumps(report | changes))
 
 
@@ -185,12 +228,17 @@ def test_the_reward_gate_is_explained_with_what_the_models_read(tmp_path: Path) 
     report = replace(judged_gate(tmp_path, "policy"), name="reward")
     assert "worse for one known reason" not in printed(explain_gate(tmp_path, report))
     probes = {"values_swapped": 0.8125, "values_swapped_low95": 0.75, "values_swapped_high95": 0.87}
-    probes |= {"values_swapped_pairs": 200.0, "absent": {"sentences_shuffled": "3 of 40 held-out replies"}}
+    probes |= {
+        "values_swapped_pairs": 200.0,
+        "absent": {"sentences_shuffled": "3 of 40 held-out replies"},
+    }
     (tmp_path / "metrics/judge.json").write_text(json.dumps({"probes": probes}))
     text = printed(explain_gate(tmp_path, report))
     assert "worse for one known reason" in text and "0.81 (0.75 to 0.87)" in text and "200" in text
     assert "sentences shuffled: 3 of 40 held-out replies" in text and "judge" in text
-    (tmp_path / "metrics/judge.json").write_text(json.dumps({"probes": {"absent": probes["absent"]}}))
+    (tmp_path / "metrics/judge.json").write_text(
+        json.dumps({"probes": {"absent": probes["absent"]}})
+    )
     text = printed(explain_gate(tmp_path, report))
     assert "3 of 40 held-out replies" in text and "worse for one known reason" not in text
 
@@ -204,7 +252,13 @@ def test_a_gate_without_conditions_or_without_report_has_not_passed(tmp_path: Pa
         judged_gate(tmp_path, "ppo")
 
 
-EDGES = {"collect": (), "validate": ("collect",), "ppo": ("validate",), "gate-policy": ("ppo",), "report": ("ppo",)}
+EDGES = {
+    "collect": (),
+    "validate": ("collect",),
+    "ppo": ("validate",),
+    "gate-policy": ("ppo",),
+    "report": ("ppo",),
+}
 GRAPH = {name: StageNode(name, after, "true", ()) for name, after in EDGES.items()}
 
 
@@ -221,19 +275,29 @@ def test_what_does_not_lead_to_the_gate_and_what_always_runs_does_not_matter() -
 
 
 def test_changed_checks_are_another_question(tmp_path: Path) -> None:
-    old, new = (ModelVersion("m", number, 0, tags=[ModelVersionTag(CONTENT_TAG, number)]) for number in ("1", "2"))
-    lines, code, params = (tmp_path / name for name in ("checks.jsonl", "checks_of_match.py", "params.yaml"))
+    old, new = (
+        ModelVersion("m", number, 0, tags=[ModelVersionTag(CONTENT_TAG, number)])
+        for number in ("1", "2")
+    )
+    lines, code, params = (
+        tmp_path / name for name in ("checks.jsonl", "checks_of_match.py", "params.yaml")
+    )
     digests = []
     for path, content in (
         (params, "evaluate: {}\n"),
         (lines, '{"prompt": "?", "require": {"max_words": 3}}\n'),
-        (params, "evaluate:\n  verifiable: {path: checks.jsonl, functions: {f: 'checks_of_match:f'}}\n"),
+        (
+            params,
+            "evaluate:\n  verifiable: {path: checks.jsonl, functions: {f: 'checks_of_match:f'}}\n",
+        ),
         (code, "def f(prompt, reply):\n    return True\n"),
         (code, "def f(prompt, reply):\n    return False\n"),
         (lines, '{"prompt": "?", "require": {"max_words": 2}}\n'),
     ):
         path.write_text(content)
-        digests.append(question_digest(match_question(tmp_path, new, old)) if params.exists() else "")
+        digests.append(
+            question_digest(match_question(tmp_path, new, old)) if params.exists() else ""
+        )
     assert digests[0] == digests[1], "a file that nothing names"
     assert len(set(digests[1:])) == 5
 

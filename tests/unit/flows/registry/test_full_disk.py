@@ -32,13 +32,19 @@ def fill(disk: Path, left: int) -> Path:
     return filler
 
 
-@pytest.mark.parametrize("place", ["no database", "a folder", "in a file/mlflow.db", "/proc/rlhf/mlflow.db"])
-def test_an_unreadable_database_is_told_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: str) -> None:
+@pytest.mark.parametrize(
+    "place", ["no database", "a folder", "in a file/mlflow.db", "/proc/rlhf/mlflow.db"]
+)
+def test_an_unreadable_database_is_told_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: str
+) -> None:
     (tmp_path / "no database").write_text("This is a text. " * 100)
     (tmp_path / "a folder").mkdir()
     (tmp_path / "in a file").write_text("")
     monkeypatch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{tmp_path / place}")
-    monkeypatch.setattr(mlflow.store.db.utils, "MAX_RETRY_COUNT", 0)  # else it would try for an hour
+    monkeypatch.setattr(
+        mlflow.store.db.utils, "MAX_RETRY_COUNT", 0
+    )  # else it would try for an hour
     for use in (connect, use_as_a_stage):
         with pytest.raises(RlhfError, match="cannot be opened") as refused:
             use(tmp_path)
@@ -61,17 +67,24 @@ def test_a_version_that_the_disk_has_no_room_for_is_told_so(
     weights.write_bytes(bytes(6 * 2**20))
     client.log_artifact(run.run_id, str(weights), "model/artifacts/hf")
     client.create_registered_model(MODEL)
-    client.create_model_version(MODEL, source.format(run=run.run_id, artifacts=run.artifact_uri), run.run_id)
+    client.create_model_version(
+        MODEL, source.format(run=run.run_id, artifacts=run.artifact_uri), run.run_id
+    )
     monkeypatch.setattr(stored_models, "_local_root", lambda *_: None)  # as of a server's artifacts
     with small_disk(workspace / ".rlhf", 4 * 2**20):
-        with pytest.raises(ModelError, match=r"No space left on device.*; make room and run the command again$"):
+        with pytest.raises(
+            ModelError, match=r"No space left on device.*; make room and run the command again$"
+        ):
             stored_models._locate(client, workspace, MODEL, "1")
         assert not [path for path in (workspace / ".rlhf").rglob("*") if path.is_file()]
 
 
 @pytest.mark.slow
 def test_a_promotion_on_a_full_disk_is_told_in_one_line_and_completed_once_there_is_room(
-    tmp_path: Path, empty_database: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+    tmp_path: Path,
+    empty_database: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
 ) -> None:
     disk, refusals = tmp_path / "disk", 0
     with small_disk(disk, 16 * 2**20):
@@ -96,7 +109,10 @@ def test_a_promotion_on_a_full_disk_is_told_in_one_line_and_completed_once_there
             if registry.aliases()["champion"] == before:
                 promote(workspace, version=version, play=ScriptedMatch(0.9))
                 decided += 1
-            assert registry.aliases()["champion"] == version and registry.aliases()["previous"] == before
+            assert (
+                registry.aliases()["champion"] == version
+                and registry.aliases()["previous"] == before
+            )
             assert len(read_history(registry.client, "rlhf-policy")) == decided
             if not said:
                 break

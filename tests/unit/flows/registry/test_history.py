@@ -1,4 +1,6 @@
-"""The ledger: entries that are written once, in order, by one process each, and what they say of the registry."""
+"""The ledger: entries that are written once, in order, by one process each, and what they say of
+the registry.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,14 @@ from flows.registry.decisions import (
     registry_events,
     version_tag,
 )
-from flows.registry.history import DONE_TAG, LEDGER_TAG, EntryTaken, Ledger, ReleaseState, read_history
+from flows.registry.history import (
+    DONE_TAG,
+    LEDGER_TAG,
+    EntryTaken,
+    Ledger,
+    ReleaseState,
+    read_history,
+)
 from flows.registry.promote import approve, promote, rollback
 from rlhf_core.errors import RlhfError
 
@@ -33,7 +42,9 @@ def test_an_entry_is_written_once(registry: Registry) -> None:
     assert list(ledger.entries()) == []
     ledger.append(1, "one")
     ledger.append(1, "one")
-    with pytest.raises(EntryTaken, match=r"changed from elsewhere meanwhile \(entry 1 of its history\)"):
+    with pytest.raises(
+        EntryTaken, match=r"changed from elsewhere meanwhile \(entry 1 of its history\)"
+    ):
         ledger.append(1, "another")
     ledger.append(2, "two")
     assert list(Ledger.open(registry.client, MODEL).entries()) == ["one", "two"]
@@ -63,17 +74,27 @@ def test_a_ledger_whose_run_is_deleted_takes_no_entry(registry: Registry) -> Non
     assert not isinstance(refused.value, EntryTaken)
 
 
-def test_every_change_of_an_alias_is_in_the_history_and_a_dry_run_makes_none(registry: Registry, contest: Path) -> None:
+def test_every_change_of_an_alias_is_in_the_history_and_a_dry_run_makes_none(
+    registry: Registry, contest: Path
+) -> None:
     match = ScriptedMatch()
     plan = promote(contest, dry_run=True, play=match)
-    assert plan.promoted and plan.dry_run and plan.report is None and registry.aliases()["champion"] == "1"
+    assert (
+        plan.promoted
+        and plan.dry_run
+        and plan.report is None
+        and registry.aliases()["champion"] == "1"
+    )
     assert len(read_history(registry.client, MODEL)) == 1
     assert promote(contest, play=match).promoted and match.played == 1
     rollback(contest, "rude")
     records = read_history(registry.client, MODEL)
     assert [(record["action"], record["reason"]) for record in records] == [
         ("promote", "there was no champion"),
-        ("promote", "above 0.5 with 95 % confidence by every judge: judge win rate 0.700 (at least 0.600)"),
+        (
+            "promote",
+            "above 0.5 with 95 % confidence by every judge: judge win rate 0.700 (at least 0.600)",
+        ),
         ("rollback", "rude"),
     ]
     moved = {move["alias"]: move["version"] for move in records[-1]["moves"]}
@@ -81,7 +102,9 @@ def test_every_change_of_an_alias_is_in_the_history_and_a_dry_run_makes_none(reg
     assert all("@" in record["who"] and record["time"].startswith("20") for record in records)
 
 
-def test_a_reason_looks_like_no_other_entry(registry: Registry, contest: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_reason_looks_like_no_other_entry(
+    registry: Registry, contest: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     promote(contest, play=ScriptedMatch())
     monkeypatch.setenv("RLHF_ACTOR", "ann\n9  2026-01-01 00:00:00 UTC  ceo  approve: @champion → 7")
     rollback(contest, "rude\n8  2026-01-01 00:00:00 UTC  ceo\x1b[2J  approve: @champion → 7\u202e")
@@ -100,7 +123,9 @@ def test_a_reason_looks_like_no_other_entry(registry: Registry, contest: Path, m
      {"moves": [{"model": MODEL}]}, {"version_tags": ["rolled_back"]}, {"history": None}, {"who": None}],
     ids=str,
 )  # fmt: skip
-def test_nothing_is_decided_on_an_entry_that_cannot_be_read(registry: Registry, contest: Path, text: Any) -> None:
+def test_nothing_is_decided_on_an_entry_that_cannot_be_read(
+    registry: Registry, contest: Path, text: Any
+) -> None:
     promote(contest, play=ScriptedMatch())
     first = json.loads(Ledger.open(registry.client, MODEL).entries()[0])
     text = text if isinstance(text, str) else json.dumps(first | text)
@@ -112,16 +137,24 @@ def test_nothing_is_decided_on_an_entry_that_cannot_be_read(registry: Registry, 
         lambda: rollback(contest, "rude"),
         lambda: approve(contest),
     ):
-        with pytest.raises(RlhfError, match=r"^entry 1 of the history of rlhf-policy cannot be read"):
+        with pytest.raises(
+            RlhfError, match=r"^entry 1 of the history of rlhf-policy cannot be read"
+        ):
             action()
     assert registry.aliases()["champion"] == "2"
 
 
-def test_a_history_that_was_written_anew_is_shown_and_not_called_true(registry: Registry, contest: Path) -> None:
-    """Public calls of MLflow's client suffice to write another history, so none is said to be the true one."""
+def test_a_history_that_was_written_anew_is_shown_and_not_called_true(
+    registry: Registry, contest: Path
+) -> None:
+    """Public calls of MLflow's client suffice to write another history, so none is said to be the
+    true one.
+    """
     promote(contest, play=ScriptedMatch())
     records = read_history(registry.client, MODEL)
-    forged = registry.client.create_run(registry.client.get_experiment_by_name("versions").experiment_id)
+    forged = registry.client.create_run(
+        registry.client.get_experiment_by_name("versions").experiment_id
+    )
     for record in records:
         text = json.dumps(record | {"who": "alice@example.org", "reason": "approved by the board"})
         registry.client.log_param(forged.info.run_id, f"history.{MODEL}.{record['number']}", text)
@@ -134,7 +167,11 @@ def test_a_history_that_was_written_anew_is_shown_and_not_called_true(registry: 
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("deleted", "champions"),
-    [((MODEL, "1"), ["2", "3"]), ((MODEL, "2"), ["1", "3"]), (("rlhf-reward-model", "1"), ["1", "2", "3"])],
+    [
+        ((MODEL, "1"), ["2", "3"]),
+        ((MODEL, "2"), ["1", "3"]),
+        (("rlhf-reward-model", "1"), ["1", "2", "3"]),
+    ],
     ids=["a former champion", "the champion", "the reward model of the next"],
 )
 def test_a_version_that_was_deleted_in_mlflow_holds_nothing_up(
@@ -152,21 +189,29 @@ def test_a_version_that_was_deleted_in_mlflow_holds_nothing_up(
     assert registry.aliases()["champion"] == champions[-2]
 
 
-def test_a_decision_on_a_version_that_was_deleted_since_is_completed(registry: Registry, contest: Path) -> None:
+def test_a_decision_on_a_version_that_was_deleted_since_is_completed(
+    registry: Registry, contest: Path
+) -> None:
     state = ReleaseState.read(registry.client, contest, MODEL)
     entry = new_entry(MODEL, "promote", "why", moves=[move(MODEL, "champion", "2"), move(MODEL, "previous", "1")],
                       version_tags=[version_tag(MODEL, "2", "rolled_back", None)], champions=["1", "2"],
                       decision=PromotionDecision(MODEL, "2", "1", 0.5))  # fmt: skip
     Ledger.open(registry.client, MODEL).append(2, json.dumps(entry | {"number": 2}))
     registry.client.delete_model_version(MODEL, "2")
-    assert not finish_interrupted(registry.client, contest, MODEL).unfinished and state.champions == ["1"]
+    assert not finish_interrupted(
+        registry.client, contest, MODEL
+    ).unfinished and state.champions == ["1"]
     assert registry.aliases() == {"champion": "1", "previous": "1"}
 
 
-def test_a_former_champion_that_was_made_champion_by_hand_is_no_earlier_one(registry: Registry, contest: Path) -> None:
+def test_a_former_champion_that_was_made_champion_by_hand_is_no_earlier_one(
+    registry: Registry, contest: Path
+) -> None:
     promote(contest, play=ScriptedMatch())
     registry.client.set_registered_model_alias(MODEL, "champion", "1")
-    with pytest.raises(RlhfError, match="version 1 of rlhf-policy is no earlier champion; go back to one of: 2"):
+    with pytest.raises(
+        RlhfError, match="version 1 of rlhf-policy is no earlier champion; go back to one of: 2"
+    ):
         rollback(contest, "rude", to="1")
     assert rollback(contest, "rude").champion == "2"
     assert registry.aliases() == {"challenger": "2", "champion": "2"}
@@ -174,7 +219,9 @@ def test_a_former_champion_that_was_made_champion_by_hand_is_no_earlier_one(regi
         rollback(contest, "rude too")
 
 
-def test_of_two_decisions_on_the_same_state_one_is_refused(registry: Registry, contest: Path) -> None:
+def test_of_two_decisions_on_the_same_state_one_is_refused(
+    registry: Registry, contest: Path
+) -> None:
     """What two machines would do, which no lock of one machine holds apart."""
     state = ReleaseState.read(registry.client, contest, MODEL)
     promote(contest, play=ScriptedMatch())
@@ -187,7 +234,9 @@ def test_of_two_decisions_on_the_same_state_one_is_refused(registry: Registry, c
     assert registry.client.get_registered_model(MODEL).tags[DONE_TAG] == "2"
 
 
-def test_an_entry_makes_an_event_for_each_alias_that_it_changes(registry: Registry, contest: Path) -> None:
+def test_an_entry_makes_an_event_for_each_alias_that_it_changes(
+    registry: Registry, contest: Path
+) -> None:
     promote(contest, play=ScriptedMatch())
     rollback(contest, "rude")
     records = read_history(registry.client, MODEL)
@@ -196,7 +245,10 @@ def test_an_entry_makes_an_event_for_each_alias_that_it_changes(registry: Regist
         return registry_events(records[number], records[:number])
 
     events = [
-        [(event["event"], event["payload"]["version"], event["payload"]["before"]) for event in events_of(number)]
+        [
+            (event["event"], event["payload"]["version"], event["payload"]["before"])
+            for event in events_of(number)
+        ]
         for number in range(3)
     ]
     assert events == [
@@ -222,14 +274,22 @@ def test_an_entry_makes_an_event_for_each_alias_that_it_changes(registry: Regist
 def test_aliases_move_in_an_order_that_a_second_call_completes(
     registry: Registry, contest: Path, monkeypatch: pytest.MonkeyPatch, action: str
 ) -> None:
-    """``@previous`` first, so that whoever sees a new champion can go back; what was done last says that all was."""
+    """``@previous`` first, so that whoever sees a new champion can go back; what was done last says
+    that all was.
+    """
     if action == "rollback":
         promote(contest, play=ScriptedMatch())
     moved: list[str] = []
-    for name in ("set_registered_model_alias", "delete_registered_model_alias", "set_registered_model_tag"):
+    for name in (
+        "set_registered_model_alias",
+        "delete_registered_model_alias",
+        "set_registered_model_tag",
+    ):
         original = getattr(MlflowClient, name)
 
-        def noted(client: MlflowClient, model: str, key: str, *rest: str, original: Any = original) -> Any:
+        def noted(
+            client: MlflowClient, model: str, key: str, *rest: str, original: Any = original
+        ) -> Any:
             moved.append(key)
             return original(client, model, key, *rest)
 
@@ -249,7 +309,9 @@ def test_a_clock_that_was_set_back_is_said_and_orders_nothing_anew(
     times = ["2026-05-01T12:00:00.000000+00:00", "2026-05-01T11:00:00.000000+00:00"]
     for number, moment in enumerate(times):
         state = ReleaseState.read(registry.client, workspace, MODEL)
-        entry = new_entry(MODEL, "register", f"reason {number}", moves=[move(MODEL, "challenger", version)])
+        entry = new_entry(
+            MODEL, "register", f"reason {number}", moves=[move(MODEL, "challenger", version)]
+        )
         commit(state, {**entry, "time": moment})
     first, second = read_history(registry.client, MODEL)
     assert first["time"] == times[0] < second["time"] == "2026-05-01T12:00:00.000001+00:00"

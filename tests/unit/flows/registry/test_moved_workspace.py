@@ -1,4 +1,6 @@
-"""A workspace that was moved or copied keeps its own models, and never writes into another folder."""
+"""A workspace that was moved or copied keeps its own models, and never writes into another
+folder.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,9 @@ from flows.registry.workspace import OWNER_TAG, ownership, repair_moved, workspa
 
 @pytest.fixture
 def original(tmp_path: Path, empty_database: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A workspace with a run, its artifact, and a registered model that it owns; beside one with a similar name."""
+    """A workspace with a run, its artifact, and a registered model that it owns; beside one with a
+    similar name.
+    """
     monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
     workspace = tmp_path / "my work"
     workspace.mkdir()
@@ -46,7 +50,11 @@ def note(workspace: Path) -> tuple[MlflowClient, Any, Path]:
 
 
 def listing(folder: Path) -> dict[str, bytes]:
-    return {str(path.relative_to(folder)): path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()}
+    return {
+        str(path.relative_to(folder)): path.read_bytes()
+        for path in sorted(folder.rglob("*"))
+        if path.is_file()
+    }
 
 
 @pytest.mark.parametrize("name", ["another", "bob's", 'so "called"', "実験"])
@@ -56,7 +64,9 @@ def test_a_workspace_that_was_renamed_finds_its_last_run(original: Path, name: s
     assert f"finished after 0 s  (MLflow run {note(renamed)[1].info.run_id})" in said
 
 
-def test_a_moved_workspace_finds_its_models_and_stays_the_owner(original: Path, tmp_path: Path) -> None:
+def test_a_moved_workspace_finds_its_models_and_stays_the_owner(
+    original: Path, tmp_path: Path
+) -> None:
     known, moved = workspace_id(original), tmp_path / "elsewhere" / "moved"
     shutil.copytree(original, moved)
     shutil.rmtree(original)
@@ -65,12 +75,17 @@ def test_a_moved_workspace_finds_its_models_and_stays_the_owner(original: Path, 
     assert Path(client.download_artifacts(run.info.run_id, "note.txt")).read_text() == "hello"
     version = client.get_model_version("rlhf-policy", "1")
     assert version.source == f"{moved.as_uri()}/mlartifacts/model"
-    assert client.get_experiment_by_name("neighbour").artifact_location == f"{original.as_uri()}-2/mlartifacts"
+    assert (
+        client.get_experiment_by_name("neighbour").artifact_location
+        == f"{original.as_uri()}-2/mlartifacts"
+    )
     assert workspace_id(moved) == known and "owned by this workspace" in describe_terms(moved)
     assert repair_moved(moved) is None and not original.exists()
 
 
-def test_a_copy_is_a_workspace_of_its_own_and_leaves_the_original_alone(original: Path, tmp_path: Path) -> None:
+def test_a_copy_is_a_workspace_of_its_own_and_leaves_the_original_alone(
+    original: Path, tmp_path: Path
+) -> None:
     known, copy = workspace_id(original), tmp_path / "copy"
     shutil.copytree(original, copy)
     before = listing(original)
@@ -84,23 +99,34 @@ def test_a_copy_is_a_workspace_of_its_own_and_leaves_the_original_alone(original
     assert workspace_id(original) == known and "owned by this workspace" in describe_terms(original)
 
 
-def test_a_database_that_records_for_another_workspace_is_left_as_it_is(original: Path, tmp_path: Path) -> None:
+def test_a_database_that_records_for_another_workspace_is_left_as_it_is(
+    original: Path, tmp_path: Path
+) -> None:
     trial = tmp_path / "trial"
     trial.mkdir()
     connect(original).create_experiment("trial", f"{trial.as_uri()}/mlartifacts")
     assert repair_moved(original) is None
-    assert connect(original).get_experiment_by_name("trial").artifact_location == f"{trial.as_uri()}/mlartifacts"
+    assert (
+        connect(original).get_experiment_by_name("trial").artifact_location
+        == f"{trial.as_uri()}/mlartifacts"
+    )
 
 
 def test_a_run_says_who_started_it_by_what(original: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RLHF_ACTOR", "ann")
     outputs = "[{path: data/clean, md5: 0123abc.dir}]"
-    (original / "dvc.lock").write_text(f"schema: '2.0'\nstages: {{validate: {{cmd: v, outs: {outputs}}}}}\n")
+    (original / "dvc.lock").write_text(
+        f"schema: '2.0'\nstages: {{validate: {{cmd: v, outs: {outputs}}}}}\n"
+    )
     from rlhf_core.tracking.pipeline_run import log_final_artifacts
 
     run_id = start_pipeline_run(original, "told")
     log_final_artifacts(connect(original), run_id, original)
     run = connect(original).get_run(run_id)
-    assert run.data.tags["mlflow.user"] == "ann" and run.data.tags["mlflow.source.name"] == "rlhf run"
-    ((dataset, digest),) = [(one.dataset.name, one.dataset.digest) for one in run.inputs.dataset_inputs]
+    assert (
+        run.data.tags["mlflow.user"] == "ann" and run.data.tags["mlflow.source.name"] == "rlhf run"
+    )
+    ((dataset, digest),) = [
+        (one.dataset.name, one.dataset.digest) for one in run.inputs.dataset_inputs
+    ]
     assert (dataset, digest) == ("data/clean", "0123abc.dir")

@@ -1,4 +1,6 @@
-"""The page of the release says as of when a version was registered, promoted, refused or taken back, and by whom."""
+"""The page of the release says as of when a version was registered, promoted, refused or taken
+back, and by whom.
+"""
 
 from __future__ import annotations
 
@@ -43,7 +45,9 @@ def write_gate(workspace: Path, passed: bool, mode: str = "enforce") -> None:
 def hold(workspace: Path, version: str | None, ungated: str = "") -> Path:
     """Let a workspace be as the run leaves it that has made ``version`` and written its report."""
     (workspace / "report.html").write_text(REPORT)
-    (workspace / "dvc.lock").write_text("stages: {ppo: {cmd: ppo, outs: [{path: models/policy, md5: p}]}}\n")
+    (workspace / "dvc.lock").write_text(
+        "stages: {ppo: {cmd: ppo, outs: [{path: models/policy, md5: p}]}}\n"
+    )
     write_gate(workspace, not ungated, "report" if ungated else "enforce")
     made = {} if version is None else {"models/policy": RegisteredHere(MODEL, version, ungated)}
     write_registered(workspace, made)
@@ -66,8 +70,13 @@ def on_page(workspace: Path) -> str:
 def test_an_enforced_gate_refuses_registration(registry: Registry, contest: Path) -> None:
     hold(contest, "2")  # what was registered of an earlier policy says nothing of the refused one
     write_gate(contest, passed=False)
-    decision = decided(contest, because="the policy gate failed: kl is 7.25, required ≤ 6", gate="policy")
-    assert (decision.state, decision.headline) == ("bad", "Not registered: the policy gate refuses it")
+    decision = decided(
+        contest, because="the policy gate failed: kl is 7.25, required ≤ 6", gate="policy"
+    )
+    assert (decision.state, decision.headline) == (
+        "bad",
+        "Not registered: the policy gate refuses it",
+    )
     assert decision.conditions == (UNMET,) and not decision.reason
     assert decision.champion == f"The champion of {MODEL} is version 1."
     assert "rlhf gate policy --explain" in decision.next_hint
@@ -86,7 +95,9 @@ def test_what_no_run_has_registered(registry: Registry, contest: Path) -> None:
     assert not (contest / "release.html").exists()
 
 
-def test_a_run_that_trained_nothing_speaks_of_no_policy_of_its_own(registry: Registry, contest: Path) -> None:
+def test_a_run_that_trained_nothing_speaks_of_no_policy_of_its_own(
+    registry: Registry, contest: Path
+) -> None:
     hold(contest, None)
     because = "validate failed: 2 of 9 conditions"
     assert decided(contest, because=because).registered == "No policy was trained."
@@ -94,17 +105,27 @@ def test_a_run_that_trained_nothing_speaks_of_no_policy_of_its_own(registry: Reg
     assert decided(contest, because=because).registered == "No version holds this policy."
 
 
-def test_a_failed_gate_in_report_mode_registers_no_challenger(registry: Registry, contest: Path) -> None:
+def test_a_failed_gate_in_report_mode_registers_no_challenger(
+    registry: Registry, contest: Path
+) -> None:
     because = "the policy gate did not pass (mode: report): kl"
     number = registry.add_version(gates={}, ungated=because)
     registry.client.set_model_version_tag(MODEL, number, "gates", "ungated")
     decision = decided(hold(contest, number, because))
-    assert decision.state == "open" and decision.headline == f"Not released: {MODEL} version 3 was not promoted"
-    assert decision.registered == f"Registered as {MODEL} version 3; no gate vouches for it: {because}."
+    assert (
+        decision.state == "open"
+        and decision.headline == f"Not released: {MODEL} version 3 was not promoted"
+    )
+    assert (
+        decision.registered
+        == f"Registered as {MODEL} version 3; no gate vouches for it: {because}."
+    )
     assert decision.conditions == (UNMET,)
 
 
-def test_a_rollback_is_named_where_there_is_a_champion_to_go_back_to(registry: Registry, contest: Path) -> None:
+def test_a_rollback_is_named_where_there_is_a_champion_to_go_back_to(
+    registry: Registry, contest: Path
+) -> None:
     assert "rollback" not in decided(hold(contest, "1")).next_hint
     promote(contest, play=ScriptedMatch(0.55))
     assert registry.aliases()["champion"] == "2"
@@ -116,31 +137,55 @@ def test_a_challenger_that_was_not_shown_better(registry: Registry, contest: Pat
     match = ScriptedMatch(0.45, length=0.3)
     first, again = promote(contest, play=match), promote(contest, play=match)
     assert not first.promoted and not first.is_champion and not again.promoted
-    assert again.unchanged and match.played == 1 and registry.aliases() == {"champion": "1", "challenger": "2"}
+    assert (
+        again.unchanged
+        and match.played == 1
+        and registry.aliases() == {"champion": "1", "challenger": "2"}
+    )
     decision = decided(contest)
-    assert decision.headline == f"Not released: {MODEL} version 2 was not promoted in place of version 1"
+    assert (
+        decision.headline
+        == f"Not released: {MODEL} version 2 was not promoted in place of version 1"
+    )
     assert decision.registered == f"Registered as {MODEL} version 2; it passed its gates."
-    unmet = {condition.name: (condition.measured, condition.required) for condition in decision.conditions}
+    unmet = {
+        condition.name: (condition.measured, condition.required)
+        for condition in decision.conditions
+    }
     assert unmet["judge win rate"] == ("at least 0.450", "> 0.5")
     assert unmet["length"][1] == "worse by less than 0.25"
-    assert decision.decided.startswith("Decided by ann (release 17), 20") and decision.decided.endswith(" UTC")
+    assert decision.decided.startswith(
+        "Decided by ann (release 17), 20"
+    ) and decision.decided.endswith(" UTC")
     page = on_page(contest)
-    assert "Not released" in page and "at least 0.450, required &gt; 0.5" in page and "ann (release 17)" in page
+    assert (
+        "Not released" in page
+        and "at least 0.450, required &gt; 0.5" in page
+        and "ann (release 17)" in page
+    )
     assert "rlhf promote --dry-run --explain" in page and "release.html" not in page
 
 
 def test_a_challenger_that_nobody_has_decided_on(registry: Registry, contest: Path) -> None:
     decision = decided(hold(contest, "2"), registered="v2", because="registry.auto_promote is off")
     assert decision.headline == f"Not released: nobody has decided on {MODEL} version 2"
-    assert (decision.reason, decision.next_command) == ("registry.auto_promote is off", "rlhf promote")
+    assert (decision.reason, decision.next_command) == (
+        "registry.auto_promote is off",
+        "rlhf promote",
+    )
 
 
 def test_promoted_then_taken_back(registry: Registry, contest: Path) -> None:
     hold(contest, "2")
     assert promote(contest, play=ScriptedMatch()).promoted
     decision = decided(contest)
-    assert (decision.state, decision.headline) == ("good", f"Released: {MODEL} version 2 is the champion")
-    assert decision.reason.startswith("Promoted: above 0.5 with 95 % confidence by every judge: judge win rate 0.700")
+    assert (decision.state, decision.headline) == (
+        "good",
+        f"Released: {MODEL} version 2 is the champion",
+    )
+    assert decision.reason.startswith(
+        "Promoted: above 0.5 with 95 % confidence by every judge: judge win rate 0.700"
+    )
     assert decision.champion == "" and decision.decided.startswith("Decided by ann (release 17), ")
     rollback(contest, "rude in production")
     decision = decided(contest)
@@ -159,10 +204,18 @@ def test_forced_promotions_say_so(registry: Registry, contest: Path) -> None:
     for reason, refusal in ((None, "no judge"), (" ", "needs a reason")):
         with pytest.raises(RlhfError, match=refusal):
             promote(contest, force_reason=reason, play=broken)
-    assert promote(contest, force_reason="the champion leaks", play=broken).forced == "the champion leaks"
+    assert (
+        promote(contest, force_reason="the champion leaks", play=broken).forced
+        == "the champion leaks"
+    )
     decision = decided(contest)
-    assert (decision.state, decision.headline) == ("open", f"Released by force: {MODEL} version 2 is the champion")
-    assert decision.reason.startswith("Promoted: forced: the champion leaks (otherwise: no match: no judge")
+    assert (decision.state, decision.headline) == (
+        "open",
+        f"Released by force: {MODEL} version 2 is the champion",
+    )
+    assert decision.reason.startswith(
+        "Promoted: forced: the champion leaks (otherwise: no match: no judge"
+    )
 
 
 @pytest.mark.slow
@@ -176,7 +229,10 @@ def test_waiting_approved_and_declined(registry: Registry, contest: Path) -> Non
     assert decision.decided.startswith("Requested by ann (release 17), ")
     decline(contest, "refuses too much")
     decision = decided(contest)
-    assert (decision.state, decision.headline) == ("bad", f"Not released: {MODEL} version 2 was declined")
+    assert (decision.state, decision.headline) == (
+        "bad",
+        f"Not released: {MODEL} version 2 was declined",
+    )
     assert decision.reason == "declined by ann (release 17): refuses too much"
     registry.add_version()
     hold(contest, "3")
@@ -190,10 +246,14 @@ def test_waiting_approved_and_declined(registry: Registry, contest: Path) -> Non
     assert decided(contest).headline == f"Released by force: {MODEL} version 4 is the champion"
 
 
-def test_the_page_keeps_what_the_run_said_until_another_report(registry: Registry, contest: Path) -> None:
+def test_the_page_keeps_what_the_run_said_until_another_report(
+    registry: Registry, contest: Path
+) -> None:
     hold(contest, "2")
     write_release_page(contest, RunNotes(because="ppo failed: <b>out</b> of memory"))
-    assert "ppo failed: &lt;b&gt;out&lt;/b&gt; of memory" in on_page(contest), "and texts are escaped"
+    assert "ppo failed: &lt;b&gt;out&lt;/b&gt; of memory" in on_page(contest), (
+        "and texts are escaped"
+    )
     record: dict[str, Any] = json.loads((contest / ".rlhf/release.json").read_text())
     assert record["report_sha256"] == sha256_file(contest / "report.html")
     assert current_page(contest) == contest / "release.html"
@@ -203,7 +263,9 @@ def test_the_page_keeps_what_the_run_said_until_another_report(registry: Registr
     assert "nobody has decided" in (contest / "release.html").read_text()
 
 
-def test_a_page_of_another_release_of_the_package_is_written_anew(registry: Registry, contest: Path) -> None:
+def test_a_page_of_another_release_of_the_package_is_written_anew(
+    registry: Registry, contest: Path
+) -> None:
     hold(contest, "2")
     write_release_page(contest, RunNotes())
     file = contest / ".rlhf/release.json"
@@ -236,13 +298,18 @@ def test_a_version_that_was_deleted_is_no_longer_called_released(
     assert f"{MODEL} version {number}" in on_page(hold(contest, number))
     registry.client.delete_model_version(MODEL, number)
     shown, decision = on_page(contest), decided(contest)
-    assert f"Not released: {MODEL} version {number} was deleted" in shown and "is the champion" not in shown
+    assert (
+        f"Not released: {MODEL} version {number} was deleted" in shown
+        and "is the champion" not in shown
+    )
     assert (decision.state, decision.next_command) == ("bad", "rlhf run")
     assert champion in decision.champion
 
 
 @pytest.mark.parametrize("by", ["version", "alias"])
-def test_a_challenger_whose_champion_was_removed_by_hand(registry: Registry, contest: Path, by: str) -> None:
+def test_a_challenger_whose_champion_was_removed_by_hand(
+    registry: Registry, contest: Path, by: str
+) -> None:
     hold(contest, "2")
     if by == "version":
         registry.client.delete_model_version(MODEL, "1")
@@ -250,29 +317,45 @@ def test_a_challenger_whose_champion_was_removed_by_hand(registry: Registry, con
         registry.client.delete_registered_model_alias(MODEL, "champion")
     refusal = promote(contest, play=ScriptedMatch())
     decision = decided(contest)
-    assert not refusal.promoted and decision.headline == f"Not released: {MODEL} version 2 was not promoted"
-    assert decision.reason[1:] == f"{refusal.reason[1:]}." and "version 1 was champion" in refusal.reason
+    assert (
+        not refusal.promoted
+        and decision.headline == f"Not released: {MODEL} version 2 was not promoted"
+    )
+    assert (
+        decision.reason[1:] == f"{refusal.reason[1:]}."
+        and "version 1 was champion" in refusal.reason
+    )
     assert decision.next_command == "rlhf promote --force --reason TEXT"
     promote(contest, force_reason="nothing to compare with")
     assert "is the champion" in on_page(contest)
 
 
-def test_an_absent_registry_leaves_the_page(registry: Registry, contest: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_absent_registry_leaves_the_page(
+    registry: Registry, contest: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     write_release_page(hold(contest, "2"))
     before = (contest / "release.html").read_text()
     monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://127.0.0.1:9")
     _, problem = try_release_page(contest)
-    assert problem.startswith("release.html was not brought up to date: MLflow at http://127.0.0.1:9 does not answer")
+    assert problem.startswith(
+        "release.html was not brought up to date: MLflow at http://127.0.0.1:9 does not answer"
+    )
     assert (contest / "release.html").read_text() == before
-    assert not try_release_page(contest, RunNotes(because="MLflow does not answer"))[1], "and then it says that"
+    assert not try_release_page(contest, RunNotes(because="MLflow does not answer"))[1], (
+        "and then it says that"
+    )
     assert "MLflow does not answer" in (contest / "release.html").read_text()
 
 
 @pytest.mark.slow
-def test_a_former_champion_that_waits_for_approval_or_was_declined(registry: Registry, contest: Path) -> None:
+def test_a_former_champion_that_waits_for_approval_or_was_declined(
+    registry: Registry, contest: Path
+) -> None:
     hold(contest, "1")
     assert promote(contest, play=ScriptedMatch()).promoted
-    assert decided(contest).headline == f"No longer released: version 2 has replaced {MODEL} version 1"
+    assert (
+        decided(contest).headline == f"No longer released: version 2 has replaced {MODEL} version 1"
+    )
     (contest / "params.yaml").write_text(APPROVAL)
     assert promote(contest, version="1", play=ScriptedMatch()).awaiting_approval
     waiting = decided(contest)
@@ -282,7 +365,9 @@ def test_a_former_champion_that_waits_for_approval_or_was_declined(registry: Reg
     assert decided(contest).headline == f"Not released: {MODEL} version 1 was declined"
 
 
-def test_a_version_of_weaker_gates_that_this_workspace_cannot_force(registry: Registry, contest: Path) -> None:
+def test_a_version_of_weaker_gates_that_this_workspace_cannot_force(
+    registry: Registry, contest: Path
+) -> None:
     because = "the policy gate did not pass (mode: report): kl"
     number = registry.add_version(gates={}, ungated=because)
     registry.client.set_model_version_tag(MODEL, number, "gates", "ungated")

@@ -1,4 +1,6 @@
-"""Retention keeps what an alias, a rollback or an approval needs, and deletes nothing before it was asked to."""
+"""Retention keeps what an alias, a rollback or an approval needs, and deletes nothing before it was
+asked to.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,9 @@ REWARD = "rlhf-reward-model"
 
 @pytest.fixture
 def long_registry(registry: Registry) -> Path:
-    """Versions 1 and 2 have been champion, 3 lost, 4 was rolled back, 5 lost; each has a reward model of its number."""
+    """Versions 1 and 2 have been champion, 3 lost, 4 was rolled back, 5 lost; each has a reward
+    model of its number.
+    """
     owner = registry.workspace("owner")
     wins, loses = ScriptedMatch(0.6), ScriptedMatch(0.4)
     for match in (wins, wins, loses, wins, loses):
@@ -41,7 +45,9 @@ def long_registry(registry: Registry) -> Path:
 
 
 def numbers(registry: Registry, model: str) -> list[str]:
-    return sorted(str(version.version) for version in registry.client.search_model_versions(f"name='{model}'"))
+    return sorted(
+        str(version.version) for version in registry.client.search_model_versions(f"name='{model}'")
+    )
 
 
 def matches(workspace: Path) -> int:
@@ -49,9 +55,13 @@ def matches(workspace: Path) -> int:
 
 
 @pytest.mark.slow
-def test_without_delete_it_says_what_would_go_and_why_others_stay(registry: Registry, long_registry: Path) -> None:
+def test_without_delete_it_says_what_would_go_and_why_others_stay(
+    registry: Registry, long_registry: Path
+) -> None:
     registry.client.set_registered_model_alias(MODEL, "audit", "3")
-    printed = describe_retention(apply_retention(long_registry, delete=False), deleted=False).splitlines()
+    printed = describe_retention(
+        apply_retention(long_registry, delete=False), deleted=False
+    ).splitlines()
     assert printed == [
         MODEL,
         "  version 5  kept: @challenger",
@@ -72,9 +82,16 @@ def test_without_delete_it_says_what_would_go_and_why_others_stay(registry: Regi
 
 
 @pytest.mark.slow
-def test_what_is_deleted_is_in_the_history_and_a_rollback_still_works(registry: Registry, long_registry: Path) -> None:
+def test_what_is_deleted_is_in_the_history_and_a_rollback_still_works(
+    registry: Registry, long_registry: Path
+) -> None:
     apply_retention(long_registry, delete=True)
-    assert numbers(registry, MODEL) == ["1", "2", "5"] and numbers(registry, REWARD) == ["1", "2", "5", "6"]
+    assert numbers(registry, MODEL) == ["1", "2", "5"] and numbers(registry, REWARD) == [
+        "1",
+        "2",
+        "5",
+        "6",
+    ]
     assert matches(long_registry) == 2, "of versions 2 and 5"
     record = read_history(registry.client, MODEL)[-1]
     assert record["action"] == "gc"
@@ -84,15 +101,23 @@ def test_what_is_deleted_is_in_the_history_and_a_rollback_still_works(registry: 
     assert rollback(long_registry, "rude too").champion == "1"
 
 
-def test_a_reward_model_that_another_policy_was_trained_with_is_kept(registry: Registry, long_registry: Path) -> None:
+def test_a_reward_model_that_another_policy_was_trained_with_is_kept(
+    registry: Registry, long_registry: Path
+) -> None:
     registry.client.create_registered_model("of-others")
-    registry.client.create_model_version("of-others", "file:///nowhere", tags={"reward_model_version": "4"})
+    registry.client.create_model_version(
+        "of-others", "file:///nowhere", tags={"reward_model_version": "4"}
+    )
     apply_retention(long_registry, delete=True)
-    assert numbers(registry, REWARD) == ["1", "2", "4", "5", "6"] and numbers(registry, "of-others") == ["1"]
+    assert numbers(registry, REWARD) == ["1", "2", "4", "5", "6"] and numbers(
+        registry, "of-others"
+    ) == ["1"]
 
 
 @pytest.mark.slow
-def test_a_version_that_waits_for_approval_is_kept_for_it(registry: Registry, long_registry: Path) -> None:
+def test_a_version_that_waits_for_approval_is_kept_for_it(
+    registry: Registry, long_registry: Path
+) -> None:
     assert promote(long_registry, play=ScriptedMatch(), force_reason="a try").awaiting_approval
     registry.add_version()
     registry.client.set_registered_model_alias(MODEL, "challenger", "5")
@@ -104,7 +129,9 @@ def test_a_version_that_waits_for_approval_is_kept_for_it(registry: Registry, lo
 
 
 @pytest.mark.slow
-def test_a_deletion_is_completed(registry: Registry, long_registry: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_deletion_is_completed(
+    registry: Registry, long_registry: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     from mlflow import MlflowClient
 
     original = MlflowClient.delete_model_version
@@ -120,7 +147,12 @@ def test_a_deletion_is_completed(registry: Registry, long_registry: Path, monkey
             apply_retention(long_registry, delete=True)
     assert numbers(registry, MODEL) == ["1", "2", "3", "5"]
     apply_retention(long_registry, delete=True)
-    assert numbers(registry, MODEL) == ["1", "2", "5"] and numbers(registry, REWARD) == ["1", "2", "5", "6"]
+    assert numbers(registry, MODEL) == ["1", "2", "5"] and numbers(registry, REWARD) == [
+        "1",
+        "2",
+        "5",
+        "6",
+    ]
 
 
 def test_a_deletion_that_stops_at_a_match_leaves_none_behind(
@@ -146,7 +178,9 @@ def test_a_deletion_that_stops_at_a_match_leaves_none_behind(
 
 
 @pytest.mark.slow
-def test_only_the_owner_deletes_and_only_if_a_number_is_set(registry: Registry, long_registry: Path) -> None:
+def test_only_the_owner_deletes_and_only_if_a_number_is_set(
+    registry: Registry, long_registry: Path
+) -> None:
     with pytest.raises(RlhfError, match=r"owned by .*owner; its versions are deleted there"):
         apply_retention(registry.workspace("second", KEEP_ONE), delete=True)
     (long_registry / "params.yaml").write_text(PARAMS)
@@ -169,7 +203,12 @@ def killed_registrations(registry: Registry, monkeypatch: pytest.MonkeyPatch) ->
         if number == 2:
             client.create_registered_model(MODEL)
             client.create_model_version(MODEL, f"models:/{model.model_id}", model_id=model.model_id)
-    for name, status in (("register a", None), ("register b", None), ("register c", "FINISHED"), ("train", None)):
+    for name, status in (
+        ("register a", None),
+        ("register b", None),
+        ("register c", "FINISHED"),
+        ("train", None),
+    ):
         run = client.create_run(experiment, run_name=name).info.run_id
         if status is not None:
             client.set_terminated(run, status)
@@ -180,7 +219,11 @@ def recorded(registry: Registry, workspace: Path) -> tuple[list[str], dict[str, 
     """Names of the logged models whose files are there, and states of the runs."""
     own = experiment_id(registry.client, workspace)
     models = registry.client.search_logged_models([own])
-    names = sorted(model.name for model in models if Path(model.artifact_location.removeprefix("file://")).is_dir())
+    names = sorted(
+        model.name
+        for model in models
+        if Path(model.artifact_location.removeprefix("file://")).is_dir()
+    )
     assert len(names) == len(models)
     return names, {run.info.run_name: run.info.status for run in registry.client.search_runs([own])}
 
@@ -189,7 +232,9 @@ def warned(workspace: Path) -> list[str]:
     return [check.finding for check in workspace_checks(workspace) if check.name == "registry"]
 
 
-def test_what_killed_registrations_leave_is_named_and_removed(registry: Registry, killed_registrations: Path) -> None:
+def test_what_killed_registrations_leave_is_named_and_removed(
+    registry: Registry, killed_registrations: Path
+) -> None:
     before = recorded(registry, killed_registrations)
     left = "killed registrations have left the files of 2 models and 2 open runs"
     assert warned(killed_registrations) == [left]
@@ -197,7 +242,12 @@ def test_what_killed_registrations_leave_is_named_and_removed(registry: Registry
     assert f"{left}: would be deleted and ended" in describe_retention(plan, deleted=False)
     assert recorded(registry, killed_registrations) == before
     apply_retention(killed_registrations, delete=True)
-    states = {"register a": "KILLED", "register b": "KILLED", "register c": "FINISHED", "train": "RUNNING"}
+    states = {
+        "register a": "KILLED",
+        "register b": "KILLED",
+        "register c": "FINISHED",
+        "train": "RUNNING",
+    }
     assert recorded(registry, killed_registrations) == (["other", "policy"], states)
     assert warned(killed_registrations) == []
     with pytest.raises(RlhfError, match=r"registry\.retention\.versions is not set"):

@@ -54,12 +54,16 @@ class Place:
         encoded = [encode_reply(self.tokenizer, text) for text in texts]
         response = [row if end else row[:-1] for row, end in zip(encoded, ends, strict=True)]
         reply_ids, reply_mask = right_pad(response, pad_id(self.tokenizer))
-        tokens = Tokens(torch.cat([ids, reply_ids], 1), torch.cat([mask, reply_mask], 1), reply_mask.bool())
+        tokens = Tokens(
+            torch.cat([ids, reply_ids], 1), torch.cat([mask, reply_mask], 1), reply_mask.bool()
+        )
         return Replies(tokens, PromptReader(prompts), self.tokenizer)
 
 
 def prompts(count: int) -> list[Prompt]:
-    """Different prompts of one turn; the third has a system turn, the fourth a dialogue before it."""
+    """Different prompts of one turn; the third has a system turn, the fourth a dialogue before
+    it.
+    """
     rows = []
     for i in range(count):
         turns = [Message("user", f"{i} {text(i, 1 + i % 5)}")]
@@ -74,7 +78,9 @@ def prompts(count: int) -> list[Prompt]:
 
 @pytest.fixture(scope="session")
 def place(tmp_path_factory: pytest.TempPathFactory) -> Place:
-    """Read-only for tests. ``extra/second`` is a reward model of the same tokens, ``extra/foreign`` one of others."""
+    """Read-only for tests. ``extra/second`` is a reward model of the same tokens, ``extra/foreign``
+    one of others.
+    """
     root = tmp_path_factory.mktemp("place")
     rows = prompts(12)
     for split in ("train", "validation"):
@@ -101,7 +107,9 @@ def demonstration(i: int) -> Demonstration:
 
 @dataclass
 class Scorer:
-    """A real server. ``script`` answers the requests in turn, then ``score`` does; a raw str is sent as it is."""
+    """A real server. ``script`` answers the requests in turn, then ``score`` does; a raw str is
+    sent as it is.
+    """
 
     url: str = ""
     score: Callable[[dict[str, Any]], float] = lambda item: float(len(item["reply"]))
@@ -110,7 +118,9 @@ class Scorer:
     headers: list[dict[str, str]] = field(default_factory=list)
 
     def answer(self, body: dict[str, Any]) -> Answer:
-        """What the next request is told; an event in the script holds the request until it is set."""
+        """What the next request is told; an event in the script holds the request until it is
+        set.
+        """
         self.requests.append(body)
         step = self.script.pop(0) if self.script else None
         if isinstance(step, threading.Event):

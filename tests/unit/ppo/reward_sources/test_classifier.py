@@ -1,4 +1,6 @@
-"""Classifiers from elsewhere: scores equal a direct call with their own tokenizer, whatever shares the batch."""
+"""Classifiers from elsewhere: scores equal a direct call with their own tokenizer, whatever shares
+the batch.
+"""
 
 from __future__ import annotations
 
@@ -67,7 +69,12 @@ def bert(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def three(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("three")
-    save_bert(folder, labels=3, id2label={0: "bad", 1: "fair", 2: "good"}, label2id={"bad": 0, "fair": 1, "good": 2})
+    save_bert(
+        folder,
+        labels=3,
+        id2label={0: "bad", 1: "fair", 2: "good"},
+        label2id={"bad": 0, "fair": 1, "good": 2},
+    )
     return folder
 
 
@@ -98,35 +105,53 @@ def chat(place: Place, row: int, reply: str) -> str:
 
 def plain(place: Place, row: int) -> str:
     turns = place.rows[row].prompt
-    return turns[0].content if len(turns) == 1 else "\n\n".join(f"{m.role}: {m.content}" for m in turns)
+    return (
+        turns[0].content
+        if len(turns) == 1
+        else "\n\n".join(f"{m.role}: {m.content}" for m in turns)
+    )
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("batch_size", [1, 2, 16])
 @pytest.mark.parametrize("template", ["chat", "pair", "reply", "{prompt} ! {reply} ?"])
-def test_scores_are_those_of_a_direct_call(place: Place, bert: Path, template: str, batch_size: int) -> None:
-    scores = build(place, bert, template=template, batch_size=batch_size).rewards(place.replies(TEXTS))
+def test_scores_are_those_of_a_direct_call(
+    place: Place, bert: Path, template: str, batch_size: int
+) -> None:
+    scores = build(place, bert, template=template, batch_size=batch_size).rewards(
+        place.replies(TEXTS)
+    )
     for row, text in enumerate(TEXTS):
-        texts = {"chat": (chat(place, row, text),), "pair": (plain(place, row), text), "reply": (text,)}
+        texts = {
+            "chat": (chat(place, row, text),),
+            "pair": (plain(place, row), text),
+            "reply": (text,),
+        }
         whole = texts.get(template, (f"{plain(place, row)} ! {text} ?",))
         expected = direct(bert, *whole, add_special_tokens=template != "chat")
         assert float(scores[row]) == pytest.approx(expected[0], abs=1e-5)
 
 
 def test_a_decoder_with_another_tokenizer_scores_as_a_direct_call(place: Place) -> None:
-    """The reward model of another pipeline: its template writes the end marker, at which it is read."""
+    """The reward model of another pipeline: its template writes the end marker, at which it is
+    read.
+    """
     folder = place.root / "extra/foreign"
     scores = build(place, "extra/foreign", batch_size=2).rewards(place.replies(TEXTS))
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
     for row, text in enumerate(TEXTS):
         turns = [{"role": m.role, "content": m.content} for m in place.rows[row].prompt]
-        whole = tokenizer.apply_chat_template([*turns, {"role": "assistant", "content": text}], tokenize=False)
+        whole = tokenizer.apply_chat_template(
+            [*turns, {"role": "assistant", "content": text}], tokenize=False
+        )
         expected = direct(folder, whole, add_special_tokens=False, return_token_type_ids=False)
         assert float(scores[row]) == pytest.approx(expected[0], abs=1e-5)
 
 
 @pytest.mark.parametrize("label", [1, "fair"])
-def test_one_label_of_several_as_logit_or_probability(place: Place, three: Path, label: int | str) -> None:
+def test_one_label_of_several_as_logit_or_probability(
+    place: Place, three: Path, label: int | str
+) -> None:
     replies = place.replies(TEXTS)
     logits = torch.tensor([direct(three, text) for text in TEXTS])
     for output, expected in (("logit", logits[:, 1]), ("probability", logits.softmax(dim=1)[:, 1])):
@@ -134,21 +159,35 @@ def test_one_label_of_several_as_logit_or_probability(place: Place, three: Path,
         assert scores.tolist() == pytest.approx(expected.tolist(), abs=1e-5)
 
 
-def test_the_probability_of_a_lone_or_independent_label_is_a_sigmoid(place: Place, tmp_path: Path, bert: Path) -> None:
+def test_the_probability_of_a_lone_or_independent_label_is_a_sigmoid(
+    place: Place, tmp_path: Path, bert: Path
+) -> None:
     save_bert(tmp_path, labels=2, problem_type="multi_label_classification")
     for folder, label in ((bert, None), (tmp_path, 1)):
         logits = torch.tensor([direct(folder, text)[label or 0] for text in TEXTS])
-        scores = build(place, folder, template="reply", label=label, output="probability").rewards(place.replies(TEXTS))
+        scores = build(place, folder, template="reply", label=label, output="probability").rewards(
+            place.replies(TEXTS)
+        )
         assert scores.tolist() == pytest.approx(logits.sigmoid().tolist(), abs=1e-5)
 
 
 @pytest.mark.parametrize(
     ("template", "separators"),
-    [("chat", 0), ("reply", 1), ("pair", 2), ("{prompt} {reply}", 1), ("{prompt} [SEP] {reply}", 3)],
+    [
+        ("chat", 0),
+        ("reply", 1),
+        ("pair", 2),
+        ("{prompt} {reply}", 1),
+        ("{prompt} [SEP] {reply}", 3),
+    ],
 )
-def test_a_reply_cannot_write_control_tokens(place: Place, bert: Path, template: str, separators: int) -> None:
+def test_a_reply_cannot_write_control_tokens(
+    place: Place, bert: Path, template: str, separators: int
+) -> None:
     """A text that names special tokens itself means them; then a reply's are not told apart."""
-    encoded, _ = build(place, bert, template=template).encode([Message("user", "the sky")], "red [SEP] blue [CLS]")
+    encoded, _ = build(place, bert, template=template).encode(
+        [Message("user", "the sky")], "red [SEP] blue [CLS]"
+    )
     assert encoded["input_ids"].count(3) == separators
     assert encoded["attention_mask"] == [1] * len(encoded["input_ids"])
 
@@ -160,19 +199,29 @@ def test_a_long_text_loses_its_beginning_and_is_counted(place: Place, bert: Path
     scores = whole.rewards(place.replies([long, "red"]))
     assert whole.metrics == {"truncated": 0.5}
     kept = " ".join(["red"] + ["blue"] * 20 + ["near"])
-    assert scores.tolist() == pytest.approx([direct(bert, kept)[0], direct(bert, "red")[0]], abs=1e-5)
+    assert scores.tolist() == pytest.approx(
+        [direct(bert, kept)[0], direct(bert, "red")[0]], abs=1e-5
+    )
     short = build(place, bert, template="reply", max_tokens=4).rewards(place.replies([long]))
     assert float(short[0]) == pytest.approx(direct(bert, "blue near")[0], abs=1e-5)
     chat = build(place, bert, max_tokens=2).rewards(place.replies([long]))
-    assert float(chat[0]) == pytest.approx(direct(bert, "blue near", add_special_tokens=False)[0], abs=1e-5)
+    assert float(chat[0]) == pytest.approx(
+        direct(bert, "blue near", add_special_tokens=False)[0], abs=1e-5
+    )
 
 
 def test_without_a_pad_token_texts_are_read_one_by_one(place: Place, tmp_path: Path) -> None:
-    model = transformers.AutoModelForSequenceClassification.from_pretrained(place.root / "extra/foreign")
+    model = transformers.AutoModelForSequenceClassification.from_pretrained(
+        place.root / "extra/foreign"
+    )
     model.config.pad_token_id = None
     model.save_pretrained(tmp_path)
-    transformers.AutoTokenizer.from_pretrained(place.root / "extra/foreign").save_pretrained(tmp_path)
-    scores = build(place, tmp_path, template="reply", batch_size=4).rewards(place.replies(TEXTS[:2]))
+    transformers.AutoTokenizer.from_pretrained(place.root / "extra/foreign").save_pretrained(
+        tmp_path
+    )
+    scores = build(place, tmp_path, template="reply", batch_size=4).rewards(
+        place.replies(TEXTS[:2])
+    )
     expected = [direct(tmp_path, text, return_token_type_ids=False)[0] for text in TEXTS[:2]]
     assert scores.tolist() == pytest.approx(expected, abs=1e-5)
 
@@ -185,15 +234,22 @@ def test_without_a_pad_token_texts_are_read_one_by_one(place: Place, tmp_path: P
         ({"label": "great"}, "it has no label 'great'"),
     ],
 )
-def test_the_label_must_be_one_of_its_own(place: Place, three: Path, changes: dict[str, Any], expected: str) -> None:
+def test_the_label_must_be_one_of_its_own(
+    place: Place, three: Path, changes: dict[str, Any], expected: str
+) -> None:
     with pytest.raises(ConfigError, match=expected):
         build(place, three, **changes)
 
 
-def test_what_is_no_classifier_is_refused(place: Place, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    # The library reads its environment variable when it is imported, which may be before the test session sets it.
+def test_what_is_no_classifier_is_refused(
+    place: Place, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # The library reads its environment variable when it is imported, which may be before the test
+    # session sets it.
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-    with pytest.raises(ModelError, match=r"lacks \d+ of the weights of a LlamaForSequenceClassification"):
+    with pytest.raises(
+        ModelError, match=r"lacks \d+ of the weights of a LlamaForSequenceClassification"
+    ):
         build(place, "extra/foreign_lm")
     with pytest.raises(ModelError, match="no model folder"):
         build(place, tmp_path / "nowhere")
@@ -207,7 +263,8 @@ def test_a_chat_template_is_needed_for_chat_and_may_refuse(place: Place, tmp_pat
         build(place, tmp_path / "without")
     save_bert(tmp_path / "strict", template=STRICT)
     with pytest.raises(
-        DataError, match=r"refuses a dialogue of the turns .*: one turn only; .*set another template of this source"
+        DataError,
+        match=r"refuses a dialogue of the turns .*: one turn only; .*set another template of this source",
     ):
         build(place, tmp_path / "strict").rewards(place.replies(TEXTS[:4]))
 

@@ -1,4 +1,6 @@
-"""How a reward function is called: whole or single, plain or asynchronous, with columns, and within which time."""
+"""How a reward function is called: whole or single, plain or asynchronous, with columns, and within
+which time.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,13 @@ import pytest
 
 from rlhf_core.errors import ConfigError, DataError
 from rlhf_core.ppo.reward_sources.functions import FunctionReward, PythonFunction, columns_read
-from rlhf_core.ppo.reward_sources.source import PromptReader, RankShared, Replies, RewardMixture, WeightedSource
+from rlhf_core.ppo.reward_sources.source import (
+    PromptReader,
+    RankShared,
+    Replies,
+    RewardMixture,
+    WeightedSource,
+)
 
 from .conftest import Place
 
@@ -30,19 +38,26 @@ def called(given: Any, place: Place, texts: list[str]) -> list[float]:
 
 
 def batch(prompts: Any, replies: list[str], answer: list[str], level: list[int]) -> list[float]:
-    return [float(reply == right) + number for reply, right, number in zip(replies, answer, level, strict=True)]
+    return [
+        float(reply == right) + number
+        for reply, right, number in zip(replies, answer, level, strict=True)
+    ]
 
 
 def everything(prompts: Any, replies: list[str], **columns: list[Any]) -> list[float]:
     return batch(prompts, replies, columns["answer"], columns["level"])
 
 
-def single(prompt: list[dict[str, str]], reply: str, answer: str, *, level: int, unknown: int = 5) -> float:
+def single(
+    prompt: list[dict[str, str]], reply: str, answer: str, *, level: int, unknown: int = 5
+) -> float:
     assert prompt[-1]["role"] == "user" and unknown == 5
     return float(reply == answer) + level
 
 
-async def batch_async(prompts: Any, replies: list[str], answer: list[str], level: list[int]) -> list[float]:
+async def batch_async(
+    prompts: Any, replies: list[str], answer: list[str], level: list[int]
+) -> list[float]:
     await asyncio.sleep(0)
     return batch(prompts, replies, answer, level)
 
@@ -53,7 +68,9 @@ async def single_async(prompt: Any, reply: str, answer: str, level: int) -> floa
 
 
 class Scorer:
-    async def __call__(self, prompts: Any, replies: list[str], answer: list[str], level: list[int]) -> list[float]:
+    async def __call__(
+        self, prompts: Any, replies: list[str], answer: list[str], level: list[int]
+    ) -> list[float]:
         return await batch_async(prompts, replies, answer, level)
 
 
@@ -82,7 +99,9 @@ def test_a_notebook_runs_an_event_loop_already(place: Place) -> None:
 
 
 def test_a_column_that_the_records_lack_is_refused_before_training() -> None:
-    with pytest.raises(ConfigError, match=r"f asks for answer, which .* do not have; their columns: level, source"):
+    with pytest.raises(
+        ConfigError, match=r"f asks for answer, which .* do not have; their columns: level, source"
+    ):
         columns_read(batch, ["level", "source"], "f")
     assert columns_read(len, ["level"], "f") == ()
 
@@ -146,6 +165,10 @@ def test_what_a_function_raises_is_named_with_the_reply(place: Place) -> None:
         raise TimeoutError("of a server")
 
     with pytest.raises(DataError, match=r"f raised ZeroDivisionError: .*scoring 'red'"):
-        PythonFunction(FunctionReward(breaks, call="single"), "f").rewards(place.replies(["blue", "red"]))
+        PythonFunction(FunctionReward(breaks, call="single"), "f").rewards(
+            place.replies(["blue", "red"])
+        )
     with pytest.raises(DataError, match="f raised TimeoutError: of a server"):
-        PythonFunction(FunctionReward(breaks_async, call="single"), "f").rewards(place.replies(["blue"]))
+        PythonFunction(FunctionReward(breaks_async, call="single"), "f").rewards(
+            place.replies(["blue"])
+        )

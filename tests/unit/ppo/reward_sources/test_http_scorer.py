@@ -34,13 +34,19 @@ def test_items_hold_prompt_reply_and_end_in_batches(place: Place, scorer: Scorer
 
 
 def test_errors_of_the_server_are_retried_with_growing_waits(place: Place, scorer: Scorer) -> None:
-    scorer.script = [(500, "no"), (503, "busy", {"Retry-After": "7"}), (429, "later", {"Retry-After": "soon"})]
+    scorer.script = [
+        (500, "no"),
+        (503, "busy", {"Retry-After": "7"}),
+        (429, "later", {"Retry-After": "soon"}),
+    ]
     waits: list[float] = []
     assert client(scorer, waits).rewards(place.replies(["red"])).tolist() == [3.0]
     assert waits == [0.5, 7.0, 2.0] and len(scorer.requests) == 4
 
 
-@pytest.mark.parametrize("status", [408, 425, 502, 507, 522, 529], ids=str)  # 522 and 529 are those of gateways
+@pytest.mark.parametrize(
+    "status", [408, 425, 502, 507, 522, 529], ids=str
+)  # 522 and 529 are those of gateways
 def test_a_status_of_passing_trouble_is_retried(place: Place, scorer: Scorer, status: int) -> None:
     scorer.script = [(status, "busy")]
     assert client(scorer).rewards(place.replies(["red"])).tolist() == [3.0]
@@ -58,15 +64,21 @@ def test_a_request_that_times_out_is_repeated(place: Place, scorer: Scorer) -> N
     scorer.script = [hold]
     waits: list[float] = []
     try:
-        assert client(scorer, waits, timeout_seconds=0.3).rewards(place.replies(["red"])).tolist() == [3.0]
+        assert client(scorer, waits, timeout_seconds=0.3).rewards(
+            place.replies(["red"])
+        ).tolist() == [3.0]
     finally:
         hold.set()
     assert waits == [0.5] and len(scorer.requests) == 2
 
 
-def test_a_scorer_that_stays_away_is_told_with_attempts_and_the_last_problem(place: Place, scorer: Scorer) -> None:
+def test_a_scorer_that_stays_away_is_told_with_attempts_and_the_last_problem(
+    place: Place, scorer: Scorer
+) -> None:
     scorer.script = [(500, "out of memory")] * 4
-    with pytest.raises(DataError, match=r"'http' failed 4 times, at last with answered 500 'out of memory'; .*last"):
+    with pytest.raises(
+        DataError, match=r"'http' failed 4 times, at last with answered 500 'out of memory'; .*last"
+    ):
         client(scorer).rewards(place.replies(["red"]))
 
 
@@ -89,7 +101,9 @@ def test_a_scorer_that_stays_away_is_told_with_attempts_and_the_last_problem(pla
         ((200, "hello", {"Content-Type": "text/plain; charset=hex"}), "answered 200 'hello'"),
     ],
 )
-def test_a_broken_contract_is_refused_at_once(place: Place, scorer: Scorer, answer: Any, expected: str) -> None:
+def test_a_broken_contract_is_refused_at_once(
+    place: Place, scorer: Scorer, answer: Any, expected: str
+) -> None:
     scorer.script = [answer]
     waits: list[float] = []
     with pytest.raises(DataError, match=expected):
@@ -97,8 +111,12 @@ def test_a_broken_contract_is_refused_at_once(place: Place, scorer: Scorer, answ
     assert waits == [] and len(scorer.requests) == 1
 
 
-@pytest.mark.parametrize(("size", "pause"), [(1, 0.02), (1 << 20, 0)], ids=["a byte now and then", "a flood"])
-def test_an_answer_without_end_is_broken_off(place: Place, scorer: Scorer, size: int, pause: float) -> None:
+@pytest.mark.parametrize(
+    ("size", "pause"), [(1, 0.02), (1 << 20, 0)], ids=["a byte now and then", "a flood"]
+)
+def test_an_answer_without_end_is_broken_off(
+    place: Place, scorer: Scorer, size: int, pause: float
+) -> None:
     scorer.script = [(200, (time.sleep(pause) or b" " * size for _ in range(1000)))]
     assert client(scorer, timeout_seconds=0.5).rewards(place.replies(["red"])).tolist() == [3.0]
     assert len(scorer.requests) == 2
@@ -110,7 +128,9 @@ def test_a_wrong_count_cannot_be_made_up_by_another_batch(place: Place, scorer: 
         client(scorer, batch_size=2).rewards(place.replies(["red", "blue", "green"]))
 
 
-def test_the_environments_token_shows_nowhere(place: Place, scorer: Scorer, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_environments_token_shows_nowhere(
+    place: Place, scorer: Scorer, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with pytest.raises(ConfigError, match="variable SCORER_TOKEN, named by token_env, is not set"):
         client(scorer, token_env="SCORER_TOKEN")
     monkeypatch.setenv("SCORER_TOKEN", "s3cret")
@@ -125,7 +145,9 @@ def test_the_environments_token_shows_nowhere(place: Place, scorer: Scorer, monk
 
 
 @pytest.mark.parametrize("value", ["two words", "line\nbreak", "schlüssel"])
-def test_a_token_that_cannot_be_sent_stays_unseen(scorer: Scorer, monkeypatch: pytest.MonkeyPatch, value: str) -> None:
+def test_a_token_that_cannot_be_sent_stays_unseen(
+    scorer: Scorer, monkeypatch: pytest.MonkeyPatch, value: str
+) -> None:
     monkeypatch.setenv("SCORER_TOKEN", value)
     with pytest.raises(ConfigError, match="cannot be a bearer token") as caught:
         client(scorer, token_env="SCORER_TOKEN")

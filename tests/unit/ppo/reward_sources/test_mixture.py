@@ -55,19 +55,26 @@ def test_the_default_is_the_reward_model_bit_for_bit(place: Place) -> None:
     tokens = place.replies(TEXTS).tokens
     scorer = build_reward_fn(DEFAULT_SOURCES, place.context)
     alone = reward_model_fn(ScalarModel.load(place.context.reward).eval())
-    assert torch.equal(scorer(tokens), alone(tokens)) and reward_metrics(scorer) == reward_metrics(alone) == {}
+    assert (
+        torch.equal(scorer(tokens), alone(tokens))
+        and reward_metrics(scorer) == reward_metrics(alone) == {}
+    )
 
 
 def test_a_model_scores_the_end_of_the_very_tokens(place: Place) -> None:
     """An unfinished reply is read at its last word, a finished one at its end marker."""
     model = ScalarModel.load(place.context.reward)
     finished = [True, False, True, False, True]
-    scores = build_reward_fn(sources({"kind": "model"}), place.context)(place.replies(TEXTS, finished).tokens)
+    scores = build_reward_fn(sources({"kind": "model"}), place.context)(
+        place.replies(TEXTS, finished).tokens
+    )
     for row, text, end, score in zip(place.rows, TEXTS, finished, scores.tolist(), strict=False):
         prompt, reply = encode_dialogue(place.tokenizer, row.prompt, text)
         ids = torch.tensor([prompt + (reply if end else reply[:-1])])
         with torch.no_grad():
-            assert score == pytest.approx(float(model.reply_scores(ids, torch.ones_like(ids))[0]), abs=1e-5)
+            assert score == pytest.approx(
+                float(model.reply_scores(ids, torch.ones_like(ids))[0]), abs=1e-5
+            )
 
 
 def test_the_sum_is_weighted_and_each_source_is_told(place: Place) -> None:
@@ -97,7 +104,9 @@ def test_tokens_of_an_unknown_prompt_are_refused(place: Place) -> None:
     tokens = replies.tokens.tokens.clone()
     tokens[1, tokens.shape[1] - replies.tokens.width - 3] += 1
     strange = Tokens(tokens, replies.tokens.attention_mask, replies.tokens.response_mask)
-    with pytest.raises(RlhfError, match="row 1 of the rollout does not begin with any of the prompts"):
+    with pytest.raises(
+        RlhfError, match="row 1 of the rollout does not begin with any of the prompts"
+    ):
         _ = Replies(strange, replies.reader, place.tokenizer).prompts
 
 
@@ -105,12 +114,16 @@ def test_an_ensemble_is_mean_minus_k_std(place: Place) -> None:
     """Hand-computed: members 1, 5 and 3 have mean 3 and population std sqrt(8 / 3)."""
     members = [lambda batch, value=value: torch.full((2,), value) for value in (1.0, 5.0, 3.0)]
     ensemble = EnsembleRewards(members, [0.0, 0.0, 0.0], 0.5)
-    assert ensemble.rewards(place.replies(["x", "y"])).tolist() == pytest.approx([3 - 0.5 * math.sqrt(8 / 3)] * 2)
+    assert ensemble.rewards(place.replies(["x", "y"])).tolist() == pytest.approx(
+        [3 - 0.5 * math.sqrt(8 / 3)] * 2
+    )
     assert ensemble.metrics["spread"] == pytest.approx(math.sqrt(8 / 3))
 
 
 @given(st.lists(st.floats(-5, 5), min_size=2, max_size=4), st.floats(0, 3), st.floats(-9, 9))
-def test_a_members_origin_changes_nothing_once_centred(place: Place, values: list[float], k: float, by: float) -> None:
+def test_a_members_origin_changes_nothing_once_centred(
+    place: Place, values: list[float], k: float, by: float
+) -> None:
     def scores(shift: float) -> float:
         members = [lambda batch, v=v, i=i: torch.tensor([v + shift * i], dtype=torch.float64)
                    for i, v in enumerate(values)]  # fmt: skip
@@ -124,17 +137,28 @@ def test_an_ensemble_of_folders_centres_each_member_on_demonstrations(place: Pla
     paths = ["models/reward", "extra/second"]
     tokens = place.replies(TEXTS).tokens
     models = [ScalarModel.load(place.root / path) for path in paths]
-    dialogues = [encode_dialogue(place.tokenizer, row.prompt, row.reply) for row in map(demonstration, range(20))]
+    dialogues = [
+        encode_dialogue(place.tokenizer, row.prompt, row.reply)
+        for row in map(demonstration, range(20))
+    ]
     raw, origins = [], []
     with torch.no_grad():
         for model in models:
             raw.append(reward_model_fn(model)(tokens).double())
             ids = [torch.tensor([prompt + reply]) for prompt, reply in dialogues]
-            origins.append(sum(float(model.reply_scores(i, torch.ones_like(i))) for i in ids) / len(ids))
+            origins.append(
+                sum(float(model.reply_scores(i, torch.ones_like(i))) for i in ids) / len(ids)
+            )
     a, b = raw[0] - origins[0], raw[1] - origins[1]
-    centred = build_reward_fn(sources({"kind": "ensemble", "paths": paths, "k": 2.0}), place.context)(tokens)
-    assert centred.tolist() == pytest.approx(((a + b) / 2 - 2.0 * (a - b).abs() / 2).tolist(), abs=1e-5)
-    plain = build_reward_fn(sources({"kind": "ensemble", "paths": paths, "center": False}), place.context)(tokens)
+    centred = build_reward_fn(
+        sources({"kind": "ensemble", "paths": paths, "k": 2.0}), place.context
+    )(tokens)
+    assert centred.tolist() == pytest.approx(
+        ((a + b) / 2 - 2.0 * (a - b).abs() / 2).tolist(), abs=1e-5
+    )
+    plain = build_reward_fn(
+        sources({"kind": "ensemble", "paths": paths, "center": False}), place.context
+    )(tokens)
     assert plain.tolist() == pytest.approx(torch.minimum(raw[0], raw[1]).tolist(), abs=1e-5)
 
 
@@ -143,13 +167,33 @@ def test_an_ensemble_of_folders_centres_each_member_on_demonstrations(place: Pla
     [
         ({"kind": "model", "path": "models/referee"}, ConfigError, "only models/reward may score"),
         ({"kind": "model", "path": "models/judge"}, ConfigError, "only models/reward may score"),
-        ({"kind": "model", "path": "extra/../models/sft"}, ConfigError, "only models/reward may score"),
-        ({"kind": "ensemble", "paths": ["models/reward", "models/referee"]}, ConfigError, "must not be trained on"),
+        (
+            {"kind": "model", "path": "extra/../models/sft"},
+            ConfigError,
+            "only models/reward may score",
+        ),
+        (
+            {"kind": "ensemble", "paths": ["models/reward", "models/referee"]},
+            ConfigError,
+            "must not be trained on",
+        ),
         ({"kind": "classifier", "model": "models/referee"}, ConfigError, "must not be trained on"),
-        ({"kind": "model", "path": "extra/nothing"}, ModelError, "no model folder at .*extra/nothing"),
+        (
+            {"kind": "model", "path": "extra/nothing"},
+            ModelError,
+            "no model folder at .*extra/nothing",
+        ),
         ({"kind": "model", "path": "extra/foreign_lm"}, ModelError, "extra/foreign_lm"),
-        ({"kind": "model", "path": "extra/foreign"}, ModelError, "another tokenizer .* use it as kind classifier"),
-        ({"kind": "http", "url": "http://127.0.0.1:1", "retries": 0}, DataError, "'http' .*127.0.0.1:1.* failed 1 tim"),
+        (
+            {"kind": "model", "path": "extra/foreign"},
+            ModelError,
+            "another tokenizer .* use it as kind classifier",
+        ),
+        (
+            {"kind": "http", "url": "http://127.0.0.1:1", "retries": 0},
+            DataError,
+            "'http' .*127.0.0.1:1.* failed 1 tim",
+        ),
     ],
     ids=str,
 )
@@ -167,7 +211,9 @@ def test_another_path_to_the_own_model_is_the_own_model(place: Place) -> None:
     assert torch.equal(build_reward_fn(absolute, place.context)(tokens), own(tokens))
 
 
-@pytest.mark.parametrize("values", [(1, 2.5), [1, 2.5], torch.tensor([1, 2.5]), torch.tensor([1, 2.5]).numpy()])
+@pytest.mark.parametrize(
+    "values", [(1, 2.5), [1, 2.5], torch.tensor([1, 2.5]), torch.tensor([1, 2.5]).numpy()]
+)
 def test_any_sequence_of_numbers_will_do(place: Place, values: Any) -> None:
     assert checked_rewards(values, place.replies(["x", "y"]), "f").tolist() == [1.0, 2.5]
 

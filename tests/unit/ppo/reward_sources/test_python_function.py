@@ -50,7 +50,9 @@ def rules(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 def function(workspace: Path, name: str) -> PythonFunction:
     target = f"my_rules:{name}"
-    return PythonFunction(load_function(target, workspace, "source 'f'", SIGNATURE), f"source 'f' ({target})")
+    return PythonFunction(
+        load_function(target, workspace, "source 'f'", SIGNATURE), f"source 'f' ({target})"
+    )
 
 
 def test_a_function_of_the_workspace_scores_replies(place: Place, rules: Path) -> None:
@@ -60,11 +62,18 @@ def test_a_function_of_the_workspace_scores_replies(place: Place, rules: Path) -
 
 
 def test_a_function_sees_whole_dialogues(place: Place, rules: Path) -> None:
-    assert function(rules, "asks").rewards(place.replies(["x"] * 4)).tolist() == [2.0, 2.0, 3.0, 4.0]
+    assert function(rules, "asks").rewards(place.replies(["x"] * 4)).tolist() == [
+        2.0,
+        2.0,
+        3.0,
+        4.0,
+    ]
 
 
 def test_what_the_function_raises_names_type_and_line(place: Place, rules: Path) -> None:
-    with pytest.raises(DataError, match=r"my_rules:breaks\) raised ZeroDivisionError: .*\(my_rules.py, line 12\)"):
+    with pytest.raises(
+        DataError, match=r"my_rules:breaks\) raised ZeroDivisionError: .*\(my_rules.py, line 12\)"
+    ):
         function(rules, "breaks").rewards(place.replies(["red", ""]))
 
 
@@ -76,7 +85,10 @@ def test_what_it_returns_is_checked(place: Place, rules: Path) -> None:
 @pytest.mark.parametrize(
     ("target", "expected"),
     [
-        ("no_rules_here:words", r"cannot import no_rules_here \(ModuleNotFoundError: .* on PYTHONPATH or in"),
+        (
+            "no_rules_here:words",
+            r"cannot import no_rules_here \(ModuleNotFoundError: .* on PYTHONPATH or in",
+        ),
         ("broken_rules:words", r"cannot import broken_rules \(ZeroDivisionError"),
         ("my_rules:sentences", "sentences is nothing in my_rules"),
         ("my_rules:NUMBER", "NUMBER is a int in my_rules"),

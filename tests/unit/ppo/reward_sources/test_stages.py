@@ -1,4 +1,6 @@
-"""Critic pre-training and PPO as stages, scored by several sources: metrics, refusals at the start, exact resume."""
+"""Critic pre-training and PPO as stages, scored by several sources: metrics, refusals at the start,
+exact resume.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,9 @@ CRITIC = {"max_rollouts": 2, "batch_size": 6, "epochs": 1, "checkpoint": {"every
 
 
 def config(*sources: dict[str, Any]) -> PpoConfig:
-    return PpoConfig.model_validate(PPO | {"reward": {"sources": list(sources)}} if sources else PPO)
+    return PpoConfig.model_validate(
+        PPO | {"reward": {"sources": list(sources)}} if sources else PPO
+    )
 
 
 def run_critic(place: Place, root: Path, settings: PpoConfig) -> Paths:
@@ -45,19 +49,30 @@ def run_ppo(place: Place, root: Path, settings: PpoConfig) -> Paths:
     return outputs
 
 
-def test_both_stages_score_with_the_same_sources(place: Place, scorer: Scorer, tmp_path: Path) -> None:
-    """The raw reward of each rollout is the weighted sum of what each source is said to have given."""
-    settings = config({"kind": "model"}, {"kind": "http", "url": scorer.url, "weight": 0.5, "name": "words"})
+def test_both_stages_score_with_the_same_sources(
+    place: Place, scorer: Scorer, tmp_path: Path
+) -> None:
+    """The raw reward of each rollout is the weighted sum of what each source is said to have
+    given.
+    """
+    settings = config(
+        {"kind": "model"}, {"kind": "http", "url": scorer.url, "weight": 0.5, "name": "words"}
+    )
     for outputs in (run_critic(place, tmp_path, settings), run_ppo(place, tmp_path, settings)):
         for row in without_clock(outputs.history):
             expected = row["source_model_mean"] + 0.5 * row["source_words_mean"]
-            assert row["reward_mean"] == pytest.approx(expected, abs=1e-5) and row["source_words_std"] > 0
+            assert (
+                row["reward_mean"] == pytest.approx(expected, abs=1e-5)
+                and row["source_words_std"] > 0
+            )
     assert json.loads((tmp_path / "metrics/ppo.json").read_text())["last"]["source_words_mean"] > 0
     asked = [len(request["items"]) for request in scorer.requests]
     assert asked == [2, 6, 6, 2, 6, 6]  # each stage tries two made-up replies first
 
 
-def test_a_scorer_that_dies_halfway_costs_nothing_but_time(place: Place, scorer: Scorer, tmp_path: Path) -> None:
+def test_a_scorer_that_dies_halfway_costs_nothing_but_time(
+    place: Place, scorer: Scorer, tmp_path: Path
+) -> None:
     """Nothing is published, and the run that follows ends like one that was never interrupted."""
     settings = config({"kind": "model"}, {"kind": "http", "url": scorer.url, "retries": 0})
     straight, stopped = tmp_path / "straight", tmp_path / "stopped"
@@ -76,7 +91,9 @@ def test_a_scorer_that_dies_halfway_costs_nothing_but_time(place: Place, scorer:
         scorer.answer = dying  # type: ignore[method-assign]
         run_ppo(place, stopped, settings)
     assert not [path for path in (stopped / "models").iterdir() if path.name != "critic"]
-    assert not (stopped / "metrics/ppo.json").exists() and not (stopped / "history/ppo.jsonl").exists()
+    assert (
+        not (stopped / "metrics/ppo.json").exists() and not (stopped / "history/ppo.jsonl").exists()
+    )
     scorer.answer = answer  # type: ignore[method-assign]
     found = run_ppo(place, stopped, settings)
     assert without_clock(found.history) == without_clock(expected.history) != []
@@ -85,7 +102,9 @@ def test_a_scorer_that_dies_halfway_costs_nothing_but_time(place: Place, scorer:
 
 
 @pytest.mark.parametrize("stage", [run_critic, run_ppo])
-def test_a_bad_source_stops_a_stage_before_it_trains(place: Place, scorer: Scorer, tmp_path: Path, stage: Any) -> None:
+def test_a_bad_source_stops_a_stage_before_it_trains(
+    place: Place, scorer: Scorer, tmp_path: Path, stage: Any
+) -> None:
     scorer.script = [(200, {"scores": [1.0]})]
     with pytest.raises(DataError, match="gave 1 scores for 2 items"):
         stage(place, tmp_path, config({"kind": "http", "url": scorer.url}))
