@@ -106,11 +106,10 @@ def abandoned_rows(work: Path, kind: Literal["rows", "samples"]) -> list[dict[st
     """
     path = work / JOURNAL
     entries = read_json(path) if path.is_file() else []
-    return [
-        {"rollback": number} | row
-        for number, entry in enumerate(entries, start=1)
-        for row in entry[kind]
-    ]
+    abandoned: list[dict[str, Any]] = []
+    for number, entry in enumerate(entries, start=1):
+        abandoned += [{"rollback": number} | row for row in entry[kind]]
+    return abandoned
 
 
 @dataclass(kw_only=True)

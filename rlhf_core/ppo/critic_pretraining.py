@@ -181,10 +181,13 @@ class CriticTrainer(RolloutLoop):
                 shares.append(self.pair.accumulate_value_gradients(minibatch, objective))
                 results.append(clip_and_step(self.pair.engines, "separate", None)["critic"])
         steps = config.epochs * config.minibatches
+        losses = [step["value_loss"] for step in totals_of_steps(shares)]
+        norms = [result.grad_norm for result in results]
+        skipped = [result.skipped for result in results]
         return {
-            "value_loss": sum(step["value_loss"] for step in totals_of_steps(shares)) / steps,
-            "critic_grad_norm": sum(result.grad_norm for result in results) / steps,
-            "skipped_steps": float(sum(result.skipped for result in results)),
+            "value_loss": sum(losses) / steps,
+            "critic_grad_norm": sum(norms) / steps,
+            "skipped_steps": float(sum(skipped)),
         }
 
     def meta(self) -> dict[str, Any]:

@@ -26,7 +26,7 @@ from rlhf_core.errors import TrainingPaused
 from rlhf_core.ppo.checkpoints import Rollback, RollbackCheckpoints, RollbackJournal
 from rlhf_core.ppo.experience import IterationRecord
 from rlhf_core.runtime import distributed
-from rlhf_core.training.history import nonfinite_as_none
+from rlhf_core.training.history import none_as_nan, nonfinite_as_none
 
 logger = logging.getLogger(__name__)
 
@@ -96,14 +96,27 @@ class HealthMonitor:
         for rule in self.rules:
             if iteration < rule.after or not any(check.metric in signals for check in rule.checks):
                 continue
-            evidence = [self._evidence(check) for check in rule.checks]
-            if None in evidence:
+            evidence: list[str] = []
+            for check in rule.checks:
+                text = self._evidence(check)
+                if text is not None:
+                    evidence.append(text)
+            if len(evidence) < len(rule.checks):
                 self.active.discard(rule.name)
                 continue
             if rule.action != "warn" or rule.name not in self.active:
                 findings.append(
-                    _finding(
-                        rule, iteration, self._since(rule), [text for text in evidence if text]
+                    Finding(
+                        rule=rule.name,
+                        iteration=iteration,
+                        since=self._since(rule),
+                        severity=rule.severity,
+                        action=rule.action,
+                        symptom=rule.symptom,
+                        cause=rule.cause,
+                        evidence=tuple(evidence),
+                        remedy=rule.remedy,
+                        adjust=rule.adjust if rule.action == "rollback" else (),
                     )
                 )
             self.active.add(rule.name)
@@ -121,9 +134,12 @@ class HealthMonitor:
         rules = [rule for rule in self.rules if rule.action == "rollback"]
         if not rules:
             return None
-        known = (rule for rule in rules if any(check.metric in self.seen for check in rule.checks))
         newest = max((seen[-1] for seen in self.seen.values()), default=0)
-        return min([newest + 1, *map(self._since, known)])
+        earliest = newest + 1
+        for rule in rules:
+            if any(check.metric in self.seen for check in rule.checks):
+                earliest = min(earliest, self._since(rule))
+        return earliest
 
     def state(self) -> dict[str, Any]:
         """Everything that later judgements depend on, as JSON (non-finite values as None)."""
@@ -132,8 +148,11 @@ class HealthMonitor:
 
     def load_state(self, state: Mapping[str, Any]) -> None:
         """Continue from :meth:`state` of another monitor with the same rules."""
-        self.start = {name: _from_json(values) for name, values in state["start"].items()}
-        self.recent = {name: _from_json(values) for name, values in state["recent"].items()}
+        self.start, self.recent = {}, {}
+        for name, values in state["start"].items():
+            self.start[name] = list(map(none_as_nan, values))
+        for name, values in state["recent"].items():
+            self.recent[name] = list(map(none_as_nan, values))
         self.seen = {name: list(iterations) for name, iterations in state["seen"].items()}
         self.best = {name: float(value) for name, value in state["best"].items()}
         self.active = set(state["active"])
@@ -209,11 +228,12 @@ class HealthMonitor:
 def _windows(rules: Iterable[Rule]) -> dict[str, int]:
     """How many recent values each metric needs; metrics read only as a start need one."""
     needed: dict[str, int] = {}
-    for check in (check for rule in rules for check in rule.checks):
-        needed[check.metric] = max(needed.get(check.metric, 1), check.window)
-        kind, _, name = check.of.partition(":")
-        if kind == "start" and name:
-            needed.setdefault(name, 1)
+    for rule in rules:
+        for check in rule.checks:
+            needed[check.metric] = max(needed.get(check.metric, 1), check.window)
+            kind, _, name = check.of.partition(":")
+            if kind == "start" and name:
+                needed.setdefault(name, 1)
     return needed
 
 
@@ -223,16 +243,6 @@ def _explain(check: Check, reference: float) -> str:
         return f" (window {check.window})"
     source = f"limit {name}" if kind == "limit" else f"{name or check.metric} at the start"
     return f" ({source} {reference:.3g}, window {check.window})"
-
-
-def _finding(rule: Rule, iteration: int, since: int, evidence: Sequence[str]) -> Finding:
-    adjust = rule.adjust if rule.action == "rollback" else ()
-    of_rule = (rule.severity, rule.action, rule.symptom, rule.cause)
-    return Finding(rule.name, iteration, since, *of_rule, tuple(evidence), rule.remedy, adjust)
-
-
-def _from_json(values: Sequence[float | None]) -> list[float]:
-    return [math.nan if value is None else float(value) for value in values]
 
 
 class HealthGuard:
@@ -351,16 +361,16 @@ class HealthGuard:
         """The way back from ``iteration`` to the checkpoint of ``target``, with what is
         abandoned.
         """
-        rows, samples = (
-            # Only the first rank's lines are whole; those of the others are discarded in the end.
-            [row for row in lines.rows() if row["iteration"] > target]
-            if distributed.is_rank_zero()
-            else []
-            for lines in (checkpoints.lines["history"], checkpoints.lines["samples"])
-        )
+        abandoned: dict[str, list[dict[str, Any]]] = {"history": [], "samples": []}
+        # Only the first rank's lines are whole; those of the others are discarded in the end.
         if distributed.is_rank_zero():
             logger.warning("ppo goes back from iteration %d to %d: %s", iteration, target, finding)
-        return Rollback(iteration, target, finding.as_dict(), rows, samples)
+            for kind, rows in abandoned.items():
+                written = checkpoints.lines[kind].rows()
+                rows.extend(row for row in written if row["iteration"] > target)
+        return Rollback(
+            iteration, target, finding.as_dict(), abandoned["history"], abandoned["samples"]
+        )
 
 
 def last_healthy(steps: Iterable[int], first: int) -> int | None:

@@ -412,5 +412,6 @@ def clip_and_step(
         The results by the engines' names. A step whose norm is not finite was skipped.
     """
     if norm == "joint":
-        return dict(zip(engines, joint_step(list(engines.values()), max_norm), strict=True))
+        results = joint_step(list(engines.values()), max_norm)
+        return dict(zip(engines, results, strict=True))
     return {name: engine.step() for name, engine in engines.items()}

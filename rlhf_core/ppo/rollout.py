@@ -23,7 +23,6 @@ from rlhf_core.data.schema import Message
 from rlhf_core.data.statistics import rank_correlation
 from rlhf_core.data.text import commonest_share, is_refusal, mean, reply_statistics
 from rlhf_core.errors import DataError, RlhfError
-from rlhf_core.models.adapters import FrozenLowerLayers
 from rlhf_core.models.precision import Precision, matmul_precision
 from rlhf_core.ppo.actor_critic import ActorCriticPair
 from rlhf_core.ppo.advantages import explained_variance
@@ -33,7 +32,13 @@ from rlhf_core.runtime import distributed
 from rlhf_core.sampling.agreement import LIMITS
 from rlhf_core.sampling.generation import Rollout
 from rlhf_core.sampling.sampler import PromptBatch
-from rlhf_core.sampling.token_scoring import Tokens, pad_columns, response_logits, token_statistics
+from rlhf_core.sampling.token_scoring import (
+    MicroBatch,
+    Tokens,
+    pad_columns,
+    response_logits,
+    token_statistics,
+)
 from rlhf_core.training.passes import run_side_by_side
 
 COMPARABLE_TOKENS = 32  # halves of fewer tokens than these differ by chance
@@ -72,8 +77,10 @@ class TrainingPrompts:
         Each prompt comes ``replies_per_prompt`` times in a row; ``size`` must be a multiple of
         that.
         """
-        prompts = batch_at(len(self), size // replies_per_prompt, seed, iteration)
-        return [row for row in prompts for _ in range(replies_per_prompt)]
+        rows: list[int] = []
+        for row in batch_at(len(self), size // replies_per_prompt, seed, iteration):
+            rows += [row] * replies_per_prompt
+        return rows
 
     def batch(self, rows: Sequence[int], iteration: int, seed: int) -> PromptBatch:
         """The prompts of ``rows``; every reply of every iteration has a random stream of its
@@ -144,10 +151,10 @@ def predict_tokens(
     the ranks share.
     """
     batch, exact_kl = rollout.batch, exact_kl and every == 1
-    lower_layers = FrozenLowerLayers.shared_by(pair.policy, reference)
-    predict_all = partial(_predict_all, pair, reference, exact_kl, lower_layers)
-    runs: list[tuple[Tokens, Predict, int]] = [(batch, predict_all, 1)]
-    if every > 1:
+    runs: list[tuple[Tokens, Predict, int]]
+    if every == 1:
+        runs = [(batch, partial(_predict_all, pair, reference, exact_kl), 1)]
+    else:
         sample = Tokens(
             batch.tokens[::every], batch.attention_mask[::every], batch.response_mask[::every]
         )
@@ -155,20 +162,18 @@ def predict_tokens(
             (batch, partial(_predict_without_policy, pair, reference), 1),
             (sample, partial(_score, pair), every),
         ]
-    parts = [
-        (micro, predict, apart)
-        for tokens, predict, apart in runs
-        for micro in pair.limits.split(tokens)
-    ]
-    tasks = [
-        partial(_without_gradients, pair, predict, micro.tokens) for micro, predict, _ in parts
-    ]
+    parts: list[tuple[MicroBatch, int]] = []
+    tasks: list[Callable[[], dict[str, Tensor]]] = []
+    for tokens, predict, apart in runs:
+        for micro in pair.limits.split(tokens):
+            parts.append((micro, apart))
+            tasks.append(partial(_without_gradients, pair, predict, micro.tokens))
     predictions = run_side_by_side(*tasks, models=[*pair.models, reference])
     names = ("logprobs", "ref_logprobs", "entropy", "values", *(["full_kl"] if exact_kl else []))
     columns = {
         name: torch.zeros(batch.response_mask.shape, device=batch.tokens.device) for name in names
     }
-    for (micro, _, apart), predicted in zip(parts, predictions, strict=True):
+    for (micro, apart), predicted in zip(parts, predictions, strict=True):
         mask = micro.tokens.response_mask
         for name, values in predicted.items():
             if micro.weight:
@@ -194,19 +199,14 @@ def _predict_all(
     pair: ActorCriticPair,
     reference: PreTrainedModel,
     exact_kl: bool,
-    lower_layers: FrozenLowerLayers,
     part: Tokens,
 ) -> dict[str, Tensor]:
     """Log-probabilities by policy and reference, entropy, values and exact KL of one micro-batch,
     each (b, t).
     """
-    with lower_layers.recorded():
-        policy, values = pair.predict(part)
+    policy, values = pair.predict(part)
     # In critic pre-training the frozen policy is its own reference.
-    ref = policy
-    if reference is not pair.policy:
-        with lower_layers.replayed():
-            ref = response_logits(reference, part)
+    ref = policy if reference is pair.policy else response_logits(reference, part)
     settings: dict[str, Any] = {"entropies": True, "reference": ref, "exact_kl": exact_kl}
     return token_statistics(policy, part, pair.sampling, pair.logits_bytes, **settings) | {
         "values": values
@@ -401,12 +401,12 @@ def reply_metrics(
     """What decoded replies look like: lengths in tokens with the end marker, and statistics of
     their text.
     """
+    normalised = [" ".join(reply.casefold().split()) for reply in replies]
+    refused = [is_refusal(reply) for reply in replies]
     return reply_statistics(replies, lengths, finished) | {
         "length_p95": float(np.percentile(lengths, 95)),
-        "commonest_reply": commonest_share(
-            [" ".join(reply.casefold().split()) for reply in replies]
-        ),
-        "refusals": mean([is_refusal(reply) for reply in replies]),
+        "commonest_reply": commonest_share(normalised),
+        "refusals": mean(refused),
     }
 
 

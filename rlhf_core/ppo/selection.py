@@ -24,7 +24,7 @@ from rlhf_core.ppo.experience import IterationRecord
 from rlhf_core.runtime import distributed
 from rlhf_core.training.checkpoints.manager import not_of_one_run
 from rlhf_core.training.engine.frozen import FrozenModels
-from rlhf_core.training.history import History, nonfinite_as_none
+from rlhf_core.training.history import History, none_as_nan, nonfinite_as_none
 
 SAMPLES = 8
 NORMAL_95 = 1.96  # half an interval of 95 % in standard errors
@@ -178,10 +178,9 @@ class CheckpointSelector:
             prune_best(self.folder, needed)
 
         checkpoints.manager.attach(write)
-        record.metrics |= {
-            name if name in SELECTION_METRICS else f"selection_{name}": value
-            for name, value in metrics.items()
-        }
+        for name, value in metrics.items():
+            shown = name if name in SELECTION_METRICS else f"selection_{name}"
+            record.metrics[shown] = value
         record.seconds["seconds_selection"] = time.perf_counter() - started
         rows = zip(record.prompts, record.replies, record.experience.rewards.tolist(), strict=True)
         for prompt, reply, reward in list(rows)[:SAMPLES]:
@@ -203,11 +202,10 @@ class CheckpointSelector:
         }
 
     def load_state(self, state: Mapping[str, Any]) -> None:
-        rows: list[dict[str, Any]] = [
-            {name: math.nan if value is None else value for name, value in row.items()}
-            for row in state["candidates"]
-        ]
-        self.candidates = [CheckpointCandidate(**row) for row in rows]
+        self.candidates = []
+        for row in state["candidates"]:
+            numbers = {name: none_as_nan(value) for name, value in row.items()}
+            self.candidates.append(CheckpointCandidate(**numbers))
         self.best = int(state["best"])
         kept = (
             self.best == 0 or not distributed.is_rank_zero() or holds_best(self.folder, self.best)

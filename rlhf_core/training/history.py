@@ -102,6 +102,11 @@ def nonfinite_as_none(value: Any) -> Any:
     return value
 
 
+def none_as_nan(value: float | None) -> float:
+    """Undo :func:`nonfinite_as_none` for one number."""
+    return math.nan if value is None else value
+
+
 def read_history(path: Path) -> list[dict[str, Any]]:
     """Read a history file. A line cut short by a crash is left out; a missing file has no rows."""
     rows: list[dict[str, Any]] = []

@@ -119,10 +119,9 @@ def build_source(source: RewardSource, name: str, context: SourceContext) -> Sou
         )
     if isinstance(source, EnsembleSource):
         models = [_reward_model(path, who, context) for path in source.paths]
-        clean, tokenizer = context.clean, context.tokenizer
-        origins = [
-            reward_origin(model, clean, tokenizer) if source.center else 0.0 for model in models
-        ]
+        origins = [0.0] * len(models)
+        if source.center:
+            origins = [reward_origin(model, context.clean, context.tokenizer) for model in models]
         return EnsembleRewards([_reward_fn(model, context) for model in models], origins, source.k)
     if isinstance(source, ClassifierSource):
         from rlhf_core.ppo.reward_sources.classifier import load_classifier

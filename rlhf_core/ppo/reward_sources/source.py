@@ -11,8 +11,9 @@ import hashlib
 import math
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import cached_property, partial, reduce
+from itertools import compress
 from numbers import Real
 from typing import Any, Protocol, cast
 
@@ -67,18 +68,17 @@ class PromptReader:
             RlhfError: A row's tokens are not those of a known prompt.
         """
         width = batch.tokens.shape[1] - batch.width
-        rows = zip(
-            batch.tokens[:, :width].tolist(), batch.attention_mask[:, :width].tolist(), strict=True
-        )
-        known = [
-            self._rows.get(_digest([i for i, kept in zip(*row, strict=True) if kept]))
-            for row in rows
-        ]
-        if None in known:
-            raise RlhfError(
-                f"row {known.index(None)} of the rollout does not begin with any of the prompts"
-            )
-        return [row for row in known if row is not None]
+        tokens, masks = batch.tokens[:, :width].tolist(), batch.attention_mask[:, :width].tolist()
+        found: list[int] = []
+        for number, (row, mask) in enumerate(zip(tokens, masks, strict=True)):
+            prompt = list(compress(row, mask))
+            known = self._rows.get(_digest(prompt))
+            if known is None:
+                raise RlhfError(
+                    f"row {number} of the rollout does not begin with any of the prompts"
+                )
+            found.append(known)
+        return found
 
 
 def _digest(ids: Sequence[int]) -> bytes:
@@ -114,8 +114,10 @@ class Replies:
     @property
     def columns(self) -> dict[str, list[Any]]:
         """What else the record of each reply's prompt says, by name."""
-        columns = self.reader.prompts.columns
-        return {name: [values[row] for row in self._rows] for name, values in columns.items()}
+        columns: dict[str, list[Any]] = {}
+        for name, values in self.reader.prompts.columns.items():
+            columns[name] = [values[row] for row in self._rows]
+        return columns
 
     @cached_property
     def _decoded(self) -> list[tuple[str, bool]]:
@@ -368,16 +370,11 @@ class HttpScorer:
         Raises:
             DataError: The scorer stays unreachable or does not keep the contract.
         """
-        items = [
-            {
-                "prompt": [{"role": m.role, "content": m.content} for m in prompt],
-                "reply": text,
-                "finished": finished,
-            }
-            for prompt, text, finished in zip(
-                replies.prompts, replies.texts, replies.finished, strict=True
-            )
-        ]
+        items: list[dict[str, Any]] = []
+        answered = zip(replies.prompts, replies.texts, replies.finished, strict=True)
+        for prompt, text, finished in answered:
+            turns = [asdict(turn) for turn in prompt]
+            items.append({"prompt": turns, "reply": text, "finished": finished})
         scores: list[Any] = []
         for start in range(0, len(items), self.config.batch_size):
             part = items[start : start + self.config.batch_size]
