@@ -9,10 +9,6 @@ A scalar model may have the lower layers of a language model alone. What tells a
 bad one is often most linear in the middle: upper layers turn to predicting the next token (Skean et
 al., 2025, "Layer by Layer: Uncovering Hidden Representations in Language Models"). Without them a
 reward model is cheaper to train and to ask.
-
-The reference of a policy with adapters is the policy with its adapters off. Below the lowest
-adapted layer both compute the same numbers from the same tokens, so the second pass takes what the
-first left there: the same bits, no work.
 """
 
 from __future__ import annotations
@@ -384,10 +380,9 @@ def _peft_config(model: PreTrainedModel, weights: AdaptedWeights, config: LoraCo
             break
     if weights.experts:
         taken = [name for name in weights.linear if name.rpartition(".")[2] in TAKEN_FOR_EXPERTS]
-        settings = {
-            "target_modules": [name for name in weights.linear if name not in set(taken)],
-            "target_parameters": [*weights.experts, *(f"{name}.weight" for name in taken)],
-        }
+        left = [name for name in weights.linear if name not in taken]
+        of_taken = [f"{name}.weight" for name in taken]
+        settings = {"target_modules": left, "target_parameters": [*weights.experts, *of_taken]}
     return peft.LoraConfig(r=config.rank, lora_alpha=config.alpha, lora_dropout=0.0, **settings)
 
 
@@ -566,25 +561,17 @@ def keep_lower_layers(model: PreTrainedModel, layers: int) -> None:
     depth = backbone.config.num_hidden_layers
     if layers > depth:
         raise ModelError(f"layers is {layers}, but {type(model).__name__} has {depth} layers")
-    stack = decoder_layers(model)
-    if stack is None:
+    lists = [child for child in backbone.children() if isinstance(child, nn.ModuleList)]
+    stacks = [child for child in lists if len(child) == depth]
+    if len(stacks) != 1:
         raise ModelError(
             f"the layers of {type(backbone).__name__} cannot be told apart; remove the setting layers"
         )
+    (stack,) = stacks
     (name,) = [name for name, child in backbone.named_children() if child is stack]
     setattr(backbone, name, stack[:layers])
     for config in (model.config, backbone.config):
         limit_layers(config, layers)
-
-
-def decoder_layers(model: PreTrainedModel) -> nn.ModuleList | None:
-    """Return the list of the model's decoder layers, from the embedding up; None where it cannot be
-    told apart.
-    """
-    backbone: Any = backbone_of(model)
-    lists = [child for child in backbone.children() if isinstance(child, nn.ModuleList)]
-    stacks = [child for child in lists if len(child) == backbone.config.num_hidden_layers]
-    return stacks[0] if len(stacks) == 1 else None
 
 
 def limit_layers(config: PretrainedConfig, layers: int) -> None:
@@ -592,71 +579,3 @@ def limit_layers(config: PretrainedConfig, layers: int) -> None:
     config.num_hidden_layers = layers
     if getattr(config, "layer_types", None):
         config.layer_types = config.layer_types[:layers]
-
-
-class FrozenLowerLayers:
-    """The outputs of the layers below all adapters, recorded in one pass for another over the same
-    tokens.
-
-    Without such layers, or where the reference is a model of its own, both passes are whole ones.
-    """
-
-    def __init__(self, layers: list[nn.Module]) -> None:
-        self._layers = layers
-        self._output: Any = None
-
-    @classmethod
-    def shared_by(cls, policy: PreTrainedModel, reference: object) -> FrozenLowerLayers:
-        """Those that ``reference`` shares with ``policy``: none unless it is the policy with its
-        adapters off.
-        """
-        same = isinstance(reference, WithoutAdapters) and reference.model is policy
-        # Layers that read the keys and values of lower ones cannot do without these.
-        reads_lower = (
-            getattr(policy.config.get_text_config(), "num_kv_shared_layers", 0) if same else 0
-        )
-        layers = decoder_layers(policy) if same and not reads_lower else None
-        if layers is None:
-            return cls([])
-        adapted = {id(module) for _, module in adapted_layers(policy)}
-        is_adapted = [any(id(module) in adapted for module in layer.modules()) for layer in layers]
-        lowest = is_adapted.index(True) if any(is_adapted) else 0
-        # What is adapted outside of the layers, such as an embedding, is below all of them.
-        inside = {id(module) for layer in layers for module in layer.modules()}
-        return cls(list(layers)[:lowest] if adapted <= inside else [])
-
-    @contextmanager
-    def recorded(self) -> Iterator[None]:
-        """Keep what the highest of the layers puts out in the pass inside."""
-        if not self._layers:
-            yield
-            return
-
-        def keep(module: nn.Module, inputs: Any, output: Any) -> None:
-            self._output = output
-
-        hook = self._layers[-1].register_forward_hook(keep)
-        try:
-            yield
-        finally:
-            hook.remove()
-
-    @contextmanager
-    def replayed(self) -> Iterator[None]:
-        """Take what was recorded in place of computing the layers, in one pass over the same
-        tokens; no gradients.
-        """
-        if self._output is None or torch.is_grad_enabled():
-            yield
-            return
-        output, self._output = self._output, None
-        forwards = [(layer, vars(layer).get("forward")) for layer in self._layers]
-        try:
-            for layer in self._layers:
-                vars(layer)["forward"] = lambda *_, **__: output
-            yield
-        finally:
-            for layer, own in forwards:
-                del vars(layer)["forward"]
-                if own is not None:
-                    vars(layer)["forward"] = own

@@ -27,9 +27,9 @@ def require_computed_buffers(model: PreTrainedModel, name: str) -> None:
         ModelError: A buffer is in another precision, or holds other numbers.
     """
     dtype = model.dtype
-    buffers = [
-        (path, module, key) for path, module in model.named_modules() for key in _computed(module)
-    ]
+    buffers: list[tuple[str, nn.Module, str]] = []
+    for path, module in model.named_modules():
+        buffers += [(path, module, key) for key in _computed(module)]
     if not buffers:
         return
     before = torch.get_default_dtype()
@@ -74,21 +74,20 @@ def _computed_anew(
     """The buffer as loading computes it, by the library's initialisation of a copy of ``module``
     without weights.
     """
+    parameters: dict[str, nn.Parameter | None] = {}
+    buffers: dict[str, Tensor | None] = {}
+    for name, weight in module._parameters.items():
+        parameters[name] = None
+        if weight is not None:
+            empty = torch.empty_like(weight, device="meta")
+            parameters[name] = nn.Parameter(empty, requires_grad=False)
+    for name, buffer in module._buffers.items():
+        buffers[name] = None
+        if buffer is not None:
+            own_dtype = dtype if name == key else buffer.dtype
+            buffers[name] = torch.empty(buffer.shape, dtype=own_dtype, device="cpu").copy_(buffer)
     fresh = copy.copy(module)
-    fresh._parameters = {
-        name: None
-        if weight is None
-        else nn.Parameter(torch.empty_like(weight, device="meta"), requires_grad=False)
-        for name, weight in module._parameters.items()
-    }
-    fresh._buffers = {
-        name: None
-        if buffer is None
-        else torch.empty(
-            buffer.shape, dtype=dtype if name == key else buffer.dtype, device="cpu"
-        ).copy_(buffer)
-        for name, buffer in module._buffers.items()
-    }
+    fresh._parameters, fresh._buffers = parameters, buffers
     with torch.no_grad():
         model._init_weights(fresh)
     result = fresh._buffers[key]

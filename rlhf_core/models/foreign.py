@@ -290,7 +290,8 @@ def open_model_folder(folder: Path) -> PreTrainedTokenizerBase:
     # Names that the architecture does not know are renamed when they are loaded: what is missing
     # cannot be told then.
     tied: dict[str, str] = model.all_tied_weights_keys  # such as an unembedding and its embedding
-    same = {one for pair in tied.items() for one, other in (pair, pair[::-1]) if other in stored}
+    same = {name for name, other in tied.items() if other in stored}
+    same |= {other for name, other in tied.items() if name in stored}
     missing = sorted(expected.keys() - stored.keys() - same)
     if missing and not stored.keys() - expected.keys():
         raise ModelError(

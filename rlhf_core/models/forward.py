@@ -291,18 +291,18 @@ def arguments_of(model: nn.Module, **given: Any) -> dict[str, Any]:
             given.setdefault(name, False)
     if config is not None and given.get("position_ids") is not None and first_position(config):
         given["position_ids"] = given["position_ids"] + first_position(config)
-    return (
-        given if taken is None else {name: value for name, value in given.items() if name in taken}
-    )
+    if taken is None:
+        return given
+    return {name: value for name, value in given.items() if name in taken}
 
 
 @cache
 def _parameters(forward: Callable[..., Any]) -> frozenset[str] | None:
     """Names of a function's parameters; None where it takes any."""
     taken = inspect.signature(forward).parameters
-    return (
-        None if any(each.kind is each.VAR_KEYWORD for each in taken.values()) else frozenset(taken)
-    )
+    if any(each.kind is each.VAR_KEYWORD for each in taken.values()):
+        return None
+    return frozenset(taken)
 
 
 ROUTER_LOSS_WEIGHTS = ("router_aux_loss_coef", "aux_loss_coef", "moe_loss_weight")
@@ -318,8 +318,12 @@ def router_loss_weight(model: PreTrainedModel) -> float:
     config = model.config.get_text_config()
     if not getattr(config, "output_router_logits", False):
         return 0.0
-    weights = [getattr(of, name, None) for of in (model, config) for name in ROUTER_LOSS_WEIGHTS]
-    return float(next((weight for weight in weights if weight is not None), 0.0))
+    for holder in (model, config):
+        for name in ROUTER_LOSS_WEIGHTS:
+            weight = getattr(holder, name, None)
+            if weight is not None:
+                return float(weight)
+    return 0.0
 
 
 def selected_logits(

@@ -451,7 +451,9 @@ def _saved_tensors(
             stack.enter_context(safe_open(file, framework="pt"))
             for file in sorted(folder.glob(WEIGHT_FILES))
         ]
-        names = [(name, file) for file in files for name in file.keys()]  # noqa: SIM118 - no mapping
+        names = []
+        for file in files:
+            names += [(name, file) for name in file.keys()]  # noqa: SIM118 - no mapping
         if all(name in own for name, _ in names):
             yield from ((name, file.get_tensor(name)) for name, file in names)
             return
@@ -520,7 +522,9 @@ def require_own_files(folder: Path) -> None:
 
     home = folder.resolve()
     # A snapshot of the hub's cache is links to its blobs.
-    roots = [home, *([home.parents[1] / "blobs"] if home.parent.name == "snapshots" else [])]
+    roots = [home]
+    if home.parent.name == "snapshots":
+        roots.append(home.parents[1] / "blobs")
     for file in _files(folder, *SMALL_FILES, f"*{SHARD}"):
         target = Path(os.path.realpath(file))  # resolve() fails on a link to itself
         if not target.exists():
@@ -561,7 +565,8 @@ def require_own_files(folder: Path) -> None:
 
 
 def _files(folder: Path, *patterns: str) -> Iterator[Path]:
-    return (file for pattern in patterns for file in sorted(folder.glob(pattern)))
+    for pattern in patterns:
+        yield from sorted(folder.glob(pattern))
 
 
 def _json(file: Path) -> Any:

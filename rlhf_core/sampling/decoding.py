@@ -108,23 +108,19 @@ def decoding_attention(model: PreTrainedModel) -> Iterator[None]:
     """Decode inside the block with grouped attention on a CPU, and on a GPU with masks that nothing
     waits for.
     """
-    name = (
-        GPU_NAME
-        if model.device.type != "cpu"
-        else CPU_NAME
-        if model.dtype in LOW_PRECISION
-        else None
-    )
-    configs = {
-        id(config): config
-        for module in model.modules()
-        if (config := getattr(module, "config", None))
-    }
-    changed = [
-        each
-        for each in configs.values()
-        if name and getattr(each, "_attn_implementation", None) == "sdpa"
-    ]
+    name = None
+    if model.device.type != "cpu":
+        name = GPU_NAME
+    elif model.dtype in LOW_PRECISION:
+        name = CPU_NAME
+    configs = {}
+    for module in model.modules():
+        if config := getattr(module, "config", None):
+            configs[id(config)] = config
+    changed = []
+    for config in configs.values():
+        if name and getattr(config, "_attn_implementation", None) == "sdpa":
+            changed.append(config)
     if changed:
         AttentionInterface.register(CPU_NAME, grouped_attention)
         AttentionMaskInterface.register(CPU_NAME, sdpa_mask)
@@ -167,10 +163,13 @@ class FusedProjection:
         biases = [layer.bias for layer in layers]
         self.bias: Tensor | None = None
         if any(bias is not None for bias in biases):
-            self.bias = torch.cat([
-                weight.new_zeros(len(weight)) if bias is None else bias.detach().to(self.precision)
-                for weight, bias in zip(weights, biases, strict=True)
-            ])  # fmt: skip
+            whole_bias = []
+            for weight, bias in zip(weights, biases, strict=True):
+                if bias is None:
+                    whole_bias.append(weight.new_zeros(len(weight)))
+                else:
+                    whole_bias.append(bias.detach().to(self.precision))
+            self.bias = torch.cat(whole_bias)
         # Of the calling thread, so that two that sample with one model cannot take each other's.
         self._last = threading.local()
 

@@ -127,9 +127,9 @@ class BlockCache(DynamicCache):
 
     def __init__(self, config: PretrainedConfig) -> None:
         super().__init__(config=config)
-        self.layers = [
-            BlockLayer() if type(layer) is DynamicLayer else layer for layer in self.layers
-        ]
+        for number, layer in enumerate(self.layers):
+            if type(layer) is DynamicLayer:
+                self.layers[number] = BlockLayer()
 
     def batch_select_indices(self, indices: Tensor) -> None:
         """Keep the given sequences only, of the states of recurrent layers too, which beam search
@@ -195,10 +195,8 @@ class NoWaiting(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        given, made = (
-            [each for each in tree_leaves(values) if isinstance(each, Tensor)]
-            for values in ((args, kwargs), result)
-        )
+        given = [each for each in tree_leaves((args, kwargs)) if isinstance(each, Tensor)]
+        made = [each for each in tree_leaves(result) if isinstance(each, Tensor)]
         looks = func is torch.ops.aten.is_nonzero.default or not WAITING.isdisjoint(func.tags)
         if func is torch.ops.aten.index.Tensor:
             looks = any(each.dtype == torch.bool for each in given[1:])

@@ -116,13 +116,12 @@ class ReplyPieces:
             return ""
         # A beginning longer than the text cannot end it: a request's stop string may have millions
         # of characters.
-        lengths = (
-            n
-            for ending in self.endings
-            for n in range(1, min(len(ending), len(text)) + 1)
-            if text.endswith(ending[:n])
-        )
-        return self.rest(text[: len(text) - max(lengths, default=0)])
+        held_back = 0
+        for ending in self.endings:
+            for length in range(1, min(len(ending), len(text)) + 1):
+                if text.endswith(ending[:length]):
+                    held_back = max(held_back, length)
+        return self.rest(text[: len(text) - held_back])
 
     def rest(self, text: str) -> str:
         """The last piece of the whole reply, or the piece up to where ``text`` ends."""

@@ -178,10 +178,8 @@ def sample_replies(
         process and batch, as far as a row's products do not depend on the number of rows.
     """
     width = max(map(len, prompts.ids), default=0)
-    ids, streams = (
-        distributed.shard_for_rank(prompts.ids),
-        distributed.shard_for_rank(prompts.streams),
-    )
+    ids = distributed.shard_for_rank(prompts.ids)
+    streams = distributed.shard_for_rank(prompts.streams)
     together = batch_size or max(len(ids), 1)
     starts = range(0, max(len(ids), 1), together)
     parts = []
@@ -191,20 +189,20 @@ def sample_replies(
             parts.append(
                 sampler.sample(PromptBatch(ids[rows], streams[rows], prompts.seed, width), sampling)
             )
-    columns = vars(concatenate(parts, sampling.pad_id))
-    fills = {"tokens": sampling.pad_id}
-    gathered = {
-        name: distributed.gather_rows(own, len(prompts), fills.get(name, 0))
-        for name, own in columns.items()
-    }
-    # Inference tensors cannot take part in autograd later, so plain copies go on.
-    return Rollout(**{name: column.clone() for name, column in gathered.items()})
+    columns: dict[str, Tensor] = {}
+    for name, own in vars(concatenate(parts, sampling.pad_id)).items():
+        fill = sampling.pad_id if name == "tokens" else 0
+        # Inference tensors cannot take part in autograd later, so plain copies go on.
+        columns[name] = distributed.gather_rows(own, len(prompts), fill).clone()
+    return Rollout(**columns)
 
 
 def concatenate(parts: Sequence[Rollout], pad_id: int) -> Rollout:
     """Join rollouts of several batches, whose prompts are equally wide: responses are padded to the
     widest.
     """
+    if len(parts) == 1:
+        return parts[0]
     widest = max(part.response_mask.shape[1] for part in parts)
 
     def joined(name: str) -> Tensor:
@@ -218,6 +216,4 @@ def concatenate(parts: Sequence[Rollout], pad_id: int) -> Rollout:
             ]
         return torch.cat(columns)
 
-    return (
-        parts[0] if len(parts) == 1 else Rollout(**{name: joined(name) for name in vars(parts[0])})
-    )
+    return Rollout(**{name: joined(name) for name in vars(parts[0])})

@@ -14,6 +14,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 
 import torch
 from torch import Tensor
@@ -331,16 +332,12 @@ class MicroBatchLimits:
         prompts, replies = batch.lengths()
         shards = list(self._shards(prompts, replies))
         # One copy to the device for all of them: the host waits for each.
-        together = torch.tensor([row for rows, _ in shards for row in rows], dtype=torch.long).to(
-            batch.tokens.device
-        )
-        for (rows, weight), index in zip(
-            shards, together.split([len(rows) for rows, _ in shards]), strict=True
-        ):
-            own_prompts, own_replies = (
-                [prompts[row] for row in rows],
-                [replies[row] for row in rows],
-            )
+        numbers = list(chain.from_iterable(rows for rows, _ in shards))
+        sizes = [len(rows) for rows, _ in shards]
+        together = torch.tensor(numbers, dtype=torch.long).to(batch.tokens.device)
+        for (rows, weight), index in zip(shards, together.split(sizes), strict=True):
+            own_prompts = [prompts[row] for row in rows]
+            own_replies = [replies[row] for row in rows]
             reply = max(1, *own_replies)
             if self.tokens is None:
                 tokens = batch.cut(index, max(1, *own_prompts), reply)
@@ -348,9 +345,8 @@ class MicroBatchLimits:
                 assert min(own_prompts) > 0, (
                     "a prompt without tokens has nothing to predict its reply from"
                 )
-                tokens = batch.compact(
-                    index, self._width(own_prompts, own_replies), reply, min(own_prompts)
-                )
+                width = self._width(own_prompts, own_replies)
+                tokens = batch.compact(index, width, reply, min(own_prompts))
             yield MicroBatch(index, tokens, weight)
 
     def most_rows(self, width: int) -> int:
@@ -363,11 +359,12 @@ class MicroBatchLimits:
     def padding_share(self, batch: Tokens) -> float:
         """The share of padding in all positions of all ranks' micro-batches."""
         prompts, replies = batch.lengths()
-        widths = [
-            len(rows) * self._width([prompts[row] for row in rows], [replies[row] for row in rows])
-            for rows, _ in self._shards(prompts, replies)
-        ]
-        computed = distributed.reduce_metrics({"positions": float(sum(widths))})["positions"]
+        positions = 0
+        for rows, _ in self._shards(prompts, replies):
+            own_prompts = [prompts[row] for row in rows]
+            own_replies = [replies[row] for row in rows]
+            positions += len(rows) * self._width(own_prompts, own_replies)
+        computed = distributed.reduce_metrics({"positions": float(positions)})["positions"]
         return padding_share(sum(prompts) + sum(replies), int(computed))
 
     def _shards(self, prompts: list[int], replies: list[int]) -> Iterator[tuple[list[int], float]]:

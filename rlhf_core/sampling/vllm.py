@@ -235,17 +235,19 @@ class VllmClient:
             *sampling.forbidden_ids,
             *range(sampling.vocabulary_size or vocabulary, vocabulary),
         }
+        bias = {str(token): FORBIDDING_BIAS for token in sorted(forbidden)}
+        nucleus = 1.0 if isinstance(distribution, Sampling) else distribution.top_p
         choice = self._complete(
             prompt,
             max_tokens=sampling.max_new_tokens,
             min_tokens=sampling.min_new_tokens,
             temperature=sampling.temperature,
-            top_p=1.0 if isinstance(distribution, Sampling) else distribution.top_p,
+            top_p=nucleus,
             seed=seed,
             logprobs=0,
             ignore_eos=True,  # what ends a reply is said by the trainer, not by files of the model
             stop_token_ids=list(sampling.stop_ids),
-            logit_bias={str(token): FORBIDDING_BIAS for token in sorted(forbidden)},
+            logit_bias=bias,
         )
         return choice["token_ids"], choice["logprobs"]["token_logprobs"]
 

@@ -90,10 +90,12 @@ class CheckpointWeights:
             first.setdefault(id(weight), (name, weight))
         self.weights = dict(first.values())
         empty = {name: _described(weight) for name, weight in self.weights.items()}
-        self.described = [entry for name in empty for entry in self._in_files(name, empty[name])]
-        if {(name, tensor.shape) for name, tensor in self.described} != {
-            (name, tensor.shape) for name, tensor in _in_files(policy, empty).items()
-        }:
+        self.described: list[tuple[str, Tensor]] = []
+        for name, tensor in empty.items():
+            self.described += self._in_files(name, tensor)
+        one_by_one = {(name, tensor.shape) for name, tensor in self.described}
+        as_saved = {(name, tensor.shape) for name, tensor in _in_files(policy, empty).items()}
+        if one_by_one != as_saved:
             raise ModelError(
                 f"files of {policy.config.model_type} models have weights that are made of several of the model's, "
                 "which cannot be sent one by one: set sampler.weights to files"
@@ -242,11 +244,9 @@ class WeightTransfer:
     def begin(self, weights: CheckpointWeights) -> None:
         """Have the server wait for ``weights``; ``RlhfError`` if it does not."""
         names, tensors = zip(*weights.described, strict=True)
-        told = {
-            "names": names,
-            "dtype_names": [str(tensor.dtype).removeprefix("torch.") for tensor in tensors],
-            "shapes": [list(tensor.shape) for tensor in tensors],
-        }
+        precisions = [str(tensor.dtype).removeprefix("torch.") for tensor in tensors]
+        shapes = [list(tensor.shape) for tensor in tensors]
+        told = {"names": names, "dtype_names": precisions, "shapes": shapes}
         self.server.post_once("/start_weight_update")
         self._post("/update_weights", {"update_info": told})
 

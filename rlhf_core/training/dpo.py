@@ -95,8 +95,9 @@ def batch_logprobs(
     for it.
     """
     prompts = [pair.prompt for pair in pairs]
-    replies = [*(pair.chosen for pair in pairs), *(pair.rejected for pair in pairs)]
-    batch = collate([*prompts, *prompts], replies, pad).to(model.device)
+    chosen = [pair.chosen for pair in pairs]
+    rejected = [pair.rejected for pair in pairs]
+    batch = collate([*prompts, *prompts], [*chosen, *rejected], pad).to(model.device)
     logits = selected_logits(
         model, batch.input_ids, batch.attention_mask, batch.select, router_loss=True
     )
@@ -222,11 +223,10 @@ class DpoTask:
         """
         reference = reference.to(policy)
         if self.config.length_normalized:
-            lengths = [[len(pair.chosen) for pair in pairs], [len(pair.rejected) for pair in pairs]]
-            policy, reference = (
-                policy / policy.new_tensor(lengths),
-                reference / policy.new_tensor(lengths),
-            )
+            chosen = [len(pair.chosen) for pair in pairs]
+            rejected = [len(pair.rejected) for pair in pairs]
+            lengths = policy.new_tensor([chosen, rejected])
+            policy, reference = policy / lengths, reference / lengths
         return implicit_rewards(policy, reference, self.config.beta)
 
     def _loss(self, rewards: Tensor, total: int) -> tuple[Tensor, dict[str, Scalar]]:
@@ -298,7 +298,9 @@ def train_dpo(
     say_router_loss(model, True, NAME)
     limit, rows = context.launch.logits_bytes, scoring_rows(config)
     order = dpo_batches(train.pairs, config, seed)
-    used = {row for step in range(config.steps) for row in order.at(step)}
+    used: set[int] = set()
+    for step in range(config.steps):
+        used.update(order.at(step))
     held_out = validation.pairs[:CURVE_PAIRS]
     train_file, held_out_file = (
         context.work / f"reference_{name}.safetensors" for name in ("train", "validation")
@@ -317,6 +319,7 @@ def train_dpo(
         adapter = peft_adapter(model)
         merge_adapters(model)
     first, last = result.evaluations()[0], result.evaluations()[-1]
+    held_out_last = {name: value for name, value in last.items() if name.startswith("validation_")}
     metrics = {
         "steps": config.steps,
         "train_pairs": len(train.pairs),
@@ -324,7 +327,7 @@ def train_dpo(
         "dropped_over_long": train.dropped["over_long"],
         "dropped_identical": train.dropped["identical"],
         "validation_loss_before": first["validation_loss"],
-        **{name: value for name, value in last.items() if name.startswith("validation_")},
+        **held_out_last,
         "train_tokens": result.tokens,
         "train_seconds": result.seconds,
         "tokens_per_second": result.tokens_per_second,

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import chain
 
 import numpy as np
 import torch
@@ -87,7 +88,7 @@ def collate(
     columns = torch.arange(ids.shape[1]).unsqueeze(0)
     # Position i predicts token i + 1.
     select = (columns >= starts - 1) & (columns < ends - 1)
-    targets = torch.tensor([token for reply in replies for token in reply])
+    targets = torch.tensor(list(chain.from_iterable(replies)))
     return ReplyBatch(ids, mask, select, targets)
 
 

@@ -281,11 +281,11 @@ class LoopResult:
 
     def evaluations(self) -> list[dict[str, Any]]:
         """The records with metrics on held-out data, first to last."""
-        return [
-            record
-            for record in self.history
-            if any(name.startswith("validation_") for name in record)
-        ]
+        records = []
+        for record in self.history:
+            if any(name.startswith("validation_") for name in record):
+                records.append(record)
+        return records
 
 
 class Loop(ResumableLoop):

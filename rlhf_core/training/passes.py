@@ -41,17 +41,17 @@ def read_scalars(groups: Sequence[Mapping[str, Scalar]]) -> list[dict[str, float
     """Return the same mappings with numbers, after one transfer of all tensors, which must be of
     one device.
     """
-    tensors = [
-        value.double() for group in groups for value in group.values() if isinstance(value, Tensor)
-    ]
+    tensors: list[Tensor] = []
+    for group in groups:
+        tensors += [value.double() for value in group.values() if isinstance(value, Tensor)]
     numbers = iter(torch.stack(tensors).tolist() if tensors else [])
-    return [
-        {
-            name: float(next(numbers) if isinstance(value, Tensor) else value)
-            for name, value in group.items()
-        }
-        for group in groups
-    ]
+    read = []
+    for group in groups:
+        own: dict[str, float] = {}
+        for name, value in group.items():
+            own[name] = float(next(numbers) if isinstance(value, Tensor) else value)
+        read.append(own)
+    return read
 
 
 def totals_of_steps(steps: Sequence[Sequence[Share]]) -> list[dict[str, float]]:
@@ -60,7 +60,10 @@ def totals_of_steps(steps: Sequence[Sequence[Share]]) -> list[dict[str, float]]:
 
     All tensors are read in one transfer.
     """
-    numbers = iter(read_scalars([metrics for shares in steps for metrics, _ in shares]))
+    groups: list[Mapping[str, Scalar]] = []
+    for shares in steps:
+        groups += [metrics for metrics, _ in shares]
+    numbers = iter(read_scalars(groups))
     totals = []
     for shares in steps:
         sums: dict[str, float] = {}
@@ -113,10 +116,13 @@ def mean_of_steps(steps: Sequence[Mapping[str, float]]) -> dict[str, float]:
     for step in steps:
         for name, value in step.items():
             values.setdefault(name, []).append(value)
-    return {
-        name: reduce(larger, series) if name.endswith("_max") else sum(series) / len(series)
-        for name, series in values.items()
-    }
+    means: dict[str, float] = {}
+    for name, series in values.items():
+        if name.endswith("_max"):
+            means[name] = reduce(larger, series)
+        else:
+            means[name] = sum(series) / len(series)
+    return means
 
 
 def larger(first: float, second: float) -> float:

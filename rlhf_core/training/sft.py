@@ -97,9 +97,9 @@ class SftTask:
 
 def example_batch(examples: Sequence[Example], pad: int, device: torch.device) -> ReplyBatch:
     """Collate examples into one padded batch on ``device``."""
-    return collate([each.prompt for each in examples], [each.reply for each in examples], pad).to(
-        device
-    )
+    prompts = [each.prompt for each in examples]
+    replies = [each.reply for each in examples]
+    return collate(prompts, replies, pad).to(device)
 
 
 def reply_loss(

@@ -98,16 +98,12 @@ def write_pieces(path: Path, pieces: Mapping[str, Piece]) -> None:
     Raises:
         SafetensorError: It cannot be written.
     """
-    header = {
-        name: {
-            "saved_offsets": [0] * len(piece.shape) if piece.is_whole else [piece.start],
-            "shape": piece.shape,
-        }
-        for name, piece in pieces.items()
-    }
-    save_file(
-        {name: piece.values for name, piece in pieces.items()}, path, {HEADER: json.dumps(header)}
-    )
+    header = {}
+    for name, piece in pieces.items():
+        offsets = [0] * len(piece.shape) if piece.is_whole else [piece.start]
+        header[name] = {"saved_offsets": offsets, "shape": piece.shape}
+    tensors = {name: piece.values for name, piece in pieces.items()}
+    save_file(tensors, path, {HEADER: json.dumps(header)})
 
 
 @dataclass(frozen=True)

@@ -99,7 +99,8 @@ class CheckpointManager:
         Raises:
             CheckpointError: The folder cannot be made, or a rank does not see it.
         """
-        self.directory = Path(distributed.broadcast_from_rank0(str(directory.absolute())))
+        own = str(directory.absolute())
+        self.directory = Path(distributed.broadcast_from_rank0(own))
         self.store = store
         self._prepare()
         self.writer = BackgroundWriter()
@@ -169,15 +170,11 @@ class CheckpointManager:
             number for number in candidates[:-keep] if keep_from is None or number < keep_from
         ]
         copies, uncopied = self._copies.copy(pieces)
+        later = [number for number in saved if number >= step]
+        spared = [number for number in earlier if number in spare]
+        content = json.dumps({"step": step, "meta": meta}, allow_nan=False)
         pending = PendingCheckpoint(
-            step,
-            copies,
-            json.dumps({"step": step, "meta": meta}, allow_nan=False),
-            keep,
-            lines,
-            [number for number in saved if number >= step],
-            outdated + [number for number in earlier if number in spare],
-            self._attached,
+            step, copies, content, keep, lines, later, outdated + spared, self._attached
         )
         if uncopied:
             self._write_uncopied(pending, uncopied)
@@ -287,7 +284,9 @@ class CheckpointManager:
         if not self._has_warned:
             self._has_warned = True
             copied = sum(map(bytes_of, pending.pieces.values()))
-            rest = sum(bytes_of(piece) for group in groups for piece in group.values())
+            rest = 0
+            for group in groups:
+                rest += sum(map(bytes_of, group.values()))
             logger.warning(
                 "rank %d: host memory has room for a copy of %.0f of the %.0f MiB of this checkpoint: training waits "
                 "until the rest is written", distributed.rank(), copied / 2**20, (copied + rest) / 2**20,
@@ -335,10 +334,10 @@ class CheckpointManager:
         failures = [failed for _, failed in written if failed]
         try:
             if not failures and distributed.is_rank_zero():
-                self._complete(
-                    pending,
-                    {name: digest for hashes, _ in written for name, digest in hashes.items()},
-                )
+                digests_of_ranks: dict[str, str] = {}
+                for hashes, _ in written:
+                    digests_of_ranks |= hashes
+                self._complete(pending, digests_of_ranks)
         except OSError as error:
             failures, cause = [_reason(error)], error
         if failures:
@@ -365,13 +364,14 @@ class CheckpointManager:
 
 
 def _unwritten(directory: Path, step: int, reason: str) -> str:
-    full = "No space left" in reason
+    what, remedy = reason, "resolve that"
+    if "No space left" in reason:
+        what, remedy = "no space left on the device", "make room"
     before = [number for number in checkpoint.saved_steps(directory) if number < step]
     where = f"goes on from step {before[-1]}" if before else "starts over"
     return (
-        f"the checkpoint of step {step} could not be written to {directory}: "
-        f"{'no space left on the device' if full else reason}; "
-        f"{'make room' if full else 'resolve that'} and run again: it {where}"
+        f"the checkpoint of step {step} could not be written to {directory}: {what}; "
+        f"{remedy} and run again: it {where}"
     )
 
 

@@ -256,12 +256,12 @@ class CheckpointStore:
 
 def state_files(work: Path) -> list[Path]:
     """Files of the partial state in ``work``."""
-    return [
-        path
-        for path in sorted(work.rglob("*"))
-        if path.is_file()
-        and not any(part.startswith(UNFINISHED) for part in path.relative_to(work).parts)
-    ]
+    files = []
+    for path in sorted(work.rglob("*")):
+        parts = path.relative_to(work).parts
+        if path.is_file() and not any(part.startswith(UNFINISHED) for part in parts):
+            files.append(path)
+    return files
 
 
 def open_store(url: str, workspace: Path, *parts: str) -> CheckpointStore:

@@ -56,9 +56,11 @@ def build_adamw(model: nn.Module, config: OptimizerConfig) -> torch.optim.AdamW:
     tiny model.
     """
     trainable = [p for p in model.parameters() if p.requires_grad]
+    matrices = [p for p in trainable if p.dim() >= 2]
+    others = [p for p in trainable if p.dim() < 2]
     groups = [
-        {"params": [p for p in trainable if p.dim() >= 2], "weight_decay": config.weight_decay},
-        {"params": [p for p in trainable if p.dim() < 2], "weight_decay": 0.0},
+        {"params": matrices, "weight_decay": config.weight_decay},
+        {"params": others, "weight_decay": 0.0},
     ]
     filled = [group for group in groups if group["params"]]
     return torch.optim.AdamW(filled, lr=config.peak, betas=config.betas, eps=config.eps, fused=True)

@@ -79,14 +79,15 @@ class FrozenModels:
             pinned: dict[Tensor, Tensor] = {}
             for module in model.modules():
                 own: tuple[dict[str, Any], ...] = (module._parameters, module._buffers)
-                for places, name in (
-                    (each, name) for each in own for name in each if each[name] is not None
-                ):
-                    tensor = places[name]
-                    if tensor not in pinned:
-                        pinned[tensor] = _like(tensor, _pinned(tensor.detach())) if pin else tensor
-                    places[name] = pinned[tensor]
-                    self.waiting.append((places, name, pinned[tensor]))
+                for places in own:
+                    for name, tensor in places.items():
+                        if tensor is None:
+                            continue
+                        if tensor not in pinned:
+                            waiting = _pinned(tensor.detach()) if pin else tensor
+                            pinned[tensor] = _like(tensor, waiting)
+                        places[name] = pinned[tensor]
+                        self.waiting.append((places, name, pinned[tensor]))
         return model
 
     @contextmanager

@@ -77,18 +77,20 @@ def zero_config(
         )
     zero.setdefault("reduce_bucket_size", BUCKET_ELEMENTS)
     zero.setdefault("overlap_comm", stage >= 2)
-    return config | {
+    settings = config | {
         "train_micro_batch_size_per_gpu": 1,
         "gradient_accumulation_steps": 1,
         # Losses are already divided by the totals of the step, and the trainer decides when it
         # ends.
         "managed_gradient_accumulation": False,
-        "gradient_clipping": max_grad_norm if max_grad_norm is not None and stage > 0 else 0.0,
+        "gradient_clipping": 0.0 if max_grad_norm is None or stage == 0 else max_grad_norm,
         "bf16": {"enabled": low, "check_grad_overflow": True},
         "zero_allow_untested_optimizer": True,
         "zero_force_ds_cpu_optimizer": False,
-        **({"data_types": {"grad_accum_dtype": "fp32"}} if low else {}),
     }
+    if low:
+        settings["data_types"] = {"grad_accum_dtype": "fp32"}
+    return settings
 
 
 def frozen_config(launch: LaunchConfig, dtype: torch.dtype) -> dict[str, Any]:

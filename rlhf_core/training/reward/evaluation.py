@@ -153,11 +153,12 @@ def agreement_metrics(first: Path, second: Path) -> dict[str, float]:
     Raises:
         DataError: They have no pair in common.
     """
-    tables = [_read_scores(path) for path in (first, second)]
-    common = sorted(tables[0].keys() & tables[1].keys())
+    of_first, of_second = _read_scores(first), _read_scores(second)
+    common = sorted(of_first.keys() & of_second.keys())
     if not common:
         raise DataError(f"{first} and {second} have no pair in common; run their stages again")
-    a, b = (np.array([table[row] for row in common]) for table in tables)
+    a = np.array([of_first[row] for row in common])
+    b = np.array([of_second[row] for row in common])
     margins = a[:, 0] - a[:, 1], b[:, 0] - b[:, 1]
     return {
         "pairs": float(len(common)),
@@ -197,17 +198,20 @@ def bag_of_words_accuracy(
 
     pairs = train[:MOST_PAIRS]
     vectorizer = CountVectorizer(max_features=WORDS, token_pattern=TOKEN_PATTERN)
+    texts: list[str] = []
+    for pair in pairs:
+        texts += [pair.chosen, pair.rejected]
     try:
-        vectorizer.fit([text for pair in pairs for text in (pair.chosen, pair.rejected)])
+        vectorizer.fit(texts)
     except ValueError:
         # Replies without any word give the regression no feature.
         return dict.fromkeys(held_out, 0.5)
 
     def differences(rows: Sequence[Preference]) -> Any:
         """Sparse (pairs, words)."""
-        return vectorizer.transform([p.chosen for p in rows]) - vectorizer.transform(
-            [p.rejected for p in rows]
-        )
+        chosen = vectorizer.transform([pair.chosen for pair in rows])
+        rejected = vectorizer.transform([pair.rejected for pair in rows])
+        return chosen - rejected
 
     features = differences(pairs)
     # Each pair enters both ways round, so that the labels are balanced and no intercept is needed.

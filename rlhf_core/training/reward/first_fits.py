@@ -130,7 +130,8 @@ class LengthExpert:
         """
         from sklearn.linear_model import LogisticRegression
 
-        scale = max(1.0, float(np.median(np.abs(chosen - rejected))))
+        typical = np.median(np.abs(chosen - rejected))
+        scale = max(1.0, float(typical))
         features = _features(chosen, rejected, scale)
         both_orders = np.concatenate([features, -features])
         preferred = np.repeat([1, 0], len(features))

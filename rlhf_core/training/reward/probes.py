@@ -60,11 +60,14 @@ def probes_of(
     seed = derive_seed(seed, "probes")
     drawn = drawn_rows(rows, seed)
     made = counterfactuals(drawn, seed) | world_contrasts(drawn, seed)
-    listed = [(kind, row) for kind, of_kind in made.items() for row in of_kind]
-    pair_rows = [row for _, row in listed]
+    listed: list[str] = []
+    pair_rows: list[Preference] = []
+    for kind, rows_of_kind in made.items():
+        listed += [kind] * len(rows_of_kind)
+        pair_rows += rows_of_kind
     usable, _ = usable_pairs(TokenTable.of_rows(tokenizer, Preference.KIND, pair_rows), max_tokens)
     kept = usable.rows
-    kinds = np.array([kind for kind, _ in listed], dtype=object)[kept]
+    kinds = np.array(listed, dtype=object)[kept]
     absent = {}
     for kind in made:
         count = int((kinds == kind).sum())
