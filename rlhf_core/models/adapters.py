@@ -31,7 +31,7 @@ from rlhf_core.config.model import LoraConfig
 from rlhf_core.errors import ModelError, RlhfError, first_line
 from rlhf_core.models.forward import backbone_of
 from rlhf_core.models.io import quiet
-from rlhf_core.models.openblas_linear import is_plain_linear
+from rlhf_core.models.kernels import is_plain_linear
 
 logger = logging.getLogger(__name__)
 

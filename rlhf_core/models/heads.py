@@ -38,7 +38,7 @@ from rlhf_core.models.forward import (
     unembedded,
 )
 from rlhf_core.models.io import empty_model, load_model, reading, require_same, save_folder
-from rlhf_core.models.openblas_linear import fastest_linear
+from rlhf_core.models.kernels import linear
 from rlhf_core.models.precision import LOW_PRECISION, float32_linear
 from rlhf_core.runtime import distributed
 
@@ -266,7 +266,7 @@ class ScalarModel(nn.Module):
         weight = self.unembedding if self.unembedding is not None else embedding_weight(self.model)
         if weight.dtype in LOW_PRECISION:
             hidden, weight = hidden.float(), weight.float()
-        return LazyLogits(hidden, partial(fastest_linear(), weight=weight), weight.shape[0])
+        return LazyLogits(hidden, partial(linear, weight=weight), weight.shape[0])
 
     def forward(
         self, input_ids: Tensor, attention_mask: Tensor, position_ids: Tensor | None = None

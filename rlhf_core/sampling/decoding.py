@@ -34,7 +34,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
 from rlhf_core.models.adapters import adapted_layers, merged_weight
-from rlhf_core.models.openblas_linear import is_plain_linear
+from rlhf_core.models.kernels import is_plain_linear
 from rlhf_core.models.precision import LOW_PRECISION, Float32Linear
 
 CPU_NAME, GPU_NAME = "rlhf_grouped_sdpa", "rlhf_sdpa"

@@ -20,8 +20,7 @@ from torch import Tensor, nn, optim
 
 from rlhf_core.config.model import OptimizerConfig
 from rlhf_core.errors import CheckpointError, TrainingPaused
-from rlhf_core.models.fused_norms import fuse_norms
-from rlhf_core.models.openblas_linear import use_openblas
+from rlhf_core.models.kernels import use_kernels
 from rlhf_core.models.precision import LOW_PRECISION
 from rlhf_core.runtime import distributed
 from rlhf_core.training.checkpoints.checkpoint import Piece, SavedTensors, pieces_of_rank
@@ -114,10 +113,7 @@ class Engine(ABC):
         """Begin the schedule; ``warmup_steps`` takes the place of the share of steps that
         ``config`` sets.
         """
-        use_openblas(
-            model
-        )  # loading has done both, but a caller's model in memory may come from elsewhere
-        fuse_norms(model)
+        use_kernels(model)  # as loading does: a caller's model in memory may come from elsewhere
         self.model, self.name = model, name
         self.config, self.total_steps, self.warmup_steps = config, total_steps, warmup_steps
         self.max_grad_norm = config.max_grad_norm
