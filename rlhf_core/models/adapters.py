@@ -59,8 +59,9 @@ class PackedWeight:
 
 
 class NF4Linear(nn.Linear):
-    """A frozen linear layer without ``weight`` that unpacks its matrix in every forward and
-    backward pass.
+    """A frozen linear layer that unpacks its matrix in every forward and backward pass.
+
+    It has no ``weight``.
     """
 
     def __init__(self, layer: nn.Linear) -> None:
@@ -101,8 +102,9 @@ class _Product(torch.autograd.Function):
 
 
 def packed(weight: Tensor) -> PackedWeight:
-    """Quantise ``weight`` (out, in) to NF4, on its device. ``RlhfError`` if bitsandbytes is not
-    installed.
+    """Quantise ``weight`` (out, in) to NF4, on its device.
+
+    ``RlhfError`` if bitsandbytes is not installed.
     """
     try:
         with quiet():
@@ -183,8 +185,9 @@ class AdaptedWeights:
 
 
 def adapted_weights(model: PreTrainedModel, config: LoraConfig) -> AdaptedWeights:
-    """Find the weights that adapters go into: of linear layers, and of experts whose matrices are
-    one parameter.
+    """Find the weights that adapters go into.
+
+    They are those of linear layers, and of experts whose matrices are one parameter.
 
     Routers that are no linear layer, convolutions and embeddings have no adapters.
 
@@ -234,8 +237,9 @@ def adapted_weights(model: PreTrainedModel, config: LoraConfig) -> AdaptedWeight
 
 
 def _matrices(model: PreTrainedModel) -> Iterator[tuple[str, nn.Module, str, Tensor | None]]:
-    """Every matrix below the head but embeddings: its module with the name of that, its own name
-    and itself.
+    """Yield every matrix below the head but embeddings.
+
+    It comes with its module, the module's name and its own.
 
     Of a layer in 4 bits there is no tensor.
     """
@@ -276,15 +280,17 @@ def _size(module: nn.Module, weight: Tensor | None) -> int:
 
 
 def _layer_index(name: str) -> int:
-    """The number of the decoder layer in a name such as ``model.layers.3.mlp``; 0 outside of the
-    layers.
+    """The number of the decoder layer in a name such as ``model.layers.3.mlp``.
+
+    0 outside of the layers.
     """
     return next((int(part) for part in name.split(".") if part.isdigit()), 0)
 
 
 def add_adapters(model: PreTrainedModel, config: LoraConfig, seed: int) -> AdaptedWeights:
-    """Freeze ``model`` and add adapters below its head, in place. Untrained adapters change no
-    output.
+    """Freeze ``model`` and add adapters below its head, in place.
+
+    Untrained adapters change no output.
 
     Adapters are float32 on a low-precision model too: a layer casts its input for them, and their
     output back. With ``config.quantize`` the frozen linear layers are held in 4 bits from then on;
@@ -387,8 +393,9 @@ def _peft_config(model: PreTrainedModel, weights: AdaptedWeights, config: LoraCo
 
 
 def _require_mergeable(model: PreTrainedModel, weights: AdaptedWeights, config: LoraConfig) -> None:
-    """Add and merge adapters in a copy of the model without numbers: what fails would else fail
-    after the training.
+    """Add and merge adapters in a copy of the model without numbers.
+
+    What fails here would otherwise fail after the training.
 
     Raises:
         ModelError: Something fails, or other weights are left than before.
@@ -424,8 +431,9 @@ PEFT_PREFIX = "base_model.model."  # of parameters in PEFT's files
 
 @dataclass(frozen=True)
 class PeftAdapter:
-    """The trained part of a language model, by which ``PeftModel.from_pretrained`` makes it from
-    its frozen part.
+    """The trained part of a language model, in the form that PEFT reads.
+
+    ``PeftModel.from_pretrained`` adds it to the frozen part.
 
     Attributes:
         settings: The content of ``adapter_config.json``.
@@ -457,8 +465,9 @@ def peft_adapter(model: PreTrainedModel) -> PeftAdapter:
 
 
 def merge_adapters(model: nn.Module) -> None:
-    """Merge the adapters into their weights, unpacked if they were packed, and remove them, in
-    place.
+    """Merge the adapters into their weights and remove them, in place.
+
+    Packed weights are unpacked first.
     """
     unpack_linear_layers(model)
     layers = list(adapted_layers(model))
@@ -492,8 +501,9 @@ def adapters_off(model: nn.Module) -> Iterator[None]:
 
 
 class WithoutAdapters:
-    """The reference of a policy that trains adapters: the same model with the adapters off, sharing
-    its memory.
+    """The reference of a policy that trains adapters.
+
+    It is the same model with the adapters off, and shares its memory.
     """
 
     def __init__(self, model: PreTrainedModel) -> None:
@@ -524,9 +534,7 @@ def adapted_layers(model: nn.Module) -> Iterator[tuple[str, Any]]:
 
 
 def adapted_parameter(layer: Any) -> str:
-    """The name of the parameter that a layer with adapters adapts, within the module that has
-    it.
-    """
+    """The name, within its module, of the parameter that a layer adapts."""
     name: str = getattr(layer, "parameter_name", "weight")
     return name
 

@@ -1,5 +1,6 @@
-"""Buffers that no file holds, such as the frequencies of rotary embeddings: a loaded copy computes
-them anew.
+"""Buffers that no file holds, such as the frequencies of rotary embeddings.
+
+A loaded copy computes them anew.
 """
 
 from __future__ import annotations
@@ -14,8 +15,7 @@ from rlhf_core.errors import ModelError
 
 
 def require_computed_buffers(model: PreTrainedModel, name: str) -> None:
-    """Refuse, before training, a model with values in its buffers that a saved copy would not
-    compute.
+    """Refuse a model whose buffers hold values that a saved copy would not compute.
 
     ``model.to(torch.bfloat16)`` rounds them, and ``model.float()`` keeps what was rounded;
     ``from_pretrained(dtype=…)`` does neither.
@@ -60,8 +60,9 @@ def _computed(module: nn.Module) -> list[str]:
 
 
 def _initialiser(model: PreTrainedModel, path: str) -> PreTrainedModel:
-    """The innermost model that holds the module at ``path``: the library initialises modules by
-    it.
+    """The innermost model that holds the module at ``path``.
+
+    The library initialises modules by it.
     """
     parts = path.split(".")
     holders = (model.get_submodule(".".join(parts[:count])) for count in range(len(parts), 0, -1))
@@ -71,8 +72,9 @@ def _initialiser(model: PreTrainedModel, path: str) -> PreTrainedModel:
 def _computed_anew(
     model: PreTrainedModel, module: nn.Module, key: str, dtype: torch.dtype
 ) -> Tensor:
-    """The buffer as loading computes it, by the library's initialisation of a copy of ``module``
-    without weights.
+    """Compute a buffer as loading does.
+
+    The library initialises a copy of ``module`` without weights.
     """
     parameters: dict[str, nn.Parameter | None] = {}
     buffers: dict[str, Tensor | None] = {}

@@ -1,5 +1,6 @@
-"""Models that callers pass in memory: one that cannot be trained or read is refused by name before
-anything else.
+"""Models that callers pass in memory.
+
+One that cannot be trained or read is refused by name before anything else.
 
 What arrives may be anything that PyTorch or another library makes of a model: wrapped, frozen,
 sharded, with adapters inside. A folder is checked when it is loaded.
@@ -24,8 +25,9 @@ SHARDED = ("DTensor", "FlatParameter")  # FSDP's weights
 
 
 def require_plain(model: object, name: str) -> None:
-    """Refuse a model in memory that could not be trained, read and saved as it is. A folder and
-    None are left alone.
+    """Refuse a model in memory that could not be trained, read and saved as it is.
+
+    A folder and None are left alone.
 
     Args:
         model: A model, a folder or None.
@@ -68,8 +70,9 @@ def require_plain(model: object, name: str) -> None:
 
 
 def _require_no_adapters(model: nn.Module, name: str) -> None:
-    """An adapter would be trained beside its model or instead of it, and no folder here could hold
-    the two.
+    """Refuse a model with adapters inside.
+
+    They would be trained beside it or instead of it, and no folder here could hold both.
     """
     for path, module in model.named_modules():
         if type(module).__module__.partition(".")[0] == "peft":

@@ -1,5 +1,4 @@
-"""Hugging Face folders: checked when read, written atomically and compared with the model after
-writing.
+"""Hugging Face folders: checked when read, written atomically, compared after writing.
 
 Nothing that their files name or link to may lie outside of the folder, and no code comes from
 elsewhere.
@@ -57,9 +56,7 @@ FROM_HUB = "is it spelt right, and is the hub reachable? HF_HUB_OFFLINE=1 uses a
 
 
 def check_folder(path: Path) -> None:
-    """Raise ``ModelError`` unless ``path`` has config.json, readable safetensors weights and a
-    tokenizer.
-    """
+    """Raise ``ModelError`` unless ``path`` has a config, safetensors weights and a tokenizer."""
     path = Path(path)
     if not path.is_dir():
         raise ModelError(f"no model folder at {path}; {REPAIR}")
@@ -99,9 +96,7 @@ def check_folder(path: Path) -> None:
 
 
 def _require_count(path: Path, tensors: int) -> None:
-    """Raise ``ModelError`` for so many tensors that whoever looks at each of them is held up for
-    minutes.
-    """
+    """Refuse so many tensors that looking at each would take minutes."""
     if tensors > MOST_TENSORS:
         raise ModelError(
             f"{path} names {tensors:,} tensors, and no model has more than {MOST_TENSORS:,}; it is damaged, or made to "
@@ -110,8 +105,9 @@ def _require_count(path: Path, tensors: int) -> None:
 
 
 def require_no_adapter(path: Path) -> None:
-    """Raise ``ModelError`` where a folder holds an adapter, which transformers would apply to what
-    lies beside it.
+    """Refuse a folder that holds an adapter.
+
+    transformers would apply it to the model beside it.
     """
     if (path / ADAPTER_CONFIG).is_file():
         where = "beside a" if any(path.glob("model*.safetensors")) else "without its"
@@ -139,8 +135,9 @@ def is_local(source: str | Path) -> bool:
 
 @contextmanager
 def reading(source: str | Path) -> Iterator[None]:
-    """Check a local folder or the hub, silence libraries, and turn errors of loading into
-    ``ModelError``.
+    """Check a folder or the hub, and turn errors of loading into ``ModelError``.
+
+    Libraries are silenced meanwhile.
     """
     if is_local(source):
         check_folder(Path(source))
@@ -164,8 +161,9 @@ def reading(source: str | Path) -> Iterator[None]:
 
 
 def _cause(source: str | Path, error: Exception) -> str:
-    """Why a model cannot be loaded, in one line: a damaged file of a folder by its name, else what
-    the library says.
+    """Why a model cannot be loaded, in one line.
+
+    A damaged file of a folder by its name, else what the library says.
     """
     said = first_line(error)
     if not is_local(source):
@@ -182,8 +180,9 @@ def _cause(source: str | Path, error: Exception) -> str:
 
 
 def hub_files(source: str, revision: str | None) -> Path | None:
-    """The folder in the cache with a hub id's small files, checked as a folder is; None where it
-    cannot be had.
+    """The folder in the cache with a hub id's small files, checked as a folder is.
+
+    None where it cannot be had.
 
     Raises:
         ModelError: They name what lies outside of the folder, or another model.
@@ -205,8 +204,9 @@ def hub_files(source: str, revision: str | None) -> Path | None:
 
 
 def require_room_for(tokenizer: PreTrainedTokenizerBase, entries: int, source: str | Path) -> None:
-    """Raise ``ModelError`` where a tokenizer has more entries than the embedding of the model;
-    fewer are common.
+    """Raise ``ModelError`` where a tokenizer has more entries than the embedding of the model.
+
+    Fewer are common.
     """
     if len(tokenizer) > entries:
         raise ModelError(
@@ -230,8 +230,9 @@ def load_model(
     revision: str | None = None,
     device: torch.device | None = None,
 ) -> Any:
-    """Load a model on ``device`` by ``auto_class.from_pretrained``. Only safetensors, never remote
-    code.
+    """Load a model on ``device`` by ``auto_class.from_pretrained``.
+
+    Only safetensors, never remote code.
 
     The logits of a low-precision language model are computed in float32.
 
@@ -293,8 +294,9 @@ def load_model(
 
 
 def require_finite_weights(model: nn.Module, source: str | Path) -> None:
-    """Raise ``ModelError`` where a weight is NaN or infinite: every loss would be, and every reply
-    empty.
+    """Raise ``ModelError`` where a weight is NaN or infinite.
+
+    Every loss would be, and every reply empty.
     """
     broken = [name for name, weight in model.named_parameters() if not _is_finite(weight)]
     if broken:
@@ -426,8 +428,9 @@ def require_same(
 
 
 def _first_difference(folder: Path, model: PreTrainedModel, auto_class: Any) -> str | None:
-    """Name of a tensor that was not saved bit for bit as in ``model``; None where all were. Tied
-    ones count once.
+    """Name of a tensor that was not saved bit for bit as in ``model``; None where all were.
+
+    Tied ones count once.
     """
     own = {name: tensor.detach() for name, tensor in model.state_dict().items()}
     same = {
@@ -463,8 +466,9 @@ def _saved_tensors(
 
 
 def _rebuilt(folder: Path, model: PreTrainedModel, auto_class: Any) -> PreTrainedModel | None:
-    """The model that ``folder`` describes with the very tensors of ``model``; None where these do
-    not fit it.
+    """The model that ``folder`` describes with the very tensors of ``model``.
+
+    None where these do not fit it.
     """
     with reading(folder):
         twin: PreTrainedModel = empty_model(

@@ -1,5 +1,6 @@
-"""Critic pre-training: values are fitted to the frozen policy's returns, up to a threshold
-(algorithms.md §3).
+"""Critic pre-training: values are fitted to the frozen policy's returns.
+
+It ends at a threshold (algorithms.md §3).
 
 Rewards are normalised, clipped and penalised as in PPO, and the running moments are handed on with
 the critic. Source: paper, section 5.3.3.
@@ -37,8 +38,9 @@ FALLS_BY = 0.99  # a value loss counts as fallen when it is below this share of 
 
 @dataclass
 class StopRule:
-    """Decides when the critic is good enough, or no longer improves. Plain numbers, so that it can
-    be saved.
+    """Decides when the critic is good enough, or no longer improves.
+
+    Plain numbers, so that it can be saved.
     """
 
     threshold: float
@@ -49,8 +51,9 @@ class StopRule:
     since_best: int = 0
 
     def observe(self, variance: float, loss: float) -> str | None:
-        """Take in one rollout; why to stop, or None. ``variance`` is explained variance before the
-        update.
+        """Take in one rollout; why to stop, or None.
+
+        ``variance`` is explained variance before the update.
         """
         self.reached = self.reached + 1 if variance >= self.threshold else 0
         # A loss that is not finite is that of a skipped step: no later one is below it, and no
@@ -169,8 +172,9 @@ class CriticTrainer(RolloutLoop):
         return row
 
     def _update(self, experience: Experience) -> dict[str, float]:
-        """Make all optimiser steps of the critic on one rollout; means over them, and how many were
-        skipped.
+        """Make all optimiser steps of the critic on one rollout.
+
+        Returns means over them, and how many were skipped.
         """
         config, objective = self.config, ValueObjective(self.config.value_clip)
         seed = derive_seed(config.seed, "critic", "minibatches")

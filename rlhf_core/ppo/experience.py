@@ -1,5 +1,6 @@
-"""One rollout batch with everything that updates need: the only thing that passes between the
-phases of PPO.
+"""One rollout batch with everything that updates need.
+
+Nothing else passes between the phases of PPO.
 
 Shapes: B sequences, P prompt width (left-padded), T response width (right-padded).
 """
@@ -62,8 +63,9 @@ class Experience:
         *,
         scored: Tensor | None = None,
     ) -> Experience:
-        """A rollout and what the models say of it (each (B, T)), which has neither rewards nor
-        advantages yet.
+        """Make a rollout with what the models say of it, each (B, T).
+
+        It has neither rewards nor advantages yet.
 
         The policy that sampled is the behaviour policy: by the trainer's log-probabilities, or by
         the sampler's if the trainer has only made those of the rows ``scored`` (B,).
@@ -117,16 +119,18 @@ class Experience:
         return Experience(**columns)
 
     def learnable(self) -> Experience:
-        """The rows whose reward is known: all of them, unless the reward function could not score
-        some.
+        """The rows whose reward is known.
+
+        That is all of them, unless the reward function could not score some.
         """
         if bool(self.rewarded.all()):
             return self
         return self.select(self.rewarded.nonzero().squeeze(1))
 
     def minibatches(self, count: int, seed: int, epoch: int) -> Iterator[Experience]:
-        """``count`` parts in an order that is a function of (seed, epoch) alone; sizes differ by at
-        most one.
+        """``count`` parts in an order that is a function of (seed, epoch) alone.
+
+        Sizes differ by at most one.
         """
         # One copy to the device for all of them: the host waits for each.
         order = torch.tensor(
@@ -138,8 +142,9 @@ class Experience:
                 yield self.select(rows)
 
     def micro_batches(self, limits: MicroBatchLimits) -> Iterator[tuple[MicroExperience, float]]:
-        """This rank's rows in parts of similar length, each with the weight of its terms, without
-        needless padding.
+        """This rank's rows in parts of similar length, each with the weight of its terms.
+
+        Needless padding is cut off.
         """
         for micro in limits.split(self.batch):
             width = micro.tokens.width

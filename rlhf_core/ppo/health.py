@@ -1,5 +1,6 @@
-"""Health monitoring during training: rules on the signals of each iteration, findings, pauses and
-rollbacks.
+"""Health monitoring during training.
+
+Rules look at the signals of each iteration; findings lead to warnings, pauses and rollbacks.
 
 The monitor reads what a user without a gold judge has, remembers only what the rules need, and its
 state is plain JSON, so that a resumed run judges exactly like an uninterrupted one.
@@ -84,8 +85,9 @@ class HealthMonitor:
         self.active: set[str] = set()
 
     def observe(self, iteration: int, signals: Mapping[str, float]) -> list[Finding]:
-        """Take in the signals of ``iteration`` (from 1) and return what fires now, the most severe
-        first.
+        """Take in an iteration's signals, and return what fires now, the most severe first.
+
+        Iterations count from 1.
 
         A warning is returned when its rule begins to hold, and again only after it has ceased; a
         pause or rollback each time. Metrics that come every few iterations (``win_rate``) may be
@@ -124,8 +126,9 @@ class HealthMonitor:
         return sorted(findings, key=lambda finding: (not finding.stops, finding.cause == DRIFT))
 
     def earliest_window(self) -> int | None:
-        """The first iteration that a coming finding of a rollback rule can look back to; None
-        without such a rule.
+        """The first iteration that a coming finding of a rollback rule can look back to.
+
+        None without such a rule.
 
         A checkpoint from before it must be kept. A metric that has just been seen may stay in its
         window for long: a rule with several checks is also looked at when another of its metrics is
@@ -169,8 +172,9 @@ class HealthMonitor:
             self.best[name] = max(self.best.get(name, value), value)
 
     def _since(self, rule: Rule) -> int:
-        """The iteration of the oldest observation in the windows of ``rule``, one metric of which
-        has been seen.
+        """The iteration of the oldest observation in the windows of ``rule``.
+
+        One of its metrics has been seen.
         """
         windows = [
             self.seen[check.metric][-check.window :]
@@ -263,9 +267,7 @@ class HealthGuard:
         self.reported_rollbacks = 0
 
     def needs_start(self, checkpoints: RollbackCheckpoints) -> bool:
-        """Whether the start of the run must be saved, to which a rule that fires early goes
-        back.
-        """
+        """Whether to save the start of the run, to which an early rule would go back."""
         return self._may_roll_back(checkpoints) and not checkpoints.metas()
 
     def observe(self, record: IterationRecord, journal: RollbackJournal) -> None:
@@ -284,8 +286,7 @@ class HealthGuard:
     def rollback(
         self, record: IterationRecord, checkpoints: RollbackCheckpoints
     ) -> Rollback | None:
-        """Return the rollback that a finding of this iteration asks for, if one does, or pause the
-        run.
+        """Return the rollback that a finding asks for, if one does, or pause the run.
 
         Raises:
             TrainingPaused: The run must not go on, and there is nothing to go back to.
@@ -349,8 +350,9 @@ class HealthGuard:
         )
 
     def _keep_from(self, checkpoints: RollbackCheckpoints, done: int) -> int | None:
-        """The oldest checkpoint that a coming rollback may need after ``done`` iterations; None
-        when there is none.
+        """The oldest checkpoint that a coming rollback may need after ``done`` iterations.
+
+        None when there is none.
         """
         first = self.monitor.earliest_window() if self._may_roll_back(checkpoints) else None
         return None if first is None else last_healthy([*checkpoints.metas(), done], first) or 0
@@ -358,8 +360,9 @@ class HealthGuard:
     def _back_to(
         self, target: int, iteration: int, finding: Finding, checkpoints: RollbackCheckpoints
     ) -> Rollback:
-        """The way back from ``iteration`` to the checkpoint of ``target``, with what is
-        abandoned.
+        """The way back from ``iteration`` to the checkpoint of ``target``.
+
+        It holds what is abandoned.
         """
         abandoned: dict[str, list[dict[str, Any]]] = {"history": [], "samples": []}
         # Only the first rank's lines are whole; those of the others are discarded in the end.
@@ -374,8 +377,9 @@ class HealthGuard:
 
 
 def last_healthy(steps: Iterable[int], first: int) -> int | None:
-    """The newest of the checkpoints ``steps`` that was healthy when a rule's window began at
-    iteration ``first``.
+    """The newest checkpoint that was healthy when a rule's window began.
+
+    ``steps`` are the checkpoints, and the window begins at iteration ``first``.
 
     The metrics of iteration k describe the policy that checkpoint k - 1 holds, so a healthy one is
     older than that. The start of the run is healthy by definition. None when no such checkpoint is

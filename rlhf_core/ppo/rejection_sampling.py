@@ -1,5 +1,6 @@
-"""Best of n as training data: of n replies of the policy to each prompt, the one that the reward
-function likes best.
+"""Best of n as training data.
+
+Of n replies to each prompt, the one is kept that the reward function likes best.
 
 RAFT (Dong et al. 2023) and the rejection sampling of Llama 2 (Touvron et al. 2023, section 3.2.3),
 in one round.
@@ -67,8 +68,9 @@ class BestReplies:
 def best_of_each_prompt(
     rewards: Sequence[float], finished: Sequence[bool], n: int
 ) -> list[int | None]:
-    """Return the number of the best finished reply to each prompt, whose ``n`` replies follow each
-    other.
+    """Return the number of the best finished reply to each prompt.
+
+    The ``n`` replies to a prompt follow each other.
 
     Of equal rewards the first wins; one that is not finite says nothing of its reply. None where no
     reply has ended: the reward model has seen finished replies alone, and a policy that is trained
@@ -85,8 +87,9 @@ def best_of_each_prompt(
 
 @dataclass
 class RejectionSampler:
-    """Samples and scores replies part by part; the parts of an interrupted run in ``work`` are not
-    made again.
+    """Samples and scores replies part by part.
+
+    The parts of an interrupted run in ``work`` are not made again.
 
     Attributes:
         sampler: Has the policy's weights as version 0.
@@ -137,8 +140,9 @@ class RejectionSampler:
         return best
 
     def _part(self, rows: Sequence[int], start: int) -> BestReplies:
-        """Sample and score the replies to the prompts that stand at ``start`` of all, or read
-        them.
+        """Sample and score the replies to one part of the prompts, or read them.
+
+        The part begins at ``start`` of all prompts.
         """
         file = self.work / f"{start:08}.json"
         if file.is_file():

@@ -1,5 +1,4 @@
-"""A rollout: its prompts, what policy, reference and critic say of sampled replies, and the metrics
-of all of it.
+"""A rollout: its prompts, what the models say of its replies, and its metrics.
 
 Shapes: B sequences, T response positions.
 """
@@ -71,8 +70,9 @@ class TrainingPrompts:
         return len(self.ids)
 
     def rows(self, size: int, seed: int, iteration: int, replies_per_prompt: int = 1) -> list[int]:
-        """Row numbers of the prompts of an iteration's ``size`` replies, a function of the
-        arguments alone.
+        """Row numbers of the prompts of an iteration's ``size`` replies.
+
+        They are a function of the arguments alone.
 
         Each prompt comes ``replies_per_prompt`` times in a row; ``size`` must be a multiple of
         that.
@@ -83,8 +83,9 @@ class TrainingPrompts:
         return rows
 
     def batch(self, rows: Sequence[int], iteration: int, seed: int) -> PromptBatch:
-        """The prompts of ``rows``; every reply of every iteration has a random stream of its
-        own.
+        """The prompts of ``rows``.
+
+        Every reply of every iteration has a random stream of its own.
         """
         streams = range(iteration * len(rows), (iteration + 1) * len(rows))
         return PromptBatch([list(self.ids[row]) for row in rows], streams, seed)
@@ -96,8 +97,9 @@ def require_room(
     positions: int | None,
     name: str = "max_new_tokens",
 ) -> None:
-    """Check that a reply of ``max_new_tokens``, which the user knows by ``name``, fits a model of
-    ``positions`` beside each prompt's token ids.
+    """Check that a reply of ``max_new_tokens`` fits the model beside each prompt.
+
+    The user knows the number by ``name``; the model has ``positions``.
 
     Raises:
         DataError: The longest prompt and reply exceed the model's positions.
@@ -147,8 +149,9 @@ def predict_tokens(
     exact_kl: bool = True,
     every: int = 1,
 ) -> Experience:
-    """Run reference and critic over all replies, the policy over one of ``every``, in parts that
-    the ranks share.
+    """Run reference and critic over all replies, and the policy over one of ``every``.
+
+    Ranks share the parts.
     """
     batch, exact_kl = rollout.batch, exact_kl and every == 1
     runs: list[tuple[Tokens, Predict, int]]
@@ -201,8 +204,9 @@ def _predict_all(
     exact_kl: bool,
     part: Tokens,
 ) -> dict[str, Tensor]:
-    """Log-probabilities by policy and reference, entropy, values and exact KL of one micro-batch,
-    each (b, t).
+    """Compute all statistics of one micro-batch, each (b, t).
+
+    They are log-probabilities by policy and reference, entropy, values and exact KL.
     """
     policy, values = pair.predict(part)
     # In critic pre-training the frozen policy is its own reference.
@@ -227,8 +231,9 @@ def _score(pair: ActorCriticPair, part: Tokens) -> dict[str, Tensor]:
 def logprob_differences(
     sampler: Tensor, trainer: Tensor, mask: Tensor, precision: Precision
 ) -> dict[str, float]:
-    """By how much the sampler's log-probabilities of sampled tokens differ from the trainer's
-    before any update.
+    """Measure how far the sampler's log-probabilities are from the trainer's.
+
+    Both are of the sampled tokens, before any update.
 
     Both compute the log-probability of every sampled token with the same weights, the sampler token
     by token with a key-value cache, the trainer in one pass. Beyond rounding they must agree, or
@@ -307,8 +312,9 @@ def rollout_metrics(
     with_critic: bool = True,
     with_exact_kl: bool = True,
 ) -> dict[str, float]:
-    """Measure a rollout with rewards and advantages: what tells health from collapse (algorithms.md
-    §8; paper, §5.2).
+    """Measure a rollout with rewards and advantages.
+
+    The metrics tell health from collapse (algorithms.md §8; paper, §5.2).
 
     All of it comes from the rollout, before the update that it feeds, and may be NaN, which the
     health monitor wants to see. No judge is asked but the learned ones: a user without a gold
@@ -375,8 +381,9 @@ def reward_distribution(rewards: Tensor) -> dict[str, float]:
 
 
 def drift_metrics(logprobs: Tensor, ref_logprobs: Tensor, mask: Tensor) -> dict[str, float]:
-    """Drift by the log-probabilities (B, T) of sampled tokens under policy and reference, in nats
-    per sequence.
+    """Measure the policy's drift from the reference in nats per sequence.
+
+    Both log-probabilities (B, T) are those of the sampled tokens.
 
     With d = logprob - ref_logprob: ``kl`` is the mean over sequences of sum d (k1), ``kl_k2`` of
     sum d²/2, ``kl_k3`` of sum (exp(-d) - 1 + d). ``perplexity`` is the policy's on its own replies,
@@ -398,8 +405,9 @@ def drift_metrics(logprobs: Tensor, ref_logprobs: Tensor, mask: Tensor) -> dict[
 def reply_metrics(
     replies: Sequence[str], lengths: Sequence[int], finished: Sequence[bool]
 ) -> dict[str, float]:
-    """What decoded replies look like: lengths in tokens with the end marker, and statistics of
-    their text.
+    """Measure what decoded replies look like.
+
+    That is lengths in tokens with the end marker, and statistics of their text.
     """
     normalised = [" ".join(reply.casefold().split()) for reply in replies]
     refused = [is_refusal(reply) for reply in replies]

@@ -1,6 +1,4 @@
-"""One PPO update: epochs of minibatch steps of policy and critic on one rollout (algorithms.md
-§6).
-"""
+"""One PPO update: the optimiser steps of one rollout (algorithms.md §6)."""
 
 from __future__ import annotations
 
@@ -169,8 +167,9 @@ def update(
 def gradient_tasks(
     learner: Learner, minibatch: Experience, kl_coef: float, sign: float
 ) -> list[Callable[[], list[Share]]]:
-    """The backward passes of the losses of policy and critic over a minibatch, whose advantages are
-    normalised here.
+    """Return the backward passes of policy and critic over a minibatch.
+
+    Its advantages are normalised here.
 
     They are independent of each other: one task for each model that has an engine of its own.
 
@@ -201,8 +200,9 @@ def accumulate_policy_gradients(
     objective: PolicyObjective,
     value_objective: ValueObjective,
 ) -> list[Share]:
-    """Backward passes of the policy's loss over a minibatch, in micro-batches that never change the
-    gradient.
+    """Make the backward passes of the policy's loss over a minibatch.
+
+    Its micro-batches never change the gradient.
 
     With a shared backbone they are those of the sum of both losses.
     """
@@ -227,8 +227,7 @@ def accumulate_policy_gradients(
 
 @torch.no_grad()
 def measure_minibatch(pair: ActorCriticPair, minibatch: Experience) -> dict[str, float]:
-    """Measure a whole minibatch, to decide about its step before any micro-batch of it is
-    differentiated.
+    """Measure a whole minibatch without gradients, to decide about its step.
 
     Returns:
         ``old_policy_kl`` and ``entropy`` of the current policy in nats per token, by a pass without
@@ -258,8 +257,9 @@ PtxText = tuple[list[int], list[int]]  # context ids, and the target ids that ar
 def ptx_texts(
     table: TokenTable, longest: int | None, shares: Mapping[str, float], seed: int
 ) -> TableRows[PtxText]:
-    """The texts of a table of at most ``longest`` tokens, repeated and drawn until categories have
-    their ``shares``.
+    """Return a table's texts of at most ``longest`` tokens.
+
+    They are repeated and drawn until categories have their ``shares``.
 
     Of demonstrations the replies are the targets; plain texts are targets as a whole.
     """
@@ -308,8 +308,9 @@ class PtxData:
 
 
 def accumulate_ptx_gradient(learner: Learner, step: int) -> list[Share]:
-    """Backward passes of ``weight * CE`` on the texts of optimiser step ``step``; CE is in nats per
-    target token.
+    """Backward passes of ``weight * CE`` on the texts of optimiser step ``step``.
+
+    CE is in nats per target token.
     """
     config, pair, data = learner.config, learner.pair, learner.ptx
     assert data is not None

@@ -1,5 +1,6 @@
-"""One reply to one prompt, whose text can be followed while it is sampled: what a chat and a server
-have in common.
+"""One reply to one prompt, whose text can be followed while it is sampled.
+
+A chat and a server have this in common.
 """
 
 from __future__ import annotations
@@ -109,8 +110,9 @@ class ReplyPieces:
         self.sent = ""
 
     def next(self, text: str) -> str:
-        """The next piece of the reply, whose ``text`` so far is longer than it was; empty if there
-        is none yet.
+        """The next piece of the reply, whose ``text`` so far is longer than it was.
+
+        Empty if there is none yet.
         """
         if text and self.lead.startswith(text):
             return ""

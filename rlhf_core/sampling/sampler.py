@@ -47,8 +47,9 @@ class PromptBatch:
 
 
 class Sampler(ABC):
-    """Samples replies with a copy of the policy's weights: ``sync``, then ``sample`` inside of
-    ``awake``.
+    """Samples replies with a copy of the policy's weights.
+
+    Call ``sync`` first, then ``sample`` inside of ``awake``.
 
     ``version`` is that of the weights from the last :meth:`sync`; None before the first.
     """
@@ -101,8 +102,9 @@ class Sampler(ABC):
                 self._awake = False
 
     def release(self) -> None:
-        """Let go of the model of the last :meth:`sync`, whose memory another one needs before the
-        next.
+        """Let go of the model of the last :meth:`sync`.
+
+        Another one needs its memory before the next.
         """
         self.version = None
 
@@ -128,8 +130,9 @@ class Sampler(ABC):
 
 
 class LocalSampler(Sampler):
-    """Samples with the model of the last :meth:`sync`; no weight is copied but those of decoding
-    layers.
+    """Samples with the model of the last :meth:`sync`.
+
+    No weight is copied but those of decoding layers.
     """
 
     _policy: PreTrainedModel
@@ -163,8 +166,9 @@ def sample_replies(
     sampling: Sampling,
     batch_size: int | None = None,
 ) -> Rollout:
-    """Sample one reply per prompt, at most ``batch_size`` prompts of a rank at a time (all of them
-    for ``None``).
+    """Sample one reply per prompt, at most ``batch_size`` of a rank at a time.
+
+    None takes all of them at once.
 
     Args:
         sampler: Has the weights of ``version``.
@@ -198,8 +202,9 @@ def sample_replies(
 
 
 def concatenate(parts: Sequence[Rollout], pad_id: int) -> Rollout:
-    """Join rollouts of several batches, whose prompts are equally wide: responses are padded to the
-    widest.
+    """Join rollouts of several batches, whose prompts are equally wide.
+
+    Responses are padded to the widest.
     """
     if len(parts) == 1:
         return parts[0]

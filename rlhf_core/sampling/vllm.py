@@ -1,5 +1,6 @@
-"""Sampling by a vLLM server: the server, its client, the weights it is sent, and the sampler; which
-one a run has.
+"""Sampling by a vLLM server: the server, its client, its weights, and the sampler.
+
+Here is also decided which sampler a run has.
 """
 
 from __future__ import annotations
@@ -71,8 +72,7 @@ OF_LAUNCHER = (
 
 
 class VllmServer:
-    """A vLLM server that listens on a socket which only its user can open, and ends with the
-    trainer.
+    """A vLLM server on a socket that only its user can open; it ends with the trainer.
 
     It offers vLLM's development endpoints, by which weights are loaded. vLLM asks for no token at
     these, so that a port would let every user of the machine load weights and call methods of its
@@ -206,8 +206,9 @@ class VllmClient:
         self.http, self.token, self.end_report = http, token, end_report
 
     def wait_until_ready(self, seconds: float) -> None:
-        """Wait for the server to answer; ``RlhfError`` if it ends before, or takes longer than
-        ``seconds``.
+        """Wait for the server to answer.
+
+        ``RlhfError`` if it ends before, or takes longer than ``seconds``.
         """
         deadline = time.monotonic() + seconds
         while time.monotonic() < deadline:
@@ -227,8 +228,9 @@ class VllmClient:
     def complete(
         self, prompt: Sequence[int], seed: int, distribution: TokenDistribution, vocabulary: int
     ) -> SampledTokens:
-        """Sample one reply to the ids ``prompt``, for a model of ``vocabulary`` logits; ``seed``
-        decides the draws.
+        """Sample one reply to the ids ``prompt``, for a model of ``vocabulary`` logits.
+
+        ``seed`` decides the draws.
         """
         sampling = distribution.base
         forbidden = {
@@ -252,8 +254,9 @@ class VllmClient:
         return choice["token_ids"], choice["logprobs"]["token_logprobs"]
 
     def prompt_logprobs(self, prompt: Sequence[int]) -> list[float]:
-        """The log-probability of every token of ``prompt`` but the first, at temperature 1 and
-        without masks.
+        """The log-probability of every token of ``prompt`` but the first.
+
+        Temperature is 1, and there are no masks.
         """
         entries = self._complete(prompt, max_tokens=1, temperature=1.0, prompt_logprobs=0)[
             "prompt_logprobs"
@@ -309,8 +312,9 @@ class VllmClient:
     def post(
         self, path: str, body: dict[str, Any] | None = None, retries: int = RETRIES
     ) -> httpx.Response:
-        """Ask for ``path``, again where the server does not answer; ``RlhfError`` unless it says
-        that it did.
+        """Ask for ``path``, again where the server does not answer.
+
+        ``RlhfError`` unless it says that it did.
         """
         try:
             answer = post_json(
@@ -339,8 +343,9 @@ def request_seed(seed: int, stream: int) -> int:
 
 @torch.no_grad()
 def save_merged(policy: PreTrainedModel, folder: Path) -> None:
-    """Write config and weights of ``policy`` to ``folder``, which is replaced at once; the policy
-    is left as it is.
+    """Write config and weights of ``policy`` to ``folder``, which is replaced at once.
+
+    The policy is left as it is.
 
     Weights have the names that they have without adapters, which are merged in the weight's
     precision. An unembedding that is tied to the embedding is written as a matrix of its own: on
@@ -530,8 +535,9 @@ class VllmSampler(Sampler):
         self._client.post("/update_weight_version", {"new_version": f"{self._name}-{version}"})
 
     def _require_same(self, policy: PreTrainedModel, expected: Tensor, limit: float) -> None:
-        """Compare log-probabilities of fixed tokens. Only a coarse difference decides: rollouts are
-        compared finely.
+        """Compare log-probabilities of fixed tokens.
+
+        Only a coarse difference decides: rollouts are compared finely.
         """
         assert self._client is not None
         ids = probe_ids(int(policy.config.get_text_config().vocab_size))
@@ -544,8 +550,9 @@ class VllmSampler(Sampler):
             )
 
     def _connect(self, address: list[str] | None) -> VllmClient:
-        """Connect to the server that rank 0 started, at ``address`` (socket and token), or to the
-        one at ``url``.
+        """Connect to the server that rank 0 started, or to the one at ``url``.
+
+        ``address`` holds the started one's socket and token.
         """
         limits = httpx.Limits(max_connections=self.config.concurrent_requests)
         if address is not None:
@@ -577,8 +584,9 @@ def on_first_rank(action: Callable[[], None]) -> None:
 
 @torch.no_grad()
 def probed_logprobs(policy: PreTrainedModel) -> Tensor:
-    """Log-probabilities of fixed tokens (rows, width - 1) on the CPU. Of a sharded policy all ranks
-    must ask.
+    """Log-probabilities of fixed tokens (rows, width - 1) on the CPU.
+
+    Of a sharded policy all ranks must ask.
     """
     ids = probe_ids(int(policy.config.get_text_config().vocab_size))
     logits = policy(input_ids=ids.to(policy.device), use_cache=False).logits[:, :-1].float()

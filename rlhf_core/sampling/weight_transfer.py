@@ -1,5 +1,6 @@
-"""Weights broadcast to the GPUs of a vLLM server by NCCL, without files: the trainer's side of
-vLLM's weight transfer.
+"""Weights broadcast to the GPUs of a vLLM server by NCCL, without files.
+
+This is the trainer's side of vLLM's weight transfer.
 
 The trainer's first rank and all workers of the server make one group. Weights go one after the
 other, in the order of the layers, so that under ZeRO 3 the trainer holds one of them gathered at a
@@ -70,16 +71,18 @@ def as_tensor(weight: Any) -> Tensor:
 
 
 class CheckpointWeights:
-    """A model's weights one at a time, as its files have them: by their names there, and those that
-    it fuses apart.
+    """A model's weights one at a time, as its files have them.
+
+    They have the names of the files, and what the model fuses is apart.
 
     Attributes:
         described: Names and empty tensors, in the order of iteration.
     """
 
     def __init__(self, policy: PreTrainedModel) -> None:
-        """Take the weights of ``policy``, whole or sharded
-        (``training.engine.deepspeed.ShardedModel``).
+        """Take the weights of ``policy``, whole or sharded.
+
+        A sharded one is a ``training.engine.deepspeed.ShardedModel``.
 
         Raises:
             ModelError: Its files have a weight that is made of several of the model's.
@@ -139,8 +142,9 @@ def _in_files(policy: PreTrainedModel, weights: dict[str, Tensor]) -> dict[str, 
 
 
 class Group(Protocol):
-    """Connects the trainer, its member 0, with the workers of a server, whom ``id`` (128 bytes)
-    tells where to meet.
+    """Connects the trainer, its member 0, with the workers of a server.
+
+    ``id`` (128 bytes) tells them where to meet.
     """
 
     id: bytes
@@ -153,8 +157,9 @@ class Group(Protocol):
 
 
 class NcclGroup:
-    """A group by PyTorch's own NCCL, on a stream of its own: what it waits for holds up nothing
-    else.
+    """A group by PyTorch's own NCCL, on a stream of its own.
+
+    What it waits for holds up nothing else.
     """
 
     def __init__(self) -> None:

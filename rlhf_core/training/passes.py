@@ -31,15 +31,17 @@ Share = tuple[Mapping[str, Scalar], float]  # metrics of one pass, and the weigh
 
 
 def device_scalar(value: Tensor) -> Tensor:
-    """A tensor of one number, () -> (), without gradient and in float64, which rounds as Python's
-    numbers do.
+    """The number of a tensor () -> () in float64, without gradient.
+
+    It rounds as Python's numbers do.
     """
     return value.detach().double()
 
 
 def read_scalars(groups: Sequence[Mapping[str, Scalar]]) -> list[dict[str, float]]:
-    """Return the same mappings with numbers, after one transfer of all tensors, which must be of
-    one device.
+    """Return the same mappings with numbers, after one transfer of all tensors.
+
+    These must be of one device.
     """
     tensors: list[Tensor] = []
     for group in groups:
@@ -55,8 +57,9 @@ def read_scalars(groups: Sequence[Mapping[str, Scalar]]) -> list[dict[str, float
 
 
 def totals_of_steps(steps: Sequence[Sequence[Share]]) -> list[dict[str, float]]:
-    """Add up the shares of each step's passes, each times its weight, over all ranks; ``_max``
-    takes the largest.
+    """Add up the shares of each step's passes, each times its weight, over all ranks.
+
+    ``_max`` takes the largest.
 
     All tensors are read in one transfer.
     """
@@ -85,8 +88,9 @@ def gradient_shares(
     parts: Iterable[tuple[Part, float]],
     compute: Callable[[Part], tuple[Tensor, Mapping[str, Scalar]]],
 ) -> list[Share]:
-    """Put the gradients of one step's passes into ``engine``; returns what ``compute`` says of
-    each.
+    """Put the gradients of one step's passes into ``engine``.
+
+    Returns what ``compute`` says of each.
 
     Args:
         engine: Trains the model that ``compute`` runs.
@@ -126,8 +130,9 @@ def mean_of_steps(steps: Sequence[Mapping[str, float]]) -> dict[str, float]:
 
 
 def larger(first: float, second: float) -> float:
-    """The larger of two numbers, NaN if one of them is: ``max`` would drop it or not by their
-    order.
+    """The larger of two numbers, NaN if one of them is.
+
+    ``max`` would drop it or not by their order.
     """
     return second if second > first or math.isnan(second) else first
 
@@ -162,8 +167,9 @@ def run_side_by_side(*tasks: Callable[[], Any], models: Iterable[object]) -> lis
 
 
 def idle_workers() -> int:
-    """Threads of models that the cores of this process have room for; 1 on GPUs, and where ranks
-    take turns.
+    """Threads of models that the cores of this process have room for.
+
+    1 on GPUs, and where ranks take turns.
     """
     if distributed.active() or distributed.device().type != "cpu":
         return 1

@@ -1,5 +1,6 @@
-"""A Hugging Face sequence classifier as reward source: replies are encoded again by its own
-tokenizer and template.
+"""A Hugging Face sequence classifier as reward source.
+
+Replies are encoded again by its own tokenizer and template.
 """
 
 from __future__ import annotations
@@ -114,8 +115,9 @@ class Classifier:
 
     @torch.inference_mode()
     def _scores(self, rows: Sequence[Encoded]) -> list[float]:
-        """Scores in the order of ``rows``; texts of similar length go together, and one by one
-        without a pad token.
+        """Scores in the order of ``rows``.
+
+        Texts of similar length go together, and one by one without a pad token.
         """
         order = sorted(range(len(rows)), key=lambda row: len(rows[row]["input_ids"]))
         size = self.config.batch_size if self.pad is not None else 1
@@ -197,8 +199,9 @@ def chosen_label(config: Any, label: int | str | None, who: str) -> int:
 def token_limit(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, given: int | None
 ) -> int | None:
-    """The most tokens that model and tokenizer take, or ``given``; None when nothing limits
-    them.
+    """The most tokens that model and tokenizer take, or ``given``.
+
+    None when nothing limits them.
     """
     positions = positions_of(model.config)
     known = [
@@ -210,8 +213,9 @@ def token_limit(
 
 
 def plain_text(prompt: Sequence[Message]) -> str:
-    """A prompt as text: its one turn as it is, several with their roles, a blank line between
-    them.
+    """Return a prompt as text: its one turn, or several with their roles.
+
+    A blank line is between them.
     """
     if len(prompt) == 1:
         return prompt[0].content

@@ -1,5 +1,6 @@
-"""Rewards by a function of the user's own: how it is called, what it may read of a prompt's record,
-and how long.
+"""Rewards by a function of the user's own.
+
+Here is how it is called, what it may read of a prompt's record, and how long it may take.
 """
 
 from __future__ import annotations
@@ -185,8 +186,9 @@ def run_to_end(
     start: Callable[[], Awaitable[Any]],
     seconds: float | None,
 ) -> Any:
-    """Await ``start()`` in a thread with an event loop of its own: a notebook's thread runs one
-    already.
+    """Await ``start()`` in a thread with an event loop of its own.
+
+    A notebook's thread runs one already.
     """
 
     async def whole() -> Any:
@@ -197,8 +199,9 @@ def run_to_end(
 
 
 def columns_read(function: Function, columns: Sequence[str], who: str) -> tuple[str, ...]:
-    """The columns of the prompts' records that ``function`` asks for by name, after prompts and
-    replies.
+    """The columns of the prompts' records that ``function`` asks for by name.
+
+    Its parameters after prompts and replies name them.
 
     Args:
         function: One with ``**columns`` gets all of them.

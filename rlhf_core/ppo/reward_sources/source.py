@@ -1,5 +1,4 @@
-"""Reward sources: what scores a rollout's replies, behind one protocol, and the weighted sum of
-several.
+"""Reward sources behind one protocol, and the weighted sum of several.
 
 Reward models read the tokens themselves; other sources, functions and servers behind HTTP, get
 text, decoded when the first of them asks for it.
@@ -47,8 +46,9 @@ RewardFn = Callable[[Tokens], Tensor]  # the raw reward of every reply (B,)
 
 
 class PromptReader:
-    """Finds the messages that prompt tokens were made from; prompts of equal tokens count as
-    one.
+    """Finds the messages that prompt tokens were made from.
+
+    Prompts of equal tokens count as one.
     """
 
     def __init__(self, prompts: TrainingPrompts) -> None:
@@ -56,8 +56,9 @@ class PromptReader:
 
     @cached_property
     def _rows(self) -> dict[bytes, int]:
-        """The first row of each prompt, by digests: a second copy of all tokens would double their
-        memory.
+        """The first row of each prompt, by digests.
+
+        A second copy of all tokens would double their memory.
         """
         return {_digest(ids): row for row, ids in reversed(list(enumerate(self.prompts.ids)))}
 
@@ -87,8 +88,9 @@ def _digest(ids: Sequence[int]) -> bytes:
 
 @dataclass(frozen=True)
 class Replies:
-    """B replies. They are decoded when a source first asks for text: reward models read the tokens
-    themselves.
+    """B replies.
+
+    They are decoded when a source first asks for text: reward models read the tokens themselves.
     """
 
     tokens: Tokens
@@ -135,8 +137,9 @@ class Replies:
 
 
 class Source(Protocol):
-    """Rewards replies; higher is better. ``metrics`` describe the newest batch beyond its mean and
-    spread.
+    """Rewards replies; higher is better.
+
+    ``metrics`` describe the newest batch beyond its mean and spread.
     """
 
     metrics: dict[str, float]
@@ -148,8 +151,9 @@ class Source(Protocol):
 def checked_rewards(
     values: Any, replies: Replies, who: str, none_is_unscored: bool = False
 ) -> Tensor:
-    """Check scores from outside this project, and make rewards of them: (B,) float32 on the device
-    of the tokens.
+    """Check scores from outside this project, and make rewards of them.
+
+    (B,) float32 on the device of the tokens.
 
     Args:
         values: The scores, which may be anything.
@@ -201,8 +205,9 @@ def _shortened(value: Any) -> str:
 
 
 def reward_model_fn(model: ReplyScorer, limits: MicroBatchLimits = MicroBatchLimits()) -> RewardFn:
-    """Make a reward function of a model that scores replies, in passes within ``limits``; ranks
-    share the rows.
+    """Make a reward function of a model that scores replies, in passes within ``limits``.
+
+    Ranks share the rows.
     """
 
     def reward_fn(batch: Tokens) -> Tensor:
@@ -225,8 +230,9 @@ def _reply_scores(model: ReplyScorer, part: Tokens) -> Tensor:
 
 
 def reward_metrics(reward_fn: RewardFn) -> dict[str, float]:
-    """Metrics about the newest batch, of a reward function that has an attribute ``metrics``; none
-    of another.
+    """Metrics about the newest batch, of a reward function that has an attribute ``metrics``.
+
+    None of another.
     """
     return dict(getattr(reward_fn, "metrics", {}))
 
@@ -239,8 +245,9 @@ class RewardModelSource:
         self.metrics: dict[str, float] = {}
 
     def rewards(self, replies: Replies) -> Tensor:
-        """The model's rewards (B,) as they are; one that is not finite makes its step be
-        skipped.
+        """The model's rewards (B,) as they are.
+
+        One that is not finite makes its step be skipped.
         """
         return self.reward_fn(replies.tokens)
 
@@ -346,8 +353,9 @@ RESUMES = "start it and run again: training goes on from its last checkpoint"
 
 
 class HttpScorer:
-    """Posts replies to a scorer in batches and reads their scores; retries back off, and ``wait``
-    sleeps between them.
+    """Posts replies to a scorer in batches and reads their scores.
+
+    Retries back off, and ``wait`` sleeps between them.
 
     Request: ``POST url`` with JSON
     ``{"items": [{"prompt": [{"role", "content"}, ...], "reply": text, "finished": bool}, ...]}``.

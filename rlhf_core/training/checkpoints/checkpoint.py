@@ -1,5 +1,6 @@
-"""Checkpoints of a training run on disk: tensors in pieces, written by each rank and read by any
-number of ranks.
+"""Checkpoints of a training run on disk.
+
+Tensors are in pieces, written by each rank and read by any number of ranks.
 
 A file of pieces is a safetensors file. A tensor that is whole has its own shape in it; a piece of
 one is flat. The header says which elements it holds, in the form of torch's distributed
@@ -77,8 +78,9 @@ class Piece:
 
 
 def pieces_of_rank(tensors: Mapping[str, Tensor]) -> dict[str, Piece]:
-    """This rank's share of tensors that every rank holds: an equal part of each; all of them in one
-    process.
+    """This rank's share of tensors that every rank holds: an equal part of each.
+
+    All of them in one process.
     """
     ranks, rank = distributed.world_size(), distributed.rank()
     if ranks == 1:
@@ -92,8 +94,9 @@ def pieces_of_rank(tensors: Mapping[str, Tensor]) -> dict[str, Piece]:
 
 
 def write_pieces(path: Path, pieces: Mapping[str, Piece]) -> None:
-    """Write contiguous CPU tensors, of which no two share elements, to a safetensors file. Nothing
-    is copied.
+    """Write contiguous CPU tensors, of which no two share elements, to a safetensors file.
+
+    Nothing is copied.
 
     Raises:
         SafetensorError: It cannot be written.
@@ -108,9 +111,7 @@ def write_pieces(path: Path, pieces: Mapping[str, Piece]) -> None:
 
 @dataclass(frozen=True)
 class _StoredPiece:
-    """Elements ``start`` to ``stop`` of a tensor of ``shape``, which ``path`` holds under
-    ``key``.
-    """
+    """A range of a tensor's elements, and where a file holds it."""
 
     path: Path
     file: Any
@@ -220,8 +221,9 @@ def saved_steps(directory: Path) -> list[int]:
 
 
 def saved_metas(directory: Path) -> dict[int, dict[str, Any]]:
-    """``meta`` of every readable checkpoint, by step; damaged ones are left to
-    :func:`load_latest`.
+    """``meta`` of every readable checkpoint, by step.
+
+    Damaged ones are left to :func:`load_latest`.
     """
     metas = {}
     for step in saved_steps(directory):
@@ -291,8 +293,9 @@ def _put_aside(damaged: Mapping[Path, str]) -> None:
 
 
 def verified(path: Path) -> Checkpoint:
-    """Read the checkpoint in folder ``path`` if all ranks find it sound; else ``CheckpointError``
-    on every rank.
+    """Read the checkpoint in folder ``path`` if all ranks find it sound.
+
+    Else ``CheckpointError`` on every rank.
     """
     manifest, problem = distributed.broadcast_from_rank0(
         _manifest(path) if distributed.is_rank_zero() else ({}, "")
@@ -331,8 +334,9 @@ def _manifest(path: Path) -> tuple[dict[str, str], str]:
 
 
 def _problem(path: Path, name: str, digest: str) -> str:
-    """Why a file of checkpoint ``path`` cannot be used; empty if it has the hash that it was saved
-    with.
+    """Why a file of checkpoint ``path`` cannot be used.
+
+    Empty if it has the hash that it was saved with.
     """
     try:
         sound = sha256_file(path / name) == digest

@@ -1,6 +1,4 @@
-"""Copies of a training state in host memory, and the thread that writes them while training goes
-on.
-"""
+"""Copies of a training state in host memory, and the thread that writes them."""
 
 from __future__ import annotations
 
@@ -22,8 +20,9 @@ STREAM_BYTES = 2**29
 
 
 class HostCopies:
-    """Makes the copies. GPU tensors go to pinned buffers, which are kept and filled again for every
-    checkpoint.
+    """Makes the copies.
+
+    GPU tensors go to pinned buffers, which are kept and filled again for every checkpoint.
 
     Those of CPU tensors are new every time: to keep them would take memory that the training itself
     may need.
@@ -81,9 +80,7 @@ class HostCopies:
         return buffer is not None and buffer.shape == values.shape and buffer.dtype == values.dtype
 
     def _copied(self, name: str, values: Tensor) -> Tensor | None:
-        """The copy; None if its memory is refused, by a limit of the process or of what may be
-        pinned.
-        """
+        """The copy; None if the process, or the limit of pinned memory, refuses it."""
         try:
             if not values.is_cuda:
                 return values.clone(memory_format=torch.contiguous_format)
@@ -95,8 +92,7 @@ class HostCopies:
 
 
 def _in_groups(pieces: Mapping[str, Piece]) -> list[dict[str, Piece]]:
-    """Divide pieces so that writing a group needs copies of at most ``STREAM_BYTES``, or of one
-    piece.
+    """Divide pieces into groups of at most ``STREAM_BYTES`` of copies, or of one piece.
 
     Contiguous tensors on the CPU are written as they are.
     """
@@ -117,8 +113,7 @@ def bytes_of(piece: Piece) -> int:
 
 
 class BackgroundWriter:
-    """Runs jobs one after another, in the order in which they were submitted, beside the calling
-    thread.
+    """Runs jobs in the order of their submission, beside the calling thread.
 
     Its threads do not keep the process alive: whoever needs a job done waits for its future.
     """

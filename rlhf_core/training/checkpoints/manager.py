@@ -1,5 +1,6 @@
-"""The checkpoints of one run: complete enough that it resumes as if it had never stopped, written
-while it trains.
+"""The checkpoints of one run, written while it trains.
+
+They are so complete that it resumes as if it had never stopped.
 
 :meth:`CheckpointManager.save` copies what it is given to host memory and returns. What there is no
 room for it writes before it returns. Then, in a thread, each rank writes its copies and hashes its
@@ -142,8 +143,9 @@ class CheckpointManager:
         spare: Collection[int] = (),
         lines: Sequence[Path] = (),
     ) -> None:
-        """Copy the state after ``step`` steps, and have it written while training goes on; every
-        rank must call it.
+        """Copy the state after ``step`` steps, and have it written while training goes on.
+
+        Every rank must call it.
 
         It waits for the checkpoint before, and until pieces are written that host memory has no
         room for a copy of. Checkpoints of the same or a later step are deleted: they are of an
@@ -201,8 +203,9 @@ class CheckpointManager:
         self._attached = self.writer.submit(run)
 
     def metas(self) -> dict[int, dict[str, Any]]:
-        """``meta`` of every checkpoint by step, as if the one that is being written were complete;
-        rank 0's.
+        """``meta`` of every checkpoint by step, as if the one that is being written were complete.
+
+        Rank 0's.
         """
         metas: dict[int, dict[str, Any]] = {}
         if distributed.is_rank_zero():
@@ -219,8 +222,9 @@ class CheckpointManager:
         return dict(distributed.broadcast_from_rank0([*metas.items()]))
 
     def check(self) -> None:
-        """Raise the error of the checkpoint in the background, if there is one; every rank must
-        call it.
+        """Raise the error of the checkpoint in the background, if there is one.
+
+        Every rank must call it.
 
         Raises:
             CheckpointError: It could not be written (a full disk); the others stay as they are.
@@ -244,8 +248,9 @@ class CheckpointManager:
             self._pending = None
 
     def finish(self) -> None:
-        """Wait until the last checkpoint is on the disk; every rank must call it. Raises as
-        :meth:`check` does.
+        """Wait until the last checkpoint is on the disk; every rank must call it.
+
+        Raises as :meth:`check` does.
         """
         if self._pending is not None:
             wait([self._pending.result])
@@ -278,8 +283,9 @@ class CheckpointManager:
                 logger.warning("%s", job.exception())
 
     def _write_uncopied(self, pending: PendingCheckpoint, groups: list[dict[str, Piece]]) -> None:
-        """Write the pieces that were not copied; an error is left to the thread, which tells the
-        other ranks.
+        """Write the pieces that were not copied.
+
+        An error is left to the thread, which tells the other ranks.
         """
         if not self._has_warned:
             self._has_warned = True
@@ -313,8 +319,9 @@ class CheckpointManager:
         return self.directory / f"{BUILDING}{step:06d}"
 
     def _write(self, pending: PendingCheckpoint) -> None:
-        """Write this rank's copies and, on rank 0, complete the checkpoint; in the background
-        thread.
+        """Write this rank's copies and, on rank 0, complete the checkpoint.
+
+        In the background thread.
         """
         digests, failure, cause = {}, "", pending.error
         try:
@@ -405,8 +412,9 @@ class RunCheckpoints:
     keep_from: int | None = None
 
     def save(self, step: int, meta: Mapping[str, Any], extra: bool = False) -> None:
-        """Save the state after ``step`` steps or iterations: engines, generators, line offsets and
-        ``meta`` (JSON).
+        """Save the state after ``step`` steps or iterations.
+
+        It consists of engines, generators, line offsets and ``meta`` (JSON).
 
         It is written in the background; see ``CheckpointManager.save``. An ``extra`` checkpoint is
         that of a run that is preempted between two regular ones. It does not count among the kept
@@ -433,8 +441,9 @@ class RunCheckpoints:
         self.manager.save(step, pieces, content, keep, self.keep_from, spare, paths)
 
     def metas(self) -> dict[int, dict[str, Any]]:
-        """``meta`` of every readable regular checkpoint by its step, the one that is being written
-        included.
+        """``meta`` of every readable regular checkpoint by its step.
+
+        The one that is being written is among them.
         """
         return {
             step: content["run"]
@@ -473,8 +482,9 @@ class RunCheckpoints:
         return newest.step, newest.meta["run"]
 
     def _require_lines(self, newest: Checkpoint) -> None:
-        """Raise ``CheckpointError`` on every rank if a line file of rank 0 lacks what was in it at
-        the checkpoint.
+        """Raise ``CheckpointError`` on every rank if a line file of rank 0 has lost lines.
+
+        They were there at the checkpoint.
         """
         foreign = [
             lines.path

@@ -1,5 +1,6 @@
-"""Frozen models (reference, reward model, referee): on the device, in CPU memory while unused, or
-sharded.
+"""Frozen models (reference, reward model, referee).
+
+They are on the device, in CPU memory while unused, or sharded.
 """
 
 from __future__ import annotations
@@ -43,8 +44,9 @@ class FrozenModels:
         return torch.device("cpu") if self.launch.frozen == "sharded" else None
 
     def scalar(self, folder: Path) -> Any:
-        """Load and place the reward model or referee in ``folder``; later calls return the same
-        model.
+        """Load and place the reward model or referee in ``folder``.
+
+        Later calls return the same model.
 
         With a ``base`` it is made of adapters on those weights, and stays on their device.
         """
@@ -60,8 +62,9 @@ class FrozenModels:
         return self._scalars[key]
 
     def place(self, model: Model) -> Model:
-        """Place ``model`` as the launch settings say and return it; a sharded one is called in the
-        same way.
+        """Place ``model`` as the launch settings say and return it.
+
+        A sharded one is called in the same way.
         """
         if self.launch.frozen == "sharded":
             from rlhf_core.training.engine.deepspeed import ShardedModel
@@ -70,9 +73,7 @@ class FrozenModels:
         return self.place_whole(model)
 
     def place_whole(self, model: Model) -> Model:
-        """Place ``model`` without sharding, for models that ranks run independently of each
-        other.
-        """
+        """Place a model without sharding, for models that ranks run independently."""
         if self.launch.frozen == "offload":
             model.to("cpu")
             pin = distributed.device().type == "cuda"
@@ -92,8 +93,9 @@ class FrozenModels:
 
     @contextmanager
     def borrowed(self, model: Any) -> Iterator[Any]:
-        """Place ``model`` for the block alone; a sharded one then lets go of the memory of its
-        shards.
+        """Place ``model`` for the block alone.
+
+        A sharded one then lets go of the memory of its shards.
         """
         placed = self.place(model)
         try:
@@ -120,8 +122,9 @@ class FrozenModels:
 
 
 def _pinned(tensor: Tensor) -> Tensor:
-    """A copy in pinned memory, from where a GPU reads fastest; the tensor itself where that is
-    refused.
+    """A copy in pinned memory, from where a GPU reads fastest.
+
+    The tensor itself where that is refused.
     """
     try:
         return tensor.pin_memory()

@@ -1,5 +1,6 @@
-"""DeepSpeed's configuration: what the launch settings or a file of the user's say, and what the
-engine owns.
+"""DeepSpeed's configuration.
+
+What the launch settings or a file of the user's say, and what the engine owns.
 """
 
 from __future__ import annotations
@@ -38,8 +39,9 @@ BUCKET_ELEMENTS = 50_000_000
 def zero_config(
     launch: LaunchConfig, dtype: torch.dtype, max_grad_norm: float | None, folder: Path
 ) -> dict[str, Any]:
-    """DeepSpeed's configuration for a trained model: what the launch settings say, and this
-    project's defaults of bucket size and ``overlap_comm``.
+    """DeepSpeed's configuration for a trained model.
+
+    What the launch settings say, and this project's defaults of bucket size and ``overlap_comm``.
 
     ZeRO 0 and 1 reduce gradients once a step, in DeepSpeed's ``step``; 2 and 3 in every backward
     pass, each bucket as soon as it is full.
@@ -94,8 +96,9 @@ def zero_config(
 
 
 def frozen_config(launch: LaunchConfig, dtype: torch.dtype) -> dict[str, Any]:
-    """DeepSpeed's configuration for a frozen model: weights sharded, and offloaded where parameters
-    are.
+    """DeepSpeed's configuration for a frozen model.
+
+    Weights sharded, and offloaded where parameters are.
     """
     offloaded = {
         name: place for name, place in _offloaded(launch).items() if name == "offload_param"

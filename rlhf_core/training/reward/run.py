@@ -1,5 +1,6 @@
-"""Training a scalar model on preference pairs, from files to scored splits: the reward model and
-the referee.
+"""Training a scalar model on preference pairs, from files to scored splits.
+
+Reward model, referee and judge are trained so.
 """
 
 from __future__ import annotations
@@ -76,8 +77,9 @@ class TrainedScalar:
     length_experts: LengthExperts | None = None
 
     def save(self, path: str | Path) -> None:
-        """Save it as a Hugging Face sequence-classification folder, after checking that the copy
-        computes the same.
+        """Save it as a Hugging Face sequence-classification folder.
+
+        The saved copy is checked to compute the same.
         """
         own = self.adapters
         settings = {} if own is None else {shared_base.SETTINGS: own.settings()}
@@ -88,8 +90,9 @@ class TrainedScalar:
 def read_split(
     path: Path, tokenizer: PreTrainedTokenizerBase, max_tokens: int, tokens: Path | None = None
 ) -> Split:
-    """Read the pairs of a parquet file, tokenised by way of the cache in ``tokens``; ``DataError``
-    when none is usable.
+    """Read the pairs of a parquet file, tokenised by way of the cache in ``tokens``.
+
+    ``DataError`` when none is usable.
 
     Of several ranks all must call it. Neither rows nor token ids are held as Python's own objects.
     """
@@ -185,9 +188,7 @@ def train_scalar(
 
 
 def require_balanced_pairs(train: Split, fewest: int, name: str) -> None:
-    """Raise :class:`DataError` where an epoch of length-balanced pairs would have fewer than
-    ``fewest``.
-    """
+    """Refuse data of which an epoch of length-balanced pairs would be too small."""
     left = pairs_of_balanced_epoch(train)
     if left < fewest:
         differences = [pair.length_difference for pair in train.pairs]
@@ -214,8 +215,9 @@ def quality_metrics(
     scores: Mapping[str, PairScores],
     seed: int,
 ) -> dict[str, object]:
-    """Size and speed of training, and the quality on each held-out split; names of ``test`` begin
-    with that.
+    """Size and speed of training, and the quality on each held-out split.
+
+    Names of ``test`` begin with that.
 
     Args:
         held_out: Splits by name, ``validation`` among them.

@@ -1,5 +1,6 @@
-"""The reward model's objective: pairwise ranking, imitation and centering, in dynamic batches
-(algorithms.md §2).
+"""The reward model's objective.
+
+It is pairwise ranking, imitation and centering, in dynamic batches (algorithms.md §2).
 
 Shapes: B pairs, L positions, H hidden. Chosen and rejected replies go through the backbone as 2B
 rows, or fewer where pairs of one prompt share them: all together, or in micro-batches of similar
@@ -246,9 +247,7 @@ class RewardTask:
         return StepReport(metrics, sum(real_tokens(pair) for pair in pairs))
 
     def evaluate(self, model: ScalarModel) -> dict[str, float]:
-        """Ranking ``loss``, ``accuracy`` and mean ``margin`` on held-out pairs (at most 512, for
-        the curve).
-        """
+        """Measure ranking loss, accuracy and mean margin on at most 512 held-out pairs."""
         margins = score_pairs(model, self.validation, self.pad).margins
         loss = float(np.logaddexp(0.0, -margins).mean())
         return {"loss": loss, "accuracy": accuracy(margins), "margin": float(margins.mean())}
@@ -316,8 +315,9 @@ def imitation_loss(
     total: int,
     logits_bytes: int = LOGITS_BYTES,
 ) -> Tensor:
-    """Language-model loss on the *chosen* replies alone, from the hidden states of all: (rows, L,
-    H) each -> ().
+    """Language-model loss on the *chosen* replies alone, from the hidden states of all.
+
+    Shapes: (rows, L, H) each -> ().
 
     Args:
         hidden: Those of each micro-batch of ``batch``.
