@@ -380,9 +380,8 @@ def _peft_config(model: PreTrainedModel, weights: AdaptedWeights, config: LoraCo
             and name not in weights.linear
             and name.rpartition(".")[2] in last_names
         ):
-            settings = {
-                "target_modules": list(weights.linear)
-            }  # one that is not adapted has the same last name
+            # One that is not adapted has the same last name.
+            settings = {"target_modules": list(weights.linear)}
             break
     if weights.experts:
         taken = [name for name in weights.linear if name.rpartition(".")[2] in TAKEN_FOR_EXPERTS]
@@ -474,9 +473,8 @@ def merge_adapters(model: nn.Module) -> None:
     for _, layer in layers:
         layer.merge()
     for name, layer in layers:
-        if not name.endswith(
-            INNER_LAYER
-        ):  # several parameters of one module are adapted by layers within layers
+        # Several parameters of one module are adapted by layers within layers.
+        if not name.endswith(INNER_LAYER):
             model.set_submodule(name, layer.get_base_layer())
     for module in model.modules():
         if "peft_config" in vars(module):

@@ -234,9 +234,8 @@ def new_model(
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = LlamaForCausalLM(shape)
-    for parameter in (
-        model.parameters()
-    ):  # not the buffers: rotations by rounded frequencies would be other ones
+    # Not the buffers: rotations by rounded frequencies would be other ones.
+    for parameter in model.parameters():
         parameter.data = parameter.data.to(getattr(torch, weights_precision(config.dtype)))
     use_float32_unembedding(model)
     return model

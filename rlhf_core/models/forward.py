@@ -29,9 +29,8 @@ from rlhf_core.config.operations import DEFAULT_LOGITS_MIB, MIB
 from rlhf_core.models.precision import Float32Linear
 from rlhf_core.runtime import distributed
 
-LOGITS_BYTES = (
-    DEFAULT_LOGITS_MIB * MIB
-)  # float32 logits that exist at once where nothing else is asked for
+# Float32 logits that exist at once where nothing else is asked for.
+LOGITS_BYTES = DEFAULT_LOGITS_MIB * MIB
 Head = Callable[[Tensor], Tensor]
 
 
@@ -235,9 +234,8 @@ def _head_is_plain(model: PreTrainedModel) -> bool:
         return False
     ids = probe_ids(model.config.get_text_config().vocab_size).to(next(head.parameters()).device)
     given = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
-    modes = [
-        (module, module.training) for module in model.modules()
-    ]  # layers that recompute have one of their own
+    # Layers that recompute have a mode of their own.
+    modes = [(module, module.training) for module in model.modules()]
     model.eval()
     hooks = []
     try:

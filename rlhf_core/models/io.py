@@ -148,9 +148,8 @@ def reading(source: str | Path) -> Iterator[None]:
             yield
     except RlhfError:
         raise
-    except (
-        Exception
-    ) as error:  # whatever a library comes upon in files that are damaged or of another kind
+    # Whatever a library comes upon in files that are damaged or of another kind.
+    except Exception as error:
         if is_exhausted(error):
             raise
         cause = _cause(source, error)
@@ -314,9 +313,9 @@ def _is_finite(weight: Tensor) -> bool:
         or not weight.numel()
     ):
         return True
-    return bool(
-        torch.stack(weight.detach().aminmax()).isfinite().all()
-    )  # NaN is both; no copy of the weight is made
+    # NaN is both; no copy of the weight is made.
+    extremes = torch.stack(weight.detach().aminmax())
+    return bool(extremes.isfinite().all())
 
 
 @contextmanager
@@ -332,9 +331,8 @@ def quiet() -> Iterator[None]:
     try:
         yield
     except BaseException as error:
-        if (
-            type(error).__name__ != "PanicException"
-        ):  # of pyo3, which gives it no module to import it from
+        # Of pyo3, which gives it no module to import it from.
+        if type(error).__name__ != "PanicException":
             raise
         raise RuntimeError(first_line(error)) from error
     finally:
@@ -375,10 +373,8 @@ def save_folder(
             file.chmod((folder / "config.json").stat().st_mode & 0o777)
         if verify is not None:
             verify(folder)
-        for file in (
-            *folder.rglob("*"),
-            folder,
-        ):  # a folder that exists after a power cut is complete
+        # A folder that exists after a power cut is complete.
+        for file in (*folder.rglob("*"), folder):
             fsync_path(file)
 
 
@@ -498,10 +494,8 @@ def load_weights(model: PreTrainedModel, weights: Mapping[str, Tensor]) -> None:
             parameters[name].copy_(weight)
 
 
-CONFIGS = (
-    "config*.json",
-    "params.json",
-)  # the library may take config.VERSION.json, and Mistral's own form
+# The library may take config.VERSION.json, and Mistral's own form.
+CONFIGS = ("config*.json", "params.json")
 SMALL_FILES = ("*.json", "*.jinja", "*.model", "*.txt", "additional_chat_templates/*")
 SHARD, INDEXES = ".safetensors", "*.safetensors.index.json"
 ADAPTER_CONFIG = "adapter_config.json"  # as the package peft names it

@@ -99,11 +99,8 @@ class CriticTrainer(RolloutLoop):
 
     def __post_init__(self) -> None:
         config, work = self.config, self.context.work
-        self.seed, self.total, self.least_scored = (
-            config.seed,
-            config.max_rollouts,
-            config.minibatches,
-        )
+        self.seed, self.total = config.seed, config.max_rollouts
+        self.least_scored = config.minibatches
         self.stop_rule = StopRule(config.explained_variance, config.patience, config.plateau)
         self.history = History(work / "history.jsonl")
         self.checkpoints = RunCheckpoints(

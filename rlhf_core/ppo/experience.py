@@ -43,9 +43,8 @@ class Experience:
     entropy: Tensor  # (B, T) where ``scored_mask`` holds
     values: Tensor  # (B, T) of the state before each token
     rewards: Tensor  # (B,) raw, from the reward function; NaN where it cannot score the reply
-    rewarded: (
-        Tensor  # (B,) bool: the reward function could score the reply; of others nothing is learned
-    )
+    # (B,) bool: the reward function could score the reply; of others nothing is learned
+    rewarded: Tensor
     shaped_rewards: Tensor  # (B,) normalised or scaled, clipped, with penalties
     token_rewards: Tensor  # (B, T) shaped rewards and KL penalty
     advantages: Tensor  # (B, T) before normalisation and clip

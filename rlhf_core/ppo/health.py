@@ -260,9 +260,8 @@ class HealthGuard:
 
     def __init__(self, monitor: HealthMonitor, config: HealthConfig) -> None:
         self.monitor, self.config = monitor, config
-        self.findings: list[
-            dict[str, Any]
-        ] = []  # all of the run, those that led to rollbacks among them
+        # All of the run, those that led to rollbacks among them.
+        self.findings: list[dict[str, Any]] = []
         self.new_findings: list[Finding] = []  # of the newest iteration
         self.reported_rollbacks = 0
 

@@ -198,14 +198,10 @@ def token_rewards(rewards: Tensor, mask: Tensor, kl: Tensor, kl_coef: float) -> 
 
     Zero at masked positions. With the KL in the loss, pass a coefficient of 0.
     """
-    per_token = (
-        torch.where(mask, -kl_coef * kl, torch.zeros_like(kl)) if kl_coef else torch.zeros_like(kl)
-    )
+    per_token = torch.zeros_like(kl)
+    if kl_coef:
+        per_token = torch.where(mask, -kl_coef * kl, per_token)
     rows = torch.arange(len(rewards), device=per_token.device)
-    per_token[rows, last_positions(mask)] += rewards.to(per_token.dtype)
+    last = mask.sum(dim=1).clamp(min=1) - 1
+    per_token[rows, last] += rewards.to(per_token.dtype)
     return per_token
-
-
-def last_positions(mask: Tensor) -> Tensor:
-    """Index of the last response token of each sequence: right-padded (B, T) mask -> (B,)."""
-    return mask.sum(dim=1).clamp(min=1) - 1

@@ -154,78 +154,64 @@ def predict_tokens(
     Ranks share the parts.
     """
     batch, exact_kl = rollout.batch, exact_kl and every == 1
-    runs: list[tuple[Tokens, Predict, int]]
-    if every == 1:
-        runs = [(batch, partial(_predict_all, pair, reference, exact_kl), 1)]
-    else:
+
+    def all_statistics(part: Tokens) -> dict[str, Tensor]:
+        policy, values = pair.predict(part)
+        # In critic pre-training the frozen policy is its own reference.
+        ref = policy if reference is pair.policy else response_logits(reference, part)
+        statistics = token_statistics(
+            policy,
+            part,
+            pair.sampling,
+            pair.logits_bytes,
+            entropies=True,
+            reference=ref,
+            exact_kl=exact_kl,
+        )
+        return statistics | {"values": values}
+
+    def without_policy(part: Tokens) -> dict[str, Tensor]:
+        tokens = pair.statistics(response_logits(reference, part), part, False, None)
+        return {"ref_logprobs": tokens["logprobs"], "values": pair.values(part)}
+
+    def of_policy(part: Tokens) -> dict[str, Tensor]:
+        return pair.statistics(response_logits(pair.policy, part), part, True, None)
+
+    def without_gradients(predict: Predict, part: Tokens) -> dict[str, Tensor]:
+        # Weights that are gathered in inference mode could not take part in the update.
+        with torch.inference_mode() if pair.whole else torch.no_grad():
+            return predict(part)
+
+    runs: list[tuple[Tokens, Predict, int]] = [(batch, all_statistics, 1)]
+    if every > 1:
         sample = Tokens(
             batch.tokens[::every], batch.attention_mask[::every], batch.response_mask[::every]
         )
-        runs = [
-            (batch, partial(_predict_without_policy, pair, reference), 1),
-            (sample, partial(_score, pair), every),
-        ]
+        runs = [(batch, without_policy, 1), (sample, of_policy, every)]
     parts: list[tuple[MicroBatch, int]] = []
     tasks: list[Callable[[], dict[str, Tensor]]] = []
     for tokens, predict, apart in runs:
         for micro in pair.limits.split(tokens):
             parts.append((micro, apart))
-            tasks.append(partial(_without_gradients, pair, predict, micro.tokens))
+            tasks.append(partial(without_gradients, predict, micro.tokens))
     predictions = run_side_by_side(*tasks, models=[*pair.models, reference])
-    names = ("logprobs", "ref_logprobs", "entropy", "values", *(["full_kl"] if exact_kl else []))
-    columns = {
-        name: torch.zeros(batch.response_mask.shape, device=batch.tokens.device) for name in names
-    }
+    names = ["logprobs", "ref_logprobs", "entropy", "values"]
+    if exact_kl:
+        names.append("full_kl")
+    shape, device = batch.response_mask.shape, batch.tokens.device
+    columns = {name: torch.zeros(shape, device=device) for name in names}
     for (micro, apart), predicted in zip(parts, predictions, strict=True):
-        mask = micro.tokens.response_mask
+        if not micro.weight:
+            continue
         for name, values in predicted.items():
-            if micro.weight:
-                padded = pad_columns(
-                    torch.where(mask, values, 0.0).to(columns[name].dtype), batch.width
-                )
-                columns[name][apart * micro.rows] = padded
-    scored = torch.arange(len(batch.tokens), device=batch.tokens.device) % every == 0
+            real = torch.where(micro.tokens.response_mask, values, 0.0).to(columns[name].dtype)
+            columns[name][apart * micro.rows] = pad_columns(real, batch.width)
+    scored = torch.arange(len(batch.tokens), device=device) % every == 0
     for name in ("logprobs", "entropy"):
         columns[name].masked_fill_(~scored.unsqueeze(1), math.nan)
     # Each rank has left zeros at the rows of the others.
     whole = [distributed.all_reduce_sum(column) for column in columns.values()]
     return Experience.of_rollout(rollout, *whole, scored=None if every == 1 else scored)
-
-
-def _without_gradients(pair: ActorCriticPair, predict: Predict, part: Tokens) -> dict[str, Tensor]:
-    # Weights that are gathered in inference mode could not take part in the update.
-    with torch.inference_mode() if pair.whole else torch.no_grad():
-        return predict(part)
-
-
-def _predict_all(
-    pair: ActorCriticPair,
-    reference: PreTrainedModel,
-    exact_kl: bool,
-    part: Tokens,
-) -> dict[str, Tensor]:
-    """Compute all statistics of one micro-batch, each (b, t).
-
-    They are log-probabilities by policy and reference, entropy, values and exact KL.
-    """
-    policy, values = pair.predict(part)
-    # In critic pre-training the frozen policy is its own reference.
-    ref = policy if reference is pair.policy else response_logits(reference, part)
-    settings: dict[str, Any] = {"entropies": True, "reference": ref, "exact_kl": exact_kl}
-    return token_statistics(policy, part, pair.sampling, pair.logits_bytes, **settings) | {
-        "values": values
-    }
-
-
-def _predict_without_policy(
-    pair: ActorCriticPair, reference: PreTrainedModel, part: Tokens
-) -> dict[str, Tensor]:
-    tokens = pair.statistics(response_logits(reference, part), part, False, None)
-    return {"ref_logprobs": tokens["logprobs"], "values": pair.values(part)}
-
-
-def _score(pair: ActorCriticPair, part: Tokens) -> dict[str, Tensor]:
-    return pair.statistics(response_logits(pair.policy, part), part, True, None)
 
 
 def logprob_differences(

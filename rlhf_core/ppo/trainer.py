@@ -185,10 +185,8 @@ class Trainer(RolloutLoop):
         self.seed, self.total = self.config.seed, self.config.iterations
         self.least_scored = self.config.minibatches
         self.kl_controller = KlController(self.config.kl)
-        self.history, self.samples = (
-            History(work / "history.jsonl"),
-            History(work / "samples.jsonl"),
-        )
+        self.history = History(work / "history.jsonl")
+        self.samples = History(work / "samples.jsonl")
         self.checkpoints: RollbackCheckpoints = RollbackCheckpoints(
             CheckpointManager(work / "checkpoints", self.context.store),
             self.learner.pair.engines,

@@ -246,10 +246,8 @@ def decoding_layers(model: PreTrainedModel, rows: int, steps: int) -> Iterator[N
                 plain = type(layer.own)(
                     layer.own.in_features, layer.own.out_features, bias=False, device="meta"
                 )
-                plain.weight, plain.bias = (
-                    nn.Parameter(layer.weight(), requires_grad=False),
-                    layer.own.bias,
-                )
+                plain.weight = nn.Parameter(layer.weight(), requires_grad=False)
+                plain.bias = layer.own.bias
                 replacements[name] = plain
     originals = {name: model.get_submodule(name) for name in replacements}
     try:
@@ -324,9 +322,8 @@ def _packed(layers: Mapping[str, _DecodedLayer], rows: int) -> dict[str, nn.Line
     """
     packed: dict[str, nn.Linear] = {}
     packable = [torch.float32]
-    if (
-        torch.ops.mkldnn._is_mkldnn_bf16_supported()
-    ):  # oneDNN refuses it on processors without AVX-512
+    # oneDNN refuses it on processors without AVX-512.
+    if torch.ops.mkldnn._is_mkldnn_bf16_supported():
         packable.append(torch.bfloat16)
     for name, layer in layers.items():
         if name in packed or layer.precision not in packable:

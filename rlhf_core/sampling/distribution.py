@@ -27,9 +27,8 @@ from rlhf_core.data.encoding import pad_id, special_token_ids, stop_token_ids
 # Finite, because -inf minus -inf would turn an exact KL into NaN; exp of it is exactly zero all the
 # same.
 FORBIDDEN = -1e9
-NOT_DRAWN = torch.iinfo(
-    torch.long
-).max  # stands for a token after the last one of a reply in the making
+# Stands for a token after the last one of a reply in the making.
+NOT_DRAWN = torch.iinfo(torch.long).max
 
 
 @dataclass(frozen=True)

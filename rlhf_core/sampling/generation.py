@@ -410,9 +410,8 @@ class _Decoding:
         try:
             with NoWaiting():  # type: ignore[no-untyped-call]
                 fixed = self._read_fixed(positions, slot, seen)
-        except (
-            RuntimeError
-        ):  # for want of memory, or since the host waits: the caller tells them apart
+        # For want of memory, or since the host waits: the caller tells them apart.
+        except RuntimeError:
             raise
         except Exception:  # whatever an architecture does with a mask that others take
             return False

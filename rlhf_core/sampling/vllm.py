@@ -96,9 +96,8 @@ class VllmServer:
         sleep: bool = False,
     ) -> None:
         self.token, self.log = secrets.token_urlsafe(32), log
-        self._folder = new_scratch_folder(
-            "rlhf-vllm-"
-        )  # not beside the log: sockets have short paths
+        # Not beside the log: sockets have short paths.
+        self._folder = new_scratch_folder("rlhf-vllm-")
         self.socket = self._folder / "socket"
         command = [
             *(python, "-m", "vllm.entrypoints.openai.api_server", "--uds", str(self.socket)),
@@ -186,9 +185,8 @@ RETRIES = 2
 FORBIDDING_BIAS = -100.0
 
 
-SampledTokens = tuple[
-    list[int], list[float]
-]  # a reply, end marker included, and the log-probabilities of its draws
+# A reply, end marker included, and the log-probabilities of its draws.
+SampledTokens = tuple[list[int], list[float]]
 
 
 class VllmClient:
@@ -384,9 +382,8 @@ class VllmSampler(Sampler):
         self.config = config
         self._log = work / "vllm.log"
         self._weights = Path(config.weights_folder or work) / "vllm-weights"
-        self._name = secrets.token_hex(
-            8
-        )  # tells apart the weights of this run and of others on the same server
+        # Tells apart the weights of this run and of others on the same server.
+        self._name = secrets.token_hex(8)
         self._server: VllmServer | None = None
         self._client: VllmClient | None = None
         self._transfer: WeightTransfer | None = None
@@ -484,11 +481,9 @@ class VllmSampler(Sampler):
     def _send(self, policy: PreTrainedModel) -> None:
         """Broadcast the weights to the server, from rank 0; all ranks gather them."""
         weights = CheckpointWeights(policy)
-        transfer, self._transfer, problem = (
-            self._transfer,
-            None,
-            "",
-        )  # after an error it is of no use
+        # After an error it is of no use.
+        transfer, self._transfer = self._transfer, None
+        problem = ""
 
         def begin() -> None:
             nonlocal transfer

@@ -179,9 +179,8 @@ class NcclGroup:
         self._stream.synchronize()
 
     def broadcast(self, weight: Tensor) -> None:
-        self._stream.wait_stream(
-            torch.cuda.default_stream(self._device)
-        )  # which may still compute it
+        # That may still compute it.
+        self._stream.wait_stream(torch.cuda.default_stream(self._device))
         with torch.cuda.stream(self._stream):
             nccl.broadcast([weight], comms=self._members)
         self._stream.synchronize()
@@ -231,9 +230,8 @@ class WeightTransfer:
         self.server, self.seconds = server, seconds
         with errors_of_nccl():
             self.group = group or NcclGroup()
-        self.server.post_once(
-            "/shutdown_weight_transfer_engine"
-        )  # the group of a run that was killed
+        # The group of a run that was killed.
+        self.server.post_once("/shutdown_weight_transfer_engine")
         size = server.workers() + 1
         meeting = base64.b64encode(self.group.id).decode()
         settings = {

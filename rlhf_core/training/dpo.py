@@ -148,9 +148,8 @@ def reference_logprobs(
     They are computed once, of the numbers ``used`` alone (the others are NaN), and read from
     ``file`` on a resume.
     """
-    if distributed.broadcast_from_rank0(
-        file.is_file()
-    ):  # the other ranks' folders are new at every attempt
+    # The other ranks' folders are new at every attempt.
+    if distributed.broadcast_from_rank0(file.is_file()):
         saved = load_file(file)["logprobs"].tolist() if distributed.is_rank_zero() else None
         return torch.tensor(distributed.broadcast_from_rank0(saved), dtype=torch.float64)
     rows = sorted(used)
@@ -306,9 +305,8 @@ def train_dpo(
     for step in range(config.steps):
         used.update(order.at(step))
     held_out = validation.pairs[:CURVE_PAIRS]
-    train_file, held_out_file = (
-        context.work / f"reference_{name}.safetensors" for name in ("train", "validation")
-    )
+    train_file = context.work / "reference_train.safetensors"
+    held_out_file = context.work / "reference_validation.safetensors"
     references = (
         reference_logprobs(model, train.pairs, used, pad, train_file, rows, limit),
         reference_logprobs(model, held_out, range(len(held_out)), pad, held_out_file, rows, limit),

@@ -57,13 +57,8 @@ class SftTask:
         pad: int,
         logits_bytes: int = LOGITS_BYTES,
     ) -> None:
-        self.engine, self.model, self.train, self.validation, self.pad = (
-            engine,
-            model,
-            train,
-            validation,
-            pad,
-        )
+        self.engine, self.model, self.pad = engine, model, pad
+        self.train, self.validation = train, validation
         self.logits_bytes = logits_bytes
         self.micro = config.micro_batch_size or config.batch_size
         self.held_out_rows = held_out_rows(config)

@@ -210,23 +210,21 @@ def reward_model_fn(model: ReplyScorer, limits: MicroBatchLimits = MicroBatchLim
     Ranks share the rows.
     """
 
+    @torch.inference_mode()
+    def reply_scores(part: Tokens) -> Tensor:
+        return model.reply_scores(part.tokens, part.attention_mask, part.reply_mask).float()
+
     def reward_fn(batch: Tokens) -> Tensor:
         rewards = torch.zeros(len(batch.tokens), device=batch.tokens.device)
         parts = list(limits.split(batch))
-        scores = run_side_by_side(
-            *(partial(_reply_scores, model, micro.tokens) for micro in parts), models=[model]
-        )
+        tasks = [partial(reply_scores, micro.tokens) for micro in parts]
+        scores = run_side_by_side(*tasks, models=[model])
         for micro, part_rewards in zip(parts, scores, strict=True):
             if micro.weight:
                 rewards[micro.rows] = part_rewards
         return distributed.all_reduce_sum(rewards)
 
     return reward_fn
-
-
-@torch.inference_mode()
-def _reply_scores(model: ReplyScorer, part: Tokens) -> Tensor:
-    return model.reply_scores(part.tokens, part.attention_mask, part.reply_mask).float()
 
 
 def reward_metrics(reward_fn: RewardFn) -> dict[str, float]:
@@ -311,9 +309,8 @@ class RewardMixture:
     ) -> None:
         self.sources, self.reader, self.tokenizer = tuple(sources), reader, tokenizer
         self.metrics: dict[str, float] = {}
-        self.unscored: Tensor | None = (
-            None  # (B,) bool: replies of the newest batch that a source could not score
-        )
+        # (B,) bool: replies of the newest batch that a source could not score.
+        self.unscored: Tensor | None = None
 
     def __call__(self, batch: Tokens) -> Tensor:
         """Raw reward of every reply (B,); NaN where a source cannot score it."""

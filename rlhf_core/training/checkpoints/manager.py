@@ -34,11 +34,13 @@ from rlhf_core.training.checkpoints.checkpoint import (
     BUILDING,
     MANIFEST,
     META,
+    BackgroundWriter,
     Checkpoint,
+    HostCopies,
     Piece,
+    bytes_of,
     write_pieces,
 )
-from rlhf_core.training.checkpoints.host_copies import BackgroundWriter, HostCopies, bytes_of
 from rlhf_core.training.checkpoints.store import CheckpointStore
 from rlhf_core.training.engine.base import Engine
 from rlhf_core.training.history import History

@@ -172,9 +172,8 @@ class Shards:
         """
         key = f"weights.{name}"
         with torch.no_grad(), self.gather([parameter], modified=True):
-            if (
-                self.stage < 3 or distributed.is_rank_zero()
-            ):  # the weight of rank 0 is spread over the others
+            # The weight of rank 0 is spread over the others.
+            if self.stage < 3 or distributed.is_rank_zero():
                 parameter.copy_(tensors.whole(key))
         keys = {slot: f"optimizer.{name}.{slot}" for slot in (*MOMENTS, "step")}
         has_moments = keys["step"] in tensors.names
@@ -385,9 +384,8 @@ def initialize(package: Any, model: nn.Module, settings: dict[str, Any], **optim
     if settings["zero_optimization"]["stage"] == 3:
         dtype = next(model.parameters()).dtype
         for parameter in model.parameters():
-            if (
-                parameter.dtype in TRAINED_DTYPES
-            ):  # adapters are float32 before; DeepSpeed keeps one precision
+            # Adapters are float32 before; DeepSpeed keeps one precision.
+            if parameter.dtype in TRAINED_DTYPES:
                 parameter.data = parameter.data.to(dtype)
         move_buffers(model, device)
         package.zero.Init(module=root, config_dict_or_path=copy.deepcopy(settings), dtype=dtype)
@@ -639,9 +637,8 @@ class DeepSpeedEngine(Engine):
         Raises:
             ModelError: It does not compute what the sharded model did.
         """
-        packed = any(
-            isinstance(module, NF4Linear) for module in self.model.modules()
-        )  # stay where they are
+        # These stay where they are.
+        packed = any(isinstance(module, NF4Linear) for module in self.model.modules())
         here = torch.device("cpu") if self.stage == 3 and not packed else distributed.device()
         moved = here != distributed.device()
         allowed = OTHER_DEVICE[matmul_precision(self.model)] if moved else SAME_DEVICE

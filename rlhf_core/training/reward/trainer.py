@@ -196,13 +196,8 @@ class RewardTask:
         logits_bytes: int = LOGITS_BYTES,
     ) -> None:
         self.logits_bytes = logits_bytes
-        self.engine, self.model, self.train, self.config, self.pad = (
-            engine,
-            model,
-            train,
-            config,
-            pad,
-        )
+        self.engine, self.model, self.train = engine, model, train
+        self.config, self.pad = config, pad
         self.validation, self.margins = validation[:CURVE_PAIRS], margins
         self.batches = PairBatches(train, config, name)
 
