@@ -282,7 +282,7 @@ def _size(module: nn.Module, weight: Tensor | None) -> int:
 def _layer_index(name: str) -> int:
     """The number of the decoder layer in a name such as ``model.layers.3.mlp``.
 
-    0 outside of the layers.
+    It is 0 outside of the layers.
     """
     return next((int(part) for part in name.split(".") if part.isdigit()), 0)
 

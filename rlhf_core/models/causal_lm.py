@@ -103,7 +103,7 @@ def require_decoder_only(config: PretrainedConfig, source: str | Path) -> None:
 def generation_stop_ids(model: PreTrainedModel) -> list[int]:
     """The ids at which the model's own generation config ends a reply.
 
-    None where it has no such file.
+    There are none where it has no such file.
 
     A config that transformers derived from the architecture's defaults is left out: those ids
     belong to the tokenizer of some other model.
@@ -234,7 +234,7 @@ def new_model(
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = LlamaForCausalLM(shape)
-    # Not the buffers: rotations by rounded frequencies would be other ones.
+    # Buffers keep their precision: rounded frequencies would give other rotations.
     for parameter in model.parameters():
         parameter.data = parameter.data.to(getattr(torch, weights_precision(config.dtype)))
     use_float32_unembedding(model)

@@ -47,7 +47,7 @@ class _Classifiers:
         return iter([*known, *(each for each in _LANGUAGE_MODELS.keys() if each not in known)])  # noqa: SIM118
 
     def keys(self) -> list[type]:
-        """Return all configurations with a classifier, be it of the library or made here."""
+        """Return all configurations with a classifier, the library's or one made here."""
         return list(self)
 
 

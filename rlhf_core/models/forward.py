@@ -96,8 +96,8 @@ def compute_in_chunks(
 
 Result = TypeVar("Result")
 
-# Settings by which some architectures change logits after the unembedding. They tell of a model
-# without weights; one with weights is asked itself.
+# Settings by which some architectures change logits after the unembedding. They decide for a model
+# without weights; one with weights is tried.
 LOGIT_SETTINGS = (
     "final_logit_softcapping",
     "logits_soft_cap",
@@ -130,7 +130,7 @@ def backbone_of(model: PreTrainedModel) -> PreTrainedModel:
     return parts[0] if parts else base
 
 
-# Kinds that count positions from behind the padding token's id.
+# Architectures whose first position is the one after the padding token's id.
 COUNTED_FROM_PADDING = frozenset(
     (
         "roberta",

@@ -43,7 +43,7 @@ from rlhf_core.models.precision import LOW_PRECISION, float32_linear
 from rlhf_core.runtime import distributed
 
 # States of zero that the mean so far begins with: few tokens tell little of the whole reply, and
-# their mean spreads far more than the one that it foretells. With 10, the head of a reward model
+# their mean spreads far more than the one that it predicts. With 10, the head of a reward model
 # for SmolLM2-135M explains .63 of the variance of its own scores along the reply; with 1 it
 # explains .46, with 96 .42.
 PRIOR_TOKENS = 10
@@ -225,7 +225,7 @@ class ScalarModel(nn.Module):
         Positions default to those of the mask.
 
         Where the head reads a mean or a sum, it reads here that of the reply so far, if
-        ``reply_mask`` says where the reply is: a critic made from a reward model then foretells at
+        ``reply_mask`` says where the reply is: a critic made from a reward model then predicts at
         each token what the reward model will read at the last.
         """
         hidden = self.hidden(input_ids, attention_mask, position_ids)

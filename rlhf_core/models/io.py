@@ -394,8 +394,8 @@ def require_same(
     Args:
         path: What messages call the folder.
         auto_class: By which the folder will be loaded.
-        probe: Outputs of a model in evaluation mode for fixed tokens, of fewer rows than OpenBLAS
-            multiplies: what it rounds otherwise is no difference.
+        probe: Outputs of a model in evaluation mode for fixed tokens. They are fewer rows than
+            OpenBLAS takes, so that its rounding never counts as a difference.
 
     Raises:
         ModelError: Something differs.
@@ -590,8 +590,8 @@ def _texts_under(config: Any, keys: Collection[str]) -> Iterator[str]:
 def attention_of(auto_class: Any, config: PretrainedConfig) -> str:
     """``sdpa``, scaled-dot-product attention, or ``eager`` for an architecture that cannot have it.
 
-    Gemma 2 is such a one, whose scores have a soft cap, and BLOOM. Eager attention holds the scores
-    of all positions.
+    Gemma 2, whose scores have a soft cap, and BLOOM are such. Eager attention holds the scores of
+    all positions.
 
     Args:
         auto_class: ``AutoModelForCausalLM`` or another of its kind, by which the model is made.

@@ -222,7 +222,7 @@ def _computes_rms_norm(norm: nn.Module) -> bool:
     if names != ["weight"] or any(True for _ in norm.buffers()) or _epsilon(norm) is None:
         return False
     shape = norm.get_parameter("weight").shape
-    # It is empty while it is spread over GPUs (ZeRO 3): all norms of nothing are alike.
+    # Under ZeRO 3 a sharded weight is empty, and on no numbers every norm would match.
     if len(shape) != 1 or not shape[0]:
         return False
     with torch.device("cpu"), torch.no_grad():
@@ -233,7 +233,7 @@ def _computes_rms_norm(norm: nn.Module) -> bool:
         probe = 0.001 * (1.0 + numbers.cos()).unsqueeze(0)
         expected = functional.rms_norm(probe, shape, weight, _epsilon(norm))
         try:
-            # And not by a call, of which the model's own hooks would know.
+            # A call would run the model's own hooks.
             found = tried.forward(probe)
         except Exception:  # whatever an architecture's norm needs besides
             return False

@@ -183,7 +183,7 @@ def build_actor_critic(
         MicroBatchLimits(config.micro_batch_size, config.micro_batch_tokens),
         context.launch.logits_bytes,
     )
-    # The reference of a policy that trains adapters is made of its weights, too.
+    # With LoRA, the reference is the policy without adapters.
     whole = config.sampler.kind == "local" or config.policy_lora is not None
     if critic is not None and config.critic_mode == "shared":
         both = ActorCritic.with_head_of(critic, policy)

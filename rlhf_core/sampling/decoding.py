@@ -216,8 +216,8 @@ class PackedLinear(nn.Linear):
         return self.shared.product(input, self.position)
 
 
-# Packing rounds otherwise than a plain product and takes about as long as five steps of 16 rows: it
-# is left to models, batches and replies where it pays.
+# Packing rounds differently from a plain product and takes about as long as five steps of 16 rows,
+# so it is used where model, batch and replies are large enough to pay for it.
 PACKED_PARAMETERS = 10_000_000
 PACKED_ROWS = 4
 PACKED_STEPS = 16

@@ -497,7 +497,7 @@ def generate(
         numbers=torch.arange(count, device=model.device),
         uniforms=uniforms.to(model.device),
         drawn=prompts.new_full((count, steps), NOT_DRAWN),
-        # Loading a model sets the default type of the whole process meanwhile.
+        # A thread that loads a model changes the default type of the whole process meanwhile.
         logprobs=torch.zeros(count, steps, dtype=torch.float32, device=model.device),
         lengths=prompts.new_zeros(count),
         finished=torch.zeros(count, dtype=torch.bool, device=model.device),

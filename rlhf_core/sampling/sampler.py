@@ -32,9 +32,8 @@ class PromptBatch:
         streams: Number of each reply's random stream. With ``seed`` it alone decides the reply's
             draws, whatever rank or batch the prompt falls into.
         seed: Seed of all streams.
-        width: Columns that prompts are padded to where none of them is longer. Another width rounds
-            logits otherwise: parts of a batch that have that of the whole get the very replies that
-            the whole would.
+        width: Columns that prompts are padded to where none of them is longer. Rounding depends on
+            it: parts of a batch that are padded like the whole get the same replies as the whole.
     """
 
     ids: Sequence[Sequence[int]]

@@ -245,7 +245,7 @@ class VllmClient:
             top_p=nucleus,
             seed=seed,
             logprobs=0,
-            ignore_eos=True,  # what ends a reply is said by the trainer, not by files of the model
+            ignore_eos=True,  # the trainer decides what ends a reply, not files of the model
             stop_token_ids=list(sampling.stop_ids),
             logit_bias=bias,
         )
@@ -265,7 +265,7 @@ class VllmClient:
         ]
 
     def weights_label(self) -> str:
-        """The name of the weights that the server has; another one after a restart."""
+        """The name of the weights that the server has, which a restart changes."""
         return str(self._get("/weight_info", "weight_version"))
 
     def workers(self) -> int:

@@ -148,7 +148,7 @@ def run_side_by_side(*tasks: Callable[[], Any], models: Iterable[object]) -> lis
     Each task sets its own gradient mode: a new thread computes gradients.
 
     Args:
-        tasks: What to run. A task changes nothing that another one reads.
+        tasks: What to run. A task changes nothing that another task reads.
         models: All models that the tasks call; two tasks may read the same model but for modules
             that keep state.
 

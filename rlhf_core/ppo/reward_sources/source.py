@@ -230,7 +230,7 @@ def reward_model_fn(model: ReplyScorer, limits: MicroBatchLimits = MicroBatchLim
 def reward_metrics(reward_fn: RewardFn) -> dict[str, float]:
     """Metrics about the newest batch, of a reward function that has an attribute ``metrics``.
 
-    None of another.
+    Another function has none.
     """
     return dict(getattr(reward_fn, "metrics", {}))
 

@@ -125,7 +125,7 @@ class Engine(ABC):
     def forward(self, compute: Callable[[], Result]) -> Result:
         """Run ``compute``, a forward pass of the model, and return its result.
 
-        Every rank makes the same number.
+        Every rank makes the same number of passes.
         """
         with self.forward_context():
             return compute()

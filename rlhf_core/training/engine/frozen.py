@@ -84,9 +84,10 @@ class FrozenModels:
                     for name, tensor in places.items():
                         if tensor is None:
                             continue
-                        if tensor not in pinned:
-                            waiting = _pinned(tensor.detach()) if pin else tensor
-                            pinned[tensor] = _like(tensor, waiting)
+                        if tensor not in pinned and pin:
+                            pinned[tensor] = _like(tensor, _pinned(tensor.detach()))
+                        elif tensor not in pinned:
+                            pinned[tensor] = tensor
                         places[name] = pinned[tensor]
                         self.waiting.append((places, name, pinned[tensor]))
         return model
