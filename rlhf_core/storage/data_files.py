@@ -1,4 +1,4 @@
-"""Paths, globs and URLs that name data files; URLs such as ``s3://`` and ``hf://`` go through fsspec."""
+"""Paths, globs and URLs that name data files; URLs such as ``s3://`` go through fsspec."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ def _matches(spec: str, name: str, base: Path, remedy: str) -> list[Path]:
 
 
 def _require_no_lost_folder(matches: Sequence[str], files: Sequence[Path], remedy: str) -> None:
-    """Raise ``DataError`` if a pattern matches files and also a folder with the name of a data file.
+    """Raise ``DataError`` if a pattern matches files and also a folder named as data.
 
     Spark writes such folders. Their files would be left out, unless the pattern goes into folders.
     """
@@ -214,7 +214,7 @@ def require_no_credentials(url: str) -> None:
 
 
 def carries_credentials(url: str) -> bool:
-    """Return whether a URL has a password, a web server's user, or a parameter with a secret's name.
+    """Return whether a URL has a password, a web server's user, or a secret parameter.
 
     The user of a web server usually is a token.
 
@@ -248,7 +248,7 @@ UNREACHABLE = "check the address, the network, and the access to it"
 
 
 def expand_url(url: str, remedy: str) -> list[str]:
-    """Return the files that a URL names or, as a pattern, matches, in their store's spelling; sorted.
+    """Return the files that a URL names or matches, in their store's spelling, sorted.
 
     A folder stands for the files in it and in its folders, as one on this machine does.
 
@@ -295,7 +295,7 @@ def _files_below(filesystem: Any, folder: str) -> list[str]:
 
 
 def local_path(url: str) -> Path | None:
-    """Return the path of a local file that :func:`expand_url` names (``file://…``); None for other URLs."""
+    """Return the path of a local file that :func:`expand_url` names; None for other URLs."""
     scheme, _, path = url.partition("://")
     return Path(path) if scheme == "file" else None
 

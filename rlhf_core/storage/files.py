@@ -84,13 +84,13 @@ def scratch_folder(prefix: str = "rlhf-", within: Path | None = None) -> Iterato
 
 
 def new_scratch_folder(prefix: str) -> Path:
-    """Make a folder for temporary files that only this user can enter, and that the caller removes."""
+    """Make a temporary folder that only this user can enter, and that the caller removes."""
     return Path(tempfile.mkdtemp(prefix=prefix))
 
 
 @contextmanager
 def scratch_file(prefix: str) -> Iterator[IO[bytes]]:
-    """Yield a new file with a ``name`` that only this user can read, and that is removed after the block."""
+    """Yield a new file with a ``name`` that only this user can read, removed after the block."""
     with tempfile.NamedTemporaryFile(prefix=prefix) as stream:
         yield stream
 
@@ -117,7 +117,7 @@ def replacing(path: Path, mode: int = 0o644) -> Iterator[Path]:
 
 
 def atomic_write_text(path: Path, text: str, mode: int = 0o644) -> None:
-    """Write ``text`` (UTF-8) to a neighbour of ``path``, flush it to disk, and rename it over ``path``.
+    """Write ``text`` (UTF-8) to a neighbour of ``path``, flush it, and rename it over ``path``.
 
     Nobody sees it with other permissions than ``mode``, less what the umask takes away.
     """
@@ -334,7 +334,7 @@ LITTLE_ROOM = 2**26  # bytes
 
 
 def full_disks(*folders: Path) -> str:
-    """Return what a message adds about disks of ``folders`` that are almost full; empty if none is."""
+    """Return what a message adds about disks of ``folders`` that are almost full, or ""."""
     said: dict[int, str] = {}
     for folder in folders:
         try:
@@ -394,7 +394,7 @@ class FileHashes:
 
 
 def sha256_tree(path: Path) -> str:
-    """Return the hex digest of a file, or of a folder's relative file names and contents, sorted."""
+    """Return the hex digest of a file, or of a folder's sorted file names and contents."""
     path = Path(path)
     if path.is_file():
         return sha256_file(path)

@@ -1,4 +1,4 @@
-"""The folder ``data/raw``: rows, their origins, and what readers refused, written and read in parts.
+"""The folder ``data/raw``: rows, their origins, and refusals, written and read in parts.
 
 While it is written, derived rows follow those they come from.
 """
@@ -43,9 +43,8 @@ PROMPT_ONLY_SCHEMA = pa.schema({"id": TEXT})
 class RawFolder(ExitStack):
     """Writes the tables of ``data/raw``, which are there once the block ends.
 
-    These are ``KIND/data.parquet``, ``provenance.parquet`` and ``refused.parquet``.
-
-    If prompts come from records that give no other row, there is ``prompt_only.parquet``, too.
+    These are ``KIND/data.parquet``, ``provenance.parquet`` and ``refused.parquet``, and
+    ``prompt_only.parquet`` if prompts come from records that give no other row.
 
     Attributes:
         rows: How many rows of each kind there are.
@@ -141,7 +140,9 @@ class RawFolder(ExitStack):
 def fair_shares(
     sizes: Sequence[int], limit: int | None, weights: Sequence[float] | None = None
 ) -> list[int]:
-    """Return how many of ``limit`` rows each source gives: in proportion to its weight, or all it has.
+    """Return how many of ``limit`` rows each source gives, in proportion to its weight.
+
+    A source that has fewer gives all it has.
 
     Args:
         sizes: How many rows each source has.
@@ -178,7 +179,7 @@ class CountedSource:
     options: SourceOptions = field(default_factory=SourceOptions)
 
     def take(self, part: FileRows) -> list[dict[str, Any]]:
-        """Count a part of the source, and return its rows within the cap with ``path`` and ``position``."""
+        """Count a part of the source; return its rows within the cap, with ``path`` and ``position``."""
         cap, before = self.options.cap, self.counts.kept
         self.counts.take(part.counts)
         if cap is not None:
@@ -200,7 +201,7 @@ class CountedSource:
         return [row for row in prompts if row["position"] < last]
 
     def about(self, rows: int, licence: str | None) -> dict[str, Any]:
-        """Return what the manifest says of the source, with its share of the ``rows`` of its kind."""
+        """Return what the manifest says of the source and its share of the kind's ``rows``."""
         about = self.counts.as_dict() | unused_summary(self.counts.unused)
         about |= {"weight": self.options.weight, "cap": self.options.cap}
         about["share"] = self.counts.kept / rows if rows else 0.0
@@ -263,7 +264,7 @@ def write_sources(
 
 
 class _Spool:
-    """The first ``limit`` rows of a source in a file of their own, until their number is decided."""
+    """The first ``limit`` rows of a source in a file, until it is decided how many are taken."""
 
     def __init__(self, path: Path, kind: str, limit: int, stack: ExitStack) -> None:
         self.path, self.kind, self._left = path, kind, limit
@@ -331,7 +332,7 @@ class StoredRows:
 
     @classmethod
     def of_file(cls, kind: str, path: Path) -> StoredRows:
-        """Return all rows of a file; ``DataError`` if it is missing or lacks columns of ``kind``."""
+        """Return all rows of a file; ``DataError`` if it is missing or lacks columns."""
         stored_schema, rows = parquet_footer(path)
         missing = [name for name in arrow_schema(kind).names if name not in stored_schema.names]
         if missing:
@@ -351,7 +352,7 @@ class StoredRows:
         return np.arange(self.stored) if self.kept is None else np.flatnonzero(self.kept)
 
     def origin(self, number: int) -> dict[str, Any]:
-        """Return the ``source`` and ``position`` of a row of the file by its number; empty if unknown."""
+        """Return ``source`` and ``position`` of a row of the file by its number; empty if unknown."""
         return {} if self.origins is None else self.origins[number]
 
     def where(self, keep: npt.NDArray[np.bool_]) -> StoredRows:
@@ -407,7 +408,7 @@ class RawData:
 
 
 def read_raw(raw: Path) -> RawData:
-    """Open the folder ``data/raw``; ``DataError`` if a file is missing or does not fit the others."""
+    """Open the folder ``data/raw``; ``DataError`` if a file is missing or does not fit."""
     rows = {kind: StoredRows.of_file(kind, raw / kind / "data.parquet") for kind in ROW_TYPES}
     origins = _read_provenance(raw / "provenance.parquet")
     for kind, listed in origins.items():

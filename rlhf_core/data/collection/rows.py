@@ -86,7 +86,7 @@ class FileRows:
 def read_records(
     records: Iterable[Record], kind: str, source: str, options: ReadOptions | None = None
 ) -> FileRows:
-    """Turn all records of a file into rows of ``kind``, with the parts of :func:`row_chunks` joined."""
+    """Turn all records of a file into rows of ``kind``, as :func:`row_chunks` does in parts."""
     return joined(row_chunks(records, kind, source, "", source, options or ReadOptions()))
 
 
@@ -193,7 +193,7 @@ def add_record(part: FileRows, original: Record, shape: Format, options: ReadOpt
 
 
 def columns_kept(value: Any) -> str | None:
-    """Return what the record of a prompt says beside it, as JSON for reward functions; None if nothing.
+    """Return what the record of a prompt says beside it, as JSON for reward functions, or None.
 
     A date becomes its text. Bytes are left out, and so is what JSON cannot hold, such as a number
     of a million digits.

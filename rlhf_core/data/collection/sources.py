@@ -117,7 +117,7 @@ def collected_paths(config: CollectConfig, base: Path) -> list[str]:
 
 
 def reader_lines(config: CollectConfig) -> list[str]:
-    """Describe the plugins whose readers the sources name, since another version may read other rows."""
+    """Describe the plugins whose readers the sources name: another version may read other rows."""
     names: set[str] = set()
     for kind in type(config.files).model_fields:
         names.update(source.format for source in config.files.of(kind) if source.format is not None)

@@ -20,7 +20,7 @@ INDENT, LABEL_WIDTH = "  ", 9
 
 
 def wrapped(label: str, text: str, width: int) -> list[str]:
-    """Return ``label`` and ``text`` in lines of at most ``width`` columns, indented by the label."""
+    """Return ``label`` and ``text`` in lines of at most ``width`` columns, behind the label."""
     indent = " " * len(label)
     lines = textwrap.wrap(
         text, max(width, 40), initial_indent=label, subsequent_indent=indent, break_on_hyphens=False

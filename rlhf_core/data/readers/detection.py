@@ -158,7 +158,7 @@ def _of_no_format(record: Record, where: str) -> DataError:
 
 
 def record_shape(value: Any) -> str:
-    """Return the keys of a record and the types of values that are no text; else the value's type."""
+    """Return the keys of a record, with the types of values that are no text."""
     if not isinstance(value, dict):
         return type(value).__name__
     keys = []
@@ -186,7 +186,7 @@ def unread_replies(first: Sequence[Record], options: ReadOptions, shape: Format)
 
 
 def other_replies(first: Sequence[Record], options: ReadOptions, shape: Format) -> str:
-    """Say which further columns of prompts or single replies look like replies; empty if none do."""
+    """Say which further columns of prompts or single replies look like replies; empty if none."""
     if options.columns or not (shape.is_single or shape.name == "prompt"):
         return ""
     found = set()
@@ -381,7 +381,7 @@ def listed(names: Sequence[str]) -> str:
 
 
 def printable(text: str) -> str:
-    """Return ``text`` as every terminal can print it: half of a surrogate pair becomes an escape."""
+    """Return ``text`` as every terminal can print it, with escapes for halves of surrogate pairs."""
     return text.encode("utf-8", "backslashreplace").decode()
 
 
@@ -470,7 +470,7 @@ def warnings_of(counts: RowCounts) -> list[str]:
 
 
 def unused_lines(counts: RowCounts) -> list[str]:
-    """Return a sentence for each of the commonest columns that are not read, and one for the rest."""
+    """Return a sentence for each of the commonest unread columns, and one for the rest."""
     lines = []
     for name, count in commonest_unused(counts.unused).items():
         lines.append(f"{count}: the column {name} is not read")

@@ -29,7 +29,7 @@ NUMBER_EXCERPT = 40
 
 
 class Undecided(Exception):
-    """A record prefers no reply, as the message explains: it is dropped and counted, not refused."""
+    """A record prefers no reply, for the reason in the message: it is counted, but not refused."""
 
 
 class LabelledFalse(Undecided):

@@ -44,12 +44,12 @@ def _separators(text: str | bytes) -> int:
 
 
 def _has_more_values(text: str, most: int) -> bool:
-    """Return whether JSON, which may be cut off, has more than ``most`` values, without parsing it."""
+    """Return whether JSON, even if cut off, has more than ``most`` values, without parsing it."""
     return _separators(text) > most and _separators(without_json_strings(text)) > most
 
 
 class RepeatedKey(dict[str, Any]):
-    """An object that names ``key`` twice; later values are kept as ``KEY (2)``, ``KEY (3)``, and so on."""
+    """An object that names ``key`` twice; later values are kept as ``KEY (2)``, ``KEY (3)``, …"""
 
     key: str = ""
 
@@ -214,7 +214,7 @@ class JsonText:
             self._read(CHUNK)
 
     def _read(self, size: int, most: int = MAX_ROW_VALUES) -> None:
-        """Drop the text that has been read, and read ``size`` more bytes, or until ``most`` values."""
+        """Drop the text that was read, and read ``size`` more bytes, or until ``most`` values."""
         gone = self._text[: self._at]
         breaks = gone.count("\n")
         self._gone += len(gone)
@@ -324,7 +324,7 @@ def require_narrow_text(name: str, content: bytes) -> None:
 
 
 def json_line_records(name: str, stream: BinaryIO) -> Iterator[Record]:
-    """Yield the record of every line that is not empty; ``DataError`` if a value spans several lines."""
+    """Yield the record of every line that is not empty; ``DataError`` if a value spans lines."""
     parser = JsonParser()
     is_first = True
     # Lines of bytes end with \n only. Other line separators of Unicode may stand in JSON strings.

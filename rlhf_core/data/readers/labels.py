@@ -138,7 +138,10 @@ def _number(value: Any) -> float:
 
 @lru_cache(16)
 def score_columns(names: tuple[str, ...]) -> list[tuple[str, str]]:
-    """Return the columns with the scores of the better and the worse reply, as ``SCORES`` has them."""
+    """Return the columns with the scores of the better and the worse reply.
+
+    They are in the order of ``SCORES``.
+    """
     by_key = {key_of(name): name for name in names}
     columns = []
     for score in SCORES:
@@ -177,7 +180,7 @@ def flag_against(record: Any, single: bool) -> str:
 
 
 def read_flags(record: Any, single: bool) -> set[str]:
-    """Return the flags of a row, or ``column[].name`` of a turn, that say no more than yes or no."""
+    """Return the flags of a row, or ``column[].name`` of a turn, that only say yes or no."""
     read = set()
     for name, value in _flags(record):
         number = _number(value)

@@ -1,4 +1,4 @@
-"""Rankings: several replies to a prompt with scores or ranks, read as pairs of a better and a worse."""
+"""Rankings: several replies with scores or ranks, read as pairs of a better and a worse one."""
 
 from __future__ import annotations
 

@@ -231,7 +231,7 @@ def _placeholder(text: str) -> tuple[str, bool]:
 
 
 def without_end_marker(text: str) -> tuple[str, str]:
-    """Return a text without the end markers at its end, and the first of them; "" if it has none."""
+    """Return a text without the end markers at its end, and the first of them ("" for none)."""
     end, found = len(text.rstrip()), ""
     if text[end - 1 : end] not in MARKER_ENDS:
         return text, ""

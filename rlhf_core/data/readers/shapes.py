@@ -144,7 +144,7 @@ def _helpsteer_prompt(record: Any) -> list[Turn]:
 
 
 def _alpaca_prompt(record: Any) -> list[Turn]:
-    """Return instruction and input as one user turn, after the questions and answers of ``history``.
+    """Return instruction and input as one user turn, after the turns of ``history``.
 
     Without a history, they may be an HH-RLHF transcript.
     """

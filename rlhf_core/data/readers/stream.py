@@ -248,7 +248,7 @@ class _Decompressed(io.RawIOBase):
 
 
 def _xz_parts(file: BinaryIO) -> Iterator[bytes]:
-    """Yield the content of all streams of an xz file; :mod:`lzma` alone would stop after the first."""
+    """Yield the content of all streams of an xz file; :mod:`lzma` would stop after the first."""
     decompressor, waiting = lzma.LZMADecompressor(memlimit=UNPACK_MEMORY), b""
     while True:
         if decompressor.eof:

@@ -211,7 +211,7 @@ def _groups(footer: pq.FileMetaData) -> list[pq.RowGroupMetaData]:
 
 
 def _batch_rows(footer: pq.FileMetaData) -> int:
-    """Return how many rows of a parquet file to read at a time: fewer if a row group has long rows."""
+    """Return how many rows of a parquet file to read at a time: fewer if they are long."""
     limits = [BATCH_ROWS]
     for group in _groups(footer):
         if group.total_byte_size < SHORT_ROW * group.num_rows:
@@ -222,7 +222,10 @@ def _batch_rows(footer: pq.FileMetaData) -> int:
 
 
 def _require_row_counts(file: pq.ParquetFile) -> None:
-    """Raise ``ArrowInvalid`` unless footer, row groups and columns of a parquet file count the same rows."""
+    """Raise ``ArrowInvalid`` unless all parts of a parquet file count the same rows.
+
+    These are the footer, the row groups and the columns.
+    """
     footer = file.metadata
     total = sum(group.num_rows for group in _groups(footer))
     if footer.num_rows != total:
@@ -269,7 +272,9 @@ def _read_through(kind: str, parts: Callable[[], Iterable[object]], path: Path) 
 
 
 def _require_one_file(path: Path, footer: pq.FileMetaData) -> None:
-    """Raise ``ArrowInvalid`` if several parquet files were joined to one: a reader would see only one.
+    """Raise ``ArrowInvalid`` if several parquet files were joined to one.
+
+    A reader would see the rows of only one of them.
 
     Between the last page that the footer names and the footer are indexes, and in joined files the
     end of a file.

@@ -161,7 +161,7 @@ def reply_of(value: Any, name: str) -> str:
 
 
 def reply_after(prompt: list[Turn], value: Any, name: str) -> str:
-    """Return a reply like :func:`reply_of`, or from a whole dialogue that begins with ``prompt``."""
+    """Return a reply like :func:`reply_of`, or of a dialogue that begins with ``prompt``."""
     may_be_whole = isinstance(value, list) and len(value) == len(prompt) + 1 > 1
     if may_be_whole and turns_of(value)[:-1] == prompt:
         value = value[-1:]
@@ -327,7 +327,7 @@ def dialogue_as_json(text: str) -> str | None:
 
 
 def dialogue_in(text: str, answered: bool = False) -> str | None:
-    """Say how ``text`` is a dialogue and no single turn of the user; None if it is an ordinary text.
+    """Say how ``text`` is a dialogue and no turn of the user; None if it is an ordinary text.
 
     HH-RLHF's transcripts count, too. Where these are read, ask :func:`transcript_in` first.
 

@@ -198,7 +198,7 @@ def hh(label: str, chosen: str | None = None, rejected: str | None = None, **mor
 
 
 def hh_at(start: str, label: str, line: str) -> Row:
-    """Return a row of transcripts with other white space before the first turn, and other line ends."""
+    """Return a row of transcripts with other white space before the first turn or other line ends."""
     begin = (
         f"{start}Human: {label}?{line * 2}Assistant: who?{line * 2}Human: you{line * 2}Assistant:"
     )
@@ -270,7 +270,10 @@ def implicit(label: str, prompt: str = "which", other: str | None = None) -> Row
 
 
 def after(make: Any, label: str, row: Any, expected: RowsRead | str, **more: Any) -> OddFile:
-    """Return a file of twelve good rows by ``make`` and an odd one; an expected text is its refusal."""
+    """Return a file of twelve good rows by ``make`` and an odd one.
+
+    An expected text is why the odd row is refused.
+    """
     if isinstance(expected, str):
         expected = RowsRead(12, {expected: 1})
     rows = [make(f"{label} {n}") for n in range(12)]
