@@ -179,7 +179,7 @@ class CountedSource:
     options: SourceOptions = field(default_factory=SourceOptions)
 
     def take(self, part: FileRows) -> list[dict[str, Any]]:
-        """Count a part of the source; return its rows within the cap, with ``path`` and ``position``."""
+        """Count a part of the source; return its rows within the cap, with their records' places."""
         cap, before = self.options.cap, self.counts.kept
         self.counts.take(part.counts)
         if cap is not None:
@@ -352,7 +352,7 @@ class StoredRows:
         return np.arange(self.stored) if self.kept is None else np.flatnonzero(self.kept)
 
     def origin(self, number: int) -> dict[str, Any]:
-        """Return ``source`` and ``position`` of a row of the file by its number; empty if unknown."""
+        """Return ``source`` and ``position`` of a row by its number in the file; empty if unknown."""
         return {} if self.origins is None else self.origins[number]
 
     def where(self, keep: npt.NDArray[np.bool_]) -> StoredRows:

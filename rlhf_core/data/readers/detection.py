@@ -381,7 +381,7 @@ def listed(names: Sequence[str]) -> str:
 
 
 def printable(text: str) -> str:
-    """Return ``text`` as every terminal can print it, with escapes for halves of surrogate pairs."""
+    """Return ``text`` as every terminal can print it: halves of surrogate pairs as escapes."""
     return text.encode("utf-8", "backslashreplace").decode()
 
 

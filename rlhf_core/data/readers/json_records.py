@@ -49,7 +49,7 @@ def _has_more_values(text: str, most: int) -> bool:
 
 
 class RepeatedKey(dict[str, Any]):
-    """An object that names ``key`` twice; later values are kept as ``KEY (2)``, ``KEY (3)``, …"""
+    """An object that names ``key`` twice, with its later values as ``KEY (2)``, ``KEY (3)``."""
 
     key: str = ""
 

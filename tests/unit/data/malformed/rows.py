@@ -198,7 +198,7 @@ def hh(label: str, chosen: str | None = None, rejected: str | None = None, **mor
 
 
 def hh_at(start: str, label: str, line: str) -> Row:
-    """Return a row of transcripts with other white space before the first turn or other line ends."""
+    """Return a row of transcripts with other white space before the first turn, or other ends."""
     begin = (
         f"{start}Human: {label}?{line * 2}Assistant: who?{line * 2}Human: you{line * 2}Assistant:"
     )
