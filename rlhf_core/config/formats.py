@@ -1,5 +1,4 @@
-"""The shapes of rows that are known, as data: which columns hold the prompt, the replies and the
-preference.
+"""The known shapes of rows, as data: which columns hold the prompt, the replies and the preference.
 
 A new format of columns is one entry here; ``rlhf_core/data/readers/shapes.py`` reads them all.
 """
@@ -14,14 +13,15 @@ PAIRS = ("preferences", "demonstrations", "prompts", "pretrain")
 REPLIES = ("demonstrations", "prompts", "pretrain")
 PROMPTS = ("prompts",)
 TEXTS = ("pretrain",)
-# A record with one of these has its prompt there.
+# A record with one of these columns has its prompt there.
 OTHER_PROMPTS = "prompt instruction conversations messages"
 
 
 @dataclass(frozen=True)
 class Shape:
-    """A shape of rows. Names of columns are separated by spaces where the first that is there is
-    read.
+    """A shape of rows: the columns that a record of it has, and how they are read.
+
+    Names of columns are separated by spaces if the first of them that is there is read.
 
     Attributes:
         example: What messages show of it.
@@ -32,7 +32,7 @@ class Shape:
         system: The column of the prompt's system turn, if there may be one.
         replies: The columns of the replies. Of two without a label, the first is the better one.
         replies_are: What each of them has to hold.
-        of_replies: Of replies that are objects, the keys of text and value.
+        of_replies: If replies are objects, their keys of text and value.
         labels: The columns that say which reply is the better one.
         labels_are: What each of them has to hold.
         prefers: How they say it: ``index`` is the number of the better reply; ``strength`` goes
@@ -41,12 +41,13 @@ class Shape:
         category: The column of the row's category.
         also: What further columns, which are not read, have to hold.
         lacks: Columns that only records of other shapes have.
-        looks: A further condition on the values, by its name in ``LOOKS``.
-        style: How the prompt is written where that is not one text or a list of turns, by its name
-            in ``STYLES``.
-        reads: What makes rows of a record, by its name in ``READS``.
-        more: Columns that are read beside all these, where they are there.
-        note: What to do where the format does not serve as the kind that is asked for.
+        looks: A further condition on the values, by its name in ``LOOKS`` of
+            ``rlhf_core/data/readers/shapes.py``.
+        style: How the prompt is written if it is neither one text nor a list of turns, by its name
+            in ``STYLES`` there.
+        reads: What makes rows of a record, by its name in ``READS`` there.
+        more: Further columns that are read if they are there.
+        note: What to do if the format does not serve as the kind that is asked for.
     """
 
     name: str
@@ -74,17 +75,18 @@ class Shape:
     @property
     def needs(self) -> dict[str, str]:
         """What each column, or one of several, has to hold."""
-        needs = dict.fromkeys(self.replies, self.replies_are) | dict.fromkeys(
-            self.labels, self.labels_are
-        )
-        return needs | self.also | ({self.prompt: self.prompt_is} if self.prompt else {})
+        needs = dict.fromkeys(self.replies, self.replies_are)
+        needs |= dict.fromkeys(self.labels, self.labels_are)
+        needs |= self.also
+        if self.prompt:
+            needs[self.prompt] = self.prompt_is
+        return needs
 
     @property
     def columns(self) -> str:
         """All columns that are read."""
-        return " ".join(
-            (self.prompt, self.system, *self.replies, *self.labels, self.category, self.more)
-        )
+        single = (self.prompt, self.system, self.category, self.more)
+        return " ".join((*single, *self.replies, *self.labels))
 
 
 # The first that fits a row is its format, so richer shapes come first.

@@ -1,6 +1,4 @@
-"""Paths, globs and URLs that name data files; URLs (``s3://``, ``gs://``, ``hf://``, ``https://``)
-through fsspec.
-"""
+"""Paths, globs and URLs that name data files; URLs such as ``s3://`` go through fsspec."""
 
 from __future__ import annotations
 
@@ -23,8 +21,8 @@ NOT_FOUND = "correct the path, or put quotes around a pattern"
 
 URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://")
 DATA_NAME = re.compile(r"\.(json|jsonl|ndjson|csv|tsv|parquet|arrow)\Z", re.IGNORECASE)
-# What lies beside the data of a folder: descriptions, and what ``datasets`` and Spark write about
-# the data.
+# Files of a folder that are not data: descriptions, and what ``datasets`` and Spark write about the
+# data.
 NO_DATA = re.compile(
     r"(readme|licen[cs]e|copying|notice|citation|changelog)\b.*|.*\.(md|rst|crc|py)|_success"
     r"|(dataset_infos?|dataset_dict|state)\.json",
@@ -44,9 +42,9 @@ def is_url(spec: str) -> bool:
 def expand(spec: str, base: Path, remedy: str = NOT_FOUND) -> list[Path]:
     """Return the files that a path or glob matches, relative to ``base``, sorted.
 
-    A name that exists as it is written is taken literally, also where it holds ``[``, ``]``, ``*``
-    or a leading ``~``. A folder stands for the files in it and in its folders, see
-    :func:`is_data_name`. A file that a pattern matches several times, by way of links to folders,
+    A name that exists as it is written is taken literally, even if it holds ``[``, ``]``, ``*`` or
+    a leading ``~``. A folder stands for the files in it and in its folders, see
+    :func:`is_data_name`. A file that a pattern matches several times, because of links to folders,
     is returned once, by its shortest path.
 
     Raises:
@@ -102,46 +100,43 @@ def _matches(spec: str, name: str, base: Path, remedy: str) -> list[Path]:
 
 
 def _require_no_lost_folder(matches: Sequence[str], files: Sequence[Path], remedy: str) -> None:
-    """Raise ``DataError`` where a pattern matches files and also a folder named as one of data, as
-    Spark writes it.
+    """Raise ``DataError`` if a pattern matches files and also a folder named as data.
 
-    The files in it would be left out, unless the pattern goes into folders.
+    Spark writes such folders. Their files would be left out, unless the pattern goes into folders.
     """
-    for folder in (
-        Path(path) for path in matches if DATA_NAME.search(path) and Path(path).is_dir()
-    ):
-        if files and not any(folder in file.parents for file in files):
-            name = str(folder).encode("utf-8", "backslashreplace").decode()
+    for path in matches:
+        folder = Path(path)
+        if not files or not DATA_NAME.search(path) or not folder.is_dir():
+            continue
+        if not any(folder in file.parents for file in files):
+            name = path.encode("utf-8", "backslashreplace").decode()
             raise DataError(
                 f"{name} is a folder, whose files the pattern leaves out; name it by itself, or {remedy}"
             )
 
 
 def is_data_name(name: str) -> bool:
-    """Return whether a file of a folder that is given as a whole is taken: all but hidden ones and
-    descriptions.
-    """
+    """Return whether a file of a whole folder is taken: all but hidden files and descriptions."""
     return not name.startswith(".") and not NO_DATA.fullmatch(name)
 
 
 def _glob(folders: Iterable[Path], parts: Sequence[str]) -> list[str]:
-    """Return what a pattern below folders matches, as :func:`glob.glob` does, in time linear in
-    folders.
+    """Return what a pattern below folders matches, as :func:`glob.glob` does, but in linear time.
 
-    ``**`` reads each folder once, however many links lead there: below two links to a common parent
-    there are as many paths as orders to follow them in. What a pattern matches below a folder does
-    not depend on the path to it.
+    ``**`` reads each folder once, however many links lead there. Two links to a common parent give
+    a path for every order to follow them in. What a pattern matches below a folder does not depend
+    on the path to it.
     """
     if "**" not in parts:
-        return [
-            match
-            for folder in folders
-            for match in glob.glob(os.path.join(glob.escape(str(folder)), *parts))
-        ]
+        matches = []
+        for folder in folders:
+            pattern = os.path.join(glob.escape(str(folder)), *parts)
+            matches += glob.glob(pattern)
+        return matches
     recursive = parts.index("**")
-    heads = (
-        [Path(match) for match in _glob(folders, parts[:recursive])] if recursive else list(folders)
-    )
+    heads: Iterable[Path] = folders
+    if recursive:
+        heads = map(Path, _glob(folders, parts[:recursive]))
     below = list(_folders_below(heads))
     rest = list(parts[recursive + 1 :])
     while rest[:1] == ["**"]:
@@ -150,10 +145,12 @@ def _glob(folders: Iterable[Path], parts: Sequence[str]) -> list[str]:
 
 
 def _folders_below(heads: Iterable[Path]) -> Iterator[Path]:
-    """Yield folders and all folders in them, also by way of links, each once by its shortest path.
+    """Yield folders and all folders in them, also through links, each once by its shortest path.
 
-    Hidden ones are left out, as ``**`` does. Of one that may not be read, ``OSError`` says so:
-    files would be missing.
+    Hidden folders are left out, as by ``**``.
+
+    Raises:
+        OSError: A folder may not be read, so that files would be missing.
     """
     waiting = [(len(head.parts), f"{head}/") for head in set(heads)]
     heapq.heapify(waiting)
@@ -167,11 +164,7 @@ def _folders_below(heads: Iterable[Path]) -> Iterator[Path]:
                 continue
             seen.add(identity)
             with os.scandir(name) as entries:
-                inner = [
-                    entry.name
-                    for entry in entries
-                    if _is_folder(entry) and not entry.name.startswith(".")
-                ]
+                inner = [entry.name for entry in entries if _is_visible_folder(entry)]
         except (FileNotFoundError, NotADirectoryError):
             continue
         yield Path(name)
@@ -179,15 +172,15 @@ def _folders_below(heads: Iterable[Path]) -> Iterator[Path]:
             heapq.heappush(waiting, (depth + 1, f"{Path(name) / entry_name}/"))
 
 
-def _is_folder(entry: os.DirEntry[str]) -> bool:
+def _is_visible_folder(entry: os.DirEntry[str]) -> bool:
     try:
-        return entry.is_dir()
+        return entry.is_dir() and not entry.name.startswith(".")
     except OSError:  # a link to itself, which is reported among the matches
         return False
 
 
 def _once(paths: Sequence[Path]) -> list[Path]:
-    """Return one path of each file: that of the fewest folders, of several such the first."""
+    """Return one path of each file: the first of those with the fewest folders."""
     shortest: dict[Path, Path] = {}
     for path in paths:
         known = shortest.setdefault(path.resolve(), path)
@@ -198,15 +191,11 @@ def _once(paths: Sequence[Path]) -> list[Path]:
 
 
 def spelled(path: Path, spec: str, base: Path) -> str:
-    """Return the path of a file that ``spec`` matches as ``spec`` spells it: relative to ``base``,
-    or absolute.
-    """
-    is_absolute = not (base / spec).exists() and Path(spec).expanduser().is_absolute()
-    return (
-        str(path)
-        if is_absolute or Path(spec).is_absolute()
-        else Path(os.path.relpath(path, base)).as_posix()
-    )
+    """Return the path of a file as ``spec`` spells it: relative to ``base``, or absolute."""
+    is_of_home = not (base / spec).exists() and Path(spec).expanduser().is_absolute()
+    if is_of_home or Path(spec).is_absolute():
+        return str(path)
+    return Path(os.path.relpath(path, base)).as_posix()
 
 
 SECRET_PARAMETER = re.compile(rf"{SECRET_NAME}=", re.IGNORECASE)
@@ -214,9 +203,7 @@ WEB = ("http", "https", "ftp", "ftps")
 
 
 def require_no_credentials(url: str) -> None:
-    """Raise ``DataError``, which does not repeat them, for a URL that
-    :func:`carries_credentials`.
-    """
+    """Raise ``DataError`` for a URL that :func:`carries_credentials`, without repeating them."""
     if carries_credentials(url):
         scheme = url.split(":")[0]
         raise DataError(
@@ -227,8 +214,9 @@ def require_no_credentials(url: str) -> None:
 
 
 def carries_credentials(url: str) -> bool:
-    """Return whether a URL has a password, a user of a web server (a token, as a rule), or a
-    parameter named as one.
+    """Return whether a URL has a password, a web server's user, or a secret parameter.
+
+    The user of a web server usually is a token.
 
     Other stores write names there that are no secret: ``abfs://container@account``,
     ``github://owner:repository@ref``.
@@ -260,8 +248,7 @@ UNREACHABLE = "check the address, the network, and the access to it"
 
 
 def expand_url(url: str, remedy: str) -> list[str]:
-    """Return the files that a URL names or, with ``*``, ``?`` or ``[``, matches, as their store
-    spells them; sorted.
+    """Return the files that a URL names or matches, in their store's spelling, sorted.
 
     A folder stands for the files in it and in its folders, as one on this machine does.
 
@@ -278,25 +265,22 @@ def expand_url(url: str, remedy: str) -> list[str]:
         if matches and not files and not glob.has_magic(path):
             files = _files_below(filesystem, matches[0])
         if not matches and not glob.has_magic(path):
-            filesystem.info(path)  # A store that cannot be reached says so only here, as the cause.
+            # A store that cannot be reached says so only here, as the cause of the error.
+            filesystem.info(path)
     except FileNotFoundError as error:
         if error.__cause__ is not None:
-            raise DataError(
-                f"cannot look up {url}: {first_line(error.__cause__)}; {UNREACHABLE}"
-            ) from error
+            cause = first_line(error.__cause__)
+            raise DataError(f"cannot look up {url}: {cause}; {UNREACHABLE}") from error
         matches, files = [], []
     except Exception as error:  # Every store raises errors of its own.
         raise DataError(f"cannot look up {url}: {first_line(error)}; {UNREACHABLE}") from error
     if files:
         return [filesystem.unstrip_protocol(file) for file in files]
-    if matches:
-        what = (
-            "matches folders only"
-            if glob.has_magic(path)
-            else "is a folder that holds no file of data"
-        )
-        raise DataError(f"{url} {what}; {remedy}")
-    raise DataError(f"no file matches {url!r}; {remedy}")
+    if not matches:
+        raise DataError(f"no file matches {url!r}; {remedy}")
+    if glob.has_magic(path):
+        raise DataError(f"{url} matches folders only; {remedy}")
+    raise DataError(f"{url} is a folder that holds no file of data; {remedy}")
 
 
 def _files_below(filesystem: Any, folder: str) -> list[str]:
@@ -311,17 +295,14 @@ def _files_below(filesystem: Any, folder: str) -> list[str]:
 
 
 def local_path(url: str) -> Path | None:
-    """Return the path of a file on this machine as :func:`expand_url` names it, ``file://…``; None
-    of any other URL.
-    """
+    """Return the path of a local file that :func:`expand_url` names; None for other URLs."""
     scheme, _, path = url.partition("://")
     return Path(path) if scheme == "file" else None
 
 
 @contextmanager
 def local_copy(url: str) -> Iterator[Path]:
-    """Copy the file at a URL to a temporary one, part by part, which is removed at the end of the
-    block.
+    """Copy the file at a URL to a temporary one, which is removed at the end of the block.
 
     Raises:
         DataError: It cannot be read.
@@ -339,8 +320,9 @@ def local_copy(url: str) -> Iterator[Path]:
 
 
 def url_checksum(url: str) -> str:
-    """Return what changes when the content of a file at a URL does (an ETag, or size and time);
-    nothing is downloaded.
+    """Return what changes with the content of a file at a URL: an ETag, or size and time.
+
+    Nothing is downloaded.
 
     Raises:
         DataError: The file cannot be looked up.
@@ -364,9 +346,8 @@ def _open(url: str) -> tuple[Any, str]:
         raise DataError(f"{url} needs a package that is missing ({error}); {install}") from error
     except (OSError, ValueError) as error:
         raise DataError(f"{url} cannot be opened: {first_line(error)}") from error
-    except (
-        Exception
-    ) as error:  # A file system that needs more than a URL (dir://) fails in ways of its own.
+    except Exception as error:
+        # A file system that needs more than a URL (dir://) fails in ways of its own.
         scheme = url.split(":")[0]
         raise DataError(
             f"{url} cannot be opened: {scheme}:// needs more than a URL; copy the file here, or give its path"

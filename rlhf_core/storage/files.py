@@ -1,7 +1,8 @@
-"""Files: atomic writes (a reader sees the old content or the new, never half of either), temporary
-ones, locks, JSON.
+"""Files: atomic writes, temporary files, locks, hashes and JSON.
 
-Whatever is locked or temporary is opened here alone. In a folder that others can write to, as the
+After an atomic write, a reader sees the old content or the new, never half of either.
+
+Only this file opens what is locked or temporary. In a folder that others can write to, such as the
 one for temporary files, another user may have put a link at a name that can be guessed.
 """
 
@@ -17,7 +18,7 @@ import shutil
 import stat
 import tempfile
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import IO, Any
 
@@ -25,22 +26,23 @@ from rlhf_core.errors import DataError, RlhfError, is_full_disk
 
 
 def permitted(mode: int) -> int:
-    """``mode`` without what this process's umask takes away: temporary files begin private, and end
-    as others do.
+    """Return ``mode`` without what this process's umask takes away.
+
+    Temporary files begin private, and end with the permissions of other files.
     """
-    try:
-        umask = re.search(
-            r"^Umask:\s+(\d+)$", Path("/proc/self/status").read_text(encoding="utf-8"), re.MULTILINE
-        )
-    except OSError:
-        umask = None
-    # Elsewhere than on Linux it can only be asked for by setting it, which other threads would see.
-    return mode & ~int(umask[1], 8) if umask else mode
+    # Only Linux tells the umask without setting it, which other threads would see.
+    with suppress(OSError):
+        status = Path("/proc/self/status").read_text(encoding="utf-8")
+        umask = re.search(r"^Umask:\s+(\d+)$", status, re.MULTILINE)
+        if umask:
+            return mode & ~int(umask[1], 8)
+    return mode
 
 
 def own_temporary_folder() -> Path:
-    """The folder ``rlhf-UID`` for temporary files whose names others must find, which this user
-    alone can enter.
+    """Return the folder ``rlhf-UID`` for temporary files that others must find by name.
+
+    Only this user can enter it.
 
     Raises:
         RlhfError: Somebody else made it or can write to it, or it cannot be made.
@@ -50,11 +52,8 @@ def own_temporary_folder() -> Path:
         with suppress(FileExistsError):
             folder.mkdir(mode=0o700)
         found = folder.lstat()
-        is_own = (
-            stat.S_ISDIR(found.st_mode)
-            and found.st_uid == os.getuid()
-            and not found.st_mode & 0o022
-        )
+        is_own = stat.S_ISDIR(found.st_mode) and found.st_uid == os.getuid()
+        is_own = is_own and not found.st_mode & 0o022
         if is_own and found.st_mode & 0o077:
             folder.chmod(0o700)
     except OSError as error:
@@ -68,44 +67,36 @@ def own_temporary_folder() -> Path:
 
 
 def temporary_root() -> Path:
-    """The folder for temporary files of all users: that of the environment variable TMPDIR, or the
-    system's.
-    """
+    """Return the folder for temporary files of all users: ``TMPDIR``, or the system's."""
     return Path(tempfile.gettempdir())
 
 
 @contextmanager
 def scratch_folder(prefix: str = "rlhf-", within: Path | None = None) -> Iterator[Path]:
-    """Yield a new folder that this user alone can enter, and that goes with the block.
+    """Yield a new folder that only this user can enter, and that is removed after the block.
 
     Args:
-        prefix: Of its name.
-        within: Where it is made; None for the folder for temporary files.
+        prefix: The beginning of its name.
+        within: The folder that it is made in; None for the folder for temporary files.
     """
     with tempfile.TemporaryDirectory(prefix=prefix, dir=within) as folder:
         yield Path(folder)
 
 
 def new_scratch_folder(prefix: str) -> Path:
-    """A new folder for temporary files that this user alone can enter, and that the caller
-    removes.
-    """
+    """Make a temporary folder that only this user can enter, and that the caller removes."""
     return Path(tempfile.mkdtemp(prefix=prefix))
 
 
 @contextmanager
 def scratch_file(prefix: str) -> Iterator[IO[bytes]]:
-    """Yield a new file that this user alone can read, with a ``name``, and that goes with the
-    block.
-    """
+    """Yield a new file with a ``name`` that only this user can read, removed after the block."""
     with tempfile.NamedTemporaryFile(prefix=prefix) as stream:
         yield stream
 
 
 def new_part(path: Path) -> Path:
-    """A new, empty neighbour of ``path`` that this user alone can read, to be renamed over it;
-    ``OSError`` if not.
-    """
+    """Make an empty neighbour of ``path`` that only this user can read, to be renamed over it."""
     path.parent.mkdir(parents=True, exist_ok=True)
     descriptor, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=".part")
     os.close(descriptor)
@@ -114,9 +105,7 @@ def new_part(path: Path) -> Path:
 
 @contextmanager
 def replacing(path: Path, mode: int = 0o644) -> Iterator[Path]:
-    """Yield a new neighbour of ``path`` that takes its place when the block ends without an
-    error.
-    """
+    """Yield a new neighbour of ``path`` that takes its place if the block ends without an error."""
     part = new_part(path)
     try:
         yield part
@@ -128,29 +117,19 @@ def replacing(path: Path, mode: int = 0o644) -> Iterator[Path]:
 
 
 def atomic_write_text(path: Path, text: str, mode: int = 0o644) -> None:
-    """Write ``text`` (UTF-8) to a neighbour of ``path``, flush it to disk, then rename it over
-    ``path``.
+    """Write ``text`` (UTF-8) to a neighbour of ``path``, flush it, and rename it over ``path``.
 
     Nobody sees it with other permissions than ``mode``, less what the umask takes away.
     """
-    path = Path(path)
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        descriptor, temporary = tempfile.mkstemp(
-            dir=path.parent, prefix=f".{path.name}.", suffix=".part"
-        )
-    except OSError as error:
-        raise _unwritable(path, error) from error
-    try:
-        with os.fdopen(descriptor, "w", encoding="utf-8") as stream:
+    with ExitStack() as stack:
+        try:
+            part = stack.enter_context(replacing(Path(path), mode))
+        except OSError as error:
+            raise _unwritable(path, error) from error
+        with part.open("w", encoding="utf-8") as stream:
             stream.write(text)
             stream.flush()
             os.fsync(stream.fileno())
-        os.chmod(temporary, permitted(mode))
-        os.replace(temporary, path)
-    except BaseException:
-        Path(temporary).unlink(missing_ok=True)
-        raise
 
 
 def _unwritable(path: Path, error: OSError) -> RlhfError:
@@ -160,17 +139,14 @@ def _unwritable(path: Path, error: OSError) -> RlhfError:
 
 def atomic_write_json(path: Path, value: Any) -> None:
     """Write ``value`` as sorted, indented JSON. Non-finite numbers are refused (``ValueError``)."""
-    atomic_write_text(
-        path,
-        json.dumps(value, indent=2, sort_keys=True, allow_nan=False, ensure_ascii=False) + "\n",
-    )
+    text = json.dumps(value, indent=2, sort_keys=True, allow_nan=False, ensure_ascii=False)
+    atomic_write_text(path, text + "\n")
 
 
 def atomic_write_lines(path: Path, rows: Iterable[Any]) -> None:
     """Write ``rows`` as JSON lines. Non-finite numbers are refused (``ValueError``)."""
-    atomic_write_text(
-        path, "".join(json.dumps(row, ensure_ascii=False, allow_nan=False) + "\n" for row in rows)
-    )
+    lines = (json.dumps(row, ensure_ascii=False, allow_nan=False) for row in rows)
+    atomic_write_text(path, "".join(f"{line}\n" for line in lines))
 
 
 def split_json_lines(text: str) -> list[str]:
@@ -185,9 +161,7 @@ def split_json_lines(text: str) -> list[str]:
 
 @contextmanager
 def atomic_dir(path: Path) -> Iterator[Path]:
-    """Yield an empty folder beside ``path`` that takes the place of ``path`` when the block ends
-    without an error.
-    """
+    """Yield an empty folder that takes the place of ``path`` if the block ends without an error."""
     path = Path(path)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -204,7 +178,7 @@ def atomic_dir(path: Path) -> Iterator[Path]:
 
 
 def _replace_dir(new: Path, path: Path) -> None:
-    """A folder cannot be renamed over a full one, so the old one steps aside first."""
+    """Move the old folder aside first: a folder cannot be renamed over a full one."""
     old = path.with_name(f".{path.name}.old-{os.getpid()}")
     if path.exists():
         os.rename(path, old)
@@ -218,11 +192,11 @@ UNFINISHED = ".rlhf-unfinished"
 
 @contextmanager
 def filled_dir(path: Path) -> Iterator[Path]:
-    """Yield a folder whose entries are in ``path`` when the block ends without an error.
+    """Yield a folder whose entries are in ``path`` once the block ends without an error.
 
-    ``path`` exists and is empty, and stays the folder that it is: it may be a mount point, the end
-    of a link, or the current folder of a shell. What a process leaves that is killed meanwhile,
-    :func:`clear_unfinished` takes away.
+    ``path`` exists and is empty, and stays the same folder: it may be a mount point, the end of a
+    link, or the current folder of a shell. If the process is killed meanwhile,
+    :func:`clear_unfinished` removes what it left.
     """
     hidden = path / UNFINISHED
     content = hidden / "content"
@@ -245,10 +219,10 @@ def filled_dir(path: Path) -> Iterator[Path]:
 
 
 def clear_unfinished(path: Path) -> None:
-    """Take away what a killed :func:`filled_dir` left in ``path``, and nothing else.
+    """Remove what a killed :func:`filled_dir` left in ``path``, and nothing else.
 
     Raises:
-        RlhfError: It is not killed but at work.
+        RlhfError: The process that fills the folder still runs.
     """
     hidden = path / UNFINISHED
     if hidden.is_symlink() or not hidden.is_dir():
@@ -270,18 +244,18 @@ REMOVED = ".removed"
 
 
 def removed_name(path: Path) -> Path:
-    """Where :func:`remove_tree` puts a folder while it is deleted."""
+    """Return the name that :func:`remove_tree` gives a folder while it is deleted."""
     return path.with_name(f".{path.name}{REMOVED}")
 
 
 def remove_tree(path: Path) -> None:
     """Delete a folder so that readers see all of it or nothing, whenever this process is killed.
 
-    It gets another name first. What a killed process left under that name is deleted too, and what
+    It gets another name first. What a killed process left under that name is deleted, too. What
     cannot be deleted stays there until the next call.
 
     Raises:
-        OSError: It cannot be renamed, and is as it was.
+        OSError: It cannot be renamed, and stays as it was.
     """
     aside = removed_name(path)
     shutil.rmtree(aside, ignore_errors=True)
@@ -291,7 +265,7 @@ def remove_tree(path: Path) -> None:
 
 
 def read_json(path: Path) -> Any:
-    """The JSON value in ``path``; ``DataError`` when the file is missing or not JSON."""
+    """Return the JSON value in ``path``; ``DataError`` if the file is missing or not JSON."""
     try:
         return json.loads(Path(path).read_text(encoding="utf-8"))
     except FileNotFoundError as error:
@@ -303,7 +277,7 @@ def read_json(path: Path) -> Any:
 
 
 def flatten(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """``{"a": {"b": 1}}`` as ``{"a.b": 1}``; every key gets ``prefix`` before it."""
+    """Return ``{"a": {"b": 1}}`` as ``{"a.b": 1}``, with ``prefix`` before every key."""
     flat: dict[str, Any] = {}
     for key, value in values.items():
         if isinstance(value, Mapping):
@@ -314,12 +288,11 @@ def flatten(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 class LockFile:
-    """An advisory lock on a file (flock). The kernel releases it when the process dies, however it
-    dies.
+    """An advisory lock on a file (flock), which the kernel releases when the process dies.
 
-    Entering opens the file and leaves it unlocked; closing releases it. A child that inherits the
-    descriptor holds the lock too. A link in the file's place is refused with ``OSError``: what it
-    points to would be written over.
+    Entering the block opens the file without locking it; leaving it releases the lock. A child that
+    inherits the descriptor holds the lock, too. A link in the file's place is refused with
+    ``OSError``: what it points to would be written over.
     """
 
     def __init__(self, path: Path) -> None:
@@ -338,7 +311,7 @@ class LockFile:
         fcntl.flock(self.stream, fcntl.LOCK_EX)
 
     def try_acquire(self) -> bool:
-        """Take the lock if that needs no waiting; whether it is held now."""
+        """Take the lock if that needs no waiting; return whether it is held now."""
         try:
             fcntl.flock(self.stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -361,9 +334,7 @@ LITTLE_ROOM = 2**26  # bytes
 
 
 def full_disks(*folders: Path) -> str:
-    """Return what a message adds about disks of ``folders`` that are almost full; empty if none
-    is.
-    """
+    """Return what a message adds about disks of ``folders`` that are almost full, or ""."""
     said: dict[int, str] = {}
     for folder in folders:
         try:
@@ -388,27 +359,27 @@ def fsync_path(path: Path) -> None:
 
 
 def sha256_file(path: Path) -> str:
-    """Hex digest of a file's content."""
+    """Return the hex digest of a file's content."""
     with open(path, "rb") as stream:
         return hashlib.file_digest(stream, "sha256").hexdigest()
 
 
 class FileHashes:
-    """Hashes of files' contents, remembered in a JSON file by size, times and inode, so that each
-    is read once.
+    """Hashes of files' contents, remembered in a JSON file so that each file is read once.
+
+    A file is known by its size, times and inode.
     """
 
     def __init__(self, memory: Path) -> None:
         self.memory = memory
         self.known: dict[str, list[Any]] = {}
-        with suppress(
-            DataError
-        ):  # a memory that is missing or damaged costs one reading of each file
+        # If the memory is missing or damaged, each file is read once more.
+        with suppress(DataError):
             self.known = read_json(memory)
         self.fresh: dict[str, list[Any]] = {}
 
     def of(self, file: Path) -> str:
-        """Hex digest of a file's content; ``FileNotFoundError`` where there is none."""
+        """Return the hex digest of a file's content; ``FileNotFoundError`` if there is none."""
         status = file.stat()
         mark = [status.st_size, status.st_mtime_ns, status.st_ctime_ns, status.st_ino]
         old = self.known.get(str(file))
@@ -423,7 +394,7 @@ class FileHashes:
 
 
 def sha256_tree(path: Path) -> str:
-    """Hex digest of a file, or of a folder's relative file names and contents in sorted order."""
+    """Return the hex digest of a file, or of a folder's sorted file names and contents."""
     path = Path(path)
     if path.is_file():
         return sha256_file(path)

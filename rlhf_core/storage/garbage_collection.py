@@ -1,6 +1,4 @@
-"""Python's garbage collector where it takes seconds and frees next to nothing: imports, stages and
-the exit.
-"""
+"""Python's garbage collector, paused where it takes seconds and frees almost nothing."""
 
 from __future__ import annotations
 
@@ -10,12 +8,11 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-# New objects before the youngest are looked through, and how often that is done before older ones
-# are.
+# How many new objects there are before the youngest are searched, and how often these are searched
+# before older ones.
 RARELY = (100_000, 20, 100)
 
-# Blocks of all threads in which the collector pauses now, and whether it was on before the first of
-# them.
+# How many blocks of all threads pause the collector now, and whether it was on before the first.
 _pauses, _enabled_before = 0, True
 _lock = threading.Lock()
 
@@ -25,8 +22,8 @@ def paused_collector() -> Iterator[None]:
     """Run the block, which imports large libraries or parses modules, without garbage collection.
 
     The collector runs whenever the number of objects has grown. Such blocks make hundreds of
-    thousands and drop almost none, and the collector would take a quarter to a half of their time.
-    Several threads may be in such blocks.
+    thousands of objects and drop almost none, so the collector would take a quarter to a half of
+    their time. Several threads may be in such blocks at once.
     """
     global _pauses, _enabled_before
     with _lock:
@@ -44,11 +41,10 @@ def paused_collector() -> Iterator[None]:
 
 
 def collect_rarely() -> None:
-    """Have the collector look for cycles of objects after 100,000 new ones, in place of some
-    hundreds, from now on.
+    """From now on, look for cycles of objects after 100,000 new ones instead of some hundreds.
 
     Rows of data are many objects that stay, and passes of a model free theirs without a collector.
-    Stages take 0.73 to 0.92 of the time and the same memory (docs/performance.md).
+    Stages take 0.73 to 0.92 of their time, and the same memory (docs/performance.md).
     """
     gc.set_threshold(*RARELY)
 

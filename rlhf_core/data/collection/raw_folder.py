@@ -1,5 +1,4 @@
-"""The folder ``data/raw``: rows, where each came from and what readers refused, written and read in
-parts.
+"""The folder ``data/raw``: rows, their origins, and refusals, written and read in parts.
 
 While it is written, derived rows follow those they come from.
 """
@@ -35,41 +34,41 @@ from rlhf_core.errors import DataError
 from rlhf_core.storage.files import read_json
 
 PROVENANCE_SCHEMA = pa.schema({"kind": TEXT, "id": TEXT, "source": TEXT, "position": pa.int64()})
-# Ids of derived prompts whose records give no other row: nothing that they come from can fail
+# Ids of derived prompts whose records give no other row, so that nothing they come from can fail
 # validation.
 PROMPT_ONLY = "prompt_only.parquet"
 PROMPT_ONLY_SCHEMA = pa.schema({"id": TEXT})
 
 
 class RawFolder(ExitStack):
-    """Writes ``KIND/data.parquet``, ``provenance.parquet`` and ``refused.parquet``; they are there
-    once the block ends.
+    """Writes the tables of ``data/raw``, which are there once the block ends.
 
-    ``prompt_only.parquet`` is written too where prompts come from records that give no other row.
+    These are ``KIND/data.parquet``, ``provenance.parquet`` and ``refused.parquet``, and
+    ``prompt_only.parquet`` if prompts come from records that give no other row.
 
     Attributes:
-        rows: Rows of each kind.
-        cut: Rows of each kind that were left out because of ``limit``.
+        rows: How many rows of each kind there are.
+        cut: How many rows of each kind were left out because of ``limit``.
     """
 
     def __init__(self, folder: Path, derived: Mapping[str, str], limit: int | None) -> None:
-        """Begin with empty tables, of at most ``limit`` rows each.
+        """Begin with empty tables.
 
-        ``derived`` says by kind what it is derived from; empty for kinds whose rows are only
-        appended. Of a kind that is both, rows have to be appended before what they may be derived
-        from.
+        Args:
+            derived: By kind, what it is derived from; empty for kinds whose rows are only appended.
+                If a kind is both, append its rows before those that it may be derived from.
+            limit: The most rows of each kind.
         """
         super().__init__()
         self.folder, self.limit = folder, limit
         self.rows, self.cut = dict.fromkeys(ROW_TYPES, 0), dict.fromkeys(ROW_TYPES, 0)
         self._is_derived = {kind: bool(derived[kind]) for kind in ROW_TYPES}
-        # What also comes from other children is derived first, so that its rows keep the labels of
-        # their first parent.
+        # A kind that also comes from other children is derived first, so that its rows keep the
+        # labels of their first parent.
         self._children: dict[str, list[str]] = {kind: [] for kind in ROW_TYPES}
         for child, parents in reversed(DERIVED_FROM.items()):
-            if derived[child]:
-                for kind in parents:
-                    self._children[kind].append(child)
+            for kind in parents if derived[child] else ():
+                self._children[kind].append(child)
         self._seen: dict[str, set[str]] = {kind: set() for kind in ROW_TYPES}
         self._tables: dict[str, TableWriter] = {}
 
@@ -89,7 +88,8 @@ class RawFolder(ExitStack):
         is_handled = super().__exit__(*details)
         if details[1] is None:
             with TableWriter(self.folder / "provenance.parquet", PROVENANCE_SCHEMA) as provenance:
-                for path in (self.folder / kind / "provenance.parquet" for kind in ROW_TYPES):
+                for kind in ROW_TYPES:
+                    path = self.folder / kind / "provenance.parquet"
                     for table in table_chunks(path):
                         provenance.write(table)
                     path.unlink()
@@ -98,8 +98,9 @@ class RawFolder(ExitStack):
     def append(
         self, kind: str, rows: Sequence[dict[str, Any]], into: Collection[str] | None = None
     ) -> None:
-        """Append rows with their ``path`` and ``position``, and what derives from them. Records are
-        not torn apart.
+        """Append rows with their ``path`` and ``position``, and the rows that derive from them.
+
+        All rows of a record are appended together.
 
         Args:
             into: The kinds that these rows may be derived into; None for all that are derived.
@@ -109,7 +110,13 @@ class RawFolder(ExitStack):
         kept = rows if self.limit is None else rows[: max(self.limit - self.rows[kind], 0)]
         for table in tables_of(kind, kept):
             self._tables[f"{kind}/data.parquet"].write(table)
-        self._tables[f"{kind}/provenance.parquet"].write(_provenance_table(kind, kept))
+        origins = []
+        for row in kept:
+            origins.append(
+                {"kind": kind, "id": row["id"], "source": row["path"], "position": row["position"]}
+            )
+        provenance = pa.Table.from_pylist(origins, schema=PROVENANCE_SCHEMA)
+        self._tables[f"{kind}/provenance.parquet"].write(provenance)
         self.rows[kind] += len(kept)
         self.cut[kind] += len(rows) - len(kept)
         for child in self._children[kind]:
@@ -119,22 +126,23 @@ class RawFolder(ExitStack):
     def append_prompts(
         self, rows: Sequence[dict[str, Any]], into: Collection[str] | None = None
     ) -> None:
-        """Append prompts of records that give no other row, with their ids; nothing where prompts
-        are not derived.
-        """
-        if rows and self._is_derived["prompts"] and (into is None or "prompts" in into):
-            ids = [content_id("prompts", row) for row in rows]
-            self._table(PROMPT_ONLY, PROMPT_ONLY_SCHEMA).write(
-                pa.table({"id": ids}, schema=PROMPT_ONLY_SCHEMA)
-            )
-            self.append("prompts", derive("prompts", rows, self._seen["prompts"]))
+        """Append prompts of records that give no other row; nothing if prompts are not derived."""
+        is_wanted = into is None or "prompts" in into
+        if not rows or not is_wanted or not self._is_derived["prompts"]:
+            return
+        ids = pa.table(
+            {"id": [content_id("prompts", row) for row in rows]}, schema=PROMPT_ONLY_SCHEMA
+        )
+        self._table(PROMPT_ONLY, PROMPT_ONLY_SCHEMA).write(ids)
+        self.append("prompts", derive("prompts", rows, self._seen["prompts"]))
 
 
 def fair_shares(
     sizes: Sequence[int], limit: int | None, weights: Sequence[float] | None = None
 ) -> list[int]:
-    """Return how many of ``limit`` each source gives: in proportion to its weight, or all it has
-    where that is less.
+    """Return how many of ``limit`` rows each source gives, in proportion to its weight.
+
+    A source that has fewer gives all it has.
 
     Args:
         sizes: How many rows each source has.
@@ -144,20 +152,23 @@ def fair_shares(
     if limit is None:
         return list(sizes)
     weights = weights or [1.0] * len(sizes)
-    shares: dict[int, int] = {}
+    shares = list(sizes)
     left = min(limit, sum(sizes))
-    while waiting := [i for i in range(len(sizes)) if i not in shares]:
+    waiting = list(range(len(sizes)))
+    while waiting:
         total = sum(weights[i] for i in waiting)
         quotas = {i: round(left * weights[i] / total, 9) for i in waiting}
-        decided = {i: sizes[i] for i in waiting if quotas[i] >= sizes[i]}
-        if not decided:
+        larger = [i for i in waiting if sizes[i] > quotas[i]]
+        if larger == waiting:
             # The largest remainders are rounded up; of equal ones the first.
-            rounded_up = sorted(waiting, key=lambda i: int(quotas[i]) - quotas[i])
-            rounded_up = rounded_up[: left - sum(map(int, quotas.values()))]
-            decided = {i: int(quotas[i]) + (i in rounded_up) for i in waiting}
-        shares |= decided
-        left -= sum(decided.values())
-    return [shares[i] for i in range(len(sizes))]
+            waiting.sort(key=lambda i: int(quotas[i]) - quotas[i])
+            rounded_up = left - sum(map(int, quotas.values()))
+            for place, i in enumerate(waiting):
+                shares[i] = int(quotas[i]) + (place < rounded_up)
+            break
+        left -= sum(sizes[i] for i in waiting if i not in larger)
+        waiting = larger
+    return shares
 
 
 @dataclass
@@ -168,25 +179,21 @@ class CountedSource:
     options: SourceOptions = field(default_factory=SourceOptions)
 
     def take(self, part: FileRows) -> list[dict[str, Any]]:
-        """Count a part of the source; return its rows within the cap, with their ``path`` and
-        ``position``.
-        """
+        """Count a part of the source; return its rows within the cap, with their records' places."""
         cap, before = self.options.cap, self.counts.kept
         self.counts.take(part.counts)
         if cap is not None:
             self.counts.cut_to(cap)
         kept = self.counts.kept - before
-        return [
-            row | {"path": part.counts.source, "position": position}
-            for row, position in zip(part.rows[:kept], part.positions[:kept], strict=True)
-        ]
+        rows = []
+        for row, position in zip(part.rows[:kept], part.positions[:kept], strict=True):
+            rows.append(row | {"path": part.counts.source, "position": position})
+        return rows
 
     def prompts_within_cap(
         self, part: FileRows, taken: Sequence[Mapping[str, Any]]
     ) -> list[dict[str, Any]]:
-        """Return the prompts that are all a record gives, up to the record that fills the cap: the
-        last one taken.
-        """
+        """Return the prompts that are all a record gives, up to the record that fills the cap."""
         prompts = [row | {"path": part.counts.source} for row in part.prompt_only]
         if self.options.cap is None or self.counts.kept < self.options.cap:
             return prompts
@@ -194,101 +201,100 @@ class CountedSource:
         return [row for row in prompts if row["position"] < last]
 
     def about(self, rows: int, licence: str | None) -> dict[str, Any]:
-        """Return what the manifest says of the source: its share of the ``rows`` of its kind, and
-        its licence.
-        """
-        share = self.counts.kept / rows if rows else 0.0
-        options = {
-            name: getattr(self.options, name) for name in ("weight", "cap", "category", "derive")
+        """Return what the manifest says of the source and its share of the kind's ``rows``."""
+        about = self.counts.as_dict() | unused_summary(self.counts.unused)
+        about |= {"weight": self.options.weight, "cap": self.options.cap}
+        about["share"] = self.counts.kept / rows if rows else 0.0
+        may_be_unset = {
+            "category": self.options.category,
+            "derive": self.options.derive,
+            "licence": self.options.licence or licence,
         }
-        about = self.counts.as_dict() | unused_summary(self.counts.unused) | options
-        about |= {"share": share, "licence": self.options.licence or licence}
-        unset = [name for name in ("licence", "category", "derive") if about[name] is None]
-        return {name: value for name, value in about.items() if name not in unset}
+        for name, value in may_be_unset.items():
+            if value is not None:
+                about[name] = value
+        return about
 
 
 def write_sources(
     raw: RawFolder, kind: str, sources: Iterable[tuple[Iterable[FileRows], SourceOptions]]
 ) -> list[CountedSource]:
-    """Write the rows of the sources of a kind, which come in parts, up to their caps; return the
-    counts of each.
+    """Write the rows of the sources of a kind up to their caps, and return the counts of each.
 
-    With a limit, rows wait in a file for each source until all are read: the share of each depends
-    on the sizes of all.
+    With a limit, the rows of each source wait in a file until all sources are read, because the
+    share of each depends on the sizes of all.
+
+    Args:
+        sources: The parts of each source, and its options.
     """
     written: list[CountedSource] = []
     spools: list[tuple[_Spool, _Spool]] = []
     Append = Callable[[Sequence[dict[str, Any]]], None]
     for number, (parts, options) in enumerate(sources):
+        source: CountedSource | None = None
         with ExitStack() as stack:
             append: Append = partial(raw.append, kind, into=options.derive)
             append_prompts: Append = partial(raw.append_prompts, into=options.derive)
             if raw.limit is not None:
                 path = raw.folder / kind / f"source-{number}"
-                spools.append(
-                    (
-                        _Spool(path.with_suffix(".rows"), kind, raw.limit, stack),
-                        _Spool(path.with_suffix(".prompts"), "prompts", raw.limit, stack),
-                    )
-                )
-                append, append_prompts = (spool.append for spool in spools[-1])
-            for first, part in enumerate(parts):
-                if not first:
-                    written.append(CountedSource(part.counts.empty(), options))
-                rows = written[-1].take(part)
+                waiting_rows = _Spool(path.with_suffix(".rows"), kind, raw.limit, stack)
+                waiting_prompts = _Spool(path.with_suffix(".prompts"), "prompts", raw.limit, stack)
+                append, append_prompts = waiting_rows.append, waiting_prompts.append
+                spools.append((waiting_rows, waiting_prompts))
+            for part in parts:
+                if source is None:
+                    source = CountedSource(part.counts.empty(), options)
+                    written.append(source)
+                rows = source.take(part)
                 append(rows)
-                append_prompts(written[-1].prompts_within_cap(part, rows))
+                append_prompts(source.prompts_within_cap(part, rows))
                 raw.refused.write(findings_table(part.refused, REFUSED_SCHEMA))
+    if raw.limit is None:
+        return written
     sizes = [source.counts.kept for source in written]
     shares = fair_shares(sizes, raw.limit, [source.options.weight for source in written])
-    for source, share, (spool, _) in zip(written, shares, spools, strict=False):
-        for rows in spool.taken(share):
+    for source, share, (waiting_rows, _) in zip(written, shares, spools, strict=True):
+        for rows in waiting_rows.taken(share):
             raw.append(kind, rows, source.options.derive)
         source.counts.cut_to(share)
-    for source, (_, prompts) in zip(written, spools, strict=False):
-        for rows in prompts.taken(prompts.limit):
+    for source, (_, waiting_prompts) in zip(written, spools, strict=True):
+        for rows in waiting_prompts.taken(raw.limit):
             raw.append_prompts(rows, source.options.derive)
     return written
 
 
 class _Spool:
-    """The first ``limit`` rows of a source in a file of their own, until it is known how many of
-    them are taken.
-    """
+    """The first ``limit`` rows of a source in a file, until it is decided how many are taken."""
 
     def __init__(self, path: Path, kind: str, limit: int, stack: ExitStack) -> None:
-        self.path, self.kind, self.limit = path, kind, limit
-        self._left = limit
-        schema = (
-            arrow_schema(kind)
-            .append(pa.field("path", pa.string()))
-            .append(pa.field("position", pa.int64()))
-        )
+        self.path, self.kind, self._left = path, kind, limit
+        schema = arrow_schema(kind).append(pa.field("path", pa.string()))
+        schema = schema.append(pa.field("position", pa.int64()))
         self._table = stack.enter_context(TableWriter(path, schema))
 
     def append(self, rows: Sequence[dict[str, Any]]) -> None:
-        """Append rows with their ``path`` and ``position``, as far as they are within the limit."""
+        """Append rows with their ``path`` and ``position``, up to the limit."""
         kept = rows[: self._left]
         for table in tables_of(self.kind, kept, self._table.schema):
             self._table.write(table)
         self._left -= len(kept)
 
     def taken(self, count: int) -> Iterator[list[dict[str, Any]]]:
-        """Yield the first rows in parts, all of one record in one part, and remove the file."""
+        """Yield the first rows in parts, all rows of a record in one part, and remove the file."""
         yield from whole_records(self._first(count))
         self.path.unlink()
 
     def _first(self, left: int) -> Iterator[list[dict[str, Any]]]:
-        for table in table_chunks(self.path) if left else ():
-            yield table.slice(0, left).to_pylist()
-            left -= min(left, table.num_rows)
-            if not left:
+        for table in table_chunks(self.path):
+            if left <= 0:
                 return
+            yield table.slice(0, left).to_pylist()
+            left -= table.num_rows
 
 
 @dataclass(frozen=True)
 class Origins:
-    """The records that the rows of a kind were read from, in their order.
+    """The records that the rows of a kind were read from, in the order of the rows.
 
     Attributes:
         sources: The files, as params.yaml spells them.
@@ -326,15 +332,13 @@ class StoredRows:
 
     @classmethod
     def of_file(cls, kind: str, path: Path) -> StoredRows:
-        """All rows of a file; ``DataError`` when it is missing or has other columns than those of
-        ``kind``.
-        """
+        """Return all rows of a file; ``DataError`` if it is missing or lacks columns."""
         stored_schema, rows = parquet_footer(path)
         missing = [name for name in arrow_schema(kind).names if name not in stored_schema.names]
         if missing:
             raise DataError(f"{path} lacks the column {', '.join(missing)}; collect the data again")
         stored = cls(kind, path, rows)
-        stored._as_schema(stored_schema.empty_table(), arrow_schema(kind).names)
+        stored._as_schema(stored_schema.empty_table(), arrow_schema(kind).names)  # or DataError
         return stored
 
     @property
@@ -348,20 +352,17 @@ class StoredRows:
         return np.arange(self.stored) if self.kept is None else np.flatnonzero(self.kept)
 
     def origin(self, number: int) -> dict[str, Any]:
-        """The ``source`` and ``position`` that the row of this number in the file was read from;
-        empty for none.
-        """
+        """Return ``source`` and ``position`` of a row by its number in the file; empty if unknown."""
         return {} if self.origins is None else self.origins[number]
 
     def where(self, keep: npt.NDArray[np.bool_]) -> StoredRows:
-        """Those of the rows for which ``keep`` (one value for each) holds."""
+        """Return the rows for which ``keep`` (one value for each) is true."""
         kept = np.zeros(self.stored, dtype=bool)
         kept[self.numbers[keep]] = True
         return replace(self, kept=kept)
 
     def parts(self, columns: Sequence[str] | None = None) -> Iterator[pa.Table]:
-        """Yield the rows in order, some thousand at a time, with all columns of the kind or some of
-        them.
+        """Yield the rows in order, some thousand at a time, with all columns of the kind or some.
 
         Raises:
             DataError: The file is damaged, or a value is not of its column's type.
@@ -370,10 +371,11 @@ class StoredRows:
         start = 0
         for table in table_chunks(self.path, names):
             end = start + table.num_rows
-            part = table if self.kept is None else table.filter(pa.array(self.kept[start:end]))
+            if self.kept is not None:
+                table = table.filter(pa.array(self.kept[start:end]))
             start = end
-            if part.num_rows:
-                yield self._as_schema(part, names)
+            if table.num_rows:
+                yield self._as_schema(table, names)
 
     def _as_schema(self, table: pa.Table, names: Sequence[str]) -> pa.Table:
         schema = pa.schema([arrow_schema(self.kind).field(name) for name in names])
@@ -391,9 +393,10 @@ class RawData:
 
     Attributes:
         refused: The file of rows that readers refused.
-        of_files: Of kinds that are also derived, how many of the first rows are files' own.
+        derived: The kinds that are derived from others.
+        of_files: For kinds that are also derived, how many of their first rows are from files.
         cut: How many rows of a kind ``collect.limit`` left out.
-        prompt_only: Ids of derived prompts that come from records which give no other row.
+        prompt_only: Ids of derived prompts whose records give no other row.
     """
 
     rows: Mapping[str, StoredRows]
@@ -405,9 +408,7 @@ class RawData:
 
 
 def read_raw(raw: Path) -> RawData:
-    """Open the folder ``data/raw``; ``DataError`` when a file is missing or has other columns or
-    another length.
-    """
+    """Open the folder ``data/raw``; ``DataError`` if a file is missing or does not fit."""
     rows = {kind: StoredRows.of_file(kind, raw / kind / "data.parquet") for kind in ROW_TYPES}
     origins = _read_provenance(raw / "provenance.parquet")
     for kind, listed in origins.items():
@@ -433,17 +434,8 @@ def read_raw(raw: Path) -> RawData:
 
 
 def _chunks_of(path: Path, columns: list[str] | None = None) -> Iterable[pa.Table]:
-    """Return the rows of a file in parts; none where there is no such file."""
+    """Return the rows of a file in parts; none if there is no such file."""
     return table_chunks(path, columns) if path.exists() else ()
-
-
-def _provenance_table(kind: str, rows: Sequence[Mapping[str, Any]]) -> pa.Table:
-    """Return the ``path`` and ``position`` of rows of a kind as they are stored."""
-    listed = [
-        {"kind": kind, "id": row["id"], "source": row["path"], "position": row["position"]}
-        for row in rows
-    ]
-    return pa.Table.from_pylist(listed, schema=PROVENANCE_SCHEMA)
 
 
 def _read_provenance(path: Path) -> dict[str, Origins]:
@@ -459,16 +451,16 @@ def _read_provenance(path: Path) -> dict[str, Origins]:
         for kind in dict.fromkeys(kinds):
             sources.setdefault(kind, []).append(source[kinds == kind])
             positions.setdefault(kind, []).append(position[kinds == kind])
+    names = list(numbers)
     origins = {}
-    for kind, of_kind in sources.items():
-        origins[kind] = Origins(
-            list(numbers), np.concatenate(of_kind), np.concatenate(positions[kind])
-        )
+    for kind in sources:
+        source, position = np.concatenate(sources[kind]), np.concatenate(positions[kind])
+        origins[kind] = Origins(names, source, position)
     return origins
 
 
 def read_refused(path: Path) -> Iterator[list[RowFinding]]:
-    """Yield the rows that readers refused in parts; a missing file means that there are none."""
+    """Yield in parts the rows that readers refused; a missing file means that there are none."""
     for table in _chunks_of(path):
         findings = []
         for row in table.select(REFUSED_SCHEMA.names).to_pylist():

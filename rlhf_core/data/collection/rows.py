@@ -31,6 +31,7 @@ from rlhf_core.data.readers.formats import (
     LabelledFalse,
     Parsed,
     Undecided,
+    is_python_number,
     number_of,
     system_turns,
 )
@@ -61,9 +62,9 @@ class FileRows:
     Attributes:
         positions: By row, the line or number of its record.
         refused: The records that cannot be used.
-        prompt_only: Where demonstrations are read, the prompts of records whose reply is not to be
+        prompt_only: If demonstrations are read, the prompts of records whose reply is not to be
             imitated: rows of prompts with their ``position``.
-        label: What the rows call the file, where they have no ``source`` of their own.
+        label: What the rows call the file, if they have no ``source`` of their own.
     """
 
     counts: RowCounts
@@ -85,9 +86,7 @@ class FileRows:
 def read_records(
     records: Iterable[Record], kind: str, source: str, options: ReadOptions | None = None
 ) -> FileRows:
-    """Turn all records of a file into rows of ``kind``; see :func:`row_chunks`, whose parts are
-    joined here.
-    """
+    """Turn all records of a file into rows of ``kind``, as :func:`row_chunks` does in parts."""
     return joined(row_chunks(records, kind, source, "", source, options or ReadOptions()))
 
 
@@ -110,9 +109,9 @@ def row_chunks(
 ) -> Iterator[FileRows]:
     """Yield the rows of a file some thousand records at a time.
 
-    All rows of a record are in one chunk, which has fewer records where they are long. The format
-    is that of the first records. Messages that are joined into trees are read all together: those
-    of one tree may be anywhere in the file.
+    All rows of a record are in one chunk, which has fewer records if they are long. The format is
+    that of the first records. Messages of trees are read all together, because those of one tree
+    may be anywhere in the file.
 
     Args:
         kind: One of ``ROW_TYPES``; None for what the file serves as best.
@@ -121,8 +120,8 @@ def row_chunks(
         label: What the rows call it, in their column ``source``; by default its path.
 
     Raises:
-        DataError: No known format fits, or several do, or the format carries nothing of this kind,
-            or a column or dimension that ``options`` names does not exist.
+        DataError: No known format fits, or several do; or the format holds nothing of this kind; or
+            a column or dimension that ``options`` names does not exist.
     """
     remaining = iter(records)
     first = first_records(remaining)
@@ -134,17 +133,19 @@ def row_chunks(
     kind = kind or shape.kinds[0]
     _require_kind(shape, kind, options, where, record_shape(first_row))
     remaining = chain(drained(first), remaining)
+    of_records = shape
     parts: Iterable[Sequence[Record]]
     if shape.join is None:
         parts = chunked(remaining, CHUNK_RECORDS, lambda record: bytes_in_memory(record.value))
     else:
         parts = [shape.join([mapped(record, options) for record in remaining])]
+        of_records = format_named("oasst-trees")
     for chunk in parts:
         part = FileRows(RowCounts(source, kind, shape.name, sha256), label=label or source)
         if unread:
             part.counts.noticed[unread] += len(chunk)
         for record in chunk:
-            add_record(part, record, format_named("oasst-trees") if shape.join else shape, options)
+            add_record(part, record, of_records, options)
         yield part
 
 
@@ -178,12 +179,13 @@ def add_record(part: FileRows, original: Record, shape: Format, options: ReadOpt
         part.positions += [record.position] * len(rows)
         counts.kept += len(rows)
         counts.expanded += len(rows) - 1
-        unused = unused_columns(record.value, shape)
-        # What else the record of a prompt says is kept for reward functions.
-        counts.unused.update(unused if counts.kind != "prompts" else filter(is_flag, unused))
-        for name in (
-            unread_prompt_parts(record.value, shape.read, rows[0].get("prompt", ())) if rows else ()
-        ):
+        unused: Iterable[str] = unused_columns(record.value, shape)
+        if counts.kind == "prompts":
+            # What else the record of a prompt says is kept for reward functions.
+            unused = filter(is_flag, unused)
+        counts.unused.update(unused)
+        prompt = rows[0].get("prompt", ()) if rows else ()
+        for name in unread_prompt_parts(record.value, shape.read, prompt):
             noticed[
                 f"{name} may be a part of the prompt, and is not read: name the columns (--column, --template)"
             ] += 1
@@ -191,11 +193,10 @@ def add_record(part: FileRows, original: Record, shape: Format, options: ReadOpt
 
 
 def columns_kept(value: Any) -> str | None:
-    """Return what the record of a prompt says beside it, as JSON for reward functions; None where
-    it says nothing.
+    """Return what the record of a prompt says beside it, as JSON for reward functions, or None.
 
-    A date is its text; bytes are left out, and so is what JSON cannot hold, such as a number of a
-    million digits.
+    A date becomes its text. Bytes are left out, and so is what JSON cannot hold, such as a number
+    of a million digits.
     """
     if not isinstance(value, dict):
         return None
@@ -212,21 +213,19 @@ def columns_kept(value: Any) -> str | None:
 def _require_kind(
     shape: Format, kind: str, options: ReadOptions, where: str, first_row: str
 ) -> None:
-    name = shape.name
+    file = f"{where} is of format {shape.name}"
     if kind not in shape.kinds:
         note = f" ({shape.note})" if shape.note else ""
         raise DataError(
-            f"{where} is of format {name}, which holds no {kind}; it can serve as {', '.join(sorted(shape.kinds))}"
-            f"{note}; its first row: {first_row}"
+            f"{file}, which holds no {kind}; it can serve as {', '.join(sorted(shape.kinds))}{note}; "
+            f"its first row: {first_row}"
         )
     if options.dimension is not None and options.dimension not in shape.dimensions:
-        raise DataError(
-            f"{where} is of format {name}, which has no dimension {options.dimension}; take it out"
-        )
+        raise DataError(f"{file}, which has no dimension {options.dimension}; take it out")
     if shape.dimensions and options.dimension is None and kind != "prompts":
         raise DataError(
-            f"{where} is of format {name}, which states several preferences; choose one of "
-            f"{', '.join(shape.dimensions)} (--dimension, or dimension: beside the path in collect.files)"
+            f"{file}, which states several preferences; choose one of {', '.join(shape.dimensions)} "
+            "(--dimension, or dimension: beside the path in collect.files)"
         )
 
 
@@ -236,14 +235,16 @@ def _as_json(value: Any) -> str:
         text = json.dumps(value, ensure_ascii=False, default=str)
     except (ValueError, TypeError, RecursionError) as error:
         return json.dumps(f"a {type(value).__name__} that JSON cannot hold: {error}")
-    # Half of a surrogate pair cannot be stored as UTF-8, but the reader of the quarantine should
-    # see it.
+    # Half of a surrogate pair cannot be stored as UTF-8, but it should be seen in the quarantine.
     return printable(text)
 
 
 def _require_format(record: Record, shape: Format, detected: bool) -> None:
-    """Refuse a record of another format; under a ``detected`` format it would lose its further
-    columns.
+    """Refuse a record of another format than the file's.
+
+    Args:
+        detected: Whether the format was recognised. Then a record of a richer format would lose its
+            further columns.
     """
     if record.problem:
         raise Refusal(record.problem)
@@ -263,22 +264,18 @@ def _require_format(record: Record, shape: Format, detected: bool) -> None:
 def _rows(
     value: Any, shape: Format, kind: str, options: ReadOptions, source: str, noticed: Counter[str]
 ) -> list[dict[str, Any]]:
-    """Return the rows of one record; :class:`Refusal` and :class:`Undecided` concern the whole
-    record.
+    """Return the rows of one record; :class:`Refusal` and :class:`Undecided` are about all of them.
 
-    What was ``noticed`` of rows that stay is counted there.
+    Args:
+        source: What the rows call their file.
+        noticed: Counts what was noticed about rows that stay.
     """
     labels = value if isinstance(value, dict) else {}
     require_text_only(value)
     if kind != "prompts" and (flag := flag_against(value, shape.is_single)):
         raise LabelledFalse(f"{flag} says that the row is not to be learned")
     system = system_turns(labels)
-    try:
-        parts = shape.parse(value, kind, options)
-    except Undecided as undecided:
-        if kind != "prompts" or undecided.prompt is None:
-            raise
-        parts = Parsed(undecided.prompt)
+    parts = shape.parse(value, kind, options)
     rows = []
     for parsed in [parts] if isinstance(parts, Parsed) else parts:
         if parsed.prompt is not None and system:
@@ -289,20 +286,16 @@ def _rows(
         if kind == "preferences":
             row["margin"] = parsed.margin if parsed.margin is not None else _margin(labels)
         elif kind != "prompts" and parsed.chosen is not None and parsed.margin is None:
+            # The chosen reply is imitated only if nothing says that the other one is better.
             with suppress(Undecided):
-                _margin(
-                    labels
-                )  # the chosen reply is imitated only if nothing says that the other is better
+                _margin(labels)
         origin = labels.get("source")
-        row["source"] = (
-            text_of(origin, "source")
-            if isinstance(origin, str) and origin
-            else escaped_controls(source)
-        )
         category = options.category or labels.get("category") or parsed.category or origin
-        row["category"] = (
-            text_of(category, "category") if isinstance(category, str) and category else "general"
-        )
+        row |= {"source": escaped_controls(source), "category": "general"}
+        if isinstance(origin, str) and origin:
+            row["source"] = text_of(origin, "source")
+        if isinstance(category, str) and category:
+            row["category"] = text_of(category, "category")
         row["id"] = content_id(kind, row)
         row["group"] = prompt_group(parsed.prompt) if parsed.prompt is not None else row["id"]
         rows.append(row)
@@ -311,18 +304,13 @@ def _rows(
 
 def _content(parsed: Parsed, kind: str, labels: Mapping[str, Any]) -> dict[str, Any]:
     """Return the content columns of a row of ``kind``; :class:`Refusal` names what is missing."""
-    if (
-        parsed.reply is not None
-        and kind in ("demonstrations", "pretrain")
-        and is_labelled_false(labels)
-    ):
+    is_imitated = parsed.reply is not None and kind in ("demonstrations", "pretrain")
+    if is_imitated and is_labelled_false(labels):
         raise LabelledFalse("the reply is labelled false: nothing to imitate")
     if kind == "pretrain":
-        return {
-            "text": parsed.text
-            if parsed.text is not None
-            else dialogue_text(parsed.prompt or [], _reply(parsed))
-        }
+        if parsed.text is not None:
+            return {"text": parsed.text}
+        return {"text": dialogue_text(parsed.prompt or [], _reply(parsed))}
     if parsed.prompt is None:
         raise Refusal("there is no prompt")
     if kind == "prompts":
@@ -344,15 +332,16 @@ def _reply(parsed: Parsed) -> str:
 def _margin(labels: Mapping[str, Any]) -> float | None:
     """Return the column ``margin``, or the difference of the scores of the two replies.
 
-    :class:`Refusal` where either says that the rejected reply is the better one.
+    Raises:
+        Refusal: Either says that the rejected reply is the better one.
+        Undecided: Either says that no reply is better.
     """
-    value = labels.get("margin", labels.get("preference_margin"))  # which clean files of a run have
+    # Clean files of a run have the column preference_margin.
+    value = labels.get("margin", labels.get("preference_margin"))
     if value is None or value == "":
         return _score_gap(labels)
     try:
-        if isinstance(value, bool) or (
-            isinstance(value, str) and "_" in value
-        ):  # float("1_000") is Python's own
+        if is_python_number(value):
             raise TypeError
         margin = float(value)
     except OverflowError:
@@ -363,7 +352,8 @@ def _margin(labels: Mapping[str, Any]) -> float | None:
         raise Undecided("the margin is 0: neither reply is preferred")
     if math.isfinite(margin) and margin < 0:
         raise Refusal(f"the margin prefers the other reply: it is {margin:g}")
-    with suppress(Undecided):  # the margin says which reply is better where the scores are equal
+    # If the scores are equal, the margin says which reply is better.
+    with suppress(Undecided):
         _score_gap(labels)
     return margin
 
@@ -385,10 +375,9 @@ def _score_gap(labels: Mapping[str, Any]) -> float | None:
 
 
 def prompt_group(prompt: Sequence[Turn]) -> str:
-    """Return the key that rows are split by: the prompt's turns, casefolded, with whitespace
-    collapsed.
+    """Return the key that rows are split by: the prompt's turns without their case and spacing.
 
-    System turns do not count: the same question under another system prompt is the same question.
+    System turns do not count: under another system prompt, the same question stays the same.
     """
     turns = (turn["content"] for turn in prompt if turn["role"] != "system")
     return " | ".join(" ".join(turn.casefold().split()) for turn in turns)
@@ -409,20 +398,19 @@ LABELS = ("category", "source", "group", "path", "position")
 
 
 def derived_from(given: Collection[str], also: Collection[str] = ()) -> dict[str, str]:
-    """Return by kind what it is derived from; empty for kinds that are ``given`` or have no source.
+    """Return by kind what it is derived from; empty if it is ``given`` or nothing gives it.
 
     Kinds in ``also`` are derived although they are given.
 
     Demonstrations come from chosen replies, prompts from all prompts, pretraining text from
-    demonstrations. Preferences are derived from nothing, and a kind that was given but has no
-    usable row stays empty: the data gate reports it.
+    demonstrations. Preferences are derived from nothing. A kind that was given but has no usable
+    row stays empty, which the data gate reports.
     """
-    derived: dict[str, str] = {}
-    for kind in ROW_TYPES:
-        parents = [
-            parent for parent in DERIVED_FROM.get(kind, ()) if parent in given or derived[parent]
-        ]
-        derived[kind] = ", ".join(parents) if kind in also or kind not in given else ""
+    derived = dict.fromkeys(ROW_TYPES, "")
+    for kind, sources in DERIVED_FROM.items():
+        if kind in also or kind not in given:
+            parents = [parent for parent in sources if parent in given or derived[parent]]
+            derived[kind] = ", ".join(parents)
     return derived
 
 
@@ -432,15 +420,14 @@ def derive(
     seen: set[str],
     passed: Sequence[bool] | None = None,
 ) -> list[dict[str, Any]]:
-    """Return the distinct rows of ``kind`` that come from ``parents``, with ids; of equal rows the
-    first.
+    """Return the distinct rows of ``kind`` that come from ``parents``, with ids.
 
-    They have the labels of their parent, and its file and line where these are given. Of a ranking,
-    which gives several pairs, the best first, only the best reply is imitated: the one that the
-    record's first pair to a prompt prefers.
+    Of equal rows the first is kept. Each has the labels of its parent, and its file and line if
+    these are given. A ranking gives several pairs, the best first, but only its best reply is
+    imitated: the one that the first pair to a prompt prefers.
 
     Args:
-        parents: Rows, with all rows of a record that one of them is of.
+        parents: Rows. If one of a record's rows is there, all of them are.
         seen: Ids of rows that were derived before; those of the new rows are added.
         passed: By parent, whether rows come from it. The others still tell which reply of a record
             is the best.
@@ -450,12 +437,9 @@ def derive(
     for number, parent in enumerate(parents):
         if kind == "demonstrations" and "path" in parent:
             turns = ((turn["role"], turn["content"]) for turn in parent["prompt"] or [])
-            record = (
-                parent["path"],
-                parent["position"],
-                *turns,
-            )  # the same for all of its pairs of one prompt
-            if best.setdefault(record, parent["chosen"]) != parent["chosen"]:
+            # The same for all pairs of a record to one prompt.
+            asked = (parent["path"], parent["position"], *turns)
+            if best.setdefault(asked, parent["chosen"]) != parent["chosen"]:
                 continue
         if passed is not None and not passed[number]:
             continue
@@ -474,11 +458,11 @@ def derive(
 
 
 def whole_records(parts: Iterable[list[dict[str, Any]]]) -> Iterator[list[dict[str, Any]]]:
-    """Yield rows in other parts, in which all rows of a record are together.
+    """Yield rows in other parts, each of which has all rows of its records.
 
     Args:
-        parts: Rows in order, with the ``path`` and ``position`` of their records; without these
-            each is a record.
+        parts: Rows in order, with the ``path`` and ``position`` of their records; without these,
+            each row is a record of its own.
     """
     waiting: list[dict[str, Any]] = []
     for part in parts:

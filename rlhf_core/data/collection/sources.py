@@ -50,7 +50,7 @@ REPLACED = ("data/raw", "data/clean", "data/docs", "data/card")
 
 @dataclass(frozen=True)
 class SourceFile:
-    """A file, URL or hub id to read (``path`` is None for the last two), and how it is read.
+    """A file, URL or hub id to read, and how it is read; URLs and hub ids have no ``path``.
 
     Attributes:
         name: The path as params.yaml spells it: files of one name in two folders have different
@@ -69,8 +69,7 @@ class SourceFile:
 def source_files(
     sources: Sequence[str | DataSource], base: Path, parameter: str = COLLECT_FILES
 ) -> list[SourceFile]:
-    """Return every file, URL and hub id of ``sources`` once, in the order in which they are first
-    named.
+    """Return every file, URL and hub id of ``sources`` once, in the order of their first mention.
 
     ``parameter`` is the one that names them, for messages.
 
@@ -89,9 +88,7 @@ def source_files(
 
 
 def _label(file: SourceFile, paths: Sequence[Path]) -> str:
-    """Return the shortest end of a file's path that no other of ``paths`` has; a URL or hub id as
-    it is.
-    """
+    """Return the shortest end of a file's path that no other path has; a URL or hub id as it is."""
     if file.path is None:
         return file.name
     parts = file.path.resolve().parts
@@ -103,9 +100,7 @@ def _label(file: SourceFile, paths: Sequence[Path]) -> str:
 
 
 def annotation_sources(pattern: str | None, base: Path) -> list[DataSource]:
-    """Return the files of annotations; none if ``pattern`` (``collect.annotations``) matches no
-    file.
-    """
+    """Return the files that ``pattern`` (``collect.annotations``) matches, which may be none."""
     if pattern is None:
         return []
     try:
@@ -116,27 +111,22 @@ def annotation_sources(pattern: str | None, base: Path) -> list[DataSource]:
 
 
 def collected_paths(config: CollectConfig, base: Path) -> list[str]:
-    """Return the paths, globs, URLs and hub ids that ``collect`` reads, and the files of
-    annotations.
-    """
+    """Return all that ``collect`` reads: paths, globs, URLs, hub ids, and files of annotations."""
     annotated = annotation_sources(config.annotations, base) if config.pairs else []
     return [*config.files.paths(), *(source.path for source in annotated)]
 
 
 def reader_lines(config: CollectConfig) -> list[str]:
-    """Describe the plugins whose readers the sources name: another version of one may read other
-    rows.
-    """
-    sources = [
-        source for kind in type(config.files).model_fields for source in config.files.of(kind)
-    ]
-    names = {source.format for source in sources if source.format is not None}
-    return [plugin_line(READERS, name) for name in sorted(names.difference(get_args(FormatName)))]
+    """Describe the plugins whose readers the sources name: another version may read other rows."""
+    names: set[str] = set()
+    for kind in type(config.files).model_fields:
+        names.update(source.format for source in config.files.of(kind) if source.format is not None)
+    own = get_args(FormatName)
+    return [plugin_line(READERS, name) for name in sorted(names.difference(own))]
 
 
 def require_kept(paths: Iterable[str], workspace: Path) -> None:
-    """Raise ``DataError`` for a source in a folder that a stage replaces, and would delete the file
-    with.
+    """Raise ``DataError`` for a source in a folder that a stage replaces and would delete it with.
 
     Sources that match nothing are left for the stage that reads them to report.
     """
@@ -150,15 +140,13 @@ def require_kept(paths: Iterable[str], workspace: Path) -> None:
             with suppress(DataError):
                 files = expand(spec, workspace)
         for file in files:
-            inside = [
-                name for name, folder in folders.items() if file.resolve().is_relative_to(folder)
-            ]
-            if inside:
-                name = spec if is_url(spec) else spelled(file, spec, workspace)
-                raise DataError(
-                    f"{name} lies in {inside[0]}, which is replaced by what a stage writes; "
-                    "move it to another folder, and correct its path in params.yaml"
-                )
+            for inside, folder in folders.items():
+                if file.resolve().is_relative_to(folder):
+                    name = spec if is_url(spec) else spelled(file, spec, workspace)
+                    raise DataError(
+                        f"{name} lies in {inside}, which is replaced by what a stage writes; "
+                        "move it to another folder, and correct its path in params.yaml"
+                    )
 
 
 def _matches(spec: str, base: Path, remedy: str) -> Iterator[tuple[str, SourceFile]]:
@@ -167,20 +155,17 @@ def _matches(spec: str, base: Path, remedy: str) -> Iterator[tuple[str, SourceFi
         yield spec, SourceFile(spec, None)
     elif is_url(spec):
         for url in expand_url(spec, remedy):
-            # Of a folder, the files in it have other names.
-            is_named = (
-                not glob.has_magic(spec) and PurePosixPath(spec).name == PurePosixPath(url).name
-            )
+            # The files of a folder have other names than the folder.
+            has_its_name = PurePosixPath(spec).name == PurePosixPath(url).name
+            is_named = has_its_name and not glob.has_magic(spec)
             local = local_path(url)
-            yield (
-                str(local.resolve()) if local else url,
-                SourceFile(spec if is_named else url, None),
-            )
+            key = str(local.resolve()) if local else url
+            yield key, SourceFile(spec if is_named else url, None)
     else:
         for path in expand(spec, base, remedy):
             try:
                 str(path).encode("utf-8")
-            except UnicodeEncodeError as error:  # which no manifest and no table can hold
+            except UnicodeEncodeError as error:  # no manifest and no table can hold such a name
                 raise DataError(
                     f"the name of {printable(str(path))} is not UTF-8; rename the file"
                 ) from error
@@ -189,8 +174,9 @@ def _matches(spec: str, base: Path, remedy: str) -> Iterator[tuple[str, SourceFi
 
 @contextmanager
 def _unchanged(path: Path | None) -> Iterator[None]:
-    """Raise ``DataError`` if a file changes while the block reads it: rows and hash would be of
-    different versions.
+    """Raise ``DataError`` if a file changes while the block reads it.
+
+    Its rows and its hash would be of different versions.
 
     A hub data set has no path: its commit fixes its content.
     """
@@ -210,21 +196,19 @@ def _unchanged(path: Path | None) -> Iterator[None]:
 
 
 def data_source(spec: str, options: ReadOptions) -> DataSource:
-    """Return a source that a command names; :class:`DataError` where it is a URL with
-    credentials.
-    """
+    """Return a source that a command names; :class:`DataError` for a URL with credentials."""
+    # The URLs of params.yaml are checked when it is loaded.
     if is_url(spec):
-        require_no_credentials(
-            spec
-        )  # as a message of the command; params.yaml is checked when it is loaded
+        require_no_credentials(spec)
     return DataSource(path=spec, **options.model_dump())
 
 
 def sources_by_kind(
     files: Sequence[str], base: Path, options: ReadOptions, kind: str | None = None
 ) -> FileSources:
-    """Return paths, globs, URLs and hub ids as sources of ``kind``, by default each of their files
-    as what that serves as best.
+    """Return paths, globs, URLs and hub ids as sources of ``kind``.
+
+    Without a kind, each file is a source of the kind that it serves as best.
 
     Raises:
         DataError: A file cannot be read, or is of no known format.
@@ -236,15 +220,15 @@ def sources_by_kind(
             sources.setdefault(kind, []).append(source)
             continue
         for file in source_files([source], base, ARGUMENTS):
-            sources.setdefault(best_kind(file), []).append(
-                source.model_copy(update={"path": file.name})
-            )
+            of_file = source.model_copy(update={"path": file.name})
+            sources.setdefault(best_kind(file), []).append(of_file)
     return FileSources(**{name: tuple(listed) for name, listed in sources.items()})
 
 
 def _merged(known: SourceFile, options: SourceOptions, parameter: str) -> SourceOptions:
-    """Return the options of a file that is named twice: once they may be left out, but not be given
-    differently.
+    """Return the options of a file that is named twice.
+
+    They may be left out once, but not be given differently.
     """
     default = SourceOptions()
     if options in (default, known.options):
@@ -252,9 +236,7 @@ def _merged(known: SourceFile, options: SourceOptions, parameter: str) -> Source
     if known.options == default:
         return options
     formats = known.options.format, options.format
-    what = (
-        f"the formats {formats[0]} and {formats[1]}" if None not in formats else "different options"
-    )
+    what = "different options" if None in formats else f"the formats {formats[0]} and {formats[1]}"
     raise DataError(f"{known.name} is named with {what}; take one of them out of {parameter}")
 
 
@@ -265,9 +247,7 @@ def read_sources(
     limit: int | None = None,
     parameter: str = COLLECT_FILES,
 ) -> Iterator[FileRows]:
-    """Read every file of ``sources`` as rows of ``kind``, all of which fit the memory; see
-    :func:`source_chunks`.
-    """
+    """Read every file of ``sources`` as rows of ``kind``, all of which must fit the memory."""
     for file in source_files(sources, base, parameter):
         yield joined(source_chunks(file, kind, limit))
 
@@ -276,11 +256,11 @@ def read_sources(
 def open_source(
     file: SourceFile, limit: int | None = None, on_read: OnRead = uncounted
 ) -> Iterator[OpenSource]:
-    """Open a file, URL or hub id; its records are read while the block lasts, with a part of them
-    in memory at a time.
+    """Open a file, URL or hub id, whose records are read bit by bit while the block lasts.
 
-    ``limit`` bounds the rows taken from the hub; ``on_read`` is told how many bytes of a file here
-    are read so far.
+    Args:
+        limit: The most rows to take from the hub.
+        on_read: Called with the number of bytes of a local file that are read so far.
     """
     if file.path is not None:
         yield OpenSource(stream_records(file.path, on_read), str(file.path), file.path)
@@ -292,8 +272,10 @@ def open_source(
 
 
 def best_kind(file: SourceFile) -> str:
-    """Return the kind of rows that a file serves as best; ``DataError`` where its replies would be
-    left unread.
+    """Return the kind of rows that a file serves as best.
+
+    Raises:
+        DataError: Its replies would be left unread.
     """
     if file.options.format is not None:
         return format_named(file.options.format).kinds[0]
@@ -311,13 +293,12 @@ def best_kind(file: SourceFile) -> str:
 def source_chunks(
     file: SourceFile, kind: str | None, limit: int | None = None, on_read: OnRead = uncounted
 ) -> Iterator[FileRows]:
-    """Yield the rows of a file, URL or hub id in parts; see
-    :func:`~rlhf_core.data.collection.rows.row_chunks`.
+    """Yield the rows of a file, URL or hub id in parts, as ``row_chunks`` does.
 
     Args:
         kind: One of ``ROW_TYPES``; None for what the file serves as best.
-        limit: Bounds the rows taken from the hub.
-        on_read: Told how many more bytes of a file on this machine were read.
+        limit: The most rows to take from the hub.
+        on_read: Called with the number of further bytes of a local file that were read.
     """
     reported = 0
 
@@ -337,7 +318,7 @@ def source_chunks(
         ):
             part.counts.unread, part.counts.revision = unread, source.revision
             yield part
-            unread = 0  # it is a number of the whole source
+            unread = 0  # the number is of the whole source
 
 
 PREFIX = "hub:"
@@ -345,17 +326,15 @@ HUB_ID = re.compile(
     r"hub:(?P<name>[^/@:\s]+(?:/[^/@:\s]+)?)(?:/(?P<config>[^/@:\s]+))?(?:@(?P<revision>[^@:\s]+))?(?::(?P<split>.+))?"
 )
 COMMIT = re.compile(r"[0-9a-f]{40}")
-# A path of this form is looked up on the hub alone: a local folder of the name is not taken for the
-# data set.
+# A path of this form is only looked up on the hub: a local folder of the same name is not taken for
+# the data set.
 HUB_PATH = "hf://datasets/{}"
 BATCH_ROWS = 2048
 
 
 @dataclass(frozen=True)
 class HubId:
-    """A data set on the hub; without a revision its newest commit, without a configuration its only
-    or default one.
-    """
+    """A data set on the hub, by default the newest commit of its only or default configuration."""
 
     name: str
     config: str | None = None
@@ -370,8 +349,7 @@ class OpenSource:
     Attributes:
         where: What messages call the source.
         path: The file that is read, for a URL a copy of it; None for a hub id.
-        unread: Rows of a hub data set that a limit leaves out; None if the hub does not say how
-            many.
+        unread: How many rows of a hub data set a limit leaves out; None if the hub does not say.
         revision: The commit of a hub data set; empty if a cached copy does not say.
     """
 
@@ -393,11 +371,10 @@ def parse_hub_id(spec: str) -> HubId:
 
 
 def load_hub_records(spec: str, limit: int | None = None) -> OpenSource:
-    """Load the first ``limit`` records of a hub data set; with a limit no more than these are
-    downloaded.
+    """Load the first ``limit`` records of a hub data set, without downloading more than these.
 
-    Without one the data set is downloaded to the cache, and its records are read from there some
-    thousand at a time. With ``HF_HUB_OFFLINE=1`` they come from the cached copy. Only data is
+    Without a limit, the data set is downloaded to the cache, and its records are read from there
+    some thousand at a time. With ``HF_HUB_OFFLINE=1`` they come from the cached copy. Only data is
     loaded, never a repository's own code.
 
     Raises:
@@ -428,16 +405,17 @@ def load_hub_records(spec: str, limit: int | None = None) -> OpenSource:
         if commit and builder.hash != commit:
             raise DataError(f"the cached copy is of the commit {builder.hash}")
         if limit is not None and online:
-            rows: Iterator[Any] = iter(
-                list(islice(builder.as_streaming_dataset(split=hub_id.split), limit))
-            )
+            streamed = builder.as_streaming_dataset(split=hub_id.split)
+            rows: Iterator[Any] = iter(list(islice(streamed, limit)))
             known = (builder.info.splits or {}).get(hub_id.split)
             total = known.num_examples if known else None
         else:
             builder.download_and_prepare()
             data = builder.as_dataset(split=hub_id.split)
             total = len(data)
-            rows = _stored_rows(data if limit is None else data.select(range(min(limit, total))))
+            if limit is not None:
+                data = data.select(range(min(limit, total)))
+            rows = _stored_rows(data)
         first = next(rows, None)
     except Exception as error:  # The library raises many unrelated types.
         if is_exhausted(error):
@@ -448,14 +426,14 @@ def load_hub_records(spec: str, limit: int | None = None) -> OpenSource:
         ) from error
     if first is None:
         raise DataError(f"{spec} has no rows; name a split that has: hub:{hub_id.name}:SPLIT")
-    resolved = str(builder.hash or "")
     records = (Record(position, row) for position, row in enumerate(chain([first], rows), 1))
     unread: int | None = 0
     if limit is not None:
         unread = None if total is None else max(total - limit, 0)
-    return OpenSource(
-        records, spec, unread=unread, revision=resolved if COMMIT.fullmatch(resolved) else ""
-    )
+    revision = str(builder.hash or "")
+    if not COMMIT.fullmatch(revision):
+        revision = ""
+    return OpenSource(records, spec, unread=unread, revision=revision)
 
 
 def _stored_rows(data: Any) -> Iterator[Any]:

@@ -1,6 +1,4 @@
-"""Describe how readers understand files: format, rows, refusals, examples, lengths
-(``rlhf data inspect``).
-"""
+"""Describe how readers understand files, for ``rlhf data inspect``."""
 
 from __future__ import annotations
 
@@ -10,7 +8,6 @@ import textwrap
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -55,15 +52,19 @@ PROFILE, CHINESE_PROFILE = "own-data", "chinese-sample"
 NEW_WORKSPACE = "my-run"
 CONTINUED = " \\\n        "
 # Rows that are kept to count tokens and to tell the language: at least so many of a file that has
-# them, fewer where twice as many are larger than that.
+# them, or fewer if twice as many take more bytes than this.
 SAMPLED_ROWS = 2000
 SAMPLED_BYTES = 256 * 2**20
 
 
 @dataclass(frozen=True)
 class TokenLimit:
-    """The parameter that bounds the sequences of a kind, its value, and the positions of the model
-    (None: no bound).
+    """The parameter that bounds the sequences of a kind, and what the model takes at most.
+
+    Attributes:
+        parameter: Its name in params.yaml.
+        value: Its value.
+        positions: The positions of the model; None if it has no bound.
     """
 
     parameter: str
@@ -106,8 +107,9 @@ class TokenLimits:
 
 @dataclass
 class EvenSample:
-    """Rows that are evenly spread over a file of unknown length: every ``stride``-th, which doubles
-    as they grow.
+    """Rows that are evenly spread over a file of unknown length.
+
+    Every ``stride``-th row is kept, and ``stride`` doubles as they grow in number.
     """
 
     rows: list[dict[str, Any]] = field(default_factory=list)
@@ -122,18 +124,20 @@ class EvenSample:
                 self.rows.append(row | {"position": position})
                 self.size += bytes_in_memory(row)
             self.total += 1
-            while len(self.rows) > 2 * SAMPLED_ROWS or (
-                self.size > SAMPLED_BYTES and len(self.rows) > 1
-            ):
+            while self._is_too_large():
                 self.rows = self.rows[::2]
                 self.size = sum(map(bytes_in_memory, self.rows))
                 self.stride *= 2
 
+    def _is_too_large(self) -> bool:
+        has_large_rows = self.size > SAMPLED_BYTES and len(self.rows) > 1
+        return has_large_rows or len(self.rows) > 2 * SAMPLED_ROWS
+
     def spread(self) -> list[dict[str, Any]]:
         """Return up to ``SAMPLED_ROWS`` rows of the whole file, each with its ``position``."""
-        return (
-            [self.rows[i] for i in evenly_spread(len(self.rows), SAMPLED_ROWS)] if self.rows else []
-        )
+        if not self.rows:
+            return []
+        return [self.rows[i] for i in evenly_spread(len(self.rows), SAMPLED_ROWS)]
 
 
 @dataclass
@@ -144,8 +148,9 @@ class FileDescription:
         spec: The argument that named it.
         counts: What became of its records, which are read as the kind that it serves as best.
         lengths: By text column, the characters of every row, part by part.
-        languages: Shares of the languages that its texts' script tells (Chinese, Japanese, Korean).
-        tokens: Of the sample; None where they are not counted.
+        languages: Shares of the languages that can be told by their script (Chinese, Japanese,
+            Korean).
+        tokens: The tokens of the sample; None if they are not counted.
     """
 
     name: str
@@ -188,9 +193,9 @@ def describe_sources(
     """Read every file, some thousand records at a time, and describe it.
 
     Args:
-        files: Paths, globs, URLs or hub ids; of a hub id the first 1,000 rows are read. A file that
+        files: Paths, globs, URLs or hub ids. The first 1,000 rows of a hub id are read. A file that
             several of them name is described once.
-        base: The folder of relative paths, by default the current one.
+        base: The folder that relative paths start at, by default the current one.
         show: How many rows of each file are kept as examples.
     """
     base, options = base or Path.cwd(), options or ReadOptions()
@@ -221,79 +226,74 @@ def _describe(
         file.tokens = TokenCounts(file.counts.kind, file.counts.kept)
         for row in sample:
             file.tokens.add(tokens.tokenizer, row)
-    file.languages = language_shares(
-        ["\n".join(_texts_of(row))[:LANGUAGE_CHARACTERS] for row in sample]
-    )
+    beginnings = []
+    for row in sample:
+        texts = [turn["content"] for turn in row.get("prompt") or ()]
+        texts += [row[name] for name in ("chosen", "rejected", "reply", "text") if name in row]
+        beginnings.append("\n".join(texts)[:LANGUAGE_CHARACTERS])
+    file.languages = language_shares(beginnings)
     return file
-
-
-def _texts_of(row: Mapping[str, Any]) -> list[str]:
-    turns = [str(turn["content"]) for turn in row.get("prompt") or ()]
-    return [
-        *turns,
-        *(str(row[name]) for name in ("chosen", "rejected", "reply", "text") if name in row),
-    ]
 
 
 def as_json_value(description: Description) -> dict[str, Any]:
     """Return a description as JSON values: a list of files with examples, and the next command."""
-    files = []
-    for file in description.files:
-        counts = file.counts
-        value: dict[str, Any] = {
-            "file": file.name,
-            "format": counts.format,
-            "serves": list(file.kinds),
-            "kind": counts.kind,
-            "records": counts.records,
-            "rows": counts.kept,
-            "expanded": counts.expanded,
-            "dropped": dict(counts.dropped),
-            **unused_summary(counts.unused),
-            "noticed": dict(counts.noticed),
-            "refused": [
-                {"reason": refused.reason, "count": refused.rows, "first": refused.first.position}
-                for refused in counts.reasons.commonest()
-            ],
-            "characters": {name: _percentiles(values) for name, values in file.characters.items()},
-            "languages": dict(file.languages),
-            "examples": file.examples,
-        }
-        if file.tokens is not None and description.limits is not None:
-            limit, lengths = (
-                description.limits.limits[counts.kind],
-                file.tokens.lengths.get(SEQUENCE, []),
-            )
-            value["tokens"] = {
-                "percentiles": _percentiles(percentiles(lengths)),
-                "parameter": limit.parameter,
-                "limit": limit.longest_kept,
-                "rows": file.tokens.looked_at,
-                "over_limit": limit.exceeded_by(lengths),
-                "unwritable": [
-                    {
-                        "reason": unwritable.reason,
-                        "first": unwritable.first.position,
-                        "rows": unwritable.rows,
-                    }
-                    for unwritable in ReasonCounts.of(file.tokens.unwritable).values()
-                ],
-                "marked": file.tokens.marked,
-            }
-        files.append(value)
+    files = [_file_as_json(file, description.limits) for file in description.files]
     command = _init_command(description)
     return {"files": files, "next": " ".join(command) if command else None}
 
 
-def _percentiles(values: Sequence[int]) -> dict[str, int]:
-    return {str(percentile): value for percentile, value in zip(PERCENTILES, values, strict=False)}
+def _file_as_json(file: FileDescription, limits: TokenLimits | None) -> dict[str, Any]:
+    counts = file.counts
+    refused = []
+    for reason in counts.reasons.commonest():
+        refused.append(
+            {"reason": reason.reason, "count": reason.rows, "first": reason.first.position}
+        )
+    value: dict[str, Any] = {
+        "file": file.name,
+        "format": counts.format,
+        "serves": list(file.kinds),
+        "kind": counts.kind,
+        "records": counts.records,
+        "rows": counts.kept,
+        "expanded": counts.expanded,
+        "dropped": dict(counts.dropped),
+        **unused_summary(counts.unused),
+        "noticed": dict(counts.noticed),
+        "refused": refused,
+        "characters": {name: _by_percentile(values) for name, values in file.characters.items()},
+        "languages": dict(file.languages),
+        "examples": file.examples,
+    }
+    if file.tokens is None or limits is None:
+        return value
+    limit, lengths = limits.limits[counts.kind], file.tokens.lengths.get(SEQUENCE, [])
+    unwritable = []
+    for reason in ReasonCounts.of(file.tokens.unwritable).values():
+        unwritable.append(
+            {"reason": reason.reason, "first": reason.first.position, "rows": reason.rows}
+        )
+    value["tokens"] = {
+        "percentiles": _by_percentile(percentiles(lengths)),
+        "parameter": limit.parameter,
+        "limit": limit.longest_kept,
+        "rows": file.tokens.looked_at,
+        "over_limit": limit.exceeded_by(lengths),
+        "unwritable": unwritable,
+        "marked": file.tokens.marked,
+    }
+    return value
+
+
+def _by_percentile(values: Sequence[int]) -> dict[str, int]:
+    return dict(zip(map(str, PERCENTILES), values, strict=False))
 
 
 def as_text(description: Description, width: int = 80) -> str:
     """Return a block of lines per file, and the command that makes a workspace of them.
 
     Args:
-        width: Columns of the terminal: rows are cut to it, other texts wrapped.
+        width: The columns of the terminal. Rows are cut to it, and other texts wrapped.
     """
     blocks = ["\n".join(_lines(file, description.limits, width)) for file in description.files]
     unusable = [file.name for file in description.files if not file.counts.kept]
@@ -309,20 +309,21 @@ def as_text(description: Description, width: int = 80) -> str:
     if command is None:
         missing = "next: a pipeline needs pairs of replies; add a file that serves as preferences to these"
         return "\n\n".join([*blocks, textwrap.fill(missing, width)])
-    # A shell takes the command only with its arguments whole, so it is broken between them.
     line = f"next: {' '.join(command)}"
-    return "\n\n".join(
-        [*blocks, line if len(line) <= width else f"next: {CONTINUED.join(command)}"]
-    )
+    if len(line) > width:
+        # A shell takes the command only with whole arguments, so it is broken between them.
+        line = f"next: {CONTINUED.join(command)}"
+    return "\n\n".join([*blocks, line])
 
 
 def _lines(file: FileDescription, limits: TokenLimits | None, width: int) -> list[str]:
     read = file.counts
+    several = " (some give several)" if read.expanded else ""
     lines = [
         file.name,
         f"  format   {read.format}",
         f"  serves   {', '.join(file.kinds)}",
-        f"  rows     {read.kept} as {read.kind}, of {read.records}{' (some give several)' if read.expanded else ''}",
+        f"  rows     {read.kept} as {read.kind}, of {read.records}{several}",
     ]
     lines += outcome_lines(read, width)
     if file.languages:
@@ -346,9 +347,9 @@ def _lines(file: FileDescription, limits: TokenLimits | None, width: int) -> lis
 def _token_lines(measured: TokenCounts, limits: TokenLimits, width: int) -> list[str]:
     """Return percentiles of tokens, which rows have none, and what ``max_tokens`` would drop."""
     limit, lines = limits.limits[measured.kind], list[str]()
-    looked_at = (
-        f" of the {measured.looked_at} rows looked at" if measured.looked_at < measured.rows else ""
-    )
+    looked_at = ""
+    if measured.looked_at < measured.rows:
+        looked_at = f" of the {measured.looked_at} rows looked at"
     of_rows = looked_at or " of the rows"
     for unwritable in ReasonCounts.of(measured.unwritable).values():
         where = f"{unwritable.reason} (first at row {unwritable.first.position})"
@@ -358,51 +359,52 @@ def _token_lines(measured: TokenCounts, limits: TokenLimits, width: int) -> list
         lines += wrapped(
             INDENT * 2, f"{marked}: it is trained as the chat template writes it", width
         )
-    if lengths := measured.lengths.get(SEQUENCE, []):
-        share = limit.exceeded_by(lengths) / measured.looked_at
-        verdict = (
-            f"{share:.1%}{of_rows} are longer and would be dropped"
-            if share
-            else f"none{looked_at} is longer"
-        )
-        about = f"{limit.parameter} is {limit.longest_kept}: {verdict} (tokenizer of {limits.tokenizer_name})"
-        lines += percentile_table("tokens", {SEQUENCE: percentiles(lengths)}, width)
-        lines += wrapped(INDENT * 2, about, width)
-        lines += wrapped(INDENT * 2, limit.remedy(max(lengths)), width) if share else []
+    lengths = measured.lengths.get(SEQUENCE, [])
+    if not lengths:
+        return lines
+    share = limit.exceeded_by(lengths) / measured.looked_at
+    verdict = f"none{looked_at} is longer"
+    if share:
+        verdict = f"{share:.1%}{of_rows} are longer and would be dropped"
+    about = f"{limit.parameter} is {limit.longest_kept}: {verdict} (tokenizer of {limits.tokenizer_name})"
+    lines += percentile_table("tokens", {SEQUENCE: percentiles(lengths)}, width)
+    lines += wrapped(INDENT * 2, about, width)
+    if share:
+        lines += wrapped(INDENT * 2, limit.remedy(max(lengths)), width)
     return lines
 
 
 def _init_command(description: Description) -> list[str] | None:
-    """Return the arguments of the ``rlhf init`` command for these sources, by the kind that each
-    serves as best.
+    """Return the arguments of the ``rlhf init`` command that makes a workspace of these sources.
 
-    Sources without usable rows are left out, and those whose files serve as several kinds are named
-    file by file. None if no other serves as preferences. The profile suits the language of most
-    pairs.
+    Each source is named under the kind that it serves as best, or file by file if its files serve
+    as several. Sources without usable rows are left out. The profile suits the language of most
+    pairs. None if no source serves as preferences.
     """
     usable = [file for file in description.files if file.counts.kept]
     kinds_of: defaultdict[str, set[str]] = defaultdict(set)
     for file in usable:
         kinds_of[file.spec].add(file.counts.kind)
-    kinds = {
-        file.spec if len(kinds_of[file.spec]) == 1 else file.name: file.counts.kind
-        for file in usable
-    }
-    if "preferences" not in kinds.values():
+    paths: dict[str, dict[str, None]] = {kind: {} for kind in ROW_TYPES}
+    for file in usable:
+        path = file.spec if len(kinds_of[file.spec]) == 1 else file.name
+        paths[file.counts.kind][path] = None
+    if not paths["preferences"]:
         return None
-    pairs = [file for file in description.files if file.counts.kind == "preferences"]
+    pairs = [file for file in usable if file.counts.kind == "preferences"]
     chinese = sum(file.counts.kept * file.languages.get("zh", 0.0) for file in pairs)
-    profile = CHINESE_PROFILE if chinese > sum(file.counts.kept for file in pairs) / 2 else PROFILE
-    names = (NEW_WORKSPACE if number == 1 else f"{NEW_WORKSPACE}-{number}" for number in count(1))
-    free = next(name for name in names if not (description.base / name).exists())
-    command = [f"rlhf init {free} --profile {profile}"]
+    is_chinese = chinese > sum(file.counts.kept for file in pairs) / 2
+    free, number = NEW_WORKSPACE, 1
+    while (description.base / free).exists():
+        number += 1
+        free = f"{NEW_WORKSPACE}-{number}"
+    command = [f"rlhf init {free} --profile {CHINESE_PROFILE if is_chinese else PROFILE}"]
     given = description.options.model_dump(exclude_defaults=True)
-    for kind in (kind for kind in ROW_TYPES if kind in kinds.values()):
-        entries = [
-            {"path": spec, **given} if given else spec
-            for spec, served in kinds.items()
-            if served == kind
-        ]
-        quoted = json.dumps(entries, ensure_ascii=False)
-        command.append(f"--set {shlex.quote(f'collect.files.{kind}={quoted}')}")
+    for kind, of_kind in paths.items():
+        if of_kind:
+            sources: list[Any] = list(of_kind)
+            if given:
+                sources = [{"path": path, **given} for path in of_kind]
+            quoted = json.dumps(sources, ensure_ascii=False)
+            command.append(f"--set {shlex.quote(f'collect.files.{kind}={quoted}')}")
     return command

@@ -20,24 +20,19 @@ INDENT, LABEL_WIDTH = "  ", 9
 
 
 def wrapped(label: str, text: str, width: int) -> list[str]:
-    """Return ``label`` and ``text`` in lines of at most ``width`` columns, the later ones indented
-    by the label.
-    """
+    """Return ``label`` and ``text`` in lines of at most ``width`` columns, behind the label."""
     indent = " " * len(label)
-    return textwrap.wrap(
+    lines = textwrap.wrap(
         text, max(width, 40), initial_indent=label, subsequent_indent=indent, break_on_hyphens=False
-    ) or [label.rstrip()]
+    )
+    return lines or [label.rstrip()]
 
 
 def outcome_lines(counts: RowCounts, width: int) -> list[str]:
-    """Return what became of the records of a source that give no row, and what :func:`column_lines`
-    returns.
-    """
-    lines = [
-        f
-        for reason, n in counts.dropped.most_common()
-        for f in wrapped(f"  dropped  {n}: ", reason, width)
-    ]
+    """Return what became of the records that give no row, and the lines of :func:`column_lines`."""
+    lines = []
+    for reason, rows in counts.dropped.most_common():
+        lines += wrapped(f"  dropped  {rows}: ", reason, width)
     for refused in counts.reasons.commonest():
         reason = f"{refused.reason} (first at row {refused.first.position})"
         lines += wrapped(f"  refused  {refused.rows}: ", reason, width)
@@ -45,15 +40,13 @@ def outcome_lines(counts: RowCounts, width: int) -> list[str]:
 
 
 def column_lines(counts: RowCounts, width: int) -> list[str]:
-    """Return what to look at before training on a source, and the columns of it that are not
-    read.
-    """
-    lines = [
-        line for warning in warnings_of(counts) for line in wrapped("  WARNING  ", warning, width)
-    ]
-    return lines + [
-        line for unused in unused_lines(counts) for line in wrapped("  unused   ", unused, width)
-    ]
+    """Return what to look at before training on a source, and which columns are not read."""
+    lines = []
+    for warning in warnings_of(counts):
+        lines += wrapped("  WARNING  ", warning, width)
+    for unused in unused_lines(counts):
+        lines += wrapped("  unused   ", unused, width)
+    return lines
 
 
 def counted(count: int, noun: str) -> str:
@@ -77,14 +70,12 @@ def example_lines(kind: str, row: Mapping[str, Any], width: int) -> list[str]:
 
 
 def percentile_table(unit: str, rows: Mapping[str, Sequence[int]], width: int) -> list[str]:
-    """Return percentiles by name as the indented lines of a table, with ``unit`` above the
-    names.
-    """
+    """Return percentiles by name as the indented lines of a table of lengths in ``unit``."""
     table = Table.grid(padding=(0, 2, 0, 0))
     table.add_column(min_width=len("prompt + reply"))
     for _ in PERCENTILES:
         table.add_column(justify="right", min_width=6)
-    table.add_row(unit, *(f"{p} %" if p < 100 else "longest" for p in PERCENTILES))
+    table.add_row(unit, *(f"{percentile} %" for percentile in PERCENTILES[:-1]), "longest")
     for name, values in rows.items():
         table.add_row(name, *map(str, values))
     output = io.StringIO()

@@ -1,3 +1,1 @@
-"""Readers of data files: containers (files to records), shapes (records to prompt and replies),
-turns (messages).
-"""
+"""Readers of data files: containers give records, shapes make prompts and replies of them."""

@@ -1,16 +1,15 @@
-"""Rows of CSV files below their header; what a stray quote or carriage return makes uncertain is
-refused.
+"""Rows of CSV files below their header; uncertain quotes and carriage returns are refused.
 
-Rows between two stray quotes look like one quoted text of several lines. A row is in doubt where
-each of the lines of a text would have as many fields as the header without the quotes, be it a
-table or a piece of code. To a CSV reader both are the same, so the rest of the file decides:
+Rows between two stray quotes look like one quoted text of several lines. A row is in doubt if each
+line of its text would have as many fields as the header without the quotes, as in a table or a
+piece of code. A CSV reader cannot tell the two apart, so the rest of the file decides:
 
-- The lines of a text may end otherwise (``\\n``) than the rows (``\\r\\n``, as Python's csv module
-  and spreadsheets write them), but those of swallowed rows cannot: such rows are in no doubt.
+- The lines of a text may end differently (``\\n``) from the rows (``\\r\\n``, as Python's csv module
+  and spreadsheets write them). Lines of swallowed rows cannot, so such a text is not in doubt.
 - Software that quotes the text of one row also quotes that of others, wherever it has a delimiter
-  or a line break. Stray quotes are in files that need none otherwise. Rows in doubt are thus read
-  as they are where they and other quoted rows outnumber the plain ones, and refused, with the whole
-  file, where they do not.
+  or a line break. Stray quotes stand in files that otherwise need none. So rows in doubt are read
+  as they are if they and other quoted rows outnumber the plain ones. Otherwise the whole file is
+  refused.
 """
 
 from __future__ import annotations
@@ -32,15 +31,16 @@ LINE_ENDS = ("\r\n", "\n", "\r")
 SEPARATORS = (",", ";", "\t", "|")
 QUOTED = re.compile(r'"[^"]*"')
 LINE_BREAK = re.compile(r"\r\n|\n|\r")
-# What Excel writes, or is told, before the header: how fields are separated.
+# Excel writes, and reads, this line before the header: it says how fields are separated.
 SEPARATOR_LINE = re.compile(r"\s*\"?sep=(.)\"?\s*")
-# White space and invisible characters around the names of a header, as copied ones have.
+# White space and invisible characters that copied headers have around their names.
 AROUND_NAMES = " \t\u00a0\ufeff\u200b\u2060"
 
 
 class CsvLines:
-    r"""The lines of a CSV file. ``end`` is how the latest ended: ``\n``, ``\r\n``, ``\r``, or "" at
-    the file's end.
+    r"""The lines of a CSV file, and how the latest of them ended.
+
+    ``end`` is ``\n``, ``\r\n``, ``\r``, or "" at the end of the file.
     """
 
     def __init__(self, name: str, stream: BinaryIO) -> None:
@@ -74,15 +74,13 @@ def _separator(header: str, delimiter: str) -> tuple[str, bool]:
     bare = QUOTED.sub("", header)
     if delimiter not in bare:
         delimiter = max((delimiter, *SEPARATORS), key=bare.count)
-    names = header.rstrip("\r\n").split(delimiter)
-    return delimiter, len(names) > 1 and not header.startswith("{") and all(
-        name.startswith(" ") for name in names[1:]
-    )
+    _, *names = header.rstrip("\r\n").split(delimiter)
+    is_spaced = all(name.startswith(" ") for name in names)
+    return delimiter, bool(names) and is_spaced and not header.startswith("{")
 
 
 def _could_be_rows(fields: Sequence[str], row_end: str, delimiter: str, is_spaced: bool) -> bool:
-    """Return whether the lines of a field would be rows of as many fields without the quotes around
-    it.
+    """Return whether the lines of a field would be whole rows without the quotes around it.
 
     In files of one or two columns nearly every line of a text would be. A delimiter with a space
     behind it is punctuation, unless such spaces are between the fields of the row or of the header
@@ -90,18 +88,23 @@ def _could_be_rows(fields: Sequence[str], row_end: str, delimiter: str, is_space
     """
     is_spaced = is_spaced or any(field.startswith(" ") for field in fields[1:])
     others = len(fields) - 1
+    if others < 2:
+        return False
     for index, field in enumerate(fields):
         breaks = LINE_BREAK.findall(field)
-        if others > 1 and set(breaks) == {row_end} and (is_spaced or f"{delimiter} " not in field):
-            expected = [others - index, *[others] * (len(breaks) - 1), index]
-            if [line.count(delimiter) for line in LINE_BREAK.split(field)] == expected:
-                return True
+        is_punctuation = f"{delimiter} " in field and not is_spaced
+        if set(breaks) != {row_end} or is_punctuation:
+            continue
+        expected = [others - index, *[others] * (len(breaks) - 1), index]
+        if [line.count(delimiter) for line in LINE_BREAK.split(field)] == expected:
+            return True
     return False
 
 
 def csv_records(name: str, stream: BinaryIO, delimiter: str) -> Iterator[Record]:
-    """Read rows below a header, whose names have no spaces around them; a line ``sep=;`` may stand
-    before it.
+    """Read the rows below a header; a line ``sep=;`` may stand before it.
+
+    Spaces around the names of the header are taken off.
 
     Raises:
         DataError: A quote that is opened and not closed, or that may swallow rows, makes every
@@ -113,10 +116,8 @@ def csv_records(name: str, stream: BinaryIO, delimiter: str) -> Iterator[Record]
     begin = [next(given, "")]
     if separator_line := SEPARATOR_LINE.fullmatch(begin[0]):
         delimiter = separator_line[1]
-        begin = [
-            "\n",
-            next(given, ""),
-        ]  # an empty line, so that lines are counted as they are in the file
+        # An empty line takes its place, so that lines are counted as they are in the file.
+        begin = ["\n", next(given, "")]
     delimiter, is_spaced = _separator(begin[-1], delimiter)
     rows = csv.reader(
         chain(begin, given), delimiter=delimiter, strict=True, skipinitialspace=is_spaced
@@ -153,25 +154,20 @@ def csv_records(name: str, stream: BinaryIO, delimiter: str) -> Iterator[Record]
         problem = ""
         if [field.strip(AROUND_NAMES) for field in fields] == header:
             problem = "the line repeats the header: files were joined; remove it"
-        elif len(fields) != len(header):
-            problem = (
-                "more fields than the header"
-                if len(fields) > len(header)
-                else "fewer fields than the header"
-            )
-        if (
-            line != rows.line_num
-            and len(fields) == len(header)
-            and _could_be_rows(fields, lines.end or header_end, delimiter, is_spaced)
-        ):
+        elif len(fields) > len(header):
+            problem = "more fields than the header"
+        elif len(fields) < len(header):
+            problem = "fewer fields than the header"
+        has_breaks = line != rows.line_num and len(fields) == len(header)
+        row_end = lines.end or header_end
+        if has_breaks and _could_be_rows(fields, row_end, delimiter, is_spaced):
             kinds["in doubt"] += 1
             in_doubt = in_doubt or (line, rows.line_num)
+        elif any(delimiter in field or "\n" in field or "\r" in field for field in fields):
+            kinds["quoted"] += 1
         else:
-            is_quoted = any(
-                delimiter in field or "\n" in field or "\r" in field for field in fields
-            )
-            kinds["quoted" if is_quoted else "plain"] += 1
-        value: Any = dict(zip(header, fields, strict=True)) if not problem else fields
+            kinds["plain"] += 1
+        value: Any = fields if problem else dict(zip(header, fields, strict=True))
         yield Record(line, value, problem)
     if in_doubt and kinds["quoted"] + kinds["in doubt"] <= kinds["plain"] + 1:
         raise DataError(

@@ -1,11 +1,13 @@
-"""What a format of rows is: how a record is recognised, and what it holds. A plugin's reader is
-such a format too.
+"""What a format of rows is: how a record is recognised, and what it holds.
+
+The reader of a plugin is such a format, too.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -18,7 +20,7 @@ from rlhf_core.config.formats import TEXTS as TEXTS
 from rlhf_core.data.readers.turns import Refusal, Turn, is_missing, text_of
 from rlhf_core.data.row_counts import Record
 
-# Read in every format, for one kind of rows or another.
+# Columns that every format reads, for one kind of rows or another.
 LABELS = frozenset({"system", "source", "category", "margin", "preference_margin"})
 # TRL's name and LLaMA-Factory's of KTO's label.
 REPLY_LABELS = ("label", "kto_tag")
@@ -27,29 +29,19 @@ NUMBER_EXCERPT = 40
 
 
 class Undecided(Exception):
-    """A record prefers no reply, for the reason in the message: it is dropped and counted, without
-    being at fault.
-
-    ``prompt`` is its prompt, which can be used nevertheless.
-    """
-
-    def __init__(self, reason: str, prompt: list[Turn] | None = None) -> None:
-        super().__init__(reason)
-        self.prompt = prompt
+    """A record prefers no reply, for the reason in the message: it is counted, but not refused."""
 
 
 class LabelledFalse(Undecided):
-    """The only reply of a record is labelled as a bad one: nothing is learned from it, its prompt
-    can be used.
-    """
+    """The only reply of a record is labelled as a bad one, so that only its prompt can be used."""
 
 
 @dataclass(frozen=True)
 class Parsed:
     """A prompt with its replies, or a text; parts that the record lacks are None.
 
-    ``margin`` and ``category`` are those that a format derives itself; columns of these names need
-    not be repeated.
+    ``margin`` and ``category`` are set where a format derives them itself. Columns of these names
+    are read for every format.
     """
 
     prompt: list[Turn] | None = None
@@ -74,7 +66,7 @@ class Format:
         parse: Returns what a record holds as rows of a kind, one or several. Raises
             :class:`Refusal` for a record that cannot be used, and :class:`Undecided` for one that
             prefers no reply.
-        columns: Those that are read, besides ``LABELS``, scores and those that ``matches`` needs.
+        columns: The columns that are read, besides ``LABELS``, scores and what ``matches`` needs.
         dimensions: The preferences that a record states side by side, of which a source names one.
         note: What to do where the format does not serve as the kind that is asked for.
         join: Makes one record of format ``oasst-trees`` of all rows that belong together.
@@ -98,30 +90,35 @@ class Format:
 
     @cached_property
     def read(self) -> frozenset[str]:
-        """All columns that are read, but for scores of two replies."""
-        needed = self.matches.types if isinstance(self.matches, Needs) else ()
-        return LABELS.union(needed, self.columns.split(), REPLY_LABELS if self.is_single else ())
+        """All columns that are read, except the scores of two replies."""
+        columns = LABELS.union(self.columns.split())
+        if isinstance(self.matches, Needs):
+            columns = columns.union(self.matches.types)
+        return columns.union(REPLY_LABELS) if self.is_single else columns
 
 
 class Needs:
-    """Recognises objects that have these keys, and values of these types under those."""
+    """Recognises objects that have certain keys, and values of certain types under others."""
 
     def __init__(self, *present: str, **types: type | tuple[type, ...]) -> None:
         self.types = dict.fromkeys(present, object) | types
 
     def __call__(self, record: Any) -> bool:
-        return isinstance(record, dict) and all(
+        if not isinstance(record, dict):
+            return False
+        return all(
             name in record and isinstance(record[name], kind) for name, kind in self.types.items()
         )
 
 
-def _are(kind: type) -> Callable[[Any], bool]:
-    return lambda value: (
-        isinstance(value, list) and bool(value) and all(isinstance(item, kind) for item in value)
-    )
+def are_all(value: Any, kind: type) -> bool:
+    """Return whether a value is a list of one or more items, all of this type."""
+    if not isinstance(value, list) or not value:
+        return False
+    return all(isinstance(item, kind) for item in value)
 
 
-# What a column has to hold, by the words of Shape.
+# What a column has to hold, by the words that ``Shape`` uses for it.
 HOLDS: dict[str, Callable[[Any], bool]] = {
     "anything": lambda value: True,
     "a value": lambda value: not is_missing(value),
@@ -131,13 +128,13 @@ HOLDS: dict[str, Callable[[Any], bool]] = {
     "text or turns": lambda value: isinstance(value, str | list),
     "text or a turn": lambda value: isinstance(value, str | dict),
     "text, a turn or turns": lambda value: isinstance(value, str | dict | list),
-    "texts": _are(str),
-    "objects": _are(dict),
+    "texts": lambda value: are_all(value, str),
+    "objects": lambda value: are_all(value, dict),
 }
 
 
 def first_column(record: Any, names: str, held: str) -> str | None:
-    """Return the first of some columns that holds what it has to; None where none does."""
+    """Return the first of some columns that holds what it has to; None if there is none."""
     for name in names.split():
         if name in record and HOLDS[held](record[name]):
             return name
@@ -146,16 +143,18 @@ def first_column(record: Any, names: str, held: str) -> str | None:
 
 def number_of(value: Any, name: str) -> float:
     """Return a finite number, also from its text as in csv; otherwise raise :class:`Refusal`."""
-    try:
-        python_only = isinstance(value, bool) or (
-            isinstance(value, str) and "_" in value
-        )  # "1_000"
-        number = math.nan if python_only else float(value)
-    except (TypeError, ValueError, OverflowError):
-        number = math.nan
+    number = math.nan
+    if not is_python_number(value):
+        with suppress(TypeError, ValueError, OverflowError):
+            number = float(value)
     if not math.isfinite(number):
         raise Refusal(f"{name} is not a number: {excerpt(value)}")
     return number
+
+
+def is_python_number(value: Any) -> bool:
+    """Return whether Python takes a value for a number although nobody else does: True, "1_000"."""
+    return isinstance(value, bool) or (isinstance(value, str) and "_" in value)
 
 
 def excerpt(value: Any) -> str:
@@ -167,6 +166,6 @@ def excerpt(value: Any) -> str:
 
 
 def system_turns(record: Any, name: str = "system") -> list[Turn]:
-    """Return the text under ``name`` as a system turn; no turn where it is missing or empty."""
+    """Return the text under ``name`` as a system turn; no turn if it is missing or empty."""
     system = record.get(name)
     return [{"role": "system", "content": text_of(system, name)}] if system else []

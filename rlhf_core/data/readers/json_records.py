@@ -1,5 +1,4 @@
-"""Rows of JSON files: a list is read value by value, so that it need not fit the memory; JSON lines
-row by row.
+"""Rows of JSON files: a list is read value by value, JSON lines row by row.
 
 Nothing is lost: a key that occurs twice and an integer too long for Python are marked.
 """
@@ -13,6 +12,7 @@ from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any, BinaryIO
 
+from rlhf_core.data.readers.formats import are_all
 from rlhf_core.data.row_counts import Record
 from rlhf_core.errors import DataError
 from rlhf_core.runtime.untrusted_text import without_json_strings
@@ -20,17 +20,17 @@ from rlhf_core.runtime.untrusted_text import without_json_strings
 LISTED_KEYS = 8
 MAX_DIGITS = 4000  # Python converts at most 4,300 digits to an integer and back
 CHUNK = 2**20
-# A value of more characters than this is no row of data; its end is not looked for any further.
+# A value of more characters than this is no row of data, so its end is no longer looked for.
 MAX_VALUE = 2**28
 MAX_LINE = 2**26  # bytes
-# A value takes up to 30 times its characters in memory: "[]," many times over fills it, long before
-# MAX_VALUE does.
+# A value takes up to 30 times its characters in memory. "[]," many times over fills the memory long
+# before it has MAX_VALUE characters.
 MAX_ROW_VALUES, MAX_FILE_VALUES = 10**6, 10**7
-# A .json file may be JSON lines whose rows are lists. The rows of a list wait for its end while it
-# is no longer.
+# A .json file may be JSON lines whose rows are lists. So the rows of a list wait for its end, unless
+# it is longer than this.
 HELD_CHARACTERS = 2**23
-# How far from the end of what was read a value that is cut off there may look wrong: in "-Infinity"
-# or "\\ud83d".
+# A value that is cut off may look wrong at most this far before the end of what was read, as in
+# "-Infinity" or "\\ud83d".
 CUT_OFF = 16
 WHITE_SPACE = " \t\n\r"
 WIDE_MARKS = (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE, codecs.BOM_UTF32_BE)
@@ -39,22 +39,17 @@ JSON_TYPES = {str: "text", int: "number", float: "number", bool: "truth value", 
 
 def _separators(text: str | bytes) -> int:
     """Return at least the number of values in JSON without strings."""
-    if isinstance(text, str):
-        return text.count(",") + text.count("[") + text.count("{")
-    return text.count(b",") + text.count(b"[") + text.count(b"{")
+    signs = (",", "[", "{") if isinstance(text, str) else (b",", b"[", b"{")
+    return sum(map(text.count, signs))
 
 
 def _has_more_values(text: str, most: int) -> bool:
-    """Return whether JSON, which may be cut off, has more than so many values, without parsing
-    it.
-    """
+    """Return whether JSON, even if cut off, has more than ``most`` values, without parsing it."""
     return _separators(text) > most and _separators(without_json_strings(text)) > most
 
 
 class RepeatedKey(dict[str, Any]):
-    """An object that names ``key`` twice; its later values are kept as ``KEY (2)``, ``KEY (3)``,
-    and so on.
-    """
+    """An object that names ``key`` twice, with its later values as ``KEY (2)``, ``KEY (3)``."""
 
     key: str = ""
 
@@ -68,7 +63,7 @@ class JsonParser:
 
     def __init__(self) -> None:
         decoder = json.JSONDecoder(object_pairs_hook=self._object, parse_int=self._integer)
-        # Of a whole text, and of what begins at a place in it: the value, and where it ends.
+        # The value of a whole text; and the value that begins at a place in it, with its end.
         self.parse, self.parse_at = decoder.decode, decoder.raw_decode
         self._are_marked = False
 
@@ -81,8 +76,10 @@ class JsonParser:
                 return f"the key {item.key!r} occurs twice"
             if isinstance(item, LongInteger):
                 return f"an integer of {len(item)} digits"
-            if isinstance(item, dict | list):
-                waiting += item.values() if isinstance(item, dict) else item
+            if isinstance(item, dict):
+                waiting += item.values()
+            elif isinstance(item, list):
+                waiting += item
         return ""
 
     def _integer(self, digits: str) -> int | LongInteger:
@@ -106,13 +103,11 @@ class JsonParser:
 
 
 class ExtraData(Exception):
-    """Something follows the end of the value: the text is no single value. The message says
-    where.
-    """
+    """Something follows the end of a JSON value, at the place that the message gives."""
 
 
 class JsonText:
-    """The JSON value in a stream: a list, value by value, or another as a whole.
+    """The JSON value in a stream: a list is read value by value, another value as a whole.
 
     Positions in messages are those of the whole text, as :func:`json.loads` gives them.
     """
@@ -121,11 +116,11 @@ class JsonText:
         """Begin at the start of ``stream``, which messages call ``name``."""
         self._name, self._stream = name, stream
         self._parser = JsonParser()
-        # Characters, line breaks, and characters since the last of them, in the text that is no
-        # longer held.
+        # The text that is no longer held: its characters, its line breaks, and the characters
+        # after the last of them.
         self._gone = self._lines = self._column = 0
         self._text, self._at = "", 0
-        self._bytes = 0  # those that were decoded
+        self._bytes = 0  # that were decoded
         self._ended = False
         first = stream.read(CHUNK)
         self._decoder = codecs.getincrementaldecoder(json.detect_encoding(first[:4]))(
@@ -139,7 +134,7 @@ class JsonText:
         return self._gone + self._at
 
     def records(self) -> Iterator[Record]:
-        """Yield the rows of a list as they are read, and those of ``{"data": [...]}`` when it ends.
+        """Yield the rows of a list as they are read, and those of ``{"data": [...]}`` at its end.
 
         Raises:
             ExtraData: Something follows the value.
@@ -152,9 +147,8 @@ class JsonText:
         if begin != "[":
             value = self._value(MAX_FILE_VALUES)
             self._require_end()
-            for position, row in enumerate(
-                _rows_in(self._name, value, self._parser.problem_in(value)), 1
-            ):
+            rows = _rows_in(self._name, value, self._parser.problem_in(value))
+            for position, row in enumerate(rows, 1):
                 yield Record(position, row, self._parser.problem_in(row))
             return
         self._at += 1
@@ -177,16 +171,17 @@ class JsonText:
             raise ExtraData(self._where(self._at))
 
     def _value(self, most: int) -> Any:
-        """Read the value that begins here, of at most so many; more of the text is read until it is
-        all there.
+        """Read the value that begins here, and as much more of the text as it needs.
+
+        Args:
+            most: How many values it may hold.
         """
         while True:
             try:
                 value, end = self._parser.parse_at(self._text, self._at)
             except json.JSONDecodeError as error:
-                is_cut_off = error.pos >= len(self._text) - CUT_OFF or error.msg.startswith(
-                    "Unterminated string"
-                )
+                is_at_the_end = error.pos >= len(self._text) - CUT_OFF
+                is_cut_off = is_at_the_end or error.msg.startswith("Unterminated string")
                 if self._ended or not is_cut_off:
                     raise self._error(error.msg, error.pos) from error
                 if len(self._text) - self._at > MAX_VALUE:
@@ -201,9 +196,8 @@ class JsonText:
                 if self._ended or end < len(self._text) - CUT_OFF:
                     self._at = end
                     return value
-            held = self._text[
-                self._at :
-            ]  # is all of this value; what is read now is parsed together with it
+            # The beginning of this value, which is parsed again together with what is read now.
+            held = self._text[self._at :]
             if _has_more_values(held, most):
                 raise DataError(
                     f"{self._name} holds a row of more than {most} values ({self._where(self._at)})"
@@ -220,35 +214,30 @@ class JsonText:
             self._read(CHUNK)
 
     def _read(self, size: int, most: int = MAX_ROW_VALUES) -> None:
-        """Drop the text that has been read as values, and read ``size`` more bytes, or until
-        ``most`` values are.
-        """
+        """Drop the text that was read, and read ``size`` more bytes, or until ``most`` values."""
         gone = self._text[: self._at]
         breaks = gone.count("\n")
         self._gone += len(gone)
         self._lines += breaks
         self._column = len(gone) - gone.rfind("\n") - 1 if breaks else self._column + len(gone)
-        content, values = self._stream.read(CHUNK), 0
-        self._ended = not content
-        parts = [content]
-        while (
-            content
-            and (size := size - len(content)) > 0
-            and (values := values + _separators(content)) <= most
-        ):
-            parts.append(content := self._stream.read(min(CHUNK, size)))
+        part = self._stream.read(CHUNK)
+        self._ended = not part
+        parts, left, values = [part], size - len(part), _separators(part)
+        while part and left > 0 and values <= most:
+            part = self._stream.read(min(CHUNK, left))
+            parts.append(part)
+            left -= len(part)
+            values += _separators(part)
         self._text, self._at = self._text[self._at :], 0
         self._text += self._decoded(b"".join(parts))
 
     def _decoded(self, content: bytes) -> str:
-        """Decode the next bytes, which follow the text that is held; ``DataError`` where they are
-        no text.
-        """
+        """Decode the next bytes; ``DataError`` if they are no text."""
         try:
             text = self._decoder.decode(content, self._ended)
         except UnicodeDecodeError as error:
-            # The decoder looks at bytes that it kept of the last call, and not at a byte order
-            # mark.
+            # The decoder also looks at bytes that it kept from the last call, but not at a byte
+            # order mark.
             place = self._bytes + len(content) - len(error.object) + error.start
             before = self._text + error.object[: error.start].decode(error.encoding, "replace")
             raise DataError(
@@ -262,7 +251,7 @@ class JsonText:
         return DataError(f"{self._name} is not valid JSON: {message}: {self._where(position)}")
 
     def _where(self, position: int) -> str:
-        """Return where a position of the text that is held is in the whole text."""
+        """Return the line and column, in the whole text, of a position in the text that is held."""
         before = self._text[:position]
         breaks = before.count("\n")
         column = position - before.rfind("\n") if breaks else self._column + position + 1
@@ -270,22 +259,21 @@ class JsonText:
 
 
 def _rows_in(name: str, value: Any, problem: str) -> list[Any]:
-    """Return the rows of an object ``{"data": [...]}``; ``DataError`` for another value, or several
-    lists of rows.
-    """
-    lists = (
-        [key for key, rows in value.items() if _is_list_of_rows(rows)]
-        if isinstance(value, dict)
-        else []
-    )
-    if isinstance(value, dict) and isinstance(value.get("data"), list):
-        if isinstance(value, RepeatedKey):
-            raise DataError(f"{name}: {problem}; give one list of rows")
-        if others := [key for key in lists if key != "data"]:
-            raise DataError(
-                f"{name} holds lists of rows as 'data' and {others[0]!r}; give each a file of its own"
-            )
-        return list(value["data"])
+    """Return the rows of an object ``{"data": [...]}``; ``DataError`` for any other value."""
+    lists = []
+    if isinstance(value, dict):
+        for key, rows in value.items():
+            if are_all(rows, dict) or (are_all(rows, list) and all(rows)):
+                lists.append(key)
+        if isinstance(value.get("data"), list):
+            if isinstance(value, RepeatedKey):
+                raise DataError(f"{name}: {problem}; give one list of rows")
+            others = [key for key in lists if key != "data"]
+            if others:
+                raise DataError(
+                    f"{name} holds lists of rows as 'data' and {others[0]!r}; give each a file of its own"
+                )
+            return list(value["data"])
     if lists:
         listed = ", ".join(repr(key) for key in lists[:LISTED_KEYS])
         raise DataError(
@@ -297,24 +285,12 @@ def _rows_in(name: str, value: Any, problem: str) -> list[Any]:
     )
 
 
-def _is_list_of_rows(value: Any) -> bool:
-    """Return whether a value is a list of objects, or of lists of turns."""
-    return _are_objects(value) or (
-        isinstance(value, list)
-        and bool(value)
-        and all(isinstance(row, list) and row for row in value)
-    )
-
-
-def _are_objects(value: Any) -> bool:
-    return isinstance(value, list) and bool(value) and all(isinstance(row, dict) for row in value)
-
-
 def json_records(
     name: str, opened: Callable[[], AbstractContextManager[BinaryIO]]
 ) -> Iterator[Record]:
-    """Yield the rows of a JSON list or of ``{"data": [...]}``, and JSON lines as such, for which it
-    is opened anew.
+    """Yield the rows of a JSON list, of ``{"data": [...]}``, or of JSON lines in a ``.json`` file.
+
+    For JSON lines, the file is opened a second time.
     """
     waiting: list[Record] = []
     are_given = False
@@ -330,7 +306,7 @@ def json_records(
         yield from waiting
         return
     except ExtraData as extra:
-        if _are_objects([record.value for record in waiting]):
+        if are_all([record.value for record in waiting], dict):
             raise DataError(
                 f"{name} goes on behind the end of its list, at {extra}: join several lists into one, or give each a "
                 "file of its own"
@@ -348,13 +324,10 @@ def require_narrow_text(name: str, content: bytes) -> None:
 
 
 def json_line_records(name: str, stream: BinaryIO) -> Iterator[Record]:
-    """Yield the record of every line that is not empty; ``DataError`` for one JSON value over
-    several lines.
-    """
+    """Yield the record of every line that is not empty; ``DataError`` if a value spans lines."""
     parser = JsonParser()
     is_first = True
-    # Lines of bytes end with \n only: other line separators of Unicode are legal inside JSON
-    # strings.
+    # Lines of bytes end with \n only. Other line separators of Unicode may stand in JSON strings.
     for position, line in enumerate(iter(partial(stream.readline, MAX_LINE + 2), b""), 1):
         line = line.removesuffix(b"\n")
         if len(line) > MAX_LINE:
@@ -378,10 +351,13 @@ def json_line_records(name: str, stream: BinaryIO) -> Iterator[Record]:
                 yield Record(position, text, f"the line has more than {MAX_ROW_VALUES} values")
                 continue
             value = parser.parse(text)
-        except (json.JSONDecodeError, UnicodeDecodeError, RecursionError) as error:
-            fault = f"not valid JSON: {'it is nested too deeply' if isinstance(error, RecursionError) else error}"
-            if isinstance(error, UnicodeDecodeError):
-                fault = f"not UTF-8 (byte 0x{line[error.start]:02x} after {error.start} bytes); save the file as UTF-8"
-            yield Record(position, line.decode("utf-8", errors="replace"), f"the line is {fault}")
+        except UnicodeDecodeError as error:
+            fault = f"not UTF-8 (byte 0x{line[error.start]:02x} after {error.start} bytes); save the file as UTF-8"
+        except json.JSONDecodeError as error:
+            fault = f"not valid JSON: {error}"
+        except RecursionError:
+            fault = "not valid JSON: it is nested too deeply"
         else:
             yield Record(position, value, parser.problem_in(value))
+            continue
+        yield Record(position, line.decode("utf-8", errors="replace"), f"the line is {fault}")

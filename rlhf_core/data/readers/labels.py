@@ -1,6 +1,4 @@
-"""What a row or a turn says about itself: labels, flags for training, votes, stars, scores, and
-unread parts.
-"""
+"""What a row says about itself: labels, flags for training, votes, stars, scores, unread parts."""
 
 from __future__ import annotations
 
@@ -12,16 +10,14 @@ from functools import lru_cache
 from typing import Any
 
 from rlhf_core.data.readers.formats import REPLY_LABELS, excerpt
-from rlhf_core.data.readers.turns import Refusal
+from rlhf_core.data.readers.turns import Refusal, names_in
 
-GOOD = frozenset(
-    {"true", "t", "yes", "y", "on", "good", "desirable", "chosen", "accepted", "preferred"}
-)
-BAD = frozenset({"false", "f", "no", "n", "off", "bad", "undesirable", "rejected"})
+GOOD = frozenset(names_in("true t yes y on good desirable chosen accepted preferred"))
+BAD = frozenset(names_in("false f no n off bad undesirable rejected"))
 
 
 def _keys(names: str) -> frozenset[str]:
-    return frozenset(map(key_of, names.split()))
+    return frozenset(map(key_of, names_in(names)))
 
 
 @lru_cache(4096)
@@ -30,14 +26,14 @@ def key_of(name: str) -> str:
     return re.sub(r"[^a-z0-9]", "", name.casefold())
 
 
-# Flags that a trainer reads: 0 or false is not to be learned.
+# Flags that a trainer reads: a row with 0 or false is not to be learned.
 LEARN = _keys(
     "train trainable is_trainable training learn learnable train_on train_on_turn for_training use_for_training "
     "train_weight weight loss_weight sample_weight example_weight loss loss_mask loss_scale loss_coef loss_coefficient "
     "compute_loss calculate_loss calc_loss apply_loss use_loss is_loss keep_loss include_in_loss output_with_loss "
     "supervise supervised is_target keep kept include included usable valid is_valid"
 )
-# Those that say the opposite: true is not to be learned.
+# Flags that say the opposite: a row with true is not to be learned.
 SKIP = _keys(
     "ignore ignored skip skipped exclude excluded masked is_masked loss_masked no_train do_not_train dont_train "
     "skip_training ignore_loss ignore_in_loss skip_loss mask_loss no_loss deleted is_deleted discard discarded "
@@ -59,7 +55,7 @@ VERDICTS = _keys(
     "accepted approved is_approved desirable verdict preferred is_preferred is_chosen good passed pass "
     "success is_safe safe harmless"
 )
-# Stars, of five as a rule: the two lowest are bad.
+# Stars, usually out of five: one or two of them are bad.
 RATINGS = _keys("rating stars star star_rating user_rating")
 # What may say how good a reply is, on an unknown scale.
 UNKNOWN_SCALES = _keys(
@@ -77,27 +73,14 @@ FLAG_WORDS = _keys(
     "moderation guard safety safe unsafe harmful toxic toxicity nsfw spam refusal hallucination duplicate "
     "truncated finish error errors filter filtered"
 )
-# Names that have other meanings too: a value that is no flag is left unread there.
+# Names that have other meanings, too: a value that is no flag is left unread there.
 COMMON_WORDS = _keys(
     "weight loss loss_scale train training learn supervised keep kept include included usable valid ignore skip "
     "exclude deleted removed invalid discard cancelled banned blocked broken bad tie"
 )
-UP = frozenset(
-    {"up", "thumbs_up", "thumbsup", "👍", "+1", "like", "liked", "upvote", "positive", "correct"}
-)
+UP = frozenset(names_in("up thumbs_up thumbsup 👍 +1 like liked upvote positive correct"))
 DOWN = frozenset(
-    {
-        "down",
-        "thumbs_down",
-        "thumbsdown",
-        "👎",
-        "dislike",
-        "disliked",
-        "downvote",
-        "negative",
-        "incorrect",
-        "wrong",
-    }
+    names_in("down thumbs_down thumbsdown 👎 dislike disliked downvote negative incorrect wrong")
 )
 WORST_STARS = 2
 LONGEST_NAME = 40
@@ -110,20 +93,13 @@ PROMPT_PARTS = _keys(
     "context input history system_prompt system_message sys documents document passage passages background question "
     "instruction query"
 )
-# Of two replies' scores, whose difference is the margin, in columns such as score_chosen,
-# chosen-rating, rewardChosen; of ranks, the lowest is the best.
+# The scores of two replies stand in columns such as score_chosen, chosen-rating or rewardChosen.
+# Their difference is the margin. The lowest rank is the best.
 SCORES = ("score", "rating", "avgrating", "reward", "rank")
 HOLDS_NOTHING = frozenset({"", "[]", "{}", "null", "none", "nan"})
-# Of the replies that are to be learned; a rejected one need not be.
-REPLY_COLUMNS = (
-    "messages",
-    "conversations",
-    "chosen",
-    "reply",
-    "completion",
-    "response",
-    "output",
-    "chosen_response",
+# The columns of replies that are learned; a rejected one is not.
+REPLY_COLUMNS = names_in(
+    "messages conversations chosen reply completion response output chosen_response"
 )
 
 
@@ -134,9 +110,10 @@ def is_labelled_false(labels: Mapping[str, Any]) -> bool:
         Refusal: A label is not a known word or number, so the reply might be a bad one.
     """
     is_bad = False
-    for name, value in (
-        (name, labels.get(name)) for name in REPLY_LABELS if labels.get(name) not in (None, "")
-    ):
+    for name in REPLY_LABELS:
+        value = labels.get(name)
+        if value in (None, ""):
+            continue
         word, number = _word(value), _number(value)
         if word not in GOOD | BAD and number not in (1, 0, -1):
             raise Refusal(
@@ -161,27 +138,24 @@ def _number(value: Any) -> float:
 
 @lru_cache(16)
 def score_columns(names: tuple[str, ...]) -> list[tuple[str, str]]:
-    """Return the columns with the scores of the better and the worse reply, in the order of
-    :data:`SCORES`.
+    """Return the columns with the scores of the better and the worse reply.
+
+    They are in the order of ``SCORES``.
     """
     by_key = {key_of(name): name for name in names}
-    keys = [
-        pair
-        for s in SCORES
-        for pair in ((f"{s}chosen", f"{s}rejected"), (f"chosen{s}", f"rejected{s}"))
-    ]
-    return [
-        (by_key[chosen], by_key[rejected])
-        for chosen, rejected in keys
-        if chosen in by_key and rejected in by_key
-    ]
+    columns = []
+    for score in SCORES:
+        for form in ("{score}{reply}", "{reply}{score}"):
+            chosen = form.format(score=score, reply="chosen")
+            rejected = form.format(score=score, reply="rejected")
+            if chosen in by_key and rejected in by_key:
+                columns.append((by_key[chosen], by_key[rejected]))
+    return columns
 
 
 @lru_cache(4096)
 def may_be_flag(name: str) -> bool:
-    """Return whether a column, or the key of a turn, is named as flags of training, labels and
-    ratings are.
-    """
+    """Return whether a column, or the key of a turn, has a name such as flags and ratings have."""
     return key_of(name) in FLAGS or not FLAG_WORDS.isdisjoint(words_of(name))
 
 
@@ -191,35 +165,33 @@ def words_of(name: str) -> set[str]:
 
 
 def flag_against(record: Any, single: bool) -> str:
-    """Return the flag of a row, or of its reply's turn, that forbids learning from it; empty if
-    none does.
+    """Return the flag of a row or its reply's turn that forbids learning from it; "" if none does.
 
-    ``single`` says that the row has one reply, so that a vote or a rating is of that. A flag that a
-    trainer reads and that says neither is a :class:`Refusal`.
+    Args:
+        single: Whether the row has one reply, so that a vote or a rating is about that reply.
+
+    Raises:
+        Refusal: A flag that trainers read says neither yes nor no.
     """
-    return next(
-        (name for name, value in _flags(record) if _is_to_learn(name, value, single) is False), ""
-    )
+    for name, value in _flags(record):
+        if _is_to_learn(name, value, single) is False:
+            return name
+    return ""
 
 
-def read_flags(record: Any, single: bool) -> frozenset[str]:
-    """Return the flags of a row, ``column[].name`` of a turn, whose values say all that they may:
-    yes or no.
-    """
-    return frozenset(
-        name
-        for name, value in _flags(record)
-        if _is_to_learn(name, value, single) is not None
-        and (
-            _number(value) in (0, 1) or not math.isfinite(_number(value)) or key_of(name) in RATINGS
-        )
-    )
+def read_flags(record: Any, single: bool) -> set[str]:
+    """Return the flags of a row, or ``column[].name`` of a turn, that only say yes or no."""
+    read = set()
+    for name, value in _flags(record):
+        number = _number(value)
+        is_yes_or_no = number in (0, 1) or not math.isfinite(number) or key_of(name) in RATINGS
+        if is_yes_or_no and _is_to_learn(name, value, single) is not None:
+            read.add(name)
+    return read
 
 
 def _flags(record: Any) -> Iterator[tuple[str, Any]]:
-    """Yield the flags of a row and of the turns that are its replies, with what messages call
-    them.
-    """
+    """Yield name and value of the flags of a row and of the turns that are its replies."""
     if not isinstance(record, dict):
         return
     columns = {str(name): value for name, value in record.items()}
@@ -228,15 +200,14 @@ def _flags(record: Any) -> Iterator[tuple[str, Any]]:
         turn = turns[-1] if isinstance(turns, list) and turns else turns
         if isinstance(turn, dict):
             columns |= {f"{column}[].{name}": value for name, value in turn.items()}
-    yield from (
-        (n, value)
-        for n, value in columns.items()
-        if key_of(n.rpartition("[].")[2]) in FLAGS and _holds(value)
-    )
+    for name, value in columns.items():
+        own = name.rpartition("[].")[2]
+        if key_of(own) in FLAGS and _holds(value):
+            yield name, value
 
 
 def _is_to_learn(name: str, value: Any, single: bool) -> bool | None:
-    """Return whether a flag says that the reply is to be learned; None where it does not say."""
+    """Return whether a flag says that the reply is to be learned; None if it does not say."""
     of_turn, _, own = name.rpartition("[].")
     key, word, number = key_of(own), _word(value), _number(value)
     if key in LEARN | SKIP:
@@ -255,11 +226,13 @@ def _is_to_learn(name: str, value: Any, single: bool) -> bool | None:
         if word in GOOD | BAD | UP | DOWN:
             return word in GOOD | UP
         return None if math.isnan(number) else number > 0
-    return _is_rated_well(word or value) if single and key in RATINGS else None
+    if single and key in RATINGS:
+        return _is_rated_well(word or value)
+    return None
 
 
 def _is_rated_well(value: Any) -> bool | None:
-    """Return whether stars speak for a reply; None for a share of an unknown scale."""
+    """Return whether stars speak for a reply; None for a number on an unknown scale."""
     if isinstance(value, str):
         of = re.fullmatch(r"\s*([\d.]+)\s*(?:/|of|out of)\s*([\d.]++).*", value)
         if of and _number(of[2]) > 0:
@@ -279,39 +252,36 @@ def unread_prompt_parts(
 ) -> list[str]:
     """Return the columns of a record that may belong to its ``prompt`` but are not in it.
 
-    Of several columns that a format may read the prompt from, it reads one; so texts are compared.
+    A format may name several columns for the prompt, of which it reads one. So texts are compared.
     """
     if not isinstance(record, dict) or not prompt:
         return []
     texts, last = "\n".join(turn["content"] for turn in prompt), prompt[-1]["content"]
-    return [
-        str(name)
-        for name, value in record.items()
-        if key_of(str(name)) in PROMPT_PARTS
-        and _holds(value)
-        and (
-            value not in texts and last not in value
-            if isinstance(value, str)
-            else isinstance(value, list | dict) and name not in read
-        )
-    ]
+    unread = []
+    for name, value in record.items():
+        if key_of(str(name)) not in PROMPT_PARTS or not _holds(value):
+            continue
+        if isinstance(value, str):
+            is_unread = value not in texts and last not in value
+        else:
+            is_unread = isinstance(value, list | dict) and name not in read
+        if is_unread:
+            unread.append(str(name))
+    return unread
 
 
 def require_replies(record: Any, read: Collection[str], chosen: str, rejected: str) -> None:
-    """Raise :class:`Refusal` where both replies only name other columns than are ``read``, which
-    hold the replies.
-    """
+    """Raise :class:`Refusal` if both replies only name columns that are not ``read``."""
     if not isinstance(record, dict) or max(len(chosen), len(rejected)) > LONGEST_NAME:
         return
-    unread = ((name, value) for name, value in record.items() if name not in read)
-    columns = [
-        str(name).casefold() for name, value in unread if value and isinstance(value, str | list)
-    ]
+    columns = []
+    for name, value in record.items():
+        if name not in read and value and isinstance(value, str | list):
+            columns.append(str(name).casefold())
     for text in (chosen.strip().casefold(), rejected.strip().casefold()):
-        before = r"(?:^|[\W_])" if not text.isdigit() else r"(?:^|[\W_]|(?<=[a-z]))"
-        if not text or not any(
-            re.search(rf"{before}{re.escape(text)}\Z", name) for name in columns
-        ):
+        before = r"(?:^|[\W_]|(?<=[a-z]))" if text.isdigit() else r"(?:^|[\W_])"
+        named = re.compile(rf"{before}{re.escape(text)}\Z")
+        if not text or not any(map(named.search, columns)):
             return
     raise Refusal(
         f"chosen and rejected are {chosen!r} and {rejected!r}, which name columns of the row: put the replies "
@@ -320,19 +290,17 @@ def require_replies(record: Any, read: Collection[str], chosen: str, rejected: s
 
 
 def require_text_only(record: Any) -> None:
-    """Raise :class:`Refusal` for a row with media or tools in a column, which training would not
-    see.
-    """
-    if isinstance(record, dict):
-        lost = [
-            str(name)
-            for name, value in record.items()
-            if key_of(str(name)) in LOST_COLUMNS and _holds(value)
-        ]
-        if lost:
-            raise Refusal(
-                f"the row has {', '.join(lost)} beside its text, which training would not see; {TEXT_ALONE}"
-            )
+    """Raise :class:`Refusal` for a row with media or tools, which training would not see."""
+    if not isinstance(record, dict):
+        return
+    lost = []
+    for name, value in record.items():
+        if key_of(str(name)) in LOST_COLUMNS and _holds(value):
+            lost.append(str(name))
+    if lost:
+        raise Refusal(
+            f"the row has {', '.join(lost)} beside its text, which training would not see; {TEXT_ALONE}"
+        )
 
 
 TEXT_ALONE = (

@@ -1,6 +1,4 @@
-"""Rankings: several replies to a prompt, with scores or ranks, read as pairs of a better and a
-worse reply.
-"""
+"""Rankings: several replies with scores or ranks, read as pairs of a better and a worse one."""
 
 from __future__ import annotations
 
@@ -18,7 +16,7 @@ Node = dict[str, Any]
 
 
 class RankedReply(NamedTuple):
-    """A reply and what it is ordered by: more is better."""
+    """A reply and the value that it is ordered by: more is better."""
 
     text: str
     value: float
@@ -51,18 +49,20 @@ def ranking_rows(
     """Return a ranking as rows of ``kind``: as pairs, as the best reply alone, or as its prompt.
 
     Args:
-        prompt: What all replies are to, behind their system prompt.
-        by_system: Replies by the system prompt that each was asked for with; "" for none. Others
-            are not paired.
-        scored: A pair's margin is the difference of the values; one of ranks would not say how much
-            better a reply is.
+        prompt: The prompt of all replies, without a system prompt.
+        by_system: The replies by the system prompt that each was asked for with; "" for none.
+            Replies to different system prompts are not paired.
+        scored: Whether the difference of two values is the margin of a pair. That of ranks would
+            not say how much better a reply is.
 
     Raises:
         Undecided: No reply is better than another.
     """
     if kind == "prompts":
         return [Parsed(prompt)]
-    values = {reply.value for replies in by_system.values() for reply in replies}
+    values = set()
+    for replies in by_system.values():
+        values.update(reply.value for reply in replies)
     if len(values) < 2:
         raise Undecided("no reply is better than another")
     rows: list[Parsed] = []
@@ -72,20 +72,20 @@ def ranking_rows(
             for better, worse in ranked_pairs(replies, choice):
                 margin = better.value - worse.value if scored else None
                 rows.append(Parsed(whole, better.text, worse.text, margin=margin))
-        elif not rows:
-            rows = [
-                Parsed(whole, reply=reply.text) for reply in replies if reply.value == max(values)
-            ][:1]
+            continue
+        for reply in replies:
+            if reply.value == max(values):
+                return [Parsed(whole, reply=reply.text)]
     if not rows:
         raise Undecided("no reply is better than another to the same system prompt")
     return rows
 
 
 def _replies_of_objects(shape: Shape, record: Any, kind: str, options: ReadOptions) -> list[Parsed]:
-    """Read UltraFeedback (Cui et al., 2023) and Nectar (Zhu et al., 2023): replies with their
-    scores, or ranks.
+    """Read replies that are objects with a score or rank: UltraFeedback and Nectar.
 
-    UltraFeedback's completions may each have been asked for by a system prompt.
+    UltraFeedback (Cui et al., 2023) may have a system prompt for each completion; Nectar is of
+    Zhu et al. (2023).
     """
     (column,) = shape.replies
     text, value = shape.of_replies
@@ -96,13 +96,17 @@ def _replies_of_objects(shape: Shape, record: Any, kind: str, options: ReadOptio
         if not isinstance(item.get(text), str):
             raise Refusal(f"{name} has no {text}")
         given = number_of(item.get(value), f"{value} of {name}")
-        system = (item.get("custom_system_prompt") or "") if options.system_prompts else ""
         reply = RankedReply(reply_of(item[text], name), given if scored else -given)
-        by_system.setdefault(text_of(system, f"custom_system_prompt of {name}"), []).append(reply)
+        system = ""
+        if options.system_prompts:
+            asked = item.get("custom_system_prompt") or ""
+            system = text_of(asked, f"custom_system_prompt of {name}")
+        by_system.setdefault(system, []).append(reply)
     return ranking_rows(prompt_of(record[shape.prompt]), by_system, kind, options.pairs, scored)
 
 
 def _ranking(shape: Shape, record: Any, kind: str, options: ReadOptions) -> list[Parsed]:
+    """Read a list of replies, and a list of their scores or ranks."""
     columns = (first_column(record, names, held) for names, held in shape.needs.items())
     list_name, value_name, prompt_name = map(str, columns)
     texts, values = record[list_name], record[value_name]
@@ -116,28 +120,29 @@ def _ranking(shape: Shape, record: Any, kind: str, options: ReadOptions) -> list
     return ranking_rows(prompt_of(record[prompt_name]), {"": replies}, kind, options.pairs, scored)
 
 
-HAS_TEXT = Needs(role=str, text=str)
+_has_text = Needs(role=str, text=str)
 
 
 def _tree_turn(node: Any) -> Turn:
-    if not HAS_TEXT(node):
+    if not _has_text(node):
         raise Refusal("a message of the tree has no role or no text")
     return turn_of({"role": node["role"], "content": node["text"]})
 
 
 def _usable(replies: Any) -> list[Node]:
-    """Return the messages that were neither deleted nor rejected by reviewers; their answers go
-    with them.
+    """Return the messages that were neither deleted nor rejected by reviewers.
+
+    The answers to the others are left out with them.
     """
-    if replies is not None and not (
-        isinstance(replies, list) and all(isinstance(reply, dict) for reply in replies)
-    ):
+    if replies is None:
+        return []
+    if not isinstance(replies, list) or not all(isinstance(reply, dict) for reply in replies):
         raise Refusal("the replies of a message are not a list of messages")
-    return [
-        reply
-        for reply in replies or ()
-        if not reply.get("deleted") and reply.get("review_result") is not False
-    ]
+    usable = []
+    for reply in replies:
+        if not reply.get("deleted") and reply.get("review_result") is not False:
+            usable.append(reply)
+    return usable
 
 
 def _prompts(root: Node) -> Iterator[tuple[list[Turn], list[Node]]]:
@@ -152,34 +157,32 @@ def _prompts(root: Node) -> Iterator[tuple[list[Turn], list[Node]]]:
 
 
 def _tree(shape: Shape, record: Any, kind: str, options: ReadOptions) -> Sequence[Parsed]:
-    """Read a tree: pairs of the ranked replies to each prompt, the best reply to each, or the
-    prompts themselves.
+    """Read a tree: pairs of ranked replies to each prompt, the best reply to each, or the prompts.
 
-    A reply without a rank is in no pair, and is a demonstration where it is the only reply.
+    A reply without a rank is in no pair, and is a demonstration if it is the only reply.
     """
     rows: list[Parsed] = []
-    imitated = kind in ("demonstrations", "pretrain")
     for prompt, nodes in _prompts(record["prompt"]):
-        given = [node | {"rank": 0} for node in nodes] if len(nodes) == 1 and imitated else nodes
-        replies = [
-            RankedReply(reply_of(_tree_turn(node), "a reply"), -number_of(node["rank"], "rank"))
-            for node in given
-            if node.get("rank") is not None
-        ]
+        if len(nodes) == 1 and kind in ("demonstrations", "pretrain"):
+            nodes = [nodes[0] | {"rank": 0}]
+        replies = []
+        for node in nodes:
+            if node.get("rank") is not None:
+                text = reply_of(_tree_turn(node), "a reply")
+                replies.append(RankedReply(text, -number_of(node["rank"], "rank")))
         if kind == "prompts":
             rows.append(Parsed(prompt))
         elif kind == "preferences":
-            pairs = ranked_pairs(replies, options.pairs)
-            rows += [Parsed(prompt, better.text, worse.text) for better, worse in pairs]
+            for better, worse in ranked_pairs(replies, options.pairs):
+                rows.append(Parsed(prompt, better.text, worse.text))
         elif replies:
-            rows.append(Parsed(prompt, reply=max(replies, key=lambda reply: reply.value).text))
-    if not rows:
-        raise Undecided(
-            "the tree has no two ranked replies to one prompt"
-            if kind == "preferences"
-            else "no replies"
-        )
-    return rows
+            best = max(replies, key=lambda reply: reply.value)
+            rows.append(Parsed(prompt, reply=best.text))
+    if rows:
+        return rows
+    if kind == "preferences":
+        raise Undecided("the tree has no two ranked replies to one prompt")
+    raise Undecided("no replies")
 
 
 _is_message = Needs("parent_id", message_id=str, role=str, text=str)
@@ -188,8 +191,8 @@ _is_message = Needs("parent_id", message_id=str, role=str, text=str)
 def joined_messages(records: Sequence[Record]) -> list[Record]:
     """Join messages into trees by ``parent_id``; a tree has the position of its first message.
 
-    Messages that no tree reaches are records with that as their problem, other rows stay what they
-    are.
+    Messages that no tree reaches become records with that as their problem. Other rows stay as
+    they are.
     """
     joined: list[Record] = []
     messages: dict[str, Record] = {}
@@ -202,28 +205,25 @@ def joined_messages(records: Sequence[Record]) -> list[Record]:
             joined.append(Record(record.position, record.value, "its parent_id is not text"))
         else:
             messages[record.value["message_id"]] = record
-    nodes: dict[str, Node] = {
-        name: {**record.value, "replies": []} for name, record in messages.items()
-    }
+    nodes: dict[str, Node] = {}
+    for name, record in messages.items():
+        nodes[name] = {**record.value, "replies": []}
+    for node in nodes.values():
+        if node["parent_id"] in nodes:
+            nodes[node["parent_id"]]["replies"].append(node)
     waiting = [node for node in nodes.values() if not node["parent_id"]]
     for node in waiting:
         name = node["message_id"]
         joined.append(Record(messages[name].position, {"message_tree_id": name, "prompt": node}))
-    for node in nodes.values():
-        if node["parent_id"] in nodes:
-            nodes[node["parent_id"]]["replies"].append(node)
     lost = dict(messages)
     while waiting:
         node = waiting.pop()
         del lost[node["message_id"]]
         waiting += node["replies"]
     for record in lost.values():
-        known = record.value["parent_id"] in nodes
-        problem = (
-            "its parents do not lead to the first message of a tree"
-            if known
-            else "its parent is not in the file"
-        )
+        problem = "its parent is not in the file"
+        if record.value["parent_id"] in nodes:
+            problem = "its parents do not lead to the first message of a tree"
         joined.append(Record(record.position, record.value, problem))
     return sorted(joined, key=lambda record: record.position)
 

@@ -1,6 +1,4 @@
-"""What exports leave in texts: end markers are taken off, placeholders of media refused, other
-accidents counted.
-"""
+"""What exports leave in texts: end markers are removed, media is refused, the rest is counted."""
 
 from __future__ import annotations
 
@@ -19,67 +17,27 @@ from rlhf_core.data.readers.turns import (
     Refusal,
     dialogue_in,
     markup_in,
+    names_in,
     transcript_in,
 )
 
-# What chat templates, and servers, end a reply with. As text it would be learned as characters
-# before the real end.
-END_MARKERS = (
-    *(
-        "</s>",
-        "<eos>",
-        "<eot>",
-        "<eoa>",
-        "<eom>",
-        "<eod>",
-        "<end>",
-        "<pad>",
-        "<end_of_turn>",
-        "<turn|>",
-        "<|im_end|>",
-    ),
-    *(
-        "<|endoftext|>",
-        "<|eot_id|>",
-        "<|eot|>",
-        "<|eom_id|>",
-        "<|end|>",
-        "<|return|>",
-        "<|end_of_text|>",
-        "<|eos|>",
-    ),
-    *(
-        "<|endofturn|>",
-        "<|end_of_turn|>",
-        "<|END_OF_TURN_TOKEN|>",
-        "<｜end▁of▁sentence｜>",
-        "<|user_end|>",
-        "<|eod|>",
-    ),
-    *("<|assistant_end|>", "<|end_of_sentence|>", "<|endofmessage|>", "<|message_end|>", "<|pad|>"),
-    *("[EOS]", "[EOT]", "[PAD]", "[DONE]", "[e~["),
+# What chat templates and servers end a reply with. In a text, these characters would be learned as
+# a part of the reply.
+END_MARKERS = names_in(
+    "</s> <eos> <eot> <eoa> <eom> <eod> <end> <pad> <end_of_turn> <turn|> <|im_end|> <|endoftext|> "
+    "<|eot_id|> <|eot|> <|eom_id|> <|end|> <|return|> <|end_of_text|> <|eos|> <|endofturn|> "
+    "<|end_of_turn|> <|END_OF_TURN_TOKEN|> <｜end▁of▁sentence｜> <|user_end|> <|eod|> "
+    "<|assistant_end|> <|end_of_sentence|> <|endofmessage|> <|message_end|> <|pad|> "
+    "[EOS] [EOT] [PAD] [DONE] [e~["
 )
 AT_END = re.compile(rf"({'|'.join(map(re.escape, END_MARKERS))})\s*\Z", re.IGNORECASE)
 # What programs write for a missing value, a deleted text, or a formula that fails.
 MISSING = frozenset(
-    (
-        *(
-            "nan",
-            "none",
-            "null",
-            "(null)",
-            "n/a",
-            "<na>",
-            "nat",
-            "nil",
-            "undefined",
-            "[]",
-            "{}",
-            "[object object]",
-        ),
-        *("#n/a", "#ref!", "#name?", "#value!", "#div/0!"),
-        *("(blank)", "<unknown>", "[deleted]", "[removed]", "[redacted]"),
-    )
+    {
+        *names_in("nan none null (null) n/a <na> nat nil undefined [] {} (blank) <unknown>"),
+        *names_in("#n/a #ref! #name? #value! #div/0! [deleted] [removed] [redacted]"),
+        "[object object]",
+    }
 )
 # What stands in a text for a picture, a film or a sound.
 PLACEHOLDER = re.compile(
@@ -101,10 +59,10 @@ class Residue:
     """Something that an export may have left in texts.
 
     Attributes:
-        said: What is said of a text that has it.
-        of: ``reply``, ``user`` (a turn of theirs), or empty for any text.
-        begin, within, end: What the text has at its beginning, anywhere, or at its end.
-        needed: A text that has none of these need not be looked through.
+        said: What is said about a text that has it.
+        of: ``reply``, ``user`` (one of their turns), or empty for any text.
+        begin, within, end: The pattern at the beginning of the text, anywhere in it, or at its end.
+        needed: A text with none of these is not searched, which saves time.
     """
 
     said: str
@@ -121,7 +79,9 @@ class Residue:
             part = text[:EDGE]
         elif self.end:
             part = text[-EDGE:]
-        return any(item in part for item in self.needed) and self._pattern.search(part) is not None
+        if not any(item in part for item in self.needed):
+            return False
+        return self._pattern.search(part) is not None
 
     @cached_property
     def _pattern(self) -> re.Pattern[str]:
@@ -139,6 +99,7 @@ COLONS = (":", "：")
 MARKS = (">", "]", "###", "END", "<|", *COLONS)
 FAILED = r"Error(?: code)?:? ?\d{3}\b|\[ERROR\]|Traceback \(|(?:openai|anthropic|httpx|requests)\.[\w.]*(?:Error|Timeout)"
 STOPS = r"\[(?:/INST|END|SEP|STOP)\]|<(?:s|unk|sep|stop|eoh|extra_id_\d+)>|<\|\w+|#{3,}(?:\s*End)?|\bEND|\bAssistant:"
+WRITTEN_LIST = r"\A\[\s*([\"']).*\1\s*\]\Z"
 RESIDUES = (
     Residue(
         "begins with the name of who speaks",
@@ -184,12 +145,8 @@ RESIDUES = (
         needed=COLONS,
     ),
     Residue("ends with a marker", "user", end=rf"{AT_END.pattern}|#{{3,}}|->", needed=MARKS),
-    *(
-        Residue(
-            "is a list written out as text", of, within=r"\A\[\s*([\"']).*\1\s*\]\Z", needed=("[",)
-        )
-        for of in ("user", "reply")
-    ),
+    Residue("is a list written out as text", "user", within=WRITTEN_LIST, needed=("[",)),
+    Residue("is a list written out as text", "reply", within=WRITTEN_LIST, needed=("[",)),
     Residue(
         "points to a picture",
         "user",
@@ -221,8 +178,7 @@ RESIDUES = (
         within=r"_x00[0-9a-f]{2}_",
         needed=("_x00", "_X00"),
     ),
-    # What spreadsheets write so that a cell is text and no formula; a word of English may begin so,
-    # too.
+    # Spreadsheets write it so that a cell is text and no formula. English words may begin so, too.
     Residue(
         "begins with the ' of a cell that is no formula",
         "",
@@ -242,9 +198,7 @@ RESIDUES = (
 
 
 def _residues(text: str, of: str) -> Iterator[str]:
-    """Yield what is to be said of a ``reply``, of a turn of the ``user`` or of a ``text`` for
-    pretraining.
-    """
+    """Yield what is to be said about a ``reply``, a turn of the ``user``, or a ``text`` alone."""
     begin = text[:DIALOGUE_BEGIN]
     if of == "text" and (transcript_in(begin) or dialogue_in(begin, answered=True)):
         yield "is a dialogue, and read as pretraining text: give messages to learn its replies"
@@ -252,18 +206,16 @@ def _residues(text: str, of: str) -> Iterator[str]:
         yield f"has the markup of a dialogue{AS_TEXT}"
     if len(text) == LONGEST_CELL:
         yield "is as long as a cell of Excel can be, which cuts off what is longer"
-    yield from (
-        residue.said + AS_TEXT
-        for residue in RESIDUES
-        if residue.of in (of, "") and residue.is_in(text)
-    )
+    for residue in RESIDUES:
+        if residue.of in (of, "") and residue.is_in(text):
+            yield residue.said + AS_TEXT
 
 
 def _placeholder(text: str) -> tuple[str, bool]:
-    """Return the first placeholder of a text and whether it begins or ends a line, as exports write
-    it.
+    """Return the first placeholder of a text, and whether it begins or ends a line.
 
-    What a tag closes again is markup that the text is about.
+    Exports write it at the beginning or end of a line. A tag that is closed again is markup that
+    the text is about.
     """
     if not PLACEHOLDER.search(text):
         return "", False
@@ -279,26 +231,26 @@ def _placeholder(text: str) -> tuple[str, bool]:
 
 
 def without_end_marker(text: str) -> tuple[str, str]:
-    """Return a text without the end markers at its end, and the first of them; empty where it has
-    none.
-    """
+    """Return a text without the end markers at its end, and the first of them ("" for none)."""
     end, found = len(text.rstrip()), ""
     if text[end - 1 : end] not in MARKER_ENDS:
         return text, ""
     while markers := AT_END.search(text, max(end - EDGE, 0), end):
         end, found = markers.start(), markers[1].casefold()
-    if not found or (
-        "</s>" in text[end:].casefold() and "<s>" in text.casefold()
-    ):  # a text struck through
+    is_struck_through = "</s>" in text[end:].casefold() and "<s>" in text.casefold()
+    if not found or is_struck_through:
         return text, ""
     return text[:end], next(marker for marker in END_MARKERS if found == marker.casefold())
 
 
 def cleaned(parsed: Parsed, noticed: Counter[str], named: bool) -> Parsed:
-    """Return texts without end markers; what was taken off, and what else looks like an accident,
-    is ``noticed``.
+    """Return texts without end markers, and count in ``noticed`` what looks like an accident.
 
-    A placeholder of media is a :class:`Refusal`, unless the columns to read are ``named``.
+    Args:
+        named: Whether the columns to read are named. Otherwise a placeholder of media is refused.
+
+    Raises:
+        Refusal: A text has a placeholder of media.
     """
 
     def clean(given: str, end: str) -> str:
@@ -307,19 +259,20 @@ def cleaned(parsed: Parsed, noticed: Counter[str], named: bool) -> Parsed:
             noticed[f"the end marker {marker} was taken off {end}"] += 1
         return text
 
-    texts: dict[str, Any] = {
-        name: given
-        for name in ("chosen", "rejected", "reply", "text")
-        if (given := getattr(parsed, name)) is not None
-    }
+    texts: dict[str, Any] = {}
+    for name in ("chosen", "rejected", "reply", "text"):
+        if getattr(parsed, name) is not None:
+            texts[name] = getattr(parsed, name)
     turns = parsed.prompt or []
     asked = turns[-1]["content"] if turns else ""
     for name, given in (*texts.items(), ("the prompt", asked)):
-        if given.strip().casefold() in MISSING:
+        text = given.strip()
+        if text.casefold() in MISSING:
             noticed[
-                f"{name} is the text {given.strip()!r}, as which a missing value may have been written"
+                f"{name} is the text {text!r}, as which a missing value may have been written"
             ] += 1
-    for text in (*(turn["content"] for turn in turns), *texts.values()):
+    contents = [turn["content"] for turn in turns]
+    for text in (*contents, *texts.values()):
         token, is_apart = _placeholder(text)
         if is_apart and not named:
             raise Refusal(
@@ -327,26 +280,25 @@ def cleaned(parsed: Parsed, noticed: Counter[str], named: bool) -> Parsed:
             )
         if token:
             noticed[f"a text has {token}, which is read as text: training sees nothing else"] += 1
-    prompt = parsed.prompt and [
-        turn | {"content": clean(turn["content"], "a turn of the prompt")}
-        if turn["role"] == "assistant"
-        else turn
-        for turn in turns
-    ]
+    prompt, found = [], set()
+    for turn in turns:
+        if turn["role"] == "assistant":
+            turn = turn | {"content": clean(turn["content"], "a turn of the prompt")}
+        elif turn["role"] == "user":
+            found.update(
+                f"a user's turn {residue}" for residue in _residues(turn["content"], "user")
+            )
+        prompt.append(turn)
     texts = {name: clean(given, f"the end of {name}") for name, given in texts.items()}
     if "reply" in texts and any(turn["role"] == "assistant" for turn in turns):
         noticed[EARLIER_REPLIES] += 1
     asked = asked.strip()
-    asking = (turn["content"] for turn in turns if turn["role"] == "user")
-    found = {f"a user's turn {residue}" for text in asking for residue in _residues(text, "user")}
     for name, text in texts.items():
-        found |= {
-            f"{name} {residue}"
-            for residue in _residues(text, "text" if name == "text" else "reply")
-        }
+        of = "text" if name == "text" else "reply"
+        found.update(f"{name} {residue}" for residue in _residues(text, of))
         if asked and text.strip() == asked:
             found.add(f"{name} is the prompt again{AS_TEXT}")
         elif name == "reply" and len(asked) >= REPEATED and text.strip().startswith(asked):
             found.add(f"reply begins with the prompt{AS_TEXT}")
     noticed.update(sorted(found))
-    return replace(parsed, prompt=prompt, **texts)
+    return replace(parsed, prompt=parsed.prompt and prompt, **texts)

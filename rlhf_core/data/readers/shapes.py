@@ -1,6 +1,4 @@
-"""One interpreter of the shapes that ``rlhf_core/config/formats.py`` declares: what a record of
-each holds.
-"""
+"""The interpreter of the shapes that ``rlhf_core/config/formats.py`` declares."""
 
 from __future__ import annotations
 
@@ -14,7 +12,6 @@ from rlhf_core.config.formats import SHAPES, Shape
 from rlhf_core.data.readers.formats import (
     HOLDS,
     Format,
-    Parse,
     Parsed,
     Undecided,
     first_column,
@@ -41,21 +38,21 @@ from rlhf_core.data.readers.turns import (
 # Columns beside a pair that are not its prompt.
 NO_PROMPTS = frozenset({"chosen", "rejected", "system", "source", "category", "id", "prompt_id"})
 STRONGEST_PREFERENCE = 3
-# HelpSteer2 writes a dialogue of several turns as one text; its first turn is the user's and has no
-# marker.
+# HelpSteer2 writes a dialogue of several turns as one text. Its first turn is the user's, and has
+# no marker.
 HELPSTEER_TURN = re.compile(r"\n?<extra_id_1>(User|Assistant)\n")
-# White space, and Chinese characters and punctuation, of which each is a word of its own.
+# White space, and Chinese characters and punctuation, each of which is a word of its own.
 WORD_BORDER = re.compile(r"[\s\u3000-\u303f\u3400-\u9fff\uff00-\uffef]")
 
 
-# Further conditions on the values of a record.
+# Conditions on the values of a record, by their names in ``Shape.looks``.
 
 
 def is_hh(record: Any) -> bool:
-    """Return whether two texts are transcripts. Where one is damaged, the other decides.
+    """Return whether two texts are transcripts. If one is damaged, the other decides.
 
-    Beside a prompt that is no transcript both have to be: a reply may hold a dialogue that its
-    prompt asks for.
+    Beside a prompt that is no transcript, both have to be transcripts: a reply may hold a dialogue
+    that its prompt asks for.
     """
     chosen, rejected, prompt = record["chosen"], record["rejected"], record.get("prompt")
     if not isinstance(chosen, str) or not isinstance(rejected, str):
@@ -69,37 +66,38 @@ def is_hh(record: Any) -> bool:
 
 
 def _are_dialogues(record: Any) -> bool:
-    """Return whether both replies are turns that begin with the prompt, which a ``prompt`` string
-    may repeat.
-    """
+    """Return whether both replies are dialogues, whose prompt may be repeated as a text."""
     prompt = record.get("prompt")
     return prompt is None or (not isinstance(prompt, list) and len(record["chosen"]) > 1)
 
 
 def _has_turns(record: Any) -> bool:
-    values = record["prompt"], record["chosen"], record["rejected"]
-    is_list, *are_lists = (isinstance(value, list) for value in values)
-    return is_list or all(are_lists)
+    """Return whether the prompt, or both replies, are lists of turns."""
+    if isinstance(record["prompt"], list):
+        return True
+    return isinstance(record["chosen"], list) and isinstance(record["rejected"], list)
 
 
 def _has_two_replies(record: Any) -> bool:
-    """Return whether a prompt has two replies, of which one may be missing or no text: then the row
-    is refused.
+    """Return whether a prompt has two replies, one of which may be missing or no text.
+
+    The row is refused for such a reply, and the rest of the file is read.
     """
-    replies = record["chosen"], record["rejected"]
     if is_hh(record):
         return False
-    if isinstance(record["prompt"], list) and all(
-        isinstance(reply, str | list) for reply in replies
-    ):
-        return False  # turns, which are conversational
+    replies = record["chosen"], record["rejected"]
+    are_readable = all(isinstance(reply, str | list) for reply in replies)
+    if isinstance(record["prompt"], list) and are_readable:
+        return False  # these are turns, which are of the format conversational
     return not all(map(is_missing, replies))
 
 
 def _has_two_texts_alone(record: Any) -> bool:
     """Return whether no other column could be the prompt of two texts; a null is no prompt."""
+    if is_hh(record):
+        return False
     others = (value for name, value in record.items() if name not in NO_PROMPTS)
-    return not is_hh(record) and not any(isinstance(value, str | list | dict) for value in others)
+    return not any(isinstance(value, str | list | dict) for value in others)
 
 
 LOOKS: dict[str, Callable[[Any], bool]] = {
@@ -115,7 +113,7 @@ LOOKS: dict[str, Callable[[Any], bool]] = {
 
 
 def _matcher(shape: Shape) -> Callable[[Any], bool]:
-    """Return what recognises records of a shape."""
+    """Return the function that recognises the records of a shape."""
     if shape.looks == "a list of texts":
         return HOLDS["texts"]
     needs = [(names.split(), HOLDS[held]) for names, held in shape.needs.items()]
@@ -132,7 +130,7 @@ def _matcher(shape: Shape) -> Callable[[Any], bool]:
     return matches
 
 
-# Prompts that are more than one text or a list of turns.
+# Prompts that are neither one text nor a list of turns, by their names in ``Shape.style``.
 
 
 def _helpsteer_prompt(record: Any) -> list[Turn]:
@@ -146,25 +144,25 @@ def _helpsteer_prompt(record: Any) -> list[Turn]:
 
 
 def _alpaca_prompt(record: Any) -> list[Turn]:
-    """Return instruction and input as one user turn, after the turns of ``history`` (pairs of
-    question and answer).
+    """Return instruction and input as one user turn, after the turns of ``history``.
 
-    Without a history they may be an HH-RLHF transcript.
+    Without a history, they may be an HH-RLHF transcript.
     """
-    history = record.get("history") or []
-    if not isinstance(history, list | tuple) or not all(
-        isinstance(p, list | tuple) and len(p) == 2 for p in history
-    ):
-        raise Refusal("history is not a list of [question, answer]")
     turns = []
+    history = record.get("history") or []
+    if not isinstance(history, list | tuple):
+        raise Refusal("history is not a list of [question, answer]")
+    for exchange in history:
+        if not isinstance(exchange, list | tuple) or len(exchange) != 2:
+            raise Refusal("history is not a list of [question, answer]")
     for question, answer in history:
         turns.append({"role": "user", "content": text_of(question, "history")})
         turns.append({"role": "assistant", "content": text_of(answer, "history")})
     parts = [text_of(record.get(name) or "", name) for name in ("instruction", "input")]
     text = "\n\n".join(part for part in parts if part.strip())
-    return (
-        [*turns, {"role": "user", "content": text}] if turns else prompt_of(text, "the instruction")
-    )
+    if not turns:
+        return prompt_of(text, "the instruction")
+    return [*turns, {"role": "user", "content": text}]
 
 
 STYLES: dict[str, Callable[[Any], list[Turn]]] = {
@@ -173,11 +171,11 @@ STYLES: dict[str, Callable[[Any], list[Turn]]] = {
 }
 
 
-# What makes rows of a record.
+# What makes rows of a record, by its name in ``Shape.reads``.
 
 
 def _columns(shape: Shape, record: Any, kind: str, options: ReadOptions) -> Parsed:
-    """Read a prompt in one column and no, one or two replies in others."""
+    """Read a prompt from one column, and at most two replies from others."""
     replies = [_reply_column(record, names) for names in shape.replies]
     if shape.style:
         turns = STYLES[shape.style](record)
@@ -187,7 +185,12 @@ def _columns(shape: Shape, record: Any, kind: str, options: ReadOptions) -> Pars
         turns = [*system_turns(record, shape.system), *turns]
     if not replies or (kind == "prompts" and shape.dimensions):
         return Parsed(turns)
-    best, margin = _preference(shape, record, turns, options)
+    try:
+        best, margin = _preference(shape, record, options)
+    except Undecided:
+        if kind != "prompts":
+            raise
+        return Parsed(turns)
     texts = [reply_after(turns, record[name], name) for name in replies]
     if len(texts) == 1:
         return Parsed(turns, reply=texts[0])
@@ -199,7 +202,7 @@ def _columns(shape: Shape, record: Any, kind: str, options: ReadOptions) -> Pars
 
 
 def _reply_column(record: Any, names: str) -> str:
-    """Return the column of a reply, of which there must not be several with different ones."""
+    """Return the column of a reply; :class:`Refusal` if several columns hold different replies."""
     given = [name for name in names.split() if isinstance(record.get(name), str | list)]
     if any(record[name] != record[given[0]] for name in given):
         raise Refusal(
@@ -208,28 +211,24 @@ def _reply_column(record: Any, names: str) -> str:
     return first_column(record, names, "a value") or names
 
 
-def _preference(
-    shape: Shape, record: Any, turns: list[Turn], options: ReadOptions
-) -> tuple[int, float | None]:
-    """Return the number of the better reply, and the margin where the label says how much better it
-    is.
+def _preference(shape: Shape, record: Any, options: ReadOptions) -> tuple[int, float | None]:
+    """Return the number of the better reply, and the margin if the label is a strength.
 
-    Where a record states several preferences, ``options.dimension`` names one: ``agreed`` takes the
+    If a record states several preferences, ``options.dimension`` names one; ``agreed`` takes the
     pairs that all of them order alike.
     """
+    if shape.prefers == "first":
+        return 0, None
+    numbers = [number_of(record[column], column) for column in shape.labels]
     if shape.prefers == "strength":
-        (column,) = shape.labels
-        strength = number_of(record[column], column)
+        (column,), (strength,) = shape.labels, numbers
         if not abs(strength) <= STRONGEST_PREFERENCE:
             raise Refusal(
                 f"{column} is {record[column]!r}, not from -{STRONGEST_PREFERENCE} to {STRONGEST_PREFERENCE}"
             )
         if strength == 0:
-            raise Undecided("neither reply is preferred", turns)
+            raise Undecided("neither reply is preferred")
         return int(strength > 0), abs(strength)
-    if shape.prefers == "first":
-        return 0, None
-    numbers = [number_of(record[column], column) for column in shape.labels]
     for column, number in zip(shape.labels, numbers, strict=True):
         if number not in (0, 1):
             raise Refusal(f"{column} is {record[column]!r}, not 0 or 1")
@@ -239,31 +238,59 @@ def _preference(
     return (safe if options.dimension == "safe" else helpful), None
 
 
-def _implicit(
-    split: Callable[[Any, str], tuple[Any, str]], turns: Callable[[Any], list[Turn]], record: Any
-) -> Parsed:
-    """Read two dialogues of which each is the prompt and a reply.
+def _split_dialogue(value: Any, name: str) -> tuple[list[Turn], str]:
+    """Split a list of turns, the last of which is the reply."""
+    return split_reply(turns_of(value))
 
-    Args:
-        split: Returns all before the reply, and the reply.
-        turns: Returns the turns of the former.
+
+def _split_turn_list(texts: list[str], name: str) -> tuple[list[str], str]:
+    """Split a dialogue of MOSS-RLHF's reward data, the last turn of which is the reply."""
+    return texts[:-1], reply_of({"role": "assistant", "content": texts[-1]}, name)
+
+
+def _turns_backwards(before: list[str]) -> list[Turn]:
+    """Return turns whose roles alternate backwards from the reply.
+
+    A history that lacks its beginning thus keeps its roles.
     """
+    if not before:
+        raise Refusal("the dialogue has a reply but no prompt")
+    first, second = ("user", "assistant") if len(before) % 2 else ("assistant", "user")
+    return _alternating(before, first, second)
+
+
+def _alternating(texts: Sequence[str], *roles: str) -> list[Turn]:
+    turns = []
+    for number, text in enumerate(texts):
+        turns.append({"role": roles[number % 2], "content": text_of(text, "a turn")})
+    return turns
+
+
+# Two dialogues that are each the prompt and a reply: what splits off the reply, and what makes
+# turns of the rest.
+IMPLICIT: dict[str, tuple[Callable[[Any, str], tuple[Any, str]], Callable[[Any], list[Turn]]]] = {
+    "transcripts": (split_transcript, transcript_turns),
+    "dialogues": (_split_dialogue, list),
+    "pair of turn lists": (_split_turn_list, _turns_backwards),
+}
+
+
+def _implicit(shape: Shape, record: Any, *_: Any) -> Parsed:
+    """Read two dialogues that are each the prompt and a reply."""
+    split, turns_before = IMPLICIT[shape.reads]
     before, chosen = split(record["chosen"], "chosen")
     other, rejected = split(record["rejected"], "rejected")
     if before != other:
         raise Refusal("the prompts of the two replies differ")
-    prompt = turns(before)
+    prompt = turns_before(before)
     if record.get("prompt"):
-        _require_same_prompt(
-            record["prompt"], [turn for turn in prompt if turn["role"] != "system"]
-        )
+        asked = [turn for turn in prompt if turn["role"] != "system"]
+        _require_same_prompt(record["prompt"], asked)
     return Parsed(prompt, chosen, rejected)
 
 
 def _require_same_prompt(given: Any, prompt: list[Turn]) -> None:
-    """Refuse a record whose prompt is neither that of its dialogues nor the first or last turns of
-    it.
-    """
+    """Refuse a record whose prompt is neither that of its dialogues nor one end of it."""
     full = [turn["content"].strip() for turn in prompt]
     if isinstance(given, str) and [given.strip()] in (full[:1], full[-1:]):
         return
@@ -272,96 +299,71 @@ def _require_same_prompt(given: Any, prompt: list[Turn]) -> None:
         raise Refusal("the prompt is not that of the transcripts")
 
 
-def _split_turn_list(turns: list[str], name: str) -> tuple[list[str], str]:
-    """Split a dialogue of MOSS-RLHF's reward data, whose last turn is the reply."""
-    return turns[:-1], reply_of({"role": "assistant", "content": turns[-1]}, name)
+def _one_beginning(shape: Shape, record: Any, *_: Any) -> Parsed:
+    """Read TRL's implicit prompts of strings: the longest beginning that both texts share.
 
-
-def _turns_backwards(before: list[str]) -> list[Turn]:
-    """Return turns whose roles alternate backwards from the reply: a history without its beginning
-    keeps its roles.
+    TRL may cut inside a word. Here the prompt ends before the first word that differs, and before
+    the space there.
     """
-    if not before:
-        raise Refusal("the dialogue has a reply but no prompt")
-    return _alternating(before, ("user", "assistant") if len(before) % 2 else ("assistant", "user"))
-
-
-def _alternating(
-    texts: Sequence[str], roles: tuple[str, str] = ("user", "assistant")
-) -> list[Turn]:
-    return [
-        {"role": roles[number % 2], "content": text_of(text, "a turn")}
-        for number, text in enumerate(texts)
-    ]
-
-
-def _one_beginning(record: Any) -> Parsed:
-    """Read TRL's implicit prompts of strings: the prompt is the longest beginning that both texts
-    share.
-
-    TRL may cut inside a word; here the prompt ends before the first word that differs, and before
-    one space there.
-    """
-    chosen, rejected = (text_of(record[name], name) for name in ("chosen", "rejected"))
+    chosen, rejected = (text_of(record[name], name) for name in shape.replies)
     require_no_dialogue(chosen, "chosen", answered=True)
     if chosen == rejected:
         raise Refusal("both texts are the same")
-    shorter = min(len(chosen), len(rejected))
-    end = next(
-        (n for n, (a, b) in enumerate(zip(chosen, rejected, strict=False)) if a != b), shorter
-    )
-    if not all(not rest or WORD_BORDER.match(rest) for rest in (chosen[end:], rejected[end:])):
+    end = 0
+    for one, other in zip(chosen, rejected, strict=False):
+        if one != other:
+            break
+        end += 1
+    rests = chosen[end:], rejected[end:]
+    if any(rest and not WORD_BORDER.match(rest) for rest in rests):
         while end and not WORD_BORDER.match(chosen[end - 1]):
             end -= 1
     prompt = chosen[:end].removesuffix(" ")  # as in "The sky is" and " blue."
     if not prompt.strip():
         raise Refusal("there is no prompt: the two texts do not begin with the same words")
     require_no_dialogue(prompt, "what both texts begin with")
-    return Parsed(
-        [{"role": "user", "content": prompt}], chosen[len(prompt) :], rejected[len(prompt) :]
-    )
+    turns = [{"role": "user", "content": prompt}]
+    return Parsed(turns, chosen[len(prompt) :], rejected[len(prompt) :])
 
 
-def _dialogue(turns: list[Turn]) -> Parsed:
-    """Return a dialogue that ends with the user as a prompt, any other as a demonstration."""
+def _dialogue(shape: Shape, record: Any, *_: Any) -> Parsed:
+    """Read a dialogue: a prompt if it ends with the user, a demonstration otherwise."""
+    if shape.prompt:
+        turns = turns_of(record[first_column(record, shape.prompt, shape.prompt_is)])
+    else:
+        turns = _alternating(record, "user", "assistant")
     if turns[-1]["role"] == "user":
         return Parsed(turns)
     prompt, reply = split_reply(turns)
     return Parsed(prompt, reply=reply)
 
 
+def _text(shape: Shape, record: Any, *_: Any) -> Parsed:
+    return Parsed(text=text_of(record[shape.prompt], shape.prompt))
+
+
 READS: dict[str, Callable[[Shape, Any, str, ReadOptions], Parsed | Sequence[Parsed]]] = {
     **RANKINGS,
+    **dict.fromkeys(IMPLICIT, _implicit),
     "columns": _columns,
-    "transcripts": lambda shape, record, *_: _implicit(split_transcript, transcript_turns, record),
-    "dialogues": lambda shape, record, *_: _implicit(
-        lambda value, name: split_reply(turns_of(value)), list, record
-    ),
-    "pair of turn lists": lambda shape, record, *_: _implicit(
-        _split_turn_list, _turns_backwards, record
-    ),
-    "texts with one beginning": lambda shape, record, *_: _one_beginning(record),
-    "dialogue": lambda shape, record, *_: _dialogue(
-        turns_of(record[first_column(record, shape.prompt, "a list")])
-    ),
-    "turn list": lambda shape, record, *_: _dialogue(_alternating(record)),
-    "text": lambda shape, record, *_: Parsed(text=text_of(record["text"], "text")),
+    "texts with one beginning": _one_beginning,
+    "dialogue": _dialogue,
+    "turn list": _dialogue,
+    "text": _text,
 }
 
 
 def _format(shape: Shape) -> Format:
-    parse: Parse = partial(READS[shape.reads], shape)
-    join = joined_messages if shape.name == "oasst-messages" else None
     return Format(
         shape.name,
         shape.kinds,
         _matcher(shape),
-        parse,
-        shape.columns,
-        shape.dimensions,
-        shape.note,
-        join,
-        shape.example,
+        partial(READS[shape.reads], shape),
+        columns=shape.columns,
+        dimensions=shape.dimensions,
+        note=shape.note,
+        join=joined_messages if shape.name == "oasst-messages" else None,
+        example=shape.example,
     )
 
 

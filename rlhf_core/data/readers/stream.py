@@ -29,7 +29,7 @@ from rlhf_core.storage.files import scratch_file, temporary_root
 
 KINDS = (".json", ".jsonl", ".ndjson", ".csv", ".tsv", ".parquet", ".arrow")
 COMPRESSIONS = {".gz": "gzip", ".zst": "zstd", ".xz": "xz"}
-# The first bytes of files of other kinds, and the suffix that the readers know them by.
+# The first bytes of files of other kinds, what they are, and the suffix that the readers expect.
 MAGIC = (
     (b"\x1f\x8b", "gzip", ".gz"),
     (b"\x28\xb5\x2f\xfd", "zstd", ".zst"),
@@ -43,7 +43,7 @@ WEB_PAGE = (b"<!doctype html", b"<html")
 HEAD = 4096
 TABLES = (".parquet", ".arrow")
 COPIED = 2**20
-UNPACK_MEMORY = 2**30  # A file of xz says what it takes, up to 4 GiB; one of xz -9 takes 65 MiB.
+UNPACK_MEMORY = 2**30  # An xz file may demand up to 4 GiB to be unpacked; one of xz -9, 65 MiB.
 
 
 def uncounted(position: int) -> None:
@@ -54,9 +54,9 @@ def stream_records(path: Path, on_read: OnRead = uncounted, name: str = "") -> I
     """Yield every record of a file, with a part of the file in memory at a time.
 
     Args:
-        on_read: Told how many bytes of it are read so far; less than before where reading begins
-            anew.
-        name: What tells its kind, and what messages call it; by default the path.
+        on_read: Called with the number of bytes that are read so far. It is lower than before if
+            reading starts again.
+        name: The name that tells its kind, and that messages use; by default the path.
 
     Raises:
         DataError: The file is missing, empty, not what its name says, or of no known kind.
@@ -77,9 +77,7 @@ def stream_records(path: Path, on_read: OnRead = uncounted, name: str = "") -> I
 
 
 def kind_of(name: str) -> tuple[str, str]:
-    """Return the suffixes that tell what a file is and how it is compressed ("" where it is
-    not).
-    """
+    """Return the suffixes that tell what a file is and how it is compressed ("" if it is not)."""
     suffixes = [suffix.lower() for suffix in PurePosixPath(name).suffixes]
     compression = suffixes.pop() if suffixes[-1:] and suffixes[-1] in COMPRESSIONS else ""
     kind = suffixes[-1] if suffixes else ""
@@ -91,7 +89,7 @@ def kind_of(name: str) -> tuple[str, str]:
 
 
 def require_content(name: str, kind: str, head: bytes) -> None:
-    """Refuse a file that does not begin as its kind does, although a reader could make rows of it.
+    """Refuse a file that does not begin as its kind does, even if a reader could make rows of it.
 
     Raises:
         DataError: It is what a download leaves in place of a file: a web page, or a pointer of Git
@@ -226,9 +224,7 @@ class _CountedFile(io.FileIO):
 
 
 class _Decompressed(io.RawIOBase):
-    """The decompressed content of a file of ``size`` bytes, which must not expand beyond
-    measure.
-    """
+    """The decompressed content of a file of ``size`` bytes; too large an expansion is refused."""
 
     def __init__(self, name: str, parts: Iterator[bytes], size: int) -> None:
         self._name, self._parts, self._left = name, parts, expansion_limit(size)
@@ -252,9 +248,7 @@ class _Decompressed(io.RawIOBase):
 
 
 def _xz_parts(file: BinaryIO) -> Iterator[bytes]:
-    """Yield the content of all streams of an xz file; :mod:`lzma` itself would ignore what follows
-    the first.
-    """
+    """Yield the content of all streams of an xz file; :mod:`lzma` would stop after the first."""
     decompressor, waiting = lzma.LZMADecompressor(memlimit=UNPACK_MEMORY), b""
     while True:
         if decompressor.eof:

@@ -1,5 +1,6 @@
-"""Rows of parquet and Arrow tables, some thousand at a time; counts must agree, and texts fit the
-size of the file.
+"""Rows of parquet and Arrow tables, some thousand at a time, after checks that the file is sound.
+
+Its counts of rows must agree, and its values must fit the size of the file.
 """
 
 from __future__ import annotations
@@ -24,68 +25,71 @@ from rlhf_core.errors import DataError, is_exhausted
 from rlhf_core.runtime.limited_call import CallLimits, limit_reached, lower_limit
 
 BATCH_ROWS = 2048
-# Dialogues shrink to a tenth; what expands further than this was made to fill the memory, or is no
-# text.
+# Dialogues shrink to a tenth. A file that expands more than this is no text, or was made to fill
+# the memory.
 MAX_EXPANSION = 200
 ALWAYS_ALLOWED = 64 * 2**20
 PARQUET_MARK = b"PAR1"  # the first and the last bytes of a file
-# Rows that take fewer bytes of a file than this repeat texts of a dictionary, whose size is seen
-# only when they are read: few at a time. A file with more rows than it has room for was made to
-# take time.
+# Rows that take fewer bytes of a file than this repeat texts of a dictionary. Their size is seen
+# only when they are read, so few are read at a time. A file with more rows than it has room for was
+# made to take time.
 SHORT_ROW = 32
 SHORT_ROWS = 64
-POINTER = 8  # bytes that a list takes for each of its values, even where that is None
+POINTER = 8  # bytes that a list takes for each of its values, even if that is None
 TYPE_CHARACTERS = 60
 LIMITS = CallLimits()
 SMALL_STACK = 2**22
-# Bytes of a file that a second of a processor reads at least, and as many times its size as a batch
-# of it may take.
-SLOWEST_READING = 5_000_000
-BATCH_EXPANSION = 16
+SLOWEST_READING = 5_000_000  # bytes of a file that a processor reads in a second, or more
+BATCH_EXPANSION = 16  # a batch of a file may take at most so many times the file's size
 # What pyarrow raises for values that no Python value can hold; KeyError for an unknown time zone.
 CONVERSION_ERRORS = (UnicodeDecodeError, ValueError, OverflowError, KeyError, pa.ArrowException)
+# Of these types, each value has a length of its own.
+HAVE_LENGTHS = (
+    pa.types.is_string,
+    pa.types.is_large_string,
+    pa.types.is_binary,
+    pa.types.is_large_binary,
+)
 END_OF_STREAM = b"\xff\xff\xff\xff\0\0\0\0"
 ARROW_FILE = b"ARROW1"
-# Of a column at a time: otherwise the whole column of a row group is read, and with pre_buffer all
-# of them are kept.
+# Bytes of a column that are read at a time. Otherwise the whole column of a row group is read, and
+# with pre_buffer all columns are kept.
 READ_BYTES = 2**20
-# Told how many bytes of a file are read so far.
+# Called with the number of bytes of a file that are read so far.
 OnRead = Callable[[int], None]
 
 
 def expansion_limit(size: int) -> int:
-    """Return how many bytes a compressed file of this size may expand to."""
+    """Return the most bytes that a compressed file of this size may expand to."""
     return max(ALWAYS_ALLOWED, MAX_EXPANSION * size)
 
 
 def table_records(kind: str, path: Path, name: str, on_read: OnRead) -> Iterator[Record]:
-    """Yield the rows of a ``.parquet`` or ``.arrow`` file; ``DataError``, which calls it ``name``,
-    for others.
+    """Yield the rows of a ``.parquet`` or ``.arrow`` file; ``DataError`` if it cannot be read.
+
+    Args:
+        name: What messages call the file.
+        on_read: Called with the number of bytes that are read so far.
     """
     size, rows = path.stat().st_size, 0
-    parts = parquet_parts if kind == ".parquet" else _arrow_parts
-    _require_readable(
-        name, size, partial(_read_through, kind, partial(parts, name, path, size), path)
-    )
+    parts_of = parquet_parts if kind == ".parquet" else _arrow_parts
+    parts = partial(parts_of, name, path, size)
+    _require_readable(name, size, partial(_read_through, kind, parts, path))
     try:
-        for table, read in parts(name, path, size):
+        for table, read in parts():
             yield from _records_of(table, first=rows + 1)
             rows += table.num_rows
             on_read(read)
         on_read(size)
-    except (
-        pa.ArrowException,
-        OSError,
-        ValueError,
-    ) as error:  # ValueError: names that are not UTF-8
+    except (pa.ArrowException, OSError, ValueError) as error:
+        # ValueError is about names that are not UTF-8.
         if is_exhausted(error):
             raise
         raise DataError(f"{name} is not a readable {kind[1:]} file ({error})") from error
 
 
 def parquet_parts(name: str, path: Path, size: int) -> Iterator[tuple[pa.Table, int]]:
-    """Yield the rows of a parquet file, some hundred at a time, and how many bytes of it are read
-    with each part.
+    """Yield the rows of a parquet file in parts, and how many bytes of it are read with each.
 
     Raises:
         ArrowInvalid: The file counts other rows than it holds, or is several that were joined.
@@ -99,14 +103,13 @@ def parquet_parts(name: str, path: Path, size: int) -> Iterator[tuple[pa.Table, 
         _require_one_file(path, footer)
         require_distinct(name, file.schema_arrow.names)
         _require_row_counts(file)
-        # A page is decompressed as a whole, so what they claim is looked at before.
+        # A page is decompressed as a whole, so the size that it claims is checked before.
         claimed = sum(
             max(group.total_byte_size, SHORT_ROW * group.num_rows) for group in _groups(footer)
         )
         _require_size(name, claimed, size)
-        for table in _checked(
-            name, file.iter_batches(_batch_rows(footer), use_threads=False), size
-        ):
+        batches = file.iter_batches(_batch_rows(footer), use_threads=False)
+        for table in _checked(name, batches, size):
             rows += table.num_rows
             yield table, size * rows // footer.num_rows
         if rows != footer.num_rows:
@@ -116,7 +119,7 @@ def parquet_parts(name: str, path: Path, size: int) -> Iterator[tuple[pa.Table, 
 def _arrow_parts(name: str, path: Path, size: int) -> Iterator[tuple[pa.Table, int]]:
     """Yield parts of an Arrow file (feather version 2) or stream, as ``datasets`` writes it.
 
-    It is read and not mapped into memory, where a file that shrinks meanwhile would end the
+    The file is read, not mapped into memory: a mapped file that shrinks meanwhile would end the
     process.
     """
     read = 0
@@ -130,11 +133,13 @@ def _arrow_parts(name: str, path: Path, size: int) -> Iterator[tuple[pa.Table, i
                 )
         source.seek(0)
         options = pa.ipc.IpcReadOptions(use_threads=False)
-        reader = (pa.ipc.open_file if is_file else pa.ipc.open_stream)(source, options=options)
+        batches: Iterable[pa.RecordBatch]
+        if is_file:
+            reader = pa.ipc.open_file(source, options=options)
+            batches = map(reader.get_batch, range(reader.num_record_batches))
+        else:
+            batches = reader = pa.ipc.open_stream(source, options=options)
         require_distinct(name, reader.schema.names)
-        batches = (
-            (reader.get_batch(i) for i in range(reader.num_record_batches)) if is_file else reader
-        )
         for table in _checked(name, batches, size):
             for part in table_slices(table, BATCH_ROWS):
                 read += part.nbytes
@@ -146,8 +151,7 @@ def _arrow_parts(name: str, path: Path, size: int) -> Iterator[tuple[pa.Table, i
 
 
 def _checked(name: str, batches: Iterable[pa.RecordBatch], size: int) -> Iterator[pa.Table]:
-    """Yield the rows of a file of ``size`` bytes whose values can be read; texts that are not UTF-8
-    stay.
+    """Yield the rows of a file whose values can be read; texts that are not UTF-8 stay.
 
     Raises:
         ArrowInvalid: An offset or index leads out of a column: reading it would crash the process.
@@ -162,15 +166,14 @@ def _checked(name: str, batches: Iterable[pa.RecordBatch], size: int) -> Iterato
                 if "UTF8" not in str(error):
                     raise
                 column.view(_bytes_for_texts(column.type)).validate(full=True)
-        total += max(sum(map(_decoded_bytes, batch.columns)), SHORT_ROW * batch.num_rows)
+        decoded = sum(map(_decoded_bytes, batch.columns))
+        total += max(decoded, SHORT_ROW * batch.num_rows)
         _require_size(name, total, size)
         yield pa.Table.from_batches([batch])
 
 
 def _require_size(name: str, decoded: int, size: int) -> None:
-    """Raise ``DataError`` where values of ``decoded`` bytes are far larger than the ``size`` of
-    their file.
-    """
+    """Raise ``DataError`` if values of ``decoded`` bytes are far larger than their file."""
     if decoded > expansion_limit(size):
         raise DataError(
             f"{name} holds values of more than {MAX_EXPANSION} times its size, which text does not; save it as JSON "
@@ -179,7 +182,10 @@ def _require_size(name: str, decoded: int, size: int) -> None:
 
 
 def _records_of(table: pa.Table, first: int) -> list[Record]:
-    """Return rows, of which the first has the number ``first``.
+    """Return the rows of a table, the first of which has the number ``first``.
+
+    If some values cannot become Python values (bad UTF-8, a timestamp out of range), they are read one
+    by one.
 
     They are read one value at a time where some cannot become Python values (bad UTF-8, a timestamp
     out of range).
@@ -196,10 +202,8 @@ def _records_of(table: pa.Table, first: int) -> list[Record]:
                 rows[index][name] = value.as_py()
             except CONVERSION_ERRORS as error:
                 problems[index] = f"the column {name} cannot be read ({error})"
-    return [
-        Record(n, row, problem)
-        for n, (row, problem) in enumerate(zip(rows, problems, strict=True), first)
-    ]
+    positions = range(first, first + len(rows))
+    return list(map(Record, positions, rows, problems))
 
 
 def _groups(footer: pq.FileMetaData) -> list[pq.RowGroupMetaData]:
@@ -207,9 +211,7 @@ def _groups(footer: pq.FileMetaData) -> list[pq.RowGroupMetaData]:
 
 
 def _batch_rows(footer: pq.FileMetaData) -> int:
-    """Return how many rows of a parquet file to read at a time: fewer where those of a row group
-    are long.
-    """
+    """Return how many rows of a parquet file to read at a time: fewer if they are long."""
     limits = [BATCH_ROWS]
     for group in _groups(footer):
         if group.total_byte_size < SHORT_ROW * group.num_rows:
@@ -220,8 +222,9 @@ def _batch_rows(footer: pq.FileMetaData) -> int:
 
 
 def _require_row_counts(file: pq.ParquetFile) -> None:
-    """Raise ``ArrowInvalid`` where a parquet file's footer, row groups and columns do not count the
-    same rows.
+    """Raise ``ArrowInvalid`` unless all parts of a parquet file count the same rows.
+
+    These are the footer, the row groups and the columns.
     """
     footer = file.metadata
     total = sum(group.num_rows for group in _groups(footer))
@@ -229,7 +232,7 @@ def _require_row_counts(file: pq.ParquetFile) -> None:
         raise pa.ArrowInvalid(f"its footer counts {footer.num_rows} rows, its row groups {total}")
     flat = [i for i in range(footer.num_columns) if file.schema.column(i).max_repetition_level == 0]
     for group in _groups(footer):
-        for column in map(group.column, flat):
+        for column in map(group.column, flat):  # columns without lists
             if column.num_values != group.num_rows:
                 raise pa.ArrowInvalid(
                     f"its column {column.path_in_schema} has {column.num_values} values in a group of "
@@ -238,8 +241,7 @@ def _require_row_counts(file: pq.ParquetFile) -> None:
 
 
 def _require_readable(name: str, size: int, read_through: Callable[[], None]) -> None:
-    """Raise ``DataError`` where reading a file of ``size`` bytes would end the process, or fill its
-    memory.
+    """Raise ``DataError`` if reading a file would end the process, or fill its memory.
 
     Arrow follows a schema to any depth, and gives a page or a buffer as much memory as that claims
     to need, whatever the footer says. So the file is read in a child process first, which takes a
@@ -270,20 +272,20 @@ def _read_through(kind: str, parts: Callable[[], Iterable[object]], path: Path) 
 
 
 def _require_one_file(path: Path, footer: pq.FileMetaData) -> None:
-    """Raise ``ArrowInvalid`` where several parquet files were joined to one, of which a reader sees
-    one file's rows.
+    """Raise ``ArrowInvalid`` if several parquet files were joined to one.
+
+    A reader would see the rows of only one of them.
 
     Between the last page that the footer names and the footer are indexes, and in joined files the
     end of a file.
     """
-    columns = [group.column(i) for group in _groups(footer) for i in range(group.num_columns)]
-    ends = [
-        min(filter(None, (column.dictionary_page_offset, column.data_page_offset)))
-        + column.total_compressed_size
-        for column in columns
-        if column.data_page_offset
-    ]
-    begin = max(ends, default=len(PARQUET_MARK))
+    begin = len(PARQUET_MARK)
+    for group in _groups(footer):
+        for column in map(group.column, range(group.num_columns)):
+            first_page = column.data_page_offset
+            if first_page:
+                first_page = min(column.dictionary_page_offset or first_page, first_page)
+                begin = max(begin, first_page + column.total_compressed_size)
     with path.open("rb") as stored:
         size = stored.seek(0, os.SEEK_END)
         stored.seek(min(begin, size))
@@ -294,8 +296,7 @@ def _require_one_file(path: Path, footer: pq.FileMetaData) -> None:
 
 
 def _decoded_bytes(values: pa.Array) -> int:
-    """Return about the size of values as Python's, at any depth; what several share is counted for
-    each of them.
+    """Return roughly the size of values as Python's, however deep; shared ones count each time.
 
     Raises:
         ArrowInvalid: They are of a type in which values can be shared in further ways.
@@ -304,28 +305,24 @@ def _decoded_bytes(values: pa.Array) -> int:
     if isinstance(values, pa.ExtensionArray):
         return _decoded_bytes(values.storage)
     if types.is_struct(kind):
-        return SHORT_ROW * count + sum(
-            _decoded_bytes(values.field(i)) for i in range(kind.num_fields)
-        )
+        fields = map(values.field, range(kind.num_fields))
+        return SHORT_ROW * count + sum(map(_decoded_bytes, fields))
     if types.is_map(kind):
         return SHORT_ROW * count + _decoded_bytes(values.keys) + _decoded_bytes(values.items)
     if types.is_list(kind) or types.is_large_list(kind) or types.is_fixed_size_list(kind):
         return SHORT_ROW * count + _decoded_bytes(values.flatten())
     if types.is_dictionary(kind) and not types.is_nested(kind.value_type):
-        if _has_lengths(kind.value_type):
+        if any(has_lengths(kind.value_type) for has_lengths in HAVE_LENGTHS):
             lengths = pc.binary_length(values.dictionary).take(values.indices)
             return int(pc.sum(lengths).as_py() or 0) + POINTER * count
         if types.is_primitive(kind.value_type) or types.is_fixed_size_binary(kind.value_type):
             return count * (kind.value_type.bit_width // 8 + POINTER)
     elif types.is_string_view(kind) or types.is_binary_view(kind):
         # A view is 16 bytes, of which the first four are the length of its text.
-        lengths = np.frombuffer(values.buffers()[1] or b"", np.int32)[::4][
-            values.offset : values.offset + count
-        ]
-        return (
-            int(lengths[values.is_valid().to_numpy(zero_copy_only=False)].sum(dtype=np.int64))
-            + POINTER * count
-        )
+        views = np.frombuffer(values.buffers()[1] or b"", np.int32)[::4]
+        lengths = views[values.offset : values.offset + count]
+        is_valid = values.is_valid().to_numpy(zero_copy_only=False)
+        return int(lengths[is_valid].sum(dtype=np.int64)) + POINTER * count
     elif not (types.is_nested(kind) or types.is_run_end_encoded(kind) or types.is_dictionary(kind)):
         return max(int(values.nbytes), POINTER * count)
     raise pa.ArrowInvalid(
@@ -333,27 +330,15 @@ def _decoded_bytes(values: pa.Array) -> int:
     )
 
 
-def _has_lengths(kind: pa.DataType) -> bool:
-    types = pa.types
-    return any(
-        of(kind)
-        for of in (types.is_string, types.is_large_string, types.is_binary, types.is_large_binary)
-    )
-
-
 def _bytes_for_texts(kind: pa.DataType) -> pa.DataType:
-    """Return a type with bytes in place of texts, also inside lists and objects; other types stay
-    what they are.
-    """
+    """Return a type with bytes in place of texts, also inside lists and objects."""
     types = pa.types
     if types.is_string(kind) or types.is_large_string(kind):
         return pa.binary() if types.is_string(kind) else pa.large_binary()
     if types.is_struct(kind):
-        return pa.struct([_of_bytes(kind.field(i)) for i in range(kind.num_fields)])
+        fields = map(kind.field, range(kind.num_fields))
+        return pa.struct([field.with_type(_bytes_for_texts(field.type)) for field in fields])
     if types.is_list(kind) or types.is_large_list(kind):
-        return (pa.list_ if types.is_list(kind) else pa.large_list)(_of_bytes(kind.value_field))
+        item = kind.value_field.with_type(_bytes_for_texts(kind.value_field.type))
+        return pa.list_(item) if types.is_list(kind) else pa.large_list(item)
     return kind
-
-
-def _of_bytes(field: pa.Field) -> pa.Field:
-    return field.with_type(_bytes_for_texts(field.type))

@@ -1,9 +1,7 @@
-"""Turns of a dialogue, in the spellings that data sets use, as ``{"role", "content"}``
-dictionaries.
+"""Turns of a dialogue, which data sets spell in many ways, as ``{"role", "content"}`` dictionaries.
 
-A whole dialogue may stand in one text: rendered by a chat template, as a transcript, or as JSON.
-Texts whose role is
-given by their format are not looked at: there, markup is what somebody wrote.
+A whole dialogue may also stand in one text: rendered by a chat template, as a transcript, or as
+JSON. A text whose role its format gives is not searched for one: there, somebody wrote the markup.
 """
 
 from __future__ import annotations
@@ -14,24 +12,24 @@ from typing import Any
 from rlhf_core.data.text import has_visible_text
 
 Turn = dict[str, str]
-# Parts of a turn that are no text of it; a turn that has one is refused, since the text alone says
+
+
+def names_in(text: str) -> tuple[str, ...]:
+    """Return the names of a list that is written as one text."""
+    return tuple(text.split())
+
+
+# Parts of a turn that are not text. A turn that has one is refused, since its text alone says
 # something else.
-LOST_PARTS = (
-    *(
-        "tool_calls",
-        "function_call",
-        "reasoning_content",
-        "reasoning",
-        "reasoning_details",
-        "thinking",
-    ),
-    *("image", "images", "image_url", "audio", "audios", "input_audio", "video", "videos", "file"),
+LOST_PARTS = names_in(
+    "tool_calls function_call reasoning_content reasoning reasoning_details thinking "
+    "image images image_url audio audios input_audio video videos file"
 )
 EXCERPT = 60
 
 
 class Refusal(Exception):
-    """A row cannot be used, for the reason in the message; it goes to the quarantine."""
+    """A row cannot be used, for the reason in the message; it is put into the quarantine."""
 
 
 def is_missing(value: Any) -> bool:
@@ -73,18 +71,15 @@ def turn_of(value: Any) -> Turn:
         raise Refusal(
             f"the {known} turn has {', '.join(more)} beside its text, which training would not see"
         )
-    return {
-        "role": known,
-        "content": _content(value.get("content", value.get("value")), f"the {known} turn"),
-    }
+    given = value.get("content", value.get("value"))
+    return {"role": known, "content": _content(given, f"the {known} turn")}
 
 
 def _content(value: Any, name: str) -> str:
-    """Return the text of a turn, which may come as parts ``{"type": "text", "text": …}``: these are
-    joined as they are.
+    """Return the text of a turn, which may come in parts ``{"type": "text", "text": …}``.
 
-    A part of another type (image, audio) is refused by its name, since training would not see it;
-    so is a part of text that has one of ``LOST_PARTS`` beside it.
+    The parts are joined as they are. A part of another type (image, audio) is refused, since
+    training would not see it; so is a part of text with one of ``LOST_PARTS`` beside it.
     """
     if not isinstance(value, list):
         return text_of(value, name)
@@ -106,15 +101,15 @@ def _content(value: Any, name: str) -> str:
 
 def turns_of(value: Any) -> list[Turn]:
     """Return a list of turns; :class:`Refusal` when it is not a list or empty."""
-    if not isinstance(value, list) or not value:
-        raise Refusal("the list of turns is empty" if value == [] else "the turns are not a list")
+    if not isinstance(value, list):
+        raise Refusal("the turns are not a list")
+    if not value:
+        raise Refusal("the list of turns is empty")
     return [turn_of(turn) for turn in value]
 
 
 def prompt_of(value: Any, name: str = "the prompt") -> list[Turn]:
-    """Return a prompt from a string (one user turn, or an HH-RLHF transcript) or a list of
-    turns.
-    """
+    """Return a prompt from a list of turns, a text of the user, or an HH-RLHF transcript."""
     if isinstance(value, list):
         return turns_of(value)
     text = text_of(value, name)
@@ -129,10 +124,10 @@ def prompt_of(value: Any, name: str = "the prompt") -> list[Turn]:
 
 
 def require_no_dialogue(text: str, name: str, answered: bool = False) -> None:
-    """Refuse a text that is a whole dialogue, which would be learned as one turn of the user.
+    """Refuse a text that is a whole dialogue and would be learned as one turn of the user.
 
     Args:
-        answered: The text holds the reply too.
+        answered: Whether the text holds the reply, too.
     """
     reason = dialogue_in(text, answered)
     if reason is not None:
@@ -140,11 +135,9 @@ def require_no_dialogue(text: str, name: str, answered: bool = False) -> None:
 
 
 def reply_of(value: Any, name: str) -> str:
-    """Return a reply from a string, a single turn, or a list of one assistant turn; never a whole
-    transcript.
+    """Return a reply from a text, a turn, or a list of one assistant turn; never from a transcript.
 
-    A string in the markup of a chat template is refused; in a turn, such a text is what the
-    assistant wrote.
+    A text in the markup of a chat template is refused. In a turn, the assistant wrote it.
     """
     if isinstance(value, list):
         if len(value) != 1:
@@ -168,14 +161,9 @@ def reply_of(value: Any, name: str) -> str:
 
 
 def reply_after(prompt: list[Turn], value: Any, name: str) -> str:
-    """Return a reply like :func:`reply_of`, also from a whole dialogue that begins with the turns
-    of ``prompt``.
-    """
-    if (
-        isinstance(value, list)
-        and len(value) == len(prompt) + 1 > 1
-        and turns_of(value)[:-1] == prompt
-    ):
+    """Return a reply like :func:`reply_of`, or of a dialogue that begins with ``prompt``."""
+    may_be_whole = isinstance(value, list) and len(value) == len(prompt) + 1 > 1
+    if may_be_whole and turns_of(value)[:-1] == prompt:
         value = value[-1:]
     return reply_of(value, name)
 
@@ -196,10 +184,10 @@ def split_transcript(text: str, name: str) -> tuple[str, str]:
     """
     transcript = transcript_in(text_of(text, name)) or text
     markers = list(TRANSCRIPT_TURN.finditer(transcript))
-    last = next((marker for marker in reversed(markers) if marker.group(1) == "Assistant"), None)
-    if last is None:
+    if not any(marker[1] == "Assistant" for marker in markers):
         raise Refusal(f"{name} has no assistant's turn")
-    if last is not markers[-1]:
+    last = markers[-1]
+    if last[1] != "Assistant":
         raise Refusal(f"{name} ends with a human turn: there is no reply to judge")
     reply = transcript[last.end() :]
     if not has_visible_text(reply):
@@ -208,19 +196,16 @@ def split_transcript(text: str, name: str) -> tuple[str, str]:
 
 
 def transcript_turns(text: str) -> list[Turn]:
-    """Return the turns of an HH-RLHF transcript, without the space after the colon of
-    ``\\n\\nHuman: …``.
-    """
+    """Return the turns of an HH-RLHF transcript, without the space after ``\\n\\nHuman:``."""
     head, *parts = TRANSCRIPT_TURN.split(text)
     if head.strip():
         raise Refusal("the transcript does not begin with a marked turn")
     if not parts:
         raise Refusal("the transcript has no turns")
-    names = {"Human": "user", "Assistant": "assistant"}
-    return [
-        {"role": names[speaker], "content": turn.removeprefix(" ")}
-        for speaker, turn in zip(parts[::2], parts[1::2], strict=True)
-    ]
+    turns = []
+    for speaker, text in zip(parts[::2], parts[1::2], strict=True):
+        turns.append({"role": ROLE_NAMES[speaker.lower()], "content": text.removeprefix(" ")})
+    return turns
 
 
 ROLE_NAMES = {
@@ -246,8 +231,7 @@ STRIPPED_TRANSCRIPT = re.compile(rf"{LEADING}(?=Human:.*?{EMPTY_LINE}Assistant:)
 # One whose turns are not set apart by empty lines.
 DENSE_TRANSCRIPT = re.compile(rf"{LEADING}Human:.*?\n[ \t]*Assistant:", re.DOTALL)
 
-# Tokens that begin a sequence, and are written out only where a tokenizer's template rendered the
-# text.
+# Tokens that begin a sequence. They are only written out where a chat template rendered the text.
 BEGINNINGS = (
     r"<s>|<bos>|<BOS_TOKEN>|<\|begin_of_text\|>|<\|startoftext\|>|<｜begin▁of▁sentence｜>|\[gMASK\]"
 )
@@ -266,7 +250,7 @@ RENDERED = re.compile(
     rf"{LEADING}((?:{BEGINNINGS}|<sop>|<\|endoftext\|>(?=\s*<\|)|{ROLE_MARKERS}|\s)+)"
 )
 SPECIAL_TOKEN = r"<\|[^<>|\s]{1,40}\|>|<｜[^<>｜\s]{1,40}｜>"
-# A template that is not known by its first marker: the text begins with one, and another follows.
+# An unknown template: the text begins with a special token, and another one follows.
 FIRST_TOKEN, ANY_TOKEN = re.compile(rf"{LEADING}({SPECIAL_TOKEN})"), re.compile(SPECIAL_TOKEN)
 ALPACA_TEMPLATE = re.compile(
     rf"{LEADING}(?:Below is an instruction that describes a task|### Instruction:)"
@@ -287,7 +271,7 @@ SPEAKER = re.compile(
     rf"((?P<user>{'|'.join(USER_NAMES)})|(?:{'|'.join(ASSISTANT_NAMES)}))[:：]",
     re.MULTILINE | re.IGNORECASE,
 )
-ASSISTANT_LINES = tuple(f"{name}{colon}" for name in ASSISTANT_NAMES for colon in ":：")
+
 # Vicuna's transcript, which is one line, and HH-RLHF's without its line breaks.
 INLINE = (
     (re.compile(r"\bUSER: "), re.compile(r"\bASSISTANT:")),
@@ -304,8 +288,7 @@ CONTENT_AS_TEXT = re.compile(r"""["'](?:content|value)["']\s*:""")
 
 
 def transcript_in(text: str) -> str | None:
-    """Return an HH-RLHF transcript with an empty line before its first turn; None if ``text`` is no
-    transcript.
+    """Return an HH-RLHF transcript, with an empty line before its first turn; None for other texts.
 
     The published texts begin with that line; copies lack it or have other white space there.
     """
@@ -313,12 +296,13 @@ def transcript_in(text: str) -> str | None:
     if TRANSCRIPT_TURN.match(bare):
         return bare
     stripped = STRIPPED_TRANSCRIPT.match(text)
-    return None if stripped is None else f"\n\n{text[stripped.end() :]}"
+    if stripped is None:
+        return None
+    return f"\n\n{text[stripped.end() :]}"
 
 
 def markup_in(text: str) -> str | None:
-    """Say how ``text`` is a dialogue in the markup of a chat template or as JSON; None if it is
-    neither.
+    """Say how ``text`` is a dialogue in a chat template's markup or in JSON; None if it is neither.
 
     A marker that stands alone is a text about it.
     """
@@ -334,24 +318,21 @@ def markup_in(text: str) -> str | None:
 
 
 def dialogue_as_json(text: str) -> str | None:
-    """Say that ``text`` is a dialogue, or a turn, as JSON or Python writes it; None if it is
-    not.
-    """
-    is_list = TURNS_AS_TEXT.match(text) and CONTENT_AS_TEXT.search(text)
-    if is_list and any(role.lower() in ROLE_NAMES for role in ROLE_AS_TEXT.findall(text)):
-        return "is a dialogue written out as text; save the rows as JSON lines or parquet instead"
-    return None
+    """Say that ``text`` is a dialogue or a turn as JSON or Python writes it; None if it is not."""
+    if not TURNS_AS_TEXT.match(text) or not CONTENT_AS_TEXT.search(text):
+        return None
+    if not any(role.lower() in ROLE_NAMES for role in ROLE_AS_TEXT.findall(text)):
+        return None
+    return "is a dialogue written out as text; save the rows as JSON lines or parquet instead"
 
 
 def dialogue_in(text: str, answered: bool = False) -> str | None:
-    """Say how ``text`` is a dialogue and no single turn of the user; None if it is an ordinary
-    text.
+    """Say how ``text`` is a dialogue and no turn of the user; None if it is an ordinary text.
 
-    HH-RLHF's transcripts count too (see :func:`transcript_in`), so ask for these first where they
-    are read.
+    HH-RLHF's transcripts count, too. Where these are read, ask :func:`transcript_in` first.
 
     Args:
-        answered: The text holds the reply too, so that the last speaker is the assistant.
+        answered: Whether the text holds the reply, too, so that the assistant speaks last.
     """
     reason = markup_in(text)
     if reason is not None:
@@ -362,11 +343,9 @@ def dialogue_in(text: str, answered: bool = False) -> str | None:
     if DENSE_TRANSCRIPT.match(text):
         return "is a transcript without empty lines between its turns; give messages instead"
     speakers = _transcript_speakers(text, answered)
-    return (
-        f"is a transcript of lines by {' and '.join(speakers)}; give messages instead"
-        if speakers
-        else None
-    )
+    if not speakers:
+        return None
+    return f"is a transcript of lines by {' and '.join(speakers)}; give messages instead"
 
 
 def _rendered_by(markers: str) -> str:
@@ -374,31 +353,32 @@ def _rendered_by(markers: str) -> str:
 
 
 def _transcript_speakers(text: str, answered: bool) -> tuple[str, ...]:
-    """Return the names of the first two speakers of a transcript; none for a text that only quotes
-    one.
+    """Return the first two speakers of a transcript; none for a text that only quotes one.
 
-    A text is a transcript if it begins with the user's line and has one of the assistant, or if it
-    ends where the assistant is to speak. One that begins with a line of other text is a transcript
-    if the speakers alternate from the user to the user (to the assistant where it is ``answered``).
+    A text is a transcript if it begins with a line of the user and has one of the assistant, or if
+    it ends where the assistant is to speak. A text that begins with another line is a transcript if
+    the speakers alternate, from the user to the user (or to the assistant if it is ``answered``).
     """
     for user, assistant in INLINE:
         inline = user.search(text)
         replies = list(assistant.finditer(text, inline.end())) if inline else []
-        if inline and replies and (answered or not text[replies[-1].end() :].strip()):
+        if not inline or not replies:
+            continue
+        is_open = not text[replies[-1].end() :].strip()
+        if answered or is_open:
             return inline[0].strip(), replies[-1][0].strip(".?! \n")
-    lowered = text.lower()
-    if not any(line in lowered for line in ASSISTANT_LINES):
+    lowered = text.lower().replace("：", ":")
+    if not any(f"{name}:" in lowered for name in ASSISTANT_NAMES):
         return ()
     lines = list(SPEAKER.finditer(text))
     are_users = [line["user"] is not None for line in lines]
     if not any(are_users) or all(are_users):
         return ()
     is_open = not are_users[-1] and not text[lines[-1].end() :].strip("*# \t\r\n")
-    preamble = [
-        line for line in text[: lines[0].start()].splitlines() if line.strip(f"{INVISIBLE} \t")
-    ]
+    before = text[: lines[0].start()].splitlines()
+    preamble = sum(bool(line.strip(f"{INVISIBLE} \t")) for line in before)
     begins = are_users[0] and not preamble
     alternate = are_users == [number % 2 == 0 for number in range(len(lines))]
-    if is_open or begins or (len(preamble) == 1 and alternate and are_users[-1] != answered):
+    if is_open or begins or (preamble == 1 and alternate and are_users[-1] != answered):
         return tuple(f"{line[1]}:" for line in lines[:2])
     return ()

@@ -28,8 +28,9 @@ def records_of(name: str, content: bytes) -> list[Record]:
 
 
 def is_unmarked(text: str) -> bool:
-    """Whether a drawn text holds no marker or placeholder: Hypothesis draws the constants of the
-    code too.
+    """Whether a drawn text holds no marker or placeholder.
+
+    Hypothesis also draws constants of the code.
     """
     return not {"<", "["} & {*text}
 

@@ -1,6 +1,4 @@
-"""Files at a URL are read like files on disk, credentials in it are refused, and what is kept of a
-refused row.
-"""
+"""Files at a URL are read like files on disk, and credentials in the URL are refused."""
 
 from __future__ import annotations
 

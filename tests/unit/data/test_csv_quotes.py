@@ -1,6 +1,4 @@
-"""Quoted CSV text is read back as it was written, and a JSON list value by value gives what it
-gives as a whole.
-"""
+"""Quoted CSV text is read back as it was written, and a JSON list gives the same value by value."""
 
 from __future__ import annotations
 

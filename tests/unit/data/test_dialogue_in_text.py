@@ -1,6 +1,4 @@
-"""A dialogue that stands in one text is refused or read as one; what a turn with a role says is
-data.
-"""
+"""A dialogue in one text is refused or read as one; what a turn with a role says is data."""
 
 from __future__ import annotations
 
@@ -37,9 +35,7 @@ def read(*values: Any, kind: str = "preferences") -> FileRows:
 
 
 def structured(text: str) -> list[dict[str, Any]]:
-    """Rows of formats that name the role of each text, or give it by position, with ``text`` as
-    prompt and reply.
-    """
+    """Rows of formats that give each text its role, with ``text`` as prompt and reply."""
     named = (
         "conversational",
         "conversational-implicit",
@@ -207,9 +203,7 @@ ORDINARY = (
 
 
 def test_a_prompt_may_quote_a_question_and_its_answer() -> None:
-    """As a transcript it would lack the turn that is to be answered; a text that holds a reply does
-    not.
-    """
+    """As a transcript, it would lack the turn to answer; a text that holds a reply does not."""
     text = "What went wrong here?\nUser: hi\nAssistant: I hate you."
     (row,) = read({"prompt": text, "chosen": "yes", "rejected": "no"}).rows
     assert row["prompt"] == [user(text)]

@@ -1,6 +1,4 @@
-"""Whatever a file or a record holds, reading ends with rows, or with an error or a refusal that has
-a reason.
-"""
+"""Whatever a file holds, reading ends with rows, a refusal with a reason, or an error."""
 
 from __future__ import annotations
 
@@ -80,9 +78,7 @@ JSON_VALUES = st.recursive(
 
 
 def require_answer(name: str, content: bytes) -> None:
-    """Read a file, and check that it gives rows and refusals that can be stored, or an error of
-    ours with its name.
-    """
+    """Read a file, and check that it gives rows that can be stored, or an error of ours."""
     try:
         read = read_records(records_of(name, content), "preferences", name)
     except DataError as error:

@@ -1,6 +1,4 @@
-"""What ``rlhf data inspect`` says: a readable example, lengths against the limits, the command to
-use the file.
-"""
+"""``rlhf data inspect`` shows an example, lengths against limits, and the command to go on."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""Sources: links and patterns that reach a file several ways, folders, and data sets of a hub with
-their commit.
-"""
+"""Sources: links and patterns that reach a file several ways, folders, and data sets of a hub."""
 
 from __future__ import annotations
 
@@ -91,9 +89,7 @@ def test_a_pattern_matches_the_files_that_glob_finds(tmp_path: Path, pattern: st
 
 
 def test_a_folder_stands_for_its_data(tmp_path: Path) -> None:
-    """Descriptions and hidden files are passed over; any other file is looked at, so that none is
-    lost in silence.
-    """
+    """Descriptions and hidden files are skipped; any other file is read, so that none is lost."""
     for name in (
         "a.jsonl",
         "in/b.csv",

@@ -1,5 +1,6 @@
-"""Every malformed or odd file is refused whole, refused in rows, or read with a note; never a
-traceback, never less.
+"""Every malformed file is refused whole, refused in rows, or read with a note.
+
+There is never a traceback, and no row is lost.
 """
 
 from __future__ import annotations

@@ -1,6 +1,4 @@
-"""Published data sets, by a sample file of each: the better reply is chosen, and every record is
-accounted for.
-"""
+"""Published data sets: the better reply is chosen, and every record is accounted for."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""A file is read record by record, with a part of it in memory at a time, and the counts of its
-parts add up.
-"""
+"""A file is read record by record, a part at a time, and the counts of its parts add up."""
 
 from __future__ import annotations
 
@@ -178,9 +176,7 @@ def test_a_file_is_not_held_in_memory(
 def test_rows_in_chunks_are_the_rows_of_the_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The format and the columns are those of the first chunk; later ones need not have all of
-    them.
-    """
+    """The first chunk decides format and columns; later ones need not have all of them."""
     monkeypatch.setattr(formats, "CHUNK_RECORDS", 1000)
     rows = [{"q": f"{i}?", "good": "a", "bad": "b", "margin": 1} for i in range(1500)]
     rows += [{"q": f"{i}?", "good": "a"} for i in range(1500, 2600)]
@@ -213,9 +209,7 @@ def test_a_file_that_grows_while_it_is_read_is_refused(
 
 
 def test_few_rows_of_a_repeated_text_are_read_at_a_time(tmp_path: Path) -> None:
-    """What a dictionary expands to is seen only when rows are read; rows of a usual length are read
-    by the thousand.
-    """
+    """Only rows that are read show what a dictionary expands to; usual rows are read by the thousand."""
     pq.write_table(pa.table({"a": ["x" * 1000] * 3000}), tmp_path / "repeated.parquet")
     pq.write_table(pa.table({"a": [f"{n} " * 20 for n in range(3000)]}), tmp_path / "usual.parquet")
     sizes = []
@@ -343,9 +337,7 @@ def zigzag(number: int, length: int = 0) -> bytes:
 
 
 def expanding_parquet(path: Path, column: pa.Array, *, dictionary: bool) -> None:
-    """Write a file whose footer says of a large column that it takes a thousand bytes; its page
-    says what is right.
-    """
+    """Write a file whose footer claims too little for a large column, unlike its page."""
     pq.write_table(
         pa.table({"prompt": ["a"], "other": column}),
         path,
@@ -409,8 +401,9 @@ def test_a_table_that_expands_without_measure_is_refused_before_it_fills_the_mem
 
 
 def deep_parquet(depth: int, repetition: int) -> bytes:
-    """Return a parquet file without rows, of one column in so many groups (required, optional or
-    repeated: 0 to 2).
+    """Return a parquet file without rows, of one column in so many groups.
+
+    Each is required, optional or repeated: 0 to 2.
     """
 
     def varint(number: int) -> bytes:
@@ -576,9 +569,7 @@ def test_a_line_that_is_too_long_is_not_held(
 
 
 def xz(dictionary: int) -> bytes:
-    """Return a row as xz whose header asks for a dictionary: 2**(12 + n/2) bytes, 40 means 4
-    GiB.
-    """
+    """Return a row as xz whose header asks for a dictionary of 2**(12 + n/2) bytes; 40 means 4 GiB."""
     content = bytearray(lzma.compress(b'{"prompt": "Why?"}\n', preset=0))
     end = 12 + 4 * content[12]  # of the block's header, before its CRC
     content[16] = dictionary
@@ -605,9 +596,7 @@ def test_a_dictionary_of_xz_that_would_fill_the_memory_is_refused(
 def test_a_full_disk_is_no_fault_of_the_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A compressed table is unpacked into a temporary file, here on a device that is always
-    full.
-    """
+    """A compressed table is unpacked into a temporary file, here on a device that is full."""
     pq.write_table(pa.table({"prompt": ["a?"]}), tmp_path / "x.parquet")
     packed = tmp_path / "x.parquet.gz"
     packed.write_bytes(gzip.compress((tmp_path / "x.parquet").read_bytes()))

@@ -1,6 +1,4 @@
-"""What readers take from a record: the prompt, the replies and their labels, and nothing else than
-what was written.
-"""
+"""Readers take the prompt, the replies and their labels from a record, as they were written."""
 
 from __future__ import annotations
 

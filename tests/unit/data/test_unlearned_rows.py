@@ -1,6 +1,4 @@
-"""Rows that say that they are not to be learned, rows that mean something else, and what is said of
-them.
-"""
+"""Rows that say that they are not to be learned, and rows that mean something else."""
 
 from __future__ import annotations
 
@@ -306,9 +304,7 @@ def test_media_and_tools_of_a_row_are_refused_as_those_of_a_turn(
     "token", ["<image>", "<|image|>", "<video>", "<audio>", "<image><image>", "<|image_1|>"]
 )
 def test_a_placeholder_of_media_is_treated_as_the_media_are(token: str) -> None:
-    """What it stands for may be in a column of any name, or nowhere; training sees the token
-    alone.
-    """
+    """What it stands for may be in any column, or nowhere; training sees the token alone."""
     texts = f"{token}\nWhy?", f"Why? {token}", f"Look:\n {token}\nWhy?"
     for text in texts:
         asked = {"messages": [{"role": "user", "content": text}, TURN]}

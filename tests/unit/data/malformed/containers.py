@@ -1,6 +1,4 @@
-"""Files that are compressed, cut off, damaged or named after another kind; Parquet and Arrow tables
-of odd columns.
-"""
+"""Compressed, cut-off, damaged and misnamed files; parquet and Arrow tables of odd columns."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""Rows and published formats that cannot be learned from, and sources whose path or options do not
-fit.
-"""
+"""Rows that cannot be learned from, and sources whose path or options do not fit."""
 
 from __future__ import annotations
 
@@ -200,9 +198,7 @@ def hh(label: str, chosen: str | None = None, rejected: str | None = None, **mor
 
 
 def hh_at(start: str, label: str, line: str) -> Row:
-    """Return a row of transcripts with other white space before the first turn, and other line
-    ends.
-    """
+    """Return a row of transcripts with other white space before the first turn, or other ends."""
     begin = (
         f"{start}Human: {label}?{line * 2}Assistant: who?{line * 2}Human: you{line * 2}Assistant:"
     )
@@ -274,8 +270,9 @@ def implicit(label: str, prompt: str = "which", other: str | None = None) -> Row
 
 
 def after(make: Any, label: str, row: Any, expected: RowsRead | str, **more: Any) -> OddFile:
-    """Return a file of twelve good rows by ``make`` and an odd one; a text as ``expected`` is why
-    that is refused.
+    """Return a file of twelve good rows by ``make`` and an odd one.
+
+    An expected text is why the odd row is refused.
     """
     if isinstance(expected, str):
         expected = RowsRead(12, {expected: 1})

@@ -1,6 +1,4 @@
-"""JSON and CSV that other programs accept, that were cut off, or that are in another encoding than
-UTF-8.
-"""
+"""JSON and CSV that other programs accept, that were cut off, or that are not UTF-8."""
 
 from __future__ import annotations
 
@@ -32,9 +30,7 @@ def whole(
 
 
 def bad_line(label: str, line: Any, reason: str) -> OddFile:
-    """Return a file of good pairs with one bad line, which stands first: it must not decide about
-    the others.
-    """
+    """Return a file of good pairs whose first line is bad: it must not decide about the others."""
     return jsonl(label, [line, *pairs(label, 12)], RowsRead(12, {reason: 1}))
 
 
