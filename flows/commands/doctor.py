@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from flows.dvc_repo.recipe import check_recipe
-from flows.prefect_server.services import LOOPBACK, free_port
+from flows.prefect_server.services import LOOPBACK, free_port, tls_of_prefect
 from flows.registry.client import connect, has_record, knock
 from flows.registry.orphans import find_orphans
 from flows.registry.policies import active_policies
@@ -215,8 +215,8 @@ def _prefect() -> DoctorCheck:
     import httpx
 
     try:
-        response = httpx.get(f"{url.rstrip('/')}/health", timeout=5)
-    except (httpx.HTTPError, httpx.InvalidURL) as error:
+        response = httpx.get(f"{url.rstrip('/')}/health", timeout=5, verify=tls_of_prefect())
+    except (httpx.HTTPError, httpx.InvalidURL, OSError) as error:
         finding = f"PREFECT_API_URL={url} does not answer ({str(error) or type(error).__name__})"
         return DoctorCheck(
             FAIL, "prefect api", finding, "start that server, or unset PREFECT_API_URL"

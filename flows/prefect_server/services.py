@@ -6,12 +6,13 @@ from __future__ import annotations
 
 import os
 import socket
+import ssl
 import sys
 import time
 import urllib.error
 import urllib.parse
 import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -263,12 +264,53 @@ def connection_problem(url: str, seconds: float = 5.0) -> str | None:
     login is an answer).
     """
     try:
-        with urllib.request.urlopen(f"{url}/health", timeout=seconds):
+        tls = tls_of_prefect() if url.startswith("https:") else None
+        with urllib.request.urlopen(f"{url}/health", timeout=seconds, context=tls):
             return None
     except urllib.error.HTTPError as error:
         return None if error.code in (401, 403, 404) else f"HTTP {error.code}"
     except (OSError, ValueError) as error:
-        return str(getattr(error, "reason", error)) or type(error).__name__
+        reason = getattr(error, "reason", error)
+        if isinstance(reason, ssl.SSLCertVerificationError):
+            return (
+                f"its certificate is not trusted: {reason.verify_message}; name the file of its certificate authority "
+                "in PREFECT_API_SSL_CERT_FILE"
+            )
+        return str(reason) or type(error).__name__
+
+
+def tls_of_prefect() -> ssl.SSLContext:
+    """Return the settings of Prefect's client."""
+    authorities = ("PREFECT_API_SSL_CERT_FILE", "SSL_CERT_FILE")
+    return client_tls(authorities, "PREFECT_API_TLS_INSECURE_SKIP_VERIFY")
+
+
+def client_tls(authorities: Sequence[str], unverified: str) -> ssl.SSLContext:
+    """Return the settings for TLS that a library's client has, by the variables that it reads.
+
+    Args:
+        authorities: Variables that may name the certificates to trust, a file or a folder. The
+            first that is set counts.
+        unverified: The variable that switches verification off.
+
+    Raises:
+        FileNotFoundError: There is no such file.
+    """
+    import certifi
+
+    if os.environ.get(unverified, "").lower() in ("true", "1"):
+        context = ssl.create_default_context()
+        context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
+        return context
+    named = [name for name in authorities if os.environ.get(name)]
+    if not named:
+        return ssl.create_default_context(cafile=certifi.where())
+    path = Path(os.environ[named[0]])
+    if not path.exists():
+        raise FileNotFoundError(f"{named[0]} names {path}, and there is no such file")
+    if path.is_dir():
+        return ssl.create_default_context(capath=path)
+    return ssl.create_default_context(cafile=path)
 
 
 SECONDS = 15.0

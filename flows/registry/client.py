@@ -7,6 +7,7 @@ from __future__ import annotations
 import logging
 import os
 import socket
+import ssl
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -14,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 from urllib.parse import quote, urlsplit, urlunsplit
 
+from flows.prefect_server.services import client_tls
 from flows.registry.aliases import registry_errors
 from flows.registry.workspace import repair_moved, workspace_id
 from flows.workspace import locked, run_tags, running_services
@@ -40,6 +42,8 @@ if TYPE_CHECKING:
 # training.
 MODEL_TRAINING = "?workflowType=machine_learning"
 KNOCK_SECONDS = 5.0
+# The certificates that MLflow's client trusts; of requests, the last two.
+CA_VARIABLES = ("MLFLOW_TRACKING_SERVER_CERT_PATH", "REQUESTS_CA_BUNDLE", "CURL_CA_BUNDLE")
 
 
 def run_page(experiment_id: str, run_id: str, artifact: str | None = None) -> str:
@@ -114,6 +118,11 @@ def connect(workspace: Path) -> MlflowClient:
             knock(uri)  # MLflow itself would try for minutes
         client = MlflowClient(tracking_uri=uri, registry_uri=uri)
         client.search_experiments(max_results=1)
+    except ssl.SSLCertVerificationError as error:
+        raise RlhfError(
+            f"the certificate of MLflow at {address(uri)} is not trusted ({first_line(error)}); name the file of its "
+            f"certificate authority in {CA_VARIABLES[0]}"
+        ) from error
     except (MlflowException, SQLAlchemyError, OSError) as error:
         if is_full_disk(error):
             raise RlhfError(
@@ -126,10 +135,15 @@ def connect(workspace: Path) -> MlflowClient:
 
 
 def knock(url: str) -> None:
-    """Raise ``OSError`` if nothing listens at the host and port of ``url``."""
+    """Raise ``OSError`` if nothing listens at the host and port of ``url``, as which
+    ``ssl.SSLCertVerificationError`` counts too: its certificate is not trusted.
+    """
     parts = urlsplit(url)
-    port = parts.port or (443 if parts.scheme == "https" else 80)
-    socket.create_connection((parts.hostname or "", port), timeout=KNOCK_SECONDS).close()
+    host, port = parts.hostname or "", parts.port or (443 if parts.scheme == "https" else 80)
+    with socket.create_connection((host, port), timeout=KNOCK_SECONDS) as connection:
+        if parts.scheme == "https":
+            tls = client_tls(CA_VARIABLES, "MLFLOW_TRACKING_INSECURE_TLS")
+            tls.wrap_socket(connection, server_hostname=host).close()
 
 
 def prepare_tracking(workspace: Path) -> MlflowClient:

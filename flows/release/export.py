@@ -28,7 +28,9 @@ from rlhf_core.config.loading import load_section
 from rlhf_core.config.operations import RegistryConfig
 from rlhf_core.errors import GateFailed, RlhfError, first_line, named_line
 from rlhf_core.models.adapters import ADAPTER_FOLDER
+from rlhf_core.models.causal_lm import load_tokenizer
 from rlhf_core.models.io import ADAPTER_CONFIG
+from rlhf_core.serving.ollama import MODELFILE, modelfile
 from rlhf_core.storage.files import atomic_dir, clear_unfinished, filled_dir
 
 TOKEN_VARIABLE = "HF_TOKEN"
@@ -201,7 +203,7 @@ def export(
     adapter: bool = False,
 ) -> Export:
     """Write the model to ``target``: safetensors, tokenizer, chat template, the sampling it was
-    judged with, a card.
+    judged with, Ollama's Modelfile, a card.
 
     Where the environment names a signing key, the whole folder is signed, in ``model.sig``.
 
@@ -266,9 +268,11 @@ def export(
             sampled = {**tokens, "do_sample": True, "top_k": 0, **evidence.sampling}
             file.write_text(json.dumps(sampled, indent=2) + "\n", encoding="utf-8")
             reads_in_4 = write_earlier_names(folder)
+            text = modelfile(load_tokenizer(source), evidence.sampling)
+            (folder / MODELFILE).write_text(text, encoding="utf-8")
         data = card_data(evidence, license_id) | ({"library_name": "peft"} if adapter else {})
-        text = card_text(evidence, title, force_reason if obstacle else None, reads_in_4, adapter)
-        ModelCard(f"---\n{ModelCardData(**data).to_yaml()}\n---\n\n{text}").save(
+        card = card_text(evidence, title, force_reason if obstacle else None, reads_in_4, adapter)
+        ModelCard(f"---\n{ModelCardData(**data).to_yaml()}\n---\n\n{card}").save(
             folder / "README.md"
         )
         if evidence.data_card:

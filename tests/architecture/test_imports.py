@@ -108,7 +108,12 @@ FLOWS_MAY_ALSO_USE = {
         "evaluation.judges.model.ModelJudge",
         "evaluation.replies.Reply",
     },
-    "flows.release.export": {"models.adapters.ADAPTER_FOLDER", "models.io.ADAPTER_CONFIG"},
+    "flows.release.export": {
+        "models.adapters.ADAPTER_FOLDER",
+        "models.causal_lm.load_tokenizer",
+        "models.io.ADAPTER_CONFIG",
+        "serving.ollama",
+    },
     "flows.pipeline.data_watch": {
         "data.collection.sources.collected_paths",
         "data.collection.sources.reader_lines",

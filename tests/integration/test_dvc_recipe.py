@@ -13,6 +13,8 @@ import pytest
 from commands import ROOT, SmokeRun, run
 from mlflow import MlflowClient
 
+COMMAND_SECONDS = 1800  # of a command of DVC that runs a stage; seconds on an idle machine
+
 
 def ran(output: str) -> list[str]:
     """Stages that a `dvc repro` ran."""
@@ -91,9 +93,10 @@ def test_smoke_left_no_partial_state(smoke: SmokeRun) -> None:
     assert not list((smoke.workspace / "work").glob("*/*"))
 
 
-def output(*words: str, cwd: Path) -> str:
+def output(*words: str, cwd: Path, tracking: str = "off") -> str:
     """What a command that must succeed prints."""
-    done = run(*words, cwd=cwd, RLHF_TRACKING="off", GIT_CONFIG_GLOBAL="/dev/null")
+    environment = {"RLHF_TRACKING": tracking, "GIT_CONFIG_GLOBAL": "/dev/null"}
+    done = run(*words, cwd=cwd, timeout=COMMAND_SECONDS, **environment)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 
@@ -112,6 +115,25 @@ def repository(smoke_copy: Path) -> Path:
     output("git", "add", "--all", cwd=smoke_copy)
     output("git", "commit", "--quiet", "--message", "run", cwd=smoke_copy)
     return smoke_copy
+
+
+@pytest.mark.services
+@pytest.mark.slow
+def test_others_take_the_policy_as_a_version_or_follow_it(repository: Path, tmp_path: Path) -> None:
+    output("dvc", "remote", "add", "--default", "store", str(tmp_path / "store"), cwd=repository)
+    output("dvc", "push", "--quiet", cwd=repository)
+    output("git", "commit", "--quiet", "--all", "--message", "remote", cwd=repository)
+    output("git", "tag", "--annotate", "policy@v1.0.0", "--message", "first", cwd=repository)
+    theirs = tmp_path / "theirs"
+    theirs.mkdir()
+    output("dvc", "artifacts", "get", str(repository), "policy", cwd=theirs)
+    output("git", "init", "--quiet", cwd=theirs)
+    output("dvc", "init", "--quiet", cwd=theirs)
+    output("dvc", "import", str(repository), "models/policy", "--out", "followed", cwd=theirs)
+    weights = "model.safetensors"
+    own = (repository / "models" / "policy" / weights).read_bytes()
+    assert (theirs / "policy" / weights).read_bytes() == own
+    assert (theirs / "followed" / weights).read_bytes() == own
 
 
 @pytest.mark.services
@@ -180,19 +202,8 @@ def test_an_experiment_is_one_run_in_mlflow(repository: Path) -> None:
     """
     for name, options in (("here", ()), ("apart", ("--temp",))):
         setting = f"report.title={name}"
-        done = run(
-            "dvc",
-            "exp",
-            "run",
-            *options,
-            "-n",
-            name,
-            "-S",
-            setting,
-            cwd=repository,
-            GIT_CONFIG_GLOBAL="/dev/null",
-        )
-        assert done.returncode == 0, done.stdout + done.stderr
+        words = ("dvc", "exp", "run", *options, "-n", name, "-S", setting)
+        output(*words, cwd=repository, tracking="on")
     client = MlflowClient(f"sqlite:///{repository / 'mlflow.db'}")
     experiments = [one.experiment_id for one in client.search_experiments()]
     runs = client.search_runs(

@@ -88,6 +88,8 @@ def test_the_champion_loads_in_plain_transformers_with_its_card(
     )["input_ids"]
     torch.manual_seed(1)
     assert asked.shape[1] < model.generate(asked).shape[1] <= asked.shape[1] + 8
+    written = (done.folder / "Modelfile").read_text()
+    assert 'TEMPLATE """' in written and "PARAMETER temperature 0.8" in written
     card = ModelCard.load(done.folder / "README.md")
     assert card.data.license == "apache-2.0" and card.data.library_name == "transformers"
     assert "| judge | 67.0 % | 63.0 % to 71.0 % |  | 8 |" in card.text
