@@ -105,9 +105,17 @@ def _made(group: str, name: str, *arguments: Any) -> Any:
 
 
 def added_into(metrics: dict[str, Any], more: Mapping[str, Any]) -> None:
-    """Add ``more`` to ``metrics``, at every depth of both."""
+    """Add ``more`` to ``metrics``, at every depth of both.
+
+    Raises:
+        PluginError: A metric of this name is there: a number that gates read is never replaced.
+    """
     for name, value in more.items():
-        if isinstance(value, Mapping):
+        if isinstance(value, Mapping) and isinstance(metrics.get(name, {}), dict):
             added_into(metrics.setdefault(name, {}), value)
+        elif name in metrics:
+            raise PluginError(
+                f"an evaluation of {EVALUATIONS} gives {name}, which is a metric already"
+            )
         else:
             metrics[name] = value

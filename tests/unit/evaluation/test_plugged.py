@@ -126,6 +126,9 @@ def test_an_evaluation_of_a_package_gets_its_settings_and_adds_metrics(
     added_into(metrics, added.metrics({}, []))
     assert metrics == {"sft": {"length": 3.0, "asked": 6}, "asked": {"unit": "rows"}}
     assert added.replies() == {} and added.rows() == []
+    for taken in ({"sft": {"length": 1.0}}, {"sft": 1.0}, {"sft": {"length": {"x": 1.0}}}):
+        with pytest.raises(PluginError, match="a metric already"):
+            added_into({"sft": {"length": 3.0}}, taken)
     with pytest.raises(ConfigError, match="needs a unit"):
         added_evaluations(EvaluateConfig(evaluations={"prompts_counted": {}}), PROMPTS, tmp_path)
 
