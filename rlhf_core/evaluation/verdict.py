@@ -127,8 +127,8 @@ WIN_RATE_KEYS = ("win_rate", "win_rate_low95", "win_rate_high95")
 class JudgeResult:
     """The win rate of the new policy by one judge, with its 95 % interval over questions.
 
-    Ties count as half. ``clusters`` are the different questions among the ``prompts``; ``lc_win_rate`` is the win rate
-    at equal reply lengths, where it was measured and decided.
+    Ties count as half. ``clusters`` are the different questions among the ``prompts``;
+    ``lc_win_rate`` is the win rate at equal reply lengths, where it was measured and decided.
     """
 
     judge: str

@@ -3,11 +3,11 @@
 Length-controlled win rate: what a judge's win rate would be if both replies were equally long. The
 regression is that of Dubois et al., 2024, "Length-Controlled AlpacaEval: A Simple Way to Debias
 Automatic Evaluators", on pairs that are weighted so that the candidate's reply is longer as often
-as it is shorter, by as much. Without these weights a policy passes that only appends a sentence: where the longer reply is
-nearly always the same side's, the regression cannot tell length from quality, and what it says is
-its penalty. With them, a judge that errs for the longer reply errs as much for either side,
-whatever the form of its bias: between equal models the rate is ½. Where one side's replies are
-longer throughout, there is nothing to compare, and nothing is decided.
+as it is shorter, by as much. Without these weights a policy passes that only appends a sentence:
+where the longer reply is nearly always the same side's, the regression cannot tell length from
+quality, and what it says is its penalty. With them, a judge that errs for the longer reply errs as
+much for either side, whatever the form of its bias: between equal models the rate is ½. Where one
+side's replies are longer throughout, there is nothing to compare, and nothing is decided.
 
 The paper's regression has a further term, the difficulty of each instruction. It is fitted over
 more than a hundred models; one comparison has two replies to a prompt, which cannot tell a prompt's

@@ -182,7 +182,8 @@ def draw_charts(
     charts: dict[str, list[dict[str, Any]]] = {}
     for history, specs in chart_specs().items():
         rows = histories.get(history, [])
-        known = set().union(*rows)
+        known: set[str] = set()
+        known = known.union(*rows)
         x_label = next((name for name in STEP_NAMES if name in known), "row")
         marks = findings if history == "ppo" else ()
         for spec in specs:
