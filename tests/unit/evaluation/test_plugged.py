@@ -54,7 +54,8 @@ def test_the_judge_of_the_docs_scores_both_models_and_decides(
     (judge,) = plugged_judges(config, tmp_path)
     evaluation = Evaluation(FixedSets(PROMPTS), model("a b c"), model("a b"), config)
     evaluation.score(judge)
-    assert evaluation.metrics()["policy"]["brief"] == -1 > evaluation.metrics()["sft"]["brief"]
+    assert evaluation.policy.scores["brief"] == [-1] * len(PROMPTS)
+    assert evaluation.sft.scores["brief"] == [-2] * len(PROMPTS)
     assert [result.judge for result in judge_results(evaluation.comparison)] == ["brief"]
     assert evaluation.comparison["brief"]["win_rate"] == 1.0
     write_evaluation_inputs(tmp_path, config)
