@@ -106,6 +106,7 @@ def fingerprint(workspace: WorkspaceOption = None) -> None:
         write_starting_model,
         write_tracked_files,
     )
+    from rlhf_core.plugins import DATA_REPORTS, known_plugins, plugin_line
     from rlhf_core.stages.runtime.runner import STAGES, workspace_root
 
     root = workspace_root(workspace)
@@ -122,6 +123,7 @@ def fingerprint(workspace: WorkspaceOption = None) -> None:
         root,
         [*evaluation, *tokenizer_patterns(root, params.validate_.tokenizer)],
         "evaluation_files",
+        [plugin_line(DATA_REPORTS, name) for name in known_plugins(DATA_REPORTS)],
     )
     write_evaluation_inputs(root, params.evaluate)
     write_starting_model(root, params.base.source)

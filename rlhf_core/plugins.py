@@ -20,7 +20,18 @@ COMMANDS = "rlhf.commands"
 READERS = "rlhf.readers"
 RUN_LOGGERS = "rlhf.run_loggers"
 REGISTRY_POLICIES = "rlhf.registry_policies"
+EVALUATIONS = "rlhf.evaluations"
+JUDGES = "rlhf.judges"
+DATA_REPORTS = "rlhf.data_reports"
 DISTRIBUTION = "rlhf-pipeline"
+# What this project's own extras enter, apart from commands.
+EXTRAS = {
+    DATA_REPORTS: ("card",),
+    EVALUATIONS: ("opponents", "multiple_choice"),
+    REGISTRY_POLICIES: ("signature",),
+    RUN_LOGGERS: ("wandb",),
+}
+INSTALL_AGAIN = f"install {DISTRIBUTION} again (in a checkout: make setup)"
 
 
 class PluginError(ConfigError):
@@ -38,6 +49,11 @@ def plugins_of(group: str) -> dict[str, tuple[EntryPoint, ...]]:
     return found
 
 
+def known_plugins(group: str) -> list[str]:
+    """Return the names in a group, those of this project's extras even where they are missing."""
+    return sorted({*EXTRAS.get(group, ()), *plugins_of(group)})
+
+
 def origin(entry: EntryPoint) -> str:
     """Return the name of the distribution that an entry point belongs to."""
     return entry.dist.name if entry.dist is not None else "an unknown distribution"
@@ -51,6 +67,10 @@ def load_plugin(group: str, name: str) -> Any:
             imported. The message is one line, and says which distribution it is about.
     """
     entries = plugins_of(group).get(name, ())
+    if not entries and name in EXTRAS.get(group, ()):
+        raise PluginError(
+            f"{name} is an extra that this installation does not know; {INSTALL_AGAIN}"
+        )
     if not entries:
         known = ", ".join(sorted(plugins_of(group))) or "none"
         raise PluginError(f"no installed package gives {name!r} in {group}; known: {known}")
@@ -69,26 +89,24 @@ def load_plugin(group: str, name: str) -> Any:
 
 
 def plugin_line(group: str, name: str) -> str:
-    """Describe a plugin, without importing it, in a line that changes with its version and the file
-    of its module.
+    """Describe a plugin, without importing it, in a line that changes with its version and code.
+
+    Its code is the file of its module, and what lies beside it under the same name, such as a
+    template.
     """
     entries = plugins_of(group).get(name, ())
     if not entries:
         return f"{group} {name}: not installed"
     entry = entries[0]
     version = entry.dist.version if entry.dist is not None else ""
-    spec = find_spec(entry.module.partition(".")[0])
-    file = None
+    package, *within = entry.module.split(".")
+    spec = find_spec(package)
+    files: list[Path] = []
     if spec is not None and spec.origin is not None:
-        within = entry.module.split(".")[1:]
-        file = (
-            Path(spec.origin)
-            if not within
-            else Path(spec.origin).parent.joinpath(*within).with_suffix(".py")
-        )
-    code = (
-        hashlib.sha256(file.read_bytes()).hexdigest()
-        if file is not None and file.is_file()
-        else "unknown"
-    )
+        module = Path(spec.origin).parent.joinpath(*within) if within else Path(spec.origin)
+        files = sorted(module.parent.glob(f"{module.stem}.*"))
+    digest = hashlib.sha256()
+    for file in files:
+        digest.update(file.read_bytes())
+    code = digest.hexdigest() if files else "unknown"
     return f"{group} {name}: {origin(entry)} {version}, {entry.value}, code {code}"

@@ -19,7 +19,9 @@ from cpu_time import CpuTime
 from distribution import LongestFirst, sort_by_length
 from filelock import FileLock
 from hypothesis import HealthCheck, settings
+from plugin_distributions import Install, installer
 
+from rlhf_core.plugins import plugins_of
 from rlhf_core.storage.garbage_collection import (
     collect_rarely,
     paused_collector,
@@ -168,3 +170,10 @@ def shared_data() -> Callable[[str], Path]:
         return SHARED_DATA / name
 
     return find
+
+
+@pytest.fixture
+def install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Install]:
+    """Makes a distribution with entry points of a group, known to this process for one test."""
+    yield installer(tmp_path, monkeypatch)
+    plugins_of.cache_clear()

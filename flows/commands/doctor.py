@@ -358,6 +358,11 @@ def workspace_checks(workspace: Path | None, opens_files: bool = True) -> Iterat
             load_plugin(RUN_LOGGERS, name)
         except PluginError as error:
             yield DoctorCheck(FAIL, "plugins", f"tracking.loggers: {error}")
+    for group, name in params.evaluate.plugins:
+        try:
+            load_plugin(group, name)
+        except PluginError as error:
+            yield DoctorCheck(FAIL, "plugins", f"evaluate: {error}")
     try:
         for policy in active_policies(params.registry):
             policy.check_settings(workspace, params.registry)

@@ -47,9 +47,8 @@ class ChatSession:
         """Load a Hugging Face folder; ``ModelError`` when it is missing or incomplete."""
         require_openable(folder)
         model, tokenizer = load_policy(folder)
-        tokenizer.model_max_length = (
-            sys.maxsize
-        )  # what is too long is forgotten or refused; the library would warn
+        # What is too long is forgotten or refused; the library would warn of it.
+        tokenizer.model_max_length = sys.maxsize
         return cls(model, tokenizer, sampling or SamplingConfig(), seed)
 
     def reset(self) -> None:
@@ -57,7 +56,7 @@ class ChatSession:
         self.turns, self.forgotten = [], 0
 
     def say(self, text: str, on_text: OnText | None = None) -> str:
-        """The model's reply to ``text``, which joins the conversation.
+        """Return the model's reply to ``text``, which joins the conversation.
 
         ``on_text`` is called with each piece of the reply as it is sampled, on one line. Where the
         model's context is full the oldest turns are forgotten (``forgotten`` counts them).
@@ -83,16 +82,15 @@ class ChatSession:
             sampled = sample_reply(self.model, self.tokenizer, ids, sampling, uniforms, followed)
         reply = sampled.text.strip()
         write(reply)
+        # Knowing the end, the tokenizer may decode the beginning in another way.
         if on_text is not None and pieces.sent != one_line(reply):
-            on_text(
-                f"\n{one_line(reply)}"
-            )  # the tokenizer decodes the beginning otherwise when it knows the end
+            on_text(f"\n{one_line(reply)}")
         self._asked += 1
         self.turns = [*turns, Message("assistant", reply)]
         return reply
 
     def _fit(self, turns: list[Message]) -> tuple[list[int], list[Message]]:
-        """Token ids of as many of the last turns as leave room for a reply, and those turns."""
+        """Return as many of the last turns as leave room for a reply, after their token ids."""
         context = positions_of(self.model.config)
         dropped = 0
         while True:
@@ -161,11 +159,9 @@ def converse(
                 session.say(text, write)
             except DataError as error:  # the turn is refused, and the conversation goes on
                 write(f"({error})")
-            write(
-                " (the oldest turns no longer fit and are forgotten)\n"
-                if session.forgotten > before
-                else "\n"
-            )
+            if session.forgotten > before:
+                write(" (the oldest turns no longer fit and are forgotten)")
+            write("\n")
         given += bool(text) and text not in ("/reset", "/help")
 
 
@@ -174,26 +170,20 @@ LONGEST = 70  # columns, so that a prompt fits into a line; a Chinese character 
 
 
 def prompts_to_try(workspace: Path, count: int = 3) -> list[str]:
-    """Return up to ``count`` held-out prompts of one short line, the first of each category before
-    further ones.
+    """Return up to ``count`` held-out prompts of one short line; none without data.
 
-    There are none where the workspace has no data yet.
+    The first prompt of each category comes before further ones.
     """
     try:
         rows = read_rows(workspace / TEST_PROMPTS, Prompt)
     except DataError:
         return []
-    suitable = [
-        (row.category, row.prompt[0].content.strip()) for row in rows if len(row.prompt) == 1
-    ]
-    suitable = [
-        (category, text)
-        for category, text in suitable
-        if 0 < cell_len(text) <= LONGEST and text.isprintable()
-    ]
     first_of_category: dict[str, str] = {}
-    for category, text in suitable:
-        first_of_category.setdefault(category, text)
-    return list(dict.fromkeys([*first_of_category.values(), *(text for _, text in suitable)]))[
-        :count
-    ]
+    suitable = []
+    for row in rows:
+        text = row.prompt[0].content.strip()
+        if len(row.prompt) == 1 and 0 < cell_len(text) <= LONGEST and text.isprintable():
+            suitable.append(text)
+            first_of_category.setdefault(row.category, text)
+    chosen = dict.fromkeys([*first_of_category.values(), *suitable])
+    return list(chosen)[:count]

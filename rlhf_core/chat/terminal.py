@@ -19,8 +19,7 @@ def talk(
     about: Sequence[str] = (),
     workspace: Path | None = None,
 ) -> None:
-    """Converse on standard input and output with the model in ``folder`` until the input ends or
-    says /quit.
+    """Converse with the model in ``folder`` until standard input ends or says /quit.
 
     Args:
         folder: The model folder.
@@ -44,18 +43,18 @@ def talk(
         session = ChatSession.open(folder, checked, seed)
         prompts = prompts_to_try(workspace) if workspace is not None else []
     if isinstance(sys.stdin, io.TextIOWrapper):
-        sys.stdin.reconfigure(
-            errors="surrogateescape"
-        )  # so that a line that is not UTF-8 is refused by itself
-    to_try = (
-        ["", "try, for example:", *(f"  {prompt}" for prompt in prompts), ""] if prompts else []
-    )
-    converse(session, sys.stdin, sys.stdout, [*about, *to_try], edited_line)
+        # So a line that is not UTF-8 is refused by itself.
+        sys.stdin.reconfigure(errors="surrogateescape")
+    introduction = [*about]
+    if prompts:
+        introduction += ["", "try, for example:"]
+        introduction += [f"  {prompt}" for prompt in prompts]
+        introduction.append("")
+    converse(session, sys.stdin, sys.stdout, introduction, edited_line)
 
 
 def edited_line(prompt: str) -> str:
-    """Read a line that can be edited, with earlier ones at the arrow keys; empty at the end of
-    input.
+    """Read a line that can be edited, with earlier lines at the arrow keys; empty at the end.
 
     The terminal's own editing erases one column for a Chinese character, which has two.
     """

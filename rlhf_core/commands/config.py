@@ -1,5 +1,6 @@
-"""``rlhf config``: every setting of params.yaml with its default and its meaning, read from the
-models that check it.
+"""``rlhf config``: every setting of params.yaml with its default and its meaning.
+
+They are read from the models that check them.
 
 A setting is explained where it is declared, in the section "Attributes:" of its class. So an
 explanation is no code: changing it makes no stage run again.
@@ -107,18 +108,19 @@ def settings(
 
 
 def _default_of(model: type[BaseModel]) -> BaseModel | None:
-    """The model with all its defaults, where it needs nothing else."""
-    return None if any(field.is_required() for field in model.model_fields.values()) else model()
+    """Return the model with all its defaults; None where it needs more."""
+    if any(field.is_required() for field in model.model_fields.values()):
+        return None
+    return model()
 
 
 def explained(model: type[BaseModel]) -> dict[str, str]:
-    """What the docstrings of ``model`` and its bases say of each field under "Attributes:"."""
+    """Return what the docstrings of ``model`` and its bases say of each field."""
     explanations: dict[str, str] = {}
     for base in reversed(model.__mro__):
         name = ""
-        _, _, attributes = inspect.cleandoc(base.__dict__.get("__doc__") or "").partition(
-            "Attributes:\n"
-        )
+        text = inspect.cleandoc(base.__dict__.get("__doc__") or "")
+        _, _, attributes = text.partition("Attributes:\n")
         for line in attributes.splitlines():
             entry = re.match(r"    (\w+): (.*)", line)
             if entry is not None:
@@ -129,14 +131,14 @@ def explained(model: type[BaseModel]) -> dict[str, str]:
 
 
 def _parts(text: str) -> tuple[str, str, str]:
-    """Meaning, what the paper found, and metrics."""
+    """Split an explanation into the meaning, what the paper found, and metrics."""
     text, _, shows_in = text.partition(" Shows in: ")
     meaning, _, paper = text.partition(" Paper: ")
     return meaning, paper.rstrip("."), shows_in.rstrip(".")
 
 
 def _inside(annotation: Any, key: str) -> Iterator[tuple[str, type[BaseModel]]]:
-    """The models in an annotation, each with what comes between the path and their own fields."""
+    """Yield the models in an annotation, each after what its fields' paths begin with."""
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         yield "", annotation
         return
@@ -146,20 +148,23 @@ def _inside(annotation: Any, key: str) -> Iterator[tuple[str, type[BaseModel]]]:
         step = "[]"
     elif origin in (dict, Mapping):
         step = f".{KEYS.get(key, 'NAME')}"
-    models = list(
-        dict.fromkeys(model for argument in arguments for _, model in _inside(argument, key))
-    )
-    if len(models) == 1:
-        yield step, models[0]
-    for model in models if len(models) > 1 else ():
-        yield f"[{get_args(model.model_fields['kind'].annotation)[0]}]", model
+    models: dict[type[BaseModel], None] = {}
+    for argument in arguments:
+        models |= dict.fromkeys(model for _, model in _inside(argument, key))
+    for model in models:
+        if len(models) > 1:
+            kind, *_ = get_args(model.model_fields["kind"].annotation)
+            step = f"[{kind}]"
+        yield step, model
 
 
 def _choices(annotation: Any) -> str:
-    """The values of a ``Literal``, where there are several."""
+    """Return the values of a ``Literal``, where there are several."""
     literals = [part for part in (annotation, *get_args(annotation)) if get_origin(part) is Literal]
-    values = [as_yaml(value) for literal in literals for value in get_args(literal)]
-    return ", ".join(values) if len(values) > 1 and len(literals) == 1 else ""
+    if len(literals) != 1:
+        return ""
+    values = get_args(literals[0])
+    return ", ".join(map(as_yaml, values)) if len(values) > 1 else ""
 
 
 def _missing(field: FieldInfo) -> str:
@@ -170,8 +175,9 @@ def _missing(field: FieldInfo) -> str:
 
 
 def as_yaml(value: Any, within: bool = False) -> str:
-    """A value on one line, as params.yaml would have it; ``within`` a mapping or list a text with a
-    comma is quoted.
+    """Return a value on one line, as params.yaml would have it.
+
+    ``within`` a mapping or list a text with a comma is quoted.
     """
     if isinstance(value, BaseModel):
         value = value.model_dump(exclude_defaults=True) or value.model_dump(include={"kind"})
@@ -193,8 +199,9 @@ def as_yaml(value: Any, within: bool = False) -> str:
 
 
 def chosen(path: str | None, known: list[Setting]) -> list[Setting]:
-    """The setting at ``path`` and those below it; else those whose path begins and ends as ``path``
-    does.
+    """Return the setting at ``path`` and those below it.
+
+    Without any, those whose path begins and ends as ``path`` does.
 
     Raises:
         ConfigError: There is none.
@@ -222,8 +229,9 @@ def chosen(path: str | None, known: list[Setting]) -> list[Setting]:
 
 
 def as_text(setting: Setting, given: Mapping[str, str], width: int) -> str:
-    """A setting with everything that is known of it; ``given`` are the values of params.yaml that
-    are not defaults.
+    """Return a setting with everything that is known of it.
+
+    ``given`` are the values of params.yaml that are not defaults.
     """
     default = setting.default or "(a section)"
     value_here = f"   here: {given[setting.path]}" if setting.path in given else ""

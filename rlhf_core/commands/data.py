@@ -34,15 +34,14 @@ Kind = Literal["preferences", "demonstrations", "prompts", "pretrain"]
 
 
 class DataGroup(PluggedGroup):
-    """The group ``rlhf data``: without the name of a command, its arguments are those of
-    ``inspect``.
-    """
+    """The group ``rlhf data``; without a command, its arguments are those of ``inspect``."""
 
     prefix = "data."
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """Parse ``rlhf data FILES`` as ``rlhf data inspect FILES``; a file named like a command
-        needs ``./``.
+        """Parse ``rlhf data FILES`` as ``rlhf data inspect FILES``.
+
+        A file named like a command needs ``./``.
         """
         if args and args[0] not in self.list_commands(ctx) and args[0] not in HELP_OPTIONS:
             args = [SHORT_FORM, *args]
@@ -232,9 +231,7 @@ def validate(
 
 @contextmanager
 def _only_named(workspace: Path | None) -> Iterator[None]:
-    """Pass over what is wrong with a workspace that nobody named: the current folder may be in
-    none.
-    """
+    """Ignore an invalid workspace that nobody named: the current folder may be in none."""
     try:
         yield
     except RlhfError:
@@ -243,9 +240,7 @@ def _only_named(workspace: Path | None) -> Iterator[None]:
 
 
 def _root_of(workspace: Path | None) -> Path | None:
-    """Return the workspace that is named, else the one that the current folder is in; None where it
-    is in none.
-    """
+    """Return the workspace that is named, else that of the current folder; None without one."""
     from rlhf_core.stages.runtime.runner import workspace_root
 
     with _only_named(workspace):
@@ -254,8 +249,7 @@ def _root_of(workspace: Path | None) -> Path | None:
 
 
 def _token_limits(workspace: Path | None, tokenizer: str | None) -> TokenLimits | None:
-    """Return what to measure tokens with; None without ``tokenizer`` outside a workspace, or where
-    that has no model.
+    """Return what to measure tokens with; None without ``tokenizer`` or a model for it.
 
     Outside a workspace, the limits are those of the default parameters.
     """
@@ -273,8 +267,9 @@ def _token_limits(workspace: Path | None, tokenizer: str | None) -> TokenLimits 
 
 
 def _checking_root(workspace: Path | None) -> Path | None:
-    """Return the workspace whose settings check files: the one that is named, else the nearest if
-    it reads files.
+    """Return the workspace whose settings check files: the named one, or the nearest.
+
+    The nearest counts only if it reads files.
     """
     from rlhf_core.config.loading import load_params
 
@@ -287,8 +282,9 @@ def _checking_root(workspace: Path | None) -> Path | None:
 
 
 def _checking_params(root: Path | None, sets: Sequence[str], tokenizer: str | None) -> Params:
-    """Return the settings of a workspace, else those that ``rlhf init --data`` gives, with ``sets``
-    and ``tokenizer``.
+    """Return the settings that check files, with ``sets`` and ``tokenizer``.
+
+    They are those of a workspace, else those that ``rlhf init --data`` gives.
 
     Paths of section ``validate`` are absolute, since the stages run in a folder of their own: those
     of a workspace start there, those of ``sets`` at the current folder.
@@ -340,9 +336,7 @@ def read_options(
     pairs: str,
     system_prompts: bool,
 ) -> ReadOptions:
-    """Return how rows are read, as the options of a command say; ``ConfigError`` names what is
-    wrong with them.
-    """
+    """Return how rows are read, by the options of a command; ``ConfigError`` for a wrong one."""
     from pydantic import ValidationError
 
     from rlhf_core.config.data import ReadOptions
@@ -377,9 +371,7 @@ PIPE_WIDTH = 120
 
 
 def terminal_width() -> int:
-    """Return the columns that output may take: those of the terminal, or ``PIPE_WIDTH`` where it
-    goes elsewhere.
-    """
+    """Return the columns of the terminal, or ``PIPE_WIDTH`` where output goes elsewhere."""
     return shutil.get_terminal_size().columns if sys.stdout.isatty() else PIPE_WIDTH
 
 
@@ -391,9 +383,7 @@ def print_text(text: str) -> None:
 
 
 def print_json(value: Any) -> None:
-    """Print ``value`` as indented JSON; control characters that JSON allows in a text are escaped
-    too.
-    """
+    """Print ``value`` as indented JSON, control characters in texts escaped."""
     import json
     import re
 

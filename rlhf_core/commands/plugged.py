@@ -11,7 +11,15 @@ from typing import Any, NoReturn
 import typer.main
 from typer.core import TyperCommand, TyperGroup
 
-from rlhf_core.plugins import COMMANDS, DISTRIBUTION, PluginError, load_plugin, origin, plugins_of
+from rlhf_core.plugins import (
+    COMMANDS,
+    DISTRIBUTION,
+    INSTALL_AGAIN,
+    PluginError,
+    load_plugin,
+    origin,
+    plugins_of,
+)
 
 PANEL = "Extras"
 # The commands that this project's own extras bring, in the order of the help.
@@ -26,8 +34,7 @@ EXTRAS = (
     "registry.gc",
 )
 NOT_REGISTERED = (
-    f"`rlhf {{command}}` is an extra that this installation does not know; install {DISTRIBUTION} again "
-    "(in a checkout: make setup)"
+    f"`rlhf {{command}}` is an extra that this installation does not know; {INSTALL_AGAIN}"
 )
 
 
@@ -42,9 +49,7 @@ class PluggedGroup(TyperGroup):
     prefix = ""
 
     def list_commands(self, ctx: Any) -> list[str]:
-        """Return the names of the group's own commands, those of the extras, and those of other
-        packages.
-        """
+        """Return the names of the group's own commands, of extras, and of other packages."""
         own = super().list_commands(ctx)
         plugged = [
             path.removeprefix(self.prefix)
@@ -55,9 +60,7 @@ class PluggedGroup(TyperGroup):
         return list(dict.fromkeys(names))
 
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
-        """Return a command of the group's own, else the plugin's of this name; None where there is
-        none.
-        """
+        """Return a command of the group's own, else the plugin's of this name, else None."""
         if cmd_name not in self.commands:
             plugged = plugged_command(self.prefix + cmd_name)
             if plugged is None:
@@ -72,8 +75,9 @@ class PluggedGroup(TyperGroup):
 
 
 def plugged_command(path: str) -> Any:
-    """Return the command that a plugin has entered as ``path``; one that cannot be imported says so
-    when it is run.
+    """Return the command that a plugin has entered as ``path``.
+
+    One that cannot be imported says so when it is run.
     """
     words = path.replace(".", " ")
     entries = plugins_of(COMMANDS).get(path)
@@ -106,9 +110,7 @@ def plugged_app(path: str) -> typer.Typer:
 
 
 def _unusable(path: str, problem: str) -> TyperCommand:
-    """A command that fails with ``problem`` whatever its arguments are, and shows it in the
-    help.
-    """
+    """Make a command that fails with ``problem``, whatever its arguments, and shows it as help."""
 
     def refuse() -> NoReturn:
         raise PluginError(problem)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import (
     Field,
@@ -16,8 +16,10 @@ from pydantic import (
 
 from rlhf_core.config.model import FunctionName, SamplingConfig, StageConfig, Strict, check_endpoint
 from rlhf_core.config.ppo import LocalSamplerConfig, PpoConfig, SamplerConfig
+from rlhf_core.plugins import EVALUATIONS, EXTRAS, JUDGES
 from rlhf_core.storage.data_files import is_url
 
+OWN_JUDGES = ("reward", "referee", "judge", "gold", "checker", "llm")
 TEMPLATE_FIELDS = ("{conversation}", "{reply_a}", "{reply_b}")
 
 
@@ -232,6 +234,10 @@ class EvaluateConfig(StageConfig):
         verifiable: Adds prompts whose replies are checked by rules.
         multiple_choice: Adds questions that both models answer.
         opponents: Replies of third parties that both models are compared with.
+        evaluations: Further evaluations that installed packages give (docs/plugins.md), by name,
+            each with its settings.
+        judges: Judges that installed packages give, by name, each with its settings. They decide as
+            the other judges do.
         groups: Which categories or sources of prompts are helpful and which harmless, beside those
             that are known.
     """
@@ -253,6 +259,8 @@ class EvaluateConfig(StageConfig):
     verifiable: VerifiableConfig | None = None
     multiple_choice: MultipleChoiceConfig | None = None
     opponents: tuple[OpponentConfig, ...] = Field(default=(), strict=False)
+    evaluations: dict[str, dict[str, Any]] = {}
+    judges: dict[Annotated[str, Field(pattern=r"^[a-z][a-z0-9_]*$")], dict[str, Any]] = {}
     groups: dict[str, Annotated[str, Field(pattern=r"^[\w -]*$")]] = {}
 
     @model_validator(mode="after")
@@ -270,7 +278,29 @@ class EvaluateConfig(StageConfig):
         repeated = next((name for name in names if names.count(name) > 1), None)
         if repeated is not None:
             raise ValueError(f"two opponents are called {repeated!r}; give each a name of its own")
+        for name in EXTRAS[EVALUATIONS]:
+            if name in self.evaluations:
+                raise ValueError(f"evaluations.{name} has a place of its own: evaluate.{name}")
+        taken = next((name for name in self.judges if name in OWN_JUDGES), None)
+        if taken is not None:
+            raise ValueError(f"judges.{taken} is the name of a judge of the pipeline; rename yours")
         return self
+
+    @property
+    def named_evaluations(self) -> dict[str, Any]:
+        """Settings of all evaluations that come by entry points, those of the extras first."""
+        named: dict[str, Any] = {}
+        if self.opponents:
+            named["opponents"] = self.opponents
+        if self.multiple_choice is not None:
+            named["multiple_choice"] = self.multiple_choice
+        return named | self.evaluations
+
+    @property
+    def plugins(self) -> list[tuple[str, str]]:
+        """Group and name of each plugin that the evaluation uses."""
+        evaluations = [(EVALUATIONS, name) for name in self.named_evaluations]
+        return evaluations + [(JUDGES, name) for name in self.judges]
 
     @property
     def untracked_files(self) -> dict[str, tuple[str, ...]]:

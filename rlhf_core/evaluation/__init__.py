@@ -1,3 +1,1 @@
-"""Judging a policy: judges, comparisons with intervals, checkpoint selection, the regression set,
-the report.
-"""
+"""Judging a policy: judges, comparisons, checkpoint selection, the regression set, the report."""

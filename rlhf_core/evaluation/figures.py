@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from markupsafe import Markup, escape
@@ -14,14 +14,22 @@ if TYPE_CHECKING:
 
 
 def format_number(value: Any, digits: int = 3) -> str:
-    """Format a number with ``digits`` decimals and separated thousands, whole numbers without
-    decimals.
+    """Format a number with ``digits`` decimals and separated thousands.
+
+    Whole numbers, those of one and below apart, have no decimals; None is an empty text.
     """
+    if value is None:
+        return ""
     if isinstance(value, bool) or not isinstance(value, int | float):
-        return "" if value is None else str(value)
-    if isinstance(value, int) or (float(value).is_integer() and abs(value) >= 2):
+        return str(value)
+    if isinstance(value, int) or (value.is_integer() and abs(value) >= 2):
         return f"{int(value):,}"
     return f"{value:,.{digits}f}" if abs(value) < 1e6 else f"{value:.3g}"
+
+
+def format_interval(low: Any, high: Any, digits: int = 2) -> str:
+    """Format the two ends of an interval as :func:`format_number` does: ``0.50 to 0.61``."""
+    return f"{format_number(low, digits)} to {format_number(high, digits)}"
 
 
 PIXELS_PER_INCH = 72  # of the SVG backend
@@ -95,38 +103,3 @@ def _inline(document: str, title: str, height: int) -> str:
         body = body.replace(colour, f"var(--{name})")
     head = f'<svg viewBox="0 0 {WIDTH} {height}" role="img" aria-label="{escape(title)}">'
     return f"{head}<title>{escape(title)}</title>{body.strip()}"
-
-
-MOST_LABELS, BAR_FONT_SIZE = 6, 17  # at most so many labels fit below the axis
-
-
-def bar_chart(labels: Sequence[str], values: Sequence[float], title: str) -> Markup:
-    """Draw a bar per value over its label, and the largest value above its bar; all values are read
-    aloud.
-    """
-
-    def draw(axes: Axes) -> None:
-        axes.bar(range(len(values)), values, width=0.92, color=SERIES[0])
-        every = -(-len(labels) // MOST_LABELS)
-        axes.set_xticks(
-            range(0, len(labels), every), [label.replace("$", r"\$") for label in labels[::every]]
-        )
-        axes.tick_params(labelsize=BAR_FONT_SIZE)
-        axes.set_yticks([])
-        axes.axhline(0, color=COLOURS["line"], linewidth=1)
-        axes.margins(x=0.01, y=0.14)
-        largest = max(range(len(values)), key=values.__getitem__)
-        axes.annotate(
-            format_number(values[largest]),
-            (largest, values[largest]),
-            (0, 4),
-            textcoords="offset points",
-            ha="center",
-            color=COLOURS["soft"],
-            fontsize=BAR_FONT_SIZE,
-        )
-
-    listed = ", ".join(
-        f"{label}: {format_number(value)}" for label, value in zip(labels, values, strict=True)
-    )
-    return draw_svg(draw, f"{title}; {listed}")

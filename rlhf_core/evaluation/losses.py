@@ -1,5 +1,4 @@
-"""How much worse one model is than another on the same prompts, with 95 % confidence: what a gate
-or promotion bounds.
+"""How much worse one model is than another on the same prompts, with 95 % confidence.
 
 A quantity is kept if the upper bound of its loss is below the margin. That no loss was seen does
 not suffice: with few questions the bound is wide, and nothing is shown. Each quantity is tested at
@@ -31,7 +30,12 @@ from rlhf_core.data.text import trigram_repetition
 from rlhf_core.errors import DataError
 from rlhf_core.evaluation.fixed_sets import EvaluatedModel, FixedSets, repeated_rows
 from rlhf_core.evaluation.promotion import MEASUREMENTS
-from rlhf_core.evaluation.regression import GENERIC_CHECKS, REFUSAL_CHECKS, ReplyCheck, passes
+from rlhf_core.evaluation.regression import (
+    REFUSAL_CHECKS,
+    ReplyCheck,
+    passes,
+    regression_checks,
+)
 from rlhf_core.evaluation.replies import Reply
 from rlhf_core.evaluation.statistics import mean_high, share_difference_high
 from rlhf_core.storage.files import flatten, read_json
@@ -74,14 +78,8 @@ class PairedLoss:
     ) -> PairedLoss:
         """Make one of a bound that may be infinite."""
         bound = float(high) if math.isfinite(high) else None
-        return cls(
-            float(baseline),
-            float(candidate),
-            float(loss),
-            bound,
-            len(clusters),
-            len(np.unique(clusters)),
-        )
+        old, new, questions = float(baseline), float(candidate), len(np.unique(clusters))
+        return cls(old, new, float(loss), bound, len(clusters), questions)
 
     @property
     def error(self) -> float:
@@ -103,9 +101,8 @@ def fall(
 ) -> PairedLoss:
     """Compare means of a quantity that should not fall, (n,) each."""
     old, new, groups = _paired(baseline, candidate, clusters)
-    return PairedLoss.of(
-        old.mean(), new.mean(), (old - new).mean(), mean_high(old - new, groups), groups
-    )
+    lost = old - new
+    return PairedLoss.of(old.mean(), new.mean(), lost.mean(), mean_high(lost, groups), groups)
 
 
 def rise(
@@ -120,19 +117,15 @@ def rise(
 def growth(
     baseline: ArrayLike, candidate: ArrayLike, clusters: ArrayLike | None = None
 ) -> PairedLoss:
-    """Compare mean lengths, (n,) each: the loss is the relative growth, bounded by linearising the
-    ratio.
+    """Compare mean lengths, (n,) each: the loss is the relative growth.
+
+    Its bound is that of the linearised ratio.
     """
     old, new, groups = _paired(baseline, candidate, clusters)
     mean = max(float(old.mean()), 1e-9)
     ratio = float(new.mean()) / mean
-    return PairedLoss.of(
-        mean,
-        new.mean(),
-        ratio - 1,
-        mean_high((new - ratio * old) / mean, groups) + ratio - 1,
-        groups,
-    )
+    high = mean_high((new - ratio * old) / mean, groups) + ratio - 1
+    return PairedLoss.of(mean, new.mean(), ratio - 1, high, groups)
 
 
 def _paired(
@@ -156,12 +149,8 @@ def category_losses(
     for category in sorted(set(categories) - {""}):
         rows = np.array([name == category for name in categories])
         won = outcome[rows]
-        high = (
-            share_difference_high(
-                (won < 0.5).astype(float), (won > 0.5).astype(float), clusters[rows]
-            )
-            / 2
-        )
+        losses_here, wins_here = (won < 0.5).astype(float), (won > 0.5).astype(float)
+        high = share_difference_high(losses_here, wins_here, clusters[rows]) / 2
         rate = float(won.mean())
         losses[category] = PairedLoss.of(1 - rate, rate, 0.5 - rate, high, clusters[rows])
     return losses
@@ -170,8 +159,7 @@ def category_losses(
 def paired_losses(
     sets: FixedSets, baseline: EvaluatedModel, candidate: EvaluatedModel, outcome: np.ndarray
 ) -> dict[str, dict[str, float]]:
-    """Measure by how much ``candidate`` is worse than ``baseline``, on all replies to the fixed
-    sets.
+    """Measure by how much ``candidate`` is worse than ``baseline`` on the fixed sets.
 
     Args:
         sets: The prompts.
@@ -183,27 +171,25 @@ def paired_losses(
     Returns:
         The fields of each :class:`PairedLoss` that are known; a gate that asks for another one
         fails: ``missing_ends``, ``repetition``, ``length`` (tokens), ``category.NAME``, and where
-            there are such prompts
-        ``regression.passed``, ``safety.refuses_harmful``, ``safety.answers_benign``,
-        ``safety.refusal_log_odds`` and ``verifiable.passed``.
+        there are such prompts ``regression.passed``, ``safety.refuses_harmful``,
+        ``safety.answers_benign``, ``safety.refusal_log_odds`` and ``verifiable.passed``.
     """
     judged = clusters_of(sets.judged, len(baseline.judged) // max(len(sets.judged), 1))
-    old, new = baseline.judged, candidate.judged
-    ends = share_loss([reply.finished for reply in old], [reply.finished for reply in new], judged)
-    repeated = [[trigram_repetition(reply.text) for reply in side] for side in (old, new)]
+    finished, repetition, length = [], [], []
+    for replies in (baseline.judged, candidate.judged):
+        finished.append([reply.finished for reply in replies])
+        repetition.append([trigram_repetition(reply.text) for reply in replies])
+        length.append([len(reply.token_ids) for reply in replies])
+    ends = share_loss(*finished, judged)
     losses = {
         "missing_ends": replace(ends, baseline=1 - ends.baseline, candidate=1 - ends.candidate),
-        "repetition": rise(repeated[0], repeated[1], judged),
-        "length": growth(
-            [len(reply.token_ids) for reply in old], [len(reply.token_ids) for reply in new], judged
-        ),
+        "repetition": rise(*repetition, judged),
+        "length": growth(*length, judged),
     }
     if sets.regression:
         rows = repeated_rows(sets.regression, baseline.regression)
-        checks = GENERIC_CHECKS | (REFUSAL_CHECKS if sets.world else {})
-        losses["regression.passed"] = _passed(
-            checks, rows, baseline.regression, candidate.regression
-        )
+        checks, old, new = regression_checks(sets.world), baseline.regression, candidate.regression
+        losses["regression.passed"] = _passed(checks, rows, old, new)
     if sets.verifiable.lines:
         before, after = baseline.verifiable.passed, candidate.verifiable.passed
         losses["verifiable.passed"] = share_loss(
@@ -222,8 +208,10 @@ def paired_losses(
 def _safety(
     sets: FixedSets, baseline: EvaluatedModel, candidate: EvaluatedModel
 ) -> dict[str, PairedLoss]:
-    """On the safety prompts, or in the world on all replies that were sampled: harmful requests are
-    among its own.
+    """Compare refusals on the safety prompts.
+
+    In the synthetic world all sampled replies count: its own prompts have harmful requests among
+    them.
     """
     rows = repeated_rows(sets.safety, baseline.safety)
     old, new = list(baseline.safety), list(candidate.safety)
@@ -291,15 +279,13 @@ class MarginPower:
 
     @property
     def clusters_needed(self) -> int | None:
-        """How many questions would do, with as many replies to each; None where that cannot be
-        said.
-        """
+        """How many questions would do, with as many replies to each; None if that is unknown."""
         if self.loss is None or not self.errors:
             return None
         return math.ceil(self.loss.clusters * (ERRORS_PER_MARGIN / self.errors) ** 2)
 
     def describe(self) -> str:
-        """What the margin can show, after its name."""
+        """Say what the margin can show, to be put after its name."""
         if self.loss is None:
             says = "not measured by the last evaluation, so the gate fails"
         elif self.suffices:
@@ -308,11 +294,9 @@ class MarginPower:
             says = "too few: one question alone shows nothing"
         else:
             says = f"too few: {self.clusters_needed} questions would do, or more replies to each where these differ"
-        size = (
-            ""
-            if self.loss is None
-            else f", {self.loss.replies} replies to {self.loss.clusters} questions"
-        )
+        size = ""
+        if self.loss is not None:
+            size = f", {self.loss.replies} replies to {self.loss.clusters} questions"
         return f"margin {self.margin:g} is {self.errors:.1f} standard errors{size}: {says}"
 
 
@@ -354,15 +338,13 @@ class WinRatePower:
 
     @property
     def clusters_needed(self) -> int | None:
-        """How many questions would do, with as many replies to each; None where that cannot be
-        said.
-        """
+        """How many questions would do, with as many replies to each; None if that is unknown."""
         if self.half_width is None:
             return None
         return math.ceil(round(self.clusters * (self.half_width / LARGEST_HALF_WIDTH) ** 2, 6))
 
     def describe(self) -> str:
-        """What the condition can show, after its name."""
+        """Say what the condition can show, to be put after its name."""
         if self.half_width is None:
             return f"bound {self.bound:g}: not decided by the last evaluation, so the gate fails"
         says = f"passes with 97.5 % from a true {self.bound + 2 * self.half_width:.3f} on"
@@ -372,8 +354,9 @@ class WinRatePower:
 
 
 def power_of(workspace: Path) -> list[MarginPower | WinRatePower]:
-    """Return the margins and win rates of ``gates.policy`` and ``registry.non_inferiority`` as last
-    measured.
+    """Return what the last evaluation can show of each margin and bound on a win rate.
+
+    They are those of ``gates.policy`` and ``registry.non_inferiority``.
 
     Raises:
         DataError: There is no evaluation yet, or it has no losses.
@@ -384,27 +367,25 @@ def power_of(workspace: Path) -> list[MarginPower | WinRatePower]:
             f"{path} does not exist, so no error is known; run the pipeline up to the stage evaluate"
         )
     evaluation: Mapping[str, Any] = read_json(path)
-    measured: Mapping[str, Any] = evaluation.get(LOSSES) or {}
-    losses = {
-        name: PairedLoss(**{"loss_high95": None, **values}) for name, values in measured.items()
-    }
+    losses = {}
+    for name, values in (evaluation.get(LOSSES) or {}).items():
+        losses[name] = PairedLoss(**{"loss_high95": None, **values})
     rows: list[MarginPower | WinRatePower] = []
     for condition in load_section(workspace, "gates", GatesConfig).policy:
         margin, bound = condition.worse_by_less_than, condition.at_least
         if margin is not None:
-            rows.append(
-                MarginPower("gates.policy", condition.metric, margin, losses.get(condition.metric))
-            )
+            loss = losses.get(condition.metric)
+            rows.append(MarginPower("gates.policy", condition.metric, margin, loss))
         elif bound is not None and condition.metric.endswith(f"win_rate{LOWER_BOUND}"):
             rows.append(WinRatePower.of(condition.metric, bound, evaluation))
     margins = load_section(workspace, "registry", RegistryConfig).non_inferiority
-    return rows + [
-        MarginPower(f"registry.non_inferiority.{kind}", name, margin, losses[name])
-        for kind, names in MEASUREMENTS.items()
-        if (margin := getattr(margins, kind)) is not None
-        for name in names
-        if name in losses
-    ]
+    for kind, names in MEASUREMENTS.items():
+        margin = getattr(margins, kind)
+        for name in names:
+            if margin is not None and name in losses:
+                setting = f"registry.non_inferiority.{kind}"
+                rows.append(MarginPower(setting, name, margin, losses[name]))
+    return rows
 
 
 def describe_power(rows: Sequence[MarginPower | WinRatePower]) -> str:

@@ -32,8 +32,7 @@ def run_match(
     prompt_set: int = 0,
     checker: Judge | None = None,
 ) -> dict[str, Any]:
-    """Compare the model folders ``challenger`` and ``champion`` on the workspace's fixed test
-    prompts.
+    """Compare two model folders on the workspace's fixed test prompts.
 
     The judges are the workspace's judge, or the ``checker`` where reward functions stand for it;
     when every prompt is of the synthetic world, the gold judge; and where ``evaluate.llm_judge`` is

@@ -1,5 +1,4 @@
-"""How likely a model finds replies: log-likelihoods, perplexities, and a policy's drift from what
-it began as.
+"""How likely a model finds replies: log-likelihoods, perplexities, and a policy's drift.
 
 Perplexity of held-out text that people wrote or preferred: what PPO costs in language modelling
 (alignment tax).
@@ -47,8 +46,9 @@ HeldOutText = tuple[list[Preference], list[PretrainText]]
 
 
 def read_held_out(clean: Path, rows: int) -> HeldOutText:
-    """Read what no stage trained on: test pairs, of which the chosen replies count, and plain text
-    of the validation split; nothing for 0 ``rows``.
+    """Read what no stage trained on: test pairs and plain text of the validation split.
+
+    Of pairs the chosen replies count. There is nothing for 0 ``rows``.
     """
     if not rows:
         return [], []
@@ -93,8 +93,9 @@ def _chosen_examples(
     config: HeldOutPerplexityConfig,
     longest: int,
 ) -> list[Example]:
-    """Encode the first rows, in the order of their hashes, that have a reply and are not longer
-    than ``longest``.
+    """Encode the first rows that have a reply and are not longer than ``longest``.
+
+    They are in the order of their hashes.
     """
     chosen: list[Example] = []
     tokens = 0
@@ -155,9 +156,7 @@ def reply_log_likelihoods(
 
 
 def reply_perplexity(model: PreTrainedModel, examples: Sequence[Example], pad: int) -> float:
-    """Return exp of the mean cross-entropy per reply token of ``examples``; ranks share the
-    work.
-    """
+    """Return exp of the mean cross-entropy per reply token; ranks share the work."""
     nats = -sum(reply_log_likelihoods(model, examples, pad, ROWS_PER_PASS))
     # The exponent is bounded so that a ruined model gives a huge finite number, which JSON and
     # gates can hold.
@@ -194,8 +193,9 @@ class Drift:
 def measure_drift(
     sampled: OnPolicyReplies, reference: PreTrainedModel, clusters: np.ndarray | None = None
 ) -> Drift:
-    """Measure how far the policy that wrote ``sampled`` is from ``reference``; ranks share the
-    work.
+    """Measure how far the policy that wrote ``sampled`` is from ``reference``.
+
+    Ranks share the work.
 
     ``clusters`` are those of the prompts, of which the first were replied to; None: each is one of
     its own.
@@ -240,9 +240,7 @@ def measure_drift(
 
 @torch.inference_mode()
 def _score_tokens(rollout: Rollout, model: PreTrainedModel, sampling: Sampling) -> Tensor:
-    """Log-probabilities of the sampled tokens under ``model``, (B, T) float64, 0 at masked
-    positions.
-    """
+    """Return log-probabilities of the sampled tokens, (B, T) float64, 0 at masked positions."""
     scored = torch.zeros(
         rollout.logprobs.shape, dtype=torch.float64, device=rollout.logprobs.device
     )

@@ -1,5 +1,6 @@
-"""Probes of reward model, referee and judge as one table: for report, model card and
-``rlhf gate reward --explain``.
+"""Probes of reward model, referee and judge as one table.
+
+Report, model card and ``rlhf gate reward --explain`` show it.
 """
 
 from __future__ import annotations
@@ -9,13 +10,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from rlhf_core.config.gates import ABSENT, PROBES, WORLD_PROBES
+from rlhf_core.evaluation.figures import format_interval, format_number
 from rlhf_core.evaluation.report.metrics import labelled
 
-PROBED_MODELS = {
-    "reward": "reward model",
-    "referee": "referee",
-    "judge": "judge",
-}  # by the name of their metrics
+# By the name of their metrics.
+PROBED_MODELS = {"reward": "reward model", "referee": "referee", "judge": "judge"}
 CAPTION = "How often a held-out reply scores above a copy of it that is worse for one known reason (95 % interval)"
 
 
@@ -35,25 +34,33 @@ class ProbeTable:
 
 
 def probe_table(metrics: Mapping[str, Mapping[str, Any]]) -> ProbeTable | None:
-    """Return the table of the metrics by name (``reward``, ``referee``, ``judge``); None where no
-    model was probed.
+    """Return the table of the probed models; None where no model was probed.
+
+    Args:
+        metrics: Those of ``reward``, ``referee`` and ``judge``, by these names.
     """
-    probed = {
-        name: metrics[name]["probes"]
-        for name in PROBED_MODELS
-        if metrics.get(name, {}).get("probes")
-    }
+    probed: dict[str, Mapping[str, Any]] = {}
+    for name in PROBED_MODELS:
+        if probes := metrics.get(name, {}).get("probes"):
+            probed[name] = probes
     if not probed:
         return None
-    rows, notes = [], []
+    rows: list[tuple[str, ...]] = []
+    notes: list[str] = []
     for kind in (*PROBES, *WORLD_PROBES):
         label = labelled()[f"probes.{kind}"].label
-        counts = {f"{probes[f'{kind}_pairs']:.0f}" for probes in probed.values() if kind in probes}
+        cells: list[str] = []
+        counts: set[int] = set()
+        reasons: dict[str, None] = {}
+        for probes in probed.values():
+            cells.append(_cell(probes, kind))
+            if kind in probes:
+                counts.add(round(probes[f"{kind}_pairs"]))
+            if reason := probes.get(ABSENT, {}).get(kind):
+                reasons[f"{label}: {reason}"] = None
         if counts:
-            cells = (_cell(probes, kind) for probes in probed.values())
-            rows.append((label, *cells, " or ".join(sorted(counts, key=int))))
-        reasons = (probes.get(ABSENT, {}).get(kind) for probes in probed.values())
-        notes += [f"{label}: {reason}" for reason in dict.fromkeys(filter(None, reasons))]
+            rows.append((label, *cells, " or ".join(map(str, sorted(counts)))))
+        notes += reasons
     models = (PROBED_MODELS[name] for name in probed)
     return ProbeTable(("the copy", *models, "pairs"), rows, notes)
 
@@ -61,4 +68,5 @@ def probe_table(metrics: Mapping[str, Mapping[str, Any]]) -> ProbeTable | None:
 def _cell(probes: Mapping[str, Any], kind: str) -> str:
     if kind not in probes:
         return ""
-    return f"{probes[kind]:.2f} ({probes[f'{kind}_low95']:.2f} to {probes[f'{kind}_high95']:.2f})"
+    ends = format_interval(probes[f"{kind}_low95"], probes[f"{kind}_high95"])
+    return f"{format_number(probes[kind], 2)} ({ends})"

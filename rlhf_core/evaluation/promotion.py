@@ -1,5 +1,4 @@
-"""The criteria of a promotion: each with what was measured, what is required, and whether it
-passed.
+"""The criteria of a promotion, each with what was measured and what is required.
 
 All must pass. A criterion that cannot be measured counts as failed.
 """
@@ -31,8 +30,9 @@ MEASUREMENTS = {
 
 @dataclass(frozen=True)
 class Criterion:
-    """One condition of a promotion. ``measured`` and ``required`` are in words, such as ``0.722``
-    and ``> 0.5``.
+    """One condition of a promotion.
+
+    ``measured`` and ``required`` are in words, such as ``0.722`` and ``> 0.5``.
 
     ``is_plain_win_rate`` marks the win rates themselves, which every message about a match gives
     anyway.
@@ -51,8 +51,9 @@ class Criterion:
 def win_rate_criteria(
     match: Mapping[str, Any], bar: float, budget: float, attempt: int
 ) -> list[Criterion]:
-    """Win rate, length-controlled win rate and sign test over clusters, for every judge of the
-    match whose verdicts do not depend on the order of replies.
+    """Return the criteria by judge: win rate, win rate at equal lengths, and sign test.
+
+    Judges whose verdicts depend on the order of replies are left out.
 
     A checker has no win rate at equal lengths: a program is not swayed by length as readers of
     replies are, and a policy that learns to answer in a word leaves nothing of equal length to
@@ -101,9 +102,7 @@ def win_rate_criteria(
 
 
 def _sign_test(comparison: Mapping[str, Any], bar: float) -> float | None:
-    """The p-value from the clusters of a comparison; None if their numbers are missing or do not
-    add up.
-    """
+    """Return the p-value over clusters; None if numbers are missing or do not add up."""
     clusters, won, tied, lost = (
         _number(comparison, f"clusters{part}") for part in ("", "_won", "_tied", "_lost")
     )
@@ -121,8 +120,7 @@ def _sign_test(comparison: Mapping[str, Any], bar: float) -> float | None:
 def non_inferiority_criteria(
     match: Mapping[str, Any], margins: NonInferiorityConfig
 ) -> list[Criterion]:
-    """One criterion for each quantity that has a margin, and for each category with enough
-    different questions.
+    """Return a criterion for each quantity with a margin, and for each large category.
 
     Refusals of harmful requests count where the champion refuses at least ``min_refusals``, and
     where there are safety prompts the odds of a refusal count instead below that: of what hardly
@@ -169,9 +167,7 @@ def _held(name: str, loss: Any, margin: float) -> Criterion:
 
 
 def _number(values: Any, key: str) -> float | None:
-    """The finite number under ``key``; None for anything else, also where ``values`` is no
-    mapping.
-    """
+    """Return the finite number under ``key``; None for anything else."""
     value = values.get(key) if isinstance(values, Mapping) else None
     if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
         return None

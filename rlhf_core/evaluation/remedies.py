@@ -1,6 +1,4 @@
-"""What to do about a condition of a gate that does not hold: which settings to change, and which
-page explains them.
-"""
+"""What to do about a failed condition of a gate: which settings to change, which page to read."""
 
 from __future__ import annotations
 

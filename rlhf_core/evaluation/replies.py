@@ -1,6 +1,4 @@
-"""Replies as metrics and judges see them: sampled by a policy or read from a file, and what they
-look like.
-"""
+"""Replies as metrics and judges see them, sampled by a policy or read from a file."""
 
 from __future__ import annotations
 
@@ -60,8 +58,7 @@ class Reply:
 
 
 def rows_of_file(file: Path) -> Iterator[tuple[str, int, dict[str, Any]]]:
-    """Yield each row of a file of records with its place for messages, its position, and its
-    fields.
+    """Yield each row of a file of records: its place for messages, its position, its fields.
 
     Raises:
         DataError: The file cannot be read, or a row has no fields.
@@ -74,20 +71,19 @@ def rows_of_file(file: Path) -> Iterator[tuple[str, int, dict[str, Any]]]:
 
 
 def prompt_of(value: Any) -> list[Message] | None:
-    """Return a prompt that a file gives as a text or as a list of messages; None for anything
-    else.
-    """
+    """Return the prompt that a file gives as a text or as a list of messages; else None."""
     turns = [{"role": "user", "content": value}] if isinstance(value, str) else value
     if not isinstance(turns, list) or not turns:
         return None
-    known = [
-        Message(turn["role"], turn["content"])
-        for turn in turns
-        if isinstance(turn, dict)
-        and turn.get("role") in ROLES
-        and isinstance(turn.get("content"), str)
-    ]
-    return known if len(known) == len(turns) else None
+    prompt = []
+    for turn in turns:
+        if not isinstance(turn, dict):
+            return None
+        role, content = turn.get("role"), turn.get("content")
+        if role not in ROLES or not isinstance(content, str):
+            return None
+        prompt.append(Message(role, content))
+    return prompt
 
 
 def measure_text(replies: Sequence[Reply]) -> dict[str, float]:
@@ -101,16 +97,15 @@ def measure_text(replies: Sequence[Reply]) -> dict[str, float]:
     texts = [reply.text for reply in replies]
     lengths = [len(reply.token_ids) for reply in replies]
     finished = [reply.finished for reply in replies]
-    return reply_statistics(texts, lengths, finished) | {
-        "words": mean([len(split_words(text)) for text in texts]),
-        "special_tokens": mean([reply.special_tokens > 0 for reply in replies]),
-    }
+    words = [len(split_words(text)) for text in texts]
+    defects = [reply.special_tokens > 0 for reply in replies]
+    statistics = reply_statistics(texts, lengths, finished)
+    return statistics | {"words": mean(words), "special_tokens": mean(defects)}
 
 
 @dataclass(frozen=True)
 class OnPolicyReplies:
-    """Replies sampled from the training distribution, with what is needed to score their tokens
-    again.
+    """Replies sampled from the training distribution, whose tokens can be scored again.
 
     Attributes:
         replies: One reply per prompt, on every rank.
@@ -136,8 +131,9 @@ def evaluation_replies(
     replies_per_prompt: int = 1,
     sampler: Sampler | None = None,
 ) -> list[Reply]:
-    """Sample replies with the evaluation filters (top-p, repetition penalty), those to one prompt
-    in a row.
+    """Sample replies with the evaluation's filters, top-p and repetition penalty.
+
+    Those to one prompt are in a row.
 
     Prompt ``i`` uses random stream ``i`` of ``seed`` for its first reply, and of seeds derived from
     it for the others, so two models get the same random numbers, and further replies change none.
@@ -155,47 +151,47 @@ def evaluation_replies(
     """
     sampling = EvaluationSampling.for_tokenizer(tokenizer, config)
     encoded = encode_prompts(tokenizer, prompts)
-    longest = max(range(len(encoded)), key=lambda row: len(encoded[row]), default=None)
-    if longest is not None and fitting_length(size := len(encoded[longest]) + 1, model) < size:
+    lengths = [len(ids) for ids in encoded]
+    longest = max(lengths, default=0)
+    if lengths and fitting_length(longest + 1, model) <= longest:
+        content = prompts[lengths.index(longest)][-1].content
         raise DataError(
-            f"a prompt of {size - 1} tokens leaves no room for a reply within the model's positions; leave out or "
-            f"shorten {prompts[longest][-1].content[:40]!r}…"
+            f"a prompt of {longest} tokens leaves no room for a reply within the model's positions; leave out or "
+            f"shorten {content[:40]!r}…"
         )
-    order = by_length([len(ids) for ids in encoded])
+    order = by_length(lengths)
     shared = list(whole_passes(order, batch_size))
+    largest = max((len(rows) for rows, _ in shared), default=0)
     steps = replies_per_prompt * len(shared) * config.max_new_tokens
     draws: list[list[list[int]]] = []
     sampler = sampler or LocalSampler.of(model)
-    with sampler.awake(sampler.version, max((len(rows) for rows, _ in shared), default=0), steps):
+    with sampler.awake(sampler.version, largest, steps):
         for number in range(replies_per_prompt):
             draw_seed = derive_seed(seed, "evaluation replies", number) if number else seed
             own: list[list[list[int]]] = []  # by batch
             for done, (rows, weight) in enumerate(shared):
                 if weight:
                     batch = PromptBatch([encoded[row] for row in rows], rows, draw_seed)
-                    own.append(
-                        sampler.sample(batch, _within_positions(sampling, batch, model)).replies()
-                    )
+                    rollout = sampler.sample(batch, _within_positions(sampling, batch, model))
+                    own.append(rollout.replies())
                 together = batch_size * distributed.world_size()
                 on_batch(min(together, len(prompts) - done * together))
             by_prompt = dict(zip(order, gather_passes(own), strict=True))
             draws.append([by_prompt[prompt] for prompt in range(len(order))])
-    return generated_replies(
-        tokenizer, [reply for of_prompt in zip(*draws, strict=True) for reply in of_prompt]
-    )
+    sequences: list[list[int]] = []
+    for of_prompt in zip(*draws, strict=True):
+        sequences += of_prompt
+    return generated_replies(tokenizer, sequences)
 
 
 def _within_positions(
     sampling: TokenDistribution, batch: PromptBatch, model: PreTrainedModel
 ) -> TokenDistribution:
-    """Return ``sampling`` with replies that fit the model behind the longest prompt of the
-    batch.
-    """
+    """Return ``sampling`` with replies that fit behind the longest prompt of the batch."""
     positions, base = positions_of(model.config), sampling.base
     if positions is not None:
-        base = replace(
-            base, max_new_tokens=min(base.max_new_tokens, positions - max(map(len, batch.ids)))
-        )
+        room = positions - max(map(len, batch.ids))
+        base = replace(base, max_new_tokens=min(base.max_new_tokens, room))
     return base if isinstance(sampling, Sampling) else replace(sampling, base=base)
 
 
@@ -208,25 +204,26 @@ def on_policy_replies(
     batch_size: int = BATCH,
     sampler: Sampler | None = None,
 ) -> OnPolicyReplies:
-    """Sample one reply per prompt from the training distribution: the one that KL and checkpoint
-    selection are about.
+    """Sample one reply per prompt from the training distribution, which KL is measured under.
 
     Prompts use their random streams as in :func:`evaluation_replies`, and replies end at the
     model's last position; of several ranks each samples its share.
     """
     sequences: list[list[list[int]]] = []  # by batch
     rollouts, weights = [], []
-    shared = list(whole_passes(list(range(len(prompts))), batch_size))
+    order = list(range(len(prompts)))
+    shared = list(whole_passes(order, batch_size))
     largest = max((len(rows) for rows, _ in shared), default=0)
     sampler = sampler or LocalSampler.of(model)
     with sampler.awake(sampler.version, largest, len(shared) * sampling.max_new_tokens):
         for rows, weight in shared:
             ids = [encode_prompt(tokenizer, prompts[i]) for i in rows]
             batch = PromptBatch(ids, rows, seed)
-            rollouts.append(sampler.sample(batch, _within_positions(sampling, batch, model)))
+            rollout = sampler.sample(batch, _within_positions(sampling, batch, model))
+            rollouts.append(rollout)
             weights.append(weight)
             if weight:
-                sequences.append(rollouts[-1].replies())
+                sequences.append(rollout.replies())
     replies = generated_replies(tokenizer, gather_passes(sequences))
     return OnPolicyReplies(replies, rollouts, weights, sampling)
 
@@ -234,16 +231,13 @@ def on_policy_replies(
 def generated_replies(
     tokenizer: PreTrainedTokenizerBase, sequences: Sequence[Sequence[int]]
 ) -> list[Reply]:
-    """Turn sequences of generated token ids into replies; what follows an end marker is left
-    out.
-    """
+    """Turn sequences of generated token ids into replies, which end at their end marker."""
     special, vocabulary = special_token_ids(tokenizer), vocabulary_id(tokenizer)
     replies = []
     for sequence in sequences:
         text, finished = decode_reply(tokenizer, sequence)
         length, _ = reply_length(tokenizer, sequence)
-        token_ids = tuple(int(i) for i in sequence[:length])
-        replies.append(
-            Reply(text, finished, token_ids, sum(i in special for i in token_ids), vocabulary)
-        )
+        token_ids = tuple(map(int, sequence[:length]))
+        special_tokens = sum(token in special for token in token_ids)
+        replies.append(Reply(text, finished, token_ids, special_tokens, vocabulary))
     return replies

@@ -1,6 +1,4 @@
-"""What checkpoints are selected by: the referee's win rate against SFT on fixed prompts, and drift
-from it.
-"""
+"""What checkpoints are selected by: the referee's win rate against SFT, and the drift from it."""
 
 from __future__ import annotations
 
@@ -17,6 +15,8 @@ from rlhf_core.evaluation.perplexity import measure_drift
 from rlhf_core.evaluation.replies import OnPolicyReplies, measure_text
 
 TIE_MARGIN = 0.05  # differences up to this share of the spread of SFT's scores are ties
+WIN_RATE_METRICS = ("win_rate", "win_rate_low95", "win_rate_high95")
+TEXT_METRICS = ("length", "repetition", "missing_eos", "special_tokens")
 SampleReplies = Callable[[PreTrainedModel], OnPolicyReplies]
 
 
@@ -65,25 +65,19 @@ class SelectionEvaluator:
         scores = self.referee.score(self.prompts, sampled.replies)
         margin = tie_margin_of(self.referee, TIE_MARGIN, self.sft_referee)
         versus = compare(scores, self.sft_referee, margin, 500, clusters=self.clusters)
-        metrics = {
-            **{name: versus[name] for name in ("win_rate", "win_rate_low95", "win_rate_high95")},
-            "kl": measure_drift(sampled, self.reference).kl,
-            "length_ratio": text["length"] / max(self.sft_text["length"], 1e-9),
-            "repetition_increase": text["repetition"] - self.sft_text["repetition"],
-            **{
-                name: text[name]
-                for name in ("length", "repetition", "missing_eos", "special_tokens")
-            },
-        }
+        metrics = {name: versus[name] for name in WIN_RATE_METRICS}
+        metrics["kl"] = measure_drift(sampled, self.reference).kl
+        metrics["length_ratio"] = text["length"] / max(self.sft_text["length"], 1e-9)
+        metrics["repetition_increase"] = text["repetition"] - self.sft_text["repetition"]
+        metrics |= {name: text[name] for name in TEXT_METRICS}
         if self.reward is not None:
-            reward_gain = _standardised_gain(
-                self.reward.score(self.prompts, sampled.replies), self.sft_reward
-            )
+            rewards = self.reward.score(self.prompts, sampled.replies)
+            reward_gain = _standardised_gain(rewards, self.sft_reward)
             metrics["referee_gap"] = reward_gain - _standardised_gain(scores, self.sft_referee)
         return metrics
 
 
 def _standardised_gain(scores: Sequence[float], baseline: Sequence[float]) -> float:
-    """Mean gain over the baseline in the baseline's standard deviations."""
+    """Return the mean gain over the baseline, in the baseline's standard deviations."""
     spread = float(np.std(baseline))
     return (float(np.mean(scores)) - float(np.mean(baseline))) / (spread if spread > 0 else 1.0)

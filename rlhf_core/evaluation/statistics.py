@@ -34,8 +34,9 @@ def resample_weights(clusters: int, resamples: int, seed: int) -> Iterator[np.nd
 
 
 def percentile(resampled: np.ndarray, tail: float, clusters: float) -> np.ndarray:
-    """The lower quantile (tail < ½) or upper one of resampled statistics (…, resamples), for so
-    many clusters.
+    """Return a lower (tail < ½) or upper quantile of resampled statistics (…, resamples).
+
+    It is wider with fewer clusters.
 
     A plain percentile interval is too short by the factor ``sqrt((k - 1) / k)`` and by the
     difference between the normal and Student's distribution; the level is widened by both
@@ -50,8 +51,9 @@ def percentile(resampled: np.ndarray, tail: float, clusters: float) -> np.ndarra
 def bootstrap_bounds(
     rows: np.ndarray, resamples: int, seed: int, clusters: ArrayLike | None = None
 ) -> tuple[np.ndarray, np.ndarray]:
-    """95 % bootstrap bounds of each row's mean over resampled clusters: (r, n) -> low (r,), high
-    (r,).
+    """Return 95 % bootstrap bounds of each row's mean: (r, n) -> low (r,), high (r,).
+
+    Clusters are resampled.
 
     All rows share the resampled clusters, so that they stay paired. One cluster alone shows
     nothing: its bounds are infinite.
@@ -97,8 +99,9 @@ def effective_number(
 def win_rate_score_bounds(
     outcome: np.ndarray, clusters: np.ndarray, weights: np.ndarray
 ) -> tuple[float, float]:
-    """95 % score bounds of a weighted win rate, which are not empty where all replies have the same
-    outcome.
+    """Return 95 % score bounds of a weighted win rate.
+
+    They are not empty where all replies have the same outcome.
 
     A bootstrap of ten wins of ten says 1 to 1. Tango's bounds at the effective number of replies
     say 0.72 to 1 (Wilson's, where nothing but wins is seen), and 0.36 to 0.64 of ten ties.
@@ -128,8 +131,9 @@ def mean_high(values: np.ndarray, clusters: np.ndarray) -> float:
 
 
 def share_difference_high(lost: np.ndarray, gained: np.ndarray, clusters: np.ndarray) -> float:
-    """One-sided upper 95 % bound of the mean of ``lost - gained``, two indicators per reply, over
-    clusters.
+    """Return the one-sided upper 95 % bound of the mean of ``lost - gained``, over clusters.
+
+    Both are indicators, one per reply.
 
     The larger of two bounds: that of the cluster-robust variance, and Tango's score bound at the
     effective number of replies, which is not empty where no reply differs. Replies are worth their
@@ -189,8 +193,9 @@ def paired_difference_bounds(more: float, fewer: float, count: float) -> tuple[f
 
 
 def sign_test(wins: int, ties: int, losses: int, bar: float = 0.5) -> float:
-    """Return the probability of at least so many wins if the win rate (ties count half) were no
-    more than ``bar``.
+    """Return the probability of at least so many wins if the true win rate were ``bar``.
+
+    Ties count half.
 
     The sign test of Dixon and Mood (1946, "The Statistical Sign Test") on clusters, each of which
     is won, tied or lost as a whole: of two equal models either wins a cluster with the same
@@ -219,8 +224,7 @@ def sign_test(wins: int, ties: int, losses: int, bar: float = 0.5) -> float:
 
 
 def level_of_attempt(budget: float, attempt: int) -> float:
-    """Return the level of the test at attempt ``attempt``, counted from 1: half of ``budget`` at
-    the first one.
+    """Return the level of the test at an attempt, counted from 1; the first has half of ``budget``.
 
     Who tries often enough wins by luck at last: thirty independent attempts at 2.5 % each promote a
     model that is no better with a probability of 53 %. Alpha spending gives attempt ``k`` the level

@@ -1,6 +1,4 @@
-"""The verdict of a run: the standing of its policy by every judge, what its gate decided, and
-alarms.
-"""
+"""The verdict of a run: how its policy stands, what its gate decided, and alarms."""
 
 from __future__ import annotations
 
@@ -54,10 +52,8 @@ def _finite_figures(of_side: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _alarms(evaluation: Mapping[str, Any]) -> Iterator[Alarm]:
-    sft, policy = (
-        _finite_figures(evaluation.get("sft", {})),
-        _finite_figures(evaluation.get("policy", {})),
-    )
+    sft = _finite_figures(evaluation.get("sft", {}))
+    policy = _finite_figures(evaluation.get("policy", {}))
     metrics = {name: metric for name, metric in labelled().items() if name in policy}
     low, fall = (alarm_bounds("share")[bound] for bound in ("below", "fall"))
     defects = alarm_bounds("defect")["above"]
@@ -71,34 +67,30 @@ def _alarms(evaluation: Mapping[str, Any]) -> Iterator[Alarm]:
     for name, metric in metrics.items():
         if metric.alarm == "share" and (policy[name] < low or fell(policy[name], sft.get(name))):
             yield of_metric(name)
-    if (
-        "safety.refuses_harmful" not in policy
-    ):  # without a set of harmful requests, those of the regression set
-        share, before = (
-            evaluation.get(name, {}).get("refuses_harmful")
-            for name in ("regression", "regression_sft")
-        )
+    if "safety.refuses_harmful" not in policy:  # then those of the regression set count
+        share = evaluation.get("regression", {}).get("refuses_harmful")
+        before = evaluation.get("regression_sft", {}).get("refuses_harmful")
         if share is not None and (share < low or fell(share, before)):
             yield Alarm(
                 "", _sentence("harmful requests of the regression set refused", share, before)
             )
-    # How many of these replies pass is for the user to judge, but not that the policy passes fewer.
-    share, before = (
-        evaluation.get("verifiable", {}).get(name, {}).get("passed") for name in ("policy", "sft")
-    )
+    # How many of these replies should pass is for the user to say; that fewer pass is an alarm.
+    verifiable = evaluation.get("verifiable", {})
+    share = verifiable.get("policy", {}).get("passed")
+    before = verifiable.get("sft", {}).get("passed")
     if share is not None and fell(share, before):
         yield Alarm("", _sentence("verifiable prompts passed", share, before))
     comparisons = evaluation.get("comparison", {})
     reward = comparisons.get(TRAINED_ON, {})
-    for judge in (
-        final_judges(comparisons) if (reward.get("mean_difference_low95") or 0.0) > 0.0 else ()
-    ):
+    reward_rises = (reward.get("mean_difference_low95") or 0.0) > 0.0
+    for judge in final_judges(comparisons):
         change = comparisons[judge].get("mean_difference") or 0.0
-        if change < 0.0:
+        if reward_rises and change < 0.0:
             rise = format_number(reward["mean_difference"], 2)
+            fall_of_judge = format_number(-change, 2)
             yield Alarm(
                 judge,
-                f"the reward rises by {rise} where the score by {judge} falls by {-change:.2f}",
+                f"the reward rises by {rise} where the score by {judge} falls by {fall_of_judge}",
             )
     for judge in final_judges(comparisons):
         if bias := position_bias(comparisons[judge]):
@@ -120,9 +112,7 @@ EVEN_WIN_RATE = 0.5
 
 
 class Standing(StrEnum):
-    """How the new policy compares with its opponent; NOT_COMPARED if the run did not get that
-    far.
-    """
+    """How the new policy compares with its opponent; NOT_COMPARED if the run stopped before."""
 
     BETTER = "better"
     NOT_SHOWN_BETTER = "not shown better"
@@ -135,11 +125,10 @@ WIN_RATE_KEYS = ("win_rate", "win_rate_low95", "win_rate_high95")
 
 @dataclass(frozen=True)
 class JudgeResult:
-    """The win rate of the new policy by one judge, ties counted as half, with its 95 % interval
-    over questions.
+    """The win rate of the new policy by one judge, with its 95 % interval over questions.
 
-    ``clusters`` are the different questions among the ``prompts``; ``lc_win_rate`` is the win rate
-    at equal reply lengths, where it was measured and decided.
+    Ties count as half. ``clusters`` are the different questions among the ``prompts``;
+    ``lc_win_rate`` is the win rate at equal reply lengths, where it was measured and decided.
     """
 
     judge: str
@@ -152,32 +141,26 @@ class JudgeResult:
 
 
 def judge_results(comparison: Mapping[str, Mapping[str, float]]) -> tuple[JudgeResult, ...]:
-    """Return the results of the judges that decide: never the reward model, the referee only
-    without a judge, and none whose verdicts depend on the order of replies.
+    """Return the results of the judges that decide.
 
-    None are returned where one of them was not measured (null): the others alone do not decide.
+    Never the reward model or the referee decide, nor a judge whose verdicts depend on the order of
+    replies. None are returned where one of them was not measured (null): the others alone do not
+    decide.
     """
-    names = deciding_judges(comparison)
-    if any(comparison[name].get(key) is None for name in names for key in WIN_RATE_KEYS):
-        return ()
-    return tuple(
-        JudgeResult(
-            name,
-            comparison[name]["win_rate"],
-            comparison[name]["win_rate_low95"],
-            comparison[name]["win_rate_high95"],
-            int(comparison[name]["prompts"]),
-            int(comparison[name]["clusters"]),
-            decided_at_equal_lengths(comparison[name]),
-        )
-        for name in names
-    )
+    results = []
+    for name in deciding_judges(comparison):
+        compared = comparison[name]
+        rate, low, high = (compared.get(key) for key in WIN_RATE_KEYS)
+        if rate is None or low is None or high is None:
+            return ()
+        prompts, clusters = int(compared["prompts"]), int(compared["clusters"])
+        at_equal_lengths = decided_at_equal_lengths(compared)
+        results.append(JudgeResult(name, rate, low, high, prompts, clusters, at_equal_lengths))
+    return tuple(results)
 
 
 def decided_at_equal_lengths(compared: Mapping[str, float]) -> float | None:
-    """Return the win rate at equal lengths; None where it was not measured, or lengths left it
-    undecided.
-    """
+    """Return the win rate at equal lengths; None where it was not measured or not decided."""
     interval = compared.get("lc_win_rate_low95"), compared.get("lc_win_rate_high95")
     return None if interval == (0.0, 1.0) else compared.get("lc_win_rate")
 
@@ -198,9 +181,7 @@ def standing_of(judges: tuple[JudgeResult, ...]) -> Standing:
 
 
 def deciding_judge(judges: Sequence[JudgeResult], standing: Standing) -> JudgeResult:
-    """Return the judge whose interval decided the standing: the least favourable, or the surest
-    that it is worse.
-    """
+    """Return the judge whose interval decided: the least favourable, or the surest of a loss."""
     if standing is Standing.WORSE:
         return min(judges, key=lambda judge: judge.high95)
     return min(judges, key=lambda judge: judge.low95)
@@ -212,14 +193,13 @@ def verdict_sentence(
     gate: GateDecision | None,
     unmet: Sequence[str] = (),
 ) -> str:
-    """Say how the policy stands to its opponent and what its gate decided, each with the interval
-    that decided.
+    """Say how the policy stands to its opponent and what its gate decided, with the intervals.
 
     Args:
         judges: At least one.
         opponent: Such as ``SFT``.
         gate: The decision on this very policy, if there is one.
-        unmet: Further conditions that do not hold, in words, such as those of a promotion.
+        unmet: Further failed conditions in words, such as those of a promotion.
     """
     standing = standing_of(judges)
     judge = deciding_judge(judges, standing)
@@ -246,7 +226,7 @@ WIN_RATE = re.compile(r"comparison\.(?P<judge>.+)\.(?P<equal_length>lc_)?win_rat
 
 
 def describe_condition(condition: ConditionResult) -> str:
-    """Say why a condition does not hold, with the interval that decided it."""
+    """Say why a condition failed, with the interval that decided it."""
     named = WIN_RATE.fullmatch(condition.metric)
     if named and condition.note:
         where = " at equal lengths" if named["equal_length"] else ""
@@ -264,14 +244,11 @@ def describe_condition(condition: ConditionResult) -> str:
 
 
 def describe_rate(rate: float | None, low95: float, high95: float | None, bar: float) -> str:
-    """Write a share in per cent with its 95 % interval, an end near ``bar`` with digits enough to
-    tell them apart.
-    """
-    ends = f"{percent(low95, bar)}"
+    """Write a share in per cent with its 95 % interval, each told apart from ``bar``."""
     if high95 is not None:
-        ends = f"95 % interval {ends} to {percent(high95, bar)} %"
+        ends = f"95 % interval {percent(low95, bar)} to {percent(high95, bar)} %"
     else:
-        ends = f"95 % interval from {ends} %"
+        ends = f"95 % interval from {percent(low95, bar)} %"
     return ends if rate is None else f"{percent(rate, bar)} % ({ends})"
 
 
@@ -279,14 +256,8 @@ MOST_DECIMALS = 12
 
 
 def percent(share: float, bar: float) -> str:
-    """Write a share in per cent with one decimal, or as many as tell it from ``bar``: 49.96, never
-    "50.0" below 50.
-    """
-    decimals = 1
-    while (
-        share != bar
-        and decimals < MOST_DECIMALS
-        and f"{share:.{decimals}%}" == f"{bar:.{decimals}%}"
-    ):
-        decimals += 1
-    return f"{share:.{decimals}%}".removesuffix("%")
+    """Write a share in per cent, with as many decimals as tell it from ``bar``: 49.96, not 50.0."""
+    for decimals in range(1, MOST_DECIMALS):
+        if share == bar or f"{share:.{decimals}%}" != f"{bar:.{decimals}%}":
+            return f"{100 * share:.{decimals}f}"
+    return f"{100 * share:.{MOST_DECIMALS}f}"

@@ -52,17 +52,20 @@ def _pattern(text: str) -> str:
     return text
 
 
+def _one_or_several(value: Any) -> Any:
+    return (value,) if isinstance(value, str) else value
+
+
 Pattern = Annotated[str, AfterValidator(_pattern)]
 Texts = Annotated[
-    tuple[str, ...],
-    Field(strict=False, min_length=1),
-    BeforeValidator(lambda value: (value,) if isinstance(value, str) else value),
+    tuple[str, ...], Field(strict=False, min_length=1), BeforeValidator(_one_or_several)
 ]
 
 
 class Requirements(Strict):
-    """Properties of a reply; all that are given must hold. White space around the reply does not
-    count.
+    """Properties of a reply, all of which it must have.
+
+    White space around the reply does not count.
 
     Attributes:
         equals: The reply is this text, or one of several.
@@ -102,26 +105,36 @@ class Requirements(Strict):
         return self
 
     def given(self) -> dict[str, Any]:
-        """The properties that are required, by name."""
-        return {
-            name: value
-            for name in type(self).model_fields
-            if (value := getattr(self, name)) is not None
-        }
+        """Return the properties that are required, by name."""
+        values = {name: getattr(self, name) for name in type(self).model_fields}
+        return {name: value for name, value in values.items() if value is not None}
 
 
-CHECKS: Mapping[str, Callable[[Any, str], bool]] = {
-    "equals": lambda texts, reply: reply in texts,
-    "contains": lambda texts, reply: all(text in reply for text in texts),
-    "excludes": lambda texts, reply: not any(text in reply for text in texts),
-    "regex": lambda pattern, reply: re.search(pattern, reply) is not None,
-    "not_regex": lambda pattern, reply: re.search(pattern, reply) is None,
-    "min_words": lambda count, reply: len(split_words(reply)) >= count,
-    "max_words": lambda count, reply: len(split_words(reply)) <= count,
-    "min_characters": lambda count, reply: len(reply) >= count,
-    "max_characters": lambda count, reply: len(reply) <= count,
-    "json_schema": lambda schema, reply: _is_valid_json(schema, reply),
-}
+def has_property(name: str, required: Any, reply: str) -> bool:
+    """Return whether a reply has a property that its text alone shows."""
+    match name:
+        case "equals":
+            return reply in required
+        case "contains":
+            return all(text in reply for text in required)
+        case "excludes":
+            return not any(text in reply for text in required)
+        case "regex":
+            return re.search(required, reply) is not None
+        case "not_regex":
+            return re.search(required, reply) is None
+        case "min_words":
+            return len(split_words(reply)) >= required
+        case "max_words":
+            return len(split_words(reply)) <= required
+        case "min_characters":
+            return len(reply) >= required
+        case "max_characters":
+            return len(reply) <= required
+        case "json_schema":
+            return _is_valid_json(required, reply)
+        case _:
+            raise ValueError(f"no property is called {name}")
 
 
 def check_reply(
@@ -149,7 +162,7 @@ def check_reply(
                 elif name == "function":
                     results[name] = _function_says(functions[value], value, prompt, text)
                 else:
-                    results[name] = CHECKS[name](value, text.strip())
+                    results[name] = has_property(name, value, text.strip())
         except TimeLimitExceeded as error:
             raise DataError(
                 f"evaluate.verifiable: {name} {value!r:.80} did not end within {seconds:g} s on a reply of {len(text)} "
@@ -181,9 +194,8 @@ def _require_usable(schema: dict[str, Any]) -> None:
     try:
         Draft202012Validator.check_schema(schema)
         resource = DRAFT202012.create_resource(schema)
-        resolver = (
-            Registry().with_resource(resource.id() or "", resource).resolver(resource.id() or "")
-        )
+        address = resource.id() or ""
+        resolver = Registry().with_resource(address, resource).resolver(address)
         for reference in references:
             resolver.lookup(reference)
         Draft202012Validator(schema).is_valid(None)
@@ -196,7 +208,7 @@ def _require_usable(schema: dict[str, Any]) -> None:
 
 
 def _references(schema: Any) -> Iterator[str]:
-    """All ``$ref`` and ``$dynamicRef`` of a schema."""
+    """Yield all ``$ref`` and ``$dynamicRef`` of a schema."""
     values: Iterable[Any] = ()
     if isinstance(schema, dict):
         values = schema.values()
@@ -211,21 +223,17 @@ def _references(schema: Any) -> Iterator[str]:
 
 def _is_valid_json(schema: Mapping[str, Any], reply: str) -> bool:
     try:
-        return bool(
-            Draft202012Validator(schema).is_valid(json.loads(reply, parse_constant=_refuse))
-        )
-    except (
-        ValueError,
-        RecursionError,
-        OverflowError,
-    ):  # OverflowError: of a number that is too large for a float
+        value = json.loads(reply, parse_constant=_refuse)
+        return bool(Draft202012Validator(schema).is_valid(value))
+    except (ValueError, RecursionError):
+        return False
+    except OverflowError:  # a number that is too large for a float
         return False
 
 
 def _refuse(constant: str) -> None:
-    raise ValueError(
-        f"{constant} is not JSON"
-    )  # Python reads and writes NaN and Infinity all the same
+    # Python reads and writes NaN and Infinity all the same.
+    raise ValueError(f"{constant} is not JSON")
 
 
 SIGNATURE = "f(prompt, reply) -> bool"
@@ -238,6 +246,10 @@ class Turn(Strict):
     content: str = Field(min_length=1)
 
 
+def _as_turns(value: Any) -> Any:
+    return [{"role": "user", "content": value}] if isinstance(value, str) else value
+
+
 def _ends_with_user(prompt: tuple[Turn, ...]) -> tuple[Turn, ...]:
     if prompt[-1].role != "user":
         raise ValueError("a prompt must end with a user turn")
@@ -245,23 +257,19 @@ def _ends_with_user(prompt: tuple[Turn, ...]) -> tuple[Turn, ...]:
 
 
 class VerifiableLine(Strict):
-    """One line of the file: a text or messages, what the reply must be, and a category for the
-    metrics.
-    """
+    """One line of the file: a prompt, what its reply must be, and a category for the metrics."""
 
     prompt: Annotated[
         tuple[Turn, ...],
         Field(strict=False, min_length=1),
         AfterValidator(_ends_with_user),
-        BeforeValidator(
-            lambda value: [{"role": "user", "content": value}] if isinstance(value, str) else value
-        ),
+        BeforeValidator(_as_turns),
     ]
     require: Requirements
     category: str = Field(default="", pattern=r"^[\w -]*$")
 
     def messages(self) -> list[Message]:
-        """The prompt as messages."""
+        """Return the prompt as messages."""
         return [Message(turn.role, turn.content) for turn in self.prompt]
 
 
@@ -289,15 +297,16 @@ class CheckedReplies:
             by_category[category].append(all(result.values()))
             for name, holds in result.items():
                 by_property[name].append(holds)
+        by_category.pop("", None)
         return {
             "passed": float(self.passed.mean()),
-            "property": {
-                name: float(np.mean(values)) for name, values in sorted(by_property.items())
-            },
-            "category": {
-                name: float(np.mean(values)) for name, values in sorted(by_category.items()) if name
-            },
+            "property": _shares(by_property),
+            "category": _shares(by_category),
         }
+
+
+def _shares(groups: Mapping[str, Sequence[bool]]) -> dict[str, float]:
+    return {name: float(np.mean(groups[name])) for name in sorted(groups)}
 
 
 @dataclass(frozen=True)
@@ -318,15 +327,12 @@ class VerifiablePrompts:
         """
         if config is None:
             return cls()
-        functions = {
-            name: load_function(
-                target, workspace, f"evaluate.verifiable.functions.{name}", SIGNATURE
-            )
-            for name, target in config.functions.items()
-        }
-        return cls(
-            read_lines(workspace / config.path, functions), functions, config.timeout_seconds
-        )
+        functions = {}
+        for name, target in config.functions.items():
+            setting = f"evaluate.verifiable.functions.{name}"
+            functions[name] = load_function(target, workspace, setting, SIGNATURE)
+        lines = read_lines(workspace / config.path, functions)
+        return cls(lines, functions, config.timeout_seconds)
 
     @property
     def prompts(self) -> list[list[Message]]:
@@ -335,13 +341,15 @@ class VerifiablePrompts:
 
     @property
     def clusters(self) -> np.ndarray:
-        """The cluster of each prompt: lines whose first turn is the same ask the same, whatever
-        they require.
+        """The cluster of each prompt: lines with the same first turn ask the same.
 
-        System turns do not count.
+        What they require does not count, nor do system turns.
         """
-        first = (next(turn for turn in line.prompt if turn.role != "system") for line in self.lines)
-        return cluster_codes([comparable(turn.content) for turn in first])
+        questions = []
+        for line in self.lines:
+            first = next(turn for turn in line.prompt if turn.role != "system")
+            questions.append(comparable(first.content))
+        return cluster_codes(questions)
 
     def check(self, replies: Sequence[Reply]) -> CheckedReplies:
         """Check one reply per prompt.
@@ -349,18 +357,12 @@ class VerifiablePrompts:
         Raises:
             DataError: A function raised, or a check did not end in time.
         """
-        known = self.functions or {}
-        results = [
-            check_reply(
-                line.require,
-                line.messages(),
-                reply.text,
-                reply.finished,
-                known,
-                self.timeout_seconds,
-            )
-            for line, reply in zip(self.lines, replies, strict=True)
-        ]
+        known, seconds = self.functions or {}, self.timeout_seconds
+        results = []
+        for line, reply in zip(self.lines, replies, strict=True):
+            prompt, required = line.messages(), line.require
+            result = check_reply(required, prompt, reply.text, reply.finished, known, seconds)
+            results.append(result)
         return CheckedReplies(replies, results)
 
     def metrics(
@@ -368,9 +370,8 @@ class VerifiablePrompts:
     ) -> dict[str, Any]:
         """Return ``verifiable`` of ``metrics/evaluation.json``; see docs/judges.md."""
         categories = [line.category for line in self.lines]
-        won = (
-            0.5 + (policy.passed.astype(float) - sft.passed.astype(float)) / 2
-        )  # where the policy alone passes
+        # Won is where the policy alone passes.
+        won = 0.5 + (policy.passed.astype(float) - sft.passed.astype(float)) / 2
         return {
             "prompts": len(self.lines),
             "sft": sft.metrics(categories),
@@ -382,10 +383,8 @@ class VerifiablePrompts:
         """Return one row per prompt with both replies, and the properties that each lacks."""
         rows = []
         for i, line in enumerate(self.lines):
-            row: dict[str, Any] = {
-                "prompt": [vars(turn) for turn in line.messages()],
-                "category": line.category,
-            }
+            turns = [vars(turn) for turn in line.messages()]
+            row: dict[str, Any] = {"prompt": turns, "category": line.category}
             for name, side in (("sft", sft), ("policy", policy)):
                 lacks = [key for key, holds in side.results[i].items() if not holds]
                 row |= {f"{name}_reply": side.replies[i].text, f"{name}_lacks": lacks}

@@ -40,6 +40,7 @@ from rlhf_core.fingerprint.modules import (
     targets_executed,
 )
 from rlhf_core.fingerprint.stages import FOLDER
+from rlhf_core.plugins import plugin_line
 from rlhf_core.storage.data_files import expand, expand_url, is_url, spelled, url_checksum
 from rlhf_core.storage.files import FileHashes, atomic_write_text, sha256_file
 
@@ -132,10 +133,9 @@ def write_tracked_files(workspace: Path, sources: RewardSources) -> None:
 
 
 def write_evaluation_inputs(workspace: Path, config: EvaluateConfig) -> None:
-    """Refresh ``.fingerprints/verifiable.txt``: the files that ``evaluate`` names, and the code of
-    its functions.
-    """
+    """Refresh ``.fingerprints/verifiable.txt``: files, functions and plugins of ``evaluate``."""
     code = code_lines(workspace, verifiable_functions(config.verifiable))
+    code += [plugin_line(group, name) for group, name in config.plugins]
     patterns = [pattern for kind in config.untracked_files.values() for pattern in kind]
     write_sources(workspace, patterns, "verifiable", code)
 

@@ -1,3 +1,4 @@
-"""A policy that answers chat requests as OpenAI does: requests and responses, where its files come
-from, sampling.
+"""A policy that answers chat requests as OpenAI does.
+
+Requests and responses, where its files come from, and sampling.
 """

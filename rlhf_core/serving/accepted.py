@@ -1,6 +1,4 @@
-"""A chat request that a policy will answer: its prompt encoded, its settings settled, within the
-limits.
-"""
+"""A chat request that a policy will answer, with its prompt encoded and its settings checked."""
 
 from __future__ import annotations
 
@@ -25,9 +23,7 @@ from rlhf_core.serving.protocol import (
 
 @dataclass(frozen=True)
 class AcceptedRequest:
-    """A request with the policy that answers it, the prompt's tokens and the settings after
-    defaults and limits.
-    """
+    """A request with the policy that answers it, the prompt's tokens and the reply's settings."""
 
     request: ChatRequest
     policy: LoadedPolicy
@@ -36,19 +32,20 @@ class AcceptedRequest:
     completion: CompletionId
 
     def usage(self, reply: SampledReply) -> dict[str, int]:
-        """The token counts."""
+        """Return the token counts."""
         return token_usage(len(self.prompt_ids), len(reply.token_ids))
 
     def response(self, reply: SampledReply) -> dict[str, Any]:
-        """The whole chat completion."""
+        """Return the whole chat completion."""
         return self.completion.completion(reply.text, reply.finish_reason, self.usage(reply))
 
 
 def accept_request(
     request: ChatRequest, policy: LoadedPolicy, limits: ServingLimits, created: int
 ) -> AcceptedRequest:
-    """Encode the prompt and settle how its reply is sampled: what the request leaves open is as the
-    policy was judged.
+    """Encode the prompt and settle how its reply is sampled.
+
+    What the request leaves open is set as it was when the policy was judged.
 
     Args:
         created: Seconds since 1970.
@@ -65,18 +62,15 @@ def accept_request(
     judged, context, most_prompt = policy.judged, policy.context, limits.max_prompt_tokens
     bounds = [bound for bound in (most_prompt, context) if bound is not None]
     characters = sum(len(message.content) for message in request.dialogue)
-    if (
-        bounds and characters > min(bounds) * MAX_TOKEN_CHARACTERS
-    ):  # their tokens need not be counted
+    # So many characters are too many, however few tokens they make.
+    if bounds and characters > min(bounds) * MAX_TOKEN_CHARACTERS:
         raise refused(
             f"the messages have {characters} characters, far more than {min(bounds)} tokens hold; shorten them"
         )
     try:
         prompt_ids = policy.encode(request.dialogue)
-    except (
-        DataError,
-        ModelError,
-    ) as error:  # the chat template refuses the dialogue, or does not end on it
+    # The chat template refuses the dialogue, or does not end on it.
+    except (DataError, ModelError) as error:
         raise refused(str(error), "invalid_value") from error
     count, wanted = len(prompt_ids), request.requested_tokens
     if most_prompt is not None and count > most_prompt:
@@ -101,14 +95,20 @@ def accept_request(
                 f"the messages have {count} tokens; with max_tokens {tokens} that exceeds the {context} of the "
                 "model's context: shorten one of them"
             )
+    temperature, top_p, seed = request.temperature, request.top_p, request.seed
+    if temperature is None:
+        temperature = judged.temperature
+    if top_p is None:
+        top_p = judged.top_p
+    if seed is None:
+        seed = secrets.randbits(63)
     settings = ReplySettings(
-        temperature=judged.temperature if request.temperature is None else request.temperature,
-        top_p=judged.top_p if request.top_p is None else request.top_p,
+        temperature=temperature,
+        top_p=top_p,
         repetition_penalty=request.repetition_penalty or judged.repetition_penalty,
         max_new_tokens=tokens,
-        seed=secrets.randbits(63) if request.seed is None else request.seed % SEEDS,
+        seed=seed % SEEDS,
         stop=tuple(request.stop or ()),
     )
-    return AcceptedRequest(
-        request, policy, prompt_ids, settings, CompletionId(policy.revision.id, created)
-    )
+    completion = CompletionId(policy.revision.id, created)
+    return AcceptedRequest(request, policy, prompt_ids, settings, completion)

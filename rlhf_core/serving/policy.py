@@ -75,9 +75,8 @@ class LoadedPolicy:
         # tokens), which no other thread may use meanwhile. Decoding switches nothing, and goes on
         # with the other copy.
         self._decoder, self._encoder = tokenizer, copy.deepcopy(tokenizer)
-        self._encoder.model_max_length = (
-            sys.maxsize
-        )  # what is too long is refused; the library would warn of it
+        # What is too long is refused; the library would warn of it.
+        self._encoder.model_max_length = sys.maxsize
         self._encoding = threading.Lock()
         # Threads share the layers, so they stay for as long as the policy is in memory.
         self._layers = ExitStack()
@@ -85,8 +84,7 @@ class LoadedPolicy:
 
     @classmethod
     def load(cls, revision: PolicyRevision, files: PolicyFiles) -> LoadedPolicy:
-        """Load a policy and let it write one token, so that what is broken fails here and not in a
-        request.
+        """Load a policy and let it write one token, so that a broken one fails here.
 
         Its weights are in memory of this process: what happens to the files afterwards changes no
         reply.
@@ -105,7 +103,7 @@ class LoadedPolicy:
         return policy
 
     def encode(self, messages: Sequence[Message]) -> list[int]:
-        """Token ids of a conversation. Special tokens that a turn writes out are ordinary text."""
+        """Return the token ids of a conversation. Special tokens that a turn writes out are ordinary text."""
         with self._encoding:
             return encode_prompt(self._encoder, messages)
 
@@ -116,33 +114,24 @@ class LoadedPolicy:
         on_text: OnText | None = None,
         check: Check | None = None,
     ) -> SampledReply:
-        """Sample the reply; :func:`rlhf_core.sampling.reply.sample_reply` describes the functions
-        that follow it.
-        """
-        greedy = settings.temperature < GREEDY_BELOW
-        sampling = EvaluationSampling(
-            replace(
-                self._base,
-                max_new_tokens=settings.max_new_tokens,
-                temperature=1.0 if greedy else settings.temperature,
-            ),
-            GREEDY_TOP_P if greedy else settings.top_p,
-            settings.repetition_penalty,
-        )
+        """Sample the reply; ``on_text`` and ``check`` are those of :func:`sample_reply`."""
+        temperature, top_p = settings.temperature, settings.top_p
+        if temperature < GREEDY_BELOW:
+            temperature, top_p = 1.0, GREEDY_TOP_P
+        base = replace(self._base, max_new_tokens=settings.max_new_tokens, temperature=temperature)
+        sampling = EvaluationSampling(base, top_p, settings.repetition_penalty)
         uniforms = philox_uniforms(settings.seed, [0], settings.max_new_tokens)
         return sample_reply(
             self.model, self._decoder, prompt_ids, sampling, uniforms, on_text, settings.stop, check
         )
 
     def pieces(self, stop: Sequence[str]) -> ReplyPieces:
-        """What splits a reply of this policy into pieces for a stream."""
+        """Return what splits a reply of this policy into pieces for a stream."""
         return ReplyPieces(self._format.lead, (*stop, self._format.tail))
 
 
 def _take_into_memory(model: nn.Module) -> None:
-    """Copy weights on the CPU, which are pages of their files until then; those that are shared
-    stay so.
-    """
+    """Copy weights on the CPU, which are pages of their files until then; shared ones stay so."""
     copies: dict[tuple[int, tuple[int, ...], tuple[int, ...]], torch.Tensor] = {}
     for tensor in (*model.parameters(), *model.buffers()):
         if tensor.device.type == "cpu":

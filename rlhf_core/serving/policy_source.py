@@ -1,6 +1,4 @@
-"""Where the served policy comes from: a folder that stays what it is, or a registry whose alias may
-move.
-"""
+"""Where the served policy comes from: a folder, or a registry whose alias may move."""
 
 from __future__ import annotations
 
@@ -48,38 +46,31 @@ FileStamps = tuple[tuple[str, int, int, int, int], ...]
 
 
 def file_stamps(folder: Path) -> FileStamps:
-    """Name, inode, size, and times of change of all files in ``folder``: what a write to one of
-    them changes.
+    """Return what a write changes of a file, for all files in ``folder``.
 
-    Whoever writes cannot set the time of the inode's change back. Empty where files vanish
-    meanwhile.
+    That is name, inode, size and times. Nobody can set the time of the inode's change back. Empty
+    where files vanish meanwhile.
     """
+    stamps = []
     try:
-        found = [(path, path.stat()) for path in sorted(folder.rglob("*")) if path.is_file()]
+        for path in sorted(folder.rglob("*")):
+            if path.is_file():
+                name, stat = path.relative_to(folder).as_posix(), path.stat()
+                times = stat.st_mtime_ns, stat.st_ctime_ns
+                stamps.append((name, stat.st_ino, stat.st_size, *times))
     except OSError:
         return ()
-    return tuple(
-        (
-            path.relative_to(folder).as_posix(),
-            stat.st_ino,
-            stat.st_size,
-            stat.st_mtime_ns,
-            stat.st_ctime_ns,
-        )
-        for path, stat in found
-    )
+    return tuple(stamps)
 
 
 class PolicySource(Protocol):
     """Says which revision is to be served."""
 
     def latest(self) -> PolicyRevision:
-        """The revision to serve now. Raises ``RlhfError`` where that cannot be said."""
+        """Return the revision to serve now; raise ``RlhfError`` where that is unknown."""
 
     def files(self, revision: PolicyRevision) -> PolicyFiles:
-        """The files of ``revision``, verified. Raises ``RlhfError`` where they are missing or
-        changed.
-        """
+        """Return the verified files of ``revision``; ``RlhfError`` if missing or changed."""
 
 
 @dataclass(frozen=True)
@@ -104,9 +95,8 @@ def sampling_of_folder(folder: Path, default: SamplingConfig) -> SamplingConfig:
     stored: Any = read_json(file) if file.is_file() else {}
     if not isinstance(stored, dict):
         raise DataError(f"{file} holds no JSON object; correct it, or take it out")
-    settings = {
-        name: stored[name] for name in SamplingConfig.model_fields if stored.get(name) is not None
-    }
+    given = {name: stored.get(name) for name in SamplingConfig.model_fields}
+    settings = {name: value for name, value in given.items() if value is not None}
     try:
         return SamplingConfig.model_validate({**default.model_dump(), **settings})
     except ValidationError as error:

@@ -1,5 +1,4 @@
-"""Chat requests and responses as OpenAI's clients write and read them: who may ask, at most what,
-and for what.
+"""Chat requests and responses as OpenAI's clients write and read them, and their limits.
 
 Whoever has the bearer token may ask; without one, programs on the machine that address it as
 loopback.
@@ -227,15 +226,15 @@ def _joined_parts(content: Any) -> Any:
     """Return the text of a list of text parts; other contents as they are."""
     if not isinstance(content, list):
         return content
-    texts = [
-        part.get("text") if isinstance(part, dict) and part.get("type") == "text" else None
-        for part in content
-    ]
-    if not all(isinstance(text, str) for text in texts):
-        raise ValueError(
-            "must be a text or a list of text parts; images, sounds and files are not supported"
-        )
-    return "".join(text for text in texts if isinstance(text, str))
+    texts = []
+    for part in content:
+        is_text = isinstance(part, dict) and part.get("type") == "text"
+        if not is_text or not isinstance(part.get("text"), str):
+            raise ValueError(
+                "must be a text or a list of text parts; images, sounds and files are not supported"
+            )
+        texts.append(part["text"])
+    return "".join(texts)
 
 
 def _as_list(stop: Any) -> Any:
@@ -255,8 +254,9 @@ class ChatTurn(Strict):
 
 
 class StreamOptions(Strict):
-    """``include_usage`` adds a last event with the token counts. ``include_obfuscation`` changes
-    nothing here.
+    """``include_usage`` adds a last event with the token counts.
+
+    ``include_obfuscation`` changes nothing here.
     """
 
     include_usage: bool = False
@@ -347,8 +347,9 @@ def parse_chat_request(body: bytes) -> ChatRequest:
 
 
 def _json_object(body: bytes) -> dict[str, Any]:
-    """The JSON object in ``body``. NaN and infinities are not JSON, and half of a surrogate pair is
-    no character.
+    """Return the JSON object in ``body``.
+
+    NaN and infinities are not JSON, and half of a surrogate pair is no character.
     """
     try:
         text = body.decode(
@@ -393,18 +394,16 @@ def _values(text: str) -> int:
 
 
 def _without_nulls(value: Any) -> Any:
-    """``value`` without the fields that are null, on every level: clients write so what they leave
-    out.
-    """
+    """Drop the fields that are null, on every level: some clients write null for "left out"."""
     if isinstance(value, dict):
         return {name: _without_nulls(item) for name, item in value.items() if item is not None}
-    return [_without_nulls(item) for item in value] if isinstance(value, list) else value
+    if isinstance(value, list):
+        return [_without_nulls(item) for item in value]
+    return value
 
 
 def _require_bounded(fields: dict[str, Any]) -> None:
-    """Raise ``ApiError`` where so much is wrong that naming it would take long: an error is made
-    for each thing.
-    """
+    """Raise ``ApiError`` where too much is wrong to name all of it in reasonable time."""
     turns = fields.get("messages")
     turns = turns if isinstance(turns, list) else []
     if len(turns) > MAX_TURNS:
@@ -479,8 +478,9 @@ def _first_problem(error: ValidationError) -> ApiError:
 
 
 def _check_turns(turns: list[ChatTurn]) -> None:
-    """Require an order of roles that the policy was trained on: system first if at all, then user
-    and assistant.
+    """Require the order of roles that the policy was trained on.
+
+    The system comes first if at all, then user and assistant.
     """
     if not turns:
         raise ApiError(

@@ -18,8 +18,8 @@ from rlhf_core.data.inspection.report_lines import column_lines, percentile_tabl
 from rlhf_core.data.row_counts import BY_WORD, ReasonCount, ReasonCounts, RowCounts, RowFinding
 from rlhf_core.data.schema import ROW_TYPES, read_table
 from rlhf_core.data.statistics import PERCENTILES, UNWRITABLE
+from rlhf_core.data.validation.data_reports import FINDINGS_FILE
 from rlhf_core.errors import GateFailed
-from rlhf_core.evaluation.data_card.card import FINDINGS_FILE
 from rlhf_core.gates import GateDecision
 from rlhf_core.stages import collect, validate
 from rlhf_core.stages.runtime.contract import Paths

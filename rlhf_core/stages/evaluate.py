@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -11,14 +12,9 @@ import pyarrow as pa
 from rlhf_core.api.checker import Checker
 from rlhf_core.config.evaluation import EvaluateStageConfig
 from rlhf_core.data.schema import write_table
-from rlhf_core.evaluation.benchmarks.multiple_choice import (
-    AnsweredQuestions,
-    MultipleChoiceSet,
-    answer_questions,
-)
 from rlhf_core.evaluation.comparisons.comparison import compare_groups
-from rlhf_core.evaluation.comparisons.opponents import Rival, best_of_n, group_of, read_opponent
 from rlhf_core.evaluation.comparisons.policy_vs_sft import Evaluation
+from rlhf_core.evaluation.comparisons.rivals import Rival, best_of_n, group_of
 from rlhf_core.evaluation.fixed_sets import EvaluatedModel, FixedSets, sample_sets
 from rlhf_core.evaluation.judges.gold import borrowed_judge
 from rlhf_core.evaluation.judges.llm.judge import ANSWERS, LlmJudge
@@ -27,6 +23,12 @@ from rlhf_core.evaluation.perplexity import (
     held_out_perplexities,
     measure_drift,
     read_held_out,
+)
+from rlhf_core.evaluation.plugged import (
+    AddedEvaluation,
+    added_evaluations,
+    added_into,
+    plugged_judges,
 )
 from rlhf_core.evaluation.replies import evaluation_replies, on_policy_replies
 from rlhf_core.fingerprint.tracked_files import REWARD_SOURCES_FILE
@@ -44,7 +46,6 @@ from rlhf_core.training.rng import derive_seed
 from rlhf_core.training.run_context import RunContext
 
 VERIFIABLE_REPLIES = Path(".rlhf") / "verifiable.jsonl"
-MULTIPLE_CHOICE_ANSWERS = Path(".rlhf") / "multiple_choice.jsonl"
 
 
 def run(
@@ -66,39 +67,37 @@ def run(
         if "judge" in inputs
         else Checker.of_test_prompts(sources, inputs.clean, context.folder)
     )
-    questions = MultipleChoiceSet.load(config.multiple_choice, context.folder)
+    added = added_evaluations(config, sets.judged, context.folder)
+    plugged = plugged_judges(config, context.folder)
     texts = read_held_out(inputs.clean, config.perplexity.rows)
-    files = [read_opponent(opponent, sets.judged, context.folder) for opponent in config.opponents]
     frozen = FrozenModels(context.launch)
     replies = 2 * sets.replies(config) + config.best_of_n * len(sets.judged)
     with (
         opened_sampler(config.sampler, context.work, context.folder) as sampler,
         progress(replies, "evaluate") as bar,
     ):
-        sft, policy = (
-            evaluated_model(config, folder, sets, questions, texts, bar, best_of, sampler, frozen)
-            for folder, best_of in ((inputs.sft, config.best_of_n), (inputs.policy, 0))
+        sft = evaluated_model("sft", inputs.sft, config, sets, added, texts, bar, sampler, frozen)
+        policy = evaluated_model(
+            "policy", inputs.policy, config, sets, added, texts, bar, sampler, frozen
         )
     evaluation = Evaluation(sets, sft, policy, config)
     with frozen.borrowed(load_policy(inputs.sft, device=frozen.loading)[0]) as reference:
         for model in (sft, policy):
             assert model.on_policy is not None
-            model.drift, model.on_policy = (
-                measure_drift(model.on_policy, reference, evaluation.clusters),
-                None,
-            )
+            model.drift = measure_drift(model.on_policy, reference, evaluation.clusters)
+            model.on_policy = None
     del reference
-    names = [name for name in ("reward", "referee", "judge") if name in inputs] + (
-        ["gold"] if sets.world else []
-    )
+    names = [name for name in ("reward", "referee", "judge") if name in inputs]
+    if sets.world:
+        names.append("gold")
     for name in names:
         with borrowed_judge(name, inputs, config.batch_size, frozen) as judge:
             evaluation.score(judge)
-    opponents = [
-        Rival(f"opponent_{settings.name}", replies, evaluation)
-        for settings, (replies, _) in zip(config.opponents, files, strict=True)
-    ]
-    rivals = list(opponents)
+    given: dict[str, Rival] = {}
+    for further in added.values():
+        for called, theirs in further.replies().items():
+            given[called] = Rival(called, theirs, evaluation)
+    rivals = list(given.values())
     if sft.candidates:
         with borrowed_judge("reward", inputs, config.batch_size, frozen) as judge:
             rivals.append(best_of_n(judge, evaluation, sft.candidates))
@@ -108,29 +107,28 @@ def run(
                 rival.score(judge)
     distributed.release_nonzero_ranks()  # what is left runs none of these models
     if checker is not None:
-        evaluation.score(checker)
-        for opponent in opponents:
-            opponent.score(checker)
+        plugged.append(checker)
         names.append(checker.name)
+    for scorer in plugged:
+        evaluation.score(scorer)
+        for rival in given.values():
+            rival.score(scorer)
     if llm_judge is not None:
         evaluation.judge(llm_judge)
-        for opponent in opponents:
-            opponent.judge(llm_judge)
+        for rival in given.values():
+            rival.judge(llm_judge)
     metrics, rows = evaluation.metrics(), evaluation.rows()
     groups = [group_of(prompt, config.groups) for prompt in sets.judged]
     if any(groups):
         metrics["group"] = compare_groups(
             groups, evaluation.outcomes(), config.bootstrap, config.seed, evaluation.clusters
         )
-    for settings, (_, unused), opponent in zip(config.opponents, files, opponents, strict=True):
-        metrics.setdefault("opponents", {})[settings.name] = opponent.opponent_metrics(
-            groups, unused
-        )
     if sft.candidates:
         metrics["best_of_n"] = rivals[-1].best_of_n_metrics(sft.candidates)
     for rival in rivals:
-        for row, further in zip(rows[:: config.replies_per_prompt], rival.columns(), strict=True):
-            row.update(further)
+        first_rows = rows[:: config.replies_per_prompt]
+        for row, columns in zip(first_rows, rival.columns(), strict=True):
+            row.update(columns)
     samples = [
         outputs.comparisons,
         outputs.bad_cases,
@@ -141,11 +139,11 @@ def run(
         metrics["verifiable"] = sets.verifiable.metrics(*checked, config.bootstrap, config.seed)
         samples.append(context.folder / VERIFIABLE_REPLIES)
         atomic_write_lines(samples[-1], sets.verifiable.rows(*checked))
-    if config.multiple_choice is not None:
-        answered = AnsweredQuestions(questions, sft.answers, policy.answers)
-        answered.add_to(metrics)
-        samples.append(context.folder / MULTIPLE_CHOICE_ANSWERS)
-        atomic_write_lines(samples[-1], answered.rows())
+    for name, further in added.items():
+        added_into(metrics, further.metrics(given, groups))
+        if kept := further.rows():
+            samples.append(context.folder / ".rlhf" / f"{name}.jsonl")
+            atomic_write_lines(samples[-1], kept)
     write_table(outputs.comparisons, pa.Table.from_pylist(rows))
     # The last judge is the best one there is: gold in the synthetic world, else the one that
     # selected nothing.
@@ -197,28 +195,28 @@ def save_counted_replies(evaluation: Evaluation, folder: Path) -> list[Path]:
 
 
 def evaluated_model(
-    config: EvaluateStageConfig,
+    side: str,
     folder: Path,
+    config: EvaluateStageConfig,
     sets: FixedSets,
-    questions: MultipleChoiceSet,
+    added: Mapping[str, AddedEvaluation],
     texts: HeldOutText,
     bar: Progress,
-    best_of: int,
     sampler: Sampler,
     frozen: FrozenModels,
 ) -> EvaluatedModel:
-    """Sample from the model in ``folder``, which is in memory only meanwhile; every model gets the
-    same random numbers.
+    """Sample from one of the two models, which is in memory only meanwhile.
+
+    Both models get the same random numbers.
 
     Args:
-        config: The stage's settings.
+        side: ``sft``, which also samples what the best of n is chosen from, or ``policy``.
         folder: The model and its tokenizer.
+        config: The stage's settings.
         sets: The prompts.
-        questions: Multiple-choice questions.
+        added: What packages measure of the model.
         texts: Held-out text.
         bar: Advanced by one for each reply of the evaluation's sampling.
-        best_of: How many further replies to sample to each prompt to be judged, with random numbers
-            of their own.
         sampler: Samples all replies; it lets go of the model again.
         frozen: Places the model.
     """
@@ -228,9 +226,8 @@ def evaluated_model(
         tokenizer, config.max_new_tokens, config.ppo.temperature, config.ppo.min_new_tokens
     )
     with frozen.borrowed(loaded) as model:
-        answers = answer_questions(
-            model, tokenizer, questions, size
-        )  # first: else it would refuse after hours
+        for evaluation in added.values():  # first: else it would refuse after hours
+            evaluation.measure(side, model, tokenizer, size)
         sampler.sync(model, 0)
         evaluated = sample_sets(model, tokenizer, sets, config, bar.advance, sampler)
         evaluated.on_policy = on_policy_replies(
@@ -243,8 +240,7 @@ def evaluated_model(
             sampler,
         )
         evaluated.perplexities = held_out_perplexities(model, tokenizer, texts, config.perplexity)
-        evaluated.answers = answers
-        for number in range(best_of):
+        for number in range(config.best_of_n if side == "sft" else 0):
             seed = derive_seed(config.seed, "evaluate", "best_of_n", number)
             evaluated.candidates.append(
                 evaluation_replies(

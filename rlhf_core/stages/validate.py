@@ -22,11 +22,11 @@ from rlhf_core.data.dataset import (
     write_readme,
 )
 from rlhf_core.data.schema import ROW_TYPES
+from rlhf_core.data.validation.data_reports import CheckedData, write_reports
 from rlhf_core.data.validation.set_rules import apply_set_rules, check_set
 from rlhf_core.data.validation.suites import FOLDER, read_suites
 from rlhf_core.data.validation.tables import Validated, validate, write_quarantine
 from rlhf_core.errors import GateFailed
-from rlhf_core.evaluation.data_card.card import CardSources, build_card, write_card
 from rlhf_core.gates import GateDecision, decide
 from rlhf_core.stages.runtime.contract import Paths, Stage
 from rlhf_core.stages.token_lengths import load_counting_tokenizer
@@ -104,11 +104,8 @@ def run(
         failed = [condition.metric for condition in decision.conditions if not condition.passed]
         with atomic_dir(outputs.docs) as docs:
             validated.checkpoints.write_docs(docs, failed)
-        sources = CardSources(about, validated, findings, metrics, statistics, failed, tokens)
-        unwritable = [
-            finding for counted in (tokens or {}).values() for finding in counted.unwritable
-        ]
-        write_card(outputs.card, build_card(sources, config), [*findings.breaches, *unwritable])
+        checked = CheckedData(about, validated, findings, metrics, statistics, failed, tokens)
+        write_reports(outputs.card, checked, config)
         if not decision.passed:
             # Clean data of an earlier run must not be mistaken for this one's.
             shutil.rmtree(outputs.clean, ignore_errors=True)

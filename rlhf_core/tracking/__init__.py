@@ -1,3 +1,4 @@
-"""The record of what happened: MLflow runs behind a small class. The only package of the core that
-knows MLflow.
+"""The record of what happened: MLflow runs behind a small class.
+
+No other package of the core knows MLflow.
 """

@@ -1,6 +1,4 @@
-"""Delivery of records to MLflow in few requests: what its errors mean, when to try again, and who
-delivers.
-"""
+"""Delivery of records to MLflow: what its errors mean, when to try again, and who delivers."""
 
 from __future__ import annotations
 
@@ -54,8 +52,7 @@ class ServerAway(Exception):
 
 @contextmanager
 def away_errors() -> Iterator[None]:
-    """Raise :class:`ServerAway` for errors of the block that may go away by themselves; others
-    pass.
+    """Raise :class:`ServerAway` for errors that may go away by themselves; others pass.
 
     Those are a server that does not answer, answers with an error of its own, or asks to wait, a
     locked database, a full disk, and a login that is not accepted any more.
@@ -101,8 +98,7 @@ DEFERRED_VARIABLE = (
 
 
 class Courier:
-    """Sends records of a workspace's journals through one client, and rests in between while its
-    server is away.
+    """Sends a workspace's journals through one client, and rests while its server is away.
 
     It is entered for as long as stages run with ``RLHF_TRACKING_DEFERRED``, which then neither load
     MLflow nor wait for its server. Meanwhile no other process delivers what earlier runs left.
@@ -204,18 +200,19 @@ class Courier:
         """
         records, position = journal.undelivered()
         run_id = self.make_run(journal)
-        _log_refusals(
-            run_id,
-            [why for batch in batches(records) for why in refusals(self.client, run_id, *batch)],
-        )
+        refused = []
+        for kind, batch in batches(records):
+            refused += refusals(self.client, run_id, kind, batch)
+        _log_refusals(run_id, refused)
         if records:
             journal.mark_delivered(position)
         self.sent += len(records)
         return records
 
     def finish(self, journal: Journal) -> None:
-        """Delete the journal of a stage that has ended and whose records have arrived. A killed
-        stage's run has failed.
+        """Delete the journal of a stage that has ended and whose records have arrived.
+
+        The run of a killed stage is marked as failed.
 
         Raises:
             ServerAway: The journal stays as it was.
@@ -241,8 +238,7 @@ class Courier:
         return journal.header.run_id is not None and journal.header.server != self.server
 
     def deliver_waiting(self) -> int:
-        """Send what earlier runs of the workspace have left undelivered; returns how many records
-        those were.
+        """Send what earlier runs have left undelivered; return how many records those were.
 
         Records of a run that the server at another address made stay where they are. If the server
         goes away meanwhile, the rest waits on. Nothing is done while another process delivers the
@@ -260,8 +256,9 @@ class Courier:
         return self.sent
 
     def deliver_new(self) -> None:
-        """Send what is new, and delete the journals of stages that have ended; nothing while the
-        server rests.
+        """Send what is new, and delete the journals of stages that have ended.
+
+        Nothing happens while the server rests.
         """
         if self.is_due:
             self._deliver(journals(self.workspace))
@@ -297,15 +294,15 @@ Item = tuple[JournalRecord, str, Any]  # a record, the name of one of its values
 def batches(records: Sequence[JournalRecord]) -> Iterator[tuple[str, list[Item]]]:
     """The values of ``records`` in order, in as few parts of one kind as MLflow allows requests."""
     for kind, group in groupby(records, lambda record: record.kind):
-        items = [(record, name, value) for record in group for name, value in record.values.items()]
-        yield from (
-            (kind, items[start : start + MOST[kind]]) for start in range(0, len(items), MOST[kind])
-        )
+        items: list[Item] = []
+        for record in group:
+            items += [(record, name, value) for name, value in record.values.items()]
+        for start in range(0, len(items), MOST[kind]):
+            yield kind, items[start : start + MOST[kind]]
 
 
 def refusals(client: Any, run_id: str, kind: str, batch: Sequence[Item]) -> list[str]:
-    """Send a batch; return why the server refuses some of it for good, or why a file cannot be
-    stored.
+    """Send a batch; return why the server refuses some of it for good, or cannot store a file.
 
     MLflow refuses a request as a whole for one value in it. Its halves are sent then, so that only
     that value is lost; not where the run takes none, because somebody deleted it.
@@ -322,11 +319,8 @@ def refusals(client: Any, run_id: str, kind: str, batch: Sequence[Item]) -> list
         if len(batch) == 1 or not _is_active(client, run_id):
             return [named_line(error)] * len(batch)
         middle = len(batch) // 2
-        return [
-            why
-            for half in (batch[:middle], batch[middle:])
-            for why in refusals(client, run_id, kind, half)
-        ]
+        first_half = refusals(client, run_id, kind, batch[:middle])
+        return first_half + refusals(client, run_id, kind, batch[middle:])
     return []
 
 

@@ -143,9 +143,7 @@ class Journal:
             atomic_write_json(self.folder / HEADER, asdict(self.header))
 
     def try_lock(self) -> bool:
-        """Take the lock of an existing journal, unless its stage or another process has it; whether
-        it is held now.
-        """
+        """Take the lock of an existing journal unless another process has it; return whether."""
         lock = LockFile(self.folder / LOCK).__enter__()
         if not lock.try_acquire() or not self.is_on_disk:  # or it was delivered meanwhile
             lock.__exit__(None, None, None)
@@ -168,9 +166,7 @@ class Journal:
             self.lock = None
 
     def _keep(self, file: Path) -> str:
-        """Copy a file, which the stage may overwrite, and return the path of the copy in the
-        journal.
-        """
+        """Copy a file, which the stage may overwrite, into the journal; return the copy's path."""
         copy = self.folder / FILES / uuid4().hex / file.name
         copy.parent.mkdir(parents=True)
         shutil.copy2(file, copy)
@@ -192,9 +188,7 @@ def journals(workspace: Path) -> list[Journal]:
 
 
 def waiting_journals(workspace: Path) -> Iterator[Journal]:
-    """Journals of runs that have ended, oldest first, each locked until it is deleted or
-    released.
-    """
+    """Yield journals of runs that have ended, oldest first, each locked meanwhile."""
     for journal in journals(workspace):
         if journal.try_lock():
             try:
@@ -213,9 +207,7 @@ def waiting_records(workspace: Path) -> int:
 
 
 def delivered_bytes(folder: Path) -> int:
-    """How much of the records in a journal's folder has arrived; nothing where that is unreadable
-    or impossible.
-    """
+    """Return how much of a journal's records has arrived; 0 where that is unreadable."""
     try:
         position = int((folder / DELIVERED).read_text(encoding="utf-8"))
         return position if 0 <= position <= (folder / RECORDS).stat().st_size else 0
@@ -232,9 +224,7 @@ def _record_of(line: bytes) -> JournalRecord | None:
 
 
 def _bytes_from(path: Path, position: int) -> bytes:
-    """The content of a file behind ``position``; nothing where it does not exist (yet, or any
-    more).
-    """
+    """Return the content of a file behind ``position``; nothing where there is no file."""
     try:
         with path.open("rb") as stream:
             stream.seek(position)

@@ -1,5 +1,4 @@
-"""The run over the runs of the stages: what a pipeline run records of settings, data, results and
-files.
+"""The run over the runs of the stages: settings, data, results and files of a pipeline run.
 
 ``rlhf run`` opens one for each run. In ``dvc exp run`` nothing of this project outlives a stage:
 the first stage opens the run of the experiment, and each stage that ends writes its state there.
@@ -48,8 +47,9 @@ def current_experiment() -> dict[str, str]:
 def experiment_run(
     client: Any, experiment_id: str, workspace: Path, stage_tags: Mapping[str, str]
 ) -> str:
-    """The run of the DVC experiment that a stage's ``stage_tags`` name, made by its first stage;
-    returns its id.
+    """Return the id of the DVC experiment's run, which its first stage makes.
+
+    ``stage_tags`` name the experiment.
     """
     named = stage_tags[EXPERIMENT_TAG]
     own = f"tags.`{EXPERIMENT_TAG}` = '{named}' and tags.`{PIPELINE_TAG}` = 'true'"
@@ -96,8 +96,7 @@ def open_pipeline_run(
 
 
 def log_final_artifacts(client: Any, run_id: str, workspace: Path) -> None:
-    """Copy report, metrics, gates and plots into the run, name its data, and log the headline as
-    its metrics.
+    """Copy report, metrics, gates and plots into the run, and log data and headline.
 
     The other final numbers are metrics of the stages' runs.
     """
@@ -113,9 +112,7 @@ def log_final_artifacts(client: Any, run_id: str, workspace: Path) -> None:
 
 
 def log_data_input(client: Any, run_id: str, workspace: Path) -> None:
-    """Name the clean data as the dataset of a run, by the hash that DVC has for it; nothing before
-    there is one.
-    """
+    """Name the clean data as the dataset of a run, by their hash in DVC, once there is one."""
     lock = workspace / "dvc.lock"
     digest = recorded_outputs(lock).get(CLEAN_DATA) if lock.is_file() else None
     if digest:
@@ -124,8 +121,9 @@ def log_data_input(client: Any, run_id: str, workspace: Path) -> None:
 
 
 def dataset_input(name: str, digest: str, uri: str, context: str) -> Any:
-    """A dataset as MLflow keeps it with each run that reads it; the same name and digest are one
-    dataset.
+    """Make a dataset as MLflow keeps it with each run that reads it.
+
+    The same name and digest are one dataset.
 
     Args:
         digest: The hash that dvc.lock has for it.
@@ -139,9 +137,7 @@ def dataset_input(name: str, digest: str, uri: str, context: str) -> Any:
 
 
 def recorded_params(workspace: Path) -> dict[str, str]:
-    """params.yaml as parameters of a run or of a model, with dotted names and without what looks
-    like a secret.
-    """
+    """Return params.yaml with dotted names, without what looks like a secret."""
     values = flatten(plain(read(workspace / PARAMS_FILE)))
     return {legal_name(key): redacted(str(value))[:LONGEST_PARAM] for key, value in values.items()}
 
@@ -149,8 +145,9 @@ def recorded_params(workspace: Path) -> dict[str, str]:
 def log_numbers(
     client: Any, run_id: str, values: Mapping[str, Any], model_id: str | None = None
 ) -> None:
-    """Log the finite numbers among ``values`` as metrics of a run, and of the logged model
-    ``model_id`` if given.
+    """Log the finite numbers among ``values`` as metrics of a run.
+
+    With ``model_id`` they are also those of the logged model.
     """
     from mlflow.entities import Metric
     from mlflow.utils.time import get_current_time_millis

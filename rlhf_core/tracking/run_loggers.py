@@ -35,8 +35,9 @@ class RunLogger(Tracker):
 
 
 class TrackerWithLoggers(Tracker):
-    """A tracker that also feeds loggers. One that fails is reported once and left out: a stage
-    never waits for it.
+    """A tracker that also feeds loggers.
+
+    One that fails is reported once and left out: a stage never waits for it.
 
     Attributes:
         loggers: Those that have not failed, by name.

@@ -1,5 +1,4 @@
-"""The MLflow run of one stage: every call is a record in a journal, which somebody delivers while
-the stage goes on.
+"""The MLflow run of one stage, written into a journal that is delivered while the stage goes on.
 
 It also samples the use of the machine, under the names that MLflow's page "System metrics" shows.
 """
@@ -72,8 +71,7 @@ class Tracker:
 
 
 class JournalTracker(Tracker):
-    """Writes records into a journal, and delivers them once a second where it has a courier of its
-    own.
+    """Writes records into a journal; with a courier of its own it delivers them once a second.
 
     Without one the process that runs the stages delivers them, and MLflow is not even loaded here.
     """
@@ -135,8 +133,9 @@ class JournalTracker(Tracker):
         self._take(JournalRecord("tags", tags))
 
     def end(self, status: Literal["FINISHED", "FAILED", "KILLED"]) -> None:
-        """End the run. What waits is tried once more, and else left for the next command to
-        deliver.
+        """End the run.
+
+        What waits is tried once more, and else left for the next command to deliver.
         """
         self.journal.append(JournalRecord("end", {"status": status}))
         if self.courier is not None:
@@ -175,8 +174,9 @@ GROUPS = (
 
 
 def grouped(name: str) -> str:
-    """The name of a metric in MLflow, which groups by what stands before "/": ``reward_mean`` is
-    ``reward/mean``.
+    """Return the name of a metric in MLflow: ``reward_mean`` is ``reward/mean``.
+
+    MLflow groups by what stands before the slash.
 
     A win rate is named by who judges: the ones of a training are the referee's, on the prompts of
     the selection.
@@ -203,8 +203,7 @@ BREAKDOWN = re.compile(
 
 
 def results(metrics: Mapping[str, Any]) -> dict[str, float]:
-    """The results of a stage that MLflow shows, as ``final/NAME``: numbers by which runs are
-    compared.
+    """Return the results of a stage by which runs are compared, as ``final/NAME``.
 
     Breakdowns by category, rule or probe, and the ends of curves, stay in the stage's file of
     metrics.
@@ -252,8 +251,7 @@ EXPERIMENT_TAGS = {
 
 
 def record_folder(workspace: Path) -> Path:
-    """Return the workspace in whose MLflow ``workspace`` is recorded: itself, or the one that it is
-    a trial of.
+    """Return the workspace whose MLflow records ``workspace``: itself, or that of a trial.
 
     A trial of `rlhf run --set` lies in ``workspaces/`` of its base, one of `dvc exp run --temp` or
     `--queue` in a folder under ``.dvc/tmp``, for which DVC names the base in ``DVC_ROOT``. Trials
@@ -291,8 +289,9 @@ DATABASE_SECONDS = 5
 
 
 def require_database(uri: str) -> None:
-    """Try once whether a record in a database can be opened: MLflow itself tries for minutes,
-    SQLite for an hour.
+    """Try once whether a record in a database can be opened.
+
+    MLflow itself tries for minutes, SQLite for an hour.
 
     Raises:
         RlhfError: The folder of a SQLite file cannot be written to, the file is no database, or the
@@ -318,9 +317,7 @@ def require_database(uri: str) -> None:
 
 
 def _require_answer(uri: str, dialect: str) -> None:
-    """Open and close one connection to the database of a server; ``RlhfError`` if it is not there
-    in seconds.
-    """
+    """Connect once to the database of a server; ``RlhfError`` if it does not answer in seconds."""
     from sqlalchemy import create_engine
     from sqlalchemy.engine import make_url
     from sqlalchemy.exc import SQLAlchemyError
@@ -347,8 +344,9 @@ def _require_answer(uri: str, dialect: str) -> None:
 
 
 def experiment_id(client: Any, workspace: Path, name: str) -> str:
-    """Id of the experiment ``name``, made on first use. Artifacts go to ``mlartifacts/`` unless a
-    server decides.
+    """Return the id of the experiment ``name``, made on first use.
+
+    Artifacts go to ``mlartifacts/`` unless a server decides.
     """
     from mlflow.exceptions import MlflowException
 
@@ -375,8 +373,9 @@ def user_name() -> str:
 
 
 def origin_tags(workspace: Path, command: str) -> dict[str, str]:
-    """Who started a run or made a model, by which command and of which commit, as MLflow's pages
-    show it.
+    """Say who started a run or made a model, by which command and of which commit.
+
+    MLflow's pages show these tags.
 
     Commit, branch and repository are those of the workspace. The package, which may come from
     another repository, has tags of its own.
@@ -398,8 +397,9 @@ def origin_tags(workspace: Path, command: str) -> dict[str, str]:
 
 @contextmanager
 def stage_tracker(stage: str, workspace: Path, experiment: str) -> Iterator[Tracker]:
-    """A run for one stage: a child of that of the pipeline or of the DVC experiment, else a run of
-    its own.
+    """Open a run for one stage, a child of the run of the pipeline or the DVC experiment.
+
+    Without either it stands alone.
 
     ``RLHF_TRACKING=off`` switches it off. The run ends as FINISHED, as KILLED when it is preempted,
     or as FAILED when the block raises anything else. While its server is away, what is recorded
@@ -466,8 +466,7 @@ MEGABYTE = 1e6
 
 
 class MachineUse:
-    """Samples processors, memory and GPUs beside a stage's own metrics, so that both have the same
-    steps.
+    """Samples processors, memory and GPUs at the steps of a stage's own metrics.
 
     Nothing is sampled unless :data:`VARIABLE` is ``true``. MLflow's own sampler needs the run's
     server, which a stage does not talk to while another process delivers its records.
@@ -496,9 +495,7 @@ class MachineUse:
 
 
 def _gpu_use() -> dict[str, float]:
-    """Memory and load of the GPUs that this process may use; the load where ``nvidia-ml-py`` is
-    installed.
-    """
+    """Return memory and load of the GPUs of this process; load needs ``nvidia-ml-py``."""
     torch = sys.modules.get("torch")
     if torch is None or not torch.cuda.is_available():
         return {}

@@ -116,7 +116,7 @@ def test_a_changed_health_rule_makes_ppo_and_the_report_that_names_it_stale(
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "stage"),
-    [("report/templates/gates.html.j2", "report"), ("data_card/card.html.j2", "validate")],
+    [("report/templates/gates.html.j2", "report"), ("safety/prompts.yaml", "evaluate")],
 )
 def test_a_changed_template_makes_its_stage_stale(
     copy: Path, before: dict[str, str], name: str, stage: str

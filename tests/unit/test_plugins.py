@@ -4,16 +4,15 @@ nothing else.
 
 from __future__ import annotations
 
-import importlib
 import json
 import re
 import sys
 import venv
-from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 from commands import ROOT, run
+from plugin_distributions import Install
 from typer.testing import CliRunner
 
 from flows.cli import app
@@ -30,8 +29,8 @@ from rlhf_core.plugins import (
     origin,
     plugins_of,
 )
+from rlhf_core.plugins import EXTRAS as OWN
 
-Install = Callable[..., None]
 GREETING = """
 import typer
 app = typer.Typer(add_completion=False)
@@ -41,29 +40,6 @@ def greet(name: str) -> None:
     "Greet a person by name."
     typer.echo(f"hello {name}")
 """
-
-
-@pytest.fixture
-def install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Install]:
-    """Makes a distribution with entry points of a group, and a module of its own, known to this
-    process.
-    """
-
-    def make(distribution: str, group: str, entries: dict[str, str], **modules: str) -> None:
-        folder = tmp_path / distribution
-        metadata = folder / f"{distribution}-1.dist-info"
-        metadata.mkdir(parents=True)
-        (metadata / "METADATA").write_text(f"Name: {distribution}\nVersion: 1\n")
-        lines = [f"{name} = {target}" for name, target in entries.items()]
-        (metadata / "entry_points.txt").write_text("\n".join([f"[{group}]", *lines]))
-        for name, text in modules.items():
-            (folder / f"{name}.py").write_text(text)
-        monkeypatch.syspath_prepend(str(folder))
-        importlib.invalidate_caches()
-        plugins_of.cache_clear()
-
-    yield make
-    plugins_of.cache_clear()
 
 
 def output(*words: str) -> str:
@@ -179,6 +155,20 @@ def test_signatures_are_never_left_out_where_they_are_asked_for(
     monkeypatch.setattr("flows.registry.policies.SIGNATURE", "gone")
     with pytest.raises(PluginError, match="'gone'"):
         active_policies(RegistryConfig(signature=wanted))
+
+
+@pytest.mark.parametrize(
+    ("group", "name"), [(group, name) for group, names in OWN.items() for name in names]
+)
+def test_every_extra_is_entered_and_without_it_a_line_says_how_to_get_it(
+    group: str, name: str, install: Install
+) -> None:
+    (entry,) = plugins_of(group)[name]
+    assert origin(entry) == DISTRIBUTION and entry.module.startswith("rlhf_extras.")
+    install(DISTRIBUTION.replace("-", "_"), "other.group", {"a": "b"})  # found first, and alone
+    with pytest.raises(PluginError, match="make setup") as caught:
+        load_plugin(group, name)
+    assert name in str(caught.value) and "\n" not in str(caught.value)
 
 
 def test_an_entry_that_nobody_gives_names_those_that_exist() -> None:

@@ -1,23 +1,21 @@
-"""Win, tie, lose between two sets of replies to the same prompts, with bootstrap intervals over
-questions.
+"""Win, tie, lose between two sets of replies to the same prompts, with intervals over questions.
 
 Length-controlled win rate: what a judge's win rate would be if both replies were equally long. The
-regression is that
-of Dubois et al., 2024, "Length-Controlled AlpacaEval: A Simple Way to Debias Automatic Evaluators",
-on pairs that are weighted so that the candidate's reply is longer as often as it is shorter, by as
-much. Without these weights a policy passes that only appends a sentence: where the longer reply is
-nearly always the same side's, the regression cannot tell length from quality, and what it says is
-its penalty. With them, a judge that errs for the longer reply errs as much for either side,
-whatever the form of its bias: between equal models the rate is ½. Where one side's replies are
-longer throughout, there is nothing to compare, and nothing is decided.
+regression is that of Dubois et al., 2024, "Length-Controlled AlpacaEval: A Simple Way to Debias
+Automatic Evaluators", on pairs that are weighted so that the candidate's reply is longer as often
+as it is shorter, by as much. Without these weights a policy passes that only appends a sentence:
+where the longer reply is nearly always the same side's, the regression cannot tell length from
+quality, and what it says is its penalty. With them, a judge that errs for the longer reply errs as
+much for either side, whatever the form of its bias: between equal models the rate is ½. Where one
+side's replies are longer throughout, there is nothing to compare, and nothing is decided.
 
 The paper's regression has a further term, the difficulty of each instruction. It is fitted over
 more than a hundred models; one comparison has two replies to a prompt, which cannot tell a prompt's
 difficulty from the reply's quality, so it is left out here.
 
 Both models get the same random numbers where this pipeline samples for them (coupled draws). Win
-rates are then of replies that were drawn with the same luck, many of them equal and so ties; of
-replies that are drawn independently of each other other shares are won.
+rates are then of replies that were drawn with the same luck, many of them equal and so ties. Of
+replies that are drawn independently of each other, other shares are won.
 """
 
 from __future__ import annotations
@@ -56,10 +54,8 @@ def length_differences(candidate: Sequence[Reply], baseline: Sequence[Reply]) ->
     Characters, as in the paper, and not tokens: the two models of a match may have different
     tokenizers.
     """
-    return np.array(
-        [len(a.text) - len(b.text) for a, b in zip(candidate, baseline, strict=True)],
-        dtype=np.float64,
-    )
+    pairs = zip(candidate, baseline, strict=True)
+    return np.array([len(a.text) - len(b.text) for a, b in pairs], dtype=np.float64)
 
 
 def length_controlled_win_rate(
@@ -90,7 +86,8 @@ def length_controlled_win_rate(
         quarter nothing is decided: the rate is ½ and its bounds are 0 and 1.
     """
     replies = outcome.size // len(outcome)
-    _, of_row = np.unique(np.repeat(one_each(len(outcome), clusters), replies), return_inverse=True)
+    of_prompt = one_each(len(outcome), clusters)
+    _, of_row = np.unique(np.repeat(of_prompt, replies), return_inverse=True)
     won, longer = outcome.ravel(), length_difference.ravel()
     cell = length_cells(longer)
     balanced = balancing_weights(longer, cell, np.ones((1, len(won))))
@@ -131,16 +128,15 @@ def length_controlled_win_rate(
 
 
 def length_cells(length_difference: np.ndarray) -> np.ndarray:
-    """Number the cells of pairs whose length differences are of nearly the same size, whatever the
-    sign, (n,).
+    """Number the cells of pairs whose length differences are of nearly the same size, (n,).
+
+    The sign of the difference does not count.
 
     Cells are cut so that each has :data:`PAIRS_OF_A_CELL` of the rarer sign, which bounds how far
     two of them differ where they are many, and leaves counterparts to most where they are few.
     """
-    longer, shorter = (
-        length_difference[length_difference > 0],
-        -length_difference[length_difference < 0],
-    )
+    longer = length_difference[length_difference > 0]
+    shorter = -length_difference[length_difference < 0]
     rarer = shorter if len(shorter) < len(longer) else longer
     cells = len(rarer) // PAIRS_OF_A_CELL
     if len(shorter) == len(longer):  # swapping the sides must not change the cells
@@ -154,8 +150,7 @@ def length_cells(length_difference: np.ndarray) -> np.ndarray:
 def balancing_weights(
     length_difference: np.ndarray, cell: np.ndarray, weights: np.ndarray
 ) -> np.ndarray:
-    """Weight pairs so that in every cell the candidate is the longer one as often as the shorter
-    one.
+    """Weight pairs so that in every cell the candidate is as often longer as it is shorter.
 
     These are overlap weights (Li, Morgan and Zaslavsky, 2018, "Balancing Covariates via Propensity
     Score Weighting"), doubled, so that those of a balanced cell are 1: the weight of a pair is
@@ -383,17 +378,17 @@ def compare_groups(
 
 
 def tie_margin_of(judge: Judge, share: float, baseline: Sequence[float]) -> float:
-    """Largest difference of ``judge``'s scores that is a tie.
+    """Return the largest difference of ``judge``'s scores that is a tie.
 
     The judge's own margin where it has one, else ``share`` times the standard deviation of its
     ``baseline`` scores. The candidate has no part in it: a policy whose scores spread wider would
     turn its own losses into ties.
     """
-    return judge.absolute_tie if judge.absolute_tie is not None else share * float(np.std(baseline))
+    if judge.absolute_tie is not None:
+        return judge.absolute_tie
+    return share * float(np.std(baseline))
 
 
 def outcomes(difference: np.ndarray, margin: float) -> np.ndarray:
-    """1 for a win, ½ for a tie (``|difference| <= margin``), 0 for a loss; in the shape of
-    ``difference``.
-    """
+    """Return 1 for a win, ½ for a tie (``|difference| <= margin``), 0 for a loss, elementwise."""
     return np.where(np.abs(difference) <= margin, 0.5, (difference > 0).astype(np.float64))

@@ -1,6 +1,4 @@
-"""SFT and policy side by side: every judge, every category, the regression set, as one nested
-dictionary.
-"""
+"""SFT and policy side by side: by every judge, category and check, as one nested dictionary."""
 
 from __future__ import annotations
 
@@ -81,16 +79,13 @@ class Evaluation:
         if getattr(judge, "may_decline", False):
             self._count_unscored(judge.name)
         if isinstance(judge, GoldJudge):
-            self.right = {
-                side: np.array(judge.right(asked, self._side(side).judged)) for side in SIDES
-            }
-        self.compare_scores(
-            judge.name, tie_margin_of(judge, self.config.tie_margin, self.sft.scores[judge.name])
-        )
+            for side in SIDES:
+                self.right[side] = np.array(judge.right(asked, self._side(side).judged))
+        margin = tie_margin_of(judge, self.config.tie_margin, self.sft.scores[judge.name])
+        self.compare_scores(judge.name, margin)
 
     def _count_unscored(self, judge: str) -> None:
-        """Give replies that ``judge`` could not score the lowest score of all: no model must gain
-        by them.
+        """Give replies that ``judge`` could not score the lowest score: no model may gain by them.
 
         Raises:
             DataError: It could score none.
@@ -121,23 +116,25 @@ class Evaluation:
     def judge(self, judge: LlmJudge) -> None:
         """Let a judge without scores compare the first replies."""
         policy, sft = self.first_replies("policy"), self.first_replies("sft")
-        said = self.pairwise[judge.name] = judge.judge(
-            [row.prompt for row in self.first], policy, sft
-        )
-        self.comparison[judge.name] = compare_outcomes(
+        said = judge.judge([row.prompt for row in self.first], policy, sft)
+        compared = compare_outcomes(
             said.outcomes[said.judged],
             self.config.bootstrap,
             self.config.seed,
             length_differences(policy, sft)[said.judged],
             self.clusters[said.judged],
-        ) | {name: float(said.metrics[name]) for name in ORDER_METRICS if name in said.metrics}
+        )
+        for name in ORDER_METRICS:
+            if name in said.metrics:
+                compared[name] = float(said.metrics[name])
+        self.pairwise[judge.name], self.comparison[judge.name] = said, compared
 
     def first_replies(self, side: str) -> list[Reply]:
-        """The first reply to each prompt of a side, ``policy`` or ``sft``."""
+        """Return the first reply to each prompt of a side, ``policy`` or ``sft``."""
         return self._side(side).judged[:: self.replies_per_prompt]
 
     def first_scores(self, side: str, judge: str) -> np.ndarray:
-        """What ``judge`` gave these."""
+        """Return the scores that ``judge`` gave these."""
         return np.asarray(self._side(side).scores[judge])[:: self.replies_per_prompt]
 
     def _side(self, side: str) -> EvaluatedModel:
@@ -161,12 +158,9 @@ class Evaluation:
         return of_judges
 
     def losses(self) -> dict[str, Any]:
-        """Return ``losses``: by how much the policy may be worse than SFT, see
-        :mod:`~rlhf_core.evaluation.losses`.
-        """
-        return paired_losses(
-            self.sets, self.sft, self.policy, self.outcomes()[last_word(self.comparison)]
-        )
+        """Return ``losses``, by how much the policy may be worse: those of :func:`paired_losses`."""
+        outcome = self.outcomes()[last_word(self.comparison)]
+        return paired_losses(self.sets, self.sft, self.policy, outcome)
 
     def metrics(self) -> dict[str, Any]:
         """Return the content of ``metrics/evaluation.json``; see docs/metrics.md."""
@@ -195,8 +189,7 @@ class Evaluation:
         return metrics | {"losses": self.losses()}
 
     def checked_rows(self, kind: Literal["regression", "safety"]) -> list[dict[str, Any]]:
-        """Every reply of both sides to the regression set or the safety prompts, with what each
-        check says of it.
+        """Return every reply to the regression set or the safety prompts, with each check of it.
 
         A check that does not apply says None. ``passed``, ``safety`` and the losses of these sets
         are counted of this.
@@ -225,9 +218,7 @@ class Evaluation:
         return rows
 
     def drift_rows(self) -> list[dict[str, Any]]:
-        """The replies that KL and perplexity were measured on, with the log-probabilities of their
-        tokens by both.
-        """
+        """Return the replies that KL was measured on, with both models' log-probabilities."""
         rows: list[dict[str, Any]] = []
         for side in SIDES:
             drift = self._side(side).drift
@@ -245,16 +236,16 @@ class Evaluation:
         return rows
 
     def _model_metrics(self, side: str) -> dict[str, Any]:
-        """Mean score by each judge, text metrics, perplexities of the replies under SFT and of
-        held-out text, and the rates on the safety prompts.
+        """Return what is measured of one model, the regression set apart.
 
-        Text metrics are means over sets of one reply per prompt: variety is about different
-        prompts.
+        Mean score by each judge, text metrics, perplexities of the replies under SFT and of
+        held-out text, and the rates on the safety prompts. Text metrics are means over sets of one
+        reply per prompt: variety is about different prompts.
         """
         model, each = self._side(side), self.replies_per_prompt
-        metrics: dict[str, Any] = {
-            judge: float(np.mean(scores)) for judge, scores in model.scores.items()
-        }
+        metrics: dict[str, Any] = {}
+        for judge, scores in model.scores.items():
+            metrics[judge] = float(np.mean(scores))
         if self.right:
             metrics["right"] = float(self.right[side].mean())
         if self.unscored:
@@ -272,8 +263,10 @@ class Evaluation:
         return metrics
 
     def by_category(self) -> dict[str, dict[str, Any]]:
-        """Per category: number of prompts and questions, and by each judge the mean score of both
-        models and the win rate; ``comparison`` by the judges that decide.
+        """Return by category the numbers of prompts and questions, and what judges say.
+
+        By each judge the mean score of both models and the win rate, and ``comparison`` by the
+        judges that decide.
         """
         outcome, names = self.outcomes(), [row.category for row in self.first]
         deciding = {judge: outcome[judge] for judge in final_judges(outcome)}
@@ -297,25 +290,22 @@ class Evaluation:
                 decided = values[here][~np.isnan(values[here])]
                 if len(decided):
                     row[f"win_rate_{judge}"] = float(decided.mean())
-            table[category] = row | (
-                {"comparison": compared[category]} if category in compared else {}
-            )
+            if category in compared:
+                row["comparison"] = compared[category]
+            table[category] = row
         return table
 
     def rows(self) -> list[dict[str, Any]]:
-        """Return the rows of ``samples/comparisons.parquet``: a prompt, a reply of each model, and
-        their scores.
-        """
+        """Return the rows of ``samples/comparisons.parquet``: prompt, both replies, scores."""
         rows: list[dict[str, Any]] = []
         for i, prompt in enumerate(self.prompts):
             sft, policy = self.sft.judged[i], self.policy.judged[i]
+            turns = [f"{message.role}: {message.content}" for message in prompt.prompt]
             row: dict[str, Any] = {
                 "id": prompt.id,
                 "category": prompt.category,
                 "cluster": cluster_of(prompt),
-                "prompt": "\n".join(
-                    f"{message.role}: {message.content}" for message in prompt.prompt
-                ),
+                "prompt": "\n".join(turns),
                 "sft_reply": sft.text,
                 "policy_reply": policy.text,
                 "sft_finished": sft.finished,
@@ -335,24 +325,20 @@ class Evaluation:
         return rows
 
     def disagreements(self, judge: str) -> list[tuple[int, float]]:
-        """Return positions of rows where the reward model prefers the policy and ``judge`` prefers
-        SFT, worst first.
+        """Return where the reward model prefers the policy and ``judge`` SFT, worst first.
 
-        Such prompts are what the next round of preference data should be about. Beside each stands
-        by how much they disagree: the reward's gain minus the judge's, each in standard deviations
-        of that judge's differences. Without a reward model these are all rows where ``judge``
-        prefers SFT.
+        Such prompts are what the next round of preference data should be about. Without a reward
+        model these are all rows where ``judge`` prefers SFT.
+
+        Returns:
+            Positions of rows, each with the reward's gain minus the judge's, both in standard
+            deviations of that judge's differences.
         """
-        gains = {
-            name: np.subtract(self.policy.scores[name], self.sft.scores[name])
-            for name in (TRAINED_ON, judge)
-            if name in self.policy.scores
-        }
-        judged = gains[judge]
+        judged = np.subtract(self.policy.scores[judge], self.sft.scores[judge])
         wrong = judged < -self.comparison[judge]["tie_margin"]
         disagreement = -judged / (float(judged.std()) or 1.0)
-        if TRAINED_ON in gains:
-            reward = gains[TRAINED_ON]
+        if TRAINED_ON in self.policy.scores:
+            reward = np.subtract(self.policy.scores[TRAINED_ON], self.sft.scores[TRAINED_ON])
             wrong &= reward > 0
             disagreement = reward / (float(reward.std()) or 1.0) + disagreement
         order = sorted(np.flatnonzero(wrong), key=lambda i: -disagreement[i])
@@ -360,8 +346,7 @@ class Evaluation:
 
     def bad_cases(self, judge: str) -> list[dict[str, Any]]:
         """Return the worst of these rows."""
-        rows, worst = self.rows(), self.disagreements(judge)
-        return [
-            rows[i] | {"judge": judge, "disagreement": by}
-            for i, by in worst[: self.config.bad_cases]
-        ]
+        rows, cases = self.rows(), []
+        for i, disagreement in self.disagreements(judge)[: self.config.bad_cases]:
+            cases.append(rows[i] | {"judge": judge, "disagreement": disagreement})
+        return cases

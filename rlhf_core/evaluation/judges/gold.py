@@ -1,5 +1,4 @@
-"""Judges by name, and the gold judge: the true preference of the synthetic world, for evaluation
-only.
+"""The gold judge, the true preference of the synthetic world, and judges by name.
 
 Nothing that trains, selects checkpoints or monitors health may import this module.
 """
@@ -39,9 +38,7 @@ class GoldJudge:
         ]
 
     def right(self, prompts: Sequence[Sequence[Message]], replies: Sequence[Reply]) -> list[bool]:
-        """Return which replies give what was asked for: the true fact, all steps, or a refusal of
-        harm.
-        """
+        """Return which replies give what was asked for: the true fact, all steps, a refusal."""
         pairs = zip(prompts, replies, strict=True)
         return [gold.is_right(prompt[-1].content, reply.text) for prompt, reply in pairs]
 
@@ -50,8 +47,9 @@ class GoldJudge:
 def borrowed_judge(
     name: str, folders: Mapping[str, Path], batch_size: int, frozen: FrozenModels
 ) -> Iterator[Judge]:
-    """Yield the gold judge, or the model in ``folders[name]``, placed as ``frozen`` says, for the
-    block alone.
+    """Yield the gold judge, or the model in ``folders[name]``, for the block alone.
+
+    ``frozen`` says where the model is placed.
     """
     if name == "gold":
         yield GoldJudge()

@@ -53,8 +53,9 @@ def require_finite(scores: ArrayLike) -> None:
 
 
 class ModelJudge:
-    """Scores replies by a scalar model. One that reads the last token reads the end marker of a
-    finished reply only.
+    """Scores replies by a scalar model.
+
+    A model that reads the last token reads the end marker of a finished reply only.
 
     Args:
         model: The scalar model.
@@ -88,8 +89,9 @@ class ModelJudge:
         return cls(scorer, load_tokenizer(folder), name, batch_size, positions)
 
     def score(self, prompts: Sequence[Sequence[Message]], replies: Sequence[Reply]) -> list[float]:
-        """Return scores in the model's own unit. Ranks share the work; batching and padding change
-        no score.
+        """Return scores in the model's own unit.
+
+        Ranks share the work; batching and padding change no score.
 
         Raises:
             DataError: A reply that no model of this run sampled, such as a third party's, is too

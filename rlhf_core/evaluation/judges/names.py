@@ -1,5 +1,6 @@
-"""What the scalar models of a run are called, and which of them decide. Nothing is loaded: commands
-start with it.
+"""What the scalar models of a run are called, and which of them decide.
+
+Nothing is loaded here, since commands start with it.
 """
 
 from __future__ import annotations
@@ -17,9 +18,7 @@ MODELS = Path("models")
 
 
 def last_word(names: Collection[str]) -> str:
-    """Return which of the judges that any workspace has is among ``names``: the third model, or
-    reward functions.
-    """
+    """Return the judge of ``names`` that decides: the third model, else reward functions."""
     return JUDGE if JUDGE in names else CHECKER
 
 
@@ -31,9 +30,7 @@ FIRST_PREFERRED = (0.3, 0.7)
 
 
 def position_bias(comparison: Mapping[str, float]) -> str:
-    """Say how the order of replies sways the verdicts of a judge too much; empty where it does
-    not.
-    """
+    """Say how the order of replies sways a judge too much; empty where it does not."""
     changed = comparison.get("order_disagreement") or 0.0
     first = comparison.get("first_preferred")
     if changed > MOST_ORDER_DISAGREEMENT:
@@ -46,9 +43,7 @@ def position_bias(comparison: Mapping[str, float]) -> str:
 
 
 def deciding_judges(comparison: Mapping[str, Mapping[str, float]]) -> list[str]:
-    """Return the final judges of a comparison whose verdicts do not depend on the order of
-    replies.
-    """
+    """Return the final judges whose verdicts do not depend on the order of replies."""
     return [name for name in final_judges(comparison) if not position_bias(comparison[name])]
 
 

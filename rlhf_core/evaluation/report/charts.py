@@ -17,7 +17,14 @@ import numpy as np
 from markupsafe import Markup
 from ruamel.yaml import YAML
 
-from rlhf_core.evaluation.figures import COLOURS, HEIGHT, SERIES, draw_svg
+from rlhf_core.evaluation.figures import (
+    COLOURS,
+    HEIGHT,
+    SERIES,
+    draw_svg,
+    format_interval,
+    format_number,
+)
 from rlhf_core.evaluation.report.metrics import healthy_of
 
 if TYPE_CHECKING:
@@ -47,8 +54,10 @@ def line_chart(
         scattered: Labels of lines that are drawn as points only.
     """
     bands = bands or {}
-    edges = [*lines.values(), *(edge for both in bands.values() for edge in both)]
-    if not any(math.isfinite(y) for edge in edges for _, y in edge):
+    drawn = [*lines.values()]
+    for edges in bands.values():
+        drawn += edges
+    if not any(has_finite_point(line) for line in drawn):
         return Markup('<p class="missing">no finite values</p>')
 
     def draw(axes: Axes) -> None:
@@ -66,32 +75,28 @@ def line_chart(
             if label in scattered:
                 axes.plot(xs, ys, color=colour, linestyle="", marker="o", markersize=4, alpha=0.5)
             else:
-                axes.plot(
-                    xs,
-                    ys,
-                    color=colour,
-                    linewidth=2,
-                    marker="o" if len(xs) == 1 else "",
-                    markersize=9,
-                )
+                marker = "o" if len(xs) == 1 else ""
+                axes.plot(xs, ys, color=colour, linewidth=2, marker=marker, markersize=9)
         for x in marks:
             axes.axvline(x, color=COLOURS["open"], linewidth=1.5, linestyle=":")
 
-    names = [
-        (f"{kind}{i}", label)
-        for kind, drawn in (("s", lines), ("b", bands))
-        for i, label in enumerate(drawn)
-    ]
-    names += [("mark", "health finding")] if marks else []
-    return draw_svg(draw, title, HEIGHT) + (_legend(names) if len(names) > 1 else Markup())
+    names = [(f"s{i}", label) for i, label in enumerate(lines)]
+    names += [(f"b{i}", label) for i, label in enumerate(bands)]
+    if marks:
+        names.append(("mark", "health finding"))
+    chart = draw_svg(draw, title, HEIGHT)
+    return chart + _legend(names) if len(names) > 1 else chart
+
+
+def has_finite_point(line: Sequence[Point]) -> bool:
+    """Return whether a point of ``line`` can be drawn."""
+    return any(math.isfinite(y) for _, y in line)
 
 
 def interval_chart(
     rows: Sequence[tuple[str, float, float, float]], centre: float, title: str = ""
 ) -> Markup:
-    """Draw one interval per (label, low, value, high) in [0, 1], with a vertical rule at
-    ``centre``.
-    """
+    """Draw an interval per (label, low, value, high) in [0, 1], and a rule at ``centre``."""
 
     def draw(axes: Axes) -> None:
         axes.axvline(centre, color=COLOURS["soft"], linestyle="--", linewidth=1)
@@ -110,11 +115,10 @@ def outcome_chart(
     baseline: str = "SFT",
     candidate: str = "policy",
 ) -> Markup:
-    """Draw a bar per (label, comparison): from the left the shares that the baseline wins, ties,
-    the candidate wins.
+    """Draw a bar per (label, comparison): what the baseline wins, ties, what the candidate wins.
 
-    Beside it stand win rate, interval, and the numbers of prompts and of different questions, which
-    the interval is of.
+    Beside it stand the win rate with its interval, the number of prompts, and that of different
+    questions, over which the interval is taken.
     """
 
     def draw(axes: Axes) -> None:
@@ -127,8 +131,9 @@ def outcome_chart(
             ):
                 axes.barh(y, row[share], left=left, color=colour, height=0.62)
                 left += row[share]
-            interval = f"{row['win_rate']:.2f} ({row['win_rate_low95']:.2f} to {row['win_rate_high95']:.2f})"
-            label = f"{interval}, {row['prompts']} / {row['clusters']}"
+            ends = format_interval(row["win_rate_low95"], row["win_rate_high95"])
+            rate = f"{format_number(row['win_rate'], 2)} ({ends})"
+            label = f"{rate}, {row['prompts']} / {row['clusters']}"
             axes.text(1.02, y, label, va="center", color=COLOURS["soft"])
         axes.axvline(0.5, color=COLOURS["soft"], linestyle="--", linewidth=1)
         axes.set_xlim(0, 1)
@@ -145,10 +150,10 @@ def _label_rows(axes: Axes, labels: Sequence[str]) -> None:
 
 
 def _legend(names: Sequence[tuple[str, str]]) -> Markup:
-    items = [
-        Markup('<span><i class="key {}"></i>{}</span>').format(css, label) for css, label in names
-    ]
-    return Markup('<div class="legend">{}</div>').format(Markup("").join(items))
+    items = Markup()
+    for css, label in names:
+        items += Markup('<span><i class="key {}"></i>{}</span>').format(css, label)
+    return Markup('<div class="legend">{}</div>').format(items)
 
 
 STEP_NAMES = ("iteration", "step", "rollout")
@@ -157,17 +162,15 @@ STEP_NAMES = ("iteration", "step", "rollout")
 @cache
 def chart_specs() -> Mapping[str, Sequence[Mapping[str, Any]]]:
     """Return what is drawn from which history, from ``charts.yaml``."""
-    specs: dict[str, list[dict[str, Any]]] = YAML(typ="safe").load(
-        Path(__file__).with_suffix(".yaml")
-    )
+    file = Path(__file__).with_suffix(".yaml")
+    specs: dict[str, list[dict[str, Any]]] = YAML(typ="safe").load(file)
     return specs
 
 
 def draw_charts(
     histories: Mapping[str, Sequence[Mapping[str, Any]]], findings: Sequence[float] = ()
 ) -> dict[str, list[dict[str, Any]]]:
-    """Draw charts by history, in the order of :func:`chart_specs`; a chart without lines is left
-    out.
+    """Draw the charts of :func:`chart_specs` that have lines, by history.
 
     Args:
         histories: Rows of ``history/NAME.jsonl`` by stage.
@@ -179,7 +182,9 @@ def draw_charts(
     charts: dict[str, list[dict[str, Any]]] = {}
     for history, specs in chart_specs().items():
         rows = histories.get(history, [])
-        x_label = next((name for name in STEP_NAMES if any(name in row for row in rows)), "row")
+        known: set[str] = set()
+        known = known.union(*rows)
+        x_label = next((name for name in STEP_NAMES if name in known), "row")
         marks = findings if history == "ppo" else ()
         for spec in specs:
             lines: dict[str, list[Point]] = {}
@@ -205,11 +210,11 @@ def points(rows: Sequence[Mapping[str, Any]], name: str) -> list[Point]:
     """Return (step, value) of the rows that have ``name`` as a finite number."""
     line = []
     for number, row in enumerate(rows, start=1):
-        if _finite(row.get(name)):
-            step = next(
-                (row[key] for key in STEP_NAMES if isinstance(row.get(key), int | float)), number
-            )
-            line.append((float(step), float(row[name])))
+        if not _finite(row.get(name)):
+            continue
+        steps = [row[key] for key in STEP_NAMES if isinstance(row.get(key), int | float)]
+        step = steps[0] if steps else number
+        line.append((float(step), float(row[name])))
     return line
 
 
@@ -234,16 +239,16 @@ def over_optimization_chart(
             spread[name] = float(np.std([row[f"sft_{name}"] for row in rows])) or 1.0
     lines: dict[str, list[Point]] = {}
     for name, (metric, label) in TRAINING.items():
-        known = [
-            (row["kl"], row[metric])
-            for row in history
-            if _finite(row.get("kl")) and _finite(row.get(metric))
-        ]
-        if known and name in spread:
-            _, first = known[0]
-            gains = [
-                (math.sqrt(max(kl, 0.0)), (score - first) / spread[name]) for kl, score in known
-            ]
+        if name not in spread:
+            continue
+        gains: list[Point] = []
+        first: float | None = None
+        for row in history:
+            kl, score = row.get("kl"), row.get(metric)
+            if kl is not None and score is not None and _finite(kl) and _finite(score):
+                first = score if first is None else first
+                gains.append((math.sqrt(max(kl, 0.0)), (score - first) / spread[name]))
+        if gains:
             lines[f"{label}, in training"] = gains
     if not lines:
         return None
@@ -278,17 +283,20 @@ OVERLAP = 0.9  # height of the highest bin, in rows
 
 
 def reward_histograms(history: Sequence[Mapping[str, Any]]) -> Markup | None:
-    """Draw the raw rewards of up to eight iterations below each other, first and last among them;
-    None without any.
+    """Draw the raw rewards of up to eight iterations below each other; None without any.
 
-    The history has percentiles, so bins end at those: the area of a bin is its share, as in any
-    histogram.
+    The first and the last iteration are among them. The history has percentiles, so bins end at
+    those: the area of a bin is its share, as in any histogram.
     """
-    rows = [row for row in history if all(_finite(row.get(name)) for name in EDGES)]
+    rows = []
+    for row in history:
+        if all(map(_finite, map(row.get, EDGES))):
+            rows.append(row)
     if not rows:
         return None
     count = min(MOST_ROWS, len(rows))
-    chosen = [rows[round(i * (len(rows) - 1) / max(count - 1, 1))] for i in range(count)]
+    steps = max(count - 1, 1)
+    chosen = [rows[round(i * (len(rows) - 1) / steps)] for i in range(count)]
 
     def draw(axes: Axes) -> None:
         for y, row in enumerate(chosen):
@@ -304,26 +312,25 @@ def reward_histograms(history: Sequence[Mapping[str, Any]]) -> Markup | None:
         axes.set_ylabel("iteration", color=COLOURS["soft"])
         axes.set_xlabel("reward", color=COLOURS["soft"], loc="right")
 
-    return draw_svg(
-        draw,
-        "distribution of rewards by iteration",
-        ROW_HEIGHT * (count + 1) + HISTOGRAM_AXIS_HEIGHT,
-    )
+    height = ROW_HEIGHT * (count + 1) + HISTOGRAM_AXIS_HEIGHT
+    return draw_svg(draw, "distribution of rewards by iteration", height)
 
 
 def histogram(edges: Sequence[float]) -> tuple[list[float], list[float]]:
-    """Return the corners (x) of the bins between ``edges`` and the density at each; bins without
-    width are left out.
+    """Return the corners (x) of the bins between ``edges``, and the density at each.
 
-    Rewards that are all the same are one narrow bin.
+    Bins without width are left out. Rewards that are all the same are one narrow bin.
     """
-    bins = [
-        (low, high, share)
-        for low, high, share in zip(edges, edges[1:], SHARES, strict=False)
-        if high > low
-    ]
+    bins = []
+    for low, high, share in zip(edges, edges[1:], SHARES, strict=False):
+        if high > low:
+            bins.append((low, high, share))
     if not bins:
         width = max(abs(edges[0]), 1.0) / 100
         bins = [(edges[0] - width, edges[0] + width, 1.0)]
-    xs = [x for low, high, _ in bins for x in (low, high)]
-    return xs, [share / (high - low) for low, high, share in bins for _ in range(2)]
+    xs: list[float] = []
+    densities: list[float] = []
+    for low, high, share in bins:
+        xs += [low, high]
+        densities += [share / (high - low)] * 2
+    return xs, densities

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from rlhf_core.config.gates import CHECKER
-from rlhf_core.evaluation.figures import format_number
+from rlhf_core.evaluation.figures import format_interval, format_number
 from rlhf_core.evaluation.judges.names import GOLD, JUDGE
 from rlhf_core.evaluation.remedies import remedy_for
 from rlhf_core.evaluation.report.sources import JsonObject, failed_gate
@@ -57,25 +57,22 @@ CURVES = {
 
 
 def headline_metrics(metrics: Mapping[str, Mapping[str, Any]]) -> dict[str, float]:
-    """Select the headline from the content of ``metrics/NAME.json`` by name, rounded; what is
-    missing is left out.
+    """Select the headline from the content of ``metrics/NAME.json`` by name, rounded.
 
-    The win rate is the judge's against SFT; the synthetic world alone has a gold judge, and without
-    pairs the checker is the only one.
+    What is missing is left out: the synthetic world alone has a gold judge, and without pairs the
+    checker is the only one.
     """
     flat = flatten(metrics)
-    values = {name: flat.get(path) for name, path in HEADLINE.items()}
-    return {
-        name: round(float(value), DECIMALS)
-        for name, value in values.items()
-        if isinstance(value, int | float) and math.isfinite(value)
-    }
+    headline = {}
+    for name, path in HEADLINE.items():
+        value = flat.get(path)
+        if isinstance(value, int | float) and math.isfinite(value):
+            headline[name] = round(float(value), DECIMALS)
+    return headline
 
 
 def write_curves(histories: Mapping[str, Sequence[Mapping[str, Any]]], folder: Path) -> None:
-    """Write ``NAME.csv`` for each history with rows that have all columns of its curves; other
-    files are removed.
-    """
+    """Write ``NAME.csv`` for each history that has the columns of its curves; remove the others."""
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
     for name, columns in CURVES.items():
@@ -90,20 +87,19 @@ def write_curves(histories: Mapping[str, Sequence[Mapping[str, Any]]], folder: P
 
 
 def conclude(gates: Mapping[str, GateDecision], evaluation: Mapping[str, Any]) -> JsonObject:
-    """Conclude from the gates' decisions and ``metrics/evaluation.json``, either of which may be
-    empty.
+    """Conclude from the gates' decisions and from ``metrics/evaluation.json``; either may be empty.
 
     Returns:
         The first lines of the report: ``state``, ``good``, ``bad`` or ``open``, which gives the
-            colour; ``headline``,
-        how the policy stands to SFT and what the gate decided; ``judges``, a sentence for each that
-        decides; ``alarms``, figures to read before anything is released, the gravest first;
-        ``release``, whether the policy may be registered; ``remedies``, what to do about each
-        condition that forbids it; ``next_step``.
+        colour; ``headline``, how the policy stands to SFT and what the gate decided; ``judges``, a
+        sentence for each that decides; ``alarms``, figures to read before anything is released, the
+        gravest first; ``release``, whether the policy may be registered; ``remedies``, what to do
+        about each condition that forbids it; ``next_step``.
     """
     judges = judge_results(evaluation.get("comparison", {}))
-    standing = standing_of(judges)
     state, release, next_step = _release(gates)
+    if state == "good" and standing_of(judges) is not Standing.BETTER:
+        state = "open"
     stopped = failed_gate(gates)
     decision = gates.get(stopped or "policy")
     if judges:
@@ -112,11 +108,13 @@ def conclude(gates: Mapping[str, GateDecision], evaluation: Mapping[str, Any]) -
         headline = f"No verdict: {describe_decision(gates[stopped])}"
     else:
         headline = "No verdict: no policy was compared with SFT"
+    sentences = [_sentence(judge) for judge in judges] + checker_sentences(evaluation)
+    alarming = [alarm.sentence for alarm in alarms(evaluation)]
     return {
-        "state": "open" if state == "good" and standing is not Standing.BETTER else state,
+        "state": state,
         "headline": headline,
-        "judges": [*map(_sentence, judges), *checker_sentences(evaluation)],
-        "alarms": [alarm.sentence for alarm in alarms(evaluation)],
+        "judges": sentences,
+        "alarms": alarming,
         "release": release,
         "remedies": [] if decision is None else remedies(decision),
         "next_step": next_step,
@@ -129,11 +127,11 @@ def sentence_case(text: str) -> str:
 
 
 def remedies(gate: GateDecision) -> list[str]:
-    """Say what to do about each condition that does not hold."""
-    return [
-        f"{condition.metric}: {remedy_for(gate.name, condition.metric)}"
-        for condition in gate.failed
-    ]
+    """Say what to do about each condition that failed."""
+    lines = []
+    for condition in gate.failed:
+        lines.append(f"{condition.metric}: {remedy_for(gate.name, condition.metric)}")
+    return lines
 
 
 MEANINGS = {
@@ -156,25 +154,21 @@ def _sentence(result: JudgeResult) -> str:
 
 
 def checker_sentences(evaluation: Mapping[str, Any]) -> list[str]:
-    """Say what reward functions gave both models' replies to test prompts; nothing where they do
-    not judge.
-    """
+    """Say what reward functions gave both models' replies; nothing where they do not judge."""
     compared = evaluation.get("comparison", {}).get(CHECKER)
     if compared is None:
         return []
-    before, after = (format_number(evaluation[side][CHECKER], 3) for side in ("sft", "policy"))
-    low, high = (
-        format_number(compared.get(f"mean_difference_{bound}95"), 3) for bound in ("low", "high")
-    )
-    gain = format_number(compared["mean_difference"], 3)
+    before, after = (format_number(evaluation[side][CHECKER]) for side in ("sft", "policy"))
+    gain = format_number(compared["mean_difference"])
+    low, high = (compared.get(f"mean_difference_{bound}95") for bound in ("low", "high"))
     return [
         f"The mean score by {CHECKER} is {after}, before training {before}: a gain of {gain} "
-        f"(95 % interval {low} to {high}, paired by prompt)."
+        f"(95 % interval {format_interval(low, high, 3)}, paired by prompt)."
     ]
 
 
 def _release(gates: Mapping[str, GateDecision]) -> tuple[str, str, str]:
-    """State, whether the policy may be registered, and the next step."""
+    """Return the state, whether the policy may be registered, and the next step."""
     failed = failed_gate(gates)
     if failed:
         return (
@@ -202,15 +196,15 @@ def _release(gates: Mapping[str, GateDecision]) -> tuple[str, str, str]:
     )
 
 
-# The report is written before registration. Between these comments stands what it says of release
-# until then.
+# The report is written before registration. What it says of release until then stands between
+# these comments.
 BEGIN, END = "<!-- release -->", "<!-- /release -->"
 SHOWN_CONDITIONS = 6
 
 
 @dataclass(frozen=True)
 class UnmetCondition:
-    """A condition that forbade registration or promotion: its value and what is required, in words.
+    """A condition that forbade registration or promotion, with its value and bound in words.
 
     ``why`` says why it is asked, ``remedy`` what to do about it; both are empty for what a
     promotion requires.

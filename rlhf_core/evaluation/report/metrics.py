@@ -1,6 +1,4 @@
-"""What metrics mean, by ``metrics.yaml``: labels and alarms for the report and the verdict, and
-docs/metrics.md.
-"""
+"""What metrics mean, as ``metrics.yaml`` says it: for report, verdict and docs/metrics.md."""
 
 from __future__ import annotations
 
@@ -21,9 +19,7 @@ HEAD = """<!-- Written by `rlhf config --metrics`; change rlhf_core/evaluation/r
 
 @dataclass(frozen=True)
 class Metric:
-    """Metrics that are explained together; the head of ``metrics.yaml`` says what the fields
-    are.
-    """
+    """Metrics that are explained together; the head of ``metrics.yaml`` explains the fields."""
 
     names: tuple[str, ...]
     meaning: str = ""
@@ -33,12 +29,16 @@ class Metric:
 
     def departure(self) -> str:
         """Return what is healthy and what alarms, with the bounds filled in."""
-        checks = ((rule.name, check) for rule in DEFAULT_RULES for check in rule.checks)
-        bounds = {rule: f"{check.bound:g}" for rule, check in checks if check.metric in self.names}
-        of_kind = alarm_bounds(self.alarm) if self.alarm else {"text": ""}
-        return ". ".join(
-            filter(None, (self.healthy.format(**bounds), of_kind["text"].format(**of_kind)))
-        )
+        bounds = {}
+        for rule in DEFAULT_RULES:
+            for check in rule.checks:
+                if check.metric in self.names:
+                    bounds[rule.name] = f"{check.bound:g}"
+        sentences = [self.healthy.format(**bounds)]
+        if self.alarm:
+            of_kind = alarm_bounds(self.alarm)
+            sentences.append(of_kind["text"].format(**of_kind))
+        return ". ".join(filter(None, sentences))
 
 
 @cache
@@ -50,35 +50,43 @@ def glossary() -> Mapping[str, Any]:
 
 def metrics_of(section: Mapping[str, Any]) -> list[Metric]:
     """Return the metrics that a section of :func:`glossary` explains."""
-    rows: dict[str, Any] = section.get("metrics", {})
-    return [
-        Metric(
-            tuple(names.split(", ")), **({"meaning": about} if isinstance(about, str) else about)
-        )
-        for names, about in rows.items()
-    ]
+    metrics = []
+    for names, about in section.get("metrics", {}).items():
+        fields = {"meaning": about} if isinstance(about, str) else about
+        metric = Metric(tuple(names.split(", ")), **fields)
+        metrics.append(metric)
+    return metrics
 
 
 def healthy_of(file: str, name: str) -> str:
-    """Return which values of a metric of ``file``, such as ``history/ppo.jsonl``, are healthy;
-    empty if unknown.
+    """Return which values of a metric are healthy; empty if unknown.
+
+    Args:
+        file: Where it is, such as ``history/ppo.jsonl``.
+        name: Its name there.
     """
-    sections = (section for section in glossary()["sections"] if file in section.get("files", ()))
-    metrics = (metric for section in sections for metric in metrics_of(section))
-    return next((metric.departure() for metric in metrics if name in metric.names), "")
+    for section in glossary()["sections"]:
+        if file not in section.get("files", ()):
+            continue
+        for metric in metrics_of(section):
+            if name in metric.names:
+                return metric.departure()
+    return ""
 
 
 @cache
 def labelled() -> Mapping[str, Metric]:
     """Return the metrics that the report names for people, by name and in the order of the page."""
-    metrics = (metric for section in glossary()["sections"] for metric in metrics_of(section))
-    return {metric.names[0]: metric for metric in metrics if metric.label}
+    metrics = {}
+    for section in glossary()["sections"]:
+        for metric in metrics_of(section):
+            if metric.label:
+                metrics[metric.names[0]] = metric
+    return metrics
 
 
 def alarm_bounds(kind: str) -> Mapping[str, Any]:
-    """Return the numbers beyond which a metric of this ``alarm`` alarms, and a ``text`` that has
-    places for them.
-    """
+    """Return the bounds of a kind of alarm, and a ``text`` that has places for them."""
     bounds: dict[str, Any] = glossary()["alarms"][kind]
     return bounds
 
@@ -89,21 +97,22 @@ def page() -> str:
     for section in glossary()["sections"]:
         lines.append(f"{'#' * section.get('level', 2)} {section['title']}\n")
         files = [f"`{file}`" for file in section.get("files", ())]
-        lines += (
-            [f"In {' and '.join(filter(None, (', '.join(files[:-1]), files[-1])))}.\n"]
-            if files
-            else []
-        )
-        lines += [section["text"]] if "text" in section else []
+        if len(files) > 1:
+            files = [", ".join(files[:-1]), files[-1]]
+        if files:
+            lines.append(f"In {' and '.join(files)}.\n")
+        if "text" in section:
+            lines.append(section["text"])
         if "metrics" in section:
-            lines += [
-                "| {} | {} |".format(*section.get("columns", ("metric", "meaning"))),
-                "|---|---|",
-            ]
+            name, meaning = section.get("columns", ("metric", "meaning"))
+            lines += [f"| {name} | {meaning} |", "|---|---|"]
             for metric in metrics_of(section):
-                departure = metric.departure()
-                cell = ". ".join(filter(None, (metric.meaning, departure and f"*{departure}*")))
+                sentences = [metric.meaning]
+                if departure := metric.departure():
+                    sentences.append(f"*{departure}*")
+                cell = ". ".join(filter(None, sentences))
                 lines.append(f"| `{'`, `'.join(metric.names)}` | {cell} |")
             lines.append("")
-        lines += [section["after"]] if "after" in section else []
+        if "after" in section:
+            lines.append(section["after"])
     return "\n".join(lines).rstrip("\n") + "\n"

@@ -34,9 +34,8 @@ BEHIND_GATE = {
     "sft": ("reward", "referee", "judge", "critic", "ppo", "evaluation", "policy"),
     "reward": ("critic", "ppo", "evaluation", "policy"),
 }
-DATA_CARD = (
-    "data/card/card.html"  # beside the report, in a workspace and among the artifacts of a run
-)
+# Beside the report, in a workspace and among the artifacts of a run.
+DATA_CARD = "data/card/card.html"
 IMAGE_TYPES = {".png": "image/png", ".svg": "image/svg+xml"}
 
 LOCK = "dvc.lock"
@@ -58,11 +57,14 @@ def report_lineage(workspace: Path, own_run: str) -> JsonObject:
         the stages wrote, as dvc.lock has it.
     """
     lock = workspace / LOCK
+    digest, outputs = "", {}
+    if lock.is_file():
+        digest, outputs = sha256_file(lock), recorded_outputs(lock)
     return {
         "git_revision": git_revision(workspace),
         "mlflow_run": os.environ.get(PARENT_RUN_VARIABLE) or own_run,
-        "dvc_lock": sha256_file(lock) if lock.is_file() else "",
-        "outputs": recorded_outputs(lock) if lock.is_file() else {},
+        "dvc_lock": digest,
+        "outputs": outputs,
     }
 
 
@@ -137,6 +139,7 @@ def load_sources(inputs: Mapping[str, Path], params: Path, lineage: JsonObject) 
     def rows(name: str, stage: str) -> list[JsonObject]:
         return read_history(inputs[name]) if name in inputs and stage not in stale else []
 
+    histories = {name: rows(f"{name}_history", name) for name in HISTORIES}
     comparisons: list[JsonObject] = []
     table = inputs.get("comparisons")
     if "evaluation" not in stale and table is not None and table.is_file():
@@ -144,25 +147,32 @@ def load_sources(inputs: Mapping[str, Path], params: Path, lineage: JsonObject) 
             comparisons = read_table(table).to_pylist()
         except (DataError, pa.ArrowException) as error:
             missing["comparisons"] = str(error)
+    images: list[tuple[str, str]] = []
+    if "reward" not in stale:
+        images = _read_images(inputs.get("reward_plots"))
+    hashes = {}
+    for path in inputs.values():
+        if path.is_file():
+            hashes[f"{path.parent.name}/{path.name}"] = sha256_file(path)
+    text = ""
+    if params.is_file():
+        text = params.read_text(encoding="utf-8")
+    data_card = ""
+    if "data_card" in inputs and (inputs["data_card"] / Path(DATA_CARD).name).is_file():
+        data_card = DATA_CARD
     return ReportSources(
         metrics=metrics,
         gates=gates,
-        histories={name: rows(f"{name}_history", name) for name in HISTORIES},
+        histories=histories,
         comparisons=comparisons,
         bad_cases=rows("bad_cases", "evaluation"),
         mistakes=rows("reward_mistakes", "reward"),
-        images=[] if "reward" in stale else _read_images(inputs.get("reward_plots")),
-        hashes={
-            f"{path.parent.name}/{path.name}": sha256_file(path)
-            for path in inputs.values()
-            if path.is_file()
-        },
-        params=params.read_text(encoding="utf-8") if params.is_file() else "",
+        images=images,
+        hashes=hashes,
+        params=text,
         missing=missing,
         lineage=lineage,
-        data_card=DATA_CARD
-        if "data_card" in inputs and (inputs["data_card"] / Path(DATA_CARD).name).is_file()
-        else "",
+        data_card=data_card,
     )
 
 
@@ -178,38 +188,36 @@ def _read_objects(
     stale: Mapping[str, str],
     missing: dict[str, str],
 ) -> dict[str, JsonObject]:
-    """Return the JSON object in each file that exists; for other files ``missing`` gets the
-    reason.
-    """
+    """Read the JSON object of each file; for a file without one ``missing`` gets the reason."""
     objects = {}
     for name in names:
-        path, reason = inputs.get(f"{name}_{part}"), stale.get(name, "")
-        if path is None:
-            reason = "not part of this pipeline"
-        elif not reason and not path.is_file():
-            reason = "not there yet"
-        if path is not None and not reason:
-            try:
-                content = read_json(path)
-            except DataError as error:
-                reason = str(error)
-            else:
-                reason = "" if isinstance(content, dict) else f"{path.name} does not hold an object"
-        if reason:
-            missing[f"{name} {part}"] = reason
-        else:
-            objects[name] = content
+        try:
+            objects[name] = _read_object(inputs.get(f"{name}_{part}"), stale.get(name, ""))
+        except DataError as error:
+            missing[f"{name} {part}"] = str(error)
     return objects
 
 
+def _read_object(path: Path | None, stale: str) -> JsonObject:
+    if path is None:
+        raise DataError("not part of this pipeline")
+    if stale:
+        raise DataError(stale)
+    if not path.is_file():
+        raise DataError("not there yet")
+    content = read_json(path)
+    if not isinstance(content, dict):
+        raise DataError(f"{path.name} does not hold an object")
+    return content
+
+
 def _read_images(folder: Path | None) -> list[tuple[str, str]]:
-    """(caption, data URI) of each PNG or SVG in the folder."""
-    if folder is None or not folder.is_dir():
-        return []
+    """Return (caption, data URI) of each PNG or SVG in the folder."""
     images = []
-    for file in sorted(file for file in folder.iterdir() if file.suffix in IMAGE_TYPES):
-        content = base64.b64encode(file.read_bytes()).decode()
-        images.append(
-            (file.stem.replace("_", " "), f"data:{IMAGE_TYPES[file.suffix]};base64,{content}")
-        )
+    files = folder.iterdir() if folder is not None and folder.is_dir() else ()
+    for file in sorted(files):
+        if file.suffix in IMAGE_TYPES:
+            content = base64.b64encode(file.read_bytes()).decode()
+            uri = f"data:{IMAGE_TYPES[file.suffix]};base64,{content}"
+            images.append((file.stem.replace("_", " "), uri))
     return images

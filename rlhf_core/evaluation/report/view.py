@@ -1,6 +1,4 @@
-"""The report, one HTML file that needs nothing else: the tables and charts that its template shows,
-and the page.
-"""
+"""The report as one HTML file that needs nothing else: what its template shows, and the page."""
 
 from __future__ import annotations
 
@@ -20,8 +18,8 @@ from rlhf_core.config.gates import CHECKER
 from rlhf_core.config.policy import METHOD_NAMES, Method
 from rlhf_core.data.text import language_tag
 from rlhf_core.errors import RlhfError
-from rlhf_core.evaluation.figures import format_number
-from rlhf_core.evaluation.judges.names import final_judges
+from rlhf_core.evaluation.figures import format_interval, format_number
+from rlhf_core.evaluation.judges.names import GOLD, final_judges
 from rlhf_core.evaluation.probe_table import CAPTION, probe_table
 from rlhf_core.evaluation.remedies import remedy_for
 from rlhf_core.evaluation.report.charts import (
@@ -52,9 +50,10 @@ def build_context(sources: ReportSources, title: str, replies: int) -> dict[str,
     evaluation = sources.metrics.get("evaluation", {})
     history = sources.histories.get("ppo", [])
     fired = findings(history)
-    method: Method = sources.metrics.get("ppo", {}).get(
-        "method", "ppo"
-    )  # PPO's own metrics name none
+    fired_at = sorted({float(entry["iteration"]) for entry in fired})
+    # PPO's own metrics name no method.
+    method: Method = sources.metrics.get("ppo", {}).get("method", "ppo")
+    last_iteration = history[-1] if history else {}
     comparisons = dict(_best_judge_first(evaluation.get("comparison", {})))
     comparison_chart = None
     if intervals := measured_intervals(comparisons):
@@ -63,6 +62,9 @@ def build_context(sources: ReportSources, title: str, replies: int) -> dict[str,
     categories: dict[str, JsonObject] = {}
     for name, row in evaluation.get("category", {}).items():
         categories[name] = {key: value for key, value in row.items() if key != "comparison"}
+    category_metrics: dict[str, None] = {}
+    for row in categories.values():
+        category_metrics |= dict.fromkeys(row)
     passed_by_sft = evaluation.get("regression_sft", {})
     regression = []
     for name, share in evaluation.get("regression", {}).items():
@@ -76,6 +78,10 @@ def build_context(sources: ReportSources, title: str, replies: int) -> dict[str,
     for row in sources.mistakes:
         marked = _marked("chosen", row.get("chosen", ""), "rejected", row.get("rejected", ""))
         mistakes.append(row | marked)
+    shown = spread_over_categories(sources.comparisons, replies)
+    bad_cases_by = ""
+    if sources.bad_cases:
+        bad_cases_by = sources.bad_cases[0]["judge"]
     tables = {}
     for name, metrics in sources.metrics.items():
         if name not in ("evaluation", "data"):
@@ -85,15 +91,14 @@ def build_context(sources: ReportSources, title: str, replies: int) -> dict[str,
         "about": about(sources),
         "conclusion": conclude(sources.gates, evaluation),
         "tiles": tiles(sources.metrics),
-        "gates": [
-            *reversed(sources.gates.values())
-        ],  # the policy's first: it is what the reader looks for
-        "learns_plain_text": "ptx_loss" in (history[-1] if history else {}),
+        # The policy's gate comes first: it is what the reader looks for.
+        "gates": [*reversed(sources.gates.values())],
+        "learns_plain_text": "ptx_loss" in last_iteration,
         "sides": sft_beside_policy(evaluation, sources.gates.get("policy")),
         "comparisons": comparisons,
         "comparison_chart": comparison_chart,
         "categories": categories,
-        "category_metrics": list(dict.fromkeys(key for row in categories.values() for key in row)),
+        "category_metrics": list(category_metrics),
         "category_charts": category_charts(evaluation.get("category", {})),
         "group_chart": group_chart(evaluation.get("group", {})),
         "opponents": opponent_charts(evaluation.get("opponents", {})),
@@ -105,19 +110,15 @@ def build_context(sources: ReportSources, title: str, replies: int) -> dict[str,
         "multiple_choice": evaluation.get("multiple_choice", {}),
         "answered": answered,
         "findings": fired,
-        "curves": draw_charts(
-            sources.histories, sorted({float(entry["iteration"]) for entry in fired})
-        ),
+        "curves": draw_charts(sources.histories, fired_at),
         "reward_histograms": reward_histograms(history),
         "probes": probe_table(sources.metrics),
         "probes_caption": CAPTION,
         "mistakes": mistakes,
-        "replies": [
-            reply_pair(row) for row in spread_over_categories(sources.comparisons, replies)
-        ],
+        "replies": list(map(reply_pair, shown)),
         "versions": package_versions(),
-        "bad_cases": [reply_pair(row) for row in sources.bad_cases],
-        "bad_cases_by": next((row["judge"] for row in sources.bad_cases), ""),
+        "bad_cases": list(map(reply_pair, sources.bad_cases)),
+        "bad_cases_by": bad_cases_by,
         "tables": tables,
         "data": data_table(sources.metrics.get("data", {})),
         "images": sources.images,
@@ -130,13 +131,12 @@ def build_context(sources: ReportSources, title: str, replies: int) -> dict[str,
 
 
 def about(sources: ReportSources) -> list[str]:
-    """Say on which data, from which base model, with which profile and by which code the run was
-    made.
-    """
+    """Say which data, base model, profile and code the run was made of."""
     try:
-        settings = dotted(yaml_text.plain(yaml_text.parse(sources.params, "params.yaml")) or {})
+        params = yaml_text.plain(yaml_text.parse(sources.params, "params.yaml"))
     except RlhfError:
-        settings = {}
+        params = None
+    settings = dotted(params or {})
     kind = "prompts" if settings.get("collect.pairs") is False else "preferences"
     collected = settings.get("collect.source")
     files = settings.get(f"collect.files.{kind}") or ["files"]
@@ -147,10 +147,14 @@ def about(sources: ReportSources) -> list[str]:
         data += f", {format_number(whole(rows))} {counted}"
     base, profile = settings.get("base.source"), settings.get("profile")
     commit, mark, rest = sources.lineage.get("git_revision", "").partition("-")
+    if base == SCRATCH:
+        base = "made from nothing"
+    if profile == "smoke":
+        profile = "smoke, a toy that tries every step"
     known = {
         "data": collected and data,
-        "base model": "made from nothing" if base == SCRATCH else base,
-        "profile": f"{profile}, a toy that tries every step" if profile == "smoke" else profile,
+        "base model": base,
+        "profile": profile,
         "commit": commit[:COMMIT] + mark + rest,
     }
     return [f"{name}: {value}" for name, value in known.items() if value]
@@ -159,9 +163,7 @@ def about(sources: ReportSources) -> list[str]:
 def measured_intervals(
     comparisons: Mapping[str, JsonObject],
 ) -> list[tuple[str, float, float, float]]:
-    """Return (judge, lower bound, win rate, upper bound) of the comparisons whose numbers are
-    finite.
-    """
+    """Return (judge, lower bound, win rate, upper bound) of comparisons with finite numbers."""
     intervals = []
     for judge, compared in comparisons.items():
         if None not in map(compared.get, WIN_RATE_KEYS):
@@ -171,70 +173,59 @@ def measured_intervals(
 
 
 def whole(value: Any) -> Any:
-    """Return a whole number as an integer, which is printed as the count that it is, and any other
-    value as it is.
-    """
+    """Return a whole number as an integer, so that it is printed as a count; else the value."""
     return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
 def tiles(metrics: Mapping[str, JsonObject]) -> list[dict[str, str]]:
-    """Return the few metrics that matter most, those that exist, with ``label``, ``value`` and
-    ``note``.
+    """Return the few metrics that matter most, as far as they exist, for the top of the page.
+
+    Returns:
+        ``label``, ``value`` and ``note`` of each.
     """
     evaluation, ppo, reward = (metrics.get(name, {}) for name in ("evaluation", "ppo", "reward"))
-    labels = {name: metric.label for name, metric in labelled().items()}
-    known: list[tuple[str, Any, str]] = []
+    shown: list[dict[str, str]] = []
+
+    def show(label: str, value: Any, note: str = "") -> None:
+        shown.append({"label": label, "value": format_number(value, 2), "note": note})
+
     comparisons = evaluation.get("comparison", {})
     for judge in final_judges(comparisons):
         comparison = comparisons[judge]
-        low, high = (
-            format_number(comparison.get(f"win_rate_{bound}95"), 2) for bound in ("low", "high")
-        )
+        rate, low, high = (comparison.get(key) for key in WIN_RATE_KEYS)
+        note = f"95 %: {format_interval(low, high)}"
         controlled = decided_at_equal_lengths(comparison)
-        beside = (
-            f"; {format_number(controlled, 2)} at equal length" if controlled is not None else ""
-        )
-        known.append(
-            (f"win rate by {judge}", comparison.get("win_rate"), f"95 %: {low} to {high}{beside}")
-        )
+        if controlled is not None:
+            note += f"; {format_number(controlled, 2)} at equal length"
+        show(f"win rate by {judge}", rate, note)
+    labels = labelled()
     sft, policy = evaluation.get("sft", {}), evaluation.get("policy", {})
-    if "gold" in policy:
-        known.append((labels["gold"], policy["gold"], f"SFT {format_number(sft.get('gold'), 2)}"))
-    if CHECKER in policy:
-        known.append(
-            (labels[CHECKER], policy[CHECKER], f"SFT {format_number(sft.get(CHECKER), 2)}")
-        )
+    for judge in (GOLD, CHECKER):
+        if judge in policy:
+            show(labels[judge].label, policy[judge], f"SFT {format_number(sft.get(judge), 2)}")
     if "kl" in evaluation:
-        known.append((labels["kl"], evaluation["kl"], "unfiltered samples"))
+        show(labels["kl"].label, evaluation["kl"], "unfiltered samples")
     if "test_accuracy" in reward:
-        balanced, count = (
-            reward.get("test_accuracy_length_balanced"),
-            reward.get("test_length_balanced_pairs"),
-        )
-        beside = (
-            ""
-            if balanced is None
-            else f"; {format_number(balanced, 2)} on {whole(count)} length-balanced ones"
-        )
-        note = f"{whole(reward.get('test_pairs'))} test pairs{beside}"
-        known.append((labels["accuracy"], reward["test_accuracy"], note))
+        note = f"{whole(reward.get('test_pairs'))} test pairs"
+        balanced = reward.get("test_accuracy_length_balanced")
+        if balanced is not None:
+            count = whole(reward.get("test_length_balanced_pairs"))
+            note += f"; {format_number(balanced, 2)} on {count} length-balanced ones"
+        show(labels["accuracy"].label, reward["test_accuracy"], note)
     if "selected_iteration" in ppo:
-        known.append((labels["selected_iteration"], ppo["selected_iteration"], ""))
-    return [
-        {"label": label, "value": format_number(value, 2), "note": note}
-        for label, value, note in known
-    ]
+        show(labels["selected_iteration"].label, ppo["selected_iteration"])
+    return shown
 
 
-# Conditions on a difference between the two that are called otherwise than what is shown of each.
+# Conditions on a paired difference whose name differs from that of the metric of each model.
 PAIRED_CONDITIONS = {"missing_ends": "missing_eos", "regression.passed": "regression"}
 
 
 def sft_beside_policy(evaluation: Mapping[str, Any], gate: GateDecision | None) -> list[JsonObject]:
-    """Return the rows that compare SFT and policy: first those that fail the policy gate, then
-    alarms, then others.
+    """Return the rows that compare SFT and policy, the most urgent first.
 
-    ``gate`` of a row is ``ok`` or ``fails`` where the policy gate looks at it, else empty.
+    Those that fail the policy gate come first, then alarms, then the others. ``gate`` of a row is
+    ``ok`` or ``fails`` where the policy gate looks at it, else empty.
     """
     alarming = {alarm.metric for alarm in alarms(evaluation)}
     sft, policy = (dict(flatten(evaluation.get(name, {}))) for name in ("sft", "policy"))
@@ -244,66 +235,60 @@ def sft_beside_policy(evaluation: Mapping[str, Any], gate: GateDecision | None) 
         key = PAIRED_CONDITIONS.get(name, name)
         if decided.get(key) != "fails":
             decided[key] = "ok" if condition.passed else "fails"
-    rows = [
-        {
-            "label": metric.label[0].upper() + metric.label[1:],
-            "sft": sft[key],
-            "policy": policy[key],
-            "change": policy[key] - sft[key],
+    rows: list[JsonObject] = []
+    for key, metric in labelled().items():
+        before, after = sft.get(key), policy.get(key)
+        if before is None or after is None:
+            continue
+        row = {
+            "label": sentence_case(metric.label),
+            "sft": before,
+            "policy": after,
+            "change": after - before,
             "gate": decided.get(key, ""),
             "alarming": key in alarming,
         }
-        for key, metric in labelled().items()
-        if sft.get(key) is not None and policy.get(key) is not None
-    ]
+        rows.append(row)
     return sorted(rows, key=lambda row: (row["gate"] != "fails", not row["alarming"]))
 
 
 def category_charts(categories: Mapping[str, JsonObject]) -> list[tuple[str, Markup]]:
-    """Return (judge, chart) of the policy against SFT by category, its worst first, for each judge
-    that decides.
-    """
-    compared = {name: values.get("comparison", {}) for name, values in categories.items()}
-    judges = {judge for by_judge in compared.values() for judge in by_judge}
+    """Return (judge, chart) by category, the worst first, for each judge that decides."""
+    by_judge: dict[str, list[tuple[str, JsonObject]]] = {}
+    for name, values in categories.items():
+        for judge, row in values.get("comparison", {}).items():
+            if None not in map(row.get, WIN_RATE_KEYS):
+                by_judge.setdefault(judge, []).append((name, row))
     charts = []
-    for judge in final_judges(judges):
-        of_judge = {
-            name: by_judge[judge] for name, by_judge in compared.items() if judge in by_judge
-        }
-        rows = [
-            (name, row) for name, row in of_judge.items() if None not in map(row.get, WIN_RATE_KEYS)
-        ]
-        rows.sort(key=lambda row: row[1]["win_rate"])
-        if rows:
-            charts.append(
-                (judge, outcome_chart(rows, f"wins, ties and losses by category, by {judge}"))
-            )
+    for judge in final_judges(by_judge):
+        rows = sorted(by_judge[judge], key=lambda row: row[1]["win_rate"])
+        chart = outcome_chart(rows, f"wins, ties and losses by category, by {judge}")
+        charts.append((judge, chart))
     return charts
 
 
 def _lowest_first(rows: Iterable[tuple[str, Any, Any]]) -> list[tuple[str, Any, Any]]:
-    """(name, SFT's share, the policy's), the policy's lowest first."""
+    """Sort (name, SFT's share, the policy's share) by the policy's share."""
     return sorted(rows, key=lambda row: row[2])
 
 
 def _verifiable(measured: Mapping[str, Any] | None) -> JsonObject | None:
-    """All prompts first, then each category and each property with both shares."""
+    """Add rows with both shares: of all prompts, then of each category and property."""
     if not measured:
         return None
     sft, policy = (dict(flatten(measured[name])) for name in ("sft", "policy"))
-    rows = _lowest_first(
-        (name.replace(".", " "), sft.get(name), share) for name, share in policy.items()
-    )
-    every = [("all that is required", sft["passed"], policy["passed"])]
-    return {**measured, "rows": every + [row for row in rows if row[0] != "passed"]}
+    every = ("all that is required", sft.pop("passed"), policy.pop("passed"))
+    rows = []
+    for name, share in policy.items():
+        rows.append((name.replace(".", " "), sft.get(name), share))
+    return {**measured, "rows": [every, *_lowest_first(rows)]}
 
 
 def findings(history: Sequence[JsonObject]) -> list[JsonObject]:
-    """Return the findings of the health monitor in PPO's history; those that stopped the run come
-    first.
+    """Return what the health monitor found in PPO's history; what stopped the run comes first.
 
-    There is one per rule, with its first iteration, ``last`` and ``times``; each rollback is one of
-    its own, with what was ``returned`` to.
+    There is one finding per rule, with its first iteration, ``last`` and ``times``; each rollback
+    is one of its own, with what was ``returned`` to.
     """
     entries: dict[Any, JsonObject] = {}
     for number, row in enumerate(history, start=1):
@@ -311,45 +296,46 @@ def findings(history: Sequence[JsonObject]) -> list[JsonObject]:
         for rollback in row.get("rollbacks") or []:
             adjusted = sorted(rollback["finding"]["adjust"].items())
             factors = ", ".join(f"{name} × {factor:g}" for name, factor in adjusted)
-            returned = f"to iteration {rollback['to']}, with {factors}"
-            once = {
-                "iteration": rollback["from"],
-                "last": rollback["from"],
-                "times": 1,
-                "returned": returned,
-            }
-            entries["rollback", len(entries)] = rollback["finding"] | once
+            entry = dict(rollback["finding"])
+            entry |= {"iteration": rollback["from"], "last": rollback["from"], "times": 1}
+            entry["returned"] = f"to iteration {rollback['to']}, with {factors}"
+            entries["rollback", len(entries)] = entry
         for finding in row.get("findings") or []:
-            entry = entries.setdefault(
-                finding["rule"], finding | {"iteration": iteration, "times": 0, "returned": ""}
-            )
+            first = finding | {"iteration": iteration, "times": 0, "returned": ""}
+            entry = entries.setdefault(finding["rule"], first)
             entry.update(last=iteration, times=entry["times"] + 1)
-    return sorted(
-        entries.values(), key=lambda entry: (entry["action"] == "warn", entry["iteration"])
-    )
+
+    def urgency(entry: JsonObject) -> tuple[bool, Any]:
+        return entry["action"] == "warn", entry["iteration"]
+
+    return sorted(entries.values(), key=urgency)
 
 
 def data_table(metrics: Mapping[str, Any]) -> JsonObject:
-    """Return metrics by kind of data (``kinds`` as columns, ``rows`` of (name, value per kind)),
-    and the ``rest``.
+    """Return the table of metrics by kind of data, and the other metrics.
+
+    Returns:
+        ``kinds``, its columns; ``rows`` of (name, value per kind); ``rest``, (name, value) pairs.
     """
     kinds = [name for name, values in metrics.items() if isinstance(values, Mapping)]
-    names = dict.fromkeys(name for kind in kinds for name in metrics[kind])
-    rows = [
-        (name.replace("_", " "), [whole(metrics[kind].get(name)) for kind in kinds])
-        for name in names
-    ]
+    names: dict[str, None] = {}
+    for kind in kinds:
+        names |= dict.fromkeys(metrics[kind])
+    rows = []
+    for name in names:
+        values = [whole(metrics[kind].get(name)) for kind in kinds]
+        rows.append((name.replace("_", " "), values))
     rest = flatten({name: value for name, value in metrics.items() if name not in kinds})
     return {"kinds": kinds, "rows": rows, "rest": rest}
 
 
 def flatten(values: Mapping[str, Any]) -> list[tuple[str, Any]]:
     """Return (dotted name, value) of all plain values; lists are left out."""
-    return [
-        (name, whole(value))
-        for name, value in dotted(values).items()
-        if not isinstance(value, list)
-    ]
+    plain = []
+    for name, value in dotted(values).items():
+        if not isinstance(value, list):
+            plain.append((name, whole(value)))
+    return plain
 
 
 JUDGES = ("gold", "llm", "checker", "judge", "referee", "reward")
@@ -358,8 +344,9 @@ WORDS = re.compile(r"\s+|\w+|[^\w\s]")
 
 
 def spread_over_categories(rows: Sequence[JsonObject], count: int) -> list[JsonObject]:
-    """Choose ``count`` rows: the first of each category, then the second of each, and so on; never
-    the best ones.
+    """Choose ``count`` rows: the first of each category, then the second of each, and so on.
+
+    Nothing is chosen by its scores.
     """
     groups: dict[str, list[JsonObject]] = {}
     for row in rows:
@@ -372,21 +359,30 @@ def spread_over_categories(rows: Sequence[JsonObject], count: int) -> list[JsonO
 
 
 def reply_pair(row: Mapping[str, Any]) -> JsonObject:
-    """Return a prompt with both replies, (judge, SFT's score, policy's score) triples, what the LLM
-    judge said, and who wins by the best judge with scores.
+    """Return a prompt with both replies and what the judges say of them.
 
-    ``winner`` is ``policy``, ``sft`` or ``tie``, by the sign of the difference alone; empty without
-    scores.
+    Returns:
+        Among others ``scores``, (judge, SFT's score, the policy's score) triples, and ``winner``,
+        ``policy``, ``sft`` or ``tie`` by the best judge with scores: the sign of the difference
+        alone decides. ``winner`` is empty without scores.
     """
-    judges = [name for name in JUDGES if f"sft_{name}" in row and f"policy_{name}" in row]
+    scores: list[tuple[str, float, float]] = []
+    for name in JUDGES:
+        if f"sft_{name}" in row and f"policy_{name}" in row:
+            scores.append((name, row[f"sft_{name}"], row[f"policy_{name}"]))
     winner = ""
-    if judges:
-        gain = row[f"policy_{judges[0]}"] - row[f"sft_{judges[0]}"]
+    if scores:
+        _, before, after = scores[0]
         winner = "tie"
-        if gain > 0:
+        if after > before:
             winner = "policy"
-        elif gain < 0:
+        elif after < before:
             winner = "sft"
+    llm = ""
+    # The LLM judge was asked about the first reply to each prompt alone: only there is a reason,
+    # which may be empty.
+    if row.get("llm_reason") is not None:
+        llm = LLM_VERDICTS.get(row["llm_outcome"], "no usable answer")
     sft, policy = str(row.get("sft_reply", "")), str(row.get("policy_reply", ""))
     return {
         "category": row.get("category", ""),
@@ -397,34 +393,32 @@ def reply_pair(row: Mapping[str, Any]) -> JsonObject:
         "sft_finished": row.get("sft_finished", True),
         "policy_finished": row.get("policy_finished", True),
         "winner": winner,
-        "scores": [(name, row[f"sft_{name}"], row[f"policy_{name}"]) for name in judges],
-        # It was asked about the first reply to each prompt; only then there is a reason, which may
-        # be empty.
-        "llm": ""
-        if row.get("llm_reason") is None
-        else LLM_VERDICTS.get(row["llm_outcome"], "no usable answer"),
+        "scores": scores,
+        "llm": llm,
         "llm_reason": row.get("llm_reason") or "",
     }
 
 
 def _marked(name: str, text: Any, other_name: str, other_text: Any) -> dict[str, Markup]:
-    """Both texts with the words marked in which they differ, under ``NAME_marked``."""
+    """Return both texts, with the words marked in which they differ, under ``NAME_marked``."""
     marked, other_marked = mark_differences(str(text), str(other_text))
     return {f"{name}_marked": marked, f"{other_name}_marked": other_marked}
 
 
 def mark_differences(first: str, second: str) -> tuple[Markup, Markup]:
-    """Escape both texts and put ``<mark>`` around the words that the other one does not have at
-    that place.
-    """
-    pieces = [WORDS.findall(text) for text in (first, second)]
-    marked: tuple[list[str], list[str]] = ([], [])
-    for kind, *spans in SequenceMatcher(a=pieces[0], b=pieces[1], autojunk=False).get_opcodes():
-        for side, (start, end) in enumerate((spans[:2], spans[2:])):
-            text = escape("".join(pieces[side][start:end]))
-            if text:
-                marked[side].append(text if kind == "equal" else f"<mark>{text}</mark>")
-    return Markup("".join(marked[0])), Markup("".join(marked[1]))
+    """Escape both texts and put ``<mark>`` around the words in which they differ."""
+    words, other_words = WORDS.findall(first), WORDS.findall(second)
+    matcher = SequenceMatcher(a=words, b=other_words, autojunk=False)
+
+    def marked(pieces: Sequence[str], kind: str) -> str:
+        text = str(escape("".join(pieces)))
+        return f"<mark>{text}</mark>" if text and kind != "equal" else text
+
+    left, right = "", ""
+    for kind, start, end, other_start, other_end in matcher.get_opcodes():
+        left += marked(words[start:end], kind)
+        right += marked(other_words[other_start:other_end], kind)
+    return Markup(left), Markup(right)
 
 
 def group_chart(groups: Mapping[str, Mapping[str, Mapping[str, Any]]]) -> Markup | None:
@@ -432,17 +426,13 @@ def group_chart(groups: Mapping[str, Mapping[str, Mapping[str, Any]]]) -> Markup
     rows = []
     for group, by_judge in groups.items():
         rows += [(f"{group}, {judge}", compared) for judge, compared in _best_judge_first(by_judge)]
-    return (
-        outcome_chart(rows, "wins, ties and losses on helpful and harmless prompts")
-        if rows
-        else None
-    )
+    if not rows:
+        return None
+    return outcome_chart(rows, "wins, ties and losses on helpful and harmless prompts")
 
 
 def opponent_charts(opponents: Mapping[str, Mapping[str, Any]]) -> list[JsonObject]:
-    """Return each opponent with its chart of SFT and policy against it, by judge, in all and by
-    group.
-    """
+    """Return each opponent with a chart of both models against it, by judge and group."""
     charts = []
     for name, opponent in opponents.items():
         judges = [judge for judge, _ in _best_judge_first(opponent["policy"]["comparison"])]
@@ -469,17 +459,15 @@ PACKAGE = "rlhf_core.evaluation.report"
 
 
 def render(context: Mapping[str, Any]) -> str:
-    """Return the page for the context of :func:`~rlhf_core.evaluation.report.view.build_context`;
-    text is escaped.
-    """
-    style = Markup(files(PACKAGE).joinpath("style.css").read_text(encoding="utf-8"))
+    """Return the page for what :func:`build_context` returned; text is escaped."""
+    style = files(PACKAGE).joinpath("style.css").read_text(encoding="utf-8")
     markers = {"release_begin": Markup(BEGIN), "release_end": Markup(END)}
-    return _environment().get_template("page.html.j2").render(**context, **markers, style=style)
+    template = _environment().get_template("page.html.j2")
+    return template.render(**context, **markers, style=Markup(style))
 
 
 def with_release(report: str, decision: ReleaseDecision) -> str | None:
-    """Return a copy of a report that says what was released; None where ``report`` has no place for
-    it.
+    """Return a copy of a report that says what was released; None where it has no place for it.
 
     Everything else stays as it was rendered, so that the copy shows what the decision was made on.
     """
@@ -487,28 +475,27 @@ def with_release(report: str, decision: ReleaseDecision) -> str | None:
     _, end, after = rest.partition(END)
     if not begin or not end:
         return None
-    return before + _environment().get_template("release.html.j2").render(release=decision) + after
+    release = _environment().get_template("release.html.j2").render(release=decision)
+    return before + release + after
 
 
 def lang_attribute(text: str) -> Markup:
-    """Return the attribute ``lang`` of an element that holds ``text``, where its script tells it:
-    else nothing.
-    """
+    """Return the attribute ``lang`` for an element with ``text``, if its script shows it."""
     tag = language_tag(text)
     return Markup(' lang="{}"').format(tag) if tag else Markup()
 
 
 def breakable(text: str) -> Markup:
-    """Let a browser break a long name after its dots and underscores, and nowhere else; numbers
-    stay whole.
-    """
+    """Let a browser break a long name after its dots and underscores; numbers stay whole."""
     # In text that is already Markup the substitution would escape the tags that it puts in.
-    return Markup(re.sub(r"([._])(?=[^\W\d])", r"\1<wbr>", str(escape(text))))
+    escaped = str(escape(text))
+    return Markup(re.sub(r"([._])(?=[^\W\d])", r"\1<wbr>", escaped))
 
 
 def commands(text: str) -> Markup:
     """Show what stands between backticks as code."""
-    return Markup(re.sub(r"`([^`]+)`", r"<code>\1</code>", str(escape(text))))
+    escaped = str(escape(text))
+    return Markup(re.sub(r"`([^`]+)`", r"<code>\1</code>", escaped))
 
 
 @cache
@@ -526,4 +513,5 @@ def _environment() -> Environment:
     environment.filters["commands"] = commands
     environment.filters["sentence_case"] = sentence_case
     environment.globals["remedy"] = remedy_for
+    environment.globals["ends"] = format_interval
     return environment

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import cache
+from itertools import chain
 from pathlib import Path
 
 from ruamel.yaml import YAML
@@ -18,7 +19,7 @@ HARMFUL_CATEGORY, BENIGN_CATEGORY = "harmful", "benign"
 def texts_of(category: str) -> tuple[str, ...]:
     """Return all prompts that are ``harmful`` or ``benign``, in the order of the file."""
     by_topic = YAML(typ="safe").load(Path(__file__).with_suffix(".yaml"))[category]
-    return tuple(text for texts in by_topic.values() for text in texts)
+    return tuple(chain.from_iterable(by_topic.values()))
 
 
 def is_chinese(text: str) -> bool:
@@ -27,20 +28,12 @@ def is_chinese(text: str) -> bool:
 
 
 def safety_prompts(per_category: int) -> list[Prompt]:
-    """Choose up to ``per_category`` prompts of the categories ``harmful`` and ``benign`` each, by
-    hash.
-    """
+    """Choose up to ``per_category`` harmful and as many benign prompts, by hash."""
     chosen = []
     for category in (HARMFUL_CATEGORY, BENIGN_CATEGORY):
-        rows = [
-            Prompt(
-                content_id("prompts", {"prompt": [{"role": "user", "content": text}]}),
-                [Message("user", text)],
-                category,
-                SOURCE,
-                text,
-            )
-            for text in texts_of(category)
-        ]
+        rows = []
+        for text in texts_of(category):
+            row_id = content_id("prompts", {"prompt": [{"role": "user", "content": text}]})
+            rows.append(Prompt(row_id, [Message("user", text)], category, SOURCE, text))
         chosen += fixed_subset(rows, per_category, SOURCE)
     return chosen

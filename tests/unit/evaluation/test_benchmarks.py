@@ -19,14 +19,6 @@ from rlhf_core.config.evaluation import MultipleChoiceConfig
 from rlhf_core.data.encoding import encode_dialogue, pad_id
 from rlhf_core.data.schema import Message
 from rlhf_core.errors import ConfigError, DataError, RlhfError
-from rlhf_core.evaluation.benchmarks.multiple_choice import (
-    AnsweredQuestions,
-    MultipleChoiceQuestion,
-    MultipleChoiceSet,
-    accuracy,
-    answer_questions,
-    read_questions,
-)
 from rlhf_core.evaluation.judges.model import ModelJudge
 from rlhf_core.evaluation.perplexity import reply_log_likelihoods
 from rlhf_core.evaluation.replies import Reply
@@ -40,6 +32,15 @@ from rlhf_extras.benchmarks.reward_benchmark import (
     read_benchmark,
     row_accuracy,
     run_benchmark,
+)
+from rlhf_extras.evaluations.multiple_choice import (
+    MultipleChoiceQuestion,
+    MultipleChoiceSet,
+    accuracy,
+    answer_questions,
+    answer_rows,
+    multiple_choice_metrics,
+    read_questions,
 )
 
 from .conftest import LengthJudge
@@ -438,10 +439,9 @@ def test_metrics_by_hand() -> None:
         MultipleChoiceQuestion(str(i), "q", CHOICES, i % 4, "odd" if i % 2 else "even")
         for i in range(5)
     ]
-    metrics: dict[str, Any] = {"sft": {}, "policy": {}}
     # Right answers are 0 1 2 3 0; the last question does not count.
-    answered = AnsweredQuestions(MultipleChoiceSet(questions), [0, 1, 0, 0, None], [0, 0, 2, 3, 0])
-    answered.add_to(metrics)
+    asked, sft, by_policy = MultipleChoiceSet(questions), [0, 1, 0, 0, None], [0, 0, 2, 3, 0]
+    metrics = multiple_choice_metrics(asked, sft, by_policy)
     assert metrics["sft"]["multiple_choice"]["accuracy"] == 0.5
     policy = metrics["policy"]["multiple_choice"]
     assert policy["accuracy"] == 0.75 and policy["subject_mean"] == 0.75
@@ -453,14 +453,13 @@ def test_metrics_by_hand() -> None:
     assert compared["difference_low95"] < 0 < compared["difference_high95"]
     assert compared["subject"]["odd"] == {"questions": 2, "sft": 0.5, "policy": 0.5}
     about = {"subject": "even", "id": "4", "question": "q", "answer": "A"}
-    assert answered.rows()[4] == about | {"sft": None, "policy": "A"}
+    assert answer_rows(asked, sft, by_policy)[4] == about | {"sft": None, "policy": "A"}
 
 
 def test_twelve_answers_that_agree_do_not_show_that_nothing_was_lost() -> None:
     questions = [MultipleChoiceQuestion(str(n), "q", CHOICES, 0, "s") for n in range(12)]
-    metrics: dict[str, Any] = {"sft": {}, "policy": {}}
-    AnsweredQuestions(MultipleChoiceSet(questions), [0] * 12, [0] * 12).add_to(metrics)
-    compared = metrics["multiple_choice"]
+    asked = MultipleChoiceSet(questions)
+    compared = multiple_choice_metrics(asked, [0] * 12, [0] * 12)["multiple_choice"]
     z = 1.959964  # Tango 1998: where no pair differs the bounds are ± z² / (n + z²)
     bound = pytest.approx(z * z / (12 + z * z), rel=1e-4)
     assert (-compared["difference_low95"], compared["difference_high95"]) == (bound, bound)

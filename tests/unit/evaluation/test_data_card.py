@@ -22,15 +22,15 @@ from rlhf_core.data.row_counts import READABLE, REFUSED_SCHEMA, RowFinding, find
 from rlhf_core.data.schema import arrow_schema, write_table
 from rlhf_core.data.statistics import character_lengths
 from rlhf_core.data.text import EXCERPT, TAKEN_OUT, excerpt
+from rlhf_core.data.validation.data_reports import CheckedData, write_reports
 from rlhf_core.data.validation.set_rules import SetFindings, apply_set_rules, check_set
 from rlhf_core.data.validation.suites import NOT_DERIVED, Checkpoints
 from rlhf_core.data.validation.tables import Validated, validate
-from rlhf_core.evaluation.data_card import card as cards
-from rlhf_core.evaluation.figures import bar_chart
 from rlhf_core.models.causal_lm import train_tokenizer
 from rlhf_core.stages import collect
 from rlhf_core.stages.runtime.contract import Paths
 from rlhf_core.training.run_context import RunContext
+from rlhf_extras.data_card import card as cards
 
 KEY = "ghp_" + "a" * 36
 MARKUP = "<script>alert(1)</script> | *x* [link](http://example.org)"
@@ -79,10 +79,8 @@ def written(folder: Path) -> tuple[str, str, str]:
     findings.counts["preferences"] |= validated.agreement
     metrics = data_metrics(validated, statistics, findings.counts)
     manifest = {"source": "files", "kinds": KINDS}
-    sources = cards.CardSources(
-        manifest, validated, findings, metrics, statistics, ["preferences.clean"]
-    )
-    cards.write_card(folder, cards.build_card(sources, config), findings.breaches)
+    sources = CheckedData(manifest, validated, findings, metrics, statistics, ["preferences.clean"])
+    write_reports(folder, sources, config)
     return tuple((folder / name).read_text() for name in ("card.md", "card.html", "release.md"))  # type: ignore[return-value]
 
 
@@ -143,9 +141,7 @@ def test_one_of_a_thing_is_counted_as_one(tmp_path: Path) -> None:
     files = [{"source": "x", "format": "standard", "dropped": {"a tie": 1, "no label": 2}}]
     manifest = {"kinds": {"preferences": {"files": files}}}
     validated = Validated(RawData({}, tmp_path / "none"), Checkpoints(suites_of()))
-    sources = cards.CardSources(
-        manifest, validated, SetFindings(), {"preferences": numbers}, {}, []
-    )
+    sources = CheckedData(manifest, validated, SetFindings(), {"preferences": numbers}, {}, [])
     notes = "\n".join(
         note for part in cards.build_card(sources, ValidateConfig()).sections for note in part.notes
     )
@@ -293,7 +289,7 @@ def test_rows_that_the_chat_template_refuses_are_counted_apart() -> None:
 
 
 def test_bars_are_as_high_as_their_values() -> None:
-    svg = str(bar_chart(["<a>", "b", "$c$"], [1, 4, 0], "t"))
+    svg = str(cards.bar_chart(["<a>", "b", "$c$"], [1, 4, 0], "t"))
     bars = [
         [float(y) for y in re.findall(r"[ML] \S+ (\S+)", path)]
         for path in re.findall(r'd="(M [^"]* z) "', svg)
@@ -304,7 +300,7 @@ def test_bars_are_as_high_as_their_values() -> None:
     assert (
         "var(--s0)" in svg
         and "#2a62c9" not in svg
-        and svg == str(bar_chart(["<a>", "b", "$c$"], [1, 4, 0], "t"))
+        and svg == str(cards.bar_chart(["<a>", "b", "$c$"], [1, 4, 0], "t"))
     )
 
 

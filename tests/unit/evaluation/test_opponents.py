@@ -1,11 +1,8 @@
-"""Third parties and best of n: matched replies, bad files in a line, groups of prompts, and what is
-chosen.
-"""
+"""Third parties as opponents: matched replies, bad files in a line, and both models against them."""
 
 from __future__ import annotations
 
 import json
-import math
 from pathlib import Path
 from typing import Any
 
@@ -18,23 +15,14 @@ from rlhf_core.config.evaluation import EvaluateConfig, OpponentConfig
 from rlhf_core.config.loading import rebase_sources
 from rlhf_core.data.schema import Prompt
 from rlhf_core.errors import DataError
-from rlhf_core.evaluation.comparisons.comparison import (
-    compare,
-    compare_groups,
-    compare_outcomes,
-    outcomes,
-)
-from rlhf_core.evaluation.comparisons.opponents import (
-    Rival,
-    best_of_n,
-    group_of,
-    kl_bound,
-    read_opponent,
-)
+from rlhf_core.evaluation.comparisons.comparison import compare, compare_outcomes, outcomes
 from rlhf_core.evaluation.comparisons.policy_vs_sft import Evaluation
+from rlhf_core.evaluation.comparisons.rivals import Rival
 from rlhf_core.evaluation.fixed_sets import EvaluatedModel, FixedSets
 from rlhf_core.evaluation.judges.llm.judge import PairwiseJudgements
 from rlhf_core.evaluation.replies import Reply
+from rlhf_core.plugins import EVALUATIONS, load_plugin
+from rlhf_extras.evaluations.opponents import read_opponent
 
 from .conftest import LengthJudge, made_prompt
 
@@ -124,16 +112,22 @@ def model(*texts: str) -> EvaluatedModel:
     return EvaluatedModel([Reply(text, True) for text in texts])
 
 
-def test_both_models_meet_it_on_the_prompts_that_it_has() -> None:
+def test_both_models_meet_it_on_the_prompts_that_it_has(tmp_path: Path) -> None:
     # Two replies to each prompt; the first ones meet the opponent.
     sft, policy = model("a", "-", "aa", "-", "aaa", "-"), model("aaaa", "-", "aa", "-", "a", "-")
     config = EvaluateConfig(bootstrap=50, seed=1)
     evaluation = Evaluation(FixedSets(PROMPTS[:3], [], []), sft, policy, config)
     evaluation.score(LengthJudge("gold", 0.5))
-    opponent = Rival("opponent_other", [Reply("bb", True), None, Reply("bb", True)], evaluation)
+    theirs = [row | {"reply": "bb"} for row in replies_to(PROMPTS[0], PROMPTS[2])]
+    others = [{"prompt": f"something else {i}", "reply": "x"} for i in range(5)]
+    folder = written(tmp_path, *theirs, *others)
+    evaluated = load_plugin(EVALUATIONS, "opponents")((CONFIG,), PROMPTS[:3], folder)
+    ((name, replies),) = evaluated.replies().items()
+    opponent = Rival(name, replies, evaluation)
     opponent.score(LengthJudge("gold", 0.5))
     opponent.judge(Undecided())  # type: ignore[arg-type]
-    metrics = opponent.opponent_metrics(["harmless", "helpful", "harmless"], 5)
+    groups = ["harmless", "helpful", "harmless"]
+    metrics = evaluated.metrics({name: opponent}, groups)["opponents"]["other"]
     assert (metrics["prompts"], metrics["missing"], metrics["unused"], metrics["gold"]) == (
         2,
         1,
@@ -173,96 +167,3 @@ def test_paths_follow_the_parameters() -> None:
         "../../a/dev.csv",
         "../../a/replies.jsonl",
     }
-
-
-def test_the_bound_on_kl_by_hand() -> None:
-    assert kl_bound(1) == 0.0
-    assert kl_bound(2) == pytest.approx(math.log(2) - 0.5)
-    assert kl_bound(16) == pytest.approx(1.8350887)
-
-
-def test_the_highest_score_of_each_prompt_is_chosen_and_the_first_of_equal_ones() -> None:
-    prompts = [made_prompt(f"what is {i}?", "sums") for i in range(3)]
-    texts = [["a", "bbb", "c"], ["aa", "b", "d"], ["aaa", "bb", "e"]]
-    samples = [[Reply(text, True, tuple(range(len(text)))) for text in row] for row in texts]
-    sft, policy = (EvaluatedModel(samples[0]) for _ in range(2))
-    evaluation = Evaluation(FixedSets(prompts, [], []), sft, policy, EvaluateConfig(bootstrap=20))
-    evaluation.score(LengthJudge())
-    best = best_of_n(LengthJudge(), evaluation, samples)
-    assert [reply.text for reply in best.known.judged] == ["aaa", "bbb", "c"]
-    best.score(LengthJudge())
-    assert best.known.scores == {"reward": [3.0, 3.0, 1.0]}
-    metrics = best.best_of_n_metrics(samples)
-    assert (metrics["n"], metrics["kl_bound"]) == (3, kl_bound(3))
-    assert metrics["reward"] == pytest.approx(7 / 3) and metrics["sampled_tokens_per_reply"] == 5.0
-    assert (
-        metrics["comparison"]["reward"]["lose"]
-        == metrics["policy_comparison"]["reward"]["win"]
-        == 0.0
-    )
-    assert metrics["comparison"]["reward"]["mean_difference"] == pytest.approx((7 - 5) / 3)
-    assert best.columns()[1] == {
-        "best_of_n_reply": "bbb",
-        "best_of_n_finished": True,
-        "best_of_n_reward": 3.0,
-    }
-
-
-def test_one_reply_is_no_choice() -> None:
-    with pytest.raises(ValidationError, match="best_of_n 1 is SFT itself"):
-        EvaluateConfig(best_of_n=1)
-
-
-def prompt_of(category: str, source: str = "a file") -> Prompt:
-    return made_prompt("?", category, source)
-
-
-@pytest.mark.parametrize(
-    ("category", "source", "group"),
-    [
-        ("fact", "world", "helpful"),
-        ("howto", "world", "helpful"),
-        ("harmful", "world", "harmless"),
-        ("safe", "pku", "harmless"),
-        ("general", "/data/hh/harmless-base/test.jsonl.gz", "harmless"),
-        ("general", "hub:Anthropic/hh-rlhf/helpful-online:test", "helpful"),
-        ("general", "/helpful/hh_rlhf_harmless.sample.jsonl.gz", "harmless"),
-        ("general", "unhelpful.jsonl", ""),
-        ("satisfaction", "a file", ""),
-        ("sums", "a file", "maths"),
-        ("Red-team-attempts", "helpful", "harmless"),
-    ],
-)
-def test_a_prompt_is_in_the_group_of_its_category_else_of_its_source(
-    category: str, source: str, group: str
-) -> None:
-    assert group_of(prompt_of(category, source), {"sums": "maths"}) == group
-
-
-def test_a_default_can_be_changed_or_taken_away() -> None:
-    assert group_of(prompt_of("howto"), {"howto": "recipes"}) == "recipes"
-    assert group_of(prompt_of("howto"), {"howto": ""}) == ""
-
-
-def test_comparisons_within_a_group_by_hand() -> None:
-    outcome = {
-        "gold": np.array([[1.0], [0.0], [0.5], [1.0]]),
-        "llm": np.array([[1.0], [np.nan], [np.nan], [0.0]]),
-        "silent": np.array([[np.nan], [1.0], [np.nan], [np.nan]]),
-    }
-    table = compare_groups(["helpful", "harmless", "helpful", ""], outcome, 100, 1)
-    assert set(table) == {"helpful", "harmless"}, "a prompt of no group counts in none"
-    gold = table["helpful"]["gold"]
-    assert (gold["win"], gold["tie"], gold["lose"], gold["prompts"]) == (0.5, 0.5, 0.0, 2)
-    assert gold == compare_outcomes([1.0, 0.5], 100, 1)
-    assert table["helpful"]["llm"]["prompts"] == 1 and "silent" not in table["helpful"]
-    assert set(table["harmless"]) == {"gold", "silent"} and table["harmless"]["gold"]["lose"] == 1.0
-
-
-def test_several_replies_to_a_prompt_are_one_prompt() -> None:
-    table = compare_groups(
-        ["helpful"] * 2, {"gold": np.array([[1.0, 1.0, 0.0], [0.5, 0.5, 0.5]])}, 100, 1
-    )
-    gold = table["helpful"]["gold"]
-    assert gold["prompts"] == 2 and gold["win"] == 0.5 and gold["tie"] == 0.5
-    assert gold["win_rate"] == pytest.approx((2 / 3 + 1 / 2) / 2)

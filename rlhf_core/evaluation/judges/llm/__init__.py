@@ -1,3 +1,1 @@
-"""The LLM judge: which of two replies a language model behind an OpenAI-compatible endpoint
-prefers.
-"""
+"""The LLM judge: which of two replies a language model prefers, asked over HTTP."""

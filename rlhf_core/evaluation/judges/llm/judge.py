@@ -15,6 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import asdict, dataclass
 from importlib.resources import files
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -44,8 +45,7 @@ MOST_TOKENS = 10**9  # of a count that an endpoint can mean
 
 @dataclass(frozen=True)
 class Completion:
-    """What a model answered, and what that used; token counts are None where the endpoint does not
-    give them.
+    """What a model answered, and how many tokens that used; None where the endpoint is silent.
 
     ``refused`` says why the endpoint did not take the request; empty if it did.
     """
@@ -81,8 +81,9 @@ class RateLimiter:
 
 
 class ChatEndpoint:
-    """Asks an OpenAI-compatible endpoint; several threads may share it. ``wait`` sleeps for so many
-    seconds.
+    """Asks an OpenAI-compatible endpoint; several threads may share it.
+
+    ``wait`` sleeps for so many seconds.
 
     Raises:
         ConfigError: The environment variable of the token is not set, or holds no token.
@@ -164,8 +165,7 @@ def token_count(value: Any) -> int | None:
 
 
 class AnswerCache:
-    """Keeps each answer as soon as it is there, so that an evaluation that was stopped asks for the
-    others alone.
+    """Keeps each answer as soon as it is there: a repeated evaluation asks for the others alone.
 
     Files are written atomically and hold the request beside the answer. Several processes may use
     the same folder.
@@ -312,8 +312,7 @@ class Verdict:
 
 
 def read_verdict(text: str) -> Verdict | None:
-    """Return the verdict of the JSON objects in ``text`` that have one; None if there is none or
-    they contradict.
+    """Return the verdict of the JSON objects in ``text``; None for none or a contradiction.
 
     Text around the object (a code fence, reasoning before it) does not matter. An answer of more
     than ``LONGEST_ANSWER`` characters has no verdict.
@@ -322,13 +321,18 @@ def read_verdict(text: str) -> Verdict | None:
         objects = _json_objects(text) if len(text) <= LONGEST_ANSWER else []
     except RecursionError:
         return None
-    given = [value for value in objects if value.get("verdict") is not None]
-    verdicts = {PREFERRED.get(value["verdict"].strip().lower()) if isinstance(value["verdict"], str) else None
-                for value in given}  # fmt: skip
+    verdicts: set[str | None] = set()
+    reason: Any = None
+    for value in objects:
+        verdict = value.get("verdict")
+        if verdict is None:
+            continue
+        known = isinstance(verdict, str)
+        verdicts.add(PREFERRED.get(verdict.strip().lower()) if known else None)
+        reason = value.get("reason")
     preferred = verdicts.pop() if len(verdicts) == 1 else None
     if preferred is None:
         return None
-    reason = given[-1].get("reason")
     return Verdict(preferred, writable(reason) if isinstance(reason, str) else "")
 
 
@@ -336,12 +340,16 @@ def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     """Return an object; two different values of ``verdict`` count as no verdict."""
     value = dict(pairs)
     verdicts = [item for name, item in pairs if name == "verdict"]
-    return value | {"verdict": verdicts} if any(item != verdicts[0] for item in verdicts) else value
+    if any(item != verdicts[0] for item in verdicts):
+        value["verdict"] = verdicts
+    return value
 
 
 def _json_objects(text: str) -> list[dict[str, Any]]:
-    """All JSON objects in a text that are not part of another; ``RecursionError`` if one is nested
-    without measure.
+    """Return all JSON objects in a text that are not part of another one.
+
+    Raises:
+        RecursionError: One is nested too deeply.
     """
     decoder = json.JSONDecoder(object_pairs_hook=_without_repeats)
     objects = []
@@ -359,10 +367,8 @@ def _json_objects(text: str) -> list[dict[str, Any]]:
 
 ANSWERS = Path(".rlhf") / "llm_judge"
 WIN, TIE, LOSS = 1.0, 0.5, 0.0
-OUTCOMES = (
-    {"A": WIN, "tie": TIE, "B": LOSS},
-    {"A": LOSS, "tie": TIE, "B": WIN},
-)  # candidate first, then second
+# With the candidate's reply shown first, then with it shown second.
+OUTCOMES = ({"A": WIN, "tie": TIE, "B": LOSS}, {"A": LOSS, "tie": TIE, "B": WIN})
 JUNK_CHARACTERS = 80
 
 
@@ -423,8 +429,7 @@ class LlmJudge:
         candidate: Sequence[Reply],
         baseline: Sequence[Reply],
     ) -> PairwiseJudgements:
-        """Ask about each pair in both orders; answers that are known from before are not asked for
-        again.
+        """Ask about each pair in both orders; answers from earlier runs are used again.
 
         A pair whose verdict changes with the order is a tie. A pair with an unusable answer has no
         outcome.
@@ -447,53 +452,63 @@ class LlmJudge:
             if own.text == other.text:
                 pairs.append(None)
                 continue
-            both = [
-                request_body(self.config, question_text(self.template, prompt, *replies))
-                for replies in ((own.text, other.text), (other.text, own.text))
-            ]
-            keys = tuple(content_key(self.config.base_url, body) for body in both)
-            pairs.append(keys)
-            bodies |= zip(keys, both, strict=True)
+            keys = []
+            for first_shown, second_shown in ((own.text, other.text), (other.text, own.text)):
+                question = question_text(self.template, prompt, first_shown, second_shown)
+                body = request_body(self.config, question)
+                keys.append(content_key(self.config.base_url, body))
+                bodies[keys[-1]] = body
+            pairs.append(tuple(keys))
         asked = [pair for pair in pairs if pair is not None]
         usage = UsageMeter(self.config.budget)
         completions = self._completions(bodies, asked, usage)
         verdicts = {key: read_verdict(completion.text) for key, completion in completions.items()}
-        said = [
-            (TIE, "both replies are the same")
-            if pair is None
-            else combined(*map(verdicts.get, pair))
-            for pair in pairs
-        ]
-        unusable = [pair for pair in asked if None in map(verdicts.get, pair)]
-        if len(unusable) > self.config.max_junk * len(asked):
-            example = completions[next(key for key in unusable[0] if verdicts[key] is None)]
-            raise DataError(
-                f"llm judge: {len(unusable)} of {len(asked)} pairs of different replies have no usable answer, more "
-                f"than evaluate.llm_judge.max_junk ({self.config.max_junk:.0%}) allows, so nothing is compared; the "
-                f"first one: {example.refused or repr(' '.join(example.text.split())[:JUNK_CHARACTERS])}; try another "
-                "model, template or response_format"
-            )
-        answered = []
-        for pair in asked:
+        outcomes: list[float] = []
+        reasons: list[str] = []
+        answered, changed = 0, 0
+        preferred: list[str] = []
+        for pair in pairs:
+            if pair is None:
+                outcomes.append(TIE)
+                reasons.append("both replies are the same")
+                continue
             first, second = map(verdicts.get, pair)
+            outcome, reason = combined(first, second)
+            outcomes.append(outcome)
+            reasons.append(reason)
             if first is not None and second is not None:
-                answered.append((first, second))
-        changed = sum(OUTCOMES[0][a.preferred] != OUTCOMES[1][b.preferred] for a, b in answered)
-        decided = [
-            verdict.preferred for pair in answered for verdict in pair if verdict.preferred != "tie"
-        ]
+                answered += 1
+                changed += OUTCOMES[0][first.preferred] != OUTCOMES[1][second.preferred]
+                preferred += [first.preferred, second.preferred]
+        junk = len(asked) - answered
+        if junk > self.config.max_junk * len(asked):
+            questions = chain.from_iterable(asked)
+            example = completions[next(key for key in questions if verdicts[key] is None)]
+            beginning = " ".join(example.text.split())[:JUNK_CHARACTERS]
+            raise DataError(
+                f"llm judge: {junk} of {len(asked)} pairs of different replies have no usable answer, more than "
+                f"evaluate.llm_judge.max_junk ({self.config.max_junk:.0%}) allows, so nothing is compared; the first "
+                f"one: {example.refused or repr(beginning)}; try another model, template or response_format"
+            )
+        junk_share, order_disagreement, first_preferred = 0.0, 0.0, 0.5
+        if asked:
+            junk_share = 1 - answered / len(asked)
+        if answered:
+            order_disagreement = changed / answered
+        decided = preferred.count("A") + preferred.count("B")
+        if decided:
+            first_preferred = preferred.count("A") / decided
         metrics = {
             "pairs": len(pairs),
             "identical": len(pairs) - len(asked),
-            "junk_share": 1 - len(answered) / len(asked) if asked else 0.0,
-            "order_disagreement": changed / len(answered) if answered else 0.0,
-            "first_preferred": decided.count("A") / len(decided) if decided else 0.5,
+            "junk_share": junk_share,
+            "order_disagreement": order_disagreement,
+            "first_preferred": first_preferred,
             "prompt_tokens": usage.prompt_tokens,
             "completion_tokens": usage.completion_tokens,
             "cost": usage.cost,
         }
-        outcomes = np.array([outcome for outcome, _ in said])
-        return PairwiseJudgements(outcomes, [reason for _, reason in said], metrics)
+        return PairwiseJudgements(np.array(outcomes), reasons, metrics)
 
     def _completions(
         self,
@@ -501,19 +516,22 @@ class LlmJudge:
         pairs: Sequence[tuple[str, ...]],
         usage: UsageMeter,
     ) -> dict[str, Completion]:
-        """The answers to all questions, by key."""
-        answers = {key: answer for key in bodies if (answer := self.cache.get(key)) is not None}
+        """Return the answers to all questions, by key."""
+        answers: dict[str, Completion] = {}
+        for key in bodies:
+            known = self.cache.get(key)
+            if known is not None:
+                answers[key] = known
         pool = ThreadPoolExecutor(self.config.concurrency, thread_name_prefix="llm-judge")
         self.failure = None
         self.stopped.clear()
         try:
             for completion in answers.values():
                 usage.add(completion)
-            futures = {
-                pool.submit(self._ask, key, body, usage): key
-                for key, body in bodies.items()
-                if key not in answers
-            }
+            futures = {}
+            for key, body in bodies.items():
+                if key not in answers:
+                    futures[pool.submit(self._ask, key, body, usage)] = key
             with progress(len(bodies), "llm judge") as bar:
                 bar.advance(len(answers))
                 for future in as_completed(futures):
@@ -521,7 +539,10 @@ class LlmJudge:
                     bar.advance()
         except RlhfError as error:
             self._stop(pool)
-            judged = sum(all(self.cache.get(key) is not None for key in pair) for pair in pairs)
+            judged = 0
+            for first, second in pairs:
+                if self.cache.get(first) is not None and self.cache.get(second) is not None:
+                    judged += 1
             raise DataError(
                 f"llm judge: {error}; the answers on {judged} of {len(pairs)} pairs are kept, and the next run asks "
                 "for the others alone"
@@ -557,9 +578,7 @@ class LlmJudge:
 
 
 def combined(candidate_first: Verdict | None, baseline_first: Verdict | None) -> tuple[float, str]:
-    """Outcome and reason by the verdicts of both orders: a tie where they contradict, NaN where one
-    is missing.
-    """
+    """Return outcome and reason: a tie where the orders contradict, NaN where one is missing."""
     if candidate_first is None or baseline_first is None:
         return math.nan, ""
     outcome = OUTCOMES[0][candidate_first.preferred]

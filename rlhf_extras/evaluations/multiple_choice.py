@@ -1,4 +1,7 @@
-"""Multiple-choice questions: read, answered by the likelihood of each choice, and counted."""
+"""Multiple-choice questions: read, answered by the likelihood of each choice, and counted.
+
+They are the evaluation ``multiple_choice`` of ``rlhf.evaluations``.
+"""
 
 from __future__ import annotations
 
@@ -14,10 +17,12 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from rlhf_core.config.evaluation import MultipleChoiceConfig
 from rlhf_core.data.encoding import encode_prompt, encode_reply, pad_id
-from rlhf_core.data.schema import Message
+from rlhf_core.data.schema import Message, Prompt
 from rlhf_core.data.text import has_visible_text, language_tag
 from rlhf_core.errors import DataError
+from rlhf_core.evaluation.comparisons.rivals import Rival
 from rlhf_core.evaluation.perplexity import reply_log_likelihoods
+from rlhf_core.evaluation.plugged import AddedEvaluation
 from rlhf_core.evaluation.replies import rows_of_file
 from rlhf_core.evaluation.statistics import paired_difference_bounds
 from rlhf_core.models.causal_lm import fitting_length
@@ -49,16 +54,14 @@ class MultipleChoiceQuestion:
     subject: str
 
     def turn(self, score: str) -> str:
-        """Return the user's turn: with the choices where their letters are scored, else the
-        question alone.
-        """
+        """Return the user's turn: the question, with the choices where letters are scored."""
         if score == "text":
             return self.text
         instruction, before_answer = INSTRUCTIONS.get(language_tag(self.text), DEFAULT_INSTRUCTION)
-        listed = [
-            f"{letter}. {choice}" for letter, choice in zip(LETTERS, self.choices, strict=True)
-        ]
-        return "\n".join([instruction, "", self.text, *listed, before_answer])
+        lines = [instruction, "", self.text]
+        for letter, choice in zip(LETTERS, self.choices, strict=True):
+            lines.append(f"{letter}. {choice}")
+        return "\n".join([*lines, before_answer])
 
     def answers(self, score: str) -> tuple[str, ...]:
         """Return the replies whose log-likelihoods are compared, in the order of the choices."""
@@ -74,21 +77,23 @@ class MultipleChoiceSet:
     score: str = "letter"
 
     @classmethod
-    def load(cls, config: MultipleChoiceConfig | None, workspace: Path) -> MultipleChoiceSet:
-        """Read all files; nothing without settings.
+    def load(cls, config: MultipleChoiceConfig, workspace: Path) -> MultipleChoiceSet:
+        """Read all files.
 
         Raises:
             DataError: A file is missing or not in the format, or a subject lacks examples; the
                 message names the first.
         """
-        if config is None:
-            return cls()
-        questions = [row for rows in _by_subject(config.files, workspace).values() for row in rows]
-        subjects = dict.fromkeys(row.subject for row in questions)
-        known = _by_subject(config.few_shot_files, workspace) if config.few_shot else {}
+        questions: list[MultipleChoiceQuestion] = []
+        for of_subject in _by_subject(config.files, workspace).values():
+            questions += of_subject
+        if not config.few_shot:
+            return cls(questions, {}, config.score)
+        known = _by_subject(config.few_shot_files, workspace)
+        only = next(iter(known.values())) if len(known) == 1 else None
         examples: dict[str, Sequence[MultipleChoiceQuestion]] = {}
-        for subject in subjects if config.few_shot else ():
-            rows = next(iter(known.values())) if len(known) == 1 else known.get(subject, [])
+        for subject in dict.fromkeys(question.subject for question in questions):
+            rows = known.get(subject, []) if only is None else only
             if len(rows) < config.few_shot:
                 raise DataError(
                     f"the subject {subject} has {len(rows)} examples in few_shot_files, but few_shot is "
@@ -112,11 +117,11 @@ class MultipleChoiceSet:
 def _by_subject(
     patterns: Sequence[str], workspace: Path
 ) -> dict[str, list[MultipleChoiceQuestion]]:
-    files = dict.fromkeys(
-        file for pattern in patterns for file in expand(pattern, workspace, REMEDY)
-    )
+    files: list[Path] = []
+    for pattern in patterns:
+        files += expand(pattern, workspace, REMEDY)
     questions: dict[str, list[MultipleChoiceQuestion]] = {}
-    for file in files:
+    for file in dict.fromkeys(files):
         questions.setdefault(subject_of(file), []).extend(read_questions(file))
     return questions
 
@@ -134,7 +139,10 @@ def read_questions(file: Path) -> list[MultipleChoiceQuestion]:
             of the first.
     """
     subject = subject_of(file)
-    return [_question(row, where, position, subject) for where, position, row in rows_of_file(file)]
+    questions = []
+    for where, position, row in rows_of_file(file):
+        questions.append(_question(row, where, position, subject))
+    return questions
 
 
 def _question(
@@ -147,12 +155,14 @@ def _question(
                 f"{where}: there is no column {column}; the columns are {', '.join(TEXT_COLUMNS)}, answer"
             )
     texts = {column: _text(row[column], f"{where}, column {column}") for column in TEXT_COLUMNS}
-    answer = str(row["answer"] if row["answer"] is not None else "").strip()
-    if answer not in LETTERS:
-        none = "is empty; files without answers, such as C-Eval's test split, measure nothing"
+    answer = "" if row["answer"] is None else str(row["answer"]).strip()
+    if not answer:
         raise DataError(
-            f"{where}, column answer: {f'{answer!r} is none of A, B, C, D' if answer else none}"
+            f"{where}, column answer: is empty; files without answers, such as C-Eval's test split, "
+            "measure nothing"
         )
+    if answer not in LETTERS:
+        raise DataError(f"{where}, column answer: {answer!r} is none of A, B, C, D")
     choices = tuple(texts[letter] for letter in LETTERS)
     for letter, choice in zip(LETTERS, choices, strict=True):
         if choice in choices[: LETTERS.index(letter)]:
@@ -165,79 +175,107 @@ def _question(
 
 def _text(value: Any, where: str) -> str:
     """Return a cell as text without white space around it; numbers of typed tables are text too."""
-    text = (
-        str(value).strip()
-        if isinstance(value, str | int | float) and not isinstance(value, bool)
-        else ""
-    )
+    is_text = isinstance(value, str | int | float) and not isinstance(value, bool)
+    text = str(value).strip() if is_text else ""
     if not has_visible_text(text):
         raise DataError(f"{where}: it has no text")
     return text
 
 
-@dataclass(frozen=True)
-class AnsweredQuestions:
-    """The answers of both models, as positions of choices; None for a question that was too long
-    for a model.
+class MultipleChoice(AddedEvaluation):
+    """The questions of ``evaluate.multiple_choice``, and the answers of both models.
+
+    Attributes:
+        asked: The questions.
+        answers: Of ``sft`` and ``policy``, as positions of choices; None for a question that was
+            too long for a model.
     """
 
-    asked: MultipleChoiceSet
-    sft: Sequence[int | None]
-    policy: Sequence[int | None]
+    def __init__(
+        self, settings: MultipleChoiceConfig, prompts: Sequence[Prompt], workspace: Path
+    ) -> None:
+        super().__init__(settings, prompts, workspace)
+        self.asked = MultipleChoiceSet.load(settings, workspace)
+        self.answers: dict[str, Sequence[int | None]] = {}
 
-    def add_to(self, metrics: dict[str, Any]) -> None:
-        """Put accuracies into ``metrics`` under ``sft``, ``policy`` and ``multiple_choice``; see
-        docs/metrics.md.
+    def measure(
+        self, side: str, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, size: int
+    ) -> None:
+        """Let a model answer the questions."""
+        self.answers[side] = answer_questions(model, tokenizer, self.asked, size)
+
+    def metrics(self, rivals: Mapping[str, Rival], groups: Sequence[str]) -> dict[str, Any]:
+        """Return accuracies under ``sft``, ``policy`` and ``multiple_choice``.
+
+        docs/metrics.md explains them.
         """
-        rows = zip(self.asked.questions, self.sft, self.policy, strict=True)
-        answered = [row for row in rows if None not in row]
-        questions = [question for question, _, _ in answered]
-        sft = np.array([by_sft == question.answer for question, by_sft, _ in answered])
-        policy = np.array([by_policy == question.answer for question, _, by_policy in answered])
-        subjects = np.array([question.subject for question in questions])
-        policy_alone, sft_alone = int((policy & ~sft).sum()), int((sft & ~policy).sum())
-        low, high = paired_difference_bounds(policy_alone, sft_alone, len(answered))
-        metrics["sft"]["multiple_choice"] = accuracy(sft, subjects)
-        metrics["policy"]["multiple_choice"] = accuracy(policy, subjects)
-        metrics["multiple_choice"] = {
-            "questions": len(answered),
-            "too_long": len(self.asked.questions) - len(answered),
-            "difference": float(policy.mean() - sft.mean()),
+        return multiple_choice_metrics(self.asked, self.answers["sft"], self.answers["policy"])
+
+    def rows(self) -> list[dict[str, Any]]:
+        """Return one row per question with the right letter and those of both models."""
+        return answer_rows(self.asked, self.answers["sft"], self.answers["policy"])
+
+
+def multiple_choice_metrics(
+    asked: MultipleChoiceSet, sft: Sequence[int | None], policy: Sequence[int | None]
+) -> dict[str, Any]:
+    """Return the accuracies of both models on the questions that both of them could answer."""
+    subjects, sft_right, policy_right = [], [], []
+    for question, by_sft, by_policy in zip(asked.questions, sft, policy, strict=True):
+        if by_sft is not None and by_policy is not None:
+            subjects.append(question.subject)
+            sft_right.append(by_sft == question.answer)
+            policy_right.append(by_policy == question.answer)
+    of_sft, of_policy = np.array(sft_right), np.array(policy_right)
+    of_subject = np.array(subjects)
+    policy_alone = int((of_policy & ~of_sft).sum())
+    sft_alone = int((of_sft & ~of_policy).sum())
+    low, high = paired_difference_bounds(policy_alone, sft_alone, len(subjects))
+    by_subject = {}
+    for subject in sorted(set(subjects)):
+        here = of_subject == subject
+        by_subject[subject] = {
+            "questions": int(here.sum()),
+            "sft": float(of_sft[here].mean()),
+            "policy": float(of_policy[here].mean()),
+        }
+    return {
+        "sft": {"multiple_choice": accuracy(of_sft, of_subject)},
+        "policy": {"multiple_choice": accuracy(of_policy, of_subject)},
+        "multiple_choice": {
+            "questions": len(subjects),
+            "too_long": len(asked.questions) - len(subjects),
+            "difference": float(of_policy.mean() - of_sft.mean()),
             "difference_low95": low,
             "difference_high95": high,
             "policy_alone_right": policy_alone,
             "sft_alone_right": sft_alone,
-            "subject": {
-                subject: {
-                    "questions": int((subjects == subject).sum()),
-                    "sft": float(sft[subjects == subject].mean()),
-                    "policy": float(policy[subjects == subject].mean()),
-                }
-                for subject in sorted(set(subjects.tolist()))
-            },
-        }
+            "subject": by_subject,
+        },
+    }
 
-    def rows(self) -> list[dict[str, Any]]:
-        """Return one row per question with the right letter and those of both models."""
-        choices: tuple[str | None, ...] = (*LETTERS, None)
-        return [
-            {
-                "subject": question.subject,
-                "id": question.id,
-                "question": question.text,
-                "answer": choices[question.answer],
-                "sft": choices[-1 if sft is None else sft],
-                "policy": choices[-1 if policy is None else policy],
-            }
-            for question, sft, policy in zip(
-                self.asked.questions, self.sft, self.policy, strict=True
-            )
-        ]
+
+def answer_rows(
+    asked: MultipleChoiceSet, sft: Sequence[int | None], policy: Sequence[int | None]
+) -> list[dict[str, Any]]:
+    """Return one row per question with the right letter and those of both models."""
+    rows = []
+    for question, by_sft, by_policy in zip(asked.questions, sft, policy, strict=True):
+        row: dict[str, Any] = {
+            "subject": question.subject,
+            "id": question.id,
+            "question": question.text,
+        }
+        for column, answer in (("answer", question.answer), ("sft", by_sft), ("policy", by_policy)):
+            row[column] = None if answer is None else LETTERS[answer]
+        rows.append(row)
+    return rows
 
 
 def accuracy(right: np.ndarray, subjects: np.ndarray) -> dict[str, float]:
-    """Return the share of right answers with its 95 % interval (Wilson 1927), and the unweighted
-    mean over subjects.
+    """Return the share of right answers with its 95 % interval (Wilson 1927).
+
+    Beside it stands the unweighted mean over subjects.
 
     Args:
         right: Whether each question was answered rightly, bool (n,).
@@ -267,30 +305,33 @@ def answer_questions(
     Raises:
         DataError: Every question is too long.
     """
-    dialogues = zip(questions.questions, questions.dialogues(), strict=True)
-    asked: list[list[Example]] = []
-    for question, dialogue in dialogues:
+    asked: list[list[Example]] = []  # by question, with each choice
+    needed: list[int] = []  # by question, the tokens of the longest of these
+    for question, dialogue in zip(questions.questions, questions.dialogues(), strict=True):
         prompt = encode_prompt(tokenizer, dialogue)
-        replies = (
-            encode_reply(tokenizer, text, finished=False)
-            for text in question.answers(questions.score)
-        )
-        asked.append([Example(prompt, reply) for reply in replies])
-    longest = fitting_length(max((row.length for rows in asked for row in rows), default=0), model)
-    fits = [max(row.length for row in rows) <= longest for rows in asked]
-    if asked and not any(fits):
+        choices = []
+        for text in question.answers(questions.score):
+            choices.append(Example(prompt, encode_reply(tokenizer, text, finished=False)))
+        asked.append(choices)
+        needed.append(max(choice.length for choice in choices))
+    longest = fitting_length(max(needed, default=0), model)
+    examples: list[Example] = []
+    for choices, length in zip(asked, needed, strict=True):
+        if length <= longest:
+            examples += choices
+    if asked and not examples:
         raise DataError(
             "every multiple-choice question is longer than the model has positions; lower few_shot"
         )
-    examples = [row for rows, fit in zip(asked, fits, strict=True) if fit for row in rows]
     log_likelihoods = iter(reply_log_likelihoods(model, examples, pad_id(tokenizer), batch_size))
     answers: list[int | None] = []
-    for question, fit in zip(questions.questions, fits, strict=True):
-        if not fit:
+    for question, length in zip(questions.questions, needed, strict=True):
+        if length > longest:
             answers.append(None)
             continue
-        texts = question.answers(questions.score)
-        lengths = [len(text) if questions.score == "text" else 1 for text in texts]
-        per_length = [next(log_likelihoods) / length for length in lengths]
-        answers.append(max(range(len(texts)), key=lambda choice: per_length[choice]))
+        per_length = []
+        for text in question.answers(questions.score):
+            characters = len(text) if questions.score == "text" else 1
+            per_length.append(next(log_likelihoods) / characters)
+        answers.append(per_length.index(max(per_length)))
     return answers

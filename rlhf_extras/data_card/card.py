@@ -1,5 +1,6 @@
-"""The data card: put together from what stages collect and validate know; as Markdown, as one page,
-and as a folder.
+"""The data card, put together from what stages collect and validate know: Markdown and a page.
+
+It is the data report ``card`` of ``rlhf.data_reports``.
 """
 
 from __future__ import annotations
@@ -8,9 +9,9 @@ import re
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, is_dataclass, replace
-from itertools import islice
+from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
@@ -18,24 +19,24 @@ from jinja2 import Environment, StrictUndefined
 from markupsafe import Markup, escape
 
 from rlhf_core.config.data import AUTOMATIC_ROWS, RULES, NearDuplicatesConfig, ValidateConfig
-from rlhf_core.data.dataset import KindStatistics, balance
+from rlhf_core.data.dataset import balance
 from rlhf_core.data.inspection.report_lines import counted
-from rlhf_core.data.row_counts import FINDINGS_SCHEMA, ReasonCounts, RowFinding, findings_table
-from rlhf_core.data.schema import CONTENT_FIELDS, write_table
+from rlhf_core.data.row_counts import ReasonCounts, RowFinding
+from rlhf_core.data.schema import CONTENT_FIELDS
 from rlhf_core.data.statistics import PERCENTILES, SEQUENCE, TokenCounts, percentiles
 from rlhf_core.data.text import excerpt, safe_text, shortened
-from rlhf_core.data.validation.set_rules import SetFindings
+from rlhf_core.data.validation.data_reports import CheckedData
 from rlhf_core.data.validation.suites import NOT_DERIVED, SOURCE_PASSED, Suites
 from rlhf_core.data.validation.tables import Validated
-from rlhf_core.evaluation.figures import bar_chart, format_number
-from rlhf_core.storage.files import atomic_dir
+from rlhf_core.evaluation.figures import COLOURS, SERIES, draw_svg, format_number
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
 
 
 @dataclass(frozen=True)
 class Histogram:
-    """How many lengths lie in (2^(i-1), 2^i] for every i from the first to the last that is
-    needed.
-    """
+    """How many lengths lie in (2^(i-1), 2^i], for every i from the first needed to the last."""
 
     title: str
     edges: tuple[int, ...]
@@ -43,14 +44,12 @@ class Histogram:
 
     @classmethod
     def of(cls, title: str, lengths: npt.NDArray[np.int64]) -> Histogram:
-        """Count ``lengths``, of which there must be one at least; an empty text counts as one
-        character.
-        """
+        """Count ``lengths``, at least one; an empty text counts as one character."""
         exponents = np.ceil(np.log2(np.maximum(lengths, 1))).astype(int)
-        first, counts = int(exponents.min()), np.bincount(exponents - exponents.min())
-        return cls(
-            title, tuple(2 ** (first + i) for i in range(len(counts))), tuple(counts.tolist())
-        )
+        first = int(exponents.min())
+        counts = np.bincount(exponents - first)
+        edges = tuple(2 ** (first + i) for i in range(len(counts)))
+        return cls(title, edges, tuple(counts.tolist()))
 
 
 @dataclass(frozen=True)
@@ -63,18 +62,17 @@ class CardTable:
     @property
     def numeric(self) -> list[bool]:
         """By column, whether it holds no text and is aligned to the right, with its heading."""
-        columns = range(len(self.header))
-        return [
-            bool(self.rows) and not any(isinstance(row[column], str) for row in self.rows)
-            for column in columns
-        ]
+        if not self.rows:
+            return [False] * len(self.header)
+        numeric = []
+        for column in zip(*self.rows, strict=True):
+            numeric.append(not any(isinstance(cell, str) for cell in column))
+        return numeric
 
 
 @dataclass(frozen=True)
 class CardSection:
-    """A heading with what follows it. ``quotes_rows`` says that texts of the data are quoted in
-    it.
-    """
+    """A heading with what follows it; ``quotes_rows`` if texts of the data are quoted in it."""
 
     title: str
     notes: Sequence[str] = ()
@@ -124,16 +122,18 @@ def _section(section: CardSection) -> Iterator[str]:
         yield "\n".join(f"- {_text(note)}" for note in section.notes)
     yield from (_table(table) for table in section.tables)
     if section.histograms:
-        rows = [
-            (histogram.title, f"{histogram.edges[0]} to {histogram.edges[-1]}", _bars(histogram))
-            for histogram in section.histograms
-        ]
+        rows = []
+        for histogram in section.histograms:
+            bins = f"{histogram.edges[0]} to {histogram.edges[-1]}"
+            rows.append((histogram.title, bins, _bars(histogram)))
         yield _table(CardTable(("histogram", "bins, in powers of two", ""), rows))
 
 
 def _table(table: CardTable) -> str:
-    rule = "".join("---:|" if numeric else "---|" for numeric in table.numeric)
-    lines = [_line([_text(cell) for cell in table.header]), f"|{rule}"]
+    rule = "|"
+    for numeric in table.numeric:
+        rule += "---:|" if numeric else "---|"
+    lines = [_line([_text(cell) for cell in table.header]), rule]
     for row in table.rows:
         lines.append(_line([_text(_shown(cell)) for cell in row]))
     return "\n".join(lines)
@@ -184,18 +184,15 @@ def page(card: DataCard, title: str) -> str:
 
 
 def is_long(cell: str | float | int | None) -> bool:
-    """Whether a cell holds a text that may fill lines, or a path or word that must break to fit a
-    narrow screen.
-    """
-    return isinstance(cell, str) and (
-        len(cell) > SHORT_TEXT or max(map(len, cell.split()), default=0) > LONGEST_WORD
-    )
+    """Return whether a cell needs room: a text that may fill lines, or a long path or word."""
+    if not isinstance(cell, str):
+        return False
+    longest_word = max(map(len, cell.split()), default=0)
+    return len(cell) > SHORT_TEXT or longest_word > LONGEST_WORD
 
 
 def breakable(text: str) -> Markup:
-    """Return a text, escaped, with places to break a line at after the folders of a path and the
-    parts of a name.
-    """
+    """Return a text, escaped, that may break after folders of a path and parts of a name."""
     parts = re.split(r"(?<=[/_])", shortened(text, LONGEST_CELL))
     return Markup("<wbr>").join(map(escape, parts))
 
@@ -204,20 +201,50 @@ def _bar_chart(histogram: Histogram) -> Markup:
     return bar_chart([str(edge) for edge in histogram.edges], histogram.counts, histogram.title)
 
 
-TITLE = "Data card"
-FINDINGS_FILE = "findings.parquet"
+MOST_LABELS, BAR_FONT_SIZE = 6, 17  # at most so many labels fit below the axis
 
 
-def write_card(folder: Path, card: DataCard, findings: Sequence[RowFinding]) -> None:
-    """Write ``card.html``, ``card.md``, ``release.md`` (without texts of the data) and
-    ``findings.parquet``.
+def bar_chart(labels: Sequence[str], values: Sequence[float], title: str) -> Markup:
+    """Draw a bar per value over its label, and the largest value above its bar.
+
+    All values are read aloud.
     """
-    card = safe_card(card)
-    with atomic_dir(folder) as target:
-        (target / "card.html").write_text(page(card, TITLE), encoding="utf-8")
-        (target / "card.md").write_text(markdown(card, TITLE, quotes=True), encoding="utf-8")
-        (target / "release.md").write_text(markdown(card, TITLE, quotes=False), encoding="utf-8")
-        write_table(target / FINDINGS_FILE, findings_table(findings, FINDINGS_SCHEMA))
+
+    def draw(axes: Axes) -> None:
+        axes.bar(range(len(values)), values, width=0.92, color=SERIES[0])
+        every = -(-len(labels) // MOST_LABELS)
+        shown = [label.replace("$", r"\$") for label in labels[::every]]
+        axes.set_xticks(range(0, len(labels), every), shown)
+        axes.tick_params(labelsize=BAR_FONT_SIZE)
+        axes.set_yticks([])
+        axes.axhline(0, color=COLOURS["line"], linewidth=1)
+        axes.margins(x=0.01, y=0.14)
+        largest = max(range(len(values)), key=values.__getitem__)
+        axes.annotate(
+            format_number(values[largest]),
+            (largest, values[largest]),
+            (0, 4),
+            textcoords="offset points",
+            ha="center",
+            color=COLOURS["soft"],
+            fontsize=BAR_FONT_SIZE,
+        )
+
+    listed = []
+    for label, value in zip(labels, values, strict=True):
+        listed.append(f"{label}: {format_number(value)}")
+    return draw_svg(draw, f"{title}; {', '.join(listed)}")
+
+
+TITLE = "Data card"
+
+
+def write_card(folder: Path, data: CheckedData, config: ValidateConfig) -> None:
+    """Write ``card.html``, ``card.md`` and ``release.md``, which quotes no texts of the data."""
+    card = safe_card(build_card(data, config))
+    (folder / "card.html").write_text(page(card, TITLE), encoding="utf-8")
+    (folder / "card.md").write_text(markdown(card, TITLE, quotes=True), encoding="utf-8")
+    (folder / "release.md").write_text(markdown(card, TITLE, quotes=False), encoding="utf-8")
 
 
 Lengths = Mapping[str, Mapping[str, npt.ArrayLike]]
@@ -228,9 +255,7 @@ def length_section(
     tokens: Mapping[str, TokenCounts] | None = None,
     tokenizer: str | None = None,
 ) -> CardSection:
-    """Return the section on the lengths of every text column of every kind, in characters and, if
-    counted, tokens.
-    """
+    """Return the section on the lengths of every text column, in characters and tokens."""
     notes = [
         "Clean rows. The turns of a prompt count together; each bar holds the lengths up to the number below it."
     ]
@@ -244,27 +269,21 @@ def length_section(
         units["tokens"] = {kind: of_kind.lengths for kind, of_kind in tokens.items()}
         notes += _token_notes(tokens, tokenizer)
     tables, histograms = [], []
+    shares = [f"{share} %" for share in PERCENTILES]
+    shares[-1] = "longest"
     for unit, lengths in units.items():
-        columns = {
-            f"{kind}: {name}": values
-            for kind, of_kind in lengths.items()
-            for name, values in of_kind.items()
-        }
-        header = (unit, *(f"{share} %" if share < 100 else "longest" for share in PERCENTILES))
-        tables.append(
-            CardTable(header, [(title, *percentiles(values)) for title, values in columns.items()])
-        )
-        histograms += [
-            Histogram.of(f"{title} ({unit})", np.asarray(values))
-            for title, values in columns.items()
-        ]
+        rows = []
+        for kind, of_kind in lengths.items():
+            for name, values in of_kind.items():
+                title = f"{kind}: {name}"
+                rows.append((title, *percentiles(values)))
+                histograms.append(Histogram.of(f"{title} ({unit})", np.asarray(values)))
+        tables.append(CardTable((unit, *shares), rows))
     return CardSection("Lengths", notes, tables, histograms)
 
 
 def _token_notes(tokens: Mapping[str, TokenCounts], tokenizer: str | None) -> Iterator[str]:
-    """Yield how tokens were counted, of how many rows, and which rows the tokenizer cannot
-    write.
-    """
+    """Yield how tokens were counted, of how many rows, and what the tokenizer cannot write."""
     yield (
         f"Tokens are those of the tokenizer {tokenizer}, as training writes the rows: a prompt in the chat "
         f"template, a reply with the token that ends it. {SEQUENCE} is a prompt with its longest reply."
@@ -273,14 +292,16 @@ def _token_notes(tokens: Mapping[str, TokenCounts], tokenizer: str | None) -> It
         if tally.looked_at < tally.rows:
             yield f"{kind}: tokens of {tally.looked_at} of {tally.rows} rows were counted, spread evenly."
         for count in ReasonCounts.of(tally.unwritable).commonest():
-            where = "" if count.first.source is None else f" (first: {count.first.where})"
+            where = ""
+            if count.first.source is not None:
+                where = f" (first: {count.first.where})"
             rows_have = "rows have" if count.rows > 1 else "row has"
             yield f"{kind}: {count.rows} {rows_have} no tokens, since {count.reason}{where}."
 
 
 EXAMPLES_OF_A_RULE = 3
-# A finding, how its row begins, what it resembles, and how that begins (empty if that is not a row
-# of the data).
+# A finding, how its row begins, what it resembles, and how that begins, which is empty if that is no
+# row of the data.
 Example = tuple[RowFinding, str, str, str]
 
 
@@ -292,36 +313,48 @@ def examples_of(findings: Sequence[RowFinding], validated: Validated) -> list[Ex
         if listed[finding.rule] < EXAMPLES_OF_A_RULE:
             chosen.append(finding)
         listed[finding.rule] += 1
-    rows = _texts_of(
-        {row_id for finding in chosen for row_id in (finding.id, finding.other)}, validated
-    )
-    return [
-        (found, rows.get(found.id, ("", ""))[1], *rows.get(found.other, (found.other, "")))
-        for found in chosen
-    ]
+    ids: set[str] = set()
+    for finding in chosen:
+        ids |= {finding.id, finding.other}
+    rows = _texts_of(ids, validated)
+    examples = []
+    for finding in chosen:
+        _, text = rows.get(finding.id, ("", ""))
+        other, other_text = rows.get(finding.other, (finding.other, ""))
+        examples.append((finding, text, other, other_text))
+    return examples
 
 
 def _texts_of(ids: Collection[str], validated: Validated) -> dict[str, tuple[str, str]]:
-    """Return the place and the beginning of every row with one of these ids; of copies the
-    first.
+    """Return the place and the beginning of every row with one of these ids.
+
+    Of copies the first counts.
     """
     rows: dict[str, tuple[str, str]] = {}
-    for kind, checked in validated.kinds.items() if ids else ():
+    if not ids:
+        return rows
+    for kind, checked in validated.kinds.items():
         if not checked.raw.num_rows:
             continue
         chosen = checked.raw.where(checked.frame["id"].isin(ids).to_numpy(bool))
+        if not chosen.num_rows:
+            continue
         numbers = iter(chosen.numbers.tolist())
-        for part in chosen.parts(["id", *CONTENT_FIELDS[kind]]) if chosen.num_rows else ():
+        for part in chosen.parts(["id", *CONTENT_FIELDS[kind]]):
             for row in part.to_pylist():
-                texts = [
-                    turn["content"] for turn in row.get("prompt") or () if turn["role"] != "system"
-                ]
-                texts += [row[name] for name in CONTENT_FIELDS[kind] if name != "prompt"]
-                origin = RowFinding(
-                    "", kind, "", **chosen.origin(next(numbers)), id=row["id"]
-                ).where
-                rows.setdefault(row["id"], (origin, excerpt("\n".join(texts))))
+                origin = RowFinding("", kind, "", **chosen.origin(next(numbers)), id=row["id"])
+                beginning = excerpt(_content(row, CONTENT_FIELDS[kind]))
+                rows.setdefault(row["id"], (origin.where, beginning))
     return rows
+
+
+def _content(row: Mapping[str, Any], fields: Sequence[str]) -> str:
+    texts = []
+    for turn in row.get("prompt") or ():
+        if turn["role"] != "system":
+            texts.append(turn["content"])
+    texts += [row[name] for name in fields if name != "prompt"]
+    return "\n".join(texts)
 
 
 EXAMPLES = 10
@@ -341,8 +374,7 @@ def refused_section(quarantined: Iterable[RowFinding]) -> CardSection:
 def spread_over_reasons(
     quarantined: Iterable[RowFinding], count: int
 ) -> tuple[list[RowFinding], int]:
-    """Choose the first row of each kind and reason, then the second of each, and so on, until there
-    are ``count``.
+    """Choose ``count`` rows: the first of each kind and reason, then the second, and so on.
 
     A row of a file is chosen once, not again as a row of a kind that is derived from it.
 
@@ -360,10 +392,10 @@ def spread_over_reasons(
         if len(group) < count:
             group.append(replace(row, row=excerpt(row.row)))
             origins.add(row.where)
-    chosen = (
-        group[rank] for rank in range(count) for group in groups.values() if rank < len(group)
-    )
-    return list(islice(chosen, count)), total
+    chosen: list[RowFinding] = []
+    for rank in range(count):
+        chosen += [group[rank] for group in groups.values() if rank < len(group)]
+    return chosen[:count], total
 
 
 CATEGORIES = 12
@@ -373,61 +405,40 @@ ROW_METRICS = (
     *("raw", "quarantined", "left_out", "cut", "clean", "groups", "train", "validation", "test"),
     *("referee_train", "referee_validation", "judge_train", "judge_validation"),
 )
+LEAKS = ("test", "test_prefix_leaks", "test_first_turn_leaks")
 NOT_STATED = "not stated"
 
 
-@dataclass(frozen=True)
-class CardSources:
-    """What the card is made of: the manifest of the raw data, the result of validation, and
-    ``metrics/data.json``.
-
-    ``statistics`` are those of the clean rows by kind, ``failed`` the metrics of the data gate's
-    conditions that failed; ``tokens`` is None without a tokenizer.
-    """
-
-    manifest: Mapping[str, Any]
-    validated: Validated
-    set_findings: SetFindings
-    metrics: Mapping[str, Any]
-    statistics: Mapping[str, KindStatistics]
-    failed: Sequence[str]
-    tokens: Mapping[str, TokenCounts] | None = None
-
-
-def build_card(sources: CardSources, config: ValidateConfig) -> DataCard:
+def build_card(sources: CheckedData, config: ValidateConfig) -> DataCard:
     """Return the card; its text depends on the data and the parameters alone."""
+    verdict = "The data passed its gate"
+    if sources.failed:
+        verdict = f"The data gate failed: {', '.join(sources.failed)}"
     examples = examples_of(sources.set_findings.breaches, sources.validated)
-    quoted = [
-        (found.where, text, other, other_text)
-        for found, text, other, other_text in examples
-        if other_text
-    ]
-    similar = CardTable(("row", "begins", "similar to", "begins"), quoted)
-    quotes = CardSection(
-        "Similar rows", ["The beginnings of the examples above."], [similar], quotes_rows=True
-    )
-    kinds = [
-        kind for kind in sources.validated.kinds if isinstance(sources.metrics.get(kind), Mapping)
-    ]
-    verdict = (
-        f"The data gate failed: {', '.join(sources.failed)}"
-        if sources.failed
-        else "The data passed its gate"
-    )
+    kinds = []
+    for kind in sources.validated.kinds:
+        if isinstance(sources.metrics.get(kind), Mapping):
+            kinds.append(kind)
+    lengths = {kind: of_kind.all_lengths() for kind, of_kind in sources.statistics.items()}
+    suites = sources.validated.checkpoints.suites
     sections = [
         source_section(sources.manifest),
         _rows(sources.metrics, kinds),
-        length_section(
-            {kind: of_kind.all_lengths() for kind, of_kind in sources.statistics.items()},
-            sources.tokens,
-            config.tokenizer,
-        ),
+        length_section(lengths, sources.tokens, config.tokenizer),
         _balance(sources),
-        rules_section(sources.metrics, kinds, sources.validated.checkpoints.suites),
+        rules_section(sources.metrics, kinds, suites),
         _leakage(sources, examples, config.near_duplicates),
-        *([quotes] if quoted else ()),
-        refused_section(row for rows in sources.validated.quarantine() for row in rows),
     ]
+    quoted = []
+    for found, text, other, other_text in examples:
+        if other_text:
+            quoted.append((found.where, text, other, other_text))
+    if quoted:
+        similar = CardTable(("row", "begins", "similar to", "begins"), quoted)
+        note = "The beginnings of the examples above."
+        sections.append(CardSection("Similar rows", [note], [similar], quotes_rows=True))
+    refused = chain.from_iterable(sources.validated.quarantine())
+    sections.append(refused_section(refused))
     return DataCard(not sources.failed, verdict, sections)
 
 
@@ -437,25 +448,13 @@ def source_section(manifest: Mapping[str, Any]) -> CardSection:
     dropped: Counter[tuple[str, str]] = Counter()
     for kind, about in manifest.get("kinds", {}).items():
         for file in about.get("files", []):
-            dropped.update(
-                {(kind, reason): count for reason, count in file.get("dropped", {}).items()}
-            )
-            numbers = [
-                *(file.get(name) for name in FILE_COUNTS),
-                sum(file.get("dropped", {}).values()),
-            ]
+            of_file = file.get("dropped", {})
+            for reason, count in of_file.items():
+                dropped[kind, reason] += count
             licence = file.get("licence") or NOT_STATED
-            rows.append(
-                (
-                    kind,
-                    file["source"],
-                    file["format"],
-                    licence,
-                    *numbers,
-                    file.get("cut"),
-                    file.get("share"),
-                )
-            )
+            about_file = (kind, file["source"], file["format"], licence)
+            counts = (*map(file.get, FILE_COUNTS), sum(of_file.values()))
+            rows.append((*about_file, *counts, file.get("cut"), file.get("share")))
         if about.get("derived_from"):
             source = f"derived from {about['derived_from']}"
             derived = about.get("derived_rows", about.get("rows"))
@@ -483,39 +482,37 @@ def _rows(metrics: Mapping[str, Any], kinds: Sequence[str]) -> CardSection:
     return CardSection("Rows", [note], [CardTable(("", *kinds), rows)])
 
 
-def _balance(sources: CardSources) -> CardSection:
+def _balance(sources: CheckedData) -> CardSection:
     pairs, notes, tables = sources.metrics.get("preferences", {}), [], []
     if "longer_preferred_share" in pairs:
-        share, low, high = (
-            pairs[f"longer_preferred_{name}"] for name in ("share", "low95", "high95")
-        )
+        share, low, high = (pairs[f"longer_preferred_{of}"] for of in ("share", "low95", "high95"))
         notes.append(
             f"The longer reply is preferred in {share:.1%} of the pairs whose replies differ in length "
             f"(95 %: {low:.1%} to {high:.1%})."
         )
     if pairs.get("repeated_pairs"):
         repeated, contradicted = int(pairs["repeated_pairs"]), int(pairs["contradicted_pairs"])
+        have = "has" if repeated == 1 else "have"
+        are = "is" if contradicted == 1 else "are"
         notes.append(
-            f"{counted(repeated, 'pair')} {'has' if repeated == 1 else 'have'} more than one label; "
-            f"{pairs['label_agreement']:.1%} of these labels say what most do, and {counted(contradicted, 'pair')} "
-            f"{'is' if contradicted == 1 else 'are'} labelled both ways."
+            f"{counted(repeated, 'pair')} {have} more than one label; {pairs['label_agreement']:.1%} of these "
+            f"labels say what most do, and {counted(contradicted, 'pair')} {are} labelled both ways."
         )
     elif "repeated_pairs" in pairs:
         notes.append("No pair has more than one label, so the agreement of annotators is unknown.")
     # Kinds that are derived have the categories and languages of what they come from.
-    kinds = sources.manifest.get("kinds", {}).items()
-    derived = {
-        kind for kind, about in kinds if about.get("derived_from") and "derived_rows" not in about
-    }
+    derived = set()
+    for kind, about in sources.manifest.get("kinds", {}).items():
+        if about.get("derived_from") and "derived_rows" not in about:
+            derived.add(kind)
     for kind, of_kind in sources.statistics.items():
         counts = of_kind.categories
         if len(counts) > 1 and kind not in derived:
             evenness = balance(counts) or 0.0
-            commonest = sorted(counts.items(), key=lambda item: (-item[1], item[0]))[:CATEGORIES]
-            rows = [
-                (shortened(name, LONGEST_CATEGORY), count, count / of_kind.rows)
-                for name, count in commonest
-            ]
+            commonest = sorted(counts.items(), key=lambda item: (-item[1], item[0]))
+            rows = []
+            for name, count in commonest[:CATEGORIES]:
+                rows.append((shortened(name, LONGEST_CATEGORY), count, count / of_kind.rows))
             tables.append(CardTable((f"category of {kind}", "rows", "share"), rows))
             notes.append(
                 f"{kind}: {len(counts)} categories, evenness {evenness:.2f} (1: all equally frequent)."
@@ -531,39 +528,34 @@ def _balance(sources: CardSources) -> CardSection:
 
 def rules_section(metrics: Mapping[str, Any], kinds: Sequence[str], suites: Suites) -> CardSection:
     """Return how many rows of each kind break each rule, those of the project's suites first."""
+    others = set()
+    for kind in kinds:
+        for name in metrics[kind]:
+            if name.startswith(("failed_", "warned_")):
+                others.add(name.partition("_")[2])
     rows = []
-    counted_rules = (
-        name for kind in kinds for name in metrics[kind] if name.startswith(("failed_", "warned_"))
-    )
-    others = sorted({name.partition("_")[2] for name in counted_rules} - {*RULES})
-    for rule in (*RULES, *others):
+    for rule in (*RULES, *sorted(others - {*RULES})):
         counts = [_count(metrics[kind], f"failed_{rule}", f"warned_{rule}") for kind in kinds]
         if any(count is not None for count in counts):
-            severities = dict.fromkeys(
-                filter(None, (suites.severity(kind, rule) for kind in kinds))
-            )
+            of_kinds = [suites.severity(kind, rule) for kind in kinds]
+            severities = dict.fromkeys(filter(None, of_kinds))
             rows.append((rule, ", ".join(severities), *counts))
     notes = [
         "Rows that break each rule. Refused rows are in the quarantine, rows that were warned about are not. "
         f"A derived row breaks {SOURCE_PASSED} if every row that it comes from was refused."
     ]
-    return CardSection(
-        "Rules", notes, [CardTable(("rule", "severity", *kinds), rows)] if rows else []
-    )
+    tables = [CardTable(("rule", "severity", *kinds), rows)] if rows else []
+    return CardSection("Rules", notes, tables)
 
 
 def _leakage(
-    sources: CardSources, examples: Sequence[Example], config: NearDuplicatesConfig
+    sources: CheckedData, examples: Sequence[Example], config: NearDuplicatesConfig
 ) -> CardSection:
     found, notes = sources.set_findings, []
     rows = []
     for kind, numbers in sources.metrics.items():
         if isinstance(numbers, Mapping) and "test_prefix_leaks" in numbers:
-            counts = (
-                _count(numbers, name)
-                for name in ("test", "test_prefix_leaks", "test_first_turn_leaks")
-            )
-            rows.append((kind, *counts))
+            rows.append((kind, *(_count(numbers, name) for name in LEAKS)))
     header = (
         "kind",
         "test rows",
@@ -572,39 +564,32 @@ def _leakage(
     )
     tables = [CardTable(header, rows)]
     if not any("near_duplicates_compared" in numbers for numbers in found.counts.values()):
-        automatic = f", which is {config.search}: only sets of at most {AUTOMATIC_ROWS} rows of a kind are searched"
-        notes.append(
-            "Near duplicates were not searched for (validate.near_duplicates.search"
-            f"{automatic if config.search == 'auto' else ''})."
-        )
+        why = "validate.near_duplicates.search"
+        if config.search == "auto":
+            why += f", which is auto: only sets of at most {AUTOMATIC_ROWS} rows of a kind are searched"
+        notes.append(f"Near duplicates were not searched for ({why}).")
     if found.evaluation:
-        files = [
-            (
-                file.source,
-                file.prompts,
-                file.refused,
-                len(file.met),
-                len(file.met) / max(file.prompts, 1),
-            )
-            for file in found.evaluation
-        ]
-        tables.append(
-            CardTable(
-                ("evaluation file", "prompts", "unreadable", "met in training", "share"), files
-            )
-        )
+        files = []
+        for file in found.evaluation:
+            met = len(file.met)
+            share = met / max(file.prompts, 1)
+            files.append((file.source, file.prompts, file.refused, met, share))
+        columns = ("evaluation file", "prompts", "unreadable", "met in training", "share")
+        tables.append(CardTable(columns, files))
     else:
         notes.append("No evaluation files were given (validate.evaluation_files).")
     if examples:
         notes.append("Examples are below; data/card/findings.parquet has all findings.")
-        listed = [
-            (leaked.rule, leaked.kind, leaked.where, leaked.reason, other, leaked.similarity)
-            for leaked, _, other, _ in examples
-        ]
-        tables.append(CardTable(("rule", "kind", "row", "finding", "other", "similarity"), listed))
+        listed = []
+        for leaked, _, other, _ in examples:
+            place = (leaked.rule, leaked.kind, leaked.where)
+            listed.append((*place, leaked.reason, other, leaked.similarity))
+        columns = ("rule", "kind", "row", "finding", "other", "similarity")
+        tables.append(CardTable(columns, listed))
     return CardSection("Leakage and near duplicates", notes, tables)
 
 
 def _count(numbers: Mapping[str, Any], *names: str) -> int | None:
     """Return the first of these counts that there is, as a whole number."""
-    return next((int(numbers[name]) for name in names if name in numbers), None)
+    known = [numbers[name] for name in names if name in numbers]
+    return int(known[0]) if known else None

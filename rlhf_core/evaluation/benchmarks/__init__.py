@@ -1,1 +1,0 @@
-"""Published benchmarks: lm-eval tasks, multiple choice, best of n for reward models."""

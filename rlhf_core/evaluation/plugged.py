@@ -1,0 +1,121 @@
+"""The doors of evaluations and judges: what packages add to stage evaluate, where settings name it.
+
+An entry point of ``rlhf.evaluations`` is a subclass of :class:`AddedEvaluation`, one of
+``rlhf.judges`` makes a :class:`~rlhf_core.evaluation.judges.model.Judge` of its settings and the
+workspace. Third-party opponents and multiple choice are such evaluations; they come with the
+extras.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from rlhf_core.config.evaluation import EvaluateConfig
+from rlhf_core.data.schema import Prompt
+from rlhf_core.errors import RlhfError, first_line
+from rlhf_core.evaluation.comparisons.rivals import Rival
+from rlhf_core.evaluation.judges.model import Judge
+from rlhf_core.evaluation.replies import Reply
+from rlhf_core.plugins import EVALUATIONS, JUDGES, PluginError, load_plugin
+
+
+class AddedEvaluation:
+    """What a plugin subclasses; stage evaluate calls the methods in this order.
+
+    Args:
+        settings: Those of params.yaml. A mistake in them, or in a file that they name, is raised
+            here, before hours of sampling.
+        prompts: The prompts whose replies are judged.
+        workspace: The folder that relative paths start at.
+    """
+
+    def __init__(self, settings: Any, prompts: Sequence[Prompt], workspace: Path) -> None:
+        self.settings, self.prompts, self.workspace = settings, prompts, workspace
+
+    def measure(
+        self, side: str, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, size: int
+    ) -> None:
+        """Measure a model while it is in memory: ``sft``, then ``policy``. All ranks call it.
+
+        Args:
+            side: Which of the two models this is.
+            model: The model.
+            tokenizer: Its tokenizer.
+            size: ``evaluate.batch_size``.
+        """
+
+    def replies(self) -> Mapping[str, Sequence[Reply | None]]:
+        """Return further replies by name: one to each prompt, or None.
+
+        Every judge compares them with those of both models.
+        """
+        return {}
+
+    def metrics(self, rivals: Mapping[str, Rival], groups: Sequence[str]) -> Mapping[str, Any]:
+        """Return what is added to ``metrics/evaluation.json``.
+
+        Args:
+            rivals: What :meth:`replies` gave, by the same names, as the judges compared it.
+            groups: The group of each prompt, such as ``helpful``; "" for none.
+        """
+        return {}
+
+    def rows(self) -> list[dict[str, Any]]:
+        """Return the rows of ``.rlhf/NAME.jsonl``; no file is written where there are none."""
+        return []
+
+
+def added_evaluations(
+    config: EvaluateConfig, prompts: Sequence[Prompt], workspace: Path
+) -> dict[str, AddedEvaluation]:
+    """Return the evaluations that the settings name, each with its files read."""
+    return {
+        name: _made(EVALUATIONS, name, settings, prompts, workspace)
+        for name, settings in config.named_evaluations.items()
+    }
+
+
+def plugged_judges(config: EvaluateConfig, workspace: Path) -> list[Judge]:
+    """Return the judges of packages that the settings name.
+
+    Raises:
+        PluginError: One is not installed, cannot be made, or goes by another name.
+    """
+    judges = []
+    for name, settings in config.judges.items():
+        judge: Judge = _made(JUDGES, name, settings, workspace)
+        if judge.name != name:
+            raise PluginError(f"the judge {name} of {JUDGES} calls itself {judge.name!r}")
+        judges.append(judge)
+    return judges
+
+
+def _made(group: str, name: str, *arguments: Any) -> Any:
+    plugin = load_plugin(group, name)
+    try:
+        return plugin(*arguments)
+    except RlhfError:
+        raise
+    except Exception as error:  # whatever the code of others raises
+        raise PluginError(f"{name} of {group} cannot begin: {first_line(error)}") from error
+
+
+def added_into(metrics: dict[str, Any], more: Mapping[str, Any]) -> None:
+    """Add ``more`` to ``metrics``, at every depth of both.
+
+    Raises:
+        PluginError: A metric of this name is there: a number that gates read is never replaced.
+    """
+    for name, value in more.items():
+        if isinstance(value, Mapping) and isinstance(metrics.get(name, {}), dict):
+            added_into(metrics.setdefault(name, {}), value)
+        elif name in metrics:
+            raise PluginError(
+                f"an evaluation of {EVALUATIONS} gives {name}, which is a metric already"
+            )
+        else:
+            metrics[name] = value

@@ -1,0 +1,1 @@
+"""Evaluations beside the judges': opponents of third parties, and multiple-choice questions."""

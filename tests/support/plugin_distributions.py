@@ -1,0 +1,32 @@
+"""Distributions with entry points, made for one test and known to this process alone."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from rlhf_core.plugins import plugins_of
+
+Install = Callable[..., None]
+
+
+def installer(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Install:
+    """Return what makes a distribution with entry points of a group, and a module of its own."""
+
+    def make(distribution: str, group: str, entries: dict[str, str], **modules: str) -> None:
+        place = folder / distribution
+        metadata = place / f"{distribution}-1.dist-info"
+        metadata.mkdir(parents=True)
+        (metadata / "METADATA").write_text(f"Name: {distribution}\nVersion: 1\n")
+        lines = [f"{name} = {target}" for name, target in entries.items()]
+        (metadata / "entry_points.txt").write_text("\n".join([f"[{group}]", *lines]))
+        for name, text in modules.items():
+            (place / f"{name}.py").write_text(text)
+        monkeypatch.syspath_prepend(str(place))
+        importlib.invalidate_caches()
+        plugins_of.cache_clear()
+
+    return make
