@@ -26,7 +26,7 @@ from scipy import stats
 
 from rlhf_core.config.data import CollectConfig, SplitConfig
 from rlhf_core.config.gates import Condition
-from rlhf_core.config.loading import Params
+from rlhf_core.config.params import Params
 from rlhf_core.data.clusters import wilson_bounds
 from rlhf_core.data.collection.sources import (
     SourceFile,

@@ -32,7 +32,7 @@ from rlhf_core.api.inputs import (
     with_safe_rates,
 )
 from rlhf_core.api.reward_model import TrainedRewardModel
-from rlhf_core.config.loading import rules_for
+from rlhf_core.config.health import rules_for
 from rlhf_core.config.ppo import PpoConfig, PtxConfig, RolloutConfig
 from rlhf_core.data.encoding import decode_reply, pad_id
 from rlhf_core.data.schema import Demonstration, PretrainText, Prompt
@@ -413,7 +413,10 @@ def assemble(inputs: PpoInputs, context: RunContext, sampler: Sampler) -> Traine
         moments=moments,
         context=context,
         selector=selector,
-        health=HealthGuard(HealthMonitor(health_limits, rules_for(config)), config.health),
+        health=HealthGuard(
+            HealthMonitor(health_limits, rules_for(config.health, config.kl.coefficient)),
+            config.health,
+        ),
         referee=referee,
         frozen=frozen,
         sampler=sampler,

@@ -50,9 +50,9 @@ MULTIPLE_CHOICE_ANSWERS = Path(".rlhf") / "multiple_choice.jsonl"
 def run(
     config: EvaluateStageConfig, inputs: Paths, outputs: Paths, context: RunContext
 ) -> dict[str, Any]:
-    """Generate, judge, compare; write metrics, all rows, and the cases where reward and judge
-    disagree.
+    """Compare the policy with SFT, and write metrics, all rows, and the bad cases.
 
+    Bad cases are those where reward and judge disagree.
     The gold judge scores only prompts of the synthetic world. Evaluation sampling makes the replies
     that are judged, the training distribution those that KL and perplexity are measured on. Ranks
     share all passes of models.
@@ -61,11 +61,9 @@ def run(
     # A mistake in a file that the settings name stops the stage at once.
     sets = FixedSets.read(config, inputs.clean, context.folder)
     sources = config.ppo.reward.sources
-    checker = (
-        None
-        if "judge" in inputs
-        else Checker.of_test_prompts(sources, inputs.clean, context.folder)
-    )
+    checker = None
+    if "judge" not in inputs:
+        checker = Checker.of_test_prompts(sources, inputs.clean, context.folder)
     questions = MultipleChoiceSet.load(config.multiple_choice, context.folder)
     texts = read_held_out(inputs.clean, config.perplexity.rows)
     files = [read_opponent(opponent, sets.judged, context.folder) for opponent in config.opponents]
@@ -83,14 +81,12 @@ def run(
     with frozen.borrowed(load_policy(inputs.sft, device=frozen.loading)[0]) as reference:
         for model in (sft, policy):
             assert model.on_policy is not None
-            model.drift, model.on_policy = (
-                measure_drift(model.on_policy, reference, evaluation.clusters),
-                None,
-            )
+            model.drift = measure_drift(model.on_policy, reference, evaluation.clusters)
+            model.on_policy = None
     del reference
-    names = [name for name in ("reward", "referee", "judge") if name in inputs] + (
-        ["gold"] if sets.world else []
-    )
+    names = [name for name in ("reward", "referee", "judge") if name in inputs]
+    if sets.world:
+        names.append("gold")
     for name in names:
         with borrowed_judge(name, inputs, config.batch_size, frozen) as judge:
             evaluation.score(judge)
@@ -131,11 +127,8 @@ def run(
     for rival in rivals:
         for row, further in zip(rows[:: config.replies_per_prompt], rival.columns(), strict=True):
             row.update(further)
-    samples = [
-        outputs.comparisons,
-        outputs.bad_cases,
-        *save_counted_replies(evaluation, context.folder / ".rlhf"),
-    ]
+    samples = [outputs.comparisons, outputs.bad_cases]
+    samples += save_counted_replies(evaluation, context.folder / ".rlhf")
     if config.verifiable is not None:
         checked = sft.verifiable, policy.verifiable
         metrics["verifiable"] = sets.verifiable.metrics(*checked, config.bootstrap, config.seed)
@@ -150,12 +143,10 @@ def run(
     # The last judge is the best one there is: gold in the synthetic world, else the one that
     # selected nothing.
     bad_cases = evaluation.bad_cases(names[-1])
-    atomic_write_text(
-        outputs.bad_cases, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in bad_cases)
-    )
-    finite: dict[str, Any] = nonfinite_as_none(
-        metrics
-    )  # one such number is not worth the others, which took hours
+    lines = [json.dumps(row, ensure_ascii=False) + "\n" for row in bad_cases]
+    atomic_write_text(outputs.bad_cases, "".join(lines))
+    # A number that is not finite must not cost the others, which took hours.
+    finite: dict[str, Any] = nonfinite_as_none(metrics)
     atomic_write_json(outputs.metrics, finite)
     for path in samples:
         context.tracker.log_artifact(path, "samples")
@@ -186,14 +177,15 @@ STAGE = Stage(
 
 
 def save_counted_replies(evaluation: Evaluation, folder: Path) -> list[Path]:
-    """Write the replies that drift, regression and safety are counted of, a file each, and return
-    the files.
-    """
-    kept = {"drift": evaluation.drift_rows()}
-    kept |= {name: evaluation.checked_rows(name) for name in ("regression", "safety")}
-    for name, rows in kept.items():
-        atomic_write_lines(folder / f"{name}.jsonl", [nonfinite_as_none(row) for row in rows])
-    return [folder / f"{name}.jsonl" for name in kept]
+    """Write the replies behind drift, regression and safety, a file each; return the files."""
+    kept = {
+        folder / "drift.jsonl": evaluation.drift_rows(),
+        folder / "regression.jsonl": evaluation.checked_rows("regression"),
+        folder / "safety.jsonl": evaluation.checked_rows("safety"),
+    }
+    for path, rows in kept.items():
+        atomic_write_lines(path, [nonfinite_as_none(row) for row in rows])
+    return list(kept)
 
 
 def evaluated_model(
@@ -207,8 +199,9 @@ def evaluated_model(
     sampler: Sampler,
     frozen: FrozenModels,
 ) -> EvaluatedModel:
-    """Sample from the model in ``folder``, which is in memory only meanwhile; every model gets the
-    same random numbers.
+    """Sample from the model in ``folder``, with the same random numbers for every model.
+
+    The model is in memory only meanwhile.
 
     Args:
         config: The stage's settings.
@@ -228,9 +221,8 @@ def evaluated_model(
         tokenizer, config.max_new_tokens, config.ppo.temperature, config.ppo.min_new_tokens
     )
     with frozen.borrowed(loaded) as model:
-        answers = answer_questions(
-            model, tokenizer, questions, size
-        )  # first: else it would refuse after hours
+        # First: what it refuses would otherwise be refused after hours.
+        answers = answer_questions(model, tokenizer, questions, size)
         sampler.sync(model, 0)
         evaluated = sample_sets(model, tokenizer, sets, config, bar.advance, sampler)
         evaluated.on_policy = on_policy_replies(
