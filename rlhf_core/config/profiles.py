@@ -24,7 +24,9 @@ def profiles(folder: Path) -> dict[str, Path]:
 
 def profile_names(profile: str | None) -> list[str]:
     """Return the names in a text such as ``own-data,8x80gb``; none where it is None."""
-    return [name.strip() for name in profile.split(",")] if profile else []
+    if not profile:
+        return []
+    return [name.strip() for name in profile.split(",")]
 
 
 def profile_text(folder: Path, name: str, below: tuple[str, ...] = ()) -> str:
