@@ -454,9 +454,10 @@ def pair_sequences(pairs: Sequence[TokenisedPair], share: bool = True) -> PairSe
     listed = [(pair.prompt, pair.chosen) for pair in pairs]
     listed += [(pair.prompt, pair.rejected) for pair in pairs]
     if not share:
-        return PairSequences(listed, list(range(len(pairs))), list(range(len(pairs), len(listed))))
+        numbers = list(range(len(listed)))
+        return PairSequences(listed, numbers[: len(pairs)], numbers[len(pairs) :])
     known: dict[bytes, int] = {}
-    numbers: list[int] = []
+    numbers = []
     distinct: list[tuple[Sequence[int], Sequence[int]]] = []
     for sequence in listed:
         number = known.setdefault(b"".join(map(ids_hash, sequence)), len(known))

@@ -224,7 +224,8 @@ def balance(counts: Mapping[str, int]) -> float | None:
     """
     if len(counts) < 2:
         return None
-    return float(stats.entropy(list(counts.values()))) / math.log(len(counts))
+    entropy = float(stats.entropy(list(counts.values())))
+    return entropy / math.log(len(counts))
 
 
 def group_overlap(groups: Mapping[str, Sequence[pa.Array]]) -> int:

@@ -22,8 +22,7 @@ HUB_PREFIX = "hub:"  # of data sets
 
 
 def load_counting_tokenizer(source: str, base: Path) -> PreTrainedTokenizerBase:
-    """Load the tokenizer of ``source``, with the chat template that stage base would give its
-    model.
+    """Load the tokenizer of ``source``, with a chat template as from stage base.
 
     Args:
         source: A folder with a tokenizer (weights are not needed), a ``.gguf`` file, or a hub id.
