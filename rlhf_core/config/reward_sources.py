@@ -149,11 +149,9 @@ class FunctionSource(SourceConfig):
 class HttpSource(SourceConfig):
     """A scorer behind HTTP.
 
-    It gets ``POST url`` with ``{"items": [{"prompt", "reply", "finished"}]}`` and answers
-    ``{"scores"}``.
-
     Attributes:
-        url: Its address.
+        url: Its address, which is posted `{"items": [{"prompt", "reply", "finished"}]}` and answers
+            `{"scores"}`.
         batch_size: Replies of a request.
         timeout_seconds: Bounds connecting, and the whole request after it.
         retries: How often a request is repeated that fails to connect, times out or is answered
