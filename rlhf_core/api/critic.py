@@ -150,8 +150,8 @@ def train_critic(
     with evaluating(policy, score), run_context(context, "train_critic", identity) as run:
         frozen, whole = FrozenModels(run.launch), rollout.sampler.kind == "local"
         if isinstance(policy, Path):
-            loaded, _ = load_policy(policy, device=None if whole else frozen.loading)
-            frozen_policy = loaded.requires_grad_(False)
+            frozen_policy, _ = load_policy(policy, device=None if whole else frozen.loading)
+            frozen_policy.requires_grad_(False)
             if not whole:
                 frozen_policy = frozen.place(frozen_policy)
         else:
