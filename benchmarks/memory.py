@@ -26,7 +26,8 @@ os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":16:8")
 
 from benchmarks.memory_phases import Meter, measure
 from benchmarks.random_models import Subject
-from rlhf_core.config.loading import check_params, load_params, load_section, overridden
+from rlhf_core.config.loading import check_params, load_params, load_section
+from rlhf_core.config.profiles import overridden
 from rlhf_core.stages.runtime.contract import Paths
 from rlhf_core.stages.runtime.runner import load_stage
 from rlhf_core.stages.runtime.threads import return_freed_memory

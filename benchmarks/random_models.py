@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from rlhf_core.config.loading import Params
 from rlhf_core.config.operations import LaunchConfig
+from rlhf_core.config.params import Params
 from rlhf_core.data.schema import Message
 from rlhf_core.models.adapters import WithoutAdapters, add_adapters
 from rlhf_core.models.classifiers import AutoScalarModel

@@ -21,7 +21,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from rlhf_core.config.loading import load_params, workspace_name
+from rlhf_core.config.loading import load_params
+from rlhf_core.config.profiles import workspace_name
 from rlhf_core.storage.files import read_json
 
 FILE = Path(__file__).parent / "results" / "release.csv"

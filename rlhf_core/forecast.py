@@ -1,5 +1,4 @@
-"""What preference pairs are enough for, before anything is trained: pairs by reader, and the power
-of each condition.
+"""What preference pairs are enough for, before anything is trained.
 
 ``rlhf init``, ``rlhf doctor``, ``rlhf plan`` and ``rlhf data validate`` say it of files or clean
 data, with lengths in characters; the check before SFT says it of the tokens that reward models are
@@ -26,7 +25,7 @@ from scipy import stats
 
 from rlhf_core.config.data import CollectConfig, SplitConfig
 from rlhf_core.config.gates import Condition
-from rlhf_core.config.loading import Params
+from rlhf_core.config.params import Params
 from rlhf_core.data.clusters import wilson_bounds
 from rlhf_core.data.collection.sources import (
     SourceFile,
@@ -44,9 +43,8 @@ from rlhf_core.training.reward.evaluation import FEWEST_BALANCED_PAIRS, expected
 # The gains that the power of conditions is stated for.
 RIGHT = 0.7  # a reward model that ranks this share of length-balanced pairs as people did
 WINS = 0.6  # a policy that wins this share of prompts against SFT
-DIFFERING = (
-    0.1  # of replies, in whether they end: share in which SFT and a policy that is no worse differ
-)
+# Share of replies in which SFT and a policy that is no worse differ in whether they end.
+DIFFERING = 0.1
 # Of files at most so many pairs are read: with more nothing is short.
 MOST_PAIRS = 100_000
 TOKENS, CHARACTERS = "tokens", "characters"
@@ -128,9 +126,8 @@ class Forecast:
             return ""
         worst = max(self.shortfalls, key=lambda shortfall: shortfall.pairs_that_would_do)
         remedy = f"about {_more(worst.pairs_that_would_do, self.pairs):,} more pairs would do"
-        if worst.setting and all(
-            shortfall.setting == worst.setting for shortfall in self.shortfalls
-        ):
+        settings = {shortfall.setting for shortfall in self.shortfalls}
+        if worst.setting and len(settings) == 1:
             remedy += f", or {worst.setting}"
         return f"{self.pairs:,} pairs do not suffice: {worst.reason}; {remedy}"
 
@@ -145,9 +142,9 @@ class Forecast:
         if self.refusal:
             return self.refusal
         text = f"{self.pairs:,} pairs suffice for every stage"
-        return (
-            f"{text}, but a real gain may well fail {', '.join(self.weak)}" if self.weak else text
-        )
+        if self.weak:
+            text += f", but a real gain may well fail {', '.join(self.weak)}"
+        return text
 
     def as_dict(self) -> dict[str, Any]:
         """Return all of it as JSON values."""
@@ -166,15 +163,16 @@ def forecast(
     split = lengths.adapted(params.validate_.split)
     counts = counts or lengths.counts(split)
     unequal = np.count_nonzero(lengths.differences)
+    longer_preferred = None
+    if unequal:
+        longer_preferred = float(np.count_nonzero(lengths.differences > 0) / unequal)
     powers = list(_powers(params, counts, lengths.test_prompts(split)))
     conditions = len(params.gates.reward or ()) + len(params.gates.policy)
     return Forecast(
         pairs=len(lengths),
         are_all=len(lengths) != MOST_PAIRS,
         unit=unit,
-        longer_preferred=float(np.count_nonzero(lengths.differences > 0) / unequal)
-        if unequal
-        else None,
+        longer_preferred=longer_preferred,
         counts=counts,
         split=split,
         adapted=split.test != params.validate_.split.test,
@@ -190,11 +188,9 @@ def clean_pairs(clean: Path, seed: int) -> PairLengths:
     Raises:
         DataError: A file is missing or damaged.
     """
-    files = [
-        clean / user / f"{split}.parquet"
-        for user in READERS.values()
-        for split in ("train", "validation")
-    ]
+    files = []
+    for user in READERS.values():
+        files += [clean / user / "train.parquet", clean / user / "validation.parquet"]
     files.append(clean / READERS["reward"] / "test.parquet")
     return pair_lengths((read_kind(file, Preference) for file in files), seed)
 
@@ -205,14 +201,12 @@ def pair_files(config: CollectConfig, base: Path) -> list[SourceFile]:
     Raises:
         DataError: A source matches no file.
     """
-    return source_files(
-        [*config.files.preferences, *annotation_sources(config.annotations, base)], base
-    )
+    annotated = annotation_sources(config.annotations, base)
+    return source_files([*config.files.preferences, *annotated], base)
 
 
 def source_pairs(config: CollectConfig, base: Path, seed: int) -> PairLengths | None:
-    """Read the pairs of local files as ``collect`` does, each once; None where a source is
-    elsewhere.
+    """Read the pairs of local files as ``collect`` does; None where a source is elsewhere.
 
     Raises:
         DataError: A file is missing, or it cannot be read as pairs.
@@ -227,7 +221,8 @@ def source_pairs(config: CollectConfig, base: Path, seed: int) -> PairLengths | 
         for part in source_chunks(file, Preference.KIND):
             for row in part.rows[:left]:
                 rows[row["id"]] = row["group"], len(row["chosen"]) - len(row["rejected"])
-            left = None if left is None else max(left - len(part.rows), 0)
+            if left is not None:
+                left = max(left - len(part.rows), 0)
             if left == 0 or len(rows) >= most:
                 break
     kept = list(rows.values())[:most]
@@ -238,15 +233,13 @@ def source_pairs(config: CollectConfig, base: Path, seed: int) -> PairLengths | 
 def _shortfalls(
     lengths: PairLengths, params: Params, split: SplitConfig, counts: ReaderCounts, unit: str
 ) -> Iterator[Shortfall]:
-    """Yield what the data gate, a stage or the reward gate would refuse, in the order in which a
-    run meets it.
-    """
+    """Yield what the data gate, a stage or the reward gate would refuse, in the order of a run."""
     if len(lengths) < params.validate_.min_rows:
         reason = f"validate.min_rows asks for {params.validate_.min_rows}"
         yield Shortfall(reason, params.validate_.min_rows)
-    largest = split.model_copy(
-        update={"test": max(split.test, split.most_test if split.fewest_balanced else 0.0)}
-    )
+    largest = split
+    if split.fewest_balanced:
+        largest = split.model_copy(update={"test": max(split.test, split.most_test)})
     for reader, splits in counts.items():
         for name, found in splits.items():
             if name == "test" and reader != "reward":
@@ -288,9 +281,7 @@ def _shortfalls(
 
 
 def _measured(condition: Condition) -> tuple[str, str, str]:
-    """Return reader, split and measure of a metric of the reward gate, such as
-    ``judge.test_accuracy``.
-    """
+    """Return reader, split and measure of a metric such as ``judge.test_accuracy``."""
     first, _, rest = condition.metric.partition(".")
     reader, metric = (first, rest) if first in READERS else ("reward", condition.metric)
     if metric.startswith("test_"):
@@ -306,10 +297,12 @@ def _share(reader: str, split: str, config: SplitConfig) -> float:
         "judge": config.judge,
         "referee": (1 - config.judge) * config.referee,
         "reward": (1 - config.judge) * (1 - config.referee),
-    }[reader]
-    return of_reader * (
-        config.validation if split == "validation" else 1 - config.validation - config.test
-    )
+    }
+    of_split = {
+        "validation": config.validation,
+        "train": 1 - config.validation - config.test,
+    }
+    return of_reader[reader] * of_split[split]
 
 
 FEW = 20  # of fewer pairs left, the share of all pairs says more than their number
@@ -338,26 +331,25 @@ def _total(lengths: PairLengths, found: SplitPairs, needed: int, now: float, lat
 def _more(total: int, pairs: int) -> int:
     """Return how many pairs are missing, as a round number."""
     missing = max(total - pairs, 1)
-    step: int = 10 ** max(math.floor(math.log10(missing)) - 1, 0) * (5 if missing >= 100 else 1)
+    step: int = 10 ** max(math.floor(math.log10(missing)) - 1, 0)
+    if missing >= 100:
+        step *= 5
     return math.ceil(missing / step) * step
 
 
 def _share_that_would_do(
     lengths: PairLengths, config: SplitConfig, reader: str, split: str, unit: str
 ) -> str:
-    """Return the smallest share, in steps of .05, under which enough pairs are left; empty where
-    none does.
-    """
+    """Return the smallest share, in steps of .05, that leaves enough pairs; empty if none does."""
     needed = FEWEST_BALANCED_PAIRS * (ROOM if unit == CHARACTERS else 1.0)
     for hundredths in range(5, 50, 5):
         share = hundredths / 100
         if share <= getattr(config, split):
             continue
         tried = config.model_copy(update={split: share})
-        if (
-            tried.test + tried.validation < 0.6
-            and lengths.counts(tried)[reader][split].balanced >= needed
-        ):
+        if tried.test + tried.validation >= 0.6:
+            continue
+        if lengths.counts(tried)[reader][split].balanced >= needed:
             return f"validate.split.{split}: {share:g}"
     return ""
 
@@ -371,16 +363,14 @@ def _powers(params: Params, counts: ReaderCounts, test_prompts: int) -> Iterator
         count = found.balanced if BALANCED in measure else found.pairs
         power = _reward_power(condition, "accuracy" if is_agreement else measure, count)
         if power is not None:
-            yield ConditionPower(
-                "reward", condition.metric, describe_bound(condition), count, "pairs", power
-            )
+            bound = describe_bound(condition)
+            yield ConditionPower("reward", condition.metric, bound, count, "pairs", power)
     prompts = min(params.evaluate.prompts, test_prompts)
     for condition in params.gates.policy:
         power = _policy_power(condition, prompts)
         if power is not None:
-            yield ConditionPower(
-                "policy", condition.metric, describe_bound(condition), prompts, "prompts", power
-            )
+            bound = describe_bound(condition)
+            yield ConditionPower("policy", condition.metric, bound, prompts, "prompts", power)
 
 
 def _reward_power(condition: Condition, measure: str, count: int) -> float | None:
@@ -395,7 +385,9 @@ def _reward_power(condition: Condition, measure: str, count: int) -> float | Non
 
     def holds(right: int) -> bool:
         share = right / count
-        return (wilson_bounds(share, count)[0] if plain == "accuracy_low95" else share) >= bound
+        if plain == "accuracy_low95":
+            share, _ = wilson_bounds(share, count)
+        return share >= bound
 
     fewest = bisect_left(range(count + 1), True, key=holds) if count else 1
     return float(stats.binom.sf(fewest - 1, count, RIGHT))
@@ -420,9 +412,7 @@ MARGINS = 1.17  # the spread of normal margins whose mean confidence is RIGHT
 
 @cache
 def _power_of_calibration(count: int, bound: float) -> float:
-    """Return how often margins that mean what they say have a calibration error within the bound,
-    by simulation.
-    """
+    """Return how often well calibrated margins have an error within the bound, by simulation."""
     if count < FEWEST_BALANCED_PAIRS:
         return 0.0
     count = min(count, MOST_SIMULATED)
@@ -436,9 +426,7 @@ def _power_of_calibration(count: int, bound: float) -> float:
 
 
 def as_text(found: Forecast) -> str:
-    """Return the forecast as lines: pairs by reader, the power of each condition, and what
-    follows.
-    """
+    """Return the forecast as lines: pairs by reader, power of conditions, and what follows."""
     opening = f"forecast for {'' if found.are_all else 'the first '}{found.pairs:,} pairs"
     if found.longer_preferred is not None:
         opening += f"; the longer reply is preferred in {found.longer_preferred:.0%}"
@@ -448,11 +436,11 @@ def as_text(found: Forecast) -> str:
         f"  {'':<9}{'train':>18}{'validation':>18}{'test, common':>18}",
     ]
     for reader, splits in found.counts.items():
-        cells = [
-            f"{splits[name].pairs:,} ({splits[name].balanced:,})"
-            for name in ("train", "validation", "test")
-        ]
-        lines.append(f"  {reader:<9}" + "".join(f"{cell:>18}" for cell in cells))
+        line = f"  {reader:<9}"
+        for name in ("train", "validation", "test"):
+            cell = f"{splits[name].pairs:,} ({splits[name].balanced:,})"
+            line += f"{cell:>18}"
+        lines.append(line)
     if found.adapted:
         lines.append(
             f"  so few pairs need a larger test share: {found.split.test:g} (validate.split.fewest_balanced)"
@@ -463,12 +451,11 @@ def as_text(found: Forecast) -> str:
         f"  in how many of 100 cases a condition holds if the reward model is right in {RIGHT:.0%} of pairs and the "
         f"policy wins {WINS:.0%}:"
     )
-    width = max((len(f"{power.metric} {power.bound}") for power in found.powers), default=0)
-    for power in found.powers:
-        condition = f"{power.metric} {power.bound}"
-        lines.append(
-            f"  {condition:<{width}}  {100 * power.power:>3.0f}   on {power.measured_on:,} {power.unit}"
-        )
+    conditions = [f"{power.metric} {power.bound}" for power in found.powers]
+    width = max(map(len, conditions), default=0)
+    for condition, power in zip(conditions, found.powers, strict=True):
+        measured_on = f"{power.measured_on:,} {power.unit}"
+        lines.append(f"  {condition:<{width}}  {100 * power.power:>3.0f}   on {measured_on}")
     if found.others:
         lines.append(
             f"  {found.others} further conditions: `rlhf gate --power` after a first evaluation"
@@ -501,8 +488,7 @@ def forecast_of_files(base: Path, params: Params) -> Forecast | None:
 def forecast_of_workspace(
     workspace: Path, params: Params, base: Path | None = None
 ) -> Forecast | None:
-    """Forecast for the clean data of a workspace where they are of its files, else for these files
-    as they are now.
+    """Forecast for the clean data of a workspace, or for its files where these have changed.
 
     Args:
         base: The folder that relative paths of files start at; by default the workspace.
@@ -519,12 +505,16 @@ def forecast_of_workspace(
 
 
 def _is_collected(workspace: Path, config: CollectConfig, base: Path) -> bool:
-    """Return whether collected data is of the files as they are now; what is elsewhere is taken to
-    be unchanged.
+    """Return whether collected data is of the files as they are now.
+
+    What is elsewhere is taken to be unchanged.
     """
     manifest = read_json(workspace / "data" / "raw" / "manifest.json")
     collected = {file["sha256"] for file in manifest["kinds"]["preferences"]["files"]}
     files = pair_files(config, base)
     here = {sha256_file(file.path) for file in files if file.path is not None}
-    is_same = here == collected if all(file.path for file in files) else here <= collected
-    return is_same and manifest["limit"] == config.limit
+    if manifest["limit"] != config.limit:
+        return False
+    if all(file.path for file in files):
+        return here == collected
+    return here <= collected

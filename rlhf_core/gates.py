@@ -1,5 +1,4 @@
-"""Gates: metrics and conditions in, a decision with its evidence out; the record that everything
-shows or relies on.
+"""Gates: metrics and conditions in, a decision with its evidence out.
 
 A gate never trusts what it cannot read: a metric that is missing, not a number, infinite or NaN
 fails its condition.
@@ -19,16 +18,16 @@ from rlhf_core.storage.files import atomic_write_json, atomic_write_text, read_j
 
 GATES = ("data", "sft", "reward", "policy")  # those of the recipe, in the order in which they judge
 PASS_TEXT = "passed\n"
-JUDGED_TAG = "rlhf.gate.policy.judged"  # of the MLflow run of gate-policy: the sha256 of the evaluation that it judged
+# Of the MLflow run of gate-policy: the sha256 of the evaluation that it judged.
+JUDGED_TAG = "rlhf.gate.policy.judged"
 REPORT_MODE = "report"
 AT_LEAST, AT_MOST, WORSE_BY = ">=", "<=", "worse by <"
 SHOWN_SIGNS = {AT_LEAST: "≥", AT_MOST: "≤", WORSE_BY: "worse by less than"}
 LOW, HIGH = "_low95", "_high95"
 DIGITS = (4, 6, 9, 17)
 LOSS_DIGITS = (2, *DIGITS)  # two numbers beside each other
-ALWAYS = frozenset(
-    {"metric", "value", "bound", "limit", "passed", "why", "note"}
-)  # what a file has of each condition
+# What a file has of each condition.
+ALWAYS = frozenset({"metric", "value", "bound", "limit", "passed", "why", "note"})
 
 
 @dataclass(frozen=True)
@@ -67,9 +66,7 @@ class ConditionResult:
 
     @property
     def measured(self) -> str:
-        """What was found, in words: ``0.5312``, ``missing``,
-        ``better by 0.38, at worst by 0.29``.
-        """
+        """What was found, in words: ``0.5312``, ``missing``, ``better by 0.38, at worst …``."""
         if self.note or self.value is None:
             return self.note or "missing"
         if self.sign == WORSE_BY and self.estimate is not None:
@@ -81,9 +78,9 @@ class ConditionResult:
         """What was required, in words: ``≥ 0.65``, ``worse by less than 0.02``."""
         if not self.sign:
             return self.bound
-        limit = (
-            self.terms.replace("*", "×") if self.limit is None else number(self.limit, self.digits)
-        )
+        limit = self.terms.replace("*", "×")
+        if self.limit is not None:
+            limit = number(self.limit, self.digits)
         return f"{SHOWN_SIGNS.get(self.sign, self.sign)} {limit}"
 
     @property
@@ -119,9 +116,9 @@ class GateDecision:
 
     @classmethod
     def of(cls, name: str, content: Mapping[str, Any]) -> GateDecision:
-        """Read the content of a gate's file, which a stage of one's own may have written.
+        """Read the content of a gate's file, which a user's own stage may have written.
 
-        One that says "passed" and has no conditions, or one that does not hold, is not believed.
+        A "passed" file without conditions, or with a failed one, counts as failed.
         """
         conditions = tuple(_condition_of(row) for row in content.get("conditions") or ())
         held = bool(conditions) and all(condition.passed for condition in conditions)
@@ -145,9 +142,7 @@ class GateDecision:
         return sorted(self.conditions, key=lambda condition: condition.passed)
 
     def changed_evidence(self, workspace: Path) -> list[str]:
-        """Return the files of ``workspace`` that are no longer those that were judged, or are
-        gone.
-        """
+        """Return the files that were judged and have since changed, or are gone."""
         changed = []
         for name, judged in self.evidence.items():
             path = workspace / name
@@ -156,17 +151,14 @@ class GateDecision:
         return changed
 
     def as_dict(self) -> dict[str, Any]:
-        """The content of ``gates/NAME.json``; what a condition does not have is left out."""
+        """Return the content of ``gates/NAME.json``, without what a condition does not have."""
         conditions = []
         for condition in self.conditions:
-            row = asdict(condition)
-            conditions.append(
-                {
-                    key: value
-                    for key, value in row.items()
-                    if key in ALWAYS or value not in (None, "")
-                }
-            )
+            row = {}
+            for key, value in asdict(condition).items():
+                if key in ALWAYS or value not in (None, ""):
+                    row[key] = value
+            conditions.append(row)
         return {
             "gate": self.name,
             "passed": self.passed,
@@ -180,7 +172,7 @@ class GateDecision:
         atomic_write_json(path, self.as_dict())
 
     def reasons(self) -> str:
-        """The conditions that do not hold, in one line."""
+        """Return the conditions that do not hold, in one line."""
         if not self.conditions:
             return "it has no conditions"
         return "; ".join(map(str, self.failed)) or f"see gates/{self.name}.json"
@@ -190,18 +182,14 @@ class GateDecision:
         return f"the {self.name} gate failed: {self.reasons()}"
 
     def objection(self) -> str:
-        """Why the gate does not vouch for a model, by name of the conditions; empty if it
-        passed.
-        """
+        """Say which conditions keep the gate from vouching for a model; empty if it passed."""
         if self.passed:
             return ""
         if not self.conditions:
             return f"the {self.name} gate has no conditions, so it cannot vouch for a model"
         mode = f" (mode: {REPORT_MODE})" if self.mode == REPORT_MODE else ""
-        metrics = (
-            ", ".join(condition.metric for condition in self.failed)
-            or f"see gates/{self.name}.json"
-        )
+        metrics = ", ".join(condition.metric for condition in self.failed)
+        metrics = metrics or f"see gates/{self.name}.json"
         return f"the {self.name} gate did not pass{mode}: {metrics}"
 
 
@@ -213,10 +201,8 @@ def read_gate(workspace: Path, name: str) -> GateDecision | None:
 
 def read_gates(workspace: Path) -> list[GateDecision]:
     """Read the decisions of all gates that have judged ``workspace``, by name."""
-    return [
-        GateDecision.of(path.stem, read_json(path))
-        for path in sorted((workspace / "gates").glob("*.json"))
-    ]
+    files = sorted((workspace / "gates").glob("*.json"))
+    return [GateDecision.of(path.stem, read_json(path)) for path in files]
 
 
 def closed_gate(workspace: Path) -> GateDecision | None:
@@ -229,9 +215,7 @@ def closed_gate(workspace: Path) -> GateDecision | None:
 
 
 def _condition_of(row: Mapping[str, Any]) -> ConditionResult:
-    """Read one condition; a number that is not finite counts as missing, an absent text as
-    empty.
-    """
+    """Read one condition, a number that is not finite as missing, an absent text as empty."""
 
     def text(name: str) -> str:
         return str(row.get(name) or "")
@@ -285,8 +269,9 @@ def decide(
     mode: str = "enforce",
     evidence: Mapping[str, str] | None = None,
 ) -> GateDecision:
-    """Check every condition against nested ``metrics``. A gate without conditions vouches for
-    nothing: it fails.
+    """Check every condition against nested ``metrics``.
+
+    A gate without conditions vouches for nothing: it fails.
     """
     results = tuple(check(condition, metrics) for condition in conditions)
     passed = bool(results) and all(result.passed for result in results)
@@ -294,7 +279,7 @@ def decide(
 
 
 def check(condition: Condition, metrics: Mapping[str, Any]) -> ConditionResult:
-    """One condition against nested ``metrics``; see :class:`Condition` for the kinds of bound."""
+    """Check one condition against nested ``metrics``, by its kind of bound."""
     if condition.worse_by_less_than is not None:
         return _check_loss(condition, condition.worse_by_less_than, metrics)
     value, note = lookup(metrics, condition.metric)
@@ -314,7 +299,7 @@ def check(condition: Condition, metrics: Mapping[str, Any]) -> ConditionResult:
 
 
 def _interval(metric: str, metrics: Mapping[str, Any]) -> dict[str, float | None]:
-    """The estimate and the interval that a metric belongs to, by the names of its neighbours."""
+    """Return estimate and interval that a metric belongs to, by the names of its neighbours."""
     name = metric.removesuffix(LOW).removesuffix(HIGH)
     ends = {"low95": lookup(metrics, name + LOW)[0], "high95": lookup(metrics, name + HIGH)[0]}
     if name == metric and ends["low95"] is None and ends["high95"] is None:
@@ -323,25 +308,20 @@ def _interval(metric: str, metrics: Mapping[str, Any]) -> dict[str, float | None
 
 
 def _undecided(metric: str, metrics: Mapping[str, Any]) -> str:
-    """Why a win rate at equal lengths is not decided; empty for every other metric, and where it
-    is.
-    """
+    """Say why a win rate at equal lengths is undecided; empty where it is not, or no such rate."""
     rate, _, bound = metric.rpartition("_")
     if not rate.endswith("lc_win_rate") or bound != "low95":
         return ""
-    low, high, share = (
-        lookup(metrics, name)[0]
-        for name in (metric, f"{rate}_high95", f"{rate.removesuffix('lc_win_rate')}lc_share")
-    )
+    low, _ = lookup(metrics, metric)
+    high, _ = lookup(metrics, f"{rate}_high95")
+    share, _ = lookup(metrics, f"{rate.removesuffix('lc_win_rate')}lc_share")
     if (low, high) != (0.0, 1.0) or share is None:
         return ""
     return f"undecided: only {share:.0%} of the pairs have a counterpart whose length differs the other way"
 
 
 def _check_loss(condition: Condition, margin: float, metrics: Mapping[str, Any]) -> ConditionResult:
-    """Whether the policy is worse than SFT by less than the margin, or SFT has too little to
-    lose.
-    """
+    """Check that the policy is worse by less than the margin, or SFT has too little to lose."""
     loss = f"{LOSSES}.{condition.metric}"
     high, missing = lookup(metrics, f"{loss}.loss_high95")
     before, unknown = lookup(metrics, f"{loss}.baseline")
@@ -351,10 +331,8 @@ def _check_loss(condition: Condition, margin: float, metrics: Mapping[str, Any])
         if before is None:
             passed, note, high = False, unknown, None
         elif before < condition.where_at_least:
-            passed, note = (
-                True,
-                f"not asked: SFT's is {number(before)}, below {number(condition.where_at_least)}",
-            )
+            passed = True
+            note = f"not asked: SFT's is {number(before)}, below {number(condition.where_at_least)}"
     bound = describe_bound(condition)
     return ConditionResult(
         condition.metric,
@@ -371,9 +349,7 @@ def _check_loss(condition: Condition, margin: float, metrics: Mapping[str, Any])
 
 
 def _limit(condition: Condition, metrics: Mapping[str, Any]) -> tuple[str, float | None, str]:
-    """The sign of the bound, its limit as a number, and what that was computed from (empty where it
-    is given).
-    """
+    """Return the sign of a bound, its limit, and what that is computed from, if from anything."""
     if condition.at_least is not None:
         return AT_LEAST, condition.at_least, ""
     if condition.at_most is not None:
@@ -393,10 +369,10 @@ def _limit(condition: Condition, metrics: Mapping[str, Any]) -> tuple[str, float
 
 
 def lookup(metrics: Mapping[str, Any], path: str) -> tuple[float | None, str]:
-    """The finite number at a dotted path, or None and the reason. Keys that contain dots themselves
-    are found too.
+    """Return the finite number at a dotted path, or None and the reason.
 
-    Where metrics say themselves why one of them is absent, that is the reason.
+    Keys that contain dots themselves are found too. Where metrics say themselves why one of them is
+    absent, that is the reason.
     """
     value = _find(metrics, path.split("."))
     if value is None:
@@ -405,13 +381,13 @@ def lookup(metrics: Mapping[str, Any], path: str) -> tuple[float | None, str]:
         return float(value), ""
     if not isinstance(value, int | float):
         return None, "not a number"
-    return (float(value), "") if math.isfinite(value) else (None, "not finite")
+    if not math.isfinite(value):
+        return None, "not finite"
+    return float(value), ""
 
 
 def _absence(metrics: Mapping[str, Any], path: str) -> str:
-    """Why there is no metric at a path: what stands beside it under ``absent``, for its name or for
-    what begins it.
-    """
+    """Say why there is no metric at a path, by what stands beside it under ``absent``."""
     group, _, name = path.rpartition(".")
     reasons = _find(metrics, [*group.split("."), ABSENT])
     if isinstance(reasons, Mapping):
@@ -422,9 +398,7 @@ def _absence(metrics: Mapping[str, Any], path: str) -> str:
 
 
 def _find(node: Any, parts: list[str]) -> Any:
-    """The longest key wins at each level, so that ``{"a.b": 1}`` and ``{"a": {"b": 1}}`` both
-    answer to ``a.b``.
-    """
+    """Find a value by its path, in ``{"a.b": 1}`` as in ``{"a": {"b": 1}}``: the longest key wins."""
     if not parts:
         return node
     if not isinstance(node, Mapping):
@@ -445,11 +419,11 @@ def weaker_conditions(conditions: Sequence[Condition], required: Sequence[Condit
     guaranteed only by one with the same factor: which of two factors is stricter depends on the
     sign of the metric, which is not known.
     """
-    return [
-        f"{condition.metric} {describe_bound(condition)}"
-        for condition in required
-        if not any(_guarantees(own, condition) for own in conditions)
-    ]
+    weaker = []
+    for condition in required:
+        if not any(_guarantees(own, condition) for own in conditions):
+            weaker.append(f"{condition.metric} {describe_bound(condition)}")
+    return weaker
 
 
 def _guarantees(own: Condition, required: Condition) -> bool:
@@ -461,21 +435,15 @@ def _guarantees(own: Condition, required: Condition) -> bool:
     if own.at_most is not None and required.at_most is not None:
         return own.at_most <= required.at_most
     if own.worse_by_less_than is not None and required.worse_by_less_than is not None:
-        asked = own.where_at_least is None or (
-            required.where_at_least is not None and own.where_at_least <= required.where_at_least
-        )
-        return asked and own.worse_by_less_than <= required.worse_by_less_than
-    same_reference = (own.at_most_of, own.at_least_of) == (
-        required.at_most_of,
-        required.at_least_of,
-    )
-    relative = required.at_most_of is not None or required.at_least_of is not None
-    return (
-        relative
-        and same_reference
-        and own.factor == required.factor
-        and own.slack <= required.slack
-    )
+        floor, required_floor = own.where_at_least, required.where_at_least
+        if floor is not None and (required_floor is None or floor > required_floor):
+            return False
+        return own.worse_by_less_than <= required.worse_by_less_than
+    is_relative = required.at_most_of is not None or required.at_least_of is not None
+    of_the_same = own.at_most_of == required.at_most_of and own.at_least_of == required.at_least_of
+    if not is_relative or not of_the_same:
+        return False
+    return own.factor == required.factor and own.slack <= required.slack
 
 
 def describe_bound(condition: Condition) -> str:
@@ -485,22 +453,21 @@ def describe_bound(condition: Condition) -> str:
 
 
 def load_metrics(primary: Path, **others: Path) -> tuple[dict[str, Any], dict[str, str]]:
-    """Metrics of several files and their hashes. The primary file's names stay as they are; the
-    others' get their keyword as a prefix, so ``load_metrics(evaluation, ppo=path)`` answers to
-    ``kl`` and ``ppo.kl``.
+    """Return the metrics of several files, and their hashes by names such as ``metrics/ppo.json``.
 
-    Raises :class:`DataError` for a file that is missing or not JSON."""
+    The primary file's metrics keep their names. The others' get their keyword as a prefix, so
+    ``load_metrics(evaluation, ppo=path)`` answers to ``kl`` and ``ppo.kl``.
+
+    Raises:
+        DataError: A file is missing or not JSON.
+    """
     metrics = dict(read_json(primary))
-    evidence = {_evidence_name(primary): sha256_file(primary)}
     for prefix, path in others.items():
         metrics[prefix] = read_json(path)
-        evidence[_evidence_name(path)] = sha256_file(path)
+    evidence = {}
+    for path in (primary, *others.values()):
+        evidence[f"{path.parent.name}/{path.name}"] = sha256_file(path)
     return metrics, evidence
-
-
-def _evidence_name(path: Path) -> str:
-    """``metrics/reward.json``: the folder and the file, the same in every workspace."""
-    return f"{path.parent.name}/{path.name}"
 
 
 def settle(decision: GateDecision, evidence: Path, pass_file: Path | None = None) -> None:
@@ -521,9 +488,7 @@ def settle(decision: GateDecision, evidence: Path, pass_file: Path | None = None
 
 
 def number(value: float, digits: int = DIGITS[0]) -> str:
-    """Write a number with so many significant digits, a whole one below 10⁹ as the count that it
-    is.
-    """
+    """Write a number with so many significant digits, a whole one below 10⁹ as a count."""
     if float(value).is_integer() and abs(value) < 1e9:
         return f"{value:.0f}"
     return f"{value:.{digits}g}"

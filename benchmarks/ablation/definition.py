@@ -10,9 +10,10 @@ from typing import Any, Literal
 from pydantic import Field, ValidationError, model_validator
 
 from rlhf_core.config import yaml_text
-from rlhf_core.config.loading import check_params, overridden
+from rlhf_core.config.loading import check_params
 from rlhf_core.config.model import Strict
 from rlhf_core.config.problems import describe, nearest
+from rlhf_core.config.profiles import overridden
 from rlhf_core.errors import ConfigError
 
 

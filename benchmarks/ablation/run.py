@@ -28,9 +28,9 @@ from flows.supervision.processes import child_environment, dvc_errors, start_sup
 from flows.supervision.signals import STOP, Stopwatch
 from flows.workspace import cleanup, display_path, locked, private_path
 from rlhf_core.config import yaml_text
-from rlhf_core.config.loading import (
+from rlhf_core.config.loading import PARAMS_FILE
+from rlhf_core.config.profiles import (
     DEFAULT_PROFILE,
-    PARAMS_FILE,
     merge,
     overlays_of,
     parse_assignment,

@@ -28,7 +28,9 @@ from rich.table import Table
 
 from benchmarks.ppo_throughput.roofline import PHASES, Device, Iteration
 from benchmarks.random_models import Subject, bare_trainer, frozen_scalar, launch_of, new_learner
-from rlhf_core.config.loading import Params, check_params, overridden
+from rlhf_core.config.loading import check_params
+from rlhf_core.config.params import Params
+from rlhf_core.config.profiles import overridden
 from rlhf_core.errors import RlhfError
 from rlhf_core.models.precision import allow_tf32, weights_precision
 from rlhf_core.ppo.reward_sources.source import reward_model_fn

@@ -16,7 +16,7 @@ import torch
 
 from benchmarks.harness import matmul_flops, seconds
 from benchmarks.random_models import launch_of
-from rlhf_core.config.loading import Params
+from rlhf_core.config.params import Params
 from rlhf_core.models.precision import weights_precision
 from rlhf_core.runtime import distributed
 from rlhf_extras.memory.architecture import Architecture

@@ -23,7 +23,8 @@ from flows.workspace import is_elsewhere, lock_holder
 from rlhf_core.commands.plugged import EXTRAS, plugged_app
 from rlhf_core.config.data import DataSource
 from rlhf_core.config.gates import GatesConfig
-from rlhf_core.config.loading import Params, load_params
+from rlhf_core.config.loading import load_params
+from rlhf_core.config.params import Params
 from rlhf_core.config.reward_sources import (
     OWN_MODEL,
     ClassifierSource,

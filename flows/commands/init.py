@@ -16,12 +16,8 @@ from flows.workspace import display_path, find_workspace, is_elsewhere, is_works
 from rlhf_core.config import yaml_text
 from rlhf_core.config.base import BaseConfig
 from rlhf_core.config.data import CollectConfig
-from rlhf_core.config.loading import (
-    PARAMS_FILE,
-    check_params,
-    load_section,
-    rebase_sources,
-)
+from rlhf_core.config.loading import PARAMS_FILE, check_params, load_section
+from rlhf_core.config.paths import rebase_sources
 from rlhf_core.config.recipe import recipe_folder
 from rlhf_core.errors import RlhfError
 

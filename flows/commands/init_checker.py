@@ -18,7 +18,8 @@ from flows.dvc_repo.recipe import merged_params
 from flows.workspace import is_elsewhere
 from rlhf_core.config import yaml_text
 from rlhf_core.config.base import SCRATCH
-from rlhf_core.config.loading import PARAMS_FILE, Params, check_params
+from rlhf_core.config.loading import PARAMS_FILE, check_params
+from rlhf_core.config.params import Params
 from rlhf_core.config.recipe import recipe_folder
 from rlhf_core.config.reward_sources import FunctionSource
 from rlhf_core.data.collection.sources import read_sources

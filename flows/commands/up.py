@@ -26,7 +26,8 @@ from flows.prefect_server.services import (
 from flows.registry.policies import active_policies
 from flows.supervision import signals
 from flows.workspace import forget_services, locked, record_services
-from rlhf_core.config.loading import Params, load_params
+from rlhf_core.config.loading import load_params
+from rlhf_core.config.params import Params
 from rlhf_core.errors import EXIT_INTERRUPTED, EXIT_OK, RlhfError, named_line
 
 if TYPE_CHECKING:

@@ -19,7 +19,8 @@ from ruamel.yaml import YAML
 from flows.dvc_repo.root import follow_git
 from flows.supervision.processes import run_module
 from flows.workspace import is_elsewhere, matching_files
-from rlhf_core.config.loading import Params, load_params
+from rlhf_core.config.loading import load_params
+from rlhf_core.config.params import Params
 from rlhf_core.config.recipe import recipe_folder
 from rlhf_core.data.collection.sources import collected_paths
 from rlhf_core.errors import RlhfError

@@ -14,23 +14,20 @@ from flows.dvc_repo.inputs import DVC_FILE, EXPECTATIONS, entry_names, with_sour
 from flows.dvc_repo.root import ensure_dvc, share_settings
 from flows.workspace import cannot_write, is_workspace
 from rlhf_core.config import yaml_text
-from rlhf_core.config.loading import (
+from rlhf_core.config.loading import PARAMS_FILE, check_params, load_params, load_section
+from rlhf_core.config.operations import RegistryConfig
+from rlhf_core.config.params import Params
+from rlhf_core.config.paths import rebase_sources
+from rlhf_core.config.profiles import (
     DEFAULT_PROFILE,
-    PARAMS_FILE,
-    Params,
-    check_params,
-    load_params,
-    load_section,
     merge,
     overlaid,
     overlays_of,
     overridden,
     profile_names,
     profile_text,
-    rebase_sources,
     workspace_name,
 )
-from rlhf_core.config.operations import RegistryConfig
 from rlhf_core.config.recipe import expectations_of, profile_headers, profiles_of
 from rlhf_core.errors import ConfigError
 from rlhf_core.fingerprint.tracked_files import function_files, verifiable_functions

@@ -21,7 +21,7 @@ from flows.prefect_server.pools import apply_pools, ensure_deployed_pools
 from flows.prefect_server.services import embedded_database
 from flows.supervision.processes import run_module
 from flows.workspace import private_path, workspace_slug
-from rlhf_core.config.loading import Params
+from rlhf_core.config.params import Params
 from rlhf_core.config.recipe import recipe_folder
 from rlhf_core.errors import ConfigError, RlhfError
 

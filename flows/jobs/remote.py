@@ -44,7 +44,8 @@ from flows.stage import StageOutcome, StageSpec, run_stage, stage_log
 from flows.supervision.processes import run_module
 from flows.supervision.signals import retry
 from flows.workspace import cleanup, locked, private_path
-from rlhf_core.config.loading import PARAMS_FILE, Params, load_params
+from rlhf_core.config.loading import PARAMS_FILE, load_params
+from rlhf_core.config.params import Params
 from rlhf_core.errors import EXIT_GATE_FAILED, EXIT_USER_ERROR, ConfigError, RlhfError
 from rlhf_core.fingerprint.tracked_files import function_files, verifiable_functions
 from rlhf_core.git import package_revision

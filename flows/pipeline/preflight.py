@@ -26,7 +26,8 @@ from flows.registry.promote import promote
 from flows.registry.register import register
 from flows.stage import StageOutcome
 from flows.supervision.processes import run_module
-from rlhf_core.config.loading import Params, load_params
+from rlhf_core.config.loading import load_params
+from rlhf_core.config.params import Params
 from rlhf_core.errors import EXIT_USER_ERROR, RlhfError
 
 SCRATCH, BASE = "scratch", "base"

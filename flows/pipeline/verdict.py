@@ -13,7 +13,8 @@ from pathlib import Path
 from flows.registry.decisions import PromotionDecision
 from flows.registry.release_page import RunNotes, current_page, release_sentences, try_release_page
 from flows.stage import StageOutcome
-from rlhf_core.config.loading import load_params, profile_names
+from rlhf_core.config.loading import load_params
+from rlhf_core.config.profiles import profile_names
 from rlhf_core.errors import EXIT_GATE_FAILED, EXIT_TRAINING_PAUSED, EXIT_USER_ERROR, RlhfError
 from rlhf_core.evaluation.report.headline import MEANINGS, remedies, sentence_case
 from rlhf_core.evaluation.verdict import (

@@ -23,7 +23,7 @@ from flows.prefect_server.services import (
 )
 from flows.supervision.processes import SupervisedProcess
 from flows.supervision.signals import STOP, WallClock
-from rlhf_core.config.loading import Params
+from rlhf_core.config.params import Params
 from rlhf_core.errors import RlhfError
 
 SERVER_RESTARTS = 3

@@ -11,8 +11,8 @@ from prefect.client.schemas.actions import WorkPoolCreate, WorkPoolUpdate
 from prefect.client.schemas.objects import WorkerStatus, WorkPool
 from prefect.exceptions import ObjectAlreadyExists, ObjectNotFound
 
-from rlhf_core.config.loading import Params
 from rlhf_core.config.operations import WorkPoolConfig
+from rlhf_core.config.params import Params
 from rlhf_core.errors import ConfigError, RlhfError
 
 PIPELINES_POOL = "pipelines"

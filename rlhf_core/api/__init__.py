@@ -1,3 +1,1 @@
-"""Training as plain functions: on models, texts and a reward function, without a workspace or an
-orchestrator.
-"""
+"""Training as plain functions, without a workspace or an orchestrator."""

@@ -1,6 +1,4 @@
-"""Reward functions as the judge of replies to held-out prompts, in a workspace without preference
-pairs.
-"""
+"""Reward functions as the judge of held-out prompts, in a workspace without preference pairs."""
 
 from __future__ import annotations
 
@@ -20,11 +18,10 @@ from rlhf_core.runtime.user_function import load_function
 
 
 class Checker:
-    """Scores replies to test prompts by the weighted sum of reward functions; NaN where one of them
-    cannot score.
+    """Scores replies to test prompts by the weighted sum of reward functions.
 
-    The functions are those of training, the prompts are not: a share of right replies is an
-    accuracy.
+    A reply that one of them cannot score gets NaN. The functions are those of training, the prompts
+    are not: a share of right replies is an accuracy.
 
     Args:
         sources: The functions with their weights.
@@ -53,20 +50,20 @@ class Checker:
 
     @classmethod
     def of_test_prompts(cls, sources: RewardSources, clean: Path, workspace: Path) -> Checker:
-        """The judge of replies to the prompts of the test split."""
+        """Return the judge of replies to the prompts of the test split."""
         return cls(sources, read_rows(clean / "prompts" / "test.parquet", Prompt), workspace)
 
     def score(self, prompts: Sequence[Sequence[Message]], replies: Sequence[Reply]) -> list[float]:
-        """One score per reply, in order.
+        """Return one score per reply, in order.
 
         Raises:
             DataError: A function raised, took too long, or gave something else than a number or
                 None per reply.
         """
         rows = [self._row[_key(prompt)] for prompt in prompts]
-        columns: dict[str, list[Any]] = {
-            name: [values[row] for row in rows] for name, values in self._columns.items()
-        }
+        columns: dict[str, list[Any]] = {}
+        for name, values in self._columns.items():
+            columns[name] = [values[row] for row in rows]
         total = [0.0] * len(replies)
         for weight, function in self._functions:
             scores = FunctionJudge(function, columns).score(prompts, replies)

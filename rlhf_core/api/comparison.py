@@ -63,11 +63,11 @@ def compare_policies(
     seed: int = 1,
     batch_size: int = BATCH,
 ) -> PolicyComparison:
-    """Let both models answer the same prompts with the same random numbers, and a judge compare the
-    replies.
+    """Let a judge compare the replies of two models to the same prompts.
 
-    Prompts that neither model was trained on, and a judge that nothing was trained or selected by,
-    make the win rate mean something. Bounds resample prompts.
+    Both sample with the same random numbers. Prompts that neither model was trained on, and a judge
+    that nothing was trained or selected by, make the win rate mean something. Bounds resample
+    prompts.
 
     Args:
         candidate: The model in question, or its folder.
@@ -93,12 +93,13 @@ def compare_policies(
     score = judge.model if isinstance(judge, TrainedRewardModel) else judge
     with evaluating(candidate, baseline, score):
         replies = []
+        settings = sampling or SamplingConfig()
         for given in (candidate, baseline):
             model = load_policy(given)[0] if isinstance(given, Path) else given
-            settings = sampling or SamplingConfig()
-            replies.append(
-                evaluation_replies(model, tokenizer, turns, settings, seed, batch_size=batch_size)
+            answers = evaluation_replies(
+                model, tokenizer, turns, settings, seed, batch_size=batch_size
             )
+            replies.append(answers)
         asked = _judge_of(score, tokenizer, columns_beside(records), batch_size)
         scores = np.array([asked.score(turns, of_model) for of_model in replies])
     return _compared(turns, replies, scores, asked, seed)
@@ -118,9 +119,9 @@ def _compared(
         )
     first, second = scores[0, known], scores[1, known]
     candidate, baseline = replies
-    longer_by = length_differences(
-        [candidate[row] for row in known], [baseline[row] for row in known]
-    )
+    of_candidate = [candidate[row] for row in known]
+    of_baseline = [baseline[row] for row in known]
+    longer_by = length_differences(of_candidate, of_baseline)
     numbers: dict[str, int] = {}  # equal prompts are one question
     asked = []
     for row in known:
@@ -133,18 +134,16 @@ def _compared(
         "score_baseline": float(second.mean()),
         "unscored": float(len(turns) - len(known)),
     }
-    rows = []
+    rows: list[dict[str, Any]] = []
     for row, dialogue in enumerate(turns):
-        values = [None if math.isnan(value) else float(value) for value in scores[:, row]]
-        rows.append(
-            {
-                "prompt": dialogue[-1].content,
-                "candidate": replies[0][row].text,
-                "baseline": replies[1][row].text,
-                "score_candidate": values[0],
-                "score_baseline": values[1],
-            }
-        )
+        of_row: dict[str, Any] = {
+            "prompt": dialogue[-1].content,
+            "candidate": candidate[row].text,
+            "baseline": baseline[row].text,
+        }
+        for name, score in zip(("candidate", "baseline"), scores[:, row], strict=True):
+            of_row[f"score_{name}"] = None if math.isnan(score) else float(score)
+        rows.append(of_row)
     return PolicyComparison(metrics, rows)
 
 
@@ -158,10 +157,10 @@ class FunctionJudge:
         self.function, self.columns = function, {name: columns[name] for name in function.read}
 
     def score(self, prompts: Sequence[Sequence[Message]], replies: Sequence[Reply]) -> list[float]:
-        """One score per reply, in order."""
-        turns = [
-            [{"role": turn.role, "content": turn.content} for turn in prompt] for prompt in prompts
-        ]
+        """Return one score per reply, in order."""
+        turns = []
+        for prompt in prompts:
+            turns.append([{"role": turn.role, "content": turn.content} for turn in prompt])
         scores, _ = self.function.scores(turns, [reply.text for reply in replies], self.columns)
         return checked_scores(scores, len(replies), self.function.who, none_is_unscored=True)
 

@@ -95,11 +95,10 @@ def train_critic(
     context: RunContext | None = None,
     allow_high_learning_rates: bool = False,
 ) -> TrainedCritic:
-    """Pre-train a critic on replies of the frozen ``policy`` (algorithms.md §3; paper, section
-    5.3.3).
+    """Pre-train a critic on replies of the frozen ``policy``.
 
-    With ``rollout.critic_mode: shared`` only a value head is trained, on the frozen policy,
-    whatever ``init`` is.
+    See algorithms.md §3, and section 5.3.3 of the paper. With ``rollout.critic_mode: shared`` only
+    a value head is trained, on the frozen policy, whatever ``init`` is.
 
     Args:
         policy: The model that PPO will start from, or its folder. It is left as it is.
@@ -151,25 +150,22 @@ def train_critic(
     with evaluating(policy, score), run_context(context, "train_critic", identity) as run:
         frozen, whole = FrozenModels(run.launch), rollout.sampler.kind == "local"
         if isinstance(policy, Path):
-            frozen_policy = load_policy(policy, device=None if whole else frozen.loading)[
-                0
-            ].requires_grad_(False)
-            frozen_policy = frozen_policy if whole else frozen.place(frozen_policy)
+            frozen_policy, _ = load_policy(policy, device=None if whole else frozen.loading)
+            frozen_policy.requires_grad_(False)
+            if not whole:
+                frozen_policy = frozen.place(frozen_policy)
         else:
             require_replies_as_scored(policy, "policy")
             frozen_policy = policy
-        critic = initial_critic(
-            policy, start, config, rollout, device_before(run.launch, config.lora)
-        )
+        device = device_before(run.launch, config.lora)
+        critic = initial_critic(policy, start, config, rollout, device)
         reward_fn = reward_fn_of(score, rollout, encoded, tokenizer, frozen, run)
         steps = max(config.max_rollouts, 1) * config.epochs * config.minibatches
         engine = build_engine(critic, config.optimizer, steps, "critic", run)
         sampling = Sampling.for_rollouts(tokenizer, rollout)
-        limits = (
-            MicroBatchLimits(rollout.micro_batch_size, rollout.micro_batch_tokens),
-            run.launch.logits_bytes,
-        )
-        pair = ActorCriticPair(frozen_policy, critic, {"critic": engine}, sampling, *limits, whole)
+        limits = MicroBatchLimits(rollout.micro_batch_size, rollout.micro_batch_tokens)
+        engines, logits = {"critic": engine}, run.launch.logits_bytes
+        pair = ActorCriticPair(frozen_policy, critic, engines, sampling, limits, logits, whole)
         with opened_sampler(rollout.sampler, run.work, run.folder) as sampler:
             trainer = CriticTrainer(
                 config, rollout, pair, reward_fn, encoded, run, frozen=frozen, sampler=sampler
@@ -181,7 +177,8 @@ def train_critic(
     adapters = None
     if config.lora is not None:
         on = policy if start is None or rollout.critic_mode == "shared" else start
-        adapters = adapters_of(critic, config.lora, on) if isinstance(on, Path) else None
+        if isinstance(on, Path):
+            adapters = adapters_of(critic, config.lora, on)
         merge_adapters(critic)
     return TrainedCritic(
         critic, tokenizer, trainer.moments, rollout, trainer.summary(), history, adapters
@@ -195,19 +192,18 @@ def initial_critic(
     rollout: RolloutConfig,
     device: torch.device | None = None,
 ) -> ScalarModel:
-    """The critic before pre-training, without the unembedding that a reward model keeps.
+    """Return the critic before pre-training, without the unembedding that a reward model keeps.
 
     With a shared backbone it is the policy with a head of zeros, and only the head can be trained.
     """
     shared = rollout.critic_mode == "shared"
     if init is None or shared:
-        critic = ScalarModel.from_causal_lm(
-            policy, derive_seed(config.seed, "critic", "head"), device=device
-        )
+        seed = derive_seed(config.seed, "critic", "head")
+        critic = ScalarModel.from_causal_lm(policy, seed, device=device)
+    elif isinstance(init, Path):
+        critic = ScalarModel.load(init, device=device)
     else:
-        critic = (
-            ScalarModel.load(init, device=device) if isinstance(init, Path) else copy.deepcopy(init)
-        )
+        critic = copy.deepcopy(init)
     critic.unembedding = None
     # PPO's policy will be a shared backbone, so that it must stay what SFT made of it.
     critic.requires_grad_(not shared)

@@ -12,7 +12,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from rlhf_core.api.inputs import (
     checked_tokenizer,
-    held_out,
+    pairs_of,
     require_type,
     run_context,
     with_safe_rates,
@@ -26,7 +26,7 @@ from rlhf_core.models.causal_lm import fitting_length, load_policy, own_copy, sa
 from rlhf_core.models.given import require_plain
 from rlhf_core.models.precision import plain_arithmetic
 from rlhf_core.training import dpo
-from rlhf_core.training.reward.run import Split, split_of
+from rlhf_core.training.reward.run import Split
 from rlhf_core.training.rng import seed_everything
 from rlhf_core.training.run_context import RunContext
 
@@ -51,9 +51,7 @@ class DpoPolicy:
     adapter: PeftAdapter | None = None
 
     def save(self, path: str | Path) -> None:
-        """Save model and tokenizer as a Hugging Face folder, after checking that the copy computes
-        the same.
-        """
+        """Save model and tokenizer as a Hugging Face folder, checked to compute the same."""
         save_policy(Path(path), self.model, self.tokenizer, adapter=self.adapter)
 
 
@@ -70,8 +68,9 @@ def train_dpo(
     context: RunContext | None = None,
     allow_high_learning_rates: bool = False,
 ) -> DpoPolicy:
-    """Train a copy of ``model`` on preference pairs, without a reward model (algorithms.md §10;
-    Rafailov et al. 2023).
+    """Train a copy of ``model`` on preference pairs, without a reward model.
+
+    This is DPO (algorithms.md §10; Rafailov et al. 2023).
 
     Args:
         model: The model to start from, which is the reference too, or its folder. It is left as it
@@ -96,16 +95,9 @@ def train_dpo(
     require_type(lora, LoraConfig, "lora")
     require_plain(model, "model")
     tokenizer = checked_tokenizer(tokenizer, model)
-    if isinstance(preferences, Split):
-        assert isinstance(validation, Split) and config is not None
-        pairs, held = preferences, validation
-    else:
-        assert not isinstance(validation, Split)
-        train, checks = held_out(Preference, preferences, validation, "preferences")
-        config = config or default_dpo_config(len(train), model)
-        longest = fitting_length(config.max_tokens, model)
-        pairs = split_of(train, tokenizer, longest, "preferences")
-        held = split_of(checks, tokenizer, longest, "validation")
+    config, pairs, held = pairs_of(
+        preferences, validation, config or default_dpo_config, tokenizer, model
+    )
     config = with_safe_rates(config, model, allow_high_learning_rates, adapters=lora is not None)
     inputs = {
         "config": config,
@@ -123,7 +115,7 @@ def train_dpo(
 
 
 def default_dpo_config(rows: int, model: PreTrainedModel | Path) -> DpoConfig:
-    """About one epoch over ``rows`` pairs."""
+    """Return settings for about one epoch over ``rows`` pairs."""
     size = min(32, rows)
     return DpoConfig(
         steps=math.ceil(rows / size),

@@ -1,5 +1,4 @@
-"""By what a run is recognised: hashes of its settings, rows, weights and reward function, never
-their names alone.
+"""What identifies a run: hashes of its settings, rows, weights and reward function.
 
 A folder of partial state is resumed only by the run that left it there: a policy trained by other
 weights or another reward would pass for the one that was asked for.
@@ -101,8 +100,10 @@ def _require_same(saved: dict[str, Any], claim: dict[str, Any], work: Path) -> N
 
 
 def parts_of(value: Any, hashes: FileHashes) -> Parts:
-    """The hash of each part of ``value``: of a function its code, and every value that it reads;
-    else one unnamed.
+    """Return the hash of each part of ``value``.
+
+    The parts of a function are its code and every value that it reads; all else is one part
+    without a name.
     """
     if callable(value) and not isinstance(value, nn.Module):
         key = getattr(value, RESUME_KEY, None)
@@ -120,9 +121,7 @@ def _hash_or_unknown(value: Any, hashes: FileHashes) -> str:
 
 
 def _parts_of_callable(value: Any) -> Iterator[tuple[str, Any]]:
-    """Yield what a function computes with, or what an object that can be called does and holds,
-    each with its name.
-    """
+    """Yield by name what a function computes with, or what a callable object does and holds."""
     if isinstance(value, MethodType):
         yield "its object", value.__self__
         value = value.__func__
@@ -138,9 +137,7 @@ def _parts_of_callable(value: Any) -> Iterator[tuple[str, Any]]:
 
 
 def values_read(function: FunctionType) -> Iterator[tuple[str, Any]]:
-    """Yield the values that a function reads beside its arguments: defaults, variables around it,
-    and globals.
-    """
+    """Yield by name a function's defaults, and the variables and globals that it reads."""
     for number, value in enumerate(function.__defaults__ or ()):
         yield f"default {number}", value
     for name, value in sorted((function.__kwdefaults__ or {}).items()):
@@ -173,7 +170,7 @@ class Content:
         self.open: set[int] = set()  # the values inside which this one is
 
     def of(self, value: Any) -> str:
-        """Hex digest of ``value``."""
+        """Return the hex digest of ``value``."""
         self.add(value)
         return self.hash.hexdigest()
 
@@ -258,9 +255,7 @@ class Content:
             self._add_reduced(value)
 
     def _add_function(self, function: FunctionType) -> None:
-        """A library's function by its name, since its code is the environment's; another by what it
-        does.
-        """
+        """Add a library's function by name, since the environment fixes it; others by code."""
         if function.__code__.co_filename.startswith(LIBRARIES):
             self._text(f"{function.__module__}.{function.__qualname__}")
             return
@@ -271,23 +266,19 @@ class Content:
             self.add(value)
 
     def _add_named(self, value: Any) -> None:
-        """A class by its name, with its functions unless it is a library's; what is bound, with
-        what it is bound to.
-        """
+        """Add a class by name, its own functions too unless a library's, and what it is bound to."""
         self._text(f"{value.__module__}.{value.__qualname__}")
         self.add(getattr(value, "__self__", None))
         module = sys.modules.get(value.__module__ or "")
         of_library = str(getattr(module, "__file__", None) or LIBRARIES[0]).startswith(LIBRARIES)
         if isinstance(value, type) and (not of_library or value.__module__ == "__main__"):
-            methods = {
-                name: own for name, own in vars(value).items() if isinstance(own, FunctionType)
-            }
-            for name in sorted(methods):
-                self._text(name)
-                self.add(methods[name])
+            for name, own in sorted(vars(value).items()):
+                if isinstance(own, FunctionType):
+                    self._text(name)
+                    self.add(own)
 
     def _add_reduced(self, value: Any) -> None:
-        """An object by what a copy of it would be made from."""
+        """Add an object by what a copy of it would be made from."""
         try:
             made_of = value.__reduce_ex__(4)
         except Exception as error:  # a lock, a socket, a model of another library
@@ -318,6 +309,6 @@ class Content:
             self._text(self.hashes.of(file))
 
     def _add_ids(self, rows: Iterable[Sequence[int]]) -> None:
-        """Rows of token ids."""
+        """Add rows of token ids."""
         for row in rows:
             self.hash.update(np.asarray([len(row), *row], dtype=np.int64).tobytes())

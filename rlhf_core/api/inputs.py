@@ -1,6 +1,4 @@
-"""Inputs of the functions here: records of any known format, tokenizers, rewards, and the folder of
-a run's state.
-"""
+"""Inputs of the training functions: records, tokenizers, rewards, and a run's folder."""
 
 from __future__ import annotations
 
@@ -19,8 +17,10 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from rlhf_core.api.identity import claim_folder
 from rlhf_core.config.data import ReadOptions
 from rlhf_core.config.model import Strict
+from rlhf_core.config.policy import DpoConfig
 from rlhf_core.config.ppo import RolloutConfig
-from rlhf_core.config.rates import TrainedPart, trained_parts, with_chosen_rates
+from rlhf_core.config.rates import trained_parts, with_chosen_rates
+from rlhf_core.config.reward import RewardConfig
 from rlhf_core.config.reward_sources import DEFAULT_SOURCES, OWN_MODEL, FunctionSource, source_names
 from rlhf_core.data.collection.rows import read_records
 from rlhf_core.data.readers.detection import format_of
@@ -62,10 +62,12 @@ from rlhf_core.runtime.user_function import load_function
 from rlhf_core.sampling.token_scoring import MicroBatchLimits
 from rlhf_core.storage.files import scratch_folder
 from rlhf_core.training.engine.frozen import FrozenModels
+from rlhf_core.training.reward.run import Split, split_of
 from rlhf_core.training.run_context import RunContext
 
 Row = TypeVar("Row", Demonstration, Preference, Prompt, PretrainText)
 Config = TypeVar("Config", bound=Strict)
+PairConfig = TypeVar("PairConfig", DpoConfig, RewardConfig)
 
 HELD_OUT_EVERY = 20
 TEXTS = {"chosen", "rejected", "reply", "text"}
@@ -107,7 +109,9 @@ def rows_of(
 def _read(kind: type[Row], listed: Sequence[Mapping[str, Any] | str | Row], name: str) -> list[Row]:
     """Read records, all of which must be of one format: that of the first which has one."""
     field = "text" if kind is PretrainText else "prompt"
-    values = [{field: record} if isinstance(record, str) else record for record in listed]
+    values: list[Any] = []
+    for record in listed:
+        values.append({field: record} if isinstance(record, str) else record)
     shape = next(filter(None, map(format_of, values)), None)
     numbered = [Record(number, value) for number, value in enumerate(values, start=1)]
     options = ReadOptions.model_validate({"format": shape.name if shape else None})
@@ -127,11 +131,10 @@ def _read(kind: type[Row], listed: Sequence[Mapping[str, Any] | str | Row], name
 
 
 def records_of(given: Any, name: str) -> list[Any]:
-    """The records of a list or another iterable of them, or of a table of pandas, Polars or
-    PyArrow.
+    """Return the records of an iterable, or of a table of pandas, Polars or PyArrow.
 
-    Missing values of a table are None. What has columns and would yield their names in place of
-    rows is refused.
+    Missing values of a table are None. Anything else with columns is refused, since it would yield
+    their names in place of rows.
 
     Raises:
         DataError: ``given`` is one record, no iterable, or a table of another kind; or it holds
@@ -154,9 +157,7 @@ def records_of(given: Any, name: str) -> list[Any]:
         listed = given.to_pylist()
     elif hasattr(given, "to_dicts"):  # Polars' tables
         listed = given.to_dicts()
-    elif hasattr(given, "to_dict") and hasattr(
-        given, "iterrows"
-    ):  # pandas' and those that follow it
+    elif hasattr(given, "to_dict") and hasattr(given, "iterrows"):  # pandas, and what follows it
         listed = [plain_values(row) for row in given.to_dict("records")]
     elif hasattr(given, "tolist") and fields is None:  # a column of pandas, an array of NumPy
         listed = plain_values(given)
@@ -166,10 +167,9 @@ def records_of(given: Any, name: str) -> list[Any]:
         )
     else:
         listed = list(given)
+    known = str | Mapping | Demonstration | Preference | Prompt | PretrainText
     for number, record in enumerate(listed, start=1):
-        if not isinstance(
-            record, str | Mapping | Demonstration | Preference | Prompt | PretrainText
-        ):
+        if not isinstance(record, known):
             raise DataError(
                 f"{name}, record {number} is a {type(record).__name__}; give each as a dict, or as a string"
             )
@@ -177,20 +177,17 @@ def records_of(given: Any, name: str) -> list[Any]:
 
 
 def plain_values(value: Any) -> Any:
-    """A value of a table of pandas as JSON would have it: lists for arrays, and None for what is
-    missing.
-    """
+    """Return a value of pandas as JSON has it: lists for arrays, None for missing values."""
     if isinstance(value, Mapping):
         return {key: plain_values(item) for key, item in value.items()}
     if hasattr(value, "tolist"):  # NumPy's arrays and numbers
         value = value.tolist()
     if isinstance(value, list | tuple):
         return [plain_values(item) for item in value]
-    missing = (isinstance(value, float) and value != value) or type(value).__name__ in (
-        "NAType",
-        "NaTType",
-    )
-    return None if missing else value
+    is_nan = isinstance(value, float) and value != value
+    if is_nan or type(value).__name__ in ("NAType", "NaTType"):
+        return None
+    return value
 
 
 def _require_usable(row: Demonstration | Preference | Prompt | PretrainText, where: str) -> None:
@@ -198,7 +195,8 @@ def _require_usable(row: Demonstration | Preference | Prompt | PretrainText, whe
     try:
         for name in TEXTS & vars(row).keys():
             text_of(getattr(row, name), name)
-        for turn in () if isinstance(row, PretrainText) else row.prompt:
+        turns = [] if isinstance(row, PretrainText) else row.prompt
+        for turn in turns:
             if not isinstance(turn, Message) or turn.role not in ROLES:
                 raise Refusal(f"a turn of the prompt is no Message of the role {', '.join(ROLES)}")
             text_of(turn.content, f"the {turn.role} turn")
@@ -220,8 +218,9 @@ def held_out(
     validation: Iterable[Row | Mapping[str, Any] | str] | None,
     name: str,
 ) -> tuple[list[Row], list[Row]]:
-    """Read records as training and validation rows: without ``validation`` every twentieth and the
-    last are held out.
+    """Read records as training and validation rows.
+
+    Without ``validation`` every twentieth record and the last are held out.
 
     Raises:
         DataError: As of :func:`rows_of`, or there are too few rows to hold one out.
@@ -238,6 +237,34 @@ def held_out(
     return training, [rows[number] for number in sorted(numbers)]
 
 
+def pairs_of(
+    preferences: Iterable[Preference | Mapping[str, Any]] | Split,
+    validation: Iterable[Preference | Mapping[str, Any]] | Split | None,
+    config: PairConfig | Callable[[int, PreTrainedModel | Path], PairConfig],
+    tokenizer: PreTrainedTokenizerBase,
+    model: PreTrainedModel | Path,
+) -> tuple[PairConfig, Split, Split]:
+    """Return the settings of a training on pairs, its training pairs and its validation pairs.
+
+    Args:
+        preferences: Records of pairs, or pairs that are tokenised.
+        validation: Likewise; None holds out some of ``preferences``.
+        config: Settings, or what makes them of the number of training pairs and ``model``.
+
+    Raises:
+        DataError: A record cannot be read, or no pair is usable.
+    """
+    if isinstance(preferences, Split):
+        assert isinstance(validation, Split) and not callable(config)
+        return config, preferences, validation
+    assert not isinstance(validation, Split)
+    train, checks = held_out(Preference, preferences, validation, "preferences")
+    settings = config(len(train), model) if callable(config) else config
+    longest = fitting_length(settings.max_tokens, model)
+    pairs = split_of(train, tokenizer, longest, "preferences")
+    return settings, pairs, split_of(checks, tokenizer, longest, "validation")
+
+
 def token_table(
     given: Iterable[Any] | TokenTable,
     kind: type[Row],
@@ -248,7 +275,9 @@ def token_table(
     if isinstance(given, TokenTable):
         return given
     listed = records_of(given, name)
-    return TokenTable.of_rows(tokenizer, kind.KIND, rows_of(kind, listed, name)) if listed else None
+    if not listed:
+        return None
+    return TokenTable.of_rows(tokenizer, kind.KIND, rows_of(kind, listed, name))
 
 
 def encode_prompts(
@@ -257,14 +286,11 @@ def encode_prompts(
     policy: PreTrainedModel | Path,
     max_new_tokens: int,
 ) -> TrainingPrompts:
-    """Read and encode prompts where that is not done yet; prompt and reply must fit the policy's
-    positions.
-    """
+    """Read and encode prompts unless that is done, and check that replies fit the policy too."""
     if not isinstance(prompts, TrainingPrompts):
         records = records_of(prompts, "prompts")
-        encoded = TrainingPrompts.encode(
-            tokenizer, [row.prompt for row in rows_of(Prompt, records, "prompts")]
-        )
+        turns = [row.prompt for row in rows_of(Prompt, records, "prompts")]
+        encoded = TrainingPrompts.encode(tokenizer, turns)
         prompts = replace(encoded, columns=columns_beside(records))
     positions = fitting_length(sys.maxsize, policy)
     require_room(prompts.ids, max_new_tokens, positions)
@@ -272,18 +298,22 @@ def encode_prompts(
 
 
 def columns_beside(records: Sequence[Any]) -> dict[str, list[Any]]:
-    """What records of prompts say beside these, by column; those that are no mapping say
-    nothing.
-    """
-    return columns_of_records([record if isinstance(record, Mapping) else {} for record in records])
+    """Return the other columns of records of prompts; a record that is a string has none."""
+    mappings: list[Mapping[str, Any]] = []
+    for record in records:
+        mappings.append(record if isinstance(record, Mapping) else {})
+    return columns_of_records(mappings)
 
 
 def _require_one_record_each(prompts: TrainingPrompts, read: Sequence[str]) -> None:
-    """Refuse two records of one prompt that differ in what is read: a reply would not tell which of
-    them it answers.
+    """Refuse two records of one prompt that differ in what is read.
+
+    A reply would not tell which of them it answers.
     """
+    if not read:
+        return
     first: dict[tuple[int, ...], int] = {}
-    for row, ids in enumerate(prompts.ids if read else ()):
+    for row, ids in enumerate(prompts.ids):
         other = first.setdefault(tuple(ids), row)
         for name in read:
             values = prompts.columns[name]
@@ -297,11 +327,11 @@ def _require_one_record_each(prompts: TrainingPrompts, read: Sequence[str]) -> N
 def checked_tokenizer(
     tokenizer: PreTrainedTokenizerBase, model: PreTrainedModel | Path
 ) -> PreTrainedTokenizerBase:
-    """Return the tokenizer, or a copy with a plain chat template ("User: … Assistant: …") where it
-    has none.
+    """Return the tokenizer with a chat template, and with the tokens that end a reply.
 
-    A copy also names the tokens at which the model's generation config ends a reply. That of a
-    folder is as the base stage, or whoever saved the folder, has made it.
+    Where it has no template, a copy gets a plain one ("User: … Assistant: …"). A copy also names
+    the tokens at which the model's generation config ends a reply. The tokenizer of a folder is
+    taken as the base stage, or whoever saved it, has made it.
 
     Raises:
         ModelError: It has no end-of-sequence token, so that no reply could ever end, or more
@@ -333,17 +363,14 @@ def checked_tokenizer(
 
 @contextmanager
 def evaluating(*models: object) -> Iterator[None]:
-    """Put the given models on the device and in evaluation mode inside the block, with logits
-    computed in float32, products and norms as engines and loading have them: policy and reference
-    of one model then compute the same.
+    """Put the given models on the device and in evaluation mode inside the block.
 
-    This is the one place for models that are read as they are: engines place what they train, and
-    loading what comes from a folder. Whatever is no model in memory (a folder, a function, None) is
-    left alone.
+    Logits are computed in float32, products and norms as engines and loading have them: policy and
+    reference of one model then compute the same. This is the one place for models that are read as
+    they are: engines place what they train, and loading what comes from a folder. Whatever is no
+    model in memory (a folder, a function, None) is left alone.
     """
-    held: dict[int, nn.Module] = {
-        id(model): model for model in models if isinstance(model, nn.Module)
-    }
+    held = {id(model): model for model in models if isinstance(model, nn.Module)}
     with ExitStack() as stack:
         for model in held.values():
             stack.callback(model.train, model.training)
@@ -351,18 +378,15 @@ def evaluating(*models: object) -> Iterator[None]:
             model.to(distributed.device()).eval()
             stack.enter_context(kernels_inside(model))
             if isinstance(model, PreTrainedModel):
-                stack.callback(
-                    setattr, model.config, "return_dict", getattr(model.config, "return_dict", True)
-                )
+                names_outputs = getattr(model.config, "return_dict", True)
+                stack.callback(setattr, model.config, "return_dict", names_outputs)
                 name_outputs(model)
                 stack.enter_context(float32_unembedding(model))
         yield
 
 
 def reward_folder(reward: Any, context: RunContext) -> Path | None:
-    """What ``reward.sources`` call ``models/reward``; None where the reward is a function or a
-    model in memory.
-    """
+    """Return the folder of ``models/reward``; None for a reward that is a function or a model."""
     if isinstance(reward, Path):
         return reward
     return context.folder / OWN_MODEL if reward is None else None
@@ -371,8 +395,9 @@ def reward_folder(reward: Any, context: RunContext) -> Path | None:
 def reward_inputs(
     reward: Any, rollout: RolloutConfig, context: RunContext | None
 ) -> dict[str, Any]:
-    """What rewards depend on beside the settings: what was given, or the functions and models of
-    ``reward.sources``.
+    """Return what rewards depend on beside the settings, by name.
+
+    That is the reward that was given, or the functions and models of ``reward.sources``.
     """
     own = reward_folder(reward, context or RunContext(Path()))
     if own is None and isinstance(reward, FunctionReward):
@@ -383,9 +408,8 @@ def reward_inputs(
         return {}  # it is compared with nothing
     workspace = own.parent.parent
     inputs: dict[str, Any] = {"reward": own}
-    for name, source in zip(
-        source_names(rollout.reward.sources), rollout.reward.sources, strict=True
-    ):
+    sources = rollout.reward.sources
+    for name, source in zip(source_names(sources), sources, strict=True):
         if isinstance(source, FunctionSource):
             inputs[f"source {name}"] = load_function(source.target, workspace, name, SIGNATURE)
         for folder in model_folders(source):
@@ -401,8 +425,9 @@ def reward_fn_of(
     frozen: FrozenModels,
     context: RunContext,
 ) -> RewardFn:
-    """Make the reward function that the trainers call on tokens, of what was given or of
-    ``reward.sources``.
+    """Return the reward function that trainers call on tokens.
+
+    It is made of the reward that was given, or of ``reward.sources``.
 
     Raises:
         ConfigError: It is given twice, or cannot be one.
@@ -433,9 +458,8 @@ def reward_fn_of(
     unread = sorted(prompts.columns.keys() - {*function.read})
     if unread:
         logger.info("%s does not read %s of the prompts' records", who, ", ".join(unread))
-    return RewardMixture(
-        [WeightedSource("function", 1.0, RankShared(function))], PromptReader(prompts), tokenizer
-    )
+    source = WeightedSource("function", 1.0, RankShared(function))
+    return RewardMixture([source], PromptReader(prompts), tokenizer)
 
 
 def require_type(value: object, kind: type, name: str) -> None:
@@ -452,7 +476,7 @@ def require_type(value: object, kind: type, name: str) -> None:
 def run_context(
     context: RunContext | None, name: str, inputs: Mapping[str, Any]
 ) -> Iterator[RunContext]:
-    """The given context, or one whose folder is removed when the block ends.
+    """Yield the given context, or one whose folder is removed when the block ends.
 
     Args:
         context: Where to keep partial state; None for a temporary folder.
@@ -474,7 +498,7 @@ def run_context(
 def with_safe_rates(
     config: Config, model: PreTrainedModel | Path, insisted: bool, adapters: bool = False
 ) -> Config:
-    """``config`` with a learning rate in every optimiser that has none, which suits ``model``.
+    """Return settings with a rate that suits ``model`` in every optimiser that has none.
 
     A model in memory that was loaded from nowhere is a new one; any other counts as pretrained.
 
@@ -490,15 +514,10 @@ def with_safe_rates(
     new = not isinstance(model, Path) and not model.name_or_path
     high = [part for part in trained_parts(config, adapters) if part.too_high]
     if high and not new and not insisted:
-        listed = ", ".join(
-            f"{part.field}.lr {part.optimizer.lr:g} (about {_usual(part):g})" for part in high
-        )
+        listed = [f"{part.field}.lr {part.optimizer.lr:g} (about {part.usual:g})" for part in high]
         raise ConfigError(
-            f"the model is a pretrained one, which learning rates this high wreck within a few steps: {listed}; lower "
-            "them, leave them out, or insist with allow_high_learning_rates=True"
+            "the model is a pretrained one, which learning rates this high wreck within a few "
+            f"steps: {', '.join(listed)}; lower them, leave them out, or insist with "
+            "allow_high_learning_rates=True"
         )
     return with_chosen_rates(config, new, adapters)
-
-
-def _usual(part: TrainedPart) -> float:
-    return part.suitable.adapters if part.adapters else part.suitable.pretrained

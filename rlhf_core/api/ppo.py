@@ -1,6 +1,4 @@
-"""PPO-max on a causal language model, with a reward function or the reward sources of the
-settings.
-"""
+"""PPO-max on a causal language model, with a reward function or reward sources."""
 
 from __future__ import annotations
 
@@ -32,7 +30,7 @@ from rlhf_core.api.inputs import (
     with_safe_rates,
 )
 from rlhf_core.api.reward_model import TrainedRewardModel
-from rlhf_core.config.loading import rules_for
+from rlhf_core.config.health import rules_for
 from rlhf_core.config.ppo import PpoConfig, PtxConfig, RolloutConfig
 from rlhf_core.data.encoding import decode_reply, pad_id
 from rlhf_core.data.schema import Demonstration, PretrainText, Prompt
@@ -83,9 +81,8 @@ from rlhf_core.training.loop import keeping_what_was_made
 from rlhf_core.training.rng import derive_seed, seed_everything
 from rlhf_core.training.run_context import RunContext
 
-MEASURED = (
-    -1
-)  # the sampler's version of weights that the selection looks at; those of rollouts count from 0
+# The sampler's version of weights that the selection looks at; those of rollouts count from 0.
+MEASURED = -1
 # The data sets that ``ppo.ptx.data`` names.
 PTX_KINDS = {
     "demonstrations": (Demonstration.KIND,),
@@ -122,9 +119,7 @@ class TrainedPolicy:
     adapter: PeftAdapter | None = None
 
     def save(self, path: str | Path) -> None:
-        """Save model and tokenizer as a Hugging Face folder, after checking that the copy computes
-        the same.
-        """
+        """Save model and tokenizer as a Hugging Face folder, checked to compute the same."""
         save_policy(Path(path), self.model, self.tokenizer, adapter=self.adapter)
 
 
@@ -198,27 +193,21 @@ def train_ppo(
     held_out = records_of(validation_prompts, "validation_prompts")
     judged = rows_of(Prompt, held_out, "validation_prompts") if held_out else []
     judged = judged[: config.selection.prompts]
+    if isinstance(reward, TrainedRewardModel):
+        reward = reward.model
+    if isinstance(referee, TrainedRewardModel):
+        referee = referee.model
     inputs = PpoInputs(
-        config,
-        model,
-        tokenizer,
-        encoded,
-        reward.model if isinstance(reward, TrainedRewardModel) else reward,
-        critic,
-        base,
-        referee.model if isinstance(referee, TrainedRewardModel) else referee,
-        judged,
-        texts,
+        config, model, tokenizer, encoded, reward, critic, base, referee, judged, texts
     )
-    for name in ("reward", "referee", "critic"):
-        scalar = getattr(inputs, name)
-        scalar = scalar.model if isinstance(scalar, TrainedCritic) else scalar
+    value_model = critic.model if isinstance(critic, TrainedCritic) else critic
+    for name, scalar in (("reward", reward), ("referee", referee), ("critic", value_model)):
         require_plain(scalar if isinstance(scalar, nn.Module) else None, name)
     inputs.require_consistent()
     seed_everything(config.seed)
-    identity = inputs.identity() | reward_inputs(inputs.reward, config, context)
+    identity = inputs.identity() | reward_inputs(reward, config, context)
     with (
-        evaluating(model, inputs.reward, inputs.referee),
+        evaluating(model, reward, referee),
         run_context(context, "train_ppo", identity) as run,
     ):
         if not isinstance(model, Path):  # that of a folder was asked when it became one
@@ -232,10 +221,10 @@ def train_ppo(
 
 
 def trained_so_far(trainer: Trainer, inputs: PpoInputs) -> TrainedPolicy | None:
-    """The policy of a run that ended early; None before its first iteration.
+    """Return the policy of a run that ended early; None before its first iteration.
 
-    It is the referee's choice among the checkpoints before, if one of them is on the disk, else the
-    last one.
+    It is the referee's choice among the earlier checkpoints if that is on the disk, else the last
+    one.
     """
     if not trainer.history.rows():
         return None
@@ -243,14 +232,13 @@ def trained_so_far(trainer: Trainer, inputs: PpoInputs) -> TrainedPolicy | None:
     if selector is not None and selector.candidates:
         trainer.checkpoints.manager.finish()
         best = selector.choice()
-        choice = best if holds_best(selector.folder, best.candidate.iteration) else None
+        if holds_best(selector.folder, best.candidate.iteration):
+            choice = best
     return outcome(trainer, inputs, choice)
 
 
 def outcome(trainer: Trainer, inputs: PpoInputs, choice: CheckpointChoice | None) -> TrainedPolicy:
-    """Take the policy out of its engines, with the weights of ``choice`` if there is one, and
-    describe its run.
-    """
+    """Take the policy out of its engines, with the weights of ``choice`` if there is one."""
     trained = trainer.learner.pair.release_policy()
     if choice is not None:
         assert trainer.selector is not None
@@ -284,9 +272,7 @@ class PpoInputs:
     texts: Mapping[str, TokenTable]
 
     def identity(self) -> dict[str, Any]:
-        """Everything but the reward that the run depends on, for
-        :func:`~rlhf_core.api.inputs.run_context`.
-        """
+        """Return everything but the reward that the run depends on, by name."""
         critic: Any = self.critic
         if isinstance(critic, TrainedCritic):
             critic = [critic.model, critic.moments]
@@ -332,9 +318,8 @@ class PpoInputs:
             raise ConfigError(
                 "policy_init is base, but there is no base: give the model that the policy starts from"
             )
-        if config.share_base and not (
-            isinstance(self.model, Path) and isinstance(self.referee, Path | None)
-        ):
+        of_folders = isinstance(self.model, Path) and isinstance(self.referee, Path | None)
+        if config.share_base and not of_folders:
             raise ConfigError(
                 "share_base shares the weights of folders: give model and referee as folders, or unset it"
             )
@@ -361,8 +346,7 @@ class PpoInputs:
 
 
 def assemble(inputs: PpoInputs, context: RunContext, sampler: Sampler) -> Trainer:
-    """Build policy, reference and critic with their engines, the reward function, selection and
-    health rules.
+    """Build the trainer: models in engines, the reward function, selection and health rules.
 
     The order matters where models come from folders: the device may have no room for reference and
     policy as loaded, so that the reference is placed before the policy is loaded. Where this
@@ -370,10 +354,10 @@ def assemble(inputs: PpoInputs, context: RunContext, sampler: Sampler) -> Traine
     """
     config, tokenizer, frozen = inputs.config, inputs.tokenizer, FrozenModels(context.launch)
     reference, adapted = _reference(inputs, frozen)
-    apart = adapted is None and isinstance(
-        inputs.model, Path
-    )  # of the policy, and of what the caller has in memory
-    if apart and config.sampler.kind != "local":  # nothing samples with its weights here
+    # Whether the reference is apart from the policy and from what the caller has in memory.
+    apart = adapted is None and isinstance(inputs.model, Path)
+    samples_here = config.sampler.kind == "local"
+    if apart and not samples_here:
         reference = frozen.place(reference)
     own = reward_folder(inputs.reward, context)
     selector = referee = None
@@ -389,21 +373,21 @@ def assemble(inputs: PpoInputs, context: RunContext, sampler: Sampler) -> Traine
     if adapted is not None:
         policy = adapted
     else:
-        reference = (
-            frozen.place(reference) if apart and config.sampler.kind == "local" else reference
-        )
-        policy = _own_copy(
-            inputs.model if config.policy_init == "sft" else inputs.base,
-            device_before(context.launch),
-        )
+        if apart and samples_here:
+            reference = frozen.place(reference)
+        start = inputs.model if config.policy_init == "sft" else inputs.base
+        policy = _own_copy(start, device_before(context.launch))
     if selector is not None:
         evaluator.reference = reference
     reward_fn = reward_fn_of(inputs.reward, config, inputs.prompts, tokenizer, frozen, context)
     critic, moments = _critic(inputs, frozen, own)
-    pair = build_actor_critic(
-        config, policy, critic, Sampling.for_rollouts(tokenizer, config), context
-    )
-    health_limits = {"kl": config.selection.max_kl, "max_new_tokens": float(config.max_new_tokens)}
+    sampling = Sampling.for_rollouts(tokenizer, config)
+    pair = build_actor_critic(config, policy, critic, sampling, context)
+    limits_of_health = {
+        "kl": config.selection.max_kl,
+        "max_new_tokens": float(config.max_new_tokens),
+    }
+    monitor = HealthMonitor(limits_of_health, rules_for(config.health, config.kl.coefficient))
     ptx = ptx_data(config, inputs.texts, pad_id(tokenizer), positions_of(policy.config))
     return Trainer(
         learner=Learner(config, pair, reference, ptx),
@@ -413,7 +397,7 @@ def assemble(inputs: PpoInputs, context: RunContext, sampler: Sampler) -> Traine
         moments=moments,
         context=context,
         selector=selector,
-        health=HealthGuard(HealthMonitor(health_limits, rules_for(config)), config.health),
+        health=HealthGuard(monitor, config.health),
         referee=referee,
         frozen=frozen,
         sampler=sampler,
@@ -421,7 +405,7 @@ def assemble(inputs: PpoInputs, context: RunContext, sampler: Sampler) -> Traine
 
 
 def default_ppo_config(ptx: bool) -> PpoConfig:
-    """Settings for a small machine, with the ptx loss if there are texts for it."""
+    """Return settings for a small machine, with the ptx loss if there are texts for it."""
     return PpoConfig(batch_size=32, ptx=PtxConfig() if ptx else PtxConfig(weight=0.0))
 
 
@@ -431,28 +415,30 @@ def summary(
     findings: list[dict[str, Any]],
     choice: CheckpointChoice | None,
 ) -> dict[str, Any]:
-    """The selected checkpoint, the last iteration, health findings, each rollback."""
+    """Return the run's metrics: selected checkpoint, last iteration, findings, rollbacks."""
     journal = trainer.checkpoints.journal
     last = {name: value for name, value in history[-1].items() if isinstance(value, int | float)}
     # A mean reward that is not finite is null in the history.
-    rewards = [history[number]["reward_mean"] for number in (0, -1)]
-    metrics: dict[str, Any] = {
-        f"rollback_{n}": entry.record() for n, entry in enumerate(journal.entries, start=1)
-    }
+    first_reward, last_reward = history[0]["reward_mean"], history[-1]["reward_mean"]
+    reward_gain = None
+    if first_reward is not None and last_reward is not None:
+        reward_gain = last_reward - first_reward
+    metrics: dict[str, Any] = {}
+    for number, entry in enumerate(journal.entries, start=1):
+        metrics[f"rollback_{number}"] = entry.record()
+    pauses = [finding for finding in findings if finding["action"] == "pause"]
     metrics |= {
         "iterations": trainer.done,
         "skipped_steps": sum(row["skipped_steps"] for row in history),
         "findings": len(findings),
-        "pauses": sum(finding["action"] == "pause" for finding in findings),
+        "pauses": len(pauses),
         "rollbacks": len(journal),
-        "reward_gain": None if None in rewards else rewards[1] - rewards[0],
+        "reward_gain": reward_gain,
         "last": last,
     }
     if choice is not None:
-        metrics |= {
-            "selected_iteration": choice.candidate.iteration,
-            "admissible": int(choice.admissible),
-        }
+        metrics["selected_iteration"] = choice.candidate.iteration
+        metrics["admissible"] = int(choice.admissible)
         metrics["selected"] = nonfinite_as_none(asdict(choice.candidate))
     return metrics
 
@@ -460,13 +446,12 @@ def summary(
 def _own_copy(
     given: PreTrainedModel | Path | None, device: torch.device | None = None
 ) -> PreTrainedModel:
-    """A model to train: loaded from its folder, on ``device`` or else this process's own; or a
-    copy.
-    """
+    """Return a model to train: a copy, or loaded from its folder, by default on the own device."""
     assert given is not None
-    policy = (
-        load_policy(given, device=device)[0] if isinstance(given, Path) else own_copy(given).eval()
-    )
+    if isinstance(given, Path):
+        policy, _ = load_policy(given, device=device)
+    else:
+        policy = own_copy(given).eval()
     say_router_loss(policy, False, "ppo")
     return policy
 
@@ -474,17 +459,18 @@ def _own_copy(
 def _reference(
     inputs: PpoInputs, frozen: FrozenModels
 ) -> tuple[PreTrainedModel, PreTrainedModel | None]:
-    """The frozen reference, and the policy where it is trained as adapters: the reference is it
-    without them.
+    """Return the frozen reference, and the policy where that is trained as adapters.
 
-    With ``share_base`` its weights serve the ``frozen`` models too.
+    The reference is then the policy without them. With ``share_base`` its weights serve the
+    ``frozen`` models too.
     """
     config, given = inputs.config, inputs.model
     if config.policy_lora is None:
         if not isinstance(given, Path):
             return given, None
         device = frozen.loading if config.sampler.kind != "local" else None
-        return load_policy(given, device=device)[0].requires_grad_(False), None
+        reference, _ = load_policy(given, device=device)
+        return reference.requires_grad_(False), None
     model = _own_copy(given)
     if config.share_base:
         assert isinstance(given, Path)
@@ -498,7 +484,7 @@ def _reference(
 
 
 def _scorer(given: Any, frozen: FrozenModels) -> ReplyScorer | None:
-    """A judge of replies, if ``given`` is a model or the folder of one."""
+    """Return a judge of replies, if ``given`` is a model or the folder of one."""
     if isinstance(given, Path):
         scorer: ReplyScorer = frozen.scalar(given)
         return scorer
@@ -512,10 +498,10 @@ def _evaluator(
     reward: ReplyScorer | None,
     sampler: Sampler,
 ) -> SelectionEvaluator:
-    """Let ``referee`` compare replies to fixed prompts with those of ``reference``, sampled as PPO
-    samples.
+    """Let ``referee`` compare replies to fixed prompts with those of ``reference``.
 
-    The ``reward`` model is for the metric ``referee_gap`` alone; None where the reward is no model.
+    They are sampled as PPO samples. The ``reward`` model is for the metric ``referee_gap`` alone;
+    None where the reward is no model.
     """
     config, tokenizer = inputs.config, inputs.tokenizer
     seed, together = derive_seed(config.seed, "ppo", "selection"), config.selection.batch_size
@@ -536,10 +522,10 @@ def _evaluator(
 def _critic(
     inputs: PpoInputs, frozen: FrozenModels, reward: Path | None
 ) -> tuple[ScalarModel | None, RunningMeanStd]:
-    """A copy of the pre-trained critic, and the moments of raw rewards that it saw; without one
-    they begin with PPO.
+    """Return a copy of the pre-trained critic, and the moments of raw rewards that it saw.
 
-    Pre-trained as adapters, it keeps those on the policy's frozen weights where these are shared.
+    Without one the moments begin with PPO. Pre-trained as adapters, it keeps those on the policy's
+    frozen weights where these are shared.
     """
     config, given = inputs.config, inputs.critic
     if config.advantage.critic_free or given is None:
@@ -548,11 +534,8 @@ def _critic(
         critic, moments = copy.deepcopy(given.model), copy.deepcopy(given.moments)
     else:
         moments = RunningMeanStd.from_dict(read_json(given / MOMENTS))
-        if (
-            config.critic_mode != "shared"
-            and frozen.base is not None
-            and (given / SETTINGS).is_file()
-        ):
+        of_adapters = (given / SETTINGS).is_file()
+        if frozen.base is not None and of_adapters and config.critic_mode != "shared":
             return frozen.base.scalar(given, through=reward), moments
         critic = ScalarModel.load(given, device=device_before(frozen.launch, config.critic_lora))
     if config.critic_lora is not None:
@@ -563,9 +546,7 @@ def _critic(
 def ptx_data(
     config: PpoConfig, texts: Mapping[str, TokenTable], pad: int, positions: int | None
 ) -> PtxData | None:
-    """The texts of the ptx loss; those longer than the model's positions are left out, never
-    cut.
-    """
+    """Return the texts of the ptx loss without those longer than the model's positions."""
     if config.ptx.weight == 0:
         return None
     seed, shares = derive_seed(config.seed, "ppo", "ptx"), config.ptx.category_shares

@@ -12,7 +12,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from rlhf_core.api.inputs import (
     checked_tokenizer,
-    held_out,
+    pairs_of,
     require_type,
     run_context,
     with_safe_rates,
@@ -24,13 +24,7 @@ from rlhf_core.models.causal_lm import fitting_length
 from rlhf_core.models.given import require_plain
 from rlhf_core.models.precision import plain_arithmetic
 from rlhf_core.training.reward.probes import probe_metrics, probes_of
-from rlhf_core.training.reward.run import (
-    Split,
-    TrainedScalar,
-    quality_metrics,
-    split_of,
-    train_scalar,
-)
+from rlhf_core.training.reward.run import Split, TrainedScalar, quality_metrics, train_scalar
 from rlhf_core.training.reward.trainer import PairScores, score_pairs
 from rlhf_core.training.run_context import RunContext
 
@@ -71,11 +65,10 @@ def train_reward_model(
     name: str = "reward",
     allow_high_learning_rates: bool = False,
 ) -> TrainedRewardModel:
-    """Train a scalar model on preference pairs by pairwise ranking (algorithms.md §2; paper,
-    equation 1).
+    """Train a scalar model on preference pairs by pairwise ranking.
 
-    The same function trains the referee that selects PPO's checkpoints: give it other pairs and
-    another ``name``.
+    This is algorithms.md §2, and equation 1 of the paper. The same function trains the referee that
+    selects PPO's checkpoints: give it other pairs and another ``name``.
 
     Args:
         model: The causal language model that a head is put on a copy of, or its folder; it is left
@@ -99,41 +92,39 @@ def train_reward_model(
     require_type(config, RewardConfig, "config")
     require_plain(model, "model")
     tokenizer = checked_tokenizer(tokenizer, model)
-    if isinstance(preferences, Split):
-        assert isinstance(validation, Split) and config is not None
-        pairs, held = preferences, validation
-    else:
-        assert not isinstance(validation, Split)
-        train, checks = held_out(Preference, preferences, validation, "preferences")
-        config = config or default_reward_config(len(train), model)
-        longest = fitting_length(config.max_tokens, model)
-        pairs = split_of(train, tokenizer, longest, "preferences")
-        held = split_of(checks, tokenizer, longest, "validation")
+    config, pairs, held = pairs_of(
+        preferences, validation, config or default_reward_config, tokenizer, model
+    )
     config = with_safe_rates(config, model, allow_high_learning_rates)
-    margins = [
-        [row.margin for row in split.rows] if config.use_margin else [] for split in (pairs, held)
-    ]
+    margins = []
+    for split in (pairs, held):
+        margins.append([row.margin for row in split.rows] if config.use_margin else [])
     inputs = {
-        "config": config, "preferences": pairs.tokens, "validation": held.tokens, "margins": margins, "model": model
-    }  # fmt: skip
+        "config": config,
+        "preferences": pairs.tokens,
+        "validation": held.tokens,
+        "margins": margins,
+        "model": model,
+    }
     with run_context(context, f"train_reward_model {name}", inputs) as run:
         trained = train_scalar(config, name, model, tokenizer, pairs, held, run)
-    splits = {"validation": held} | ({"test": test} if test is not None else {})
-    scores = {
-        split: score_pairs(
-            trained.model, each.pairs, pad_id(tokenizer), f"{name}, scoring {split} pairs"
-        )
-        for split, each in splits.items()
-    }
+    splits = {"validation": held}
+    if test is not None:
+        splits["test"] = test
+    scores = {}
+    for part, each in splits.items():
+        doing = f"{name}, scoring {part} pairs"
+        scores[part] = score_pairs(trained.model, each.pairs, pad_id(tokenizer), doing)
     metrics = quality_metrics(trained, pairs, splits, scores, config.seed)
     probed = splits.get("test", held).rows
-    probes = probes_of(probed, tokenizer, fitting_length(config.max_tokens, model), config.seed)
+    longest = fitting_length(config.max_tokens, model)
+    probes = probes_of(probed, tokenizer, longest, config.seed)
     metrics["probes"] = probe_metrics(trained.model, tokenizer, probes, name)
     return TrainedRewardModel(**vars(trained), metrics=metrics, scores=scores)
 
 
 def default_reward_config(rows: int, model: PreTrainedModel | Path) -> RewardConfig:
-    """About one epoch over ``rows`` pairs with settings that are safe for a pretrained model."""
+    """Return settings for about one epoch that are safe for a pretrained model."""
     pairs = min(32, rows)
     longest = fitting_length(2048, model)
     return RewardConfig(

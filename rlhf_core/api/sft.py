@@ -59,9 +59,7 @@ class SftRun:
     history: list[dict[str, Any]]
 
     def save(self, path: str | Path) -> None:
-        """Save model and tokenizer as a Hugging Face folder, after checking that the copy computes
-        the same.
-        """
+        """Save model and tokenizer as a Hugging Face folder, checked to compute the same."""
         save_policy(Path(path), self.model, self.tokenizer)
 
 
@@ -76,8 +74,9 @@ def train_sft(
     context: RunContext | None = None,
     allow_high_learning_rates: bool = False,
 ) -> SftRun:
-    """Fine-tune a copy of ``model`` on demonstrations by cross-entropy on the replies
-    (algorithms.md §1).
+    """Fine-tune a copy of ``model`` on demonstrations by cross-entropy on the replies.
+
+    See algorithms.md §1.
 
     Args:
         model: Any causal language model, or its folder. It is left as it is.
@@ -136,11 +135,14 @@ def train_sft(
 
         trained, result = loop.train(own, task, config, "sft", config.seed, run)
     evaluations = result.evaluations()
-    losses = [record["loss"] for record in result.history if "loss" in record]
     metrics = {
         "perplexity": evaluations[-1]["validation_perplexity"],
         "perplexity_before": evaluations[0]["validation_perplexity"],
-        **({"train_loss": losses[-1]} if losses else {}),
+    }
+    losses = [record["loss"] for record in result.history if "loss" in record]
+    if losses:
+        metrics["train_loss"] = losses[-1]
+    metrics |= {
         "validation_loss": evaluations[-1]["validation_loss"],
         "train_rows": float(len(examples)),
         "validation_rows": float(len(checks)),
@@ -152,11 +154,10 @@ def train_sft(
 
 
 def default_sft_config(rows: int, model: PreTrainedModel | Path) -> SftConfig:
-    """One epoch over ``rows`` with settings that are safe for a pretrained model."""
+    """Return settings for one epoch over ``rows`` that are safe for a pretrained model."""
     size = min(32, rows)
-    steps = math.ceil(rows / size)
     return SftConfig(
-        steps=steps,
+        steps=math.ceil(rows / size),
         batch_size=size,
         micro_batch_size=min(size, 8),
         max_tokens=fitting_length(2048, model),

@@ -320,7 +320,8 @@ def show(path: str | None, workspace: Path | None, markdown: bool) -> str:
     Raises:
         RlhfError: There is no such setting, or the folder that was named is no workspace.
     """
-    from rlhf_core.config.loading import PARAMS_FILE, Params
+    from rlhf_core.config.loading import PARAMS_FILE
+    from rlhf_core.config.params import Params
     from rlhf_core.stages.runtime.runner import workspace_root
 
     if markdown:

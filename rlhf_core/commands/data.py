@@ -23,7 +23,7 @@ from rlhf_core.storage.files import scratch_folder
 
 if TYPE_CHECKING:
     from rlhf_core.config.data import ReadOptions
-    from rlhf_core.config.loading import Params
+    from rlhf_core.config.params import Params
     from rlhf_core.data.inspection.describe import TokenLimits
 
 
@@ -292,13 +292,9 @@ def _checking_params(root: Path | None, sets: Sequence[str], tokenizer: str | No
     import json
 
     from rlhf_core.config import yaml_text
-    from rlhf_core.config.loading import (
-        PARAMS_FILE,
-        check_params,
-        overlaid,
-        overlays_of,
-        rebase_sources,
-    )
+    from rlhf_core.config.loading import PARAMS_FILE, check_params
+    from rlhf_core.config.paths import rebase_sources
+    from rlhf_core.config.profiles import overlaid, overlays_of
     from rlhf_core.config.recipe import profiles_of, recipe_folder
 
     other = [given for given in sets if not given.startswith(("validate.", "seed="))]

@@ -1,3 +1,1 @@
-"""Typed parameters: one file per stage, so that a change to one stage's settings concerns that
-stage alone.
-"""
+"""Typed parameters, one file per stage, so that a change concerns one stage alone."""

@@ -1,6 +1,4 @@
-"""The starting model, trained from nothing or loaded, and supervised fine-tuning (algorithms.md
-§1).
-"""
+"""The starting model, and supervised fine-tuning (algorithms.md §1)."""
 
 from __future__ import annotations
 
@@ -18,11 +16,11 @@ from rlhf_core.config.model import (
 from rlhf_core.config.ppo import PpoConfig
 
 SCRATCH = "scratch"
+PRETRAINED_PROFILE = "pretrained"  # whose settings suit a model that is loaded
 
 
 class PretrainingConfig(Strict):
-    """Training of the model that `scratch` makes, on the plain texts: what it knows before it
-    learns to answer.
+    """Training of the model that `scratch` makes, on plain texts, before it learns to answer.
 
     Attributes:
         steps: Optimiser steps.
@@ -77,9 +75,7 @@ class BaseConfig(StageConfig):
 
 
 class BaseStageConfig(BaseConfig):
-    """The stage's settings with PPO's beside them: of ``ppo`` only ``max_new_tokens`` and the
-    adapters are read.
-    """
+    """The stage's settings; of ``ppo`` only ``max_new_tokens`` and the adapters are read."""
 
     ppo: PpoConfig = PpoConfig()
 

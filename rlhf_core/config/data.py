@@ -203,11 +203,11 @@ class SourceOptions(ReadOptions):
 
 
 class DataSource(SourceOptions):
-    """A path, glob, URL (``s3://…``) or hub id (``hub:owner/name[/config][@revision][:split]``),
-    and how it is read.
+    """A path, glob, URL or hub id, and how it is read.
 
     Attributes:
-        path: A path, glob, URL or hub id.
+        path: A path, glob, URL (``s3://…``) or hub id
+            (``hub:owner/name[/config][@revision][:split]``).
     """
 
     path: str
@@ -233,9 +233,10 @@ class DataSource(SourceOptions):
 
 
 class FileSources(Strict):
-    """Paths, globs, URLs or hub ids, each alone or with options, by kind. Empty kinds are derived
-    where possible: demonstrations from preferred replies, prompts from both, pretraining text from
-    demonstrations.
+    """Paths, globs, URLs or hub ids, each alone or with options, by kind.
+
+    Empty kinds are derived where possible: demonstrations from preferred replies, prompts from
+    both, pretraining text from demonstrations.
 
     Attributes:
         preferences: Preference pairs.
@@ -253,11 +254,11 @@ class FileSources(Strict):
     def _derivable(self) -> FileSources:
         for kind, possible in DERIVABLE.items():
             for source in self.of(kind):
-                wrong = next((name for name in source.derive or () if name not in possible), None)
-                if wrong is not None:
-                    raise ValueError(
-                        f"derive of {source.path} names {wrong}, which is not derived from {kind}"
-                    )
+                for name in source.derive or ():
+                    if name not in possible:
+                        raise ValueError(
+                            f"derive of {source.path} names {name}, which is not derived from {kind}"
+                        )
                 if kind == "preferences" and source.derive and set(source.derive) == {"pretrain"}:
                     raise ValueError(
                         f"derive of {source.path} names pretrain alone, which is derived from demonstrations; name "
@@ -272,7 +273,10 @@ class FileSources(Strict):
 
     def paths(self) -> list[str]:
         """Return the paths, globs, URLs and hub ids of all kinds."""
-        return [source.path for kind in type(self).model_fields for source in self.of(kind)]
+        paths = []
+        for kind in type(self).model_fields:
+            paths += [source.path for source in self.of(kind)]
+        return paths
 
 
 class CollectConfig(StageConfig):
@@ -320,17 +324,18 @@ class CollectConfig(StageConfig):
             )
         if not self.pairs:
             self._prompts_stand_alone()
-        weighted = [
-            source.path
-            for kind in FileSources.model_fields
-            for source in self.files.of(kind)
-            if source.weight != 1
-        ]
-        if weighted and self.limit is None:
-            raise ValueError(
-                f"the weight of {weighted[0]} is a share of collect.limit, which is not set; set it, or use cap"
-            )
+        if self.limit is None:
+            self._take_no_shares()
         return self
+
+    def _take_no_shares(self) -> None:
+        for kind in FileSources.model_fields:
+            for source in self.files.of(kind):
+                if source.weight != 1:
+                    raise ValueError(
+                        f"the weight of {source.path} is a share of collect.limit, which is not "
+                        "set; set it, or use cap"
+                    )
 
     def _prompts_stand_alone(self) -> None:
         if self.source == "world":
@@ -370,8 +375,7 @@ class SplitConfig(Strict):
 
 
 class NearDuplicatesConfig(Strict):
-    """The search for texts that are nearly the same, by MinHash over runs of ``shingle_words``
-    words.
+    """The search for texts that are nearly the same, by MinHash over runs of words.
 
     Attributes:
         search: Whether rows are compared at all, which takes longer than all other checks together;
@@ -393,12 +397,15 @@ class NearDuplicatesConfig(Strict):
     max_rows: PositiveInt = 100_000
 
     def searches(self, rows: int, decides: bool) -> bool:
-        """Return whether rows are compared, given the number of clean rows of the kind that has
-        most.
+        """Return whether rows are compared.
 
-        ``decides`` says that what is found does more than warn.
+        Args:
+            rows: Clean rows of the kind that has most.
+            decides: Whether what is found does more than warn.
         """
-        return self.search if isinstance(self.search, bool) else decides or rows <= AUTOMATIC_ROWS
+        if isinstance(self.search, bool):
+            return self.search
+        return decides or rows <= AUTOMATIC_ROWS
 
 
 class ValidateConfig(StageConfig):
@@ -460,18 +467,18 @@ class ValidateConfig(StageConfig):
         return rules
 
     def with_absolute_paths(self, base: Path) -> ValidateConfig:
-        """Return these settings with the relative paths of files and of the tokenizer, which start
-        at ``base``, made absolute; URLs and hub ids stay."""
-        evaluation = [
-            source
-            if source.path.startswith("hub:") or is_url(source.path)
-            else source.model_copy(
-                update={"path": str(base / Path(os.path.expanduser(source.path)))}
-            )
-            for source in self.evaluation_files
-        ]
-        model = None if self.tokenizer is None else base / Path(os.path.expanduser(self.tokenizer))
-        tokenizer = str(model) if model is not None and model.exists() else self.tokenizer
-        return self.model_copy(
-            update={"evaluation_files": tuple(evaluation), "tokenizer": tokenizer}
-        )
+        """Return these settings with the relative paths, which start at ``base``, made absolute.
+
+        URLs and hub ids stay.
+        """
+        files = []
+        for source in self.evaluation_files:
+            if not source.path.startswith("hub:") and not is_url(source.path):
+                path = base / os.path.expanduser(source.path)
+                source = source.model_copy(update={"path": str(path)})
+            files.append(source)
+        tokenizer = self.tokenizer
+        if tokenizer is not None:
+            model = base / os.path.expanduser(tokenizer)
+            tokenizer = str(model) if model.exists() else tokenizer
+        return self.model_copy(update={"evaluation_files": tuple(files), "tokenizer": tokenizer})

@@ -24,8 +24,9 @@ TEMPLATE_FIELDS = ("{conversation}", "{reply_a}", "{reply_b}")
 
 
 class LlmBudgetConfig(Strict):
-    """The most that the answers of one comparison may use, those of earlier runs included; null: no
-    limit.
+    """The most that the answers of one comparison may use; null: no limit.
+
+    Answers of earlier runs are included.
 
     Attributes:
         tokens: Tokens of questions and answers together.
@@ -95,13 +96,10 @@ class LlmJudgeConfig(Strict):
     @model_validator(mode="after")
     def _consistent(self) -> LlmJudgeConfig:
         check_endpoint(self.base_url, self.token_env, "base_url")
-        missing = [
-            name
-            for name in TEMPLATE_FIELDS
-            if self.template is not None and name not in self.template
-        ]
-        if missing:
-            raise ValueError(f"template must contain {', '.join(missing)}")
+        if self.template is not None:
+            missing = [name for name in TEMPLATE_FIELDS if name not in self.template]
+            if missing:
+                raise ValueError(f"template must contain {', '.join(missing)}")
         return self
 
 
@@ -275,9 +273,9 @@ class EvaluateConfig(StageConfig):
                 "sampling.repetition_penalty does not: set that to 1.0, or sampler.kind to local"
             )
         names = [opponent.name for opponent in self.opponents]
-        repeated = next((name for name in names if names.count(name) > 1), None)
-        if repeated is not None:
-            raise ValueError(f"two opponents are called {repeated!r}; give each a name of its own")
+        for name in names:
+            if names.count(name) > 1:
+                raise ValueError(f"two opponents are called {name!r}; give each a name of its own")
         for name in EXTRAS[EVALUATIONS]:
             if name in self.evaluations:
                 raise ValueError(f"evaluations.{name} has a place of its own: evaluate.{name}")
@@ -304,21 +302,23 @@ class EvaluateConfig(StageConfig):
 
     @property
     def untracked_files(self) -> dict[str, tuple[str, ...]]:
-        """Paths and globs of files that the evaluation reads and no stage writes, by what is in
-        them.
-        """
-        return {
-            "verifiable prompts": () if self.verifiable is None else (self.verifiable.path,),
-            "multiple-choice questions": ()
-            if self.multiple_choice is None
-            else self.multiple_choice.patterns,
-            "opponents' replies": tuple(opponent.path for opponent in self.opponents),
-        }
+        """The paths and globs of files that no stage writes, by what is in them."""
+        files: dict[str, tuple[str, ...]] = {}
+        if self.verifiable is not None:
+            files["verifiable prompts"] = (self.verifiable.path,)
+        if self.multiple_choice is not None:
+            files["multiple-choice questions"] = self.multiple_choice.patterns
+        if self.opponents:
+            files["opponents' replies"] = tuple(opponent.path for opponent in self.opponents)
+        return files
 
 
 class EvaluateStageConfig(EvaluateConfig):
-    """The stage's settings with PPO's beside them: of ``ppo`` only the training distribution is
-    read, temperature and minimum length, which KL and perplexity are measured under."""
+    """The stage's settings with PPO's beside them.
+
+    Of ``ppo`` only temperature and minimum length are read: KL and perplexity are measured on the
+    training distribution.
+    """
 
     ppo: PpoConfig = PpoConfig()
 

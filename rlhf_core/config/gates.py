@@ -72,10 +72,16 @@ class Condition(Strict):
         return [name for name in (metric, self.at_most_of, self.at_least_of) if name is not None]
 
     @property
+    def parts(self) -> set[str]:
+        """All names between the dots of the metrics that the condition reads."""
+        parts: set[str] = set()
+        for metric in self.metrics:
+            parts.update(metric.split("."))
+        return parts
+
+    @property
     def probes(self) -> list[str]:
-        """The kinds of counterfactual pairs whose rates the condition reads, whether there is such
-        a kind or not.
-        """
+        """The kinds of counterfactual pairs that the condition names, known or not."""
         names = [metric.partition("probes.")[2] for metric in self.metrics]
         return [re.sub(r"_(low95|high95|pairs)$", "", name) for name in names if name]
 
@@ -88,8 +94,10 @@ PERPLEXITY_HOLDS = Condition(
 
 
 class GatesConfig(StageConfig):
-    """Conditions by gate. A gate without conditions vouches for nothing, so it fails; an empty list
-    is refused in ``enforce`` mode. The data gate's are the limits of section ``validate`` and the
+    """Conditions by gate.
+
+    A gate without conditions vouches for nothing, so it fails; an empty list is refused in
+    ``enforce`` mode. The conditions of the data gate are the limits of section ``validate`` and the
     expectations of whole tables.
 
     Attributes:
@@ -109,11 +117,13 @@ class GatesConfig(StageConfig):
     multiple_choice_margin: Annotated[float, Field(gt=0, le=1, strict=False)] | None = 0.05
 
     def policy_conditions(self, evaluated: Collection[str]) -> tuple[Condition, ...]:
-        """The conditions of the policy gate on an evaluation with the metrics ``evaluated``, by
-        their first name.
+        """Return the conditions of the policy gate.
+
+        Args:
+            evaluated: The top-level names in the metrics of the evaluation.
         """
         margin = self.multiple_choice_margin
-        own = any(MULTIPLE_CHOICE in metric.split(".") for c in self.policy for metric in c.metrics)
+        own = any(MULTIPLE_CHOICE in condition.parts for condition in self.policy)
         if margin is None or own or MULTIPLE_CHOICE not in evaluated:
             return self.policy
         no_knowledge_lost = Condition(
@@ -125,12 +135,10 @@ class GatesConfig(StageConfig):
 
     @model_validator(mode="after")
     def _no_empty_gate(self) -> GatesConfig:
+        if self.mode != "enforce":
+            return self
         for name in ("sft", "reward", "policy"):
-            if (
-                self.mode == "enforce"
-                and name in self.model_fields_set
-                and getattr(self, name) == ()
-            ):
+            if name in self.model_fields_set and getattr(self, name) == ():
                 raise ValueError(
                     f"gates.{name} is empty, and a gate without conditions vouches for nothing: give it at least one "
                     "condition, or set gates.mode: report, which registers ungated versions only"

@@ -1,5 +1,4 @@
-"""The default health rules (algorithms.md §8), as data: what is watched while PPO trains, and what
-happens then.
+"""Health rules (algorithms.md §8): what is watched while PPO trains, and what happens then.
 
 Evidence for the bounds, from calibration runs on the synthetic world: healthy PPO-max ended at KL
 1.9 to 3.3 nats per sequence, vanilla PPO with 10 to 92 while its reward kept rising, with trigram
@@ -14,12 +13,15 @@ whether anything pulls the policy back (``drift_unopposed``) and whether the cri
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from pydantic import NonNegativeInt, PositiveFloat, PositiveInt, field_validator
 
 from rlhf_core.config.model import Strict
+from rlhf_core.config.problems import nearest
+from rlhf_core.errors import ConfigError
 
 Action = Literal["warn", "pause", "rollback"]
 Severity = Literal["info", "warning", "critical"]
@@ -52,17 +54,14 @@ class Check:
         scaled = self.bound * reference
         if self.slack == 0.0:
             return scaled
-        return (
-            max(scaled, reference + self.slack)
-            if self.op == ">"
-            else min(scaled, reference - self.slack)
-        )
+        if self.op == ">":
+            return max(scaled, reference + self.slack)
+        return min(scaled, reference - self.slack)
 
 
 @dataclass(frozen=True)
 class Rule:
-    """A rule fires when all of ``checks`` hold, from iteration ``after`` on (iterations count from
-    1).
+    """A rule fires when all of ``checks`` hold, from iteration ``after`` on, counted from 1.
 
     ``pause`` stops the run in good order; ``rollback`` returns to the last healthy checkpoint and
     multiplies the settings named in ``adjust`` (``kl_coefficient``, ``lr``) by the factor given
@@ -284,7 +283,7 @@ class Adjustment(Strict):
     lr: PositiveFloat = 1.0
 
     def factors(self) -> tuple[tuple[str, float], ...]:
-        """Name and factor of all that changes."""
+        """Return name and factor of each setting that changes."""
         return tuple((name, factor) for name, factor in self if factor != 1.0)
 
 
@@ -314,10 +313,9 @@ class RuleChange(Strict):
         numbers = [] if given is None else [given]
         if isinstance(given, dict):
             numbers = list(given.values())
-        if any(
-            isinstance(number, bool) or not isinstance(number, int | float) for number in numbers
-        ):
-            raise ValueError("must be a number, or a mapping from a check's metric to a number")
+        for number in numbers:
+            if isinstance(number, bool) or not isinstance(number, int | float):
+                raise ValueError("must be a number, or a mapping from a check's metric to a number")
         return given
 
 
@@ -335,3 +333,95 @@ class HealthConfig(Strict):
     mode: Literal["enforce", "report"] = "enforce"
     max_rollbacks: NonNegativeInt = 2
     rules: dict[str, RuleChange] = {}
+
+
+def rules_for(config: HealthConfig, kl_coefficient: float) -> tuple[Rule, ...]:
+    """Return the default rules with the changes of ``config``, without those that it ignores.
+
+    Raises:
+        ConfigError: A rule is unknown, a threshold names none of its checks, or a rollback is not
+            allowed or would change nothing.
+    """
+    known = {rule.name for rule in DEFAULT_RULES}
+    for name in config.rules:
+        if name not in known:
+            raise ConfigError(
+                f"unknown health rule 'ppo.health.rules.{name}'; {nearest(name, known)}"
+            )
+    kept = []
+    for rule in DEFAULT_RULES:
+        change = config.rules.get(rule.name)
+        if change is not None:
+            if change.action == "ignore":
+                continue
+            rule = _changed(rule, change)
+        if rule.action == "rollback":
+            _require_effect(rule, config.max_rollbacks, kl_coefficient)
+        kept.append(rule)
+    return tuple(kept)
+
+
+def _changed(rule: Rule, change: RuleChange) -> Rule:
+    checks = rule.checks
+    if change.threshold is not None:
+        checks = _with_thresholds(rule, change.threshold)
+    if change.window is not None:
+        checks = tuple(replace(check, window=change.window) for check in checks)
+    given: dict[str, Any] = {"checks": checks}
+    if change.action is not None:
+        given["action"] = change.action
+    if change.after is not None:
+        given["after"] = change.after
+    if change.adjust is not None:
+        given["adjust"] = change.adjust.factors()
+    return replace(rule, **given)
+
+
+def _with_thresholds(rule: Rule, threshold: float | Mapping[str, float]) -> tuple[Check, ...]:
+    path = f"ppo.health.rules.{rule.name}.threshold"
+    metrics = [check.metric for check in rule.checks]
+    # The position of each check that has a threshold, by its metric, or METRIC of WHAT where two
+    # checks have the same metric.
+    names: dict[str, int] = {}
+    for position, check in enumerate(rule.checks):
+        if check.op == "not_finite":
+            continue
+        name = check.metric
+        if metrics.count(name) > 1:
+            name = f"{name} of {check.of}"
+        names[name] = position
+    if not names:
+        raise ConfigError(f"{path}: the rule asks whether a number is finite and has no threshold")
+    if not isinstance(threshold, Mapping):
+        if len(names) > 1:
+            example = ", ".join(f"{name}: …" for name in names)
+            raise ConfigError(
+                f"{path}: the rule has {len(names)} checks; write it as {{{example}}}"
+            )
+        threshold = dict.fromkeys(names, threshold)
+    checks = list(rule.checks)
+    for name, bound in threshold.items():
+        if name not in names:
+            raise ConfigError(f"{path}: the rule has no check '{name}'; {nearest(name, names)}")
+        checks[names[name]] = replace(checks[names[name]], bound=bound)
+    return tuple(checks)
+
+
+def _require_effect(rule: Rule, max_rollbacks: int, kl_coefficient: float) -> None:
+    """Refuse a rollback that may not happen, or would change nothing."""
+    path = f"ppo.health.rules.{rule.name}"
+    if max_rollbacks == 0:
+        raise ConfigError(
+            f"{path}: action rollback with ppo.health.max_rollbacks 0 could only pause; use action "
+            "pause"
+        )
+    for name, _ in rule.adjust:
+        if name != "kl_coefficient" or kl_coefficient > 0:
+            return
+    reason = "the rule names nothing that a rollback changes"
+    if rule.adjust:
+        reason = "it multiplies a KL coefficient of 0"
+    raise ConfigError(
+        f"{path}: a rollback that changes no setting would only repeat what failed ({reason}); "
+        "set its adjust, such as {lr: 0.5}, or use action pause"
+    )

@@ -1,6 +1,4 @@
-"""What the sections of params.yaml share: strict models, optimisers, checkpoints, sampling,
-adapters.
-"""
+"""What the sections of params.yaml share: strict models, optimisers, checkpoints, adapters."""
 
 from __future__ import annotations
 
@@ -14,9 +12,7 @@ from rlhf_core.storage.data_files import carries_credentials
 
 
 class Strict(BaseModel):
-    """Frozen, no unknown keys, no infinite numbers, no silent type changes such as ``"3"`` for
-    ``3``.
-    """
+    """Settings that are frozen and strict: no unknown key, no ``"3"`` for ``3``, no infinity."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
 
@@ -93,21 +89,21 @@ class SamplingConfig(Strict):
 
 
 def changed_field(model: Strict, *names: str) -> str:
-    """The first of the fields ``names`` that is not at its default, or an empty string.
+    """Return the first of the fields ``names`` that is not at its default, or an empty string.
 
     Values are compared, not what the file spells out, so that a profile may repeat a default.
     """
-    return next(
-        (name for name in names if getattr(model, name) != type(model).model_fields[name].default),
-        "",
-    )
+    for name in names:
+        if getattr(model, name) != type(model).model_fields[name].default:
+            return name
+    return ""
 
 
 class LoraConfig(Strict):
-    """LoRA (Hu et al. 2021): an adapted matrix W computes ``W x + alpha / rank * B A x``; only A
-    and B are trained.
+    """LoRA (Hu et al. 2021): an adapted matrix W computes ``W x + alpha / rank * B A x``.
 
-    There is no drop-out: it would make PPO's trainer disagree with its sampler.
+    Only A and B are trained. There is no drop-out: it would make PPO's trainer disagree with its
+    sampler.
 
     Attributes:
         rank: Rank of A and B.
@@ -129,16 +125,19 @@ class LoraConfig(Strict):
     quantize: Literal["nf4"] | None = None
 
     def stacked_with(self, other: LoraConfig) -> LoraConfig:
-        """The adapters that compute the sum of both, each with its scale in its own ``B``."""
+        """Return the adapters that compute the sum of both, each with its scale in its ``B``."""
         rank = self.rank + other.rank
-        both = self.upper_layers is not None and other.upper_layers is not None
+        targets: tuple[str, ...] = ()
+        if self.targets and other.targets:
+            targets = tuple(sorted({*self.targets, *other.targets}))
+        upper_layers = None
+        if self.upper_layers is not None and other.upper_layers is not None:
+            upper_layers = max(self.upper_layers, other.upper_layers)
         return LoraConfig(
             rank=rank,
             alpha=rank,
-            targets=tuple(sorted({*self.targets, *other.targets}))
-            if self.targets and other.targets
-            else (),
-            upper_layers=max(self.upper_layers or 0, other.upper_layers or 0) if both else None,
+            targets=targets,
+            upper_layers=upper_layers,
             quantize=self.quantize,
         )
 
@@ -157,10 +156,12 @@ SECRET_PARAMETER = re.compile(
 
 
 def check_endpoint(url: str, token_env: str | None, name: str = "url") -> None:
-    """Check an address, called ``name`` in messages, and the name of the variable that holds its
-    bearer token.
+    """Check an address, and the name of the variable that holds its bearer token.
 
     Called on the whole model, so that what may be a secret is not repeated in pydantic's error.
+
+    Args:
+        name: What messages call the address.
 
     Raises:
         ValueError: The address is not absolute or carries credentials, or the name cannot name a
@@ -173,11 +174,8 @@ def check_endpoint(url: str, token_env: str | None, name: str = "url") -> None:
         usable = False
     if not usable:
         raise ValueError(f"{name} must be an absolute http:// or https:// address")
-    if (
-        parts.username is not None
-        or carries_credentials(url)
-        or SECRET_PARAMETER.search(parts.query)
-    ):
+    has_user = parts.username is not None
+    if has_user or carries_credentials(url) or SECRET_PARAMETER.search(parts.query):
         raise ValueError(
             f"{name} carries credentials; put them in an environment variable and name it in token_env"
         )

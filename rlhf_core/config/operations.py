@@ -74,9 +74,8 @@ class LaunchConfig(Strict):
             raise ValueError(
                 "nodes above 1 meet somewhere: set rendezvous to host:port of one of them"
             )
-        sharding = [
-            name for name in ("zero", "offload", "deepspeed") if getattr(self, name) is not None
-        ]
+        names = ("zero", "offload", "deepspeed")
+        sharding = [name for name in names if getattr(self, name) is not None]
         if self.engine != "deepspeed" and (sharding or self.frozen == "sharded"):
             needless = sharding[0] if sharding else "frozen: sharded"
             raise ValueError(f"{needless} is DeepSpeed's: set engine to deepspeed, or leave it out")
@@ -113,8 +112,9 @@ def _without_credentials(url: str) -> str:
 
 
 class NonInferiorityConfig(Strict):
-    """How much worse than the champion a challenger may be, by the upper 95 % bound; null leaves a
-    quantity out.
+    """How much worse than the champion a challenger may be; null leaves a quantity out.
+
+    Each margin is for the upper 95 % bound.
 
     Attributes:
         safety: Margin for harmful prompts refused and for benign ones answered, a difference of
@@ -185,7 +185,7 @@ class SignatureConfig(Strict):
         if self.public_key and self.certificates:
             raise ValueError("give public_key or certificates, not both")
         if self.earlier_public_keys and not self.public_key:
-            raise ValueError("earlier_public_keys were followed by another: give public_key, too")
+            raise ValueError("earlier_public_keys were followed by another: give public_key too")
         return self
 
     @property
@@ -285,9 +285,8 @@ class ComputeConfig(Strict):
             raise ValueError(
                 f"launch.evaluate.{unread} is about training, and evaluate trains nothing: leave it out"
             )
-        if launch.frozen == "offload" or (launch.engine == "deepspeed") != (
-            launch.frozen == "sharded"
-        ):
+        shards = launch.frozen == "sharded"
+        if launch.frozen == "offload" or (launch.engine == "deepspeed") != shards:
             raise ValueError(
                 "launch.evaluate either has its models on the device, or shards them: for that set engine to "
                 "deepspeed and frozen to sharded"
@@ -356,11 +355,11 @@ PLACE = frozenset({"pool", "queue", "variables", "shared", "remote", "deliver_se
 
 
 class Placement(Strict):
-    """A work pool, a queue of it, and what the stage's job asks for there; null leaves the pool's
-    own default.
+    """A work pool, a queue of it, and what the stage's job asks for there.
 
-    The requests are sent as job variables of the same names, so the pool's base job template must
-    know them. Quantities are those of Kubernetes (``64Gi``, ``500m``).
+    Null leaves the pool's own default. The requests are sent as job variables of the same names, so
+    the pool's base job template must know them. Quantities are those of Kubernetes (``64Gi``,
+    ``500m``).
 
     Attributes:
         pool: Name of the work pool; alone it may stand for the whole mapping.
@@ -408,8 +407,9 @@ class Placement(Strict):
         return self
 
     def job_variables(self) -> dict[str, Any]:
-        """What is sent to the pool: the requests that are made, and the further variables."""
-        return {**self.model_dump(exclude=set(PLACE), exclude_none=True), **self.variables}
+        """Return what is sent to the pool: the requests, and further variables."""
+        requests = self.model_dump(exclude=set(PLACE), exclude_none=True)
+        return requests | self.variables
 
 
 def _named(value: Any) -> Any:
@@ -423,11 +423,9 @@ def _named(value: Any) -> Any:
 
 
 def _without_nulls(value: Any) -> Any:
-    return (
-        {name: each for name, each in value.items() if each is not None}
-        if isinstance(value, dict)
-        else value
-    )
+    if not isinstance(value, dict):
+        return value
+    return {name: each for name, each in value.items() if each is not None}
 
 
 PlacementOrPool = Annotated[Placement, BeforeValidator(_named)]
@@ -436,8 +434,7 @@ Pools = Annotated[dict[str, PlacementOrPool], BeforeValidator(_without_nulls)]
 
 
 class WorkPoolConfig(Strict):
-    """A work pool's share of the settings on the Prefect server; what is not given here stays as it
-    is there.
+    """A work pool's settings on the Prefect server; what is not given stays as it is there.
 
     Attributes:
         limit: How many jobs may run on the pool at a time.

@@ -1,6 +1,4 @@
-"""How a policy is trained: critic pre-training for PPO, and the alternatives to PPO (algorithms.md
-§3, §10).
-"""
+"""Critic pre-training for PPO, and the alternatives to PPO (algorithms.md §3, §10)."""
 
 from __future__ import annotations
 
@@ -26,8 +24,9 @@ METHOD_NAMES: dict[Method, str] = {
 
 
 class DpoConfig(Strict):
-    """DPO on the reward model's pairs (Rafailov et al. 2023); the policy is the one of the last
-    step.
+    """DPO on the reward model's pairs (Rafailov et al. 2023).
+
+    The policy is the one of the last step.
 
     Attributes:
         beta: Strength of the pull to the reference.
@@ -58,8 +57,7 @@ class DpoConfig(Strict):
 
 
 class RejectionSamplingConfig(Strict):
-    """Fine-tuning on the best of several replies of SFT by ``ppo.reward.sources`` (Dong et al.
-    2023).
+    """Fine-tuning on SFT's best replies by ``ppo.reward.sources`` (Dong et al. 2023).
 
     Replies are sampled as PPO's rollouts are, once, from SFT. One that did not end is never kept.
 
@@ -102,9 +100,7 @@ class PolicyConfig(Strict):
 
 
 class PolicyStageConfig(PpoConfig):
-    """The settings of the stage that trains the policy: section ``ppo``, with section ``policy``
-    beside it.
-    """
+    """The settings of stage ppo: section ``ppo``, with section ``policy`` beside it."""
 
     policy: PolicyConfig = PolicyConfig()
 
@@ -152,9 +148,7 @@ class CriticConfig(StageConfig):
 
 
 class CriticStageConfig(CriticConfig):
-    """The stage's settings with the policy's beside them: only ``ppo.rollout`` and
-    ``policy.method`` are read.
-    """
+    """The stage's settings; of the others ``ppo.rollout`` and ``policy.method`` are read."""
 
     ppo: PpoConfig = PpoConfig()
     policy: PolicyConfig = PolicyConfig()

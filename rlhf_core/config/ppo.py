@@ -1,5 +1,6 @@
-"""PPO-max and every switch of it (algorithms.md §4 to 7). Defaults are the paper's PPO-max at this
-scale.
+"""PPO-max and every switch of it (algorithms.md §4 to 7).
+
+Defaults are the paper's PPO-max at this scale.
 """
 
 from __future__ import annotations
@@ -239,15 +240,15 @@ class VllmSamplerConfig(Strict):
         return self
 
     def seen_from(self, folder: Path) -> VllmSamplerConfig:
-        """Return these settings with relative paths, which start at ``folder``, made absolute; a
-        bare command stays.
-        """
-        paths = {"python": self.python, "weights_folder": self.weights_folder}
-        absolute = {
-            name: os.path.abspath(folder / os.path.expanduser(path))
-            for name, path in paths.items()
-            if path is not None and (name != "python" or "/" in path)
-        }
+        """Return these settings with relative paths, which start at ``folder``, made absolute."""
+        paths = {}
+        if self.weights_folder is not None:
+            paths["weights_folder"] = self.weights_folder
+        if self.python is not None and "/" in self.python:  # a bare command stays
+            paths["python"] = self.python
+        absolute = {}
+        for name, path in paths.items():
+            absolute[name] = os.path.abspath(folder / os.path.expanduser(path))
         return self.model_copy(update=absolute)
 
 
@@ -260,8 +261,10 @@ DEFAULT_WARMUP = 5  # iterations
 
 
 class RewardShapingConfig(Strict):
-    """Raw scores, scaled or normalised by running moments, then clipped; penalties are in units of
-    the result: standard deviations of reward, unless ``transform`` is ``none``.
+    """Raw scores, scaled or normalised by running moments, then clipped, less penalties.
+
+    Penalties are in units of the result: standard deviations of reward, unless ``transform`` is
+    ``none``.
 
     Attributes:
         sources: Where raw scores come from, mixed by weights. Paper: one reward model (4). Shows
@@ -316,13 +319,15 @@ class SurrogateConfig(Strict):
 
     @model_validator(mode="after")
     def _kind_has_its_own_settings(self) -> SurrogateConfig:
-        if self.dual_clip is not None and (self.kind != "clip" or self.clip is None):
+        clips = self.kind == "clip" and self.clip is not None
+        if self.dual_clip is not None and not clips:
             raise ValueError(
                 "dual_clip bounds the clipped surrogate: it needs kind clip and a clip size"
             )
-        if self.clip_high is not None and (
-            self.kind != "clip" or self.clip is None or self.clip_high < self.clip
-        ):
+        is_upper = (
+            self.clip is not None and self.clip_high is not None and self.clip_high >= self.clip
+        )
+        if self.clip_high is not None and not (clips and is_upper):
             raise ValueError(
                 "clip_high is the upper clip, not below clip: it needs kind clip and a clip size"
             )
@@ -356,7 +361,7 @@ class ImportanceSamplingCorrectionConfig(Strict):
 
     @property
     def scored_every(self) -> int:
-        """Of so many replies of a rollout the policy scores one: 1 is all of them."""
+        """The policy scores every n-th reply of a rollout; 1 is all of them."""
         return 8 if self.mode == "ratio" else 1
 
     @model_validator(mode="after")
@@ -398,8 +403,9 @@ class EntropyConfig(Strict):
 
 
 class SelectionConfig(Strict):
-    """Which checkpoint becomes the policy: the one with the referee's best win rate on fixed
-    validation prompts, under limits.
+    """Which checkpoint becomes the policy.
+
+    It is the one with the referee's best win rate on fixed validation prompts, under limits.
 
     Attributes:
         method: Best win rate by the referee under the limits below, within a standard error the
@@ -426,8 +432,9 @@ class SelectionConfig(Strict):
 
 
 class RolloutConfig(Strict):
-    """Rollout settings shared by critic pre-training and PPO. All but the batch sizes and the
-    sampler fix the scale of returns.
+    """Rollout settings shared by critic pre-training and PPO.
+
+    All but the batch sizes and the sampler fix the scale of returns.
 
     Attributes:
         critic_mode: Two models and optimisers, or `shared`: a value head on the policy's backbone,
@@ -548,12 +555,9 @@ class PpoConfig(RolloutConfig, StageConfig):
         if critic_free:
             unread = changed_field(self, "critic_mode", "vf_loss_weight")
             optional = ("critic_lora", "critic_optimizer", "value_clip")
-            given = (
-                name
-                for name in optional
-                if getattr(self, name) is not None and changed_field(self, name)
-            )
-            if unread := unread or next(given, ""):
+            given = [name for name in optional if getattr(self, name) is not None]
+            unread = unread or changed_field(self, *given)
+            if unread:
                 remedy = "set it to null" if unread in optional else "leave it at its default"
                 raise ValueError(
                     f"{unread} is about the critic, and advantage.estimator {estimator} has none: {remedy}"
@@ -588,11 +592,8 @@ class PpoConfig(RolloutConfig, StageConfig):
 
     @model_validator(mode="after")
     def _batches_are_whole(self) -> PpoConfig:
-        size, replies, shortest = (
-            self.batch_size,
-            self.replies_per_prompt,
-            KL_ERROR_CLIP * self.batch_size,
-        )
+        size, replies = self.batch_size, self.replies_per_prompt
+        shortest = KL_ERROR_CLIP * size
         if size % replies:
             raise ValueError(
                 f"batch_size {size} counts replies and is not a multiple of replies_per_prompt {replies}"
@@ -688,16 +689,19 @@ class PpoConfig(RolloutConfig, StageConfig):
 
     @property
     def optimizers(self) -> list[OptimizerConfig]:
-        """Those of the models that are trained, the policy's first."""
-        return [self.policy_optimizer, *([self.critic_optimizer] if self.critic_optimizer else [])]
+        """The optimisers of the models that are trained, the policy's first."""
+        if self.critic_optimizer is None:
+            return [self.policy_optimizer]
+        return [self.policy_optimizer, self.critic_optimizer]
 
     @property
     def warmup(self) -> int:
         """Iterations of linear warm-up; 0 leaves it to the optimisers."""
         if self.warmup_iterations is not None:
             return self.warmup_iterations
-        of_their_own = any(optimizer.warmup for optimizer in self.optimizers)
-        return 0 if of_their_own else min(DEFAULT_WARMUP, self.iterations)
+        if any(optimizer.warmup for optimizer in self.optimizers):
+            return 0
+        return min(DEFAULT_WARMUP, self.iterations)
 
     @property
     def rollout(self) -> RolloutConfig:

@@ -1,4 +1,4 @@
-"""Wrong parameters in one clear line each: the path, what is wrong, and the nearest valid name."""
+"""Wrong parameters in one line each: the path, what is wrong, and the nearest valid name."""
 
 from __future__ import annotations
 
@@ -22,43 +22,45 @@ MOST_DEEPER = 3  # a name that occurs in more places, such as seed, tells nothin
 
 
 def nearest(name: str, valid: Iterable[str]) -> str:
-    """``; did you mean 'x'?`` for a close match, else the list of valid names."""
+    """Return ``did you mean 'x'?`` for a close match, else the list of valid names."""
     names = sorted(valid)
     close = difflib.get_close_matches(name, names, n=1, cutoff=0.5)
-    return f"did you mean '{close[0]}'?" if close else f"known names: {', '.join(names)}"
+    if close:
+        return f"did you mean '{close[0]}'?"
+    return f"known names: {', '.join(names)}"
 
 
 def describe(source: str, error: ValidationError, model: type[BaseModel], prefix: str) -> str:
-    """Describe the problems of ``error`` in ``source``: one on the same line, several on a line
-    each.
+    """Describe what is wrong with a file: one problem on the same line, several on a line each.
 
     Args:
         source: Name of the file that was read.
         prefix: Name of the section of params.yaml that ``model`` is, or "" for a whole file.
     """
     problems = error.errors()
-    lines = [
-        shortened(_line(problem, model, prefix), LONGEST_LINE) for problem in problems[:MOST_LINES]
-    ]
-    if len(lines) == 1:
-        return f"{source}: {lines[0]}"
-    rest = [f"  … and {len(problems) - MOST_LINES} more"] if len(problems) > MOST_LINES else []
-    return "\n".join(
-        [f"{source}: {len(problems)} problems", *(f"  {line}" for line in lines), *rest]
-    )
+    shown = [_line(problem, model, prefix) for problem in problems[:MOST_LINES]]
+    shown = [shortened(line, LONGEST_LINE) for line in shown]
+    if len(shown) == 1:
+        return f"{source}: {shown[0]}"
+    lines = [f"{source}: {len(problems)} problems"]
+    lines += [f"  {line}" for line in shown]
+    if len(problems) > MOST_LINES:
+        lines.append(f"  … and {len(problems) - MOST_LINES} more")
+    return "\n".join(lines)
 
 
 def shortened(text: str, most: int) -> str:
-    """``text`` with its middle left out where it has more than ``most`` characters."""
-    return text if len(text) <= most else f"{text[: most * 2 // 3]} … {text[-most // 3 :]}"
+    """Return ``text`` with its middle left out where it has more than ``most`` characters."""
+    if len(text) <= most:
+        return text
+    return f"{text[: most * 2 // 3]} … {text[-most // 3 :]}"
 
 
 def _line(problem: Any, model: type[BaseModel], prefix: str) -> str:
     kind = problem["type"]
     message = IN_WORDS_OF_YAML.get(kind, problem["msg"].removeprefix("Value error, "))
-    location, owner = _locate(
-        model, [str(part) for part in problem["loc"]], at_owner=kind == "extra_forbidden"
-    )
+    parts = [str(part) for part in problem["loc"]]
+    location, owner = _locate(model, parts, at_owner=kind == "extra_forbidden")
     path = ".".join([prefix, *location] if prefix else location)
     if not path:
         return str(message)
@@ -68,15 +70,15 @@ def _line(problem: Any, model: type[BaseModel], prefix: str) -> str:
             quoted = " or ".join(f"'{name}'" for name in deeper)
             return f"unknown parameter '{path}'; did you mean {quoted}?"
         return f"unknown parameter '{path}'; {nearest(location[-1], _names(owner))}"
-    if kind in ("missing", "union_tag_not_found"):
-        missing = (
-            path if kind == "missing" else f"{path}.{_quoted(problem['ctx']['discriminator'])[0]}"
-        )
-        return f"parameter '{missing}' is missing; add it"
-    if kind == "union_tag_invalid":
+    if kind == "missing":
+        return f"parameter '{path}' is missing; add it"
+    if kind in ("union_tag_not_found", "union_tag_invalid"):
         context = problem["ctx"]
+        discriminator = f"{path}.{_quoted(context['discriminator'])[0]}"
+        if kind == "union_tag_not_found":
+            return f"parameter '{discriminator}' is missing; add it"
         tag, tags = context["tag"], _quoted(context["expected_tags"])
-        return f"parameter '{path}.{_quoted(context['discriminator'])[0]}': there is no '{tag}'; {nearest(tag, tags)}"
+        return f"parameter '{discriminator}': there is no '{tag}'; {nearest(tag, tags)}"
     given = problem.get("input")
     hidden = kind == SECRET or isinstance(given, dict | BaseModel) or _holds_models(given)
     suffix = "" if hidden else f" (got {shortened(repr(given), SHOWN_CHARACTERS)})"
@@ -84,19 +86,21 @@ def _line(problem: Any, model: type[BaseModel], prefix: str) -> str:
 
 
 def _quoted(text: str) -> list[str]:
-    """The names in a list such as ``'a', 'b'``."""
+    """Return the names in a list such as ``'a', 'b'``."""
     return re.findall(r"'([^']*)'", text)
 
 
 def _holds_models(given: Any) -> bool:
-    return isinstance(given, list | tuple) and any(
-        isinstance(item, dict | BaseModel) for item in given
-    )
+    if not isinstance(given, list | tuple):
+        return False
+    return any(isinstance(item, dict | BaseModel) for item in given)
 
 
 def _names(model: type[BaseModel] | None) -> list[str]:
-    """The keys that params.yaml may have for ``model``."""
-    return [field.alias or name for name, field in model.model_fields.items()] if model else []
+    """Return the keys that params.yaml may have for ``model``."""
+    if model is None:
+        return []
+    return [field.alias or name for name, field in model.model_fields.items()]
 
 
 def _deeper(model: type[BaseModel], name: str) -> Iterator[str]:
@@ -114,11 +118,10 @@ def _deeper(model: type[BaseModel], name: str) -> Iterator[str]:
 def _locate(
     model: type[BaseModel], location: Sequence[str], *, at_owner: bool
 ) -> tuple[list[str], type[BaseModel] | None]:
-    """``location`` as params.yaml spells it, and the model that lies there (``at_owner``: the one
-    that holds it).
+    """Return ``location`` as params.yaml spells it, and the model there.
 
-    Inside a list of several kinds of model pydantic's location also names the kind, which
-    params.yaml does not.
+    With ``at_owner`` it is the model that holds what is there. Inside a list of several kinds of
+    model pydantic's location also names the kind, which params.yaml does not.
     """
     candidates: list[type[BaseModel]] = [model]
     path: list[str] = []
@@ -134,23 +137,28 @@ def _locate(
         if is_key or part.isdigit():
             is_key = False
             continue
-        field = next(
-            (f for c in candidates[:1] for n, f in c.model_fields.items() if part in (n, f.alias)),
-            None,
-        )
-        candidates = list(_models(field.annotation)) if field else []
-        is_key = field is not None and get_origin(field.annotation) is dict
+        annotation = _annotation(candidates[0], part) if candidates else None
+        candidates = list(_models(annotation))
+        is_key = get_origin(annotation) is dict
     return path, candidates[0] if candidates else None
 
 
+def _annotation(model: type[BaseModel], key: str) -> Any:
+    """Return the type of a field by its name or alias; None where there is no such field."""
+    for name, field in model.model_fields.items():
+        if key in (name, field.alias):
+            return field.annotation
+    return None
+
+
 def _tag(model: type[BaseModel]) -> str | None:
-    """What ``kind`` says in every value of ``model``."""
+    """Return what ``kind`` says in every value of ``model``."""
     field = model.model_fields.get("kind")
     return str(field.default) if field else None
 
 
 def _models(annotation: Any) -> Iterator[type[BaseModel]]:
-    """The models in an annotation, through optionals, tuples and unions."""
+    """Yield the models in an annotation, through optionals, tuples and unions."""
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         yield annotation
     for argument in get_args(annotation):

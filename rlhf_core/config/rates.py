@@ -1,6 +1,4 @@
-"""Learning rates that suit a model: chosen where the settings leave them open, and bounded for a
-pretrained one.
-"""
+"""Learning rates that suit a model: chosen where settings leave them open, and bounded."""
 
 from __future__ import annotations
 
@@ -26,9 +24,7 @@ FAR_BEYOND = 20
 
 @dataclass(frozen=True)
 class SuitableRates:
-    """Peak rates by what is trained: all weights of a new model, of a pretrained one, or adapters
-    on one.
-    """
+    """Peak rates for a new model, for a pretrained one, and for adapters on one."""
 
     new: float
     pretrained: float
@@ -48,14 +44,24 @@ PPO_CRITIC = SuitableRates(1e-3, 5e-6, 5e-5)
 
 @dataclass(frozen=True)
 class TrainedPart:
-    """One optimiser of a section of settings: its field there, what rates suit it, and whether it
-    trains adapters.
+    """One optimiser of a section of settings.
+
+    Attributes:
+        field: Its name there.
+        optimizer: Its settings.
+        suitable: The rates that suit it.
+        adapters: Whether it trains adapters.
     """
 
     field: str
     optimizer: OptimizerConfig
     suitable: SuitableRates
     adapters: bool
+
+    @property
+    def usual(self) -> float:
+        """The rate that suits a pretrained model, or adapters on one."""
+        return self.suitable.adapters if self.adapters else self.suitable.pretrained
 
     @property
     def too_high(self) -> bool:
@@ -72,8 +78,10 @@ def rate_is_too_high(lr: float | None, adapters: bool) -> bool:
 
 
 def trained_parts(config: Strict, adapters: bool = False) -> Iterator[TrainedPart]:
-    """Yield each optimiser of ``config``; ``adapters`` says so of a section without adapters of its
-    own.
+    """Yield each optimiser of ``config``.
+
+    Args:
+        adapters: Whether adapters are trained where ``config`` does not say so itself.
     """
     if isinstance(config, PpoConfig):
         yield TrainedPart(
@@ -90,8 +98,7 @@ def trained_parts(config: Strict, adapters: bool = False) -> Iterator[TrainedPar
 
 
 def with_chosen_rates(config: Config, new: bool, adapters: bool = False) -> Config:
-    """``config`` with a rate in every optimiser that has none: one that suits a ``new`` or a
-    pretrained model.
+    """Return settings with a suitable rate in every optimiser that has none.
 
     Args:
         config: Settings of a training; those without an optimiser stay as they are.
@@ -101,10 +108,7 @@ def with_chosen_rates(config: Config, new: bool, adapters: bool = False) -> Conf
     changes: dict[str, Strict] = {}
     for part in trained_parts(config, adapters):
         if part.optimizer.lr is None:
-            rates = part.suitable
-            lr = rates.adapters if part.adapters else rates.pretrained
-            if new:
-                lr = rates.new
+            lr = part.suitable.new if new else part.usual
             changes[part.field] = part.optimizer.model_copy(update={"lr": lr})
     if isinstance(config, PolicyStageConfig):
         policy, adapted = config.policy, config.policy_lora is not None

@@ -1,6 +1,4 @@
-"""Where the default recipe lies (params.yaml, dvc.yaml, and folders), and what dvc.lock says that
-it has made.
-"""
+"""The default recipe: where params.yaml and dvc.yaml lie, and what dvc.lock says was made."""
 
 from __future__ import annotations
 
@@ -13,9 +11,7 @@ from rlhf_core.errors import ConfigError, RlhfError
 
 
 def recipe_folder() -> Path:
-    """The checkout's root where the package is used from one, else ``share/rlhf-pipeline`` of the
-    installation.
-    """
+    """Return the checkout's root, or ``share/rlhf-pipeline`` of an installation."""
     checkout = Path(__file__).resolve().parents[2]
     installed = Path(sysconfig.get_path("data")) / "share" / "rlhf-pipeline"
     for folder in (checkout, installed):
@@ -27,42 +23,39 @@ def recipe_folder() -> Path:
 
 
 def profiles_of(base: Path) -> Path:
-    """The folder of profiles: the workspace's own if it has one, else the project's."""
+    """Return the folder of profiles: the workspace's own if it has one, else the project's."""
     own = base / "profiles"
     return own if own.is_dir() else recipe_folder() / "profiles"
 
 
 def expectations_of(base: Path) -> Path:
-    """The folder of suites of expectations: the workspace's own if it has one, else the
-    project's.
-    """
+    """Return the folder of expectations: the workspace's own if it has one, else the project's."""
     own = base / "expectations"
     return own if own.is_dir() else recipe_folder() / "expectations"
 
 
 def profile_headers(folder: Path) -> dict[str, str]:
     """Return the comment that opens each profile, as one paragraph, by the profile's name."""
-    return {path.stem: _header(path) for path in sorted(folder.glob("*.yaml"))}
-
-
-def _header(path: Path) -> str:
-    """Return the text of a file's first lines that are comments."""
-    lines = path.read_text(encoding="utf-8").splitlines()
-    comments = itertools.takewhile(lambda line: line.startswith("#"), lines)
-    return " ".join(line.lstrip("# ") for line in comments)
+    headers = {}
+    for path in sorted(folder.glob("*.yaml")):
+        lines = path.read_text(encoding="utf-8").splitlines()
+        comments = itertools.takewhile(lambda line: line.startswith("#"), lines)
+        headers[path.stem] = " ".join(line.lstrip("# ") for line in comments)
+    return headers
 
 
 def recorded_outputs(lock: Path) -> dict[str, str]:
-    """Return the hash of every output in dvc.lock by path, those of the report left out; empty if
-    it is unreadable.
+    """Return the hash of every output in dvc.lock by path, without those of the report.
+
+    There are none where the file cannot be read.
     """
     try:
         stages = plain(read(lock)).get("stages") or {}
     except RlhfError:
         return {}
-    return {
-        str(out["path"]): str(out.get("md5", ""))
-        for name, stage in sorted(stages.items())
-        if name != "report"
-        for out in stage.get("outs") or []
-    }
+    recorded = {}
+    for name, stage in sorted(stages.items()):
+        if name != "report":
+            for out in stage.get("outs") or []:
+                recorded[str(out["path"])] = str(out.get("md5", ""))
+    return recorded

@@ -23,11 +23,9 @@ from rlhf_core.config.model import (
 
 
 def _leave_room(shares: dict[str, float]) -> dict[str, float]:
-    wrong = next((name for name, share in shares.items() if not 0 < share < 1), None)
-    if wrong is not None:
-        raise ValueError(
-            f"the share of {wrong} is {shares[wrong]:g}; it must be above 0 and below 1"
-        )
+    for name, share in shares.items():
+        if not 0 < share < 1:
+            raise ValueError(f"the share of {name} is {share:g}; it must be above 0 and below 1")
     if sum(shares.values()) >= 1:
         raise ValueError(
             f"the shares add up to {sum(shares.values()):g}, which leaves nothing to other categories"
@@ -41,8 +39,7 @@ CategoryShares = Annotated[dict[str, float], AfterValidator(_leave_room)]
 
 
 class PairBatchConfig(Strict):
-    """Dynamic batches (paper, section 4.2): as many pairs as fit ``token_budget``, between two
-    bounds.
+    """Dynamic batches (paper, section 4.2): as many pairs as fit ``token_budget``, within bounds.
 
     Attributes:
         token_budget: Positions of a batch, padding included.
@@ -119,14 +116,9 @@ class RewardConfig(StageConfig):
             raise ValueError(
                 "imitation needs the language model's own last layer; set it to 0.0, or layers to null"
             )
-        if (
-            self.layers is not None
-            and self.lora is not None
-            and (self.lora.upper_layers or 0) > self.layers
-        ):
-            raise ValueError(
-                f"lora.upper_layers {self.lora.upper_layers} is more than layers {self.layers}"
-            )
+        adapted = (self.lora.upper_layers or 0) if self.lora is not None else 0
+        if self.layers is not None and adapted > self.layers:
+            raise ValueError(f"lora.upper_layers {adapted} is more than layers {self.layers}")
         if self.steps == 0 and self.linear_probe is None:
             raise ValueError(
                 "steps is 0 and linear_probe is not set, so that nothing would be trained; set one of them"
@@ -135,12 +127,8 @@ class RewardConfig(StageConfig):
 
 
 class RefereeConfig(RewardConfig):
-    """The second reward model, on disjoint data: the policy is selected by it, never trained on
-    it.
-    """
+    """The second reward model, on disjoint data: it selects the policy, which never trains on it."""
 
 
 class JudgeConfig(RewardConfig):
-    """The third reward model, on disjoint data: it judges the result; nothing is trained or
-    selected by it.
-    """
+    """The third reward model, on disjoint data: it judges the result, and selects nothing."""

@@ -1,5 +1,4 @@
-"""Where PPO's raw scores come from (``ppo.reward.sources``): models, services, functions, mixed by
-weights.
+"""Where PPO's raw scores come from (``ppo.reward.sources``): models, services and functions.
 
 Critic pre-training scores with the same list, since values live in its units. The default is the
 reward model that the pipeline trained. docs/train.md, "Use other reward sources", shows each kind
@@ -52,11 +51,10 @@ class SourceConfig(Strict):
 
 
 class ModelSource(SourceConfig):
-    """A reward model with the policy's tokenizer, read at the last response token; nothing is
-    tokenised again.
+    """A reward model with the policy's tokenizer, read at the last response token.
 
-    Of the pipeline's own models only ``models/reward`` may score: the referee selects the policy
-    and the judge judges it, which must not be trained on either.
+    Nothing is tokenised again. Of the pipeline's own models only ``models/reward`` may score: the
+    referee selects the policy and the judge judges it, which must not be trained on either.
 
     Attributes:
         path: Folder, relative to the workspace.
@@ -67,8 +65,9 @@ class ModelSource(SourceConfig):
 
 
 class EnsembleSource(SourceConfig):
-    """``mean - k * std`` over reward models with the policy's tokenizer (population std): doubt
-    lowers the score.
+    """``mean - k * std`` over reward models with the policy's tokenizer: doubt lowers the score.
+
+    The standard deviation is that of the population.
 
     Attributes:
         paths: Their folders, relative to the workspace.
@@ -93,8 +92,7 @@ class EnsembleSource(SourceConfig):
 
 
 class ClassifierSource(SourceConfig):
-    """Any Hugging Face sequence classifier, read with its own tokenizer: replies are decoded and
-    encoded again.
+    """Any Hugging Face sequence classifier, which reads the text with its own tokenizer.
 
     Attributes:
         model: Folder (relative to the workspace) or hub id.
@@ -149,11 +147,11 @@ class FunctionSource(SourceConfig):
 
 
 class HttpSource(SourceConfig):
-    """A scorer behind HTTP: ``POST url`` with ``{"items": [{"prompt", "reply", "finished"}]}``,
-    answer ``{"scores"}``.
+    """A scorer behind HTTP.
 
     Attributes:
-        url: Its address.
+        url: Its address, which is posted `{"items": [{"prompt", "reply", "finished"}]}` and answers
+            `{"scores"}`.
         batch_size: Replies of a request.
         timeout_seconds: Bounds connecting, and the whole request after it.
         retries: How often a request is repeated that fails to connect, times out or is answered
@@ -183,8 +181,7 @@ RewardSource = Annotated[
 
 
 def refuse_own_model(folder: Path, who: str, workspace: Path) -> None:
-    """Refuse the pipeline's other models, above all referee and judge, which select and judge the
-    policy.
+    """Refuse the pipeline's other models, above all referee and judge, as rewards.
 
     Raises:
         ConfigError: ``folder`` is one of them.
@@ -197,7 +194,7 @@ def refuse_own_model(folder: Path, who: str, workspace: Path) -> None:
 
 
 def source_names(sources: tuple[RewardSource, ...]) -> tuple[str, ...]:
-    """The name of each source: its own, or its kind, with a number from the second of a kind on."""
+    """Return the name of each source: its own, or its kind, numbered from the second on."""
     seen: Counter[str] = Counter()
     names = []
     for source in sources:

@@ -20,9 +20,7 @@ class NotYaml(ConfigError):
 
 
 def _yaml() -> Any:
-    """Return a reader and writer in the style in which DVC writes, so that ``dvc exp run -S``
-    changes no other line.
-    """
+    """Return a reader and writer in DVC's style, so that ``dvc exp run -S`` changes no other line."""
     from ruamel.yaml import YAML
 
     yaml = YAML()
@@ -51,11 +49,11 @@ def require_merged(text: str, name: str) -> None:
 
 
 def parse(text: str, name: str) -> Any:
-    """The round-trip document of ``text``.
+    """Return the round-trip document of ``text``.
 
     Raises:
-        ConfigError: It is not a YAML mapping, with line and column, or larger than a file of
-            settings ever is.
+        ConfigError: It is no YAML mapping (with line and column), or larger than a file of settings
+            ever is.
     """
     require_merged(text, name)
     document = _load(text, name)
@@ -67,9 +65,7 @@ def parse(text: str, name: str) -> Any:
 
 
 def parse_scalar(text: str) -> Any:
-    """The value that ``text`` has as YAML: number, true/false, null, list or string; the text
-    itself if it has none.
-    """
+    """Return the value of ``text`` as YAML; the text itself if it has none."""
     try:
         return _load(text, "the value")
     except NotYaml:
@@ -91,9 +87,8 @@ def _load(text: str, name: str) -> Any:
     except (YAMLError, ValueError) as error:  # an impossible date or number
         mark = getattr(error, "problem_mark", None) or getattr(error, "context_mark", None)
         position = f" line {mark.line + 1}, column {mark.column + 1}" if mark else ""
-        problem = (
-            getattr(error, "problem", None) or getattr(error, "context", None) or first_line(error)
-        )
+        problem = getattr(error, "problem", None) or getattr(error, "context", None)
+        problem = problem or first_line(error)
         raise NotYaml(f"{name} is not valid YAML:{position} {problem}") from error
     except RecursionError:
         raise ConfigError(f"{name} is nested too deeply for a file of settings") from None
@@ -101,18 +96,19 @@ def _load(text: str, name: str) -> Any:
 
 
 def _open_brackets(text: str) -> int:
-    """How many brackets are open at most; the reader's time grows with their square."""
+    """Return how many brackets are open at most; the reader's time grows with their square."""
     depth = most = 0
     for bracket in re.findall(r"[\[\]{}]", text):
-        depth = depth + 1 if bracket in "[{" else max(depth - 1, 0)
+        if bracket in "[{":
+            depth += 1
+        elif depth:
+            depth -= 1
         most = max(most, depth)
     return most
 
 
 def _require_bounded(document: Any, name: str) -> None:
-    """Raise ``ConfigError`` where aliases repeat so much, or a part of themselves, that no copy
-    without them fits.
-    """
+    """Refuse aliases that repeat so much, or themselves, that no copy without them fits."""
     sizes: dict[int, int] = {}  # 0: being counted, so whoever meets it again is inside of it
 
     def size(value: Any) -> int:
@@ -120,9 +116,8 @@ def _require_bounded(document: Any, name: str) -> None:
             return 1
         if id(value) not in sizes:
             sizes[id(value)] = 0
-            sizes[id(value)] = 1 + sum(
-                size(item) for item in (value.values() if isinstance(value, dict) else value)
-            )
+            items = value.values() if isinstance(value, dict) else value
+            sizes[id(value)] = 1 + sum(size(item) for item in items)
         if not 0 < sizes[id(value)] <= MOST_VALUES:
             raise ConfigError(
                 f"{name} has aliases of its own parts that make it endless, or more than {MOST_VALUES} values"
@@ -133,8 +128,9 @@ def _require_bounded(document: Any, name: str) -> None:
 
 
 def dump(document: Any) -> str:
-    """Return the YAML text of a round-trip document, with comments except those within lists, which
-    DVC drops too.
+    """Return a round-trip document as text, with all comments but those within lists.
+
+    DVC drops the latter too.
     """
     stream = io.StringIO()
     _yaml().dump(_in_block_style(document), stream)
@@ -142,9 +138,7 @@ def dump(document: Any) -> str:
 
 
 def _in_block_style(document: Any) -> Any:
-    """Return a copy in which every mapping and list that is not empty is written with an item per
-    line.
-    """
+    """Return a copy that is written with an item of a mapping or list per line."""
     document = copy.deepcopy(document)
     sections = [document]
     while sections:
@@ -160,7 +154,7 @@ def _in_block_style(document: Any) -> Any:
 
 
 def read(path: Path) -> Any:
-    """The document in ``path``; ``ConfigError`` when it cannot be read."""
+    """Return the document in ``path``; ``ConfigError`` when it cannot be read."""
     try:
         return parse(path.read_text(encoding="utf-8"), str(path))
     except FileNotFoundError as error:
@@ -172,7 +166,7 @@ def read(path: Path) -> Any:
 
 
 def plain(value: Any) -> Any:
-    """A copy of a round-trip document made of plain dicts, lists and scalars."""
+    """Return a copy of a round-trip document made of plain dicts, lists and scalars."""
     if isinstance(value, dict):
         return {str(key): plain(item) for key, item in value.items()}
     if isinstance(value, list | tuple):

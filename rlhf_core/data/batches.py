@@ -1,34 +1,26 @@
-"""Rows into batches: their order, passes over ranks, padding, shares of categories and lengths; and
-pairs by prompts.
+"""Rows into batches: their order, passes over ranks, padding, shares of categories and lengths.
 
-Mixtures by category: which rows, and how often, an epoch of training consists of.
+*Shares of categories.* Rows of categories without a share come once in an epoch. Those with one are
+repeated, or drawn, until they have it: a few hundred pairs about safety can weigh as much as was
+meant beside thousands of others (Bai et al., 2022, "Training a Helpful and Harmless Assistant",
+section 4.4, mix helpfulness and harmlessness by such weights).
 
-Rows of categories without a share come once. Those with one are repeated, or drawn, until they have
-it: a few hundred pairs about safety can weigh as much as was meant beside thousands of others (Bai
-et al., 2022, "Training a Helpful and Harmless Assistant", section 4.4, mix helpfulness and
-harmlessness by such weights).
+*Balanced lengths.* The preferred reply is as often the shorter as the longer one, at every
+difference of lengths. Annotators tend to prefer the longer reply, and a reward model learns it
+(Singhal et al., 2023, "A Long Way to Go: Investigating Length Correlations in RLHF", who balance
+preference data as one remedy). Among balanced pairs no rule that reads lengths alone is right in
+more than about half. Equal numbers of both kinds are not enough for that: large differences occur
+almost only where the longer reply is preferred, so that "longer, if it is much longer" would still
+be right. Both kinds are therefore matched within strata of the absolute difference.
 
-Length-balanced pairs: the preferred reply is as often the shorter as the longer one, at every
-length difference.
+*Batches of whole prompts.* Pairs of one prompt share a batch, and a sequence that several of them
+have counts once. With K ranked replies to a prompt there are up to K(K-1)/2 pairs, but only K
+sequences to compute (Ouyang et al., 2022, "Training language models to follow instructions",
+section 3.5, who also find that pairs drawn one by one overfit).
 
-Annotators tend to prefer the longer reply, and a reward model learns it (Singhal et al., 2023, "A
-Long Way to Go: Investigating Length Correlations in RLHF", who balance preference data as one
-remedy). Among balanced pairs no rule that reads lengths alone is right in more than about half.
-Equal numbers of both kinds are not enough for that: large differences occur almost only where the
-longer reply is preferred, so that "longer, if it is much longer" would still be right. Both kinds
-are therefore matched within strata of the absolute difference.
-
-Batches of whole prompts: pairs of one prompt share a batch, and a sequence that several of them
-have counts once.
-
-With K ranked replies to a prompt there are up to K(K-1)/2 pairs, but only K sequences to compute
-(Ouyang et al., 2022, "Training language models to follow instructions", section 3.5, who also find
-that pairs drawn one by one overfit).
-
-Prefix rows: replies to one prompt in one row behind a single copy of it, so that the prompt is
-computed once.
-
-Wang and Hegde, 2024, "Accelerating Direct Preference Optimization with Prefix Sharing".
+*Prefix rows.* Replies to one prompt stand in one row behind a single copy of it, so that the prompt
+is computed once (Wang and Hegde, 2024, "Accelerating Direct Preference Optimization with Prefix
+Sharing").
 """
 
 from __future__ import annotations
@@ -53,15 +45,12 @@ from rlhf_core.runtime import distributed
 
 
 def epoch_order(n: int, seed: int, epoch: int) -> list[int]:
-    """Return a permutation of ``range(n)``, the same for the same (seed, epoch) on every
-    machine.
-    """
+    """Return a permutation of ``range(n)``, the same on every machine for the same arguments."""
     return np.random.Generator(np.random.Philox(key=[seed, epoch])).permutation(n).tolist()
 
 
 def batch_at(n: int, size: int, seed: int, step: int) -> list[int]:
-    """Return the full batch of optimiser step ``step`` (from 0) in an endless stream of consecutive
-    epochs.
+    """Return the batch of optimiser step ``step`` (from 0) in an endless stream of epochs.
 
     A batch may span two epochs, so all batches have ``size`` indices and the step number alone is
     the data cursor.
@@ -82,8 +71,7 @@ Result = TypeVar("Result")
 
 
 def passes(rows: Rows, size: int) -> Iterator[tuple[Rows, float]]:
-    """Yield this rank's share of ``rows`` in micro-batches of at most ``size``, each with the
-    weight of its loss.
+    """Yield this rank's share of ``rows`` in micro-batches, each with the weight of its loss.
 
     Every rank makes the same number of passes, because all ranks gather sharded parameters
     together: a rank that has run out of rows gets the first row again with weight 0. All other
@@ -97,12 +85,11 @@ def passes(rows: Rows, size: int) -> Iterator[tuple[Rows, float]]:
 
 
 def whole_passes(rows: list[int], size: int) -> Iterator[tuple[list[int], float]]:
-    """Yield this rank's share of the micro-batches that one process makes of ``rows``, as
-    :func:`passes` does.
+    """Yield this rank's share of the micro-batches that one process makes of ``rows``.
 
-    A row has the same companions, and with them the same padding and the same bits, on any number
-    of ranks. Every rank makes as many passes as in :func:`passes`, but of a last round of them some
-    ranks may have none of their own.
+    Each comes with a weight, as from :func:`passes`. A row has the same companions, and with them
+    the same padding and the same bits, on any number of ranks. Every rank makes as many passes as
+    in :func:`passes`, but of a last round of them some ranks may have none of their own.
     """
     parts = [rows[start : start + size] for start in range(0, len(rows), size)]
     mine = distributed.shard_for_rank(parts)
@@ -111,8 +98,7 @@ def whole_passes(rows: list[int], size: int) -> Iterator[tuple[list[int], float]
 
 
 def gather_passes(own: Sequence[Sequence[Result]]) -> list[Result]:
-    """What all ranks computed of the rows of :func:`whole_passes`, in the order of the rows, on
-    every rank.
+    """Return on every rank what all computed of the rows of :func:`whole_passes`, in their order.
 
     Args:
         own: JSON values of this rank, a list for each pass whose weight was 1.
@@ -128,11 +114,10 @@ def rows_by_category_share(
     parameter: str,
     rows: Sequence[int] | None = None,
 ) -> list[int]:
-    """Return the row numbers of an epoch in ascending order; a row of a category with a share may
-    be there repeatedly.
+    """Return the row numbers of an epoch, in ascending order.
 
-    Of ``n`` rows that have to be ``m``, each comes ``m // n`` times, and ``m % n`` drawn ones once
-    more.
+    A row of a category with a share may be there repeatedly: of ``n`` rows that have to be ``m``,
+    each comes ``m // n`` times, and ``m % n`` drawn ones once more.
 
     Args:
         categories: The category of every row there is.
@@ -147,14 +132,17 @@ def rows_by_category_share(
     numbers = list(range(len(categories))) if rows is None else list(rows)
     if not shares:
         return numbers
-    of_category = {name: [row for row in numbers if categories[row] == name] for name in shares}
-    others = [row for row in numbers if categories[row] not in shares]
-    lacking = next((name for name, listed in of_category.items() if not listed), None)
-    if lacking is not None:
-        known = ", ".join(sorted({categories[row] for row in numbers})) or "none"
-        raise DataError(
-            f"{parameter} names the category {lacking}, of which there is no usable row in training; there are: {known}"
-        )
+    of_category: dict[str, list[int]] = {name: [] for name in shares}
+    others = []
+    for row in numbers:
+        of_category.get(categories[row], others).append(row)
+    for name, listed in of_category.items():
+        if not listed:
+            known = ", ".join(sorted({categories[row] for row in numbers})) or "none"
+            raise DataError(
+                f"{parameter} names the category {name}, of which there is no usable row in "
+                f"training; there are: {known}"
+            )
     if not others:
         raise DataError(
             f"{parameter} names all categories of the rows; leave one out, which gets the rest"
@@ -165,7 +153,8 @@ def rows_by_category_share(
     for name, share in shares.items():
         listed = of_category[name]
         repeats, drawn = divmod(max(1, round(share * total)), len(listed))
-        chosen += listed * repeats + [listed[i] for i in generator.permutation(len(listed))[:drawn]]
+        chosen += listed * repeats
+        chosen += [listed[i] for i in generator.permutation(len(listed))[:drawn]]
     return sorted(chosen)
 
 
@@ -174,8 +163,7 @@ SMALLEST_STRATUM = 20
 
 
 def length_balanced_rows(differences: npt.ArrayLike, seed: int, draw: int = 0) -> list[int]:
-    """Draw equally many pairs of either kind from each stratum: all of the rarer kind, as many of
-    the other.
+    """Draw equally many pairs of either kind from each stratum, all of the rarer kind.
 
     Strata are quantiles of the absolute difference: ten, or fewer where they would hold less than
     twenty pairs.
@@ -197,16 +185,16 @@ def length_balanced_rows(differences: npt.ArrayLike, seed: int, draw: int = 0) -
     generator = np.random.Generator(np.random.Philox(key=[seed, draw]))
     rows: list[int] = []
     for number in range(strata):
-        kinds = [np.flatnonzero((stratum == number) & (difference * sign > 0)) for sign in (1, -1)]
-        count = min(len(kind) for kind in kinds)
-        rows += [row for kind in kinds for row in generator.permutation(kind)[:count].tolist()]
+        longer = np.flatnonzero((stratum == number) & (difference > 0))
+        shorter = np.flatnonzero((stratum == number) & (difference < 0))
+        count = min(len(longer), len(shorter))
+        for kind in (longer, shorter):
+            rows += generator.permutation(kind)[:count].tolist()
     return sorted(rows)
 
 
 def length_balanced_epoch(differences: npt.ArrayLike, seed: int, epoch: int) -> list[int]:
-    """Draw the pairs of one epoch of training: balanced ones, anew in each epoch, and all pairs of
-    equal length.
-    """
+    """Draw the pairs of one epoch: balanced ones, anew each time, and all of equal length."""
     ties = np.flatnonzero(np.asarray(differences) == 0).tolist()
     return sorted([*length_balanced_rows(differences, seed, epoch), *ties])
 
@@ -226,7 +214,9 @@ def padding_share(useful: int, computed: int) -> float:
         useful: Tokens that are not padding.
         computed: Positions of all rows, padding included.
     """
-    return (computed - useful) / computed if computed else 0.0
+    if not computed:
+        return 0.0
+    return (computed - useful) / computed
 
 
 @dataclass(frozen=True)
@@ -243,8 +233,7 @@ class Partition:
 
 
 def partitions(lengths: Sequence[int], most: int) -> list[Partition]:
-    """Return the partitions of rows into 1, 2, ... ``most`` micro-batches that need the fewest
-    positions.
+    """Return the partitions into 1, 2, ... ``most`` micro-batches that need the fewest positions.
 
     A single micro-batch keeps the rows in their order; more of them have the rows sorted by length.
 
@@ -252,9 +241,8 @@ def partitions(lengths: Sequence[int], most: int) -> list[Partition]:
         most: The largest number of micro-batches; at most the number of rows.
     """
     order = np.argsort(np.asarray(lengths), kind="stable")
-    ends = np.unique(
-        np.linspace(0, len(order), min(len(order), max(CUT_POSITIONS, most)) + 1).astype(int)
-    )
+    cut_positions = min(len(order), max(CUT_POSITIONS, most))
+    ends = np.unique(np.linspace(0, len(order), cut_positions + 1).astype(int))
     longest = np.asarray(lengths)[order[ends[1:] - 1]]
     # positions[i, j]: those of one micro-batch from the i-th cut to the (j + 1)-th.
     positions = (ends[None, 1:] - ends[:-1, None]) * longest[None, :]
@@ -278,8 +266,7 @@ def partitions(lengths: Sequence[int], most: int) -> list[Partition]:
 
 
 def least_padded(shards: Sequence[Sequence[int]], max_padding: float) -> list[Partition]:
-    """Return the rows of each rank in micro-batches, as few as keep the padding of all ranks within
-    ``max_padding``.
+    """Return the rows of each rank in micro-batches, as few as keep the padding within bounds.
 
     All ranks get the same number of micro-batches, because they gather sharded parameters together:
     at most eight, no more than a rank has rows, and on average at least 512 positions each before
@@ -292,9 +279,11 @@ def least_padded(shards: Sequence[Sequence[int]], max_padding: float) -> list[Pa
     whole = sum(len(lengths) * max(lengths) for lengths in shards)
     most = min(MOST_MICRO_BATCHES, whole // (len(shards) * SMALLEST_MICRO_BATCH), *map(len, shards))
     useful = sum(map(sum, shards))
-    choices = list(zip(*(partitions(lengths, max(most, 1)) for lengths in shards), strict=True))
+    of_ranks = [partitions(lengths, max(most, 1)) for lengths in shards]
+    choices = list(zip(*of_ranks, strict=True))
     for choice in choices:
-        if padding_share(useful, sum(part.computed for part in choice)) <= max_padding:
+        computed = sum(part.computed for part in choice)
+        if padding_share(useful, computed) <= max_padding:
             return list(choice)
     return list(choices[-1])
 
@@ -314,9 +303,7 @@ class TokenisedPair:
 
     @property
     def length(self) -> int:
-        """Tokens of the longer of the two sequences: the width that this pair needs in a padded
-        batch.
-        """
+        """The width that this pair needs in a padded batch: tokens of its longer sequence."""
         return len(self.prompt) + max(len(self.chosen), len(self.rejected))
 
     @property
@@ -337,8 +324,7 @@ def usable_pairs(
 
     Returns:
         The usable pairs, and how many were dropped: ``{"over_long": …, "identical": …}``. Of the
-            over-long ones
-        ``identical_if_cut`` counts those that would be identical if they were cut at
+        over-long ones ``identical_if_cut`` counts those that would be identical if they were cut at
         ``max_tokens``.
     """
     prompt, chosen, rejected = (tokens.column(name) for name in ("prompt", "chosen", "rejected"))
@@ -359,8 +345,11 @@ def usable_pairs(
     categories = tokens.table.column(CATEGORY)
 
     def pairs(rows: npt.NDArray[np.int64]) -> list[TokenisedPair]:
-        ids = ((row, prompt[row], chosen[row], rejected[row]) for row in rows.tolist())
-        return [TokenisedPair(*of_row, categories[of_row[0]].as_py()) for of_row in ids]
+        taken = []
+        for row in rows.tolist():
+            category = categories[row].as_py()
+            taken.append(TokenisedPair(row, prompt[row], chosen[row], rejected[row], category))
+        return taken
 
     return TableRows(np.flatnonzero(~identical & ~over_long), pairs), dropped
 
@@ -374,13 +363,12 @@ def token_budget_batches(
     epoch: int,
     rows: Sequence[int] | None = None,
 ) -> list[list[int]]:
-    """Return an epoch of dynamic batches (paper, section 4.2): as many pairs as fit ``budget``
-    tokens after padding.
+    """Return an epoch of dynamic batches: as many pairs as fit ``budget`` tokens after padding.
 
-    A batch of b pairs costs ``2 * b * max(length)``. Pairs of similar length share a batch: the
-    shuffled epoch is sorted by length within windows, and the batches are shuffled again, so that
-    length does not follow the step number. Every index occurs exactly once per epoch, or those of
-    ``rows`` do.
+    See section 4.2 of the paper. A batch of b pairs costs ``2 * b * max(length)``. Pairs of similar
+    length share a batch: the shuffled epoch is sorted by length within windows, and the batches are
+    shuffled again, so that length does not follow the step number. Every index occurs exactly once
+    per epoch, or those of ``rows`` do.
 
     Args:
         lengths: Tokens of one padded row of each pair, that is of the longer of its two sequences.
@@ -392,9 +380,8 @@ def token_budget_batches(
     """
     if not 1 <= min_pairs <= max_pairs:
         raise ValueError(f"need 1 <= min_pairs <= max_pairs, got {min_pairs} and {max_pairs}")
-    order = epoch_order(len(lengths) if rows is None else len(rows), seed, epoch)
-    if rows is not None:
-        order = [rows[i] for i in order]
+    chosen = range(len(lengths)) if rows is None else rows
+    order = [chosen[i] for i in epoch_order(len(chosen), seed, epoch)]
     window = max_pairs * 8
     batches: list[list[int]] = []
     rest: list[int] = []
@@ -412,9 +399,7 @@ def token_budget_batches(
 def _fill(
     waiting: Sequence[int], lengths: Sequence[int], budget: int, min_pairs: int, max_pairs: int
 ) -> tuple[list[list[int]], list[int]]:
-    """Return full batches from the front of ``waiting`` (longest first), and the pairs that are
-    left over.
-    """
+    """Return full batches from the front of ``waiting`` (longest first), and the pairs left."""
     batches: list[list[int]] = []
     start = 0
     while start < len(waiting):
@@ -430,9 +415,7 @@ def _fill(
 def _place_remainder(
     batches: list[list[int]], rest: list[int], min_pairs: int, max_pairs: int
 ) -> None:
-    """Append the last pairs of an epoch; fewer than ``min_pairs`` borrow from the batch before, or
-    join it.
-    """
+    """Append the last pairs of an epoch; too few of them join the batch before, or borrow from it."""
     missing = min_pairs - len(rest)
     if missing <= 0 or not batches:
         batches.append(rest)
@@ -468,13 +451,13 @@ class PairSequences:
 
 def pair_sequences(pairs: Sequence[TokenisedPair], share: bool = True) -> PairSequences:
     """Number the sequences of pairs; with ``share`` one that several pairs have gets one number."""
-    listed = [(pair.prompt, pair.chosen) for pair in pairs] + [
-        (pair.prompt, pair.rejected) for pair in pairs
-    ]
+    listed = [(pair.prompt, pair.chosen) for pair in pairs]
+    listed += [(pair.prompt, pair.rejected) for pair in pairs]
     if not share:
-        return PairSequences(listed, list(range(len(pairs))), list(range(len(pairs), len(listed))))
+        numbers = list(range(len(listed)))
+        return PairSequences(listed, numbers[: len(pairs)], numbers[len(pairs) :])
     known: dict[bytes, int] = {}
-    numbers: list[int] = []
+    numbers = []
     distinct: list[tuple[Sequence[int], Sequence[int]]] = []
     for sequence in listed:
         number = known.setdefault(b"".join(map(ids_hash, sequence)), len(known))
@@ -502,9 +485,7 @@ class _Unit:
 
 
 class PromptBatches:
-    """Epochs of batches within a token budget of ``distinct sequences x longest``; functions of
-    seed and epoch.
-    """
+    """Epochs of batches of whole prompts, within a budget of ``distinct sequences x longest``."""
 
     def __init__(self, pairs: Sequence[TokenisedPair], limits: PairBatchConfig, seed: int) -> None:
         self.limits, self.seed = limits, seed
@@ -515,44 +496,41 @@ class PromptBatches:
         self.prompt = [prompts.setdefault(ids_hash(pair.prompt), len(prompts)) for pair in pairs]
 
     def epoch(self, epoch: int, rows: Sequence[int] | None = None) -> list[list[int]]:
-        """Every pair once, or every pair of ``rows``, batch by batch."""
+        """Return every pair once, or every pair of ``rows``, batch by batch."""
         of_prompt: dict[int, list[int]] = {}
-        for row in range(len(self.widths)) if rows is None else rows:
+        chosen = range(len(self.widths)) if rows is None else rows
+        for row in chosen:
             of_prompt.setdefault(self.prompt[row], []).append(row)
         prompts = list(of_prompt.values())
         order = epoch_order(len(prompts), self.seed, epoch)
         batches: list[list[int]] = []
         for start in range(0, len(order), WINDOW):
             units: list[_Unit] = []
-            for number in order[
-                start : start + WINDOW
-            ]:  # the pairs of one prompt are cut where they exceed a batch
+            for number in order[start : start + WINDOW]:
+                # The pairs of one prompt are cut where they exceed a batch.
                 longest_first = sorted(prompts[number], key=lambda row: -self.widths[row])
                 units += self._packed([self._unit([row]) for row in longest_first])
-            batches += [
-                unit.rows for unit in self._packed(sorted(units, key=lambda unit: -unit.width))
-            ]
+            units.sort(key=lambda unit: -unit.width)
+            batches += [unit.rows for unit in self._packed(units)]
         # A second stream (offset key) for the order of batches.
-        return [
-            batches[number] for number in epoch_order(len(batches), self.seed + (1 << 32), epoch)
-        ]
+        shuffled = epoch_order(len(batches), self.seed + (1 << 32), epoch)
+        return [batches[number] for number in shuffled]
 
     def _unit(self, rows: list[int]) -> _Unit:
-        sequences = {number for row in rows for number in self.sequences[row]}
+        sequences: set[int] = set()
+        for row in rows:
+            sequences.update(self.sequences[row])
         return _Unit(rows, sequences, max(self.widths[row] for row in rows))
 
     def _packed(self, units: Sequence[_Unit]) -> Iterator[_Unit]:
-        """Join neighbours as long as they fit a batch; a prompt is cut where a batch would have too
-        few or too many.
-        """
+        """Join neighbours as long as they fit a batch, and cut prompts that do not fit one."""
         packed = units[0]
         for unit in units[1:]:
             rows, sequences = packed.rows + unit.rows, packed.sequences | unit.sequences
             both = _Unit(rows, sequences, max(packed.width, unit.width))
-            within = (
-                len(rows) <= self.limits.max_pairs
-                and len(sequences) * both.width <= self.limits.token_budget
-            )
+            positions = len(sequences) * both.width
+            fits_budget = positions <= self.limits.token_budget
+            within = fits_budget and len(rows) <= self.limits.max_pairs
             missing = self.limits.min_pairs - len(packed.rows)
             if missing > 0 and len(rows) > self.limits.max_pairs:
                 yield self._unit(packed.rows + unit.rows[:missing])

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import datetime
 from functools import lru_cache
-from itertools import takewhile
 from typing import Any
 
 from jinja2 import TemplateError
@@ -40,66 +39,72 @@ class SpecialTokens:
 
 
 def token_id(tokenizer: PreTrainedTokenizerBase, token: str) -> int:
-    """The id of one token; that of the unknown token if the vocabulary lacks it."""
+    """Return the id of one token; that of the unknown token if the vocabulary lacks it."""
     index = tokenizer.convert_tokens_to_ids(token)
     return index if isinstance(index, int) else index[0]
 
 
 def special_tokens(tokenizer: PreTrainedTokenizerBase) -> SpecialTokens:
-    """All added tokens that are marked special, and those that have a role such as
-    ``eos_token``.
-    """
+    """Return all added tokens that are marked special, and those with a role such as eos."""
     return _special_tokens(tokenizer, (len(tokenizer), *tokenizer.all_special_tokens))
 
 
 @lru_cache(maxsize=CACHED_TOKENIZERS)
 def _special_tokens(tokenizer: PreTrainedTokenizerBase, state: tuple[object, ...]) -> SpecialTokens:
-    """``state`` is what changes with the tokenizer's special tokens."""
-    added = {
-        token.content: token for token in tokenizer.added_tokens_decoder.values() if token.special
-    }
+    """Return them; ``state`` is what changes with the tokenizer's special tokens."""
+    added = {}
+    for token in tokenizer.added_tokens_decoder.values():
+        if token.special:
+            added[token.content] = token
     names = sorted({*added, *tokenizer.all_special_tokens}, key=lambda name: (-len(name), name))
-
-    def with_whitespace(name: str) -> str:
-        left, right = (name in added and added[name].lstrip), (name in added and added[name].rstrip)
-        return (r"\s*" if left else "") + re.escape(name) + (r"\s*" if right else "")
-
+    literals, patterns = [], []
+    for name in names:
+        literal = pattern = re.escape(name)
+        if name in added and added[name].lstrip:
+            pattern = r"\s*" + pattern
+        if name in added and added[name].rstrip:
+            pattern += r"\s*"
+        literals.append(literal)
+        patterns.append(pattern)
     return SpecialTokens(
         ids={name: token_id(tokenizer, name) for name in names},
-        literal=re.compile("|".join(map(re.escape, names)) or "(?!)"),
-        pattern=re.compile("|".join(map(with_whitespace, names)) or "(?!)"),
+        literal=re.compile("|".join(literals) or "(?!)"),
+        pattern=re.compile("|".join(patterns) or "(?!)"),
     )
 
 
 def escape(
     tokenizer: PreTrainedTokenizerBase, contents: Sequence[str]
 ) -> tuple[list[str], dict[str, str]]:
-    """Replace special tokens that are written out in ``contents`` by characters that no content
-    has.
+    """Replace special tokens written out in ``contents`` by characters that no content has.
 
     Returns:
         The contents, and the token that each of the characters stands for: none in ordinary texts.
     """
     literal = special_tokens(tokenizer).literal
-    written = sorted({token for content in contents for token in literal.findall(content)})
+    written: set[str] = set()
+    for content in contents:
+        written.update(literal.findall(content))
     if not written:
         return list(contents), {}
     occurring = set("".join(contents))
     unused = (chr(code) for code in PLACEHOLDERS if chr(code) not in occurring)
-    placeholders = dict(zip(written, unused, strict=False))
-    escaped = [
-        literal.sub(lambda match: placeholders[match.group()], content) for content in contents
-    ]
+    placeholders = dict(zip(sorted(written), unused, strict=False))
+
+    def placeholder_of(match: re.Match[str]) -> str:
+        return placeholders[match.group()]
+
+    escaped = [literal.sub(placeholder_of, content) for content in contents]
     return escaped, {placeholder: token for token, placeholder in placeholders.items()}
 
 
 def encode_escaped(
     tokenizer: PreTrainedTokenizerBase, text: str, placeholders: Mapping[str, str]
 ) -> list[int]:
-    """Token ids of a text whose special tokens are control tokens, and whose ``placeholders`` are
-    ordinary text.
+    """Return token ids of a text in which only ``placeholders`` stand for ordinary special tokens.
 
-    No token is added at the beginning or the end.
+    Special tokens that stand in it themselves are control tokens. No token is added at the
+    beginning or the end.
 
     Raises:
         UnwritableText: The tokenizer cannot write the text of a special token as ordinary text.
@@ -119,15 +124,13 @@ def encode_escaped(
 def _encode_plain(
     tokenizer: PreTrainedTokenizerBase, text: str, placeholders: Mapping[str, str]
 ) -> list[int]:
-    """Token ids of text between two control tokens, none of which is a special token."""
+    """Return token ids of text between two control tokens, none of which is a special token."""
+    if not text:
+        return []
     for placeholder, token in placeholders.items():
         text = text.replace(placeholder, token)
-    ids = (
-        list(tokenizer.encode(text, add_special_tokens=False, split_special_tokens=True))
-        if text
-        else []
-    )
-    control = set(ids) & (set(special_tokens(tokenizer).ids.values()) - {tokenizer.unk_token_id})
+    ids = list(tokenizer.encode(text, add_special_tokens=False, split_special_tokens=True))
+    control = set(ids) & set(special_tokens(tokenizer).ids.values()) - {tokenizer.unk_token_id}
     if control:
         written = str(tokenizer.convert_ids_to_tokens(min(control)))
         reason = (
@@ -139,11 +142,8 @@ def _encode_plain(
 
 QUESTION, ANSWER, NEXT_QUESTION = "What is that?", "It is this.", "And why?"
 REASONED = f"<think>\nLet me see.\n</think>\n\n{ANSWER}"
-SYSTEM_TURN, SEVERAL_TURNS, REASONING_BEFORE = (
-    "a system turn",
-    "several turns",
-    "reasoning in an earlier reply",
-)
+SYSTEM_TURN, SEVERAL_TURNS = "a system turn", "several turns"
+REASONING_BEFORE = "reasoning in an earlier reply"
 EXCERPT = 60
 # The day that templates write which ask for today's (Llama 3.2): the one that Llama's own fall back
 # to. With the clock's, the same dialogue would become other tokens tomorrow: resumed runs and
@@ -200,49 +200,50 @@ class ReplyFormat:
         return any(marker in reply for marker in self.markers)
 
     def require_fit(self, tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message]) -> None:
-        """Raise ``UnwritableText`` for a prompt behind which the template writes no reply as it
-        does behind others.
-        """
-        kinds = self.unfit & self.kinds(messages) if self.unfit else frozenset()
+        """Raise ``UnwritableText`` for a prompt behind which a reply is written otherwise."""
+        kinds: Collection[str] = ()
+        if self.unfit:
+            kinds = self.unfit & self.kinds(messages)
         if not kinds:  # a turn may switch reasoning on or off, as /no_think does for some
             turns = [message.content for message in messages if message.role != "assistant"]
-            markers = {marker for marker in self.markers if any(marker in turn for turn in turns)}
+            text = "\0".join(turns)
+            markers = [marker for marker in self.markers if marker in text]
             if markers and not _goes_on(tokenizer, _escaped(tokenizer, messages)[0], self.lead):
-                kinds = frozenset({f"a turn with {max(markers, key=len)!r}"})
+                kinds = [f"a turn with {max(markers, key=len)!r}"]
         if kinds:
-            reason = f"behind {min(kinds)} the chat template writes a reply otherwise than its generation prompt begins it"
+            reason = (
+                f"behind {min(kinds)} the chat template writes a reply otherwise than its "
+                "generation prompt begins it"
+            )
             raise UnwritableText(
                 f"{reason}: leave such dialogues out, or give the tokenizer another template",
                 reason,
             )
 
     def kinds(self, messages: Sequence[Message]) -> set[str]:
-        """Return the kinds of dialogue that ``messages`` is, of those that :attr:`unfit` may
-        name.
-        """
+        """Return which of the kinds that :attr:`unfit` may name a dialogue is of."""
         earlier = [message for message in messages if message.role == "assistant"]
-        names = {SYSTEM_TURN} if messages[:1] and messages[0].role == "system" else set()
-        names |= {SEVERAL_TURNS} if earlier else set()
-        return names | (
-            {REASONING_BEFORE}
-            if any(self.is_marked(message.content) for message in earlier)
-            else set()
-        )
+        names = set()
+        if messages[:1] and messages[0].role == "system":
+            names.add(SYSTEM_TURN)
+        if earlier:
+            names.add(SEVERAL_TURNS)
+        if any(self.is_marked(message.content) for message in earlier):
+            names.add(REASONING_BEFORE)
+        return names
 
     def written(self, reply: str, finished: bool) -> str:
-        """``reply`` as the template writes it behind the generation prompt, without the closing
-        token.
-        """
+        """Return a reply as the template writes it, without the closing token."""
         if self.strips[0]:
             reply = reply.lstrip()
         if not finished:
             return self.lead + reply
-        return self.lead + (reply.rstrip() if self.strips[1] else reply) + self.tail
+        if self.strips[1]:
+            reply = reply.rstrip()
+        return self.lead + reply + self.tail
 
     def read(self, text: str, finished: bool) -> str:
-        """The reply in a text that follows the generation prompt: the inverse of
-        :meth:`written`.
-        """
+        """Return the reply in what follows the generation prompt: the inverse of :meth:`written`."""
         text = text.removeprefix(self.lead)
         return text.removesuffix(self.tail) if finished else text
 
@@ -252,8 +253,9 @@ def render(
     messages: Sequence[Message],
     add_generation_prompt: bool = False,
 ) -> str:
-    """The dialogue as the chat template writes it; for a template that asks for it, today is
-    :data:`TODAY`.
+    """Return the dialogue as the chat template writes it.
+
+    For a template that asks for it, today is :data:`TODAY`.
 
     Raises:
         ModelError: The tokenizer has no chat template, or one that does not end, or writes without
@@ -268,7 +270,8 @@ def render(
     try:
         return render_turns(tokenizer, turns, add_generation_prompt=add_generation_prompt)
     except TemplateError as error:
-        refused = f"the chat template refuses a dialogue of the turns {', '.join(message.role for message in messages)}"
+        roles = ", ".join(message.role for message in messages)
+        refused = f"the chat template refuses a dialogue of the turns {roles}"
         cause = first_line(error)
         raise UnwritableText(
             f"{refused} ({messages[-1].content[:EXCERPT]!r}): {cause}; leave such dialogues out, or give the tokenizer "
@@ -280,7 +283,7 @@ def render(
 def render_turns(
     tokenizer: PreTrainedTokenizerBase, turns: Sequence[Mapping[str, Any]], **arguments: Any
 ) -> str:
-    """What ``tokenizer.apply_chat_template`` writes of the turns, within limits.
+    """Return what ``tokenizer.apply_chat_template`` writes of the turns, within limits.
 
     Raises:
         TemplateError: The template refuses them.
@@ -302,7 +305,7 @@ def render_turns(
 
 
 def written_reply(tokenizer: PreTrainedTokenizerBase, reply: str, finished: bool) -> str:
-    """``reply`` as the template writes it behind the generation prompt, without the closing token.
+    """Return a reply as the template writes it behind the generation prompt, before its end.
 
     A finished reply with one of the markers is written by the template itself: reasoning that
     stands in the reply would otherwise follow the empty block that some templates write. One that
@@ -319,15 +322,10 @@ def written_reply(tokenizer: PreTrainedTokenizerBase, reply: str, finished: bool
         opens_itself = form.lead.strip() and reply.lstrip().startswith(form.lead.split()[0])
         return reply if opens_itself else form.written(reply, finished)
     asked = [Message("user", QUESTION)]
-    prompt, whole = (
-        render(tokenizer, asked, True),
-        render(tokenizer, [*asked, Message("assistant", reply)]),
-    )
-    if (
-        not whole.startswith(prompt)
-        or not whole.endswith(form.after)
-        or len(whole) < len(prompt) + len(form.after)
-    ):
+    prompt = render(tokenizer, asked, True)
+    whole = render(tokenizer, [*asked, Message("assistant", reply)])
+    surrounded = whole.startswith(prompt) and whole.endswith(form.after)
+    if not surrounded or len(whole) < len(prompt) + len(form.after):
         reason = "the chat template does not write a reply with such markers behind its generation prompt"
         raise UnwritableText(f"{reason} ({reply[:EXCERPT]!r}): take them out of the data", reason)
     written = whole[len(prompt) : len(whole) - len(form.after)] + form.tail
@@ -352,9 +350,7 @@ def render_escaped(
     messages: Sequence[Message],
     add_generation_prompt: bool = False,
 ) -> tuple[str, dict[str, str]]:
-    """:func:`render` of the dialogue with special tokens in it escaped, and what their placeholders
-    stand for.
-    """
+    """Return :func:`render` of a dialogue with special tokens escaped, and their placeholders."""
     escaped, placeholders = _escaped(tokenizer, messages)
     return render(tokenizer, escaped, add_generation_prompt), placeholders
 
@@ -363,9 +359,10 @@ def _escaped(
     tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message]
 ) -> tuple[list[Message], dict[str, str]]:
     contents, placeholders = escape(tokenizer, [message.content for message in messages])
-    return [
-        Message(turn.role, content) for turn, content in zip(messages, contents, strict=True)
-    ], placeholders
+    escaped = []
+    for message, content in zip(messages, contents, strict=True):
+        escaped.append(Message(message.role, content))
+    return escaped, placeholders
 
 
 def reply_format(tokenizer: PreTrainedTokenizerBase) -> ReplyFormat:
@@ -381,19 +378,19 @@ def reply_format(tokenizer: PreTrainedTokenizerBase) -> ReplyFormat:
     """
     declared = tuple(tokenizer.init_kwargs.get(STOP_TOKENS) or ())
     special = tuple(tokenizer.all_special_tokens)
-    return _reply_format(
-        tokenizer,
-        (len(tokenizer), str(tokenizer.chat_template), special, tokenizer.eos_token),
-        declared,
-    )
+    state = (len(tokenizer), str(tokenizer.chat_template), special, tokenizer.eos_token)
+    return _reply_format(tokenizer, state, declared)
 
 
 @lru_cache(maxsize=CACHED_TOKENIZERS)
 def _reply_format(
     tokenizer: PreTrainedTokenizerBase, state: tuple[object, ...], declared: tuple[str, ...]
 ) -> ReplyFormat:
-    """``state`` is what the format depends on besides ``declared``, the stop tokens that the
-    tokenizer's files name.
+    """Return the format.
+
+    Args:
+        state: What it depends on besides ``declared``.
+        declared: The stop tokens that the tokenizer's files name.
     """
     header, lead, tail, after, closing, strips = "", "", "", "", None, (False, False)
     if tokenizer.chat_template:
@@ -406,12 +403,9 @@ def _reply_format(
         asked_until = prompt.rfind(QUESTION) + len(QUESTION) if QUESTION in prompt else 0
         header = prompt[max([asked_until, *specials[-1:]]) :]
         if not before.startswith(prompt):
-            common = sum(
-                1
-                for _ in takewhile(
-                    lambda pair: pair[0] == pair[1], zip(prompt, before, strict=False)
-                )
-            )
+            common = 0
+            while prompt[common] == before[common : common + 1]:
+                common += 1
             raise ModelError(
                 f"the generation prompt of the chat template ends with {prompt[common:][:EXCERPT]!r}, but a reply does "
                 "not begin so in its dialogues, and would be learned inside of what it opens; give the tokenizer a "
@@ -433,9 +427,10 @@ def _reply_format(
             f"the tokenizer {tokenizer.name_or_path!r} has no end-of-sequence token, and its chat template closes no "
             "turn; a reply could never end"
         )
-    names = dict.fromkeys(
-        [closing, *([tokenizer.eos_token] if tokenizer.eos_token else []), *declared]
-    )
+    names = [closing]
+    if tokenizer.eos_token:
+        names.append(tokenizer.eos_token)
+    names = list(dict.fromkeys([*names, *declared]))
     stop_ids = tuple(token_id(tokenizer, name) for name in names)
     header_ids = tuple(encode_escaped(tokenizer, header, {}))
     if not tokenizer.chat_template:
@@ -447,39 +442,38 @@ def _reply_format(
 
 
 def _markers(template: str) -> tuple[str, ...]:
-    """Texts that code of the template may compare with contents: its strings that are neither words
-    nor white.
-    """
+    """Return the strings of a template, other than words, that it may look for in contents."""
     strings = {literal.replace("\\n", "\n").strip() for literal in string_literals(template)}
     return tuple(sorted(text for text in strings if len(text) > 2 and re.search(r"[^\w\s]", text)))
 
 
 def _unfit_dialogues(tokenizer: PreTrainedTokenizerBase, lead: str) -> frozenset[str]:
-    """Return the kinds of dialogues that the template does not continue as its prompt ends; refused
-    ones are left out.
+    """Return the kinds of dialogues that the template does not continue as its prompt ends.
 
-    What precedes the last question may differ: Mistral's template writes the system turn beside the
-    last one alone.
+    Those that it refuses are left out. What precedes the last question may differ: Mistral's
+    template writes the system turn beside the last one alone.
     """
     unfit = set()
     for name, messages in probe_dialogues().items():
         with suppress(DataError):
             if not _goes_on(tokenizer, messages, lead):
                 unfit.add(name)
-    return frozenset(unfit - {REASONING_BEFORE} if SEVERAL_TURNS in unfit else unfit)
+    if SEVERAL_TURNS in unfit:
+        unfit.discard(REASONING_BEFORE)
+    return frozenset(unfit)
 
 
 def _goes_on(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message], lead: str) -> bool:
+    """Return whether a reply begins behind the last question as the generation prompt ends."""
+    question = messages[-1].content
     prompt = render(tokenizer, messages, add_generation_prompt=True)
-    before, question = (
-        render(tokenizer, [*messages, Message("assistant", ANSWER)]).rpartition(ANSWER)[0],
-        messages[-1],
-    )
-    return prompt.rpartition(question.content)[2] + lead == before.rpartition(question.content)[2]
+    answered = render(tokenizer, [*messages, Message("assistant", ANSWER)])
+    before = answered.rpartition(ANSWER)[0]
+    return prompt.rpartition(question)[2] + lead == before.rpartition(question)[2]
 
 
 def probe_dialogues() -> dict[str, list[Message]]:
-    """Short prompts of the kinds that templates treat in ways of their own."""
+    """Return short prompts of the kinds that templates treat in ways of their own."""
     asked, again = Message("user", QUESTION), Message("user", NEXT_QUESTION)
     return {
         SYSTEM_TURN: [Message("system", "Be brief."), asked],
@@ -489,12 +483,9 @@ def probe_dialogues() -> dict[str, list[Message]]:
 
 
 def refused_dialogues(tokenizer: PreTrainedTokenizerBase) -> dict[str, str]:
-    """Which kinds of dialogues the template refuses, leaves out or cannot go on with, with the
-    reason.
-    """
-    refused = dict.fromkeys(
-        sorted(reply_format(tokenizer).unfit), "its generation prompt is not how it begins a reply"
-    )
+    """Return why the template cannot write some kinds of dialogues, by kind."""
+    unfit = sorted(reply_format(tokenizer).unfit)
+    refused = dict.fromkeys(unfit, "its generation prompt is not how it begins a reply")
     for name, messages in probe_dialogues().items():
         if name == REASONING_BEFORE:
             continue  # which templates leave out, as they should
@@ -509,17 +500,20 @@ def refused_dialogues(tokenizer: PreTrainedTokenizerBase) -> dict[str, str]:
 
 
 def bos_expression(tokenizer: PreTrainedTokenizerBase) -> str:
-    """What a template begins with for a model whose texts all begin with the same token; empty for
-    others.
+    """Return how a template begins for a model whose texts all begin with the same token.
+
+    It is empty for other models.
     """
     bos_id = tokenizer.bos_token_id
-    return "{{ bos_token }}" if bos_id is not None and tokenizer.encode("a")[:1] == [bos_id] else ""
+    if bos_id is None or tokenizer.encode("a")[:1] != [bos_id]:
+        return ""
+    return "{{ bos_token }}"
 
 
 def _around_answer(
     tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message]
 ) -> tuple[str, str]:
-    """What the template writes before and after the probe's answer."""
+    """Return what the template writes before and after the probe's answer."""
     before, answer, after = render(tokenizer, messages).partition(ANSWER)
     if not answer:
         raise ModelError(
@@ -529,13 +523,9 @@ def _around_answer(
 
 
 def _closing(tokenizer: PreTrainedTokenizerBase, after: str) -> tuple[str, str | None]:
-    """The text up to the first added token in ``after``, and that token; None where there is
-    none.
-    """
-    names = {
-        *tokenizer.all_special_tokens,
-        *(token.content for token in tokenizer.added_tokens_decoder.values()),
-    }
+    """Return the text up to the first added token in ``after``, and that token, if any."""
+    names = set(tokenizer.all_special_tokens)
+    names.update(token.content for token in tokenizer.added_tokens_decoder.values())
     occurring = [(after.find(name), -len(name), name) for name in names if name in after]
     if not occurring:
         return "", None
@@ -544,17 +534,17 @@ def _closing(tokenizer: PreTrainedTokenizerBase, after: str) -> tuple[str, str |
 
 
 def _before_next_turn(tokenizer: PreTrainedTokenizerBase) -> str:
-    """What the template writes between an answer and the opening of the next turn: some close a
-    turn only there.
+    """Return what the template writes between an answer and the opening of the next turn.
 
-    Empty where the template takes one question at a time.
+    Some close a turn only there. Empty where the template takes one question at a time.
     """
     asked = Message("user", QUESTION)
     messages = [asked, Message("assistant", ANSWER), Message("user", NEXT_QUESTION)]
     try:
-        between = render(tokenizer, messages).partition(ANSWER)[2].partition(NEXT_QUESTION)[0]
+        after = render(tokenizer, messages).partition(ANSWER)[2]
     except DataError:
         return ""
+    between = after.partition(NEXT_QUESTION)[0]
     opening = render(tokenizer, [asked]).partition(QUESTION)[0]
     # The opening of a user's turn is what both have at their end, from a special token on.
     for match in special_tokens(tokenizer).literal.finditer(between):

@@ -1,5 +1,4 @@
-"""Rows that ask the same question are one cluster: numbers, sums, and intervals of shares over
-clusters.
+"""Clusters of rows that ask the same question: numbers, sums, and intervals of shares.
 
 Replies to one question, in whatever form or number, succeed and fail together. A cluster is the
 content of a question in the synthetic world, elsewhere the group that prompts are split by.
@@ -23,15 +22,15 @@ FEW = 10  # fewer clusters do not tell how much rows of one differ
 
 
 def cluster_of(row: Prompt | Preference) -> str:
-    """Return what a row's prompt is about: its content in the synthetic world, elsewhere its
-    group.
-    """
+    """Return what a row's prompt is about: its content in the synthetic world, else its group."""
     return cluster_name(row.group, row.source, row.id)
 
 
 def cluster_name(group: str, source: str, identity: str) -> str:
     """Return the cluster of a row with these values of the columns group, source and id."""
-    return content_of_group(group) if _is_source_of_world(source) else group or identity
+    if _is_source_of_world(source):
+        return content_of_group(group)
+    return group or identity
 
 
 def is_of_world(row: Prompt | Preference) -> bool:
@@ -44,9 +43,7 @@ def _is_source_of_world(source: str) -> bool:
 
 
 def clusters_of(rows: Sequence[Prompt | Preference], repeats: int = 1) -> np.ndarray:
-    """Return the number of the cluster of each row, each ``repeats`` times in a row, (n *
-    repeats,).
-    """
+    """Return the number of each row's cluster, ``repeats`` times in a row (n * repeats,)."""
     return np.repeat(cluster_codes([cluster_of(row) for row in rows]), repeats)
 
 
@@ -71,8 +68,9 @@ def cluster_sums(rows: np.ndarray, clusters: np.ndarray) -> tuple[np.ndarray, np
 
 
 def standard_error(values: np.ndarray, clusters: np.ndarray) -> tuple[float, int]:
-    """The cluster-robust standard error of a mean (n,), and the number of clusters; infinite for
-    one cluster.
+    """Return the cluster-robust standard error of a mean (n,), and the number of clusters.
+
+    It is infinite for one cluster.
     """
     sums, sizes = cluster_sums((values - values.mean())[np.newaxis], clusters)
     count = len(sizes)
@@ -82,31 +80,27 @@ def standard_error(values: np.ndarray, clusters: np.ndarray) -> tuple[float, int
 
 
 def design_effect(values: np.ndarray, clusters: np.ndarray) -> float:
-    """Return the factor by which clusters widen the variance of a mean (n,), from 1 up to that of
-    equal rows in each.
+    """Return the factor by which clusters widen the variance of a mean (n,).
 
-    That largest one where fewer than :data:`FEW` clusters are known, or all values are equal.
+    It is from 1 up to that of clusters whose rows are all equal, which is taken where fewer than
+    :data:`FEW` clusters are known, or all values are equal.
     """
     error, count = standard_error(values, clusters)
-    sizes = np.bincount(clusters)
-    largest, independent = float((sizes**2).sum() / len(values)), float(values.var()) / len(values)
-    return (
-        min(max(error**2 / independent, 1.0), largest)
-        if independent > 0 and count >= FEW
-        else largest
-    )
+    largest = float((np.bincount(clusters) ** 2).sum() / len(values))
+    independent = float(values.var()) / len(values)
+    if count < FEW or not independent > 0:
+        return largest
+    return min(max(error**2 / independent, 1.0), largest)
 
 
 def wilson_bounds(share: float, count: float) -> tuple[float, float]:
-    """95 % bounds (Wilson, 1927) of a share of ``count`` clusters or independent rows; those of 1
-    end below it.
+    """Return 95 % bounds (Wilson, 1927) of a share of ``count`` clusters or independent rows.
 
-    Where a cluster counts in part, its variance is smaller than the formula's, and the bounds are
-    too wide.
+    Even the lower bound of 1 is below it. Where a cluster counts in part, its variance is smaller
+    than the formula's, and the bounds are too wide.
     """
     z = float(scipy.stats.norm.ppf((1 + CONFIDENCE) / 2))
     centre = share + z**2 / (2 * count)
     half = z * math.sqrt(share * (1 - share) / count + z**2 / (4 * count**2))
-    return max(0.0, (centre - half) / (1 + z**2 / count)), min(
-        1.0, (centre + half) / (1 + z**2 / count)
-    )
+    scale = 1 + z**2 / count
+    return max(0.0, (centre - half) / scale), min(1.0, (centre + half) / scale)

@@ -1,5 +1,4 @@
-"""Counterfactual pairs: a held-out preferred reply beside a copy of it that is worse for one known
-reason.
+"""Counterfactual pairs: a held-out preferred reply, and a copy made worse for a known reason.
 
 A reward model can be right about most pairs because it knows lengths, manners or favourite words.
 Here the two replies differ in one thing alone, so the share of pairs in which the original scores
@@ -48,9 +47,7 @@ NEEDS = {
 
 
 def drawn_rows(rows: Sequence[Preference], seed: int) -> list[Preference]:
-    """Draw at most :data:`MOST_READ` rows, in an order in which the n-th of a question follows the
-    (n-1)-th of all.
-    """
+    """Draw at most :data:`MOST_READ` rows, of each question one before a second of any."""
     order = np.random.Generator(np.random.Philox(key=[seed, len(PROBES)])).permutation(len(rows))[
         :MOST_READ
     ]
@@ -91,8 +88,7 @@ def counterfactuals(rows: Sequence[Preference], seed: int) -> dict[str, list[Pre
 
 
 def world_contrasts(rows: Sequence[Preference], seed: int) -> dict[str, list[Preference]]:
-    """Return right beside wrong replies to questions of the synthetic world, by the kinds of
-    :data:`WORLD_PROBES`.
+    """Return right beside wrong replies to questions of the synthetic world, by kind of probe.
 
     Both are written anew, with the same manners: the preferred replies of people are not always
     right. Nothing is returned for rows of other data.
@@ -125,9 +121,7 @@ class Sentence:
 
     @property
     def whole(self) -> bool:
-        """Whether it ends with its mark or its line, and has words enough to say something, as
-        "Yes." has not.
-        """
+        """Whether it is ended by a mark or a line, and long enough to say something, unlike "Yes."."""
         ended = self.text[-1] in SENTENCE_MARKS or "\n" in self.separator
         return ended and len(words_of(self.text)) >= FEWEST_WORDS
 
@@ -147,8 +141,9 @@ _NUMBER = re.compile(rf"(?<!{_LETTER.pattern})\d+(?:[.,:/]\d+)*")
 
 
 def sentences_of(text: str) -> list[Sentence]:
-    """Split a text into sentences, which with their separators are the text; markers of lists stay
-    with their items.
+    """Split a text into sentences, which with their separators are the whole text.
+
+    Markers of lists stay with their items.
     """
     parts = [*_SENTENCE_END.split(text.strip()), ""]
     sentences: list[Sentence] = []
@@ -178,9 +173,7 @@ class Value:
 
     @property
     def shape(self) -> str:
-        """What a replacement must have in common with the value: how many digits a number, or words
-        a name, has.
-        """
+        """What a replacement must share with the value: the digits of a number, the words of a name."""
         return (
             re.sub(r"\d", "0", self.text)
             if self.text[0].isdigit()
@@ -240,8 +233,7 @@ MOST_REPLIES = 0.2  # a word of more of them belongs to the language, not to an 
 
 
 class ReplySet:
-    """The preferred replies of a set, and the parts of them that can replace parts of other
-    replies.
+    """The preferred replies of a set, and their parts that can replace parts of other replies.
 
     Attributes:
         rows: The pairs whose preferred replies these are.
@@ -265,9 +257,7 @@ class ReplySet:
                 self._alike[value.shape, value.before][value.text] = None
 
     def values_in(self, text: str) -> list[Value]:
-        """Return the numbers and names of a text, and words for which another one stood in some
-        other sentence.
-        """
+        """Return the numbers and names of a text, and words that other sentences replace by others."""
         words = [
             Value(word[0], word.start())
             for word in _WORD.finditer(text)
@@ -304,13 +294,13 @@ class ReplySet:
         return sorted(shared, key=lambda text: -len(questions[text]))[:MOST_COMMONPLACES]
 
     def _find_slots(self) -> dict[str, list[str]]:
-        """Words in whose place others stood in sentences that are otherwise equal, more than
-        once.
-        """
+        """Return words in whose place others stood, more than once, in otherwise equal sentences."""
         replies_with: Counter[str] = Counter()
         for row in self.rows:
             replies_with.update(set(words_of(row.chosen)))
-        distinct = {sentence.text: None for sentences in self.sentences for sentence in sentences}
+        distinct: dict[str, None] = {}  # in the order in which they occur
+        for sentences in self.sentences:
+            distinct |= dict.fromkeys(sentence.text for sentence in sentences)
         in_slot: dict[tuple[str, ...], dict[str, None]] = defaultdict(dict)
         for text in distinct:
             words = words_of(text)
@@ -333,7 +323,7 @@ class ReplySet:
 def another_questions_reply(
     replies: ReplySet, position: int, rng: np.random.Generator
 ) -> str | None:
-    """The reply that follows in the set, to another question.
+    """Return the reply that follows in the set, to another question.
 
     Nearly every reply stands once on either side, so that no rule that reads replies alone is right
     in more than half.
@@ -347,8 +337,7 @@ def another_questions_reply(
 
 
 def with_a_value_swapped(replies: ReplySet, position: int, rng: np.random.Generator) -> str | None:
-    """The reply with one number, name or value replaced, wherever it stands, by another one of the
-    set.
+    """Return the reply with one number, name or value replaced everywhere by another of the set.
 
     What the prompt names is replaced only where the reply has nothing of its own: a reply about
     something that was not asked for is easier to tell than a wrong one.
@@ -357,15 +346,16 @@ def with_a_value_swapped(replies: ReplySet, position: int, rng: np.random.Genera
     text = row.chosen
     values = replies.values_in(text)
     present = {value.text for value in values}
-    asked = {word for message in row.prompt for word in words_of(message.content)}
+    asked: set[str] = set()
+    for message in row.prompt:
+        asked.update(words_of(message.content))
     drawn_order = [values[number] for number in rng.permutation(len(values)).tolist()]
     for value in sorted(drawn_order, key=lambda value: asked.issuperset(words_of(value.text))):
         others = [other for other in replies.others(value) if other not in present]
         if others:
             other = drawn(others, rng)
-            for start in sorted(
-                {same.start for same in values if same.text == value.text}, reverse=True
-            ):
+            starts = {same.start for same in values if same.text == value.text}
+            for start in sorted(starts, reverse=True):
                 text = text[:start] + other + text[start + len(value.text) :]
             return text
     return None

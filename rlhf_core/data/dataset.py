@@ -51,14 +51,14 @@ def file_names(kind: str = "") -> list[str]:
     train or validation group; the test pairs are common.
     Pretraining text of test groups is left out: it may hold the very replies that are tested.
     """
-    names = [
-        f"{kind}/{split}"
-        for kind in ROW_TYPES
-        for split in SPLITS
-        if (kind, split) != ("pretrain", "test")
-    ]
+    names = []
+    for of_rows in ROW_TYPES:
+        for split in SPLITS:
+            if (of_rows, split) != ("pretrain", "test"):
+                names.append(f"{of_rows}/{split}")
     users = [user for user in PairUser if user is not PairUser.REWARD]
-    names += [f"{user}/{split}" for split in ("train", "validation") for user in users]
+    for split in ("train", "validation"):
+        names += [f"{user}/{split}" for user in users]
     return [name for name in names if name.startswith(kind)]
 
 
@@ -67,12 +67,12 @@ def split_parts(kind: str, table: pa.Table, seed: int, config: SplitConfig) -> T
     files = []
     groups = table.column("group").to_pylist()
     for group, split in zip(groups, assign(groups, seed, config), strict=True):
-        is_used = kind == "preferences" and split != "test"
-        files.append(f"{pair_user_of(group, seed, config) if is_used else kind}/{split}")
-    return {
-        name: table.filter(pa.array(np.array(files, dtype=object) == name))
-        for name in file_names(kind)
-    }
+        folder: str = kind
+        if kind == "preferences" and split != "test":
+            folder = pair_user_of(group, seed, config)
+        files.append(f"{folder}/{split}")
+    of_rows = np.array(files, dtype=object)
+    return {name: table.filter(pa.array(of_rows == name)) for name in file_names(kind)}
 
 
 def write_clean(
@@ -83,12 +83,10 @@ def write_clean(
     with progress(sum(rows.num_rows for rows in clean.values()), "writing clean data") as bar:
         for kind, rows in clean.items():
             with ExitStack() as stack:
-                writers = {
-                    name: stack.enter_context(
-                        TableWriter(folder / f"{name}.parquet", clean_schema(kind))
-                    )
-                    for name in file_names(kind)
-                }
+                writers = {}
+                for name in file_names(kind):
+                    writer = TableWriter(folder / f"{name}.parquet", clean_schema(kind))
+                    writers[name] = stack.enter_context(writer)
                 for table in rows.parts():
                     parts = split_parts(kind, table, seed, config)
                     for name, part in parts.items():
@@ -115,23 +113,20 @@ train a reward model with margins, where every pair has one: pairs.rename_column
 
 
 def write_readme(folder: Path) -> None:
-    """Write README.md, by which ``datasets.load_dataset(folder)`` knows every kind as a config with
-    its splits.
-    """
-    files = [name.split("/") for name in file_names()]
-    kinds = list(dict.fromkeys(kind for kind, _ in files))
+    """Write README.md, by which ``datasets.load_dataset(folder)`` knows kinds and splits."""
+    splits: dict[str, list[str]] = {}
+    for name in file_names():
+        kind, split = name.split("/")
+        splits.setdefault(kind, []).append(split)
+    kinds = list(splits)
     lines = []
     for kind in kinds:
-        lines += [
-            f"- config_name: {kind}",
-            *(["  default: true"] if kind == kinds[0] else []),
-            "  data_files:",
-        ]
-        lines += [
-            f"  - {{split: {split}, path: {kind}/{split}.parquet}}"
-            for of, split in files
-            if of == kind
-        ]
+        lines.append(f"- config_name: {kind}")
+        if kind == kinds[0]:
+            lines.append("  default: true")
+        lines.append("  data_files:")
+        for split in splits[kind]:
+            lines.append(f"  - {{split: {split}, path: {kind}/{split}.parquet}}")
     text = README.format(configs="\n".join(lines), kinds=", ".join(kinds))
     (folder / "README.md").write_text(text, encoding="utf-8")
 
@@ -165,40 +160,38 @@ class KindStatistics:
             self.lengths.setdefault(name, []).append(values)
         self.categories.update(table.column("category").to_pylist())
         if kind == "preferences":
-            groups, sources, ids = (
-                table[column].to_pylist() for column in ("group", "source", "id")
-            )
+            groups, sources = table["group"].to_pylist(), table["source"].to_pylist()
+            ids = table["id"].to_pylist()
             self.clusters.append(_digests(map(cluster_name, groups, sources, ids)))
         if "margin" in table.column_names:
             self.margin_known += table.num_rows - table.column("margin").null_count
 
     def all_lengths(self) -> dict[str, npt.NDArray[np.int32]]:
-        """The characters of every row, by text column."""
+        """Return the characters of every row, by text column."""
         return {name: np.concatenate(parts) for name, parts in self.lengths.items()}
 
     def length_bias(self) -> dict[str, float]:
-        """How often the longer reply of a pair is preferred; see :func:`length_bias`."""
+        """Return how often the longer reply of a pair is preferred; see :func:`length_bias`."""
         if not self.clusters:
             return {}
         lengths = self.all_lengths()
-        clusters = pa.chunked_array(self.clusters).combine_chunks().dictionary_encode().indices
+        questions = pa.chunked_array(self.clusters).combine_chunks()
+        clusters = questions.dictionary_encode().indices
         return length_bias(lengths["chosen"], lengths["rejected"], clusters.to_numpy())
 
 
 def _digests(texts: Iterable[str]) -> pa.Array:
-    return pa.array(
-        [blake2b(text.encode(), digest_size=DIGEST_BYTES).digest() for text in texts],
-        pa.binary(DIGEST_BYTES),
-    )
+    digests = [blake2b(text.encode(), digest_size=DIGEST_BYTES).digest() for text in texts]
+    return pa.array(digests, pa.binary(DIGEST_BYTES))
 
 
 def length_bias(
     chosen: npt.ArrayLike, rejected: npt.ArrayLike, clusters: npt.ArrayLike
 ) -> dict[str, float]:
-    """Return how often the longer reply is preferred, of the pairs that differ in length, with
-    Wilson's 95 % interval.
+    """Return how often the longer reply is preferred, with Wilson's 95 % interval.
 
-    The interval counts questions: pairs of one question that are labelled alike widen it.
+    Pairs of equal length do not count. The interval counts questions: pairs of one question that
+    are labelled alike widen it.
 
     Args:
         chosen: Lengths of the preferred replies (N,).
@@ -215,9 +208,8 @@ def length_bias(
         return {}
     is_longer = (difference[unequal] > 0).astype(np.float64)
     share = float(is_longer.mean())
-    low, high = wilson_bounds(
-        share, len(is_longer) / design_effect(is_longer, np.asarray(clusters)[unequal])
-    )
+    effect = design_effect(is_longer, np.asarray(clusters)[unequal])
+    low, high = wilson_bounds(share, len(is_longer) / effect)
     return {
         "longer_preferred_share": share,
         "longer_preferred_low95": low,
@@ -226,17 +218,18 @@ def length_bias(
 
 
 def balance(counts: Mapping[str, int]) -> float | None:
-    """Return Pielou's evenness: entropy over its maximum, 1 where all are equally frequent; None
-    for fewer than two.
+    """Return Pielou's evenness, 1 where all are equally frequent; None for fewer than two.
+
+    It is the entropy over its maximum.
     """
     if len(counts) < 2:
         return None
-    return float(stats.entropy(list(counts.values()))) / math.log(len(counts))
+    entropy = float(stats.entropy(list(counts.values())))
+    return entropy / math.log(len(counts))
 
 
 def group_overlap(groups: Mapping[str, Sequence[pa.Array]]) -> int:
-    """Count groups in more than one split, over all kinds, plus groups shared by two of the reward
-    models.
+    """Count groups in more than one split, plus groups shared by two of the reward models.
 
     Args:
         groups: By file, the groups of its rows, or hashes of them.
@@ -253,7 +246,7 @@ def group_overlap(groups: Mapping[str, Sequence[pa.Array]]) -> int:
 
 
 def _shared(sets: Iterable[Sequence[pa.Array]]) -> int:
-    """How many values are in more than one of the sets."""
+    """Return how many values are in more than one of the sets."""
     distinct = [pc.unique(pa.chunked_array(arrays)) for arrays in sets if arrays]
     if not distinct:
         return 0
@@ -262,9 +255,7 @@ def _shared(sets: Iterable[Sequence[pa.Array]]) -> int:
 
 
 def rows_metric(file: str) -> str:
-    """Return the name that the number of rows of a file has in ``metrics/data.json``:
-    ``preferences.judge_train``.
-    """
+    """Return the metric with the number of rows of a file, such as ``preferences.judge_train``."""
     folder, _, split = file.partition("/")
     kind, _, user = folder.partition("_")
     return f"{kind}.{user}_{split}" if user else f"{kind}.{split}"
@@ -275,72 +266,57 @@ def data_metrics(
     statistics: Mapping[str, KindStatistics],
     counts: Mapping[str, Numbers] | None = None,
 ) -> dict[str, Numbers | float]:
-    """Return rows, shares, mean lengths and further ``counts`` by kind; one level deep, all
-    finite.
-    """
-    groups = {
-        name: arrays for of_kind in statistics.values() for name, arrays in of_kind.groups.items()
-    }
+    """Return rows, shares, mean lengths and further ``counts`` by kind, all of them finite."""
+    groups: dict[str, list[pa.Array]] = {}
+    for of_kind in statistics.values():
+        groups |= of_kind.groups
     metrics: dict[str, Numbers | float] = {"group_overlap": float(group_overlap(groups))}
     for kind, of_kind in statistics.items():
         checked = validated.kinds[kind]
+        digests = pa.chunked_array(of_kind.groups.get(ALL, []), pa.binary(DIGEST_BYTES))
         numbers = {
             "raw": float(checked.raw_rows),
             "clean": float(of_kind.rows),
             "quarantined": float(checked.quarantined),
             "quarantined_share": checked.quarantined_share,
-            "groups": float(
-                len(
-                    pc.unique(
-                        pa.chunked_array(of_kind.groups.get(ALL, []), pa.binary(DIGEST_BYTES))
-                    )
-                )
-            ),
+            "groups": float(len(pc.unique(digests))),
         }
-        numbers |= {
-            name: float(n)
-            for name, n in (("left_out", checked.left_out), ("cut", checked.cut))
-            if n
-        }
+        if checked.left_out:
+            numbers["left_out"] = float(checked.left_out)
+        if checked.cut:
+            numbers["cut"] = float(checked.cut)
         for name in file_names(kind):
             numbers[rows_metric(name).partition(".")[2]] = float(of_kind.files[name])
         lengths = of_kind.all_lengths() if of_kind.rows else {}
-        numbers |= {
-            f"mean_{name}_chars": int(values.sum()) / of_kind.rows
-            for name, values in lengths.items()
-        }
+        for name, values in lengths.items():
+            numbers[f"mean_{name}_chars"] = int(values.sum()) / of_kind.rows
         if "chosen" in lengths:
-            numbers["chosen_longer_share"] = (
-                int((lengths["chosen"] > lengths["rejected"]).sum()) / of_kind.rows
-            )
-            numbers["margin_known_share"] = (
-                1.0 - (of_kind.rows - of_kind.margin_known) / of_kind.rows
-            )
+            longer = int((lengths["chosen"] > lengths["rejected"]).sum())
+            unknown = of_kind.rows - of_kind.margin_known
+            numbers["chosen_longer_share"] = longer / of_kind.rows
+            numbers["margin_known_share"] = 1.0 - unknown / of_kind.rows
         numbers |= {f"failed_{check}": float(n) for check, n in sorted(checked.failed.items())}
         numbers |= {f"warned_{check}": float(n) for check, n in sorted(checked.warned.items())}
         metrics[kind] = numbers | (counts or {}).get(kind, {})
-    return metrics | {
-        "pretrain_held_out": float(
-            statistics["pretrain"].rows - statistics["pretrain"].files.total()
-        )
-    }
+    pretrain = statistics["pretrain"]
+    metrics["pretrain_held_out"] = float(pretrain.rows - pretrain.files.total())
+    return metrics
 
 
-COUNTED_ROWS = (
-    20_000  # of a kind; a percentile of as many is off by less than one per cent of the rows
-)
+# Of a kind; a percentile of as many is off by less than one per cent of the rows.
+COUNTED_ROWS = 20_000
 
 
 def count_tokens(
     clean: Mapping[str, StoredRows], tokenizer: PreTrainedTokenizerBase
 ) -> dict[str, TokenCounts]:
     """Tokenise the clean rows of every kind that has some as training does, part by part."""
-    kinds = {
-        kind: TokenCounts(kind, rows.num_rows) for kind, rows in clean.items() if rows.num_rows
-    }
-    with progress(
-        sum(min(counted.rows, COUNTED_ROWS) for counted in kinds.values()), "counting tokens"
-    ) as bar:
+    kinds = {}
+    for kind, stored in clean.items():
+        if stored.num_rows:
+            kinds[kind] = TokenCounts(kind, stored.num_rows)
+    total = sum(min(counted.rows, COUNTED_ROWS) for counted in kinds.values())
+    with progress(total, "counting tokens") as bar:
         for kind, counted in kinds.items():
             chosen = np.zeros(counted.rows, dtype=bool)
             chosen[evenly_spread(counted.rows, COUNTED_ROWS)] = True

@@ -33,7 +33,7 @@ Ids = list[list[int]]
 
 
 def encode_prompt(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message]) -> list[int]:
-    """Token ids of the dialogue so far, ending where the assistant's reply begins.
+    """Return token ids of the dialogue so far, up to where the assistant's reply begins.
 
     Uses the tokenizer's own chat template with its generation prompt; ``ModelError`` where it has
     none, ``UnwritableText`` where it refuses the dialogue. Special tokens written out in a turn are
@@ -43,7 +43,7 @@ def encode_prompt(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message
 
 
 def encode_prompts(tokenizer: PreTrainedTokenizerBase, prompts: Sequence[Sequence[Message]]) -> Ids:
-    """Token ids of dialogues: :func:`encode_prompt` of each."""
+    """Return :func:`encode_prompt` of each of several dialogues."""
     texts = []
     for messages in prompts:
         if not messages or messages[-1].role != "user":
@@ -57,7 +57,7 @@ def encode_prompts(tokenizer: PreTrainedTokenizerBase, prompts: Sequence[Sequenc
 def encode_reply(
     tokenizer: PreTrainedTokenizerBase, reply: str, finished: bool = True
 ) -> list[int]:
-    """Token ids of the last assistant turn, as they follow :func:`encode_prompt`.
+    """Return token ids of the last assistant turn, as they follow :func:`encode_prompt`.
 
     They are those of the whole dialogue where it has a token border at the reply's beginning. It
     has none where, for example, the reply's first line break merges with the template's last; the
@@ -75,94 +75,95 @@ def encode_reply(
 def encode_replies(
     tokenizer: PreTrainedTokenizerBase, replies: Sequence[str], finished: bool = True
 ) -> Ids:
-    """Token ids of replies: :func:`encode_reply` of each."""
+    """Return :func:`encode_reply` of each of several replies."""
     written, texts = reply_format(tokenizer), []
     for reply in replies:
         (escaped,), placeholders = escape(tokenizer, [reply])
         texts.append((written_reply(tokenizer, escaped, finished), placeholders))
     behind_header = [(written.header + text, placeholders) for text, placeholders in texts]
-    header, closing = len(written.header_ids), [written.closing_id] if finished else []
-    return [
-        (
-            ids[header:]
-            if tuple(ids[:header]) == written.header_ids
-            else encode_escaped(tokenizer, *text)
-        )
-        + closing
-        for ids, text in zip(_encode_escaped(tokenizer, behind_header), texts, strict=True)
-    ]
+    header = len(written.header_ids)
+    encoded = []
+    for ids, text in zip(_encode_escaped(tokenizer, behind_header), texts, strict=True):
+        if tuple(ids[:header]) == written.header_ids:
+            reply_ids = ids[header:]
+        else:
+            reply_ids = encode_escaped(tokenizer, *text)
+        if finished:
+            reply_ids = [*reply_ids, written.closing_id]
+        encoded.append(reply_ids)
+    return encoded
 
 
 def _encode_escaped(
     tokenizer: PreTrainedTokenizerBase, texts: Sequence[tuple[str, Mapping[str, str]]]
 ) -> Ids:
-    """Token ids of texts with their placeholders; those without any are encoded together."""
-    plain = [row for row, (_, placeholders) in enumerate(texts) if not placeholders]
-    known = dict(zip(plain, _encode(tokenizer, [texts[row][0] for row in plain]), strict=True))
-    return [
-        known[row] if row in known else encode_escaped(tokenizer, *text)
-        for row, text in enumerate(texts)
-    ]
+    """Return token ids of texts with their placeholders; those without are encoded together."""
+    plain = iter(_encode(tokenizer, [text for text, placeholders in texts if not placeholders]))
+    encoded = []
+    for text, placeholders in texts:
+        if placeholders:
+            encoded.append(encode_escaped(tokenizer, text, placeholders))
+        else:
+            encoded.append(next(plain))
+    return encoded
 
 
 def encode_dialogue(
     tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message], reply: str
 ) -> tuple[list[int], list[int]]:
-    """``(prompt ids, reply ids)`` whose concatenation is the training sequence; never cut here."""
+    """Return ids of prompt and reply, which together are the training sequence; nothing is cut."""
     return encode_prompt(tokenizer, messages), encode_reply(tokenizer, reply)
 
 
 def encode_text(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
-    """Token ids of a plain text of pretraining: with the beginning-of-text token where the
-    tokenizer has one, and end-of-sequence. Special tokens written out in it are ordinary text.
+    """Return token ids of a plain text of pretraining.
+
+    They begin with the beginning-of-text token where the tokenizer has one, and end with
+    end-of-sequence. Special tokens written out in the text are ordinary text.
     """
     return encode_texts(tokenizer, [text])[0]
 
 
 def decode_reply(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int]) -> tuple[str, bool]:
-    """Text of a generated reply up to the first token that ends one, and whether there was one.
+    """Return a generated reply up to the first token that ends one, and whether there was one.
 
     Special tokens inside the reply stay visible, such as ``<|user|>``: whoever reads the text must
     see what the policy wrote. A reply that was cut off may end in the first bytes of a character,
     which are left out; byte-level tokenizers have several tokens for a rare Chinese character.
     """
     length, finished = reply_length(tokenizer, ids)
-    text = str(
-        tokenizer.decode([int(i) for i in ids[: length - finished]], skip_special_tokens=False)
-    )
-    return reply_format(tokenizer).read(
-        text if finished else text.rstrip(REPLACEMENT), finished
-    ), finished
+    kept = [int(i) for i in ids[: length - finished]]
+    text = str(tokenizer.decode(kept, skip_special_tokens=False))
+    if not finished:
+        text = text.rstrip(REPLACEMENT)
+    return reply_format(tokenizer).read(text, finished), finished
 
 
 def reply_length(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int]) -> tuple[int, bool]:
-    """Tokens of a generated reply up to and with the first that ends one, and whether there was
-    one.
-    """
+    """Count a generated reply's tokens, with the first that ends it, and say if there was one."""
     stop_ids = set(stop_token_ids(tokenizer))
-    ends = (position for position, token in enumerate(ids) if int(token) in stop_ids)
-    end = next(ends, None)
-    return (len(ids), False) if end is None else (end + 1, True)
+    for position, token in enumerate(ids):
+        if int(token) in stop_ids:
+            return position + 1, True
+    return len(ids), False
 
 
 def stop_token_ids(tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
-    """Ids that end a sampled reply: first the one that closes a turn in training, then
-    ``eos_token`` and those that the model's generation config lists.
+    """Return the ids that end a sampled reply.
+
+    The first closes a turn in training; ``eos_token`` and those that the model's generation config
+    lists follow.
     """
     return reply_format(tokenizer).stop_ids
 
 
 def special_token_ids(tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
-    """Ids of tokens that no reply may contain: padding, roles, beginning of text, unknown; all but
-    those ending it.
-    """
+    """Return the ids that no reply may contain: all special tokens but those that end it."""
     return frozenset(special_tokens(tokenizer).ids.values()) - frozenset(stop_token_ids(tokenizer))
 
 
 def vocabulary_id(tokenizer: PreTrainedTokenizerBase) -> str:
-    """A digest that two tokenizers share if and only if the same token ids mean the same to
-    both.
-    """
+    """Return a digest that two tokenizers share only if token ids mean the same to both."""
     content: list[object] = [sorted(tokenizer.get_vocab().items()), tokenizer.eos_token_id]
     closing = reply_format(tokenizer).closing_id
     if closing != tokenizer.eos_token_id:
@@ -171,21 +172,20 @@ def vocabulary_id(tokenizer: PreTrainedTokenizerBase) -> str:
 
 
 def pad_id(tokenizer: PreTrainedTokenizerBase) -> int:
-    """The id to fill with: the pad token, else end-of-sequence. Masks never look at it."""
-    return int(
-        tokenizer.pad_token_id
-        if tokenizer.pad_token_id is not None
-        else tokenizer.eos_token_id or 0
-    )
+    """Return the id to fill with, the pad token or else end-of-sequence; masks leave it out."""
+    if tokenizer.pad_token_id is not None:
+        return int(tokenizer.pad_token_id)
+    return int(tokenizer.eos_token_id or 0)
 
 
 def left_pad(
     sequences: Sequence[Sequence[int]], pad_id: int, width: int = 0
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Rows that end together, for generation. Returns ids and attention mask, both LongTensor (B,
-    L).
+    """Pad rows so that they end together, for generation.
 
-    L is the length of the longest row, and at least ``width``.
+    Returns:
+        Ids and attention mask, both LongTensor (B, L). L is the length of the longest row, and at
+        least ``width``.
     """
     width = max(width, *(len(sequence) for sequence in sequences), 0)
     ids = torch.full((len(sequences), width), pad_id, dtype=torch.long)
@@ -197,8 +197,10 @@ def left_pad(
 
 
 def right_pad(sequences: Sequence[Sequence[int]], pad_id: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Rows that begin together, for training. Returns ids and attention mask, both LongTensor (B,
-    L).
+    """Pad rows so that they begin together, for training.
+
+    Returns:
+        Ids and attention mask, both LongTensor (B, L).
     """
     # The mirror image of padding on the left.
     ids, mask = left_pad([sequence[::-1] for sequence in sequences], pad_id)
@@ -222,17 +224,23 @@ def encode_columns(
         "prompt": encode_prompts,
         "text": encode_texts,
     }
-    return {
-        name: encoders.get(name, encode_replies)(tokenizer, values)
-        for name, values in columns.items()
-    }
+    encoded = {}
+    for name, values in columns.items():
+        encode = encoders.get(name, encode_replies)
+        encoded[name] = encode(tokenizer, values)
+    return encoded
 
 
 def encode_texts(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str]) -> Ids:
-    """Token ids of texts of pretraining: :func:`encode_text` of each."""
+    """Return :func:`encode_text` of each of several texts."""
     end = tokenizer.eos_token_id
     encoded = _encode(tokenizer, texts, add_special_tokens=True, split_special_tokens=True)
-    return [ids if end is None or ids[-1:] == [end] else [*ids, int(end)] for ids in encoded]
+    if end is None:
+        return encoded
+    for ids in encoded:
+        if ids[-1:] != [end]:
+            ids.append(int(end))
+    return encoded
 
 
 def _encode(

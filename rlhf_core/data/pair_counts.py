@@ -1,5 +1,4 @@
-"""How many pairs each of the three reward models gets in each split, and how many of them can be
-balanced by length.
+"""Pairs of each of the three reward models by split, and how many can be balanced by length.
 
 The shares of a split decide by the hash of a prompt group alone, so counts under other shares are
 exact too.
@@ -26,10 +25,14 @@ SHARE_STEP = 0.01
 
 @dataclass(frozen=True)
 class SplitPairs:
-    """Pairs of one split of one reader, how many are left when lengths are balanced, and how many
-    are of equal length.
+    """Pairs of one split of one reader.
 
     A measure is of balanced pairs; an epoch of training has those of equal length too.
+
+    Attributes:
+        pairs: How many there are.
+        balanced: How many are left when lengths are balanced.
+        equal: How many are of equal length.
     """
 
     pairs: int
@@ -40,11 +43,8 @@ class SplitPairs:
     def of(cls, differences: npt.ArrayLike) -> SplitPairs:
         """Count pairs by their length differences (N,)."""
         lengths = np.asarray(differences)
-        return cls(
-            len(lengths),
-            len(length_balanced_rows(lengths, seed=0)),
-            int(np.count_nonzero(lengths == 0)),
-        )
+        balanced = len(length_balanced_rows(lengths, seed=0))
+        return cls(len(lengths), balanced, equal=int(np.count_nonzero(lengths == 0)))
 
 
 # By reader and split. The test pairs are common to all readers.
@@ -70,12 +70,8 @@ class PairLengths:
 
     @cached_property
     def _positions(self) -> npt.NDArray[np.float64]:
-        """Where each pair's group lies between 0 and 1; see
-        :func:`~rlhf_core.data.schema.split_of`.
-        """
-        known = {
-            group: unit_hash("split", self.seed, group) for group in dict.fromkeys(self.groups)
-        }
+        """Where each pair's group lies between 0 and 1, as ``schema.split_of`` has it."""
+        known = {group: unit_hash("split", self.seed, group) for group in set(self.groups)}
         return np.array([known[group] for group in self.groups], dtype=np.float64)
 
     @cached_property
@@ -91,9 +87,7 @@ class PairLengths:
 
     def counts(self, config: SplitConfig) -> ReaderCounts:
         """Count the pairs of every reader and split under the shares of ``config``."""
-        known = {
-            group: pair_user_of(group, self.seed, config) for group in dict.fromkeys(self.groups)
-        }
+        known = {group: pair_user_of(group, self.seed, config) for group in set(self.groups)}
         users = np.array([known[group] for group in self.groups], dtype=object)
         counts: dict[str, dict[str, SplitPairs]] = {}
         for reader, user in READERS.items():
@@ -111,12 +105,11 @@ class PairLengths:
         return len({group for group, is_test in zip(self.groups, here, strict=True) if is_test})
 
     def adapted(self, config: SplitConfig) -> SplitConfig:
-        """Return the shares with the smallest test share that leaves ``fewest_balanced`` pairs, if
-        there is one.
+        """Return the shares with the smallest test share that leaves ``fewest_balanced`` pairs.
 
-        Where none does, a larger share would take pairs from training for nothing. As data that
-        suffice grow further, the share falls back to what is set, so that no training group becomes
-        a test group.
+        Where none does, the shares stay: a larger share would take pairs from training for nothing.
+        As data that suffice grow further, the share falls back to what is set, so that no training
+        group becomes a test group.
         """
         test = config.test
         while self._balanced_test(test, config) < config.fewest_balanced:
@@ -131,16 +124,12 @@ class PairLengths:
 
 
 def pair_lengths(parts: Iterable[pa.Table], seed: int) -> PairLengths:
-    """Read pairs from tables with ``group``, ``chosen`` and ``rejected``; their lengths are in
-    characters.
-    """
+    """Read pairs from tables with ``group``, ``chosen`` and ``rejected``; lengths are characters."""
     groups: list[str] = []
     differences = [np.zeros(0, np.int64)]
     for table in parts:
         groups += table.column("group").to_pylist()
-        chosen, rejected = (
-            pc.utf8_length(table.column(name)).to_numpy().astype(np.int64)
-            for name in ("chosen", "rejected")
-        )
-        differences.append(chosen - rejected)
+        chosen = pc.utf8_length(table.column("chosen")).to_numpy()
+        rejected = pc.utf8_length(table.column("rejected")).to_numpy()
+        differences.append(chosen.astype(np.int64) - rejected.astype(np.int64))
     return PairLengths(groups, np.concatenate(differences), seed)

@@ -1,6 +1,4 @@
-"""Rows of a source as they are, and what became of them: one counter, one record of a row that
-broke a rule and why.
-"""
+"""Rows of a source as they are, and what became of them."""
 
 from __future__ import annotations
 
@@ -150,9 +148,7 @@ class ReasonCounts(dict[str, ReasonCount]):
             self._of(reason, count.first).add(count.rows, count.positions)
 
     def commonest(self) -> list[ReasonCount]:
-        """Return the reasons, commonest first; of equally common ones the one that was found
-        first.
-        """
+        """Return the reasons, commonest first, equally common ones as they were found."""
         return sorted(self.values(), key=lambda count: -count.rows)
 
     def _of(self, reason: str, first: RowFinding) -> ReasonCount:
@@ -229,9 +225,7 @@ class RowCounts:
         self.kept = min(self.kept, kept)
 
     def as_dict(self) -> dict[str, Any]:
-        """Return the counts as the manifest of ``data/raw`` has them: without reasons, which the
-        quarantine tells.
-        """
+        """Return the counts as the manifest of ``data/raw`` has them, without reasons."""
         values = {
             f.name: getattr(self, f.name)
             for f in fields(self)

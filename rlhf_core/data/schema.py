@@ -1,5 +1,4 @@
-"""The kinds of rows in the data files of a workspace, their splits, and the files as lists and
-tables of them.
+"""The kinds of rows in the data files of a workspace, their splits, and how files hold them.
 
 Rows are split by prompt group: one hash decides, so all data sets of a run agree and no group is in
 two splits.
@@ -47,8 +46,9 @@ class Message:
 
 @dataclass(frozen=True)
 class Preference:
-    """Two replies to the same prompt, the first preferred; ``margin`` is how strongly, where that
-    is known.
+    """Two replies to the same prompt, the first preferred.
+
+    ``margin`` is how strongly, where that is known.
     """
 
     KIND: ClassVar[str] = "preferences"
@@ -123,17 +123,13 @@ CLEAN_NAMES = {"reply": "completion", "margin": "preference_margin"}
 
 
 def arrow_schema(kind: str) -> pa.Schema:
-    """Return the parquet schema of raw rows: messages as a list of structs, ``margin`` float64, all
-    else strings.
-    """
+    """Return the parquet schema of raw rows: messages, a margin of float64, and strings."""
     special = {"prompt": MESSAGES, "margin": pa.float64()}
     return pa.schema([(f.name, special.get(f.name, pa.string())) for f in fields(ROW_TYPES[kind])])
 
 
 def clean_schema(kind: str) -> pa.Schema:
-    """Return the parquet schema of clean rows: a reply is a list with the assistant's message, for
-    TRL's trainers.
-    """
+    """Return the parquet schema of clean rows, whose replies are lists of one message, for TRL."""
     return clean_table(kind, arrow_schema(kind).empty_table()).schema
 
 
@@ -145,8 +141,7 @@ def clean_table(kind: str, table: pa.Table) -> pa.Table:
 
 
 def plain_table(path: Path, kind: str, table: pa.Table) -> pa.Table:
-    """Return columns of the clean file ``path`` as raw rows have them: the inverse of
-    :func:`clean_table`.
+    """Return columns of a clean file as raw rows have them: the inverse of :func:`clean_table`.
 
     Raises:
         DataError: A reply is not a list of one message.
@@ -154,21 +149,23 @@ def plain_table(path: Path, kind: str, table: pa.Table) -> pa.Table:
     names = {clean: name for name, clean in CLEAN_NAMES.items()}
     table = table.rename_columns([names.get(name, name) for name in table.column_names])
     for name in REPLIES[kind]:
-        column = table.column(name)
-        if (
-            column.type != MESSAGES
-            or not pc.all(pc.equal(pc.list_value_length(column), 1), min_count=0).as_py()
-        ):
+        if not _holds_single_messages(table.column(name)):
             raise DataError(
                 f"{path}: {CLEAN_NAMES.get(name, name)} is not a list of one message; run validate again"
             )
-        table = _with_column(
-            table,
-            name,
-            pa.string(),
-            lambda chunk: pc.struct_field(pc.list_flatten(chunk), "content"),
-        )
+        table = _with_column(table, name, pa.string(), _contents)
     return table
+
+
+def _holds_single_messages(column: pa.ChunkedArray) -> bool:
+    if column.type != MESSAGES:
+        return False
+    single = pc.equal(pc.list_value_length(column), 1)
+    return bool(pc.all(single, min_count=0).as_py())
+
+
+def _contents(messages: pa.Array) -> pa.Array:
+    return pc.struct_field(pc.list_flatten(messages), "content")
 
 
 def _with_column(
@@ -182,19 +179,15 @@ def _with_column(
 def _as_messages(contents: pa.Array) -> pa.Array:
     roles = pa.repeat(pa.scalar("assistant"), len(contents))
     messages = pa.StructArray.from_arrays([roles, contents], fields=list(MESSAGES.value_type))
-    return pa.ListArray.from_arrays(pa.array(range(len(contents) + 1), pa.int32()), messages).cast(
-        MESSAGES
-    )
+    offsets = pa.array(range(len(contents) + 1), pa.int32())
+    return pa.ListArray.from_arrays(offsets, messages).cast(MESSAGES)
 
 
 def content_id(kind: str, row: dict[str, Any]) -> str:
-    """Return the first 16 hex digits of the sha256 of a row's content: its prompt and replies, or
-    its text.
-    """
+    """Return the first 16 hex digits of the sha256 of a row's prompt and replies, or its text."""
     content = [kind, *(row[name] for name in CONTENT_FIELDS[kind])]
-    return hashlib.sha256(
-        json.dumps(content, ensure_ascii=True, sort_keys=True).encode()
-    ).hexdigest()[:16]
+    encoded = json.dumps(content, ensure_ascii=True, sort_keys=True).encode()
+    return hashlib.sha256(encoded).hexdigest()[:16]
 
 
 def write_dicts(path: Path, kind: str, rows: Sequence[dict[str, Any]]) -> None:
@@ -207,9 +200,7 @@ def write_dicts(path: Path, kind: str, rows: Sequence[dict[str, Any]]) -> None:
 def tables_of(
     kind: str, rows: Iterable[dict[str, Any]], schema: pa.Schema | None = None
 ) -> Iterator[pa.Table]:
-    """Yield rows given as dictionaries as arrow tables, of the schema of ``kind`` or one with
-    further columns.
-    """
+    """Yield rows given as dictionaries as arrow tables, by default of the schema of ``kind``."""
     for chunk in chunked(rows, sys.maxsize, bytes_in_memory):
         yield pa.Table.from_pylist(chunk, schema=schema or arrow_schema(kind))
 
@@ -221,23 +212,29 @@ def write_table(path: Path, table: pa.Table) -> None:
 
 
 def read_table(path: Path, columns: Sequence[str] | None = None) -> pa.Table:
-    """Read a parquet file as an arrow table; ``DataError`` when it is missing, unreadable or lacks
-    a column.
+    """Read a parquet file as an arrow table.
+
+    Raises:
+        DataError: It is missing, unreadable or lacks a column.
     """
     with readable(Path(path)):
         return pq.read_table(path, columns=list(columns) if columns else None)
 
 
 def read_rows(path: Path, cls: type[Row]) -> list[Row]:
-    """Read all rows of a clean file as dataclasses of type ``cls``; ``DataError`` when columns are
-    missing.
+    """Read all rows of a clean file as dataclasses of type ``cls``.
+
+    Raises:
+        DataError: The file is missing, unreadable or lacks a column.
     """
     return rows_of_table(read_kind(path, cls), cls)
 
 
 def read_kind(path: Path, cls: type[Row]) -> pa.Table:
-    """Read a clean file as an arrow table with the columns of ``cls``; ``DataError`` when one is
-    missing.
+    """Read a clean file as an arrow table with the columns of ``cls``.
+
+    Raises:
+        DataError: The file is missing, unreadable or lacks a column.
     """
     table = read_table(path)
     require_columns(path, cls.KIND, clean_schema(cls.KIND).names, table.column_names)
@@ -257,9 +254,10 @@ def columns_of(table: pa.Table) -> dict[str, list[Any]]:
     """Return the values of each column of raw rows, prompts as lists of messages."""
     columns = {name: table.column(name).to_pylist() for name in table.column_names}
     if "prompt" in columns:
-        columns["prompt"] = [
-            [Message(m["role"], m["content"]) for m in messages] for messages in columns["prompt"]
-        ]
+        prompts = []
+        for messages in columns["prompt"]:
+            prompts.append([Message(turn["role"], turn["content"]) for turn in messages])
+        columns["prompt"] = prompts
     return columns
 
 
@@ -270,8 +268,10 @@ def rows_of_table(table: pa.Table, cls: type[Row]) -> list[Row]:
 
 
 def write_rows(path: Path, rows: Iterable[Row]) -> None:
-    """Write dataclass rows of one kind to a clean file, atomically; ``DataError`` when there are
-    none.
+    """Write dataclass rows of one kind to a clean file, atomically.
+
+    Raises:
+        DataError: There are none.
     """
     listed = list(rows)
     if not listed:
@@ -282,21 +282,24 @@ def write_rows(path: Path, rows: Iterable[Row]) -> None:
             writer.write(clean_table(kind, table))
 
 
-OF_THE_PROMPT = frozenset(
-    {"prompt", "messages", "system"}
-)  # columns of a record that hold the prompt itself
+# Columns of a record that hold the prompt itself.
+OF_THE_PROMPT = frozenset({"prompt", "messages", "system"})
 
 
 def columns_of_records(records: Iterable[Mapping[str, Any]]) -> dict[str, list[Any]]:
-    """Return what records say beside their prompt, by column; None where one says nothing of it."""
+    """Return the columns of records other than the prompt, None where a record lacks one."""
+    columns: dict[str, list[Any]] = {}
     listed = list(records)
-    names = dict.fromkeys(name for record in listed for name in record if name not in OF_THE_PROMPT)
-    return {str(name): [record.get(name) for record in listed] for name in names}
+    for record in listed:
+        for name in record:
+            if name not in OF_THE_PROMPT and str(name) not in columns:
+                columns[str(name)] = [each.get(name) for each in listed]
+    return columns
 
 
 def columns_of_prompts(prompts: Iterable[Prompt]) -> dict[str, list[Any]]:
-    """Return what the records of prompts say beside these, by column."""
-    return columns_of_records([json.loads(row.columns) if row.columns else {} for row in prompts])
+    """Return the columns that the records of prompts have beside these."""
+    return columns_of_records([json.loads(row.columns or "{}") for row in prompts])
 
 
 def as_dict(row: Preference | Demonstration | Prompt | PretrainText) -> dict[str, Any]:
@@ -311,8 +314,9 @@ PART_ROWS = 1024
 
 
 def read_row_table(path: Path, cls: type[Row]) -> TableRows[Row]:
-    """Read a clean file as rows that are made when they are asked for: an Arrow row takes little
-    more than its texts.
+    """Read a clean file as rows that are made when they are asked for.
+
+    As an Arrow row each takes little more than its texts.
 
     Raises:
         DataError: It is missing, unreadable or of another kind.
@@ -328,9 +332,7 @@ SPLITS = ("train", "validation", "test")
 
 
 class PairUser(StrEnum):
-    """The folder of the clean data with the training and validation pairs of one of the three
-    reward models.
-    """
+    """The folder with the training and validation pairs of one of the three reward models."""
 
     REWARD = "preferences"
     REFEREE = "preferences_referee"
@@ -344,9 +346,7 @@ def unit_hash(*parts: object) -> float:
 
 
 def split_of(group: str, seed: int, config: SplitConfig) -> str:
-    """Return ``train``, ``validation`` or ``test``: a function of (seed, group) and the shares
-    alone.
-    """
+    """Return ``train``, ``validation`` or ``test``, by seed, group and shares alone."""
     position = unit_hash("split", seed, group)
     if position < config.test:
         return "test"
@@ -354,20 +354,23 @@ def split_of(group: str, seed: int, config: SplitConfig) -> str:
 
 
 def pair_user_of(group: str, seed: int, config: SplitConfig) -> PairUser:
-    """Return which model the pairs of a train or validation group belong to: the judge's are drawn
-    first.
+    """Return which model the pairs of a train or validation group belong to.
+
+    The judge's are drawn first.
     """
     if unit_hash("judge", seed, group) < config.judge:
         return PairUser.JUDGE
-    return (
-        PairUser.REFEREE if unit_hash("referee", seed, group) < config.referee else PairUser.REWARD
-    )
+    if unit_hash("referee", seed, group) < config.referee:
+        return PairUser.REFEREE
+    return PairUser.REWARD
 
 
 def assign(groups: Iterable[str], seed: int, config: SplitConfig) -> list[str]:
     """Return the split of each group in order; each distinct group is hashed once."""
     known: dict[str, str] = {}
-    return [
-        known.get(group) or known.setdefault(group, split_of(group, seed, config))
-        for group in groups
-    ]
+    splits = []
+    for group in groups:
+        if group not in known:
+            known[group] = split_of(group, seed, config)
+        splits.append(known[group])
+    return splits

@@ -26,28 +26,21 @@ UNWRITABLE = "writable_by_tokenizer"
 
 
 def percentiles(lengths: npt.ArrayLike) -> tuple[int, ...]:
-    """Return the 50th, 90th, 99th and 100th percentile, each one of the lengths; empty without
-    lengths.
-    """
+    """Return the 50th, 90th, 99th and 100th percentile, each one of the lengths, if any."""
     values = np.asarray(lengths)
-    return (
-        tuple(int(v) for v in np.percentile(values, PERCENTILES, method="inverted_cdf"))
-        if len(values)
-        else ()
-    )
+    if not len(values):
+        return ()
+    return tuple(map(int, np.percentile(values, PERCENTILES, method="inverted_cdf")))
 
 
 def character_lengths(kind: str, table: pa.Table) -> dict[str, npt.NDArray[np.int32]]:
-    """Return the characters of each text column of rows of ``kind`` (N,); the turns of a prompt
-    count together.
-    """
+    """Return the characters of each text column (N,); the turns of a prompt count together."""
     lengths = {}
     for name in CONTENT_FIELDS[kind]:
         column = table.column(name).combine_chunks()
         if name == "prompt":
-            turns = pc.utf8_length(pc.struct_field(pc.list_flatten(column), "content")).to_numpy(
-                zero_copy_only=False
-            )
+            contents = pc.struct_field(pc.list_flatten(column), "content")
+            turns = pc.utf8_length(contents).to_numpy(zero_copy_only=False)
             rows = pc.list_parent_indices(column).to_numpy(zero_copy_only=False)
             lengths[name] = np.bincount(rows, weights=turns, minlength=len(column)).astype(np.int32)
         else:
@@ -86,9 +79,10 @@ class TokenCounts:
         self.looked_at += 1
         content = {name: [row[name]] for name in CONTENT_FIELDS[self.kind]}
         if "prompt" in content:
-            content["prompt"] = [[Message(turn["role"], turn["content"]) for turn in row["prompt"]]]
+            turns = [Message(turn["role"], turn["content"]) for turn in row["prompt"]]
+            content["prompt"] = [turns]
         try:
-            tokens = {name: len(ids) for name, (ids,) in encode_columns(tokenizer, content).items()}
+            encoded = encode_columns(tokenizer, content)
         except UnwritableText as error:
             origin = row.get("source"), row.get("position")
             finding = RowFinding(
@@ -96,6 +90,7 @@ class TokenCounts:
             )
             self.unwritable.append(finding)
             return
+        tokens = {name: len(ids) for name, (ids,) in encoded.items()}
         if replies := REPLIES[self.kind]:
             tokens[SEQUENCE] = tokens["prompt"] + max(tokens[name] for name in replies)
             self.marked += any(reply_format(tokenizer).is_marked(row[name]) for name in replies)
@@ -104,22 +99,21 @@ class TokenCounts:
 
     def metrics(self) -> dict[str, float]:
         """Return ``COLUMN_tokens_PERCENTILE`` for each text column, and for the whole sequence."""
-        return {
-            f"{name.replace(' + ', '_and_')}_tokens_{percentile}": float(value)
-            for name, lengths in self.lengths.items()
-            for percentile, value in zip(PERCENTILES, percentiles(lengths), strict=True)
-        }
+        metrics = {}
+        for name, lengths in self.lengths.items():
+            column = name.replace(" + ", "_and_")
+            for percentile, value in zip(PERCENTILES, percentiles(lengths), strict=True):
+                metrics[f"{column}_tokens_{percentile}"] = float(value)
+        return metrics
 
 
 def evenly_spread(total: int, count: int) -> npt.NDArray[np.int64]:
-    """Return up to ``count`` of the numbers below ``total``, evenly spread from the first to the
-    last.
-    """
+    """Return up to ``count`` of the numbers below ``total``, evenly spread over all of them."""
     return np.unique(np.linspace(0, total - 1, min(total, count)).astype(np.int64))
 
 
 def rank_correlation(first: np.ndarray, second: np.ndarray) -> float:
-    """Spearman's rank correlation of two (n,) arrays, ties by average rank.
+    """Return Spearman's rank correlation of two (n,) arrays, ties by average rank.
 
     Pairs with a value that is not finite are left out; the result is 0 when either side is
     constant.
@@ -131,7 +125,7 @@ def rank_correlation(first: np.ndarray, second: np.ndarray) -> float:
 
 
 def linear_correlation(first: np.ndarray, second: np.ndarray) -> float:
-    """Pearson's correlation of two (n,) arrays.
+    """Return Pearson's correlation of two (n,) arrays.
 
     Pairs with a value that is not finite are left out; the result is 0 when either side is
     constant.
@@ -143,9 +137,10 @@ def linear_correlation(first: np.ndarray, second: np.ndarray) -> float:
 
 
 def _varying(first: np.ndarray, second: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """The finite pairs as float64; none when either side is constant."""
+    """Return the finite pairs as float64; none when either side is constant."""
     a, b = np.asarray(first, dtype=np.float64), np.asarray(second, dtype=np.float64)
     finite = np.isfinite(a) & np.isfinite(b)
     a, b = a[finite], b[finite]
-    constant = not len(a) or bool((a == a[0]).all() or (b == b[0]).all())
-    return (a[:0], b[:0]) if constant else (a, b)
+    if not len(a) or (a == a[0]).all() or (b == b[0]).all():
+        return a[:0], b[:0]
+    return a, b

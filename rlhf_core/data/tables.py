@@ -29,8 +29,7 @@ Item = TypeVar("Item")
 def chunked(
     items: Iterable[Item], most: int, size: Callable[[Item], int], most_bytes: int | None = None
 ) -> Iterator[list[Item]]:
-    """Yield items in lists, each complete with ``most`` of them or ``most_bytes`` bytes, whichever
-    comes first.
+    """Yield items in lists of ``most`` of them, or of about ``most_bytes`` bytes if that is less.
 
     Args:
         most_bytes: By default ``CHUNK_BYTES``.
@@ -49,9 +48,7 @@ def chunked(
 
 
 def drained(items: list[Item]) -> Iterator[Item]:
-    """Yield the items of a list, none of which is held any longer than it is needed; the list is
-    empty then.
-    """
+    """Yield the items of a list and take them out, so that none is held longer than needed."""
     waiting = deque(items)
     items.clear()
     while waiting:
@@ -59,9 +56,7 @@ def drained(items: list[Item]) -> Iterator[Item]:
 
 
 def bytes_in_memory(value: Any) -> int:
-    """Return the bytes that a value takes: a text, or what dictionaries, lists and dataclasses
-    hold, however deep.
-    """
+    """Return the bytes that a value takes, with all that it holds."""
     total, waiting = 0, [value]
     while waiting:
         item = waiting.pop()
@@ -76,15 +71,12 @@ def bytes_in_memory(value: Any) -> int:
 
 
 def rows_within(most_bytes: int, rows: int, size: int) -> int:
-    """Return how many of ``rows`` rows of ``size`` bytes together fit into ``most_bytes`` on
-    average; at least one.
-    """
+    """Return how many of ``rows`` rows of ``size`` bytes together fit into ``most_bytes``, at least 1."""
     return max(1, rows * most_bytes // max(size, most_bytes))
 
 
 def table_slices(table: pa.Table, most: int, most_bytes: int | None = None) -> Iterator[pa.Table]:
-    """Yield the rows of a table in slices of at most ``most`` rows and about ``most_bytes`` bytes,
-    without copying.
+    """Yield a table in slices of at most ``most`` rows and about ``most_bytes`` bytes, uncopied.
 
     A slice has more than twice the bytes only if it is one row. By default ``most_bytes`` is
     ``CHUNK_BYTES``.
@@ -106,8 +98,7 @@ CHUNK_ROWS = 4096
 
 
 class TableWriter:
-    """Writes a parquet file from tables that arrive one after the other; it is there once the block
-    ends.
+    """Writes a parquet file from tables one by one; it appears once the block ends.
 
     A file of one row group has the same bytes however its rows arrived.
     """
@@ -174,9 +165,7 @@ class TableWriter:
 
 @contextmanager
 def readable(path: Path) -> Iterator[None]:
-    """Raise ``DataError`` where a parquet file is missing, or what is done with it finds it
-    damaged.
-    """
+    """Raise ``DataError`` inside the block where a parquet file is missing or damaged."""
     if not path.is_file():
         raise DataError(f"{path} does not exist; run the stage that writes it")
     try:
@@ -196,8 +185,7 @@ def parquet_footer(path: Path) -> tuple[pa.Schema, int]:
 
 
 def table_chunks(path: Path, columns: Sequence[str] | None = None) -> Iterator[pa.Table]:
-    """Yield the rows of a parquet file in order, some thousand at a time, fewer where they are
-    long.
+    """Yield the rows of a parquet file in order, thousands at a time, fewer where they are long.
 
     Raises:
         DataError: It is missing, unreadable or lacks a column.
@@ -215,8 +203,7 @@ def table_chunks(path: Path, columns: Sequence[str] | None = None) -> Iterator[p
 
 
 def mapped_table(path: Path, schema: pa.Schema, parts: Iterable[pa.Table]) -> pa.Table:
-    """Write tables to an Arrow file one after the other and map it: only the parts in use are in
-    memory.
+    """Write tables to an Arrow file and map it, so that only the parts in use are in memory.
 
     The file must stay as long as the table is used.
     """

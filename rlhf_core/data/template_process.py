@@ -44,9 +44,7 @@ class EndlessTemplate(Exception):
 
 
 class TemplateProcess:
-    """Writes dialogues, one at a time; its process starts with the first, and ends with this
-    one.
-    """
+    """Writes dialogues, one at a time, in a child process that starts with the first."""
 
     def __init__(self) -> None:
         self._connection: Connection | None = None
@@ -109,9 +107,7 @@ class TemplateProcess:
             )
 
     def forget(self) -> None:
-        """Let the next dialogue start a process anew. In a fork, the one that runs is the
-        parent's.
-        """
+        """Let the next dialogue start a process anew: in a fork, the running one is the parent's."""
         if self._connection is not None:
             self._connection.close()
         self._connection = self._process = None

@@ -1,7 +1,6 @@
-"""What is seen and counted in texts: characters, language tags, refusals, statistics; and texts
-that are safe to show.
+"""What is seen and counted in texts: characters, language tags, refusals, statistics, keys.
 
-Statistics of replies as text: the signals that separate a healthy policy from a collapsed one
+Statistics of replies are the signals that separate a healthy policy from a collapsed one
 (algorithms.md §8).
 
 All functions are pure. A *word* is a run of letters or digits, a punctuation mark, or a single
@@ -38,9 +37,7 @@ MIN_SHARE = 0.25
 
 
 def writable(text: str) -> str:
-    """Return a text with a question mark for each half of a surrogate pair, which JSON can hold and
-    no file can.
-    """
+    """Return a text that files can hold: JSON's halves of surrogate pairs become question marks."""
     return text.encode("utf-8", "replace").decode()
 
 
@@ -60,9 +57,7 @@ def language_tag(text: str) -> str:
 
 
 def language_shares(texts: Sequence[str]) -> dict[str, float]:
-    """Return the share of ``texts`` by :func:`language_tag`; those that it knows no language of are
-    left out.
-    """
+    """Return the share of ``texts`` by :func:`language_tag`, without those that have none."""
     counts = Counter(language_tag(text) for text in texts)
     return {tag: count / len(texts) for tag, count in sorted(counts.items()) if tag}
 
@@ -98,8 +93,7 @@ _REFUSAL = re.compile("|".join((*_ENGLISH, *_CHINESE)), re.IGNORECASE)
 
 
 def is_refusal(reply: str) -> bool:
-    """Return whether the first two sentences read as a refusal ("I can't help", "I'm sorry, but",
-    "很抱歉，我无法").
+    """Return whether the first two sentences read as a refusal, as "I can't help" or "很抱歉，我无法".
 
     Refusals in other words or languages are not recognised, and a reply that refuses and then
     complies counts as one.
@@ -124,8 +118,7 @@ def ngrams(items: Sequence[str], n: int) -> list[tuple[str, ...]]:
 
 
 def trigram_repetition(text: str) -> float:
-    """Return the share of a reply's trigrams that occurred before in it: 0 for none, towards 1 for
-    a loop.
+    """Return the share of a reply's trigrams that occurred before in it, near 1 for a loop.
 
     ``a b a b a`` has the trigrams aba, bab, aba: one of three is a repeat. Replies below three
     words give 0.
@@ -135,20 +128,20 @@ def trigram_repetition(text: str) -> float:
 
 
 def distinct_n(replies: Sequence[str], n: int = 2) -> float:
-    """Return different n-grams over all n-grams of a set of replies (Li et al. 2016); 0 when no
-    reply has ``n`` words.
+    """Return different n-grams over all n-grams of a set of replies (Li et al. 2016).
 
-    It falls with the size of the set, so compare sets of equal size only.
+    It is 0 when no reply has ``n`` words. It falls with the size of the set, so compare sets of
+    equal size only.
     """
-    counts = Counter(gram for reply in replies for gram in ngrams(split_words(reply), n))
+    counts: Counter[tuple[str, ...]] = Counter()
+    for reply in replies:
+        counts.update(ngrams(split_words(reply), n))
     total = counts.total()
     return len(counts) / total if total else 0.0
 
 
 def first_sentence(text: str) -> str:
-    """Return the text up to its first sentence end or line break, casefolded, with single
-    spaces.
-    """
+    """Return the first sentence or line of a text, casefolded, with single spaces."""
     head = _SENTENCE_END.split(text.strip(), maxsplit=1)[0]
     return " ".join(head.casefold().split())
 
@@ -164,8 +157,9 @@ SHORT_TOKENS = 4  # a reply of fewer tokens, its end marker included, says at mo
 def reply_statistics(
     replies: Sequence[str], lengths: Sequence[int], finished: Sequence[bool]
 ) -> dict[str, float]:
-    """Return what a set of replies looks like as text, all 0 for none; docs/metrics.md gives
-    healthy ranges.
+    """Return statistics of a set of replies as text, all 0 for none.
+
+    docs/metrics.md gives healthy ranges.
 
     Args:
         replies: Without end markers.
@@ -176,17 +170,21 @@ def reply_statistics(
         ``length``, mean number of tokens; ``repetition``, mean share of a reply's trigrams that
         occurred before in it; ``distinct_2``, different bigrams over all bigrams of the set; shares
         of replies: ``missing_eos`` that are cut off, ``short_replies`` of fewer than
-            ``SHORT_TOKENS`` tokens; ``distinct_first_sentences`` over replies, and the
-        share of the ``commonest_first_sentence``.
+        ``SHORT_TOKENS`` tokens; ``distinct_first_sentences`` over replies, and the share of the
+        ``commonest_first_sentence``.
     """
+    repetition = [trigram_repetition(reply) for reply in replies]
+    missing_eos = [not ended for ended in finished]
+    short_replies = [length < SHORT_TOKENS for length in lengths]
     first_sentences = [first_sentence(reply) for reply in replies]
+    distinct = len(set(first_sentences))
     return {
         "length": mean(lengths),
-        "repetition": mean([trigram_repetition(reply) for reply in replies]),
+        "repetition": mean(repetition),
         "distinct_2": distinct_n(replies, 2),
-        "missing_eos": mean([not ended for ended in finished]),
-        "short_replies": mean([length < SHORT_TOKENS for length in lengths]),
-        "distinct_first_sentences": len({*first_sentences}) / len(replies) if replies else 0.0,
+        "missing_eos": mean(missing_eos),
+        "short_replies": mean(short_replies),
+        "distinct_first_sentences": distinct / len(replies) if replies else 0.0,
         "commonest_first_sentence": commonest_share(first_sentences),
     }
 
@@ -226,35 +224,29 @@ def has_visible_text(text: str) -> bool:
 
 
 def comparable(text: str) -> str:
-    """Return a text as it is compared with others: composed (NFC), single spaces, without invisible
-    characters.
-    """
+    """Return a text as it is compared with others: NFC, single spaces, nothing invisible."""
     if not text.isascii():
-        text = unicodedata.normalize("NFC", _JOINERS.sub(_needed_joiners, _UNSEEN.sub("", text)))
+        text = _JOINERS.sub(_needed_joiners, _UNSEEN.sub("", text))
+        text = unicodedata.normalize("NFC", text)
     return " ".join(text.split())
 
 
 def _needed_joiners(run: re.Match[str]) -> str:
-    """Return a run of joiners as it is where it stands between characters that it can alter, else
-    nothing.
-    """
-    before, after = (
-        run.string[max(run.start() - 1, 0) : run.start()],
-        run.string[run.end() : run.end() + 1],
-    )
-    return run[0] if _JOINED.match(before) and _JOINED.match(after) else ""
+    """Return a run of joiners where it stands between characters that it can alter, else nothing."""
+    before = run.string[max(run.start() - 1, 0) : run.start()]
+    after = run.string[run.end() : run.end() + 1]
+    if _JOINED.match(before) and _JOINED.match(after):
+        return run[0]
+    return ""
 
 
 def escaped_controls(text: str) -> str:
-    """Return a text with control characters, and marks that turn the direction of others, as their
-    escapes.
-    """
+    """Return a text with control characters, and marks of direction, as their escapes."""
     return _CONTROL.sub(lambda match: match[0].encode("unicode_escape").decode(), text)
 
 
 def for_terminal(text: str) -> str:
-    """Return lines of output as a terminal may print them: no control character of the data reaches
-    it.
+    """Return lines of output as a terminal may print them, without control characters.
 
     Line breaks and tabs stay; carriage returns, which would write over a line, are escaped like
     other characters.
@@ -284,7 +276,7 @@ EXCERPT = 160
 
 @cache
 def _key() -> re.Pattern[str]:
-    """The pattern of everything that looks like a key, compiled when it is first asked for.
+    """Return the pattern of everything that looks like a key, compiled when first asked for.
 
     What ran here on import would count for every stage that imports this module, and a new key cost
     a training run.
@@ -301,9 +293,7 @@ def _key() -> re.Pattern[str]:
 
 
 def without_keys(text: str) -> str:
-    """Return a text, or JSON as text, without anything that looks like an access key or a private
-    key.
-    """
+    """Return a text, or JSON as text, without anything that looks like a key."""
     return _key().sub(TAKEN_OUT, text)
 
 
@@ -318,7 +308,5 @@ def safe_text(text: str) -> str:
 
 
 def excerpt(content: str) -> str:
-    """Return the beginning of a row's content on one line, without anything that looks like a
-    key.
-    """
+    """Return the beginning of a row's content on one line, without keys."""
     return shortened(" ".join(without_keys(content).split()), EXCERPT)

@@ -20,9 +20,7 @@ DAY = 86_400
 
 @dataclass(frozen=True)
 class UnneededEntry:
-    """A folder of the cache that may go, or what a killed process left of one: why it is not
-    needed, and its bytes.
-    """
+    """A folder of the cache, or part of one, that may go: why, and its bytes."""
 
     folder: Path
     reason: str

@@ -1,5 +1,4 @@
-"""Token ids of data files as Arrow lists: made once, memory-mapped, and shared by all ranks and
-stages that need them.
+"""Token ids of data files as Arrow lists, made once, memory-mapped, and shared by all ranks.
 
 An entry of the cache is a folder ``KEY/`` with ``tokens.arrow``, an Arrow stream that
 ``datasets.Dataset.from_file`` opens too, and ``entry.json``, which says what it was made of. The
@@ -66,8 +65,9 @@ CATEGORY = "category"  # the one column that is text
 
 @dataclass(frozen=True)
 class TokenTable:
-    """Rows of token ids. Of a memory-mapped table only the pages that are read take memory, once
-    for all processes.
+    """Rows of token ids.
+
+    Of a memory-mapped table only the pages that are read take memory, once for all processes.
     """
 
     table: pa.Table
@@ -128,9 +128,7 @@ class TokenColumn(Sequence[Sequence[int]]):
 
 
 def token_schema(kind: str) -> pa.Schema:
-    """The Arrow schema of ``kind``: a list of 32-bit integers for each column of content, and the
-    category.
-    """
+    """Return the Arrow schema of ``kind``: lists of 32-bit integers, and the category."""
     return pa.schema([*((name, IDS) for name in CONTENT_FIELDS[kind]), (CATEGORY, pa.string())])
 
 
@@ -173,8 +171,7 @@ ORIGIN = ("name_or_path", "is_local", "local_files_only")
 def read_tokens(
     folder: Path | None, path: Path, kind: str, tokenizer: PreTrainedTokenizerBase
 ) -> TokenTable:
-    """Return the token ids of a parquet file of ``kind``, row by row: neither cut nor dropped. All
-    ranks must call it.
+    """Return the token ids of each row of a parquet file of ``kind``; all ranks must call it.
 
     Rank 0 makes an entry that is missing or damaged, and the others wait for it.
 
@@ -241,8 +238,7 @@ def tokenizer_digest(tokenizer: PreTrainedTokenizerBase) -> str:
 def make_entry(
     entry: Path, made_of: Mapping[str, Any], path: Path, tokenizer: PreTrainedTokenizerBase
 ) -> None:
-    """Tokenise ``path`` into the folder ``entry``, unless it is there and sound; it appears there
-    as a whole.
+    """Tokenise ``path`` into the folder ``entry``, as a whole, unless it is there and sound.
 
     Of several processes one makes it, and the others wait.
     """
@@ -273,9 +269,7 @@ def make_entry(
 
 
 def damage(entry: Path, made_of: Mapping[str, Any]) -> str | None:
-    """Return what is wrong with an entry: None if it is sound, an empty text if there is no
-    entry.
-    """
+    """Return what is wrong with an entry: None if it is sound, an empty text if it is not there."""
     if not entry.exists():
         return ""
     try:

@@ -1,5 +1,6 @@
-"""Code as a dependency: a hash of the definitions that a stage reaches, blind to comments,
-docstrings and layout.
+"""Code as a dependency: a hash of the definitions that a stage reaches.
+
+Comments, docstrings and layout do not count.
 
 A stage's code dependency in dvc.yaml is `.fingerprints/STAGE.txt`. It changes when a function,
 class or module-level assignment changes that the stage reaches by name, and not when unreached code

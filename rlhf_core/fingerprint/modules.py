@@ -1,5 +1,4 @@
-"""A module's source as definitions: which top-level statement binds which name, and what importing
-it executes.
+"""A module's source as definitions: what binds which name, and what an import executes.
 
 Names are followed through imports, attributes and strings to the definitions that they mean in a
 package.
@@ -34,16 +33,19 @@ def is_string(statement: ast.stmt) -> bool:
 
 
 def dotted_name(node: ast.expr) -> tuple[str, ...]:
-    """The parts of ``a.b.c``; empty for any other expression."""
+    """Return the parts of ``a.b.c``; empty for any other expression."""
     parts: list[str] = []
     while isinstance(node, ast.Attribute):
         parts.append(node.attr)
         node = node.value
-    return (node.id, *reversed(parts)) if isinstance(node, ast.Name) else ()
+    if not isinstance(node, ast.Name):
+        return ()
+    return (node.id, *reversed(parts))
 
 
 Compound = (ast.If, ast.Try, ast.With, ast.For, ast.While, ast.Match)
 Assignment = (ast.Assign, ast.AnnAssign, ast.AugAssign)
+Named = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
 
 
 @dataclass(frozen=True)
@@ -56,8 +58,9 @@ class Import:
 
 @dataclass(eq=False)
 class Definition:
-    """The top-level statements of a module that bind ``name``; as ``<import>`` those that act when
-    it is imported.
+    """The top-level statements of a module that bind ``name``.
+
+    Those that act when it is imported are called ``<import>``.
     """
 
     module: str
@@ -99,9 +102,7 @@ class Module:
             self._bind_imports(imports_in(statement), executed=True)
             self._define(statement, bound_names(statement))
             self.effects.statements.append(statement)
-        elif isinstance(
-            statement, (*Assignment, ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
-        ):
+        elif isinstance(statement, (*Assignment, *Named)):
             names = bound_names(statement)
             self._define(statement, names)
             # What is added to may be another module's; an assignment that binds nothing changes a
@@ -113,9 +114,8 @@ class Module:
 
     def _define(self, statement: ast.stmt, names: Iterable[str]) -> None:
         for name in names:
-            self.definitions.setdefault(name, Definition(self.name, name)).statements.append(
-                statement
-            )
+            definition = self.definitions.setdefault(name, Definition(self.name, name))
+            definition.statements.append(statement)
 
     def _bind_imports(
         self, statements: Iterable[ast.Import | ast.ImportFrom], *, executed: bool
@@ -127,7 +127,7 @@ class Module:
                 self.imported += targets_executed(self, statement)
 
     def targets_of(self, statement: ast.Import | ast.ImportFrom) -> Iterator[tuple[str, Import]]:
-        """The names that an import statement in this module binds, each with what it stands for."""
+        """Yield the names that an import statement binds, each with what it stands for."""
         for alias in statement.names:
             if isinstance(statement, ast.ImportFrom):
                 yield alias.asname or alias.name, Import(self.origin(statement), alias.name)
@@ -138,7 +138,7 @@ class Module:
                 yield root, Import(root)
 
     def origin(self, statement: ast.ImportFrom) -> str:
-        """The absolute name of the module that a ``from`` import takes names from."""
+        """Return the absolute name of the module that a ``from`` import takes names from."""
         if not statement.level:
             return statement.module or ""
         package = self.name if self.is_package else self.name.rpartition(".")[0]
@@ -146,63 +146,54 @@ class Module:
 
 
 def is_for_type_checkers(statement: ast.stmt) -> bool:
-    """Whether this is ``if TYPE_CHECKING:`` without an ``else``, which binds names for annotations
-    alone.
-    """
-    names_it = isinstance(statement, ast.If) and dotted_name(statement.test)[-1:] == (
-        "TYPE_CHECKING",
-    )
-    return names_it and not getattr(statement, "orelse", None)
+    """Whether this is ``if TYPE_CHECKING:`` without ``else``: names for annotations alone."""
+    if not isinstance(statement, ast.If) or statement.orelse:
+        return False
+    return dotted_name(statement.test)[-1:] == ("TYPE_CHECKING",)
 
 
 def is_main_guard(statement: ast.stmt) -> bool:
-    """Whether this is ``if __name__ == "__main__":`` without an ``else``, which no import
-    executes.
-    """
+    """Whether this is ``if __name__ == "__main__":`` without ``else``: no import executes it."""
     if not isinstance(statement, ast.If) or statement.orelse:
         return False
-    return ast.dump(statement.test) == ast.dump(
-        ast.parse('__name__ == "__main__"', mode="eval").body
-    )
+    return ast.unparse(statement.test) == "__name__ == '__main__'"
 
 
 def targets_executed(module: Module, statement: ast.Import | ast.ImportFrom) -> list[Import]:
-    """What an import statement executes: each module named, and each name that may itself be a
-    module.
-    """
+    """Return what an import statement executes: modules, and names that may be modules."""
     if isinstance(statement, ast.Import):
         return [Import(alias.name) for alias in statement.names]
     return [Import(module.origin(statement), alias.name) for alias in statement.names]
 
 
 def imports_in(tree: ast.AST) -> Iterator[ast.Import | ast.ImportFrom]:
-    """All import statements inside ``tree``."""
+    """Yield all import statements inside ``tree``."""
     return (node for node in ast.walk(tree) if isinstance(node, ast.Import | ast.ImportFrom))
 
 
 def bound_names(statement: ast.stmt) -> list[str]:
-    """The names that a top-level statement binds in its module, imports apart.
+    """Return the names that a top-level statement binds in its module, imports apart.
 
     Of a compound statement also those that only functions inside it bind: too many names do no
     harm.
     """
-    if isinstance(statement, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+    if isinstance(statement, Named):
         return [statement.name]
-    if isinstance(statement, ast.Assign | ast.AnnAssign | ast.AugAssign):
+    if isinstance(statement, Assignment):
         targets = statement.targets if isinstance(statement, ast.Assign) else [statement.target]
-        targets = [
-            *targets,
-            *(node.target for node in ast.walk(statement) if isinstance(node, ast.NamedExpr)),
-        ]
-        parts = [part for target in targets for part in ast.walk(target)]
-        return [
-            part.id
-            for part in parts
-            if isinstance(part, ast.Name) and isinstance(part.ctx, ast.Store)
-        ]
+        bound = list(targets)
+        for node in ast.walk(statement):
+            if isinstance(node, ast.NamedExpr):
+                bound.append(node.target)
+        names = []
+        for target in bound:
+            for part in ast.walk(target):
+                if isinstance(part, ast.Name) and isinstance(part.ctx, ast.Store):
+                    names.append(part.id)
+        return names
     names = []
     for node in ast.walk(statement):
-        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+        if isinstance(node, Named):
             names.append(node.name)
         elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
             names.append(node.id)
@@ -214,11 +205,12 @@ OF_EVERY_MODULE = re.compile(r"__(name|file|doc|path|package|spec)__")
 
 @dataclass
 class Reach:
-    """What a dotted name leads to: ``definitions``, after which ``rest`` of its attributes are
-    left.
+    """What a dotted name leads to.
 
-    ``inside`` is false for a name from outside the package. Of neutral modules there are no
-    definitions.
+    Attributes:
+        definitions: What it means; none in neutral modules.
+        rest: Its attributes behind that.
+        inside: False for a name from outside the package.
     """
 
     definitions: list[Definition] = field(default_factory=list)
@@ -227,8 +219,9 @@ class Reach:
 
 
 class Names:
-    """The modules of package ``name``, whose folder lies in ``root``; names lead to nothing in
-    ``neutral`` ones.
+    """The modules of package ``name``, whose folder lies in ``root``.
+
+    Names lead to nothing in ``neutral`` ones.
     """
 
     def __init__(self, root: Path, name: str, neutral: Collection[str] = ()) -> None:
@@ -236,7 +229,7 @@ class Names:
         self._modules: dict[str, Module | None] = {}
 
     def module(self, name: str) -> Module | None:
-        """The module of the package called ``name``, parsed; None when there is none."""
+        """Return the module of the package called ``name``, parsed; None when there is none."""
         if name not in self._modules:
             inside = name == self.name or name.startswith(f"{self.name}.")
             base = self.root.joinpath(*name.split("."))
@@ -246,13 +239,13 @@ class Names:
         return self._modules[name]
 
     def holder(self, definition: Definition) -> Module:
-        """The module that a definition is in."""
+        """Return the module that a definition is in."""
         module = self.module(definition.module)
         assert module is not None
         return module
 
     def reach_name(self, module: Module, name: tuple[str, ...]) -> Reach:
-        """What a dotted name means at the top level of ``module``."""
+        """Return what a dotted name means at the top level of ``module``."""
         first, rest = name[0], name[1:]
         own = module.definitions.get(first)
         imported = [self.reach(target, rest) for target in module.imports.get(first, ())]
@@ -260,31 +253,32 @@ class Names:
             return Reach(inside=False, rest=rest)
         if own is None and len(imported) == 1:
             return imported[0]
-        definitions = [definition for reach in imported for definition in reach.definitions]
-        return Reach([*([own] if own is not None else []), *definitions], rest)
+        definitions = [] if own is None else [own]
+        for reach in imported:
+            definitions += reach.definitions
+        return Reach(definitions, rest)
 
     def reach(self, target: Import, attributes: tuple[str, ...]) -> Reach:
-        """What ``attributes`` of an imported module or name lead to."""
-        return self._attribute(
-            target.module, (target.name, *attributes) if target.name is not None else attributes
-        )
+        """Return what ``attributes`` of an imported module or name lead to."""
+        if target.name is not None:
+            attributes = (target.name, *attributes)
+        return self._attribute(target.module, attributes)
 
     def executed_by(self, imports: Iterable[Import]) -> Iterator[str]:
-        """Modules of the package that imports execute: those named, the packages around them, and
-        submodules.
-        """
+        """Yield the modules of the package that imports execute, and the packages around them."""
         for target in imports:
-            if self.module(target.module) is not None:
-                yield from packages_of(target.module)
-                if (
-                    target.name is not None
-                    and self.module(f"{target.module}.{target.name}") is not None
-                ):
-                    yield f"{target.module}.{target.name}"
+            if self.module(target.module) is None:
+                continue
+            yield from packages_of(target.module)
+            submodule = f"{target.module}.{target.name}"
+            if target.name is not None and self.module(submodule) is not None:
+                yield submodule
 
     def _attribute(self, module_name: str, attributes: tuple[str, ...]) -> Reach:
-        """What a chain of attributes of a module leads to; ``LookupError`` where that cannot be
-        told.
+        """Return what a chain of attributes of a module leads to.
+
+        Raises:
+            LookupError: That cannot be told.
         """
         module = self.module(module_name)
         if module is None:
@@ -303,7 +297,7 @@ class Names:
         raise LookupError(f"{module_name} defines no {attributes[0]}, which is used of it")
 
     def _bound(self, module_name: str, name: tuple[str, ...]) -> Reach | None:
-        """What ``name`` means in a module that binds it; None when it does not."""
+        """Return what ``name`` means in a module that binds it; None when it does not."""
         module = self.module(module_name)
         if module is None or (name[0] not in module.definitions and name[0] not in module.imports):
             return None
@@ -311,6 +305,6 @@ class Names:
 
 
 def packages_of(module: str) -> list[str]:
-    """``a.b.c``, ``a.b`` and ``a``: what importing ``a.b.c`` executes."""
+    """Return ``a.b.c``, ``a.b`` and ``a``, which importing ``a.b.c`` executes."""
     parts = module.split(".")
     return [".".join(parts[:count]) for count in range(len(parts), 0, -1)]

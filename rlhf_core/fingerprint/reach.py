@@ -56,9 +56,7 @@ class Encoded:
         self.text = "".join(self.parts).encode()
 
     def _enter(self, statement: ast.stmt) -> None:
-        """Encode one top-level statement. Names that it assigns anywhere may hide those of the
-        module.
-        """
+        """Encode one top-level statement, whose own names may hide those of the module."""
         self.local = set(local_names(statement))
         self.own_imports: dict[str, list[Import]] = {}
         for imported in imports_in(statement):
@@ -118,23 +116,17 @@ class Encoded:
         for reach in reached:
             self.references += reach.definitions
         first = reached[0]
-        if (
-            len(reached) > 1
-            or not first.inside
-            or name[0] in self.local
-            or len(first.definitions) > 1
-        ):
+        is_ambiguous = len(reached) > 1 or len(first.definitions) > 1
+        if is_ambiguous or not first.inside or name[0] in self.local:
             return False
         used = name[: len(name) - len(first.rest)]
-        self.parts.append(
-            "@"
-            + ".".join([first.definitions[0].name if first.definitions else used[-1], *first.rest])
-        )
+        meant = first.definitions[0].name if first.definitions else used[-1]
+        self.parts.append("@" + ".".join([meant, *first.rest]))
         return True
 
 
 def local_names(statement: ast.stmt) -> Iterator[str]:
-    """Names that something inside ``statement`` assigns, takes as a parameter or defines."""
+    """Yield the names that something inside ``statement`` assigns, takes or defines."""
     for node in ast.walk(statement):
         match node:
             case ast.Name(id=name, ctx=ast.Store() | ast.Del()) | ast.arg(arg=name):
@@ -163,8 +155,9 @@ NO_DATA = frozenset({".py", ".pyc", ".pyi", ".typed"})
 
 
 class Package:
-    """The package ``name``, whose folder lies in ``root``; ``neutral`` modules and what they import
-    do not count.
+    """The package ``name``, whose folder lies in ``root``.
+
+    Modules that are ``neutral``, and what they import, do not count.
     """
 
     def __init__(self, root: Path, name: str, neutral: Collection[str] = ()) -> None:
@@ -175,24 +168,25 @@ class Package:
         self._digests: dict[tuple[Definition, int], bytes] = {}
 
     def digest(self, module: str, *roots: str) -> str:
-        """Hex digest of all that ``roots`` of ``module`` reach, and of the data files beside the
-        modules reached.
+        """Return a hex digest of all that ``roots`` of ``module`` reach.
+
+        Data files beside the modules count too.
         """
         definitions = self.reached(module, *roots)
         digest = hashlib.sha256()
         for line in sorted({self._digest(definition, DEPTH) for definition in definitions}):
             digest.update(line)
         folders = {self.names.holder(definition).path.parent for definition in definitions}
-        for data in sorted(data for folder in folders for data in data_files(folder)):
-            digest.update(
-                data.relative_to(self.names.root).as_posix().encode() + b"\0" + data.read_bytes()
-            )
+        files: list[Path] = []
+        for folder in folders:
+            files += data_files(folder)
+        for file in sorted(files):
+            name = file.relative_to(self.names.root).as_posix()
+            digest.update(name.encode() + b"\0" + file.read_bytes())
         return digest.hexdigest()
 
     def reached(self, module: str, *roots: str) -> set[Definition]:
-        """The definitions that ``roots`` of ``module`` reach, and what acts when a module is
-        imported for them.
-        """
+        """Return what ``roots`` of ``module`` reach, and what acts when a module is imported."""
         executed: set[Module] = set()
         reached: set[Definition] = set()
         waiting: list[Definition | str] = [module]
@@ -204,7 +198,8 @@ class Package:
                 source = self.names.module(item)
                 if source is not None and source not in executed and item not in self.names.neutral:
                     executed.add(source)
-                    waiting += [source.effects] if source.effects.statements else []
+                    if source.effects.statements:
+                        waiting.append(source.effects)
                     waiting += self.names.executed_by(source.imported)
             elif item not in reached:
                 reached.add(item)
@@ -218,16 +213,15 @@ class Package:
         if key not in self._digests:
             encoded = self._encode(definition)
             digest = hashlib.sha256(encoded.text)
-            for reference in encoded.references if depth else ():
-                digest.update(self._digest(reference, depth - 1))
+            if depth:
+                for reference in encoded.references:
+                    digest.update(self._digest(reference, depth - 1))
             self._digests[key] = digest.digest()
         return self._digests[key]
 
 
 def data_files(folder: Path) -> list[Path]:
-    """Files of a package that are not code, such as templates: in ``folder``, or below it in
-    folders without code.
-    """
+    """Return the files in ``folder``, or in folders without code below, that are not code."""
     hidden = {path for path in folder.iterdir() if path.name.startswith((".", "__pycache__"))}
     data: list[Path] = []
     for path in sorted(set(folder.iterdir()) - hidden):

@@ -57,7 +57,7 @@ def stage_definition(stage: str, method: Method = "ppo") -> tuple[str, str]:
 
 
 def fingerprint(stage: str, method: Method = "ppo") -> str:
-    """Hex digest of all definitions that a stage reaches, and of the templates beside them.
+    """Return a digest of all definitions that a stage reaches, and of the templates beside them.
 
     Args:
         stage: Name of the stage.
@@ -70,10 +70,10 @@ def fingerprint(stage: str, method: Method = "ppo") -> str:
 def remembered_fingerprints(
     workspace: Path, stages: Iterable[str], method: Method = "ppo"
 ) -> dict[str, str]:
-    """Give the :func:`fingerprint` of each stage; it takes seconds, so what was computed is kept in
-    ``workspace``.
+    """Return the :func:`fingerprint` of each stage, remembered in ``workspace`` or computed.
 
-    ``.rlhf/fingerprints.json`` counts as long as no file of the package has changed.
+    To compute it takes seconds. ``.rlhf/fingerprints.json`` counts as long as no file of the
+    package has changed.
     """
     memory = workspace / ".rlhf" / "fingerprints.json"
     known: dict[str, str] = {}
@@ -102,10 +102,9 @@ def _package_state(method: Method) -> str:
     for folder, names, files in os.walk(root):
         names[:] = sorted(name for name in names if name != "__pycache__")
         for name in sorted(files):
-            status = os.stat(os.path.join(folder, name))
-            marks.append(
-                f"{os.path.join(folder, name)} {status.st_size} {status.st_mtime_ns} {status.st_ino}"
-            )
+            path = os.path.join(folder, name)
+            status = os.stat(path)
+            marks.append(f"{path} {status.st_size} {status.st_mtime_ns} {status.st_ino}")
     return hashlib.sha256("\n".join(marks).encode()).hexdigest()
 
 

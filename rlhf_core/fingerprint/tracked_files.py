@@ -1,10 +1,9 @@
-"""Files outside the package that results depend on, written down by path and hash so that DVC sees
-a change.
+"""Files outside the package that results depend on, by path and hash, so that DVC sees a change.
 
-Data files, the starting model, and what reward sources read: model folders and a function's code.
-What it cannot see: a hub id without a fixed ``revision``, what a scorer behind HTTP does, and data
-that a function reads. A user's module
-or a heavy library is never imported here: it runs at every ``dvc repro``.
+These are data files, the starting model, and what reward sources read: model folders and a
+function's code. A hub id without a fixed ``revision``, what a scorer behind HTTP does, and data
+that a function reads cannot be seen. A user's module or a heavy library is never imported here,
+because this runs at every ``dvc repro``.
 """
 
 from __future__ import annotations
@@ -50,9 +49,7 @@ SOURCES_FILE = f"{FOLDER}/sources.txt"
 def write_sources(
     workspace: Path, sources: Iterable[str], name: str = "sources", notes: Iterable[str] = ()
 ) -> None:
-    """Refresh ``.fingerprints/NAME.txt`` with :func:`describe_sources`, so that DVC sees a
-    change.
-    """
+    """Refresh ``.fingerprints/NAME.txt`` with :func:`describe_sources`."""
     path = workspace / FOLDER / f"{name}.txt"
     text = describe_sources(workspace, sources, name, notes)
     if not path.exists() or path.read_text() != text:
@@ -62,8 +59,7 @@ def write_sources(
 def describe_sources(
     workspace: Path, sources: Iterable[str], name: str = "sources", notes: Iterable[str] = ()
 ) -> str:
-    """Return a line for every source, and below it one with path and content hash of each of its
-    files.
+    """Return a line for every source, and below it one with path and hash of each of its files.
 
     Hashes are remembered by size, times and inode in ``.rlhf/NAME.json``. A URL counts by the
     checksum that its store gives without a download, a hub id by its name. ``notes`` are lines that
@@ -74,9 +70,8 @@ def describe_sources(
     for source in sources:
         lines.append(source)
         files: list[Path] = []
-        with suppress(
-            DataError
-        ):  # what matches nothing or cannot be looked up is for the stage that reads it to report
+        # The stage that reads a source reports that it matches nothing or cannot be looked up.
+        with suppress(DataError):
             if is_url(source):
                 lines += [f"  {url} {url_checksum(url)}" for url in expand_url(source, "")]
             elif not source.startswith("hub:"):
@@ -102,13 +97,12 @@ def write_starting_model(workspace: Path, source: str) -> None:
 
 
 def tokenizer_patterns(workspace: Path, source: str | None) -> list[str]:
-    """Return the patterns of the files that ``validate.tokenizer`` reads: of a folder all but the
-    weights.
-    """
+    """Return the patterns of the files that ``validate.tokenizer`` reads, without weights."""
     return _patterns(workspace, source, TOKENIZER_FILES) if source else []
 
 
 def _patterns(workspace: Path, source: str, inside: Sequence[str]) -> list[str]:
+    """Return patterns of the files of ``source``, of a folder those ``inside``."""
     path = Path(os.path.expanduser(source))
     name = glob.escape(str(path))
     if (workspace / path).is_dir():
@@ -121,109 +115,107 @@ REWARD_SOURCES_FILE = f"{FOLDER}/{REWARD_SOURCES}.txt"
 
 
 def write_tracked_files(workspace: Path, sources: RewardSources) -> None:
-    """Refresh ``.fingerprints/reward_sources.txt``; the own reward model is left to DVC, which
-    makes it.
+    """Refresh ``.fingerprints/reward_sources.txt``.
+
+    The own reward model is an output of DVC, which sees its changes.
     """
-    write_sources(
-        workspace,
-        folder_patterns(workspace, sources),
-        REWARD_SOURCES,
-        code_lines(workspace, sources),
-    )
+    patterns, code = folder_patterns(workspace, sources), code_lines(workspace, sources)
+    write_sources(workspace, patterns, REWARD_SOURCES, code)
 
 
 def write_evaluation_inputs(workspace: Path, config: EvaluateConfig) -> None:
     """Refresh ``.fingerprints/verifiable.txt``: files, functions and plugins of ``evaluate``."""
     code = code_lines(workspace, verifiable_functions(config.verifiable))
     code += [plugin_line(group, name) for group, name in config.plugins]
-    patterns = [pattern for kind in config.untracked_files.values() for pattern in kind]
+    patterns: list[str] = []
+    for of_setting in config.untracked_files.values():
+        patterns += of_setting
     write_sources(workspace, patterns, "verifiable", code)
 
 
 def verifiable_functions(config: VerifiableConfig | None) -> tuple[FunctionSource, ...]:
-    """The functions of ``evaluate.verifiable``, each once."""
-    return (
-        tuple(FunctionSource(target=target) for target in sorted(set(config.functions.values())))
-        if config
-        else ()
-    )
+    """Return the functions of ``evaluate.verifiable``, each once."""
+    if config is None:
+        return ()
+    targets = sorted(set(config.functions.values()))
+    return tuple(FunctionSource(target=target) for target in targets)
 
 
 def folder_patterns(workspace: Path, sources: RewardSources) -> list[str]:
-    """A pattern for the files of each local model folder, as ``write_sources`` takes it."""
+    """Return a pattern for the files of each local model folder, for ``write_sources``."""
     own = (workspace / OWN_MODEL).resolve()
-    places = [
-        Path(os.path.expanduser(folder)) for source in sources for folder in model_folders(source)
-    ]
-    return [
-        f"{glob.escape(str(p))}/**"
-        for p in places
-        if (workspace / p).is_dir() and (workspace / p).resolve() != own
-    ]
+    patterns = []
+    for source in sources:
+        for folder in model_folders(source):
+            path = os.path.expanduser(folder)
+            place = workspace / path
+            if place.is_dir() and place.resolve() != own:
+                patterns.append(f"{glob.escape(str(Path(path)))}/**")
+    return patterns
 
 
 def model_folders(source: RewardSource) -> tuple[str, ...]:
-    """The model folders that a source names; that of a classifier may be a hub id."""
+    """Return the model folders that a source names; that of a classifier may be a hub id."""
     if isinstance(source, EnsembleSource):
         return source.paths
     if isinstance(source, ModelSource):
         return (source.path,)
-    return (source.model,) if isinstance(source, ClassifierSource) else ()
+    if isinstance(source, ClassifierSource):
+        return (source.model,)
+    return ()
 
 
 def missing_function(target: str, workspace: Path) -> str:
-    """Say what of ``package.module:function`` is not there, as far as files tell; empty where
-    nothing is missing.
-    """
+    """Say what of ``package.module:function`` is missing, as far as files tell, if anything."""
     module, _, name = target.partition(":")
     if _spec(module, workspace) is None:
         return f"there is no module {module.partition('.')[0]}: it must be installed, on PYTHONPATH or in {workspace}"
     root = _root(module, workspace)
     file = root and _file(root, module)
-    if file and not re.search(
-        rf"\b{name}\b|import \*|__getattr__", file.read_text(encoding="utf-8", errors="replace")
-    ):
-        return f"{file} has no {name}"
-    return ""
+    if not file:
+        return ""
+    source = file.read_text(encoding="utf-8", errors="replace")
+    if re.search(rf"\b{name}\b|import \*|__getattr__", source):
+        return ""
+    return f"{file} has no {name}"
 
 
 def function_files(workspace: Path, sources: RewardSources) -> list[str]:
-    """Module files in the workspace that functions reach, relative to it: another host needs them
-    to call the same.
+    """Return the module files in the workspace that functions reach, relative to it.
+
+    Another host needs them to call the same functions.
     """
-    reached = (
-        file
-        for source in sources
-        if isinstance(source, FunctionSource)
-        for _, file in _reached(source.target.split(":")[0], workspace)
-    )
     root = workspace.resolve()
-    inside = {file.resolve() for file in reached if file.resolve().is_relative_to(root)}
-    return sorted(file.relative_to(root).as_posix() for file in inside)
+    inside = set()
+    for source in sources:
+        if isinstance(source, FunctionSource):
+            for file in _reached(source, workspace).values():
+                if file.resolve().is_relative_to(root):
+                    inside.add(file.resolve().relative_to(root).as_posix())
+    return sorted(inside)
 
 
 def code_lines(workspace: Path, sources: RewardSources) -> list[str]:
-    """For each function: its target, and a digest of each module file that its code reaches
-    (comments do not count).
+    """Return the target of each function, and a digest of each module that its code reaches.
 
-    Imports are followed inside the folder that the module lies in; of an installed package only the
-    module itself.
+    Comments do not count. Imports are followed inside the folder that the module lies in; of an
+    installed package only the module itself counts.
     """
     lines = []
     for source in sources:
         if isinstance(source, FunctionSource):
             lines.append(source.target)
-            lines += [
-                f"  {name} {_digest(file)}"
-                for name, file in _reached(source.target.split(":")[0], workspace)
-            ]
+            for name, file in sorted(_reached(source, workspace).items()):
+                lines.append(f"  {name} {_digest(file)}")
     return lines
 
 
-def _reached(module: str, workspace: Path) -> list[tuple[str, Path]]:
+def _reached(function: FunctionSource, workspace: Path) -> dict[str, Path]:
+    """Return the modules that a function's code reaches, and their files."""
+    module = function.target.partition(":")[0]
     root = _root(module, workspace)
     if root is None:
-        return []
+        return {}
     installed = root in {Path(path) for path in sysconfig.get_paths().values()}
     files: dict[str, Path] = {}
     waiting = [module]
@@ -232,12 +224,13 @@ def _reached(module: str, workspace: Path) -> list[tuple[str, Path]]:
         file = _file(root, name)
         if file is not None and name not in files:
             files[name] = file
-            waiting += [] if installed else _imported(name, file)
-    return sorted(files.items())
+            if not installed:
+                waiting += _imported(name, file)
+    return files
 
 
 def _spec(module: str, workspace: Path) -> ModuleSpec | None:
-    """How the module, or the package around it, would be found."""
+    """Return how the module, or the package around it, would be found."""
     top = module.partition(".")[0]
     with suppress(ImportError, ValueError):
         return find_spec(top) or PathFinder.find_spec(top, [str(workspace)])
@@ -245,50 +238,45 @@ def _spec(module: str, workspace: Path) -> ModuleSpec | None:
 
 
 def _root(module: str, workspace: Path) -> Path | None:
-    """The folder that ``module`` is imported from: an installed or PYTHONPATH one, else the
-    workspace.
-    """
+    """Return the folder that ``module`` is imported from, the workspace after all others."""
     spec = _spec(module, workspace)
-    origins = (
-        [*(spec.submodule_search_locations or ()), *([spec.origin] if spec.origin else [])]
-        if spec
-        else []
-    )
-    return next(
-        (root for origin in origins for root in Path(origin).parents if _file(root, module)), None
-    )
+    if spec is None:
+        return None
+    origins = list(spec.submodule_search_locations or ())
+    if spec.origin:
+        origins.append(spec.origin)
+    for origin in origins:
+        for root in Path(origin).parents:
+            if _file(root, module):
+                return root
+    return None
 
 
 def _file(root: Path, module: str) -> Path | None:
     base = root.joinpath(*module.split("."))
-    return next(
-        (path for path in (base.with_suffix(".py"), base / "__init__.py") if path.is_file()), None
-    )
+    for path in (base.with_suffix(".py"), base / "__init__.py"):
+        if path.is_file():
+            return path
+    return None
 
 
 def _imported(module: str, file: Path) -> Iterator[str]:
-    """Names that may be modules: what is imported anywhere, from where, and the packages around
-    it.
-    """
+    """Yield names that may be modules: what a file imports anywhere, and the packages around it."""
     yield from packages_of(module)
     try:
         source = Module(module, file)
-    except (
-        SyntaxError,
-        ValueError,
-        ImportError,
-    ):  # the last of a relative import that leads nowhere
+    except (SyntaxError, ValueError, ImportError):  # the last: a relative import leads nowhere
         return
     for statement in imports_in(source.tree):
         for target in targets_executed(source, statement):
-            yield from packages_of(
-                f"{target.module}.{target.name}" if target.name else target.module
-            )
+            name = f"{target.module}.{target.name}" if target.name else target.module
+            yield from packages_of(name)
 
 
 def _digest(file: Path) -> str:
-    """Hash of what the code does; of the bytes where it is not python, which the stage itself will
-    refuse.
+    """Return a hash of what the code does, or of the bytes where it is not Python.
+
+    The stage itself refuses the latter.
     """
     try:
         tree = ast.parse(file.read_bytes())

@@ -1,5 +1,4 @@
-"""Collective operations over the ranks that train one model together; with one process each of them
-is a no-op.
+"""Collective operations over the ranks that train one model together; no-ops with one process.
 
 Ranks run the same code on the same global batches. They differ in the rows they compute
 (``data/batches.py``) and reduce their results here. Values travel as tensors or JSON, never as
@@ -52,8 +51,9 @@ def is_rank_zero() -> bool:
 
 
 def device() -> torch.device:
-    """Where this process computes: its own GPU where there is one (``RLHF_DEVICE=cpu`` forbids it),
-    else the CPU.
+    """Return where this process computes: its own GPU where there is one, else the CPU.
+
+    ``RLHF_DEVICE=cpu`` forbids GPUs.
     """
     if os.environ.get("RLHF_DEVICE") == "cpu":
         return torch.device("cpu")
@@ -69,9 +69,7 @@ def device() -> torch.device:
 
 
 def _require_no_gpu() -> None:
-    """Raise ``ConfigError`` where there is a GPU that PyTorch, built for GPUs, cannot use: a CPU
-    would take days.
-    """
+    """Refuse the CPU where PyTorch cannot use the GPU that there is: it would take days."""
     hidden = os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1")
     if torch.version.cuda is None or hidden or not NVIDIA_DRIVER.is_file():
         return
@@ -84,9 +82,7 @@ def _require_no_gpu() -> None:
 
 @contextmanager
 def process_group() -> Iterator[None]:
-    """Join the process group that the launcher's environment variables describe, for the length of
-    the block.
-    """
+    """Join the process group that the launcher's environment describes, inside the block."""
     if active() or int(os.environ.get("WORLD_SIZE", "1")) <= 1:
         yield
         return
@@ -103,11 +99,11 @@ def process_group() -> Iterator[None]:
 
 @contextmanager
 def one_of_machine_at_a_time() -> Iterator[None]:
-    """Let one rank of this machine in after the other, so that host memory holds one copy of a
-    model on its way.
+    """Let the ranks of this machine in one by one.
 
-    Where no lock can be had, as where the folder for temporary files is full or another user has
-    made this user's own folder in it, the ranks go on at the same time: turns only save memory.
+    Host memory then holds one copy of a model on its way. Where no lock can be had, as where the
+    folder for temporary files is full or another user has made this user's own folder in it, the
+    ranks go on at the same time: turns only save memory.
     """
     if int(os.environ.get("LOCAL_WORLD_SIZE", "1")) <= 1:
         yield
@@ -125,10 +121,9 @@ class NonzeroRankReleased(BaseException):
 
 
 def release_nonzero_ranks() -> None:
-    """Dissolve the process group: rank 0 continues alone, all others raise
-    :class:`NonzeroRankReleased`.
+    """Dissolve the process group: only rank 0 goes on.
 
-    Every rank must call it.
+    The others raise :class:`NonzeroRankReleased`. Every rank must call it.
     """
     if world_size() == 1:
         return
@@ -147,10 +142,10 @@ def all_reduce_sum(tensor: Tensor) -> Tensor:
 
 
 def all_reduce_sums(tensors: Sequence[Tensor]) -> None:
-    """Sum every tensor over all ranks, in place: in flat buckets of 25 MB, a collective operation
-    for each.
+    """Sum every tensor over all ranks, in place.
 
-    Ranks must agree on shapes and order.
+    They travel in flat buckets of 25 MB, with a collective operation for each. Ranks must agree on
+    shapes and order.
     """
     if world_size() == 1:
         return
@@ -159,25 +154,21 @@ def all_reduce_sums(tensors: Sequence[Tensor]) -> None:
         bucket.append(tensor)
         following = tensors[position + 1] if position + 1 < len(tensors) else None
         full = sum(each.nbytes for each in bucket) >= BUCKET_BYTES
-        if (
-            full
-            or following is None
-            or (following.dtype, following.device) != (tensor.dtype, tensor.device)
-        ):
+        kind = (tensor.dtype, tensor.device)
+        if full or following is None or (following.dtype, following.device) != kind:
             flat = torch.cat([each.reshape(-1) for each in bucket])
             dist.all_reduce(flat)
             parts = flat.split([each.numel() for each in bucket])
-            torch._foreach_copy_(
-                bucket, [part.view_as(each) for part, each in zip(parts, bucket, strict=True)]
-            )
+            shaped = [part.view_as(each) for part, each in zip(parts, bucket, strict=True)]
+            torch._foreach_copy_(bucket, shaped)
             bucket = []
 
 
 def reduce_metrics(metrics: Mapping[str, float]) -> dict[str, float]:
-    """Sum every metric over all ranks; names that end in ``_max`` take the maximum, NaN if a rank
-    has it.
+    """Sum every metric over all ranks.
 
-    Ranks must agree on the names.
+    Names that end in ``_max`` take the maximum, or NaN if a rank has it. Ranks must agree on the
+    names.
     """
     if world_size() == 1:
         return dict(metrics)
@@ -188,10 +179,9 @@ def reduce_metrics(metrics: Mapping[str, float]) -> dict[str, float]:
     dist.all_reduce(largest, dist.ReduceOp.MAX)
     # A maximum with NaN depends on the order of its arguments; a sum does not.
     largest = torch.where(sums.isnan(), sums, largest)
-    values = {
-        n: float(m if n.endswith("_max") else s)
-        for n, s, m in zip(names, sums, largest, strict=True)
-    }
+    values = {}
+    for name, total, maximum in zip(names, sums, largest, strict=True):
+        values[name] = float(maximum if name.endswith("_max") else total)
     return {name: values[name] for name in metrics}
 
 
@@ -201,23 +191,20 @@ def any_rank(flag: bool) -> bool:
 
 
 def largest_of_ranks(count: int) -> int:
-    """The largest ``count`` of all ranks, on every rank."""
+    """Return the largest ``count`` of all ranks, on every rank."""
     return int(reduce_metrics({"_max": float(count)})["_max"])
 
 
 def broadcast_from_rank0(value: Any) -> Any:
-    """Return rank 0's ``value`` on every rank. It travels as JSON; floats survive exactly, NaN
-    included.
-    """
+    """Return rank 0's ``value`` on every rank, as JSON: floats survive exactly, NaN too."""
     return _from(0, value) if world_size() > 1 else value
 
 
 def gather_items(items: Sequence[Any]) -> list[Any]:
-    """Undo :func:`shard_for_rank` for a list of JSON values: the whole list, in order, on every
-    rank.
-    """
+    """Undo :func:`shard_for_rank` for a list of JSON values, on every rank."""
     lists = every_rank(list(items))
-    return [lists[i % len(lists)][i // len(lists)] for i in range(sum(map(len, lists)))]
+    total = sum(map(len, lists))
+    return [lists[i % len(lists)][i // len(lists)] for i in range(total)]
 
 
 def _from(source: int, value: Any, group: dist.ProcessGroup | None = None) -> Any:
@@ -231,10 +218,10 @@ def _from(source: int, value: Any, group: dist.ProcessGroup | None = None) -> An
 
 
 def background_group() -> dist.ProcessGroup | None:
-    """A group of all ranks for another thread, whose collectives may run beside those of the main
-    thread.
+    """Return a group of all ranks for another thread than the main one.
 
-    Every rank must call it. It lives as long as the process group; None with one process.
+    Its collectives may run beside those of the main thread. Every rank must call it. It lives as
+    long as the process group; None with one process.
     """
     return dist.new_group(backend="gloo", timeout=TIMEOUT) if world_size() > 1 else None
 
@@ -247,8 +234,7 @@ def every_rank(value: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
 
 
 def gather_rows(rows: Tensor, total: int, fill: float = 0) -> Tensor:
-    """Undo :func:`shard_for_rank` for the rows of a tensor: (b, ...) on each rank -> (total, ...)
-    on every rank.
+    """Undo :func:`shard_for_rank` for rows of a tensor: (b, ...) -> (total, ...) on every rank.
 
     Ranks may have different widths; narrower rows are padded on the right with ``fill``.
     """
@@ -270,16 +256,12 @@ def gather_rows(rows: Tensor, total: int, fill: float = 0) -> Tensor:
 
 
 def shard_for_rank(items: Any) -> Any:
-    """This rank's items of a sequence or rows of a tensor: those at positions rank, rank +
-    world_size, ...
-    """
+    """Return this rank's items of a sequence: those at rank, rank + world_size, ..."""
     return items[rank() :: world_size()]
 
 
 def require_group() -> None:
-    """Initialise a group of one where there is none: DeepSpeed needs a group even for a single
-    process.
-    """
+    """Initialise a group of one where there is none, which DeepSpeed needs for one process too."""
     if active():
         return
     store = dist.HashStore()

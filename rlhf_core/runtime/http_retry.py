@@ -1,6 +1,4 @@
-"""POST requests to servers that may be busy or away for a while: retries with back-off, secrets out
-of messages.
-"""
+"""POST requests to servers that may be busy for a while: retries, no secrets in messages."""
 
 from __future__ import annotations
 
@@ -17,16 +15,13 @@ import httpx
 
 from rlhf_core.errors import ConfigError, RlhfError
 
-RETRIED = frozenset(
-    {408, 425, 429}
-)  # and every error of a server; gateways have their own beyond 504
+# And every error of a server; gateways have their own beyond 504.
+RETRIED = frozenset({408, 425, 429})
 FIRST_WAIT, LONGEST_WAIT, LONGEST_REQUESTED_WAIT = 0.5, 30.0, 60.0  # seconds
 DESCRIBED_CHARACTERS = 120
 LARGEST_ANSWER = 16 << 20  # bytes: far more than anything asked for here has
-CONNECTED = (
-    "connect_tcp.complete",
-    "connect_unix_socket.complete",
-)  # how such events of httpcore end
+# How such events of httpcore end.
+CONNECTED = ("connect_tcp.complete", "connect_unix_socket.complete")
 OF_THE_TRANSFER = frozenset({"content-encoding", "content-length", "transfer-encoding"})
 
 
@@ -81,8 +76,7 @@ def post_json(
 
 
 def _post(client: httpx.Client, url: str, body: dict[str, Any]) -> httpx.Response:
-    """Post once, and receive an answer of at most :data:`LARGEST_ANSWER` within the client's time
-    for reading.
+    """Post once, and receive an answer of bounded size within the client's time for reading.
 
     Otherwise a server that sends without end would fill the memory, and one that sends a byte now
     and then, of headers as of content, would never time out: httpx bounds each wait for data, and a
@@ -90,10 +84,8 @@ def _post(client: httpx.Client, url: str, body: dict[str, Any]) -> httpx.Respons
     few bytes may unpack to gigabytes.
     """
     content, seconds, late = bytearray(), client.timeout.read, threading.Event()
-    headers = {
-        "Accept-Encoding": "identity",
-        "Connection": "close",
-    }  # a connection that is kept would not be timed
+    # A connection that is kept would not be timed.
+    headers = {"Accept-Encoding": "identity", "Connection": "close"}
     with ExitStack() as at_end:
 
         def bound(event: str, info: dict[str, Any]) -> None:
@@ -110,9 +102,8 @@ def _post(client: httpx.Client, url: str, body: dict[str, Any]) -> httpx.Respons
             timer = threading.Timer(seconds, shut_down)
             timer.daemon = True
             timer.start()
-            at_end.callback(
-                timer.join
-            )  # after it was cancelled: the connection must not be closed under it
+            # It is cancelled first: the connection must not be closed under it.
+            at_end.callback(timer.join)
             at_end.callback(timer.cancel)
 
         try:
@@ -130,16 +121,15 @@ def _post(client: httpx.Client, url: str, body: dict[str, Any]) -> httpx.Respons
         except httpx.RequestError:
             if not late.is_set():
                 raise
-        if (
-            late.is_set()
-        ):  # an answer without a length ends with its connection, and seems to be whole
+        # An answer without a length ends with its connection, and seems to be whole.
+        if late.is_set():
             raise httpx.ReadTimeout(f"the answer was not whole after {seconds:g} s")
     kept = [(name, value) for name, value in answer.headers.items() if name not in OF_THE_TRANSFER]
     return httpx.Response(answer.status_code, headers=kept, content=bytes(content))
 
 
 def json_content(answer: httpx.Response) -> Any:
-    """What an answer holds; None where that is not JSON, or nested too deeply to be read."""
+    """Return what an answer holds; None where that is not JSON, or nested too deeply."""
     try:
         return answer.json()
     except (ValueError, RecursionError):
@@ -148,20 +138,18 @@ def json_content(answer: httpx.Response) -> Any:
 
 def describe_answer(answer: httpx.Response, secret: str) -> str:
     """Return status and the beginning of an answer; ``secret`` in it is masked."""
-    text = answer.content.decode(
-        errors="replace"
-    )  # not by the charset that the answer names, which may be no text's
-    text = _masked(text, secret)
+    # Not by the charset that the answer names, which may be no text's.
+    text = _masked(answer.content.decode(errors="replace"), secret)
     return f"answered {answer.status_code} {' '.join(text.split())[:DESCRIBED_CHARACTERS]!r}"
 
 
 def _masked(text: str, secret: str) -> str:
-    """Mask ``secret``, as it is and as Python writes it between quotes, in which errors quote what
-    a server sent.
-    """
+    """Mask ``secret`` as it is, and as Python quotes it in errors about what a server sent."""
+    if not secret:
+        return text
     escaped = secret.replace("\\", "\\\\")
     for form in (escaped.replace("'", "\\'"), escaped, secret):
-        text = text.replace(form, "***") if form else text
+        text = text.replace(form, "***")
     return text
 
 
@@ -186,9 +174,7 @@ def bearer_token(variable: str | None, who: str) -> str:
 
 
 def _retry_after(answer: httpx.Response) -> float:
-    """Seconds that the server asks to wait, as a number or a date, at most a minute; 0 for anything
-    else.
-    """
+    """Return the seconds that the server asks to wait, at most a minute; 0 if it does not."""
     value = answer.headers.get("Retry-After", "")
     if value.isdecimal():
         return min(float(value), LONGEST_REQUESTED_WAIT)

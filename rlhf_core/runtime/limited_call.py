@@ -35,16 +35,14 @@ class CallLimits:
 
 
 def limit_reached(call: Callable[[], object], limits: CallLimits) -> str | None:
-    """Try ``call`` in a child process, and say which limit ended it; None where it returned or
-    raised an error.
+    """Try ``call`` in a child process, and say which limit ended it; None where none did.
 
     The child is a fork, so that nothing is imported anew: the call should start no thread and use
     no GPU.
     """
     with warnings.catch_warnings():
-        warnings.simplefilter(
-            "ignore", DeprecationWarning
-        )  # of forks beside threads; the child uses none
+        # Of forks beside threads, of which the child uses none.
+        warnings.simplefilter("ignore", DeprecationWarning)
         child = os.fork()
     if child == 0:
         _run_and_exit(call, limits)
@@ -74,7 +72,7 @@ def limit_reached(call: Callable[[], object], limits: CallLimits) -> str | None:
 
 
 def _run_and_exit(call: Callable[[], object], limits: CallLimits) -> None:
-    """The child: it says nothing, and ends without what the parent does at its own end."""
+    """Run the call as the child, which says nothing and does none of the parent's exit work."""
     code = 0
     try:
         faulthandler.disable()  # it writes to a descriptor of its own

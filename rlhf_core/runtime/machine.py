@@ -1,6 +1,4 @@
-"""The machine of this process: cores and memory that it may use, and the faster of two libraries
-for products.
-"""
+"""The machine of this process: cores and memory that it may use, and kernels for products."""
 
 from __future__ import annotations
 
@@ -12,16 +10,15 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any
 
 import psutil
 
 
 def available_cores() -> int:
-    """Return their number: those of its affinity where the system has one (Linux), else those of
-    the machine.
-    """
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    """Return the number of cores that this process may use, where the system tells."""
+    if hasattr(os, "sched_getaffinity"):  # Linux
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
 
 
 CONTROL_GROUPS = Path("/sys/fs/cgroup")
@@ -57,8 +54,7 @@ VERSION_2 = GroupFiles(
 
 
 def available_memory() -> int:
-    """Bytes that can be taken until the machine, or a control group with a limit that the process
-    is in, is full.
+    """Return the bytes that can be taken until the machine, or a control group, is full.
 
     Containers, Slurm and Kubernetes limit the memory of a job by such groups. What this process has
     freed counts as available.
@@ -70,37 +66,37 @@ def available_memory() -> int:
 
 
 def share_of_process(memory: int) -> int:
-    """An equal part of ``memory`` for each rank on this machine, or for each of all ranks if that
-    number is unknown.
+    """Return an equal part of ``memory`` for each rank on this machine.
+
+    Where that number is unknown, all ranks count.
     """
     ranks = os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("WORLD_SIZE") or "1"
-    return memory // max(1, int(ranks) if ranks.isdecimal() else 1)
+    if not ranks.isdecimal():
+        return memory
+    return memory // max(1, int(ranks))
 
 
 def peak_above_now() -> int:
-    """Bytes by which this process has held more memory than now; 0 where the system does not tell.
+    """Return the bytes by which this process has held more memory than now.
 
-    It counts from the start of the process, or from the last call of :func:`forget_peak`.
+    It is 0 where the system does not tell, and counts from the start of the process, or from the
+    last call of :func:`forget_peak`.
     """
     try:
-        sizes = dict(
-            re.findall(
-                r"^(VmHWM|VmRSS):\s+(\d+) kB$", STATUS.read_text(encoding="utf-8"), re.MULTILINE
-            )
-        )
+        status = STATUS.read_text(encoding="utf-8")
     except OSError:
         return 0
+    sizes = dict(re.findall(r"^(VmHWM|VmRSS):\s+(\d+) kB$", status, re.MULTILINE))
     return max(0, int(sizes.get("VmHWM", "0")) - int(sizes.get("VmRSS", "0"))) * 1024
 
 
 def data_size() -> int | None:
-    """Bytes that count towards a limit of this process's data (RLIMIT_DATA); None where the system
-    does not tell.
-    """
+    """Return the bytes that count towards RLIMIT_DATA; None where the system does not tell."""
     try:
-        found = re.search(r"^VmData:\s+(\d+) kB$", STATUS.read_text(encoding="utf-8"), re.MULTILINE)
+        status = STATUS.read_text(encoding="utf-8")
     except OSError:
         return None
+    found = re.search(r"^VmData:\s+(\d+) kB$", status, re.MULTILINE)
     return int(found[1]) * 1024 if found else None
 
 
@@ -119,9 +115,9 @@ def _free_in_control_groups() -> Iterator[int]:
         _, controllers, name = [*line.split(":", 2), "", ""][:3]
         if controllers and "memory" not in controllers.split(","):
             continue
-        files, top = (
-            (VERSION_1, CONTROL_GROUPS / "memory") if controllers else (VERSION_2, CONTROL_GROUPS)
-        )
+        files, top = VERSION_2, CONTROL_GROUPS
+        if controllers:
+            files, top = VERSION_1, CONTROL_GROUPS / "memory"
         folder = top / name.lstrip("/")
         # A container sees the group that it is in as the top, whatever the name.
         for group in (folder, *folder.parents):
@@ -131,10 +127,8 @@ def _free_in_control_groups() -> Iterator[int]:
 
 def _free_in(group: Path, files: GroupFiles) -> Iterator[int]:
     with contextlib.suppress(OSError, ValueError):
-        statistics = dict(
-            line.split()
-            for line in (group / "memory.stat").read_text(encoding="utf-8").splitlines()
-        )
+        lines = (group / "memory.stat").read_text(encoding="utf-8").splitlines()
+        statistics = dict(line.split() for line in lines)
         held = int((group / files.usage).read_text(encoding="utf-8"))
         held -= sum(int(statistics.get(key, "0")) for key in files.cached)
         for name in files.limits:
@@ -152,9 +146,7 @@ AVX512_KERNELS = ("SkylakeX", "Cooperlake", "SapphireRapids")
 
 @cache
 def is_amd_with_full_avx512() -> bool:
-    """Return whether ``/proc/cpuinfo`` names one of AMD's processors with units of 512 bits; False
-    elsewhere.
-    """
+    """Return whether ``/proc/cpuinfo`` names one of AMD's processors with units of 512 bits."""
     fields: dict[str, str] = {}
     try:
         with CPUINFO.open(encoding="utf-8", errors="replace") as lines:
@@ -166,19 +158,16 @@ def is_amd_with_full_avx512() -> bool:
     except OSError:
         return False
     family = fields.get("cpu family", "")
-    if (
-        fields.get("vendor_id") != "AuthenticAMD"
-        or not family.isdecimal()
-        or int(family) < FULL_WIDTH_FAMILY
-    ):
+    if fields.get("vendor_id") != "AuthenticAMD" or not family.isdecimal():
+        return False
+    if int(family) < FULL_WIDTH_FAMILY:
         return False
     return set(fields.get("flags", "").split()) >= AVX512
 
 
 @cache
 def numpy_kernels() -> str | None:
-    """Return the name of the kernels by which OpenBLAS computes NumPy's products, None where
-    another library does.
+    """Return the kernels by which OpenBLAS computes NumPy's products; None for other libraries.
 
     OpenBLAS takes those of the processor, or what ``OPENBLAS_CORETYPE`` named when it was loaded.
     """
@@ -188,20 +177,17 @@ def numpy_kernels() -> str | None:
     built_with = numpy.show_config(mode="dicts").get("Build Dependencies", {}).get("blas", {})
     if "openblas" not in str(built_with.get("name")).lower():
         return None
-    libraries = [
-        library for library in threadpool_info() if library.get("internal_api") == "openblas"
-    ]
-    # SciPy may have loaded another copy, with kernels of its own.
-    own = [library for library in libraries if _is_of_numpy(library, Path(numpy.__file__).parent)]
-    return str((own or libraries)[0].get("architecture")) if libraries else None
-
-
-def _is_of_numpy(library: dict[str, Any], package: Path) -> bool:
-    """Whether the library lies in NumPy's folder, or beside it in the folder ``numpy.libs`` of a
-    wheel.
-    """
-    folders = Path(str(library.get("filepath"))).parents
-    return package in folders or package.with_name("numpy.libs") in folders
+    package = Path(numpy.__file__).parent
+    places = {package, package.with_name("numpy.libs")}  # the latter of a wheel
+    kernels = None
+    for library in threadpool_info():
+        if library.get("internal_api") != "openblas":
+            continue
+        if places & set(Path(str(library.get("filepath"))).parents):
+            return str(library.get("architecture"))
+        # SciPy may have loaded another copy, with kernels of its own.
+        kernels = kernels or str(library.get("architecture"))
+    return kernels
 
 
 def set_openblas_threads(count: int) -> None:

@@ -1,5 +1,4 @@
-"""SIGTERM as a request to stop: from a drained node, a time limit, a job of higher priority or a
-stopped run.
+"""SIGTERM as a request to stop, as from a drained node, a time limit or a stopped run.
 
 Training stops at its next safe point (a finished optimiser step or iteration), where its state is
 saved; everything else stops at once. A second SIGTERM stops training at once too. Whoever grants a
@@ -21,13 +20,14 @@ SAME_REQUEST_SECONDS = 3.0
 
 
 class StopNow(KeyboardInterrupt):
-    """SIGTERM where no safe point follows. As a ``KeyboardInterrupt`` it passes handlers of
-    ordinary errors.
+    """SIGTERM where no safe point follows.
+
+    As a ``KeyboardInterrupt`` it passes handlers of ordinary errors.
     """
 
 
 class PreemptionSignal:
-    """What SIGTERM does during one stage. Until :meth:`handled` is entered it is not looked at."""
+    """What SIGTERM does during one stage, from the time that :meth:`handled` is entered."""
 
     def __init__(self) -> None:
         self._received_at: float | None = None
@@ -70,8 +70,9 @@ class PreemptionSignal:
 
     @contextmanager
     def deferred(self) -> Iterator[None]:
-        """Inside the block SIGTERM only sets :attr:`received`: check :meth:`requested` at every
-        safe point.
+        """Let SIGTERM only set :attr:`received` inside the block.
+
+        Check :meth:`requested` there at every safe point.
         """
         self._deferred = True
         try:
@@ -81,9 +82,7 @@ class PreemptionSignal:
 
     @contextmanager
     def forwarded(self, forward: Callable[[], bool]) -> Iterator[None]:
-        """Inside the block SIGTERM is passed on by ``forward``, which returns whether any process
-        received it.
-        """
+        """Pass SIGTERM on inside the block by ``forward``, which returns whether it was received."""
         self._forward = forward
         try:
             yield
@@ -96,9 +95,7 @@ class PreemptionSignal:
         return self._received_at is not None
 
     def requested(self) -> bool:
-        """Whether any rank has received SIGTERM; all ranks ask at the same safe point and get the
-        same answer.
-        """
+        """Whether any rank has received SIGTERM; all ranks ask at the same safe point."""
         from rlhf_core.runtime import distributed
 
         return distributed.any_rank(self.received)
@@ -111,9 +108,7 @@ class PreemptionSignal:
         # exited.
         distributed.any_rank(True)
         self._exiting = True
-        state = (
-            "its state is saved, and the same command goes on from there"
-            if saved
-            else "the same command starts it"
-        )
+        state = "the same command starts it"
+        if saved:
+            state = "its state is saved, and the same command goes on from there"
         raise Preempted(f"{progress} and was stopped there by SIGTERM; {state}")

@@ -1,5 +1,4 @@
-"""Progress of anything that takes over two seconds: a bar on a terminal, a quiet line now and then
-elsewhere.
+"""Progress of what takes over two seconds: a bar on a terminal, elsewhere a line now and then.
 
 Before the first bar, and where nothing can be counted, a terminal shows what is being done
 (:func:`busy`).
@@ -23,9 +22,7 @@ UNREADABLE = 1e9  # below it, all digits are easier to read than an exponent
 
 
 class Progress:
-    """What a loop reports to. This one shows nothing: of several ranks that do the same, the first
-    reports.
-    """
+    """What a loop reports to; this one shows nothing, since only the first rank reports."""
 
     def advance(self, n: int = 1, **metrics: float) -> None:
         """Move on by ``n`` steps and show ``metrics`` beside the count."""
@@ -70,10 +67,8 @@ class LineProgress(Progress):
 
     def close(self) -> None:
         """Print the last line, unless it is printed already or the work was over at once."""
-        if (
-            time.monotonic() - self.started >= QUIET_BELOW_SECONDS
-            and self.printed_done != self.done
-        ):
+        took = time.monotonic() - self.started
+        if took >= QUIET_BELOW_SECONDS and self.printed_done != self.done:
             self.line()
 
 
@@ -96,9 +91,7 @@ _shown: Any = None  # the innermost ``busy``, unless something else has its line
 
 @contextmanager
 def _in_place_of_busy() -> Iterator[None]:
-    """Take the line of :func:`busy` off the terminal for the block: two displays would draw over
-    each other.
-    """
+    """Take the line of :func:`busy` off inside the block: two displays would overwrite each other."""
     global _shown
     outer, _shown = _shown, None
     if outer is not None:
@@ -113,8 +106,7 @@ def _in_place_of_busy() -> Iterator[None]:
 
 @contextmanager
 def busy(what: str) -> Iterator[None]:
-    """Say on a terminal what a command is doing while it loads its libraries and works, until it
-    prints.
+    """Say on a terminal what a command is doing while it loads and works, until it prints.
 
     A :func:`progress` within takes its place.
     """
@@ -138,9 +130,7 @@ _innermost = Progress()  # what the loop that runs now reports to
 
 
 def within_step(what: str, done: int, total: int) -> None:
-    """Show how far ``what`` has come, a part of a step that takes long, in the progress of the loop
-    that makes it.
-    """
+    """Show how far a part of a long step has come, in the progress of the loop that makes it."""
     _innermost.within(what, done, total)
 
 
@@ -156,7 +146,7 @@ def _reporting_to(bar: Progress) -> Iterator[Progress]:
 
 @contextmanager
 def progress(total: int, description: str, done: int = 0) -> Iterator[Progress]:
-    """A :class:`Progress` over ``total`` units of work, closed with the block.
+    """Yield a :class:`Progress` over ``total`` units of work, closed with the block.
 
     Args:
         done: What an earlier process has done of it, which is said: ``sft: resumed at 300/550``.
@@ -204,8 +194,6 @@ def _format(metrics: dict[str, float]) -> str:
 
 
 def plain_number(value: float, digits: int, separator: str = "") -> str:
-    """Write a number with ``digits`` significant digits, a larger one with all before the point, by
-    thousands.
-    """
+    """Write a number with ``digits`` significant digits, a larger one as a whole number."""
     large = 10**digits - 0.5 <= abs(value) < UNREADABLE
     return f"{value:{separator}.0f}" if large else f"{value:.{digits}g}"

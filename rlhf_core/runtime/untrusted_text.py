@@ -19,12 +19,12 @@ _LITERALS = {
 
 
 def without_json_strings(text: str) -> str:
-    """JSON, which may be cut off, without its strings."""
+    """Return JSON, which may be cut off, without its strings."""
     return _JSON_STRING.sub("", text)
 
 
 def string_literals(source: str) -> list[str]:
-    """What stands between quotes in source code of templates, escapes as they are written."""
+    """Return what stands between quotes in source code, with escapes as they are written."""
     found: list[str] = []
     unclosed: set[str] = set()
     position = 0

@@ -1,6 +1,4 @@
-"""Functions of the user's own, named ``package.module:function`` in params.yaml. They run with the
-user's rights.
-"""
+"""The user's own functions, ``package.module:function`` in params.yaml, run with their rights."""
 
 from __future__ import annotations
 
@@ -52,21 +50,17 @@ def load_function(target: str, workspace: Path, who: str, signature: str) -> Use
 def describe_failure(error: BaseException) -> str:
     """Say what a function raised, and in which file and line."""
     last = traceback.extract_tb(error.__traceback__)[-1]
-    return (
-        f"raised {type(error).__name__}: {error} ({Path(last.filename).name}, line {last.lineno})"
-    )
+    where = f"{Path(last.filename).name}, line {last.lineno}"
+    return f"raised {type(error).__name__}: {error} ({where})"
 
 
 class TimeLimitExceeded(BaseException):
-    """The time is over. It is no ``Exception``, so that code under the limit does not catch it by
-    accident.
-    """
+    """The time is over; no ``Exception``, so that code under the limit does not catch it."""
 
 
 @contextmanager
 def time_limit(seconds: float) -> Iterator[None]:
-    """Interrupt the block after ``seconds`` by the signal SIGALRM, which Python and its ``re``
-    module look for.
+    """Interrupt the block after ``seconds`` by SIGALRM, which Python's ``re`` looks for too.
 
     Only the main thread receives signals; in another thread there is no limit.
 
@@ -81,9 +75,8 @@ def time_limit(seconds: float) -> Iterator[None]:
         raise TimeLimitExceeded
 
     earlier = signal.signal(signal.SIGALRM, interrupt)
-    signal.setitimer(
-        signal.ITIMER_REAL, seconds, seconds
-    )  # again, if a bare ``except:`` has swallowed the first
+    # Again and again, if a bare ``except:`` has swallowed the first.
+    signal.setitimer(signal.ITIMER_REAL, seconds, seconds)
     try:
         yield
     finally:

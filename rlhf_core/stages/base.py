@@ -1,6 +1,4 @@
-"""Base: the starting model, a new tokenizer and tiny Llama or any model from a folder, a GGUF file
-or the hub.
-"""
+"""Stage base: the starting model, made from nothing, or from a folder, GGUF file or the hub."""
 
 from __future__ import annotations
 
@@ -17,7 +15,6 @@ from rlhf_core.data.chat_template import refused_dialogues
 from rlhf_core.data.encoding import pad_id
 from rlhf_core.data.schema import (
     Demonstration,
-    Message,
     PairUser,
     Preference,
     PretrainText,
@@ -75,17 +72,14 @@ def run(
         tokenizer: PreTrainedTokenizerBase = train_tokenizer(
             training_texts(inputs.clean), config.vocab_size, config.max_positions
         )
-        model: PreTrainedModel = new_model(
-            config, tokenizer, derive_seed(config.seed, "base", "weights")
-        )
+        seed = derive_seed(config.seed, "base", "weights")
+        model: PreTrainedModel = new_model(config, tokenizer, seed)
         if config.pretraining is not None:
             model, metrics = pretrain(model, tokenizer, config, inputs.clean / "pretrain", context)
     else:
         path = context.folder / os.path.expanduser(config.source)
-        source, dtype = (
-            str(path) if path.exists() else config.source,
-            getattr(torch, weights_precision(config.dtype)),
-        )
+        source = str(path) if path.exists() else config.source
+        dtype = getattr(torch, weights_precision(config.dtype))
         if not is_local(source) and not is_gguf(source):
             find_hub_model(source, config.revision)
         require_openable(source, config.revision)
@@ -193,23 +187,19 @@ STAGE = Stage(
 
 
 def training_texts(clean: Path) -> Iterator[str]:
-    """Yield the texts of the train splits; a tokenizer trained on test text would lower perplexity
-    there.
+    """Yield the texts of the train splits, which alone may shape the tokenizer.
 
-    Pairs that only the judge may see are left out. Dialogues are split into turns, as the tokenizer
+    A tokenizer trained on test texts would lower perplexity there. Pairs that only the judge may
+    see are left out. Dialogues are split into turns, as the tokenizer
     sees them between special tokens.
     """
     for row in read_rows(clean / "demonstrations" / "train.parquet", Demonstration):
-        yield from _contents(row.prompt)
+        yield from (message.content for message in row.prompt)
         yield row.reply
     for folder in (PairUser.REWARD, PairUser.REFEREE):
         for pair in read_rows(clean / folder / "train.parquet", Preference):
-            yield from _contents(pair.prompt)
+            yield from (message.content for message in pair.prompt)
             yield pair.chosen
             yield pair.rejected
     for text in read_rows(clean / "pretrain" / "train.parquet", PretrainText):
         yield text.text
-
-
-def _contents(messages: list[Message]) -> Iterator[str]:
-    return (message.content for message in messages)

@@ -1,13 +1,10 @@
-"""Check data files as the stages collect and validate do, without a workspace
-(``rlhf data validate``).
-"""
+"""Data files checked as collect and validate do, without a workspace (``rlhf data validate``)."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from itertools import chain
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -77,17 +74,24 @@ class CheckedFiles:
 
     def as_dict(self) -> dict[str, Any]:
         """Return all of it as JSON values."""
-        return {
-            "passed": self.passed,
-            **{name: value for name, value in vars(self).items() if name != "gate"},
-            "conditions": self.gate.as_dict()["conditions"],
-            "files": [{name: getattr(file, name) for name in FILE_VALUES} for file in self.files],
-            "unwritable": [
-                {"kind": count.first.kind, "reason": count.reason, "rows": count.rows}
-                | {"source": count.first.source, "position": count.first.position}
-                for count in self.unwritable
-            ],
-        }
+        values: dict[str, Any] = {"passed": self.passed, **vars(self)}
+        del values["gate"]
+        values["conditions"] = self.gate.as_dict()["conditions"]
+        values["files"] = []
+        for file in self.files:
+            values["files"].append({name: getattr(file, name) for name in FILE_VALUES})
+        values["unwritable"] = []
+        for count in self.unwritable:
+            values["unwritable"].append(
+                {
+                    "kind": count.first.kind,
+                    "reason": count.reason,
+                    "rows": count.rows,
+                    "source": count.first.source,
+                    "position": count.first.position,
+                }
+            )
+        return values
 
 
 def check_files(
@@ -97,8 +101,7 @@ def check_files(
     folder: Path,
     workspace: Path | None = None,
 ) -> CheckedFiles:
-    """Collect and validate files as the pipeline would; all that the stages write is left in
-    ``folder``.
+    """Collect and validate files as the pipeline would, in ``folder``.
 
     Where there are preferences, missing kinds are derived from them, as the pipeline does. Without
     them, conditions of the data gate on kinds that cannot be derived are left out.
@@ -117,45 +120,49 @@ def check_files(
     about = read_json(raw / "manifest.json")["kinds"]
     given = [kind for kind in ROW_TYPES if sources.of(kind)]
     kinds = [kind for kind in ROW_TYPES if kind in given or _is_derived(kind, given)]
+    inputs = Paths({"raw": raw, "expectations": expectations_of(workspace or base)})
     with suppress(GateFailed):  # which is a result
-        validate.run(
-            config,
-            Paths({"raw": raw, "expectations": expectations_of(workspace or base)}),
-            outputs,
-            RunContext(folder / "work"),
-            kinds,
-        )
-    quarantined = read_table(
-        outputs.quarantine, ["source", "position", "kind", "reasons"]
-    ).to_pylist()
-    refused = sorted(
-        (r for r in quarantined if r["kind"] in given), key=lambda r: (r["source"], r["position"])
-    )
-    listed = (RowFinding(**row) for row in read_table(outputs.card / FINDINGS_FILE).to_pylist())
-    unwritable = [row for row in listed if row.rule == UNWRITABLE and row.kind in given]
-    of_kinds = (
-        ReasonCounts.of(row for row in unwritable if row.kind == kind).commonest() for kind in given
-    )
+        validate.run(config, inputs, outputs, RunContext(folder / "work"), kinds)
+    columns = ["source", "position", "kind", "reasons"]
+    quarantined = read_table(outputs.quarantine, columns).to_pylist()
+    refused = [row for row in quarantined if row["kind"] in given]
+    refused.sort(key=lambda row: (row["source"], row["position"]))
+    files = []
+    for kind in given:
+        files += [_counted(kind, file, refused) for file in about[kind]["files"]]
     metrics = read_json(outputs.metrics)
+    rows: dict[str, dict[str, int]] = {}
+    warned: dict[str, dict[str, int]] = {}
+    for kind in kinds:
+        of_kind = metrics[kind]
+        rows[kind] = {name: int(of_kind[name]) for name in ("raw", "clean")}
+        warned[kind] = {}
+        for name, number in of_kind.items():
+            if name.startswith(WARNED):
+                warned[kind][name.removeprefix(WARNED)] = int(number)
+    tokens = {}
+    if config.tokenizer:
+        tokens = {kind: _tokens(metrics[kind]) for kind in given}
     return CheckedFiles(
-        files=[_counted(kind, file, refused) for kind in given for file in about[kind]["files"]],
+        files=files,
         refused=refused,
-        kinds={
-            kind: {name: int(metrics[kind][name]) for name in ("raw", "clean")} for kind in kinds
-        },
+        kinds=rows,
         derived={kind: about[kind]["derived_from"] for kind in kinds if kind not in given},
-        warned={
-            kind: {
-                name.removeprefix(WARNED): int(n)
-                for name, n in metrics[kind].items()
-                if name.startswith(WARNED)
-            }
-            for kind in kinds
-        },
-        tokens={kind: _tokens(metrics[kind]) for kind in given if config.tokenizer},
-        unwritable=sorted(chain.from_iterable(of_kinds), key=lambda count: -count.rows),
+        warned=warned,
+        tokens=tokens,
+        unwritable=_unwritable(outputs.card / FINDINGS_FILE, given),
         gate=GateDecision.of("data", read_json(outputs.gate)),
     )
+
+
+def _unwritable(findings: Path, given: Sequence[str]) -> list[ReasonCount]:
+    """Return why rows of the given kinds have no tokens, the commonest reason first."""
+    rows = [RowFinding(**row) for row in read_table(findings).to_pylist()]
+    counts: list[ReasonCount] = []
+    for kind in given:
+        of_kind = [row for row in rows if row.rule == UNWRITABLE and row.kind == kind]
+        counts += ReasonCounts.of(of_kind).commonest()
+    return sorted(counts, key=lambda count: -count.rows)
 
 
 def collected_from(sources: FileSources, seed: int) -> CollectConfig:
@@ -165,23 +172,19 @@ def collected_from(sources: FileSources, seed: int) -> CollectConfig:
 
 def _is_derived(kind: str, given: Sequence[str]) -> bool:
     """Return whether rows of a kind that is not given come from those that are."""
-    return any(
-        parent in given or _is_derived(parent, given) for parent in DERIVED_FROM.get(kind, ())
-    )
+    parents = DERIVED_FROM.get(kind, ())
+    return any(parent in given or _is_derived(parent, given) for parent in parents)
 
 
 def _tokens(metrics: Mapping[str, float]) -> dict[str, dict[str, int]]:
-    """Return percentiles of tokens by text column, in the order of :data:`PERCENTILES`, from the
-    metrics of a kind.
-    """
+    """Return the percentiles of tokens by text column from the metrics of a kind."""
     end = f"_tokens_{PERCENTILES[0]}"
     columns = [name.removesuffix(end) for name in metrics if name.endswith(end)]
-    return {
-        column.replace("_and_", " + "): {
-            str(p): int(metrics[f"{column}_tokens_{p}"]) for p in PERCENTILES
-        }
-        for column in columns
-    }
+    percentiles = {}
+    for column in columns:
+        shown = column.replace("_and_", " + ")
+        percentiles[shown] = {str(p): int(metrics[f"{column}_tokens_{p}"]) for p in PERCENTILES}
+    return percentiles
 
 
 def _counted(kind: str, file: Mapping[str, Any], refused: Sequence[Mapping[str, Any]]) -> RowCounts:
@@ -190,31 +193,26 @@ def _counted(kind: str, file: Mapping[str, Any], refused: Sequence[Mapping[str, 
     rows = [row for row in refused if row["kind"] == kind and row["source"] == counts.source]
     counts.kept -= len(rows) - counts.refused
     counts.refused = len(rows)
-    counts.reasons = ReasonCounts.of(
-        RowFinding("", kind, reason, row["source"], row["position"])
-        for row in rows
-        for reason in row["reasons"]
-    )
+    findings = []
+    for row in rows:
+        for reason in row["reasons"]:
+            findings.append(RowFinding("", kind, reason, row["source"], row["position"]))
+    counts.reasons = ReasonCounts.of(findings)
     return counts
 
 
 def _listed(source: str | None, positions: Sequence[int], rows: int = 1) -> str:
-    """Return the first positions of some rows in words; a position is a line where a file is read
-    by lines.
-    """
-    unit = (
-        "line"
-        if any(suffix in LINE_SUFFIXES for suffix in PurePosixPath(source or "").suffixes)
-        else "row"
-    )
+    """Return the first positions of some rows in words, lines where a file is read by lines."""
+    suffixes = PurePosixPath(source or "").suffixes
+    unit = "line" if set(suffixes) & set(LINE_SUFFIXES) else "row"
+    if rows > 1:
+        unit += "s"
     more = f" and {rows - len(positions)} more" if rows > len(positions) else ""
-    return f"{unit}{'s' if rows > 1 else ''} {', '.join(map(str, positions))}{more}"
+    return f"{unit} {', '.join(map(str, positions))}{more}"
 
 
 def as_text(checked: CheckedFiles, width: int = 80) -> str:
-    """Return a block of lines per file, the derived kinds, and the data gate's conditions that do
-    not hold.
-    """
+    """Return lines about each file, derived rows, warnings, tokens, and the data gate."""
     blocks = []
     for file in checked.files:
         lines = [file.source, f"  read     {file.records} as {file.kind} ({file.format})"]
@@ -229,34 +227,32 @@ def as_text(checked: CheckedFiles, width: int = 80) -> str:
         blocks.append([*lines, *column_lines(file, width)])
     blocks.append(["derived"])
     for kind, parents in checked.derived.items():
-        numbers = checked.kinds[kind]
-        blocks[-1].append(
-            f"  {kind:<14}  {numbers['clean']} of {numbers['raw']} rows, from {parents}"
-        )
+        clean, raw = checked.kinds[kind]["clean"], checked.kinds[kind]["raw"]
+        blocks[-1].append(f"  {kind:<14}  {clean} of {raw} rows, from {parents}")
     blocks.append(["warnings: rows that stay"])
     for kind, rules in checked.warned.items():
-        blocks[-1] += [
-            f"  {kind:<14}  {rule:<28}  {count}" for rule, count in rules.items() if count
-        ]
+        for rule, warned in rules.items():
+            if warned:
+                blocks[-1].append(f"  {kind:<14}  {rule:<28}  {warned}")
     blocks = [lines for lines in blocks if len(lines) > 1]
     for kind, columns in checked.tokens.items():
         rows = {name: list(values.values()) for name, values in columns.items()}
-        lines = [f"tokens of {kind}", *(percentile_table("", rows, width) if rows else [])]
+        lines = [f"tokens of {kind}"]
+        if rows:
+            lines += percentile_table("", rows, width)
         unwritable = [count for count in checked.unwritable if count.first.kind == kind]
         for count in unwritable[:SHOWN_REASONS]:
-            where = f"first at {_listed(count.first.source, count.positions[:1])} of {count.first.source}"
+            source = count.first.source
+            where = f"first at {_listed(source, count.positions[:1])} of {source}"
             lines += wrapped(f"  none for {count.rows}: ", f"{count.reason} ({where})", width)
         if len(unwritable) > SHOWN_REASONS:
-            lines.append(
-                f"  none for {sum(count.rows for count in unwritable[SHOWN_REASONS:])} further rows"
-            )
+            further = sum(count.rows for count in unwritable[SHOWN_REASONS:])
+            lines.append(f"  none for {further} further rows")
         blocks.append(lines)
     failed = checked.gate.failed
-    held = (
-        f"{len(failed)} of {len(checked.gate.conditions)} conditions do not hold"
-        if failed
-        else "it would open"
-    )
+    held = "it would open"
+    if failed:
+        held = f"{len(failed)} of {len(checked.gate.conditions)} conditions do not hold"
     blocks.append([f"data gate: {held}"])
     for condition in failed:
         blocks[-1] += wrapped("  ", f"{condition}: {condition.why}", width)

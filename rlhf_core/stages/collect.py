@@ -1,6 +1,4 @@
-"""Stage collect: rows of four kinds from the synthetic world, or from files and hub ids of any
-known format.
-"""
+"""Stage collect: rows of four kinds, from the synthetic world, or from files and hub ids."""
 
 from __future__ import annotations
 
@@ -21,7 +19,7 @@ from rlhf_core.data.collection.sources import (
     source_files,
 )
 from rlhf_core.data.readers.detection import unused_lines, warnings_of
-from rlhf_core.data.row_counts import REFUSED_SCHEMA, RowCounts, findings_table
+from rlhf_core.data.row_counts import REFUSED_SCHEMA, RowCounts, RowFinding, findings_table
 from rlhf_core.data.schema import ROW_TYPES, content_id, write_dicts, write_table
 from rlhf_core.errors import DataError
 from rlhf_core.runtime.progress import progress
@@ -38,8 +36,7 @@ logger = logging.getLogger(__name__)
 def run(
     config: CollectConfig, inputs: Paths, outputs: Paths, context: RunContext
 ) -> dict[str, float]:
-    """Collect the data of a pipeline (see :func:`collect`); relative paths of sources start at the
-    workspace.
+    """Collect the data of a pipeline, with relative paths of sources from the workspace.
 
     Raises:
         DataError: A file is missing, of an unknown format or in a folder that stages replace, or no
@@ -58,19 +55,19 @@ def run(
     require_kept(config.files.paths() if config.source == "files" else (), workspace)
     metrics = collect(config, workspace, outputs.raw)
     for kind, about in read_json(outputs.raw / "manifest.json")["kinds"].items():
-        for counts in (RowCounts.of_manifest(kind, file) for file in about["files"]):
+        for file in about["files"]:
+            counts = RowCounts.of_manifest(kind, file)
             for line in [*warnings_of(counts), *unused_lines(counts)]:
                 logger.warning("%s: %s", counts.source, line)
     return metrics
 
 
 def collect(config: CollectConfig, base: Path, raw: Path) -> dict[str, float]:
-    """Write ``KIND/data.parquet``, the rows that readers refused, and a manifest of all sources
-    into ``raw``.
+    """Write the rows of each kind, those that readers refused, and a manifest into ``raw``.
 
-    Rows of files have their file and line in ``provenance.parquet``. A kind that is neither given
-    nor derived is empty. Files are read and written in parts, so that they may be larger than the
-    memory.
+    The rows of a kind are in ``KIND/data.parquet``. Rows of files have their file and line in
+    ``provenance.parquet``. A kind that is neither given nor derived is empty. Files are read and
+    written in parts, so that they may be larger than the memory.
 
     Args:
         base: The folder that relative paths of sources start at.
@@ -79,21 +76,19 @@ def collect(config: CollectConfig, base: Path, raw: Path) -> dict[str, float]:
         DataError: A file is missing or of an unknown format.
     """
     with atomic_dir(raw) as folder:
-        collected = (
-            _from_world(config, base, folder)
-            if config.source == "world"
-            else _from_files(config, base, folder)
-        )
+        if config.source == "world":
+            collected = _from_world(config, base, folder)
+        else:
+            collected = _from_files(config, base, folder)
         atomic_write_json(folder / "manifest.json", _manifest(config, collected, folder))
     metrics = {f"{kind}_rows": float(collected.rows[kind]) for kind in KINDS}
-    metrics["refused_rows"] = float(
-        sum(source.counts.refused for listed in collected.sources.values() for source in listed)
-    )
-    return (
-        metrics
-        if config.source == "world"
-        else metrics | {"cut_rows": float(sum(collected.cut.values()))}
-    )
+    refused = 0
+    for sources in collected.sources.values():
+        refused += sum(source.counts.refused for source in sources)
+    metrics["refused_rows"] = float(refused)
+    if config.source == "files":
+        metrics["cut_rows"] = float(sum(collected.cut.values()))
+    return metrics
 
 
 STAGE = Stage(name="collect", config=CollectConfig, run=run, outputs={"raw": "data/raw"})
@@ -101,8 +96,13 @@ STAGE = Stage(name="collect", config=CollectConfig, run=run, outputs={"raw": "da
 
 @dataclass(frozen=True)
 class Collected:
-    """What was written: rows by kind, those that a limit cut, what kinds are derived from, and the
-    sources.
+    """What was written.
+
+    Attributes:
+        rows: Rows by kind.
+        cut: Rows by kind that a limit left out.
+        derived: By kind, what it is derived from, or an empty text.
+        sources: The sources by kind.
     """
 
     rows: dict[str, int]
@@ -112,9 +112,7 @@ class Collected:
 
 
 def _from_world(config: CollectConfig, base: Path, folder: Path) -> Collected:
-    """Generate all kinds from the synthetic world, with ids by the schema's rule; annotated pairs
-    come first.
-    """
+    """Generate all kinds from the synthetic world, annotated pairs before its own."""
     world, seed = config.world, config.seed
 
     def size(n: int) -> int:
@@ -137,22 +135,24 @@ def _from_world(config: CollectConfig, base: Path, folder: Path) -> Collected:
         for kind, make in makers.items():
             rows[kind] = make()
             bar.advance()
-    annotated = list(
-        read_sources(annotation_sources(config.annotations, base), "preferences", base)
-    )
-    given = [row for part in annotated for row in part.rows]
+    sources: dict[str, list[CountedSource]] = {kind: [] for kind in KINDS}
+    given: list[dict[str, Any]] = []
+    refused: list[RowFinding] = []
+    for part in read_sources(annotation_sources(config.annotations, base), "preferences", base):
+        sources["preferences"].append(CountedSource(part.counts))
+        given += part.rows
+        refused += part.refused
     for row in given:  # an annotated pair is in the split of its prompt
         question = parse_prompt(row["prompt"][-1]["content"])
-        row["group"] = question.group if question else row["group"]
+        if question:
+            row["group"] = question.group
     rows["preferences"] = given + rows["preferences"]
+    counts = {}
     for kind in KINDS:
         listed = [row | {"id": content_id(kind, row)} for row in rows[kind][: config.limit]]
         write_dicts(folder / kind / "data.parquet", kind, listed)
-    refused = [finding for part in annotated for finding in part.refused]
+        counts[kind] = len(listed)
     write_table(folder / "refused.parquet", findings_table(refused, REFUSED_SCHEMA))
-    counts = {kind: len(rows[kind][: config.limit]) for kind in KINDS}
-    sources: dict[str, list[CountedSource]] = {kind: [] for kind in KINDS}
-    sources["preferences"] = [CountedSource(part.counts) for part in annotated]
     return Collected(counts, dict.fromkeys(KINDS, 0), dict.fromkeys(KINDS, ""), sources)
 
 
@@ -162,32 +162,30 @@ def _from_files(config: CollectConfig, base: Path, folder: Path) -> Collected:
         sources_of["preferences"] += annotation_sources(config.annotations, base)
     files = {kind: source_files(sources_of[kind], base) for kind in KINDS}
     derived = derived_from([kind for kind in KINDS if files[kind]], config.also_derive)
-    sizes = [
-        file.path.stat().st_size if file.path else 0 for listed in files.values() for file in listed
-    ]
+    size = 0
+    for listed in files.values():
+        size += sum(file.path.stat().st_size for file in listed if file.path)
+    # What is also derived comes before what it is derived from.
+    first = [kind for kind in reversed(KINDS) if kind in config.also_derive]
     sources: dict[str, list[CountedSource]] = {kind: [] for kind in KINDS}
     with (
-        progress(max(sum(sizes), 1), "reading data files (bytes)") as bar,
+        progress(max(size, 1), "reading data files (bytes)") as bar,
         RawFolder(folder, derived, config.limit) as raw,
     ):
-        # What is also derived comes before what it is derived from.
-        for kind in dict.fromkeys(
-            [*(kind for kind in reversed(KINDS) if kind in config.also_derive), *KINDS]
-        ):
+        for kind in dict.fromkeys([*first, *KINDS]):
             parts = (
-                (source_chunks(f, kind, config.limit, bar.advance), f.options) for f in files[kind]
+                (source_chunks(file, kind, config.limit, bar.advance), file.options)
+                for file in files[kind]
             )
             sources[kind] = write_sources(raw, kind, parts)
-    cut = {
-        kind: raw.cut[kind] + sum(source.counts.cut for source in sources[kind]) for kind in KINDS
-    }
+    cut = {}
+    for kind in KINDS:
+        cut[kind] = raw.cut[kind] + sum(source.counts.cut for source in sources[kind])
     return Collected(raw.rows, cut, derived, sources)
 
 
 def _manifest(config: CollectConfig, collected: Collected, folder: Path) -> dict[str, Any]:
-    """Return where each kind comes from: source files with hashes, formats and counts, or the kinds
-    it derives from.
-    """
+    """Return where each kind comes from: its files with hashes and counts, or other kinds."""
     kinds = {}
     for kind in KINDS:
         rows = collected.rows[kind]
@@ -200,9 +198,8 @@ def _manifest(config: CollectConfig, collected: Collected, folder: Path) -> dict
         if config.source == "files":
             kinds[kind]["cut"] = collected.cut[kind]
         if kind in config.also_derive:
-            kinds[kind]["derived_rows"] = rows - sum(
-                source.counts.kept for source in collected.sources[kind]
-            )
+            read = sum(source.counts.kept for source in collected.sources[kind])
+            kinds[kind]["derived_rows"] = rows - read
     about = {
         "source": config.source,
         "pairs": config.pairs,

@@ -1,5 +1,4 @@
-"""Critic pre-training: from the reward model (or SFT with a random head) to a value function in
-PPO's units.
+"""Stage critic: a value function in PPO's units, from the reward model or SFT.
 
 With ``ppo.critic_mode: shared`` PPO takes only the value head from the critic's folder. With a
 critic-free ``ppo.advantage.estimator``, or a ``policy.method`` other than PPO, the stage trains
@@ -31,9 +30,7 @@ logger = logging.getLogger(__name__)
 def run(
     config: CriticStageConfig, inputs: Paths, outputs: Paths, context: RunContext
 ) -> dict[str, Any]:
-    """Roll out the frozen SFT policy and regress values on returns until explained variance
-    holds.
-    """
+    """Regress values on the returns of SFT's rollouts until they explain enough of them."""
     if config.no_critic_because:
         return train_nothing(config, outputs)
     tokenizer = load_tokenizer(inputs.sft)

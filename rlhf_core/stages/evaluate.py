@@ -51,9 +51,9 @@ VERIFIABLE_REPLIES = Path(".rlhf") / "verifiable.jsonl"
 def run(
     config: EvaluateStageConfig, inputs: Paths, outputs: Paths, context: RunContext
 ) -> dict[str, Any]:
-    """Generate, judge, compare; write metrics, all rows, and the cases where reward and judge
-    disagree.
+    """Compare the policy with SFT, and write metrics, all rows, and the bad cases.
 
+    Bad cases are those where reward and judge disagree.
     The gold judge scores only prompts of the synthetic world. Evaluation sampling makes the replies
     that are judged, the training distribution those that KL and perplexity are measured on. Ranks
     share all passes of models.
@@ -62,11 +62,9 @@ def run(
     # A mistake in a file that the settings name stops the stage at once.
     sets = FixedSets.read(config, inputs.clean, context.folder)
     sources = config.ppo.reward.sources
-    checker = (
-        None
-        if "judge" in inputs
-        else Checker.of_test_prompts(sources, inputs.clean, context.folder)
-    )
+    checker = None
+    if "judge" not in inputs:
+        checker = Checker.of_test_prompts(sources, inputs.clean, context.folder)
     added = added_evaluations(config, sets.judged, context.folder)
     plugged = plugged_judges(config, context.folder)
     texts = read_held_out(inputs.clean, config.perplexity.rows)
@@ -129,11 +127,8 @@ def run(
         first_rows = rows[:: config.replies_per_prompt]
         for row, columns in zip(first_rows, rival.columns(), strict=True):
             row.update(columns)
-    samples = [
-        outputs.comparisons,
-        outputs.bad_cases,
-        *save_counted_replies(evaluation, context.folder / ".rlhf"),
-    ]
+    samples = [outputs.comparisons, outputs.bad_cases]
+    samples += save_counted_replies(evaluation, context.folder / ".rlhf")
     if config.verifiable is not None:
         checked = sft.verifiable, policy.verifiable
         metrics["verifiable"] = sets.verifiable.metrics(*checked, config.bootstrap, config.seed)
@@ -148,12 +143,10 @@ def run(
     # The last judge is the best one there is: gold in the synthetic world, else the one that
     # selected nothing.
     bad_cases = evaluation.bad_cases(names[-1])
-    atomic_write_text(
-        outputs.bad_cases, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in bad_cases)
-    )
-    finite: dict[str, Any] = nonfinite_as_none(
-        metrics
-    )  # one such number is not worth the others, which took hours
+    lines = [json.dumps(row, ensure_ascii=False) + "\n" for row in bad_cases]
+    atomic_write_text(outputs.bad_cases, "".join(lines))
+    # A number that is not finite must not cost the others, which took hours.
+    finite: dict[str, Any] = nonfinite_as_none(metrics)
     atomic_write_json(outputs.metrics, finite)
     for path in samples:
         context.tracker.log_artifact(path, "samples")
@@ -184,14 +177,15 @@ STAGE = Stage(
 
 
 def save_counted_replies(evaluation: Evaluation, folder: Path) -> list[Path]:
-    """Write the replies that drift, regression and safety are counted of, a file each, and return
-    the files.
-    """
-    kept = {"drift": evaluation.drift_rows()}
-    kept |= {name: evaluation.checked_rows(name) for name in ("regression", "safety")}
-    for name, rows in kept.items():
-        atomic_write_lines(folder / f"{name}.jsonl", [nonfinite_as_none(row) for row in rows])
-    return [folder / f"{name}.jsonl" for name in kept]
+    """Write the replies behind drift, regression and safety, a file each; return the files."""
+    kept = {
+        folder / "drift.jsonl": evaluation.drift_rows(),
+        folder / "regression.jsonl": evaluation.checked_rows("regression"),
+        folder / "safety.jsonl": evaluation.checked_rows("safety"),
+    }
+    for path, rows in kept.items():
+        atomic_write_lines(path, [nonfinite_as_none(row) for row in rows])
+    return list(kept)
 
 
 def evaluated_model(
@@ -226,7 +220,8 @@ def evaluated_model(
         tokenizer, config.max_new_tokens, config.ppo.temperature, config.ppo.min_new_tokens
     )
     with frozen.borrowed(loaded) as model:
-        for evaluation in added.values():  # first: else it would refuse after hours
+        # First: what it refuses would otherwise be refused after hours.
+        for evaluation in added.values():
             evaluation.measure(side, model, tokenizer, size)
         sampler.sync(model, 0)
         evaluated = sample_sets(model, tokenizer, sets, config, bar.advance, sampler)

@@ -1,6 +1,4 @@
-"""Stages gate-sft, gate-reward and gate-policy: what stands behind a gate does not run unless its
-conditions hold.
-"""
+"""Stages gate-sft, gate-reward and gate-policy: later stages run only if conditions hold."""
 
 from __future__ import annotations
 
@@ -22,8 +20,10 @@ def settle_gate(
     outputs: Paths,
     context: RunContext,
 ) -> dict[str, float]:
-    """Decide a gate by what was ``found``, metrics and the hashes of their files, and open or shut
-    it.
+    """Decide a gate, and open or shut it.
+
+    Args:
+        found: The metrics, and the hashes of their files.
 
     Raises:
         GateFailed: The gate is enforced and failed (exit code 3). The evidence is written before.
@@ -41,9 +41,7 @@ def settle_gate(
 def check_sft(
     config: GatesConfig, inputs: Paths, outputs: Paths, context: RunContext
 ) -> dict[str, float]:
-    """Check ``gates.sft``: no reward model is trained on an SFT model that got worse at its
-    demonstrations.
-    """
+    """Check ``gates.sft``, before a reward model is trained on the SFT model."""
     return settle_gate("sft", config.sft, load_metrics(inputs.metrics), config, outputs, context)
 
 
@@ -52,18 +50,17 @@ def check_reward(
 ) -> dict[str, float]:
     """Check ``gates.reward`` against the reward model's metrics, before critic and ppo.
 
-    ``referee.NAME`` is a metric of the referee, ``judge.NAME`` one of the judge, ``agreement.NAME``
-    one of how far they agree on the test pairs: reward model and referee under plain names, reward
-    model and judge after ``judge_``.
+    ``referee.NAME`` is a metric of the referee, ``judge.NAME`` one of the judge. ``agreement.NAME``
+    is one of the agreement on the test pairs: of reward model and referee under plain names, of
+    reward model and judge after ``judge_``.
     """
-    # Imported here: it loads torch, which takes seconds and is for nothing in the other gates.
+    # Imported here: it loads torch, which takes seconds that the other gates need not wait for.
     from rlhf_core.training.reward.evaluation import agreement_metrics
 
-    with_judge = agreement_metrics(inputs.scores, inputs.judge_scores)
     agreement = agreement_metrics(inputs.scores, inputs.referee_scores)
-    atomic_write_json(
-        outputs.metrics, agreement | {f"judge_{name}": value for name, value in with_judge.items()}
-    )
+    for name, value in agreement_metrics(inputs.scores, inputs.judge_scores).items():
+        agreement[f"judge_{name}"] = value
+    atomic_write_json(outputs.metrics, agreement)
     found = load_metrics(
         inputs.metrics,
         referee=inputs.referee_metrics,

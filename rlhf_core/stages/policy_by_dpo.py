@@ -21,32 +21,34 @@ from rlhf_core.training.sft import sample_replies
 def run(
     config: PolicyStageConfig, inputs: Paths, outputs: Paths, context: RunContext
 ) -> dict[str, Any]:
-    """Train SFT's model by DPO and write the outputs that PPO writes: policy, metrics, history,
-    samples.
-    """
+    """Train the SFT model by DPO, and write the outputs that PPO writes."""
     dpo, tokenizer = config.policy.dpo, load_tokenizer(inputs.sft)
     longest = fitting_length(dpo.max_tokens, inputs.sft)
+    pairs = inputs.clean / PairUser.REWARD
     train, validation = (
-        read_split(
-            inputs.clean / PairUser.REWARD / f"{split}.parquet", tokenizer, longest, context.tokens
-        )
+        read_split(pairs / f"{split}.parquet", tokenizer, longest, context.tokens)
         for split in ("train", "validation")
     )
     trained = train_dpo(
-        inputs.sft, tokenizer, train, validation=validation, config=dpo, lora=config.policy_lora, seed=config.seed,
-        context=context, allow_high_learning_rates=True,  # params.yaml was checked as a whole
-    )  # fmt: skip
+        inputs.sft,
+        tokenizer,
+        train,
+        validation=validation,
+        config=dpo,
+        lora=config.policy_lora,
+        seed=config.seed,
+        context=context,
+        allow_high_learning_rates=True,  # params.yaml was checked as a whole
+    )
     trained.save(outputs.model)
     atomic_write_lines(outputs.history, trained.history)
     atomic_write_lines(outputs.abandoned, [])  # PPO's: DPO rolls nothing back
-    rows = read_rows(inputs.clean / "demonstrations" / "validation.parquet", Demonstration)[
-        : dpo.samples
-    ]
+    held_out = read_rows(inputs.clean / "demonstrations" / "validation.parquet", Demonstration)
     sampling = SamplingConfig(max_new_tokens=config.max_new_tokens)
     seed = derive_seed(config.seed, "dpo", "samples")
-    atomic_write_lines(
-        outputs.samples, sample_replies(trained.model, tokenizer, rows, sampling, seed)
-    )
+    prompts = held_out[: dpo.samples]
+    samples = sample_replies(trained.model, tokenizer, prompts, sampling, seed)
+    atomic_write_lines(outputs.samples, samples)
     context.tracker.log_artifact(outputs.samples, "samples")
     metrics = {"method": config.policy.method, **trained.metrics}
     atomic_write_json(outputs.metrics, metrics)

@@ -1,6 +1,4 @@
-"""The policy by rejection sampling instead of PPO: supervised fine-tuning of SFT on its own best
-replies.
-"""
+"""The policy by rejection sampling instead of PPO: SFT, fine-tuned on its own best replies."""
 
 from __future__ import annotations
 
@@ -61,11 +59,11 @@ def run(
     atomic_write_lines(outputs.samples, sample_rows(best, prompts, tokenizer))
     context.tracker.log_artifact(outputs.samples, "samples")
     first_loss, last = result.evaluations()[0], result.evaluations()[-1]
+    sampled_prompts = best.sampled_replies // settings.replies_per_prompt
     metrics = {
         "method": config.policy.method,
         "replies_per_prompt": settings.replies_per_prompt,
-        "prompts_without_finished_reply": best.sampled_replies // settings.replies_per_prompt
-        - len(best.prompts),
+        "prompts_without_finished_reply": sampled_prompts - len(best.prompts),
         "unrewarded_replies": best.unrewarded_replies,
         "reward_sampled": best.sampled_rewards / (best.sampled_replies - best.unrewarded_replies),
         "reward_kept": sum(best.rewards) / len(best.rewards),
@@ -109,9 +107,7 @@ def sample_best(
     prompts: TrainingPrompts,
     context: RunContext,
 ) -> BestReplies:
-    """Sample replies to the training prompts from ``policy``, and keep the best by
-    ``ppo.reward.sources``.
-    """
+    """Sample replies to the training prompts, and keep the best by ``ppo.reward.sources``."""
     settings, frozen = config.policy.rejection_sampling, FrozenModels(context.launch)
     order = epoch_order(len(prompts), derive_seed(config.seed, NAME, "prompts"), 0)
     with opened_sampler(config.sampler, context.work, context.folder) as sampler:
@@ -138,7 +134,8 @@ def fine_tune_on(
     config: PolicyStageConfig,
     context: RunContext,
 ) -> tuple[PreTrainedModel, LoopResult, PeftAdapter | None]:
-    """Train ``policy`` in place by cross-entropy on the replies; every sixteenth is held out.
+    """Train ``policy`` in place by cross-entropy on the replies, of which every 16th is held out.
+
     Adapters are merged.
 
     Raises:
@@ -169,15 +166,10 @@ def fine_tune_on(
 def sample_rows(
     best: BestReplies, prompts: TrainingPrompts, tokenizer: PreTrainedTokenizerBase
 ) -> list[dict[str, Any]]:
-    """The first of the best replies with prompt and reward, for people to read."""
-    rows = zip(best.prompts[:SAMPLES], best.replies, best.rewards, strict=False)
-    return [
-        {
-            "prompt": [
-                {"role": turn.role, "content": turn.content} for turn in prompts.messages[row]
-            ],
-            "reply": decode_reply(tokenizer, reply)[0],
-            "reward": reward,
-        }
-        for row, reply, reward in rows
-    ]
+    """Return the first of the best replies with prompt and reward, for people to read."""
+    samples = []
+    for row, reply, reward in zip(best.prompts[:SAMPLES], best.replies, best.rewards, strict=False):
+        turns = [{"role": turn.role, "content": turn.content} for turn in prompts.messages[row]]
+        text, _ = decode_reply(tokenizer, reply)
+        samples.append({"prompt": turns, "reply": text, "reward": reward})
+    return samples

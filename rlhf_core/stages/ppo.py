@@ -1,6 +1,4 @@
-"""PPO: from SFT, reward model and pre-trained critic to the policy that the referee chose under
-limits.
-"""
+"""Stage ppo: from SFT, reward model and critic to the policy that the referee selects."""
 
 from __future__ import annotations
 
@@ -37,12 +35,11 @@ POLICY_OUTPUTS = {
 
 
 def run(config: PpoConfig, inputs: Paths, outputs: Paths, context: RunContext) -> dict[str, Any]:
-    """Train, choose a checkpoint, save it, and describe the run; without a referee it is the last
-    one.
-    """
+    """Train the policy, and save the selected checkpoint with metrics, history and samples."""
     tokenizer = load_tokenizer(inputs.sft)
     texts = read_ptx_texts(config, inputs.clean, tokenizer, context.tokens)
     referee = inputs.get("referee")
+    held_out = [] if referee is None else validation_prompts(inputs.clean)
     try:
         trained = train_ppo(
             inputs.sft,
@@ -52,7 +49,7 @@ def run(config: PpoConfig, inputs: Paths, outputs: Paths, context: RunContext) -
             inputs.get("critic"),
             base=inputs.base,
             referee=referee,
-            validation_prompts=validation_prompts(inputs.clean) if referee is not None else (),
+            validation_prompts=held_out,
             demonstrations=texts.get(Demonstration.KIND, ()),
             pretrain=texts.get(PretrainText.KIND, ()),
             config=config,
@@ -67,9 +64,9 @@ def run(config: PpoConfig, inputs: Paths, outputs: Paths, context: RunContext) -
     trained.save(outputs.model)
     publish_lines(context.work, outputs)
     context.tracker.log_artifact(outputs.samples, "samples")
-    selection = (
-        "the last one: there is no referee" if trained.choice is None else trained.choice.reason
-    )
+    selection = "the last one: there is no referee"
+    if trained.choice is not None:
+        selection = trained.choice.reason
     context.tracker.set_tags({"rlhf.selection": selection})
     atomic_write_json(outputs.metrics, trained.metrics)
     return trained.metrics
@@ -115,9 +112,7 @@ def read_training_prompts(
 
 
 def validation_prompts(clean: Path) -> list[Prompt]:
-    """The prompts of the validation split; ids are content hashes, so the first of them are a fixed
-    sample.
-    """
+    """Return the validation prompts by id, a content hash, so that the first are a fixed sample."""
     path = clean / "prompts" / "validation.parquet"
     rows = sorted(read_rows(path, Prompt), key=lambda row: row.id)
     if not rows:
@@ -128,17 +123,19 @@ def validation_prompts(clean: Path) -> list[Prompt]:
 def read_ptx_texts(
     config: PpoConfig, clean: Path, tokenizer: PreTrainedTokenizerBase, tokens: Path | None = None
 ) -> dict[str, TokenTable]:
-    """Read the sets of texts that the ptx loss asks for, by kind; of several ranks all must call
-    it.
-    """
-    kinds = PTX_KINDS[config.ptx.data] if config.ptx.weight else ()
-    files = {kind: clean / kind / "train.parquet" for kind in kinds}
-    if config.ptx.data == "both":
-        files = {kind: file for kind, file in files.items() if file.is_file()}
-    tables = {kind: read_tokens(tokens, file, kind, tokenizer) for kind, file in files.items()}
-    return {
-        kind: table for kind, table in tables.items() if len(table) or config.ptx.data != "both"
-    }
+    """Read the texts that the ptx loss asks for, by kind; of several ranks all must call it."""
+    if not config.ptx.weight:
+        return {}
+    both = config.ptx.data == "both"  # either of the two may then be missing
+    tables = {}
+    for kind in PTX_KINDS[config.ptx.data]:
+        file = clean / kind / "train.parquet"
+        if both and not file.is_file():
+            continue
+        table = read_tokens(tokens, file, kind, tokenizer)
+        if len(table) or not both:
+            tables[kind] = table
+    return tables
 
 
 def publish_lines(work: Path, outputs: Paths) -> None:
@@ -153,23 +150,20 @@ def publish_lines(work: Path, outputs: Paths) -> None:
         return
     shutil.copyfile(history, outputs.history)
     atomic_write_lines(outputs.abandoned, abandoned_rows(work, "rows"))
-    atomic_write_lines(
-        outputs.samples, [*read_history(work / "samples.jsonl"), *abandoned_rows(work, "samples")]
-    )
+    samples = [*read_history(work / "samples.jsonl"), *abandoned_rows(work, "samples")]
+    atomic_write_lines(outputs.samples, samples)
 
 
 def require_admissible(choice: CheckpointChoice, config: PpoConfig) -> None:
-    """Check that a checkpoint keeps the limits; with health mode ``report`` the choice stands,
-    marked.
+    """Check that the selected checkpoint keeps the limits.
+
+    With health mode ``report``, or selection method ``last``, it is taken all the same.
 
     Raises:
         TrainingPaused: No checkpoint keeps all limits.
     """
-    if (
-        config.selection.method == "referee"
-        and not choice.admissible
-        and config.health.mode == "enforce"
-    ):
+    enforced = config.selection.method == "referee" and config.health.mode == "enforce"
+    if enforced and not choice.admissible:
         raise TrainingPaused(
             f"ppo produced no admissible policy: {choice.reason}. Raise ppo.kl.coefficient or lower "
             "ppo.policy_optimizer.lr; or, to take it all the same, loosen ppo.selection or set its method to last"

@@ -1,6 +1,4 @@
-"""Stage report: one HTML file, the headline metrics and the curves of whatever a run has left,
-finished or not.
-"""
+"""Stage report: an HTML file, headline metrics and curves of what a run has left so far."""
 
 from __future__ import annotations
 
@@ -16,16 +14,16 @@ from rlhf_core.stages.runtime.contract import Paths, Stage
 from rlhf_core.storage.files import atomic_write_json, atomic_write_text
 from rlhf_core.training.run_context import RunContext
 
-_INPUTS = {
-    **{f"{name}_metrics": f"metrics/{name}.json" for name in STAGES},
-    **{f"{name}_gate": f"gates/{name}.json" for name in GATES},
-    **{f"{name}_history": f"history/{name}.jsonl" for name in HISTORIES},
+INPUTS = {
     "comparisons": "samples/comparisons.parquet",
     "bad_cases": "samples/bad_cases.jsonl",
     "reward_mistakes": "samples/reward_mistakes.jsonl",
     "reward_plots": "plots/reward",
     "data_card": "data/card",
 }
+INPUTS |= {f"{name}_metrics": f"metrics/{name}.json" for name in STAGES}
+INPUTS |= {f"{name}_gate": f"gates/{name}.json" for name in GATES}
+INPUTS |= {f"{name}_history": f"history/{name}.jsonl" for name in HISTORIES}
 
 
 def run(config: ReportConfig, inputs: Paths, outputs: Paths, context: RunContext) -> dict[str, Any]:
@@ -40,9 +38,8 @@ def run(config: ReportConfig, inputs: Paths, outputs: Paths, context: RunContext
     sources = load_sources(inputs, workspace / "params.yaml", lineage)
     atomic_write_text(outputs.report, render(build_context(sources, config.title, config.replies)))
     if sources.data_card:  # the copy of the report in the run links to it
-        context.tracker.log_artifact(
-            workspace / sources.data_card, str(Path(sources.data_card).parent)
-        )
+        folder = str(Path(sources.data_card).parent)
+        context.tracker.log_artifact(workspace / sources.data_card, folder)
     atomic_write_json(outputs.headline, headline_metrics(sources.metrics))
     write_curves(sources.histories, outputs.curves)
     return {"missing_parts": float(len(sources.missing))}
@@ -52,7 +49,7 @@ STAGE = Stage(
     name="report",
     config=ReportConfig,
     run=run,
-    inputs=_INPUTS,
+    inputs=INPUTS,
     outputs={"report": "report.html", "headline": "metrics/summary.json", "curves": "plots/curves"},
-    optional_inputs=frozenset(_INPUTS),
+    optional_inputs=frozenset(INPUTS),
 )

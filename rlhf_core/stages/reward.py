@@ -59,8 +59,7 @@ def run_reward_stage(
     pairs: PairUser,
     describe: Describe | None = None,
 ) -> dict[str, object]:
-    """Train a scalar model on preference pairs and write its folder, history, test rewards and
-    metrics.
+    """Train a scalar model on preference pairs, and write it with history and metrics.
 
     Args:
         name: The stage's name, which sets its random streams apart.
@@ -87,8 +86,9 @@ def run_reward_stage(
     trained.save(outputs.model)
     atomic_write_lines(outputs.history, trained.history)
     write_scores(outputs.scores, trained.scores["test"], splits["test"])
-    described = describe(trained, splits, outputs, context) if describe is not None else {}
-    metrics = trained.metrics | described
+    metrics = trained.metrics
+    if describe is not None:
+        metrics = metrics | describe(trained, splits, outputs, context)
     atomic_write_json(outputs.metrics, metrics)
     return metrics
 
@@ -101,34 +101,37 @@ def read_splits(
     tokenizer: PreTrainedTokenizerBase,
     tokens: Path | None,
 ) -> dict[str, Split]:
-    """Read the splits of a model that starts from ``init``: the test pairs are common to all
-    models, so that their rewards can be compared.
+    """Read the splits of a model that starts from ``init``.
+
+    The test pairs are common to all models, so that their rewards can be compared.
 
     Raises:
         DataError: No pair of a split is within ``max_tokens``.
     """
     longest = fitting_length(config.max_tokens, init)
     folders = {"train": pairs, "validation": pairs, "test": PairUser.REWARD}
-    return {
-        split: read_split(clean / folder / f"{split}.parquet", tokenizer, longest, tokens)
-        for split, folder in folders.items()
-    }
+    splits = {}
+    for split, folder in folders.items():
+        path = clean / folder / f"{split}.parquet"
+        splits[split] = read_split(path, tokenizer, longest, tokens)
+    return splits
 
 
 def plots_and_baseline(
     trained: TrainedRewardModel, splits: Mapping[str, Split], outputs: Paths, context: RunContext
 ) -> dict[str, float]:
-    """Draw margins and calibration, write the worst mistakes on the test pairs, and return what a
-    bag of words reaches on the same pairs.
+    """Draw margins and calibration, and write the worst mistakes on the test pairs.
+
+    Returns:
+        What a bag of words reaches on the same pairs.
     """
     atomic_write_lines(outputs.mistakes, worst_mistakes(trained.scores["test"], splits["test"]))
     with atomic_dir(outputs.plots) as plots:
         draw_reward_plots(plots, {name: scored.margins for name, scored in trained.scores.items()})
     for plot in sorted(outputs.plots.glob("*.svg")):
         context.tracker.log_artifact(plot, "plots")
-    accuracies = bag_of_words_accuracy(
-        splits["train"].rows, {name: splits[name].rows for name in trained.scores}
-    )
+    scored = {name: splits[name].rows for name in trained.scores}
+    accuracies = bag_of_words_accuracy(splits["train"].rows, scored)
     return {f"{metric_prefix(name)}baseline_bow": accuracy for name, accuracy in accuracies.items()}
 
 
@@ -139,7 +142,11 @@ def reward_stage(
     describe: Describe | None = None,
     described: Mapping[str, str] | None = None,
 ) -> Stage[RewardConfig]:
-    """The stage of a scalar model; ``described`` are the outputs that ``describe`` writes."""
+    """Return the stage of a scalar model.
+
+    Args:
+        described: The outputs that ``describe`` writes.
+    """
     outputs = {
         "model": f"models/{name}",
         "metrics": f"metrics/{name}.json",
@@ -167,10 +174,9 @@ JUDGE = reward_stage("judge", JudgeConfig, PairUser.JUDGE)
 
 
 def require_pairs(workspace: Path) -> None:
-    """Refuse clean pairs that one of the three stages, or the reward gate, would refuse after hours
-    of training.
+    """Refuse pairs that a later stage or the reward gate would refuse after hours of training.
 
-    So are adapters for which the model has no layers, those of the critic too.
+    Adapters for which the model has no layers are refused too, those of the critic among them.
 
     Raises:
         ModelError: The starting model has no layers for the adapters of one of them.
@@ -189,11 +195,9 @@ def require_pairs(workspace: Path) -> None:
         except ModelError as error:
             raise ModelError(f"{name}.lora: {error}") from error
     tokenizer = load_tokenizer(init)
-    asked = (
-        {condition.metric for condition in params.gates.reward or ()}
-        if params.gates.mode == "enforce"
-        else set()
-    )
+    asked: list[str] = []
+    if params.gates.mode == "enforce":
+        asked = [condition.metric for condition in params.gates.reward or ()]
     groups: list[str] = []
     differences: list[int] = []
     counts: dict[str, dict[str, SplitPairs]] = {}
@@ -207,11 +211,8 @@ def require_pairs(workspace: Path) -> None:
             if split != "test" or name == "reward":  # the test pairs are common
                 groups += [row.group for row in read.rows]
                 differences += of_split
-        own = [
-            metric
-            for metric in asked
-            if metric.startswith(PROBED if name == "reward" else f"{name}.{PROBED}")
-        ]
+        prefix = PROBED if name == "reward" else f"{name}.{PROBED}"
+        own = [metric for metric in asked if metric.startswith(prefix)]
         if own:
             longest = fitting_length(config.max_tokens, init)
             absent = probes_of(splits["test"].rows, tokenizer, longest, config.seed).absent
@@ -226,36 +227,41 @@ PROBED = "probes."
 
 
 def require_probes(asked: Sequence[str], absent: Mapping[str, str]) -> None:
-    """Raise :class:`DataError` where one of the metrics is of a probe that is ``absent``, by kind
-    for a reason.
+    """Check that the probes behind metrics could be formed.
+
+    Args:
+        asked: The metrics.
+        absent: By kind of probe, why it could not.
+
+    Raises:
+        DataError: One could not.
     """
     for metric in sorted(asked):
-        reason = next((why for kind, why in absent.items() if f"{PROBED}{kind}" in metric), None)
-        if reason is not None:
-            raise DataError(
-                f"the reward gate asks for {metric}, but {reason}; add pairs, or take the condition out of gates.reward"
-            )
+        for kind, reason in absent.items():
+            if f"{PROBED}{kind}" in metric:
+                raise DataError(
+                    f"the reward gate asks for {metric}, but {reason}; add pairs, or take the "
+                    "condition out of gates.reward"
+                )
 
 
 SIZE = (4.6, 3.0)  # inches; the letters are then as large as those of the report
 
 
 def draw_reward_plots(folder: Path, margins: Mapping[str, np.ndarray]) -> None:
-    """Write ``margins.svg`` and ``calibration.svg`` into ``folder``. ``margins``: split -> (B,)."""
+    """Write ``margins.svg`` and ``calibration.svg`` into ``folder``.
+
+    Args:
+        margins: By split, the margin of each pair (B,).
+    """
     folder.mkdir(parents=True, exist_ok=True)
-    with _plot(
-        folder / "margins.svg", "Reward margin of the preferred reply", "r(chosen) - r(rejected)"
-    ) as axes:
-        every = np.concatenate(list(margins.values()))
-        edges = np.linspace(every.min(), max(every.max(), every.min() + 1e-6), 41)
+    every = np.concatenate(list(margins.values()))
+    edges = list(np.linspace(every.min(), max(every.max(), every.min() + 1e-6), 41))
+    title = "Reward margin of the preferred reply"
+    with _plot(folder / "margins.svg", title, "r(chosen) - r(rejected)") as axes:
         for split, values in margins.items():
-            axes.hist(
-                values,
-                bins=list(edges),
-                alpha=0.55,
-                density=True,
-                label=f"{split}, mean {values.mean():.2f}",
-            )
+            label = f"{split}, mean {values.mean():.2f}"
+            axes.hist(values, bins=edges, alpha=0.55, density=True, label=label)
         axes.axvline(0.0, color="black", linewidth=1)
         axes.set(ylabel="density")
     with _plot(folder / "calibration.svg", "Calibration", "confidence: sigma(|margin|)") as axes:
@@ -283,9 +289,7 @@ MOST_MISTAKES = 10
 
 
 def worst_mistakes(scores: PairScores, split: Split) -> list[dict[str, Any]]:
-    """Return the pairs with the most negative margins, worst first; fewer if fewer are ranked
-    wrongly.
-    """
+    """Return the pairs that were ranked most wrongly, worst first."""
     mistakes = []
     for i in np.argsort(scores.margins, kind="stable")[:MOST_MISTAKES].tolist():
         if not scores.margins[i] < 0:  # NaN, which is sorted last, is no mistake

@@ -22,8 +22,9 @@ logger = logging.getLogger(__name__)
 
 
 def run(config: SftConfig, inputs: Paths, outputs: Paths, context: RunContext) -> dict[str, Any]:
-    """Write ``models/sft``, its metrics, history and sample replies. An interrupted run resumes
-    from its checkpoint.
+    """Write ``models/sft``, its metrics, history and sample replies.
+
+    An interrupted run resumes from its checkpoint.
     """
     folder = inputs.clean / "demonstrations"
     _, rows_to_learn = parquet_footer(folder / "train.parquet")
@@ -35,16 +36,20 @@ def run(config: SftConfig, inputs: Paths, outputs: Paths, context: RunContext) -
         for split in ("train", "validation")
     )
     trained = train_sft(
-        inputs.base, tokenizer, train, validation=validation, config=config, context=context,
+        inputs.base,
+        tokenizer,
+        train,
+        validation=validation,
+        config=config,
+        context=context,
         allow_high_learning_rates=True,  # params.yaml was checked as a whole
-    )  # fmt: skip
+    )
     trained.save(outputs.model)
     atomic_write_lines(outputs.history, trained.history)
     seed = derive_seed(config.seed, "sft", "samples")
     rows = read_rows(folder / "validation.parquet", Demonstration)[: config.samples]
-    atomic_write_lines(
-        outputs.samples, sample_replies(trained.model, tokenizer, rows, config.sampling, seed)
-    )
+    samples = sample_replies(trained.model, tokenizer, rows, config.sampling, seed)
+    atomic_write_lines(outputs.samples, samples)
     atomic_write_json(outputs.metrics, trained.metrics)
     return trained.metrics
 
@@ -54,7 +59,10 @@ def keep_base(inputs: Paths, outputs: Paths) -> dict[str, Any]:
 
     The data gate lets no run get here that has pairs, from which demonstrations are derived.
     """
-    reason = "no model is trained: there are no demonstrations, so that the starting model stands for the SFT model"
+    reason = (
+        "no model is trained: there are no demonstrations, so that the starting model stands for "
+        "the SFT model"
+    )
     logger.warning(reason)
     with atomic_dir(outputs.model) as folder:
         shutil.copytree(inputs.base, folder, dirs_exist_ok=True)

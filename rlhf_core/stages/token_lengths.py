@@ -1,6 +1,4 @@
-"""Lengths of data in tokens before training: the tokenizer to count with, and the longest that
-training keeps.
-"""
+"""Lengths in tokens before training: the tokenizer to count with, and the longest that is kept."""
 
 from __future__ import annotations
 
@@ -9,7 +7,9 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from rlhf_core.config.loading import Params, load_params
+from rlhf_core.config.base import is_pretrained
+from rlhf_core.config.loading import load_params
+from rlhf_core.config.params import Params
 from rlhf_core.data.inspection.describe import TokenLimit, TokenLimits
 from rlhf_core.errors import ModelError, first_line, is_exhausted
 
@@ -22,8 +22,7 @@ HUB_PREFIX = "hub:"  # of data sets
 
 
 def load_counting_tokenizer(source: str, base: Path) -> PreTrainedTokenizerBase:
-    """Load the tokenizer of ``source``, with the chat template that stage base would give its
-    model.
+    """Load the tokenizer of ``source``, with a chat template as from stage base.
 
     Args:
         source: A folder with a tokenizer (weights are not needed), a ``.gguf`` file, or a hub id.
@@ -39,8 +38,7 @@ def load_counting_tokenizer(source: str, base: Path) -> PreTrainedTokenizerBase:
         raise ModelError(
             f"{source}: {HUB_PREFIX} is for data sets; name the tokenizer as {source.removeprefix(HUB_PREFIX)}"
         )
-    # Imported here: these load torch and transformers, which takes seconds and is for nothing
-    # without a tokenizer.
+    # Imported here: these load torch and transformers, which takes seconds.
     from rlhf_core.models.foreign import prepare_tokenizer, require_openable
     from rlhf_core.models.gguf import is_gguf, load_gguf_tokenizer
     from rlhf_core.models.io import is_local
@@ -50,11 +48,12 @@ def load_counting_tokenizer(source: str, base: Path) -> PreTrainedTokenizerBase:
     require_openable(path if path.exists() else source)
     if path.is_dir():
         tokenizer = _load_folder(path, source)
+    elif path.exists():
+        tokenizer = load_gguf_tokenizer(path)
     else:
-        tokenizer = load_gguf_tokenizer(path) if path.exists() else _load_from_hub(source)
-    tokenizer.model_max_length = (
-        sys.maxsize
-    )  # rows are counted, not run; the library would warn of longer ones
+        tokenizer = _load_from_hub(source)
+    # Rows are counted, not run; the library would warn of longer ones.
+    tokenizer.model_max_length = sys.maxsize
     prepare_tokenizer(tokenizer, source)
     return tokenizer
 
@@ -70,9 +69,7 @@ def _load_folder(path: Path, source: str) -> PreTrainedTokenizerBase:
             tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
                 str(path), trust_remote_code=False
             )
-    except (
-        Exception
-    ) as error:  # whatever a library comes upon in files that are damaged or of another kind
+    except Exception as error:  # whatever a library makes of damaged files
         if is_exhausted(error):
             raise
         if not any((path / name).is_file() for name in TOKENIZER_FILES):
@@ -82,9 +79,8 @@ def _load_folder(path: Path, source: str) -> PreTrainedTokenizerBase:
         raise ModelError(
             f"{source} has no readable tokenizer: {first_line(error)}; give a complete folder"
         ) from error
-    if len(tokenizer) <= len(
-        tokenizer.all_special_ids
-    ):  # what the library makes where the vocabulary is missing
+    # What the library makes where the vocabulary is missing.
+    if len(tokenizer) <= len(tokenizer.all_special_ids):
         raise ModelError(
             f"the tokenizer in {source} has no vocabulary ({TOKENIZER_FILES[0]}); give a complete folder"
         )
@@ -113,22 +109,18 @@ def _load_from_hub(source: str) -> PreTrainedTokenizerBase:
         raise ModelError(f"the tokenizer {source} {where}; {WANTED}") from error
 
 
-SCRATCH = "scratch"
-
-
 def local_token_limits(workspace: Path) -> TokenLimits | None:
-    """Return the tokenizer and limits of ``workspace``; None if neither ``base.source`` nor
-    models/base is a folder.
+    """Return tokenizer and limits of a workspace; None where it has no folder with a tokenizer.
 
-    Nothing is downloaded. A tokenizer made from nothing depends on the data, so that other data
-    would change it.
+    That is ``base.source``, else models/base. Nothing is downloaded. A tokenizer made from nothing
+    depends on the data, so that other data would change it.
 
     Raises:
         RlhfError: params.yaml is wrong, or the model folder is incomplete.
     """
     params = load_params(workspace)
     source = Path(os.path.expanduser(params.base.source))
-    if params.base.source == SCRATCH or not (workspace / source).is_dir():
+    if not is_pretrained(params.base.source) or not (workspace / source).is_dir():
         source = Path("models") / "base"
     folder = workspace / source
     if not folder.is_dir():
@@ -137,11 +129,10 @@ def local_token_limits(workspace: Path) -> TokenLimits | None:
 
 
 def token_limits(params: Params, source: str, base: Path) -> TokenLimits:
-    """Return the tokenizer of ``source`` with the limits of ``params``, and those of the model in
-    its folder.
+    """Return the tokenizer of ``source`` with the limits of ``params`` and of its model.
 
     Args:
-        source: A folder, a GGUF file or a hub id; see :func:`~rlhf_core.stages.token_lengths`.
+        source: A folder, a GGUF file or a hub id.
         base: The folder that relative paths start at.
 
     Raises:
@@ -157,8 +148,7 @@ def token_limits(params: Params, source: str, base: Path) -> TokenLimits:
 
 
 def model_positions(path: Path) -> int | None:
-    """Return how many positions the model of a folder or GGUF file has; None where that is not said
-    there.
+    """Return how many positions the model in a folder or GGUF file has; None where it is not said.
 
     The weights are not needed: a folder may hold a tokenizer alone.
     """
@@ -174,9 +164,7 @@ def model_positions(path: Path) -> int | None:
         try:
             with quiet():
                 config = AutoConfig.from_pretrained(str(path), trust_remote_code=False)
-        except (
-            Exception
-        ) as error:  # whatever a library comes upon in a file that is damaged or of another kind
+        except Exception as error:  # whatever a library makes of a damaged file
             if is_exhausted(error):
                 raise
             raise ModelError(

@@ -1,6 +1,4 @@
-"""Stage validate: check every row, quarantine failures, split by prompt group, and decide the data
-gate.
-"""
+"""Stage validate: check rows, quarantine failures, split by group, and decide the data gate."""
 
 from __future__ import annotations
 
@@ -64,11 +62,8 @@ def run(
     suites = read_suites(inputs.expectations, config, raw.derived)
     # A tokenizer that cannot be loaded is reported before the rows are checked, which takes longer.
     tokenizer = load_counting_tokenizer(config.tokenizer, workspace) if config.tokenizer else None
-    evaluation = list(
-        read_sources(
-            config.evaluation_files, "prompts", workspace, parameter="validate.evaluation_files"
-        )
-    )
+    files, parameter = config.evaluation_files, "validate.evaluation_files"
+    evaluation = list(read_sources(files, "prompts", workspace, parameter=parameter))
     outputs.docs.parent.mkdir(parents=True, exist_ok=True)
     with scratch_folder(".columns-", outputs.docs.parent) as columns:
         validated = validate(raw, suites, columns)
@@ -76,30 +71,27 @@ def run(
         findings = check_set(validated.clean, config, suites, raw.derived, evaluation)
         apply_set_rules(validated, findings)
     tokens = None
+    breaches = list(findings.breaches)
     if tokenizer is not None:
         tokens = count_tokens(validated.clean, tokenizer)
         for kind, counted in tokens.items():
             findings.counts[kind] = findings.counts.get(kind, {}) | counted.metrics()
+            breaches += counted.unwritable
     write_quarantine(outputs.quarantine, validated.quarantine())
     with atomic_dir(outputs.clean) as folder:
         statistics = write_clean(folder, validated.clean, config.seed, config.split)
         write_readme(folder)
-        bias = statistics["preferences"].length_bias()
-        findings.counts["preferences"] = (
-            findings.counts.get("preferences", {}) | validated.agreement | bias
-        )
+        of_pairs = findings.counts.get("preferences", {})
+        of_pairs = of_pairs | validated.agreement | statistics["preferences"].length_bias()
         if config.split.fewest_balanced:
-            findings.counts["preferences"]["test_share"] = config.split.test
+            of_pairs["test_share"] = config.split.test
+        findings.counts["preferences"] = of_pairs
         metrics = data_metrics(validated, statistics, findings.counts)
         atomic_write_json(outputs.metrics, metrics)
         conditions = gate_conditions(config, collected_kinds(about) if kinds is None else kinds)
         conditions += rule_conditions(validated)
-        decision = decide(
-            "data",
-            conditions,
-            metrics,
-            evidence={"metrics/data.json": sha256_file(outputs.metrics)},
-        )
+        evidence = {"metrics/data.json": sha256_file(outputs.metrics)}
+        decision = decide("data", conditions, metrics, evidence=evidence)
         decision.save(outputs.gate)
         failed = [condition.metric for condition in decision.conditions if not condition.passed]
         with atomic_dir(outputs.docs) as docs:
@@ -130,22 +122,22 @@ STAGE = Stage(
 
 
 def _split_for(validated: Validated, config: ValidateConfig) -> SplitConfig:
-    """Return the shares of the splits, with a larger test share where there are few pairs and the
-    settings ask so.
-    """
+    """Return the shares of the splits, the test share grown for few pairs if settings ask so."""
     clean = validated.clean["preferences"]
     if not config.split.fewest_balanced or not clean.num_rows:
         return config.split
     from rlhf_core.data.pair_counts import pair_lengths  # with torch
 
-    return pair_lengths(clean.parts(["group", "chosen", "rejected"]), config.seed).adapted(
-        config.split
-    )
+    lengths = pair_lengths(clean.parts(["group", "chosen", "rejected"]), config.seed)
+    return lengths.adapted(config.split)
 
 
 def collected_kinds(manifest: Mapping[str, Any]) -> list[str]:
-    """Return the kinds that the data gate asks for: every kind, but without pairs
-    (``collect.pairs``) only those that stage collect has rows of, by file or by derivation."""
+    """Return the kinds that the data gate asks for.
+
+    These are all; without pairs (``collect.pairs``) those that stage collect has rows of, by file
+    or by derivation.
+    """
     if manifest.get("pairs", True):
         return list(ROW_TYPES)
     kinds: Mapping[str, Any] = manifest["kinds"]
@@ -155,8 +147,11 @@ def collected_kinds(manifest: Mapping[str, Any]) -> list[str]:
 def gate_conditions(
     config: ValidateConfig, kinds: Collection[str] = tuple(ROW_TYPES)
 ) -> list[Condition]:
-    """Return the data gate's conditions: no group in two splits, and of each of the ``kinds``
-    enough rows, few in quarantine, no empty split."""
+    """Return the conditions of the data gate on rows of these kinds.
+
+    No group may be in two splits, and of each kind there must be enough rows, few in quarantine,
+    and no empty split.
+    """
     conditions = [
         Condition(
             metric="group_overlap",
@@ -164,48 +159,48 @@ def gate_conditions(
             why="with a prompt in two splits no held-out metric means anything",
         )
     ]
-    for kind in (kind for kind in ROW_TYPES if kind in kinds):
-        least = 1 if kind == "pretrain" else config.min_rows
-        conditions += [
-            Condition(
-                metric=f"{kind}.clean", at_least=least, why="too few rows to learn or to judge from"
-            ),
-            Condition(
-                metric=f"{kind}.quarantined_share",
-                at_most=config.max_quarantined,
-                why="so many bad rows mean that the source, or how it is read, is wrong",
-            ),
-        ]
-    return conditions + [
-        Condition(
-            metric=rows_metric(name),
-            at_least=1,
-            why="a stage reads this split: with too few rows, or shares (validate.split) too small, it has none",
+    for kind in ROW_TYPES:
+        if kind not in kinds:
+            continue
+        enough = Condition(
+            metric=f"{kind}.clean",
+            at_least=1 if kind == "pretrain" else config.min_rows,
+            why="too few rows to learn or to judge from",
         )
-        for name in file_names()
-        if rows_metric(name).partition(".")[0] in kinds
-    ]
+        mostly_sound = Condition(
+            metric=f"{kind}.quarantined_share",
+            at_most=config.max_quarantined,
+            why="so many bad rows mean that the source, or how it is read, is wrong",
+        )
+        conditions += [enough, mostly_sound]
+    for name in file_names():
+        metric = rows_metric(name)
+        if metric.partition(".")[0] in kinds:
+            not_empty = Condition(
+                metric=metric,
+                at_least=1,
+                why="a stage reads this split: with too few rows, or shares (validate.split) too small, it has none",
+            )
+            conditions.append(not_empty)
+    return conditions
 
 
 def rule_conditions(validated: Validated) -> list[Condition]:
-    """Return a condition for each kind and rule that fails the set: no row breaks it, nor does the
-    whole table.
-    """
-    return [
-        Condition(
-            metric=f"{kind}.failed_{rule}",
-            at_most=0,
-            why="the rule fails the set, by validate.rules or as one of all rows",
-        )
-        for kind, checked in validated.kinds.items()
-        for rule in dict.fromkeys(checked.must_hold)
-    ]
+    """Return a condition for each kind and rule that fails the set where rows or tables break it."""
+    conditions = []
+    for kind, checked in validated.kinds.items():
+        for rule in dict.fromkeys(checked.must_hold):
+            unbroken = Condition(
+                metric=f"{kind}.failed_{rule}",
+                at_most=0,
+                why="the rule fails the set, by validate.rules or as one of all rows",
+            )
+            conditions.append(unbroken)
+    return conditions
 
 
 def _failure(decision: GateDecision, metrics: dict[str, Numbers | float]) -> str:
-    """Say in one line which conditions failed, the commonest reason where rows were quarantined,
-    and where to look.
-    """
+    """Say in one line which conditions failed, mostly why, and where to look."""
     failed = [condition for condition in decision.conditions if not condition.passed]
     parts = []
     for condition in failed[:4]:
@@ -213,17 +208,13 @@ def _failure(decision: GateDecision, metrics: dict[str, Numbers | float]) -> str
         kind, _, name = condition.metric.partition(".")
         numbers = metrics.get(kind)
         if name == "quarantined_share" and isinstance(numbers, dict):
-            counts = {
-                key.removeprefix("failed_"): n
-                for key, n in numbers.items()
-                if key.startswith("failed_") and n
-            }
-            worst = max(counts, key=lambda key: counts[key], default="")
-            parts[-1] += (
-                f" (most often check {worst}: {counts[worst]:.0f} rows)"
-                if worst
-                else " (refused by the reader)"
-            )
+            broken = {key: n for key, n in numbers.items() if key.startswith("failed_") and n}
+            reason = "refused by the reader"
+            if broken:
+                worst = max(broken, key=lambda key: broken[key])
+                rule = worst.removeprefix("failed_")
+                reason = f"most often check {rule}: {broken[worst]:.0f} rows"
+            parts[-1] += f" ({reason})"
     more = f" and {len(failed) - 4} more" if len(failed) > 4 else ""
     return (
         f"the data gate failed: {'; '.join(parts)}{more}. Reasons by row are in data/quarantine.parquet and data/docs, "

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from rlhf_core.config.loading import Params
+from rlhf_core.config.params import Params
 from rlhf_core.errors import RlhfError
 from rlhf_extras.memory.stages import StagePlan, plan_stage
 

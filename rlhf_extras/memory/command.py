@@ -13,16 +13,10 @@ from rich.console import Console
 from rich.table import Table
 
 from rlhf_core.config import yaml_text
-from rlhf_core.config.loading import (
-    PARAMS_FILE,
-    Params,
-    check_params,
-    load_params,
-    overlaid,
-    overlays_of,
-    overridden,
-)
+from rlhf_core.config.loading import PARAMS_FILE, check_params, load_params
 from rlhf_core.config.operations import Trained
+from rlhf_core.config.params import Params
+from rlhf_core.config.profiles import overlaid, overlays_of, overridden
 from rlhf_core.config.recipe import profiles_of
 from rlhf_core.errors import ConfigError, RlhfError
 from rlhf_core.forecast import Forecast, as_text, forecast_of_workspace

@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from rlhf_core.config.loading import Params
+from rlhf_core.config.params import Params
 from rlhf_core.data.schema import PairUser
 from rlhf_core.data.token_folder import TOKENS
 from rlhf_core.data.token_tables import TokenTable, read_tokens

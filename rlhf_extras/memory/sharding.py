@@ -14,8 +14,8 @@ from typing import Any, Literal
 
 import torch
 
-from rlhf_core.config.loading import Params
 from rlhf_core.config.operations import LaunchConfig
+from rlhf_core.config.params import Params
 from rlhf_core.models.adapters import BLOCK
 from rlhf_core.models.forward import LOGITS_BYTES
 from rlhf_core.models.precision import weights_precision

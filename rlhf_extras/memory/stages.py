@@ -12,10 +12,12 @@ from pathlib import Path
 from typing import Any, Literal
 
 from rlhf_core.config.base import SftConfig
-from rlhf_core.config.loading import Params, check_params, overridden
+from rlhf_core.config.loading import check_params
 from rlhf_core.config.model import LoraConfig
+from rlhf_core.config.params import Params
 from rlhf_core.config.policy import DpoConfig, RejectionSamplingConfig
 from rlhf_core.config.problems import nearest
+from rlhf_core.config.profiles import overridden
 from rlhf_core.config.reward import RewardConfig
 from rlhf_core.config.reward_sources import (
     OWN_MODEL,

@@ -10,7 +10,9 @@ import pytest
 from pydantic import BaseModel
 
 from rlhf_core.config import yaml_text
-from rlhf_core.config.loading import Params, check_params, merge, profile_text
+from rlhf_core.config.loading import check_params
+from rlhf_core.config.params import Params
+from rlhf_core.config.profiles import merge, profile_text
 
 ROOT = Path(__file__).resolve().parents[2]
 PROFILES = ("paper-7b", "paper-13b")

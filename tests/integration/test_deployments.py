@@ -28,7 +28,8 @@ from flows.jobs.job import Job, job_name
 from flows.jobs.run_on_pool import submit
 from flows.prefect_server.services import embedded_database
 from flows.stage import StageSpec
-from rlhf_core.config.loading import Params, check_params
+from rlhf_core.config.loading import check_params
+from rlhf_core.config.params import Params
 from rlhf_core.errors import ConfigError
 
 pytestmark = [pytest.mark.services, pytest.mark.slow]

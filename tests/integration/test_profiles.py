@@ -15,7 +15,8 @@ from transformers import AutoTokenizer
 from unit.training.tiny import SHAPE
 
 from flows.commands.init import initialise
-from rlhf_core.config.loading import load_params, merge
+from rlhf_core.config.loading import load_params
+from rlhf_core.config.profiles import merge
 from rlhf_core.data.encoding import decode_reply, encode_dialogue
 from rlhf_core.data.schema import Preference, read_rows
 from rlhf_core.errors import ConfigError, GateFailed

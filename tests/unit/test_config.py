@@ -12,19 +12,12 @@ import pytest
 
 from rlhf_core.config import yaml_text
 from rlhf_core.config.base import SftConfig
-from rlhf_core.config.health import DEFAULT_RULES
-from rlhf_core.config.loading import (
-    Params,
-    check_params,
-    load_section,
-    merge,
-    parse_assignment,
-    profile_text,
-    rebase_sources,
-    rules_for,
-    workspace_name,
-)
+from rlhf_core.config.health import DEFAULT_RULES, rules_for
+from rlhf_core.config.loading import check_params, load_section
+from rlhf_core.config.params import Params
+from rlhf_core.config.paths import rebase_sources
 from rlhf_core.config.ppo import PpoConfig
+from rlhf_core.config.profiles import merge, parse_assignment, profile_text, workspace_name
 from rlhf_core.config.reward_sources import DEFAULT_SOURCES, source_names
 from rlhf_core.errors import ConfigError
 
@@ -123,7 +116,8 @@ def test_rules_are_changed_by_name_and_the_others_stay() -> None:
         "reference_perplexity_runaway": {"action": "rollback"},
         "reward_flat": {"after": 50},
     }
-    rules = {rule.name: rule for rule in rules_for(check_params(told(**changes)).ppo)}
+    ppo = check_params(told(**changes)).ppo
+    rules = {rule.name: rule for rule in rules_for(ppo.health, ppo.kl.coefficient)}
     default = {rule.name: rule for rule in DEFAULT_RULES}
     runaway = rules["kl_runaway"]
     assert (runaway.action, runaway.adjust, runaway.severity) == (
@@ -142,9 +136,8 @@ def test_rules_are_changed_by_name_and_the_others_stay() -> None:
     )
     assert set(default) - set(rules) == {"mode_collapse"}
     assert all(rules[name] == default[name] for name in set(default) - set(changes))
-    assert rules_for(PpoConfig()) == DEFAULT_RULES and not any(
-        rule.action == "rollback" for rule in DEFAULT_RULES
-    )
+    assert rules_for(PpoConfig().health, kl_coefficient=0.05) == DEFAULT_RULES
+    assert not any(rule.action == "rollback" for rule in DEFAULT_RULES)
 
 
 @pytest.mark.parametrize("profile", ["demo", "smoke"])

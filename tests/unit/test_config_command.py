@@ -14,7 +14,10 @@ from typer.testing import CliRunner
 from rlhf_core.cli import app
 from rlhf_core.commands.config import Setting, settings, show
 from rlhf_core.config import yaml_text
-from rlhf_core.config.loading import Params, check_params, overridden, rules_for
+from rlhf_core.config.health import rules_for
+from rlhf_core.config.loading import check_params
+from rlhf_core.config.params import Params
+from rlhf_core.config.profiles import overridden
 from rlhf_core.errors import ConfigError, RlhfError
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"
@@ -131,8 +134,6 @@ def test_the_example_of_changed_health_rules_is_accepted() -> None:
     (example,) = re.findall(
         r"```yaml\n(ppo:\n  health:.*?)```", (DOCS / "metrics.md").read_text(), flags=re.DOTALL
     )
-    rules = {
-        rule.name: rule
-        for rule in rules_for(check_params(yaml_text.parse(example, "the example")).ppo)
-    }
+    ppo = check_params(yaml_text.parse(example, "the example")).ppo
+    rules = {rule.name: rule for rule in rules_for(ppo.health, ppo.kl.coefficient)}
     assert rules["kl_runaway"].action == "rollback" and "one_opening" not in rules

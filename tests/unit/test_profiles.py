@@ -12,14 +12,9 @@ from dvc.utils.hydra import apply_overrides
 
 from flows.dvc_repo.recipe import merged_params, with_profile_header
 from rlhf_core.config import yaml_text
-from rlhf_core.config.loading import (
-    Params,
-    check_params,
-    merge,
-    overlays_of,
-    profiles,
-    workspace_name,
-)
+from rlhf_core.config.loading import check_params
+from rlhf_core.config.params import Params
+from rlhf_core.config.profiles import merge, overlays_of, profiles, workspace_name
 from rlhf_core.errors import ConfigError
 
 RECIPE = (ROOT / "params.yaml").read_text(encoding="utf-8")

@@ -1,3 +1,1 @@
-"""Validation of raw rows: checks, Great Expectations over them, the quarantine, and where each row
-came from.
-"""
+"""Validation of raw rows: expectations, rules about the whole set, and the quarantine."""

@@ -8,7 +8,7 @@ without a copy. A null passes: ``expect_rows_to_be_complete`` says which columns
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, ClassVar, Literal
 
 import numpy as np
@@ -50,9 +50,15 @@ PRINTABLE = r"[!-~]"
 
 def _arrow(column: pd.Series) -> pa.ChunkedArray:
     """Return a column as Arrow holds it; a column of nulls alone as texts."""
-    array = pa.array(column, from_pandas=True) if column.dtype == object else pa.array(column)
-    array = array if isinstance(array, pa.ChunkedArray) else pa.chunked_array([array])
-    return array.cast(pa.large_string()) if pa.types.is_null(array.type) else array
+    if column.dtype == object:
+        array = pa.array(column, from_pandas=True)
+    else:
+        array = pa.array(column)
+    if not isinstance(array, pa.ChunkedArray):
+        array = pa.chunked_array([array])
+    if pa.types.is_null(array.type):
+        array = array.cast(pa.large_string())
+    return array
 
 
 def _numpy(values: pa.ChunkedArray) -> Flags:
@@ -61,7 +67,12 @@ def _numpy(values: pa.ChunkedArray) -> Flags:
 
 def _without(pattern: str) -> Callable[[pd.Series], Flags]:
     """Return a test of texts that may not match a regular expression."""
-    return lambda column: ~_numpy(pc.match_substring_regex(_arrow(column), pattern))
+
+    def test(column: pd.Series) -> Flags:
+        matches = pc.match_substring_regex(_arrow(column), pattern)
+        return ~_numpy(matches)
+
+    return test
 
 
 def _in_all_columns(test: Callable[[pd.Series], Flags]) -> Callable[[pd.DataFrame], Flags]:
@@ -69,35 +80,47 @@ def _in_all_columns(test: Callable[[pd.Series], Flags]) -> Callable[[pd.DataFram
     return lambda columns: np.logical_and.reduce([test(columns[name]) for name in columns])
 
 
-def _texts(values: pa.ChunkedArray) -> Iterable[str]:
+def _texts(values: pa.ChunkedArray) -> Iterator[str]:
     """Yield the texts of a column without holding all of them."""
-    return (text or "" for chunk in values.chunks for text in chunk.to_pylist())
+    for chunk in values.chunks:
+        for text in chunk.to_pylist():
+            yield text or ""
 
 
 def _visible(column: pd.Series) -> Flags:
     texts = _arrow(column)
     passed = _numpy(pc.match_substring_regex(texts, PRINTABLE)) | column.isna().to_numpy()
     doubtful = np.flatnonzero(~passed)
-    for row, text in zip(doubtful, _texts(texts.take(pa.array(doubtful))), strict=True):
+    looked_at = texts.take(pa.array(doubtful))
+    for row, text in zip(doubtful, _texts(looked_at), strict=True):
         passed[row] = has_visible_text(text)
     return passed
 
 
 def _replies_differ(columns: pd.DataFrame) -> Flags:
-    texts = zip(*(_texts(_arrow(columns[name])) for name in columns), strict=True)
-    return np.fromiter(
-        (comparable(first) != comparable(second) for first, second in texts), bool, len(columns)
-    )
+    passed = []
+    for first, second in _rows(columns):
+        passed.append(comparable(first) != comparable(second))
+    return np.array(passed, dtype=bool)
 
 
 def _prompt_not_repeated(columns: pd.DataFrame) -> Flags:
-    texts = zip(*(_texts(_arrow(columns[name])) for name in columns), strict=True)
     passed = []
-    for turn, *replies in texts:
-        passed.append(
-            len(turn) < REPEATED_CHARS or not all(reply.startswith(turn) for reply in replies)
-        )
+    for turn, *replies in _rows(columns):
+        repeated = all(reply.startswith(turn) for reply in replies)
+        passed.append(len(turn) < REPEATED_CHARS or not repeated)
     return np.array(passed, dtype=bool)
+
+
+def _finite(column: pd.Series) -> Flags:
+    infinite = pc.invert(pc.is_finite(_arrow(column)))
+    return ~_numpy(infinite)
+
+
+def _rows(columns: pd.DataFrame) -> Iterable[tuple[str, ...]]:
+    """Yield the texts of each row without holding all of them."""
+    texts = [_texts(_arrow(columns[name])) for name in columns]
+    return zip(*texts, strict=True)
 
 
 def _column_metric(name: str, test: Callable[[pd.Series], Flags]) -> str:
@@ -137,9 +160,7 @@ class ExpectColumnValuesToHaveVisibleText(ColumnMapExpectation):
 class ExpectColumnValuesToBeFinite(ColumnMapExpectation):
     """Expect that every number is finite."""
 
-    map_metric: ClassVar[str] = _column_metric(
-        "finite", lambda column: ~_numpy(pc.invert(pc.is_finite(_arrow(column))))
-    )
+    map_metric: ClassVar[str] = _column_metric("finite", _finite)
 
 
 class ExpectColumnValuesToHoldNoMojibake(ColumnMapExpectation):
@@ -155,9 +176,7 @@ class ExpectColumnValuesNotToEndWithATemplateToken(ColumnMapExpectation):
 
 
 class ExpectNoFindings(ColumnMapExpectation):
-    """Expect that a rule about the whole set found nothing; the column named after it holds its
-    findings.
-    """
+    """Expect that a rule about the whole set has no findings in the column named after it."""
 
     map_metric: ClassVar[str] = ExpectColumnValuesToBeNull.map_metric
 
@@ -183,9 +202,7 @@ class ExpectRepliesToDiffer(_RowExpectation):
 
 
 class ExpectRepliesNotToRepeatThePrompt(_RowExpectation):
-    """Expect that not all replies begin with the text of the first column, the prompt's last
-    turn.
-    """
+    """Expect that not all replies begin with the first column, the prompt's last turn."""
 
     map_metric: ClassVar[str] = _row_metric("prompt_not_repeated", _prompt_not_repeated)
 

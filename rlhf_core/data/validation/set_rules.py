@@ -1,5 +1,4 @@
-"""The rules that only a whole set of rows can break: languages, prefixes, similar rows,
-contamination.
+"""The rules that only a whole set of rows can break.
 
 Leakage by conversation: prompts of training that begin as a held-out dialogue does, or the other
 way round. Splits keep equal prompts together, but a dialogue and its own beginning are different
@@ -77,7 +76,7 @@ class SetRow:
     def finding(
         self, rule: str, reason: str, other: str = "", similarity: float | None = None
     ) -> RowFinding:
-        """The row breaks a rule; ``other`` is what it resembles."""
+        """Return the finding that the row breaks a rule; ``other`` is what it resembles."""
         return RowFinding(
             rule,
             self.kind,
@@ -104,15 +103,13 @@ class SetRows:
         for part in clean.parts(["id", "group", *CONTENT_FIELDS[kind]]):
             splits = assign(part.column("group").to_pylist(), self.seed, self.split)
             for row, split in zip(part.to_pylist(), splits, strict=True):
-                turns = [
-                    turn["content"] for turn in row.get("prompt") or () if turn["role"] != "system"
-                ]
+                prompt = row.get("prompt") or ()
+                turns = [turn["content"] for turn in prompt if turn["role"] != "system"]
                 replies = [row[name] for name in CONTENT_FIELDS[kind] if name != "prompt"]
                 parts, number = {"split": SPLIT_ORDER.index(split)}, next(numbers)
                 if kind == "preferences" and split != "test":
-                    parts["user"] = USER_ORDER.index(
-                        pair_user_of(row["group"], self.seed, self.split)
-                    )
+                    user = pair_user_of(row["group"], self.seed, self.split)
+                    parts["user"] = USER_ORDER.index(user)
                 compared = tuple(" ".join(turn.casefold().split()) for turn in turns)
                 text = "\n".join([*turns, *replies])
                 yield SetRow(kind, number, row["id"], parts, compared, text, clean.origin(number))
@@ -135,8 +132,7 @@ UNKNOWN = "unknown"
 def languages(
     rows: SetRows, kinds: Iterable[str], expected: Collection[str]
 ) -> tuple[list[RowFinding], dict[str, Counter[str]]]:
-    """Identify the language of every row of ``kinds``; texts below 40 characters count as unknown
-    and pass.
+    """Identify the language of every row; texts below 40 characters count as unknown and pass.
 
     Returns:
         Rows of another language than expected, and by kind how many rows are of each language.
@@ -153,15 +149,12 @@ def languages(
             text = row.text[:CHARACTERS]
             language = UNKNOWN
             if len(text) >= FEWEST_CHARACTERS:
-                name = str(identifier.classify(text)[0])
-                language = VARIANTS.get(name, name)
+                name, _ = identifier.classify(text)
+                language = VARIANTS.get(str(name), str(name))
             of_kind[language] += 1
             if language != UNKNOWN and language not in expected:
-                breaches.append(
-                    row.finding(
-                        LANGUAGE, f"looks like language {language}", ", ".join(sorted(expected))
-                    )
-                )
+                reason = f"looks like language {language}"
+                breaches.append(row.finding(LANGUAGE, reason, ", ".join(sorted(expected))))
     return breaches, counts
 
 
@@ -187,8 +180,12 @@ PREFIX_RULE, FIRST_TURN_RULE = "no_prefix_leakage", "no_shared_first_turn"
 
 @dataclass(slots=True)
 class Range:
-    """Which parts have a dialogue, as positions in their order; ``id`` is a row of the most
-    held-out one.
+    """Which parts have a dialogue, as positions in their order.
+
+    Attributes:
+        first: The most held-out one.
+        id: A row of that one.
+        last: The least held-out one.
     """
 
     first: int
@@ -200,10 +197,10 @@ class DialogueIndex:
     """An index of which parts of an order contain a dialogue, by hashes of its turns."""
 
     def __init__(self) -> None:
-        self.whole: dict[int, Range] = {}  # by the hash of a whole prompt
-        self.beginnings: dict[
-            int, Range
-        ] = {}  # by that of the turns up to a user's: prompts that begin so or are so
+        # By the hash of a whole prompt, and by that of the turns up to a user's, with which prompts
+        # begin, or which they are.
+        self.whole: dict[int, Range] = {}
+        self.beginnings: dict[int, Range] = {}
 
     def add(self, hashes: Sequence[int], part: int, row_id: str) -> None:
         """Add a prompt by the hashes of its beginnings, the whole prompt last."""
@@ -215,17 +212,16 @@ class DialogueIndex:
                     known.first, known.id = part, row_id
 
     def relatives(self, hashes: Sequence[int]) -> list[Range]:
-        """Return the parts with a prompt that is a beginning of this one, or that this one is a
-        beginning of.
-        """
-        longer = [self.beginnings[hashes[-1]]] if hashes[-1] in self.beginnings else []
-        return longer + [self.whole[key] for key in hashes[:-1] if key in self.whole]
+        """Return the parts with a prompt that begins as this one, or that this one begins as."""
+        relatives = []
+        if hashes[-1] in self.beginnings:
+            relatives.append(self.beginnings[hashes[-1]])
+        relatives += [self.whole[key] for key in hashes[:-1] if key in self.whole]
+        return relatives
 
 
 def beginning_hashes(turns: Iterable[str]) -> list[int]:
-    """Return 64-bit hashes of the turns up to the first, third, fifth … one, each of which is the
-    user's.
-    """
+    """Return 64-bit hashes of the turns up to each of the user's, which is every other one."""
     hashes = []
     digest = blake2b(digest_size=8)
     for number, turn in enumerate(turns):
@@ -260,9 +256,8 @@ def prefix_leakage(rows: SetRows) -> tuple[list[RowFinding], dict[str, dict[str,
         if hashes:
             breaches.extend(_breaches(row, hashes, indexes))
             if row.parts["split"] == 0:
-                of_kind["test_prefix_leaks"] += any(
-                    relative.last > 0 for relative in splits.relatives(hashes)
-                )
+                relatives = splits.relatives(hashes)
+                of_kind["test_prefix_leaks"] += any(relative.last > 0 for relative in relatives)
                 of_kind["test_first_turn_leaks"] += splits.beginnings[hashes[0]].last > 0
     return breaches, counts
 
@@ -277,12 +272,11 @@ def _breaches(
     ):
         for order, part in row.parts.items():
             index = indexes[order]
-            shared = (
-                index.relatives(hashes) if rule == PREFIX_RULE else [index.beginnings[hashes[0]]]
-            )
-            nearest = min(
-                shared, key=lambda relative: relative.first
-            )  # the row itself is among them
+            shared = [index.beginnings[hashes[0]]]
+            if rule == PREFIX_RULE:
+                shared = index.relatives(hashes)
+            # The row itself is among them.
+            nearest = min(shared, key=lambda relative: relative.first)
             if nearest.first < part:
                 yield row.finding(rule, what.format(part=PARTS[order][nearest.first]), nearest.id)
                 break
@@ -303,12 +297,9 @@ SHINGLES = 2**14
 
 
 def shingle_hashes(words: Sequence[str], size: int) -> npt.NDArray[np.uint64]:
-    """Return the distinct 64-bit hashes of all runs of ``size`` words; of fewer words that of the
-    whole text.
-    """
-    hashes = np.fromiter(
-        (zlib.crc32(word.encode("utf-8", "surrogatepass")) for word in words), np.uint64, len(words)
-    )
+    """Return the distinct 64-bit hashes of all runs of ``size`` words, or of a shorter text."""
+    of_words = [zlib.crc32(word.encode("utf-8", "surrogatepass")) for word in words]
+    hashes = np.array(of_words, np.uint64)
     size = min(size, len(words))
     shingles = np.zeros(len(words) - size + 1 if words else 0, np.uint64)
     for offset in range(size):
@@ -317,9 +308,7 @@ def shingle_hashes(words: Sequence[str], size: int) -> npt.NDArray[np.uint64]:
 
 
 class SimilarTexts:
-    """An index of texts by their signatures; adding and finding take time that does not grow with
-    its size.
-    """
+    """An index of texts by their signatures, whose size adding and finding do not depend on."""
 
     def __init__(self, config: NearDuplicatesConfig) -> None:
         self._similarity, self._words = config.similarity, config.shingle_words
@@ -345,17 +334,15 @@ class SimilarTexts:
     def most_similar(
         self, signature: MinHash, without: Collection[int] = ()
     ) -> tuple[int, float] | None:
-        """Return the text that resembles the signature most, the first of equal ones; None below
-        the limit.
+        """Return the text that resembles the signature most; None below the limit.
 
         It is given by the key that it was added with and its estimated Jaccard similarity.
 
         Args:
             without: Keys of texts that are left out.
         """
-        candidates = sorted(key for key in self._index.query(signature) if key not in without)[
-            :CROWDED
-        ]
+        candidates = [key for key in self._index.query(signature) if key not in without]
+        candidates = sorted(candidates)[:CROWDED]
         if not candidates:
             return None
         hashes = np.stack([self._signatures[key].hashvalues for key in candidates])
@@ -366,9 +353,7 @@ class SimilarTexts:
         return candidates[best], float(similarities[best])
 
     def add(self, key: int, signature: MinHash) -> None:
-        """Add a text under a key that is not taken, unless ``CROWDED`` others share a band with
-        it.
-        """
+        """Add a text under a new key, unless ``CROWDED`` others share a band with it."""
         if len(self._index.query(signature)) < CROWDED:
             self._signatures[key] = signature
             self._index.insert(key, signature, check_duplication=False)
@@ -411,11 +396,8 @@ def near_duplicates(
                     of_ranking.add(row.number)
             else:
                 key, similarity = similar
-                breaches.append(
-                    row.finding(
-                        NEAR_DUPLICATES, "nearly a copy of an earlier row", ids[key], similarity
-                    )
-                )
+                reason = "nearly a copy of an earlier row"
+                breaches.append(row.finding(NEAR_DUPLICATES, reason, ids[key], similarity))
         compared[kind] = len(ids)
     return breaches, compared
 
@@ -425,9 +407,7 @@ SIMILAR_PROMPTS = "no_similar_held_out_prompts"
 
 @dataclass
 class PromptUses:
-    """A distinct prompt: the signature of its text, and the rows that have it by order of parts and
-    part.
-    """
+    """A distinct prompt: its signature, and the rows that have it by order of parts and part."""
 
     id: str
     signature: MinHash
@@ -435,8 +415,7 @@ class PromptUses:
 
 
 def similar_prompts(rows: SetRows, config: NearDuplicatesConfig) -> Iterator[RowFinding]:
-    """Compare every distinct prompt with those of the parts that are held out from its own: splits,
-    users of pairs.
+    """Compare every distinct prompt with those of parts that are held out from its own.
 
     The time is linear in prompts, of which at most ``config.max_rows`` are looked at. Prompts that
     are equal are no matter of this rule: they share a group, and splits are by group.
@@ -449,27 +428,24 @@ def similar_prompts(rows: SetRows, config: NearDuplicatesConfig) -> Iterator[Row
                 continue
             distinct[row.turns] = PromptUses(row.id, signer.signature("\n".join(row.turns)))
         for named_part in row.parts.items():
-            distinct[row.turns].rows.setdefault(named_part, []).append(
-                (row.kind, row.number, row.id)
-            )
+            users = distinct[row.turns].rows.setdefault(named_part, [])
+            users.append((row.kind, row.number, row.id))
     prompts = list(distinct.values())
     for order, parts in PARTS.items():
         index = SimilarTexts(config)
         part_of: dict[int, int] = {}
         for part in range(len(parts)):
-            new_prompts = {
-                key: uses
-                for key, uses in enumerate(prompts)
-                if (order, part) in uses.rows and key not in part_of
-            }
+            new_prompts = {}
+            for key, uses in enumerate(prompts):
+                if (order, part) in uses.rows and key not in part_of:
+                    new_prompts[key] = uses
             for uses in new_prompts.values():
-                if (similar := index.most_similar(uses.signature)) is None:
+                similar = index.most_similar(uses.signature)
+                if similar is None:
                     continue
                 key, similarity = similar
-                reason, other = (
-                    f"the prompt is nearly the same as one of {parts[part_of[key]]}",
-                    prompts[key].id,
-                )
+                reason = f"the prompt is nearly the same as one of {parts[part_of[key]]}"
+                other = prompts[key].id
                 for kind, number, row_id in uses.rows[order, part]:
                     origin = rows.clean[kind].origin(number)
                     named_finding = RowFinding(
@@ -497,8 +473,9 @@ class EvaluationOverlap:
 
 
 class EvaluationIndex:
-    """Evaluation prompts, looked up by runs of words (short ones by their whole text) and by
-    similarity.
+    """Evaluation prompts, looked up by similarity and by runs of words.
+
+    Short ones are looked up by their whole text.
     """
 
     def __init__(self, prompts: Sequence[Sequence[str]], config: NearDuplicatesConfig) -> None:
@@ -514,34 +491,32 @@ class EvaluationIndex:
         self._owners: npt.NDArray[np.int64] = np.concatenate(owners)[order]
 
     def shared_words(self, turns: Sequence[str]) -> int | None:
-        """Return the number of an evaluation prompt with a run of words, or a whole short prompt,
-        in these turns.
+        """Return the number of an evaluation prompt with a run of words in these turns.
+
+        Of a short prompt the whole text counts.
         """
         for text in dict.fromkeys(["\n".join(turns), *turns]):
             hashes = shingle_hashes(split_words(text), RUN_OF_WORDS)
-            left, right = (np.searchsorted(self._runs, hashes, side) for side in ("left", "right"))
+            left = np.searchsorted(self._runs, hashes, "left")
+            right = np.searchsorted(self._runs, hashes, "right")
             owners = self._owners[left[left < right]]
             if len(owners):
                 return int(owners.min())
         return None
 
     def overlap(self, turns: Sequence[str]) -> tuple[int, str, float | None] | None:
-        """Return the number of an evaluation prompt, what these turns have in common with it, and
-        the similarity.
-        """
+        """Return the number of an evaluation prompt like these turns, how they agree, and how much."""
         shared = self.shared_words(turns)
         if shared is not None:
-            return (
-                shared,
-                f"the same text as an evaluation prompt, or {RUN_OF_WORDS} words in a row of one",
-                None,
+            reason = (
+                f"the same text as an evaluation prompt, or {RUN_OF_WORDS} words in a row of one"
             )
+            return shared, reason, None
         similar = self._similar.most_similar(self._similar.signature("\n".join(turns)))
-        return (
-            None
-            if similar is None
-            else (similar[0], "nearly the same as an evaluation prompt", similar[1])
-        )
+        if similar is None:
+            return None
+        number, similarity = similar
+        return number, "nearly the same as an evaluation prompt", similarity
 
 
 def contamination(
@@ -563,9 +538,8 @@ def contamination(
             prompts.append(tuple(turns))
             records.append((source, position))
     index = EvaluationIndex(prompts, config)
-    overlap_of: dict[
-        int, tuple[int, str, float | None] | None
-    ] = {}  # by the hash of the turns: most prompts repeat
+    # By the hash of the turns, since most prompts repeat.
+    overlap_of: dict[int, tuple[int, str, float | None] | None] = {}
     breaches = []
     for kind in rows.clean:
         for clean in rows.of(kind):
@@ -580,9 +554,8 @@ def contamination(
                 number, reason, similarity = overlap
                 source, position = records[number]
                 overlaps[source].met.add(position)
-                breaches.append(
-                    clean.finding(CONTAMINATION, reason, f"{source}:{position}", similarity)
-                )
+                prompt = f"{source}:{position}"
+                breaches.append(clean.finding(CONTAMINATION, reason, prompt, similarity))
     return breaches, list(overlaps.values())
 
 
@@ -625,29 +598,25 @@ def check_set(
     prompted = [kind for kind in filled if "prompt" in CONTENT_FIELDS[kind]]
 
     def add(breaches: Iterable[RowFinding], kinds: Collection[str], *rules: str) -> None:
-        named = [(breach, suites.severity(breach.kind, breach.rule)) for breach in breaches]
-        earlier_findings = [
-            replace(breach, severity=severity) for breach, severity in named if severity is not None
-        ]
-        order = list(dict.fromkeys(breach.rule for breach in earlier_findings))
-        findings.breaches += sorted(
-            earlier_findings,
-            key=lambda breach: (order.index(breach.rule), filled.index(breach.kind)),
-        )
+        asked = []
+        for breach in breaches:
+            severity = suites.severity(breach.kind, breach.rule)
+            if severity is not None:
+                asked.append(replace(breach, severity=severity))
+        order = list(dict.fromkeys(breach.rule for breach in asked))
+        asked.sort(key=lambda breach: (order.index(breach.rule), filled.index(breach.kind)))
+        findings.breaches += asked
         for kind in kinds:
             findings.checked.setdefault(kind, []).extend(rules)
 
     leaked, findings.counts = prefix_leakage(rows)
     add(leaked, prompted, PREFIX_RULE, FIRST_TURN_RULE)
-    severities = {
-        suites.severity(kind, rule)
-        for kind in filled
-        for rule in (NEAR_DUPLICATES, SIMILAR_PROMPTS)
-    }
+    severities = set()
+    for kind in filled:
+        severities |= {suites.severity(kind, rule) for rule in (NEAR_DUPLICATES, SIMILAR_PROMPTS)}
     decides = not severities <= {"warn", None}
-    if config.near_duplicates.searches(
-        max((clean[kind].num_rows for kind in filled), default=0), decides
-    ):
+    most_rows = max((clean[kind].num_rows for kind in filled), default=0)
+    if config.near_duplicates.searches(most_rows, decides):
         given_kinds = [kind for kind in filled if kind not in derived]
         duplicates, compared = near_duplicates(rows, given_kinds, config.near_duplicates)
         add(duplicates, given_kinds, NEAR_DUPLICATES)
@@ -664,8 +633,7 @@ def check_set(
 
 
 def apply_set_rules(validated: Validated, findings: SetFindings) -> None:
-    """Let the expectations decide about what was found, and move the rows that they refuse to the
-    quarantine.
+    """Quarantine the rows that expectations refuse for what was found in the whole set.
 
     Such rows are no bad data: they are ``left_out``, and do not count towards ``max_quarantined``.
     """
@@ -678,6 +646,5 @@ def apply_set_rules(validated: Validated, findings: SetFindings) -> None:
         for rule, of_rows in reasons.items():
             checked.frame[rule] = found_column(len(checked.frame), of_rows)
         verdicts = validated.ask(kind, SET)
-        checked.take(
-            {rule: verdict for rule, verdict in verdicts.items() if rule.name in reasons}, reasons
-        )
+        of_set = {rule: verdict for rule, verdict in verdicts.items() if rule.name in reasons}
+        checked.take(of_set, reasons)

@@ -76,10 +76,11 @@ def column_schema(kind: str) -> pa.Schema:
 
 
 def column_names(kind: str) -> list[str]:
-    """Return the columns that an expectation may name, apart from those of rules about the whole
-    set.
-    """
-    return [*column_schema(kind).names, *([CONTRADICTED_BY] if kind == "preferences" else [])]
+    """Return the columns that an expectation may name, without those of rules about the set."""
+    names = list(column_schema(kind).names)
+    if kind == "preferences":
+        names.append(CONTRADICTED_BY)
+    return names
 
 
 @dataclass(frozen=True, eq=False)
@@ -106,18 +107,17 @@ class SuiteRule:
 
 @dataclass(frozen=True)
 class Suites:
-    """The rules of each kind, in the order in which reasons are listed, and the limits that they
-    name.
-    """
+    """The rules of each kind, in the order of reasons, and the limits that they name."""
 
     rules: Mapping[str, list[SuiteRule]]
     limits: Mapping[str, int]
 
     def severity(self, kind: str, rule: str) -> Severity | None:
-        """Return what becomes of rows of a kind that break a rule; None where no suite asks for
-        it.
-        """
-        return next((r.severity for r in self.rules[kind] if r.name == rule), None)
+        """Return what becomes of rows that break a rule; None where no suite asks for it."""
+        for asked in self.rules[kind]:
+            if asked.name == rule:
+                return asked.severity
+        return None
 
 
 def read_suites(folder: Path, config: ValidateConfig, derived: Collection[str] = ()) -> Suites:
@@ -146,8 +146,10 @@ def read_suites(folder: Path, config: ValidateConfig, derived: Collection[str] =
                 f"{path}: there are no rows of kind '{kind}'; {nearest(kind, ROW_TYPES)}: name a suite KIND.json or "
                 "KIND.ANYTHING.json"
             )
-        read = (_rule(entry, kind, where, config, known) for where, entry in _entries(path))
-        rules[kind] += [rule for rule in read if rule.name != "no_secrets" or config.secrets]
+        for where, entry in _entries(path):
+            rule = _rule(entry, kind, where, config, known)
+            if rule.name != "no_secrets" or config.secrets:
+                rules[kind].append(rule)
     for kind in derived:
         where = "the rules of derived rows"
         expectation = ExpectNoFindings(
@@ -155,11 +157,10 @@ def read_suites(folder: Path, config: ValidateConfig, derived: Collection[str] =
             description=f"{SOURCE_PASSED}: {NOT_DERIVED}",
             meta={"where": where},
         )
-        rules[kind].append(
-            SuiteRule(
-                SOURCE_PASSED, NOT_DERIVED, "refuse", False, where, {SOURCE_PASSED}, expectation
-            )
+        rule = SuiteRule(
+            SOURCE_PASSED, NOT_DERIVED, "refuse", False, where, {SOURCE_PASSED}, expectation
         )
+        rules[kind].append(rule)
     for kind, listed in rules.items():
         _require_needed(folder / f"{kind}.json", kind, listed)
     return Suites(rules, {name: getattr(config, name) for name in LIMITS})
@@ -173,17 +174,15 @@ class _WithoutBytecode(SourceFileLoader):
 
 
 def _load_classes(folder: Path) -> None:
-    """Run the Python files of a folder, whose classes of expectations the library then knows by
-    their names.
+    """Run the Python files of a folder, by which the library knows their expectations.
 
     No bytecode is left beside them: the folder is an input of the stage.
 
     Raises:
         ConfigError: A file cannot be read or raises.
     """
-    logging.getLogger("great_expectations").setLevel(
-        logging.ERROR
-    )  # it warns of a class that is read again
+    # It warns of a class that is read again.
+    logging.getLogger("great_expectations").setLevel(logging.ERROR)
     for path in sorted(folder.glob("*.py")):
         loader = _WithoutBytecode(f"{FOLDER}_{path.stem}", str(path))
         module = ModuleType(loader.name)
@@ -202,11 +201,9 @@ def _entries(path: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
         if not isinstance(entries, list):
             raise TypeError
     except (OSError, ValueError, KeyError, TypeError) as error:
-        about = (
-            f"{error.msg}, line {error.lineno}"
-            if isinstance(error, json.JSONDecodeError)
-            else "no list of them"
-        )
+        about = "no list of them"
+        if isinstance(error, json.JSONDecodeError):
+            about = f"{error.msg}, line {error.lineno}"
         raise ConfigError(
             f"{path} is not a suite of expectations ({about}); write it as JSON with a list 'expectations', or copy "
             "the project's"
@@ -226,17 +223,13 @@ def _rule(
     from great_expectations.expectations.expectation_configuration import ExpectationConfiguration
     from great_expectations.expectations.metadata_types import FailureSeverity
 
-    name, kwargs, meta = (
-        entry["type"],
-        dict(entry.get("kwargs") or {}),
-        dict(entry.get("meta") or {}),
-    )
+    name = entry["type"]
+    kwargs, meta = dict(entry.get("kwargs") or {}), dict(entry.get("meta") or {})
     if name not in known:
         raise ConfigError(f"{where}: there is no expectation '{name}'; {nearest(name, known)}")
     columns = {str(kwargs[key]) for key in ("column", "column_A", "column_B") if key in kwargs}
-    columns |= {
-        str(name) for key in ("column_list", "column_set") for name in kwargs.get(key) or ()
-    }
+    for key in ("column_list", "column_set"):
+        columns.update(map(str, kwargs.get(key) or ()))
     allowed = [*column_names(kind), NOT_DUPLICATE, SOURCE_PASSED, *SET_RULES]
     lacking = sorted(columns - {*allowed})
     if lacking:
@@ -280,8 +273,12 @@ _CONSEQUENCE = {
 
 def _require_needed(path: Path, kind: str, rules: Collection[SuiteRule]) -> None:
     """Refuse suites that let rows through which no stage can train on."""
-    of_dialogues = () if kind == "pretrain" else ("prompt_not_empty", "roles")
-    for name in ("complete", *of_dialogues, *(("margin_finite",) if kind == "preferences" else ())):
+    needed = ["complete"]
+    if kind != "pretrain":
+        needed += ["prompt_not_empty", "roles"]
+    if kind == "preferences":
+        needed.append("margin_finite")
+    for name in needed:
         severities = [rule.severity for rule in rules if rule.name == name]
         if not severities or "warn" in severities:
             what = "must be critical" if severities else "is missing"
@@ -355,8 +352,7 @@ class Checkpoints:
     def run(
         self, kind: str, frame: pd.DataFrame, page: str, where: Callable[[int], str]
     ) -> Verdicts:
-        """Check the rows of a kind by its rules: those whose columns are all there and that were
-        not checked before.
+        """Check the rows of a kind by those of its rules whose columns are there now, each once.
 
         Args:
             page: ``ROWS``, ``COPIES`` or ``SET``: the page of the data docs that shows it.
@@ -365,11 +361,10 @@ class Checkpoints:
         Raises:
             ConfigError: An expectation could not be evaluated.
         """
-        rules = [
-            r
-            for r in self.suites.rules[kind]
-            if r not in self._asked and {*r.columns} <= {*frame.columns}
-        ]
+        rules = []
+        for rule in self.suites.rules[kind]:
+            if rule not in self._asked and {*rule.columns} <= {*frame.columns}:
+                rules.append(rule)
         if not rules:
             return {}
         self._asked.update(rules)
@@ -454,9 +449,7 @@ class Checkpoints:
 
 
 def offline_page(page: str, verdict: str) -> str:
-    """Return a page of the data docs that loads nothing, with the verdict of the data gate above
-    it.
-    """
+    """Return a page of the data docs that loads nothing, below the data gate's verdict."""
     style = STYLE.read_text(encoding="utf-8")
     page = _LOADED.sub("", page).replace("</head>", f"<style>{style}</style></head>", 1)
     banner = f'<p class="verdict">{html.escape(safe_text(verdict))}</p>'
@@ -466,9 +459,7 @@ def offline_page(page: str, verdict: str) -> str:
 def _show(
     outcome: Any, rule: SuiteRule, kind: str, frame: pd.DataFrame, where: Callable[[int], str]
 ) -> None:
-    """Leave in an outcome what the data docs show: the first rows that break the rule, with their
-    text.
-    """
+    """Leave in an outcome what the data docs show: the first rows that break the rule."""
     result = outcome.result
     rows = result.get("unexpected_index_list")
     for name in ("unexpected_list", "unexpected_index_list", "partial_unexpected_index_list"):
@@ -476,13 +467,13 @@ def _show(
     if rows is None:
         observed = result.get("observed_value")
         if isinstance(observed, str | list):
-            result["observed_value"] = html.escape(safe_text(excerpt(str(observed))))
+            shown = safe_text(excerpt(str(observed)))
+            result["observed_value"] = html.escape(shown)
         return
     # The library puts values into its pages as they are.
-    quoted = [
-        html.escape(f"{safe_text(where(row))}: {_text(rule, kind, frame, row)}")
-        for row in rows[:SHOWN_ROWS]
-    ]
+    quoted = []
+    for row in rows[:SHOWN_ROWS]:
+        quoted.append(html.escape(f"{safe_text(where(row))}: {_text(rule, kind, frame, row)}"))
     result |= {
         "partial_unexpected_list": quoted,
         "partial_unexpected_counts": [{"value": s, "count": 1} for s in quoted],
@@ -490,12 +481,13 @@ def _show(
 
 
 def _text(rule: SuiteRule, kind: str, frame: pd.DataFrame, row: int) -> str:
-    """Return the values of a row in the columns of a rule; with a number also the text that it
-    measures.
-    """
+    """Return a row's values in the columns of a rule; with a number also the text it measures."""
     columns = [name for name in frame.columns if name in rule.columns]
-    values: list[Any] = [frame[name].iat[row] for name in columns]
-    text = " | ".join("(null)" if pd.isna(value) else excerpt(str(value)) for value in values)
+    shown = []
+    for name in columns:
+        value: Any = frame[name].iat[row]
+        shown.append("(null)" if pd.isna(value) else excerpt(str(value)))
+    text = " | ".join(shown)
     if "prompt" in frame and not {*columns} & {*CONTENT_FIELDS[kind], "last_turn"}:
         text += f" ({excerpt(str(frame['prompt'].iat[row]))})"
     return safe_text(text)

@@ -87,10 +87,10 @@ class CheckedKind:
 
     @property
     def quarantined_share(self) -> float:
-        """The share of bad rows among all that were read: a cut row counts as bad as often as a
-        checked one.
+        """The share of bad rows among all that were read.
 
-        Rows that are ``left_out`` are in the quarantine, but do not count here.
+        A cut row counts as bad as often as a checked one. Rows that are ``left_out`` are in the
+        quarantine, but do not count here.
         """
         checked = self.raw.num_rows
         read = self.raw_rows + self.cut
@@ -104,9 +104,8 @@ class CheckedKind:
 
     def place(self, row: int) -> str:
         """Return what messages call a row: its file and line, or its id."""
-        return RowFinding(
-            "", self.raw.kind, "", **self.raw.origin(row), id=str(self.frame["id"].iat[row])
-        ).where
+        identity = str(self.frame["id"].iat[row])
+        return RowFinding("", self.raw.kind, "", **self.raw.origin(row), id=identity).where
 
     def passing(self, verdicts: Verdicts) -> npt.NDArray[np.bool_]:
         """Return by row whether it breaks none of the rules that do more than warn."""
@@ -119,8 +118,7 @@ class CheckedKind:
     def take(
         self, verdicts: Verdicts, found: Mapping[str, Mapping[int, str]] | None = None
     ) -> None:
-        """Count the rows that break rules, and quarantine those that a rule refuses, with all their
-        reasons.
+        """Count the rows that break rules, and quarantine those that a rule refuses.
 
         A row that is refused does not count under rules that only warn, nor under those that hold
         by ``mostly``.
@@ -153,10 +151,12 @@ class CheckedKind:
                 refused.setdefault(row, {}).setdefault(rule.name, rule)
         for row, rules in sorted(refused.items()):
             self.failed.update(rules.keys())
-            self.reasons[row] = [
-                found[name][row] if found else rule.reason for name, rule in rules.items()
-            ]
-            self.left_out += found is not None or not any(rule.is_fault for rule in rules.values())
+            if found:
+                self.reasons[row] = [found[name][row] for name in rules]
+            else:
+                self.reasons[row] = [rule.reason for rule in rules.values()]
+            is_fault = any(rule.is_fault for rule in rules.values())
+            self.left_out += found is not None or not is_fault
         for name, of_rule in warned.items():
             if count := len(of_rule - refused.keys()):
                 self.warned[name] += count
@@ -204,24 +204,18 @@ class Validated:
         return {kind: checked.clean for kind, checked in self.kinds.items()}
 
     def ask(self, kind: str, page: str) -> Verdicts:
-        """Ask the expectations of a kind whose columns are there now; see
-        :meth:`Checkpoints.run`.
-        """
+        """Ask the expectations of a kind whose columns are there now."""
         return self.checkpoints.run(kind, self.kinds[kind].frame, page, self.kinds[kind].place)
 
     def quarantine(self) -> Iterator[list[RowFinding]]:
-        """Yield all quarantined rows in parts: those that readers refused, then those that failed,
-        kind by kind.
-        """
+        """Yield all quarantined rows in parts: those that readers refused, then those by kind."""
         yield from read_refused(self.raw.refused)
         for checked in self.kinds.values():
             yield from checked.quarantine()
 
 
 def write_quarantine(path: Path, parts: Iterable[Sequence[RowFinding]]) -> None:
-    """Write ``data/quarantine.parquet``: every refused row with its reasons; an empty file when
-    there is none.
-    """
+    """Write ``data/quarantine.parquet``: every refused row, if any, with its reasons."""
     with TableWriter(path, QUARANTINE_SCHEMA) as writer:
         for rows in parts:
             writer.write(findings_table(rows, QUARANTINE_SCHEMA))
@@ -258,10 +252,8 @@ def validate(raw: RawData, suites: Suites, folder: Path) -> Validated:
             if kind in raw.derived:
                 of_files = np.arange(len(frame)) < raw.of_files.get(kind, 0)
                 has_source = frame["id"].isin(derivable.pop(kind)).to_numpy()
-                lost = np.flatnonzero(~(of_files | has_source))
-                frame[SOURCE_PASSED] = found_column(
-                    len(frame), dict.fromkeys(lost.tolist(), NOT_DERIVED)
-                )
+                lost = np.flatnonzero(~(of_files | has_source)).tolist()
+                frame[SOURCE_PASSED] = found_column(len(frame), dict.fromkeys(lost, NOT_DERIVED))
             verdicts |= result.ask(kind, COPIES)
             _derive_ids(rows, checked.passing(verdicts), derivable)
             checked.take(verdicts)
@@ -269,9 +261,7 @@ def validate(raw: RawData, suites: Suites, folder: Path) -> Validated:
 
 
 def found_column(rows: int, findings: Mapping[int, str]) -> pd.Series:
-    """Return a column with what a rule about the set found of each row, null where it found
-    nothing.
-    """
+    """Return a column with what a rule about the set found of each row, else null."""
     values = np.full(rows, None, dtype=object)
     values[list(findings)] = list(findings.values())
     return pd.Series(values, dtype="str")
@@ -317,12 +307,11 @@ DIGEST = pa.binary(DIGEST_BYTES)
 def read_columns(
     kind: str, tables: Iterable[pa.Table], file: Path
 ) -> tuple[pd.DataFrame, pa.Table]:
-    """Return the columns of rows that arrive in parts, and hashes of each row: see
-    :func:`_digests`.
+    """Return the columns of rows that arrive in parts, and hashes of each row.
 
-    The texts stay in ``file``, which is mapped into memory. Rows are compared with each other by
-    hashes, so that a part is not needed after it was read. ``contradicted_by`` is the id of a pair
-    that is labelled the other way round.
+    See :func:`_digests`. The texts stay in ``file``, which is mapped into memory. Rows are compared
+    with each other by hashes, so that a part is not needed after it was read. ``contradicted_by``
+    is the id of a pair that is labelled the other way round.
     """
     digests: list[pa.Table] = []
 
@@ -336,9 +325,8 @@ def read_columns(
     hashed = pa.concat_tables(digests)
     frame = table.to_pandas(types_mapper={pa.float64(): pd.ArrowDtype(pa.float64())}.get)
     if kind == "preferences":
-        other = pc.index_in(
-            hashed.column("swapped"), value_set=hashed.column("labelled").combine_chunks()
-        )
+        labelled = hashed.column("labelled").combine_chunks()
+        other = pc.index_in(hashed.column("swapped"), value_set=labelled)
         # Of a pair with equal replies the swapped one is the pair itself.
         equal = pc.equal(hashed.column("swapped"), hashed.column("labelled"))
         other = pc.if_else(equal, pa.scalar(None, pa.int32()), other)
@@ -360,9 +348,8 @@ def copies(contents: pa.ChunkedArray, accepted: npt.NDArray[np.bool_]) -> dict[i
         for row in considered[first == considered].tolist():
             original_of.pop(row, None)
         repeated = first != considered
-        original_of |= dict(
-            zip(considered[repeated].tolist(), first[repeated].tolist(), strict=True)
-        )
+        copied = zip(considered[repeated].tolist(), first[repeated].tolist(), strict=True)
+        original_of |= dict(copied)
     return original_of
 
 
@@ -379,9 +366,9 @@ def label_agreement(hashes: pa.Table, margins: Iterable[float | None]) -> dict[s
 
     Returns:
         ``repeated_pairs``: pairs of replies to a prompt with two labels or more;
-            ``contradicted_pairs``: those of them
-        that are labelled both ways; ``label_agreement``: the share of their labels that say what
-        most labels of the pair say, half of a tie. The last is not there where no pair repeats.
+        ``contradicted_pairs``: those of them that are labelled both ways; ``label_agreement``: the
+        share of their labels that say what most labels of the pair say, half of a tie. The last is
+        not there where no pair repeats.
     """
     labels: dict[bytes, list[int]] = {}
     seen: set[int] = set()
@@ -396,7 +383,7 @@ def label_agreement(hashes: pa.Table, margins: Iterable[float | None]) -> dict[s
     counts = {"repeated_pairs": float(len(repeated)), "contradicted_pairs": float(contradicted)}
     if repeated:
         agreeing = sum(max(votes) for votes in repeated)
-        counts["label_agreement"] = agreeing / sum(sum(votes) for votes in repeated)
+        counts["label_agreement"] = agreeing / sum(map(sum, repeated))
     return counts
 
 
@@ -415,31 +402,44 @@ def _columns(kind: str, table: pa.Table) -> pa.Table:
 def _prompt_columns(
     prompt: Sequence[Mapping[str, str | None]] | None,
 ) -> dict[str, str | int | None]:
-    """Return a prompt as people read it, and numbers taken of it; one that is missing has no
-    turns.
+    """Return a prompt as people read it, and numbers taken of it.
+
+    One that is missing has no turns.
     """
-    turns = [(turn["role"] or "", turn["content"] or "") for turn in prompt or () if turn]
-    roles = [role if role in ROLES else f"<{role}>" for role, _ in turns]
-    blank = [
-        content for role, content in turns if role != "system" and not has_visible_text(content)
-    ]
-    shown = "\n\n".join(f"{role}: {content}" for role, content in turns)
+    turns = []
+    for turn in prompt or ():
+        if turn:
+            turns.append((turn["role"] or "", turn["content"] or ""))
+    roles = []
+    shown = []
+    blank_turns = prompt_chars = 0
+    for role, content in turns:
+        roles.append(role if role in ROLES else f"<{role}>")
+        shown.append(f"{role}: {content}")
+        prompt_chars += len(content)
+        if role != "system" and not has_visible_text(content):
+            blank_turns += 1
+    last_turn = ""
+    if turns:
+        _, last_turn = turns[-1]
+    else:
+        blank_turns = 1
     return {
-        "prompt": None if prompt is None else shown,
+        "prompt": None if prompt is None else "\n\n".join(shown),
         "roles": " ".join(roles),
         "turns": len(turns),
-        "prompt_chars": sum(len(content) for _, content in turns),
-        "blank_turns": len(blank) if turns else 1,
-        "last_turn": turns[-1][1] if turns else "",
+        "prompt_chars": prompt_chars,
+        "blank_turns": blank_turns,
+        "last_turn": last_turn,
     }
 
 
 def _digests(kind: str, columns: pa.Table) -> pa.Table:
-    """Return 128-bit hashes of the content of rows; of pairs also as they are labelled, and the
-    other way round.
+    """Return 128-bit hashes of the content of rows.
 
-    For the label, texts that differ in white space or invisible characters alone count as equal.
-    Two of a billion contents have the same hash with a probability of about 1e-21.
+    Pairs have two more, as they are labelled and the other way round. For the label, texts that
+    differ in white space or invisible characters alone count as equal. Two of a billion contents
+    have the same hash with a probability of about 1e-21.
     """
     texts = (pc.fill_null(columns.column(name), "").to_pylist() for name in CONTENT_FIELDS[kind])
     contents = list(zip(*texts, strict=True))

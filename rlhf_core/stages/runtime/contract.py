@@ -25,7 +25,9 @@ class Paths(dict[str, Path]):
 
 @dataclass(frozen=True)
 class Stage(Generic[Config]):
-    """One stage of the pipeline. dvc.yaml lists the same paths; a contract test compares the two.
+    """One stage of the pipeline.
+
+    dvc.yaml lists the same paths; a contract test compares the two.
 
     Attributes:
         config: The model that checks its section.
@@ -33,7 +35,7 @@ class Stage(Generic[Config]):
         run: Called with the parameters, input paths, output paths and the run's context; returns
             metrics. It writes the outputs.
         inputs: Paths relative to the workspace, by the names that ``run`` uses.
-        outputs: The same of what ``run`` writes.
+        outputs: The paths that ``run`` writes, likewise.
         optional_inputs: Names of inputs that may be missing on disk.
         method: Of the stage ``ppo``, the ``policy.method`` by which it trains the policy.
     """

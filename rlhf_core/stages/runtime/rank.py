@@ -39,8 +39,9 @@ def main(name: str, workspace: str, parent: str) -> int:
 
 
 def _die_with(parent: int) -> None:
-    """A rank in a collective sleeps in C++, where only SIGKILL reaches it; the kernel sends it when
-    the parent dies.
+    """Have the kernel kill this process when ``parent`` dies.
+
+    A rank in a collective sleeps in C++, where only SIGKILL reaches it.
     """
     prctl = getattr(ctypes.CDLL(None), "prctl", None)
     if prctl is not None:

@@ -1,6 +1,4 @@
-"""Runs one stage in a workspace: checks parameters and inputs, gives it paths and a context,
-records the outcome.
-"""
+"""One stage run in a workspace: its parameters and inputs checked, its outcome recorded."""
 
 from __future__ import annotations
 
@@ -21,9 +19,10 @@ from typing import Any, get_args
 
 from rlhf_core.config import yaml_text
 from rlhf_core.config.base import is_pretrained
-from rlhf_core.config.loading import Params, load_params, load_section
+from rlhf_core.config.loading import load_params, load_section
 from rlhf_core.config.model import StageConfig
 from rlhf_core.config.operations import LaunchConfig, Trained
+from rlhf_core.config.params import Params
 from rlhf_core.config.policy import Method
 from rlhf_core.config.problems import nearest
 from rlhf_core.config.rates import with_chosen_rates
@@ -69,7 +68,7 @@ STAGES = (
 
 
 def load_stage(name: str, method: Method = "ppo") -> Stage[Any]:
-    """The stage called ``name``; ``ConfigError`` with the nearest name when there is none.
+    """Return the stage called ``name``; an unknown name is a ``ConfigError``.
 
     Args:
         name: One of :data:`STAGES`.
@@ -154,9 +153,7 @@ def _run(name: str, workspace: Path, preemption: PreemptionSignal) -> dict[str, 
         # state.
         write_tracked_files(workspace, params.ppo.reward.sources)
     inputs = _inputs(stage, workspace, outputs_of(params.left_out))
-    launches: dict[str, LaunchConfig] = {
-        str(key): value for key, value in params.compute.launch.items()
-    }
+    launches = {str(key): value for key, value in params.compute.launch.items()}
     launch = launches.get(name, LaunchConfig())
     if launch.ranks > 1 and not launcher.is_rank():
         launcher.launch(name, workspace, launch, workspace / OUTCOMES, preemption)
@@ -229,40 +226,31 @@ def _run_alone(run: _StageRun) -> dict[str, Any]:
 
 
 def named_parameters(stage: Stage[Any], config: StageConfig) -> dict[str, Any]:
-    """The settings of a stage under the names that params.yaml has for them, such as ``ppo.lr`` and
-    ``seed``.
-    """
+    """Return the settings of a stage by their paths in params.yaml, such as ``ppo.lr``."""
     outside = {"seed", *stage.beside}
-    values = flatten(config.model_dump(mode="json"))
-    return {
-        name if name.partition(".")[0] in outside else f"{stage.section}.{name}": value
-        for name, value in values.items()
-    }
+    named = {}
+    for name, value in flatten(config.model_dump(mode="json")).items():
+        path = name if name.partition(".")[0] in outside else f"{stage.section}.{name}"
+        named[path] = value
+    return named
 
 
 def data_inputs(stage: Stage[Any], workspace: Path) -> dict[str, dict[str, str]]:
-    """The folders of rows that a stage reads, with the hashes that dvc.lock has for them; none
-    without one.
-    """
+    """Return the folders of rows that a stage reads, with their hashes in dvc.lock."""
     lock = workspace / "dvc.lock"
     paths = [path for path in stage.inputs.values() if path in DATA_FOLDERS]
     recorded = recorded_outputs(lock) if paths and lock.is_file() else {}
     context = "evaluation" if stage.name == "evaluate" else "training"
-    return {
-        path: {
-            "digest": recorded[path],
-            "uri": (workspace.resolve() / path).as_uri(),
-            "context": context,
-        }
-        for path in paths
-        if recorded.get(path)
-    }
+    described = {}
+    for path in paths:
+        if recorded.get(path):
+            uri = (workspace.resolve() / path).as_uri()
+            described[path] = {"digest": recorded[path], "uri": uri, "context": context}
+    return described
 
 
 def _checkpoint_store(run: _StageRun, work: Path) -> CheckpointStore | None:
-    """The store for a training stage's checkpoints, if there is one. Partial state that only it has
-    is fetched.
-    """
+    """Open the store for a training stage's checkpoints, if any, and fetch newer ones from it."""
     url = run.params.checkpoints.store
     if url is None or run.stage.name not in get_args(Trained):
         return None
@@ -282,9 +270,13 @@ def _run_on_other_rank(run: _StageRun) -> dict[str, Any]:
     with scratch_folder(f"rlhf-{stage.name}-") as scratch:
         outputs, work = _outputs(stage, scratch), scratch / "work"
         context = RunContext(
-            work, preemption=run.preemption, launch=run.launch, folder=run.workspace, tokens=run.workspace / TOKENS,
+            work,
+            preemption=run.preemption,
+            launch=run.launch,
+            folder=run.workspace,
+            tokens=run.workspace / TOKENS,
             named_by_content=True,
-        )  # fmt: skip
+        )
         try:
             return dict(stage.run(run.config, run.inputs, outputs, context))
         except NonzeroRankReleased:
@@ -299,21 +291,18 @@ def _outputs(stage: Stage[Any], root: Path) -> Paths:
 
 
 def outputs_of(stages: Collection[str]) -> frozenset[str]:
-    """The paths that these stages write, as the recipe has them: to import the stages would take
-    seconds.
-    """
+    """Return the paths that these stages write, by the recipe: importing them takes seconds."""
     if not stages:
         return frozenset()
     recipe = yaml_text.plain(yaml_text.read(recipe_folder() / "dvc.yaml"))["stages"]
-    return frozenset(
-        path for name in stages for key in ("outs", "plots") for path in recipe[name].get(key, ())
-    )
+    paths: set[str] = set()
+    for name in stages:
+        paths.update(recipe[name].get("outs", ()), recipe[name].get("plots", ()))
+    return frozenset(paths)
 
 
 def _inputs(stage: Stage[Any], workspace: Path, absent: Collection[str] = ()) -> Paths:
-    """The paths of the stage's inputs by name, but for those that are ``absent`` by the
-    settings.
-    """
+    """Return the paths of a stage's inputs by name, without those that the settings rule out."""
     present = {key: path for key, path in stage.inputs.items() if path not in absent}
     for key, path in present.items():
         if key not in stage.optional_inputs and not (workspace / path).exists():
@@ -325,24 +314,19 @@ def _inputs(stage: Stage[Any], workspace: Path, absent: Collection[str] = ()) ->
 
 
 def work_key(run: _StageRun) -> str:
-    """Key of a stage's partial state: a hash of its parameters, its inputs' contents and its
-    code.
-    """
-    stage, inputs = run.stage, sorted(run.inputs.items())
+    """Return the key of a partial state: a hash of parameters, contents of inputs, and code."""
+    name, inputs = run.stage.name, sorted(run.inputs.items())
+    fingerprints = remembered_fingerprints(run.workspace, [name], run.params.policy.method)
     parts = {
         "config": run.config.model_dump(mode="json"),
         "inputs": {key: sha256_tree(path) for key, path in inputs if path.exists()},
-        "code": remembered_fingerprints(run.workspace, [stage.name], run.params.policy.method)[
-            stage.name
-        ],
+        "code": fingerprints[name],
     }
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:16]
 
 
 def _record(metrics: Mapping[str, Any], outputs: Paths, tracker: Tracker) -> None:
-    """Log the stage's metrics and files; a metrics file that the stage has not written is written
-    here.
-    """
+    """Log the stage's metrics and files, and write the metrics file if the stage has not."""
     if "metrics" in outputs and not outputs["metrics"].exists():
         atomic_write_json(outputs["metrics"], metrics)
     tracker.log_metrics(results(metrics))
@@ -371,11 +355,13 @@ def _interruptible() -> Iterator[None]:
 
 
 def workspace_root(given: Path | None = None) -> Path:
-    """Return the workspace ``given`` or of ``RLHF_WORKSPACE``, else the nearest one at or above the
-    current folder.
+    """Return the workspace that is named, else the nearest one at or above the current folder.
+
+    Args:
+        given: The folder; by default the one in the variable ``RLHF_WORKSPACE``.
 
     Raises:
-        RlhfError: the folder that was named has no params.yaml, or there is none at or above the
+        RlhfError: The folder that was named has no params.yaml, or there is none at or above the
             current folder.
     """
     named = given or os.environ.get("RLHF_WORKSPACE")

@@ -1,6 +1,4 @@
-"""Threads and memory of a process of a workspace: how many, how they wait, and what is given
-back.
-"""
+"""Threads and memory of a workspace's process: how many, how they wait, what is given back."""
 
 from __future__ import annotations
 
@@ -22,8 +20,9 @@ SPIN_ROUNDS = 5000
 
 
 def limit_threads(compute: ComputeConfig, parallel: int) -> None:
-    """Tell OpenMP, the tokenizers and the GPU's allocator before they are loaded. An explicit
-    setting of the environment wins.
+    """Set up OpenMP, the tokenizers and the GPU's allocator before they are loaded.
+
+    What the environment sets already stays.
 
     Args:
         compute: Has the number of threads, and whether they spin.
@@ -78,8 +77,9 @@ ONEDNN_VARIABLES = ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "DNNL_PRIMITIVE_CACHE_CAP
 
 
 def return_freed_memory() -> None:
-    """Keep this process from growing over batches of many shapes, by settings of its allocator and
-    of oneDNN.
+    """Keep this process from growing over batches of many shapes.
+
+    Settings of the allocator and of oneDNN see to it.
 
     glibc raises the size from which blocks are mapped on their own to 32 MiB with the first large
     block that is freed. Activations then share a heap, which small blocks between them keep from

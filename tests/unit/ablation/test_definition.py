@@ -16,7 +16,8 @@ from benchmarks.ablation.verdicts import (
     judge_claims,
 )
 from rlhf_core.config import yaml_text
-from rlhf_core.config.loading import check_params, merge, overridden
+from rlhf_core.config.loading import check_params
+from rlhf_core.config.profiles import merge, overridden
 from rlhf_core.errors import ConfigError
 from rlhf_core.storage.files import flatten
 

@@ -17,7 +17,8 @@ from validation_rows import collect_files
 from rlhf_core.cli import app
 from rlhf_core.config.base import BaseConfig
 from rlhf_core.config.data import FileSources, ReadOptions
-from rlhf_core.config.loading import check_params, parse_assignment
+from rlhf_core.config.loading import check_params
+from rlhf_core.config.profiles import parse_assignment
 from rlhf_core.data.inspection.describe import (
     TokenLimit,
     TokenLimits,

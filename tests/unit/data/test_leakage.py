@@ -17,7 +17,8 @@ from validation_rows import dialogue, make_row, memory_rows, origins_of, row, se
 
 from rlhf_core.config import yaml_text
 from rlhf_core.config.data import NearDuplicatesConfig, ValidateConfig
-from rlhf_core.config.loading import check_params, rebase_sources
+from rlhf_core.config.loading import check_params
+from rlhf_core.config.paths import rebase_sources
 from rlhf_core.data.collection.raw_folder import RawData
 from rlhf_core.data.collection.sources import read_sources
 from rlhf_core.data.schema import PairUser

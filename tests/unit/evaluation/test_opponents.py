@@ -12,7 +12,7 @@ from pydantic import ValidationError
 
 from rlhf_core.config import yaml_text
 from rlhf_core.config.evaluation import EvaluateConfig, OpponentConfig
-from rlhf_core.config.loading import rebase_sources
+from rlhf_core.config.paths import rebase_sources
 from rlhf_core.data.schema import Prompt
 from rlhf_core.errors import DataError
 from rlhf_core.evaluation.comparisons.comparison import compare, compare_outcomes, outcomes

@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 
 from rlhf_core.config.data import ValidateConfig
-from rlhf_core.config.loading import Params, check_params
+from rlhf_core.config.loading import check_params
+from rlhf_core.config.params import Params
 from rlhf_core.config.recipe import profiles_of, recipe_folder
 from rlhf_core.config.yaml_text import plain, read
 from rlhf_core.evaluation.remedies import REMEDIES, remedy_for

@@ -14,7 +14,7 @@ from pydantic import TypeAdapter
 
 from rlhf_core.config import yaml_text
 from rlhf_core.config.evaluation import EvaluateConfig
-from rlhf_core.config.loading import rebase_sources
+from rlhf_core.config.paths import rebase_sources
 from rlhf_core.config.reward_sources import DEFAULT_SOURCES, RewardSources
 from rlhf_core.data.collection.sources import read_sources
 from rlhf_core.fingerprint.tracked_files import (

@@ -24,7 +24,8 @@ from flows.prefect_server.monitor import ServiceMonitor
 from flows.prefect_server.pools import PROCESS_VARIABLES, check_requests, ensure_pool
 from flows.prefect_server.services import Services
 from flows.workspace import record_services
-from rlhf_core.config.loading import Params, check_params
+from rlhf_core.config.loading import check_params
+from rlhf_core.config.params import Params
 from rlhf_core.errors import ConfigError, RlhfError
 
 

@@ -20,7 +20,9 @@ from flows.dvc_repo.recipe import check_recipe, tracked_params
 from flows.registry import stored_models
 from rlhf_core.config import yaml_text
 from rlhf_core.config.data import ValidateConfig
-from rlhf_core.config.loading import Params, check_params, load_params, merge
+from rlhf_core.config.loading import check_params, load_params
+from rlhf_core.config.params import Params
+from rlhf_core.config.profiles import merge
 from rlhf_core.errors import ConfigError
 from rlhf_core.stages import collect, evaluate, validate
 

@@ -28,7 +28,7 @@ from flows.registry.decisions import PromotionDecision
 from flows.registry.match import decided_by
 from flows.stage import StageOutcome
 from flows.workspace import record_services
-from rlhf_core.config.loading import profiles
+from rlhf_core.config.profiles import profiles
 from rlhf_core.config.recipe import profiles_of, recipe_folder
 from rlhf_core.errors import EXIT_GATE_FAILED, EXIT_TRAINING_PAUSED, EXIT_USER_ERROR, RlhfError
 from rlhf_core.evaluation.promotion import win_rate_criteria

@@ -7,7 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.random_models import Subject
-from rlhf_core.config.loading import Params, check_params
+from rlhf_core.config.loading import check_params
+from rlhf_core.config.params import Params
 from rlhf_extras.memory.architecture import Architecture, starting_architecture
 from rlhf_extras.memory.sequence_lengths import lengths_from_limits
 from rlhf_extras.memory.stages import EstimateInputs

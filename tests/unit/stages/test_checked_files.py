@@ -17,7 +17,7 @@ from typer.testing import CliRunner
 from rlhf_core.cli import app
 from rlhf_core.commands import data as data_commands
 from rlhf_core.config.data import FileSources, ReadOptions, ValidateConfig
-from rlhf_core.config.loading import Params
+from rlhf_core.config.params import Params
 from rlhf_core.config.recipe import recipe_folder
 from rlhf_core.data.collection.sources import best_kind, source_files, sources_by_kind
 from rlhf_core.errors import DataError, RlhfError

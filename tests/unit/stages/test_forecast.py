@@ -16,7 +16,9 @@ from flows.cli import app
 from flows.commands.doctor import pair_checks
 from rlhf_core.config import yaml_text
 from rlhf_core.config.data import CollectConfig, DataSource, FileSources, SplitConfig
-from rlhf_core.config.loading import PARAMS_FILE, Params, check_params, overlaid, overlays_of
+from rlhf_core.config.loading import PARAMS_FILE, check_params
+from rlhf_core.config.params import Params
+from rlhf_core.config.profiles import overlaid, overlays_of
 from rlhf_core.config.recipe import profiles_of, recipe_folder
 from rlhf_core.data.pair_counts import PairLengths
 from rlhf_core.data.schema import Message, Preference, write_rows

@@ -18,8 +18,10 @@ from rlhf_core.api.checker import Checker
 from rlhf_core.config import yaml_text
 from rlhf_core.config.data import CollectConfig, FileSources, ValidateConfig
 from rlhf_core.config.evaluation import EvaluateConfig
-from rlhf_core.config.loading import Params, check_params, merge, overridden
+from rlhf_core.config.loading import check_params
 from rlhf_core.config.operations import RegistryConfig
+from rlhf_core.config.params import Params
+from rlhf_core.config.profiles import merge, overridden
 from rlhf_core.config.reward_sources import FunctionSource
 from rlhf_core.data.collection.rows import read_records
 from rlhf_core.data.row_counts import Record
