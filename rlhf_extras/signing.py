@@ -25,7 +25,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from flows.registry.aliases import CONTENT_TAG, SIGNED_TAGS, versions
+from flows.registry.client import CONTENT_TAG, SIGNED_TAGS, versions
 from flows.registry.policies import KEY_VARIABLE
 from flows.registry.stored_models import REMEDY, own_package, package_digest, stored_sampling
 from rlhf_core.config.loading import load_section

@@ -51,7 +51,7 @@ def predecessor(given: str) -> Predecessor:
     Raises:
         RlhfError: There is no such workspace or version, or its files are not the registered ones.
     """
-    from flows.registry.aliases import CHAMPION
+    from flows.registry.client import CHAMPION
     from flows.registry.stored_models import policy_with_alias, verified_folder
 
     name, _, alias = given.rpartition("@") if "@" in Path(given).name else (given, "", CHAMPION)

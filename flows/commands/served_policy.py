@@ -7,8 +7,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from flows.registry.aliases import CHAMPION, get_version
-from flows.registry.client import connect
+from flows.registry.client import CHAMPION, connect, get_version
 from flows.registry.evidence import TrainingSource, source_of_version, source_of_workspace
 from flows.registry.promote import promotion_obstacle
 from flows.registry.stored_models import (
