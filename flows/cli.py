@@ -393,13 +393,13 @@ def status(workspace: Workspace = NEAREST, as_json: JsonOption = False) -> None:
     """
     with busy("reading stages, runs and models"):
         from flows.commands.status import status as describe
-        from flows.commands.text import fitted, without_secrets
+        from flows.commands.text import print_screen, terminal_columns, without_secrets
 
         state = describe(workspace)
     if as_json:
         print_json(without_secrets(state.as_dict()))
     else:
-        typer.echo(fitted(redacted(state.as_text())))
+        print_screen(state.as_text(terminal_columns()))
 
 
 @app.command()
@@ -431,8 +431,8 @@ def doctor(workspace: AnyFolder = None, as_json: JsonOption = False) -> None:
         from dataclasses import asdict
 
         from flows.commands.doctor import doctor as check
-        from flows.commands.doctor import doctor_text, failures
-        from flows.commands.text import fitted, without_secrets
+        from flows.commands.doctor import doctor_rows, failures
+        from flows.commands.text import print_rows, without_secrets
         from flows.workspace import find_workspace
 
         try:
@@ -440,15 +440,13 @@ def doctor(workspace: AnyFolder = None, as_json: JsonOption = False) -> None:
         except RlhfError:
             folder = workspace  # the machine is checked all the same, and the report says that there is no workspace
         results = check(folder)
+    failed = failures(results)
     if as_json:
-        print_json(
-            without_secrets(
-                {"checks": [asdict(result) for result in results], "failed": failures(results)}
-            )
-        )
+        checks = [asdict(result) for result in results]
+        print_json(without_secrets({"checks": checks, "failed": failed}))
     else:
-        typer.echo(fitted(redacted(doctor_text(results))))
-    raise typer.Exit(EXIT_USER_ERROR if failures(results) else EXIT_OK)
+        print_rows(doctor_rows(results))
+    raise typer.Exit(EXIT_USER_ERROR if failed else EXIT_OK)
 
 
 over_core = typer.Typer()  # added after the core's commands, of which its own take the place
