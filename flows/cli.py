@@ -1,6 +1,4 @@
-"""The ``rlhf`` command line: operating the pipeline, and the core's own commands. Heavy imports are
-deferred.
-"""
+"""The ``rlhf`` command line: the pipeline and the core's commands, with heavy imports deferred."""
 
 from __future__ import annotations
 
@@ -486,9 +484,7 @@ def report(
 @over_core.command()
 @wraps(core.stage)
 def stage(name: str, workspace: Path | None = None) -> None:
-    """Run the core's command; where data is amiss while another command has the workspace, name
-    that one too.
-    """
+    """Run the core's command; if data are amiss, name another command that has the workspace."""
     try:
         core.stage(name, workspace)
     except DataError as error:
@@ -532,9 +528,7 @@ app.add_typer(over_core)
 
 
 def main() -> None:
-    """Run the command line: an error is printed as a message, with a traceback only under
-    ``--debug``.
-    """
+    """Run the command line, which prints errors as messages, with a traceback under ``--debug``."""
     debug = DEBUG in sys.argv
     arguments = [argument for argument in sys.argv[1:] if argument != DEBUG]
     try:
@@ -556,8 +550,7 @@ def main() -> None:
 
 
 def _check_streams() -> None:
-    """Take the places of standard streams that are closed, where the next file that is opened would
-    be written over.
+    """Fill the places of closed standard streams, which the next opened file would take.
 
     Raises:
         OSError: Standard output is closed.

@@ -45,9 +45,7 @@ def about_version(
 
 
 def about_folder(folder: Path) -> tuple[str, ...]:
-    """Return lines that say which model lies in ``folder`` and what its workspace trained on, if it
-    lies in one.
-    """
+    """Return lines that say which model lies in ``folder``, and what it was trained on if known."""
     config, own = folder / "config.json", _workspace_of(folder)
     written = (
         f", written {datetime.fromtimestamp(config.stat().st_mtime):%Y-%m-%d %H:%M}"
@@ -78,8 +76,7 @@ def _training(source: TrainingSource | None, verb: str = "trained on") -> tuple[
 
 @dataclass(frozen=True)
 class ServedSource:
-    """The source of a policy to serve or to talk to, and lines that say what it is and what it was
-    trained on.
+    """The source of a policy to serve or to talk to, and lines that say what it is.
 
     ``moves`` if another revision may be served later.
 

@@ -214,8 +214,7 @@ def trial_workspace(base: Path, profile: str | None, sets: Sequence[str]) -> Pat
 
 
 def _own_model_names(base: Path, profile: str | None, trial: str, folder: Path) -> list[str]:
-    """Overrides that name the registered models of a trial: ``rlhf-policy-TRIAL`` for
-    ``rlhf-policy``.
+    """Overrides that name the models of a trial: ``rlhf-policy-TRIAL`` for ``rlhf-policy``.
 
     A trial that exists keeps the names it has, and so its champion.
     """

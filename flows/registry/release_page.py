@@ -395,8 +395,7 @@ def _kept_notes(workspace: Path) -> RunNotes | None:
 def try_release_page(
     workspace: Path, notes: RunNotes | None = None, *, write: bool = True
 ) -> tuple[ReleaseDecision, str]:
-    """Write the page; return what it says, and why it could not be brought up to date (empty if it
-    could).
+    """Write the page; return what it says, and why it could not be written, empty if it was.
 
     Args:
         write: False leaves the page as it is.

@@ -243,8 +243,7 @@ LABEL_STUDIO_CONFIG = """\
 
 
 def write_forms(pairs: Sequence[AnnotationPair], folder: Path) -> list[Path]:
-    """Write ``pairs.jsonl``, ``pairs.csv``, ``label_studio_tasks.json`` and
-    ``label_studio_config.xml``.
+    """Write the pairs as JSON lines, as CSV, and as tasks and configuration for Label Studio.
 
     They hold nothing about who wrote a reply, what chose the pair, or its category.
     """
