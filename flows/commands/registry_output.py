@@ -111,13 +111,12 @@ def history_rows(state: ReleaseState) -> list[Row]:
             about = f"version {entry['decided_on']}" if entry["decided_on"] else "versions"
         when = str(entry["time"])[:19].replace("T", " ")
         who = printed_line(str(entry["who"] or "unknown"))
-        number = str(entry["number"])
-        rows.append((number, f"{when} UTC  {who}  {entry['action']}: {about}"))
-        rows.append((number, f"why: {printed_line(str(entry['reason']))}"))
+        rows.append((str(entry["number"]), f"{when} UTC  {who}  {entry['action']}: {about}"))
+        rows.append(("", f"why: {printed_line(str(entry['reason']))}"))
         if entry["decision"]:
             report = report_name(entry["decision"], entry["id"])
             attached = f"attached to the run that registered version {entry['decided_on']}"
-            rows.append((number, f"evidence: {report}, {attached}"))
+            rows.append(("", f"evidence: {report}, {attached}"))
     if state.recorded_champion != state.champion:
         moved = (
             f"the champion is {version_words(state.champion)}, but the history ends with "

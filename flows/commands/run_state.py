@@ -12,7 +12,14 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from flows.commands.text import Row, format_metrics, format_seconds, plain_number, print_rows
+from flows.commands.text import (
+    Row,
+    format_metrics,
+    format_seconds,
+    labelled_once,
+    plain_number,
+    print_rows,
+)
 from flows.pipeline.events import (
     COMPLETED,
     FAILED_STATES,
@@ -384,7 +391,7 @@ def summary(state: RunState, total: float) -> list[str]:
 
 def verdict_rows(verdict: RunVerdict, workspace: Path, told: str = "") -> list[Row]:
     """Return the facts of a verdict, then its report and the command to type next."""
-    rows: list[Row] = [*verdict_facts(verdict, told)]
+    rows = labelled_once(verdict_facts(verdict, told))
     if verdict.report:
         rows.append(("report", display_path(workspace / verdict.report)))
     release = verdict.release

@@ -112,12 +112,10 @@ def marked_table(
     columns: Sequence[str | Column], rows: Iterable[tuple[bool, str, str, str]]
 ) -> Padding:
     """Return a table of what was required; the first entry of a row says whether it holds."""
-    table = Table("", box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="dim")
+    shown = [Column("")]
     for column in columns:
-        if isinstance(column, str):
-            table.add_column(column, overflow="fold")
-        else:
-            table.columns.append(column)
+        shown.append(Column(column, overflow="fold") if isinstance(column, str) else column)
+    table = Table(*shown, box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="dim")
     for holds, *cells in rows:
         mark = Text("ok", style="green") if holds else Text("FAIL", style="bold red")
         table.add_row(mark, *cells)
@@ -133,7 +131,7 @@ def aligned(
 ) -> Text:
     """Return rows as lines whose texts stand beneath each other, without secrets.
 
-    A label that repeats is written once. Words are never cut.
+    Words are never cut.
 
     Args:
         width: The columns of a terminal: a longer text goes on beneath its beginning. None leaves
@@ -143,13 +141,10 @@ def aligned(
     rows = list(rows)
     room = max((len(label) for label, _ in rows if label is not None), default=0)
     lines = []
-    before: str | None = None
     for label, text in rows:
         head = indent
         if label is not None:
-            shown = "" if label == before else label
-            head += f"{shown:<{room}}{INDENT}"
-        before = label
+            head += f"{label:<{room}}{INDENT}"
         margin = len(head)
         if label is None or (width is not None and margin > width // 2):
             margin = len(indent) + len(INDENT)
@@ -160,6 +155,17 @@ def aligned(
                 lines.append(Text.assemble((start, "dim"), (line[len(head) :].rstrip(), style)))
                 head = " " * margin
     return Text("\n").join(lines)
+
+
+def labelled_once(rows: Iterable[Row]) -> list[Row]:
+    """Return rows in which only the first of those with the same label has it."""
+    shown: list[Row] = []
+    before: str | None = None
+    for label, text in rows:
+        repeats = label is not None and label == before
+        shown.append(("" if repeats else label, text))
+        before = label
+    return shown
 
 
 def unlabelled(lines: Iterable[str]) -> list[Row]:

@@ -22,7 +22,7 @@ from flows.commands.status import (
     stages_status,
     status,
 )
-from flows.commands.text import Row, aligned, format_age
+from flows.commands.text import Row, aligned, format_age, labelled_once
 from flows.pipeline import events
 from flows.pipeline.verdict import RunVerdict
 from flows.registry.stored_models import describe_stopped_policy
@@ -287,7 +287,7 @@ def test_a_text_goes_on_beneath_its_beginning(row: Row, wrapped: str) -> None:
 
 def test_labels_stand_beneath_each_other_once() -> None:
     rows: list[Row] = [(None, "a note"), ("to do", "one"), ("to do", "two"), ("KL", "3")]
-    assert aligned(rows).plain == "a note\nto do  one\n       two\nKL     3"
+    assert aligned(labelled_once(rows)).plain == "a note\nto do  one\n       two\nKL     3"
 
 
 def test_a_screen_shows_no_password() -> None:
