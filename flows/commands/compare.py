@@ -221,7 +221,8 @@ def sampled_tokens(history: Iterable[Values], method: Method, ppo: Values) -> in
 
 def _seconds(rows: Iterable[Values]) -> float | None:
     """The time of a history: supervised rows carry the total so far, iterations their parts."""
-    totals, parts = [], []
+    totals: list[float] = []
+    parts: list[float] = []
     for row in rows:
         for name, value in row.items():
             if name == "seconds":

@@ -158,11 +158,15 @@ def _accuracy(reward: Mapping[str, Any]) -> str:
 
 
 def _perplexity(sft: Mapping[str, Any]) -> str:
-    return sft.get("reason") or f"perplexity {plain_number(sft['perplexity'])}{_too_long(sft)}"
+    if sft.get("reason"):
+        return str(sft["reason"])
+    return f"perplexity {plain_number(sft['perplexity'])}{_too_long(sft)}"
 
 
 def _explained_variance(critic: Mapping[str, Any]) -> str:
-    return critic.get("reason") or f"explained variance {critic['explained_variance']:.2f}"
+    if critic.get("reason"):
+        return str(critic["reason"])
+    return f"explained variance {critic['explained_variance']:.2f}"
 
 
 def _win_rates(evaluation: Mapping[str, Any]) -> str:

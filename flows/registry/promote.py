@@ -99,7 +99,7 @@ def match_question(
     else:
         judge = [source.model_dump(mode="json") for source in params.ppo.reward.sources]
         judge += code_lines(workspace, params.ppo.reward.sources)
-    question = {
+    question: dict[str, Any] = {
         "challenger": challenger.tags[CONTENT_TAG],
         "champion": champion.tags[CONTENT_TAG],
         "prompts": recorded_hash(workspace, "data/clean"),
@@ -158,7 +158,8 @@ def decided_by(
     judges = match.get("comparison") or {}
     if not judges:
         return False, "no judge has compared them"
-    short, rates = [], []
+    short: list[str] = []
+    rates: list[str] = []
     for name, result in sorted(judges.items()):
         rate, low = result["win_rate"], result["win_rate_low95"]
         if rate is None or low is None:  # null is what was not finite
