@@ -1,6 +1,4 @@
-"""The ``rlhf`` command line: operating the pipeline, and the core's own commands. Heavy imports are
-deferred.
-"""
+"""The ``rlhf`` command line: the pipeline and the core's commands, with heavy imports deferred."""
 
 from __future__ import annotations
 
@@ -393,13 +391,13 @@ def status(workspace: Workspace = NEAREST, as_json: JsonOption = False) -> None:
     """
     with busy("reading stages, runs and models"):
         from flows.commands.status import status as describe
-        from flows.commands.text import fitted, without_secrets
+        from flows.commands.text import print_screen, terminal_columns, without_secrets
 
         state = describe(workspace)
     if as_json:
         print_json(without_secrets(state.as_dict()))
     else:
-        typer.echo(fitted(redacted(state.as_text())))
+        print_screen(state.as_text(terminal_columns()))
 
 
 @app.command()
@@ -431,8 +429,8 @@ def doctor(workspace: AnyFolder = None, as_json: JsonOption = False) -> None:
         from dataclasses import asdict
 
         from flows.commands.doctor import doctor as check
-        from flows.commands.doctor import doctor_text, failures
-        from flows.commands.text import fitted, without_secrets
+        from flows.commands.doctor import doctor_rows, failures
+        from flows.commands.text import print_rows, without_secrets
         from flows.workspace import find_workspace
 
         try:
@@ -440,15 +438,13 @@ def doctor(workspace: AnyFolder = None, as_json: JsonOption = False) -> None:
         except RlhfError:
             folder = workspace  # the machine is checked all the same, and the report says that there is no workspace
         results = check(folder)
+    failed = failures(results)
     if as_json:
-        print_json(
-            without_secrets(
-                {"checks": [asdict(result) for result in results], "failed": failures(results)}
-            )
-        )
+        checks = [asdict(result) for result in results]
+        print_json(without_secrets({"checks": checks, "failed": failed}))
     else:
-        typer.echo(fitted(redacted(doctor_text(results))))
-    raise typer.Exit(EXIT_USER_ERROR if failures(results) else EXIT_OK)
+        print_rows(doctor_rows(results))
+    raise typer.Exit(EXIT_USER_ERROR if failed else EXIT_OK)
 
 
 over_core = typer.Typer()  # added after the core's commands, of which its own take the place
@@ -488,9 +484,7 @@ def report(
 @over_core.command()
 @wraps(core.stage)
 def stage(name: str, workspace: Path | None = None) -> None:
-    """Run the core's command; where data is amiss while another command has the workspace, name
-    that one too.
-    """
+    """Run the core's command; if data are amiss, name another command that has the workspace."""
     try:
         core.stage(name, workspace)
     except DataError as error:
@@ -534,9 +528,7 @@ app.add_typer(over_core)
 
 
 def main() -> None:
-    """Run the command line: an error is printed as a message, with a traceback only under
-    ``--debug``.
-    """
+    """Run the command line, which prints errors as messages, with a traceback under ``--debug``."""
     debug = DEBUG in sys.argv
     arguments = [argument for argument in sys.argv[1:] if argument != DEBUG]
     try:
@@ -558,8 +550,7 @@ def main() -> None:
 
 
 def _check_streams() -> None:
-    """Take the places of standard streams that are closed, where the next file that is opened would
-    be written over.
+    """Fill the places of closed standard streams, which the next opened file would take.
 
     Raises:
         OSError: Standard output is closed.

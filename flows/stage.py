@@ -1,6 +1,4 @@
-"""One stage, beside the flow or on a work pool: ``dvc repro --single-item`` under a supervisor, and
-how it ended.
-"""
+"""One stage, here or on a work pool: ``dvc repro --single-item`` under a supervisor."""
 
 from __future__ import annotations
 
@@ -94,25 +92,14 @@ class StageOutcome:
         ended: float | None = None,
         work_seconds: float = 0.0,
     ) -> StageOutcome:
-        """Return the outcome of a stage that failed; ``ended`` is now and ``started`` is ``ended``
-        unless given.
-        """
+        """Return the outcome of a stage that failed, by default now and in no time."""
         ended = time.time() if ended is None else ended
-        return cls(
-            stage,
-            action,
-            exit_code,
-            message,
-            ended if started is None else started,
-            ended,
-            work_seconds,
-        )
+        started = ended if started is None else started
+        return cls(stage, action, exit_code, message, started, ended, work_seconds)
 
     @classmethod
     def stopped(cls, stage: str, **times: float) -> StageOutcome:
-        """Return the outcome of a stage that ended because its run was stopped; times as for
-        :meth:`failed`.
-        """
+        """Return the outcome of a stage that its run stopped; times as for :meth:`failed`."""
         return cls.failed(stage, "stopped", EXIT_INTERRUPTED, action="stopped", **times)
 
     @property
@@ -122,9 +109,7 @@ class StageOutcome:
 
     @property
     def retryable(self) -> bool:
-        """Whether the stage crashed, so that a retry may help; a decision of the stage itself is
-        final.
-        """
+        """Whether the stage crashed, so that a retry may help; its own decisions are final."""
         return self.action == "failed" and self.exit_code not in FINAL_CODES
 
     @property
@@ -168,31 +153,24 @@ def load_outcome(workspace: Path, stage: str) -> StageOutcome | None:
 
 
 def load_report(workspace: Path, stage: str) -> StageExit | None:
-    """Return the report of ``rlhf stage``, None if it was killed or the stage runs another
-    command.
-    """
+    """Return the report of ``rlhf stage``; None if it was killed, or another command ran."""
     return StageExit.load(outcome_path(workspace / OUTCOMES, stage))
 
 
 def load_gate_file(
     workspace: Path, outputs: tuple[str, ...]
 ) -> tuple[Mapping[str, Any], tuple[int, ...]] | None:
-    """Return the decision in the gate evidence among a stage's outputs (``gates/NAME.json``), None
-    if there is none.
+    """Return the decision in ``gates/NAME.json`` if that is an output of a stage, and its stamp.
 
-    The second item differs after the file is written anew, whatever the clock says; compare it for
+    The stamp differs after the file is written anew, whatever the clock says; compare it for
     equality only.
     """
     for output in outputs:
         path = workspace / output
         if output.startswith("gates/") and output.endswith(".json") and path.is_file():
             status = path.stat()
-            return _read_record(path) or {}, (
-                status.st_ino,
-                status.st_mtime_ns,
-                status.st_ctime_ns,
-                status.st_size,
-            )
+            times = (status.st_mtime_ns, status.st_ctime_ns)
+            return _read_record(path) or {}, (status.st_ino, *times, status.st_size)
     return None
 
 
@@ -202,11 +180,9 @@ def progress_lines(log_text: str) -> list[LoggedProgress]:
     for match in PROGRESS.finditer(log_text):
         done, total = int(match["done"]), int(match["total"])
         seconds = float(match["seconds"]) if match["seconds"] else None
-        metrics = (
-            {}
-            if seconds is None
-            else {name: float(value) for name, value in METRIC.findall(match["rest"])}
-        )
+        metrics = {}
+        if seconds is not None:
+            metrics = {name: float(value) for name, value in METRIC.findall(match["rest"])}
         found.append(LoggedProgress(match[0].strip(), match["what"], done, total, seconds, metrics))
     return found
 
@@ -257,10 +233,9 @@ def stage_log(workspace: Path, stage: str) -> Path:
 def shown_progress(
     workspace: Path, stage: str, show: Callable[[LoggedProgress], None]
 ) -> Iterator[None]:
-    """Give the stage's newest progress line to ``show`` while the block runs, every ten seconds if
-    it has changed.
+    """Give a stage's newest progress line to ``show`` every ten seconds while the block runs.
 
-    It is called in another thread, in the context of this one.
+    It is called, if the line has changed, in another thread, in the context of this one.
     """
     reader = LogReader(stage_log(workspace, stage))
     ended = threading.Event()
@@ -302,9 +277,7 @@ def run_stage(spec: StageSpec) -> StageOutcome:
 
 
 def _run_locked(spec: StageSpec, lock: int) -> StageOutcome:
-    """Run the stage; its supervisor holds the descriptor ``lock`` until every process of the stage
-    has ended.
-    """
+    """Run the stage; its supervisor holds ``lock`` until every process of the stage has ended."""
     clear_outcome(spec.workspace, spec.name)
     watch = Stopwatch()
     gate_before = load_gate_file(spec.workspace, spec.outputs)
@@ -333,9 +306,8 @@ def _run_locked(spec: StageSpec, lock: int) -> StageOutcome:
         if STOP.wait(BUSY_SECONDS):
             break
     gate = load_gate_file(spec.workspace, spec.outputs)
-    outcome = _outcome(
-        spec, result, gate[0] if gate is not None and gate != gate_before else None, watch
-    )
+    decision = gate[0] if gate is not None and gate != gate_before else None
+    outcome = _outcome(spec, result, decision, watch)
     outcome.save(spec.workspace)
     return outcome
 
@@ -346,9 +318,7 @@ def _outcome(
     gate_decision: Mapping[str, object] | None,
     watch: Stopwatch,
 ) -> StageOutcome:
-    """Tell from the exit status, the stage's own report and a gate decision made meanwhile how the
-    stage ended.
-    """
+    """Tell how the stage ended, by exit status, its own report and a new gate decision."""
     started, ended = watch.started, watch.now
     report = load_report(spec.workspace, spec.name)
     work_seconds = report.ended - report.started if report is not None else ended - started
@@ -374,9 +344,7 @@ def _outcome(
 
 
 def _holders(result: CommandResult) -> str:
-    """The commands that hold files of a stage which DVC has not begun for that reason; empty where
-    it has, or none.
-    """
+    """The commands that hold files for which DVC has not begun the stage; empty if it has."""
     if result.exit_code == 0 or not any(BUSY in error for error in dvc_errors(result.stdout)):
         return ""
     _, _, listed = result.stdout.rpartition(BUSY)
@@ -384,9 +352,7 @@ def _holders(result: CommandResult) -> str:
 
 
 def _dvc_failure(result: CommandResult) -> tuple[int, str]:
-    """Return exit code and message for a stage that left no report: DVC was killed, or failed
-    itself.
-    """
+    """Return exit code and message of a stage without report: DVC was killed, or failed."""
     if result.exit_code - 128 in set(signal.Signals):
         return result.exit_code, f"dvc was killed ({signal.Signals(result.exit_code - 128).name})"
     errors = dvc_errors(result.stdout)

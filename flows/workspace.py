@@ -1,5 +1,4 @@
-"""Workspace folders: finding one, its private files and names, its locks, and the cleanup of what a
-dead run left.
+"""Workspace folders: finding one, its private files and names, its locks, and their cleanup.
 
 One pipeline run at a time has a workspace, and one attempt at a time a stage.
 ``python -m flows.workspace WORKSPACE`` does the cleanup for a command that holds the workspace's
@@ -24,14 +23,13 @@ from flows.supervision.processes import start_token
 from flows.supervision.signals import STOP
 from rlhf_core.errors import DataError, ModelError, RlhfError
 from rlhf_core.storage.data_files import expand, is_url
-from rlhf_core.storage.files import atomic_write_json
+from rlhf_core.storage.files import LockFile, atomic_write_json
 
 PRIVATE = ".rlhf"
 
 
 def find_workspace(folder: Path | None = None) -> Path:
-    """Return the absolute path of the workspace ``folder``, by default the nearest one at or above
-    the current folder.
+    """Return the absolute path of a workspace, by default the nearest at or above this folder.
 
     Raises:
         RlhfError: ``folder`` is not a workspace, or there is none at or above the current folder.
@@ -85,8 +83,7 @@ def display_path(path: Path) -> str:
 
 
 def model_folder(path: Path, workspace: Path | None = None) -> Path:
-    """Return the model folder ``path``, relative to the current folder, else to ``workspace`` where
-    that is given.
+    """Return the model folder ``path``, relative to the current folder, else to ``workspace``.
 
     Raises:
         ModelError: There is no model.
@@ -94,11 +91,9 @@ def model_folder(path: Path, workspace: Path | None = None) -> Path:
     if workspace is not None and not path.exists():
         path = workspace / path
     if not (path / "config.json").is_file():
-        adapter = (
-            ", only an adapter, to be merged into its model"
-            if (path / "adapter_config.json").is_file()
-            else ""
-        )
+        adapter = ""
+        if (path / "adapter_config.json").is_file():
+            adapter = ", only an adapter, to be merged into its model"
         raise ModelError(
             f"no model at {path} (it has no config.json{adapter}); name a model folder such as models/sft, or none "
             "to talk to the champion"
@@ -112,9 +107,7 @@ def is_elsewhere(source: str) -> bool:
 
 
 def matching_files(source: str, workspace: Path) -> list[Path]:
-    """Return the files that a source names, relative to ``workspace``; empty if it matches no
-    file.
-    """
+    """Return the files that a source names, relative to ``workspace``; empty if it names none."""
     try:
         return expand(source, workspace)
     except DataError:
@@ -125,8 +118,7 @@ SEPARATOR = " · "
 
 
 def workspace_slug(workspace: Path) -> str:
-    """Return the name of the workspace as names on a server carry it: lowercase letters, digits and
-    dashes.
+    """Return the workspace's name in lowercase letters, digits and dashes, for names on servers.
 
     That of a trial begins with its base: trials of the same settings have the same folder name in
     every base.
@@ -135,16 +127,12 @@ def workspace_slug(workspace: Path) -> str:
 
     folder = workspace.resolve()
     names = dict.fromkeys([record_folder(folder), folder])
-    return (
-        re.sub(r"[^a-z0-9]+", "-", "-".join(part.name for part in names).lower()).strip("-")
-        or "workspace"
-    )
+    joined = "-".join(part.name for part in names).lower()
+    return re.sub(r"[^a-z0-9]+", "-", joined).strip("-") or "workspace"
 
 
 def run_label(workspace: Path, profile: str, started: datetime) -> str:
-    """Return ``WORKSPACE · PROFILE · TIME``; the profile is left out where it is unknown or the
-    workspace's name.
-    """
+    """Return ``WORKSPACE · PROFILE · TIME``, with the profile if it says more than the name."""
     name = workspace.resolve().name
     parts = [name, profile if profile != name else "", f"{started:%Y-%m-%d %H:%M:%S}"]
     return SEPARATOR.join(part for part in parts if part)
@@ -160,18 +148,15 @@ def run_tags(workspace: Path, profile: str) -> Mapping[str, str]:
     return {"workspace": workspace.resolve().name} | ({"profile": profile} if profile else {})
 
 
-LOCK_HELD_VARIABLE = (
-    "RLHF_LOCK_HELD"  # names the workspace whose lock the command holds that started this process
-)
+# Names the workspace whose lock the command holds that started this process.
+LOCK_HELD_VARIABLE = "RLHF_LOCK_HELD"
 WORKSPACE_LOCK = "lock"
 POLL_SECONDS = 0.3
 
 
 @dataclass(frozen=True)
 class LockHolder:
-    """The command that holds a lock, as it is recorded in the lock file; ``since`` is a local
-    time.
-    """
+    """The command that holds a lock, by the lock file; ``since`` is a local time."""
 
     pid: int
     since: str
@@ -204,8 +189,6 @@ def locked(
         RlhfError: another process holds the lock, or the file cannot be written.
         KeyboardInterrupt: the stop flag was raised while waiting.
     """
-    from rlhf_core.storage.files import LockFile  # with hashlib, for which every command would wait
-
     with ExitStack() as stack:
         try:
             lock = stack.enter_context(LockFile(private_path(workspace, name)))
@@ -221,9 +204,8 @@ def locked(
                     f"{workspace} is in use by {holder or 'another rlhf process'}; {remedy}"
                 )
             if not announced and on_wait:
-                on_wait(
-                    f"waiting for {holder or 'another rlhf process'}{'' if alive else ' to be cleaned up'}"
-                )
+                message = f"waiting for {holder or 'another rlhf process'}"
+                on_wait(message if alive else f"{message} to be cleaned up")
                 announced = True
             if STOP.wait(POLL_SECONDS):
                 raise KeyboardInterrupt
@@ -239,9 +221,7 @@ def locked(
 
 
 def lock_holder(workspace: Path) -> LockHolder | None:
-    """Return the live command that holds the workspace, None if there is none. The lock itself is
-    not touched.
-    """
+    """Return the live command that holds the workspace, None if there is none."""
     holder = _read_holder(workspace / PRIVATE / WORKSPACE_LOCK)
     return holder if holder is not None and start_token(holder.pid) is not None else None
 
@@ -257,11 +237,7 @@ SERVICES_FILE = "services.json"
 
 
 def record_services(workspace: Path, api_url: str, mlflow_url: str) -> None:
-    """Record that this process runs a Prefect server at ``api_url``, and MLflow's user interface at
-    ``mlflow_url``.
-    """
-    from rlhf_core.storage.files import atomic_write_json
-
+    """Record the addresses of the Prefect server and the MLflow pages that this process runs."""
     pid = os.getpid()
     record = {
         "pid": pid,
@@ -273,13 +249,12 @@ def record_services(workspace: Path, api_url: str, mlflow_url: str) -> None:
 
 
 def running_services(workspace: Path) -> Mapping[str, str]:
-    """Return ``api_url`` and ``mlflow_url`` of the live ``rlhf up`` of this workspace; empty if
-    there is none.
-    """
+    """Return ``api_url`` and ``mlflow_url`` of the live ``rlhf up`` here; empty without one."""
     try:
         record = json.loads((workspace / PRIVATE / SERVICES_FILE).read_text(encoding="utf-8"))
-        alive = start_token(int(record["pid"])) == record["start_token"]
-        return {name: str(record[name]) for name in ("api_url", "mlflow_url")} if alive else {}
+        if start_token(int(record["pid"])) != record["start_token"]:
+            return {}
+        return {name: str(record[name]) for name in ("api_url", "mlflow_url")}
     except (OSError, ValueError, KeyError):
         return {}
 
@@ -290,12 +265,12 @@ def forget_services(workspace: Path) -> None:
 
 
 def cleanup(workspace: Path) -> list[str]:
-    """Remove what DVC and ``rlhf up`` could not, and return a line on each. The caller holds the
-    workspace's lock.
+    """Remove what DVC and ``rlhf up`` could not, and return a line on each.
 
-    DVC writes ``.dvc/tmp/rwlock``, its table of locks, in place: one that is killed may leave it
-    empty, and then every command is refused. A killed process that nobody has reaped, as in a
-    container without an init, is alive to DVC, so that what it locked would stay locked.
+    The caller holds the workspace's lock. DVC writes ``.dvc/tmp/rwlock``, its table of locks, in
+    place: one that is killed may leave it empty, and then every command is refused. A killed
+    process that nobody has reaped, as in a container without an init, is alive to DVC, so that what
+    it locked would stay locked.
     """
     report = []
     locks = workspace / ".dvc" / "tmp" / "rwlock"

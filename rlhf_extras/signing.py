@@ -1,5 +1,4 @@
-"""Signatures of registered models: OpenSSF Model Signing with keys or certificates in files,
-without any network.
+"""Signatures of registered models: OpenSSF Model Signing with keys in files, without network.
 
 This module is a registry policy (:class:`flows.registry.policies.RegistryPolicy`), whose functions
 it has.
@@ -25,7 +24,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from flows.registry.aliases import CONTENT_TAG, SIGNED_TAGS, versions
+from flows.registry.client import CONTENT_TAG, SIGNED_TAGS, versions
 from flows.registry.policies import KEY_VARIABLE
 from flows.registry.stored_models import REMEDY, own_package, package_digest, stored_sampling
 from rlhf_core.config.loading import load_section
@@ -53,9 +52,7 @@ INSTALL = "pip install 'rlhf-pipeline[signing]'"
 
 @dataclass(frozen=True)
 class Signer:
-    """A private key in a PEM file; with ``certificates``, its own certificate and those that lead
-    to the root.
-    """
+    """A private key in a PEM file, with its certificate and those that lead to the root, if any."""
 
     private_key: Path
     certificates: tuple[Path, ...] = ()
@@ -92,9 +89,7 @@ class Signer:
         return signer
 
     def name_files(self) -> None:
-        """Name the files by absolute paths in the environment, for processes that run in other
-        folders.
-        """
+        """Name the files by absolute paths in the environment, for processes in other folders."""
         os.environ[KEY_VARIABLE] = str(self.private_key.absolute())
         if self.certificates:
             os.environ[CERTIFICATES_VARIABLE] = os.pathsep.join(
@@ -103,9 +98,7 @@ class Signer:
 
     @property
     def id(self) -> str:
-        """What tells this signer from another: a hash of its certificate, else of its public
-        key.
-        """
+        """What tells signers apart: a hash of the certificate, else of the public key."""
         from cryptography.hazmat.primitives import serialization
         from cryptography.hazmat.primitives.asymmetric.ec import EllipticCurvePrivateKey
 
@@ -192,8 +185,7 @@ class Statement:
 
 
 def registry_identity(workspace: Path, config: SignatureConfig) -> str:
-    """What tells the registry of a workspace from others: ``registry.signature.registry``, else its
-    address.
+    """What tells registries apart: ``registry.signature.registry``, else the address.
 
     User and password are left out of the address; that of a SQLite database is its path.
     """
@@ -226,9 +218,7 @@ def version_tags(config: RegistryConfig) -> dict[str, str]:
 
 
 def export_folder(folder: Path) -> None:
-    """Sign all files of an exported model, in ``model.sig``, where the environment names a
-    signer.
-    """
+    """Sign all files of an exported model, in ``model.sig``, if there is a signer."""
     signer = Signer.of_environment()
     if signer is not None:
         signer.sign(folder, folder / SIGNATURE_NAME)
@@ -259,8 +249,7 @@ def register_version(
     statement = statement_of(
         workspace, config, version, own_package(client, workspace, version), before
     )
-    to_state = {key: tags[key] for key in SIGNED_TAGS if key in tags}
-    if (statement.content_sha256, dict(statement.tags)) != (content, to_state):
+    if (statement.content_sha256, statement.tags) != (content, signed_tags(tags)):
         raise ModelError(
             f"{version.name} version {number} is not signed: its files or tags in the registry are not the ones that "
             f"were registered; {REMEDY}"
@@ -279,9 +268,7 @@ def statement_of(
     folder: Path,
     predecessor: tuple[str, str],
 ) -> Statement:
-    """What there is to say of a version whose Hugging Face folder, as its registry keeps it, is
-    ``folder``.
-    """
+    """What there is to say of a version, whose Hugging Face folder is ``folder``."""
     return Statement(
         registry=registry_identity(workspace, config),
         model=version.name,
@@ -289,7 +276,7 @@ def statement_of(
         content_sha256=sha256_tree(folder),
         package_sha256=package_digest(folder),
         sampling=stored_sampling(folder),
-        tags=signed_tags(version),
+        tags=signed_tags(version.tags),
         predecessor=predecessor,
     )
 
@@ -313,8 +300,7 @@ def require_signer(config: SignatureConfig) -> Signer | None:
 
 
 def before_run(workspace: Path, config: RegistryConfig) -> None:
-    """Sign and verify a folder as a run will do with its models, and let the run's processes find
-    the signer's files.
+    """Sign and verify a folder as a run will, and name the signer's files for its processes.
 
     Raises:
         ConfigError: Versions cannot be signed so that ``registry.signature`` accepts them.
@@ -370,7 +356,7 @@ def verify_version(
             model=version.name,
             version=str(version.version),
             content_sha256=version.tags.get(CONTENT_TAG, ""),
-            tags=signed_tags(version),
+            tags=signed_tags(version.tags),
         )
     require_stated(client, signed, found)
 
@@ -402,9 +388,12 @@ def signed_statement(
                 f"{label} has no signature, and registry.signature wants one; register it again with {KEY_VARIABLE} set"
             ) from error
         (folder / STATEMENT_NAME).write_text(text, encoding="utf-8")
-        refusals = [
-            refusal for verifier in verifiers if (refusal := _refusal(verifier, folder, signature))
-        ]
+        refusals: list[Exception] = []
+        for verifier in verifiers:
+            try:
+                verifier.verify(folder, signature)
+            except Exception as error:
+                refusals.append(error)
     if len(refusals) == len(verifiers):
         raise ModelError(
             f"the signature of {label} does not match registry.signature ({_first_line(refusals[0])}); "
@@ -446,9 +435,9 @@ def require_stated(client: MlflowClient, signed: Statement, found: Statement) ->
         )
 
 
-def signed_tags(version: ModelVersion) -> dict[str, str]:
-    """The tags of a version that its statement repeats."""
-    return {key: version.tags[key] for key in SIGNED_TAGS if key in version.tags}
+def signed_tags(tags: Mapping[str, str]) -> dict[str, str]:
+    """Those tags of a version that its statement repeats."""
+    return {key: tags[key] for key in SIGNED_TAGS if key in tags}
 
 
 def _content(client: MlflowClient, model: str, number: str) -> str | None:
@@ -509,19 +498,8 @@ def _require_elliptic(path: Path) -> None:
         raise ConfigError(f"registry.signature: {path} {NOT_ELLIPTIC}")
 
 
-def _refusal(verifier: Any, folder: Path, signature: Path) -> Exception | None:
-    """Why a signature is not one of these files; None if it is."""
-    try:
-        verifier.verify(folder, signature)
-    except Exception as error:
-        return error
-    return None
-
-
 def _every_file(library: Any, ignored: Sequence[str] = ()) -> Any:
-    """All files of a folder but git's own, by their SHA-256; DVC may have linked them from its
-    cache.
-    """
+    """All files of a folder but git's own, by their SHA-256, through the links of DVC's cache."""
     hashing = library.hashing.Config().set_allow_symlinks(True)
     return hashing.set_ignored_paths(
         paths=ignored, ignore_git_paths=True

@@ -1,6 +1,4 @@
-"""Results of finished runs, read from their workspaces, side by side for ``rlhf compare``, and
-whether they compare.
-"""
+"""``rlhf compare``: results of finished runs side by side, and whether they compare."""
 
 from __future__ import annotations
 
@@ -8,12 +6,13 @@ import json
 import re
 import shlex
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from pydantic import ValidationError
-from rich.console import Group
+from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
@@ -47,13 +46,12 @@ Values = Mapping[str, Any]
 # One way to better replies than SFT's, as its workspace evaluated it: what ``--json`` prints of it,
 # None for what was not measured. An estimate has ``value``, ``low95`` and ``high95``.
 RunResults = dict[str, Any]
+Show = str | Callable[[Any, RunResults], str]  # a format, or a function of a value and its results
 
 
 @dataclass(frozen=True)
 class EvaluatedWorkspace:
-    """A workspace whose evaluation is on disk: its results, and what dvc.lock records of its
-    stages.
-    """
+    """An evaluated workspace: its results, and what dvc.lock records of its stages."""
 
     name: str
     results: tuple[RunResults, ...]
@@ -62,8 +60,7 @@ class EvaluatedWorkspace:
 
 
 def read_workspace(folder: Path) -> EvaluatedWorkspace:
-    """Read the results of one workspace: those of its policy, and of best of n where that was
-    evaluated.
+    """Read the results of a workspace: of its policy, and of best of n if that was evaluated.
 
     Raises:
         RlhfError: ``folder`` is no workspace, or its policy has not been evaluated.
@@ -75,37 +72,40 @@ def read_workspace(folder: Path) -> EvaluatedWorkspace:
     if not (folder / EVALUATION).is_file():
         raise RlhfError(f"{name} has not been evaluated: it has no {EVALUATION}; {remedy}")
     evaluation = read_json(folder / EVALUATION)
-    if last_word(evaluation.get("comparison", {})) not in evaluation.get("comparison", {}):
+    comparison = evaluation.get("comparison", {})
+    if last_word(comparison) not in comparison:
         raise RlhfError(f"{name}: {EVALUATION} has no comparison by a judge; {remedy}")
     stages = recorded_stages(folder)
     histories = {name: read_history(folder / "history" / f"{name}.jsonl") for name in HISTORIES}
     results = [{"workspace": name, **_policy_results(folder, evaluation, stages, histories)}]
-    best, sft = evaluation.get("best_of_n"), evaluation.get("sft", {})
+    best = evaluation.get("best_of_n")
     if best is not None and JUDGE in best.get("comparison", {}):
-        seconds = _seconds(
-            histories["reward"]
-        )  # no policy is trained, but the reward model that chooses
-        kl = {"value": best["kl_bound"], "low95": None, "high95": None}
-        results.append(
-            {
-                "workspace": name,
-                "method": f"best of {best['n']}",
-                **_measured(best, best["comparison"], sft),
-                "kl": kl,
-                "kl_is_bound": True,
-                "perplexity_tax": {},
-                "cost": {
-                    "seconds": {} if seconds is None else {"reward": seconds},
-                    "sampled_tokens": None,
-                    "trained_tokens": None,
-                    "total_seconds": seconds,
-                },
-                "sampled_tokens_per_reply": best["sampled_tokens_per_reply"],
-                "gate": None,
-                "registered": None,
-            }
-        )
+        sft = evaluation.get("sft", {})
+        # No policy is trained, but the reward model that chooses.
+        results.append({"workspace": name, **_best_of_n(best, sft, histories["reward"])})
     return EvaluatedWorkspace(name, tuple(results), stages, folder)
+
+
+def _best_of_n(best: Values, sft: Values, history: Iterable[Values]) -> RunResults:
+    """The results of the best of n replies of SFT, chosen by the reward model of ``history``."""
+    seconds = _seconds(history)
+    cost = {
+        "seconds": {} if seconds is None else {"reward": seconds},
+        "sampled_tokens": None,
+        "trained_tokens": None,
+        "total_seconds": seconds,
+    }
+    return {
+        "method": f"best of {best['n']}",
+        **_measured(best, best["comparison"], sft),
+        "kl": {"value": best["kl_bound"], "low95": None, "high95": None},
+        "kl_is_bound": True,
+        "perplexity_tax": {},
+        "cost": cost,
+        "sampled_tokens_per_reply": best["sampled_tokens_per_reply"],
+        "gate": None,
+        "registered": None,
+    }
 
 
 def _policy_results(
@@ -114,9 +114,7 @@ def _policy_results(
     stages: Mapping[str, RecordedStage],
     histories: Mapping[str, Sequence[Values]],
 ) -> RunResults:
-    """The results of the policy that the workspace trained, with the parameters that dvc.lock
-    records of it.
-    """
+    """The results of the policy that the workspace trained, by what dvc.lock records of it."""
     recorded = stages.get("ppo", RecordedStage()).params
     params = recorded or yaml_text.plain(yaml_text.read(folder / PARAMS_FILE))
     method: Method = (params.get("policy") or {}).get("method", "ppo")
@@ -186,60 +184,56 @@ def _estimate(values: Values, name: str) -> dict[str, float | None] | None:
 def _training_cost(
     histories: Mapping[str, Sequence[Values]], method: Method, ppo: Values
 ) -> RunResults:
-    """Return what training cost, by the histories of the stages that ``method`` needs; None is what
-    they do not say.
+    """Return what training cost, by the histories of the stages that ``method`` needs.
 
     ``seconds`` are those of the training loops by stage: without start-up, loading and saving.
     ``trained_tokens`` are those that supervised steps of the policy were made on, padding not
-    counted.
+    counted. None is what the histories do not say.
     """
     rows = [*histories["ppo"], *histories["ppo_abandoned"]]
-    selects = (ppo.get("selection") or {}).get(
-        "method", "referee"
-    ) == "referee"  # else PPO needs no referee
-    of_stage = {"policy": _seconds(rows)} | {
-        stage: _seconds(histories[stage])
-        for stage in UPSTREAM[method]
-        if selects or stage != "referee"
-    }
+    stages = [*UPSTREAM[method]]
+    selection = (ppo.get("selection") or {}).get("method", "referee")
+    if "referee" in stages and selection != "referee":
+        stages.remove("referee")
+    of_stage = {"policy": _seconds(rows)}
+    for stage in stages:
+        of_stage[stage] = _seconds(histories[stage])
     seconds = {stage: value for stage, value in of_stage.items() if value is not None}
+    trained = [row["tokens"] for row in rows if "tokens" in row]
     return {
         "seconds": seconds,
         "sampled_tokens": sampled_tokens(rows, method, ppo),
-        "trained_tokens": max((row["tokens"] for row in rows if "tokens" in row), default=None),
+        "trained_tokens": max(trained, default=None),
         "total_seconds": sum(seconds.values()) if "policy" in seconds else None,
     }
 
 
 def sampled_tokens(history: Iterable[Values], method: Method, ppo: Values) -> int | None:
-    """Count the reply tokens that were generated to train a policy, by its history; None where that
-    does not say.
-    """
+    """Count the reply tokens that were generated to train a policy; None if that is unknown."""
     rows = list(history)
-    lengths = [
-        float(row["length"]) for row in rows if "length" in row
-    ]  # PPO's history has the mean of each batch
+    # PPO's history has the mean of each batch.
+    lengths = [float(row["length"]) for row in rows if "length" in row]
     if method == "ppo" and lengths:
         return round(int(ppo.get("batch_size", PpoConfig().batch_size)) * sum(lengths))
-    return max(
-        (int(row["sampled_tokens"]) for row in rows if "sampled_tokens" in row), default=None
-    )
+    counts = [int(row["sampled_tokens"]) for row in rows if "sampled_tokens" in row]
+    return max(counts, default=None)
 
 
 def _seconds(rows: Iterable[Values]) -> float | None:
-    """The time of a history: rows of the supervised loop carry the total so far, those of
-    iterations their parts.
-    """
-    rows = list(rows)
-    totals = [row["seconds"] for row in rows if "seconds" in row]
-    parts = [value for row in rows for name, value in row.items() if name.startswith("seconds_")]
+    """The time of a history: supervised rows carry the total so far, iterations their parts."""
+    totals: list[float] = []
+    parts: list[float] = []
+    for row in rows:
+        for name, value in row.items():
+            if name == "seconds":
+                totals.append(value)
+            elif name.startswith("seconds_"):
+                parts.append(value)
     return sum(parts) + max(totals, default=0.0) if totals or parts else None
 
 
 def gate_standing(folder: Path) -> RunResults:
-    """What ``gates/policy.json`` says of the evaluation that is there, which metrics failed, and
-    what was found.
-    """
+    """What ``gates/policy.json`` says of the evaluation, and which of its conditions failed."""
     gate = read_gate(folder, "policy")
     if gate is None:
         return {"decision": "not judged", "failed": (), "found": ()}
@@ -257,54 +251,43 @@ SETTINGS = ("prompts", "replies_per_prompt", "sampling", "tie_margin")
 
 
 def comparability_warnings(workspaces: Sequence[EvaluatedWorkspace]) -> list[str]:
-    """Say, one line each, what the evaluations of these workspaces do not have in common, and which
-    is outdated.
-    """
+    """Say what the evaluations of these workspaces do not share, and which is outdated."""
     inputs = {
         "data/clean": "data/clean, with the test prompts,",
         "models/sft": "the SFT models that policies are compared with",
         "models/judge": "the judges that compare them",
     }
-    evaluations = {
-        workspace.name: workspace.stages.get("evaluate", RecordedStage())
-        for workspace in workspaces
-    }
     warnings = []
+    evaluations = {}
     for workspace in workspaces:
+        evaluation = workspace.stages.get("evaluate", RecordedStage())
+        evaluations[workspace.name] = evaluation
         trained = workspace.stages.get("ppo", RecordedStage()).outputs.get(POLICY)
-        evaluated = evaluations[workspace.name].inputs.get(POLICY)
+        evaluated = evaluation.inputs.get(POLICY)
         if None not in (trained, evaluated) and trained != evaluated:
             warnings.append(
                 f"{workspace.name}: its policy was trained anew since it was evaluated; `rlhf run` evaluates it"
             )
     for path, what in inputs.items():
-        warnings += _differing(
-            what, {name: stage.inputs.get(path) for name, stage in evaluations.items()}
-        )
+        hashes = {name: stage.inputs.get(path) for name, stage in evaluations.items()}
+        warnings += _differing(what, hashes)
     settings = {name: _verdict_settings(stage.params) for name, stage in evaluations.items()}
-    return warnings + _differing(
-        f"the settings {', '.join(SETTINGS)} of section evaluate", settings
-    )
+    what = f"the settings {', '.join(SETTINGS)} of section evaluate"
+    return warnings + _differing(what, settings)
 
 
 def _verdict_settings(recorded: Mapping[str, Any]) -> str | None:
-    """The settings of an evaluation that change replies or verdicts, as JSON with their
-    defaults.
-    """
+    """The settings that change replies or verdicts, as JSON with their defaults."""
     if not recorded:
         return None
-    try:
-        values = EvaluateConfig.model_validate(recorded.get("evaluate") or {}).model_dump(
-            mode="json"
-        )
-    except ValidationError:  # of another version
-        values = recorded.get("evaluate") or {}
+    values = recorded.get("evaluate") or {}
+    with suppress(ValidationError):  # of another version
+        values = EvaluateConfig.model_validate(values).model_dump(mode="json")
     return json.dumps({name: values.get(name) for name in SETTINGS}, sort_keys=True)
 
 
 def differing_settings(workspaces: Sequence[EvaluatedWorkspace]) -> dict[str, dict[str, str]]:
-    """Return the parameters that not all of these runs were made with, by name: the value in each
-    workspace.
+    """Return the parameters in which these runs differ: by name, the value in each workspace.
 
     They are those that dvc.lock records of the stages. Of a stage that did not end well, such as a
     gate that closed, it records none, so there they are those of params.yaml.
@@ -312,19 +295,18 @@ def differing_settings(workspaces: Sequence[EvaluatedWorkspace]) -> dict[str, di
     recorded: dict[str, dict[str, Any]] = {}
     written: dict[str, dict[str, Any]] = {}
     for workspace in workspaces:
-        of_stages = {
-            name: value
-            for stage in workspace.stages.values()
-            for name, value in stage.params.items()
-        }
+        of_stages: dict[str, Any] = {}
+        for stage in workspace.stages.values():
+            of_stages |= stage.params
         recorded[workspace.name] = _by_condition(flatten(of_stages))
-        written[workspace.name] = _by_condition(
-            flatten(yaml_text.plain(yaml_text.read(workspace.folder / PARAMS_FILE)))
-        )
+        file = yaml_text.plain(yaml_text.read(workspace.folder / PARAMS_FILE))
+        written[workspace.name] = _by_condition(flatten(file))
     known = recorded if any(recorded.values()) else written
-    names = sorted({name for values in known.values() for name in values})
+    names: set[str] = set()
+    for values in known.values():
+        names.update(values)
     rows: dict[str, dict[str, str]] = {}
-    for name in names:
+    for name in sorted(names):
         row = {}
         for run, values in recorded.items():
             value = values.get(name, written[run].get(name, MISSING))
@@ -335,34 +317,30 @@ def differing_settings(workspaces: Sequence[EvaluatedWorkspace]) -> dict[str, di
 
 
 def _by_condition(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Settings with a gate's list of conditions as one setting for each: ``gates.policy: kl``,
-    ``at_most 6.0``.
-    """
+    """Settings with one for each condition of a gate: ``gates.policy: kl``, ``at_most 6.0``."""
     found: dict[str, Any] = {}
     for name, value in values.items():
-        if not (
-            isinstance(value, list)
-            and value
-            and all(isinstance(entry, Mapping) and "metric" in entry for entry in value)
-        ):
+        if not _are_conditions(value):
             found[name] = value
             continue
         for condition in value:
-            bounds = (
-                (key, bound)
-                for key, bound in condition.items()
-                if key not in ("metric", "why") and bound is not None
-            )
-            found[f"{name}: {condition['metric']}"] = ", ".join(
-                f"{key} {bound}" for key, bound in bounds
-            )
+            bounds = []
+            for key, bound in condition.items():
+                if key not in ("metric", "why") and bound is not None:
+                    bounds.append(f"{key} {bound}")
+            found[f"{name}: {condition['metric']}"] = ", ".join(bounds)
     return found
 
 
+def _are_conditions(value: Any) -> bool:
+    """Whether a setting is the list of conditions of a gate."""
+    if not isinstance(value, list) or not value:
+        return False
+    return all(isinstance(entry, Mapping) and "metric" in entry for entry in value)
+
+
 def _differing(what: str, values: Mapping[str, str | None]) -> list[str]:
-    """Say which workspaces have another value than the others, and which have none, by
-    workspace.
-    """
+    """Say which workspaces differ in a value, and which do not have it."""
     groups: dict[str, list[str]] = {}
     for name, value in values.items():
         groups.setdefault(value or "", []).append(name)
@@ -380,8 +358,6 @@ def _differing(what: str, values: Mapping[str, str | None]) -> list[str]:
 LABEL_WIDTH, RUN_WIDTH, GAP = 24, 12, 2
 SETTING = 36  # of a longer value, such as a gate's conditions, the beginning is shown
 MISSING = "–"
-
-
 NOTES = {
     "gold": "gold: the true preference of the synthetic world, which no training sees",
     "perplexity_tax": "perplexity: its change from SFT; of plain text it falls where PPO also trains on such text "
@@ -394,22 +370,19 @@ def results_table(
     width: int,
     settings: Mapping[str, Mapping[str, str]] | None = None,
 ) -> Group:
-    """Return one table, or several below each other where ``width`` columns do not hold all runs.
+    """Return a table, or several where ``width`` columns do not hold all runs.
 
     Args:
         settings: The parameters that differ, with which the table starts.
     """
     at_once = max(1, (width - LABEL_WIDTH) // (RUN_WIDTH + GAP))
-    blocks = [
-        _block(results[at : at + at_once], settings or {}, width)
-        for at in range(0, len(results), at_once)
-    ]
-    notes = [
-        note
-        for name, note in NOTES.items()
-        if any(result.get(name) is not None for result in results)
-    ]
-    return Group(*blocks, *(Text(note, style="dim") for note in notes))
+    parts: list[RenderableType] = []
+    for at in range(0, len(results), at_once):
+        parts.append(_block(results[at : at + at_once], settings or {}, width))
+    for name, note in NOTES.items():
+        if any(result.get(name) is not None for result in results):
+            parts.append(Text(note, style="dim"))
+    return Group(*parts)
 
 
 def _block(
@@ -421,28 +394,30 @@ def _block(
     for result in results:
         table.add_column(result["workspace"], max_width=max(RUN_WIDTH, room), overflow="fold")
     for name, of_runs in settings.items():
-        texts = (of_runs[result["workspace"]] for result in results)
-        table.add_row(
-            _broken(name),
-            *(text if len(text) <= SETTING else f"{text[:SETTING]} …" for text in texts),
-            style="cyan",
-        )
-    for label, (path, show) in ROWS.items():
         values = []
         for result in results:
-            value: Any = result
-            for key in path.split("."):
-                value = None if value is None else value.get(key)
-            values.append(MISSING if value is None else show(value, result))
+            text = of_runs[result["workspace"]]
+            values.append(text if len(text) <= SETTING else f"{text[:SETTING]} …")
+        table.add_row(_broken(name), *values, style="cyan")
+    for label, (path, show) in ROWS.items():
+        values = [_shown(result, path, show) for result in results]
         if any(value != MISSING for value in values):
             table.add_row(label, *values)
     return table
 
 
+def _shown(result: RunResults, path: str, show: Show) -> str:
+    """One cell: the value at a dotted path of the results, or that there is none."""
+    value: Any = result
+    for key in path.split("."):
+        value = None if value is None else value.get(key)
+    if value is None:
+        return MISSING
+    return format(value, show) if isinstance(show, str) else show(value, result)
+
+
 def _broken(name: str) -> str:
-    """A setting's name with line breaks behind its dots and underscores, where its column is too
-    narrow for it.
-    """
+    """A setting's name with line breaks behind dots and underscores, as its column needs them."""
     lines = [""]
     for part in re.findall(r"[^._]*[._]?", name):
         if len(lines[-1] + part) > LABEL_WIDTH - GAP:
@@ -453,62 +428,72 @@ def _broken(name: str) -> str:
 
 def _percent(estimate: Values, _: RunResults) -> str:
     low, high = estimate["low95"], estimate["high95"]
+    rate = f"{percent(estimate['value'], EVEN_WIN_RATE)}%"
     if low is None or high is None:
-        return f"{percent(estimate['value'], EVEN_WIN_RATE)}%"
-    ends = f"{percent(low, EVEN_WIN_RATE)}%–{percent(high, EVEN_WIN_RATE)}%"
-    return f"{percent(estimate['value'], EVEN_WIN_RATE)}%\n{ends}"
+        return rate
+    return f"{rate}\n{percent(low, EVEN_WIN_RATE)}%–{percent(high, EVEN_WIN_RATE)}%"
 
 
-def _number(form: str) -> Callable[[Any, RunResults], str]:
-    return lambda value, _: format(value, form)
+def _prompts(prompts: int, result: RunResults) -> str:
+    return f"{prompts} / {result['clusters']}"
+
+
+def _kl(kl: float, result: RunResults) -> str:
+    return f"≤ {kl:.2f}" if result["kl_is_bound"] else f"{kl:.2f}"
 
 
 def _time(value: float, _: RunResults) -> str:
     return format_seconds(value)
 
 
+def _gate(gate: Values, _: RunResults) -> str:
+    return "\n".join((gate["decision"], *gate["found"]))
+
+
+def _registered(version: Values, _: RunResults) -> str:
+    name = f"{version['model']} {version['version']}"
+    return f"{name} (ungated)" if version["ungated"] else name
+
+
 # What the table shows: label, where it is in the results, how it is written.
-ROWS: Mapping[str, tuple[str, Callable[[Any, RunResults], str]]] = {
-    "method": ("method", _number("")),
-    "prompts / questions": ("prompts", lambda prompts, result: f"{prompts} / {result['clusters']}"),
+ROWS: Mapping[str, tuple[str, Show]] = {
+    "method": ("method", ""),
+    "prompts / questions": ("prompts", _prompts),
     "win rate": ("win_rate", _percent),
     "at equal length": ("lc_win_rate", _percent),
     "win rate, gold": ("gold_win_rate", _percent),
     "win rate, LLM judge": ("llm_win_rate", _percent),
-    "LLM judge, by order": ("llm_order_disagreement", _number(".0%")),
-    "gold score": ("gold", _number(".3f")),
-    "gold score of SFT": ("sft_gold", _number(".3f")),
-    "judge's score": ("judge_score", _number(".3f")),
-    "reward": ("reward", _number(".3f")),
-    "KL, nats per reply": (
-        "kl.value",
-        lambda kl, result: f"{'≤ ' if result['kl_is_bound'] else ''}{kl:.2f}",
-    ),
-    "perplexity, preferred": ("perplexity_tax.preferred", _number("+.1%")),
-    "perplexity, plain text": ("perplexity_tax.pretrain", _number("+.1%")),
-    "length, tokens": ("length", _number(".1f")),
-    "length of SFT": ("sft_length", _number(".1f")),
+    "LLM judge, by order": ("llm_order_disagreement", ".0%"),
+    "gold score": ("gold", ".3f"),
+    "gold score of SFT": ("sft_gold", ".3f"),
+    "judge's score": ("judge_score", ".3f"),
+    "reward": ("reward", ".3f"),
+    "KL, nats per reply": ("kl.value", _kl),
+    "perplexity, preferred": ("perplexity_tax.preferred", "+.1%"),
+    "perplexity, plain text": ("perplexity_tax.pretrain", "+.1%"),
+    "length, tokens": ("length", ".1f"),
+    "length of SFT": ("sft_length", ".1f"),
     "training time": ("cost.total_seconds", _time),
-    **{
-        f"  of {stage}": (f"cost.seconds.{stage}", _time)
-        for stage in ("policy", "critic", "reward", "referee")
-    },
-    "tokens sampled": ("cost.sampled_tokens", _number(",")),
-    "tokens trained on": ("cost.trained_tokens", _number(",")),
-    "tokens per reply": ("sampled_tokens_per_reply", _number(".0f")),
-    "policy gate": ("gate", lambda gate, _: "\n".join((gate["decision"], *gate["found"]))),
-    "registered": (
-        "registered",
-        lambda of, _: f"{of['model']} {of['version']}{' (ungated)' if of['ungated'] else ''}",
-    ),
+    "  of policy": ("cost.seconds.policy", _time),
+    "  of critic": ("cost.seconds.critic", _time),
+    "  of reward": ("cost.seconds.reward", _time),
+    "  of referee": ("cost.seconds.referee", _time),
+    "tokens sampled": ("cost.sampled_tokens", ","),
+    "tokens trained on": ("cost.trained_tokens", ","),
+    "tokens per reply": ("sampled_tokens_per_reply", ".0f"),
+    "policy gate": ("gate", _gate),
+    "registered": ("registered", _registered),
 }
 
 
 def results_document(workspaces: Sequence[EvaluatedWorkspace]) -> dict[str, Any]:
     """Return everything that is known of the runs and why they may not compare, as JSON values."""
+    runs: list[RunResults] = []
+    for workspace in workspaces:
+        runs += workspace.results
     return {
         "settings": differing_settings(workspaces),
-        "runs": [result for workspace in workspaces for result in workspace.results],
+        "runs": runs,
         "warnings": comparability_warnings(workspaces),
     }
 

@@ -33,8 +33,7 @@ LONGEST_FAILURE = 70  # characters on a stage's line
 
 
 class Display:
-    """Prints a line per event, and the progress of running stages every ten seconds if it has
-    changed.
+    """Prints a line per event, and every ten seconds how far the running stages are.
 
     ``watch`` measures the time since the command started.
     """
@@ -76,9 +75,7 @@ class Display:
                 pass
 
     def tick(self) -> None:
-        """Show how far the running stages are, now and then. To be called several times a
-        second.
-        """
+        """Show how far the running stages are, now and then; to be called several times a second."""
         if self.watch.seconds - self._last_tick < PROGRESS_EVERY_SECONDS:
             return
         self._last_tick = self.watch.seconds
@@ -114,9 +111,7 @@ def _time(stage: StageState) -> Text:
 
 
 def _detail(stage: StageState) -> RenderableType:
-    """A bar with count, time left, rate and metrics of a running stage; the result of one that has
-    ended.
-    """
+    """A bar with count, time left, rate and metrics of a running stage, or the result of another."""
     if stage.outcome is not None:
         action = stage.outcome.action
         result = ": ".join(filter(None, (LABELS.get(action, action), stage.result)))
@@ -155,9 +150,7 @@ def counted(progress: StageProgress) -> list[str]:
 
 
 class StageTable:
-    """The stages of a run, a row each, and a last row: how many are done, and what else the run is
-    doing.
-    """
+    """The stages of a run, a row each, and a last row with how many are done."""
 
     def __init__(self, state: RunState, console: Console, watch: Stopwatch) -> None:
         self.state, self.watch, self.final = state, watch, False

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from flows.commands.text import Row
 from flows.dvc_repo.recipe import check_recipe
 from flows.prefect_server.services import LOOPBACK, free_port, tls_of_prefect
 from flows.registry.client import connect, has_record, knock
@@ -53,9 +54,7 @@ GIB = 2**30
 
 @dataclass(frozen=True)
 class DoctorCheck:
-    """The result of one check; ``remedy`` says what to do and is empty if nothing needs to be
-    done.
-    """
+    """The result of one check; ``remedy`` says what to do, and is empty if nothing is."""
 
     level: str
     name: str
@@ -97,18 +96,15 @@ def machine_checks() -> Iterator[DoctorCheck]:
     yield from _processors()
     yield from _products()
     free = psutil.virtual_memory().available / GIB
-    remedy = (
-        ""
-        if free >= 4
-        else "the demo needs up to 4 GiB for all its processes; close other programs"
-    )
-    yield DoctorCheck(WARN if remedy else OK, "memory", f"{free:.1f} GiB available", remedy)
+    if free >= 4:
+        yield DoctorCheck(OK, "memory", f"{free:.1f} GiB available")
+    else:
+        remedy = "the demo needs up to 4 GiB for all its processes; close other programs"
+        yield DoctorCheck(WARN, "memory", f"{free:.1f} GiB available", remedy)
 
 
 def _packages() -> Iterator[DoctorCheck]:
-    """Check the versions of what this package requires; those that fit are named if they are in
-    :data:`SHOWN`.
-    """
+    """Check the versions of what this package requires, and name those of :data:`SHOWN`."""
     from packaging.requirements import Requirement
 
     try:
@@ -129,9 +125,7 @@ def _packages() -> Iterator[DoctorCheck]:
 
 
 def plugin_checks() -> Iterator[DoctorCheck]:
-    """Check that the commands of this project's extras are known, and that those of all plugins can
-    be imported.
-    """
+    """Check that the extras' commands are known, and that all plugins can be imported."""
     known = plugins_of(COMMANDS)
     missing = [path.replace(".", " ") for path in EXTRAS if path not in known]
     if missing:
@@ -145,9 +139,7 @@ def plugin_checks() -> Iterator[DoctorCheck]:
 
 
 def check_package(package: Requirement, consequence: str = "") -> DoctorCheck:
-    """Check the installed version of a package against what is required; ``consequence`` says what
-    breaks otherwise.
-    """
+    """Check the installed version of a package; ``consequence`` says what breaks otherwise."""
     try:
         version = importlib.metadata.version(package.name)
     except importlib.metadata.PackageNotFoundError:
@@ -266,24 +258,20 @@ def _orphans(workspace: Path) -> Iterator[DoctorCheck]:
 
 
 def require_ready(workspace: Path) -> None:
-    """Refuse a run that cannot succeed, before anything is started: what `rlhf doctor` finds in the
-    workspace.
+    """Refuse a run that cannot succeed, by what `rlhf doctor` finds in the workspace.
 
     Data and the starting model are not opened: a run opens them where their stages would.
 
     Raises:
         RlhfError: a line for each check that failed, and what to do.
     """
-    failed = [
-        check for check in workspace_checks(workspace, opens_files=False) if check.level == FAIL
-    ]
-    if failed:
-        remedies = [f" ({check.remedy})" if check.remedy else "" for check in failed]
-        raise RlhfError(
-            "\n".join(
-                f"{c.name}: {c.finding}{remedy}" for c, remedy in zip(failed, remedies, strict=True)
-            )
-        )
+    problems = []
+    for check in workspace_checks(workspace, opens_files=False):
+        if check.level == FAIL:
+            remedy = f" ({check.remedy})" if check.remedy else ""
+            problems.append(f"{check.name}: {check.finding}{remedy}")
+    if problems:
+        raise RlhfError("\n".join(problems))
 
 
 def workspace_checks(workspace: Path | None, opens_files: bool = True) -> Iterator[DoctorCheck]:
@@ -407,9 +395,7 @@ def _sources(workspace: Path, params: Params, opens_files: bool) -> Iterator[Doc
 
 
 def unread_sources(workspace: Path, sources: Sequence[DataSource]) -> Iterator[DoctorCheck]:
-    """Return a failed check for each source whose first local file cannot be read as pairs of
-    replies.
-    """
+    """Return a failed check for each source whose first local file has no pairs of replies."""
     from rlhf_core.data.collection.sources import best_kind, source_files
 
     remedy = "`rlhf data FILE` shows how it is read"
@@ -429,31 +415,30 @@ def unread_sources(workspace: Path, sources: Sequence[DataSource]) -> Iterator[D
 
 
 def pair_checks(workspace: Path, params: Params) -> Iterator[DoctorCheck]:
-    """Check whether the pairs are enough for the reward models and their gate, and what they can
-    show.
-    """
+    """Check whether the pairs are enough for the reward models and their gate."""
     from rlhf_core.forecast import forecast_of_workspace
 
     found = forecast_of_workspace(workspace, params)
     if found is not None:
-        level = FAIL if found.refusal else WARN if found.weak else OK
-        remedy = "" if level == OK else "`rlhf plan` prints the whole forecast"
-        yield DoctorCheck(level, "pairs", found.conclusion, remedy)
+        remedy = "`rlhf plan` prints the whole forecast"
+        if found.refusal:
+            yield DoctorCheck(FAIL, "pairs", found.conclusion, remedy)
+        elif found.weak:
+            yield DoctorCheck(WARN, "pairs", found.conclusion, remedy)
+        else:
+            yield DoctorCheck(OK, "pairs", found.conclusion)
 
 
 def _reward_sources(workspace: Path, params: Params) -> Iterator[DoctorCheck]:
     """Check the functions and model folders that rewards and checks need. No module is imported."""
     level = WARN if params.pools_away() else FAIL  # what another host has cannot be seen from here
     sources = params.ppo.reward.sources
-    targets = {
-        source.target: "ppo.reward.sources"
-        for source in sources
-        if isinstance(source, FunctionSource)
-    }
-    targets |= {
-        function.target: "evaluate.verifiable"
-        for function in verifiable_functions(params.evaluate.verifiable)
-    }
+    targets = {}
+    for source in sources:
+        if isinstance(source, FunctionSource):
+            targets[source.target] = "ppo.reward.sources"
+    for function in verifiable_functions(params.evaluate.verifiable):
+        targets[function.target] = "evaluate.verifiable"
     for target, setting in targets.items():
         if problem := missing_function(target, workspace):
             yield DoctorCheck(level, "function", f"{setting} names {target}, but {problem}")
@@ -481,37 +466,29 @@ def _reward_sources(workspace: Path, params: Params) -> Iterator[DoctorCheck]:
 
 
 def gate_checks(gates: GatesConfig) -> Iterator[DoctorCheck]:
-    """Warn of metrics of conditions that look like a misspelt name of docs/metrics.md: they would
-    shut the gate.
-    """
+    """Warn of conditions whose metric looks misspelt: such a condition shuts its gate."""
     from rlhf_core.evaluation.report.metrics import page
 
-    known = {
-        name
-        for code in re.findall(r"`([^`\n]+)`", page())
-        for name in re.findall(r"[a-z]\w+", code)
-    }
-    conditions = (*gates.sft, *(gates.reward or ()), *gates.policy)
-    for metric in dict.fromkeys(name for condition in conditions for name in condition.metrics):
+    known: set[str] = set()
+    for code in re.findall(r"`([^`\n]+)`", page()):
+        known.update(re.findall(r"[a-z]\w+", code))
+    metrics: dict[str, None] = {}
+    for condition in (*gates.sft, *(gates.reward or ()), *gates.policy):
+        metrics.update(dict.fromkeys(condition.metrics))
+    remedy = "correct it in section gates; a metric that is missing fails its condition"
+    for metric in metrics:
         for part in metric.split("."):
             plain = re.sub(r"^(test|validation)_|_(low|high)95$", "", part)
-            close = (
-                []
-                if {part, plain} & known
-                else difflib.get_close_matches(plain, known, n=1, cutoff=0.88)
-            )
-            if close:
-                remedy = "correct it in section gates; a metric that is missing fails its condition"
-                meant = part.replace(plain, close[0])
-                yield DoctorCheck(
-                    WARN, "gates", f"{metric} has {part}: did you mean '{meant}'?", remedy
-                )
+            if part in known or plain in known:
+                continue
+            for close in difflib.get_close_matches(plain, known, n=1, cutoff=0.88):
+                meant = part.replace(plain, close)
+                finding = f"{metric} has {part}: did you mean '{meant}'?"
+                yield DoctorCheck(WARN, "gates", finding, remedy)
 
 
 def _judges(workspace: Path, params: Params) -> Iterator[DoctorCheck]:
-    """Check what the evaluation needs besides models: the LLM judge's key, files of prompts and
-    questions.
-    """
+    """Check what the evaluation needs besides models: the LLM judge's key, files of prompts."""
     llm_judge = params.evaluate.llm_judge
     if llm_judge is not None and llm_judge.token_env is not None:
         name = llm_judge.token_env
@@ -577,14 +554,16 @@ def failures(checks: Sequence[DoctorCheck]) -> int:
     return sum(check.level == FAIL for check in checks)
 
 
-def doctor_text(checks: Sequence[DoctorCheck]) -> str:
-    """Return one line per check, and how many failed."""
+def doctor_rows(checks: Sequence[DoctorCheck]) -> list[Row]:
+    """Return a row per check, and how many failed."""
     width = max(len(check.name) for check in checks)
-    lines = [
-        f"{MARKS[check.level]}  {check.name.ljust(width)}  {check.finding}"
-        + (f" → {check.remedy}" if check.remedy else "")
-        for check in checks
-    ]
+    rows: list[Row] = []
+    for check in checks:
+        text = check.finding
+        if check.remedy:
+            text += f" → {check.remedy}"
+        rows.append((f"{MARKS[check.level]}  {check.name.ljust(width)}", text))
     warned = sum(check.level == WARN for check in checks)
     warnings = "1 warning" if warned == 1 else f"{warned} warnings"
-    return "\n".join([*lines, f"{len(checks)} checks: {failures(checks)} failed, {warnings}"])
+    rows.append((None, f"{len(checks)} checks: {failures(checks)} failed, {warnings}"))
+    return rows

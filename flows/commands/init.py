@@ -47,7 +47,7 @@ def predecessor(given: str) -> Predecessor:
     Raises:
         RlhfError: There is no such workspace or version, or its files are not the registered ones.
     """
-    from flows.registry.aliases import CHAMPION
+    from flows.registry.client import CHAMPION
     from flows.registry.stored_models import policy_with_alias, verified_folder
 
     name, _, alias = given.rpartition("@") if "@" in Path(given).name else (given, "", CHAMPION)
@@ -66,8 +66,7 @@ def initialise(
     cache: Path | None = None,
     recipe: Path | None = None,
 ) -> Path:
-    """Make ``folder`` a workspace and return its absolute path. Everything is checked before
-    anything is written.
+    """Make ``folder`` a workspace and return its path; everything is checked before it is written.
 
     Args:
         cache: a DVC cache to share with other workspaces.
@@ -93,8 +92,7 @@ def initialise(
 
 
 def refuse_absent(data: Sequence[str], model: str | None) -> None:
-    """Refuse what a command names and the current folder does not have, before a workspace is made
-    of a slip.
+    """Refuse files and models that a command names and the current folder does not have.
 
     Raises:
         RlhfError: No file matches one of ``data``, or there is nothing at the path ``model``.
@@ -109,8 +107,7 @@ def refuse_absent(data: Sequence[str], model: str | None) -> None:
 def forecast_of(
     folder: Path, profile: str | None, sets: Sequence[str], recipe: Path | None = None
 ) -> str:
-    """Say what the pairs of a workspace that is to be made are enough for; nothing where they
-    cannot be read here.
+    """Say what the pairs of a new workspace are enough for; nothing if they cannot be read here.
 
     Raises:
         RlhfError: A stage or the reward gate would refuse so few pairs, or a parameter is wrong.
@@ -130,9 +127,7 @@ def forecast_of(
 
 
 def next_step(workspace: Path) -> str:
-    """Return what to do with a new workspace: run it, or first name the data files that it
-    lacks.
-    """
+    """Return what to do with a new workspace: run it, or first name the data that it lacks."""
     name = display_path(workspace)
     run = f"rlhf run --workspace {shlex.quote(name)}"
     model = load_section(workspace, "base", BaseConfig).source

@@ -1,6 +1,4 @@
-"""``rlhf init --prompts FILE --reward FILE.py:FUNCTION``: a workspace of prompts and a reward
-function, no pairs.
-"""
+"""``rlhf init --prompts FILE --reward FILE.py:FUNCTION``: prompts and a function, no pairs."""
 
 from __future__ import annotations
 
@@ -55,8 +53,7 @@ class GivenFunction:
 
 
 def given_function(reward: str) -> GivenFunction:
-    """Find the function that ``FILE.py:FUNCTION`` or ``package.module:function`` names; nothing is
-    imported.
+    """Find the function that ``FILE.py:FUNCTION`` or ``module:function`` names, without importing.
 
     Raises:
         ConfigError: There is no such file, module or function, or an installed module would take
@@ -106,19 +103,15 @@ def _columns_asked(function: Definition) -> tuple[str, ...]:
     """The parameters after prompts and replies that have no default."""
     arguments = function.args
     positional = [*arguments.posonlyargs, *arguments.args]
-    without_default = positional[: len(positional) - len(arguments.defaults)][2:]
-    by_name = [
-        argument
-        for argument, default in zip(arguments.kwonlyargs, arguments.kw_defaults, strict=True)
-        if default is None
-    ]
-    return tuple(argument.arg for argument in (*without_default, *by_name))
+    asked = positional[: len(positional) - len(arguments.defaults)][2:]
+    for argument, default in zip(arguments.kwonlyargs, arguments.kw_defaults, strict=True):
+        if default is None:
+            asked.append(argument)
+    return tuple(argument.arg for argument in asked)
 
 
 def checker_settings(prompts: Sequence[str], function: GivenFunction) -> list[str]:
-    """The settings of a workspace in which ``function`` rewards and judges replies to
-    ``prompts``.
-    """
+    """The settings by which ``function`` rewards and judges replies to ``prompts``."""
     source = {"kind": "function", "target": function.target}
     return [
         "collect.source=files",
@@ -149,28 +142,25 @@ def require_enough_prompts(
     if any(is_elsewhere(source.path) for source in files.prompts):
         return ""
     # Paths in params start at the new folder, those of the command here.
-    given = check_params(
-        {"collect": {"source": "files", "files": {"prompts": _prompts_of(sets)}}}
-    ).collect.files
-    rows = [row for part in read_sources(given.prompts, "prompts", Path.cwd()) for row in part.rows]
-    columns = {name for row in rows for name in json.loads(row["columns"] or "{}")}
+    prompts: list[str] = []
+    for text_of_setting in sets:
+        name, _, value = text_of_setting.partition("=")
+        if name == "collect.files.prompts" and not prompts:
+            prompts = json.loads(value)
+    given = check_params({"collect": {"source": "files", "files": {"prompts": prompts}}})
+    groups: list[str] = []
+    columns: set[str] = set()
+    for part in read_sources(given.collect.files.prompts, "prompts", Path.cwd()):
+        for row in part.rows:
+            groups.append(row["group"])
+            columns.update(json.loads(row["columns"] or "{}"))
     lacking = [name for name in function.columns if name not in columns]
     if lacking:
         raise DataError(
             f"{function.target} asks for {lacking[0]}, which the prompts do not have; their columns: "
             f"{', '.join(sorted(columns)) or 'none'}; nothing was made"
         )
-    return _counted([row["group"] for row in rows], params)
-
-
-def _prompts_of(sets: Sequence[str]) -> list[str]:
-    values = [
-        value
-        for name, _, value in (text.partition("=") for text in sets)
-        if name == "collect.files.prompts"
-    ]
-    prompts: list[str] = json.loads(values[0])
-    return prompts
+    return _counted(groups, params)
 
 
 def _counted(groups: Sequence[str], params: Params) -> str:

@@ -28,32 +28,26 @@ Reason = Annotated[
 
 
 def joined_lines(text: str) -> str:
-    """Join the lines of each paragraph, except shell commands, which start with a dollar sign and
-    keep their lines.
-    """
+    """Join the lines of each paragraph, except those of shell commands, which start with a $."""
     return re.sub(r"(?<=[^\n])\n(?!\n|\$ |\Z)", " ", text)
 
 
 def profile_names(incomplete: str = "") -> list[str]:
-    """Return the names of the profiles that start with ``incomplete``, for completion in a
-    shell.
-    """
+    """Return the profiles that start with ``incomplete``, for completion in a shell."""
     earlier, comma, last = incomplete.rpartition(",")
     names = [name for name in profile_headers(_profiles_folder()) if name.startswith(last)]
     return [f"{earlier}{comma}{name}" for name in names]
 
 
 def profile_list() -> str:
-    """List the profiles of the current workspace, else of the project, with the first sentence of
-    each.
-    """
+    """List the profiles of the current workspace, else of the project, with a sentence on each."""
     headers = profile_headers(_profiles_folder())
     width = max((len(name) for name in headers), default=0)
-    lines = [
-        f"  {name.ljust(width)}  {header.partition('. ')[0].rstrip('.')}"
-        for name, header in headers.items()
-    ]
-    return "\n".join(["Profiles (--profile):", *lines])
+    lines = ["Profiles (--profile):"]
+    for name, header in headers.items():
+        sentence = header.partition(". ")[0].rstrip(".")
+        lines.append(f"  {name.ljust(width)}  {sentence}")
+    return "\n".join(lines)
 
 
 def _profiles_folder() -> Path:
@@ -90,11 +84,11 @@ class Commands(PluggedGroup):
 
     def __init__(self, **attributes: Any) -> None:
         super().__init__(**attributes)
-        panels = {name: panel for panel, names in PANELS.items() for name in names}
+        panels: dict[str, str] = {}
+        for panel, names in PANELS.items():
+            panels |= dict.fromkeys(names, panel)
         in_panels = {name: self.commands[name] for name in panels if name in self.commands}
-        self.commands = in_panels | {
-            name: other for name, other in self.commands.items() if name not in in_panels
-        }
+        self.commands = in_panels | self.commands
         join_help_lines(self)
         for name, listed in self.commands.items():
             setattr(listed, "rich_help_panel", panels.get(name))  # noqa: B010 - of both kinds of commands
@@ -126,16 +120,14 @@ def join_help_lines(command: Any) -> None:
 
 
 def plain_parameters(command: Any, ctx: Any) -> None:
-    """Show flags without a type, and arguments in the line of usage without braces, in the help of
-    a command.
-    """
+    """Show flags without a type, and arguments without braces, in the help of a command."""
     for parameter in command.get_params(ctx):
         if getattr(parameter, "is_flag", False) and parameter.metavar is None:
             parameter.metavar = ""
         if isinstance(parameter, TyperArgument):
-            shown = (parameter.metavar or parameter.name or "").upper() + (
-                "..." if parameter.nargs != 1 else ""
-            )
+            shown = (parameter.metavar or parameter.name or "").upper()
+            if parameter.nargs != 1:
+                shown += "..."
             pieces = [shown if parameter.required else f"[{shown}]"]
             vars(parameter)["get_usage_pieces"] = partial(lambda usage, _: usage, pieces)
     for member_name, member in getattr(command, "commands", {}).items():

@@ -131,9 +131,7 @@ def promote(
 
 
 def _print(explained: Group) -> None:
-    """Print a table and its reasons, fitted to the terminal; elsewhere nothing is wrapped, cut or
-    padded.
-    """
+    """Print a table and its reasons; only a terminal wraps or pads them."""
     from rich.console import Console
 
     if sys.stdout.isatty():
@@ -196,9 +194,7 @@ def _answer(workspace: Path, *, approves: bool, reason: str, version: str | None
 
 
 def _refresh_release_page(workspace: Path) -> None:
-    """Bring the workspace's page up to date after a decision, which stands whether or not that is
-    possible.
-    """
+    """Bring the workspace's page up to date after a decision, which stands in any case."""
     from flows.registry.release_page import try_release_page
 
     if problem := try_release_page(workspace)[1]:
@@ -241,10 +237,10 @@ def terms(workspace: Workspace = NEAREST) -> None:
     """
     with busy("reading the registered policy"):
         from flows.commands.registry_output import describe_terms
-        from flows.commands.text import fitted
+        from flows.commands.text import print_rows, unlabelled
 
-        described = describe_terms(workspace)
-    typer.echo(fitted(described))
+        lines = describe_terms(workspace).splitlines()
+    print_rows(unlabelled(lines))
 
 
 @app.command()
@@ -265,15 +261,15 @@ def history(
     Example: rlhf history
     """
     with busy("reading the history"):
-        from flows.commands.registry_output import describe_history, model_history
-        from flows.commands.text import fitted, without_secrets
+        from flows.commands.registry_output import history_rows, model_history
+        from flows.commands.text import print_rows, without_secrets
 
         state = model_history(workspace, model)
     if as_json:
         champions = {"champion": state.champion, "recorded_champion": state.recorded_champion}
         print_json(without_secrets({"model": state.name, "decisions": state.entries, **champions}))
     else:
-        typer.echo(fitted(describe_history(state)))
+        print_rows(history_rows(state))
 
 
 @app.command()
@@ -315,7 +311,8 @@ def gate(
             print_json([asdict(row) for row in rows])
         else:
             typer.echo(describe_power(rows))
-        raise typer.Exit(EXIT_OK if all(row.suffices for row in rows) else EXIT_GATE_FAILED)
+        suffices = all(row.suffices for row in rows)
+        raise typer.Exit(EXIT_OK if suffices else EXIT_GATE_FAILED)
     report = judged_gate(workspace, name)
     if as_json:
         print_json(report.as_dict())

@@ -7,11 +7,11 @@ from pathlib import Path
 from rich.console import Group, RenderableType
 from rich.table import Column, Table
 
-from flows.commands.text import gate_table, marked_table
-from flows.registry.aliases import CHAMPION
+from flows.commands.text import Row, gate_table, marked_table
+from flows.registry.client import CHAMPION
 from flows.registry.decisions import PromotionDecision, report_name
-from flows.registry.evidence import gate_conditions
 from flows.registry.history import ReleaseState, version_words
+from flows.registry.promote import gate_conditions
 from flows.registry.release_page import describe_tries
 from flows.registry.workspace import OWNER_TAG, printed_line
 from rlhf_core.errors import RlhfError
@@ -21,25 +21,19 @@ from rlhf_core.storage.files import read_json
 
 
 def explain_promotion(decision: PromotionDecision) -> Group:
-    """Return what was compared with what, every criterion with its bound, and which of them
-    decided.
-    """
-    against = (
-        f"version {decision.champion}, the champion"
-        if decision.champion
-        else "nothing: there was no champion"
-    )
+    """Return what was compared with what, every criterion, and which of them decided."""
+    against = "nothing: there was no champion"
+    if decision.champion:
+        against = f"version {decision.champion}, the champion"
     lines = [f"compared: version {decision.challenger} of {decision.model} with {against}"]
     if not decision.criteria:
         return Group(*lines, f"decided by: {decision.reason}")
     question = decision.question or {}
-    turn = (
-        f"set {question['prompt_set']} of {question['prompt_sets']}, "
-        if "prompt_set" in question
-        else ""
-    )
+    data = f"data {str(question.get('prompts'))[:12]}"
+    if "prompt_set" in question:
+        data = f"set {question['prompt_set']} of {question['prompt_sets']}, {data}"
     lines.append(
-        f"judged: attempt {decision.attempt} on these test prompts ({turn}data {str(question.get('prompts'))[:12]}), "
+        f"judged: attempt {decision.attempt} on these test prompts ({data}), "
         f"settings of section evaluate, level of the intervals 95 %"
     )
     criteria = sorted(decision.criteria, key=lambda criterion: criterion.passed)
@@ -69,19 +63,14 @@ def judged_gate(workspace: Path, name: str) -> GateDecision:
 
 
 def explain_gate(workspace: Path, gate: GateDecision) -> Group:
-    """Return every condition of a gate with value, bound and reason, which decided, and what they
-    were read from.
-    """
-    lines = [
-        f"decided by: {', '.join(condition.metric for condition in gate.failed) or 'all conditions hold'}"
-    ]
+    """Return every condition of a gate, which of them decided, and what they were read from."""
+    decided = ", ".join(condition.metric for condition in gate.failed) or "all conditions hold"
+    lines = [f"decided by: {decided}"]
     changed = gate.changed_evidence(workspace)
     for name, judged in gate.evidence.items():
-        state = (
-            "changed since: run `rlhf run` to judge it anew"
-            if name in changed
-            else "unchanged since"
-        )
+        state = "unchanged since"
+        if name in changed:
+            state = "changed since: run `rlhf run` to judge it anew"
         lines.append(f"read from {name} (sha256 {judged[:12]}, {state})")
     if gate.name == "policy" and (tries := describe_tries(workspace)):
         lines.append(f"tries: {tries}")
@@ -90,52 +79,51 @@ def explain_gate(workspace: Path, gate: GateDecision) -> Group:
 
 
 def probe_lines(workspace: Path) -> list[RenderableType]:
-    """Return how often reward model, referee and judge score a reply above a worse copy of it, if
-    that is known.
-    """
-    files = {name: workspace / "metrics" / f"{name}.json" for name in PROBED_MODELS}
-    probes = probe_table({name: read_json(path) for name, path in files.items() if path.is_file()})
-    if probes is None or not probes.rows:
-        return [] if probes is None else list(probes.notes)
+    """Return how often the reward models score a reply above a worse copy of it, if known."""
+    metrics = {}
+    for name in PROBED_MODELS:
+        path = workspace / "metrics" / f"{name}.json"
+        if path.is_file():
+            metrics[name] = read_json(path)
+    probes = probe_table(metrics)
+    if probes is None:
+        return []
+    if not probes.rows:
+        return [*probes.notes]
     first, *others = probes.header
-    table = Table(
-        first, *(Column(name, justify="right") for name in others), box=None, header_style="dim"
-    )
+    columns = [Column(name, justify="right") for name in others]
+    table = Table(first, *columns, box=None, header_style="dim")
     for row in probes.rows:
         table.add_row(*row)
     return [f"{CAPTION}:", table, *probes.notes]
 
 
-def describe_history(state: ReleaseState) -> str:
-    """Say who changed what when, why and by which report, and where the champion is not the one of
-    the history.
-    """
-    lines = []
+def history_rows(state: ReleaseState) -> list[Row]:
+    """Say who changed what, when, why and by which report, and where something else did."""
+    rows: list[Row] = []
     for entry in state.entries:
-        moves = [
-            f"{'' if of['model'] == state.name else of['model'] + ' '}@{of['alias']} → {of['version'] or 'none'}"
-            for of in entry["moves"]
-        ]
-        about = ", ".join(moves) or (
-            f"version {entry['decided_on']}" if entry["decided_on"] else "versions"
-        )
-        when, who = (
-            str(entry["time"])[:19].replace("T", " "),
-            printed_line(str(entry["who"] or "unknown")),
-        )
-        lines += [f"{entry['number']}  {when} UTC  {who}  {entry['action']}: {about}"]
-        lines += [f"   why: {printed_line(str(entry['reason']))}"]
+        moves = []
+        for of in entry["moves"]:
+            model = "" if of["model"] == state.name else f"{of['model']} "
+            moves.append(f"{model}@{of['alias']} → {of['version'] or 'none'}")
+        about = ", ".join(moves)
+        if not moves:
+            about = f"version {entry['decided_on']}" if entry["decided_on"] else "versions"
+        when = str(entry["time"])[:19].replace("T", " ")
+        who = printed_line(str(entry["who"] or "unknown"))
+        rows.append((str(entry["number"]), f"{when} UTC  {who}  {entry['action']}: {about}"))
+        rows.append(("", f"why: {printed_line(str(entry['reason']))}"))
         if entry["decision"]:
-            lines.append(
-                f"   evidence: {report_name(entry['decision'], entry['id'])}, attached to the run that "
-                f"registered version {entry['decided_on']}"
-            )
+            report = report_name(entry["decision"], entry["id"])
+            attached = f"attached to the run that registered version {entry['decided_on']}"
+            rows.append(("", f"evidence: {report}, {attached}"))
     if state.recorded_champion != state.champion:
-        lines.append(
+        moved = (
             f"the champion is {version_words(state.champion)}, but the history ends with "
             f"{version_words(state.recorded_champion)}: @{CHAMPION} was moved by something else than rlhf"
         )
-    return "\n".join(lines)
+        rows.append((None, moved))
+    return rows
 
 
 def model_history(workspace: Path, model: str | None = None) -> ReleaseState:
@@ -153,9 +141,7 @@ def model_history(workspace: Path, model: str | None = None) -> ReleaseState:
 
 
 def describe_terms(workspace: Path) -> str:
-    """Say who owns the registered policy of ``workspace``, and what a promotion by this workspace
-    requires.
-    """
+    """Say who owns the registered policy, and what a promotion by ``workspace`` requires."""
     workspace = workspace.resolve()
     state = ReleaseState.of(workspace)
     config = state.config

@@ -1,6 +1,4 @@
-"""``rlhf run``: lock the workspace, start services, run the flow in a child process, summarise,
-stop everything.
-"""
+"""``rlhf run``: start services, run the flow in a child process, summarise, stop everything."""
 
 from __future__ import annotations
 
@@ -41,8 +39,7 @@ CANNOT_WRITE = (errno.ENOSPC, errno.EROFS)
 
 
 def run(workspace: Path, promote: bool = True, wait: bool = False, port: int | None = None) -> int:
-    """Run the pipeline of ``workspace`` and return the exit status; the options are those of
-    ``rlhf run``.
+    """Run the pipeline of ``workspace`` and return the exit status.
 
     Raises:
         RlhfError: the run cannot be started; nothing has been run.
@@ -74,8 +71,7 @@ def run(workspace: Path, promote: bool = True, wait: bool = False, port: int | N
 
 
 def _check_remote_pools(workspace: Path, params: Params) -> None:
-    """Check that stages on other hosts can reach a Prefect server and a DVC remote, and that their
-    inputs can travel.
+    """Check that stages on other hosts reach a Prefect server, a DVC remote and their inputs.
 
     Raises:
         RlhfError: no lasting server is set, a remote cannot serve two hosts, or a stage cannot
@@ -97,9 +93,7 @@ def _check_remote_pools(workspace: Path, params: Params) -> None:
 
 
 class PipelineRun:
-    """One run of the pipeline: the services and the flow process that it started, whose events it
-    shows.
-    """
+    """One run of the pipeline: the services and the flow process that it started."""
 
     def __init__(
         self, workspace: Path, params: Params, promote: bool, display: Display, lock: int
@@ -180,9 +174,7 @@ class PipelineRun:
         return services.launch("flow", command, FLOW_GRACE, "TERM", **variables)
 
     def _watch(self, flow: SupervisedProcess, monitor: ServiceMonitor) -> None:
-        """Show events and keep the services running until the flow ends, a problem occurs or the
-        run is stopped.
-        """
+        """Show events and keep the services running until the flow ends or is stopped."""
         while flow.poll() is None and self.problem is None and not signals.STOP.wait(POLL_SECONDS):
             self.display.state.own_pools = monitor.pools_here()
             self._show_new_events()

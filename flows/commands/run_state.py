@@ -1,6 +1,4 @@
-"""The state of a run, as its events and the logs of its stages tell it; its stages, end and verdict
-as plain lines.
-"""
+"""The state of a run, by its events and the logs of its stages, and what is said of its parts."""
 
 from __future__ import annotations
 
@@ -14,7 +12,14 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from flows.commands.text import format_metrics, format_seconds, plain_number
+from flows.commands.text import (
+    Row,
+    format_metrics,
+    format_seconds,
+    labelled_once,
+    plain_number,
+    print_rows,
+)
 from flows.pipeline.events import (
     COMPLETED,
     FAILED_STATES,
@@ -30,18 +35,12 @@ from flows.pipeline.events import (
     VerdictReached,
     events_file,
 )
-from flows.pipeline.verdict import RunVerdict, failure_reason
+from flows.pipeline.verdict import RunVerdict, failure_reason, verdict_facts
 from flows.stage import RESUMED, LoggedProgress, StageOutcome, progress_lines
 from flows.supervision.processes import LogReader
 from flows.workspace import PRIVATE, display_path
 from rlhf_core.errors import EXIT_INTERRUPTED, RlhfError
-from rlhf_core.evaluation.verdict import (
-    EVEN_WIN_RATE,
-    Standing,
-    describe_rate,
-    judge_results,
-    percent,
-)
+from rlhf_core.evaluation.verdict import Standing, judge_results
 from rlhf_core.gates import GateDecision
 from rlhf_core.storage.files import read_json
 
@@ -75,40 +74,32 @@ class StageProgress:
         for line in reversed(lines):
             later = self.first
             # Of one loop of one process: a retry or the next loop starts anew.
-            same = (line.description, line.total) == (
-                later.description,
-                later.total,
-            ) and line.done <= later.done
-            if not same or (line.seconds or 0.0) > (later.seconds or 0.0):
+            is_same = (line.description, line.total) == (later.description, later.total)
+            is_earlier = line.done <= later.done and (line.seconds or 0.0) <= (later.seconds or 0.0)
+            if not (is_same and is_earlier):
                 break
             self.first = line
 
     @property
     def rate(self) -> float | None:
-        """Steps per second, None until two lines tell: the steps of the first may be those of an
-        earlier process.
-        """
-        if (
-            self.latest is None
-            or self.first is None
-            or self.latest.seconds is None
-            or self.first.seconds is None
-        ):
+        """Steps per second, None before two lines: an earlier process may have made the first."""
+        first, latest = self.first, self.latest
+        if latest is None or first is None or latest.seconds is None or first.seconds is None:
             return None
-        steps, seconds = (
-            self.latest.done - self.first.done,
-            self.latest.seconds - self.first.seconds,
-        )
+        steps, seconds = latest.done - first.done, latest.seconds - first.seconds
         return steps / seconds if steps > 0 and seconds > 0 else None
 
     def seconds_left(self, now: float | None = None) -> float | None:
-        """Return the estimated time to the last step at ``now`` (seconds since the epoch), None if
-        unknown or over.
+        """Return how long the last step is away from ``now``, None if unknown or over.
+
+        Args:
+            now: Seconds since the epoch; None for this moment.
         """
         rate = self.rate
         if self.latest is None or rate is None:
             return None
-        since = max(0.0, (time.time() if now is None else now) - self.latest_at)
+        now = time.time() if now is None else now
+        since = max(0.0, now - self.latest_at)
         left = (self.latest.total - self.latest.done) / rate - since
         return left if left >= SHORTEST_LEFT else None
 
@@ -117,9 +108,7 @@ Describe = Callable[[Mapping[str, Any]], str]
 
 
 def describe_result(workspace: Path, stage: str) -> str:
-    """Describe what ``stage`` has produced; empty for a stage that is not known or whose metrics
-    cannot be read.
-    """
+    """Describe what ``stage`` has produced; empty if it or its metrics are not known."""
     if stage not in RESULTS:
         return ""
     file, describe = RESULTS[stage]
@@ -154,58 +143,56 @@ def _too_long(training: Mapping[str, Any]) -> str:
 
 
 def _accuracy(reward: Mapping[str, Any]) -> str:
-    """The accuracy on test pairs, and on those of them that are balanced, each with its number of
-    pairs.
-    """
-    split = "test_" if "test_accuracy" in reward else ""
-    text = f"{'test' if split else 'validation'} accuracy {reward[f'{split}accuracy']:.3f}"
+    """The accuracy on test pairs and on the balanced ones, each with its number of pairs."""
+    split, name = "", "validation"
+    if "test_accuracy" in reward:
+        split, name = "test_", "test"
+    text = f"{name} accuracy {reward[f'{split}accuracy']:.3f}"
     if f"{split}pairs" in reward:
         text += f" of {int(reward[f'{split}pairs'])} pairs"
     balanced = reward.get(f"{split}accuracy_length_balanced")
     if balanced is not None:
-        text += (
-            f", length-balanced {balanced:.3f} of {int(reward[f'{split}length_balanced_pairs'])}"
-        )
+        pairs = int(reward[f"{split}length_balanced_pairs"])
+        text += f", length-balanced {balanced:.3f} of {pairs}"
     return f"{text}{_too_long(reward)}"
 
 
+def _perplexity(sft: Mapping[str, Any]) -> str:
+    if sft.get("reason"):
+        return str(sft["reason"])
+    return f"perplexity {plain_number(sft['perplexity'])}{_too_long(sft)}"
+
+
+def _explained_variance(critic: Mapping[str, Any]) -> str:
+    if critic.get("reason"):
+        return str(critic["reason"])
+    return f"explained variance {critic['explained_variance']:.2f}"
+
+
+def _win_rates(evaluation: Mapping[str, Any]) -> str:
+    judges = judge_results(evaluation["comparison"])
+    return "win rate by " + ", ".join(f"{of.judge} {of.win_rate:.2f}" for of in judges)
+
+
+# Where each stage leaves its result, and how that is described.
 RESULTS: dict[str, tuple[str, Describe]] = {
     "validate": ("gates/data.json", _gate),
-    "sft": (
-        "metrics/sft.json",
-        lambda sft: (
-            sft.get("reason") or f"perplexity {plain_number(sft['perplexity'])}{_too_long(sft)}"
-        ),
-    ),
+    "sft": ("metrics/sft.json", _perplexity),
     "gate-sft": ("gates/sft.json", _gate),
     "reward": ("metrics/reward.json", _accuracy),
     "referee": ("metrics/referee.json", _accuracy),
     "judge": ("metrics/judge.json", _accuracy),
     "gate-reward": ("gates/reward.json", _gate),
-    "critic": (
-        "metrics/critic.json",
-        lambda critic: (
-            critic.get("reason") or f"explained variance {critic['explained_variance']:.2f}"
-        ),
-    ),
+    "critic": ("metrics/critic.json", _explained_variance),
     "ppo": ("metrics/ppo.json", _selected),
-    "evaluate": (
-        "metrics/evaluation.json",
-        lambda evaluation: (
-            "win rate by "
-            + ", ".join(
-                f"{of.judge} {of.win_rate:.2f}" for of in judge_results(evaluation["comparison"])
-            )
-        ),
-    ),
+    "evaluate": ("metrics/evaluation.json", _win_rates),
     "gate-policy": ("gates/policy.json", _gate),
 }
 
 
 @dataclass
 class StageState:
-    """One stage of a run: waiting, running (then it has ``progress``), or ended (then it has an
-    ``outcome``).
+    """One stage of a run: it waits, runs with ``progress``, or has ended with an ``outcome``.
 
     ``note`` says where or why it waits, ``result`` what it has produced or why it failed.
     """
@@ -225,8 +212,7 @@ class RunState:
         verdict: None as long as the run has not reached one.
         end: None while it runs, or if its process was gone before it could report an end.
         seconds: How long the command took that started it; None where none did, or it was killed.
-        started: When the first event was written, and ``last_event`` the last; of a run that was
-            read from its file.
+        started: When the first event was written, and ``last_event`` the last, if they were read.
         own_pools: The work pools whose worker is this command's own. Which they are is not in the
             events.
     """
@@ -286,11 +272,8 @@ class RunState:
     @property
     def running(self) -> list[StageState]:
         """The stages that have started and not ended."""
-        return [
-            stage
-            for stage in self.stages.values()
-            if stage.progress is not None and stage.outcome is None
-        ]
+        started = [stage for stage in self.stages.values() if stage.progress is not None]
+        return [stage for stage in started if stage.outcome is None]
 
     @property
     def ran(self) -> int:
@@ -316,12 +299,11 @@ class RunState:
         stage = self._stage(outcome.stage)
         stage.outcome = outcome
         if outcome.ok:
+            resumed = ""
             if stage.progress is not None:
                 stage.progress.refresh()
-            resumed = stage.progress.resumed if stage.progress is not None else ""
-            stage.result = ", ".join(
-                filter(None, (resumed, describe_result(self.workspace, outcome.stage)))
-            )
+                resumed = stage.progress.resumed
+            stage.result = _joined(resumed, describe_result(self.workspace, outcome.stage))
         elif outcome.action == "failed":
             stage.result = failure_reason(self.workspace, outcome)
 
@@ -332,57 +314,50 @@ class RunState:
         return self.workspace / PRIVATE / "logs" / f"{name}.log"
 
 
+def _joined(*parts: str) -> str:
+    return ", ".join(part for part in parts if part)
+
+
 def read_run_state(workspace: Path) -> RunState | None:
-    """Return the state of the last run, or of the one under way; None if there was none or another
-    version wrote it.
+    """Return the state of the last run, or of the one under way; None if its events say nothing.
 
     Nothing is changed: this is for a process that looks on.
     """
     log, state = EventLog(events_file(workspace)), RunState(workspace)
     try:
         events = log.read_new()
-    except (LookupError, TypeError, ValueError):
+    except (LookupError, TypeError, ValueError):  # another version wrote them
+        return None
+    if not events:
         return None
     for event in events:
         state.apply(event)
     state.refresh()
-    state.started, state.last_event = (
-        datetime.fromtimestamp(log.first),
-        datetime.fromtimestamp(log.last),
-    )
-    return state if events else None
+    state.started = datetime.fromtimestamp(log.first)
+    state.last_event = datetime.fromtimestamp(log.last)
+    return state
 
 
 def describe_stage(stage: StageState, now: float) -> str:
-    """Describe one stage in a line: ``running 12/90, 1:02 left, reward 0.3``,
-    ``ran in 0:51, perplexity 1.52``.
-    """
+    """Describe a stage in a line: ``running 12/90, 1:02 left``, ``ran in 0:51, perplexity 1.52``."""
     if stage.outcome is not None:
         outcome = stage.outcome
         if outcome.action == "skipped":
             return "not started"
-        head = {"ran": "ran in {}", "cached": "up to date"}.get(
-            outcome.action, f"{outcome.action} after {{}}"
-        )
-        parts = [head.format(format_seconds(outcome.ended - outcome.started)), stage.result]
-        return ", ".join(part for part in parts if part)
+        if outcome.action == "cached":
+            return _joined("up to date", stage.result)
+        verb = "ran in" if outcome.action == "ran" else f"{outcome.action} after"
+        return _joined(f"{verb} {format_seconds(outcome.ended - outcome.started)}", stage.result)
     if stage.progress is None:
         return stage.note or "waiting"
     latest = stage.progress.latest
     if latest is None:
-        return ", ".join(
-            part
-            for part in (f"running for {format_seconds(now - stage.started)}", stage.note)
-            if part
-        )
+        return _joined(f"running for {format_seconds(now - stage.started)}", stage.note)
     left = stage.progress.seconds_left(now)
-    parts = [
-        f"running {latest.done}/{latest.total}",
-        f"{format_seconds(left)} left" if left is not None else "",
-    ]
-    return ", ".join(
-        part for part in [*parts, stage.progress.resumed, *format_metrics(latest.metrics)] if part
-    )
+    time_left = "" if left is None else f"{format_seconds(left)} left"
+    metrics = format_metrics(latest.metrics)
+    counted = f"running {latest.done}/{latest.total}"
+    return _joined(counted, time_left, stage.progress.resumed, *metrics)
 
 
 STYLES = {Standing.BETTER: "bold green", Standing.WORSE: "bold red"}
@@ -395,9 +370,7 @@ EXIT_CODES = {
 
 
 def busy_seconds(spans: Sequence[tuple[float, float]]) -> float:
-    """Return the length of the union of ``(start, end)`` spans: the time in which at least one
-    stage worked.
-    """
+    """Return for how long at least one stage worked: the length of the union of the spans."""
     total, reached = 0.0, float("-inf")
     for start, end in sorted(spans):
         total += max(0.0, end - max(start, reached))
@@ -409,65 +382,34 @@ def summary(state: RunState, total: float) -> list[str]:
     """Return the lines to print at the end of a run that lasted ``total`` seconds."""
     outcomes = state.outcomes
     actions = [outcome.action for outcome in outcomes]
-    counts = [
-        f"{actions.count(a)} {a}" for a in ("ran", "cached", "failed", "stopped") if a in actions
-    ]
-    busy = busy_seconds(
-        [(o.ended - o.work_seconds, o.ended) for o in outcomes if o.work_seconds > 0]
-    )
+    shown = [action for action in ("ran", "cached", "failed", "stopped") if action in actions]
+    counts = ", ".join(f"{actions.count(action)} {action}" for action in shown)
+    worked = [outcome for outcome in outcomes if outcome.work_seconds > 0]
+    busy = busy_seconds([(of.ended - of.work_seconds, of.ended) for of in worked])
     times = f"{total:.1f} s in all; for {busy:.1f} s of them some stage was at work"
     return [
-        f"stages: {', '.join(counts) or 'none'}; {times}",
+        f"stages: {counts or 'none'}; {times}",
         f"logs:   {state.workspace / '.rlhf' / 'logs'}",
     ]
 
 
-def verdict_rows(verdict: RunVerdict, workspace: Path, told: str = "") -> list[tuple[str, str]]:
-    """Return the verdict as pairs of label and text; the last one is the command to type next.
-
-    Args:
-        told: What to say in place of why there is no verdict, where that has been told in full.
-    """
-    rows = [("verdict", f"no verdict: {told}" if told and not verdict.judges else verdict.headline)]
-    rows += [("" if place else "to do", remedy) for place, remedy in enumerate(verdict.remedies)]
-    for place, judge in enumerate(verdict.judges):
-        won = describe_rate(judge.win_rate, judge.low95, judge.high95, EVEN_WIN_RATE)
-        text = f"{judge.judge}: win rate {won}, {judge.prompts} prompts about {judge.clusters} questions"
-        if judge.lc_win_rate is not None:
-            text += f"; {percent(judge.lc_win_rate, EVEN_WIN_RATE)} % at equal length"
-        rows.append(("" if place else "judges", text))
-    rows += [("", meaning) for meaning in verdict.meanings]
-    if verdict.kl is not None:
-        kl = verdict.kl
-        rows.append(
-            (
-                "KL",
-                f"{kl.mean:.2f} nats per reply from SFT, 95 % interval {kl.low95:.2f} to {kl.high95:.2f}",
-            )
-        )
-    rows += [("" if number else "alarms", alarm) for number, alarm in enumerate(verdict.alarms)]
-    rows += [("registered", verdict.registered), ("promotion", verdict.promotion)]
-    if verdict.tries:
-        rows.append(("tries", verdict.tries))
-    if verdict.note:
-        rows.append(("note", verdict.note))
+def verdict_rows(verdict: RunVerdict, workspace: Path, told: str = "") -> list[Row]:
+    """Return the facts of a verdict, then its report and the command to type next."""
+    rows = labelled_once(verdict_facts(verdict, told))
     if verdict.report:
         rows.append(("report", display_path(workspace / verdict.report)))
-    return [*rows, ("next", next_line(workspace, verdict.next_command, verdict.next_hint))]
+    release = verdict.release
+    return [*rows, ("next", next_line(workspace, release.next_command, release.next_hint))]
 
 
 def next_line(workspace: Path, command: str, hint: str) -> str:
-    """Return the command to type next and what it is for; commands within ``hint`` are completed,
-    too.
-    """
+    """Return the command to type next and what it is for; commands in ``hint`` are completed."""
     hint = re.sub("`(rlhf [^`]+)`", lambda found: f"`{command_for(workspace, found[1])}`", hint)
     return f"{command_for(workspace, command)}   ({hint})"
 
 
 def command_for(workspace: Path, command: str) -> str:
-    """Return ``command`` as it is to be typed in the current folder: with ``--workspace`` if that
-    is elsewhere.
-    """
+    """Return ``command`` as typed in the current folder: elsewhere it needs ``--workspace``."""
     here = Path.cwd().resolve()
     if workspace.resolve() in (here, *here.parents):
         return command
@@ -475,22 +417,8 @@ def command_for(workspace: Path, command: str) -> str:
 
 
 def print_verdict(verdict: RunVerdict, workspace: Path, told: str = "") -> None:
-    """Print the verdict: aligned and coloured on a terminal, a line per row elsewhere; ``told`` as
-    above.
-    """
-    rows = verdict_rows(verdict, workspace, told)
-    if not sys.stdout.isatty():
-        for label, text in rows:
-            print(f"{label:<10}  {text}")
-        return
-    from rich.console import Console
-    from rich.table import Table
-    from rich.text import Text
-
-    table = Table.grid(padding=(0, 2, 0, 0))
-    for label, text in rows:
-        style = {"verdict": STYLES.get(verdict.standing, "bold"), "next": "bold cyan"}.get(
-            label, ""
-        )
-        table.add_row(Text(label, style="dim"), Text(text, style=style, overflow="fold"))
-    Console(highlight=False).print("", table)
+    """Print the verdict, on a terminal coloured and apart from what stands above it."""
+    if sys.stdout.isatty():
+        print()
+    styles = {"verdict": STYLES.get(verdict.standing, "bold"), "next": "bold cyan"}
+    print_rows(verdict_rows(verdict, workspace, told), styles)

@@ -7,8 +7,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from flows.registry.aliases import CHAMPION, get_version
-from flows.registry.client import connect
+from flows.registry.client import CHAMPION, connect, get_version
 from flows.registry.evidence import TrainingSource, source_of_version, source_of_workspace
 from flows.registry.promote import promotion_obstacle
 from flows.registry.stored_models import (
@@ -46,9 +45,7 @@ def about_version(
 
 
 def about_folder(folder: Path) -> tuple[str, ...]:
-    """Return lines that say which model lies in ``folder`` and what its workspace trained on, if it
-    lies in one.
-    """
+    """Return lines that say which model lies in ``folder``, and what it was trained on if known."""
     config, own = folder / "config.json", _workspace_of(folder)
     written = (
         f", written {datetime.fromtimestamp(config.stat().st_mtime):%Y-%m-%d %H:%M}"
@@ -79,8 +76,7 @@ def _training(source: TrainingSource | None, verb: str = "trained on") -> tuple[
 
 @dataclass(frozen=True)
 class ServedSource:
-    """The source of a policy to serve or to talk to, and lines that say what it is and what it was
-    trained on.
+    """The source of a policy to serve or to talk to, and lines that say what it is.
 
     ``moves`` if another revision may be served later.
 

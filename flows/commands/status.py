@@ -1,6 +1,4 @@
-"""``rlhf status``: what a workspace holds, what is under way, and what to do next, on one
-screen.
-"""
+"""``rlhf status``: what a workspace holds, what is under way, and what to do next."""
 
 from __future__ import annotations
 
@@ -11,6 +9,8 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
+from rich.text import Text
+
 from flows.commands.run_state import (
     RunState,
     describe_stage,
@@ -18,12 +18,20 @@ from flows.commands.run_state import (
     read_run_state,
     verdict_rows,
 )
-from flows.commands.text import INDENT, format_age, format_seconds
+from flows.commands.text import INDENT, Row, aligned, format_age, format_seconds, unlabelled
 from flows.dvc_repo.graph import describe_changes, dvc_status, recorded_stages
 from flows.dvc_repo.inputs import entry_names, refresh_inputs
 from flows.pipeline.events import COMPLETED
-from flows.registry.aliases import CHALLENGER, CHAMPION, PREVIOUS, read_aliases, versions
-from flows.registry.client import WORKSPACE_ID_TAG, connect, has_record
+from flows.registry.client import (
+    CHALLENGER,
+    CHAMPION,
+    PREVIOUS,
+    WORKSPACE_ID_TAG,
+    connect,
+    has_record,
+    read_aliases,
+    versions,
+)
 from flows.registry.history import ReleaseState
 from flows.registry.release_page import current_page, read_release_decision, release_sentences
 from flows.registry.workspace import known_workspace_id
@@ -67,17 +75,15 @@ def registry_status(workspace: Path, config: RegistryConfig) -> RegistryStatus:
         return RegistryStatus([])
     state, release = ReleaseState.of(workspace), read_release_decision(workspace)
     client = state.client
+    policies = len(versions(client, config.policy))
+    lines = [_versions_line(config.policy, policies, state.aliases)]
+    for text in (release_sentences(release), release.champion, release.decided):
+        if text:
+            lines.append(f"{INDENT}{text}")
+    reward_models = len(versions(client, config.reward_model))
+    aliases = read_aliases(client, config.reward_model)
+    lines.append(_versions_line(config.reward_model, reward_models, aliases))
     interrupted = str(state.unfinished[-1]["action"]) if state.unfinished else ""
-    said = (release_sentences(release), release.champion, release.decided)
-    lines = [
-        _versions_line(config.policy, len(versions(client, config.policy)), state.aliases),
-        *(f"  {text}" for text in said if text),
-        _versions_line(
-            config.reward_model,
-            len(versions(client, config.reward_model)),
-            read_aliases(client, config.reward_model),
-        ),
-    ]
     if interrupted:
         lines.append(
             f"a {interrupted} was interrupted; the next promote, rollback, run or chat completes it"
@@ -88,11 +94,8 @@ def registry_status(workspace: Path, config: RegistryConfig) -> RegistryStatus:
 def _versions_line(name: str, count: int, numbers: Mapping[str, str]) -> str:
     if not count:
         return f"{name}: no version yet"
-    aliases = ", ".join(
-        f"@{alias} v{numbers[alias]}"
-        for alias in (CHAMPION, CHALLENGER, PREVIOUS)
-        if alias in numbers
-    )
+    known = [alias for alias in (CHAMPION, CHALLENGER, PREVIOUS) if alias in numbers]
+    aliases = ", ".join(f"@{alias} v{numbers[alias]}" for alias in known)
     return f"{name}: {count} version{'s' if count > 1 else ''}; {aliases or 'no alias'}"
 
 
@@ -111,23 +114,15 @@ NOT_OF_VERDICT = ("report", "next")  # what is said once, at the end
 
 @dataclass(frozen=True)
 class StagesStatus:
-    """What each stage's state is, how many have never run or are not up to date, and ``note`` on
-    all of them.
+    """The state of each stage, and of how many it says that they never ran or are out of date.
+
+    ``note`` is about all of them.
     """
 
     stages: Mapping[str, str]
     not_run: int = 0
     stale: int = 0
     note: str = ""
-
-    @property
-    def lines(self) -> list[str]:
-        """The note, and one line per stage."""
-        width = max(map(len, self.stages), default=0)
-        return [
-            *([self.note] if self.note else []),
-            *(f"{n.ljust(width)}  {s}" for n, s in self.stages.items()),
-        ]
 
 
 @dataclass(frozen=True)
@@ -152,25 +147,34 @@ class WorkspaceStatus:
     registry: RegistryStatus
     next: tuple[str, str]
 
-    def as_text(self) -> str:
-        """Return everything on one screen, with long lines."""
+    def as_text(self, width: int | None = None) -> Text:
+        """Return everything on one screen.
+
+        Args:
+            width: The columns of a terminal; None leaves each text on one line.
+        """
+        stages: list[Row] = [(None, self.stages.note)] if self.stages.note else []
+        stages += self.stages.stages.items()
+        last_run: list[Row] = []
+        if self.last is not None:
+            last_run += last_run_rows(self.workspace, self.last, datetime.now())
+        last_run += unlabelled(self.recorded)
         sections = {
-            "stages": self.stages.lines,
-            "gates": [gate_line(gate) for gate in self.gates],
-            "to resume": self.resumable,
-            "last run": [
-                *(last_run_lines(self.workspace, self.last, datetime.now()) if self.last else []),
-                *self.recorded,
-            ],
-            "registry": self.registry.lines,
+            "stages": stages,
+            "gates": [gate_row(gate) for gate in self.gates],
+            "to resume": unlabelled(self.resumable),
+            "last run": last_run,
+            "registry": unlabelled(self.registry.lines),
         }
-        report = self.report
-        blocks = [[f"workspace {self.workspace}", f"in use by: {self.holder or 'nobody'}"]]
-        for title, lines in sections.items():
-            blocks.append([title, *(INDENT + line for line in lines or ["none"])])
-        blocks += [[f"report: {report if report.is_file() else 'not written yet'}"]]
-        blocks += [[f"next: {next_line(self.workspace, *self.next)}"]]
-        return "\n\n".join("\n".join(block) for block in blocks)
+        holder = f"in use by: {self.holder or 'nobody'}"
+        blocks = [aligned(unlabelled([f"workspace {self.workspace}", holder]), width)]
+        for title, rows in sections.items():
+            shown = aligned(rows or unlabelled(["none"]), width, indent=INDENT)
+            blocks.append(Text.assemble(title, "\n", shown))
+        report = str(self.report) if self.report.is_file() else "not written yet"
+        for line in (f"report: {report}", f"next: {next_line(self.workspace, *self.next)}"):
+            blocks.append(aligned(unlabelled([line]), width))
+        return Text("\n\n").join(blocks)
 
     def as_dict(self) -> dict[str, Any]:
         """Return the same for a program."""
@@ -189,16 +193,18 @@ class WorkspaceStatus:
             gates.append(
                 {"gate": gate.name, "passed": gate.passed, "mode": gate.mode, "failed": failed}
             )
+        command, hint = self.next
+        report = str(self.report) if self.report.is_file() else None
         return {
             "workspace": str(self.workspace),
-            "in_use_by": None if self.holder is None else asdict(self.holder),
+            "in_use_by": asdict(self.holder) if self.holder else None,
             **asdict(self.stages),
             "gates": gates,
             "resumable": [*self.resumable],
             "last_run": last_run,
             "registry": asdict(self.registry),
-            "report": str(self.report) if self.report.is_file() else None,
-            "next": {"command": self.next[0], "hint": self.next[1]},
+            "report": report,
+            "next": {"command": command, "hint": hint},
         }
 
     @property
@@ -209,8 +215,7 @@ class WorkspaceStatus:
 
 @default_environment(CLIENT_SETTINGS)  # a server that hangs is given up soon
 def status(workspace: Path) -> WorkspaceStatus:
-    """Read stages (as DVC sees them), gates, partial work, the last run, the registry, and say what
-    to type next.
+    """Read stages as DVC sees them, gates, partial work, the last run and the registry.
 
     Nothing is changed but what DVC compares with: source files in dvc.yaml and the fingerprints of
     code and URLs, as `git status` refreshes its index.
@@ -225,9 +230,8 @@ def status(workspace: Path) -> WorkspaceStatus:
         recorded = recorded_run(workspace, params.tracking.experiment, holder is not None, last)
     except RlhfError as error:
         recorded = [str(error)]
-    if holder is None and (
-        waiting := waiting_records(workspace)
-    ):  # a run delivers what it records as it goes
+    # A run delivers what it records as it goes.
+    if holder is None and (waiting := waiting_records(workspace)):
         wait = "record waits" if waiting == 1 else "records wait"
         recorded.append(
             f"{waiting} {wait} for MLflow to answer again; the next run delivers what is left"
@@ -253,23 +257,23 @@ def next_step(
     if registry.interrupted:
         return "rlhf promote", f"completes the {registry.interrupted} that was interrupted"
     if last is not None and last.final_state != COMPLETED and last.verdict is not None:
-        return last.verdict.next_command, last.verdict.next_hint
+        return last.verdict.release.next_command, last.verdict.release.next_hint
     if resumable or (last is not None and not last.final_state):
         return "rlhf run", "resumes from the last checkpoint"
     if stages.not_run or stages.stale:
-        stale = f"{stages.stale} stale" if stages.stale else ""
-        not_run = f"{stages.not_run} that have not run" if stages.not_run else ""
-        named = " and ".join(filter(None, (stale, not_run)))
-        return "rlhf run", f"brings stages up to date: {named}"
+        named = [f"{stages.stale} stale"] if stages.stale else []
+        if stages.not_run:
+            named.append(f"{stages.not_run} that have not run")
+        return "rlhf run", f"brings stages up to date: {' and '.join(named)}"
     if registry.awaiting:
-        return (
-            "rlhf approve",
-            f"makes version {registry.awaiting} champion; `rlhf decline --reason TEXT` refuses it",
+        hint = (
+            f"makes version {registry.awaiting} champion; `rlhf decline --reason TEXT` refuses it"
         )
+        return "rlhf approve", hint
     if registry.release is not None:
         return registry.release.next_command, registry.release.next_hint
     if last is not None and last.verdict is not None:
-        return last.verdict.next_command, last.verdict.next_hint
+        return last.verdict.release.next_command, last.verdict.release.next_hint
     return "rlhf run", "brings the pipeline up to date and registers its models"
 
 
@@ -289,20 +293,17 @@ def stages_status(workspace: Path) -> StagesStatus:
     stopped = ""  # the stage that a closed gate is of
     for name in names:
         outputs = [*entry_names(stages[name].get("outs"))]
-        if (
-            closed is not None
-            and f"gates/{closed.name}.json" in outputs
-            and (name in stale or name not in recorded)
-        ):
+        has_run = name in recorded and name not in stale
+        if closed is not None and f"gates/{closed.name}.json" in outputs and not has_run:
             states[name] = _failed_gate(workspace, closed)
             stopped = name
-        elif name in recorded:
+        elif has_run:
             states[name] = "up to date"
-            if name in stale:
-                details = describe_changes(stale[name])
-                if len(details) > DETAIL:
-                    details = f"{details[:DETAIL]} …"
-                states[name] = f"stale: {details}"
+        elif name in recorded:
+            details = describe_changes(stale[name])
+            if len(details) > DETAIL:
+                details = f"{details[:DETAIL]} …"
+            states[name] = f"stale: {details}"
         elif outputs and all((workspace / out).exists() for out in outputs):
             states[name] = (
                 "made, but not known to DVC (`rlhf stage`, or a run that failed): a run makes it again"
@@ -317,9 +318,7 @@ def stages_status(workspace: Path) -> StagesStatus:
 
 
 def _failed_gate(workspace: Path, gate: GateDecision) -> str:
-    """Say that a stage failed its gate, which DVC takes for a stage that never ran, and whether
-    that is still so.
-    """
+    """Say that a stage failed its gate, which DVC takes for one that never ran."""
     count = f"{len(gate.failed)} of {len(gate.conditions)} conditions do not hold"
     if changed := gate.changed_evidence(workspace):
         return (
@@ -329,8 +328,7 @@ def _failed_gate(workspace: Path, gate: GateDecision) -> str:
 
 
 def running_stages(workspace: Path, holder: LockHolder) -> StagesStatus:
-    """Return one line per stage of the run under way: done and its result, running and its
-    progress, or waiting.
+    """Return the result, the progress or the wait of each stage of the run under way.
 
     DVC, which a stage keeps locked, is not asked.
     """
@@ -347,50 +345,42 @@ def running_stages(workspace: Path, holder: LockHolder) -> StagesStatus:
     return StagesStatus(states, note=head)
 
 
-def gate_line(gate: GateDecision) -> str:
+def gate_row(gate: GateDecision) -> Row:
     """Describe a gate: passed, or the conditions that failed with what was found."""
     verdict = "passed" if gate.passed else f"FAILED: {gate.reasons()}"
-    return f"{gate.name:<8}{verdict} (mode {gate.mode})"
+    return gate.name, f"{verdict} (mode {gate.mode})"
 
 
 def partial_work(workspace: Path) -> list[str]:
-    """Return the stages with saved partial state, from which the next run resumes if no dependency
-    has changed.
-    """
+    """Return the stages with saved partial state, from which an unchanged run resumes."""
     lines = []
     for folder in sorted((workspace / "work").glob("[!.]*/*")):
         checkpoints = sorted(path.name for path in folder.rglob("step-*") if path.is_dir())
         if checkpoints:
-            lines.append(
-                f"{folder.parent.name}: {checkpoints[-1]} (work/{folder.parent.name}/{folder.name})"
-            )
+            stage = folder.parent.name
+            lines.append(f"{stage}: {checkpoints[-1]} (work/{stage}/{folder.name})")
     return lines
 
 
-def last_run_lines(workspace: Path, last: RunState, now: datetime) -> list[str]:
-    """Describe the last run: when it started, how it ended and how long it took, and its verdict
-    with the numbers.
-    """
+def last_run_rows(workspace: Path, last: RunState, now: datetime) -> list[Row]:
+    """Describe when the last run started, how it ended and how long it took, and its verdict."""
     age = format_age((now - last.last_event).total_seconds())
-    took = format_seconds(
-        (last.last_event - last.started).total_seconds() if last.seconds is None else last.seconds
-    )
-    state = ENDINGS.get(last.final_state, last.final_state.lower())
-    lines = [
-        f"{last.started:%Y-%m-%d %H:%M:%S}  {state} after {took}, {age}; stages computed: {last.ran}"
-    ]
+    seconds = last.seconds
+    if seconds is None:
+        seconds = (last.last_event - last.started).total_seconds()
+    ending = ENDINGS.get(last.final_state, last.final_state.lower())
+    ended = f"{ending} after {format_seconds(seconds)}, {age}; stages computed: {last.ran}"
+    rows: list[Row] = [(None, f"{last.started:%Y-%m-%d %H:%M:%S}  {ended}")]
     if last.verdict is not None:
-        rows = verdict_rows(last.verdict, workspace)
-        lines += [f"{label:<10}  {text}" for label, text in rows if label not in NOT_OF_VERDICT]
-    return lines
+        told = verdict_rows(last.verdict, workspace)
+        rows += [(label, text) for label, text in told if label not in NOT_OF_VERDICT]
+    return rows
 
 
 def recorded_run(
     workspace: Path, experiment: str, in_use: bool, last: RunState | None
 ) -> list[str]:
-    """Describe the newest pipeline run in MLflow: when it started, how it ended, its id; of
-    ``last`` the id only.
-    """
+    """Describe the newest pipeline run in MLflow; of ``last``, which is described, its id only."""
     if not has_record(workspace):
         return []
     client = connect(workspace)
@@ -405,14 +395,12 @@ def recorded_run(
     if not runs:
         return []
     info = runs[0].info
-    if (
-        last is not None
-        and abs(info.start_time / 1000 - last.started.timestamp()) < SAME_RUN_SECONDS
-    ):
+    began = info.start_time / 1000
+    if last is not None and abs(began - last.started.timestamp()) < SAME_RUN_SECONDS:
         return [f"MLflow run  {info.run_id}"]
     state = info.status.lower()
     if state == "running" and not in_use:
         state = ENDINGS[""]
     duration = f" after {(info.end_time - info.start_time) / 1000:.0f} s" if info.end_time else ""
-    started = datetime.fromtimestamp(info.start_time / 1000)
+    started = datetime.fromtimestamp(began)
     return [f"{started:%Y-%m-%d %H:%M:%S}  {state}{duration}  (MLflow run {info.run_id})"]

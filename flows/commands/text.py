@@ -1,9 +1,8 @@
-"""How commands write errors, gates, durations, rates and metrics, and the end of a log."""
+"""How commands write rows of text, errors, gates, numbers, and the end of a log."""
 
 from __future__ import annotations
 
 import json
-import re
 import shutil
 import sys
 import textwrap
@@ -29,34 +28,31 @@ from rlhf_core.storage.files import read_json
 
 PROGRAM = "rlhf"
 INDENT = "  "
-ALIGNED = re.compile(r" *\S+( \S+)*? {2,}(?=\S)")  # a label and the gap after it
+# A label and the text beside it. A line without a label (None) begins at the margin.
+Row = tuple[str | None, str]
 
 
 def without_secrets(value: Any) -> Any:
     """Return ``value`` as JSON knows it, without secrets; times and paths become texts."""
-    return json.loads(redacted(json.dumps(value, ensure_ascii=False, default=str)))
+    text = json.dumps(value, ensure_ascii=False, default=str)
+    return json.loads(redacted(text))
 
 
 def error_console(stream: TextIO) -> Console:
-    """Return a console for ``stream``: as wide as a terminal; without control codes elsewhere or
-    with ``NO_COLOR``.
-    """
+    """Return a console for ``stream``, without control codes where that is no terminal."""
     return Console(file=stream, highlight=False, markup=False, emoji=False)
 
 
 def print_error(message: str, stream: TextIO) -> None:
-    """Print ``rlhf: MESSAGE`` with its line breaks, other control characters escaped; a terminal
-    wraps at words.
-    """
+    """Print ``rlhf: MESSAGE``; of its control characters only line breaks stay."""
     console = error_console(stream)
-    text = Text.assemble((f"{PROGRAM}:", "bold red"), " ", for_terminal(redacted(message.strip())))
+    shown = for_terminal(redacted(message.strip()))
+    text = Text.assemble((f"{PROGRAM}:", "bold red"), " ", shown)
     console.print(text, soft_wrap=not console.is_terminal)
 
 
 def print_gate_failure(error: GateFailed, stream: TextIO) -> None:
-    """Print which conditions of a gate failed as a table, or the message where the evidence cannot
-    be read.
-    """
+    """Print a table of the conditions that failed, or the message if there is no evidence."""
     gate = None
     if error.evidence is not None:
         with suppress(DataError):
@@ -71,9 +67,7 @@ def print_gate_failure(error: GateFailed, stream: TextIO) -> None:
 
 
 def print_failed_gates(workspace: Path, stream: TextIO, *, remedies: bool = True) -> None:
-    """Print the table of every gate of ``workspace`` whose conditions do not hold; ``remedies`` as
-    for a table.
-    """
+    """Print a table of every gate of ``workspace`` that failed; ``remedies`` as for one table."""
     console = error_console(stream)
     for path in sorted((workspace / "gates").glob("*.json")):
         with suppress(DataError):  # `rlhf status` names a file that cannot be read
@@ -96,8 +90,7 @@ def gate_verdict(gate: GateDecision) -> str:
 
 
 def gate_table(gate: GateDecision, *, every_reason: bool = False, remedies: bool = True) -> Group:
-    """Return a gate's conditions as a table, failures first; below it why each that failed is
-    asked, and what to do.
+    """Return a gate's conditions as a table, failures first, and below it what to do about them.
 
     Args:
         every_reason: Give the reasons of the bounds that hold, too.
@@ -118,49 +111,98 @@ def gate_table(gate: GateDecision, *, every_reason: bool = False, remedies: bool
 def marked_table(
     columns: Sequence[str | Column], rows: Iterable[tuple[bool, str, str, str]]
 ) -> Padding:
-    """Return a table of what was required, each row marked by its first entry: whether it holds."""
-    folded = [
-        column if isinstance(column, Column) else Column(column, overflow="fold")
-        for column in columns
-    ]
-    table = Table("", *folded, box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="dim")
+    """Return a table of what was required; the first entry of a row says whether it holds."""
+    shown = [Column("")]
+    for column in columns:
+        shown.append(Column(column, overflow="fold") if isinstance(column, str) else column)
+    table = Table(*shown, box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="dim")
     for holds, *cells in rows:
-        table.add_row(
-            Text("ok", style="green") if holds else Text("FAIL", style="bold red"), *cells
-        )
+        mark = Text("ok", style="green") if holds else Text("FAIL", style="bold red")
+        table.add_row(mark, *cells)
     return Padding(table, (0, 0, 0, 2))
 
 
-def fitted(text: str) -> str:
-    """Return ``text`` with every line wrapped to the terminal, unchanged if stdout is not one."""
-    width = shutil.get_terminal_size().columns if sys.stdout.isatty() else None
-    return "\n".join(fit_line(line, width) for line in text.splitlines())
+def aligned(
+    rows: Iterable[Row],
+    width: int | None = None,
+    *,
+    indent: str = "",
+    styles: Mapping[str, str] | None = None,
+) -> Text:
+    """Return rows as lines whose texts stand beneath each other, without secrets.
 
+    Words are never cut.
 
-def fit_line(line: str, width: int | None) -> str:
-    """Wrap a line to ``width``, its continuation lines under the text after its label; words are
-    never cut.
+    Args:
+        width: The columns of a terminal: a longer text goes on beneath its beginning. None leaves
+            each text on one line.
+        styles: How rich shows the text of a label.
     """
-    if width is None or len(line) <= width:
-        return line
-    text = line.lstrip()
-    margin = line[: len(line) - len(text)]
-    label = ALIGNED.match(line)
-    indent = len(label[0]) if label and len(label[0]) <= width // 2 else len(margin) + len(INDENT)
-    return textwrap.fill(
+    rows = list(rows)
+    room = max((len(label) for label, _ in rows if label is not None), default=0)
+    lines = []
+    for label, text in rows:
+        head = indent
+        if label is not None:
+            head += f"{label:<{room}}{INDENT}"
+        margin = len(head)
+        if label is None or (width is not None and margin > width // 2):
+            margin = len(indent) + len(INDENT)
+        style = (styles or {}).get(label or "", "")
+        for paragraph in redacted(text).splitlines() or [""]:
+            for line in _wrapped(paragraph, width, head, " " * margin):
+                start = line[: len(head)]
+                lines.append(Text.assemble((start, "dim"), (line[len(head) :].rstrip(), style)))
+                head = " " * margin
+    return Text("\n").join(lines)
+
+
+def labelled_once(rows: Iterable[Row]) -> list[Row]:
+    """Return rows in which only the first of those with the same label has it."""
+    shown: list[Row] = []
+    before: str | None = None
+    for label, text in rows:
+        repeats = label is not None and label == before
+        shown.append(("" if repeats else label, text))
+        before = label
+    return shown
+
+
+def unlabelled(lines: Iterable[str]) -> list[Row]:
+    """Return lines as rows that begin at the margin."""
+    return [(None, line) for line in lines]
+
+
+def _wrapped(text: str, width: int | None, head: str, margin: str) -> list[str]:
+    if width is None or len(head) + len(text) <= width:
+        return [head + text]
+    return textwrap.wrap(
         text,
         width,
-        initial_indent=margin,
-        subsequent_indent=" " * indent,
+        initial_indent=head,
+        subsequent_indent=margin,
         break_long_words=False,
         break_on_hyphens=False,
     )
 
 
+def terminal_columns() -> int | None:
+    """Return the width of the terminal that standard output is; None if it is something else."""
+    return shutil.get_terminal_size().columns if sys.stdout.isatty() else None
+
+
+def print_rows(rows: Iterable[Row], styles: Mapping[str, str] | None = None) -> None:
+    """Print rows on standard output, wrapped and coloured on a terminal."""
+    print_screen(aligned(rows, terminal_columns(), styles=styles))
+
+
+def print_screen(text: Text) -> None:
+    """Print lines that :func:`aligned` has fitted."""
+    error_console(sys.stdout).print(text, soft_wrap=True)
+
+
 def format_seconds(seconds: float) -> str:
-    """Format a duration in at most six characters for a hundred days: ``0:07``, ``12:30``,
-    ``3h05m``, ``2d04h``.
-    """
+    """Format a duration in at most six characters: ``0:07``, ``12:30``, ``3h05m``, ``2d04h``."""
     whole = max(0, round(seconds))
     minutes, rest = divmod(whole, 60)
     if minutes < 60:
@@ -170,9 +212,7 @@ def format_seconds(seconds: float) -> str:
 
 
 def format_age(seconds: float) -> str:
-    """Format how long ago something was in whole units: ``just now``, ``20 minutes ago``,
-    ``3 days ago``.
-    """
+    """Format how long ago something was: ``just now``, ``20 minutes ago``, ``3 days ago``."""
     for unit, name in ((86400, "day"), (3600, "hour"), (60, "minute")):
         if seconds >= unit:
             count = int(seconds // unit)
@@ -182,29 +222,24 @@ def format_age(seconds: float) -> str:
 
 def format_rate(per_second: float) -> str:
     """Format a rate as ``14/s``, or below one per second as ``3.2 s each``."""
-    return (
-        f"{plain_number(per_second)}/s"
-        if per_second >= 1
-        else f"{plain_number(1 / per_second)} s each"
-    )
+    if per_second >= 1:
+        return f"{plain_number(per_second)}/s"
+    return f"{plain_number(1 / per_second)} s each"
 
 
 def format_metrics(metrics: Mapping[str, float]) -> list[str]:
-    """Format the metrics of a progress line: ``loss 0.41``, ``17.8k tokens/s`` for one that is
-    called ``tokens_s``.
-    """
-    return [
-        f"{_thousands(value)} {name.removesuffix('_s')}/s"
-        if name.endswith("_s")
-        else f"{name} {plain_number(value)}"
-        for name, value in metrics.items()
-    ]
+    """Format metrics of a progress line: ``loss 0.41``; ``tokens_s`` as ``17.8k tokens/s``."""
+    shown = []
+    for name, value in metrics.items():
+        if name.endswith("_s"):
+            shown.append(f"{_thousands(value)} {name.removesuffix('_s')}/s")
+        else:
+            shown.append(f"{name} {plain_number(value)}")
+    return shown
 
 
 def plain_number(value: float) -> str:
-    """Format a number with three digits, or all digits before the point if it is large: ``0.342``,
-    ``14,916``.
-    """
+    """Format a number with three digits, and all before the point: ``0.342``, ``14,916``."""
     return progress.plain_number(value, 3, ",")
 
 
@@ -237,8 +272,9 @@ def last_lines(workspace: Path, name: str, lines: int) -> str:
     if name not in known:
         there = f"there are {', '.join(known)}" if known else "nothing has run yet"
         raise RlhfError(f"{workspace} has no log of {name}; {there}")
+    shown: deque[str] = deque(maxlen=lines)
     with (folder / f"{name}.log").open(encoding="utf-8", errors="replace") as stream:
-        shown = (
-            line for line in stream if line.strip() and not line.strip().startswith(DVC_ADVICE)
-        )
-        return "".join(deque(shown, lines)).rstrip("\n")
+        for line in stream:
+            if line.strip() and not line.strip().startswith(DVC_ADVICE):
+                shown.append(line)
+    return "".join(shown).rstrip("\n")

@@ -1,6 +1,4 @@
-"""``rlhf up``: keep server, workers and the MLflow UI running, so that schedules fire;
-``rlhf deploy``.
-"""
+"""``rlhf up`` keeps server, workers and the MLflow UI running; ``rlhf deploy`` sets a server up."""
 
 from __future__ import annotations
 
@@ -39,8 +37,7 @@ POLL_SECONDS = 0.3
 
 
 def up(workspace: Path, port: int | None = None, mlflow_port: int | None = None) -> int:
-    """Start all services, print their addresses, and keep them running until a signal; return the
-    exit status.
+    """Start all services and keep them running until a signal; return the exit status.
 
     Args:
         port: Of the Prefect server; None for any free one.
@@ -67,8 +64,7 @@ def up(workspace: Path, port: int | None = None, mlflow_port: int | None = None)
 
 
 def deploy(workspace: Path) -> str:
-    """Create or update the work pools, deployments and the automation of a workspace; return the
-    server's address.
+    """Create or update a workspace's pools, deployments and automation; return the server's address.
 
     Raises:
         RlhfError: no server is named or answers, it refuses something, or a name belongs to another
@@ -126,9 +122,7 @@ def _serve(services: Services, params: Params, mlflow_port: int, display: Displa
 def _start_services(
     services: Services, params: Params, mlflow_port: int, display: Display
 ) -> ServiceMonitor:
-    """Start the MLflow UI and the workers, set up pools, deployments and the automation, and record
-    the addresses.
-    """
+    """Start the MLflow UI and the workers, set up pools and deployments, record the addresses."""
     # These load Prefect, which takes a second, in which the server starts.
     from flows.jobs.deployments import deploy_all
     from flows.prefect_server.flow_runs import end_stale_runs, ensure_zombie_automation
@@ -155,9 +149,7 @@ def _start_services(
 
 
 def deep_links(workspace: Path, prefect_url: str) -> list[str]:
-    """Return the addresses of the pages that a person opens: runs on both servers, schedules,
-    registered models.
-    """
+    """Return the addresses of the pages that a person opens: runs, schedules, registered models."""
     from flows.registry.client import MODEL_TRAINING, connect, experiment_id, mlflow_address
 
     lines = [f"Prefect: runs {prefect_url}/runs", f"         schedules {prefect_url}/deployments"]
@@ -170,9 +162,7 @@ def deep_links(workspace: Path, prefect_url: str) -> list[str]:
 
 
 def _start_mlflow(services: Services, port: int) -> str:
-    """Return the address of the MLflow UI: the server of ``MLFLOW_TRACKING_URI``, else one that is
-    started here.
-    """
+    """Return the address of the MLflow UI, which is started here unless a server is set."""
     from flows.registry.client import prepare_tracking
     from rlhf_core.tracking.stage_run import tracking_uri
 

@@ -1,3 +1,1 @@
-"""Access to DVC: the stage graph, recorded hashes, changed stages, the DVC root. DVC itself runs in
-child processes.
-"""
+"""Access to DVC, which runs in child processes: its graph, hashes, changes and root."""

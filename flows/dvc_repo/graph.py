@@ -1,5 +1,4 @@
-"""The stages of dvc.yaml, their order as DVC itself reads them, what dvc.lock records, and what DVC
-finds changed.
+"""The stages of dvc.yaml in their order, what dvc.lock records, and what DVC finds changed.
 
 DVC runs in a child process: ``python -m flows.dvc_repo.graph WORKSPACE`` prints the graph as JSON.
 """
@@ -126,9 +125,7 @@ def dvc_graph(workspace: Path) -> list[StageNode]:
 
 
 def _inputs(repo: Any, stage: Any, workspace: Path) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Return the inputs that DVC's cache keeps, and the files that must be carried in another
-    way.
-    """
+    """Return the inputs that DVC's cache keeps, and the files that must be carried otherwise."""
     from dvc.dependency import ParamsDependency
     from dvc.exceptions import OutputNotFoundError
 
@@ -153,9 +150,7 @@ def _inputs(repo: Any, stage: Any, workspace: Path) -> tuple[tuple[str, ...], tu
 
 
 def _is_in_run_cache(stage: Any) -> bool:
-    """Whether DVC's run cache brings the stage to another host: inputs and outputs are local, all
-    outputs cached.
-    """
+    """Whether DVC's run cache brings a stage to another host: all is local, all outputs cached."""
     if stage.always_changed or stage.frozen or not stage.deps or not stage.outs:
         return False
     local = all(file.protocol == "local" for file in [*stage.deps, *stage.outs])
@@ -181,9 +176,7 @@ class RecordedStage:
 
 
 def recorded_stages(workspace: Path) -> dict[str, RecordedStage]:
-    """Return what dvc.lock records of each stage by its name; empty before the first stage has
-    run.
-    """
+    """Return what dvc.lock records of each stage by name; empty before the first has run."""
     lock = workspace / LOCK_FILE
     if not lock.is_file():
         return {}
@@ -218,9 +211,7 @@ def _hashes(entries: Any) -> dict[str, str]:
 
 
 def main(workspace: str) -> int:
-    """Print the graph; if DVC cannot read it, print one line of explanation to stderr and return
-    1.
-    """
+    """Print the graph; if DVC cannot read it, explain that on stderr and return 1."""
     try:
         print(json.dumps([asdict(node) for node in dvc_graph(Path(workspace))]))
     except Exception as error:  # DVC's exceptions have no common base class in its public interface

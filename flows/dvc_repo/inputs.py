@@ -1,5 +1,4 @@
-"""What DVC is to compare: source files as dependencies in dvc.yaml, code and remote sources as
-``.fingerprints``.
+"""What DVC is to compare: source files in dvc.yaml, code and remote sources in ``.fingerprints``.
 
 DVC hashes local source files itself, so that `dvc status` tells of a changed one; params.yaml names
 them, and dvc.yaml repeats them. Code counts by its definitions and a URL by its store's checksum,
@@ -57,8 +56,7 @@ def refresh_inputs(workspace: Path) -> None:
 
 
 def with_sources(dvc_yaml: str, params: Params, workspace: Path) -> str:
-    """Return ``dvc_yaml`` with the stages that ``params`` need, and with local source files as
-    dependencies of the stages that read them.
+    """Return ``dvc_yaml`` with the stages that ``params`` need, and the files that they read.
 
     The dependencies of such a stage are its fingerprints, outputs of other stages, files of the
     workspace itself, and these.
@@ -69,20 +67,19 @@ def with_sources(dvc_yaml: str, params: Params, workspace: Path) -> str:
     document = yaml.load(dvc_yaml)
     changed = _fit_stages(document, params.left_out, yaml)
     stages = document.get("stages") or {}
-    outputs = [name for stage in stages.values() for name in entry_names(stage.get("outs"))]
+    outputs: list[str] = []
+    for stage in stages.values():
+        outputs += entry_names(stage.get("outs"))
     for name, sources in _sources(params, workspace).items():
-        stage = stages.get(name)
-        if stage is None or not any(
-            dep.startswith(FINGERPRINTS) for dep in entry_names(stage.get("deps"))
-        ):
+        stage = stages.get(name) or {}
+        deps = list(entry_names(stage.get("deps")))
+        if not any(dep.startswith(FINGERPRINTS) for dep in deps):
             continue
-        deps = list(entry_names(stage["deps"]))
-        kept = [dep for dep in deps if dep.startswith(FINGERPRINTS) or dep in outputs]
-        kept += OF_WORKSPACE.get(name, [])
-        wanted = [
-            *kept,
-            *(path for path in _dependencies(sources, workspace, outputs) if path not in kept),
-        ]
+        wanted = [dep for dep in deps if dep.startswith(FINGERPRINTS) or dep in outputs]
+        wanted += OF_WORKSPACE.get(name, [])
+        for path in _dependencies(sources, workspace, outputs):
+            if path not in wanted:
+                wanted.append(path)
         if wanted != deps:
             changed = True
             stage["deps"][:] = wanted
@@ -99,8 +96,7 @@ CURVES = "plots/curves/{}.csv"
 
 
 def _fit_stages(document: Any, left_out: Collection[str], yaml: YAML) -> bool:
-    """Take the stages that are ``left_out`` from dvc.yaml, or bring back others from the recipe;
-    return whether any.
+    """Take ``left_out`` stages from dvc.yaml and bring others back; return whether there are any.
 
     What they write goes from the dependencies and plots of other stages, or comes back there.
     """
@@ -112,43 +108,38 @@ def _fit_stages(document: Any, left_out: Collection[str], yaml: YAML) -> bool:
     for name in surplus:
         del stages[name]
     curves = {CURVES.format(name) for name in surplus}
-    for number, plot in reversed([*enumerate(document.get("plots") or [])]):
-        if any(
-            curves.issuperset(about["y"])
-            for about in plot.values()
-            if isinstance(about.get("y"), dict)
-        ):
-            del document["plots"][number]
-    for stage in stages.values() if surplus else ():
-        if "deps" in stage:
-            stage["deps"][:] = [
-                dep for dep in stage["deps"] if not written.intersection(entry_names([dep]))
-            ]
+    plots = document.get("plots") or []
+    for number in reversed(range(len(plots))):
+        for about in plots[number].values():
+            if isinstance(about.get("y"), dict) and curves.issuperset(about["y"]):
+                del plots[number]
+                break
+    for stage in stages.values():
+        if surplus and "deps" in stage:
+            deps = [dep for dep in stage["deps"] if written.isdisjoint(entry_names([dep]))]
+            stage["deps"][:] = deps
     missing = [name for name in OPTIONAL if name not in stages and name not in left_out]
-    recipe = (
-        yaml.load((recipe_folder() / DVC_FILE).read_text(encoding="utf-8"))["stages"]
-        if missing
-        else {}
-    )
+    if not missing:
+        return bool(surplus)
+    recipe = yaml.load((recipe_folder() / DVC_FILE).read_text(encoding="utf-8"))["stages"]
     for name in missing:
         stages[name] = recipe[name]
     returned = _written(recipe[name] for name in missing)
     for name, stage in recipe.items():
         if name in stages and name not in missing:
             known = [*entry_names(stages[name].get("deps"))]
-            stages[name]["deps"] += [
-                dep for dep in entry_names(stage["deps"]) if dep in returned and dep not in known
-            ]
-    return bool(surplus or missing)
+            for dep in entry_names(stage["deps"]):
+                if dep in returned and dep not in known:
+                    stages[name]["deps"].append(dep)
+    return True
 
 
 def _written(stages: Iterable[Any]) -> set[str]:
-    return {
-        path
-        for stage in stages
-        for key in ("outs", "metrics", "plots")
-        for path in entry_names(stage.get(key))
-    }
+    written: set[str] = set()
+    for stage in stages:
+        for key in ("outs", "metrics", "plots"):
+            written.update(entry_names(stage.get(key)))
+    return written
 
 
 def entry_names(entries: Any) -> Iterator[str]:
@@ -158,21 +149,19 @@ def entry_names(entries: Any) -> Iterator[str]:
 
 
 def _sources(params: Params, workspace: Path) -> Mapping[str, list[str]]:
-    """Return the sources, as params.yaml spells them, of each stage that reads files from outside
-    the pipeline.
-    """
+    """Return what each stage reads from outside the pipeline, as params.yaml spells it."""
+    asked: list[str] = []
+    for patterns in params.evaluate.untracked_files.values():
+        asked += patterns
     return {
         "collect": list(collected_paths(params.collect, workspace)),
         "validate": [source.path for source in params.validate_.evaluation_files],
-        "evaluate": [
-            pattern for patterns in params.evaluate.untracked_files.values() for pattern in patterns
-        ],
+        "evaluate": asked,
     }
 
 
 def _dependencies(sources: list[str], workspace: Path, outputs: list[str]) -> list[str]:
-    """Return the files and folders for DVC to hash: of a pattern its folder, in which new files may
-    match.
+    """Return what DVC is to hash: of a pattern its folder, in which new files may match.
 
     The single files stand for a folder that holds outputs of the pipeline, which would depend on
     themselves. What is not there is left to the stage that reads it.
@@ -182,33 +171,32 @@ def _dependencies(sources: list[str], workspace: Path, outputs: list[str]) -> li
         if is_elsewhere(source) or not (files := matching_files(source, workspace)):
             continue
         folder = _folder(source, workspace)
-        paths = (
-            [folder]
-            if folder is not None and not _holds_outputs(folder, workspace, outputs)
-            else files
-        )
+        paths = files
+        if folder is not None and not _holds_outputs(folder, workspace, outputs):
+            paths = [folder]
         dependencies.update(dict.fromkeys(_spelled(path, workspace) for path in paths))
     return list(dependencies)
 
 
 def _folder(source: str, workspace: Path) -> Path | None:
-    """Return the folder that a source names, by itself or before its first wildcard; None for a
-    file.
-    """
+    """Return the folder that a source names, also before its first wildcard; None for a file."""
     path = workspace / Path(os.path.expanduser(source))
     if path.is_file():
         return None
-    while any(sign in part for part in path.parts for sign in WILD) and not path.is_dir():
+    while any(sign in str(path) for sign in WILD) and not path.is_dir():
         path = path.parent
     return path if path.is_dir() else None
 
 
 def _holds_outputs(folder: Path, workspace: Path, outputs: list[str]) -> bool:
     inside = Path(os.path.normpath(folder))
-    within = [Path(os.path.normpath(workspace / output)) for output in outputs]
-    return workspace.is_relative_to(inside) or any(
-        path.is_relative_to(inside) or inside.is_relative_to(path) for path in within
-    )
+    if workspace.is_relative_to(inside):
+        return True
+    for output in outputs:
+        path = Path(os.path.normpath(workspace / output))
+        if path.is_relative_to(inside) or inside.is_relative_to(path):
+            return True
+    return False
 
 
 def _spelled(path: Path, workspace: Path) -> str:

@@ -1,6 +1,4 @@
-"""The recipe of a workspace or of a trial: dvc.yaml, and params.yaml merged from a base, a profile
-and overrides.
-"""
+"""The recipe of a workspace or a trial: dvc.yaml, and params.yaml with profile and overrides."""
 
 from __future__ import annotations
 
@@ -54,8 +52,7 @@ GIT_IGNORE = (
 
 
 def merged_params(base: Path, profile: str | None, sets: Sequence[str], folder: Path) -> str:
-    """Merge params.yaml of ``base``, a profile and ``section.key=value`` overrides into the text
-    for ``folder``.
+    """Merge params.yaml of ``base``, a profile and overrides into the text for ``folder``.
 
     Relative data paths in params.yaml and profiles start at ``base``, those in ``sets`` at the
     current folder.
@@ -77,9 +74,7 @@ def merged_params(base: Path, profile: str | None, sets: Sequence[str], folder: 
 
 
 def with_profile_header(params: str, profile: str, header: str) -> str:
-    """Replace what the opening comment of params.yaml says about the profile that it is by
-    ``header``.
-    """
+    """Replace what the opening comment of params.yaml says of its profile by ``header``."""
     lines = params.splitlines()
     end = next(
         (number for number, line in enumerate(lines) if not line.startswith("#")), len(lines)
@@ -90,8 +85,7 @@ def with_profile_header(params: str, profile: str, header: str) -> str:
 
 
 def write_recipe(folder: Path, params: str, base: Path) -> None:
-    """Write ``params`` as params.yaml, and dvc.yaml, suites of expectations and functions of
-    ``base``, into ``folder``.
+    """Write params.yaml, and dvc.yaml, expectations and functions of ``base``, into ``folder``.
 
     Unchanged files are left alone.
 
@@ -128,20 +122,19 @@ def write_recipe(folder: Path, params: str, base: Path) -> None:
 
 
 def _with_ignores(file: Path, dvc_yaml: str) -> str:
-    """Return .gitignore with every output and what runs leave behind: DVC adds outputs only where
-    there is git.
-    """
+    """Return .gitignore with every output, which DVC adds only with git, and what runs leave."""
     text = file.read_text(encoding="utf-8") if file.exists() else ""
     stages = yaml_text.plain(yaml_text.parse(dvc_yaml, DVC_FILE)).get("stages") or {}
-    lists = [stage.get(key) for stage in stages.values() for key in ("outs", "metrics", "plots")]
-    outputs = [f"/{name}" for listed in lists for name in entry_names(listed)]
-    missing = [line for line in (*GIT_IGNORE, *outputs) if line not in text.splitlines()]
-    return text + "".join(f"{line}\n" for line in missing)
+    wanted = [*GIT_IGNORE]
+    for stage in stages.values():
+        for key in ("outs", "metrics", "plots"):
+            wanted += [f"/{name}" for name in entry_names(stage.get(key))]
+    known = text.splitlines()
+    return text + "".join(f"{line}\n" for line in wanted if line not in known)
 
 
 def check_recipe(workspace: Path) -> None:
-    """Check that dvc.lock is merged, and that params.yaml has every parameter that a stage of
-    dvc.yaml names.
+    """Check that dvc.lock is merged, and that params.yaml has what dvc.yaml's stages name.
 
     The program has defaults for them, but DVC compares what is written in the file.
 
@@ -162,10 +155,9 @@ def check_recipe(workspace: Path) -> None:
     for path, value in missing.items():
         if value in (ABSENT, None, []):
             without_default.append(path)
-        elif isinstance(
-            value, dict
-        ):  # of a section the name is enough, and its kind where it is one of several
-            given[path] = {key: entry for key, entry in value.items() if key == "kind"}
+        elif isinstance(value, dict):
+            # Of a section the name is enough, and its kind where it is one of several.
+            given[path] = {"kind": value["kind"]} if "kind" in value else {}
         else:
             given[path] = value
     lines = overridden({}, given)
@@ -183,9 +175,7 @@ def check_recipe(workspace: Path) -> None:
 
 
 def tracked_params(workspace: Path) -> list[str]:
-    """Return the dotted names of params.yaml's parameters in dvc.yaml, each once, a section before
-    its parts.
-    """
+    """Return the dotted names of parameters in dvc.yaml, each once, a section before its parts."""
     stages = yaml_text.plain(yaml_text.read(workspace / DVC_FILE)).get("stages") or {}
     names: set[str] = set()
     for stage in stages.values():
@@ -204,8 +194,7 @@ def _value_at(document: Any, path: str) -> Any:
 
 
 def trial_workspace(base: Path, profile: str | None, sets: Sequence[str]) -> Path:
-    """Return the workspace of a profile and overrides under ``base/workspaces``, created or updated
-    from ``base``.
+    """Return the workspace of a profile and overrides, made or updated under ``base/workspaces``.
 
     It shares the DVC cache of ``base``, so that equal stages are not computed again, and its
     remotes. Its registered models have names of their own, unless the profile or ``sets`` name
@@ -222,8 +211,7 @@ def trial_workspace(base: Path, profile: str | None, sets: Sequence[str]) -> Pat
 
 
 def _own_model_names(base: Path, profile: str | None, trial: str, folder: Path) -> list[str]:
-    """Overrides that name the registered models of a trial: ``rlhf-policy-TRIAL`` for
-    ``rlhf-policy``.
+    """Overrides that name the models of a trial: ``rlhf-policy-TRIAL`` for ``rlhf-policy``.
 
     A trial that exists keeps the names it has, and so its champion.
     """

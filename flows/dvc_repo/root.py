@@ -1,6 +1,4 @@
-"""The DVC root of a workspace, the cache it uses, and its files as they were at a revision of
-git.
-"""
+"""The DVC root of a workspace, its cache, and its files as they were at a revision of git."""
 
 from __future__ import annotations
 
@@ -62,8 +60,7 @@ def ensure_dvc(workspace: Path, cache: Path | None = None) -> None:
 
 
 def follow_git(workspace: Path) -> None:
-    """Let DVC's settings say whether git tracks the folder, which may have come later, or been left
-    by a move.
+    """Let DVC's settings say whether git tracks the folder, which may have changed.
 
     Raises:
         RlhfError: DVC fails.
@@ -79,8 +76,7 @@ def follow_git(workspace: Path) -> None:
 
 
 def share_settings(base: Path, workspace: Path) -> None:
-    """Give the DVC root ``workspace`` what ``base`` has: its cache, how files are linked from it,
-    and its remotes.
+    """Give the DVC root ``workspace`` the cache, the kinds of links and the remotes of ``base``.
 
     Raises:
         RlhfError: DVC fails, or the settings cannot be written.
@@ -94,9 +90,7 @@ def share_settings(base: Path, workspace: Path) -> None:
 
 
 def _set_locally(workspace: Path, settings: Mapping[str, str], mode: int = 0o644) -> None:
-    """Set DVC's settings in ``config.local``, which git never sees; DVC itself cannot write letters
-    beyond ASCII.
-    """
+    """Set DVC's settings in ``config.local``; DVC itself cannot write letters beyond ASCII."""
     from configobj import ConfigObj
 
     file = workspace / ".dvc" / "config.local"
@@ -128,9 +122,7 @@ def cache_of(workspace: Path) -> Path:
 
 
 def _scm_options(workspace: Path) -> list[str]:
-    """Choose how ``dvc init`` relates to git; where git ignores the folder, DVC would refuse its
-    pipeline file.
-    """
+    """Choose how ``dvc init`` relates to git, where DVC refuses folders that git ignores."""
     top = git_output(workspace, "rev-parse", "--show-toplevel")
     if top is None or git_output(workspace, "check-ignore", "-q", str(workspace)) is not None:
         return ["--no-scm"]
@@ -172,9 +164,7 @@ def commit_of(workspace: Path, revision: str) -> str:
 
 
 def repository_of(workspace: Path) -> Path:
-    """Return the folder of the git repository that ``workspace`` lies in; ``RlhfError`` if it lies
-    in none.
-    """
+    """Return the folder of the git repository that ``workspace`` lies in."""
     top = git_output(workspace, "rev-parse", "--show-toplevel")
     if top is None:
         raise RlhfError(
@@ -184,8 +174,7 @@ def repository_of(workspace: Path) -> Path:
 
 
 def check_out(workspace: Path, revision: str, paths: Sequence[str], target: Path) -> None:
-    """Copy ``paths`` (relative to ``workspace``) as they were at ``revision`` to the same paths
-    under ``target``.
+    """Copy ``paths`` of ``workspace`` as they were at ``revision`` to the same under ``target``.
 
     Paths may lead out of the workspace, but not out of its repository; the folders above ``target``
     stand for those above the workspace then.

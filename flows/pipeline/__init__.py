@@ -1,3 +1,1 @@
-"""The pipeline as a Prefect flow: scheduling of stages, checks before submission, events,
-artifacts, registration.
-"""
+"""The pipeline as a Prefect flow: stages, checks before them, events, artifacts, registration."""

@@ -1,6 +1,4 @@
-"""Prefect artifacts of a run: verdict, stage table, gate tables, report, progress of a running
-stage.
-"""
+"""Prefect artifacts of a run: verdict, stages, gates, report, and progress of a running stage."""
 
 from __future__ import annotations
 
@@ -31,12 +29,9 @@ LOOK_ALIKES = {">=": "≥", "<=": "≤", "<": "‹", ">": "›", "*": "∗", "`"
 
 
 def artifact_key(workspace: Path, *parts: str) -> str:
-    """Return a valid artifact key (lowercase letters, digits and dashes), which all runs of a
-    workspace share.
-    """
-    return re.sub(r"[^a-z0-9]+", "-", "-".join([*parts, workspace_slug(workspace)]).lower()).strip(
-        "-"
-    )
+    """Return an artifact key of lowercase letters, digits and dashes for all runs of a workspace."""
+    name = "-".join([*parts, workspace_slug(workspace)]).lower()
+    return re.sub(r"[^a-z0-9]+", "-", name).strip("-")
 
 
 def table_cell(text: str) -> str:
@@ -53,40 +48,37 @@ def table_cell(text: str) -> str:
 
 def publish_stage_table(workspace: Path, outcomes: Iterable[StageOutcome]) -> None:
     """Create a table with a row per stage: its result, duration and message."""
-    rows: list[dict[str, Any]] = [
-        {
-            "stage": o.stage,
-            "result": o.action,
-            "seconds": round(o.ended - o.started, 1),
-            "message": table_cell(o.message),
+    rows: list[dict[str, Any]] = []
+    for outcome in outcomes:
+        row = {
+            "stage": outcome.stage,
+            "result": outcome.action,
+            "seconds": round(outcome.ended - outcome.started, 1),
+            "message": table_cell(outcome.message),
         }
-        for o in outcomes
-    ]
-    create_table_artifact(
-        rows, key=artifact_key(workspace, "stages"), description="Stages of this run"
-    )
+        rows.append(row)
+    key = artifact_key(workspace, "stages")
+    create_table_artifact(rows, key=key, description="Stages of this run")
 
 
 def publish_gate_tables(workspace: Path) -> None:
     """Create a table of conditions, failures first, for each gate that has left evidence."""
     for gate in read_gates(workspace):
-        rows = [
-            {
-                "metric": row.metric,
-                "passed": "yes" if row.passed else "NO",
-                "value": row.measured,
-                "bound": row.required,
-                "why": table_cell(row.why),
-                "what to do": ""
-                if row.passed
-                else table_cell(str(remedy_for(gate.name, row.metric))),
+        rows = []
+        for condition in gate.failures_first:
+            remedy = "" if condition.passed else str(remedy_for(gate.name, condition.metric))
+            row = {
+                "metric": condition.metric,
+                "passed": "yes" if condition.passed else "NO",
+                "value": condition.measured,
+                "bound": condition.required,
+                "why": table_cell(condition.why),
+                "what to do": table_cell(remedy),
             }
-            for row in gate.failures_first
-        ]
+            rows.append(row)
         described = f"Gate {gate.name}: {'passed' if gate.passed else 'FAILED'}"
-        create_table_artifact(
-            rows, key=artifact_key(workspace, "gate", gate.name), description=described
-        )
+        key = artifact_key(workspace, "gate", gate.name)
+        create_table_artifact(rows, key=key, description=described)
 
 
 def publish_report(workspace: Path, report: Path, report_link: str | None) -> None:
@@ -111,8 +103,7 @@ def publish_run(
     outcomes: Mapping[str, StageOutcome],
     verdict: RunVerdict | None,
 ) -> None:
-    """Show stages, gates, verdict and report on the Prefect server, and on the run in MLflow if
-    there is one.
+    """Show stages, gates, verdict and report on the Prefect server, and on the run in MLflow.
 
     The report is the one that the verdict names, which says what was released.
     """

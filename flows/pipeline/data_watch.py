@@ -32,8 +32,7 @@ MOST_FILES = 20
 
 @flow(name="rlhf-data-watch", persist_result=False)
 def data_watch(workspace: str = ".", settle_seconds: float = 5.0) -> State[Any]:
-    """Emit ``rlhf.data.added`` once for each change of the files that ``collect`` reads,
-    annotations included.
+    """Emit ``rlhf.data.added`` once for each change of the files that ``collect`` reads.
 
     Nothing is emitted while the workspace runs a pipeline, or before its first run; the next look
     finds the change.
@@ -63,8 +62,7 @@ def data_watch(workspace: str = ".", settle_seconds: float = 5.0) -> State[Any]:
 
 
 def find_new_data(workspace: Path) -> dict[str, Any] | None:
-    """Return the event that the source files differ from those that the last run read; None if they
-    do not.
+    """Return the event that the source files differ from those of the last run; None if not.
 
     The same change has the same id. One that was announced before is None too: a run that failed
     over it is not repeated until data change again.
@@ -100,9 +98,7 @@ def find_new_data(workspace: Path) -> dict[str, Any] | None:
 
 
 def _changed_files(workspace: Path, current: str) -> list[str]:
-    """Return the new, changed and lost files, as params.yaml spells them: their lines differ from
-    the last run's.
-    """
+    """Return the new, changed and lost files, as params.yaml spells them."""
     before = workspace / SOURCES_FILE
     known = before.read_text(encoding="utf-8").splitlines() if before.is_file() else []
     changed = {line for line in {*known} ^ {*current.splitlines()} if line.startswith("  ")}

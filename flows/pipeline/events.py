@@ -1,6 +1,4 @@
-"""Events of a pipeline run, from its process to the command that shows them: JSON lines in
-``.rlhf/events.jsonl``.
-"""
+"""Events of a pipeline run for the command that shows it: lines of ``.rlhf/events.jsonl``."""
 
 from __future__ import annotations
 
@@ -62,9 +60,7 @@ class StageEnded:
 
 @dataclass(frozen=True)
 class StageRepeated:
-    """A stage is run again, or its job waits for a worker; ``message`` says why, in one line. Its
-    log goes on there.
-    """
+    """A stage is run again, or its job waits for a worker; ``message`` says why in one line."""
 
     stage: str
     message: str
@@ -73,9 +69,7 @@ class StageRepeated:
 
 @dataclass(frozen=True)
 class PhaseStarted:
-    """The run entered a phase after its stages; its progress, if any, goes to the log file of the
-    name ``log``.
-    """
+    """The run entered a phase after its stages, whose progress goes to the log file ``log``."""
 
     phase: str
     log: str | None = None
@@ -105,9 +99,7 @@ class RunEnded:
 
 @dataclass(frozen=True)
 class RunTimed:
-    """The command that showed the run ends, after ``seconds`` with its own start and what came
-    after the run.
-    """
+    """The command that showed the run ends, after ``seconds`` with its own start and end."""
 
     seconds: float
 

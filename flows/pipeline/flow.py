@@ -1,6 +1,4 @@
-"""The pipeline as a Prefect flow: a task per stage in the order of DVC's graph, then registration
-and promotion.
-"""
+"""The pipeline as a Prefect flow: a task per stage in DVC's order, registration and promotion."""
 
 from __future__ import annotations
 
@@ -134,16 +132,12 @@ class PipelineContext:
 
     @property
     def starts_no_more(self) -> bool:
-        """Whether stages that have not begun are skipped: after a failure or a stop. Those that run
-        may finish.
-        """
+        """Whether stages that have not begun are skipped, which a failure or a stop causes."""
         return signals.STOP.is_set() or any(not outcome.ok for outcome in [*self.outcomes.values()])
 
 
 def _run_name() -> str:
-    """Return the name of this flow run, also for a workspace whose params.yaml is wrong; one that
-    was given stays.
-    """
+    """Return the name of this flow run, also where params.yaml is wrong; a given one stays."""
     if given := given_name():
         return given
     parameters = runtime.flow_run.parameters
@@ -158,9 +152,7 @@ def _run_name() -> str:
 
 
 def assignments(settings: Mapping[str, Any]) -> list[str]:
-    """Settings as ``rlhf run --set`` takes them; a setting within others may be given by its dotted
-    name or nested.
-    """
+    """Settings, nested or by dotted name, as ``rlhf run --set`` takes them."""
     return [f"{name}={json.dumps(value)}" for name, value in flatten(settings).items()]
 
 
@@ -222,9 +214,7 @@ def rlhf_pipeline(
 def _run_pipeline(
     workspace: Path, promote: bool, events: EventLog, answered: State[Any] | None
 ) -> State[Any]:
-    """Run the stages and what follows; after an ``answered`` approval, stages are only shown as up
-    to date.
-    """
+    """Run the stages and what follows; after an ``answered`` approval stages are only shown."""
     params = load_params(workspace)
     check_recipe(workspace)
     refresh_inputs(workspace)
@@ -294,9 +284,7 @@ def _publish(
     outcomes: Mapping[str, StageOutcome],
     verdict: RunVerdict | None,
 ) -> str:
-    """Show how a run ended on the servers; return why that is incomplete, which changes nothing
-    about the run.
-    """
+    """Show how a run ended on the servers; return why that is incomplete, if it is."""
     try:
         if not signals.STOP.is_set():
             publish_run(workspace, run_id, outcomes, verdict)
@@ -309,9 +297,7 @@ def _publish(
 
 
 def _describe_flow_run(workspace: Path, profile: str) -> None:
-    """Show workspace, profile and data as tags of this flow run, whether a command or a schedule
-    started it.
-    """
+    """Show workspace, profile and data as tags of this flow run."""
     data = (recorded_hash(workspace, "data/clean") or "")[:12]
     own = {*run_tags(workspace, profile).values(), *([f"data:{data}"] if data else [])}
     # The data that a run begins with may change in it.
@@ -323,9 +309,7 @@ def _describe_flow_run(workspace: Path, profile: str) -> None:
 def _run_stages(
     graph: Mapping[str, StageNode], context: PipelineContext
 ) -> dict[str, StageOutcome]:
-    """Run every stage as soon as the stages before it are done, and return how each of them
-    ended.
-    """
+    """Run every stage once the stages before it are done, and return how each of them ended."""
     futures: dict[str, PrefectFuture[Any]] = {}
     config = context.flow
     for name, node in graph.items():
@@ -352,8 +336,7 @@ def _may_retry(task: Any, _: Any, state: State[Any]) -> bool:
 
 @task(persist_result=False, retry_condition_fn=_may_retry, cache_policy=NO_CACHE)
 def stage_task(context: PipelineContext, node: StageNode) -> StageOutcome | State[Any]:
-    """Run one stage, here or on its pool; return its outcome, as the data of a state where it did
-    not succeed.
+    """Run one stage, here or on its pool; return its outcome, or a state that has it as data.
 
     A state rather than an exception: the log of a stage that failed or was stopped then shows no
     traceback of ours.
@@ -428,9 +411,7 @@ def _run_as_job(
 
 @task(persist_result=False, cache_policy=NO_CACHE)
 def write_report(context: PipelineContext, node: StageNode) -> StageOutcome:
-    """Write the report of a run that failed with the stage's own command: DVC would require every
-    dependency.
-    """
+    """Write the report of a failed run without DVC, which would require every dependency."""
     context.start(node)
     outcome = run_stage(context.spec(node, command=("/bin/sh", "-c", node.command)))
     context.events.emit(StageEnded(outcome))
@@ -449,9 +430,7 @@ def _final_state(outcomes: Mapping[str, StageOutcome], failed: StageOutcome | No
 
 
 def _register(context: PipelineContext, run_id: str, promote: bool) -> RegistrationResult:
-    """Register what passed its gates and promote it if params.yaml allows; a refusal does not fail
-    the run.
-    """
+    """Register what passed its gates and promote it if params.yaml allows; a refusal is no failure."""
     config = load_params(context.workspace).registry
     registered = ""
     try:
@@ -479,8 +458,7 @@ def _register(context: PipelineContext, run_id: str, promote: bool) -> Registrat
 
 
 def main(argv: list[str]) -> int:
-    """Run ``python -m flows.pipeline.flow WORKSPACE [--no-promote]``; return 0 if the run
-    completed, else 1.
+    """Run ``python -m flows.pipeline.flow WORKSPACE [--no-promote]``; return 0 if it completed.
 
     The command that started this process owns the services, and reads the details from the events
     file.

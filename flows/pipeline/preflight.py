@@ -1,6 +1,4 @@
-"""What can be known before a run computes: that nothing changed, the starting model, what fits a
-pool's GPUs.
-"""
+"""What can be known before a run computes: that nothing changed, or that a stage would fail."""
 
 from __future__ import annotations
 
@@ -34,8 +32,7 @@ SCRATCH, BASE = "scratch", "base"
 
 
 def open_starting_model(workspace: Path, params: Params) -> str:
-    """Open the model that the stage ``base`` will load, before other stages take their time; return
-    what is said of it.
+    """Open the model that the stage ``base`` will load, and return what is said of it.
 
     Nothing is opened for a model made from nothing, where ``base`` is up to date, or where it runs
     on another host.
@@ -55,8 +52,7 @@ def open_starting_model(workspace: Path, params: Params) -> str:
 
 
 def pairs_refusal(workspace: Path, stage: str) -> StageOutcome | None:
-    """Return a failed outcome where pairs or adapters will not do for the reward models; None if
-    ``stage`` may run.
+    """Return a failed outcome where pairs or adapters will not do for the reward models.
 
     That is asked before SFT, the first stage to take long, of data from files and of adapters,
     unless SFT is up to date.
@@ -72,8 +68,7 @@ def pairs_refusal(workspace: Path, stage: str) -> StageOutcome | None:
 
 
 def memory_refusal(workspace: Path, stage: str) -> StageOutcome | None:
-    """Return a failed outcome if ``rlhf plan --check`` finds the stage too large, None if it may be
-    submitted.
+    """Return a failed outcome if ``rlhf plan --check`` finds the stage too large for its pool.
 
     Nothing is checked where ``plan.gpu_memory_gb`` is not set, and a stage that is up to date is
     never refused.
@@ -85,9 +80,7 @@ def memory_refusal(workspace: Path, stage: str) -> StageOutcome | None:
 
 
 def _refusal(workspace: Path, stage: str, *command: str) -> StageOutcome | None:
-    """Return a failed outcome where a command of this package exits as it does for a user's
-    mistake.
-    """
+    """Return a failed outcome where a command of this package reports a user's mistake."""
     started = time.time()
     result = run_module(workspace, "flows.cli", *command, "--workspace", str(workspace))
     if result.exit_code != EXIT_USER_ERROR:
@@ -97,9 +90,7 @@ def _refusal(workspace: Path, stage: str, *command: str) -> StageOutcome | None:
 
 
 def is_up_to_date(workspace: Path, stage: str) -> bool:
-    """Whether DVC finds that what ``stage`` wrote is what it would write; False where DVC cannot
-    tell.
-    """
+    """Whether DVC finds a stage up to date; False where DVC cannot tell."""
     try:
         return not dvc_status(workspace, [stage])
     except RlhfError:
@@ -128,15 +119,12 @@ class UnchangedWorld:
 
 
 def has_gated_policy(graph: Mapping[str, StageNode]) -> bool:
-    """Whether a pipeline judges a policy: only such a one is recorded in MLflow and registers
-    models.
-    """
+    """Whether a pipeline judges a policy: only such a one registers models."""
     return any(POLICY_EVIDENCE in node.outputs for node in graph.values())
 
 
 def find_unchanged(workspace: Path, *, promotes: bool) -> UnchangedWorld | None:
-    """Say what a run would end with that computes, registers and decides nothing; None if there is
-    something to do.
+    """Say what a run would end with that has nothing to do; None if there is something.
 
     The page of the release is brought up to date. Where DVC or the registry do not answer, the run
     itself says so: that is None too.
@@ -165,9 +153,7 @@ def find_unchanged(workspace: Path, *, promotes: bool) -> UnchangedWorld | None:
 
 
 def _standing_registration(workspace: Path, promotes: bool) -> RegistrationResult | None:
-    """The registration and the decision that a run would find made before, None if it would make
-    another.
-    """
+    """The registration and decision that a run would find, None if it would make others."""
     config = load_params(workspace).registry
     registration = register(workspace, known_only=True)
     described = registration.describe()

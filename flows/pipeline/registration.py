@@ -1,6 +1,4 @@
-"""Registration, promotion and the wait for its approval as Prefect knows them: tasks, and the flow
-of a promotion.
-"""
+"""Registration, promotion and the wait for its approval, as tasks and a flow of Prefect."""
 
 from __future__ import annotations
 
@@ -52,8 +50,7 @@ promote_task = task(
 
 
 class Approval(RunInput):
-    """What a person fills in to resume a run that waits for approval; ``rlhf approve`` and
-    ``decline`` fill it in too.
+    """What a person, or ``rlhf approve`` and ``decline``, fill in to resume a waiting run.
 
     A server that is told to refuse without a reason rejects the form, and the run goes on waiting.
     """
@@ -76,31 +73,27 @@ class Approval(RunInput):
             RlhfError: No version waits, it is not ``version``, or the registry has changed since it
                 was judged.
         """
-        os.environ[ACTOR_VARIABLE] = (
-            self.decided_by
-        )  # for the rest of this process, which does nothing else
-        return (approve if self.approve else decline)(workspace, self.reason, version)
+        # For the rest of this process, which does nothing else.
+        os.environ[ACTOR_VARIABLE] = self.decided_by
+        decide = approve if self.approve else decline
+        return decide(workspace, self.reason, version)
 
 
 def was_suspended() -> bool:
-    """Whether this flow run has waited for an approval, and runs again because somebody has
-    decided.
-    """
+    """Whether this flow run has waited for an approval, and somebody has decided."""
     context = FlowRunContext.get()
-    return (
-        context is not None
-        and context.flow_run is not None
-        and bool(context.flow_run.empirical_policy.pause_keys)
-    )
+    if context is None or context.flow_run is None:
+        return False
+    return bool(context.flow_run.empirical_policy.pause_keys)
 
 
 def follow_request(workspace: Path) -> State[Any]:
-    """Suspend this flow run until a person decides on the version that waits; cancel earlier runs
-    that wait in vain.
+    """Suspend this flow run until a person decides on the version that waits.
 
-    Suspending ends the process of the run. When somebody fills in the form on the server, the flow
-    runs again, comes here again, and the decision is carried out. Only a run of a deployment can be
-    suspended; any other goes on to its end, and `rlhf approve` decides.
+    Earlier runs that wait in vain are cancelled. Suspending ends the process of the run. When
+    somebody fills in the form on the server, the flow runs again, comes here again, and the
+    decision is carried out. Only a run of a deployment can be suspended; any other goes on to its
+    end, and `rlhf approve` decides.
 
     Returns:
         What has become of the request, as the final state of a run that has nothing else to do.
@@ -116,27 +109,24 @@ def follow_request(workspace: Path) -> State[Any]:
         may_suspend = run.deployment_id is not None and run.parent_task_run_id is None
         with get_client(sync_client=True) as client:
             for other in _waiting_runs(client, state.entries):
-                if may_suspend or not (request.is_open and _waits_for(other, request.entry)):
-                    reason = (
-                        f"superseded by {run.name}" if request.is_open else request.closed_because()
-                    )
-                    client.set_flow_run_state(other.id, Cancelled(message=reason), force=True)
+                if request.is_open and _waits_for(other, request.entry) and not may_suspend:
+                    continue
+                reason = f"superseded by {run.name}"
+                if not request.is_open:
+                    reason = request.closed_because()
+                client.set_flow_run_state(other.id, Cancelled(message=reason), force=True)
         if not request.is_open:
             return Completed(message=request.closed_because())
         if not may_suspend:
-            return Completed(
-                message=f"version {request.challenger} of {state.name} waits for approval"
-            )
+            message = f"version {request.challenger} of {state.name} waits for approval"
+            return Completed(message=message)
         about = f"Version {request.challenger} of {state.name} passed everything: {request.entry['reason']}"
         # Prefect passes over the key of a request that has been answered, and gives the answer.
         answer = suspend_flow_run(
             wait_for_input=Approval.with_initial_data(description=about), key=request.entry["id"]
         )
-    except (
-        RlhfError,
-        RuntimeError,
-        HTTPError,
-    ) as error:  # the request is in the history all the same
+    except (RlhfError, RuntimeError, HTTPError) as error:
+        # The request is in the history all the same.
         get_run_logger().warning("this run ends instead of waiting for approval: %s", error)
         return Completed(message=f"ended instead of waiting for approval: {error}")
     try:
@@ -158,7 +148,11 @@ def _waiting_runs(client: SyncPrefectClient, requests: Sequence[Entry]) -> list[
     runs = client.read_flow_runs(
         flow_run_filter=FlowRunFilter(state=suspended), sort=FlowRunSort.START_TIME_DESC
     )
-    return [run for run in runs if any(_waits_for(run, request) for request in requests)]
+    waiting = []
+    for run in runs:
+        if any(_waits_for(run, request) for request in requests):
+            waiting.append(run)
+    return waiting
 
 
 def _waits_for(run: FlowRun, request: Entry) -> bool:
@@ -166,8 +160,7 @@ def _waits_for(run: FlowRun, request: Entry) -> bool:
 
 
 def answer_request(workspace: Path, answer: Approval, version: str | None) -> str:
-    """Decide on the version that waits for approval: by the form of the run that waits for it, else
-    here.
+    """Decide on the version that waits for approval: by the form of its run, else here.
 
     A Prefect server that does not answer stops no decision: its run ends as soon as somebody
     resumes it.

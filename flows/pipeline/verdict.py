@@ -1,14 +1,13 @@
-"""The verdict of a run: is the new policy better, by which judges, and was it registered and
-promoted?
-"""
+"""The verdict of a run: whether the new policy is better, by which judges, and what became of it."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from flows.registry.decisions import PromotionDecision
 from flows.registry.release_page import RunNotes, current_page, release_sentences, try_release_page
@@ -16,13 +15,19 @@ from flows.stage import StageOutcome
 from rlhf_core.config.loading import load_params
 from rlhf_core.config.profiles import profile_names
 from rlhf_core.errors import EXIT_GATE_FAILED, EXIT_TRAINING_PAUSED, EXIT_USER_ERROR, RlhfError
-from rlhf_core.evaluation.report.headline import MEANINGS, remedies, sentence_case
+from rlhf_core.evaluation.report.headline import (
+    MEANINGS,
+    ReleaseDecision,
+    remedies,
+    sentence_case,
+)
 from rlhf_core.evaluation.verdict import (
     EVEN_WIN_RATE,
     JudgeResult,
     Standing,
     alarms,
     describe_decision,
+    describe_rate,
     judge_results,
     percent,
     standing_of,
@@ -80,23 +85,19 @@ class RunVerdict:
 
     Attributes:
         opponent: ``SFT`` or ``champion version N``; empty if nothing was compared.
+        judges: one result per judge that the policy was neither trained on nor selected by; empty
+            if nothing was compared.
+        failure: what ended the run, in one line; empty if nothing did.
+        registered: what was registered and what was refused, in one line.
+        release: what became of the policy, and what to do next.
+        report: path of the report relative to the workspace, None if this run has none.
+        alarms: figures of the evaluation to read before anything is released, the gravest first.
+        note: that the profile is a toy, and what the words of the verdict are about; empty for
+            other profiles.
         gate: The decision of the gate that ended the run, else of the policy gate; None if neither
             was reached.
         unmet: What a promotion required and does not hold, in words; empty if it was promoted or
             not tried.
-        judges: one result per judge that the policy was neither trained on nor selected by; empty
-            if nothing was compared.
-        failure: what ended the run, or why nothing was compared, in one line; empty if nothing did.
-        tries: how many policies the policy gate has judged; empty for the first.
-        alarms: figures of the evaluation to read before anything is released, the gravest first.
-        note: that the profile is a toy, and what the words of the verdict are about; empty for
-            other profiles.
-        registered: what was registered and what was refused, in one line.
-        promotion: whether the policy was promoted and why, in one line.
-        report: path of the report relative to the workspace, None if this run has none.
-        next_command: the command to type next; without ``--workspace``, which depends on the
-            current folder.
-        next_hint: what that command is for, in a few words.
     """
 
     standing: Standing
@@ -105,40 +106,63 @@ class RunVerdict:
     kl: KlEstimate | None
     failure: str
     registered: str
-    promotion: str
+    release: ReleaseDecision
     report: str | None
-    next_command: str
-    next_hint: str
     alarms: tuple[str, ...] = ()
     note: str = ""
     gate: GateDecision | None = None
     unmet: tuple[str, ...] = ()
-    tries: str = ""
-
-    @property
-    def remedies(self) -> list[str]:
-        """What to do about each condition that the gate failed by, a line each."""
-        return [] if self.gate is None else remedies(self.gate)
-
-    @property
-    def meanings(self) -> list[str]:
-        """A sentence on each judge whose name does not tell what it is."""
-        return [
-            f"{of.judge} is {MEANINGS[of.judge].strip(', ')}"
-            for of in self.judges
-            if of.judge in MEANINGS
-        ]
 
     @property
     def headline(self) -> str:
-        """The verdict in one sentence with the conditions that decided, or why there is no
-        verdict.
-        """
+        """The verdict with the conditions that decided, or why there is none, in one sentence."""
         if self.judges:
-            return verdict_sentence(
-                self.judges, self.opponent, self.gate if self.opponent == SFT else None, self.unmet
-            )
-        return f"no verdict: {self.failure}"
+            gate = self.gate if self.opponent == SFT else None
+            return verdict_sentence(self.judges, self.opponent, gate, self.unmet)
+        if self.failure:
+            return f"no verdict: {self.failure}"
+        if self.opponent:
+            return f"no verdict: a win rate against {self.opponent} is no number"
+        return "no verdict: this pipeline has no evaluation"
+
+    @property
+    def tells_failure(self) -> bool:
+        """Whether the headline says what ended the run."""
+        is_closed = self.gate is not None and not self.gate.opens
+        return bool(self.failure) and (is_closed or not self.judges)
+
+    @property
+    def promotion(self) -> str:
+        """Whether the policy was promoted, and why unless the headline says so, in one line."""
+        return self.release.headline if self.tells_failure else release_sentences(self.release)
+
+
+def verdict_facts(verdict: RunVerdict, told: str = "") -> list[tuple[str, str]]:
+    """Return the verdict as pairs of label and text, which terminal and Markdown both show.
+
+    Args:
+        told: What to say in place of why there is no verdict, where that has been told in full.
+    """
+    headline = f"no verdict: {told}" if told and not verdict.judges else verdict.headline
+    facts = [("verdict", headline)]
+    if verdict.gate is not None:
+        facts += [("to do", remedy) for remedy in remedies(verdict.gate)]
+    for judge in verdict.judges:
+        won = describe_rate(judge.win_rate, judge.low95, judge.high95, EVEN_WIN_RATE)
+        text = f"{judge.judge}: win rate {won}, {judge.prompts} prompts about {judge.clusters} questions"
+        if judge.lc_win_rate is not None:
+            text += f"; {percent(judge.lc_win_rate, EVEN_WIN_RATE)} % at equal length"
+        facts.append(("judges", text))
+    for judge in verdict.judges:
+        if judge.judge in MEANINGS:
+            facts.append(("", f"{judge.judge} is {MEANINGS[judge.judge].strip(', ')}"))
+    if (kl := verdict.kl) is not None:
+        interval = f"95 % interval {kl.low95:.2f} to {kl.high95:.2f}"
+        facts.append(("KL", f"{kl.mean:.2f} nats per reply from SFT, {interval}"))
+    facts += [("alarms", alarm) for alarm in verdict.alarms]
+    facts += [("registered", verdict.registered), ("promotion", verdict.promotion)]
+    facts += [("tries", verdict.release.tries), ("note", verdict.note)]
+    return [(label, text) for label, text in facts if text]
 
 
 def reach_verdict(
@@ -148,8 +172,7 @@ def reach_verdict(
     *,
     page: bool = True,
 ) -> tuple[RunVerdict, str]:
-    """Read the verdict of a run from its stored evaluation, gates and match, and what was released
-    from the registry.
+    """Read the verdict of a run from its evaluation, gates and match, and from the registry.
 
     The opponent is the champion if the promotion played a match against it, else SFT.
 
@@ -167,8 +190,9 @@ def reach_verdict(
     closed = gate_that_stopped(workspace, failed)
     failure = describe_failure(workspace, failed) if failed else ""
     evaluate, reported = outcomes.get(EVALUATE_STAGE), outcomes.get(REPORT_STAGE)
-    evaluated = evaluate is not None and evaluate.ok and (workspace / EVALUATION).is_file()
-    evaluation = read_json(workspace / EVALUATION) if evaluated else {}
+    evaluation: Mapping[str, Any] = {}
+    if evaluate is not None and evaluate.ok and (workspace / EVALUATION).is_file():
+        evaluation = read_json(workspace / EVALUATION)
     decision = registration.decision
     judges: tuple[JudgeResult, ...] = ()
     unmet: tuple[str, ...] = ()
@@ -178,65 +202,49 @@ def reach_verdict(
         opponent, unmet = f"champion version {decision.champion}", _unmet_criteria(decision)
     elif "comparison" in evaluation:
         judges, opponent = judge_results(evaluation["comparison"]), SFT
-    uncompared = (
-        f"a win rate against {opponent} is no number"
-        if opponent
-        else "this pipeline has no evaluation"
-    )
     because = registration.error or registration.undecided_because
     if not registration.registered:
         because = failure or registration.error or "the run was stopped"
-    kl = [
-        evaluation[key] for key in KL_KEYS if evaluation.get(key) is not None
-    ]  # null is what was not finite
-    notes = RunNotes(
-        registration.registered, because, _hint(failed, registration), closed.name if closed else ""
-    )
+    hint = _hint(failed, registration)
+    notes = RunNotes(registration.registered, because, hint, closed.name if closed else "")
     release, problem = try_release_page(workspace, notes, write=page)
-    report = (
-        REPORT_PAGE
-        if reported is not None and reported.ok and (workspace / REPORT_PAGE).is_file()
-        else None
-    )
-    told = bool(failure) and (closed is not None or not judges)  # by the headline
+    report = None
+    if reported is not None and reported.ok and (workspace / REPORT_PAGE).is_file():
+        is_current = page and not problem and current_page(workspace) is not None
+        report = RELEASE_PAGE if is_current else REPORT_PAGE
+    gate, decided = closed, outcomes.get(POLICY_GATE_STAGE)
+    if gate is None and decided is not None and decided.ok:
+        gate = read_gate(workspace, "policy")
+    # A figure that is not finite was written as null.
+    kl = [evaluation[key] for key in KL_KEYS if evaluation.get(key) is not None]
+    estimate = KlEstimate(*kl) if len(kl) == len(KL_KEYS) else None
+    alarming = tuple(alarm.sentence for alarm in alarms(evaluation))
     verdict = RunVerdict(
         standing=standing_of(judges),
         opponent=opponent,
         judges=judges,
-        kl=KlEstimate(*kl) if len(kl) == len(KL_KEYS) else None,
-        failure=failure or ("" if judges else uncompared),
-        registered=registration.registered or ("nothing" if told else f"nothing: {because}"),
-        promotion=release.headline if told else release_sentences(release),
-        report=RELEASE_PAGE
-        if report and page and not problem and current_page(workspace)
-        else report,
-        next_command=release.next_command,
-        next_hint=release.next_hint,
-        alarms=tuple(alarm.sentence for alarm in alarms(evaluation)),
+        kl=estimate,
+        failure=failure,
+        registered=registration.registered,
+        release=release,
+        report=report,
+        alarms=alarming,
         note=toy_note(workspace, opponent) if judges else "",
-        gate=closed or _decided_gate(workspace, outcomes),
+        gate=gate,
         unmet=unmet,
-        tries=release.tries,
     )
+    if not registration.registered:
+        nothing = "nothing" if verdict.tells_failure else f"nothing: {because}"
+        verdict = replace(verdict, registered=nothing)
     return verdict, problem if report else ""
 
 
 def _unmet_criteria(decision: PromotionDecision) -> tuple[str, ...]:
-    """What the promotion required and does not hold, in one clause; the win rates themselves are
-    told anyway.
-    """
-    unmet = [
-        str(criterion)
-        for criterion in decision.criteria
-        if not (criterion.passed or criterion.is_plain_win_rate)
-    ]
-    return (f"not promoted: {', and '.join(unmet)}",) if unmet and not decision.promoted else ()
-
-
-def _decided_gate(workspace: Path, outcomes: Mapping[str, StageOutcome]) -> GateDecision | None:
-    """The decision of the policy gate where this run made it or found it up to date."""
-    outcome = outcomes.get(POLICY_GATE_STAGE)
-    return read_gate(workspace, "policy") if outcome is not None and outcome.ok else None
+    """What the promotion required and does not hold, in one clause; win rates are told anyway."""
+    if decision.promoted:
+        return ()
+    unmet = [str(of) for of in decision.criteria if not (of.passed or of.is_plain_win_rate)]
+    return (f"not promoted: {', and '.join(unmet)}",) if unmet else ()
 
 
 def gate_that_stopped(workspace: Path, failed: StageOutcome | None) -> GateDecision | None:
@@ -244,9 +252,8 @@ def gate_that_stopped(workspace: Path, failed: StageOutcome | None) -> GateDecis
     if failed is None or failed.exit_code != EXIT_GATE_FAILED:
         return None
     # The data gate is part of the stage that reads the data.
-    decision = read_gate(
-        workspace, "data" if failed.stage == "validate" else failed.stage.removeprefix("gate-")
-    )
+    name = "data" if failed.stage == "validate" else failed.stage.removeprefix("gate-")
+    decision = read_gate(workspace, name)
     return None if decision is None or decision.opens else decision
 
 
@@ -277,10 +284,10 @@ def failure_reason(workspace: Path, failed: StageOutcome) -> str:
 
 def _hint(failed: StageOutcome | None, registration: RegistrationResult) -> str:
     """What the next `rlhf run` is for, where this one did not reach its end."""
+    if failed is None and registration.error:
+        return "tries the registration again; the stages are up to date"
     if failed is None:
-        return (
-            "tries the registration again; the stages are up to date" if registration.error else ""
-        )
+        return ""
     if failed.action == "stopped":
         return "resumes from here"
     hints = {
@@ -296,9 +303,7 @@ REPLACED = {">=": "≥", "<=": "≤", "<": "&lt;", ">": "&gt;"}
 
 
 def markdown_text(text: str) -> str:
-    """Return ``text`` on one line so that Markdown shows it as it is, with ≥ and ≤ for >= and
-    <=.
-    """
+    """Return ``text`` on one line so that Markdown shows it as it is, with ≥ and ≤ as signs."""
     escaped = SPECIAL.sub(r"\\\1", " ".join(text.split()))
     for characters, replacement in REPLACED.items():
         escaped = escaped.replace(characters, replacement)
@@ -306,66 +311,55 @@ def markdown_text(text: str) -> str:
 
 
 JUDGE_COLUMNS = ("judge", "win rate", "95 % interval", "at equal length", "prompts", "questions")
+# How Markdown begins a fact whose label is not simply capitalised.
+MARKDOWN_LABELS = {"KL": "KL:", "alarms": "**Read before release:**"}
 
 
-def judge_cells(judge: JudgeResult) -> tuple[object, ...]:
-    """The row of a judge in a table of :data:`JUDGE_COLUMNS`."""
-    rate, low, high = (
-        f"{percent(share, EVEN_WIN_RATE)} %"
-        for share in (judge.win_rate, judge.low95, judge.high95)
-    )
-    at_equal_length = (
-        "" if judge.lc_win_rate is None else f"{percent(judge.lc_win_rate, EVEN_WIN_RATE)} %"
-    )
-    return (
-        markdown_text(judge.judge),
-        rate,
-        f"{low} to {high}",
-        at_equal_length,
-        judge.prompts,
-        judge.clusters,
-    )
+def judges_table(judges: Sequence[JudgeResult]) -> str:
+    """The results of judges as a table in Markdown."""
+    rows = []
+    for judge in judges:
+        shares = (judge.win_rate, judge.low95, judge.high95)
+        rate, low, high = (f"{percent(share, EVEN_WIN_RATE)} %" for share in shares)
+        equal = ""
+        if judge.lc_win_rate is not None:
+            equal = f"{percent(judge.lc_win_rate, EVEN_WIN_RATE)} %"
+        name = markdown_text(judge.judge)
+        rows.append((name, rate, f"{low} to {high}", equal, judge.prompts, judge.clusters))
+    return markdown_table(JUDGE_COLUMNS, rows)
 
 
 def markdown_table(header: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
     """A table in Markdown, whose cells are Markdown."""
     lines = ["| " + " | ".join(header) + " |", "|" + "---|" * len(header)]
-    return "\n".join([*lines, *("| " + " | ".join(map(str, row)) + " |" for row in rows)])
+    for row in rows:
+        lines.append("| " + " | ".join(map(str, row)) + " |")
+    return "\n".join(lines)
 
 
 def verdict_markdown(verdict: RunVerdict, report_link: str | None = None) -> str:
-    """Describe the verdict with its key numbers.
+    """Describe the verdict in Markdown, with the judges as a table.
 
     Args:
         report_link: An address at which a browser shows the report; without one its path is named.
     """
-    lines = [f"**{markdown_text(sentence_case(verdict.headline))}**", ""]
-    lines += [f"- To do: {markdown_text(remedy)}" for remedy in verdict.remedies]
-    if verdict.remedies:
-        lines.append("")
+    (_, headline), *facts = verdict_facts(verdict)
+    blocks = [f"**{markdown_text(sentence_case(headline))}**"]
     if verdict.judges:
-        lines += [markdown_table(JUDGE_COLUMNS, map(judge_cells, verdict.judges)), ""]
-    lines += [f"{markdown_text(meaning)}.\n" for meaning in verdict.meanings]
-    if verdict.kl is not None:
-        kl = verdict.kl
-        lines += [
-            f"KL from SFT: {kl.mean:.2f} nats per reply (95 %: {kl.low95:.2f} to {kl.high95:.2f})",
-            "",
-        ]
-    if verdict.alarms:
-        lines.append(f"- **Read before release:** {markdown_text('; '.join(verdict.alarms))}")
-    lines.append(f"- Registered: {markdown_text(verdict.registered)}")
-    lines.append(f"- Promotion: {markdown_text(verdict.promotion)}")
-    if verdict.tries:
-        lines.append(f"- Tries: {markdown_text(verdict.tries)}")
-    if verdict.note:
-        lines.append(f"- Note: {markdown_text(verdict.note)}")
+        blocks.append(judges_table(verdict.judges))
+    points = []
+    for label, text in facts:
+        if label == "judges":  # the table has them
+            continue
+        point = markdown_text(text)
+        if label:
+            point = f"{MARKDOWN_LABELS.get(label, f'{label.capitalize()}:')} {point}"
+        points.append(f"- {point}")
     if verdict.report:
-        report = (
-            f"[{verdict.report}]({report_link})"
-            if report_link
-            else f"`{verdict.report}` in the workspace"
-        )
-        lines.append(f"- Report: {report}")
-    lines.append(f"- Next: `{verdict.next_command}` ({markdown_text(verdict.next_hint)})")
-    return "\n".join(lines)
+        report = f"`{verdict.report}` in the workspace"
+        if report_link:
+            report = f"[{verdict.report}]({report_link})"
+        points.append(f"- Report: {report}")
+    release = verdict.release
+    points.append(f"- Next: `{release.next_command}` ({markdown_text(release.next_hint)})")
+    return "\n\n".join([*blocks, "\n".join(points)])

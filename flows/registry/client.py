@@ -1,5 +1,6 @@
-"""The pipeline's side of MLflow: where the record lives, its pages and runs, its delivery, and the
-verdict in it.
+"""MLflow for the pipeline: the record and its pages, registered models, runs and their delivery.
+
+A request that fails raises ``RlhfError``, so that it is never mistaken for "there is none".
 """
 
 from __future__ import annotations
@@ -16,12 +17,11 @@ from typing import TYPE_CHECKING
 from urllib.parse import quote, urlsplit, urlunsplit
 
 from flows.prefect_server.services import client_tls
-from flows.registry.aliases import registry_errors
 from flows.registry.workspace import repair_moved, workspace_id
 from flows.workspace import locked, run_tags, running_services
 from rlhf_core.config.loading import load_params, load_section
 from rlhf_core.config.operations import RegistryConfig, TrackingConfig
-from rlhf_core.errors import RlhfError, first_line, is_full_disk
+from rlhf_core.errors import RlhfError, first_line, is_full_disk, named_line
 from rlhf_core.tracking import stage_run
 from rlhf_core.tracking.delivery import DEFERRED_VARIABLE, Courier, address
 from rlhf_core.tracking.pipeline_run import open_pipeline_run
@@ -36,7 +36,22 @@ from rlhf_core.tracking.stage_run import (
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient
+    from mlflow.entities.model_registry import ModelVersion, RegisteredModel
 
+
+CHALLENGER, CHAMPION, PREVIOUS = "challenger", "champion", "previous"
+# Tags of versions: the hash of their files, the reward model behind a policy, and what gates said.
+CONTENT_TAG, REWARD_VERSION_TAG = "content_sha256", "reward_model_version"
+GATES_TAG, UNGATED_TAG, GATE_REPORT_TAG, CONDITIONS_TAG = (
+    "gates",
+    "ungated",
+    "gate",
+    "gate_conditions",
+)
+GATES_PASSED, GATES_FAILED = "passed", "ungated"
+# The tags that promotion relies on, and which are therefore signed.
+SIGNED_TAGS = (GATES_TAG, GATE_REPORT_TAG, CONDITIONS_TAG, UNGATED_TAG, REWARD_VERSION_TAG)
+UNKNOWN = "RESOURCE_DOES_NOT_EXIST"
 
 # Without it the UI shows its pages on generative AI, traces and judges, until one has chosen model
 # training.
@@ -47,16 +62,15 @@ CA_VARIABLES = ("MLFLOW_TRACKING_SERVER_CERT_PATH", "REQUESTS_CA_BUNDLE", "CURL_
 
 
 def run_page(experiment_id: str, run_id: str, artifact: str | None = None) -> str:
-    """Return the page of a run, or of one of its artifacts, relative to any other page of the
-    MLflow UI.
-    """
+    """Return the page of a run, or of an artifact of it, relative to the MLflow UI."""
     page = f"#/experiments/{experiment_id}/runs/{run_id}"
-    return (f"{page}/artifacts/{quote(artifact)}" if artifact else page) + MODEL_TRAINING
+    if artifact:
+        page += f"/artifacts/{quote(artifact)}"
+    return page + MODEL_TRAINING
 
 
 def mlflow_address(workspace: Path) -> str | None:
-    """The server of ``MLFLOW_TRACKING_URI``, or of a running ``rlhf up``; None if neither serves
-    pages.
+    """The server of ``MLFLOW_TRACKING_URI``, or of a running ``rlhf up``; None if there is none.
 
     A user name and password in the variable are left out.
     """
@@ -85,18 +99,14 @@ MLFLOW_SETTINGS = {
 
 
 def has_record(workspace: Path) -> bool:
-    """False for a workspace that has never recorded anything, so that asking does not create a
-    database.
-    """
-    return (
-        bool(os.environ.get("MLFLOW_TRACKING_URI"))
-        or (record_folder(workspace) / "mlflow.db").is_file()
-    )
+    """Whether a workspace has recorded anything: else asking would create a database."""
+    if os.environ.get("MLFLOW_TRACKING_URI"):
+        return True
+    return (record_folder(workspace) / "mlflow.db").is_file()
 
 
 def connect(workspace: Path) -> MlflowClient:
-    """A client of the workspace's record; ``RlhfError`` at once when a server or a database does
-    not answer.
+    """A client of the workspace's record; ``RlhfError`` at once if that does not answer.
 
     The record of a workspace that was moved or copied names its present folder from then on.
     """
@@ -106,9 +116,8 @@ def connect(workspace: Path) -> MlflowClient:
     from mlflow.exceptions import MlflowException
     from sqlalchemy.exc import SQLAlchemyError
 
-    logging.getLogger("mlflow.store.db.utils").setLevel(
-        logging.CRITICAL
-    )  # it prints a traceback of what is raised too
+    # It prints a traceback of what is raised too.
+    logging.getLogger("mlflow.store.db.utils").setLevel(logging.CRITICAL)
     uri = tracking_uri(workspace)
     require_database(uri)
     if not os.environ.get("MLFLOW_TRACKING_URI"):
@@ -147,8 +156,7 @@ def knock(url: str) -> None:
 
 
 def prepare_tracking(workspace: Path) -> MlflowClient:
-    """Make schema and experiment, once, before several processes use them; returns a client as
-    :func:`connect` does.
+    """Make schema and experiment before several processes use them; returns a client.
 
     Two processes that create the schema at once fail with "duplicate column name", hence the lock.
     What stages have recorded while the server was away is delivered now.
@@ -177,16 +185,13 @@ def start_pipeline_run(workspace: Path, name: str) -> str:
 
 
 def end_pipeline_run(run_id: str, status: str, workspace: Path) -> None:
-    """Close a run. ``status`` is the type of a final state of Prefect in any case; all others are
-    failures.
-    """
+    """Close a run, whose ``status`` is the type of a final state of Prefect."""
     connect(workspace).set_terminated(run_id, FINAL_STATES.get(status.lower(), "FAILED"))
 
 
 @contextmanager
 def fluent(workspace: Path) -> Iterator[None]:
-    """Point MLflow's module-level functions (``mlflow.pyfunc``) at the workspace, and put things
-    back after.
+    """Point MLflow's module-level functions (``mlflow.pyfunc``) at the workspace for the block.
 
     ``mlflow.set_tracking_uri`` also sets the environment variable, which would otherwise read as
     the user's choice for every later workspace of this process.
@@ -215,6 +220,87 @@ def experiment_id(client: MlflowClient, workspace: Path) -> str:
     return stage_run.experiment_id(
         client, workspace, load_section(workspace, "tracking", TrackingConfig).experiment
     )
+
+
+@contextmanager
+def registry_errors(action: str) -> Iterator[None]:
+    """Turn an error of MLflow in the block into a one-line ``RlhfError`` that names ``action``."""
+    from mlflow.exceptions import MlflowException
+    from sqlalchemy.exc import SQLAlchemyError
+
+    try:
+        yield
+    except (MlflowException, SQLAlchemyError, OSError) as error:
+        # MLflow does not wrap all errors of its database.
+        raise RlhfError(
+            f"the model registry could not {action} {reason_and_remedy(error)}"
+        ) from error
+
+
+def reason_and_remedy(error: Exception) -> str:
+    """What MLflow, its database or a disk said, in brackets, and what to do about it."""
+    remedy = "try again when it answers"
+    if is_full_disk(error):
+        remedy = "make room and run the command again"
+    return f"({named_line(error)}); {remedy}"
+
+
+def registered_model(client: MlflowClient, name: str) -> RegisteredModel | None:
+    """The registered model ``name``; None if the registry knows no such model."""
+    from mlflow.exceptions import MlflowException
+
+    with registry_errors(f"look up {name}"):
+        try:
+            return client.get_registered_model(name)
+        except MlflowException as error:
+            if error.error_code == UNKNOWN:
+                return None
+            raise
+
+
+def read_aliases(client: MlflowClient, name: str) -> dict[str, str]:
+    """Version numbers by alias of the registered model ``name``; empty for an unknown one."""
+    return aliases_of(registered_model(client, name))
+
+
+def aliases_of(model: RegisteredModel | None) -> dict[str, str]:
+    """Version numbers by alias of a model that was looked up; empty for an unknown one."""
+    if model is None:
+        return {}
+    return {alias: str(version) for alias, version in model.aliases.items()}
+
+
+def get_version(client: MlflowClient, name: str, number: str) -> ModelVersion:
+    """Version ``number`` of a registered model; ``RlhfError`` if there is none."""
+    from mlflow.exceptions import MlflowException
+
+    with registry_errors(f"look up {name} version {number}"):
+        try:
+            return client.get_model_version(name, number)
+        except MlflowException as error:
+            if error.error_code == UNKNOWN or not str(number).isdecimal():
+                raise RlhfError(
+                    f"{name} has no version {number}; `rlhf status` shows what there is"
+                ) from error
+            raise
+
+
+def versions(client: MlflowClient, name: str) -> list[ModelVersion]:
+    """All versions of a registered model, newest first; none when the model is unknown."""
+    listed: list[ModelVersion] = []
+    token: str | None = None
+    while True:
+        with registry_errors(f"list the versions of {name}"):
+            page = client.search_model_versions(f"name='{name}'", max_results=200, page_token=token)
+        listed += list(page)
+        token = page.token
+        if not token:
+            return sorted(listed, key=lambda version: int(version.version), reverse=True)
+
+
+def version_numbers(client: MlflowClient, name: str) -> set[str]:
+    """The numbers of the versions that a model has now; MLflow lets anyone delete one."""
+    return {str(version.version) for version in versions(client, name)}
 
 
 NOTE_TAG = "mlflow.note.content"
@@ -257,8 +343,7 @@ PAUSE_SECONDS = 1.0
 
 @contextmanager
 def delivered_records(workspace: Path, tracked: bool) -> Iterator[Mapping[str, str]]:
-    """Deliver the records of stages while the block runs, in a thread, and what is left when it
-    ends.
+    """Deliver the records of stages in a thread while the block runs, and the rest when it ends.
 
     Yields the variables by which stages of this machine, or of one that shares the workspace, leave
     it to this process: none, and nothing is done, where the pipeline's run is not ``tracked`` in
@@ -290,16 +375,12 @@ def delivered_records(workspace: Path, tracked: bool) -> Iterator[Mapping[str, s
 
 
 def without_delivery(environment: Mapping[str, str]) -> dict[str, str]:
-    """The variables for a stage whose journal this process does not see, and which therefore
-    delivers by itself.
-    """
+    """The variables for a stage that delivers by itself: this process sees no journal of it."""
     return {name: value for name, value in environment.items() if name != DEFERRED_VARIABLE}
 
 
 def _try(deliver: Callable[[], None]) -> None:
-    """Deliver. An error must not end a run whose stages have done their work: what is left waits
-    for the next one.
-    """
+    """Deliver; an error does not end the run, and what is left waits for the next one."""
     try:
         deliver()
     except Exception:

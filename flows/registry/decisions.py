@@ -1,5 +1,4 @@
-"""Decisions on a registered model: their reports, and the moves of aliases and tags that may be
-repeated.
+"""Decisions on a registered model: how they are recorded, carried out and reported.
 
 From its entry on the decision stands. Every step after it may be done again, in this order:
 ``@previous``, ``@champion``, tags, the report, and last a tag of the model that says which entry
@@ -16,6 +15,7 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
@@ -25,14 +25,14 @@ from typing import TYPE_CHECKING, Any
 from uuid import UUID, uuid4, uuid5
 
 from flows.prefect_server.services import known_server
-from flows.registry.aliases import (
+from flows.registry.client import (
     PREVIOUS,
     get_version,
+    prepare_tracking,
     read_aliases,
     registry_errors,
     version_numbers,
 )
-from flows.registry.client import prepare_tracking
 from flows.registry.history import (
     DECLINE,
     DONE_TAG,
@@ -147,8 +147,7 @@ def publish_decision(
     decision: Mapping[str, Any],
     decision_id: str = "",
 ) -> Path:
-    """Write the report, attach it to the run that registered ``version``, and tag the version with
-    the decision.
+    """Write the report, attach it to the run that registered ``version``, and tag the version.
 
     The report is read-only and never written over; its name is the last tag. Repeating it with the
     same ``decision_id`` changes nothing.
@@ -170,9 +169,7 @@ def publish_decision(
 
 def report_name(decision: Mapping[str, Any], decision_id: str) -> str:
     """Return the file name of a report: time, action and id of the decision."""
-    moment = "".join(
-        character for character in decision["time"].partition("+")[0] if character.isalnum()
-    )
+    moment = re.sub(r"\W", "", decision["time"].partition("+")[0])
     return f"{moment}-{decision['action']}-{decision_id[:8]}.json"
 
 
@@ -198,23 +195,17 @@ def registry_events(entry: Entry, earlier: Sequence[Entry]) -> list[dict[str, An
     Args:
         earlier: The entries before it, which say what its aliases pointed to.
     """
-    pointed = {
-        (move["model"], move["alias"]): move["version"]
-        for other in earlier
-        for move in other["moves"]
-    }
-    happened = [
-        (f"rlhf.{move['alias']}.changed", {**move, "before": before})
-        for move in entry["moves"]
-        if (before := pointed.get((move["model"], move["alias"]))) != move["version"]
-    ]
+    pointed = {}
+    for other in earlier:
+        for moved in other["moves"]:
+            pointed[moved["model"], moved["alias"]] = moved["version"]
+    happened = []
+    for moved in entry["moves"]:
+        before = pointed.get((moved["model"], moved["alias"]))
+        if before != moved["version"]:
+            happened.append((f"rlhf.{moved['alias']}.changed", {**moved, "before": before}))
     if name := APPROVAL_EVENTS.get(entry["action"]):
-        about = {
-            "model": entry["model"],
-            "alias": "",
-            "version": entry["decided_on"],
-            "before": None,
-        }
+        about = {**move(entry["model"], "", entry["decided_on"]), "before": None}
         happened.append((name, about))
     decided = {key: entry[key] for key in ("action", "who", "reason", "time", "number")}
     events = []
@@ -239,9 +230,7 @@ def registry_events(entry: Entry, earlier: Sequence[Entry]) -> list[dict[str, An
 
 
 def _emit_events(workspace: Path, entries: Sequence[Entry]) -> None:
-    """Send the events of the last of ``entries`` of a history; a server that does not take them is
-    a warning.
-    """
+    """Send the events of the last of ``entries``; a server that refuses them is a warning."""
     events = registry_events(entries[-1], entries[:-1])
     if not events:
         return
@@ -291,11 +280,12 @@ def new_entry(
         decision: Its report is attached to the version that became champion, or did not.
         model_tags: New tags of ``model``.
     """
-    decided_on = (
-        decision.challenger
-        if isinstance(decision, PromotionDecision)
-        else decision and decision.champion
-    )
+    decided_on = ""
+    if isinstance(decision, PromotionDecision):
+        decided_on = decision.challenger
+    elif decision is not None:
+        decided_on = decision.champion
+    report = {} if decision is None else as_report(decision)
     return {
         "model": model,
         "action": action,
@@ -303,8 +293,8 @@ def new_entry(
         "moves": [*moves],
         "version_tags": [*version_tags],
         "history": [*champions[-CHAMPIONS_LIMIT:]],
-        "decision": {} if decision is None else as_report(decision),
-        "decided_on": decided_on or "",
+        "decision": report,
+        "decided_on": decided_on,
         "model_tags": dict(model_tags or {}),
         "who": actor(),
         "time": utc_now(),
@@ -313,16 +303,12 @@ def new_entry(
 
 
 def _entry_text(entry: Entry) -> str:
-    """The entry as JSON; the match, which is in the report, loses its details where the whole is
-    too long.
-    """
+    """The entry as JSON; one that is too long leaves the match to the report, which has it."""
     text = json.dumps(entry, sort_keys=True)
     if len(text) > ENTRY_LIMIT:
-        short = {
-            k: value
-            for k, value in entry["decision"].items()
-            if k not in ("match", "question", "criteria")
-        }
+        short = dict(entry["decision"])
+        for name in ("match", "question", "criteria"):
+            short.pop(name, None)
         text = json.dumps({**entry, "decision": short}, sort_keys=True)
     if len(text) > ENTRY_LIMIT:
         raise RlhfError(
@@ -332,8 +318,7 @@ def _entry_text(entry: Entry) -> str:
 
 
 def commit(state: ReleaseState, entry: Entry) -> Path | None:
-    """Record the decision that was made on ``state`` and carry it out; returns its report, None if
-    there is none.
+    """Record the decision that was made on ``state`` and carry it out; returns its report if any.
 
     Raises:
         ModelError: An alias would point to a version that a registry policy refuses. Nothing has
@@ -343,9 +328,7 @@ def commit(state: ReleaseState, entry: Entry) -> Path | None:
         RlhfError: The registry refuses.
     """
     for moved in entry["moves"]:
-        if (
-            moved["version"] is not None and moved["alias"] != PREVIOUS
-        ):  # nobody is answered by that one
+        if moved["version"] is not None and moved["alias"] != PREVIOUS:  # which answers nobody
             _require_accepted(state.client, state.workspace, moved["model"], moved["version"])
     entry = _after({**entry, "number": len(state.entries) + 1}, state.entries)
     Ledger.open(state.client, state.name, state.model).append(entry["number"], _entry_text(entry))
@@ -353,9 +336,7 @@ def commit(state: ReleaseState, entry: Entry) -> Path | None:
 
 
 def _after(entry: dict[str, Any], earlier: Sequence[Entry]) -> dict[str, Any]:
-    """The entry with a time that is later than those of ``earlier``, by which reports and pages are
-    ordered.
-    """
+    """The entry with a time after those of ``earlier``, by which reports and pages are ordered."""
     last = max((str(other["time"]) for other in earlier), default="")
     if entry["time"] > last:
         return entry
@@ -363,17 +344,16 @@ def _after(entry: dict[str, Any], earlier: Sequence[Entry]) -> dict[str, Any]:
         "the clock of this host says %s, and the last decision was made at %s: the clock is wrong, or was then; this "
         "decision is recorded as made right after that one", entry["time"], last,
     )  # fmt: skip
-    time = (datetime.fromisoformat(last) + timedelta(microseconds=1)).isoformat(
-        timespec="microseconds"
-    )
-    decision = {**entry["decision"], "time": time} if entry["decision"] else entry["decision"]
+    after = datetime.fromisoformat(last) + timedelta(microseconds=1)
+    time = after.isoformat(timespec="microseconds")
+    decision = entry["decision"]
+    if decision:
+        decision = {**decision, "time": time}
     return {**entry, "time": time, "decision": decision}
 
 
 def finish_interrupted(client: MlflowClient, workspace: Path, name: str) -> ReleaseState:
-    """Read a registered model after completing the decisions that earlier calls were interrupted
-    in.
-    """
+    """Read a registered model, after completing decisions that were interrupted."""
     while (state := ReleaseState.read(client, workspace, name)).unfinished:
         for entry in state.unfinished:
             _carry_out(client, workspace, entry)
@@ -390,24 +370,19 @@ def _carry_out(client: MlflowClient, workspace: Path, entry: Entry) -> Path | No
     with registry_errors(
         "complete the decision; the next `rlhf` command that uses it goes on with it"
     ):
-        names = dict.fromkeys(
-            [model, *(part["model"] for part in (*entry["moves"], *entry["version_tags"]))]
-        )
+        parts = (*entry["moves"], *entry["version_tags"])
+        names = {model, *(part["model"] for part in parts)}
         aliases = {name: read_aliases(client, name) for name in names}
         existing = {name: version_numbers(client, name) for name in names}
         for moved in entry["moves"]:
             name, alias, version = moved["model"], moved["alias"], moved["version"]
             if aliases[name].get(alias) == version:
                 continue
-            if (
-                version is not None
-                and alias != PREVIOUS
-                and not _is_accepted(client, workspace, name, version)
-            ):
-                continue
             if version is None:
                 client.delete_registered_model_alias(name, alias)
-            elif version in existing[name]:
+                continue
+            accepted = alias == PREVIOUS or _is_accepted(client, workspace, name, version)
+            if accepted and version in existing[name]:
                 client.set_registered_model_alias(name, alias, version)
         for key, value in entry["model_tags"].items():
             client.set_registered_model_tag(model, key, value)
@@ -426,17 +401,14 @@ def _carry_out(client: MlflowClient, workspace: Path, entry: Entry) -> Path | No
         client.set_registered_model_tag(model, DONE_TAG, str(entry["number"]))
     entries = read_history(client, model)
     _emit_events(workspace, entries[: entry["number"]])
-    if (
-        len(entries) > entry["number"]
-    ):  # another machine decided meanwhile, and these moves may have undone its own
+    if len(entries) > entry["number"]:
+        # Another machine decided meanwhile, and these moves may have undone its own.
         _carry_out(client, workspace, entries[-1])
     return report
 
 
 def _require_accepted(client: MlflowClient, workspace: Path, name: str, number: str) -> None:
-    """Raise what a registry policy, such as signatures, has against an alias that points to a
-    version.
-    """
+    """Raise what a registry policy, such as signatures, has against an alias of a version."""
     config = load_section(workspace, "registry", RegistryConfig)
     for policy in active_policies(config):
         policy.verify_version(client, workspace, config, get_version(client, name, number), None)
@@ -476,16 +448,13 @@ def registry_lock(workspace: Path, model: str) -> Iterator[None]:
         yield
 
 
-RETRIES = {
-    "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "5"
-}  # after 4, 8, 16 and 32 seconds; MLflow retries for four minutes
+# After 4, 8, 16 and 32 seconds; by itself MLflow retries for four minutes.
+RETRIES = {"MLFLOW_HTTP_REQUEST_MAX_RETRIES": "5"}
 
 
 @contextmanager
 def registry_session(workspace: Path) -> Iterator[ReleaseState]:
-    """Lock the registered policy of ``workspace`` for the block, after completing what an earlier
-    call began.
-    """
+    """Lock the registered policy for the block, after completing what an earlier call began."""
     workspace = workspace.resolve()
     name = load_section(workspace, "registry", RegistryConfig).policy
     client = prepare_tracking(workspace)

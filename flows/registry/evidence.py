@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,19 +14,15 @@ from flows.dvc_repo.graph import (
     recorded_hash,
     recorded_stages,
 )
-from flows.registry.aliases import registry_errors
-from flows.registry.client import connect, has_record
-from rlhf_core.config.gates import Condition
-from rlhf_core.config.loading import PARAMS_FILE, load_params, load_section
+from flows.registry.client import connect, has_record, registry_errors
+from rlhf_core.config.loading import PARAMS_FILE, load_section
 from rlhf_core.config.operations import RegistryConfig, TrackingConfig
 from rlhf_core.errors import GateFailed, RlhfError
 from rlhf_core.gates import (
-    GATES,
     JUDGED_TAG,
     REPORT_MODE,
     GateDecision,
     read_gate,
-    weaker_conditions,
 )
 from rlhf_core.git import git_revision
 from rlhf_core.storage.files import flatten, read_json, sha256_file
@@ -65,75 +61,24 @@ def read_gate_evidence(workspace: Path, gate: str) -> GateDecision:
 
 
 def require_recorded(graph: Mapping[str, StageNode], stale: Mapping[str, Any], stage: str) -> None:
-    """``GateFailed`` unless ``stage`` and every stage before it have left their files as dvc.lock
-    records.
+    """``GateFailed`` unless ``stage`` and all before it have left what dvc.lock records.
 
     Args:
         stale: What ``dvc status`` says of the workspace.
     """
     relevant = {stage} | all_before(graph, stage)
-    changed = {
-        name: said for name, said in stale.items() if name in relevant and said != [ALWAYS_CHANGED]
-    }
+    changed = []
+    for name, said in stale.items():
+        if name in relevant and said != [ALWAYS_CHANGED]:
+            changed.append(f"{name}: {describe_changes(said)}")
     if changed:
-        details = "; ".join(f"{name}: {describe_changes(said)}" for name, said in changed.items())
         raise GateFailed(
-            f"the files are not what dvc.lock records ({details}); run `rlhf run` to bring them up to date"
+            f"the files are not what dvc.lock records ({'; '.join(changed)}); run `rlhf run` to bring them up to date"
         )
 
 
-def gate_conditions(workspace: Path) -> dict[str, Sequence[Condition]]:
-    """The conditions of each gate by the settings of ``workspace``; none of the data gate, which
-    has limits instead.
-
-    Gates that the workspace does without are left out.
-    """
-    params = load_params(workspace)
-    names = [name for name in GATES if f"gate-{name}" not in params.left_out]
-    return {name: getattr(params.gates, name, None) or () for name in names}
-
-
-def short_conditions(gates: Mapping[str, Sequence[Condition]]) -> dict[str, list[dict[str, Any]]]:
-    """Conditions by gate as JSON, without their reasons and defaults; gates without conditions are
-    left out.
-    """
-    short = {}
-    for name, conditions in gates.items():
-        if conditions:
-            short[name] = [
-                row.model_dump(mode="json", exclude={"why"}, exclude_defaults=True)
-                for row in conditions
-            ]
-    return short
-
-
-def weaker_gates(
-    passed: Mapping[str, Any], required: Mapping[str, Sequence[Condition]]
-) -> list[str]:
-    """Say which required conditions are not guaranteed by those that were passed, in a phrase for
-    each gate.
-
-    Args:
-        passed: What :func:`short_conditions` made; pydantic's ``ValidationError`` for anything
-            else.
-    """
-    known = {
-        name: tuple(Condition(**fields, why="") for fields in rows) for name, rows in passed.items()
-    }
-    weaker = {
-        name: weaker_conditions(known.get(name, ()), conditions)
-        for name, conditions in required.items()
-    }
-    return [
-        f"gates.{name} does not require {', '.join(map(str, conditions))}"
-        for name, conditions in weaker.items()
-        if conditions
-    ]
-
-
 def count_policy_decisions(workspace: Path) -> tuple[int, str]:
-    """Return how many evaluations the policy gate has judged for this registered policy, and in
-    which experiment.
+    """Return how many evaluations of this policy its gate has judged, and in which experiment.
 
     Trials under ``workspaces/`` are recorded with their base, so they count together, unless they
     register their policy under another name. An evaluation that was judged again, by other bounds,
@@ -157,22 +102,17 @@ def count_policy_decisions(workspace: Path) -> tuple[int, str]:
         )
         runs = client.search_runs(ids, f"tags.`{JUDGED_TAG}` != ''", max_results=MOST_RUNS)
     of_others = {run.info.run_id for run in others}
-    judged = {
-        run.data.tags[JUDGED_TAG] for run in runs if run.data.tags.get(PARENT_TAG) not in of_others
-    }
-    return len(judged), name
+    own = [run.data.tags for run in runs if run.data.tags.get(PARENT_TAG) not in of_others]
+    return len({tags[JUDGED_TAG] for tags in own}), name
 
 
 MOST_RUNS = 10_000  # that are counted
-DATA_CARD = Path(
-    "data/card/release.md"
-)  # without texts of the data; by the folder's name in MLflow
+# Without texts of the data. In MLflow it lies in a folder of the same name.
+DATA_CARD = Path("data/card/release.md")
 
 
 def read_data_card(client: MlflowClient, run_id: str, temporary: Path) -> str:
-    """Return the data card that a run has; an empty text if it has none. ``temporary`` receives the
-    file.
-    """
+    """Return the data card of a run, whose file goes to ``temporary``; empty if it has none."""
     if all(artifact.path != DATA_CARD.parent.name for artifact in client.list_artifacts(run_id)):
         return ""
     name = f"{DATA_CARD.parent.name}/{DATA_CARD.name}"
@@ -235,16 +175,16 @@ class TrainingSource:
 
     def __str__(self) -> str:
         """``5,998 preference pairs of the synthetic world; base: random weights``."""
-        what = "preference pairs" if self.of_pairs else "prompts with a reward function"
-        rows = f"{self.rows:,} {what}" if self.rows is not None else what
+        rows = "preference pairs" if self.of_pairs else "prompts with a reward function"
+        if self.rows is not None:
+            rows = f"{self.rows:,} {rows}"
         data = "of the synthetic world" if self.is_synthetic else f"from {self.files or 'files'}"
-        return f"{rows} {data}; base: {'random weights' if self.base == SCRATCH else self.base}"
+        base = "random weights" if self.base == SCRATCH else self.base
+        return f"{rows} {data}; base: {base}"
 
 
 def source_of_version(client: MlflowClient, version: ModelVersion) -> TrainingSource | None:
-    """Read what ``version`` was trained on from the pipeline run that registered it; None if MLflow
-    has no such run.
-    """
+    """Read what ``version`` was trained on from its pipeline run; None if MLflow has no such run."""
     from mlflow.exceptions import MlflowException
 
     if not version.run_id:
@@ -259,31 +199,25 @@ def source_of_version(client: MlflowClient, version: ModelVersion) -> TrainingSo
 
 
 def source_of_workspace(workspace: Path) -> TrainingSource | None:
-    """Read what the models of ``workspace`` were trained on from dvc.lock; None before the first
-    run.
-    """
+    """Read what the models were trained on from dvc.lock; None before the first run."""
     stages = recorded_stages(workspace)
-    recorded = [stages[name].params for name in ("collect", "base") if name in stages]
+    params: dict[str, Any] = {}
+    for name in ("collect", "base"):
+        if name in stages:
+            params |= flatten(stages[name].params)
     try:
         rows = flatten(read_json(workspace / "metrics" / "data.json"))
     except RlhfError:
         rows = {}
-    return _source(
-        {key: value for params in recorded for key, value in flatten(params).items()}, rows
-    )
+    return _source(params, rows)
 
 
 def _source(params: Mapping[str, Any], rows: Mapping[str, float | None]) -> TrainingSource | None:
     if not {SOURCE, BASE} <= set(params):
         return None
     of_pairs = str(params.get(HAS_PAIRS, True)) != "False"  # MLflow has parameters as texts
-    files = str(params.get(f"collect.files.{'preferences' if of_pairs else 'prompts'}") or "")
-    count = rows.get(PAIRS if of_pairs else PROMPTS)
-    names = files.strip("[]").replace("'", "")
-    return TrainingSource(
-        str(params[SOURCE]),
-        str(params[BASE]),
-        names,
-        None if count is None else int(count),
-        of_pairs,
-    )
+    kind, rows_of_kind = ("preferences", PAIRS) if of_pairs else ("prompts", PROMPTS)
+    files = str(params.get(f"collect.files.{kind}") or "").strip("[]").replace("'", "")
+    count = rows.get(rows_of_kind)
+    known = None if count is None else int(count)
+    return TrainingSource(str(params[SOURCE]), str(params[BASE]), files, known, of_pairs)

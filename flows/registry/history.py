@@ -1,26 +1,25 @@
-"""What was decided on a registered model, in entries that are written once, and requests for
-approval among them.
-"""
+"""What was decided on a registered model: entries written once, and the state they lead to."""
 
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from flows.registry.aliases import (
+from flows.registry.client import (
     CHAMPION,
     aliases_of,
+    connect,
     get_version,
     registered_model,
     registry_errors,
     version_numbers,
     versions,
 )
-from flows.registry.client import connect
 from flows.registry.workspace import OWNER_TAG, workspace_id
 from rlhf_core.config.loading import load_section
 from rlhf_core.config.operations import RegistryConfig
@@ -85,17 +84,20 @@ class Ledger:
         with registry_errors(f"read the {self.kind} of {self.name}"):
             params = self.client.get_run(self.run_id).data.params
         prefix = self._key("")
-        own = {
-            key.removeprefix(prefix): text for key, text in params.items() if key.startswith(prefix)
-        }
-        count = sum(number.isdecimal() for number in own)
-        missing = [number for number in range(1, count + 1) if str(number) not in own]
-        if missing:
-            raise RlhfError(
-                f"the {self.kind} of {self.name} lacks entry {missing[0]} (run {self.run_id} of MLflow); "
-                "nothing is decided on an incomplete record: restore MLflow's database from a backup"
-            )
-        return [own[str(number)] for number in range(1, count + 1)]
+        own = {}
+        for key, text in params.items():
+            number = key.removeprefix(prefix)
+            if key.startswith(prefix) and number.isdecimal():
+                own[number] = text
+        entries = []
+        for number in range(1, len(own) + 1):
+            if str(number) not in own:
+                raise RlhfError(
+                    f"the {self.kind} of {self.name} lacks entry {number} (run {self.run_id} of MLflow); "
+                    "nothing is decided on an incomplete record: restore MLflow's database from a backup"
+                )
+            entries.append(own[str(number)])
+        return entries
 
     def append(self, number: int, text: str) -> None:
         """Write entry ``number``, for good. Writing the same text again changes nothing.
@@ -131,10 +133,7 @@ class Ledger:
 
     def _key(self, number: str) -> str:
         """The name of a parameter, in the characters that MLflow allows."""
-        name = "".join(
-            character if character.isalnum() or character in "_-. " else "_"
-            for character in self.name
-        )
+        name = re.sub(r"[^\w. -]", "_", self.name)
         return f"{self.kind}.{name[:200]}.{number}"
 
 
@@ -162,9 +161,8 @@ def read_history(
         try:
             entry = json.loads(text)
             readable = (entry["number"], entry["model"]) == (number, name)
-            readable = readable and all(
-                isinstance(entry[key], kind) for key, kind in FIELDS.items()
-            )
+            for key, kind in FIELDS.items():
+                readable = readable and isinstance(entry[key], kind)
             for key, keys in PARTS.items():
                 readable = readable and all(keys <= part.keys() for part in entry[key])
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
@@ -222,18 +220,15 @@ class ApprovalRequest:
         """Why it can no longer be decided, in one line."""
         assert self.followed_by is not None
         entry, model = self.followed_by, self.entry["model"]
-        version, by = (
-            f"version {self.challenger} of {model}",
-            f"by {entry['who'] or 'unknown'} at {utc_minute(entry['time'])}",
-        )
+        version = f"version {self.challenger} of {model}"
+        by = f"by {entry['who'] or 'unknown'} at {utc_minute(entry['time'])}"
         if answer := ANSWERS.get(entry["action"]):
             return f"{version} {answer.format(by=by, reason=entry['reason'])}"
         champion = f"version {self.champion} as champion" if self.champion else "no champion"
-        moves = [
-            f"@{of['alias']} to {version_words(of['version'])}"
-            for of in entry["moves"]
-            if of["model"] == model
-        ]
+        moves = []
+        for move in entry["moves"]:
+            if move["model"] == model:
+                moves.append(f"@{move['alias']} to {version_words(move['version'])}")
         return (
             f"{version} was judged with {champion}, and `{entry['action']}` {by} has moved {', '.join(moves)} since; "
             "`rlhf promote` judges the challenger"
@@ -272,13 +267,8 @@ class ReleaseState:
     def read(cls, client: MlflowClient, workspace: Path, name: str) -> ReleaseState:
         """Read it; ``RlhfError`` if an entry of the history is missing or unreadable."""
         model = registered_model(client, name)
-        return cls(
-            workspace,
-            client,
-            name,
-            model,
-            [] if model is None else read_history(client, name, model),
-        )
+        entries = [] if model is None else read_history(client, name, model)
+        return cls(workspace, client, name, model, entries)
 
     @cached_property
     def config(self) -> RegistryConfig:
@@ -298,50 +288,42 @@ class ReleaseState:
     @property
     def crownings(self) -> list[tuple[Entry, str]]:
         """The entries that made a version champion, each with that version, oldest first."""
-        moves = (
-            (entry, move)
-            for entry in self.entries
-            for move in entry["moves"]
-            if move["alias"] == CHAMPION
-        )
-        return [
-            (entry, str(move["version"])) for entry, move in moves if move["model"] == self.name
-        ]
+        crownings = []
+        for entry in self.entries:
+            for move in entry["moves"]:
+                if (move["model"], move["alias"]) == (self.name, CHAMPION):
+                    crownings.append((entry, str(move["version"])))
+        return crownings
 
     @property
     def recorded_champion(self) -> str | None:
-        """The version that the history ends with as champion; another one is, if something else
-        than rlhf moved it.
-        """
+        """The champion by the history; another one is, if something else than rlhf moved it."""
         return self.crownings[-1][1] if self.crownings else None
 
     @property
     def champions(self) -> list[str]:
-        """Those that have been champion, oldest first, ending with the present one; those of
-        rollbacks are gone.
+        """Those that have been champion and were not rolled back, the present one last.
 
         A version that was deleted in MLflow is not among them: nothing goes back to it.
         """
-        recorded = next(
-            (list(entry["history"]) for entry in reversed(self.entries) if entry["history"]), []
-        )
-        existing = version_numbers(self.client, self.name) if recorded else set()
-        recorded = [number for number in recorded if number in existing]
-        return (
-            recorded
-            if self.champion is None
-            else [*(of for of in recorded if of != self.champion), self.champion]
-        )
+        lists: list[list[str]] = [entry["history"] for entry in self.entries if entry["history"]]
+        recorded: list[str] = []
+        if lists:
+            existing = version_numbers(self.client, self.name)
+            recorded = [number for number in lists[-1] if number in existing]
+        if self.champion is None:
+            return recorded
+        return [*(number for number in recorded if number != self.champion), self.champion]
 
     @property
     def request(self) -> ApprovalRequest | None:
         """The newest request for approval, None if there was never one."""
-        for index in reversed(range(len(self.entries))):
-            if self.entries[index]["action"] == REQUEST:
-                later = (
-                    entry for entry in self.entries[index + 1 :] if entry["action"] != RETENTION
-                )
-                return ApprovalRequest(self.entries[index], next(later, None))
+        followed_by: Entry | None = None
+        for entry in reversed(self.entries):
+            if entry["action"] == REQUEST:
+                return ApprovalRequest(entry, followed_by)
+            if entry["action"] != RETENTION:
+                followed_by = entry
         return None
 
     @property
@@ -357,12 +339,9 @@ class ReleaseState:
 
     @property
     def other_owner(self) -> str:
-        """The folder of the workspace that owns the model, where it is another one; empty too
-        without an owner.
-        """
-        owner, _, folder = (
-            "" if self.model is None else self.model.tags.get(OWNER_TAG, "")
-        ).partition(" ")
+        """The folder of another workspace that owns the model; empty if none does."""
+        tag = "" if self.model is None else self.model.tags.get(OWNER_TAG, "")
+        owner, _, folder = tag.partition(" ")
         return "" if owner in ("", workspace_id(self.workspace)) else folder
 
     @property

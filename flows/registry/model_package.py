@@ -1,5 +1,4 @@
-"""What a registered model needs beside its weights: ``rlhf_core`` as a wheel, and packages of an
-index.
+"""What a registered model needs beside its weights: ``rlhf_core`` as a wheel, and packages.
 
 MLflow builds environments from a model's requirements. The name of this project is on no index, and
 whoever took it there would be installed: so the wheel is a file of the model, and the requirements
@@ -83,9 +82,7 @@ def own_wheel() -> tuple[str, bytes]:
 
 
 def requirements() -> list[str]:
-    """The model's requirements: the wheel as a file of the model, and packages in the versions that
-    are installed.
-    """
+    """The model's requirements: its wheel, and packages in the versions that are installed."""
     # A local label of a version, such as ``+cpu``, is not on package indexes.
     pinned = [f"{name}=={installed(name).partition('+')[0]}" for name in INDEX_PACKAGES]
     return [f"{CODE_FOLDER}/{own_wheel()[0]}", *pinned]
@@ -111,6 +108,5 @@ def _digest(files: Mapping[str, bytes]) -> str:
 
 def _record_hash(content: bytes) -> str:
     """A file's hash as the record of a wheel writes it."""
-    return (
-        "sha256=" + base64.urlsafe_b64encode(hashlib.sha256(content).digest()).rstrip(b"=").decode()
-    )
+    digest = base64.urlsafe_b64encode(hashlib.sha256(content).digest())
+    return f"sha256={digest.rstrip(b'=').decode()}"

@@ -1,5 +1,4 @@
-"""The policy and the reward model as MLflow loads, serves and evaluates them: chat requests in,
-replies or rewards out.
+"""The policy and the reward model as MLflow serves them: chat requests in, replies or scores out.
 
 MLflow copies this file into the model ("models from code"). What answers is the installed
 ``rlhf_core``, by the same functions as ``rlhf serve`` and the evaluation.
@@ -34,9 +33,7 @@ LIMITS = ServingLimits(max_new_tokens=sys.maxsize)  # the model's context alone 
 
 
 class RequestRefused(MlflowException):
-    """A request that cannot be answered: its message is one line, and the scoring server answers
-    with status 400.
-    """
+    """A request that cannot be answered; the scoring server sends its one line with status 400."""
 
     def __init__(self, reason: str) -> None:
         self._reason = reason
@@ -56,9 +53,7 @@ class ServedModel(PythonModel):
     """The policy or the reward model, by ``kind`` of the model's configuration."""
 
     def load_context(self, context: Any) -> None:
-        """Load the plain Hugging Face folder that is the artifact ``hf``; refused if its content
-        has changed.
-        """
+        """Load the Hugging Face folder that is the artifact ``hf``, unless it has changed."""
         config, folder = context.model_config, Path(context.artifacts["hf"])
         if sha256_tree(folder) != config["content_sha256"]:
             raise MlflowException(
@@ -78,29 +73,26 @@ class ServedModel(PythonModel):
         self, context: Any, model_input: pandas.DataFrame, params: dict[str, Any] | None = None
     ) -> list[dict[str, Any]]:
         """A chat completion, or a score, for every conversation of ``model_input``."""
-        judged = self.sampling.model_dump() | {
-            "max_tokens": self.sampling.max_new_tokens,
-            "seed": -1,
-        }
-        settings = {
-            name: value for name, value in (params or {}).items() if value != judged.get(name)
-        }
-        rows = [
-            [{name: turn[name] for name in ("role", "content")} for turn in row]
-            for row in model_input["messages"]
-        ]
+        judged = self.sampling.model_dump()
+        judged |= {"max_tokens": self.sampling.max_new_tokens, "seed": -1}
+        settings = {}
+        for name, value in (params or {}).items():
+            if value != judged.get(name):
+                settings[name] = value
+        answers = []
         try:
-            return [
-                self._score(turns) if self.policy is None else self._complete(turns, settings)
-                for turns in rows
-            ]
+            for row in model_input["messages"]:
+                turns = [{"role": turn["role"], "content": turn["content"]} for turn in row]
+                if self.policy is None:
+                    answers.append(self._score(turns))
+                else:
+                    answers.append(self._complete(turns, settings))
+            return answers
         except (ApiError, DataError) as error:
             raise RequestRefused(str(error)) from error
 
     def _complete(self, turns: list[dict[str, str]], settings: Mapping[str, Any]) -> dict[str, Any]:
-        """The chat completion, and its text once more as ``reply``, where MLflow's evaluation looks
-        for a column.
-        """
+        """The chat completion, and its text as ``reply``, which MLflow's evaluation looks for."""
         assert self.policy is not None
         request = parse_chat_request(json.dumps({"messages": turns, **settings}).encode())
         accepted = accept_request(request, self.policy, LIMITS, int(time.time()))

@@ -1,6 +1,4 @@
-"""What a killed registration leaves: model files of no version, and runs that seem to go on for
-good.
-"""
+"""What a killed registration leaves: model files of no version, and runs that never end."""
 
 from __future__ import annotations
 
@@ -10,8 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from flows.registry.aliases import registry_errors
-from flows.registry.client import experiment_id
+from flows.registry.client import experiment_id, registry_errors
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient
@@ -37,11 +34,9 @@ class Orphans:
 
     def describe(self) -> str:
         """What there is, in a line."""
-        models, runs = len(self.models), len(self.runs)
-        return (
-            f"killed registrations have left the files of {models} model{'' if models == 1 else 's'} and {runs} open "
-            f"run{'' if runs == 1 else 's'}"
-        )
+        models = f"{len(self.models)} model{'s' if len(self.models) != 1 else ''}"
+        runs = f"{len(self.runs)} open run{'s' if len(self.runs) != 1 else ''}"
+        return f"killed registrations have left the files of {models} and {runs}"
 
 
 def find_orphans(client: MlflowClient, workspace: Path) -> Orphans:
@@ -68,9 +63,7 @@ def find_orphans(client: MlflowClient, workspace: Path) -> Orphans:
 
 
 def end_orphans(client: MlflowClient, orphans: Orphans) -> None:
-    """End the runs of killed registrations as killed; their models are for `rlhf registry gc` to
-    delete.
-    """
+    """End the runs of killed registrations; `rlhf registry gc` deletes their models."""
     with registry_errors("end the runs of killed registrations"):
         for run in orphans.runs:
             client.set_terminated(run.info.run_id, "KILLED")

@@ -1,5 +1,4 @@
-"""The door of registry policies: what packages check or do when versions are registered, used and
-exported.
+"""The door of registry policies, which check versions when they are registered or used.
 
 A policy is an entry point of ``rlhf.registry_policies``: a module or an object with the functions
 of :class:`RegistryPolicy`. Only those that settings name are asked, and a policy that is named must
@@ -25,17 +24,13 @@ KEY_VARIABLE = "RLHF_SIGNING_KEY"
 
 
 class RegistryPolicy(Protocol):
-    """What is asked of a policy. Each function raises ``RlhfError`` to prevent what was about to
-    happen.
-    """
+    """What is asked of a policy; each function may raise ``RlhfError`` to prevent what follows."""
 
     def check_settings(self, workspace: Path, config: RegistryConfig) -> None:
         """Refuse settings that cannot work, for `rlhf doctor` and at the beginning of a run."""
 
     def name_files(self) -> None:
-        """Name files of the environment by absolute paths there, for processes that run in other
-        folders.
-        """
+        """Make paths in the environment absolute, for processes that run in other folders."""
 
     def before_run(self, workspace: Path, config: RegistryConfig) -> None:
         """Refuse a run that could register nothing in the end."""
@@ -66,8 +61,7 @@ class RegistryPolicy(Protocol):
         version: ModelVersion,
         folder: Path | None,
     ) -> None:
-        """Refuse a version before it is promoted, served, exported or talked to, and before an
-        alias points to it.
+        """Refuse a version before it is promoted, served, exported, or gets an alias.
 
         Args:
             folder: Its model folder, whose content has the registered hash; None before an alias is
@@ -79,8 +73,7 @@ class RegistryPolicy(Protocol):
 
 
 def active_policies(config: RegistryConfig) -> list[RegistryPolicy]:
-    """Import the policies that the settings name; signatures, where they or the environment ask for
-    them.
+    """Import the policies that the settings name, and signatures where they are asked for.
 
     Raises:
         PluginError: One of them is not installed, or cannot be imported.

@@ -1,21 +1,25 @@
-"""Who becomes champion: promotion by match, approval by a person, rollback, and what stands against
-a version.
+"""Who becomes champion: by match, by a person's approval or by force, and how to go back.
 
 A challenger is promoted only if every judge's lower 95 % bound clears the threshold.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
-from collections.abc import Mapping, Sequence
+import sys
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from flows.registry.aliases import (
+from flows.dvc_repo.graph import recorded_hash
+from flows.registry.client import (
     CHALLENGER,
     CHAMPION,
     CONDITIONS_TAG,
+    CONTENT_TAG,
+    GATES_PASSED,
     GATES_TAG,
     PREVIOUS,
     REWARD_VERSION_TAG,
@@ -36,30 +40,209 @@ from flows.registry.decisions import (
     utc_now,
     version_tag,
 )
-from flows.registry.evidence import gate_conditions, weaker_gates
 from flows.registry.history import (
     APPROVE,
     DECLINE,
     REQUEST,
     WITHDRAW,
     ApprovalRequest,
+    EntryTaken,
+    Ledger,
     ReleaseState,
     version_words,
 )
-from flows.registry.match import PlayMatch, decided_by, make_attempt, play_match
-from flows.registry.register import GATES_PASSED
 from flows.registry.stored_models import COMPLETE_TAG, verified_folder
 from flows.registry.workspace import OWNER_TAG, actor, ownership, printed_line
+from flows.supervision.processes import child_environment, start_supervised
 from rlhf_core.config.gates import Condition
+from rlhf_core.config.loading import load_params
 from rlhf_core.errors import RlhfError
-from rlhf_core.evaluation.promotion import non_inferiority_criteria, win_rate_criteria
+from rlhf_core.evaluation.judges.names import JUDGE
+from rlhf_core.evaluation.promotion import (
+    Criterion,
+    failed,
+    non_inferiority_criteria,
+    win_rate_criteria,
+)
+from rlhf_core.fingerprint.tracked_files import code_lines, verifiable_functions
+from rlhf_core.gates import GATES, weaker_conditions
+from rlhf_core.storage.files import atomic_write_json, read_json, sha256_file
 
 if TYPE_CHECKING:
+    from mlflow import MlflowClient
     from mlflow.entities.model_registry import ModelVersion
 
 
 ROLLED_BACK_TAG, DECLINED_TAG = "rolled_back", "declined"
 REASON_LIMIT = 1000
+PlayMatch = Callable[[Path, Path, Path, int], Mapping[str, Any]]
+MATCH_TAG = "match"
+MATCHES = Path(".rlhf") / "matches"
+MEASURED = 3  # what a match measures; kept results that measured less are played again
+TEST_PROMPTS = Path("data") / "clean" / "prompts" / "test.parquet"
+TRIES = 20  # other machines may take a number at the same time
+
+
+def match_question(
+    workspace: Path, challenger: ModelVersion, champion: ModelVersion
+) -> dict[str, Any]:
+    """What a match is about: models, prompts, judge, settings and checks.
+
+    The same question has the same result. Where reward functions judge, they are the judge, with
+    their settings and code.
+    """
+    params = load_params(workspace)
+    config = params.evaluate
+    judge: Any
+    if params.collect.pairs:
+        judge = recorded_hash(workspace, f"models/{JUDGE}")
+    else:
+        judge = [source.model_dump(mode="json") for source in params.ppo.reward.sources]
+        judge += code_lines(workspace, params.ppo.reward.sources)
+    question: dict[str, Any] = {
+        "challenger": challenger.tags[CONTENT_TAG],
+        "champion": champion.tags[CONTENT_TAG],
+        "prompts": recorded_hash(workspace, "data/clean"),
+        JUDGE: judge,
+        "settings": config.model_dump(mode="json", exclude_none=True),
+        "measured": MEASURED,
+    }
+    if config.verifiable is not None and (workspace / config.verifiable.path).is_file():
+        question["verifiable"] = sha256_file(workspace / config.verifiable.path)
+    code = code_lines(workspace, verifiable_functions(config.verifiable))
+    if code:
+        question["functions"] = code
+    return question
+
+
+def question_digest(question: Mapping[str, Any]) -> str:
+    """A short hash by which a question is known."""
+    return hashlib.sha256(json.dumps(question, sort_keys=True).encode()).hexdigest()[:16]
+
+
+def play_match(
+    workspace: Path, champion: Path, challenger: Path, prompt_set: int
+) -> dict[str, Any]:
+    """Run the match on a set of test prompts in a supervised process and return its result.
+
+    Raises:
+        RlhfError: It fails; the last line of its output.
+    """
+    output = workspace / ".rlhf" / "match.json"
+    log = workspace / ".rlhf" / "logs" / "match.log"
+    output.unlink(missing_ok=True)
+    log.unlink(missing_ok=True)
+    command = [sys.executable, "-m", "rlhf_core", "match", "--workspace", str(workspace)]
+    command += ["--champion", str(champion), "--challenger", str(challenger)]
+    command += ["--output", str(output), "--prompt-set", str(prompt_set)]
+    environment = child_environment(workspace)
+    ended = start_supervised(
+        command, name="match", cwd=workspace, env=environment, log=log
+    ).result()
+    if ended.exit_code:
+        raise RlhfError(
+            f"the match ended with code {ended.exit_code}: {ended.error_line} (log: {log})"
+        )
+    result: dict[str, Any] = read_json(output)
+    return result
+
+
+def decided_by(
+    match: Mapping[str, Any], bar: float, criteria: Sequence[Criterion]
+) -> tuple[bool, str]:
+    """Whether these criteria promote the challenger, and the win rates or criteria that decided.
+
+    Every judge's lower 95 % bound of the win rate has to exceed ``bar``. One equal to it does not
+    do: two identical models tie everywhere, at exactly one half.
+    """
+    judges = match.get("comparison") or {}
+    if not judges:
+        return False, "no judge has compared them"
+    short: list[str] = []
+    rates: list[str] = []
+    for name, result in sorted(judges.items()):
+        rate, low = result["win_rate"], result["win_rate_low95"]
+        if rate is None or low is None:  # null is what was not finite
+            short.append(name)
+            rates.append(f"{name} win rate not measured")
+            continue
+        if low <= bar:
+            short.append(name)
+        rates.append(f"{name} win rate {rate:.3f} (at least {low:.3f})")
+    unmet = [str(criterion) for criterion in failed(criteria) if not criterion.is_plain_win_rate]
+    measured = ", ".join(rates)
+    if short:
+        lost = f"not above {bar:g} with 95 % confidence by {' and '.join(short)}: {measured}"
+        return False, "; ".join([lost, *unmet])
+    if unmet:
+        return False, "; ".join(unmet)
+    return True, f"above {bar:g} with 95 % confidence by every judge: {measured}"
+
+
+def make_attempt(
+    state: ReleaseState,
+    challenger: ModelVersion,
+    champion: ModelVersion,
+    play: Callable[[int], Mapping[str, Any]],
+) -> tuple[int, dict[str, Any], dict[str, Any]]:
+    """Number the match, and play it unless it was played before.
+
+    With ``registry.prompt_sets`` attempt k is played on set ``(k - 1) mod prompt_sets`` of the test
+    prompts. The result is kept in ``.rlhf/matches`` and its hash in a tag of the challenger: a file
+    whose hash is not the recorded one was not written by a match, and is replaced by playing.
+
+    Args:
+        play: Plays the match on the set of prompts with this index.
+
+    Returns:
+        The number of the match among those on the same test prompts, from 1, what it was about, and
+        what it measured.
+    """
+    sets = state.config.prompt_sets
+    question = match_question(state.workspace, challenger, champion)
+    if sets > 1:
+        question["prompt_sets"] = sets
+    digest = question_digest(question)
+    number = attempt_number(state.client, state.workspace, state.config.policy, digest)
+    index = (number - 1) % sets
+    if sets > 1:
+        question["prompt_set"] = index + 1
+    digest = question_digest(question)
+    kept, tag = state.workspace / MATCHES / f"{digest}.json", f"{MATCH_TAG}.{digest}"
+    if not kept.is_file() or challenger.tags.get(tag) != sha256_file(kept):
+        atomic_write_json(kept, dict(play(index)))
+        number_of_version = str(challenger.version)
+        with registry_errors("record the match"):
+            state.client.set_model_version_tag(
+                challenger.name, number_of_version, tag, sha256_file(kept)
+            )
+    return number, question, read_json(kept)
+
+
+def attempt_number(client: MlflowClient, workspace: Path, model: str, digest: str) -> int:
+    """The number, from 1, of a match among those of ``model`` on the same test prompts.
+
+    A question that was numbered before keeps its number: its match is not played again.
+
+    Raises:
+        RlhfError: There are no test prompts.
+    """
+    prompts = workspace / TEST_PROMPTS
+    if not prompts.is_file():
+        raise RlhfError(f"there are no test prompts ({TEST_PROMPTS}), so nothing can be compared")
+    ledger = Ledger.open(client, model, kind=f"attempts.{sha256_file(prompts)[:16]}")
+    for _ in range(TRIES):
+        known = list(ledger.entries())
+        if digest in known:
+            return known.index(digest) + 1
+        try:
+            ledger.append(len(known) + 1, digest)
+        except EntryTaken:
+            continue
+        return len(known) + 1
+    raise RlhfError(
+        f"could not number the attempt on {model}: others promote at the same time; try again"
+    )
 
 
 def promote(
@@ -71,8 +254,7 @@ def promote(
     approval: bool = False,
     play: PlayMatch = play_match,
 ) -> PromotionDecision:
-    """Decide whether the challenger becomes ``@champion``, act on it, and keep the decision as an
-    immutable report.
+    """Decide whether the challenger becomes ``@champion``, act on it, and report the decision.
 
     The registered files must be the ones that the gates judged, and the version must have passed
     every gate. Only the workspace that owns the registered model promotes
@@ -107,42 +289,14 @@ def promote(
                 f"{config.policy} has no @{CHALLENGER}; `rlhf run` registers one once its gates pass"
             )
         champion = state.version_with(CHAMPION)
-        decision = replace(
-            _decide(state, challenger, champion, force_reason, play), dry_run=dry_run
-        )
+        decision = _decide(state, challenger, champion, force_reason, play)
+        decision = replace(decision, dry_run=dry_run)
         entry: Mapping[str, Any] | None = None
         if approval or config.approval:
-            request = state.request
-            judged = (decision.challenger, decision.champion)
-            is_open = (
-                request is not None
-                and request.is_open
-                and (request.challenger, request.champion) == judged
-            )
-            if decision.promoted:
-                decision = replace(
-                    decision, promoted=False, awaiting_approval=True, unchanged=is_open
-                )
-                # A version that was named is the challenger from its request on.
-                is_challenger = state.aliases.get(CHALLENGER) == decision.challenger
-                moves = (
-                    [] if is_challenger else [move(decision.model, CHALLENGER, decision.challenger)]
-                )
-                entry = new_entry(
-                    config.policy,
-                    REQUEST,
-                    decision.reason,
-                    moves=moves,
-                    decision=decision,
-                    model_tags=owner,
-                )
-            elif is_open and decision.match is not None:
-                decision = replace(decision, unchanged=False)
-                entry = new_entry(decision.model, WITHDRAW, decision.reason, decision=decision)
+            decision, entry = _requested_approval(state, decision, owner)
         elif decision.promoted and not dry_run:
-            entry = _champion_entry(
-                state, [*state.champions, decision.challenger], decision, model_tags=owner
-            )
+            champions = [*state.champions, decision.challenger]
+            entry = _champion_entry(state, champions, decision, model_tags=owner)
         if dry_run or decision.unchanged:
             return decision
         if entry is not None:
@@ -152,6 +306,30 @@ def promote(
                 state.client, workspace, decision.challenger, as_report(decision)
             )
         return replace(decision, report=report)
+
+
+def _requested_approval(
+    state: ReleaseState, decision: PromotionDecision, owner: Mapping[str, str]
+) -> tuple[PromotionDecision, Mapping[str, Any] | None]:
+    """Let a person approve what was decided; returns the decision and its entry in the history."""
+    request, model = state.request, decision.model
+    judged = (decision.challenger, decision.champion)
+    is_open = request is not None and request.is_open
+    if request is not None and (request.challenger, request.champion) != judged:
+        is_open = False  # that request is about other versions
+    if decision.promoted:
+        decision = replace(decision, promoted=False, awaiting_approval=True, unchanged=is_open)
+        moves = []
+        # A version that was named is the challenger from its request on.
+        if state.aliases.get(CHALLENGER) != decision.challenger:
+            moves.append(move(model, CHALLENGER, decision.challenger))
+        reason = decision.reason
+        entry = new_entry(model, REQUEST, reason, moves=moves, decision=decision, model_tags=owner)
+        return decision, entry
+    if is_open and decision.match is not None:
+        decision = replace(decision, unchanged=False)
+        return decision, new_entry(model, WITHDRAW, decision.reason, decision=decision)
+    return decision, None
 
 
 def _required_reason(reason: str, otherwise: str) -> str:
@@ -169,12 +347,13 @@ def _decide(
     force_reason: str | None,
     play: PlayMatch,
 ) -> PromotionDecision:
-    client, workspace, config = state.client, state.workspace, state.config
+    """Judge the challenger: by its owner, its record, and a match against the champion."""
+    client, workspace, bar = state.client, state.workspace, state.config.promote_win_rate_low95
     decision = PromotionDecision(
-        model=config.policy,
+        model=state.config.policy,
         challenger=str(challenger.version),
         champion=None if champion is None else str(champion.version),
-        bar=config.promote_win_rate_low95,
+        bar=bar,
         forced=force_reason,
     )
     if champion is not None and champion.version == challenger.version:
@@ -184,46 +363,43 @@ def _decide(
     folder = verified_folder(workspace, challenger, client)
     obstacle = promotion_obstacle(challenger, gate_conditions(workspace))
     if obstacle and force_reason is None:
-        return decision.refused(
-            f"{obstacle}; promote it with --force --reason TEXT", unchanged=True
-        )
+        reason = f"{obstacle}; promote it with --force --reason TEXT"
+        return decision.refused(reason, unchanged=True)
     if champion is None:
-        removed = removed_champion(state)
-        if removed and force_reason is None:  # without the alias it would be spared a match
-            return decision.refused(removed, unchanged=True)
-        reason = "; ".join(part for part in (obstacle, removed) if part) or "there was no champion"
+        reason = removed_champion(state)
+        if reason and force_reason is None:  # without the alias it would be spared a match
+            return decision.refused(reason, unchanged=True)
         passed = True  # else it is forced
     else:
         try:
             champion_files = verified_folder(workspace, champion, client)
             number, question, match = make_attempt(
-                *(client, workspace, config, challenger, champion),
+                state,
+                challenger,
+                champion,
                 lambda prompt_set: play(workspace, champion_files, folder, prompt_set),
             )
             criteria = (
-                *win_rate_criteria(
-                    match, config.promote_win_rate_low95, config.error_budget, number
-                ),
-                *non_inferiority_criteria(match, config.non_inferiority),
+                *win_rate_criteria(match, bar, state.config.error_budget, number),
+                *non_inferiority_criteria(match, state.config.non_inferiority),
             )
             decision = replace(
                 decision, question=question, match=match, attempt=number, criteria=criteria
             )
-            passed, reason = decided_by(match, config.promote_win_rate_low95, criteria)
+            passed, reason = decided_by(match, bar, criteria)
         except RlhfError as error:
             if force_reason is None:
                 raise
             passed, reason = False, f"no match: {error}"
-        reason = "; ".join(part for part in (obstacle, reason) if part)
+    reason = "; ".join(part for part in (obstacle, reason) if part) or "there was no champion"
     if force_reason is not None:
         return decision.accepted(f"forced: {printed_line(force_reason)} (otherwise: {reason})")
     if passed:
         return decision.accepted(reason)
-    said = {"question": decision.question, "bar": decision.bar, "reason": reason}
     known = read_report(workspace, challenger.tags.get(REPORT_TAG, ""))
-    return decision.refused(
-        reason, unchanged=all(known.get(key) == value for key, value in said.items())
-    )
+    before = (known.get("question"), known.get("bar"), known.get("reason"))
+    is_known = before == (decision.question, bar, reason)
+    return decision.refused(reason, unchanged=is_known)
 
 
 def approve(workspace: Path, reason: str = "", version: str | None = None) -> PromotionDecision:
@@ -314,22 +490,12 @@ def open_request(state: ReleaseState, version: str | None) -> ApprovalRequest:
 
 
 def _requested(state: ReleaseState, version: str | None) -> PromotionDecision:
-    """The promotion that waits for approval, as far as the history holds it; the match is in the
-    request's report.
-    """
-    request = open_request(state, version)
-    kept = {field.name for field in fields(PromotionDecision)} - {
-        "report",
-        "match",
-        "question",
-        "criteria",
-    }
-    planned: dict[str, Any] = {
-        name: value for name, value in request.entry["decision"].items() if name in kept
-    }
-    return replace(
-        PromotionDecision(**planned), awaiting_approval=False, who=actor(), time=utc_now()
-    )
+    """The promotion that waits for approval, without its match, which the report has."""
+    recorded = open_request(state, version).entry["decision"]
+    elsewhere = ("report", "match", "question", "criteria")
+    kept = [field.name for field in fields(PromotionDecision) if field.name not in elsewhere]
+    planned = PromotionDecision(**{name: recorded[name] for name in kept if name in recorded})
+    return replace(planned, awaiting_approval=False, who=actor(), time=utc_now())
 
 
 def rollback(workspace: Path, reason: str, to: str | None = None) -> RollbackDecision:
@@ -378,8 +544,7 @@ def _champion_entry(
     version_tags: Sequence[Mapping[str, Any]] = (),
     model_tags: Mapping[str, str] | None = None,
 ) -> dict[str, Any]:
-    """Aliases of the policy and of its reward model, after the last of ``champions`` became
-    champion.
+    """The entry by which the last of ``champions``, and its reward model, become champion.
 
     That version is no longer marked as rolled back or declined. The action is the decision's unless
     it is given.
@@ -389,11 +554,8 @@ def _champion_entry(
     previous = champions[-2] if len(champions) > 1 else None
     moves = [move(policy, PREVIOUS, previous), move(policy, CHAMPION, champion)]
     tags = state.version(champion).tags
-    cleared = [
-        version_tag(policy, champion, tag, None)
-        for tag in (ROLLED_BACK_TAG, DECLINED_TAG)
-        if tag in tags
-    ]
+    marks = [tag for tag in (ROLLED_BACK_TAG, DECLINED_TAG) if tag in tags]
+    cleared = [version_tag(policy, champion, tag, None) for tag in marks]
     if (reward := tags.get(REWARD_VERSION_TAG)) is not None:
         earlier = None if previous is None else state.version(previous).tags.get(REWARD_VERSION_TAG)
         moves += [move(reward_model, PREVIOUS, None if earlier == reward else earlier)]
@@ -411,9 +573,7 @@ def _champion_entry(
 
 
 def removed_champion(state: ReleaseState) -> str:
-    """Why no challenger takes the free place of the champion; empty if there never was one, or
-    there is one.
-    """
+    """Why no challenger takes the champion's free place; empty if it may, or there is one."""
     if state.champion is not None or state.recorded_champion is None:
         return ""
     last = next(reversed(state.champions), None)
@@ -425,11 +585,52 @@ def removed_champion(state: ReleaseState) -> str:
     )
 
 
+def gate_conditions(workspace: Path) -> dict[str, Sequence[Condition]]:
+    """The conditions of each gate of ``workspace``, by its settings.
+
+    The data gate has none, but limits. Gates that the workspace does without are left out.
+    """
+    params = load_params(workspace)
+    names = [name for name in GATES if f"gate-{name}" not in params.left_out]
+    return {name: getattr(params.gates, name, None) or () for name in names}
+
+
+def short_conditions(gates: Mapping[str, Sequence[Condition]]) -> dict[str, list[dict[str, Any]]]:
+    """Conditions by gate as JSON, without reasons, defaults, and gates that have none."""
+    short = {}
+    for name, conditions in gates.items():
+        if conditions:
+            short[name] = [
+                row.model_dump(mode="json", exclude={"why"}, exclude_defaults=True)
+                for row in conditions
+            ]
+    return short
+
+
+def weaker_gates(
+    passed: Mapping[str, Any], required: Mapping[str, Sequence[Condition]]
+) -> list[str]:
+    """Say of each gate which required conditions those that were passed do not guarantee.
+
+    Args:
+        passed: What :func:`short_conditions` made; pydantic's ``ValidationError`` for anything
+            else.
+    """
+    known = {}
+    for name, rows in passed.items():
+        known[name] = tuple(Condition(**fields, why="") for fields in rows)
+    weaker = []
+    for name, conditions in required.items():
+        missing = weaker_conditions(known.get(name, ()), conditions)
+        if missing:
+            weaker.append(f"gates.{name} does not require {', '.join(missing)}")
+    return weaker
+
+
 def promotion_obstacle(
     version: ModelVersion, required: Mapping[str, Sequence[Condition]] | None = None
 ) -> str:
-    """Why a version must not be promoted without force, by what is recorded of it; empty if nothing
-    stands against.
+    """Why the record of a version forbids its promotion without force; empty if it does not.
 
     Args:
         required: The conditions by gate that it must have passed, None for whatever its gates

@@ -1,6 +1,4 @@
-"""Registration: a model version is made from evidence that every gate upstream has judged these
-very files.
-"""
+"""Registration: a version is made only of files that every gate upstream has judged."""
 
 from __future__ import annotations
 
@@ -10,34 +8,36 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from flows.dvc_repo.graph import dvc_status, read_graph
-from flows.registry.aliases import (
+from flows.registry.client import (
     CHALLENGER,
     CONDITIONS_TAG,
     CONTENT_TAG,
     GATE_REPORT_TAG,
+    GATES_FAILED,
+    GATES_PASSED,
     GATES_TAG,
     REWARD_VERSION_TAG,
     SIGNED_TAGS,
     UNGATED_TAG,
+    experiment_id,
+    fluent,
     registry_errors,
     versions,
 )
-from flows.registry.client import experiment_id, fluent
 from flows.registry.decisions import TAG_LIMIT, commit, move, new_entry, registry_session
 from flows.registry.evidence import (
     DATA_CARD,
     PAIRS,
-    gate_conditions,
     lineage_tags,
     read_gate_evidence,
     require_recorded,
-    short_conditions,
 )
 from flows.registry.history import ReleaseState
 from flows.registry.policies import RegistryPolicy, active_policies
+from flows.registry.promote import gate_conditions, short_conditions
 from flows.registry.stored_models import COMPLETE_TAG, known_version, log_model, own_package
 from flows.registry.workspace import RegisteredHere, write_registered
 from flows.workspace import SEPARATOR, run_label
@@ -55,7 +55,6 @@ if TYPE_CHECKING:
 
 
 LOGGER = logging.getLogger(__name__)
-GATES_PASSED, GATES_FAILED = "passed", "ungated"
 
 
 @dataclass(frozen=True)
@@ -86,20 +85,22 @@ class Registration:
     refused: dict[str, str] = field(default_factory=dict)
 
     def challenger(self, name: str) -> str | None:
-        """The version of ``name`` from this registration that may be promoted, None if there is
-        none.
-        """
+        """The version of ``name`` that may be promoted, None if none was registered."""
         entry = self.registered.get(name)
         return None if entry is None or entry.ungated else entry.version
 
     def describe(self) -> str:
         """What was registered and what was refused, in one line."""
-        parts = [
-            f"{entry.model} version {entry.version}{' (as before)' if entry.reused else ''}"
-            f"{f', ungated ({entry.ungated}): no challenger' if entry.ungated else ''}"
-            for entry in self.registered.values()
-        ]
-        parts += [f"{name} not registered: {reason}" for name, reason in self.refused.items()]
+        parts = []
+        for entry in self.registered.values():
+            said = f"{entry.model} version {entry.version}"
+            if entry.reused:
+                said += " (as before)"
+            if entry.ungated:
+                said += f", ungated ({entry.ungated}): no challenger"
+            parts.append(said)
+        for name, reason in self.refused.items():
+            parts.append(f"{name} not registered: {reason}")
         return "; ".join(parts)
 
 
@@ -121,7 +122,7 @@ def registrable_models(
 
 
 class NotRegistered(RlhfError):
-    """A registration has something to do."""
+    """A model is not registered as it is now, so a registration has something to do."""
 
 
 def register(
@@ -145,55 +146,49 @@ def register(
     config = load_section(workspace, "registry", RegistryConfig)
     policies = [(policy, policy.version_tags(config)) for policy in active_policies(config)]
     result = Registration()
+    versions_here: dict[str, RegisteredHere] = {}
     with registry_session(workspace) as policy:
         graph, stale = read_graph(workspace), {} if known_only else dvc_status(workspace)
         reward_version: dict[str, str] = {}
-        models = registrable_models(policy.config, load_params(workspace).left_out)
-        for model in models:
+        for model in registrable_models(policy.config, load_params(workspace).left_out):
             try:
                 evidence = [read_gate_evidence(workspace, gate) for gate in model.gates]
                 require_recorded(graph, stale, model.gate_stage)
-                tags = {
-                    **lineage_tags(workspace),
-                    **reward_version,
-                    **_gate_tags(workspace, model, evidence),
-                }
+                tags = lineage_tags(workspace) | reward_version
+                tags |= _gate_tags(workspace, model, evidence)
                 version = _register_one(
                     policy.client, workspace, model, evidence, tags, run_id, policies, known_only
                 )
             except GateFailed as error:
                 result.refused[model.name] = str(error)
                 continue
-            result.registered[model.name] = version
+            result.registered[model.name] = versions_here[model.folder] = version
             reward_version = {REWARD_VERSION_TAG: version.version}
-    write_registered(
-        workspace,
-        {of.folder: result.registered[of.name] for of in models if of.name in result.registered},
-    )
+    write_registered(workspace, versions_here)
     return result
 
 
 def _gate_tags(
     workspace: Path, model: RegistrableModel, evidence: Sequence[GateDecision]
 ) -> dict[str, str]:
-    """Whether all gates passed, why not, their conditions, and the report of the model's own gate
-    (the last).
-    """
-    failures, gates = (
-        "; ".join(filter(None, (gate.objection() for gate in evidence))),
-        gate_conditions(workspace),
-    )
+    """What gates said: whether all passed, by which conditions, and the report of the last one."""
+    conditions = gate_conditions(workspace)
     own = evidence[-1]
     content = own.as_dict()
     report = json.dumps(content, sort_keys=True)
     if len(report) > TAG_LIMIT:  # the run has the whole
         report = json.dumps({**content, "conditions": len(own.conditions)}, sort_keys=True)
-    return {
-        GATES_TAG: GATES_FAILED if failures else GATES_PASSED,
+    asked = short_conditions({name: conditions[name] for name in model.gates})
+    tags = {
+        GATES_TAG: GATES_PASSED,
         GATE_REPORT_TAG: report[:TAG_LIMIT],
-        CONDITIONS_TAG: json.dumps(short_conditions({name: gates[name] for name in model.gates})),
-        **({UNGATED_TAG: failures[:TAG_LIMIT]} if failures else {}),
+        CONDITIONS_TAG: json.dumps(asked),
     }
+    objections = [gate.objection() for gate in evidence if not gate.passed]
+    if objections:
+        tags[GATES_TAG] = GATES_FAILED
+        tags[UNGATED_TAG] = "; ".join(objections)[:TAG_LIMIT]
+    return tags
 
 
 def _register_one(
@@ -206,26 +201,27 @@ def _register_one(
     policies: Sequence[tuple[RegistryPolicy, dict[str, str]]],
     known_only: bool,
 ) -> RegisteredHere:
+    """Find or make the version of a model, bring its tags up to date, and make it challenger."""
+    from mlflow.exceptions import MlflowException
+
     name, folder = model.name, workspace / model.folder
     content, listed = sha256_tree(folder), versions(client, name)
     known = known_version(client, workspace, listed, folder, content)
     state = ReleaseState.read(client, workspace, name)
     ungated = tags.get(UNGATED_TAG, "")
-    # The bounds of gates may have changed since a version was made.
-    changed = [
-        key for key in SIGNED_TAGS if known is not None and known.tags.get(key) != tags.get(key)
-    ]
     borne = {} if known is None else known.tags
-    waiting = [
-        (policy, marks)
-        for policy, marks in policies
-        if changed or not marks.items() <= borne.items()
-    ]
+    changed = []
+    if known is not None:  # the bounds of gates may have changed since it was made
+        changed = [key for key in SIGNED_TAGS if borne.get(key) != tags.get(key)]
+    waiting = []
+    for policy, marks in policies:
+        if changed or not marks.items() <= borne.items():
+            waiting.append((policy, marks))
     challenger = state.aliases.get(CHALLENGER)
-    if known_only and (
-        known is None or changed or waiting or not (ungated or challenger == str(known.version))
-    ):
-        raise NotRegistered(f"{name} is not registered as it is now; `rlhf run` registers it")
+    if known_only:
+        is_challenger = known is not None and challenger == str(known.version)
+        if known is None or changed or waiting or not (ungated or is_challenger):
+            raise NotRegistered(f"{name} is not registered as it is now; `rlhf run` registers it")
     if known is not None and waiting:
         try:
             own_package(client, workspace, known)
@@ -233,7 +229,12 @@ def _register_one(
             LOGGER.warning("%s", error)
             known = None  # its files are the same, and nobody can vouch for the rest: a new version is made
     if state.model is None:
-        _create_model(client, name)
+        with registry_errors(f"create the registered model {name}"):
+            try:
+                client.create_registered_model(name)
+            except MlflowException as error:
+                if error.error_code != "RESOURCE_ALREADY_EXISTS":
+                    raise
     if known is None:
         number = _create_version(
             client, workspace, model, evidence, {CONTENT_TAG: content, **tags}, run_id
@@ -243,7 +244,10 @@ def _register_one(
     with registry_errors(f"update {name} version {number}"):
         # What policies said of other tags is void, also if this call is killed before they are
         # asked again.
-        for key in sorted({key for _, marks in waiting for key in marks} & set(borne)):
+        void: set[str] = set()
+        for _, marks in waiting:
+            void |= marks.keys() & borne.keys()
+        for key in sorted(void):
             client.delete_model_version_tag(name, number, key)
         for key in changed:
             if key in tags:
@@ -259,7 +263,9 @@ def _register_one(
     if not ungated and challenger != number:
         reason = "its content was registered before" if known else "registered"
         entry = new_entry(name, "register", reason, moves=[move(name, CHALLENGER, number)])
-        commit(ReleaseState.read(client, workspace, name) if state.model is None else state, entry)
+        if state.model is None:
+            state = ReleaseState.read(client, workspace, name)
+        commit(state, entry)
     return RegisteredHere(name, number, ungated, reused=known is not None)
 
 
@@ -271,8 +277,7 @@ def _create_version(
     tags: Mapping[str, str],
     run_id: str | None,
 ) -> str:
-    """Log the model in a run of its own beneath the pipeline's, with its evidence, then make the
-    version.
+    """Log the model in a run of its own, with its evidence, then make the version; its number.
 
     MLflow's module-level functions would add commit and repository of the folder that the program
     lies in.
@@ -283,8 +288,14 @@ def _create_version(
     if run_id:
         run_tags[PARENT_TAG] = run_id
     experiment = experiment_id(client, workspace)
-    names = dict.fromkeys(name for gate in evidence for name in gate.evidence)
+    names: dict[str, None] = {}
+    for gate in evidence:
+        names.update(dict.fromkeys(gate.evidence))
     files = [workspace / name for name in names]
+    metrics = {path.stem: read_json(path) for path in files}
+    # The numbers by which versions are compared; the files are beside them as artifacts.
+    pairs = f"data.{PAIRS}"
+    compared = {**headline_metrics(metrics), pairs: flatten(metrics).get(pairs)}
     with registry_errors(f"register {model.name}"), fluent(workspace):
         own_run = str(client.create_run(experiment, tags=run_tags).info.run_id)
         status = "FAILED"
@@ -298,20 +309,14 @@ def _create_version(
             )
             uri = log_model(workspace, model.folder, tags[CONTENT_TAG], logged, own_run)
             for gate in evidence:
-                client.log_artifact(
-                    own_run, str(workspace / "gates" / f"{gate.name}.json"), "gates"
-                )
+                report = workspace / "gates" / f"{gate.name}.json"
+                client.log_artifact(own_run, str(report), "gates")
             for path in files:
                 client.log_artifact(own_run, str(path), "metrics")
             if (workspace / DATA_CARD).is_file():
                 client.log_artifact(own_run, str(workspace / DATA_CARD), DATA_CARD.parent.name)
             log_data_input(client, own_run, workspace)
-            log_numbers(
-                client,
-                own_run,
-                _compared({path.stem: read_json(path) for path in files}),
-                logged.model_id,
-            )
+            log_numbers(client, own_run, compared, logged.model_id)
             version = client.create_model_version(
                 model.name,
                 uri,
@@ -325,17 +330,8 @@ def _create_version(
     return str(version.version)
 
 
-def _compared(metrics: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
-    """The numbers by which versions are compared, of the metrics by stage; the files are beside
-    them as artifacts.
-    """
-    pairs = f"data.{PAIRS}"
-    return {**headline_metrics(metrics), pairs: flatten(metrics).get(pairs)}
-
-
 def training_run(client: MlflowClient, workspace: Path, stage: str) -> str | None:
-    """The newest run of ``stage`` that made the metrics of the workspace, None where MLflow has
-    none of it.
+    """The newest run of ``stage`` that made the metrics of the workspace; None if MLflow has none.
 
     A result that DVC takes from its cache was made by an earlier run, maybe of another workspace.
     """
@@ -345,14 +341,3 @@ def training_run(client: MlflowClient, workspace: Path, stage: str) -> str | Non
     made = f"tags.`rlhf.stage` = '{stage}' and tags.`{METRICS_TAG}` = '{sha256_file(metrics)}'"
     newest = client.search_runs([experiment_id(client, workspace)], made, max_results=1)
     return str(newest[0].info.run_id) if newest else None
-
-
-def _create_model(client: MlflowClient, name: str) -> None:
-    from mlflow.exceptions import MlflowException
-
-    with registry_errors(f"create the registered model {name}"):
-        try:
-            client.create_registered_model(name)
-        except MlflowException as error:
-            if error.error_code != "RESOURCE_ALREADY_EXISTS":
-                raise

@@ -1,8 +1,7 @@
-"""What became of the policy of a workspace, by its gates, the registry and the history, and the
-page that shows it.
+"""What became of the policy of a workspace, and the page that shows it.
 
-DVC knows ``report.html``, which stays as its stage wrote it; this copy is written anew after each
-decision.
+Gates, registry and history say it. DVC knows ``report.html``, which stays as its stage wrote it;
+this copy is written anew after each decision.
 """
 
 from __future__ import annotations
@@ -12,25 +11,36 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from flows.registry.aliases import (
+from flows.registry.client import (
     CHAMPION,
+    connect,
+    has_record,
     read_aliases,
     registry_errors,
     version_numbers,
     versions,
 )
-from flows.registry.client import connect, has_record
 from flows.registry.decisions import read_decisions, utc_now
-from flows.registry.evidence import DATA_CARD, count_policy_decisions, gate_conditions
+from flows.registry.evidence import DATA_CARD, count_policy_decisions
 from flows.registry.history import DECLINE, ReleaseState, utc_minute
-from flows.registry.promote import DECLINED_TAG, promotion_obstacle, removed_champion
+from flows.registry.promote import (
+    DECLINED_TAG,
+    gate_conditions,
+    promotion_obstacle,
+    removed_champion,
+)
 from flows.registry.workspace import RegisteredHere, read_registered
 from flows.workspace import PRIVATE, private_path
 from rlhf_core.config.loading import load_section
 from rlhf_core.config.operations import RegistryConfig
 from rlhf_core.errors import DataError, RlhfError
 from rlhf_core.evaluation.remedies import remedy_for
-from rlhf_core.evaluation.report.headline import BEGIN, ReleaseDecision, UnmetCondition
+from rlhf_core.evaluation.report.headline import (
+    BEGIN,
+    ReleaseDecision,
+    UnmetCondition,
+    sentence_case,
+)
 from rlhf_core.gates import GATES, closed_gate, read_gate
 from rlhf_core.storage.files import atomic_write_json, atomic_write_text, read_json, sha256_file
 from rlhf_core.tracking.pipeline_run import RELEASE_PAGE, REPORT_PAGE
@@ -50,8 +60,7 @@ OWNER = ("rlhf registry terms", "who owns the registered policy, and what a prom
 
 @dataclass(frozen=True)
 class RunNotes:
-    """What the run that wrote the report knew about its last steps; the registry does not record
-    all of it.
+    """What the run that wrote the report knew of its last steps beyond what the registry records.
 
     Attributes:
         registered: What was registered and what was refused, in one line; empty if nothing was
@@ -97,15 +106,15 @@ def _release_decision(workspace: Path, notes: RunNotes) -> ReleaseDecision:
             again,
         )
         return replace(gone, registered="No version holds this policy.", champion=champion)
-    version = state.version(here.version)
-    gates = f"; no gate vouches for it: {here.ungated}" if here.ungated else "; it passed its gates"
-    return replace(
-        _standing(state, here, version, notes),
-        registered=f"Registered as {_label(here)}{gates}.",
-        champion=""
-        if state.champion == here.version
-        else _champion_sentence(here.model, state.champion),
-    )
+    gates = "it passed its gates"
+    if here.ungated:
+        gates = f"no gate vouches for it: {here.ungated}"
+    champion = ""
+    if state.champion != here.version:
+        champion = _champion_sentence(here.model, state.champion)
+    decision = _standing(state, here, state.version(here.version), notes)
+    registered = f"Registered as {_label(here)}; {gates}."
+    return replace(decision, registered=registered, champion=champion)
 
 
 # How often a policy that is no better than SFT passes a condition on the lower end of a 95 %
@@ -114,8 +123,7 @@ CHANCE_OF_ONE = 0.025
 
 
 def describe_tries(workspace: Path) -> str:
-    """Say how many policies the policy gate has judged in the experiment, and what that does to its
-    conditions.
+    """Say how many policies the gate has judged, and what that does to its conditions.
 
     The gate itself asks the same of the first try and of the tenth: a stricter bound for later ones
     would punish whoever mends a mistake and runs again. So the number is shown wherever the
@@ -138,9 +146,7 @@ def describe_tries(workspace: Path) -> str:
 
 
 def release_sentences(decision: ReleaseDecision) -> str:
-    """A decision in one line: what became of the policy, and why or which conditions do not
-    hold.
-    """
+    """A decision in one line: what became of the policy, and why."""
     unmet = "; ".join(
         f"{row.name} {row.measured}, required {row.required}" for row in decision.conditions
     )
@@ -155,9 +161,7 @@ def _say(
     next_step: tuple[str, str] = CHANGE,
     conditions: tuple[UnmetCondition, ...] = (),
 ) -> ReleaseDecision:
-    """Return a decision made now; the registered version and the champion are added by the
-    caller.
-    """
+    """Return a decision made now, without the registered version and the champion."""
     as_of = utc_minute(utc_now())
     return ReleaseDecision(state, headline, "", reason, conditions, decided, "", *next_step, as_of)
 
@@ -188,26 +192,18 @@ def _not_registered(workspace: Path, notes: RunNotes) -> ReleaseDecision:
     # A run that ended elsewhere leaves the file of a gate that an earlier run failed by.
     if closed is not None and (not because or notes.gate == closed.name):
         gate = closed.name
-        talk = (
-            "`rlhf chat models/policy` talks to the policy that was stopped, "
-            if gate == "policy"
-            else ""
-        )
-        hint = f"{notes.hint or CHANGE[1]}; {talk}`rlhf gate {gate} --explain` has every condition"
-        decided, unmet = (
-            "Decided by the gate's conditions in params.yaml",
-            _unmet_conditions(workspace, (gate,)),
-        )
-        headline = f"Not registered: the {gate} gate refuses it"
-        decision = _say(BAD, headline, "", decided, ("rlhf run", hint), unmet)
-    elif because or notes.registered:
+        hint = f"`rlhf gate {gate} --explain` has every condition"
+        if gate == "policy":
+            hint = f"`rlhf chat models/policy` talks to the policy that was stopped, {hint}"
+        again = ("rlhf run", f"{notes.hint or CHANGE[1]}; {hint}")
+        decided = "Decided by the gate's conditions in params.yaml"
+        unmet = _unmet_conditions(workspace, (gate,))
         decision = _say(
-            BAD,
-            "Not registered",
-            because or notes.registered,
-            "",
-            ("rlhf run", notes.hint or CHANGE[1]),
+            BAD, f"Not registered: the {gate} gate refuses it", "", decided, again, unmet
         )
+    elif because or notes.registered:
+        again = ("rlhf run", notes.hint or CHANGE[1])
+        decision = _say(BAD, "Not registered", because or notes.registered, "", again)
     else:
         first = ("rlhf run", "registers it, once its gates pass")
         decision = _say(OPEN, "Not registered", "No run has registered it yet.", "", first)
@@ -233,21 +229,21 @@ def _standing(
     made = [index for index, (_, champion) in enumerate(crownings) if champion == number]
     if state.champion == number:
         entry = crownings[made[-1]][0] if made else None
-        reason = "" if entry is None else str(entry["reason"])
-        forced = bool(here.ungated) or (
-            entry is not None and entry["decision"].get("forced") is not None
-        )
-        again = entry is not None and entry["action"] == "rollback"
-        headline = f"Released{' by force' if forced else ''}: {label} is the champion{' again' if again else ''}"
-        verb = "Champion again" if again else "Promoted"
-        reason = (
-            f"{verb}: {reason}" if reason else f"@{CHAMPION} was moved by something else than rlhf."
-        )
-        chat = (
-            (CHAT[0], f"{CHAT[1]}; `rlhf rollback --reason TEXT` takes it back")
-            if state.champions[1:]
-            else CHAT
-        )
+        reason = f"@{CHAMPION} was moved by something else than rlhf."
+        released, place, forced = "Released", "the champion", bool(here.ungated)
+        if entry is not None:
+            forced = forced or entry["decision"].get("forced") is not None
+            verb = "Promoted"
+            if entry["action"] == "rollback":
+                verb, place = "Champion again", "the champion again"
+            if entry["reason"]:
+                reason = f"{verb}: {entry['reason']}"
+        if forced:
+            released = "Released by force"
+        chat = CHAT
+        if state.champions[1:]:
+            chat = (CHAT[0], f"{CHAT[1]}; `rlhf rollback --reason TEXT` takes it back")
+        headline = f"{released}: {label} is {place}"
         return _say(OPEN if forced else GOOD, headline, reason, _decided_by(entry), chat)
     request = state.request
     if request is not None and state.waiting == number:
@@ -256,13 +252,12 @@ def _standing(
         reason = f"It passed what a promotion requires: {request.entry['reason']}"
         return _say(OPEN, f"Not released yet: {label} waits for approval", reason, decided, approve)
     if DECLINED_TAG in version.tags:  # a version that becomes champion loses it
-        declined = [
-            e for e in state.entries if e["action"] == DECLINE and str(e["decided_on"]) == number
-        ]
-        decided = _decided_by(declined[-1] if declined else None)
-        return _say(
-            BAD, f"Not released: {label} was declined", str(version.tags[DECLINED_TAG]), decided
-        )
+        declined = None
+        for entry in state.entries:
+            if (entry["action"], str(entry["decided_on"])) == (DECLINE, number):
+                declined = entry
+        headline = f"Not released: {label} was declined"
+        return _say(BAD, headline, str(version.tags[DECLINED_TAG]), _decided_by(declined))
     if made and made[-1] + 1 < len(crownings):
         entry, since = crownings[made[-1] + 1]
         if entry["action"] == "rollback":
@@ -276,9 +271,7 @@ def _standing(
 def _not_promoted(
     state: ReleaseState, here: RegisteredHere, version: ModelVersion, notes: RunNotes
 ) -> ReleaseDecision:
-    """An obstacle by what is recorded of the version, else the last match, else that nobody has
-    decided.
-    """
+    """What stands against a version, else its last match, else that nobody has decided."""
     workspace, label = state.workspace, _label(here)
     headline = f"Not released: {label} was not promoted"
     not_allowed = state.not_the_owner
@@ -289,36 +282,29 @@ def _not_promoted(
         )
         # Why no gate vouches for a version is said where it is named.
         said = bool(here.ungated) and here.ungated in obstacle
-        reason = "" if said else f"{obstacle[0].upper()}{obstacle[1:]}."
+        reason = "" if said else f"{sentence_case(obstacle)}."
         unmet = _unmet_conditions(workspace) if here.ungated else ()
         return _say(OPEN, headline, reason, "", OWNER if not_allowed else explain, unmet)
     if removed := removed_champion(state):
-        return _say(
-            OPEN,
-            headline,
-            f"{removed[0].upper()}{removed[1:]}.",
-            "",
-            OWNER if not_allowed else FORCE,
-        )
-    about = (here.model, here.version)
-    decisions = [
-        made
-        for made in read_decisions(workspace)
-        if (made.get("model"), made.get("challenger")) == about
-    ]
+        reason = f"{sentence_case(removed)}."
+        return _say(OPEN, headline, reason, "", OWNER if not_allowed else FORCE)
+    decisions = []
+    for made in read_decisions(workspace):
+        if (made.get("model"), made.get("challenger")) == (here.model, here.version):
+            decisions.append(made)
     if decisions:  # criteria that do not hold, or a request that no longer stands
         decision, request = decisions[-1], state.request
         if decision.get("awaiting_approval") and request is not None:
             decided, again = _decided_by(request.followed_by), ("rlhf promote", "judges it again")
             return _say(OPEN, headline, f"{request.closed_because()}.", decided, again)
         against = f" in place of version {decision['champion']}" if decision.get("champion") else ""
-        unmet = tuple(
-            UnmetCondition(criterion["name"], criterion["measured"], criterion["required"])
-            for criterion in decision.get("criteria") or ()
-            if not criterion["passed"]
-        )
-        reason = "" if unmet else f"Not promoted: {decision['reason']}"
-        return _say(OPEN, f"{headline}{against}", reason, _decided_by(decision), EXPLAIN, unmet)
+        failed = []
+        for row in decision.get("criteria") or ():
+            if not row["passed"]:
+                failed.append(UnmetCondition(row["name"], row["measured"], row["required"]))
+        reason = "" if failed else f"Not promoted: {decision['reason']}"
+        decided = _decided_by(decision)
+        return _say(OPEN, f"{headline}{against}", reason, decided, EXPLAIN, tuple(failed))
     if "decision.reason" in version.tags:  # decided in another workspace
         return _say(OPEN, headline, version.tags["decision.reason"], "", EXPLAIN)
     if not_allowed:
@@ -334,19 +320,16 @@ def _champion_sentence(model: str, number: str | None) -> str:
 
 
 def _decided_by(entry: Mapping[str, Any] | None) -> str:
-    return (
-        ""
-        if entry is None
-        else f"Decided by {entry.get('who') or 'unknown'}, {utc_minute(str(entry['time']))}"
-    )
+    if entry is None:
+        return ""
+    return f"Decided by {entry.get('who') or 'unknown'}, {utc_minute(str(entry['time']))}"
 
 
 RECORD = "release.json"
 
 
 def write_release_page(workspace: Path, notes: RunNotes | None = None) -> ReleaseDecision:
-    """Write ``release.html`` by what is true now, and attach it to the run that registered the
-    version.
+    """Write ``release.html`` by what is true now, and attach it to the version's run.
 
     There is no page where there is no report, or one without a place for it, or no run has come to
     a decision.
@@ -374,21 +357,19 @@ def write_release_page(workspace: Path, notes: RunNotes | None = None) -> Releas
     if rendered is None:
         return decision
     atomic_write_text(page, rendered)
-    atomic_write_json(
-        private_path(workspace, RECORD), {"report_sha256": digest, "notes": asdict(notes)}
-    )
-    if here is not None:  # the page lies beside the evidence of the version that it is about
-        client = connect(workspace)
-        listed = {
-            str(version.version): version for version in versions(client, here.model)
-        }  # it may be deleted
-        if here.version in listed and (run_id := listed[here.version].run_id):
+    record = {"report_sha256": digest, "notes": asdict(notes)}
+    atomic_write_json(private_path(workspace, RECORD), record)
+    if here is None:
+        return decision
+    # The page lies beside the evidence of the version that it is about, which may be deleted.
+    client = connect(workspace)
+    for version in versions(client, here.model):
+        if str(version.version) == here.version and version.run_id:
             with registry_errors(f"attach {page.name} to {_label(here)}"):
-                client.log_artifact(run_id, str(page))
-                if (
-                    card := workspace / DATA_CARD.with_name("card.html")
-                ).is_file():  # to which it links
-                    client.log_artifact(run_id, str(card), str(DATA_CARD.parent))
+                client.log_artifact(version.run_id, str(page))
+                card = workspace / DATA_CARD.with_name("card.html")  # to which it links
+                if card.is_file():
+                    client.log_artifact(version.run_id, str(card), str(DATA_CARD.parent))
     return decision
 
 
@@ -398,17 +379,15 @@ def current_page(workspace: Path) -> Path | None:
 
 
 def _kept_notes(workspace: Path) -> RunNotes | None:
-    """The notes of the page's last writing; None where there is no page of the report that is there
-    now.
-    """
+    """The notes that the page was last written with; None if there is no page of this report."""
     report = workspace / REPORT_PAGE
     if not report.is_file() or not (workspace / RELEASE_PAGE).is_file():
         return None
     try:
         record = read_json(workspace / PRIVATE / RECORD)
-        return (
-            RunNotes(**record["notes"]) if record["report_sha256"] == sha256_file(report) else None
-        )
+        if record["report_sha256"] != sha256_file(report):
+            return None
+        return RunNotes(**record["notes"])
     except (DataError, KeyError, TypeError):  # written by another release of the package
         return None
 
@@ -416,8 +395,7 @@ def _kept_notes(workspace: Path) -> RunNotes | None:
 def try_release_page(
     workspace: Path, notes: RunNotes | None = None, *, write: bool = True
 ) -> tuple[ReleaseDecision, str]:
-    """Write the page; return what it says, and why it could not be brought up to date (empty if it
-    could).
+    """Write the page; return what it says, and why it could not be written, empty if it was.
 
     Args:
         write: False leaves the page as it is.
@@ -426,7 +404,6 @@ def try_release_page(
         return (write_release_page if write else read_release_decision)(workspace, notes), ""
     except (RlhfError, OSError) as error:
         hint = ("rlhf status", "says what was released, once the registry answers")
-        unknown = _say(
-            OPEN, "Not known to be released: the registry does not say", str(error), "", hint
-        )
+        headline = "Not known to be released: the registry does not say"
+        unknown = _say(OPEN, headline, str(error), "", hint)
         return unknown, f"{RELEASE_PAGE} was not brought up to date: {error}"

@@ -1,6 +1,4 @@
-"""Registered models as artifacts: logged, found again, checked against their content hash,
-served.
-"""
+"""Registered models as artifacts: logged, found again, compared with their hash, served."""
 
 from __future__ import annotations
 
@@ -14,17 +12,19 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Any
 
-from flows.registry.aliases import (
+from flows.registry.client import (
     CHALLENGER,
     CHAMPION,
     CONTENT_TAG,
+    connect,
+    fluent,
     get_version,
+    knock,
     read_aliases,
     reason_and_remedy,
     registry_errors,
     versions,
 )
-from flows.registry.client import connect, fluent, knock
 from flows.registry.decisions import registry_session
 from flows.registry.history import ReleaseState
 from flows.registry.model_package import CODE_FOLDER, own_wheel, requirements
@@ -61,8 +61,7 @@ SCORED_EXAMPLE = [*EXAMPLE, {"role": "assistant", "content": "It is blue."}]
 
 
 def log_model(workspace: Path, folder: str, content: str, model: LoggedModel, run_id: str) -> str:
-    """Store ``folder`` of the workspace as the pyfunc ``model``, within :func:`fluent`; returns the
-    model's address.
+    """Store a folder as the pyfunc ``model``, within :func:`fluent`; returns its address.
 
     Inside, ``artifacts/`` holds the plain Hugging Face folder, which transformers and vLLM load as
     it is. The model carries its ``content`` hash, which is compared when it is loaded, the sampling
@@ -76,6 +75,7 @@ def log_model(workspace: Path, folder: str, content: str, model: LoggedModel, ru
     from mlflow.models import Model
 
     kind = model.name
+    example = EXAMPLE if kind == "policy" else SCORED_EXAMPLE
     sampling = load_section(workspace, "evaluate", EvaluateConfig).sampling.model_dump(mode="json")
     with scratch_folder() as folder_of_wheel, warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)  # advice on type hints
@@ -92,7 +92,7 @@ def log_model(workspace: Path, folder: str, content: str, model: LoggedModel, ru
             python_model=str(SERVING_CODE),
             artifacts={"hf": str(workspace / folder)},
             signature=signature(kind, sampling),
-            input_example={"messages": EXAMPLE if kind == "policy" else SCORED_EXAMPLE},
+            input_example={"messages": example},
             model_config={"kind": kind, "content_sha256": content, "sampling": sampling},
             code_paths=[str(wheel)],
             pip_requirements=requirements(),
@@ -101,9 +101,7 @@ def log_model(workspace: Path, folder: str, content: str, model: LoggedModel, ru
 
 
 def stored_sampling(folder: Path) -> dict[str, Any]:
-    """The sampling settings under which a registered policy was judged, as MLflow keeps them beside
-    its ``folder``.
-    """
+    """The sampling settings that MLflow keeps beside the ``folder`` of a registered policy."""
     from mlflow.models import Model
 
     settings: dict[str, Any] = Model.load(str(folder.parents[1])).flavors["python_function"][
@@ -113,11 +111,10 @@ def stored_sampling(folder: Path) -> dict[str, Any]:
 
 
 def signature(kind: str, sampling: Mapping[str, Any]) -> ModelSignature:
-    """``messages`` in, chat completions or scores out; a policy also takes the settings of a chat
-    request.
+    """``messages`` in, chat completions or scores out.
 
-    By default they are those that it was judged with. A seed of 0 or more makes the answer
-    repeatable.
+    A policy also takes the settings of a chat request, by default those that it was judged with. A
+    seed of 0 or more makes the answer repeatable.
     """
     from mlflow.models import infer_signature
 
@@ -136,8 +133,7 @@ def signature(kind: str, sampling: Mapping[str, Any]) -> ModelSignature:
 def verified_folder(
     workspace: Path, version: ModelVersion, client: MlflowClient | None = None
 ) -> Path:
-    """The Hugging Face folder of a version, after its content was compared with the hash it was
-    registered under.
+    """The Hugging Face folder of a version, once its content has the hash of its registration.
 
     The policies that the settings of ``registry`` name may refuse it, such as for its signature.
 
@@ -154,9 +150,8 @@ def verified_folder(
         )
     folder, downloaded = _locate(client, workspace, name, number)
     content = sha256_tree(folder)
-    if (
-        downloaded is not None and content != expected
-    ):  # the kept copy may be of another registry, or damaged
+    if downloaded is not None and content != expected:
+        # The kept copy may be of another registry, or damaged.
         shutil.rmtree(downloaded, ignore_errors=True)
         folder, _ = _locate(client, workspace, name, number)
         content = sha256_tree(folder)
@@ -193,11 +188,10 @@ def package_digest(folder: Path) -> str:
 
 
 def own_package(client: MlflowClient, workspace: Path, version: ModelVersion) -> Path:
-    """The Hugging Face folder of a version with which the registry keeps this release's code and
-    the judged sampling.
+    """The Hugging Face folder of a version, which has this release's code and judged sampling.
 
     Raises:
-        ModelError: It keeps other code or other sampling settings with it.
+        ModelError: The registry keeps other code or other sampling settings with it.
     """
     name, number = version.name, str(version.version)
     folder, downloaded = _locate(client, workspace, name, number)
@@ -218,9 +212,7 @@ def own_package(client: MlflowClient, workspace: Path, version: ModelVersion) ->
 
 
 def _other_code(root: Path, folder: Path) -> str:
-    """Which code the model in ``root`` has beside its ``folder`` that this release would not keep
-    with it.
-    """
+    """Which code the model in ``root`` has beside its ``folder`` that is not this release's."""
     wheel, content = own_wheel()
     own = {
         SERVING_CODE.name: sha256_file(SERVING_CODE),
@@ -232,16 +224,17 @@ def _other_code(root: Path, folder: Path) -> str:
         is_code = path.suffix == ".py" or name.parts[0] == CODE_FOLDER
         if is_code and path.is_file() and not path.is_relative_to(folder):
             kept[name.as_posix()] = sha256_file(path)
-    differing = [name for name in sorted({*own, *kept}) if own.get(name) != kept.get(name)]
-    return ", ".join(name if name in kept else f"no {name}" for name in differing)
+    differing = []
+    for name in sorted({*own, *kept}):
+        if own.get(name) != kept.get(name):
+            differing.append(name if name in kept else f"no {name}")
+    return ", ".join(differing)
 
 
 def _locate(
     client: MlflowClient, workspace: Path, name: str, number: str
 ) -> tuple[Path, Path | None]:
-    """The folder of a version, in place for local artifacts, else downloaded once (then the
-    download's root too).
-    """
+    """The folder of a version, and where it was downloaded to; None for a local one, in place."""
     from mlflow.artifacts import download_artifacts
     from mlflow.exceptions import MlflowException
 
@@ -303,7 +296,8 @@ def known_version(
         content: SHA-256 of ``folder``.
     """
     for version in listed:
-        if version.tags.get(CONTENT_TAG) == content and version.tags.get(COMPLETE_TAG) == "true":
+        complete = version.tags.get(COMPLETE_TAG) == "true"
+        if complete and version.tags.get(CONTENT_TAG) == content:
             with registry_errors(f"look for the files of {version.name} version {version.version}"):
                 if _has_files(client, workspace, version, folder):
                     return version
@@ -311,8 +305,9 @@ def known_version(
 
 
 def _has_files(client: MlflowClient, workspace: Path, version: ModelVersion, folder: Path) -> bool:
-    """Whether the store has the files of ``folder`` for a version: local ones by their content,
-    those of a server by their names and sizes, without a download.
+    """Whether the store has the files of ``folder`` for a version.
+
+    Local ones are compared by content, those of a server by names and sizes, without a download.
     """
     from mlflow.store.artifact.artifact_repository_registry import get_artifact_repository
 
@@ -321,18 +316,14 @@ def _has_files(client: MlflowClient, workspace: Path, version: ModelVersion, fol
     if root is not None:
         stored_folder = _model_folder(root)
         return stored_folder is not None and sha256_tree(stored_folder) == version.tags[CONTENT_TAG]
-    expected = {
-        file.relative_to(folder).as_posix(): file.stat().st_size
-        for file in folder.rglob("*")
-        if file.is_file()
-    }
+    expected = {}
+    for file in folder.rglob("*"):
+        if file.is_file():
+            expected[file.relative_to(folder).as_posix()] = file.stat().st_size
     with fluent(workspace):
         store = get_artifact_repository(str(client.get_model_version_download_uri(name, number)))
-        stored = [
-            _sizes(store, entry.path, entry.path)
-            for entry in store.list_artifacts("artifacts")
-            if entry.is_dir
-        ]
+        folders = [entry.path for entry in store.list_artifacts("artifacts") if entry.is_dir]
+        stored = [_sizes(store, path, path) for path in folders]
     return stored == [expected]
 
 
@@ -346,8 +337,7 @@ def _sizes(store: ArtifactRepository, folder: str, root: str) -> dict[str, int |
 
 
 def policy_with_alias(workspace: Path, alias: str = CHAMPION) -> ModelVersion:
-    """The version of the policy that ``alias`` points to, after an interrupted promotion was
-    completed.
+    """The version of the policy that ``alias`` points to, once no promotion is unfinished.
 
     Raises:
         RlhfError: No version has the alias.
@@ -372,9 +362,7 @@ def policy_with_alias(workspace: Path, alias: str = CHAMPION) -> ModelVersion:
 
 
 def describe_stopped_policy(workspace: Path) -> str:
-    """Say which policy a gate has stopped and how to talk to it; empty where no gate stopped the
-    newest one.
-    """
+    """Say which policy a gate has stopped and how to talk to it; empty if it stopped none."""
     closed = closed_gate(workspace)
     if closed is None or closed.changed_evidence(workspace):
         return ""
@@ -390,9 +378,7 @@ def describe_stopped_policy(workspace: Path) -> str:
 
 
 class RegisteredPolicy:
-    """A version of the registered policy of a workspace: one by its number, or whichever has an
-    alias when asked.
-    """
+    """A version of the registered policy: one by its number, or whichever has an alias now."""
 
     def __init__(
         self, workspace: Path, *, number: str | None = None, alias: str = CHAMPION
@@ -421,8 +407,7 @@ class RegisteredPolicy:
         return PolicyRevision(f"{self.name}:{number}", f"{self.name}@{self.alias}")
 
     def files(self, revision: PolicyRevision) -> PolicyFiles:
-        """Return the folder of a version, its content verified, and the sampling it was judged
-        with.
+        """Return the verified folder of a version, and the sampling it was judged with.
 
         Raises:
             RlhfError: There is no such version, or its files are not the registered ones.
@@ -433,8 +418,7 @@ class RegisteredPolicy:
 
 
 def version_of_run(client: MlflowClient, name: str, run_id: str) -> ModelVersion:
-    """Return the newest version of ``name`` that the MLflow run ``run_id``, or a run below it,
-    registered.
+    """Return the newest version of ``name`` that an MLflow run, or one below it, registered.
 
     Raises:
         RlhfError: There is no such run, or it registered none.

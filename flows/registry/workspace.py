@@ -1,6 +1,4 @@
-"""A workspace as the registry knows it: its id, who acts in it, what it registered last, its record
-after a move.
-"""
+"""A workspace as the registry knows it: its id, who acts in it, and what it registered last."""
 
 from __future__ import annotations
 
@@ -24,12 +22,11 @@ from rlhf_core.tracking.stage_run import user_name
 
 
 def printed_line(text: str) -> str:
-    """Return ``text`` on one line, without control characters: in a list they could imitate or hide
-    other entries.
-    """
-    return " ".join(
-        "".join(character if character.isprintable() else " " for character in text).split()
-    )
+    """Return ``text`` on one line without control characters, which could imitate other entries."""
+    printable = ""
+    for character in text:
+        printable += character if character.isprintable() else " "
+    return " ".join(printable.split())
 
 
 ACTOR_VARIABLE = "RLHF_ACTOR"
@@ -38,28 +35,25 @@ OWNER_TAG = "rlhf.owner"  # of a registered model
 
 
 def actor() -> str:
-    """Return who acts: ``RLHF_ACTOR`` where it is set (a CI job sets it to whoever started it),
-    else ``user@host``.
-    """
+    """Return who acts: ``RLHF_ACTOR``, which a CI job sets, else ``user@host``."""
     return printed_line(os.environ.get(ACTOR_VARIABLE, "")) or f"{user_name()}@{platform.node()}"
 
 
 def workspace_id(workspace: Path) -> str:
-    """Return the id of a workspace, made on first use and kept in ``.rlhf/workspace_id`` with the
-    folder it was in.
+    """Return the id of a workspace, made on first use and kept in ``.rlhf/workspace_id``.
 
-    A workspace that was moved keeps its id. A copy whose original is still there gets one of its
-    own, as a clone or a trial does: else both would own the same registered models.
+    The file also has the folder in which the workspace was. A workspace that was moved keeps its
+    id. A copy whose original is still there gets one of its own, as a clone or a trial does: else
+    both would own the same registered models.
     """
     path = private_path(workspace, ID_FILE)
     try:
         known, folder = _read_id(workspace)
         own_address = str(workspace.resolve())
         if known is None or folder != own_address:
-            copied = (
-                folder is not None and folder != own_address and _read_id(Path(folder))[0] == known
-            )
-            known = uuid4().hex if known is None or copied else known
+            copied = folder is not None and _read_id(Path(folder))[0] == known
+            if known is None or copied:
+                known = uuid4().hex
             atomic_write_text(path, f"{known}\n{own_address}\n")
         return known
     except OSError as error:
@@ -82,8 +76,9 @@ def known_workspace_id(workspace: Path) -> str | None:
 
 def _read_id(workspace: Path) -> tuple[str | None, str | None]:
     path = workspace / PRIVATE / ID_FILE
-    lines = path.read_text(encoding="utf-8").splitlines() if path.is_file() else []
-    return (lines[0].strip() or None if lines else None), (lines[1] if len(lines) > 1 else None)
+    text = path.read_text(encoding="utf-8") if path.is_file() else ""
+    known, folder, *_ = [*text.splitlines(), "", ""]
+    return known.strip() or None, folder or None
 
 
 FILE = "registered.json"
@@ -117,9 +112,7 @@ def write_registered(workspace: Path, versions: Mapping[str, RegisteredHere]) ->
 
 
 def read_registered(workspace: Path, folder: str) -> RegisteredHere | None:
-    """Return the version made of the current content of ``folder`` (by dvc.lock); None if there is
-    none.
-    """
+    """Return the version made of the content that ``folder`` has by dvc.lock, None without one."""
     try:
         entry: Mapping[str, Any] | None = read_json(workspace / PRIVATE / FILE).get(folder)
     except DataError:
@@ -140,8 +133,7 @@ LOGGER = logging.getLogger(__name__)
 
 
 def repair_moved(workspace: Path) -> Path | None:
-    """Let ``mlflow.db`` of ``workspace`` name its present folder; returns the folder that it named,
-    None if it did.
+    """Let ``mlflow.db`` name the folder of ``workspace``; returns another one that it named.
 
     A copy whose original is still there becomes a workspace of its own, which owns the models in
     its own database.
@@ -173,43 +165,36 @@ def repair_moved(workspace: Path) -> Path | None:
 
 
 def _earlier_folder(connection: sqlite3.Connection, workspace: Path) -> Path | None:
-    """The folder in which a workspace with this database was, None where no experiment names
-    another one.
+    """The folder that experiments of this database name, None if that is the workspace.
 
     A folder without a database is another workspace, whose runs this one records.
     """
     if not connection.execute("SELECT 1 FROM sqlite_master WHERE name = 'experiments'").fetchone():
         return None
     rows = connection.execute("SELECT artifact_location FROM experiments").fetchall()
-    places = [
-        Path(unquote(urlsplit(location).path))
-        for (location,) in rows
-        if str(location).startswith("file:")
-    ]
-    folders = [
-        place.parent for place in places if place.name == ARTIFACTS and place.parent != workspace
-    ]
-    return next(
-        (folder for folder in folders if not folder.exists() or (folder / DATABASE).exists()), None
-    )
+    for (location,) in rows:
+        if not str(location).startswith("file:"):
+            continue
+        place = Path(unquote(urlsplit(location).path))
+        folder = place.parent
+        is_other = place.name == ARTIFACTS and folder != workspace
+        if is_other and (not folder.exists() or (folder / DATABASE).exists()):
+            return folder
+    return None
 
 
 def _rename(connection: sqlite3.Connection, earlier: Path, workspace: Path) -> None:
     """Replace the folder at the beginning of every place, and in the tag of the owner."""
-    known = {
-        name
-        for (name,) in connection.execute("SELECT name FROM sqlite_master WHERE type = 'table'")
-    }
+    tables = connection.execute("SELECT name FROM sqlite_master WHERE type = 'table'")
+    known = {name for (name,) in tables}
+    names = ((earlier.as_uri(), workspace.as_uri()), (str(earlier), str(workspace)))
     for table, columns in PLACES.items():
-        for column in columns if table in known else ():
-            for old, new in (
-                (earlier.as_uri(), workspace.as_uri()),
-                (str(earlier), str(workspace)),
-            ):
-                connection.execute(
-                    f"UPDATE {table} SET {column} = ? || substr({column}, ?) WHERE substr({column}, 1, ?) = ?",
-                    (new, len(old) + 1, len(old) + 1, f"{old}/"),
-                )
+        if table not in known:
+            continue
+        for column in columns:
+            change = f"UPDATE {table} SET {column} = ? || substr({column}, ?) WHERE substr({column}, 1, ?) = ?"
+            for old, new in names:
+                connection.execute(change, (new, len(old) + 1, len(old) + 1, f"{old}/"))
     connection.execute(
         "UPDATE registered_model_tags SET value = ? WHERE key = ? AND value LIKE ?",
         (ownership(workspace), OWNER_TAG, f"% {earlier}"),

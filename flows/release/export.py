@@ -12,8 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from flows.registry.aliases import CHAMPION, get_version
-from flows.registry.client import connect
+from flows.registry.client import CHAMPION, connect, get_version
 from flows.registry.policies import active_policies
 from flows.registry.promote import promotion_obstacle
 from flows.registry.stored_models import describe_stopped_policy, policy_with_alias, verified_folder

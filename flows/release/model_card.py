@@ -1,6 +1,4 @@
-"""The model card of a released policy: what it was trained on, how it was judged, by whom, and its
-limits.
-"""
+"""The model card of a released policy: what it was trained on, how it was judged, and its limits."""
 
 from __future__ import annotations
 
@@ -9,9 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from flows.pipeline.verdict import JUDGE_COLUMNS, judge_cells, markdown_table, markdown_text
-from flows.registry.aliases import registry_errors
-from flows.registry.client import connect, fluent
+from flows.pipeline.verdict import judges_table, markdown_table, markdown_text
+from flows.registry.client import connect, fluent, registry_errors
 from flows.registry.evidence import TrainingSource, read_data_card, source_of_version
 from flows.registry.stored_models import stored_sampling
 from rlhf_core.config.gates import CHECKER
@@ -91,31 +88,28 @@ def release_evidence(
         fluent(workspace),
     ):
         client.download_artifacts(version.run_id, "gates", str(temporary))
-        metrics = Path(client.download_artifacts(version.run_id, "metrics", str(temporary)))
-        order = {name: number for number, name in enumerate(GATES)}
-        training, sft = metrics / "ppo.json", metrics / "sft.json"
-        of_models = {name: metrics / f"{name}.json" for name in PROBED_MODELS}
+        files = Path(client.download_artifacts(version.run_id, "metrics", str(temporary)))
+        metrics = {path.stem: read_json(path) for path in sorted(files.glob("*.json"))}
+        gates = {gate.name: gate for gate in read_gates(Path(temporary))}
+        in_order = [gates.pop(known) for known in GATES if known in gates]
+        lineage = {}
+        for key, value in version.tags.items():
+            if key.startswith(LINEAGE):
+                lineage[key.removeprefix(LINEAGE)] = value
+        probed = {model: metrics[model] for model in PROBED_MODELS if model in metrics}
         return ReleaseEvidence(
             name=name,
             run_id=version.run_id,
-            gates=sorted(
-                read_gates(Path(temporary)), key=lambda gate: order.get(gate.name, len(order))
-            ),
-            evaluation=read_json(metrics / "evaluation.json"),
+            gates=[*in_order, *gates.values()],
+            evaluation=read_json(files / "evaluation.json"),
             sampling=stored_sampling(folder),
             source=source_of_version(client, version),
-            lineage={
-                k.removeprefix(LINEAGE): value
-                for k, value in version.tags.items()
-                if k.startswith(LINEAGE)
-            },
+            lineage=lineage,
             obstacle=obstacle,
             data_card=read_data_card(client, version.run_id, Path(temporary)),
-            method=str(read_json(training).get("method", "ppo")) if training.is_file() else "ppo",
-            fine_tuned=not sft.is_file() or "train_loss" in read_json(sft),
-            probes=probe_table(
-                {name: read_json(path) for name, path in of_models.items() if path.is_file()}
-            ),
+            method=str(metrics.get("ppo", {}).get("method", "ppo")),
+            fine_tuned="sft" not in metrics or "train_loss" in metrics["sft"],
+            probes=probe_table(probed),
         )
 
 
@@ -214,11 +208,8 @@ def card_data(evidence: ReleaseEvidence, license_id: str | None) -> dict[str, An
     if languages := [tag for tag, share in shares.items() if share >= MIN_LANGUAGE_SHARE]:
         data["language"] = languages
     base = evidence.source.base if evidence.source else ""
-    if (
-        base.count("/") == HUB_ID_PARTS - 1
-        and not base.startswith((".", "/", "~"))
-        and not base.endswith(".gguf")
-    ):
+    is_path = base.startswith((".", "/", "~")) or base.endswith(".gguf")
+    if base.count("/") == HUB_ID_PARTS - 1 and not is_path:
         data["base_model"] = base
     return data
 
@@ -255,12 +246,8 @@ def card_text(
         blocks += ["## What reward model and judges read", *_probes(evidence.probes)]
     blocks += ["## Gates", *map(_gate, evidence.gates)]
     judged, distribution = LIMITS
-    judged = JUDGED_BY_FUNCTIONS if evidence.has_checker else judged
-    limits = [
-        *([TOY] if evidence.source and evidence.source.is_synthetic else []),
-        judged,
-        distribution,
-    ]
+    limits = [TOY] if evidence.source and evidence.source.is_synthetic else []
+    limits += [JUDGED_BY_FUNCTIONS if evidence.has_checker else judged, distribution]
     if evidence.sampling.get("repetition_penalty", 1.0) != 1.0:
         limits.append(PENALTY)
     if not reads_in_4:
@@ -268,54 +255,47 @@ def card_text(
     blocks += ["## Limits", "\n".join(f"- {limit}" for limit in limits)]
     blocks += ["## Use", ADAPTER_USE if adapter else _use(evidence.sampling)]
     lineage = {"registered as": evidence.name, "MLflow run": evidence.run_id, **evidence.lineage}
-    blocks += [
-        "## Lineage",
-        markdown_table(
-            ("", ""), ((key.replace("_", " "), f"`{value}`") for key, value in lineage.items())
-        ),
-    ]
+    rows = [(name.replace("_", " "), f"`{value}`") for name, value in lineage.items()]
+    blocks += ["## Lineage", markdown_table(("", ""), rows)]
     return "\n\n".join(block for block in blocks if block) + "\n"
 
 
 def _opening(evidence: ReleaseEvidence) -> str:
-    trained = f"Trained on {markdown_text(str(evidence.source))}. " if evidence.source else ""
-    data_card = (
-        f" The [data card]({DATA_CARD_FILE}) has sources, licences, lengths, balance and leakage of the data."
-        if evidence.data_card
-        else ""
-    )
-    tuned = (
-        "Fine-tuned with supervision, then trained"
-        if evidence.fine_tuned
-        else "Trained without fine-tuning before it,"
-    )
-    by = BY_FUNCTIONS if evidence.has_checker else TRAINED_BY[evidence.method]
-    return f"{trained}{tuned} {by}.{data_card}"
+    sentence = f"Trained on {markdown_text(str(evidence.source))}. " if evidence.source else ""
+    if evidence.fine_tuned:
+        sentence += "Fine-tuned with supervision, then trained"
+    else:
+        sentence += "Trained without fine-tuning before it,"
+    sentence += f" {BY_FUNCTIONS if evidence.has_checker else TRAINED_BY[evidence.method]}."
+    if evidence.data_card:
+        sentence += (
+            f" The [data card]({DATA_CARD_FILE}) has sources, licences, lengths, balance and "
+            "leakage of the data."
+        )
+    return sentence
 
 
 def _verdict(evidence: ReleaseEvidence) -> str:
     """How the policy stands to SFT, what its gate decided, and what alarms."""
     judges = judge_results(evidence.evaluation.get("comparison") or {})
-    gate = next((gate for gate in evidence.gates if gate.name == "policy"), None)
-    said = (
-        sentence_case(verdict_sentence(judges, "SFT", gate)) if judges else "Not compared with SFT"
-    )
+    said = "Not compared with SFT"
+    if judges:
+        gate = next((gate for gate in evidence.gates if gate.name == "policy"), None)
+        said = sentence_case(verdict_sentence(judges, "SFT", gate))
     alarming = "\n".join(f"- {alarm.sentence}" for alarm in alarms(evidence.evaluation))
-    return f"**{markdown_text(said)}.**" + (f" What alarms:\n\n{alarming}" if alarming else "")
+    verdict = f"**{markdown_text(said)}.**"
+    return f"{verdict} What alarms:\n\n{alarming}" if alarming else verdict
 
 
 def _judges(evidence: ReleaseEvidence) -> str:
     judges = judge_results(evidence.evaluation.get("comparison") or {})
     if not judges:
         return "No comparison with the SFT model was recorded."
-    rows = [judge_cells(judge) for judge in judges]
     excluded = FUNCTIONS_JUDGE if evidence.has_checker else NO_JUDGE[evidence.method]
     if evidence.method == "ppo" and not evidence.has_checker:
         excluded += f", nor is the one that selected its checkpoint (`{SELECTED_BY}`)"
-    return (
-        f"Policy against the SFT model that it started from, ties as half a win. {excluded}.\n\n"
-        + markdown_table(JUDGE_COLUMNS, rows)
-    )
+    about = f"Policy against the SFT model that it started from, ties as half a win. {excluded}."
+    return f"{about}\n\n{judges_table(judges)}"
 
 
 def _both_models(evaluation: Mapping[str, Any]) -> str:
@@ -342,18 +322,12 @@ def _probes(probes: ProbeTable) -> list[str]:
 
 def _gate(gate: GateDecision) -> str:
     verdict = "passed" if gate.passed else f"did not pass (mode {gate.mode})"
-    rows = [
-        (
-            f"`{row.metric}`",
-            row.measured,
-            markdown_text(row.required),
-            "yes" if row.passed else "**no**",
-        )
-        for row in gate.failures_first
-    ]
-    return f"**{gate.name}** {verdict}\n\n" + markdown_table(
-        ("metric", "value", "bound", "passed"), rows
-    )
+    rows = []
+    for row in gate.failures_first:
+        passed = "yes" if row.passed else "**no**"
+        rows.append((f"`{row.metric}`", row.measured, markdown_text(row.required), passed))
+    table = markdown_table(("metric", "value", "bound", "passed"), rows)
+    return f"**{gate.name}** {verdict}\n\n{table}"
 
 
 def _use(sampling: Mapping[str, Any]) -> str:

@@ -71,12 +71,10 @@ def run(
         findings = check_set(validated.clean, config, suites, raw.derived, evaluation)
         apply_set_rules(validated, findings)
     tokens = None
-    breaches = list(findings.breaches)
     if tokenizer is not None:
         tokens = count_tokens(validated.clean, tokenizer)
         for kind, counted in tokens.items():
             findings.counts[kind] = findings.counts.get(kind, {}) | counted.metrics()
-            breaches += counted.unwritable
     write_quarantine(outputs.quarantine, validated.quarantine())
     with atomic_dir(outputs.clean) as folder:
         statistics = write_clean(folder, validated.clean, config.seed, config.split)

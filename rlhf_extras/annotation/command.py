@@ -1,5 +1,6 @@
-"""The commands ``rlhf annotate …``: ask people which of two replies is better. Heavy imports wait
-until one runs.
+"""The commands ``rlhf annotate …``, which ask people which of two replies is better.
+
+Heavy imports wait until one runs.
 """
 
 from __future__ import annotations
@@ -82,9 +83,8 @@ def export(
         exported = human_pairs.blinded_export(candidates, bad[:bad_cases], control, seed)
         exported.save_key(root)
         human_pairs.write_forms(exported.pairs, folder)
-    bad_ones, controls = (
-        sum(getattr(pair, of) for pair in exported.pairs) for of in ("bad_case", "control")
-    )
+    bad_ones = sum(pair.bad_case for pair in exported.pairs)
+    controls = sum(pair.control for pair in exported.pairs)
     both = bad_ones + controls - len(exported.pairs)
     shared = f", {both} of them both" if both else ""
     typer.echo(

@@ -49,9 +49,7 @@ class Answer:
 
 @dataclass
 class FilledForm:
-    """What a file holds: answers, how many questions are open, and the lines that could not be used
-    by reason.
-    """
+    """What a file holds: answers, how many questions are open, and unusable lines by reason."""
 
     path: Path
     answers: list[Answer] = field(default_factory=list)
@@ -74,24 +72,21 @@ class FilledForm:
             )
 
     def problems(self) -> list[str]:
-        """One line for each reason for which lines are left out, for open questions, and for
-        repeated answers.
-        """
+        """A line on each reason why lines are left out, on open questions, and on repeats."""
         name = _on_one_line(self.path.name)
-        lines = [
-            f"{name}: {len(numbers)} left out for {reason} (line {_first_of(numbers)})"
-            for reason, numbers in self.unusable.items()
-        ]
+        lines = []
+        for reason, numbers in self.unusable.items():
+            lines.append(
+                f"{name}: {len(numbers)} left out for {reason} (line {_first_of(numbers)})"
+            )
         if self.unanswered:
             lines.append(
                 f"{name}: {self.unanswered} not answered yet, {len(self.answers)} answered"
             )
         repeated = len(self.answers) - len(without_repeats(self.answers))
-        return (
-            [*lines, f"{name}: {repeated} given twice in the same way, counted once"]
-            if repeated
-            else lines
-        )
+        if repeated:
+            lines.append(f"{name}: {repeated} given twice in the same way, counted once")
+        return lines
 
 
 def _on_one_line(name: str) -> str:
@@ -175,18 +170,14 @@ def _read_label_studio(form: FilledForm, annotator: str) -> None:
 
 
 def _account(completed_by: Any) -> str:
-    """The e-mail address of an account where the export has it; Label Studio's own export has its
-    number alone.
-    """
+    """The e-mail address of an account, else its number, which is all that some exports have."""
     number = completed_by.get("id") if isinstance(completed_by, dict) else completed_by
     email = completed_by.get("email") if isinstance(completed_by, dict) else None
     return str(email or f"account {number}")
 
 
 def _selected(result: Any) -> str | None:
-    """The choice of one annotation; None if it has none, an unusable word if it selects a reply and
-    a tie.
-    """
+    """The choice of an annotation: None without one, an unusable word if there are several."""
     choices: set[str] = set()
     for part in result if isinstance(result, list) else ():
         value = part.get("value") if isinstance(part, dict) else None
@@ -213,22 +204,18 @@ def cohen_kappas(choices: Mapping[str, Mapping[str, str]]) -> list[dict[str, Any
         common = sorted(choices[first].keys() & choices[second].keys())
         if common:
             with warnings.catch_warnings():
-                warnings.simplefilter(
-                    "ignore"
-                )  # of one choice everywhere, whose kappa is not defined
-                value = float(
-                    cohen_kappa_score(
-                        *([choices[who][pair] for pair in common] for who in (first, second))
-                    )
-                )
+                # Of one choice everywhere the kappa is not defined.
+                warnings.simplefilter("ignore")
+                by_first = [choices[first][pair] for pair in common]
+                by_second = [choices[second][pair] for pair in common]
+                value = float(cohen_kappa_score(by_first, by_second))
             known = value if math.isfinite(value) else None
             kappas.append({"annotators": [first, second], "value": known, "pairs": len(common)})
     return kappas
 
 
 def fleiss_kappa(choices: Mapping[str, Mapping[str, str]]) -> dict[str, Any] | None:
-    """Return Fleiss' kappa of three or more annotators; None for fewer, or if no pair was answered
-    by all.
+    """Return Fleiss' kappa of three or more annotators on the pairs that all answered, else None.
 
     Fleiss, 1971, "Measuring nominal scale agreement among many raters": the share of agreeing pairs
     of annotators beyond that of chance, which is what the choices' shares over all pairs would
@@ -238,11 +225,15 @@ def fleiss_kappa(choices: Mapping[str, Mapping[str, str]]) -> dict[str, Any] | N
     common = sorted(set.intersection(*map(set, choices.values()))) if raters >= 3 else []
     if not common:
         return None
-    counts = [Counter(choices[who][pair] for who in annotators) for pair in common]
-    agreeing = sum(n * (n - 1) for row in counts for n in row.values()) / (
-        len(common) * raters * (raters - 1)
-    )
-    by_chance = sum((n / (len(common) * raters)) ** 2 for n in sum(counts, Counter()).values())
+    agreeing_pairs = 0
+    chosen: Counter[str] = Counter()
+    for pair in common:
+        counts = Counter(choices[who][pair] for who in annotators)
+        agreeing_pairs += sum(n * (n - 1) for n in counts.values())
+        chosen += counts
+    answers = len(common) * raters
+    agreeing = agreeing_pairs / (answers * (raters - 1))
+    by_chance = sum((n / answers) ** 2 for n in chosen.values())
     value = (agreeing - by_chance) / (1 - by_chance) if by_chance < 1 else None
     return {"annotators": annotators, "value": value, "pairs": len(common)}
 
@@ -264,9 +255,7 @@ class Votes:
         return [choices[pair] for choices in self.choices.values() if pair in choices]
 
     def majority(self, pair: str) -> str | None:
-        """The choice that more annotators made than any other; None where two lead, or nobody
-        answered.
-        """
+        """The choice that most annotators made; None where two lead, or nobody answered."""
         ranked = Counter(self.of(pair)).most_common(2)
         tied = len(ranked) == 2 and ranked[0][1] == ranked[1][1]
         return ranked[0][0] if ranked and not tied else None
@@ -287,9 +276,7 @@ def count_votes(answers: Sequence[Answer]) -> Votes:
 
 
 def without_repeats(answers: Sequence[Answer]) -> list[Answer]:
-    """Return each (pair, annotator, choice) once, the first of them; its comment is the first that
-    is not empty.
-    """
+    """Return each (pair, annotator, choice) once, with the first comment that is not empty."""
     kept: dict[tuple[str, str, str], Answer] = {}
     for answer in answers:
         key = answer.pair, answer.annotator, answer.choice
@@ -334,16 +321,17 @@ def import_answers(
     forms = [read_form(file, annotator) for file in files]
     if annotator is None:
         _require_distinct_names(forms)
-    problems = [line for form in forms for line in form.problems()]
+    problems: list[str] = []
     by_export: dict[str, list[Answer]] = defaultdict(list)
     exports: dict[str, AnnotationExport] = {}
-    for answer in (answer for form in forms for answer in form.answers):
-        by_export[answer.pair.partition("-")[0]].append(answer)
-    for name in by_export:
+    for form in forms:
+        problems += form.problems()
+        for answer in form.answers:
+            by_export[answer.pair.partition("-")[0]].append(answer)
+    for name, answers in by_export.items():
         exports[name] = AnnotationExport.load_key(workspace, name)
-        unknown = sorted(
-            {answer.pair for answer in by_export[name]} - {pair.id for pair in exports[name].pairs}
-        )
+        known = {pair.id for pair in exports[name].pairs}
+        unknown = sorted({answer.pair for answer in answers} - known)
         if unknown:
             raise DataError(
                 f"{shortened(unknown[0], SHOWN)!r} is no pair of the export {name}: an id was changed; {len(unknown)} "
@@ -361,11 +349,8 @@ def import_answers(
         for name, answers in sorted(by_export.items()):
             stored = _stored_answers(workspace, name)
             if replace:
-                stored = [
-                    old
-                    for old in stored
-                    if old.annotator not in {answer.annotator for answer in answers}
-                ]
+                again = {answer.annotator for answer in answers}
+                stored = [old for old in stored if old.annotator not in again]
             everything[name] = without_repeats([*stored, *answers])
             annotators = len({answer.annotator for answer in everything[name]})
             if annotators > MOST_ANNOTATORS:
@@ -375,11 +360,11 @@ def import_answers(
                 )
         for name, kept in everything.items():
             votes = count_votes(kept)
-            problems += [
-                f"{shortened(who, SHOWN)}: {len(pairs)} left out, answered in two ways "
-                f"({_first_of(sorted(pairs))}); import the right file with --replace"
-                for who, pairs in sorted(votes.contradictions.items())
-            ]
+            for who, pairs in sorted(votes.contradictions.items()):
+                problems.append(
+                    f"{shortened(who, SHOWN)}: {len(pairs)} left out, answered in two ways "
+                    f"({_first_of(sorted(pairs))}); import the right file with --replace"
+                )
             results.append(_write(workspace, exports[name], kept, votes))
     return {"results": results, "problems": problems}
 
@@ -392,14 +377,13 @@ def _require_distinct_names(forms: Sequence[FilledForm]) -> None:
     by_name: dict[str, list[tuple[Path, dict[str, str]]]] = defaultdict(list)
     for form in forms:
         name = _on_one_line(form.path.stem)
-        choices = {
-            answer.pair: answer.choice for answer in form.answers if answer.annotator == name
-        }
+        choices = {}
+        for answer in form.answers:
+            if answer.annotator == name:
+                choices[answer.pair] = answer.choice
         for path, earlier in by_name[name]:
-            if (
-                any(earlier.get(pair, choice) != choice for pair, choice in choices.items())
-                and path != form.path
-            ):
+            differs = any(earlier.get(pair, choice) != choice for pair, choice in choices.items())
+            if differs and path != form.path:
                 raise DataError(
                     f"{path} and {form.path} answer the same pairs differently, and both would be of {name!r}; rename "
                     "them after who filled them, or import the right one alone"
@@ -425,44 +409,43 @@ def _stored_answers(workspace: Path, name: str) -> list[Answer]:
 def _write(
     workspace: Path, export: AnnotationExport, answers: list[Answer], votes: Votes
 ) -> dict[str, Any]:
-    """Write what all answers to an export say so far: the answers, preference pairs, and the
-    result.
-    """
-    majorities = {pair.id: votes.majority(pair.id) for pair in export.pairs}
-    rows = [
-        _preference(pair, choice, export.name)
-        for pair in export.pairs
-        if (choice := majorities[pair.id]) is not None and choice != "tie"
-    ]
+    """Write all answers to an export so far, its preference pairs, and the result."""
+    rows = []
+    ties = undecided = 0
+    for pair in export.pairs:
+        choice = votes.majority(pair.id)
+        if choice == "tie":
+            ties += 1
+        elif choice is not None:
+            rows.append(_preference(pair, choice, export.name))
+        elif votes.of(pair.id):
+            undecided += 1
     file = ANNOTATIONS / f"{export.name}.jsonl"
-    atomic_write_lines(
-        workspace / EXPORTS / f"{export.name}.answers.jsonl", [asdict(answer) for answer in answers]
-    )
+    kept = workspace / EXPORTS / f"{export.name}.answers.jsonl"
+    atomic_write_lines(kept, [asdict(answer) for answer in answers])
     if rows:
         atomic_write_lines(workspace / file, rows)
     else:
         (workspace / file).unlink(missing_ok=True)
-    sources = annotation_sources(
-        load_section(workspace, "collect", CollectConfig).annotations, workspace
-    )
+    named = load_section(workspace, "collect", CollectConfig).annotations
+    sources = annotation_sources(named, workspace)
+    collected = {(workspace / source.path).resolve() for source in sources}
+    control = [pair for pair in export.pairs if pair.control]
+    bad_cases = [pair for pair in export.pairs if pair.bad_case]
+    answered = {who: len(choices) for who, choices in sorted(votes.choices.items())}
     result = {
         "export": export.name,
         "pairs": len(export.pairs),
-        "answered": {who: len(choices) for who, choices in sorted(votes.choices.items())},
-        "undecided": sum(
-            majorities[pair.id] is None and bool(votes.of(pair.id)) for pair in export.pairs
-        ),
-        "ties": sum(choice == "tie" for choice in majorities.values()),
+        "answered": answered,
+        "undecided": undecided,
+        "ties": ties,
         "cohen": cohen_kappas(votes.choices),
         "fleiss": fleiss_kappa(votes.choices),
-        "control": _comparison([pair for pair in export.pairs if pair.control], votes, export.seed),
-        "bad_cases": _comparison(
-            [pair for pair in export.pairs if pair.bad_case], votes, export.seed
-        ),
+        "control": _comparison(control, votes, export.seed),
+        "bad_cases": _comparison(bad_cases, votes, export.seed),
         "preferences": len(rows),
         "file": str(file),
-        "collected": (workspace / file).resolve()
-        in {(workspace / source.path).resolve() for source in sources},
+        "collected": (workspace / file).resolve() in collected,
     }
     atomic_write_json(workspace / EXPORTS / f"{export.name}.result.json", result)
     return result
@@ -471,8 +454,9 @@ def _write(
 def _comparison(
     pairs: Sequence[AnnotationPair], votes: Votes, seed: int
 ) -> dict[str, float] | None:
-    """The policy against SFT by the majority, where two choices lead a tie; None if nobody has
-    answered.
+    """The policy against SFT by the majority; None if nobody has answered.
+
+    Where two choices lead, that is a tie.
     """
     answered = [pair for pair in pairs if votes.of(pair.id)]
     if not answered:

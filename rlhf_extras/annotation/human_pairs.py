@@ -1,6 +1,4 @@
-"""The pairs that people are asked about: bad cases, and a random control beside them; blinded and
-shuffled.
-"""
+"""The pairs that people are asked about, blinded: bad cases, and a random control beside them."""
 
 from __future__ import annotations
 
@@ -94,9 +92,7 @@ class AnnotationPair:
         return "\n\n".join(f"{turn['role']}: {turn['content']}" for turn in self.prompt)
 
     def outcome(self, choice: str) -> float:
-        """1 if ``choice`` (1, 2 or tie) is for the policy's reply, 0 if it is for SFT's, ½ for a
-        tie.
-        """
+        """1 if ``choice`` (1, 2 or tie) is for the policy's reply, 0 if for SFT's, ½ for a tie."""
         return 0.5 if choice == "tie" else float(choice == str(self.policy_reply))
 
 
@@ -109,9 +105,7 @@ class AnnotationExport:
     pairs: Sequence[AnnotationPair]
 
     def save_key(self, workspace: Path) -> Path:
-        """Write what the annotators do not see, which reading their answers needs, into the
-        workspace.
-        """
+        """Write what the annotators do not see, and reading their answers needs."""
         path = workspace / EXPORTS / f"{self.name}.json"
         atomic_write_json(
             path,
@@ -146,8 +140,7 @@ class AnnotationExport:
 
 
 def evaluated_candidates(workspace: Path) -> tuple[list[Candidate], list[int]]:
-    """Return the pairs of the evaluation, each once, and the positions of its bad cases, worst
-    first.
+    """Return the pairs of the evaluation, each once, and where its bad cases are, worst first.
 
     Raises:
         DataError: There is no evaluation, or the data are no longer those that it was made with.
@@ -160,28 +153,22 @@ def evaluated_candidates(workspace: Path) -> tuple[list[Candidate], list[int]]:
         raise DataError(
             f"{len(unknown)} prompts of the evaluation are not in {TEST_PROMPTS} any more; run evaluate again"
         )
-    candidates = [
-        Candidate.of(prompts[row["id"]], row["category"], row["sft_reply"], row["policy_reply"])
-        for row in rows
-    ]
-    positions = {
-        _pair_of(row): i for i, row in reversed(list(enumerate(rows)))
-    }  # the first of equal ones
+    candidates = []
+    positions: dict[tuple[str, str, str], int] = {}  # of the first of equal ones
+    for position, row in enumerate(rows):
+        replies = row["sft_reply"], row["policy_reply"]
+        candidates.append(Candidate.of(prompts[row["id"]], row["category"], *replies))
+        positions.setdefault(_pair_of(row), position)
     cases = workspace / "samples" / "bad_cases.jsonl"
     if not cases.is_file():
         raise DataError(f"{cases} does not exist; run the stage that writes it")
-    bad = [
-        _pair_of(json.loads(line)) for line in split_json_lines(cases.read_text(encoding="utf-8"))
-    ]
-    return _without_repeats(
-        candidates, [positions[case] for case in dict.fromkeys(bad) if case in positions]
-    )
+    lines = split_json_lines(cases.read_text(encoding="utf-8"))
+    bad = dict.fromkeys(_pair_of(json.loads(line)) for line in lines)
+    return _without_repeats(candidates, [positions[case] for case in bad if case in positions])
 
 
 def _pair_of(row: Mapping[str, Any]) -> tuple[str, str, str]:
-    """What tells a row of the evaluation from others: a prompt may have several replies of each
-    model.
-    """
+    """What tells rows of the evaluation apart: a prompt may have several replies of each model."""
     return row["id"], row["sft_reply"], row["policy_reply"]
 
 
@@ -256,43 +243,36 @@ LABEL_STUDIO_CONFIG = """\
 
 
 def write_forms(pairs: Sequence[AnnotationPair], folder: Path) -> list[Path]:
-    """Write ``pairs.jsonl``, ``pairs.csv``, ``label_studio_tasks.json`` and
-    ``label_studio_config.xml``.
+    """Write the pairs as JSON lines, as CSV, and as tasks and configuration for Label Studio.
 
     They hold nothing about who wrote a reply, what chose the pair, or its category.
     """
-    rows = [
-        dict(
-            zip(
-                COLUMNS,
-                (pair.id, pair.prompt_text, pair.reply_1, pair.reply_2, "", ""),
-                strict=True,
-            )
-        )
-        for pair in pairs
-    ]
+    rows = []
+    for pair in pairs:
+        shown = {"prompt": pair.prompt_text, "reply_1": pair.reply_1, "reply_2": pair.reply_2}
+        rows.append({"id": pair.id, **shown, "choice": "", "comment": ""})
     jsonl, table = folder / "pairs.jsonl", folder / "pairs.csv"
     tasks, config = folder / "label_studio_tasks.json", folder / "label_studio_config.xml"
     atomic_write_lines(jsonl, rows)
     text = io.StringIO()
     writer = csv.DictWriter(text, COLUMNS, lineterminator="\n")
     writer.writeheader()
-    writer.writerows({name: _no_formula(value) for name, value in row.items()} for row in rows)
-    atomic_write_text(
-        table, "\ufeff" + text.getvalue()
-    )  # with the mark, spreadsheets read it as UTF-8
-    shown = ("prompt", "reply_1", "reply_2")
-    atomic_write_json(
-        tasks,
-        [{"data": {"pair_id": row["id"]} | {name: row[name] for name in shown}} for row in rows],
-    )
+    questions = []
+    for row in rows:
+        writer.writerow({name: _no_formula(value) for name, value in row.items()})
+        shown = {name: row[name] for name in ("prompt", "reply_1", "reply_2")}
+        questions.append({"data": {"pair_id": row["id"], **shown}})
+    # With the mark, spreadsheets read it as UTF-8.
+    atomic_write_text(table, "\ufeff" + text.getvalue())
+    atomic_write_json(tasks, questions)
     atomic_write_text(config, LABEL_STUDIO_CONFIG)
     return [jsonl, table, tasks, config]
 
 
 def _no_formula(text: str) -> str:
-    """A cell that a spreadsheet would take for a formula, as text. Of a filled form only id and
-    choice are read.
+    """A cell as text, where a spreadsheet would take it for a formula.
+
+    Of a filled form only id and choice are read.
     """
     return f"'{text}" if text.startswith(FORMULA) else text
 
@@ -303,8 +283,7 @@ TRAINING_PROMPTS = Path("data") / "clean" / "prompts" / "train.parquet"
 def sampled_candidates(
     workspace: Path, count: int, replies_per_prompt: int = 1
 ) -> tuple[list[Candidate], list[int]]:
-    """Let SFT and policy reply to ``count`` training prompts; return the pairs, and the positions
-    of the bad cases.
+    """Let SFT and policy reply to training prompts; return the pairs and places of the bad ones.
 
     Replies have the evaluation's sampling, bad cases are those of the reward model and the judge.
     With several replies per prompt, the first of SFT is paired with the first of the policy, and so
@@ -330,27 +309,20 @@ def sampled_candidates(
     evaluation = Evaluation(sets, sft, policy, config)
     for name in (TRAINED_ON, JUDGE):
         evaluation.score(ModelJudge.load(workspace / MODELS / name, name, config.batch_size))
-    candidates = [
-        Candidate.of(row, row.category, by_sft.text, by_policy.text)
-        for row, by_sft, by_policy in zip(
-            evaluation.prompts, sft.judged, policy.judged, strict=True
-        )
-    ]
-    return _without_repeats(
-        candidates, [position for position, _ in evaluation.disagreements(JUDGE)]
-    )
+    candidates = []
+    for row, by_sft, by_policy in zip(evaluation.prompts, sft.judged, policy.judged, strict=True):
+        candidates.append(Candidate.of(row, row.category, by_sft.text, by_policy.text))
+    bad_cases = [position for position, _ in evaluation.disagreements(JUDGE)]
+    return _without_repeats(candidates, bad_cases)
 
 
 def _without_repeats(
     candidates: Sequence[Candidate], bad_cases: Sequence[int]
 ) -> tuple[list[Candidate], list[int]]:
-    """Keep the first of equal pairs, whoever wrote which reply, and the bad cases among those that
-    are kept.
-    """
+    """Keep the first of equal pairs, whoever wrote which reply, and its bad cases."""
     first: dict[str, int] = {}
     for position, candidate in enumerate(candidates):
         first.setdefault(candidate.key, position)
     kept = {position: new for new, position in enumerate(first.values())}
-    return [candidates[position] for position in kept], [
-        kept[case] for case in bad_cases if case in kept
-    ]
+    kept_cases = [kept[case] for case in bad_cases if case in kept]
+    return [candidates[position] for position in kept], kept_cases

@@ -35,10 +35,10 @@ def gc(
     $ rlhf registry gc --delete
     """
     with busy("looking through versions, matches and token ids"):
-        from flows.commands.text import fitted
+        from flows.commands.text import print_rows, unlabelled
         from rlhf_extras.retention.output import clean_token_cache, describe_retention
         from rlhf_extras.retention.retention import apply_retention
 
         kept = describe_retention(apply_retention(workspace, delete=delete), deleted=delete)
         lines = [kept, *clean_token_cache(workspace, delete=delete)]
-    typer.echo(fitted("\n".join(lines)))
+    print_rows(unlabelled("\n".join(lines).splitlines()))

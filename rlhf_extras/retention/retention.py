@@ -10,12 +10,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from flows.registry.aliases import REWARD_VERSION_TAG, read_aliases, registry_errors, versions
-from flows.registry.client import fluent
+from flows.registry.client import (
+    REWARD_VERSION_TAG,
+    fluent,
+    read_aliases,
+    registry_errors,
+    versions,
+)
 from flows.registry.decisions import commit, new_entry, registry_session
 from flows.registry.history import RETENTION, ReleaseState
-from flows.registry.match import MATCH_TAG, MATCHES
 from flows.registry.orphans import Orphans, end_orphans, find_orphans
+from flows.registry.promote import MATCH_TAG, MATCHES
 from rlhf_core.config.loading import load_section
 from rlhf_core.config.operations import RegistryConfig
 from rlhf_core.errors import RlhfError

@@ -133,16 +133,11 @@ FLOWS_MAY_ALSO_USE = {
         "evaluation.report.view.with_release",
     },
     "flows.dvc_repo.inputs": {"data.collection.sources.collected_paths"},
-    "flows.registry.match": {
+    "flows.registry.promote": {
         "evaluation.judges.names.JUDGE",
-        "evaluation.promotion.Criterion",
-        "evaluation.promotion.failed",
+        "evaluation.promotion",
         "fingerprint.tracked_files.code_lines",
         "fingerprint.tracked_files.verifiable_functions",
-    },
-    "flows.registry.promote": {
-        "evaluation.promotion.non_inferiority_criteria",
-        "evaluation.promotion.win_rate_criteria",
     },
     "flows.release.model_card": {
         "evaluation.judges.names.SELECTED_BY",

@@ -14,6 +14,7 @@ from flows.commands.run_state import print_verdict
 from flows.pipeline.events import PhaseStarted, RunEnded, RunPlanned, StageEnded, StageStarted
 from flows.pipeline.verdict import KlEstimate, RunVerdict
 from flows.stage import StageOutcome
+from rlhf_core.evaluation.report.headline import ReleaseDecision
 from rlhf_core.evaluation.verdict import JudgeResult, Standing
 
 STAGES = (
@@ -39,10 +40,19 @@ VERDICT = RunVerdict(
     kl=KlEstimate(1.9, 1.7, 2.1),
     failure="",
     registered="rlhf-reward-model version 1 (as before); rlhf-policy version 4",
-    promotion="not promoted: not above 0.5 with 95 % confidence by gold: gold win rate 0.520 (at least 0.470)",
+    release=ReleaseDecision(
+        state="open",
+        headline="Not released: rlhf-policy version 4 was not promoted",
+        registered="",
+        reason="not above 0.5 with 95 % confidence by gold: gold win rate 0.520 (at least 0.470)",
+        conditions=(),
+        decided="",
+        champion="",
+        next_command="rlhf chat models/policy",
+        next_hint="talk to the new policy",
+        as_of="",
+    ),
     report="report.html",
-    next_command="rlhf chat models/policy",
-    next_hint="talk to the new policy",
 )
 
 

@@ -13,8 +13,8 @@ from uuid import uuid4
 from mlflow import MlflowClient
 from unit.flows.registry.conftest import GATES, PARAMS
 
-from flows.registry.evidence import short_conditions
 from flows.registry.history import DONE_TAG, ReleaseState, read_history
+from flows.registry.promote import short_conditions
 from rlhf_core.storage.files import atomic_write_json, sha256_tree
 
 

@@ -25,7 +25,8 @@ from servers.conftest import Servers
 from servers.small_registry import SmallRegistry
 from unit.flows.registry.conftest import ScriptedMatch
 
-from flows.commands.registry_output import describe_history, model_history
+from flows.commands.registry_output import history_rows, model_history
+from flows.commands.text import aligned
 from flows.registry import decisions
 from flows.registry.history import Ledger
 from flows.registry.promote import promote, rollback
@@ -114,7 +115,7 @@ def test_a_login_that_may_only_read(
     with reader(servers):
         line = refused(lambda: win(contest))
         assert line.startswith("the model registry could not ") and "Permission denied" in line
-        assert "promote: " in describe_history(model_history(contest))
+        assert "promote: " in aligned(history_rows(model_history(contest))).plain
     assert registry.champion() == "1" and decided(registry) == 1
     assert win(contest).promoted and registry.consistent_champions() == ["1", "2"]
 
@@ -202,7 +203,7 @@ def test_a_clock_that_jumps_back_changes_no_order(
         patch.setattr(decisions, "utc_now", lambda: earlier)
         win(contest)
         rollback(contest, "rude")
-    listed = describe_history(model_history(contest))
+    listed = aligned(history_rows(model_history(contest))).plain
     assert registry.champion() == "1" and decided(registry) == 3
     assert listed.index("promote") < listed.index("rollback")
 

@@ -253,8 +253,7 @@ def copy_registered_model(workspace: Path, source: str, target: str) -> None:
     """Versions, aliases and tags of ``source`` under another name, whose history is empty; the
     models are the same.
     """
-    from flows.registry.aliases import versions
-    from flows.registry.client import connect
+    from flows.registry.client import connect, versions
     from flows.registry.history import DONE_TAG
     from flows.registry.workspace import OWNER_TAG
 

@@ -161,7 +161,7 @@ def test_a_promotion_suspends_until_a_person_has_decided_and_an_automation_start
         "to resume it without an answer is none"
     )
     assert deployment.state(first) == "Suspended" and aliases(release)["champion"] == "1"
-    screen = status(release).as_text()
+    screen = status(release).as_text().plain
     assert (
         "Not released yet: rlhf-policy version 2 waits for approval" in screen
         and "next: rlhf approve" in screen

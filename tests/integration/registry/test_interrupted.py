@@ -59,7 +59,7 @@ def test_a_promotion_killed_at_any_step_is_completed_or_has_not_begun(
             "one report per decision"
         )
     assert any(moved), "no kill came between two moves"
-    assert "interrupted" not in status(workspace).as_text()
+    assert "interrupted" not in status(workspace).as_text().plain
 
 
 @pytest.mark.slow
@@ -143,7 +143,7 @@ def test_registering_completes_an_interrupted_promotion_first(contests: Iterator
     assert killed_before(5, lambda: win(workspace))
     assert (
         "a promote was interrupted; the next promote, rollback, run or chat completes it"
-        in status(workspace).as_text()
+        in status(workspace).as_text().plain
     )
     register(workspace)
     assert aliases(workspace) == PROMOTED

@@ -17,8 +17,7 @@ from champion import champion_folder
 from integration.registry.conftest import policy_name, reward_name
 from packaging.requirements import Requirement
 
-from flows.registry.aliases import versions
-from flows.registry.client import connect
+from flows.registry.client import connect, versions
 from flows.registry.model_package import own_wheel
 from flows.registry.promote import promote
 from flows.registry.register import register

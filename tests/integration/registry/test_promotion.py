@@ -12,8 +12,7 @@ from scripted_match import match_result
 
 from flows.registry.client import connect
 from flows.registry.history import ReleaseState
-from flows.registry.match import decided_by
-from flows.registry.promote import promote, rollback
+from flows.registry.promote import decided_by, promote, rollback
 from flows.registry.register import register
 from flows.registry.stored_models import verified_folder
 from flows.registry.workspace import read_registered

@@ -19,7 +19,6 @@ from champion import champion_folder
 from integration.registry.conftest import commit, policy_name, reward_name, write_gate
 
 from flows.prefect_server.services import free_port
-from flows.registry.aliases import versions
 from flows.registry.client import (
     connect,
     describe_run,
@@ -27,6 +26,7 @@ from flows.registry.client import (
     experiment_id,
     fluent,
     start_pipeline_run,
+    versions,
 )
 from flows.registry.promote import promote
 from flows.registry.register import NotRegistered, register

@@ -19,8 +19,7 @@ from mlflow.utils.file_utils import local_file_uri_to_path
 
 from flows.commands import run
 from flows.commands.init import initialise
-from flows.registry.aliases import get_version
-from flows.registry.client import connect
+from flows.registry.client import connect, get_version
 from flows.registry.promote import promote, rollback
 from flows.registry.register import NotRegistered, register
 from flows.release.export import export

@@ -14,8 +14,9 @@ from pathlib import Path
 import pytest
 from integration.registry.conftest import policy_name
 
-from flows.commands.doctor import FAIL, OK, doctor, doctor_text, failures, machine_checks
+from flows.commands.doctor import FAIL, OK, doctor, doctor_rows, failures, machine_checks
 from flows.commands.status import status
+from flows.commands.text import aligned
 from flows.pipeline.events import EventLog, RunPlanned, StageEnded, StageStarted, new_events_file
 from flows.prefect_server.services import free_port
 from flows.registry.client import end_pipeline_run, start_pipeline_run
@@ -28,7 +29,7 @@ from flows.workspace import locked
 def checked(folder: Path) -> tuple[str, int]:
     """What `rlhf doctor` prints, and how many checks failed."""
     checks = doctor(folder)
-    return doctor_text(checks), failures(checks)
+    return aligned(doctor_rows(checks)).plain, failures(checks)
 
 
 @pytest.mark.slow
@@ -38,7 +39,7 @@ def test_status_shows_stages_gates_run_registry_and_partial_work(workspace: Path
     promote(workspace)
     (workspace / "work" / "ppo" / "abc" / "step-000005").mkdir(parents=True)
     (workspace / "metrics" / "ppo.json").write_text("{}")
-    screen = status(workspace).as_text()
+    screen = status(workspace).as_text().plain
     assert "in use by: nobody" in screen
     assert "reward       up to date" in screen
     assert "ppo          stale: metrics/ppo.json modified" in screen
@@ -53,21 +54,21 @@ def test_status_shows_stages_gates_run_registry_and_partial_work(workspace: Path
     assert {"gate": "policy", "passed": True, "mode": "enforce", "failed": []} in answer["gates"]
     assert answer["registry"]["champion"] == "1" and answer["next"]["command"].startswith("rlhf ")
     end_pipeline_run(run_id, "completed", workspace)
-    assert "finished after" in status(workspace).as_text()
+    assert "finished after" in status(workspace).as_text().plain
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("backend", ["sqlite"], indirect=True)
 def test_status_says_what_became_of_the_policy_of_the_workspace(contest: Path) -> None:
     name = policy_name(contest)
-    screen = status(contest).as_text()
+    screen = status(contest).as_text().plain
     assert (
         f"nobody has decided on {name} version 2" in screen
         and f"The champion of {name} is version 1." in screen
     )
     assert "next: rlhf promote" in screen
     assert promote(contest, force_reason="a test").promoted
-    screen = status(contest).as_text()
+    screen = status(contest).as_text().plain
     assert (
         f"Released by force: {name} version 2 is the champion. Promoted: forced: a test" in screen
     )
@@ -76,20 +77,20 @@ def test_status_says_what_became_of_the_policy_of_the_workspace(contest: Path) -
         and "next: rlhf chat" in screen
     )
     (contest / "metrics" / "ppo.json").write_text("{}")
-    assert "next: rlhf run" in status(contest).as_text()
+    assert "next: rlhf run" in status(contest).as_text().plain
     (contest / "dvc.lock").unlink()
-    assert "No run has registered it yet" in status(contest).as_text()
+    assert "No run has registered it yet" in status(contest).as_text().plain
 
 
 @pytest.mark.parametrize("backend", ["sqlite"], indirect=True)
 def test_status_of_a_new_workspace_creates_nothing(workspace: Path) -> None:
     (workspace / "mlflow.db").unlink()
     (workspace / "dvc.lock").unlink()
-    screen = status(workspace).as_text()
+    screen = status(workspace).as_text().plain
     assert "ppo          made, but not known to DVC" in screen and "last run\n  none" in screen
     assert not (workspace / "mlflow.db").exists()
     shutil.rmtree(workspace / "models" / "policy")
-    assert "ppo          not run yet" in status(workspace).as_text()
+    assert "ppo          not run yet" in status(workspace).as_text().plain
 
 
 @pytest.mark.parametrize("backend", ["sqlite"], indirect=True)
@@ -101,7 +102,7 @@ def test_status_gives_up_on_a_server_that_hangs(
     ) as server:  # accepts connections and answers nothing
         monkeypatch.setenv("MLFLOW_TRACKING_URI", f"http://127.0.0.1:{server.getsockname()[1]}")
         monkeypatch.setenv("MLFLOW_HTTP_REQUEST_TIMEOUT", "1")
-        assert "does not answer" in status(workspace).as_text()
+        assert "does not answer" in status(workspace).as_text().plain
         server.setblocking(False)
         connections = 0
         with pytest.raises(BlockingIOError):
@@ -117,7 +118,7 @@ def test_status_names_the_holder_of_the_lock(workspace: Path) -> None:
     (workspace / ".rlhf").mkdir(exist_ok=True)
     record = {"pid": os.getpid(), "since": "2026-01-01T00:00:00", "command": "rlhf run"}
     (workspace / ".rlhf" / "lock").write_text(json.dumps(record))
-    assert f"in use by: `rlhf run` (pid {os.getpid()}" in status(workspace).as_text()
+    assert f"in use by: `rlhf run` (pid {os.getpid()}" in status(workspace).as_text().plain
 
 
 @pytest.mark.parametrize(
@@ -129,10 +130,10 @@ def test_records_that_wait_are_named_where_no_run_delivers_them(
     workspace: Path, monkeypatch: pytest.MonkeyPatch, count: int, said: str
 ) -> None:
     monkeypatch.setattr("flows.commands.status.waiting_records", lambda _: count)
-    screen = status(workspace).as_text()
+    screen = status(workspace).as_text().plain
     assert said in screen and ("for MLflow to answer" in screen) == bool(said)
     with locked(workspace):
-        assert "for MLflow to answer" not in status(workspace).as_text()
+        assert "for MLflow to answer" not in status(workspace).as_text().plain
 
 
 @pytest.mark.parametrize("backend", ["sqlite"], indirect=True)
@@ -157,12 +158,12 @@ def test_status_while_a_run_is_under_way_shows_its_progress_without_dvc(
     )
     writer.emit(StageStarted("ppo", "gpu-pool", started, log_start=log.stat().st_size))
     with locked(workspace):
-        assert "ppo          running for 1:0" in status(workspace).as_text()
+        assert "ppo          running for 1:0" in status(workspace).as_text().plain
         with log.open("a") as stream:
             stream.write(
                 "ppo: 15/90 15 s reward 0.2 kl 0.5\nppo: 45/90 45 s reward 0.3418 kl 1.894\n"
             )
-        screen = status(workspace).as_text()
+        screen = status(workspace).as_text().plain
         assert "stages\n  1/3 done after 0:0" in screen
         assert "  fingerprint  ran in 0:02\n" in screen
         assert re.search(
@@ -176,7 +177,7 @@ def test_status_does_not_take_the_events_of_an_earlier_run_for_this_one(workspac
     earlier = {"kind": "RunPlanned", "time": 1.0, "stages": ["fingerprint", "ppo"]}
     new_events_file(workspace).write_text(json.dumps(earlier) + "\n")
     with locked(workspace):
-        screen = status(workspace).as_text()
+        screen = status(workspace).as_text().plain
     assert "waiting" not in screen and "it keeps DVC from telling their state" in screen
 
 

@@ -13,8 +13,7 @@ from integration.registry.test_promotion import ScriptedMatch, aliases
 from flows.commands.run import run
 from flows.commands.run_state import read_run_state
 from flows.pipeline.preflight import find_unchanged
-from flows.registry.aliases import get_version
-from flows.registry.client import connect, experiment_id
+from flows.registry.client import connect, experiment_id, get_version
 from flows.registry.history import Ledger
 from flows.registry.promote import promote, rollback
 from flows.registry.register import register

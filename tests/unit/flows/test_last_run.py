@@ -17,18 +17,17 @@ from flows.commands.run_state import RunState, read_run_state
 from flows.commands.status import (
     RegistryStatus,
     StagesStatus,
-    last_run_lines,
+    last_run_rows,
     next_step,
     stages_status,
     status,
 )
-from flows.commands.text import fit_line, format_age
+from flows.commands.text import Row, aligned, format_age, labelled_once
 from flows.pipeline import events
 from flows.pipeline.verdict import RunVerdict
 from flows.registry.stored_models import describe_stopped_policy
 from flows.stage import StageOutcome
 from rlhf_core.config.gates import Condition
-from rlhf_core.evaluation.report.headline import ReleaseDecision
 from rlhf_core.gates import decide
 from rlhf_core.storage.files import sha256_file
 
@@ -68,10 +67,7 @@ def test_half_a_line_is_left_for_the_next_call(tmp_path: Path) -> None:
 
 
 STARTED = datetime(2026, 3, 4, 5, 6, 7)
-RELEASED = ReleaseDecision(
-    "good", "Released", "", "", (), "", "", "rlhf chat", "talk to the champion", ""
-)
-FRESH, IDLE = StagesStatus({}), RegistryStatus([], champion="3", release=RELEASED)
+FRESH, IDLE = StagesStatus({}), RegistryStatus([], champion="3", release=VERDICT.release)
 
 
 def run_of(state: str = "Completed", verdict: RunVerdict | None = VERDICT) -> RunState:
@@ -91,7 +87,8 @@ def run_of(state: str = "Completed", verdict: RunVerdict | None = VERDICT) -> Ru
 
 
 def stopped(command: str, hint: str) -> RunVerdict:
-    return replace(VERDICT, judges=(), kl=None, next_command=command, next_hint=hint)
+    release = replace(VERDICT.release, next_command=command, next_hint=hint)
+    return replace(VERDICT, judges=(), kl=None, release=release)
 
 
 def emit(workspace: Path, *told: events.PipelineEvent) -> None:
@@ -121,6 +118,10 @@ def test_the_last_run_is_read_from_its_events(tmp_path: Path) -> None:
     assert last.last_event.timestamp() == pytest.approx(lines[-1]["time"], abs=1e-3)
 
 
+def last_run_lines(workspace: Path, last: RunState, now: datetime) -> list[str]:
+    return aligned(last_run_rows(workspace, last, now)).plain.splitlines()
+
+
 def test_a_run_without_an_end_was_interrupted(tmp_path: Path) -> None:
     emit(tmp_path, events.RunPlanned(("sft",)))
     last = read_run_state(tmp_path)
@@ -148,7 +149,7 @@ def test_the_last_run_is_described_with_its_numbers_and_its_decision(tmp_path: P
         "            gold is the true preference of the synthetic world, which no training sees",
         "KL          1.90 nats per reply from SFT, 95 % interval 1.70 to 2.10",
         "registered  policy version 4",
-        "promotion   version 4 is champion: better by every judge",
+        "promotion   Released: version 4 is the champion. better by every judge",
     ]
     alarmed = last_run_lines(
         tmp_path, run_of(verdict=replace(VERDICT, alarms=("many", "more"))), STARTED
@@ -258,8 +259,8 @@ def test_every_line_with_a_break_in_it_fits_the_terminal(
         events.VerdictReached(VERDICT),
         events.RunEnded("Completed", ""),
     )
-    text = status(tmp_path).as_text()
-    screen = "\n".join(fit_line(line, width) for line in text.splitlines())
+    text = status(tmp_path).as_text().plain
+    screen = status(tmp_path).as_text(width).plain
     long = [line for line in screen.splitlines() if len(line) > width and " " in line.strip()]
     assert [line for line in long if str(tmp_path) not in line] == []
     assert re.search(r"\n {15}\w+", screen)  # under the text, not under the stage's name
@@ -268,19 +269,29 @@ def test_every_line_with_a_break_in_it_fits_the_terminal(
 
 
 @pytest.mark.parametrize(
-    ("line", "wrapped"),
+    ("row", "wrapped"),
     [
-        ("  KL  one two three", "  KL  one two\n      three"),  # under the text after the label
-        (
-            "    one two three four",
-            "    one two\n      three four",
-        ),  # no label: further in than the line
-        ("  a_path_that_is_too_long", "  a_path_that_is_too_long"),
+        (("KL", "one two three"), "  KL  one two\n      three"),
+        ((None, "one two three four"), "  one two three\n    four"),  # no label: further in
+        (("", "a_path_that_is_too_long"), "    a_path_that_is_too_long"),
+        (("a long label", "one two"), "  a long label  one\n    two"),  # no room under the text
+        (("two", "lines\nof text"), "  two  lines\n       of text"),
     ],
 )
-def test_continuation_lines_are_indented(line: str, wrapped: str) -> None:
-    assert fit_line(line, 16) == wrapped
-    assert fit_line(line, None) == line
+def test_a_text_goes_on_beneath_its_beginning(row: Row, wrapped: str) -> None:
+    shown = aligned([row], 16, indent="  ").plain
+    assert shown == wrapped
+    (label, text) = row
+    assert aligned([row]).plain.split() == [*(label or "").split(), *text.split()]
+
+
+def test_labels_stand_beneath_each_other_once() -> None:
+    rows: list[Row] = [(None, "a note"), ("to do", "one"), ("to do", "two"), ("KL", "3")]
+    assert aligned(labelled_once(rows)).plain == "a note\nto do  one\n       two\nKL     3"
+
+
+def test_a_screen_shows_no_password() -> None:
+    assert "hunter2" not in aligned([("at", "http://me:hunter2@host/x")]).plain
 
 
 GATED = {

@@ -25,13 +25,14 @@ from flows.pipeline.artifacts import publish_gate_tables, publish_report, publis
 from flows.pipeline.events import EventLog, RunEnded, events_file
 from flows.registry.client import mlflow_address, run_page
 from flows.registry.decisions import PromotionDecision
-from flows.registry.match import decided_by
+from flows.registry.promote import decided_by
 from flows.stage import StageOutcome
 from flows.workspace import record_services
 from rlhf_core.config.profiles import profiles
 from rlhf_core.config.recipe import profiles_of, recipe_folder
 from rlhf_core.errors import EXIT_GATE_FAILED, EXIT_TRAINING_PAUSED, EXIT_USER_ERROR, RlhfError
 from rlhf_core.evaluation.promotion import win_rate_criteria
+from rlhf_core.evaluation.report.headline import ReleaseDecision
 from rlhf_core.evaluation.verdict import (
     WIN_RATE_KEYS,
     JudgeResult,
@@ -55,10 +56,19 @@ VERDICT = pipeline.RunVerdict(
     kl=pipeline.KlEstimate(1.9, 1.7, 2.1),
     failure="",
     registered="policy version 4",
-    promotion="version 4 is champion: better by every judge",
+    release=ReleaseDecision(
+        state="good",
+        headline="Released: version 4 is the champion",
+        registered="",
+        reason="better by every judge",
+        conditions=(),
+        decided="",
+        champion="",
+        next_command="rlhf chat",
+        next_hint="talk to the champion",
+        as_of="",
+    ),
     report="report.html",
-    next_command="rlhf chat",
-    next_hint="talk to the champion",
 )
 
 
@@ -235,7 +245,7 @@ def test_evaluation_and_report_of_earlier_runs_do_not_count(
     )
     assert verdict.headline == f"no verdict: {failure}" and verdict.registered == "nothing"
     assert verdict.promotion == "Not registered"
-    assert (verdict.next_command, verdict.next_hint) == ("rlhf run", hint)
+    assert (verdict.release.next_command, verdict.release.next_hint) == ("rlhf run", hint)
     assert sum(failure in text for _, text in verdict_rows(verdict, tmp_path)) == 1
     after_the_error = verdict_rows(verdict, tmp_path, "sft failed, see above")
     assert after_the_error[0] == ("verdict", "no verdict: sft failed, see above")
@@ -276,8 +286,12 @@ def test_a_failed_gate_is_named_with_its_conditions(tmp_path: Path) -> None:
         "nothing",
         "Not registered: the policy gate refuses it",
     )
-    assert [remedy.partition(":")[0] for remedy in verdict.remedies] == ["kl"]
-    assert "params.yaml" in verdict.next_hint and "`rlhf chat models/policy`" in verdict.next_hint
+    remedies = [text for label, text in pipeline.verdict_facts(verdict) if label == "to do"]
+    assert [remedy.partition(":")[0] for remedy in remedies] == ["kl"]
+    assert (
+        "params.yaml" in verdict.release.next_hint
+        and "`rlhf chat models/policy`" in verdict.release.next_hint
+    )
     shown = verdict_rows(verdict, tmp_path, "")
     for text in ("\n".join(text for _, text in shown), pipeline.verdict_markdown(verdict)):
         assert text.count("kl is 7.1") == 1 and "raise ppo.kl.coefficient" in text
@@ -286,9 +300,8 @@ def test_a_failed_gate_is_named_with_its_conditions(tmp_path: Path) -> None:
 
 def test_every_command_of_the_next_step_is_typed_where_the_reader_is(tmp_path: Path) -> None:
     hint = "talk to it; `rlhf rollback --reason TEXT` takes it back"
-    (label, text) = verdict_rows(
-        replace(VERDICT, next_command="rlhf chat", next_hint=hint), tmp_path
-    )[-1]
+    release = replace(VERDICT.release, next_hint=hint)
+    label, text = verdict_rows(replace(VERDICT, release=release), tmp_path)[-1]
     assert label == "next" and text.count(f" --workspace {tmp_path}") == 2
     assert f"`rlhf rollback --reason TEXT --workspace {tmp_path}`" in text
 
@@ -304,9 +317,9 @@ def test_an_error_of_the_registration_is_told(tmp_path: Path) -> None:
     )
     assert (
         verdict.promotion == "Not registered. MLflow does not answer"
-        and verdict.next_command == "rlhf run"
+        and verdict.release.next_command == "rlhf run"
     )
-    assert verdict.next_hint.startswith("tries the registration again")
+    assert verdict.release.next_hint.startswith("tries the registration again")
 
 
 def test_alarming_figures_are_part_of_the_verdict_everywhere_and_survive_json(
@@ -423,7 +436,7 @@ def test_the_verdict_names_judges_intervals_kl_and_the_next_command() -> None:
         "**Better than champion version 3: wins 61.2 % (95 % interval 55.1 to 66.9 %) by judge**\n"
     )
     assert "| judge | 61.2 % | 55.1 % to 66.9 % | 58.8 % | 320 | 103 |" in text
-    assert "KL from SFT: 1.90 nats per reply (95 %: 1.70 to 2.10)" in text
+    assert "- KL: 1.90 nats per reply from SFT, 95 % interval 1.70 to 2.10" in text
     assert (
         "- Report: [report.html](http://127.0.0.1:5000/#/experiments/1/runs/ab/artifacts/report.html)"
         in text

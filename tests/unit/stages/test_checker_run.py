@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 
 from flows.cli import app
 from flows.commands.run_state import describe_result
-from flows.registry.evidence import gate_conditions
+from flows.registry.promote import gate_conditions
 from rlhf_core.api.checker import Checker
 from rlhf_core.config import yaml_text
 from rlhf_core.config.loading import load_params

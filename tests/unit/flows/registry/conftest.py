@@ -16,7 +16,7 @@ from mlflow import MlflowClient
 from scripted_match import match_result
 
 from flows.registry.client import prepare_tracking
-from flows.registry.evidence import short_conditions
+from flows.registry.promote import short_conditions
 from rlhf_core.config.gates import Condition
 from rlhf_core.storage.files import sha256_tree
 

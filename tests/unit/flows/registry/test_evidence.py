@@ -17,19 +17,23 @@ from rich.console import Console
 from scripted_match import match_result
 
 from flows.commands.registry_output import (
-    describe_history,
     explain_gate,
     explain_promotion,
+    history_rows,
     judged_gate,
     model_history,
 )
-from flows.commands.text import gate_verdict
+from flows.commands.text import aligned, gate_verdict
 from flows.dvc_repo.graph import StageNode
-from flows.registry.aliases import CONTENT_TAG
-from flows.registry.client import experiment_id
+from flows.registry.client import CONTENT_TAG, experiment_id
 from flows.registry.evidence import count_policy_decisions, require_recorded
-from flows.registry.match import attempt_number, match_question, question_digest
-from flows.registry.promote import promote, rollback
+from flows.registry.promote import (
+    attempt_number,
+    match_question,
+    promote,
+    question_digest,
+    rollback,
+)
 from flows.registry.release_page import describe_tries, read_release_decision
 from rlhf_core.errors import GateFailed, RlhfError
 from rlhf_core.gates import JUDGED_TAG
@@ -165,7 +169,7 @@ def test_the_history_tells_who_what_and_why(
     monkeypatch.setenv("RLHF_ACTOR", "ann")
     promote(contest, play=ScriptedMatch())
     rollback(contest, "rude")
-    text = describe_history(model_history(contest))
+    text = aligned(history_rows(model_history(contest))).plain
     lines = text.splitlines()
     assert re.fullmatch(
         r"1  20\S+ \S+ UTC  \S+@\S+  promote: @previous → none, @champion → 1", lines[0]
@@ -178,7 +182,7 @@ def test_the_history_tells_who_what_and_why(
 
 def test_an_alias_that_was_moved_by_hand_is_told(registry: Registry, contest: Path) -> None:
     registry.client.set_registered_model_alias(MODEL, "champion", "2")
-    text = describe_history(model_history(contest))
+    text = aligned(history_rows(model_history(contest))).plain
     assert "the champion is version 2, but the history ends with version 1" in text
     with pytest.raises(RlhfError, match="other has no history yet"):
         model_history(contest, "other")

@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 from mlflow import MlflowClient
 
-from flows.commands.registry_output import describe_history, model_history
+from flows.commands.registry_output import history_rows, model_history
+from flows.commands.text import aligned
 from flows.registry.decisions import (
     PromotionDecision,
     commit,
@@ -110,7 +111,7 @@ def test_a_reason_looks_like_no_other_entry(
     rollback(contest, "rude\n8  2026-01-01 00:00:00 UTC  ceo\x1b[2J  approve: @champion → 7\u202e")
     foreign = new_entry(MODEL, "note", "one\ntwo") | {"who": "a\r\x1b[1Fb"}
     commit(ReleaseState.read(registry.client, contest, MODEL), foreign)
-    lines = describe_history(model_history(contest)).splitlines()
+    lines = aligned(history_rows(model_history(contest))).plain.splitlines()
     assert not [line for line in lines if line.startswith(("8", "9")) or not line.isprintable()]
     assert "   why: rude 8 2026-01-01 00:00:00 UTC ceo [2J approve: @champion → 7" in lines
     assert any("  a [1Fb  note: versions" in line for line in lines) and "   why: one two" in lines
@@ -159,7 +160,7 @@ def test_a_history_that_was_written_anew_is_shown_and_not_called_true(
         text = json.dumps(record | {"who": "alice@example.org", "reason": "approved by the board"})
         registry.client.log_param(forged.info.run_id, f"history.{MODEL}.{record['number']}", text)
     registry.client.set_registered_model_tag(MODEL, LEDGER_TAG, forged.info.run_id)
-    listed = describe_history(model_history(contest))
+    listed = aligned(history_rows(model_history(contest))).plain
     assert listed.count("alice@example.org") == 2
     assert not [claim for claim in ("unchanged", "hash", "verified", "signed") if claim in listed]
 

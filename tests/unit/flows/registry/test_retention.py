@@ -12,8 +12,7 @@ from flows.commands.doctor import workspace_checks
 from flows.registry import orphans
 from flows.registry.client import experiment_id
 from flows.registry.history import read_history
-from flows.registry.match import MATCHES
-from flows.registry.promote import approve, promote, rollback
+from flows.registry.promote import MATCHES, approve, promote, rollback
 from rlhf_core.errors import RlhfError
 from rlhf_extras.retention.output import describe_retention
 from rlhf_extras.retention.retention import apply_retention
