@@ -35,6 +35,7 @@ from rlhf_core.errors import (
     EXIT_USER_ERROR,
 )
 from rlhf_core.gates import GateDecision
+from rlhf_core.stages.runtime.kept_result import KeptResult
 from rlhf_core.stages.runtime.launcher import OUTCOMES, StageExit, outcome_path
 from rlhf_core.storage.files import atomic_write_json
 
@@ -337,6 +338,8 @@ def _run_locked(spec: StageSpec, lock: int) -> StageOutcome:
         spec, result, gate[0] if gate is not None and gate != gate_before else None, watch
     )
     outcome.save(spec.workspace)
+    if result.exit_code == 0:
+        KeptResult(spec.workspace, spec.name).drop()  # DVC has recorded it
     return outcome
 
 

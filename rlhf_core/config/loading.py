@@ -481,7 +481,9 @@ class Params(Strict):
                 )
 
     def _pools_fit(self) -> None:
-        """A job of a pool is one machine, whose GPUs are one for each process of the stage."""
+        """A job of a pool has a GPU for each process of its stage, and a machine or a Slurm job of
+        several.
+        """
         launches = {str(stage): launch for stage, launch in self.compute.launch.items()}
         shared = {job.pool: job.shared for job in self.pools.values()}
         for stage, job in self.pools.items():
@@ -491,15 +493,22 @@ class Params(Strict):
                     f"pool {job.pool}: its workers see the workspace or they do not, so say the same of both"
                 )
             launch = launches.get(stage, LaunchConfig())
-            if launch.nodes > 1:
+            if launch.nodes != (job.nodes or 1):
                 raise ValueError(
-                    f"compute.launch.{stage}.nodes is {launch.nodes}, but a job of the pool {job.pool} is one "
-                    f"machine; set nodes to 1, or take {stage} out of pools and start it as docs/operations.md says"
+                    f"compute.launch.{stage}.nodes is {launch.nodes}, but pools.{stage}.nodes is {job.nodes or 1} "
+                    f"machine(s); set both to the same number, or take {stage} out of pools and start it as "
+                    "docs/operations.md says"
                 )
             if job.gpus and job.gpus != launch.processes:
                 raise ValueError(
                     f"pools.{stage}.gpus is {job.gpus}, but the stage runs as {launch.processes} process(es), one "
                     "GPU each (compute.launch); set both to the same number"
+                )
+        for stage, launch in launches.items():
+            if launch.nodes > 1 and launch.rendezvous is None and stage not in self.pools:
+                raise ValueError(
+                    f"compute.launch.{stage}.nodes above 1 meet somewhere: set rendezvous to host:port of one of "
+                    f"them, or let a Slurm job start them (pools.{stage}.nodes)"
                 )
 
     @property
