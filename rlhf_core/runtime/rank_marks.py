@@ -41,12 +41,14 @@ class MarkFile:
     def __init__(self) -> None:
         self._file: int | None = None
         self._operations = 0
+        self._where = ("", "")
 
     def open(self, rank: int) -> None:
         """Mark from now on, if a launcher has named a folder for it."""
         folder = os.environ.get(FOLDER_VARIABLE)
         if folder and self._file is None:
             flags = os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC
+            self._where = (socket.gethostname(), str(os.getpid()))
             self._file = os.open(Path(folder) / str(rank), flags, 0o600)
 
     @contextmanager
@@ -67,7 +69,7 @@ class MarkFile:
 
     def _write(self, operation: str) -> None:
         assert self._file is not None
-        words = (str(self._operations), operation, socket.gethostname(), str(os.getpid()))
+        words = (str(self._operations), operation, *self._where)
         os.pwrite(self._file, "\t".join(words).encode().ljust(SIZE), 0)
 
 

@@ -138,7 +138,7 @@ def launch(
         meeting = {
             "rdzv_backend": BACKEND,
             "rdzv_configs": {"meeting": place},
-            "local_addr": place.own_address,
+            "local_addr": place.own_name,
         }
     # All machines see the marks of all ranks; the agent's folder is this machine's own.
     marks = workspace / ".rlhf" / "ranks" / run

@@ -70,7 +70,7 @@ class Meeting:
         opens = self._is_here() and _is_free(self.port)
         if not opens:
             with self._noticed(lambda: f"the machine that opens {self.place}"):
-                self.own_address = self._reach()
+                self._reach()
         opened = threading.Thread(target=self._open_store, args=(opens,), daemon=True)
         opened.start()
         # Where another program listens and says nothing, torch waits for ever, in C++.
@@ -81,21 +81,24 @@ class Meeting:
                 "stage: another program answers there, or may not be reached; choose a free port",
                 exit_code=1,
             )
-        if opens:
-            self.own_address = self._reach()
-        self._use_interface()
+        address = self._reach()
+        self._use_interface(address)
+        # By its name the others have reached the machine that opened the meeting point.
+        self.own_name = self.host if opens else address
 
     def _open_store(self, opens: bool) -> None:
-        with suppress(RuntimeError, ValueError):
-            self.store = TCPStore(
-                self.host,
-                self.port,
-                is_master=opens,
-                multi_tenant=True,
-                wait_for_workers=False,
-                timeout=timedelta(seconds=STORE_SECONDS),
-            )
-            self.run = self.store.compare_set(RUN_KEY, "", uuid.uuid4().hex).decode()
+        for is_master in (True, False) if opens else (False,):  # two may start on one machine
+            with suppress(RuntimeError, ValueError):
+                self.store = TCPStore(
+                    self.host,
+                    self.port,
+                    is_master=is_master,
+                    multi_tenant=True,
+                    wait_for_workers=False,
+                    timeout=timedelta(seconds=STORE_SECONDS / 2),
+                )
+                self.run = self.store.compare_set(RUN_KEY, "", uuid.uuid4().hex).decode()
+                return
 
     def _is_here(self) -> bool:
         """Whether the meeting point is an address of this machine."""
@@ -113,7 +116,7 @@ class Meeting:
         return False
 
     def _reach(self) -> str:
-        """Connect to the meeting point, and return the address of this machine on the way there."""
+        """Wait until the meeting point answers, and return this machine's address on the way there."""
         why = ""
         while time.monotonic() < self.deadline:
             try:
@@ -124,12 +127,14 @@ class Meeting:
             time.sleep(POLL_SECONDS)
         raise self._given_up(f"the machine that opens {self.place} did not come ({why})")
 
-    def _use_interface(self) -> None:
-        """Let gloo use the interface by which the meeting point is reached: it looks up the host's
-        name, which often stands for 127.0.1.1.
+    def _use_interface(self, address: str) -> None:
+        """Let gloo use the interface of ``address``: it would look up the host's name, which often
+        stands for 127.0.1.1.
         """
+        if address.startswith("127."):
+            return
         for name, addresses in psutil.net_if_addrs().items():
-            if any(each.address == self.own_address for each in addresses):
+            if any(each.address == address for each in addresses):
                 os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
 
     def _given_up(self, what: str) -> RlhfError:
@@ -195,7 +200,7 @@ class _Rendezvous(DynamicRendezvousHandler):
         missing = nodes - max(len(self._state_holder.state.participants), 1)
         if not missing:
             return f"a place among {nodes} machines, which have come already"
-        here = ", ".join(sorted({*arrived, self.meeting.own_address}))
+        here = ", ".join(sorted({*arrived, self.meeting.own_name}))
         return f"{missing} of {nodes} machines (here: {here})"
 
 

@@ -28,7 +28,7 @@ def show_stack_on_signal() -> None:
     faulthandler.register(SHOW_STACK, all_threads=True)
 
 
-def late_ranks(marks: Mapping[int, Mark], ranks: int) -> tuple[list[int], str]:
+def late_ranks(marks: Mapping[int, Mark]) -> tuple[list[int], str]:
     """The ranks that others wait for, and the operation in which these are; no rank while all
     compute.
 
@@ -36,12 +36,11 @@ def late_ranks(marks: Mapping[int, Mark], ranks: int) -> tuple[list[int], str]:
     fewest is late; a GPU's operations are waited for after they have begun. Where all have begun
     the same one, those that are still in it are named: what they wait for does not arrive.
     """
-    begun = {rank: marks[rank].operations if rank in marks else 0 for rank in range(ranks)}
-    furthest = max(begun, key=lambda rank: begun[rank])
-    behind = [rank for rank, operations in begun.items() if operations < begun[furthest]]
+    most = max(mark.operations for mark in marks.values())
+    behind = [rank for rank, mark in marks.items() if mark.operations < most]
     inside = [rank for rank, mark in marks.items() if mark.operation not in ("", STOPPING)]
-    operation = marks[furthest].operation if furthest in marks else ""
-    return behind or sorted(inside), operation or "its last operation"
+    waiting_in = [mark.operation for mark in marks.values() if mark.operations == most]
+    return sorted(behind or inside), max(waiting_in) or "its last operation"
 
 
 class RankWatch:
@@ -93,7 +92,9 @@ class RankWatch:
             if found != marks:
                 marks, moved, notices = found, now, 1
                 continue
-            late, operation = late_ranks(marks, self.ranks)
+            if len(marks) < self.ranks:
+                continue  # torch gives up on ranks that do not begin
+            late, operation = late_ranks(marks)
             if not late:
                 continue
             waited = now - moved
@@ -129,7 +130,7 @@ class RankWatch:
             f"{why}; all were ended, and the same command goes on from the last checkpoint"
         )
         for rank in late:
-            if rank in marks and marks[rank].host == socket.gethostname():
+            if marks[rank].host == socket.gethostname():
                 with suppress(OSError):
                     os.kill(marks[rank].process, SHOW_STACK)
         self._ended.wait(POLL_SECONDS)  # in which the stacks are printed
@@ -138,9 +139,8 @@ class RankWatch:
     def _named(self, late: list[int], marks: Mapping[int, Mark]) -> str:
         names = []
         for rank in late:
-            mark = marks.get(rank)
-            where = f"process {mark.process} on {mark.host}" if mark else "which has not begun"
-            names.append(f"rank {rank} of {self.ranks} ({where})")
+            mark = marks[rank]
+            names.append(f"rank {rank} of {self.ranks} (process {mark.process} on {mark.host})")
         return ", ".join(names)
 
 

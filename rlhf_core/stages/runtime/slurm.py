@@ -35,7 +35,8 @@ FORGOTTEN = "UNKNOWN"  # Slurm forgets a job some minutes after its end
 UNITS = {"": 1, "k": 10**3, "M": 10**6, "G": 10**9, "T": 10**12, "P": 10**15}
 BINARY_UNITS = {"Ki": 1 << 10, "Mi": 1 << 20, "Gi": 1 << 30, "Ti": 1 << 40, "Pi": 1 << 50}
 
-# A node that was stopped (75) must not end the others, which may still be saving. What Slurm stops
+# A node that was stopped (75) must not end the others, which may still be saving, and its shell must
+# outlive the signal. What Slurm stops
 # goes back into the queue, unless whoever submitted the job has asked for its end.
 SCRIPT = r"""#!/usr/bin/env bash
 set -uo pipefail
@@ -46,7 +47,7 @@ export SRUN_CPUS_PER_TASK=${SLURM_CPUS_PER_TASK:-1}
 stopped=
 trap 'stopped=yes; scancel --signal=TERM "$SLURM_JOB_ID"' TERM
 # shellcheck disable=SC2016
-srun --ntasks-per-node=1 --kill-on-bad-exit=1 bash -c '"$@"; status=$?; exit $((status == 75 ? 0 : status))' node \
+srun --ntasks-per-node=1 --kill-on-bad-exit=1 bash -c 'trap : TERM; "$@"; status=$?; exit $((status == 75 ? 0 : status))' node \
   NODE_COMMAND &
 step=$!
 status=0

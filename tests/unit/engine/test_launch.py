@@ -134,7 +134,7 @@ def test_ranks_that_lose_their_place_stop_at_the_same_step(
         ("hangs", "", r"wait in a sum.* for rank 1 of 2 \(process \d+ on .*rank_timeout", 1),
         (
             "hangs when stopped",
-            "flow: {stop_grace_seconds: 2}\n",
+            "flow: {stop_grace_seconds: 10}\n",
             "for rank 1 of 2 .* after SIGTERM",
             EXIT_PREEMPTED,
         ),
@@ -151,7 +151,7 @@ def test_a_rank_that_hangs_or_has_no_memory_is_named_and_no_rank_is_left(
     exit_code: int,
 ) -> None:
     before = set(psutil.Process().children())
-    seconds = 4 if fault == "hangs" else 1800
+    seconds = 15 if fault == "hangs" else 1800
     launch = f"compute: {{launch: {{sft: {{processes: 2, rank_timeout: {seconds}}}}}}}\n"
     (workspace / "params.yaml").write_text(tiny.PARAMS + launch + settings)
     monkeypatch.setattr(launcher, "RANK", (FAULTY_RANK, fault))
