@@ -47,8 +47,8 @@ export SRUN_CPUS_PER_TASK=${SLURM_CPUS_PER_TASK:-1}
 stopped=
 trap 'stopped=yes; scancel --signal=TERM "$SLURM_JOB_ID"' TERM
 # shellcheck disable=SC2016
-srun --ntasks-per-node=1 --kill-on-bad-exit=1 bash -c 'trap : TERM; "$@"; status=$?; exit $((status == 75 ? 0 : status))' node \
-  NODE_COMMAND &
+node='trap : TERM; "$@"; status=$?; exit $((status == 75 ? 0 : status))'
+srun --ntasks-per-node=1 --kill-on-bad-exit=1 bash -c "$node" node NODE_COMMAND &
 step=$!
 status=0
 wait "$step" || status=$?
