@@ -177,7 +177,7 @@ def _agent(config: LaunchConfig, logs: Path, run: str, meeting: Mapping[str, Any
     from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
     from torch.distributed.launcher.api import LaunchConfig as AgentConfig
 
-    alone = {
+    alone: dict[str, Any] = {
         "rdzv_backend": "c10d",
         "rdzv_endpoint": "127.0.0.1:0",
         "local_addr": "127.0.0.1",

@@ -14,7 +14,6 @@ import uuid
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from datetime import timedelta
-from typing import Any
 
 import psutil
 from torch.distributed import TCPStore
@@ -207,7 +206,7 @@ class _Rendezvous(DynamicRendezvousHandler):
 def _create(params: RendezvousParameters) -> _Rendezvous:
     meeting: Meeting = params.config["meeting"]
     seconds = max(meeting.deadline - time.monotonic(), 1.0)
-    handler: Any = _Rendezvous.from_backend(
+    handler: _Rendezvous = _Rendezvous.from_backend(
         params.run_id,
         meeting.store,
         C10dRendezvousBackend(meeting.store, params.run_id),
@@ -217,7 +216,7 @@ def _create(params: RendezvousParameters) -> _Rendezvous:
         RendezvousTimeout(join=timedelta(seconds=seconds)),
     )
     handler.meeting = meeting
-    return handler  # type: ignore[no-any-return]
+    return handler
 
 
 rendezvous_handler_registry.register(BACKEND, _create)

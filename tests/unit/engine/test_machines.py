@@ -9,7 +9,6 @@ import socket
 import threading
 from pathlib import Path
 
-import psutil
 import pytest
 from ranks import exit_code_of, free_port
 
@@ -95,7 +94,6 @@ def test_two_machines_meet_and_leave_nothing_behind(tmp_path: Path) -> None:
     assert [words[0] for words in ranks] == ["2", "2"]
     assert ranks[0][1] == ranks[1][1], "both leave their marks in one folder"
     assert list((tmp_path / ".rlhf/ranks").iterdir()) == []
-    assert not any(b"agent" in p.name().encode() for p in psutil.Process().children())
 
 
 @pytest.mark.parametrize(
