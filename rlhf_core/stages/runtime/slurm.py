@@ -14,7 +14,6 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -267,6 +266,10 @@ def _raise_failure(job: SlurmJob, state: _State, preemption: PreemptionSignal) -
     if causes:
         first = min(causes, key=lambda one: one.ended)
         raise RlhfError(first.message, first.exit_code)
+    if state.name == "CANCELLED" and not preemption.received:
+        raise RlhfError(
+            f"{job.stage}: somebody cancelled Slurm job {job.number}; the same command goes on from the last checkpoint"
+        )
     if failed or preemption.received:
         raise Preempted(
             failed[0].message if failed else f"{job.stage}: Slurm job {job.number} was stopped"
@@ -303,8 +306,7 @@ def _amount(quantity: str) -> float:
 
 
 def _slurm(*command: str) -> subprocess.CompletedProcess[str]:
-    words: Sequence[str] = command
-    return subprocess.run(words, capture_output=True, text=True, stdin=subprocess.DEVNULL)
+    return subprocess.run(command, capture_output=True, text=True, stdin=subprocess.DEVNULL)
 
 
 def _line(ended: subprocess.CompletedProcess[str]) -> str:
