@@ -155,7 +155,7 @@ class Meeting:
             while not ended.wait(pause):
                 pause = NOTICE_SECONDS
                 logger.warning(
-                    "%s: waiting for %s, since %.0f s; given up after %d s (compute.launch.%s.rendezvous_timeout)",
+                    "%s: waiting for %s; %.0f s so far, given up after %d s (compute.launch.%s.rendezvous_timeout)",
                     self.stage, whom(), time.monotonic() - started, self.config.rendezvous_timeout, self.stage,
                 )  # fmt: skip
 

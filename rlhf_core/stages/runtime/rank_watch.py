@@ -99,12 +99,15 @@ class RankWatch:
                 continue
             waited = now - moved
             since_stop = now - max(moved, told_to_stop) if told_to_stop is not None else 0.0
-            behind = f"{self.stage}: the ranks wait in {operation} for {self._named(late, marks)}"
+            behind = (
+                f"{self.stage}: ranks have waited {waited:.0f} s in {operation} for "
+                f"{self._named(late, marks)}"
+            )
             if waited >= self.timeout:
                 self._give_up(
                     late,
                     marks,
-                    f"{behind}, since {waited:.0f} s (compute.launch.{self.stage}.rank_timeout)",
+                    f"{behind} (compute.launch.{self.stage}.rank_timeout)",
                 )
                 return
             if (
@@ -121,8 +124,8 @@ class RankWatch:
             if waited >= notices * self.timeout / NOTICES:
                 notices += 1
                 logger.warning(
-                    "%s, since %.0f s; all are ended after %.0f s (compute.launch.%s.rank_timeout)",
-                    behind, waited, self.timeout, self.stage,
+                    "%s; all are ended after %.0f s (compute.launch.%s.rank_timeout)",
+                    behind, self.timeout, self.stage,
                 )  # fmt: skip
 
     def _give_up(self, late: list[int], marks: Mapping[int, Mark], why: str) -> None:

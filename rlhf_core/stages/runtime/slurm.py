@@ -133,9 +133,8 @@ class SlurmJob:
         text = text.replace("END ]]", f"{shlex.quote(str(self.end_file))} ]]")
         self.script.write_text(text, encoding="utf-8")
         self._shown = self.log.stat().st_size if self.log.exists() else 0
-        options = _requests(place)
-        options += [f"--job-name=rlhf-{self.stage}", f"--chdir={self.workspace}"]
-        options += [f"--output={self.log}", *place.sbatch]
+        options = [f"--job-name=rlhf-{self.stage}", f"--chdir={self.workspace}"]
+        options += [f"--output={self.log}", *job_options(place)]
         submitted = _slurm("sbatch", "--parsable", *options, str(self.script))
         if submitted.returncode:
             raise RlhfError(
@@ -283,7 +282,8 @@ def _raise_failure(job: SlurmJob, state: _State, preemption: PreemptionSignal) -
         )
 
 
-def _requests(place: Placement) -> list[str]:
+def job_options(place: Placement) -> list[str]:
+    """What a job asks for, as options of ``sbatch``; a person's own come last and win."""
     options = [f"--nodes={place.nodes}", "--ntasks-per-node=1", "--requeue", "--open-mode=append"]
     options.append("--signal=B:TERM@180")  # before the time limit
     if place.gpus:
@@ -294,7 +294,7 @@ def _requests(place: Placement) -> list[str]:
         options.append(f"--mem={round(_amount(place.memory) / (1 << 20))}M")
     if place.time_limit_seconds is not None:
         options.append(f"--time={-(-place.time_limit_seconds // 60)}")
-    return options
+    return [*options, *place.sbatch]
 
 
 def _amount(quantity: str) -> float:

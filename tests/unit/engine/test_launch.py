@@ -131,7 +131,12 @@ def test_ranks_that_lose_their_place_stop_at_the_same_step(
 @pytest.mark.parametrize(
     ("fault", "settings", "message", "exit_code"),
     [
-        ("hangs", "", r"wait in .* for rank 1 of 2 \(process \d+ on .*rank_timeout", 1),
+        (
+            "hangs",
+            "",
+            r"have waited \d+ s in .* for rank 1 of 2 \(process \d+ on .*rank_timeout",
+            1,
+        ),
         (
             "hangs when stopped",
             "flow: {stop_grace_seconds: 10}\n",
