@@ -33,6 +33,7 @@ from rlhf_core.errors import (
     EXIT_USER_ERROR,
 )
 from rlhf_core.gates import GateDecision
+from rlhf_core.stages.runtime.kept_result import KeptResult
 from rlhf_core.stages.runtime.launcher import OUTCOMES, StageExit, outcome_path
 from rlhf_core.storage.files import atomic_write_json
 
@@ -309,6 +310,8 @@ def _run_locked(spec: StageSpec, lock: int) -> StageOutcome:
     decision = gate[0] if gate is not None and gate != gate_before else None
     outcome = _outcome(spec, result, decision, watch)
     outcome.save(spec.workspace)
+    if result.exit_code == 0:
+        KeptResult(spec.workspace, spec.name).drop()  # DVC has recorded it
     return outcome
 
 

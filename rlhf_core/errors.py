@@ -147,6 +147,16 @@ def is_out_of_memory(error: BaseException) -> bool:
     return refused or any(said in str(error) for said in _NO_MEMORY)
 
 
+def is_out_of_device_memory(error: BaseException) -> bool:
+    """Whether a GPU's memory is used up. torch says so by a class, its libraries by words."""
+    return type(error).__name__ == "OutOfMemoryError" or (
+        isinstance(error, RuntimeError)
+        and not isinstance(error, RlhfError)
+        and "CUDA" in str(error)
+        and "out of memory" in str(error)
+    )
+
+
 def is_exhausted(error: BaseException) -> bool:
     """Whether memory or a disk is used up, which is no fault of the file that was read."""
     return is_out_of_memory(error) or is_full_disk(error)

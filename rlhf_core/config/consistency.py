@@ -298,7 +298,7 @@ def _launch_fits(params: Params) -> None:
 
 
 def _pools_fit(params: Params) -> None:
-    """Check the stages on pools: a job there is one machine with one GPU for each process."""
+    """Check the stages on pools: a GPU for each process, one machine or a Slurm job of several."""
     launches = {str(stage): launch for stage, launch in params.compute.launch.items()}
     shared = {job.pool: job.shared for job in params.pools.values()}
     for stage, job in params.pools.items():
@@ -308,13 +308,20 @@ def _pools_fit(params: Params) -> None:
                 f"pool {job.pool}: its workers see the workspace or they do not, so say the same of both"
             )
         launch = launches.get(stage, LaunchConfig())
-        if launch.nodes > 1:
+        if launch.nodes != (job.nodes or 1):
             raise ConfigError(
-                f"compute.launch.{stage}.nodes is {launch.nodes}, but a job of the pool {job.pool} is one "
-                f"machine; set nodes to 1, or take {stage} out of pools and start it as docs/operations.md says"
+                f"compute.launch.{stage}.nodes is {launch.nodes}, but pools.{stage}.nodes is {job.nodes or 1} "
+                f"machine(s); set both to the same number, or take {stage} out of pools and start it as "
+                "docs/operations.md says"
             )
         if job.gpus and job.gpus != launch.processes:
             raise ConfigError(
                 f"pools.{stage}.gpus is {job.gpus}, but the stage runs as {launch.processes} process(es), one "
                 "GPU each (compute.launch); set both to the same number"
+            )
+    for stage, launch in launches.items():
+        if launch.nodes > 1 and launch.rendezvous is None and stage not in params.pools:
+            raise ConfigError(
+                f"compute.launch.{stage}.nodes above 1 meet somewhere: set rendezvous to host:port of one of "
+                f"them, or let a Slurm job start them (pools.{stage}.nodes)"
             )

@@ -32,7 +32,11 @@ class LaunchConfig(Strict):
         engine: `local` is plain torch; `deepspeed` shards by ZeRO.
         processes: Processes on each machine.
         nodes: Machines that train together.
-        rendezvous: Where they meet, as host:port of one of them.
+        rendezvous: Where they meet, as host:port of one of them; not needed where `pools` starts
+            them as a Slurm job.
+        rendezvous_timeout: Seconds in which all machines must come there.
+        rank_timeout: Seconds that ranks wait for a late one, which may be evaluating or saving,
+            before all are ended.
         zero: Stage of DeepSpeed's ZeRO: 0 replicates, 1 shards the optimiser, 2 gradients too, 3
             weights too; null with `engine: deepspeed`: 2.
         offload: Keeps the optimiser, or the parameters as well, in CPU memory.
@@ -51,6 +55,8 @@ class LaunchConfig(Strict):
     processes: PositiveInt = 1
     nodes: PositiveInt = 1
     rendezvous: str | None = Field(default=None, pattern=r"^[^:/\s]+:\d+$")
+    rendezvous_timeout: PositiveInt = 600
+    rank_timeout: PositiveInt = 1800
     zero: Literal[0, 1, 2, 3] | None = None
     offload: Literal["none", "optimizer", "parameters"] | None = None
     deepspeed: str | None = None
@@ -70,10 +76,6 @@ class LaunchConfig(Strict):
 
     @model_validator(mode="after")
     def _consistent(self) -> LaunchConfig:
-        if self.nodes > 1 and self.rendezvous is None:
-            raise ValueError(
-                "nodes above 1 meet somewhere: set rendezvous to host:port of one of them"
-            )
         names = ("zero", "offload", "deepspeed")
         sharding = [name for name in names if getattr(self, name) is not None]
         if self.engine != "deepspeed" and (sharding or self.frozen == "sharded"):
@@ -98,7 +100,10 @@ Trained = Literal["sft", "reward", "referee", "judge", "critic", "ppo"]
 Launched = Literal["sft", "reward", "referee", "judge", "critic", "ppo", "evaluate"]
 
 # Settings of a launch that hold for a stage that trains nothing too.
-UNTRAINED = {"processes", "nodes", "rendezvous", "engine", "frozen"}
+UNTRAINED = {
+    *("processes", "nodes", "rendezvous", "rendezvous_timeout", "rank_timeout"),
+    *("engine", "frozen"),
+}
 
 Margin = Annotated[float, Field(gt=0, strict=False)] | None
 
@@ -351,7 +356,10 @@ def _is_quantity(value: str) -> str:
 
 Quantity = Annotated[str, AfterValidator(_is_quantity)]
 Name = Annotated[str, Field(min_length=1)]
-PLACE = frozenset({"pool", "queue", "variables", "shared", "remote", "deliver_seconds"})
+PLACE = frozenset(
+    {"pool", "queue", "variables", "shared", "remote", "deliver_seconds", "nodes", "sbatch"}
+)
+OF_CONTAINERS = ("image", "shared_memory", "node_selector")
 
 
 class Placement(Strict):
@@ -363,6 +371,9 @@ class Placement(Strict):
 
     Attributes:
         pool: Name of the work pool; alone it may stand for the whole mapping.
+        nodes: The pool's worker submits the stage as one Slurm job of so many nodes, each with
+            `gpus`, `cpus` and `memory`, and waits for it; null runs the stage in the worker.
+        sbatch: Further options of `sbatch` for that job, such as `--partition=a100`.
         queue: Queue of the pool.
         image: Container image.
         gpus: GPUs of the job.
@@ -379,6 +390,8 @@ class Placement(Strict):
     """
 
     pool: Name
+    nodes: PositiveInt | None = None
+    sbatch: tuple[Name, ...] = Field(default=(), strict=False)
     queue: Name | None = None
     image: Name | None = None
     gpus: NonNegativeInt | None = None
@@ -399,6 +412,14 @@ class Placement(Strict):
             raise ValueError(
                 f"{given[0]} is for workers that do not see the workspace: set shared to false, or leave {given[0]} out"
             )
+        if self.nodes is None and self.sbatch:
+            raise ValueError("sbatch is for a Slurm job: set nodes, or leave sbatch out")
+        foreign = [name for name in OF_CONTAINERS if getattr(self, name) is not None]
+        if self.nodes is not None and (foreign or not self.shared):
+            named = foreign[0] if foreign else "shared: false"
+            raise ValueError(
+                f"{named} is for containers, and nodes for a Slurm job, whose nodes see the workspace: leave one out"
+            )
         twice = sorted(set(self.variables) & (set(type(self).model_fields) - PLACE))
         if twice:
             raise ValueError(
@@ -407,7 +428,12 @@ class Placement(Strict):
         return self
 
     def job_variables(self) -> dict[str, Any]:
-        """Return what is sent to the pool: the requests, and further variables."""
+        """Return what is sent to the pool: the requests, and further variables.
+
+        Those of a Slurm job are made by `sbatch`.
+        """
+        if self.nodes is not None:
+            return dict(self.variables)
         requests = self.model_dump(exclude=set(PLACE), exclude_none=True)
         return requests | self.variables
 

@@ -11,7 +11,7 @@ import json
 import math
 import os
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -21,13 +21,16 @@ import torch.distributed as dist
 from torch import Tensor
 
 from rlhf_core.errors import ConfigError, RlhfError
+from rlhf_core.runtime.rank_marks import MarkFile
 from rlhf_core.storage.files import LockFile, own_temporary_folder
 
-# A rank waits this long for another that evaluates or saves; the launcher notices dead ranks within
-# seconds.
+# How long a rank waits for another that evaluates or saves. The launcher notices dead ranks within
+# seconds, and ends late ones first (``compute.launch.STAGE.rank_timeout``).
 TIMEOUT = timedelta(minutes=60)
+SLACK_SECONDS = 120.0
 BUCKET_BYTES = 25_000_000
 NVIDIA_DRIVER = Path("/proc/driver/nvidia/version")
+MARKS = MarkFile()
 
 
 def active() -> bool:
@@ -81,8 +84,12 @@ def _require_no_gpu() -> None:
 
 
 @contextmanager
-def process_group() -> Iterator[None]:
-    """Join the process group that the launcher's environment describes, inside the block."""
+def process_group(rank_timeout: float = TIMEOUT.total_seconds()) -> Iterator[None]:
+    """Join the process group that the launcher's environment describes, inside the block.
+
+    Args:
+        rank_timeout: Seconds that its ranks wait for a late one; the launcher acts before they do.
+    """
     if active() or int(os.environ.get("WORLD_SIZE", "1")) <= 1:
         yield
         return
@@ -90,7 +97,10 @@ def process_group() -> Iterator[None]:
     if device().type == "cuda":
         torch.cuda.set_device(device())
         backend = "cpu:gloo,cuda:nccl"
-    dist.init_process_group(backend, timeout=TIMEOUT)
+    MARKS.open(int(os.environ["RANK"]))
+    with MARKS.waiting("the start"):
+        timeout = timedelta(seconds=rank_timeout + SLACK_SECONDS)
+        dist.init_process_group(backend, timeout=timeout)
     yield
     # On an error destroy_process_group is skipped: it can hang when peers have died.
     if active():
@@ -128,7 +138,8 @@ def release_nonzero_ranks() -> None:
     if world_size() == 1:
         return
     others = not is_rank_zero()
-    dist.barrier()
+    with MARKS.waiting("a barrier"):
+        dist.barrier()
     dist.destroy_process_group()
     if others:
         raise NonzeroRankReleased
@@ -137,7 +148,8 @@ def release_nonzero_ranks() -> None:
 def all_reduce_sum(tensor: Tensor) -> Tensor:
     """Sum ``tensor`` over all ranks, in place; returns it."""
     if world_size() > 1:
-        dist.all_reduce(tensor)
+        with MARKS.waiting("a sum"):
+            dist.all_reduce(tensor)
     return tensor
 
 
@@ -157,7 +169,8 @@ def all_reduce_sums(tensors: Sequence[Tensor]) -> None:
         kind = (tensor.dtype, tensor.device)
         if full or following is None or (following.dtype, following.device) != kind:
             flat = torch.cat([each.reshape(-1) for each in bucket])
-            dist.all_reduce(flat)
+            with MARKS.waiting("a sum"):
+                dist.all_reduce(flat)
             parts = flat.split([each.numel() for each in bucket])
             shaped = [part.view_as(each) for part, each in zip(parts, bucket, strict=True)]
             torch._foreach_copy_(bucket, shaped)
@@ -175,8 +188,9 @@ def reduce_metrics(metrics: Mapping[str, float]) -> dict[str, float]:
     names = sorted(metrics)
     sums = torch.tensor([metrics[name] for name in names], dtype=torch.float64)
     largest = sums.clone()
-    dist.all_reduce(sums)
-    dist.all_reduce(largest, dist.ReduceOp.MAX)
+    with MARKS.waiting("a sum of metrics"):
+        dist.all_reduce(sums)
+        dist.all_reduce(largest, dist.ReduceOp.MAX)
     # A maximum with NaN depends on the order of its arguments; a sum does not.
     largest = torch.where(sums.isnan(), sums, largest)
     values = {}
@@ -187,17 +201,25 @@ def reduce_metrics(metrics: Mapping[str, float]) -> dict[str, float]:
 
 def any_rank(flag: bool) -> bool:
     """Whether ``flag`` is true on at least one rank."""
-    return reduce_metrics({"_max": float(flag)})["_max"] > 0
+    return largest_of_ranks(int(flag)) > 0
 
 
 def largest_of_ranks(count: int) -> int:
     """Return the largest ``count`` of all ranks, on every rank."""
-    return int(reduce_metrics({"_max": float(count)})["_max"])
+    if world_size() == 1:
+        return count
+    largest = torch.tensor([count])
+    with MARKS.waiting("a comparison"):
+        dist.all_reduce(largest, dist.ReduceOp.MAX)
+    return int(largest)
 
 
 def broadcast_from_rank0(value: Any) -> Any:
     """Return rank 0's ``value`` on every rank, as JSON: floats survive exactly, NaN too."""
-    return _from(0, value) if world_size() > 1 else value
+    if world_size() == 1:
+        return value
+    with MARKS.waiting("a message"):
+        return _from(0, value)
 
 
 def gather_items(items: Sequence[Any]) -> list[Any]:
@@ -230,7 +252,8 @@ def every_rank(value: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
     """Return the JSON values of all ranks in their order, on every rank."""
     if world_size() == 1:
         return [value]
-    return [_from(source, value, group) for source in range(world_size())]
+    with nullcontext() if group else MARKS.waiting("a message"):  # a group has its own thread
+        return [_from(source, value, group) for source in range(world_size())]
 
 
 def gather_rows(rows: Tensor, total: int, fill: float = 0) -> Tensor:
@@ -243,14 +266,16 @@ def gather_rows(rows: Tensor, total: int, fill: float = 0) -> Tensor:
     trailing = rows.shape[1:]
     widths = torch.tensor(trailing, dtype=torch.long)
     if widths.numel():
-        dist.all_reduce(widths, dist.ReduceOp.MAX)
+        with MARKS.waiting("rows"):
+            dist.all_reduce(widths, dist.ReduceOp.MAX)
     most = math.ceil(total / world_size())
     shape = [most, *widths.tolist()]
     mine = rows.new_full(shape, fill)
     mine[tuple(slice(0, n) for n in rows.shape)] = rows
     sent = mine.to(torch.uint8) if mine.dtype == torch.bool else mine
     parts = [torch.empty_like(sent) for _ in range(world_size())]
-    dist.all_gather(parts, sent.contiguous())
+    with MARKS.waiting("rows"):
+        dist.all_gather(parts, sent.contiguous())
     # Row i of rank r is row i * size + r of the whole.
     return torch.stack(parts, dim=1).flatten(0, 1)[:total].to(rows.dtype)
 

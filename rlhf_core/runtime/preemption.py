@@ -98,7 +98,10 @@ class PreemptionSignal:
         """Whether any rank has received SIGTERM; all ranks ask at the same safe point."""
         from rlhf_core.runtime import distributed
 
-        return distributed.any_rank(self.received)
+        agreed = distributed.any_rank(self.received)
+        if agreed:
+            distributed.MARKS.stopping()
+        return agreed
 
     def raise_preempted(self, progress: str, saved: bool) -> NoReturn:
         """End the stage once every rank is here; ``progress`` names the stage and how far it is."""

@@ -85,7 +85,7 @@ FLOWS_MAY_ALSO_USE = {
         "fingerprint.tracked_files.function_files",
         "fingerprint.tracked_files.verifiable_functions",
     },
-    "flows.stage": {"stages.runtime.launcher"},
+    "flows.stage": {"stages.runtime.kept_result", "stages.runtime.launcher"},
     "flows.commands.registry_output": {"evaluation.probe_table"},
     "flows.commands.doctor": {
         "commands.plugged",

@@ -24,6 +24,8 @@ from rlhf_core.config.operations import LaunchConfig
 from rlhf_core.errors import EXIT_INTERRUPTED, EXIT_OK, DataError, Preempted, RlhfError
 from rlhf_core.redaction import redacted
 from rlhf_core.runtime.preemption import PreemptionSignal
+from rlhf_core.runtime.rank_marks import FOLDER_VARIABLE
+from rlhf_core.stages.runtime.rank_watch import RankWatch
 from rlhf_core.storage.files import atomic_write_json, read_json
 
 OUTCOMES = Path(".rlhf") / "outcomes"
@@ -91,71 +93,115 @@ def rank() -> int:
 
 
 def launch(
-    name: str, workspace: Path, config: LaunchConfig, outcomes: Path, preemption: PreemptionSignal
+    name: str,
+    workspace: Path,
+    config: LaunchConfig,
+    stop_grace: float,
+    preemption: PreemptionSignal,
 ) -> None:
     """Run the stage on ``config.processes`` ranks here, together with those of other machines.
 
     SIGTERM is forwarded to the ranks, which stop together at their next safe point. Every machine
     runs the same command on the same (shared) workspace.
 
+    Args:
+        name: Name of the stage.
+        workspace: Its workspace.
+        config: How many ranks, and how long they wait for each other.
+        stop_grace: Seconds after SIGTERM in which ranks that wait for a late one are not ended.
+        preemption: What has received SIGTERM.
+
     Raises:
-        RlhfError: A rank failed, with the cause and its exit code. The other ranks are stopped
-            first.
+        RlhfError: A rank failed, with the cause and its exit code, or was late, or a machine did
+            not come. The other ranks are stopped first.
     """
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.elastic.rendezvous import RendezvousError
     from torch.distributed.launcher.api import elastic_launch
 
+    outcomes = workspace / OUTCOMES
     for old in outcomes.glob(f"{name}.rank-*.json"):
         old.unlink(missing_ok=True)
     # Without a cap the ranks oversubscribe the CPU.
     os.environ.setdefault("OMP_NUM_THREADS", str(max((os.cpu_count() or 1) // config.processes, 1)))
-    logs = workspace / ".rlhf" / "ranks" / uuid.uuid4().hex
     command = (*RANK, name, str(workspace), str(os.getpid()))
     handlers = {number: signal.getsignal(number) for number in HANDLED}
+    meeting: dict[str, Any] = {}
+    run = uuid.uuid4().hex
+    if config.nodes > 1:
+        from rlhf_core.stages.runtime.machines import BACKEND, Meeting
+
+        place = Meeting(name, config)
+        place.arrive()
+        run = place.run
+        meeting = {
+            "rdzv_backend": BACKEND,
+            "rdzv_configs": {"meeting": place},
+            "local_addr": place.own_name,
+        }
+    # All machines see the marks of all ranks; the agent's folder is this machine's own.
+    marks = workspace / ".rlhf" / "ranks" / run
+    logs = workspace / ".rlhf" / "ranks" / uuid.uuid4().hex
+    for folder in (marks, logs):
+        folder.mkdir(parents=True, exist_ok=True)
+    os.environ[FOLDER_VARIABLE] = str(marks)
+    watch = RankWatch(name, marks, config, stop_grace, lambda: preemption.received, _signal_ranks)
     try:
-        with preemption.forwarded(_terminate_ranks):
-            elastic_launch(_agent(name, config, logs), sys.executable)(*command)
+        with watch, preemption.forwarded(_signal_ranks):
+            elastic_launch(_agent(config, logs, run, meeting), sys.executable)(*command)
     except ChildFailedError as error:
+        if watch.verdict is not None:
+            ended = Preempted if preemption.received else RlhfError
+            raise ended(watch.verdict, None if preemption.received else 1) from error
         raise _failure(name, config, error.failures, outcomes, preemption.received) from error
+    except RendezvousError as error:
+        raise RlhfError(
+            f"{name}: the machine at {config.rendezvous} is gone, so the ranks here were ended; run the stage again "
+            "on all machines: it goes on from its last checkpoint",
+            exit_code=1,
+        ) from error
     except SignalException as error:
         raise KeyboardInterrupt from error
     finally:
+        os.environ.pop(FOLDER_VARIABLE, None)
         for number, handler in handlers.items():
             signal.signal(number, handler)
-        shutil.rmtree(logs, ignore_errors=True)
+        for folder in (marks, logs):
+            shutil.rmtree(folder, ignore_errors=True)
     for done in outcomes.glob(f"{name}.rank-*.json"):
         done.unlink(missing_ok=True)
 
 
-def _agent(name: str, config: LaunchConfig, logs: Path) -> Any:
+def _agent(config: LaunchConfig, logs: Path, run: str, meeting: Mapping[str, Any]) -> Any:
     from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
     from torch.distributed.launcher.api import LaunchConfig as AgentConfig
 
-    alone = config.nodes == 1
-    logs.mkdir(parents=True, exist_ok=True)
+    alone: dict[str, Any] = {
+        "rdzv_backend": "c10d",
+        "rdzv_endpoint": "127.0.0.1:0",
+        "local_addr": "127.0.0.1",
+    }
     return AgentConfig(
         min_nodes=config.nodes,
         max_nodes=config.nodes,
         nproc_per_node=config.processes,
-        run_id=uuid.uuid4().hex if alone else f"rlhf-{name}",
-        rdzv_backend="c10d",
-        rdzv_endpoint="127.0.0.1:0" if alone else str(config.rendezvous),
-        local_addr="127.0.0.1" if alone else None,
+        run_id=run,
         logs_specs=DefaultLogsSpecs(log_dir=str(logs)),
         max_restarts=0,
         signals_to_handle=",".join(number.name for number in HANDLED),
+        **(meeting or alone),
     )
 
 
-def _terminate_ranks() -> bool:
-    """Send SIGTERM to the ranks; False when none has been started yet."""
+def _signal_ranks(number: int = signal.SIGTERM) -> bool:
+    """Send a signal to the ranks of this machine; False when none has been started yet."""
     any_started = False
     for child in psutil.Process().children():
         with contextlib.suppress(psutil.Error):
             if child.environ().get("WORLD_SIZE", "1") != "1":
                 any_started = True
-                child.terminate()
+                child.send_signal(number)
     return any_started
 
 

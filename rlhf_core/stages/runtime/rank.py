@@ -19,10 +19,12 @@ def main(name: str, workspace: str, parent: str) -> int:
     """
     _die_with(int(parent))
     from rlhf_core.errors import EXIT_INTERRUPTED, EXIT_OK, RlhfError
+    from rlhf_core.stages.runtime.rank_watch import show_stack_on_signal
     from rlhf_core.stages.runtime.runner import run_stage
     from rlhf_core.storage.garbage_collection import collect_rarely
 
     collect_rarely()
+    show_stack_on_signal()
     try:
         run_stage(name, Path(workspace))
     except RlhfError as error:

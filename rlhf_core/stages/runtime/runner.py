@@ -13,7 +13,7 @@ import signal
 import time
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, get_args
 
@@ -34,13 +34,15 @@ from rlhf_core.errors import (
     RlhfError,
     first_line,
     is_full_disk,
+    is_out_of_device_memory,
     is_out_of_memory,
 )
 from rlhf_core.fingerprint.stages import remembered_fingerprints, stage_definition
 from rlhf_core.fingerprint.tracked_files import REWARD_SOURCES_FILE, write_tracked_files
 from rlhf_core.runtime.preemption import PreemptionSignal
-from rlhf_core.stages.runtime import launcher
+from rlhf_core.stages.runtime import launcher, slurm
 from rlhf_core.stages.runtime.contract import Paths, Stage
+from rlhf_core.stages.runtime.kept_result import KeptResult
 from rlhf_core.stages.runtime.launcher import OUTCOMES, StageExit, outcome_path
 from rlhf_core.stages.runtime.threads import limit_threads, return_freed_memory
 from rlhf_core.storage.files import (
@@ -92,6 +94,10 @@ AFTER_NO_MEMORY = (
     "main memory is used up; end what else uses it, raise the limit (`ulimit -v`, the container's), or lower batch "
     "sizes, and run the stage again: a training goes on from its last checkpoint"
 )
+AFTER_NO_DEVICE_MEMORY = (
+    "`rlhf plan` says what fits and which settings save memory; run the stage again with them: a training goes on from "
+    "its last checkpoint"
+)
 
 
 def run_stage(name: str, workspace: Path) -> dict[str, Any]:
@@ -116,13 +122,18 @@ def run_stage(name: str, workspace: Path) -> dict[str, Any]:
         if is_out_of_memory(error):
             failure = RlhfError(f"{name}: {AFTER_NO_MEMORY}")
             raise failure from error
+        if is_out_of_device_memory(error):
+            failure = RlhfError(f"{name}: {first_line(error)}; {AFTER_NO_DEVICE_MEMORY}")
+            raise failure from error
         raise
     finally:
         outcome, folder = StageExit.now(name, started, failure), workspace / OUTCOMES
         try:
             if launcher.is_rank():
                 outcome.save(outcome_path(folder, name, launcher.rank()))
-            if launcher.rank() == 0:
+            elif slurm.is_node():
+                outcome.save(slurm.node_outcome(folder, name))
+            if launcher.rank() == 0 and not slurm.is_node():
                 outcome.save(outcome_path(folder, name))
         except (OSError, RlhfError) as error:
             # The stage's own end must still be reported where the disk is too full to note it.
@@ -155,8 +166,19 @@ def _run(name: str, workspace: Path, preemption: PreemptionSignal) -> dict[str, 
     inputs = _inputs(stage, workspace, outputs_of(params.left_out))
     launches = {str(key): value for key, value in params.compute.launch.items()}
     launch = launches.get(name, LaunchConfig())
+    run = _StageRun(stage, config, inputs, workspace, params, launch, preemption)
+    kept = KeptResult(workspace, name)
+    if kept.exists() and not launcher.is_rank() and kept.is_of(work_key(run)):
+        return _run_on_rank_zero(run)  # which takes it: nothing is computed, on whatever machines
+    place = params.pools.get(name)
+    if slurm.is_node():
+        launch = slurm.launch_of_node(launch)
+        run = replace(run, launch=launch)
+    elif place is not None and place.nodes is not None and not launcher.is_rank():
+        slurm.run_as_job(name, workspace, place, params.flow.stop_grace_seconds, preemption)
+        return {}
     if launch.ranks > 1 and not launcher.is_rank():
-        launcher.launch(name, workspace, launch, workspace / OUTCOMES, preemption)
+        launcher.launch(name, workspace, launch, params.flow.stop_grace_seconds, preemption)
         return {}
     if name in COMPUTING:
         from rlhf_core.models.precision import allow_tf32
@@ -164,12 +186,11 @@ def _run(name: str, workspace: Path, preemption: PreemptionSignal) -> dict[str, 
         allow_tf32(params.compute.tf32)
         if params.compute.return_freed_memory:
             return_freed_memory()
-    run = _StageRun(stage, config, inputs, workspace, params, launch, preemption)
     if name not in launches and not launcher.is_rank():
         return _run_on_rank_zero(run)
     from rlhf_core.runtime import distributed
 
-    with distributed.process_group():
+    with distributed.process_group(launch.rank_timeout):
         return _run_on_rank_zero(run) if distributed.is_rank_zero() else _run_on_other_rank(run)
 
 
@@ -188,7 +209,8 @@ def _run_on_rank_zero(run: _StageRun) -> dict[str, Any]:
 def _run_alone(run: _StageRun) -> dict[str, Any]:
     """Run the stage and remove its partial state afterwards."""
     stage, workspace = run.stage, run.workspace
-    work = workspace / "work" / stage.name / work_key(run)
+    key, kept = work_key(run), KeptResult(workspace, stage.name)
+    work = workspace / "work" / stage.name / key
     # A process that was killed while it removed its partial state left that here.
     shutil.rmtree(removed_name(work.parent), ignore_errors=True)
     work.parent.mkdir(parents=True, exist_ok=True)
@@ -212,8 +234,13 @@ def _run_alone(run: _StageRun) -> dict[str, Any]:
         tracker.log_params(named_parameters(stage, run.config))
         if datasets := data_inputs(stage, workspace):
             tracker.log_datasets(datasets)
-        metrics = dict(stage.run(run.config, run.inputs, outputs, context))
+        if not launcher.is_rank() and kept.is_of(key):
+            metrics = kept.restore(outputs)
+        else:
+            metrics = dict(stage.run(run.config, run.inputs, outputs, context))
         _record(metrics, outputs, tracker)
+    if stage.name in COMPUTING:
+        kept.keep(key, outputs)
     if store is not None:
         store.clear()
     try:

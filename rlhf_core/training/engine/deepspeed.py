@@ -571,7 +571,8 @@ class DeepSpeedEngine(Engine):
         # own check finds. The device decides, so that nothing waits for it before the step.
         finite = loss.detach().isfinite()
         scale = torch.where(finite, float(distributed.world_size()), math.nan).to(loss.dtype)
-        self.ds.backward(loss * scale)
+        with distributed.MARKS.waiting("a backward pass"):
+            self.ds.backward(loss * scale)
         self.pending = True
 
     def grad_norm(self) -> float:
@@ -587,7 +588,8 @@ class DeepSpeedEngine(Engine):
         rate = self.rate()
         for group in self.ds.optimizer.param_groups:
             group["lr"] = rate
-        self.ds.step()
+        with distributed.MARKS.waiting("an optimiser step"):
+            self.ds.step()
         self.pending = False
         norm = self.norm if self.stage == 0 else float(self.ds.get_global_grad_norm())
         return self.counted(norm if math.isfinite(norm) and norm >= 0 else math.nan, rate)

@@ -12,6 +12,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from torch import OutOfMemoryError
+
 TESTS = Path(__file__).resolve().parents[2]
 sys.path[:1] = [str(TESTS), str(TESTS / "support")]
 from unit.training.tiny import at_step, die_behind  # noqa: E402
@@ -28,11 +30,30 @@ def stopped() -> None:
         time.sleep(0.01)
 
 
+def hangs() -> None:
+    """Sleep where no safe point follows."""
+    time.sleep(10_000)
+
+
+def hangs_when_stopped() -> None:
+    """Have the launcher told to stop, and sleep."""
+    stopped()
+    hangs()
+
+
+def runs_out_of_memory() -> None:
+    """As torch does on a GPU."""
+    raise OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.\nGPU 1 is full.")
+
+
 if __name__ == "__main__":
     fault, *arguments = sys.argv[1:]
     faults = {
         "killed": partial(die_behind, "step-000003", Path(arguments[1]) / "work"),
         "stopped": stopped,
+        "hangs": hangs,
+        "hangs when stopped": hangs_when_stopped,
+        "out of memory": runs_out_of_memory,
     }
     if os.environ["RANK"] == "1":
         LocalEngine.step = at_step(5, faults[fault])  # type: ignore[assignment,method-assign]

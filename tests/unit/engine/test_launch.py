@@ -18,7 +18,7 @@ from safetensors.torch import load_file
 from unit.training import tiny
 
 from rlhf_core.config.loading import check_params
-from rlhf_core.errors import EXIT_PREEMPTED, ConfigError, RlhfError
+from rlhf_core.errors import EXIT_PREEMPTED, EXIT_USER_ERROR, ConfigError, RlhfError
 from rlhf_core.stages.runtime import launcher
 from rlhf_core.stages.runtime.runner import run_stage
 from rlhf_core.training.engine.base import LocalEngine
@@ -127,10 +127,62 @@ def test_ranks_that_lose_their_place_stop_at_the_same_step(
     assert set(psutil.Process().children()) <= before
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("fault", "settings", "message", "exit_code"),
+    [
+        (
+            "hangs",
+            "",
+            r"have waited \d+ s in .* for rank 1 of 2 \(process \d+ on .*rank_timeout",
+            1,
+        ),
+        (
+            "hangs when stopped",
+            "flow: {stop_grace_seconds: 10}\n",
+            "for rank 1 of 2 .* after SIGTERM",
+            EXIT_PREEMPTED,
+        ),
+        ("out of memory", "", "2.00 GiB; `rlhf plan` says what fits", EXIT_USER_ERROR),
+    ],
+)
+def test_a_rank_that_hangs_or_has_no_memory_is_named_and_no_rank_is_left(
+    workspace: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    fault: str,
+    settings: str,
+    message: str,
+    exit_code: int,
+) -> None:
+    before = set(psutil.Process().children())
+    seconds = 15 if fault == "hangs" else 1800
+    launch = f"compute: {{launch: {{sft: {{processes: 2, rank_timeout: {seconds}}}}}}}\n"
+    (workspace / "params.yaml").write_text(tiny.PARAMS + launch + settings)
+    monkeypatch.setattr(launcher, "RANK", (FAULTY_RANK, fault))
+    with pytest.raises(RlhfError, match=message) as raised:
+        run_stage("sft", workspace)
+    assert raised.value.exit_code == exit_code and "\n" not in str(raised.value)
+    assert set(psutil.Process().children()) <= before
+    assert list((workspace / ".rlhf/ranks").iterdir()) == []
+    warned = [record.getMessage() for record in caplog.records if "rank 1 of 2" in record.message]
+    assert bool(warned) == (fault == "hangs"), "who is late is said before it is too late"
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [
         ("compute: {launch: {sft: {nodes: 2}}}", "rendezvous"),
+        ("compute: {launch: {sft: {rank_timeout: 0}}}", "rank_timeout"),
+        ("compute: {launch: {sft: {rendezvous_timeout: -5}}}", "rendezvous_timeout"),
+        ("pools: {sft: {pool: p, nodes: 2}}", "set both to the same number"),
+        ("pools: {sft: {pool: p, sbatch: [--partition=a]}}", "set nodes, or leave sbatch out"),
+        ("pools: {sft: {pool: p, nodes: 1, image: x}}", "image is for containers"),
+        ("pools: {sft: {pool: p, nodes: 1, shared: false}}", "shared: false is for containers"),
+        (
+            "compute: {launch: {sft: {nodes: 2}}}\npools: {sft: {pool: p, nodes: 3}}",
+            "set both to the same number",
+        ),
         ("compute: {launch: {sft: {zero: 2}}}", "set engine to deepspeed"),
         ("compute: {launch: {sft: {frozen: sharded}}}", "set engine to deepspeed"),
         ("compute: {launch: {ppo: {engine: deepspeed, offload: parameters}}}", "needs zero 3"),
