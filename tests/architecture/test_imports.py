@@ -78,7 +78,7 @@ FLOWS_MAY_ALSO_USE = {
         "fingerprint.tracked_files.missing_function",
     },
     "flows.commands.registry_commands": {"commands.data", "evaluation.losses"},
-    "flows.commands.init": {"forecast"},
+    "flows.commands.init": {"forecast", "probe"},
     "flows.commands.text": {"data.text", "evaluation.remedies.remedy_for"},
     "flows.pipeline.artifacts": {"evaluation.remedies.remedy_for"},
     "flows.dvc_repo.recipe": {
@@ -90,6 +90,8 @@ FLOWS_MAY_ALSO_USE = {
     "flows.commands.doctor": {
         "commands.plugged",
         "forecast",
+        "probe",
+        "workload.steps_short_of_rows",
         "evaluation.report.metrics.page",
         "data.collection.sources.best_kind",
         "data.collection.sources.source_files",
