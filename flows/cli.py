@@ -255,7 +255,8 @@ def init(
             function, profile = init_checker.given_function(reward), profile or init_checker.PROFILE
             settings = [*init_checker.checker_settings(prompts, function), *settings, *(sets or [])]
             shown = init_checker.require_enough_prompts(folder, profile, settings, function)
-            shown = f"{shown}\n{forecast_of(folder, profile, settings, probe=probe)}"
+            hours = forecast_of(folder, profile, settings, probe=probe)
+            shown = "\n".join(filter(None, (shown, hours)))
         else:
             if origin:
                 before = predecessor(origin)

@@ -43,7 +43,14 @@ from rlhf_core.training.losses import StepTotals
 from rlhf_core.training.reward.trainer import pair_loss, score_pairs
 from rlhf_core.training.run_context import RunContext
 from rlhf_core.training.sft import example_batch, mean_reply_loss, reply_loss
-from rlhf_core.workload import PAIRED, DataShape, Work, work_of_stage, working_stages
+from rlhf_core.workload import (
+    PAIRED,
+    DataShape,
+    Work,
+    pairs_of_step,
+    work_of_stage,
+    working_stages,
+)
 from rlhf_core.world import corpus
 
 SWITCH = "RLHF_PROBE"  # 0: nothing is tried
@@ -319,7 +326,7 @@ class Machine:
             return reply_loss(policy, example_batch(rows, PAD, policy.device), total)
 
         key = False, None
-        self._try_training(policy, key, tokens, loss, sft.optimizer, clock)
+        self._try_training(policy, key, tokens, loss, clock)
         policy.eval()
         self.read[key] = (
             _taken(lambda: mean_reply_loss(policy, rows, PAD, len(rows)), clock) / tokens
@@ -330,8 +337,7 @@ class Machine:
     ) -> None:
         config: RewardConfig = self.params.reward
         model = ScalarModel.from_causal_lm(policy, 0, layers, config.pooling)
-        fitting = int(config.batch.token_budget / (2 * self.data.row))
-        count = max(min(fitting, config.batch.max_pairs, most // 2), 1)
+        count = max(min(pairs_of_step(config, self.data.row), most // 2), 1)
         rows = self._examples(count, policy)
         pairs = [
             TokenisedPair(number, row.prompt, row.reply, row.reply[::-1])
@@ -346,7 +352,7 @@ class Machine:
             return pair_loss(model, pairs, None, config, PAD, totals)[0]
 
         key = True, layers
-        self._try_training(model, key, tokens, loss, config.optimizer, clock)
+        self._try_training(model, key, tokens, loss, clock)
         self.read[key] = _taken(lambda: score_pairs(model, pairs, PAD), clock) / tokens
 
     def _try_training(
@@ -355,10 +361,10 @@ class Machine:
         key: tuple[bool, int | None],
         tokens: int,
         loss: Callable[[], torch.Tensor],
-        optimizer: OptimizerConfig,
         clock: Clock,
     ) -> None:
         """Measure gradients per token, and an optimiser step."""
+        optimizer = OptimizerConfig(lr=1e-5)  # the rate takes no time
         engine = build_engine(model, optimizer, 1000, "probe", RunContext(Path()))
         model.train()
 
