@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 import time
 from pathlib import Path
 
 import pytest
+from dvc.cli import main as dvc_command
 
 from flows.commands import gc
 from flows.commands.gc import collect_garbage, garbage_text
-from flows.commands.init import initialise
-from flows.dvc_repo.recipe import trial_workspace
 from flows.workspace import locked
 from rlhf_core.errors import RlhfError
 from rlhf_core.storage.files import LockFile, atomic_write_json
@@ -21,18 +18,36 @@ from rlhf_core.storage.files import LockFile, atomic_write_json
 OLD = time.time() - 100 * gc.DAY
 
 
-def dvc(workspace: Path, *arguments: str) -> None:
-    command = [sys.executable, "-m", "dvc", *arguments]
-    subprocess.run(command, cwd=workspace, check=True, capture_output=True)
+def bare(folder: Path) -> Path:
+    """A workspace without stages."""
+    folder.mkdir(parents=True)
+    (folder / "params.yaml").write_text("seed: 1\n")
+    (folder / "dvc.yaml").write_text("stages: {}\n")
+    return folder
 
 
-def add(workspace: Path, name: str, text: str) -> Path:
-    """Let DVC track a file with this text, and return where its cache has it."""
-    (workspace / name).write_text(text)
-    dvc(workspace, "add", "--quiet", name)
-    digest = (workspace / f"{name}.dvc").read_text().partition("md5: ")[2].split()[0]
-    root = workspace.parents[1] if workspace.parent.name == "workspaces" else workspace
-    return root / ".dvc" / "cache" / "files" / "md5" / digest[:2] / digest[2:]
+class Repository:
+    """A workspace with a DVC root, whose cache its trials share."""
+
+    def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch, base: Path | None = None):
+        self.folder, self.monkeypatch = bare(folder), monkeypatch
+        self.cache = (base or folder) / ".dvc" / "cache"
+        self.dvc("init", "--no-scm", "--quiet")
+        if base is not None:
+            self.dvc("cache", "dir", "--local", str(self.cache))
+
+    def dvc(self, *arguments: str) -> None:
+        """Run a DVC command in this process: starting one takes a second."""
+        with self.monkeypatch.context() as there:
+            there.chdir(self.folder)
+            assert dvc_command(list(arguments)) == 0
+
+    def add(self, name: str, text: str) -> Path:
+        """Let DVC track a file with this text, and return where the cache has it."""
+        (self.folder / name).write_text(text)
+        self.dvc("add", "--quiet", name)
+        digest = (self.folder / f"{name}.dvc").read_text().partition("md5: ")[2].split()[0]
+        return self.cache / "files" / "md5" / digest[:2] / digest[2:]
 
 
 def age(folder: Path) -> None:
@@ -50,39 +65,30 @@ def partial_state(workspace: Path, key: str, changed: float) -> Path:
 
 
 @pytest.mark.dear("DVC deletes for good")
-def test_what_nothing_needs_goes_and_only_when_asked(tmp_path: Path) -> None:
-    workspace = initialise(tmp_path / "run", "smoke", [])
-    unneeded = add(workspace, "data.txt", "the first version\n")
-    needed = add(workspace, "data.txt", "the second version\n")
-    old = trial_workspace(workspace, None, ["seed=2"])
-    new = trial_workspace(workspace, None, ["seed=3"])
-    of_old, of_new = (
-        add(old, "old.txt", "of the old one\n"),
-        add(new, "new.txt", "of the new one\n"),
+def test_what_nothing_needs_goes_and_only_when_asked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    base = tmp_path / "run"
+    workspace = Repository(base, monkeypatch)
+    old, new = (
+        Repository(base / "workspaces" / name, monkeypatch, base) for name in ("old", "new")
     )
-    age(old)
-    earlier, newest = (partial_state(workspace, key, OLD + n) for n, key in enumerate("ab"))
+    unneeded, needed = (workspace.add("data.txt", f"{version}\n") for version in (1, 2))
+    of_old, of_new = (trial.add("data.txt", f"of {trial.folder.name}\n") for trial in (old, new))
+    age(old.folder)
+    earlier, newest = (partial_state(base, key, OLD + n) for n, key in enumerate("ab"))
 
-    found, cache = collect_garbage(workspace, days=30, delete=False)
-    assert {one.path for one in found if one.goes} == {old, earlier}
+    found, cache = collect_garbage(base, days=30, delete=False)
+    assert {one.path for one in found if one.goes} == {old.folder, earlier}
     assert (cache.objects, cache.freed) == (2, None), "what only the trial that goes needs goes too"
-    assert all(path.exists() for path in (unneeded, of_old, old, earlier))
-    text = garbage_text(workspace, found, cache, deleted=False)
-    assert "nothing was deleted" in text and f"workspaces/{new.name}: used 0 days ago" in text
+    assert all(path.exists() for path in (unneeded, of_old, old.folder, earlier))
+    text = garbage_text(base, found, cache, deleted=False)
+    assert "nothing was deleted" in text and "workspaces/new: used 0 days ago" in text
 
-    found, cache = collect_garbage(workspace, days=30, delete=True)
+    found, cache = collect_garbage(base, days=30, delete=True)
     assert cache.objects == 2 and cache.freed
-    assert not any(path.exists() for path in (unneeded, of_old, old, earlier))
-    assert all(path.exists() for path in (needed, of_new, new, newest))
-    again, cache = collect_garbage(workspace, days=30, delete=True)
-    assert not [one for one in again if one.goes] and cache.objects == 0
-
-
-def bare(folder: Path) -> Path:
-    folder.mkdir(parents=True)
-    (folder / "params.yaml").write_text("seed: 1\n")
-    (folder / "dvc.yaml").write_text("stages: {}\n")
-    return folder
+    assert not any(path.exists() for path in (unneeded, of_old, old.folder, earlier))
+    assert all(path.exists() for path in (needed, of_new, new.folder, newest))
 
 
 def test_a_trial_whose_model_has_an_alias_stays(
