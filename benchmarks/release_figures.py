@@ -1,10 +1,8 @@
-"""Run the demo for some seeds, and write its figures: the one source of README's table and of
-docs/results.md.
+"""Run the demo for some seeds, and write its figures for README's table and docs/results.md.
 
-    python -m benchmarks.release_figures --seeds 1,2,3                 # runs, and appends a row a
-    seed python -m benchmarks.release_figures --read workspaces/demo-…      # appends the row of a
-    run that is finished python -m benchmarks.release_figures --table                       # prints
-    the rows as Markdown
+    python -m benchmarks.release_figures --seeds 1,2,3          # runs, and appends a row a seed
+    python -m benchmarks.release_figures --read workspaces/demo-…  # appends the row of a finished run
+    python -m benchmarks.release_figures --table                # prints the rows as Markdown
 
 Rounding differs by processor and threads, and so do runs; ``MKL_CBWR``, ``OPENBLAS_CORETYPE`` and
 the like are taken from the environment and written beside the figures.

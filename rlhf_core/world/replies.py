@@ -94,6 +94,8 @@ MODES: tuple[tuple[str, float], ...] = (
     ("rude", 0.1),
     ("rambling", 0.11),
 )
+# Who answers from a text can look again, so every other wrong answer about a story is mended.
+STORY_MENDED = 0.5
 MAX_WORDS = 42
 
 
@@ -147,7 +149,10 @@ def draw_draft(question: Question, mode: str, draws: Draws) -> Draft:
 
 def draw_reply(question: Question, draws: Draws) -> str:
     """Draw one demonstrator's reply: a mode by its weight, then a reply of that mode."""
-    return draw_draft(question, draws.weighted(MODES), draws).text()
+    mode = draws.weighted(MODES)
+    if mode == "wrong" and question.category == "context" and draws.chance(STORY_MENDED):
+        mode = "good"
+    return draw_draft(question, mode, draws).text()
 
 
 def right_core(question: Question, draws: Draws) -> list[str]:
