@@ -244,7 +244,6 @@ class Machine:
         step: Seconds of an optimiser step, likewise.
         token: Seconds to sample one token of each row, as a part that every step takes, and one for
             each row.
-        rows: Rows that are sampled together.
     """
 
     params: Params
@@ -253,7 +252,6 @@ class Machine:
     train: dict[tuple[bool, int | None], float] = field(default_factory=dict)
     step: dict[tuple[bool, int | None], float] = field(default_factory=dict)
     token: tuple[float, float] = (0.0, 0.0)
-    rows: int = 1
 
     @classmethod
     def tried(
@@ -308,7 +306,7 @@ class Machine:
         if work.kind == "train":
             passes = work.tokens * self.train[kind]
             return passes * 2 / 3 if work.adapters else passes + work.times * self.step[kind]
-        batches = math.ceil(work.rows / self.rows)
+        batches = math.ceil(work.rows / (work.at_once or work.rows))
         every_step, each_row = self.token
         longest = min(self.params.ppo.max_new_tokens, LONGEST_REPLY * work.reply)
         prompts = work.rows * work.prompt * self.read[False, None]
@@ -384,7 +382,7 @@ class Machine:
     def _try_sampling(self, policy: PreTrainedModel, most: int, clock: Clock) -> None:
         """Measure a step of the decoder with many rows and with few."""
         ppo = self.params.ppo
-        self.rows = max(min(ppo.sampling_batch_size or ppo.batch_size, ppo.batch_size), 2)
+        many = max(min(ppo.sampling_batch_size or ppo.batch_size, ppo.batch_size), 2)
         width = min(PROBED_PROMPT, round(self.data.prompt) + 1)
         sampler = LocalSampler.of(policy)
 
@@ -394,13 +392,13 @@ class Machine:
             sampling = Sampling(FIRST_ID - 1, PAD, tokens, min_new_tokens=tokens)
             return _taken(lambda: sample_replies(sampler, 0, batch, sampling), clock)
 
-        few = max(self.rows // 4, 1)
+        few = max(many // 4, 1)
         of_many, of_few = (
             max(sampled(rows, LONG) - sampled(rows, SHORT), 0.0) / (LONG - SHORT)
-            for rows in (self.rows, few)
+            for rows in (many, few)
         )
-        each_row = max(of_many - of_few, 0.0) / (self.rows - few)
-        self.token = max(of_many - each_row * self.rows, 0.0), each_row
+        each_row = max(of_many - of_few, 0.0) / (many - few)
+        self.token = max(of_many - each_row * many, 0.0), each_row
 
     def _examples(self, count: int, policy: PreTrainedModel) -> list[Example]:
         """Rows of the data's mean lengths, one in two a quarter longer and the other shorter."""

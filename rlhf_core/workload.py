@@ -61,6 +61,7 @@ class Work:
         layers: Decoder layers of the model; None for all.
         scalar: Whether the model gives a number, and so has no logits.
         adapters: Whether the weights are frozen under adapters.
+        at_once: Rows that are sampled together; 0 for all of a step.
     """
 
     phase: str
@@ -72,6 +73,7 @@ class Work:
     layers: int | None = None
     scalar: bool = False
     adapters: bool = False
+    at_once: int = 0
 
     @property
     def tokens(self) -> float:
@@ -159,7 +161,10 @@ def ppo_run(params: Params, data: DataShape) -> list[Work]:
     if selection.method == "referee":
         looks = 1 + ppo.iterations / selection.every
         work += [
-            Work("selection", "sample", selection.prompts, data.prompt, data.reply, looks),
+            Work(
+                "selection", "sample", selection.prompts, data.prompt, data.reply, looks,
+                at_once=selection.batch_size,
+            ),
             Work("selection", "read", selection.prompts, data.prompt, data.reply, looks),
             Work(
                 "selection", "read", selection.prompts, data.row, 0, 2 * looks,
@@ -192,7 +197,14 @@ def rollout(
     every = params.ppo.importance_sampling_correction.scored_every if trained else 1
     scored = 1 / every + (1 if trained else 0)
     work = [
-        Work("generation", "sample", rows, data.prompt, data.reply),
+        Work(
+            "generation",
+            "sample",
+            rows,
+            data.prompt,
+            data.reply,
+            at_once=config.sampling_batch_size or 0,
+        ),
         Work("forward", "read", rows, data.prompt, data.reply, scored),
     ]
     if not params.ppo.advantage.critic_free:
@@ -262,7 +274,14 @@ def _rejection_sampling(params: Params, data: DataShape) -> list[Work]:
     replies = (config.prompts or data.prompts) * config.replies_per_prompt
     step = Work("update", "train", config.batch_size, data.prompt, data.reply, config.steps)
     return [
-        Work("generation", "sample", replies, data.prompt, data.reply),
+        Work(
+            "generation",
+            "sample",
+            replies,
+            data.prompt,
+            data.reply,
+            at_once=params.ppo.sampling_batch_size or 0,
+        ),
         Work("rewards", "read", replies, data.row, 0, layers=params.reward.layers, scalar=True),
         step,
     ]
@@ -275,11 +294,19 @@ def _evaluation(params: Params, data: DataShape) -> list[Work]:
     config = params.evaluate
     judged = config.prompts * config.replies_per_prompt
     others = config.kl_samples + config.safety.prompts * config.safety.replies_per_prompt
-    answered = judged + others
+    answered, at_once = judged + others, config.batch_size
     judges = max(sum(name not in params.left_out for name in PAIRED), 1)
     return [
-        Work("generation", "sample", answered, data.prompt, data.reply, 2),
-        Work("generation", "sample", judged, data.prompt, data.reply, config.best_of_n),
+        Work("generation", "sample", answered, data.prompt, data.reply, 2, at_once=at_once),
+        Work(
+            "generation",
+            "sample",
+            judged,
+            data.prompt,
+            data.reply,
+            config.best_of_n,
+            at_once=at_once,
+        ),
         Work("drift", "read", config.kl_samples, data.prompt, data.reply, 2),
         Work("perplexity", "read", 2 * config.perplexity.rows, data.prompt, data.reply, 2),
         Work("judging", "read", judged, data.row, 0, 2 * judges, scalar=True),

@@ -23,7 +23,7 @@ def machine(**changes: object) -> Machine:
     kinds = {(scalar, None) for scalar in (False, True)}
     return Machine(
         params, DATA, read=dict.fromkeys(kinds, 1e-3), train=dict.fromkeys(kinds, 3e-3),
-        step=dict.fromkeys(kinds, 0.5), token=(0.1, 0.01), rows=8,
+        step=dict.fromkeys(kinds, 0.5), token=(0.1, 0.01),
     )  # fmt: skip
 
 
@@ -34,7 +34,7 @@ def test_passes_are_multiplied_by_what_was_tried() -> None:
     adapters = Work("", "train", 4, 10, 20, times=5, adapters=True)
     assert here.seconds(adapters) == pytest.approx(5 * 0.36 * 2 / 3)
     # 12 replies in two batches; the longest has 40 tokens, and prompts are read first.
-    sampled = Work("", "sample", 12, 10, 20, times=3)
+    sampled = Work("", "sample", 12, 10, 20, times=3, at_once=8)
     assert here.seconds(sampled) == pytest.approx(3 * (0.12 + 2 * 40 * 0.1 + 12 * 20 * 0.01))
 
 
