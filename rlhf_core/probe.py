@@ -28,7 +28,7 @@ from rlhf_core.data.batches import TokenisedPair
 from rlhf_core.data.collection.sources import source_chunks, source_files
 from rlhf_core.data.pair_counts import READERS
 from rlhf_core.data.schema import Preference, Prompt, read_rows
-from rlhf_core.errors import RlhfError
+from rlhf_core.errors import DataError, RlhfError
 from rlhf_core.forecast import Forecast, seed_of
 from rlhf_core.models.causal_lm import scratch_config
 from rlhf_core.models.gguf import gguf_config, is_gguf
@@ -155,7 +155,9 @@ def data_shape(
     Clean data of the workspace are read where there are some, else the files that settings name or
     some rows of the synthetic world.
     """
-    sample = _sample(workspace, params, base)
+    sample: list[tuple[str, tuple[str, ...]]] = []
+    with suppress(DataError):
+        sample = _sample(workspace, params, base)
     if not sample:
         return None
     prompts = sum(_tokens(prompt) for prompt, _ in sample) / len(sample)
