@@ -1,0 +1,177 @@
+"""Whether policies that learned nothing pass the gate's win rates, in finished runs of the demo.
+
+    python -m benchmarks.placebos WORKSPACE…
+
+Each placebo is made of the SFT model's own replies in ``samples/comparisons.parquet``, and compared
+with them by the judge of the run and by gold, as the evaluation compares the policy. It passes where
+the lower 95 % bounds of the judge's win rate, plain and at equal lengths, are at least one half; and
+"with gold" where gold's plain one is, too, as the demo's gate asks.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pyarrow.parquet as pq
+
+from rlhf_core.config.loading import load_params
+from rlhf_core.data.schema import Message
+from rlhf_core.evaluation.comparisons.comparison import (
+    compare,
+    length_differences,
+    tie_margin_of,
+)
+from rlhf_core.evaluation.judges.gold import GoldJudge
+from rlhf_core.evaluation.judges.model import ModelJudge
+from rlhf_core.evaluation.replies import Reply
+from rlhf_core.world.content import CLOSERS, FILLERS, OPENERS, REFUSALS
+
+RESAMPLES = 200
+CLOSER, FILLER = CLOSERS[0], FILLERS[0]
+# A placebo sees the replies to one prompt and the number of one of them.
+Placebo = Callable[[list[Reply], int], Reply]
+
+
+def with_text(reply: Reply, *sentences: str) -> Reply:
+    """The reply with another text, which ends."""
+    return Reply(" ".join(sentences), finished=True)
+
+
+def drawn_again(replies: list[Reply], number: int) -> Reply:
+    """Another reply of SFT to the same prompt."""
+    return replies[(number + 1) % len(replies)]
+
+
+def closed(replies: list[Reply], number: int) -> Reply:
+    """The reply with a closing pleasantry."""
+    return with_text(replies[number], replies[number].text, CLOSER)
+
+
+def closed_by_half(replies: list[Reply], number: int) -> Reply:
+    """Every other reply with a closing pleasantry."""
+    return closed(replies, number) if number % 2 else replies[number]
+
+
+def closed_again(replies: list[Reply], number: int) -> Reply:
+    """Another reply of SFT with a closing pleasantry."""
+    return with_text(replies[number], drawn_again(replies, number).text, CLOSER)
+
+
+def courteous(replies: list[Reply], number: int) -> Reply:
+    """The reply between an opening and a closing pleasantry."""
+    return with_text(replies[number], OPENERS[2], replies[number].text, CLOSER)
+
+
+def padded(replies: list[Reply], number: int) -> Reply:
+    """The reply with a sentence that says nothing."""
+    return with_text(replies[number], replies[number].text, FILLER)
+
+
+def said_twice(replies: list[Reply], number: int) -> Reply:
+    """The reply and the reply again."""
+    return with_text(replies[number], replies[number].text, replies[number].text)
+
+
+def refused(replies: list[Reply], number: int) -> Reply:
+    """A refusal of whatever was asked."""
+    return with_text(replies[number], REFUSALS[0])
+
+
+def shortest(replies: list[Reply], number: int) -> Reply:
+    """The shortest of SFT's replies to the prompt."""
+    return min(replies, key=lambda reply: len(reply.text))
+
+
+def longest(replies: list[Reply], number: int) -> Reply:
+    """The longest of SFT's replies to the prompt."""
+    return max(replies, key=lambda reply: len(reply.text))
+
+
+PLACEBOS: dict[str, Placebo] = {
+    "SFT drawn again": drawn_again,
+    "a closing pleasantry": closed,
+    "… on half": closed_by_half,
+    "… drawn again": closed_again,
+    "an opening and a closing one": courteous,
+    "a sentence that says nothing": padded,
+    "everything twice": said_twice,
+    "everything refused": refused,
+    "the shortest of four": shortest,
+    "the longest of four": longest,
+}
+
+
+def judged(workspace: Path) -> dict[str, dict[str, dict[str, float]]]:
+    """Win rates of each placebo, and of the run's own policy, by judge and by gold."""
+    rows = pq.read_table(workspace / "samples" / "comparisons.parquet").to_pylist()
+    settings = load_params(workspace).evaluate
+    by_prompt: dict[str, list[dict[str, object]]] = {}
+    for row in rows:
+        by_prompt.setdefault(str(row["id"]), []).append(row)
+    groups = list(by_prompt.values())
+    prompts = [
+        (Message("user", str(row["prompt"]).removeprefix("user: ")),) for g in groups for row in g
+    ]
+    clusters = np.unique([str(group[0]["cluster"]) for group in groups], return_inverse=True)[1]
+
+    def replies_of(side: str) -> list[list[Reply]]:
+        return [
+            [Reply(str(row[f"{side}_reply"]), bool(row[f"{side}_finished"])) for row in group]
+            for group in groups
+        ]
+
+    sft = replies_of("sft")
+    candidates = {"the policy": replies_of("policy")}
+    for name, placebo in PLACEBOS.items():
+        candidates[name] = [
+            [placebo(replies, number) for number in range(len(replies))] for replies in sft
+        ]
+    flat = [reply for replies in sft for reply in replies]
+    compared: dict[str, dict[str, dict[str, float]]] = {name: {} for name in candidates}
+    for judge in (ModelJudge.load(workspace / "models" / "judge", "judge"), GoldJudge()):
+        baseline = judge.score(prompts, flat)
+        margin = tie_margin_of(judge, settings.tie_margin, baseline)
+        for name, replies in candidates.items():
+            own = [reply for group in replies for reply in group]
+            shape = (len(groups), -1)
+            compared[name][judge.name] = compare(
+                np.reshape(judge.score(prompts, own), shape),
+                np.reshape(baseline, shape),
+                margin,
+                bootstrap=RESAMPLES,
+                length_difference=length_differences(own, flat).reshape(shape),
+                clusters=clusters,
+            )
+    return compared
+
+
+def main(workspaces: list[str]) -> None:
+    """Print, by placebo, its mean win rates over the runs and in how many it passes."""
+    runs = [judged(Path(workspace)) for workspace in workspaces]
+    print("| placebo | judge | at equal lengths | gold | passes by the judge | with gold |")
+    print("|---|---|---|---|---|---|")
+    for name in runs[0]:
+        by_judge = [run[name]["judge"] for run in runs]
+        by_gold = [run[name]["gold"] for run in runs]
+        equal = [rates["lc_win_rate"] for rates in by_judge]
+        passes = [
+            rates["win_rate_low95"] >= 0.5 and rates["lc_win_rate_low95"] >= 0.5
+            for rates in by_judge
+        ]
+        both = [
+            passed and rates["win_rate_low95"] >= 0.5
+            for passed, rates in zip(passes, by_gold, strict=True)
+        ]
+        plain = np.mean([rates["win_rate"] for rates in by_judge])
+        gold = np.mean([rates["win_rate"] for rates in by_gold])
+        print(
+            f"| {name} | {plain:.3f} | {np.mean(equal):.3f} | {gold:.3f} "
+            f"| {sum(passes)} of {len(runs)} | {sum(both)} of {len(runs)} |"
+        )
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
