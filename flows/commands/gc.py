@@ -229,7 +229,7 @@ def garbage_text(
         )
     else:
         lines.append(
-            f"DVC cache: {cache.objects} objects of {cache.size / MIB:.1f} MiB are needed by nothing"
+            f"DVC cache: nothing needs {cache.objects} objects of it; it has {cache.size / MIB:.1f} MiB"
         )
     goes = cache.objects > 0 or any(one.goes for one in found)
     if goes and not deleted:
