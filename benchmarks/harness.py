@@ -15,7 +15,7 @@ from typing import IO
 
 import torch
 
-from rlhf_core.models.openblas_linear import fastest_linear
+from rlhf_core.models.kernels import linear
 from rlhf_core.runtime import distributed
 from rlhf_extras.memory.roofline import Device
 
@@ -57,8 +57,7 @@ def matmul_flops(
     that models use.
     """
     left, right = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
-    product = fastest_linear()
-    return 2 * size**3 / seconds(lambda: product(left, right), repeats)
+    return 2 * size**3 / seconds(lambda: linear(left, right), repeats)
 
 
 def measured_device(dtype: torch.dtype) -> Device:

@@ -17,8 +17,8 @@ from rlhf_core.config.operations import LaunchConfig
 from rlhf_core.data.schema import Message
 from rlhf_core.models.adapters import WithoutAdapters, add_adapters
 from rlhf_core.models.classifiers import AutoScalarModel
-from rlhf_core.models.fused_norms import fuse_norms
 from rlhf_core.models.heads import ScalarModel
+from rlhf_core.models.kernels import use_kernels
 from rlhf_core.models.precision import use_float32_unembedding
 from rlhf_core.ppo.actor_critic import build_actor_critic
 from rlhf_core.ppo.reward_sources.source import RewardFn
@@ -95,7 +95,7 @@ def new_policy(subject: Subject) -> PreTrainedModel:
             subject.architecture.config(), dtype=subject.dtype, attn_implementation="sdpa"
         )
     use_float32_unembedding(model)
-    fuse_norms(model)
+    use_kernels(model)
     placed: PreTrainedModel = model.to(distributed.device()).eval()
     return placed
 
@@ -114,7 +114,7 @@ def new_scalar(subject: Subject, unembedding: bool = False) -> ScalarModel:
             if unembedding
             else None
         )
-    fuse_norms(model)
+    use_kernels(model)
     return ScalarModel(model, table).to(distributed.device()).eval()
 
 

@@ -39,9 +39,8 @@ from rlhf_core.config.policy import DpoConfig
 from rlhf_core.config.ppo import PpoConfig
 from rlhf_core.config.rates import with_chosen_rates
 from rlhf_core.config.reward import PairBatchConfig
-from rlhf_core.models.fused_norms import fuse_norms
 from rlhf_core.models.heads import ScalarModel
-from rlhf_core.models.openblas_linear import use_openblas
+from rlhf_core.models.kernels import use_kernels
 from rlhf_core.models.precision import use_float32_unembedding
 from rlhf_core.ppo.actor_critic import build_actor_critic
 from rlhf_core.ppo.reward_sources.source import reward_model_fn
@@ -147,8 +146,7 @@ def _trainer(workload: Workload, folder: Path, work: Path) -> Trainer:
     for model in (policy, reference):
         use_float32_unembedding(model)
     for model in (policy, reference, value, reward):
-        use_openblas(model)  # as loading a folder with a tokenizer does, and so the norms
-        fuse_norms(model)
+        use_kernels(model)  # as loading a folder with a tokenizer does
     sampling = Sampling(EOS, PAD, workload.reply, min_new_tokens=workload.reply)
     pair = build_actor_critic(
         config, policy, value if with_critic else None, sampling, RunContext(work)

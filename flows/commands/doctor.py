@@ -183,7 +183,7 @@ def _processors() -> Iterator[DoctorCheck]:
 
 
 def _products() -> Iterator[DoctorCheck]:
-    """Say it where NumPy lacks what ``rlhf_core.models.openblas_linear`` would use."""
+    """Say it where NumPy lacks what ``rlhf_core.models.kernels`` would use."""
     if is_amd_with_full_avx512() and (kernels := numpy_kernels()) not in AVX512_KERNELS:
         finding = "NumPy has no OpenBLAS, which would use this processor's AVX-512"
         if kernels:

@@ -42,9 +42,8 @@ from rlhf_core.fingerprint.tracked_files import model_folders
 from rlhf_core.models.causal_lm import fitting_length, with_stop_tokens
 from rlhf_core.models.foreign import prepare_tokenizer
 from rlhf_core.models.forward import embedding_weight, name_outputs
-from rlhf_core.models.fused_norms import fused_norms
 from rlhf_core.models.heads import ScalarModel
-from rlhf_core.models.openblas_linear import openblas_products
+from rlhf_core.models.kernels import kernels_inside
 from rlhf_core.models.precision import float32_unembedding
 from rlhf_core.ppo.reward_sources.build import SourceContext, build_reward_fn
 from rlhf_core.ppo.reward_sources.functions import FunctionReward, PythonFunction
@@ -350,8 +349,7 @@ def evaluating(*models: object) -> Iterator[None]:
             stack.callback(model.train, model.training)
             stack.callback(model.to, next(model.parameters()).device)
             model.to(distributed.device()).eval()
-            stack.enter_context(openblas_products(model))
-            stack.enter_context(fused_norms(model))
+            stack.enter_context(kernels_inside(model))
             if isinstance(model, PreTrainedModel):
                 stack.callback(
                     setattr, model.config, "return_dict", getattr(model.config, "return_dict", True)

@@ -53,7 +53,6 @@ class PairBatchConfig(Strict):
         max_pairs: Most pairs of a batch.
         group_prompts: Puts the pairs of a prompt into one batch as far as they fit, and computes
             what they share once.
-        prefix_sharing: Computes a prompt once for up to four replies to it in a batch.
         max_padding: Largest share of padding: rows of a batch over it are computed in micro-batches
             of similar length, of which the loss is taken together. With 1 every batch is padded as
             a whole.
@@ -63,7 +62,6 @@ class PairBatchConfig(Strict):
     min_pairs: PositiveInt = 4
     max_pairs: PositiveInt = 128
     group_prompts: bool = False
-    prefix_sharing: bool = False
     max_padding: float = Field(default=0.1, gt=0, le=1)
 
     @model_validator(mode="after")

@@ -9,10 +9,6 @@ A scalar model may have the lower layers of a language model alone. What tells a
 bad one is often most linear in the middle: upper layers turn to predicting the next token (Skean et
 al., 2025, "Layer by Layer: Uncovering Hidden Representations in Language Models"). Without them a
 reward model is cheaper to train and to ask.
-
-The reference of a policy with adapters is the policy with its adapters off. Below the lowest
-adapted layer both compute the same numbers from the same tokens, so the second pass takes what the
-first left there: the same bits, no work.
 """
 
 from __future__ import annotations
@@ -35,7 +31,7 @@ from rlhf_core.config.model import LoraConfig
 from rlhf_core.errors import ModelError, RlhfError, first_line
 from rlhf_core.models.forward import backbone_of
 from rlhf_core.models.io import quiet
-from rlhf_core.models.openblas_linear import is_plain_linear
+from rlhf_core.models.kernels import is_plain_linear
 
 logger = logging.getLogger(__name__)
 
@@ -63,8 +59,9 @@ class PackedWeight:
 
 
 class NF4Linear(nn.Linear):
-    """A frozen linear layer without ``weight`` that unpacks its matrix in every forward and
-    backward pass.
+    """A frozen linear layer that unpacks its matrix in every forward and backward pass.
+
+    It has no ``weight``.
     """
 
     def __init__(self, layer: nn.Linear) -> None:
@@ -105,8 +102,9 @@ class _Product(torch.autograd.Function):
 
 
 def packed(weight: Tensor) -> PackedWeight:
-    """Quantise ``weight`` (out, in) to NF4, on its device. ``RlhfError`` if bitsandbytes is not
-    installed.
+    """Quantise ``weight`` (out, in) to NF4, on its device.
+
+    ``RlhfError`` if bitsandbytes is not installed.
     """
     try:
         with quiet():
@@ -187,8 +185,9 @@ class AdaptedWeights:
 
 
 def adapted_weights(model: PreTrainedModel, config: LoraConfig) -> AdaptedWeights:
-    """Find the weights that adapters go into: of linear layers, and of experts whose matrices are
-    one parameter.
+    """Find the weights that adapters go into.
+
+    They are those of linear layers, and of experts whose matrices are one parameter.
 
     Routers that are no linear layer, convolutions and embeddings have no adapters.
 
@@ -238,8 +237,9 @@ def adapted_weights(model: PreTrainedModel, config: LoraConfig) -> AdaptedWeight
 
 
 def _matrices(model: PreTrainedModel) -> Iterator[tuple[str, nn.Module, str, Tensor | None]]:
-    """Every matrix below the head but embeddings: its module with the name of that, its own name
-    and itself.
+    """Yield every matrix below the head but embeddings.
+
+    It comes with its module, the module's name and its own.
 
     Of a layer in 4 bits there is no tensor.
     """
@@ -280,15 +280,17 @@ def _size(module: nn.Module, weight: Tensor | None) -> int:
 
 
 def _layer_index(name: str) -> int:
-    """The number of the decoder layer in a name such as ``model.layers.3.mlp``; 0 outside of the
-    layers.
+    """The number of the decoder layer in a name such as ``model.layers.3.mlp``.
+
+    It is 0 outside of the layers.
     """
     return next((int(part) for part in name.split(".") if part.isdigit()), 0)
 
 
 def add_adapters(model: PreTrainedModel, config: LoraConfig, seed: int) -> AdaptedWeights:
-    """Freeze ``model`` and add adapters below its head, in place. Untrained adapters change no
-    output.
+    """Freeze ``model`` and add adapters below its head, in place.
+
+    Untrained adapters change no output.
 
     Adapters are float32 on a low-precision model too: a layer casts its input for them, and their
     output back. With ``config.quantize`` the frozen linear layers are held in 4 bits from then on;
@@ -378,22 +380,21 @@ def _peft_config(model: PreTrainedModel, weights: AdaptedWeights, config: LoraCo
             and name not in weights.linear
             and name.rpartition(".")[2] in last_names
         ):
-            settings = {
-                "target_modules": list(weights.linear)
-            }  # one that is not adapted has the same last name
+            # One that is not adapted has the same last name.
+            settings = {"target_modules": list(weights.linear)}
             break
     if weights.experts:
         taken = [name for name in weights.linear if name.rpartition(".")[2] in TAKEN_FOR_EXPERTS]
-        settings = {
-            "target_modules": [name for name in weights.linear if name not in set(taken)],
-            "target_parameters": [*weights.experts, *(f"{name}.weight" for name in taken)],
-        }
+        left = [name for name in weights.linear if name not in taken]
+        of_taken = [f"{name}.weight" for name in taken]
+        settings = {"target_modules": left, "target_parameters": [*weights.experts, *of_taken]}
     return peft.LoraConfig(r=config.rank, lora_alpha=config.alpha, lora_dropout=0.0, **settings)
 
 
 def _require_mergeable(model: PreTrainedModel, weights: AdaptedWeights, config: LoraConfig) -> None:
-    """Add and merge adapters in a copy of the model without numbers: what fails would else fail
-    after the training.
+    """Add and merge adapters in a copy of the model without numbers.
+
+    What fails here would otherwise fail after the training.
 
     Raises:
         ModelError: Something fails, or other weights are left than before.
@@ -429,8 +430,9 @@ PEFT_PREFIX = "base_model.model."  # of parameters in PEFT's files
 
 @dataclass(frozen=True)
 class PeftAdapter:
-    """The trained part of a language model, by which ``PeftModel.from_pretrained`` makes it from
-    its frozen part.
+    """The trained part of a language model, in the form that PEFT reads.
+
+    ``PeftModel.from_pretrained`` adds it to the frozen part.
 
     Attributes:
         settings: The content of ``adapter_config.json``.
@@ -462,17 +464,17 @@ def peft_adapter(model: PreTrainedModel) -> PeftAdapter:
 
 
 def merge_adapters(model: nn.Module) -> None:
-    """Merge the adapters into their weights, unpacked if they were packed, and remove them, in
-    place.
+    """Merge the adapters into their weights and remove them, in place.
+
+    Packed weights are unpacked first.
     """
     unpack_linear_layers(model)
     layers = list(adapted_layers(model))
     for _, layer in layers:
         layer.merge()
     for name, layer in layers:
-        if not name.endswith(
-            INNER_LAYER
-        ):  # several parameters of one module are adapted by layers within layers
+        # Several parameters of one module are adapted by layers within layers.
+        if not name.endswith(INNER_LAYER):
             model.set_submodule(name, layer.get_base_layer())
     for module in model.modules():
         if "peft_config" in vars(module):
@@ -497,8 +499,9 @@ def adapters_off(model: nn.Module) -> Iterator[None]:
 
 
 class WithoutAdapters:
-    """The reference of a policy that trains adapters: the same model with the adapters off, sharing
-    its memory.
+    """The reference of a policy that trains adapters.
+
+    It is the same model with the adapters off, and shares its memory.
     """
 
     def __init__(self, model: PreTrainedModel) -> None:
@@ -529,9 +532,7 @@ def adapted_layers(model: nn.Module) -> Iterator[tuple[str, Any]]:
 
 
 def adapted_parameter(layer: Any) -> str:
-    """The name of the parameter that a layer with adapters adapts, within the module that has
-    it.
-    """
+    """The name, within its module, of the parameter that a layer adapts."""
     name: str = getattr(layer, "parameter_name", "weight")
     return name
 
@@ -566,25 +567,17 @@ def keep_lower_layers(model: PreTrainedModel, layers: int) -> None:
     depth = backbone.config.num_hidden_layers
     if layers > depth:
         raise ModelError(f"layers is {layers}, but {type(model).__name__} has {depth} layers")
-    stack = decoder_layers(model)
-    if stack is None:
+    lists = [child for child in backbone.children() if isinstance(child, nn.ModuleList)]
+    stacks = [child for child in lists if len(child) == depth]
+    if len(stacks) != 1:
         raise ModelError(
             f"the layers of {type(backbone).__name__} cannot be told apart; remove the setting layers"
         )
+    (stack,) = stacks
     (name,) = [name for name, child in backbone.named_children() if child is stack]
     setattr(backbone, name, stack[:layers])
     for config in (model.config, backbone.config):
         limit_layers(config, layers)
-
-
-def decoder_layers(model: PreTrainedModel) -> nn.ModuleList | None:
-    """Return the list of the model's decoder layers, from the embedding up; None where it cannot be
-    told apart.
-    """
-    backbone: Any = backbone_of(model)
-    lists = [child for child in backbone.children() if isinstance(child, nn.ModuleList)]
-    stacks = [child for child in lists if len(child) == backbone.config.num_hidden_layers]
-    return stacks[0] if len(stacks) == 1 else None
 
 
 def limit_layers(config: PretrainedConfig, layers: int) -> None:
@@ -592,71 +585,3 @@ def limit_layers(config: PretrainedConfig, layers: int) -> None:
     config.num_hidden_layers = layers
     if getattr(config, "layer_types", None):
         config.layer_types = config.layer_types[:layers]
-
-
-class FrozenLowerLayers:
-    """The outputs of the layers below all adapters, recorded in one pass for another over the same
-    tokens.
-
-    Without such layers, or where the reference is a model of its own, both passes are whole ones.
-    """
-
-    def __init__(self, layers: list[nn.Module]) -> None:
-        self._layers = layers
-        self._output: Any = None
-
-    @classmethod
-    def shared_by(cls, policy: PreTrainedModel, reference: object) -> FrozenLowerLayers:
-        """Those that ``reference`` shares with ``policy``: none unless it is the policy with its
-        adapters off.
-        """
-        same = isinstance(reference, WithoutAdapters) and reference.model is policy
-        # Layers that read the keys and values of lower ones cannot do without these.
-        reads_lower = (
-            getattr(policy.config.get_text_config(), "num_kv_shared_layers", 0) if same else 0
-        )
-        layers = decoder_layers(policy) if same and not reads_lower else None
-        if layers is None:
-            return cls([])
-        adapted = {id(module) for _, module in adapted_layers(policy)}
-        is_adapted = [any(id(module) in adapted for module in layer.modules()) for layer in layers]
-        lowest = is_adapted.index(True) if any(is_adapted) else 0
-        # What is adapted outside of the layers, such as an embedding, is below all of them.
-        inside = {id(module) for layer in layers for module in layer.modules()}
-        return cls(list(layers)[:lowest] if adapted <= inside else [])
-
-    @contextmanager
-    def recorded(self) -> Iterator[None]:
-        """Keep what the highest of the layers puts out in the pass inside."""
-        if not self._layers:
-            yield
-            return
-
-        def keep(module: nn.Module, inputs: Any, output: Any) -> None:
-            self._output = output
-
-        hook = self._layers[-1].register_forward_hook(keep)
-        try:
-            yield
-        finally:
-            hook.remove()
-
-    @contextmanager
-    def replayed(self) -> Iterator[None]:
-        """Take what was recorded in place of computing the layers, in one pass over the same
-        tokens; no gradients.
-        """
-        if self._output is None or torch.is_grad_enabled():
-            yield
-            return
-        output, self._output = self._output, None
-        forwards = [(layer, vars(layer).get("forward")) for layer in self._layers]
-        try:
-            for layer in self._layers:
-                vars(layer)["forward"] = lambda *_, **__: output
-            yield
-        finally:
-            for layer, own in forwards:
-                del vars(layer)["forward"]
-                if own is not None:
-                    vars(layer)["forward"] = own

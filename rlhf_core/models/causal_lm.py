@@ -101,8 +101,9 @@ def require_decoder_only(config: PretrainedConfig, source: str | Path) -> None:
 
 
 def generation_stop_ids(model: PreTrainedModel) -> list[int]:
-    """The ids at which the model's own generation config ends a reply; none where it has no such
-    file.
+    """The ids at which the model's own generation config ends a reply.
+
+    There are none where it has no such file.
 
     A config that transformers derived from the architecture's defaults is left out: those ids
     belong to the tokenizer of some other model.
@@ -121,8 +122,9 @@ def generation_stop_ids(model: PreTrainedModel) -> list[int]:
 def with_stop_tokens(
     tokenizer: PreTrainedTokenizerBase, model: PreTrainedModel
 ) -> PreTrainedTokenizerBase:
-    """The tokenizer, or a copy whose files name the tokens that end a reply, where those are not
-    ``eos_token`` alone.
+    """Return a tokenizer whose files name every token that ends a reply.
+
+    It is the given one, or a copy where those are not ``eos_token`` alone.
 
     The first of them closes a turn. Added tokens at which the generation config of ``model`` ends a
     reply are among them; a word of the vocabulary is not.
@@ -140,8 +142,9 @@ def with_stop_tokens(
 
 
 def complete_generation_config(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
-    """Name every token that ends a reply in the generation config, so that transformers and vLLM
-    stop there too.
+    """Name every token that ends a reply in the generation config.
+
+    transformers and vLLM then stop there, too.
 
     Published models have sampling settings that transformers reads but refuses to save, such as a
     temperature beside ``do_sample: false``. They are left out: what samples here has settings of
@@ -181,8 +184,9 @@ CHAT_TEMPLATE = (
 def train_tokenizer(
     texts: Iterable[str], vocab_size: int, max_length: int = 512
 ) -> PreTrainedTokenizerFast:
-    """Train a byte-level BPE tokenizer with at most ``vocab_size`` entries. The same texts give the
-    same tokenizer.
+    """Train a byte-level BPE tokenizer with at most ``vocab_size`` entries.
+
+    The same texts give the same tokenizer.
 
     Raises:
         ConfigError: ``vocab_size`` has no room for all bytes and special tokens.
@@ -220,8 +224,9 @@ def train_tokenizer(
 def new_model(
     config: BaseConfig, tokenizer: PreTrainedTokenizerBase, seed: int
 ) -> LlamaForCausalLM:
-    """Create a tied Llama with random weights that depend on ``config``, the vocabulary's size and
-    ``seed`` alone.
+    """Create a tied Llama with random weights.
+
+    They depend on ``config``, the vocabulary's size and ``seed`` alone.
 
     The process's random state is left unchanged.
     """
@@ -229,9 +234,8 @@ def new_model(
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = LlamaForCausalLM(shape)
-    for parameter in (
-        model.parameters()
-    ):  # not the buffers: rotations by rounded frequencies would be other ones
+    # Buffers keep their precision: rounded frequencies would give other rotations.
+    for parameter in model.parameters():
         parameter.data = parameter.data.to(getattr(torch, weights_precision(config.dtype)))
     use_float32_unembedding(model)
     return model
@@ -240,8 +244,9 @@ def new_model(
 def scratch_config(
     config: BaseConfig, vocabulary: int, pad_id: int | None = None, eos_id: int | None = None
 ) -> LlamaConfig:
-    """The configuration of a model made from nothing: a Llama with tied embeddings. ``ConfigError``
-    for odd heads.
+    """The configuration of a model made from nothing: a Llama with tied embeddings.
+
+    ``ConfigError`` for odd heads.
     """
     if config.hidden_size % (2 * config.heads):
         raise ConfigError(
@@ -279,9 +284,7 @@ def load_tokenizer(path: str | Path, revision: str | None = None) -> PreTrainedT
 
 
 def fitting_length(max_tokens: int, source: Path | PreTrainedModel) -> int:
-    """``max_tokens``, or the number of positions that the model at ``source`` has if those are
-    fewer.
-    """
+    """Return ``max_tokens``, or the number of positions that the model has if that is smaller."""
     if not isinstance(source, Path):
         config = source.config
     else:
@@ -292,8 +295,9 @@ def fitting_length(max_tokens: int, source: Path | PreTrainedModel) -> int:
 
 
 def positions_of(config: PretrainedConfig) -> int | None:
-    """The most tokens that a model takes in one sequence; None where its configuration names no
-    such number.
+    """The most tokens that a model takes in one sequence.
+
+    None where its configuration names no such number.
     """
     text = config.get_text_config()
     named = (getattr(text, name, None) for name in ("max_position_embeddings", "max_seq_len"))
@@ -307,8 +311,9 @@ def load_policy(
     revision: str | None = None,
     device: torch.device | None = None,
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """Load a causal language model in evaluation mode, and its tokenizer. Only safetensors, never
-    remote code.
+    """Load a causal language model in evaluation mode, and its tokenizer.
+
+    Only safetensors, never remote code.
 
     Args:
         path: A folder or a hub id.
@@ -334,8 +339,9 @@ def save_policy(
     tokenizer: PreTrainedTokenizerBase,
     adapter: PeftAdapter | None = None,
 ) -> None:
-    """Save a causal language model as a Hugging Face folder, after checking that the saved copy
-    computes the same.
+    """Save a causal language model as a Hugging Face folder.
+
+    The saved copy is checked to compute the same.
 
     The generation config of ``model`` is completed by the tokens that end a reply.
 
@@ -365,8 +371,9 @@ def save_policy(
 
 
 def own_copy(model: PreTrainedModel, name: str = "model") -> PreTrainedModel:
-    """A copy of a model to train. What is frozen in it stays so, unless everything is: then all of
-    it is trained.
+    """A copy of a model to train.
+
+    What is frozen in it stays so, unless everything is: then all of it is trained.
 
     Merging adapters by PEFT leaves all weights frozen.
     """
@@ -386,8 +393,9 @@ def own_copy(model: PreTrainedModel, name: str = "model") -> PreTrainedModel:
 
 
 def say_router_loss(model: PreTrainedModel, added: bool, what: str) -> None:
-    """Say what becomes of the routers' auxiliary loss that config.json asks for by
-    ``output_router_logits``.
+    """Say whether the routers' auxiliary loss is trained on.
+
+    config.json asks for it by ``output_router_logits``.
     """
     weight = router_loss_weight(model)
     if not weight:

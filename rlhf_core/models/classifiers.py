@@ -1,5 +1,6 @@
-"""Sequence classifiers of every kind of language model, also of those that transformers has none
-for.
+"""Sequence classifiers of every kind of language model.
+
+Among them are kinds that transformers has no classifier for.
 
 Such a one is the kind's own backbone with transformers' own head for decoders, a linear layer
 ``score``. Its folder is like those of other classifiers, with safetensors and config.json, but only
@@ -24,8 +25,9 @@ LANGUAGE_MODEL, CLASSIFIER = "ForCausalLM", "ForSequenceClassification"
 
 
 class _Classifiers:
-    """Classes of classifiers by those of configurations, as auto classes of transformers ask for
-    them.
+    """Classes of classifiers by classes of configurations.
+
+    Auto classes of transformers ask for them in this form.
     """
 
     def __contains__(self, config_class: type) -> bool:
@@ -45,7 +47,7 @@ class _Classifiers:
         return iter([*known, *(each for each in _LANGUAGE_MODELS.keys() if each not in known)])  # noqa: SIM118
 
     def keys(self) -> list[type]:
-        """Return all configurations with a classifier, be it of the library or made here."""
+        """Return all configurations with a classifier, the library's or one made here."""
         return list(self)
 
 
@@ -62,8 +64,9 @@ class AutoScalarModel(AutoModelForSequenceClassification):
 
 @cache
 def _with_own_head(language_model: type[PreTrainedModel]) -> Any:
-    """The classifier of a kind of language model: the kind's own parent, with the head that other
-    decoders have.
+    """The classifier of a kind of language model.
+
+    It is the kind's own parent, with the head that other decoders have.
     """
     parents = (each for each in language_model.__mro__[1:] if issubclass(each, PreTrainedModel))
     parent: type[PreTrainedModel] = next(parents)

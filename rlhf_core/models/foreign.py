@@ -1,5 +1,6 @@
-"""Untrusted third-party models: opened in a child process first, since one may never end, or fill
-the memory.
+"""Untrusted third-party models.
+
+They are opened in a child process first, since one may never end, or fill the memory.
 
 Its config, its tokenizer and its weights' headers tell whether one can be a starting model; no
 weights are loaded.
@@ -64,8 +65,7 @@ MOST_PER_BYTE = 16  # weights in a byte of a file; quantised to one bit there ar
 def require_openable(
     source: str | Path, revision: str | None = None, auto_class: Any = None
 ) -> None:
-    """Try in a child process whether a model can be opened under :data:`LIMITS`, without its
-    weights.
+    """Try in a child process to open a model without its weights, under :data:`LIMITS`.
 
     A third-party folder, GGUF file or hub id may hold a tokenizer that never ends, and sizes that
     fill the memory. What is wrong otherwise is left to whoever loads the model; chat templates are
@@ -109,8 +109,9 @@ def _encode_sample(path: Path) -> None:
 
 
 def _build_modules(path: Path, auto_class: Any) -> None:
-    """Build the model on shapes alone; raise ``MemoryError`` where loading would make weights that
-    no file holds.
+    """Build the model on shapes alone.
+
+    Raise ``MemoryError`` where loading would make weights that no file holds.
     """
     torch.set_num_threads(1)
     config = (
@@ -210,8 +211,9 @@ PLAIN_TEMPLATE = (
 
 @dataclass(frozen=True)
 class OpenedModel:
-    """What was read of a starting model, and whether it has a chat template (of a hub id this is
-    not looked up).
+    """What was read of a starting model.
+
+    Whether it has a chat template is not looked up for a hub id.
     """
 
     finding: str
@@ -219,8 +221,9 @@ class OpenedModel:
 
 
 def open_starting_model(workspace: Path, source: str, revision: str | None = None) -> OpenedModel:
-    """Open what ``base.source`` names, a folder, a GGUF file or a hub id, without loading or
-    downloading weights.
+    """Open what ``base.source`` names without loading or downloading weights.
+
+    It is a folder, a GGUF file or a hub id.
 
     Raises:
         ModelError: It does not exist, or the base stage would refuse it.
@@ -290,7 +293,8 @@ def open_model_folder(folder: Path) -> PreTrainedTokenizerBase:
     # Names that the architecture does not know are renamed when they are loaded: what is missing
     # cannot be told then.
     tied: dict[str, str] = model.all_tied_weights_keys  # such as an unembedding and its embedding
-    same = {one for pair in tied.items() for one, other in (pair, pair[::-1]) if other in stored}
+    same = {name for name, other in tied.items() if other in stored}
+    same |= {other for name, other in tied.items() if name in stored}
     missing = sorted(expected.keys() - stored.keys() - same)
     if missing and not stored.keys() - expected.keys():
         raise ModelError(
@@ -328,8 +332,7 @@ def stored_tensors(folder: Path) -> dict[str, tuple[tuple[int, ...], str]]:
 
 
 def require_trainable(source: str, revision: str | None = None) -> None:
-    """Refuse a model of another kind than a decoder-only language model, or whose weights are
-    quantised for inference.
+    """Refuse a model that is no decoder-only language model, or has quantised weights.
 
     Only some devices compute with such weights, none trains them, and without their scales they are
     other numbers.

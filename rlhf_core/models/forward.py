@@ -29,9 +29,8 @@ from rlhf_core.config.operations import DEFAULT_LOGITS_MIB, MIB
 from rlhf_core.models.precision import Float32Linear
 from rlhf_core.runtime import distributed
 
-LOGITS_BYTES = (
-    DEFAULT_LOGITS_MIB * MIB
-)  # float32 logits that exist at once where nothing else is asked for
+# Float32 logits that exist at once where nothing else is asked for.
+LOGITS_BYTES = DEFAULT_LOGITS_MIB * MIB
 Head = Callable[[Tensor], Tensor]
 
 
@@ -97,8 +96,8 @@ def compute_in_chunks(
 
 Result = TypeVar("Result")
 
-# Settings by which some architectures change logits after the unembedding. They tell of a model
-# without weights; one with weights is asked itself.
+# Settings by which some architectures change logits after the unembedding. They decide for a model
+# without weights; one with weights is tried.
 LOGIT_SETTINGS = (
     "final_logit_softcapping",
     "logits_soft_cap",
@@ -120,8 +119,9 @@ def embedding_weight(model: PreTrainedModel) -> Tensor:
 
 
 def backbone_of(model: PreTrainedModel) -> PreTrainedModel:
-    """Return the part of a model below its head, also in kinds that do not name it, such as Llama
-    4.
+    """Return the part of a model below its head.
+
+    Some kinds, such as Llama 4, do not name it.
     """
     base = cast(PreTrainedModel, model.base_model)
     if base is not model or model.get_output_embeddings() is None:
@@ -130,7 +130,7 @@ def backbone_of(model: PreTrainedModel) -> PreTrainedModel:
     return parts[0] if parts else base
 
 
-# Kinds that count positions from behind the padding token's id.
+# Architectures whose first position is the one after the padding token's id.
 COUNTED_FROM_PADDING = frozenset(
     (
         "roberta",
@@ -154,15 +154,17 @@ def first_position(config: PretrainedConfig) -> int:
 
 
 def position_ids_from_mask(attention_mask: Tensor) -> Tensor:
-    """Positions counted from the first real token, so that the padding side changes nothing: (B, L)
-    -> (B, L).
+    """Positions counted from the first real token, so that the padding side changes nothing.
+
+    Shapes: (B, L) -> (B, L).
     """
     return (attention_mask.cumsum(dim=1) - 1).clamp(min=0)
 
 
 def right_padded(attention_mask: Tensor) -> tuple[Tensor | None, Tensor]:
-    """Return mask (B, L) and positions for rows that begin in the first column; on a GPU the mask
-    is None.
+    """Return mask (B, L) and positions for rows that begin in the first column.
+
+    On a GPU the mask is None.
 
     No token sees those after it, so that padding on the right needs no mask, and without one
     attention takes its fastest kernel, and the host does not wait to see whether a row is padded.
@@ -187,8 +189,9 @@ def hidden_states(
     attention_mask: Tensor | None,
     position_ids: Tensor | None = None,
 ) -> Tensor:
-    """Last hidden states of a backbone without its head: (B, L) -> (B, L, H). Without a mask it
-    needs positions.
+    """Last hidden states of a backbone without its head: (B, L) -> (B, L, H).
+
+    Without a mask it needs positions.
     """
     if position_ids is None:
         assert attention_mask is not None
@@ -200,8 +203,7 @@ def hidden_states(
 
 
 def has_plain_head(model: PreTrainedModel) -> bool:
-    """Whether a causal LM's logits are its output embedding of the last hidden states, and nothing
-    more.
+    """Whether a causal LM's logits are just its output embedding of the last hidden states.
 
     The model's own forward is compared with the embedding's product, once: at loading, or here at
     the first question.
@@ -221,8 +223,9 @@ def has_plain_head(model: PreTrainedModel) -> bool:
 
 @torch.no_grad()
 def _head_is_plain(model: PreTrainedModel) -> bool:
-    """Compare logits of the model's forward, in which the head's input is scaled up, with the
-    head's product of it.
+    """Compare the model's logits with its head's product of the same hidden states.
+
+    The head's input is scaled up in both.
 
     Scaled, so that a soft cap shows in a model whose logits are small.
     """
@@ -231,9 +234,8 @@ def _head_is_plain(model: PreTrainedModel) -> bool:
         return False
     ids = probe_ids(model.config.get_text_config().vocab_size).to(next(head.parameters()).device)
     given = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
-    modes = [
-        (module, module.training) for module in model.modules()
-    ]  # layers that recompute have one of their own
+    # Layers that recompute have a mode of their own.
+    modes = [(module, module.training) for module in model.modules()]
     model.eval()
     hooks = []
     try:
@@ -266,8 +268,9 @@ def changes_logits(config: PretrainedConfig) -> bool:
 
 
 def name_outputs(model: PreTrainedModel) -> None:
-    """Let a model's passes give outputs by name, also where config.json has ``return_dict: false``,
-    in place.
+    """Let a model's passes give outputs by name, in place.
+
+    config.json may have asked otherwise, by ``return_dict: false``.
     """
     for config in (model.config, model.config.get_text_config()):
         if not getattr(config, "return_dict", True):
@@ -280,8 +283,9 @@ UNREAD_OUTPUTS = ("output_router_logits", "output_hidden_states", "output_attent
 
 
 def arguments_of(model: nn.Module, **given: Any) -> dict[str, Any]:
-    """Those of the ``given`` arguments that the model's forward takes: some know no positions, or
-    keep all logits.
+    """Those of the ``given`` arguments that the model's forward takes.
+
+    Some know no positions, or keep all logits.
     """
     taken = _parameters(getattr(model.forward, "__func__", model.forward))
     given.setdefault("use_cache", False)
@@ -291,26 +295,27 @@ def arguments_of(model: nn.Module, **given: Any) -> dict[str, Any]:
             given.setdefault(name, False)
     if config is not None and given.get("position_ids") is not None and first_position(config):
         given["position_ids"] = given["position_ids"] + first_position(config)
-    return (
-        given if taken is None else {name: value for name, value in given.items() if name in taken}
-    )
+    if taken is None:
+        return given
+    return {name: value for name, value in given.items() if name in taken}
 
 
 @cache
 def _parameters(forward: Callable[..., Any]) -> frozenset[str] | None:
     """Names of a function's parameters; None where it takes any."""
     taken = inspect.signature(forward).parameters
-    return (
-        None if any(each.kind is each.VAR_KEYWORD for each in taken.values()) else frozenset(taken)
-    )
+    if any(each.kind is each.VAR_KEYWORD for each in taken.values()):
+        return None
+    return frozenset(taken)
 
 
 ROUTER_LOSS_WEIGHTS = ("router_aux_loss_coef", "aux_loss_coef", "moe_loss_weight")
 
 
 def router_loss_weight(model: PreTrainedModel) -> float:
-    """The weight of the auxiliary loss that keeps a router's experts evenly used; 0 where
-    config.json asks for none.
+    """The weight of the auxiliary loss that keeps a router's experts evenly used.
+
+    0 where config.json asks for none.
 
     It asks by ``output_router_logits``, as transformers has it. Kinds that balance their experts
     otherwise, such as DeepSeek's, have no such loss.
@@ -318,8 +323,12 @@ def router_loss_weight(model: PreTrainedModel) -> float:
     config = model.config.get_text_config()
     if not getattr(config, "output_router_logits", False):
         return 0.0
-    weights = [getattr(of, name, None) for of in (model, config) for name in ROUTER_LOSS_WEIGHTS]
-    return float(next((weight for weight in weights if weight is not None), 0.0))
+    for holder in (model, config):
+        for name in ROUTER_LOSS_WEIGHTS:
+            weight = getattr(holder, name, None)
+            if weight is not None:
+                return float(weight)
+    return 0.0
 
 
 def selected_logits(
@@ -329,8 +338,9 @@ def selected_logits(
     select: Tensor,
     router_loss: bool = False,
 ) -> LazyLogits:
-    """Next-token logits of a causal LM at the positions where ``select`` (bool, B, L) holds: (N,
-    V), row-major order.
+    """Next-token logits of a causal LM at the positions that ``select`` (bool, B, L) names.
+
+    Shapes: (N, V), in row-major order.
 
     Rows are padded on the right.
     Only the N selected hidden states are unembedded: with prompts masked that is a third to a half
@@ -349,8 +359,9 @@ def selected_logits(
 def _logits_and_router_loss(
     model: PreTrainedModel, input_ids: Tensor, attention_mask: Tensor
 ) -> LazyLogits:
-    """Logits of all positions, and the auxiliary loss as the model's own forward computes it of the
-    real tokens.
+    """Compute the logits of all positions and the auxiliary loss of the real tokens.
+
+    The loss is that of the model's own forward.
     """
     states: list[Tensor] = []
 
@@ -387,8 +398,9 @@ def lazy_logits(
     position_ids: Tensor,
     keep: int,
 ) -> LazyLogits:
-    """Next-token logits of a causal LM at the last ``keep`` positions: (B, L) three times -> (B,
-    keep, V).
+    """Next-token logits of a causal LM at the last ``keep`` positions.
+
+    Shapes: (B, L) three times -> (B, keep, V).
 
     The model may be wrapped: the reference is a policy with its adapters off, or a model whose
     weights are sharded.
@@ -414,15 +426,14 @@ def unembedded(model: PreTrainedModel, hidden: Tensor) -> LazyLogits:
 
 
 def run_as_wrapped(model: PreTrainedModel, compute: Callable[[], Result]) -> Result:
-    """Return ``compute``, a pass of parts of a language model, run as its wrapper demands where it
-    has one.
-    """
+    """Run ``compute``, a pass of parts of a language model, as the model's wrapper demands."""
     run: Callable[[Callable[[], Result]], Result] | None = getattr(model, "run", None)
     return compute() if run is None else run(compute)
 
 
 def probe_ids(vocabulary: int, rows: int = 2, width: int = 8) -> Tensor:
-    """Fixed token ids (rows, width), spread over the vocabulary, to compare a model with its saved
-    copy.
+    """Return fixed token ids (rows, width), spread over the vocabulary.
+
+    They serve to compare a model with its saved copy.
     """
     return (torch.arange(rows * width) * 7919 % vocabulary).view(rows, width)

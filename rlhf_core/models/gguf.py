@@ -100,8 +100,9 @@ def read_gguf_header(file: Path) -> GgufHeader:
 
 @dataclass
 class _Header:
-    """Reads on from the magic number; ``struct.error`` or ``EOFError`` where the file ends too
-    early.
+    """Reads on from the magic number.
+
+    ``struct.error`` or ``EOFError`` where the file ends too early.
     """
 
     opened: BinaryIO
@@ -111,8 +112,9 @@ class _Header:
     def read(
         self,
     ) -> tuple[dict[str, str | int | None], dict[str, tuple[tuple[int, ...], int]], int]:
-        """The keys, shape and end of every tensor behind the header, and where the first of them
-        may begin.
+        """Read the keys, and the shape and end of every tensor behind the header.
+
+        The last result is where the first tensor may begin.
         """
         version = self.number("<I")
         if version not in VERSIONS:
@@ -236,8 +238,9 @@ def load_gguf(
 
 
 def load_gguf_tokenizer(file: Path) -> PreTrainedTokenizerBase:
-    """Load the tokenizer of a GGUF file without its weights; ``ModelError`` as for
-    :func:`load_gguf`.
+    """Load the tokenizer of a GGUF file without its weights.
+
+    ``ModelError`` as for :func:`load_gguf`.
     """
     with _reading(file):
         tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
@@ -299,8 +302,9 @@ def _reading(file: Path) -> Iterator[None]:
 
 
 def _readable_header(file: Path) -> GgufHeader:
-    """The header of a GGUF file of an architecture that transformers reads; ``ModelError`` as for
-    :func:`load_gguf`.
+    """The header of a GGUF file of an architecture that transformers reads.
+
+    ``ModelError`` as for :func:`load_gguf`.
 
     It is read before transformers sees the file: of a file that is cut off or calls itself
     something else transformers says so late, or fills what it does not find with the sizes of a

@@ -38,12 +38,12 @@ from rlhf_core.models.forward import (
     unembedded,
 )
 from rlhf_core.models.io import empty_model, load_model, reading, require_same, save_folder
-from rlhf_core.models.openblas_linear import fastest_linear
+from rlhf_core.models.kernels import linear
 from rlhf_core.models.precision import LOW_PRECISION, float32_linear
 from rlhf_core.runtime import distributed
 
 # States of zero that the mean so far begins with: few tokens tell little of the whole reply, and
-# their mean spreads far more than the one that it foretells. With 10, the head of a reward model
+# their mean spreads far more than the one that it predicts. With 10, the head of a reward model
 # for SmolLM2-135M explains .63 of the variance of its own scores along the reply; with 1 it
 # explains .46, with 96 .42.
 PRIOR_TOKENS = 10
@@ -56,8 +56,9 @@ def mean_over_reply(hidden: Tensor, reply_mask: Tensor) -> Tensor:
 
 
 def mean_so_far(hidden: Tensor, reply_mask: Tensor) -> Tensor:
-    """The mean over the states from before the reply up to each position, in float32: (B, L, H),
-    (B, L) -> (B, L, H).
+    """The mean over the states from before the reply up to each position, in float32.
+
+    Shapes: (B, L, H), (B, L) -> (B, L, H).
 
     With the states :math:`h_0` before the reply and :math:`h_1, ..., h_t` of its first ``t``
     tokens, it is :math:`(h_0 + ... + h_t) / (t + m)` for :math:`m` = ``PRIOR_TOKENS``. Positions
@@ -75,8 +76,9 @@ def sum_over_reply(hidden: Tensor, reply_mask: Tensor) -> Tensor:
 
 
 def sum_so_far(hidden: Tensor, reply_mask: Tensor) -> Tensor:
-    """The sum of the states of the reply up to each position, in float32: (B, L, H), (B, L) -> (B,
-    L, H).
+    """The sum of the states of the reply up to each position, in float32.
+
+    Shapes: (B, L, H), (B, L) -> (B, L, H).
     """
     return (hidden.float() * reply_mask.float().unsqueeze(-1)).cumsum(dim=1)
 
@@ -121,8 +123,9 @@ class ScalarModel(nn.Module):
         pooling: Pooling = "last",
         device: torch.device | None = None,
     ) -> ScalarModel:
-        """Put a small random head (std 1/sqrt(H + 1), a function of ``seed``) on the backbone of a
-        causal LM.
+        """Put a small random head on the backbone of a causal LM.
+
+        Its standard deviation is 1/sqrt(H + 1), and ``seed`` alone decides it.
 
         Args:
             source: Its folder or hub id, or the model itself, of which a copy is made.
@@ -175,8 +178,7 @@ class ScalarModel(nn.Module):
     def load(
         cls, path: str | Path, dtype: torch.dtype | None = None, device: torch.device | None = None
     ) -> ScalarModel:
-        """Load a folder written by :meth:`save`, or any sequence-classification folder with one
-        label.
+        """Load a folder of :meth:`save`, or another sequence classifier with one label.
 
         Without ``device`` it is on this process's own.
         """
@@ -218,11 +220,12 @@ class ScalarModel(nn.Module):
         position_ids: Tensor | None = None,
         reply_mask: Tensor | None = None,
     ) -> Tensor:
-        """The scalar at every position: (B, L) each -> (B, L). Positions default to those of the
-        mask.
+        """The scalar at every position: (B, L) each -> (B, L).
+
+        Positions default to those of the mask.
 
         Where the head reads a mean or a sum, it reads here that of the reply so far, if
-        ``reply_mask`` says where the reply is: a critic made from a reward model then foretells at
+        ``reply_mask`` says where the reply is: a critic made from a reward model then predicts at
         each token what the reward model will read at the last.
         """
         hidden = self.hidden(input_ids, attention_mask, position_ids)
@@ -266,7 +269,7 @@ class ScalarModel(nn.Module):
         weight = self.unembedding if self.unembedding is not None else embedding_weight(self.model)
         if weight.dtype in LOW_PRECISION:
             hidden, weight = hidden.float(), weight.float()
-        return LazyLogits(hidden, partial(fastest_linear(), weight=weight), weight.shape[0])
+        return LazyLogits(hidden, partial(linear, weight=weight), weight.shape[0])
 
     def forward(
         self, input_ids: Tensor, attention_mask: Tensor, position_ids: Tensor | None = None
@@ -309,8 +312,9 @@ class ScalarModel(nn.Module):
 
 
 class ActorCritic(nn.Module):
-    """``policy`` stays the plain model that samples and is saved; ``score`` (H -> 1) reads its last
-    hidden states.
+    """``policy`` stays the plain model that samples and is saved.
+
+    ``score`` (H -> 1) reads its last hidden states.
     """
 
     def __init__(self, policy: PreTrainedModel, score: nn.Linear) -> None:
@@ -348,8 +352,9 @@ class ActorCritic(nn.Module):
         position_ids: Tensor,
         logits_to_keep: int,
     ) -> tuple[LazyLogits, Tensor]:
-        """Logits of the last ``logits_to_keep`` positions (B, logits_to_keep, V) and values (B, L),
-        in one pass.
+        """Compute logits of the last positions and all values in one pass.
+
+        Logits are (B, logits_to_keep, V), values (B, L).
         """
         hidden = hidden_states(backbone_of(self.policy), input_ids, attention_mask, position_ids)
         if has_plain_head(self.policy):

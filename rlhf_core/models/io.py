@@ -1,5 +1,4 @@
-"""Hugging Face folders: checked when read, written atomically and compared with the model after
-writing.
+"""Hugging Face folders: checked when read, written atomically, compared after writing.
 
 Nothing that their files name or link to may lie outside of the folder, and no code comes from
 elsewhere.
@@ -28,8 +27,7 @@ from transformers.utils import logging as transformers_logging
 from rlhf_core.errors import ModelError, RlhfError, first_line, is_exhausted
 from rlhf_core.hub import require_hub
 from rlhf_core.models.forward import has_plain_head, name_outputs
-from rlhf_core.models.fused_norms import FusedNorm, fuse_norms
-from rlhf_core.models.openblas_linear import default_products, use_openblas
+from rlhf_core.models.kernels import FusedNorm, use_kernels
 from rlhf_core.models.precision import use_float32_unembedding
 from rlhf_core.runtime import distributed
 from rlhf_core.storage.files import atomic_dir, atomic_write_json, fsync_path
@@ -58,9 +56,7 @@ FROM_HUB = "is it spelt right, and is the hub reachable? HF_HUB_OFFLINE=1 uses a
 
 
 def check_folder(path: Path) -> None:
-    """Raise ``ModelError`` unless ``path`` has config.json, readable safetensors weights and a
-    tokenizer.
-    """
+    """Raise ``ModelError`` unless ``path`` has a config, safetensors weights and a tokenizer."""
     path = Path(path)
     if not path.is_dir():
         raise ModelError(f"no model folder at {path}; {REPAIR}")
@@ -100,9 +96,7 @@ def check_folder(path: Path) -> None:
 
 
 def _require_count(path: Path, tensors: int) -> None:
-    """Raise ``ModelError`` for so many tensors that whoever looks at each of them is held up for
-    minutes.
-    """
+    """Refuse so many tensors that looking at each would take minutes."""
     if tensors > MOST_TENSORS:
         raise ModelError(
             f"{path} names {tensors:,} tensors, and no model has more than {MOST_TENSORS:,}; it is damaged, or made to "
@@ -111,8 +105,9 @@ def _require_count(path: Path, tensors: int) -> None:
 
 
 def require_no_adapter(path: Path) -> None:
-    """Raise ``ModelError`` where a folder holds an adapter, which transformers would apply to what
-    lies beside it.
+    """Refuse a folder that holds an adapter.
+
+    transformers would apply it to the model beside it.
     """
     if (path / ADAPTER_CONFIG).is_file():
         where = "beside a" if any(path.glob("model*.safetensors")) else "without its"
@@ -140,8 +135,9 @@ def is_local(source: str | Path) -> bool:
 
 @contextmanager
 def reading(source: str | Path) -> Iterator[None]:
-    """Check a local folder or the hub, silence libraries, and turn errors of loading into
-    ``ModelError``.
+    """Check a folder or the hub, and turn errors of loading into ``ModelError``.
+
+    Libraries are silenced meanwhile.
     """
     if is_local(source):
         check_folder(Path(source))
@@ -152,9 +148,8 @@ def reading(source: str | Path) -> Iterator[None]:
             yield
     except RlhfError:
         raise
-    except (
-        Exception
-    ) as error:  # whatever a library comes upon in files that are damaged or of another kind
+    # Whatever a library comes upon in files that are damaged or of another kind.
+    except Exception as error:
         if is_exhausted(error):
             raise
         cause = _cause(source, error)
@@ -165,8 +160,9 @@ def reading(source: str | Path) -> Iterator[None]:
 
 
 def _cause(source: str | Path, error: Exception) -> str:
-    """Why a model cannot be loaded, in one line: a damaged file of a folder by its name, else what
-    the library says.
+    """Why a model cannot be loaded, in one line.
+
+    A damaged file of a folder by its name, else what the library says.
     """
     said = first_line(error)
     if not is_local(source):
@@ -183,8 +179,9 @@ def _cause(source: str | Path, error: Exception) -> str:
 
 
 def hub_files(source: str, revision: str | None) -> Path | None:
-    """The folder in the cache with a hub id's small files, checked as a folder is; None where it
-    cannot be had.
+    """The folder in the cache with a hub id's small files, checked as a folder is.
+
+    None where it cannot be had.
 
     Raises:
         ModelError: They name what lies outside of the folder, or another model.
@@ -206,8 +203,9 @@ def hub_files(source: str, revision: str | None) -> Path | None:
 
 
 def require_room_for(tokenizer: PreTrainedTokenizerBase, entries: int, source: str | Path) -> None:
-    """Raise ``ModelError`` where a tokenizer has more entries than the embedding of the model;
-    fewer are common.
+    """Raise ``ModelError`` where a tokenizer has more entries than the embedding of the model.
+
+    Fewer are common.
     """
     if len(tokenizer) > entries:
         raise ModelError(
@@ -231,8 +229,9 @@ def load_model(
     revision: str | None = None,
     device: torch.device | None = None,
 ) -> Any:
-    """Load a model on ``device`` by ``auto_class.from_pretrained``. Only safetensors, never remote
-    code.
+    """Load a model on ``device`` by ``auto_class.from_pretrained``.
+
+    Only safetensors, never remote code.
 
     The logits of a low-precision language model are computed in float32.
 
@@ -287,16 +286,16 @@ def load_model(
     name_outputs(model)
     use_float32_unembedding(model)
     model.eval()
-    use_openblas(model)
-    fuse_norms(model)
+    use_kernels(model)
     with reading(source):
         has_plain_head(model)  # is noted in the model, before an engine may shard its weights
     return model
 
 
 def require_finite_weights(model: nn.Module, source: str | Path) -> None:
-    """Raise ``ModelError`` where a weight is NaN or infinite: every loss would be, and every reply
-    empty.
+    """Raise ``ModelError`` where a weight is NaN or infinite.
+
+    Every loss would be, and every reply empty.
     """
     broken = [name for name, weight in model.named_parameters() if not _is_finite(weight)]
     if broken:
@@ -314,9 +313,9 @@ def _is_finite(weight: Tensor) -> bool:
         or not weight.numel()
     ):
         return True
-    return bool(
-        torch.stack(weight.detach().aminmax()).isfinite().all()
-    )  # NaN is both; no copy of the weight is made
+    # NaN is both; no copy of the weight is made.
+    extremes = torch.stack(weight.detach().aminmax())
+    return bool(extremes.isfinite().all())
 
 
 @contextmanager
@@ -332,9 +331,8 @@ def quiet() -> Iterator[None]:
     try:
         yield
     except BaseException as error:
-        if (
-            type(error).__name__ != "PanicException"
-        ):  # of pyo3, which gives it no module to import it from
+        # Of pyo3, which gives it no module to import it from.
+        if type(error).__name__ != "PanicException":
             raise
         raise RuntimeError(first_line(error)) from error
     finally:
@@ -375,10 +373,8 @@ def save_folder(
             file.chmod((folder / "config.json").stat().st_mode & 0o777)
         if verify is not None:
             verify(folder)
-        for file in (
-            *folder.rglob("*"),
-            folder,
-        ):  # a folder that exists after a power cut is complete
+        # A folder that exists after a power cut is complete.
+        for file in (*folder.rglob("*"), folder):
             fsync_path(file)
 
 
@@ -398,7 +394,8 @@ def require_same(
     Args:
         path: What messages call the folder.
         auto_class: By which the folder will be loaded.
-        probe: Outputs of a model in evaluation mode for fixed tokens.
+        probe: Outputs of a model in evaluation mode for fixed tokens. They are fewer rows than
+            OpenBLAS takes, so that its rounding never counts as a difference.
 
     Raises:
         ModelError: Something differs.
@@ -407,7 +404,7 @@ def require_same(
     if differing is None:
         twin = _rebuilt(folder, model, auto_class)
         training = model.training
-        with torch.no_grad(), default_products():
+        with torch.no_grad():
             expected = probe(model.eval()).cpu()
             computed = probe(twin).cpu() if twin is not None else expected.new_empty(0)
         model.train(training)
@@ -427,8 +424,9 @@ def require_same(
 
 
 def _first_difference(folder: Path, model: PreTrainedModel, auto_class: Any) -> str | None:
-    """Name of a tensor that was not saved bit for bit as in ``model``; None where all were. Tied
-    ones count once.
+    """Name of a tensor that was not saved bit for bit as in ``model``; None where all were.
+
+    Tied ones count once.
     """
     own = {name: tensor.detach() for name, tensor in model.state_dict().items()}
     same = {
@@ -451,7 +449,9 @@ def _saved_tensors(
             stack.enter_context(safe_open(file, framework="pt"))
             for file in sorted(folder.glob(WEIGHT_FILES))
         ]
-        names = [(name, file) for file in files for name in file.keys()]  # noqa: SIM118 - no mapping
+        names = []
+        for file in files:
+            names += [(name, file) for name in file.keys()]  # noqa: SIM118 - no mapping
         if all(name in own for name, _ in names):
             yield from ((name, file.get_tensor(name)) for name, file in names)
             return
@@ -462,8 +462,9 @@ def _saved_tensors(
 
 
 def _rebuilt(folder: Path, model: PreTrainedModel, auto_class: Any) -> PreTrainedModel | None:
-    """The model that ``folder`` describes with the very tensors of ``model``; None where these do
-    not fit it.
+    """The model that ``folder`` describes with the very tensors of ``model``.
+
+    None where these do not fit it.
     """
     with reading(folder):
         twin: PreTrainedModel = empty_model(
@@ -480,7 +481,7 @@ def _rebuilt(folder: Path, model: PreTrainedModel, auto_class: Any) -> PreTraine
                     return None
                 places[name] = tensor
         if isinstance(own, FusedNorm):
-            fuse_norms(module)
+            use_kernels(module)
     twin.eval()
     return twin
 
@@ -493,10 +494,8 @@ def load_weights(model: PreTrainedModel, weights: Mapping[str, Tensor]) -> None:
             parameters[name].copy_(weight)
 
 
-CONFIGS = (
-    "config*.json",
-    "params.json",
-)  # the library may take config.VERSION.json, and Mistral's own form
+# The library may take config.VERSION.json, and Mistral's own form.
+CONFIGS = ("config*.json", "params.json")
 SMALL_FILES = ("*.json", "*.jinja", "*.model", "*.txt", "additional_chat_templates/*")
 SHARD, INDEXES = ".safetensors", "*.safetensors.index.json"
 ADAPTER_CONFIG = "adapter_config.json"  # as the package peft names it
@@ -520,7 +519,9 @@ def require_own_files(folder: Path) -> None:
 
     home = folder.resolve()
     # A snapshot of the hub's cache is links to its blobs.
-    roots = [home, *([home.parents[1] / "blobs"] if home.parent.name == "snapshots" else [])]
+    roots = [home]
+    if home.parent.name == "snapshots":
+        roots.append(home.parents[1] / "blobs")
     for file in _files(folder, *SMALL_FILES, f"*{SHARD}"):
         target = Path(os.path.realpath(file))  # resolve() fails on a link to itself
         if not target.exists():
@@ -561,7 +562,8 @@ def require_own_files(folder: Path) -> None:
 
 
 def _files(folder: Path, *patterns: str) -> Iterator[Path]:
-    return (file for pattern in patterns for file in sorted(folder.glob(pattern)))
+    for pattern in patterns:
+        yield from sorted(folder.glob(pattern))
 
 
 def _json(file: Path) -> Any:
@@ -588,8 +590,8 @@ def _texts_under(config: Any, keys: Collection[str]) -> Iterator[str]:
 def attention_of(auto_class: Any, config: PretrainedConfig) -> str:
     """``sdpa``, scaled-dot-product attention, or ``eager`` for an architecture that cannot have it.
 
-    Gemma 2 is such a one, whose scores have a soft cap, and BLOOM. Eager attention holds the scores
-    of all positions.
+    Gemma 2, whose scores have a soft cap, and BLOOM are such. Eager attention holds the scores of
+    all positions.
 
     Args:
         auto_class: ``AutoModelForCausalLM`` or another of its kind, by which the model is made.

@@ -1,5 +1,6 @@
-"""In which precision a model multiplies: that of its weights, or TF32 for float32 weights on a GPU
-that may use it.
+"""The precision in which a model multiplies.
+
+It is that of its weights, or TF32 for float32 weights on a GPU that may use it.
 
 The heads of low-precision models (unembedding, head of a scalar model) are computed in float32:
 
@@ -30,9 +31,7 @@ LOW_PRECISION = (torch.bfloat16, torch.float16)
 
 
 class Float32Linear(nn.Linear):
-    """A linear layer whose product is float32, whatever the precision of its input and its
-    weight.
-    """
+    """A linear layer whose product is float32 whatever the precision of its input and weight."""
 
     def forward(self, input: Tensor) -> Tensor:
         """(..., in) -> float32 (..., out)."""
@@ -61,9 +60,7 @@ def float32_linear(layer: nn.Linear) -> Float32Linear:
 
 
 def use_float32_unembedding(model: PreTrainedModel) -> None:
-    """Compute the logits of a low-precision language model in float32 from now on, in every forward
-    pass of it.
-    """
+    """Compute a low-precision language model's logits in float32 from now on."""
     head = model.get_output_embeddings()
     if type(head) is nn.Linear and head.weight.dtype in LOW_PRECISION:
         model.set_output_embeddings(float32_linear(head))
@@ -71,8 +68,9 @@ def use_float32_unembedding(model: PreTrainedModel) -> None:
 
 @contextmanager
 def float32_unembedding(model: PreTrainedModel) -> Iterator[None]:
-    """Compute the logits of a low-precision language model in float32 inside the block; copies made
-    there keep it.
+    """Compute the logits of a low-precision language model in float32 inside the block.
+
+    Copies made there keep it.
     """
     head = model.get_output_embeddings()
     use_float32_unembedding(model)
@@ -85,8 +83,9 @@ def float32_unembedding(model: PreTrainedModel) -> Iterator[None]:
 
 @contextmanager
 def plain_arithmetic() -> Iterator[None]:
-    """Compute in the models' own precision and with gradients, whatever modes of PyTorch are active
-    around.
+    """Compute in the models' own precision and with gradients inside the block.
+
+    PyTorch's modes that are active around it are switched off.
 
     ``torch.autocast`` keeps the casts of the first step's weights, so later steps and measurements
     would read stale ones; below ``torch.no_grad`` and ``torch.inference_mode`` nothing could be
@@ -109,8 +108,9 @@ Precision = Literal["float64", "float32", "tf32", "bfloat16"]
 
 
 def allow_tf32(allowed: bool) -> None:
-    """Let float32 matrix products of this process's GPU use TF32, or forbid it. A CPU is left as it
-    is.
+    """Let float32 matrix products of this process's GPU use TF32, or forbid it.
+
+    A CPU is left as it is.
 
     TF32 rounds the factors to 11 significant bits (float32 has 24) and adds up in float32.
     """
@@ -122,8 +122,9 @@ def allow_tf32(allowed: bool) -> None:
 def weights_precision(
     dtype: Literal["float32", "bfloat16", "auto"],
 ) -> Literal["float32", "bfloat16"]:
-    """``base.dtype``, of which ``auto`` is bfloat16 where this process's device has instructions
-    for its products.
+    """Return ``base.dtype`` with ``auto`` resolved.
+
+    That is bfloat16 where this process's device has instructions for its products.
 
     A processor without them emulates bfloat16 at a fraction of float32's speed.
     """
@@ -137,8 +138,9 @@ def weights_precision(
 
 
 def matmul_precision(model: nn.Module) -> Precision:
-    """The precision of the products inside ``model``, by its first weight, which is never an
-    adapter's.
+    """The precision of the products inside ``model``.
+
+    Its first weight tells, which is never an adapter's.
 
     float16 counts as bfloat16 here, the coarser of the two.
     """

@@ -1,5 +1,6 @@
-"""One copy of the base weights for all models trained as adapters on it: policy, critic, reward
-model and referee.
+"""One copy of the base weights for all models trained as adapters on it.
+
+These are policy, critic, reward model and referee.
 
 Each model is a module tree of its own whose frozen parameters are the same tensors. A scalar model
 trained with adapters saves them beside its merged weights, with the hash of the weights they belong
@@ -71,8 +72,9 @@ def read_adapters(folder: Path) -> Adapters:
 
 
 def stacked(first: Adapters, second: Adapters) -> Adapters:
-    """Combine two sets of adapters into one that computes their sum; the head is that of
-    ``second``.
+    """Combine two sets of adapters into one that computes their sum.
+
+    The head is that of ``second``.
 
     ``second`` was trained on weights into which ``first`` had been merged. ``B1 A1 x + B2 A2 x`` is
     one product of the stacked matrices; the scales alpha / rank go into B, so that the combined
@@ -102,8 +104,9 @@ def stacked(first: Adapters, second: Adapters) -> Adapters:
 
 
 def adapters_of(model: ScalarModel, lora: LoraConfig, base: Path) -> Adapters:
-    """Copy the adapters and the head of a model, before merging; it was trained on the weights in
-    folder ``base``.
+    """Copy the adapters and the head of a model, before merging.
+
+    It was trained on the weights in folder ``base``.
     """
     trained = {
         name: p.detach().cpu().clone()
@@ -124,8 +127,9 @@ class SharedBase:
         self.hash = base_hash(folder)
 
     def scalar(self, folder: Path, through: Path | None = None) -> ScalarModel:
-        """Build the scalar model of ``folder`` from its adapters on these weights. Adapters and
-        head are trainable.
+        """Build the scalar model of ``folder`` from its adapters on these weights.
+
+        Adapters and head are trainable.
 
         Args:
             through: Folder of the scalar model that it was trained on, itself adapters on these

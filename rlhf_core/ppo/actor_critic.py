@@ -71,16 +71,18 @@ class ActorCriticPair:
         )
 
     def predict(self, batch: Tokens) -> tuple[LazyLogits, Tensor]:
-        """Logits (B, T + 1, V) and values (B, T; NaN without a critic), outside of any training
-        step.
+        """Logits (B, T + 1, V) and values (B, T), outside of any training step.
+
+        Values are NaN without a critic.
         """
         if isinstance(self.critic, ActorCritic):
             return logits_and_values(self.critic, batch)
         return response_logits(self.policy, batch), self.values(batch)
 
     def values(self, batch: Tokens) -> Tensor:
-        """Values (B, T; NaN without a critic) by a critic that is a model of its own, outside of
-        any training step.
+        """Values (B, T) by a critic of its own, outside of any training step.
+
+        They are NaN without a critic.
         """
         if self.critic is None:
             return torch.full(batch.response_mask.shape, math.nan, device=batch.tokens.device)
@@ -90,8 +92,9 @@ class ActorCriticPair:
     def statistics(
         self, logits: LazyLogits, batch: Tokens, entropies: bool, reference: PreTrainedModel | None
     ) -> dict[str, Tensor]:
-        """See :func:`token_statistics`; ``reference`` is a frozen model to which to compute the
-        exact KL.
+        """See :func:`token_statistics`.
+
+        ``reference`` is a frozen model to which to compute the exact KL.
         """
         with torch.no_grad():
             other = response_logits(reference, batch) if reference is not None else None
@@ -125,8 +128,9 @@ class ActorCriticPair:
         }
 
     def release_policy(self) -> PreTrainedModel:
-        """Return the trained policy as a plain model on the first rank, where alone the caller
-        continues.
+        """Return the trained policy as a plain model on the first rank.
+
+        The caller continues there alone.
         """
         if isinstance(self.critic, ActorCritic):
             return finish(self.engines["policy"], self.critic).policy
@@ -135,8 +139,9 @@ class ActorCriticPair:
 
 @contextmanager
 def readable(pair: ActorCriticPair, *names: str) -> Iterator[ActorCriticPair]:
-    """Yield the pair for passes outside of training steps: of the models ``names``, or of all that
-    are trained.
+    """Yield the pair for passes outside of training steps.
+
+    Of the models ``names``, or of all that are trained.
     """
     engines = {name: pair.engines[name] for name in names or pair.engines}
     with ExitStack() as stack:
@@ -162,8 +167,9 @@ def build_actor_critic(
     sampling: Sampling,
     context: RunContext,
 ) -> ActorCriticPair:
-    """Build the engines with the schedules of a PPO run; ``critic_mode: shared`` puts the value
-    head on the policy.
+    """Build the engines with the schedules of a PPO run.
+
+    ``critic_mode: shared`` puts the value head on the policy.
     """
 
     def engine(model: nn.Module, optimizer: OptimizerConfig, name: str) -> Engine:
@@ -177,7 +183,7 @@ def build_actor_critic(
         MicroBatchLimits(config.micro_batch_size, config.micro_batch_tokens),
         context.launch.logits_bytes,
     )
-    # The reference of a policy that trains adapters is made of its weights, too.
+    # With LoRA, the reference is the policy without adapters.
     whole = config.sampler.kind == "local" or config.policy_lora is not None
     if critic is not None and config.critic_mode == "shared":
         both = ActorCritic.with_head_of(critic, policy)

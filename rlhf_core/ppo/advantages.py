@@ -1,5 +1,4 @@
-"""Advantages of a rollout, with a critic or by comparing replies, their normalisation and clip
-(algorithms.md §5).
+"""Advantages of a rollout, their normalisation and clip (algorithms.md §5).
 
 With a critic: generalised advantage estimation. Without: the replies to one prompt are compared
 with each other. They follow one another in a rollout, on every rank, since every rank holds the
@@ -34,9 +33,7 @@ def estimate_advantages(
 
 
 def with_advantages(experience: Experience, config: AdvantageConfig) -> Experience:
-    """Add advantages, the critic's targets and Monte Carlo returns to a rollout that has token
-    rewards.
-    """
+    """Add advantages, the critic's targets and Monte Carlo returns to a rewarded rollout."""
     rewards, mask = experience.token_rewards, experience.response_mask
     advantages, returns = gae(rewards, experience.values, mask, config.gamma, config.lam)
     monte_carlo = monte_carlo_returns(rewards, mask, config.gamma)
@@ -48,8 +45,9 @@ def with_advantages(experience: Experience, config: AdvantageConfig) -> Experien
 def gae(
     rewards: Tensor, values: Tensor, mask: Tensor, gamma: float, lam: float
 ) -> tuple[Tensor, Tensor]:
-    """Estimate advantages (Schulman et al. 2016): (B, T) three times -> advantages, returns, both
-    (B, T).
+    """Estimate advantages (Schulman et al. 2016).
+
+    Shapes: (B, T) three times -> advantages, returns, both (B, T).
 
     ``delta_t = R_t + gamma * V_{t+1} - V_t`` with V past the end 0,
     ``A_t = delta_t + gamma * lam * A_{t+1}``, ``returns = A + V`` with A as it is here,
@@ -72,15 +70,17 @@ def gae(
 
 
 def monte_carlo_returns(rewards: Tensor, mask: Tensor, gamma: float) -> Tensor:
-    """Discounted reward-to-go, free of any critic: (B, T) -> (B, T). Explained variance is measured
-    against it.
+    """Discounted reward-to-go, free of any critic: (B, T) -> (B, T).
+
+    Explained variance is measured against it.
     """
     return gae(rewards, torch.zeros_like(rewards), mask, gamma, 1.0)[1]
 
 
 def explained_variance(values: Tensor, targets: Tensor, mask: Tensor) -> float:
-    """``1 - Var(targets - values) / Var(targets)`` over response tokens; 0 where the targets do not
-    vary.
+    """``1 - Var(targets - values) / Var(targets)`` over response tokens.
+
+    0 where the targets do not vary.
     """
     values, targets = values[mask].double(), targets[mask].double()
     if targets.numel() < 2:
@@ -112,8 +112,9 @@ def with_group_advantages(
 
 
 def grouped_rewards(experience: Experience, replies_per_prompt: int) -> Tensor:
-    """What each reply is worth (P, K): its shaped reward, less its KL penalty where that is placed
-    in the reward.
+    """What each reply is worth (P, K).
+
+    It is the shaped reward, less the KL penalty where that is placed in the reward.
     """
     return sequence_sums(experience.token_rewards, experience.response_mask).view(
         -1, replies_per_prompt
@@ -135,8 +136,9 @@ def leave_one_out_advantages(rewards: Tensor) -> Tensor:
 
 
 def group_relative_advantages(rewards: Tensor, divide_by_std: bool) -> Tensor:
-    """``A_i = (R_i - mean R) / (std R + 1e-4)``, or without the division ``R_i - mean R``: (P, K)
-    -> (P, K).
+    """``A_i = (R_i - mean R) / (std R + 1e-4)``, or without the division ``R_i - mean R``.
+
+    Shapes: (P, K) -> (P, K).
 
     Sources: Shao et al. 2024, "DeepSeekMath", section 4.1 (GRPO); without the division Liu et al.
     2025, "Understanding R1-Zero-Like Training" (Dr. GRPO). The standard deviation is the sample's
@@ -148,8 +150,9 @@ def group_relative_advantages(rewards: Tensor, divide_by_std: bool) -> Tensor:
 
 
 def advantages_of_scored(rewards: Tensor, scored: Tensor, config: AdvantageConfig) -> Tensor:
-    """The same advantages where only some replies to a prompt could be scored: (P, K) twice -> (P,
-    K).
+    """The same advantages where only some replies to a prompt could be scored.
+
+    Shapes: (P, K) twice -> (P, K).
 
     Others take no part in baseline and spread, and have 0, as has the only one of its prompt that
     was scored.
@@ -167,8 +170,9 @@ def advantages_of_scored(rewards: Tensor, scored: Tensor, config: AdvantageConfi
 
 
 def group_metrics(experience: Experience, replies_per_prompt: int) -> dict[str, float]:
-    """How far the replies to a prompt differ in reward, which is all that a critic-free update
-    learns from.
+    """Measure how far the replies to a prompt differ in reward.
+
+    That is all that a critic-free update learns from.
 
     Returns:
         ``group_reward_std``, the mean over prompts of the standard deviation of what their replies
@@ -190,8 +194,9 @@ def group_metrics(experience: Experience, replies_per_prompt: int) -> dict[str, 
 def normalize_and_clip_advantages(
     advantages: Tensor, mask: Tensor, config: AdvantageConfig
 ) -> Tensor:
-    """Normalise over the minibatch, then clip to +-``clip``; each is a switch of its own: (B, T) ->
-    (B, T).
+    """Normalise over the minibatch, then clip to +-``clip``.
+
+    Each is a switch of its own: (B, T) -> (B, T).
     """
     if config.normalize:
         advantages = masked_whiten(advantages, mask)
@@ -201,8 +206,9 @@ def normalize_and_clip_advantages(
 
 
 def masked_whiten(values: Tensor, mask: Tensor) -> Tensor:
-    """``(x - mean) / sqrt(population variance + 1e-8)`` over response tokens only: (B, T) -> (B,
-    T).
+    """``(x - mean) / sqrt(population variance + 1e-8)`` over response tokens only.
+
+    Shapes: (B, T) -> (B, T).
 
     The mean stays removed, and padding takes no part; masked positions come out as 0.
     """

@@ -1,5 +1,6 @@
-"""The partial state of a PPO run on disk: checkpoints that health rules may go back to, and the
-best weights so far.
+"""The partial state of a PPO run on disk.
+
+It holds checkpoints that health rules may go back to, and the best weights so far.
 
 The journal of rollbacks is one JSON file that is replaced whole. Writing it is the rollback:
 everything else (dropping the abandoned checkpoints, restoring the state, applying the adjustments)
@@ -65,8 +66,9 @@ class Rollback:
 
 
 class RollbackJournal:
-    """The rollbacks of one run, oldest first. The first rank has the file; all ranks know what it
-    says.
+    """The rollbacks of one run, oldest first.
+
+    The first rank has the file; all ranks know what it says.
     """
 
     def __init__(self, path: Path) -> None:
@@ -84,8 +86,9 @@ class RollbackJournal:
         self.entries = entries
 
     def factor(self, name: str, first: int = 0) -> float:
-        """Product of the factors on setting ``name`` of all rollbacks from number ``first`` (from
-        0) on.
+        """The product of all factors on setting ``name``.
+
+        Those of rollbacks before number ``first`` (from 0) are left out.
         """
         product = 1.0
         for entry in self.entries[first:]:
@@ -99,31 +102,33 @@ class RollbackJournal:
 
 
 def abandoned_rows(work: Path, kind: Literal["rows", "samples"]) -> list[dict[str, Any]]:
-    """All ``rows`` or ``samples`` that the rollbacks of the run in ``work`` abandoned, with each
-    one's ``rollback``.
+    """Return all rows or samples that rollbacks abandoned.
+
+    They are those of the run in ``work``, each with its ``rollback``.
 
     They are numbered from 1.
     """
     path = work / JOURNAL
     entries = read_json(path) if path.is_file() else []
-    return [
-        {"rollback": number} | row
-        for number, entry in enumerate(entries, start=1)
-        for row in entry[kind]
-    ]
+    abandoned: list[dict[str, Any]] = []
+    for number, entry in enumerate(entries, start=1):
+        abandoned += [{"rollback": number} | row for row in entry[kind]]
+    return abandoned
 
 
 @dataclass(kw_only=True)
 class RollbackCheckpoints(RunCheckpoints):
-    """Checkpoints of a run that may go back to one of them, whose ``journal`` is the truth about
-    that.
+    """Checkpoints of a run that may go back to one of them.
+
+    Its ``journal`` is the truth about that.
     """
 
     journal: RollbackJournal
 
     def save(self, step: int, meta: Mapping[str, Any], extra: bool = False) -> None:
-        """See ``RunCheckpoints.save``; the checkpoint also says how many rollbacks came before
-        it.
+        """See ``RunCheckpoints.save``.
+
+        The checkpoint also says how many rollbacks came before it.
         """
         super().save(step, {**meta, "rollbacks": len(self.journal)}, extra)
 
@@ -133,8 +138,9 @@ class RollbackCheckpoints(RunCheckpoints):
         self.journal.add(entry)
 
     def load(self) -> tuple[int, dict[str, Any]] | None:
-        """Restore the newest sound checkpoint that no rollback has abandoned; see
-        ``RunCheckpoints.load``.
+        """Restore the newest sound checkpoint that no rollback has abandoned.
+
+        See ``RunCheckpoints.load``.
         """
         self.manager.finish()
         self._drop_abandoned()

@@ -1,5 +1,6 @@
-"""Critic pre-training: values are fitted to the frozen policy's returns, up to a threshold
-(algorithms.md §3).
+"""Critic pre-training: values are fitted to the frozen policy's returns.
+
+It ends at a threshold (algorithms.md §3).
 
 Rewards are normalised, clipped and penalised as in PPO, and the running moments are handed on with
 the critic. Source: paper, section 5.3.3.
@@ -37,8 +38,9 @@ FALLS_BY = 0.99  # a value loss counts as fallen when it is below this share of 
 
 @dataclass
 class StopRule:
-    """Decides when the critic is good enough, or no longer improves. Plain numbers, so that it can
-    be saved.
+    """Decides when the critic is good enough, or no longer improves.
+
+    Plain numbers, so that it can be saved.
     """
 
     threshold: float
@@ -49,8 +51,9 @@ class StopRule:
     since_best: int = 0
 
     def observe(self, variance: float, loss: float) -> str | None:
-        """Take in one rollout; why to stop, or None. ``variance`` is explained variance before the
-        update.
+        """Take in one rollout; why to stop, or None.
+
+        ``variance`` is explained variance before the update.
         """
         self.reached = self.reached + 1 if variance >= self.threshold else 0
         # A loss that is not finite is that of a skipped step: no later one is below it, and no
@@ -96,11 +99,8 @@ class CriticTrainer(RolloutLoop):
 
     def __post_init__(self) -> None:
         config, work = self.config, self.context.work
-        self.seed, self.total, self.least_scored = (
-            config.seed,
-            config.max_rollouts,
-            config.minibatches,
-        )
+        self.seed, self.total = config.seed, config.max_rollouts
+        self.least_scored = config.minibatches
         self.stop_rule = StopRule(config.explained_variance, config.patience, config.plateau)
         self.history = History(work / "history.jsonl")
         self.checkpoints = RunCheckpoints(
@@ -169,8 +169,9 @@ class CriticTrainer(RolloutLoop):
         return row
 
     def _update(self, experience: Experience) -> dict[str, float]:
-        """Make all optimiser steps of the critic on one rollout; means over them, and how many were
-        skipped.
+        """Make all optimiser steps of the critic on one rollout.
+
+        Returns means over them, and how many were skipped.
         """
         config, objective = self.config, ValueObjective(self.config.value_clip)
         seed = derive_seed(config.seed, "critic", "minibatches")
@@ -181,10 +182,13 @@ class CriticTrainer(RolloutLoop):
                 shares.append(self.pair.accumulate_value_gradients(minibatch, objective))
                 results.append(clip_and_step(self.pair.engines, "separate", None)["critic"])
         steps = config.epochs * config.minibatches
+        losses = [step["value_loss"] for step in totals_of_steps(shares)]
+        norms = [result.grad_norm for result in results]
+        skipped = [result.skipped for result in results]
         return {
-            "value_loss": sum(step["value_loss"] for step in totals_of_steps(shares)) / steps,
-            "critic_grad_norm": sum(result.grad_norm for result in results) / steps,
-            "skipped_steps": float(sum(result.skipped for result in results)),
+            "value_loss": sum(losses) / steps,
+            "critic_grad_norm": sum(norms) / steps,
+            "skipped_steps": float(sum(skipped)),
         }
 
     def meta(self) -> dict[str, Any]:

@@ -1,5 +1,6 @@
-"""One rollout batch with everything that updates need: the only thing that passes between the
-phases of PPO.
+"""One rollout batch with everything that updates need.
+
+Nothing else passes between the phases of PPO.
 
 Shapes: B sequences, P prompt width (left-padded), T response width (right-padded).
 """
@@ -42,9 +43,8 @@ class Experience:
     entropy: Tensor  # (B, T) where ``scored_mask`` holds
     values: Tensor  # (B, T) of the state before each token
     rewards: Tensor  # (B,) raw, from the reward function; NaN where it cannot score the reply
-    rewarded: (
-        Tensor  # (B,) bool: the reward function could score the reply; of others nothing is learned
-    )
+    # (B,) bool: the reward function could score the reply; of others nothing is learned
+    rewarded: Tensor
     shaped_rewards: Tensor  # (B,) normalised or scaled, clipped, with penalties
     token_rewards: Tensor  # (B, T) shaped rewards and KL penalty
     advantages: Tensor  # (B, T) before normalisation and clip
@@ -62,15 +62,20 @@ class Experience:
         *,
         scored: Tensor | None = None,
     ) -> Experience:
-        """A rollout and what the models say of it (each (B, T)), which has neither rewards nor
-        advantages yet.
+        """Make a rollout with what the models say of it, each (B, T).
+
+        It has neither rewards nor advantages yet.
 
         The policy that sampled is the behaviour policy: by the trainer's log-probabilities, or by
         the sampler's if the trainer has only made those of the rows ``scored`` (B,).
         """
         mask = rollout.response_mask
-        policy_logprobs = trainer_logprobs if scored is None else rollout.logprobs
+        scored_mask, policy_logprobs = mask, trainer_logprobs
+        if scored is not None:
+            scored_mask, policy_logprobs = mask & scored.unsqueeze(1), rollout.logprobs
         unknown = torch.full_like(values, math.nan)
+        if full_kl is None:
+            full_kl = unknown
         return Experience(
             tokens=rollout.tokens,
             attention_mask=rollout.attention_mask,
@@ -78,18 +83,20 @@ class Experience:
             finished=rollout.finished,
             sampler_logprobs=rollout.logprobs,
             trainer_logprobs=trainer_logprobs,
-            scored_mask=mask if scored is None else mask & scored.unsqueeze(1),
+            scored_mask=scored_mask,
             policy_logprobs=policy_logprobs,
             old_logprobs=policy_logprobs,
             ref_logprobs=ref_logprobs,
-            full_kl=unknown if full_kl is None else full_kl,
+            full_kl=full_kl,
             entropy=entropy,
             values=values,
+            rewards=unknown[:, 0],
             rewarded=torch.ones_like(rollout.finished),
-            **dict.fromkeys(("rewards", "shaped_rewards"), unknown[:, 0]),
-            **dict.fromkeys(
-                ("token_rewards", "advantages", "returns", "monte_carlo_returns"), unknown
-            ),
+            shaped_rewards=unknown[:, 0],
+            token_rewards=unknown,
+            advantages=unknown,
+            returns=unknown,
+            monte_carlo_returns=unknown,
         )
 
     def __len__(self) -> int:
@@ -107,21 +114,22 @@ class Experience:
 
     def select(self, rows: Tensor) -> Experience:
         """The given rows, in the given order; widths stay as they are."""
-        return Experience(
-            **{column.name: getattr(self, column.name)[rows] for column in fields(self)}
-        )
+        columns = {column.name: getattr(self, column.name)[rows] for column in fields(self)}
+        return Experience(**columns)
 
     def learnable(self) -> Experience:
-        """The rows whose reward is known: all of them, unless the reward function could not score
-        some.
+        """The rows whose reward is known.
+
+        That is all of them, unless the reward function could not score some.
         """
-        return (
-            self if bool(self.rewarded.all()) else self.select(self.rewarded.nonzero().squeeze(1))
-        )
+        if bool(self.rewarded.all()):
+            return self
+        return self.select(self.rewarded.nonzero().squeeze(1))
 
     def minibatches(self, count: int, seed: int, epoch: int) -> Iterator[Experience]:
-        """``count`` parts in an order that is a function of (seed, epoch) alone; sizes differ by at
-        most one.
+        """``count`` parts in an order that is a function of (seed, epoch) alone.
+
+        Sizes differ by at most one.
         """
         # One copy to the device for all of them: the host waits for each.
         order = torch.tensor(
@@ -133,17 +141,17 @@ class Experience:
                 yield self.select(rows)
 
     def micro_batches(self, limits: MicroBatchLimits) -> Iterator[tuple[MicroExperience, float]]:
-        """This rank's rows in parts of similar length, each with the weight of its terms, without
-        needless padding.
+        """This rank's rows in parts of similar length, each with the weight of its terms.
+
+        Needless padding is cut off.
         """
         for micro in limits.split(self.batch):
-            columns = {name: getattr(self, name)[micro.rows] for name in _COLUMNS}
             width = micro.tokens.width
-            cut = {
-                name: values[:, :width] if values.dim() == 2 else values
-                for name, values in columns.items()
-            }
-            yield MicroExperience(**vars(micro.tokens), **cut), micro.weight
+            columns: dict[str, Tensor] = {}
+            for name in _COLUMNS:
+                values = getattr(self, name)[micro.rows]
+                columns[name] = values[:, :width] if values.dim() == 2 else values
+            yield MicroExperience(**vars(micro.tokens), **columns), micro.weight
 
 
 _COLUMNS = tuple(column.name for column in fields(Experience))[3:]  # all but what ``Tokens`` has

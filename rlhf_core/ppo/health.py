@@ -1,5 +1,6 @@
-"""Health monitoring during training: rules on the signals of each iteration, findings, pauses and
-rollbacks.
+"""Health monitoring during training.
+
+Rules look at the signals of each iteration; findings lead to warnings, pauses and rollbacks.
 
 The monitor reads what a user without a gold judge has, remembers only what the rules need, and its
 state is plain JSON, so that a resumed run judges exactly like an uninterrupted one.
@@ -26,7 +27,7 @@ from rlhf_core.errors import TrainingPaused
 from rlhf_core.ppo.checkpoints import Rollback, RollbackCheckpoints, RollbackJournal
 from rlhf_core.ppo.experience import IterationRecord
 from rlhf_core.runtime import distributed
-from rlhf_core.training.history import nonfinite_as_none
+from rlhf_core.training.history import none_as_nan, nonfinite_as_none
 
 logger = logging.getLogger(__name__)
 
@@ -84,8 +85,9 @@ class HealthMonitor:
         self.active: set[str] = set()
 
     def observe(self, iteration: int, signals: Mapping[str, float]) -> list[Finding]:
-        """Take in the signals of ``iteration`` (from 1) and return what fires now, the most severe
-        first.
+        """Take in an iteration's signals, and return what fires now, the most severe first.
+
+        Iterations count from 1.
 
         A warning is returned when its rule begins to hold, and again only after it has ceased; a
         pause or rollback each time. Metrics that come every few iterations (``win_rate``) may be
@@ -96,14 +98,27 @@ class HealthMonitor:
         for rule in self.rules:
             if iteration < rule.after or not any(check.metric in signals for check in rule.checks):
                 continue
-            evidence = [self._evidence(check) for check in rule.checks]
-            if None in evidence:
+            evidence: list[str] = []
+            for check in rule.checks:
+                text = self._evidence(check)
+                if text is not None:
+                    evidence.append(text)
+            if len(evidence) < len(rule.checks):
                 self.active.discard(rule.name)
                 continue
             if rule.action != "warn" or rule.name not in self.active:
                 findings.append(
-                    _finding(
-                        rule, iteration, self._since(rule), [text for text in evidence if text]
+                    Finding(
+                        rule=rule.name,
+                        iteration=iteration,
+                        since=self._since(rule),
+                        severity=rule.severity,
+                        action=rule.action,
+                        symptom=rule.symptom,
+                        cause=rule.cause,
+                        evidence=tuple(evidence),
+                        remedy=rule.remedy,
+                        adjust=rule.adjust if rule.action == "rollback" else (),
                     )
                 )
             self.active.add(rule.name)
@@ -111,8 +126,9 @@ class HealthMonitor:
         return sorted(findings, key=lambda finding: (not finding.stops, finding.cause == DRIFT))
 
     def earliest_window(self) -> int | None:
-        """The first iteration that a coming finding of a rollback rule can look back to; None
-        without such a rule.
+        """The first iteration that a coming finding of a rollback rule can look back to.
+
+        None without such a rule.
 
         A checkpoint from before it must be kept. A metric that has just been seen may stay in its
         window for long: a rule with several checks is also looked at when another of its metrics is
@@ -121,9 +137,12 @@ class HealthMonitor:
         rules = [rule for rule in self.rules if rule.action == "rollback"]
         if not rules:
             return None
-        known = (rule for rule in rules if any(check.metric in self.seen for check in rule.checks))
         newest = max((seen[-1] for seen in self.seen.values()), default=0)
-        return min([newest + 1, *map(self._since, known)])
+        earliest = newest + 1
+        for rule in rules:
+            if any(check.metric in self.seen for check in rule.checks):
+                earliest = min(earliest, self._since(rule))
+        return earliest
 
     def state(self) -> dict[str, Any]:
         """Everything that later judgements depend on, as JSON (non-finite values as None)."""
@@ -132,8 +151,11 @@ class HealthMonitor:
 
     def load_state(self, state: Mapping[str, Any]) -> None:
         """Continue from :meth:`state` of another monitor with the same rules."""
-        self.start = {name: _from_json(values) for name, values in state["start"].items()}
-        self.recent = {name: _from_json(values) for name, values in state["recent"].items()}
+        self.start, self.recent = {}, {}
+        for name, values in state["start"].items():
+            self.start[name] = list(map(none_as_nan, values))
+        for name, values in state["recent"].items():
+            self.recent[name] = list(map(none_as_nan, values))
         self.seen = {name: list(iterations) for name, iterations in state["seen"].items()}
         self.best = {name: float(value) for name, value in state["best"].items()}
         self.active = set(state["active"])
@@ -150,8 +172,9 @@ class HealthMonitor:
             self.best[name] = max(self.best.get(name, value), value)
 
     def _since(self, rule: Rule) -> int:
-        """The iteration of the oldest observation in the windows of ``rule``, one metric of which
-        has been seen.
+        """The iteration of the oldest observation in the windows of ``rule``.
+
+        One of its metrics has been seen.
         """
         windows = [
             self.seen[check.metric][-check.window :]
@@ -209,11 +232,12 @@ class HealthMonitor:
 def _windows(rules: Iterable[Rule]) -> dict[str, int]:
     """How many recent values each metric needs; metrics read only as a start need one."""
     needed: dict[str, int] = {}
-    for check in (check for rule in rules for check in rule.checks):
-        needed[check.metric] = max(needed.get(check.metric, 1), check.window)
-        kind, _, name = check.of.partition(":")
-        if kind == "start" and name:
-            needed.setdefault(name, 1)
+    for rule in rules:
+        for check in rule.checks:
+            needed[check.metric] = max(needed.get(check.metric, 1), check.window)
+            kind, _, name = check.of.partition(":")
+            if kind == "start" and name:
+                needed.setdefault(name, 1)
     return needed
 
 
@@ -223,16 +247,6 @@ def _explain(check: Check, reference: float) -> str:
         return f" (window {check.window})"
     source = f"limit {name}" if kind == "limit" else f"{name or check.metric} at the start"
     return f" ({source} {reference:.3g}, window {check.window})"
-
-
-def _finding(rule: Rule, iteration: int, since: int, evidence: Sequence[str]) -> Finding:
-    adjust = rule.adjust if rule.action == "rollback" else ()
-    of_rule = (rule.severity, rule.action, rule.symptom, rule.cause)
-    return Finding(rule.name, iteration, since, *of_rule, tuple(evidence), rule.remedy, adjust)
-
-
-def _from_json(values: Sequence[float | None]) -> list[float]:
-    return [math.nan if value is None else float(value) for value in values]
 
 
 class HealthGuard:
@@ -246,16 +260,13 @@ class HealthGuard:
 
     def __init__(self, monitor: HealthMonitor, config: HealthConfig) -> None:
         self.monitor, self.config = monitor, config
-        self.findings: list[
-            dict[str, Any]
-        ] = []  # all of the run, those that led to rollbacks among them
+        # All of the run, those that led to rollbacks among them.
+        self.findings: list[dict[str, Any]] = []
         self.new_findings: list[Finding] = []  # of the newest iteration
         self.reported_rollbacks = 0
 
     def needs_start(self, checkpoints: RollbackCheckpoints) -> bool:
-        """Whether the start of the run must be saved, to which a rule that fires early goes
-        back.
-        """
+        """Whether to save the start of the run, to which an early rule would go back."""
         return self._may_roll_back(checkpoints) and not checkpoints.metas()
 
     def observe(self, record: IterationRecord, journal: RollbackJournal) -> None:
@@ -274,8 +285,7 @@ class HealthGuard:
     def rollback(
         self, record: IterationRecord, checkpoints: RollbackCheckpoints
     ) -> Rollback | None:
-        """Return the rollback that a finding of this iteration asks for, if one does, or pause the
-        run.
+        """Return the rollback that a finding asks for, if one does, or pause the run.
 
         Raises:
             TrainingPaused: The run must not go on, and there is nothing to go back to.
@@ -339,8 +349,9 @@ class HealthGuard:
         )
 
     def _keep_from(self, checkpoints: RollbackCheckpoints, done: int) -> int | None:
-        """The oldest checkpoint that a coming rollback may need after ``done`` iterations; None
-        when there is none.
+        """The oldest checkpoint that a coming rollback may need after ``done`` iterations.
+
+        None when there is none.
         """
         first = self.monitor.earliest_window() if self._may_roll_back(checkpoints) else None
         return None if first is None else last_healthy([*checkpoints.metas(), done], first) or 0
@@ -348,24 +359,26 @@ class HealthGuard:
     def _back_to(
         self, target: int, iteration: int, finding: Finding, checkpoints: RollbackCheckpoints
     ) -> Rollback:
-        """The way back from ``iteration`` to the checkpoint of ``target``, with what is
-        abandoned.
+        """The way back from ``iteration`` to the checkpoint of ``target``.
+
+        It holds what is abandoned.
         """
-        rows, samples = (
-            # Only the first rank's lines are whole; those of the others are discarded in the end.
-            [row for row in lines.rows() if row["iteration"] > target]
-            if distributed.is_rank_zero()
-            else []
-            for lines in (checkpoints.lines["history"], checkpoints.lines["samples"])
-        )
+        abandoned: dict[str, list[dict[str, Any]]] = {"history": [], "samples": []}
+        # Only the first rank's lines are whole; those of the others are discarded in the end.
         if distributed.is_rank_zero():
             logger.warning("ppo goes back from iteration %d to %d: %s", iteration, target, finding)
-        return Rollback(iteration, target, finding.as_dict(), rows, samples)
+            for kind, rows in abandoned.items():
+                written = checkpoints.lines[kind].rows()
+                rows.extend(row for row in written if row["iteration"] > target)
+        return Rollback(
+            iteration, target, finding.as_dict(), abandoned["history"], abandoned["samples"]
+        )
 
 
 def last_healthy(steps: Iterable[int], first: int) -> int | None:
-    """The newest of the checkpoints ``steps`` that was healthy when a rule's window began at
-    iteration ``first``.
+    """The newest checkpoint that was healthy when a rule's window began.
+
+    ``steps`` are the checkpoints, and the window begins at iteration ``first``.
 
     The metrics of iteration k describe the policy that checkpoint k - 1 holds, so a healthy one is
     older than that. The start of the run is healthy by definition. None when no such checkpoint is

@@ -1,5 +1,6 @@
-"""KL to the reference policy: estimators and the controller of its coefficient (algorithms.md
-§4.5).
+"""KL to the reference policy: its estimators, and the controller of its coefficient.
+
+See algorithms.md §4.5.
 
 The penalty itself is applied in the token rewards (``rewards.py``) or in the policy's loss
 (``losses.py``). The exact KL over the vocabulary is computed with the log-probabilities
@@ -49,8 +50,9 @@ class KlController:
         self.value = config.coefficient
 
     def update(self, kl_per_sequence: float, sequences: int) -> None:
-        """Adapt the coefficient to the mean KL (nats per sequence) of one rollout of ``sequences``
-        replies.
+        """Adapt the coefficient to the mean KL of one rollout.
+
+        The KL is in nats per sequence, of ``sequences`` replies.
         """
         if self.config.controller == "constant" or not math.isfinite(kl_per_sequence):
             return

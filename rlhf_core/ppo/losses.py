@@ -35,8 +35,9 @@ Aggregation = Literal["token", "sequence"]
 
 
 def masked_sum(values: Tensor, mask: Tensor) -> Tensor:
-    """Sum of ``values`` (B, T) where ``mask`` holds. Masked positions may hold anything, NaN
-    included.
+    """Sum of ``values`` (B, T) where ``mask`` holds.
+
+    Masked positions may hold anything, NaN included.
     """
     return torch.where(mask, values, torch.zeros_like(values)).sum()
 
@@ -82,8 +83,9 @@ def ratios(logprobs: Tensor, old_logprobs: Tensor, mask: Tensor) -> Tensor:
 
 
 def sequence_ratios(logprobs: Tensor, old_logprobs: Tensor, mask: Tensor) -> Tensor:
-    """One ratio for all tokens of a reply, ``exp(mean over its tokens of log pi - log pi_old)``:
-    (B, T) -> (B, T).
+    """One ratio for all tokens of a reply, ``exp(mean over its tokens of log pi - log pi_old)``.
+
+    Shapes: (B, T) -> (B, T).
 
     A reply's reward is of the reply as a whole, and so is this ratio. Source: Zheng et al. 2025,
     "Group Sequence Policy Optimization", equation 7; 1 at masked positions.
@@ -94,8 +96,9 @@ def sequence_ratios(logprobs: Tensor, old_logprobs: Tensor, mask: Tensor) -> Ten
 
 
 def with_fixed_reference(experience: Experience) -> Experience:
-    """Take the ratio to the reference in place of the policy that sampled
-    (``ppo.surrogate.fixed_reference``).
+    """Take the ratio to the reference in place of the policy that sampled.
+
+    The switch is ``ppo.surrogate.fixed_reference``.
 
     The paper's ablation (section 5.3.2), as if the buffer were infinitely old. The replies are
     still the current policy's own, so nothing is corrected for old samples: together with the
@@ -105,16 +108,18 @@ def with_fixed_reference(experience: Experience) -> Experience:
 
 
 def initial_ratio(experience: Experience) -> float:
-    """Mean ratio before any step, where the policy scored: 1 up to rounding, except with the fixed
-    reference.
+    """Mean ratio before any step, where the policy scored.
+
+    1 up to rounding, except with the fixed reference.
     """
     ratio = ratios(experience.trainer_logprobs, experience.old_logprobs, experience.scored_mask)
     return float(masked_mean(ratio, experience.scored_mask))
 
 
 def truncated_weights(trainer: Tensor, sampler: Tensor, mask: Tensor, cap: float) -> Tensor:
-    """``min(exp(log pi_old - log mu), C)`` at response tokens, 1 elsewhere: (B, T) -> (B, T),
-    without gradient.
+    """``min(exp(log pi_old - log mu), C)`` at response tokens, 1 elsewhere.
+
+    Shapes: (B, T) -> (B, T), without gradient.
 
     Truncated importance sampling between sampler and trainer, two policies where their rounding
     differs: replies come from the sampler's distribution ``mu``, while PPO's gradient takes them
@@ -158,8 +163,9 @@ def clipped_surrogate(
     dual_clip: float | None = None,
     clip_high: float | None = None,
 ) -> Tensor:
-    """``-min(rho A, clip(rho, 1-eps, 1+eps) A)``: (B, T) -> (B, T). Source: Schulman et al. 2017,
-    equation 7.
+    """``-min(rho A, clip(rho, 1-eps, 1+eps) A)``: (B, T) -> (B, T).
+
+    Source: Schulman et al. 2017, equation 7.
 
     ``clip=None`` is the unclipped surrogate. ``clip_high`` is the upper epsilon, where it is
     another: unlikely tokens may then gain more in a step (Yu et al. 2025, "DAPO", section 3.1).
@@ -178,16 +184,18 @@ def clipped_surrogate(
 def clip_fraction_mask(
     ratio: Tensor, advantages: Tensor, clip: float, clip_high: float | None = None
 ) -> Tensor:
-    """Where the clip takes the gradient away (the clipped branch is the smaller one): (B, T) ->
-    bool (B, T).
+    """Where the clip takes the gradient away (the clipped branch is the smaller one).
+
+    Shapes: (B, T) -> bool (B, T).
     """
     upper = clip if clip_high is None else clip_high
     return ((ratio > 1 + upper) & (advantages > 0)) | ((ratio < 1 - clip) & (advantages < 0))
 
 
 def penalty_surrogate(ratio: Tensor, advantages: Tensor, weight: float) -> Tensor:
-    """PPO-penalty: ``-rho A + weight * KL(pi_old || pi)``: (B, T) -> (B, T). Source: paper,
-    equation 11.
+    """PPO-penalty: ``-rho A + weight * KL(pi_old || pi)``: (B, T) -> (B, T).
+
+    Source: paper, equation 11.
 
     The tokens come from pi_old, so ``rho - 1 - log rho`` is an unbiased estimate of that KL, and so
     is its gradient.
@@ -196,15 +204,17 @@ def penalty_surrogate(ratio: Tensor, advantages: Tensor, weight: float) -> Tenso
 
 
 def old_policy_kl(ratio: Tensor) -> Tensor:
-    """Never-negative estimate of KL(pi_old || pi) per token, ``rho - 1 - log rho``: (B, T) -> (B,
-    T).
+    """Never-negative estimate of KL(pi_old || pi) per token, ``rho - 1 - log rho``.
+
+    Shapes: (B, T) -> (B, T).
     """
     return ratio - 1 - ratio.log()
 
 
 def entropy_sign(config: EntropyConfig, mean_entropy: float | None) -> float:
-    """Sign of the entropy in the loss: -1 for a bonus ``-w * H``, that of ``H - target`` for
-    ``w * |H - target|``.
+    """Sign of the entropy in the loss.
+
+    -1 for a bonus ``-w * H``, that of ``H - target`` for ``w * |H - target|``.
 
     The target form is MOSS-RLHF's (paper, section 5.3.2); both are off in PPO-max. |H - target| is
     a function of the mean over the whole step, so that ``mean_entropy`` (nats per token, None where
@@ -251,8 +261,9 @@ class PolicyObjective:
     def loss(
         self, outputs: Mapping[str, Tensor], batch: Experience, totals: StepTotals
     ) -> tuple[Tensor, dict[str, Scalar]]:
-        """The share of one micro-batch in loss and metrics, from what the current policy says of
-        its tokens (b, t).
+        """One micro-batch's share in the loss and in metrics.
+
+        ``outputs`` are what the current policy says of its tokens (b, t).
 
         The advantages of ``batch`` are normalised and clipped already.
         """
@@ -311,8 +322,9 @@ class PolicyObjective:
 
 
 def value_loss(values: Tensor, old_values: Tensor, returns: Tensor, clip: float | None) -> Tensor:
-    """``max((V-R)^2, (clip(V, V_old-eps, V_old+eps)-R)^2) / 2``, unclipped with ``clip=None``: (B,
-    T) -> (B, T).
+    """``max((V-R)^2, (clip(V, V_old-eps, V_old+eps)-R)^2) / 2``, unclipped with ``clip=None``.
+
+    Shapes: (B, T) -> (B, T).
     """
     squared = (values - returns).square()
     if clip is not None:
@@ -322,8 +334,9 @@ def value_loss(values: Tensor, old_values: Tensor, returns: Tensor, clip: float 
 
 
 def value_clip_mask(values: Tensor, old_values: Tensor, returns: Tensor, clip: float) -> Tensor:
-    """Where the clipped branch of the value loss is the larger one, so that it has no gradient:
-    bool (B, T).
+    """Where the clipped branch of the value loss is the larger one, so that it has no gradient.
+
+    Shapes: (B, T) three times -> bool (B, T).
 
     A value that moved no further than the clip is not clipped, however the two branches are
     rounded.
@@ -351,8 +364,9 @@ class ValueObjective:
     def loss(
         self, outputs: Tensor, batch: Experience, totals: StepTotals
     ) -> tuple[Tensor, dict[str, Scalar]]:
-        """The weighted share of one micro-batch in the loss, and in metrics, from the current
-        values (b, t).
+        """One micro-batch's weighted share in the loss, and its share in metrics.
+
+        ``outputs`` are the current values (b, t).
         """
         mask, old, returns = batch.response_mask, batch.values, batch.returns
         loss = aggregate(
@@ -377,8 +391,9 @@ def ptx_loss_sum(
     pad_id: int,
     logits_bytes: int = LOGITS_BYTES,
 ) -> Tensor:
-    """Summed cross-entropy of the target tokens of ``(context ids, target ids)``, a scalar (Ouyang
-    et al. 2022).
+    """Summed cross-entropy of the target tokens of texts, a scalar (Ouyang et al. 2022).
+
+    A text is ``(context ids, target ids)``.
 
     No sampling temperature: this is language modelling.
     """
@@ -396,8 +411,9 @@ def ptx_loss_sum(
 def clip_and_step(
     engines: Mapping[str, Engine], norm: Literal["separate", "joint"], max_norm: float | None
 ) -> dict[str, StepResult]:
-    """Global gradient clip, ``g * min(1, max_norm / ||g||)``, and one optimiser step of every
-    engine (PPO-max).
+    """Clip gradients by their global norm, and step every engine (PPO-max).
+
+    The clip is ``g * min(1, max_norm / ||g||)``.
 
     Gradients are scaled in the engine's step, since a sharding engine alone knows the norm over all
     ranks; here is decided whose norm counts.
@@ -412,5 +428,6 @@ def clip_and_step(
         The results by the engines' names. A step whose norm is not finite was skipped.
     """
     if norm == "joint":
-        return dict(zip(engines, joint_step(list(engines.values()), max_norm), strict=True))
+        results = joint_step(list(engines.values()), max_norm)
+        return dict(zip(engines, results, strict=True))
     return {name: engine.step() for name, engine in engines.items()}

@@ -1,5 +1,6 @@
-"""Best of n as training data: of n replies of the policy to each prompt, the one that the reward
-function likes best.
+"""Best of n as training data.
+
+Of n replies to each prompt, the one is kept that the reward function likes best.
 
 RAFT (Dong et al. 2023) and the rejection sampling of Llama 2 (Touvron et al. 2023, section 3.2.3),
 in one round.
@@ -10,7 +11,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from rlhf_core.errors import DataError
@@ -27,7 +28,7 @@ from rlhf_core.training.engine.frozen import FrozenModels
 PROMPTS_AT_ONCE = 32
 
 
-@dataclass(frozen=True)
+@dataclass
 class BestReplies:
     """The best reply to each of some prompts, and what it cost to find them.
 
@@ -43,21 +44,33 @@ class BestReplies:
         seconds: Time of sampling and scoring.
     """
 
-    prompts: list[int]
-    replies: list[list[int]]
-    rewards: list[float]
-    sampled_rewards: float
-    sampled_replies: int
-    unrewarded_replies: int
-    sampled_tokens: int
-    seconds: float
+    prompts: list[int] = field(default_factory=list)
+    replies: list[list[int]] = field(default_factory=list)
+    rewards: list[float] = field(default_factory=list)
+    sampled_rewards: float = 0.0
+    sampled_replies: int = 0
+    unrewarded_replies: int = 0
+    sampled_tokens: int = 0
+    seconds: float = 0.0
+
+    def add(self, other: BestReplies) -> None:
+        """Take in the replies to further prompts."""
+        self.prompts += other.prompts
+        self.replies += other.replies
+        self.rewards += other.rewards
+        self.sampled_rewards += other.sampled_rewards
+        self.sampled_replies += other.sampled_replies
+        self.unrewarded_replies += other.unrewarded_replies
+        self.sampled_tokens += other.sampled_tokens
+        self.seconds += other.seconds
 
 
 def best_of_each_prompt(
     rewards: Sequence[float], finished: Sequence[bool], n: int
 ) -> list[int | None]:
-    """Return the number of the best finished reply to each prompt, whose ``n`` replies follow each
-    other.
+    """Return the number of the best finished reply to each prompt.
+
+    The ``n`` replies to a prompt follow each other.
 
     Of equal rewards the first wins; one that is not finite says nothing of its reply. None where no
     reply has ended: the reward model has seen finished replies alone, and a policy that is trained
@@ -74,8 +87,9 @@ def best_of_each_prompt(
 
 @dataclass
 class RejectionSampler:
-    """Samples and scores replies part by part; the parts of an interrupted run in ``work`` are not
-    made again.
+    """Samples and scores replies part by part.
+
+    The parts of an interrupted run in ``work`` are not made again.
 
     Attributes:
         sampler: Has the policy's weights as version 0.
@@ -108,7 +122,7 @@ class RejectionSampler:
             DataError: No reply to any of them has ended.
             Preempted: SIGTERM came; the part was finished and is kept.
         """
-        parts = []
+        best = BestReplies()
         starts = range(0, len(rows), PROMPTS_AT_ONCE)
         with progress(len(rows), "rejection sampling") as bar, self.preemption.deferred():
             for start in starts:
@@ -116,34 +130,27 @@ class RejectionSampler:
                     made = f"rejection_sampling sampled replies to {start} of {len(rows)} prompts"
                     self.preemption.raise_preempted(made, saved=start > 0)
                 part = rows[start : start + PROMPTS_AT_ONCE]
-                parts.append(self._part(part, start))
+                best.add(self._part(part, start))
                 bar.advance(len(part))
-        kept = [row for part in parts for row in part.prompts]
-        if not kept:
+        if not best.prompts:
             raise DataError(
                 f"none of {self.replies_per_prompt} replies to each of {len(rows)} prompts ended within "
                 f"{self.sampling.max_new_tokens} tokens and has a finite reward; raise ppo.max_new_tokens"
             )
-        return BestReplies(
-            prompts=kept,
-            replies=[reply for part in parts for reply in part.replies],
-            rewards=[reward for part in parts for reward in part.rewards],
-            sampled_rewards=sum(part.sampled_rewards for part in parts),
-            sampled_replies=sum(part.sampled_replies for part in parts),
-            unrewarded_replies=sum(part.unrewarded_replies for part in parts),
-            sampled_tokens=sum(part.sampled_tokens for part in parts),
-            seconds=sum(part.seconds for part in parts),
-        )
+        return best
 
     def _part(self, rows: Sequence[int], start: int) -> BestReplies:
-        """Sample and score the replies to the prompts that stand at ``start`` of all, or read
-        them.
+        """Sample and score the replies to one part of the prompts, or read them.
+
+        The part begins at ``start`` of all prompts.
         """
         file = self.work / f"{start:08}.json"
         if file.is_file():
             return BestReplies(**read_json(file))
         started, n = time.perf_counter(), self.replies_per_prompt
-        asked = [row for row in rows for _ in range(n)]
+        asked: list[int] = []
+        for row in rows:
+            asked += [row] * n
         streams = range(start * n, start * n + len(asked))
         batch = PromptBatch([list(self.prompts.ids[row]) for row in asked], streams, self.seed)
         with self.frozen.on_device():
@@ -153,15 +160,17 @@ class RejectionSampler:
         finite = [reward for reward in rewards if math.isfinite(reward)]
         best = best_of_each_prompt(rewards, rollout.finished.tolist(), n)
         part = BestReplies(
-            prompts=[row for row, reply in zip(rows, best, strict=True) if reply is not None],
-            replies=[replies[reply] for reply in best if reply is not None],
-            rewards=[rewards[reply] for reply in best if reply is not None],
             sampled_rewards=sum(finite),
             sampled_replies=len(replies),
             unrewarded_replies=len(replies) - len(finite),
             sampled_tokens=sum(map(len, replies)),
-            seconds=time.perf_counter() - started,
         )
+        for row, reply in zip(rows, best, strict=True):
+            if reply is not None:
+                part.prompts.append(row)
+                part.replies.append(replies[reply])
+                part.rewards.append(rewards[reply])
+        part.seconds = time.perf_counter() - started
         if distributed.is_rank_zero():
             atomic_write_json(file, asdict(part))
         return part

@@ -26,8 +26,9 @@ MIN_RELATIVE_STD = 1e-5
 
 @dataclass
 class RunningMeanStd:
-    """Mean and standard deviation of all finite rewards seen so far (parallel Welford merge of Chan
-    et al.).
+    """Mean and standard deviation of all finite rewards seen so far.
+
+    Batches are merged as Chan et al. do (parallel Welford).
 
     They begin in critic pre-training and are handed on to PPO with the critic, whose values are in
     their units.
@@ -59,8 +60,9 @@ class RunningMeanStd:
 
     @property
     def std(self) -> float:
-        """Unbiased standard deviation; 1 while it is undefined or rounding noise (one reward, equal
-        rewards).
+        """Unbiased standard deviation.
+
+        1 while it is undefined or rounding noise (one reward, equal rewards).
         """
         if self.count < 2:
             return 1.0
@@ -98,8 +100,9 @@ class RunningMeanStd:
 def normalize_and_clip_rewards(
     rewards: Tensor, moments: RunningMeanStd, config: RewardShapingConfig
 ) -> Tensor:
-    """Normalise raw rewards, ``(r - mean) / std``, or scale them, or neither; then clip to
-    +-``clip``: (B,) -> (B,).
+    """Normalise raw rewards, ``(r - mean) / std``, or scale them, or neither.
+
+    Then clip to +-``clip``: (B,) -> (B,).
 
     ``moments`` already contain this batch. A reward that is not finite comes out as NaN: the clip
     must not turn it into a plausible one, so that the step is skipped. PPO-max normalises and
@@ -116,8 +119,9 @@ def normalize_and_clip_rewards(
 
 
 def scale_rewards(rewards: Tensor, std: float) -> Tensor:
-    """``r / std`` with the running standard deviation of raw rewards; the mean stays where it is:
-    (B,) -> (B,).
+    """``r / std`` with the running standard deviation of raw rewards.
+
+    The mean stays where it is: (B,) -> (B,).
 
     The trick comes from continuous control, where the rolling discounted sum of rewards is scaled
     (Engstrom et al. 2020). With one reward at the end of a reply and no discount that sum is the
@@ -171,8 +175,9 @@ def apply_penalties(
     config: RewardShapingConfig,
     max_new_tokens: int,
 ) -> Tensor:
-    """Subtract the penalties for a missing end marker and for length, in units of shaped reward:
-    (B,) -> (B,).
+    """Subtract the penalties for a missing end marker and for length, in units of shaped reward.
+
+    Shapes: (B,) -> (B,).
 
     Args:
         rewards: Normalised and clipped rewards (B,).
@@ -187,19 +192,16 @@ def apply_penalties(
 
 
 def token_rewards(rewards: Tensor, mask: Tensor, kl: Tensor, kl_coef: float) -> Tensor:
-    """``R_t = -kl_coef * kl_t``, plus the reward at the last response token: (B,), (B, T), (B, T)
-    -> (B, T).
+    """``R_t = -kl_coef * kl_t``, plus the reward at the last response token.
+
+    Shapes: (B,), (B, T), (B, T) -> (B, T).
 
     Zero at masked positions. With the KL in the loss, pass a coefficient of 0.
     """
-    per_token = (
-        torch.where(mask, -kl_coef * kl, torch.zeros_like(kl)) if kl_coef else torch.zeros_like(kl)
-    )
+    per_token = torch.zeros_like(kl)
+    if kl_coef:
+        per_token = torch.where(mask, -kl_coef * kl, per_token)
     rows = torch.arange(len(rewards), device=per_token.device)
-    per_token[rows, last_positions(mask)] += rewards.to(per_token.dtype)
+    last = mask.sum(dim=1).clamp(min=1) - 1
+    per_token[rows, last] += rewards.to(per_token.dtype)
     return per_token
-
-
-def last_positions(mask: Tensor) -> Tensor:
-    """Index of the last response token of each sequence: right-padded (B, T) mask -> (B,)."""
-    return mask.sum(dim=1).clamp(min=1) - 1

@@ -1,5 +1,4 @@
-"""A rollout: its prompts, what policy, reference and critic say of sampled replies, and the metrics
-of all of it.
+"""A rollout: its prompts, what the models say of its replies, and its metrics.
 
 Shapes: B sequences, T response positions.
 """
@@ -23,7 +22,6 @@ from rlhf_core.data.schema import Message
 from rlhf_core.data.statistics import rank_correlation
 from rlhf_core.data.text import commonest_share, is_refusal, mean, reply_statistics
 from rlhf_core.errors import DataError, RlhfError
-from rlhf_core.models.adapters import FrozenLowerLayers
 from rlhf_core.models.precision import Precision, matmul_precision
 from rlhf_core.ppo.actor_critic import ActorCriticPair
 from rlhf_core.ppo.advantages import explained_variance
@@ -33,7 +31,13 @@ from rlhf_core.runtime import distributed
 from rlhf_core.sampling.agreement import LIMITS
 from rlhf_core.sampling.generation import Rollout
 from rlhf_core.sampling.sampler import PromptBatch
-from rlhf_core.sampling.token_scoring import Tokens, pad_columns, response_logits, token_statistics
+from rlhf_core.sampling.token_scoring import (
+    MicroBatch,
+    Tokens,
+    pad_columns,
+    response_logits,
+    token_statistics,
+)
 from rlhf_core.training.passes import run_side_by_side
 
 COMPARABLE_TOKENS = 32  # halves of fewer tokens than these differ by chance
@@ -66,18 +70,22 @@ class TrainingPrompts:
         return len(self.ids)
 
     def rows(self, size: int, seed: int, iteration: int, replies_per_prompt: int = 1) -> list[int]:
-        """Row numbers of the prompts of an iteration's ``size`` replies, a function of the
-        arguments alone.
+        """Row numbers of the prompts of an iteration's ``size`` replies.
+
+        They are a function of the arguments alone.
 
         Each prompt comes ``replies_per_prompt`` times in a row; ``size`` must be a multiple of
         that.
         """
-        prompts = batch_at(len(self), size // replies_per_prompt, seed, iteration)
-        return [row for row in prompts for _ in range(replies_per_prompt)]
+        rows: list[int] = []
+        for row in batch_at(len(self), size // replies_per_prompt, seed, iteration):
+            rows += [row] * replies_per_prompt
+        return rows
 
     def batch(self, rows: Sequence[int], iteration: int, seed: int) -> PromptBatch:
-        """The prompts of ``rows``; every reply of every iteration has a random stream of its
-        own.
+        """The prompts of ``rows``.
+
+        Every reply of every iteration has a random stream of its own.
         """
         streams = range(iteration * len(rows), (iteration + 1) * len(rows))
         return PromptBatch([list(self.ids[row]) for row in rows], streams, seed)
@@ -89,8 +97,9 @@ def require_room(
     positions: int | None,
     name: str = "max_new_tokens",
 ) -> None:
-    """Check that a reply of ``max_new_tokens``, which the user knows by ``name``, fits a model of
-    ``positions`` beside each prompt's token ids.
+    """Check that a reply of ``max_new_tokens`` fits the model beside each prompt.
+
+    The user knows the number by ``name``; the model has ``positions``.
 
     Raises:
         DataError: The longest prompt and reply exceed the model's positions.
@@ -140,43 +149,64 @@ def predict_tokens(
     exact_kl: bool = True,
     every: int = 1,
 ) -> Experience:
-    """Run reference and critic over all replies, the policy over one of ``every``, in parts that
-    the ranks share.
+    """Run reference and critic over all replies, and the policy over one of ``every``.
+
+    Ranks share the parts.
     """
     batch, exact_kl = rollout.batch, exact_kl and every == 1
-    lower_layers = FrozenLowerLayers.shared_by(pair.policy, reference)
-    predict_all = partial(_predict_all, pair, reference, exact_kl, lower_layers)
-    runs: list[tuple[Tokens, Predict, int]] = [(batch, predict_all, 1)]
+
+    def all_statistics(part: Tokens) -> dict[str, Tensor]:
+        policy, values = pair.predict(part)
+        # In critic pre-training the frozen policy is its own reference.
+        ref = policy if reference is pair.policy else response_logits(reference, part)
+        statistics = token_statistics(
+            policy,
+            part,
+            pair.sampling,
+            pair.logits_bytes,
+            entropies=True,
+            reference=ref,
+            exact_kl=exact_kl,
+        )
+        return statistics | {"values": values}
+
+    def without_policy(part: Tokens) -> dict[str, Tensor]:
+        tokens = pair.statistics(response_logits(reference, part), part, False, None)
+        return {"ref_logprobs": tokens["logprobs"], "values": pair.values(part)}
+
+    def of_policy(part: Tokens) -> dict[str, Tensor]:
+        return pair.statistics(response_logits(pair.policy, part), part, True, None)
+
+    def without_gradients(predict: Predict, part: Tokens) -> dict[str, Tensor]:
+        # Weights that are gathered in inference mode could not take part in the update.
+        with torch.inference_mode() if pair.whole else torch.no_grad():
+            return predict(part)
+
+    runs: list[tuple[Tokens, Predict, int]] = [(batch, all_statistics, 1)]
     if every > 1:
         sample = Tokens(
             batch.tokens[::every], batch.attention_mask[::every], batch.response_mask[::every]
         )
-        runs = [
-            (batch, partial(_predict_without_policy, pair, reference), 1),
-            (sample, partial(_score, pair), every),
-        ]
-    parts = [
-        (micro, predict, apart)
-        for tokens, predict, apart in runs
-        for micro in pair.limits.split(tokens)
-    ]
-    tasks = [
-        partial(_without_gradients, pair, predict, micro.tokens) for micro, predict, _ in parts
-    ]
+        runs = [(batch, without_policy, 1), (sample, of_policy, every)]
+    parts: list[tuple[MicroBatch, int]] = []
+    tasks: list[Callable[[], dict[str, Tensor]]] = []
+    for tokens, predict, apart in runs:
+        for micro in pair.limits.split(tokens):
+            parts.append((micro, apart))
+            tasks.append(partial(without_gradients, predict, micro.tokens))
     predictions = run_side_by_side(*tasks, models=[*pair.models, reference])
-    names = ("logprobs", "ref_logprobs", "entropy", "values", *(["full_kl"] if exact_kl else []))
-    columns = {
-        name: torch.zeros(batch.response_mask.shape, device=batch.tokens.device) for name in names
-    }
-    for (micro, _, apart), predicted in zip(parts, predictions, strict=True):
-        mask = micro.tokens.response_mask
+    names = ["logprobs", "ref_logprobs", "entropy", "values"]
+    if exact_kl:
+        names.append("full_kl")
+    shape, device = batch.response_mask.shape, batch.tokens.device
+    columns = {name: torch.zeros(shape, device=device) for name in names}
+    for (micro, apart), predicted in zip(parts, predictions, strict=True):
+        if not micro.weight:
+            continue
         for name, values in predicted.items():
-            if micro.weight:
-                padded = pad_columns(
-                    torch.where(mask, values, 0.0).to(columns[name].dtype), batch.width
-                )
-                columns[name][apart * micro.rows] = padded
-    scored = torch.arange(len(batch.tokens), device=batch.tokens.device) % every == 0
+            real = torch.where(micro.tokens.response_mask, values, 0.0).to(columns[name].dtype)
+            columns[name][apart * micro.rows] = pad_columns(real, batch.width)
+    scored = torch.arange(len(batch.tokens), device=device) % every == 0
     for name in ("logprobs", "entropy"):
         columns[name].masked_fill_(~scored.unsqueeze(1), math.nan)
     # Each rank has left zeros at the rows of the others.
@@ -184,51 +214,12 @@ def predict_tokens(
     return Experience.of_rollout(rollout, *whole, scored=None if every == 1 else scored)
 
 
-def _without_gradients(pair: ActorCriticPair, predict: Predict, part: Tokens) -> dict[str, Tensor]:
-    # Weights that are gathered in inference mode could not take part in the update.
-    with torch.inference_mode() if pair.whole else torch.no_grad():
-        return predict(part)
-
-
-def _predict_all(
-    pair: ActorCriticPair,
-    reference: PreTrainedModel,
-    exact_kl: bool,
-    lower_layers: FrozenLowerLayers,
-    part: Tokens,
-) -> dict[str, Tensor]:
-    """Log-probabilities by policy and reference, entropy, values and exact KL of one micro-batch,
-    each (b, t).
-    """
-    with lower_layers.recorded():
-        policy, values = pair.predict(part)
-    # In critic pre-training the frozen policy is its own reference.
-    ref = policy
-    if reference is not pair.policy:
-        with lower_layers.replayed():
-            ref = response_logits(reference, part)
-    settings: dict[str, Any] = {"entropies": True, "reference": ref, "exact_kl": exact_kl}
-    return token_statistics(policy, part, pair.sampling, pair.logits_bytes, **settings) | {
-        "values": values
-    }
-
-
-def _predict_without_policy(
-    pair: ActorCriticPair, reference: PreTrainedModel, part: Tokens
-) -> dict[str, Tensor]:
-    tokens = pair.statistics(response_logits(reference, part), part, False, None)
-    return {"ref_logprobs": tokens["logprobs"], "values": pair.values(part)}
-
-
-def _score(pair: ActorCriticPair, part: Tokens) -> dict[str, Tensor]:
-    return pair.statistics(response_logits(pair.policy, part), part, True, None)
-
-
 def logprob_differences(
     sampler: Tensor, trainer: Tensor, mask: Tensor, precision: Precision
 ) -> dict[str, float]:
-    """By how much the sampler's log-probabilities of sampled tokens differ from the trainer's
-    before any update.
+    """Measure how far the sampler's log-probabilities are from the trainer's.
+
+    Both are of the sampled tokens, before any update.
 
     Both compute the log-probability of every sampled token with the same weights, the sampler token
     by token with a key-value cache, the trainer in one pass. Beyond rounding they must agree, or
@@ -307,8 +298,9 @@ def rollout_metrics(
     with_critic: bool = True,
     with_exact_kl: bool = True,
 ) -> dict[str, float]:
-    """Measure a rollout with rewards and advantages: what tells health from collapse (algorithms.md
-    §8; paper, §5.2).
+    """Measure a rollout with rewards and advantages.
+
+    The metrics tell health from collapse (algorithms.md §8; paper, §5.2).
 
     All of it comes from the rollout, before the update that it feeds, and may be NaN, which the
     health monitor wants to see. No judge is asked but the learned ones: a user without a gold
@@ -375,8 +367,9 @@ def reward_distribution(rewards: Tensor) -> dict[str, float]:
 
 
 def drift_metrics(logprobs: Tensor, ref_logprobs: Tensor, mask: Tensor) -> dict[str, float]:
-    """Drift by the log-probabilities (B, T) of sampled tokens under policy and reference, in nats
-    per sequence.
+    """Measure the policy's drift from the reference in nats per sequence.
+
+    Both log-probabilities (B, T) are those of the sampled tokens.
 
     With d = logprob - ref_logprob: ``kl`` is the mean over sequences of sum d (k1), ``kl_k2`` of
     sum d²/2, ``kl_k3`` of sum (exp(-d) - 1 + d). ``perplexity`` is the policy's on its own replies,
@@ -398,15 +391,16 @@ def drift_metrics(logprobs: Tensor, ref_logprobs: Tensor, mask: Tensor) -> dict[
 def reply_metrics(
     replies: Sequence[str], lengths: Sequence[int], finished: Sequence[bool]
 ) -> dict[str, float]:
-    """What decoded replies look like: lengths in tokens with the end marker, and statistics of
-    their text.
+    """Measure what decoded replies look like.
+
+    That is lengths in tokens with the end marker, and statistics of their text.
     """
+    normalised = [" ".join(reply.casefold().split()) for reply in replies]
+    refused = [is_refusal(reply) for reply in replies]
     return reply_statistics(replies, lengths, finished) | {
         "length_p95": float(np.percentile(lengths, 95)),
-        "commonest_reply": commonest_share(
-            [" ".join(reply.casefold().split()) for reply in replies]
-        ),
-        "refusals": mean([is_refusal(reply) for reply in replies]),
+        "commonest_reply": commonest_share(normalised),
+        "refusals": mean(refused),
     }
 
 

@@ -1,5 +1,6 @@
-"""Checkpoint selection during training: the referee's win rate against SFT under limits, never the
-reward.
+"""Checkpoint selection during training.
+
+It goes by the referee's win rate against SFT under limits, never by the reward.
 
 Choosing the checkpoint of the highest reward is the very error that the paper's title names
 (algorithms.md §9). The trainer knows no judge: what measures a policy is given to it.
@@ -24,7 +25,7 @@ from rlhf_core.ppo.experience import IterationRecord
 from rlhf_core.runtime import distributed
 from rlhf_core.training.checkpoints.manager import not_of_one_run
 from rlhf_core.training.engine.frozen import FrozenModels
-from rlhf_core.training.history import History, nonfinite_as_none
+from rlhf_core.training.history import History, none_as_nan, nonfinite_as_none
 
 SAMPLES = 8
 NORMAL_95 = 1.96  # half an interval of 95 % in standard errors
@@ -61,8 +62,9 @@ class CheckpointCandidate:
         return self.kl < kept.kl
 
     def broken_limits(self, limits: SelectionConfig) -> list[str]:
-        """Describe the limits that this checkpoint breaks; empty when it is admissible. NaN breaks
-        every limit.
+        """Describe the limits that this checkpoint breaks; empty when it is admissible.
+
+        NaN breaks every limit.
         """
         within_limit = {
             f"KL {self.kl:.2f} > {limits.max_kl:g}": self.kl <= limits.max_kl,
@@ -86,8 +88,9 @@ class CheckpointChoice:
 
 
 def choose(candidates: Sequence[CheckpointCandidate], limits: SelectionConfig) -> CheckpointChoice:
-    """Choose the admissible checkpoint that the referee prefers; of equally good ones the nearest
-    to SFT.
+    """Choose the admissible checkpoint that the referee prefers.
+
+    Of equally good ones the nearest to SFT.
 
     They are compared in their order, as they come while training goes on
     (:meth:`CheckpointCandidate.replaces`), so that only the best weights so far have to be kept.
@@ -125,8 +128,9 @@ def choose(candidates: Sequence[CheckpointCandidate], limits: SelectionConfig) -
 
 
 class CheckpointSelector:
-    """Measures the policy every ``config.every`` iterations and after the last one; the best
-    weights are in ``folder``.
+    """Measures the policy every ``config.every`` iterations and after the last one.
+
+    The best weights are in ``folder``.
 
     Sample replies of the same iterations go to ``samples``.
     """
@@ -145,8 +149,9 @@ class CheckpointSelector:
         samples: History,
         last: bool,
     ) -> None:
-        """Measure the policy if it is due, unless steps kept being non-finite, and add to the
-        record.
+        """Measure the policy if it is due, and add the result to the record.
+
+        It is not measured where steps kept being non-finite.
 
         The best weights are written with the next checkpoint; ``last`` says that the run ends with
         this iteration.
@@ -178,10 +183,9 @@ class CheckpointSelector:
             prune_best(self.folder, needed)
 
         checkpoints.manager.attach(write)
-        record.metrics |= {
-            name if name in SELECTION_METRICS else f"selection_{name}": value
-            for name, value in metrics.items()
-        }
+        for name, value in metrics.items():
+            shown = name if name in SELECTION_METRICS else f"selection_{name}"
+            record.metrics[shown] = value
         record.seconds["seconds_selection"] = time.perf_counter() - started
         rows = zip(record.prompts, record.replies, record.experience.rewards.tolist(), strict=True)
         for prompt, reply, reward in list(rows)[:SAMPLES]:
@@ -194,8 +198,9 @@ class CheckpointSelector:
         return choose(self.candidates, self.config)
 
     def state(self) -> dict[str, Any]:
-        """The candidates and the best iteration so far as JSON, numbers that are not finite as
-        null.
+        """The candidates and the best iteration so far as JSON.
+
+        Numbers that are not finite are null.
         """
         return {
             "candidates": [nonfinite_as_none(asdict(seen)) for seen in self.candidates],
@@ -203,11 +208,10 @@ class CheckpointSelector:
         }
 
     def load_state(self, state: Mapping[str, Any]) -> None:
-        rows: list[dict[str, Any]] = [
-            {name: math.nan if value is None else value for name, value in row.items()}
-            for row in state["candidates"]
-        ]
-        self.candidates = [CheckpointCandidate(**row) for row in rows]
+        self.candidates = []
+        for row in state["candidates"]:
+            numbers = {name: none_as_nan(value) for name, value in row.items()}
+            self.candidates.append(CheckpointCandidate(**numbers))
         self.best = int(state["best"])
         kept = (
             self.best == 0 or not distributed.is_rank_zero() or holds_best(self.folder, self.best)

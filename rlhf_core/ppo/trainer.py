@@ -1,5 +1,6 @@
-"""The PPO loop (algorithms.md §3 to 8). One iteration reads collect, rewards, advantages, update,
-log.
+"""The PPO loop (algorithms.md §3 to 8).
+
+One iteration reads collect, rewards, advantages, update, log.
 
 Critic pre-training goes the same way up to the advantages, so both share one loop.
 """
@@ -73,8 +74,9 @@ def require_some_scored(unscored: Tensor, least: int) -> None:
 
 
 class RolloutLoop(ResumableLoop):
-    """What PPO and critic pre-training share: the way from prompts to rewarded replies, whose
-    moments they keep.
+    """What PPO and critic pre-training share.
+
+    It is the way from prompts to rewarded replies, whose moments they keep.
     """
 
     prompts: TrainingPrompts
@@ -105,8 +107,9 @@ class RolloutLoop(ResumableLoop):
         exact_kl: bool = False,
         every: int = 1,
     ) -> Experience:
-        """Sample replies to the prompts ``rows``, score and reward them: a rollout without
-        advantages.
+        """Sample replies to the prompts ``rows``, score and reward them.
+
+        The result is a rollout without advantages.
 
         Args:
             pair: Policy and critic. A frozen policy is given to the sampler once.
@@ -182,10 +185,8 @@ class Trainer(RolloutLoop):
         self.seed, self.total = self.config.seed, self.config.iterations
         self.least_scored = self.config.minibatches
         self.kl_controller = KlController(self.config.kl)
-        self.history, self.samples = (
-            History(work / "history.jsonl"),
-            History(work / "samples.jsonl"),
-        )
+        self.history = History(work / "history.jsonl")
+        self.samples = History(work / "samples.jsonl")
         self.checkpoints: RollbackCheckpoints = RollbackCheckpoints(
             CheckpointManager(work / "checkpoints", self.context.store),
             self.learner.pair.engines,
@@ -259,8 +260,9 @@ class Trainer(RolloutLoop):
     def _metrics(
         self, experience: Experience, replies: list[str], updated: UpdateResult, kl_coef: float
     ) -> dict[str, float]:
-        """All metrics of an iteration, the first rank's on every rank: every later decision follows
-        from them.
+        """All metrics of an iteration, the first rank's on every rank.
+
+        Every later decision follows from them.
         """
         config, pair = self.config, self.learner.pair
         referee_rewards: Tensor | None = None

@@ -1,6 +1,4 @@
-"""One PPO update: epochs of minibatch steps of policy and critic on one rollout (algorithms.md
-§6).
-"""
+"""One PPO update: the optimiser steps of one rollout (algorithms.md §6)."""
 
 from __future__ import annotations
 
@@ -24,7 +22,7 @@ from rlhf_core.models.heads import ActorCritic
 from rlhf_core.models.precision import matmul_precision
 from rlhf_core.ppo.actor_critic import ActorCriticPair
 from rlhf_core.ppo.advantages import normalize_and_clip_advantages
-from rlhf_core.ppo.experience import Experience
+from rlhf_core.ppo.experience import Experience, MicroExperience
 from rlhf_core.ppo.losses import (
     PolicyObjective,
     ValueObjective,
@@ -112,12 +110,8 @@ def update(
         iteration: Number of the iteration from 0, which fixes every order and ptx batch.
     """
     config, pair, limit = learner.config, learner.pair, learner.config.target_kl_early_stop
-    seed, early_stopped, policy_steps, skipped = (
-        derive_seed(config.seed, "ppo", "minibatches"),
-        False,
-        0,
-        0,
-    )
+    seed = derive_seed(config.seed, "ppo", "minibatches")
+    early_stopped, policy_steps, skipped = False, 0, 0
     critic_alone = {name: engine for name, engine in pair.engines.items() if name == "critic"}
     # Of each step: the losses of its passes, on the device until all steps are made, and what the
     # host knows.
@@ -140,11 +134,8 @@ def update(
                 else:
                     sign = entropy_sign(config.entropy, before.get("entropy"))
                     tasks = gradient_tasks(learner, minibatch, kl_coef, sign)
-                    step = [
-                        share
-                        for own in run_side_by_side(*tasks, models=learner.models)
-                        for share in own
-                    ]
+                    for shares_of_model in run_side_by_side(*tasks, models=learner.models):
+                        step.extend(shares_of_model)
                     if learner.ptx is not None and config.ptx.weight > 0:
                         step += accumulate_ptx_gradient(learner, number * config.minibatches + part)
                     of_host["padding_share_update"] = pair.limits.padding_share(minibatch.batch)
@@ -176,8 +167,9 @@ def update(
 def gradient_tasks(
     learner: Learner, minibatch: Experience, kl_coef: float, sign: float
 ) -> list[Callable[[], list[Share]]]:
-    """The backward passes of the losses of policy and critic over a minibatch, whose advantages are
-    normalised here.
+    """Return the backward passes of policy and critic over a minibatch.
+
+    Its advantages are normalised here.
 
     They are independent of each other: one task for each model that has an engine of its own.
 
@@ -208,41 +200,34 @@ def accumulate_policy_gradients(
     objective: PolicyObjective,
     value_objective: ValueObjective,
 ) -> list[Share]:
-    """Backward passes of the policy's loss over a minibatch, in micro-batches that never change the
-    gradient.
+    """Make the backward passes of the policy's loss over a minibatch.
+
+    Its micro-batches never change the gradient.
 
     With a shared backbone they are those of the sum of both losses.
     """
-    engine, totals, shares = (
-        pair.engines["policy"],
-        step_totals(minibatch.response_mask),
-        list[Share](),
-    )
+    totals = step_totals(minibatch.response_mask)
     entropies, reference = objective.entropy_weight != 0, objective.exact_kl_reference
 
-    def forward(tokens: Tokens) -> tuple[dict[str, Tensor], Tensor | None]:
-        if isinstance(pair.critic, ActorCritic):
-            logits, values = logits_and_values(pair.critic, tokens)
-            return pair.statistics(logits, tokens, entropies, reference), values
-        return pair.statistics(
-            response_logits(pair.policy, tokens), tokens, entropies, reference
-        ), None
-
-    for batch, weight in minibatch.micro_batches(pair.limits):
-        statistics, values = engine.forward(partial(forward, batch.batch))
+    def compute(batch: MicroExperience) -> tuple[Tensor, dict[str, Scalar]]:
+        tokens = batch.batch
+        if not isinstance(pair.critic, ActorCritic):
+            logits = response_logits(pair.policy, tokens)
+            statistics = pair.statistics(logits, tokens, entropies, reference)
+            return objective.loss(statistics, batch, totals)
+        logits, values = logits_and_values(pair.critic, tokens)
+        statistics = pair.statistics(logits, tokens, entropies, reference)
         loss, metrics = objective.loss(statistics, batch, totals)
-        if values is not None:
-            value_loss, value_metrics = value_objective.loss(values, batch, totals)
-            loss, metrics = loss + value_loss, metrics | value_metrics
-        engine.backward(weight * loss)
-        shares.append((metrics, weight))
-    return shares
+        value_loss, value_metrics = value_objective.loss(values, batch, totals)
+        return loss + value_loss, metrics | value_metrics
+
+    parts = minibatch.micro_batches(pair.limits)
+    return gradient_shares(pair.engines["policy"], parts, compute)
 
 
 @torch.no_grad()
 def measure_minibatch(pair: ActorCriticPair, minibatch: Experience) -> dict[str, float]:
-    """Measure a whole minibatch, to decide about its step before any micro-batch of it is
-    differentiated.
+    """Measure a whole minibatch without gradients, to decide about its step.
 
     Returns:
         ``old_policy_kl`` and ``entropy`` of the current policy in nats per token, by a pass without
@@ -272,17 +257,20 @@ PtxText = tuple[list[int], list[int]]  # context ids, and the target ids that ar
 def ptx_texts(
     table: TokenTable, longest: int | None, shares: Mapping[str, float], seed: int
 ) -> TableRows[PtxText]:
-    """The texts of a table of at most ``longest`` tokens, repeated and drawn until categories have
-    their ``shares``.
+    """Return a table's texts of at most ``longest`` tokens.
+
+    They are repeated and drawn until categories have their ``shares``.
 
     Of demonstrations the replies are the targets; plain texts are targets as a whole.
     """
     *before, targets = (table.column(name) for name in table.id_columns)
 
     def texts(rows: npt.NDArray[np.int64]) -> list[PtxText]:
-        return [
-            (list(before[0][row]) if before else [], list(targets[row])) for row in rows.tolist()
-        ]
+        drawn: list[PtxText] = []
+        for row in rows.tolist():
+            context = list(before[0][row]) if before else []
+            drawn.append((context, list(targets[row])))
+        return drawn
 
     rows = np.arange(len(table))
     if longest is not None:
@@ -320,8 +308,9 @@ class PtxData:
 
 
 def accumulate_ptx_gradient(learner: Learner, step: int) -> list[Share]:
-    """Backward passes of ``weight * CE`` on the texts of optimiser step ``step``; CE is in nats per
-    target token.
+    """Backward passes of ``weight * CE`` on the texts of optimiser step ``step``.
+
+    CE is in nats per target token.
     """
     config, pair, data = learner.config, learner.pair, learner.ptx
     assert data is not None
@@ -330,11 +319,11 @@ def accumulate_ptx_gradient(learner: Learner, step: int) -> list[Share]:
     total = sum(len(target) - (not context) for context, target in texts)
     size = config.ptx.micro_batch_size or config.micro_batch_size or len(texts)
 
-    def compute(rows: list[int]) -> tuple[Tensor, dict[str, Scalar]]:
-        nats = ptx_loss_sum(
-            pair.policy, [texts[row] for row in rows], data.pad_id, pair.logits_bytes
-        )
+    def compute(part: list[int]) -> tuple[Tensor, dict[str, Scalar]]:
+        own = [texts[row] for row in part]
+        nats = ptx_loss_sum(pair.policy, own, data.pad_id, pair.logits_bytes)
         loss = nats / max(total, 1)
         return config.ptx.weight * loss, {"ptx_loss": device_scalar(loss)}
 
-    return gradient_shares(pair.engines["policy"], passes(list(range(len(texts))), size), compute)
+    rows = list(range(len(texts)))
+    return gradient_shares(pair.engines["policy"], passes(rows, size), compute)

@@ -1,5 +1,6 @@
-"""Whether replies are scored as they were sampled: how far both may differ, and a trial on a few
-tokens.
+"""Whether replies are scored as they were sampled.
+
+There are limits of how far both may differ, and a trial on a few tokens.
 
 Architectures differ in what they keep between tokens (keys and values, a window of them, states of
 recurrent layers), in how they count positions, and in whether padding changes a result. A few
@@ -53,8 +54,9 @@ PROMPT_TOKENS, REPLY_TOKENS = (8, 5, 6), 6
 
 @torch.no_grad()
 def require_replies_as_scored(model: PreTrainedModel, source: str) -> None:
-    """Sample a few tokens behind prompts of several lengths, one of whose replies ends early, and
-    score them.
+    """Sample a few tokens behind prompts of several lengths, and score them.
+
+    One of the replies ends early.
 
     The sampler's log-probabilities and the trainer's have to be those of plain passes over each
     sequence alone.
@@ -88,9 +90,7 @@ def require_replies_as_scored(model: PreTrainedModel, source: str) -> None:
 
 
 def _largest_difference(model: PreTrainedModel) -> float:
-    """By how much a log-probability of the sampler or of a scoring pass differs from that of a
-    plain pass, at most.
-    """
+    """The largest difference of sampling and scoring from a plain pass, as log-probabilities."""
     vocabulary = model.config.get_text_config().vocab_size
     ids = probe_ids(vocabulary, len(PROMPT_TOKENS), max(PROMPT_TOKENS)).tolist()
     prompts = [row[:length] for row, length in zip(ids, PROMPT_TOKENS, strict=True)]
@@ -116,9 +116,7 @@ def _largest_difference(model: PreTrainedModel) -> float:
 def _plain_logprobs(
     model: PreTrainedModel, prompts: list[list[int]], rollout: Rollout, sampling: Sampling
 ) -> Tensor:
-    """Log-probabilities (B, T) of the replies, each from the model's own pass over its tokens,
-    without padding.
-    """
+    """Log-probabilities (B, T) of the replies, each from a pass of its own without padding."""
     expected = torch.zeros_like(rollout.logprobs)
     for row, (prompt, reply) in enumerate(zip(prompts, rollout.replies(), strict=True)):
         tokens = torch.tensor([[*prompt, *reply]], device=model.device)

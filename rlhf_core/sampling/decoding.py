@@ -1,5 +1,6 @@
-"""Faster layers while replies are sampled: adapters merged, heads in float32, and what is fast on
-each device.
+"""Faster layers while replies are sampled.
+
+Adapters are merged, heads compute in float32, and each device gets what is fast there.
 
 They replace a model's own layers while it samples. Its own are left untouched and are put back
 afterwards, so a model that has sampled is bit for bit what it was. What is computed differs by
@@ -34,7 +35,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
 from rlhf_core.models.adapters import adapted_layers, merged_weight
-from rlhf_core.models.openblas_linear import is_plain_linear
+from rlhf_core.models.kernels import is_plain_linear
 from rlhf_core.models.precision import LOW_PRECISION, Float32Linear
 
 CPU_NAME, GPU_NAME = "rlhf_grouped_sdpa", "rlhf_sdpa"
@@ -48,7 +49,9 @@ def grouped_attention(
     attention_mask: Tensor | None,
     **settings: Any,
 ) -> tuple[Tensor, None]:
-    """(B, H, 1, D) queries, (B, K, L, D) keys and values -> (B, 1, H, D); anything else as
+    """Attend with the queries that share keys as so many positions.
+
+    (B, H, 1, D) queries, (B, K, L, D) keys and values -> (B, 1, H, D); anything else as
     transformers computes it.
     """
     batch, heads, positions, width = query.shape
@@ -72,8 +75,10 @@ def attention_by_products(
     attention_mask: Tensor | None,
     **settings: Any,
 ) -> tuple[Tensor, None]:
-    """(B, H, 1, D) queries, (B, K, L, D) keys and values, a mask (B, 1, 1, L) that is added to
-    scores -> (B, 1, H, D).
+    """Attend by two matrix products.
+
+    (B, H, 1, D) queries, (B, K, L, D) keys and values, a mask (B, 1, 1, L) that is added to scores
+    -> (B, 1, H, D).
 
     Scores and weights are float32 until the weights meet the values. Anything else as transformers
     computes it.
@@ -105,26 +110,23 @@ def attention_by_products(
 
 @contextmanager
 def decoding_attention(model: PreTrainedModel) -> Iterator[None]:
-    """Decode inside the block with grouped attention on a CPU, and on a GPU with masks that nothing
-    waits for.
+    """Use the attention that is fastest in decoding inside the block.
+
+    On a CPU it is grouped; on a GPU it takes masks that nothing waits for.
     """
-    name = (
-        GPU_NAME
-        if model.device.type != "cpu"
-        else CPU_NAME
-        if model.dtype in LOW_PRECISION
-        else None
-    )
-    configs = {
-        id(config): config
-        for module in model.modules()
-        if (config := getattr(module, "config", None))
-    }
-    changed = [
-        each
-        for each in configs.values()
-        if name and getattr(each, "_attn_implementation", None) == "sdpa"
-    ]
+    name = None
+    if model.device.type != "cpu":
+        name = GPU_NAME
+    elif model.dtype in LOW_PRECISION:
+        name = CPU_NAME
+    configs = {}
+    for module in model.modules():
+        if config := getattr(module, "config", None):
+            configs[id(config)] = config
+    changed = []
+    for config in configs.values():
+        if name and getattr(config, "_attn_implementation", None) == "sdpa":
+            changed.append(config)
     if changed:
         AttentionInterface.register(CPU_NAME, grouped_attention)
         AttentionMaskInterface.register(CPU_NAME, sdpa_mask)
@@ -141,8 +143,9 @@ def decoding_attention(model: PreTrainedModel) -> Iterator[None]:
 
 
 def mask_without_look(*args: Any, **settings: Any) -> Tensor | None:
-    """transformers' mask, made whether or not a row is padded: to find out, the host would wait at
-    every token.
+    """transformers' mask, made whether or not a row is padded.
+
+    To find out, the host would wait at every token.
     """
     if settings.get("attention_mask") is not None:
         settings["allow_is_causal_skip"] = False
@@ -150,8 +153,9 @@ def mask_without_look(*args: Any, **settings: Any) -> Tensor | None:
 
 
 class FusedProjection:
-    """The weights of one or more linear layers of the same input, packed as one for products with
-    about ``rows`` rows.
+    """The weights of linear layers with the same input, packed as one.
+
+    The packing is for products with about ``rows`` rows.
 
     Args:
         layers: The layers, for their biases.
@@ -167,10 +171,13 @@ class FusedProjection:
         biases = [layer.bias for layer in layers]
         self.bias: Tensor | None = None
         if any(bias is not None for bias in biases):
-            self.bias = torch.cat([
-                weight.new_zeros(len(weight)) if bias is None else bias.detach().to(self.precision)
-                for weight, bias in zip(weights, biases, strict=True)
-            ])  # fmt: skip
+            whole_bias = []
+            for weight, bias in zip(weights, biases, strict=True):
+                if bias is None:
+                    whole_bias.append(weight.new_zeros(len(weight)))
+                else:
+                    whole_bias.append(bias.detach().to(self.precision))
+            self.bias = torch.cat(whole_bias)
         # Of the calling thread, so that two that sample with one model cannot take each other's.
         self._last = threading.local()
 
@@ -192,8 +199,9 @@ class FusedProjection:
 
 
 class PackedLinear(nn.Linear):
-    """A linear layer without gradient that computes by a :class:`FusedProjection`, in its
-    precision.
+    """A linear layer that computes by a :class:`FusedProjection`, without gradient.
+
+    It has the precision of that.
 
     The attribute ``weight`` is that of the layer it replaces, for models that look at its precision
     or device.
@@ -208,8 +216,8 @@ class PackedLinear(nn.Linear):
         return self.shared.product(input, self.position)
 
 
-# Packing rounds otherwise than a plain product and takes about as long as five steps of 16 rows: it
-# is left to models, batches and replies where it pays.
+# Packing rounds differently from a plain product and takes about as long as five steps of 16 rows,
+# so it is used where model, batch and replies are large enough to pay for it.
 PACKED_PARAMETERS = 10_000_000
 PACKED_ROWS = 4
 PACKED_STEPS = 16
@@ -219,8 +227,9 @@ SAME_INPUT = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 
 @contextmanager
 def decoding_layers(model: PreTrainedModel, rows: int, steps: int) -> Iterator[None]:
-    """Decode with merged, float32 and packed layers and grouped attention inside the block, each
-    where it applies.
+    """Replace the model's layers inside the block by those that decode fastest.
+
+    They are merged, float32 and packed layers and grouped attention, each where it applies.
 
     Args:
         model: The model that samples. Its weights must not change inside the block.
@@ -237,10 +246,8 @@ def decoding_layers(model: PreTrainedModel, rows: int, steps: int) -> Iterator[N
                 plain = type(layer.own)(
                     layer.own.in_features, layer.own.out_features, bias=False, device="meta"
                 )
-                plain.weight, plain.bias = (
-                    nn.Parameter(layer.weight(), requires_grad=False),
-                    layer.own.bias,
-                )
+                plain.weight = nn.Parameter(layer.weight(), requires_grad=False)
+                plain.bias = layer.own.bias
                 replacements[name] = plain
     originals = {name: model.get_submodule(name) for name in replacements}
     try:
@@ -254,9 +261,7 @@ def decoding_layers(model: PreTrainedModel, rows: int, steps: int) -> Iterator[N
 
 
 def packing_pays(model: PreTrainedModel, rows: int, steps: int) -> bool:
-    """Whether to pack the weights of ``model`` for ``steps`` decoding steps of ``rows``
-    sequences.
-    """
+    """Whether packing pays for ``steps`` decoding steps of ``rows`` sequences."""
     supported = torch.backends.mkldnn.is_available() and hasattr(
         torch.ops.mkldnn, "_linear_pointwise"
     )
@@ -267,8 +272,9 @@ def packing_pays(model: PreTrainedModel, rows: int, steps: int) -> bool:
 
 @dataclass(frozen=True)
 class _DecodedLayer:
-    """A linear layer, its precision in decoding (float32 for a head that computes so), and the
-    layer of its adapters.
+    """A linear layer, its precision in decoding, and the layer of its adapters.
+
+    The precision is float32 for a head that computes so.
 
     These are merged into the weight.
     """
@@ -282,8 +288,9 @@ class _DecodedLayer:
         return self.adapted is not None or self.precision != self.own.weight.dtype
 
     def weight(self) -> Tensor:
-        """(out, in), computed anew where it is changed: all of them at once would take the model's
-        memory again.
+        """(out, in), computed anew where it is changed.
+
+        All of them at once would take the model's memory again.
         """
         return (self.own.weight if self.adapted is None else merged_weight(self.adapted)).to(
             self.precision
@@ -291,8 +298,9 @@ class _DecodedLayer:
 
 
 def _decoded_layers(model: PreTrainedModel) -> Iterator[tuple[str, _DecodedLayer]]:
-    """Every linear layer of ``model`` by name, but layers in 4 bits: they are not to be unpacked as
-    a whole.
+    """Every linear layer of ``model`` by name, but layers in 4 bits.
+
+    They are not to be unpacked as a whole.
     """
     adapted = dict(adapted_layers(model))
     inside = tuple(f"{name}." for name in adapted)
@@ -308,14 +316,14 @@ def _decoded_layers(model: PreTrainedModel) -> Iterator[tuple[str, _DecodedLayer
 
 
 def _packed(layers: Mapping[str, _DecodedLayer], rows: int) -> dict[str, nn.Linear]:
-    """The layers that compute by packed weights, by name; those of the same input share one
-    product.
+    """The layers that compute by packed weights, by name.
+
+    Those of the same input share one product.
     """
     packed: dict[str, nn.Linear] = {}
     packable = [torch.float32]
-    if (
-        torch.ops.mkldnn._is_mkldnn_bf16_supported()
-    ):  # oneDNN refuses it on processors without AVX-512
+    # oneDNN refuses it on processors without AVX-512.
+    if torch.ops.mkldnn._is_mkldnn_bf16_supported():
         packable.append(torch.bfloat16)
     for name, layer in layers.items():
         if name in packed or layer.precision not in packable:
@@ -329,9 +337,7 @@ def _packed(layers: Mapping[str, _DecodedLayer], rows: int) -> dict[str, nn.Line
 
 
 def _same_input(name: str, layers: Mapping[str, _DecodedLayer]) -> list[str]:
-    """The names of all layers of the same block that read the input of layer ``name``, itself among
-    them.
-    """
+    """The names of all layers of a block that read the same input as layer ``name``."""
     block, _, own = name.rpartition(".")
     for members in SAME_INPUT:
         names = [f"{block}.{member}" for member in members]

@@ -1,5 +1,6 @@
-"""The token distributions that replies are sampled from: the training distribution and the filtered
-evaluation one.
+"""The token distributions that replies are sampled from.
+
+The training distribution and the filtered evaluation one.
 
 The training distribution consists of the temperature, the forbidden tokens and the minimum length.
 The sampler draws from it, and every later scoring (policy, reference, update) uses the same one;
@@ -26,9 +27,8 @@ from rlhf_core.data.encoding import pad_id, special_token_ids, stop_token_ids
 # Finite, because -inf minus -inf would turn an exact KL into NaN; exp of it is exactly zero all the
 # same.
 FORBIDDEN = -1e9
-NOT_DRAWN = torch.iinfo(
-    torch.long
-).max  # stands for a token after the last one of a reply in the making
+# Stands for a token after the last one of a reply in the making.
+NOT_DRAWN = torch.iinfo(torch.long).max
 
 
 @dataclass(frozen=True)
@@ -62,8 +62,7 @@ class Sampling:
         return self
 
     def next_token(self, logits: Tensor, drawn: Tensor, position: Tensor) -> Tensor:
-        """Log-probabilities (B, V) of the reply's token at ``position`` (1,), from its logits (B,
-        V).
+        """Log-probabilities of the reply's token at ``position`` (1,): (B, V) -> (B, V).
 
         ``drawn`` (B, t) are the reply's tokens so far; ids that the vocabulary does not have are
         none.
@@ -78,8 +77,7 @@ class Sampling:
         temperature: float = 1.0,
         min_new_tokens: int = 0,
     ) -> Sampling:
-        """The distribution over what ``tokenizer`` can write as text, and the tokens that end a
-        reply.
+        """The distribution over what ``tokenizer`` can write, and the tokens that end a reply.
 
         PPO, critic pre-training, checkpoint selection and evaluation all build theirs here.
         """
@@ -105,8 +103,9 @@ class Sampling:
 
 @dataclass(frozen=True)
 class EvaluationSampling:
-    """The distribution of judged replies: ``base`` with a repetition penalty before it and top-p
-    after it.
+    """The distribution of judged replies.
+
+    ``base`` with a repetition penalty before it and top-p after it.
     """
 
     base: Sampling
@@ -117,15 +116,14 @@ class EvaluationSampling:
     def for_tokenizer(
         cls, tokenizer: PreTrainedTokenizerBase, config: SamplingConfig
     ) -> EvaluationSampling:
-        """The filters of ``config`` over what ``tokenizer`` can write as text, and the tokens that
-        end a reply.
-        """
+        """The filters of ``config`` over what ``tokenizer`` can write, with its end tokens."""
         base = Sampling.for_tokenizer(tokenizer, config.max_new_tokens, config.temperature)
         return cls(base, config.top_p, config.repetition_penalty)
 
     def next_token(self, logits: Tensor, drawn: Tensor, position: Tensor) -> Tensor:
-        """Filtered log-probabilities (B, V) at ``position`` (1,): repetition penalty, ``base``,
-        then top-p.
+        """Filtered log-probabilities (B, V) at ``position`` (1,).
+
+        The repetition penalty comes first, then ``base``, then top-p.
 
         ``drawn`` (B, t) are the reply's tokens so far, and :data:`NOT_DRAWN` after them: the
         penalty divides positive and multiplies negative logits of tokens that were generated
@@ -156,8 +154,9 @@ TokenDistribution = Sampling | EvaluationSampling
 
 
 def log_distribution(logits: Tensor, sampling: Sampling, first: int = 0) -> Tensor:
-    """Log-probabilities (B, T, V) of response positions ``first`` .. ``first + T - 1`` from their
-    logits (B, T, V).
+    """Log-probabilities of T response positions from ``first`` on.
+
+    Shapes: logits (B, T, V) -> (B, T, V).
 
     They are float32, or float64 where the logits are.
     """
@@ -166,8 +165,9 @@ def log_distribution(logits: Tensor, sampling: Sampling, first: int = 0) -> Tens
 
 
 def log_distribution_at(logits: Tensor, positions: Tensor, sampling: Sampling) -> Tensor:
-    """Log-probabilities (..., N, V) at the response positions (N,) of logits (..., N, V), each
-    counted from 0.
+    """Log-probabilities at the response positions (N,), each counted from 0.
+
+    Shapes: logits (..., N, V) -> (..., N, V).
     """
     return torch.log_softmax(_constrained_logits(logits, positions, sampling), dim=-1)
 
@@ -190,7 +190,8 @@ def _constrained_logits(logits: Tensor, positions: Tensor, sampling: Sampling) -
 
 
 def _forbidden_mask(positions: Tensor, width: int, sampling: Sampling) -> Tensor | None:
-    """Where tokens have probability zero: bool (N, V), or (1, V) where all positions are alike;
+    """Where tokens have probability zero: bool (N, V), or (1, V) where all positions are alike.
+
     None if nowhere.
     """
     vocabulary = width if sampling.vocabulary_size is None else sampling.vocabulary_size
@@ -207,8 +208,9 @@ def _forbidden_mask(positions: Tensor, width: int, sampling: Sampling) -> Tensor
 
 @cache  # for good: a captured graph reads them where they are
 def _marked(ids: tuple[int, ...], vocabulary: int, width: int, device: torch.device) -> Tensor:
-    """Bool (1, ``width``): true at ``ids`` and from ``vocabulary`` on. Made once, since a GPU waits
-    for indices.
+    """Bool (1, ``width``): true at ``ids`` and from ``vocabulary`` on.
+
+    Made once, since a GPU waits for indices.
     """
     with torch.inference_mode(False):  # a backward pass may keep it
         mask = torch.zeros(1, width, dtype=torch.bool)
@@ -218,8 +220,9 @@ def _marked(ids: tuple[int, ...], vocabulary: int, width: int, device: torch.dev
 
 
 def inverse_cdf(log_probabilities: Tensor, uniforms: Tensor) -> Tensor:
-    """Sample by inverting the cumulative distribution: (B, V), uniforms in [0, 1) float64 (B,) ->
-    token ids (B,).
+    """Sample by inverting the cumulative distribution.
+
+    Shapes: (B, V) and uniforms in [0, 1), float64 (B,) -> token ids (B,).
     """
     # In place: with a large vocabulary allocating another copy takes as long as a sum.
     cumulative = log_probabilities.to(torch.float64, copy=True).exp_().cumsum_(dim=-1)

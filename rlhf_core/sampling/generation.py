@@ -1,5 +1,6 @@
-"""Sampling replies with a key-value cache of our own loop, so that the sampler's log-probabilities
-are known exactly.
+"""Sampling replies with a loop and a key-value cache of our own.
+
+The sampler's log-probabilities are known exactly that way.
 
 Shapes: B sequences, P prompt width (left-padded), T response width (right-padded), V vocabulary.
 
@@ -41,8 +42,9 @@ UNSEEN = 1000.0
 
 
 class BlockLayer(DynamicLayer):
-    """Keys and values of one layer, views (B, K, L, D) of buffers whose length is a multiple of
-    :data:`BLOCK`.
+    """Keys and values of one layer, as views (B, K, L, D) of longer buffers.
+
+    Their length is a multiple of :data:`BLOCK`.
     """
 
     def __init__(self) -> None:
@@ -51,8 +53,9 @@ class BlockLayer(DynamicLayer):
         self._slot: Tensor | None = None
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        """Begin empty, as transformers does, but without a copy of nothing to the device, which the
-        host waits for.
+        """Begin empty, without copying an empty tensor to the device, as transformers does.
+
+        The host would wait for that.
         """
         self.dtype, self.device = key_states.dtype, key_states.device
         self.keys, self.values = key_states[:, :, :0], value_states[:, :, :0]
@@ -61,8 +64,9 @@ class BlockLayer(DynamicLayer):
     def update(
         self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
-        """Append keys and values (B, K, new, D); return all. A fixed layer writes one token and
-        returns its buffers.
+        """Append keys and values (B, K, new, D); return all.
+
+        A fixed layer writes one token and returns its buffers.
         """
         if self._slot is not None and self._buffers is not None:
             keys, values = self._buffers
@@ -79,8 +83,7 @@ class BlockLayer(DynamicLayer):
         return self.keys, self.values
 
     def fix(self, slot: Tensor, length: int) -> None:
-        """Write the token that follows at ``slot`` (1,) of buffers of ``length`` tokens, whatever
-        the model is told.
+        """From now on write at ``slot`` (1,) of buffers of ``length`` tokens.
 
         What is not written yet is masked. Its values are large, so that a model that sees them all
         the same is found.
@@ -121,19 +124,21 @@ def _longer(held: Tensor, length: int) -> Tensor:
 
 
 class BlockCache(DynamicCache):
-    """The cache of a model in decoding. Layers that look at a window or keep a state stay as
-    transformers has them.
+    """The cache of a model in decoding.
+
+    Layers that look at a window or keep a state stay as transformers has them.
     """
 
     def __init__(self, config: PretrainedConfig) -> None:
         super().__init__(config=config)
-        self.layers = [
-            BlockLayer() if type(layer) is DynamicLayer else layer for layer in self.layers
-        ]
+        for number, layer in enumerate(self.layers):
+            if type(layer) is DynamicLayer:
+                self.layers[number] = BlockLayer()
 
     def batch_select_indices(self, indices: Tensor) -> None:
-        """Keep the given sequences only, of the states of recurrent layers too, which beam search
-        selects as well.
+        """Keep the given sequences only, in recurrent layers' states too.
+
+        Beam search selects these as well.
         """
         for layer in self.layers:
             if isinstance(layer, LinearAttentionCacheLayerMixin):
@@ -177,8 +182,9 @@ def cuda_graph(work: Callable[[], None]) -> Callable[[], None]:
 
 
 def _replay(graph: torch.cuda.CUDAGraph, work: Callable[[], None]) -> None:
-    """Launch a graph; ``work`` holds the tensors that it reads, whose memory would be taken by
-    others.
+    """Launch a graph.
+
+    ``work`` holds the tensors that it reads, whose memory would otherwise be reused.
     """
     graph.replay()
 
@@ -187,18 +193,17 @@ WAITING = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
 
 
 class NoWaiting(TorchDispatchMode):
-    """Raises ``RuntimeError`` where the host waits for a device's values, or copies to it, which no
-    graph can.
+    """Raises ``RuntimeError`` where the host waits for a device, or copies to it.
+
+    No graph can do that.
 
     A capture would fail there, after which PyTorch goes on taking memory as if it still captured.
     """
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        given, made = (
-            [each for each in tree_leaves(values) if isinstance(each, Tensor)]
-            for values in ((args, kwargs), result)
-        )
+        given = [each for each in tree_leaves((args, kwargs)) if isinstance(each, Tensor)]
+        made = [each for each in tree_leaves(result) if isinstance(each, Tensor)]
         looks = func is torch.ops.aten.is_nonzero.default or not WAITING.isdisjoint(func.tags)
         if func is torch.ops.aten.index.Tensor:
             looks = any(each.dtype == torch.bool for each in given[1:])
@@ -221,8 +226,9 @@ _WORKS = "_rlhf_decodes_as_graph"  # attribute of a model that was compared; cop
 
 @dataclass(frozen=True)
 class Rollout:
-    """Sampled replies. ``logprobs`` are the sampler's own; the end marker is part of the
-    response.
+    """Sampled replies.
+
+    ``logprobs`` are the sampler's own; the end marker is part of the response.
     """
 
     tokens: Tensor  # (B, P+T) long
@@ -276,8 +282,9 @@ class _Rows:
 
 
 class _Decoding:
-    """A generation under way, on the device of the model: its rows, its cache and the tokens drawn
-    last.
+    """A generation under way, on the device of the model.
+
+    It has its rows, its cache and the tokens drawn last.
 
     Args:
         needs_mask: Whether the model has to see the mask. On a GPU rows without padding need none:
@@ -370,8 +377,9 @@ class _Decoding:
         return own and all(type(layer) is BlockLayer and layer.is_initialized for layer in layers)
 
     def _capture(self, length: int) -> None:
-        """Capture steps of a cache of ``length`` tokens, unless the model cannot be captured, which
-        is noted in it.
+        """Capture steps of a cache of ``length`` tokens.
+
+        A model that cannot be captured is marked so.
         """
         try:
             if not hasattr(self.model, _WORKS):
@@ -394,9 +402,7 @@ class _Decoding:
             self._unfix()
 
     def _reads_the_same(self, length: int) -> bool:
-        """Whether the model gives the same logits where it reads the drawn tokens as a graph
-        does.
-        """
+        """Whether the model gives the same logits when it reads tokens as a graph does."""
         positions = self.rows.positions + 1
         plain = self._read_drawn(positions)
         self._unfix()
@@ -404,9 +410,8 @@ class _Decoding:
         try:
             with NoWaiting():  # type: ignore[no-untyped-call]
                 fixed = self._read_fixed(positions, slot, seen)
-        except (
-            RuntimeError
-        ):  # for want of memory, or since the host waits: the caller tells them apart
+        # For want of memory, or since the host waits: the caller tells them apart.
+        except RuntimeError:
             raise
         except Exception:  # whatever an architecture does with a mask that others take
             return False
@@ -416,16 +421,18 @@ class _Decoding:
         return bool((fixed - plain).abs().max() <= near * plain.abs().max())
 
     def _read_fixed(self, positions: Tensor, slot: Tensor, seen: Tensor) -> Tensor:
-        """Read the drawn tokens into the slot (1,) that follows, which the mask (b, 1, 1, L) shows
-        from then on.
+        """Read the drawn tokens into the slot (1,) that follows.
+
+        The mask (b, 1, 1, L) shows it from then on.
         """
         slot.add_(1)
         seen.index_fill_(3, slot, 0.0)
         return self.read(self.picked.unsqueeze(1), positions, seen)
 
     def _fix(self, length: int) -> tuple[Tensor, Tensor]:
-        """Fix the cache; returned are the slot (1,) of its last token, and the mask (b, 1, 1, L) of
-        all.
+        """Fix the cache.
+
+        Returns the slot (1,) of its last token, and the mask (b, 1, 1, L) of all.
         """
         slot = self.step.new_full((1,), self.held - 1)
         for layer in self.cache.layers:
@@ -444,8 +451,10 @@ class _Decoding:
 
 
 def _is_for_want_of_memory(error: BaseException | None) -> bool:
-    """Whether memory ran out: of PyTorch, which has an error for it, or where CUDA makes a graph of
-    what was captured.
+    """Whether memory ran out.
+
+    PyTorch has an error for it; CUDA may also lack memory while it makes a graph of what was
+    captured.
 
     A capture that ended by that may fail once more where it is left.
     """
@@ -488,7 +497,7 @@ def generate(
         numbers=torch.arange(count, device=model.device),
         uniforms=uniforms.to(model.device),
         drawn=prompts.new_full((count, steps), NOT_DRAWN),
-        # Loading a model sets the default type of the whole process meanwhile.
+        # A thread that loads a model changes the default type of the whole process meanwhile.
         logprobs=torch.zeros(count, steps, dtype=torch.float32, device=model.device),
         lengths=prompts.new_zeros(count),
         finished=torch.zeros(count, dtype=torch.bool, device=model.device),
@@ -549,8 +558,9 @@ def trimmed_rollout(
     lengths: Tensor,
     finished: Tensor,
 ) -> Rollout:
-    """Cut the response to its longest reply and build the masks from lengths alone (so pad may
-    equal eos).
+    """Cut the response to its longest reply, and build the masks from lengths alone.
+
+    So the padding token may be the end marker.
     """
     width = int(lengths.max()) if len(lengths) else 0
     mask = torch.arange(width, device=lengths.device).unsqueeze(0) < lengths.unsqueeze(1)

@@ -1,5 +1,6 @@
-"""One reply to one prompt, whose text can be followed while it is sampled: what a chat and a server
-have in common.
+"""One reply to one prompt, whose text can be followed while it is sampled.
+
+A chat and a server have this in common.
 """
 
 from __future__ import annotations
@@ -109,20 +110,20 @@ class ReplyPieces:
         self.sent = ""
 
     def next(self, text: str) -> str:
-        """The next piece of the reply, whose ``text`` so far is longer than it was; empty if there
-        is none yet.
+        """The next piece of the reply, whose ``text`` so far is longer than it was.
+
+        Empty if there is none yet.
         """
         if text and self.lead.startswith(text):
             return ""
         # A beginning longer than the text cannot end it: a request's stop string may have millions
         # of characters.
-        lengths = (
-            n
-            for ending in self.endings
-            for n in range(1, min(len(ending), len(text)) + 1)
-            if text.endswith(ending[:n])
-        )
-        return self.rest(text[: len(text) - max(lengths, default=0)])
+        held_back = 0
+        for ending in self.endings:
+            for length in range(1, min(len(ending), len(text)) + 1):
+                if text.endswith(ending[:length]):
+                    held_back = max(held_back, length)
+        return self.rest(text[: len(text) - held_back])
 
     def rest(self, text: str) -> str:
         """The last piece of the whole reply, or the piece up to where ``text`` ends."""

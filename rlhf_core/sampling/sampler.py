@@ -32,9 +32,8 @@ class PromptBatch:
         streams: Number of each reply's random stream. With ``seed`` it alone decides the reply's
             draws, whatever rank or batch the prompt falls into.
         seed: Seed of all streams.
-        width: Columns that prompts are padded to where none of them is longer. Another width rounds
-            logits otherwise: parts of a batch that have that of the whole get the very replies that
-            the whole would.
+        width: Columns that prompts are padded to where none of them is longer. Rounding depends on
+            it: parts of a batch that are padded like the whole get the same replies as the whole.
     """
 
     ids: Sequence[Sequence[int]]
@@ -47,8 +46,9 @@ class PromptBatch:
 
 
 class Sampler(ABC):
-    """Samples replies with a copy of the policy's weights: ``sync``, then ``sample`` inside of
-    ``awake``.
+    """Samples replies with a copy of the policy's weights.
+
+    Call ``sync`` first, then ``sample`` inside of ``awake``.
 
     ``version`` is that of the weights from the last :meth:`sync`; None before the first.
     """
@@ -101,8 +101,9 @@ class Sampler(ABC):
                 self._awake = False
 
     def release(self) -> None:
-        """Let go of the model of the last :meth:`sync`, whose memory another one needs before the
-        next.
+        """Let go of the model of the last :meth:`sync`.
+
+        Another one needs its memory before the next.
         """
         self.version = None
 
@@ -128,8 +129,9 @@ class Sampler(ABC):
 
 
 class LocalSampler(Sampler):
-    """Samples with the model of the last :meth:`sync`; no weight is copied but those of decoding
-    layers.
+    """Samples with the model of the last :meth:`sync`.
+
+    No weight is copied but those of decoding layers.
     """
 
     _policy: PreTrainedModel
@@ -163,8 +165,9 @@ def sample_replies(
     sampling: Sampling,
     batch_size: int | None = None,
 ) -> Rollout:
-    """Sample one reply per prompt, at most ``batch_size`` prompts of a rank at a time (all of them
-    for ``None``).
+    """Sample one reply per prompt, at most ``batch_size`` of a rank at a time.
+
+    None takes all of them at once.
 
     Args:
         sampler: Has the weights of ``version``.
@@ -178,10 +181,8 @@ def sample_replies(
         process and batch, as far as a row's products do not depend on the number of rows.
     """
     width = max(map(len, prompts.ids), default=0)
-    ids, streams = (
-        distributed.shard_for_rank(prompts.ids),
-        distributed.shard_for_rank(prompts.streams),
-    )
+    ids = distributed.shard_for_rank(prompts.ids)
+    streams = distributed.shard_for_rank(prompts.streams)
     together = batch_size or max(len(ids), 1)
     starts = range(0, max(len(ids), 1), together)
     parts = []
@@ -191,20 +192,21 @@ def sample_replies(
             parts.append(
                 sampler.sample(PromptBatch(ids[rows], streams[rows], prompts.seed, width), sampling)
             )
-    columns = vars(concatenate(parts, sampling.pad_id))
-    fills = {"tokens": sampling.pad_id}
-    gathered = {
-        name: distributed.gather_rows(own, len(prompts), fills.get(name, 0))
-        for name, own in columns.items()
-    }
-    # Inference tensors cannot take part in autograd later, so plain copies go on.
-    return Rollout(**{name: column.clone() for name, column in gathered.items()})
+    columns: dict[str, Tensor] = {}
+    for name, own in vars(concatenate(parts, sampling.pad_id)).items():
+        fill = sampling.pad_id if name == "tokens" else 0
+        # Inference tensors cannot take part in autograd later, so plain copies go on.
+        columns[name] = distributed.gather_rows(own, len(prompts), fill).clone()
+    return Rollout(**columns)
 
 
 def concatenate(parts: Sequence[Rollout], pad_id: int) -> Rollout:
-    """Join rollouts of several batches, whose prompts are equally wide: responses are padded to the
-    widest.
+    """Join rollouts of several batches, whose prompts are equally wide.
+
+    Responses are padded to the widest.
     """
+    if len(parts) == 1:
+        return parts[0]
     widest = max(part.response_mask.shape[1] for part in parts)
 
     def joined(name: str) -> Tensor:
@@ -218,6 +220,4 @@ def concatenate(parts: Sequence[Rollout], pad_id: int) -> Rollout:
             ]
         return torch.cat(columns)
 
-    return (
-        parts[0] if len(parts) == 1 else Rollout(**{name: joined(name) for name in vars(parts[0])})
-    )
+    return Rollout(**{name: joined(name) for name in vars(parts[0])})

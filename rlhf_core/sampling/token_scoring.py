@@ -1,5 +1,6 @@
-"""Passes over sampled replies: logits and values of their positions, log-probabilities, entropy,
-exact KL.
+"""Passes over sampled replies.
+
+They give logits and values, log-probabilities, entropy and exact KL.
 
 The distribution is a row of the vocabulary's size for every position, the result a few numbers.
 Where the rows of a batch would not fit into ``limit`` bytes, they are computed in chunks (see
@@ -14,6 +15,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 
 import torch
 from torch import Tensor
@@ -69,8 +71,9 @@ class Tokens:
 
     @property
     def mask_and_positions(self) -> tuple[Tensor | None, Tensor]:
-        """The mask that attention sees, where it needs one (see ``models.forward.right_padded``),
-        and positions.
+        """The mask that attention sees, where it needs one, and positions.
+
+        See ``models.forward.right_padded``.
 
         They are (B, L), and counted from the first real token, so that padding never changes a
         number.
@@ -106,8 +109,9 @@ class Tokens:
         return prompt_list, reply_list
 
     def before_and_at_replies(self, values: Tensor) -> Tensor:
-        """What is before each response token, and at the last position: (B, L, ...) -> (B, T + 1,
-        ...).
+        """What is before each response token, and at the last position.
+
+        Shapes: (B, L, ...) -> (B, T + 1, ...).
 
         Columns before all of these may be left out of ``values``.
         """
@@ -131,8 +135,9 @@ class Tokens:
         return Tokens(self.tokens[rows][:, span], self.attention_mask[rows][:, span], mask)
 
     def compact(self, rows: Tensor, width: int, reply: int, shortest_prompt: int) -> Tokens:
-        """The given rows in ``width`` columns, each beginning in the first, with ``reply`` response
-        positions.
+        """The given rows, each beginning in the first of ``width`` columns.
+
+        They have ``reply`` response positions.
 
         No prompt is shorter than ``shortest_prompt``, which is at least one token.
         """
@@ -146,8 +151,9 @@ class Tokens:
         return Tokens(self.tokens[rows].gather(1, source), kept, mask, starts, shortest_prompt)
 
     def columns_with_logits(self, plain_head: bool) -> int:
-        """How many of the last columns a model makes logits of; with a plain head it makes them
-        later, where needed.
+        """How many of the last columns a model makes logits of.
+
+        With a plain head it makes them later, where needed.
         """
         if self.reply_starts is None:
             return self.width + 1
@@ -156,9 +162,7 @@ class Tokens:
         )
 
     def _reply_columns(self, first: int, count: int) -> Tensor:
-        """Columns of response positions ``first`` .. ``first + count - 1`` of each row, within the
-        row (B, count).
-        """
+        """Columns of ``count`` response positions from ``first`` on, within each row (B, count)."""
         assert self.reply_starts is not None
         offsets = torch.arange(first, first + count, device=self.tokens.device)
         return (self.reply_starts.unsqueeze(1) + offsets).clamp(max=self.tokens.shape[1] - 1)
@@ -172,9 +176,7 @@ def response_logits(model: PreTrainedModel, batch: Tokens) -> LazyLogits:
 
 
 def logits_and_values(model: ActorCritic, batch: Tokens) -> tuple[LazyLogits, Tensor]:
-    """:func:`response_logits` (B, T + 1, V) and :func:`response_values` (B, T), in one pass of the
-    backbone.
-    """
+    """Compute :func:`response_logits` and :func:`response_values` in one pass of the backbone."""
     keep = batch.columns_with_logits(has_plain_head(model.policy))
     logits, scores = model(batch.tokens, *batch.mask_and_positions, logits_to_keep=keep)
     states = batch.before_and_at_replies(logits.states)
@@ -202,8 +204,9 @@ def token_statistics(
     reference: LazyLogits | None = None,
     exact_kl: bool = True,
 ) -> dict[str, Tensor]:
-    """What a training distribution says of the response tokens, each (B, T). Masked positions may
-    hold anything.
+    """What a training distribution says of the response tokens, each (B, T).
+
+    Masked positions may hold anything.
 
     Args:
         logits: Of the response positions, as :func:`response_logits` gives them.
@@ -331,16 +334,12 @@ class MicroBatchLimits:
         prompts, replies = batch.lengths()
         shards = list(self._shards(prompts, replies))
         # One copy to the device for all of them: the host waits for each.
-        together = torch.tensor([row for rows, _ in shards for row in rows], dtype=torch.long).to(
-            batch.tokens.device
-        )
-        for (rows, weight), index in zip(
-            shards, together.split([len(rows) for rows, _ in shards]), strict=True
-        ):
-            own_prompts, own_replies = (
-                [prompts[row] for row in rows],
-                [replies[row] for row in rows],
-            )
+        numbers = list(chain.from_iterable(rows for rows, _ in shards))
+        sizes = [len(rows) for rows, _ in shards]
+        together = torch.tensor(numbers, dtype=torch.long).to(batch.tokens.device)
+        for (rows, weight), index in zip(shards, together.split(sizes), strict=True):
+            own_prompts = [prompts[row] for row in rows]
+            own_replies = [replies[row] for row in rows]
             reply = max(1, *own_replies)
             if self.tokens is None:
                 tokens = batch.cut(index, max(1, *own_prompts), reply)
@@ -348,9 +347,8 @@ class MicroBatchLimits:
                 assert min(own_prompts) > 0, (
                     "a prompt without tokens has nothing to predict its reply from"
                 )
-                tokens = batch.compact(
-                    index, self._width(own_prompts, own_replies), reply, min(own_prompts)
-                )
+                width = self._width(own_prompts, own_replies)
+                tokens = batch.compact(index, width, reply, min(own_prompts))
             yield MicroBatch(index, tokens, weight)
 
     def most_rows(self, width: int) -> int:
@@ -363,11 +361,12 @@ class MicroBatchLimits:
     def padding_share(self, batch: Tokens) -> float:
         """The share of padding in all positions of all ranks' micro-batches."""
         prompts, replies = batch.lengths()
-        widths = [
-            len(rows) * self._width([prompts[row] for row in rows], [replies[row] for row in rows])
-            for rows, _ in self._shards(prompts, replies)
-        ]
-        computed = distributed.reduce_metrics({"positions": float(sum(widths))})["positions"]
+        positions = 0
+        for rows, _ in self._shards(prompts, replies):
+            own_prompts = [prompts[row] for row in rows]
+            own_replies = [replies[row] for row in rows]
+            positions += len(rows) * self._width(own_prompts, own_replies)
+        computed = distributed.reduce_metrics({"positions": float(positions)})["positions"]
         return padding_share(sum(prompts) + sum(replies), int(computed))
 
     def _shards(self, prompts: list[int], replies: list[int]) -> Iterator[tuple[list[int], float]]:
@@ -418,8 +417,9 @@ def filled_parts(
 
 
 def divide_for_ranks(parts: list[list[int]], ranks: int) -> None:
-    """Halve parts with the most rows, in place, until there are as many for each rank, as far as
-    rows allow.
+    """Halve the parts with the most rows, in place, until all ranks have as many.
+
+    Parts of one row are not divided.
     """
     while len(parts) % ranks and max(map(len, parts)) > 1:
         number = max(range(len(parts)), key=lambda part: len(parts[part]))

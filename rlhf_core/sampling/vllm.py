@@ -1,5 +1,6 @@
-"""Sampling by a vLLM server: the server, its client, the weights it is sent, and the sampler; which
-one a run has.
+"""Sampling by a vLLM server: the server, its client, its weights, and the sampler.
+
+Here is also decided which sampler a run has.
 """
 
 from __future__ import annotations
@@ -71,8 +72,7 @@ OF_LAUNCHER = (
 
 
 class VllmServer:
-    """A vLLM server that listens on a socket which only its user can open, and ends with the
-    trainer.
+    """A vLLM server on a socket that only its user can open; it ends with the trainer.
 
     It offers vLLM's development endpoints, by which weights are loaded. vLLM asks for no token at
     these, so that a port would let every user of the machine load weights and call methods of its
@@ -96,9 +96,8 @@ class VllmServer:
         sleep: bool = False,
     ) -> None:
         self.token, self.log = secrets.token_urlsafe(32), log
-        self._folder = new_scratch_folder(
-            "rlhf-vllm-"
-        )  # not beside the log: sockets have short paths
+        # Not beside the log: sockets have short paths.
+        self._folder = new_scratch_folder("rlhf-vllm-")
         self.socket = self._folder / "socket"
         command = [
             *(python, "-m", "vllm.entrypoints.openai.api_server", "--uds", str(self.socket)),
@@ -186,9 +185,8 @@ RETRIES = 2
 FORBIDDING_BIAS = -100.0
 
 
-SampledTokens = tuple[
-    list[int], list[float]
-]  # a reply, end marker included, and the log-probabilities of its draws
+# A reply, end marker included, and the log-probabilities of its draws.
+SampledTokens = tuple[list[int], list[float]]
 
 
 class VllmClient:
@@ -206,8 +204,9 @@ class VllmClient:
         self.http, self.token, self.end_report = http, token, end_report
 
     def wait_until_ready(self, seconds: float) -> None:
-        """Wait for the server to answer; ``RlhfError`` if it ends before, or takes longer than
-        ``seconds``.
+        """Wait for the server to answer.
+
+        ``RlhfError`` if it ends before, or takes longer than ``seconds``.
         """
         deadline = time.monotonic() + seconds
         while time.monotonic() < deadline:
@@ -227,31 +226,35 @@ class VllmClient:
     def complete(
         self, prompt: Sequence[int], seed: int, distribution: TokenDistribution, vocabulary: int
     ) -> SampledTokens:
-        """Sample one reply to the ids ``prompt``, for a model of ``vocabulary`` logits; ``seed``
-        decides the draws.
+        """Sample one reply to the ids ``prompt``, for a model of ``vocabulary`` logits.
+
+        ``seed`` decides the draws.
         """
         sampling = distribution.base
         forbidden = {
             *sampling.forbidden_ids,
             *range(sampling.vocabulary_size or vocabulary, vocabulary),
         }
+        bias = {str(token): FORBIDDING_BIAS for token in sorted(forbidden)}
+        nucleus = 1.0 if isinstance(distribution, Sampling) else distribution.top_p
         choice = self._complete(
             prompt,
             max_tokens=sampling.max_new_tokens,
             min_tokens=sampling.min_new_tokens,
             temperature=sampling.temperature,
-            top_p=1.0 if isinstance(distribution, Sampling) else distribution.top_p,
+            top_p=nucleus,
             seed=seed,
             logprobs=0,
-            ignore_eos=True,  # what ends a reply is said by the trainer, not by files of the model
+            ignore_eos=True,  # the trainer decides what ends a reply, not files of the model
             stop_token_ids=list(sampling.stop_ids),
-            logit_bias={str(token): FORBIDDING_BIAS for token in sorted(forbidden)},
+            logit_bias=bias,
         )
         return choice["token_ids"], choice["logprobs"]["token_logprobs"]
 
     def prompt_logprobs(self, prompt: Sequence[int]) -> list[float]:
-        """The log-probability of every token of ``prompt`` but the first, at temperature 1 and
-        without masks.
+        """The log-probability of every token of ``prompt`` but the first.
+
+        Temperature is 1, and there are no masks.
         """
         entries = self._complete(prompt, max_tokens=1, temperature=1.0, prompt_logprobs=0)[
             "prompt_logprobs"
@@ -262,7 +265,7 @@ class VllmClient:
         ]
 
     def weights_label(self) -> str:
-        """The name of the weights that the server has; another one after a restart."""
+        """The name of the weights that the server has, which a restart changes."""
         return str(self._get("/weight_info", "weight_version"))
 
     def workers(self) -> int:
@@ -307,8 +310,9 @@ class VllmClient:
     def post(
         self, path: str, body: dict[str, Any] | None = None, retries: int = RETRIES
     ) -> httpx.Response:
-        """Ask for ``path``, again where the server does not answer; ``RlhfError`` unless it says
-        that it did.
+        """Ask for ``path``, again where the server does not answer.
+
+        ``RlhfError`` unless it says that it did.
         """
         try:
             answer = post_json(
@@ -337,8 +341,9 @@ def request_seed(seed: int, stream: int) -> int:
 
 @torch.no_grad()
 def save_merged(policy: PreTrainedModel, folder: Path) -> None:
-    """Write config and weights of ``policy`` to ``folder``, which is replaced at once; the policy
-    is left as it is.
+    """Write config and weights of ``policy`` to ``folder``, which is replaced at once.
+
+    The policy is left as it is.
 
     Weights have the names that they have without adapters, which are merged in the weight's
     precision. An unembedding that is tied to the embedding is written as a matrix of its own: on
@@ -377,9 +382,8 @@ class VllmSampler(Sampler):
         self.config = config
         self._log = work / "vllm.log"
         self._weights = Path(config.weights_folder or work) / "vllm-weights"
-        self._name = secrets.token_hex(
-            8
-        )  # tells apart the weights of this run and of others on the same server
+        # Tells apart the weights of this run and of others on the same server.
+        self._name = secrets.token_hex(8)
         self._server: VllmServer | None = None
         self._client: VllmClient | None = None
         self._transfer: WeightTransfer | None = None
@@ -477,11 +481,9 @@ class VllmSampler(Sampler):
     def _send(self, policy: PreTrainedModel) -> None:
         """Broadcast the weights to the server, from rank 0; all ranks gather them."""
         weights = CheckpointWeights(policy)
-        transfer, self._transfer, problem = (
-            self._transfer,
-            None,
-            "",
-        )  # after an error it is of no use
+        # After an error it is of no use.
+        transfer, self._transfer = self._transfer, None
+        problem = ""
 
         def begin() -> None:
             nonlocal transfer
@@ -528,8 +530,9 @@ class VllmSampler(Sampler):
         self._client.post("/update_weight_version", {"new_version": f"{self._name}-{version}"})
 
     def _require_same(self, policy: PreTrainedModel, expected: Tensor, limit: float) -> None:
-        """Compare log-probabilities of fixed tokens. Only a coarse difference decides: rollouts are
-        compared finely.
+        """Compare log-probabilities of fixed tokens.
+
+        Only a coarse difference decides: rollouts are compared finely.
         """
         assert self._client is not None
         ids = probe_ids(int(policy.config.get_text_config().vocab_size))
@@ -542,8 +545,9 @@ class VllmSampler(Sampler):
             )
 
     def _connect(self, address: list[str] | None) -> VllmClient:
-        """Connect to the server that rank 0 started, at ``address`` (socket and token), or to the
-        one at ``url``.
+        """Connect to the server that rank 0 started, or to the one at ``url``.
+
+        ``address`` holds the started one's socket and token.
         """
         limits = httpx.Limits(max_connections=self.config.concurrent_requests)
         if address is not None:
@@ -575,8 +579,9 @@ def on_first_rank(action: Callable[[], None]) -> None:
 
 @torch.no_grad()
 def probed_logprobs(policy: PreTrainedModel) -> Tensor:
-    """Log-probabilities of fixed tokens (rows, width - 1) on the CPU. Of a sharded policy all ranks
-    must ask.
+    """Log-probabilities of fixed tokens (rows, width - 1) on the CPU.
+
+    Of a sharded policy all ranks must ask.
     """
     ids = probe_ids(int(policy.config.get_text_config().vocab_size))
     logits = policy(input_ids=ids.to(policy.device), use_cache=False).logits[:, :-1].float()

@@ -1,5 +1,6 @@
-"""Weights broadcast to the GPUs of a vLLM server by NCCL, without files: the trainer's side of
-vLLM's weight transfer.
+"""Weights broadcast to the GPUs of a vLLM server by NCCL, without files.
+
+This is the trainer's side of vLLM's weight transfer.
 
 The trainer's first rank and all workers of the server make one group. Weights go one after the
 other, in the order of the layers, so that under ZeRO 3 the trainer holds one of them gathered at a
@@ -70,16 +71,18 @@ def as_tensor(weight: Any) -> Tensor:
 
 
 class CheckpointWeights:
-    """A model's weights one at a time, as its files have them: by their names there, and those that
-    it fuses apart.
+    """A model's weights one at a time, as its files have them.
+
+    They have the names of the files, and what the model fuses is apart.
 
     Attributes:
         described: Names and empty tensors, in the order of iteration.
     """
 
     def __init__(self, policy: PreTrainedModel) -> None:
-        """Take the weights of ``policy``, whole or sharded
-        (``training.engine.deepspeed.ShardedModel``).
+        """Take the weights of ``policy``, whole or sharded.
+
+        A sharded one is a ``training.engine.deepspeed.ShardedModel``.
 
         Raises:
             ModelError: Its files have a weight that is made of several of the model's.
@@ -90,10 +93,12 @@ class CheckpointWeights:
             first.setdefault(id(weight), (name, weight))
         self.weights = dict(first.values())
         empty = {name: _described(weight) for name, weight in self.weights.items()}
-        self.described = [entry for name in empty for entry in self._in_files(name, empty[name])]
-        if {(name, tensor.shape) for name, tensor in self.described} != {
-            (name, tensor.shape) for name, tensor in _in_files(policy, empty).items()
-        }:
+        self.described: list[tuple[str, Tensor]] = []
+        for name, tensor in empty.items():
+            self.described += self._in_files(name, tensor)
+        one_by_one = {(name, tensor.shape) for name, tensor in self.described}
+        as_saved = {(name, tensor.shape) for name, tensor in _in_files(policy, empty).items()}
+        if one_by_one != as_saved:
             raise ModelError(
                 f"files of {policy.config.model_type} models have weights that are made of several of the model's, "
                 "which cannot be sent one by one: set sampler.weights to files"
@@ -137,8 +142,9 @@ def _in_files(policy: PreTrainedModel, weights: dict[str, Tensor]) -> dict[str, 
 
 
 class Group(Protocol):
-    """Connects the trainer, its member 0, with the workers of a server, whom ``id`` (128 bytes)
-    tells where to meet.
+    """Connects the trainer, its member 0, with the workers of a server.
+
+    ``id`` (128 bytes) tells them where to meet.
     """
 
     id: bytes
@@ -151,8 +157,9 @@ class Group(Protocol):
 
 
 class NcclGroup:
-    """A group by PyTorch's own NCCL, on a stream of its own: what it waits for holds up nothing
-    else.
+    """A group by PyTorch's own NCCL, on a stream of its own.
+
+    What it waits for holds up nothing else.
     """
 
     def __init__(self) -> None:
@@ -172,9 +179,8 @@ class NcclGroup:
         self._stream.synchronize()
 
     def broadcast(self, weight: Tensor) -> None:
-        self._stream.wait_stream(
-            torch.cuda.default_stream(self._device)
-        )  # which may still compute it
+        # That may still compute it.
+        self._stream.wait_stream(torch.cuda.default_stream(self._device))
         with torch.cuda.stream(self._stream):
             nccl.broadcast([weight], comms=self._members)
         self._stream.synchronize()
@@ -224,9 +230,8 @@ class WeightTransfer:
         self.server, self.seconds = server, seconds
         with errors_of_nccl():
             self.group = group or NcclGroup()
-        self.server.post_once(
-            "/shutdown_weight_transfer_engine"
-        )  # the group of a run that was killed
+        # The group of a run that was killed.
+        self.server.post_once("/shutdown_weight_transfer_engine")
         size = server.workers() + 1
         meeting = base64.b64encode(self.group.id).decode()
         settings = {
@@ -242,11 +247,9 @@ class WeightTransfer:
     def begin(self, weights: CheckpointWeights) -> None:
         """Have the server wait for ``weights``; ``RlhfError`` if it does not."""
         names, tensors = zip(*weights.described, strict=True)
-        told = {
-            "names": names,
-            "dtype_names": [str(tensor.dtype).removeprefix("torch.") for tensor in tensors],
-            "shapes": [list(tensor.shape) for tensor in tensors],
-        }
+        precisions = [str(tensor.dtype).removeprefix("torch.") for tensor in tensors]
+        shapes = [list(tensor.shape) for tensor in tensors]
+        told = {"names": names, "dtype_names": precisions, "shapes": shapes}
         self.server.post_once("/start_weight_update")
         self._post("/update_weights", {"update_info": told})
 

@@ -1,3 +1,1 @@
-"""Training: the resumable loop, engines, checkpoints, and the objectives of SFT and the reward
-model.
-"""
+"""Training: the loop, engines, checkpoints, and objectives of SFT and reward model."""

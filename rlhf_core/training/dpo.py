@@ -1,5 +1,6 @@
-"""Direct preference optimisation (algorithms.md §10): a policy from pairs, without reward model or
-sampling.
+"""Direct preference optimisation (algorithms.md §10).
+
+It trains a policy on pairs, without reward model or sampling.
 """
 
 from __future__ import annotations
@@ -54,8 +55,9 @@ def implicit_rewards(policy: Tensor, reference: Tensor, beta: float) -> Tensor:
 
 
 def dpo_loss(rewards: Tensor, label_smoothing: float, total: int) -> Tensor:
-    """``-(1 - e) logsigmoid(r_w - r_l) - e logsigmoid(r_l - r_w)`` summed, divided by ``total``
-    pairs: (2, B) -> ().
+    """The DPO loss summed over pairs, divided by ``total``: (2, B) -> ().
+
+    It is ``-(1 - e) logsigmoid(r_w - r_l) - e logsigmoid(r_l - r_w)``.
 
     With ``e`` 0 it is equation 7; above, cDPO (Mitchell 2023): ``e`` of the labels are taken to be
     wrong, so that the loss is smallest at a margin of ``log((1 - e) / e)`` instead of at infinity.
@@ -88,15 +90,17 @@ def batch_logprobs(
     pad: int,
     logits_bytes: int = LOGITS_BYTES,
 ) -> tuple[Tensor, Tensor | None]:
-    """Log-probabilities of both replies of each pair, in one pass of 2B rows: (2, B) in nats, with
-    gradient.
+    """Log-probabilities of both replies of each pair, in one pass of 2B rows.
+
+    They are (2, B) in nats, with gradient.
 
     The second result is the weighted auxiliary loss of the model's routers, where config.json asks
     for it.
     """
     prompts = [pair.prompt for pair in pairs]
-    replies = [*(pair.chosen for pair in pairs), *(pair.rejected for pair in pairs)]
-    batch = collate([*prompts, *prompts], replies, pad).to(model.device)
+    chosen = [pair.chosen for pair in pairs]
+    rejected = [pair.rejected for pair in pairs]
+    batch = collate([*prompts, *prompts], [*chosen, *rejected], pad).to(model.device)
     logits = selected_logits(
         model, batch.input_ids, batch.attention_mask, batch.select, router_loss=True
     )
@@ -110,8 +114,9 @@ def all_logprobs(
     size: int = SCORING_ROWS,
     logits_bytes: int = LOGITS_BYTES,
 ) -> Tensor:
-    """Log-probabilities of all ``pairs`` in float64 (2, B), in batches of ``size`` sequences of
-    similar length.
+    """Log-probabilities of all ``pairs`` in float64 (2, B).
+
+    Sequences of similar length pass together, ``size`` at a time.
 
     A sequence that several pairs share is computed once. Of several ranks each computes its share.
     """
@@ -143,9 +148,8 @@ def reference_logprobs(
     They are computed once, of the numbers ``used`` alone (the others are NaN), and read from
     ``file`` on a resume.
     """
-    if distributed.broadcast_from_rank0(
-        file.is_file()
-    ):  # the other ranks' folders are new at every attempt
+    # The other ranks' folders are new at every attempt.
+    if distributed.broadcast_from_rank0(file.is_file()):
         saved = load_file(file)["logprobs"].tolist() if distributed.is_rank_zero() else None
         return torch.tensor(distributed.broadcast_from_rank0(saved), dtype=torch.float64)
     rows = sorted(used)
@@ -158,8 +162,9 @@ def reference_logprobs(
 
 
 class DpoTask:
-    """DPO on preference pairs, evaluated by how often the implicit reward prefers the chosen one of
-    held-out pairs.
+    """DPO on preference pairs.
+
+    Its evaluation is how often the implicit reward prefers the chosen reply of held-out pairs.
 
     Args:
         engine: Trains ``model``.
@@ -189,8 +194,9 @@ class DpoTask:
         self.micro, self.logits_bytes = config.micro_batch_size or config.batch_size, logits_bytes
 
     def train_step(self, step: int) -> StepReport:
-        """Compute the gradients of one optimiser step: a mean over its pairs, whatever their
-        micro-batches.
+        """Compute the gradients of one optimiser step.
+
+        They are a mean over its pairs, whatever their micro-batches.
         """
         rows = self.batches.at(step)
 
@@ -208,25 +214,20 @@ class DpoTask:
         return StepReport(metrics, sum(real_tokens(self.train[row]) for row in rows))
 
     def evaluate(self, model: PreTrainedModel) -> dict[str, float]:
-        """``loss``, ``accuracy``, ``margin`` and the implicit rewards on held-out pairs (at most
-        512).
-        """
+        """Measure loss, accuracy, margin and implicit rewards on at most 512 held-out pairs."""
         rows = scoring_rows(self.config)
         policy = all_logprobs(model, self.validation, self.pad, rows, self.logits_bytes)
         rewards = self.rewards(self.validation, policy, self.validation_reference)
         return read_scalars([self._loss(rewards, len(self.validation))[1]])[0]
 
     def rewards(self, pairs: Sequence[TokenisedPair], policy: Tensor, reference: Tensor) -> Tensor:
-        """Implicit rewards (2, B) of ``pairs`` from their log-probabilities (2, B), or from the
-        means per token.
-        """
+        """Implicit rewards (2, B) of ``pairs`` from log-probabilities (2, B) or means per token."""
         reference = reference.to(policy)
         if self.config.length_normalized:
-            lengths = [[len(pair.chosen) for pair in pairs], [len(pair.rejected) for pair in pairs]]
-            policy, reference = (
-                policy / policy.new_tensor(lengths),
-                reference / policy.new_tensor(lengths),
-            )
+            chosen = [len(pair.chosen) for pair in pairs]
+            rejected = [len(pair.rejected) for pair in pairs]
+            lengths = policy.new_tensor([chosen, rejected])
+            policy, reference = policy / lengths, reference / lengths
         return implicit_rewards(policy, reference, self.config.beta)
 
     def _loss(self, rewards: Tensor, total: int) -> tuple[Tensor, dict[str, Scalar]]:
@@ -252,8 +253,9 @@ def dpo_batches(
 
 
 def scoring_rows(config: DpoConfig) -> int:
-    """Sequences of one pass without gradient: no more than a training pass has, where that is
-    bounded.
+    """How many sequences pass at once without gradient.
+
+    They are no more than in a training pass, where that is bounded.
     """
     return 2 * config.micro_batch_size if config.micro_batch_size is not None else SCORING_ROWS
 
@@ -285,8 +287,9 @@ def train_dpo(
     context: RunContext,
     lora: LoraConfig | None = None,
 ) -> DpoRun:
-    """Train ``model`` in place by DPO; what it is at the start is the reference. Of several ranks
-    only rank 0 returns.
+    """Train ``model`` in place by DPO; what it is at the start is the reference.
+
+    Of several ranks only rank 0 returns.
 
     An interrupted run resumes from ``context.work``. The reference is in memory only before the
     first step: its log-probabilities of all pairs that will be used are computed then and kept with
@@ -298,11 +301,12 @@ def train_dpo(
     say_router_loss(model, True, NAME)
     limit, rows = context.launch.logits_bytes, scoring_rows(config)
     order = dpo_batches(train.pairs, config, seed)
-    used = {row for step in range(config.steps) for row in order.at(step)}
+    used: set[int] = set()
+    for step in range(config.steps):
+        used.update(order.at(step))
     held_out = validation.pairs[:CURVE_PAIRS]
-    train_file, held_out_file = (
-        context.work / f"reference_{name}.safetensors" for name in ("train", "validation")
-    )
+    train_file = context.work / "reference_train.safetensors"
+    held_out_file = context.work / "reference_validation.safetensors"
     references = (
         reference_logprobs(model, train.pairs, used, pad, train_file, rows, limit),
         reference_logprobs(model, held_out, range(len(held_out)), pad, held_out_file, rows, limit),
@@ -317,6 +321,7 @@ def train_dpo(
         adapter = peft_adapter(model)
         merge_adapters(model)
     first, last = result.evaluations()[0], result.evaluations()[-1]
+    held_out_last = {name: value for name, value in last.items() if name.startswith("validation_")}
     metrics = {
         "steps": config.steps,
         "train_pairs": len(train.pairs),
@@ -324,7 +329,7 @@ def train_dpo(
         "dropped_over_long": train.dropped["over_long"],
         "dropped_identical": train.dropped["identical"],
         "validation_loss_before": first["validation_loss"],
-        **{name: value for name, value in last.items() if name.startswith("validation_")},
+        **held_out_last,
         "train_tokens": result.tokens,
         "train_seconds": result.seconds,
         "tokens_per_second": result.tokens_per_second,

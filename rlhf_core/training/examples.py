@@ -1,11 +1,13 @@
-"""Tokenised demonstrations and their batches. Which rows a step sees is a function of the seed and
-the step alone.
+"""Tokenised demonstrations and their batches.
+
+Which rows a step sees is a function of the seed and the step alone.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import chain
 
 import numpy as np
 import torch
@@ -63,8 +65,9 @@ class ReplyBatch:
 
 
 def fitting_examples(tokens: TokenTable, max_tokens: int | None) -> tuple[TableRows[Example], int]:
-    """Take the demonstrations of at most ``max_tokens`` tokens; the others are counted, since a
-    reply is never cut.
+    """Take the demonstrations of at most ``max_tokens`` tokens.
+
+    The others are counted, since a reply is never cut.
     """
     prompts, replies = tokens.column("prompt"), tokens.column("reply")
     lengths = prompts.lengths + replies.lengths
@@ -87,7 +90,7 @@ def collate(
     columns = torch.arange(ids.shape[1]).unsqueeze(0)
     # Position i predicts token i + 1.
     select = (columns >= starts - 1) & (columns < ends - 1)
-    targets = torch.tensor([token for reply in replies for token in reply])
+    targets = torch.tensor(list(chain.from_iterable(replies)))
     return ReplyBatch(ids, mask, select, targets)
 
 
@@ -105,8 +108,9 @@ def values_of_sequences(
     device: torch.device,
     name: str | None = None,
 ) -> Tensor:
-    """What a model in evaluation mode computes of prompts with their replies, in float64, in the
-    order of the rows.
+    """What a model computes of prompts with their replies, in float64, in their order.
+
+    It is in evaluation mode.
 
     Rows of similar length pass together. Ranks share the passes; every rank returns the values of
     all rows.
@@ -135,13 +139,15 @@ def values_of_sequences(
 
 
 class LengthBucketedBatches:
-    """Fixed-size batches of rows of similar length. An epoch leaves out rows that do not fill a
-    batch.
+    """Fixed-size batches of rows of similar length.
+
+    An epoch leaves out rows that do not fill a batch.
     """
 
     def __init__(self, lengths: Sequence[int], size: int, seed: int) -> None:
-        """Plan batches: ``WINDOW`` of them are drawn at random, sorted by length together, cut and
-        shuffled.
+        """Plan batches from windows of ``WINDOW`` batches.
+
+        A window is drawn at random, sorted by length, cut and shuffled.
         """
         self.lengths, self.size, self.seed = lengths, min(size, len(lengths)), seed
         self.per_epoch = len(lengths) // self.size

@@ -1,6 +1,4 @@
-"""The history of a run: JSON lines that are cut back to the newest checkpoint when the run
-resumes.
-"""
+"""The history of a run: JSON lines that a resume cuts back to its checkpoint."""
 
 from __future__ import annotations
 
@@ -20,8 +18,9 @@ CLOCK_FIELDS = ("seconds", "tokens_per_second")
 
 
 class History:
-    """A file of JSON lines that can be cut back to an earlier length, so that repeated steps do not
-    appear twice.
+    """A file of JSON lines that can be cut back to an earlier length.
+
+    Repeated steps then do not appear twice.
     """
 
     def __init__(self, path: Path) -> None:
@@ -30,8 +29,9 @@ class History:
         path.touch()
 
     def mark(self) -> dict[str, Any]:
-        """What a checkpoint must know of the lines written so far: their length in bytes and their
-        hash.
+        """What a checkpoint must know of the lines written so far.
+
+        That is their length in bytes and their hash.
         """
         content = self.path.read_bytes()
         return {"bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()}
@@ -62,8 +62,9 @@ class History:
 
 
 class Block:
-    """Means of metrics over the steps since the last record, without the non-finite values of
-    skipped steps.
+    """Means of metrics over the steps since the last record.
+
+    Values of skipped steps that are not finite are left out.
     """
 
     def __init__(self) -> None:
@@ -100,6 +101,11 @@ def nonfinite_as_none(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return [nonfinite_as_none(item) for item in value]
     return value
+
+
+def none_as_nan(value: float | None) -> float:
+    """Undo :func:`nonfinite_as_none` for one number."""
+    return math.nan if value is None else value
 
 
 def read_history(path: Path) -> list[dict[str, Any]]:

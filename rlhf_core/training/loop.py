@@ -33,8 +33,9 @@ ROOM = 0.9  # the share of a device's free memory that a trained model may take,
 
 
 class ResumableLoop(ABC):
-    """Turns of a training, such as steps or iterations, which go on where an earlier process
-    stopped.
+    """The turns of a training, which go on where an earlier process stopped.
+
+    A turn is a step or an iteration.
     """
 
     name: str  # sets random streams apart, and titles the progress
@@ -54,14 +55,16 @@ class ResumableLoop(ABC):
 
     @abstractmethod
     def turn(self) -> dict[str, float]:
-        """Make one turn of the loop and save the state where that is due; returns what the progress
-        shows.
+        """Make one turn of the loop and save the state where that is due.
+
+        Returns what the progress shows.
         """
 
     @abstractmethod
     def meta(self) -> dict[str, Any]:
-        """What a checkpoint must say beside weights, optimisers and generators, as JSON with finite
-        numbers.
+        """Return what a checkpoint must say beside weights, optimisers and generators.
+
+        It is JSON with finite numbers.
         """
 
     @abstractmethod
@@ -113,9 +116,7 @@ class ResumableLoop(ABC):
         self.checkpoints.save(self.done, self.meta(), extra)
 
     def restore(self) -> None:
-        """Go to the newest checkpoint that is sound and that no rollback has abandoned, if there is
-        one.
-        """
+        """Go to the newest sound checkpoint that no rollback has abandoned, if there is one."""
         restored = self.checkpoints.load()
         if restored is not None:
             self.done, meta = restored
@@ -124,8 +125,9 @@ class ResumableLoop(ABC):
 
 @dataclass(frozen=True)
 class StepReport:
-    """What a task reports of one step: metrics, which are averaged over a block of steps, and
-    tokens it trained on.
+    """What a task reports of one step.
+
+    These are metrics, which are averaged over a block of steps, and the tokens it trained on.
     """
 
     metrics: dict[str, float]
@@ -139,8 +141,9 @@ class Task(Protocol):
         """Put the gradients of optimiser step ``step`` (from 0) into the engine."""
 
     def evaluate(self, model: Any) -> dict[str, float]:
-        """Metrics on held-out data of the current model, as it is or sharded; ranks make the same
-        passes.
+        """Metrics on held-out data of the current model, as it is or sharded.
+
+        Ranks make the same passes.
         """
 
 
@@ -152,8 +155,9 @@ class LoopConfig(Protocol):
 
     @property
     def eval_every(self) -> int:
-        """Steps between evaluations; there is one before the first and one after the last step
-        too.
+        """Steps between evaluations.
+
+        There is one before the first and one after the last step too.
         """
 
     @property
@@ -171,8 +175,9 @@ def train(
     seed: int,
     context: RunContext,
 ) -> tuple[Model, LoopResult]:
-    """Train ``model`` in place and return it whole, without an engine. Of several ranks only rank 0
-    returns.
+    """Train ``model`` in place and return it whole, without an engine.
+
+    Of several ranks only rank 0 returns.
 
     Args:
         task: Makes the objective of an engine of ``model``.
@@ -190,8 +195,9 @@ def train(
 
 
 def on_device_if_it_fits(model: Model) -> Model:
-    """``model`` on this process's device, or where it is: ranks may have trained one that is larger
-    than any device.
+    """``model`` on this process's device, or where it is.
+
+    Ranks may have trained one that is larger than any device.
     """
     device = distributed.device()
     elsewhere = sum(
@@ -255,9 +261,7 @@ def _say_where_it_is(error: BaseException) -> None:
 
 @dataclass(frozen=True)
 class LoopResult:
-    """The whole history, that of the part before a resume included, and the cost of all training
-    steps.
-    """
+    """The whole history, also from before a resume, and the cost of all training steps."""
 
     history: list[dict[str, Any]]
     tokens: int
@@ -281,16 +285,17 @@ class LoopResult:
 
     def evaluations(self) -> list[dict[str, Any]]:
         """The records with metrics on held-out data, first to last."""
-        return [
-            record
-            for record in self.history
-            if any(name.startswith("validation_") for name in record)
-        ]
+        records = []
+        for record in self.history:
+            if any(name.startswith("validation_") for name in record):
+                records.append(record)
+        return records
 
 
 class Loop(ResumableLoop):
-    """One run of supervised training. Checkpoints and history of an interrupted one in
-    ``context.work`` are resumed.
+    """One run of supervised training.
+
+    Checkpoints and history of an interrupted one in ``context.work`` are resumed.
     """
 
     unit = "step"
@@ -317,8 +322,9 @@ class Loop(ResumableLoop):
         self.seconds = 0.0
 
     def restore(self) -> None:
-        """See :meth:`ResumableLoop.restore`; a run that begins seeds the generators and evaluates
-        its model first.
+        """See :meth:`ResumableLoop.restore`.
+
+        A run that begins seeds the generators and evaluates its model first.
         """
         super().restore()
         if self.done == 0:

@@ -40,8 +40,9 @@ def token_cross_entropy(logits: Tensor, targets: Tensor, total: int) -> Tensor:
 def chunked_cross_entropy(
     logits: LazyLogits, targets: Tensor, total: int, limit: int = LOGITS_BYTES
 ) -> Tensor:
-    """:func:`token_cross_entropy` of (N, V), (N,) with at most ``limit`` bytes of float32 logits at
-    a time: ().
+    """Compute :func:`token_cross_entropy` in chunks of positions: (N, V), (N,) -> ().
+
+    At most ``limit`` bytes of float32 logits exist at a time.
     """
     if logits.chunks(limit) == 1:
         return token_cross_entropy(logits.whole(), targets, total)
@@ -51,8 +52,9 @@ def chunked_cross_entropy(
 def chunked_token_logprobs(
     logits: LazyLogits, targets: Tensor, limit: int = LOGITS_BYTES
 ) -> Tensor:
-    """Log-probability of each target, ``limit`` bytes of float32 logits at a time: (N, V), (N,) ->
-    (N,).
+    """Log-probability of each target, ``limit`` bytes of float32 logits at a time.
+
+    Shapes: (N, V), (N,) -> (N,).
     """
     count = logits.chunks(limit)
     head = logits.head if count == 1 else logits.repeatable_head()
@@ -65,8 +67,9 @@ def chunked_token_logprobs(
 
 
 def pairwise_loss(chosen: Tensor, rejected: Tensor, margin: Tensor | None, total: int) -> Tensor:
-    """``-logsigmoid(r_w - r_l - margin)`` summed over pairs, divided by ``total`` pairs: (B,) three
-    times -> ().
+    """``-logsigmoid(r_w - r_l - margin)`` summed over pairs, divided by ``total`` pairs.
+
+    Shapes: (B,) three times -> ().
     """
     difference = chosen - rejected
     if margin is not None:
@@ -75,14 +78,16 @@ def pairwise_loss(chosen: Tensor, rejected: Tensor, margin: Tensor | None, total
 
 
 def ranked_right(margins: Tensor) -> Tensor:
-    """1 where the preferred reply is ahead, 0 where it is behind; an exact tie counts half: (B,) ->
-    (B,).
+    """Return 1 where the preferred reply is ahead, 0 where it is behind.
+
+    An exact tie counts half. Shapes: (B,) -> (B,).
     """
     return torch.heaviside(margins, margins.new_tensor(0.5))
 
 
 def centering_loss(chosen: Tensor, rejected: Tensor, total: int) -> Tensor:
-    """``(r_w + r_l)^2`` summed over pairs, divided by ``total``: keeps rewards near zero and
-    margins unchanged.
+    """``(r_w + r_l)^2`` summed over pairs, divided by ``total``.
+
+    It keeps rewards near zero and margins unchanged.
     """
     return (chosen + rejected).square().sum() / total

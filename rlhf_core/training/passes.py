@@ -31,36 +31,42 @@ Share = tuple[Mapping[str, Scalar], float]  # metrics of one pass, and the weigh
 
 
 def device_scalar(value: Tensor) -> Tensor:
-    """A tensor of one number, () -> (), without gradient and in float64, which rounds as Python's
-    numbers do.
+    """The number of a tensor () -> () in float64, without gradient.
+
+    It rounds as Python's numbers do.
     """
     return value.detach().double()
 
 
 def read_scalars(groups: Sequence[Mapping[str, Scalar]]) -> list[dict[str, float]]:
-    """Return the same mappings with numbers, after one transfer of all tensors, which must be of
-    one device.
+    """Return the same mappings with numbers, after one transfer of all tensors.
+
+    These must be of one device.
     """
-    tensors = [
-        value.double() for group in groups for value in group.values() if isinstance(value, Tensor)
-    ]
+    tensors: list[Tensor] = []
+    for group in groups:
+        tensors += [value.double() for value in group.values() if isinstance(value, Tensor)]
     numbers = iter(torch.stack(tensors).tolist() if tensors else [])
-    return [
-        {
-            name: float(next(numbers) if isinstance(value, Tensor) else value)
-            for name, value in group.items()
-        }
-        for group in groups
-    ]
+    read = []
+    for group in groups:
+        own: dict[str, float] = {}
+        for name, value in group.items():
+            own[name] = float(next(numbers) if isinstance(value, Tensor) else value)
+        read.append(own)
+    return read
 
 
 def totals_of_steps(steps: Sequence[Sequence[Share]]) -> list[dict[str, float]]:
-    """Add up the shares of each step's passes, each times its weight, over all ranks; ``_max``
-    takes the largest.
+    """Add up the shares of each step's passes, each times its weight, over all ranks.
+
+    ``_max`` takes the largest.
 
     All tensors are read in one transfer.
     """
-    numbers = iter(read_scalars([metrics for shares in steps for metrics, _ in shares]))
+    groups: list[Mapping[str, Scalar]] = []
+    for shares in steps:
+        groups += [metrics for metrics, _ in shares]
+    numbers = iter(read_scalars(groups))
     totals = []
     for shares in steps:
         sums: dict[str, float] = {}
@@ -82,8 +88,9 @@ def gradient_shares(
     parts: Iterable[tuple[Part, float]],
     compute: Callable[[Part], tuple[Tensor, Mapping[str, Scalar]]],
 ) -> list[Share]:
-    """Put the gradients of one step's passes into ``engine``; returns what ``compute`` says of
-    each.
+    """Put the gradients of one step's passes into ``engine``.
+
+    Returns what ``compute`` says of each.
 
     Args:
         engine: Trains the model that ``compute`` runs.
@@ -113,15 +120,19 @@ def mean_of_steps(steps: Sequence[Mapping[str, float]]) -> dict[str, float]:
     for step in steps:
         for name, value in step.items():
             values.setdefault(name, []).append(value)
-    return {
-        name: reduce(larger, series) if name.endswith("_max") else sum(series) / len(series)
-        for name, series in values.items()
-    }
+    means: dict[str, float] = {}
+    for name, series in values.items():
+        if name.endswith("_max"):
+            means[name] = reduce(larger, series)
+        else:
+            means[name] = sum(series) / len(series)
+    return means
 
 
 def larger(first: float, second: float) -> float:
-    """The larger of two numbers, NaN if one of them is: ``max`` would drop it or not by their
-    order.
+    """The larger of two numbers, NaN if one of them is.
+
+    ``max`` would drop it or not by their order.
     """
     return second if second > first or math.isnan(second) else first
 
@@ -137,7 +148,7 @@ def run_side_by_side(*tasks: Callable[[], Any], models: Iterable[object]) -> lis
     Each task sets its own gradient mode: a new thread computes gradients.
 
     Args:
-        tasks: What to run. A task changes nothing that another one reads.
+        tasks: What to run. A task changes nothing that another task reads.
         models: All models that the tasks call; two tasks may read the same model but for modules
             that keep state.
 
@@ -156,8 +167,9 @@ def run_side_by_side(*tasks: Callable[[], Any], models: Iterable[object]) -> lis
 
 
 def idle_workers() -> int:
-    """Threads of models that the cores of this process have room for; 1 on GPUs, and where ranks
-    take turns.
+    """Threads of models that the cores of this process have room for.
+
+    1 on GPUs, and where ranks take turns.
     """
     if distributed.active() or distributed.device().type != "cpu":
         return 1

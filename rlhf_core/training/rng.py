@@ -1,6 +1,4 @@
-"""Random state: independent streams derived from one seed, and the state of the process's
-generators.
-"""
+"""Random state: streams derived from one seed, and the process's generators."""
 
 from __future__ import annotations
 
@@ -56,8 +54,9 @@ def rng_state() -> tuple[dict[str, Tensor], dict[str, Any]]:
 
 
 def set_rng_state(tensors: dict[str, Tensor], meta: dict[str, Any]) -> None:
-    """Restore what all ranks gave as :func:`rng_state`; a GPU's generator stays where its rank gave
-    none.
+    """Restore what all ranks gave as :func:`rng_state`.
+
+    A GPU's generator stays where its rank gave none.
     """
     version, gauss = meta["python"]
     random.setstate((version, tuple(tensors["rng.python"].tolist()), gauss))

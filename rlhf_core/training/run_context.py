@@ -1,6 +1,4 @@
-"""What surrounds a run: where it reports, keeps partial state, and with which processes and engine
-it trains.
-"""
+"""What surrounds a run: where it reports and keeps state, and which engine trains."""
 
 from __future__ import annotations
 

@@ -1,5 +1,6 @@
-"""Supervised fine-tuning: cross-entropy on the assistant's tokens, the closing one included
-(algorithms.md §1).
+"""Supervised fine-tuning: cross-entropy on the assistant's tokens (algorithms.md §1).
+
+The token that closes a turn is one of them.
 """
 
 from __future__ import annotations
@@ -56,13 +57,8 @@ class SftTask:
         pad: int,
         logits_bytes: int = LOGITS_BYTES,
     ) -> None:
-        self.engine, self.model, self.train, self.validation, self.pad = (
-            engine,
-            model,
-            train,
-            validation,
-            pad,
-        )
+        self.engine, self.model, self.pad = engine, model, pad
+        self.train, self.validation = train, validation
         self.logits_bytes = logits_bytes
         self.micro = config.micro_batch_size or config.batch_size
         self.held_out_rows = held_out_rows(config)
@@ -97,16 +93,17 @@ class SftTask:
 
 def example_batch(examples: Sequence[Example], pad: int, device: torch.device) -> ReplyBatch:
     """Collate examples into one padded batch on ``device``."""
-    return collate([each.prompt for each in examples], [each.reply for each in examples], pad).to(
-        device
-    )
+    prompts = [each.prompt for each in examples]
+    replies = [each.reply for each in examples]
+    return collate(prompts, replies, pad).to(device)
 
 
 def reply_loss(
     model: PreTrainedModel, batch: ReplyBatch, total: int, logits_bytes: int = LOGITS_BYTES
 ) -> Tensor:
-    """Cross-entropy of a batch's reply tokens, summed and divided by ``total``: a scalar with
-    gradient.
+    """Cross-entropy of a batch's reply tokens, summed and divided by ``total``.
+
+    It is a scalar with gradient.
 
     Where config.json asks for it, the weighted auxiliary loss of the model's routers is added to
     what is trained on. It is a mean over the batch, so each of several batches adds its share of
@@ -129,9 +126,7 @@ def mean_reply_loss(
     size: int = EVALUATION_ROWS,
     logits_bytes: int = LOGITS_BYTES,
 ) -> float:
-    """Mean cross-entropy in nats per reply token, computed in batches of ``size`` rows of similar
-    length.
-    """
+    """Mean cross-entropy in nats per reply token, in batches of ``size`` similar rows."""
     order = by_length([example.length for example in examples])
     nats = 0.0
     for part, weight in whole_passes(order, size):
@@ -152,8 +147,9 @@ def sample_replies(
     sampling: SamplingConfig,
     seed: int,
 ) -> list[dict[str, object]]:
-    """Sample a reply to the prompt of each row, for people to read. The process's random state is
-    left unchanged.
+    """Sample a reply to the prompt of each row, for people to read.
+
+    The process's random state is left unchanged.
 
     What a model was published with, such as a ``min_p``, does not count.
 

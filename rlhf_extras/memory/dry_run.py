@@ -32,9 +32,9 @@ from rlhf_core.config.model import LoraConfig, OptimizerConfig
 from rlhf_core.errors import ModelError, first_line
 from rlhf_core.models.adapters import add_adapters
 from rlhf_core.models.classifiers import AutoScalarModel
-from rlhf_core.models.fused_norms import fuse_norms
 from rlhf_core.models.heads import ScalarModel
 from rlhf_core.models.io import attention_of, quiet
+from rlhf_core.models.kernels import use_kernels
 from rlhf_core.models.precision import use_float32_unembedding
 from rlhf_core.training.engine.base import MasterWeights, build_adamw
 from rlhf_core.training.engine.factory import recomputing
@@ -461,8 +461,9 @@ def _built(variant: ModelVariant) -> nn.Module:
         model._apply(lambda tensor: torch.empty(tensor.shape, dtype=tensor.dtype))
         if not isinstance(model, ScalarModel):
             model.tie_weights()
-    for norm in fuse_norms(model) if variant.on_gpu else ():
-        norm.forward = partial(_norm_on_shapes, norm)
+    for layer, own in use_kernels(model) if variant.on_gpu else ():
+        if own is not nn.Linear:
+            layer.forward = partial(_norm_on_shapes, layer)
     model.repeats = repeats
     fake: nn.Module = model.eval()
     return fake

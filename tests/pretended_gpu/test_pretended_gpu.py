@@ -26,8 +26,8 @@ from rlhf_core.config.operations import LaunchConfig
 from rlhf_core.data.schema import Message
 from rlhf_core.models.causal_lm import load_policy, new_model, save_policy, train_tokenizer
 from rlhf_core.models.forward import right_padded
-from rlhf_core.models.fused_norms import fuse_norms
 from rlhf_core.models.heads import ScalarModel
+from rlhf_core.models.kernels import use_kernels
 from rlhf_core.models.precision import use_float32_unembedding
 from rlhf_core.ppo.actor_critic import build_actor_critic
 from rlhf_core.ppo.advantages import estimate_advantages, gae
@@ -128,7 +128,7 @@ def decode(
         torch.manual_seed(0)
         model = LlamaForCausalLM._from_config(settings, dtype=torch.bfloat16).eval().to("cuda")
     use_float32_unembedding(model)
-    fuse_norms(model)
+    use_kernels(model)
     base = replace(
         sampling.base,
         max_new_tokens=tokens,
@@ -290,7 +290,7 @@ def test_a_fused_norm_is_one_launch_and_computes_the_same(
 ) -> None:
     own, _ = small_model(dtype)
     fused = copy.deepcopy(own)
-    fuse_norms(fused)
+    use_kernels(fused)
     batch, found = (
         example_batch(TEXTS, 0, torch.device("cuda", 0)),
         list[tuple[torch.Tensor, torch.Tensor]](),

@@ -1,5 +1,6 @@
-"""Builds the reward function of ``ppo.reward.sources``: every source is loaded, checked and tried
-before training.
+"""Builds the reward function of ``ppo.reward.sources``.
+
+Every source is loaded, checked and tried before training.
 """
 
 from __future__ import annotations
@@ -119,10 +120,9 @@ def build_source(source: RewardSource, name: str, context: SourceContext) -> Sou
         )
     if isinstance(source, EnsembleSource):
         models = [_reward_model(path, who, context) for path in source.paths]
-        clean, tokenizer = context.clean, context.tokenizer
-        origins = [
-            reward_origin(model, clean, tokenizer) if source.center else 0.0 for model in models
-        ]
+        origins = [0.0] * len(models)
+        if source.center:
+            origins = [reward_origin(model, context.clean, context.tokenizer) for model in models]
         return EnsembleRewards([_reward_fn(model, context) for model in models], origins, source.k)
     if isinstance(source, ClassifierSource):
         from rlhf_core.ppo.reward_sources.classifier import load_classifier
@@ -168,8 +168,9 @@ def _reward_fn(model: ScalarModel, context: SourceContext) -> RewardFn:
 def _reward_model(
     path: str, who: str, context: SourceContext, device: torch.device | None = None
 ) -> ScalarModel:
-    """Load a frozen reward model that reads the policy's tokens, on ``device`` or else this
-    process's own.
+    """Load a frozen reward model that reads the policy's tokens.
+
+    It is on ``device``, or else on this process's own.
     """
     folder, is_own = context.workspace / Path(os.path.expanduser(path)), _is_own(path, context)
     if not is_own:
@@ -182,8 +183,9 @@ def _reward_model(
 
 
 def _is_own(path: str, context: SourceContext) -> bool:
-    """Whether ``path`` is the reward model that was trained for this policy, which its usual name
-    stands for.
+    """Whether ``path`` is the reward model that was trained for this policy.
+
+    Its usual name stands for it.
     """
     folder = context.workspace / Path(os.path.expanduser(path))
     return path == OWN_MODEL or folder.resolve() == context.reward.resolve()
@@ -237,8 +239,9 @@ def require_same_tokens(folder: Path, tokenizer: PreTrainedTokenizerBase) -> Non
 
 @torch.inference_mode()
 def reward_origin(model: ScalarModel, clean: Path, tokenizer: PreTrainedTokenizerBase) -> float:
-    """Mean reward of ``model`` on up to 256 demonstrations of the train split, the same ones every
-    time.
+    """Mean reward of ``model`` on up to 256 demonstrations, the same ones every time.
+
+    They are from the train split.
 
     Ids are content hashes, so the first of them are a fixed sample. Demonstrations beyond the
     model's positions are left out.

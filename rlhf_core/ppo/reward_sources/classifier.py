@@ -1,5 +1,6 @@
-"""A Hugging Face sequence classifier as reward source: replies are encoded again by its own
-tokenizer and template.
+"""A Hugging Face sequence classifier as reward source.
+
+Replies are encoded again by its own tokenizer and template.
 """
 
 from __future__ import annotations
@@ -114,33 +115,30 @@ class Classifier:
 
     @torch.inference_mode()
     def _scores(self, rows: Sequence[Encoded]) -> list[float]:
-        """Scores in the order of ``rows``; texts of similar length go together, and one by one
-        without a pad token.
+        """Scores in the order of ``rows``.
+
+        Texts of similar length go together, and one by one without a pad token.
         """
         order = sorted(range(len(rows)), key=lambda row: len(rows[row]["input_ids"]))
         size = self.config.batch_size if self.pad is not None else 1
         scores = [0.0] * len(rows)
         for start in range(0, len(order), size):
             part = order[start : start + size]
-            for row, value in zip(
-                part, self._forward([rows[row] for row in part]).tolist(), strict=True
-            ):
+            computed = self._forward([rows[row] for row in part]).tolist()
+            for row, value in zip(part, computed, strict=True):
                 scores[row] = value
         return scores
 
     def _forward(self, rows: Sequence[Encoded]) -> Tensor:
         width = max(len(row["input_ids"]) for row in rows)
-        fill = {name: self.pad or 0 if name == "input_ids" else 0 for name in rows[0]}
-        batch = {
-            name: torch.tensor(
-                [row[name] + [fill[name]] * (width - len(row[name])) for row in rows]
-            )
-            for name in fill
-        }
+        batch = {}
+        for name in rows[0]:
+            fill = (self.pad or 0) if name == "input_ids" else 0
+            padded = [row[name] + [fill] * (width - len(row[name])) for row in rows]
+            batch[name] = torch.tensor(padded)
         try:
-            logits = self.model(
-                **{name: ids.to(self.model.device) for name, ids in batch.items()}
-            ).logits.float()
+            inputs = {name: values.to(self.model.device) for name, values in batch.items()}
+            logits = self.model(**inputs).logits.float()
         except (IndexError, RuntimeError, ValueError) as error:
             raise DataError(
                 f"{self.who}: the model cannot read a batch of {len(rows)} x {width} tokens ({first_line(error)}); set "
@@ -184,11 +182,9 @@ def chosen_label(config: Any, label: int | str | None, who: str) -> int:
     names = {int(index): str(name) for index, name in config.id2label.items()}
     if label is None and config.num_labels == 1:
         return 0
-    chosen = (
-        label
-        if isinstance(label, int)
-        else next((i for i, name in names.items() if name == label), None)
-    )
+    chosen: int | None = label if isinstance(label, int) else None
+    if isinstance(label, str):
+        chosen = next((index for index, name in names.items() if name == label), None)
     if chosen is None or not 0 <= chosen < config.num_labels:
         listed = ", ".join(f"{index} ({name})" for index, name in sorted(names.items()))
         problem = (
@@ -203,8 +199,9 @@ def chosen_label(config: Any, label: int | str | None, who: str) -> int:
 def token_limit(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, given: int | None
 ) -> int | None:
-    """The most tokens that model and tokenizer take, or ``given``; None when nothing limits
-    them.
+    """The most tokens that model and tokenizer take, or ``given``.
+
+    None when nothing limits them.
     """
     positions = positions_of(model.config)
     known = [
@@ -216,8 +213,9 @@ def token_limit(
 
 
 def plain_text(prompt: Sequence[Message]) -> str:
-    """A prompt as text: its one turn as it is, several with their roles, a blank line between
-    them.
+    """Return a prompt as text: its one turn, or several with their roles.
+
+    A blank line is between them.
     """
     if len(prompt) == 1:
         return prompt[0].content

@@ -1,5 +1,6 @@
-"""Rewards by a function of the user's own: how it is called, what it may read of a prompt's record,
-and how long.
+"""Rewards by a function of the user's own.
+
+Here is how it is called, what it may read of a prompt's record, and how long it may take.
 """
 
 from __future__ import annotations
@@ -8,7 +9,7 @@ import asyncio
 import inspect
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
 from torch import Tensor
@@ -69,9 +70,9 @@ class PythonFunction:
             DataError: The function raised, took too long, or did not return one finite number or
                 None per reply.
         """
-        prompts = [
-            [{"role": m.role, "content": m.content} for m in prompt] for prompt in replies.prompts
-        ]
+        prompts = []
+        for prompt in replies.prompts:
+            prompts.append([asdict(turn) for turn in prompt])
         columns = {name: list(replies.columns[name]) for name in self.read}
         scores, timeouts = self.scores(prompts, list(replies.texts), columns)
         rewards = checked_rewards(scores, replies, self.who, none_is_unscored=True)
@@ -88,22 +89,20 @@ class PythonFunction:
         """What the function gives for ``replies``, as it is, and how many of them took too long."""
         if self.given.call == "batch":
             return self._whole(lambda: self.given.function(prompts, replies, **columns)), 0
-        calls = [
-            _Call(
-                self.given.function,
-                prompt,
-                reply,
-                {name: column[row] for name, column in columns.items()},
-            )
-            for row, (prompt, reply) in enumerate(zip(prompts, replies, strict=True))
-        ]
-        results = (
-            self._side_by_side(calls)
-            if is_async(self.given.function)
-            else [self._one(call) for call in calls]
-        )
-        late = sum(result is TOO_LATE for result in results)
-        return [None if result is TOO_LATE else result for result in results], late
+        calls = []
+        for row, (prompt, reply) in enumerate(zip(prompts, replies, strict=True)):
+            own_columns = {name: column[row] for name, column in columns.items()}
+            calls.append(_Call(self.given.function, prompt, reply, own_columns))
+        if is_async(self.given.function):
+            results = self._side_by_side(calls)
+        else:
+            results = [self._one(call) for call in calls]
+        scores = []
+        late = 0
+        for result in results:
+            scores.append(None if result is TOO_LATE else result)
+            late += result is TOO_LATE
+        return scores, late
 
     def _whole(self, call: Callable[[], Any]) -> Any:
         seconds = self.given.timeout_seconds
@@ -187,8 +186,9 @@ def run_to_end(
     start: Callable[[], Awaitable[Any]],
     seconds: float | None,
 ) -> Any:
-    """Await ``start()`` in a thread with an event loop of its own: a notebook's thread runs one
-    already.
+    """Await ``start()`` in a thread with an event loop of its own.
+
+    A notebook's thread runs one already.
     """
 
     async def whole() -> Any:
@@ -199,8 +199,9 @@ def run_to_end(
 
 
 def columns_read(function: Function, columns: Sequence[str], who: str) -> tuple[str, ...]:
-    """The columns of the prompts' records that ``function`` asks for by name, after prompts and
-    replies.
+    """The columns of the prompts' records that ``function`` asks for by name.
+
+    Its parameters after prompts and replies name them.
 
     Args:
         function: One with ``**columns`` gets all of them.

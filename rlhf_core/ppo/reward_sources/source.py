@@ -1,5 +1,4 @@
-"""Reward sources: what scores a rollout's replies, behind one protocol, and the weighted sum of
-several.
+"""Reward sources behind one protocol, and the weighted sum of several.
 
 Reward models read the tokens themselves; other sources, functions and servers behind HTTP, get
 text, decoded when the first of them asks for it.
@@ -11,8 +10,9 @@ import hashlib
 import math
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import cached_property, partial, reduce
+from itertools import compress
 from numbers import Real
 from typing import Any, Protocol, cast
 
@@ -46,8 +46,9 @@ RewardFn = Callable[[Tokens], Tensor]  # the raw reward of every reply (B,)
 
 
 class PromptReader:
-    """Finds the messages that prompt tokens were made from; prompts of equal tokens count as
-    one.
+    """Finds the messages that prompt tokens were made from.
+
+    Prompts of equal tokens count as one.
     """
 
     def __init__(self, prompts: TrainingPrompts) -> None:
@@ -55,8 +56,9 @@ class PromptReader:
 
     @cached_property
     def _rows(self) -> dict[bytes, int]:
-        """The first row of each prompt, by digests: a second copy of all tokens would double their
-        memory.
+        """The first row of each prompt, by digests.
+
+        A second copy of all tokens would double their memory.
         """
         return {_digest(ids): row for row, ids in reversed(list(enumerate(self.prompts.ids)))}
 
@@ -67,18 +69,17 @@ class PromptReader:
             RlhfError: A row's tokens are not those of a known prompt.
         """
         width = batch.tokens.shape[1] - batch.width
-        rows = zip(
-            batch.tokens[:, :width].tolist(), batch.attention_mask[:, :width].tolist(), strict=True
-        )
-        known = [
-            self._rows.get(_digest([i for i, kept in zip(*row, strict=True) if kept]))
-            for row in rows
-        ]
-        if None in known:
-            raise RlhfError(
-                f"row {known.index(None)} of the rollout does not begin with any of the prompts"
-            )
-        return [row for row in known if row is not None]
+        tokens, masks = batch.tokens[:, :width].tolist(), batch.attention_mask[:, :width].tolist()
+        found: list[int] = []
+        for number, (row, mask) in enumerate(zip(tokens, masks, strict=True)):
+            prompt = list(compress(row, mask))
+            known = self._rows.get(_digest(prompt))
+            if known is None:
+                raise RlhfError(
+                    f"row {number} of the rollout does not begin with any of the prompts"
+                )
+            found.append(known)
+        return found
 
 
 def _digest(ids: Sequence[int]) -> bytes:
@@ -87,8 +88,9 @@ def _digest(ids: Sequence[int]) -> bytes:
 
 @dataclass(frozen=True)
 class Replies:
-    """B replies. They are decoded when a source first asks for text: reward models read the tokens
-    themselves.
+    """B replies.
+
+    They are decoded when a source first asks for text: reward models read the tokens themselves.
     """
 
     tokens: Tokens
@@ -114,8 +116,10 @@ class Replies:
     @property
     def columns(self) -> dict[str, list[Any]]:
         """What else the record of each reply's prompt says, by name."""
-        columns = self.reader.prompts.columns
-        return {name: [values[row] for row in self._rows] for name, values in columns.items()}
+        columns: dict[str, list[Any]] = {}
+        for name, values in self.reader.prompts.columns.items():
+            columns[name] = [values[row] for row in self._rows]
+        return columns
 
     @cached_property
     def _decoded(self) -> list[tuple[str, bool]]:
@@ -133,8 +137,9 @@ class Replies:
 
 
 class Source(Protocol):
-    """Rewards replies; higher is better. ``metrics`` describe the newest batch beyond its mean and
-    spread.
+    """Rewards replies; higher is better.
+
+    ``metrics`` describe the newest batch beyond its mean and spread.
     """
 
     metrics: dict[str, float]
@@ -146,8 +151,9 @@ class Source(Protocol):
 def checked_rewards(
     values: Any, replies: Replies, who: str, none_is_unscored: bool = False
 ) -> Tensor:
-    """Check scores from outside this project, and make rewards of them: (B,) float32 on the device
-    of the tokens.
+    """Check scores from outside this project, and make rewards of them.
+
+    (B,) float32 on the device of the tokens.
 
     Args:
         values: The scores, which may be anything.
@@ -199,16 +205,20 @@ def _shortened(value: Any) -> str:
 
 
 def reward_model_fn(model: ReplyScorer, limits: MicroBatchLimits = MicroBatchLimits()) -> RewardFn:
-    """Make a reward function of a model that scores replies, in passes within ``limits``; ranks
-    share the rows.
+    """Make a reward function of a model that scores replies, in passes within ``limits``.
+
+    Ranks share the rows.
     """
+
+    @torch.inference_mode()
+    def reply_scores(part: Tokens) -> Tensor:
+        return model.reply_scores(part.tokens, part.attention_mask, part.reply_mask).float()
 
     def reward_fn(batch: Tokens) -> Tensor:
         rewards = torch.zeros(len(batch.tokens), device=batch.tokens.device)
         parts = list(limits.split(batch))
-        scores = run_side_by_side(
-            *(partial(_reply_scores, model, micro.tokens) for micro in parts), models=[model]
-        )
+        tasks = [partial(reply_scores, micro.tokens) for micro in parts]
+        scores = run_side_by_side(*tasks, models=[model])
         for micro, part_rewards in zip(parts, scores, strict=True):
             if micro.weight:
                 rewards[micro.rows] = part_rewards
@@ -217,14 +227,10 @@ def reward_model_fn(model: ReplyScorer, limits: MicroBatchLimits = MicroBatchLim
     return reward_fn
 
 
-@torch.inference_mode()
-def _reply_scores(model: ReplyScorer, part: Tokens) -> Tensor:
-    return model.reply_scores(part.tokens, part.attention_mask, part.reply_mask).float()
-
-
 def reward_metrics(reward_fn: RewardFn) -> dict[str, float]:
-    """Metrics about the newest batch, of a reward function that has an attribute ``metrics``; none
-    of another.
+    """Metrics about the newest batch, of a reward function that has an attribute ``metrics``.
+
+    Another function has none.
     """
     return dict(getattr(reward_fn, "metrics", {}))
 
@@ -237,8 +243,9 @@ class RewardModelSource:
         self.metrics: dict[str, float] = {}
 
     def rewards(self, replies: Replies) -> Tensor:
-        """The model's rewards (B,) as they are; one that is not finite makes its step be
-        skipped.
+        """The model's rewards (B,) as they are.
+
+        One that is not finite makes its step be skipped.
         """
         return self.reward_fn(replies.tokens)
 
@@ -302,9 +309,8 @@ class RewardMixture:
     ) -> None:
         self.sources, self.reader, self.tokenizer = tuple(sources), reader, tokenizer
         self.metrics: dict[str, float] = {}
-        self.unscored: Tensor | None = (
-            None  # (B,) bool: replies of the newest batch that a source could not score
-        )
+        # (B,) bool: replies of the newest batch that a source could not score.
+        self.unscored: Tensor | None = None
 
     def __call__(self, batch: Tokens) -> Tensor:
         """Raw reward of every reply (B,); NaN where a source cannot score it."""
@@ -344,8 +350,9 @@ RESUMES = "start it and run again: training goes on from its last checkpoint"
 
 
 class HttpScorer:
-    """Posts replies to a scorer in batches and reads their scores; retries back off, and ``wait``
-    sleeps between them.
+    """Posts replies to a scorer in batches and reads their scores.
+
+    Retries back off, and ``wait`` sleeps between them.
 
     Request: ``POST url`` with JSON
     ``{"items": [{"prompt": [{"role", "content"}, ...], "reply": text, "finished": bool}, ...]}``.
@@ -368,16 +375,11 @@ class HttpScorer:
         Raises:
             DataError: The scorer stays unreachable or does not keep the contract.
         """
-        items = [
-            {
-                "prompt": [{"role": m.role, "content": m.content} for m in prompt],
-                "reply": text,
-                "finished": finished,
-            }
-            for prompt, text, finished in zip(
-                replies.prompts, replies.texts, replies.finished, strict=True
-            )
-        ]
+        items: list[dict[str, Any]] = []
+        answered = zip(replies.prompts, replies.texts, replies.finished, strict=True)
+        for prompt, text, finished in answered:
+            turns = [asdict(turn) for turn in prompt]
+            items.append({"prompt": turns, "reply": text, "finished": finished})
         scores: list[Any] = []
         for start in range(0, len(items), self.config.batch_size):
             part = items[start : start + self.config.batch_size]

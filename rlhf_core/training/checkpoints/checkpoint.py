@@ -1,5 +1,7 @@
-"""Checkpoints of a training run on disk: tensors in pieces, written by each rank and read by any
-number of ranks.
+"""Checkpoints of a training run on disk.
+
+Tensors are in pieces, written by each rank and read by any number of ranks. A background thread
+writes copies of them, which are made in host memory, while training goes on.
 
 A file of pieces is a safetensors file. A tensor that is whole has its own shape in it; a piece of
 one is flat. The header says which elements it holds, in the form of torch's distributed
@@ -20,8 +22,10 @@ import math
 import os
 import re
 import shutil
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, wait
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +36,7 @@ from torch import Tensor
 
 from rlhf_core.errors import CheckpointError, is_exhausted
 from rlhf_core.runtime import distributed
+from rlhf_core.runtime import machine as host_memory
 from rlhf_core.storage.files import remove_tree, sha256_file
 
 logger = logging.getLogger(__name__)
@@ -77,8 +82,9 @@ class Piece:
 
 
 def pieces_of_rank(tensors: Mapping[str, Tensor]) -> dict[str, Piece]:
-    """This rank's share of tensors that every rank holds: an equal part of each; all of them in one
-    process.
+    """This rank's share of tensors that every rank holds: an equal part of each.
+
+    All of them in one process.
     """
     ranks, rank = distributed.world_size(), distributed.rank()
     if ranks == 1:
@@ -92,29 +98,24 @@ def pieces_of_rank(tensors: Mapping[str, Tensor]) -> dict[str, Piece]:
 
 
 def write_pieces(path: Path, pieces: Mapping[str, Piece]) -> None:
-    """Write contiguous CPU tensors, of which no two share elements, to a safetensors file. Nothing
-    is copied.
+    """Write contiguous CPU tensors, of which no two share elements, to a safetensors file.
+
+    Nothing is copied.
 
     Raises:
         SafetensorError: It cannot be written.
     """
-    header = {
-        name: {
-            "saved_offsets": [0] * len(piece.shape) if piece.is_whole else [piece.start],
-            "shape": piece.shape,
-        }
-        for name, piece in pieces.items()
-    }
-    save_file(
-        {name: piece.values for name, piece in pieces.items()}, path, {HEADER: json.dumps(header)}
-    )
+    header = {}
+    for name, piece in pieces.items():
+        offsets = [0] * len(piece.shape) if piece.is_whole else [piece.start]
+        header[name] = {"saved_offsets": offsets, "shape": piece.shape}
+    tensors = {name: piece.values for name, piece in pieces.items()}
+    save_file(tensors, path, {HEADER: json.dumps(header)})
 
 
 @dataclass(frozen=True)
 class _StoredPiece:
-    """Elements ``start`` to ``stop`` of a tensor of ``shape``, which ``path`` holds under
-    ``key``.
-    """
+    """A range of a tensor's elements, and where a file holds it."""
 
     path: Path
     file: Any
@@ -224,8 +225,9 @@ def saved_steps(directory: Path) -> list[int]:
 
 
 def saved_metas(directory: Path) -> dict[int, dict[str, Any]]:
-    """``meta`` of every readable checkpoint, by step; damaged ones are left to
-    :func:`load_latest`.
+    """``meta`` of every readable checkpoint, by step.
+
+    Damaged ones are left to :func:`load_latest`.
     """
     metas = {}
     for step in saved_steps(directory):
@@ -295,8 +297,9 @@ def _put_aside(damaged: Mapping[Path, str]) -> None:
 
 
 def verified(path: Path) -> Checkpoint:
-    """Read the checkpoint in folder ``path`` if all ranks find it sound; else ``CheckpointError``
-    on every rank.
+    """Read the checkpoint in folder ``path`` if all ranks find it sound.
+
+    Else ``CheckpointError`` on every rank.
     """
     manifest, problem = distributed.broadcast_from_rank0(
         _manifest(path) if distributed.is_rank_zero() else ({}, "")
@@ -335,8 +338,9 @@ def _manifest(path: Path) -> tuple[dict[str, str], str]:
 
 
 def _problem(path: Path, name: str, digest: str) -> str:
-    """Why a file of checkpoint ``path`` cannot be used; empty if it has the hash that it was saved
-    with.
+    """Why a file of checkpoint ``path`` cannot be used.
+
+    Empty if it has the hash that it was saved with.
     """
     try:
         sound = sha256_file(path / name) == digest
@@ -351,3 +355,130 @@ def _problem(path: Path, name: str, digest: str) -> str:
 
 def _broken(path: Path, error: Exception) -> str:
     return f"checkpoint {path} is broken: {type(error).__name__}: {error}"
+
+
+# What other processes may take meanwhile, as a share of the memory that is available.
+MARGIN = 0.1
+# Of pieces that are copied only to be written, as many bytes are copied at a time.
+STREAM_BYTES = 2**29
+
+
+class HostCopies:
+    """Makes the copies.
+
+    GPU tensors go to pinned buffers, which are kept and filled again for every checkpoint.
+
+    Those of CPU tensors are new every time: to keep them would take memory that the training itself
+    may need.
+    """
+
+    def __init__(self) -> None:
+        self._buffers: dict[str, Tensor] = {}
+        self._needed = 0
+        self._last_copied = 0
+
+    def copy(self, pieces: Mapping[str, Piece]) -> tuple[dict[str, Piece], list[dict[str, Piece]]]:
+        """Copy the pieces that host memory has room for.
+
+        Returns:
+            The copies, of which those of GPU tensors are valid until the next state is copied; and
+            all other pieces themselves, in groups small enough to be brought to host memory one
+            after another.
+        """
+        room = self._room()
+        copies: dict[str, Piece] = {}
+        uncopied: dict[str, Piece] = {}
+        for name, piece in pieces.items():
+            needed = bytes_of(piece)
+            if needed and piece.values.is_cuda:  # PyTorch rounds pinned memory up to powers of two
+                needed = (
+                    0 if self._fits_buffer(name, piece.values) else 1 << (needed - 1).bit_length()
+                )
+            values = self._copied(name, piece.values) if needed <= max(room, 0) else None
+            if values is None:
+                uncopied[name] = piece
+            else:
+                room -= needed
+                copies[name] = replace(piece, values=values)
+        if self._buffers:
+            torch.cuda.current_stream().synchronize()
+        self._last_copied = sum(
+            bytes_of(piece) for name, piece in copies.items() if name not in self._buffers
+        )
+        return copies, _in_groups(uncopied)
+
+    def _room(self) -> int:
+        """Bytes of host memory that copies of this rank may take.
+
+        What training takes between two checkpoints beyond what it holds at one, gradients and
+        activations above all, is left to it: the peak of the process since the last one, less the
+        copies made then, tells how much that is.
+        """
+        available = host_memory.share_of_process(host_memory.available_memory())
+        self._needed = max(self._needed, host_memory.peak_above_now() - self._last_copied)
+        host_memory.forget_peak()
+        return int(available * (1 - MARGIN)) - self._needed
+
+    def _fits_buffer(self, name: str, values: Tensor) -> bool:
+        buffer = self._buffers.get(name)
+        return buffer is not None and buffer.shape == values.shape and buffer.dtype == values.dtype
+
+    def _copied(self, name: str, values: Tensor) -> Tensor | None:
+        """The copy; None if the process, or the limit of pinned memory, refuses it."""
+        try:
+            if not values.is_cuda:
+                return values.clone(memory_format=torch.contiguous_format)
+            if not self._fits_buffer(name, values):
+                self._buffers[name] = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
+        except RuntimeError:
+            return None
+        return self._buffers[name].copy_(values, non_blocking=True)
+
+
+def _in_groups(pieces: Mapping[str, Piece]) -> list[dict[str, Piece]]:
+    """Divide pieces into groups of at most ``STREAM_BYTES`` of copies, or of one piece.
+
+    Contiguous tensors on the CPU are written as they are.
+    """
+    groups: list[dict[str, Piece]] = []
+    copied = 0
+    for name, piece in pieces.items():
+        size = 0 if piece.values.is_contiguous() and not piece.values.is_cuda else bytes_of(piece)
+        if not groups or (copied and size and copied + size > STREAM_BYTES):
+            groups.append({})
+            copied = 0
+        copied += size
+        groups[-1][name] = piece
+    return groups
+
+
+def bytes_of(piece: Piece) -> int:
+    return piece.values.numel() * piece.values.element_size()
+
+
+class BackgroundWriter:
+    """Runs jobs in the order of their submission, beside the calling thread.
+
+    Its threads do not keep the process alive: whoever needs a job done waits for its future.
+    """
+
+    def __init__(self) -> None:
+        self._last: Future[None] | None = None
+
+    def submit(self, job: Callable[[], None]) -> Future[None]:
+        """Run ``job`` after those before it; its error becomes that of the future."""
+        before, future = self._last, Future[None]()
+        self._last = future
+
+        def run() -> None:
+            if before is not None:
+                wait([before])
+            try:
+                job()
+            except BaseException as error:
+                future.set_exception(error)
+            else:
+                future.set_result(None)
+
+        threading.Thread(target=run, name="checkpoint-writer", daemon=True).start()
+        return future

@@ -1,5 +1,6 @@
-"""``python -m rlhf_core.training.checkpoints.consolidate STEP FILE``: the whole tensors of a
-checkpoint in one file.
+"""Write the whole tensors of a checkpoint into one file.
+
+The command is ``python -m rlhf_core.training.checkpoints.consolidate STEP FILE``.
 
 A run never needs that: it resumes from the files of all ranks, and finished models are saved whole.
 STEP is the folder of a checkpoint (``work/STAGE/KEY/checkpoints/step-000123``), FILE the
@@ -22,8 +23,9 @@ from rlhf_core.training.checkpoints.checkpoint import verified
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Consolidate the checkpoint that the command line names; 0, or 2 after one line that says what
-    is wrong.
+    """Consolidate the checkpoint that the command line names.
+
+    Returns 0, or 2 after one line that says what is wrong.
     """
     parser = argparse.ArgumentParser(
         prog="python -m rlhf_core.training.checkpoints.consolidate", description=__doc__

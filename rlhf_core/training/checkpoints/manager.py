@@ -1,5 +1,6 @@
-"""The checkpoints of one run: complete enough that it resumes as if it had never stopped, written
-while it trains.
+"""The checkpoints of one run, written while it trains.
+
+They are so complete that it resumes as if it had never stopped.
 
 :meth:`CheckpointManager.save` copies what it is given to host memory and returns. What there is no
 room for it writes before it returns. Then, in a thread, each rank writes its copies and hashes its
@@ -33,11 +34,13 @@ from rlhf_core.training.checkpoints.checkpoint import (
     BUILDING,
     MANIFEST,
     META,
+    BackgroundWriter,
     Checkpoint,
+    HostCopies,
     Piece,
+    bytes_of,
     write_pieces,
 )
-from rlhf_core.training.checkpoints.host_copies import BackgroundWriter, HostCopies, bytes_of
 from rlhf_core.training.checkpoints.store import CheckpointStore
 from rlhf_core.training.engine.base import Engine
 from rlhf_core.training.history import History
@@ -99,7 +102,8 @@ class CheckpointManager:
         Raises:
             CheckpointError: The folder cannot be made, or a rank does not see it.
         """
-        self.directory = Path(distributed.broadcast_from_rank0(str(directory.absolute())))
+        own = str(directory.absolute())
+        self.directory = Path(distributed.broadcast_from_rank0(own))
         self.store = store
         self._prepare()
         self.writer = BackgroundWriter()
@@ -141,8 +145,9 @@ class CheckpointManager:
         spare: Collection[int] = (),
         lines: Sequence[Path] = (),
     ) -> None:
-        """Copy the state after ``step`` steps, and have it written while training goes on; every
-        rank must call it.
+        """Copy the state after ``step`` steps, and have it written while training goes on.
+
+        Every rank must call it.
 
         It waits for the checkpoint before, and until pieces are written that host memory has no
         room for a copy of. Checkpoints of the same or a later step are deleted: they are of an
@@ -169,15 +174,11 @@ class CheckpointManager:
             number for number in candidates[:-keep] if keep_from is None or number < keep_from
         ]
         copies, uncopied = self._copies.copy(pieces)
+        later = [number for number in saved if number >= step]
+        spared = [number for number in earlier if number in spare]
+        content = json.dumps({"step": step, "meta": meta}, allow_nan=False)
         pending = PendingCheckpoint(
-            step,
-            copies,
-            json.dumps({"step": step, "meta": meta}, allow_nan=False),
-            keep,
-            lines,
-            [number for number in saved if number >= step],
-            outdated + [number for number in earlier if number in spare],
-            self._attached,
+            step, copies, content, keep, lines, later, outdated + spared, self._attached
         )
         if uncopied:
             self._write_uncopied(pending, uncopied)
@@ -204,8 +205,9 @@ class CheckpointManager:
         self._attached = self.writer.submit(run)
 
     def metas(self) -> dict[int, dict[str, Any]]:
-        """``meta`` of every checkpoint by step, as if the one that is being written were complete;
-        rank 0's.
+        """``meta`` of every checkpoint by step, as if the one that is being written were complete.
+
+        Rank 0's.
         """
         metas: dict[int, dict[str, Any]] = {}
         if distributed.is_rank_zero():
@@ -222,8 +224,9 @@ class CheckpointManager:
         return dict(distributed.broadcast_from_rank0([*metas.items()]))
 
     def check(self) -> None:
-        """Raise the error of the checkpoint in the background, if there is one; every rank must
-        call it.
+        """Raise the error of the checkpoint in the background, if there is one.
+
+        Every rank must call it.
 
         Raises:
             CheckpointError: It could not be written (a full disk); the others stay as they are.
@@ -247,8 +250,9 @@ class CheckpointManager:
             self._pending = None
 
     def finish(self) -> None:
-        """Wait until the last checkpoint is on the disk; every rank must call it. Raises as
-        :meth:`check` does.
+        """Wait until the last checkpoint is on the disk; every rank must call it.
+
+        Raises as :meth:`check` does.
         """
         if self._pending is not None:
             wait([self._pending.result])
@@ -281,13 +285,16 @@ class CheckpointManager:
                 logger.warning("%s", job.exception())
 
     def _write_uncopied(self, pending: PendingCheckpoint, groups: list[dict[str, Piece]]) -> None:
-        """Write the pieces that were not copied; an error is left to the thread, which tells the
-        other ranks.
+        """Write the pieces that were not copied.
+
+        An error is left to the thread, which tells the other ranks.
         """
         if not self._has_warned:
             self._has_warned = True
             copied = sum(map(bytes_of, pending.pieces.values()))
-            rest = sum(bytes_of(piece) for group in groups for piece in group.values())
+            rest = 0
+            for group in groups:
+                rest += sum(map(bytes_of, group.values()))
             logger.warning(
                 "rank %d: host memory has room for a copy of %.0f of the %.0f MiB of this checkpoint: training waits "
                 "until the rest is written", distributed.rank(), copied / 2**20, (copied + rest) / 2**20,
@@ -314,8 +321,9 @@ class CheckpointManager:
         return self.directory / f"{BUILDING}{step:06d}"
 
     def _write(self, pending: PendingCheckpoint) -> None:
-        """Write this rank's copies and, on rank 0, complete the checkpoint; in the background
-        thread.
+        """Write this rank's copies and, on rank 0, complete the checkpoint.
+
+        In the background thread.
         """
         digests, failure, cause = {}, "", pending.error
         try:
@@ -335,10 +343,10 @@ class CheckpointManager:
         failures = [failed for _, failed in written if failed]
         try:
             if not failures and distributed.is_rank_zero():
-                self._complete(
-                    pending,
-                    {name: digest for hashes, _ in written for name, digest in hashes.items()},
-                )
+                digests_of_ranks: dict[str, str] = {}
+                for hashes, _ in written:
+                    digests_of_ranks |= hashes
+                self._complete(pending, digests_of_ranks)
         except OSError as error:
             failures, cause = [_reason(error)], error
         if failures:
@@ -365,13 +373,14 @@ class CheckpointManager:
 
 
 def _unwritten(directory: Path, step: int, reason: str) -> str:
-    full = "No space left" in reason
+    what, remedy = reason, "resolve that"
+    if "No space left" in reason:
+        what, remedy = "no space left on the device", "make room"
     before = [number for number in checkpoint.saved_steps(directory) if number < step]
     where = f"goes on from step {before[-1]}" if before else "starts over"
     return (
-        f"the checkpoint of step {step} could not be written to {directory}: "
-        f"{'no space left on the device' if full else reason}; "
-        f"{'make room' if full else 'resolve that'} and run again: it {where}"
+        f"the checkpoint of step {step} could not be written to {directory}: {what}; "
+        f"{remedy} and run again: it {where}"
     )
 
 
@@ -405,8 +414,9 @@ class RunCheckpoints:
     keep_from: int | None = None
 
     def save(self, step: int, meta: Mapping[str, Any], extra: bool = False) -> None:
-        """Save the state after ``step`` steps or iterations: engines, generators, line offsets and
-        ``meta`` (JSON).
+        """Save the state after ``step`` steps or iterations.
+
+        It consists of engines, generators, line offsets and ``meta`` (JSON).
 
         It is written in the background; see ``CheckpointManager.save``. An ``extra`` checkpoint is
         that of a run that is preempted between two regular ones. It does not count among the kept
@@ -433,8 +443,9 @@ class RunCheckpoints:
         self.manager.save(step, pieces, content, keep, self.keep_from, spare, paths)
 
     def metas(self) -> dict[int, dict[str, Any]]:
-        """``meta`` of every readable regular checkpoint by its step, the one that is being written
-        included.
+        """``meta`` of every readable regular checkpoint by its step.
+
+        The one that is being written is among them.
         """
         return {
             step: content["run"]
@@ -473,8 +484,9 @@ class RunCheckpoints:
         return newest.step, newest.meta["run"]
 
     def _require_lines(self, newest: Checkpoint) -> None:
-        """Raise ``CheckpointError`` on every rank if a line file of rank 0 lacks what was in it at
-        the checkpoint.
+        """Raise ``CheckpointError`` on every rank if a line file of rank 0 has lost lines.
+
+        They were there at the checkpoint.
         """
         foreign = [
             lines.path

@@ -1,5 +1,4 @@
-"""The checkpoint store: after every checkpoint a stage's partial state is copied there, to survive
-its machine.
+"""The checkpoint store, to which every checkpoint is copied to survive its machine.
 
 The store is a folder or any fsspec URL. The state of a stage lies under ``STORE/STAGE/KEY``: file
 contents under ``files/SHA256``, and for each checkpoint a manifest ``step-000123.json``, written
@@ -41,9 +40,10 @@ EXTRAS = {"s3": "s3", "s3a": "s3", "gs": "gcs", "gcs": "gcs"}
 
 @dataclass
 class CheckpointStore:
-    """The partial state of one computation (a stage with its key) in the folder ``root`` of the
-    fsspec file system ``fs``. Names are relative to it, with slashes; ``failures`` counts failed
-    uploads.
+    """The partial state of one computation, a stage with its key, in an fsspec folder.
+
+    The folder is ``root`` of the file system ``fs``. Names are relative to it, with slashes;
+    ``failures`` counts failed uploads.
     """
 
     fs: Any
@@ -84,8 +84,9 @@ class CheckpointStore:
 
     @contextlib.contextmanager
     def _replacing(self, name: str) -> Any:
-        """Yield the path to write ``name`` to. An object appears when it is complete; a file is
-        renamed then.
+        """Yield the path to write ``name`` to.
+
+        An object appears when it is complete; a file is renamed then.
         """
         path = self.path(name)
         protocols = (
@@ -110,8 +111,9 @@ class CheckpointStore:
             self.fs.rm_file(self.path(name))
 
     def publish(self, work: Path, step: int, keep: int) -> None:
-        """Upload the state after ``step`` steps, then delete all but the newest ``keep`` and those
-        of later steps.
+        """Upload the state after ``step`` steps, and delete outdated ones.
+
+        All but the newest ``keep`` and those of later steps go.
 
         A failed upload is logged and counted; training goes on without the store.
         """
@@ -158,8 +160,9 @@ class CheckpointStore:
         return self._known[mark]
 
     def _prune(self, step: int, keep: int) -> None:
-        """Delete manifests, then files that only they named. Files of no manifest may be of an
-        unfinished upload.
+        """Delete manifests, then files that only they named.
+
+        Files of no manifest may be of an unfinished upload.
         """
         steps = self._steps()
         older = [number for number in steps if number < step]
@@ -256,12 +259,12 @@ class CheckpointStore:
 
 def state_files(work: Path) -> list[Path]:
     """Files of the partial state in ``work``."""
-    return [
-        path
-        for path in sorted(work.rglob("*"))
-        if path.is_file()
-        and not any(part.startswith(UNFINISHED) for part in path.relative_to(work).parts)
-    ]
+    files = []
+    for path in sorted(work.rglob("*")):
+        parts = path.relative_to(work).parts
+        if path.is_file() and not any(part.startswith(UNFINISHED) for part in parts):
+            files.append(path)
+    return files
 
 
 def open_store(url: str, workspace: Path, *parts: str) -> CheckpointStore:

@@ -1,5 +1,4 @@
-"""Engines: what owns a model, its optimiser and its schedule on one process or many, and the one in
-plain torch.
+"""Engines, which own a model, its optimiser and its schedule, and the one in plain torch.
 
 Losses handed to ``backward`` are already divided by the totals of the whole optimiser step over all
 ranks (algorithms.md §6), so that gradients of several calls and of several ranks add up, and
@@ -20,8 +19,7 @@ from torch import Tensor, nn, optim
 
 from rlhf_core.config.model import OptimizerConfig
 from rlhf_core.errors import CheckpointError, TrainingPaused
-from rlhf_core.models.fused_norms import fuse_norms
-from rlhf_core.models.openblas_linear import use_openblas
+from rlhf_core.models.kernels import use_kernels
 from rlhf_core.models.precision import LOW_PRECISION
 from rlhf_core.runtime import distributed
 from rlhf_core.training.checkpoints.checkpoint import Piece, SavedTensors, pieces_of_rank
@@ -49,16 +47,19 @@ def lr_at(
 
 
 def build_adamw(model: nn.Module, config: OptimizerConfig) -> torch.optim.AdamW:
-    """AdamW over the trainable parameters; norms and biases (fewer than two dimensions) do not
-    decay.
+    """AdamW over the trainable parameters.
+
+    Norms and biases (fewer than two dimensions) do not decay.
 
     The fused form makes one pass per parameter on CPU and GPU, a tenth of the step's time for a
     tiny model.
     """
     trainable = [p for p in model.parameters() if p.requires_grad]
+    matrices = [p for p in trainable if p.dim() >= 2]
+    others = [p for p in trainable if p.dim() < 2]
     groups = [
-        {"params": [p for p in trainable if p.dim() >= 2], "weight_decay": config.weight_decay},
-        {"params": [p for p in trainable if p.dim() < 2], "weight_decay": 0.0},
+        {"params": matrices, "weight_decay": config.weight_decay},
+        {"params": others, "weight_decay": 0.0},
     ]
     filled = [group for group in groups if group["params"]]
     return torch.optim.AdamW(filled, lr=config.peak, betas=config.betas, eps=config.eps, fused=True)
@@ -109,13 +110,11 @@ class Engine(ABC):
         name: str,
         warmup_steps: int | None,
     ) -> None:
-        """Begin the schedule; ``warmup_steps`` takes the place of the share of steps that
-        ``config`` sets.
+        """Begin the schedule.
+
+        ``warmup_steps`` replaces the share of steps that ``config`` sets.
         """
-        use_openblas(
-            model
-        )  # loading has done both, but a caller's model in memory may come from elsewhere
-        fuse_norms(model)
+        use_kernels(model)  # as loading does: a caller's model in memory may come from elsewhere
         self.model, self.name = model, name
         self.config, self.total_steps, self.warmup_steps = config, total_steps, warmup_steps
         self.max_grad_norm = config.max_grad_norm
@@ -124,28 +123,32 @@ class Engine(ABC):
         self.forward_context: Callable[[], AbstractContextManager[None]] = nullcontext
 
     def forward(self, compute: Callable[[], Result]) -> Result:
-        """Run ``compute``, a forward pass of the model, and return its result. Every rank makes the
-        same number.
+        """Run ``compute``, a forward pass of the model, and return its result.
+
+        Every rank makes the same number of passes.
         """
         with self.forward_context():
             return compute()
 
     @abstractmethod
     def backward(self, loss: Tensor) -> None:
-        """Add the gradient of ``loss`` (a scalar). If the loss is not finite, this step is
-        skipped.
+        """Add the gradient of ``loss`` (a scalar).
+
+        If the loss is not finite, this step is skipped.
         """
 
     @abstractmethod
     def grad_norm(self) -> float:
-        """Global L2 norm of the gradients over all parameters and ranks; NaN if the step will be
-        skipped.
+        """Global L2 norm of the gradients over all parameters and ranks.
+
+        NaN if the step will be skipped.
         """
 
     @abstractmethod
     def apply(self, grad_norm: float, scale: float) -> StepResult:
-        """Step with gradients times ``scale``, or skip it when ``grad_norm`` is not finite;
-        gradients are cleared.
+        """Step with gradients times ``scale``, or skip it when ``grad_norm`` is not finite.
+
+        Gradients are cleared.
 
         Raises:
             TrainingPaused: Three steps in a row were skipped.
@@ -166,15 +169,15 @@ class Engine(ABC):
         return nullcontext()
 
     def reader(self) -> Any:
-        """The model for passes that all ranks make outside of training steps; None where weights
-        are not sharded.
+        """The model for passes that all ranks make outside of training steps.
+
+        None where weights are not sharded.
         """
         return None
 
     @abstractmethod
     def state(self) -> tuple[dict[str, Piece], dict[str, Any]]:
-        """All that a resumed run needs, under names that are the same for every engine and number
-        of ranks.
+        """All that a resumed run needs, under names that no engine or number of ranks changes.
 
         Returns:
             This rank's pieces of the weights (``weights.NAME``) and AdamW moments
@@ -193,14 +196,16 @@ class Engine(ABC):
 
     @abstractmethod
     def trained_weights(self) -> dict[str, Tensor]:
-        """Trained parameters by name (tied ones once) in the model's precision, gathered on the CPU
-        of rank 0.
+        """Trained parameters by name, tied ones once, on the CPU of rank 0.
+
+        They are in the model's precision.
         """
 
     @abstractmethod
     def release(self) -> nn.Module:
-        """Return the trained model as a plain module of one process; the engine cannot be used
-        afterwards.
+        """Return the trained model as a plain module of one process.
+
+        The engine cannot be used afterwards.
         """
 
     @property
@@ -213,8 +218,9 @@ class Engine(ABC):
         return self.lr_factor * lr_at(self.steps, self.total_steps, self.config, self.warmup_steps)
 
     def counted(self, grad_norm: float, rate: float, reason: str = "") -> StepResult:
-        """Count one step. A skipped one counts in the schedule too: the rate is a function of the
-        step's number.
+        """Count one step.
+
+        A skipped one counts in the schedule too: the rate is a function of the step's number.
 
         Args:
             rate: Its learning rate.
@@ -254,8 +260,9 @@ class Engine(ABC):
             setattr(self, name, int(meta[name]))
 
     def parameters_of(self, tensors: SavedTensors) -> dict[str, nn.Parameter]:
-        """The trained parameters by name; ``CheckpointError`` unless the saved state is of a model
-        with these.
+        """The trained parameters by name.
+
+        ``CheckpointError`` unless the saved state is of a model with these.
         """
         parameters = trained_parameters(self.model)
         weights = {
@@ -270,8 +277,9 @@ class Engine(ABC):
 
 
 def trained_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
-    """Return by name the parameters that training changes; frozen ones are those of the model that
-    it began with.
+    """Return by name the parameters that training changes.
+
+    Frozen ones are those of the model that it began with.
     """
     return {
         name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad
@@ -279,8 +287,9 @@ def trained_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
 
 
 def clip_scale(norm: float, max_norm: float | None) -> float:
-    """Factor that scales gradients of global norm ``norm`` to ``max_norm``:
-    ``min(1, max_norm / (norm + 1e-6))``.
+    """The factor that scales gradients of norm ``norm`` to ``max_norm``.
+
+    It is ``min(1, max_norm / (norm + 1e-6))``.
     """
     if max_norm is None or not math.isfinite(norm):
         return 1.0
@@ -288,8 +297,9 @@ def clip_scale(norm: float, max_norm: float | None) -> float:
 
 
 def joint_step(engines: Sequence[Engine], max_norm: float | None) -> list[StepResult]:
-    """One step of several engines under a common norm (MOSS-RLHF wraps policy and critic in one
-    optimiser).
+    """Step several engines under a common gradient norm.
+
+    MOSS-RLHF wraps policy and critic in one optimiser.
 
     All of them are skipped when one is not finite. ``StepResult.grad_norm`` is the joint norm.
     """
@@ -299,8 +309,9 @@ def joint_step(engines: Sequence[Engine], max_norm: float | None) -> list[StepRe
 
 
 class MasterWeights:
-    """Float32 copies of the trainable low-precision parameters of a model; a float32 model has
-    none.
+    """Float32 copies of the trainable low-precision parameters of a model.
+
+    A float32 model has none.
 
     bfloat16 has 8 significant bits, so that a step of less than 1/512 of a weight rounds to
     nothing: AdamW at a rate of 5e-7 leaves nearly all weights of a bfloat16 model where they are,
@@ -313,8 +324,9 @@ class MasterWeights:
     """
 
     def __init__(self, model: nn.Module, optimizer: optim.Optimizer) -> None:
-        """Copy the weights, and make ``optimizer``, which was built for the model's own, update the
-        copies.
+        """Copy the weights, and let ``optimizer`` update the copies.
+
+        It was built for the model's own.
         """
         low = [p for p in model.parameters() if p.requires_grad and p.dtype in LOW_PRECISION]
         self.copies = {parameter: nn.Parameter(parameter.detach().float()) for parameter in low}
@@ -325,9 +337,7 @@ class MasterWeights:
             group["params"] = [self.of(parameter) for parameter in group["params"]]
 
     def of(self, parameter: nn.Parameter) -> nn.Parameter:
-        """The float32 copy of a parameter of the model, or the parameter itself where it has
-        none.
-        """
+        """The float32 copy of a parameter, or the parameter itself where it has none."""
         return self.copies.get(parameter, parameter)
 
     def _take_gradient(self, parameter: Tensor) -> None:
@@ -347,17 +357,16 @@ class MasterWeights:
             torch._foreach_copy_([*self.copies], [*self.copies.values()])
 
     def detach(self) -> None:
-        """Leave the gradients of later backward passes at the model's own parameters, and forget
-        the copies.
-        """
+        """Forget the copies; later gradients stay at the model's own parameters."""
         for hook in self._hooks:
             hook.remove()
         self.copies = {}
 
 
 class LocalEngine(Engine):
-    """Plain torch: the whole model, its gradients and its optimiser on every rank. Gradients are
-    summed once a step.
+    """Plain torch: the whole model, its gradients and its optimiser on every rank.
+
+    Gradients are summed once a step.
     """
 
     def __init__(

@@ -1,5 +1,6 @@
-"""The DeepSpeed engine (ZeRO): optimiser state, gradients and weights sharded over ranks, or
-offloaded to CPU memory.
+"""The DeepSpeed engine (ZeRO).
+
+Optimiser state, gradients and weights are sharded over ranks, or offloaded to CPU memory.
 
 DeepSpeed averages gradients over ranks where this project sums them, so losses are multiplied by
 the number of ranks. The engine decides when a step ends (``managed_gradient_accumulation: false``),
@@ -59,8 +60,7 @@ logger = logging.getLogger(__name__)
 
 
 def remove_stale_build_locks() -> None:
-    """Remove the locks of torch's extension folder that are older than half an hour, with a
-    warning.
+    """Remove locks of torch's extension folder that are older than half an hour, and warn.
 
     DeepSpeed compiles its operators at first use, and torch guards the build by a file that whoever
     comes next waits for without an end. A process killed in between leaves it, and every later run
@@ -94,8 +94,9 @@ class Skeleton:
         self.model = copy.deepcopy(model, dict(empty))
 
     def filled(self, weights: Mapping[str, Tensor], device: torch.device) -> nn.Module:
-        """Return a model with ``weights`` (by parameter name) on ``device``; parameters without a
-        weight stay empty.
+        """Return a model with ``weights`` (by parameter name) on ``device``.
+
+        Parameters without a weight stay empty.
 
         Raises:
             ModelError: A weight has another shape, as a shard has.
@@ -137,8 +138,9 @@ class Shards:
         self.engine, self.stage, self.package = engine, stage, package
 
     def pieces(self, parameter: nn.Parameter, steps: int) -> dict[str, Piece]:
-        """This rank's piece of a parameter's float32 weight and, after ``steps`` > 0 updates, of
-        its moments.
+        """This rank's piece of a parameter's float32 weight, and of its moments if it has any.
+
+        There are moments after ``steps`` > 0 updates.
 
         Returns:
             Pieces under the keys of ``Engine.state``, with NAME in place of the parameter's name.
@@ -164,14 +166,14 @@ class Shards:
         return pieces
 
     def write(self, parameter: nn.Parameter, name: str, tensors: SavedTensors) -> None:
-        """Write the saved weight ``weights.NAME`` and the moments ``optimizer.NAME.SLOT`` of a
-        parameter.
+        """Write the saved weight and the saved moments of a parameter.
+
+        They are ``weights.NAME`` and ``optimizer.NAME.SLOT``.
         """
         key = f"weights.{name}"
         with torch.no_grad(), self.gather([parameter], modified=True):
-            if (
-                self.stage < 3 or distributed.is_rank_zero()
-            ):  # the weight of rank 0 is spread over the others
+            # The weight of rank 0 is spread over the others.
+            if self.stage < 3 or distributed.is_rank_zero():
                 parameter.copy_(tensors.whole(key))
         keys = {slot: f"optimizer.{name}.{slot}" for slot in (*MOMENTS, "step")}
         has_moments = keys["step"] in tensors.names
@@ -193,8 +195,9 @@ class Shards:
 
     @contextmanager
     def gathered(self, model: nn.Module) -> Iterator[None]:
-        """Gather all weights on every rank and remove the hooks that would drop them, so that ranks
-        may run freely.
+        """Gather all weights on every rank, and remove the hooks that would drop them.
+
+        Ranks may then run freely.
         """
         if self.stage < 3:
             yield
@@ -219,8 +222,9 @@ class Shards:
             yield
 
     def _range(self, parameter: Any) -> tuple[tuple[int, ...], int, int]:
-        """Shape of the whole parameter, and the first element and the number of those that this
-        rank updates.
+        """The shape of the whole parameter, and the range of it that this rank updates.
+
+        The range is the first element and their number.
         """
         if self.stage < 3:
             if parameter._hp_mapping is None:
@@ -247,8 +251,9 @@ class Shards:
     def _write_master(
         self, parameter: Any, tensors: SavedTensors, key: str | None, slot: str | None = None
     ) -> None:
-        """Set this rank's part of the float32 weight, or of the moment ``slot``, to the saved
-        ``key``; None is zero.
+        """Set this rank's part of a float32 weight or moment to what was saved under ``key``.
+
+        None stands for zero.
         """
         _, start, count = self._range(parameter)
         if not count and self.stage < 3:
@@ -284,8 +289,9 @@ class Shards:
         )
 
     def _start_moments(self, steps: float) -> None:
-        """Create the moments, which the optimiser itself makes in its first step and a resumed run
-        needs earlier.
+        """Create the moments, which a resumed run needs before its first step.
+
+        The optimiser itself makes them in that step.
         """
         inner = self.engine.optimizer.optimizer
         for part in self._flat():
@@ -312,8 +318,9 @@ MISSING = (
 
 
 def load_deepspeed() -> Any:
-    """Import DeepSpeed and join it to this process's group; ``RlhfError`` with one line where it is
-    not installed.
+    """Import DeepSpeed and join it to this process's group.
+
+    ``RlhfError`` with one line where it is not installed.
     """
     os.environ.setdefault("DS_ACCELERATOR", distributed.device().type)
     os.environ.setdefault("LOCAL_RANK", "0")  # DeepSpeed reads it even without a launcher
@@ -352,8 +359,9 @@ def probe(model: nn.Module | ShardedModel, states: bool = False) -> Tensor:
 
 
 class Root(nn.Module):
-    """The module that DeepSpeed wraps: every pass goes through its ``forward``, whatever part of
-    the model it runs.
+    """The module that DeepSpeed wraps.
+
+    Every pass goes through its ``forward``, whatever part of the model it runs.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -366,8 +374,9 @@ class Root(nn.Module):
 
 
 def initialize(package: Any, model: nn.Module, settings: dict[str, Any], **optimizer: Any) -> Any:
-    """DeepSpeed's engine of ``model``. Under ZeRO 3 weights go to the device one after another,
-    each sharded at once.
+    """DeepSpeed's engine of ``model``.
+
+    Under ZeRO 3 weights go to the device one after another, each sharded at once.
 
     So the model may be in host memory, and no device ever holds all of it.
     """
@@ -375,9 +384,8 @@ def initialize(package: Any, model: nn.Module, settings: dict[str, Any], **optim
     if settings["zero_optimization"]["stage"] == 3:
         dtype = next(model.parameters()).dtype
         for parameter in model.parameters():
-            if (
-                parameter.dtype in TRAINED_DTYPES
-            ):  # adapters are float32 before; DeepSpeed keeps one precision
+            # Adapters are float32 before; DeepSpeed keeps one precision.
+            if parameter.dtype in TRAINED_DTYPES:
                 parameter.data = parameter.data.to(dtype)
         move_buffers(model, device)
         package.zero.Init(module=root, config_dict_or_path=copy.deepcopy(settings), dtype=dtype)
@@ -403,8 +411,9 @@ def drop(engine: Any) -> None:
 
 
 class ShardedModel:
-    """A model whose weights are sharded over the ranks and gathered layer by layer, outside of
-    training steps.
+    """A model whose weights are sharded over the ranks and gathered layer by layer.
+
+    It serves passes outside of training steps.
 
     All ranks make the same number of passes. Other attributes are those of the model itself.
     """
@@ -426,21 +435,21 @@ class ShardedModel:
         return self.run(lambda: self.model(**inputs))
 
     def run(self, compute: Callable[[], Result]) -> Result:
-        """Return ``compute``, which runs parts of the model, whose layers gather their weights
-        meanwhile.
-        """
+        """Run ``compute``, which uses parts of the model; layers gather their weights meanwhile."""
         result: Result = self.ds(compute)
         return result
 
     def gathered(self, weights: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
-        """Parameters and buffers of the model, each whole until the next is asked for; all ranks
-        must take all.
+        """Parameters and buffers of the model, each whole until the next is asked for.
+
+        All ranks must take all.
         """
         return gathered(self.ds, weights)
 
     def on_host(self) -> nn.Module | None:
-        """A plain copy of the model in the host memory of rank 0, gathered weight by weight; None
-        on other ranks.
+        """A plain copy of the model in the host memory of rank 0, gathered weight by weight.
+
+        None on other ranks.
         """
         weights = gathered_on_host(self.ds, dict(self.model.named_parameters()))
         return (
@@ -460,9 +469,7 @@ class ShardedModel:
         gc.collect()
 
     def get_output_embeddings(self) -> Callable[[Tensor], Tensor] | None:
-        """The unembedding of a language model as a function, whose weight is gathered in every
-        call.
-        """
+        """The unembedding as a function whose weight is gathered in every call."""
         head = self.model.get_output_embeddings()  # type: ignore[operator]
         return None if head is None else lambda states: self.run(lambda: head(states))
 
@@ -475,9 +482,7 @@ class ShardedModel:
         return scores
 
     def token_scores(self, *inputs: Tensor | None) -> Tensor:
-        """The scalar of a scalar model at every position, as :meth:`ScalarModel.token_scores` gives
-        it.
-        """
+        """The scalar at every position, as :meth:`ScalarModel.token_scores` gives it."""
         model: Any = self.model
         scores: Tensor = self.run(lambda: model.token_scores(*inputs))
         return scores
@@ -487,16 +492,18 @@ class ShardedModel:
 
 
 def let_go(engine: Any) -> None:
-    """Free what passes under ZeRO 3 have left gathered, or began to gather for a pass that did not
-    come.
+    """Free what ZeRO 3 still holds gathered from its last passes.
+
+    It may also have begun to gather for a pass that did not come.
     """
     if engine.zero_optimization_partition_weights():
         getattr(engine.optimizer, "parameter_offload", engine.optimizer).partition_all_parameters()
 
 
 def gathered(engine: Any, weights: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
-    """Parameters and buffers, each whole until the next is asked for. All ranks must ask for all of
-    them.
+    """Parameters and buffers, each whole until the next is asked for.
+
+    All ranks must ask for all of them.
     """
     from deepspeed.runtime.zero import GatheredParameters
 
@@ -507,8 +514,9 @@ def gathered(engine: Any, weights: Mapping[str, Tensor]) -> Iterator[tuple[str, 
 
 
 def gathered_on_host(engine: Any, parameters: Mapping[str, nn.Parameter]) -> dict[str, Tensor]:
-    """Whole parameters in the host memory of rank 0, gathered one at a time by all ranks; empty on
-    the others.
+    """Whole parameters in the host memory of rank 0, gathered one at a time by all ranks.
+
+    Empty on the others.
     """
     weights = {}
     for name, value in gathered(engine, parameters):
@@ -620,17 +628,17 @@ class DeepSpeedEngine(Engine):
         return gathered_on_host(self.ds, trained_parameters(self.model))
 
     def release(self) -> nn.Module:
-        """Return a plain copy of the model with the gathered weights on rank 0; the shards are
-        freed first.
+        """Return a plain copy of the model with the gathered weights on rank 0.
+
+        The shards are freed first.
 
         Under ZeRO 3 it is in host memory, for a device may have no room for all of it.
 
         Raises:
             ModelError: It does not compute what the sharded model did.
         """
-        packed = any(
-            isinstance(module, NF4Linear) for module in self.model.modules()
-        )  # stay where they are
+        # These stay where they are.
+        packed = any(isinstance(module, NF4Linear) for module in self.model.modules())
         here = torch.device("cpu") if self.stage == 3 and not packed else distributed.device()
         moved = here != distributed.device()
         allowed = OTHER_DEVICE[matmul_precision(self.model)] if moved else SAME_DEVICE

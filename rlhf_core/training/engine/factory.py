@@ -1,5 +1,6 @@
-"""Which engine trains a model, and with which of its activations stored: chosen by the settings of
-the run.
+"""Which engine trains a model, and with which of its activations stored.
+
+The settings of the run choose.
 """
 
 from __future__ import annotations
@@ -62,8 +63,9 @@ Model = TypeVar("Model", bound=nn.Module)
 
 
 def device_before(launch: LaunchConfig, lora: LoraConfig | None = None) -> torch.device | None:
-    """Where a model is loaded that an engine trains: the host for ZeRO 3, which never holds it
-    whole on a device.
+    """Where to load a model that an engine trains.
+
+    That is the host for ZeRO 3, which never holds it whole on a device.
 
     One that is packed into 4 bits is packed where it stays.
     """

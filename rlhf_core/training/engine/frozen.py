@@ -1,5 +1,6 @@
-"""Frozen models (reference, reward model, referee): on the device, in CPU memory while unused, or
-sharded.
+"""Frozen models (reference, reward model, referee).
+
+They are on the device, in CPU memory while unused, or sharded.
 """
 
 from __future__ import annotations
@@ -43,8 +44,9 @@ class FrozenModels:
         return torch.device("cpu") if self.launch.frozen == "sharded" else None
 
     def scalar(self, folder: Path) -> Any:
-        """Load and place the reward model or referee in ``folder``; later calls return the same
-        model.
+        """Load and place the reward model or referee in ``folder``.
+
+        Later calls return the same model.
 
         With a ``base`` it is made of adapters on those weights, and stays on their device.
         """
@@ -60,8 +62,9 @@ class FrozenModels:
         return self._scalars[key]
 
     def place(self, model: Model) -> Model:
-        """Place ``model`` as the launch settings say and return it; a sharded one is called in the
-        same way.
+        """Place ``model`` as the launch settings say and return it.
+
+        A sharded one is called in the same way.
         """
         if self.launch.frozen == "sharded":
             from rlhf_core.training.engine.deepspeed import ShardedModel
@@ -70,29 +73,30 @@ class FrozenModels:
         return self.place_whole(model)
 
     def place_whole(self, model: Model) -> Model:
-        """Place ``model`` without sharding, for models that ranks run independently of each
-        other.
-        """
+        """Place a model without sharding, for models that ranks run independently."""
         if self.launch.frozen == "offload":
             model.to("cpu")
             pin = distributed.device().type == "cuda"
             pinned: dict[Tensor, Tensor] = {}
             for module in model.modules():
                 own: tuple[dict[str, Any], ...] = (module._parameters, module._buffers)
-                for places, name in (
-                    (each, name) for each in own for name in each if each[name] is not None
-                ):
-                    tensor = places[name]
-                    if tensor not in pinned:
-                        pinned[tensor] = _like(tensor, _pinned(tensor.detach())) if pin else tensor
-                    places[name] = pinned[tensor]
-                    self.waiting.append((places, name, pinned[tensor]))
+                for places in own:
+                    for name, tensor in places.items():
+                        if tensor is None:
+                            continue
+                        if tensor not in pinned and pin:
+                            pinned[tensor] = _like(tensor, _pinned(tensor.detach()))
+                        elif tensor not in pinned:
+                            pinned[tensor] = tensor
+                        places[name] = pinned[tensor]
+                        self.waiting.append((places, name, pinned[tensor]))
         return model
 
     @contextmanager
     def borrowed(self, model: Any) -> Iterator[Any]:
-        """Place ``model`` for the block alone; a sharded one then lets go of the memory of its
-        shards.
+        """Place ``model`` for the block alone.
+
+        A sharded one then lets go of the memory of its shards.
         """
         placed = self.place(model)
         try:
@@ -119,8 +123,9 @@ class FrozenModels:
 
 
 def _pinned(tensor: Tensor) -> Tensor:
-    """A copy in pinned memory, from where a GPU reads fastest; the tensor itself where that is
-    refused.
+    """A copy in pinned memory, from where a GPU reads fastest.
+
+    The tensor itself where that is refused.
     """
     try:
         return tensor.pin_memory()

@@ -1,5 +1,6 @@
-"""DeepSpeed's configuration: what the launch settings or a file of the user's say, and what the
-engine owns.
+"""DeepSpeed's configuration.
+
+What the launch settings or a file of the user's say, and what the engine owns.
 """
 
 from __future__ import annotations
@@ -38,8 +39,9 @@ BUCKET_ELEMENTS = 50_000_000
 def zero_config(
     launch: LaunchConfig, dtype: torch.dtype, max_grad_norm: float | None, folder: Path
 ) -> dict[str, Any]:
-    """DeepSpeed's configuration for a trained model: what the launch settings say, and this
-    project's defaults of bucket size and ``overlap_comm``.
+    """DeepSpeed's configuration for a trained model.
+
+    What the launch settings say, and this project's defaults of bucket size and ``overlap_comm``.
 
     ZeRO 0 and 1 reduce gradients once a step, in DeepSpeed's ``step``; 2 and 3 in every backward
     pass, each bucket as soon as it is full.
@@ -77,23 +79,26 @@ def zero_config(
         )
     zero.setdefault("reduce_bucket_size", BUCKET_ELEMENTS)
     zero.setdefault("overlap_comm", stage >= 2)
-    return config | {
+    settings = config | {
         "train_micro_batch_size_per_gpu": 1,
         "gradient_accumulation_steps": 1,
         # Losses are already divided by the totals of the step, and the trainer decides when it
         # ends.
         "managed_gradient_accumulation": False,
-        "gradient_clipping": max_grad_norm if max_grad_norm is not None and stage > 0 else 0.0,
+        "gradient_clipping": 0.0 if max_grad_norm is None or stage == 0 else max_grad_norm,
         "bf16": {"enabled": low, "check_grad_overflow": True},
         "zero_allow_untested_optimizer": True,
         "zero_force_ds_cpu_optimizer": False,
-        **({"data_types": {"grad_accum_dtype": "fp32"}} if low else {}),
     }
+    if low:
+        settings["data_types"] = {"grad_accum_dtype": "fp32"}
+    return settings
 
 
 def frozen_config(launch: LaunchConfig, dtype: torch.dtype) -> dict[str, Any]:
-    """DeepSpeed's configuration for a frozen model: weights sharded, and offloaded where parameters
-    are.
+    """DeepSpeed's configuration for a frozen model.
+
+    Weights sharded, and offloaded where parameters are.
     """
     offloaded = {
         name: place for name, place in _offloaded(launch).items() if name == "offload_param"

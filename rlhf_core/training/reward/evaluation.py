@@ -1,5 +1,6 @@
-"""What a reward model is worth beyond accuracy: margins, calibration, length, categories, and a bag
-of words beside it.
+"""What a reward model is worth beyond accuracy.
+
+There are margins, calibration, length and categories, and a bag of words to compare with.
 
 Source: algorithms.md §2. Pure functions of arrays over B pairs; ``margins`` is ``r_w - r_l``.
 """
@@ -53,8 +54,9 @@ def calibration_bins(margins: np.ndarray) -> list[tuple[float, float, int]]:
 
 
 def expected_calibration_error(margins: np.ndarray) -> float:
-    """Mean over pairs of |confidence - share correct| of their bin: 0 when margins mean what they
-    say.
+    """Mean over pairs of |confidence - share correct| of their bin.
+
+    0 when margins mean what they say.
     """
     return sum(abs(c - a) * n for c, a, n in calibration_bins(margins)) / len(margins)
 
@@ -68,8 +70,9 @@ def evaluate_scores(
     temperature: float | None = None,
     clusters: np.ndarray | None = None,
 ) -> dict[str, float]:
-    """All figures of one split: rewards and reply lengths in tokens, and the cluster of each pair's
-    prompt, each (B,).
+    """All figures of one split.
+
+    Rewards and reply lengths in tokens, and the cluster of each pair's prompt, each (B,).
 
     ``accuracy_shorter_preferred`` is left out where no preferred reply is the shorter one. ``seed``
     draws the length-balanced pairs. With ``temperature``, fitted on other pairs, calibration is
@@ -128,8 +131,9 @@ def length_balanced_accuracy(margins: np.ndarray, clusters: np.ndarray) -> dict[
 
 
 def accuracy_by_category(margins: np.ndarray, categories: Sequence[str]) -> dict[str, float]:
-    """Accuracy of each category with at least ten pairs (fewer say nothing); pairs of "" are in
-    none.
+    """Accuracy of each category with at least ten pairs (fewer say nothing).
+
+    Pairs of "" are in none.
     """
     names = np.asarray(categories)
     groups = {name: names == name for name in sorted(set(categories) - {""})}
@@ -153,11 +157,12 @@ def agreement_metrics(first: Path, second: Path) -> dict[str, float]:
     Raises:
         DataError: They have no pair in common.
     """
-    tables = [_read_scores(path) for path in (first, second)]
-    common = sorted(tables[0].keys() & tables[1].keys())
+    of_first, of_second = _read_scores(first), _read_scores(second)
+    common = sorted(of_first.keys() & of_second.keys())
     if not common:
         raise DataError(f"{first} and {second} have no pair in common; run their stages again")
-    a, b = (np.array([table[row] for row in common]) for table in tables)
+    a = np.array([of_first[row] for row in common])
+    b = np.array([of_second[row] for row in common])
     margins = a[:, 0] - a[:, 1], b[:, 0] - b[:, 1]
     return {
         "pairs": float(len(common)),
@@ -185,8 +190,7 @@ TOKEN_PATTERN = rf"[{IDEOGRAPHS}]|[^\W{IDEOGRAPHS}]+|[^\w\s]"
 def bag_of_words_accuracy(
     train: Sequence[Preference], held_out: Mapping[str, Sequence[Preference]]
 ) -> dict[str, float]:
-    """Accuracy on each held-out split of a logistic regression on word-count differences of the two
-    replies.
+    """Accuracy on held-out splits of a logistic regression on differences of word counts.
 
     It is trained on at most 20,000 pairs and reads replies alone: it can learn style, but not
     answers to prompts.
@@ -197,17 +201,20 @@ def bag_of_words_accuracy(
 
     pairs = train[:MOST_PAIRS]
     vectorizer = CountVectorizer(max_features=WORDS, token_pattern=TOKEN_PATTERN)
+    texts: list[str] = []
+    for pair in pairs:
+        texts += [pair.chosen, pair.rejected]
     try:
-        vectorizer.fit([text for pair in pairs for text in (pair.chosen, pair.rejected)])
+        vectorizer.fit(texts)
     except ValueError:
         # Replies without any word give the regression no feature.
         return dict.fromkeys(held_out, 0.5)
 
     def differences(rows: Sequence[Preference]) -> Any:
         """Sparse (pairs, words)."""
-        return vectorizer.transform([p.chosen for p in rows]) - vectorizer.transform(
-            [p.rejected for p in rows]
-        )
+        chosen = vectorizer.transform([pair.chosen for pair in rows])
+        rejected = vectorizer.transform([pair.rejected for pair in rows])
+        return chosen - rejected
 
     features = differences(pairs)
     # Each pair enters both ways round, so that the labels are balanced and no intercept is needed.
@@ -225,8 +232,9 @@ LIMITS = (0.01, 100.0)
 
 
 def fitted_temperature(margins: np.ndarray) -> float:
-    """Return the temperature T within ``LIMITS`` that minimises the ranking loss
-    ``mean(log(1 + exp(-margin / T)))``.
+    """Return the temperature within ``LIMITS`` that minimises the ranking loss.
+
+    For the temperature T that is ``mean(log(1 + exp(-margin / T)))``.
 
     Divided by it, the confidence of margins matches how often they are right (Guo et al., 2017, "On
     Calibration of Modern Neural Networks"). No ranking changes, and PPO normalises rewards: it

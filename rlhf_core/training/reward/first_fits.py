@@ -1,5 +1,6 @@
-"""What is fitted before a reward model is trained: its head on frozen features, and what lengths
-alone say.
+"""What is fitted before a reward model is trained.
+
+That is its head on frozen features, and what lengths alone say.
 
 Linear probe: a head that starts at random pulls the features under it out of shape while it learns;
 from a fitted one, fine-tuning changes them little where they serve already (Kumar et al., 2022,
@@ -40,8 +41,7 @@ def fit_linear_probe(
     pad: int,
     name: str,
 ) -> None:
-    """Set the head of ``model`` to the regularised logistic regression of preferences on its frozen
-    features.
+    """Fit the head of ``model`` to preferences by logistic regression on frozen features.
 
     Args:
         pairs: Training pairs (B).
@@ -62,8 +62,9 @@ def fit_linear_probe(
 
 
 def logistic_weights(differences: Floats, offsets: Floats, strength: float) -> Floats:
-    """Minimise ``mean(softplus(-(D w + offsets))) + strength / 2 * |w|^2``: (B, H), (B,) ->
-    (H,).
+    """Minimise ``mean(softplus(-(D w + offsets))) + strength / 2 * |w|^2``.
+
+    Shapes: (B, H), (B,) -> (H,).
     """
     from scipy.optimize import minimize
 
@@ -90,8 +91,9 @@ def rows_to_pool(longest: int) -> int:
 def pooled_features(
     model: ScalarModel, pairs: Sequence[TokenisedPair], pad: int, name: str
 ) -> tuple[Floats, Floats]:
-    """What the head reads of the chosen and of the rejected replies, twice (B, H). Ranks share the
-    sequences.
+    """What the head reads of the chosen and of the rejected replies, twice (B, H).
+
+    Ranks share the sequences.
     """
     model.eval()
     sequences = pair_sequences(pairs)
@@ -125,12 +127,11 @@ class LengthExpert:
 
     @classmethod
     def fitted(cls, chosen: Lengths, rejected: Lengths) -> LengthExpert:
-        """Fit it by logistic regression to the lengths of the chosen and rejected replies of
-        training pairs.
-        """
+        """Fit it by logistic regression to the lengths of training pairs' replies."""
         from sklearn.linear_model import LogisticRegression
 
-        scale = max(1.0, float(np.median(np.abs(chosen - rejected))))
+        typical = np.median(np.abs(chosen - rejected))
+        scale = max(1.0, float(typical))
         features = _features(chosen, rejected, scale)
         both_orders = np.concatenate([features, -features])
         preferred = np.repeat([1, 0], len(features))
@@ -146,8 +147,7 @@ class LengthExpert:
 
 @dataclass(frozen=True)
 class LengthExperts:
-    """A length expert for each category that has one of its own, and one for the pairs of all
-    others.
+    """A length expert for each category that has its own, and one for all other pairs.
 
     Length says one thing of a preference in one data set and another in the next: an expert for
     both would explain away the wrong part of each.
@@ -164,8 +164,9 @@ class LengthExperts:
         categories: Sequence[str],
         apart: Mapping[str, float],
     ) -> LengthExperts:
-        """Fit the experts to training pairs: of each category in ``apart``, and of all others
-        together.
+        """Fit the experts to training pairs.
+
+        Of each category in ``apart``, and of all others together.
         """
         names = np.array(categories)
         others = ~np.isin(names, list(apart))

@@ -1,5 +1,6 @@
-"""Does a reward model read? How often it scores a held-out reply above a copy that is worse for one
-known reason.
+"""Probes of whether a reward model reads.
+
+They count how often it scores a held-out reply above a copy that is worse for one known reason.
 """
 
 from __future__ import annotations
@@ -48,8 +49,9 @@ class Probes:
 def probes_of(
     rows: Sequence[Preference], tokenizer: PreTrainedTokenizerBase, max_tokens: int, seed: int
 ) -> Probes:
-    """Make the probes of held-out pairs, those of the synthetic world included where the rows are
-    of it.
+    """Make the probes of held-out pairs.
+
+    Rows of the synthetic world get its own probes as well.
 
     Args:
         rows: The held-out pairs.
@@ -60,11 +62,14 @@ def probes_of(
     seed = derive_seed(seed, "probes")
     drawn = drawn_rows(rows, seed)
     made = counterfactuals(drawn, seed) | world_contrasts(drawn, seed)
-    listed = [(kind, row) for kind, of_kind in made.items() for row in of_kind]
-    pair_rows = [row for _, row in listed]
+    listed: list[str] = []
+    pair_rows: list[Preference] = []
+    for kind, rows_of_kind in made.items():
+        listed += [kind] * len(rows_of_kind)
+        pair_rows += rows_of_kind
     usable, _ = usable_pairs(TokenTable.of_rows(tokenizer, Preference.KIND, pair_rows), max_tokens)
     kept = usable.rows
-    kinds = np.array([kind for kind, _ in listed], dtype=object)[kept]
+    kinds = np.array(listed, dtype=object)[kept]
     absent = {}
     for kind in made:
         count = int((kinds == kind).sum())
@@ -89,8 +94,9 @@ def probes_of(
 def probe_metrics(
     model: ScalarModel, tokenizer: PreTrainedTokenizerBase, probes: Probes, name: str
 ) -> dict[str, object]:
-    """Return by kind the share of pairs in which the model scores the better reply higher, a tie as
-    half a success.
+    """Return by kind how often the model scores the better reply higher.
+
+    A tie counts as half a success.
 
     Returns:
         ``KIND``, its 95 % bounds ``KIND_low95`` and ``KIND_high95`` over questions (Wilson's, for
@@ -109,8 +115,9 @@ def probe_metrics(
 
 
 def rate_with_bounds(kind: str, margins: np.ndarray, clusters: np.ndarray) -> dict[str, object]:
-    """Return the share of positive margins (B,), its bounds over ``clusters`` (B,) and B, under
-    names of ``kind``.
+    """Return the share of positive margins (B,), its bounds and B, under names of ``kind``.
+
+    Bounds are over ``clusters`` (B,).
     """
     above, not_below = (margins > 0).astype(float), (margins >= 0).astype(float)
     low, _ = wilson_bounds(float(above.mean()), len(margins) / design_effect(above, clusters))

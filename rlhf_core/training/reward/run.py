@@ -1,5 +1,6 @@
-"""Training a scalar model on preference pairs, from files to scored splits: the reward model and
-the referee.
+"""Training a scalar model on preference pairs, from files to scored splits.
+
+Reward model, referee and judge are trained so.
 """
 
 from __future__ import annotations
@@ -24,7 +25,6 @@ from rlhf_core.errors import DataError
 from rlhf_core.models import shared_base
 from rlhf_core.models.adapters import merge_adapters
 from rlhf_core.models.heads import ScalarModel
-from rlhf_core.models.prefix_sharing import require_prefix_sharing
 from rlhf_core.models.shared_base import Adapters, adapters_of
 from rlhf_core.storage.files import atomic_write_json
 from rlhf_core.training import loop
@@ -77,8 +77,9 @@ class TrainedScalar:
     length_experts: LengthExperts | None = None
 
     def save(self, path: str | Path) -> None:
-        """Save it as a Hugging Face sequence-classification folder, after checking that the copy
-        computes the same.
+        """Save it as a Hugging Face sequence-classification folder.
+
+        The saved copy is checked to compute the same.
         """
         own = self.adapters
         settings = {} if own is None else {shared_base.SETTINGS: own.settings()}
@@ -89,8 +90,9 @@ class TrainedScalar:
 def read_split(
     path: Path, tokenizer: PreTrainedTokenizerBase, max_tokens: int, tokens: Path | None = None
 ) -> Split:
-    """Read the pairs of a parquet file, tokenised by way of the cache in ``tokens``; ``DataError``
-    when none is usable.
+    """Read the pairs of a parquet file, tokenised by way of the cache in ``tokens``.
+
+    ``DataError`` when none is usable.
 
     Of several ranks all must call it. Neither rows nor token ids are held as Python's own objects.
     """
@@ -145,7 +147,6 @@ def train_scalar(
     Raises:
         DataError: The pairs are to be balanced by length, and too few of them can be, or a category
             that has a share of them has none.
-        ModelError: The prompt is to be shared, and the model's attention cannot do that.
     """
     if config.length_balance == "sampling":
         require_balanced_pairs(train, config.batch.min_pairs, name)
@@ -154,7 +155,9 @@ def train_scalar(
     model = ScalarModel.from_causal_lm(
         init, head_seed, layers=config.layers, pooling=config.pooling
     )
-    margins = np.array([row.margin or 0.0 if config.use_margin else 0.0 for row in train.rows])
+    margins = np.zeros(len(train.rows))
+    if config.use_margin:
+        margins = np.array([row.margin or 0.0 for row in train.rows], dtype=np.float64)
     experts = None
     if config.length_balance == "product_of_experts":
         lengths, categories = reply_lengths(train.pairs), [pair.category for pair in train.pairs]
@@ -165,15 +168,10 @@ def train_scalar(
         fit_linear_probe(
             model, probed, -margins[first_rows], config.linear_probe, pad_id(tokenizer), name
         )
-    if config.batch.prefix_sharing:
-        require_prefix_sharing(model.model, config.max_tokens, f"{name}.batch.prefix_sharing")
     if config.lora is not None:
         model.add_adapters(config.lora, derive_seed(config.seed, name, "lora"))
-    pad, limit, offsets = (
-        pad_id(tokenizer),
-        context.launch.logits_bytes,
-        margins.tolist() if margins.any() else None,
-    )
+    pad, limit = pad_id(tokenizer), context.launch.logits_bytes
+    offsets = margins.tolist() if margins.any() else None
 
     def task(engine: Engine) -> RewardTask:
         return RewardTask(
@@ -190,14 +188,12 @@ def train_scalar(
 
 
 def require_balanced_pairs(train: Split, fewest: int, name: str) -> None:
-    """Raise :class:`DataError` where an epoch of length-balanced pairs would have fewer than
-    ``fewest``.
-    """
+    """Refuse data of which an epoch of length-balanced pairs would be too small."""
     left = pairs_of_balanced_epoch(train)
     if left < fewest:
-        longer, shorter = (
-            sum(sign * pair.length_difference > 0 for pair in train.pairs) for sign in (1, -1)
-        )
+        differences = [pair.length_difference for pair in train.pairs]
+        longer = sum(difference > 0 for difference in differences)
+        shorter = sum(difference < 0 for difference in differences)
         raise DataError(
             f"{name}.length_balance: sampling leaves {left} of {len(train.pairs)} training pairs, fewer than the "
             f"{fewest} of a batch: {longer} prefer the longer reply, {shorter} the shorter one; add pairs, or set "
@@ -219,8 +215,9 @@ def quality_metrics(
     scores: Mapping[str, PairScores],
     seed: int,
 ) -> dict[str, object]:
-    """Size and speed of training, and the quality on each held-out split; names of ``test`` begin
-    with that.
+    """Size and speed of training, and the quality on each held-out split.
+
+    Names of ``test`` begin with that.
 
     Args:
         held_out: Splits by name, ``validation`` among them.
@@ -271,9 +268,9 @@ def metric_prefix(split: str) -> str:
 
 def reply_lengths(pairs: Sequence[TokenisedPair]) -> tuple[np.ndarray, np.ndarray]:
     """Lengths in tokens of the chosen and of the rejected replies, end-of-sequence included."""
-    return np.array([len(pair.chosen) for pair in pairs]), np.array(
-        [len(pair.rejected) for pair in pairs]
-    )
+    chosen = [len(pair.chosen) for pair in pairs]
+    rejected = [len(pair.rejected) for pair in pairs]
+    return np.array(chosen), np.array(rejected)
 
 
 def write_scores(path: Path, scores: PairScores, split: Split) -> None:

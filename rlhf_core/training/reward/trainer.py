@@ -1,9 +1,10 @@
-"""The reward model's objective: pairwise ranking, imitation and centering, in dynamic batches
-(algorithms.md §2).
+"""The reward model's objective.
+
+It is pairwise ranking, imitation and centering, in dynamic batches (algorithms.md §2).
 
 Shapes: B pairs, L positions, H hidden. Chosen and rejected replies go through the backbone as 2B
-rows, or fewer where pairs of one prompt share them, or the replies to a prompt share it: all
-together, or in micro-batches of similar length where padding would be too much.
+rows, or fewer where pairs of one prompt share them: all together, or in micro-batches of similar
+length where padding would be too much.
 """
 
 from __future__ import annotations
@@ -26,12 +27,10 @@ from rlhf_core.data.batches import (
     pair_sequences,
     passes,
     rows_by_category_share,
-    rows_of_sequences,
     token_budget_batches,
 )
 from rlhf_core.models.forward import LOGITS_BYTES, right_padded
 from rlhf_core.models.heads import ScalarModel
-from rlhf_core.models.prefix_sharing import PrefixBatch, prefix_batch
 from rlhf_core.runtime import distributed
 from rlhf_core.training.engine.base import Engine
 from rlhf_core.training.examples import ReplyBatch, collate, values_of_sequences
@@ -49,47 +48,18 @@ from rlhf_core.training.rng import derive_seed
 
 
 @dataclass(frozen=True)
-class PairMicroBatch:
-    """Sequences that pass the model together.
+class PairBatch:
+    """The sequences of B pairs in micro-batches that follow each other.
 
     Attributes:
-        sequences: Each of them in a row of its own, right-padded.
-        prefixes: With prefix sharing the rows that are computed in their place.
+        micro_batches: Sequences that pass the model together, right-padded.
+        chosen: The row of each pair's chosen sequence among all of them (B,).
+        rejected: The row of its rejected one (B,).
     """
 
-    sequences: ReplyBatch
-    prefixes: PrefixBatch | None
-
-    def hidden(self, model: ScalarModel) -> Tensor:
-        """Last hidden states of each sequence (rows of ``sequences``, L, H)."""
-        if self.prefixes is None:
-            return model.hidden(
-                self.sequences.input_ids, *right_padded(self.sequences.attention_mask)
-            )
-        return self.prefixes.hidden(model.model.base_model)
-
-
-@dataclass(frozen=True)
-class PairBatch:
-    """The sequences of B pairs in micro-batches that follow each other, and the row of each pair's
-    own two (B,).
-    """
-
-    micro_batches: list[PairMicroBatch]
+    micro_batches: list[ReplyBatch]
     chosen: Tensor
     rejected: Tensor
-
-
-def row_lengths(pairs: Sequence[TokenisedPair], config: PairBatchConfig) -> list[int]:
-    """Tokens of each row that is computed of ``pairs``: of a sequence, or of a prompt with its
-    replies.
-    """
-    return [
-        row.length
-        for row in rows_of_sequences(
-            pair_sequences(pairs, config.group_prompts), config.prefix_sharing
-        )
-    ]
 
 
 def pair_batch(
@@ -99,32 +69,27 @@ def pair_batch(
     config: PairBatchConfig,
     micro_batches: Sequence[Sequence[int]] | None = None,
 ) -> PairBatch:
-    """Collate pairs on ``device``; with ``group_prompts`` a sequence that several have is computed
-    once.
+    """Collate pairs on ``device``.
+
+    With ``group_prompts`` a sequence that several pairs have is computed once.
 
     Args:
-        micro_batches: Numbers of the rows of :func:`row_lengths` that are padded together; None for
-            one micro-batch.
+        micro_batches: Numbers of the distinct sequences that are padded together; None for one
+            micro-batch.
     """
     sequences = pair_sequences(pairs, config.group_prompts)
-    rows = rows_of_sequences(sequences, config.prefix_sharing)
-    parts = [[rows[number] for number in part] for part in micro_batches or [range(len(rows))]]
-    in_order = [number for part in parts for row in part for number in row.numbers]
-    row_of = {number: row for row, number in enumerate(in_order)}
-    micro_batches_of_rows = []
-    for part in parts:
-        prompts, replies = zip(
-            *((row.prompt, reply) for row in part for reply in row.replies), strict=True
-        )
-        prefixes = prefix_batch(part, pad).to(device) if config.prefix_sharing else None
-        micro_batches_of_rows.append(
-            PairMicroBatch(collate(prompts, replies, pad).to(device), prefixes)
-        )
-    chosen, rejected = (
-        torch.tensor([row_of[number] for number in numbers], device=device)
-        for numbers in (sequences.chosen, sequences.rejected)
+    collated: list[ReplyBatch] = []
+    row_of: dict[int, int] = {}
+    for part in micro_batches or [range(len(sequences.distinct))]:
+        prompts, replies = zip(*(sequences.distinct[number] for number in part), strict=True)
+        collated.append(collate(prompts, replies, pad).to(device))
+        for number in part:
+            row_of[number] = len(row_of)
+    chosen = [row_of[number] for number in sequences.chosen]
+    rejected = [row_of[number] for number in sequences.rejected]
+    return PairBatch(
+        collated, torch.tensor(chosen, device=device), torch.tensor(rejected, device=device)
     )
-    return PairBatch(micro_batches_of_rows, chosen, rejected)
 
 
 Rewards = npt.NDArray[np.float64]
@@ -190,7 +155,8 @@ def rows_of_epoch(
     Raises:
         DataError: A category that has a share has no such pair.
     """
-    shares, rows = config.category_shares, list(range(len(pairs)))
+    shares = config.category_shares
+    rows = list(range(len(pairs)))
     if config.length_balance == "sampling":
         groups: dict[str | None, list[int]] = {None: []}  # None: all that have no share
         for number, pair in enumerate(pairs):
@@ -199,17 +165,13 @@ def rows_of_epoch(
         for category, group in groups.items():
             parts = (name, "length_balance", *([category] if category is not None else []))
             differences = [pairs[row].length_difference for row in group]
-            rows += [
-                group[i]
-                for i in length_balanced_epoch(differences, derive_seed(config.seed, *parts), epoch)
-            ]
+            drawn = length_balanced_epoch(differences, derive_seed(config.seed, *parts), epoch)
+            rows += [group[number] for number in drawn]
         rows.sort()
     if not shares:
         return rows
-    seed, categories = (
-        derive_seed(config.seed, name, "category_shares"),
-        [pair.category for pair in pairs],
-    )
+    seed = derive_seed(config.seed, name, "category_shares")
+    categories = [pair.category for pair in pairs]
     return rows_by_category_share(categories, shares, seed, epoch, f"{name}.category_shares", rows)
 
 
@@ -233,13 +195,8 @@ class RewardTask:
         logits_bytes: int = LOGITS_BYTES,
     ) -> None:
         self.logits_bytes = logits_bytes
-        self.engine, self.model, self.train, self.config, self.pad = (
-            engine,
-            model,
-            train,
-            config,
-            pad,
-        )
+        self.engine, self.model, self.train = engine, model, train
+        self.config, self.pad = config, pad
         self.validation, self.margins = validation[:CURVE_PAIRS], margins
         self.batches = PairBatches(train, config, name)
 
@@ -251,21 +208,17 @@ class RewardTask:
         count = distributed.world_size()
         # Tokens of each row that a rank computes; one without rows of its own repeats the first
         # one, see passes.
-        shards = [
-            row_lengths(
-                [self.train[row] for row in rows[rank::count] or rows[:1]], self.config.batch
-            )
-            for rank in range(count)
-        ]
+        shards = []
+        for rank in range(count):
+            own = [self.train[row] for row in rows[rank::count] or rows[:1]]
+            shards.append(pair_sequences(own, self.config.batch.group_prompts).lengths)
         micro_batches = least_padded(shards, self.config.batch.max_padding)
         own_micro_batches = micro_batches[distributed.rank()].micro_batches
 
         def compute(part: list[int]) -> tuple[Tensor, dict[str, Scalar]]:
-            margins = (
-                torch.tensor([self.margins[row] for row in part])
-                if self.margins is not None
-                else None
-            )
+            margins = None
+            if self.margins is not None:
+                margins = torch.tensor([self.margins[row] for row in part])
             own = [self.train[row] for row in part]
             return pair_loss(
                 self.model,
@@ -288,9 +241,7 @@ class RewardTask:
         return StepReport(metrics, sum(real_tokens(pair) for pair in pairs))
 
     def evaluate(self, model: ScalarModel) -> dict[str, float]:
-        """Ranking ``loss``, ``accuracy`` and mean ``margin`` on held-out pairs (at most 512, for
-        the curve).
-        """
+        """Measure ranking loss, accuracy and mean margin on at most 512 held-out pairs."""
         margins = score_pairs(model, self.validation, self.pad).margins
         loss = float(np.logaddexp(0.0, -margins).mean())
         return {"loss": loss, "accuracy": accuracy(margins), "margin": float(margins.mean())}
@@ -324,11 +275,13 @@ def pair_loss(
     """
     device = next(model.parameters()).device
     batch = pair_batch(pairs, pad, device, config.batch, micro_batches)
-    hidden = [part.hidden(model) for part in batch.micro_batches]
-    parts = [(h, part.sequences) for h, part in zip(hidden, batch.micro_batches, strict=True)]
-    scores = torch.cat(
-        [model.scores(model.pool(h, part.attention_mask, part.reply_mask)) for h, part in parts]
-    )
+    hidden, scores_of_parts = [], []
+    for part in batch.micro_batches:
+        states = model.hidden(part.input_ids, *right_padded(part.attention_mask))
+        pooled = model.pool(states, part.attention_mask, part.reply_mask)
+        hidden.append(states)
+        scores_of_parts.append(model.scores(pooled))
+    scores = torch.cat(scores_of_parts)
     chosen, rejected = scores[batch.chosen], scores[batch.rejected]
     loss = pairwise_loss(
         chosen, rejected, margins.to(chosen) if margins is not None else None, totals.rows
@@ -356,8 +309,9 @@ def imitation_loss(
     total: int,
     logits_bytes: int = LOGITS_BYTES,
 ) -> Tensor:
-    """Language-model loss on the *chosen* replies alone, from the hidden states of all: (rows, L,
-    H) each -> ().
+    """Language-model loss on the *chosen* replies alone, from the hidden states of all.
+
+    Shapes: (rows, L, H) each -> ().
 
     Args:
         hidden: Those of each micro-batch of ``batch``.
@@ -369,9 +323,10 @@ def imitation_loss(
     for states, part in zip(hidden, batch.micro_batches, strict=True):
         own = ((batch.chosen >= first) & (batch.chosen < first + len(states))).nonzero().squeeze(1)
         rows = batch.chosen[own] - first
-        pair, column = part.sequences.select[rows].nonzero(as_tuple=True)
+        pair, column = part.select[rows].nonzero(as_tuple=True)
         predicting.append(states[rows[pair], column])
-        targets += [token for i in own.tolist() for token in pairs[i].chosen]
+        for number in own.tolist():
+            targets.extend(pairs[number].chosen)
         first += len(states)
     # Joined before the unembedding: every rank gathers it once, also one with a micro-batch of
     # rejected replies alone.

@@ -39,7 +39,6 @@ CASES = (
     "sft",
     "reward",
     "reward_in_micro_batches",
-    "reward_in_micro_batches_of_prefixes",
     "critic",
     "ppo",
 )
@@ -139,7 +138,6 @@ def train(
     runners: dict[str, Callable[..., Any]] = {
         "sft": _sft, "reward": _reward, "critic": _critic, "ppo": _ppo,
         "reward_in_micro_batches": partial(_reward, **CUT),
-        "reward_in_micro_batches_of_prefixes": partial(_reward, **CUT, prefix_sharing=True),
     }  # fmt: skip
     engines, figures = runners[case](tiny, make, lr, steps, stored)
     return engines, figures

@@ -18,8 +18,8 @@ from unit.ppo.tiny import make_tiny
 from rlhf_core.config.base import BaseConfig
 from rlhf_core.errors import ModelError
 from rlhf_core.models.causal_lm import load_policy, new_model, save_policy, train_tokenizer
-from rlhf_core.models.computed_buffers import require_computed_buffers
 from rlhf_core.models.forward import hidden_states, selected_logits
+from rlhf_core.models.given import require_computed_buffers
 from rlhf_core.models.heads import ActorCritic, ScalarModel
 from rlhf_core.models.precision import (
     Float32Linear,

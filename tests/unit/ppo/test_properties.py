@@ -28,7 +28,7 @@ from unit.ppo.tiny import (
 )
 
 from rlhf_core.config.ppo import PpoConfig
-from rlhf_core.models import openblas_linear
+from rlhf_core.models import kernels
 from rlhf_core.ppo.actor_critic import ActorCriticPair
 from rlhf_core.ppo.advantages import gae, masked_whiten
 from rlhf_core.ppo.experience import Experience
@@ -433,7 +433,7 @@ def test_reads_do_not_grow_with_micro_batches(
     experience: Experience, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(
-        openblas_linear, "openblas_pays", lambda: False
+        kernels, "openblas_pays", lambda: False
     )  # NumPy, which it is part of, reads tensors
     whole = reads_of_an_update(experience, rows=len(experience))
     assert sorted(reads_of_an_update(experience, rows=1)) == sorted(whole)

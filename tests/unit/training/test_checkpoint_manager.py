@@ -24,9 +24,10 @@ from safetensors.torch import load_file
 from rlhf_core.errors import CheckpointError
 from rlhf_core.runtime import distributed
 from rlhf_core.runtime import machine as host_memory
-from rlhf_core.training.checkpoints import consolidate, host_copies
+from rlhf_core.training.checkpoints import checkpoint, consolidate
 from rlhf_core.training.checkpoints import manager as module
 from rlhf_core.training.checkpoints.checkpoint import (
+    HostCopies,
     Piece,
     SavedTensors,
     load_latest,
@@ -34,7 +35,6 @@ from rlhf_core.training.checkpoints.checkpoint import (
     verified,
     write_pieces,
 )
-from rlhf_core.training.checkpoints.host_copies import HostCopies
 from rlhf_core.training.checkpoints.manager import CheckpointManager
 from rlhf_core.training.rng import derive_seed, rng_state, seed_everything, set_rng_state
 
@@ -384,13 +384,13 @@ def test_memory_that_is_refused_is_no_room(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(torch.Tensor, "clone", refused)
     copied, uncopied = HostCopies().copy(whole(w=torch.ones(2)))
     assert copied == {} and [list(group) for group in uncopied] == [["w"]]
-    assert host_copies.bytes_of(uncopied[0]["w"]) == 8
+    assert checkpoint.bytes_of(uncopied[0]["w"]) == 8
 
 
 def test_pieces_that_must_be_copied_to_be_written_are_in_small_groups(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(host_copies, "STREAM_BYTES", 40)
+    monkeypatch.setattr(checkpoint, "STREAM_BYTES", 40)
     monkeypatch.setattr(HostCopies, "_room", lambda self: -1)
     transposed = torch.ones(2, 2).t()  # 16 bytes each
     state = whole(

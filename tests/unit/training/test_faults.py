@@ -27,8 +27,7 @@ from rlhf_core.runtime.preemption import PreemptionSignal
 from rlhf_core.stages.runtime.runner import run_stage
 from rlhf_core.storage.files import sha256_file
 from rlhf_core.training.checkpoints import manager
-from rlhf_core.training.checkpoints.checkpoint import load_latest
-from rlhf_core.training.checkpoints.host_copies import HostCopies
+from rlhf_core.training.checkpoints.checkpoint import HostCopies, load_latest
 from rlhf_core.training.engine.base import LocalEngine, StepResult
 
 ROOT = Path(__file__).resolve().parents[3]

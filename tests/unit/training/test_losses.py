@@ -14,7 +14,7 @@ from unit.training.tiny import SHAPE
 
 from rlhf_core.config.model import SamplingConfig
 from rlhf_core.config.reward import PairBatchConfig, RewardConfig
-from rlhf_core.data.batches import TokenisedPair, partitions
+from rlhf_core.data.batches import TokenisedPair, pair_sequences, partitions
 from rlhf_core.data.encoding import left_pad, right_pad
 from rlhf_core.data.schema import Demonstration, Message
 from rlhf_core.models.causal_lm import new_model, train_tokenizer
@@ -27,7 +27,6 @@ from rlhf_core.training.reward.trainer import (
     PairBatches,
     pair_batch,
     pair_loss,
-    row_lengths,
     score_pairs,
 )
 from rlhf_core.training.sft import example_batch, mean_reply_loss, reply_loss, sample_replies
@@ -168,7 +167,7 @@ def test_a_sequence_that_pairs_share_stands_in_a_batch_once() -> None:
     ]
     pairs.append(TokenisedPair(2, prompt, [11, 4], best))
     batch = pair_batch(pairs, 0, CPU, PairBatchConfig(group_prompts=True))
-    assert [part.sequences.input_ids.shape[0] for part in batch.micro_batches] == [3]
+    assert [part.input_ids.shape[0] for part in batch.micro_batches] == [3]
     assert (batch.chosen.tolist(), batch.rejected.tolist()) == ([0, 0, 1], [1, 2, 0])
 
 
@@ -177,21 +176,17 @@ def test_a_sequence_that_pairs_share_stands_in_a_batch_once() -> None:
     st.lists(st.tuples(sequence, sequence, sequence), min_size=2, max_size=6),
     st.integers(2, 4),
     st.booleans(),
-    st.booleans(),
 )
-def test_parts_and_shared_prompts_change_neither_loss_nor_gradient(
-    scalar, rows, count, share, prefix_sharing
+def test_parts_and_shared_sequences_change_neither_loss_nor_gradient(
+    scalar, rows, count, share
 ) -> None:  # type: ignore[no-untyped-def]
     pairs = [
         TokenisedPair(i, *row) for i, row in enumerate([*rows, rows[0], (rows[0][0], *rows[1][1:])])
     ]
     totals = StepTotals(len(pairs), sum(len(pair.chosen) for pair in pairs))
     margins = torch.linspace(-1, 1, len(pairs), dtype=torch.float64)
-    batch, apart = (
-        PairBatchConfig(group_prompts=share, prefix_sharing=prefix_sharing),
-        PairBatchConfig(),
-    )
-    lengths = row_lengths(pairs, batch)
+    batch, apart = PairBatchConfig(group_prompts=share), PairBatchConfig()
+    lengths = pair_sequences(pairs, share).lengths
     parts = partitions(lengths, min(count, len(lengths)))[-1].micro_batches
     measured = []
     for used, micro_batches in (

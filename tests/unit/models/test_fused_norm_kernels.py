@@ -22,8 +22,8 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from rlhf_core.api.inputs import evaluating
 from rlhf_core.errors import ModelError
-from rlhf_core.models.fused_norms import FusedNorm, fuse_norms, fused_norms
 from rlhf_core.models.io import require_same
+from rlhf_core.models.kernels import FusedNorm, kernels_inside, use_kernels
 
 IDS = torch.arange(12).view(2, 6) + 4
 
@@ -48,8 +48,8 @@ def fused_in(model: torch.nn.Module) -> int:
 def test_which_norms_are_fused(name: str, norms: int) -> None:
     model = tiny_causal_lm(name)
     names, before = list(model.state_dict()), model(IDS).logits
-    fuse_norms(model)
-    fuse_norms(model)
+    use_kernels(model)
+    use_kernels(model)
     assert fused_in(model) == norms, (
         "Gemma's add 1 to the weight, GPT-2's take the mean from the input"
     )
@@ -62,13 +62,13 @@ def test_a_norm_of_ones_that_adds_one_to_its_weight_is_told_apart() -> None:
     for module in model.modules():
         if type(module).__name__.endswith("RMSNorm"):
             torch.nn.init.zeros_(module.weight)
-    fuse_norms(model)
+    use_kernels(model)
     assert not fused_in(model)
 
 
 def test_copies_are_fused_too() -> None:
     model = tiny_causal_lm("llama")
-    fuse_norms(model)
+    use_kernels(model)
     twin = copy.deepcopy(model)
     assert fused_in(twin) == 5 and torch.equal(twin(IDS).logits, model(IDS).logits)
     assert not {id(one) for one in twin.parameters()} & {id(one) for one in model.parameters()}
@@ -76,7 +76,7 @@ def test_copies_are_fused_too() -> None:
 
 def test_a_pickle_names_the_librarys_class_of_a_norm() -> None:
     model = tiny_causal_lm("llama")
-    fuse_norms(model)
+    use_kernels(model)
     written = pickle.dumps(model)
     assert b"LlamaRMSNorm" in written and b"FusedLlama" not in written, (
         "no module has a class of that name"
@@ -86,7 +86,7 @@ def test_a_pickle_names_the_librarys_class_of_a_norm() -> None:
 def test_models_without_weights_are_fused_by_their_class() -> None:
     with torch.device("meta"):
         model = tiny_causal_lm("llama")
-    fuse_norms(model)
+    use_kernels(model)
     assert fused_in(model) == 5
 
 
@@ -140,7 +140,7 @@ def test_norms_that_compute_something_else_stay_and_change_nothing_for_others(
     )(8)
     expected = None if name == "spread over GPUs" else other(hidden)
     for norm in (other, same) if other_first else (same, other):
-        fuse_norms(norm)
+        use_kernels(norm)
     assert (fused_in(other), fused_in(same)) == (0, 1)
     assert expected is None or torch.equal(other(hidden), expected)
 
@@ -151,7 +151,7 @@ def test_a_norm_takes_its_other_arguments_and_its_hooks_see_no_trial() -> None:
     hidden, gate = torch.randn(2, 3, 8)
     expected = norm(hidden, gate), norm(hidden)
     seen.clear()
-    fuse_norms(norm)
+    use_kernels(norm)
     assert fused_in(norm) and not seen
     assert torch.equal(norm(hidden, gate=gate), expected[0]) and torch.equal(
         norm(hidden), expected[1]
@@ -170,11 +170,11 @@ EXPORTED: dict[str, Callable[..., Callable[..., torch.Tensor]]] = {
 @pytest.mark.parametrize("name", EXPORTED)
 def test_a_trained_model_can_be_exported_and_compiled(name: str) -> None:
     norm, hidden = tiny_causal_lm("llama").model.norm, torch.randn(2, 3, 32)
-    fuse_norms(norm)
+    use_kernels(norm)
     assert torch.allclose(EXPORTED[name](norm, hidden)(hidden), norm(hidden))
 
 
-@pytest.mark.parametrize("block", [fused_norms, evaluating])
+@pytest.mark.parametrize("block", [kernels_inside, evaluating])
 def test_a_callers_model_gets_its_own_norms_back(
     block: Callable[..., AbstractContextManager[None]],
 ) -> None:
@@ -190,7 +190,7 @@ def test_a_callers_model_gets_its_own_norms_back(
 def test_a_norm_that_was_exchanged_is_not_saved_as_the_configurations(tmp_path: Path) -> None:
     model = tiny_causal_lm("gemma", tie_word_embeddings=False)
     model.model.norm = LlamaRMSNorm(32)
-    fuse_norms(model)
+    use_kernels(model)
     model.config.save_pretrained(tmp_path)
     save_file(model.state_dict(), tmp_path / "model.safetensors")
     with pytest.raises(ModelError):
