@@ -199,9 +199,9 @@ def doctor(run: Acceptance) -> dict[str, Any]:
 
 def limits(run: Acceptance) -> dict[str, Any]:
     """What the GPU reaches in bfloat16 matrix products and in copies of its memory."""
-    imports = "import torch; from benchmarks.ppo_throughput.roofline import Device"
+    imports = "import torch; from benchmarks.harness import measured_device"
     dtype = "float32" if run.dry else "bfloat16"  # which most CPUs emulate
-    found: dict[str, Any] = run.evaluated(imports, f"vars(Device.measured(torch.{dtype}))")
+    found: dict[str, Any] = run.evaluated(imports, f"vars(measured_device(torch.{dtype}))")
     flops, bandwidth = found["flops"], found["bandwidth"]
     if not run.dry:
         run.require(

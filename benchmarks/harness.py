@@ -16,6 +16,8 @@ from typing import IO
 import torch
 
 from rlhf_core.models.kernels import linear
+from rlhf_core.runtime import distributed
+from rlhf_extras.memory.roofline import Device
 
 LAST_WORDS = 2000  # characters of a failed process's log
 
@@ -56,6 +58,20 @@ def matmul_flops(
     """
     left, right = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
     return 2 * size**3 / seconds(lambda: linear(left, right), repeats)
+
+
+def measured_device(dtype: torch.dtype) -> Device:
+    """The limits of this process's device: a product of large square matrices, and a copy larger
+    than its caches.
+    """
+    device = distributed.device()
+    on_gpu = device.type == "cuda"
+    size, length = (8192, 1 << 28) if on_gpu else (2048, 1 << 26)
+    source, target = (torch.zeros(length, dtype=torch.float32, device=device) for _ in range(2))
+    flops = matmul_flops(size, 10, dtype, device)
+    copy = seconds(lambda: target.copy_(source), 10)
+    name = torch.cuda.get_device_name() if on_gpu else f"CPU, {torch.get_num_threads()} threads"
+    return Device(name, flops, 2 * source.nbytes / copy)
 
 
 def in_turn(runs: Sequence[Run], repeats: int) -> list[list[float]]:

@@ -25,7 +25,7 @@ from flows.commands.options import (
 )
 from rlhf_core import __version__
 from rlhf_core import cli as core
-from rlhf_core.commands.data import JsonOption, print_json
+from rlhf_core.commands.data import JsonOption, ProbeOption, print_json
 from rlhf_core.commands.plugged import PluggedGroup
 from rlhf_core.errors import (
     EXIT_INTERRUPTED,
@@ -210,10 +210,12 @@ def init(
             help="Go on from a registered policy, by its settings.",
         ),
     ] = None,
+    probe: ProbeOption = True,
 ) -> None:
     """Create a workspace: params.yaml with its comments, dvc.yaml, a DVC root.
 
-    Where there are files of pairs, what so many can show is forecast, and too few are refused.
+    Where there are files of pairs, what so many can show is forecast, and too few are refused. How
+    long a run takes on this machine is forecast too.
 
     Examples:
     $ rlhf init my-run --data pairs.jsonl --model models/my-model
@@ -251,6 +253,8 @@ def init(
             function, profile = init_checker.given_function(reward), profile or init_checker.PROFILE
             settings = [*init_checker.checker_settings(prompts, function), *settings, *(sets or [])]
             shown = init_checker.require_enough_prompts(folder, profile, settings, function)
+            hours = forecast_of(folder, profile, settings, probe=probe)
+            shown = "\n".join(filter(None, (shown, hours)))
         else:
             if origin:
                 before = predecessor(origin)
@@ -258,7 +262,7 @@ def init(
                 settings += before.settings
                 shown = f"it goes on from {before.name}, which the new policy is compared with\n"
             settings += sets or []
-            shown += forecast_of(folder, profile, settings, recipe)
+            shown += forecast_of(folder, profile, settings, recipe, probe=probe)
         workspace = initialise(folder, profile, settings, cache=cache, recipe=recipe)
         if function is not None:
             function.copy_into(workspace)
@@ -270,6 +274,34 @@ def init(
     if shown:
         typer.echo(shown.rstrip())
     typer.echo(step)
+
+
+@app.command()
+def gc(
+    workspace: Workspace = NEAREST,
+    days: Annotated[
+        int, typer.Option(min=0, help="A trial that was not used for so many days goes.")
+    ] = 30,
+    yes: Annotated[bool, typer.Option("--yes", help="Delete what goes, without asking.")] = False,
+) -> None:
+    """List what a workspace keeps that nothing needs any more, or delete it.
+
+    That is: partial states of earlier settings, trials (`rlhf run --profile`, `--set`) that were not used
+    for long and of which no registered version has an alias, and what neither the workspace nor a
+    trial, branch or tag needs of the DVC cache. While a run or a stage works there, nothing is
+    deleted.
+
+    Examples:
+    $ rlhf gc
+    $ rlhf gc --days 7 --yes
+    """
+    with busy("looking through partial states, trials and the DVC cache"):
+        from flows.commands.gc import collect_garbage, garbage_text
+        from flows.commands.text import fitted
+
+        found, cache = collect_garbage(workspace, days=days, delete=yes)
+        text = garbage_text(workspace, found, cache, deleted=yes)
+    typer.echo(fitted(text))
 
 
 # Every option is the study's own, --help included.
@@ -420,8 +452,11 @@ def logs(
 
 
 @app.command()
-def doctor(workspace: AnyFolder = None, as_json: JsonOption = False) -> None:
-    """Check the installation and the workspace, and say what is missing or misconfigured.
+def doctor(
+    workspace: AnyFolder = None, probe: ProbeOption = True, as_json: JsonOption = False
+) -> None:
+    """Check the installation and the workspace, and say what is missing or misconfigured, and how
+    long a run takes on this machine.
 
     Exit codes: 0 no check failed (warnings do not count), 2 one did.
     """
@@ -437,7 +472,7 @@ def doctor(workspace: AnyFolder = None, as_json: JsonOption = False) -> None:
             folder: Path | None = find_workspace(workspace)
         except RlhfError:
             folder = workspace  # the machine is checked all the same, and the report says that there is no workspace
-        results = check(folder)
+        results = check(folder, probe=probe)
     failed = failures(results)
     if as_json:
         checks = [asdict(result) for result in results]

@@ -14,7 +14,7 @@ import os
 import sys
 import tempfile
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from statistics import median
@@ -26,7 +26,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.ppo_throughput.roofline import PHASES, Device, Iteration
+from benchmarks.harness import measured_device
 from benchmarks.random_models import Subject, bare_trainer, frozen_scalar, launch_of, new_learner
 from rlhf_core.config.loading import check_params
 from rlhf_core.config.params import Params
@@ -42,11 +42,14 @@ from rlhf_core.sampling.vllm import opened_sampler
 from rlhf_core.storage.files import atomic_write_json
 from rlhf_core.training.engine.frozen import FrozenModels
 from rlhf_core.training.run_context import RunContext
+from rlhf_core.workload import DataShape, Work, ppo_iteration
 from rlhf_extras.memory.architecture import Architecture, starting_architecture
 from rlhf_extras.memory.command import PlanRequest
+from rlhf_extras.memory.roofline import Roofline
 
 ROOT = Path(__file__).resolve().parents[2]
 ENDLESS = 1_000_000  # iterations: more than are made
+PHASES = ("generation", "forward", "rewards", "update")
 
 
 def main() -> int:
@@ -97,35 +100,45 @@ def _measured(given: argparse.Namespace, work: Path) -> dict[str, Any]:
         params, starting_architecture(params.base, ROOT, given.config), given.prompt, given.reply
     )
     precision = weights_precision(params.base.dtype)
-    device = Device.measured(getattr(torch, precision))
+    device = measured_device(getattr(torch, precision))
     times = _times(subject, given.iterations, work)
     seconds = times["seconds"]
-    iteration = Iteration.of(
-        subject.params, subject.architecture, given.prompt, given.reply, processes
+    passes = ppo_iteration(
+        subject.params, DataShape(given.prompt, given.reply, given.prompt + given.reply)
     )
-    # FLOP of the model on its tokens, what is computed twice counted once, as shares of the
-    # device's limit.
-    flops = {
-        "generation": iteration.policy.forward(iteration.rows, iteration.length, iteration.reply),
-        "forward": iteration.scoring_flops(),
-        "rewards": iteration.reward_flops(),
-        "update": replace(iteration, recomputed=False).update_flops(),
-    }
+    roofline = Roofline(
+        subject.architecture,
+        precision,
+        launch_of(subject.params, "ppo").gradient_checkpointing,
+        processes,
+    )
+    least = roofline.phases(passes, device)
+    rows = subject.params.ppo.batch_size // processes
     return {
         "model": str(given.config or params.base.source),
         "precision": precision,
         "processes": processes,
-        "rows": iteration.rows,
+        "rows": rows,
         "prompt": given.prompt,
         "reply": given.reply,
         "device": asdict(device),
         **times,
-        "tokens_per_second": iteration.tokens / seconds["iteration"],
-        "matmul_shares": {name: flops[name] / seconds[name] / device.flops for name in PHASES},
-        "roofline_shares": {
-            name: least / seconds[name] for name, least in iteration.roofline(device).items()
+        "tokens_per_second": rows * (given.prompt + given.reply) / seconds["iteration"],
+        "matmul_shares": {
+            name: _flops(replace(roofline, recomputed=False), passes, name)
+            / seconds[name]
+            / device.flops
+            for name in PHASES
         },
+        "roofline_shares": {name: least[name] / seconds[name] for name in PHASES},
     }
+
+
+def _flops(roofline: Roofline, passes: Sequence[Work], phase: str) -> float:
+    """FLOP of the model on its tokens, what is computed twice counted once; of a generation those of
+    its replies.
+    """
+    return sum(roofline.flops(one) for one in passes if one.phase == phase)
 
 
 def _subject(params: Params, architecture: Architecture, prompt: int, reply: int) -> Subject:

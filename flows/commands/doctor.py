@@ -44,6 +44,7 @@ from rlhf_core.storage.data_files import expand, is_url
 from rlhf_core.storage.files import scratch_folder
 from rlhf_core.tracking.delivery import address
 from rlhf_core.tracking.stage_run import require_database
+from rlhf_core.workload import steps_short_of_rows
 
 if TYPE_CHECKING:
     from packaging.requirements import Requirement
@@ -287,7 +288,7 @@ def workspace_checks(workspace: Path | None, opens_files: bool = True) -> Iterat
     if free >= 2:
         yield DoctorCheck(OK, "disk", f"{free:.1f} GiB free")
     else:
-        remedy = "`dvc gc --workspace` drops old results from the cache"
+        remedy = "`rlhf gc` shows what it would free"
         yield DoctorCheck(FAIL if free < 0.5 else WARN, "disk", f"{free:.1f} GiB free", remedy)
     if not (workspace / "dvc.yaml").is_file():
         yield DoctorCheck(
@@ -324,6 +325,7 @@ def workspace_checks(workspace: Path | None, opens_files: bool = True) -> Iterat
     yield from _sources(workspace, params, opens_files)
     if opens_files:
         yield from pair_checks(workspace, params)
+        yield from rank_checks(params)
         yield base_model_check(workspace, params.base.source, params.base.revision)
     yield from _reward_sources(workspace, params)
     yield from gate_checks(params.gates)
@@ -427,6 +429,22 @@ def pair_checks(workspace: Path, params: Params) -> Iterator[DoctorCheck]:
             yield DoctorCheck(WARN, "pairs", found.conclusion, remedy)
         else:
             yield DoctorCheck(OK, "pairs", found.conclusion)
+
+
+def rank_checks(params: Params) -> Iterator[DoctorCheck]:
+    """Warn of stages with fewer rows in a step than ranks."""
+    for warning in steps_short_of_rows(params):
+        yield DoctorCheck(WARN, "ranks", warning)
+
+
+def time_check(workspace: Path, params: Params) -> Iterator[DoctorCheck]:
+    """Say how long a run takes on this machine, where that can be tried in seconds."""
+    from rlhf_core.forecast import forecast_of_workspace
+    from rlhf_core.probe import forecast_time
+
+    hours = forecast_time(workspace, params, forecast_of_workspace(workspace, params))
+    if hours is not None:
+        yield DoctorCheck(OK, "time", hours.conclusion)
 
 
 def _reward_sources(workspace: Path, params: Params) -> Iterator[DoctorCheck]:
@@ -541,12 +559,19 @@ def _source(workspace: Path, name: str, pattern: str) -> DoctorCheck:
 MARKS = {OK: "ok  ", WARN: "warn", FAIL: "FAIL"}
 
 
-def doctor(workspace: Path | None = None) -> list[DoctorCheck]:
+def doctor(workspace: Path | None = None, *, probe: bool = False) -> list[DoctorCheck]:
     """Check the machine, the services and, if there is one, the workspace.
 
     Nothing is changed, but for a temporary file that tests whether the workspace can be written to.
+
+    Args:
+        probe: Try passes on this machine, to say how long a run takes.
     """
-    return [*machine_checks(), *service_checks(), *workspace_checks(workspace)]
+    checks = [*machine_checks(), *service_checks(), *workspace_checks(workspace)]
+    if probe and workspace is not None and not failures(checks):
+        with suppress(RlhfError):  # of a folder that is no workspace
+            checks += time_check(workspace, load_params(workspace))
+    return checks
 
 
 def failures(checks: Sequence[DoctorCheck]) -> int:

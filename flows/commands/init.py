@@ -105,9 +105,19 @@ def refuse_absent(data: Sequence[str], model: str | None) -> None:
 
 
 def forecast_of(
-    folder: Path, profile: str | None, sets: Sequence[str], recipe: Path | None = None
+    folder: Path,
+    profile: str | None,
+    sets: Sequence[str],
+    recipe: Path | None = None,
+    *,
+    probe: bool = True,
 ) -> str:
-    """Say what the pairs of a new workspace are enough for; nothing if they cannot be read here.
+    """Say what the pairs of a new workspace are enough for, and how long its run takes.
+
+    Where they cannot be read here, nothing is said.
+
+    Args:
+        probe: Try passes on this machine.
 
     Raises:
         RlhfError: A stage or the reward gate would refuse so few pairs, or a parameter is wrong.
@@ -119,11 +129,16 @@ def forecast_of(
     seen_here = rebase_sources(text, folder.resolve(), Path.cwd())
     params = check_params(yaml_text.plain(yaml_text.parse(seen_here, PARAMS_FILE)))
     found = forecast_of_files(Path.cwd(), params)
-    if found is None:
-        return ""
-    if found.refusal:
+    if found is not None and found.refusal:
         raise RlhfError(f"{found.refusal}; nothing was made")
-    return as_text(found)
+    lines = [] if found is None else [as_text(found)]
+    if probe:
+        from rlhf_core.probe import forecast_time, time_text
+
+        hours = forecast_time(folder, params, found, Path.cwd())
+        if hours is not None:
+            lines.append(time_text(hours))
+    return "\n".join(lines)
 
 
 def next_step(workspace: Path) -> str:

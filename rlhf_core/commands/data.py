@@ -87,6 +87,12 @@ TokenizerOption = Annotated[
         "--tokenizer", help="Folder, .gguf file or hub id of a model to count tokens with."
     ),
 ]
+ProbeOption = Annotated[
+    bool,
+    typer.Option(
+        "--probe/--no-probe", help="Try passes for seconds, to forecast how long a run takes."
+    ),
+]
 WorkspaceOption = Annotated[
     Path | None,
     typer.Option(
@@ -175,15 +181,16 @@ def validate(
         typer.Option("--output", "-o", help="Folder for all that the stages write; new or empty."),
     ] = None,
     tokenizer: TokenizerOption = None,
+    probe: ProbeOption = True,
     as_json: JsonOption = False,
 ) -> None:
     """Check data files as the pipeline would: what is kept, what is refused why and in which line,
     the data gate.
 
     The rows go through the stages collect and validate, kinds that are missing are derived from
-    preferences, and the data gate is decided; of pairs, what so many can show is forecast. Nothing
-    is trained, and no workspace is needed. With --output the clean rows, the quarantine, the data
-    docs and the gate's evidence are kept.
+    preferences, and the data gate is decided; of pairs, what so many can show is forecast, and how
+    long a run takes on this machine. Nothing is trained, and no workspace is needed. With --output
+    the clean rows, the quarantine, the data docs and the gate's evidence are kept.
 
     Exit codes: 0 the data gate would open, 3 it would not, 2 a file cannot be read at all.
 
@@ -220,12 +227,24 @@ def validate(
         found = forecast.forecast_of_workspace(
             folder, params.model_copy(update={"collect": collect}), Path.cwd()
         )
+        hours = None
+        if probe and found is not None:
+            from rlhf_core.probe import forecast_time, time_text
+
+            hours = forecast_time(folder, params, found, root)
     if as_json:
-        print_json(checked.as_dict() | ({} if found is None else {"forecast": found.as_dict()}))
+        document = checked.as_dict()
+        if found is not None:
+            document |= {"forecast": found.as_dict()}
+        if hours is not None:
+            document |= {"hours": hours.as_dict()}
+        print_json(document)
     else:
         print_text(as_text(checked, terminal_width()))
         if found is not None:
             print_text("\n" + forecast.as_text(found))
+        if hours is not None:
+            print_text(time_text(hours))
     raise typer.Exit(EXIT_OK if checked.passed else EXIT_GATE_FAILED)
 
 

@@ -21,6 +21,9 @@ from rlhf_core.config.model import (
     Strict,
 )
 
+# Held-out pairs that a training on pairs is measured on while it runs.
+CURVE_PAIRS = 512
+
 
 def _leave_room(shares: dict[str, float]) -> dict[str, float]:
     for name, share in shares.items():

@@ -18,6 +18,7 @@ from transformers import PreTrainedModel
 
 from rlhf_core.config.model import LoraConfig
 from rlhf_core.config.policy import DpoConfig
+from rlhf_core.config.reward import CURVE_PAIRS
 from rlhf_core.data.batches import TokenisedPair, pair_sequences, passes
 from rlhf_core.models.adapters import PeftAdapter, add_adapters, merge_adapters, peft_adapter
 from rlhf_core.models.causal_lm import say_router_loss
@@ -42,7 +43,6 @@ from rlhf_core.training.run_context import RunContext
 
 NAME = "dpo"
 SCORING_ROWS = 64
-CURVE_PAIRS = 512
 
 
 def implicit_rewards(policy: Tensor, reference: Tensor, beta: float) -> Tensor:

@@ -10,12 +10,14 @@ from typing import Any
 
 from rlhf_core.config.params import Params
 from rlhf_core.errors import RlhfError
+from rlhf_core.workload import PAIRED
 from rlhf_extras.memory.stages import StagePlan, plan_stage
 
 # A change that takes away less than this share of a phase's peak is not worth advising.
 WORTHWHILE = 0.02
 LORA_RANK = 16
-PAIRED = ("reward", "referee", "judge")
+# What every stage reads: advised once, for all of them.
+SHARED = ("base.dtype",)
 Changes = dict[str, Any]
 
 
@@ -76,6 +78,23 @@ def advise(plan: StagePlan) -> list[AdviceStep]:
     return _steps(plan, kept) or []
 
 
+def advise_all(plans: Sequence[StagePlan]) -> dict[str, list[AdviceStep]]:
+    """The advice on each stage that does not fit. A setting that all stages read comes first in each
+    as soon as one of them needs it, so that what a stage is told counts with it.
+    """
+    unfit = [plan for plan in plans if not plan.fits]
+    advice = {plan.stage: advise(plan) for plan in unfit}
+    shared: Changes = {}
+    for steps in advice.values():
+        for step in steps:
+            shared |= {path: step.changes[path] for path in SHARED if path in step.changes}
+    if shared:
+        for plan in unfit:
+            first = _steps(plan, [shared]) or []
+            advice[plan.stage] = [*first, *advise(first[-1].after if first else plan)]
+    return advice
+
+
 def _first_that_helps(before: StagePlan) -> AdviceStep | None:
     """The first change after which a phase that is too large is smaller, and none of those
     larger.
@@ -129,9 +148,9 @@ def _candidates(plan: StagePlan) -> Iterator[Changes]:
         yield from (deepspeed(zero=zero) for zero in range(layout.zero + 1, 3))
         if rolls_out and layout.frozen == "device":
             yield deepspeed(zero=max(layout.zero, 1), frozen="sharded")
+    yield {"base.dtype": "bfloat16"}
     if rolls_out:
         yield {f"{launch}.frozen": "offload"}
-    yield {"base.dtype": "bfloat16"}
     if layout.gpus > 1 and layout.zero < 3:
         yield deepspeed(zero=3)
     if not layout.offload_optimizer:

@@ -19,13 +19,16 @@ from rlhf_core.config.params import Params
 from rlhf_core.config.profiles import overlaid, overlays_of, overridden
 from rlhf_core.config.recipe import profiles_of
 from rlhf_core.errors import ConfigError, RlhfError
-from rlhf_core.forecast import Forecast, as_text, forecast_of_workspace
-from rlhf_extras.memory.advice import AdviceStep, adapter_settings, advise
+from rlhf_core.forecast import as_text, forecast_of_workspace
+from rlhf_core.probe import data_shape, forecast_time, time_text
+from rlhf_core.workload import DataShape, steps_short_of_rows, working_stages
+from rlhf_extras.memory.advice import SHARED, AdviceStep, adapter_settings, advise, advise_all
 from rlhf_extras.memory.architecture import starting_architecture
 from rlhf_extras.memory.dry_run import MEMORY_KINDS, MemoryUse, ModelVariant, model_size
 from rlhf_extras.memory.sequence_lengths import lengths_from_limits, lengths_of_workspace
 from rlhf_extras.memory.sharding import GIB, ParallelLayout, planned_precision
 from rlhf_extras.memory.stages import STAGES, EstimateInputs, StagePlan, plan_stages, planned_stages
+from rlhf_extras.memory.times import h100, stage_times, times_text
 
 MIB = 1 << 20
 # Of MEMORY_KINDS, short enough for a table of 80 columns.
@@ -33,6 +36,8 @@ COLUMNS = ("weights", "grads", "optim", "activ", "cache", "logits", "other", "to
 LARGER = "more or larger GPUs, or a smaller model"
 # What to change, by the stage that does not fit.
 Advice = Mapping[str, Sequence[AdviceStep]]
+# Key in JSON, text, and JSON of a further part of the answer.
+Section = tuple[str, str, dict[str, Any]]
 
 
 class MemoryExceeded(RlhfError):
@@ -121,11 +126,44 @@ class PlanRequest:
             lengths = replace(lengths, prompt=self.prompt_tokens)
         return plan_stages(EstimateInputs(params, architecture, lengths, self.root), self.stages)
 
-    def forecast(self) -> Forecast | None:
-        """What the pairs of the workspace are enough for; None for the synthetic world, or where
-        none can be read.
+    def sections(
+        self, plans: Sequence[StagePlan], *, on_gpus: bool = False, probe: bool = True
+    ) -> list[Section]:
+        """What else there is to say: what the pairs of the workspace are enough for, and how long
+        the stages take, on GPUs by projection or on this machine as tried.
+
+        Args:
+            on_gpus: Project the time on GPUs.
+            probe: Try passes on this machine, where the plan is not for a GPU of known memory.
         """
-        return forecast_of_workspace(self.root, self.params)
+        found: list[Section] = []
+        inputs = plans[0].inputs
+        params = inputs.params
+        pairs = forecast_of_workspace(self.root, params)
+        if pairs is not None:
+            found.append(("pairs", as_text(pairs), pairs.as_dict()))
+        if on_gpus:
+            found.append(
+                self._time_on_gpus(inputs, data_shape(self.root, params, pairs, self.root))
+            )
+        elif probe and inputs.limit is None and not self.config:
+            here = forecast_time(self.root, params, pairs)
+            if here is not None:
+                found.append(("hours", time_text(here), here.as_dict()))
+        return found
+
+    def _time_on_gpus(self, inputs: EstimateInputs, data: DataShape | None) -> Section:
+        params, lengths = inputs.params, inputs.lengths
+        source = "the mean lengths of a sample of the data"
+        if data is None or self.prompt_tokens is not None:
+            source = f"full length, by {lengths.source}"
+            data = DataShape(lengths.prompt, params.ppo.max_new_tokens, lengths.ptx.width)
+        working = working_stages(params)
+        stages = [name for name in working if name in self.stages] if self.stages else working
+        device = h100(params)
+        found = stage_times(params, inputs.architecture, data, stages, device)
+        document = {one.stage: one.as_dict() for one in found}
+        return "time", times_text(found, device, source), document
 
     def check(self) -> str:
         """One line that says that the stages fit, or that nothing is known against it;
@@ -158,17 +196,16 @@ def worst(plans: Sequence[StagePlan]) -> StagePlan:
 
 
 def describe(
-    plans: Sequence[StagePlan], pairs: Forecast | None = None, *, as_json: bool = False
+    plans: Sequence[StagePlan], sections: Sequence[Section] = (), *, as_json: bool = False
 ) -> str:
-    """The whole plan with advice, and what the pairs are enough for, as a table or as JSON."""
-    advice = {plan.stage: advise(plan) for plan in plans if not plan.fits}
+    """The whole plan with advice, ranks that have no rows, and further parts, as text or as JSON."""
+    advice = advise_all(plans)
+    idle = steps_short_of_rows(plans[0].inputs.params)
     if as_json:
-        document = plan_json(plans, advice)
-        if pairs is not None:
-            document["pairs"] = pairs.as_dict()
-        return json.dumps(document, indent=2)
-    text = plan_text(plans, advice)
-    return text if pairs is None else f"{text}\n\n{as_text(pairs)}"
+        document = plan_json(plans, advice) | {"ranks_without_rows": idle}
+        return json.dumps(document | {key: values for key, _, values in sections}, indent=2)
+    parts = [plan_text(plans, advice), *(text for _, text, _ in sections)]
+    return "\n\n".join([*parts, *(["\n".join(idle)] if idle else [])])
 
 
 def plan_text(plans: Sequence[StagePlan], advice: Advice) -> str:
@@ -195,7 +232,9 @@ def plan_text(plans: Sequence[StagePlan], advice: Advice) -> str:
         verdict += (
             f" It {'fits' if largest.fits else 'DOES NOT FIT'}: {share} of {_gpu_memory(inputs)}"
         )
-    changes = [_advice_text(stage, steps) for stage, steps in advice.items()]
+    shared, own = _shared_advice(advice)
+    changes = [shared] if shared else []
+    changes += [_advice_text(stage, steps, bool(shared)) for stage, steps in own.items()]
     return "\n\n".join([heading, *map(_stage_text, plans), verdict, *changes])
 
 
@@ -301,10 +340,36 @@ def _stage_text(plan: StagePlan) -> str:
     return "\n".join(lines)
 
 
-def _advice_text(stage: str, steps: Sequence[AdviceStep]) -> str:
+def _shared_advice(advice: Advice) -> tuple[str, Advice]:
+    """What is advised for several stages at once, and what is left for each of them; nothing where
+    only one does not fit.
+    """
+    firsts = {
+        stage: steps[0]
+        for stage, steps in advice.items()
+        if steps and set(steps[0].changes) <= {*SHARED}
+    }
+    if len(firsts) < 2:
+        return "", advice
+    text = f"for all stages: {next(iter(firsts.values())).assignments}"
+    fitting = [
+        f"{stage} ({gib(step.after.peak)})" for stage, step in firsts.items() if step.after.fits
+    ]
+    if fitting:
+        text += f"; so fit {', '.join(fitting)}"
+    left: dict[str, Sequence[AdviceStep]] = {}
+    for stage, steps in advice.items():
+        rest = steps[1:] if stage in firsts else steps
+        if rest or stage not in firsts or not firsts[stage].after.fits:
+            left[stage] = rest
+    return text, left
+
+
+def _advice_text(stage: str, steps: Sequence[AdviceStep], after_shared: bool = False) -> str:
     if not steps:
-        return f"{stage}: no setting helps; take {LARGER}"
-    lines = [f"to make {stage} fit, each with those before it:"]
+        return f"{stage}: no {'other ' if after_shared else ''}setting helps; take {LARGER}"
+    others = "with that, and " if after_shared else ""
+    lines = [f"to make {stage} fit, {others}each with those before it:"]
     for number, step in enumerate(steps, 1):
         lines.append(
             f"  {number}. {step.assignments}: {gib(step.after.peak)} ({step.after.worst_phase})"

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from rlhf_core.commands.data import WorkspaceOption
+from rlhf_core.commands.data import ProbeOption, WorkspaceOption
 from rlhf_core.errors import EXIT_OK, EXIT_USER_ERROR
 from rlhf_core.runtime.progress import busy
 
@@ -59,20 +59,27 @@ def plan(
     check: Annotated[
         bool, typer.Option("--check", help="Print one line; exit with 2 if it cannot fit.")
     ] = False,
+    time: Annotated[
+        bool, typer.Option("--time", help="Project the time of each stage on GPUs like an H100.")
+    ] = False,
+    probe: ProbeOption = True,
     as_json: Annotated[bool, typer.Option("--json", help="Print all numbers as JSON.")] = False,
 ) -> None:
-    """Estimate memory per GPU by model and phase of every training stage, and what to change when
-    it does not fit.
+    """Estimate memory per GPU by model and phase of every training stage, what to change when it
+    does not fit, and with --time how long each takes.
 
     The passes of each stage run on shapes alone: no weights are downloaded or loaded. Options stand
     for settings of every stage that is planned; those left out are as in params.yaml. Lengths come
     from the workspace's data; before there are any, and with --profile, --set or --config, from the
-    limits of the settings. For data from files it also forecasts what so many pairs can show.
+    limits of the settings. For data from files it also forecasts what so many pairs can show, and
+    where no GPU's memory is given, how long a run takes on this machine.
 
     Exit codes: 0 it fits or nothing is known against it, 2 it does not fit, or the settings are
     wrong.
 
-    Example: rlhf plan --profile paper-7b --gpus 8 --gpu-memory 80
+    Examples:
+    $ rlhf plan --profile paper-7b --gpus 8 --gpu-memory 80
+    $ rlhf plan --profile paper-7b --prompt-tokens 256 --time
     """
     with busy("running the stages on shapes, to see what memory they need"):
         from rlhf_core.stages.runtime.runner import workspace_root
@@ -97,6 +104,10 @@ def plan(
             root, ",".join(profiles or ()) or None, sets or (), stages or (), config, *options
         )
         plans = [] if check else request.plans()
-        answer = request.check() if check else describe(plans, request.forecast(), as_json=as_json)
+        if check:
+            answer = request.check()
+        else:
+            sections = request.sections(plans, on_gpus=time, probe=probe)
+            answer = describe(plans, sections, as_json=as_json)
     typer.echo(answer)
     raise typer.Exit(EXIT_OK if all(plan.fits for plan in plans) else EXIT_USER_ERROR)

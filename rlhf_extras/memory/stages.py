@@ -39,6 +39,7 @@ from rlhf_core.training.loop import ROOM
 from rlhf_core.training.reward.first_fits import rows_to_pool
 from rlhf_core.training.reward.trainer import rows_to_score
 from rlhf_core.training.sft import held_out_rows
+from rlhf_core.workload import working_stages
 from rlhf_extras.memory import passes
 from rlhf_extras.memory.architecture import Architecture, architecture_of_file
 from rlhf_extras.memory.dry_run import (
@@ -688,13 +689,10 @@ STAGES: dict[str, Callable[[StagePlan], None]] = {
 
 
 def planned_stages(params: Params) -> tuple[str, ...]:
-    """The stages that run a model: critic pre-training only where PPO's advantages need a
-    critic.
+    """The stages that run a model and whose memory is planned: all but the pre-training of one made
+    from nothing.
     """
-    with_critic = params.policy.method == "ppo" and not params.ppo.advantage.critic_free
-    untrained = ("sft",) if "gate-sft" in params.left_out else ()
-    names = (name for name in STAGES if name not in (*params.left_out, *untrained))
-    return tuple(name for name in names if name != "critic" or with_critic)
+    return tuple(name for name in working_stages(params) if name in STAGES)
 
 
 def plan_stages(inputs: EstimateInputs, stages: Sequence[str] = ()) -> list[StagePlan]:

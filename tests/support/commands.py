@@ -24,6 +24,8 @@ OFFLINE = {
     # a second one.
     "OMP_WAIT_POLICY": "PASSIVE",
     "OMP_NUM_THREADS": "1",
+    # Seconds in which passes are tried belong to no test but that of the forecast of time.
+    "RLHF_PROBE": "0",
 }
 
 

@@ -17,7 +17,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from rlhf_core.config.reward import PairBatchConfig, RewardConfig
+from rlhf_core.config.reward import CURVE_PAIRS, PairBatchConfig, RewardConfig
 from rlhf_core.data.batches import (
     PromptBatches,
     TokenisedPair,
@@ -94,7 +94,6 @@ def pair_batch(
 
 Rewards = npt.NDArray[np.float64]
 SCORING_ROWS, SCORING_TOKENS = 128, 16384
-CURVE_PAIRS = 512
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ import pytest
 import yaml
 from unit.memory import subjects
 
-from rlhf_extras.memory.advice import AdviceStep, advise
+from rlhf_extras.memory.advice import AdviceStep, advise, advise_all
 from rlhf_extras.memory.command import gib, plan_json, plan_text, refusal_line, worst
 from rlhf_extras.memory.stages import StagePlan, plan_stage, plan_stages
 
@@ -197,3 +197,17 @@ def test_table_and_json_say_the_same() -> None:
     assert (
         rows == [round(total, 1) for total in totals] and min(totals) > 100
     )  # two decimals are for smaller numbers
+
+
+@pytest.mark.slow
+def test_a_setting_of_all_stages_is_advised_once_and_before_offloading() -> None:
+    """1.7 billion parameters in float32 on 24 GB."""
+    source = {"source": "HuggingFaceTB/SmolLM2-1.7B", "dtype": "float32"}
+    plans = plan_stages(subjects.large(24, base=source), ["sft", "reward"])
+    advice = advise_all(plans)
+    assert set(advice) == {"sft", "reward"}
+    for steps in advice.values():
+        assert steps[0].changes == {"base.dtype": "bfloat16"}
+    text = plan_text(plans, advice)
+    assert text.count("base.dtype=bfloat16") == 1
+    assert text.index("for all stages: base.dtype=bfloat16") < text.index("offload")

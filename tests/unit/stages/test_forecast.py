@@ -218,7 +218,8 @@ def test_init_doctor_and_plan_say_the_same(
         assert f"{found.conclusion}; nothing was made" in str(made.exception)
     else:
         assert as_text(found) in made.stdout
-        assert PlanRequest(tmp_path / "run").forecast() == found
+        run = tmp_path / "run"
+        assert forecast_of_workspace(run, PlanRequest(run).params) == found
 
 
 @pytest.mark.slow

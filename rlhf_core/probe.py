@@ -1,0 +1,435 @@
+"""How long each stage takes on this machine: a few passes of the starting model's shape are tried,
+for seconds, and multiplied by what the settings ask for.
+
+``rlhf init``, ``rlhf doctor``, ``rlhf plan`` and ``rlhf data validate`` say it in the same words.
+Weights are random, lengths those of a sample of the data. What is not passes of a model counts as a
+few seconds a stage.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import time
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+
+from rlhf_core.config.base import BaseConfig
+from rlhf_core.config.loading import Params
+from rlhf_core.config.model import OptimizerConfig
+from rlhf_core.config.reward import RewardConfig
+from rlhf_core.data.batches import TokenisedPair
+from rlhf_core.data.collection.sources import source_chunks, source_files
+from rlhf_core.data.pair_counts import READERS
+from rlhf_core.data.schema import Preference, Prompt, read_rows
+from rlhf_core.errors import DataError, RlhfError
+from rlhf_core.forecast import Forecast, seed_of
+from rlhf_core.models.causal_lm import scratch_config
+from rlhf_core.models.gguf import gguf_config, is_gguf
+from rlhf_core.models.heads import ScalarModel
+from rlhf_core.models.precision import use_float32_unembedding, weights_precision
+from rlhf_core.runtime import distributed
+from rlhf_core.sampling.distribution import Sampling
+from rlhf_core.sampling.sampler import LocalSampler, PromptBatch, sample_replies
+from rlhf_core.training.engine.factory import build_engine
+from rlhf_core.training.examples import Example
+from rlhf_core.training.losses import StepTotals
+from rlhf_core.training.reward.trainer import pair_loss, score_pairs
+from rlhf_core.training.run_context import RunContext
+from rlhf_core.training.sft import example_batch, mean_reply_loss, reply_loss
+from rlhf_core.workload import (
+    PAIRED,
+    DataShape,
+    Work,
+    pairs_of_step,
+    work_of_stage,
+    working_stages,
+)
+from rlhf_core.world import corpus
+
+SWITCH = "RLHF_PROBE"  # 0: nothing is tried
+SAMPLE_ROWS = 200
+# Of English text in a byte-pair vocabulary; in UTF-8 a Chinese character counts as three bytes.
+BYTES_PER_TOKEN = 4
+# A model of more parameters is not built to be tried.
+MOST_PARAMETERS = 500_000_000
+# Floating-point operations of one tried pass, about: a second on two cores.
+PASS_FLOPS = 2e11
+LEAST_SECONDS = 0.3  # of one measurement, warmed up by one pass
+STAGE_SECONDS = 6.0  # start of a stage's process, loading and saving
+# Replies of a batch end one after another, the last one after so many times their mean length.
+LONGEST_REPLY = 2.5
+PAD, FIRST_ID = 0, 4
+SHORT, LONG = 2, 10  # tokens of the replies that are sampled to measure a token
+PROBED_PROMPT = 16
+Clock = Callable[[], float]
+
+
+@dataclass(frozen=True)
+class TimeForecast:
+    """Seconds of each stage alone on this machine.
+
+    Attributes:
+        seconds: By stage, in their order.
+        total: Of a whole run, with reward model, referee and judge side by side where settings ask
+            for that.
+        tried: Seconds that trying took.
+    """
+
+    seconds: Mapping[str, float]
+    total: float
+    tried: float
+
+    @property
+    def conclusion(self) -> str:
+        """All of it in one line."""
+        stages = ", ".join(f"{name} {duration(taken)}" for name, taken in self.seconds.items())
+        return f"about {duration(self.total)} on this machine: {stages}"
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return all of it as JSON values."""
+        return {"seconds": dict(self.seconds), "total": self.total, "tried": self.tried}
+
+
+def time_text(found: TimeForecast) -> str:
+    """Return the forecast as a line, with how it came about."""
+    return f"forecast of time: {found.conclusion} (passes of this model's shape, tried for {found.tried:.0f} s)"
+
+
+def duration(seconds: float) -> str:
+    """Return seconds in the unit that is easiest to read."""
+    if seconds < 90:
+        return f"{seconds:.0f} s"
+    return f"{seconds / 60:.0f} min" if seconds < 5400 else f"{seconds / 3600:.1f} h"
+
+
+def forecast_time(
+    workspace: Path,
+    params: Params,
+    pairs: Forecast | None = None,
+    base: Path | None = None,
+    clock: Clock = time.perf_counter,
+) -> TimeForecast | None:
+    """Say how long each stage takes here, under the settings of a workspace.
+
+    Args:
+        pairs: What is known of the number of pairs.
+        base: The folder that relative paths start at; by default the workspace.
+        clock: Returns seconds.
+
+    Returns:
+        None where it cannot be tried in seconds: the environment variable ``RLHF_PROBE`` is 0, the
+        model or the data are not here, or the model is too large.
+    """
+    base = base or workspace
+    if os.environ.get(SWITCH) == "0":
+        return None
+    with suppress(RlhfError, OSError, ValueError, RuntimeError):
+        config = _model_config(params.base, base)
+        data = data_shape(workspace, params, pairs, base)
+        if config is None or data is None:
+            return None
+        threads = torch.get_num_threads()
+        started = clock()
+        try:
+            torch.set_num_threads(params.compute.threads or threads)
+            machine = Machine.tried(config, params, data, clock)
+        finally:
+            torch.set_num_threads(threads)
+        return None if machine is None else machine.forecast(clock() - started)
+    return None
+
+
+def data_shape(
+    workspace: Path, params: Params, pairs: Forecast | None, base: Path
+) -> DataShape | None:
+    """Return the mean lengths of a sample of the data, by their bytes; None where none can be read
+    here.
+
+    Clean data of the workspace are read where there are some, else the files that settings name or
+    some rows of the synthetic world.
+    """
+    sample: list[tuple[str, tuple[str, ...]]] = []
+    with suppress(DataError):
+        sample = _sample(workspace, params, base)
+    if not sample:
+        return None
+    prompts = sum(_tokens(prompt) for prompt, _ in sample) / len(sample)
+    replies = [_tokens(reply) for _, texts in sample for reply in texts]
+    longest = params.ppo.max_new_tokens
+    reply = sum(replies) / len(replies) if replies else longest / 2
+    world = params.collect.source == "world"
+    count = pairs.pairs if pairs is not None else 1000
+    text = prompts + reply
+    if world:
+        count = params.collect.world.preferences
+        texts = corpus.pretrain(params.seed, SAMPLE_ROWS)
+        text = sum(_tokens(str(row["text"])) for row in texts) / len(texts)
+    split = params.validate_.split
+    return DataShape(
+        prompts,
+        min(reply, longest),
+        text,
+        demonstrations=max(round(count * split.validation), 1),
+        test_pairs=max(round(count * split.test), 1),
+        prompts=count,
+    )
+
+
+def _tokens(text: str) -> float:
+    """About how many tokens a text has, with those around a turn."""
+    return len(text.encode()) / BYTES_PER_TOKEN + 2
+
+
+def _sample(workspace: Path, params: Params, base: Path) -> list[tuple[str, tuple[str, ...]]]:
+    """Some rows as a prompt with its replies, of which there may be none."""
+    clean = workspace / "data" / "clean" / READERS["reward"] / "train.parquet"
+    if clean.is_file():
+        rows = [
+            vars(row)
+            for _, row in zip(range(SAMPLE_ROWS), read_rows(clean, Preference), strict=False)
+        ]
+    elif params.collect.source == "world":
+        rows = corpus.preferences(seed_of(params), SAMPLE_ROWS)
+    else:
+        files = params.collect.files
+        kind, sources = (
+            (Preference.KIND, files.preferences)
+            if params.collect.pairs
+            else (Prompt.KIND, files.prompts)
+        )
+        found = source_files(sources, base)
+        if not found or found[0].path is None:
+            return []
+        rows = next(iter(source_chunks(found[0], kind))).rows[:SAMPLE_ROWS]
+    sample = []
+    for row in rows:
+        prompt = " ".join(str(_content(message)) for message in row["prompt"])
+        replies = tuple(str(row[name]) for name in ("chosen", "rejected") if row.get(name))
+        sample.append((prompt, replies))
+    return sample
+
+
+def _content(message: Any) -> str:
+    return str(message["content"] if isinstance(message, Mapping) else message.content)
+
+
+def _model_config(base: BaseConfig, root: Path) -> PretrainedConfig | None:
+    """The starting model's configuration, if it is here; nothing is fetched."""
+    folder = root / Path(os.path.expanduser(base.source))
+    if base.source == "scratch":
+        return scratch_config(base, base.vocab_size, PAD, FIRST_ID - 1)
+    if is_gguf(folder):
+        return gguf_config(folder)
+    source = str(folder) if folder.is_dir() else base.source
+    with suppress(OSError, ValueError):
+        config: PretrainedConfig = AutoConfig.from_pretrained(
+            source, revision=base.revision, local_files_only=True, trust_remote_code=False
+        )
+        return config
+    return None
+
+
+@dataclass
+class Machine:
+    """What this machine does with models of one shape, as it was tried.
+
+    Attributes:
+        read: Seconds to read a token, by whether the model is a scalar one and its layers.
+        train: Seconds to train on a token, likewise.
+        step: Seconds of an optimiser step, likewise.
+        token: Seconds to sample one token of each row, as a part that every step takes, and one for
+            each row.
+    """
+
+    params: Params
+    data: DataShape
+    read: dict[tuple[bool, int | None], float] = field(default_factory=dict)
+    train: dict[tuple[bool, int | None], float] = field(default_factory=dict)
+    step: dict[tuple[bool, int | None], float] = field(default_factory=dict)
+    token: tuple[float, float] = (0.0, 0.0)
+
+    @classmethod
+    def tried(
+        cls, config: PretrainedConfig, params: Params, data: DataShape, clock: Clock
+    ) -> Machine | None:
+        """Try all kinds of passes that the settings ask for; None of a model that is too large."""
+        with torch.device("meta"):
+            parameters = AutoModelForCausalLM.from_config(
+                config, trust_remote_code=False
+            ).num_parameters()
+        if parameters > MOST_PARAMETERS:
+            return None
+        machine = cls(params, data)
+        with torch.random.fork_rng(devices=[]):
+            policy = AutoModelForCausalLM.from_config(
+                config, dtype=getattr(torch, weights_precision(params.base.dtype)),
+                attn_implementation="sdpa", trust_remote_code=False,
+            )  # fmt: skip
+            use_float32_unembedding(policy)
+            policy.to(distributed.device())
+            most = max(int(PASS_FLOPS / (6 * parameters * data.row)), 1)
+            machine._try_language_model(policy, most, clock)
+            kinds = {
+                one.layers
+                for stage in working_stages(params)
+                for one in work_of_stage(params, stage, data)
+                if one.scalar
+            }
+            for layers in sorted(kinds, key=str):
+                machine._try_scalar_model(policy, layers, most, clock)
+            machine._try_sampling(policy, most, clock)
+        return machine
+
+    def forecast(self, tried: float) -> TimeForecast:
+        """Multiply what was tried by the passes of each stage."""
+        found = {}
+        for stage in working_stages(self.params):
+            work = work_of_stage(self.params, stage, self.data)
+            found[stage] = STAGE_SECONDS + sum(self.seconds(one) for one in work)
+        paired = [found[name] for name in PAIRED if name in found]
+        cores = os.cpu_count() or 1
+        threads = self.params.compute.threads or cores
+        at_once = min(self.params.flow.parallel, max(len(paired), 1))
+        beside = max(sum(paired) * max(threads / cores, 1 / at_once), *paired, 0.0)
+        return TimeForecast(found, sum(found.values()) - sum(paired) + beside, tried)
+
+    def seconds(self, work: Work) -> float:
+        """Return the seconds of some passes."""
+        kind = work.scalar, work.layers
+        if work.kind == "read":
+            return work.tokens * self.read[kind]
+        if work.kind == "train":
+            passes = work.tokens * self.train[kind]
+            return passes * 2 / 3 if work.adapters else passes + work.times * self.step[kind]
+        batches = math.ceil(work.rows / (work.at_once or work.rows))
+        every_step, each_row = self.token
+        longest = min(self.params.ppo.max_new_tokens, LONGEST_REPLY * work.reply)
+        prompts = work.rows * work.prompt * self.read[False, None]
+        return work.times * (
+            prompts + batches * longest * every_step + work.rows * work.reply * each_row
+        )
+
+    def _try_language_model(self, policy: PreTrainedModel, most: int, clock: Clock) -> None:
+        sft = self.params.sft
+        rows = self._examples(min(sft.micro_batch_size or sft.batch_size, most), policy)
+        total = sum(len(row.reply) for row in rows)
+        tokens = sum(row.length for row in rows)
+
+        def loss() -> torch.Tensor:
+            return reply_loss(policy, example_batch(rows, PAD, policy.device), total)
+
+        key = False, None
+        self._try_training(policy, key, tokens, loss, clock)
+        policy.eval()
+        self.read[key] = (
+            _taken(lambda: mean_reply_loss(policy, rows, PAD, len(rows)), clock) / tokens
+        )
+
+    def _try_scalar_model(
+        self, policy: PreTrainedModel, layers: int | None, most: int, clock: Clock
+    ) -> None:
+        config: RewardConfig = self.params.reward
+        model = ScalarModel.from_causal_lm(policy, 0, layers, config.pooling)
+        count = max(min(pairs_of_step(config, self.data.row), most // 2), 1)
+        rows = self._examples(count, policy)
+        pairs = [
+            TokenisedPair(number, row.prompt, row.reply, row.reply[::-1])
+            for number, row in enumerate(rows)
+        ]
+        totals = StepTotals(len(pairs), sum(len(pair.chosen) for pair in pairs))
+        tokens = 2 * sum(row.length for row in rows)
+        if layers is not None:
+            config = config.model_copy(update={"imitation": 0.0})
+
+        def loss() -> torch.Tensor:
+            return pair_loss(model, pairs, None, config, PAD, totals)[0]
+
+        key = True, layers
+        self._try_training(model, key, tokens, loss, clock)
+        self.read[key] = _taken(lambda: score_pairs(model, pairs, PAD), clock) / tokens
+
+    def _try_training(
+        self,
+        model: Any,
+        key: tuple[bool, int | None],
+        tokens: int,
+        loss: Callable[[], torch.Tensor],
+        clock: Clock,
+    ) -> None:
+        """Measure gradients per token, and an optimiser step."""
+        optimizer = OptimizerConfig(lr=1e-5)  # the rate takes no time
+        engine = build_engine(model, optimizer, 1000, "probe", RunContext(Path()))
+        model.train()
+
+        def gradients() -> None:
+            engine.backward(engine.forward(loss))
+
+        self.train[key] = _taken(gradients, clock) / tokens
+
+        def both() -> None:
+            gradients()
+            engine.step()
+
+        self.step[key] = max(_taken(both, clock) - self.train[key] * tokens, 0.0)
+        for parameter in model.parameters():
+            parameter.grad = None
+
+    def _try_sampling(self, policy: PreTrainedModel, most: int, clock: Clock) -> None:
+        """Measure a step of the decoder with many rows and with few."""
+        ppo = self.params.ppo
+        many = max(min(ppo.sampling_batch_size or ppo.batch_size, ppo.batch_size), 2)
+        width = min(PROBED_PROMPT, round(self.data.prompt) + 1)
+        sampler = LocalSampler.of(policy)
+
+        def sampled(rows: int, tokens: int) -> float:
+            ids = [[FIRST_ID + number % 7] * width for number in range(rows)]
+            batch = PromptBatch(ids, list(range(rows)), 0)
+            sampling = Sampling(FIRST_ID - 1, PAD, tokens, min_new_tokens=tokens)
+            return _taken(lambda: sample_replies(sampler, 0, batch, sampling), clock)
+
+        few = max(many // 4, 1)
+        of_many, of_few = (
+            max(sampled(rows, LONG) - sampled(rows, SHORT), 0.0) / (LONG - SHORT)
+            for rows in (many, few)
+        )
+        each_row = max(of_many - of_few, 0.0) / (many - few)
+        self.token = max(of_many - each_row * many, 0.0), each_row
+
+    def _examples(self, count: int, policy: PreTrainedModel) -> list[Example]:
+        """Rows of the data's mean lengths, one in two a quarter longer and the other shorter."""
+        vocabulary = policy.config.vocab_size - FIRST_ID
+        rows = []
+        for number in range(max(count, 1)):
+            factor = 1.0 if count < 2 else 1.25 if number % 2 else 0.75
+            prompt, reply = (
+                max(round(factor * length), 2) for length in (self.data.prompt, self.data.reply)
+            )
+            ids = [
+                FIRST_ID + (7 * number + 3 * place) % vocabulary for place in range(prompt + reply)
+            ]
+            rows.append(Example(ids[:prompt], ids[prompt:]))
+        return rows
+
+
+def _taken(work: Callable[[], object], clock: Clock) -> float:
+    """The mean seconds of ``work`` after one run to warm up, over enough runs to be measured."""
+    work()
+    _wait()
+    started, runs = clock(), 0
+    while clock() - started < LEAST_SECONDS:
+        work()
+        _wait()
+        runs += 1
+    return (clock() - started) / runs
+
+
+def _wait() -> None:
+    if distributed.device().type == "cuda":
+        torch.cuda.synchronize()

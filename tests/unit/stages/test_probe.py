@@ -1,0 +1,103 @@
+"""The forecast of time: a machine that was tried, multiplied by what settings ask for."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import count
+from pathlib import Path
+
+import pytest
+
+from flows.commands.doctor import time_check
+from rlhf_core import probe
+from rlhf_core.config.loading import Params, check_params
+from rlhf_core.probe import STAGE_SECONDS, Machine, data_shape, forecast_time, time_text
+from rlhf_core.workload import DataShape, Work, work_of_stage, working_stages
+
+DATA = DataShape(10, 20, 30)
+
+
+def machine(**changes: object) -> Machine:
+    """One that takes a millisecond for each token that it reads, and three to train on one."""
+    params = check_params({"ppo": {"max_new_tokens": 40}, **changes})
+    kinds = {(scalar, None) for scalar in (False, True)}
+    return Machine(
+        params, DATA, read=dict.fromkeys(kinds, 1e-3), train=dict.fromkeys(kinds, 3e-3),
+        step=dict.fromkeys(kinds, 0.5), token=(0.1, 0.01),
+    )  # fmt: skip
+
+
+def test_passes_are_multiplied_by_what_was_tried() -> None:
+    here = machine()
+    assert here.seconds(Work("", "read", 4, 10, 20, times=5)) == pytest.approx(0.6)
+    assert here.seconds(Work("", "train", 4, 10, 20, times=5)) == pytest.approx(5 * (0.36 + 0.5))
+    adapters = Work("", "train", 4, 10, 20, times=5, adapters=True)
+    assert here.seconds(adapters) == pytest.approx(5 * 0.36 * 2 / 3)
+    # 12 replies in two batches; the longest has 40 tokens, and prompts are read first.
+    sampled = Work("", "sample", 12, 10, 20, times=3, at_once=8)
+    assert here.seconds(sampled) == pytest.approx(3 * (0.12 + 2 * 40 * 0.1 + 12 * 20 * 0.01))
+
+
+def test_stages_side_by_side_share_the_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(probe.os, "cpu_count", lambda: 2)
+    found = machine(compute={"threads": 1}, flow={"parallel": 3}).forecast(tried=1.0)
+    work = {stage: work_of_stage(machine().params, stage, DATA) for stage in found.seconds}
+    here = machine()
+    for stage, passes in work.items():
+        alone = STAGE_SECONDS + sum(here.seconds(one) for one in passes)
+        assert found.seconds[stage] == pytest.approx(alone)
+    paired = [found.seconds[name] for name in ("reward", "referee", "judge")]
+    others = sum(found.seconds.values()) - sum(paired)
+    assert found.total == pytest.approx(others + sum(paired) / 2)
+    assert "reward" in time_text(found) and "on this machine" in found.conclusion
+
+
+@pytest.fixture
+def small(monkeypatch: pytest.MonkeyPatch) -> Iterator[Params]:
+    """Settings of a tiny model, and a probe that tries each pass once."""
+    monkeypatch.delenv(probe.SWITCH, raising=False)
+    monkeypatch.setattr(probe, "LEAST_SECONDS", 0.0)
+    monkeypatch.setattr(probe, "SAMPLE_ROWS", 8)
+    monkeypatch.setattr(probe, "PASS_FLOPS", 1e6)
+    yield check_params(
+        {
+            "base": {"hidden_size": 16, "intermediate_size": 16, "layers": 1, "heads": 2, "vocab_size": 64},
+            "compute": {"threads": 1},
+            "ppo": {"batch_size": 4, "minibatches": 1},
+        }
+    )  # fmt: skip
+
+
+def test_a_machine_is_tried_for_all_kinds_of_passes(small: Params, tmp_path: Path) -> None:
+    ticks = count()
+    found = forecast_time(tmp_path, small, clock=lambda: float(next(ticks)))
+    assert found is not None and tuple(found.seconds) == working_stages(small)
+    assert all(seconds > STAGE_SECONDS for seconds in found.seconds.values())
+    (check,) = time_check(tmp_path, small)
+    assert check.name == "time" and check.finding.startswith("about ")
+
+
+def test_what_cannot_be_tried_in_seconds_is_left_out(
+    small: Params, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    absent = small.model_copy(
+        update={"base": small.base.model_copy(update={"source": "./no-model-here"})}
+    )
+    assert forecast_time(tmp_path, absent) is None
+    with monkeypatch.context() as large:
+        large.setattr(probe, "MOST_PARAMETERS", 10)
+        assert forecast_time(tmp_path, small) is None
+    monkeypatch.setenv(probe.SWITCH, "0")
+    assert forecast_time(tmp_path, small) is None
+
+
+def test_lengths_are_those_of_the_rows(small: Params, tmp_path: Path) -> None:
+    file = tmp_path / "pairs.jsonl"
+    file.write_text('{"prompt": "abcdefgh", "chosen": "abcdabcdabcd", "rejected": "abcd"}\n' * 3)
+    files = {"source": "files", "files": {"preferences": ["pairs.jsonl"]}}
+    params = check_params({"collect": files, "ppo": {"max_new_tokens": 3}})
+    found = data_shape(tmp_path / "run", params, None, tmp_path)
+    assert found is not None
+    assert (found.prompt, found.reply) == (4, 3), "two more for the turn; replies end at the limit"
+    world = data_shape(tmp_path, small, None, tmp_path)
+    assert world is not None and 5 < world.reply < 60 and world.text > 5
