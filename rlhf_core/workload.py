@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
-from rlhf_core.config.loading import Params
+from rlhf_core.config.params import Params
 from rlhf_core.config.policy import DpoConfig, RejectionSamplingConfig
 from rlhf_core.config.ppo import RolloutConfig
 from rlhf_core.config.reward import CURVE_PAIRS, RewardConfig
