@@ -297,11 +297,11 @@ def gc(
     """
     with busy("looking through partial states, trials and the DVC cache"):
         from flows.commands.gc import collect_garbage, garbage_text
-        from flows.commands.text import fitted
+        from flows.commands.text import print_rows, unlabelled
 
         found, cache = collect_garbage(workspace, days=days, delete=yes)
         text = garbage_text(workspace, found, cache, deleted=yes)
-    typer.echo(fitted(text))
+    print_rows(unlabelled(text.splitlines()))
 
 
 # Every option is the study's own, --help included.

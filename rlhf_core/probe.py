@@ -21,8 +21,8 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 from rlhf_core.config.base import BaseConfig
-from rlhf_core.config.params import Params
 from rlhf_core.config.model import OptimizerConfig
+from rlhf_core.config.params import Params
 from rlhf_core.config.reward import RewardConfig
 from rlhf_core.data.batches import TokenisedPair
 from rlhf_core.data.collection.sources import source_chunks, source_files

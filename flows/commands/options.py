@@ -88,7 +88,7 @@ class Commands(PluggedGroup):
         for panel, names in PANELS.items():
             panels |= dict.fromkeys(names, panel)
         in_panels = {name: self.commands[name] for name in panels if name in self.commands}
-        self.commands = in_panels | self.commands
+        self.commands = {**in_panels, **self.commands}
         join_help_lines(self)
         for name, listed in self.commands.items():
             setattr(listed, "rich_help_panel", panels.get(name))  # noqa: B010 - of both kinds of commands

@@ -90,13 +90,13 @@ class Ledger:
             if key.startswith(prefix) and number.isdecimal():
                 own[number] = text
         entries = []
-        for number in range(1, len(own) + 1):
-            if str(number) not in own:
+        for place in range(1, len(own) + 1):
+            if str(place) not in own:
                 raise RlhfError(
-                    f"the {self.kind} of {self.name} lacks entry {number} (run {self.run_id} of MLflow); "
+                    f"the {self.kind} of {self.name} lacks entry {place} (run {self.run_id} of MLflow); "
                     "nothing is decided on an incomplete record: restore MLflow's database from a backup"
                 )
-            entries.append(own[str(number)])
+            entries.append(own[str(place)])
         return entries
 
     def append(self, number: int, text: str) -> None:

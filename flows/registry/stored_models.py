@@ -220,10 +220,10 @@ def _other_code(root: Path, folder: Path) -> str:
     }
     kept = {}
     for path in sorted(root.rglob("*")):
-        name = path.relative_to(root)
-        is_code = path.suffix == ".py" or name.parts[0] == CODE_FOLDER
+        inside = path.relative_to(root)
+        is_code = path.suffix == ".py" or inside.parts[0] == CODE_FOLDER
         if is_code and path.is_file() and not path.is_relative_to(folder):
-            kept[name.as_posix()] = sha256_file(path)
+            kept[inside.as_posix()] = sha256_file(path)
     differing = []
     for name in sorted({*own, *kept}):
         if own.get(name) != kept.get(name):

@@ -167,7 +167,7 @@ def records_of(given: Any, name: str) -> list[Any]:
         )
     else:
         listed = list(given)
-    known = str | Mapping | Demonstration | Preference | Prompt | PretrainText
+    known = (str, Mapping, Demonstration, Preference, Prompt, PretrainText)
     for number, record in enumerate(listed, start=1):
         if not isinstance(record, known):
             raise DataError(

@@ -85,7 +85,7 @@ class Params(Strict):
         """The stages that a workspace without pairs does not have."""
         if self.collect.pairs:
             return ()
-        stages = ("reward", "referee", "judge", "gate-reward")
+        stages: tuple[str, ...] = ("reward", "referee", "judge", "gate-reward")
         if not self.collect.files.demonstrations:
             stages = ("gate-sft", *stages)
         return stages

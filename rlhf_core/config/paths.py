@@ -67,7 +67,7 @@ def _texts_at(node: Any, keys: Sequence[str]) -> Iterator[tuple[Any, Any]]:
     """
     head, *rest = keys
     if isinstance(node, list):
-        held = dict(enumerate(node))
+        held: dict[Any, Any] = dict(enumerate(node))
     elif isinstance(node, dict):
         held = dict(node)
     else:

@@ -133,7 +133,7 @@ def rows_by_category_share(
     if not shares:
         return numbers
     of_category: dict[str, list[int]] = {name: [] for name in shares}
-    others = []
+    others: list[int] = []
     for row in numbers:
         of_category.get(categories[row], others).append(row)
     for name, listed in of_category.items():

@@ -180,11 +180,11 @@ def paired_losses(
         finished.append([reply.finished for reply in replies])
         repetition.append([trigram_repetition(reply.text) for reply in replies])
         length.append([len(reply.token_ids) for reply in replies])
-    ends = share_loss(*finished, judged)
+    ends = share_loss(finished[0], finished[1], judged)
     losses = {
         "missing_ends": replace(ends, baseline=1 - ends.baseline, candidate=1 - ends.candidate),
-        "repetition": rise(*repetition, judged),
-        "length": growth(*length, judged),
+        "repetition": rise(repetition[0], repetition[1], judged),
+        "length": growth(length[0], length[1], judged),
     }
     if sets.regression:
         rows = repeated_rows(sets.regression, baseline.regression)

@@ -151,7 +151,8 @@ class Experience:
             for name in _COLUMNS:
                 values = getattr(self, name)[micro.rows]
                 columns[name] = values[:, :width] if values.dim() == 2 else values
-            yield MicroExperience(**vars(micro.tokens), **columns), micro.weight
+            fields: dict[str, Any] = {**vars(micro.tokens), **columns}
+            yield MicroExperience(**fields), micro.weight
 
 
 _COLUMNS = tuple(column.name for column in fields(Experience))[3:]  # all but what ``Tokens`` has

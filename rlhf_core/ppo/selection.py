@@ -210,7 +210,7 @@ class CheckpointSelector:
     def load_state(self, state: Mapping[str, Any]) -> None:
         self.candidates = []
         for row in state["candidates"]:
-            numbers = {name: none_as_nan(value) for name, value in row.items()}
+            numbers: dict[str, Any] = {name: none_as_nan(value) for name, value in row.items()}
             self.candidates.append(CheckpointCandidate(**numbers))
         self.best = int(state["best"])
         kept = (

@@ -272,7 +272,7 @@ def length_section(
     shares = [f"{share} %" for share in PERCENTILES]
     shares[-1] = "longest"
     for unit, lengths in units.items():
-        rows = []
+        rows: list[tuple[str | float | int | None, ...]] = []
         for kind, of_kind in lengths.items():
             for name, values in of_kind.items():
                 title = f"{kind}: {name}"
@@ -584,8 +584,8 @@ def _leakage(
         for leaked, _, other, _ in examples:
             place = (leaked.rule, leaked.kind, leaked.where)
             listed.append((*place, leaked.reason, other, leaked.similarity))
-        columns = ("rule", "kind", "row", "finding", "other", "similarity")
-        tables.append(CardTable(columns, listed))
+        of_finding = ("rule", "kind", "row", "finding", "other", "similarity")
+        tables.append(CardTable(of_finding, listed))
     return CardSection("Leakage and near duplicates", notes, tables)
 
 

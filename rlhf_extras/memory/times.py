@@ -14,8 +14,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from rlhf_core.config.params import Params
 from rlhf_core.config.operations import LaunchConfig
+from rlhf_core.config.params import Params
 from rlhf_core.sampling.token_scoring import MicroBatchLimits
 from rlhf_core.workload import (
     PAIRED,

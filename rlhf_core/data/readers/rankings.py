@@ -60,7 +60,7 @@ def ranking_rows(
     """
     if kind == "prompts":
         return [Parsed(prompt)]
-    values = set()
+    values: set[float] = set()
     for replies in by_system.values():
         values.update(reply.value for reply in replies)
     if len(values) < 2:

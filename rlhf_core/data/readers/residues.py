@@ -280,7 +280,8 @@ def cleaned(parsed: Parsed, noticed: Counter[str], named: bool) -> Parsed:
             )
         if token:
             noticed[f"a text has {token}, which is read as text: training sees nothing else"] += 1
-    prompt, found = [], set()
+    prompt = []
+    found: set[str] = set()
     for turn in turns:
         if turn["role"] == "assistant":
             turn = turn | {"content": clean(turn["content"], "a turn of the prompt")}
