@@ -423,7 +423,7 @@ def _taken(work: Callable[[], object], clock: Clock) -> float:
     work()
     _wait()
     started, runs = clock(), 0
-    while clock() - started < LEAST_SECONDS:
+    while not runs or clock() - started < LEAST_SECONDS:
         work()
         _wait()
         runs += 1

@@ -13,6 +13,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+from rlhf_core.storage.files import open_private
+
 FOLDER_VARIABLE = "RLHF_RANK_MARKS"
 SIZE = 256
 STOPPING = "stopping"
@@ -47,9 +49,8 @@ class MarkFile:
         """Mark from now on, if a launcher has named a folder for it."""
         folder = os.environ.get(FOLDER_VARIABLE)
         if folder and self._file is None:
-            flags = os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC
             self._where = (socket.gethostname(), str(os.getpid()))
-            self._file = os.open(Path(folder) / str(rank), flags, 0o600)
+            self._file = open_private(Path(folder) / str(rank))
 
     @contextmanager
     def waiting(self, operation: str) -> Iterator[None]:

@@ -330,6 +330,15 @@ def _open_no_link(path: str, flags: int) -> int:
         ) from error
 
 
+def open_private(path: Path) -> int:
+    """Open a file for writing that only this user reads, made where it is missing; follow no link.
+
+    Returns:
+        Its descriptor.
+    """
+    return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+
+
 LITTLE_ROOM = 2**26  # bytes
 
 

@@ -159,8 +159,8 @@ CONSTRUCTORS = {"__init__", "__new__", "__post_init__", "model_post_init"}
 # Functions of the package that making a definition calls. They build values; what two of them tell
 # Great Expectations is held by the class that calls them, too.
 CALLED_ON_IMPORT = {
-    "_are", "_column_metric", "_in_all_columns", "_keys", "_row_metric", "_without",
-    "plain_arithmetic", "reward_stage",
+    "_column_metric", "_in_all_columns", "_keys", "_row_metric", "_without",
+    "names_in", "plain_arithmetic", "reward_stage",
 }  # fmt: skip
 
 

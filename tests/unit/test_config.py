@@ -370,7 +370,7 @@ def test_a_pool_may_be_named_alone_or_with_what_the_job_asks_for() -> None:
         (
             None,
             {"nodes": 2, "rendezvous": "a:1"},
-            "nodes is 2, but a job of the pool cluster is one machine",
+            "nodes is 2, but pools.ppo.nodes is 1",
         ),
     ],
 )

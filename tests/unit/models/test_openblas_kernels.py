@@ -195,7 +195,7 @@ def test_the_imitation_loss_of_a_reward_model_multiplies_by_openblas_too() -> No
 
 
 @pytest.mark.parametrize(
-    ("amd", "kernels", "pays"),
+    ("amd", "built_for", "pays"),
     [
         (True, "SkylakeX", True),
         (True, "Haswell", False),
@@ -204,11 +204,11 @@ def test_the_imitation_loss_of_a_reward_model_multiplies_by_openblas_too() -> No
     ],
 )
 def test_where_it_pays(
-    amd: bool, kernels: str | None, pays: bool, monkeypatch: pytest.MonkeyPatch
+    amd: bool, built_for: str | None, pays: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.undo()
     monkeypatch.setattr(kernels, "is_amd_with_full_avx512", lambda: amd)
-    monkeypatch.setattr(kernels, "numpy_kernels", lambda: kernels)
+    monkeypatch.setattr(kernels, "numpy_kernels", lambda: built_for)
     policy = make_tiny().policy
     use_kernels(policy)
     assert type(policy.lm_head) is (OpenBlasLinear if pays else nn.Linear)
