@@ -17,8 +17,7 @@ from pathlib import Path
 
 from flows.dvc_repo.recipe import TRIALS
 from flows.dvc_repo.root import cache_of
-from flows.registry.client import read_aliases
-from flows.registry.client import connect, has_record
+from flows.registry.client import connect, has_record, read_aliases
 from flows.registry.workspace import FILE
 from flows.supervision.processes import run_module
 from flows.workspace import PRIVATE, is_workspace, lock_holder, locked
