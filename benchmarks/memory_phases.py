@@ -109,6 +109,8 @@ def new_engine(
     model: torch.nn.Module, config: OptimizerConfig, name: str, context: RunContext
 ) -> Engine:
     """The engine that the stage would build, warmed."""
+    if config.lr is None:  # which one changes no memory
+        config = config.model_copy(update={"lr": 1e-3})
     return warmed(build_engine(model, config, 10, name, context), model)
 
 

@@ -74,7 +74,7 @@ def test_a_comment_anywhere_makes_nothing_stale(copy: Path, before: dict[str, st
             {"ppo"},
         ),
         ("ppo/losses.py", ("ValueObjective", "value_loss"), {"critic", "ppo"}),
-        ("training/sft.py", (), {"sft"}),
+        ("training/sft.py", (), {"base", "sft"}),
         ("stages/validate.py", (), {"validate"}),
         ("world/gold.py", (), {"collect", "evaluate"}),
         ("tracking/stage_run.py", (), set()),

@@ -203,9 +203,9 @@ def test_table_and_json_say_the_same() -> None:
 def test_a_setting_of_all_stages_is_advised_once_and_before_offloading() -> None:
     """1.7 billion parameters in float32 on 24 GB."""
     source = {"source": "HuggingFaceTB/SmolLM2-1.7B", "dtype": "float32"}
-    plans = plan_stages(subjects.large(24, base=source), ["sft", "reward"])
+    plans = plan_stages(subjects.large(24, base=source), ["sft", "reward", "ppo"])
     advice = advise_all(plans)
-    assert set(advice) == {"sft", "reward"}
+    assert set(advice) == {"sft", "reward", "ppo"}
     for steps in advice.values():
         assert steps[0].changes == {"base.dtype": "bfloat16"}
     text = plan_text(plans, advice)
