@@ -279,28 +279,25 @@ def init(
 @app.command()
 def gc(
     workspace: Workspace = NEAREST,
-    days: Annotated[
-        int, typer.Option(min=0, help="A trial that was not used for so many days goes.")
-    ] = 30,
+    days: Annotated[int, typer.Option(min=0, help="What was not used for so many days goes.")] = 30,
     yes: Annotated[bool, typer.Option("--yes", help="Delete what goes, without asking.")] = False,
 ) -> None:
     """List what a workspace keeps that nothing needs any more, or delete it.
 
-    That is: partial states of earlier settings, trials (`rlhf run --profile`, `--set`) that were not used
-    for long and of which no registered version has an alias, and what neither the workspace nor a
-    trial, branch or tag needs of the DVC cache. While a run or a stage works there, nothing is
-    deleted.
+    That is: partial states of earlier settings, and trials (`rlhf run --profile`, `--set`), that were not
+    used for long and of which no registered version has an alias. The DVC cache is left to `dvc gc`.
+    While a run or a stage works there, nothing is deleted.
 
     Examples:
     $ rlhf gc
     $ rlhf gc --days 7 --yes
     """
-    with busy("looking through partial states, trials and the DVC cache"):
+    with busy("looking through partial states and trials"):
         from flows.commands.gc import collect_garbage, garbage_text
         from flows.commands.text import print_rows, unlabelled
 
-        found, cache = collect_garbage(workspace, days=days, delete=yes)
-        text = garbage_text(workspace, found, cache, deleted=yes)
+        found = collect_garbage(workspace, days=days, delete=yes)
+        text = garbage_text(workspace, found, deleted=yes)
     print_rows(unlabelled(text.splitlines()))
 
 

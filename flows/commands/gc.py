@@ -1,17 +1,16 @@
 """``rlhf gc``: what a workspace keeps that nothing needs any more, and its deletion.
 
-Partial states of other settings, trials that nobody has touched for long, and what no workspace,
-branch or tag needs of the DVC cache. Registered models are files of the registry:
-``rlhf registry gc``.
+Partial states of other settings, and trials that nobody has touched for long. What DVC's cache holds
+for them is left to ``dvc gc``: only its user knows which experiments, branches and other workspaces
+need it. Registered models are files of the registry: ``rlhf registry gc``.
 """
 
 from __future__ import annotations
 
 import os
-import re
 import time
 from collections.abc import Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -19,7 +18,6 @@ from flows.dvc_repo.recipe import TRIALS
 from flows.dvc_repo.root import cache_of
 from flows.registry.client import connect, has_record, read_aliases
 from flows.registry.workspace import FILE
-from flows.supervision.processes import run_module
 from flows.workspace import PRIVATE, is_workspace, lock_holder, locked
 from rlhf_core.config.loading import load_section
 from rlhf_core.config.operations import RegistryConfig
@@ -48,33 +46,16 @@ class Leftover:
     goes: bool
 
 
-@dataclass(frozen=True)
-class CacheUse:
-    """What DVC deletes from the cache.
-
-    Attributes:
-        size: Bytes of the cache before.
-        freed: Bytes that were freed; None where nothing was deleted.
-        objects: How many objects nothing needs.
-        left_alone: Why nothing of it may be deleted; empty where DVC was asked.
-    """
-
-    size: int
-    freed: int | None = None
-    objects: int = 0
-    left_alone: str = ""
-
-
-def collect_garbage(workspace: Path, *, days: int, delete: bool) -> tuple[list[Leftover], CacheUse]:
+def collect_garbage(workspace: Path, *, days: int, delete: bool) -> list[Leftover]:
     """Find what nothing needs any more, and delete it if ``delete``.
 
     Args:
         workspace: The workspace; of a trial the one that it belongs to is looked through.
-        days: A trial that nobody has touched for so many days goes.
+        days: What nobody has touched for so many days goes.
 
     Raises:
         RlhfError: It is a trial, a command works in the workspace or a trial of it, the registry
-            does not answer, or DVC fails.
+            does not answer.
     """
     workspace = workspace.resolve()
     base = record_folder(workspace)
@@ -88,13 +69,12 @@ def collect_garbage(workspace: Path, *, days: int, delete: bool) -> tuple[list[L
             for folder in (workspace, *trials):
                 locks.enter_context(locked(folder))
                 _refuse_running_stage(folder)
-        found = [*_trials(workspace, trials, days, delete), *_partial_states(workspace)]
+        found = [*_trials(workspace, trials, days, delete), *_partial_states(workspace, days)]
         if delete:
             for one in found:
                 if one.goes:
                     remove_tree(one.path)
-        staying = {one.path for one in found if not one.goes}
-        return found, _cache(workspace, [trial for trial in trials if trial in staying], delete)
+        return found
 
 
 def trials_of(workspace: Path) -> list[Path]:
@@ -114,14 +94,19 @@ def _trials(workspace: Path, trials: Sequence[Path], days: int, deleting: bool) 
     found = []
     for trial in trials:
         aliased = _aliased(workspace, trial)
-        age = (time.time() - _last_change(trial)) / DAY
-        needed = _versions_of(trial) & aliased.keys()
+        versions = _versions_of(trial)
+        age = _days_since(_last_change(trial))
+        own = set(_models_of(trial)) - set(_models_of(workspace))
+        needed = {key for key in aliased if key in versions or key[0] in own}
         holder = None if deleting else lock_holder(trial)  # this command holds it meanwhile
         goes = False
         if holder is not None:
             reason = f"{holder} works there"
         elif needed:
             reason = f"{aliased[min(needed)]} was made there"
+        elif versions and not has_record(workspace):
+            # A version that cannot be looked up is no proof that nothing needs it.
+            reason = "it registered models, and their registry is not named here"
         elif age < days:
             reason = f"used {age:.0f} days ago"
         else:
@@ -136,13 +121,18 @@ def _aliased(workspace: Path, trial: Path) -> dict[tuple[str, str], str]:
     """
     if not has_record(workspace):
         return {}
-    config = load_section(trial, "registry", RegistryConfig)
     client = connect(workspace)
     found = {}
-    for model in (config.policy, config.reward_model):
+    for model in _models_of(trial):
         for alias, version in read_aliases(client, model).items():
             found[model, version] = f"{model}@{alias}"
     return found
+
+
+def _models_of(workspace: Path) -> tuple[str, str]:
+    """The names under which a workspace registers its models."""
+    config = load_section(workspace, "registry", RegistryConfig)
+    return config.policy, config.reward_model
 
 
 def _versions_of(workspace: Path) -> set[tuple[str, str]]:
@@ -163,15 +153,18 @@ def _last_change(workspace: Path) -> float:
     return max(mark.stat().st_mtime for mark in marks if mark.is_file())
 
 
-def _partial_states(workspace: Path) -> list[Leftover]:
-    """Partial states of the stages of a workspace that stays: of each stage the newest may be
-    resumed.
+def _partial_states(workspace: Path, days: int) -> list[Leftover]:
+    """Partial states of the stages of a workspace that stays.
+
+    Of each stage the newest may be resumed, and so may one that was left lately for other settings.
     """
     found = []
     for stage in sorted((workspace / "work").glob("*")):
-        states = sorted(stage.glob("[!.]*"), key=lambda state: state.stat().st_mtime)
+        states = sorted(stage.glob("[!.]*"), key=_last_write)
         for state in states[:-1]:
-            found.append(Leftover(state, _size(state), "older than the stage's newest state", True))
+            age = _days_since(_last_write(state))
+            reason = f"of other settings, last written {age:.0f} days ago"
+            found.append(Leftover(state, _size(state), reason, age >= days))
         for state in states[-1:]:
             found.append(Leftover(state, _size(state), "the next run may resume from it", False))
         for left in sorted(stage.glob(f".*{REMOVED}")):
@@ -179,24 +172,17 @@ def _partial_states(workspace: Path) -> list[Leftover]:
     return found
 
 
-def _cache(workspace: Path, trials: Sequence[Path], delete: bool) -> CacheUse:
-    """Let DVC delete from the cache what the workspace, its trials, branches and tags do not need."""
-    cache = cache_of(workspace)
-    size = _size(cache)
-    if not cache.is_relative_to(workspace):
-        others = (
-            "other workspaces may share it; `dvc gc --workspace --projects` takes their folders"
-        )
-        return CacheUse(size, left_alone=others)
-    options = ["--workspace", "--all-branches", "--all-tags", "--force"]
-    if trials:
-        options += ["--projects", *map(str, trials)]
-    result = run_module(workspace, "dvc", "gc", *options, *([] if delete else ["--dry"]))
-    if result.exit_code:
-        raise RlhfError(f"dvc gc in {workspace} failed: {result.error_line}")
-    removed = re.search(r"Removed (\d+) objects", result.stdout + result.stderr)
-    objects = int(removed[1]) if removed else 0
-    return CacheUse(size, size - _size(cache) if delete else None, objects)
+def _last_write(folder: Path) -> float:
+    """When something in a folder was last written; 0 where it has gone meanwhile."""
+    times = [0.0]
+    for path in (folder, *folder.rglob("*")):
+        with suppress(FileNotFoundError):
+            times.append(path.lstat().st_mtime)
+    return max(times)
+
+
+def _days_since(moment: float) -> float:
+    return (time.time() - moment) / DAY
 
 
 def _size(folder: Path) -> int:
@@ -206,32 +192,25 @@ def _size(folder: Path) -> int:
     total = 0
     for parent, _, names in os.walk(folder):
         for name in names:
-            status = os.lstat(os.path.join(parent, name))
-            total += status.st_size if status.st_nlink == 1 else 0
+            with suppress(FileNotFoundError):  # a run may work there
+                status = os.lstat(os.path.join(parent, name))
+                total += status.st_size if status.st_nlink == 1 else 0
     return total
 
 
-def garbage_text(
-    workspace: Path, found: Sequence[Leftover], cache: CacheUse, *, deleted: bool
-) -> str:
+def garbage_text(workspace: Path, found: Sequence[Leftover], *, deleted: bool) -> str:
     """List what goes and what stays, with sizes and reasons."""
     lines = []
     for one in found:
         verb = "stays" if not one.goes else "deleted" if deleted else "goes"
         name = one.path.relative_to(workspace.resolve())
         lines.append(f"{verb:<8}{one.size / MIB:>9.1f} MiB  {name}: {one.reason}")
-    if cache.left_alone:
-        lines.append(f"{'stays':<8}{cache.size / MIB:>9.1f} MiB  DVC cache: {cache.left_alone}")
-    elif cache.freed is not None:
-        lines.append(
-            f"{'deleted':<8}{cache.freed / MIB:>9.1f} MiB  DVC cache: {cache.objects} objects that nothing needed"
-        )
-    else:
-        lines.append(
-            f"DVC cache: nothing needs {cache.objects} objects of it; it has {cache.size / MIB:.1f} MiB"
-        )
-    goes = cache.objects > 0 or any(one.goes for one in found)
-    if goes and not deleted:
+    if any(one.goes for one in found) and not deleted:
         lines.append("nothing was deleted; `rlhf gc --yes` deletes what goes")
+    size = _size(cache_of(workspace.resolve())) / MIB
+    lines.append(
+        f"DVC cache: {size:.1f} MiB; `dvc gc --workspace --all-branches --all-tags` frees what these do not need: "
+        "add --all-experiments if you use `dvc exp`, and --projects with every trial and workspace that shares it"
+    )
     lines.append("registered versions: `rlhf registry gc`")
     return "\n".join(lines)
