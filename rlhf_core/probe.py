@@ -28,13 +28,14 @@ from rlhf_core.data.batches import TokenisedPair
 from rlhf_core.data.collection.sources import source_chunks, source_files
 from rlhf_core.data.pair_counts import READERS
 from rlhf_core.data.schema import Preference, Prompt, read_rows
-from rlhf_core.errors import DataError, RlhfError
+from rlhf_core.errors import DataError
 from rlhf_core.forecast import Forecast, seed_of
-from rlhf_core.models.causal_lm import scratch_config
+from rlhf_core.models.causal_lm import positions_of, scratch_config
 from rlhf_core.models.gguf import gguf_config, is_gguf
 from rlhf_core.models.heads import ScalarModel
 from rlhf_core.models.precision import use_float32_unembedding, weights_precision
 from rlhf_core.runtime import distributed
+from rlhf_core.runtime.machine import available_memory
 from rlhf_core.sampling.distribution import Sampling
 from rlhf_core.sampling.sampler import LocalSampler, PromptBatch, sample_replies
 from rlhf_core.training.engine.factory import build_engine
@@ -61,6 +62,8 @@ BYTES_PER_TOKEN = 4
 MOST_PARAMETERS = 500_000_000
 # Floating-point operations of one tried pass, about: a second on two cores.
 PASS_FLOPS = 2e11
+LONGER = 1.25  # of a mean row, every other one that is tried
+BYTES_PER_PARAMETER = 24  # two models, gradients, optimiser's state
 LEAST_SECONDS = 0.3  # of one measurement, warmed up by one pass
 STAGE_SECONDS = 6.0  # start of a stage's process, loading and saving
 # Replies of a batch end one after another, the last one after so many times their mean length.
@@ -130,7 +133,7 @@ def forecast_time(
     base = base or workspace
     if os.environ.get(SWITCH) == "0":
         return None
-    with suppress(RlhfError, OSError, ValueError, RuntimeError):
+    with suppress(Exception):  # no forecast is worth a command that ends
         config = _model_config(params.base, base)
         data = data_shape(workspace, params, pairs, base)
         if config is None or data is None:
@@ -259,12 +262,19 @@ class Machine:
     def tried(
         cls, config: PretrainedConfig, params: Params, data: DataShape, clock: Clock
     ) -> Machine | None:
-        """Try all kinds of passes that the settings ask for; None of a model that is too large."""
+        """Try all kinds of passes that the settings ask for.
+
+        None where one takes more than seconds, or more memory than is free, or where the model
+        cannot read such rows.
+        """
         with torch.device("meta"):
             parameters = AutoModelForCausalLM.from_config(
                 config, trust_remote_code=False
             ).num_parameters()
-        if parameters > MOST_PARAMETERS:
+        slow = 6 * parameters * data.row > 3 * PASS_FLOPS
+        large = BYTES_PER_PARAMETER * parameters > available_memory()
+        longer = LONGER * data.row > (positions_of(config) or math.inf)
+        if parameters > MOST_PARAMETERS or slow or large or longer:
             return None
         machine = cls(params, data)
         with torch.random.fork_rng(devices=[]):
@@ -284,7 +294,7 @@ class Machine:
             }
             for layers in sorted(kinds, key=str):
                 machine._try_scalar_model(policy, layers, most, clock)
-            machine._try_sampling(policy, most, clock)
+            machine._try_sampling(policy, parameters, clock)
         return machine
 
     def forecast(self, tried: float) -> TimeForecast:
@@ -381,11 +391,12 @@ class Machine:
         for parameter in model.parameters():
             parameter.grad = None
 
-    def _try_sampling(self, policy: PreTrainedModel, most: int, clock: Clock) -> None:
+    def _try_sampling(self, policy: PreTrainedModel, parameters: int, clock: Clock) -> None:
         """Measure a step of the decoder with many rows and with few."""
         ppo = self.params.ppo
-        many = max(min(ppo.sampling_batch_size or ppo.batch_size, ppo.batch_size), 2)
         width = min(PROBED_PROMPT, round(self.data.prompt) + 1)
+        most = int(PASS_FLOPS / (2 * parameters * width))
+        many = max(min(ppo.sampling_batch_size or ppo.batch_size, ppo.batch_size, most), 2)
         sampler = LocalSampler.of(policy)
 
         def sampled(rows: int, tokens: int) -> float:
@@ -407,7 +418,7 @@ class Machine:
         vocabulary = policy.config.vocab_size - FIRST_ID
         rows = []
         for number in range(max(count, 1)):
-            factor = 1.0 if count < 2 else 1.25 if number % 2 else 0.75
+            factor = 1.0 if count < 2 else LONGER if number % 2 else 2 - LONGER
             prompt, reply = (
                 max(round(factor * length), 2) for length in (self.data.prompt, self.data.reply)
             )

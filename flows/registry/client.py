@@ -152,6 +152,8 @@ def knock(url: str) -> None:
     with socket.create_connection((host, port), timeout=KNOCK_SECONDS) as connection:
         if parts.scheme == "https":
             tls = client_tls(CA_VARIABLES, "MLFLOW_TRACKING_INSECURE_TLS")
+            if own := os.environ.get("MLFLOW_TRACKING_CLIENT_CERT_PATH"):
+                tls.load_cert_chain(own)
             tls.wrap_socket(connection, server_hostname=host).close()
 
 

@@ -78,7 +78,10 @@ def read_marks(folder: Path) -> dict[int, Mark]:
     """The marks of the ranks that have made one, by rank."""
     marks = {}
     for file in folder.iterdir() if folder.is_dir() else ():
-        words = file.read_text(encoding="utf-8", errors="replace").strip(" ").split("\t")
+        try:
+            words = file.read_text(encoding="utf-8", errors="replace").strip(" ").split("\t")
+        except FileNotFoundError:  # another machine, which ended first, has removed the folder
+            continue
         if file.name.isdigit() and len(words) == 4:
             operations, operation, host, process = words
             marks[int(file.name)] = Mark(int(operations), operation, host, int(process))

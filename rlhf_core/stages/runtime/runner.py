@@ -239,7 +239,8 @@ def _run_alone(run: _StageRun) -> dict[str, Any]:
         else:
             metrics = dict(stage.run(run.config, run.inputs, outputs, context))
         _record(metrics, outputs, tracker)
-    if stage.name in COMPUTING:
+    # Not of `evaluate`: its key does not tell of the questions and checks that settings name.
+    if stage.name in get_args(Trained):
         kept.keep(key, outputs)
     if store is not None:
         store.clear()

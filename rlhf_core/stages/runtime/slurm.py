@@ -28,6 +28,7 @@ RENDEZVOUS_VARIABLE = "RLHF_RENDEZVOUS"  # set on the nodes of such a job
 COMMAND = (sys.executable, "-m", "rlhf_core", "stage")  # of a node, before the stage's name
 POLL_SECONDS = 2.0
 CANCEL_SECONDS = 60.0
+ANSWERS = 30  # how often Slurm is asked for an earlier job before it counts as silent
 WAITING = ("PENDING", "CONFIGURING", "REQUEUED", "REQUEUE_HOLD", "SUSPENDED", "RESIZING")
 RUNNING = ("RUNNING", "COMPLETING", "SIGNALING", "STAGE_OUT")
 FORGOTTEN = "UNKNOWN"  # Slurm forgets a job some minutes after its end
@@ -110,7 +111,16 @@ class SlurmJob:
         if self.number_file.is_file():
             self.number = self.number_file.read_text(encoding="utf-8").strip()
             state = self.state()
-            if state is not None and state.name in (*WAITING, *RUNNING):
+            for _ in range(ANSWERS):
+                if state is not None:
+                    break
+                time.sleep(POLL_SECONDS)
+                state = self.state()
+            else:
+                raise RlhfError(
+                    f"{self.stage}: Slurm does not say whether its job {self.number} still runs; try again"
+                )
+            if state.name in (*WAITING, *RUNNING):
                 logger.warning(
                     "%s: job %s of an earlier run goes on; it is ended, and its state is kept",
                     self.stage,
@@ -128,9 +138,15 @@ class SlurmJob:
         """
         self.end_file.unlink(missing_ok=True)
         command = [*COMMAND, self.stage, "--workspace", str(self.workspace)]
-        text = SCRIPT.replace("NODE_COMMAND", shlex.join(command)).replace("STAGE", self.stage)
-        text = text.replace("OUTCOMES", shlex.quote(str(self.workspace / OUTCOMES)))
-        text = text.replace("END ]]", f"{shlex.quote(str(self.end_file))} ]]")
+        filled = {
+            "NODE_COMMAND": shlex.join(command),
+            "OUTCOMES": shlex.quote(str(self.workspace / OUTCOMES)),
+            "END ]]": f"{shlex.quote(str(self.end_file))} ]]",
+            "STAGE": self.stage,
+        }
+        # In one pass: a path may hold one of these words.
+        names = "|".join(map(re.escape, filled))
+        text = re.sub(names, lambda found: filled[found[0]], SCRIPT)
         self.script.write_text(text, encoding="utf-8")
         self._shown = self.log.stat().st_size if self.log.exists() else 0
         options = [f"--job-name=rlhf-{self.stage}", f"--chdir={self.workspace}"]

@@ -84,9 +84,17 @@ def test_what_cannot_be_tried_in_seconds_is_left_out(
         update={"base": small.base.model_copy(update={"source": "./no-model-here"})}
     )
     assert forecast_time(tmp_path, absent) is None
-    with monkeypatch.context() as large:
-        large.setattr(probe, "MOST_PARAMETERS", 10)
-        assert forecast_time(tmp_path, small) is None
+    unable = {
+        "MOST_PARAMETERS": 10,  # a large model
+        "PASS_FLOPS": 1.0,  # long rows, of which one takes more than seconds
+        "available_memory": lambda: 1000,  # a machine that is in use
+        "positions_of": lambda config: 8,  # rows longer than the model reads
+        "data_shape": lambda *_: {}["what no forecast is worth"],
+    }
+    for name, value in unable.items():
+        with monkeypatch.context() as changed:
+            changed.setattr(probe, name, value)
+            assert forecast_time(tmp_path, small) is None, name
     monkeypatch.setenv(probe.SWITCH, "0")
     assert forecast_time(tmp_path, small) is None
 
