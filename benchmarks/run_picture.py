@@ -66,18 +66,11 @@ def draw_first_screen(browser: str, page: Path) -> None:
 
 
 def main(printed: Path, page: Path) -> None:
-    """Draw both pictures.
+    """Draw both pictures; that of the terminal needs no browser.
 
     Raises:
         SystemExit: there is no Chromium, or no page.
     """
-    browser = next(
-        filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None
-    )
-    if browser is None or not page.is_file():
-        raise SystemExit(
-            "install Chromium to draw the report" if browser is None else f"there is no {page}"
-        )
     with Path("/dev/null").open("w") as nowhere:
         console = Console(record=True, width=WIDTH, file=nowhere, highlight=False)
         for line in drawn_lines(printed.read_text(encoding="utf-8")):
@@ -87,6 +80,13 @@ def main(printed: Path, page: Path) -> None:
     svg = re.sub(r"@font-face \{.*?\n    \}\n", "", svg, flags=re.DOTALL)
     PICTURE.write_text(svg, encoding="utf-8")
     print(f"{PICTURE} is drawn")
+    browser = next(
+        filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None
+    )
+    if browser is None or not page.is_file():
+        raise SystemExit(
+            "install Chromium to draw the report" if browser is None else f"there is no {page}"
+        )
     draw_first_screen(browser, page)
 
 
