@@ -23,7 +23,7 @@ export MLFLOW_DISABLE_TELEMETRY := true
 export GX_ANALYTICS_ENABLED := false
 export PREFECT_SERVER_ANALYTICS_ENABLED := false
 
-.PHONY: setup setup-dev run alternatives test test-all test-servers test-lowest coverage lint docs bench gpu-acceptance locks clean
+.PHONY: setup setup-dev run alternatives test test-all test-servers test-lowest sweep coverage lint docs bench gpu-acceptance locks clean
 
 setup: $(STAMP)
 
@@ -88,6 +88,11 @@ test: setup-dev $(VENV)/models
 test-all: setup-dev $(VENV)/models $(VENV)/gemma
 	status=0; $(BIN)/python -m pytest --numprocesses 2 --dist loadfile -m 'not servers' || status=1; \
 	$(BIN)/python -m pytest -m servers -rs tests/servers && exit $$status
+
+# Every causal language model of the installed transformers, tiny, against a table of expected results: ten minutes, for the
+# night and for a new version of transformers. WRITE=1 writes the table.
+sweep: setup-dev
+	PYTHONPATH=.:tests/support $(BIN)/python tests/nightly/architecture_sweep.py
 
 # With real servers on loopback (tests/servers/up.sh); those that are not installed are skipped and named.
 test-servers: setup-dev
