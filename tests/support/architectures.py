@@ -52,11 +52,12 @@ SETTINGS: dict[str, dict[str, object]] = {
         "num_hidden_layers": 3,
         "block_types": ["recurrent", "recurrent", "attention"],
     },
+    "bamba": {"attn_layer_indices": [1]},
     "mamba2": {"head_dim": 16, "n_groups": 1},
     "jamba": {"num_hidden_layers": 4, "attn_layer_period": 2, "attn_layer_offset": 1},
     "falcon_h1": {"mamba_d_ssm": 64},
     "dots1": {"n_shared_experts": 1},
-    "lfm2_moe": {"layer_types": ["conv", "full_attention"]},
+    "lfm2_moe": {"layer_types": ["conv", "full_attention"], "num_dense_layers": 1},
     "granitemoehybrid": {"layer_types": ["mamba", "attention"]},
     "zaya": {"num_experts_per_tok": 1},
 }
