@@ -52,7 +52,7 @@ from flows.registry.history import (
     version_words,
 )
 from flows.registry.stored_models import COMPLETE_TAG, verified_folder
-from flows.registry.workspace import OWNER_TAG, actor, ownership, printed_line
+from flows.registry.workspace import OWNER_TAG, actor, ownership, printed_line, tag_line
 from flows.supervision.processes import child_environment, start_supervised
 from rlhf_core.config.gates import Condition
 from rlhf_core.config.loading import load_params
@@ -640,17 +640,18 @@ def promotion_obstacle(
     if tags.get(COMPLETE_TAG) != "true":
         return f"{number} is incomplete: its registration was interrupted"
     if tags.get(GATES_TAG) != GATES_PASSED:
-        return f"{number} is ungated ({tags.get(UNGATED_TAG) or 'no record that its gates passed'})"
+        because = tag_line(tags, UNGATED_TAG) or "no record that its gates passed"
+        return f"{number} is ungated ({because})"
     if ROLLED_BACK_TAG in tags:
-        return f"{number} was rolled back ({tags[ROLLED_BACK_TAG]})"
+        return f"{number} was rolled back ({tag_line(tags, ROLLED_BACK_TAG)})"
     if DECLINED_TAG in tags:
-        return f"{number} was {tags[DECLINED_TAG]}"
+        return f"{number} was {tag_line(tags, DECLINED_TAG)}"
     if required is None:
         return ""
     if CONDITIONS_TAG not in tags:
         return f"{number} has no record of its gates' conditions; `rlhf run` registers it again"
     try:
         weaker = weaker_gates(json.loads(tags[CONDITIONS_TAG]), required)
-    except (ValueError, TypeError, AttributeError):
+    except (ValueError, TypeError, AttributeError, RecursionError):
         return f"the conditions of {number} cannot be read; `rlhf run` registers it again"
     return f"{number} has passed weaker gates: {'; '.join(weaker)}" if weaker else ""

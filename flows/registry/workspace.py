@@ -18,7 +18,8 @@ from flows.dvc_repo.graph import recorded_hash
 from flows.workspace import PRIVATE, cannot_write, private_path
 from rlhf_core.errors import DataError, RlhfError
 from rlhf_core.storage.files import atomic_write_json, atomic_write_text, read_json
-from rlhf_core.tracking.stage_run import user_name
+from rlhf_core.tracking.delivery import address
+from rlhf_core.tracking.stage_run import record_folder, tracking_uri, user_name
 
 
 def printed_line(text: str) -> str:
@@ -27,6 +28,18 @@ def printed_line(text: str) -> str:
     for character in text:
         printable += character if character.isprintable() else " "
     return " ".join(printable.split())
+
+
+SHOWN_OF_TAG = 300
+
+
+def tag_line(tags: Mapping[str, str], key: str) -> str:
+    """Return what a tag says as one line to show; empty without one.
+
+    Whoever can write to the registry may have written anything there.
+    """
+    text = printed_line(str(tags.get(key, "")))
+    return text if len(text) <= SHOWN_OF_TAG else f"{text[:SHOWN_OF_TAG]}…"
 
 
 ACTOR_VARIABLE = "RLHF_ACTOR"
@@ -81,6 +94,25 @@ def _read_id(workspace: Path) -> tuple[str | None, str | None]:
     return known.strip() or None, folder or None
 
 
+def registry_address(workspace: Path) -> str:
+    """What tells registries apart: the address, without user, password and options.
+
+    That of a SQLite database is its path.
+    """
+    from sqlalchemy.engine import make_url
+
+    uri = tracking_uri(workspace)
+    if uri.startswith("sqlite"):
+        return f"sqlite:///{Path(make_url(uri).database or '').resolve()}"
+    return address(uri).partition("?")[0].rstrip("/")
+
+
+def registry_of_record(workspace: Path) -> str:
+    """The registry as a file of the workspace names it: its own one stays so where both move."""
+    own = record_folder(workspace)
+    return registry_address(workspace).replace(f"sqlite:///{own}/", "sqlite:///", 1)
+
+
 FILE = "registered.json"
 
 
@@ -98,13 +130,18 @@ class RegisteredHere:
 
 
 def write_registered(workspace: Path, versions: Mapping[str, RegisteredHere]) -> None:
-    """Record the version of each model folder, with the hash that dvc.lock has for the folder."""
+    """Record the version of each model folder, with the hash that dvc.lock has for the folder.
+
+    The numbers are those of the registry that is used now.
+    """
+    registry = registry_of_record(workspace)
     kept = {
         folder: {
             "model": registered.model,
             "version": registered.version,
             "ungated": registered.ungated,
             "dvc": recorded_hash(workspace, folder),
+            "registry": registry,
         }
         for folder, registered in versions.items()
     }
@@ -112,12 +149,17 @@ def write_registered(workspace: Path, versions: Mapping[str, RegisteredHere]) ->
 
 
 def read_registered(workspace: Path, folder: str) -> RegisteredHere | None:
-    """Return the version made of the content that ``folder`` has by dvc.lock, None without one."""
+    """Return the version made of the content that ``folder`` has by dvc.lock.
+
+    None without one in the registry that is used now.
+    """
     try:
         entry: Mapping[str, Any] | None = read_json(workspace / PRIVATE / FILE).get(folder)
     except DataError:
         return None
     if entry is None or entry["dvc"] is None or entry["dvc"] != recorded_hash(workspace, folder):
+        return None
+    if entry.get("registry") != registry_of_record(workspace):
         return None
     return RegisteredHere(entry["model"], entry["version"], entry["ungated"])
 
