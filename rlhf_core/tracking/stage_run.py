@@ -36,7 +36,7 @@ from rlhf_core.tracking.delivery import (
     ServerAway,
     address,
 )
-from rlhf_core.tracking.journal import Journal, JournalRecord, RunHeader
+from rlhf_core.tracking.journal import RECORDED, Journal, JournalRecord, RunHeader
 from rlhf_core.tracking.pipeline_run import PARENT_TAG, current_experiment, legal_name
 
 logger = logging.getLogger(__name__)
@@ -424,7 +424,7 @@ def stage_tracker(stage: str, workspace: Path, experiment: str) -> Iterator[Trac
     deferred = bool(os.environ.get(DEFERRED_VARIABLE))
     journal = Journal.new(
         workspace,
-        RunHeader(address(uri), None, experiment, tags, int(time.time() * 1000), deferred),
+        RunHeader(address(uri), None, experiment, tags, RECORDED.now(), deferred),
     )
     with nullcontext() if deferred else default_environment(CLIENT_SETTINGS):
         tracker = JournalTracker(journal) if deferred else _begun(journal, workspace, uri)
