@@ -127,10 +127,14 @@ class JournalTracker(Tracker):
         self._take(JournalRecord("artifact", {str(path): folder}))
 
     def log_datasets(self, datasets: Mapping[str, Mapping[str, str]]) -> None:
-        self._take(JournalRecord("datasets", datasets))
+        shown = {
+            name: {key: redacted(value) for key, value in facts.items()}
+            for name, facts in datasets.items()
+        }
+        self._take(JournalRecord("datasets", shown))
 
     def set_tags(self, tags: Mapping[str, str]) -> None:
-        self._take(JournalRecord("tags", tags))
+        self._take(JournalRecord("tags", {key: redacted(value) for key, value in tags.items()}))
 
     def end(self, status: Literal["FINISHED", "FAILED", "KILLED"]) -> None:
         """End the run.
@@ -421,6 +425,7 @@ def stage_tracker(stage: str, workspace: Path, experiment: str) -> Iterator[Trac
         tags[PARENT_TAG] = os.environ[PARENT_RUN_VARIABLE]
     else:
         tags |= current_experiment()
+    tags = {key: redacted(value) for key, value in tags.items()}
     deferred = bool(os.environ.get(DEFERRED_VARIABLE))
     journal = Journal.new(
         workspace,
