@@ -38,7 +38,7 @@ class ShortTracebacks(logging.Handler):
     def format(self, record: logging.LogRecord) -> str:
         """Format ``record``, with an expected error's own line in place of its traceback."""
         error = _error(record)
-        if isinstance(error, EXPECTED) or str(error) == GIVEN_UP:
+        if error is not None and (isinstance(error, EXPECTED) or str(error) == GIVEN_UP):
             record = copy.copy(record)
             message = " ".join(record.getMessage().split())
             record.msg, record.args = f"{message} ({named_line(error)})", ()

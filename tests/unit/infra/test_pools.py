@@ -113,16 +113,24 @@ def test_dockers_client_takes_what_prefect_passes_on(values: dict[str, Any]) -> 
     assert host.get("ShmSize") == (16 * 2**30 if values else None)
 
 
+CONFIGURATIONS = {
+    "kubernetes": "KubernetesWorkerJobConfiguration",
+    "docker": "DockerWorkerJobConfiguration",
+}
+
+
 @pytest.mark.parametrize("kind", TEMPLATES)
 def test_the_worker_of_the_kind_makes_a_job_of_it(kind: str) -> None:
-    pytest.importorskip(f"prefect_{kind}", reason="installed in the images of infra/docker")
-    if kind == "kubernetes":
-        from prefect_kubernetes.worker import KubernetesWorkerJobConfiguration as Configuration
-    else:
-        from prefect_docker.worker import DockerWorkerJobConfiguration as Configuration
-    values = {"gpus": 2, "env": {"A": "1"}}
+    reason = (
+        "workers of this kind are not installed (pip install prefect-kubernetes prefect-docker)"
+    )
+    worker = pytest.importorskip(f"prefect_{kind}.worker", reason=reason)
+    values = {"gpus": 2, "env": {"ASKED": "1"}}
     configuration = asyncio.run(
-        Configuration.from_template_and_values(TEMPLATES[kind], values, client=object())
+        getattr(worker, CONFIGURATIONS[kind]).from_template_and_values(
+            TEMPLATES[kind], values, client=object()
+        )
     )
     configuration.prepare_for_flow_run(FlowRun(id=uuid4(), name="ppo", flow_id=uuid4()))
-    assert configuration.env["A"] == "1" if kind == "docker" else configuration.job_manifest
+    made = json.dumps(configuration.model_dump(mode="json"))
+    assert "ASKED" in made and "rlhf-pipeline:" in made and "{{" not in made
