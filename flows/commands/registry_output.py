@@ -5,9 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 from rich.console import Group, RenderableType
-from rich.table import Column, Table
+from rich.table import Column
 
-from flows.commands.text import Row, gate_table, marked_table
+from flows.commands.text import Row, gate_table, marked_table, plain_table
 from flows.registry.client import CHAMPION
 from flows.registry.decisions import PromotionDecision, report_name
 from flows.registry.history import ReleaseState, version_words
@@ -91,8 +91,7 @@ def probe_lines(workspace: Path) -> list[RenderableType]:
     if not probes.rows:
         return [*probes.notes]
     first, *others = probes.header
-    columns = [Column(name, justify="right") for name in others]
-    table = Table(first, *columns, box=None, header_style="dim")
+    table = plain_table([first, *(Column(name, justify="right") for name in others)])
     for row in probes.rows:
         table.add_row(*row)
     return [f"{CAPTION}:", table, *probes.notes]

@@ -319,12 +319,10 @@ def stages_status(workspace: Path) -> StagesStatus:
 
 def _failed_gate(workspace: Path, gate: GateDecision) -> str:
     """Say that a stage failed its gate, which DVC takes for one that never ran."""
-    count = f"{len(gate.failed)} of {len(gate.conditions)} conditions do not hold"
     if changed := gate.changed_evidence(workspace):
-        return (
-            f"failed its gate ({count}); {', '.join(changed)} changed since, so a run judges again"
-        )
-    return f"failed its gate: {count}"
+        changes = f"{', '.join(changed)} changed since, so a run judges again"
+        return f"failed its gate ({gate.tally}); {changes}"
+    return f"failed its gate: {gate.tally}"
 
 
 def running_stages(workspace: Path, holder: LockHolder) -> StagesStatus:
