@@ -18,7 +18,7 @@ from rich.text import Text
 
 from flows.commands.text import format_seconds, plain_table
 from flows.dvc_repo.graph import RecordedStage, recorded_stages
-from flows.registry.workspace import read_registered
+from flows.registry.register import read_registered
 from flows.workspace import display_path, is_workspace
 from rlhf_core.config import yaml_text
 from rlhf_core.config.evaluation import EvaluateConfig

@@ -185,7 +185,7 @@ def _answer(workspace: Path, *, approves: bool, reason: str, version: str | None
     """Fill in the form of the request for approval, and print what was decided."""
     with busy("deciding on the request"):
         from flows.pipeline.registration import Approval, answer_request
-        from flows.registry.workspace import actor
+        from flows.workspace import actor
 
         answer = Approval(approve=approves, decided_by=actor(), reason=reason)
         decided = answer_request(workspace, answer, version)

@@ -22,11 +22,11 @@ from flows.commands.text import INDENT, Row, aligned, format_age, format_seconds
 from flows.dvc_repo.graph import describe_changes, dvc_status, recorded_stages
 from flows.dvc_repo.inputs import entry_names, refresh_inputs
 from flows.pipeline.events import COMPLETED
+from flows.pipeline.record import WORKSPACE_ID_TAG
 from flows.registry.client import (
     CHALLENGER,
     CHAMPION,
     PREVIOUS,
-    WORKSPACE_ID_TAG,
     connect,
     has_record,
     read_aliases,
@@ -34,8 +34,7 @@ from flows.registry.client import (
 )
 from flows.registry.history import ReleaseState
 from flows.registry.release_page import current_page, read_release_decision, release_sentences
-from flows.registry.workspace import known_workspace_id
-from flows.workspace import LockHolder, lock_holder
+from flows.workspace import LockHolder, known_workspace_id, lock_holder
 from rlhf_core.config.loading import load_params
 from rlhf_core.config.operations import RegistryConfig
 from rlhf_core.config.yaml_text import plain, read

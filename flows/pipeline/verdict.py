@@ -240,7 +240,7 @@ def _unmet_criteria(decision: PromotionDecision) -> tuple[str, ...]:
     """What the promotion required and does not hold, in one clause; win rates are told anyway."""
     if decision.promoted:
         return ()
-    unmet = [str(of) for of in decision.criteria if not (of.passed or of.is_plain_win_rate)]
+    unmet = [str(of) for of in decision.criteria if not (of.passed or of.judge)]
     return (f"not promoted: {', and '.join(unmet)}",) if unmet else ()
 
 

@@ -27,9 +27,8 @@ from flows.registry.promote import (
     DECLINED_TAG,
     gate_conditions,
     promotion_obstacle,
-    removed_champion,
 )
-from flows.registry.workspace import RegisteredHere, read_registered
+from flows.registry.register import RegisteredHere, read_registered
 from flows.workspace import PRIVATE, private_path
 from rlhf_core.config.loading import load_section
 from rlhf_core.config.operations import RegistryConfig
@@ -285,7 +284,7 @@ def _not_promoted(
         reason = "" if said else f"{sentence_case(obstacle)}."
         unmet = _unmet_conditions(workspace) if here.ungated else ()
         return _say(OPEN, headline, reason, "", OWNER if not_allowed else explain, unmet)
-    if removed := removed_champion(state):
+    if removed := state.removed_champion:
         reason = f"{sentence_case(removed)}."
         return _say(OPEN, headline, reason, "", OWNER if not_allowed else FORCE)
     decisions = []

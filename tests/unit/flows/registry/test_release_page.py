@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from flows.registry.promote import approve, decline, promote, rollback
+from flows.registry.register import RegisteredHere, write_registered
 from flows.registry.release_page import (
     RunNotes,
     current_page,
@@ -18,7 +19,6 @@ from flows.registry.release_page import (
     try_release_page,
     write_release_page,
 )
-from flows.registry.workspace import RegisteredHere, write_registered
 from rlhf_core.errors import RlhfError
 from rlhf_core.evaluation.remedies import remedy_for
 from rlhf_core.evaluation.report.headline import BEGIN, END, ReleaseDecision, UnmetCondition
