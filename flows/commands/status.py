@@ -294,7 +294,10 @@ def stages_status(workspace: Path) -> StagesStatus:
         outputs = [*entry_names(stages[name].get("outs"))]
         has_run = name in recorded and name not in stale
         if closed is not None and f"gates/{closed.name}.json" in outputs and not has_run:
-            states[name] = _failed_gate(workspace, closed)
+            states[name] = f"failed its gate: {closed.tally}"
+            if changed := closed.changed_evidence(workspace):
+                changes = f"{', '.join(changed)} changed since, so a run judges again"
+                states[name] = f"failed its gate ({closed.tally}); {changes}"
             stopped = name
         elif has_run:
             states[name] = "up to date"
@@ -314,14 +317,6 @@ def stages_status(workspace: Path) -> StagesStatus:
     not_run = sum(name not in recorded and name != stopped for name in names)
     stale_now = sum(name in recorded and name in stale and name != stopped for name in names)
     return StagesStatus(states, not_run, stale_now)
-
-
-def _failed_gate(workspace: Path, gate: GateDecision) -> str:
-    """Say that a stage failed its gate, which DVC takes for one that never ran."""
-    if changed := gate.changed_evidence(workspace):
-        changes = f"{', '.join(changed)} changed since, so a run judges again"
-        return f"failed its gate ({gate.tally}); {changes}"
-    return f"failed its gate: {gate.tally}"
 
 
 def running_stages(workspace: Path, holder: LockHolder) -> StagesStatus:

@@ -30,10 +30,11 @@ MEASUREMENTS = {
 
 @dataclass(frozen=True)
 class Criterion:
-    """One condition of a promotion.
+    """One condition of a release: of a promotion, or one of a gate that did not hold.
 
     ``measured`` and ``required`` are in words, such as ``0.722`` and ``> 0.5``. ``judge`` is the one
     whose win rate this is, which every message about a match gives anyway; empty for the others.
+    ``why`` says why a gate asks for it, and ``remedy`` what to do; both are empty for a match.
     """
 
     name: str
@@ -41,6 +42,8 @@ class Criterion:
     required: str
     passed: bool
     judge: str = ""
+    why: str = ""
+    remedy: str = ""
 
     def __str__(self) -> str:
         return f"{self.name} is {self.measured}, required {self.required}"

@@ -14,6 +14,7 @@ from typing import Any
 from rlhf_core.config.gates import CHECKER
 from rlhf_core.evaluation.figures import format_interval, format_number
 from rlhf_core.evaluation.judges.names import GOLD, JUDGE
+from rlhf_core.evaluation.promotion import Criterion
 from rlhf_core.evaluation.remedies import remedy_for
 from rlhf_core.evaluation.report.sources import JsonObject, failed_gate
 from rlhf_core.evaluation.verdict import (
@@ -198,21 +199,6 @@ SHOWN_CONDITIONS = 6
 
 
 @dataclass(frozen=True)
-class UnmetCondition:
-    """A condition that forbade registration or promotion, with its value and bound in words.
-
-    ``why`` says why it is asked, ``remedy`` what to do about it; both are empty for what a
-    promotion requires.
-    """
-
-    name: str
-    measured: str
-    required: str
-    why: str = ""
-    remedy: str = ""
-
-
-@dataclass(frozen=True)
 class ReleaseDecision:
     """Whether the policy of a report was released, at one moment.
 
@@ -234,7 +220,7 @@ class ReleaseDecision:
     headline: str
     registered: str
     reason: str
-    conditions: tuple[UnmetCondition, ...]
+    conditions: tuple[Criterion, ...]
     decided: str
     champion: str
     next_command: str
@@ -243,6 +229,6 @@ class ReleaseDecision:
     tries: str = ""
 
     @property
-    def first_conditions(self) -> tuple[UnmetCondition, ...]:
+    def first_conditions(self) -> tuple[Criterion, ...]:
         """The conditions that the page lists."""
         return self.conditions[:SHOWN_CONDITIONS]
