@@ -52,7 +52,7 @@ _MODULES = {
     "OptimizerConfig": "config.model",
     "PolicyComparison": "api.comparison",
     "PpoConfig": "config.ppo",
-    "PtxConfig": "config.ppo",
+    "PtxConfig": "config.ppo_losses",
     "RewardConfig": "config.reward",
     "RlhfError": "errors",
     "RolloutConfig": "config.ppo",

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from flows.dvc_repo import inputs
 from flows.dvc_repo.inputs import DVC_FILE
@@ -22,6 +23,9 @@ from rlhf_core.config.loading import PARAMS_FILE, check_params, load_section
 from rlhf_core.config.paths import rebase_sources
 from rlhf_core.config.recipe import recipe_folder
 from rlhf_core.errors import RlhfError
+
+if TYPE_CHECKING:
+    from flows.commands.init_checker import GivenFunction
 
 OWN_DATA = "own-data"  # the profile of a workspace with files of pairs
 
@@ -96,13 +100,15 @@ def create(
     if origin and model:
         raise RlhfError("--from names the starting model; leave --model out")
     refuse_absent([*data, *prompts], model)
-    settings = []
+    settings: list[str] = []
     if data:
         settings += ["collect.source=files", f"collect.files.preferences={json.dumps(data)}"]
         profile = profile or ("" if origin else OWN_DATA)
     if model:
         settings.append(f"base.source={model}")
-    recipe, function, told = None, None, []
+    recipe: Path | None = None
+    function: GivenFunction | None = None
+    told: list[str] = []
     if prompts or reward:
         from flows.commands import init_checker
 

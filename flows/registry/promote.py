@@ -550,7 +550,7 @@ def promotion_obstacle(
         return ""
     if CONDITIONS_TAG not in tags:
         return f"{number} has no record of its gates' conditions; `rlhf run` registers it again"
-    passed = {}
+    passed: dict[str, tuple[Condition, ...]] = {}
     try:
         for name, rows in json.loads(tags[CONDITIONS_TAG]).items():
             passed[name] = tuple(Condition(**fields, why="") for fields in rows)

@@ -95,7 +95,8 @@ def run(
     for further in added.values():
         for called, theirs in further.replies().items():
             given[called] = Rival(called, theirs, evaluation)
-    rivals, best = list(given.values()), None
+    rivals = list(given.values())
+    best: Rival | None = None
     if sft.candidates:
         with borrowed_judge("reward", inputs, config.batch_size, frozen) as judge:
             best = best_of_n(judge, evaluation, sft.candidates)

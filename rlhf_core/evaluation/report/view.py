@@ -125,7 +125,7 @@ def build_context(sources: ReportSources, title: str, replies: int) -> dict[str,
 
 def _categories(evaluation: Mapping[str, Any]) -> dict[str, JsonObject]:
     """Return the metrics of each category, without its comparison."""
-    categories = {}
+    categories: dict[str, JsonObject] = {}
     for name, row in evaluation.get("category", {}).items():
         categories[name] = {key: value for key, value in row.items() if key != "comparison"}
     return categories
