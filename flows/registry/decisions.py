@@ -43,7 +43,7 @@ from flows.registry.history import (
     ReleaseState,
     read_history,
 )
-from flows.registry.policies import verify_version
+from flows.registry.policies import active_policies
 from flows.workspace import actor, locked
 from rlhf_core.config.loading import load_section
 from rlhf_core.config.operations import RegistryConfig
@@ -308,8 +308,7 @@ def commit(state: ReleaseState, entry: Entry) -> Path | None:
     """
     for moved in entry["moves"]:
         if moved["version"] is not None and moved["alias"] != PREVIOUS:  # which answers nobody
-            version = get_version(state.client, moved["model"], moved["version"])
-            verify_version(state.client, state.workspace, version)
+            _require_accepted(state.client, state.workspace, moved["model"], moved["version"])
     entry = _after({**entry, "number": len(state.entries) + 1}, state.entries)
     text = json.dumps(entry, sort_keys=True)
     if len(text) > ENTRY_LIMIT:  # the report has the whole
@@ -369,7 +368,7 @@ def _carry_out(client: MlflowClient, workspace: Path, entry: Entry) -> Path | No
                 continue
             try:
                 if alias != PREVIOUS:
-                    verify_version(client, workspace, get_version(client, name, version))
+                    _require_accepted(client, workspace, name, version)
             except ModelError as error:
                 # What another program has written into the history must not block later decisions.
                 LOGGER.warning("no alias is pointed to %s version %s: %s", name, version, error)
@@ -396,6 +395,13 @@ def _carry_out(client: MlflowClient, workspace: Path, entry: Entry) -> Path | No
         # Another machine decided meanwhile, and these moves may have undone its own.
         _carry_out(client, workspace, entries[-1])
     return report
+
+
+def _require_accepted(client: MlflowClient, workspace: Path, name: str, number: str) -> None:
+    """Raise what a registry policy, such as signatures, has against an alias of a version."""
+    config = load_section(workspace, "registry", RegistryConfig)
+    for policy in active_policies(config):
+        policy.verify_version(client, workspace, config, get_version(client, name, number), None)
 
 
 @contextmanager

@@ -12,7 +12,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
-from rlhf_core.config.loading import load_section
 from rlhf_core.config.operations import RegistryConfig
 from rlhf_core.plugins import REGISTRY_POLICIES, load_plugin
 
@@ -71,19 +70,6 @@ class RegistryPolicy(Protocol):
 
     def export_folder(self, folder: Path) -> None:
         """Add to an exported model, of which all files are written."""
-
-
-def verify_version(
-    client: MlflowClient, workspace: Path, version: ModelVersion, folder: Path | None = None
-) -> None:
-    """Raise ``ModelError`` for what a policy of the workspace has against the use of a version.
-
-    Args:
-        folder: Its verified model folder; None before an alias is moved.
-    """
-    config = load_section(workspace, "registry", RegistryConfig)
-    for policy in active_policies(config):
-        policy.verify_version(client, workspace, config, version, folder)
 
 
 def active_policies(config: RegistryConfig) -> list[RegistryPolicy]:

@@ -28,7 +28,7 @@ from flows.registry.client import (
 from flows.registry.decisions import registry_session
 from flows.registry.history import ReleaseState
 from flows.registry.model_package import CODE_FOLDER, own_wheel, requirements
-from flows.registry.policies import verify_version
+from flows.registry.policies import active_policies
 from flows.workspace import display_path
 from rlhf_core.config.evaluation import EvaluateConfig
 from rlhf_core.config.loading import load_section
@@ -159,7 +159,9 @@ def verified_folder(
         raise ModelError(
             f"the files of {label} are not the ones that were registered and judged ({folder}); {REMEDY}"
         )
-    verify_version(client, workspace, version, folder)
+    config = load_section(workspace, "registry", RegistryConfig)
+    for policy in active_policies(config):
+        policy.verify_version(client, workspace, config, version, folder)
     return folder
 
 
