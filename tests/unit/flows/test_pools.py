@@ -9,7 +9,6 @@ from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
-from types import SimpleNamespace
 from typing import Any, cast
 from uuid import uuid4
 
