@@ -24,10 +24,9 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from flows.registry.client import CONTENT_TAG, SIGNED_TAGS, versions
+from flows.registry.client import CONTENT_TAG, SIGNED_TAGS, registry_address, versions
 from flows.registry.policies import KEY_VARIABLE
 from flows.registry.stored_models import REMEDY, own_package, package_digest, stored_sampling
-from flows.registry.workspace import registry_address
 from rlhf_core.config.loading import load_section
 from rlhf_core.config.operations import RegistryConfig, SignatureConfig
 from rlhf_core.errors import ConfigError, ModelError

@@ -16,8 +16,8 @@ from pathlib import Path
 
 from flows.dvc_repo.recipe import TRIALS
 from flows.dvc_repo.root import cache_of
-from flows.registry.client import connect, has_record, read_aliases
-from flows.registry.workspace import FILE, registry_of_record
+from flows.registry.client import connect, has_record, read_aliases, registry_of_record
+from flows.registry.register import REGISTERED
 from flows.workspace import PRIVATE, is_workspace, lock_holder, locked
 from rlhf_core.config.loading import load_section
 from rlhf_core.config.operations import RegistryConfig
@@ -138,7 +138,7 @@ def _models_of(workspace: Path) -> tuple[str, str]:
 
 def _registered_by(workspace: Path) -> dict[str, set[tuple[str, str]]]:
     """The versions that were registered of a workspace's models, by the registry."""
-    file = workspace / PRIVATE / FILE
+    file = workspace / PRIVATE / REGISTERED
     versions: dict[str, set[tuple[str, str]]] = {}
     for entry in read_json(file).values() if file.is_file() else ():
         of_registry = versions.setdefault(str(entry.get("registry")), set())

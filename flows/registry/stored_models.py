@@ -22,6 +22,7 @@ from flows.registry.client import (
     knock,
     read_aliases,
     reason_and_remedy,
+    registry_address,
     registry_errors,
     versions,
 )
@@ -29,7 +30,6 @@ from flows.registry.decisions import registry_session
 from flows.registry.history import ReleaseState
 from flows.registry.model_package import CODE_FOLDER, own_wheel, requirements
 from flows.registry.policies import active_policies
-from flows.registry.workspace import registry_address
 from flows.workspace import display_path
 from rlhf_core.config.evaluation import EvaluateConfig
 from rlhf_core.config.loading import load_section

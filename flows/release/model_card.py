@@ -8,10 +8,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from flows.pipeline.verdict import judges_table, markdown_table, markdown_text
-from flows.registry.client import connect, fluent, registry_errors
+from flows.registry.client import connect, fluent, registry_errors, tag_line
 from flows.registry.evidence import TrainingSource, read_data_card, source_of_version
 from flows.registry.stored_models import stored_sampling
-from flows.registry.workspace import tag_line
 from rlhf_core.config.gates import CHECKER
 from rlhf_core.errors import RlhfError
 from rlhf_core.evaluation.judges.names import SELECTED_BY, TRAINED_ON

@@ -37,18 +37,10 @@ from rlhf_core import hub
 from rlhf_core.data.chat_template import bos_expression, reply_format
 from rlhf_core.errors import DataError, ModelError, first_line
 from rlhf_core.models.causal_lm import load_tokenizer, require_decoder_only
+from rlhf_core.models.folder_check import REPAIR, SHARD, require_own_files
 from rlhf_core.models.forward import embedding_weight
 from rlhf_core.models.gguf import gguf_config, is_gguf, load_gguf_tokenizer
-from rlhf_core.models.io import (
-    REPAIR,
-    SHARD,
-    empty_model,
-    hub_files,
-    is_local,
-    reading,
-    require_own_files,
-    require_room_for,
-)
+from rlhf_core.models.io import empty_model, hub_files, is_local, reading, require_room_for
 from rlhf_core.runtime.limited_call import CallLimits, limit_reached
 
 LIMITS = CallLimits()

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 from transformers import CONFIG_NAME, PreTrainedModel
 
-from rlhf_core.config.ppo import SamplerConfig, VllmSamplerConfig
+from rlhf_core.config.sampler import SamplerConfig, VllmSamplerConfig
 from rlhf_core.data.encoding import left_pad
 from rlhf_core.errors import RlhfError
 from rlhf_core.models.adapters import WithoutAdapters

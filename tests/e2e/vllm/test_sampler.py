@@ -30,7 +30,7 @@ from vllm_service import VLLM_MARKS, VLLM_PYTHON
 import rlhf_core as rlhf
 from rlhf_core.config.base import BaseConfig
 from rlhf_core.config.evaluation import EvaluateStageConfig
-from rlhf_core.config.ppo import VllmSamplerConfig
+from rlhf_core.config.sampler import VllmSamplerConfig
 from rlhf_core.errors import RlhfError
 from rlhf_core.models.causal_lm import load_tokenizer, new_model, save_policy, train_tokenizer
 from rlhf_core.models.heads import ScalarModel

@@ -21,7 +21,7 @@ from torch import Tensor
 from transformers import LlamaForCausalLM, PreTrainedModel
 from vllm_service import VLLM_MARKS, VLLM_PYTHON, started
 
-from rlhf_core.config.ppo import VllmSamplerConfig
+from rlhf_core.config.sampler import VllmSamplerConfig
 from rlhf_core.errors import RlhfError
 from rlhf_core.sampling import weight_transfer
 from rlhf_core.sampling.sampler import Sampler

@@ -16,7 +16,8 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from rlhf_core.config.model import LoraConfig
-from rlhf_core.config.ppo import PpoConfig, VllmSamplerConfig
+from rlhf_core.config.ppo import PpoConfig
+from rlhf_core.config.sampler import VllmSamplerConfig
 from rlhf_core.errors import RlhfError
 from rlhf_core.models.adapters import add_adapters
 from rlhf_core.sampling.sampler import LocalSampler, PromptBatch, Sampler, sample_replies

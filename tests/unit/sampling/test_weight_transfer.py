@@ -21,7 +21,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, MixtralConfig, PreTrainedModel
 
 from rlhf_core.config.model import LoraConfig
-from rlhf_core.config.ppo import VllmSamplerConfig
+from rlhf_core.config.sampler import VllmSamplerConfig
 from rlhf_core.errors import ModelError, RlhfError
 from rlhf_core.models.adapters import WithoutAdapters, add_adapters
 from rlhf_core.runtime import distributed

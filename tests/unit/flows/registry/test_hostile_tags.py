@@ -14,10 +14,10 @@ from rich.text import Text
 from flows.commands.registry_output import describe_terms, history_rows, model_history
 from flows.commands.status import registry_status
 from flows.commands.text import aligned, print_error, unlabelled
+from flows.registry.client import OWNER_TAG
 from flows.registry.history import DONE_TAG, ReleaseState
 from flows.registry.promote import promote
 from flows.registry.release_page import read_release_decision, write_release_page
-from flows.registry.workspace import OWNER_TAG
 from rlhf_core.config.loading import load_section
 from rlhf_core.config.operations import RegistryConfig
 from rlhf_core.errors import RlhfError

@@ -14,9 +14,9 @@ from flows.registry import stored_models
 from flows.registry.client import get_version
 from flows.registry.decisions import registry_lock
 from flows.registry.promote import MATCHES, promote
+from flows.registry.register import RegisteredHere, read_registered, write_registered
 from flows.registry.release_page import RunNotes, read_release_decision
 from flows.registry.stored_models import verified_folder
-from flows.registry.workspace import RegisteredHere, read_registered, write_registered
 from rlhf_core.config.operations import SignatureConfig
 from rlhf_core.errors import RlhfError
 from rlhf_extras.retention.retention import apply_retention
