@@ -160,7 +160,8 @@ def _matches(workspace: Path, played: Sequence[ModelVersion]) -> set[Path]:
 
     A file of the same question may be of another registry: its hash is then not the tag's.
     """
-    prefix, found = f"{MATCH_TAG}.", set()
+    prefix = f"{MATCH_TAG}."
+    found: set[Path] = set()
     for version in played:
         for tag, digest in version.tags.items():
             name = Path(tag.removeprefix(prefix)).name  # a tag on a server may say anything
