@@ -334,10 +334,9 @@ def workspace_checks(workspace: Path | None, opens_files: bool = True) -> Iterat
         ("ppo.sampler", params.ppo.sampler),
         ("evaluate.sampler", params.evaluate.sampler),
     ):
-        python = None if sampler.kind == "local" else sampler.seen_from(workspace).python
-        if python and shutil.which(python) is None:
-            finding = f"{setting}.python: {python} is no program; name the Python of an environment that has vLLM"
-            yield DoctorCheck(WARN if params.pools else FAIL, "vllm", finding)
+        if problem := sampler.problem(workspace):
+            level = WARN if params.pools else FAIL
+            yield DoctorCheck(level, sampler.kind, f"{setting}.{problem}")
     for stage, launch in params.compute.launch.items():
         if launch.deepspeed and not (workspace / launch.deepspeed).is_file():
             finding = (
