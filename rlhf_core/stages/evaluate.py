@@ -105,12 +105,13 @@ def run(
     if checker is not None:
         plugged.insert(0, checker)
         names.append(checker.name)
+    compared: list[Evaluation | Rival] = [evaluation, *given.values()]
     for further_judge in plugged:
-        for compared in (evaluation, *given.values()):
+        for one in compared:
             if isinstance(further_judge, PairwiseJudge):
-                compared.judge(further_judge)
+                one.judge(further_judge)
             else:
-                compared.score(further_judge)
+                one.score(further_judge)
     metrics, rows = evaluation.metrics(), evaluation.rows()
     groups = [group_of(prompt, config.groups) for prompt in sets.judged]
     if any(groups):

@@ -41,7 +41,7 @@ from rlhf_core.sampling.distribution import Sampling, TokenDistribution
 from rlhf_core.sampling.generation import Rollout, trimmed_rollout
 from rlhf_core.sampling.sampler import PromptBatch, Sampler
 from rlhf_core.storage.files import atomic_dir, atomic_write_json, new_scratch_folder, read_json
-from rlhf_extras.sampling.settings import VllmSamplerConfig
+from rlhf_extras.sampling.server_settings import VllmServerSettings
 from rlhf_extras.sampling.weight_transfer import (
     CheckpointWeights,
     WeightTransfer,
@@ -374,7 +374,7 @@ class VllmSampler(Sampler):
         work: A folder for the log, and for the weights unless ``config.weights_folder`` names one.
     """
 
-    def __init__(self, config: VllmSamplerConfig, work: Path) -> None:
+    def __init__(self, config: VllmServerSettings, work: Path) -> None:
         super().__init__()
         self.config = config
         self._log = work / "vllm.log"
