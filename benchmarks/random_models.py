@@ -32,7 +32,7 @@ from rlhf_core.training.engine.frozen import FrozenModels
 from rlhf_core.training.run_context import RunContext
 from rlhf_extras.memory.architecture import Architecture
 from rlhf_extras.memory.sequence_lengths import LongestSequences, SequenceLengths
-from rlhf_extras.memory.stages import EstimateInputs
+from rlhf_extras.memory.stage_plan import EstimateInputs
 
 EOS, PAD = 3, 0
 

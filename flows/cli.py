@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import errno
-import json
 import os
 import sys
-from contextlib import suppress
 from functools import wraps
 from pathlib import Path
 from typing import Annotated
@@ -14,6 +11,7 @@ from typing import Annotated
 import typer
 
 from flows.commands import registry_commands
+from flows.commands.failures import DEBUG, check_streams, report_error
 from flows.commands.options import (
     NEAREST,
     AnyFolder,
@@ -28,21 +26,14 @@ from rlhf_core import cli as core
 from rlhf_core.commands.data import JsonOption, ProbeOption, print_json
 from rlhf_core.commands.plugged import PluggedGroup
 from rlhf_core.errors import (
-    EXIT_INTERRUPTED,
     EXIT_OK,
     EXIT_USER_ERROR,
     DataError,
-    GateFailed,
     RlhfError,
-    first_line,
-    is_full_disk,
-    is_out_of_memory,
 )
 from rlhf_core.redaction import redacted
 from rlhf_core.runtime.progress import busy
 
-DEBUG = "--debug"
-UNEXPECTED_LENGTH = 500
 app = typer.Typer(
     cls=Commands,
     context_settings={"help_option_names": ["-h", "--help"]},
@@ -223,57 +214,22 @@ def init(
     $ rlhf init my-run --prompts sums.jsonl --reward checks.py:score --model models/my-model
     $ rlhf init my-trial --profile smoke --set seed=2
     """
-    if origin and model:
-        raise RlhfError("--from names the starting model; leave --model out")
-    settings = (
-        ["collect.source=files", f"collect.files.preferences={json.dumps(data)}"] if data else []
-    )
-    if model:
-        settings.append(f"base.source={model}")
-    profile = ",".join(profiles or ()) or ("own-data" if data and not origin else None)
     with busy("making the workspace"):
-        from flows.commands.init import (
-            forecast_of,
-            initialise,
-            next_step,
-            predecessor,
-            refuse_absent,
+        from flows.commands.init import create
+
+        told = create(
+            folder,
+            profile=",".join(profiles or ()),
+            sets=sets or (),
+            data=data or (),
+            prompts=prompts or (),
+            reward=reward or "",
+            model=model or "",
+            cache=cache,
+            origin=origin or "",
+            probe=probe,
         )
-        from flows.dvc_repo.inputs import refresh_inputs
-
-        refuse_absent([*(data or []), *(prompts or [])], model)
-        recipe, function, shown = None, None, ""
-        if prompts or reward:
-            from flows.commands import init_checker
-
-            if data or origin or not (prompts and reward):
-                raise RlhfError(
-                    "--prompts and --reward go together, without --data, which has pairs, or --from; nothing was made"
-                )
-            function, profile = init_checker.given_function(reward), profile or init_checker.PROFILE
-            settings = [*init_checker.checker_settings(prompts, function), *settings, *(sets or [])]
-            shown = init_checker.require_enough_prompts(folder, profile, settings, function)
-            hours = forecast_of(folder, profile, settings, probe=probe)
-            shown = "\n".join(filter(None, (shown, hours)))
-        else:
-            if origin:
-                before = predecessor(origin)
-                recipe = before.workspace
-                settings += before.settings
-                shown = f"it goes on from {before.name}, which the new policy is compared with\n"
-            settings += sets or []
-            shown += forecast_of(folder, profile, settings, recipe, probe=probe)
-        workspace = initialise(folder, profile, settings, cache=cache, recipe=recipe)
-        if function is not None:
-            function.copy_into(workspace)
-        with suppress(
-            RlhfError
-        ):  # a source that is missing or out of reach is for the next step, or the run, to name
-            refresh_inputs(workspace)  # so that `dvc repro` and `dvc status` work at once
-        step = next_step(workspace)
-    if shown:
-        typer.echo(shown.rstrip())
-    typer.echo(step)
+    typer.echo(told)
 
 
 @app.command()
@@ -564,7 +520,7 @@ def main() -> None:
     debug = DEBUG in sys.argv
     arguments = [argument for argument in sys.argv[1:] if argument != DEBUG]
     try:
-        _check_streams()
+        check_streams()
         try:
             app(args=arguments, prog_name="rlhf")
         finally:
@@ -578,59 +534,7 @@ def main() -> None:
             import traceback
 
             sys.stderr.write(redacted(traceback.format_exc()))
-        raise SystemExit(_report_error(error)) from None
-
-
-def _check_streams() -> None:
-    """Fill the places of closed standard streams, which the next opened file would take.
-
-    Raises:
-        OSError: Standard output is closed.
-    """
-    closed = [name for name in ("stdin", "stdout", "stderr") if getattr(sys, name) is None]
-    for name in closed:
-        setattr(sys, name, open(os.devnull, "r" if name == "stdin" else "w"))  # noqa: SIM115 - for good
-    if "stdout" in closed:
-        raise OSError(errno.EBADF, "standard output is closed")
-
-
-def _report_error(error: BaseException) -> int:
-    """Print ``error`` on standard error and return the exit status that goes with it."""
-    from flows.commands.text import print_error, print_gate_failure
-
-    match error:
-        case GateFailed():
-            print_gate_failure(error, sys.stderr)
-            return error.exit_code
-        case RlhfError():
-            print_error(str(error), sys.stderr)
-            return error.exit_code
-        case KeyboardInterrupt():
-            print_error("stopped", sys.stderr)
-            return EXIT_INTERRUPTED
-        case OSError(errno=errno.EBADF) if "standard output" in str(error):
-            print_error("standard output is closed; let the command write somewhere", sys.stderr)
-            return EXIT_USER_ERROR
-        case OSError(errno=errno.EACCES | errno.EPERM | errno.EROFS, filename=str(path)):
-            print_error(
-                f"{path}: {error.strerror}; give yourself the right to it, or choose another",
-                sys.stderr,
-            )
-            return EXIT_USER_ERROR
-        case _ if is_out_of_memory(error):
-            remedy = "end what else uses it, or raise the limit (`ulimit -v`, the container's)"
-            print_error(f"main memory is used up; {remedy}", sys.stderr)
-            return EXIT_USER_ERROR
-        case _ if is_full_disk(error):
-            sys.stdout = open(os.devnull, "w")  # noqa: SIM115 - what is left in its buffer would fail again
-            print_error(f"{first_line(error)}; make room and run the command again", sys.stderr)
-            return EXIT_USER_ERROR
-        case _:
-            message = str(error).strip()[:UNEXPECTED_LENGTH]
-            print_error(
-                f"{type(error).__name__}: {message} (add {DEBUG} for the traceback)", sys.stderr
-            )
-            return 1
+        raise SystemExit(report_error(error)) from None
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Workspace folders: finding one, its private files and names, its locks, and their cleanup.
+"""Workspace folders: finding one, its id, private files, names and locks, and their cleanup.
 
 One pipeline run at a time has a workspace, and one attempt at a time a stage.
 ``python -m flows.workspace WORKSPACE`` does the cleanup for a command that holds the workspace's
@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import os
+import platform
 import re
 import shlex
 import sys
@@ -18,12 +19,13 @@ from dataclasses import asdict, dataclass
 from datetime import datetime
 from pathlib import Path
 from typing import Any
+from uuid import uuid4
 
 from flows.supervision.processes import start_token
 from flows.supervision.signals import STOP
 from rlhf_core.errors import DataError, ModelError, RlhfError
 from rlhf_core.storage.data_files import expand, is_url
-from rlhf_core.storage.files import LockFile, atomic_write_json
+from rlhf_core.storage.files import LockFile, atomic_write_json, atomic_write_text
 
 PRIVATE = ".rlhf"
 
@@ -99,6 +101,67 @@ def model_folder(path: Path, workspace: Path | None = None) -> Path:
             "to talk to the champion"
         )
     return path
+
+
+def printed_line(text: str) -> str:
+    """Return ``text`` on one line without control characters, which could imitate other entries."""
+    printable = ""
+    for character in text:
+        printable += character if character.isprintable() else " "
+    return " ".join(printable.split())
+
+
+ACTOR_VARIABLE = "RLHF_ACTOR"
+ID_FILE = "workspace_id"
+
+
+def actor() -> str:
+    """Return who acts: ``RLHF_ACTOR``, which a CI job sets, else ``user@host``."""
+    from rlhf_core.tracking.stage_run import user_name
+
+    return printed_line(os.environ.get(ACTOR_VARIABLE, "")) or f"{user_name()}@{platform.node()}"
+
+
+def workspace_id(workspace: Path) -> str:
+    """Return the id of a workspace, made on first use and kept in ``.rlhf/workspace_id``.
+
+    The file also has the folder in which the workspace was. A workspace that was moved keeps its
+    id. A copy whose original is still there gets one of its own, as a clone or a trial does: else
+    both would own the same registered models.
+    """
+    path = private_path(workspace, ID_FILE)
+    try:
+        known, folder = _read_id(workspace)
+        own_address = str(workspace.resolve())
+        if known is None or folder != own_address:
+            copied = folder is not None and _read_id(Path(folder))[0] == known
+            if known is None or copied:
+                known = uuid4().hex
+            atomic_write_text(path, f"{known}\n{own_address}\n")
+        return known
+    except OSError as error:
+        raise cannot_write(workspace, error) from error
+
+
+def ownership(workspace: Path) -> str:
+    """The tag by which ``workspace`` owns a registered model: its id, then its folder for messages.
+
+    The first promotion makes a workspace the owner. Others may register versions under the same
+    name; whether one becomes champion is decided by the owner's gates, prompts, judge and bounds.
+    """
+    return f"{workspace_id(workspace)} {workspace}"
+
+
+def known_workspace_id(workspace: Path) -> str | None:
+    """Return the id of a workspace, None before its first use."""
+    return _read_id(workspace)[0]
+
+
+def _read_id(workspace: Path) -> tuple[str | None, str | None]:
+    path = workspace / PRIVATE / ID_FILE
+    text = path.read_text(encoding="utf-8") if path.is_file() else ""
+    known, folder, *_ = [*text.splitlines(), "", ""]
+    return known.strip() or None, folder or None
 
 
 def is_elsewhere(source: str) -> bool:

@@ -30,8 +30,8 @@ if TYPE_CHECKING:
     from rlhf_core.config.policy import CriticConfig as CriticConfig
     from rlhf_core.config.policy import DpoConfig as DpoConfig
     from rlhf_core.config.ppo import PpoConfig as PpoConfig
-    from rlhf_core.config.ppo import PtxConfig as PtxConfig
     from rlhf_core.config.ppo import RolloutConfig as RolloutConfig
+    from rlhf_core.config.ppo_losses import PtxConfig as PtxConfig
     from rlhf_core.config.reward import RewardConfig as RewardConfig
     from rlhf_core.errors import RlhfError as RlhfError
     from rlhf_core.errors import TrainingPaused as TrainingPaused
@@ -52,7 +52,7 @@ _MODULES = {
     "OptimizerConfig": "config.model",
     "PolicyComparison": "api.comparison",
     "PpoConfig": "config.ppo",
-    "PtxConfig": "config.ppo",
+    "PtxConfig": "config.ppo_losses",
     "RewardConfig": "config.reward",
     "RlhfError": "errors",
     "RolloutConfig": "config.ppo",

@@ -177,9 +177,26 @@ class GateDecision:
             return "it has no conditions"
         return "; ".join(map(str, self.failed)) or f"see gates/{self.name}.json"
 
-    def failure(self) -> str:
-        """Describe in one line which conditions do not hold."""
-        return f"the {self.name} gate failed: {self.reasons()}"
+    @property
+    def tally(self) -> str:
+        """How many conditions hold, in words."""
+        count = len(self.conditions)
+        if not count:
+            return "it has no conditions"
+        if self.failed:
+            return f"{len(self.failed)} of {count} conditions do not hold"
+        return "its condition holds" if count == 1 else f"all {count} conditions hold"
+
+    def describe(self, reasons: str = "") -> str:
+        """Say in one clause what was decided.
+
+        Args:
+            reasons: Why it failed; how many conditions do not hold, if empty.
+        """
+        if self.passed:
+            return f"the {self.name} gate passed: {self.tally}"
+        went_on = " (mode report: the run went on)" if self.opens else ""
+        return f"the {self.name} gate failed{went_on}: {reasons or self.tally}"
 
     def objection(self) -> str:
         """Say which conditions keep the gate from vouching for a model; empty if it passed."""
@@ -484,7 +501,8 @@ def settle(decision: GateDecision, evidence: Path, pass_file: Path | None = None
         return
     if pass_file is not None:
         pass_file.unlink(missing_ok=True)
-    raise GateFailed(f"{decision.failure()}; evidence: {evidence}", evidence)
+    failure = decision.describe(decision.reasons())
+    raise GateFailed(f"{failure}; evidence: {evidence}", evidence)
 
 
 def number(value: float, digits: int = DIGITS[0]) -> str:

@@ -13,12 +13,12 @@ from typing import Any
 
 from pydantic import ValidationError
 from rich.console import Group, RenderableType
-from rich.table import Table
+from rich.table import Column, Table
 from rich.text import Text
 
-from flows.commands.text import format_seconds
+from flows.commands.text import format_seconds, plain_table
 from flows.dvc_repo.graph import RecordedStage, recorded_stages
-from flows.registry.workspace import read_registered
+from flows.registry.register import read_registered
 from flows.workspace import display_path, is_workspace
 from rlhf_core.config import yaml_text
 from rlhf_core.config.evaluation import EvaluateConfig
@@ -388,11 +388,11 @@ def results_table(
 def _block(
     results: Sequence[RunResults], settings: Mapping[str, Mapping[str, str]], width: int
 ) -> Table:
-    room = (width - LABEL_WIDTH) // len(results) - GAP
-    table = Table(box=None, pad_edge=False, padding=(0, GAP, 0, 0), header_style="bold")
-    table.add_column("", max_width=LABEL_WIDTH - GAP, style="dim", overflow="fold")
+    room = max(RUN_WIDTH, (width - LABEL_WIDTH) // len(results) - GAP)
+    columns = [Column("", max_width=LABEL_WIDTH - GAP, style="dim", overflow="fold")]
     for result in results:
-        table.add_column(result["workspace"], max_width=max(RUN_WIDTH, room), overflow="fold")
+        columns.append(Column(result["workspace"], max_width=room, overflow="fold"))
+    table = plain_table(columns)
     for name, of_runs in settings.items():
         values = []
         for result in results:

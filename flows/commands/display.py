@@ -17,8 +17,8 @@ from rich.spinner import Spinner
 from rich.table import Column, Table
 from rich.text import Text
 
-from flows.commands.run_state import RunState, StageProgress, StageState
-from flows.commands.text import format_metrics, format_rate, format_seconds
+from flows.commands.run_state import UNCOMPUTED, RunState, StageState
+from flows.commands.text import format_seconds
 from flows.pipeline.events import (
     PipelineEvent,
     RegistryUpdated,
@@ -94,27 +94,25 @@ REFRESHES_PER_SECOND = 8
 READ_LOGS_EVERY_SECONDS = 0.5
 LONGEST_BAR = 24
 STYLES = {"ran": "green", "cached": "green", "failed": "red", "stopped": "red", "skipped": "dim"}
-LABELS = {"ran": "", "cached": "up to date", "skipped": "not started"}
 
 
 def _time(stage: StageState) -> Text:
     """How long the stage took, or has been running."""
+    text = ""
     if stage.outcome is not None:
-        seconds = stage.outcome.ended - stage.outcome.started
-        return Text(
-            "" if stage.outcome.action == "skipped" else format_seconds(seconds), style="dim"
-        )
-    return Text(
-        format_seconds(time.time() - stage.started) if stage.progress is not None else "",
-        style="dim",
-    )
+        if stage.outcome.action != "skipped":
+            text = format_seconds(stage.outcome.ended - stage.outcome.started)
+    elif stage.progress is not None:
+        text = format_seconds(time.time() - stage.started)
+    return Text(text, style="dim")
 
 
 def _detail(stage: StageState) -> RenderableType:
     """A bar with count, time left, rate and metrics of a running stage, or the result of another."""
     if stage.outcome is not None:
         action = stage.outcome.action
-        result = ": ".join(filter(None, (LABELS.get(action, action), stage.result)))
+        label = "" if action == "ran" else UNCOMPUTED.get(action, action)
+        result = ": ".join(filter(None, (label, stage.result)))
         style = "dim" if stage.outcome.ok else STYLES[action]
         return Text(result, style="" if action == "ran" else style)
     if stage.progress is None:
@@ -128,25 +126,8 @@ def _detail(stage: StageState) -> RenderableType:
         Column(no_wrap=True, overflow="ellipsis"),
         padding=(0, 2, 0, 0),
     )
-    row.add_row(bar, "  ".join([*counted(stage.progress), *format_metrics(latest.metrics)]))
+    row.add_row(bar, "  ".join(stage.progress.describe()))
     return row
-
-
-def counted(progress: StageProgress) -> list[str]:
-    """Return count, time left, rate and where it resumed of a loop, as far as they are known."""
-    latest, left, rate = progress.latest, progress.seconds_left(), progress.rate
-    if latest is None:
-        return []
-    parts = [f"{latest.done}/{latest.total}"]
-    if latest.done >= latest.total:
-        parts.append("finishing")
-    elif left:
-        parts.append(f"{format_seconds(left)} left")
-    if rate:
-        parts.append(format_rate(rate))
-    if progress.resumed:
-        parts.append(progress.resumed)
-    return parts
 
 
 class StageTable:
@@ -161,25 +142,21 @@ class StageTable:
     def _mark(self, stage: StageState) -> RenderableType:
         """Whether a stage is done, has failed, runs or waits, in one character."""
         if stage.outcome is not None and stage.outcome.action != "skipped":
-            return Text(
-                self.done if stage.outcome.ok else self.failed, style=STYLES[stage.outcome.action]
-            )
-        return (
-            Text(self.waiting, style="dim")
-            if stage.progress is None
-            else self.spinner.render(time.time())
-        )
+            mark = self.done if stage.outcome.ok else self.failed
+            return Text(mark, style=STYLES[stage.outcome.action])
+        if stage.progress is None:
+            return Text(self.waiting, style="dim")
+        return self.spinner.render(time.time())
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         """Yield the rows of the stages and the last row."""
         stages = [*self.state.stages.values()]
-        if (
-            stages and not self.final
-        ):  # the last picture has all rows, those before it the rows that fit
-            ended = next(
-                (n for n, stage in enumerate(stages) if stage.outcome is None), len(stages)
-            )
-            stages = stages[min(ended, max(0, len(stages) + 3 - console.height)) :]
+        if not self.final:  # the last picture has all rows, those before it the rows that fit
+            ended = 0
+            while ended < len(stages) and stages[ended].outcome is not None:
+                ended += 1
+            too_many = max(0, len(stages) + 3 - console.height)
+            stages = stages[min(ended, too_many) :]
         table = Table.grid(
             Column(width=1),
             Column(no_wrap=True, overflow="ellipsis"),
@@ -199,13 +176,15 @@ class StageTable:
             text.rstrip()
             yield text
         phase, progress = self.state.phase, self.state.phase_progress
-        parts = [f"{self.state.done}/{len(self.state.stages)} stages"] if self.state.stages else []
-        parts.append(format_seconds(self.watch.seconds))
-        mark = self.spinner.render(time.time()) if phase else Text(" ")
-        detail = "  ".join([phase, *(counted(progress)[:2] if progress is not None else ())])
-        last = Text.assemble(
-            mark if isinstance(mark, Text) else " ", " ", ("  ".join(parts), "bold"), "  ", detail
-        )
+        reached = format_seconds(self.watch.seconds)
+        if self.state.stages:
+            reached = f"{self.state.done}/{len(self.state.stages)} stages  {reached}"
+        mark = self.spinner.render(time.time()) if phase else " "
+        shown = mark if isinstance(mark, Text) else " "
+        detail = phase
+        if progress is not None:
+            detail = "  ".join([phase, *progress.describe()[:2]])
+        last = Text.assemble(shown, " ", (reached, "bold"), "  ", detail)
         last.no_wrap, last.overflow = True, "ellipsis"
         yield last
 
@@ -259,11 +238,9 @@ def open_display(workspace: Path, phase: str) -> Iterator[Display]:
     """Show progress on standard output for the block, which begins with ``phase``."""
     stream, state = sys.stdout, RunState(workspace)
     plain = not stream.isatty() or os.environ.get("TERM", "") in ("", "dumb", "unknown")
-    display = (
-        Display(state, stream)
-        if plain
-        else LiveDisplay(state, Console(file=stream, highlight=False))
-    )
+    display = Display(state, stream)
+    if not plain:
+        display = LiveDisplay(state, Console(file=stream, highlight=False))
     try:
         display.phase(phase)
         yield display

@@ -284,28 +284,8 @@ def workspace_checks(workspace: Path | None, opens_files: bool = True) -> Iterat
         return
     yield DoctorCheck(OK, "workspace", str(workspace))
     yield _writable(workspace)
-    free = shutil.disk_usage(workspace).free / GIB
-    if free >= 2:
-        yield DoctorCheck(OK, "disk", f"{free:.1f} GiB free")
-    else:
-        remedy = "`rlhf gc` shows what it would free"
-        yield DoctorCheck(FAIL if free < 0.5 else WARN, "disk", f"{free:.1f} GiB free", remedy)
-    if not (workspace / "dvc.yaml").is_file():
-        yield DoctorCheck(
-            FAIL, "dvc.yaml", "missing", "restore it, or make a workspace with `rlhf init DIR`"
-        )
-    root = next(
-        (folder for folder in (workspace, *workspace.parents) if (folder / ".dvc").is_dir()), None
-    )
-    if root is None:
-        yield DoctorCheck(
-            FAIL,
-            "dvc",
-            "the workspace is in no DVC repository",
-            "`dvc init` there, or `rlhf init DIR`",
-        )
-    else:
-        yield DoctorCheck(OK, "dvc", f"repository at {root}")
+    yield _room(workspace)
+    yield from _dvc(workspace)
     if opens_files:
         yield from _orphans(workspace)
     holder = lock_holder(workspace)
@@ -315,13 +295,11 @@ def workspace_checks(workspace: Path | None, opens_files: bool = True) -> Iterat
         if (workspace / "dvc.yaml").is_file():
             check_recipe(workspace)
     except RlhfError as error:
-        yield DoctorCheck(
-            FAIL, "params.yaml", str(error), "correct it; `rlhf run` would refuse it too"
-        )
+        remedy = "correct it; `rlhf run` would refuse it too"
+        yield DoctorCheck(FAIL, "params.yaml", str(error), remedy)
         return
-    yield DoctorCheck(
-        OK, "params.yaml", "every parameter is known and in range, and DVC finds those it tracks"
-    )
+    finding = "every parameter is known and in range, and DVC finds those it tracks"
+    yield DoctorCheck(OK, "params.yaml", finding)
     yield from _sources(workspace, params, opens_files)
     if opens_files:
         yield from pair_checks(workspace, params)
@@ -330,36 +308,60 @@ def workspace_checks(workspace: Path | None, opens_files: bool = True) -> Iterat
     yield from _reward_sources(workspace, params)
     yield from gate_checks(params.gates)
     yield from _judges(workspace, params)
-    for setting, sampler in (
-        ("ppo.sampler", params.ppo.sampler),
-        ("evaluate.sampler", params.evaluate.sampler),
-    ):
+    yield from _launches(workspace, params)
+    yield from _named_plugins(params)
+    try:
+        for policy in active_policies(params.registry):
+            policy.check_settings(workspace, params.registry)
+    except ConfigError as error:
+        remedy = "without it nothing is promoted, served or exported"
+        yield DoctorCheck(FAIL, "registry", str(error), remedy)
+
+
+def _launches(workspace: Path, params: Params) -> Iterator[DoctorCheck]:
+    """Check the programs and files by which samplers and stages are started."""
+    samplers = {"ppo.sampler": params.ppo.sampler, "evaluate.sampler": params.evaluate.sampler}
+    for setting, sampler in samplers.items():
         if problem := sampler.problem(workspace):
             level = WARN if params.pools else FAIL
             yield DoctorCheck(level, sampler.kind, f"{setting}.{problem}")
     for stage, launch in params.compute.launch.items():
         if launch.deepspeed and not (workspace / launch.deepspeed).is_file():
-            finding = (
-                f"compute.launch.{stage}.deepspeed: there is no file {workspace / launch.deepspeed}"
-            )
+            missing = workspace / launch.deepspeed
+            finding = f"compute.launch.{stage}.deepspeed: there is no file {missing}"
             yield DoctorCheck(FAIL, "deepspeed", finding)
-    for name in params.tracking.loggers:
-        try:
-            load_plugin(RUN_LOGGERS, name)
-        except PluginError as error:
-            yield DoctorCheck(FAIL, "plugins", f"tracking.loggers: {error}")
-    for group, name in params.evaluate.plugins:
+
+
+def _named_plugins(params: Params) -> Iterator[DoctorCheck]:
+    """Check that the plugins which settings name can be loaded."""
+    named = [("tracking.loggers", RUN_LOGGERS, name) for name in params.tracking.loggers]
+    named += [("evaluate", group, name) for group, name in params.evaluate.plugins]
+    for setting, group, name in named:
         try:
             load_plugin(group, name)
         except PluginError as error:
-            yield DoctorCheck(FAIL, "plugins", f"evaluate: {error}")
-    try:
-        for policy in active_policies(params.registry):
-            policy.check_settings(workspace, params.registry)
-    except ConfigError as error:
-        yield DoctorCheck(
-            FAIL, "registry", str(error), "without it nothing is promoted, served or exported"
-        )
+            yield DoctorCheck(FAIL, "plugins", f"{setting}: {error}")
+
+
+def _room(workspace: Path) -> DoctorCheck:
+    free = shutil.disk_usage(workspace).free / GIB
+    if free >= 2:
+        return DoctorCheck(OK, "disk", f"{free:.1f} GiB free")
+    level = FAIL if free < 0.5 else WARN
+    return DoctorCheck(level, "disk", f"{free:.1f} GiB free", "`rlhf gc` shows what it would free")
+
+
+def _dvc(workspace: Path) -> Iterator[DoctorCheck]:
+    """Check that the workspace has a pipeline, and lies in a DVC repository."""
+    if not (workspace / "dvc.yaml").is_file():
+        remedy = "restore it, or make a workspace with `rlhf init DIR`"
+        yield DoctorCheck(FAIL, "dvc.yaml", "missing", remedy)
+    for folder in (workspace, *workspace.parents):
+        if (folder / ".dvc").is_dir():
+            yield DoctorCheck(OK, "dvc", f"repository at {folder}")
+            return
+    remedy = "`dvc init` there, or `rlhf init DIR`"
+    yield DoctorCheck(FAIL, "dvc", "the workspace is in no DVC repository", remedy)
 
 
 def _writable(workspace: Path) -> DoctorCheck:

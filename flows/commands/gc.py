@@ -17,7 +17,7 @@ from pathlib import Path
 from flows.dvc_repo.recipe import TRIALS
 from flows.dvc_repo.root import cache_of
 from flows.registry.client import connect, has_record, read_aliases
-from flows.registry.workspace import FILE
+from flows.registry.register import REGISTERED
 from flows.workspace import PRIVATE, is_workspace, lock_holder, locked
 from rlhf_core.config.loading import load_section
 from rlhf_core.config.operations import RegistryConfig
@@ -137,7 +137,7 @@ def _models_of(workspace: Path) -> tuple[str, str]:
 
 def _versions_of(workspace: Path) -> set[tuple[str, str]]:
     """The versions that were registered of a workspace's models."""
-    file = workspace / PRIVATE / FILE
+    file = workspace / PRIVATE / REGISTERED
     if not file.is_file():
         return set()
     return {(str(entry["model"]), str(entry["version"])) for entry in read_json(file).values()}

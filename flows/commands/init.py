@@ -6,9 +6,12 @@ import json
 import os
 import shlex
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
+from flows.dvc_repo import inputs
 from flows.dvc_repo.inputs import DVC_FILE
 from flows.dvc_repo.recipe import merged_params, write_recipe
 from flows.dvc_repo.root import ensure_dvc
@@ -20,6 +23,11 @@ from rlhf_core.config.loading import PARAMS_FILE, check_params, load_section
 from rlhf_core.config.paths import rebase_sources
 from rlhf_core.config.recipe import recipe_folder
 from rlhf_core.errors import RlhfError
+
+if TYPE_CHECKING:
+    from flows.commands.init_checker import GivenFunction
+
+OWN_DATA = "own-data"  # the profile of a workspace with files of pairs
 
 
 @dataclass(frozen=True)
@@ -59,6 +67,77 @@ def predecessor(given: str) -> Predecessor:
     )
 
 
+def create(
+    folder: Path,
+    *,
+    profile: str = "",
+    sets: Sequence[str] = (),
+    data: Sequence[str] = (),
+    prompts: Sequence[str] = (),
+    reward: str = "",
+    model: str = "",
+    cache: Path | None = None,
+    origin: str = "",
+    probe: bool = True,
+) -> str:
+    """Make a workspace of what `rlhf init` was given; returns what to tell of it.
+
+    Args:
+        folder: The folder to make.
+        profile: Overlays on params.yaml, separated by commas.
+        sets: ``section.key=value`` each, over the profile.
+        data: Files with pairs of replies.
+        prompts: Files with prompts in place of pairs, for ``reward``.
+        reward: The function that rewards replies to them, ``FILE.py:FUNCTION``.
+        model: The starting model.
+        cache: A DVC cache to share with other workspaces.
+        origin: The registered policy to go on from, ``WORKSPACE@ALIAS``, in place of ``model``.
+        probe: Try passes on this machine, to say how long a run takes.
+
+    Raises:
+        RlhfError: What was given contradicts itself or is not there; nothing was made.
+    """
+    if origin and model:
+        raise RlhfError("--from names the starting model; leave --model out")
+    refuse_absent([*data, *prompts], model)
+    settings: list[str] = []
+    if data:
+        settings += ["collect.source=files", f"collect.files.preferences={json.dumps(data)}"]
+        profile = profile or ("" if origin else OWN_DATA)
+    if model:
+        settings.append(f"base.source={model}")
+    recipe: Path | None = None
+    function: GivenFunction | None = None
+    told: list[str] = []
+    if prompts or reward:
+        from flows.commands import init_checker
+
+        if data or origin or not (prompts and reward):
+            raise RlhfError(
+                "--prompts and --reward go together, without --data, which has pairs, or --from; nothing was made"
+            )
+        function = init_checker.given_function(reward)
+        profile = profile or init_checker.PROFILE
+        settings = [*init_checker.checker_settings(prompts, function), *settings, *sets]
+        told.append(init_checker.require_enough_prompts(folder, profile, settings, function))
+    else:
+        if origin:
+            before = predecessor(origin)
+            recipe = before.workspace
+            settings += before.settings
+            told.append(f"it goes on from {before.name}, which the new policy is compared with")
+        settings += sets
+    told.append(forecast_of(folder, profile or None, settings, recipe, probe=probe))
+    workspace = initialise(folder, profile or None, settings, cache=cache, recipe=recipe)
+    if function is not None:
+        function.copy_into(workspace)
+    # A source that is missing or out of reach is for the next step, or the run, to name.
+    with suppress(RlhfError):
+        inputs.refresh_inputs(workspace)  # so that `dvc repro` and `dvc status` work at once
+    told.append(next_step(workspace))
+    return "\n".join(text.rstrip() for text in told if text)
+
+
 def initialise(
     folder: Path,
     profile: str | None,
@@ -91,7 +170,7 @@ def initialise(
     return folder.resolve()
 
 
-def refuse_absent(data: Sequence[str], model: str | None) -> None:
+def refuse_absent(data: Sequence[str], model: str) -> None:
     """Refuse files and models that a command names and the current folder does not have.
 
     Raises:
@@ -185,6 +264,8 @@ def _is_absent(model: str, folder: Path) -> bool:
 
 def _unmatched(sources: Sequence[str], folder: Path) -> list[str]:
     """Those of ``sources`` that name no file, seen from ``folder``."""
-    return [
-        source for source in sources if not (is_elsewhere(source) or matching_files(source, folder))
-    ]
+    unmatched = []
+    for source in sources:
+        if not is_elsewhere(source) and not matching_files(source, folder):
+            unmatched.append(source)
+    return unmatched

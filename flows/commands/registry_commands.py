@@ -185,7 +185,7 @@ def _answer(workspace: Path, *, approves: bool, reason: str, version: str | None
     """Fill in the form of the request for approval, and print what was decided."""
     with busy("deciding on the request"):
         from flows.pipeline.registration import Approval, answer_request
-        from flows.registry.workspace import actor
+        from flows.workspace import actor
 
         answer = Approval(approve=approves, decided_by=actor(), reason=reason)
         decided = answer_request(workspace, answer, version)
@@ -300,7 +300,6 @@ def gate(
     from dataclasses import asdict
 
     from flows.commands.registry_output import explain_gate, judged_gate
-    from flows.commands.text import gate_verdict
 
     if power:
         from rlhf_core.evaluation.losses import describe_power, power_of
@@ -317,7 +316,7 @@ def gate(
     if as_json:
         print_json(report.as_dict())
     else:
-        typer.echo(gate_verdict(report))
+        typer.echo(report.describe())
     if explain and not as_json:
         _print(explain_gate(workspace, report))
     raise typer.Exit(EXIT_OK if report.passed else EXIT_GATE_FAILED)

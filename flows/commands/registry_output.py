@@ -5,15 +5,15 @@ from __future__ import annotations
 from pathlib import Path
 
 from rich.console import Group, RenderableType
-from rich.table import Column, Table
+from rich.table import Column
 
-from flows.commands.text import Row, gate_table, marked_table
-from flows.registry.client import CHAMPION
+from flows.commands.text import Row, gate_table, marked_table, plain_table
+from flows.registry.client import CHAMPION, OWNER_TAG
 from flows.registry.decisions import PromotionDecision, report_name
 from flows.registry.history import ReleaseState, version_words
 from flows.registry.promote import gate_conditions
 from flows.registry.release_page import describe_tries
-from flows.registry.workspace import OWNER_TAG, printed_line
+from flows.workspace import printed_line
 from rlhf_core.errors import RlhfError
 from rlhf_core.evaluation.probe_table import CAPTION, PROBED_MODELS, probe_table
 from rlhf_core.gates import GATES, GateDecision, describe_bound, read_gate
@@ -91,8 +91,7 @@ def probe_lines(workspace: Path) -> list[RenderableType]:
     if not probes.rows:
         return [*probes.notes]
     first, *others = probes.header
-    columns = [Column(name, justify="right") for name in others]
-    table = Table(first, *columns, box=None, header_style="dim")
+    table = plain_table([first, *(Column(name, justify="right") for name in others)])
     for row in probes.rows:
         table.add_row(*row)
     return [f"{CAPTION}:", table, *probes.notes]

@@ -98,13 +98,8 @@ class PipelineRun:
     def __init__(
         self, workspace: Path, params: Params, promote: bool, display: Display, lock: int
     ) -> None:
-        self.workspace, self.params, self.promote, self.display, self.lock = (
-            workspace,
-            params,
-            promote,
-            display,
-            lock,
-        )
+        self.workspace, self.params, self.promote = workspace, params, promote
+        self.display, self.lock = display, lock
         self.events = EventLog(new_events_file(workspace))
         self.flow: SupervisedProcess | None = None
         self.problem: str | None = None
@@ -211,52 +206,40 @@ class PipelineRun:
         state, told, seconds = self.display.state, "", self.display.watch.seconds
         gate = state.verdict.gate if state.verdict is not None else None
         closed = gate is not None and not gate.opens  # which the verdict tells
+        failed = [outcome for outcome in state.outcomes if outcome.action == "failed"]
         with suppress(OSError):  # of a full disk, of which the run's own end tells
             self.events.emit(RunTimed(seconds))
         for line in summary(state, seconds):
             print(line, flush=True)
         if stopped:
             code = EXIT_INTERRUPTED
-            print("cancelled; the next `rlhf run` resumes from here", file=sys.stderr, flush=True)
+            _complain("cancelled; the next `rlhf run` resumes from here")
         elif self.problem or state.end is None:
             code = 1
-            print(
-                f"rlhf: {self.problem}; `rlhf run` resumes from the last checkpoint",
-                file=sys.stderr,
-                flush=True,
-            )
+            _complain(f"rlhf: {self.problem}; `rlhf run` resumes from the last checkpoint")
         else:
             code = EXIT_CODES.get(state.end.state, 1)
             result = f"{state.end.state}: {state.end.message}"
             if closed:
-                print(SAID_NO, file=sys.stderr, flush=True)
+                _complain(SAID_NO)
             elif code == 0:
                 print(result, flush=True)
             else:
-                print(f"rlhf: {result}", file=sys.stderr, flush=True)
-                told = next(
-                    (
-                        f"{o.stage} failed, see above"
-                        for o in state.outcomes
-                        if o.action == "failed"
-                    ),
-                    "",
-                )
+                _complain(f"rlhf: {result}")
+                told = f"{failed[0].stage} failed, see above" if failed else ""
             if code == EXIT_GATE_FAILED:
                 print_failed_gates(self.workspace, sys.stderr, remedies=not closed)
+        # What the display has cut off: of several stages, or of a run that did not end by itself.
         ended = state.end.message if state.end is not None else ""
-        for (
-            outcome
-        ) in state.outcomes:  # of several stages at once, or of a run that did not end by itself
+        for outcome in failed:
             failure = state.stages[outcome.stage].result
             by_gate = closed and outcome.exit_code == EXIT_GATE_FAILED
-            if (
-                outcome.action == "failed"
-                and not by_gate
-                and len(failure) > LONGEST_FAILURE
-                and failure not in ended
-            ):
-                print(f"rlhf: {outcome.stage} failed: {failure}", file=sys.stderr, flush=True)
+            if not by_gate and len(failure) > LONGEST_FAILURE and failure not in ended:
+                _complain(f"rlhf: {outcome.stage} failed: {failure}")
         if state.verdict is not None:
             print_verdict(state.verdict, self.workspace, told)
         return code
+
+
+def _complain(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)

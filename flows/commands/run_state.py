@@ -15,6 +15,7 @@ from typing import Any
 from flows.commands.text import (
     Row,
     format_metrics,
+    format_rate,
     format_seconds,
     labelled_once,
     plain_number,
@@ -102,6 +103,22 @@ class StageProgress:
         since = max(0.0, now - self.latest_at)
         left = (self.latest.total - self.latest.done) / rate - since
         return left if left >= SHORTEST_LEFT else None
+
+    def describe(self, now: float | None = None) -> list[str]:
+        """Return count, time left, rate, where it resumed, and metrics, as far as they are known."""
+        latest, left, rate = self.latest, self.seconds_left(now), self.rate
+        if latest is None:
+            return []
+        parts = [f"{latest.done}/{latest.total}"]
+        if latest.done >= latest.total:
+            parts.append("finishing")
+        elif left:
+            parts.append(f"{format_seconds(left)} left")
+        if rate:
+            parts.append(format_rate(rate))
+        if self.resumed:
+            parts.append(self.resumed)
+        return parts + format_metrics(latest.metrics)
 
 
 Describe = Callable[[Mapping[str, Any]], str]
@@ -338,26 +355,22 @@ def read_run_state(workspace: Path) -> RunState | None:
     return state
 
 
+UNCOMPUTED = {"cached": "up to date", "skipped": "not started"}
+
+
 def describe_stage(stage: StageState, now: float) -> str:
     """Describe a stage in a line: ``running 12/90, 1:02 left``, ``ran in 0:51, perplexity 1.52``."""
     if stage.outcome is not None:
         outcome = stage.outcome
-        if outcome.action == "skipped":
-            return "not started"
-        if outcome.action == "cached":
-            return _joined("up to date", stage.result)
+        if outcome.action in UNCOMPUTED:
+            return _joined(UNCOMPUTED[outcome.action], stage.result)
         verb = "ran in" if outcome.action == "ran" else f"{outcome.action} after"
         return _joined(f"{verb} {format_seconds(outcome.ended - outcome.started)}", stage.result)
     if stage.progress is None:
         return stage.note or "waiting"
-    latest = stage.progress.latest
-    if latest is None:
+    if stage.progress.latest is None:
         return _joined(f"running for {format_seconds(now - stage.started)}", stage.note)
-    left = stage.progress.seconds_left(now)
-    time_left = "" if left is None else f"{format_seconds(left)} left"
-    metrics = format_metrics(latest.metrics)
-    counted = f"running {latest.done}/{latest.total}"
-    return _joined(counted, time_left, stage.progress.resumed, *metrics)
+    return f"running {_joined(*stage.progress.describe(now))}"
 
 
 STYLES = {Standing.BETTER: "bold green", Standing.WORSE: "bold red"}

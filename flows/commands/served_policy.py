@@ -60,7 +60,7 @@ def about_folder(folder: Path) -> tuple[str, ...]:
         )
         closed = closed_gate(own) if is_policy else None
         if closed is not None and closed.name == "policy" and not closed.changed_evidence(own):
-            lines += (f"not released: {closed.failure()}",)
+            lines += (f"not released: {closed.describe(closed.reasons())}",)
     return lines
 
 

@@ -22,11 +22,11 @@ from flows.commands.text import INDENT, Row, aligned, format_age, format_seconds
 from flows.dvc_repo.graph import describe_changes, dvc_status, recorded_stages
 from flows.dvc_repo.inputs import entry_names, refresh_inputs
 from flows.pipeline.events import COMPLETED
+from flows.pipeline.record import WORKSPACE_ID_TAG
 from flows.registry.client import (
     CHALLENGER,
     CHAMPION,
     PREVIOUS,
-    WORKSPACE_ID_TAG,
     connect,
     has_record,
     read_aliases,
@@ -34,8 +34,7 @@ from flows.registry.client import (
 )
 from flows.registry.history import ReleaseState
 from flows.registry.release_page import current_page, read_release_decision, release_sentences
-from flows.registry.workspace import known_workspace_id
-from flows.workspace import LockHolder, lock_holder
+from flows.workspace import LockHolder, known_workspace_id, lock_holder
 from rlhf_core.config.loading import load_params
 from rlhf_core.config.operations import RegistryConfig
 from rlhf_core.config.yaml_text import plain, read
@@ -295,7 +294,10 @@ def stages_status(workspace: Path) -> StagesStatus:
         outputs = [*entry_names(stages[name].get("outs"))]
         has_run = name in recorded and name not in stale
         if closed is not None and f"gates/{closed.name}.json" in outputs and not has_run:
-            states[name] = _failed_gate(workspace, closed)
+            states[name] = f"failed its gate: {closed.tally}"
+            if changed := closed.changed_evidence(workspace):
+                changes = f"{', '.join(changed)} changed since, so a run judges again"
+                states[name] = f"failed its gate ({closed.tally}); {changes}"
             stopped = name
         elif has_run:
             states[name] = "up to date"
@@ -315,16 +317,6 @@ def stages_status(workspace: Path) -> StagesStatus:
     not_run = sum(name not in recorded and name != stopped for name in names)
     stale_now = sum(name in recorded and name in stale and name != stopped for name in names)
     return StagesStatus(states, not_run, stale_now)
-
-
-def _failed_gate(workspace: Path, gate: GateDecision) -> str:
-    """Say that a stage failed its gate, which DVC takes for one that never ran."""
-    count = f"{len(gate.failed)} of {len(gate.conditions)} conditions do not hold"
-    if changed := gate.changed_evidence(workspace):
-        return (
-            f"failed its gate ({count}); {', '.join(changed)} changed since, so a run judges again"
-        )
-    return f"failed its gate: {count}"
 
 
 def running_stages(workspace: Path, holder: LockHolder) -> StagesStatus:

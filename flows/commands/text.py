@@ -21,7 +21,7 @@ from flows.workspace import PRIVATE
 from rlhf_core.data.text import for_terminal
 from rlhf_core.errors import DataError, GateFailed, RlhfError
 from rlhf_core.evaluation.remedies import remedy_for
-from rlhf_core.gates import REPORT_MODE, GateDecision
+from rlhf_core.gates import GateDecision
 from rlhf_core.redaction import redacted
 from rlhf_core.runtime import progress
 from rlhf_core.storage.files import read_json
@@ -60,7 +60,7 @@ def print_gate_failure(error: GateFailed, stream: TextIO) -> None:
     if gate is None:
         print_error(str(error), stream)
         return
-    print_error(gate_verdict(gate), stream)
+    print_error(gate.describe(), stream)
     console = error_console(stream)
     console.print(gate_table(gate))
     console.print(f"evidence: {error.evidence}", soft_wrap=not console.is_terminal)
@@ -75,18 +75,6 @@ def print_failed_gates(workspace: Path, stream: TextIO, *, remedies: bool = True
             if gate.failed:
                 console.print(f"gate {gate.name}", style="bold")
                 console.print(gate_table(gate, remedies=remedies))
-
-
-def gate_verdict(gate: GateDecision) -> str:
-    """Say in one line whether a gate passed."""
-    count = len(gate.conditions)
-    if gate.passed:
-        return f"the {gate.name} gate passed: {count} of {count} conditions hold"
-    counted = (
-        f"{len(gate.failed)} of {count} conditions do not hold" if count else "it has no conditions"
-    )
-    mode = ", but the mode is report: the pipeline went on" if gate.mode == REPORT_MODE else ""
-    return f"the {gate.name} gate failed: {counted}{mode}"
 
 
 def gate_table(gate: GateDecision, *, every_reason: bool = False, remedies: bool = True) -> Group:
@@ -112,14 +100,19 @@ def marked_table(
     columns: Sequence[str | Column], rows: Iterable[tuple[bool, str, str, str]]
 ) -> Padding:
     """Return a table of what was required; the first entry of a row says whether it holds."""
-    shown = [Column("")]
-    for column in columns:
-        shown.append(Column(column, overflow="fold") if isinstance(column, str) else column)
-    table = Table(*shown, box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="dim")
+    table = plain_table(["", *columns])
     for holds, *cells in rows:
         mark = Text("ok", style="green") if holds else Text("FAIL", style="bold red")
         table.add_row(mark, *cells)
     return Padding(table, (0, 0, 0, 2))
+
+
+def plain_table(columns: Sequence[str | Column]) -> Table:
+    """Return a table without lines, two columns apart; its longer texts are folded."""
+    shown = []
+    for column in columns:
+        shown.append(Column(column, overflow="fold") if isinstance(column, str) else column)
+    return Table(*shown, box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="dim")
 
 
 def aligned(

@@ -40,13 +40,15 @@ def describe_changes(changes: Any) -> str:
     """
     descriptions = []
     for change in changes:
-        for details in change.values() if isinstance(change, dict) else [change]:
-            states = details.items() if isinstance(details, dict) else [(str(details), "")]
-            for path, state in states:
-                if isinstance(state, dict):
-                    descriptions += [
-                        f"{path}:{key} {key_state}" for key, key_state in state.items()
-                    ]
+        kinds = change.values() if isinstance(change, dict) else [change]
+        for states in kinds:
+            if not isinstance(states, dict):
+                descriptions.append(str(states))
+                continue
+            for path, state in states.items():
+                if isinstance(state, dict):  # of parameters, by their names
+                    for key, of_key in state.items():
+                        descriptions.append(f"{path}:{key} {of_key}")
                 else:
                     descriptions.append(f"{path} {state}".strip())
     return ", ".join(descriptions)
@@ -107,20 +109,24 @@ def dvc_graph(workspace: Path) -> list[StageNode]:
         graph = repo.index.graph
         recipe = (workspace / "dvc.yaml").resolve()
         in_order = reversed(list(networkx.lexicographical_topological_sort(graph, key=str)))
-        names = {
-            stage: stage.name
-            for stage in in_order
-            if stage.cmd and Path(stage.path).resolve() == recipe
-        }
+        names = {}
+        for stage in in_order:
+            if stage.cmd and Path(stage.path).resolve() == recipe:
+                names[stage] = stage.name
         nodes = []
         for stage, name in names.items():
-            before = sorted(names[other] for other in graph.successors(stage) if other in names)
-            command = stage.cmd if isinstance(stage.cmd, str) else " && ".join(stage.cmd)
-            outs = tuple(str(out) for out in stage.outs)
-            inputs = _inputs(repo, stage, workspace)
-            nodes.append(
-                StageNode(name, tuple(before), command, outs, *inputs, _is_in_run_cache(stage))
+            before = [names[other] for other in graph.successors(stage) if other in names]
+            cached, carried = _inputs(repo, stage, workspace)
+            node = StageNode(
+                name=name,
+                after=tuple(sorted(before)),
+                command=stage.cmd if isinstance(stage.cmd, str) else " && ".join(stage.cmd),
+                outputs=tuple(map(str, stage.outs)),
+                cached_inputs=cached,
+                carried_inputs=carried,
+                shareable=_is_in_run_cache(stage),
             )
+            nodes.append(node)
         return nodes
 
 
@@ -189,21 +195,24 @@ def _recorded_stages(lock: Path, _: tuple[int, ...]) -> Mapping[str, RecordedSta
     """Read a file of that inode, size and time. It is read several times in a registration, and
     slowly: 0.2 s.
     """
-    stages = (plain(read(lock)) or {}).get("stages") or {}
-    return {
-        name: RecordedStage(
-            _hashes(stage.get("deps")),
-            _hashes(stage.get("outs")),
-            (stage.get("params") or {}).get("params.yaml") or {},
+    content = plain(read(lock)) or {}
+    recorded = {}
+    for name, stage in (content.get("stages") or {}).items():
+        params = stage.get("params") or {}
+        recorded[name] = RecordedStage(
+            inputs=_hashes(stage.get("deps")),
+            outputs=_hashes(stage.get("outs")),
+            params=params.get("params.yaml") or {},
         )
-        for name, stage in stages.items()
-    }
+    return recorded
 
 
 def recorded_hash(workspace: Path, path: str) -> str | None:
     """Return the hash that dvc.lock records for the output ``path``, or None."""
-    stages = recorded_stages(workspace).values()
-    return next((stage.outputs[path] for stage in stages if path in stage.outputs), None)
+    for stage in recorded_stages(workspace).values():
+        if path in stage.outputs:
+            return stage.outputs[path]
+    return None
 
 
 def _hashes(entries: Any) -> dict[str, str]:

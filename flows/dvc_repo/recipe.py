@@ -31,9 +31,8 @@ from rlhf_core.errors import ConfigError
 from rlhf_core.fingerprint.tracked_files import function_files, verifiable_functions
 from rlhf_core.storage.files import atomic_write_text
 
-PROFILE_LINE = (
-    "# Profile "  # opens what the comment at the top of params.yaml says about the profile
-)
+# Opens what the comment at the top of params.yaml says about the profile.
+PROFILE_LINE = "# Profile "
 HEADER_WIDTH = 118
 TRIALS = "workspaces"
 ABSENT = object()
@@ -68,20 +67,20 @@ def merged_params(base: Path, profile: str | None, sets: Sequence[str], folder: 
     if not profile:
         return params
     headers = profile_headers(profiles_of(base))
-    return with_profile_header(
-        params, profile, " ".join(headers[name] for name in profile_names(profile))
-    )
+    header = " ".join(headers[name] for name in profile_names(profile))
+    return with_profile_header(params, profile, header)
 
 
 def with_profile_header(params: str, profile: str, header: str) -> str:
     """Replace what the opening comment of params.yaml says of its profile by ``header``."""
-    lines = params.splitlines()
-    end = next(
-        (number for number, line in enumerate(lines) if not line.startswith("#")), len(lines)
-    )
-    general = itertools.takewhile(lambda line: not line.startswith(PROFILE_LINE), lines[:end])
-    comment = textwrap.wrap(f"Profile {profile}: {header}", HEADER_WIDTH, break_on_hyphens=False)
-    return "\n".join([*general, *(f"# {line}" for line in comment), *lines[end:]]) + "\n"
+    left = params.splitlines()
+    opening = []
+    while left and left[0].startswith("#"):
+        opening.append(left.pop(0))
+    general = itertools.takewhile(lambda line: not line.startswith(PROFILE_LINE), opening)
+    wrapped = textwrap.wrap(f"Profile {profile}: {header}", HEADER_WIDTH, break_on_hyphens=False)
+    comment = [f"# {line}" for line in wrapped]
+    return "\n".join([*general, *comment, *left]) + "\n"
 
 
 def write_recipe(folder: Path, params: str, base: Path) -> None:
@@ -221,7 +220,10 @@ def _own_model_names(base: Path, profile: str | None, trial: str, folder: Path) 
     names = load_section(base, "registry", RegistryConfig)
     chosen: dict[str, str] = {}
     # Names that a profile gives are for its own workspace, not for those with further settings.
-    for name in profile_names(profile) if profile and trial == workspace_name(profile, ()) else ():
-        chosen |= yaml_text.parse(profile_text(profiles_of(base), name), name).get("registry") or {}
-    own = {"policy": names.policy, "reward_model": names.reward_model}
-    return [f"registry.{key}={chosen.get(key) or f'{value}-{trial}'}" for key, value in own.items()]
+    if profile and trial == workspace_name(profile, ()):
+        for name in profile_names(profile):
+            overlay = yaml_text.parse(profile_text(profiles_of(base), name), name)
+            chosen |= overlay.get("registry") or {}
+    policy = chosen.get("policy") or f"{names.policy}-{trial}"
+    reward_model = chosen.get("reward_model") or f"{names.reward_model}-{trial}"
+    return [f"registry.policy={policy}", f"registry.reward_model={reward_model}"]

@@ -14,11 +14,8 @@ from flows.workspace import cannot_write
 from rlhf_core.errors import RlhfError
 from rlhf_core.storage.files import atomic_write_text
 
-OWN_SETTINGS = (
-    "core.no_scm",
-    "core.analytics",
-    "core.check_update",
-)  # each root has them as it needs them
+# Each root has them as it needs them.
+OWN_SETTINGS = ("core.no_scm", "core.analytics", "core.check_update")
 IGNORED = "/config.local\n/tmp\n/cache\n"  # as `dvc init` writes it within git
 
 
@@ -44,9 +41,8 @@ def ensure_dvc(workspace: Path, cache: Path | None = None) -> None:
             if staged := _indexed(workspace) - indexed:  # what is committed is the user's to say
                 git_output(workspace, "rm", "--cached", "--quiet", "--", *staged)
             # `dvc config` does it too, in a process of a third of a second for each setting.
-            text = (folder / "config").read_text(
-                encoding="utf-8"
-            ) or "[core]\n"  # has at most the section core
+            text = (folder / "config").read_text(encoding="utf-8")  # at most the section core
+            text = text or "[core]\n"
             settings = f"{text}    analytics = false\n    check_update = false\n"
             (folder / "config").write_text(settings, encoding="utf-8")
         else:
@@ -98,9 +94,9 @@ def _set_locally(workspace: Path, settings: Mapping[str, str], mode: int = 0o644
     content = ConfigObj(text.splitlines(), interpolation=False)
     for name, value in settings.items():
         section, *middle, key = name.split(".")
-        content.setdefault(f'{section} "{".".join(middle)}"' if middle else section, {})[key] = (
-            value
-        )
+        if middle:  # such as the name of a remote
+            section = f'{section} "{".".join(middle)}"'
+        content.setdefault(section, {})[key] = value
     changed = "\n".join(content.write()) + "\n"
     if changed != text:
         atomic_write_text(file, changed, mode)

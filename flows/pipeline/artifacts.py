@@ -16,8 +16,9 @@ from prefect.artifacts import (
     update_progress_artifact,
 )
 
+from flows.pipeline.record import describe_run
 from flows.pipeline.verdict import RunVerdict, verdict_markdown
-from flows.registry.client import connect, describe_run, experiment_id, mlflow_address, run_page
+from flows.registry.client import connect, experiment_id, mlflow_address, run_page
 from flows.stage import LoggedProgress, StageOutcome
 from flows.workspace import workspace_slug
 from rlhf_core.evaluation.remedies import remedy_for

@@ -50,6 +50,12 @@ from flows.pipeline.preflight import (
     pairs_refusal,
     undecided_because,
 )
+from flows.pipeline.record import (
+    delivered_records,
+    end_pipeline_run,
+    start_pipeline_run,
+    without_delivery,
+)
 from flows.pipeline.registration import (
     MATCH_LOG,
     follow_request,
@@ -59,12 +65,6 @@ from flows.pipeline.registration import (
 )
 from flows.pipeline.verdict import REPORT_STAGE, RegistrationResult, RunVerdict, reach_verdict
 from flows.prefect_server.flow_runs import cancel_orphans, given_name
-from flows.registry.client import (
-    delivered_records,
-    end_pipeline_run,
-    start_pipeline_run,
-    without_delivery,
-)
 from flows.registry.policies import active_policies
 from flows.stage import (
     LoggedProgress,

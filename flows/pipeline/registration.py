@@ -28,10 +28,10 @@ from flows.prefect_server.flow_runs import SUSPENDED, given_name
 from flows.prefect_server.services import known_server
 from flows.registry.decisions import PromotionDecision, registry_session
 from flows.registry.history import APPROVE, DECLINE, Entry, ReleaseState
-from flows.registry.promote import approve, decline, open_request, promote
+from flows.registry.promote import approve, decline, promote
 from flows.registry.register import register
 from flows.registry.release_page import try_release_page
-from flows.registry.workspace import ACTOR_VARIABLE
+from flows.workspace import ACTOR_VARIABLE
 from rlhf_core.config.loading import load_section
 from rlhf_core.config.operations import RegistryConfig
 from rlhf_core.errors import RlhfError
@@ -176,7 +176,7 @@ def answer_request(workspace: Path, answer: Approval, version: str | None) -> st
             judged, or the run does not carry the answer out.
     """
     with registry_session(workspace) as state:
-        request = open_request(state, version)
+        request = state.open_request(version)
     run: FlowRun | None = None
     try:
         with known_server(workspace) as client:

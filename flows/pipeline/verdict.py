@@ -27,7 +27,6 @@ from rlhf_core.evaluation.verdict import (
     Standing,
     alarms,
     describe_decision,
-    describe_rate,
     judge_results,
     percent,
     standing_of,
@@ -148,14 +147,12 @@ def verdict_facts(verdict: RunVerdict, told: str = "") -> list[tuple[str, str]]:
     if verdict.gate is not None:
         facts += [("to do", remedy) for remedy in remedies(verdict.gate)]
     for judge in verdict.judges:
-        won = describe_rate(judge.win_rate, judge.low95, judge.high95, EVEN_WIN_RATE)
-        text = f"{judge.judge}: win rate {won}, {judge.prompts} prompts about {judge.clusters} questions"
-        if judge.lc_win_rate is not None:
-            text += f"; {percent(judge.lc_win_rate, EVEN_WIN_RATE)} % at equal length"
+        counted = f"{judge.prompts} prompts about {judge.clusters} questions"
+        text = f"{judge.judge}: win rate {judge.won}, {counted}{judge.at_equal_length}"
         facts.append(("judges", text))
     for judge in verdict.judges:
         if judge.judge in MEANINGS:
-            facts.append(("", f"{judge.judge} is {MEANINGS[judge.judge].strip(', ')}"))
+            facts.append(("", f"{judge.judge} is {MEANINGS[judge.judge]}"))
     if (kl := verdict.kl) is not None:
         interval = f"95 % interval {kl.low95:.2f} to {kl.high95:.2f}"
         facts.append(("KL", f"{kl.mean:.2f} nats per reply from SFT, {interval}"))
@@ -243,7 +240,7 @@ def _unmet_criteria(decision: PromotionDecision) -> tuple[str, ...]:
     """What the promotion required and does not hold, in one clause; win rates are told anyway."""
     if decision.promoted:
         return ()
-    unmet = [str(of) for of in decision.criteria if not (of.passed or of.is_plain_win_rate)]
+    unmet = [str(of) for of in decision.criteria if not (of.passed or of.judge)]
     return (f"not promoted: {', and '.join(unmet)}",) if unmet else ()
 
 

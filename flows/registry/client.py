@@ -1,4 +1,4 @@
-"""MLflow for the pipeline: the record and its pages, registered models, runs and their delivery.
+"""MLflow for a workspace: its record and pages, and registered models.
 
 A request that fails raises ``RlhfError``, so that it is never mistaken for "there is none".
 """
@@ -8,31 +8,22 @@ from __future__ import annotations
 import logging
 import os
 import socket
+import sqlite3
 import ssl
-import threading
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
-from urllib.parse import quote, urlsplit, urlunsplit
+from urllib.parse import quote, unquote, urlsplit, urlunsplit
 
 from flows.prefect_server.services import client_tls
-from flows.registry.workspace import repair_moved, workspace_id
-from flows.workspace import locked, run_tags, running_services
-from rlhf_core.config.loading import load_params, load_section
-from rlhf_core.config.operations import RegistryConfig, TrackingConfig
+from flows.workspace import locked, ownership, running_services
+from rlhf_core.config.loading import load_section
+from rlhf_core.config.operations import TrackingConfig
 from rlhf_core.errors import RlhfError, first_line, is_full_disk, named_line
 from rlhf_core.tracking import stage_run
-from rlhf_core.tracking.delivery import DEFERRED_VARIABLE, Courier, address
-from rlhf_core.tracking.pipeline_run import open_pipeline_run
-from rlhf_core.tracking.stage_run import (
-    CLIENT_SETTINGS,
-    default_environment,
-    origin_tags,
-    record_folder,
-    require_database,
-    tracking_uri,
-)
+from rlhf_core.tracking.delivery import Courier, address
+from rlhf_core.tracking.stage_run import record_folder, require_database, tracking_uri
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient
@@ -42,15 +33,12 @@ if TYPE_CHECKING:
 CHALLENGER, CHAMPION, PREVIOUS = "challenger", "champion", "previous"
 # Tags of versions: the hash of their files, the reward model behind a policy, and what gates said.
 CONTENT_TAG, REWARD_VERSION_TAG = "content_sha256", "reward_model_version"
-GATES_TAG, UNGATED_TAG, GATE_REPORT_TAG, CONDITIONS_TAG = (
-    "gates",
-    "ungated",
-    "gate",
-    "gate_conditions",
-)
+GATES_TAG, UNGATED_TAG = "gates", "ungated"
+GATE_REPORT_TAG, CONDITIONS_TAG = "gate", "gate_conditions"
 GATES_PASSED, GATES_FAILED = "passed", "ungated"
 # The tags that promotion relies on, and which are therefore signed.
 SIGNED_TAGS = (GATES_TAG, GATE_REPORT_TAG, CONDITIONS_TAG, UNGATED_TAG, REWARD_VERSION_TAG)
+OWNER_TAG = "rlhf.owner"  # of a registered model
 UNKNOWN = "RESOURCE_DOES_NOT_EXIST"
 
 # Without it the UI shows its pages on generative AI, traces and judges, until one has chosen model
@@ -81,10 +69,6 @@ def mlflow_address(workspace: Path) -> str | None:
     if parts.scheme not in ("http", "https"):
         return None
     return urlunsplit(parts._replace(netloc=parts.netloc.rpartition("@")[2])).rstrip("/")
-
-
-WORKSPACE_ID_TAG = "rlhf.workspace_id"
-FINAL_STATES = {"completed": "FINISHED", "cancelled": "KILLED"}
 
 
 # MLflow reads them when it is imported.
@@ -168,27 +152,6 @@ def prepare_tracking(workspace: Path) -> MlflowClient:
         own = experiment_id(client, workspace)
     Courier(client, lambda: own, workspace, tracking_uri(workspace)).deliver_waiting()
     return client
-
-
-def start_pipeline_run(workspace: Path, name: str) -> str:
-    """Open the parent run of a pipeline run; returns its id.
-
-    Stages become its children when ``RLHF_PARENT_RUN_ID`` holds that id.
-    """
-    client = prepare_tracking(workspace)
-    labels = run_tags(workspace, load_params(workspace).profile)
-    own = {
-        "mlflow.runName": name,
-        "rlhf.workspace": workspace.resolve().name,
-        WORKSPACE_ID_TAG: workspace_id(workspace),
-    }
-    tags = {**labels, **own, **origin_tags(workspace, "rlhf run")}
-    return open_pipeline_run(client, experiment_id(client, workspace), workspace, tags)
-
-
-def end_pipeline_run(run_id: str, status: str, workspace: Path) -> None:
-    """Close a run, whose ``status`` is the type of a final state of Prefect."""
-    connect(workspace).set_terminated(run_id, FINAL_STATES.get(status.lower(), "FAILED"))
 
 
 @contextmanager
@@ -305,85 +268,80 @@ def version_numbers(client: MlflowClient, name: str) -> set[str]:
     return {str(version.version) for version in versions(client, name)}
 
 
-NOTE_TAG = "mlflow.note.content"
-VERDICT_TAG = "verdict"
+LOGGER = logging.getLogger(__name__)
+ARTIFACTS, DATABASE = "mlartifacts", "mlflow.db"
+PLACES = {
+    "experiments": ("artifact_location",),
+    "runs": ("artifact_uri",),
+    "logged_models": ("artifact_location",),
+    "model_versions": ("source", "storage_location"),
+}
 
 
-def describe_run(workspace: Path, run_id: str, verdict: str, description: str) -> None:
-    """Write what came of the pipeline run ``run_id``.
+def repair_moved(workspace: Path) -> Path | None:
+    """Let ``mlflow.db`` name the folder of ``workspace``; returns another one that it named.
 
-    Args:
-        verdict: The verdict in a few words, a tag of the run.
-        description: The verdict with its numbers, in Markdown.
+    A copy whose original is still there becomes a workspace of its own, which owns the models in
+    its own database.
+
+    Raises:
+        RlhfError: The database cannot be changed. Nothing was.
     """
-    from mlflow.entities import RunTag
-
-    client = connect(workspace)
-    with registry_errors("describe the run"):
-        run = client.get_run(run_id)
-        client.log_batch(run_id, tags=[RunTag(VERDICT_TAG, verdict), RunTag(NOTE_TAG, description)])
-        experiments = [experiment_id(client, workspace)]
-        children = client.search_runs(experiments, f"tags.`mlflow.parentRunId` = '{run_id}'")
-        config = load_section(workspace, "registry", RegistryConfig)
-        about = {
-            config.policy: "The policy. Its version @champion is the one that `rlhf chat` talks to.",
-            config.reward_model: "The reward model that the policy was optimised against; it judges no policy.",
-        }
-        for child in children:
-            for version in client.search_model_versions(f"run_id = '{child.info.run_id}'"):
-                text = f"Registered by the run {run.info.run_name}.\n\n{description}"
-                client.update_model_version(version.name, version.version, text)
-                latest = f"Latest: version {version.version}, from a run whose verdict on the policy is: {verdict}."
-                client.update_registered_model(
-                    version.name, f"{about.get(version.name, '')}\n\n{latest}".strip()
-                )
-
-
-logger = logging.getLogger(__name__)
-PAUSE_SECONDS = 1.0
-
-
-@contextmanager
-def delivered_records(workspace: Path, tracked: bool) -> Iterator[Mapping[str, str]]:
-    """Deliver the records of stages in a thread while the block runs, and the rest when it ends.
-
-    Yields the variables by which stages of this machine, or of one that shares the workspace, leave
-    it to this process: none, and nothing is done, where the pipeline's run is not ``tracked`` in
-    MLflow.
-    """
-    if not tracked:
-        yield {}
-        return
-    client = connect(workspace)
-    own = experiment_id(client, workspace)
-    ended = threading.Event()
-    with (
-        default_environment(CLIENT_SETTINGS),  # a server that is away holds nothing up for minutes
-        Courier(client, lambda: own, workspace, tracking_uri(workspace)) as courier,
-    ):
-
-        def deliver_until_the_end() -> None:
-            while not ended.wait(PAUSE_SECONDS):
-                _try(courier.deliver_new)
-
-        thread = threading.Thread(target=deliver_until_the_end, name="record-delivery", daemon=True)
-        thread.start()
-        try:
-            yield {DEFERRED_VARIABLE: "1"}
-        finally:
-            ended.set()
-            thread.join()
-            _try(courier.deliver_rest)
-
-
-def without_delivery(environment: Mapping[str, str]) -> dict[str, str]:
-    """The variables for a stage that delivers by itself: this process sees no journal of it."""
-    return {name: value for name, value in environment.items() if name != DEFERRED_VARIABLE}
-
-
-def _try(deliver: Callable[[], None]) -> None:
-    """Deliver; an error does not end the run, and what is left waits for the next one."""
+    workspace = workspace.resolve()
+    database = workspace / DATABASE
+    if not database.is_file():
+        return None
     try:
-        deliver()
-    except Exception:
-        logger.exception("records of stages could not be delivered")
+        with closing(sqlite3.connect(database, timeout=60)) as connection:
+            earlier = _earlier_folder(connection, workspace)
+            if earlier is None:
+                return None
+            with connection:
+                _rename(connection, earlier, workspace)
+    except sqlite3.Error as error:
+        raise RlhfError(
+            f"{database} names artifacts in another folder and cannot be repaired ({error})"
+        ) from error
+    LOGGER.warning(
+        "%s was made in %s: its record of models and runs names the present folder now",
+        workspace,
+        earlier,
+    )
+    return earlier
+
+
+def _earlier_folder(connection: sqlite3.Connection, workspace: Path) -> Path | None:
+    """The folder that experiments of this database name, None if that is the workspace.
+
+    A folder without a database is another workspace, whose runs this one records.
+    """
+    if not connection.execute("SELECT 1 FROM sqlite_master WHERE name = 'experiments'").fetchone():
+        return None
+    rows = connection.execute("SELECT artifact_location FROM experiments").fetchall()
+    for (location,) in rows:
+        if not str(location).startswith("file:"):
+            continue
+        place = Path(unquote(urlsplit(location).path))
+        folder = place.parent
+        is_other = place.name == ARTIFACTS and folder != workspace
+        if is_other and (not folder.exists() or (folder / DATABASE).exists()):
+            return folder
+    return None
+
+
+def _rename(connection: sqlite3.Connection, earlier: Path, workspace: Path) -> None:
+    """Replace the folder at the beginning of every place, and in the tag of the owner."""
+    tables = connection.execute("SELECT name FROM sqlite_master WHERE type = 'table'")
+    known = {name for (name,) in tables}
+    names = ((earlier.as_uri(), workspace.as_uri()), (str(earlier), str(workspace)))
+    for table, columns in PLACES.items():
+        if table not in known:
+            continue
+        for column in columns:
+            change = f"UPDATE {table} SET {column} = ? || substr({column}, ?) WHERE substr({column}, 1, ?) = ?"
+            for old, new in names:
+                connection.execute(change, (new, len(old) + 1, len(old) + 1, f"{old}/"))
+    connection.execute(
+        "UPDATE registered_model_tags SET value = ? WHERE key = ? AND value LIKE ?",
+        (ownership(workspace), OWNER_TAG, f"% {earlier}"),
+    )

@@ -44,8 +44,7 @@ from flows.registry.history import (
     read_history,
 )
 from flows.registry.policies import active_policies
-from flows.registry.workspace import actor
-from flows.workspace import locked
+from flows.workspace import actor, locked
 from rlhf_core.config.loading import load_section
 from rlhf_core.config.operations import RegistryConfig
 from rlhf_core.errors import ModelError, RlhfError
@@ -205,7 +204,8 @@ def registry_events(entry: Entry, earlier: Sequence[Entry]) -> list[dict[str, An
         if before != moved["version"]:
             happened.append((f"rlhf.{moved['alias']}.changed", {**moved, "before": before}))
     if name := APPROVAL_EVENTS.get(entry["action"]):
-        about = {**move(entry["model"], "", entry["decided_on"]), "before": None}
+        decided_on = entry["decided_on"]
+        about = {"model": entry["model"], "alias": "", "version": decided_on, "before": None}
         happened.append((name, about))
     decided = {key: entry[key] for key in ("action", "who", "reason", "time", "number")}
     events = []
@@ -244,16 +244,7 @@ def _emit_events(workspace: Path, entries: Sequence[Entry]) -> None:
 
 
 CHAMPIONS_LIMIT = 200  # that an entry lists
-
-
-def move(model: str, alias: str, version: str | None) -> dict[str, Any]:
-    """Point ``alias`` of ``model`` to ``version``, or remove it (None)."""
-    return {"model": model, "alias": alias, "version": version}
-
-
-def version_tag(model: str, version: str, key: str, value: str | None) -> dict[str, Any]:
-    """Set tag ``key`` of a version to ``value``, or remove it (None)."""
-    return {"model": model, "version": version, "key": key, "value": value}
+REPORTED = ("match", "question", "criteria")  # what the report has, and a long entry does not
 
 
 def new_entry(
@@ -261,8 +252,8 @@ def new_entry(
     action: str,
     reason: str,
     *,
-    moves: Sequence[Entry] = (),
-    version_tags: Sequence[Entry] = (),
+    moves: Sequence[tuple[str, str, str | None]] = (),
+    version_tags: Sequence[tuple[str, str, str, str | None]] = (),
     champions: Sequence[str] = (),
     decision: PromotionDecision | RollbackDecision | None = None,
     model_tags: Mapping[str, str] | None = None,
@@ -273,8 +264,8 @@ def new_entry(
         action: What the history calls it, such as ``promote``, ``rollback`` or ``register`` (the
             challenger).
         reason: Why, in one line.
-        moves: Those of aliases (:func:`move`), in the order in which they are made.
-        version_tags: :func:`version_tag`.
+        moves: Model, alias, and the version that it shall point to, None for none, in this order.
+        version_tags: Model, version, tag, and its new value, None to remove it.
         champions: The versions that have been champion, oldest first, the new one last; empty if
             the champion stays.
         decision: Its report is attached to the version that became champion, or did not.
@@ -290,8 +281,11 @@ def new_entry(
         "model": model,
         "action": action,
         "reason": reason,
-        "moves": [*moves],
-        "version_tags": [*version_tags],
+        "moves": [dict(zip(("model", "alias", "version"), moved, strict=True)) for moved in moves],
+        "version_tags": [
+            dict(zip(("model", "version", "key", "value"), tag, strict=True))
+            for tag in version_tags
+        ],
         "history": [*champions[-CHAMPIONS_LIMIT:]],
         "decision": report,
         "decided_on": decided_on,
@@ -300,21 +294,6 @@ def new_entry(
         "time": utc_now(),
         "id": uuid4().hex,
     }
-
-
-def _entry_text(entry: Entry) -> str:
-    """The entry as JSON; one that is too long leaves the match to the report, which has it."""
-    text = json.dumps(entry, sort_keys=True)
-    if len(text) > ENTRY_LIMIT:
-        short = dict(entry["decision"])
-        for name in ("match", "question", "criteria"):
-            short.pop(name, None)
-        text = json.dumps({**entry, "decision": short}, sort_keys=True)
-    if len(text) > ENTRY_LIMIT:
-        raise RlhfError(
-            f"the decision is too long to be recorded: shorten its reason by {len(text) - ENTRY_LIMIT} characters"
-        )
-    return text
 
 
 def commit(state: ReleaseState, entry: Entry) -> Path | None:
@@ -331,7 +310,11 @@ def commit(state: ReleaseState, entry: Entry) -> Path | None:
         if moved["version"] is not None and moved["alias"] != PREVIOUS:  # which answers nobody
             _require_accepted(state.client, state.workspace, moved["model"], moved["version"])
     entry = _after({**entry, "number": len(state.entries) + 1}, state.entries)
-    Ledger.open(state.client, state.name, state.model).append(entry["number"], _entry_text(entry))
+    text = json.dumps(entry, sort_keys=True)
+    if len(text) > ENTRY_LIMIT:  # the report has the whole
+        short = {key: value for key, value in entry["decision"].items() if key not in REPORTED}
+        text = json.dumps({**entry, "decision": short}, sort_keys=True)
+    Ledger.open(state.client, state.name, state.model).append(entry["number"], text)
     return _carry_out(state.client, state.workspace, entry)
 
 
@@ -381,9 +364,16 @@ def _carry_out(client: MlflowClient, workspace: Path, entry: Entry) -> Path | No
             if version is None:
                 client.delete_registered_model_alias(name, alias)
                 continue
-            accepted = alias == PREVIOUS or _is_accepted(client, workspace, name, version)
-            if accepted and version in existing[name]:
-                client.set_registered_model_alias(name, alias, version)
+            if version not in existing[name]:
+                continue
+            try:
+                if alias != PREVIOUS:
+                    _require_accepted(client, workspace, name, version)
+            except ModelError as error:
+                # What another program has written into the history must not block later decisions.
+                LOGGER.warning("no alias is pointed to %s version %s: %s", name, version, error)
+                continue
+            client.set_registered_model_alias(name, alias, version)
         for key, value in entry["model_tags"].items():
             client.set_registered_model_tag(model, key, value)
         for tag in entry["version_tags"]:
@@ -412,19 +402,6 @@ def _require_accepted(client: MlflowClient, workspace: Path, name: str, number: 
     config = load_section(workspace, "registry", RegistryConfig)
     for policy in active_policies(config):
         policy.verify_version(client, workspace, config, get_version(client, name, number), None)
-
-
-def _is_accepted(client: MlflowClient, workspace: Path, name: str, number: str) -> bool:
-    """Whether an alias may point to a version; what speaks against it is a warning.
-
-    A decision that another program has written into the history must not block all later ones.
-    """
-    try:
-        _require_accepted(client, workspace, name, number)
-    except ModelError as error:
-        LOGGER.warning("no alias is pointed to %s version %s: %s", name, number, error)
-        return False
-    return True
 
 
 @contextmanager

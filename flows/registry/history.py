@@ -11,7 +11,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from flows.registry.client import (
+    CHALLENGER,
     CHAMPION,
+    OWNER_TAG,
     aliases_of,
     connect,
     get_version,
@@ -20,7 +22,7 @@ from flows.registry.client import (
     version_numbers,
     versions,
 )
-from flows.registry.workspace import OWNER_TAG, workspace_id
+from flows.workspace import workspace_id
 from rlhf_core.config.loading import load_section
 from rlhf_core.config.operations import RegistryConfig
 from rlhf_core.errors import RlhfError
@@ -114,7 +116,8 @@ class Ledger:
             )
         if len(text) > ENTRY_LIMIT:
             raise RlhfError(
-                f"an entry of the {self.kind} of {self.name} is too long: {len(text)} characters"
+                f"an entry of the {self.kind} of {self.name} is too long: shorten its reason by "
+                f"{len(text) - ENTRY_LIMIT} characters"
             )
         with registry_errors(
             f"record entry {number} in the {self.kind} of {self.name}; nothing has changed"
@@ -331,11 +334,57 @@ class ReleaseState:
         """The version that waits for approval, empty if none does."""
         return self.request.challenger if self.request is not None and self.request.is_open else ""
 
+    def open_request(self, version: str | None = None) -> ApprovalRequest:
+        """Return the request that waits for approval.
+
+        Args:
+            version: The version that the person has looked at, None for the one that waits.
+
+        Raises:
+            RlhfError: No version waits, another one does, or the registry has changed since it was
+                judged.
+        """
+        request = self.request
+        if request is None:
+            raise RlhfError(
+                f"no version of {self.name} waits for approval: with registry.approval, `rlhf promote` requests it "
+                "for a challenger that passes"
+            )
+        if version not in (None, request.challenger):
+            waiting = f"version {request.challenger} does" if request.is_open else "none does"
+            raise RlhfError(
+                f"version {version} of {self.name} does not wait for approval; {waiting}"
+            )
+        if not request.is_open:
+            raise RlhfError(request.closed_because())
+        for alias, judged in ((CHALLENGER, request.challenger), (CHAMPION, request.champion)):
+            now = self.aliases.get(alias)
+            if now != judged:  # moved by something else than rlhf
+                raise RlhfError(
+                    f"the {alias} of {self.name} is {version_words(now)}, and was {version_words(judged)} when version "
+                    f"{request.challenger} was judged; `rlhf promote` judges the challenger"
+                )
+        return request
+
     @property
     def unfinished(self) -> Sequence[Entry]:
         """The decisions that were not carried out to their end."""
         done = "0" if self.model is None else self.model.tags.get(DONE_TAG, "0")
         return self.entries[int(done) if done.isdecimal() else 0 :]
+
+    @property
+    def removed_champion(self) -> str:
+        """Why no challenger takes the champion's free place; empty if it may, or there is one."""
+        if self.champion is not None or self.recorded_champion is None:
+            return ""
+        remedy = "--force --reason TEXT` promotes without a match"
+        if self.champions:
+            last = self.champions[-1]
+            remedy = f"--version {last} --force --reason TEXT` restores version {last}"
+        return (
+            f"version {self.recorded_champion} was champion, and @{CHAMPION} was removed by something else than rlhf, "
+            f"so there is nothing to compare with; `rlhf promote {remedy}"
+        )
 
     @property
     def other_owner(self) -> str:

@@ -21,6 +21,7 @@ from flows.registry.client import (
     CONTENT_TAG,
     GATES_PASSED,
     GATES_TAG,
+    OWNER_TAG,
     PREVIOUS,
     REWARD_VERSION_TAG,
     UNGATED_TAG,
@@ -32,35 +33,30 @@ from flows.registry.decisions import (
     RollbackDecision,
     as_report,
     commit,
-    move,
     new_entry,
     publish_decision,
     read_report,
     registry_session,
     utc_now,
-    version_tag,
 )
 from flows.registry.history import (
     APPROVE,
     DECLINE,
     REQUEST,
     WITHDRAW,
-    ApprovalRequest,
     EntryTaken,
     Ledger,
     ReleaseState,
-    version_words,
 )
 from flows.registry.stored_models import COMPLETE_TAG, verified_folder
-from flows.registry.workspace import OWNER_TAG, actor, ownership, printed_line
 from flows.supervision.processes import child_environment, start_supervised
+from flows.workspace import actor, ownership, printed_line
 from rlhf_core.config.gates import Condition
 from rlhf_core.config.loading import load_params
 from rlhf_core.errors import RlhfError
 from rlhf_core.evaluation.judges.names import JUDGE
 from rlhf_core.evaluation.promotion import (
-    Criterion,
-    failed,
+    conclude,
     non_inferiority_criteria,
     win_rate_criteria,
 )
@@ -147,38 +143,6 @@ def play_match(
     return result
 
 
-def decided_by(
-    match: Mapping[str, Any], bar: float, criteria: Sequence[Criterion]
-) -> tuple[bool, str]:
-    """Whether these criteria promote the challenger, and the win rates or criteria that decided.
-
-    Every judge's lower 95 % bound of the win rate has to exceed ``bar``. One equal to it does not
-    do: two identical models tie everywhere, at exactly one half.
-    """
-    judges = match.get("comparison") or {}
-    if not judges:
-        return False, "no judge has compared them"
-    short: list[str] = []
-    rates: list[str] = []
-    for name, result in sorted(judges.items()):
-        rate, low = result["win_rate"], result["win_rate_low95"]
-        if rate is None or low is None:  # null is what was not finite
-            short.append(name)
-            rates.append(f"{name} win rate not measured")
-            continue
-        if low <= bar:
-            short.append(name)
-        rates.append(f"{name} win rate {rate:.3f} (at least {low:.3f})")
-    unmet = [str(criterion) for criterion in failed(criteria) if not criterion.is_plain_win_rate]
-    measured = ", ".join(rates)
-    if short:
-        lost = f"not above {bar:g} with 95 % confidence by {' and '.join(short)}: {measured}"
-        return False, "; ".join([lost, *unmet])
-    if unmet:
-        return False, "; ".join(unmet)
-    return True, f"above {bar:g} with 95 % confidence by every judge: {measured}"
-
-
 def make_attempt(
     state: ReleaseState,
     challenger: ModelVersion,
@@ -258,7 +222,7 @@ def promote(
 
     The registered files must be the ones that the gates judged, and the version must have passed
     every gate. Only the workspace that owns the registered model promotes
-    (:func:`flows.registry.workspace.ownership`). Where there was never a champion the challenger
+    (:func:`flows.workspace.ownership`). Where there was never a champion the challenger
     then takes the place at once; else every criterion of :mod:`rlhf_core.evaluation.promotion` must
     hold. With ``registry.approval`` a challenger that passes is not promoted, forced or not: it
     waits for :func:`approve`.
@@ -322,7 +286,7 @@ def _requested_approval(
         moves = []
         # A version that was named is the challenger from its request on.
         if state.aliases.get(CHALLENGER) != decision.challenger:
-            moves.append(move(model, CHALLENGER, decision.challenger))
+            moves.append((model, CHALLENGER, decision.challenger))
         reason = decision.reason
         entry = new_entry(model, REQUEST, reason, moves=moves, decision=decision, model_tags=owner)
         return decision, entry
@@ -366,7 +330,7 @@ def _decide(
         reason = f"{obstacle}; promote it with --force --reason TEXT"
         return decision.refused(reason, unchanged=True)
     if champion is None:
-        reason = removed_champion(state)
+        reason = state.removed_champion
         if reason and force_reason is None:  # without the alias it would be spared a match
             return decision.refused(reason, unchanged=True)
         passed = True  # else it is forced
@@ -386,7 +350,7 @@ def _decide(
             decision = replace(
                 decision, question=question, match=match, attempt=number, criteria=criteria
             )
-            passed, reason = decided_by(match, bar, criteria)
+            passed, reason = conclude(criteria, bar)
         except RlhfError as error:
             if force_reason is None:
                 raise
@@ -452,46 +416,16 @@ def decline(workspace: Path, reason: str, version: str | None = None) -> Promoti
     with registry_session(workspace) as state:
         planned, approval = _requested(state, version), f"declined by {actor()}: {why}"
         decision = replace(planned, approval=approval).refused(approval)
-        declined = version_tag(planned.model, planned.challenger, DECLINED_TAG, approval)
+        declined = (planned.model, planned.challenger, DECLINED_TAG, approval)
         entry = new_entry(
             planned.model, DECLINE, approval, version_tags=[declined], decision=decision
         )
         return replace(decision, report=commit(state, entry))
 
 
-def open_request(state: ReleaseState, version: str | None) -> ApprovalRequest:
-    """The version that waits for approval.
-
-    Args:
-        version: The version that the person has looked at, None for the one that waits.
-
-    Raises:
-        RlhfError: No version waits, another one does, or the registry has changed since it was
-            judged.
-    """
-    model, aliases, request = state.name, state.aliases, state.request
-    if request is None:
-        raise RlhfError(
-            f"no version of {model} waits for approval: with registry.approval, `rlhf promote` requests it for a "
-            "challenger that passes"
-        )
-    if version not in (None, request.challenger):
-        waiting = f"version {request.challenger} does" if request.is_open else "none does"
-        raise RlhfError(f"version {version} of {model} does not wait for approval; {waiting}")
-    if not request.is_open:
-        raise RlhfError(request.closed_because())
-    for alias, judged in ((CHALLENGER, request.challenger), (CHAMPION, request.champion)):
-        if aliases.get(alias) != judged:  # moved by something else than rlhf
-            raise RlhfError(
-                f"the {alias} of {model} is {version_words(aliases.get(alias))}, and was {version_words(judged)} when "
-                f"version {request.challenger} was judged; `rlhf promote` judges the challenger"
-            )
-    return request
-
-
 def _requested(state: ReleaseState, version: str | None) -> PromotionDecision:
     """The promotion that waits for approval, without its match, which the report has."""
-    recorded = open_request(state, version).entry["decision"]
+    recorded = state.open_request(version).entry["decision"]
     elsewhere = ("report", "match", "question", "criteria")
     kept = [field.name for field in fields(PromotionDecision) if field.name not in elsewhere]
     planned = PromotionDecision(**{name: recorded[name] for name in kept if name in recorded})
@@ -530,7 +464,7 @@ def rollback(workspace: Path, reason: str, to: str | None = None) -> RollbackDec
         verified_folder(workspace, target, state.client)
         decision = RollbackDecision(policy, str(target.version), str(champion.version), reason)
         remaining = champions[: champions.index(decision.champion) + 1]
-        tags = [version_tag(policy, decision.replaced, ROLLED_BACK_TAG, reason[:REASON_LIMIT])]
+        tags = [(policy, decision.replaced, ROLLED_BACK_TAG, reason[:REASON_LIMIT])]
         entry = _champion_entry(state, remaining, decision, version_tags=tags)
         return replace(decision, report=commit(state, entry))
 
@@ -541,7 +475,7 @@ def _champion_entry(
     decision: PromotionDecision | RollbackDecision,
     *,
     action: str = "",
-    version_tags: Sequence[Mapping[str, Any]] = (),
+    version_tags: Sequence[tuple[str, str, str, str | None]] = (),
     model_tags: Mapping[str, str] | None = None,
 ) -> dict[str, Any]:
     """The entry by which the last of ``champions``, and its reward model, become champion.
@@ -552,14 +486,14 @@ def _champion_entry(
     policy, reward_model, champion = state.config.policy, state.config.reward_model, champions[-1]
     champions = [*(number for number in champions[:-1] if number != champion), champion]
     previous = champions[-2] if len(champions) > 1 else None
-    moves = [move(policy, PREVIOUS, previous), move(policy, CHAMPION, champion)]
+    moves = [(policy, PREVIOUS, previous), (policy, CHAMPION, champion)]
     tags = state.version(champion).tags
     marks = [tag for tag in (ROLLED_BACK_TAG, DECLINED_TAG) if tag in tags]
-    cleared = [version_tag(policy, champion, tag, None) for tag in marks]
+    cleared = [(policy, champion, tag, None) for tag in marks]
     if (reward := tags.get(REWARD_VERSION_TAG)) is not None:
         earlier = None if previous is None else state.version(previous).tags.get(REWARD_VERSION_TAG)
-        moves += [move(reward_model, PREVIOUS, None if earlier == reward else earlier)]
-        moves += [move(reward_model, CHAMPION, reward)]
+        moves.append((reward_model, PREVIOUS, None if earlier == reward else earlier))
+        moves.append((reward_model, CHAMPION, reward))
     return new_entry(
         policy,
         action or decision.action,
@@ -569,19 +503,6 @@ def _champion_entry(
         champions=champions,
         decision=decision,
         model_tags=model_tags,
-    )
-
-
-def removed_champion(state: ReleaseState) -> str:
-    """Why no challenger takes the champion's free place; empty if it may, or there is one."""
-    if state.champion is not None or state.recorded_champion is None:
-        return ""
-    last = next(reversed(state.champions), None)
-    remedy = f"--version {last} --force --reason TEXT` restores version {last}"
-    remedy = remedy if last is not None else "--force --reason TEXT` promotes without a match"
-    return (
-        f"version {state.recorded_champion} was champion, and @{CHAMPION} was removed by something else than rlhf, so "
-        f"there is nothing to compare with; `rlhf promote {remedy}"
     )
 
 
@@ -607,26 +528,6 @@ def short_conditions(gates: Mapping[str, Sequence[Condition]]) -> dict[str, list
     return short
 
 
-def weaker_gates(
-    passed: Mapping[str, Any], required: Mapping[str, Sequence[Condition]]
-) -> list[str]:
-    """Say of each gate which required conditions those that were passed do not guarantee.
-
-    Args:
-        passed: What :func:`short_conditions` made; pydantic's ``ValidationError`` for anything
-            else.
-    """
-    known = {}
-    for name, rows in passed.items():
-        known[name] = tuple(Condition(**fields, why="") for fields in rows)
-    weaker = []
-    for name, conditions in required.items():
-        missing = weaker_conditions(known.get(name, ()), conditions)
-        if missing:
-            weaker.append(f"gates.{name} does not require {', '.join(missing)}")
-    return weaker
-
-
 def promotion_obstacle(
     version: ModelVersion, required: Mapping[str, Sequence[Condition]] | None = None
 ) -> str:
@@ -649,8 +550,14 @@ def promotion_obstacle(
         return ""
     if CONDITIONS_TAG not in tags:
         return f"{number} has no record of its gates' conditions; `rlhf run` registers it again"
+    passed: dict[str, tuple[Condition, ...]] = {}
     try:
-        weaker = weaker_gates(json.loads(tags[CONDITIONS_TAG]), required)
+        for name, rows in json.loads(tags[CONDITIONS_TAG]).items():
+            passed[name] = tuple(Condition(**fields, why="") for fields in rows)
     except (ValueError, TypeError, AttributeError):
         return f"the conditions of {number} cannot be read; `rlhf run` registers it again"
+    weaker = []
+    for name, conditions in required.items():
+        if missing := weaker_conditions(passed.get(name, ()), conditions):
+            weaker.append(f"gates.{name} does not require {', '.join(missing)}")
     return f"{number} has passed weaker gates: {'; '.join(weaker)}" if weaker else ""

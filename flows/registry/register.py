@@ -8,9 +8,9 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from flows.dvc_repo.graph import dvc_status, read_graph
+from flows.dvc_repo.graph import dvc_status, read_graph, recorded_hash
 from flows.registry.client import (
     CHALLENGER,
     CONDITIONS_TAG,
@@ -27,7 +27,7 @@ from flows.registry.client import (
     registry_errors,
     versions,
 )
-from flows.registry.decisions import TAG_LIMIT, commit, move, new_entry, registry_session
+from flows.registry.decisions import TAG_LIMIT, commit, new_entry, registry_session
 from flows.registry.evidence import (
     DATA_CARD,
     PAIRS,
@@ -39,14 +39,19 @@ from flows.registry.history import ReleaseState
 from flows.registry.policies import RegistryPolicy, active_policies
 from flows.registry.promote import gate_conditions, short_conditions
 from flows.registry.stored_models import COMPLETE_TAG, known_version, log_model, own_package
-from flows.registry.workspace import RegisteredHere, write_registered
-from flows.workspace import SEPARATOR, run_label
+from flows.workspace import PRIVATE, SEPARATOR, private_path, run_label
 from rlhf_core.config.loading import load_params, load_section
 from rlhf_core.config.operations import RegistryConfig
-from rlhf_core.errors import GateFailed, ModelError, RlhfError
+from rlhf_core.errors import DataError, GateFailed, ModelError, RlhfError
 from rlhf_core.evaluation.report.headline import headline_metrics
 from rlhf_core.gates import GATES, GateDecision
-from rlhf_core.storage.files import flatten, read_json, sha256_file, sha256_tree
+from rlhf_core.storage.files import (
+    atomic_write_json,
+    flatten,
+    read_json,
+    sha256_file,
+    sha256_tree,
+)
 from rlhf_core.tracking.pipeline_run import PARENT_TAG, log_data_input, log_numbers, recorded_params
 from rlhf_core.tracking.stage_run import METRICS_TAG, origin_tags
 
@@ -75,6 +80,46 @@ class RegistrableModel:
     def folder(self) -> str:
         """Where the workspace has it."""
         return f"models/{self.kind}"
+
+
+REGISTERED = "registered.json"
+
+
+@dataclass(frozen=True)
+class RegisteredHere:
+    """The version that holds a model folder of the workspace.
+
+    ``ungated`` says why no gate vouches for it. ``reused``: the same content had a version already.
+    """
+
+    model: str
+    version: str
+    ungated: str = ""
+    reused: bool = False
+
+
+def write_registered(workspace: Path, versions: Mapping[str, RegisteredHere]) -> None:
+    """Record the version of each model folder, with the hash that dvc.lock has for the folder."""
+    kept = {}
+    for folder, registered in versions.items():
+        kept[folder] = {
+            "model": registered.model,
+            "version": registered.version,
+            "ungated": registered.ungated,
+            "dvc": recorded_hash(workspace, folder),
+        }
+    atomic_write_json(private_path(workspace, REGISTERED), kept)
+
+
+def read_registered(workspace: Path, folder: str) -> RegisteredHere | None:
+    """Return the version made of the content that ``folder`` has by dvc.lock, None without one."""
+    try:
+        entry: Mapping[str, Any] | None = read_json(workspace / PRIVATE / REGISTERED).get(folder)
+    except DataError:
+        return None
+    if entry is None or entry["dvc"] is None or entry["dvc"] != recorded_hash(workspace, folder):
+        return None
+    return RegisteredHere(entry["model"], entry["version"], entry["ungated"])
 
 
 @dataclass
@@ -262,7 +307,7 @@ def _register_one(
                 client.set_model_version_tag(name, number, key, value)
     if not ungated and challenger != number:
         reason = "its content was registered before" if known else "registered"
-        entry = new_entry(name, "register", reason, moves=[move(name, CHALLENGER, number)])
+        entry = new_entry(name, "register", reason, moves=[(name, CHALLENGER, number)])
         if state.model is None:
             state = ReleaseState.read(client, workspace, name)
         commit(state, entry)

@@ -27,18 +27,17 @@ from flows.registry.promote import (
     DECLINED_TAG,
     gate_conditions,
     promotion_obstacle,
-    removed_champion,
 )
-from flows.registry.workspace import RegisteredHere, read_registered
+from flows.registry.register import RegisteredHere, read_registered
 from flows.workspace import PRIVATE, private_path
 from rlhf_core.config.loading import load_section
 from rlhf_core.config.operations import RegistryConfig
 from rlhf_core.errors import DataError, RlhfError
+from rlhf_core.evaluation.promotion import Criterion
 from rlhf_core.evaluation.remedies import remedy_for
 from rlhf_core.evaluation.report.headline import (
     BEGIN,
     ReleaseDecision,
-    UnmetCondition,
     sentence_case,
 )
 from rlhf_core.gates import GATES, closed_gate, read_gate
@@ -147,9 +146,7 @@ def describe_tries(workspace: Path) -> str:
 
 def release_sentences(decision: ReleaseDecision) -> str:
     """A decision in one line: what became of the policy, and why."""
-    unmet = "; ".join(
-        f"{row.name} {row.measured}, required {row.required}" for row in decision.conditions
-    )
+    unmet = "; ".join(map(str, decision.conditions))
     return ". ".join(part for part in (decision.headline, decision.reason or unmet) if part)
 
 
@@ -159,7 +156,7 @@ def _say(
     reason: str = "",
     decided: str = "",
     next_step: tuple[str, str] = CHANGE,
-    conditions: tuple[UnmetCondition, ...] = (),
+    conditions: tuple[Criterion, ...] = (),
 ) -> ReleaseDecision:
     """Return a decision made now, without the registered version and the champion."""
     as_of = utc_minute(utc_now())
@@ -176,14 +173,15 @@ def _version_of_policy(workspace: Path, notes: RunNotes) -> RegisteredHere | Non
     return None if nothing or closed_gate(workspace) else read_registered(workspace, POLICY_FOLDER)
 
 
-def _unmet_conditions(workspace: Path, gates: Sequence[str] = GATES) -> tuple[UnmetCondition, ...]:
+def _unmet_conditions(workspace: Path, gates: Sequence[str] = GATES) -> tuple[Criterion, ...]:
     """The conditions that do not hold in ``gates/NAME.json``, gate by gate."""
     unmet = []
     for name in gates:
         decision = read_gate(workspace, name)
         for row in decision.failed if decision is not None else ():
             remedy = str(remedy_for(name, row.metric))
-            unmet.append(UnmetCondition(row.metric, row.measured, row.required, row.why, remedy))
+            told = row.metric, row.measured, row.required
+            unmet.append(Criterion(*told, passed=False, why=row.why, remedy=remedy))
     return tuple(unmet)
 
 
@@ -285,7 +283,7 @@ def _not_promoted(
         reason = "" if said else f"{sentence_case(obstacle)}."
         unmet = _unmet_conditions(workspace) if here.ungated else ()
         return _say(OPEN, headline, reason, "", OWNER if not_allowed else explain, unmet)
-    if removed := removed_champion(state):
+    if removed := state.removed_champion:
         reason = f"{sentence_case(removed)}."
         return _say(OPEN, headline, reason, "", OWNER if not_allowed else FORCE)
     decisions = []
@@ -301,7 +299,8 @@ def _not_promoted(
         failed = []
         for row in decision.get("criteria") or ():
             if not row["passed"]:
-                failed.append(UnmetCondition(row["name"], row["measured"], row["required"]))
+                told = row["name"], row["measured"], row["required"]
+                failed.append(Criterion(*told, passed=False))
         reason = "" if failed else f"Not promoted: {decision['reason']}"
         decided = _decided_by(decision)
         return _say(OPEN, f"{headline}{against}", reason, decided, EXPLAIN, tuple(failed))

@@ -28,7 +28,7 @@ from rlhf_core.config.operations import RegistryConfig
 from rlhf_core.errors import GateFailed, RlhfError, first_line, named_line
 from rlhf_core.models.adapters import ADAPTER_FOLDER
 from rlhf_core.models.causal_lm import load_tokenizer
-from rlhf_core.models.io import ADAPTER_CONFIG
+from rlhf_core.models.folder_check import ADAPTER_CONFIG
 from rlhf_core.serving.ollama import MODELFILE, modelfile
 from rlhf_core.storage.files import atomic_dir, clear_unfinished, filled_dir
 

@@ -31,7 +31,8 @@ from rlhf_core.api.inputs import (
 )
 from rlhf_core.api.reward_model import TrainedRewardModel
 from rlhf_core.config.health import rules_for
-from rlhf_core.config.ppo import PpoConfig, PtxConfig, RolloutConfig
+from rlhf_core.config.ppo import PpoConfig, RolloutConfig
+from rlhf_core.config.ppo_losses import PtxConfig
 from rlhf_core.data.encoding import decode_reply, pad_id
 from rlhf_core.data.schema import Demonstration, PretrainText, Prompt
 from rlhf_core.data.token_tables import TokenTable

@@ -16,7 +16,8 @@ from pydantic import (
 )
 
 from rlhf_core.config.model import FunctionName, SamplingConfig, StageConfig, Strict, check_endpoint
-from rlhf_core.config.ppo import LocalSamplerConfig, PpoConfig, SamplerConfig
+from rlhf_core.config.ppo import PpoConfig
+from rlhf_core.config.sampler import LocalSamplerConfig, SamplerConfig
 from rlhf_core.plugins import EVALUATIONS, EXTRAS, JUDGES
 from rlhf_core.storage.data_files import is_url
 

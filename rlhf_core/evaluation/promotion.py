@@ -30,19 +30,20 @@ MEASUREMENTS = {
 
 @dataclass(frozen=True)
 class Criterion:
-    """One condition of a promotion.
+    """One condition of a release: of a promotion, or one of a gate that did not hold.
 
-    ``measured`` and ``required`` are in words, such as ``0.722`` and ``> 0.5``.
-
-    ``is_plain_win_rate`` marks the win rates themselves, which every message about a match gives
-    anyway.
+    ``measured`` and ``required`` are in words, such as ``0.722`` and ``> 0.5``. ``judge`` is the one
+    whose win rate this is, which every message about a match gives anyway; empty for the others.
+    ``why`` says why a gate asks for it, and ``remedy`` what to do; both are empty for a match.
     """
 
     name: str
     measured: str
     required: str
     passed: bool
-    is_plain_win_rate: bool = False
+    judge: str = ""
+    why: str = ""
+    remedy: str = ""
 
     def __str__(self) -> str:
         return f"{self.name} is {self.measured}, required {self.required}"
@@ -69,27 +70,23 @@ def win_rate_criteria(
     compared = match.get("comparison") or {}
     judges = {name: results for name, results in compared.items() if not position_bias(results)}
     if not judges:
-        return [
-            Criterion(
-                "the comparison", "missing", "at least one judge", False, is_plain_win_rate=True
-            )
-        ]
+        return [Criterion("the comparison", "missing", "at least one judge", False)]
     level = level_of_attempt(budget, attempt)
     criteria = []
-    for judge in sorted(judges):
-        bounds = {"win rate": "win_rate_low95", "length-controlled win rate": "lc_win_rate_low95"}
-        if judge == CHECKER:
-            del bounds["length-controlled win rate"]
-        for name, key in bounds.items():
-            low = _number(judges[judge], key)
-            measured = "not measured" if low is None else f"at least {low:.3f}"
-            passed = low is not None and low > bar
-            criteria.append(
-                Criterion(
-                    f"{judge} {name}", measured, f"> {bar:g}", passed, key == "win_rate_low95"
-                )
-            )
-        value = _sign_test(judges[judge], bar)
+    for judge, results in sorted(judges.items()):
+        rate, low = _number(results, "win_rate"), _number(results, "win_rate_low95")
+        measured, passed = "not measured", False
+        if rate is not None and low is not None:
+            measured, passed = f"{rate:.3f} (at least {low:.3f})", low > bar
+        criteria.append(Criterion(f"{judge} win rate", measured, f"> {bar:g}", passed, judge))
+        if judge != CHECKER:
+            low = _number(results, "lc_win_rate_low95")
+            measured, passed = "not measured", False
+            if low is not None:
+                measured, passed = f"at least {low:.3f}", low > bar
+            name = f"{judge} length-controlled win rate"
+            criteria.append(Criterion(name, measured, f"> {bar:g}", passed))
+        value = _sign_test(results, bar)
         criteria.append(
             Criterion(
                 f"{judge} sign test at attempt {attempt}",
@@ -174,6 +171,22 @@ def _number(values: Any, key: str) -> float | None:
     return float(value)
 
 
-def failed(criteria: Sequence[Criterion]) -> list[Criterion]:
-    """Return the criteria that failed."""
-    return [criterion for criterion in criteria if not criterion.passed]
+def conclude(criteria: Sequence[Criterion], bar: float) -> tuple[bool, str]:
+    """Say whether these criteria promote the challenger, and what decided.
+
+    Args:
+        criteria: Those of win rates, for which the others are named too where they failed.
+        bar: What :func:`win_rate_criteria` was given.
+    """
+    rates = [criterion for criterion in criteria if criterion.judge]
+    if not rates:
+        return False, "no judge has compared them"
+    measured = ", ".join(f"{rate.name} {rate.measured}" for rate in rates)
+    short = [rate.judge for rate in rates if not rate.passed]
+    unmet = [str(other) for other in criteria if not (other.passed or other.judge)]
+    if short:
+        lost = f"not above {bar:g} with 95 % confidence by {' and '.join(short)}: {measured}"
+        return False, "; ".join([lost, *unmet])
+    if unmet:
+        return False, "; ".join(unmet)
+    return True, f"above {bar:g} with 95 % confidence by every judge: {measured}"

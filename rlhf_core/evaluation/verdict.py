@@ -139,6 +139,18 @@ class JudgeResult:
     clusters: int
     lc_win_rate: float | None = None
 
+    @property
+    def won(self) -> str:
+        """The win rate in per cent, with its interval."""
+        return describe_rate(self.win_rate, self.low95, self.high95, EVEN_WIN_RATE)
+
+    @property
+    def at_equal_length(self) -> str:
+        """The end of a sentence about the judge; empty where that was not measured or decided."""
+        if self.lc_win_rate is None:
+            return ""
+        return f"; {percent(self.lc_win_rate, EVEN_WIN_RATE)} % at equal length"
+
 
 def judge_results(comparison: Mapping[str, Mapping[str, float]]) -> tuple[JudgeResult, ...]:
     """Return the results of the judges that decide.
@@ -203,8 +215,7 @@ def verdict_sentence(
     """
     standing = standing_of(judges)
     judge = deciding_judge(judges, standing)
-    won = describe_rate(judge.win_rate, judge.low95, judge.high95, EVEN_WIN_RATE)
-    parts = [f"{standing} than {opponent}: wins {won} by {judge.judge}"]
+    parts = [f"{standing} than {opponent}: wins {judge.won} by {judge.judge}"]
     if gate is not None:
         parts.append(describe_decision(gate))
     parts += unmet
@@ -213,13 +224,8 @@ def verdict_sentence(
 
 def describe_decision(gate: GateDecision) -> str:
     """Say in one clause what a gate decided, and which conditions decided it."""
-    if gate.passed:
-        count = len(gate.conditions)
-        held = "its condition holds" if count == 1 else f"all {count} conditions hold"
-        return f"the {gate.name} gate passed: {held}"
     reasons = ", and ".join(describe_condition(condition) for condition in gate.failed)
-    went_on = "" if not gate.opens else " (mode report: the run went on)"
-    return f"the {gate.name} gate failed{went_on}: {reasons or gate.reasons()}"
+    return gate.describe(reasons or gate.reasons())
 
 
 WIN_RATE = re.compile(r"comparison\.(?P<judge>.+)\.(?P<equal_length>lc_)?win_rate_low95")

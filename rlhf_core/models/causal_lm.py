@@ -32,6 +32,7 @@ from rlhf_core.data.chat_template import STOP_TOKENS
 from rlhf_core.data.encoding import stop_token_ids
 from rlhf_core.errors import ConfigError, ModelError
 from rlhf_core.models.adapters import ADAPTER_FOLDER, ADAPTER_WEIGHTS, PeftAdapter
+from rlhf_core.models.folder_check import ADAPTER_CONFIG
 from rlhf_core.models.forward import (
     embedding_weight,
     first_position,
@@ -39,14 +40,7 @@ from rlhf_core.models.forward import (
     probe_ids,
     router_loss_weight,
 )
-from rlhf_core.models.io import (
-    ADAPTER_CONFIG,
-    load_model,
-    reading,
-    require_room_for,
-    require_same,
-    save_folder,
-)
+from rlhf_core.models.io import load_model, reading, require_room_for, require_same, save_folder
 from rlhf_core.models.precision import (
     float32_unembedding,
     use_float32_unembedding,

@@ -1,24 +1,16 @@
-"""Hugging Face folders: checked when read, written atomically, compared after writing.
-
-Nothing that their files name or link to may lie outside of the folder, and no code comes from
-elsewhere.
-"""
+"""Hugging Face folders: checked when read, written atomically, compared after writing."""
 
 from __future__ import annotations
 
-import json
 import logging
-import os
-import re
-import stat
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
 import torch
 from huggingface_hub import snapshot_download, try_to_load_from_cache
-from safetensors import SafetensorError, safe_open
+from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers import AutoConfig, PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
@@ -26,6 +18,14 @@ from transformers.utils import logging as transformers_logging
 
 from rlhf_core.errors import ModelError, RlhfError, first_line, is_exhausted
 from rlhf_core.hub import require_hub
+from rlhf_core.models.folder_check import (
+    ADAPTER_CONFIG,
+    REPAIR,
+    SMALL_FILES,
+    _json_fault,
+    check_folder,
+    require_own_files,
+)
 from rlhf_core.models.forward import has_plain_head, name_outputs
 from rlhf_core.models.kernels import FusedNorm, use_kernels
 from rlhf_core.models.precision import use_float32_unembedding
@@ -34,11 +34,8 @@ from rlhf_core.storage.files import atomic_dir, atomic_write_json, fsync_path
 
 logger = logging.getLogger(__name__)
 
-# Files of a tokenizer; a model folder needs one of them.
-TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
 WEIGHT_FILES = "model*.safetensors"
 VOCABULARIES = ("tokenizer.json", "tokenizer.model", "vocab.json")
-GENERATION_CONFIG = "generation_config.json"
 JSON_FILES = (
     "config.json",
     "tokenizer_config.json",
@@ -49,81 +46,8 @@ NO_BACKEND = (
     "backend tokenizer"  # of what transformers says where it has nothing to make a tokenizer of
 )
 OWN_CODE = "custom code"  # as transformers says it
-MOST_TENSORS = 500_000  # the largest mixtures of experts of 2026 have 200,000
-REPAIR = "make it again, or point to a complete Hugging Face folder"
 
 FROM_HUB = "is it spelt right, and is the hub reachable? HF_HUB_OFFLINE=1 uses a copy in the cache"
-
-
-def check_folder(path: Path) -> None:
-    """Raise ``ModelError`` unless ``path`` has a config, safetensors weights and a tokenizer."""
-    path = Path(path)
-    if not path.is_dir():
-        raise ModelError(f"no model folder at {path}; {REPAIR}")
-    require_no_adapter(path)
-    if not (path / "config.json").is_file():
-        raise ModelError(f"{path} has no config.json; {REPAIR}")
-    require_own_files(path)
-    weights = sorted(path.glob("*.safetensors"))
-    if not weights:
-        others = sorted(
-            file.name for file in (*path.glob("*.bin"), *path.glob("*.pt"), *path.glob("*.pth"))
-        )
-        kept = (
-            f" (only {', '.join(others)}: pickled weights are never read; convert them)"
-            if others
-            else ""
-        )
-        raise ModelError(f"{path} has no .safetensors weights{kept}; {REPAIR}")
-    tensors = 0
-    for file in weights:  # the header shows truncated and foreign files before a slow load does
-        try:
-            file.open("rb").close()  # the package reports an unreadable file as missing
-            with safe_open(file, framework="pt") as opened:
-                tensors += len(opened.keys())
-        except (SafetensorError, OSError) as error:
-            if is_exhausted(error):
-                raise
-            raise ModelError(
-                f"{file} is not a readable safetensors file ({error}); {REPAIR}"
-            ) from error
-    _require_count(path, tensors)
-    if not any((path / name).is_file() for name in TOKENIZER_FILES):
-        raise ModelError(f"{path} has no tokenizer ({TOKENIZER_FILES[0]}); {REPAIR}")
-    # transformers passes over a damaged one, and with it over the tokens that end a reply.
-    if (path / GENERATION_CONFIG).is_file() and (reason := _json_fault(path / GENERATION_CONFIG)):
-        raise ModelError(f"{path}: {reason}; correct it, or take it out")
-
-
-def _require_count(path: Path, tensors: int) -> None:
-    """Refuse so many tensors that looking at each would take minutes."""
-    if tensors > MOST_TENSORS:
-        raise ModelError(
-            f"{path} names {tensors:,} tensors, and no model has more than {MOST_TENSORS:,}; it is damaged, or made to "
-            "do harm: take another model"
-        )
-
-
-def require_no_adapter(path: Path) -> None:
-    """Refuse a folder that holds an adapter.
-
-    transformers would apply it to the model beside it.
-    """
-    if (path / ADAPTER_CONFIG).is_file():
-        where = "beside a" if any(path.glob("model*.safetensors")) else "without its"
-        raise ModelError(
-            f"{path} holds an adapter {where} model ({ADAPTER_CONFIG}); merge the two (peft's merge_and_unload), "
-            "and name the folder with the result"
-        )
-
-
-def _json_fault(file: Path) -> str:
-    """What is wrong with a file that should hold a JSON object; empty where nothing is."""
-    try:
-        content = json.loads(file.read_text(encoding="utf-8"))
-    except (ValueError, RecursionError) as error:
-        return f"its {file.name} is not valid JSON ({error})"
-    return "" if isinstance(content, dict) else f"its {file.name} holds no JSON object"
 
 
 def is_local(source: str | Path) -> bool:
@@ -492,99 +416,6 @@ def load_weights(model: PreTrainedModel, weights: Mapping[str, Tensor]) -> None:
     with torch.no_grad():
         for name, weight in weights.items():
             parameters[name].copy_(weight)
-
-
-# The library may take config.VERSION.json, and Mistral's own form.
-CONFIGS = ("config*.json", "params.json")
-SMALL_FILES = ("*.json", "*.jinja", "*.model", "*.txt", "additional_chat_templates/*")
-SHARD, INDEXES = ".safetensors", "*.safetensors.index.json"
-ADAPTER_CONFIG = "adapter_config.json"  # as the package peft names it
-OTHER_WEIGHTS = "transformers_weights"
-ATTENTION = frozenset(
-    {"attn_implementation", "_attn_implementation", "_attn_implementation_internal"}
-)
-# Where a link may lead to out of the folder: a store that names its files by their content.
-DVC_CACHE = re.compile(r"/files/md5/[0-9a-f]{2}/[0-9a-f]{30}$")
-
-
-def require_own_files(folder: Path) -> None:
-    """Refuse a folder whose files name, or link to, what lies outside of it.
-
-    Raises:
-        ModelError: A file that would be read is a link out of the folder, or no plain file; an
-            index names a shard that is no safetensors file of the folder; a configuration names
-            attention that would be fetched, or weights other than those that are checked.
-    """
-    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
-
-    home = folder.resolve()
-    # A snapshot of the hub's cache is links to its blobs.
-    roots = [home]
-    if home.parent.name == "snapshots":
-        roots.append(home.parents[1] / "blobs")
-    for file in _files(folder, *SMALL_FILES, f"*{SHARD}"):
-        target = Path(os.path.realpath(file))  # resolve() fails on a link to itself
-        if not target.exists():
-            continue  # loading says what is missing
-        if not any(map(target.is_relative_to, roots)) and not DVC_CACHE.search(target.as_posix()):
-            raise ModelError(
-                f"{folder}: its {file.name} is a link to {target}, outside of the folder; put the file itself there"
-            )
-        if not stat.S_ISREG(target.stat().st_mode) and not target.is_dir():
-            raise ModelError(f"{folder}: its {file.name} is no plain file; put one there")
-    for index in _files(folder, INDEXES):
-        content = _json(index)
-        shards = content.get("weight_map") if isinstance(content, dict) else None
-        names = list(shards.values()) if isinstance(shards, dict) else []
-        _require_count(folder, len(names))
-        for name in names:
-            if (
-                not isinstance(name, str)
-                or os.path.basename(name) != name
-                or not name.endswith(SHARD)
-            ):
-                raise ModelError(
-                    f"{folder}: its {index.name} names {name!r}; a shard is a {SHARD} file in the folder itself"
-                )
-    known = {"eager", *ALL_ATTENTION_FUNCTIONS.valid_keys()}
-    for file in _files(folder, *CONFIGS):
-        content = _json(file)
-        if any(_texts_under(content, {OTHER_WEIGHTS})):
-            raise ModelError(
-                f"{folder}: its {file.name} names other weights ({OTHER_WEIGHTS}); take that out"
-            )
-        for name in _texts_under(content, ATTENTION):
-            if name.removeprefix("paged|") not in known:
-                raise ModelError(
-                    f"{folder}: its {file.name} asks for the attention {name!r}, which is not part of transformers "
-                    "and would be fetched from elsewhere; take attn_implementation out of it"
-                )
-
-
-def _files(folder: Path, *patterns: str) -> Iterator[Path]:
-    for pattern in patterns:
-        yield from sorted(folder.glob(pattern))
-
-
-def _json(file: Path) -> Any:
-    """The content of a JSON file; None where it is damaged, which loading says."""
-    try:
-        return json.loads(file.read_text(encoding="utf-8"))
-    except (ValueError, OSError, RecursionError):
-        return None
-
-
-def _texts_under(config: Any, keys: Collection[str]) -> Iterator[str]:
-    """All texts under these keys of a configuration or of one of its parts."""
-    left = [(config, False)]
-    while left:
-        value, named = left.pop()
-        if isinstance(value, dict):
-            left += [(item, named or key in keys) for key, item in value.items()]
-        elif isinstance(value, list):
-            left += [(item, named) for item in value]
-        elif named and isinstance(value, str):
-            yield value
 
 
 def attention_of(auto_class: Any, config: PretrainedConfig) -> str:

@@ -18,7 +18,8 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from rlhf_core.config.ppo import EntropyConfig, ImportanceSamplingCorrectionConfig, PpoConfig
+from rlhf_core.config.ppo import PpoConfig
+from rlhf_core.config.ppo_losses import EntropyConfig, ImportanceSamplingCorrectionConfig
 from rlhf_core.data.encoding import right_pad
 from rlhf_core.models.forward import LOGITS_BYTES, selected_logits
 from rlhf_core.models.precision import Precision

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from rlhf_core.config.ppo import SamplerConfig
+from rlhf_core.config.sampler import SamplerConfig
 from rlhf_core.errors import RlhfError
 from rlhf_core.plugins import SAMPLERS, made_by_plugin
 from rlhf_core.runtime import distributed

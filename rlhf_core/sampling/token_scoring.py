@@ -117,14 +117,15 @@ class Tokens:
         """
         if self.reply_starts is None:
             return values[:, values.shape[1] - self.width - 1 :]
-        columns = self._reply_columns(-1, self.width + 1) - (self.tokens.shape[1] - values.shape[1])
-        return values[torch.arange(len(values), device=values.device).unsqueeze(1), columns]
+        left_out = self.tokens.shape[1] - values.shape[1]
+        columns = self._reply_columns(-1, self.width + 1) - left_out
+        rows = torch.arange(len(values), device=values.device).unsqueeze(1)
+        return values[rows, columns]
 
     def part(self, rows: Tensor) -> Tokens:
         """The given rows, with the padding that they do not need cut off on both sides."""
-        prompts, replies = Tokens(
-            self.tokens[rows], self.attention_mask[rows], self.response_mask[rows]
-        ).lengths()
+        attention, mask = self.attention_mask[rows], self.response_mask[rows]
+        prompts, replies = Tokens(self.tokens[rows], attention, mask).lengths()
         return self.cut(rows, max(1, *prompts), max(1, *replies))
 
     def cut(self, rows: Tensor, prompt: int, reply: int) -> Tokens:
@@ -157,9 +158,8 @@ class Tokens:
         """
         if self.reply_starts is None:
             return self.width + 1
-        return (
-            self.tokens.shape[1] if plain_head else self.tokens.shape[1] - self.shortest_prompt + 1
-        )
+        columns = self.tokens.shape[1]
+        return columns if plain_head else columns - self.shortest_prompt + 1
 
     def _reply_columns(self, first: int, count: int) -> Tensor:
         """Columns of ``count`` response positions from ``first`` on, within each row (B, count)."""
@@ -251,14 +251,14 @@ def token_statistics(
         names[:] = statistics
         return tuple(statistics.values())
 
-    columns = compute_in_chunks(
-        compute, (batch.response.flatten()[real], real % batch.width, states, ref_states), count
-    )
+    tokens, positions = batch.response.flatten()[real], real % batch.width
+    columns = compute_in_chunks(compute, (tokens, positions, states, ref_states), count)
     shape = batch.response_mask.shape
-    return {
-        name: column.new_zeros(shape.numel()).index_copy(0, real, column).view(shape)
-        for name, column in zip(names, columns, strict=True)
-    }
+    found = {}
+    for name, column in zip(names, columns, strict=True):
+        everywhere = column.new_zeros(shape.numel())
+        found[name] = everywhere.index_copy(0, real, column).view(shape)
+    return found
 
 
 def _statistics(
@@ -422,6 +422,6 @@ def divide_for_ranks(parts: list[list[int]], ranks: int) -> None:
     Parts of one row are not divided.
     """
     while len(parts) % ranks and max(map(len, parts)) > 1:
-        number = max(range(len(parts)), key=lambda part: len(parts[part]))
-        part = parts[number]
-        parts[number : number + 1] = [part[: len(part) // 2], part[len(part) // 2 :]]
+        part = max(parts, key=len)
+        number, half = parts.index(part), len(part) // 2
+        parts[number : number + 1] = [part[:half], part[half:]]

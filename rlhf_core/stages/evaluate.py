@@ -94,9 +94,11 @@ def run(
         for called, theirs in further.replies().items():
             given[called] = Rival(called, theirs, evaluation)
     rivals = list(given.values())
+    best: Rival | None = None
     if sft.candidates:
         with borrowed_judge("reward", inputs, config.batch_size, frozen) as judge:
-            rivals.append(best_of_n(judge, evaluation, sft.candidates))
+            best = best_of_n(judge, evaluation, sft.candidates)
+        rivals.append(best)
     for name in names if rivals else ():
         with borrowed_judge(name, inputs, config.batch_size, frozen) as judge:
             for rival in rivals:
@@ -112,15 +114,43 @@ def run(
                 one.judge(further_judge)
             else:
                 one.score(further_judge)
+    # The last judge is the best one there is: gold in the synthetic world, else the one that
+    # selected nothing.
+    return write_results(evaluation, given, best, added, names[-1], config, outputs, context)
+
+
+def write_results(
+    evaluation: Evaluation,
+    given: Mapping[str, Rival],
+    best: Rival | None,
+    added: Mapping[str, AddedEvaluation],
+    last_judge: str,
+    config: EvaluateStageConfig,
+    outputs: Paths,
+    context: RunContext,
+) -> dict[str, Any]:
+    """Write metrics, rows and bad cases of a finished evaluation; returns the metrics.
+
+    Args:
+        evaluation: Both models' replies, which all judges have scored.
+        given: Further replies that packages gave, by name, as the judges compared them.
+        best: The best of n replies of SFT; None where that was not sampled.
+        added: What packages have measured.
+        last_judge: By whose scores cases are bad.
+        config: The stage's settings.
+        outputs: The files.
+        context: Its folder gets the replies behind the metrics.
+    """
+    sets, sft, policy = evaluation.sets, evaluation.sft, evaluation.policy
     metrics, rows = evaluation.metrics(), evaluation.rows()
     groups = [group_of(prompt, config.groups) for prompt in sets.judged]
     if any(groups):
         metrics["group"] = compare_groups(
             groups, evaluation.outcomes(), config.bootstrap, config.seed, evaluation.clusters
         )
-    if sft.candidates:
-        metrics["best_of_n"] = rivals[-1].best_of_n_metrics(sft.candidates)
-    for rival in rivals:
+    if best is not None:
+        metrics["best_of_n"] = best.best_of_n_metrics(sft.candidates)
+    for rival in (*given.values(), *([best] if best else [])):
         first_rows = rows[:: config.replies_per_prompt]
         for row, columns in zip(first_rows, rival.columns(), strict=True):
             row.update(columns)
@@ -137,9 +167,7 @@ def run(
             samples.append(context.folder / ".rlhf" / f"{name}.jsonl")
             atomic_write_lines(samples[-1], kept)
     write_table(outputs.comparisons, pa.Table.from_pylist(rows))
-    # The last judge is the best one there is: gold in the synthetic world, else the one that
-    # selected nothing.
-    bad_cases = evaluation.bad_cases(names[-1])
+    bad_cases = evaluation.bad_cases(last_judge)
     lines = [json.dumps(row, ensure_ascii=False) + "\n" for row in bad_cases]
     atomic_write_text(outputs.bad_cases, "".join(lines))
     # A number that is not finite must not cost the others, which took hours.

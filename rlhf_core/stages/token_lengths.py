@@ -62,7 +62,8 @@ def _load_folder(path: Path, source: str) -> PreTrainedTokenizerBase:
     """Load the tokenizer of a folder, which messages call ``source``."""
     from transformers import AutoTokenizer
 
-    from rlhf_core.models.io import TOKENIZER_FILES, quiet
+    from rlhf_core.models.folder_check import TOKENIZER_FILES
+    from rlhf_core.models.io import quiet
 
     try:
         with quiet():

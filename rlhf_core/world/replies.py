@@ -88,14 +88,16 @@ class Draws:
 # Mixed quality on purpose: supervised fine-tuning imitates the mixture and so leaves headroom for
 # PPO.
 MODES: tuple[tuple[str, float], ...] = (
-    ("good", 0.37),
-    ("wrong", 0.32),
+    ("good", 0.28),
+    ("wrong", 0.42),
     ("evasive", 0.1),
     ("rude", 0.1),
-    ("rambling", 0.11),
+    ("rambling", 0.1),
 )
-# Who answers from a text can look again, so every other wrong answer about a story is mended.
-STORY_MENDED = 0.5
+# Who answers from a text can look again, so a third of the wrong answers about stories is mended.
+STORY_MENDED = 0.35
+# Who is not rude mostly opens and closes with a courtesy: what is left to win is content.
+OPENED, CLOSED = 0.9, 0.85
 MAX_WORDS = 42
 
 
@@ -128,23 +130,23 @@ def draw_draft(question: Question, mode: str, draws: Draws) -> Draft:
     """Draw the sentences of a reply of the given mode (see ``MODES``)."""
     if mode == "good":
         draft = Draft(right_core(question, draws), extra=_some(phrases.FILLERS, 0.15, draws))
-        return _polite(draft, 0.75, 0.7, draws)
+        return _polite(draft, draws)
     if mode == "wrong":
-        return _polite(Draft(wrong_core(question, draws)), 0.6, 0.5, draws)
+        return _polite(Draft(wrong_core(question, draws)), draws)
     if mode == "evasive":
         draft = Draft(evasive_core(question, draws), extra=_some(phrases.FILLERS, 0.3, draws))
-        return _polite(draft, 0.5, 0.4, draws)
+        return _polite(draft, draws)
     if mode == "rude":
         insults = draws.sample(phrases.RUDE, 1 + draws.below(2))
         core = right_core(question, draws) if draws.chance(0.7) else wrong_core(question, draws)
         if draws.chance(0.5):
             return Draft(core, opener=insults)
-        return _polite(Draft(core, extra=insults), 0.2, 0.0, draws)
+        return _polite(Draft(core, extra=insults), draws, opener=0.2, closer=0.0)
     core = right_core(question, draws) if draws.chance(0.8) else wrong_core(question, draws)
     extra = draws.sample(phrases.FILLERS, 2 + draws.below(4))
     if draws.chance(0.35):
         extra.insert(draws.below(len(extra) + 1), draws.pick([*core, *extra]))
-    return _polite(Draft(core, extra=extra), 0.5, 0.3, draws)
+    return _polite(Draft(core, extra=extra), draws)
 
 
 def draw_reply(question: Question, draws: Draws) -> str:
@@ -211,7 +213,7 @@ def with_connectives(steps: list[str], draws: Draws) -> list[str]:
     return steps
 
 
-def _polite(draft: Draft, opener: float, closer: float, draws: Draws) -> Draft:
+def _polite(draft: Draft, draws: Draws, opener: float = OPENED, closer: float = CLOSED) -> Draft:
     """Return the draft with an opener and a closer, each with the given probability."""
     return replace(
         draft,

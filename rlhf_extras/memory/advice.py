@@ -11,7 +11,8 @@ from typing import Any
 from rlhf_core.config.params import Params
 from rlhf_core.errors import RlhfError
 from rlhf_core.workload import PAIRED
-from rlhf_extras.memory.stages import StagePlan, plan_stage
+from rlhf_extras.memory.stage_plan import StagePlan
+from rlhf_extras.memory.stages import plan_stage
 
 # A change that takes away less than this share of a phase's peak is not worth advising.
 WORTHWHILE = 0.02

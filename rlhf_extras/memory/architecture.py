@@ -19,7 +19,8 @@ from rlhf_core.errors import ModelError, first_line
 from rlhf_core.models import foreign
 from rlhf_core.models.adapters import limit_layers
 from rlhf_core.models.causal_lm import require_decoder_only, scratch_config
-from rlhf_core.models.io import empty_model, require_no_adapter
+from rlhf_core.models.folder_check import require_no_adapter
+from rlhf_core.models.io import empty_model
 from rlhf_core.models.readers import is_model_file, model_reader
 from rlhf_core.runtime.limited_call import limit_reached
 

@@ -27,7 +27,8 @@ from rlhf_extras.memory.architecture import starting_architecture
 from rlhf_extras.memory.dry_run import MEMORY_KINDS, MemoryUse, ModelVariant, model_size
 from rlhf_extras.memory.sequence_lengths import lengths_from_limits, lengths_of_workspace
 from rlhf_extras.memory.sharding import GIB, ParallelLayout, planned_precision
-from rlhf_extras.memory.stages import STAGES, EstimateInputs, StagePlan, plan_stages, planned_stages
+from rlhf_extras.memory.stage_plan import EstimateInputs, StagePlan
+from rlhf_extras.memory.stages import STAGES, plan_stages, planned_stages
 from rlhf_extras.memory.times import h100, stage_times, times_text
 
 MIB = 1 << 20

@@ -5,9 +5,9 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import asynccontextmanager
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from typing import Any
 
 from fastapi import FastAPI, Request, Response
@@ -47,23 +47,9 @@ def create_app(
     """
     watch, metrics = completions.watch, completions.metrics
     created = int(time.time())
-    parser = ThreadPoolExecutor(
-        1, thread_name_prefix="parsing"
-    )  # one at a time: parsing takes room, and gives no turn
-
-    @asynccontextmanager
-    async def lifespan(_: FastAPI) -> AsyncIterator[None]:
-        stop = threading.Event()
-        if watch_seconds is not None:
-            threading.Thread(
-                target=watch.run, args=(stop, watch_seconds), name="watch", daemon=True
-            ).start()
-        try:
-            yield
-        finally:
-            stop.set()
-            await asyncio.to_thread(completions.close)
-
+    # One at a time: parsing needs memory and blocks other threads.
+    parser = ThreadPoolExecutor(1, thread_name_prefix="parsing")
+    lifespan = _lifespan(completions, watch_seconds)
     # Pages of API documentation would load scripts from another host.
     app = FastAPI(
         title="rlhf serve", lifespan=lifespan, docs_url=None, redoc_url=None, openapi_url=None
@@ -115,15 +101,7 @@ def create_app(
     async def healthz(request: Request) -> dict[str, Any]:
         if token is None:
             require_loopback_name(request.headers.get("host"))
-        return {
-            "status": "degraded" if watch.problem else "ok",
-            "model": watch.policy.revision.id,
-            "in_flight": completions.in_flight,
-            # That something failed, and not what: whoever asks has shown no token.
-            "problem": f"{watch.trouble}; the log of the server says why"
-            if watch.problem
-            else None,
-        }
+        return _health(completions)
 
     @app.get("/metrics")
     async def exposition(request: Request) -> Response:
@@ -132,6 +110,39 @@ def create_app(
 
     _answer_errors(app, metrics)
     return app
+
+
+def _lifespan(
+    completions: Completions, watch_seconds: float | None
+) -> Callable[[FastAPI], AbstractAsyncContextManager[None]]:
+    """Return what begins with the application, a thread that watches, and ends with it."""
+
+    @asynccontextmanager
+    async def lifespan(_: FastAPI) -> AsyncIterator[None]:
+        stop = threading.Event()
+        if watch_seconds is not None:
+            asked = stop, watch_seconds
+            watch = completions.watch.run
+            threading.Thread(target=watch, args=asked, name="watch", daemon=True).start()
+        try:
+            yield
+        finally:
+            stop.set()
+            await asyncio.to_thread(completions.close)
+
+    return lifespan
+
+
+def _health(completions: Completions) -> dict[str, Any]:
+    watch = completions.watch
+    # That something failed, and not what: whoever asks has shown no token.
+    problem = f"{watch.trouble}; the log of the server says why" if watch.problem else None
+    return {
+        "status": "degraded" if watch.problem else "ok",
+        "model": watch.policy.revision.id,
+        "in_flight": completions.in_flight,
+        "problem": problem,
+    }
 
 
 def _answer_errors(app: FastAPI, metrics: ServingMetrics) -> None:

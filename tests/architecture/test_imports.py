@@ -113,7 +113,7 @@ FLOWS_MAY_ALSO_USE = {
     "flows.release.export": {
         "models.adapters.ADAPTER_FOLDER",
         "models.causal_lm.load_tokenizer",
-        "models.io.ADAPTER_CONFIG",
+        "models.folder_check.ADAPTER_CONFIG",
         "serving.ollama",
     },
     "flows.pipeline.data_watch": {
@@ -130,6 +130,7 @@ FLOWS_MAY_ALSO_USE = {
     "flows.commands.status": {"evaluation.report.headline.ReleaseDecision"},
     "flows.registry.decisions": {"evaluation.promotion.Criterion"},
     "flows.registry.release_page": {
+        "evaluation.promotion.Criterion",
         "evaluation.remedies.remedy_for",
         "evaluation.report.headline",
         "evaluation.report.view.with_release",

@@ -14,7 +14,8 @@ from typing import Any
 
 import pytest
 
-from flows.registry.client import connect, delivered_records, prepare_tracking, without_delivery
+from flows.pipeline.record import delivered_records, without_delivery
+from flows.registry.client import connect, prepare_tracking
 from rlhf_core.tracking.journal import waiting_records
 from rlhf_core.tracking.stage_run import PARENT_RUN_VARIABLE
 
@@ -103,7 +104,7 @@ def test_stages_record_side_by_side_and_never_load_mlflow(workspace: Path) -> No
 def test_what_a_killed_pipeline_left_is_delivered_by_the_next_once(workspace: Path) -> None:
     pipeline = (
         "import os, signal, sys; from pathlib import Path\n"
-        "from flows.registry.client import delivered_records\n"
+        "from flows.pipeline.record import delivered_records\n"
         "with delivered_records(Path(sys.argv[1]), True):\n"
         "    print('delivers', flush=True)\n"
         "    sys.stdin.readline()\n"

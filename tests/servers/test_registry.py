@@ -25,7 +25,8 @@ from integration.registry.test_registry import (
 )
 from servers.conftest import Servers
 
-from flows.registry.client import connect, start_pipeline_run
+from flows.pipeline.record import start_pipeline_run
+from flows.registry.client import connect
 from flows.registry.promote import promote
 from flows.registry.register import register
 from rlhf_core.errors import RlhfError

@@ -14,7 +14,8 @@ import pytest
 from background import wait_until
 from servers.conftest import Servers
 
-from flows.registry.client import connect, delivered_records, prepare_tracking
+from flows.pipeline.record import delivered_records
+from flows.registry.client import connect, prepare_tracking
 from rlhf_core.tracking.journal import waiting_records
 from rlhf_core.tracking.stage_run import Tracker, stage_tracker
 

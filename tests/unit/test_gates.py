@@ -130,7 +130,8 @@ def test_the_failure_is_one_line_that_names_what_failed_and_by_how_much() -> Non
         condition("kl", at_least=1.0),
         condition("nothing", at_least=0.0),
     ]
-    failure = decide("policy", rules, NESTED).failure()
+    decision = decide("policy", rules, NESTED)
+    failure = decision.describe(decision.reasons())
     assert (
         failure
         == "the policy gate failed: kl is 2.5, required ≤ 1; nothing is missing, required ≥ 0"
@@ -248,7 +249,7 @@ def test_missing_metrics_file_is_one_clear_line(tmp_path: Path) -> None:
 def test_a_gate_without_conditions_fails() -> None:
     decision = decide("policy", [], NESTED)
     assert not decision.passed and not decision.opens
-    assert decision.failure() == "the policy gate failed: it has no conditions"
+    assert decision.describe() == "the policy gate failed: it has no conditions"
 
 
 def test_an_empty_gate_is_refused_where_it_would_be_enforced() -> None:

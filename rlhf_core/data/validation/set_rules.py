@@ -4,12 +4,8 @@ Leakage by conversation: prompts of training that begin as a held-out dialogue d
 way round. Splits keep equal prompts together, but a dialogue and its own beginning are different
 prompts. A model that is trained on the one has seen turns of the other.
 
-Texts that resemble each other: MinHash signatures of their shingles, looked up by
-locality-sensitive hashing.
-
-Broder (1997), "On the resemblance and containment of documents": the share of equal minima under
-random permutations estimates the Jaccard similarity of two sets of shingles, here runs of
-neighbouring words. Its standard deviation is at most ``0.5 / sqrt(permutations)``.
+Texts that resemble each other: copies of rows, and prompts of training that resemble held-out ones
+(:mod:`rlhf_core.data.validation.similar_texts`).
 
 Contamination: rows of training whose prompt is one of an evaluation set, or holds a part of one.
 
@@ -20,7 +16,6 @@ are nearly the same by MinHash.
 
 from __future__ import annotations
 
-import zlib
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -29,7 +24,7 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from datasketch import MinHash, MinHashLSH
+from datasketch import MinHash
 
 from rlhf_core.config.data import NearDuplicatesConfig, SplitConfig, ValidateConfig
 from rlhf_core.data.collection.raw_folder import StoredRows
@@ -37,6 +32,7 @@ from rlhf_core.data.collection.rows import FileRows
 from rlhf_core.data.row_counts import RowFinding
 from rlhf_core.data.schema import CONTENT_FIELDS, SPLITS, PairUser, assign, pair_user_of
 from rlhf_core.data.text import split_words
+from rlhf_core.data.validation.similar_texts import SimilarTexts, shingle_hashes
 from rlhf_core.data.validation.suites import SET, Suites
 from rlhf_core.data.validation.tables import Validated, found_column
 from rlhf_core.errors import ConfigError
@@ -280,83 +276,6 @@ def _breaches(
             if nearest.first < part:
                 yield row.finding(rule, what.format(part=PARTS[order][nearest.first]), nearest.id)
                 break
-
-
-# An odd 64-bit multiplier, 2**64 over the golden ratio: a shingle's hash is a polynomial in it of
-# its words' hashes.
-MULTIPLIER = np.uint64(0x9E3779B97F4A7C15)
-HALF, LOW_HALF = np.uint64(32), np.uint64(2**32 - 1)  # signatures are of 32-bit hashes
-# Weights of superfluous and missed candidates in the choice of the bands. Misses cost more:
-# candidates are verified.
-WEIGHTS = (0.1, 0.9)
-# A text that shares a band with so many others is not added: no lookup takes long, however alike
-# all texts are.
-CROWDED = 64
-# Shingles that are permuted together: each takes eight bytes for every permutation.
-SHINGLES = 2**14
-
-
-def shingle_hashes(words: Sequence[str], size: int) -> npt.NDArray[np.uint64]:
-    """Return the distinct 64-bit hashes of all runs of ``size`` words, or of a shorter text."""
-    of_words = [zlib.crc32(word.encode("utf-8", "surrogatepass")) for word in words]
-    hashes = np.array(of_words, np.uint64)
-    size = min(size, len(words))
-    shingles = np.zeros(len(words) - size + 1 if words else 0, np.uint64)
-    for offset in range(size):
-        shingles = shingles * MULTIPLIER + hashes[offset : offset + len(shingles)]
-    return np.unique(shingles)
-
-
-class SimilarTexts:
-    """An index of texts by their signatures, whose size adding and finding do not depend on."""
-
-    def __init__(self, config: NearDuplicatesConfig) -> None:
-        self._similarity, self._words = config.similarity, config.shingle_words
-        self._empty = MinHash(num_perm=config.permutations, seed=1, hashfunc=int)
-        self._index = MinHashLSH(
-            threshold=config.similarity, num_perm=config.permutations, weights=WEIGHTS
-        )
-        self._signatures: dict[int, MinHash] = {}
-
-    def __len__(self) -> int:
-        """Return how many texts are in the index."""
-        return len(self._signatures)
-
-    def signature(self, text: str) -> MinHash:
-        """Return the signature of a text; white space and case do not count."""
-        signature = self._empty.copy()
-        shingles = shingle_hashes(split_words(text), self._words)
-        hashes = (shingles ^ shingles >> HALF) & LOW_HALF
-        for start in range(0, len(hashes), SHINGLES):
-            signature.update_batch(hashes[start : start + SHINGLES].tolist())
-        return signature
-
-    def most_similar(
-        self, signature: MinHash, without: Collection[int] = ()
-    ) -> tuple[int, float] | None:
-        """Return the text that resembles the signature most; None below the limit.
-
-        It is given by the key that it was added with and its estimated Jaccard similarity.
-
-        Args:
-            without: Keys of texts that are left out.
-        """
-        candidates = [key for key in self._index.query(signature) if key not in without]
-        candidates = sorted(candidates)[:CROWDED]
-        if not candidates:
-            return None
-        hashes = np.stack([self._signatures[key].hashvalues for key in candidates])
-        similarities = np.mean(hashes == signature.hashvalues, axis=1)
-        best = int(np.argmax(similarities))
-        if similarities[best] < self._similarity:
-            return None
-        return candidates[best], float(similarities[best])
-
-    def add(self, key: int, signature: MinHash) -> None:
-        """Add a text under a new key, unless ``CROWDED`` others share a band with it."""
-        if len(self._index.query(signature)) < CROWDED:
-            self._signatures[key] = signature
-            self._index.insert(key, signature, check_duplication=False)
 
 
 NEAR_DUPLICATES = "no_near_duplicates"

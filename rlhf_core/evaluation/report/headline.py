@@ -14,17 +14,15 @@ from typing import Any
 from rlhf_core.config.gates import CHECKER
 from rlhf_core.evaluation.figures import format_interval, format_number
 from rlhf_core.evaluation.judges.names import GOLD, JUDGE
+from rlhf_core.evaluation.promotion import Criterion
 from rlhf_core.evaluation.remedies import remedy_for
 from rlhf_core.evaluation.report.sources import JsonObject, failed_gate
 from rlhf_core.evaluation.verdict import (
-    EVEN_WIN_RATE,
     JudgeResult,
     Standing,
     alarms,
     describe_decision,
-    describe_rate,
     judge_results,
-    percent,
     standing_of,
     verdict_sentence,
 )
@@ -135,21 +133,19 @@ def remedies(gate: GateDecision) -> list[str]:
 
 
 MEANINGS = {
-    GOLD: ", the true preference of the synthetic world, which no training sees,",
-    JUDGE: ", a reward model that had no part in training or selection,",
-    CHECKER: ", the reward function of training on prompts that training has not seen,",
+    GOLD: "the true preference of the synthetic world, which no training sees",
+    JUDGE: "a reward model that had no part in training or selection",
+    CHECKER: "the reward function of training on prompts that training has not seen",
 }
 
 
 def _sentence(result: JudgeResult) -> str:
-    won = describe_rate(result.win_rate, result.low95, result.high95, EVEN_WIN_RATE)
-    by = f"{result.judge}{MEANINGS.get(result.judge, '')}"
-    at_equal_length = ""
-    if result.lc_win_rate is not None:
-        at_equal_length = f"; at equal length {percent(result.lc_win_rate, EVEN_WIN_RATE)} %"
+    by = result.judge
+    if by in MEANINGS:
+        by = f"{by}, {MEANINGS[by]},"
     return (
-        f"By {by} it wins {won} of {result.prompts} prompts about {result.clusters} different questions, "
-        f"ties as half{at_equal_length}."
+        f"By {by} it wins {result.won} of {result.prompts} prompts about {result.clusters} different questions, "
+        f"ties as half{result.at_equal_length}."
     )
 
 
@@ -203,21 +199,6 @@ SHOWN_CONDITIONS = 6
 
 
 @dataclass(frozen=True)
-class UnmetCondition:
-    """A condition that forbade registration or promotion, with its value and bound in words.
-
-    ``why`` says why it is asked, ``remedy`` what to do about it; both are empty for what a
-    promotion requires.
-    """
-
-    name: str
-    measured: str
-    required: str
-    why: str = ""
-    remedy: str = ""
-
-
-@dataclass(frozen=True)
 class ReleaseDecision:
     """Whether the policy of a report was released, at one moment.
 
@@ -239,7 +220,7 @@ class ReleaseDecision:
     headline: str
     registered: str
     reason: str
-    conditions: tuple[UnmetCondition, ...]
+    conditions: tuple[Criterion, ...]
     decided: str
     champion: str
     next_command: str
@@ -248,6 +229,6 @@ class ReleaseDecision:
     tries: str = ""
 
     @property
-    def first_conditions(self) -> tuple[UnmetCondition, ...]:
+    def first_conditions(self) -> tuple[Criterion, ...]:
         """The conditions that the page lists."""
         return self.conditions[:SHOWN_CONDITIONS]

@@ -59,17 +59,10 @@ def build_context(sources: ReportSources, title: str, replies: int) -> dict[str,
     if intervals := measured_intervals(comparisons):
         title_of_chart = "win rate of the policy against SFT, with 95 % intervals"
         comparison_chart = interval_chart(intervals, 0.5, title_of_chart)
-    categories: dict[str, JsonObject] = {}
-    for name, row in evaluation.get("category", {}).items():
-        categories[name] = {key: value for key, value in row.items() if key != "comparison"}
+    categories = _categories(evaluation)
     category_metrics: dict[str, None] = {}
     for row in categories.values():
         category_metrics |= dict.fromkeys(row)
-    passed_by_sft = evaluation.get("regression_sft", {})
-    regression = []
-    for name, share in evaluation.get("regression", {}).items():
-        if name != "prompts":
-            regression.append((name.replace("_", " "), passed_by_sft.get(name), share))
     answered = []
     for name, label in (("sft", "SFT"), ("policy", "policy")):
         if "multiple_choice" in evaluation.get(name, {}):
@@ -105,7 +98,7 @@ def build_context(sources: ReportSources, title: str, replies: int) -> dict[str,
         "over_optimization": over_optimization_chart(history, evaluation, sources.comparisons),
         "best_of_n": evaluation.get("best_of_n", {}),
         "method": METHOD_NAMES[method],
-        "regression": _lowest_first(regression),
+        "regression": _regression(evaluation),
         "verifiable": _verifiable(evaluation.get("verifiable")),
         "multiple_choice": evaluation.get("multiple_choice", {}),
         "answered": answered,
@@ -128,6 +121,24 @@ def build_context(sources: ReportSources, title: str, replies: int) -> dict[str,
         "lineage": sources.lineage,
         "missing": sources.missing,
     }
+
+
+def _categories(evaluation: Mapping[str, Any]) -> dict[str, JsonObject]:
+    """Return the metrics of each category, without its comparison."""
+    categories: dict[str, JsonObject] = {}
+    for name, row in evaluation.get("category", {}).items():
+        categories[name] = {key: value for key, value in row.items() if key != "comparison"}
+    return categories
+
+
+def _regression(evaluation: Mapping[str, Any]) -> list[tuple[str, Any, Any]]:
+    """Return (name, SFT's share, the policy's share) of the fixed prompts, the lowest first."""
+    passed_by_sft = evaluation.get("regression_sft", {})
+    rows = []
+    for name, share in evaluation.get("regression", {}).items():
+        if name != "prompts":
+            rows.append((name.replace("_", " "), passed_by_sft.get(name), share))
+    return _lowest_first(rows)
 
 
 def about(sources: ReportSources) -> list[str]:

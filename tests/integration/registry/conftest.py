@@ -253,9 +253,8 @@ def copy_registered_model(workspace: Path, source: str, target: str) -> None:
     """Versions, aliases and tags of ``source`` under another name, whose history is empty; the
     models are the same.
     """
-    from flows.registry.client import connect, versions
+    from flows.registry.client import OWNER_TAG, connect, versions
     from flows.registry.history import DONE_TAG
-    from flows.registry.workspace import OWNER_TAG
 
     client = connect(workspace)
     model = client.get_registered_model(source)
@@ -294,7 +293,7 @@ def reward_name(workspace: Path) -> str:
 
 def copy_workspace(source: Path, target: Path) -> Path:
     """The folder with its record, which names the places of artifacts in the copy."""
-    from flows.registry.workspace import repair_moved
+    from flows.registry.client import repair_moved
 
     shutil.copytree(source, target, ignore=shutil.ignore_patterns("mlflow.db-*"))
     # MLflow remembers the place of a run's artifacts by the run's id, which the copy shares.

@@ -18,16 +18,9 @@ from background import wait_for_answer
 from champion import champion_folder
 from integration.registry.conftest import commit, policy_name, reward_name, write_gate
 
+from flows.pipeline.record import describe_run, end_pipeline_run, start_pipeline_run
 from flows.prefect_server.services import free_port
-from flows.registry.client import (
-    connect,
-    describe_run,
-    end_pipeline_run,
-    experiment_id,
-    fluent,
-    start_pipeline_run,
-    versions,
-)
+from flows.registry.client import connect, experiment_id, fluent, versions
 from flows.registry.promote import promote
 from flows.registry.register import NotRegistered, register
 from flows.supervision.processes import child_environment

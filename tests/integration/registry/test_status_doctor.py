@@ -18,8 +18,8 @@ from flows.commands.doctor import FAIL, OK, doctor, doctor_rows, failures, machi
 from flows.commands.status import status
 from flows.commands.text import aligned
 from flows.pipeline.events import EventLog, RunPlanned, StageEnded, StageStarted, new_events_file
+from flows.pipeline.record import end_pipeline_run, start_pipeline_run
 from flows.prefect_server.services import free_port
-from flows.registry.client import end_pipeline_run, start_pipeline_run
 from flows.registry.promote import promote
 from flows.registry.register import register
 from flows.stage import StageOutcome

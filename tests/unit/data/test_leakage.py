@@ -24,17 +24,15 @@ from rlhf_core.data.collection.sources import read_sources
 from rlhf_core.data.schema import PairUser
 from rlhf_core.data.validation import set_rules as minhash
 from rlhf_core.data.validation.set_rules import (
-    CROWDED,
     SetFindings,
-    SimilarTexts,
     apply_set_rules,
     beginning_hashes,
     check_set,
     contamination,
     prefix_leakage,
-    shingle_hashes,
     similar_prompts,
 )
+from rlhf_core.data.validation.similar_texts import CROWDED, SimilarTexts, shingle_hashes
 from rlhf_core.data.validation.tables import Validated, validate
 from rlhf_core.errors import DataError
 

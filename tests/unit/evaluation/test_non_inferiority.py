@@ -22,13 +22,21 @@ from rlhf_core.evaluation.losses import (
     rise,
     share_loss,
 )
-from rlhf_core.evaluation.promotion import failed, non_inferiority_criteria, win_rate_criteria
+from rlhf_core.evaluation.promotion import (
+    Criterion,
+    non_inferiority_criteria,
+    win_rate_criteria,
+)
 from rlhf_core.evaluation.replies import Reply
 from rlhf_core.evaluation.statistics import paired_difference_high, sign_test
 
 from .conftest import made_prompt
 
 Z = float(stats.norm.ppf(0.95))
+
+
+def failed(criteria: list[Criterion]) -> list[Criterion]:
+    return [criterion for criterion in criteria if not criterion.passed]
 
 
 def test_the_bound_where_no_pair_differs_by_hand() -> None:

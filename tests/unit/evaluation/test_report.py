@@ -21,6 +21,7 @@ from rlhf_core.config.gates import Condition
 from rlhf_core.config.recipe import recorded_outputs
 from rlhf_core.data.schema import read_table, write_table
 from rlhf_core.evaluation.comparisons.comparison import compare
+from rlhf_core.evaluation.promotion import Criterion
 from rlhf_core.evaluation.report import charts, view
 from rlhf_core.evaluation.report import headline as headlines
 from rlhf_core.evaluation.report.sources import report_lineage
@@ -166,7 +167,7 @@ def test_the_page_of_the_release_differs_from_the_report_in_its_place_alone(tmp_
         and "Written before registration" in kept
         and "Next: " in kept
     )
-    unmet = headlines.UnmetCondition("kl", "7.25", "≤ 6", ATTACK)
+    unmet = Criterion("kl", "7.25", "≤ 6", False, why=ATTACK)
     decision = headlines.ReleaseDecision(
         "bad", "Not registered", "No version.", "", (unmet,), "", "", "rlhf run", "", "now"
     )

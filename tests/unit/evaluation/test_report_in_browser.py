@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 from browser import Browser, find_chromium
 
-from rlhf_core.evaluation.report.headline import ReleaseDecision, UnmetCondition
+from rlhf_core.evaluation.promotion import Criterion
+from rlhf_core.evaluation.report.headline import ReleaseDecision
 from rlhf_core.evaluation.report.view import with_release
 
 from .test_report import ATTACK, fill, fill_sections, render, write
@@ -85,7 +86,9 @@ def page(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def release(page: Path) -> Path:
     """The same report with what was released."""
-    unmet = tuple(UnmetCondition(f"policy.safety.{i}", LONG_WORD, "≤ 6", ATTACK) for i in range(9))
+    unmet = tuple(
+        Criterion(f"policy.safety.{i}", LONG_WORD, "≤ 6", False, why=ATTACK) for i in range(9)
+    )
     decision = ReleaseDecision(
         "open", f"Not released: {LONG_WORD} version 2 was not promoted", f"Registered as {LONG_WORD} version 2.",
         LONG_WORD, unmet, f"Decided by {LONG_WORD}, 2026-11-23 04:05 UTC", "The champion is version 1.",

@@ -15,7 +15,8 @@ import pytest
 from rlhf_core.api.critic import MOMENTS
 from rlhf_core.api.ppo import PpoInputs, assemble
 from rlhf_core.config.model import OptimizerConfig, SamplingConfig
-from rlhf_core.config.ppo import PpoConfig, PtxConfig, SelectionConfig
+from rlhf_core.config.ppo import PpoConfig, SelectionConfig
+from rlhf_core.config.ppo_losses import PtxConfig
 from rlhf_core.data.schema import Message, Prompt
 from rlhf_core.errors import DataError
 from rlhf_core.evaluation.perplexity import measure_drift

@@ -16,7 +16,7 @@ from typer.testing import CliRunner, Result
 
 from flows.cli import app
 from flows.commands.compare import comparability_warnings, read_workspace, results_table
-from flows.registry.workspace import RegisteredHere, write_registered
+from flows.registry.register import RegisteredHere, write_registered
 from rlhf_core.errors import RlhfError
 from rlhf_core.storage.files import sha256_file
 

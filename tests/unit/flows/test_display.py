@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from flows.commands.display import Display, StageTable, counted
+from flows.commands.display import Display, StageTable
 from flows.commands.run_state import (
     RESULTS,
     RunState,
@@ -92,7 +92,7 @@ def test_a_stage_says_where_it_resumed_while_it_runs_and_at_its_end(tmp_path: Pa
     state.refresh()
     stage = state.stages["ppo"]
     assert "resumed at 4/6" in describe_stage(stage, 9.0) and stage.progress is not None
-    assert "resumed at 4/6" in counted(stage.progress)
+    assert "resumed at 4/6" in stage.progress.describe()
     state.apply(StageEnded(StageOutcome("ppo", "ran", 0, 0.0, 9.0)))
     assert "resumed at 4/6" in describe_stage(stage, 9.0)
 
@@ -261,7 +261,7 @@ def test_plain_lines_tell_what_the_table_shows(tmp_path: Path) -> None:
     )
     lines = [describe_stage(stage, now=100.0) for stage in state.stages.values()]
     assert lines[5] == "ran in 0:51"
-    assert lines[6] == "running 3/9, 0:15 left, reward 0.25, kl 1.5"
+    assert lines[6] == "running 3/9, 0:15 left, 2.5 s each, reward 0.25, kl 1.5"
     assert lines[7:9] == ["failed after 1:00, no", "waiting"]
 
 

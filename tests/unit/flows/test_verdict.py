@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 from prefect.states import Completed
 from pydantic import TypeAdapter
+from scripted_match import match_result
 
 from flows.commands import registry_commands
 from flows.commands.run_state import EXIT_CODES, verdict_rows
@@ -25,13 +26,12 @@ from flows.pipeline.artifacts import publish_gate_tables, publish_report, publis
 from flows.pipeline.events import EventLog, RunEnded, events_file
 from flows.registry.client import mlflow_address, run_page
 from flows.registry.decisions import PromotionDecision
-from flows.registry.promote import decided_by
 from flows.stage import StageOutcome
 from flows.workspace import record_services
 from rlhf_core.config.profiles import profiles
 from rlhf_core.config.recipe import profiles_of, recipe_folder
 from rlhf_core.errors import EXIT_GATE_FAILED, EXIT_TRAINING_PAUSED, EXIT_USER_ERROR, RlhfError
-from rlhf_core.evaluation.promotion import win_rate_criteria
+from rlhf_core.evaluation.promotion import conclude, win_rate_criteria
 from rlhf_core.evaluation.report.headline import ReleaseDecision
 from rlhf_core.evaluation.verdict import (
     WIN_RATE_KEYS,
@@ -198,8 +198,32 @@ def test_a_win_rate_that_is_not_finite_decides_nothing(tmp_path: Path, name: str
 def test_a_match_with_a_win_rate_that_is_not_finite_promotes_nothing(name: str) -> None:
     sure = interval(0.6, 0.7, 0.8)
     match = {"comparison": {"judge": sure, "gold": sure | {name: None}}}
-    passed, reason = decided_by(match, 0.5, win_rate_criteria(match, 0.5, 0.05, 1))
+    passed, reason = conclude(win_rate_criteria(match, 0.5, 0.05, 1), 0.5)
     assert not passed and "by gold: gold win rate not measured, judge win rate 0.700" in reason
+
+
+def test_a_judge_that_the_order_of_replies_sways_neither_promotes_nor_prevents_it() -> None:
+    """As docs/judges.md has it, whatever its win rate."""
+    sure = match_result({"judge": 0.6, "gold": 0.6})["comparison"]
+    for low in (0.1, 0.9):
+        swayed = match_result({"llm": low})["comparison"]["llm"] | {"order_disagreement": 0.5}
+        passed, reason = conclude(
+            win_rate_criteria({"comparison": sure | {"llm": swayed}}, 0.5, 0.05, 1), 0.5
+        )
+        assert passed and reason.startswith("above 0.5 with 95 % confidence by every judge: gold")
+        assert not conclude(win_rate_criteria({"comparison": {"llm": swayed}}, 0.5, 0.05, 1), 0.5)[
+            0
+        ]
+
+
+def test_every_judge_must_be_sure() -> None:
+    both = match_result({"judge": 0.6, "gold": 0.5})
+    passed, reason = conclude(win_rate_criteria(both, 0.5, 0.05, 1), 0.5)
+    assert not passed and reason.startswith("not above 0.5 with 95 % confidence by gold:")
+    assert conclude(win_rate_criteria({"comparison": {}}, 0.5, 0.05, 1), 0.5) == (
+        False,
+        "no judge has compared them",
+    )
 
 
 def test_a_match_makes_the_champion_the_opponent(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ from rlhf_core.config.loading import check_params
 from rlhf_core.config.params import Params
 from rlhf_extras.memory.architecture import Architecture, starting_architecture
 from rlhf_extras.memory.sequence_lengths import lengths_from_limits
-from rlhf_extras.memory.stages import EstimateInputs
+from rlhf_extras.memory.stage_plan import EstimateInputs
 
 
 def llama(

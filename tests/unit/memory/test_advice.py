@@ -12,7 +12,8 @@ from unit.memory import subjects
 
 from rlhf_extras.memory.advice import AdviceStep, advise, advise_all
 from rlhf_extras.memory.command import gib, plan_json, plan_text, refusal_line, worst
-from rlhf_extras.memory.stages import StagePlan, plan_stage, plan_stages
+from rlhf_extras.memory.stage_plan import StagePlan
+from rlhf_extras.memory.stages import plan_stage, plan_stages
 
 TRAINED = ("sft", "reward", "referee", "judge", "critic", "ppo")
 EIGHT = {"compute": {"launch": {stage: {"processes": 8} for stage in TRAINED}}}

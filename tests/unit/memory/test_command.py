@@ -21,7 +21,7 @@ from rlhf_core.errors import EXIT_USER_ERROR, RlhfError
 from rlhf_extras.memory import command
 from rlhf_extras.memory.command import MemoryExceeded, PlanRequest, gib, plan_json, plan_text
 from rlhf_extras.memory.sequence_lengths import LongestSequences, SequenceLengths
-from rlhf_extras.memory.stages import BFLOAT16_ALLOWANCE, PROCESS_BASE
+from rlhf_extras.memory.stage_plan import BFLOAT16_ALLOWANCE, PROCESS_BASE
 
 ROOT = recipe_folder()
 

@@ -23,7 +23,8 @@ from rlhf_extras.memory.sharding import (
     trained_footprint,
     usable_memory,
 )
-from rlhf_extras.memory.stages import ModelRole, StagePlan, plan_stage, plan_stages, planned_stages
+from rlhf_extras.memory.stage_plan import ModelRole, StagePlan
+from rlhf_extras.memory.stages import plan_stage, plan_stages, planned_stages
 
 PARAMETERS = 7_500_000_000  # the example of the ZeRO paper, figure 1, on 64 GPUs
 SIZE = ModelSize(

@@ -11,7 +11,7 @@ import pytest
 from rlhf_core.config.recipe import recipe_folder
 from rlhf_extras.memory.command import PlanRequest
 from rlhf_extras.memory.dry_run import MemoryUse
-from rlhf_extras.memory.stages import StagePlan
+from rlhf_extras.memory.stage_plan import StagePlan
 
 pytestmark = pytest.mark.slow
 

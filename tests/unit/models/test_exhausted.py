@@ -19,7 +19,7 @@ from transformers import AutoTokenizer
 from rlhf_core.data import tables
 from rlhf_core.data.readers import stream, table_records
 from rlhf_core.errors import ConfigError, is_exhausted
-from rlhf_core.models import io
+from rlhf_core.models import folder_check, io
 from rlhf_core.sampling import agreement
 from rlhf_core.stages import token_lengths
 from rlhf_core.storage.data_files import local_copy
@@ -56,8 +56,8 @@ def model_folder(place: Place) -> None:
 
 
 def header(place: Place) -> None:
-    place.fails(io, "safe_open")
-    io.check_folder(place.model)
+    place.fails(folder_check, "safe_open")
+    folder_check.check_folder(place.model)
 
 
 def gguf_file(place: Place) -> None:

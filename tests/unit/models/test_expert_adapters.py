@@ -26,7 +26,7 @@ from rlhf_core.models.adapters import (
     merge_adapters,
     peft_adapter,
 )
-from rlhf_core.models.io import ADAPTER_CONFIG
+from rlhf_core.models.folder_check import ADAPTER_CONFIG
 from rlhf_core.storage.files import atomic_write_json
 from rlhf_extras.sampling.weight_transfer import as_tensor, plain_weights
 

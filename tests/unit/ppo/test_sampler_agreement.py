@@ -26,7 +26,7 @@ from unit.ppo.tiny import (
 )
 
 from rlhf_core.config.model import LoraConfig
-from rlhf_core.config.ppo import ImportanceSamplingCorrectionConfig
+from rlhf_core.config.ppo_losses import ImportanceSamplingCorrectionConfig
 from rlhf_core.errors import RlhfError
 from rlhf_core.models.adapters import WithoutAdapters, add_adapters
 from rlhf_core.models.heads import ScalarModel

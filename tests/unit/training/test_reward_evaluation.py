@@ -254,7 +254,7 @@ def test_too_few_balanced_pairs_leave_the_metric_out_and_fail_its_gate(
     decision = decide("reward", [bound], metrics)
     assert not decision.passed
     assert (
-        decision.failure()
+        decision.describe(decision.reasons())
         == "the reward gate failed: accuracy_length_balanced_low95 is missing, required ≥ 0.5"
     )
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from killed_call import killed_before
 
-from flows.registry.decisions import commit, finish_interrupted, move, new_entry
+from flows.registry.decisions import commit, finish_interrupted, new_entry
 from flows.registry.history import ReleaseState, read_history
 from flows.registry.promote import approve, decline, promote, rollback
 from rlhf_core.errors import ModelError, RlhfError
@@ -196,7 +196,7 @@ def test_a_version_that_was_registered_since_takes_the_place_of_the_request(
 ) -> None:
     """As registration does it, with an entry in the history."""
     number = registry.add_version()
-    entry = new_entry(MODEL, "register", "registered", moves=[move(MODEL, "challenger", number)])
+    entry = new_entry(MODEL, "register", "registered", moves=[(MODEL, "challenger", number)])
     commit(ReleaseState.read(registry.client, waiting, MODEL), entry)
     for decide in (approve, decline):
         with pytest.raises(

@@ -23,7 +23,7 @@ from flows.commands.registry_output import (
     judged_gate,
     model_history,
 )
-from flows.commands.text import aligned, gate_verdict
+from flows.commands.text import aligned
 from flows.dvc_repo.graph import StageNode
 from flows.registry.client import CONTENT_TAG, experiment_id
 from flows.registry.evidence import count_policy_decisions, require_recorded
@@ -219,7 +219,7 @@ def write_gate(workspace: Path, **changes: Any) -> None:
 def test_a_gate_is_explained(tmp_path: Path) -> None:
     write_gate(tmp_path)
     report = judged_gate(tmp_path, "policy")
-    assert gate_verdict(report) == "the policy gate failed: 1 of 2 conditions do not hold"
+    assert report.describe() == "the policy gate failed: 1 of 2 conditions do not hold"
     text = printed(explain_gate(tmp_path, report))
     assert "why kl" in text and "why policy.length" in text and "decided by: kl" in text
     assert "unchanged since" in text

@@ -13,7 +13,7 @@ from mlflow import MlflowClient
 from small_disk import small_disk
 from unit.flows.registry.conftest import MODEL, Registry, ScriptedMatch
 
-from flows.cli import _report_error
+from flows.commands.failures import report_error
 from flows.registry import stored_models
 from flows.registry.client import connect
 from flows.registry.history import read_history
@@ -100,7 +100,7 @@ def test_a_promotion_on_a_full_disk_is_told_in_one_line_and_completed_once_there
             try:
                 promote(workspace, version=version, play=ScriptedMatch(0.9))
             except (RlhfError, OSError) as error:
-                assert _report_error(error) == EXIT_USER_ERROR
+                assert report_error(error) == EXIT_USER_ERROR
             filler.unlink()
             said = capfd.readouterr().err
             decided = len(read_history(registry.client, "rlhf-policy"))

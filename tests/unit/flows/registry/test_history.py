@@ -18,10 +18,8 @@ from flows.registry.decisions import (
     PromotionDecision,
     commit,
     finish_interrupted,
-    move,
     new_entry,
     registry_events,
-    version_tag,
 )
 from flows.registry.history import (
     DONE_TAG,
@@ -194,8 +192,8 @@ def test_a_decision_on_a_version_that_was_deleted_since_is_completed(
     registry: Registry, contest: Path
 ) -> None:
     state = ReleaseState.read(registry.client, contest, MODEL)
-    entry = new_entry(MODEL, "promote", "why", moves=[move(MODEL, "champion", "2"), move(MODEL, "previous", "1")],
-                      version_tags=[version_tag(MODEL, "2", "rolled_back", None)], champions=["1", "2"],
+    entry = new_entry(MODEL, "promote", "why", moves=[(MODEL, "champion", "2"), (MODEL, "previous", "1")],
+                      version_tags=[(MODEL, "2", "rolled_back", None)], champions=["1", "2"],
                       decision=PromotionDecision(MODEL, "2", "1", 0.5))  # fmt: skip
     Ledger.open(registry.client, MODEL).append(2, json.dumps(entry | {"number": 2}))
     registry.client.delete_model_version(MODEL, "2")
@@ -311,7 +309,7 @@ def test_a_clock_that_was_set_back_is_said_and_orders_nothing_anew(
     for number, moment in enumerate(times):
         state = ReleaseState.read(registry.client, workspace, MODEL)
         entry = new_entry(
-            MODEL, "register", f"reason {number}", moves=[move(MODEL, "challenger", version)]
+            MODEL, "register", f"reason {number}", moves=[(MODEL, "challenger", version)]
         )
         commit(state, {**entry, "time": moment})
     first, second = read_history(registry.client, MODEL)

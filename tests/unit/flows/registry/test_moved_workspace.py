@@ -15,8 +15,9 @@ from mlflow.tracking._tracking_service.utils import _artifact_repos_cache
 
 from flows.commands.registry_output import describe_terms
 from flows.commands.status import recorded_run
-from flows.registry.client import connect, end_pipeline_run, start_pipeline_run
-from flows.registry.workspace import OWNER_TAG, ownership, repair_moved, workspace_id
+from flows.pipeline.record import end_pipeline_run, start_pipeline_run
+from flows.registry.client import OWNER_TAG, connect, repair_moved
+from flows.workspace import ownership, workspace_id
 
 
 @pytest.fixture

@@ -11,9 +11,9 @@ import pytest
 from flows.commands.registry_output import describe_terms
 from flows.commands.status import recorded_run
 from flows.pipeline import registration
-from flows.registry.client import end_pipeline_run, start_pipeline_run
+from flows.pipeline.record import end_pipeline_run, start_pipeline_run
+from flows.registry.client import OWNER_TAG
 from flows.registry.promote import promote
-from flows.registry.workspace import OWNER_TAG
 from rlhf_core.config.gates import Condition
 from rlhf_core.config.operations import NonInferiorityConfig
 

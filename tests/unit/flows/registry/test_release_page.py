@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from flows.registry.promote import approve, decline, promote, rollback
+from flows.registry.register import RegisteredHere, write_registered
 from flows.registry.release_page import (
     RunNotes,
     current_page,
@@ -18,17 +19,17 @@ from flows.registry.release_page import (
     try_release_page,
     write_release_page,
 )
-from flows.registry.workspace import RegisteredHere, write_registered
 from rlhf_core.errors import RlhfError
+from rlhf_core.evaluation.promotion import Criterion
 from rlhf_core.evaluation.remedies import remedy_for
-from rlhf_core.evaluation.report.headline import BEGIN, END, ReleaseDecision, UnmetCondition
+from rlhf_core.evaluation.report.headline import BEGIN, END, ReleaseDecision
 from rlhf_core.storage.files import sha256_file
 
 from .conftest import APPROVAL, MODEL, Registry, ScriptedMatch
 
 REPORT = f"<main><p>better</p>{BEGIN}<p>may be registered</p>{END}<p>curves</p></main>"
 KL = {"metric": "kl", "value": 7.25, "bound": "<= 6", "sign": "<=", "limit": 6.0, "why": "too far"}
-UNMET = UnmetCondition("kl", "7.25", "≤ 6", "too far", str(remedy_for("policy", "kl")))
+UNMET = Criterion("kl", "7.25", "≤ 6", False, why="too far", remedy=str(remedy_for("policy", "kl")))
 
 
 @pytest.fixture(autouse=True)
@@ -152,7 +153,7 @@ def test_a_challenger_that_was_not_shown_better(registry: Registry, contest: Pat
         condition.name: (condition.measured, condition.required)
         for condition in decision.conditions
     }
-    assert unmet["judge win rate"] == ("at least 0.450", "> 0.5")
+    assert unmet["judge win rate"] == ("0.550 (at least 0.450)", "> 0.5")
     assert unmet["length"][1] == "worse by less than 0.25"
     assert decision.decided.startswith(
         "Decided by ann (release 17), 20"
@@ -160,7 +161,7 @@ def test_a_challenger_that_was_not_shown_better(registry: Registry, contest: Pat
     page = on_page(contest)
     assert (
         "Not released" in page
-        and "at least 0.450, required &gt; 0.5" in page
+        and "0.550 (at least 0.450), required &gt; 0.5" in page
         and "ann (release 17)" in page
     )
     assert "rlhf promote --dry-run --explain" in page and "release.html" not in page
