@@ -96,7 +96,8 @@ class StageOutcome:
         """Return the outcome of a stage that failed, by default now and in no time."""
         ended = time.time() if ended is None else ended
         started = ended if started is None else started
-        return cls(stage, action, exit_code, message, started, ended, work_seconds)
+        ended = max(ended, started)  # the clock may have been set back meanwhile
+        return cls(stage, action, exit_code, message, started, ended, max(work_seconds, 0.0))
 
     @classmethod
     def stopped(cls, stage: str, **times: float) -> StageOutcome:

@@ -46,6 +46,22 @@ _TOKEN_SHAPES = (
     r"dapi[0-9a-f]{32}",
     r"eyJ[\w-]{8,}\.[\w-]{8,}\.[\w-]*",
 )
+# Counts are bounded where a key may begin within what looks like another: time would grow with the
+# square of the text. RE2, with which Arrow looks for these, allows a bound of at most 1000.
+SECRETS = "|".join(
+    (
+        r"-----BEGIN (?:[A-Z0-9]+ )*PRIVATE KEY(?: BLOCK)?-----",
+        r"\b(?:AKIA|ASIA)[0-9A-Z]{16}\b",
+        r"\bsk-(?:[A-Za-z0-9_]{1,100}-){0,8}[A-Za-z0-9]{20,}",
+        r"\bgh[pousr]_[A-Za-z0-9]{36,}",
+        r"\bgithub_pat_[A-Za-z0-9_]{50,}",
+        r"\bglpat-[A-Za-z0-9_-]{20,}",
+        r"\bhf_[A-Za-z0-9]{30,}",
+        r"\bxox[abprs]-[A-Za-z0-9-]{10,}",
+        r"\bAIza[0-9A-Za-z_-]{35}",
+        r"\beyJ[A-Za-z0-9_-]{10,1000}\.eyJ[A-Za-z0-9_-]{10,}\.[A-Za-z0-9_-]{10,}",
+    )
+)
 _RULES = (
     # A password ends at the last @ before the path; one that holds a slash ends at the first @ that
     # follows, unless what looks like it is a port.
@@ -77,6 +93,14 @@ def redacted(text: str) -> str:
     for pattern, replacement in _RULES:
         text = pattern.sub(replacement, text)
     return text
+
+
+def holds_key(text: str) -> bool:
+    """Whether a text, such as the name of a file, holds what is a key for certain.
+
+    :func:`redacted` masks more, since a message that is masked needlessly does no harm.
+    """
+    return re.search(SECRETS, text) is not None
 
 
 def environment_secrets() -> list[str]:

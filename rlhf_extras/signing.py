@@ -24,15 +24,13 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from flows.registry.client import CONTENT_TAG, SIGNED_TAGS, versions
+from flows.registry.client import CONTENT_TAG, SIGNED_TAGS, registry_address, versions
 from flows.registry.policies import KEY_VARIABLE
 from flows.registry.stored_models import REMEDY, own_package, package_digest, stored_sampling
 from rlhf_core.config.loading import load_section
 from rlhf_core.config.operations import RegistryConfig, SignatureConfig
 from rlhf_core.errors import ConfigError, ModelError
 from rlhf_core.storage.files import scratch_folder, sha256_file, sha256_tree
-from rlhf_core.tracking.delivery import address
-from rlhf_core.tracking.stage_run import tracking_uri
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient
@@ -185,18 +183,8 @@ class Statement:
 
 
 def registry_identity(workspace: Path, config: SignatureConfig) -> str:
-    """What tells registries apart: ``registry.signature.registry``, else the address.
-
-    User and password are left out of the address; that of a SQLite database is its path.
-    """
-    from sqlalchemy.engine import make_url
-
-    if config.registry is not None:
-        return config.registry
-    uri = tracking_uri(workspace)
-    if uri.startswith("sqlite"):
-        return f"sqlite:///{Path(make_url(uri).database or '').resolve()}"
-    return address(uri).partition("?")[0].rstrip("/")
+    """What tells registries apart: ``registry.signature.registry``, else the address."""
+    return registry_address(workspace) if config.registry is None else config.registry
 
 
 def check_settings(workspace: Path, config: RegistryConfig) -> None:

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from flows.dvc_repo.recipe import TRIALS
 from flows.dvc_repo.root import cache_of
-from flows.registry.client import connect, has_record, read_aliases
+from flows.registry.client import connect, has_record, read_aliases, registry_of_record
 from flows.registry.register import REGISTERED
 from flows.workspace import PRIVATE, is_workspace, lock_holder, locked
 from rlhf_core.config.loading import load_section
@@ -94,7 +94,8 @@ def _trials(workspace: Path, trials: Sequence[Path], days: int, deleting: bool) 
     found = []
     for trial in trials:
         aliased = _aliased(workspace, trial)
-        versions = _versions_of(trial)
+        registered = _registered_by(trial)
+        versions = registered.pop(registry_of_record(trial), set())
         age = _days_since(_last_change(trial))
         own = set(_models_of(trial)) - set(_models_of(workspace))
         needed = {key for key in aliased if key in versions or key[0] in own}
@@ -104,7 +105,7 @@ def _trials(workspace: Path, trials: Sequence[Path], days: int, deleting: bool) 
             reason = f"{holder} works there"
         elif needed:
             reason = f"{aliased[min(needed)]} was made there"
-        elif versions and not has_record(workspace):
+        elif registered or (versions and not has_record(workspace)):
             # A version that cannot be looked up is no proof that nothing needs it.
             reason = "it registered models, and their registry is not named here"
         elif age < days:
@@ -135,12 +136,14 @@ def _models_of(workspace: Path) -> tuple[str, str]:
     return config.policy, config.reward_model
 
 
-def _versions_of(workspace: Path) -> set[tuple[str, str]]:
-    """The versions that were registered of a workspace's models."""
+def _registered_by(workspace: Path) -> dict[str, set[tuple[str, str]]]:
+    """The versions that were registered of a workspace's models, by the registry."""
     file = workspace / PRIVATE / REGISTERED
-    if not file.is_file():
-        return set()
-    return {(str(entry["model"]), str(entry["version"])) for entry in read_json(file).values()}
+    versions: dict[str, set[tuple[str, str]]] = {}
+    for entry in read_json(file).values() if file.is_file() else ():
+        of_registry = versions.setdefault(str(entry.get("registry")), set())
+        of_registry.add((str(entry["model"]), str(entry["version"])))
+    return versions
 
 
 def _last_change(workspace: Path) -> float:

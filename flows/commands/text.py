@@ -122,7 +122,7 @@ def aligned(
     indent: str = "",
     styles: Mapping[str, str] | None = None,
 ) -> Text:
-    """Return rows as lines whose texts stand beneath each other, without secrets.
+    """Return rows as lines whose texts stand beneath each other, without secrets or control codes.
 
     Words are never cut.
 
@@ -142,7 +142,7 @@ def aligned(
         if label is None or (width is not None and margin > width // 2):
             margin = len(indent) + len(INDENT)
         style = (styles or {}).get(label or "", "")
-        for paragraph in redacted(text).splitlines() or [""]:
+        for paragraph in for_terminal(redacted(text)).splitlines() or [""]:
             for line in _wrapped(paragraph, width, head, " " * margin):
                 start = line[: len(head)]
                 lines.append(Text.assemble((start, "dim"), (line[len(head) :].rstrip(), style)))

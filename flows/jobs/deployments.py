@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from typing import Any
 
 from prefect.client.orchestration import SyncPrefectClient, get_client
 from prefect.client.schemas.filters import (
@@ -19,7 +20,7 @@ from prefect.utilities.callables import parameter_schema
 from flows.jobs.job import JOB_FLOW, job_name
 from flows.prefect_server.pools import apply_pools, ensure_deployed_pools
 from flows.prefect_server.services import embedded_database
-from flows.supervision.processes import run_module
+from flows.supervision.processes import PREFECT_SETTINGS, run_module
 from flows.workspace import private_path, workspace_slug
 from rlhf_core.config.params import Params
 from rlhf_core.config.recipe import recipe_folder
@@ -28,9 +29,8 @@ from rlhf_core.errors import ConfigError, RlhfError
 JOB_ENTRYPOINT = "flows.jobs.stage_job.stage_job"
 PREFECT_FILE = "prefect.yaml"
 FLOWS = ("rlhf-pipeline", "rlhf-data-watch", "rlhf-promotion")  # of the deployments of prefect.yaml
-# Heartbeats, so that a lost host does not keep its pool slot, and a client that tries for eight
-# minutes to reach a server that is being restarted.
-JOB_SETTINGS = {"PREFECT_FLOWS_HEARTBEAT_FREQUENCY": "30", "PREFECT_CLIENT_MAX_RETRIES": "8"}
+# The client tries for eight minutes to reach a server that is being restarted.
+JOB_SETTINGS = {**PREFECT_SETTINGS, "PREFECT_CLIENT_MAX_RETRIES": "8"}
 
 
 def deploy_jobs(workspace: Path, params: Params) -> None:
@@ -92,9 +92,8 @@ def require_own_names(client: SyncPrefectClient, workspace: Path) -> None:
             )
 
 
-def claim_names(directory: str) -> dict[str, str]:
-    """Step of prefect.yaml that gives its deployments the name of the workspace, after
-    :func:`require_own_names`.
+def claim_names(directory: str) -> dict[str, Any]:
+    """Step of prefect.yaml: return the workspace's name and its jobs' settings, if it may use the name.
 
     Raises:
         SystemExit: the names are taken. Prefect would print forty lines of tracebacks around any
@@ -105,7 +104,7 @@ def claim_names(directory: str) -> dict[str, str]:
             require_own_names(client, Path(directory))
         except ConfigError as error:
             raise SystemExit(f"rlhf: {error}") from None
-    return {"name": workspace_slug(Path(directory))}
+    return {"name": workspace_slug(Path(directory)), "settings": JOB_SETTINGS}
 
 
 def deploy_all(workspace: Path, params: Params) -> None:

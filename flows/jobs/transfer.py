@@ -29,6 +29,7 @@ from flows.supervision.processes import LogReader, child_environment, dvc_errors
 from flows.supervision.signals import STOP, retry
 from flows.workspace import private_path
 from rlhf_core.errors import RlhfError
+from rlhf_core.storage.data_files import carries_credentials
 
 # Options of a remote that another host needs and that are no secret; the others are set on each
 # host.
@@ -122,9 +123,9 @@ def describe_remote(workspace: Path, name: str | None) -> dict[str, str]:
     if "url" not in options:
         raise RlhfError(f"there is no DVC remote {name}; make it with `dvc remote add {name} URL`")
     url = urlsplit(options["url"])
-    if url.password:
+    if url.password or carries_credentials(options["url"]):
         raise RlhfError(
-            f"the URL of the DVC remote {name} holds a password, which the server would show; put it into "
+            f"the URL of the DVC remote {name} holds a password or token, which the server would show; put it into "
             f"`dvc remote modify --local {name} password …` on each host"
         )
     versioned = {options.get(key, "").lower() for key in ("worktree", "version_aware")} & {

@@ -51,6 +51,8 @@ class ServiceMonitor:
         self.clock = WallClock()
         self.server_restarts, self.worker_restarts = SERVER_RESTARTS, worker_restarts
         self.next_check = 0.0
+        # Pools whose worker has died while the server was away.
+        self.waiting: set[str] = set()
 
     def start_missing(self) -> None:
         """Start a worker for each pool without one.
@@ -131,13 +133,19 @@ class ServiceMonitor:
             return None
         if self.worker_restarts <= 0:
             return f"{service.name} exited (status {status}); see .rlhf/logs/{service.name}.log"
-        self.worker_restarts -= 1
         pool = service.name.removeprefix(WORKER_PREFIX)
-        self.report(
-            f"the worker of {pool} exited (status {status}), and its job with it; starting another worker"
-        )
+        ended = f"the worker of {pool} exited (status {status}), and its job with it"
         own = None if self.services.embedded else self.services.workspace
-        flow_runs.crash_pool_runs(pool, "the worker and its job were killed", own)
+        try:
+            flow_runs.crash_pool_runs(pool, "the worker and its job were killed", own)
+        except httpx.HTTPError:
+            if pool not in self.waiting:
+                self.report(f"{ended}; another starts when the Prefect server answers")
+            self.waiting.add(pool)
+            return None
+        self.waiting.discard(pool)
+        self.worker_restarts -= 1
+        self.report(f"{ended}; starting another worker")
         STOP.wait(RESTART_PAUSE_SECONDS)
         self.services.start_worker(pool, self.params.pool_limit(pool))
         return None

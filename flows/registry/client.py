@@ -10,14 +10,14 @@ import os
 import socket
 import sqlite3
 import ssl
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 from urllib.parse import quote, unquote, urlsplit, urlunsplit
 
 from flows.prefect_server.services import client_tls
-from flows.workspace import locked, ownership, running_services
+from flows.workspace import locked, ownership, printed_line, running_services
 from rlhf_core.config.loading import load_section
 from rlhf_core.config.operations import TrackingConfig
 from rlhf_core.errors import RlhfError, first_line, is_full_disk, named_line
@@ -47,6 +47,37 @@ MODEL_TRAINING = "?workflowType=machine_learning"
 KNOCK_SECONDS = 5.0
 # The certificates that MLflow's client trusts; of requests, the last two.
 CA_VARIABLES = ("MLFLOW_TRACKING_SERVER_CERT_PATH", "REQUESTS_CA_BUNDLE", "CURL_CA_BUNDLE")
+
+
+def registry_address(workspace: Path) -> str:
+    """What tells registries apart: the address, without user, password and options.
+
+    That of a SQLite database is its path.
+    """
+    from sqlalchemy.engine import make_url
+
+    uri = tracking_uri(workspace)
+    if uri.startswith("sqlite"):
+        return f"sqlite:///{Path(make_url(uri).database or '').resolve()}"
+    return address(uri).partition("?")[0].rstrip("/")
+
+
+def registry_of_record(workspace: Path) -> str:
+    """The registry as a file of the workspace names it: its own one stays so where both move."""
+    own = record_folder(workspace)
+    return registry_address(workspace).replace(f"sqlite:///{own}/", "sqlite:///", 1)
+
+
+SHOWN_OF_TAG = 300
+
+
+def tag_line(tags: Mapping[str, str], key: str) -> str:
+    """Return what a tag says as one line to show; empty without one.
+
+    Whoever can write to the registry may have written anything there.
+    """
+    text = printed_line(str(tags.get(key, "")))
+    return text if len(text) <= SHOWN_OF_TAG else f"{text[:SHOWN_OF_TAG]}…"
 
 
 def run_page(experiment_id: str, run_id: str, artifact: str | None = None) -> str:

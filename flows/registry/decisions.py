@@ -30,6 +30,7 @@ from flows.registry.client import (
     get_version,
     prepare_tracking,
     read_aliases,
+    registry_address,
     registry_errors,
     version_numbers,
 )
@@ -50,7 +51,7 @@ from rlhf_core.config.operations import RegistryConfig
 from rlhf_core.errors import ModelError, RlhfError
 from rlhf_core.evaluation.promotion import Criterion
 from rlhf_core.storage.files import atomic_write_json, own_temporary_folder, permitted, read_json
-from rlhf_core.tracking.stage_run import default_environment, tracking_uri
+from rlhf_core.tracking.stage_run import default_environment
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient
@@ -175,12 +176,10 @@ def report_name(decision: Mapping[str, Any], decision_id: str) -> str:
 def read_report(workspace: Path, name: str) -> dict[str, Any]:
     """The report of this name; empty where the workspace has none."""
     path = workspace / FOLDER / Path(name).name  # a tag on a server may say anything
-    return read_json(path) if path.is_file() else {}
-
-
-def read_decisions(workspace: Path) -> list[dict[str, Any]]:
-    """All decisions of a workspace, oldest first."""
-    return [read_json(path) for path in sorted((workspace / FOLDER).glob("*.json"))]
+    try:
+        return read_json(path) if path.is_file() else {}
+    except OSError:  # too long a name
+        return {}
 
 
 APPROVAL_EVENTS = {REQUEST: "rlhf.approval.requested", DECLINE: "rlhf.approval.declined"}
@@ -413,14 +412,11 @@ def registry_lock(workspace: Path, model: str) -> Iterator[None]:
     time, the second one's entry in the history is refused
     (:meth:`flows.registry.history.Ledger.append`).
     """
-    from sqlalchemy.engine import make_url
-
-    uri = tracking_uri(workspace)
-    if uri.startswith("sqlite"):
-        folder, subject = Path(make_url(uri).database or "").resolve().parent, model
-    else:
-        folder, subject = own_temporary_folder(), f"{uri} {model}"
-    digest = hashlib.sha256(subject.encode()).hexdigest()[:16]
+    registry = registry_address(workspace)
+    folder = own_temporary_folder()
+    if registry.startswith("sqlite"):
+        folder = Path(registry.removeprefix("sqlite:///")).parent
+    digest = hashlib.sha256(f"{registry} {model}".encode()).hexdigest()[:16]
     with locked(folder, f"registry-{digest}.lock", wait=True):
         yield
 

@@ -19,6 +19,7 @@ from flows.registry.client import (
     get_version,
     registered_model,
     registry_errors,
+    tag_line,
     version_numbers,
     versions,
 )
@@ -239,6 +240,7 @@ class ApprovalRequest:
 
 
 DONE_TAG = "rlhf.decisions_done"
+MOST_DIGITS = 12
 
 
 @dataclass(frozen=True)
@@ -370,7 +372,9 @@ class ReleaseState:
     def unfinished(self) -> Sequence[Entry]:
         """The decisions that were not carried out to their end."""
         done = "0" if self.model is None else self.model.tags.get(DONE_TAG, "0")
-        return self.entries[int(done) if done.isdecimal() else 0 :]
+        # Whoever can write to the registry may have written anything there.
+        is_number = done.isascii() and done.isdecimal() and len(done) < MOST_DIGITS
+        return self.entries[int(done) if is_number else 0 :]
 
     @property
     def removed_champion(self) -> str:
@@ -389,9 +393,9 @@ class ReleaseState:
     @property
     def other_owner(self) -> str:
         """The folder of another workspace that owns the model; empty if none does."""
-        tag = "" if self.model is None else self.model.tags.get(OWNER_TAG, "")
+        tag = "" if self.model is None else tag_line(self.model.tags, OWNER_TAG)
         owner, _, folder = tag.partition(" ")
-        return "" if owner in ("", workspace_id(self.workspace)) else folder
+        return "" if owner in ("", workspace_id(self.workspace)) else folder or owner
 
     @property
     def not_the_owner(self) -> str:

@@ -26,6 +26,7 @@ from flows.registry.client import (
     REWARD_VERSION_TAG,
     UNGATED_TAG,
     registry_errors,
+    tag_line,
 )
 from flows.registry.decisions import (
     REPORT_TAG,
@@ -541,11 +542,12 @@ def promotion_obstacle(
     if tags.get(COMPLETE_TAG) != "true":
         return f"{number} is incomplete: its registration was interrupted"
     if tags.get(GATES_TAG) != GATES_PASSED:
-        return f"{number} is ungated ({tags.get(UNGATED_TAG) or 'no record that its gates passed'})"
+        because = tag_line(tags, UNGATED_TAG) or "no record that its gates passed"
+        return f"{number} is ungated ({because})"
     if ROLLED_BACK_TAG in tags:
-        return f"{number} was rolled back ({tags[ROLLED_BACK_TAG]})"
+        return f"{number} was rolled back ({tag_line(tags, ROLLED_BACK_TAG)})"
     if DECLINED_TAG in tags:
-        return f"{number} was {tags[DECLINED_TAG]}"
+        return f"{number} was {tag_line(tags, DECLINED_TAG)}"
     if required is None:
         return ""
     if CONDITIONS_TAG not in tags:
@@ -554,7 +556,7 @@ def promotion_obstacle(
     try:
         for name, rows in json.loads(tags[CONDITIONS_TAG]).items():
             passed[name] = tuple(Condition(**fields, why="") for fields in rows)
-    except (ValueError, TypeError, AttributeError):
+    except (ValueError, TypeError, AttributeError, RecursionError):
         return f"the conditions of {number} cannot be read; `rlhf run` registers it again"
     weaker = []
     for name, conditions in required.items():

@@ -25,6 +25,7 @@ from flows.registry.client import (
     experiment_id,
     fluent,
     registry_errors,
+    registry_of_record,
     versions,
 )
 from flows.registry.decisions import TAG_LIMIT, commit, new_entry, registry_session
@@ -99,7 +100,11 @@ class RegisteredHere:
 
 
 def write_registered(workspace: Path, versions: Mapping[str, RegisteredHere]) -> None:
-    """Record the version of each model folder, with the hash that dvc.lock has for the folder."""
+    """Record the version of each model folder, with the hash that dvc.lock has for the folder.
+
+    The numbers are those of the registry that is used now.
+    """
+    registry = registry_of_record(workspace)
     kept = {}
     for folder, registered in versions.items():
         kept[folder] = {
@@ -107,17 +112,23 @@ def write_registered(workspace: Path, versions: Mapping[str, RegisteredHere]) ->
             "version": registered.version,
             "ungated": registered.ungated,
             "dvc": recorded_hash(workspace, folder),
+            "registry": registry,
         }
     atomic_write_json(private_path(workspace, REGISTERED), kept)
 
 
 def read_registered(workspace: Path, folder: str) -> RegisteredHere | None:
-    """Return the version made of the content that ``folder`` has by dvc.lock, None without one."""
+    """Return the version made of the content that ``folder`` has by dvc.lock.
+
+    None without one in the registry that is used now.
+    """
     try:
         entry: Mapping[str, Any] | None = read_json(workspace / PRIVATE / REGISTERED).get(folder)
     except DataError:
         return None
     if entry is None or entry["dvc"] is None or entry["dvc"] != recorded_hash(workspace, folder):
+        return None
+    if entry.get("registry") != registry_of_record(workspace):
         return None
     return RegisteredHere(entry["model"], entry["version"], entry["ungated"])
 

@@ -17,10 +17,11 @@ from flows.registry.client import (
     has_record,
     read_aliases,
     registry_errors,
+    tag_line,
     version_numbers,
     versions,
 )
-from flows.registry.decisions import read_decisions, utc_now
+from flows.registry.decisions import REPORT_TAG, read_report, utc_now
 from flows.registry.evidence import DATA_CARD, count_policy_decisions
 from flows.registry.history import DECLINE, ReleaseState, utc_minute
 from flows.registry.promote import (
@@ -255,7 +256,7 @@ def _standing(
             if (entry["action"], str(entry["decided_on"])) == (DECLINE, number):
                 declined = entry
         headline = f"Not released: {label} was declined"
-        return _say(BAD, headline, str(version.tags[DECLINED_TAG]), _decided_by(declined))
+        return _say(BAD, headline, tag_line(version.tags, DECLINED_TAG), _decided_by(declined))
     if made and made[-1] + 1 < len(crownings):
         entry, since = crownings[made[-1] + 1]
         if entry["action"] == "rollback":
@@ -286,12 +287,10 @@ def _not_promoted(
     if removed := state.removed_champion:
         reason = f"{sentence_case(removed)}."
         return _say(OPEN, headline, reason, "", OWNER if not_allowed else FORCE)
-    decisions = []
-    for made in read_decisions(workspace):
-        if (made.get("model"), made.get("challenger")) == (here.model, here.version):
-            decisions.append(made)
-    if decisions:  # criteria that do not hold, or a request that no longer stands
-        decision, request = decisions[-1], state.request
+    # The tag names the report of the last decision in this registry: the workspace may have others.
+    decision, request = read_report(workspace, version.tags.get(REPORT_TAG, "")), state.request
+    if decision.get("challenger") == here.version:
+        # Criteria that do not hold, or a request that no longer stands.
         if decision.get("awaiting_approval") and request is not None:
             decided, again = _decided_by(request.followed_by), ("rlhf promote", "judges it again")
             return _say(OPEN, headline, f"{request.closed_because()}.", decided, again)
@@ -305,7 +304,7 @@ def _not_promoted(
         decided = _decided_by(decision)
         return _say(OPEN, f"{headline}{against}", reason, decided, EXPLAIN, tuple(failed))
     if "decision.reason" in version.tags:  # decided in another workspace
-        return _say(OPEN, headline, version.tags["decision.reason"], "", EXPLAIN)
+        return _say(OPEN, headline, tag_line(version.tags, "decision.reason"), "", EXPLAIN)
     if not_allowed:
         return _say(OPEN, headline, not_allowed, "", OWNER)
     decide = ("rlhf run", notes.hint) if notes.hint else ("rlhf promote", "decide on it")

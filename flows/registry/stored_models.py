@@ -22,6 +22,7 @@ from flows.registry.client import (
     knock,
     read_aliases,
     reason_and_remedy,
+    registry_address,
     registry_errors,
     versions,
 )
@@ -151,7 +152,7 @@ def verified_folder(
     folder, downloaded = _locate(client, workspace, name, number)
     content = sha256_tree(folder)
     if downloaded is not None and content != expected:
-        # The kept copy may be of another registry, or damaged.
+        # The kept copy may be damaged, or older than what is in the registry.
         shutil.rmtree(downloaded, ignore_errors=True)
         folder, _ = _locate(client, workspace, name, number)
         content = sha256_tree(folder)
@@ -231,6 +232,12 @@ def _other_code(root: Path, folder: Path) -> str:
     return ", ".join(differing)
 
 
+def kept_copy(workspace: Path, name: str, number: str) -> Path:
+    """Where a workspace keeps what it downloads of a version of the registry that is used now."""
+    registry = hashlib.sha256(registry_address(workspace).encode()).hexdigest()[:16]
+    return workspace / ".rlhf" / "models" / registry / name / number
+
+
 def _locate(
     client: MlflowClient, workspace: Path, name: str, number: str
 ) -> tuple[Path, Path | None]:
@@ -242,7 +249,7 @@ def _locate(
     try:
         root = _local_root(client, name, number)
         if root is None:
-            root = downloaded = workspace / ".rlhf" / "models" / name / number
+            root = downloaded = kept_copy(workspace, name, number)
             if not root.is_dir():
                 with atomic_dir(root) as temporary, fluent(workspace):
                     try:

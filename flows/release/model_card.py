@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from flows.pipeline.verdict import judges_table, markdown_table, markdown_text
-from flows.registry.client import connect, fluent, registry_errors
+from flows.registry.client import connect, fluent, registry_errors, tag_line
 from flows.registry.evidence import TrainingSource, read_data_card, source_of_version
 from flows.registry.stored_models import stored_sampling
 from rlhf_core.config.gates import CHECKER
@@ -93,9 +93,9 @@ def release_evidence(
         gates = {gate.name: gate for gate in read_gates(Path(temporary))}
         in_order = [gates.pop(known) for known in GATES if known in gates]
         lineage = {}
-        for key, value in version.tags.items():
+        for key in version.tags:
             if key.startswith(LINEAGE):
-                lineage[key.removeprefix(LINEAGE)] = value
+                lineage[key.removeprefix(LINEAGE)] = tag_line(version.tags, key)
         probed = {model: metrics[model] for model in PROBED_MODELS if model in metrics}
         return ReleaseEvidence(
             name=name,
@@ -255,7 +255,10 @@ def card_text(
     blocks += ["## Limits", "\n".join(f"- {limit}" for limit in limits)]
     blocks += ["## Use", ADAPTER_USE if adapter else _use(evidence.sampling)]
     lineage = {"registered as": evidence.name, "MLflow run": evidence.run_id, **evidence.lineage}
-    rows = [(name.replace("_", " "), f"`{value}`") for name, value in lineage.items()]
+    rows = []
+    for name, value in lineage.items():
+        code = value.replace("`", "'")
+        rows.append((name.replace("_", " "), f"`{code}`"))
     blocks += ["## Lineage", markdown_table(("", ""), rows)]
     return "\n\n".join(block for block in blocks if block) + "\n"
 

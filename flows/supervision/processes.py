@@ -214,7 +214,16 @@ def start_token(pid: int) -> str | None:
             return None
 
 
+# Of Prefect's client and logging, for every process of a worker or of its jobs. Flows send
+# heartbeats, so that a lost host does not keep its pool slot.
+PREFECT_SETTINGS = {
+    "PREFECT_FLOWS_HEARTBEAT_FREQUENCY": "30",
+    "PREFECT_LOGGING_HANDLERS_CONSOLE_CLASS": "flows.prefect_server.logs.Console",
+    "PREFECT_LOGGING_HANDLERS_API_CLASS": "flows.prefect_server.logs.Api",
+    "PREFECT_LOGGING_HANDLERS_WORKER_API_CLASS": "flows.prefect_server.logs.WorkerApi",
+}
 CHILD_SETTINGS = {
+    **PREFECT_SETTINGS,
     "DO_NOT_TRACK": "1",
     "PREFECT_SERVER_ANALYTICS_ENABLED": "false",
     "DVC_NO_ANALYTICS": "1",
@@ -229,7 +238,8 @@ CHILD_SETTINGS = {
     "PREFECT_SERVER_ALLOW_EPHEMERAL_MODE": "false",
     "PREFECT_WORKER_QUERY_SECONDS": "1",
     "PREFECT_WORKER_HEARTBEAT_SECONDS": "10",
-    "PREFECT_FLOWS_HEARTBEAT_FREQUENCY": "30",
+    # A worker whose polls fail three times, this far apart, hears of no cancellation any more.
+    "PREFECT_RUNNER_POLL_FREQUENCY": "60",
     "PYTHONUNBUFFERED": "1",
 }
 

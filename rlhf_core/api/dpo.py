@@ -25,6 +25,7 @@ from rlhf_core.models.adapters import PeftAdapter
 from rlhf_core.models.causal_lm import fitting_length, load_policy, own_copy, save_policy
 from rlhf_core.models.given import require_plain
 from rlhf_core.models.precision import plain_arithmetic
+from rlhf_core.sampling.agreement import require_next_tokens
 from rlhf_core.training import dpo
 from rlhf_core.training.reward.run import Split
 from rlhf_core.training.rng import seed_everything
@@ -110,6 +111,7 @@ def train_dpo(
     seed_everything(seed)
     with run_context(context, "train_dpo", inputs) as run:
         own = load_policy(model)[0] if isinstance(model, Path) else own_copy(model)
+        require_next_tokens(own, str(model) if isinstance(model, Path) else "model")
         trained = dpo.train_dpo(own, pad_id(tokenizer), pairs, held, config, seed, run, lora)
     return DpoPolicy(trained.model, tokenizer, trained.metrics, trained.history, trained.adapter)
 

@@ -32,6 +32,7 @@ from rlhf_core.models.causal_lm import (
 )
 from rlhf_core.models.given import require_plain
 from rlhf_core.models.precision import plain_arithmetic, use_float32_unembedding
+from rlhf_core.sampling.agreement import require_next_tokens
 from rlhf_core.training import loop
 from rlhf_core.training.engine.base import Engine
 from rlhf_core.training.engine.factory import device_before
@@ -126,6 +127,7 @@ def train_sft(
     with run_context(context, "train_sft", inputs) as run:
         device = device_before(run.launch)
         own = load_policy(model, device=device)[0] if isinstance(model, Path) else own_copy(model)
+        require_next_tokens(own, str(model) if isinstance(model, Path) else "model")
         say_router_loss(own, True, "sft")
         use_float32_unembedding(own)
         pad, limit = pad_id(tokenizer), run.launch.logits_bytes

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -14,6 +14,7 @@ from rlhf_core.config.model import StageConfig, Strict
 from rlhf_core.config.params import Params
 from rlhf_core.config.problems import describe
 from rlhf_core.errors import ConfigError
+from rlhf_core.redaction import holds_key
 
 PARAMS_FILE = "params.yaml"
 Model = TypeVar("Model", bound=Strict)
@@ -29,11 +30,30 @@ def check_params(document: Any, name: str = PARAMS_FILE) -> Params:
         params = Params.model_validate(yaml_text.plain(document))
     except ValidationError as error:
         raise ConfigError(describe(name, error, Params, "")) from error
+    for path, text in _texts(yaml_text.plain(document), ""):
+        if holds_key(text):
+            raise ConfigError(
+                f"{name}: {path} holds what is a key; DVC, MLflow and reports record the settings: leave it out, and give "
+                "it in an environment variable"
+            )
     try:
         require_consistent(params)
     except ConfigError as error:
         raise ConfigError(f"{name}: {error}") from error
     return params
+
+
+def _texts(value: Any, path: str) -> Iterator[tuple[str, str]]:
+    """Yield all texts of a document, each with the path of its setting."""
+    if isinstance(value, str):
+        yield path, value
+    elif isinstance(value, Mapping):
+        for name, inner in value.items():
+            yield from _texts(str(name), path)
+            yield from _texts(inner, f"{path}.{name}".removeprefix("."))
+    elif isinstance(value, list | tuple):
+        for inner in value:
+            yield from _texts(inner, path)
 
 
 def load_params(workspace: Path) -> Params:

@@ -15,6 +15,8 @@ from collections import Counter
 from collections.abc import Sequence
 from functools import cache
 
+from rlhf_core.redaction import SECRETS
+
 HALF_PAIR = "holds half of a surrogate pair, which is no valid Unicode"
 
 
@@ -254,22 +256,6 @@ def for_terminal(text: str) -> str:
     return "\n".join(escaped_controls(line).replace("\r", "\\r") for line in text.split("\n"))
 
 
-# Counts are bounded where a key may begin within what looks like another: time would grow with the
-# square of the text. RE2, with which Arrow looks for these, allows a bound of at most 1000.
-SECRETS = "|".join(
-    (
-        r"-----BEGIN (?:[A-Z0-9]+ )*PRIVATE KEY(?: BLOCK)?-----",
-        r"\b(?:AKIA|ASIA)[0-9A-Z]{16}\b",
-        r"\bsk-(?:[A-Za-z0-9_]{1,100}-){0,8}[A-Za-z0-9]{20,}",
-        r"\bgh[pousr]_[A-Za-z0-9]{36,}",
-        r"\bgithub_pat_[A-Za-z0-9_]{50,}",
-        r"\bglpat-[A-Za-z0-9_-]{20,}",
-        r"\bhf_[A-Za-z0-9]{30,}",
-        r"\bxox[abprs]-[A-Za-z0-9-]{10,}",
-        r"\bAIza[0-9A-Za-z_-]{35}",
-        r"\beyJ[A-Za-z0-9_-]{10,1000}\.eyJ[A-Za-z0-9_-]{10,}\.[A-Za-z0-9_-]{10,}",
-    )
-)
 TAKEN_OUT = "[taken out: looks like a key]"
 EXCERPT = 160
 

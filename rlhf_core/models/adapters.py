@@ -14,12 +14,15 @@ reward model is cheaper to train and to ask.
 from __future__ import annotations
 
 import copy
+import inspect
 import json
 import logging
+import re
 import sys
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from functools import cache
 from typing import Any, Literal, TypeVar
 
 import torch
@@ -147,9 +150,8 @@ MISSING_LORA = "lora is set, but peft is not installed: pip install 'rlhf-pipeli
 # 0.21, ``_MOE_TARGET_MODULE_MAPPING``): named as modules, dense layers and shared experts would get
 # no adapter.
 TAKEN_FOR_EXPERTS = frozenset({"gate", "gate_proj", "up_proj", "down_proj", "w1", "w2", "w3"})
-# Layers of Mamba's mixers whose weights kernels, and some forwards without kernels, take without
-# what is around them.
-BYPASSED = frozenset({"x_proj", "dt_proj", "out_proj"})
+# A layer's weight in the code of the module around it, where more than its description is read.
+READ_WEIGHT = re.compile(r"\bself\.(\w+)\.weight\b(?!\.(?:dtype|device|shape)\b)")
 SHOWN_KINDS = 6
 
 
@@ -260,16 +262,28 @@ def _adaptable(
 ) -> Literal["linear", "experts"] | None:
     """What kind of adapter a matrix may have."""
     if is_linear(module):
-        is_bypassed = (
-            hasattr(parent, "A_log")
-            and hasattr(parent, "D")
-            and path.rpartition(".")[2] in BYPASSED
-        )
+        is_bypassed = path.rpartition(".")[2] in _layers_read_directly(type(parent))
         return None if is_bypassed else "linear"
     is_stack = (
         weight is not None and weight.dim() == 3 and "experts" in type(module).__name__.lower()
     )
     return "experts" if is_stack else None
+
+
+@cache
+def _layers_read_directly(kind: type[nn.Module]) -> frozenset[str]:
+    """Names of layers whose weights a module's own code takes, past the layers and their adapters.
+
+    Kernels of Mamba's mixers take them so, and the routers of some mixtures of experts.
+    """
+    names: set[str] = set()
+    for each in kind.__mro__:
+        for function in vars(each).values():
+            if not inspect.isfunction(function) or each.__module__.startswith("torch."):
+                continue
+            with suppress(OSError):  # code that was made without a file
+                names.update(READ_WEIGHT.findall(inspect.getsource(function)))
+    return frozenset(names)
 
 
 def _size(module: nn.Module, weight: Tensor | None) -> int:

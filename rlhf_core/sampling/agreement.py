@@ -13,10 +13,11 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 from transformers import PreTrainedModel
 
 from rlhf_core.errors import ModelError, first_line, is_exhausted
-from rlhf_core.models.forward import arguments_of, probe_ids
+from rlhf_core.models.forward import arguments_of, probe_ids, selected_logits
 from rlhf_core.models.precision import Precision, matmul_precision
 from rlhf_core.sampling.distribution import Sampling, log_distribution, philox_uniforms
 from rlhf_core.sampling.generation import Rollout, generate
@@ -50,6 +51,60 @@ LIMITS: dict[Precision, RoundingLimits] = {
 
 
 PROMPT_TOKENS, REPLY_TOKENS = (8, 5, 6), 6
+OTHER_MODEL = "give a model of another architecture, such as Llama, Qwen, Gemma or Mistral"
+
+
+@torch.no_grad()
+def require_next_tokens(model: PreTrainedModel, source: str) -> None:
+    """Make two passes over a few tokens, to see that logits are those of the next token.
+
+    A token changes no logits before its own, and the model's own loss is not that of labels which
+    stand one position earlier already: what translates or fills in gaps has either.
+
+    Args:
+        source: Names the model in the message.
+
+    Raises:
+        ModelError: A pass is impossible, or they are not.
+    """
+    kind = f"{source} is a {type(model).__name__}"
+    training = model.training
+    limit = LIMITS[matmul_precision(model)].token
+    ids = probe_ids(model.config.get_text_config().vocab_size).to(model.device)
+    changed = ids.clone()
+    changed[:, -1] = ids[:, 0]
+    mask = torch.ones_like(ids)
+    try:
+        model.eval()
+        first, second = (
+            selected_logits(model, given, mask, mask.bool()).whole().float().log_softmax(-1)
+            for given in (ids, changed)
+        )
+        own = model(**arguments_of(model, input_ids=ids, attention_mask=mask, labels=ids))
+    except Exception as error:  # whatever an architecture does with arguments that others take
+        if is_exhausted(error):
+            raise
+        raise ModelError(
+            f"{kind}, which cannot be trained here ({type(error).__name__}: {first_line(error)}); {OTHER_MODEL}"
+        ) from error
+    finally:
+        model.train(training)
+    first, second = first.view(*ids.shape, -1), second.view(*ids.shape, -1)
+    if not float((first - second)[:, :-1].abs().mean(-1).max()) <= limit:
+        raise ModelError(
+            f"{kind}, which reads a text in both directions: its logits change with later tokens, so that it cannot "
+            f"write replies; {OTHER_MODEL}"
+        )
+    loss = getattr(own, "loss", None)
+    if loss is None:
+        return
+    following = functional.nll_loss(first[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
+    same = functional.nll_loss(first.flatten(0, 1), ids.flatten())
+    if abs(float(loss - same)) <= limit < abs(float(loss - following)):
+        raise ModelError(
+            f"{kind}, whose own loss is not of the next token: it takes labels that are shifted already, as the decoder "
+            f"of a translator or a model that fills in gaps; {OTHER_MODEL}"
+        )
 
 
 @torch.no_grad()
@@ -65,12 +120,12 @@ def require_replies_as_scored(model: PreTrainedModel, source: str) -> None:
         source: Names the model in the message.
 
     Raises:
-        ModelError: A pass is impossible, or they are not.
+        ModelError: A pass is impossible, or they are not, or :func:`require_next_tokens` refuses.
     """
+    require_next_tokens(model, source)
     refused = (
         f"{source} is a {type(model).__name__}, whose replies cannot be sampled and trained on here"
     )
-    other = "give a model of another architecture, such as Llama, Qwen, Gemma or Mistral"
     training = model.training
     try:
         difference = _largest_difference(model.eval())
@@ -78,14 +133,14 @@ def require_replies_as_scored(model: PreTrainedModel, source: str) -> None:
         if is_exhausted(error):
             raise
         raise ModelError(
-            f"{refused} ({type(error).__name__}: {first_line(error)}); {other}"
+            f"{refused} ({type(error).__name__}: {first_line(error)}); {OTHER_MODEL}"
         ) from error
     finally:
         model.train(training)
     if not difference <= LIMITS[matmul_precision(model)].token:
         raise ModelError(
             f"{refused}: with a cache, with padding, or after a reply beside it has ended it computes other "
-            f"log-probabilities (by {difference:.2g} nats) than in a plain pass over one sequence; {other}"
+            f"log-probabilities (by {difference:.2g} nats) than in a plain pass over one sequence; {OTHER_MODEL}"
         )
 
 

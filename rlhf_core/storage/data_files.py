@@ -13,7 +13,7 @@ from typing import Any
 from urllib.parse import SplitResult, urlsplit
 
 from rlhf_core.errors import DataError, first_line, is_exhausted
-from rlhf_core.redaction import SECRET_NAME
+from rlhf_core.redaction import SECRET_NAME, holds_key, redacted
 from rlhf_core.storage.files import scratch_folder
 
 EXCERPT = 200
@@ -49,7 +49,7 @@ def expand(spec: str, base: Path, remedy: str = NOT_FOUND) -> list[Path]:
 
     Raises:
         NothingMatches: There are none; the message ends with ``remedy``.
-        DataError: They cannot be looked up.
+        DataError: They cannot be looked up, or the name of one holds a key.
     """
     if not spec.strip():
         raise DataError(f"the path {spec!r} is empty; {remedy}")
@@ -57,12 +57,15 @@ def expand(spec: str, base: Path, remedy: str = NOT_FOUND) -> list[Path]:
     name = spec.encode("utf-8", "backslashreplace").decode()
     name = name if len(name) <= EXCERPT else f"{name[:EXCERPT]}…"
     try:
-        return _matches(spec, name, base, remedy)
+        files = _matches(spec, name, base, remedy)
     except OSError as error:
         inside = f" in {error.filename}" if isinstance(error, PermissionError) else ""
         raise DataError(f"cannot look up {name}: {error.strerror}{inside}; {remedy}") from error
     except (ValueError, RuntimeError) as error:  # a null character; ~name of nobody
         raise DataError(f"cannot look up {name!r}: {error}; {remedy}") from error
+    for file in files:
+        require_no_key(spelled(file, spec, base))
+    return files
 
 
 def _matches(spec: str, name: str, base: Path, remedy: str) -> list[Path]:
@@ -202,8 +205,21 @@ SECRET_PARAMETER = re.compile(rf"{SECRET_NAME}=", re.IGNORECASE)
 WEB = ("http", "https", "ftp", "ftps")
 
 
+def require_no_key(name: str) -> None:
+    """Raise ``DataError`` for a name of a file, or a URL, that holds a key."""
+    if holds_key(name):
+        raise DataError(
+            f"the name {redacted(name)} holds what is a key, and names are written into dvc.yaml, the manifest and the "
+            "logs; rename it"
+        )
+
+
 def require_no_credentials(url: str) -> None:
-    """Raise ``DataError`` for a URL that :func:`carries_credentials`, without repeating them."""
+    """Raise ``DataError`` for a URL that :func:`carries_credentials`, without repeating them.
+
+    A path that holds a key is refused too.
+    """
+    require_no_key(url)
     if carries_credentials(url):
         scheme = url.split(":")[0]
         raise DataError(

@@ -81,11 +81,12 @@ def away_errors() -> Iterator[None]:
 
 
 def address(uri: str) -> str:
-    """The address of a server or database without name and password."""
+    """The address of a server or database without name, password and other secrets."""
     parts = urlsplit(uri)
     if "@" not in parts.netloc:
-        return uri  # putting one together again would take slashes from sqlite:////srv/mlflow.db
-    return urlunsplit(parts._replace(netloc=parts.netloc.rpartition("@")[2]))
+        # Putting one together again would take slashes from sqlite:////srv/mlflow.db.
+        return redacted(uri)
+    return redacted(urlunsplit(parts._replace(netloc=parts.netloc.rpartition("@")[2])))
 
 
 FIRST_PAUSE, LONGEST_PAUSE = 2.0, 60.0  # seconds between two attempts to reach the server

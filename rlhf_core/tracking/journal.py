@@ -29,6 +29,24 @@ JOURNAL_TAG = "rlhf.journal"
 HEADER, RECORDS, DELIVERED, FILES, LOCK = "run.json", "records.jsonl", "delivered", "files", "lock"
 
 
+class RecordedTime:
+    """The time of records, which stands still while the clock of this host is set back.
+
+    MLflow orders values by it, and a run cannot end before it began.
+    """
+
+    def __init__(self) -> None:
+        self.latest = 0
+
+    def now(self) -> int:
+        """Milliseconds since 1970."""
+        self.latest = max(self.latest, int(time.time() * 1000))
+        return self.latest
+
+
+RECORDED = RecordedTime()
+
+
 @dataclass(frozen=True)
 class JournalRecord:
     """One thing to tell the server about a run.
@@ -44,7 +62,7 @@ class JournalRecord:
     kind: Literal["metrics", "params", "tags", "datasets", "artifact", "end"]
     values: Mapping[str, Any]
     step: int = 0
-    time: int = field(default_factory=lambda: int(time.time() * 1000))
+    time: int = field(default_factory=lambda: RECORDED.now())
 
 
 @dataclass(frozen=True)

@@ -36,7 +36,7 @@ from rlhf_core.tracking.delivery import (
     ServerAway,
     address,
 )
-from rlhf_core.tracking.journal import Journal, JournalRecord, RunHeader
+from rlhf_core.tracking.journal import RECORDED, Journal, JournalRecord, RunHeader
 from rlhf_core.tracking.pipeline_run import PARENT_TAG, current_experiment, legal_name
 
 logger = logging.getLogger(__name__)
@@ -127,10 +127,14 @@ class JournalTracker(Tracker):
         self._take(JournalRecord("artifact", {str(path): folder}))
 
     def log_datasets(self, datasets: Mapping[str, Mapping[str, str]]) -> None:
-        self._take(JournalRecord("datasets", datasets))
+        shown = {
+            name: {key: redacted(value) for key, value in facts.items()}
+            for name, facts in datasets.items()
+        }
+        self._take(JournalRecord("datasets", shown))
 
     def set_tags(self, tags: Mapping[str, str]) -> None:
-        self._take(JournalRecord("tags", tags))
+        self._take(JournalRecord("tags", {key: redacted(value) for key, value in tags.items()}))
 
     def end(self, status: Literal["FINISHED", "FAILED", "KILLED"]) -> None:
         """End the run.
@@ -413,18 +417,21 @@ def stage_tracker(stage: str, workspace: Path, experiment: str) -> Iterator[Trac
     if os.environ.get("RLHF_TRACKING") == "off":
         yield Tracker()
         return
-    uri, folder = tracking_uri(workspace), workspace.resolve().name
+    uri, below = tracking_uri(workspace), current_experiment()
+    # Folders that DVC makes for an experiment have names of chance, and go.
+    folder = (record_folder(workspace) if below else workspace.resolve()).name
     name = f"{stage} · {folder} · {datetime.now():%Y-%m-%d %H:%M:%S}"
     tags = {"mlflow.runName": name, "stage": stage, "workspace": folder, "rlhf.stage": stage}
     tags |= origin_tags(workspace, f"rlhf stage {stage}")
     if os.environ.get(PARENT_RUN_VARIABLE):
         tags[PARENT_TAG] = os.environ[PARENT_RUN_VARIABLE]
     else:
-        tags |= current_experiment()
+        tags |= below
+    tags = {key: redacted(value) for key, value in tags.items()}
     deferred = bool(os.environ.get(DEFERRED_VARIABLE))
     journal = Journal.new(
         workspace,
-        RunHeader(address(uri), None, experiment, tags, int(time.time() * 1000), deferred),
+        RunHeader(address(uri), None, experiment, tags, RECORDED.now(), deferred),
     )
     with nullcontext() if deferred else default_environment(CLIENT_SETTINGS):
         tracker = JournalTracker(journal) if deferred else _begun(journal, workspace, uri)

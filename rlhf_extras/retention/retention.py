@@ -21,9 +21,11 @@ from flows.registry.decisions import commit, new_entry, registry_session
 from flows.registry.history import RETENTION, ReleaseState
 from flows.registry.orphans import Orphans, end_orphans, find_orphans
 from flows.registry.promote import MATCH_TAG, MATCHES
+from flows.registry.stored_models import kept_copy
 from rlhf_core.config.loading import load_section
 from rlhf_core.config.operations import RegistryConfig
 from rlhf_core.errors import RlhfError
+from rlhf_core.storage.files import sha256_file
 from rlhf_core.tracking.stage_run import tracking_uri
 
 if TYPE_CHECKING:
@@ -154,17 +156,19 @@ def _with_reasons(
 
 
 def _matches(workspace: Path, played: Sequence[ModelVersion]) -> set[Path]:
-    """The files of the matches that these versions have played as challengers."""
+    """The files of the matches that these versions have played as challengers.
+
+    A file of the same question may be of another registry: its hash is then not the tag's.
+    """
     prefix = f"{MATCH_TAG}."
-    digests = [
-        tag.removeprefix(prefix)
-        for version in played
-        for tag in version.tags
-        if tag.startswith(prefix)
-    ]
-    return {
-        path for digest in digests if (path := workspace / MATCHES / f"{digest}.json").is_file()
-    }
+    found: set[Path] = set()
+    for version in played:
+        for tag, digest in version.tags.items():
+            name = Path(tag.removeprefix(prefix)).name  # a tag on a server may say anything
+            path = workspace / MATCHES / f"{name}.json"
+            if tag.startswith(prefix) and path.is_file() and sha256_file(path) == digest:
+                found.add(path)
+    return found
 
 
 def _delete_version(client: MlflowClient, workspace: Path, version: ModelVersion) -> None:
@@ -181,7 +185,7 @@ def _delete_version(client: MlflowClient, workspace: Path, version: ModelVersion
         same_files = client.search_model_versions(f"source_path = '{source}'")
         if source.startswith(LOGGED_MODEL) and len(same_files) <= 1:
             _delete_logged_model(client, workspace, source.removeprefix(LOGGED_MODEL))
-        shutil.rmtree(workspace / ".rlhf" / "models" / name / number, ignore_errors=True)
+        shutil.rmtree(kept_copy(workspace, name, number), ignore_errors=True)
         client.delete_model_version(name, number)
 
 

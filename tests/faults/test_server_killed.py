@@ -15,12 +15,13 @@ from pathlib import Path
 import psutil
 import pytest
 from background import wait_for_answer
-from faults.toys import assert_nothing_lost, in_the_middle, training_toy
+from faults.toys import assert_nothing_lost, in_the_middle, set_pace, training_toy
 from integration.flow_toys import begin, processes_of
 from prefect.client.orchestration import get_client
 from prefect.client.schemas.filters import FlowRunFilter, FlowRunFilterState, FlowRunFilterStateType
 from prefect.client.schemas.objects import FlowRun, StateType
 from prefect.settings import PREFECT_API_URL, temporary_settings
+from prefect.states import Cancelling
 
 from flows.prefect_server.services import LOOPBACK, claim_port
 from flows.supervision.processes import CHILD_SETTINGS
@@ -99,8 +100,39 @@ def test_a_run_survives_ten_seconds_without_an_external_server(tmp_path: Path) -
         assert run.wait(600) == 0, (toy / "out.log").read_text()
         assert_nothing_lost(toy, faults=0)
         assert processes_of(toy) == [] and server.runs(ACTIVE) == []
+        assert "Traceback" not in worker_log(toy)
     finally:
         server.kill()
+
+
+@pytest.mark.services
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+def test_after_a_minute_without_a_server_a_job_can_still_be_cancelled(tmp_path: Path) -> None:
+    toy, server = training_toy(tmp_path / "toy", pace=1.0), LastingServer(tmp_path / "server")
+    try:
+        server.start()
+        run = in_the_middle(toy, **server.env)
+        set_pace(toy, 600.0)
+        server.kill()
+        time.sleep(60)
+        server.start()
+        (job,) = [each for each in server.runs(ACTIVE) if each.parent_task_run_id]
+        with (
+            temporary_settings({PREFECT_API_URL: server.url}),
+            get_client(sync_client=True) as client,
+        ):
+            client.set_flow_run_state(job.id, Cancelling())
+        assert run.wait(600) != 0
+        assert processes_of(toy) == [] and server.runs(ACTIVE) == []
+        assert "Traceback" not in worker_log(toy)
+    finally:
+        server.kill()
+
+
+def worker_log(toy: Path) -> str:
+    """What the worker of the toy's pool has written."""
+    return (toy / ".rlhf" / "logs" / "worker-gpu-pool.log").read_text()
 
 
 def kill_at_once(toy: Path, run: subprocess.Popen[bytes]) -> None:

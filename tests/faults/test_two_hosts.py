@@ -11,9 +11,14 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
+import torch
 from background import running
 from faults.network import Host, joined_hosts
 from integration.flow_toys import environment, rlhf
+from safetensors.torch import load_file
+from torch import Tensor
+
+from rlhf_core.training.history import read_history
 
 pytestmark = [pytest.mark.services, pytest.mark.slow, pytest.mark.timeout(1200)]
 SMALL = (
@@ -46,10 +51,8 @@ def launch(workspace: Path, text: str) -> None:
     file.write_text(file.read_text().replace("launch: {}", f"launch: {{sft: {text}}}"))
 
 
-def weights(workspace: Path) -> dict[str, object]:
-    from safetensors.torch import load_file
-
-    return dict(load_file(workspace / "models" / "sft" / "model.safetensors"))
+def weights(workspace: Path, model: str = "sft") -> dict[str, Tensor]:
+    return load_file(workspace / "models" / model / "model.safetensors")
 
 
 def test_two_hosts_train_what_two_ranks_on_one_host_train(tmp_path: Path) -> None:
@@ -70,7 +73,7 @@ def test_two_hosts_train_what_two_ranks_on_one_host_train(tmp_path: Path) -> Non
         if importlib.util.find_spec("deepspeed"):
             launch(sharded, f"{{{meet}, engine: deepspeed, zero: 3}}")
             train_on(hosts, sharded, stage_command(sharded))
-            assert_same(weights(near), weights(sharded), atol=1e-5)
+            assert_same_but_for_rounding(near, sharded)
 
         meeting = {"NNODES": "2", "MASTER_ADDR": hosts[0].name, "MASTER_PORT": str(PORT + 1)}
         train_on(hosts, script, [str(RUN_STAGE), "sft"], RLHF_WORKSPACE=str(script), **meeting)
@@ -82,12 +85,31 @@ def test_two_hosts_train_what_two_ranks_on_one_host_train(tmp_path: Path) -> Non
         assert recorded.stdout.strip() == "{}", recorded.stdout + recorded.stderr
 
 
-def assert_same(one: dict[str, object], two: dict[str, object], atol: float = 1e-6) -> None:
-    import torch
-
+def assert_same(one: dict[str, Tensor], two: dict[str, Tensor]) -> None:
     assert set(one) == set(two)
     for name, expected in one.items():
-        torch.testing.assert_close(two[name], expected, rtol=1e-5, atol=atol)
+        torch.testing.assert_close(two[name], expected, rtol=1e-5, atol=1e-6)
+
+
+def assert_same_but_for_rounding(near: Path, sharded: Path) -> None:
+    """Expect the same training of engines that add the same numbers in another order.
+
+    Adam divides a gradient by its own size. Where that is near zero, rounding decides on the step,
+    so that single weights differ by a part of a learning rate, whatever adds up. Trained in
+    float64, either engine is as far away from it, at the same weights, by 2e-5 of all updates. So
+    updates are compared as a whole, tensor by tensor, and losses; a gradient of one rank that is
+    left out, or a wrong divisor, changes those by percents.
+    """
+    start = weights(near, "base")
+    one, two = weights(near), weights(sharded)
+    assert set(one) == set(two) == set(start)
+    for name, first in start.items():
+        update = (one[name] - first).norm()
+        assert (two[name] - one[name]).norm() < 1e-3 * update, name
+    rows = [read_history(workspace / "history/sft.jsonl") for workspace in (near, sharded)]
+    for expected, found in zip(*rows, strict=True):
+        for name in expected.keys() & {"loss", "validation_loss", "grad_norm"}:
+            assert found[name] == pytest.approx(expected[name], rel=1e-5), name
 
 
 def train_on(hosts: Sequence[Host], workspace: Path, command: list[str], **extra: str) -> None:

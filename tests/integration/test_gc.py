@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -29,6 +30,12 @@ def age(folder: Path) -> None:
     """Let a trial look as if nobody had touched it for long."""
     for mark in (folder / "params.yaml", *(folder / ".rlhf").glob("*.json*")):
         os.utime(mark, (OLD, OLD))
+
+
+def registered(version: str, registry: str = "sqlite:///mlflow.db") -> dict[str, Any]:
+    """What a workspace records of a version in its own registry, or another one."""
+    known = {"model": "rlhf-policy", "version": version, "registry": registry}
+    return known | {"ungated": "", "dvc": None}
 
 
 def partial_state(workspace: Path, key: str, changed: float) -> Path:
@@ -81,7 +88,7 @@ def test_a_trial_whose_model_has_an_alias_stays(
     aliases = {"rlhf-policy": {"champion": "3"}}
     monkeypatch.setattr(gc, "read_aliases", lambda _, model: aliases.get(model, {}))
     for trial, version in zip(trials, ("3", "2"), strict=True):
-        entry = {"model": "rlhf-policy", "version": version, "ungated": "", "dvc": None}
+        entry = registered(version)
         (trial / ".rlhf").mkdir()
         atomic_write_json(trial / ".rlhf" / "registered.json", {"models/policy": entry})
         age(trial)
@@ -98,11 +105,27 @@ def test_a_trial_that_registered_stays_where_its_registry_is_not_known(
     trial = bare(workspace / "workspaces" / "trial")
     monkeypatch.setattr(gc, "has_record", lambda _: False)
     (trial / ".rlhf").mkdir()
-    entry = {"model": "rlhf-policy", "version": "1", "ungated": "", "dvc": None}
-    atomic_write_json(trial / ".rlhf" / "registered.json", {"models/policy": entry})
+    atomic_write_json(trial / ".rlhf" / "registered.json", {"models/policy": registered("1")})
     age(trial)
     (found,) = collect_garbage(workspace, days=30, delete=True)
     assert not found.goes and trial.is_dir()
+
+
+def test_a_trial_that_registered_elsewhere_stays(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The same number in the registry that is used now is another version."""
+    workspace = bare(tmp_path / "run")
+    trial = bare(workspace / "workspaces" / "trial")
+    monkeypatch.setattr(gc, "has_record", lambda _: True)
+    monkeypatch.setattr(gc, "connect", lambda _: None)
+    monkeypatch.setattr(gc, "read_aliases", lambda *_: {})
+    (trial / ".rlhf").mkdir()
+    entry = registered("1", "http://other.host:5000")
+    atomic_write_json(trial / ".rlhf" / "registered.json", {"models/policy": entry})
+    age(trial)
+    (found,) = collect_garbage(workspace, days=30, delete=True)
+    assert trial.is_dir() and "their registry is not named here" in found.reason
 
 
 def test_an_alias_of_a_model_of_its_own_keeps_a_trial(

@@ -1,8 +1,9 @@
 """Every causal language model of the installed transformers, made tiny, through what training does.
 
 ``make sweep`` compares the results with ``architectures.csv`` and fails where they differ; ``make
-sweep WRITE=1`` writes them there. Each kind has a process of its own, under limits of memory and
-time: it takes minutes, and is meant for the night and for a new version of transformers.
+sweep WRITE=1`` writes them there, and ``ONLY="bart xlm"`` looks at these kinds alone. Each kind
+has a process of its own, under limits of memory and time: it takes minutes, and is meant for the
+night and for a new version of transformers.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from rlhf_core.errors import RlhfError
 from rlhf_core.models.adapters import add_adapters, merge_adapters
 from rlhf_core.models.heads import ScalarModel
 from rlhf_core.runtime.limited_call import GIB, CallLimits, limit_reached
-from rlhf_core.sampling.agreement import require_replies_as_scored
+from rlhf_core.sampling.agreement import require_next_tokens, require_replies_as_scored
 from rlhf_core.training.examples import collate
 from rlhf_core.training.sft import reply_loss
 
@@ -93,7 +94,9 @@ def results_of(name: str) -> dict[str, str]:
     found = {}
     for check, run in CHECKS.items():
         try:
-            run(tiny_causal_lm(name, **settings), name)
+            model = tiny_causal_lm(name, **settings)
+            require_next_tokens(model, name)
+            run(model, name)
             found[check] = OK
         except RlhfError:
             found[check] = REFUSED
@@ -117,19 +120,23 @@ def main() -> int:
     """Check every kind; return 1 where the results are others than the table's."""
     logging.disable(logging.WARNING)
     torch.set_num_threads(1)
+    only = os.environ.get("ONLY", "").split()
     rows = []
     with TemporaryDirectory() as folder:
-        for name in sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES):
+        for name in only or sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES):
             rows.append({"kind": name, **results_within_limits(name, Path(folder))})
             print(*rows[-1].values(), sep="\t", flush=True)
+    with TABLE.open(newline="", encoding="utf-8") as file:
+        expected = {row["kind"]: row for row in csv.DictReader(file)}
     if os.environ.get("WRITE"):
+        found = {row["kind"]: row for row in rows}
+        kept = expected if only else {}
+        table = sorted((kept | found).items())
         with TABLE.open("w", newline="", encoding="utf-8") as file:
             writer = csv.DictWriter(file, ["kind", *CHECKS], lineterminator="\n")
             writer.writeheader()
-            writer.writerows(rows)
+            writer.writerows(row for _, row in table)
         return 0
-    with TABLE.open(newline="", encoding="utf-8") as file:
-        expected = {row["kind"]: row for row in csv.DictReader(file)}
     differing = [row for row in rows if expected.get(row["kind"]) != row]
     for row in differing:
         print(f"{row['kind']} is {row}, but {TABLE.name} says {expected.get(row['kind'])}")

@@ -161,6 +161,7 @@ def test_an_outage_of_45_s_costs_no_retry(
             run.kill()
     assert (toy / "starts.log").read_text() == "0\n", "the stage began once"
     assert "trying again" not in (toy / "out.log").read_text() and processes_of(toy) == []
+    assert "Traceback" not in (toy / ".rlhf" / "logs" / "worker-own.log").read_text()
 
 
 def test_the_dead_worker_of_one_run_ends_no_job_of_another(

@@ -22,7 +22,9 @@ EXPERTS = (
 SIZES = {
     **dict.fromkeys(("hidden_size", "d_model", "n_embd", "word_embed_proj_dim", "lru_width"), 32),
     **dict.fromkeys(("intermediate_size", "ffn_dim", "d_ff", "n_inner"), 48),
-    **dict.fromkeys(("num_hidden_layers", "n_layer", "n_layers", "num_layers"), 2),
+    **dict.fromkeys(
+        ("num_hidden_layers", "n_layer", "n_layers", "num_layers", "decoder_layers"), 2
+    ),
     **dict.fromkeys(("num_attention_heads", "n_head", "n_heads", "num_heads"), 4),
     **dict.fromkeys(("max_position_embeddings", "n_positions", "n_ctx"), 64),
     **dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts"), 4),
@@ -52,11 +54,14 @@ SETTINGS: dict[str, dict[str, object]] = {
         "num_hidden_layers": 3,
         "block_types": ["recurrent", "recurrent", "attention"],
     },
+    "bamba": {"attn_layer_indices": [1]},
     "mamba2": {"head_dim": 16, "n_groups": 1},
     "jamba": {"num_hidden_layers": 4, "attn_layer_period": 2, "attn_layer_offset": 1},
     "falcon_h1": {"mamba_d_ssm": 64},
     "dots1": {"n_shared_experts": 1},
-    "lfm2_moe": {"layer_types": ["conv", "full_attention"]},
+    "lfm2_moe": {"layer_types": ["conv", "full_attention"], "num_dense_layers": 1},
+    # It rounds its heads' widths up to such sizes, and its layers do not.
+    "xlstm": {"hidden_size": 128},
     "granitemoehybrid": {"layer_types": ["mamba", "attention"]},
     "zaya": {"num_experts_per_tok": 1},
 }

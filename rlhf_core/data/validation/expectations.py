@@ -31,7 +31,8 @@ from great_expectations.expectations.metrics.map_metric_provider import (
     multicolumn_condition_partial,
 )
 
-from rlhf_core.data.text import SECRETS, comparable, has_visible_text
+from rlhf_core.data.text import comparable, has_visible_text
+from rlhf_core.redaction import SECRETS
 
 Flags = npt.NDArray[np.bool_]
 REPEATED_CHARS = 20  # a shorter prompt, as a greeting, is what a reply may well begin with

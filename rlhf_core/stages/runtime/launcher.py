@@ -11,7 +11,6 @@ import os
 import shutil
 import signal
 import sys
-import time
 import uuid
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
@@ -42,8 +41,13 @@ class StageExit:
     ended: float
 
     @classmethod
-    def now(cls, stage: str, started: float, error: BaseException | None) -> StageExit:
-        """The outcome of a stage that ends now, by ``error`` or well."""
+    def now(
+        cls, stage: str, started: float, seconds: float, error: BaseException | None
+    ) -> StageExit:
+        """The outcome of a stage that ends now, by ``error`` or well.
+
+        It took ``seconds`` by a clock that no change of the date moves.
+        """
         code, message = EXIT_OK, "done"
         if isinstance(error, RlhfError):
             code, message = error.exit_code, str(error)
@@ -51,7 +55,7 @@ class StageExit:
             code, message = EXIT_INTERRUPTED, "interrupted"
         elif error is not None:
             code, message = 1, redacted(f"{type(error).__name__}: {error}")
-        return cls(stage, code, message, started, time.time())
+        return cls(stage, code, message, started, started + seconds)
 
     def save(self, path: Path) -> None:
         """Write it as JSON, with the ``seconds`` that the stage took."""

@@ -107,7 +107,7 @@ def run_stage(name: str, workspace: Path) -> dict[str, Any]:
     several processes is run by them; its metrics are then in its files alone, and none are
     returned.
     """
-    started = time.time()
+    started, clock = time.time(), time.monotonic()
     preemption = PreemptionSignal()
     failure: BaseException | None = None
     try:
@@ -127,7 +127,8 @@ def run_stage(name: str, workspace: Path) -> dict[str, Any]:
             raise failure from error
         raise
     finally:
-        outcome, folder = StageExit.now(name, started, failure), workspace / OUTCOMES
+        seconds = time.monotonic() - clock
+        outcome, folder = StageExit.now(name, started, seconds, failure), workspace / OUTCOMES
         try:
             if launcher.is_rank():
                 outcome.save(outcome_path(folder, name, launcher.rank()))

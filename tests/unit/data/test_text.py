@@ -28,7 +28,6 @@ from rlhf_core.data import text as stats
 from rlhf_core.data.encoding import decode_reply, encode_dialogue
 from rlhf_core.data.schema import Message, Prompt, write_rows
 from rlhf_core.data.text import (
-    SECRETS,
     TAKEN_OUT,
     comparable,
     escaped_controls,
@@ -38,6 +37,7 @@ from rlhf_core.data.text import (
     without_keys,
 )
 from rlhf_core.models.causal_lm import train_tokenizer
+from rlhf_core.redaction import SECRETS
 from rlhf_core.sampling.reply import ReplyPieces, sample_reply
 
 REFUSALS = (

@@ -157,9 +157,11 @@ class Started:
 
     embedded: bool = False
     running: dict[str, int] = field(default_factory=dict)
+    ended: list[Any] = field(default_factory=list)
+    workspace: Path = Path("workspace")
 
     def dead(self) -> list[Any]:
-        return []
+        return self.ended
 
     def start_worker(self, pool: str, limit: int) -> None:
         self.running[f"worker-{pool}"] = limit
@@ -221,6 +223,29 @@ def test_errors_at_a_later_check_end_nothing(
     assert started.running == {}
     with pytest.raises(type(error)):
         served.start_missing()
+
+
+def test_a_worker_that_dies_while_the_server_is_away_is_replaced_when_it_answers(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    served, started = make(monkeypatch, Server("cluster", "gpu-pool"), [0.0])
+    served.start_missing()
+    served.worker_restarts = 1
+    started.ended = [SimpleNamespace(name="worker-gpu-pool", poll=lambda: 1)]
+    answers: list[Exception | None] = [httpx.ConnectError("down"), httpx.ReadTimeout("slow"), None]
+
+    def crash_pool_runs(*_: object) -> None:
+        if (error := answers.pop(0)) is not None:
+            raise error
+
+    monkeypatch.setattr(workers.flow_runs, "crash_pool_runs", crash_pool_runs)
+    monkeypatch.setattr(workers, "RESTART_PAUSE_SECONDS", 0.0)
+    assert served.check() is None and served.check() is None
+    assert started.running == {} and served.worker_restarts == 1
+    assert served.check() is None
+    assert started.running == {"worker-gpu-pool": 3} and served.worker_restarts == 0
+    waits, replaced = capsys.readouterr().out.splitlines()
+    assert "when the Prefect server answers" in waits and "starting another" in replaced
 
 
 def test_the_embedded_server_has_no_other_workers(monkeypatch: pytest.MonkeyPatch) -> None:

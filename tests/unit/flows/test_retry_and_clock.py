@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 import flows.supervision.signals  # noqa: F401
-from flows.stage import load_gate_file
+from flows.stage import StageOutcome, load_gate_file
 from flows.supervision.signals import Stopwatch, WallClock, retry
 
 RETRY = sys.modules["flows.supervision.signals"]
@@ -149,3 +149,8 @@ def test_gate_evidence_is_new_when_it_was_written_even_if_its_time_is_hours_ago(
     after = load_gate_file(tmp_path, outputs)
     assert after is not None and after[0] == before[0] and after != before
     assert load_gate_file(tmp_path, ("models/x",)) is None
+
+
+def test_a_stage_whose_clock_was_set_back_took_no_negative_time() -> None:
+    outcome = StageOutcome.failed("ppo", "killed", started=100.0, ended=40.0, work_seconds=-60.0)
+    assert outcome.ended == outcome.started and outcome.work_seconds == 0.0

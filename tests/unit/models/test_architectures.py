@@ -22,7 +22,7 @@ from rlhf_core.models.causal_lm import positions_of
 from rlhf_core.models.forward import has_plain_head, selected_logits
 from rlhf_core.models.heads import ScalarModel
 from rlhf_core.models.io import attention_of, load_model
-from rlhf_core.sampling.agreement import require_replies_as_scored
+from rlhf_core.sampling.agreement import require_next_tokens, require_replies_as_scored
 from rlhf_core.sampling.distribution import Sampling, philox_uniforms
 from rlhf_core.sampling.generation import generate
 from rlhf_extras.memory.architecture import Architecture
@@ -138,6 +138,31 @@ def test_an_architecture_that_cannot_be_sampled_from_is_refused_by_name(name: st
     model = tiny_causal_lm(name, **SETTINGS.get(name, {}))
     with pytest.raises(ModelError, match=f"{name} is a {type(model).__name__}"):
         require_replies_as_scored(model, name)
+
+
+# Why they are no models of the next token: what they read, or what their own loss is of.
+OTHER_TOKENS = {
+    "xlnet": "reads a text in both directions",
+    "cpmant": "reads a text in both directions",
+    "xlm": "reads a text in both directions",
+    "trocr": "own loss is not of the next token",
+    "mbart": "own loss is not of the next token",
+    "xmod": "Input language unknown",
+}
+
+
+@pytest.mark.parametrize("name", OTHER_TOKENS)
+def test_a_model_of_other_tokens_than_the_next_is_refused_before_it_is_trained(name: str) -> None:
+    model = tiny_causal_lm(name, **SETTINGS.get(name, {}))
+    with pytest.raises(ModelError, match=OTHER_TOKENS[name]) as refused:
+        require_next_tokens(model, "models/x")
+    assert str(refused.value).startswith(f"models/x is a {type(model).__name__}")
+    assert "\n" not in str(refused.value)
+
+
+@pytest.mark.parametrize("name", ["llama", "mixtral", "gemma2", "mamba", "rwkv", "roberta"])
+def test_a_model_of_the_next_token_is_trained(name: str) -> None:
+    require_next_tokens(tiny_causal_lm(name), name)
 
 
 @pytest.mark.slow

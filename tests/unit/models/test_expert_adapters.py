@@ -130,17 +130,21 @@ def test_only_the_experts_of_upper_layers_are_adapted_where_that_is_asked() -> N
     assert weights.experts and all(".layers.1." in name for name in names)
 
 
-@pytest.mark.parametrize("name", ["falcon_h1", "nemotron_h", "mamba", "falcon_mamba", "mamba2"])
-def test_what_kernels_pass_over_has_no_adapter(name: str) -> None:
-    """Mamba's kernels take some weights of a mixer without what is around them; some are taken so
-    without kernels.
-    """
+PASSED_OVER = {
+    **dict.fromkeys(("falcon_h1", "nemotron_h", "mamba", "falcon_mamba", "mamba2"), "out_proj"),
+    "jamba": "dt_proj",
+    "longcat_flash": "classifier",
+}
+
+
+@pytest.mark.parametrize("name", PASSED_OVER)
+def test_a_layer_whose_weight_is_read_directly_has_no_adapter(name: str) -> None:
+    """Mamba's kernels and some routers take a layer's weight without what is around the layer."""
     model = tiny_causal_lm(name, **SETTINGS.get(name, {}))
     weights = add_adapters(model, LORA, seed=1)
-    assert weights.linear and not any(
-        name.endswith((".out_proj", ".dt_proj")) for name in weights.linear
-    )
-    assert "out_proj" in weights.frozen
+    read = PASSED_OVER[name]
+    assert weights.linear and not any(each.endswith(f".{read}") for each in weights.linear)
+    assert read in weights.frozen
     trained(model)
     after = logits(model)
     merge_adapters(model)

@@ -100,6 +100,19 @@ def test_a_file_that_is_no_outcome_says_nothing_of_the_stage(tmp_path: Path, con
     assert StageExit.load(path) == StageExit("sft", 2, "why", 1.0, 2.5)
 
 
+def test_a_clock_that_is_set_back_gives_no_negative_duration(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    moments = iter((1000.0,))
+    monkeypatch.setattr(runner, "_run", lambda *_: {})
+    with monkeypatch.context() as patch:
+        patch.setattr(runner.time, "time", lambda: next(moments, 1.0))
+        runner.run_stage("sft", tmp_path)
+    outcome = json.loads((tmp_path / ".rlhf/outcomes/sft.json").read_text())
+    assert outcome["started"] == 1000.0 <= outcome["ended"] < 1060.0
+    assert 0 <= outcome["seconds"] < 60
+
+
 def test_a_database_without_room_is_a_full_disk_in_one_line(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

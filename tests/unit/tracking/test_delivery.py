@@ -30,7 +30,7 @@ from rlhf_core.errors import ConfigError
 from rlhf_core.runtime.preemption import StopNow
 from rlhf_core.tracking import journal
 from rlhf_core.tracking.delivery import DEFERRED_VARIABLE, Courier, ServerAway, address, away_errors
-from rlhf_core.tracking.journal import Journal, RunHeader, waiting_records
+from rlhf_core.tracking.journal import Journal, RecordedTime, RunHeader, waiting_records
 from rlhf_core.tracking.pipeline_run import legal_name, log_numbers
 from rlhf_core.tracking.stage_run import JournalTracker, grouped, results, stage_tracker
 
@@ -743,3 +743,10 @@ def test_a_login_that_is_not_accepted_is_one_line_at_the_start(
     server.error = refused(401)
     with pytest.raises(ConfigError, match=r"does not accept the login .*MLFLOW_TRACKING_USERNAME"):
         new_tracker(server, tmp_path).begin()
+
+
+def test_the_time_of_records_never_goes_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = RecordedTime()
+    moments = iter((100.0, 105.0, 90.0, 104.0, 110.0))
+    monkeypatch.setattr(journal.time, "time", lambda: next(moments))
+    assert [clock.now() for _ in range(5)] == [100_000, 105_000, 105_000, 105_000, 110_000]

@@ -1,0 +1,62 @@
+"""Prefect's log without tracebacks that say no more than their last line."""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+import logging
+
+import anyio
+import httpx
+from prefect.exceptions import CancelledRun, CrashedRun, FailedRun
+from prefect.logging.handlers import APILogHandler, PrefectConsoleHandler, WorkerAPILogHandler
+from websockets.exceptions import WebSocketException
+
+from rlhf_core.errors import named_line
+
+# How a server that is away shows itself, and a process that is stopped. A service of Prefect that
+# gives up raises a RuntimeError of its own, and calls back where no event loop runs.
+EXPECTED = (
+    OSError,
+    httpx.TransportError,
+    httpx.HTTPStatusError,
+    asyncio.CancelledError,
+    anyio.NoEventLoopError,
+    WebSocketException,
+)
+GIVEN_UP = "Service exceeded error threshold."
+ENDED_RUNS = (FailedRun, CancelledRun, CrashedRun)
+
+
+class ShortTracebacks(logging.Handler):
+    """A handler that writes an outage or a stop in one line, and once how a flow ended."""
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        """Drop what Prefect's engine says of a state that the line before has named."""
+        return not isinstance(_error(record), ENDED_RUNS) and bool(super().filter(record))
+
+    def format(self, record: logging.LogRecord) -> str:
+        """Format ``record``, with an expected error's own line in place of its traceback."""
+        error = _error(record)
+        if error is not None and (isinstance(error, EXPECTED) or str(error) == GIVEN_UP):
+            record = copy.copy(record)
+            message = " ".join(record.getMessage().split())
+            record.msg, record.args = f"{message} ({named_line(error)})", ()
+            record.exc_info = record.exc_text = None
+        return super().format(record)
+
+
+class Console(ShortTracebacks, PrefectConsoleHandler):
+    """What goes to the terminal or the log file of a process."""
+
+
+class Api(ShortTracebacks, APILogHandler):
+    """What goes to the page of a flow run."""
+
+
+class WorkerApi(ShortTracebacks, WorkerAPILogHandler):
+    """What goes to the page of a worker."""
+
+
+def _error(record: logging.LogRecord) -> BaseException | None:
+    return record.exc_info[1] if isinstance(record.exc_info, tuple) else None

@@ -1,0 +1,83 @@
+"""What Prefect's log says of an outage, of a run that failed, and of other errors."""
+
+from __future__ import annotations
+
+import asyncio
+import io
+import logging
+import subprocess
+import sys
+
+import httpx
+import pytest
+from integration.flow_toys import environment
+from prefect.exceptions import CancelledRun, FailedRun
+from websockets.exceptions import WebSocketException
+
+from flows.prefect_server.logs import Console
+from flows.supervision.processes import PREFECT_SETTINGS
+
+
+def logged(error: BaseException) -> str:
+    """What a handler writes of ``error``, raised some frames deep."""
+    text = io.StringIO()
+    logger = logging.Logger("prefect.some.service")
+    handler = Console(text)
+    handler.setFormatter(logging.Formatter("%(message)s"))
+    logger.addHandler(handler)
+    try:
+        raise error
+    except BaseException:
+        logger.exception("A service\nof %s failed.", "Prefect")
+    return text.getvalue()
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        ConnectionRefusedError(111, "Connect call failed"),
+        httpx.ConnectError("All connection attempts failed"),
+        httpx.ReadTimeout("timed out"),
+        WebSocketException("timed out while closing connection"),
+        RuntimeError("Service exceeded error threshold."),
+        asyncio.CancelledError("stopped"),
+    ],
+)
+def test_an_outage_or_a_stop_is_one_line(error: BaseException) -> None:
+    line = logged(error)
+    assert line.count("\n") == 1 and line.startswith("A service of Prefect failed. (")
+    assert type(error).__name__ in line and str(error) in line
+
+
+def test_passwords_stay_out_of_that_line() -> None:
+    assert "s3cret" not in logged(OSError("http://user:s3cret@server:4200/api did not answer"))
+
+
+@pytest.mark.parametrize("error", [FailedRun("ppo: paused"), CancelledRun("stopped")])
+def test_the_end_of_a_run_is_told_once(error: Exception) -> None:
+    assert logged(error) == ""
+
+
+def test_other_errors_keep_their_traceback() -> None:
+    assert "Traceback" in logged(ValueError("a bug")) and "Traceback" in logged(RuntimeError("x"))
+
+
+def test_prefect_uses_these_handlers_where_the_settings_are_set() -> None:
+    code = """
+import logging
+from prefect.logging.configuration import ensure_logging_setup
+ensure_logging_setup()
+for name in ("root", "prefect.flow_runs", "prefect.workers"):
+    print(name, *[type(handler).__name__ for handler in logging.getLogger(name).handlers])
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        env=environment(**PREFECT_SETTINGS),
+        capture_output=True,
+        text=True,
+    )
+    assert done.stdout.splitlines() == [
+        "root Console",
+        "prefect.flow_runs Api",
+        "prefect.workers WorkerApi",
+    ], done.stderr
