@@ -141,8 +141,8 @@ def _parts(text: str) -> tuple[str, str, str]:
 def _inside(annotation: Any, key: str) -> Iterator[tuple[str, type[BaseModel]]]:
     """Yield the models in an annotation, each after what its fields' paths begin with."""
     if isinstance(annotation, type) and issubclass(annotation, OfKind) and annotation.is_open():
-        for model in annotation.kinds():
-            yield f"[{kind_of(model)}]", model
+        for kind in annotation.kinds():
+            yield f"[{kind_of(kind)}]", kind
         return
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         yield "", annotation

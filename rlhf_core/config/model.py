@@ -109,7 +109,8 @@ def _one_of(choices: tuple[type[OfKind], ...]) -> TypeAdapter[Any]:
     """Return what checks settings of one of the kinds, and names the kind where they are wrong."""
     if len(choices) == 1:
         return TypeAdapter(choices[0])
-    return TypeAdapter(Annotated[Union[choices], Field(discriminator="kind")])  # noqa: UP007
+    any_of_them: Any = Annotated[Union[choices], Field(discriminator="kind")]  # noqa: UP007
+    return TypeAdapter(any_of_them)
 
 
 class StageConfig(Strict):

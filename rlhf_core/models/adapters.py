@@ -262,7 +262,8 @@ def _adaptable(
 ) -> Literal["linear", "experts"] | None:
     """What kind of adapter a matrix may have."""
     if is_linear(module):
-        is_bypassed = path.rpartition(".")[2] in _layers_read_directly(type(parent))
+        kind: type = type(parent)
+        is_bypassed = path.rpartition(".")[2] in _layers_read_directly(kind)
         return None if is_bypassed else "linear"
     is_stack = (
         weight is not None and weight.dim() == 3 and "experts" in type(module).__name__.lower()
@@ -271,7 +272,7 @@ def _adaptable(
 
 
 @cache
-def _layers_read_directly(kind: type[nn.Module]) -> frozenset[str]:
+def _layers_read_directly(kind: type) -> frozenset[str]:
     """Names of layers whose weights a module's own code takes, past the layers and their adapters.
 
     Kernels of Mamba's mixers take them so, and the routers of some mixtures of experts.
