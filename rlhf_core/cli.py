@@ -100,13 +100,14 @@ def fingerprint(workspace: WorkspaceOption = None) -> None:
     from rlhf_core.data.collection.sources import collected_paths, reader_lines, require_kept
     from rlhf_core.fingerprint.stages import write_fingerprints
     from rlhf_core.fingerprint.tracked_files import (
+        plugin_line,
         tokenizer_patterns,
         write_evaluation_inputs,
         write_sources,
         write_starting_model,
         write_tracked_files,
     )
-    from rlhf_core.plugins import DATA_REPORTS, known_plugins, plugin_line
+    from rlhf_core.plugins import DATA_REPORTS, known_plugins, model_plugins
     from rlhf_core.stages.runtime.runner import STAGES, workspace_root
 
     root = workspace_root(workspace)
@@ -119,15 +120,17 @@ def fingerprint(workspace: WorkspaceOption = None) -> None:
     )
     write_fingerprints(root, list(STAGES), params.policy.method)
     write_sources(root, collected_paths(params.collect, root), notes=reader_lines(params.collect))
+    plugins = [(DATA_REPORTS, name) for name in known_plugins(DATA_REPORTS)]
+    plugins += model_plugins(params.validate_.tokenizer or "")
     write_sources(
         root,
         [*evaluation, *tokenizer_patterns(root, params.validate_.tokenizer)],
         "evaluation_files",
-        [plugin_line(DATA_REPORTS, name) for name in known_plugins(DATA_REPORTS)],
+        [plugin_line(group, name) for group, name in plugins],
     )
     write_evaluation_inputs(root, params.evaluate)
     write_starting_model(root, params.base.source)
-    write_tracked_files(root, params.ppo.reward.sources)
+    write_tracked_files(root, params.ppo)
 
 
 @app.command("open-model", hidden=True)

@@ -7,14 +7,13 @@ docs/plugins.md has an example.
 
 from __future__ import annotations
 
-import hashlib
+from collections.abc import Callable
 from functools import cache
 from importlib.metadata import EntryPoint, entry_points
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from rlhf_core.errors import ConfigError, first_line
+from rlhf_core.errors import ConfigError, RlhfError, first_line
 
 COMMANDS = "rlhf.commands"
 READERS = "rlhf.readers"
@@ -22,14 +21,20 @@ RUN_LOGGERS = "rlhf.run_loggers"
 REGISTRY_POLICIES = "rlhf.registry_policies"
 EVALUATIONS = "rlhf.evaluations"
 JUDGES = "rlhf.judges"
+SAMPLERS = "rlhf.samplers"
+MODEL_READERS = "rlhf.model_readers"
+REWARD_SOURCES = "rlhf.reward_sources"
 DATA_REPORTS = "rlhf.data_reports"
 DISTRIBUTION = "rlhf-pipeline"
 # What this project's own extras enter, apart from commands.
 EXTRAS = {
     DATA_REPORTS: ("card",),
     EVALUATIONS: ("opponents", "multiple_choice"),
+    JUDGES: ("llm",),
+    MODEL_READERS: ("gguf",),
     REGISTRY_POLICIES: ("signature",),
     RUN_LOGGERS: ("wandb",),
+    SAMPLERS: ("vllm",),
 }
 INSTALL_AGAIN = f"install {DISTRIBUTION} again (in a checkout: make setup)"
 
@@ -88,25 +93,21 @@ def load_plugin(group: str, name: str) -> Any:
         ) from error
 
 
-def plugin_line(group: str, name: str) -> str:
-    """Describe a plugin, without importing it, in a line that changes with its version and code.
+def model_plugins(source: str | Path) -> list[tuple[str, str]]:
+    """Return group and name of the plugin that reads ``source``; none for a folder or a hub id."""
+    suffix = Path(source).suffix.lower().removeprefix(".")
+    return [(MODEL_READERS, suffix)] if suffix in known_plugins(MODEL_READERS) else []
 
-    Its code is the file of its module, and what lies beside it under the same name, such as a
-    template.
+
+def made_by_plugin(group: str, name: str, make: Callable[..., Any], *arguments: Any) -> Any:
+    """Return what a plugin's ``make`` makes of ``arguments``.
+
+    Raises:
+        PluginError: It fails otherwise than with an ``RlhfError``, which is raised as it is.
     """
-    entries = plugins_of(group).get(name, ())
-    if not entries:
-        return f"{group} {name}: not installed"
-    entry = entries[0]
-    version = entry.dist.version if entry.dist is not None else ""
-    package, *within = entry.module.split(".")
-    spec = find_spec(package)
-    files: list[Path] = []
-    if spec is not None and spec.origin is not None:
-        module = Path(spec.origin).parent.joinpath(*within) if within else Path(spec.origin)
-        files = sorted(module.parent.glob(f"{module.stem}.*"))
-    digest = hashlib.sha256()
-    for file in files:
-        digest.update(file.read_bytes())
-    code = digest.hexdigest() if files else "unknown"
-    return f"{group} {name}: {origin(entry)} {version}, {entry.value}, code {code}"
+    try:
+        return make(*arguments)
+    except RlhfError:
+        raise
+    except Exception as error:  # whatever the code of others raises
+        raise PluginError(f"{name} of {group} cannot begin: {first_line(error)}") from error

@@ -31,9 +31,9 @@ from rlhf_core.data.schema import Preference, Prompt, read_rows
 from rlhf_core.errors import DataError
 from rlhf_core.forecast import Forecast, seed_of
 from rlhf_core.models.causal_lm import positions_of, scratch_config
-from rlhf_core.models.gguf import gguf_config, is_gguf
 from rlhf_core.models.heads import ScalarModel
 from rlhf_core.models.precision import use_float32_unembedding, weights_precision
+from rlhf_core.models.readers import is_model_file, model_reader
 from rlhf_core.runtime import distributed
 from rlhf_core.runtime.machine import available_memory
 from rlhf_core.sampling.distribution import Sampling
@@ -228,8 +228,8 @@ def _model_config(base: BaseConfig, root: Path) -> PretrainedConfig | None:
     folder = root / Path(os.path.expanduser(base.source))
     if base.source == "scratch":
         return scratch_config(base, base.vocab_size, PAD, FIRST_ID - 1)
-    if is_gguf(folder):
-        return gguf_config(folder)
+    if is_model_file(folder):
+        return model_reader(folder).read_config(folder)
     source = str(folder) if folder.is_dir() else base.source
     with suppress(OSError, ValueError):
         config: PretrainedConfig = AutoConfig.from_pretrained(

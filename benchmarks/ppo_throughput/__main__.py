@@ -36,9 +36,8 @@ from rlhf_core.models.precision import allow_tf32, weights_precision
 from rlhf_core.ppo.reward_sources.source import reward_model_fn
 from rlhf_core.ppo.trainer import Trainer
 from rlhf_core.runtime import distributed
-from rlhf_core.sampling.sampler import Sampler
+from rlhf_core.sampling.sampler import Sampler, opened_sampler
 from rlhf_core.sampling.token_scoring import MicroBatchLimits
-from rlhf_core.sampling.vllm import opened_sampler
 from rlhf_core.storage.files import atomic_write_json
 from rlhf_core.training.engine.frozen import FrozenModels
 from rlhf_core.training.run_context import RunContext

@@ -322,10 +322,9 @@ def _launches(workspace: Path, params: Params) -> Iterator[DoctorCheck]:
     """Check the programs and files by which samplers and stages are started."""
     samplers = {"ppo.sampler": params.ppo.sampler, "evaluate.sampler": params.evaluate.sampler}
     for setting, sampler in samplers.items():
-        python = None if sampler.kind == "local" else sampler.seen_from(workspace).python
-        if python and shutil.which(python) is None:
-            finding = f"{setting}.python: {python} is no program; name the Python of an environment that has vLLM"
-            yield DoctorCheck(WARN if params.pools else FAIL, "vllm", finding)
+        if problem := sampler.problem(workspace):
+            level = WARN if params.pools else FAIL
+            yield DoctorCheck(level, sampler.kind, f"{setting}.{problem}")
     for stage, launch in params.compute.launch.items():
         if launch.deepspeed and not (workspace / launch.deepspeed).is_file():
             missing = workspace / launch.deepspeed

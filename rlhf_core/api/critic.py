@@ -40,8 +40,8 @@ from rlhf_core.ppo.rewards import RunningMeanStd
 from rlhf_core.ppo.rollout import TrainingPrompts
 from rlhf_core.sampling.agreement import require_replies_as_scored
 from rlhf_core.sampling.distribution import Sampling
+from rlhf_core.sampling.sampler import opened_sampler
 from rlhf_core.sampling.token_scoring import MicroBatchLimits
-from rlhf_core.sampling.vllm import opened_sampler
 from rlhf_core.training.engine.factory import build_engine, device_before, finish
 from rlhf_core.training.engine.frozen import FrozenModels
 from rlhf_core.training.loop import Unfinished, keeping_what_was_made

@@ -38,7 +38,7 @@ from rlhf_core.data.schema import (
 from rlhf_core.data.text import has_visible_text
 from rlhf_core.data.token_tables import TokenTable
 from rlhf_core.errors import ConfigError, DataError, ModelError
-from rlhf_core.fingerprint.tracked_files import model_folders
+from rlhf_core.fingerprint.tracked_files import model_folders, plugin_line
 from rlhf_core.models.causal_lm import fitting_length, with_stop_tokens
 from rlhf_core.models.foreign import prepare_tokenizer
 from rlhf_core.models.forward import embedding_weight, name_outputs
@@ -412,6 +412,8 @@ def reward_inputs(
     for name, source in zip(source_names(sources), sources, strict=True):
         if isinstance(source, FunctionSource):
             inputs[f"source {name}"] = load_function(source.target, workspace, name, SIGNATURE)
+        for plugin in source.plugins:
+            inputs[f"source {name}"] = plugin_line(*plugin)
         for folder in model_folders(source):
             inputs[f"source {name}, {folder}"] = workspace / Path(folder).expanduser()
     return inputs

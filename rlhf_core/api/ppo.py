@@ -71,9 +71,8 @@ from rlhf_core.ppo.trainer import Trainer
 from rlhf_core.ppo.update import Learner, PtxData, PtxText, ptx_texts
 from rlhf_core.sampling.agreement import require_replies_as_scored
 from rlhf_core.sampling.distribution import Sampling
-from rlhf_core.sampling.sampler import Sampler
+from rlhf_core.sampling.sampler import Sampler, opened_sampler
 from rlhf_core.sampling.token_scoring import MicroBatchLimits
-from rlhf_core.sampling.vllm import opened_sampler
 from rlhf_core.storage.files import read_json
 from rlhf_core.training.engine.factory import device_before
 from rlhf_core.training.engine.frozen import FrozenModels

@@ -21,6 +21,7 @@ from typing import Any, Literal, get_args, get_origin
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
+from rlhf_core.config.model import OfKind, kind_of
 from rlhf_core.config.problems import nearest
 from rlhf_core.errors import ConfigError, RlhfError
 
@@ -139,6 +140,10 @@ def _parts(text: str) -> tuple[str, str, str]:
 
 def _inside(annotation: Any, key: str) -> Iterator[tuple[str, type[BaseModel]]]:
     """Yield the models in an annotation, each after what its fields' paths begin with."""
+    if isinstance(annotation, type) and issubclass(annotation, OfKind) and annotation.is_open():
+        for model in annotation.kinds():
+            yield f"[{kind_of(model)}]", model
+        return
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         yield "", annotation
         return
@@ -153,8 +158,7 @@ def _inside(annotation: Any, key: str) -> Iterator[tuple[str, type[BaseModel]]]:
         models |= dict.fromkeys(model for _, model in _inside(argument, key))
     for model in models:
         if len(models) > 1:
-            kind, *_ = get_args(model.model_fields["kind"].annotation)
-            step = f"[{kind}]"
+            step = f"[{kind_of(model)}]"
         yield step, model
 
 
@@ -268,7 +272,7 @@ def given_values(file: Path, known: list[Setting]) -> dict[str, str]:
     return changed_values
 
 
-PAGE = """<!-- Written by `rlhf config --markdown`; change the docstrings in rlhf_core/config. -->
+PAGE = """<!-- Written by `rlhf config --markdown`; change the docstrings of the settings. -->
 # Parameters
 
 Every setting of params.yaml with the default of the code (profiles set some). `[]` is an entry of a list, `[KIND]` one

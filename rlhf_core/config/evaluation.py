@@ -10,6 +10,7 @@ from pydantic import (
     NonNegativeInt,
     PositiveFloat,
     PositiveInt,
+    SerializeAsAny,
     field_validator,
     model_validator,
 )
@@ -20,7 +21,8 @@ from rlhf_core.config.sampler import LocalSamplerConfig, SamplerConfig
 from rlhf_core.plugins import EVALUATIONS, EXTRAS, JUDGES
 from rlhf_core.storage.data_files import is_url
 
-OWN_JUDGES = ("reward", "referee", "judge", "gold", "checker", "llm")
+LLM = "llm"  # the judge of ``evaluate.llm_judge``
+OWN_JUDGES = ("reward", "referee", "judge", "gold", "checker", LLM)
 TEMPLATE_FIELDS = ("{conversation}", "{reply_a}", "{reply_b}")
 
 
@@ -245,7 +247,7 @@ class EvaluateConfig(StageConfig):
     replies_per_prompt: PositiveInt = 1
     best_of_n: NonNegativeInt = 0
     sampling: SamplingConfig = SamplingConfig()
-    sampler: SamplerConfig = LocalSamplerConfig()
+    sampler: SerializeAsAny[SamplerConfig] = LocalSamplerConfig()
     kl_samples: PositiveInt = 256
     batch_size: PositiveInt = 64
     max_new_tokens: PositiveInt = 64
@@ -270,8 +272,8 @@ class EvaluateConfig(StageConfig):
             )
         if self.sampler.kind != "local" and self.sampling.repetition_penalty != 1.0:
             raise ValueError(
-                f"sampler.kind {self.sampler.kind} counts the prompt's tokens in its repetition penalty, which "
-                "sampling.repetition_penalty does not: set that to 1.0, or sampler.kind to local"
+                f"sampler.kind {self.sampler.kind} does not have the repetition penalty of sampling, which leaves out "
+                "the prompt's tokens: set sampling.repetition_penalty to 1.0, or sampler.kind to local"
             )
         names = [opponent.name for opponent in self.opponents]
         for name in names:
@@ -296,10 +298,18 @@ class EvaluateConfig(StageConfig):
         return named | self.evaluations
 
     @property
+    def named_judges(self) -> dict[str, Any]:
+        """Settings of all judges that come by entry points, that of the extras last."""
+        if self.llm_judge is None:
+            return {**self.judges}
+        return self.judges | {LLM: self.llm_judge}
+
+    @property
     def plugins(self) -> list[tuple[str, str]]:
         """Group and name of each plugin that the evaluation uses."""
         evaluations = [(EVALUATIONS, name) for name in self.named_evaluations]
-        return evaluations + [(JUDGES, name) for name in self.judges]
+        judges = [(JUDGES, name) for name in self.named_judges]
+        return [*self.sampler.plugins, *evaluations, *judges]
 
     @property
     def untracked_files(self) -> dict[str, tuple[str, ...]]:

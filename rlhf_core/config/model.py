@@ -3,11 +3,23 @@
 from __future__ import annotations
 
 import re
-from typing import Annotated, Literal
+from functools import cache
+from typing import Annotated, Any, ClassVar, Literal, Union, get_args
 from urllib.parse import urlsplit
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, PositiveFloat, PositiveInt
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    ConfigDict,
+    Field,
+    PositiveFloat,
+    PositiveInt,
+    TypeAdapter,
+    model_validator,
+)
+from pydantic_core import PydanticKnownError
 
+from rlhf_core.plugins import PluginError, known_plugins, load_plugin, plugins_of
 from rlhf_core.storage.data_files import carries_credentials
 
 
@@ -15,6 +27,89 @@ class Strict(BaseModel):
     """Settings that are frozen and strict: no unknown key, no ``"3"`` for ``3``, no infinity."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
+
+
+class OfKind(Strict):
+    """Settings that their ``kind`` tells apart: the pipeline's own, and those of installed packages.
+
+    A field of a class that leaves ``kind`` open takes each of them. A package enters a subclass
+    under the name of its kind in ``group``, in a module that is imported when settings name it.
+    """
+
+    group: ClassVar[str]
+    kind: str
+
+    @classmethod
+    def own_kinds(cls) -> tuple[type[OfKind], ...]:
+        """Return the pipeline's own classes."""
+        raise NotImplementedError
+
+    @classmethod
+    def kinds(cls) -> list[type[OfKind]]:
+        """Return the pipeline's own classes, and those of packages that can be imported."""
+        kinds = [*cls.own_kinds()]
+        for name in plugins_of(cls.group):
+            try:
+                kinds.append(cls._plugged(name))
+            except PluginError:  # said where settings name it
+                continue
+        return kinds
+
+    @classmethod
+    def is_open(cls) -> bool:
+        """Whether ``kind`` is left open, so that another class checks the other settings."""
+        return cls.model_fields["kind"].annotation is str
+
+    @property
+    def plugins(self) -> list[tuple[str, str]]:
+        """Group and name of the entry point that these settings are of; none of the own kinds."""
+        return [] if type(self) in self.own_kinds() else [(self.group, self.kind)]
+
+    @classmethod
+    def _plugged(cls, name: str) -> type[OfKind]:
+        plugged = load_plugin(cls.group, name)
+        if not (isinstance(plugged, type) and issubclass(plugged, cls)):
+            raise PluginError(f"{name} of {cls.group} is no {cls.__name__}")
+        if get_args(plugged.model_fields["kind"].annotation) != (name,):
+            raise PluginError(f"{name} of {cls.group} must declare kind: Literal[{name!r}]")
+        return plugged
+
+    @model_validator(mode="wrap")
+    @classmethod
+    def _by_its_kind(cls, given: Any, handler: Any) -> Any:
+        if not cls.is_open() or not isinstance(given, dict):
+            is_checked = isinstance(given, cls) and not type(given).is_open()
+            return given if is_checked else handler(given)
+        if "kind" not in given:
+            raise PydanticKnownError("union_tag_not_found", {"discriminator": "'kind'"})
+        kind, choices = given["kind"], cls.own_kinds()
+        own_names = [kind_of(choice) for choice in choices]
+        known = [*own_names, *known_plugins(cls.group)]
+        if kind not in known:
+            names = ", ".join(map(repr, known))
+            context = {"discriminator": "'kind'", "tag": str(kind), "expected_tags": names}
+            raise PydanticKnownError("union_tag_invalid", context)
+        if kind not in own_names:
+            try:
+                choices = (*choices, cls._plugged(kind))
+            except PluginError as error:
+                raise ValueError(str(error)) from error
+        return _one_of(choices).validate_python(given)
+
+
+def kind_of(model: type[BaseModel]) -> str:
+    """Return what ``kind`` says in every value of ``model``; empty where it is left open."""
+    field = model.model_fields.get("kind")
+    kinds = get_args(field.annotation) if field is not None else ()
+    return str(kinds[0]) if kinds else ""
+
+
+@cache
+def _one_of(choices: tuple[type[OfKind], ...]) -> TypeAdapter[Any]:
+    """Return what checks settings of one of the kinds, and names the kind where they are wrong."""
+    if len(choices) == 1:
+        return TypeAdapter(choices[0])
+    return TypeAdapter(Annotated[Union[choices], Field(discriminator="kind")])  # noqa: UP007
 
 
 class StageConfig(Strict):

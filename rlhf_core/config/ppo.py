@@ -14,6 +14,7 @@ from pydantic import (
     NonNegativeInt,
     PositiveFloat,
     PositiveInt,
+    SerializeAsAny,
     model_validator,
 )
 
@@ -237,10 +238,18 @@ class RolloutConfig(Strict):
     micro_batch_size: PositiveInt | None = None
     micro_batch_tokens: PositiveInt | None = MICRO_BATCH_TOKENS
     sampling_batch_size: PositiveInt | None = None
-    sampler: SamplerConfig = LocalSamplerConfig()
+    sampler: SerializeAsAny[SamplerConfig] = LocalSamplerConfig()
     kl: KlConfig = KlConfig()
     reward: RewardShapingConfig = RewardShapingConfig()
     advantage: AdvantageConfig = AdvantageConfig()
+
+    @property
+    def plugins(self) -> list[tuple[str, str]]:
+        """Group and name of each plugin that rollouts use, once."""
+        plugins = [*self.sampler.plugins]
+        for source in self.reward.sources:
+            plugins += source.plugins
+        return list(dict.fromkeys(plugins))
 
 
 class PpoConfig(RolloutConfig, StageConfig):

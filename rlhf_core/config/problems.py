@@ -9,6 +9,8 @@ from typing import Any, get_args, get_origin
 
 from pydantic import BaseModel, ValidationError
 
+from rlhf_core.config.model import OfKind, kind_of
+
 SECRET = "secret"  # the kind of an error whose value must not be shown again
 MOST_LINES, LONGEST_LINE = 20, 1000
 SHOWN_CHARACTERS = 120  # of a wrong value
@@ -129,7 +131,7 @@ def _locate(
     for position, part in enumerate(location):
         if at_owner and position == len(location) - 1:
             return [*path, part], candidates[0] if candidates else None
-        tagged = [choice for choice in candidates if _tag(choice) == part]
+        tagged = [choice for choice in candidates if kind_of(choice) == part]
         if len(candidates) > 1 and tagged:
             candidates = tagged
             continue
@@ -151,15 +153,11 @@ def _annotation(model: type[BaseModel], key: str) -> Any:
     return None
 
 
-def _tag(model: type[BaseModel]) -> str | None:
-    """Return what ``kind`` says in every value of ``model``."""
-    field = model.model_fields.get("kind")
-    return str(field.default) if field else None
-
-
 def _models(annotation: Any) -> Iterator[type[BaseModel]]:
-    """Yield the models in an annotation, through optionals, tuples and unions."""
-    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+    """Yield the models in an annotation, through optionals, tuples, unions and kinds."""
+    if isinstance(annotation, type) and issubclass(annotation, OfKind) and annotation.is_open():
+        yield from annotation.kinds()
+    elif isinstance(annotation, type) and issubclass(annotation, BaseModel):
         yield annotation
     for argument in get_args(annotation):
         yield from _models(argument)

@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import math
 from collections import Counter
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import (
     AfterValidator,
@@ -19,18 +20,22 @@ from pydantic import (
     NonNegativeInt,
     PositiveFloat,
     PositiveInt,
+    SerializeAsAny,
     model_validator,
 )
 
-from rlhf_core.config.model import FunctionName, Strict, check_endpoint
+from rlhf_core.config.model import FunctionName, OfKind, check_endpoint
 from rlhf_core.errors import ConfigError
+from rlhf_core.plugins import REWARD_SOURCES
 
 OWN_MODEL = "models/reward"
 TEMPLATES = ("chat", "pair", "reply")
 
 
-class SourceConfig(Strict):
-    """What the sources of rewards have in common.
+class SourceConfig(OfKind):
+    """What the sources of rewards have in common; a package enters a subclass of it.
+
+    Its group is ``rlhf.reward_sources``.
 
     Attributes:
         weight: Times the source's score enters the sum; it may be negative, for a penalty.
@@ -38,8 +43,26 @@ class SourceConfig(Strict):
             have the same.
     """
 
+    group = REWARD_SOURCES
     weight: float = 1.0
     name: str | None = Field(default=None, pattern=r"^[a-z][a-z0-9_]*$")
+
+    @classmethod
+    def own_kinds(cls) -> tuple[type[OfKind], ...]:
+        return (ModelSource, EnsembleSource, ClassifierSource, FunctionSource, HttpSource)
+
+    def make_scorer(self, workspace: Path) -> Callable[[Any], Sequence[float | None]]:
+        """Return what scores replies, which a package defines.
+
+        It takes ``rlhf_core.ppo.reward_sources.source.Replies``, of which it reads ``prompts``,
+        ``texts``, ``finished`` and ``columns``, and returns a number for each; None for one that
+        cannot be scored. Each rank asks for its share of the replies. An attribute ``metrics``, if
+        there is one, has further numbers about the newest batch.
+
+        Args:
+            workspace: The folder that relative paths start at.
+        """
+        raise NotImplementedError
 
     @model_validator(mode="after")
     def _counts(self) -> SourceConfig:
@@ -174,10 +197,7 @@ class HttpSource(SourceConfig):
         return self
 
 
-RewardSource = Annotated[
-    ModelSource | EnsembleSource | ClassifierSource | FunctionSource | HttpSource,
-    Field(discriminator="kind"),
-]
+RewardSource = SerializeAsAny[SourceConfig]
 
 
 def refuse_own_model(folder: Path, who: str, workspace: Path) -> None:

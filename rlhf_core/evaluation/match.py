@@ -5,19 +5,19 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from rlhf_core.config.evaluation import EvaluateConfig
+from rlhf_core.config.evaluation import LLM, EvaluateConfig
 from rlhf_core.config.loading import load_section
 from rlhf_core.config.operations import RegistryConfig
 from rlhf_core.evaluation.comparisons.policy_vs_sft import Evaluation
 from rlhf_core.evaluation.fixed_sets import FixedSets, sampled_model
 from rlhf_core.evaluation.judges.gold import GoldJudge
-from rlhf_core.evaluation.judges.llm.judge import ANSWERS, LlmJudge
-from rlhf_core.evaluation.judges.model import Judge, ModelJudge
+from rlhf_core.evaluation.judges.model import Judge, ModelJudge, PairwiseJudge
 from rlhf_core.evaluation.judges.names import JUDGE, MODELS
+from rlhf_core.evaluation.plugged import plugged_judges
 from rlhf_core.evaluation.replies import measure_text
 from rlhf_core.models.foreign import require_openable
 from rlhf_core.runtime.progress import progress
-from rlhf_core.sampling.vllm import opened_sampler
+from rlhf_core.sampling.sampler import opened_sampler
 from rlhf_core.storage.files import sha256_tree
 from rlhf_core.training.history import nonfinite_as_none
 
@@ -55,7 +55,8 @@ def run_match(
     config = load_section(workspace, "evaluate", EvaluateConfig)
     in_turn = load_section(workspace, "registry", RegistryConfig).prompt_sets
     sets = FixedSets.read(config, workspace / CLEAN, workspace, prompt_set, in_turn)
-    llm_judge = LlmJudge(config.llm_judge, workspace / ANSWERS) if config.llm_judge else None
+    named = {LLM: config.llm_judge} if config.llm_judge is not None else {}
+    further = plugged_judges(named, workspace)
     folders = {"champion": champion, "challenger": challenger}
     if checker is not None:
         judges: list[Judge] = [checker]
@@ -76,8 +77,9 @@ def run_match(
     evaluation = Evaluation(sets, old, new, config)
     for judge in judges:
         evaluation.score(judge)
-    if llm_judge is not None:
-        evaluation.judge(llm_judge)
+    for one in further:
+        assert isinstance(one, PairwiseJudge)
+        evaluation.judge(one)
     return nonfinite_as_none(
         {
             "comparison": evaluation.comparison,

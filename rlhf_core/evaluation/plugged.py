@@ -1,9 +1,8 @@
 """The doors of evaluations and judges: what packages add to stage evaluate, where settings name it.
 
 An entry point of ``rlhf.evaluations`` is a subclass of :class:`AddedEvaluation`, one of
-``rlhf.judges`` makes a :class:`~rlhf_core.evaluation.judges.model.Judge` of its settings and the
-workspace. Third-party opponents and multiple choice are such evaluations; they come with the
-extras.
+``rlhf.judges`` makes a ``Judge`` or ``PairwiseJudge`` of its settings and the workspace. Opponents,
+multiple choice and the judge ``llm`` come with the extras.
 """
 
 from __future__ import annotations
@@ -16,11 +15,10 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from rlhf_core.config.evaluation import EvaluateConfig
 from rlhf_core.data.schema import Prompt
-from rlhf_core.errors import RlhfError, first_line
 from rlhf_core.evaluation.comparisons.rivals import Rival
-from rlhf_core.evaluation.judges.model import Judge
+from rlhf_core.evaluation.judges.model import Judge, PairwiseJudge
 from rlhf_core.evaluation.replies import Reply
-from rlhf_core.plugins import EVALUATIONS, JUDGES, PluginError, load_plugin
+from rlhf_core.plugins import EVALUATIONS, JUDGES, PluginError, load_plugin, made_by_plugin
 
 
 class AddedEvaluation:
@@ -73,35 +71,27 @@ def added_evaluations(
     config: EvaluateConfig, prompts: Sequence[Prompt], workspace: Path
 ) -> dict[str, AddedEvaluation]:
     """Return the evaluations that the settings name, each with its files read."""
-    return {
-        name: _made(EVALUATIONS, name, settings, prompts, workspace)
-        for name, settings in config.named_evaluations.items()
-    }
+    evaluations = {}
+    for name, settings in config.named_evaluations.items():
+        plugin = load_plugin(EVALUATIONS, name)
+        evaluations[name] = made_by_plugin(EVALUATIONS, name, plugin, settings, prompts, workspace)
+    return evaluations
 
 
-def plugged_judges(config: EvaluateConfig, workspace: Path) -> list[Judge]:
-    """Return the judges of packages that the settings name.
+def plugged_judges(named: Mapping[str, Any], workspace: Path) -> list[Judge | PairwiseJudge]:
+    """Return the judges of packages by the names and settings of ``named``.
 
     Raises:
         PluginError: One is not installed, cannot be made, or goes by another name.
     """
     judges = []
-    for name, settings in config.judges.items():
-        judge: Judge = _made(JUDGES, name, settings, workspace)
+    for name, settings in named.items():
+        plugin = load_plugin(JUDGES, name)
+        judge: Judge | PairwiseJudge = made_by_plugin(JUDGES, name, plugin, settings, workspace)
         if judge.name != name:
             raise PluginError(f"the judge {name} of {JUDGES} calls itself {judge.name!r}")
         judges.append(judge)
     return judges
-
-
-def _made(group: str, name: str, *arguments: Any) -> Any:
-    plugin = load_plugin(group, name)
-    try:
-        return plugin(*arguments)
-    except RlhfError:
-        raise
-    except Exception as error:  # whatever the code of others raises
-        raise PluginError(f"{name} of {group} cannot begin: {first_line(error)}") from error
 
 
 def added_into(metrics: dict[str, Any], more: Mapping[str, Any]) -> None:

@@ -14,13 +14,14 @@ import hashlib
 import os
 import re
 import sysconfig
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from importlib.machinery import ModuleSpec, PathFinder
 from importlib.util import find_spec
 from pathlib import Path
 
 from rlhf_core.config.evaluation import EvaluateConfig, VerifiableConfig
+from rlhf_core.config.ppo import RolloutConfig
 from rlhf_core.config.reward_sources import (
     OWN_MODEL,
     ClassifierSource,
@@ -38,8 +39,9 @@ from rlhf_core.fingerprint.modules import (
     packages_of,
     targets_executed,
 )
+from rlhf_core.fingerprint.reach import NO_DATA
 from rlhf_core.fingerprint.stages import FOLDER
-from rlhf_core.plugins import plugin_line
+from rlhf_core.plugins import model_plugins, origin, plugins_of
 from rlhf_core.storage.data_files import expand, expand_url, is_url, spelled, url_checksum
 from rlhf_core.storage.files import FileHashes, atomic_write_text, sha256_file
 
@@ -93,7 +95,8 @@ def write_starting_model(workspace: Path, source: str) -> None:
         source: ``base.source``. A folder counts by its files, a GGUF file by itself; a hub id and
             ``scratch`` by their names, which params.yaml holds.
     """
-    write_sources(workspace, _patterns(workspace, source, ("**",)), STARTING_MODEL)
+    notes = [plugin_line(group, name) for group, name in model_plugins(source)]
+    write_sources(workspace, _patterns(workspace, source, ("**",)), STARTING_MODEL, notes)
 
 
 def tokenizer_patterns(workspace: Path, source: str | None) -> list[str]:
@@ -114,13 +117,15 @@ REWARD_SOURCES = "reward_sources"
 REWARD_SOURCES_FILE = f"{FOLDER}/{REWARD_SOURCES}.txt"
 
 
-def write_tracked_files(workspace: Path, sources: RewardSources) -> None:
-    """Refresh ``.fingerprints/reward_sources.txt``.
+def write_tracked_files(workspace: Path, rollout: RolloutConfig) -> None:
+    """Refresh ``.fingerprints/reward_sources.txt``: what rewards, and plugins that sample.
 
     The own reward model is an output of DVC, which sees its changes.
     """
-    patterns, code = folder_patterns(workspace, sources), code_lines(workspace, sources)
-    write_sources(workspace, patterns, REWARD_SOURCES, code)
+    sources = rollout.reward.sources
+    code = code_lines(workspace, sources)
+    code += [plugin_line(group, name) for group, name in rollout.plugins]
+    write_sources(workspace, folder_patterns(workspace, sources), REWARD_SOURCES, code)
 
 
 def write_evaluation_inputs(workspace: Path, config: EvaluateConfig) -> None:
@@ -189,7 +194,7 @@ def function_files(workspace: Path, sources: RewardSources) -> list[str]:
     inside = set()
     for source in sources:
         if isinstance(source, FunctionSource):
-            for file in _reached(source, workspace).values():
+            for file in _of_function(source, workspace).values():
                 if file.resolve().is_relative_to(root):
                     inside.add(file.resolve().relative_to(root).as_posix())
     return sorted(inside)
@@ -205,18 +210,52 @@ def code_lines(workspace: Path, sources: RewardSources) -> list[str]:
     for source in sources:
         if isinstance(source, FunctionSource):
             lines.append(source.target)
-            for name, file in sorted(_reached(source, workspace).items()):
+            for name, file in sorted(_of_function(source, workspace).items()):
                 lines.append(f"  {name} {_digest(file)}")
     return lines
 
 
-def _reached(function: FunctionSource, workspace: Path) -> dict[str, Path]:
+def plugin_line(group: str, name: str) -> str:
+    """Describe a plugin, without importing it, in a line that changes with its version and code.
+
+    Comments do not count. Imports are followed inside the package of its module; data files, such
+    as a template, count where they have the name of a module beside them.
+    """
+    entries = plugins_of(group).get(name, ())
+    if not entries:
+        return f"{group} {name}: not installed"
+    entry = entries[0]
+    version = entry.dist.version if entry.dist is not None else ""
+    package = entry.module.partition(".")[0]
+    root = _root(entry.module, Path())
+    files: dict[str, Path] = {}
+    if root is not None:
+        files = _reached(entry.module, root, lambda name: name.partition(".")[0] == package)
+    digest = hashlib.sha256()
+    for _, file in sorted(files.items()):
+        digest.update(_digest(file).encode())
+        for beside in sorted(file.parent.glob(f"{file.stem}.*")):
+            if beside != file and beside.suffix not in NO_DATA:
+                digest.update(beside.read_bytes())
+    code = digest.hexdigest() if files else "unknown"
+    return f"{group} {name}: {origin(entry)} {version}, {entry.value}, code {code}"
+
+
+def _of_function(function: FunctionSource, workspace: Path) -> dict[str, Path]:
     """Return the modules that a function's code reaches, and their files."""
     module = function.target.partition(":")[0]
     root = _root(module, workspace)
     if root is None:
         return {}
     installed = root in {Path(path) for path in sysconfig.get_paths().values()}
+    return _reached(module, root, lambda name: not installed)
+
+
+def _reached(module: str, root: Path, follows: Callable[[str], bool]) -> dict[str, Path]:
+    """Return a module of the folder ``root`` and those that its imports lead to, with their files.
+
+    ``follows`` says of a module's name whether imports of it are followed.
+    """
     files: dict[str, Path] = {}
     waiting = [module]
     while waiting:
@@ -224,8 +263,7 @@ def _reached(function: FunctionSource, workspace: Path) -> dict[str, Path]:
         file = _file(root, name)
         if file is not None and name not in files:
             files[name] = file
-            if not installed:
-                waiting += _imported(name, file)
+            waiting += filter(follows, _imported(name, file))
     return files
 
 
@@ -245,8 +283,8 @@ def _root(module: str, workspace: Path) -> Path | None:
     origins = list(spec.submodule_search_locations or ())
     if spec.origin:
         origins.append(spec.origin)
-    for origin in origins:
-        for root in Path(origin).parents:
+    for place in origins:
+        for root in Path(place).parents:
             if _file(root, module):
                 return root
     return None

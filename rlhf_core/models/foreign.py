@@ -39,8 +39,8 @@ from rlhf_core.errors import DataError, ModelError, first_line
 from rlhf_core.models.causal_lm import load_tokenizer, require_decoder_only
 from rlhf_core.models.folder_check import REPAIR, SHARD, require_own_files
 from rlhf_core.models.forward import embedding_weight
-from rlhf_core.models.gguf import gguf_config, is_gguf, load_gguf_tokenizer
 from rlhf_core.models.io import empty_model, hub_files, is_local, reading, require_room_for
+from rlhf_core.models.readers import is_model_file, model_reader
 from rlhf_core.runtime.limited_call import CallLimits, limit_reached
 
 LIMITS = CallLimits()
@@ -71,7 +71,7 @@ def require_openable(
     """
     path = Path(os.path.expanduser(source))
     if not path.exists():
-        if is_local(source) or is_gguf(path):
+        if is_local(source) or is_model_file(path):
             return
         found = hub_files(str(source), revision)
         if found is None:
@@ -93,7 +93,7 @@ def require_openable(
 def _encode_sample(path: Path) -> None:
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     if path.is_file():
-        tokenizer = load_gguf_tokenizer(path)
+        tokenizer = model_reader(path).read_tokenizer(path)
     else:
         tokenizer = AutoTokenizer.from_pretrained(str(path), trust_remote_code=False)
     for sample in SAMPLES:
@@ -107,7 +107,7 @@ def _build_modules(path: Path, auto_class: Any) -> None:
     """
     torch.set_num_threads(1)
     config = (
-        gguf_config(path)
+        model_reader(path).read_config(path)
         if path.is_file()
         else AutoConfig.from_pretrained(str(path), trust_remote_code=False)
     )
@@ -229,9 +229,10 @@ def open_starting_model(workspace: Path, source: str, revision: str | None = Non
             f"base.source {source} does not exist; give a folder, a .gguf file, a hub id, or scratch"
         )
     require_openable(path)
-    if is_gguf(path):
-        gguf_config(path)
-        tokenizer = load_gguf_tokenizer(path)
+    if is_model_file(path):
+        reader = model_reader(path)
+        reader.read_config(path)
+        tokenizer = reader.read_tokenizer(path)
     else:
         tokenizer = open_model_folder(path)
     has_template = bool(tokenizer.chat_template)

@@ -9,14 +9,17 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, closing, contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from rlhf_core.config.sampler import SamplerConfig
 from rlhf_core.errors import RlhfError
+from rlhf_core.plugins import SAMPLERS, made_by_plugin
 from rlhf_core.runtime import distributed
 from rlhf_core.sampling.decoding import decoding_layers
 from rlhf_core.sampling.distribution import Sampling, TokenDistribution, philox_uniforms
@@ -118,6 +121,9 @@ class Sampler(ABC):
             raise RlhfError("a sampler samples only while it is awake: call sample inside of awake")
         return self._draw(prompts, sampling)
 
+    def close(self) -> None:  # noqa: B027 - most have started nothing
+        """End what it started; nothing is asked of it afterwards."""
+
     @abstractmethod
     def _take_over(self, policy: PreTrainedModel, version: int) -> None: ...
 
@@ -156,6 +162,22 @@ class LocalSampler(Sampler):
     def _draw(self, prompts: PromptBatch, sampling: TokenDistribution) -> Rollout:
         uniforms = philox_uniforms(prompts.seed, prompts.streams, sampling.base.max_new_tokens)
         return generate(self._policy, prompts.ids, uniforms, sampling, width=prompts.width)
+
+
+@contextmanager
+def opened_sampler(config: SamplerConfig, work: Path, folder: Path) -> Iterator[Sampler]:
+    """Yield the sampler that ``config`` names, and end what it started after the block.
+
+    Args:
+        config: Its relative paths start at ``folder``, the workspace.
+        work: The folder of the run's partial state.
+    """
+    sampler: Sampler = LocalSampler()
+    if config.kind != "local":
+        place = work / "sampler"
+        sampler = made_by_plugin(SAMPLERS, config.kind, config.make_sampler, place, folder)
+    with closing(sampler):
+        yield sampler
 
 
 def sample_replies(

@@ -40,9 +40,9 @@ from rlhf_core.models.foreign import (
     require_openable,
     require_trainable,
 )
-from rlhf_core.models.gguf import is_gguf, load_gguf
 from rlhf_core.models.io import is_local
 from rlhf_core.models.precision import weights_precision
+from rlhf_core.models.readers import is_model_file, model_reader
 from rlhf_core.ppo.rollout import require_room
 from rlhf_core.sampling.agreement import require_replies_as_scored
 from rlhf_core.stages.runtime.contract import Paths, Stage
@@ -80,11 +80,11 @@ def run(
         path = context.folder / os.path.expanduser(config.source)
         source = str(path) if path.exists() else config.source
         dtype = getattr(torch, weights_precision(config.dtype))
-        if not is_local(source) and not is_gguf(source):
+        if not is_local(source) and not is_model_file(source):
             find_hub_model(source, config.revision)
         require_openable(source, config.revision)
-        if is_gguf(source):
-            model, tokenizer = load_gguf(Path(source), dtype)
+        if is_model_file(source):
+            model, tokenizer = model_reader(Path(source)).read_model(Path(source), dtype)
         else:
             require_trainable(source, config.revision)
             loaded, tokenizer = load_policy(source, dtype, config.revision, torch.device("cpu"))

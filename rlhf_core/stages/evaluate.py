@@ -17,7 +17,7 @@ from rlhf_core.evaluation.comparisons.policy_vs_sft import Evaluation
 from rlhf_core.evaluation.comparisons.rivals import Rival, best_of_n, group_of
 from rlhf_core.evaluation.fixed_sets import EvaluatedModel, FixedSets, sample_sets
 from rlhf_core.evaluation.judges.gold import borrowed_judge
-from rlhf_core.evaluation.judges.llm.judge import ANSWERS, LlmJudge
+from rlhf_core.evaluation.judges.model import PairwiseJudge
 from rlhf_core.evaluation.perplexity import (
     HeldOutText,
     held_out_perplexities,
@@ -36,8 +36,7 @@ from rlhf_core.models.causal_lm import load_policy
 from rlhf_core.runtime import distributed
 from rlhf_core.runtime.progress import Progress, progress
 from rlhf_core.sampling.distribution import Sampling
-from rlhf_core.sampling.sampler import Sampler
-from rlhf_core.sampling.vllm import opened_sampler
+from rlhf_core.sampling.sampler import Sampler, opened_sampler
 from rlhf_core.stages.runtime.contract import Paths, Stage
 from rlhf_core.storage.files import atomic_write_json, atomic_write_lines, atomic_write_text
 from rlhf_core.training.engine.frozen import FrozenModels
@@ -58,7 +57,6 @@ def run(
     that are judged, the training distribution those that KL and perplexity are measured on. Ranks
     share all passes of models.
     """
-    llm_judge = LlmJudge(config.llm_judge, context.folder / ANSWERS) if config.llm_judge else None
     # A mistake in a file that the settings name stops the stage at once.
     sets = FixedSets.read(config, inputs.clean, context.folder)
     sources = config.ppo.reward.sources
@@ -66,7 +64,7 @@ def run(
     if "judge" not in inputs:
         checker = Checker.of_test_prompts(sources, inputs.clean, context.folder)
     added = added_evaluations(config, sets.judged, context.folder)
-    plugged = plugged_judges(config, context.folder)
+    plugged = plugged_judges(config.named_judges, context.folder)
     texts = read_held_out(inputs.clean, config.perplexity.rows)
     frozen = FrozenModels(context.launch)
     replies = 2 * sets.replies(config) + config.best_of_n * len(sets.judged)
@@ -107,16 +105,15 @@ def run(
                 rival.score(judge)
     distributed.release_nonzero_ranks()  # what is left runs none of these models
     if checker is not None:
-        plugged.append(checker)
+        plugged.insert(0, checker)
         names.append(checker.name)
-    for scorer in plugged:
-        evaluation.score(scorer)
-        for rival in given.values():
-            rival.score(scorer)
-    if llm_judge is not None:
-        evaluation.judge(llm_judge)
-        for rival in given.values():
-            rival.judge(llm_judge)
+    compared: list[Evaluation | Rival] = [evaluation, *given.values()]
+    for further_judge in plugged:
+        for one in compared:
+            if isinstance(further_judge, PairwiseJudge):
+                one.judge(further_judge)
+            else:
+                one.score(further_judge)
     # The last judge is the best one there is: gold in the synthetic world, else the one that
     # selected nothing.
     return write_results(evaluation, given, best, added, names[-1], config, outputs, context)

@@ -18,7 +18,7 @@ from rlhf_core.models.causal_lm import load_policy, positions_of, save_policy
 from rlhf_core.ppo.rejection_sampling import BestReplies, RejectionSampler
 from rlhf_core.ppo.rollout import TrainingPrompts, require_room
 from rlhf_core.sampling.distribution import Sampling
-from rlhf_core.sampling.vllm import opened_sampler
+from rlhf_core.sampling.sampler import opened_sampler
 from rlhf_core.stages.ppo import POLICY_OUTPUTS, read_training_prompts
 from rlhf_core.stages.runtime.contract import Paths, Stage
 from rlhf_core.storage.files import atomic_write_json, atomic_write_lines

@@ -40,16 +40,16 @@ def load_counting_tokenizer(source: str, base: Path) -> PreTrainedTokenizerBase:
         )
     # Imported here: these load torch and transformers, which takes seconds.
     from rlhf_core.models.foreign import prepare_tokenizer, require_openable
-    from rlhf_core.models.gguf import is_gguf, load_gguf_tokenizer
     from rlhf_core.models.io import is_local
+    from rlhf_core.models.readers import is_model_file, model_reader
 
-    if not path.exists() and (is_local(source) or is_gguf(source)):
+    if not path.exists() and (is_local(source) or is_model_file(source)):
         raise ModelError(f"the tokenizer {source} does not exist; {WANTED}")
     require_openable(path if path.exists() else source)
     if path.is_dir():
         tokenizer = _load_folder(path, source)
     elif path.exists():
-        tokenizer = load_gguf_tokenizer(path)
+        tokenizer = model_reader(path).read_tokenizer(path)
     else:
         tokenizer = _load_from_hub(source)
     # Rows are counted, not run; the library would warn of longer ones.
@@ -156,11 +156,11 @@ def model_positions(path: Path) -> int | None:
     from transformers import AutoConfig
 
     from rlhf_core.models.causal_lm import positions_of
-    from rlhf_core.models.gguf import gguf_config, is_gguf
     from rlhf_core.models.io import quiet
+    from rlhf_core.models.readers import is_model_file, model_reader
 
-    if path.is_file() and is_gguf(path):
-        config = gguf_config(path)
+    if path.is_file() and is_model_file(path):
+        config = model_reader(path).read_config(path)
     elif (path / "config.json").is_file():
         try:
             with quiet():

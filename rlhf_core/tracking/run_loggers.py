@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from rlhf_core.errors import first_line
-from rlhf_core.plugins import RUN_LOGGERS, PluginError, load_plugin
+from rlhf_core.plugins import RUN_LOGGERS, load_plugin, made_by_plugin
 from rlhf_core.tracking.stage_run import Tracker
 
 logger = logging.getLogger(__name__)
@@ -96,11 +96,8 @@ def with_loggers(
     """
     loggers: dict[str, RunLogger] = {}
     for name in names:
-        made = load_plugin(RUN_LOGGERS, name)
-        try:
-            loggers[name] = made(stage, workspace)
-        except Exception as error:
-            raise PluginError(f"the run logger {name} cannot begin: {first_line(error)}") from error
+        plugin = load_plugin(RUN_LOGGERS, name)
+        loggers[name] = made_by_plugin(RUN_LOGGERS, name, plugin, stage, workspace)
     if not loggers:
         yield tracker
         return

@@ -417,14 +417,16 @@ def stage_tracker(stage: str, workspace: Path, experiment: str) -> Iterator[Trac
     if os.environ.get("RLHF_TRACKING") == "off":
         yield Tracker()
         return
-    uri, folder = tracking_uri(workspace), workspace.resolve().name
+    uri, below = tracking_uri(workspace), current_experiment()
+    # Folders that DVC makes for an experiment have names of chance, and go.
+    folder = (record_folder(workspace) if below else workspace.resolve()).name
     name = f"{stage} · {folder} · {datetime.now():%Y-%m-%d %H:%M:%S}"
     tags = {"mlflow.runName": name, "stage": stage, "workspace": folder, "rlhf.stage": stage}
     tags |= origin_tags(workspace, f"rlhf stage {stage}")
     if os.environ.get(PARENT_RUN_VARIABLE):
         tags[PARENT_TAG] = os.environ[PARENT_RUN_VARIABLE]
     else:
-        tags |= current_experiment()
+        tags |= below
     tags = {key: redacted(value) for key, value in tags.items()}
     deferred = bool(os.environ.get(DEFERRED_VARIABLE))
     journal = Journal.new(

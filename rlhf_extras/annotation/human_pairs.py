@@ -25,7 +25,7 @@ from rlhf_core.evaluation.judges.model import ModelJudge
 from rlhf_core.evaluation.judges.names import JUDGE, MODELS, TRAINED_ON
 from rlhf_core.evaluation.regression import fixed_subset
 from rlhf_core.runtime.progress import progress
-from rlhf_core.sampling.vllm import opened_sampler
+from rlhf_core.sampling.sampler import opened_sampler
 from rlhf_core.storage.files import (
     atomic_write_json,
     atomic_write_lines,

@@ -20,8 +20,8 @@ from rlhf_core.models import foreign
 from rlhf_core.models.adapters import limit_layers
 from rlhf_core.models.causal_lm import require_decoder_only, scratch_config
 from rlhf_core.models.folder_check import require_no_adapter
-from rlhf_core.models.gguf import gguf_config, is_gguf
 from rlhf_core.models.io import empty_model
+from rlhf_core.models.readers import is_model_file, model_reader
 from rlhf_core.runtime.limited_call import limit_reached
 
 GIVE_FOLDER = "give a complete model folder"
@@ -132,8 +132,9 @@ def starting_architecture(
         architecture = architecture_of_file(config_file)
     elif base.source == "scratch":
         return _from_scratch(base, root / "models" / "base" / "config.json")
-    elif is_gguf(folder):
-        architecture = Architecture.of(gguf_config(folder).to_dict(), base.source)
+    elif is_model_file(folder):
+        config = model_reader(folder).read_config(folder)
+        architecture = Architecture.of(config.to_dict(), base.source)
     elif folder.is_dir():
         require_no_adapter(folder)
         architecture = architecture_of_file(folder / "config.json")

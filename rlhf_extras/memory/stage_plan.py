@@ -43,6 +43,7 @@ from rlhf_extras.memory.sharding import (
     trained_footprint,
     usable_memory,
 )
+from rlhf_extras.sampling.settings import VllmSamplerConfig
 
 # Of a stage's process on a CPU beside its tensors: Python and the libraries once all are imported.
 # See docs/plan.md.
@@ -176,7 +177,7 @@ class StagePlan:
         if (
             limit is None
             or "generation" not in self.phases
-            or sampler.kind == "local"
+            or not isinstance(sampler, VllmSamplerConfig)
             or sampler.url is not None
         ):
             return None

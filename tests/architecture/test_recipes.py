@@ -95,9 +95,9 @@ def add_a_reward_source(copy: Copy) -> None:
 
 
         '''
-    union = "RewardSource = Annotated["
+    union = "RewardSource = SerializeAsAny["
     copy.change(file, union, textwrap.dedent(source).lstrip() + union)
-    copy.change(file, "FunctionSource | HttpSource,", "FunctionSource | HttpSource | LengthSource,")
+    copy.change(file, "FunctionSource, HttpSource)", "FunctionSource, HttpSource, LengthSource)")
     copy.write(
         "rlhf_core/ppo/reward_sources/length.py",
         '''
@@ -127,7 +127,7 @@ def add_a_reward_source(copy: Copy) -> None:
         "    HttpSource,\n    ModelSource,",
         "    HttpSource,\n    LengthSource,\n    ModelSource,",
     )
-    last = "    assert isinstance(source, HttpSource)\n"
+    last = "    score = made_by_plugin("
     branch = (
         "    if isinstance(source, LengthSource):\n"
         "        from rlhf_core.ppo.reward_sources.length import LengthRewards\n\n"

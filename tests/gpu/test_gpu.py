@@ -33,8 +33,8 @@ from rlhf_core.sampling.token_scoring import (
     response_logits,
     response_values,
 )
-from rlhf_core.sampling.weight_transfer import NcclGroup
 from rlhf_core.serving.policy import LoadedPolicy, ReplySettings
+from rlhf_extras.sampling.weight_transfer import NcclGroup
 
 pytestmark = pytest.mark.gpu
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import re
 from collections.abc import Callable
 from pathlib import Path
 
@@ -11,6 +12,15 @@ import pytest
 from rlhf_core.plugins import plugins_of
 
 Install = Callable[..., None]
+DOCS = Path(__file__).resolve().parents[2] / "docs" / "plugins.md"
+
+
+def example(heading: str) -> str:
+    """The code below a heading of docs/plugins.md."""
+    text = DOCS.read_text(encoding="utf-8")
+    found = re.search(rf"^## {heading}\n.*?^```python\n(.*?)^```", text, re.DOTALL | re.MULTILINE)
+    assert found is not None
+    return found[1]
 
 
 def installer(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Install:

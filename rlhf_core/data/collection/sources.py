@@ -29,7 +29,8 @@ from rlhf_core.data.readers.stream import stream_records, uncounted
 from rlhf_core.data.readers.table_records import OnRead
 from rlhf_core.data.row_counts import Record
 from rlhf_core.errors import DataError, first_line, is_exhausted
-from rlhf_core.plugins import READERS, plugin_line
+from rlhf_core.fingerprint.tracked_files import plugin_line
+from rlhf_core.plugins import READERS
 from rlhf_core.storage.data_files import (
     NothingMatches,
     expand,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import numpy as np
 
@@ -21,7 +21,7 @@ from rlhf_core.evaluation.comparisons.comparison import (
 )
 from rlhf_core.evaluation.fixed_sets import EvaluatedModel, FixedSets, repeated_rows
 from rlhf_core.evaluation.judges.gold import GoldJudge
-from rlhf_core.evaluation.judges.model import Judge
+from rlhf_core.evaluation.judges.model import Judge, PairwiseJudge, PairwiseJudgements
 from rlhf_core.evaluation.judges.names import TRAINED_ON, final_judges, last_word
 from rlhf_core.evaluation.losses import paired_losses
 from rlhf_core.evaluation.regression import (
@@ -32,9 +32,6 @@ from rlhf_core.evaluation.regression import (
 )
 from rlhf_core.evaluation.replies import Reply, measure_text
 from rlhf_core.evaluation.safety.prompts import HARMFUL_CATEGORY
-
-if TYPE_CHECKING:
-    from rlhf_core.evaluation.judges.llm.judge import LlmJudge, PairwiseJudgements
 
 SIDES = ("policy", "sft")
 ORDER_METRICS = ("order_disagreement", "first_preferred")  # by which a judge decides or not
@@ -113,7 +110,7 @@ class Evaluation:
             self.clusters,
         )
 
-    def judge(self, judge: LlmJudge) -> None:
+    def judge(self, judge: PairwiseJudge) -> None:
         """Let a judge without scores compare the first replies."""
         policy, sft = self.first_replies("policy"), self.first_replies("sft")
         said = judge.judge([row.prompt for row in self.first], policy, sft)

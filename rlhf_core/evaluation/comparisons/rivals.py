@@ -6,7 +6,7 @@ import math
 import re
 from collections.abc import Mapping, Sequence
 from itertools import chain
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
@@ -14,11 +14,8 @@ from rlhf_core.data.schema import Prompt
 from rlhf_core.evaluation.comparisons.comparison import compare_groups
 from rlhf_core.evaluation.comparisons.policy_vs_sft import SIDES, Evaluation
 from rlhf_core.evaluation.fixed_sets import EvaluatedModel, FixedSets
-from rlhf_core.evaluation.judges.model import Judge
+from rlhf_core.evaluation.judges.model import Judge, PairwiseJudge
 from rlhf_core.evaluation.replies import Reply, measure_text
-
-if TYPE_CHECKING:
-    from rlhf_core.evaluation.judges.llm.judge import LlmJudge
 
 Samples = Sequence[Sequence[Reply]]
 
@@ -100,7 +97,7 @@ class Rival:
             versus.policy.scores[judge.name] = of_side.tolist()
             versus.compare_scores(judge.name, self._tie_margin(judge.name))
 
-    def judge(self, judge: LlmJudge) -> None:
+    def judge(self, judge: PairwiseJudge) -> None:
         """Let a judge without scores compare both models' replies with its own."""
         for versus in self.versus.values():
             versus.judge(judge)

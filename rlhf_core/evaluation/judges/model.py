@@ -1,8 +1,10 @@
-"""The interface of judges, and the judge that is a scalar model: reward model, referee or judge."""
+"""The interfaces of judges, and the one that is a scalar model: reward model, referee or judge."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
@@ -42,6 +44,46 @@ class Judge(Protocol):
     def score(self, prompts: Sequence[Sequence[Message]], replies: Sequence[Reply]) -> list[float]:
         """Score ``replies[i]`` as the answer to ``prompts[i]``; one score per reply."""
         ...
+
+
+@dataclass(frozen=True)
+class PairwiseJudgements:
+    """What a judge without scores says about pairs, in their order.
+
+    Attributes:
+        outcomes: 1 if the candidate's reply is better, ½ for a tie, 0 if the baseline's is; NaN
+            where the judge gave no usable answer, (pairs,).
+        reasons: The judge's own words.
+        metrics: How the judge worked, such as the share of pairs without a usable answer.
+    """
+
+    outcomes: np.ndarray
+    reasons: Sequence[str]
+    metrics: Mapping[str, float]
+
+    @property
+    def judged(self) -> np.ndarray:
+        """The positions of the pairs that have an outcome."""
+        return np.flatnonzero(~np.isnan(self.outcomes))
+
+
+class PairwiseJudge(ABC):
+    """Compares replies side by side, where no score of a single one means anything.
+
+    Attributes:
+        name: Prefix of what it says in metrics and samples.
+    """
+
+    name: str
+
+    @abstractmethod
+    def judge(
+        self,
+        prompts: Sequence[Sequence[Message]],
+        candidate: Sequence[Reply],
+        baseline: Sequence[Reply],
+    ) -> PairwiseJudgements:
+        """Compare ``candidate[i]`` with ``baseline[i]`` as answers to ``prompts[i]``."""
 
 
 def require_finite(scores: ArrayLike) -> None:

@@ -34,7 +34,8 @@ from rlhf_core.models.classifiers import AutoScalarModel
 from rlhf_core.models.foreign import require_openable
 from rlhf_core.models.heads import ScalarModel
 from rlhf_core.models.io import is_local
-from rlhf_core.ppo.reward_sources.functions import FunctionReward, PythonFunction
+from rlhf_core.plugins import REWARD_SOURCES, made_by_plugin
+from rlhf_core.ppo.reward_sources.functions import FunctionReward, PluggedSource, PythonFunction
 from rlhf_core.ppo.reward_sources.source import (
     SIGNATURE,
     HttpScorer,
@@ -143,8 +144,10 @@ def build_source(source: RewardSource, name: str, context: SourceContext) -> Sou
         return RankShared(
             PythonFunction(called, f"{who} ({source.target})", list(context.prompts.columns))
         )
-    assert isinstance(source, HttpSource)
-    return RankShared(HttpScorer(source, f"{who} ({source.url})"))
+    if isinstance(source, HttpSource):
+        return RankShared(HttpScorer(source, f"{who} ({source.url})"))
+    score = made_by_plugin(REWARD_SOURCES, source.kind, source.make_scorer, context.workspace)
+    return RankShared(PluggedSource(score, f"{who} ({source.kind})"))
 
 
 def probe(context: SourceContext) -> Tokens:

@@ -152,6 +152,29 @@ class PythonFunction:
             raise DataError(f"{self.who} {describe_failure(error)}") from error
 
 
+class PluggedSource:
+    """The rewards of a package's source, each checked."""
+
+    may_decline = True
+
+    def __init__(self, score: Function, who: str) -> None:
+        self.score, self.who = score, who
+        self.metrics: dict[str, float] = {}
+
+    def rewards(self, replies: Replies) -> Tensor:
+        """(B,); NaN where a reply cannot be scored.
+
+        Raises:
+            DataError: The source raised, or did not return one finite number or None per reply.
+        """
+        try:
+            scores = self.score(replies)
+        except Exception as error:
+            raise DataError(f"{self.who} {describe_failure(error)}") from error
+        self.metrics = dict(getattr(self.score, "metrics", {}))
+        return checked_rewards(scores, replies, self.who, none_is_unscored=True)
+
+
 @dataclass(frozen=True)
 class _Call:
     """One call for one reply."""

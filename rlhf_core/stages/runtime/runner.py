@@ -163,7 +163,7 @@ def _run(name: str, workspace: Path, preemption: PreemptionSignal) -> dict[str, 
     if REWARD_SOURCES_FILE in stage.inputs.values() and launcher.rank() == 0:
         # After an edit that DVC has not seen yet, training must not resume from older partial
         # state.
-        write_tracked_files(workspace, params.ppo.reward.sources)
+        write_tracked_files(workspace, params.ppo)
     inputs = _inputs(stage, workspace, outputs_of(params.left_out))
     launches = {str(key): value for key, value in params.compute.launch.items()}
     launch = launches.get(name, LaunchConfig())

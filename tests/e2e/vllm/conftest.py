@@ -22,7 +22,7 @@ from flows.prefect_server.services import free_port
 from flows.registry.promote import promote
 from flows.registry.register import register
 from rlhf_core.models.causal_lm import save_policy, with_stop_tokens
-from rlhf_core.models.gguf import load_gguf
+from rlhf_extras.gguf_files import read_model
 
 __all__ = ["finished"]  # the fixture of a finished workspace
 # With so small a nucleus only the most likely token is left; vLLM's own default would sample from
@@ -81,5 +81,5 @@ def champion_in_vllm(
 
 def save_smollm2(gguf: Path, folder: Path) -> None:
     """Write the model in float32, as the base stage prepares it."""
-    model, tokenizer = load_gguf(gguf, torch.float32)
+    model, tokenizer = read_model(gguf, torch.float32)
     save_policy(folder, model, with_stop_tokens(tokenizer, model))

@@ -14,8 +14,8 @@ from vllm_service import VLLM_MARKS, VllmService
 from rlhf_core.config.evaluation import LlmJudgeConfig
 from rlhf_core.data.schema import Message
 from rlhf_core.errors import DataError
-from rlhf_core.evaluation.judges.llm.judge import LlmJudge
 from rlhf_core.evaluation.replies import Reply
+from rlhf_extras.evaluations.llm_judge import LlmJudge
 
 pytestmark = [*VLLM_MARKS, needs_smollm2]
 PROMPTS = [[Message("user", f"What is {i} plus {i}?")] for i in range(1, 7)]

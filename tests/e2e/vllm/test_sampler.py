@@ -30,14 +30,14 @@ from vllm_service import VLLM_MARKS, VLLM_PYTHON
 import rlhf_core as rlhf
 from rlhf_core.config.base import BaseConfig
 from rlhf_core.config.evaluation import EvaluateStageConfig
-from rlhf_core.config.sampler import VllmSamplerConfig
 from rlhf_core.errors import RlhfError
 from rlhf_core.models.causal_lm import load_tokenizer, new_model, save_policy, train_tokenizer
 from rlhf_core.models.heads import ScalarModel
 from rlhf_core.sampling.distribution import EvaluationSampling, Sampling
 from rlhf_core.sampling.sampler import LocalSampler, Sampler
-from rlhf_core.sampling.vllm import VllmSampler
 from rlhf_core.training.run_context import RunContext
+from rlhf_extras.sampling.settings import VllmSamplerConfig
+from rlhf_extras.sampling.vllm import VllmSampler
 
 pytestmark = VLLM_MARKS
 

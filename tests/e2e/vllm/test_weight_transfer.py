@@ -21,11 +21,11 @@ from torch import Tensor
 from transformers import LlamaForCausalLM, PreTrainedModel
 from vllm_service import VLLM_MARKS, VLLM_PYTHON, started
 
-from rlhf_core.config.sampler import VllmSamplerConfig
 from rlhf_core.errors import RlhfError
-from rlhf_core.sampling import weight_transfer
 from rlhf_core.sampling.sampler import Sampler
-from rlhf_core.sampling.vllm import VllmSampler, save_merged
+from rlhf_extras.sampling import weight_transfer
+from rlhf_extras.sampling.settings import VllmSamplerConfig
+from rlhf_extras.sampling.vllm import VllmSampler, save_merged
 
 pytestmark = VLLM_MARKS
 MEETING = 600.0

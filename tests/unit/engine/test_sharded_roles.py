@@ -32,10 +32,10 @@ from rlhf_core.models.causal_lm import load_tokenizer, new_model, save_policy, t
 from rlhf_core.models.heads import ScalarModel
 from rlhf_core.runtime import distributed
 from rlhf_core.sampling.sampler import LocalSampler, Sampler
-from rlhf_core.sampling.weight_transfer import CheckpointWeights
 from rlhf_core.stages import evaluate
 from rlhf_core.stages.runtime.contract import Paths
 from rlhf_core.training.run_context import RunContext
+from rlhf_extras.sampling.weight_transfer import CheckpointWeights
 
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("deepspeed") is None,

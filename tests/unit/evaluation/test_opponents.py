@@ -19,7 +19,7 @@ from rlhf_core.evaluation.comparisons.comparison import compare, compare_outcome
 from rlhf_core.evaluation.comparisons.policy_vs_sft import Evaluation
 from rlhf_core.evaluation.comparisons.rivals import Rival
 from rlhf_core.evaluation.fixed_sets import EvaluatedModel, FixedSets
-from rlhf_core.evaluation.judges.llm.judge import PairwiseJudgements
+from rlhf_core.evaluation.judges.model import PairwiseJudgements
 from rlhf_core.evaluation.replies import Reply
 from rlhf_core.plugins import EVALUATIONS, load_plugin
 from rlhf_extras.evaluations.opponents import read_opponent

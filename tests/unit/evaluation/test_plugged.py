@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import logging
-import re
 import sys
 from pathlib import Path
 from typing import Any
 
 import pyarrow.parquet as pq
 import pytest
-from commands import ROOT
-from plugin_distributions import Install
+from plugin_distributions import Install, example
 from pydantic import ValidationError
 
 from rlhf_core.config.data import ValidateConfig
@@ -32,14 +30,6 @@ from .conftest import made_prompt
 PROMPTS = [made_prompt(f"what is {i} and {i}?", "sums", "a file") for i in range(6)]
 
 
-def example(heading: str) -> str:
-    """The code below a heading of docs/plugins.md."""
-    text = (ROOT / "docs" / "plugins.md").read_text(encoding="utf-8")
-    found = re.search(rf"^## {heading}\n.*?^```python\n(.*?)^```", text, re.DOTALL | re.MULTILINE)
-    assert found is not None
-    return found[1]
-
-
 def model(text: str) -> EvaluatedModel:
     return EvaluatedModel([Reply(text, True) for _ in PROMPTS])
 
@@ -51,7 +41,7 @@ def test_the_judge_of_the_docs_scores_both_models_and_decides(
         "brevity", JUDGES, {"brief": "brevity_of_docs:FewWords"}, brevity_of_docs=example("A judge")
     )
     config = EvaluateConfig(judges={"brief": {"most": 1}}, bootstrap=20)
-    (judge,) = plugged_judges(config, tmp_path)
+    (judge,) = plugged_judges(config.named_judges, tmp_path)
     evaluation = Evaluation(FixedSets(PROMPTS), model("a b c"), model("a b"), config)
     evaluation.score(judge)
     assert evaluation.policy.scores["brief"] == [-1] * len(PROMPTS)
@@ -79,10 +69,10 @@ def test_a_judge_that_cannot_be_made_is_one_line(
     install("broken", JUDGES, {"brief": "broken_judge:make"}, broken_judge=module)
     sys.modules.pop("broken_judge", None)
     with pytest.raises(PluginError, match=said) as caught:
-        plugged_judges(EvaluateConfig(judges={"brief": {}}), tmp_path)
+        plugged_judges({"brief": {}}, tmp_path)
     assert "brief" in str(caught.value) and "\n" not in str(caught.value)
     with pytest.raises(PluginError, match="no installed package gives 'nobodys'"):
-        plugged_judges(EvaluateConfig(judges={"nobodys": {}}), tmp_path)
+        plugged_judges({"nobodys": {}}, tmp_path)
 
 
 @pytest.mark.parametrize(

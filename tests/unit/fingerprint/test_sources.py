@@ -10,12 +10,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from pydantic import TypeAdapter
 
 from rlhf_core.config import yaml_text
 from rlhf_core.config.evaluation import EvaluateConfig
 from rlhf_core.config.paths import rebase_sources
-from rlhf_core.config.reward_sources import DEFAULT_SOURCES, RewardSources
+from rlhf_core.config.ppo import PpoConfig
 from rlhf_core.data.collection.sources import read_sources
 from rlhf_core.fingerprint.tracked_files import (
     REWARD_SOURCES_FILE,
@@ -163,10 +162,8 @@ def workspace(tmp_path: Path) -> Path:
 
 def seen(workspace: Path, *values: dict[str, Any]) -> str:
     """What DVC would compare."""
-    sources = (
-        TypeAdapter(RewardSources).validate_python(list(values)) if values else DEFAULT_SOURCES
-    )
-    write_tracked_files(workspace, sources)
+    reward = {"sources": list(values)} if values else {}
+    write_tracked_files(workspace, PpoConfig.model_validate({"reward": reward}))
     return (workspace / REWARD_SOURCES_FILE).read_text()
 
 

@@ -192,7 +192,7 @@ def test_a_reward_function_travels_with_the_job(tmp_path: Path) -> None:
     )
     (here / "own_vocabulary.py").write_text("GOOD = ['please']\n")
     (here / "unrelated.py").write_text("pass\n")
-    write_tracked_files(here, load_params(here).ppo.reward.sources)
+    write_tracked_files(here, load_params(here).ppo)
     carried = read_carried_files(
         here, ["params.yaml", "dvc.yaml", ".fingerprints", *_untracked_inputs(here, "ppo")]
     )

@@ -19,11 +19,12 @@ from transformers import AutoTokenizer
 from rlhf_core.data import tables
 from rlhf_core.data.readers import stream, table_records
 from rlhf_core.errors import ConfigError, is_exhausted
-from rlhf_core.models import folder_check, gguf, io
+from rlhf_core.models import folder_check, io
 from rlhf_core.sampling import agreement
 from rlhf_core.stages import token_lengths
 from rlhf_core.storage.data_files import local_copy
 from rlhf_core.training.checkpoints import checkpoint
+from rlhf_extras import gguf_files
 
 ERRORS = (
     MemoryError(),
@@ -60,9 +61,9 @@ def header(place: Place) -> None:
 
 
 def gguf_file(place: Place) -> None:
-    place.fails(gguf, "quiet")
-    place.patch.setattr(gguf, "_readable_header", lambda file: None)
-    with gguf._reading(place.empty / "x.gguf"):
+    place.fails(gguf_files, "quiet")
+    place.patch.setattr(gguf_files, "_readable_header", lambda file: None)
+    with gguf_files._reading(place.empty / "x.gguf"):
         pass
 
 

@@ -27,8 +27,8 @@ from rlhf_core.models.adapters import (
     peft_adapter,
 )
 from rlhf_core.models.folder_check import ADAPTER_CONFIG
-from rlhf_core.sampling.weight_transfer import as_tensor, plain_weights
 from rlhf_core.storage.files import atomic_write_json
+from rlhf_extras.sampling.weight_transfer import as_tensor, plain_weights
 
 LORA = LoraConfig(rank=2, alpha=4)
 READ_OTHERWISE = ("laguna",)  # PEFT 0.21 renames some of its adapters while it reads them

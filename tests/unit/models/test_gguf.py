@@ -22,7 +22,7 @@ from rlhf_core.data.encoding import encode_dialogue, encode_prompt
 from rlhf_core.data.schema import Message
 from rlhf_core.errors import EXIT_USER_ERROR, ModelError
 from rlhf_core.models.causal_lm import load_policy
-from rlhf_core.models.gguf import load_gguf, read_gguf_header
+from rlhf_extras.gguf_files import read_gguf_header, read_model
 from rlhf_extras.memory.architecture import starting_architecture
 
 
@@ -62,7 +62,7 @@ def test_a_truncated_file_is_refused_in_one_line(file: Path, tmp_path: Path) -> 
     cut = tmp_path / "cut.gguf"
     cut.write_bytes(file.read_bytes()[:-200])
     with pytest.raises(ModelError, match=r"cut\.gguf") as refused:
-        load_gguf(cut)
+        read_model(cut)
     assert "\n" not in str(refused.value)
 
 
@@ -73,14 +73,14 @@ def test_missing_files_and_packages_have_a_remedy(
         run_base(tmp_path / "none.gguf", tmp_path)
     monkeypatch.setitem(sys.modules, "gguf", None)
     with pytest.raises(ModelError, match=r"install rlhf-pipeline\[gguf\]"):
-        load_gguf(file)
+        read_model(file)
 
 
 @pytest.mark.slow
 @needs_smollm2
 def test_smollm2_is_read_with_its_template(tmp_path: Path) -> None:
     assert SMOLLM2 is not None
-    loaded, tokenizer = load_gguf(SMOLLM2)
+    loaded, tokenizer = read_model(SMOLLM2)
     assert sum(p.numel() for p in loaded.parameters()) == 134_515_008 and len(tokenizer) == 49_152
     prompt = tokenizer.apply_chat_template(
         [{"role": "user", "content": "What is the capital of France?"}],

@@ -21,13 +21,13 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, MixtralConfig, PreTrainedModel
 
 from rlhf_core.config.model import LoraConfig
-from rlhf_core.config.sampler import VllmSamplerConfig
 from rlhf_core.errors import ModelError, RlhfError
 from rlhf_core.models.adapters import WithoutAdapters, add_adapters
 from rlhf_core.runtime import distributed
-from rlhf_core.sampling import vllm, weight_transfer
-from rlhf_core.sampling.vllm import VllmClient, VllmSampler, save_merged
-from rlhf_core.sampling.weight_transfer import CheckpointWeights, WeightTransfer
+from rlhf_extras.sampling import vllm, weight_transfer
+from rlhf_extras.sampling.settings import VllmSamplerConfig
+from rlhf_extras.sampling.vllm import VllmClient, VllmSampler, save_merged
+from rlhf_extras.sampling.weight_transfer import CheckpointWeights, WeightTransfer
 
 NEVER = threading.Event()
 

@@ -81,3 +81,17 @@ def test_an_experiment_ends_as_the_stage_that_ends_it(
     experiment = client.get_experiment_by_name("x").experiment_id
     assert len(client.search_runs([experiment], f"attributes.run_name = '{NAME}'")) == 2
     assert "mlflow.parentRunId" not in runs_by_name(workspace)["judge"].data.tags
+
+
+def test_runs_of_an_experiment_in_a_folder_of_its_own_are_named_after_the_workspace(
+    workspace: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    apart = workspace / ".dvc" / "tmp" / "exps" / "tmpx1y2z3"
+    (apart / ".dvc").mkdir(parents=True)
+    (apart / "params.yaml").write_text((workspace / "params.yaml").read_text())
+    monkeypatch.setenv("DVC_ROOT", str(workspace))
+    with stage_tracker("ppo", apart, "x"):
+        pass
+    runs = runs_by_name(workspace)
+    assert runs["ppo"].info.run_name.split(" · ")[:2] == ["ppo", workspace.name]
+    assert {run.data.tags["workspace"] for run in runs.values()} == {workspace.name}

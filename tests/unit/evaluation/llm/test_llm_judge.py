@@ -18,9 +18,9 @@ from pydantic import ValidationError
 from rlhf_core.config.evaluation import LlmJudgeConfig
 from rlhf_core.data.schema import Message
 from rlhf_core.errors import ConfigError, DataError
-from rlhf_core.evaluation.judges.llm import judge as llm
-from rlhf_core.evaluation.judges.llm.judge import PairwiseJudgements
+from rlhf_core.evaluation.judges.model import PairwiseJudgements
 from rlhf_core.evaluation.replies import Reply
+from rlhf_extras.evaluations import llm_judge as llm
 
 from .conftest import ChatServer, completion
 

@@ -1,7 +1,4 @@
-"""Sampling by a vLLM server: the server, its client, its weights, and the sampler.
-
-Here is also decided which sampler a run has.
-"""
+"""Sampling by a vLLM server: the server, its client, its weights, and the sampler."""
 
 from __future__ import annotations
 
@@ -14,7 +11,7 @@ import subprocess
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing, contextmanager
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -25,7 +22,6 @@ import torch
 from torch import Tensor
 from transformers import CONFIG_NAME, PreTrainedModel
 
-from rlhf_core.config.sampler import SamplerConfig, VllmSamplerConfig
 from rlhf_core.data.encoding import left_pad
 from rlhf_core.errors import RlhfError
 from rlhf_core.models.adapters import WithoutAdapters
@@ -43,14 +39,15 @@ from rlhf_core.runtime.http_retry import (
 from rlhf_core.sampling.agreement import LIMITS
 from rlhf_core.sampling.distribution import Sampling, TokenDistribution
 from rlhf_core.sampling.generation import Rollout, trimmed_rollout
-from rlhf_core.sampling.sampler import LocalSampler, PromptBatch, Sampler
-from rlhf_core.sampling.weight_transfer import (
+from rlhf_core.sampling.sampler import PromptBatch, Sampler
+from rlhf_core.storage.files import atomic_dir, atomic_write_json, new_scratch_folder, read_json
+from rlhf_extras.sampling.server_settings import VllmServerSettings
+from rlhf_extras.sampling.weight_transfer import (
     CheckpointWeights,
     WeightTransfer,
     as_tensor,
     plain_weights,
 )
-from rlhf_core.storage.files import atomic_dir, atomic_write_json, new_scratch_folder, read_json
 
 MODEL = "policy"  # the name that requests give
 STOP_SECONDS, POLL_SECONDS = 30.0, 0.2
@@ -377,7 +374,7 @@ class VllmSampler(Sampler):
         work: A folder for the log, and for the weights unless ``config.weights_folder`` names one.
     """
 
-    def __init__(self, config: VllmSamplerConfig, work: Path) -> None:
+    def __init__(self, config: VllmServerSettings, work: Path) -> None:
         super().__init__()
         self.config = config
         self._log = work / "vllm.log"
@@ -606,18 +603,3 @@ def rollout_of(prompts: PromptBatch, replies: list[SampledTokens], sampling: Sam
     )
     columns = (ids, mask, response, logprobs, lengths, finished)
     return trimmed_rollout(*(column.to(device) for column in columns))
-
-
-@contextmanager
-def opened_sampler(config: SamplerConfig, work: Path, folder: Path) -> Iterator[Sampler]:
-    """Yield the sampler that ``config`` names, and end what it started after the block.
-
-    Args:
-        config: Its relative paths start at ``folder``, the workspace.
-        work: The folder of the run's partial state.
-    """
-    if config.kind == "local":
-        yield LocalSampler()
-        return
-    with closing(VllmSampler(config.seen_from(folder), work / "sampler")) as sampler:
-        yield sampler

@@ -26,6 +26,7 @@ from rlhf_core.config.evaluation import TEMPLATE_FIELDS, LlmBudgetConfig, LlmJud
 from rlhf_core.data.schema import Message
 from rlhf_core.data.text import writable
 from rlhf_core.errors import DataError, RlhfError
+from rlhf_core.evaluation.judges.model import PairwiseJudge, PairwiseJudgements
 from rlhf_core.evaluation.replies import Reply
 from rlhf_core.runtime.http_retry import (
     bearer_token,
@@ -240,7 +241,7 @@ class UsageMeter:
                             "evaluate.llm_judge.budget.money to go on")  # fmt: skip
 
 
-PACKAGE = "rlhf_core.evaluation.judges.llm"
+PACKAGE = "rlhf_extras.evaluations"
 FIELD = re.compile("|".join(map(re.escape, TEMPLATE_FIELDS)))
 VERDICT_SCHEMA = {
     "type": "object",
@@ -262,7 +263,7 @@ FORMATS: dict[str, dict[str, Any]] = {
 
 def built_in_template() -> str:
     """Return the text that is used where ``llm_judge.template`` is null."""
-    return files(PACKAGE).joinpath("pairwise_prompt.txt").read_text(encoding="utf-8")
+    return files(PACKAGE).joinpath("llm_judge.txt").read_text(encoding="utf-8")
 
 
 def question_text(template: str, prompt: Sequence[Message], reply_a: str, reply_b: str) -> str:
@@ -372,33 +373,12 @@ OUTCOMES = ({"A": WIN, "tie": TIE, "B": LOSS}, {"A": LOSS, "tie": TIE, "B": WIN}
 JUNK_CHARACTERS = 80
 
 
-@dataclass(frozen=True)
-class PairwiseJudgements:
-    """What a judge without scores says about pairs, in their order.
-
-    Attributes:
-        outcomes: 1 if the candidate's reply is better, ½ for a tie, 0 if the baseline's is; NaN
-            where the judge gave no usable answer, (pairs,).
-        reasons: The judge's own words.
-        metrics: How the judge worked, such as the share of pairs without a usable answer.
-    """
-
-    outcomes: np.ndarray
-    reasons: Sequence[str]
-    metrics: Mapping[str, float]
-
-    @property
-    def judged(self) -> np.ndarray:
-        """The positions of the pairs that have an outcome."""
-        return np.flatnonzero(~np.isnan(self.outcomes))
-
-
-class LlmJudge:
+class LlmJudge(PairwiseJudge):
     """Compares replies by a language model behind an OpenAI-compatible endpoint.
 
     Args:
         config: Endpoint, template and limits.
-        answers: Folder of the answers that are known.
+        workspace: The folder in which answers are kept, in ``.rlhf/llm_judge``.
         wait: Sleeps for so many seconds; by default until the time is over or another request has
             failed for good.
         clock: Monotonic seconds.
@@ -412,12 +392,12 @@ class LlmJudge:
     def __init__(
         self,
         config: LlmJudgeConfig,
-        answers: Path,
+        workspace: Path,
         wait: Callable[[float], object] | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.config = config
-        self.cache = AnswerCache(answers)
+        self.cache = AnswerCache(workspace / ANSWERS)
         self.stopped = threading.Event()
         self.failure: RlhfError | None = None
         self.endpoint = ChatEndpoint(config, wait or self._wait, clock)

@@ -179,19 +179,13 @@ class _Header:
         return name, (shape, offset + math.prod(shape) * block_bytes // block)
 
 
-SUFFIX = ".gguf"
 # What every language model's header says of its sizes, behind the name of the architecture and a
 # full stop.
 SIZES = ("block_count", "embedding_length")
 TOKENS, EMBEDDING = "tokenizer.ggml.tokens", "token_embd.weight"
 
 
-def is_gguf(source: str | Path) -> bool:
-    """Whether ``source`` names a GGUF file rather than a folder or a hub id."""
-    return Path(source).suffix.lower() == SUFFIX
-
-
-def load_gguf(
+def read_model(
     file: Path, dtype: torch.dtype | None = None
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """Load a causal language model in evaluation mode, and its tokenizer, from one GGUF file.
@@ -208,7 +202,7 @@ def load_gguf(
     """
     folder, precision = str(file.parent), dtype or torch.float32
     causal_lm: Any = AutoModelForCausalLM
-    tokenizer = load_gguf_tokenizer(file)
+    tokenizer = read_tokenizer(file)
     with _reading(file):
         quantised, info = causal_lm.from_pretrained(
             folder,
@@ -237,10 +231,10 @@ def load_gguf(
     return model.to(distributed.device()).eval(), tokenizer
 
 
-def load_gguf_tokenizer(file: Path) -> PreTrainedTokenizerBase:
+def read_tokenizer(file: Path) -> PreTrainedTokenizerBase:
     """Load the tokenizer of a GGUF file without its weights.
 
-    ``ModelError`` as for :func:`load_gguf`.
+    ``ModelError`` as for :func:`read_model`.
     """
     with _reading(file):
         tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
@@ -275,8 +269,8 @@ def _without_entries_beyond(
     return reduced
 
 
-def gguf_config(file: Path) -> PretrainedConfig:
-    """The architecture of a GGUF file, from its header; ``ModelError`` as for :func:`load_gguf`."""
+def read_config(file: Path) -> PretrainedConfig:
+    """The architecture of a GGUF file, from its header; ``ModelError`` as for :func:`read_model`."""
     with _reading(file):
         config: PretrainedConfig = AutoConfig.from_pretrained(
             str(file.parent), gguf_file=file.name, trust_remote_code=False
@@ -304,7 +298,7 @@ def _reading(file: Path) -> Iterator[None]:
 def _readable_header(file: Path) -> GgufHeader:
     """The header of a GGUF file of an architecture that transformers reads.
 
-    ``ModelError`` as for :func:`load_gguf`.
+    ``ModelError`` as for :func:`read_model`.
 
     It is read before transformers sees the file: of a file that is cut off or calls itself
     something else transformers says so late, or fills what it does not find with the sizes of a

@@ -1,1 +1,0 @@
-"""The LLM judge: which of two replies a language model prefers, asked over HTTP."""
