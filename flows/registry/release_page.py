@@ -213,7 +213,8 @@ def _not_registered(workspace: Path, notes: RunNotes) -> ReleaseDecision:
             number = read_aliases(connect(workspace), name).get(CHAMPION)
             champion = _champion_sentence(name, number)
         except RlhfError:  # which may be why nothing is registered
-            champion = ""
+            if closed is None and not (because or notes.registered):
+                raise  # the version may be in a registry that is not the one named now
     trained = (workspace / POLICY_FOLDER).is_dir()
     registered = "No version holds this policy." if trained else "No policy was trained."
     return replace(decision, registered=registered, champion=champion)

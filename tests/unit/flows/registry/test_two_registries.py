@@ -49,6 +49,7 @@ def use(registry: Registry, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MLFLOW_TRACKING_URI", registry.client._tracking_client.tracking_uri)
 
 
+@pytest.mark.dear("two registries, each with versions of its own")
 def test_a_version_of_the_other_registry_is_not_taken_for_one_of_this(
     both: tuple[Registry, Registry], contest: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
