@@ -167,7 +167,7 @@ def test_status_while_a_run_is_under_way_shows_its_progress_without_dvc(
         assert "stages\n  1/3 done after 0:0" in screen
         assert "  fingerprint  ran in 0:02\n" in screen
         assert re.search(
-            r"ppo          running 45/90, 0:4\d left, reward 0\.342, kl 1\.89\n", screen
+            r"ppo          running 45/90, 0:4\d left, 1/s, reward 0\.342, kl 1\.89\n", screen
         ), screen
         assert "  report       waiting\n" in screen
 

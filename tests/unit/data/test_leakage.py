@@ -22,7 +22,7 @@ from rlhf_core.config.paths import rebase_sources
 from rlhf_core.data.collection.raw_folder import RawData
 from rlhf_core.data.collection.sources import read_sources
 from rlhf_core.data.schema import PairUser
-from rlhf_core.data.validation import set_rules as minhash
+from rlhf_core.data.validation import similar_texts
 from rlhf_core.data.validation.set_rules import (
     SetFindings,
     apply_set_rules,
@@ -293,7 +293,7 @@ def test_the_signature_of_a_long_text_is_made_piece_by_piece(
 ) -> None:
     texts = SimilarTexts(MINHASH)
     whole = texts.signature(" ".join(WORDS))
-    monkeypatch.setattr(minhash, "SHINGLES", 7)
+    monkeypatch.setattr(similar_texts, "SHINGLES", 7)
     assert (texts.signature(" ".join(WORDS)).hashvalues == whole.hashvalues).all()
 
 
