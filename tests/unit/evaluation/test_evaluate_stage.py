@@ -528,7 +528,7 @@ def test_a_sampler_lets_go_of_its_model(models: Path) -> None:
 
 
 def test_a_repetition_penalty_that_the_server_counts_otherwise_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"set that to 1\.0, or sampler\.kind to local"):
+    with pytest.raises(ValueError, match=r"repetition_penalty to 1\.0, or sampler\.kind to local"):
         EvaluateConfig.model_validate(
             {"sampler": WITHOUT_VLLM, "sampling": {"repetition_penalty": 1.1}}
         )

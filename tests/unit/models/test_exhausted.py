@@ -14,7 +14,7 @@ from typing import Any, NoReturn
 import pyarrow as pa
 import pytest
 from fsspec.implementations.local import LocalFileSystem
-from transformers import AutoTokenizer
+from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 from rlhf_core.data import tables
 from rlhf_core.data.readers import stream, table_records
@@ -48,6 +48,11 @@ class Place:
 
     def fail(self, *_: object, **__: object) -> NoReturn:
         raise self.error
+
+
+def tiny_llama() -> LlamaForCausalLM:
+    shape = {"hidden_size": 8, "intermediate_size": 8, "num_attention_heads": 1}
+    return LlamaForCausalLM(LlamaConfig(vocab_size=64, num_hidden_layers=1, **shape))
 
 
 def model_folder(place: Place) -> None:
@@ -101,13 +106,13 @@ def copy_of_a_url(place: Place) -> None:
 
 
 def architecture(place: Place) -> None:
+    place.fails(agreement, "selected_logits")
+    agreement.require_next_tokens(tiny_llama(), "models/base")
+
+
+def sampled_architecture(place: Place) -> None:
     place.fails(agreement, "_largest_difference")
-    model: Any = type(
-        "Model",
-        (),
-        {"training": False, "eval": lambda self: self, "train": lambda self, mode: self},
-    )()
-    agreement.require_replies_as_scored(model, "models/base")
+    agreement.require_replies_as_scored(tiny_llama(), "models/base")
 
 
 def saved_step(place: Place) -> None:
@@ -120,7 +125,8 @@ def saved_step(place: Place) -> None:
 
 
 READERS: tuple[Callable[[Place], None], ...] = (
-    model_folder, header, gguf_file, tokenizer, text, table, own_table, copy_of_a_url, architecture, saved_step
+    model_folder, header, gguf_file, tokenizer, text, table, own_table, copy_of_a_url, architecture,
+    sampled_architecture, saved_step,
 )  # fmt: skip
 
 

@@ -27,7 +27,7 @@ from rlhf_core.config.model import SamplingConfig
 from rlhf_core.config.reward_sources import ClassifierSource
 from rlhf_core.data import template_process
 from rlhf_core.errors import ModelError
-from rlhf_core.models import foreign, io
+from rlhf_core.models import folder_check, foreign
 from rlhf_core.models.causal_lm import load_policy
 from rlhf_core.models.foreign import INDEX, stored_tensors
 from rlhf_core.models.heads import ScalarModel
@@ -268,7 +268,7 @@ def test_a_folder_of_more_tensors_than_any_model_has_is_refused(
         names = {f"weight {number}": "a.safetensors" for number in range(500_001)}
         (folder / INDEX).write_text(json.dumps({"metadata": {}, "weight_map": names}))
     else:
-        monkeypatch.setattr(io, "MOST_TENSORS", most)
+        monkeypatch.setattr(folder_check, "MOST_TENSORS", most)
     with pytest.raises(
         ModelError,
         match=rf"^{folder} names [\d,]+ tensors, and no model has more than [\d,]+; [^\n]*$",
