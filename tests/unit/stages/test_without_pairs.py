@@ -254,7 +254,8 @@ def test_what_cannot_be_scored_counts_as_the_lowest_score(tmp_path: Path) -> Non
 
 
 def test_a_checker_promotes_without_a_rate_at_equal_lengths() -> None:
-    compared = {"win_rate_low95": 0.6, "lc_win_rate_low95": 0.0, "clusters": 20, "clusters_won": 20}
+    rates = {"win_rate": 0.7, "win_rate_low95": 0.6, "lc_win_rate_low95": 0.0}
+    compared = rates | {"clusters": 20, "clusters_won": 20}
     match = {"comparison": {"checker": compared | {"clusters_tied": 0, "clusters_lost": 0}}}
     assert all(criterion.passed for criterion in win_rate_criteria(match, 0.5, 0.05, 1))
     assert not all(
