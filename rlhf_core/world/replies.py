@@ -94,8 +94,8 @@ MODES: tuple[tuple[str, float], ...] = (
     ("rude", 0.1),
     ("rambling", 0.1),
 )
-# Who answers from a text can look again, so three of four wrong answers about a story are mended.
-STORY_MENDED = 0.75
+# Who answers from a text can look again, so every other wrong answer about a story is mended.
+STORY_MENDED = 0.5
 # Who is not rude mostly opens and closes with a courtesy: what is left to win is content.
 OPENED, CLOSED = 0.9, 0.85
 MAX_WORDS = 42
