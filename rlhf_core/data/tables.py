@@ -7,6 +7,7 @@ import sys
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from contextvars import ContextVar
 from dataclasses import is_dataclass
 from pathlib import Path
 from types import TracebackType
@@ -163,11 +164,32 @@ class TableWriter:
             self._temporary.unlink(missing_ok=True)
 
 
+_note_read: ContextVar[Callable[[Path], None] | None] = ContextVar("note_read", default=None)
+
+
+@contextmanager
+def reads_noted(note: Callable[[Path], None]) -> Iterator[None]:
+    """Call ``note`` with each data file that is read inside the block, whenever it is."""
+    token = _note_read.set(note)
+    try:
+        yield
+    finally:
+        _note_read.reset(token)
+
+
+def require_data_file(path: Path) -> None:
+    """Raise ``DataError`` where a data file that is to be read is missing; note it where asked."""
+    if not path.is_file():
+        raise DataError(f"{path} does not exist; run the stage that writes it")
+    note = _note_read.get()
+    if note is not None:
+        note(path)
+
+
 @contextmanager
 def readable(path: Path) -> Iterator[None]:
     """Raise ``DataError`` inside the block where a parquet file is missing or damaged."""
-    if not path.is_file():
-        raise DataError(f"{path} does not exist; run the stage that writes it")
+    require_data_file(path)
     try:
         yield
     except (pa.ArrowException, OSError) as error:
