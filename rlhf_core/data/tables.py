@@ -7,7 +7,6 @@ import sys
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from contextvars import ContextVar
 from dataclasses import is_dataclass
 from pathlib import Path
 from types import TracebackType
@@ -164,25 +163,25 @@ class TableWriter:
             self._temporary.unlink(missing_ok=True)
 
 
-_note_read: ContextVar[Callable[[Path], None] | None] = ContextVar("note_read", default=None)
+# Whom reads are told. Libraries read in threads of their own, which know no context of the caller.
+_read_notes: list[Callable[[Path], None]] = []
 
 
 @contextmanager
 def reads_noted(note: Callable[[Path], None]) -> Iterator[None]:
-    """Call ``note`` with each data file that is read inside the block, whenever it is."""
-    token = _note_read.set(note)
+    """Call ``note`` with each data file that this process reads inside the block."""
+    _read_notes.append(note)
     try:
         yield
     finally:
-        _note_read.reset(token)
+        _read_notes.remove(note)
 
 
 def require_data_file(path: Path) -> None:
     """Raise ``DataError`` where a data file that is to be read is missing; note it where asked."""
     if not path.is_file():
         raise DataError(f"{path} does not exist; run the stage that writes it")
-    note = _note_read.get()
-    if note is not None:
+    for note in _read_notes:
         note(path)
 
 

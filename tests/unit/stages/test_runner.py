@@ -12,7 +12,7 @@ import os
 import platform
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -237,23 +237,28 @@ def test_a_stage_names_each_file_of_rows_that_it_reads_by_its_content(tmp_path: 
     ]
     for other in others:
         write_rows(other, rows)
-    tokenizer = train_tokenizer([row.reply for row in rows], 300)
     tracker = NotedTracker()
     data = runner.DataInputs(runner.load_stage("sft"), tmp_path, tracker)
+
+    def replies() -> Iterator[str]:  # which a thread of the library asks for
+        for row in read_rows(clean / "demonstrations/test.parquet", Demonstration):
+            yield row.reply
+
     with reads_noted(data.note):
+        tokenizer = train_tokenizer(replies(), 300)
         for path in (clean / "demonstrations/train.parquet", *others):
             parquet_footer(path)
             read_rows(path, Demonstration)
         for _ in range(2):  # the second time its tokens are known
             file = clean / "demonstrations/validation.parquet"
             read_tokens(tmp_path / "tokens", file, Demonstration.KIND, tokenizer)
-    parquet_footer(clean / "demonstrations/test.parquet")
     named = {name: (facts["context"], facts["rows"]) for name, facts in tracker.datasets.items()}
     assert named == {
         "data/clean/demonstrations/train": ("training", "3"),
         "data/clean/demonstrations/validation": ("validation", "3"),
+        "data/clean/demonstrations/test": ("test", "3"),
     }
-    assert tracker.calls == 2 and data.named == tracker.datasets
+    assert tracker.calls == 3 and data.named == tracker.datasets
     content = (clean / "demonstrations/train.parquet").read_bytes()
     digest = tracker.datasets["data/clean/demonstrations/train"]["digest"]
     assert digest == hashlib.md5(content).hexdigest(), "by which DVC names it"
