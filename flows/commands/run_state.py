@@ -151,7 +151,8 @@ def _selected(ppo: Mapping[str, Any]) -> str:
         last = ppo["last"]
         return f"iteration {ppo['iterations']}, the last; KL {last['kl']:.2f}, reward {last['reward_mean']:.2f}"
     selected = ppo["selected"]
-    return f"iteration {selected['iteration']} selected, KL {selected['kl']:.2f}, win rate {selected['win_rate']:.2f}"
+    win_rate = selected["referee"]["win_rate"]
+    return f"iteration {selected['iteration']} selected, KL {selected['kl']:.2f}, win rate {win_rate:.2f}"
 
 
 def _too_long(training: Mapping[str, Any]) -> str:

@@ -439,7 +439,10 @@ def summary(
     if choice is not None:
         metrics["selected_iteration"] = choice.candidate.iteration
         metrics["admissible"] = int(choice.admissible)
-        metrics["selected"] = nonfinite_as_none(asdict(choice.candidate))
+        selected = asdict(choice.candidate)
+        # A win rate is named by its judge here as among the metrics of the evaluation.
+        selected["referee"] = {name: selected.pop(name) for name in ("win_rate", "win_rate_error")}
+        metrics["selected"] = nonfinite_as_none(selected)
     return metrics
 
 

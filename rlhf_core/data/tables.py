@@ -163,11 +163,32 @@ class TableWriter:
             self._temporary.unlink(missing_ok=True)
 
 
+# Whom reads are told. Libraries read in threads of their own, which know no context of the caller.
+_read_notes: list[Callable[[Path], None]] = []
+
+
+@contextmanager
+def reads_noted(note: Callable[[Path], None]) -> Iterator[None]:
+    """Call ``note`` with each data file that this process reads inside the block."""
+    _read_notes.append(note)
+    try:
+        yield
+    finally:
+        _read_notes.remove(note)
+
+
+def require_data_file(path: Path) -> None:
+    """Raise ``DataError`` where a data file that is to be read is missing; note it where asked."""
+    if not path.is_file():
+        raise DataError(f"{path} does not exist; run the stage that writes it")
+    for note in _read_notes:
+        note(path)
+
+
 @contextmanager
 def readable(path: Path) -> Iterator[None]:
     """Raise ``DataError`` inside the block where a parquet file is missing or damaged."""
-    if not path.is_file():
-        raise DataError(f"{path} does not exist; run the stage that writes it")
+    require_data_file(path)
     try:
         yield
     except (pa.ArrowException, OSError) as error:

@@ -42,7 +42,12 @@ from rlhf_core.data.schema import (
     require_columns,
     tables_of,
 )
-from rlhf_core.data.tables import parquet_footer, table_chunks, table_slices
+from rlhf_core.data.tables import (
+    parquet_footer,
+    require_data_file,
+    table_chunks,
+    table_slices,
+)
 from rlhf_core.data.token_folder import RECORD
 from rlhf_core.errors import DataError
 from rlhf_core.runtime import distributed
@@ -182,8 +187,7 @@ def read_tokens(
     Raises:
         DataError: The file cannot be read, or the tokenizer cannot write one of its rows.
     """
-    if not path.is_file():
-        raise DataError(f"{path} does not exist; run the stage that writes it")
+    require_data_file(path)
     if folder is None:
         return TokenTable(
             pa.Table.from_batches(encode_file(tokenizer, kind, path), token_schema(kind))

@@ -373,6 +373,12 @@ def sha256_file(path: Path) -> str:
         return hashlib.file_digest(stream, "sha256").hexdigest()
 
 
+def md5_file(path: Path) -> str:
+    """Return the hash by which DVC names a file: of its content, and no protection from forgery."""
+    with open(path, "rb") as stream:
+        return hashlib.file_digest(stream, lambda: hashlib.md5(usedforsecurity=False)).hexdigest()
+
+
 class FileHashes:
     """Hashes of files' contents, remembered in a JSON file so that each file is read once.
 

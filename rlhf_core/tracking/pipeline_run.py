@@ -120,19 +120,21 @@ def log_data_input(client: Any, run_id: str, workspace: Path) -> None:
         client.log_inputs(run_id, [dataset_input(CLEAN_DATA, digest, uri, "training")])
 
 
-def dataset_input(name: str, digest: str, uri: str, context: str) -> Any:
+def dataset_input(name: str, digest: str, uri: str, context: str, rows: str | None = None) -> Any:
     """Make a dataset as MLflow keeps it with each run that reads it.
 
     The same name and digest are one dataset.
 
     Args:
-        digest: The hash that dvc.lock has for it.
+        digest: The hash that DVC has for it.
         context: What the run does with it, such as "training".
+        rows: How many rows it has, where that is known.
     """
     from mlflow.entities import Dataset, DatasetInput, InputTag
 
     source = json.dumps({"uri": uri, "dvc": digest})
-    dataset = Dataset(name, digest[:LONGEST_DIGEST], "local", source)
+    profile = json.dumps({"num_rows": int(rows)}) if rows else None
+    dataset = Dataset(name, digest[:LONGEST_DIGEST], "local", source, profile=profile)
     return DatasetInput(dataset, [InputTag("mlflow.data.context", context)])
 
 

@@ -64,7 +64,7 @@ class Tracker:
         """Copy a file into the run's artifacts."""
 
     def log_datasets(self, datasets: Mapping[str, Mapping[str, str]]) -> None:
-        """Name the data that the run reads, as ``digest``, ``uri`` and ``context`` by name."""
+        """Name the data that the run reads: ``digest``, ``uri``, ``context`` and ``rows`` by name."""
 
     def set_tags(self, tags: Mapping[str, str]) -> None:
         """Label the run."""

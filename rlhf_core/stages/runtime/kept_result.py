@@ -27,7 +27,7 @@ from rlhf_core.storage.files import (
 logger = logging.getLogger(__name__)
 
 FOLDER = Path(".rlhf") / "finished"
-MANIFEST = "manifest.json"
+MANIFEST, DATASETS = "manifest.json", "datasets.json"
 
 
 class KeptResult:
@@ -55,8 +55,10 @@ class KeptResult:
         """Whether DVC runs this stage."""
         return os.environ.get("DVC_STAGE", "").rpartition(":")[2] == self.stage
 
-    def keep(self, key: str, outputs: Mapping[str, Path]) -> None:
-        """Keep what the computation ``key`` has written to ``outputs``."""
+    def keep(
+        self, key: str, outputs: Mapping[str, Path], datasets: Mapping[str, Mapping[str, str]]
+    ) -> None:
+        """Keep what the computation ``key`` has written to ``outputs``, and what data it read."""
         if not self.runs_in_dvc():
             return
         try:
@@ -66,9 +68,14 @@ class KeptResult:
                         shutil.copytree(path, folder / name, copy_function=os.link)
                     elif path.exists():
                         os.link(path, folder / name)
+                atomic_write_json(folder / DATASETS, datasets)
                 atomic_write_json(folder / MANIFEST, self._manifest(key))
         except (OSError, RlhfError) as error:  # as where the file system has no links
             logger.info("the result of %s is not kept for DVC: %s", self.stage, error)
+
+    def datasets(self) -> dict[str, dict[str, str]]:
+        """The data that the computation read, as a tracker takes them."""
+        return dict(read_json(self.folder / DATASETS))
 
     def restore(self, outputs: Mapping[str, Path]) -> dict[str, Any]:
         """Write the outputs again, as copies, and return the metrics among them."""

@@ -26,7 +26,8 @@ from rlhf_core.config.params import Params
 from rlhf_core.config.policy import Method
 from rlhf_core.config.problems import nearest
 from rlhf_core.config.rates import with_chosen_rates
-from rlhf_core.config.recipe import recipe_folder, recorded_outputs
+from rlhf_core.config.recipe import recipe_folder
+from rlhf_core.data.tables import parquet_footer, reads_noted
 from rlhf_core.data.token_folder import TOKENS
 from rlhf_core.errors import (
     ConfigError,
@@ -50,6 +51,7 @@ from rlhf_core.storage.files import (
     atomic_write_json,
     flatten,
     full_disks,
+    md5_file,
     remove_tree,
     removed_name,
     scratch_folder,
@@ -87,7 +89,6 @@ def load_stage(name: str, method: Method = "ppo") -> Stage[Any]:
 
 logger = logging.getLogger(__name__)
 
-DATA_FOLDERS = ("data/raw", "data/clean")
 COMPUTING = (*get_args(Trained), "evaluate")  # the stages that run models for long
 AFTER_FULL_DISK = "make room and run the stage again: a training goes on from its last checkpoint"
 AFTER_NO_MEMORY = (
@@ -233,16 +234,18 @@ def _run_alone(run: _StageRun) -> dict[str, Any]:
             named_by_content=True,
         )
         tracker.log_params(named_parameters(stage, run.config))
-        if datasets := data_inputs(stage, workspace):
-            tracker.log_datasets(datasets)
+        data = DataInputs(stage, workspace, tracker)
         if not launcher.is_rank() and kept.is_of(key):
+            if read := kept.datasets():
+                tracker.log_datasets(read)
             metrics = kept.restore(outputs)
         else:
-            metrics = dict(stage.run(run.config, run.inputs, outputs, context))
+            with reads_noted(data.note):
+                metrics = dict(stage.run(run.config, run.inputs, outputs, context))
         _record(metrics, outputs, tracker)
     # Not of `evaluate`: its key does not tell of the questions and checks that settings name.
     if stage.name in get_args(Trained):
-        kept.keep(key, outputs)
+        kept.keep(key, outputs, data.named)
     if store is not None:
         store.clear()
     try:
@@ -264,18 +267,41 @@ def named_parameters(stage: Stage[Any], config: StageConfig) -> dict[str, Any]:
     return named
 
 
-def data_inputs(stage: Stage[Any], workspace: Path) -> dict[str, dict[str, str]]:
-    """Return the folders of rows that a stage reads, with their hashes in dvc.lock."""
-    lock = workspace / "dvc.lock"
-    paths = [path for path in stage.inputs.values() if path in DATA_FOLDERS]
-    recorded = recorded_outputs(lock) if paths and lock.is_file() else {}
-    context = "evaluation" if stage.name == "evaluate" else "training"
-    described = {}
-    for path in paths:
-        if recorded.get(path):
-            uri = (workspace.resolve() / path).as_uri()
-            described[path] = {"digest": recorded[path], "uri": uri, "context": context}
-    return described
+# What a run does with a file of rows, by the file's name: MLflow's context of a dataset.
+CONTEXTS = {"train": "training", "validation": "validation", "test": "test", "data": "raw"}
+
+
+class DataInputs:
+    """Names each file of rows that a stage reads as a dataset of its MLflow run.
+
+    The digest is the hash of the content by which DVC names the file, too. Files are named when
+    they are first read, since which of them a stage reads depends on its settings.
+
+    Attributes:
+        named: What the tracker was told, by the file's path in the workspace without its ending.
+    """
+
+    def __init__(self, stage: Stage[Any], workspace: Path, tracker: Tracker) -> None:
+        self.folders = [f"{path}/" for path in stage.inputs.values()]
+        self.workspace, self.tracker = Path(os.path.abspath(workspace)), tracker
+        self.named: dict[str, dict[str, str]] = {}
+
+    def note(self, path: Path) -> None:
+        """Name the file, unless it was or is none of the stage's rows."""
+        file = Path(os.path.abspath(path))  # DVC may have linked it to its cache
+        if not file.is_relative_to(self.workspace) or file.stem not in CONTEXTS:
+            return
+        name = file.relative_to(self.workspace).with_suffix("").as_posix()
+        if name in self.named or not name.startswith(tuple(self.folders)):
+            return
+        self.named[name] = {}  # counting its rows reads it
+        self.named[name] = {
+            "digest": md5_file(file),
+            "uri": file.as_uri(),
+            "context": CONTEXTS[file.stem],
+            "rows": str(parquet_footer(file)[1]),
+        }
+        self.tracker.log_datasets({name: self.named[name]})
 
 
 def _checkpoint_store(run: _StageRun, work: Path) -> CheckpointStore | None:

@@ -20,7 +20,7 @@ from uuid import UUID, uuid4
 import httpx
 import pytest
 from prefect.client.orchestration import SyncPrefectClient
-from prefect.exceptions import Abort, TerminationSignal
+from prefect.exceptions import Abort, ObjectNotFound, TerminationSignal
 from prefect.states import Cancelled, Cancelling, Completed, Crashed, Running, Scheduled, State
 from unit.flows.test_retry_and_clock import FakeClock
 
@@ -489,10 +489,20 @@ def test_the_job_itself_reports_its_final_state(
         signal.signal(signal.SIGTERM, handler)
 
 
-def test_a_job_hears_of_its_cancellation_after_an_outage(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    "error",
+    [
+        pytest.param(httpx.ConnectError("All connection attempts failed"), id="away"),
+        pytest.param(ObjectNotFound(KeyError("404 Not Found")), id="deleted"),
+    ],
+)
+def test_a_job_keeps_watching_for_its_cancellation_whatever_the_server_answers(
+    error: Exception, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A process worker tells no job of it after half a minute without the server."""
+    """A process worker tells no job of it after half a minute without the server.
+
+    A run may be deleted and its database restored while its stage works.
+    """
 
     class LateServer(Server):
         def read_flow_run(self, number: int) -> Any:
@@ -500,8 +510,8 @@ def test_a_job_hears_of_its_cancellation_after_an_outage(
                 self.turns.pop()(self)
             return super().read_flow_run(number)
 
-    def is_away(server: Server) -> None:
-        raise httpx.ConnectError("All connection attempts failed")
+    def has_no_answer(server: Server) -> None:
+        raise error
 
     def works(spec: StageSpec) -> StageOutcome:
         return stopped() if stage_job.signals.STOP.wait(60) else left()
@@ -511,7 +521,7 @@ def test_a_job_hears_of_its_cancellation_after_an_outage(
     monkeypatch.setattr(stage_job.signals, "install", lambda *_: None)
     monkeypatch.setattr(stage_job.signals, "STOP", threading.Event())
     monkeypatch.setattr(stage_job, "runtime", SimpleNamespace(flow_run=SimpleNamespace(id=0)))
-    server = LateServer(Path(), becomes(Cancelling), *[is_away] * 9)
+    server = LateServer(Path(), becomes(Cancelling), *[has_no_answer] * 9)
     server.states = [Running()]
     use(server, monkeypatch)
     handler = signal.getsignal(signal.SIGTERM)

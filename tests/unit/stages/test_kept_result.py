@@ -30,11 +30,11 @@ def test_a_result_that_dvc_has_not_recorded_is_taken_once_for_the_same_computati
     tmp_path: Path, outputs: dict[str, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     kept = KeptResult(tmp_path, "sft")
-    kept.keep("key", outputs)
+    kept.keep("key", outputs, {})
     assert not kept.exists(), "without DVC nothing records it, and nothing is kept"
     monkeypatch.setenv("DVC_STAGE", "dvc.yaml:sft")
     (tmp_path / "dvc.lock").write_text("stages: {sft: {cmd: x}, ppo: {cmd: x}}\n")
-    kept.keep("key", outputs)
+    kept.keep("key", outputs, {"data/clean/pretrain/train": {"digest": "1"}})
     before = sha256_tree(outputs["model"])
     for path in (outputs["model"].parent, outputs["metrics"].parent):
         shutil.rmtree(path)
@@ -45,6 +45,7 @@ def test_a_result_that_dvc_has_not_recorded_is_taken_once_for_the_same_computati
     assert not kept.is_of("key")
     monkeypatch.setenv("DVC_STAGE", "sft")
     assert kept.restore(outputs) == {"loss": 0.5}
+    assert kept.datasets() == {"data/clean/pretrain/train": {"digest": "1"}}
     assert sha256_tree(outputs["model"]) == before
     # In the cache of DVC a file may be the kept one; what a person edits is a copy.
     kept_weights = kept.folder / "model/a/weights"

@@ -6,12 +6,13 @@ from __future__ import annotations
 
 import ctypes
 import errno
+import hashlib
 import json
 import os
 import platform
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -20,12 +21,16 @@ import pytest
 from small_disk import small_disk
 from sqlalchemy import create_engine, text
 from transformers import LlamaConfig, LlamaForCausalLM
+from unit.training.tiny import demonstrations
 
 from rlhf_core.config.operations import ComputeConfig
 from rlhf_core.config.policy import Method
-from rlhf_core.data.tables import TableWriter
+from rlhf_core.data.schema import Demonstration, read_rows, write_rows
+from rlhf_core.data.tables import TableWriter, parquet_footer, reads_noted
+from rlhf_core.data.token_tables import read_tokens
 from rlhf_core.errors import EXIT_USER_ERROR, ConfigError, RlhfError
 from rlhf_core.fingerprint.stages import write_fingerprints
+from rlhf_core.models.causal_lm import train_tokenizer
 from rlhf_core.runtime.preemption import PreemptionSignal
 from rlhf_core.stages.runtime import runner, threads
 from rlhf_core.stages.runtime.contract import Paths
@@ -197,6 +202,12 @@ class NotedTracker(Tracker):
     def __init__(self) -> None:
         self.metrics: dict[str, float] = {}
         self.tags: dict[str, str] = {}
+        self.datasets: dict[str, Mapping[str, str]] = {}
+        self.calls = 0
+
+    def log_datasets(self, datasets: Mapping[str, Mapping[str, str]]) -> None:
+        self.datasets |= datasets
+        self.calls += 1
 
     def log_metrics(self, metrics: Mapping[str, float], step: int | None = None) -> None:
         self.metrics |= metrics
@@ -213,22 +224,49 @@ def test_results_are_recorded_once_and_the_run_can_be_found_by_them(tmp_path: Pa
     assert tracker.tags == {METRICS_TAG: sha256_file(tmp_path / "ppo.json")}
 
 
-def test_a_stage_knows_its_data_by_dvcs_hashes(tmp_path: Path) -> None:
-    def names(stage: str) -> dict[str, str]:
-        return {
-            name: facts["context"]
-            for name, facts in runner.data_inputs(runner.load_stage(stage), tmp_path).items()
-        }
+def test_a_stage_names_each_file_of_rows_that_it_reads_by_its_content(tmp_path: Path) -> None:
+    clean, raw = tmp_path / "data/clean", tmp_path / "data/raw"
+    rows = demonstrations(3)
+    for split in ("train", "validation", "test"):
+        write_rows(clean / f"demonstrations/{split}.parquet", rows)
+    # Neither of the stage's inputs, nor rows, nor in the workspace.
+    others = [
+        raw / "demonstrations/data.parquet",
+        clean / "findings.parquet",
+        tmp_path / "train.parquet",
+    ]
+    for other in others:
+        write_rows(other, rows)
+    tracker = NotedTracker()
+    data = runner.DataInputs(runner.load_stage("sft"), tmp_path, tracker)
 
-    assert names("sft") == {}
-    outs = "{outs: [{path: data/clean, md5: a.dir}, {path: data/docs, md5: b.dir}]}"
-    (tmp_path / "dvc.lock").write_text(f"schema: '2.0'\nstages: {{validate: {outs}}}\n")
-    assert (names("sft"), names("evaluate")) == (
-        {"data/clean": "training"},
-        {"data/clean": "evaluation"},
-    )
-    assert names("validate") == names("gate-policy") == {}
-    assert runner.data_inputs(runner.load_stage("sft"), tmp_path)["data/clean"]["digest"] == "a.dir"
+    def replies() -> Iterator[str]:  # which a thread of the library asks for
+        for row in read_rows(clean / "demonstrations/test.parquet", Demonstration):
+            yield row.reply
+
+    with reads_noted(data.note):
+        tokenizer = train_tokenizer(replies(), 300)
+        for path in (clean / "demonstrations/train.parquet", *others):
+            parquet_footer(path)
+            read_rows(path, Demonstration)
+        for _ in range(2):  # the second time its tokens are known
+            file = clean / "demonstrations/validation.parquet"
+            read_tokens(tmp_path / "tokens", file, Demonstration.KIND, tokenizer)
+    named = {name: (facts["context"], facts["rows"]) for name, facts in tracker.datasets.items()}
+    assert named == {
+        "data/clean/demonstrations/train": ("training", "3"),
+        "data/clean/demonstrations/validation": ("validation", "3"),
+        "data/clean/demonstrations/test": ("test", "3"),
+    }
+    assert tracker.calls == 3 and data.named == tracker.datasets
+    content = (clean / "demonstrations/train.parquet").read_bytes()
+    digest = tracker.datasets["data/clean/demonstrations/train"]["digest"]
+    assert digest == hashlib.md5(content).hexdigest(), "by which DVC names it"
+    validate = runner.DataInputs(runner.load_stage("validate"), tmp_path, tracker)
+    with reads_noted(validate.note):
+        for path in tmp_path.rglob("*.parquet"):
+            parquet_footer(path)
+    assert list(validate.named) == ["data/raw/demonstrations/data"]
 
 
 def test_parameters_have_the_names_of_params_yaml() -> None:

@@ -202,14 +202,15 @@ def test_a_stage_names_the_data_that_it_reads(courier: Courier, tmp_path: Path) 
     stages = [begin_stage(tmp_path), begin_stage(tmp_path)]
     for stage, context in zip(stages, ("training", "evaluation"), strict=True):
         stage.log_datasets(
-            {"data/clean": {"digest": "0" * 40, "uri": "file:///w/data/clean", "context": context}}
+            {"rows": {"digest": "0" * 40, "uri": "file:///rows", "context": context, "rows": "7"}}
         )
         stage.end("FINISHED")
     courier.deliver_rest()
     inputs = [run.inputs.dataset_inputs for run in client.search_runs([experiment])]
     assert [(given.dataset.name, given.dataset.digest) for (given,) in inputs] == [
-        ("data/clean", "0" * 36)
+        ("rows", "0" * 36)
     ] * 2
+    assert {given.dataset.profile for (given,) in inputs} == {'{"num_rows": 7}'}
     assert {tag.value for (given,) in inputs for tag in given.tags} == {"training", "evaluation"}
 
 

@@ -33,7 +33,7 @@ from rlhf_core.ppo.rollout import require_room
 from rlhf_core.ppo.update import PtxData
 from rlhf_core.stages import critic, ppo
 from rlhf_core.stages.runtime.contract import Paths
-from rlhf_core.tracking.stage_run import Tracker
+from rlhf_core.tracking.stage_run import Tracker, results
 from rlhf_core.training.history import read_history
 from rlhf_core.training.run_context import RunContext
 
@@ -141,6 +141,9 @@ def test_the_policy_of_a_shared_backbone_is_a_plain_model(workspace: Path, share
     assert (shared / "history/ppo_abandoned.jsonl").read_text() == ""
     metrics = json.loads((shared / "metrics/ppo.json").read_text())
     assert undocumented("metrics/ppo.json", [metrics]) <= {"selected", "last"}
+    selected = results({"selected": metrics["selected"]})
+    judged = {name for name in selected if "win_rate" in name}
+    assert judged == {f"final/selected.referee.win_rate{end}" for end in ("", "_error")}
 
 
 def test_a_run_that_rolls_back_and_pauses_leaves_its_story(workspace: Path, tmp_path: Path) -> None:
