@@ -130,9 +130,11 @@ $(DOCS_VENV)/.installed: requirements-docs.lock
 	@$(call hashed_install,$(DOCS_VENV)/bin) -r requirements-docs.lock
 	@touch $@
 
-# Whether all works on this machine's GPU, within nine minutes. Without one: ACCEPTANCE=--dry.
+# Whether all works on this machine's GPU, within nine minutes, or on several together (GPUS=8), within ten. Without any:
+# DEVICE=cpu. An environment with vLLM: ACCEPTANCE='--vllm-python PYTHON'.
+GPUS ?= 1
 gpu-acceptance: setup-dev
-	$(BIN)/python -m benchmarks.gpu_acceptance $(ACCEPTANCE)
+	$(BIN)/python -m benchmarks.gpu_acceptance --gpus $(GPUS) $(if $(filter cpu,$(DEVICE)),--dry) $(ACCEPTANCE)
 
 # In its smallest form: BENCH=--quick.
 BENCH ?=

@@ -70,17 +70,22 @@ Rows = TypeVar("Rows", list[int], Tensor)
 Result = TypeVar("Result")
 
 
-def passes(rows: Rows, size: int) -> Iterator[tuple[Rows, float]]:
-    """Yield this rank's share of ``rows`` in micro-batches, each with the weight of its loss.
+def passes(rows: Rows, size: int, rank: int | None = None) -> Iterator[tuple[Rows, float]]:
+    """Yield a rank's share of ``rows`` in micro-batches, each with the weight of its loss.
 
     Every rank makes the same number of passes, because all ranks gather sharded parameters
     together: a rank that has run out of rows gets the first row again with weight 0. All other
     weights are 1.
+
+    Args:
+        rows: All rows.
+        size: Rows of a micro-batch.
+        rank: Whose share it is; this process's own by default.
     """
-    mine = distributed.shard_for_rank(rows)
+    own = distributed.shard_for_rank(rows, rank)
     count = math.ceil(math.ceil(len(rows) / distributed.world_size()) / size)
     for start in range(0, count * size, size):
-        part = mine[start : start + size]
+        part = own[start : start + size]
         yield (part, 1.0) if len(part) else (rows[:1], 0.0)
 
 

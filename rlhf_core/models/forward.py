@@ -45,20 +45,31 @@ class LazyLogits:
         vocabulary: V.
         router_loss: The weighted auxiliary loss of the pass's routers, where that was asked for;
             see :func:`router_loss_weight`.
+        sharded: Whether the ranks gather the head's weight together in every call.
     """
 
     states: Tensor
     head: Head
     vocabulary: int
     router_loss: Tensor | None = None
+    sharded: bool = False
 
     def whole(self) -> Tensor:
         """All logits at once (..., V)."""
         return self.head(self.states)
 
-    def chunks(self, limit: int) -> int:
-        """Split the positions into parts with at most ``limit`` bytes of float32 logits."""
-        return chunk_count(math.prod(self.states.shape[:-1]), self.vocabulary, limit)
+    def chunks(self, limit: int, other: LazyLogits | None = None) -> int:
+        """Split the positions into parts with at most ``limit`` bytes of float32 logits.
+
+        Where a head is sharded, all ranks call it as often as the one that needs most parts.
+
+        Args:
+            limit: Bytes of one part.
+            other: Logits of a second model that are made in the same parts.
+        """
+        count = chunk_count(math.prod(self.states.shape[:-1]), self.vocabulary, limit)
+        together = self.sharded or (other is not None and other.sharded)
+        return distributed.largest_of_ranks(count) if together else count
 
     def repeatable_head(self) -> Head:
         """The head for many calls: what does not change between them is made once."""
@@ -66,13 +77,9 @@ class LazyLogits:
 
 
 def chunk_count(positions: int, vocabulary: int, limit: int) -> int:
-    """Split ``positions`` into parts of one or more with at most ``limit`` bytes of float32 logits.
-
-    It is the largest number that any rank needs: where the head is sharded, all ranks gather it
-    together.
-    """
+    """Split ``positions`` into parts of one or more with at most ``limit`` bytes of float32 logits."""
     count = min(math.ceil(4 * positions * vocabulary / limit), positions)
-    return distributed.largest_of_ranks(max(count, 1))
+    return max(count, 1)
 
 
 def compute_in_chunks(
@@ -116,6 +123,11 @@ _KNOWN_HEAD = "_rlhf_plain_head"  # attribute of a model that was compared; copi
 def embedding_weight(model: PreTrainedModel) -> Tensor:
     """The input embedding's weight (V, H)."""
     return model.get_input_embeddings().get_parameter("weight")
+
+
+def is_sharded(weight: Tensor) -> bool:
+    """Whether ZeRO 3 has divided a weight among the ranks."""
+    return hasattr(weight, "ds_id")
 
 
 def backbone_of(model: PreTrainedModel) -> PreTrainedModel:
@@ -420,9 +432,9 @@ def lazy_logits(
 
 def unembedded(model: PreTrainedModel, hidden: Tensor) -> LazyLogits:
     """Logits (..., V) of the last hidden states (..., H) of a causal LM with a plain head."""
-    return LazyLogits(
-        hidden, model.get_output_embeddings(), model.config.get_text_config().vocab_size
-    )
+    vocabulary = model.config.get_text_config().vocab_size
+    sharded = is_sharded(embedding_weight(model))
+    return LazyLogits(hidden, model.get_output_embeddings(), vocabulary, sharded=sharded)
 
 
 def run_as_wrapped(model: PreTrainedModel, compute: Callable[[], Result]) -> Result:

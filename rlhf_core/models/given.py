@@ -17,6 +17,7 @@ from transformers import CONFIG_MAPPING, PreTrainedModel
 
 from rlhf_core.errors import ConfigError, ModelError
 from rlhf_core.models.causal_lm import require_decoder_only, require_replies
+from rlhf_core.models.forward import is_sharded
 from rlhf_core.models.heads import ScalarModel
 from rlhf_core.models.io import require_finite_weights
 
@@ -98,7 +99,7 @@ def _require_whole_weights(model: PreTrainedModel, name: str) -> None:
         if (
             type(weight).__name__ in SHARDED
             or type(weight.data).__name__ in SHARDED
-            or hasattr(weight, "ds_id")
+            or is_sharded(weight)
         ):
             raise ModelError(
                 f"{name} is sharded (its {path} is in parts): give it whole, ranks shard it themselves"

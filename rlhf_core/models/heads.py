@@ -32,6 +32,7 @@ from rlhf_core.models.forward import (
     embedding_weight,
     has_plain_head,
     hidden_states,
+    is_sharded,
     last_token_indices,
     lazy_logits,
     probe_ids,
@@ -267,9 +268,11 @@ class ScalarModel(nn.Module):
     def lm_logits(self, hidden: Tensor) -> LazyLogits:
         """Next-token logits of hidden states, for the imitation loss: (..., H) -> (..., V)."""
         weight = self.unembedding if self.unembedding is not None else embedding_weight(self.model)
+        sharded = is_sharded(weight)
         if weight.dtype in LOW_PRECISION:
             hidden, weight = hidden.float(), weight.float()
-        return LazyLogits(hidden, partial(linear, weight=weight), weight.shape[0])
+        head = partial(linear, weight=weight)
+        return LazyLogits(hidden, head, weight.shape[0], sharded=sharded)
 
     def forward(
         self, input_ids: Tensor, attention_mask: Tensor, position_ids: Tensor | None = None

@@ -280,9 +280,9 @@ def gather_rows(rows: Tensor, total: int, fill: float = 0) -> Tensor:
     return torch.stack(parts, dim=1).flatten(0, 1)[:total].to(rows.dtype)
 
 
-def shard_for_rank(items: Any) -> Any:
-    """Return this rank's items of a sequence: those at rank, rank + world_size, ..."""
-    return items[rank() :: world_size()]
+def shard_for_rank(items: Any, of: int | None = None) -> Any:
+    """Return the items of a sequence at rank, rank + world_size, ... for this rank, or that of ``of``."""
+    return items[rank() if of is None else of :: world_size()]
 
 
 def require_group() -> None:

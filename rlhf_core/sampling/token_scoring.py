@@ -12,6 +12,7 @@ Shapes: B sequences, T response positions, V vocabulary.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
@@ -229,7 +230,7 @@ def token_statistics(
         ``logprobs`` of the tokens, ``ref_logprobs`` under the reference where there is one, and
         what was asked for.
     """
-    count = logits.chunks(limit)
+    count = logits.chunks(limit, reference)
     if count == 1:
         policy = log_distribution(logits.whole()[:, :-1], sampling)
         other = None
@@ -348,7 +349,7 @@ class MicroBatchLimits:
         All ranks make the same number of passes, because they gather sharded parameters together.
         """
         prompts, replies = batch.lengths()
-        shards = list(self._shards(prompts, replies))
+        shards = self._shards(prompts, replies)[distributed.rank()]
         # One copy to the device for all of them: the host waits for each.
         numbers: list[int] = []
         for rows, _ in shards:
@@ -379,26 +380,31 @@ class MicroBatchLimits:
         """The share of padding in all positions of all ranks' micro-batches."""
         prompts, replies = batch.lengths()
         positions = 0
-        for rows, _ in self._shards(prompts, replies):
-            own_prompts = [prompts[row] for row in rows]
-            own_replies = [replies[row] for row in rows]
-            positions += len(rows) * self._width(own_prompts, own_replies)
-        of_ranks = distributed.reduce_metrics({"positions": float(positions)})
+        for shard in self._shards(prompts, replies):
+            for rows, _ in shard:
+                own_prompts = [prompts[row] for row in rows]
+                own_replies = [replies[row] for row in rows]
+                positions += len(rows) * self._width(own_prompts, own_replies)
         useful = sum(prompts) + sum(replies)
-        return padding_share(useful, int(of_ranks["positions"]))
+        return padding_share(useful, positions)
 
-    def _shards(self, prompts: list[int], replies: list[int]) -> Iterator[tuple[list[int], float]]:
+    def _shards(
+        self, prompts: list[int], replies: list[int]
+    ) -> list[list[tuple[list[int], float]]]:
+        """The rows and the weights of each rank's passes; lengths of all rows are known to all."""
         lengths = [prompt + reply for prompt, reply in zip(prompts, replies, strict=True)]
+        ranks = range(distributed.world_size())
         if self.tokens is None:
             order = sorted(range(len(lengths)), key=lengths.__getitem__)
-            yield from passes(order, self.rows or MICRO_BATCH)
-            return
+            return [list(passes(order, self.rows or MICRO_BATCH, rank)) for rank in ranks]
         parts = filled_parts(lengths, self.tokens, self.rows)
-        ranks = distributed.world_size()
-        divide_for_ranks(parts, ranks)
-        for start in range(0, len(parts), ranks):
-            own = start + distributed.rank()
-            yield (parts[own], 1.0) if own < len(parts) else (parts[0], 0.0)
+        divide_for_ranks(parts, len(ranks))
+        most = math.ceil(len(parts) / len(ranks))
+        shards = []
+        for rank in ranks:
+            shard = [(part, 1.0) for part in parts[rank :: len(ranks)]]
+            shards.append(shard if len(shard) == most else [*shard, (parts[0], 0.0)])
+        return shards
 
     def _width(self, prompts: list[int], replies: list[int]) -> int:
         if self.tokens is None:

@@ -29,7 +29,7 @@ from rlhf_core.config.model import OptimizerConfig
 from rlhf_core.config.operations import LaunchConfig
 from rlhf_core.errors import ConfigError, ModelError, RlhfError
 from rlhf_core.models.adapters import NF4Linear
-from rlhf_core.models.forward import has_plain_head, probe_ids, run_as_wrapped
+from rlhf_core.models.forward import has_plain_head, is_sharded, probe_ids, run_as_wrapped
 from rlhf_core.models.precision import Precision, matmul_precision
 from rlhf_core.runtime import distributed
 from rlhf_core.training.checkpoints.checkpoint import Piece, SavedTensors
@@ -327,7 +327,7 @@ def gathered(engine: Any, weights: Mapping[str, Tensor]) -> Iterator[tuple[str, 
 
     let_go(engine)
     for name, weight in weights.items():
-        with GatheredParameters([weight]) if hasattr(weight, "ds_id") else nullcontext():
+        with GatheredParameters([weight]) if is_sharded(weight) else nullcontext():
             yield name, weight.detach()
 
 

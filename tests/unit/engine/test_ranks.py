@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -14,13 +14,20 @@ from counted_calls import counted_reads, counted_reductions
 from hypothesis import given
 from hypothesis import strategies as st
 from ranks import run_ranks
+from torch import Tensor
 from unit.engine import cases
-from unit.ppo.tiny import make_tiny
+from unit.ppo.tiny import make_config, make_learner, make_tiny
 
 from rlhf_core.data import batches as sharding
+from rlhf_core.models.forward import LazyLogits
+from rlhf_core.ppo.actor_critic import ActorCriticPair
 from rlhf_core.ppo.experience import Experience
 from rlhf_core.ppo.rewards import RunningMeanStd
+from rlhf_core.ppo.update import update
 from rlhf_core.runtime import distributed
+from rlhf_core.sampling.distribution import Sampling
+from rlhf_core.sampling.token_scoring import Tokens, response_logits, token_statistics
+from rlhf_core.training.losses import chunked_cross_entropy
 
 RANKS = [2, pytest.param(3, marks=pytest.mark.slow)]
 
@@ -40,6 +47,8 @@ def everything(folder: Path, stored: Path) -> None:
     )
     check_collectives()
     check_waits_of_a_step()
+    check_passes_ask_no_other_rank(experience)
+    check_sharded_heads_keep_step()
 
 
 def check_waits_of_a_step() -> None:
@@ -65,6 +74,63 @@ def check_waits_of_a_step() -> None:
             assert engine.step().skipped == bad
         assert bad or len(read.names) == 1
         assert sum(reduced.sizes) == (trained + 1 if distributed.world_size() > 1 else 0)
+
+
+def check_passes_ask_no_other_rank(experience: Experience) -> None:
+    """Where nothing is sharded, ranks sum each model's gradients once in a step, and at the end what
+    all of its passes found; the passes ask the other ranks nothing.
+    """
+    several = distributed.world_size() > 1
+    for limits in ({"micro_batch_size": 2}, {"micro_batch_tokens": 24}):
+        learner = make_learner(make_tiny(), make_config(minibatches=2), cases.FEW_LOGITS, **limits)
+        with counted_reductions() as reduced:
+            score_rollout_alone(learner.pair, learner.reference, experience)
+        assert reduced.names == []
+        with counted_reductions() as reduced:
+            steps = update(learner, experience, 0.1, 0).metrics["steps"]
+        of_step = len(learner.pair.engines) + 2  # sums and maxima of metrics
+        assert len(reduced.names) == (steps * of_step if several else 0)
+
+
+def score_rollout_alone(pair: ActorCriticPair, reference: Any, experience: Experience) -> None:
+    """The passes that score this rank's share of a rollout, without the exchange at their end."""
+    for part in pair.limits.split(experience.batch):
+        logits = response_logits(pair.policy, part.tokens)
+        others = response_logits(reference, part.tokens)
+        token_statistics(logits, part.tokens, pair.sampling, cases.FEW_LOGITS, reference=others)
+        assert pair.limits.padding_share(experience.batch) < 1
+
+
+def check_sharded_heads_keep_step() -> None:
+    """A head that ranks gather together is called equally often by all, whichever of two models has
+    it, and however unequal their shares are.
+    """
+    width, vocabulary = 4 + 3 * distributed.rank(), 11
+    tokens = torch.ones(1, width + 1, dtype=torch.long)
+    batch = Tokens(tokens, tokens, torch.ones(1, width, dtype=torch.bool))
+    called: list[int] = []
+
+    def gathering(states: Tensor) -> Tensor:
+        called.append(len(states))
+        distributed.largest_of_ranks(1)  # as a gathering, it waits for all ranks
+        return states @ torch.ones(2, vocabulary)
+
+    def whole(states: Tensor) -> Tensor:
+        return states @ torch.ones(2, vocabulary)
+
+    states, limit = torch.ones(1, width + 1, 2), 4 * vocabulary * 2
+    own = LazyLogits(states, whole, vocabulary)
+    sharded = LazyLogits(states, gathering, vocabulary, sharded=True)
+    most = math.ceil((4 + 3 * (distributed.world_size() - 1) + 1) / 2)
+    for logits, reference in ((own, sharded), (sharded, own), (sharded, sharded)):
+        called.clear()
+        token_statistics(
+            logits, batch, Sampling(1, 0, width), limit, entropies=True, reference=reference
+        )
+        assert len(called) == most
+    called.clear()
+    chunked_cross_entropy(replace(sharded, states=states[0]), tokens[0], 1, limit)
+    assert len(called) == most
 
 
 def check_collectives() -> None:
