@@ -30,7 +30,8 @@ from rlhf_core.data.pair_counts import READERS
 from rlhf_core.data.schema import Preference, Prompt, read_rows
 from rlhf_core.errors import DataError
 from rlhf_core.forecast import Forecast, seed_of
-from rlhf_core.models.causal_lm import positions_of, scratch_config
+from rlhf_core.models.architecture import positions_of
+from rlhf_core.models.causal_lm import scratch_config
 from rlhf_core.models.heads import ScalarModel
 from rlhf_core.models.precision import use_float32_unembedding, weights_precision
 from rlhf_core.models.readers import is_model_file, model_reader

@@ -35,7 +35,7 @@ from transformers.modeling_gguf_pytorch_utils import GGUF_SUPPORTED_ARCHITECTURE
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from rlhf_core.errors import ModelError, first_line, is_exhausted
-from rlhf_core.models.forward import embedding_weight
+from rlhf_core.models.architecture import embedding_weight
 from rlhf_core.models.io import attention_of, quiet, require_finite_weights, require_room_for
 from rlhf_core.models.precision import use_float32_unembedding
 from rlhf_core.runtime import distributed

@@ -26,6 +26,7 @@ from rlhf_core.errors import ConfigError, DataError
 from rlhf_core.evaluation.comparisons.comparison import compare, length_differences, tie_margin_of
 from rlhf_core.evaluation.judges.model import Judge, ModelJudge
 from rlhf_core.evaluation.replies import Reply, evaluation_replies
+from rlhf_core.models.architecture import positions_of
 from rlhf_core.models.causal_lm import load_policy
 from rlhf_core.models.given import require_plain
 from rlhf_core.models.heads import ScalarModel
@@ -174,7 +175,7 @@ def _judge_of(
     if isinstance(judge, Path):
         return ModelJudge.load(judge, "judge", batch_size)
     if isinstance(judge, ScalarModel):
-        positions = getattr(judge.model.config, "max_position_embeddings", None)
+        positions = positions_of(judge.model.config)
         return ModelJudge(judge.eval(), tokenizer, "judge", batch_size, positions)
     called = judge.function if isinstance(judge, FunctionReward) else judge
     if not callable(called):

@@ -39,9 +39,9 @@ from rlhf_core.data.text import has_visible_text
 from rlhf_core.data.token_tables import TokenTable
 from rlhf_core.errors import ConfigError, DataError, ModelError
 from rlhf_core.fingerprint.tracked_files import model_folders, plugin_line
+from rlhf_core.models.architecture import embedding_weight, name_outputs
 from rlhf_core.models.causal_lm import fitting_length, with_stop_tokens
 from rlhf_core.models.foreign import prepare_tokenizer
-from rlhf_core.models.forward import embedding_weight, name_outputs
 from rlhf_core.models.heads import ScalarModel
 from rlhf_core.models.kernels import kernels_inside
 from rlhf_core.models.precision import float32_unembedding

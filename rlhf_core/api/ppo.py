@@ -48,13 +48,8 @@ from rlhf_core.models.adapters import (
     pack_linear_layers,
     peft_adapter,
 )
-from rlhf_core.models.causal_lm import (
-    load_policy,
-    own_copy,
-    positions_of,
-    save_policy,
-    say_router_loss,
-)
+from rlhf_core.models.architecture import positions_of
+from rlhf_core.models.causal_lm import load_policy, own_copy, save_policy, say_router_loss
 from rlhf_core.models.given import require_plain
 from rlhf_core.models.heads import ReplyScorer, ScalarModel
 from rlhf_core.models.io import load_weights

@@ -15,7 +15,8 @@ from rlhf_core.data.encoding import encode_prompt
 from rlhf_core.data.schema import Message, Prompt, read_rows
 from rlhf_core.data.text import is_encodable
 from rlhf_core.errors import DataError
-from rlhf_core.models.causal_lm import load_policy, positions_of
+from rlhf_core.models.architecture import positions_of
+from rlhf_core.models.causal_lm import load_policy
 from rlhf_core.models.foreign import require_openable
 from rlhf_core.sampling.decoding import decoding_layers
 from rlhf_core.sampling.distribution import EvaluationSampling, philox_uniforms

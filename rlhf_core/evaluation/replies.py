@@ -23,7 +23,8 @@ from rlhf_core.data.readers.stream import stream_records
 from rlhf_core.data.schema import ROLES, Message
 from rlhf_core.data.text import mean, reply_statistics, split_words
 from rlhf_core.errors import DataError
-from rlhf_core.models.causal_lm import fitting_length, positions_of
+from rlhf_core.models.architecture import positions_of
+from rlhf_core.models.causal_lm import fitting_length
 from rlhf_core.runtime import distributed
 from rlhf_core.sampling.distribution import EvaluationSampling, Sampling, TokenDistribution
 from rlhf_core.sampling.generation import Rollout

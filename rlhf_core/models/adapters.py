@@ -14,25 +14,28 @@ reward model is cheaper to train and to ask.
 from __future__ import annotations
 
 import copy
-import inspect
 import json
 import logging
-import re
 import sys
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cache
 from typing import Any, Literal, TypeVar
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
-from transformers import PretrainedConfig, PreTrainedModel
+from transformers import PreTrainedModel
 
 from rlhf_core.config.model import LoraConfig
 from rlhf_core.errors import ModelError, RlhfError, first_line
-from rlhf_core.models.forward import backbone_of
+from rlhf_core.models.architecture import (
+    backbone_of,
+    depth_of,
+    is_expert_stack,
+    layer_index,
+    layers_read_directly,
+)
 from rlhf_core.models.io import quiet
 from rlhf_core.models.kernels import is_plain_linear
 
@@ -150,8 +153,6 @@ MISSING_LORA = "lora is set, but peft is not installed: pip install 'rlhf-pipeli
 # 0.21, ``_MOE_TARGET_MODULE_MAPPING``): named as modules, dense layers and shared experts would get
 # no adapter.
 TAKEN_FOR_EXPERTS = frozenset({"gate", "gate_proj", "up_proj", "down_proj", "w1", "w2", "w3"})
-# A layer's weight in the code of the module around it, where more than its description is read.
-READ_WEIGHT = re.compile(r"\bself\.(\w+)\.weight\b(?!\.(?:dtype|device|shape)\b)")
 SHOWN_KINDS = 6
 
 
@@ -199,7 +200,7 @@ def adapted_weights(model: PreTrainedModel, config: LoraConfig) -> AdaptedWeight
             ``config.upper_layers``.
     """
     of_class = type(model).__name__
-    depth = model.config.get_text_config().num_hidden_layers
+    depth = depth_of(model.config)
     if config.upper_layers is not None and config.upper_layers > depth:
         raise ModelError(
             f"lora.upper_layers is {config.upper_layers}, but {of_class} has {depth} layers"
@@ -215,7 +216,7 @@ def adapted_weights(model: PreTrainedModel, config: LoraConfig) -> AdaptedWeight
         if kind is not None:
             kinds[kind].add(last)
         chosen = kind is not None and (not config.targets or last in config.targets)
-        if chosen and kind is not None and _layer_index(name) >= lowest:
+        if chosen and kind is not None and layer_index(name) >= lowest:
             names[kind].append(name)
             adapted += _size(module, weight)
         else:
@@ -263,28 +264,10 @@ def _adaptable(
     """What kind of adapter a matrix may have."""
     if is_linear(module):
         kind: type = type(parent)
-        is_bypassed = path.rpartition(".")[2] in _layers_read_directly(kind)
+        is_bypassed = path.rpartition(".")[2] in layers_read_directly(kind)
         return None if is_bypassed else "linear"
-    is_stack = (
-        weight is not None and weight.dim() == 3 and "experts" in type(module).__name__.lower()
-    )
+    is_stack = weight is not None and is_expert_stack(module, weight)
     return "experts" if is_stack else None
-
-
-@cache
-def _layers_read_directly(kind: type) -> frozenset[str]:
-    """Names of layers whose weights a module's own code takes, past the layers and their adapters.
-
-    Kernels of Mamba's mixers take them so, and the routers of some mixtures of experts.
-    """
-    names: set[str] = set()
-    for each in kind.__mro__:
-        for function in vars(each).values():
-            if not inspect.isfunction(function) or each.__module__.startswith("torch."):
-                continue
-            with suppress(OSError):  # code that was made without a file
-                names.update(READ_WEIGHT.findall(inspect.getsource(function)))
-    return frozenset(names)
 
 
 def _size(module: nn.Module, weight: Tensor | None) -> int:
@@ -292,14 +275,6 @@ def _size(module: nn.Module, weight: Tensor | None) -> int:
         assert isinstance(module, NF4Linear)
         return module.in_features * module.out_features
     return weight.numel()
-
-
-def _layer_index(name: str) -> int:
-    """The number of the decoder layer in a name such as ``model.layers.3.mlp``.
-
-    It is 0 outside of the layers.
-    """
-    return next((int(part) for part in name.split(".") if part.isdigit()), 0)
 
 
 def add_adapters(model: PreTrainedModel, config: LoraConfig, seed: int) -> AdaptedWeights:
@@ -381,14 +356,14 @@ def _peft_config(model: PreTrainedModel, weights: AdaptedWeights, config: LoraCo
     """The settings by which PEFT adds the same adapters to a language model that it loads."""
     import peft
 
-    depth = model.config.get_text_config().num_hidden_layers
+    depth = depth_of(model.config)
     upper = (
         list(range(depth - config.upper_layers, depth)) if config.upper_layers is not None else None
     )
     last_names = {name.rpartition(".")[2] for name in weights.linear}
     settings: dict[str, Any] = {"target_modules": sorted(last_names), "layers_to_transform": upper}
     for name, module in model.named_modules():
-        meant = upper is None or _layer_index(name) in upper
+        meant = upper is None or layer_index(name) in upper
         if (
             is_linear(module)
             and meant
@@ -566,37 +541,3 @@ def merged_weight(layer: Any) -> Tensor:
         delta = layer.get_delta_weight(adapter)
         weight = weight.to(torch.promote_types(weight.dtype, delta.dtype)) + delta
     return weight.to(base.dtype)
-
-
-def keep_lower_layers(model: PreTrainedModel, layers: int) -> None:
-    """Remove the decoder layers above the lowest ``layers``, in place; the last norm stays.
-
-    Args:
-        model: A decoder, with or without a head.
-
-    Raises:
-        ModelError: The model has fewer layers, or keeps them in a form that is not known here.
-    """
-    backbone: Any = backbone_of(model)
-    # A head may come with a configuration of its own, which knows of fewer layers already.
-    depth = backbone.config.num_hidden_layers
-    if layers > depth:
-        raise ModelError(f"layers is {layers}, but {type(model).__name__} has {depth} layers")
-    lists = [child for child in backbone.children() if isinstance(child, nn.ModuleList)]
-    stacks = [child for child in lists if len(child) == depth]
-    if len(stacks) != 1:
-        raise ModelError(
-            f"the layers of {type(backbone).__name__} cannot be told apart; remove the setting layers"
-        )
-    (stack,) = stacks
-    (name,) = [name for name, child in backbone.named_children() if child is stack]
-    setattr(backbone, name, stack[:layers])
-    for config in (model.config, backbone.config):
-        limit_layers(config, layers)
-
-
-def limit_layers(config: PretrainedConfig, layers: int) -> None:
-    """Make ``config`` that of its lowest ``layers`` layers, in place."""
-    config.num_hidden_layers = layers
-    if getattr(config, "layer_types", None):
-        config.layer_types = config.layer_types[:layers]

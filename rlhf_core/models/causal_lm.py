@@ -32,14 +32,14 @@ from rlhf_core.data.chat_template import STOP_TOKENS
 from rlhf_core.data.encoding import stop_token_ids
 from rlhf_core.errors import ConfigError, ModelError
 from rlhf_core.models.adapters import ADAPTER_FOLDER, ADAPTER_WEIGHTS, PeftAdapter
-from rlhf_core.models.folder_check import ADAPTER_CONFIG
-from rlhf_core.models.forward import (
+from rlhf_core.models.architecture import (
     embedding_weight,
-    first_position,
     name_outputs,
+    positions_of,
     probe_ids,
     router_loss_weight,
 )
+from rlhf_core.models.folder_check import ADAPTER_CONFIG
 from rlhf_core.models.io import load_model, reading, require_room_for, require_same, save_folder
 from rlhf_core.models.precision import (
     float32_unembedding,
@@ -286,17 +286,6 @@ def fitting_length(max_tokens: int, source: Path | PreTrainedModel) -> int:
             config = AutoConfig.from_pretrained(str(source), trust_remote_code=False)
     positions = positions_of(config)
     return max_tokens if positions is None else min(max_tokens, positions)
-
-
-def positions_of(config: PretrainedConfig) -> int | None:
-    """The most tokens that a model takes in one sequence.
-
-    None where its configuration names no such number.
-    """
-    text = config.get_text_config()
-    named = (getattr(text, name, None) for name in ("max_position_embeddings", "max_seq_len"))
-    positions = next((int(number) for number in named if isinstance(number, int)), None)
-    return None if positions is None else positions - first_position(text)
 
 
 def load_policy(

@@ -36,9 +36,9 @@ from transformers import (
 from rlhf_core import hub
 from rlhf_core.data.chat_template import bos_expression, reply_format
 from rlhf_core.errors import DataError, ModelError, first_line
+from rlhf_core.models.architecture import embedding_weight
 from rlhf_core.models.causal_lm import load_tokenizer, require_decoder_only
 from rlhf_core.models.folder_check import REPAIR, SHARD, require_own_files
-from rlhf_core.models.forward import embedding_weight
 from rlhf_core.models.io import empty_model, hub_files, is_local, reading, require_room_for
 from rlhf_core.models.readers import is_model_file, model_reader
 from rlhf_core.runtime.limited_call import CallLimits, limit_reached

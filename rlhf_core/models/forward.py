@@ -11,21 +11,27 @@ Shapes: N positions, H hidden, V vocabulary.
 
 from __future__ import annotations
 
-import inspect
 import math
-import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import cache, partial
-from typing import Any, TypeVar, cast
+from functools import partial
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import is_fake
 from torch.utils.checkpoint import checkpoint
-from transformers import PretrainedConfig, PreTrainedModel
+from transformers import PreTrainedModel
 
 from rlhf_core.config.operations import DEFAULT_LOGITS_MIB, MIB
+from rlhf_core.models.architecture import (
+    arguments_of,
+    backbone_of,
+    embedding_weight,
+    has_plain_head,
+    is_sharded,
+    router_loss_weight,
+    vocabulary_of,
+)
 from rlhf_core.models.precision import Float32Linear
 from rlhf_core.runtime import distributed
 
@@ -103,67 +109,6 @@ def compute_in_chunks(
 
 Result = TypeVar("Result")
 
-# Settings by which some architectures change logits after the unembedding. They decide for a model
-# without weights; one with weights is tried.
-LOGIT_SETTINGS = (
-    "final_logit_softcapping",
-    "logits_soft_cap",
-    "output_logit_soft_cap",
-    "logit_scale",
-    "logits_scaling",
-    "lm_head_multiplier",
-)
-# The largest logit of the comparison: far above every soft cap, and far below what float16 holds.
-PROBED_LOGIT = 500.0
-SAME_LOGITS = 1e-3  # relative to the largest
-_comparing = threading.Lock()
-_KNOWN_HEAD = "_rlhf_plain_head"  # attribute of a model that was compared; copies keep it
-
-
-def embedding_weight(model: PreTrainedModel) -> Tensor:
-    """The input embedding's weight (V, H)."""
-    return model.get_input_embeddings().get_parameter("weight")
-
-
-def is_sharded(weight: Tensor) -> bool:
-    """Whether ZeRO 3 has divided a weight among the ranks."""
-    return hasattr(weight, "ds_id")
-
-
-def backbone_of(model: PreTrainedModel) -> PreTrainedModel:
-    """Return the part of a model below its head.
-
-    Some kinds, such as Llama 4, do not name it.
-    """
-    base = cast(PreTrainedModel, model.base_model)
-    if base is not model or model.get_output_embeddings() is None:
-        return base
-    parts = [part for part in model.children() if isinstance(part, PreTrainedModel)]
-    return parts[0] if parts else base
-
-
-# Architectures whose first position is the one after the padding token's id.
-COUNTED_FROM_PADDING = frozenset(
-    (
-        "roberta",
-        "roberta-prelayernorm",
-        "camembert",
-        "xlm-roberta",
-        "xlm-roberta-xl",
-        "xmod",
-        "data2vec-text",
-    )
-)
-
-
-def first_position(config: PretrainedConfig) -> int:
-    """Return the position of a text's first token: 0, except in models like RoBERTa."""
-    return (
-        (config.pad_token_id or 0) + 1
-        if getattr(config, "model_type", "") in COUNTED_FROM_PADDING
-        else 0
-    )
-
 
 def position_ids_from_mask(attention_mask: Tensor) -> Tensor:
     """Positions counted from the first real token, so that the padding side changes nothing.
@@ -212,135 +157,6 @@ def hidden_states(
     output = backbone(**arguments_of(backbone, input_ids=input_ids, **given))
     hidden: Tensor = output.last_hidden_state
     return hidden
-
-
-def has_plain_head(model: PreTrainedModel) -> bool:
-    """Whether a causal LM's logits are just its output embedding of the last hidden states.
-
-    The model's own forward is compared with the embedding's product, once: at loading, or here at
-    the first question.
-    """
-    known: bool | None = getattr(model, _KNOWN_HEAD, None)
-    if known is None:
-        parameter = next(iter(model.parameters()), None)
-        if parameter is not None and (parameter.is_meta or is_fake(parameter)):
-            return model.get_output_embeddings() is not None and not changes_logits(model.config)
-        with _comparing:  # passes of several threads may be the first to ask
-            known = getattr(model, _KNOWN_HEAD, None)
-            if known is None:
-                known = _head_is_plain(model)
-                setattr(model, _KNOWN_HEAD, known)
-    return known
-
-
-@torch.no_grad()
-def _head_is_plain(model: PreTrainedModel) -> bool:
-    """Compare the model's logits with its head's product of the same hidden states.
-
-    The head's input is scaled up in both.
-
-    Scaled, so that a soft cap shows in a model whose logits are small.
-    """
-    head = model.get_output_embeddings()
-    if head is None:
-        return False
-    ids = probe_ids(model.config.get_text_config().vocab_size).to(next(head.parameters()).device)
-    given = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
-    # Layers that recompute have a mode of their own.
-    modes = [(module, module.training) for module in model.modules()]
-    model.eval()
-    hooks = []
-    try:
-        backbone = backbone_of(model)
-        states = backbone(**arguments_of(backbone, **given)).last_hidden_state
-        scale = PROBED_LOGIT / head(states).abs().max().clamp(min=1e-6)
-        expected = head(states * scale)
-        own = threading.get_ident()  # another thread may be making a pass of the same model
-
-        def scaled(module: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
-            return (inputs[0] * scale, *inputs[1:]) if threading.get_ident() == own else inputs
-
-        hooks.append(head.register_forward_pre_hook(scaled))
-        logits = model(**arguments_of(model, **given)).logits
-    except (AttributeError, RuntimeError):  # the head does not take the last hidden states
-        return False
-    finally:
-        for hook in hooks:
-            hook.remove()
-        for module, mode in modes:
-            module.training = mode
-    if logits.shape != expected.shape:
-        return False
-    return bool((logits - expected).abs().max() <= SAME_LOGITS * expected.abs().max())
-
-
-def changes_logits(config: PretrainedConfig) -> bool:
-    """Whether a configuration says that the model scales or bounds its logits."""
-    return any(getattr(config, name, None) for name in LOGIT_SETTINGS)
-
-
-def name_outputs(model: PreTrainedModel) -> None:
-    """Let a model's passes give outputs by name, in place.
-
-    config.json may have asked otherwise, by ``return_dict: false``.
-    """
-    for config in (model.config, model.config.get_text_config()):
-        if not getattr(config, "return_dict", True):
-            config.return_dict = True
-
-
-# Outputs that nobody here reads, whatever config.json asks for; the first also ends a sampler's
-# pass by an error.
-UNREAD_OUTPUTS = ("output_router_logits", "output_hidden_states", "output_attentions")
-
-
-def arguments_of(model: nn.Module, **given: Any) -> dict[str, Any]:
-    """Those of the ``given`` arguments that the model's forward takes.
-
-    Some know no positions, or keep all logits.
-    """
-    taken = _parameters(getattr(model.forward, "__func__", model.forward))
-    given.setdefault("use_cache", False)
-    config = getattr(model, "config", None)
-    for name in UNREAD_OUTPUTS:
-        if getattr(config, name, False):
-            given.setdefault(name, False)
-    if config is not None and given.get("position_ids") is not None and first_position(config):
-        given["position_ids"] = given["position_ids"] + first_position(config)
-    if taken is None:
-        return given
-    return {name: value for name, value in given.items() if name in taken}
-
-
-@cache
-def _parameters(forward: Callable[..., Any]) -> frozenset[str] | None:
-    """Names of a function's parameters; None where it takes any."""
-    taken = inspect.signature(forward).parameters
-    if any(each.kind is each.VAR_KEYWORD for each in taken.values()):
-        return None
-    return frozenset(taken)
-
-
-ROUTER_LOSS_WEIGHTS = ("router_aux_loss_coef", "aux_loss_coef", "moe_loss_weight")
-
-
-def router_loss_weight(model: PreTrainedModel) -> float:
-    """The weight of the auxiliary loss that keeps a router's experts evenly used.
-
-    0 where config.json asks for none.
-
-    It asks by ``output_router_logits``, as transformers has it. Kinds that balance their experts
-    otherwise, such as DeepSeek's, have no such loss.
-    """
-    config = model.config.get_text_config()
-    if not getattr(config, "output_router_logits", False):
-        return 0.0
-    for holder in (model, config):
-        for name in ROUTER_LOSS_WEIGHTS:
-            weight = getattr(holder, name, None)
-            if weight is not None:
-                return float(weight)
-    return 0.0
 
 
 def selected_logits(
@@ -432,20 +248,11 @@ def lazy_logits(
 
 def unembedded(model: PreTrainedModel, hidden: Tensor) -> LazyLogits:
     """Logits (..., V) of the last hidden states (..., H) of a causal LM with a plain head."""
-    vocabulary = model.config.get_text_config().vocab_size
     sharded = is_sharded(embedding_weight(model))
-    return LazyLogits(hidden, model.get_output_embeddings(), vocabulary, sharded=sharded)
+    return LazyLogits(hidden, model.get_output_embeddings(), vocabulary_of(model), sharded=sharded)
 
 
 def run_as_wrapped(model: PreTrainedModel, compute: Callable[[], Result]) -> Result:
     """Run ``compute``, a pass of parts of a language model, as the model's wrapper demands."""
     run: Callable[[Callable[[], Result]], Result] | None = getattr(model, "run", None)
     return compute() if run is None else run(compute)
-
-
-def probe_ids(vocabulary: int, rows: int = 2, width: int = 8) -> Tensor:
-    """Return fixed token ids (rows, width), spread over the vocabulary.
-
-    They serve to compare a model with its saved copy.
-    """
-    return (torch.arange(rows * width) * 7919 % vocabulary).view(rows, width)

@@ -23,19 +23,22 @@ from transformers import (
 
 from rlhf_core.config.model import LoraConfig
 from rlhf_core.errors import ModelError
-from rlhf_core.models.adapters import add_adapters, keep_lower_layers
+from rlhf_core.models.adapters import add_adapters
+from rlhf_core.models.architecture import (
+    backbone_of,
+    embedding_weight,
+    has_plain_head,
+    is_sharded,
+    keep_lower_layers,
+    probe_ids,
+)
 from rlhf_core.models.causal_lm import own_copy, say_router_loss
 from rlhf_core.models.classifiers import AutoScalarModel
 from rlhf_core.models.forward import (
     LazyLogits,
-    backbone_of,
-    embedding_weight,
-    has_plain_head,
     hidden_states,
-    is_sharded,
     last_token_indices,
     lazy_logits,
-    probe_ids,
     unembedded,
 )
 from rlhf_core.models.io import empty_model, load_model, reading, require_same, save_folder
@@ -333,7 +336,7 @@ class ActorCritic(nn.Module):
         ``ModelError`` when the head was made for another width.
         """
         head = critic.model.get_submodule("score")
-        width = policy.get_input_embeddings().get_parameter("weight").shape[1]
+        width = embedding_weight(policy).shape[1]
         if not isinstance(head, nn.Linear) or head.in_features != width:
             raise ModelError(
                 f"the critic's value head does not fit the policy's {width} hidden units; pre-train the critic again"

@@ -18,6 +18,7 @@ from transformers.utils import logging as transformers_logging
 
 from rlhf_core.errors import ModelError, RlhfError, first_line, is_exhausted
 from rlhf_core.hub import require_hub
+from rlhf_core.models.architecture import has_plain_head, name_outputs
 from rlhf_core.models.folder_check import (
     ADAPTER_CONFIG,
     REPAIR,
@@ -26,7 +27,6 @@ from rlhf_core.models.folder_check import (
     check_folder,
     require_own_files,
 )
-from rlhf_core.models.forward import has_plain_head, name_outputs
 from rlhf_core.models.kernels import FusedNorm, use_kernels
 from rlhf_core.models.precision import use_float32_unembedding
 from rlhf_core.runtime import distributed

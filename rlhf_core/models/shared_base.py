@@ -22,9 +22,8 @@ from transformers import AutoConfig, PreTrainedModel
 
 from rlhf_core.config.model import LoraConfig
 from rlhf_core.errors import ModelError
-from rlhf_core.models.adapters import keep_lower_layers
+from rlhf_core.models.architecture import backbone_of, keep_lower_layers
 from rlhf_core.models.classifiers import AutoScalarModel
-from rlhf_core.models.forward import backbone_of
 from rlhf_core.models.heads import ScalarModel
 from rlhf_core.models.io import empty_model, reading
 from rlhf_core.storage.files import read_json, sha256_file

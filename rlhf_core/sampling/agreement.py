@@ -19,7 +19,8 @@ from torch.nn import functional
 from transformers import PreTrainedModel
 
 from rlhf_core.errors import ModelError, first_line, is_exhausted
-from rlhf_core.models.forward import arguments_of, probe_ids, selected_logits
+from rlhf_core.models.architecture import arguments_of, probe_ids, vocabulary_of
+from rlhf_core.models.forward import selected_logits
 from rlhf_core.models.precision import Precision, matmul_precision
 from rlhf_core.sampling.distribution import Sampling, log_distribution, philox_uniforms
 from rlhf_core.sampling.generation import Rollout, generate
@@ -88,7 +89,7 @@ def require_next_tokens(model: PreTrainedModel, source: str) -> None:
     """
     kind = f"{source} is a {type(model).__name__}"
     limit = LIMITS[matmul_precision(model)].token
-    ids = probe_ids(model.config.get_text_config().vocab_size).to(model.device)
+    ids = probe_ids(vocabulary_of(model)).to(model.device)
     changed = ids.clone()
     changed[:, -1] = ids[:, 0]
     mask = torch.ones_like(ids)
@@ -146,7 +147,7 @@ def require_replies_as_scored(model: PreTrainedModel, source: str) -> None:
 
 def _largest_difference(model: PreTrainedModel) -> float:
     """The largest difference of sampling and scoring from a plain pass, as log-probabilities."""
-    vocabulary = model.config.get_text_config().vocab_size
+    vocabulary = vocabulary_of(model)
     ids = probe_ids(vocabulary, len(PROMPT_TOKENS), max(PROMPT_TOKENS)).tolist()
     prompts = [row[:length] for row, length in zip(ids, PROMPT_TOKENS, strict=True)]
     uniforms = philox_uniforms(0, range(len(prompts)), REPLY_TOKENS)

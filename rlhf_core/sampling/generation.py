@@ -13,7 +13,6 @@ Shapes of the cache: B sequences, K key-value heads, L tokens held so far, D hea
 
 from __future__ import annotations
 
-import inspect
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -21,14 +20,15 @@ from functools import partial
 from typing import Any, cast
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers import DynamicCache, PretrainedConfig, PreTrainedModel
 from transformers.cache_utils import DynamicLayer, LinearAttentionCacheLayerMixin
 
 from rlhf_core.data.encoding import left_pad
-from rlhf_core.models.forward import arguments_of, position_ids_from_mask
+from rlhf_core.models.architecture import arguments_of, cache_argument
+from rlhf_core.models.forward import position_ids_from_mask
 from rlhf_core.models.precision import LOW_PRECISION
 from rlhf_core.runtime.progress import within_step
 from rlhf_core.sampling.distribution import NOT_DRAWN, TokenDistribution, inverse_cdf
@@ -152,12 +152,6 @@ class BlockCache(DynamicCache):
                 layer.reorder_cache(cast(Any, indices))
             else:
                 cast(Any, layer).batch_select_indices(indices)
-
-
-def cache_argument(model: nn.Module) -> str:
-    """What a model's forward calls its cache: state-space models call theirs otherwise."""
-    names = inspect.signature(model.forward).parameters
-    return "cache_params" if "cache_params" in names else "past_key_values"
 
 
 OnTokens = Callable[[Tensor], None]

@@ -21,11 +21,11 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from rlhf_core.data.batches import padding_share, passes
+from rlhf_core.models.architecture import has_plain_head
 from rlhf_core.models.forward import (
     LOGITS_BYTES,
     LazyLogits,
     compute_in_chunks,
-    has_plain_head,
     lazy_logits,
     position_ids_from_mask,
     right_padded,

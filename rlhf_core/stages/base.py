@@ -25,10 +25,10 @@ from rlhf_core.data.token_tables import read_tokens
 from rlhf_core.errors import DataError
 from rlhf_core.fingerprint.tracked_files import STARTING_MODEL_FILE
 from rlhf_core.models.adapters import adapted_weights
+from rlhf_core.models.architecture import positions_of
 from rlhf_core.models.causal_lm import (
     load_policy,
     new_model,
-    positions_of,
     save_policy,
     train_tokenizer,
     with_stop_tokens,

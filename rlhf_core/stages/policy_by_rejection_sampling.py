@@ -14,7 +14,8 @@ from rlhf_core.data.encoding import decode_reply, pad_id
 from rlhf_core.errors import DataError
 from rlhf_core.fingerprint.tracked_files import REWARD_SOURCES_FILE
 from rlhf_core.models.adapters import PeftAdapter, add_adapters, merge_adapters, peft_adapter
-from rlhf_core.models.causal_lm import load_policy, positions_of, save_policy
+from rlhf_core.models.architecture import positions_of
+from rlhf_core.models.causal_lm import load_policy, save_policy
 from rlhf_core.ppo.rejection_sampling import BestReplies, RejectionSampler
 from rlhf_core.ppo.rollout import TrainingPrompts, require_room
 from rlhf_core.sampling.distribution import Sampling

@@ -17,7 +17,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
 from rlhf_core.config.base import BaseConfig
 from rlhf_core.errors import ModelError, first_line
 from rlhf_core.models import foreign
-from rlhf_core.models.adapters import limit_layers
+from rlhf_core.models.architecture import limit_layers
 from rlhf_core.models.causal_lm import require_decoder_only, scratch_config
 from rlhf_core.models.folder_check import require_no_adapter
 from rlhf_core.models.io import empty_model

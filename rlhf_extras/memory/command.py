@@ -20,6 +20,7 @@ from rlhf_core.config.profiles import overlaid, overlays_of, overridden
 from rlhf_core.config.recipe import profiles_of
 from rlhf_core.errors import ConfigError, RlhfError
 from rlhf_core.forecast import as_text, forecast_of_workspace
+from rlhf_core.models.architecture import depth_of, positions_of
 from rlhf_core.probe import data_shape, forecast_time, time_text
 from rlhf_core.workload import DataShape, steps_short_of_rows, working_stages
 from rlhf_extras.memory.advice import SHARED, AdviceStep, adapter_settings, advise, advise_all
@@ -118,7 +119,7 @@ class PlanRequest:
         override may have changed what that data would be."""
         params = self.params
         architecture = starting_architecture(params.base, self.root, self.config)
-        positions = getattr(architecture.config(), "max_position_embeddings", None)
+        positions = positions_of(architecture.config())
         lengths = None
         if not (self.profile or self.sets or self.config):
             lengths = lengths_of_workspace(self.root, params, positions)
@@ -215,7 +216,7 @@ def plan_text(plans: Sequence[StagePlan], advice: Advice) -> str:
     lengths, config = inputs.lengths, inputs.architecture.config()
     heading = (
         f"model   {_policy_parameters(inputs) / 1e6:.1f} M parameters in {planned_precision(inputs.params)}: "
-        f"{config.num_hidden_layers} layers, hidden {config.hidden_size}, vocabulary {config.vocab_size}"
+        f"{depth_of(config)} layers, hidden {config.hidden_size}, vocabulary {config.vocab_size}"
         f"{', tied' if config.tie_word_embeddings else ''}\n"
         f"tokens  prompt {lengths.prompt} + reply {inputs.params.ppo.max_new_tokens}, SFT "
         f"{lengths.demonstrations.width}, pairs {lengths.pairs.width}, ptx {lengths.ptx.width}\n"

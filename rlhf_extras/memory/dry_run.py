@@ -26,11 +26,17 @@ from torch.autograd.function import once_differentiable
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers import AutoModelForCausalLM
-from transformers.modeling_layers import GradientCheckpointingLayer
 
 from rlhf_core.config.model import LoraConfig, OptimizerConfig
 from rlhf_core.errors import ModelError, first_line
 from rlhf_core.models.adapters import add_adapters
+from rlhf_core.models.architecture import (
+    backbone_of,
+    chosen_experts,
+    depth_of,
+    is_expert_stack,
+    recomputable_layers,
+)
 from rlhf_core.models.classifiers import AutoScalarModel
 from rlhf_core.models.heads import ScalarModel
 from rlhf_core.models.io import attention_of, quiet
@@ -230,6 +236,8 @@ class ModelSize:
         linear: Parameters of the linear layers below the head, adapters not included.
         matrices: Number of those layers.
         largest: Parameters of the largest of them.
+        experts: Parameters of experts that are one matrix of several dimensions for all.
+        chosen_experts: Those of them that a token passes.
     """
 
     parameters: int
@@ -241,6 +249,8 @@ class ModelSize:
     linear: int = 0
     matrices: int = 0
     largest: int = 0
+    experts: int = 0
+    chosen_experts: int = 0
 
 
 @cache
@@ -250,12 +260,17 @@ def model_size(variant: ModelVariant) -> ModelSize:
     """
     model: Any = _built(variant)
     repeats = _repeats_of_parameters(model)
-    backbone = (model.model if isinstance(model, ScalarModel) else model).base_model
+    backbone = backbone_of(model.model if isinstance(model, ScalarModel) else model)
     matrices = [
         layer.weight
         for name, layer in backbone.named_modules()
         if type(layer) is nn.Linear and "lora_" not in name
     ]
+    stacks: list[Tensor] = []
+    for module in backbone.modules():
+        weights = module.parameters(recurse=False)
+        stacks += [weight for weight in weights if is_expert_stack(module, weight)]
+    chosen = chosen_experts(variant.architecture.config())
     parameters = list(model.parameters())
     trainable = [parameter for parameter in parameters if parameter.requires_grad]
 
@@ -291,6 +306,8 @@ def model_size(variant: ModelVariant) -> ModelSize:
         linear=total(Tensor.numel, matrices),
         matrices=total(lambda one: 1, matrices),
         largest=max((one.numel() for one in matrices), default=0),
+        experts=total(Tensor.numel, stacks),
+        chosen_experts=total(lambda one: one.numel() // len(one) * (chosen or len(one)), stacks),
     )
 
 
@@ -349,10 +366,7 @@ def repeated_layers(model: nn.Module) -> list[tuple[nn.Module, int]]:
     """The decoder layers of a built model, in order, each with the number of layers that it stands
     for.
     """
-    layers = [
-        module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)
-    ]
-    return list(zip(layers, model.repeats, strict=True))  # type: ignore[arg-type]
+    return list(zip(recomputable_layers(model), model.repeats, strict=True))  # type: ignore[arg-type]
 
 
 def _repeats_of_parameters(model: nn.Module) -> dict[int, int]:
@@ -416,7 +430,7 @@ def _built(variant: ModelVariant) -> nn.Module:
     Where only the upper layers have adapters, no gradient passes the lower ones, which are stood
     for on their own.
     """
-    layers, lora, upper = variant.architecture.config().num_hidden_layers, variant.lora, 0
+    layers, lora, upper = depth_of(variant.architecture.config()), variant.lora, 0
     if lora is not None:
         upper = lora.upper_layers or 0
         if upper > layers:
@@ -436,9 +450,7 @@ def _built(variant: ModelVariant) -> nn.Module:
             raise ModelError(
                 f"transformers cannot build a {config.model_type} model ({first_line(error)})"
             ) from error
-        if sum(isinstance(module, GradientCheckpointingLayer) for module in model.modules()) != len(
-            repeats
-        ):
+        if len(recomputable_layers(model)) != len(repeats):
             raise ModelError(
                 f"the decoder layers of a {config.model_type} model cannot be told from its other parts"
             )

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 from transformers import PretrainedConfig, PreTrainedModel
 
+from rlhf_core.models.architecture import cache_sizes
 from rlhf_core.models.forward import LOGITS_BYTES, LazyLogits, lazy_logits
 from rlhf_core.models.heads import ScalarModel
 from rlhf_core.sampling.decoding import decoding_layers
@@ -232,11 +233,7 @@ class CountedCache(BlockCache):
 
     def fill(self, policy: PreTrainedModel, rows: int, width: int) -> None:
         """Hold ``width`` tokens of ``rows`` sequences; how they came there is not counted."""
-        config = policy.config
-        heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
-        head_dim = (
-            getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-        )
+        heads, head_dim = cache_sizes(policy.config)
         for number, (_, repeat) in enumerate(repeated_layers(policy)):
             keys = torch.zeros(rows, heads, width, head_dim, dtype=policy.dtype)
             for tensor in self.update(keys, torch.zeros_like(keys), number):

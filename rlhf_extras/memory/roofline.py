@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any, Literal
 
+from rlhf_core.models.architecture import cache_sizes
 from rlhf_core.workload import Work
 from rlhf_extras.memory.architecture import Architecture
 from rlhf_extras.memory.dry_run import ModelVariant, model_size
@@ -35,8 +36,8 @@ class Device:
 
 @dataclass(frozen=True)
 class ModelCost:
-    """What a model costs: ``linear`` parameters of its layers' products, ``width`` of all query
-    heads together.
+    """What a model costs: ``linear`` parameters of its layers' products that a token passes and
+    ``idle`` ones of experts that it does not, ``width`` of all query heads together.
     """
 
     linear: int
@@ -45,6 +46,7 @@ class ModelCost:
     head: int
     cache_bytes: int
     weight_bytes: int
+    idle: int = 0
 
     @classmethod
     def of(cls, architecture: Architecture, precision: Precision) -> ModelCost:
@@ -63,16 +65,17 @@ class ModelCost:
 def _model_cost(architecture: Architecture, precision: Precision) -> ModelCost:
     size = model_size(ModelVariant(architecture, "causal_lm", precision))
     config: Any = architecture.config()
-    heads, hidden = config.num_attention_heads, config.hidden_size
-    head_width = getattr(config, "head_dim", None) or hidden // heads
-    shared = getattr(config, "num_key_value_heads", None) or heads
+    shared, head_width = cache_sizes(config)
+    held = size.linear + size.experts
+    passed = size.linear + size.chosen_experts
     return ModelCost(
-        linear=size.linear,
+        linear=passed,
         layers=config.num_hidden_layers,
-        width=heads * head_width,
-        head=hidden * config.vocab_size,
+        width=config.num_attention_heads * head_width,
+        head=config.hidden_size * config.vocab_size,
         cache_bytes=2 * config.num_hidden_layers * shared * head_width * BYTES[precision],
-        weight_bytes=(size.linear + hidden * config.vocab_size) * BYTES[precision],
+        weight_bytes=(held + config.hidden_size * config.vocab_size) * BYTES[precision],
+        idle=held - passed,
     )
 
 

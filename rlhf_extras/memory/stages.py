@@ -15,7 +15,7 @@ from rlhf_core.config.problems import nearest
 from rlhf_core.config.reward import RewardConfig
 from rlhf_core.errors import ConfigError
 from rlhf_core.evaluation.perplexity import POSITIONS_PER_CHUNK, ROWS_PER_PASS
-from rlhf_core.models.forward import changes_logits
+from rlhf_core.models.architecture import changes_logits
 from rlhf_core.ppo.rejection_sampling import PROMPTS_AT_ONCE
 from rlhf_core.sampling.distribution import EvaluationSampling, Sampling
 from rlhf_core.sampling.token_scoring import MicroBatchLimits

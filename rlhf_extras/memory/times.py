@@ -205,7 +205,8 @@ class _Projection:
             # Gradients are reduced and scattered, and weights gathered: once a step, or at each
             # pass from the stages on that shard them.
             tensors = {0: 2, 1: 2, 2: passes + 1, 3: 3 * passes}[self.launch.zero or 0]
-        size = BYTES[self.roofline.precision] * (model.linear + (0 if work.scalar else model.head))
+        held = model.linear + model.idle + (0 if work.scalar else model.head)
+        size = BYTES[self.roofline.precision] * held
         link = LINK if self.launch.nodes == 1 else NETWORK
         return work.times * tensors * size * (ranks - 1) / ranks / link
 

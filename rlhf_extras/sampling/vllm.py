@@ -25,7 +25,7 @@ from transformers import CONFIG_NAME, PreTrainedModel
 from rlhf_core.data.encoding import left_pad
 from rlhf_core.errors import RlhfError
 from rlhf_core.models.adapters import WithoutAdapters
-from rlhf_core.models.forward import probe_ids
+from rlhf_core.models.architecture import probe_ids, vocabulary_of
 from rlhf_core.models.io import quiet
 from rlhf_core.models.precision import matmul_precision
 from rlhf_core.runtime import distributed
@@ -407,7 +407,7 @@ class VllmSampler(Sampler):
         self._name, address = distributed.broadcast_from_rank0([self._name, address])
         if self._client is None:
             self._client = self._connect(address)
-        self._vocabulary = int(policy.config.get_text_config().vocab_size)
+        self._vocabulary = vocabulary_of(policy)
 
     @contextmanager
     def _ready(self, rows: int, steps: int) -> Iterator[None]:
@@ -532,7 +532,7 @@ class VllmSampler(Sampler):
         Only a coarse difference decides: rollouts are compared finely.
         """
         assert self._client is not None
-        ids = probe_ids(int(policy.config.get_text_config().vocab_size))
+        ids = probe_ids(vocabulary_of(policy))
         server = torch.tensor([self._client.prompt_logprobs(row) for row in ids.tolist()])
         difference = float((server - expected).abs().mean())
         if not difference <= limit:
@@ -580,7 +580,7 @@ def probed_logprobs(policy: PreTrainedModel) -> Tensor:
 
     Of a sharded policy all ranks must ask.
     """
-    ids = probe_ids(int(policy.config.get_text_config().vocab_size))
+    ids = probe_ids(vocabulary_of(policy))
     logits = policy(input_ids=ids.to(policy.device), use_cache=False).logits[:, :-1].float()
     chosen: Tensor = logits.log_softmax(dim=-1).gather(2, ids[:, 1:, None].to(logits.device))
     return chosen.squeeze(2).cpu()

@@ -378,3 +378,31 @@ def test_locks_and_temporary_files_are_opened_in_one_module(package: str) -> Non
     assert {name for name, found in careless.items() if found} <= {"rlhf_core.storage.files"}, (
         careless
     )
+
+
+# What architectures call otherwise or lack, by the names of configurations and classes.
+OF_ARCHITECTURES = {
+    "max_position_embeddings", "max_seq_len", "num_key_value_heads", "head_dim",
+    "num_experts_per_tok", "output_router_logits", "router_aux_loss_coef", "cache_params",
+    "GradientCheckpointingLayer",
+}  # fmt: skip
+
+
+def architectural_facts(path: Path) -> list[str]:
+    """What a module reads itself of how an architecture is built."""
+    found = []
+    for node in ast.walk(tree(path)):
+        if isinstance(node, ast.Attribute):
+            found.append(node.attr)
+        if isinstance(node, ast.ImportFrom):
+            found += [alias.name for alias in node.names]
+        if isinstance(node, ast.Call) and getattr(node.func, "id", "") in {"getattr", "hasattr"}:
+            found += [str(each.value) for each in node.args if isinstance(each, ast.Constant)]
+    return [name for name in found if name in OF_ARCHITECTURES]
+
+
+@pytest.mark.parametrize("package", ["rlhf_core", "flows", "rlhf_extras"])
+def test_how_architectures_are_built_is_read_in_one_module(package: str) -> None:
+    facts = {name: architectural_facts(path) for name, path in modules(package).items()}
+    readers = {name for name, found in facts.items() if found}
+    assert readers <= {"rlhf_core.models.architecture"}, facts

@@ -23,7 +23,8 @@ from rlhf_core.data.encoding import (
 from rlhf_core.data.schema import Message
 from rlhf_core.errors import DataError, UnwritableText
 from rlhf_core.evaluation.replies import Reply
-from rlhf_core.models.causal_lm import load_tokenizer, positions_of
+from rlhf_core.models.architecture import positions_of
+from rlhf_core.models.causal_lm import load_tokenizer
 from rlhf_core.models.heads import ReplyScorer, ScalarModel
 from rlhf_core.runtime import distributed
 from rlhf_core.training.examples import values_of_sequences

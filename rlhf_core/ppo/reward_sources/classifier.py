@@ -23,7 +23,7 @@ from rlhf_core.config.reward_sources import ClassifierSource
 from rlhf_core.data.chat_template import encode_escaped, render_escaped, special_tokens
 from rlhf_core.data.schema import Message
 from rlhf_core.errors import ConfigError, DataError, first_line
-from rlhf_core.models.causal_lm import positions_of
+from rlhf_core.models.architecture import positions_of
 from rlhf_core.models.foreign import require_openable
 from rlhf_core.models.io import load_model, reading
 from rlhf_core.ppo.reward_sources.source import Replies, checked_rewards

@@ -29,7 +29,8 @@ from rlhf_core.config.model import OptimizerConfig
 from rlhf_core.config.operations import LaunchConfig
 from rlhf_core.errors import ConfigError, ModelError, RlhfError
 from rlhf_core.models.adapters import NF4Linear
-from rlhf_core.models.forward import has_plain_head, is_sharded, probe_ids, run_as_wrapped
+from rlhf_core.models.architecture import has_plain_head, is_sharded, probe_ids
+from rlhf_core.models.forward import run_as_wrapped
 from rlhf_core.models.precision import Precision, matmul_precision
 from rlhf_core.runtime import distributed
 from rlhf_core.training.checkpoints.checkpoint import Piece, SavedTensors

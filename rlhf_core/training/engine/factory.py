@@ -17,6 +17,7 @@ from torch.utils.checkpoint import checkpoint
 from rlhf_core.config.model import LoraConfig, OptimizerConfig
 from rlhf_core.config.operations import LaunchConfig
 from rlhf_core.errors import ModelError
+from rlhf_core.models.architecture import recomputable_layers
 from rlhf_core.runtime import distributed
 from rlhf_core.training.engine.base import Engine, LocalEngine
 from rlhf_core.training.run_context import RunContext
@@ -32,11 +33,7 @@ def recomputing(model: nn.Module) -> Callable[[], AbstractContextManager[None]]:
     Raises:
         ModelError: The model has no layers that support it.
     """
-    from transformers.modeling_layers import GradientCheckpointingLayer
-
-    layers = [
-        module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)
-    ]
+    layers = recomputable_layers(model)
     if not layers:
         raise ModelError(
             f"{type(model).__name__} has no layers that support gradient_checkpointing; switch it off"

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
-from transformers import AutoModelForCausalLM, LlamaConfig
+from transformers import AutoModelForCausalLM, LlamaConfig, MixtralConfig
 
 from rlhf_core.workload import Work
 from rlhf_extras.memory import roofline
@@ -50,6 +50,26 @@ def test_a_forward_pass_has_the_products_that_torch_counts() -> None:
     rotary = counter.get_flop_counts()["Global"].get(torch.ops.aten.bmm, 0) - 2 * 3 * 4 * 32 * 16**2
     causal = ModelCost.of(TINY, "float32").forward(rows=2, length=16, scored=16)
     assert counter.get_total_flops() - rotary == causal + 2 * 3 * 2 * 32 * 16**2
+
+
+@pytest.mark.parametrize("chosen", [1, 3])
+def test_a_token_passes_the_experts_that_its_router_chooses(chosen: int) -> None:
+    sizes = SIZES | {"num_local_experts": 5, "num_experts_per_tok": chosen}
+    mixtral = Architecture.of({"model_type": "mixtral", **sizes}, "tiny")
+    model = ModelCost.of(mixtral, "bfloat16")
+    attention, expert = 3 * (2 * 32 * 32 + 2 * 32 * 16), 3 * (3 * 32 * 48)
+    assert model.linear == attention + chosen * expert
+    assert model.idle == (5 - chosen) * expert
+    assert model.weight_bytes == 2 * (attention + 5 * expert + 32 * 96)
+    net = AutoModelForCausalLM.from_config(
+        MixtralConfig(**sizes), attn_implementation="eager", experts_implementation="eager"
+    )
+    with FlopCounterMode(display=False) as counter:
+        net(torch.zeros(2, 16, dtype=torch.long))
+    rotary = counter.get_flop_counts()["Global"].get(torch.ops.aten.bmm, 0) - 2 * 3 * 4 * 32 * 16**2
+    routers = 2 * 3 * 5 * 32 * 2 * 16
+    causal = model.forward(rows=2, length=16, scored=16)
+    assert counter.get_total_flops() - rotary - routers == causal + 2 * 3 * 2 * 32 * 16**2
 
 
 @pytest.mark.usefixtures("costs")

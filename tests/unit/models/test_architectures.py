@@ -18,8 +18,8 @@ from transformers import (
 from transformers import PretrainedConfig as Config
 
 from rlhf_core.errors import ModelError
-from rlhf_core.models.causal_lm import positions_of
-from rlhf_core.models.forward import has_plain_head, selected_logits
+from rlhf_core.models.architecture import has_plain_head, positions_of
+from rlhf_core.models.forward import selected_logits
 from rlhf_core.models.heads import ScalarModel
 from rlhf_core.models.io import attention_of, load_model
 from rlhf_core.sampling.agreement import require_next_tokens, require_replies_as_scored

@@ -122,10 +122,11 @@ def test_experts_are_named_as_targets_like_layers() -> None:
         adapted_weights(model, LORA.model_copy(update={"targets": ("w9",)}))
 
 
-def test_only_the_experts_of_upper_layers_are_adapted_where_that_is_asked() -> None:
-    weights = adapted_weights(
-        tiny_causal_lm("mixtral"), LORA.model_copy(update={"upper_layers": 1})
-    )
+# LongCat's layers have two attentions each.
+@pytest.mark.parametrize("name", ["mixtral", "lfm2_moe", "longcat_flash"])
+def test_only_the_experts_of_upper_layers_are_adapted_where_that_is_asked(name: str) -> None:
+    model = tiny_causal_lm(name, **SETTINGS.get(name, {}))
+    weights = adapted_weights(model, LORA.model_copy(update={"upper_layers": 1}))
     names = (*weights.linear, *weights.experts)
     assert weights.experts and all(".layers.1." in name for name in names)
 

@@ -6,13 +6,14 @@ import copy
 
 import pytest
 import torch
+from architectures import tiny_causal_lm
 from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedModel, Qwen2Config, Qwen2ForCausalLM
 from unit.models.adapted import IDS
 from unit.ppo.tiny import make_tiny
 
 from rlhf_core.config.reward import RewardConfig
 from rlhf_core.errors import ModelError
-from rlhf_core.models.adapters import keep_lower_layers
+from rlhf_core.models.architecture import depth_of, keep_lower_layers
 from rlhf_core.models.heads import ScalarModel
 
 ONES = torch.ones_like(IDS)
@@ -60,6 +61,17 @@ def test_layers_with_types_of_their_own_keep_the_types_of_the_lower_ones() -> No
     lm = qwen2()
     keep_lower_layers(lm, 1)
     assert lm.config.layer_types == ["full_attention"]
+
+
+def test_a_layer_with_two_attentions_is_one_layer() -> None:
+    lm = tiny_causal_lm("longcat_flash")
+    states = lm.base_model(IDS, output_hidden_states=True).hidden_states
+    keep_lower_layers(lm, 1)
+    assert depth_of(lm.config) == 1
+    below = lm.base_model(IDS, output_hidden_states=True).hidden_states
+    assert len(states) == 3 and len(below) == 2 and torch.equal(below[0], states[0])
+    with pytest.raises(ModelError, match=r"layers is 2, but LongcatFlashForCausalLM has 1 layers"):
+        keep_lower_layers(lm, 2)
 
 
 def test_more_layers_than_there_are_is_refused() -> None:

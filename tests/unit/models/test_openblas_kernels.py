@@ -20,8 +20,8 @@ from rlhf_core.config.base import BaseConfig
 from rlhf_core.config.model import LoraConfig, OptimizerConfig
 from rlhf_core.models import kernels
 from rlhf_core.models.adapters import adapted_layers, add_adapters, is_linear
+from rlhf_core.models.architecture import probe_ids
 from rlhf_core.models.causal_lm import load_policy, new_model, save_policy, train_tokenizer
-from rlhf_core.models.forward import probe_ids
 from rlhf_core.models.heads import ScalarModel
 from rlhf_core.models.kernels import FEWEST_ROWS, OpenBlasLinear, is_plain_linear, use_kernels
 from rlhf_core.sampling.decoding import decoding_layers

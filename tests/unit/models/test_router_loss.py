@@ -12,7 +12,8 @@ from architectures import tiny_causal_lm
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from rlhf_core.models.forward import arguments_of, selected_logits
+from rlhf_core.models.architecture import arguments_of
+from rlhf_core.models.forward import selected_logits
 from rlhf_core.models.heads import ScalarModel
 from rlhf_core.sampling.agreement import require_replies_as_scored
 from rlhf_core.training.examples import ReplyBatch, collate
