@@ -27,6 +27,7 @@ EXTRAS = (
     "plan",
     "annotate",
     "serve",
+    "data.inspect",
     "data.convert",
     "data.diff",
     "evaluate.benchmark",

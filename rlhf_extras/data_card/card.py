@@ -20,7 +20,6 @@ from markupsafe import Markup, escape
 
 from rlhf_core.config.data import AUTOMATIC_ROWS, RULES, NearDuplicatesConfig, ValidateConfig
 from rlhf_core.data.dataset import balance
-from rlhf_core.data.inspection.report_lines import counted
 from rlhf_core.data.row_counts import ReasonCounts, RowFinding
 from rlhf_core.data.schema import CONTENT_FIELDS
 from rlhf_core.data.statistics import PERCENTILES, SEQUENCE, TokenCounts, percentiles
@@ -32,6 +31,11 @@ from rlhf_core.evaluation.figures import COLOURS, SERIES, draw_svg, format_numbe
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+
+
+def counted(count: int, noun: str) -> str:
+    """Return a count with its noun, whose plural ends with an s: "1 pair", "2 pairs"."""
+    return f"{count} {noun}{'' if count == 1 else 's'}"
 
 
 @dataclass(frozen=True)

@@ -27,7 +27,7 @@ from rlhf_core.config.recipe import profile_headers
 from rlhf_core.errors import RlhfError
 from rlhf_extras.annotation import command as annotate
 from rlhf_extras.benchmarks import command as benchmarks
-from rlhf_extras.data_files import convert_command, diff_command
+from rlhf_extras.data_files import convert_command, diff_command, inspect_command
 from rlhf_extras.memory import command_line as plan
 from rlhf_extras.retention import command as retention
 from rlhf_extras.serving import command as serving
@@ -247,7 +247,16 @@ def test_commands_that_train_nothing_load_no_torch(module: str) -> None:
     assert not loaded & {"torch", "transformers", "prefect", "dvc"}
 
 
-EXTRAS = (annotate, benchmarks, convert_command, diff_command, plan, retention, serving)
+EXTRAS = (
+    annotate,
+    benchmarks,
+    convert_command,
+    diff_command,
+    inspect_command,
+    plan,
+    retention,
+    serving,
+)
 
 
 class Announced(Exception):
