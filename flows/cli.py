@@ -17,7 +17,6 @@ from flows.commands.options import (
     AnyFolder,
     Commands,
     CommandWithProfiles,
-    Reason,
     Workspace,
     profile_names,
 )
@@ -232,31 +231,6 @@ def init(
     typer.echo(told)
 
 
-@app.command()
-def gc(
-    workspace: Workspace = NEAREST,
-    days: Annotated[int, typer.Option(min=0, help="What was not used for so many days goes.")] = 30,
-    yes: Annotated[bool, typer.Option("--yes", help="Delete what goes, without asking.")] = False,
-) -> None:
-    """List what a workspace keeps that nothing needs any more, or delete it.
-
-    That is: partial states of earlier settings, and trials (`rlhf run --profile`, `--set`), that were not
-    used for long and of which no registered version has an alias. The DVC cache is left to `dvc gc`.
-    While a run or a stage works there, nothing is deleted.
-
-    Examples:
-    $ rlhf gc
-    $ rlhf gc --days 7 --yes
-    """
-    with busy("looking through partial states and trials"):
-        from flows.commands.gc import collect_garbage, garbage_text
-        from flows.commands.text import print_rows, unlabelled
-
-        found = collect_garbage(workspace, days=days, delete=yes)
-        text = garbage_text(workspace, found, deleted=yes)
-    print_rows(unlabelled(text.splitlines()))
-
-
 # Every option is the study's own, --help included.
 STUDY = {"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []}
 
@@ -275,58 +249,6 @@ def ablate(context: typer.Context) -> None:
     from benchmarks.ablation.__main__ import app as study
 
     raise typer.Exit(study(args=context.args, prog_name="rlhf ablate", standalone_mode=False) or 0)
-
-
-@app.command()
-def export(
-    target: Annotated[
-        Path, typer.Argument(metavar="DIR", help="The folder to write; it must be new or empty.")
-    ],
-    version: Annotated[
-        str | None, typer.Option("--version", help="The version; default: the champion.")
-    ] = None,
-    push: Annotated[
-        str | None, typer.Option("--push", help="Push to owner/name on a hub; needs HF_TOKEN.")
-    ] = None,
-    public: Annotated[bool, typer.Option("--public", help="Make a new repository public.")] = False,
-    license_id: Annotated[
-        str | None, typer.Option("--license", help="License on the card, such as apache-2.0.")
-    ] = None,
-    adapter: Annotated[
-        bool, typer.Option("--adapter", help="Only the adapter that was trained, for PEFT.")
-    ] = False,
-    force: Annotated[
-        bool, typer.Option("--force", help="Release an ungated version; needs --reason.")
-    ] = False,
-    reason: Reason = None,
-    workspace: Workspace = NEAREST,
-) -> None:
-    """Write a registered policy as a Hugging Face folder, with a card of its gates, judges, lineage
-    and limits.
-
-    Exit codes: 0 done, 3 its gates did not pass or it was rolled back or declined, 2 it could not
-    be written or pushed.
-
-    Examples:
-    $ rlhf export my-model
-    $ rlhf export my-model --push my-team/my-model --license apache-2.0
-    """
-    if force and not (reason or "").strip():
-        raise RlhfError("a forced release needs a reason; add --reason TEXT, the card shows it")
-    with busy("writing the model and its card"):
-        from flows.release.export import export as write
-
-        done = write(
-            workspace,
-            target,
-            version=version,
-            push=push,
-            public=public,
-            license_id=license_id,
-            force_reason=reason if force else None,
-            adapter=adapter,
-        )
-    typer.echo(done.describe())
 
 
 @app.command()

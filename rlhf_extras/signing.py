@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Any
 
 from flows.registry.client import CONTENT_TAG, SIGNED_TAGS, registry_address, versions
 from flows.registry.policies import KEY_VARIABLE
-from flows.registry.stored_models import REMEDY, own_package, package_digest, stored_sampling
+from flows.registry.stored_models import REMEDY, own_package, stored_sampling
 from rlhf_core.config.loading import load_section
 from rlhf_core.config.operations import RegistryConfig, SignatureConfig
 from rlhf_core.errors import ConfigError, ModelError
@@ -267,6 +267,25 @@ def statement_of(
         tags=signed_tags(version.tags),
         predecessor=predecessor,
     )
+
+
+def package_digest(folder: Path) -> str:
+    """A hash of all files that MLflow keeps of a model but those of its Hugging Face ``folder``.
+
+    Raises:
+        ModelError: A folder among them is a link, whose files no hash covers.
+    """
+    root, digest = folder.parents[1], hashlib.sha256()
+    for path in sorted(root.rglob("*")):
+        if path.is_symlink() and path.is_dir():
+            raise ModelError(
+                f"{path} is a link to a folder, which a registered model has none of; {REMEDY}"
+            )
+        # MLflow writes this one into what it downloads.
+        is_of_package = path.name != "registered_model_meta" and not path.is_relative_to(folder)
+        if is_of_package and path.is_file():
+            digest.update(f"{path.relative_to(root).as_posix()}\0{sha256_file(path)}\n".encode())
+    return digest.hexdigest()
 
 
 def require_signer(config: SignatureConfig) -> Signer | None:

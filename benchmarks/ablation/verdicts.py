@@ -31,7 +31,6 @@ import pyarrow.compute as pc
 from scipy import stats
 
 from benchmarks.ablation.definition import METRICS, Claim, Expectation, Metric
-from flows.commands.compare import gate_standing, sampled_tokens
 from flows.workspace import display_path
 from rlhf_core.config import yaml_text
 from rlhf_core.config.loading import PARAMS_FILE
@@ -39,6 +38,7 @@ from rlhf_core.data.schema import read_table
 from rlhf_core.errors import DataError, first_line
 from rlhf_core.storage.files import atomic_write_text, read_json
 from rlhf_core.training.history import read_history
+from rlhf_extras.run_comparison.compare import gate_standing, sampled_tokens
 
 LAST = 5  # iterations that an end value of the history is averaged over: one rollout is noisy
 EARLY = 10  # iterations that count as the start of training

@@ -71,8 +71,8 @@ class CommandWithProfiles(TyperCommand):
 PANELS = {
     "Start": ("init", "data", "doctor", "config"),
     "Train": ("run", "stage", "status", "logs", "up", "deploy"),
-    "Judge": ("report", "compare", "gate", "chat", "evaluate"),
-    "Release": ("promote", "approve", "decline", "rollback", "history", "export", "registry"),
+    "Judge": ("report", "gate", "chat", "evaluate"),
+    "Release": ("promote", "approve", "decline", "rollback", "history", "registry"),
 }
 
 

@@ -60,10 +60,3 @@ def find_orphans(client: MlflowClient, workspace: Path) -> Orphans:
         open_runs = f"attributes.status = 'RUNNING' and attributes.run_name LIKE '{REGISTERING}%'"
         runs = [run for run in client.search_runs([own], open_runs) if run.info.start_time < before]
     return Orphans(models, runs)
-
-
-def end_orphans(client: MlflowClient, orphans: Orphans) -> None:
-    """End the runs of killed registrations; `rlhf registry gc` deletes their models."""
-    with registry_errors("end the runs of killed registrations"):
-        for run in orphans.runs:
-            client.set_terminated(run.info.run_id, "KILLED")

@@ -166,28 +166,6 @@ def verified_folder(
     return folder
 
 
-def package_digest(folder: Path) -> str:
-    """A hash of all files that MLflow keeps of a model but those of its Hugging Face ``folder``.
-
-    Raises:
-        ModelError: A folder among them is a link, whose files no hash covers.
-    """
-    root, digest = folder.parents[1], hashlib.sha256()
-    for path in sorted(root.rglob("*")):
-        if path.is_symlink() and path.is_dir():
-            raise ModelError(
-                f"{path} is a link to a folder, which a registered model has none of; {REMEDY}"
-            )
-        # MLflow writes the last one into what it downloads.
-        if (
-            path.is_file()
-            and not path.is_relative_to(folder)
-            and path.name != "registered_model_meta"
-        ):
-            digest.update(f"{path.relative_to(root).as_posix()}\0{sha256_file(path)}\n".encode())
-    return digest.hexdigest()
-
-
 def own_package(client: MlflowClient, workspace: Path, version: ModelVersion) -> Path:
     """The Hugging Face folder of a version, which has this release's code and judged sampling.
 

@@ -1,4 +1,4 @@
-"""The commands ``rlhf data …``: inspect and validate data files, outside any pipeline.
+"""The commands ``rlhf data …``: data files are checked here; extras describe and convert them.
 
 Heavy imports wait until a command runs, and until its arguments are known to be right. No control
 character of the data reaches a terminal, be it printed as text or as JSON.
@@ -24,7 +24,6 @@ from rlhf_core.storage.files import scratch_folder
 if TYPE_CHECKING:
     from rlhf_core.config.data import ReadOptions
     from rlhf_core.config.params import Params
-    from rlhf_core.data.inspection.describe import TokenLimits
 
 
 SHORT_FORM = "inspect"
@@ -110,48 +109,6 @@ def data() -> None:
 
     `rlhf data FILES` is short for `rlhf data inspect FILES`.
     """
-
-
-@app.command(no_args_is_help=True)
-def inspect(
-    files: Files,
-    show: Annotated[int, typer.Option(help="Rows to print of each file.")] = 1,
-    format_name: FormatOption = None,
-    columns: ColumnOption = None,
-    template: TemplateOption = None,
-    dimension: DimensionOption = None,
-    pairs: PairsOption = "all",
-    system_prompts: SystemPromptsOption = False,
-    workspace: Annotated[
-        Path | None,
-        typer.Option(
-            "--workspace",
-            "-w",
-            help="Whose tokenizer and max_tokens to measure with; default: the nearest.",
-        ),
-    ] = None,
-    tokenizer: TokenizerOption = None,
-    as_json: JsonOption = False,
-) -> None:
-    """Describe data files: format, rows, which would be refused and why, lengths, and the command
-    to use them.
-
-    With --tokenizer, and in a workspace whose base model is at hand, lengths are given in tokens
-    too and compared with max_tokens.
-
-    Example: rlhf data inspect 'exports/*.jsonl.gz'
-    """
-    options = read_options(format_name, columns, template, dimension, pairs, system_prompts)
-    with busy("reading the files"):
-        from rlhf_core.data.inspection.describe import as_json_value, as_text, describe_sources
-
-        described = describe_sources(
-            files, tokens=_token_limits(workspace, tokenizer), options=options, show=show
-        )
-    if as_json:
-        print_json(as_json_value(described))
-    else:
-        print_text(as_text(described, terminal_width()))
 
 
 @app.command(no_args_is_help=True)
@@ -249,7 +206,7 @@ def validate(
 
 
 @contextmanager
-def _only_named(workspace: Path | None) -> Iterator[None]:
+def only_named(workspace: Path | None) -> Iterator[None]:
     """Ignore an invalid workspace that nobody named: the current folder may be in none."""
     try:
         yield
@@ -258,30 +215,12 @@ def _only_named(workspace: Path | None) -> Iterator[None]:
             raise
 
 
-def _root_of(workspace: Path | None) -> Path | None:
+def root_of(workspace: Path | None) -> Path | None:
     """Return the workspace that is named, else that of the current folder; None without one."""
     from rlhf_core.stages.runtime.runner import workspace_root
 
-    with _only_named(workspace):
+    with only_named(workspace):
         return workspace_root(workspace)
-    return None
-
-
-def _token_limits(workspace: Path | None, tokenizer: str | None) -> TokenLimits | None:
-    """Return what to measure tokens with; None without ``tokenizer`` or a model for it.
-
-    Outside a workspace, the limits are those of the default parameters.
-    """
-    from rlhf_core.config.loading import check_params, load_params
-    from rlhf_core.stages.token_lengths import local_token_limits, token_limits
-
-    root = _root_of(workspace)
-    if tokenizer is not None:
-        return token_limits(
-            check_params({}) if root is None else load_params(root), tokenizer, Path.cwd()
-        )
-    with _only_named(workspace):
-        return None if root is None else local_token_limits(root)
     return None
 
 
@@ -292,10 +231,10 @@ def _checking_root(workspace: Path | None) -> Path | None:
     """
     from rlhf_core.config.loading import load_params
 
-    root = _root_of(workspace)
+    root = root_of(workspace)
     if root is None or workspace is not None:
         return root
-    with _only_named(workspace):
+    with only_named(workspace):
         return root if load_params(root).collect.source == "files" else None
     return None
 

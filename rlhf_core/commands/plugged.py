@@ -27,8 +27,12 @@ PANEL = "Extras"
 # The commands that this project's own extras bring, in the order of the help.
 EXTRAS = (
     "plan",
+    "compare",
     "annotate",
     "serve",
+    "export",
+    "gc",
+    "data.inspect",
     "data.convert",
     "data.diff",
     "evaluate.benchmark",

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
@@ -15,7 +14,6 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
-from scipy import stats
 
 from rlhf_core.config.data import SplitConfig
 from rlhf_core.data.clusters import cluster_name, design_effect, wilson_bounds
@@ -215,17 +213,6 @@ def length_bias(
         "longer_preferred_low95": low,
         "longer_preferred_high95": high,
     }
-
-
-def balance(counts: Mapping[str, int]) -> float | None:
-    """Return Pielou's evenness, 1 where all are equally frequent; None for fewer than two.
-
-    It is the entropy over its maximum.
-    """
-    if len(counts) < 2:
-        return None
-    entropy = float(stats.entropy(list(counts.values())))
-    return entropy / math.log(len(counts))
 
 
 def group_overlap(groups: Mapping[str, Sequence[pa.Array]]) -> int:

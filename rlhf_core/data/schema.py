@@ -267,21 +267,6 @@ def rows_of_table(table: pa.Table, cls: type[Row]) -> list[Row]:
     return [cls(*values) for values in zip(*columns.values(), strict=True)]
 
 
-def write_rows(path: Path, rows: Iterable[Row]) -> None:
-    """Write dataclass rows of one kind to a clean file, atomically.
-
-    Raises:
-        DataError: There are none.
-    """
-    listed = list(rows)
-    if not listed:
-        raise DataError(f"no rows to write to {path}")
-    kind = listed[0].KIND
-    with TableWriter(path, clean_schema(kind)) as writer:
-        for table in tables_of(kind, [as_dict(row) for row in listed]):
-            writer.write(clean_table(kind, table))
-
-
 # Columns of a record that hold the prompt itself.
 OF_THE_PROMPT = frozenset({"prompt", "messages", "system"})
 

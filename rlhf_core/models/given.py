@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from transformers import CONFIG_MAPPING, PreTrainedModel
 
 from rlhf_core.errors import ConfigError, ModelError
-from rlhf_core.models.causal_lm import require_decoder_only, require_replies
 from rlhf_core.models.architecture import is_sharded
+from rlhf_core.models.causal_lm import require_decoder_only, require_replies
 from rlhf_core.models.heads import ScalarModel
 from rlhf_core.models.io import require_finite_weights
 

@@ -42,27 +42,6 @@ class PolicyFiles:
     sampling: SamplingConfig
 
 
-FileStamps = tuple[tuple[str, int, int, int, int], ...]
-
-
-def file_stamps(folder: Path) -> FileStamps:
-    """Return what a write changes of a file, for all files in ``folder``.
-
-    That is name, inode, size and times. Nobody can set the time of the inode's change back. Empty
-    where files vanish meanwhile.
-    """
-    stamps = []
-    try:
-        for path in sorted(folder.rglob("*")):
-            if path.is_file():
-                name, stat = path.relative_to(folder).as_posix(), path.stat()
-                times = stat.st_mtime_ns, stat.st_ctime_ns
-                stamps.append((name, stat.st_ino, stat.st_size, *times))
-    except OSError:
-        return ()
-    return tuple(stamps)
-
-
 class PolicySource(Protocol):
     """Says which revision is to be served."""
 

@@ -1,37 +1,25 @@
-"""Chat requests and responses as OpenAI's clients write and read them, and their limits.
-
-Whoever has the bearer token may ask; without one, programs on the machine that address it as
-loopback.
-"""
+"""Chat requests and responses as OpenAI's clients write and read them, and their limits."""
 
 from __future__ import annotations
 
-import hmac
-import ipaddress
 import json
 import re
 import uuid
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
-from urllib.parse import urlsplit
 
 from pydantic import BeforeValidator, Field, PositiveInt, ValidationError
 
 from rlhf_core.config.model import Strict
 from rlhf_core.data.schema import Message
 from rlhf_core.data.text import has_visible_text
-from rlhf_core.errors import ConfigError
 from rlhf_core.runtime.untrusted_text import without_json_strings
 
-# Bytes of a request: room for a prompt of 100,000 tokens and more. Larger bodies are not read.
-MAX_BODY_BYTES = 4 * 2**20
 # Characters that no token of a common vocabulary has. Messages with more of them for each token
 # that fits are refused before they are tokenised, which takes a second per million characters and
 # holds up other requests.
 MAX_TOKEN_CHARACTERS = 256
-# What a refused client waits before it asks again.
-RETRY_AFTER_SECONDS = 1
 
 
 @dataclass(frozen=True)
@@ -53,7 +41,6 @@ class ServingLimits:
 
 
 INVALID_REQUEST = "invalid_request_error"
-CLIENT_CLOSED_REQUEST = 499
 
 
 class ApiError(Exception):
@@ -98,85 +85,6 @@ class ApiError(Exception):
                 "code": self.code,
             }
         }
-
-
-def internal_error() -> ApiError:
-    """The error of a request that failed for a reason that only the server's log tells."""
-    return ApiError(
-        500,
-        "the server failed on this request; its log says why",
-        code="internal",
-        kind="server_error",
-    )
-
-
-TOKEN_VARIABLE = "RLHF_SERVE_TOKEN"
-
-
-def is_loopback(host: str) -> bool:
-    """Whether ``host`` can be reached from this machine alone."""
-    if host == "localhost":
-        return True
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False
-
-
-def checked_token(token: str | None, host: str) -> str | None:
-    """Return the token that clients must send to a server on ``host``, None if they need none.
-
-    Raises:
-        ConfigError: ``host`` is not a loopback address and there is no token, or the token cannot
-            be sent in a header.
-    """
-    if not token:
-        if is_loopback(host):
-            return None
-        raise ConfigError(
-            f"--host {host} lets other machines ask; set {TOKEN_VARIABLE} to a secret that clients must send "
-            "(openssl rand -hex 24), or leave --host out"
-        )
-    if not token.isascii() or not token.isprintable() or " " in token:
-        raise ConfigError(
-            f"{TOKEN_VARIABLE} has spaces or characters that a header cannot hold; use letters, digits"
-        )
-    return token
-
-
-def require_loopback_name(host: str | None) -> None:
-    """Raise ``ApiError`` unless the ``Host`` header is a loopback name."""
-    name = host or ""
-    try:
-        parts = urlsplit(f"//{name}")
-        if parts.netloc == name and "@" not in name:  # a user or a path belongs to no Host header
-            name = parts.hostname or ""
-    except ValueError:  # such as an IPv6 address that lacks a bracket
-        pass
-    if not is_loopback(name):
-        message = f"the server answers on loopback only, not as {name[:100]!r}; set {TOKEN_VARIABLE} to allow other names"
-        raise ApiError(403, message, code="host_not_allowed")
-
-
-def require_access(token: str | None, authorization: str | None, host: str | None) -> None:
-    """Raise ``ApiError`` unless a request may be answered.
-
-    Without a token the ``Host`` header must be a loopback name: a web page that has its own name
-    resolved to this machine (DNS rebinding) could read the replies otherwise.
-
-    Args:
-        token: What clients must send; None for nothing.
-        authorization: The header of that name.
-        host: The ``Host`` header.
-    """
-    if token is None:
-        return require_loopback_name(host)
-    scheme, _, given = (authorization or "").partition(" ")
-    if scheme.lower() != "bearer" or not hmac.compare_digest(
-        given.strip().encode(), token.encode()
-    ):
-        message = "send the token of this server: Authorization: Bearer TOKEN"
-        raise ApiError(401, message, code="invalid_api_key", headers={"WWW-Authenticate": "Bearer"})
 
 
 MAX_STOP_STRINGS = 4
@@ -511,9 +419,6 @@ def _check_turns(turns: list[ChatTurn]) -> None:
             )
 
 
-END_OF_STREAM = b"data: [DONE]\n\n"
-
-
 @dataclass(frozen=True)
 class CompletionId:
     """What all parts of one response share.
@@ -530,21 +435,12 @@ class CompletionId:
     def completion(self, text: str, finish_reason: str, usage: Mapping[str, int]) -> dict[str, Any]:
         """The whole response."""
         said = {"message": {"role": "assistant", "content": text}}
-        return self._response("chat.completion", said, finish_reason) | {"usage": usage}
+        return self.response("chat.completion", said, finish_reason) | {"usage": usage}
 
-    def chunk(self, delta: Mapping[str, str], finish_reason: str | None = None) -> bytes:
-        """An event of a stream: the role at first, then pieces of the reply, and how it ended."""
-        return event(self._response("chat.completion.chunk", {"delta": delta}, finish_reason))
-
-    def usage_event(self, usage: Mapping[str, int]) -> bytes:
-        """The token counts, in an event without choices."""
-        return event(
-            self._response("chat.completion.chunk", {}, None) | {"choices": [], "usage": usage}
-        )
-
-    def _response(
+    def response(
         self, kind: str, said: Mapping[str, Any], finish_reason: str | None
     ) -> dict[str, Any]:
+        """An object of OpenAI's, of the whole response or of a part that is streamed."""
         choice = {"index": 0, **said, "logprobs": None, "finish_reason": finish_reason}
         return {
             "id": self.id,
@@ -558,13 +454,3 @@ class CompletionId:
 def token_usage(prompt: int, reply: int) -> dict[str, int]:
     """Token counts of a request. The end marker of the reply counts."""
     return {"prompt_tokens": prompt, "completion_tokens": reply, "total_tokens": prompt + reply}
-
-
-def event(content: Mapping[str, Any]) -> bytes:
-    """One server-sent event."""
-    return f"data: {json.dumps(content, ensure_ascii=False)}\n\n".encode()
-
-
-def model_entry(name: str, created: int) -> dict[str, Any]:
-    """One model of the list."""
-    return {"id": name, "object": "model", "created": created, "owned_by": "rlhf-pipeline"}

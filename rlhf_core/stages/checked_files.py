@@ -11,7 +11,7 @@ from typing import Any
 from rlhf_core.config.data import CollectConfig, FileSources, ValidateConfig
 from rlhf_core.config.recipe import expectations_of
 from rlhf_core.data.collection.rows import DERIVED_FROM
-from rlhf_core.data.inspection.report_lines import column_lines, percentile_table, wrapped
+from rlhf_core.data.report_lines import column_lines, percentile_table, wrapped
 from rlhf_core.data.row_counts import BY_WORD, ReasonCount, ReasonCounts, RowCounts, RowFinding
 from rlhf_core.data.schema import ROW_TYPES, read_table
 from rlhf_core.data.statistics import PERCENTILES, UNWRITABLE

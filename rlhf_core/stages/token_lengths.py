@@ -1,4 +1,4 @@
-"""Lengths in tokens before training: the tokenizer to count with, and the longest that is kept."""
+"""The tokenizer that counts the tokens of data before anything is trained."""
 
 from __future__ import annotations
 
@@ -7,10 +7,6 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from rlhf_core.config.base import is_pretrained
-from rlhf_core.config.loading import load_params
-from rlhf_core.config.params import Params
-from rlhf_core.data.inspection.describe import TokenLimit, TokenLimits
 from rlhf_core.errors import ModelError, first_line, is_exhausted
 
 if TYPE_CHECKING:
@@ -108,69 +104,3 @@ def _load_from_hub(source: str) -> PreTrainedTokenizerBase:
         if not is_offline_mode():
             where = "cannot be loaded from the hub: it is not there, has no tokenizer, or you have no access to it"
         raise ModelError(f"the tokenizer {source} {where}; {WANTED}") from error
-
-
-def local_token_limits(workspace: Path) -> TokenLimits | None:
-    """Return tokenizer and limits of a workspace; None where it has no folder with a tokenizer.
-
-    That is ``base.source``, else models/base. Nothing is downloaded. A tokenizer made from nothing
-    depends on the data, so that other data would change it.
-
-    Raises:
-        RlhfError: params.yaml is wrong, or the model folder is incomplete.
-    """
-    params = load_params(workspace)
-    source = Path(os.path.expanduser(params.base.source))
-    if not is_pretrained(params.base.source) or not (workspace / source).is_dir():
-        source = Path("models") / "base"
-    folder = workspace / source
-    if not folder.is_dir():
-        return None
-    return token_limits(params, str(source), workspace)
-
-
-def token_limits(params: Params, source: str, base: Path) -> TokenLimits:
-    """Return the tokenizer of ``source`` with the limits of ``params`` and of its model.
-
-    Args:
-        source: A folder, a GGUF file or a hub id.
-        base: The folder that relative paths start at.
-
-    Raises:
-        ModelError: It has no usable tokenizer, or its config.json is damaged.
-    """
-    tokenizer = load_counting_tokenizer(source, base)
-    bound = model_positions(base / Path(os.path.expanduser(source)))
-    limits = {
-        "preferences": TokenLimit("reward.max_tokens", params.reward.max_tokens, bound),
-        "demonstrations": TokenLimit("sft.max_tokens", params.sft.max_tokens, bound),
-    }
-    return TokenLimits(tokenizer, source, limits)
-
-
-def model_positions(path: Path) -> int | None:
-    """Return how many positions the model in a folder or GGUF file has; None where it is not said.
-
-    The weights are not needed: a folder may hold a tokenizer alone.
-    """
-    from transformers import AutoConfig
-
-    from rlhf_core.models.architecture import positions_of
-    from rlhf_core.models.io import quiet
-    from rlhf_core.models.readers import is_model_file, model_reader
-
-    if path.is_file() and is_model_file(path):
-        config = model_reader(path).read_config(path)
-    elif (path / "config.json").is_file():
-        try:
-            with quiet():
-                config = AutoConfig.from_pretrained(str(path), trust_remote_code=False)
-        except Exception as error:  # whatever a library makes of a damaged file
-            if is_exhausted(error):
-                raise
-            raise ModelError(
-                f"{path}/config.json is not readable: {first_line(error)}; give a complete folder"
-            ) from error
-    else:
-        return None
-    return positions_of(config)

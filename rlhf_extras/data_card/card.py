@@ -5,6 +5,7 @@ It is the data report ``card`` of ``rlhf.data_reports``.
 
 from __future__ import annotations
 
+import math
 import re
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
@@ -17,10 +18,9 @@ import numpy as np
 import numpy.typing as npt
 from jinja2 import Environment, StrictUndefined
 from markupsafe import Markup, escape
+from scipy import stats
 
 from rlhf_core.config.data import AUTOMATIC_ROWS, RULES, NearDuplicatesConfig, ValidateConfig
-from rlhf_core.data.dataset import balance
-from rlhf_core.data.inspection.report_lines import counted
 from rlhf_core.data.row_counts import ReasonCounts, RowFinding
 from rlhf_core.data.schema import CONTENT_FIELDS
 from rlhf_core.data.statistics import PERCENTILES, SEQUENCE, TokenCounts, percentiles
@@ -32,6 +32,22 @@ from rlhf_core.evaluation.figures import COLOURS, SERIES, draw_svg, format_numbe
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+
+
+def balance(counts: Mapping[str, int]) -> float | None:
+    """Return Pielou's evenness, 1 where all are equally frequent; None for fewer than two.
+
+    It is the entropy over its maximum.
+    """
+    if len(counts) < 2:
+        return None
+    entropy = float(stats.entropy(list(counts.values())))
+    return entropy / math.log(len(counts))
+
+
+def counted(count: int, noun: str) -> str:
+    """Return a count with its noun, whose plural ends with an s: "1 pair", "2 pairs"."""
+    return f"{count} {noun}{'' if count == 1 else 's'}"
 
 
 @dataclass(frozen=True)

@@ -1,1 +1,1 @@
-"""Data files compared with each other and written in one format."""
+"""Data files described, compared with each other, and written in one format."""

@@ -18,13 +18,13 @@ from rlhf_core.config.data import DataSource, ReadOptions
 from rlhf_core.config.formats import FormatName
 from rlhf_core.data.collection.rows import FileRows, add_record
 from rlhf_core.data.collection.sources import source_chunks, source_files
-from rlhf_core.data.inspection.report_lines import outcome_lines
 from rlhf_core.data.readers.detection import format_of
 from rlhf_core.data.row_counts import READABLE, ReasonCounts, Record, RowCounts, RowFinding
 from rlhf_core.data.schema import CONTENT_FIELDS, MESSAGES, REPLIES
 from rlhf_core.data.tables import TableWriter, bytes_in_memory, chunked
 from rlhf_core.errors import DataError, RlhfError
 from rlhf_core.storage.files import fsync_path, scratch_folder
+from rlhf_extras.data_files.describe import outcome_lines
 
 BATCH = 1000
 LABELS = ("category", "source")

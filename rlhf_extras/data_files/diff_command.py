@@ -138,8 +138,8 @@ def _revision_state(
     """Return the rows of ``files``, or of the collected data, at a revision; they are kept in
     ``scratch``.
     """
-    from flows.dvc_repo.root import check_out, commit_of, repository_of
     from rlhf_extras.data_files.changes import collected_state, file_state
+    from rlhf_extras.data_files.revisions import check_out, commit_of, repository_of
 
     with scratch_folder("rlhf-revision-") as checkout:
         folder = workspace

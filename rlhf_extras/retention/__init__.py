@@ -1,1 +1,1 @@
-"""Which registered versions are kept, and the deletion of the others."""
+"""What is kept of registered versions, token ids, partial states and trials, and what goes."""

@@ -1,15 +1,8 @@
-"""What ``rlhf registry gc`` prints: which versions stay and why, and which token ids nobody
-needs.
-"""
+"""What ``rlhf registry gc`` prints of registered models: which versions stay, and why."""
 
 from __future__ import annotations
 
-from pathlib import Path
-
-from rlhf_core.data.token_folder import remove_entries, unneeded_entries
 from rlhf_extras.retention.retention import RetentionPlan
-
-MIB = 1 << 20
 
 
 def describe_retention(plan: RetentionPlan, *, deleted: bool) -> str:
@@ -41,18 +34,3 @@ def describe_retention(plan: RetentionPlan, *, deleted: bool) -> str:
     else:
         lines.append("no version to delete")
     return "\n".join(lines)
-
-
-def clean_token_cache(workspace: Path, *, delete: bool) -> list[str]:
-    """List the token ids that no stage needs any more, or delete them; a line for each, none where
-    there are none.
-    """
-    entries = unneeded_entries(workspace)
-    if delete:
-        remove_entries(entries)
-    what = "deleted" if delete else "would be deleted"
-    lines = [
-        f"  {entry.folder.name}  {entry.size / MIB:.1f} MiB  {what}: {entry.reason}"
-        for entry in entries
-    ]
-    return ["token ids of data files", *lines] if lines else []

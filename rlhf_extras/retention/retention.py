@@ -19,7 +19,7 @@ from flows.registry.client import (
 )
 from flows.registry.decisions import commit, new_entry, registry_session
 from flows.registry.history import RETENTION, ReleaseState
-from flows.registry.orphans import Orphans, end_orphans, find_orphans
+from flows.registry.orphans import Orphans, find_orphans
 from flows.registry.promote import MATCH_TAG, MATCHES
 from flows.registry.stored_models import kept_copy
 from rlhf_core.config.loading import load_section
@@ -89,7 +89,9 @@ def apply_retention(workspace: Path, *, delete: bool) -> RetentionPlan:
                     f"delete the files of {model.model_id}; `rlhf registry gc --delete` goes on"
                 ):
                     _delete_logged_model(state.client, workspace, str(model.model_id))
-            end_orphans(state.client, orphans)
+            with registry_errors("end the runs of killed registrations"):
+                for run in orphans.runs:
+                    state.client.set_terminated(run.info.run_id, "KILLED")
         if delete and plan.deleted:
             gone = {
                 name: [str(version.version) for version, why in rows if not why]

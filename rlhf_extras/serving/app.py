@@ -16,22 +16,14 @@ from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 
-from rlhf_core.serving.protocol import (
-    CLIENT_CLOSED_REQUEST,
-    ECHOED_CHARACTERS,
-    MAX_BODY_BYTES,
-    ApiError,
-    internal_error,
-    model_entry,
-    parse_chat_request,
-    require_access,
-    require_loopback_name,
-    shown,
-)
-from rlhf_extras.serving.completions import Completions
+from rlhf_core.serving.protocol import ECHOED_CHARACTERS, ApiError, parse_chat_request, shown
+from rlhf_extras.serving.access import require_access, require_loopback_name
+from rlhf_extras.serving.completions import CLIENT_CLOSED_REQUEST, Completions, internal_error
 from rlhf_extras.serving.metrics import ServingMetrics
 
 JSON = "application/json"
+# Room for a prompt of 100,000 tokens and more. Larger bodies are not read.
+MAX_BODY_BYTES = 4 * 2**20
 # Proxies would otherwise keep pieces back until a buffer is full.
 STREAM_HEADERS = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
 
@@ -131,6 +123,11 @@ def _lifespan(
             await asyncio.to_thread(completions.close)
 
     return lifespan
+
+
+def model_entry(name: str, created: int) -> dict[str, Any]:
+    """One model of the list."""
+    return {"id": name, "object": "model", "created": created, "owned_by": "rlhf-pipeline"}
 
 
 def _health(completions: Completions) -> dict[str, Any]:

@@ -5,30 +5,40 @@ pieces on.
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
 import threading
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from rlhf_core.sampling.reply import SampledReply
 from rlhf_core.serving.accepted import AcceptedRequest, accept_request
-from rlhf_core.serving.protocol import (
-    CLIENT_CLOSED_REQUEST,
-    END_OF_STREAM,
-    RETRY_AFTER_SECONDS,
-    ApiError,
-    ChatRequest,
-    ServingLimits,
-    event,
-    internal_error,
-    shown,
-)
+from rlhf_core.serving.protocol import ApiError, ChatRequest, ServingLimits, shown
 from rlhf_extras.serving.metrics import ServingMetrics
 from rlhf_extras.serving.watch import PolicyWatch
 
 logger = logging.getLogger(__name__)
+
+CLIENT_CLOSED_REQUEST = 499  # the status that nginx gives it
+RETRY_AFTER_SECONDS = 1  # what a refused client waits before it asks again
+END_OF_STREAM = b"data: [DONE]\n\n"
+
+
+def event(content: Mapping[str, Any]) -> bytes:
+    """One server-sent event."""
+    return f"data: {json.dumps(content, ensure_ascii=False)}\n\n".encode()
+
+
+def internal_error() -> ApiError:
+    """The error of a request that failed for a reason that only the server's log tells."""
+    return ApiError(
+        500,
+        "the server failed on this request; its log says why",
+        code="internal",
+        kind="server_error",
+    )
 
 
 class ReplyTimedOut(Exception):
@@ -199,21 +209,26 @@ class ReplyInProgress:
 
         An error after the first event is an event of its own, and the last.
         """
-        completion = self.accepted.completion
+
+        def chunk(delta: Mapping[str, str], finish_reason: str | None = None) -> dict[str, Any]:
+            completion = self.accepted.completion
+            return completion.response("chat.completion.chunk", {"delta": delta}, finish_reason)
+
         try:
-            yield completion.chunk({"role": "assistant", "content": ""})
+            yield event(chunk({"role": "assistant", "content": ""}))
             while (piece := await self._queue.get()) is not None:
-                yield completion.chunk({"content": piece})
+                yield event(chunk({"content": piece}))
             try:
                 reply = self._result()
             except ApiError as error:
                 yield event(error.body())
                 return
             if rest := self._pieces.rest(reply.text):
-                yield completion.chunk({"content": rest})
-            yield completion.chunk({}, reply.finish_reason)
+                yield event(chunk({"content": rest}))
+            yield event(chunk({}, reply.finish_reason))
             if self.accepted.request.include_usage:
-                yield completion.usage_event(self.accepted.usage(reply))
+                usage = self.accepted.usage(reply)
+                yield event(chunk({}) | {"choices": [], "usage": usage})
             yield END_OF_STREAM
         finally:
             self._cancelled.set()

@@ -10,13 +10,7 @@ from pathlib import Path
 
 from rlhf_core.errors import ModelError, named_line
 from rlhf_core.serving.policy import LoadedPolicy
-from rlhf_core.serving.policy_source import (
-    FileStamps,
-    PolicyFiles,
-    PolicyRevision,
-    PolicySource,
-    file_stamps,
-)
+from rlhf_core.serving.policy_source import PolicyFiles, PolicyRevision, PolicySource
 from rlhf_extras.serving.metrics import ServingMetrics
 
 Load = Callable[[PolicyRevision, PolicyFiles], LoadedPolicy]
@@ -24,6 +18,26 @@ Load = Callable[[PolicyRevision, PolicyFiles], LoadedPolicy]
 RETRY_SECONDS = 60.0
 
 logger = logging.getLogger(__name__)
+
+FileStamps = tuple[tuple[str, int, int, int, int], ...]
+
+
+def file_stamps(folder: Path) -> FileStamps:
+    """Return what a write changes of a file, for all files in ``folder``.
+
+    That is name, inode, size and times. Nobody can set the time of the inode's change back. Empty
+    where files vanish meanwhile.
+    """
+    stamps = []
+    try:
+        for path in sorted(folder.rglob("*")):
+            if path.is_file():
+                name, stat = path.relative_to(folder).as_posix(), path.stat()
+                times = stat.st_mtime_ns, stat.st_ctime_ns
+                stamps.append((name, stat.st_ino, stat.st_size, *times))
+    except OSError:
+        return ()
+    return tuple(stamps)
 
 
 class PolicyWatch:

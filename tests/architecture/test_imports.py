@@ -31,7 +31,6 @@ LAYERS = (
 FLOWS_LAYERS = (
     {"cli"},
     {"commands"},
-    {"release"},
     {"pipeline"},
     {"jobs", "registry"},
     {"stage"},
@@ -64,12 +63,6 @@ FLOWS_MAY_ALSO_USE = {
         "stages.runtime.threads.limit_threads_of",
     },
     "flows.commands.options": {"commands.plugged"},
-    "flows.commands.compare": {
-        "evaluation.judges.names.JUDGE",
-        "evaluation.judges.names.last_word",
-        "evaluation.verdict",
-        "training.history.read_history",
-    },
     "flows.commands.init_checker": {
         "data.collection.sources.read_sources",
         "data.schema.SPLITS",
@@ -110,12 +103,6 @@ FLOWS_MAY_ALSO_USE = {
         "evaluation.judges.model.ModelJudge",
         "evaluation.replies.Reply",
     },
-    "flows.release.export": {
-        "models.adapters.ADAPTER_FOLDER",
-        "models.causal_lm.load_tokenizer",
-        "models.folder_check.ADAPTER_CONFIG",
-        "serving.ollama",
-    },
     "flows.pipeline.data_watch": {
         "data.collection.sources.collected_paths",
         "data.collection.sources.reader_lines",
@@ -141,13 +128,6 @@ FLOWS_MAY_ALSO_USE = {
         "evaluation.promotion",
         "fingerprint.tracked_files.code_lines",
         "fingerprint.tracked_files.verifiable_functions",
-    },
-    "flows.release.model_card": {
-        "evaluation.judges.names.SELECTED_BY",
-        "evaluation.judges.names.TRAINED_ON",
-        "evaluation.report.headline.sentence_case",
-        "evaluation.probe_table",
-        "evaluation.verdict",
     },
     "flows.jobs.remote": {
         "fingerprint.tracked_files.function_files",

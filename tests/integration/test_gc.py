@@ -9,13 +9,13 @@ from typing import Any
 
 import pytest
 
-from flows.commands import gc
-from flows.commands.gc import collect_garbage, garbage_text
 from flows.workspace import locked
 from rlhf_core.errors import RlhfError
 from rlhf_core.storage.files import LockFile, atomic_write_json
+from rlhf_extras.retention import workspace as trials
+from rlhf_extras.retention.workspace import DAY, collect_garbage, garbage_text
 
-OLD = time.time() - 100 * gc.DAY
+OLD = time.time() - 100 * DAY
 
 
 def bare(folder: Path) -> Path:
@@ -50,9 +50,9 @@ def old_trial(workspace: Path, entry: dict[str, Any] | None = None, name: str = 
 
 def know_aliases(monkeypatch: pytest.MonkeyPatch, aliases: dict[str, dict[str, str]]) -> None:
     """Let the workspace's registry have these aliases, by model."""
-    monkeypatch.setattr(gc, "has_record", lambda _: True)
-    monkeypatch.setattr(gc, "connect", lambda _: None)
-    monkeypatch.setattr(gc, "read_aliases", lambda _, model: aliases.get(model, {}))
+    monkeypatch.setattr(trials, "has_record", lambda _: True)
+    monkeypatch.setattr(trials, "connect", lambda _: None)
+    monkeypatch.setattr(trials, "read_aliases", lambda _, model: aliases.get(model, {}))
 
 
 def partial_state(workspace: Path, key: str, changed: float) -> Path:
@@ -86,7 +86,7 @@ def test_what_nothing_needs_goes_and_only_when_asked(tmp_path: Path) -> None:
 
 def test_a_training_left_lately_for_other_settings_stays(tmp_path: Path) -> None:
     base = bare(tmp_path / "run")
-    paused = partial_state(base, "a", time.time() - 2 * gc.DAY)
+    paused = partial_state(base, "a", time.time() - 2 * DAY)
     os.utime(paused, (OLD, OLD))  # the folder is as old as its start; its files were written later
     partial_state(base, "b", time.time())
     collect_garbage(base, days=30, delete=True)
@@ -113,7 +113,7 @@ def test_a_trial_that_registered_stays_where_its_registry_is_not_known(
 ) -> None:
     workspace = bare(tmp_path / "run")
     trial = old_trial(workspace, registered("1"))
-    monkeypatch.setattr(gc, "has_record", lambda _: False)
+    monkeypatch.setattr(trials, "has_record", lambda _: False)
     (found,) = collect_garbage(workspace, days=30, delete=True)
     assert not found.goes and trial.is_dir()
 

@@ -9,13 +9,14 @@ from typing import Any
 
 import pytest
 import torch
+from clean_files import write_rows
 from tiny_llama import tiny_config
 from transformers import LlamaForCausalLM, PreTrainedTokenizerBase
 
 from rlhf_core.chat.session import HELP, ChatSession, converse, one_line, prompts_to_try
 from rlhf_core.chat.terminal import talk
 from rlhf_core.config.model import SamplingConfig
-from rlhf_core.data.schema import Message, Prompt, write_rows
+from rlhf_core.data.schema import Message, Prompt
 from rlhf_core.errors import DataError, ModelError
 from rlhf_core.models.causal_lm import save_policy, train_tokenizer
 from rlhf_core.sampling import reply as reply_sampling

@@ -15,11 +15,16 @@ from transformers import PreTrainedTokenizerBase
 from rlhf_core.config.gates import ABSENT, PROBES
 from rlhf_core.data.batches import TokenisedPair, usable_pairs
 from rlhf_core.data.clusters import clusters_of, design_effect, wilson_bounds
-from rlhf_core.data.counterfactuals import NEEDS, counterfactuals, drawn_rows, world_contrasts
 from rlhf_core.data.encoding import pad_id
 from rlhf_core.data.schema import Preference
 from rlhf_core.data.token_tables import TokenTable
 from rlhf_core.models.heads import ScalarModel
+from rlhf_core.training.reward.counterfactuals import (
+    NEEDS,
+    counterfactuals,
+    drawn_rows,
+    world_contrasts,
+)
 from rlhf_core.training.reward.evaluation import accuracy
 from rlhf_core.training.reward.trainer import score_pairs
 from rlhf_core.training.rng import derive_seed

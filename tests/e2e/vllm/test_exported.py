@@ -18,12 +18,12 @@ from vllm_service import VLLM_MARKS, VLLM_PYTHON, VllmService, started
 
 from flows.prefect_server.services import free_port
 from flows.registry.register import register
-from flows.release.export import export
 from rlhf_core.data.encoding import encode_prompt
 from rlhf_core.data.schema import Message
 from rlhf_core.models.causal_lm import load_policy, load_tokenizer, save_policy
 from rlhf_core.sampling.distribution import Sampling
 from rlhf_core.sampling.generation import generate
+from rlhf_extras.release.export import export
 
 pytestmark = VLLM_MARKS
 

@@ -19,6 +19,7 @@ from uuid import uuid4
 import pytest
 import torch
 from background import wait_for_answer
+from clean_files import write_rows
 from dvc.repo import Repo
 from mlflow.tracking._tracking_service.utils import _artifact_repos_cache
 from tiny_llama import tiny_config
@@ -28,7 +29,7 @@ from flows.prefect_server.services import free_port
 from flows.supervision.processes import child_environment
 from rlhf_core.config.loading import load_section
 from rlhf_core.config.operations import RegistryConfig
-from rlhf_core.data.schema import Message, Prompt, write_rows
+from rlhf_core.data.schema import Message, Prompt
 from rlhf_core.models.causal_lm import load_tokenizer, train_tokenizer
 from rlhf_core.storage.files import sha256_file
 

@@ -17,12 +17,12 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from flows.registry.promote import promote
 from flows.registry.register import register
-from flows.release.export import export
 from rlhf_core.config.model import LoraConfig
 from rlhf_core.errors import EXIT_USER_ERROR, GateFailed, ModelError, RlhfError
 from rlhf_core.models.adapters import add_adapters, merge_adapters, peft_adapter
 from rlhf_core.models.causal_lm import load_policy, save_policy
 from rlhf_core.storage.files import sha256_file
+from rlhf_extras.release.export import export
 
 JUDGED = {
     "win_rate": 0.67,

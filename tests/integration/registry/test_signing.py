@@ -22,11 +22,11 @@ from flows.commands.init import initialise
 from flows.registry.client import connect, get_version
 from flows.registry.promote import promote, rollback
 from flows.registry.register import NotRegistered, register
-from flows.release.export import export
 from rlhf_core.config.loading import load_section
 from rlhf_core.config.operations import RegistryConfig, SignatureConfig
 from rlhf_core.errors import ConfigError, ModelError
 from rlhf_core.storage.files import sha256_tree
+from rlhf_extras.release.export import export
 from rlhf_extras.signing import (
     CERTIFICATES_VARIABLE,
     KEY_VARIABLE,

@@ -17,10 +17,10 @@ from rlhf_core.cli import app
 from rlhf_core.config.data import CollectConfig, ValidateConfig
 from rlhf_core.data.collection.rows import FileRows
 from rlhf_core.data.collection.sources import read_sources
-from rlhf_core.data.inspection.describe import as_text, describe_sources
 from rlhf_core.errors import DataError
 from rlhf_core.fingerprint.tracked_files import write_sources
 from rlhf_core.storage.data_files import carries_credentials, expand_url, local_copy
+from rlhf_extras.data_files.describe import as_text, describe_sources
 
 ROWS = [{"prompt": f"Q\t{i}?\n", "chosen": '"a", b', "rejected": "é\u2028 "} for i in range(3)]
 

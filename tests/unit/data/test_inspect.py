@@ -19,20 +19,22 @@ from rlhf_core.config.base import BaseConfig
 from rlhf_core.config.data import FileSources, ReadOptions
 from rlhf_core.config.loading import check_params
 from rlhf_core.config.profiles import parse_assignment
-from rlhf_core.data.inspection.describe import (
-    TokenLimit,
-    TokenLimits,
-    as_json_value,
-    as_text,
-    describe_sources,
-)
 from rlhf_core.data.readers.detection import PROBE
 from rlhf_core.data.schema import tables_of
 from rlhf_core.data.statistics import SEQUENCE, TokenCounts, character_lengths, percentiles
 from rlhf_core.errors import DataError, ModelError, RlhfError
 from rlhf_core.models.causal_lm import load_tokenizer, new_model, save_policy, train_tokenizer
-from rlhf_core.stages.token_lengths import load_counting_tokenizer, local_token_limits, token_limits
+from rlhf_core.stages.token_lengths import load_counting_tokenizer
 from rlhf_core.storage.files import read_json
+from rlhf_extras.data_files.describe import (
+    TokenLimit,
+    TokenLimits,
+    as_json_value,
+    as_text,
+    describe_sources,
+    local_token_limits,
+    token_limits,
+)
 
 PAIR = {"prompt": "what color is the sky?", "chosen": "the sky is blue.", "rejected": "no"}
 
@@ -81,7 +83,7 @@ def test_a_file_of_many_parts_is_described_as_a_whole(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("rlhf_core.data.collection.rows.CHUNK_RECORDS", 200)
-    monkeypatch.setattr("rlhf_core.data.inspection.describe.SAMPLED_ROWS", 10)
+    monkeypatch.setattr("rlhf_extras.data_files.describe.SAMPLED_ROWS", 10)
     odd = [PAIR | {"margin": "great"}] * 2
     write(
         tmp_path,

@@ -20,7 +20,7 @@ from scipy.stats import rankdata
 from validation_rows import make_row, memory_rows, row, set_of, suites_of
 
 from rlhf_core.config.data import SplitConfig, ValidateConfig
-from rlhf_core.data.dataset import KindStatistics, balance, group_overlap, length_bias, split_parts
+from rlhf_core.data.dataset import KindStatistics, group_overlap, length_bias, split_parts
 from rlhf_core.data.schema import (
     ROW_TYPES,
     PairUser,
@@ -34,6 +34,7 @@ from rlhf_core.data.statistics import linear_correlation, rank_correlation
 from rlhf_core.data.validation.set_rules import check_set
 from rlhf_core.data.validation.tables import label_agreement, read_columns
 from rlhf_core.errors import ConfigError
+from rlhf_extras.data_card.card import balance
 
 
 def agreement_of(*rows: dict[str, Any]) -> dict[str, float]:

@@ -20,7 +20,6 @@ from hypothesis import strategies as st
 from rlhf_core.data import tables as chunks
 from rlhf_core.data import tables as table_stream
 from rlhf_core.data.collection.sources import source_chunks, source_files
-from rlhf_core.data.inspection.describe import EvenSample
 from rlhf_core.data.readers import detection as registry
 from rlhf_core.data.readers import table_records as table_checks
 from rlhf_core.data.readers.table_records import parquet_parts
@@ -35,6 +34,7 @@ from rlhf_core.data.tables import (
     table_slices,
 )
 from rlhf_core.errors import DataError
+from rlhf_extras.data_files.describe import EvenSample
 
 
 def test_a_chunk_is_complete_with_its_items_or_its_bytes() -> None:
@@ -152,7 +152,7 @@ def test_few_long_rows_are_read_at_a_time(tmp_path: Path, monkeypatch: pytest.Mo
 def test_a_sample_of_long_rows_is_small_and_spread_over_the_file(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("rlhf_core.data.inspection.describe.SAMPLED_BYTES", 11_000)
+    monkeypatch.setattr("rlhf_extras.data_files.describe.SAMPLED_BYTES", 11_000)
     sample = EvenSample()
     for start in range(0, 64, 8):
         numbers = range(start, start + 8)

@@ -16,6 +16,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pytest
 import torch
+from clean_files import write_rows
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import PreTrainedTokenizerBase
@@ -26,7 +27,7 @@ from rlhf_core.chat.session import prompts_to_try
 from rlhf_core.cli import app
 from rlhf_core.data import text as stats
 from rlhf_core.data.encoding import decode_reply, encode_dialogue
-from rlhf_core.data.schema import Message, Prompt, write_rows
+from rlhf_core.data.schema import Message, Prompt
 from rlhf_core.data.text import (
     TAKEN_OUT,
     comparable,

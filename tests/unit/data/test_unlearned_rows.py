@@ -13,11 +13,11 @@ from unit.data.reading import read, records_of
 
 from rlhf_core.config.data import ReadOptions
 from rlhf_core.data.collection.sources import read_sources, sources_by_kind
-from rlhf_core.data.inspection.describe import as_text as inspected
-from rlhf_core.data.inspection.describe import describe_sources
 from rlhf_core.data.readers.detection import warnings_of
 from rlhf_core.data.readers.residues import EARLIER_REPLIES
 from rlhf_core.errors import DataError
+from rlhf_extras.data_files.describe import as_text as inspected
+from rlhf_extras.data_files.describe import describe_sources
 
 TURN = {"role": "assistant", "content": "Rivers flow."}
 SINGLE = {"prompt": "Why?", "response": "Because."}

@@ -14,6 +14,7 @@ from unittest.mock import patch
 
 import pytest
 import torch
+from clean_files import write_rows
 from ranks import run_ranks
 from safetensors.torch import load_file
 from torch import nn
@@ -27,7 +28,7 @@ from rlhf_core.config.base import BaseConfig
 from rlhf_core.config.evaluation import EvaluateStageConfig, SafetyConfig
 from rlhf_core.config.model import SamplingConfig
 from rlhf_core.config.operations import LaunchConfig
-from rlhf_core.data.schema import Preference, PretrainText, write_rows
+from rlhf_core.data.schema import Preference, PretrainText
 from rlhf_core.models.causal_lm import load_tokenizer, new_model, save_policy, train_tokenizer
 from rlhf_core.models.heads import ScalarModel
 from rlhf_core.runtime import distributed

@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 from architecture.glossary import undocumented
+from clean_files import write_rows
 from traced import missed
 
 import rlhf_core as rlhf
@@ -32,7 +33,7 @@ from rlhf_core.config.gates import Condition
 from rlhf_core.config.model import SamplingConfig
 from rlhf_core.config.ppo import PpoConfig
 from rlhf_core.data import template_process
-from rlhf_core.data.schema import Message, Preference, PretrainText, Prompt, read_table, write_rows
+from rlhf_core.data.schema import Message, Preference, PretrainText, Prompt, read_table
 from rlhf_core.errors import DataError, ModelError, RlhfError
 from rlhf_core.evaluation.comparisons.comparison import compare
 from rlhf_core.evaluation.comparisons.policy_vs_sft import Evaluation

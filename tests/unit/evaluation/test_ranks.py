@@ -12,10 +12,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from clean_files import write_rows
 from ranks import run_ranks
 
 from rlhf_core.config.model import SamplingConfig
-from rlhf_core.data.schema import Message, Preference, PretrainText, Prompt, read_table, write_rows
+from rlhf_core.data.schema import Message, Preference, PretrainText, Prompt, read_table
 from rlhf_core.evaluation.judges.model import ModelJudge
 from rlhf_core.evaluation.perplexity import measure_drift, reply_perplexity
 from rlhf_core.evaluation.replies import evaluation_replies, on_policy_replies

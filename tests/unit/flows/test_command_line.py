@@ -27,9 +27,12 @@ from rlhf_core.config.recipe import profile_headers
 from rlhf_core.errors import RlhfError
 from rlhf_extras.annotation import command as annotate
 from rlhf_extras.benchmarks import command as benchmarks
-from rlhf_extras.data_files import convert_command, diff_command
+from rlhf_extras.data_files import convert_command, diff_command, inspect_command
 from rlhf_extras.memory import command_line as plan
+from rlhf_extras.release import command as export
 from rlhf_extras.retention import command as retention
+from rlhf_extras.retention import workspace_command
+from rlhf_extras.run_comparison import command as compare
 from rlhf_extras.serving import command as serving
 
 TREE = command_tree()
@@ -240,14 +243,33 @@ def test_the_help_loads_no_heavy_library() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "module", ["run", "status", "run_state", "compare", "registry_output", "init"]
+    "module",
+    [
+        *(
+            f"flows.commands.{name}"
+            for name in ("run", "status", "run_state", "registry_output", "init")
+        ),
+        "rlhf_extras.run_comparison.compare",
+    ],
 )
 def test_commands_that_train_nothing_load_no_torch(module: str) -> None:
-    loaded = set(loaded_by(f"import flows.commands.{module}").split())
+    loaded = set(loaded_by(f"import {module}").split())
     assert not loaded & {"torch", "transformers", "prefect", "dvc"}
 
 
-EXTRAS = (annotate, benchmarks, convert_command, diff_command, plan, retention, serving)
+EXTRAS = (
+    annotate,
+    benchmarks,
+    compare,
+    convert_command,
+    diff_command,
+    export,
+    inspect_command,
+    plan,
+    retention,
+    serving,
+    workspace_command,
+)
 
 
 class Announced(Exception):
@@ -259,7 +281,7 @@ class Announced(Exception):
     [
         "init my-run", "run", "run --profile smoke", "status", "doctor", "compare .", "report", "export there", "chat",
         "serve", "promote", "approve", "decline --reason no", "rollback --reason no", "history", "registry terms",
-        "registry gc", "stage sft", "plan", "evaluate match --champion a --challenger b --output c",
+        "registry gc", "gc", "stage sft", "plan", "evaluate match --champion a --challenger b --output c",
         "evaluate benchmark a", "evaluate lm-eval --task a", "annotate export there", "annotate import a", "data a",
         "data diff a b", "data validate a", "data convert a --to b.jsonl", "deploy",
     ],

@@ -15,10 +15,10 @@ from rich.console import Console
 from typer.testing import CliRunner, Result
 
 from flows.cli import app
-from flows.commands.compare import comparability_warnings, read_workspace, results_table
 from flows.registry.register import RegisteredHere, write_registered
 from rlhf_core.errors import RlhfError
 from rlhf_core.storage.files import sha256_file
+from rlhf_extras.run_comparison.compare import comparability_warnings, read_workspace, results_table
 
 
 def compared(win_rate: float) -> dict[str, float]:

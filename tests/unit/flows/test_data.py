@@ -14,7 +14,6 @@ from commands import command_environment
 from typer.testing import CliRunner
 
 from flows.cli import app
-from flows.dvc_repo.root import check_out
 from flows.pipeline.data_watch import ANNOUNCED, EVENT, find_new_data
 from flows.workspace import private_path
 from rlhf_core.config.data import CollectConfig, FileSources
@@ -23,6 +22,7 @@ from rlhf_core.data.collection.sources import collected_paths
 from rlhf_core.errors import RlhfError
 from rlhf_core.fingerprint.tracked_files import write_sources
 from rlhf_core.stages.collect import collect
+from rlhf_extras.data_files.revisions import check_out
 
 PAIR = '{"prompt": "p", "chosen": "a", "rejected": "b"}\n'
 

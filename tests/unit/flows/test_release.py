@@ -15,12 +15,12 @@ from tiny_llama import tiny_config
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM
 
 from flows.registry.evidence import TrainingSource
-from flows.release.export import earlier_rope, export, write_earlier_names
-from flows.release.model_card import ReleaseEvidence, card_data, card_text
 from rlhf_core.errors import RlhfError
 from rlhf_core.evaluation.probe_table import probe_table
 from rlhf_core.gates import GateDecision
 from rlhf_core.models.causal_lm import train_tokenizer
+from rlhf_extras.release.export import earlier_rope, export, write_earlier_names
+from rlhf_extras.release.model_card import ReleaseEvidence, card_data, card_text
 
 SAMPLING = {"temperature": 0.8, "top_p": 0.9, "repetition_penalty": 1.1, "max_new_tokens": 64}
 JUDGED = {"win_rate": 0.67, "win_rate_low95": 0.63, "win_rate_high95": 0.71, "lc_win_rate": 0.6512,

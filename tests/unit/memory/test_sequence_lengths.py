@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from clean_files import write_rows
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -11,14 +12,7 @@ from rlhf_core.config.base import BaseConfig
 from rlhf_core.config.loading import check_params
 from rlhf_core.data.batches import token_budget_batches
 from rlhf_core.data.encoding import encode_dialogue, encode_prompt
-from rlhf_core.data.schema import (
-    Demonstration,
-    Message,
-    Preference,
-    PretrainText,
-    Prompt,
-    write_rows,
-)
+from rlhf_core.data.schema import Demonstration, Message, Preference, PretrainText, Prompt
 from rlhf_core.models.causal_lm import new_model, save_policy, train_tokenizer
 from rlhf_extras.memory.sequence_lengths import (
     LongestSequences,

@@ -14,12 +14,12 @@ from unit.serving.conftest import CONTEXT, JUDGED, Served
 from rlhf_core.chat.session import ChatSession
 from rlhf_core.data.schema import Message
 from rlhf_core.serving.protocol import (
-    MAX_BODY_BYTES,
     MAX_TOKEN_CHARACTERS,
     ApiError,
     ServingLimits,
     parse_chat_request,
 )
+from rlhf_extras.serving.app import MAX_BODY_BYTES
 from rlhf_extras.serving.completions import ReplyInProgress
 
 CHAT = "/v1/chat/completions"

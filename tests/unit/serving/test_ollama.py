@@ -9,7 +9,7 @@ from real_templates import CHATML, REAL_TEMPLATES, RealTemplate, small_tokenizer
 
 from rlhf_core.data.chat_template import render
 from rlhf_core.data.schema import Message
-from rlhf_core.serving.ollama import go_template, modelfile
+from rlhf_extras.release.ollama import go_template, modelfile
 
 ASKED = [Message("user", "Why is the sky blue?")]
 GOES_ON = [*ASKED, Message("assistant", "Light."), Message("user", "No, tell me")]

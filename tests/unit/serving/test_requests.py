@@ -10,7 +10,8 @@ import pytest
 
 from rlhf_core.data.schema import Message
 from rlhf_core.errors import ConfigError
-from rlhf_core.serving.protocol import ApiError, checked_token, parse_chat_request, require_access
+from rlhf_core.serving.protocol import ApiError, parse_chat_request
+from rlhf_extras.serving.access import checked_token, require_access
 
 
 def test_only_loopback_needs_no_token() -> None:

@@ -10,12 +10,13 @@ from typing import Any
 import pytest
 import torch
 from base_stage import run_base
+from clean_files import write_rows
 from real_templates import CHATML, REAL_TEMPLATES, RealTemplate
 from safetensors.torch import load_file, save_file
 from unit.models.test_stop_tokens import tiny_model
 
 from rlhf_core.data.encoding import decode_reply, encode_dialogue, encode_prompt, encode_text
-from rlhf_core.data.schema import Demonstration, Message, Preference, PretrainText, write_rows
+from rlhf_core.data.schema import Demonstration, Message, Preference, PretrainText
 from rlhf_core.errors import DataError, ModelError
 from rlhf_core.models.causal_lm import load_policy, load_tokenizer, save_policy
 from rlhf_core.models.foreign import prepare_tokenizer

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from clean_files import write_rows
 from typer.testing import CliRunner
 
 from flows.cli import app
@@ -21,7 +22,7 @@ from rlhf_core.config.params import Params
 from rlhf_core.config.profiles import overlaid, overlays_of
 from rlhf_core.config.recipe import profiles_of, recipe_folder
 from rlhf_core.data.pair_counts import PairLengths
-from rlhf_core.data.schema import Message, Preference, write_rows
+from rlhf_core.data.schema import Message, Preference
 from rlhf_core.errors import RlhfError
 from rlhf_core.forecast import as_text, forecast, forecast_of_workspace, source_pairs
 from rlhf_core.stages import collect

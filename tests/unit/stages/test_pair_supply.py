@@ -8,11 +8,12 @@ from pathlib import Path
 
 import pytest
 from base_stage import run_base
+from clean_files import write_rows
 from real_templates import REAL_TEMPLATES
 from unit.models.test_stop_tokens import tiny_model
 
 from flows.pipeline.preflight import pairs_refusal
-from rlhf_core.data.schema import Message, Preference, write_rows
+from rlhf_core.data.schema import Message, Preference
 from rlhf_core.errors import EXIT_USER_ERROR, RlhfError
 from rlhf_core.models.causal_lm import save_policy
 from rlhf_core.stages.reward import require_pairs

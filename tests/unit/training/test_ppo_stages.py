@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from architecture.glossary import undocumented
+from clean_files import write_rows
 from safetensors.torch import load_file
 from traced import missed
 from transformers import AutoModelForCausalLM
@@ -25,7 +26,7 @@ from rlhf_core.config.model import CheckpointConfig, OptimizerConfig
 from rlhf_core.config.policy import CriticStageConfig
 from rlhf_core.config.ppo import PpoConfig
 from rlhf_core.data.encoding import pad_id
-from rlhf_core.data.schema import PretrainText, write_rows
+from rlhf_core.data.schema import PretrainText
 from rlhf_core.errors import DataError, TrainingPaused
 from rlhf_core.models.causal_lm import load_tokenizer
 from rlhf_core.models.heads import Pooling, ScalarModel

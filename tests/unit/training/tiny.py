@@ -10,12 +10,14 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from clean_files import write_rows
+
 from rlhf_core.config.base import BaseConfig, SftConfig
 from rlhf_core.config.model import CheckpointConfig, OptimizerConfig
 from rlhf_core.config.policy import CriticStageConfig
 from rlhf_core.config.ppo import PpoConfig
 from rlhf_core.config.reward import PairBatchConfig, RewardConfig
-from rlhf_core.data.schema import Demonstration, Message, Preference, Prompt, write_rows
+from rlhf_core.data.schema import Demonstration, Message, Preference, Prompt
 from rlhf_core.models.causal_lm import new_model, save_policy, train_tokenizer
 from rlhf_core.models.heads import ScalarModel
 from rlhf_core.runtime.preemption import PreemptionSignal

@@ -13,6 +13,7 @@ from typing import Any
 
 import datasets
 import pytest
+from clean_files import write_rows
 from ranks import run_ranks
 from transformers import PreTrainedTokenizerFast as Tokenizer
 from unit.training.tiny import demonstrations, preferences, text
@@ -20,13 +21,13 @@ from unit.training.tiny import demonstrations, preferences, text
 from rlhf_core.data import token_tables as token_cache
 from rlhf_core.data import token_tables as token_table
 from rlhf_core.data.encoding import encode_prompt, encode_reply
-from rlhf_core.data.schema import Demonstration, Preference, write_rows
-from rlhf_core.data.token_folder import RECORD, TOKENS, unneeded_entries
+from rlhf_core.data.schema import Demonstration, Preference
+from rlhf_core.data.token_folder import RECORD, TOKENS
 from rlhf_core.data.token_tables import STREAM, TokenTable, read_tokens
 from rlhf_core.errors import DataError
 from rlhf_core.models.causal_lm import train_tokenizer
 from rlhf_core.storage.files import LockFile
-from rlhf_extras.retention.output import clean_token_cache
+from rlhf_extras.retention.token_ids import clean_token_cache, unneeded_entries
 
 
 @pytest.fixture(scope="module")

@@ -12,9 +12,10 @@ from xml.etree import ElementTree
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from clean_files import write_rows
 from typer.testing import CliRunner
 
-from rlhf_core.data.schema import write_rows, write_table
+from rlhf_core.data.schema import write_table
 from rlhf_core.errors import DataError, RlhfError
 from rlhf_extras.annotation import human_pairs
 from rlhf_extras.annotation.command import app

@@ -8,10 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from clean_files import write_rows
 
 from rlhf_core.config.evaluation import LlmJudgeConfig, SafetyConfig
 from rlhf_core.config.gates import Condition
-from rlhf_core.data.schema import Prompt, read_table, write_rows
+from rlhf_core.data.schema import Prompt, read_table
 from rlhf_core.errors import ConfigError, DataError
 from rlhf_core.evaluation.match import run_match
 from rlhf_core.evaluation.report.view import reply_pair

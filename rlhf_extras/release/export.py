@@ -16,21 +16,21 @@ from flows.registry.client import CHAMPION, connect, get_version
 from flows.registry.policies import active_policies
 from flows.registry.promote import promotion_obstacle
 from flows.registry.stored_models import describe_stopped_policy, policy_with_alias, verified_folder
-from flows.release.model_card import (
-    DATA_CARD_FILE,
-    ReleaseEvidence,
-    card_data,
-    card_text,
-    release_evidence,
-)
 from rlhf_core.config.loading import load_section
 from rlhf_core.config.operations import RegistryConfig
 from rlhf_core.errors import GateFailed, RlhfError, first_line, named_line
 from rlhf_core.models.adapters import ADAPTER_FOLDER
 from rlhf_core.models.causal_lm import load_tokenizer
 from rlhf_core.models.folder_check import ADAPTER_CONFIG
-from rlhf_core.serving.ollama import MODELFILE, modelfile
 from rlhf_core.storage.files import atomic_dir, clear_unfinished, filled_dir
+from rlhf_extras.release.model_card import (
+    DATA_CARD_FILE,
+    ReleaseEvidence,
+    card_data,
+    card_text,
+    release_evidence,
+)
+from rlhf_extras.release.ollama import MODELFILE, modelfile
 
 TOKEN_VARIABLE = "HF_TOKEN"
 

@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 
 from rlhf_core.config.gates import PROBES, WORLD_PROBES
-from rlhf_core.data.counterfactuals import (
+from rlhf_core.data.schema import Message, Preference
+from rlhf_core.training.reward.counterfactuals import (
     MOST_PAIRS,
     SENTENCE_MARKS,
     counterfactuals,
@@ -19,7 +20,6 @@ from rlhf_core.data.counterfactuals import (
     sentences_of,
     world_contrasts,
 )
-from rlhf_core.data.schema import Message, Preference
 from rlhf_core.world import corpus, gold
 from rlhf_core.world.questions import Kind, parse_prompt, parse_reply
 

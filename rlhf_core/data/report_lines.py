@@ -1,22 +1,19 @@
-"""Lines of reports on data for a terminal: wrapped texts, rows, and tables of lengths."""
+"""Lines of reports on data for a terminal: wrapped texts, warnings, and tables of lengths."""
 
 from __future__ import annotations
 
 import io
 import textwrap
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 from rich.console import Console
 from rich.table import Table
-from rich.text import Text
 
 from rlhf_core.data.readers.detection import unused_lines, warnings_of
 from rlhf_core.data.row_counts import RowCounts
-from rlhf_core.data.schema import REPLIES
 from rlhf_core.data.statistics import PERCENTILES
 
-INDENT, LABEL_WIDTH = "  ", 9
+INDENT = "  "
 
 
 def wrapped(label: str, text: str, width: int) -> list[str]:
@@ -28,17 +25,6 @@ def wrapped(label: str, text: str, width: int) -> list[str]:
     return lines or [label.rstrip()]
 
 
-def outcome_lines(counts: RowCounts, width: int) -> list[str]:
-    """Return what became of the records that give no row, and the lines of :func:`column_lines`."""
-    lines = []
-    for reason, rows in counts.dropped.most_common():
-        lines += wrapped(f"  dropped  {rows}: ", reason, width)
-    for refused in counts.reasons.commonest():
-        reason = f"{refused.reason} (first at row {refused.first.position})"
-        lines += wrapped(f"  refused  {refused.rows}: ", reason, width)
-    return lines + column_lines(counts, width)
-
-
 def column_lines(counts: RowCounts, width: int) -> list[str]:
     """Return what to look at before training on a source, and which columns are not read."""
     lines = []
@@ -46,26 +32,6 @@ def column_lines(counts: RowCounts, width: int) -> list[str]:
         lines += wrapped("  WARNING  ", warning, width)
     for unused in unused_lines(counts):
         lines += wrapped("  unused   ", unused, width)
-    return lines
-
-
-def counted(count: int, noun: str) -> str:
-    """Return a count with its noun, whose plural ends with an s: "1 pair", "2 pairs"."""
-    return f"{count} {noun}{'' if count == 1 else 's'}"
-
-
-def example_lines(kind: str, row: Mapping[str, Any], width: int) -> list[str]:
-    """Return a row as a line per turn and reply, each cut to ``width``."""
-    if kind == "pretrain":
-        texts = [("text", row["text"])]
-    else:
-        texts = [(turn["role"], turn["content"]) for turn in row["prompt"]]
-        texts += [(name, row[name]) for name in REPLIES[kind]]
-    lines = []
-    for label, text in texts:
-        line = Text(f"{INDENT * 2}{label:<{LABEL_WIDTH}}  {' '.join(text.split())}")
-        line.truncate(width, overflow="ellipsis")  # in columns: a Chinese character takes two
-        lines.append(line.plain)
     return lines
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shlex
 import textwrap
 from collections import defaultdict
@@ -13,8 +14,12 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
+from rich.text import Text
 
+from rlhf_core.config.base import is_pretrained
 from rlhf_core.config.data import ReadOptions
+from rlhf_core.config.loading import load_params
+from rlhf_core.config.params import Params
 from rlhf_core.data.collection.sources import (
     ARGUMENTS,
     SourceFile,
@@ -22,16 +27,10 @@ from rlhf_core.data.collection.sources import (
     source_chunks,
     source_files,
 )
-from rlhf_core.data.inspection.report_lines import (
-    INDENT,
-    example_lines,
-    outcome_lines,
-    percentile_table,
-    wrapped,
-)
 from rlhf_core.data.readers.detection import format_named, unused_summary
+from rlhf_core.data.report_lines import INDENT, column_lines, percentile_table, wrapped
 from rlhf_core.data.row_counts import ReasonCounts, RowCounts
-from rlhf_core.data.schema import ROW_TYPES, tables_of
+from rlhf_core.data.schema import REPLIES, ROW_TYPES, tables_of
 from rlhf_core.data.statistics import (
     PERCENTILES,
     SEQUENCE,
@@ -42,6 +41,8 @@ from rlhf_core.data.statistics import (
 )
 from rlhf_core.data.tables import bytes_in_memory
 from rlhf_core.data.text import language_shares
+from rlhf_core.errors import ModelError, first_line, is_exhausted
+from rlhf_core.stages.token_lengths import load_counting_tokenizer
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -50,6 +51,7 @@ HUB_ROWS = 1000
 LANGUAGE_CHARACTERS = 1000
 PROFILE, CHINESE_PROFILE = "own-data", "chinese-sample"
 NEW_WORKSPACE = "my-run"
+LABEL_WIDTH = 9
 CONTINUED = " \\\n        "
 # Rows that are kept to count tokens and to tell the language: at least so many of a file that has
 # them, or fewer if twice as many take more bytes than this.
@@ -103,6 +105,72 @@ class TokenLimits:
     tokenizer: PreTrainedTokenizerBase
     tokenizer_name: str
     limits: Mapping[str, TokenLimit]
+
+
+def local_token_limits(workspace: Path) -> TokenLimits | None:
+    """Return tokenizer and limits of a workspace; None where it has no folder with a tokenizer.
+
+    That is ``base.source``, else models/base. Nothing is downloaded. A tokenizer made from nothing
+    depends on the data, so that other data would change it.
+
+    Raises:
+        RlhfError: params.yaml is wrong, or the model folder is incomplete.
+    """
+    params = load_params(workspace)
+    source = Path(os.path.expanduser(params.base.source))
+    if not is_pretrained(params.base.source) or not (workspace / source).is_dir():
+        source = Path("models") / "base"
+    folder = workspace / source
+    if not folder.is_dir():
+        return None
+    return token_limits(params, str(source), workspace)
+
+
+def token_limits(params: Params, source: str, base: Path) -> TokenLimits:
+    """Return the tokenizer of ``source`` with the limits of ``params`` and of its model.
+
+    Args:
+        source: A folder, a GGUF file or a hub id.
+        base: The folder that relative paths start at.
+
+    Raises:
+        ModelError: It has no usable tokenizer, or its config.json is damaged.
+    """
+    tokenizer = load_counting_tokenizer(source, base)
+    bound = model_positions(base / Path(os.path.expanduser(source)))
+    limits = {
+        "preferences": TokenLimit("reward.max_tokens", params.reward.max_tokens, bound),
+        "demonstrations": TokenLimit("sft.max_tokens", params.sft.max_tokens, bound),
+    }
+    return TokenLimits(tokenizer, source, limits)
+
+
+def model_positions(path: Path) -> int | None:
+    """Return how many positions the model in a folder or GGUF file has; None where it is not said.
+
+    The weights are not needed: a folder may hold a tokenizer alone.
+    """
+    from transformers import AutoConfig
+
+    from rlhf_core.models.causal_lm import positions_of
+    from rlhf_core.models.io import quiet
+    from rlhf_core.models.readers import is_model_file, model_reader
+
+    if path.is_file() and is_model_file(path):
+        config = model_reader(path).read_config(path)
+    elif (path / "config.json").is_file():
+        try:
+            with quiet():
+                config = AutoConfig.from_pretrained(str(path), trust_remote_code=False)
+        except Exception as error:  # whatever a library makes of a damaged file
+            if is_exhausted(error):
+                raise
+            raise ModelError(
+                f"{path}/config.json is not readable: {first_line(error)}; give a complete folder"
+            ) from error
+    else:
+        return None
+    return positions_of(config)
 
 
 @dataclass
@@ -408,3 +476,29 @@ def _init_command(description: Description) -> list[str] | None:
             quoted = json.dumps(sources, ensure_ascii=False)
             command.append(f"--set {shlex.quote(f'collect.files.{kind}={quoted}')}")
     return command
+
+
+def outcome_lines(counts: RowCounts, width: int) -> list[str]:
+    """Return what became of the records that give no row, and the lines of :func:`column_lines`."""
+    lines = []
+    for reason, rows in counts.dropped.most_common():
+        lines += wrapped(f"  dropped  {rows}: ", reason, width)
+    for refused in counts.reasons.commonest():
+        reason = f"{refused.reason} (first at row {refused.first.position})"
+        lines += wrapped(f"  refused  {refused.rows}: ", reason, width)
+    return lines + column_lines(counts, width)
+
+
+def example_lines(kind: str, row: Mapping[str, Any], width: int) -> list[str]:
+    """Return a row as a line per turn and reply, each cut to ``width``."""
+    if kind == "pretrain":
+        texts = [("text", row["text"])]
+    else:
+        texts = [(turn["role"], turn["content"]) for turn in row["prompt"]]
+        texts += [(name, row[name]) for name in REPLIES[kind]]
+    lines = []
+    for label, text in texts:
+        line = Text(f"{INDENT * 2}{label:<{LABEL_WIDTH}}  {' '.join(text.split())}")
+        line.truncate(width, overflow="ellipsis")  # in columns: a Chinese character takes two
+        lines.append(line.plain)
+    return lines

@@ -1,1 +1,0 @@
-"""Data files without a pipeline: describe, compare, convert."""
