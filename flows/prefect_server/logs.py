@@ -5,11 +5,13 @@ from __future__ import annotations
 import asyncio
 import copy
 import logging
+from typing import Any
 
 import anyio
 import httpx
 from prefect.exceptions import CancelledRun, CrashedRun, FailedRun
 from prefect.logging.handlers import APILogHandler, PrefectConsoleHandler, WorkerAPILogHandler
+from prefect.utilities import services
 from websockets.exceptions import WebSocketException
 
 from rlhf_core.errors import named_line
@@ -48,6 +50,16 @@ class ShortTracebacks(logging.Handler):
 
 class Console(ShortTracebacks, PrefectConsoleHandler):
     """What goes to the terminal or the log file of a process."""
+
+    def __init__(self, *arguments: Any, **settings: Any) -> None:
+        super().__init__(*arguments, **settings)
+        # A service of Prefect that gives up prints what it met past every log.
+        services.format_exception = _own_line  # type: ignore[assignment]
+
+
+def _own_line(_: object, error: BaseException, traceback: object) -> list[str]:
+    """Return an error of a service as :func:`traceback.format_exception` does, in one line."""
+    return [named_line(error)]
 
 
 class Api(ShortTracebacks, APILogHandler):

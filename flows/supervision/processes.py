@@ -238,8 +238,6 @@ CHILD_SETTINGS = {
     "PREFECT_SERVER_ALLOW_EPHEMERAL_MODE": "false",
     "PREFECT_WORKER_QUERY_SECONDS": "1",
     "PREFECT_WORKER_HEARTBEAT_SECONDS": "10",
-    # A worker whose polls fail three times, this far apart, hears of no cancellation any more.
-    "PREFECT_RUNNER_POLL_FREQUENCY": "60",
     "PYTHONUNBUFFERED": "1",
 }
 

@@ -12,6 +12,7 @@ import httpx
 import pytest
 from integration.flow_toys import environment
 from prefect.exceptions import CancelledRun, FailedRun
+from prefect.utilities.services import critical_service_loop
 from websockets.exceptions import WebSocketException
 
 from flows.prefect_server.logs import Console
@@ -47,6 +48,19 @@ def test_an_outage_or_a_stop_is_one_line(error: BaseException) -> None:
     line = logged(error)
     assert line.count("\n") == 1 and line.startswith("A service of Prefect failed. (")
     assert type(error).__name__ in line and str(error) in line
+
+
+def test_a_service_that_gives_up_prints_no_traceback(capsys: pytest.CaptureFixture[str]) -> None:
+    """Prefect prints what its services met last, past every log."""
+    Console(io.StringIO())
+
+    async def asks() -> None:
+        raise httpx.ConnectError("http://user:s3cret@server:4200/api did not answer")
+
+    with pytest.raises(RuntimeError, match="error threshold"):
+        asyncio.run(critical_service_loop(asks, 0.0))
+    printed = capsys.readouterr().out
+    assert "ConnectError" in printed and "Traceback" not in printed and "s3cret" not in printed
 
 
 def test_passwords_stay_out_of_that_line() -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 import json
 import logging
 import signal
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -16,6 +17,7 @@ from types import SimpleNamespace
 from typing import Any, cast
 from uuid import UUID, uuid4
 
+import httpx
 import pytest
 from prefect.client.orchestration import SyncPrefectClient
 from prefect.exceptions import Abort, TerminationSignal
@@ -483,5 +485,37 @@ def test_the_job_itself_reports_its_final_state(
         server.states = [Scheduled()]  # Prefect's supervisor has put it back
         with pytest.raises(Abort):
             stage_job.stage_job.fn(workspace, "sft", [], {})
+    finally:
+        signal.signal(signal.SIGTERM, handler)
+
+
+def test_a_job_hears_of_its_cancellation_after_an_outage(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A process worker tells no job of it after half a minute without the server."""
+
+    class LateServer(Server):
+        def read_flow_run(self, number: int) -> Any:
+            if self.turns:
+                self.turns.pop()(self)
+            return super().read_flow_run(number)
+
+    def is_away(server: Server) -> None:
+        raise httpx.ConnectError("All connection attempts failed")
+
+    def works(spec: StageSpec) -> StageOutcome:
+        return stopped() if stage_job.signals.STOP.wait(60) else left()
+
+    monkeypatch.setattr(stage_job, "run_stage", works)
+    monkeypatch.setattr(stage_job, "WATCH_SECONDS", 0.001)
+    monkeypatch.setattr(stage_job.signals, "install", lambda *_: None)
+    monkeypatch.setattr(stage_job.signals, "STOP", threading.Event())
+    monkeypatch.setattr(stage_job, "runtime", SimpleNamespace(flow_run=SimpleNamespace(id=0)))
+    server = LateServer(Path(), becomes(Cancelling), *[is_away] * 9)
+    server.states = [Running()]
+    use(server, monkeypatch)
+    handler = signal.getsignal(signal.SIGTERM)
+    try:
+        assert stage_job.stage_job.fn(str(tmp_path / "w"), "sft", [], {}).is_cancelled()
     finally:
         signal.signal(signal.SIGTERM, handler)
