@@ -36,6 +36,20 @@ EXTRAS = {
     RUN_LOGGERS: ("wandb",),
     SAMPLERS: ("vllm",),
 }
+# The functions that a plugin of a group has, or what it makes: the pipeline calls all of them.
+FUNCTIONS = {
+    EVALUATIONS: ("measure", "replies", "metrics", "rows"),
+    JUDGES: ("score or judge",),
+    MODEL_READERS: ("read_config", "read_tokenizer", "read_model"),
+    READERS: ("matches", "parse"),
+    REGISTRY_POLICIES: (
+        *("check_settings", "name_files", "before_run", "version_tags"),
+        *("register_version", "verify_version", "export_folder"),
+    ),
+    RUN_LOGGERS: ("log_metrics", "log_params", "log_artifact", "log_datasets", "set_tags", "end"),
+}
+# A plugin of these groups is called: it is a class, or a function that makes what is asked for.
+CALLED = (DATA_REPORTS, EVALUATIONS, JUDGES, RUN_LOGGERS)
 INSTALL_AGAIN = f"install {DISTRIBUTION} again (in a checkout: make setup)"
 
 
@@ -68,8 +82,9 @@ def load_plugin(group: str, name: str) -> Any:
     """Import the object that a distribution has entered as ``name`` in ``group``.
 
     Raises:
-        PluginError: There is none, two distributions give this name, or its module cannot be
-            imported. The message is one line, and says which distribution it is about.
+        PluginError: There is none, two distributions give this name, its module cannot be
+            imported, or it lacks a function of its group. The message is one line, and says which
+            distribution it is about.
     """
     entries = plugins_of(group).get(name, ())
     if not entries and name in EXTRAS.get(group, ()):
@@ -84,13 +99,44 @@ def load_plugin(group: str, name: str) -> Any:
         raise PluginError(f"{givers} both give {name!r} in {group}; uninstall one of them")
     entry = entries[0]
     try:
-        return entry.load()
+        plugin = entry.load()
     except Exception as error:  # whatever the code of others raises when it is imported
         reason = f"{type(error).__name__}: {first_line(error)}"
         raise PluginError(
             f"{name} of the package {origin(entry)} cannot be imported ({entry.value}: {reason}); "
             "install that package again, or uninstall it"
         ) from error
+    if group in CALLED and not callable(plugin):
+        raise PluginError(f"{described(group, name)} is a {type(plugin).__name__}, not a function")
+    if group not in CALLED or isinstance(plugin, type):
+        require_functions(group, name, plugin)
+    return plugin
+
+
+def require_functions(group: str, name: str, plugin: Any) -> None:
+    """Refuse a plugin, or what it has made, that lacks a function of its group.
+
+    Raises:
+        PluginError: It lacks one. The message names it.
+    """
+    for function in FUNCTIONS.get(group, ()):
+        choices = function.split(" or ")
+        if not any(callable(getattr(plugin, choice, None)) for choice in choices):
+            raise lacks(group, name, function)
+
+
+def lacks(group: str, name: str, function: str) -> PluginError:
+    """Return the error of a plugin that lacks a function."""
+    return PluginError(
+        f"{described(group, name)} has no {function}, which {group} needs (docs/plugins.md); "
+        "correct that package, or leave it out of the settings"
+    )
+
+
+def described(group: str, name: str) -> str:
+    """Return what messages call a plugin: its name, its package and its object."""
+    entry = plugins_of(group)[name][0]
+    return f"{name} of the package {origin(entry)} ({entry.value})"
 
 
 def model_plugins(source: str | Path) -> list[tuple[str, str]]:
@@ -103,11 +149,14 @@ def made_by_plugin(group: str, name: str, make: Callable[..., Any], *arguments: 
     """Return what a plugin's ``make`` makes of ``arguments``.
 
     Raises:
-        PluginError: It fails otherwise than with an ``RlhfError``, which is raised as it is.
+        PluginError: It fails otherwise than with an ``RlhfError``, which is raised as it is, or
+            what it makes lacks a function of the group.
     """
     try:
-        return make(*arguments)
+        made = make(*arguments)
     except RlhfError:
         raise
     except Exception as error:  # whatever the code of others raises
         raise PluginError(f"{name} of {group} cannot begin: {first_line(error)}") from error
+    require_functions(group, name, made)
+    return made

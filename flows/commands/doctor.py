@@ -38,7 +38,14 @@ from rlhf_core.fingerprint.tracked_files import (
     model_folders,
     verifiable_functions,
 )
-from rlhf_core.plugins import COMMANDS, RUN_LOGGERS, PluginError, load_plugin, plugins_of
+from rlhf_core.plugins import (
+    COMMANDS,
+    RUN_LOGGERS,
+    PluginError,
+    load_plugin,
+    model_plugins,
+    plugins_of,
+)
 from rlhf_core.runtime.machine import AVX512_KERNELS, is_amd_with_full_avx512, numpy_kernels
 from rlhf_core.storage.data_files import expand, is_url
 from rlhf_core.storage.files import scratch_folder
@@ -336,6 +343,7 @@ def _named_plugins(params: Params) -> Iterator[DoctorCheck]:
     """Check that the plugins which settings name can be loaded."""
     named = [("tracking.loggers", RUN_LOGGERS, name) for name in params.tracking.loggers]
     named += [("evaluate", group, name) for group, name in params.evaluate.plugins]
+    named += [("base.source", group, name) for group, name in model_plugins(params.base.source)]
     for setting, group, name in named:
         try:
             load_plugin(group, name)

@@ -16,7 +16,7 @@ from typing import Any
 import httpx
 from prefect import flow, get_run_logger, runtime
 from prefect.client.orchestration import get_client
-from prefect.exceptions import Abort, TerminationSignal
+from prefect.exceptions import Abort, PrefectException, TerminationSignal
 from prefect.states import Cancelled, Completed, Crashed, Failed, State
 
 from flows.jobs.job import JOB_FLOW, Handoff
@@ -92,10 +92,13 @@ def _stopped_on_cancellation() -> Iterator[None]:
 
     def watch() -> None:
         while not ended.wait(WATCH_SECONDS):
-            with contextlib.suppress(httpx.HTTPError), get_client(sync_client=True) as client:
-                state = client.read_flow_run(run_id).state
-                if state is not None and (state.is_cancelling() or state.is_cancelled()):
-                    signals.STOP.set()
+            try:
+                with get_client(sync_client=True) as client:
+                    state = client.read_flow_run(run_id).state
+            except (httpx.HTTPError, PrefectException):  # no server for now, or the run was deleted
+                continue
+            if state is not None and (state.is_cancelling() or state.is_cancelled()):
+                signals.STOP.set()
 
     threading.Thread(target=watch, name="cancellation", daemon=True).start()
     try:

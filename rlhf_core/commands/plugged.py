@@ -16,6 +16,8 @@ from rlhf_core.plugins import (
     DISTRIBUTION,
     INSTALL_AGAIN,
     PluginError,
+    described,
+    lacks,
     load_plugin,
     origin,
     plugins_of,
@@ -102,10 +104,9 @@ def plugged_app(path: str) -> typer.Typer:
     """
     app = load_plugin(COMMANDS, path)
     if not isinstance(app, typer.Typer):
-        entry = plugins_of(COMMANDS)[path][0]
-        raise PluginError(
-            f"{path} of the package {origin(entry)} ({entry.value}) is no typer.Typer"
-        )
+        raise PluginError(f"{described(COMMANDS, path)} is no typer.Typer")
+    if not (app.registered_commands or app.registered_groups or app.registered_callback):
+        raise lacks(COMMANDS, path, "command")
     return app
 
 

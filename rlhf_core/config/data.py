@@ -24,7 +24,7 @@ from rlhf_core.config.formats import FormatName
 from rlhf_core.config.model import StageConfig, Strict
 from rlhf_core.config.problems import SECRET, nearest
 from rlhf_core.errors import DataError
-from rlhf_core.plugins import READERS, plugins_of
+from rlhf_core.plugins import READERS, PluginError, load_plugin, plugins_of
 from rlhf_core.storage.data_files import is_url, require_no_credentials
 
 Severity = Literal["refuse", "warn", "fail"]
@@ -90,9 +90,13 @@ class WorldConfig(Strict):
 
 def _of_plugin(name: Any, is_known: ValidatorFunctionWrapHandler) -> Any:
     """Accept the name of an installed plugin's reader beside the formats that are known."""
-    if name not in get_args(FormatName) and name in plugins_of(READERS):
-        return name
-    return is_known(name)
+    if name in get_args(FormatName) or name not in plugins_of(READERS):
+        return is_known(name)
+    try:
+        load_plugin(READERS, name)
+    except PluginError as error:
+        raise ValueError(str(error)) from error
+    return name
 
 
 ReaderName = Annotated[FormatName, WrapValidator(_of_plugin), PlainSerializer(str)]

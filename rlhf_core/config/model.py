@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from abc import abstractmethod
 from functools import cache
 from typing import Annotated, Any, ClassVar, Literal, Union, get_args
 from urllib.parse import urlsplit
@@ -19,7 +20,7 @@ from pydantic import (
 )
 from pydantic_core import PydanticKnownError
 
-from rlhf_core.plugins import PluginError, known_plugins, load_plugin, plugins_of
+from rlhf_core.plugins import PluginError, known_plugins, lacks, load_plugin, plugins_of
 from rlhf_core.storage.data_files import carries_credentials
 
 
@@ -33,16 +34,18 @@ class OfKind(Strict):
     """Settings that their ``kind`` tells apart: the pipeline's own, and those of installed packages.
 
     A field of a class that leaves ``kind`` open takes each of them. A package enters a subclass
-    under the name of its kind in ``group``, in a module that is imported when settings name it.
+    under the name of its kind in ``group``, in a module that is imported when settings name it. It
+    defines the method that ``makes`` names; of the pipeline's own kinds that is never asked.
     """
 
     group: ClassVar[str]
+    makes: ClassVar[str]
     kind: str
 
     @classmethod
+    @abstractmethod
     def own_kinds(cls) -> tuple[type[OfKind], ...]:
         """Return the pipeline's own classes."""
-        raise NotImplementedError
 
     @classmethod
     def kinds(cls) -> list[type[OfKind]]:
@@ -72,6 +75,9 @@ class OfKind(Strict):
             raise PluginError(f"{name} of {cls.group} is no {cls.__name__}")
         if get_args(plugged.model_fields["kind"].annotation) != (name,):
             raise PluginError(f"{name} of {cls.group} must declare kind: Literal[{name!r}]")
+        made = getattr(plugged, cls.makes)
+        if made is getattr(cls, cls.makes) or not callable(made):
+            raise lacks(cls.group, name, cls.makes)
         return plugged
 
     @model_validator(mode="wrap")

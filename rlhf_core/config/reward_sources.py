@@ -44,6 +44,7 @@ class SourceConfig(OfKind):
     """
 
     group = REWARD_SOURCES
+    makes = "make_scorer"
     weight: float = 1.0
     name: str | None = Field(default=None, pattern=r"^[a-z][a-z0-9_]*$")
 

@@ -13,6 +13,7 @@ class SamplerConfig(OfKind):
     """Who samples replies; a package enters a subclass of it in ``rlhf.samplers``."""
 
     group = SAMPLERS
+    makes = "make_sampler"
 
     @classmethod
     def own_kinds(cls) -> tuple[type[OfKind], ...]:

@@ -18,7 +18,7 @@ from rlhf_core.data.schema import Prompt
 from rlhf_core.evaluation.comparisons.rivals import Rival
 from rlhf_core.evaluation.judges.model import Judge, PairwiseJudge
 from rlhf_core.evaluation.replies import Reply
-from rlhf_core.plugins import EVALUATIONS, JUDGES, PluginError, load_plugin, made_by_plugin
+from rlhf_core.plugins import EVALUATIONS, JUDGES, PluginError, lacks, load_plugin, made_by_plugin
 
 
 class AddedEvaluation:
@@ -82,12 +82,17 @@ def plugged_judges(named: Mapping[str, Any], workspace: Path) -> list[Judge | Pa
     """Return the judges of packages by the names and settings of ``named``.
 
     Raises:
-        PluginError: One is not installed, cannot be made, or goes by another name.
+        PluginError: One is not installed, cannot be made, lacks a part of a judge, or goes by
+            another name.
     """
     judges = []
     for name, settings in named.items():
         plugin = load_plugin(JUDGES, name)
         judge: Judge | PairwiseJudge = made_by_plugin(JUDGES, name, plugin, settings, workspace)
+        parts = ("name",) if isinstance(judge, PairwiseJudge) else ("name", "score", "absolute_tie")
+        for part in parts:
+            if not hasattr(judge, part):
+                raise lacks(JUDGES, name, part)
         if judge.name != name:
             raise PluginError(f"the judge {name} of {JUDGES} calls itself {judge.name!r}")
         judges.append(judge)

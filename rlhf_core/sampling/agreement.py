@@ -9,6 +9,8 @@ tokens tell, before anything is trained.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -54,6 +56,23 @@ PROMPT_TOKENS, REPLY_TOKENS = (8, 5, 6), 6
 OTHER_MODEL = "give a model of another architecture, such as Llama, Qwen, Gemma or Mistral"
 
 
+@contextmanager
+def _trial_of(model: PreTrainedModel, refused: str) -> Iterator[None]:
+    """Evaluate ``model`` in the block; a pass that fails is a ``ModelError``, after ``refused``."""
+    training = model.training
+    try:
+        model.eval()
+        yield
+    except Exception as error:  # whatever an architecture does with arguments that others take
+        if is_exhausted(error):
+            raise
+        raise ModelError(
+            f"{refused} ({type(error).__name__}: {first_line(error)}); {OTHER_MODEL}"
+        ) from error
+    finally:
+        model.train(training)
+
+
 @torch.no_grad()
 def require_next_tokens(model: PreTrainedModel, source: str) -> None:
     """Make two passes over a few tokens, to see that logits are those of the next token.
@@ -68,29 +87,19 @@ def require_next_tokens(model: PreTrainedModel, source: str) -> None:
         ModelError: A pass is impossible, or they are not.
     """
     kind = f"{source} is a {type(model).__name__}"
-    training = model.training
     limit = LIMITS[matmul_precision(model)].token
     ids = probe_ids(model.config.get_text_config().vocab_size).to(model.device)
     changed = ids.clone()
     changed[:, -1] = ids[:, 0]
     mask = torch.ones_like(ids)
-    try:
-        model.eval()
-        first, second = (
-            selected_logits(model, given, mask, mask.bool()).whole().float().log_softmax(-1)
-            for given in (ids, changed)
-        )
+    with _trial_of(model, f"{kind}, which cannot be trained here"):
+        first = selected_logits(model, ids, mask, mask.bool()).whole()
+        second = selected_logits(model, changed, mask, mask.bool()).whole()
         own = model(**arguments_of(model, input_ids=ids, attention_mask=mask, labels=ids))
-    except Exception as error:  # whatever an architecture does with arguments that others take
-        if is_exhausted(error):
-            raise
-        raise ModelError(
-            f"{kind}, which cannot be trained here ({type(error).__name__}: {first_line(error)}); {OTHER_MODEL}"
-        ) from error
-    finally:
-        model.train(training)
-    first, second = first.view(*ids.shape, -1), second.view(*ids.shape, -1)
-    if not float((first - second)[:, :-1].abs().mean(-1).max()) <= limit:
+    first = first.float().log_softmax(-1).view(*ids.shape, -1)
+    second = second.float().log_softmax(-1).view(*ids.shape, -1)
+    differences = (first - second)[:, :-1].abs().mean(-1)
+    if not float(differences.max()) <= limit:
         raise ModelError(
             f"{kind}, which reads a text in both directions: its logits change with later tokens, so that it cannot "
             f"write replies; {OTHER_MODEL}"
@@ -126,17 +135,8 @@ def require_replies_as_scored(model: PreTrainedModel, source: str) -> None:
     refused = (
         f"{source} is a {type(model).__name__}, whose replies cannot be sampled and trained on here"
     )
-    training = model.training
-    try:
-        difference = _largest_difference(model.eval())
-    except Exception as error:  # whatever an architecture does with arguments that others take
-        if is_exhausted(error):
-            raise
-        raise ModelError(
-            f"{refused} ({type(error).__name__}: {first_line(error)}); {OTHER_MODEL}"
-        ) from error
-    finally:
-        model.train(training)
+    with _trial_of(model, refused):
+        difference = _largest_difference(model)
     if not difference <= LIMITS[matmul_precision(model)].token:
         raise ModelError(
             f"{refused}: with a cache, with padding, or after a reply beside it has ended it computes other "
@@ -158,14 +158,12 @@ def _largest_difference(model: PreTrainedModel) -> float:
     batch = Tokens(
         rollout.tokens.clone(), rollout.attention_mask.clone(), rollout.response_mask.clone()
     )
-    scored = gather_logprobs(
-        log_distribution(response_logits(model, batch).whole()[:, :-1], sampling), batch.response
-    )
+    logits = response_logits(model, batch).whole()[:, :-1]
+    scored = gather_logprobs(log_distribution(logits, sampling), batch.response)
     expected = _plain_logprobs(model, prompts, rollout, sampling)
-    mask = rollout.response_mask
-    return max(
-        float((each[mask] - expected[mask]).abs().max()) for each in (rollout.logprobs, scored)
-    )
+    of_sampler = (rollout.logprobs - expected)[rollout.response_mask].abs().max()
+    of_trainer = (scored - expected)[rollout.response_mask].abs().max()
+    return float(torch.maximum(of_sampler, of_trainer))
 
 
 def _plain_logprobs(
@@ -175,9 +173,8 @@ def _plain_logprobs(
     expected = torch.zeros_like(rollout.logprobs)
     for row, (prompt, reply) in enumerate(zip(prompts, rollout.replies(), strict=True)):
         tokens = torch.tensor([[*prompt, *reply]], device=model.device)
-        logits = model(
-            **arguments_of(model, input_ids=tokens, attention_mask=torch.ones_like(tokens))
-        ).logits
-        policy = log_distribution(logits[:, len(prompt) - 1 : -1], sampling)
+        whole = torch.ones_like(tokens)
+        output = model(**arguments_of(model, input_ids=tokens, attention_mask=whole))
+        policy = log_distribution(output.logits[:, len(prompt) - 1 : -1], sampling)
         expected[row, : len(reply)] = gather_logprobs(policy, tokens[:, len(prompt) :])[0]
     return expected

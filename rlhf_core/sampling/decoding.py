@@ -55,10 +55,8 @@ def grouped_attention(
     transformers computes it.
     """
     batch, heads, positions, width = query.shape
-    special = attention_mask is not None or any(
-        settings.get(name) is not None for name in ("position_bias", "cache")
-    )
-    if positions > 1 or special or heads == key.shape[1]:
+    is_special = attention_mask is not None or _is_given(settings, "position_bias", "cache")
+    if positions > 1 or is_special or heads == key.shape[1]:
         return sdpa_attention_forward(module, query, key, value, attention_mask, **settings)
     grouped = query.reshape(batch, key.shape[1], -1, width)
     attended = nn.functional.scaled_dot_product_attention(
@@ -84,28 +82,33 @@ def attention_by_products(
     computes it.
     """
     batch, heads, positions, width = query.shape
-    added = (
-        attention_mask is not None
-        and attention_mask.is_floating_point()
-        and attention_mask.shape[1] == 1
-    )
-    special = any(
-        settings.get(name) is not None for name in ("position_bias", "cache", "softcap", "s_aux")
-    )
-    if positions > 1 or not added or special or query.dtype != torch.bfloat16:
+    is_special = _is_given(settings, "position_bias", "cache", "softcap", "s_aux")
+    if (
+        positions > 1
+        or is_special
+        or query.dtype != torch.bfloat16
+        or attention_mask is None
+        or not attention_mask.is_floating_point()
+        or attention_mask.shape[1] != 1
+    ):
         return sdpa_attention_forward(module, query, key, value, attention_mask, **settings)
-    assert attention_mask is not None
-    shared = batch * key.shape[1]
-    keys, values = key.reshape(shared, -1, width), value.reshape(shared, -1, value.shape[-1])
-    scores = torch.bmm(query.reshape(shared, -1, width), keys.mT, out_dtype=torch.float32)
+    key_heads = key.shape[1]
+    shared = batch * key_heads
+    queries = query.reshape(shared, -1, width)
+    keys = key.reshape(shared, -1, width)
+    values = value.reshape(shared, -1, value.shape[-1])
+    tokens = keys.shape[1]
+    scores = torch.bmm(queries, keys.mT, out_dtype=torch.float32)
+    scores = scores.view(batch, key_heads, -1, tokens)
     scaling = settings.get("scaling") or width**-0.5
-    weights = torch.add(
-        attention_mask, scores.view(batch, key.shape[1], -1, keys.shape[1]), alpha=scaling
-    )
-    weights = torch.softmax(weights, dim=-1).to(values.dtype)
-    return torch.bmm(weights.view(shared, -1, keys.shape[1]), values).view(
-        batch, 1, heads, -1
-    ), None
+    scores = torch.add(attention_mask, scores, alpha=scaling)
+    weights = torch.softmax(scores, dim=-1).to(values.dtype)
+    attended = torch.bmm(weights.view(shared, -1, tokens), values)
+    return attended.view(batch, 1, heads, -1), None
+
+
+def _is_given(settings: Mapping[str, Any], *names: str) -> bool:
+    return any(settings.get(name) is not None for name in names)
 
 
 @contextmanager
@@ -119,13 +122,11 @@ def decoding_attention(model: PreTrainedModel) -> Iterator[None]:
         name = GPU_NAME
     elif model.dtype in LOW_PRECISION:
         name = CPU_NAME
-    configs = {}
-    for module in model.modules():
-        if config := getattr(module, "config", None):
-            configs[id(config)] = config
-    changed = []
-    for config in configs.values():
-        if name and getattr(config, "_attn_implementation", None) == "sdpa":
+    changed: list[Any] = []
+    for module in model.modules() if name else ():
+        config = getattr(module, "config", None)
+        seen = any(config is one for one in changed)
+        if not seen and getattr(config, "_attn_implementation", None) == "sdpa":
             changed.append(config)
     if changed:
         AttentionInterface.register(CPU_NAME, grouped_attention)
@@ -190,8 +191,9 @@ class FusedProjection:
         """
         held: tuple[Tensor, tuple[Tensor, ...]] | None = getattr(self._last, "held", None)
         if held is None or held[0] is not input:
+            converted = input.to(self.precision)
             rows = torch.ops.mkldnn._linear_pointwise(
-                input.to(self.precision), self.packed, self.bias, "none", [], ""
+                converted, self.packed, self.bias, "none", [], ""
             )
             held = input, rows.split(self.widths, dim=-1)
         self._last.held = held if position + 1 < len(self.widths) else None
@@ -243,11 +245,10 @@ def decoding_layers(model: PreTrainedModel, rows: int, steps: int) -> Iterator[N
             replacements |= _packed(layers, rows)
         for name, layer in layers.items():
             if name not in replacements and layer.is_changed:
-                plain = type(layer.own)(
-                    layer.own.in_features, layer.own.out_features, bias=False, device="meta"
-                )
+                own = layer.own
+                plain = type(own)(own.in_features, own.out_features, bias=False, device="meta")
                 plain.weight = nn.Parameter(layer.weight(), requires_grad=False)
-                plain.bias = layer.own.bias
+                plain.bias = own.bias
                 replacements[name] = plain
     originals = {name: model.get_submodule(name) for name in replacements}
     try:
@@ -262,10 +263,11 @@ def decoding_layers(model: PreTrainedModel, rows: int, steps: int) -> Iterator[N
 
 def packing_pays(model: PreTrainedModel, rows: int, steps: int) -> bool:
     """Whether packing pays for ``steps`` decoding steps of ``rows`` sequences."""
-    supported = torch.backends.mkldnn.is_available() and hasattr(
-        torch.ops.mkldnn, "_linear_pointwise"
-    )
-    if not supported or model.device.type != "cpu" or rows < PACKED_ROWS or steps < PACKED_STEPS:
+    if not torch.backends.mkldnn.is_available():
+        return False
+    if not hasattr(torch.ops.mkldnn, "_linear_pointwise") or model.device.type != "cpu":
+        return False
+    if rows < PACKED_ROWS or steps < PACKED_STEPS:
         return False
     return sum(parameter.numel() for parameter in model.parameters()) >= PACKED_PARAMETERS
 
@@ -292,9 +294,8 @@ class _DecodedLayer:
 
         All of them at once would take the model's memory again.
         """
-        return (self.own.weight if self.adapted is None else merged_weight(self.adapted)).to(
-            self.precision
-        )
+        weight = self.own.weight if self.adapted is None else merged_weight(self.adapted)
+        return weight.to(self.precision)
 
 
 def _decoded_layers(model: PreTrainedModel) -> Iterator[tuple[str, _DecodedLayer]]:
@@ -305,7 +306,8 @@ def _decoded_layers(model: PreTrainedModel) -> Iterator[tuple[str, _DecodedLayer
     adapted = dict(adapted_layers(model))
     inside = tuple(f"{name}." for name in adapted)
     for name, layer in adapted.items():
-        if is_plain_linear(base := layer.get_base_layer()):
+        base = layer.get_base_layer()
+        if is_plain_linear(base):
             is_active = not layer.disable_adapters and layer.active_adapters
             yield name, _DecodedLayer(base, base.weight.dtype, layer if is_active else None)
     for name, layer in model.named_modules():
@@ -330,7 +332,8 @@ def _packed(layers: Mapping[str, _DecodedLayer], rows: int) -> dict[str, nn.Line
             continue
         names = _same_input(name, layers)
         own = [layers[member].own for member in names]
-        shared = FusedProjection(own, [layers[member].weight() for member in names], rows)
+        weights = [layers[member].weight() for member in names]
+        shared = FusedProjection(own, weights, rows)
         for position, member in enumerate(names):
             packed[member] = PackedLinear(own[position], shared, position)
     return packed
@@ -341,7 +344,9 @@ def _same_input(name: str, layers: Mapping[str, _DecodedLayer]) -> list[str]:
     block, _, own = name.rpartition(".")
     for members in SAME_INPUT:
         names = [f"{block}.{member}" for member in members]
-        if own in members and all(member in layers for member in names):
-            kinds = {(layers[member].precision, layers[member].own.in_features) for member in names}
-            return names if len(kinds) == 1 else [name]
+        if own not in members or not all(member in layers for member in names):
+            continue
+        found = [layers[member] for member in names]
+        kinds = {(layer.precision, layer.own.in_features) for layer in found}
+        return names if len(kinds) == 1 else [name]
     return [name]

@@ -136,9 +136,8 @@ class EvaluationSampling:
             vocabulary = logits.shape[1]  # one more column takes what was not drawn
             occurred = logits.new_zeros(len(logits), vocabulary + 1, dtype=torch.bool)
             occurred = occurred.scatter_(1, drawn.clamp(max=vocabulary), True)[:, :vocabulary]
-            logits = torch.where(
-                occurred, torch.where(logits > 0, logits / penalty, logits * penalty), logits
-            )
+            penalised = torch.where(logits > 0, logits / penalty, logits * penalty)
+            logits = torch.where(occurred, penalised, logits)
         logits = _constrained_logits(logits.unsqueeze(1), position, self.base).squeeze(1)
         if self.top_p < 1.0:
             ordered, order = logits.sort(dim=-1, descending=True)
@@ -169,7 +168,8 @@ def log_distribution_at(logits: Tensor, positions: Tensor, sampling: Sampling) -
 
     Shapes: logits (..., N, V) -> (..., N, V).
     """
-    return torch.log_softmax(_constrained_logits(logits, positions, sampling), dim=-1)
+    constrained = _constrained_logits(logits, positions, sampling)
+    return torch.log_softmax(constrained, dim=-1)
 
 
 def _constrained_logits(logits: Tensor, positions: Tensor, sampling: Sampling) -> Tensor:
@@ -182,11 +182,9 @@ def _constrained_logits(logits: Tensor, positions: Tensor, sampling: Sampling) -
         return changed
     # In place where the tensor is new anyway: at a large vocabulary another copy of it is
     # gigabytes.
-    return (
-        changed.masked_fill(mask, FORBIDDEN)
-        if changed is logits
-        else changed.masked_fill_(mask, FORBIDDEN)
-    )
+    if changed is logits:
+        return changed.masked_fill(mask, FORBIDDEN)
+    return changed.masked_fill_(mask, FORBIDDEN)
 
 
 def _forbidden_mask(positions: Tensor, width: int, sampling: Sampling) -> Tensor | None:
@@ -203,7 +201,8 @@ def _forbidden_mask(positions: Tensor, width: int, sampling: Sampling) -> Tensor
     if not sampling.min_new_tokens:
         return never
     stops = marked(sampling.stop_ids, width, width, positions.device)
-    return never | (stops & (positions < sampling.min_new_tokens).unsqueeze(1))
+    too_early = (positions < sampling.min_new_tokens).unsqueeze(1)
+    return never | (stops & too_early)
 
 
 @cache  # for good: a captured graph reads them where they are
@@ -238,8 +237,8 @@ def philox_uniforms(seed: int, streams: Sequence[int], length: int) -> Tensor:
 
     So which process or batch a prompt falls into never changes what is sampled for it.
     """
-    rows = [
-        np.random.Generator(np.random.Philox(key=[seed, stream])).random(length)
-        for stream in streams
-    ]
-    return torch.from_numpy(np.stack(rows)) if rows else torch.zeros(0, length, dtype=torch.float64)
+    rows = np.empty((len(streams), length))
+    for row, stream in enumerate(streams):
+        generator = np.random.Generator(np.random.Philox(key=[seed, stream]))
+        rows[row] = generator.random(length)
+    return torch.from_numpy(rows)

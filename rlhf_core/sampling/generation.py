@@ -70,16 +70,18 @@ class BlockLayer(DynamicLayer):
         """
         if self._slot is not None and self._buffers is not None:
             keys, values = self._buffers
-            return keys.index_copy_(2, self._slot, key_states), values.index_copy_(
-                2, self._slot, value_states
-            )
+            keys.index_copy_(2, self._slot, key_states)
+            values.index_copy_(2, self._slot, value_states)
+            return keys, values
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         start = self.get_seq_length()
         end = start + key_states.shape[-2]
         keys, values = self._reserve(end)
-        keys[:, :, start:end], values[:, :, start:end] = key_states, value_states
-        self.keys, self.values = keys[:, :, :end], values[:, :, :end]
+        keys[:, :, start:end] = key_states
+        values[:, :, start:end] = value_states
+        self.keys = keys[:, :, :end]
+        self.values = values[:, :, :end]
         return self.keys, self.values
 
     def fix(self, slot: Tensor, length: int) -> None:
@@ -89,20 +91,25 @@ class BlockLayer(DynamicLayer):
         the same is found.
         """
         keys, values = self._reserve(length)
-        held, self._slot = self.get_seq_length(), slot
-        keys[:, :, held:], values[:, :, held:] = 0.0, UNSEEN
+        held = self.get_seq_length()
+        keys[:, :, held:] = 0.0
+        values[:, :, held:] = UNSEEN
+        self._slot = slot
 
     def unfix(self, length: int) -> None:
         """Append again, to the ``length`` tokens that were written."""
         assert self._buffers is not None
         self._slot = None
-        self.keys, self.values = (buffer[:, :, :length] for buffer in self._buffers)
+        keys, values = self._buffers
+        self.keys = keys[:, :, :length]
+        self.values = values[:, :, :length]
 
     def batch_select_indices(self, indices: Tensor) -> None:
         """Keep the given sequences only."""
         if self._buffers is not None:
             length = self.get_seq_length()
-            self._buffers = self._buffers[0][indices], self._buffers[1][indices]
+            keys, values = self._buffers
+            self._buffers = keys[indices], values[indices]
             self.unfix(length)
 
     def _reserve(self, length: int) -> tuple[Tensor, Tensor]:
@@ -149,11 +156,8 @@ class BlockCache(DynamicCache):
 
 def cache_argument(model: nn.Module) -> str:
     """What a model's forward calls its cache: state-space models call theirs otherwise."""
-    return (
-        "cache_params"
-        if "cache_params" in inspect.signature(model.forward).parameters
-        else "past_key_values"
-    )
+    names = inspect.signature(model.forward).parameters
+    return "cache_params" if "cache_params" in names else "past_key_values"
 
 
 OnTokens = Callable[[Tensor], None]
@@ -207,9 +211,10 @@ class NoWaiting(TorchDispatchMode):
         looks = func is torch.ops.aten.is_nonzero.default or not WAITING.isdisjoint(func.tags)
         if func is torch.ops.aten.index.Tensor:
             looks = any(each.dtype == torch.bool for each in given[1:])
-        numbers_too = {each.device for each in given}
+        devices = {each.device for each in given}  # those of single numbers too
         mixed = len({each.device for each in given if each.dim()}) > 1
-        if looks or mixed or (given and any(each.device not in numbers_too for each in made)):
+        moved = bool(given) and any(each.device not in devices for each in made)
+        if looks or mixed or moved:
             raise RuntimeError(f"the host waits in {func}")
         return result
 
@@ -277,8 +282,11 @@ class _Rows:
 
     def take(self, rows: _Rows) -> None:
         """Take over what was drawn for some of these rows."""
-        for name in ("drawn", "logprobs", "lengths", "finished") if rows is not self else ():
-            getattr(self, name)[rows.numbers] = getattr(rows, name)
+        if rows is self:
+            return
+        for name in ("drawn", "logprobs", "lengths", "finished"):
+            own = getattr(self, name)
+            own[rows.numbers] = getattr(rows, name)
 
 
 class _Decoding:
@@ -300,9 +308,11 @@ class _Decoding:
         needs_mask: bool,
     ) -> None:
         self.model, self.sampling, self.rows, self.needs_mask = model, sampling, rows, needs_mask
-        self.cache, self.cache_name = BlockCache(model.config), cache_argument(model)
+        self.cache = BlockCache(model.config)
+        self.cache_name = cache_argument(model)
         self.stop_ids = rows.drawn.new_tensor(sampling.base.stop_ids)
-        self.held, self.step = width, rows.drawn.new_zeros(1)
+        self.held = width
+        self.step = rows.drawn.new_zeros(1)
         self.picked = rows.drawn.new_zeros(len(rows.drawn))
         self._has_room = True  # in memory, for a graph
         self._replay: Callable[[], None] | None = None
@@ -310,23 +320,30 @@ class _Decoding:
 
     def read(self, ids: Tensor, position_ids: Tensor, mask: Tensor | None) -> Tensor:
         """Logits (b, V) of the token that follows ``ids`` (b, L)."""
-        given = {
-            "attention_mask": mask, "position_ids": position_ids, self.cache_name: self.cache, "logits_to_keep": 1,
-        }  # fmt: skip
-        logits: Tensor = self.model(
-            **arguments_of(self.model, use_cache=True, input_ids=ids, **given)
-        ).logits
+        arguments = arguments_of(
+            self.model,
+            input_ids=ids,
+            attention_mask=mask,
+            position_ids=position_ids,
+            use_cache=True,
+            logits_to_keep=1,
+            **{self.cache_name: self.cache},
+        )
+        logits: Tensor = self.model(**arguments).logits
         return logits[:, -1]
 
     def draw(self, logits: Tensor) -> None:
         """Draw the token of each row at ``step``."""
         rows, step = self.rows, self.step
         log_probabilities = self.sampling.next_token(logits, rows.drawn, step)
-        picked = inverse_cdf(log_probabilities, rows.uniforms.index_select(1, step).squeeze(1))
-        sampled = log_probabilities.gather(1, picked.unsqueeze(1)).float()
+        uniforms = rows.uniforms.index_select(1, step).squeeze(1)
+        picked = inverse_cdf(log_probabilities, uniforms)
+        column = picked.unsqueeze(1)
+        sampled = log_probabilities.gather(1, column).float()
         writing = ~rows.finished
-        rows.drawn.index_copy_(1, step, picked.unsqueeze(1))
-        rows.logprobs.index_copy_(1, step, sampled.where(writing.unsqueeze(1), 0.0))
+        sampled = sampled.where(writing.unsqueeze(1), 0.0)
+        rows.drawn.index_copy_(1, step, column)
+        rows.logprobs.index_copy_(1, step, sampled)
         rows.lengths += writing
         rows.finished |= torch.isin(picked, self.stop_ids)
         self.picked.copy_(picked)
@@ -358,7 +375,8 @@ class _Decoding:
     def keep(self, kept: Tensor) -> None:
         """Drop the other rows, in the cache too."""
         self.release()
-        self.rows, self.picked = self.rows.kept(kept), self.picked[kept]
+        self.rows = self.rows.kept(kept)
+        self.picked = self.picked[kept]
         self.cache.batch_select_indices(kept)
 
     def compact_below(self, steps_left: int) -> float:
@@ -369,12 +387,14 @@ class _Decoding:
 
     @property
     def _may_be_captured(self) -> bool:
-        device, layers = self.model.device, self.cache.layers
+        device = self.model.device
         if device.type not in GRAPHS or not self._has_room or not getattr(self.model, _WORKS, True):
             return False
         # Only what is launched on the current device is captured.
-        own = device.index is None or device.index == torch.cuda.current_device()
-        return own and all(type(layer) is BlockLayer and layer.is_initialized for layer in layers)
+        if device.index is not None and device.index != torch.cuda.current_device():
+            return False
+        layers = self.cache.layers
+        return all(type(layer) is BlockLayer and layer.is_initialized for layer in layers)
 
     def _capture(self, length: int) -> None:
         """Capture steps of a cache of ``length`` tokens.
@@ -393,7 +413,9 @@ class _Decoding:
                 self.rows.positions.add_(1)
                 self.draw(self._read_fixed(self.rows.positions, slot, seen))
 
-            self._replay, self._fixed_length = GRAPHS[self.model.device.type](advance), length
+            capture = GRAPHS[self.model.device.type]
+            self._replay = capture(advance)
+            self._fixed_length = length
         except RuntimeError as error:
             if _is_for_want_of_memory(error):
                 self._has_room = False  # other replies may have it
@@ -418,7 +440,8 @@ class _Decoding:
         finally:
             self._unfix()
         near = 0.05 if seen.dtype in LOW_PRECISION else 1e-3
-        return bool((fixed - plain).abs().max() <= near * plain.abs().max())
+        difference = (fixed - plain).abs().max()
+        return bool(difference <= near * plain.abs().max())
 
     def _read_fixed(self, positions: Tensor, slot: Tensor, seen: Tensor) -> Tensor:
         """Read the drawn tokens into the slot (1,) that follows.
@@ -439,10 +462,9 @@ class _Decoding:
             cast(BlockLayer, layer).fix(slot, length)
         # Added to scores of attention: nothing at tokens held, and almost -inf elsewhere.
         dtype = self.model.dtype
-        seen = slot.new_full(
-            (len(self.rows.mask), 1, 1, length), torch.finfo(dtype).min, dtype=dtype
-        )
-        seen[..., : self.held].masked_fill_(self.rows.mask[:, None, None, : self.held].bool(), 0.0)
+        mask = self.rows.mask[:, None, None, : self.held].bool()
+        seen = slot.new_full((len(mask), 1, 1, length), torch.finfo(dtype).min, dtype=dtype)
+        seen[..., : self.held].masked_fill_(mask, 0.0)
         return slot, seen
 
     def _unfix(self) -> None:
@@ -458,9 +480,9 @@ def _is_for_want_of_memory(error: BaseException | None) -> bool:
 
     A capture that ended by that may fail once more where it is left.
     """
-    return error is not None and (
-        "out of memory" in str(error) or _is_for_want_of_memory(error.__context__)
-    )
+    if error is None:
+        return False
+    return "out of memory" in str(error) or _is_for_want_of_memory(error.__context__)
 
 
 def _blocks(length: int) -> int:
@@ -490,24 +512,26 @@ def generate(
         width: Columns of prompts, at least.
     """
     base = sampling.base
+    device = model.device
     prompts, prompt_mask = left_pad(prompt_ids, base.pad_id, width)
-    prompts, prompt_mask = prompts.to(model.device), prompt_mask.to(model.device)
+    prompts, prompt_mask = prompts.to(device), prompt_mask.to(device)
     count, steps = len(prompt_ids), base.max_new_tokens
     whole = _Rows(
-        numbers=torch.arange(count, device=model.device),
-        uniforms=uniforms.to(model.device),
+        numbers=torch.arange(count, device=device),
+        uniforms=uniforms.to(device),
         drawn=prompts.new_full((count, steps), NOT_DRAWN),
         # A thread that loads a model changes the default type of the whole process meanwhile.
-        logprobs=torch.zeros(count, steps, dtype=torch.float32, device=model.device),
+        logprobs=torch.zeros(count, steps, dtype=torch.float32, device=device),
         lengths=prompts.new_zeros(count),
-        finished=torch.zeros(count, dtype=torch.bool, device=model.device),
+        finished=torch.zeros(count, dtype=torch.bool, device=device),
         positions=prompt_mask.sum(dim=1, keepdim=True) - 1,
         mask=torch.cat([prompt_mask, prompt_mask.new_ones(count, steps)], dim=1),
     )
     if count:
         padded = any(len(prompt) < prompts.shape[1] for prompt in prompt_ids)
-        _write(model, prompts, sampling, whole, padded or model.device.type == "cpu", on_tokens)
-    columns = torch.arange(steps, device=model.device)
+        needs_mask = padded or device.type == "cpu"
+        _write(model, prompts, sampling, whole, needs_mask, on_tokens)
+    columns = torch.arange(steps, device=device)
     response = whole.drawn.masked_fill(columns >= whole.lengths.unsqueeze(1), base.pad_id)
     return trimmed_rollout(
         prompts, prompt_mask, response, whole.logprobs, whole.lengths, whole.finished
@@ -529,7 +553,8 @@ def _write(
     look_every = 1 if on_tokens is not None else LOOK_EVERY.get(model.device.type, 1)
     try:
         positions = position_ids_from_mask(prompt_mask)
-        decoding.draw(decoding.read(prompts, positions, prompt_mask if needs_mask else None))
+        logits = decoding.read(prompts, positions, prompt_mask if needs_mask else None)
+        decoding.draw(logits)
         for step in range(1, steps + 1):
             within_step("sampling, token", step, steps)
             if on_tokens is not None:
@@ -563,7 +588,8 @@ def trimmed_rollout(
     So the padding token may be the end marker.
     """
     width = int(lengths.max()) if len(lengths) else 0
-    mask = torch.arange(width, device=lengths.device).unsqueeze(0) < lengths.unsqueeze(1)
+    columns = torch.arange(width, device=lengths.device)
+    mask = columns.unsqueeze(0) < lengths.unsqueeze(1)
     return Rollout(
         tokens=torch.cat([prompts, response[:, :width]], dim=1),
         attention_mask=torch.cat([prompt_mask, mask.long()], dim=1),

@@ -12,10 +12,8 @@ Shapes: B sequences, T response positions, V vocabulary.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import chain
 
 import torch
 from torch import Tensor
@@ -66,8 +64,10 @@ class Tokens:
     def response(self) -> Tensor:
         """Response token ids (B, T)."""
         if self.reply_starts is not None:
-            return self.tokens.gather(1, self._reply_columns(0, self.width))
-        return self.tokens[:, self.tokens.shape[1] - self.width :]
+            columns = self._reply_columns(0, self.width)
+            return self.tokens.gather(1, columns)
+        first = self.tokens.shape[1] - self.width
+        return self.tokens[:, first:]
 
     @property
     def mask_and_positions(self) -> tuple[Tensor | None, Tensor]:
@@ -87,14 +87,16 @@ class Tokens:
         """1 at the response's tokens among all columns (B, L)."""
         if self.reply_starts is not None:
             columns = torch.arange(self.tokens.shape[1], device=self.tokens.device)
-            return self.attention_mask.long() * (columns >= self.reply_starts.unsqueeze(1))
+            is_reply = columns >= self.reply_starts.unsqueeze(1)
+            return self.attention_mask.long() * is_reply
         prompt = self.tokens.shape[1] - self.width
         return torch.nn.functional.pad(self.response_mask.long(), (prompt, 0))
 
     def replies(self) -> list[list[int]]:
         """Token ids of each reply, its end marker included."""
-        rows = zip(self.response.tolist(), self.response_mask.sum(dim=1).tolist(), strict=True)
-        return [row[:length] for row, length in rows]
+        rows = self.response.tolist()
+        lengths = self.response_mask.sum(dim=1).tolist()
+        return [row[:length] for row, length in zip(rows, lengths, strict=True)]
 
     @property
     def real_positions(self) -> Tensor:
@@ -105,8 +107,9 @@ class Tokens:
         """Real tokens of each prompt and of each response."""
         replies = self.response_mask.sum(dim=1)
         prompts = self.attention_mask.sum(dim=1) - replies
-        prompt_list, reply_list = torch.stack((prompts, replies)).tolist()
-        return prompt_list, reply_list
+        both = torch.stack((prompts, replies))
+        prompt_lengths, reply_lengths = both.tolist()  # one copy to the host
+        return prompt_lengths, reply_lengths
 
     def before_and_at_replies(self, values: Tensor) -> Tensor:
         """What is before each response token, and at the last position.
@@ -124,16 +127,17 @@ class Tokens:
 
     def part(self, rows: Tensor) -> Tokens:
         """The given rows, with the padding that they do not need cut off on both sides."""
-        attention, mask = self.attention_mask[rows], self.response_mask[rows]
-        prompts, replies = Tokens(self.tokens[rows], attention, mask).lengths()
+        own = Tokens(self.tokens[rows], self.attention_mask[rows], self.response_mask[rows])
+        prompts, replies = own.lengths()
         return self.cut(rows, max(1, *prompts), max(1, *replies))
 
     def cut(self, rows: Tensor, prompt: int, reply: int) -> Tokens:
         """The given rows, cut to ``prompt`` columns of prompts and ``reply`` columns of replies."""
         end = self.tokens.shape[1] - self.width
         span = slice(end - prompt, end + reply)
-        mask = self.response_mask[rows][:, :reply]
-        return Tokens(self.tokens[rows][:, span], self.attention_mask[rows][:, span], mask)
+        tokens = self.tokens[rows][:, span]
+        attention = self.attention_mask[rows][:, span]
+        return Tokens(tokens, attention, self.response_mask[rows][:, :reply])
 
     def compact(self, rows: Tensor, width: int, reply: int, shortest_prompt: int) -> Tokens:
         """The given rows, each beginning in the first of ``width`` columns.
@@ -142,14 +146,17 @@ class Tokens:
 
         No prompt is shorter than ``shortest_prompt``, which is at least one token.
         """
-        attention, mask = self.attention_mask[rows], self.response_mask[rows][:, :reply]
+        attention = self.attention_mask[rows]
+        mask = self.response_mask[rows][:, :reply]
         lengths = attention.sum(dim=1)
         starts = lengths - mask.sum(dim=1)
         columns = torch.arange(width, device=rows.device).unsqueeze(0)
-        first = (self.tokens.shape[1] - self.width - starts).unsqueeze(1)
-        source = (first + columns).clamp(max=self.tokens.shape[1] - 1)
+        old_width = self.tokens.shape[1]
+        first = (old_width - self.width - starts).unsqueeze(1)
+        source = (first + columns).clamp(max=old_width - 1)
+        tokens = self.tokens[rows].gather(1, source)
         kept = (columns < lengths.unsqueeze(1)).to(attention.dtype)
-        return Tokens(self.tokens[rows].gather(1, source), kept, mask, starts, shortest_prompt)
+        return Tokens(tokens, kept, mask, starts, shortest_prompt)
 
     def columns_with_logits(self, plain_head: bool) -> int:
         """How many of the last columns a model makes logits of.
@@ -165,7 +172,8 @@ class Tokens:
         """Columns of ``count`` response positions from ``first`` on, within each row (B, count)."""
         assert self.reply_starts is not None
         offsets = torch.arange(first, first + count, device=self.tokens.device)
-        return (self.reply_starts.unsqueeze(1) + offsets).clamp(max=self.tokens.shape[1] - 1)
+        columns = self.reply_starts.unsqueeze(1) + offsets
+        return columns.clamp(max=self.tokens.shape[1] - 1)
 
 
 def response_logits(model: PreTrainedModel, batch: Tokens) -> LazyLogits:
@@ -223,25 +231,29 @@ def token_statistics(
     """
     count = logits.chunks(limit)
     if count == 1:
-        policy, other = log_distribution(logits.whole()[:, :-1], sampling), None
+        policy = log_distribution(logits.whole()[:, :-1], sampling)
+        other = None
         if reference is logits:
             other = policy
         elif reference is not None:
             with torch.no_grad():
                 other = log_distribution(reference.whole()[:, :-1], sampling)
         return _statistics(policy, batch.response, entropies, other, exact_kl)
-    real, head = batch.real_positions, logits.repeatable_head()
+    real = batch.real_positions
+    head = logits.repeatable_head()
     states = logits.states[:, :-1].flatten(0, 1)[real]
     ref_states, ref_head = states, head
     if reference is not None and reference is not logits:
         ref_states = reference.states[:, :-1].flatten(0, 1)[real]
-        ref_head = head if reference.head is logits.head else reference.repeatable_head()
+        if reference.head is not logits.head:
+            ref_head = reference.repeatable_head()
     names: list[str] = []
 
     def compute(
         tokens: Tensor, positions: Tensor, states: Tensor, ref_states: Tensor
     ) -> tuple[Tensor, ...]:
-        policy, other = log_distribution_at(head(states), positions, sampling), None
+        policy = log_distribution_at(head(states), positions, sampling)
+        other = None
         if reference is logits:
             other = policy
         elif reference is not None:
@@ -251,13 +263,15 @@ def token_statistics(
         names[:] = statistics
         return tuple(statistics.values())
 
-    tokens, positions = batch.response.flatten()[real], real % batch.width
+    tokens = batch.response.flatten()[real]
+    positions = real % batch.width
     columns = compute_in_chunks(compute, (tokens, positions, states, ref_states), count)
     shape = batch.response_mask.shape
     found = {}
     for name, column in zip(names, columns, strict=True):
         everywhere = column.new_zeros(shape.numel())
-        found[name] = everywhere.index_copy(0, real, column).view(shape)
+        everywhere = everywhere.index_copy(0, real, column)
+        found[name] = everywhere.view(shape)
     return found
 
 
@@ -282,12 +296,14 @@ def gather_logprobs(log_probabilities: Tensor, tokens: Tensor) -> Tensor:
 
 def entropy(log_probabilities: Tensor) -> Tensor:
     """Entropy of each next-token distribution in nats: log-distributions (..., V) -> (...)."""
-    return -(log_probabilities.exp() * log_probabilities).sum(dim=-1)
+    terms = log_probabilities.exp() * log_probabilities
+    return -terms.sum(dim=-1)
 
 
 def full_kl(log_probabilities: Tensor, ref_log_probabilities: Tensor) -> Tensor:
     """Exact KL over the vocabulary at every position: two log-distributions (..., V) -> (...)."""
-    return (log_probabilities.exp() * (log_probabilities - ref_log_probabilities)).sum(dim=-1)
+    log_ratios = log_probabilities - ref_log_probabilities
+    return (log_probabilities.exp() * log_ratios).sum(dim=-1)
 
 
 MOST_PADDING = 0.1  # of a micro-batch that is filled up to a budget of tokens
@@ -334,7 +350,9 @@ class MicroBatchLimits:
         prompts, replies = batch.lengths()
         shards = list(self._shards(prompts, replies))
         # One copy to the device for all of them: the host waits for each.
-        numbers = list(chain.from_iterable(rows for rows, _ in shards))
+        numbers: list[int] = []
+        for rows, _ in shards:
+            numbers += rows
         sizes = [len(rows) for rows, _ in shards]
         together = torch.tensor(numbers, dtype=torch.long).to(batch.tokens.device)
         for (rows, weight), index in zip(shards, together.split(sizes), strict=True):
@@ -344,11 +362,10 @@ class MicroBatchLimits:
             if self.tokens is None:
                 tokens = batch.cut(index, max(1, *own_prompts), reply)
             else:
-                assert min(own_prompts) > 0, (
-                    "a prompt without tokens has nothing to predict its reply from"
-                )
+                shortest = min(own_prompts)
+                assert shortest > 0, "a prompt without tokens has nothing to predict its reply from"
                 width = self._width(own_prompts, own_replies)
-                tokens = batch.compact(index, width, reply, min(own_prompts))
+                tokens = batch.compact(index, width, reply, shortest)
             yield MicroBatch(index, tokens, weight)
 
     def most_rows(self, width: int) -> int:
@@ -366,8 +383,9 @@ class MicroBatchLimits:
             own_prompts = [prompts[row] for row in rows]
             own_replies = [replies[row] for row in rows]
             positions += len(rows) * self._width(own_prompts, own_replies)
-        computed = distributed.reduce_metrics({"positions": float(positions)})["positions"]
-        return padding_share(sum(prompts) + sum(replies), int(computed))
+        of_ranks = distributed.reduce_metrics({"positions": float(positions)})
+        useful = sum(prompts) + sum(replies)
+        return padding_share(useful, int(of_ranks["positions"]))
 
     def _shards(self, prompts: list[int], replies: list[int]) -> Iterator[tuple[list[int], float]]:
         lengths = [prompt + reply for prompt, reply in zip(prompts, replies, strict=True)]
@@ -401,18 +419,22 @@ def filled_parts(
         budget: Positions of a part, padding included. A row that is longer makes a part of its own.
         most_rows: The largest number of rows of a part; None for no bound.
     """
+    most_rows = most_rows or len(lengths)
+    longest_first = sorted(range(len(lengths)), key=lambda row: -lengths[row])
     parts: list[list[int]] = []
+    part: list[int] = []
     useful = 0
-    for row in sorted(range(len(lengths)), key=lambda row: (-lengths[row], row)):
-        part = parts[-1] if parts else []
-        positions = lengths[part[0]] * (len(part) + 1) if part else math.inf
-        fits = positions <= budget and len(part) < (most_rows or math.inf)
-        if fits and padding_share(useful + lengths[row], int(positions)) <= MOST_PADDING:
-            part.append(row)
-            useful += lengths[row]
-        else:
-            parts.append([row])
-            useful = lengths[row]
+    for row in longest_first:
+        length = lengths[row]
+        if part:
+            positions = lengths[part[0]] * (len(part) + 1)
+            fits = positions <= budget and len(part) < most_rows
+            if fits and padding_share(useful + length, positions) <= MOST_PADDING:
+                part.append(row)
+                useful += length
+                continue
+        part, useful = [row], length
+        parts.append(part)
     return parts
 
 
@@ -423,5 +445,6 @@ def divide_for_ranks(parts: list[list[int]], ranks: int) -> None:
     """
     while len(parts) % ranks and max(map(len, parts)) > 1:
         part = max(parts, key=len)
-        number, half = parts.index(part), len(part) // 2
+        number = parts.index(part)
+        half = len(part) // 2
         parts[number : number + 1] = [part[:half], part[half:]]

@@ -38,6 +38,23 @@ def registered(version: str, registry: str = "sqlite:///mlflow.db") -> dict[str,
     return known | {"ungated": "", "dvc": None}
 
 
+def old_trial(workspace: Path, entry: dict[str, Any] | None = None, name: str = "trial") -> Path:
+    """A trial of a workspace that nobody has touched for long; it registered ``entry``."""
+    trial = bare(workspace / "workspaces" / name)
+    if entry is not None:
+        (trial / ".rlhf").mkdir()
+        atomic_write_json(trial / ".rlhf" / "registered.json", {"models/policy": entry})
+    age(trial)
+    return trial
+
+
+def know_aliases(monkeypatch: pytest.MonkeyPatch, aliases: dict[str, dict[str, str]]) -> None:
+    """Let the workspace's registry have these aliases, by model."""
+    monkeypatch.setattr(gc, "has_record", lambda _: True)
+    monkeypatch.setattr(gc, "connect", lambda _: None)
+    monkeypatch.setattr(gc, "read_aliases", lambda _, model: aliases.get(model, {}))
+
+
 def partial_state(workspace: Path, key: str, changed: float) -> Path:
     folder = workspace / "work" / "sft" / key
     folder.mkdir(parents=True)
@@ -82,31 +99,21 @@ def test_a_trial_whose_model_has_an_alias_stays(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     workspace = bare(tmp_path / "run")
-    trials = [bare(workspace / "workspaces" / name) for name in ("champion", "other")]
-    monkeypatch.setattr(gc, "has_record", lambda _: True)
-    monkeypatch.setattr(gc, "connect", lambda _: None)
-    aliases = {"rlhf-policy": {"champion": "3"}}
-    monkeypatch.setattr(gc, "read_aliases", lambda _, model: aliases.get(model, {}))
-    for trial, version in zip(trials, ("3", "2"), strict=True):
-        entry = registered(version)
-        (trial / ".rlhf").mkdir()
-        atomic_write_json(trial / ".rlhf" / "registered.json", {"models/policy": entry})
-        age(trial)
+    know_aliases(monkeypatch, {"rlhf-policy": {"champion": "3"}})
+    champion = old_trial(workspace, registered("3"), "champion")
+    other = old_trial(workspace, registered("2"), "other")
     found = collect_garbage(workspace, days=30, delete=True)
-    assert [(one.path, one.goes) for one in found] == [(trials[0], False), (trials[1], True)]
+    assert [(one.path, one.goes) for one in found] == [(champion, False), (other, True)]
     assert found[0].reason == "rlhf-policy@champion was made there"
-    assert trials[0].is_dir() and not trials[1].exists()
+    assert champion.is_dir() and not other.exists()
 
 
 def test_a_trial_that_registered_stays_where_its_registry_is_not_known(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     workspace = bare(tmp_path / "run")
-    trial = bare(workspace / "workspaces" / "trial")
+    trial = old_trial(workspace, registered("1"))
     monkeypatch.setattr(gc, "has_record", lambda _: False)
-    (trial / ".rlhf").mkdir()
-    atomic_write_json(trial / ".rlhf" / "registered.json", {"models/policy": registered("1")})
-    age(trial)
     (found,) = collect_garbage(workspace, days=30, delete=True)
     assert not found.goes and trial.is_dir()
 
@@ -116,14 +123,8 @@ def test_a_trial_that_registered_elsewhere_stays(
 ) -> None:
     """The same number in the registry that is used now is another version."""
     workspace = bare(tmp_path / "run")
-    trial = bare(workspace / "workspaces" / "trial")
-    monkeypatch.setattr(gc, "has_record", lambda _: True)
-    monkeypatch.setattr(gc, "connect", lambda _: None)
-    monkeypatch.setattr(gc, "read_aliases", lambda *_: {})
-    (trial / ".rlhf").mkdir()
-    entry = registered("1", "http://other.host:5000")
-    atomic_write_json(trial / ".rlhf" / "registered.json", {"models/policy": entry})
-    age(trial)
+    trial = old_trial(workspace, registered("1", "http://other.host:5000"))
+    know_aliases(monkeypatch, {})
     (found,) = collect_garbage(workspace, days=30, delete=True)
     assert trial.is_dir() and "their registry is not named here" in found.reason
 
@@ -135,10 +136,7 @@ def test_an_alias_of_a_model_of_its_own_keeps_a_trial(
     workspace = bare(tmp_path / "run")
     trial = bare(workspace / "workspaces" / "trial")
     (trial / "params.yaml").write_text("registry: {policy: own}\n")
-    monkeypatch.setattr(gc, "has_record", lambda _: True)
-    monkeypatch.setattr(gc, "connect", lambda _: None)
-    aliases = {"own": {"champion": "1"}}
-    monkeypatch.setattr(gc, "read_aliases", lambda _, model: aliases.get(model, {}))
+    know_aliases(monkeypatch, {"own": {"champion": "1"}})
     age(trial)
     (found,) = collect_garbage(workspace, days=30, delete=True)
     assert found.reason == "own@champion was made there" and trial.is_dir()

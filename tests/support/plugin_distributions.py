@@ -6,9 +6,11 @@ import importlib
 import re
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from rlhf_core.errors import ConfigError
 from rlhf_core.plugins import plugins_of
 
 Install = Callable[..., None]
@@ -21,6 +23,15 @@ def example(heading: str) -> str:
     found = re.search(rf"^## {heading}\n.*?^```python\n(.*?)^```", text, re.DOTALL | re.MULTILINE)
     assert found is not None
     return found[1]
+
+
+def refusal(call: Callable[..., Any], *arguments: Any) -> str:
+    """The message, of one line, that a call refuses settings with."""
+    with pytest.raises(ConfigError) as caught:
+        call(*arguments)
+    message = str(caught.value)
+    assert "\n" not in message
+    return message
 
 
 def installer(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Install:

@@ -23,6 +23,7 @@ from rlhf_core.config.operations import RegistryConfig, SignatureConfig
 from rlhf_core.plugins import (
     COMMANDS,
     DISTRIBUTION,
+    FUNCTIONS,
     REGISTRY_POLICIES,
     PluginError,
     load_plugin,
@@ -136,7 +137,7 @@ def test_a_policy_that_settings_name_must_be_there(
         "eyes",
         REGISTRY_POLICIES,
         {"two-eyes": "eyes_plugin"},
-        eyes_plugin="def check_settings(*_): pass",
+        eyes_plugin="".join(f"def {name}(*_): ...\n" for name in FUNCTIONS[REGISTRY_POLICIES]),
     )
     assert [
         module.__name__ for module in active_policies(RegistryConfig(policies=("two-eyes",)))

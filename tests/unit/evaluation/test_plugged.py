@@ -58,7 +58,8 @@ def test_the_judge_of_the_docs_scores_both_models_and_decides(
     [
         ("def make(settings, workspace): return 1 / 0", "cannot begin: .*division"),
         (
-            "class make:\n    name = 'other'\n    def __init__(self, *_): pass",
+            "class make:\n    name, score, absolute_tie = 'other', len, 0.0\n"
+            "    def __init__(self, *_): pass",
             "calls itself 'other'",
         ),
     ],

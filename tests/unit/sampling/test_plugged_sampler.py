@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -9,12 +10,11 @@ from typing import Any
 import pytest
 import sampler_contract as contract
 import torch
-from plugin_distributions import Install, example
+from plugin_distributions import Install, example, refusal
 
 from rlhf_core.commands.config import show
 from rlhf_core.config.loading import check_params
 from rlhf_core.config.ppo import PpoConfig
-from rlhf_core.errors import ConfigError
 from rlhf_core.fingerprint.tracked_files import (
     REWARD_SOURCES_FILE,
     write_evaluation_inputs,
@@ -68,9 +68,7 @@ def test_the_sampler_of_the_docs_samples_as_the_trainer_does_and_records(
 def test_settings_of_each_kind_are_checked_with_their_path(
     recorded: None, sampler: Any, said: str
 ) -> None:
-    with pytest.raises(ConfigError) as caught:
-        checked(sampler)
-    assert said in str(caught.value) and "\n" not in str(caught.value)
+    assert said in refusal(checked, sampler)
 
 
 @pytest.mark.parametrize(
@@ -87,20 +85,16 @@ def test_a_broken_sampler_is_one_line_where_it_is_named(
 ) -> None:
     monkeypatch.delitem(sys.modules, "broken_keep", raising=False)
     install("broken", SAMPLERS, {"recorded": "broken_keep:RecordedSampler"}, broken_keep=module)
-    with pytest.raises(ConfigError, match=r"ppo\.sampler") as caught:
-        checked({"kind": "recorded"})
-    assert said in str(caught.value) and "\n" not in str(caught.value)
+    message = refusal(checked, {"kind": "recorded"})
+    assert "ppo.sampler" in message and said in message
     assert checked({"kind": "local"}).sampler.kind == "local"
     assert "ppo.sampler[local].kind" in show("ppo.sampler", None, markdown=False)
 
 
 def test_without_the_extras_the_setting_says_how_to_get_them(install: Install) -> None:
     install(DISTRIBUTION.replace("-", "_"), "other.group", {"a": "b"})  # found first, and alone
-    with pytest.raises(
-        ConfigError, match=r"'ppo.sampler': vllm is an extra .*make setup"
-    ) as caught:
-        checked({"kind": "vllm", "python": "p"})
-    assert "\n" not in str(caught.value)
+    message = refusal(checked, {"kind": "vllm", "python": "p"})
+    assert re.search(r"'ppo.sampler': vllm is an extra .*make setup", message)
 
 
 def test_a_sampler_that_cannot_be_made_is_one_line(
