@@ -152,7 +152,7 @@ def model_positions(path: Path) -> int | None:
     """
     from transformers import AutoConfig
 
-    from rlhf_core.models.causal_lm import positions_of
+    from rlhf_core.models.architecture import positions_of
     from rlhf_core.models.io import quiet
     from rlhf_core.models.readers import is_model_file, model_reader
 
