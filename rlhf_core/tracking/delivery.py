@@ -36,7 +36,8 @@ logger = logging.getLogger(__name__)
 # How much one request takes, by MLflow's limits.
 MOST = {"metrics": 1000, "params": 100, "tags": 100, "datasets": 100, "artifact": 1, "end": 1}
 REASONS_SHOWN = 3  # of many refusals
-ACCESS_DENIED = frozenset({401, 403})
+FORBIDDEN = 403
+ACCESS_DENIED = frozenset({401, FORBIDDEN})
 NOT_FINAL = frozenset({408, 425, 429})
 # Held by the process that delivers a workspace's records for as long as it does.
 DELIVERY_LOCK = Path(".rlhf") / "tracking.lock"

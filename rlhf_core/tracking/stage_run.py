@@ -32,6 +32,7 @@ from rlhf_core.storage.garbage_collection import paused_collector
 from rlhf_core.tracking.delivery import (
     ACCESS_DENIED,
     DEFERRED_VARIABLE,
+    FORBIDDEN,
     Courier,
     ServerAway,
     address,
@@ -92,8 +93,8 @@ class JournalTracker(Tracker):
         """Make the run on the server; False if that is away, so that records wait.
 
         Raises:
-            RlhfError: The server does not accept the login, or the file cannot be opened as a
-                database.
+            RlhfError: The server does not accept the login or lets it write nothing, or the file
+                cannot be opened as a database.
         """
         assert self.courier is not None
         with self.courier.attempt():
@@ -102,9 +103,20 @@ class JournalTracker(Tracker):
             except ServerAway as error:
                 if error.status not in ACCESS_DENIED:
                     raise
+                header = self.journal.header
+                if error.status == FORBIDDEN:
+                    user = os.environ.get("MLFLOW_TRACKING_USERNAME") or "this login"
+                    problem = (
+                        f"does not let {user} write to the experiment {header.experiment} ({error}); "
+                        "have its owner give the permission EDIT, name another in tracking.experiment"
+                    )
+                else:
+                    problem = (
+                        f"does not accept the login ({error}); set MLFLOW_TRACKING_USERNAME and "
+                        "MLFLOW_TRACKING_PASSWORD"
+                    )
                 raise ConfigError(
-                    f"MLflow at {self.journal.header.server} does not accept the login ({error}); set "
-                    "MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD, or RLHF_TRACKING=off"
+                    f"MLflow at {header.server} {problem}, or set RLHF_TRACKING=off"
                 ) from error
         return not self.courier.away
 

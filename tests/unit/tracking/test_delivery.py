@@ -738,11 +738,19 @@ def test_what_mlflow_refuses_costs_no_other_record(
     stage.end("FINISHED")
 
 
-def test_a_login_that_is_not_accepted_is_one_line_at_the_start(
-    server: Server, tmp_path: Path
+@pytest.mark.parametrize(
+    ("status", "says"),
+    [
+        (401, r"does not accept the login .*MLFLOW_TRACKING_USERNAME"),
+        (403, r"does not let ann write to the experiment .*EDIT"),
+    ],
+)
+def test_a_login_that_may_not_write_is_one_line_at_the_start(
+    server: Server, tmp_path: Path, status: int, says: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    server.error = refused(401)
-    with pytest.raises(ConfigError, match=r"does not accept the login .*MLFLOW_TRACKING_USERNAME"):
+    monkeypatch.setenv("MLFLOW_TRACKING_USERNAME", "ann")
+    server.error = refused(status)
+    with pytest.raises(ConfigError, match=says):
         new_tracker(server, tmp_path).begin()
 
 
