@@ -433,7 +433,7 @@ def lazy_logits(
 def unembedded(model: PreTrainedModel, hidden: Tensor) -> LazyLogits:
     """Logits (..., V) of the last hidden states (..., H) of a causal LM with a plain head."""
     vocabulary = model.config.get_text_config().vocab_size
-    sharded = is_sharded(embedding_weight(model))
+    sharded = is_sharded(next(model.parameters()))  # ZeRO 3 divides all weights
     return LazyLogits(hidden, model.get_output_embeddings(), vocabulary, sharded=sharded)
 
 
