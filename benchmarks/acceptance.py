@@ -22,6 +22,7 @@ from typing import Any
 import psutil
 from rich.table import Table
 
+from flows.commands.init import create
 from rlhf_core.storage.files import atomic_write_json
 from rlhf_extras.memory.architecture import PUBLISHED_CONFIGS
 
@@ -67,7 +68,7 @@ class Acceptance:
         gpus: How many GPUs are tried together; processes on the CPU where there is none.
         vllm: The Python of an environment with vLLM, if there is one.
         ends: When the time is up, by the monotonic clock.
-        making_data: Held while the data of all workspaces are made.
+        making: Held while a workspace is made, the first with the data of all others.
         faults: What the step found wrong.
     """
 
@@ -76,7 +77,7 @@ class Acceptance:
     gpus: int
     vllm: Path | None
     ends: float
-    making_data: threading.Lock = field(default_factory=threading.Lock)
+    making: threading.RLock = field(default_factory=threading.RLock)
     faults: list[str] = field(default_factory=list)
 
     def python(
@@ -144,16 +145,17 @@ class Acceptance:
             self.faults.append(fault)
 
     def workspace(self, name: str, *settings: str) -> Path:
-        """A workspace of the smoke profile, made smaller, with validated data."""
+        """A workspace of the smoke profile, made smaller, with validated data.
+
+        The first workspace's settings are those of the data.
+        """
         folder = self.work / name
-        if name != DATA:
-            with self.making_data:
-                if not (self.work / DATA).is_dir():
-                    made = self.workspace(DATA)
-                    for stage in CPU_STAGES:
-                        self.stage(stage, made)
-        words = [word for setting in (*SMALL, *settings) for word in ("--set", setting)]
-        self.python("flows.cli", "init", folder, "--profile", "smoke", *words, pretended=False)
+        with self.making:
+            if name != DATA and not (self.work / DATA).is_dir():
+                made = self.workspace(DATA, *settings)
+                for stage in CPU_STAGES:
+                    self.stage(stage, made)
+            create(folder, profile="smoke", sets=(*SMALL, *settings), probe=False)
         (folder / "gates").mkdir(exist_ok=True)
         for gate in ("sft", "reward"):  # a few steps make no model that passes one
             (folder / f"gates/{gate}.pass").touch()

@@ -4,6 +4,7 @@ yardstick.
 
 from __future__ import annotations
 
+import math
 import statistics
 import subprocess
 import sys
@@ -14,6 +15,7 @@ from pathlib import Path
 from typing import IO
 
 import torch
+from torch import Tensor
 
 from rlhf_core.models.kernels import linear
 from rlhf_core.runtime import distributed
@@ -130,3 +132,16 @@ def worker(
             print(first, file=process.stdin, flush=True)
         read()
         yield ask
+
+
+def distance(changes: Mapping[str, Tensor], reference: Mapping[str, Tensor]) -> float:
+    """The relative L2 distance of the changes of weights from the reference's; infinite where they
+    are not of the same weights.
+    """
+    if changes.keys() != reference.keys():
+        return math.inf
+    apart = size = 0.0
+    for name, expected in reference.items():
+        apart += float((changes[name].double() - expected.double()).square().sum())
+        size += float(expected.double().square().sum())
+    return math.sqrt(apart / size) if size else math.inf

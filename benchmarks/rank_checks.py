@@ -1,28 +1,26 @@
-"""What the acceptance of several GPUs has ranks do: ``python -m benchmarks.rank_checks``.
+"""``torchrun -m benchmarks.rank_checks``: a step of PPO on all ranks, against that of one rank.
 
-``collectives`` measures how fast ranks sum and gather. ``reference`` makes one step of PPO's policy
-and critic on one rank and keeps the rollout; under torchrun ``step`` makes the same step on all
-ranks with each engine, and compares by how much the weights moved.
+The first rank makes the step of policy and critic before it joins the others, and keeps the
+rollout. Then all make the same step together with each engine, and compare by how much the weights
+moved.
 """
 
 from __future__ import annotations
 
 import argparse
 import gc
-import math
+import os
 import sys
-import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import fields
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
+from benchmarks.harness import distance
 from benchmarks.random_models import Subject, bare_trainer, new_policy, new_scalar, sampling_of
 from rlhf_core.config.loading import check_params
 from rlhf_core.config.model import OptimizerConfig
@@ -41,7 +39,6 @@ from rlhf_core.training.engine.base import Engine, LocalEngine
 from rlhf_core.training.run_context import RunContext
 from rlhf_extras.memory.architecture import architecture_of_file
 
-ROUNDS = 5
 ENGINES = ("local", "ZeRO 1", "ZeRO 2", "ZeRO 3")
 KL_COEF = 0.1
 # Plain gradient descent at a rate so high that the weights are the gradient afterwards: Adam's first
@@ -56,75 +53,22 @@ RATES: dict[str, Any] = {
 
 
 def main() -> int:
-    """Do what the first word says, and exit 0."""
+    """Make the steps, write how far they are apart, and exit 0."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.rank_checks", description=__doc__)
-    parser.add_argument("what", choices=("collectives", "reference", "step"))
-    parser.add_argument("folder", type=Path, help="where the findings go, and the reference is")
+    parser.add_argument("folder", type=Path, help="where the findings go")
     parser.add_argument("--config", type=Path, help="the config.json of the model that is trained")
     parser.add_argument("--rows", type=int, help="rows of the step")
     parser.add_argument("--tokens", type=int, help="tokens of each prompt, and of each reply")
-    parser.add_argument("--mib", type=int, nargs="*", help="sizes of the tensors that travel")
     given = parser.parse_args()
     allow_tf32(False)
+    subject = _subject(given.config, given.rows, given.tokens)
+    if os.environ["RANK"] == "0":
+        make_reference(subject, given.folder)
     with distributed.process_group():
-        if given.what == "collectives":
-            found = bandwidths(given.mib)
-        else:
-            subject = _subject(given.config, given.rows, given.tokens)
-            if given.what == "reference":
-                make_reference(subject, given.folder)
-                return 0
-            found = compared_steps(subject, given.folder)
+        found = compared_steps(subject, given.folder)
         if distributed.is_rank_zero():
-            atomic_write_json(given.folder / f"{given.what}.json", found)
+            atomic_write_json(given.folder / "step.json", found)
     return 0
-
-
-def bandwidths(sizes: Sequence[int]) -> dict[str, Any]:
-    """Bytes per second of a sum and of a gathering of float32 tensors of so many MiB.
-
-    ``algorithm`` is the tensor's bytes by the seconds. ``bus`` is what each link carries whatever
-    the number n of ranks is, as NVIDIA's nccl-tests count it: 2 (n - 1) / n times that of a sum, and
-    (n - 1) / n times that of a gathering, whose bytes are those of the whole.
-    """
-    ranks, device = distributed.world_size(), distributed.device()
-    found: dict[str, Any] = {"backend": "nccl" if device.type == "cuda" else "gloo"}
-    for mib in sizes:
-        share = max((mib << 20) // 4 // ranks, 1)
-        whole, own = torch.zeros(share * ranks, device=device), torch.zeros(share, device=device)
-        seconds = {
-            "all_reduce": _slowest(partial(dist.all_reduce, whole)),
-            "all_gather": _slowest(partial(dist.all_gather_into_tensor, whole, own)),
-        }
-        factors = {"all_reduce": 2 * (ranks - 1) / ranks, "all_gather": (ranks - 1) / ranks}
-        for name, taken in seconds.items():
-            speed = whole.nbytes / taken
-            found.setdefault(name, {})[f"{mib} MiB"] = {
-                "seconds": taken,
-                "algorithm": speed,
-                "bus": speed * factors[name],
-            }
-    return found
-
-
-def _slowest(operation: Callable[[], object]) -> float:
-    """Seconds of one operation on the slowest rank, of :data:`ROUNDS` after two to warm up."""
-    for _ in range(2):
-        operation()
-    _wait()
-    started = time.perf_counter()
-    for _ in range(ROUNDS):
-        operation()
-    _wait()
-    taken = (time.perf_counter() - started) / ROUNDS
-    return distributed.reduce_metrics({"seconds_max": taken})["seconds_max"]
-
-
-def _wait() -> None:
-    """Wait for the device, and for the other ranks."""
-    if distributed.device().type == "cuda":
-        torch.cuda.synchronize()
-    distributed.any_rank(False)
 
 
 def _subject(config: Path, rows: int, tokens: int) -> Subject:
@@ -186,19 +130,6 @@ def compared_steps(subject: Subject, folder: Path) -> dict[str, Any]:
         del learner
         gc.collect()
     return found
-
-
-def distance(changes: Mapping[str, Tensor], reference: Mapping[str, Tensor]) -> float:
-    """The relative L2 distance of the changes of weights from the reference's; infinite where they
-    are not of the same weights.
-    """
-    if changes.keys() != reference.keys():
-        return math.inf
-    apart = size = 0.0
-    for name, expected in reference.items():
-        apart += float((changes[name].double() - expected.double()).square().sum())
-        size += float(expected.double().square().sum())
-    return math.sqrt(apart / size) if size else math.inf
 
 
 def _of_model(changes: Mapping[str, Tensor], model: str) -> dict[str, Tensor]:

@@ -22,6 +22,7 @@ import psutil
 from rich.table import Table
 
 from benchmarks.acceptance import ROOT, Acceptance, Step, StepFailed, StepSkipped, kill_tree
+from benchmarks.harness import distance
 
 SECONDS = 600.0
 LEAST_BUS = 200e9  # bytes per second of a large sum; H100s with NVLink reach over twice as many
@@ -30,6 +31,7 @@ TRAINING_TOLERANCE = 0.02  # of those of some dozen steps by Adam
 RANK_TIMEOUT = 20  # seconds after which a hung rank is ended
 LATE_RANK = "1"
 SHORT_TRAINING = (
+    "collect.world.demonstrations=300", "collect.world.preferences=300", "collect.world.pretrain=100",
     "base.dtype=float32", "compute.tf32=false", "sft.steps=40", "sft.checkpoint.every=5", "sft.eval_every=40",
 )  # fmt: skip
 GPU_LARGE = ("ppo.minibatches=1", "ppo.micro_batch_tokens=16384", "base.dtype=bfloat16")
@@ -54,8 +56,9 @@ def results_file(gpus: int, dry: bool) -> Path:
 def collectives(run: Acceptance) -> dict[str, Any]:
     """How fast the ranks sum and gather tensors: by NCCL, or by gloo without GPUs."""
     sizes = ("1", "8") if run.dry else ("1", "64", "1024")
-    _ranks(run, "benchmarks.rank_checks", "collectives", run.work, "--mib", *sizes)
-    found: dict[str, Any] = json.loads((run.work / "collectives.json").read_text())
+    output = run.work / "collectives.json"
+    _ranks(run, "benchmarks.collectives", output, "--mib", *sizes)
+    found: dict[str, Any] = json.loads(output.read_text())
     if not run.dry:
         run.require(found["backend"] == "nccl", f"the backend is {found['backend']}, not nccl")
         largest = found["all_reduce"][f"{sizes[-1]} MiB"]["bus"]
@@ -70,11 +73,12 @@ def same_step(run: Acceptance) -> dict[str, Any]:
     """A step of PPO's policy and critic, by plain torch and ZeRO 1 to 3, against that of one rank."""
     rows = 2 * run.gpus + 1  # no share is even
     sizes = ("dry", "8") if run.dry else ("120 M", "128")
-    what = ("--config", run.config(sizes[0]), "--rows", str(rows), "--tokens", sizes[1])
     folder = run.work / "step"
     folder.mkdir()
-    run.python("benchmarks.rank_checks", "reference", folder, *what, pretended=False)
-    _ranks(run, "benchmarks.rank_checks", "step", folder, *what)
+    _ranks(
+        run, "benchmarks.rank_checks", folder, "--config", run.config(sizes[0]), "--rows", str(rows),
+        "--tokens", sizes[1],
+    )  # fmt: skip
     found: dict[str, Any] = json.loads((folder / "step.json").read_text())
     for engine, each in found.items():
         for model in ("policy", "critic"):
@@ -96,18 +100,16 @@ def faults(run: Acceptance) -> dict[str, Any]:
     alone = run.workspace("alone", *SHORT_TRAINING)
     run.stage("base", several, pretended=False)
     shutil.copytree(several / "models", alone / "models", dirs_exist_ok=True)
-    found: dict[str, Any] = {}
-    for name, number in {"killed": signal.SIGKILL, "hung": signal.SIGSTOP}.items():
-        began = time.monotonic()
-        code, output, pid = _struck(run, several, number)
-        found[name] = {"exit": code, "seconds": round(time.monotonic() - began, 1)}
-        rank = f"rank {LATE_RANK} of {run.gpus}"
-        said = f"{rank} was killed by SIGKILL" if name == "killed" else f"for {rank} (process {pid}"
-        run.require(code == 1, f"with a {name} rank SFT exited {code}, not 1: {output[-300:]}")
-        run.require(said in output, f"with a {name} rank SFT did not say {said!r}: {output[-300:]}")
-        run.require(not _lives(pid), f"the {name} rank is still there")
+    found: dict[str, Any] = {"killed": _struck(run, several, "killed")}
+    words = ("rlhf_core", "stage", "sft", "--workspace", alone)
+    reference = run.started(*words, pretended=False)  # while the ranks wait for the one that hangs
+    try:
+        found["hung"] = _struck(run, several, "hung")
+    finally:
+        code, output = run.ended(reference, words)
+    if code:
+        raise StepFailed(f"SFT on one rank exited {code}: {output[-1500:]}")
     run.stage("sft", several, pretended=False)
-    run.stage("sft", alone, pretended=False)
     found["apart"] = _apart(several, alone)
     run.require(
         found["apart"] <= TRAINING_TOLERANCE,
@@ -116,10 +118,12 @@ def faults(run: Acceptance) -> dict[str, Any]:
     return found
 
 
-def _struck(run: Acceptance, workspace: Path, number: int) -> tuple[int, str, int]:
-    """Run SFT and send a signal to a rank behind the next checkpoint; returns how SFT ended, and the
-    rank's process.
+def _struck(run: Acceptance, workspace: Path, fault: str) -> dict[str, Any]:
+    """Run SFT, kill a rank behind the next checkpoint or let it hang, and check what is said of it.
+
+    Returns how SFT ended.
     """
+    began = time.monotonic()
     before = set(workspace.glob("work/sft/*/checkpoints/step-*"))
     words = ("rlhf_core", "stage", "sft", "--workspace", workspace)
     process = run.started(*words, pretended=False)
@@ -128,13 +132,18 @@ def _struck(run: Acceptance, workspace: Path, number: int) -> tuple[int, str, in
         if set(workspace.glob("work/sft/*/checkpoints/step-*")) - before:
             pid = _process_of_rank(process.pid)
             if pid:
-                os.kill(pid, number)
+                os.kill(pid, signal.SIGKILL if fault == "killed" else signal.SIGSTOP)
             break
         time.sleep(0.01)
     code, output = run.ended(process, words)
     if not pid:
         raise StepFailed(f"SFT exited {code} before a rank could be struck: {output[-1500:]}")
-    return code, output, pid
+    rank = f"rank {LATE_RANK} of {run.gpus}"
+    said = f"{rank} was killed by SIGKILL" if fault == "killed" else f"for {rank} (process {pid}"
+    run.require(code == 1, f"with a {fault} rank SFT exited {code}, not 1: {output[-300:]}")
+    run.require(said in output, f"with a {fault} rank SFT did not say {said!r}: {output[-300:]}")
+    run.require(not _lives(pid), f"the {fault} rank is still there")
+    return {"exit": code, "seconds": round(time.monotonic() - began, 1)}
 
 
 def _process_of_rank(launcher: int) -> int:
@@ -160,8 +169,6 @@ def _apart(several: Path, alone: Path) -> float:
     of the way.
     """
     from safetensors.torch import load_file
-
-    from benchmarks.rank_checks import distance
 
     file = "model.safetensors"
     base = load_file(several / "models/base" / file)
@@ -284,9 +291,9 @@ def _throughput(
     )  # fmt: skip
     each = json.loads(output.read_text())
     speeds = {}
-    for phase, taken in each["seconds"].items():
+    for phase in ("generation", "forward", "rewards", "update", "iteration"):
         made = rows * tokens if phase == "generation" else 2 * rows * tokens
-        speeds[phase] = made / taken if taken else None
+        speeds[phase] = made / each["seconds"][phase]
     return {
         "tokens_per_second_per_gpu": speeds,
         "seconds": each["seconds"],
@@ -339,7 +346,7 @@ def tables(steps: Mapping[str, Any]) -> list[Table]:
     phases = Table("model, engine", "phase", "seconds", "tokens/s per GPU", title="PPO")
     for name, each in trained.items():
         for phase, taken in each["seconds"].items():
-            speed = each["tokens_per_second_per_gpu"][phase]
+            speed = each["tokens_per_second_per_gpu"].get(phase)
             phases.add_row(name, phase, f"{taken:.3f}", "" if speed is None else f"{speed:.0f}")
     if phases.rows:
         measured.append(phases)

@@ -2,7 +2,7 @@
 TRL's in turn.
 
 SFT, a reward model and DPO are trained from the same random model, tokenizer, rows, steps and rows
-per step, without accelerators: from texts in memory to trained weights, so that tokenizing and
+per step: from texts in memory to trained weights, so that tokenizing and
 collating count, and loading does not. Each system keeps its own order of rows, and with it its
 padding.
 
@@ -11,6 +11,9 @@ minibatches of the same random models, with value and reward model of the policy
 texts of pretraining and referee. Ours takes the ratio to the sampler, as TRL's PPO does; TRL's
 RLOO, and its GRPO with several minibatches, score replies once more. Each system divides the cores
 as it is told to: as threads of one process, or as data-parallel processes.
+
+Where there is a GPU both compute on it, by default iterations of PPO and GRPO of a model of
+Qwen2.5-0.5B's shape in bfloat16, which takes about ten minutes and 60 GB of its memory.
 
 All make their runs in turn, so that other work on the machine meets all of them. Printed are
 medians, as soon as they are measured.
@@ -40,9 +43,19 @@ from rlhf_core.world.corpus import demonstrations, preferences
 SIZES: dict[str, dict[str, Any]] = {
     "0.43 M": {"hidden": 96, "intermediate": 256, "layers": 3, "heads": 4},
     "4.3 M": {"hidden": 256, "intermediate": 688, "layers": 5, "heads": 8},
+    "0.5 B": {
+        "hidden": 896,
+        "intermediate": 4864,
+        "layers": 24,
+        "heads": 14,
+        "kv_heads": 2,
+        "vocabulary": 151_936,
+        "prompt": 256,
+        "minibatches": 8,
+    },
 }
+ON_CPU, ON_GPU = ("0.43 M", "4.3 M"), ("0.5 B",)
 ROW = "{:<8}{:<12}{:>5}{:>21}{:>9}{:>9}{:>12}"
-MINIBATCH = Workload.replies // Workload.minibatches  # replies, of which each process has a share
 
 
 def main(arguments: Sequence[str] | None = None) -> dict[str, float]:
@@ -53,10 +66,13 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, float]:
     parser.add_argument(
         "--trl-python", type=Path, required=True, help="the Python of an environment with TRL"
     )
+    on_gpu = torch.cuda.is_available()
     methods = (*TRAININGS, *ITERATIONS)
-    parser.add_argument("--method", choices=methods, nargs="+", default=list(methods))
+    usual = ("ppo", "grpo") if on_gpu else methods
+    parser.add_argument("--method", choices=methods, nargs="+", default=list(usual))
     parser.add_argument("--size", choices=SIZES, nargs="+",
-                        help="parameters of each model; by default PPO has all, the others the first")  # fmt: skip
+                        help="parameters of each model; by default 0.5 B on a GPU; on a CPU PPO has the others, the "
+                        "other methods the first")  # fmt: skip
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument(
         "--steps", type=int, default=Workload.steps, help="optimiser steps of a training"
@@ -65,19 +81,36 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, float]:
         "--rows", type=int, default=Workload.rows, help="rows, or pairs, of a training's step"
     )
     parser.add_argument(
-        "--reply", type=int, nargs="+", default=[64], help="tokens of each reply of an iteration"
+        "--reply",
+        type=int,
+        nargs="+",
+        default=[256 if on_gpu else 64],
+        help="tokens of each reply of an iteration",
     )
-    parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32",
+    parser.add_argument(
+        "--vllm",
+        action="store_true",
+        help="TRL's GRPO and RLOO sample by vLLM, which its environment has",
+    )
+    parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="bfloat16" if on_gpu else "float32",
                         help="of iterations; bfloat16: ours has float32 masters, TRL float32 weights under "
                         "autocast")  # fmt: skip
     cores = torch.get_num_threads()
-    most = max(filter(_shares_evenly, range(1, cores + 1)))
-    parser.add_argument("--cores", type=_division, nargs="+", default=sorted({(1, cores), (most, 1)}),
-                        help="processes x threads of each, such as 1x2 2x1; by default all cores as threads, and as "
-                        "processes; a training has one process, with the threads of the first",
+    replies = _replies_of_minibatch(ON_CPU[0])
+    most = max(count for count in range(1, cores + 1) if replies % count == 0)
+    divisions_of_cores = {(1, cores)} if on_gpu else {(1, cores), (most, 1)}
+    parser.add_argument("--cores", type=_division, nargs="+", default=sorted(divisions_of_cores),
+                        help="processes x threads of each, such as 1x2 2x1; by default all cores as threads, and "
+                        "without a GPU as processes, too; a process has a GPU of its own; a training has one "
+                        "process, with the threads of the first",
                         metavar="PxT")  # fmt: skip
     given = parser.parse_args(arguments)
-    shared = {"steps": given.steps, "rows": given.rows}
+    usual_sizes = ON_GPU if on_gpu else ON_CPU
+    for size, (processes, _) in itertools.product(given.size or usual_sizes, given.cores):
+        replies = _replies_of_minibatch(size)
+        if replies % processes:
+            parser.error(f"--cores: give a number of processes that divides {replies} with {size}")
+    shared = {"steps": given.steps, "rows": given.rows, "vllm": given.vllm}
     ratios = {}
     print(f"trainings in float32, and one iteration in {given.dtype}")
     print(
@@ -89,7 +122,7 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, float]:
     for method in given.method:
         training = method in TRAININGS
         divisions = [(1, given.cores[0][1])] if training else given.cores
-        sizes = given.size or (list(SIZES) if method == "ppo" else list(SIZES)[:1])
+        sizes = given.size or (usual_sizes if method == "ppo" else usual_sizes[:1])
         for size, reply in itertools.product(sizes, [0] if training else given.reply):
             what = f"{method}, {size}" + ("" if training else f", replies of {reply}")
             announce(what)
@@ -114,21 +147,17 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, float]:
 
 
 def _division(text: str) -> tuple[int, int]:
-    """Processes and threads of ``PxT``.
-
-    Raises:
-        ArgumentTypeError: The processes cannot have equal shares of a minibatch.
-    """
+    """Processes and threads of ``PxT``."""
     processes, threads = map(int, text.split("x"))
-    if threads < 1 or not _shares_evenly(processes):
-        raise argparse.ArgumentTypeError(
-            f"{text}: give a number of processes that divides {MINIBATCH}, and threads"
-        )
+    if processes < 1 or threads < 1:
+        raise argparse.ArgumentTypeError(f"{text}: give at least one process and one thread")
     return processes, threads
 
 
-def _shares_evenly(processes: int) -> bool:
-    return processes > 0 and MINIBATCH % processes == 0
+def _replies_of_minibatch(size: str) -> int:
+    """Replies of a minibatch, of which each process has an equal share."""
+    minibatches: int = SIZES[size].get("minibatches", Workload.minibatches)
+    return Workload.replies // minibatches
 
 
 def _measure(

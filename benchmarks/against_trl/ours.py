@@ -46,7 +46,7 @@ from rlhf_core.ppo.actor_critic import build_actor_critic
 from rlhf_core.ppo.reward_sources.source import reward_model_fn
 from rlhf_core.ppo.trainer import Trainer
 from rlhf_core.ppo.update import Learner
-from rlhf_core.runtime.distributed import process_group
+from rlhf_core.runtime.distributed import device, process_group
 from rlhf_core.sampling.distribution import Sampling
 from rlhf_core.sampling.token_scoring import MicroBatchLimits
 from rlhf_core.training.run_context import RunContext
@@ -147,6 +147,8 @@ def _trainer(workload: Workload, folder: Path, work: Path) -> Trainer:
         use_float32_unembedding(model)
     for model in (policy, reference, value, reward):
         use_kernels(model)  # as loading a folder with a tokenizer does
+    for model in (reference, reward):  # engines place what is trained
+        model.to(device())
     sampling = Sampling(EOS, PAD, workload.reply, min_new_tokens=workload.reply)
     pair = build_actor_critic(
         config, policy, value if with_critic else None, sampling, RunContext(work)

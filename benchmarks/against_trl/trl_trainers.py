@@ -34,7 +34,6 @@ from workload import (
     LONGEST,
     PAD,
     TRAININGS,
-    VOCABULARY,
     EndOfInput,
     Stopwatch,
     Workload,
@@ -116,7 +115,7 @@ def _ppo(workload: Workload, folder: Path, work: str) -> PPOTrainer:
             num_sample_generations=0,
             eval_strategy="no",
         ),
-        processing_class=_tokenizer(),
+        processing_class=_tokenizer(workload),
         model=policy,
         ref_model=reference,
         reward_model=reward,
@@ -128,9 +127,19 @@ def _ppo(workload: Workload, folder: Path, work: str) -> PPOTrainer:
 
 def _groups(workload: Workload, folder: Path, work: str) -> trl.GRPOTrainer | trl.RLOOTrainer:
     trainer, config = TRAINERS[workload.method]
-    tokenizer = _tokenizer()
+    tokenizer = _tokenizer(workload)
     reward = LlamaForSequenceClassification.from_pretrained(folder / "reward")
     prompts = [" ".join(map("t{}".format, ids)) for ids in workload.prompt_ids()]
+    # Every reply has the full length, whatever samples it.
+    sampled: dict[str, Any] = {"generation_kwargs": {"min_new_tokens": workload.reply}}
+    if workload.vllm:
+        tokenizer.save_pretrained(folder / "policy")  # from where vLLM loads it
+        sampled = {
+            "generation_kwargs": {"ignore_eos": True},
+            "use_vllm": True,
+            "vllm_mode": "colocate",
+            "vllm_max_model_length": workload.prompt + workload.reply,
+        }
     return trainer(
         args=config(
             **_iteration_arguments(workload, work),
@@ -139,8 +148,8 @@ def _groups(workload: Workload, folder: Path, work: str) -> trl.GRPOTrainer | tr
             num_iterations=workload.epochs,
             num_generations=GROUP,
             max_completion_length=workload.reply,
-            generation_kwargs={"min_new_tokens": workload.reply},
             beta=0.05,
+            **sampled,
         ),
         processing_class=tokenizer,
         model=_policy(folder),
@@ -159,7 +168,8 @@ def _policy(folder: Path) -> LlamaForCausalLM:
 
 def _iteration_arguments(workload: Workload, work: str) -> dict[str, Any]:
     rows = workload.replies // workload.minibatches // workload.processes
-    backend = "gloo" if workload.processes > 1 else None
+    on_cpu = not torch.cuda.is_available()
+    backend = "gloo" if workload.processes > 1 and on_cpu else None
     return {**_arguments(workload, work, rows), "ddp_backend": backend, "temperature": 1.0}
 
 
@@ -167,7 +177,7 @@ def _arguments(workload: Workload, work: str, rows: int) -> dict[str, Any]:
     return {
         "output_dir": work,
         "bf16": workload.dtype == "bfloat16",
-        "use_cpu": True,
+        "use_cpu": not torch.cuda.is_available(),
         "gradient_checkpointing": False,
         "per_device_train_batch_size": rows,
         "report_to": "none",
@@ -178,10 +188,10 @@ def _arguments(workload: Workload, work: str, rows: int) -> dict[str, Any]:
     }
 
 
-def _tokenizer() -> PreTrainedTokenizerFast:
+def _tokenizer(workload: Workload) -> PreTrainedTokenizerFast:
     """Only its special tokens are read."""
     pieces = {"<pad>": PAD, "<eos>": EOS} | {
-        f"t{number}": number for number in range(2, VOCABULARY)
+        f"t{number}": number for number in range(2, workload.vocabulary)
     }
     inner = Tokenizer(models.WordLevel(pieces, unk_token="t2"))
     inner.pre_tokenizer = pre_tokenizers.WhitespaceSplit()

@@ -22,7 +22,7 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 import torch
 
-PAD, EOS, VOCABULARY = 0, 1, 1024
+PAD, EOS = 0, 1
 GROUP = 4  # replies to a prompt where a group is the baseline
 LONGEST = 256  # tokens of a row of a training
 ANSWER = "benchmark: "  # trainers print lines of their own
@@ -36,7 +36,8 @@ class Workload:
 
     Every reply of an iteration has ``reply`` tokens, whatever is sampled. There are ``replies``, to
     as many prompts with a critic (``ppo``), to a :data:`GROUP`-th of them without. ``processes``
-    divide them among themselves, and have ``threads`` each.
+    divide them among themselves, and have ``threads`` each. With ``vllm`` TRL samples them by vLLM
+    in its own process.
     """
 
     hidden: int
@@ -54,6 +55,9 @@ class Workload:
     prompt: int = 20
     epochs: int = 1
     minibatches: int = 2
+    vocabulary: int = 1024
+    kv_heads: int | None = None
+    vllm: bool = False
 
     @classmethod
     def read(cls, folder: Path) -> Workload:
@@ -77,12 +81,13 @@ class Workload:
         )
 
         config = LlamaConfig(
-            vocab_size=VOCABULARY,
+            vocab_size=self.vocabulary,
             hidden_size=self.hidden,
             intermediate_size=self.intermediate,
             num_hidden_layers=self.layers,
             num_attention_heads=self.heads,
-            max_position_embeddings=512,
+            num_key_value_heads=self.kv_heads or self.heads,
+            max_position_embeddings=max(512, self.prompt + self.reply),
             pad_token_id=PAD,
             eos_token_id=EOS,
             bos_token_id=None,
@@ -99,7 +104,7 @@ class Workload:
         count = self.replies if self.method == "ppo" else self.replies // GROUP
         columns = range(self.prompt)
         return [
-            [5 + (31 * row + column) % (VOCABULARY - 5) for column in columns]
+            [5 + (31 * row + column) % (self.vocabulary - 5) for column in columns]
             for row in range(count)
         ]
 
@@ -156,11 +161,14 @@ class Stopwatch:
         Raises:
             EndOfInput: None will be.
         """
-        several = "RANK" in os.environ
+        several = int(os.environ.get("WORLD_SIZE", "1")) > 1
+        on_gpu = torch.cuda.is_available()
+        if on_gpu:
+            torch.cuda.synchronize()
         if several:
             torch.distributed.barrier()
         now = time.perf_counter()
-        more = torch.ones(1)
+        more = torch.ones(1, device="cuda" if on_gpu else "cpu")
         if os.environ.get("RANK", "0") == "0":
             print(f"{ANSWER}{now - self._started if self._started else 'ready'}", flush=True)
             more.fill_(bool(sys.stdin.readline()))

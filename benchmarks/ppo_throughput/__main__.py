@@ -157,7 +157,7 @@ def _times(subject: Subject, iterations: int, work: Path) -> dict[str, Any]:
     """Make an iteration to warm up and ``iterations`` more; of several ranks all must call it.
 
     Returns:
-        Median seconds of an iteration and of its phases, the memory of the GPU if there is one, and
+        Median seconds of an iteration and of all its phases, the memory of the GPU if there is one, and
         by how much log-probabilities of sampler and trainer differed in the last iteration.
     """
     context = RunContext(work, launch=launch_of(subject.params, "ppo"))
@@ -171,10 +171,9 @@ def _times(subject: Subject, iterations: int, work: Path) -> dict[str, Any]:
             started = time.perf_counter()
             record = trainer.iterate()
             laps.append({"seconds_iteration": time.perf_counter() - started} | record.seconds)
+    names = [name.removeprefix("seconds_") for name in laps[0]]
     return {
-        "seconds": {
-            name: median(lap[f"seconds_{name}"] for lap in laps) for name in ("iteration", *PHASES)
-        },
+        "seconds": {name: median(lap[f"seconds_{name}"] for lap in laps) for name in names},
         "peak_bytes": torch.cuda.max_memory_allocated() if torch.cuda.is_available() else None,
         "sampler_against_trainer": {
             key: value for key, value in record.metrics.items() if key.startswith("sampl")
@@ -222,6 +221,9 @@ def _table(found: Mapping[str, Any]) -> Table:
             name, f"{seconds:.3f}", f"{made / seconds:.0f}", f"{found['matmul_shares'][name]:.1%}",
             f"{found['roofline_shares'][name]:.1%}",
         )  # fmt: skip
+    for name, seconds in found["seconds"].items():
+        if name not in (*PHASES, "iteration"):
+            table.add_row(name, f"{seconds:.3f}", "", "", "")
     table.add_row(
         "iteration",
         f"{found['seconds']['iteration']:.3f}",

@@ -26,7 +26,6 @@ from rlhf_core.config.operations import DEFAULT_LOGITS_MIB, MIB
 from rlhf_core.models.architecture import (
     arguments_of,
     backbone_of,
-    embedding_weight,
     has_plain_head,
     is_sharded,
     router_loss_weight,
@@ -248,7 +247,7 @@ def lazy_logits(
 
 def unembedded(model: PreTrainedModel, hidden: Tensor) -> LazyLogits:
     """Logits (..., V) of the last hidden states (..., H) of a causal LM with a plain head."""
-    sharded = is_sharded(embedding_weight(model))
+    sharded = is_sharded(next(model.parameters()))  # ZeRO 3 divides all weights
     return LazyLogits(hidden, model.get_output_embeddings(), vocabulary_of(model), sharded=sharded)
 
 

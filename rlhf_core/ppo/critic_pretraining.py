@@ -141,13 +141,16 @@ class CriticTrainer(RolloutLoop):
         experience = self.collect(
             pair, pair.policy, self.rollout, rows, self.rollout.kl.coefficient, clock
         )
-        experience = with_advantages(experience, self.rollout.advantage).learnable()
-        self.explained_variance = explained_variance(
-            experience.values, experience.monte_carlo_returns, experience.response_mask
-        )
-        metrics = self._update(experience)
+        with clock.phase("advantages"):
+            experience = with_advantages(experience, self.rollout.advantage).learnable()
+            self.explained_variance = explained_variance(
+                experience.values, experience.monte_carlo_returns, experience.response_mask
+            )
+        with clock.phase("update"):
+            metrics = self._update(experience)
         self.done += 1
         self.stopped = self.stop_rule.observe(self.explained_variance, metrics["value_loss"]) or ""
+        clock.end()
         row = {
             "iteration": self.done,
             "explained_variance": self.explained_variance,

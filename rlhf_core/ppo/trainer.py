@@ -44,19 +44,29 @@ from rlhf_core.training.run_context import RunContext
 
 
 class PhaseClock:
-    """Measures the wall-clock time of an iteration's phases, as metrics ``seconds_NAME``."""
+    """Measures the wall-clock time of an iteration's phases, as metrics ``seconds_NAME``.
+
+    The time between them is ``seconds_rest``, so that no second is missing.
+    """
 
     def __init__(self) -> None:
         self.seconds: dict[str, float] = {}
+        self.started = time.perf_counter()
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Measure the block, on a GPU until its last kernel has ended."""
+        """Measure the block, on a GPU until its last kernel has ended; a phase may have several."""
         started = time.perf_counter()
         yield
         if distributed.device().type == "cuda":
             torch.cuda.synchronize()
-        self.seconds[f"seconds_{name}"] = time.perf_counter() - started
+        before = self.seconds.get(f"seconds_{name}", 0.0)
+        self.seconds[f"seconds_{name}"] = before + time.perf_counter() - started
+
+    def end(self) -> None:
+        """Count all time since the clock was made that lies in no phase as the rest."""
+        taken = time.perf_counter() - self.started
+        self.seconds["seconds_rest"] = taken - sum(self.seconds.values())
 
 
 def require_some_scored(unscored: Tensor, least: int) -> None:
@@ -142,8 +152,9 @@ class RolloutLoop(ResumableLoop):
         unscored = getattr(self.reward_fn, "unscored", None)
         if unscored is not None:
             require_some_scored(unscored, self.least_scored)
-        self.moments.update(rewards)
-        return with_rewards(experience, rewards, self.moments, kl_coef, config, unscored)
+        with clock.phase("advantages"):
+            self.moments.update(rewards)
+            return with_rewards(experience, rewards, self.moments, kl_coef, config, unscored)
 
 
 @dataclass
@@ -220,15 +231,19 @@ class Trainer(RolloutLoop):
             learner.pair, learner.reference, config, rows, kl_coef, clock, redraws=redraws, exact_kl=exact_kl,
             every=config.importance_sampling_correction.scored_every,
         )  # fmt: skip
-        experience = estimate_advantages(experience, config.advantage, config.replies_per_prompt)
-        if config.surrogate.fixed_reference:
-            experience = with_fixed_reference(experience)
+        with clock.phase("advantages"):
+            experience = estimate_advantages(
+                experience, config.advantage, config.replies_per_prompt
+            )
+            if config.surrogate.fixed_reference:
+                experience = with_fixed_reference(experience)
 
         with clock.phase("update"):
             updated = update(learner, experience.learnable(), kl_coef, self.done)
 
-        replies = [self.decode(ids) for ids in experience.batch.replies()]
-        metrics = self._metrics(experience, replies, updated, kl_coef)
+        with clock.phase("metrics"):
+            replies = [self.decode(ids) for ids in experience.batch.replies()]
+        metrics = self._metrics(experience, replies, updated, kl_coef, clock)
         self.kl_controller.update(metrics["kl"], len(experience))
         self.done += 1
         texts = [self.prompts.messages[row][-1].content for row in rows]
@@ -242,6 +257,7 @@ class Trainer(RolloutLoop):
             )
         if self.health is not None:
             self.health.observe(record, self.checkpoints.journal)
+        clock.end()
         self.context.tracker.log_metrics(record.metrics | record.seconds, step=self.done)
         self.history.append(
             {"iteration": self.done} | record.metrics | record.seconds | record.notes
@@ -258,7 +274,12 @@ class Trainer(RolloutLoop):
         return record
 
     def _metrics(
-        self, experience: Experience, replies: list[str], updated: UpdateResult, kl_coef: float
+        self,
+        experience: Experience,
+        replies: list[str],
+        updated: UpdateResult,
+        kl_coef: float,
+        clock: PhaseClock,
     ) -> dict[str, float]:
         """All metrics of an iteration, the first rank's on every rank.
 
@@ -266,9 +287,10 @@ class Trainer(RolloutLoop):
         """
         config, pair = self.config, self.learner.pair
         referee_rewards: Tensor | None = None
-        with self.frozen.on_device():
-            if self.referee is not None and self.done % config.referee_every == 0:
+        if self.referee is not None and self.done % config.referee_every == 0:
+            with clock.phase("referee"), self.frozen.on_device():
                 referee_rewards = self.referee(experience.batch)
+        with clock.phase("metrics"):
             precision, with_critic = matmul_precision(pair.policy), not config.advantage.critic_free
             metrics = rollout_metrics(
                 experience,
@@ -278,18 +300,18 @@ class Trainer(RolloutLoop):
                 with_critic,
                 config.kl.measures_full,
             )
-        metrics |= updated.metrics | reward_metrics(self.reward_fn)
-        metrics |= {
-            "moments_mean": self.moments.mean,
-            "moments_std": self.moments.std,
-            "kl_coefficient": kl_coef,
-            "kl_pull": kl_pull(experience.shaped_rewards, kl_coef),
-            "ptx_weight": config.ptx.weight,
-            "padding_share_scoring": pair.limits.padding_share(experience.batch),
-        }
-        if config.replies_per_prompt > 1:
-            metrics |= group_metrics(experience, config.replies_per_prompt)
-        return dict(distributed.broadcast_from_rank0(metrics))
+            metrics |= updated.metrics | reward_metrics(self.reward_fn)
+            metrics |= {
+                "moments_mean": self.moments.mean,
+                "moments_std": self.moments.std,
+                "kl_coefficient": kl_coef,
+                "kl_pull": kl_pull(experience.shaped_rewards, kl_coef),
+                "ptx_weight": config.ptx.weight,
+                "padding_share_scoring": pair.limits.padding_share(experience.batch),
+            }
+            if config.replies_per_prompt > 1:
+                metrics |= group_metrics(experience, config.replies_per_prompt)
+            return dict(distributed.broadcast_from_rank0(metrics))
 
     def meta(self) -> dict[str, Any]:
         """The moments, the coefficient, and the states of selection and health."""

@@ -27,6 +27,10 @@ from rlhf_core.data.encoding import pad_id, special_token_ids, stop_token_ids
 # Finite, because -inf minus -inf would turn an exact KL into NaN; exp of it is exactly zero all the
 # same.
 FORBIDDEN = -1e9
+# Tokens of a vocabulary that is drawn from in one step, and of a chunk of a larger one.
+LARGEST_IN_ONE_STEP, CHUNK = 1 << 16, 1024
+# Its product with a sum is less than the sum, so that no token behind the last likely one is drawn.
+BELOW_ONE = 1.0 - 2.0**-40
 # Stands for a token after the last one of a reply in the making.
 NOT_DRAWN = torch.iinfo(torch.long).max
 
@@ -222,7 +226,14 @@ def inverse_cdf(log_probabilities: Tensor, uniforms: Tensor) -> Tensor:
     """Sample by inverting the cumulative distribution.
 
     Shapes: (B, V) and uniforms in [0, 1), float64 (B,) -> token ids (B,).
+
+    A vocabulary of over 65,536 tokens is searched for the chunk first and then within it, so that
+    float64 is spent on one chunk alone: at 152,000 tokens that takes two fifths of the time. The
+    probability of a chunk is then rounded as float32 is; smaller vocabularies are drawn from in
+    one step.
     """
+    if log_probabilities.shape[-1] > LARGEST_IN_ONE_STEP:
+        return _inverse_cdf_in_chunks(log_probabilities, uniforms)
     # In place: with a large vocabulary allocating another copy takes as long as a sum.
     cumulative = log_probabilities.to(torch.float64, copy=True).exp_().cumsum_(dim=-1)
     thresholds = (uniforms * cumulative[:, -1]).unsqueeze(-1)
@@ -230,6 +241,30 @@ def inverse_cdf(log_probabilities: Tensor, uniforms: Tensor) -> Tensor:
     # the first above.
     picked = torch.searchsorted(cumulative, thresholds, right=True).squeeze(-1)
     return picked.clamp(max=log_probabilities.shape[-1] - 1)
+
+
+def _inverse_cdf_in_chunks(log_probabilities: Tensor, uniforms: Tensor) -> Tensor:
+    """:func:`inverse_cdf` in two steps."""
+    vocabulary = log_probabilities.shape[-1]
+    probabilities = log_probabilities.exp()
+    divided = vocabulary - vocabulary % CHUNK
+    sums = probabilities[:, :divided].unflatten(1, (-1, CHUNK)).sum(dim=2)
+    if divided < vocabulary:
+        remainder = probabilities[:, divided:].sum(dim=1, keepdim=True)
+        sums = torch.cat((sums, remainder), dim=1)
+    cumulative = sums.double().cumsum(dim=1)
+    thresholds = (uniforms.clamp(max=BELOW_ONE) * cumulative[:, -1]).unsqueeze(1)
+    # The first above, which has mass. Of numbers that are NaN none is above.
+    chunk = torch.searchsorted(cumulative, thresholds, right=True)
+    chunk = chunk.clamp(max=sums.shape[1] - 1)
+    mass = sums.gather(1, chunk).double()
+    before = cumulative.gather(1, chunk) - mass
+    within = ((thresholds - before) / mass).clamp(0.0, BELOW_ONE)
+    columns = CHUNK * chunk + torch.arange(CHUNK, device=chunk.device)
+    own = log_probabilities.gather(1, columns.clamp(max=vocabulary - 1))
+    own = own.masked_fill(columns >= vocabulary, FORBIDDEN)
+    picked = CHUNK * chunk.squeeze(1) + inverse_cdf(own, within.squeeze(1))
+    return picked.clamp(max=vocabulary - 1)
 
 
 def philox_uniforms(seed: int, streams: Sequence[int], length: int) -> Tensor:

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks.rank_checks import distance
+from benchmarks.harness import distance
 
 ROOT = Path(__file__).resolve().parents[2]
 

@@ -5,6 +5,8 @@ within bounds.
 from __future__ import annotations
 
 import copy
+import subprocess
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -21,6 +23,7 @@ from unit.api.conftest import PPO, QUESTIONS, by_length
 from unit.training.tiny import SHAPE, demonstrations, preferences, text
 
 import rlhf_core as rlhf
+from benchmarks.against_trl.workload import ANSWER, Workload
 from rlhf_core.config.model import SamplingConfig
 from rlhf_core.config.operations import LaunchConfig
 from rlhf_core.data.schema import Message
@@ -564,3 +567,20 @@ def test_every_trained_stage(tmp_path: Path, name: str) -> None:
             timeout=600,
         )
         assert ended.returncode == 0, ended.stdout[-2000:] + ended.stderr[-4000:]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("method", ["ppo", "grpo"])
+def test_the_comparison_with_trl_makes_its_iterations_on_a_gpu(method: str, tmp_path: Path) -> None:
+    folder = tmp_path / "workload"
+    Workload(
+        hidden=32, intermediate=64, layers=2, heads=2, kv_heads=1, reply=8, processes=1, threads=1, method=method,
+        dtype="bfloat16", replies=8, vocabulary=200,
+    ).write(folder)  # fmt: skip
+    command = [sys.executable, str(ROOT / "tests/pretended_gpu"), "benchmarks.against_trl.ours"]
+    ended = subprocess.run(
+        [*command, str(folder)], cwd=ROOT, input="\n", text=True, capture_output=True
+    )
+    assert ended.returncode == 0, ended.stderr[-2000:]
+    ready, seconds = [line for line in ended.stdout.splitlines() if line.startswith(ANSWER)]
+    assert ready == f"{ANSWER}ready" and float(seconds.removeprefix(ANSWER)) > 0

@@ -11,6 +11,8 @@ from typing import Any
 import pytest
 import torch
 from real_templates import REAL_TEMPLATES
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import LlamaConfig
 from unit.ppo.tiny import EOS, PAD, Tiny
 
@@ -22,6 +24,9 @@ from rlhf_core.ppo.experience import Experience
 from rlhf_core.ppo.kl import kl_estimate
 from rlhf_core.ppo.rollout import logprob_differences, predict_tokens, require_agreement
 from rlhf_core.sampling.distribution import (
+    CHUNK,
+    FORBIDDEN,
+    LARGEST_IN_ONE_STEP,
     NOT_DRAWN,
     EvaluationSampling,
     Sampling,
@@ -137,6 +142,78 @@ def test_samples_follow_the_distribution(tiny: Tiny) -> None:
     uniforms = torch.linspace(0, 1, 20001, dtype=torch.float64)[:-1]
     picked = inverse_cdf(torch.log_softmax(logits, 1).expand(len(uniforms), -1), uniforms)
     assert torch.allclose(picked.bincount(minlength=4) / len(uniforms), probabilities, atol=1e-3)
+
+
+LARGE = LARGEST_IN_ONE_STEP + 3 * CHUNK + 77  # its last chunk is no whole one
+
+
+def large_distribution(kind: str) -> Tensor:
+    """Log-probabilities (1, V) of a large vocabulary."""
+    generator = torch.Generator().manual_seed(0)
+    logits = torch.randn(1, LARGE, generator=generator)
+    logits *= {"flat": 0.01, "usual": 3.0, "peaked": 12.0}.get(kind, 1.0)
+    allowed = torch.ones(LARGE, dtype=torch.bool)
+    if kind == "few chunks":
+        allowed[:] = False
+        allowed[5 * CHUNK - 3 : 5 * CHUNK + 3] = True
+    if kind == "forbidden ends":
+        allowed[: 2 * CHUNK] = False
+        allowed[-CHUNK:] = False
+    return torch.log_softmax(logits.masked_fill(~allowed, FORBIDDEN), dim=1)
+
+
+@pytest.mark.parametrize("kind", ["flat", "usual", "peaked", "few chunks", "forbidden ends"])
+def test_a_large_vocabulary_is_drawn_from_as_exact_numbers_say(kind: str) -> None:
+    log_probabilities = large_distribution(kind)
+    exact = log_probabilities.double().exp()[0]
+    cumulative = exact.cumsum(0)
+    generator = torch.Generator().manual_seed(1)
+    uniforms = torch.rand(400, generator=generator, dtype=torch.float64)
+    uniforms[:2] = torch.tensor([0.0, 1 - 2.0**-53])
+    picked = inverse_cdf(log_probabilities.expand(400, -1), uniforms)
+    assert picked.dtype == torch.int64 and (exact[picked] > 0).all()
+    thresholds = uniforms * cumulative[-1]
+    # Within float32's rounding of a chunk's probability, each threshold lies in its token's share.
+    assert (thresholds < cumulative[picked] + 1e-6).all()
+    assert (thresholds >= cumulative[picked] - exact[picked] - 1e-6).all()
+    expected = torch.searchsorted(cumulative, thresholds, right=True)
+    assert (picked == expected).float().mean() >= (0.95 if kind == "flat" else 0.99)
+
+
+def test_a_small_vocabulary_is_drawn_from_in_float64_to_the_last_bit() -> None:
+    log_probabilities = large_distribution("usual")[:, :LARGEST_IN_ONE_STEP]
+    uniforms = torch.rand(50, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    cumulative = log_probabilities.double().exp().cumsum(1)[0]
+    expected = torch.searchsorted(cumulative, uniforms * cumulative[-1], right=True)
+    assert torch.equal(inverse_cdf(log_probabilities.expand(50, -1), uniforms), expected)
+
+
+class Doubles(TorchDispatchMode):
+    """Notes the elements of the largest float64 tensor that is made in the block."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.largest = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = func(*args, **(kwargs or {}))
+        if isinstance(made, Tensor) and made.dtype == torch.float64:
+            self.largest = max(self.largest, made.numel())
+        return made
+
+
+def test_no_row_of_a_large_vocabulary_is_copied_to_float64() -> None:
+    log_probabilities = large_distribution("usual").expand(4, -1)
+    with Doubles() as doubles:
+        inverse_cdf(log_probabilities, torch.full((4,), 0.5, dtype=torch.float64))
+    assert doubles.largest == 4 * CHUNK
+
+
+def test_weights_that_are_not_finite_draw_a_token_of_the_vocabulary() -> None:
+    picked = inverse_cdf(
+        torch.full((2, LARGE), float("nan")), torch.tensor([0.1, 0.9], dtype=torch.float64)
+    )
+    assert ((picked >= 0) & (picked < LARGE)).all()
 
 
 def test_no_stop_token_is_drawn_before_the_minimum_length() -> None:

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import json
 import signal
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,9 @@ from unit.training.tiny import at_step, die_behind, without_clock
 
 from rlhf_core.config.health import Check, Rule
 from rlhf_core.errors import RlhfError, TrainingPaused
+from rlhf_core.ppo.rollout import TrainingPrompts
 from rlhf_core.ppo.trainer import Trainer
+from rlhf_core.ppo.update import update
 from rlhf_core.storage.files import sha256_file
 from rlhf_core.training.engine.base import LocalEngine, lr_at
 
@@ -94,6 +97,35 @@ def test_a_run_writes_every_signal(tiny: Tiny, tmp_path: Path) -> None:
         "reply",
         "score",
     } <= samples[0].keys()
+
+
+def test_every_second_of_an_iteration_is_in_a_named_row(
+    tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = [0.0]
+
+    def takes(seconds: float, work: Callable[..., Any]) -> Callable[..., Any]:
+        def done(*given: Any, **named: Any) -> Any:
+            now[0] += seconds
+            return work(*given, **named)
+
+        return done
+
+    trainer = make_trainer(tiny, make_config(referee_every=2), tmp_path)
+    trainer.reward_fn = takes(5.0, trainer.reward_fn)
+    trainer.referee = takes(7.0, trainer.referee or trainer.reward_fn)
+    trainer.decode = takes(0.25, trainer.decode)
+    selection_of(trainer).measure = takes(11.0, selection_of(trainer).measure)
+    monkeypatch.setattr(TrainingPrompts, "batch", takes(3.0, TrainingPrompts.batch))
+    monkeypatch.setattr("rlhf_core.ppo.trainer.update", takes(13.0, update))
+    monkeypatch.setattr("time.perf_counter", lambda: now[0])
+    expected = {"rewards": 5.0, "metrics": 8 * 0.25, "update": 13.0, "rest": 3.0}
+    for own in ({"referee": 7.0}, {"selection": 11.0}):
+        began = now[0]
+        seconds = trainer.iterate().seconds
+        taken = {name.removeprefix("seconds_"): each for name, each in seconds.items() if each}
+        assert taken == pytest.approx(expected | own)
+        assert sum(seconds.values()) == pytest.approx(now[0] - began)
 
 
 MODES: dict[str, dict[str, Any]] = {
