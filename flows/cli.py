@@ -252,46 +252,6 @@ def ablate(context: typer.Context) -> None:
 
 
 @app.command()
-def chat(
-    model: Annotated[
-        Path | None, typer.Argument(help="Model folder, such as models/sft; default: the champion.")
-    ] = None,
-    workspace: AnyFolder = None,
-    temperature: Annotated[
-        float, typer.Option(help="Sampling temperature: above 1 more varied, below 1 less.")
-    ] = 0.8,
-    top_p: Annotated[
-        float, typer.Option(help="Sample from the most likely tokens with this total probability.")
-    ] = 0.9,
-    max_new_tokens: Annotated[int, typer.Option(help="Maximum length of a reply.")] = 64,
-    seed: Annotated[int, typer.Option(help="The same seed gives the same replies.")] = 1,
-) -> None:
-    """Chat with the champion, or with a model folder. One reply per line when input is not a
-    terminal.
-
-    Examples:
-    $ rlhf chat
-    $ rlhf chat models/sft
-    $ echo "what color is the lamp?" | rlhf chat models/policy
-    """
-    from flows.workspace import model_folder
-
-    if model is not None:
-        model_folder(model, workspace)  # before seconds of imports
-    with busy("looking up the model"):
-        from flows.commands.served_policy import served_source
-        from rlhf_core.chat.terminal import talk
-        from rlhf_core.stages.runtime.threads import limit_threads_of
-
-        chosen = served_source(workspace, model)
-        folder = chosen.source.files(chosen.source.latest()).folder
-        if chosen.workspace is not None:
-            limit_threads_of(chosen.workspace)
-    sampling = {"temperature": temperature, "top_p": top_p, "max_new_tokens": max_new_tokens}
-    talk(folder, sampling, seed, chosen.about, chosen.workspace)
-
-
-@app.command()
 def status(workspace: Workspace = NEAREST, as_json: JsonOption = False) -> None:
     """Show stages, gates, the last run and its verdict, champion and challenger, and the next
     command.

@@ -71,7 +71,7 @@ class CommandWithProfiles(TyperCommand):
 PANELS = {
     "Start": ("init", "data", "doctor", "config"),
     "Train": ("run", "stage", "status", "logs", "up", "deploy"),
-    "Judge": ("report", "gate", "chat", "evaluate"),
+    "Judge": ("report", "gate", "evaluate"),
     "Release": ("promote", "approve", "decline", "rollback", "history", "registry"),
 }
 

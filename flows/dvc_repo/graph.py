@@ -96,7 +96,8 @@ def read_graph(workspace: Path) -> dict[str, StageNode]:
     result = run_module(workspace, "flows.dvc_repo.graph", str(workspace))
     if result.exit_code:
         raise ConfigError(f"{workspace / 'dvc.yaml'}: {result.error_line}")
-    nodes = TypeAdapter(list[StageNode]).validate_json(result.stdout.splitlines()[-1])
+    last_line = result.stdout.splitlines()[-1]
+    nodes = TypeAdapter(list[StageNode]).validate_json(last_line)
     return {node.name: node for node in nodes}
 
 
@@ -108,9 +109,9 @@ def dvc_graph(workspace: Path) -> list[StageNode]:
     with Repo(str(workspace)) as repo:
         graph = repo.index.graph
         recipe = (workspace / "dvc.yaml").resolve()
-        in_order = reversed(list(networkx.lexicographical_topological_sort(graph, key=str)))
+        last_first = list(networkx.lexicographical_topological_sort(graph, key=str))
         names = {}
-        for stage in in_order:
+        for stage in reversed(last_first):
             if stage.cmd and Path(stage.path).resolve() == recipe:
                 names[stage] = stage.name
         nodes = []
@@ -143,14 +144,18 @@ def _inputs(repo: Any, stage: Any, workspace: Path) -> tuple[tuple[str, ...], tu
         except OutputNotFoundError:
             outputs = []
         for out in outputs:
-            (cached if out.use_cache else carried).add(out.fs_path)
+            if out.use_cache:
+                cached.add(out.fs_path)
+            else:
+                carried.add(out.fs_path)
             if out.stage.path.endswith(".dvc"):
                 carried.add(out.stage.path)
         if isinstance(dep, ParamsDependency) or not outputs:
             carried.add(dep.fs_path)
 
     def relative(paths: set[str]) -> tuple[str, ...]:
-        return tuple(sorted(os.path.relpath(path, workspace) for path in paths))
+        from_workspace = [os.path.relpath(path, workspace) for path in paths]
+        return tuple(sorted(from_workspace))
 
     return relative(cached), relative(carried)
 
@@ -187,7 +192,8 @@ def recorded_stages(workspace: Path) -> dict[str, RecordedStage]:
     if not lock.is_file():
         return {}
     status = lock.stat()
-    return dict(_recorded_stages(lock, (status.st_ino, status.st_size, status.st_mtime_ns)))
+    version = status.st_ino, status.st_size, status.st_mtime_ns
+    return dict(_recorded_stages(lock, version))
 
 
 @lru_cache(maxsize=4)
@@ -222,9 +228,11 @@ def _hashes(entries: Any) -> dict[str, str]:
 def main(workspace: str) -> int:
     """Print the graph; if DVC cannot read it, explain that on stderr and return 1."""
     try:
-        print(json.dumps([asdict(node) for node in dvc_graph(Path(workspace))]))
+        nodes = dvc_graph(Path(workspace))
+        print(json.dumps([asdict(node) for node in nodes]))
     except Exception as error:  # DVC's exceptions have no common base class in its public interface
-        sys.stderr.write(f"{' '.join(str(error).split()) or type(error).__name__}\n")
+        message = " ".join(str(error).split())
+        sys.stderr.write(f"{message or type(error).__name__}\n")
         return 1
     return 0
 

@@ -75,7 +75,10 @@ def with_sources(dvc_yaml: str, params: Params, workspace: Path) -> str:
         deps = list(entry_names(stage.get("deps")))
         if not any(dep.startswith(FINGERPRINTS) for dep in deps):
             continue
-        wanted = [dep for dep in deps if dep.startswith(FINGERPRINTS) or dep in outputs]
+        wanted = []
+        for dep in deps:
+            if dep.startswith(FINGERPRINTS) or dep in outputs:
+                wanted.append(dep)
         wanted += OF_WORKSPACE.get(name, [])
         for path in _dependencies(sources, workspace, outputs):
             if path not in wanted:
@@ -116,8 +119,8 @@ def _fit_stages(document: Any, left_out: Collection[str], yaml: YAML) -> bool:
                 break
     for stage in stages.values():
         if surplus and "deps" in stage:
-            deps = [dep for dep in stage["deps"] if written.isdisjoint(entry_names([dep]))]
-            stage["deps"][:] = deps
+            kept = [dep for dep in stage["deps"] if written.isdisjoint(entry_names([dep]))]
+            stage["deps"][:] = kept
     missing = [name for name in OPTIONAL if name not in stages and name not in left_out]
     if not missing:
         return bool(surplus)
@@ -126,11 +129,12 @@ def _fit_stages(document: Any, left_out: Collection[str], yaml: YAML) -> bool:
         stages[name] = recipe[name]
     returned = _written(recipe[name] for name in missing)
     for name, stage in recipe.items():
-        if name in stages and name not in missing:
-            known = [*entry_names(stages[name].get("deps"))]
-            for dep in entry_names(stage["deps"]):
-                if dep in returned and dep not in known:
-                    stages[name]["deps"].append(dep)
+        if name not in stages or name in missing:
+            continue
+        known = [*entry_names(stages[name].get("deps"))]
+        for dep in entry_names(stage["deps"]):
+            if dep in returned and dep not in known:
+                stages[name]["deps"].append(dep)
     return True
 
 
@@ -145,7 +149,10 @@ def _written(stages: Iterable[Any]) -> set[str]:
 def entry_names(entries: Any) -> Iterator[str]:
     """The paths in a list of dvc.yaml, whose entries may have options."""
     for entry in entries or []:
-        yield from [entry] if isinstance(entry, str) else entry
+        if isinstance(entry, str):
+            yield entry
+        else:
+            yield from entry
 
 
 def _sources(params: Params, workspace: Path) -> Mapping[str, list[str]]:
@@ -168,13 +175,14 @@ def _dependencies(sources: list[str], workspace: Path, outputs: list[str]) -> li
     """
     dependencies: dict[str, None] = {}
     for source in sources:
-        if is_elsewhere(source) or not (files := matching_files(source, workspace)):
+        if is_elsewhere(source):
             continue
+        paths = matching_files(source, workspace)
         folder = _folder(source, workspace)
-        paths = files
-        if folder is not None and not _holds_outputs(folder, workspace, outputs):
+        if paths and folder is not None and not _holds_outputs(folder, workspace, outputs):
             paths = [folder]
-        dependencies.update(dict.fromkeys(_spelled(path, workspace) for path in paths))
+        for path in paths:
+            dependencies[_spelled(path, workspace)] = None
     return list(dependencies)
 
 
@@ -183,7 +191,7 @@ def _folder(source: str, workspace: Path) -> Path | None:
     path = workspace / Path(os.path.expanduser(source))
     if path.is_file():
         return None
-    while any(sign in str(path) for sign in WILD) and not path.is_dir():
+    while not path.is_dir() and any(sign in str(path) for sign in WILD):
         path = path.parent
     return path if path.is_dir() else None
 

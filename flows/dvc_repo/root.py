@@ -80,7 +80,8 @@ def share_settings(base: Path, workspace: Path) -> None:
     local = base / ".dvc" / "config.local"
     # Of a remote in the user's own settings, too, they may have the password.
     mode = stat.S_IMODE(local.stat().st_mode) if local.is_file() else 0o600
-    _set_locally(workspace, {"cache.dir": str((base / ".dvc" / "cache").resolve()), **shared}, mode)
+    cache = (base / ".dvc" / "cache").resolve()
+    _set_locally(workspace, {"cache.dir": str(cache), **shared}, mode)
     (workspace / ".dvc" / "config.local").chmod(mode)
 
 
@@ -93,8 +94,9 @@ def _set_locally(workspace: Path, settings: Mapping[str, str], mode: int = 0o644
     content = ConfigObj(text.splitlines(), interpolation=False)
     for name, value in settings.items():
         section, *middle, key = name.split(".")
-        if middle:  # such as the name of a remote
-            section = f'{section} "{".".join(middle)}"'
+        if middle:
+            remote = ".".join(middle)
+            section = f'{section} "{remote}"'
         content.setdefault(section, {})[key] = value
     changed = "\n".join(content.write()) + "\n"
     if changed != text:
@@ -108,12 +110,17 @@ def dvc_settings(workspace: Path) -> dict[str, str]:
         RlhfError: DVC fails.
     """
     listed = _run_dvc(workspace, "config", "--list")
-    return dict(line.partition("=")[::2] for line in listed.splitlines())
+    settings = {}
+    for line in listed.splitlines():
+        name, _, value = line.partition("=")
+        settings[name] = value
+    return settings
 
 
 def cache_of(workspace: Path) -> Path:
     """Return the DVC cache folder that a workspace uses."""
-    return (workspace / _run_dvc(workspace, "cache", "dir").strip()).resolve()
+    folder = _run_dvc(workspace, "cache", "dir").strip()
+    return (workspace / folder).resolve()
 
 
 def _scm_options(workspace: Path) -> list[str]:
@@ -121,12 +128,15 @@ def _scm_options(workspace: Path) -> list[str]:
     top = git_output(workspace, "rev-parse", "--show-toplevel")
     if top is None or git_output(workspace, "check-ignore", "-q", str(workspace)) is not None:
         return ["--no-scm"]
-    return [] if Path(top).resolve() == workspace.resolve() else ["--subdir"]
+    if Path(top).resolve() == workspace.resolve():
+        return []
+    return ["--subdir"]
 
 
 def _indexed(workspace: Path) -> set[str]:
     """The files of the DVC root that git knows."""
-    return set((git_output(workspace, "ls-files", "--", ".dvc", ".dvcignore") or "").splitlines())
+    listed = git_output(workspace, "ls-files", "--", ".dvc", ".dvcignore")
+    return set(listed.splitlines()) if listed else set()
 
 
 def git_output(folder: Path, *arguments: str) -> str | None:

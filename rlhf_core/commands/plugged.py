@@ -26,6 +26,7 @@ from rlhf_core.plugins import (
 PANEL = "Extras"
 # The commands that this project's own extras bring, in the order of the help.
 EXTRAS = (
+    "chat",
     "plan",
     "compare",
     "annotate",
@@ -33,6 +34,7 @@ EXTRAS = (
     "export",
     "gc",
     "data.inspect",
+    "data.validate",
     "data.convert",
     "data.diff",
     "evaluate.benchmark",

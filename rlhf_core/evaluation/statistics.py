@@ -28,9 +28,8 @@ def resample_weights(clusters: int, resamples: int, seed: int) -> Iterator[np.nd
     rng = np.random.Generator(np.random.Philox(key=seed))
     for start in range(0, resamples, BATCH):
         size = min(BATCH, resamples - start)
-        yield rng.multinomial(clusters, np.full(clusters, 1 / clusters), size=size).astype(
-            np.float64
-        )
+        counts = rng.multinomial(clusters, np.full(clusters, 1 / clusters), size=size)
+        yield counts.astype(np.float64)
 
 
 def percentile(resampled: np.ndarray, tail: float, clusters: float) -> np.ndarray:
@@ -42,9 +41,8 @@ def percentile(resampled: np.ndarray, tail: float, clusters: float) -> np.ndarra
     difference between the normal and Student's distribution; the level is widened by both
     (Hesterberg, 2015, "What Teachers Should Know About the Bootstrap", section 5.3).
     """
-    expanded = scipy.stats.norm.cdf(
-        math.sqrt(clusters / (clusters - 1)) * scipy.stats.t.ppf(tail, clusters - 1)
-    )
+    student = scipy.stats.t.ppf(tail, clusters - 1)
+    expanded = scipy.stats.norm.cdf(math.sqrt(clusters / (clusters - 1)) * student)
     return np.asarray(np.quantile(resampled, expanded, axis=-1))
 
 
@@ -62,8 +60,10 @@ def bootstrap_bounds(
     count = len(sizes)
     if count < 2:
         return np.full(len(sums), -np.inf), np.full(len(sums), np.inf)
-    drawn = resample_weights(count, resamples, seed)
-    resampled = np.concatenate([sums @ weights.T / (weights @ sizes) for weights in drawn], axis=1)
+    means = []
+    for weights in resample_weights(count, resamples, seed):
+        means.append(sums @ weights.T / (weights @ sizes))
+    resampled = np.concatenate(means, axis=1)
     tail = (1 - CONFIDENCE) / 2
     return percentile(resampled, tail, count), percentile(resampled, 1 - tail, count)
 
@@ -113,7 +113,7 @@ def win_rate_score_bounds(
     """
     share = weights / weights.sum()
     shares = {value: float(share[outcome == value].sum()) for value in (0.0, 0.5, 1.0)}
-    commonest = max(shares, key=lambda value: shares[value])
+    commonest = max(shares, key=shares.__getitem__)
     differs = ((outcome != commonest) & (weights > 0)).astype(np.float64)
     number = effective_number(outcome, clusters, differs, weights)
     low, high = paired_difference_bounds(number * shares[1.0], number * shares[0.0], number)
@@ -123,11 +123,9 @@ def win_rate_score_bounds(
 def mean_high(values: np.ndarray, clusters: np.ndarray) -> float:
     """One-sided upper 95 % bound of a mean over clusters, by Student's distribution."""
     error, count = standard_error(values, clusters)
-    return (
-        math.inf
-        if count < 2
-        else float(values.mean() + scipy.stats.t.ppf(CONFIDENCE, count - 1) * error)
-    )
+    if count < 2:
+        return math.inf
+    return float(values.mean() + scipy.stats.t.ppf(CONFIDENCE, count - 1) * error)
 
 
 def share_difference_high(lost: np.ndarray, gained: np.ndarray, clusters: np.ndarray) -> float:
@@ -145,9 +143,8 @@ def share_difference_high(lost: np.ndarray, gained: np.ndarray, clusters: np.nda
         return math.inf
     replies = len(difference)
     worth = effective_number(difference, clusters, lost + gained, np.ones(replies)) / replies
-    score = paired_difference_high(
-        float(lost.sum()) * worth, float(gained.sum()) * worth, replies * worth
-    )
+    more, fewer = float(lost.sum()) * worth, float(gained.sum()) * worth
+    score = paired_difference_high(more, fewer, replies * worth)
     return max(score, mean_high(difference, clusters))
 
 
@@ -187,9 +184,8 @@ def paired_difference_high(
 def paired_difference_bounds(more: float, fewer: float, count: float) -> tuple[float, float]:
     """Two-sided 95 % bounds of the same difference."""
     side = (1 + CONFIDENCE) / 2
-    return -paired_difference_high(fewer, more, count, side), paired_difference_high(
-        more, fewer, count, side
-    )
+    low = -paired_difference_high(fewer, more, count, side)
+    return low, paired_difference_high(more, fewer, count, side)
 
 
 def sign_test(wins: int, ties: int, losses: int, bar: float = 0.5) -> float:
@@ -218,9 +214,8 @@ def sign_test(wins: int, ties: int, losses: int, bar: float = 0.5) -> float:
     share_at_bar = (bar * (decided + ties) - ties / 2) / decided
     if share_at_bar >= 1:
         return 1.0
-    return float(
-        scipy.stats.binomtest(wins, decided, max(share_at_bar, 0.0), alternative="greater").pvalue
-    )
+    share_at_bar = max(share_at_bar, 0.0)
+    return float(scipy.stats.binomtest(wins, decided, share_at_bar, alternative="greater").pvalue)
 
 
 def level_of_attempt(budget: float, attempt: int) -> float:

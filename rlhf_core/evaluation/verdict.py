@@ -120,9 +120,6 @@ class Standing(StrEnum):
     NOT_COMPARED = "not compared"
 
 
-WIN_RATE_KEYS = ("win_rate", "win_rate_low95", "win_rate_high95")
-
-
 @dataclass(frozen=True)
 class JudgeResult:
     """The win rate of the new policy by one judge, with its 95 % interval over questions.
@@ -161,20 +158,24 @@ def judge_results(comparison: Mapping[str, Mapping[str, float]]) -> tuple[JudgeR
     """
     results = []
     for name in deciding_judges(comparison):
-        compared = comparison[name]
-        rate, low, high = (compared.get(key) for key in WIN_RATE_KEYS)
-        if rate is None or low is None or high is None:
+        result = judge_result(name, comparison[name])
+        if result is None:
             return ()
-        prompts, clusters = int(compared["prompts"]), int(compared["clusters"])
-        at_equal_lengths = decided_at_equal_lengths(compared)
-        results.append(JudgeResult(name, rate, low, high, prompts, clusters, at_equal_lengths))
+        results.append(result)
     return tuple(results)
 
 
-def decided_at_equal_lengths(compared: Mapping[str, float]) -> float | None:
-    """Return the win rate at equal lengths; None where it was not measured or not decided."""
-    interval = compared.get("lc_win_rate_low95"), compared.get("lc_win_rate_high95")
-    return None if interval == (0.0, 1.0) else compared.get("lc_win_rate")
+def judge_result(judge: str, compared: Mapping[str, float]) -> JudgeResult | None:
+    """Read the result of one judge; None where its win rate or an end of it was not measured."""
+    rate, low = compared.get("win_rate"), compared.get("win_rate_low95")
+    high = compared.get("win_rate_high95")
+    if rate is None or low is None or high is None:
+        return None
+    at_equal_lengths = compared.get("lc_win_rate")
+    if (compared.get("lc_win_rate_low95"), compared.get("lc_win_rate_high95")) == (0.0, 1.0):
+        at_equal_lengths = None  # too few pairs had a counterpart
+    prompts, clusters = int(compared["prompts"]), int(compared["clusters"])
+    return JudgeResult(judge, rate, low, high, prompts, clusters, at_equal_lengths)
 
 
 def standing_of(judges: tuple[JudgeResult, ...]) -> Standing:

@@ -231,11 +231,12 @@ class Names:
     def module(self, name: str) -> Module | None:
         """Return the module of the package called ``name``, parsed; None when there is none."""
         if name not in self._modules:
-            inside = name == self.name or name.startswith(f"{self.name}.")
+            self._modules[name] = None
             base = self.root.joinpath(*name.split("."))
-            files = (base / "__init__.py", base.with_suffix(".py")) if inside else ()
-            path = next((file for file in files if file.is_file()), None)
-            self._modules[name] = Module(name, path) if path is not None else None
+            for path in (base / "__init__.py", base.with_suffix(".py")):
+                if packages_of(name)[-1] == self.name and path.is_file():
+                    self._modules[name] = Module(name, path)
+                    break
         return self._modules[name]
 
     def holder(self, definition: Definition) -> Module:

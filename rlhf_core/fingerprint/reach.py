@@ -174,7 +174,8 @@ class Package:
         """
         definitions = self.reached(module, *roots)
         digest = hashlib.sha256()
-        for line in sorted({self._digest(definition, DEPTH) for definition in definitions}):
+        of_definitions = {self._digest(definition, DEPTH) for definition in definitions}
+        for line in sorted(of_definitions):
             digest.update(line)
         folders = {self.names.holder(definition).path.parent for definition in definitions}
         files: list[Path] = []
@@ -222,9 +223,10 @@ class Package:
 
 def data_files(folder: Path) -> list[Path]:
     """Return the files in ``folder``, or in folders without code below, that are not code."""
-    hidden = {path for path in folder.iterdir() if path.name.startswith((".", "__pycache__"))}
     data: list[Path] = []
-    for path in sorted(set(folder.iterdir()) - hidden):
+    for path in sorted(folder.iterdir()):
+        if path.name.startswith((".", "__pycache__")):
+            continue
         if path.is_dir() and not (path / "__init__.py").exists():
             data += data_files(path)
         elif path.is_file() and path.suffix not in NO_DATA and path.name[-1] != "~":

@@ -18,13 +18,13 @@ import pyarrow as pa
 from rlhf_core.config.data import ReadOptions
 from rlhf_core.data.collection.raw_folder import StoredRows
 from rlhf_core.data.collection.sources import source_chunks, source_files, sources_by_kind
-from rlhf_core.data.report_lines import wrapped
 from rlhf_core.data.row_counts import RowCounts
 from rlhf_core.data.schema import ROW_TYPES, arrow_schema, tables_of
 from rlhf_core.data.tables import mapped_table
 from rlhf_core.errors import DataError
 from rlhf_core.storage.files import read_json
 from rlhf_extras.data_files.describe import example_lines
+from rlhf_extras.data_files.report_lines import wrapped
 
 LABELS = ("margin", "category")
 CHUNK_ROWS = 4096

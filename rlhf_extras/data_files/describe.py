@@ -28,7 +28,6 @@ from rlhf_core.data.collection.sources import (
     source_files,
 )
 from rlhf_core.data.readers.detection import format_named, unused_summary
-from rlhf_core.data.report_lines import INDENT, column_lines, percentile_table, wrapped
 from rlhf_core.data.row_counts import ReasonCounts, RowCounts
 from rlhf_core.data.schema import REPLIES, ROW_TYPES, tables_of
 from rlhf_core.data.statistics import (
@@ -43,6 +42,7 @@ from rlhf_core.data.tables import bytes_in_memory
 from rlhf_core.data.text import language_shares
 from rlhf_core.errors import ModelError, first_line, is_exhausted
 from rlhf_core.stages.token_lengths import load_counting_tokenizer
+from rlhf_extras.data_files.report_lines import INDENT, column_lines, percentile_table, wrapped
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

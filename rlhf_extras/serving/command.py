@@ -68,9 +68,9 @@ def serve(
     $ rlhf serve --alias challenger
     """
     with busy("looking up the model"):
-        from flows.commands.served_policy import served_source
         from rlhf_core.serving.protocol import ServingLimits
         from rlhf_extras.serving.serve import serve as run_server
+        from rlhf_extras.serving.served_policy import served_source
 
         served = served_source(workspace, model, alias, version, run)
     limits = ServingLimits(max_prompt_tokens, max_new_tokens, max_concurrent, timeout)

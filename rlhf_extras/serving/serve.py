@@ -12,12 +12,12 @@ from typing import NoReturn
 
 import typer
 
-from flows.commands.served_policy import ServedSource
 from flows.supervision import signals
 from rlhf_core.errors import EXIT_INTERRUPTED, EXIT_OK, ConfigError
 from rlhf_core.serving.protocol import ServingLimits
 from rlhf_core.stages.runtime.threads import limit_threads_of
 from rlhf_extras.serving.access import TOKEN_VARIABLE, checked_token
+from rlhf_extras.serving.served_policy import ServedSource
 
 
 def serve(

@@ -18,7 +18,7 @@ LAYERS = (
     {"cli"},
     {"commands"},
     {"stages"},
-    {"api", "chat", "serving", "probe"},
+    {"api", "serving", "probe"},
     {"forecast"},
     {"evaluation", "ppo"},
     {"sampling", "training"},
@@ -55,12 +55,10 @@ FLOWS_MAY_USE = {
 FLOWS_MAY_ALSO_USE = {
     # It mounts the core's commands on its own command line.
     "flows.cli": {
-        "chat.terminal",
         "cli",
         "commands.data",
         "commands.plugged",
         "stages.runtime.runner.workspace_root",
-        "stages.runtime.threads.limit_threads_of",
     },
     "flows.commands.options": {"commands.plugged"},
     "flows.commands.init_checker": {
@@ -94,7 +92,6 @@ FLOWS_MAY_ALSO_USE = {
         "runtime.machine",
         "models.foreign.open_starting_model",
     },
-    "flows.commands.served_policy": {"serving", "stages.runtime.threads.limit_threads_of"},
     "flows.registry.stored_models": {"serving.policy_source", "serving.protocol"},
     # What a registered model is answered by, wherever it is loaded.
     "flows.registry.register": {"evaluation.report.headline.headline_metrics"},

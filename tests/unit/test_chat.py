@@ -13,8 +13,6 @@ from clean_files import write_rows
 from tiny_llama import tiny_config
 from transformers import LlamaForCausalLM, PreTrainedTokenizerBase
 
-from rlhf_core.chat.session import HELP, ChatSession, converse, one_line, prompts_to_try
-from rlhf_core.chat.terminal import talk
 from rlhf_core.config.model import SamplingConfig
 from rlhf_core.data.schema import Message, Prompt
 from rlhf_core.errors import DataError, ModelError
@@ -22,6 +20,8 @@ from rlhf_core.models.causal_lm import save_policy, train_tokenizer
 from rlhf_core.sampling import reply as reply_sampling
 from rlhf_core.sampling.generation import Rollout
 from rlhf_core.sampling.reply import SampledReply
+from rlhf_extras.chat.session import HELP, ChatSession, converse, one_line, prompts_to_try
+from rlhf_extras.chat.terminal import talk
 
 SAMPLING = SamplingConfig(max_new_tokens=6)
 
@@ -187,7 +187,7 @@ def test_a_reply_that_decodes_otherwise_as_a_whole_is_written_again(
         given[-1]("a")
         return SampledReply("b c", (1, 2), "stop")
 
-    monkeypatch.setattr("rlhf_core.chat.session.sample_reply", sample)
+    monkeypatch.setattr("rlhf_extras.chat.session.sample_reply", sample)
     pieces: list[str] = []
     assert session.say("the sky", pieces.append) == "b c" and pieces == ["a", "\nb c"]
 

@@ -113,7 +113,8 @@ class Evaluation:
     def judge(self, judge: PairwiseJudge) -> None:
         """Let a judge without scores compare the first replies."""
         policy, sft = self.first_replies("policy"), self.first_replies("sft")
-        said = judge.judge([row.prompt for row in self.first], policy, sft)
+        prompts = [row.prompt for row in self.first]
+        said = judge.judge(prompts, policy, sft)
         compared = compare_outcomes(
             said.outcomes[said.judged],
             self.config.bootstrap,
@@ -206,9 +207,9 @@ class Evaluation:
             for side, replies in of_side.items():
                 reply = replies[number]
                 row[f"{side}_reply"], row[f"{side}_finished"] = reply.text, reply.finished
-                row[f"{side}_checks"] = {
-                    name: check(prompt.category, reply) for name, check in checks.items()
-                }
+                row[f"{side}_checks"] = says = {}
+                for name, check in checks.items():
+                    says[name] = check(prompt.category, reply)
                 if kind == "safety" and is_first and prompt.category == HARMFUL_CATEGORY:
                     row[f"{side}_refusal_log_odds"] = next(log_odds[side], None)
             rows.append(row)

@@ -88,7 +88,8 @@ class Rival:
 
     def score(self, judge: Judge) -> None:
         """Let ``judge`` score its replies, and compare them."""
-        scores = judge.score([row.prompt for row in self.sets.judged], self.known.judged)
+        prompts = [row.prompt for row in self.sets.judged]
+        scores = judge.score(prompts, self.known.judged)
         if judge.name in self.evaluation.lowest:
             scores = np.nan_to_num(scores, nan=self.evaluation.lowest[judge.name]).tolist()
         self.known.scores[judge.name] = scores
@@ -118,7 +119,8 @@ class Rival:
 
     def means(self) -> dict[str, float]:
         """Return the mean score of its replies by each judge."""
-        return {judge: float(np.mean(scores)) for judge, scores in self.known.scores.items()}
+        scores = self.known.scores
+        return {judge: float(np.mean(of_judge)) for judge, of_judge in scores.items()}
 
     def best_of_n_metrics(self, samples: Samples) -> dict[str, Any]:
         """Return ``best_of_n`` of ``metrics/evaluation.json``; see docs/metrics.md.
@@ -168,7 +170,8 @@ def best_of_n(judge: Judge, evaluation: Evaluation, samples: Samples) -> Rival:
     """
     prompts = [row.prompt for row in evaluation.first]
     scores = np.array([judge.score(prompts, replies) for replies in samples])
-    chosen = [samples[draw][row] for row, draw in enumerate(scores.argmax(axis=0))]
+    best = scores.argmax(axis=0)
+    chosen = [samples[draw][row] for row, draw in enumerate(best)]
     return Rival("best_of_n", chosen, evaluation)
 
 

@@ -38,7 +38,7 @@ from rlhf_core.evaluation.report.headline import (
 )
 from rlhf_core.evaluation.report.metrics import labelled
 from rlhf_core.evaluation.report.sources import JsonObject, ReportSources, package_versions
-from rlhf_core.evaluation.verdict import WIN_RATE_KEYS, alarms, decided_at_equal_lengths
+from rlhf_core.evaluation.verdict import alarms, judge_result
 from rlhf_core.gates import GateDecision
 from rlhf_core.storage.files import flatten as dotted
 
@@ -177,9 +177,8 @@ def measured_intervals(
     """Return (judge, lower bound, win rate, upper bound) of comparisons with finite numbers."""
     intervals = []
     for judge, compared in comparisons.items():
-        if None not in map(compared.get, WIN_RATE_KEYS):
-            rate, low, high = (float(compared[key]) for key in WIN_RATE_KEYS)
-            intervals.append((judge, low, rate, high))
+        if result := judge_result(judge, compared):
+            intervals.append((judge, result.low95, result.win_rate, result.high95))
     return intervals
 
 
@@ -202,13 +201,14 @@ def tiles(metrics: Mapping[str, JsonObject]) -> list[dict[str, str]]:
 
     comparisons = evaluation.get("comparison", {})
     for judge in final_judges(comparisons):
-        comparison = comparisons[judge]
-        rate, low, high = (comparison.get(key) for key in WIN_RATE_KEYS)
-        note = f"95 %: {format_interval(low, high)}"
-        controlled = decided_at_equal_lengths(comparison)
-        if controlled is not None:
-            note += f"; {format_number(controlled, 2)} at equal length"
-        show(f"win rate by {judge}", rate, note)
+        result = judge_result(judge, comparisons[judge])
+        if result is None:
+            show(f"win rate by {judge}", None, "not measured")
+            continue
+        note = f"95 %: {format_interval(result.low95, result.high95)}"
+        if result.lc_win_rate is not None:
+            note += f"; {format_number(result.lc_win_rate, 2)} at equal length"
+        show(f"win rate by {judge}", result.win_rate, note)
     labels = labelled()
     sft, policy = evaluation.get("sft", {}), evaluation.get("policy", {})
     for judge in (GOLD, CHECKER):
@@ -268,7 +268,7 @@ def category_charts(categories: Mapping[str, JsonObject]) -> list[tuple[str, Mar
     by_judge: dict[str, list[tuple[str, JsonObject]]] = {}
     for name, values in categories.items():
         for judge, row in values.get("comparison", {}).items():
-            if None not in map(row.get, WIN_RATE_KEYS):
+            if judge_result(judge, row) is not None:
                 by_judge.setdefault(judge, []).append((name, row))
     charts = []
     for judge in final_judges(by_judge):

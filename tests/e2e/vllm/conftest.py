@@ -17,12 +17,12 @@ from integration.registry.conftest import commit, copy_workspace, finished, poli
 from smollm2 import SMOLLM2
 from vllm_service import VLLM_PYTHON, VllmService, started
 
-from flows.commands.served_policy import served_source
 from flows.prefect_server.services import free_port
 from flows.registry.promote import promote
 from flows.registry.register import register
 from rlhf_core.models.causal_lm import save_policy, with_stop_tokens
 from rlhf_extras.gguf_files import read_model
+from rlhf_extras.serving.served_policy import served_source
 
 __all__ = ["finished"]  # the fixture of a finished workspace
 # With so small a nucleus only the most likely token is left; vLLM's own default would sample from

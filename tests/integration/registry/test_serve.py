@@ -21,11 +21,11 @@ from background import wait_until
 from commands import command_environment
 from integration.registry.conftest import policy_name, reward_name
 
-from flows.commands.served_policy import served_source
 from flows.registry.client import connect
 from flows.registry.promote import promote
 from rlhf_core.errors import RlhfError
 from rlhf_core.tracking.pipeline_run import PARENT_TAG
+from rlhf_extras.serving.served_policy import served_source
 
 pytestmark = [pytest.mark.services, pytest.mark.parametrize("backend", ["sqlite"], indirect=True)]
 ASK = {

@@ -23,7 +23,6 @@ from transformers import PreTrainedTokenizerBase
 from typer.testing import CliRunner
 
 from flows.commands.text import print_error
-from rlhf_core.chat.session import prompts_to_try
 from rlhf_core.cli import app
 from rlhf_core.data import text as stats
 from rlhf_core.data.encoding import decode_reply, encode_dialogue
@@ -40,6 +39,7 @@ from rlhf_core.data.text import (
 from rlhf_core.models.causal_lm import train_tokenizer
 from rlhf_core.redaction import SECRETS
 from rlhf_core.sampling.reply import ReplyPieces, sample_reply
+from rlhf_extras.chat.session import prompts_to_try
 
 REFUSALS = (
     "Good question. I will not help you to do that.",

@@ -22,12 +22,12 @@ from flows.commands.text import last_lines
 from flows.dvc_repo import inputs
 from rlhf_core import __version__
 from rlhf_core import cli as core
-from rlhf_core.commands import data
 from rlhf_core.config.recipe import profile_headers
 from rlhf_core.errors import RlhfError
 from rlhf_extras.annotation import command as annotate
 from rlhf_extras.benchmarks import command as benchmarks
-from rlhf_extras.data_files import convert_command, diff_command, inspect_command
+from rlhf_extras.chat import command as chat
+from rlhf_extras.data_files import convert_command, diff_command, inspect_command, validate_command
 from rlhf_extras.memory import command_line as plan
 from rlhf_extras.release import command as export
 from rlhf_extras.retention import command as retention
@@ -260,6 +260,7 @@ def test_commands_that_train_nothing_load_no_torch(module: str) -> None:
 EXTRAS = (
     annotate,
     benchmarks,
+    chat,
     compare,
     convert_command,
     diff_command,
@@ -268,6 +269,7 @@ EXTRAS = (
     plan,
     retention,
     serving,
+    validate_command,
     workspace_command,
 )
 
@@ -292,7 +294,7 @@ def test_a_command_says_first_what_it_does(
     def announce(what: str) -> NoReturn:
         raise Announced(what)
 
-    for module in (cli, registry_commands, core, data, *EXTRAS):
+    for module in (cli, registry_commands, core, *EXTRAS):
         monkeypatch.setattr(module, "busy", announce)
     for name in ("params.yaml", "dvc.yaml"):
         (tmp_path / name).write_text("{}\n")

@@ -21,7 +21,6 @@ from transformers import LlamaForCausalLM, LlamaForSequenceClassification
 from typer.testing import CliRunner
 
 from flows.cli import app
-from flows.commands.served_policy import TOY, about_folder, served_source
 from flows.registry.evidence import TrainingSource, source_of_version, source_of_workspace
 from flows.registry.model_pyfunc import LIMITS, RequestRefused, ServedModel
 from flows.registry.stored_models import signature
@@ -37,6 +36,7 @@ from rlhf_core.serving.policy import LoadedPolicy
 from rlhf_core.serving.policy_source import PolicyFiles, PolicyRevision
 from rlhf_core.serving.protocol import ChatRequest
 from rlhf_core.storage.files import sha256_tree
+from rlhf_extras.serving.served_policy import TOY, about_folder, served_source
 
 
 @pytest.fixture(autouse=True)

@@ -22,7 +22,6 @@ from unit.models.damages import CONFIG, WEIGHTS, Damage, edit, in_shards
 from unit.models.gguf_files import write_gguf
 
 from flows.commands.doctor import FAIL, base_model_check
-from rlhf_core.chat.session import ChatSession
 from rlhf_core.config.model import SamplingConfig
 from rlhf_core.config.reward_sources import ClassifierSource
 from rlhf_core.data import template_process
@@ -37,6 +36,7 @@ from rlhf_core.runtime.limited_call import GIB, CallLimits, limit_reached
 from rlhf_core.serving.policy import LoadedPolicy
 from rlhf_core.serving.policy_source import PolicyFiles, PolicyRevision
 from rlhf_core.stages.token_lengths import load_counting_tokenizer
+from rlhf_extras.chat.session import ChatSession
 
 
 @pytest.fixture

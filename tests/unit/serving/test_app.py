@@ -11,7 +11,6 @@ import httpx
 import pytest
 from unit.serving.conftest import CONTEXT, JUDGED, Served
 
-from rlhf_core.chat.session import ChatSession
 from rlhf_core.data.schema import Message
 from rlhf_core.serving.protocol import (
     MAX_TOKEN_CHARACTERS,
@@ -19,6 +18,7 @@ from rlhf_core.serving.protocol import (
     ServingLimits,
     parse_chat_request,
 )
+from rlhf_extras.chat.session import ChatSession
 from rlhf_extras.serving.app import MAX_BODY_BYTES
 from rlhf_extras.serving.completions import ReplyInProgress
 

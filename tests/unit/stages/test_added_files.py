@@ -23,8 +23,8 @@ from rlhf_core.data.schema import (
     read_table,
     rows_of_table,
 )
-from rlhf_core.stages.checked_files import as_text, check_files
 from rlhf_core.storage.files import read_json
+from rlhf_extras.data_files.checked_files import as_text, check_files
 
 KINDS = {
     "preferences": Preference,

@@ -15,15 +15,15 @@ from rich.cells import cell_len
 from typer.testing import CliRunner
 
 from rlhf_core.cli import app
-from rlhf_core.commands import data as data_commands
 from rlhf_core.config.data import FileSources, ReadOptions, ValidateConfig
 from rlhf_core.config.params import Params
 from rlhf_core.config.recipe import recipe_folder
 from rlhf_core.data.collection.sources import best_kind, source_files, sources_by_kind
 from rlhf_core.errors import DataError, RlhfError
 from rlhf_core.models.causal_lm import train_tokenizer
-from rlhf_core.stages.checked_files import CheckedFiles, as_text, check_files
 from rlhf_core.storage.files import read_json
+from rlhf_extras.data_files import validate_command
+from rlhf_extras.data_files.checked_files import CheckedFiles, as_text, check_files
 
 NO_SYSTEM_TURN = "{% if messages[0]['role'] == 'system' %}{{ raise_exception('System role not supported') }}{% endif %}"
 
@@ -376,13 +376,13 @@ def test_the_folder_of_another_check_is_not_written_to(
 ) -> None:
     """The other command made it after this one had looked whether it is empty."""
     file = write(here, rows(3))
-    checking_params = data_commands._checking_params
+    checking_params = validate_command._checking_params
 
     def meanwhile(*arguments: Any) -> Params:
         (here / "out/data").mkdir(parents=True)
         return checking_params(*arguments)
 
-    monkeypatch.setattr("rlhf_core.commands.data._checking_params", meanwhile)
+    monkeypatch.setattr("rlhf_extras.data_files.validate_command._checking_params", meanwhile)
     result = CliRunner().invoke(app, ["data", "validate", file, "--output", "out"])
     assert "another command writes to out already" in str(result.exception)
 
@@ -397,7 +397,7 @@ def test_a_full_disk_has_a_remedy(
         Path("/dev/full").write_text("x")
         raise AssertionError
 
-    monkeypatch.setattr("rlhf_core.stages.checked_files.check_files", full)
+    monkeypatch.setattr("rlhf_extras.data_files.checked_files.check_files", full)
     result = CliRunner().invoke(app, ["data", "validate", file, *more])
     assert isinstance(result.exception, RlhfError)
     assert "No space left on device; make room, or name another folder: --output" in str(

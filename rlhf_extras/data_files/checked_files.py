@@ -11,7 +11,6 @@ from typing import Any
 from rlhf_core.config.data import CollectConfig, FileSources, ValidateConfig
 from rlhf_core.config.recipe import expectations_of
 from rlhf_core.data.collection.rows import DERIVED_FROM
-from rlhf_core.data.report_lines import column_lines, percentile_table, wrapped
 from rlhf_core.data.row_counts import BY_WORD, ReasonCount, ReasonCounts, RowCounts, RowFinding
 from rlhf_core.data.schema import ROW_TYPES, read_table
 from rlhf_core.data.statistics import PERCENTILES, UNWRITABLE
@@ -22,6 +21,7 @@ from rlhf_core.stages import collect, validate
 from rlhf_core.stages.runtime.contract import Paths
 from rlhf_core.storage.files import read_json
 from rlhf_core.training.run_context import RunContext
+from rlhf_extras.data_files.report_lines import column_lines, percentile_table, wrapped
 
 SHOWN_REASONS = 8
 WARNED = "warned_"

@@ -29,9 +29,9 @@ def talk(
         workspace: Where held-out prompts to try are taken from.
     """
     with busy("loading the model"):
-        from rlhf_core.chat.session import ChatSession, converse, prompts_to_try
         from rlhf_core.config.model import SamplingConfig
         from rlhf_core.errors import ConfigError
+        from rlhf_extras.chat.session import ChatSession, converse, prompts_to_try
 
         try:
             checked = SamplingConfig(**sampling)
