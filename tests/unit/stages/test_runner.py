@@ -18,6 +18,7 @@ from typing import Any, NoReturn
 
 import pyarrow as pa
 import pytest
+from clean_files import write_rows
 from small_disk import small_disk
 from sqlalchemy import create_engine, text
 from transformers import LlamaConfig, LlamaForCausalLM
@@ -25,7 +26,7 @@ from unit.training.tiny import demonstrations
 
 from rlhf_core.config.operations import ComputeConfig
 from rlhf_core.config.policy import Method
-from rlhf_core.data.schema import Demonstration, read_rows, write_rows
+from rlhf_core.data.schema import Demonstration, read_rows
 from rlhf_core.data.tables import TableWriter, parquet_footer, reads_noted
 from rlhf_core.data.token_tables import read_tokens
 from rlhf_core.errors import EXIT_USER_ERROR, ConfigError, RlhfError
