@@ -267,7 +267,7 @@ def named_parameters(stage: Stage[Any], config: StageConfig) -> dict[str, Any]:
     return named
 
 
-# What a run does with a file of rows, by the file's name: MLflow's context of a dataset.
+# MLflow's context of a dataset, by the name of its file.
 CONTEXTS = {"train": "training", "validation": "validation", "test": "test", "data": "raw"}
 
 
