@@ -208,6 +208,7 @@ def validate(
         from rlhf_core import forecast
         from rlhf_core.data.collection.sources import sources_by_kind
         from rlhf_core.stages.checked_files import as_text, check_files, collected_from
+        from rlhf_core.stages.pair_supply import forecast_of_workspace
 
         sources = sources_by_kind(files, Path.cwd(), options, kind)
         folder = output or scratch
@@ -224,8 +225,8 @@ def validate(
                 f"cannot write to {folder}: {error}; make room, or name another folder: {remedy}"
             ) from error
         collect = collected_from(sources, params.seed)
-        found = forecast.forecast_of_workspace(
-            folder, params.model_copy(update={"collect": collect}), Path.cwd()
+        found = forecast_of_workspace(
+            folder, params.model_copy(update={"collect": collect}), Path.cwd(), root
         )
         hours = None
         if probe and found is not None:

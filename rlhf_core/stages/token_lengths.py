@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -19,6 +20,8 @@ if TYPE_CHECKING:
 
 WANTED = "give a model's folder, a .gguf file or a hub id"
 HUB_PREFIX = "hub:"  # of data sets
+BASE = Path("models") / "base"
+TOKENIZER_CONFIG = "tokenizer_config.json"
 
 
 def load_counting_tokenizer(source: str, base: Path) -> PreTrainedTokenizerBase:
@@ -110,23 +113,44 @@ def _load_from_hub(source: str) -> PreTrainedTokenizerBase:
         raise ModelError(f"the tokenizer {source} {where}; {WANTED}") from error
 
 
-def local_token_limits(workspace: Path) -> TokenLimits | None:
-    """Return tokenizer and limits of a workspace; None where it has no folder with a tokenizer.
+def local_starting_model(params: Params, base: Path) -> str | None:
+    """Return where the starting model is on this machine; nothing is fetched.
 
-    That is ``base.source``, else models/base. Nothing is downloaded. A tokenizer made from nothing
-    depends on the data, so that other data would change it.
+    Args:
+        base: The folder that relative paths start at.
+
+    Returns:
+        Its folder or file as settings name it, or the folder of a hub id in the cache. None where
+        it is not here, or is made from nothing.
+    """
+    source = params.base.source
+    if not is_pretrained(source):
+        return None
+    if (base / Path(os.path.expanduser(source))).exists():
+        return source
+    from huggingface_hub import try_to_load_from_cache
+
+    with suppress(ValueError):  # it is no hub id
+        file = try_to_load_from_cache(source, TOKENIZER_CONFIG, revision=params.base.revision)
+        if isinstance(file, str):
+            return str(Path(file).parent)
+    return None
+
+
+def local_token_limits(workspace: Path) -> TokenLimits | None:
+    """Return tokenizer and limits of a workspace; None where it has no model with a tokenizer.
+
+    That is the starting model where it is on this machine, else models/base. Nothing is downloaded.
+    A tokenizer made from nothing depends on the data, so that other data would change it.
 
     Raises:
         RlhfError: params.yaml is wrong, or the model folder is incomplete.
     """
     params = load_params(workspace)
-    source = Path(os.path.expanduser(params.base.source))
-    if not is_pretrained(params.base.source) or not (workspace / source).is_dir():
-        source = Path("models") / "base"
-    folder = workspace / source
-    if not folder.is_dir():
-        return None
-    return token_limits(params, str(source), workspace)
+    source = local_starting_model(params, workspace)
+    if source is None and (workspace / BASE).is_dir():
+        source = str(BASE)
+    return None if source is None else token_limits(params, source, workspace)
 
 
 def token_limits(params: Params, source: str, base: Path) -> TokenLimits:
