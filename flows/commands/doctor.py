@@ -434,7 +434,7 @@ def pair_checks(workspace: Path, params: Params) -> Iterator[DoctorCheck]:
         remedy = "`rlhf plan` prints the whole forecast"
         if found.refusal:
             yield DoctorCheck(FAIL, "pairs", found.conclusion, remedy)
-        elif found.weak:
+        elif found.short or found.weak:
             yield DoctorCheck(WARN, "pairs", found.conclusion, remedy)
         else:
             yield DoctorCheck(OK, "pairs", found.conclusion)

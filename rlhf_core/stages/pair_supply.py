@@ -24,7 +24,7 @@ from rlhf_core.data.collection.raw_folder import read_raw
 from rlhf_core.data.collection.sources import SourceFile, annotation_sources, source_files
 from rlhf_core.data.dataset import data_metrics, write_clean
 from rlhf_core.data.pair_counts import READERS, PairLengths, estimated_differences
-from rlhf_core.data.schema import PairUser, Preference, read_kind, read_rows
+from rlhf_core.data.schema import ROW_TYPES, PairUser, Preference, read_kind, read_rows
 from rlhf_core.data.token_folder import TOKENS
 from rlhf_core.data.token_tables import read_tokens
 from rlhf_core.data.validation.set_rules import SET_RULES, apply_set_rules, check_set
@@ -178,13 +178,20 @@ def forecast_of_files(
             clean = folder / "clean"
             statistics = write_clean(clean, validated.clean, checks.seed, split)
             metrics = data_metrics(validated, statistics)
-            conditions = validate.gate_conditions(checks) + validate.rule_conditions(validated)
+            # What other files give, the stage checks.
+            kinds = [Preference.KIND]
+            kinds += [kind for kind in ROW_TYPES if not params.collect.files.of(kind)]
+            conditions = validate.gate_conditions(checks, kinds)
+            conditions += validate.rule_conditions(validated)
             decision = decide("data", conditions, metrics)
             lengths = clean_pairs(clean, params, PairTokens.here(params, models or base))
             are_all = not validated.kinds["preferences"].cut
     except DataError:
         return None
-    data_gate = "" if decision.passed else validate.failure_of(decision, metrics)
+    data_gate = ""
+    if not decision.passed:
+        failure = validate.failure_of(decision, metrics)
+        data_gate = f"{failure}; `rlhf data validate` says which rows are refused"
     return forecast(lengths, params, data_gate, are_all=are_all)
 
 

@@ -101,7 +101,10 @@ def run(
         if not decision.passed:
             # Clean data of an earlier run must not be mistaken for this one's.
             shutil.rmtree(outputs.clean, ignore_errors=True)
-            raise GateFailed(failure_of(decision, metrics))
+            raise GateFailed(
+                f"{failure_of(decision, metrics)}. Reasons by row are in data/quarantine.parquet and data/docs, all "
+                "conditions in gates/data.json; correct or add data, or change the limits in section validate"
+            )
     return metrics
 
 
@@ -202,7 +205,7 @@ def rule_conditions(validated: Validated) -> list[Condition]:
 
 
 def failure_of(decision: GateDecision, metrics: dict[str, Numbers | float]) -> str:
-    """Say in one line which conditions failed, mostly why, and where to look."""
+    """Say in one line which conditions of the data gate failed, and mostly why."""
     failed = [condition for condition in decision.conditions if not condition.passed]
     parts = []
     for condition in failed[:4]:
@@ -218,7 +221,4 @@ def failure_of(decision: GateDecision, metrics: dict[str, Numbers | float]) -> s
                 reason = f"most often check {rule}: {broken[worst]:.0f} rows"
             parts[-1] += f" ({reason})"
     more = f" and {len(failed) - 4} more" if len(failed) > 4 else ""
-    return (
-        f"the data gate failed: {'; '.join(parts)}{more}. Reasons by row are in data/quarantine.parquet and data/docs, "
-        "all conditions in gates/data.json; correct or add data, or change the limits in section validate"
-    )
+    return f"the data gate failed: {'; '.join(parts)}{more}"

@@ -152,7 +152,7 @@ def test_init_refuses_60_pairs_with_the_number_that_would_do(
     write(tmp_path, 60)
     with pytest.raises(
         RlhfError,
-        match=r"60 pairs do not suffice: .*; about \d+ more pairs would do; nothing was made",
+        match=r"60 pairs do not suffice: .*; about [\d,]+ more pairs would do; nothing was made",
     ):
         CliRunner().invoke(app, ["init", "run", "--data", "pairs.jsonl"], catch_exceptions=False)
     assert not (tmp_path / "run").exists()
