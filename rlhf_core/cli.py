@@ -165,7 +165,7 @@ def check_pairs(workspace: WorkspaceOption = None) -> None:
     from rlhf_core.stages.runtime.runner import workspace_root
 
     root = workspace_root(workspace)
-    from rlhf_core.stages.reward import require_pairs
+    from rlhf_core.stages.pair_supply import require_pairs
 
     require_pairs(root)
 

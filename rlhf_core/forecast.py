@@ -1,8 +1,8 @@
 """What preference pairs are enough for, before anything is trained.
 
-``rlhf init``, ``rlhf doctor``, ``rlhf plan`` and ``rlhf data validate`` say it of files or clean
-data, with lengths in characters; the check before SFT says it of the tokens that reward models are
-trained on.
+The check before SFT refuses what this finds short, and ``rlhf init``, ``rlhf doctor``, ``rlhf plan``
+and ``rlhf data validate`` say it beforehand: ``rlhf_core/stages/pair_supply.py`` reads the pairs for
+all of them.
 
 Power is the probability that a condition holds where a gain of a stated size is real. Conditions
 whose spread no number of pairs tells beforehand are left to ``rlhf gate --power``, after a first
@@ -14,30 +14,19 @@ from __future__ import annotations
 import math
 from bisect import bisect_left
 from collections.abc import Iterator, Sequence
-from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 from scipy import stats
 
-from rlhf_core.config.data import CollectConfig, SplitConfig
+from rlhf_core.config.data import SplitConfig
 from rlhf_core.config.gates import Condition
 from rlhf_core.config.params import Params
 from rlhf_core.data.clusters import wilson_bounds
-from rlhf_core.data.collection.sources import (
-    SourceFile,
-    annotation_sources,
-    source_chunks,
-    source_files,
-)
-from rlhf_core.data.pair_counts import READERS, PairLengths, ReaderCounts, SplitPairs, pair_lengths
-from rlhf_core.data.schema import Preference, read_kind
-from rlhf_core.errors import DataError
+from rlhf_core.data.pair_counts import READERS, PairLengths, ReaderCounts
 from rlhf_core.gates import describe_bound
-from rlhf_core.storage.files import read_json, sha256_file
 from rlhf_core.training.reward.evaluation import FEWEST_BALANCED_PAIRS, expected_calibration_error
 
 # The gains that the power of conditions is stated for.
@@ -45,29 +34,8 @@ RIGHT = 0.7  # a reward model that ranks this share of length-balanced pairs as 
 WINS = 0.6  # a policy that wins this share of prompts against SFT
 # Share of replies in which SFT and a policy that is no worse differ in whether they end.
 DIFFERING = 0.1
-# Of files at most so many pairs are read: with more nothing is short.
-MOST_PAIRS = 100_000
-TOKENS, CHARACTERS = "tokens", "characters"
-# Balanced by characters and by tokens, not quite the same pairs are left.
-ROOM = 1.1
 LIKELY = 0.8
 BALANCED = "_length_balanced"
-
-
-@dataclass(frozen=True)
-class Shortfall:
-    """A split with too few pairs for a stage or a condition, and what would do.
-
-    Attributes:
-        reason: What asks for how many, and how many there are.
-        pairs_that_would_do: About how many pairs there should be in all.
-        setting: Another share that would do with the same pairs, such as
-            ``validate.split.validation: 0.15``.
-    """
-
-    reason: str
-    pairs_that_would_do: int
-    setting: str = ""
 
 
 @dataclass(frozen=True)
@@ -98,38 +66,40 @@ class Forecast:
     Attributes:
         pairs: How many there are, or of how many the rest is said.
         are_all: Whether these are all pairs of the files.
-        unit: What their lengths are in: characters or tokens.
+        is_estimate: Whether lengths are estimated, since the starting model's tokenizer is not here.
         longer_preferred: Share of pairs of unequal length whose longer reply is preferred.
         counts: Pairs by reader and split, and how many can be balanced.
         split: The shares that they come from.
         adapted: Whether the test share is larger than the settings', for want of pairs.
-        shortfalls: What a stage or the reward gate would refuse.
+        short: What the data gate, a stage or the reward gate would refuse, in the order of a run.
+        data_gate: How else the data gate would fail, if it would.
+        is_refused: Whether a run would be refused for certain; an estimate may be wrong.
+        more_pairs: So many more pairs like these would do; None where no number does.
+        setting: Another share that would do with the same pairs, such as
+            ``validate.split.validation: 0.15``; empty if none does.
         powers: The power of each condition that depends on the number of pairs.
         others: How many further conditions there are.
     """
 
     pairs: int
     are_all: bool
-    unit: str
+    is_estimate: bool
     longer_preferred: float | None
     counts: ReaderCounts
     split: SplitConfig
     adapted: bool
-    shortfalls: Sequence[Shortfall]
+    short: Sequence[str]
+    data_gate: str
+    is_refused: bool
+    more_pairs: int | None
+    setting: str
     powers: Sequence[ConditionPower]
     others: int
 
     @property
     def refusal(self) -> str:
-        """Why the pairs do not suffice and what would do, in one line; empty where they do."""
-        if not self.shortfalls:
-            return ""
-        worst = max(self.shortfalls, key=lambda shortfall: shortfall.pairs_that_would_do)
-        remedy = f"about {_more(worst.pairs_that_would_do, self.pairs):,} more pairs would do"
-        settings = {shortfall.setting for shortfall in self.shortfalls}
-        if worst.setting and len(settings) == 1:
-            remedy += f", or {worst.setting}"
-        return f"{self.pairs:,} pairs do not suffice: {worst.reason}; {remedy}"
+        """Why the pairs do not suffice and what would do, in one line; empty where they may."""
+        return self.conclusion if self.is_refused else ""
 
     @property
     def weak(self) -> list[str]:
@@ -139,8 +109,19 @@ class Forecast:
     @property
     def conclusion(self) -> str:
         """What the pairs are enough for, in one line."""
-        if self.refusal:
-            return self.refusal
+        if self.short:
+            verb = "do not suffice" if self.is_refused else "may not suffice"
+            reason = self.short[0]
+            if len(self.short) > 1:
+                reason += f" (and {len(self.short) - 1} more)"
+            remedy = "more pairs like these would not do"
+            if self.more_pairs is not None:
+                remedy = f"about {self.more_pairs:,} more pairs would do"
+            if self.setting:
+                remedy += f", or {self.setting}"
+            return f"{self.pairs:,} pairs {verb}: {reason}; {remedy}"
+        if self.data_gate:
+            return self.data_gate
         text = f"{self.pairs:,} pairs suffice for every stage"
         if self.weak:
             text += f", but a real gain may well fail {', '.join(self.weak)}"
@@ -152,16 +133,20 @@ class Forecast:
 
 
 def forecast(
-    lengths: PairLengths, params: Params, unit: str = CHARACTERS, counts: ReaderCounts | None = None
+    lengths: PairLengths, params: Params, data_gate: str = "", *, are_all: bool = True
 ) -> Forecast:
     """Say what pairs are enough for under the settings of a workspace.
 
     Args:
-        counts: Pairs by reader and split where they are split already; else they are split as the
-            settings say.
+        data_gate: How the data gate would fail, if that is known.
+        are_all: Whether there are no further pairs.
     """
     split = lengths.adapted(params.validate_.split)
-    counts = counts or lengths.counts(split)
+    counts = lengths.counts(split)
+    short = list(_shortages(lengths, params))
+    is_estimate = lengths.tokens is None
+    # What a low estimate finds short, a high one may not.
+    surely_short = any(_shortages(replace(lengths, hopeful=True), params)) if short else False
     unequal = np.count_nonzero(lengths.differences)
     longer_preferred = None
     if unequal:
@@ -170,94 +155,50 @@ def forecast(
     conditions = len(params.gates.reward or ()) + len(params.gates.policy)
     return Forecast(
         pairs=len(lengths),
-        are_all=len(lengths) != MOST_PAIRS,
-        unit=unit,
+        are_all=are_all,
+        is_estimate=is_estimate,
         longer_preferred=longer_preferred,
         counts=counts,
         split=split,
         adapted=split.test != params.validate_.split.test,
-        shortfalls=list(_shortfalls(lengths, params, split, counts, unit)),
+        short=short,
+        data_gate=data_gate,
+        is_refused=surely_short or bool(data_gate),
+        more_pairs=_more_pairs(lengths, params) if short else None,
+        setting=_share_that_would_do(lengths, params) if short else "",
         powers=powers,
         others=conditions - len(powers),
     )
 
 
-def clean_pairs(clean: Path, seed: int) -> PairLengths:
-    """Read all pairs of a folder of clean data, with lengths in characters.
-
-    Raises:
-        DataError: A file is missing or damaged.
-    """
-    files = []
-    for user in READERS.values():
-        files += [clean / user / "train.parquet", clean / user / "validation.parquet"]
-    files.append(clean / READERS["reward"] / "test.parquet")
-    return pair_lengths((read_kind(file, Preference) for file in files), seed)
-
-
-def pair_files(config: CollectConfig, base: Path) -> list[SourceFile]:
-    """Return the files of pairs, annotated ones among them; relative paths start at ``base``.
-
-    Raises:
-        DataError: A source matches no file.
-    """
-    annotated = annotation_sources(config.annotations, base)
-    return source_files([*config.files.preferences, *annotated], base)
-
-
-def source_pairs(config: CollectConfig, base: Path, seed: int) -> PairLengths | None:
-    """Read the pairs of local files as ``collect`` does; None where a source is elsewhere.
-
-    Raises:
-        DataError: A file is missing, or it cannot be read as pairs.
-    """
-    files = pair_files(config, base)
-    if not files or any(file.path is None for file in files):
-        return None
-    most = MOST_PAIRS if config.limit is None else min(config.limit, MOST_PAIRS)
-    rows: dict[str, tuple[str, int]] = {}
-    for file in files:
-        left = file.options.cap
-        for part in source_chunks(file, Preference.KIND):
-            for row in part.rows[:left]:
-                rows[row["id"]] = row["group"], len(row["chosen"]) - len(row["rejected"])
-            if left is not None:
-                left = max(left - len(part.rows), 0)
-            if left == 0 or len(rows) >= most:
-                break
-    kept = list(rows.values())[:most]
-    differences = np.array([difference for _, difference in kept], dtype=np.int64)
-    return PairLengths([group for group, _ in kept], differences, seed)
-
-
-def _shortfalls(
-    lengths: PairLengths, params: Params, split: SplitConfig, counts: ReaderCounts, unit: str
-) -> Iterator[Shortfall]:
+def _shortages(lengths: PairLengths, params: Params) -> Iterator[str]:
     """Yield what the data gate, a stage or the reward gate would refuse, in the order of a run."""
-    if len(lengths) < params.validate_.min_rows:
-        reason = f"validate.min_rows asks for {params.validate_.min_rows}"
-        yield Shortfall(reason, params.validate_.min_rows)
-    largest = split
-    if split.fewest_balanced:
-        largest = split.model_copy(update={"test": max(split.test, split.most_test)})
+    fewest = params.validate_.min_rows
+    if len(lengths) < fewest:
+        yield f"validate.min_rows asks for {fewest}"
+    elif lengths.prompts < fewest and not params.collect.files.prompts:
+        yield f"validate.min_rows asks for {fewest} prompts, and they have {lengths.prompts}"
+    counts = lengths.counts(lengths.adapted(params.validate_.split))
     for reader, splits in counts.items():
+        config = getattr(params, reader)
         for name, found in splits.items():
             if name == "test" and reader != "reward":
                 continue  # the test pairs are common
             if not found.pairs:
-                reason = f"the {reader} model has no {name} pair"
-                # So many on average that hardly any hash leaves none.
-                yield Shortfall(reason, math.ceil(5 / _share(reader, name, largest)))
-            config = getattr(params, reader)
+                lost = ""
+                if found.dropped:
+                    lost = (
+                        f", for all {found.dropped} exceed {reader}.max_tokens {config.max_tokens} "
+                        "or have equal replies"
+                    )
+                yield f"the {reader} model has no {name} pair{lost}"
             fewest = config.batch.min_pairs
             usable = found.balanced + found.equal
             if name == "train" and config.length_balance == "sampling" and usable < fewest:
-                reason = (
+                yield (
                     f"{reader}.length_balance: sampling leaves {usable} of {found.pairs} training pairs, "
                     f"fewer than the {fewest} of a batch ({reader}.batch.min_pairs)"
                 )
-                now, later = (_share(reader, name, shares) for shares in (split, largest))
-                yield Shortfall(reason, _total(lengths, found, fewest, now, later))
     if params.gates.mode != "enforce":
         return
     asked: dict[tuple[str, str], str] = {}
@@ -268,16 +209,10 @@ def _shortfalls(
     for (reader, name), metric in asked.items():
         found = counts[reader][name]
         if found.balanced < FEWEST_BALANCED_PAIRS:
-            reason = (
+            yield (
                 f"the reward gate asks for {metric}, but {found.pairs} {name} pairs leave {found.balanced} when "
                 f"lengths are balanced, and {FEWEST_BALANCED_PAIRS} are needed"
             )
-            needed = FEWEST_BALANCED_PAIRS
-            if name == "test":  # whose share grows only where so many can be balanced
-                needed = max(needed, split.fewest_balanced)
-            now, later = (_share(reader, name, shares) for shares in (split, largest))
-            total = _total(lengths, found, needed, now, later)
-            yield Shortfall(reason, total, _share_that_would_do(lengths, split, reader, name, unit))
 
 
 def _measured(condition: Condition) -> tuple[str, str, str]:
@@ -289,68 +224,56 @@ def _measured(condition: Condition) -> tuple[str, str, str]:
     return reader, "validation", metric
 
 
-def _share(reader: str, split: str, config: SplitConfig) -> float:
-    """Return the share of all pairs that one split of a reader gets on average."""
-    if split == "test":
-        return config.test
-    of_reader = {
-        "judge": config.judge,
-        "referee": (1 - config.judge) * config.referee,
-        "reward": (1 - config.judge) * (1 - config.referee),
-    }
-    of_split = {
-        "validation": config.validation,
-        "train": 1 - config.validation - config.test,
-    }
-    return of_reader[reader] * of_split[split]
+# With pairs like these, drawn so many times, nothing may be short: how many of further pairs fall
+# into a split is chance, and what few pairs show of the rest is uncertain.
+DRAWS_OF_PAIRS = 30
+MOST_TIMES = 64  # more pairs than so many times those at hand are not sought
 
 
-FEW = 20  # of fewer pairs left, the share of all pairs says more than their number
-
-
-def _total(lengths: PairLengths, found: SplitPairs, needed: int, now: float, later: float) -> int:
-    """Return about how many pairs in all would leave ``needed`` balanced ones in a split.
-
-    Args:
-        now: The share of all pairs that is in the split.
-        later: The share that could be.
-    """
-    # Rather too many than a refusal that comes again: how many of further pairs fall into the split
-    # is chance.
-    if found.balanced >= FEW:
-        likely = min(found.balanced * later / now, needed - 1)
-        room = math.sqrt(max(needed - likely, 1.0))
-        return math.ceil(len(lengths) * (needed + room) / likely)
-    count = max(len(lengths), 1)
-    rate = max(lengths.balanced, 1) / count
-    # Of few pairs the rate is uncertain too, and a split is balanced in strata of its own.
-    rate = max(rate - math.sqrt(rate * (1 - rate) / count), 1 / count)
-    return math.ceil((needed + 2 * math.sqrt(needed) + 2) / (rate * later))
-
-
-def _more(total: int, pairs: int) -> int:
-    """Return how many pairs are missing, as a round number."""
-    missing = max(total - pairs, 1)
+def _more_pairs(lengths: PairLengths, params: Params) -> int | None:
+    """Return how many more pairs like these would do, as a round number; None if none would."""
+    if not len(lengths):
+        return params.validate_.min_rows
+    few, enough = len(lengths), 2 * len(lengths)
+    while not _would_do(lengths, params, enough):
+        if enough >= MOST_TIMES * len(lengths):
+            return None
+        few, enough = enough, 2 * enough
+    while enough - few > max(enough // 20, 5):
+        between = (few + enough) // 2
+        if _would_do(lengths, params, between):
+            enough = between
+        else:
+            few = between
+    missing = enough - len(lengths)
     step: int = 10 ** max(math.floor(math.log10(missing)) - 1, 0)
     if missing >= 100:
         step *= 5
     return math.ceil(missing / step) * step
 
 
-def _share_that_would_do(
-    lengths: PairLengths, config: SplitConfig, reader: str, split: str, unit: str
-) -> str:
-    """Return the smallest share, in steps of .05, that leaves enough pairs; empty if none does."""
-    needed = FEWEST_BALANCED_PAIRS * (ROOM if unit == CHARACTERS else 1.0)
-    for hundredths in range(5, 50, 5):
-        share = hundredths / 100
-        if share <= getattr(config, split):
-            continue
-        tried = config.model_copy(update={split: share})
-        if tried.test + tried.validation >= 0.6:
-            continue
-        if lengths.counts(tried)[reader][split].balanced >= needed:
-            return f"validate.split.{split}: {share:g}"
+def _would_do(lengths: PairLengths, params: Params, total: int) -> bool:
+    for draw in range(DRAWS_OF_PAIRS):
+        generator = np.random.Generator(np.random.Philox(key=[draw, total]))
+        if any(_shortages(lengths.grown(total, generator), params)):
+            return False
+    return True
+
+
+def _share_that_would_do(lengths: PairLengths, params: Params) -> str:
+    """Return the smallest share, in steps of .05, by which nothing is short; empty if none is."""
+    checks = params.validate_
+    for name in ("validation", "test"):
+        for hundredths in range(5, 50, 5):
+            share = hundredths / 100
+            if share <= getattr(lengths.adapted(checks.split), name):
+                continue
+            split = checks.split.model_copy(update={name: share})
+            if split.test + split.validation >= 0.6:
+                continue
+            changed = checks.model_copy(update={"split": split})
+            if not any(_shortages(lengths, params.model_copy(update={"validate_": changed}))):
+                return f"validate.split.{name}: {share:g}"
     return ""
 
 
@@ -430,9 +353,12 @@ def as_text(found: Forecast) -> str:
     opening = f"forecast for {'' if found.are_all else 'the first '}{found.pairs:,} pairs"
     if found.longer_preferred is not None:
         opening += f"; the longer reply is preferred in {found.longer_preferred:.0%}"
+    unit = "in tokens of the starting model"
+    if found.is_estimate:
+        unit = "an estimate: without the starting model's tokenizer, by characters and words"
     lines = [
         opening,
-        f"  pairs of each model, and in brackets those left when lengths (in {found.unit}) are balanced:",
+        f"  pairs of each model, and in brackets those left when lengths are balanced ({unit}):",
         f"  {'':<9}{'train':>18}{'validation':>18}{'test, common':>18}",
     ]
     for reader, splits in found.counts.items():
@@ -445,7 +371,7 @@ def as_text(found: Forecast) -> str:
         lines.append(
             f"  so few pairs need a larger test share: {found.split.test:g} (validate.split.fewest_balanced)"
         )
-    if found.shortfalls:
+    if found.short or found.data_gate:
         return "\n".join([*lines, f"  {found.conclusion}"])
     lines.append(
         f"  in how many of 100 cases a condition holds if the reward model is right in {RIGHT:.0%} of pairs and the "
@@ -467,54 +393,3 @@ def seed_of(params: Params) -> int:
     """Return the seed that rows are split by: the section's own, else that of the whole file."""
     checks = params.validate_
     return checks.seed if "seed" in checks.model_fields_set else params.seed
-
-
-def forecast_of_files(base: Path, params: Params) -> Forecast | None:
-    """Forecast for the files that settings name; relative paths start at ``base``.
-
-    Returns:
-        None where no pairs are named, as for the synthetic world, or where they cannot be read
-        here: they are elsewhere, or still missing.
-    """
-    if params.collect.source == "world" or not params.collect.files.preferences:
-        return None
-    try:
-        lengths = source_pairs(params.collect, base, seed_of(params))
-    except DataError:
-        return None
-    return None if lengths is None else forecast(lengths, params)
-
-
-def forecast_of_workspace(
-    workspace: Path, params: Params, base: Path | None = None
-) -> Forecast | None:
-    """Forecast for the clean data of a workspace, or for its files where these have changed.
-
-    Args:
-        base: The folder that relative paths of files start at; by default the workspace.
-
-    Returns:
-        None where no pairs are named, or they cannot be read here.
-    """
-    base = base or workspace
-    if params.collect.source == "files" and params.collect.files.preferences:
-        with suppress(DataError):
-            if _is_collected(workspace, params.collect, base):
-                return forecast(clean_pairs(workspace / "data" / "clean", seed_of(params)), params)
-    return forecast_of_files(base, params)
-
-
-def _is_collected(workspace: Path, config: CollectConfig, base: Path) -> bool:
-    """Return whether collected data is of the files as they are now.
-
-    What is elsewhere is taken to be unchanged.
-    """
-    manifest = read_json(workspace / "data" / "raw" / "manifest.json")
-    collected = {file["sha256"] for file in manifest["kinds"]["preferences"]["files"]}
-    files = pair_files(config, base)
-    here = {sha256_file(file.path) for file in files if file.path is not None}
-    if manifest["limit"] != config.limit:
-        return False
-    if all(file.path for file in files):
-        return here == collected
-    return here <= collected

@@ -13,10 +13,11 @@ import os
 import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
@@ -55,6 +56,7 @@ from rlhf_core.workload import (
 )
 from rlhf_core.world import corpus
 
+QUIET = 0.25  # cores that other processes of a quiet machine take at most
 SWITCH = "RLHF_PROBE"  # 0: nothing is tried
 SAMPLE_ROWS = 200
 # Of English text in a byte-pair vocabulary; in UTF-8 a Chinese character counts as three bytes.
@@ -76,6 +78,53 @@ Clock = Callable[[], float]
 
 
 @dataclass(frozen=True)
+class MachineLoad:
+    """What a machine did while passes were tried on it.
+
+    Attributes:
+        cores: Its cores.
+        others: How many of them other processes kept busy.
+        share: The share of the processor time that the passes asked for and got.
+    """
+
+    cores: int
+    others: float = 0.0
+    share: float = 1.0
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether the load of other processes is more than that of a quiet machine."""
+        return self.others > QUIET
+
+
+@dataclass(frozen=True)
+class ProcessorTimes:
+    """Seconds so far by the clock, of all processors and of this process."""
+
+    clock: float
+    all_processes: float
+    this_process: float
+
+    @classmethod
+    def now(cls) -> ProcessorTimes:
+        """Read them."""
+        times = psutil.cpu_times()
+        idle = times.idle + getattr(times, "iowait", 0.0)
+        # Time of guests is in that of users already.
+        counted = (
+            sum(times) - idle - getattr(times, "guest", 0.0) - getattr(times, "guest_nice", 0.0)
+        )
+        return cls(time.perf_counter(), counted, time.process_time())
+
+    def load_since(self, started: ProcessorTimes, threads: int) -> MachineLoad:
+        """Return the load since then, during which this process ran on ``threads`` threads."""
+        cores, seconds = os.cpu_count() or 1, max(self.clock - started.clock, 1e-9)
+        own = self.this_process - started.this_process
+        others = max(self.all_processes - started.all_processes - own, 0.0) / seconds
+        return MachineLoad(cores, min(others, cores), min(own / (seconds * threads), 1.0))
+
+
+@dataclass(frozen=True)
 class TimeForecast:
     """Seconds of each stage alone on this machine.
 
@@ -84,21 +133,29 @@ class TimeForecast:
         total: Of a whole run, with reward model, referee and judge side by side where settings ask
             for that.
         tried: Seconds that trying took.
+        load: What else the machine did meanwhile.
     """
 
     seconds: Mapping[str, float]
     total: float
     tried: float
+    load: MachineLoad
 
     @property
     def conclusion(self) -> str:
         """All of it in one line."""
         stages = ", ".join(f"{name} {duration(taken)}" for name, taken in self.seconds.items())
-        return f"about {duration(self.total)} on this machine: {stages}"
+        text = f"about {duration(self.total)} on this machine: {stages}"
+        if self.load.is_busy:
+            text += (
+                f"; it was busy: other processes took {self.load.others:.1f} of its {self.load.cores} "
+                f"cores, and without them it might be {duration(self.total * self.load.share)}"
+            )
+        return text
 
     def as_dict(self) -> dict[str, Any]:
         """Return all of it as JSON values."""
-        return {"seconds": dict(self.seconds), "total": self.total, "tried": self.tried}
+        return asdict(self) | {"seconds": dict(self.seconds)}
 
 
 def time_text(found: TimeForecast) -> str:
@@ -140,13 +197,15 @@ def forecast_time(
         if config is None or data is None:
             return None
         threads = torch.get_num_threads()
-        started = clock()
+        used = params.compute.threads or threads
+        started, times = clock(), ProcessorTimes.now()
         try:
-            torch.set_num_threads(params.compute.threads or threads)
+            torch.set_num_threads(used)
             machine = Machine.tried(config, params, data, clock)
         finally:
             torch.set_num_threads(threads)
-        return None if machine is None else machine.forecast(clock() - started)
+        load = ProcessorTimes.now().load_since(times, used)
+        return None if machine is None else machine.forecast(clock() - started, load)
     return None
 
 
@@ -298,7 +357,7 @@ class Machine:
             machine._try_sampling(policy, parameters, clock)
         return machine
 
-    def forecast(self, tried: float) -> TimeForecast:
+    def forecast(self, tried: float, load: MachineLoad) -> TimeForecast:
         """Multiply what was tried by the passes of each stage."""
         found = {}
         for stage in working_stages(self.params):
@@ -309,7 +368,7 @@ class Machine:
         threads = self.params.compute.threads or cores
         at_once = min(self.params.flow.parallel, max(len(paired), 1))
         beside = max(sum(paired) * max(threads / cores, 1 / at_once), *paired, 0.0)
-        return TimeForecast(found, sum(found.values()) - sum(paired) + beside, tried)
+        return TimeForecast(found, sum(found.values()) - sum(paired) + beside, tried, load)
 
     def seconds(self, work: Work) -> float:
         """Return the seconds of some passes."""

@@ -427,14 +427,14 @@ def unread_sources(workspace: Path, sources: Sequence[DataSource]) -> Iterator[D
 
 def pair_checks(workspace: Path, params: Params) -> Iterator[DoctorCheck]:
     """Check whether the pairs are enough for the reward models and their gate."""
-    from rlhf_core.forecast import forecast_of_workspace
+    from rlhf_core.stages.pair_supply import forecast_of_workspace
 
     found = forecast_of_workspace(workspace, params)
     if found is not None:
         remedy = "`rlhf plan` prints the whole forecast"
         if found.refusal:
             yield DoctorCheck(FAIL, "pairs", found.conclusion, remedy)
-        elif found.weak:
+        elif found.short or found.weak:
             yield DoctorCheck(WARN, "pairs", found.conclusion, remedy)
         else:
             yield DoctorCheck(OK, "pairs", found.conclusion)
@@ -448,8 +448,8 @@ def rank_checks(params: Params) -> Iterator[DoctorCheck]:
 
 def time_check(workspace: Path, params: Params) -> Iterator[DoctorCheck]:
     """Say how long a run takes on this machine, where that can be tried in seconds."""
-    from rlhf_core.forecast import forecast_of_workspace
     from rlhf_core.probe import forecast_time
+    from rlhf_core.stages.pair_supply import forecast_of_workspace
 
     hours = forecast_time(workspace, params, forecast_of_workspace(workspace, params))
     if hours is not None:

@@ -201,13 +201,15 @@ def forecast_of(
     Raises:
         RlhfError: A stage or the reward gate would refuse so few pairs, or a parameter is wrong.
     """
-    from rlhf_core.forecast import as_text, forecast_of_files
+    from rlhf_core.forecast import as_text
+    from rlhf_core.stages.pair_supply import forecast_of_files
 
-    text = merged_params(recipe or recipe_folder(), profile, sets, folder)
+    recipe = recipe or recipe_folder()
+    text = merged_params(recipe, profile, sets, folder)
     # The folder may not exist yet, so that paths which start there lead nowhere.
     seen_here = rebase_sources(text, folder.resolve(), Path.cwd())
     params = check_params(yaml_text.plain(yaml_text.parse(seen_here, PARAMS_FILE)))
-    found = forecast_of_files(Path.cwd(), params)
+    found = forecast_of_files(Path.cwd(), params, expectations=recipe / "expectations")
     if found is not None and found.refusal:
         raise RlhfError(f"{found.refusal}; nothing was made")
     lines = [] if found is None else [as_text(found)]

@@ -365,8 +365,9 @@ class SplitConfig(Strict):
         judge: Share of training and validation groups whose pairs only the judge sees.
         referee: Share of the others whose pairs only the referee sees; what remains is the reward
             model's.
-        fewest_balanced: Where `test` leaves fewer pairs than this when lengths are balanced, it
-            grows until it does not, or stays as it is where `most_test` is too little for that.
+        fewest_balanced: Where `test` leaves fewer pairs than this when lengths are balanced, in
+            characters or in words, it grows until it does not, or stays as it is where `most_test`
+            is too little for that.
         most_test: The largest share that `test` grows to.
     """
 

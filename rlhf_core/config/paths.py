@@ -90,7 +90,10 @@ def _rebase_file(path: str, origin: Path, target: Path) -> str:
 
 def _rebase_model(path: str, origin: Path, target: Path) -> str:
     """Return an existing folder or file as seen from ``target``; all else may be a hub id."""
-    if path.startswith("~") or os.path.isabs(path) or not (origin / path).exists():
+    # The folder may still have to be made, so that `..` in the path is not looked up.
+    if path.startswith("~") or not os.path.exists(os.path.normpath(origin / path)):
+        return path
+    if os.path.isabs(path):
         return path
     moved = os.path.relpath(origin / path, target)
     if moved.startswith("..") or moved == path:

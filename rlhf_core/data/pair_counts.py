@@ -1,14 +1,15 @@
 """Pairs of each of the three reward models by split, and how many can be balanced by length.
 
 The shares of a split decide by the hash of a prompt group alone, so counts under other shares are
-exact too.
+exact too. Lengths are in tokens of the starting model where its tokenizer is here. Else what
+characters and words tell stands for them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from functools import cached_property
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import numpy.typing as npt
@@ -17,10 +18,20 @@ import pyarrow.compute as pc
 
 from rlhf_core.config.data import SplitConfig
 from rlhf_core.data.batches import length_balanced_rows
-from rlhf_core.data.schema import SPLITS, PairUser, pair_user_of, unit_hash
+from rlhf_core.data.schema import SPLITS, PairUser, unit_hash
 
 READERS = {"reward": PairUser.REWARD, "referee": PairUser.REFEREE, "judge": PairUser.JUDGE}
 SHARE_STEP = 0.01
+# A word, an ideograph or a mark, about what a token is. Replies that differ in one word are often
+# equally long in tokens, and then neither is the longer one, though their characters differ.
+WORD = r"[\p{Han}\p{Hiragana}\p{Katakana}]|[\p{L}\p{M}\p{N}_]+|[^\s\p{L}\p{M}\p{N}_]"
+# Of pairs balanced in tokens by the lesser and by the greater of those balanced in characters and in
+# words: what lay between the 5th and the 95th percentile of samples of 150 pairs
+# (benchmarks/results/own_pairs.md).
+LEAST, MOST = 0.9, 1.5
+Places = npt.NDArray[np.float64]
+Lengths = npt.NDArray[np.int64]
+Marked = npt.NDArray[np.bool_]
 
 
 @dataclass(frozen=True)
@@ -33,18 +44,13 @@ class SplitPairs:
         pairs: How many there are.
         balanced: How many are left when lengths are balanced.
         equal: How many are of equal length.
+        dropped: How many more there would be, were they not too long or equal as tokens.
     """
 
     pairs: int
     balanced: int
     equal: int = 0
-
-    @classmethod
-    def of(cls, differences: npt.ArrayLike) -> SplitPairs:
-        """Count pairs by their length differences (N,)."""
-        lengths = np.asarray(differences)
-        balanced = len(length_balanced_rows(lengths, seed=0))
-        return cls(len(lengths), balanced, equal=int(np.count_nonzero(lengths == 0)))
+    dropped: int = 0
 
 
 # By reader and split. The test pairs are common to all readers.
@@ -56,60 +62,90 @@ class PairLengths:
     """Preference pairs by what the shares of a split and the balance of lengths look at.
 
     Attributes:
-        groups: The prompt group of each pair.
-        differences: Length of the chosen minus that of the rejected reply (N,).
-        seed: The seed of the split.
+        groups: The number of each pair's prompt group (N,).
+        places: Where each group lies between 0 and 1 for splits, for the judge and for the referee,
+            (G, 3).
+        estimates: Length of the chosen minus that of the rejected reply in characters and in words
+            (2, N).
+        tokens: The same in tokens (N,); None where there is no tokenizer.
+        dropped: By reader, which pairs it cannot use, as they are too long or equal as tokens (N,).
+        hopeful: Whether estimates are high rather than low.
     """
 
-    groups: Sequence[str]
-    differences: npt.NDArray[np.int64]
-    seed: int
+    groups: npt.NDArray[np.int64]
+    places: Places
+    estimates: Lengths
+    tokens: Lengths | None = None
+    dropped: Mapping[str, Marked] = field(default_factory=dict)
+    hopeful: bool = False
+
+    @classmethod
+    def of(
+        cls,
+        groups: Sequence[str],
+        seed: int,
+        estimates: Lengths,
+        tokens: Lengths | None = None,
+        dropped: Mapping[str, Marked] | None = None,
+    ) -> PairLengths:
+        """Make them of the name of each pair's group, which ``seed`` places in a split."""
+        numbers: dict[str, int] = {}
+        for group in groups:
+            numbers.setdefault(group, len(numbers))
+        places = np.zeros((len(numbers), 3))
+        for group, number in numbers.items():
+            # as ``schema.split_of`` and ``schema.pair_user_of`` have it
+            places[number] = [unit_hash(of, seed, group) for of in ("split", "judge", "referee")]
+        of_pairs = np.array([numbers[group] for group in groups], dtype=np.int64)
+        return cls(of_pairs, places, estimates, tokens, dropped or {})
 
     def __len__(self) -> int:
         return len(self.groups)
 
-    @cached_property
-    def _positions(self) -> npt.NDArray[np.float64]:
-        """Where each pair's group lies between 0 and 1, as ``schema.split_of`` has it."""
-        known = {group: unit_hash("split", self.seed, group) for group in set(self.groups)}
-        return np.array([known[group] for group in self.groups], dtype=np.float64)
+    @property
+    def prompts(self) -> int:
+        """How many prompt groups there are."""
+        return len(np.unique(self.groups))
 
-    @cached_property
-    def balanced(self) -> int:
-        """How many of all pairs are left when lengths are balanced."""
-        return SplitPairs.of(self.differences).balanced
+    @property
+    def differences(self) -> Lengths:
+        """Length of the chosen minus that of the rejected reply, in tokens or words (N,)."""
+        return self.estimates[1] if self.tokens is None else self.tokens
 
-    def in_split(self, split: str, config: SplitConfig) -> npt.NDArray[np.bool_]:
+    def in_split(self, split: str, config: SplitConfig) -> Marked:
         """Return which pairs are in a split."""
-        is_test = self._positions < config.test
-        is_held_out = self._positions < config.test + config.validation
+        position = self.places[self.groups, 0]
+        is_test = position < config.test
+        is_held_out = position < config.test + config.validation
         return {"test": is_test, "validation": is_held_out & ~is_test, "train": ~is_held_out}[split]
 
     def counts(self, config: SplitConfig) -> ReaderCounts:
         """Count the pairs of every reader and split under the shares of ``config``."""
-        known = {group: pair_user_of(group, self.seed, config) for group in set(self.groups)}
-        users = np.array([known[group] for group in self.groups], dtype=object)
+        of_judge = self.places[self.groups, 1] < config.judge
+        of_referee = ~of_judge & (self.places[self.groups, 2] < config.referee)
+        users = {"judge": of_judge, "referee": of_referee, "reward": ~of_judge & ~of_referee}
         counts: dict[str, dict[str, SplitPairs]] = {}
-        for reader, user in READERS.items():
+        for reader in READERS:
             counts[reader] = {}
             for split in SPLITS:
                 here = self.in_split(split, config)
                 if split != "test":
-                    here = here & (users == user)
-                counts[reader][split] = SplitPairs.of(self.differences[here])
+                    here = here & users[reader]
+                dropped = self.dropped.get(reader, np.zeros(len(self), dtype=bool))
+                counts[reader][split] = self._counted(here & ~dropped, here & dropped)
         return counts
 
     def test_prompts(self, config: SplitConfig) -> int:
         """Count the different prompt groups among the test pairs."""
-        here = self.in_split("test", config)
-        return len({group for group, is_test in zip(self.groups, here, strict=True) if is_test})
+        return len(np.unique(self.groups[self.in_split("test", config)]))
 
     def adapted(self, config: SplitConfig) -> SplitConfig:
         """Return the shares with the smallest test share that leaves ``fewest_balanced`` pairs.
 
-        Where none does, the shares stay: a larger share would take pairs from training for nothing.
-        As data that suffice grow further, the share falls back to what is set, so that no training
-        group becomes a test group.
+        They are left in characters and in words, so that stage validate needs no tokenizer. Where
+        no share leaves so many, the shares stay: a larger one would take pairs from training for
+        nothing. As data that suffice grow further, the share falls back to what is set, so that no
+        training group becomes a test group.
         """
         test = config.test
         while self._balanced_test(test, config) < config.fewest_balanced:
@@ -118,18 +154,67 @@ class PairLengths:
             test = min(round(test + SHARE_STEP, 4), config.most_test)
         return config.model_copy(update={"test": test})
 
+    def grown(self, total: int, generator: np.random.Generator) -> PairLengths:
+        """Return these pairs and further ones like them, ``total`` in all.
+
+        Whole prompt groups are drawn again, with replacement, as other groups.
+        """
+        if total <= len(self):
+            return self
+        sizes = np.bincount(self.groups, minlength=len(self.places))
+        drawn = np.zeros(0, dtype=np.int64)
+        missing = total - len(self)
+        while sizes[drawn].sum() < missing:
+            drawn = np.concatenate([drawn, generator.integers(0, len(sizes), missing)])
+        drawn = drawn[: np.searchsorted(np.cumsum(sizes[drawn]), missing) + 1]
+        order = np.argsort(self.groups, kind="stable")
+        starts = np.cumsum(sizes) - sizes
+        rows = [order[starts[group] : starts[group] + sizes[group]] for group in drawn.tolist()]
+        added = np.concatenate(rows)[:missing]
+        new = np.repeat(np.arange(len(drawn)), sizes[drawn])[:missing]
+        kept = np.concatenate([np.arange(len(self)), added])
+        places = np.concatenate([self.places, generator.random((len(drawn), 3))])
+        return replace(
+            self,
+            groups=np.concatenate([self.groups, len(self.places) + new]),
+            places=places,
+            estimates=self.estimates[:, kept],
+            tokens=None if self.tokens is None else self.tokens[kept],
+            dropped={reader: marked[kept] for reader, marked in self.dropped.items()},
+        )
+
+    def _counted(self, here: Marked, dropped: Marked) -> SplitPairs:
+        pairs, lost = int(here.sum()), int(dropped.sum())
+        if self.tokens is not None:
+            of_tokens = self.tokens[here]
+            equal = int(np.count_nonzero(of_tokens == 0))
+            return SplitPairs(pairs, balanced_count(of_tokens), equal, lost)
+        characters, words = (balanced_count(lengths[here]) for lengths in self.estimates)
+        equal = int(np.count_nonzero((self.estimates[:, here] == 0).all(axis=0)))
+        if self.hopeful:
+            return SplitPairs(pairs, min(math.ceil(MOST * max(characters, words)), pairs), equal)
+        return SplitPairs(pairs, math.floor(LEAST * min(characters, words)), equal)
+
     def _balanced_test(self, share: float, config: SplitConfig) -> int:
         here = self.in_split("test", config.model_copy(update={"test": share}))
-        return SplitPairs.of(self.differences[here]).balanced
+        return min(balanced_count(lengths[here]) for lengths in self.estimates)
 
 
-def pair_lengths(parts: Iterable[pa.Table], seed: int) -> PairLengths:
-    """Read pairs from tables with ``group``, ``chosen`` and ``rejected``; lengths are characters."""
-    groups: list[str] = []
-    differences = [np.zeros(0, np.int64)]
-    for table in parts:
-        groups += table.column("group").to_pylist()
-        chosen = pc.utf8_length(table.column("chosen")).to_numpy()
-        rejected = pc.utf8_length(table.column("rejected")).to_numpy()
-        differences.append(chosen.astype(np.int64) - rejected.astype(np.int64))
-    return PairLengths(groups, np.concatenate(differences), seed)
+def balanced_count(differences: npt.ArrayLike) -> int:
+    """Return how many of some pairs are left when lengths are balanced, by their differences (N,)."""
+    return len(length_balanced_rows(differences, seed=0))
+
+
+def estimated_differences(table: pa.Table) -> Lengths:
+    """Return by how many characters and words ``chosen`` is longer than ``rejected``, (2, N)."""
+    rows = []
+    for count in (pc.utf8_length, _words):
+        chosen, rejected = (
+            count(table.column(name)).to_numpy().astype(np.int64) for name in ("chosen", "rejected")
+        )
+        rows.append(chosen - rejected)
+    return np.stack(rows)
+
+
+def _words(texts: pa.ChunkedArray) -> pa.ChunkedArray:
+    return pc.count_substring_regex(texts, WORD)

@@ -69,7 +69,8 @@ REMEDIES: dict[str, tuple[Remedy, ...]] = {
         ),
         Remedy(
             MODELS + r"\w*accuracy\w*",
-            "add pairs or correct their labels; else raise {stage}.steps, or start from a larger base",
+            "where its margin_mean is near 0 too, it has hardly moved from where it began: raise {stage}.optimizer.lr or "
+            "{stage}.steps; else add pairs or correct their labels, or start from a larger base",
             "docs/your-data.md",
         ),
         Remedy(
@@ -78,7 +79,7 @@ REMEDIES: dict[str, tuple[Remedy, ...]] = {
             "docs/metrics.md",
         ),
         Remedy(
-            MODELS + "margin_mean", "raise {stage}.steps or {stage}.optimizer.lr", "docs/metrics.md"
+            MODELS + "margin_mean", "raise {stage}.optimizer.lr or {stage}.steps", "docs/metrics.md"
         ),
         Remedy(
             MODELS + r"(test_)?ece\w*",

@@ -11,7 +11,7 @@ the rest show what the model does not see.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -22,24 +22,15 @@ from matplotlib import rc_context
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_svg import FigureCanvasSVG
 from matplotlib.figure import Figure
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase
 
 from rlhf_core.api.reward_model import TrainedRewardModel, train_reward_model
-from rlhf_core.config.loading import load_params
 from rlhf_core.config.reward import JudgeConfig, RefereeConfig, RewardConfig
-from rlhf_core.data.pair_counts import READERS, PairLengths, SplitPairs
 from rlhf_core.data.schema import PairUser
-from rlhf_core.data.token_folder import TOKENS
-from rlhf_core.errors import DataError, ModelError
-from rlhf_core.forecast import TOKENS as TOKENS_UNIT
-from rlhf_core.forecast import forecast, seed_of
-from rlhf_core.models.adapters import adapted_weights
 from rlhf_core.models.causal_lm import fitting_length, load_tokenizer
-from rlhf_core.models.io import empty_model
 from rlhf_core.stages.runtime.contract import Paths, Stage
 from rlhf_core.storage.files import atomic_dir, atomic_write_json, atomic_write_lines
 from rlhf_core.training.reward.evaluation import bag_of_words_accuracy, calibration_bins
-from rlhf_core.training.reward.probes import probes_of
 from rlhf_core.training.reward.run import Split, metric_prefix, read_split, write_scores
 from rlhf_core.training.reward.trainer import PairScores
 from rlhf_core.training.run_context import RunContext
@@ -171,78 +162,6 @@ DESCRIBED = {"plots": "plots/reward", "mistakes": "samples/reward_mistakes.jsonl
 STAGE = reward_stage("reward", RewardConfig, PairUser.REWARD, plots_and_baseline, DESCRIBED)
 REFEREE = reward_stage("referee", RefereeConfig, PairUser.REFEREE)
 JUDGE = reward_stage("judge", JudgeConfig, PairUser.JUDGE)
-
-
-def require_pairs(workspace: Path) -> None:
-    """Refuse pairs that a later stage or the reward gate would refuse after hours of training.
-
-    Adapters for which the model has no layers are refused too, those of the critic among them.
-
-    Raises:
-        ModelError: The starting model has no layers for the adapters of one of them.
-        DataError: No pair of a split is within ``max_tokens``, too few are left when lengths are
-            balanced, or so few that a measure which the reward gate asks for is left out, a probe
-            among them.
-    """
-    params = load_params(workspace)
-    if not params.collect.pairs:
-        return
-    clean, init = workspace / STAGE.inputs["clean"], workspace / STAGE.inputs["base"]
-    model = empty_model(AutoModelForCausalLM, AutoConfig.from_pretrained(init))
-    for name, lora in params.later_adapters.items():
-        try:
-            adapted_weights(model, lora)
-        except ModelError as error:
-            raise ModelError(f"{name}.lora: {error}") from error
-    tokenizer = load_tokenizer(init)
-    asked: list[str] = []
-    if params.gates.mode == "enforce":
-        asked = [condition.metric for condition in params.gates.reward or ()]
-    groups: list[str] = []
-    differences: list[int] = []
-    counts: dict[str, dict[str, SplitPairs]] = {}
-    for name, user in READERS.items():
-        config = getattr(params, name)
-        splits = read_splits(clean, user, config, init, tokenizer, workspace / TOKENS)
-        counts[name] = {}
-        for split, read in splits.items():
-            of_split = [pair.length_difference for pair in read.pairs]
-            counts[name][split] = SplitPairs.of(of_split)
-            if split != "test" or name == "reward":  # the test pairs are common
-                groups += [row.group for row in read.rows]
-                differences += of_split
-        prefix = PROBED if name == "reward" else f"{name}.{PROBED}"
-        own = [metric for metric in asked if metric.startswith(prefix)]
-        if own:
-            longest = fitting_length(config.max_tokens, init)
-            absent = probes_of(splits["test"].rows, tokenizer, longest, config.seed).absent
-            require_probes(own, absent)
-    lengths = PairLengths(groups, np.array(differences, dtype=np.int64), seed_of(params))
-    found = forecast(lengths, params, TOKENS_UNIT, counts)
-    if found.refusal:
-        raise DataError(found.refusal)
-
-
-PROBED = "probes."
-
-
-def require_probes(asked: Sequence[str], absent: Mapping[str, str]) -> None:
-    """Check that the probes behind metrics could be formed.
-
-    Args:
-        asked: The metrics.
-        absent: By kind of probe, why it could not.
-
-    Raises:
-        DataError: One could not.
-    """
-    for metric in sorted(asked):
-        for kind, reason in absent.items():
-            if f"{PROBED}{kind}" in metric:
-                raise DataError(
-                    f"the reward gate asks for {metric}, but {reason}; add pairs, or take the "
-                    "condition out of gates.reward"
-                )
 
 
 SIZE = (4.6, 3.0)  # inches; the letters are then as large as those of the report

@@ -4,17 +4,23 @@ from __future__ import annotations
 
 import os
 import sys
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from rlhf_core.config.base import is_pretrained
 from rlhf_core.errors import ModelError, first_line, is_exhausted
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+    from rlhf_core.config.params import Params
+
 
 WANTED = "give a model's folder, a .gguf file or a hub id"
 HUB_PREFIX = "hub:"  # of data sets
+BASE = Path("models") / "base"
+TOKENIZER_CONFIG = "tokenizer_config.json"
 
 
 def load_counting_tokenizer(source: str, base: Path) -> PreTrainedTokenizerBase:
@@ -104,3 +110,55 @@ def _load_from_hub(source: str) -> PreTrainedTokenizerBase:
         if not is_offline_mode():
             where = "cannot be loaded from the hub: it is not there, has no tokenizer, or you have no access to it"
         raise ModelError(f"the tokenizer {source} {where}; {WANTED}") from error
+
+
+def local_starting_model(params: Params, base: Path) -> str | None:
+    """Return where the starting model is on this machine; nothing is fetched.
+
+    Args:
+        base: The folder that relative paths start at.
+
+    Returns:
+        Its folder or file as settings name it, or the folder of a hub id in the cache. None where
+        it is not here, or is made from nothing.
+    """
+    source = params.base.source
+    if not is_pretrained(source):
+        return None
+    if (base / Path(os.path.expanduser(source))).exists():
+        return source
+    from huggingface_hub import try_to_load_from_cache
+
+    with suppress(ValueError):  # it is no hub id
+        file = try_to_load_from_cache(source, TOKENIZER_CONFIG, revision=params.base.revision)
+        if isinstance(file, str):
+            return str(Path(file).parent)
+    return None
+
+
+def model_positions(path: Path) -> int | None:
+    """Return how many positions the model in a folder or GGUF file has; None where it is not said.
+
+    The weights are not needed: a folder may hold a tokenizer alone.
+    """
+    from transformers import AutoConfig
+
+    from rlhf_core.models.architecture import positions_of
+    from rlhf_core.models.io import quiet
+    from rlhf_core.models.readers import is_model_file, model_reader
+
+    if path.is_file() and is_model_file(path):
+        config = model_reader(path).read_config(path)
+    elif (path / "config.json").is_file():
+        try:
+            with quiet():
+                config = AutoConfig.from_pretrained(str(path), trust_remote_code=False)
+        except Exception as error:  # whatever a library makes of a damaged file
+            if is_exhausted(error):
+                raise
+            raise ModelError(
+                f"{path}/config.json is not readable: {first_line(error)}; give a complete folder"
+            ) from error
+    else:
+        return None
+    return positions_of(config)

@@ -6,6 +6,8 @@ import shutil
 from collections.abc import Collection, Mapping
 from typing import Any
 
+import pyarrow as pa
+
 from rlhf_core.config.data import SplitConfig, ValidateConfig
 from rlhf_core.config.gates import Condition
 from rlhf_core.data.collection.raw_folder import read_raw
@@ -67,7 +69,7 @@ def run(
     outputs.docs.parent.mkdir(parents=True, exist_ok=True)
     with scratch_folder(".columns-", outputs.docs.parent) as columns:
         validated = validate(raw, suites, columns)
-        config = config.model_copy(update={"split": _split_for(validated, config)})
+        config = config.model_copy(update={"split": split_for(validated, config)})
         findings = check_set(validated.clean, config, suites, raw.derived, evaluation)
         apply_set_rules(validated, findings)
     tokens = None
@@ -99,7 +101,10 @@ def run(
         if not decision.passed:
             # Clean data of an earlier run must not be mistaken for this one's.
             shutil.rmtree(outputs.clean, ignore_errors=True)
-            raise GateFailed(_failure(decision, metrics))
+            raise GateFailed(
+                f"{failure_of(decision, metrics)}. Reasons by row are in data/quarantine.parquet and data/docs, all "
+                "conditions in gates/data.json; correct or add data, or change the limits in section validate"
+            )
     return metrics
 
 
@@ -119,14 +124,16 @@ STAGE = Stage(
 )
 
 
-def _split_for(validated: Validated, config: ValidateConfig) -> SplitConfig:
+def split_for(validated: Validated, config: ValidateConfig) -> SplitConfig:
     """Return the shares of the splits, the test share grown for few pairs if settings ask so."""
     clean = validated.clean["preferences"]
     if not config.split.fewest_balanced or not clean.num_rows:
         return config.split
-    from rlhf_core.data.pair_counts import pair_lengths  # with torch
+    from rlhf_core.data.pair_counts import PairLengths, estimated_differences  # with torch
 
-    lengths = pair_lengths(clean.parts(["group", "chosen", "rejected"]), config.seed)
+    table = pa.concat_tables(clean.parts(["group", "chosen", "rejected"]))
+    groups = table.column("group").to_pylist()
+    lengths = PairLengths.of(groups, config.seed, estimated_differences(table))
     return lengths.adapted(config.split)
 
 
@@ -197,8 +204,8 @@ def rule_conditions(validated: Validated) -> list[Condition]:
     return conditions
 
 
-def _failure(decision: GateDecision, metrics: dict[str, Numbers | float]) -> str:
-    """Say in one line which conditions failed, mostly why, and where to look."""
+def failure_of(decision: GateDecision, metrics: dict[str, Numbers | float]) -> str:
+    """Say in one line which conditions of the data gate failed, and mostly why."""
     failed = [condition for condition in decision.conditions if not condition.passed]
     parts = []
     for condition in failed[:4]:
@@ -214,7 +221,4 @@ def _failure(decision: GateDecision, metrics: dict[str, Numbers | float]) -> str
                 reason = f"most often check {rule}: {broken[worst]:.0f} rows"
             parts[-1] += f" ({reason})"
     more = f" and {len(failed) - 4} more" if len(failed) > 4 else ""
-    return (
-        f"the data gate failed: {'; '.join(parts)}{more}. Reasons by row are in data/quarantine.parquet and data/docs, "
-        "all conditions in gates/data.json; correct or add data, or change the limits in section validate"
-    )
+    return f"the data gate failed: {'; '.join(parts)}{more}"

@@ -16,7 +16,6 @@ import numpy as np
 import numpy.typing as npt
 from rich.text import Text
 
-from rlhf_core.config.base import is_pretrained
 from rlhf_core.config.data import ReadOptions
 from rlhf_core.config.loading import load_params
 from rlhf_core.config.params import Params
@@ -40,8 +39,12 @@ from rlhf_core.data.statistics import (
 )
 from rlhf_core.data.tables import bytes_in_memory
 from rlhf_core.data.text import language_shares
-from rlhf_core.errors import ModelError, first_line, is_exhausted
-from rlhf_core.stages.token_lengths import load_counting_tokenizer
+from rlhf_core.stages.token_lengths import (
+    BASE,
+    load_counting_tokenizer,
+    local_starting_model,
+    model_positions,
+)
 from rlhf_extras.data_files.report_lines import INDENT, column_lines, percentile_table, wrapped
 
 if TYPE_CHECKING:
@@ -108,22 +111,19 @@ class TokenLimits:
 
 
 def local_token_limits(workspace: Path) -> TokenLimits | None:
-    """Return tokenizer and limits of a workspace; None where it has no folder with a tokenizer.
+    """Return tokenizer and limits of a workspace; None where it has no model with a tokenizer.
 
-    That is ``base.source``, else models/base. Nothing is downloaded. A tokenizer made from nothing
-    depends on the data, so that other data would change it.
+    That is the starting model where it is on this machine, else models/base. Nothing is downloaded.
+    A tokenizer made from nothing depends on the data, so that other data would change it.
 
     Raises:
         RlhfError: params.yaml is wrong, or the model folder is incomplete.
     """
     params = load_params(workspace)
-    source = Path(os.path.expanduser(params.base.source))
-    if not is_pretrained(params.base.source) or not (workspace / source).is_dir():
-        source = Path("models") / "base"
-    folder = workspace / source
-    if not folder.is_dir():
-        return None
-    return token_limits(params, str(source), workspace)
+    source = local_starting_model(params, workspace)
+    if source is None and (workspace / BASE).is_dir():
+        source = str(BASE)
+    return None if source is None else token_limits(params, source, workspace)
 
 
 def token_limits(params: Params, source: str, base: Path) -> TokenLimits:
@@ -143,34 +143,6 @@ def token_limits(params: Params, source: str, base: Path) -> TokenLimits:
         "demonstrations": TokenLimit("sft.max_tokens", params.sft.max_tokens, bound),
     }
     return TokenLimits(tokenizer, source, limits)
-
-
-def model_positions(path: Path) -> int | None:
-    """Return how many positions the model in a folder or GGUF file has; None where it is not said.
-
-    The weights are not needed: a folder may hold a tokenizer alone.
-    """
-    from transformers import AutoConfig
-
-    from rlhf_core.models.architecture import positions_of
-    from rlhf_core.models.io import quiet
-    from rlhf_core.models.readers import is_model_file, model_reader
-
-    if path.is_file() and is_model_file(path):
-        config = model_reader(path).read_config(path)
-    elif (path / "config.json").is_file():
-        try:
-            with quiet():
-                config = AutoConfig.from_pretrained(str(path), trust_remote_code=False)
-        except Exception as error:  # whatever a library makes of a damaged file
-            if is_exhausted(error):
-                raise
-            raise ModelError(
-                f"{path}/config.json is not readable: {first_line(error)}; give a complete folder"
-            ) from error
-    else:
-        return None
-    return positions_of(config)
 
 
 @dataclass

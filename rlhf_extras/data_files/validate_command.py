@@ -92,6 +92,7 @@ def validate(
         params = _checking_params(root, sets or [], tokenizer)
         from rlhf_core import forecast
         from rlhf_core.data.collection.sources import sources_by_kind
+        from rlhf_core.stages.pair_supply import forecast_of_workspace
         from rlhf_extras.data_files.checked_files import as_text, check_files, collected_from
 
         sources = sources_by_kind(files, Path.cwd(), options, kind)
@@ -109,8 +110,8 @@ def validate(
                 f"cannot write to {folder}: {error}; make room, or name another folder: {remedy}"
             ) from error
         collect = collected_from(sources, params.seed)
-        found = forecast.forecast_of_workspace(
-            folder, params.model_copy(update={"collect": collect}), Path.cwd()
+        found = forecast_of_workspace(
+            folder, params.model_copy(update={"collect": collect}), Path.cwd(), root
         )
         hours = None
         if probe and found is not None:

@@ -19,9 +19,10 @@ from rlhf_core.config.params import Params
 from rlhf_core.config.profiles import overlaid, overlays_of, overridden
 from rlhf_core.config.recipe import profiles_of
 from rlhf_core.errors import ConfigError, RlhfError
-from rlhf_core.forecast import as_text, forecast_of_workspace
+from rlhf_core.forecast import as_text
 from rlhf_core.models.architecture import depth_of, positions_of
 from rlhf_core.probe import data_shape, forecast_time, time_text
+from rlhf_core.stages.pair_supply import forecast_of_workspace
 from rlhf_core.workload import DataShape, steps_short_of_rows, working_stages
 from rlhf_extras.memory.advice import SHARED, AdviceStep, adapter_settings, advise, advise_all
 from rlhf_extras.memory.architecture import starting_architecture

@@ -69,7 +69,7 @@ FLOWS_MAY_ALSO_USE = {
         "fingerprint.tracked_files.missing_function",
     },
     "flows.commands.registry_commands": {"commands.data", "evaluation.losses"},
-    "flows.commands.init": {"forecast", "probe"},
+    "flows.commands.init": {"forecast.as_text", "probe", "stages.pair_supply.forecast_of_files"},
     "flows.commands.text": {"data.text", "evaluation.remedies.remedy_for"},
     "flows.pipeline.artifacts": {"evaluation.remedies.remedy_for"},
     "flows.dvc_repo.recipe": {
@@ -80,8 +80,8 @@ FLOWS_MAY_ALSO_USE = {
     "flows.commands.registry_output": {"evaluation.probe_table"},
     "flows.commands.doctor": {
         "commands.plugged",
-        "forecast",
         "probe",
+        "stages.pair_supply.forecast_of_workspace",
         "workload.steps_short_of_rows",
         "evaluation.report.metrics.page",
         "data.collection.sources.best_kind",

@@ -478,6 +478,11 @@ def contamination(
     return breaches, list(overlaps.values())
 
 
+SET_RULES = (
+    PREFIX_RULE, FIRST_TURN_RULE, NEAR_DUPLICATES, SIMILAR_PROMPTS, LANGUAGE, CONTAMINATION,
+)  # fmt: skip
+
+
 @dataclass
 class SetFindings:
     """What the rules about the whole set found in the clean rows.

@@ -24,8 +24,9 @@ from rlhf_core.config.recipe import profiles_of, recipe_folder
 from rlhf_core.data.pair_counts import PairLengths
 from rlhf_core.data.schema import Message, Preference
 from rlhf_core.errors import RlhfError
-from rlhf_core.forecast import as_text, forecast, forecast_of_workspace, source_pairs
+from rlhf_core.forecast import as_text, forecast
 from rlhf_core.stages import collect
+from rlhf_core.stages.pair_supply import forecast_of_files, forecast_of_workspace
 from rlhf_extras.memory.command import PlanRequest
 
 
@@ -45,11 +46,13 @@ def pairs(count: int, longer: float = 0.8) -> PairLengths:
     """Pairs of as many prompts, of which a share prefers the longer reply."""
     generator = np.random.default_rng(1)
     sizes = generator.integers(5, 60, count)
-    return PairLengths(
-        [f"g{i}" for i in range(count)],
-        np.where(generator.random(count) < longer, sizes, -sizes),
-        1,
-    )
+    return of_tokens(np.where(generator.random(count) < longer, sizes, -sizes))
+
+
+def of_tokens(differences: np.ndarray) -> PairLengths:
+    """Pairs of as many prompts whose replies differ so in tokens, words and characters alike."""
+    groups = [f"g{i}" for i in range(len(differences))]
+    return PairLengths.of(groups, 1, np.stack([differences] * 2), differences)
 
 
 def write(folder: Path, count: int) -> Path:
@@ -79,21 +82,22 @@ EQUAL_GATE = (
 
 def test_a_condition_on_too_few_pairs_names_the_pairs_and_the_share_that_would_do() -> None:
     found = forecast(pairs(3000), settings(*EQUAL_GATE))
-    (short,) = found.shortfalls
+    (short,) = found.short
     here = found.counts["reward"]["validation"]
     assert (
         20 < here.balanced < 50
-        and "ece_length_balanced" in short.reason
-        and f" leave {here.balanced} " in short.reason
+        and "ece_length_balanced" in short
+        and f" leave {here.balanced} " in short
     )
     assert (
-        short.setting.startswith("validate.split.validation: ") and short.setting in found.refusal
+        found.setting.startswith("validate.split.validation: ") and found.setting in found.refusal
     )
-    enough = forecast(pairs(short.pairs_that_would_do + 200), settings(*EQUAL_GATE))
-    assert not enough.shortfalls, "with the pairs that it names the forecast refuses nothing"
-    share = short.setting.rpartition(" ")[2]
+    assert found.more_pairs is not None
+    enough = forecast(pairs(3000 + found.more_pairs), settings(*EQUAL_GATE))
+    assert not enough.short, "with the pairs that it names the forecast refuses nothing"
+    share = found.setting.rpartition(" ")[2]
     moved = forecast(pairs(3000), settings(*EQUAL_GATE, f"validate.split.validation={share}"))
-    assert not moved.shortfalls and moved.counts["reward"]["validation"].balanced >= 50
+    assert not moved.short and moved.counts["reward"]["validation"].balanced >= 50
 
 
 @pytest.mark.parametrize(
@@ -108,8 +112,8 @@ def test_the_profile_for_own_data_takes_500_pairs_and_says_how_many_60_lack(
         "where no test share would do, it takes nothing from training"
     )
     if not suffices:
-        missing = max(short.pairs_that_would_do for short in found.shortfalls)
-        assert not forecast(pairs(missing + 60), settings()).refusal
+        assert found.more_pairs is not None
+        assert not forecast(pairs(count + found.more_pairs), settings()).refusal
 
 
 def test_the_test_share_only_shrinks_as_data_grow_so_that_no_pair_goes_from_training_to_test() -> (
@@ -149,7 +153,7 @@ def test_init_refuses_60_pairs_with_the_number_that_would_do(
     write(tmp_path, 60)
     with pytest.raises(
         RlhfError,
-        match=r"60 pairs do not suffice: .*; about \d+ more pairs would do; nothing was made",
+        match=r"60 pairs do not suffice: .*; about [\d,]+ more pairs would do; nothing was made",
     ):
         CliRunner().invoke(app, ["init", "run", "--data", "pairs.jsonl"], catch_exceptions=False)
     assert not (tmp_path / "run").exists()
@@ -158,15 +162,16 @@ def test_init_refuses_60_pairs_with_the_number_that_would_do(
 def test_files_are_counted_as_collect_reads_them_each_pair_once(tmp_path: Path) -> None:
     file = write(tmp_path, 80)
     (tmp_path / "again.jsonl").write_text(file.read_text())
+    params = settings('collect.files.preferences=["pairs.jsonl"]')
 
     def count(*sources: DataSource, **changes: Any) -> int | None:
         config = CollectConfig(source="files", files=FileSources(preferences=sources), **changes)
-        lengths = source_pairs(config, tmp_path, 1)
-        return None if lengths is None else len(lengths)
+        found = forecast_of_files(tmp_path, params.model_copy(update={"collect": config}))
+        return None if found is None else found.pairs
 
     named = DataSource(path="pairs.jsonl")
     assert count(named, DataSource(path="again.jsonl")) == 80
-    assert count(DataSource(path="pairs.jsonl", cap=30)) == 30 and count(named, limit=20) == 20
+    assert count(DataSource(path="pairs.jsonl", cap=30)) == 30
     assert count(DataSource(path="hub:a/b")) is None
     (tmp_path / "data" / "annotations").mkdir(parents=True)
     pair = {"prompt": "Which is it?", "chosen": "this", "rejected": "that"}
@@ -241,7 +246,7 @@ def test_data_validate_says_it_as_init_would(
 
 
 def test_pairs_of_equal_length_are_trained_on_though_they_measure_nothing() -> None:
-    equal = PairLengths([f"g{i}" for i in range(400)], np.zeros(400, dtype=np.int64), 1)
+    equal = of_tokens(np.zeros(400, dtype=np.int64))
     found = forecast(equal, settings("gates.reward=[{metric: accuracy, at_least: 0.5, why: a}]"))
     assert not found.refusal and found.counts["reward"]["test"].balanced == 0
     assert "test_accuracy_length_balanced" in forecast(equal, settings()).refusal

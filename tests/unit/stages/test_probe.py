@@ -11,7 +11,15 @@ import pytest
 from flows.commands.doctor import time_check
 from rlhf_core import probe
 from rlhf_core.config.loading import Params, check_params
-from rlhf_core.probe import STAGE_SECONDS, Machine, data_shape, forecast_time, time_text
+from rlhf_core.probe import (
+    STAGE_SECONDS,
+    Machine,
+    MachineLoad,
+    ProcessorTimes,
+    data_shape,
+    forecast_time,
+    time_text,
+)
 from rlhf_core.workload import DataShape, Work, work_of_stage, working_stages
 
 DATA = DataShape(10, 20, 30)
@@ -40,7 +48,8 @@ def test_passes_are_multiplied_by_what_was_tried() -> None:
 
 def test_stages_side_by_side_share_the_cores(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(probe.os, "cpu_count", lambda: 2)
-    found = machine(compute={"threads": 1}, flow={"parallel": 3}).forecast(tried=1.0)
+    quiet = MachineLoad(cores=2)
+    found = machine(compute={"threads": 1}, flow={"parallel": 3}).forecast(1.0, quiet)
     work = {stage: work_of_stage(machine().params, stage, DATA) for stage in found.seconds}
     here = machine()
     for stage, passes in work.items():
@@ -50,6 +59,21 @@ def test_stages_side_by_side_share_the_cores(monkeypatch: pytest.MonkeyPatch) ->
     others = sum(found.seconds.values()) - sum(paired)
     assert found.total == pytest.approx(others + sum(paired) / 2)
     assert "reward" in time_text(found) and "on this machine" in found.conclusion
+
+
+def test_a_busy_machine_is_named_with_the_time_of_a_quiet_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(probe.os, "cpu_count", lambda: 2)
+    started = ProcessorTimes(clock=100.0, all_processes=50.0, this_process=7.0)
+    # In ten seconds this process ran for four, and others for fifteen.
+    load = ProcessorTimes(110.0, 69.0, 11.0).load_since(started, threads=1)
+    assert (load.cores, load.others, load.share) == (2, 1.5, pytest.approx(0.4))
+    busy = machine().forecast(1.0, load)
+    assert "other processes took 1.5 of its 2 cores" in time_text(busy)
+    assert probe.duration(busy.total * 0.4) in busy.conclusion
+    alone = ProcessorTimes(110.0, 60.2, 16.9).load_since(started, threads=1)
+    assert not alone.is_busy and "busy" not in machine().forecast(1.0, alone).conclusion
 
 
 @pytest.fixture
