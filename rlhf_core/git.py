@@ -37,11 +37,10 @@ def git_remote(folder: Path) -> str:
     """
     try:
         names = _git(folder, "remote").split()
-        return (
-            _git(folder, "remote", "get-url", "origin" if "origin" in names else names[0])
-            if names
-            else ""
-        )
+        if not names:
+            return ""
+        remote = "origin" if "origin" in names else names[0]
+        return _git(folder, "remote", "get-url", remote)
     except (OSError, subprocess.CalledProcessError):
         return ""
 

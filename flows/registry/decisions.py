@@ -276,15 +276,18 @@ def new_entry(
     elif decision is not None:
         decided_on = decision.champion
     report = {} if decision is None else as_report(decision)
+    moved = []
+    for of_model, alias, version in moves:
+        moved.append({"model": of_model, "alias": alias, "version": version})
+    tags = []
+    for of_model, version, key, value in version_tags:
+        tags.append({"model": of_model, "version": version, "key": key, "value": value})
     return {
         "model": model,
         "action": action,
         "reason": reason,
-        "moves": [dict(zip(("model", "alias", "version"), moved, strict=True)) for moved in moves],
-        "version_tags": [
-            dict(zip(("model", "version", "key", "value"), tag, strict=True))
-            for tag in version_tags
-        ],
+        "moves": moved,
+        "version_tags": tags,
         "history": [*champions[-CHAMPIONS_LIMIT:]],
         "decision": report,
         "decided_on": decided_on,

@@ -18,13 +18,9 @@ from flows.registry.client import (
     CONTENT_TAG,
     connect,
     fluent,
-    get_version,
-    knock,
-    read_aliases,
     reason_and_remedy,
     registry_address,
     registry_errors,
-    versions,
 )
 from flows.registry.decisions import registry_session
 from flows.registry.history import ReleaseState
@@ -33,15 +29,11 @@ from flows.registry.policies import active_policies
 from flows.workspace import display_path
 from rlhf_core.config.evaluation import EvaluateConfig
 from rlhf_core.config.loading import load_section
-from rlhf_core.config.model import SamplingConfig
 from rlhf_core.config.operations import RegistryConfig
 from rlhf_core.errors import ModelError, RlhfError
 from rlhf_core.gates import closed_gate
-from rlhf_core.serving.policy_source import PolicyFiles, PolicyRevision
 from rlhf_core.serving.protocol import CompletionId, token_usage
 from rlhf_core.storage.files import atomic_dir, full_disks, scratch_folder, sha256_file, sha256_tree
-from rlhf_core.tracking.pipeline_run import PARENT_TAG
-from rlhf_core.tracking.stage_run import tracking_uri
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient
@@ -360,70 +352,3 @@ def describe_stopped_policy(workspace: Path) -> str:
         f"the policy gate has stopped the policy in {folder} ({closed.reasons()}); `rlhf chat {folder}` talks to it, "
         f"`rlhf serve --model {folder}` serves it"
     )
-
-
-class RegisteredPolicy:
-    """A version of the registered policy: one by its number, or whichever has an alias now."""
-
-    def __init__(
-        self, workspace: Path, *, number: str | None = None, alias: str = CHAMPION
-    ) -> None:
-        self.workspace, self.number, self.alias = workspace, number, alias
-        self.name = load_section(workspace, "registry", RegistryConfig).policy
-        self.client = connect(workspace)
-
-    def latest(self) -> PolicyRevision:
-        """Return the version of that number, or the one that has the alias now.
-
-        Raises:
-            RlhfError: No version has it, or the registry does not answer.
-        """
-        if self.number is not None:
-            return PolicyRevision(f"{self.name}:{self.number}")
-        uri = tracking_uri(self.workspace)
-        with registry_errors(f"look up {self.name}"):
-            if uri.startswith(("http://", "https://")):
-                knock(uri)  # MLflow itself would try for minutes
-        number = read_aliases(self.client, self.name).get(self.alias)
-        if number is None:
-            raise RlhfError(
-                f"no version of {self.name} has the alias {self.alias}; `rlhf status` shows what there is"
-            )
-        return PolicyRevision(f"{self.name}:{number}", f"{self.name}@{self.alias}")
-
-    def files(self, revision: PolicyRevision) -> PolicyFiles:
-        """Return the verified folder of a version, and the sampling it was judged with.
-
-        Raises:
-            RlhfError: There is no such version, or its files are not the registered ones.
-        """
-        number = revision.id.rpartition(":")[2]
-        folder = verified_folder(self.workspace, get_version(self.client, self.name, number))
-        return PolicyFiles(folder, SamplingConfig(**stored_sampling(folder)))
-
-
-def version_of_run(client: MlflowClient, name: str, run_id: str) -> ModelVersion:
-    """Return the newest version of ``name`` that an MLflow run, or one below it, registered.
-
-    Raises:
-        RlhfError: There is no such run, or it registered none.
-    """
-    from mlflow.exceptions import MlflowException
-
-    try:
-        experiment = client.get_run(run_id).info.experiment_id
-    except MlflowException as error:
-        raise RlhfError(
-            f"MLflow has no run {run_id}; the pipeline's page shows the ids of its runs"
-        ) from error
-    with registry_errors(f"look up the runs of {run_id}"):
-        children = client.search_runs(
-            [experiment], filter_string=f"tags.`{PARENT_TAG}` = '{run_id}'"
-        )
-    family = {run_id, *(child.info.run_id for child in children)}
-    registered = [version for version in versions(client, name) if version.run_id in family]
-    if not registered:
-        raise RlhfError(
-            f"run {run_id} registered no version of {name}; `rlhf history` shows what was registered"
-        )
-    return registered[0]

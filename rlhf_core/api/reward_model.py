@@ -96,9 +96,9 @@ def train_reward_model(
         preferences, validation, config or default_reward_config, tokenizer, model
     )
     config = with_safe_rates(config, model, allow_high_learning_rates)
-    margins = []
-    for split in (pairs, held):
-        margins.append([row.margin for row in split.rows] if config.use_margin else [])
+    margins: list[list[float | None]] = [[], []]
+    if config.use_margin:
+        margins = [[row.margin for row in split.rows] for split in (pairs, held)]
     inputs = {
         "config": config,
         "preferences": pairs.tokens,

@@ -139,10 +139,9 @@ class JournalTracker(Tracker):
         self._take(JournalRecord("artifact", {str(path): folder}))
 
     def log_datasets(self, datasets: Mapping[str, Mapping[str, str]]) -> None:
-        shown = {
-            name: {key: redacted(value) for key, value in facts.items()}
-            for name, facts in datasets.items()
-        }
+        shown = {}
+        for name, facts in datasets.items():
+            shown[name] = {key: redacted(value) for key, value in facts.items()}
         self._take(JournalRecord("datasets", shown))
 
     def set_tags(self, tags: Mapping[str, str]) -> None:

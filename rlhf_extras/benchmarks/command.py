@@ -108,10 +108,10 @@ def lm_eval(
             workspace_root(workspace) / "models" / name for name in ("sft", "policy")
         ]
         names = [folder.name for folder in folders]
-        by_name = {
-            folder.name if names.count(folder.name) == 1 else str(folder): folder
-            for folder in folders
-        }
+        by_name = {}
+        for folder in folders:
+            is_unique = names.count(folder.name) == 1
+            by_name[folder.name if is_unique else str(folder)] = folder
         from rlhf_core.storage.files import atomic_write_json
         from rlhf_extras.benchmarks.lm_evaluation_harness import as_text, run_tasks
 

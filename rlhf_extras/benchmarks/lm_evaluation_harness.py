@@ -12,6 +12,7 @@ import json
 import math
 from collections.abc import Mapping, Sequence
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -115,7 +116,8 @@ def run_tasks(
             ) from error
         del model
         kept = {name: value for name, value in results.items() if name not in OF_THE_MACHINE}
-        by_model[model_name] = dict(_json_values(json.loads(json.dumps(kept, default=str))))
+        plain = json.loads(json.dumps(kept, default=str))
+        by_model[model_name] = dict(_json_values(plain))
     return by_model
 
 
@@ -161,9 +163,11 @@ def as_text(results: Mapping[str, Mapping[str, Any]], width: int = 80) -> str:
         table.add_column(name, justify="right")
     if len(by_model) == 2:
         table.add_column("change", justify="right")
-    for key in dict.fromkeys(key for metrics in by_model.values() for key in metrics):
+    for key in dict.fromkeys(chain.from_iterable(by_model.values())):
         row = [metrics.get(key) for metrics in by_model.values()]
-        cells = [*key, *(_cell(*metric) if metric else "" for metric in row)]
+        cells = [*key]
+        for metric in row:
+            cells.append(_cell(*metric) if metric else "")
         if len(row) == 2:
             first, second = row
             cells.append(f"{second[0] - first[0]:+.4f}" if first and second else "")

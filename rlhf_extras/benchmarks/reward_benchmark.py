@@ -104,15 +104,21 @@ def run_benchmark(judge: Judge, rows: Sequence[BenchmarkRow]) -> dict[str, Any]:
     Raises:
         DataError: A score is not finite.
     """
-    prompts = [row.prompt for row in rows for _ in row.replies]
-    scored = judge.score(prompts, [Reply(text, True) for row in rows for text in row.replies])
+    prompts, replies = [], []
+    for row in rows:
+        for text in row.replies:
+            prompts.append(row.prompt)
+            replies.append(Reply(text, True))
+    scored = judge.score(prompts, replies)
     require_finite(scored)
     scores = iter(scored)
     accuracies, chances, asked = defaultdict(list), defaultdict(list), defaultdict(list)
     for row in rows:
-        chosen, rejected = ([next(scores) for _ in texts] for texts in (row.chosen, row.rejected))
+        chosen = [next(scores) for _ in row.chosen]
+        rejected = [next(scores) for _ in row.rejected]
         accuracies[row.subset].append(row_accuracy(chosen, rejected))
-        asked[row.subset].append(tuple((turn.role, turn.content) for turn in row.prompt))
+        turns = tuple((turn.role, turn.content) for turn in row.prompt)
+        asked[row.subset].append(turns)
         # Of all orders of the replies, the share in which the right ones come first.
         chances[row.subset].append(1 / math.comb(len(row.replies), len(row.chosen)))
     subsets = {}

@@ -9,6 +9,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from hashlib import blake2b
+from itertools import chain
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -125,7 +126,10 @@ def compare(kind: str, before: pa.Table, after: pa.Table, show: int = 1) -> dict
         for name in LABELS
         if name in before.column_names
     ]
-    relabelled = [(i, j) for i, j in same if any(old[i] != new[j] for old, new in labels)]
+    relabelled = []
+    for i, j in same:
+        if any(old[i] != new[j] for old, new in labels):
+            relabelled.append((i, j))
     changed, removed, added = _matched(
         _digests(before, ["group"], removed), _digests(after, ["group"], added)
     )
@@ -138,6 +142,12 @@ def compare(kind: str, before: pa.Table, after: pa.Table, show: int = 1) -> dict
     def pairs(rows: Sequence[tuple[int, int]]) -> list[dict[str, Any]]:
         return [{"before": _row(before, i), "after": _row(after, j)} for i, j in rows[:show]]
 
+    examples = {
+        "added": [_row(after, j) for j in added[:show]],
+        "removed": [_row(before, i) for i in removed[:show]],
+        "changed": pairs(changed),
+        "relabelled": pairs(relabelled),
+    }
     return {
         "before": len(before),
         "after": len(after),
@@ -147,12 +157,7 @@ def compare(kind: str, before: pa.Table, after: pa.Table, show: int = 1) -> dict
         "changed": len(changed),
         "swapped": swapped,
         "relabelled": len(relabelled),
-        "examples": {
-            "added": [_row(after, j) for j in added[:show]],
-            "removed": [_row(before, i) for i in removed[:show]],
-            "changed": pairs(changed),
-            "relabelled": pairs(relabelled),
-        },
+        "examples": examples,
     }
 
 
@@ -196,7 +201,8 @@ def _matched(
             pairs.append((waiting[key].pop(), j))
         else:
             left.append(j)
-    return pairs, sorted(i for rows in waiting.values() for i in rows), left
+    unmatched = sorted(chain.from_iterable(waiting.values()))
+    return pairs, unmatched, left
 
 
 def as_text(changes: Mapping[str, Mapping[str, Any]], width: int = 80) -> str:

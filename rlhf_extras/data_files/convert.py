@@ -35,19 +35,20 @@ FORMATS: dict[str, FormatName] = {
     "prompts": "prompt",
     "pretrain": "text",
 }
+LABEL_COLUMNS = [(name, pa.string()) for name in LABELS]
 SCHEMAS = {
-    kind: pa.schema([*columns, *((name, pa.string()) for name in LABELS)])
-    for kind, columns in {
-        "preferences": [
+    "preferences": pa.schema(
+        [
             ("prompt", MESSAGES),
             ("chosen", MESSAGES),
             ("rejected", MESSAGES),
             ("margin", pa.float64()),
-        ],
-        "demonstrations": [("messages", MESSAGES)],
-        "prompts": [("prompt", MESSAGES)],
-        "pretrain": [("text", pa.string())],
-    }.items()
+            *LABEL_COLUMNS,
+        ]
+    ),
+    "demonstrations": pa.schema([("messages", MESSAGES), *LABEL_COLUMNS]),
+    "prompts": pa.schema([("prompt", MESSAGES), *LABEL_COLUMNS]),
+    "pretrain": pa.schema([("text", pa.string()), *LABEL_COLUMNS]),
 }
 
 
@@ -63,15 +64,20 @@ class Conversion:
 
     def as_dict(self) -> dict[str, Any]:
         """Return all of it as JSON values."""
-        files = [
-            {
-                name: getattr(file, name)
-                for name in ("source", "format", "records", "expanded", "refused")
+        files = []
+        for file in self.files:
+            reasons = {count.reason: count.rows for count in file.reasons.commonest()}
+            about = {
+                "source": file.source,
+                "format": file.format,
+                "records": file.records,
+                "expanded": file.expanded,
+                "refused": file.refused,
+                "rows": file.kept,
+                "dropped": dict(file.dropped),
+                "reasons": reasons,
             }
-            | {"rows": file.kept, "dropped": dict(file.dropped)}
-            | {"reasons": {count.reason: count.rows for count in file.reasons.commonest()}}
-            for file in self.files
-        ]
+            files.append(about)
         return vars(self) | {"files": files}
 
 
@@ -128,9 +134,13 @@ def convert(sources: Sequence[DataSource], base: Path, kind: str, output: Path) 
         with scratch_folder(f".{output.name}.", output.parent) as folder:
             rows, refused = folder / "rows", folder / "refused"
             with refused.open("w", encoding="utf-8") as stream:
-                parts = (part for file in inputs for part in source_chunks(file, kind))
-                records = (record for part in parts for record in _converted(part, files, stream))
-                _write(rows, kind, records, is_parquet=output.suffix == ".parquet")
+
+                def records() -> Iterator[dict[str, Any]]:
+                    for file in inputs:
+                        for part in source_chunks(file, kind):
+                            yield from _converted(part, files, stream)
+
+                _write(rows, kind, records(), is_parquet=output.suffix == ".parquet")
             if not any(file.kept for file in files):
                 reasons = ReasonCounts()
                 for file in files:
@@ -190,11 +200,12 @@ def _difference(record: Mapping[str, Any], row: Mapping[str, Any], kind: str) ->
     add_record(read, Record(1, record), shape, ReadOptions(format=FORMATS[kind]))
     if read.refused:
         return f"would be refused: {read.refused[0].reason}"
-    said = [
-        {name: value for name, value in each.items() if name != "columns"}
-        for each in (*read.rows, row)
-    ]
-    return "" if len(said) == 2 and said[0] == said[1] else "would be read differently"
+    said = []
+    for each in (*read.rows, row):
+        said.append({name: value for name, value in each.items() if name != "columns"})
+    if len(said) == 2 and said[0] == said[1]:
+        return ""
+    return "would be read differently"
 
 
 def _write(path: Path, kind: str, records: Iterable[dict[str, Any]], is_parquet: bool) -> None:

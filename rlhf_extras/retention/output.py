@@ -12,19 +12,19 @@ def describe_retention(plan: RetentionPlan, *, deleted: bool) -> str:
         deleted: Whether the plan has been carried out.
     """
     lines = []
+    gone = "deleted" if deleted else "would be deleted"
     for name, rows in plan.models.items():
-        lines += [name, *([] if rows else ["  no version"])]
-        gone = "deleted" if deleted else "would be deleted"
-        lines += [
-            f"  version {version.version}  {f'kept: {why}' if why else gone}"
-            for version, why in rows
-        ]
+        lines.append(name)
+        if not rows:
+            lines.append("  no version")
+        for version, why in rows:
+            fate = f"kept: {why}" if why else gone
+            lines.append(f"  version {version.version}  {fate}")
     if plan.orphans:
-        lines.append(
-            f"{plan.orphans.describe()}: {'deleted and ended' if deleted else 'would be deleted and ended'}"
-        )
+        lines.append(f"{plan.orphans.describe()}: {gone} and ended")
     versions, matches = len(plan.deleted), len(plan.matches)
-    counts = f"{versions} version{'' if versions == 1 else 's'} and {matches} match{'' if matches == 1 else 'es'}"
+    counts = "1 version" if versions == 1 else f"{versions} versions"
+    counts += " and 1 match" if matches == 1 else f" and {matches} matches"
     if deleted:
         lines.append(f"deleted {counts}")
     elif plan.deleted:

@@ -54,7 +54,10 @@ class RetentionPlan:
     @property
     def deleted(self) -> Sequence[ModelVersion]:
         """The versions to delete, of all models."""
-        return [version for rows in self.models.values() for version, why in rows if not why]
+        gone = []
+        for rows in self.models.values():
+            gone += [version for version, why in rows if not why]
+        return gone
 
 
 def apply_retention(workspace: Path, *, delete: bool) -> RetentionPlan:
@@ -93,11 +96,12 @@ def apply_retention(workspace: Path, *, delete: bool) -> RetentionPlan:
                 for run in orphans.runs:
                     state.client.set_terminated(run.info.run_id, "KILLED")
         if delete and plan.deleted:
-            gone = {
-                name: [str(version.version) for version, why in rows if not why]
-                for name, rows in plan.models.items()
-            }
-            numbers = "; ".join(f"{name} {', '.join(of)}" for name, of in gone.items() if of)
+            gone = []
+            for name, rows in plan.models.items():
+                of_model = [str(version.version) for version, why in rows if not why]
+                if of_model:
+                    gone.append(f"{name} {', '.join(of_model)}")
+            numbers = "; ".join(gone)
             reason = f"beyond the newest {config.retention.versions} and not needed: {numbers}"[
                 :1000
             ]

@@ -205,7 +205,9 @@ def garbage_text(workspace: Path, found: Sequence[Leftover], *, deleted: bool) -
     """List what goes and what stays, with sizes and reasons."""
     lines = []
     for one in found:
-        verb = "stays" if not one.goes else "deleted" if deleted else "goes"
+        verb = "stays"
+        if one.goes:
+            verb = "deleted" if deleted else "goes"
         name = one.path.relative_to(workspace.resolve())
         lines.append(f"{verb:<8}{one.size / MIB:>9.1f} MiB  {name}: {one.reason}")
     if any(one.goes for one in found) and not deleted:

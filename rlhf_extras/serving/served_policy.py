@@ -11,10 +11,8 @@ from flows.registry.client import CHAMPION, connect, get_version
 from flows.registry.evidence import TrainingSource, source_of_version, source_of_workspace
 from flows.registry.promote import promotion_obstacle
 from flows.registry.stored_models import (
-    RegisteredPolicy,
     describe_stopped_policy,
     policy_with_alias,
-    version_of_run,
 )
 from flows.workspace import display_path, find_workspace, is_workspace, model_folder
 from rlhf_core.config.evaluation import EvaluateConfig
@@ -23,7 +21,13 @@ from rlhf_core.config.model import SamplingConfig
 from rlhf_core.config.operations import RegistryConfig
 from rlhf_core.errors import ConfigError
 from rlhf_core.gates import closed_gate
-from rlhf_core.serving.policy_source import FolderSource, PolicySource, sampling_of_folder
+from rlhf_extras.serving.sources import (
+    FolderSource,
+    PolicySource,
+    RegisteredPolicy,
+    sampling_of_folder,
+    version_of_run,
+)
 
 if TYPE_CHECKING:
     from mlflow.entities.model_registry import ModelVersion

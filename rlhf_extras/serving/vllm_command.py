@@ -40,10 +40,9 @@ def require_limited(folder: Path) -> None:
     require_openable(folder)
     tokenizer = load_tokenizer(folder)
     asked, answered = {"role": "user", "content": "Why?"}, {"role": "assistant", "content": "So."}
-    short = [
-        [{"role": m.role, "content": m.content} for m in messages]
-        for messages in probe_dialogues().values()
-    ]
+    short = []
+    for messages in probe_dialogues().values():
+        short.append([{"role": turn.role, "content": turn.content} for turn in messages])
     dialogues = [
         *short,
         [asked, answered] * (TURNS // 2) + [asked],

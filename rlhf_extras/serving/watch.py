@@ -10,8 +10,9 @@ from pathlib import Path
 
 from rlhf_core.errors import ModelError, named_line
 from rlhf_core.serving.policy import LoadedPolicy
-from rlhf_core.serving.policy_source import PolicyFiles, PolicyRevision, PolicySource
+from rlhf_core.serving.policy_source import PolicyFiles, PolicyRevision
 from rlhf_extras.serving.metrics import ServingMetrics
+from rlhf_extras.serving.sources import PolicySource
 
 Load = Callable[[PolicyRevision, PolicyFiles], LoadedPolicy]
 # A revision that could not be loaded is tried again after so many seconds, another one at once.

@@ -92,7 +92,7 @@ FLOWS_MAY_ALSO_USE = {
         "runtime.machine",
         "models.foreign.open_starting_model",
     },
-    "flows.registry.stored_models": {"serving.policy_source", "serving.protocol"},
+    "flows.registry.stored_models": {"serving.protocol"},
     # What a registered model is answered by, wherever it is loaded.
     "flows.registry.register": {"evaluation.report.headline.headline_metrics"},
     "flows.registry.model_pyfunc": {

@@ -149,8 +149,8 @@ def languages(
                 language = VARIANTS.get(str(name), str(name))
             of_kind[language] += 1
             if language != UNKNOWN and language not in expected:
-                reason = f"looks like language {language}"
-                breaches.append(row.finding(LANGUAGE, reason, ", ".join(sorted(expected))))
+                reason, wanted = f"looks like language {language}", ", ".join(sorted(expected))
+                breaches.append(row.finding(LANGUAGE, reason, wanted))
     return breaches, counts
 
 

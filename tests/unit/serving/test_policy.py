@@ -23,13 +23,9 @@ from rlhf_core.errors import DataError, ModelError
 from rlhf_core.models.causal_lm import save_policy, train_tokenizer
 from rlhf_core.sampling.reply import ReplyPieces
 from rlhf_core.serving.policy import LoadedPolicy, ReplySettings
-from rlhf_core.serving.policy_source import (
-    FolderSource,
-    PolicyFiles,
-    PolicyRevision,
-    sampling_of_folder,
-)
+from rlhf_core.serving.policy_source import PolicyFiles, PolicyRevision
 from rlhf_extras.serving.metrics import ServingMetrics
+from rlhf_extras.serving.sources import FolderSource, sampling_of_folder
 from rlhf_extras.serving.watch import RETRY_SECONDS, PolicyWatch
 
 GREEDY = ReplySettings(temperature=0.0, top_p=1.0, repetition_penalty=1.0, max_new_tokens=8, seed=0)
