@@ -12,6 +12,7 @@ import os
 import platform
 import re
 import shlex
+import shutil
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
@@ -25,7 +26,13 @@ from flows.supervision.processes import start_token
 from flows.supervision.signals import STOP
 from rlhf_core.errors import DataError, ModelError, RlhfError
 from rlhf_core.storage.data_files import expand, is_url
-from rlhf_core.storage.files import LockFile, atomic_write_json, atomic_write_text
+from rlhf_core.storage.files import (
+    LockFile,
+    atomic_write_json,
+    atomic_write_text,
+    read_json,
+    temporary_root,
+)
 
 PRIVATE = ".rlhf"
 
@@ -349,9 +356,31 @@ def cleanup(workspace: Path) -> list[str]:
         if kept != held:
             atomic_write_json(locks, kept)
             report.append("released what a killed DVC had locked")
+    for folder in _environments_of_the_dead(workspace):
+        shutil.rmtree(folder, ignore_errors=True)
+        report.append(f"removed {folder}, a killed worker's copy of its environment")
     if not running_services(workspace):
         forget_services(workspace)
     return report
+
+
+def _environments_of_the_dead(workspace: Path) -> Iterator[Path]:
+    """Folders in which Prefect keeps a job's whole environment while the job runs.
+
+    One stays, with every secret of that environment, where the job's worker is killed.
+    """
+    for manifest in temporary_root().glob("prefect-workspace-attempt-*/workspace.json"):
+        try:
+            is_own = manifest.parent.lstat().st_uid == os.getuid()
+            folder = read_json(manifest).get("working_directory") if is_own else None
+        except (OSError, DataError):
+            continue
+        if folder and Path(folder).resolve() == workspace.resolve():
+            import psutil
+
+            commands = [each.info["cmdline"] or () for each in psutil.process_iter(["cmdline"])]
+            if not any(manifest.parent.name in " ".join(words) for words in commands):
+                yield manifest.parent
 
 
 def _locks_of_the_living(held: Mapping[str, Any]) -> dict[str, Any]:

@@ -23,8 +23,14 @@ QUOTED_CHARACTERS = 300
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 # What SQLAlchemy writes behind a database's own words.
 _STATEMENT = re.compile(r" \[SQL: | \(Background on this error")
-_NO_MEMORY = ("can't allocate memory", "Cannot allocate memory", "std::bad_alloc")
-_SAID = ("No space left on device", "database or disk is full")  # the second by SQLite
+# The last two where there is none for the stack of another thread: Python's words and rayon's.
+_NO_MEMORY = (
+    "can't allocate memory", "Cannot allocate memory", "std::bad_alloc", "can't start new thread", "ThreadPoolBuildError",
+)  # fmt: skip
+# The last by SQLite.
+NO_ROOM_WORDS = (
+    "No space left on device", "Disk quota exceeded", "File too large", "database or disk is full",
+)  # fmt: skip
 
 
 class RlhfError(Exception):
@@ -169,5 +175,5 @@ def is_full_disk(error: BaseException) -> bool:
     if not isinstance(error, Exception) or isinstance(error, RlhfError):
         return False
     return (isinstance(error, OSError) and error.errno in _NO_ROOM) or any(
-        said in str(error) for said in _SAID
+        said in str(error) for said in NO_ROOM_WORDS
     )

@@ -23,6 +23,7 @@ from rlhf_core.config.loading import PARAMS_FILE, check_params, load_section
 from rlhf_core.config.paths import rebase_sources
 from rlhf_core.config.recipe import recipe_folder
 from rlhf_core.errors import RlhfError
+from rlhf_core.storage.data_files import require_no_key
 
 if TYPE_CHECKING:
     from flows.commands.init_checker import GivenFunction
@@ -97,6 +98,7 @@ def create(
     Raises:
         RlhfError: What was given contradicts itself or is not there; nothing was made.
     """
+    require_no_key(str(folder.absolute()))
     if origin and model:
         raise RlhfError("--from names the starting model; leave --model out")
     refuse_absent([*data, *prompts], model)

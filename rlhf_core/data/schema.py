@@ -215,10 +215,11 @@ def read_table(path: Path, columns: Sequence[str] | None = None) -> pa.Table:
     """Read a parquet file as an arrow table.
 
     Raises:
-        DataError: It is missing, unreadable or lacks a column.
+        DataError: It is missing or unreadable.
     """
-    with readable(Path(path)):
-        return pq.read_table(path, columns=list(columns) if columns else None)
+    # Arrow's threads end the process, or wait forever, where there is no memory for one more.
+    with readable(Path(path)), pq.ParquetFile(path, pre_buffer=False) as file:
+        return file.read(columns=list(columns) if columns else None, use_threads=False)
 
 
 def read_rows(path: Path, cls: type[Row]) -> list[Row]:

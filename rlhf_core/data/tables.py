@@ -219,7 +219,8 @@ def table_chunks(path: Path, columns: Sequence[str] | None = None) -> Iterator[p
         ):  # a batch over several of them could exceed 2 GiB of text
             about = file.metadata.row_group(group)
             rows = min(CHUNK_ROWS, rows_within(CHUNK_BYTES, about.num_rows, about.total_byte_size))
-            for batch in file.iter_batches(rows, row_groups=[group], columns=wanted):
+            batches = file.iter_batches(rows, row_groups=[group], columns=wanted, use_threads=False)
+            for batch in batches:
                 yield pa.Table.from_batches([batch])
 
 

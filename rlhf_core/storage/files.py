@@ -104,11 +104,27 @@ def new_part(path: Path) -> Path:
 
 
 @contextmanager
+def naming(path: Path) -> Iterator[None]:
+    """Let the error of a disk that is full, or of a file too large, name ``path``.
+
+    What fails within a write, or in a library, often names no file.
+    """
+    try:
+        yield
+    except Exception as error:
+        if not is_full_disk(error) or getattr(error, "filename", None) is not None:
+            raise
+        number = getattr(error, "errno", None) or errno.ENOSPC
+        raise OSError(number, os.strerror(number), str(path)) from error
+
+
+@contextmanager
 def replacing(path: Path, mode: int = 0o644) -> Iterator[Path]:
     """Yield a new neighbour of ``path`` that takes its place if the block ends without an error."""
     part = new_part(path)
     try:
-        yield part
+        with naming(path):
+            yield part
         os.chmod(part, permitted(mode))
         os.replace(part, path)
     except BaseException:
@@ -169,7 +185,8 @@ def atomic_dir(path: Path) -> Iterator[Path]:
     except OSError as error:
         raise _unwritable(path, error) from error
     try:
-        yield temporary
+        with naming(path):
+            yield temporary
         temporary.chmod(permitted(0o755))
         _replace_dir(temporary, path)
     except BaseException:
@@ -207,7 +224,8 @@ def filled_dir(path: Path) -> Iterator[Path]:
     try:
         with LockFile(hidden / "lock") as lock:
             lock.try_acquire()
-            yield content
+            with naming(path):
+                yield content
             names = sorted(entry.name for entry in content.iterdir())
             atomic_write_json(hidden / "names.json", names)
             for name in names:

@@ -10,7 +10,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from rlhf_core.storage.files import split_json_lines
+from rlhf_core.storage.files import naming, split_json_lines
 
 # Fields that depend on the clock, in which alone a resumed run may differ from an uninterrupted
 # one.
@@ -46,7 +46,7 @@ class History:
 
     def append(self, row: Mapping[str, Any]) -> None:
         """Add one row. Numbers that are not finite become null, which every JSON reader takes."""
-        with self.path.open("a", encoding="utf-8") as stream:
+        with naming(self.path), self.path.open("a", encoding="utf-8") as stream:
             stream.write(
                 json.dumps(nonfinite_as_none(row), ensure_ascii=False, allow_nan=False) + "\n"
             )

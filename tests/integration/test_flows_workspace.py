@@ -7,6 +7,7 @@ import os
 import re
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -298,3 +299,29 @@ def test_a_server_that_does_not_answer_is_named_in_one_line(tmp_path: Path) -> N
         and answer.stderr.count("\n") == 1
         and "PREFECT_API_URL" in answer.stderr
     )
+
+
+def test_the_environment_that_a_killed_worker_left_is_removed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from prefect.runner._workspace_starter import WorkspaceResolvingEngineCommandStarter
+
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    own, other = tmp_path / "own", tmp_path / "other"
+    starters = {}
+    for name, folder in (("dead", own), ("living", own), ("other", other)):
+        folder.mkdir(exist_ok=True)
+        starters[name] = WorkspaceResolvingEngineCommandStarter(workspace_root=folder)
+        manifest = {"working_directory": str(folder), "environment": {"HF_TOKEN": "secret"}}
+        starters[name]._manifest_path.write_text(json.dumps(manifest))
+    supervisor = subprocess.Popen(["tail", "-f", str(starters["living"]._manifest_path)])
+    try:
+        (line,) = cleanup(own)
+        assert "environment" in line and cleanup(own) == []
+    finally:
+        supervisor.kill()
+        supervisor.wait()
+    left = [name for name, starter in starters.items() if starter._manifest_path.exists()]
+    assert left == ["living", "other"]
+    for starter in starters.values():
+        starter.close()

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from flows.commands.init import create
 from flows.dvc_repo.inputs import with_sources
 from rlhf_core.config.loading import check_params
 from rlhf_core.data.collection.sources import source_files
@@ -44,6 +45,15 @@ def test_a_file_whose_name_holds_a_key_is_refused_however_it_is_named(
         for read in (expand, lambda spec, base: source_files([spec], base)):
             said = refused(read, DataError, spec, tmp_path)
             assert key not in said and "***" in said and "rename it" in said
+
+
+@pytest.mark.parametrize("key", KEYS)
+@pytest.mark.parametrize("folder", ["{}", "{}/toy", "of {}"])
+def test_a_workspace_whose_path_holds_a_key_is_refused(
+    key: str, folder: str, tmp_path: Path
+) -> None:
+    said = refused(create, DataError, tmp_path / folder.format(key))
+    assert key not in said and not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize("key", KEYS)

@@ -25,7 +25,7 @@ from typing import Any
 
 from safetensors import SafetensorError
 
-from rlhf_core.errors import CheckpointError, RlhfError
+from rlhf_core.errors import NO_ROOM_WORDS, CheckpointError, RlhfError
 from rlhf_core.runtime import distributed
 from rlhf_core.runtime.machine import forget_peak
 from rlhf_core.storage.files import REMOVED, fsync_path, sha256_file
@@ -374,8 +374,10 @@ class CheckpointManager:
 
 def _unwritten(directory: Path, step: int, reason: str) -> str:
     what, remedy = reason, "resolve that"
+    if any(words in reason for words in NO_ROOM_WORDS):
+        remedy = "make room"
     if "No space left" in reason:
-        what, remedy = "no space left on the device", "make room"
+        what = "no space left on the device"
     before = [number for number in checkpoint.saved_steps(directory) if number < step]
     where = f"goes on from step {before[-1]}" if before else "starts over"
     return (
