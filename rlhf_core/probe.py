@@ -242,7 +242,18 @@ def data_shape(
         demonstrations=max(round(count * split.validation), 1),
         test_pairs=max(round(count * split.test), 1),
         prompts=count,
+        training_pairs={} if pairs is None else _training_pairs(params, pairs),
     )
+
+
+def _training_pairs(params: Params, pairs: Forecast) -> dict[str, int]:
+    """Of each reward model the pairs that it trains on, after lengths are balanced."""
+    found = {}
+    for reader, splits in pairs.counts.items():
+        train = splits["train"]
+        balances = getattr(params, reader).length_balance == "sampling"
+        found[reader] = train.balanced + train.equal if balances else train.pairs
+    return found
 
 
 def _tokens(text: str) -> float:

@@ -8,8 +8,9 @@ checkpoints and statistics are not.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 from typing import Literal
 
 from rlhf_core.config.params import Params
@@ -32,6 +33,7 @@ class DataShape:
         demonstrations: Held-out demonstrations.
         test_pairs: Test pairs, which are common to all reward models.
         prompts: Training prompts.
+        training_pairs: Of reward models whose number of pairs is known, how many they train on.
     """
 
     prompt: float
@@ -40,6 +42,7 @@ class DataShape:
     demonstrations: int = 500
     test_pairs: int = 500
     prompts: int = 1000
+    training_pairs: Mapping[str, int] = field(default_factory=dict)
 
     @property
     def row(self) -> float:
@@ -105,7 +108,7 @@ def work_of_stage(params: Params, stage: str, data: DataShape) -> list[Work]:
             Work("evaluation", "read", data.demonstrations, data.prompt, data.reply, looks),
         ]
     if stage in PAIRED:
-        return _reward_model(getattr(params, stage), data)
+        return _reward_model(getattr(params, stage), data, data.training_pairs.get(stage))
     if stage == "critic":
         return critic_rollouts(params, data)
     if stage == "evaluate":
@@ -240,14 +243,17 @@ def _pretraining(params: Params, data: DataShape) -> list[Work]:
     ]
 
 
-def _reward_model(config: RewardConfig, data: DataShape) -> list[Work]:
+def _reward_model(config: RewardConfig, data: DataShape, training_pairs: int | None) -> list[Work]:
     """Steps on pairs, looks at some validation pairs, and a last reading of all test pairs."""
     pairs = pairs_of_step(config, data.row)
+    steps = config.steps
+    if training_pairs is not None:
+        steps = config.steps_of(math.ceil(training_pairs / pairs))
     imitated = data.reply / 2 if config.imitation > 0 else 0.0  # of the chosen reply alone
-    looks = 1 + config.steps / config.eval_every
+    looks = 1 + steps / config.eval_every
     return [
         Work(
-            "update", "train", 2 * pairs, data.row - imitated, imitated, config.steps,
+            "update", "train", 2 * pairs, data.row - imitated, imitated, steps,
             config.layers, scalar=True, adapters=config.lora is not None,
         ),
         Work(

@@ -282,8 +282,15 @@ def require_ready(workspace: Path) -> None:
         raise RlhfError("\n".join(problems))
 
 
-def workspace_checks(workspace: Path | None, opens_files: bool = True) -> Iterator[DoctorCheck]:
-    """Check the workspace; outside one, only warn."""
+def workspace_checks(
+    workspace: Path | None, opens_files: bool = True, *, probe: bool = False
+) -> Iterator[DoctorCheck]:
+    """Check the workspace; outside one, only warn.
+
+    Args:
+        opens_files: Open data and the starting model.
+        probe: Then try passes on this machine, too, to say how long a run takes.
+    """
     if workspace is None or not (workspace / "params.yaml").is_file():
         folder = workspace or Path.cwd()
         finding = f"{folder} is not one (no params.yaml)"
@@ -309,7 +316,7 @@ def workspace_checks(workspace: Path | None, opens_files: bool = True) -> Iterat
     yield DoctorCheck(OK, "params.yaml", finding)
     yield from _sources(workspace, params, opens_files)
     if opens_files:
-        yield from pair_checks(workspace, params)
+        yield from forecast_checks(workspace, params, probe)
         yield from rank_checks(params)
         yield base_model_check(workspace, params.base.source, params.base.revision)
     yield from _reward_sources(workspace, params)
@@ -425,8 +432,11 @@ def unread_sources(workspace: Path, sources: Sequence[DataSource]) -> Iterator[D
                     yield DoctorCheck(FAIL, "data", finding, remedy)
 
 
-def pair_checks(workspace: Path, params: Params) -> Iterator[DoctorCheck]:
-    """Check whether the pairs are enough for the reward models and their gate."""
+def forecast_checks(workspace: Path, params: Params, probe: bool) -> Iterator[DoctorCheck]:
+    """Check whether the pairs are enough for the reward models and their gate, and say how long a
+    run takes where that can be tried in seconds.
+    """
+    from rlhf_core.probe import forecast_time
     from rlhf_core.stages.pair_supply import forecast_of_workspace
 
     found = forecast_of_workspace(workspace, params)
@@ -434,26 +444,20 @@ def pair_checks(workspace: Path, params: Params) -> Iterator[DoctorCheck]:
         remedy = "`rlhf plan` prints the whole forecast"
         if found.refusal:
             yield DoctorCheck(FAIL, "pairs", found.conclusion, remedy)
-        elif found.short or found.weak:
+            return
+        if found.short or found.weak:
             yield DoctorCheck(WARN, "pairs", found.conclusion, remedy)
         else:
             yield DoctorCheck(OK, "pairs", found.conclusion)
+    hours = forecast_time(workspace, params, found) if probe else None
+    if hours is not None:
+        yield DoctorCheck(OK, "time", hours.conclusion)
 
 
 def rank_checks(params: Params) -> Iterator[DoctorCheck]:
     """Warn of stages with fewer rows in a step than ranks."""
     for warning in steps_short_of_rows(params):
         yield DoctorCheck(WARN, "ranks", warning)
-
-
-def time_check(workspace: Path, params: Params) -> Iterator[DoctorCheck]:
-    """Say how long a run takes on this machine, where that can be tried in seconds."""
-    from rlhf_core.probe import forecast_time
-    from rlhf_core.stages.pair_supply import forecast_of_workspace
-
-    hours = forecast_time(workspace, params, forecast_of_workspace(workspace, params))
-    if hours is not None:
-        yield DoctorCheck(OK, "time", hours.conclusion)
 
 
 def _reward_sources(workspace: Path, params: Params) -> Iterator[DoctorCheck]:
@@ -576,11 +580,8 @@ def doctor(workspace: Path | None = None, *, probe: bool = False) -> list[Doctor
     Args:
         probe: Try passes on this machine, to say how long a run takes.
     """
-    checks = [*machine_checks(), *service_checks(), *workspace_checks(workspace)]
-    if probe and workspace is not None and not failures(checks):
-        with suppress(RlhfError):  # of a folder that is no workspace
-            checks += time_check(workspace, load_params(workspace))
-    return checks
+    own = workspace_checks(workspace, probe=probe)
+    return [*machine_checks(), *service_checks(), *own]
 
 
 def failures(checks: Sequence[DoctorCheck]) -> int:

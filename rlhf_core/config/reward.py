@@ -79,6 +79,8 @@ class RewardConfig(StageConfig):
         linear_probe: Fits the head to frozen features first, with this L2 penalty; then `steps` may
             be 0.
         steps: Optimiser steps.
+        max_epochs: Takes fewer steps where the pairs are so few that these are more epochs; null:
+            never.
         batch: The batches of pairs.
         max_tokens: Longest prompt and reply together; pairs with a longer one are dropped and
             counted, never cut.
@@ -101,6 +103,7 @@ class RewardConfig(StageConfig):
     pooling: Literal["last", "mean", "sum"] = "last"
     linear_probe: PositiveFloat | None = None
     steps: NonNegativeInt = 300
+    max_epochs: PositiveInt | None = None
     batch: PairBatchConfig = PairBatchConfig()
     max_tokens: PositiveInt = 256
     imitation: float = Field(default=1.0, ge=0)
@@ -127,6 +130,12 @@ class RewardConfig(StageConfig):
                 "steps is 0 and linear_probe is not set, so that nothing would be trained; set one of them"
             )
         return self
+
+    def steps_of(self, batches: int) -> int:
+        """Return how many steps are taken where an epoch has so many batches."""
+        if self.max_epochs is None:
+            return self.steps
+        return min(self.steps, self.max_epochs * batches)
 
 
 class RefereeConfig(RewardConfig):

@@ -83,7 +83,7 @@ REMEDIES: dict[str, tuple[Remedy, ...]] = {
         ),
         Remedy(
             MODELS + r"(test_)?ece\w*",
-            "take fewer {stage}.steps, or lower {stage}.optimizer.lr: it is too sure",
+            "lower {stage}.max_epochs, {stage}.steps or {stage}.optimizer.lr: it is too sure",
             "docs/metrics.md",
         ),
         Remedy(

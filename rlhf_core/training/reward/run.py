@@ -38,7 +38,7 @@ from rlhf_core.training.reward.evaluation import (
     fitted_temperature,
 )
 from rlhf_core.training.reward.first_fits import LengthExperts, fit_linear_probe
-from rlhf_core.training.reward.trainer import PairScores, RewardTask, rows_of_epoch
+from rlhf_core.training.reward.trainer import PairBatches, PairScores, RewardTask, rows_of_epoch
 from rlhf_core.training.rng import derive_seed
 from rlhf_core.training.run_context import RunContext
 
@@ -151,6 +151,7 @@ def train_scalar(
     if config.length_balance == "sampling":
         require_balanced_pairs(train, config.batch.min_pairs, name)
     first_rows = rows_of_epoch(train.pairs, config, name, epoch=0)
+    config = within_epochs(config, train.pairs, name)
     head_seed = derive_seed(config.seed, name, "head")
     model = ScalarModel.from_causal_lm(
         init, head_seed, layers=config.layers, pooling=config.pooling
@@ -185,6 +186,20 @@ def train_scalar(
             adapters = adapters_of(model, config.lora, init)
         merge_adapters(model)
     return TrainedScalar(model, tokenizer, result, adapters, experts)
+
+
+def within_epochs(config: RewardConfig, pairs: Sequence[TokenisedPair], name: str) -> RewardConfig:
+    """Return the settings with as many steps as ``max_epochs`` of these pairs allow."""
+    if config.max_epochs is None:
+        return config
+    batches = PairBatches(pairs, config, name).batches_of_epoch(0)
+    steps = config.steps_of(len(batches))
+    if steps < config.steps:
+        logger.info(
+            "%s: %d steps, in place of %d, are %d epochs of %d pairs",
+            name, steps, config.steps, config.max_epochs, sum(map(len, batches)),
+        )  # fmt: skip
+    return config.model_copy(update={"steps": steps})
 
 
 def require_balanced_pairs(train: Split, fewest: int, name: str) -> None:

@@ -133,10 +133,11 @@ class PairBatches:
             # The number of batches of an epoch is known only once it is made.
             self._first += len(self._batches)
             self._epoch += 1
-            self._batches = self._batches_of_epoch(self._epoch)
+            self._batches = self.batches_of_epoch(self._epoch)
         return self._batches[step - self._first]
 
-    def _batches_of_epoch(self, epoch: int) -> list[list[int]]:
+    def batches_of_epoch(self, epoch: int) -> list[list[int]]:
+        """Pair numbers of each batch of an epoch."""
         rows, limits = rows_of_epoch(self.pairs, self.config, self.name, epoch), self.config.batch
         if self.prompts is not None:
             return self.prompts.epoch(epoch, rows)

@@ -14,7 +14,7 @@ from clean_files import write_rows
 from typer.testing import CliRunner
 
 from flows.cli import app
-from flows.commands.doctor import pair_checks
+from flows.commands.doctor import forecast_checks
 from rlhf_core.config import yaml_text
 from rlhf_core.config.data import CollectConfig, DataSource, FileSources, SplitConfig
 from rlhf_core.config.loading import PARAMS_FILE, check_params
@@ -217,7 +217,7 @@ def test_init_doctor_and_plan_say_the_same(
     write(tmp_path, count)
     params = settings('collect.files.preferences=["pairs.jsonl"]')
     found = forecast_of_workspace(tmp_path, params)
-    (check,) = pair_checks(tmp_path, params)
+    (check,) = forecast_checks(tmp_path, params, probe=False)
     assert found is not None and (check.level, check.finding) == (level, found.conclusion)
     made = CliRunner().invoke(app, ["init", "run", "--data", "pairs.jsonl"])
     if level == "fail":

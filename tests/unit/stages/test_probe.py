@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from itertools import count
 from pathlib import Path
 
 import pytest
 
-from flows.commands.doctor import time_check
+from flows.commands.doctor import forecast_checks
 from rlhf_core import probe
 from rlhf_core.config.loading import Params, check_params
 from rlhf_core.probe import (
@@ -76,6 +77,20 @@ def test_a_busy_machine_is_named_with_the_time_of_a_quiet_one(
     assert not alone.is_busy and "busy" not in machine().forecast(1.0, alone).conclusion
 
 
+def test_few_pairs_take_few_steps() -> None:
+    """Rows of 30 tokens are 16 pairs in 1,000 positions."""
+    params = check_params(
+        {"reward": {"steps": 50, "max_epochs": 3, "batch": {"token_budget": 1000}}}
+    )
+    for pairs, steps in ((None, 50), (160, 30), (161, 33), (5000, 50)):
+        known = {} if pairs is None else {"reward": pairs}
+        data = replace(DATA, training_pairs=known)
+        update = next(one for one in work_of_stage(params, "reward", data) if one.phase == "update")
+        assert update.times == steps
+        others = work_of_stage(params, "judge", data)
+        assert others[0].times == params.judge.steps
+
+
 @pytest.fixture
 def small(monkeypatch: pytest.MonkeyPatch) -> Iterator[Params]:
     """Settings of a tiny model, and a probe that tries each pass once."""
@@ -97,7 +112,7 @@ def test_a_machine_is_tried_for_all_kinds_of_passes(small: Params, tmp_path: Pat
     found = forecast_time(tmp_path, small, clock=lambda: float(next(ticks)))
     assert found is not None and tuple(found.seconds) == working_stages(small)
     assert all(seconds > STAGE_SECONDS for seconds in found.seconds.values())
-    (check,) = time_check(tmp_path, small)
+    (check,) = forecast_checks(tmp_path, small, probe=True)
     assert check.name == "time" and check.finding.startswith("about ")
 
 

@@ -231,6 +231,30 @@ def test_balanced_training_takes_length_out_of_the_reward(base) -> None:  # type
     assert abs(balanced["length_correlation"]) < 0.6 * plain["length_correlation"]
 
 
+@pytest.mark.parametrize(
+    ("changes", "taken"),
+    [
+        ({"max_epochs": None}, 8),
+        ({"max_epochs": 1}, 3),  # 40 pairs, 16 a batch
+        ({"max_epochs": 2}, 6),
+        ({"max_epochs": 3}, 8),  # steps are the most
+        ({"max_epochs": 1, "length_balance": "sampling"}, 1),  # 8 of the pairs can be balanced
+        ({"max_epochs": 1, "group_prompts": True}, 3),
+    ],
+)
+def test_few_pairs_are_not_trained_on_for_many_epochs(
+    base, changes: dict[str, object], taken: int
+) -> None:  # type: ignore[no-untyped-def]
+    settings = {"steps": 8, "length_balance": "none", **changes}
+    if settings.pop("group_prompts", False):
+        settings["batch"] = CONFIG.batch.model_copy(update={"group_prompts": True})
+    rows = biased_pairs(40)
+    trained = train_reward_model(
+        *base, rows, validation=rows, config=CONFIG.model_copy(update=settings)
+    )
+    assert trained.history[-1]["step"] == taken
+
+
 def test_pairs_that_cannot_be_balanced_are_refused_in_one_line(base) -> None:  # type: ignore[no-untyped-def]
     rows = [pair(i, 5, 2) for i in range(30)] + [pair(30, 2, 5)]
     with pytest.raises(
