@@ -229,7 +229,7 @@ def match(
     workspace: WorkspaceOption = None,
 ) -> None:
     """Compare the replies of two policies to the fixed test prompts by every judge that is
-    available.
+    available, and say how they compare.
 
     `rlhf promote` does this and acts on the result; this command only measures.
     """
@@ -242,9 +242,15 @@ def match(
         from rlhf_core.api.checker import Checker
         from rlhf_core.config.loading import load_params
         from rlhf_core.evaluation.match import CLEAN, run_match
+        from rlhf_core.evaluation.verdict import judge_results, verdict_sentence
 
         params, checker = load_params(folder), None
         if not params.collect.pairs:
             checker = Checker.of_test_prompts(params.ppo.reward.sources, folder / CLEAN, folder)
-        atomic_write_json(output, run_match(folder, champion, challenger, prompt_set, checker))
+        found = run_match(folder, champion, challenger, prompt_set, checker)
+        atomic_write_json(output, found)
+    judges = judge_results(found["comparison"])
+    if judges:
+        equal_lengths = "".join(judge.at_equal_length for judge in judges)
+        typer.echo(f"{verdict_sentence(judges, 'the champion', None)}{equal_lengths}")
     typer.echo(output)

@@ -5,13 +5,17 @@ gate.
 from __future__ import annotations
 
 import re
+from pathlib import Path
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from typer.testing import CliRunner
 
+from rlhf_core.cli import app
 from rlhf_core.config.gates import Condition
+from rlhf_core.evaluation import match
 from rlhf_core.evaluation.verdict import (
     EVEN_WIN_RATE,
     Standing,
@@ -22,6 +26,7 @@ from rlhf_core.evaluation.verdict import (
     verdict_sentence,
 )
 from rlhf_core.gates import GateDecision, check, decide, describe_loss
+from rlhf_core.storage.files import read_json
 
 
 def compared(
@@ -71,6 +76,24 @@ def test_a_gate_that_only_reports_is_told_as_failed_and_that_the_run_went_on() -
         sentence.startswith("not shown better than SFT")
         and "failed (mode report: the run went on)" in sentence
     )
+
+
+@pytest.mark.parametrize(
+    ("rate", "said"),
+    [(0.7, "better than the champion: wins 70.0 %"), (0.5, "not shown better than the champion")],
+)
+def test_a_match_of_two_folders_ends_with_what_it_showed(
+    rate: float, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = compared(rate, rate - 0.05, rate + 0.05, (0.6, 0.55, 0.65))
+    monkeypatch.setattr(match, "run_match", lambda *_: found)
+    (tmp_path / "params.yaml").write_text("seed: 1\n")
+    output = tmp_path / "r.json"
+    words = ["match", "-w", str(tmp_path), "--champion", "a", "--challenger", "b"]
+    printed = CliRunner().invoke(app, [*words, "--output", str(output)])
+    assert printed.exit_code == 0, printed.output
+    assert said in printed.stdout and "60.0 % at equal length" in printed.stdout
+    assert str(output) in printed.stdout and read_json(output) == found
 
 
 SHARES = st.floats(0.0, 1.0).map(lambda share: round(share, 9))
