@@ -74,7 +74,8 @@ class Forecast:
         short: What the data gate, a stage or the reward gate would refuse, in the order of a run.
         data_gate: How else the data gate would fail, if it would.
         is_refused: Whether a run would be refused for certain; an estimate may be wrong.
-        more_pairs: So many more pairs like these would do; None where no number does.
+        more_pairs: So many more pairs like these, refused ones among them, would do; None where no
+            number does.
         setting: Another share that would do with the same pairs, such as
             ``validate.split.validation: 0.15``; empty if none does.
         powers: The power of each condition that depends on the number of pairs.
@@ -119,6 +120,8 @@ class Forecast:
                 remedy = f"about {self.more_pairs:,} more pairs would do"
             if self.setting:
                 remedy += f", or {self.setting}"
+            if self.data_gate:
+                remedy += f"; and {self.data_gate}"
             return f"{self.pairs:,} pairs {verb}: {reason}; {remedy}"
         if self.data_gate:
             return self.data_gate
@@ -133,13 +136,19 @@ class Forecast:
 
 
 def forecast(
-    lengths: PairLengths, params: Params, data_gate: str = "", *, are_all: bool = True
+    lengths: PairLengths,
+    params: Params,
+    data_gate: str = "",
+    *,
+    are_all: bool = True,
+    kept: float = 1.0,
 ) -> Forecast:
     """Say what pairs are enough for under the settings of a workspace.
 
     Args:
         data_gate: How the data gate would fail, if that is known.
         are_all: Whether there are no further pairs.
+        kept: The share of the pairs in the files that validation does not refuse.
     """
     split = lengths.adapted(params.validate_.split)
     counts = lengths.counts(split)
@@ -148,6 +157,10 @@ def forecast(
     # What a low estimate finds short, a high one may not.
     surely_short = any(_shortages(replace(lengths, hopeful=True), params)) if short else False
     unequal = np.count_nonzero(lengths.differences)
+    too_many_refused = kept < 1 - params.validate_.max_quarantined
+    is_refused = surely_short or bool(data_gate)
+    if short and not too_many_refused:
+        data_gate = ""  # it lacks rows, as is said already
     longer_preferred = None
     if unequal:
         longer_preferred = float(np.count_nonzero(lengths.differences > 0) / unequal)
@@ -163,8 +176,8 @@ def forecast(
         adapted=split.test != params.validate_.split.test,
         short=short,
         data_gate=data_gate,
-        is_refused=surely_short or bool(data_gate),
-        more_pairs=_more_pairs(lengths, params) if short else None,
+        is_refused=is_refused,
+        more_pairs=_more_pairs(lengths, params, kept) if short else None,
         setting=_share_that_would_do(lengths, params) if short else "",
         powers=powers,
         others=conditions - len(powers),
@@ -230,8 +243,10 @@ DRAWS_OF_PAIRS = 30
 MOST_TIMES = 64  # more pairs than so many times those at hand are not sought
 
 
-def _more_pairs(lengths: PairLengths, params: Params) -> int | None:
-    """Return how many more pairs like these would do, as a round number; None if none would."""
+def _more_pairs(lengths: PairLengths, params: Params, kept: float) -> int | None:
+    """Return how many more pairs would do, of which a share is kept, as a round number; None if none
+    would.
+    """
     if not len(lengths):
         return params.validate_.min_rows
     few, enough = len(lengths), 2 * len(lengths)
@@ -245,7 +260,7 @@ def _more_pairs(lengths: PairLengths, params: Params) -> int | None:
             enough = between
         else:
             few = between
-    missing = enough - len(lengths)
+    missing = math.ceil((enough - len(lengths)) / kept)
     step: int = 10 ** max(math.floor(math.log10(missing)) - 1, 0)
     if missing >= 100:
         step *= 5

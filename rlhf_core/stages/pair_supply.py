@@ -185,14 +185,15 @@ def forecast_of_files(
             conditions += validate.rule_conditions(validated)
             decision = decide("data", conditions, metrics)
             lengths = clean_pairs(clean, params, PairTokens.here(params, models or base))
-            are_all = not validated.kinds["preferences"].cut
+            checked = validated.kinds[Preference.KIND]
     except DataError:
         return None
     data_gate = ""
     if not decision.passed:
         failure = validate.failure_of(decision, metrics)
         data_gate = f"{failure}; `rlhf data validate` says which rows are refused"
-    return forecast(lengths, params, data_gate, are_all=are_all)
+    kept = len(lengths) / checked.raw_rows if len(lengths) else 1.0
+    return forecast(lengths, params, data_gate, are_all=not checked.cut, kept=kept)
 
 
 def forecast_of_workspace(

@@ -116,6 +116,20 @@ def test_the_profile_for_own_data_takes_500_pairs_and_says_how_many_60_lack(
         assert not forecast(pairs(count + found.more_pairs), settings()).refusal
 
 
+def test_more_pairs_of_which_validation_refuses_half_are_twice_as_many() -> None:
+    all_kept, half_kept = (forecast(pairs(60), settings(), kept=kept) for kept in (1.0, 0.5))
+    assert all_kept.more_pairs and half_kept.more_pairs
+    assert half_kept.more_pairs == pytest.approx(2 * all_kept.more_pairs, rel=0.1)
+
+
+def test_too_few_pairs_and_a_shut_data_gate_are_said_at_once() -> None:
+    failure = "the data gate failed: half of the rows are copies"
+    found = forecast(pairs(60), settings(), failure, kept=0.5)
+    assert "more pairs would do" in found.refusal and failure in found.refusal
+    few = forecast(pairs(60), settings(), "the data gate failed: there are 60 rows")
+    assert few.refusal and "data gate" not in few.refusal
+
+
 def test_the_test_share_only_shrinks_as_data_grow_so_that_no_pair_goes_from_training_to_test() -> (
     None
 ):
