@@ -19,7 +19,6 @@ from rlhf_core.config.reward_sources import (
     ClassifierSource,
     EnsembleSource,
     FunctionSource,
-    HttpSource,
     ModelSource,
     RewardSource,
     RewardSources,
@@ -39,7 +38,6 @@ from rlhf_core.plugins import REWARD_SOURCES, made_by_plugin
 from rlhf_core.ppo.reward_sources.functions import FunctionReward, PluggedSource, PythonFunction
 from rlhf_core.ppo.reward_sources.source import (
     SIGNATURE,
-    HttpScorer,
     PromptReader,
     RankShared,
     Replies,
@@ -145,8 +143,6 @@ def build_source(source: RewardSource, name: str, context: SourceContext) -> Sou
         return RankShared(
             PythonFunction(called, f"{who} ({source.target})", list(context.prompts.columns))
         )
-    if isinstance(source, HttpSource):
-        return RankShared(HttpScorer(source, f"{who} ({source.url})"))
     score = made_by_plugin(REWARD_SOURCES, source.kind, source.make_scorer, context.workspace)
     return RankShared(PluggedSource(score, f"{who} ({source.kind})"))
 

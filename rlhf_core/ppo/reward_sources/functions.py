@@ -14,7 +14,7 @@ from typing import Any, Literal
 
 from torch import Tensor
 
-from rlhf_core.errors import ConfigError, DataError
+from rlhf_core.errors import ConfigError, DataError, RlhfError
 from rlhf_core.ppo.reward_sources.source import Replies, checked_rewards
 from rlhf_core.runtime.user_function import TimeLimitExceeded, describe_failure, time_limit
 
@@ -155,10 +155,9 @@ class PythonFunction:
 class PluggedSource:
     """The rewards of a package's source, each checked."""
 
-    may_decline = True
-
     def __init__(self, score: Function, who: str) -> None:
         self.score, self.who = score, who
+        self.may_decline = getattr(score, "may_decline", True)
         self.metrics: dict[str, float] = {}
 
     def rewards(self, replies: Replies) -> Tensor:
@@ -169,10 +168,12 @@ class PluggedSource:
         """
         try:
             scores = self.score(replies)
+        except RlhfError:  # says itself what is wrong
+            raise
         except Exception as error:
             raise DataError(f"{self.who} {describe_failure(error)}") from error
         self.metrics = dict(getattr(self.score, "metrics", {}))
-        return checked_rewards(scores, replies, self.who, none_is_unscored=True)
+        return checked_rewards(scores, replies, self.who, none_is_unscored=self.may_decline)
 
 
 @dataclass(frozen=True)

@@ -1,28 +1,25 @@
 """Reward sources behind one protocol, and the weighted sum of several.
 
-Reward models read the tokens themselves; other sources, functions and servers behind HTTP, get
-text, decoded when the first of them asks for it.
+Reward models read the tokens themselves; other sources, such as functions, get text, decoded when
+the first of them asks for it.
 """
 
 from __future__ import annotations
 
 import hashlib
 import math
-import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import cached_property, partial, reduce
 from itertools import compress
 from numbers import Real
 from typing import Any, Protocol, cast
 
-import httpx
 import numpy as np
 import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from rlhf_core.config.reward_sources import HttpSource
 from rlhf_core.data.batches import passes
 from rlhf_core.data.encoding import decode_reply
 from rlhf_core.data.schema import Message
@@ -30,13 +27,6 @@ from rlhf_core.errors import DataError, RlhfError
 from rlhf_core.models.heads import ReplyScorer
 from rlhf_core.ppo.rollout import TrainingPrompts
 from rlhf_core.runtime import distributed
-from rlhf_core.runtime.http_retry import (
-    RetriesExhausted,
-    bearer_token,
-    describe_answer,
-    json_content,
-    post_json,
-)
 from rlhf_core.sampling.token_scoring import MicroBatchLimits, Tokens
 from rlhf_core.training.passes import run_side_by_side
 
@@ -344,75 +334,3 @@ class RewardMixture:
                 f"{prefix}_{name}": value for name, value in weighted.source.metrics.items()
             }
         return metrics
-
-
-RESUMES = "start it and run again: training goes on from its last checkpoint"
-
-
-class HttpScorer:
-    """Posts replies to a scorer in batches and reads their scores.
-
-    Retries back off, and ``wait`` sleeps between them.
-
-    Request: ``POST url`` with JSON
-    ``{"items": [{"prompt": [{"role", "content"}, ...], "reply": text, "finished": bool}, ...]}``.
-    Answer: status 200 with JSON ``{"scores": [number, ...]}``, one finite number per item, in the
-    same order.
-    """
-
-    def __init__(
-        self, config: HttpSource, who: str, wait: Callable[[float], None] = time.sleep
-    ) -> None:
-        self.config, self.who, self.wait = config, who, wait
-        self.metrics: dict[str, float] = {}
-        self.token = bearer_token(config.token_env, who)
-        headers = {"Authorization": f"Bearer {self.token}"} if self.token else {}
-        self.client = httpx.Client(timeout=config.timeout_seconds, headers=headers)
-
-    def rewards(self, replies: Replies) -> Tensor:
-        """(B,).
-
-        Raises:
-            DataError: The scorer stays unreachable or does not keep the contract.
-        """
-        items: list[dict[str, Any]] = []
-        answered = zip(replies.prompts, replies.texts, replies.finished, strict=True)
-        for prompt, text, finished in answered:
-            turns = [asdict(turn) for turn in prompt]
-            items.append({"prompt": turns, "reply": text, "finished": finished})
-        scores: list[Any] = []
-        for start in range(0, len(items), self.config.batch_size):
-            part = items[start : start + self.config.batch_size]
-            part_scores = self._scores_of(self._post({"items": part}))
-            if len(part_scores) != len(part):
-                raise DataError(
-                    f"{self.who} gave {len(part_scores)} scores for {len(part)} items; one per item is needed"
-                )
-            scores += part_scores
-        return checked_rewards(scores, replies, self.who)
-
-    def _post(self, body: dict[str, Any]) -> httpx.Response:
-        try:
-            return post_json(
-                self.client,
-                self.config.url,
-                body,
-                retries=self.config.retries,
-                wait=self.wait,
-                secret=self.token,
-            )
-        except RetriesExhausted as error:
-            raise DataError(f"{self.who} {error}; {RESUMES}") from error
-
-    def _scores_of(self, answer: httpx.Response) -> list[Any]:
-        if answer.status_code != 200:
-            raise DataError(
-                f"{self.who} {describe_answer(answer, self.token)}; status 200 with scores is needed"
-            )
-        content = json_content(answer)
-        scores = content.get("scores") if isinstance(content, dict) else None
-        if not isinstance(scores, list):
-            raise DataError(
-                f"{self.who} {describe_answer(answer, self.token)}; a JSON object with a list 'scores' is needed"
-            )
-        return scores
