@@ -94,7 +94,8 @@ def length_controlled_win_rate(
     won = outcome.ravel()
     longer = length_difference.ravel()
     cell = length_cells(longer)
-    balanced = balancing_weights(longer, cell, np.ones((1, len(won))))[0]
+    equal_weights = np.ones((1, len(won)))
+    balanced = balancing_weights(longer, cell, equal_weights)[0]
     share = float(balanced.mean())
     of_cluster = np.bincount(of_row, weights=balanced)
     squares = float((of_cluster**2).sum())
@@ -108,13 +109,18 @@ def length_controlled_win_rate(
     if share < LEAST_SHARE:
         return undecided
     total = balanced.sum()
-    spread = float(np.sqrt(balanced @ longer**2 / total))
-    feature = np.tanh(longer / spread) if spread > 0 else np.zeros_like(won)
-    rate = float(rates_at_equal_length(won, feature, balanced[np.newaxis])[0])
+    mean_square = balanced @ longer**2 / total
+    spread = float(np.sqrt(mean_square))
+    feature = np.zeros_like(won)
+    if spread > 0:
+        feature = np.tanh(longer / spread)
+    (fitted,) = rates_at_equal_length(won, feature, balanced[np.newaxis])
+    rate = float(fitted)
     if effective < 2:
         return undecided | {"lc_win_rate": rate}
     rates = []
-    for drawn in resample_weights(len(of_cluster), min(bootstrap, MOST_RESAMPLES), seed):
+    resamples = min(bootstrap, MOST_RESAMPLES)
+    for drawn in resample_weights(len(of_cluster), resamples, seed):
         weights = balancing_weights(longer, cell, drawn[:, of_row])
         rates.append(rates_at_equal_length(won, feature, weights))
     resampled = np.concatenate(rates)
@@ -178,15 +184,16 @@ def balancing_weights(
     shorter = length_difference < 0
     _, place = np.unique(cell, return_inverse=True)
     order = np.argsort(place, kind="stable")
-    starts = np.flatnonzero(np.diff(place[order], prepend=-1))
+    cells_in_order = place[order]
+    starts = np.flatnonzero(np.diff(cells_in_order, prepend=-1))
     weights_of_longer = (weights * longer)[:, order]
     weights_of_shorter = (weights * shorter)[:, order]
     of_longer = np.add.reduceat(weights_of_longer, starts, axis=1)
     of_shorter = np.add.reduceat(weights_of_shorter, starts, axis=1)
     both = np.maximum(of_longer + of_shorter, 1e-300)
-    factor_of_longer = 2 * of_shorter / both
-    factor_of_shorter = 2 * of_longer / both
-    factor = np.where(longer, factor_of_longer[:, place], factor_of_shorter[:, place])
+    if_longer = (2 * of_shorter / both)[:, place]
+    if_shorter = (2 * of_longer / both)[:, place]
+    factor = np.where(longer, if_longer, if_shorter)
     factor = np.where(longer | shorter, factor, 1.0)
     return np.asarray(weights * factor)
 
@@ -210,7 +217,8 @@ def rates_at_equal_length(
     totals = weights.sum(axis=1)
     empty = totals <= 0
     divisors = np.where(empty, 1.0, totals)
-    plain = np.where(empty, np.nan, weights @ outcome / divisors)
+    means = weights @ outcome / divisors
+    plain = np.where(empty, np.nan, means)
     # Without a loss, or without a win, θ has no finite value.
     decided = empty | (plain <= 0) | (plain >= 1)
     if not feature.any() or decided.all():
@@ -218,8 +226,8 @@ def rates_at_equal_length(
     theta = np.zeros(len(weights))
     phi = np.zeros(len(weights))
     for _ in range(NEWTON_STEPS):
-        logit = theta[:, np.newaxis] + phi[:, np.newaxis] * feature
-        share = expit(logit)
+        slopes = phi[:, np.newaxis] * feature
+        share = expit(theta[:, np.newaxis] + slopes)
         residual = weights * (share - outcome)
         curvature = weights * share * (1 - share)
         slope_theta = residual.sum(axis=1)
@@ -232,7 +240,8 @@ def rates_at_equal_length(
         step_theta = (bb * slope_theta - ab * slope_phi) / determinant
         step_phi = (aa * slope_phi - ab * slope_theta) / determinant
         # A full step from far away would overshoot; the loss is convex, so short ones arrive.
-        length = np.maximum(np.hypot(step_theta, step_phi), 1e-300)
+        length = np.hypot(step_theta, step_phi)
+        length = np.maximum(length, 1e-300)
         shrink = np.minimum(1.0, LONGEST_STEP / length)
         theta -= shrink * step_theta
         phi -= shrink * step_phi
@@ -345,10 +354,11 @@ def compare_outcomes(
         high = max(high, score_high)
     controlled = {}
     if length_difference is not None:
-        longer_by = np.asarray(length_difference, dtype=np.float64).reshape(won.shape)
+        longer_by = np.asarray(length_difference, dtype=np.float64)
+        longer_by = longer_by.reshape(won.shape)
         controlled = length_controlled_win_rate(won, longer_by, bootstrap, seed, own_clusters)
-    sums, sizes = cluster_sums(share_won[np.newaxis], own_clusters)
-    of_cluster = np.round(sums[0] / sizes - 0.5, 9)
+    (sums,), sizes = cluster_sums(share_won[np.newaxis], own_clusters)
+    above_half = np.round(sums / sizes - 0.5, 9)
     compared = {
         "win": float((share_won > 0.5).mean()),
         "tie": float((share_won == 0.5).mean()),
@@ -358,16 +368,18 @@ def compare_outcomes(
         "win_rate_high95": min(high, 1.0),
         "prompts": len(share_won),
         "clusters": len(sizes),
-        "clusters_won": int((of_cluster > 0).sum()),
-        "clusters_tied": int((of_cluster == 0).sum()),
-        "clusters_lost": int((of_cluster < 0).sum()),
+        "clusters_won": int((above_half > 0).sum()),
+        "clusters_tied": int((above_half == 0).sum()),
+        "clusters_lost": int((above_half < 0).sum()),
         **controlled,
     }
     for row, (name, values) in enumerate(means.items(), start=1):
+        below = float(lows[row])
+        above = float(highs[row])
         compared[name] = float(values.mean())
-        if np.isfinite(lows[row]) and np.isfinite(highs[row]):
-            compared[f"{name}_low95"] = float(lows[row])
-            compared[f"{name}_high95"] = float(highs[row])
+        if np.isfinite(below) and np.isfinite(above):
+            compared[f"{name}_low95"] = below
+            compared[f"{name}_high95"] = above
     return compared
 
 
@@ -397,7 +409,8 @@ def compare_groups(
         in_group = np.array([name == group for name in groups])
         table[group] = {}
         for judge, values in outcome.items():
-            known = in_group & ~np.isnan(values).any(axis=1)
+            is_undecided = np.isnan(values).any(axis=1)
+            known = in_group & ~is_undecided
             if known.any():
                 clusters_here = of_prompt[known]
                 table[group][judge] = compare_outcomes(

@@ -62,7 +62,8 @@ class Evaluation:
         self.models = {"policy": policy, "sft": sft}
         self.first = list(sets.judged)
         self.prompts = repeated_rows(sets.judged, sft.judged)
-        self.replies_per_prompt = len(self.prompts) // max(len(self.first), 1)
+        asked = max(len(self.first), 1)
+        self.replies_per_prompt = len(self.prompts) // asked
         self.clusters = clusters_of(self.first)
         self.comparison: dict[str, dict[str, float]] = {}
         self.pairwise: dict[str, PairwiseJudgements] = {}
@@ -79,7 +80,8 @@ class Evaluation:
             self._count_unscored(judge.name)
         if isinstance(judge, GoldJudge):
             for side, model in self.models.items():
-                self.right[side] = np.array(judge.right(asked, model.judged))
+                is_right = judge.right(asked, model.judged)
+                self.right[side] = np.array(is_right)
         scores_of_sft = self.sft.scores[judge.name]
         margin = tie_margin_of(judge, self.config.tie_margin, scores_of_sft)
         self.compare_scores(judge.name, margin)
@@ -90,7 +92,8 @@ class Evaluation:
         Raises:
             DataError: It could score none.
         """
-        every = np.array([*self.policy.scores[judge], *self.sft.scores[judge]])
+        scores = {side: np.array(model.scores[judge]) for side, model in self.models.items()}
+        every = np.concatenate([*scores.values()])
         if np.isnan(every).all():
             raise DataError(
                 f"the {judge} could score none of {len(every)} replies to test prompts; correct its function"
@@ -98,9 +101,10 @@ class Evaluation:
         lowest = float(np.nanmin(every))
         self.lowest[judge] = lowest
         for side, model in self.models.items():
-            scores = np.array(model.scores[judge])
-            self.unscored[side] = float(np.isnan(scores).mean())
-            model.scores[judge] = np.nan_to_num(scores, nan=lowest).tolist()
+            is_unscored = np.isnan(scores[side])
+            self.unscored[side] = float(is_unscored.mean())
+            known = np.where(is_unscored, lowest, scores[side])
+            model.scores[judge] = known.tolist()
 
     def compare_scores(self, judge: str, tie_margin: float) -> None:
         """Compare the scores that ``judge`` gave both models."""
@@ -157,7 +161,8 @@ class Evaluation:
         for judge, scores in self.policy.scores.items():
             gain = np.subtract(scores, self.sft.scores[judge])
             tie_margin = self.comparison[judge]["tie_margin"]
-            of_judges[judge] = self._by_prompt(outcomes(gain, tie_margin))
+            of_replies = outcomes(gain, tie_margin)
+            of_judges[judge] = self._by_prompt(of_replies)
         for judge, said in self.pairwise.items():
             of_judges[judge] = said.outcomes[:, np.newaxis]
         return of_judges
@@ -202,17 +207,18 @@ class Evaluation:
         A check that does not apply says None. ``passed``, ``safety`` and the losses of these sets
         are counted of this.
         """
+        prompts, checks = self.sets.safety, REFUSAL_CHECKS
         if kind == "regression":
-            prompts, checks = self.sets.regression, regression_checks(self.sets.world)
-        else:
-            prompts, checks = self.sets.safety, REFUSAL_CHECKS
+            prompts = self.sets.regression
+            checks = regression_checks(self.sets.world)
         of_side: dict[str, list[Reply]] = {}
         log_odds = {}
         for side, model in self.models.items():
             of_side[side] = getattr(model, kind)
             log_odds[side] = iter(model.refusal_log_odds)
         rows: list[dict[str, Any]] = []
-        for number, prompt in enumerate(repeated_rows(prompts, of_side["policy"])):
+        repeated = repeated_rows(prompts, of_side["policy"])
+        for number, prompt in enumerate(repeated):
             row: dict[str, Any] = {
                 "id": prompt.id,
                 "prompt": prompt.prompt[-1].content,
@@ -268,9 +274,11 @@ class Evaluation:
             metrics["unscored"] = self.unscored[side]
         sets = []
         for draw in range(each):
-            sets.append(measure_text(model.judged[draw::each]))
+            one_each = model.judged[draw::each]
+            sets.append(measure_text(one_each))
         for name in sets[0]:
-            metrics[name] = sum(values[name] for values in sets) / len(sets)
+            total = sum(values[name] for values in sets)
+            metrics[name] = total / len(sets)
         if model.drift is not None:
             metrics["perplexity_reference"] = model.drift.perplexity
         for kind, perplexity in model.perplexities.items():
@@ -298,7 +306,9 @@ class Evaluation:
             here = np.array([name == category for name in names])
             each = np.repeat(here, self.replies_per_prompt)
             questions = np.unique(self.clusters[here])
-            row: dict[str, Any] = {"prompts": int(here.sum()), "clusters": len(questions)}
+            row: dict[str, Any] = {}
+            row["prompts"] = int(here.sum())
+            row["clusters"] = len(questions)
             for side, model in self.models.items():
                 for judge, scores in model.scores.items():
                     scores_here = np.asarray(scores)[each]
@@ -361,12 +371,15 @@ class Evaluation:
         """
         policy, sft = self.policy.scores, self.sft.scores
         judged = np.subtract(policy[judge], sft[judge])
-        wrong = judged < -self.comparison[judge]["tie_margin"]
-        disagreement = -judged / (float(judged.std()) or 1.0)
+        tie_margin = self.comparison[judge]["tie_margin"]
+        wrong = judged < -tie_margin
+        deviation = float(judged.std()) or 1.0
+        disagreement = -judged / deviation
         if TRAINED_ON in policy:
             reward = np.subtract(policy[TRAINED_ON], sft[TRAINED_ON])
             wrong &= reward > 0
-            disagreement = reward / (float(reward.std()) or 1.0) + disagreement
+            deviation = float(reward.std()) or 1.0
+            disagreement = reward / deviation + disagreement
         rows = np.flatnonzero(wrong).tolist()
         rows.sort(key=lambda row: -disagreement[row])
         return [(row, float(disagreement[row])) for row in rows]

@@ -80,7 +80,8 @@ class Rival:
                 self.answered.append(number)
                 known.append(reply)
         self.known = EvaluatedModel(known)
-        self.sets = FixedSets([evaluation.first[i] for i in self.answered])
+        prompts = [evaluation.first[i] for i in self.answered]
+        self.sets = FixedSets(prompts)
         self.versus: dict[str, Evaluation] = {}
         for side in evaluation.models:
             replies_of_side = evaluation.first_replies(side)
@@ -103,8 +104,10 @@ class Rival:
         self.known.scores[judge.name] = scores
         for side, versus in self.versus.items():
             of_side = self.evaluation.first_scores(side, judge.name)
-            versus.policy.scores[judge.name] = of_side[self.answered].tolist()
-            versus.compare_scores(judge.name, self._tie_margin(judge.name))
+            met = of_side[self.answered]
+            versus.policy.scores[judge.name] = met.tolist()
+            tie_margin = self._tie_margin(judge.name)
+            versus.compare_scores(judge.name, tie_margin)
 
     def judge(self, judge: PairwiseJudge) -> None:
         """Let a judge without scores compare both models' replies with its own."""
