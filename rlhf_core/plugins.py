@@ -33,6 +33,7 @@ EXTRAS = {
     JUDGES: ("llm",),
     MODEL_READERS: ("gguf",),
     REGISTRY_POLICIES: ("signature",),
+    REWARD_SOURCES: ("http",),
     RUN_LOGGERS: ("wandb",),
     SAMPLERS: ("vllm",),
 }

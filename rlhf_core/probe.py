@@ -107,7 +107,7 @@ class ProcessorTimes:
 
     @classmethod
     def now(cls) -> ProcessorTimes:
-        """Read them."""
+        """Return the seconds that have passed until now."""
         times = psutil.cpu_times()
         idle = times.idle + getattr(times, "iowait", 0.0)
         # Time of guests is in that of users already.

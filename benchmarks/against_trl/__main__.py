@@ -58,15 +58,12 @@ ON_CPU, ON_GPU = ("0.43 M", "4.3 M"), ("0.5 B",)
 ROW = "{:<8}{:<12}{:>5}{:>21}{:>9}{:>9}{:>12}"
 
 
-def main(arguments: Sequence[str] | None = None) -> dict[str, float]:
-    """Measure each method, size and length and print a table; returns TRL's time over ours, best
-    division of each.
-    """
+def _arguments(arguments: Sequence[str] | None, on_gpu: bool) -> argparse.Namespace:
+    """What is measured: by default what suits the machine. Sizes and cores fit each other."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.against_trl", description=__doc__)
     parser.add_argument(
         "--trl-python", type=Path, required=True, help="the Python of an environment with TRL"
     )
-    on_gpu = torch.cuda.is_available()
     methods = (*TRAININGS, *ITERATIONS)
     usual = ("ppo", "grpo") if on_gpu else methods
     parser.add_argument("--method", choices=methods, nargs="+", default=list(usual))
@@ -110,6 +107,17 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, float]:
         replies = _replies_of_minibatch(size)
         if replies % processes:
             parser.error(f"--cores: give a number of processes that divides {replies} with {size}")
+    return given
+
+
+def main(arguments: Sequence[str] | None = None) -> dict[str, float]:
+    """Print a table of each method, size and length; return TRL's time over ours by name.
+
+    The best division of the cores counts for each.
+    """
+    on_gpu = torch.cuda.is_available()
+    given = _arguments(arguments, on_gpu)
+    usual_sizes = ON_GPU if on_gpu else ON_CPU
     shared = {"steps": given.steps, "rows": given.rows, "vllm": given.vllm}
     ratios = {}
     print(f"trainings in float32, and one iteration in {given.dtype}")

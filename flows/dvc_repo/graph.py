@@ -81,7 +81,8 @@ def all_before(graph: Mapping[str, StageNode], stage: str) -> set[str]:
     before: set[str] = set()
     waiting = [stage]
     while waiting:
-        new = set(graph[waiting.pop()].after) - before
+        node = graph[waiting.pop()]
+        new = set(node.after) - before
         before |= new
         waiting += new
     return before
@@ -118,10 +119,11 @@ def dvc_graph(workspace: Path) -> list[StageNode]:
         for stage, name in names.items():
             before = [names[other] for other in graph.successors(stage) if other in names]
             cached, carried = _inputs(repo, stage, workspace)
+            commands = [stage.cmd] if isinstance(stage.cmd, str) else stage.cmd
             node = StageNode(
                 name=name,
                 after=tuple(sorted(before)),
-                command=stage.cmd if isinstance(stage.cmd, str) else " && ".join(stage.cmd),
+                command=" && ".join(commands),
                 outputs=tuple(map(str, stage.outs)),
                 cached_inputs=cached,
                 carried_inputs=carried,
@@ -164,8 +166,10 @@ def _is_in_run_cache(stage: Any) -> bool:
     """Whether DVC's run cache brings a stage to another host: all is local, all outputs cached."""
     if stage.always_changed or stage.frozen or not stage.deps or not stage.outs:
         return False
-    local = all(file.protocol == "local" for file in [*stage.deps, *stage.outs])
-    return local and not any(out.persist or not out.use_cache for out in stage.outs)
+    files = [*stage.deps, *stage.outs]
+    are_local = all(file.protocol == "local" for file in files)
+    are_cached = all(out.use_cache and not out.persist for out in stage.outs)
+    return are_local and are_cached
 
 
 LOCK_FILE = "dvc.lock"
@@ -222,7 +226,11 @@ def recorded_hash(workspace: Path, path: str) -> str | None:
 
 
 def _hashes(entries: Any) -> dict[str, str]:
-    return {entry["path"]: str(entry["md5"]) for entry in entries or [] if "md5" in entry}
+    hashes = {}
+    for entry in entries or []:
+        if "md5" in entry:
+            hashes[entry["path"]] = str(entry["md5"])
+    return hashes
 
 
 def main(workspace: str) -> int:

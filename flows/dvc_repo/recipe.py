@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import textwrap
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -62,8 +61,10 @@ def merged_params(base: Path, profile: str | None, sets: Sequence[str], folder: 
         overlays.append(("the profile's name", yaml_text.dump({"profile": profile})))
     # What an overlay asks for may hold only with an override.
     text = overlaid(recipe, overlays)
-    from_current_folder = merge(rebase_sources(text, base.resolve(), Path.cwd()), sets=sets)
-    params = rebase_sources(from_current_folder, Path.cwd(), folder.resolve())
+    here = Path.cwd()
+    from_here = rebase_sources(text, base.resolve(), here)
+    merged = merge(from_here, sets=sets)
+    params = rebase_sources(merged, here, folder.resolve())
     if not profile:
         return params
     headers = profile_headers(profiles_of(base))
@@ -74,13 +75,15 @@ def merged_params(base: Path, profile: str | None, sets: Sequence[str], folder: 
 def with_profile_header(params: str, profile: str, header: str) -> str:
     """Replace what the opening comment of params.yaml says of its profile by ``header``."""
     left = params.splitlines()
-    opening = []
-    while left and left[0].startswith("#"):
-        opening.append(left.pop(0))
-    general = itertools.takewhile(lambda line: not line.startswith(PROFILE_LINE), opening)
-    wrapped = textwrap.wrap(f"Profile {profile}: {header}", HEADER_WIDTH, break_on_hyphens=False)
-    comment = [f"# {line}" for line in wrapped]
-    return "\n".join([*general, *comment, *left]) + "\n"
+    lines = []
+    while left and left[0].startswith("#") and not left[0].startswith(PROFILE_LINE):
+        lines.append(left.pop(0))
+    while left and left[0].startswith("#"):  # what was said of the profile so far
+        left.pop(0)
+    about = f"Profile {profile}: {header}"
+    for line in textwrap.wrap(about, HEADER_WIDTH, break_on_hyphens=False):
+        lines.append(f"# {line}")
+    return "\n".join([*lines, *left]) + "\n"
 
 
 def write_recipe(folder: Path, params: str, base: Path) -> None:
@@ -94,7 +97,8 @@ def write_recipe(folder: Path, params: str, base: Path) -> None:
     try:
         folder.mkdir(parents=True, exist_ok=True)
         recipe = (base / DVC_FILE).read_text(encoding="utf-8")
-        checked = check_params(yaml_text.plain(yaml_text.parse(params, PARAMS_FILE)))
+        document = yaml_text.parse(params, PARAMS_FILE)
+        checked = check_params(yaml_text.plain(document))
         texts = {
             PARAMS_FILE: params,
             DVC_FILE: with_sources(recipe, checked, folder.resolve()),
@@ -104,7 +108,8 @@ def write_recipe(folder: Path, params: str, base: Path) -> None:
             texts[".dvcignore"] = DVC_IGNORE
         (folder / EXPECTATIONS).mkdir(exist_ok=True)
         suites = expectations_of(base)
-        for file in sorted([*suites.glob("*.json"), *suites.glob("*.py")]):
+        files = [*suites.glob("*.json"), *suites.glob("*.py")]
+        for file in sorted(files):
             texts[f"{EXPECTATIONS}/{file.name}"] = file.read_text(encoding="utf-8")
         functions = (
             *checked.ppo.reward.sources,
@@ -123,13 +128,17 @@ def write_recipe(folder: Path, params: str, base: Path) -> None:
 def _with_ignores(file: Path, dvc_yaml: str) -> str:
     """Return .gitignore with every output, which DVC adds only with git, and what runs leave."""
     text = file.read_text(encoding="utf-8") if file.exists() else ""
-    stages = yaml_text.plain(yaml_text.parse(dvc_yaml, DVC_FILE)).get("stages") or {}
+    recipe = yaml_text.plain(yaml_text.parse(dvc_yaml, DVC_FILE))
+    stages = recipe.get("stages") or {}
     wanted = [*GIT_IGNORE]
     for stage in stages.values():
         for key in ("outs", "metrics", "plots"):
             wanted += [f"/{name}" for name in entry_names(stage.get(key))]
     known = text.splitlines()
-    return text + "".join(f"{line}\n" for line in wanted if line not in known)
+    for line in wanted:
+        if line not in known:
+            text += f"{line}\n"
+    return text
 
 
 def check_recipe(workspace: Path) -> None:
@@ -142,16 +151,16 @@ def check_recipe(workspace: Path) -> None:
     """
     lock = workspace / "dvc.lock"
     if lock.is_file():
-        yaml_text.require_merged(lock.read_text(encoding="utf-8", errors="replace"), str(lock))
+        recorded = lock.read_text(encoding="utf-8", errors="replace")
+        yaml_text.require_merged(recorded, str(lock))
     document = yaml_text.plain(yaml_text.read(workspace / PARAMS_FILE))
     defaults = Params().model_dump(mode="json", by_alias=True)
-    absent = [path for path in tracked_params(workspace) if _value_at(document, path) is ABSENT]
-    missing = {path: _value_at(defaults, path) for path in absent}
-    if not missing:
-        return
     without_default = []
     given: dict[str, Any] = {}
-    for path, value in missing.items():
+    for path in tracked_params(workspace):
+        if _value_at(document, path) is not ABSENT:
+            continue
+        value = _value_at(defaults, path)
         if value in (ABSENT, None, []):
             without_default.append(path)
         elif isinstance(value, dict):
@@ -159,6 +168,8 @@ def check_recipe(workspace: Path) -> None:
             given[path] = {"kind": value["kind"]} if "kind" in value else {}
         else:
             given[path] = value
+    if not given and not without_default:
+        return
     lines = overridden({}, given)
     message = [
         f"{workspace / PARAMS_FILE} leaves out parameters that {DVC_FILE} names, so DVC would refuse its stages"
@@ -175,7 +186,8 @@ def check_recipe(workspace: Path) -> None:
 
 def tracked_params(workspace: Path) -> list[str]:
     """Return the dotted names of parameters in dvc.yaml, each once, a section before its parts."""
-    stages = yaml_text.plain(yaml_text.read(workspace / DVC_FILE)).get("stages") or {}
+    recipe = yaml_text.plain(yaml_text.read(workspace / DVC_FILE))
+    stages = recipe.get("stages") or {}
     names: set[str] = set()
     for stage in stages.values():
         for entry in stage.get("params") or []:
@@ -188,7 +200,9 @@ def tracked_params(workspace: Path) -> list[str]:
 
 def _value_at(document: Any, path: str) -> Any:
     for part in path.split("."):
-        document = document.get(part, ABSENT) if isinstance(document, Mapping) else ABSENT
+        if not isinstance(document, Mapping) or part not in document:
+            return ABSENT
+        document = document[part]
     return document
 
 
@@ -199,10 +213,12 @@ def trial_workspace(base: Path, profile: str | None, sets: Sequence[str]) -> Pat
     remotes. Its registered models have names of their own, unless the profile or ``sets`` name
     them: on a server, a trial does not meet the models of ``base``.
     """
-    name = workspace_name(profile or load_params(base).profile or DEFAULT_PROFILE, sets)
+    chosen = profile or load_params(base).profile or DEFAULT_PROFILE
+    name = workspace_name(chosen, sets)
     folder = base / TRIALS / name
     named = [*_own_model_names(base, profile, name, folder), *sets]
-    write_recipe(folder, merged_params(base, profile, named, folder), base)
+    params = merged_params(base, profile, named, folder)
+    write_recipe(folder, params, base)
     ensure_dvc(base)
     ensure_dvc(folder)
     share_settings(base, folder)
@@ -216,14 +232,15 @@ def _own_model_names(base: Path, profile: str | None, trial: str, folder: Path) 
     """
     if is_workspace(folder):
         names = load_section(folder, "registry", RegistryConfig)
-        return [f"registry.policy={names.policy}", f"registry.reward_model={names.reward_model}"]
-    names = load_section(base, "registry", RegistryConfig)
-    chosen: dict[str, str] = {}
-    # Names that a profile gives are for its own workspace, not for those with further settings.
-    if profile and trial == workspace_name(profile, ()):
-        for name in profile_names(profile):
-            overlay = yaml_text.parse(profile_text(profiles_of(base), name), name)
-            chosen |= overlay.get("registry") or {}
-    policy = chosen.get("policy") or f"{names.policy}-{trial}"
-    reward_model = chosen.get("reward_model") or f"{names.reward_model}-{trial}"
+        policy, reward_model = names.policy, names.reward_model
+    else:
+        names = load_section(base, "registry", RegistryConfig)
+        chosen: dict[str, str] = {}
+        # Names that a profile gives are for its own workspace, not for those with further settings.
+        if profile and trial == workspace_name(profile, ()):
+            for name in profile_names(profile):
+                overlay = yaml_text.parse(profile_text(profiles_of(base), name), name)
+                chosen |= overlay.get("registry") or {}
+        policy = chosen.get("policy") or f"{names.policy}-{trial}"
+        reward_model = chosen.get("reward_model") or f"{names.reward_model}-{trial}"
     return [f"registry.policy={policy}", f"registry.reward_model={reward_model}"]

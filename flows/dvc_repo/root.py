@@ -76,12 +76,17 @@ def share_settings(base: Path, workspace: Path) -> None:
     Raises:
         RlhfError: DVC fails, or the settings cannot be written.
     """
-    shared = {name: value for name, value in dvc_settings(base).items() if name not in OWN_SETTINGS}
+    cache = (base / ".dvc" / "cache").resolve()
+    shared = {"cache.dir": str(cache)}
+    for name, value in dvc_settings(base).items():
+        if name not in OWN_SETTINGS:
+            shared[name] = value
     local = base / ".dvc" / "config.local"
     # Of a remote in the user's own settings, too, they may have the password.
-    mode = stat.S_IMODE(local.stat().st_mode) if local.is_file() else 0o600
-    cache = (base / ".dvc" / "cache").resolve()
-    _set_locally(workspace, {"cache.dir": str(cache), **shared}, mode)
+    mode = 0o600
+    if local.is_file():
+        mode = stat.S_IMODE(local.stat().st_mode)
+    _set_locally(workspace, shared, mode)
     (workspace / ".dvc" / "config.local").chmod(mode)
 
 
@@ -126,7 +131,8 @@ def cache_of(workspace: Path) -> Path:
 def _scm_options(workspace: Path) -> list[str]:
     """Choose how ``dvc init`` relates to git, where DVC refuses folders that git ignores."""
     top = git_output(workspace, "rev-parse", "--show-toplevel")
-    if top is None or git_output(workspace, "check-ignore", "-q", str(workspace)) is not None:
+    ignored = git_output(workspace, "check-ignore", "-q", str(workspace))
+    if top is None or ignored is not None:
         return ["--no-scm"]
     if Path(top).resolve() == workspace.resolve():
         return []
@@ -143,7 +149,8 @@ def git_output(folder: Path, *arguments: str) -> str | None:
     """Return the output of a git command; None if it fails or there is no git."""
     if shutil.which("git") is None:
         return None
-    process = subprocess.run(["git", "-C", str(folder), *arguments], capture_output=True, text=True)
+    command = ["git", "-C", str(folder), *arguments]
+    process = subprocess.run(command, capture_output=True, text=True)
     return process.stdout.strip() if process.returncode == 0 else None
 
 

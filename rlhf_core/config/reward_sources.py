@@ -17,14 +17,13 @@ from pydantic import (
     AfterValidator,
     Field,
     NonNegativeFloat,
-    NonNegativeInt,
     PositiveFloat,
     PositiveInt,
     SerializeAsAny,
     model_validator,
 )
 
-from rlhf_core.config.model import FunctionName, OfKind, check_endpoint
+from rlhf_core.config.model import FunctionName, OfKind
 from rlhf_core.errors import ConfigError
 from rlhf_core.plugins import REWARD_SOURCES
 
@@ -50,15 +49,16 @@ class SourceConfig(OfKind):
 
     @classmethod
     def own_kinds(cls) -> tuple[type[OfKind], ...]:
-        return (ModelSource, EnsembleSource, ClassifierSource, FunctionSource, HttpSource)
+        return (ModelSource, EnsembleSource, ClassifierSource, FunctionSource)
 
     def make_scorer(self, workspace: Path) -> Callable[[Any], Sequence[float | None]]:
         """Return what scores replies, which a package defines.
 
         It takes ``rlhf_core.ppo.reward_sources.source.Replies``, of which it reads ``prompts``,
         ``texts``, ``finished`` and ``columns``, and returns a number for each; None for one that
-        cannot be scored. Each rank asks for its share of the replies. An attribute ``metrics``, if
-        there is one, has further numbers about the newest batch.
+        cannot be scored, which no reply may be where an attribute ``may_decline`` is false. Each
+        rank asks for its share of the replies. An attribute ``metrics``, if there is one, has
+        further numbers about the newest batch.
 
         Args:
             workspace: The folder that relative paths start at.
@@ -168,34 +168,6 @@ class FunctionSource(SourceConfig):
     target: FunctionName
     call: Literal["batch", "single"] = "batch"
     timeout_seconds: PositiveFloat | None = None
-
-
-class HttpSource(SourceConfig):
-    """A scorer behind HTTP.
-
-    Attributes:
-        url: Its address, which is posted `{"items": [{"prompt", "reply", "finished"}]}` and answers
-            `{"scores"}`.
-        batch_size: Replies of a request.
-        timeout_seconds: Bounds connecting, and the whole request after it.
-        retries: How often a request is repeated that fails to connect, times out or is answered
-            with 408, 425, 429 or 5xx; it waits 0.5 s, 1 s, 2 s … (at most 30 s; or as the answer's
-            Retry-After says, up to 60 s).
-        token_env: Environment variable with the bearer token, which itself never stands in
-            params.yaml.
-    """
-
-    kind: Literal["http"] = "http"
-    url: str
-    batch_size: PositiveInt = 64
-    timeout_seconds: PositiveFloat = 30.0
-    retries: NonNegativeInt = 5
-    token_env: str | None = None
-
-    @model_validator(mode="after")
-    def _no_secrets(self) -> HttpSource:
-        check_endpoint(self.url, self.token_env)
-        return self
 
 
 RewardSource = SerializeAsAny[SourceConfig]

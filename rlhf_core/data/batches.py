@@ -30,7 +30,7 @@ from array import array
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
-from itertools import chain, pairwise
+from itertools import chain
 from typing import TypeVar
 
 import numpy as np
@@ -46,7 +46,13 @@ from rlhf_core.runtime import distributed
 
 def epoch_order(n: int, seed: int, epoch: int) -> list[int]:
     """Return a permutation of ``range(n)``, the same on every machine for the same arguments."""
-    return np.random.Generator(np.random.Philox(key=[seed, epoch])).permutation(n).tolist()
+    return generator_of(seed, epoch).permutation(n).tolist()
+
+
+def generator_of(seed: int, number: int) -> np.random.Generator:
+    """Return a generator whose numbers depend on the seed and one further number alone."""
+    philox = np.random.Philox(key=[seed, number])
+    return np.random.Generator(philox)
 
 
 def batch_at(n: int, size: int, seed: int, step: int) -> list[int]:
@@ -57,12 +63,12 @@ def batch_at(n: int, size: int, seed: int, step: int) -> list[int]:
     """
     if n < 1:
         raise ValueError("there is nothing to draw a batch from")
-    first = step * size
+    position = step * size
     indices: list[int] = []
-    for epoch in range(first // n, (first + size - 1) // n + 1):
-        start = epoch * n
-        order = epoch_order(n, seed, epoch)
-        indices += order[max(first - start, 0) : min(first + size - start, n)]
+    while len(indices) < size:
+        epoch, row = divmod(position + len(indices), n)
+        missing = size - len(indices)
+        indices += epoch_order(n, seed, epoch)[row : row + missing]
     return indices
 
 
@@ -83,10 +89,13 @@ def passes(rows: Rows, size: int, rank: int | None = None) -> Iterator[tuple[Row
         rank: Whose share it is; this process's own by default.
     """
     own = distributed.shard_for_rank(rows, rank)
-    count = math.ceil(math.ceil(len(rows) / distributed.world_size()) / size)
-    for start in range(0, count * size, size):
+    most = math.ceil(len(rows) / distributed.world_size())  # of any rank
+    for start in range(0, most, size):
         part = own[start : start + size]
-        yield (part, 1.0) if len(part) else (rows[:1], 0.0)
+        if len(part):
+            yield part, 1.0
+        else:
+            yield rows[:1], 0.0
 
 
 def whole_passes(rows: list[int], size: int) -> Iterator[tuple[list[int], float]]:
@@ -96,10 +105,15 @@ def whole_passes(rows: list[int], size: int) -> Iterator[tuple[list[int], float]
     the same padding and the same bits, on any number of ranks. Every rank makes as many passes as
     in :func:`passes`, but of a last round of them some ranks may have none of their own.
     """
-    parts = [rows[start : start + size] for start in range(0, len(rows), size)]
-    mine = distributed.shard_for_rank(parts)
-    for number in range(math.ceil(len(parts) / distributed.world_size())):
-        yield (mine[number], 1.0) if number < len(mine) else (rows[:1], 0.0)
+    parts = []
+    for start in range(0, len(rows), size):
+        parts.append(rows[start : start + size])
+    own = distributed.shard_for_rank(parts)
+    for part in own:
+        yield part, 1.0
+    most = math.ceil(len(parts) / distributed.world_size())  # of any rank
+    for _ in range(most - len(own)):
+        yield rows[:1], 0.0
 
 
 def gather_passes(own: Sequence[Sequence[Result]]) -> list[Result]:
@@ -154,12 +168,14 @@ def rows_by_category_share(
         )
     total = len(others) / (1 - sum(shares.values()))
     chosen = list(others)
-    generator = np.random.Generator(np.random.Philox(key=[seed, epoch]))
+    generator = generator_of(seed, epoch)
     for name, share in shares.items():
         listed = of_category[name]
-        repeats, drawn = divmod(max(1, round(share * total)), len(listed))
+        wanted = max(1, round(share * total))
+        repeats, drawn = divmod(wanted, len(listed))
         chosen += listed * repeats
-        chosen += [listed[i] for i in generator.permutation(len(listed))[:drawn]]
+        order = generator.permutation(len(listed))
+        chosen += [listed[place] for place in order[:drawn]]
     return sorted(chosen)
 
 
@@ -186,22 +202,26 @@ def length_balanced_rows(differences: npt.ArrayLike, seed: int, draw: int = 0) -
     if not len(unequal):
         return []
     strata = min(MOST_STRATA, max(1, len(unequal) // SMALLEST_STRATUM))
-    stratum = np.searchsorted(np.quantile(unequal, np.arange(1, strata) / strata), size)
-    generator = np.random.Generator(np.random.Philox(key=[seed, draw]))
+    bounds = np.quantile(unequal, np.arange(1, strata) / strata)
+    stratum = np.searchsorted(bounds, size)
+    generator = generator_of(seed, draw)
     rows: list[int] = []
     for number in range(strata):
-        longer = np.flatnonzero((stratum == number) & (difference > 0))
-        shorter = np.flatnonzero((stratum == number) & (difference < 0))
+        is_here = stratum == number
+        longer = np.flatnonzero(is_here & (difference > 0))
+        shorter = np.flatnonzero(is_here & (difference < 0))
         count = min(len(longer), len(shorter))
         for kind in (longer, shorter):
-            rows += generator.permutation(kind)[:count].tolist()
+            drawn = generator.permutation(kind)[:count]
+            rows += drawn.tolist()
     return sorted(rows)
 
 
 def length_balanced_epoch(differences: npt.ArrayLike, seed: int, epoch: int) -> list[int]:
     """Draw the pairs of one epoch: balanced ones, anew each time, and all of equal length."""
-    ties = np.flatnonzero(np.asarray(differences) == 0).tolist()
-    return sorted([*length_balanced_rows(differences, seed, epoch), *ties])
+    ties = np.flatnonzero(np.asarray(differences) == 0)
+    balanced = length_balanced_rows(differences, seed, epoch)
+    return sorted([*balanced, *ties.tolist()])
 
 
 MOST_MICRO_BATCHES = 8
@@ -245,27 +265,34 @@ def partitions(lengths: Sequence[int], most: int) -> list[Partition]:
     Args:
         most: The largest number of micro-batches; at most the number of rows.
     """
-    order = np.argsort(np.asarray(lengths), kind="stable")
-    cut_positions = min(len(order), max(CUT_POSITIONS, most))
-    ends = np.unique(np.linspace(0, len(order), cut_positions + 1).astype(int))
-    longest = np.asarray(lengths)[order[ends[1:] - 1]]
+    tokens = np.asarray(lengths)
+    order = np.argsort(tokens, kind="stable")
+    count = len(order)
+    cut_positions = min(count, max(CUT_POSITIONS, most))
+    ends = np.unique(np.linspace(0, count, cut_positions + 1).astype(int))
+    longest = tokens[order[ends[1:] - 1]]
     # positions[i, j]: those of one micro-batch from the i-th cut to the (j + 1)-th.
-    positions = (ends[None, 1:] - ends[:-1, None]) * longest[None, :]
-    positions = np.where(np.triu(np.ones_like(positions, dtype=bool)), positions, IMPOSSIBLE)
+    sizes = ends[np.newaxis, 1:] - ends[:-1, np.newaxis]
+    positions = sizes * longest[np.newaxis, :]
+    positions = np.where(sizes > 0, positions, IMPOSSIBLE)
     fewest = positions[0]
     begins: list[np.ndarray] = []
-    best = [Partition([list(range(len(order)))], int(fewest[-1]))]
+    best = [Partition([list(range(count))], int(fewest[-1]))]
     while len(best) < most:
         # The last micro-batch begins at cut i + 1, where the rows before it are cut as well as
         # possible.
-        totals = fewest[:-1, None] + positions[1:, :]
+        totals = fewest[:-1, np.newaxis] + positions[1:, :]
         begins.append(totals.argmin(axis=0) + 1)
         fewest = totals.min(axis=0)
         cuts = [len(ends) - 1]
         for begin in reversed(begins):
-            cuts.append(int(begin[cuts[-1] - 1]))
-        bounds = [0, *ends[cuts[::-1]].tolist()]
-        rows = [order[a:b].tolist() for a, b in pairwise(bounds)]
+            last = cuts[-1]
+            cuts.append(int(begin[last - 1]))
+        rows = []
+        start = 0
+        for cut in reversed(cuts):
+            rows.append(order[start : ends[cut]].tolist())
+            start = ends[cut]
         best.append(Partition(rows, int(fewest[-1])))
     return best
 
@@ -281,16 +308,19 @@ def least_padded(shards: Sequence[Sequence[int]], max_padding: float) -> list[Pa
         shards: Tokens of each row, rank by rank.
         max_padding: The bound of :func:`padding_share`; 1 gives one micro-batch.
     """
-    whole = sum(len(lengths) * max(lengths) for lengths in shards)
-    most = min(MOST_MICRO_BATCHES, whole // (len(shards) * SMALLEST_MICRO_BATCH), *map(len, shards))
-    useful = sum(map(sum, shards))
-    of_ranks = [partitions(lengths, max(most, 1)) for lengths in shards]
-    choices = list(zip(*of_ranks, strict=True))
-    for choice in choices:
+    useful = positions = 0
+    for lengths in shards:
+        useful += sum(lengths)
+        positions += len(lengths) * max(lengths)
+    filled = positions // (len(shards) * SMALLEST_MICRO_BATCH)
+    fewest_rows = min(len(lengths) for lengths in shards)
+    most = max(min(MOST_MICRO_BATCHES, filled, fewest_rows), 1)
+    of_ranks = [partitions(lengths, most) for lengths in shards]
+    for choice in zip(*of_ranks, strict=True):
         computed = sum(part.computed for part in choice)
         if padding_share(useful, computed) <= max_padding:
-            return list(choice)
-    return list(choices[-1])
+            break
+    return list(choice)
 
 
 @dataclass(frozen=True, slots=True)
@@ -309,7 +339,8 @@ class TokenisedPair:
     @property
     def length(self) -> int:
         """The width that this pair needs in a padded batch: tokens of its longer sequence."""
-        return len(self.prompt) + max(len(self.chosen), len(self.rejected))
+        longer_reply = max(len(self.chosen), len(self.rejected))
+        return len(self.prompt) + longer_reply
 
     @property
     def length_difference(self) -> int:
@@ -332,7 +363,9 @@ def usable_pairs(
         over-long ones ``identical_if_cut`` counts those that would be identical if they were cut at
         ``max_tokens``.
     """
-    prompt, chosen, rejected = (tokens.column(name) for name in ("prompt", "chosen", "rejected"))
+    prompt = tokens.column("prompt")
+    chosen = tokens.column("chosen")
+    rejected = tokens.column("rejected")
     length = prompt.lengths + np.maximum(chosen.lengths, rejected.lengths)
     identical = np.zeros(len(tokens), dtype=bool)
     for row in np.flatnonzero(chosen.lengths == rejected.lengths).tolist():
@@ -386,19 +419,25 @@ def token_budget_batches(
     if not 1 <= min_pairs <= max_pairs:
         raise ValueError(f"need 1 <= min_pairs <= max_pairs, got {min_pairs} and {max_pairs}")
     chosen = range(len(lengths)) if rows is None else rows
-    order = [chosen[i] for i in epoch_order(len(chosen), seed, epoch)]
+    order = [chosen[place] for place in epoch_order(len(chosen), seed, epoch)]
     window = max_pairs * 8
     batches: list[list[int]] = []
     rest: list[int] = []
     for start in range(0, len(order), window):
+        waiting = [*rest, *order[start : start + window]]
         # Longest first, so that the first pair of a batch fixes its width.
-        waiting = sorted([*rest, *order[start : start + window]], key=lambda i: (-lengths[i], i))
+        waiting.sort(key=lambda row: (-lengths[row], row))
         full, rest = _fill(waiting, lengths, budget, min_pairs, max_pairs)
         batches += full
     if rest:
         _place_remainder(batches, rest, min_pairs, max_pairs)
-    # A second stream (offset key) for the order of batches.
-    return [batches[i] for i in epoch_order(len(batches), seed + (1 << 32), epoch)]
+    return _shuffled(batches, seed, epoch)
+
+
+def _shuffled(batches: list[list[int]], seed: int, epoch: int) -> list[list[int]]:
+    """Return batches in another order, which a second stream (offset key) gives."""
+    order = epoch_order(len(batches), seed + (1 << 32), epoch)
+    return [batches[number] for number in order]
 
 
 def _fill(
@@ -406,15 +445,16 @@ def _fill(
 ) -> tuple[list[list[int]], list[int]]:
     """Return full batches from the front of ``waiting`` (longest first), and the pairs left."""
     batches: list[list[int]] = []
-    start = 0
-    while start < len(waiting):
-        room = budget // (2 * max(lengths[waiting[start]], 1))
+    left = list(waiting)
+    while left:
+        longest = max(lengths[left[0]], 1)
+        room = budget // (2 * longest)
         size = max(min(room, max_pairs), min_pairs)
-        if start + size > len(waiting):
+        if size > len(left):
             break
-        batches.append(list(waiting[start : start + size]))
-        start += size
-    return batches, list(waiting[start:])
+        batches.append(left[:size])
+        left = left[size:]
+    return batches, left
 
 
 def _place_remainder(
@@ -422,13 +462,13 @@ def _place_remainder(
 ) -> None:
     """Append the last pairs of an epoch; too few of them join the batch before, or borrow from it."""
     missing = min_pairs - len(rest)
-    if missing <= 0 or not batches:
-        batches.append(rest)
-    elif len(batches[-1]) - missing >= min_pairs:
-        batches.append([*batches[-1][-missing:], *rest])
-        del batches[-2][-missing:]
-    elif len(batches[-1]) + len(rest) <= max_pairs:
-        batches[-1] += rest
+    last = batches[-1] if batches else []
+    if missing > 0 and len(last) - missing >= min_pairs:
+        borrowed = last[-missing:]
+        del last[-missing:]
+        batches.append([*borrowed, *rest])
+    elif missing > 0 and last and len(last) + len(rest) <= max_pairs:
+        last += rest
     else:
         batches.append(rest)
 
@@ -458,18 +498,19 @@ def pair_sequences(pairs: Sequence[TokenisedPair], share: bool = True) -> PairSe
     """Number the sequences of pairs; with ``share`` one that several pairs have gets one number."""
     listed = [(pair.prompt, pair.chosen) for pair in pairs]
     listed += [(pair.prompt, pair.rejected) for pair in pairs]
-    if not share:
-        numbers = list(range(len(listed)))
-        return PairSequences(listed, numbers[: len(pairs)], numbers[len(pairs) :])
-    known: dict[bytes, int] = {}
-    numbers = []
-    distinct: list[tuple[Sequence[int], Sequence[int]]] = []
-    for sequence in listed:
-        number = known.setdefault(b"".join(map(ids_hash, sequence)), len(known))
-        if number == len(distinct):
-            distinct.append(sequence)
-        numbers.append(number)
-    return PairSequences(distinct, numbers[: len(pairs)], numbers[len(pairs) :])
+    distinct = listed
+    numbers = list(range(len(listed)))
+    if share:
+        known: dict[bytes, int] = {}
+        distinct = []
+        for place, sequence in enumerate(listed):
+            prompt, reply = sequence
+            key = ids_hash(prompt) + ids_hash(reply)
+            numbers[place] = known.setdefault(key, len(known))
+            if len(known) > len(distinct):
+                distinct.append(sequence)
+    count = len(pairs)
+    return PairSequences(distinct, numbers[:count], numbers[count:])
 
 
 def ids_hash(ids: Sequence[int]) -> bytes:
@@ -493,33 +534,32 @@ class PromptBatches:
     """Epochs of batches of whole prompts, within a budget of ``distinct sequences x longest``."""
 
     def __init__(self, pairs: Sequence[TokenisedPair], limits: PairBatchConfig, seed: int) -> None:
-        self.limits, self.seed = limits, seed
+        self.limits = limits
+        self.seed = seed
         self.widths = [pair.length for pair in pairs]
         sequences = pair_sequences(pairs)
         self.sequences = list(zip(sequences.chosen, sequences.rejected, strict=True))
-        prompts: dict[bytes, int] = {}
-        self.prompt = [prompts.setdefault(ids_hash(pair.prompt), len(prompts)) for pair in pairs]
+        self.prompts = [ids_hash(pair.prompt) for pair in pairs]
 
     def epoch(self, epoch: int, rows: Sequence[int] | None = None) -> list[list[int]]:
         """Return every pair once, or every pair of ``rows``, batch by batch."""
-        of_prompt: dict[int, list[int]] = {}
+        rows_of_prompt: dict[bytes, list[int]] = {}
         chosen = range(len(self.widths)) if rows is None else rows
         for row in chosen:
-            of_prompt.setdefault(self.prompt[row], []).append(row)
-        prompts = list(of_prompt.values())
-        order = epoch_order(len(prompts), self.seed, epoch)
+            rows_of_prompt.setdefault(self.prompts[row], []).append(row)
+        groups = list(rows_of_prompt.values())
+        order = epoch_order(len(groups), self.seed, epoch)
         batches: list[list[int]] = []
         for start in range(0, len(order), WINDOW):
             units: list[_Unit] = []
             for number in order[start : start + WINDOW]:
+                longest_first = sorted(groups[number], key=lambda row: -self.widths[row])
+                single = [self._unit([row]) for row in longest_first]
                 # The pairs of one prompt are cut where they exceed a batch.
-                longest_first = sorted(prompts[number], key=lambda row: -self.widths[row])
-                units += self._packed([self._unit([row]) for row in longest_first])
+                units += self._packed(single)
             units.sort(key=lambda unit: -unit.width)
             batches += [unit.rows for unit in self._packed(units)]
-        # A second stream (offset key) for the order of batches.
-        shuffled = epoch_order(len(batches), self.seed + (1 << 32), epoch)
-        return [batches[number] for number in shuffled]
+        return _shuffled(batches, self.seed, epoch)
 
     def _unit(self, rows: list[int]) -> _Unit:
         sequences: set[int] = set()
@@ -531,16 +571,17 @@ class PromptBatches:
         """Join neighbours as long as they fit a batch, and cut prompts that do not fit one."""
         packed = units[0]
         for unit in units[1:]:
-            rows, sequences = packed.rows + unit.rows, packed.sequences | unit.sequences
+            rows = packed.rows + unit.rows
+            sequences = packed.sequences | unit.sequences
             both = _Unit(rows, sequences, max(packed.width, unit.width))
             positions = len(sequences) * both.width
             fits_budget = positions <= self.limits.token_budget
-            within = fits_budget and len(rows) <= self.limits.max_pairs
+            fits_pairs = len(rows) <= self.limits.max_pairs
             missing = self.limits.min_pairs - len(packed.rows)
-            if missing > 0 and len(rows) > self.limits.max_pairs:
+            if missing > 0 and not fits_pairs:
                 yield self._unit(packed.rows + unit.rows[:missing])
                 packed = self._unit(unit.rows[missing:])
-            elif within or missing > 0:
+            elif missing > 0 or (fits_budget and fits_pairs):
                 packed = both
             else:
                 yield packed

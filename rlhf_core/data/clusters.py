@@ -44,25 +44,30 @@ def _is_source_of_world(source: str) -> bool:
 
 def clusters_of(rows: Sequence[Prompt | Preference], repeats: int = 1) -> np.ndarray:
     """Return the number of each row's cluster, ``repeats`` times in a row (n * repeats,)."""
-    return np.repeat(cluster_codes([cluster_of(row) for row in rows]), repeats)
+    names = [cluster_of(row) for row in rows]
+    return np.repeat(cluster_codes(names), repeats)
 
 
 def cluster_codes(names: Sequence[Hashable]) -> np.ndarray:
     """Number the clusters by first appearance, (n,)."""
     known: dict[Hashable, int] = {}
-    return np.array([known.setdefault(name, len(known)) for name in names], dtype=np.int64)
+    codes = []
+    for name in names:
+        codes.append(known.setdefault(name, len(known)))
+    return np.array(codes, dtype=np.int64)
 
 
 def one_each(count: int, clusters: ArrayLike | None) -> np.ndarray:
     """Return ``clusters``, or for None a cluster of its own for each row."""
-    return np.arange(count) if clusters is None else np.asarray(clusters, dtype=np.int64)
+    if clusters is None:
+        return np.arange(count)
+    return np.asarray(clusters, dtype=np.int64)
 
 
 def cluster_sums(rows: np.ndarray, clusters: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Add up rows by cluster: (r, n) -> sums (r, k) and sizes (k,)."""
-    count = int(clusters.max()) + 1 if len(clusters) else 0
-    sums = np.stack([np.bincount(clusters, weights=row, minlength=count) for row in rows])
-    sizes = np.bincount(clusters, minlength=count).astype(np.float64)
+    sizes = np.bincount(clusters).astype(np.float64)
+    sums = np.stack([np.bincount(clusters, weights=row) for row in rows])
     held = sizes > 0
     return sums[:, held], sizes[held]
 
@@ -72,11 +77,13 @@ def standard_error(values: np.ndarray, clusters: np.ndarray) -> tuple[float, int
 
     It is infinite for one cluster.
     """
-    sums, sizes = cluster_sums((values - values.mean())[np.newaxis], clusters)
+    deviations = values - values.mean()
+    (sums,), sizes = cluster_sums(deviations[np.newaxis], clusters)
     count = len(sizes)
     if count < 2:
         return math.inf, count
-    return math.sqrt(float((sums[0] ** 2).sum()) * count / (count - 1)) / len(values), count
+    variance = float((sums**2).sum()) * count / (count - 1)
+    return math.sqrt(variance) / len(values), count
 
 
 def design_effect(values: np.ndarray, clusters: np.ndarray) -> float:
@@ -86,7 +93,8 @@ def design_effect(values: np.ndarray, clusters: np.ndarray) -> float:
     :data:`FEW` clusters are known, or all values are equal.
     """
     error, count = standard_error(values, clusters)
-    largest = float((np.bincount(clusters) ** 2).sum() / len(values))
+    sizes = np.bincount(clusters)
+    largest = float((sizes**2).sum() / len(values))
     independent = float(values.var()) / len(values)
     if count < FEW or not independent > 0:
         return largest
@@ -101,6 +109,9 @@ def wilson_bounds(share: float, count: float) -> tuple[float, float]:
     """
     z = float(scipy.stats.norm.ppf((1 + CONFIDENCE) / 2))
     centre = share + z**2 / (2 * count)
-    half = z * math.sqrt(share * (1 - share) / count + z**2 / (4 * count**2))
+    variance = share * (1 - share) / count + z**2 / (4 * count**2)
+    half = z * math.sqrt(variance)
     scale = 1 + z**2 / count
-    return max(0.0, (centre - half) / scale), min(1.0, (centre + half) / scale)
+    low = (centre - half) / scale
+    high = (centre + half) / scale
+    return max(0.0, low), min(1.0, high)

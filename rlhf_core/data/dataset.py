@@ -64,13 +64,18 @@ def split_parts(kind: str, table: pa.Table, seed: int, config: SplitConfig) -> T
     """Return clean rows of a kind by the file that they go into; see :func:`file_names`."""
     files = []
     groups = table.column("group").to_pylist()
-    for group, split in zip(groups, assign(groups, seed, config), strict=True):
+    splits = assign(groups, seed, config)
+    for group, split in zip(groups, splits, strict=True):
         folder: str = kind
         if kind == "preferences" and split != "test":
             folder = pair_user_of(group, seed, config)
         files.append(f"{folder}/{split}")
     of_rows = np.array(files, dtype=object)
-    return {name: table.filter(pa.array(of_rows == name)) for name in file_names(kind)}
+    parts = {}
+    for name in file_names(kind):
+        is_here = pa.array(of_rows == name)
+        parts[name] = table.filter(is_here)
+    return parts
 
 
 def write_clean(
@@ -78,7 +83,8 @@ def write_clean(
 ) -> dict[str, KindStatistics]:
     """Write ``FOLDER/SPLIT.parquet`` files, part by part; return statistics of the rows by kind."""
     statistics = {kind: KindStatistics() for kind in clean}
-    with progress(sum(rows.num_rows for rows in clean.values()), "writing clean data") as bar:
+    total = sum(rows.num_rows for rows in clean.values())
+    with progress(total, "writing clean data") as bar:
         for kind, rows in clean.items():
             with ExitStack() as stack:
                 writers = {}
@@ -151,16 +157,20 @@ class KindStatistics:
     def add(self, kind: str, table: pa.Table, parts: Tables) -> None:
         """Take in rows and the files that they go into."""
         self.rows += table.num_rows
-        self.files.update({name: part.num_rows for name, part in parts.items()})
+        for name, part in parts.items():
+            self.files[name] += part.num_rows
         for name, part in {ALL: table, **parts}.items():
-            self.groups.setdefault(name, []).append(_digests(part["group"].to_pylist()))
+            digests = _digests(part["group"].to_pylist())
+            self.groups.setdefault(name, []).append(digests)
         for name, values in character_lengths(kind, table).items():
             self.lengths.setdefault(name, []).append(values)
         self.categories.update(table.column("category").to_pylist())
         if kind == "preferences":
-            groups, sources = table["group"].to_pylist(), table["source"].to_pylist()
+            groups = table["group"].to_pylist()
+            sources = table["source"].to_pylist()
             ids = table["id"].to_pylist()
-            self.clusters.append(_digests(map(cluster_name, groups, sources, ids)))
+            names = map(cluster_name, groups, sources, ids)
+            self.clusters.append(_digests(names))
         if "margin" in table.column_names:
             self.margin_known += table.num_rows - table.column("margin").null_count
 
@@ -179,7 +189,9 @@ class KindStatistics:
 
 
 def _digests(texts: Iterable[str]) -> pa.Array:
-    digests = [blake2b(text.encode(), digest_size=DIGEST_BYTES).digest() for text in texts]
+    digests = []
+    for text in texts:
+        digests.append(blake2b(text.encode(), digest_size=DIGEST_BYTES).digest())
     return pa.array(digests, pa.binary(DIGEST_BYTES))
 
 
@@ -238,7 +250,8 @@ def _shared(sets: Iterable[Sequence[pa.Array]]) -> int:
     if not distinct:
         return 0
     counts = pc.value_counts(pa.concat_arrays(distinct)).field("counts")
-    return int(pc.sum(pc.greater(counts, 1)).as_py() or 0)
+    is_shared = pc.greater(counts, 1)
+    return int(pc.sum(is_shared).as_py() or 0)
 
 
 def rows_metric(file: str) -> str:
@@ -273,18 +286,24 @@ def data_metrics(
         if checked.cut:
             numbers["cut"] = float(checked.cut)
         for name in file_names(kind):
-            numbers[rows_metric(name).partition(".")[2]] = float(of_kind.files[name])
+            metric = rows_metric(name).removeprefix(f"{kind}.")
+            numbers[metric] = float(of_kind.files[name])
         lengths = of_kind.all_lengths() if of_kind.rows else {}
         for name, values in lengths.items():
             numbers[f"mean_{name}_chars"] = int(values.sum()) / of_kind.rows
         if "chosen" in lengths:
-            longer = int((lengths["chosen"] > lengths["rejected"]).sum())
+            is_longer = lengths["chosen"] > lengths["rejected"]
+            longer = int(is_longer.sum())
             unknown = of_kind.rows - of_kind.margin_known
             numbers["chosen_longer_share"] = longer / of_kind.rows
             numbers["margin_known_share"] = 1.0 - unknown / of_kind.rows
-        numbers |= {f"failed_{check}": float(n) for check, n in sorted(checked.failed.items())}
-        numbers |= {f"warned_{check}": float(n) for check, n in sorted(checked.warned.items())}
-        metrics[kind] = numbers | (counts or {}).get(kind, {})
+        for check, count in sorted(checked.failed.items()):
+            numbers[f"failed_{check}"] = float(count)
+        for check, count in sorted(checked.warned.items()):
+            numbers[f"warned_{check}"] = float(count)
+        if counts is not None:
+            numbers |= counts.get(kind, {})
+        metrics[kind] = numbers
     pretrain = statistics["pretrain"]
     metrics["pretrain_held_out"] = float(pretrain.rows - pretrain.files.total())
     return metrics
@@ -311,6 +330,7 @@ def count_tokens(
             numbers = iter(rows.numbers)
             for part in rows.parts(["id", *CONTENT_FIELDS[kind]]):
                 for row in part.to_pylist():
-                    counted.add(tokenizer, row | rows.origin(next(numbers)))
+                    origin = rows.origin(next(numbers))
+                    counted.add(tokenizer, row | origin)
                 bar.advance(part.num_rows)
     return kinds

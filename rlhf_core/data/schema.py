@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, ClassVar, TypeVar
 
 import numpy as np
+import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
@@ -125,7 +126,10 @@ CLEAN_NAMES = {"reply": "completion", "margin": "preference_margin"}
 def arrow_schema(kind: str) -> pa.Schema:
     """Return the parquet schema of raw rows: messages, a margin of float64, and strings."""
     special = {"prompt": MESSAGES, "margin": pa.float64()}
-    return pa.schema([(f.name, special.get(f.name, pa.string())) for f in fields(ROW_TYPES[kind])])
+    types = {}
+    for column in fields(ROW_TYPES[kind]):
+        types[column.name] = special.get(column.name, pa.string())
+    return pa.schema(types)
 
 
 def clean_schema(kind: str) -> pa.Schema:
@@ -137,7 +141,8 @@ def clean_table(kind: str, table: pa.Table) -> pa.Table:
     """Return raw rows as clean files hold them; see :func:`clean_schema`."""
     for name in REPLIES[kind]:
         table = _with_column(table, name, MESSAGES, _as_messages)
-    return table.rename_columns([CLEAN_NAMES.get(name, name) for name in table.column_names])
+    names = [CLEAN_NAMES.get(name, name) for name in table.column_names]
+    return table.rename_columns(names)
 
 
 def plain_table(path: Path, kind: str, table: pa.Table) -> pa.Table:
@@ -146,8 +151,9 @@ def plain_table(path: Path, kind: str, table: pa.Table) -> pa.Table:
     Raises:
         DataError: A reply is not a list of one message.
     """
-    names = {clean: name for name, clean in CLEAN_NAMES.items()}
-    table = table.rename_columns([names.get(name, name) for name in table.column_names])
+    raw_names = {clean: name for name, clean in CLEAN_NAMES.items()}
+    names = [raw_names.get(name, name) for name in table.column_names]
+    table = table.rename_columns(names)
     for name in REPLIES[kind]:
         if not _holds_single_messages(table.column(name)):
             raise DataError(
@@ -173,7 +179,9 @@ def _with_column(
 ) -> pa.Table:
     """Replace a column chunk by chunk: all texts of a file may be more than one array can hold."""
     chunks = [change(chunk) for chunk in table.column(name).chunks]
-    return table.set_column(table.column_names.index(name), name, pa.chunked_array(chunks, form))
+    changed = pa.chunked_array(chunks, form)
+    place = table.column_names.index(name)
+    return table.set_column(place, name, changed)
 
 
 def _as_messages(contents: pa.Array) -> pa.Array:
@@ -185,7 +193,9 @@ def _as_messages(contents: pa.Array) -> pa.Array:
 
 def content_id(kind: str, row: dict[str, Any]) -> str:
     """Return the first 16 hex digits of the sha256 of a row's prompt and replies, or its text."""
-    content = [kind, *(row[name] for name in CONTENT_FIELDS[kind])]
+    content = [kind]
+    for name in CONTENT_FIELDS[kind]:
+        content.append(row[name])
     encoded = json.dumps(content, ensure_ascii=True, sort_keys=True).encode()
     return hashlib.sha256(encoded).hexdigest()[:16]
 
@@ -201,8 +211,9 @@ def tables_of(
     kind: str, rows: Iterable[dict[str, Any]], schema: pa.Schema | None = None
 ) -> Iterator[pa.Table]:
     """Yield rows given as dictionaries as arrow tables, by default of the schema of ``kind``."""
+    schema = schema or arrow_schema(kind)
     for chunk in chunked(rows, sys.maxsize, bytes_in_memory):
-        yield pa.Table.from_pylist(chunk, schema=schema or arrow_schema(kind))
+        yield pa.Table.from_pylist(chunk, schema=schema)
 
 
 def write_table(path: Path, table: pa.Table) -> None:
@@ -217,9 +228,10 @@ def read_table(path: Path, columns: Sequence[str] | None = None) -> pa.Table:
     Raises:
         DataError: It is missing or unreadable.
     """
+    names = list(columns) if columns else None
     # Arrow's threads end the process, or wait forever, where there is no memory for one more.
     with readable(Path(path)), pq.ParquetFile(path, pre_buffer=False) as file:
-        return file.read(columns=list(columns) if columns else None, use_threads=False)
+        return file.read(columns=names, use_threads=False)
 
 
 def read_rows(path: Path, cls: type[Row]) -> list[Row]:
@@ -238,8 +250,9 @@ def read_kind(path: Path, cls: type[Row]) -> pa.Table:
         DataError: The file is missing, unreadable or lacks a column.
     """
     table = read_table(path)
-    require_columns(path, cls.KIND, clean_schema(cls.KIND).names, table.column_names)
-    return plain_table(path, cls.KIND, table.select(clean_schema(cls.KIND).names))
+    names = clean_schema(cls.KIND).names
+    require_columns(path, cls.KIND, names, table.column_names)
+    return plain_table(path, cls.KIND, table.select(names))
 
 
 def require_columns(path: Path, kind: str, names: Sequence[str], present: Sequence[str]) -> None:
@@ -264,7 +277,8 @@ def columns_of(table: pa.Table) -> dict[str, list[Any]]:
 
 def rows_of_table(table: pa.Table, cls: type[Row]) -> list[Row]:
     """Make the rows of an arrow table dataclasses of type ``cls``."""
-    columns = columns_of(table.select([f.name for f in fields(cls)]))
+    names = [column.name for column in fields(cls)]
+    columns = columns_of(table.select(names))
     return [cls(*values) for values in zip(*columns.values(), strict=True)]
 
 
@@ -285,14 +299,15 @@ def columns_of_records(records: Iterable[Mapping[str, Any]]) -> dict[str, list[A
 
 def columns_of_prompts(prompts: Iterable[Prompt]) -> dict[str, list[Any]]:
     """Return the columns that the records of prompts have beside these."""
-    return columns_of_records([json.loads(row.columns or "{}") for row in prompts])
+    records = [json.loads(row.columns or "{}") for row in prompts]
+    return columns_of_records(records)
 
 
 def as_dict(row: Preference | Demonstration | Prompt | PretrainText) -> dict[str, Any]:
     """Return a row as a plain dictionary, its messages too."""
     values = dict(vars(row))
     if "prompt" in values:
-        values["prompt"] = [{"role": m.role, "content": m.content} for m in values["prompt"]]
+        values["prompt"] = [dict(vars(message)) for message in values["prompt"]]
     return values
 
 
@@ -308,10 +323,13 @@ def read_row_table(path: Path, cls: type[Row]) -> TableRows[Row]:
         DataError: It is missing, unreadable or of another kind.
     """
     table = read_kind(path, cls)
-    part = min(PART_ROWS, rows_within(CHUNK_BYTES, table.num_rows, table.nbytes))
-    return TableRows(
-        np.arange(table.num_rows), lambda numbers: rows_of_table(table.take(numbers), cls), part
-    )
+    count = table.num_rows
+    part = min(PART_ROWS, rows_within(CHUNK_BYTES, count, table.nbytes))
+
+    def rows(numbers: npt.NDArray[np.int64]) -> list[Row]:
+        return rows_of_table(table.take(numbers), cls)
+
+    return TableRows(np.arange(count), rows, part)
 
 
 SPLITS = ("train", "validation", "test")
@@ -327,7 +345,8 @@ class PairUser(StrEnum):
 
 def unit_hash(*parts: object) -> float:
     """Return a number in [0, 1) from the sha256 of the parts joined by ``|``."""
-    digest = hashlib.sha256("|".join(map(str, parts)).encode()).digest()
+    text = "|".join(map(str, parts))
+    digest = hashlib.sha256(text.encode()).digest()
     return int.from_bytes(digest[:8], "big") / 2**64
 
 

@@ -28,7 +28,8 @@ def resample_weights(clusters: int, resamples: int, seed: int) -> Iterator[np.nd
     rng = np.random.Generator(np.random.Philox(key=seed))
     for start in range(0, resamples, BATCH):
         size = min(BATCH, resamples - start)
-        counts = rng.multinomial(clusters, np.full(clusters, 1 / clusters), size=size)
+        alike = np.full(clusters, 1 / clusters)
+        counts = rng.multinomial(clusters, alike, size=size)
         yield counts.astype(np.float64)
 
 
@@ -42,7 +43,8 @@ def percentile(resampled: np.ndarray, tail: float, clusters: float) -> np.ndarra
     (Hesterberg, 2015, "What Teachers Should Know About the Bootstrap", section 5.3).
     """
     student = scipy.stats.t.ppf(tail, clusters - 1)
-    expanded = scipy.stats.norm.cdf(math.sqrt(clusters / (clusters - 1)) * student)
+    widened = math.sqrt(clusters / (clusters - 1)) * student
+    expanded = scipy.stats.norm.cdf(widened)
     return np.asarray(np.quantile(resampled, expanded, axis=-1))
 
 
@@ -56,16 +58,20 @@ def bootstrap_bounds(
     All rows share the resampled clusters, so that they stay paired. One cluster alone shows
     nothing: its bounds are infinite.
     """
-    sums, sizes = cluster_sums(np.atleast_2d(rows), one_each(rows.shape[-1], clusters))
+    of_row = one_each(rows.shape[-1], clusters)
+    sums, sizes = cluster_sums(np.atleast_2d(rows), of_row)
     count = len(sizes)
     if count < 2:
-        return np.full(len(sums), -np.inf), np.full(len(sums), np.inf)
+        unbounded = np.full(len(sums), np.inf)
+        return -unbounded, unbounded
     means = []
     for weights in resample_weights(count, resamples, seed):
         means.append(sums @ weights.T / (weights @ sizes))
     resampled = np.concatenate(means, axis=1)
     tail = (1 - CONFIDENCE) / 2
-    return percentile(resampled, tail, count), percentile(resampled, 1 - tail, count)
+    low = percentile(resampled, tail, count)
+    high = percentile(resampled, 1 - tail, count)
+    return low, high
 
 
 def effective_number(
@@ -86,14 +92,16 @@ def effective_number(
     share = weights / weights.sum()
     deviation = share * (values - share @ values)
     sums, _ = cluster_sums(np.stack([share, deviation, differs]), clusters)
-    count = sums.shape[1]
+    share_sums, deviation_sums, differing = sums
+    count = len(differing)
+    squared_share = share @ share
     independent = float(deviation @ deviation)
-    largest = float((sums[0] ** 2).sum() / (share @ share))
+    largest = float((share_sums**2).sum() / squared_share)
     effect = largest
-    if independent > 0 and int((sums[2] > 0).sum()) >= FEW_DIFFERING:
-        robust = float((sums[1] ** 2).sum()) * count / (count - 1)
+    if independent > 0 and np.count_nonzero(differing > 0) >= FEW_DIFFERING:
+        robust = float((deviation_sums**2).sum()) * count / (count - 1)
         effect = min(max(robust / independent, 1.0), largest)
-    return float(1 / (share @ share)) / effect
+    return float(1 / squared_share) / effect
 
 
 def win_rate_score_bounds(
@@ -112,11 +120,14 @@ def win_rate_score_bounds(
         weights: How much each counts, (n,).
     """
     share = weights / weights.sum()
-    shares = {value: float(share[outcome == value].sum()) for value in (0.0, 0.5, 1.0)}
+    shares = {}
+    for value in (0.0, 0.5, 1.0):
+        shares[value] = float(share[outcome == value].sum())
     commonest = max(shares, key=shares.__getitem__)
-    differs = ((outcome != commonest) & (weights > 0)).astype(np.float64)
-    number = effective_number(outcome, clusters, differs, weights)
-    low, high = paired_difference_bounds(number * shares[1.0], number * shares[0.0], number)
+    differs = (outcome != commonest) & (weights > 0)
+    number = effective_number(outcome, clusters, differs.astype(np.float64), weights)
+    wins, losses = number * shares[1.0], number * shares[0.0]
+    low, high = paired_difference_bounds(wins, losses, number)
     return (1 + low) / 2, (1 + high) / 2
 
 
@@ -125,7 +136,8 @@ def mean_high(values: np.ndarray, clusters: np.ndarray) -> float:
     error, count = standard_error(values, clusters)
     if count < 2:
         return math.inf
-    return float(values.mean() + scipy.stats.t.ppf(CONFIDENCE, count - 1) * error)
+    errors = scipy.stats.t.ppf(CONFIDENCE, count - 1)
+    return float(values.mean() + errors * error)
 
 
 def share_difference_high(lost: np.ndarray, gained: np.ndarray, clusters: np.ndarray) -> float:
@@ -142,8 +154,10 @@ def share_difference_high(lost: np.ndarray, gained: np.ndarray, clusters: np.nda
     if len(np.unique(clusters)) < 2:
         return math.inf
     replies = len(difference)
-    worth = effective_number(difference, clusters, lost + gained, np.ones(replies)) / replies
-    more, fewer = float(lost.sum()) * worth, float(gained.sum()) * worth
+    every_one = np.ones(replies)
+    worth = effective_number(difference, clusters, lost + gained, every_one) / replies
+    more = float(lost.sum()) * worth
+    fewer = float(gained.sum()) * worth
     score = paired_difference_high(more, fewer, replies * worth)
     return max(score, mean_high(difference, clusters))
 
@@ -170,15 +184,19 @@ def paired_difference_high(
         """The score statistic of ``difference`` plus z: 0 at the bound."""
         linear = -more - fewer + (2 * count - more + fewer) * difference
         constant = -fewer * difference * (1 - difference)
-        # Rounding may leave a root of nothing below 0.
-        only_second = (math.sqrt(max(linear**2 - 8 * count * constant, 0.0)) - linear) / (4 * count)
+        # Rounding may leave a discriminant of nothing below 0.
+        discriminant = max(linear**2 - 8 * count * constant, 0.0)
+        only_second = (math.sqrt(discriminant) - linear) / (4 * count)
         variance = count * (2 * only_second + difference * (1 - difference))
-        return (more - fewer - count * difference) / math.sqrt(max(variance, 1e-300)) + z
+        deviation = more - fewer - count * difference
+        return deviation / math.sqrt(max(variance, 1e-300)) + z
 
-    estimate, nearly_one = (more - fewer) / count, 1 - 1e-9
+    estimate = (more - fewer) / count
+    nearly_one = 1 - 1e-9
     if estimate >= nearly_one:
         return 1.0
-    return float(scipy.optimize.brentq(excess, min(estimate + 1e-9, nearly_one), nearly_one))
+    above_estimate = min(estimate + 1e-9, nearly_one)
+    return float(scipy.optimize.brentq(excess, above_estimate, nearly_one))
 
 
 def paired_difference_bounds(more: float, fewer: float, count: float) -> tuple[float, float]:
@@ -215,7 +233,8 @@ def sign_test(wins: int, ties: int, losses: int, bar: float = 0.5) -> float:
     if share_at_bar >= 1:
         return 1.0
     share_at_bar = max(share_at_bar, 0.0)
-    return float(scipy.stats.binomtest(wins, decided, share_at_bar, alternative="greater").pvalue)
+    test = scipy.stats.binomtest(wins, decided, share_at_bar, alternative="greater")
+    return float(test.pvalue)
 
 
 def level_of_attempt(budget: float, attempt: int) -> float:

@@ -19,17 +19,18 @@ Documented = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
 def drop_docstrings(tree: ast.AST) -> None:
     """Remove the docstrings of ``tree`` and of everything inside it, in place."""
     for node in ast.walk(tree):
-        if isinstance(node, Documented) and node.body and is_string(node.body[0]):
-            node.body = node.body[1:] or [ast.Pass()]
+        if isinstance(node, Documented) and node.body:
+            first, *others = node.body
+            if is_string(first):
+                node.body = others or [ast.Pass()]
 
 
 def is_string(statement: ast.stmt) -> bool:
     """Whether ``statement`` is nothing but a string: a docstring, or one below an attribute."""
-    return (
-        isinstance(statement, ast.Expr)
-        and isinstance(statement.value, ast.Constant)
-        and isinstance(statement.value.value, str)
-    )
+    if not isinstance(statement, ast.Expr):
+        return False
+    value = statement.value
+    return isinstance(value, ast.Constant) and isinstance(value.value, str)
 
 
 def dotted_name(node: ast.expr) -> tuple[str, ...]:
@@ -80,7 +81,8 @@ class Module:
     """
 
     def __init__(self, name: str, path: Path) -> None:
-        self.name, self.path = name, path
+        self.name = name
+        self.path = path
         self.is_package = path.name == "__init__.py"
         self.definitions: dict[str, Definition] = {}
         self.imports: dict[str, list[Import]] = {}
@@ -114,8 +116,9 @@ class Module:
 
     def _define(self, statement: ast.stmt, names: Iterable[str]) -> None:
         for name in names:
-            definition = self.definitions.setdefault(name, Definition(self.name, name))
-            definition.statements.append(statement)
+            if name not in self.definitions:
+                self.definitions[name] = Definition(self.name, name)
+            self.definitions[name].statements.append(statement)
 
     def _bind_imports(
         self, statements: Iterable[ast.Import | ast.ImportFrom], *, executed: bool
@@ -130,7 +133,8 @@ class Module:
         """Yield the names that an import statement binds, each with what it stands for."""
         for alias in statement.names:
             if isinstance(statement, ast.ImportFrom):
-                yield alias.asname or alias.name, Import(self.origin(statement), alias.name)
+                target = Import(self.origin(statement), alias.name)
+                yield alias.asname or alias.name, target
             elif alias.asname:
                 yield alias.asname, Import(alias.name)
             else:
@@ -139,10 +143,14 @@ class Module:
 
     def origin(self, statement: ast.ImportFrom) -> str:
         """Return the absolute name of the module that a ``from`` import takes names from."""
+        module = statement.module or ""
         if not statement.level:
-            return statement.module or ""
-        package = self.name if self.is_package else self.name.rpartition(".")[0]
-        return resolve_name("." * statement.level + (statement.module or ""), package)
+            return module
+        package = self.name
+        if not self.is_package:
+            package = self.name.rpartition(".")[0]
+        dots = "." * statement.level
+        return resolve_name(f"{dots}{module}", package)
 
 
 def is_for_type_checkers(statement: ast.stmt) -> bool:
@@ -163,12 +171,15 @@ def targets_executed(module: Module, statement: ast.Import | ast.ImportFrom) -> 
     """Return what an import statement executes: modules, and names that may be modules."""
     if isinstance(statement, ast.Import):
         return [Import(alias.name) for alias in statement.names]
-    return [Import(module.origin(statement), alias.name) for alias in statement.names]
+    origin = module.origin(statement)
+    return [Import(origin, alias.name) for alias in statement.names]
 
 
 def imports_in(tree: ast.AST) -> Iterator[ast.Import | ast.ImportFrom]:
     """Yield all import statements inside ``tree``."""
-    return (node for node in ast.walk(tree) if isinstance(node, ast.Import | ast.ImportFrom))
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import | ast.ImportFrom):
+            yield node
 
 
 def bound_names(statement: ast.stmt) -> list[str]:
@@ -179,24 +190,20 @@ def bound_names(statement: ast.stmt) -> list[str]:
     """
     if isinstance(statement, Named):
         return [statement.name]
+    bound: list[ast.AST] = [statement]
     if isinstance(statement, Assignment):
-        targets = statement.targets if isinstance(statement, ast.Assign) else [statement.target]
-        bound = list(targets)
+        # Not what a comprehension or a lambda in its value binds for itself.
+        bound = [*statement.targets] if isinstance(statement, ast.Assign) else [statement.target]
         for node in ast.walk(statement):
             if isinstance(node, ast.NamedExpr):
                 bound.append(node.target)
-        names = []
-        for target in bound:
-            for part in ast.walk(target):
-                if isinstance(part, ast.Name) and isinstance(part.ctx, ast.Store):
-                    names.append(part.id)
-        return names
     names = []
-    for node in ast.walk(statement):
-        if isinstance(node, Named):
-            names.append(node.name)
-        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
-            names.append(node.id)
+    for target in bound:
+        for node in ast.walk(target):
+            if isinstance(node, Named):
+                names.append(node.name)
+            elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+                names.append(node.id)
     return list(dict.fromkeys(names))
 
 
@@ -225,16 +232,19 @@ class Names:
     """
 
     def __init__(self, root: Path, name: str, neutral: Collection[str] = ()) -> None:
-        self.root, self.name, self.neutral = root, name, frozenset(neutral)
+        self.root = root
+        self.name = name
+        self.neutral = frozenset(neutral)
         self._modules: dict[str, Module | None] = {}
 
     def module(self, name: str) -> Module | None:
         """Return the module of the package called ``name``, parsed; None when there is none."""
         if name not in self._modules:
+            parts = name.split(".")
+            base = self.root.joinpath(*parts)
             self._modules[name] = None
-            base = self.root.joinpath(*name.split("."))
             for path in (base / "__init__.py", base.with_suffix(".py")):
-                if packages_of(name)[-1] == self.name and path.is_file():
+                if parts[0] == self.name and path.is_file():
                     self._modules[name] = Module(name, path)
                     break
         return self._modules[name]
@@ -249,7 +259,8 @@ class Names:
         """Return what a dotted name means at the top level of ``module``."""
         first, rest = name[0], name[1:]
         own = module.definitions.get(first)
-        imported = [self.reach(target, rest) for target in module.imports.get(first, ())]
+        targets = module.imports.get(first, ())
+        imported = [self.reach(target, rest) for target in targets]
         if own is None and not imported:
             return Reach(inside=False, rest=rest)
         if own is None and len(imported) == 1:
@@ -288,24 +299,21 @@ class Names:
             return Reach(rest=attributes[1:])
         if not attributes:
             raise LookupError(f"{module_name} is used as a value; name what is used of it")
-        bound = self._bound(module_name, attributes)
-        if bound is not None:
-            return bound
-        if self.module(f"{module_name}.{attributes[0]}") is not None:
-            return self._attribute(f"{module_name}.{attributes[0]}", attributes[1:])
-        if OF_EVERY_MODULE.fullmatch(attributes[0]):
+        first = attributes[0]
+        if first in module.definitions or first in module.imports:
+            return self.reach_name(module, attributes)
+        submodule = f"{module_name}.{first}"
+        if self.module(submodule) is not None:
+            return self._attribute(submodule, attributes[1:])
+        if OF_EVERY_MODULE.fullmatch(first):
             return Reach(rest=attributes)
-        raise LookupError(f"{module_name} defines no {attributes[0]}, which is used of it")
-
-    def _bound(self, module_name: str, name: tuple[str, ...]) -> Reach | None:
-        """Return what ``name`` means in a module that binds it; None when it does not."""
-        module = self.module(module_name)
-        if module is None or (name[0] not in module.definitions and name[0] not in module.imports):
-            return None
-        return self.reach_name(module, name)
+        raise LookupError(f"{module_name} defines no {first}, which is used of it")
 
 
 def packages_of(module: str) -> list[str]:
     """Return ``a.b.c``, ``a.b`` and ``a``, which importing ``a.b.c`` executes."""
-    parts = module.split(".")
-    return [".".join(parts[:count]) for count in range(len(parts), 0, -1)]
+    packages = [module]
+    while "." in module:
+        module = module.rpartition(".")[0]
+        packages.append(module)
+    return packages

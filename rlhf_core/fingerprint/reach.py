@@ -47,7 +47,8 @@ class Encoded:
     """
 
     def __init__(self, definition: Definition, names: Names) -> None:
-        self.module, self.names = names.holder(definition), names
+        self.module = names.holder(definition)
+        self.names = names
         self.parts: list[str] = []
         self.references: list[Definition] = []
         self.imported: list[Import] = []
@@ -72,7 +73,8 @@ class Encoded:
             # One of the package counts by what is used of it, unless its name may mean something
             # else as well.
             for name, target in self.module.targets_of(node):
-                if self.names.module(target.module) is None or name in self.local:
+                is_own = self.names.module(target.module) is not None
+                if not is_own or name in self.local:
                     self.parts.append(f"(import {target.module}:{target.name} as {name})")
             return
         if isinstance(node, ast.Constant):
@@ -112,15 +114,19 @@ class Encoded:
         if targets is None:
             reached = [self.names.reach_name(self.module, name)]
         else:
-            reached = [self.names.reach(target, name[1:]) for target in targets]
+            attributes = name[1:]
+            reached = [self.names.reach(target, attributes) for target in targets]
         for reach in reached:
             self.references += reach.definitions
         first = reached[0]
         is_ambiguous = len(reached) > 1 or len(first.definitions) > 1
         if is_ambiguous or not first.inside or name[0] in self.local:
             return False
-        used = name[: len(name) - len(first.rest)]
-        meant = first.definitions[0].name if first.definitions else used[-1]
+        if first.definitions:
+            meant = first.definitions[0].name
+        else:
+            used = name[: len(name) - len(first.rest)]
+            meant = used[-1]
         self.parts.append("@" + ".".join([meant, *first.rest]))
         return True
 
@@ -177,13 +183,16 @@ class Package:
         of_definitions = {self._digest(definition, DEPTH) for definition in definitions}
         for line in sorted(of_definitions):
             digest.update(line)
-        folders = {self.names.holder(definition).path.parent for definition in definitions}
+        modules = {self.names.holder(definition) for definition in definitions}
+        folders = {module.path.parent for module in modules}
         files: list[Path] = []
         for folder in folders:
             files += data_files(folder)
         for file in sorted(files):
             name = file.relative_to(self.names.root).as_posix()
-            digest.update(name.encode() + b"\0" + file.read_bytes())
+            digest.update(name.encode())
+            digest.update(b"\0")
+            digest.update(file.read_bytes())
         return digest.hexdigest()
 
     def reached(self, module: str, *roots: str) -> set[Definition]:
@@ -197,11 +206,12 @@ class Package:
             item = waiting.pop()
             if isinstance(item, str):
                 source = self.names.module(item)
-                if source is not None and source not in executed and item not in self.names.neutral:
-                    executed.add(source)
-                    if source.effects.statements:
-                        waiting.append(source.effects)
-                    waiting += self.names.executed_by(source.imported)
+                if source is None or source in executed or item in self.names.neutral:
+                    continue
+                executed.add(source)
+                if source.effects.statements:
+                    waiting.append(source.effects)
+                waiting += self.names.executed_by(source.imported)
             elif item not in reached:
                 reached.add(item)
                 encoded = self._encode(item)

@@ -107,10 +107,11 @@ def tokenizer_patterns(workspace: Path, source: str | None) -> list[str]:
 def _patterns(workspace: Path, source: str, inside: Sequence[str]) -> list[str]:
     """Return patterns of the files of ``source``, of a folder those ``inside``."""
     path = Path(os.path.expanduser(source))
+    place = workspace / path
     name = glob.escape(str(path))
-    if (workspace / path).is_dir():
+    if place.is_dir():
         return [f"{name}/{pattern}" for pattern in inside]
-    return [name] if (workspace / path).is_file() else []
+    return [name] if place.is_file() else []
 
 
 REWARD_SOURCES = "reward_sources"
@@ -193,10 +194,12 @@ def function_files(workspace: Path, sources: RewardSources) -> list[str]:
     root = workspace.resolve()
     inside = set()
     for source in sources:
-        if isinstance(source, FunctionSource):
-            for file in _of_function(source, workspace).values():
-                if file.resolve().is_relative_to(root):
-                    inside.add(file.resolve().relative_to(root).as_posix())
+        if not isinstance(source, FunctionSource):
+            continue
+        for file in _of_function(source, workspace).values():
+            resolved = file.resolve()
+            if resolved.is_relative_to(root):
+                inside.add(resolved.relative_to(root).as_posix())
     return sorted(inside)
 
 
@@ -208,10 +211,12 @@ def code_lines(workspace: Path, sources: RewardSources) -> list[str]:
     """
     lines = []
     for source in sources:
-        if isinstance(source, FunctionSource):
-            lines.append(source.target)
-            for name, file in sorted(_of_function(source, workspace).items()):
-                lines.append(f"  {name} {_digest(file)}")
+        if not isinstance(source, FunctionSource):
+            continue
+        lines.append(source.target)
+        modules = _of_function(source, workspace)
+        for name in sorted(modules):
+            lines.append(f"  {name} {_digest(modules[name])}")
     return lines
 
 
@@ -247,8 +252,9 @@ def _of_function(function: FunctionSource, workspace: Path) -> dict[str, Path]:
     root = _root(module, workspace)
     if root is None:
         return {}
-    installed = root in {Path(path) for path in sysconfig.get_paths().values()}
-    return _reached(module, root, lambda name: not installed)
+    installed_folders = [Path(path) for path in sysconfig.get_paths().values()]
+    is_installed = root in installed_folders
+    return _reached(module, root, lambda name: not is_installed)
 
 
 def _reached(module: str, root: Path, follows: Callable[[str], bool]) -> dict[str, Path]:

@@ -99,7 +99,8 @@ def require_next_tokens(model: PreTrainedModel, source: str) -> None:
         own = model(**arguments_of(model, input_ids=ids, attention_mask=mask, labels=ids))
     first = first.float().log_softmax(-1).view(*ids.shape, -1)
     second = second.float().log_softmax(-1).view(*ids.shape, -1)
-    differences = (first - second)[:, :-1].abs().mean(-1)
+    before_the_change = (first - second)[:, :-1]
+    differences = before_the_change.abs().mean(-1)
     if not float(differences.max()) <= limit:
         raise ModelError(
             f"{kind}, which reads a text in both directions: its logits change with later tokens, so that it cannot "
@@ -108,9 +109,12 @@ def require_next_tokens(model: PreTrainedModel, source: str) -> None:
     loss = getattr(own, "loss", None)
     if loss is None:
         return
-    following = functional.nll_loss(first[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
+    before_each = first[:, :-1].flatten(0, 1)
+    following = functional.nll_loss(before_each, ids[:, 1:].flatten())
     same = functional.nll_loss(first.flatten(0, 1), ids.flatten())
-    if abs(float(loss - same)) <= limit < abs(float(loss - following)):
+    from_same = abs(float(loss - same))
+    from_following = abs(float(loss - following))
+    if from_same <= limit < from_following:
         raise ModelError(
             f"{kind}, whose own loss is not of the next token: it takes labels that are shifted already, as the decoder "
             f"of a translator or a model that fills in gaps; {OTHER_MODEL}"
@@ -149,22 +153,24 @@ def _largest_difference(model: PreTrainedModel) -> float:
     """The largest difference of sampling and scoring from a plain pass, as log-probabilities."""
     vocabulary = vocabulary_of(model)
     ids = probe_ids(vocabulary, len(PROMPT_TOKENS), max(PROMPT_TOKENS)).tolist()
-    prompts = [row[:length] for row, length in zip(ids, PROMPT_TOKENS, strict=True)]
+    prompts = []
+    for row, length in zip(ids, PROMPT_TOKENS, strict=True):
+        prompts.append(row[:length])
     uniforms = philox_uniforms(0, range(len(prompts)), REPLY_TOKENS)
     # No token ends a reply at first; then the second one of the first reply does.
     endless = Sampling(eos_id=-1, pad_id=0, max_new_tokens=REPLY_TOKENS)
-    stop = generate(model, prompts, uniforms, endless).replies()[0][1]
-    sampling = Sampling(eos_id=stop, pad_id=0, max_new_tokens=REPLY_TOKENS)
+    first_reply = generate(model, prompts, uniforms, endless).replies()[0]
+    sampling = Sampling(eos_id=first_reply[1], pad_id=0, max_new_tokens=REPLY_TOKENS)
     rollout = generate(model, prompts, uniforms, sampling)
-    batch = Tokens(
-        rollout.tokens.clone(), rollout.attention_mask.clone(), rollout.response_mask.clone()
-    )
+    is_token = rollout.response_mask
+    batch = Tokens(rollout.tokens.clone(), rollout.attention_mask.clone(), is_token.clone())
     logits = response_logits(model, batch).whole()[:, :-1]
-    scored = gather_logprobs(log_distribution(logits, sampling), batch.response)
+    distribution = log_distribution(logits, sampling)
+    scored = gather_logprobs(distribution, batch.response)
     expected = _plain_logprobs(model, prompts, rollout, sampling)
-    of_sampler = (rollout.logprobs - expected)[rollout.response_mask].abs().max()
-    of_trainer = (scored - expected)[rollout.response_mask].abs().max()
-    return float(torch.maximum(of_sampler, of_trainer))
+    of_sampler = (rollout.logprobs - expected)[is_token]
+    of_trainer = (scored - expected)[is_token]
+    return float(torch.maximum(of_sampler.abs().max(), of_trainer.abs().max()))
 
 
 def _plain_logprobs(
@@ -172,10 +178,14 @@ def _plain_logprobs(
 ) -> Tensor:
     """Log-probabilities (B, T) of the replies, each from a pass of its own without padding."""
     expected = torch.zeros_like(rollout.logprobs)
-    for row, (prompt, reply) in enumerate(zip(prompts, rollout.replies(), strict=True)):
+    for row, reply in enumerate(rollout.replies()):
+        prompt = prompts[row]
+        start = len(prompt)
         tokens = torch.tensor([[*prompt, *reply]], device=model.device)
         whole = torch.ones_like(tokens)
         output = model(**arguments_of(model, input_ids=tokens, attention_mask=whole))
-        policy = log_distribution(output.logits[:, len(prompt) - 1 : -1], sampling)
-        expected[row, : len(reply)] = gather_logprobs(policy, tokens[:, len(prompt) :])[0]
+        before_tokens = output.logits[:, start - 1 : -1]
+        policy = log_distribution(before_tokens, sampling)
+        logprobs = gather_logprobs(policy, tokens[:, start:])
+        expected[row, : len(reply)] = logprobs[0]
     return expected

@@ -58,10 +58,10 @@ def grouped_attention(
     is_special = attention_mask is not None or _is_given(settings, "position_bias", "cache")
     if positions > 1 or is_special or heads == key.shape[1]:
         return sdpa_attention_forward(module, query, key, value, attention_mask, **settings)
-    grouped = query.reshape(batch, key.shape[1], -1, width)
-    attended = nn.functional.scaled_dot_product_attention(
-        grouped, key, value, scale=settings.get("scaling")
-    )
+    key_heads = key.shape[1]
+    grouped = query.reshape(batch, key_heads, -1, width)
+    scaling = settings.get("scaling")
+    attended = nn.functional.scaled_dot_product_attention(grouped, key, value, scale=scaling)
     return attended.reshape(batch, 1, heads, width), None
 
 
@@ -103,7 +103,8 @@ def attention_by_products(
     scaling = settings.get("scaling") or width**-0.5
     scores = torch.add(attention_mask, scores, alpha=scaling)
     weights = torch.softmax(scores, dim=-1).to(values.dtype)
-    attended = torch.bmm(weights.view(shared, -1, tokens), values)
+    weights = weights.view(shared, -1, tokens)
+    attended = torch.bmm(weights, values)
     return attended.view(batch, 1, heads, -1), None
 
 
@@ -125,8 +126,9 @@ def decoding_attention(model: PreTrainedModel) -> Iterator[None]:
     changed: list[Any] = []
     for module in model.modules() if name else ():
         config = getattr(module, "config", None)
-        seen = any(config is one for one in changed)
-        if not seen and getattr(config, "_attn_implementation", None) == "sdpa":
+        implementation = getattr(config, "_attn_implementation", None)
+        is_known = any(config is one for one in changed)
+        if implementation == "sdpa" and not is_known:
             changed.append(config)
     if changed:
         AttentionInterface.register(CPU_NAME, grouped_attention)
@@ -167,7 +169,9 @@ class FusedProjection:
     def __init__(self, layers: Sequence[nn.Linear], weights: Sequence[Tensor], rows: int) -> None:
         self.precision = weights[0].dtype
         self.widths = [len(weight) for weight in weights]
-        whole = weights[0] if len(weights) == 1 else torch.cat(list(weights))
+        whole = weights[0]
+        if len(weights) > 1:
+            whole = torch.cat(list(weights))
         self.packed: Tensor = torch.ops.mkldnn._reorder_linear_weight(whole.detach(), rows)
         biases = [layer.bias for layer in layers]
         self.bias: Tensor | None = None
@@ -189,15 +193,17 @@ class FusedProjection:
         called with the same tensor, which nothing must have changed meanwhile. In another order, or
         with other tensors, all is computed again: slower, but the same values.
         """
-        held: tuple[Tensor, tuple[Tensor, ...]] | None = getattr(self._last, "held", None)
-        if held is None or held[0] is not input:
+        products: tuple[Tensor, ...]
+        held_input, products = getattr(self._last, "held", (None, ()))
+        if held_input is not input:
             converted = input.to(self.precision)
             rows = torch.ops.mkldnn._linear_pointwise(
                 converted, self.packed, self.bias, "none", [], ""
             )
-            held = input, rows.split(self.widths, dim=-1)
-        self._last.held = held if position + 1 < len(self.widths) else None
-        return held[1][position]
+            products = rows.split(self.widths, dim=-1)
+        is_last = position + 1 == len(self.widths)
+        self._last.held = (None, ()) if is_last else (input, products)
+        return products[position]
 
 
 class PackedLinear(nn.Linear):
@@ -211,7 +217,8 @@ class PackedLinear(nn.Linear):
 
     def __init__(self, replaced: nn.Linear, shared: FusedProjection, position: int) -> None:
         super().__init__(replaced.in_features, replaced.out_features, bias=False, device="meta")
-        self.weight, self.shared, self.position = replaced.weight, shared, position
+        self.weight = replaced.weight
+        self.shared, self.position = shared, position
 
     def forward(self, input: Tensor) -> Tensor:
         """(..., in) -> (..., out)."""
@@ -269,7 +276,8 @@ def packing_pays(model: PreTrainedModel, rows: int, steps: int) -> bool:
         return False
     if rows < PACKED_ROWS or steps < PACKED_STEPS:
         return False
-    return sum(parameter.numel() for parameter in model.parameters()) >= PACKED_PARAMETERS
+    parameters = sum(parameter.numel() for parameter in model.parameters())
+    return parameters >= PACKED_PARAMETERS
 
 
 @dataclass(frozen=True)
@@ -294,7 +302,9 @@ class _DecodedLayer:
 
         All of them at once would take the model's memory again.
         """
-        weight = self.own.weight if self.adapted is None else merged_weight(self.adapted)
+        weight = self.own.weight
+        if self.adapted is not None:
+            weight = merged_weight(self.adapted)
         return weight.to(self.precision)
 
 
@@ -309,7 +319,8 @@ def _decoded_layers(model: PreTrainedModel) -> Iterator[tuple[str, _DecodedLayer
         base = layer.get_base_layer()
         if is_plain_linear(base):
             is_active = not layer.disable_adapters and layer.active_adapters
-            yield name, _DecodedLayer(base, base.weight.dtype, layer if is_active else None)
+            merged = layer if is_active else None
+            yield name, _DecodedLayer(base, base.weight.dtype, merged)
     for name, layer in model.named_modules():
         if type(layer) is Float32Linear:
             yield name, _DecodedLayer(layer, torch.float32)
@@ -347,6 +358,8 @@ def _same_input(name: str, layers: Mapping[str, _DecodedLayer]) -> list[str]:
         if own not in members or not all(member in layers for member in names):
             continue
         found = [layers[member] for member in names]
-        kinds = {(layer.precision, layer.own.in_features) for layer in found}
-        return names if len(kinds) == 1 else [name]
+        precisions = {layer.precision for layer in found}
+        widths = {layer.own.in_features for layer in found}
+        are_alike = len(precisions) == len(widths) == 1
+        return names if are_alike else [name]
     return [name]

@@ -71,7 +71,8 @@ class Sampling:
         ``drawn`` (B, t) are the reply's tokens so far; ids that the vocabulary does not have are
         none.
         """
-        return log_distribution_at(logits.unsqueeze(1), position, self).squeeze(1)
+        of_one_position = logits.unsqueeze(1)
+        return log_distribution_at(of_one_position, position, self).squeeze(1)
 
     @classmethod
     def for_tokenizer(
@@ -139,14 +140,18 @@ class EvaluationSampling:
             penalty = self.repetition_penalty
             vocabulary = logits.shape[1]  # one more column takes what was not drawn
             occurred = logits.new_zeros(len(logits), vocabulary + 1, dtype=torch.bool)
-            occurred = occurred.scatter_(1, drawn.clamp(max=vocabulary), True)[:, :vocabulary]
+            columns = drawn.clamp(max=vocabulary)
+            occurred = occurred.scatter_(1, columns, True)
+            occurred = occurred[:, :vocabulary]
             penalised = torch.where(logits > 0, logits / penalty, logits * penalty)
             logits = torch.where(occurred, penalised, logits)
-        logits = _constrained_logits(logits.unsqueeze(1), position, self.base).squeeze(1)
+        of_one_position = logits.unsqueeze(1)
+        logits = _constrained_logits(of_one_position, position, self.base).squeeze(1)
         if self.top_p < 1.0:
             ordered, order = logits.sort(dim=-1, descending=True)
             probabilities = ordered.softmax(dim=-1)
-            outside = probabilities.cumsum(dim=-1) - probabilities >= self.top_p
+            likelier = probabilities.cumsum(dim=-1) - probabilities
+            outside = likelier >= self.top_p
             outside[..., 0] = False  # the likeliest stays, however close to 0 the share is
             dropped = torch.zeros_like(outside).scatter(1, order, outside)
             logits = logits.masked_fill(dropped, FORBIDDEN)
@@ -178,7 +183,9 @@ def log_distribution_at(logits: Tensor, positions: Tensor, sampling: Sampling) -
 
 def _constrained_logits(logits: Tensor, positions: Tensor, sampling: Sampling) -> Tensor:
     """Logits (..., N, V) after temperature and masks."""
-    changed = logits.float() if logits.dtype in (torch.float16, torch.bfloat16) else logits
+    changed = logits
+    if logits.dtype in (torch.float16, torch.bfloat16):
+        changed = logits.float()
     if sampling.temperature != 1.0:
         changed = changed / sampling.temperature
     mask = _forbidden_mask(positions, logits.shape[-1], sampling)
@@ -196,7 +203,9 @@ def _forbidden_mask(positions: Tensor, width: int, sampling: Sampling) -> Tensor
 
     None if nowhere.
     """
-    vocabulary = width if sampling.vocabulary_size is None else sampling.vocabulary_size
+    vocabulary = sampling.vocabulary_size
+    if vocabulary is None:
+        vocabulary = width
     if not sampling.forbidden_ids and vocabulary >= width and not sampling.min_new_tokens:
         return None
     # A mask of a pass on shapes alone is no mask for a pass with values, and the other way round.
@@ -235,12 +244,15 @@ def inverse_cdf(log_probabilities: Tensor, uniforms: Tensor) -> Tensor:
     if log_probabilities.shape[-1] > LARGEST_IN_ONE_STEP:
         return _inverse_cdf_in_chunks(log_probabilities, uniforms)
     # In place: with a large vocabulary allocating another copy takes as long as a sum.
-    cumulative = log_probabilities.to(torch.float64, copy=True).exp_().cumsum_(dim=-1)
-    thresholds = (uniforms * cumulative[:, -1]).unsqueeze(-1)
+    cumulative = log_probabilities.to(torch.float64, copy=True)
+    cumulative = cumulative.exp_().cumsum_(dim=-1)
+    totals = cumulative[:, -1]
+    thresholds = uniforms * totals
     # A token of probability zero has the same cumulative value as the one before it, so it is never
     # the first above.
-    picked = torch.searchsorted(cumulative, thresholds, right=True).squeeze(-1)
-    return picked.clamp(max=log_probabilities.shape[-1] - 1)
+    picked = torch.searchsorted(cumulative, thresholds.unsqueeze(-1), right=True)
+    last = log_probabilities.shape[-1] - 1
+    return picked.squeeze(-1).clamp(max=last)
 
 
 def _inverse_cdf_in_chunks(log_probabilities: Tensor, uniforms: Tensor) -> Tensor:
@@ -248,22 +260,27 @@ def _inverse_cdf_in_chunks(log_probabilities: Tensor, uniforms: Tensor) -> Tenso
     vocabulary = log_probabilities.shape[-1]
     probabilities = log_probabilities.exp()
     divided = vocabulary - vocabulary % CHUNK
-    sums = probabilities[:, :divided].unflatten(1, (-1, CHUNK)).sum(dim=2)
+    chunks = probabilities[:, :divided].unflatten(1, (-1, CHUNK))
+    sums = chunks.sum(dim=2)
     if divided < vocabulary:
         remainder = probabilities[:, divided:].sum(dim=1, keepdim=True)
         sums = torch.cat((sums, remainder), dim=1)
     cumulative = sums.double().cumsum(dim=1)
-    thresholds = (uniforms.clamp(max=BELOW_ONE) * cumulative[:, -1]).unsqueeze(1)
+    totals = cumulative[:, -1]
+    thresholds = uniforms.clamp(max=BELOW_ONE) * totals
+    thresholds = thresholds.unsqueeze(1)
     # The first above, which has mass. Of numbers that are NaN none is above.
     chunk = torch.searchsorted(cumulative, thresholds, right=True)
     chunk = chunk.clamp(max=sums.shape[1] - 1)
     mass = sums.gather(1, chunk).double()
     before = cumulative.gather(1, chunk) - mass
-    within = ((thresholds - before) / mass).clamp(0.0, BELOW_ONE)
-    columns = CHUNK * chunk + torch.arange(CHUNK, device=chunk.device)
+    within = (thresholds - before) / mass
+    within = within.clamp(0.0, BELOW_ONE)
+    first = CHUNK * chunk
+    columns = first + torch.arange(CHUNK, device=chunk.device)
     own = log_probabilities.gather(1, columns.clamp(max=vocabulary - 1))
     own = own.masked_fill(columns >= vocabulary, FORBIDDEN)
-    picked = CHUNK * chunk.squeeze(1) + inverse_cdf(own, within.squeeze(1))
+    picked = first.squeeze(1) + inverse_cdf(own, within.squeeze(1))
     return picked.clamp(max=vocabulary - 1)
 
 
@@ -274,6 +291,6 @@ def philox_uniforms(seed: int, streams: Sequence[int], length: int) -> Tensor:
     """
     rows = np.empty((len(streams), length))
     for row, stream in enumerate(streams):
-        generator = np.random.Generator(np.random.Philox(key=[seed, stream]))
-        rows[row] = generator.random(length)
+        philox = np.random.Philox(key=[seed, stream])
+        rows[row] = np.random.Generator(philox).random(length)
     return torch.from_numpy(rows)

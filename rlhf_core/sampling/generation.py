@@ -200,7 +200,8 @@ class NoWaiting(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        given = [each for each in tree_leaves((args, kwargs)) if isinstance(each, Tensor)]
+        leaves_given = tree_leaves((args, kwargs))
+        given = [each for each in leaves_given if isinstance(each, Tensor)]
         made = [each for each in tree_leaves(result) if isinstance(each, Tensor)]
         looks = func is torch.ops.aten.is_nonzero.default or not WAITING.isdisjoint(func.tags)
         if func is torch.ops.aten.index.Tensor:

@@ -72,17 +72,17 @@ def sample_reply(
         if end is not None:
             raise _StopStringReached
 
-    followed = on_text is not None or stop or check is not None
+    is_followed = on_text is not None or stop or check is not None
+    follow = on_tokens if is_followed else None
     try:
-        rollout = generate(model, [prompt_ids], uniforms, sampling, on_tokens if followed else None)
+        rollout = generate(model, [prompt_ids], uniforms, sampling, follow)
     except _StopStringReached:
         return SampledReply(so_far, tuple(written), "stop")
     token_ids = rollout.replies()[0]
     text, finished = decode_reply(tokenizer, token_ids)
     end = _first_occurrence(text, stop)  # the end marker may complete the decoding of a stop string
-    return SampledReply(
-        text[:end], tuple(token_ids), "stop" if finished or end is not None else "length"
-    )
+    reason = "stop" if finished or end is not None else "length"
+    return SampledReply(text[:end], tuple(token_ids), reason)
 
 
 class _StopStringReached(Exception):
@@ -91,9 +91,8 @@ class _StopStringReached(Exception):
 
 def _first_occurrence(text: str, strings: Sequence[str]) -> int | None:
     """Return where the first of ``strings`` begins in ``text``, None if it has none of them."""
-    return min(
-        (position for string in strings if (position := text.find(string)) >= 0), default=None
-    )
+    found = [text.find(string) for string in strings]
+    return min((position for position in found if position >= 0), default=None)
 
 
 class ReplyPieces:
@@ -106,7 +105,8 @@ class ReplyPieces:
     """
 
     def __init__(self, lead: str = "", endings: Sequence[str] = ()) -> None:
-        self.lead, self.endings = lead, [ending for ending in endings if ending]
+        self.lead = lead
+        self.endings = [ending for ending in endings if ending]
         self.sent = ""
 
     def next(self, text: str) -> str:

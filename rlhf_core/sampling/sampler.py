@@ -208,12 +208,12 @@ def sample_replies(
     together = batch_size or max(len(ids), 1)
     starts = range(0, max(len(ids), 1), together)
     parts = []
-    with sampler.awake(version, min(together, len(ids)), len(starts) * sampling.max_new_tokens):
+    steps = len(starts) * sampling.max_new_tokens
+    with sampler.awake(version, min(together, len(ids)), steps):
         for start in starts:
             rows = slice(start, start + together)
-            parts.append(
-                sampler.sample(PromptBatch(ids[rows], streams[rows], prompts.seed, width), sampling)
-            )
+            batch = PromptBatch(ids[rows], streams[rows], prompts.seed, width)
+            parts.append(sampler.sample(batch, sampling))
     columns: dict[str, Tensor] = {}
     for name, own in vars(concatenate(parts, sampling.pad_id)).items():
         fill = sampling.pad_id if name == "tokens" else 0
@@ -230,16 +230,15 @@ def concatenate(parts: Sequence[Rollout], pad_id: int) -> Rollout:
     if len(parts) == 1:
         return parts[0]
     widest = max(part.response_mask.shape[1] for part in parts)
-
-    def joined(name: str) -> Tensor:
-        columns = [getattr(part, name) for part in parts]
-        if columns[0].dim() > 1:
-            missing = [widest - part.response_mask.shape[1] for part in parts]
-            fill = pad_id if name == "tokens" else 0
-            columns = [
-                torch.nn.functional.pad(column, (0, count), value=fill)
-                for column, count in zip(columns, missing, strict=True)
-            ]
-        return torch.cat(columns)
-
-    return Rollout(**{name: joined(name) for name in vars(parts[0])})
+    joined = {}
+    for name in vars(parts[0]):
+        fill = pad_id if name == "tokens" else 0
+        columns = []
+        for part in parts:
+            column = getattr(part, name)
+            if column.dim() > 1:
+                missing = widest - part.response_mask.shape[1]
+                column = torch.nn.functional.pad(column, (0, missing), value=fill)
+            columns.append(column)
+        joined[name] = torch.cat(columns)
+    return Rollout(**joined)

@@ -91,13 +91,17 @@ class Tokens:
             is_reply = columns >= self.reply_starts.unsqueeze(1)
             return self.attention_mask.long() * is_reply
         prompt = self.tokens.shape[1] - self.width
-        return torch.nn.functional.pad(self.response_mask.long(), (prompt, 0))
+        mask = self.response_mask.long()
+        return torch.nn.functional.pad(mask, (prompt, 0))
 
     def replies(self) -> list[list[int]]:
         """Token ids of each reply, its end marker included."""
         rows = self.response.tolist()
         lengths = self.response_mask.sum(dim=1).tolist()
-        return [row[:length] for row, length in zip(rows, lengths, strict=True)]
+        replies = []
+        for row, length in zip(rows, lengths, strict=True):
+            replies.append(row[:length])
+        return replies
 
     @property
     def real_positions(self) -> Tensor:
@@ -119,26 +123,31 @@ class Tokens:
 
         Columns before all of these may be left out of ``values``.
         """
+        width = values.shape[1]
         if self.reply_starts is None:
-            return values[:, values.shape[1] - self.width - 1 :]
-        left_out = self.tokens.shape[1] - values.shape[1]
+            first = width - self.width - 1
+            return values[:, first:]
+        left_out = self.tokens.shape[1] - width
         columns = self._reply_columns(-1, self.width + 1) - left_out
-        rows = torch.arange(len(values), device=values.device).unsqueeze(1)
-        return values[rows, columns]
+        rows = torch.arange(len(values), device=values.device)
+        return values[rows.unsqueeze(1), columns]
 
     def part(self, rows: Tensor) -> Tokens:
         """The given rows, with the padding that they do not need cut off on both sides."""
         own = Tokens(self.tokens[rows], self.attention_mask[rows], self.response_mask[rows])
         prompts, replies = own.lengths()
-        return self.cut(rows, max(1, *prompts), max(1, *replies))
+        longest_prompt = max(1, *prompts)
+        longest_reply = max(1, *replies)
+        return self.cut(rows, longest_prompt, longest_reply)
 
     def cut(self, rows: Tensor, prompt: int, reply: int) -> Tokens:
         """The given rows, cut to ``prompt`` columns of prompts and ``reply`` columns of replies."""
         end = self.tokens.shape[1] - self.width
         span = slice(end - prompt, end + reply)
-        tokens = self.tokens[rows][:, span]
-        attention = self.attention_mask[rows][:, span]
-        return Tokens(tokens, attention, self.response_mask[rows][:, :reply])
+        tokens = self.tokens[rows]
+        attention = self.attention_mask[rows]
+        mask = self.response_mask[rows]
+        return Tokens(tokens[:, span], attention[:, span], mask[:, :reply])
 
     def compact(self, rows: Tensor, width: int, reply: int, shortest_prompt: int) -> Tokens:
         """The given rows, each beginning in the first of ``width`` columns.
@@ -151,13 +160,14 @@ class Tokens:
         mask = self.response_mask[rows][:, :reply]
         lengths = attention.sum(dim=1)
         starts = lengths - mask.sum(dim=1)
-        columns = torch.arange(width, device=rows.device).unsqueeze(0)
+        columns = torch.arange(width, device=rows.device)
         old_width = self.tokens.shape[1]
-        first = (old_width - self.width - starts).unsqueeze(1)
-        source = (first + columns).clamp(max=old_width - 1)
+        first = old_width - self.width - starts
+        source = first.unsqueeze(1) + columns
+        source = source.clamp(max=old_width - 1)
         tokens = self.tokens[rows].gather(1, source)
-        kept = (columns < lengths.unsqueeze(1)).to(attention.dtype)
-        return Tokens(tokens, kept, mask, starts, shortest_prompt)
+        is_kept = columns < lengths.unsqueeze(1)
+        return Tokens(tokens, is_kept.to(attention.dtype), mask, starts, shortest_prompt)
 
     def columns_with_logits(self, plain_head: bool) -> int:
         """How many of the last columns a model makes logits of.
@@ -167,14 +177,17 @@ class Tokens:
         if self.reply_starts is None:
             return self.width + 1
         columns = self.tokens.shape[1]
-        return columns if plain_head else columns - self.shortest_prompt + 1
+        if plain_head:
+            return columns
+        return columns - self.shortest_prompt + 1
 
     def _reply_columns(self, first: int, count: int) -> Tensor:
         """Columns of ``count`` response positions from ``first`` on, within each row (B, count)."""
         assert self.reply_starts is not None
         offsets = torch.arange(first, first + count, device=self.tokens.device)
         columns = self.reply_starts.unsqueeze(1) + offsets
-        return columns.clamp(max=self.tokens.shape[1] - 1)
+        last = self.tokens.shape[1] - 1
+        return columns.clamp(max=last)
 
 
 def response_logits(model: PreTrainedModel, batch: Tokens) -> LazyLogits:
@@ -189,18 +202,22 @@ def logits_and_values(model: ActorCritic, batch: Tokens) -> tuple[LazyLogits, Te
     keep = batch.columns_with_logits(has_plain_head(model.policy))
     logits, scores = model(batch.tokens, *batch.mask_and_positions, logits_to_keep=keep)
     states = batch.before_and_at_replies(logits.states)
-    return replace(logits, states=states), batch.before_and_at_replies(scores)[:, :-1]
+    values = batch.before_and_at_replies(scores)
+    return replace(logits, states=states), values[:, :-1]
 
 
 def response_values(critic: ScalarModel, batch: Tokens) -> Tensor:
     """Value of the state *before* each response token: (B, T)."""
-    scores = critic.token_scores(batch.tokens, *batch.mask_and_positions, batch.reply_mask)
-    return batch.before_and_at_replies(scores)[:, :-1]
+    mask, positions = batch.mask_and_positions
+    scores = critic.token_scores(batch.tokens, mask, positions, batch.reply_mask)
+    values = batch.before_and_at_replies(scores)
+    return values[:, :-1]
 
 
 def pad_columns(values: Tensor, width: int) -> Tensor:
     """Zeros appended to reach ``width`` columns: (b, t) -> (b, width)."""
-    return torch.nn.functional.pad(values, (0, width - values.shape[1]))
+    missing = width - values.shape[1]
+    return torch.nn.functional.pad(values, (0, missing))
 
 
 def token_statistics(
@@ -232,13 +249,15 @@ def token_statistics(
     """
     count = logits.chunks(limit, reference)
     if count == 1:
-        policy = log_distribution(logits.whole()[:, :-1], sampling)
+        before_tokens = logits.whole()[:, :-1]
+        policy = log_distribution(before_tokens, sampling)
         other = None
         if reference is logits:
             other = policy
         elif reference is not None:
             with torch.no_grad():
-                other = log_distribution(reference.whole()[:, :-1], sampling)
+                before_tokens = reference.whole()[:, :-1]
+                other = log_distribution(before_tokens, sampling)
         return _statistics(policy, batch.response, entropies, other, exact_kl)
     real = batch.real_positions
     head = logits.repeatable_head()
@@ -292,7 +311,8 @@ def _statistics(
 
 def gather_logprobs(log_probabilities: Tensor, tokens: Tensor) -> Tensor:
     """Log-probability of each token: (..., V), (...) -> (...)."""
-    return log_probabilities.gather(-1, tokens.unsqueeze(-1)).squeeze(-1)
+    indices = tokens.unsqueeze(-1)
+    return log_probabilities.gather(-1, indices).squeeze(-1)
 
 
 def entropy(log_probabilities: Tensor) -> Tensor:
@@ -304,7 +324,8 @@ def entropy(log_probabilities: Tensor) -> Tensor:
 def full_kl(log_probabilities: Tensor, ref_log_probabilities: Tensor) -> Tensor:
     """Exact KL over the vocabulary at every position: two log-distributions (..., V) -> (...)."""
     log_ratios = log_probabilities - ref_log_probabilities
-    return (log_probabilities.exp() * log_ratios).sum(dim=-1)
+    terms = log_probabilities.exp() * log_ratios
+    return terms.sum(dim=-1)
 
 
 MOST_PADDING = 0.1  # of a micro-batch that is filled up to a budget of tokens
@@ -361,7 +382,8 @@ class MicroBatchLimits:
             own_replies = [replies[row] for row in rows]
             reply = max(1, *own_replies)
             if self.tokens is None:
-                tokens = batch.cut(index, max(1, *own_prompts), reply)
+                prompt = max(1, *own_prompts)
+                tokens = batch.cut(index, prompt, reply)
             else:
                 shortest = min(own_prompts)
                 assert shortest > 0, "a prompt without tokens has nothing to predict its reply from"
@@ -392,24 +414,32 @@ class MicroBatchLimits:
         self, prompts: list[int], replies: list[int]
     ) -> list[list[tuple[list[int], float]]]:
         """The rows and the weights of each rank's passes; lengths of all rows are known to all."""
-        lengths = [prompt + reply for prompt, reply in zip(prompts, replies, strict=True)]
-        ranks = range(distributed.world_size())
+        lengths = [sum(both) for both in zip(prompts, replies, strict=True)]
+        ranks = distributed.world_size()
+        shards: list[list[tuple[list[int], float]]] = []
         if self.tokens is None:
             order = sorted(range(len(lengths)), key=lengths.__getitem__)
-            return [list(passes(order, self.rows or MICRO_BATCH, rank)) for rank in ranks]
+            size = self.rows or MICRO_BATCH
+            for rank in range(ranks):
+                shards.append(list(passes(order, size, rank)))
+            return shards
         parts = filled_parts(lengths, self.tokens, self.rows)
-        divide_for_ranks(parts, len(ranks))
-        most = math.ceil(len(parts) / len(ranks))
-        shards = []
-        for rank in ranks:
-            shard = [(part, 1.0) for part in parts[rank :: len(ranks)]]
-            shards.append(shard if len(shard) == most else [*shard, (parts[0], 0.0)])
+        divide_for_ranks(parts, ranks)
+        most = math.ceil(len(parts) / ranks)
+        for rank in range(ranks):
+            shard = [(part, 1.0) for part in parts[rank::ranks]]
+            if len(shard) < most:
+                shard.append((parts[0], 0.0))
+            shards.append(shard)
         return shards
 
     def _width(self, prompts: list[int], replies: list[int]) -> int:
         if self.tokens is None:
             return max(*prompts, 1) + max(*replies, 1)
-        return max(prompt + max(reply, 1) for prompt, reply in zip(prompts, replies, strict=True))
+        widths = []
+        for prompt, reply in zip(prompts, replies, strict=True):
+            widths.append(prompt + max(reply, 1))
+        return max(widths)
 
 
 def filled_parts(
@@ -433,13 +463,15 @@ def filled_parts(
     for row in longest_first:
         length = lengths[row]
         if part:
-            positions = lengths[part[0]] * (len(part) + 1)
+            longest = lengths[part[0]]
+            positions = longest * (len(part) + 1)
             fits = positions <= budget and len(part) < most_rows
             if fits and padding_share(useful + length, positions) <= MOST_PADDING:
                 part.append(row)
                 useful += length
                 continue
-        part, useful = [row], length
+        part = [row]
+        useful = length
         parts.append(part)
     return parts
 

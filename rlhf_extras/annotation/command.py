@@ -10,9 +10,10 @@ from typing import Annotated
 
 import typer
 
-from rlhf_core.commands.data import WorkspaceOption, print_json, print_text
+from rlhf_core.commands.data import WorkspaceOption, print_json
 from rlhf_core.errors import RlhfError
 from rlhf_core.runtime.progress import busy
+from rlhf_extras.data_files.options import print_text
 
 app = typer.Typer(no_args_is_help=True, rich_markup_mode="rich")
 

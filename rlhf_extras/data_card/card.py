@@ -1,4 +1,4 @@
-"""The data card, put together from what stages collect and validate know: Markdown and a page.
+"""The data card: what stages collect and validate know of the data, in sections.
 
 It is the data report ``card`` of ``rlhf.data_reports``.
 """
@@ -6,32 +6,35 @@ It is the data report ``card`` of ``rlhf.data_reports``.
 from __future__ import annotations
 
 import math
-import re
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, is_dataclass, replace
+from dataclasses import replace
 from itertools import chain
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from jinja2 import Environment, StrictUndefined
-from markupsafe import Markup, escape
 from scipy import stats
 
 from rlhf_core.config.data import AUTOMATIC_ROWS, RULES, NearDuplicatesConfig, ValidateConfig
+from rlhf_core.data.collection.rows import texts_of_turns
 from rlhf_core.data.row_counts import ReasonCounts, RowFinding
 from rlhf_core.data.schema import CONTENT_FIELDS
 from rlhf_core.data.statistics import PERCENTILES, SEQUENCE, TokenCounts, percentiles
-from rlhf_core.data.text import excerpt, safe_text, shortened
+from rlhf_core.data.text import excerpt, shortened
 from rlhf_core.data.validation.data_reports import CheckedData
 from rlhf_core.data.validation.suites import NOT_DERIVED, SOURCE_PASSED, Suites
 from rlhf_core.data.validation.tables import Validated
-from rlhf_core.evaluation.figures import COLOURS, SERIES, draw_svg, format_number
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
+from rlhf_extras.data_card.pages import (
+    CardSection,
+    CardTable,
+    DataCard,
+    Histogram,
+    markdown,
+    page,
+    safe_card,
+)
 
 
 def balance(counts: Mapping[str, int]) -> float | None:
@@ -41,7 +44,8 @@ def balance(counts: Mapping[str, int]) -> float | None:
     """
     if len(counts) < 2:
         return None
-    entropy = float(stats.entropy(list(counts.values())))
+    frequencies = list(counts.values())
+    entropy = float(stats.entropy(frequencies))
     return entropy / math.log(len(counts))
 
 
@@ -50,217 +54,19 @@ def counted(count: int, noun: str) -> str:
     return f"{count} {noun}{'' if count == 1 else 's'}"
 
 
-@dataclass(frozen=True)
-class Histogram:
-    """How many lengths lie in (2^(i-1), 2^i], for every i from the first needed to the last."""
-
-    title: str
-    edges: tuple[int, ...]
-    counts: tuple[int, ...]
-
-    @classmethod
-    def of(cls, title: str, lengths: npt.NDArray[np.int64]) -> Histogram:
-        """Count ``lengths``, at least one; an empty text counts as one character."""
-        exponents = np.ceil(np.log2(np.maximum(lengths, 1))).astype(int)
-        first = int(exponents.min())
-        counts = np.bincount(exponents - first)
-        edges = tuple(2 ** (first + i) for i in range(len(counts)))
-        return cls(title, edges, tuple(counts.tolist()))
-
-
-@dataclass(frozen=True)
-class CardTable:
-    """A table; cells are text, numbers are aligned to the right."""
-
-    header: tuple[str, ...]
-    rows: Sequence[tuple[str | float | int | None, ...]]
-
-    @property
-    def numeric(self) -> list[bool]:
-        """By column, whether it holds no text and is aligned to the right, with its heading."""
-        if not self.rows:
-            return [False] * len(self.header)
-        numeric = []
-        for column in zip(*self.rows, strict=True):
-            numeric.append(not any(isinstance(cell, str) for cell in column))
-        return numeric
-
-
-@dataclass(frozen=True)
-class CardSection:
-    """A heading with what follows it; ``quotes_rows`` if texts of the data are quoted in it."""
-
-    title: str
-    notes: Sequence[str] = ()
-    tables: Sequence[CardTable] = ()
-    histograms: Sequence[Histogram] = ()
-    quotes_rows: bool = False
-
-
-@dataclass(frozen=True)
-class DataCard:
-    """The whole card: ``verdict`` is that of the data gate."""
-
-    passed: bool
-    verdict: str
-    sections: list[CardSection] = field(default_factory=list)
-
-
-LONGEST_CELL = 400
-BARS = "▁▂▃▄▅▆▇█"
-# Characters with a meaning in Markdown or HTML, as they are written to mean themselves.
-ESCAPED = str.maketrans(
-    {
-        "\\": "\\\\",
-        "|": "\\|",
-        "<": "&lt;",
-        ">": "&gt;",
-        "&": "&amp;",
-        "*": "\\*",
-        "`": "\\`",
-        "[": "\\[",
-    }
-)
-
-
-def markdown(card: DataCard, title: str, quotes: bool) -> str:
-    """Return the card; ``quotes`` includes the sections that quote texts of the data."""
-    blocks = [f"# {title}", f"{_text(card.verdict)}."]
-    for section in card.sections:
-        if quotes or not section.quotes_rows:
-            blocks += _section(section)
-    return "\n\n".join(blocks) + "\n"
-
-
-def _section(section: CardSection) -> Iterator[str]:
-    yield f"## {section.title}"
-    if section.notes:
-        yield "\n".join(f"- {_text(note)}" for note in section.notes)
-    yield from (_table(table) for table in section.tables)
-    if section.histograms:
-        rows = []
-        for histogram in section.histograms:
-            bins = f"{histogram.edges[0]} to {histogram.edges[-1]}"
-            rows.append((histogram.title, bins, _bars(histogram)))
-        yield _table(CardTable(("histogram", "bins, in powers of two", ""), rows))
-
-
-def _table(table: CardTable) -> str:
-    rule = "|"
-    for numeric in table.numeric:
-        rule += "---:|" if numeric else "---|"
-    lines = [_line([_text(cell) for cell in table.header]), rule]
-    for row in table.rows:
-        lines.append(_line([_text(_shown(cell)) for cell in row]))
-    return "\n".join(lines)
-
-
-def _line(cells: list[str]) -> str:
-    return "| " + " | ".join(cells) + " |"
-
-
-def _bars(histogram: Histogram) -> str:
-    most = max(histogram.counts)
-    return "".join(BARS[-(-count * (len(BARS) - 1) // most)] for count in histogram.counts)
-
-
-def _text(text: str) -> str:
-    return " ".join(text.split()).translate(ESCAPED)
-
-
-def safe_card(part: Any) -> Any:
-    """Return the card, or a part of it, with every text of it safe to print and pass on."""
-    if isinstance(part, str):
-        return safe_text(part)
-    if isinstance(part, list | tuple):
-        return type(part)(map(safe_card, part))
-    if is_dataclass(part) and not isinstance(part, type):
-        return replace(part, **{name: safe_card(value) for name, value in vars(part).items()})
-    return part
-
-
-def _shown(cell: str | float | int | None) -> str:
-    return shortened(format_number(cell), LONGEST_CELL)
-
-
-SHORT_TEXT, LONGEST_WORD = 40, 28
-
-
-def page(card: DataCard, title: str) -> str:
-    """Return the page; every text is escaped."""
-    environment = Environment(
-        autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
-    )
-    environment.filters["number"] = _shown
-    environment.filters["bars"] = _bar_chart
-    environment.filters["breakable"] = breakable
-    environment.tests["long"] = is_long
-    template = Path(__file__).with_name("card.html.j2").read_text(encoding="utf-8")
-    return environment.from_string(template).render(card=card, title=title)
-
-
-def is_long(cell: str | float | int | None) -> bool:
-    """Return whether a cell needs room: a text that may fill lines, or a long path or word."""
-    if not isinstance(cell, str):
-        return False
-    longest_word = max(map(len, cell.split()), default=0)
-    return len(cell) > SHORT_TEXT or longest_word > LONGEST_WORD
-
-
-def breakable(text: str) -> Markup:
-    """Return a text, escaped, that may break after folders of a path and parts of a name."""
-    parts = re.split(r"(?<=[/_])", shortened(text, LONGEST_CELL))
-    return Markup("<wbr>").join(map(escape, parts))
-
-
-def _bar_chart(histogram: Histogram) -> Markup:
-    return bar_chart([str(edge) for edge in histogram.edges], histogram.counts, histogram.title)
-
-
-MOST_LABELS, BAR_FONT_SIZE = 6, 17  # at most so many labels fit below the axis
-
-
-def bar_chart(labels: Sequence[str], values: Sequence[float], title: str) -> Markup:
-    """Draw a bar per value over its label, and the largest value above its bar.
-
-    All values are read aloud.
-    """
-
-    def draw(axes: Axes) -> None:
-        axes.bar(range(len(values)), values, width=0.92, color=SERIES[0])
-        every = -(-len(labels) // MOST_LABELS)
-        shown = [label.replace("$", r"\$") for label in labels[::every]]
-        axes.set_xticks(range(0, len(labels), every), shown)
-        axes.tick_params(labelsize=BAR_FONT_SIZE)
-        axes.set_yticks([])
-        axes.axhline(0, color=COLOURS["line"], linewidth=1)
-        axes.margins(x=0.01, y=0.14)
-        largest = max(range(len(values)), key=values.__getitem__)
-        axes.annotate(
-            format_number(values[largest]),
-            (largest, values[largest]),
-            (0, 4),
-            textcoords="offset points",
-            ha="center",
-            color=COLOURS["soft"],
-            fontsize=BAR_FONT_SIZE,
-        )
-
-    listed = []
-    for label, value in zip(labels, values, strict=True):
-        listed.append(f"{label}: {format_number(value)}")
-    return draw_svg(draw, f"{title}; {', '.join(listed)}")
-
-
 TITLE = "Data card"
 
 
 def write_card(folder: Path, data: CheckedData, config: ValidateConfig) -> None:
     """Write ``card.html``, ``card.md`` and ``release.md``, which quotes no texts of the data."""
     card = safe_card(build_card(data, config))
-    (folder / "card.html").write_text(page(card, TITLE), encoding="utf-8")
-    (folder / "card.md").write_text(markdown(card, TITLE, quotes=True), encoding="utf-8")
-    (folder / "release.md").write_text(markdown(card, TITLE, quotes=False), encoding="utf-8")
+    texts = {
+        "card.html": page(card, TITLE),
+        "card.md": markdown(card, TITLE, quotes=True),
+        "release.md": markdown(card, TITLE, quotes=False),
+    }
+    for name, text in texts.items():
+        (folder / name).write_text(text, encoding="utf-8")
 
 
 Lengths = Mapping[str, Mapping[str, npt.ArrayLike]]
@@ -352,25 +158,21 @@ def _texts_of(ids: Collection[str], validated: Validated) -> dict[str, tuple[str
     for kind, checked in validated.kinds.items():
         if not checked.raw.num_rows:
             continue
-        chosen = checked.raw.where(checked.frame["id"].isin(ids).to_numpy(bool))
+        is_chosen = checked.frame["id"].isin(ids)
+        chosen = checked.raw.where(is_chosen.to_numpy(bool))
         if not chosen.num_rows:
             continue
+        content = CONTENT_FIELDS[kind]
         numbers = iter(chosen.numbers.tolist())
-        for part in chosen.parts(["id", *CONTENT_FIELDS[kind]]):
+        for part in chosen.parts(["id", *content]):
             for row in part.to_pylist():
-                origin = RowFinding("", kind, "", **chosen.origin(next(numbers)), id=row["id"])
-                beginning = excerpt(_content(row, CONTENT_FIELDS[kind]))
-                rows.setdefault(row["id"], (origin.where, beginning))
+                origin = chosen.origin(next(numbers))
+                place = RowFinding("", kind, "", **origin, id=row["id"]).where
+                texts = texts_of_turns(row.get("prompt") or ())
+                texts += [row[name] for name in content if name != "prompt"]
+                beginning = excerpt("\n".join(texts))
+                rows.setdefault(row["id"], (place, beginning))
     return rows
-
-
-def _content(row: Mapping[str, Any], fields: Sequence[str]) -> str:
-    texts = []
-    for turn in row.get("prompt") or ():
-        if turn["role"] != "system":
-            texts.append(turn["content"])
-    texts += [row[name] for name in fields if name != "prompt"]
-    return "\n".join(texts)
 
 
 EXAMPLES = 10
@@ -379,7 +181,9 @@ EXAMPLES = 10
 def refused_section(quarantined: Iterable[RowFinding]) -> CardSection:
     """Return ten refused rows of the sources, as many different reasons as possible first."""
     examples, total = spread_over_reasons(quarantined, EXAMPLES)
-    rows = [(row.kind, row.where, "; ".join(row.reasons), row.row) for row in examples]
+    rows = []
+    for row in examples:
+        rows.append((row.kind, row.where, "; ".join(row.reasons), row.row))
     note = (
         f"Rows in the quarantine: {total}. All are in data/quarantine.parquet, with every reason."
     )
@@ -469,18 +273,18 @@ def source_section(manifest: Mapping[str, Any]) -> CardSection:
                 dropped[kind, reason] += count
             licence = file.get("licence") or NOT_STATED
             about_file = (kind, file["source"], file["format"], licence)
-            counts = (*map(file.get, FILE_COUNTS), sum(of_file.values()))
+            counts = [file.get(name) for name in FILE_COUNTS]
+            counts.append(sum(of_file.values()))
             rows.append((*about_file, *counts, file.get("cut"), file.get("share")))
         if about.get("derived_from"):
             source = f"derived from {about['derived_from']}"
             derived = about.get("derived_rows", about.get("rows"))
-            rows.append(
-                (kind, source, "", "", None, None, derived, None, None, about.get("cut"), None)
-            )
-    notes = [
-        f"{kind}: {counted(count, 'record')} dropped, since {reason}."
-        for (kind, reason), count in dropped.items()
-    ]
+            about_file = (kind, source, "", "")
+            counts = [None, None, derived, None, None]
+            rows.append((*about_file, *counts, about.get("cut"), None))
+    notes = []
+    for (kind, reason), count in dropped.items():
+        notes.append(f"{kind}: {counted(count, 'record')} dropped, since {reason}.")
     if manifest.get("source") == "world":
         notes.append(
             "The synthetic world, generated by this software. It has no licence of its own."
@@ -492,22 +296,28 @@ def source_section(manifest: Mapping[str, Any]) -> CardSection:
 def _rows(metrics: Mapping[str, Any], kinds: Sequence[str]) -> CardSection:
     rows = []
     for name in ROW_METRICS:
-        if any(name in metrics[kind] for kind in kinds):
-            rows.append((name.replace("_", " "), *(_count(metrics[kind], name) for kind in kinds)))
+        counts = [_count(metrics[kind], name) for kind in kinds]
+        if any(count is not None for count in counts):
+            rows.append((name.replace("_", " "), *counts))
     note = "Train and validation pairs are the reward model's; the referee's and the judge's are listed apart."
     return CardSection("Rows", [note], [CardTable(("", *kinds), rows)])
 
 
 def _balance(sources: CheckedData) -> CardSection:
-    pairs, notes, tables = sources.metrics.get("preferences", {}), [], []
+    pairs = sources.metrics.get("preferences", {})
+    notes = []
+    tables = []
     if "longer_preferred_share" in pairs:
-        share, low, high = (pairs[f"longer_preferred_{of}"] for of in ("share", "low95", "high95"))
+        share = pairs["longer_preferred_share"]
+        low = pairs["longer_preferred_low95"]
+        high = pairs["longer_preferred_high95"]
         notes.append(
             f"The longer reply is preferred in {share:.1%} of the pairs whose replies differ in length "
             f"(95 %: {low:.1%} to {high:.1%})."
         )
     if pairs.get("repeated_pairs"):
-        repeated, contradicted = int(pairs["repeated_pairs"]), int(pairs["contradicted_pairs"])
+        repeated = int(pairs["repeated_pairs"])
+        contradicted = int(pairs["contradicted_pairs"])
         have = "has" if repeated == 1 else "have"
         are = "is" if contradicted == 1 else "are"
         notes.append(
@@ -537,7 +347,9 @@ def _balance(sources: CheckedData) -> CardSection:
         if kind in derived:
             continue
         total = languages.total()
-        rows = [(name, count, count / total) for name, count in languages.most_common(CATEGORIES)]
+        rows = []
+        for name, count in languages.most_common(CATEGORIES):
+            rows.append((name, count, count / total))
         tables.append(CardTable((f"language of {kind}", "rows", "share"), rows))
     return CardSection("Balance", notes, tables)
 
@@ -567,11 +379,13 @@ def rules_section(metrics: Mapping[str, Any], kinds: Sequence[str], suites: Suit
 def _leakage(
     sources: CheckedData, examples: Sequence[Example], config: NearDuplicatesConfig
 ) -> CardSection:
-    found, notes = sources.set_findings, []
+    found = sources.set_findings
+    notes = []
     rows = []
     for kind, numbers in sources.metrics.items():
         if isinstance(numbers, Mapping) and "test_prefix_leaks" in numbers:
-            rows.append((kind, *(_count(numbers, name) for name in LEAKS)))
+            counts = [_count(numbers, name) for name in LEAKS]
+            rows.append((kind, *counts))
     header = (
         "kind",
         "test rows",
@@ -607,5 +421,7 @@ def _leakage(
 
 def _count(numbers: Mapping[str, Any], *names: str) -> int | None:
     """Return the first of these counts that there is, as a whole number."""
-    known = [numbers[name] for name in names if name in numbers]
-    return int(known[0]) if known else None
+    for name in names:
+        if name in numbers:
+            return int(numbers[name])
+    return None

@@ -10,24 +10,23 @@ from typing import Annotated, get_args
 
 import typer
 
-from rlhf_core.commands.data import (
+from rlhf_core.commands.data import JsonOption, print_json
+from rlhf_core.errors import RlhfError
+from rlhf_core.runtime.progress import busy
+from rlhf_extras.data_files.options import (
     ColumnOption,
     DimensionOption,
     Files,
     FormatOption,
-    JsonOption,
     Kind,
     KindOption,
     PairsOption,
     SystemPromptsOption,
     TemplateOption,
-    print_json,
     print_text,
     read_options,
     terminal_width,
 )
-from rlhf_core.errors import RlhfError
-from rlhf_core.runtime.progress import busy
 
 OUTPUT_SUFFIXES = (".jsonl", ".parquet")
 app = typer.Typer(add_completion=False, rich_markup_mode="rich")

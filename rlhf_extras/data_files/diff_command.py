@@ -12,23 +12,22 @@ import typer
 
 from flows.commands.options import AnyFolder
 from flows.workspace import is_elsewhere, matching_files
-from rlhf_core.commands.data import (
+from rlhf_core.commands.data import JsonOption, print_json
+from rlhf_core.errors import RlhfError
+from rlhf_core.runtime.progress import busy
+from rlhf_core.storage.files import scratch_folder
+from rlhf_extras.data_files.options import (
     ColumnOption,
     DimensionOption,
     FormatOption,
-    JsonOption,
     KindOption,
     PairsOption,
     SystemPromptsOption,
     TemplateOption,
-    print_json,
     print_text,
     read_options,
     terminal_width,
 )
-from rlhf_core.errors import RlhfError
-from rlhf_core.runtime.progress import busy
-from rlhf_core.storage.files import scratch_folder
 
 if TYPE_CHECKING:
     from rlhf_core.config.data import ReadOptions

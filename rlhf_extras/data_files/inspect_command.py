@@ -7,24 +7,23 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from rlhf_core.commands.data import (
+from rlhf_core.commands.data import JsonOption, print_json
+from rlhf_core.runtime.progress import busy
+from rlhf_extras.data_files.options import (
     ColumnOption,
     DimensionOption,
     Files,
     FormatOption,
-    JsonOption,
     PairsOption,
     SystemPromptsOption,
     TemplateOption,
     TokenizerOption,
     only_named,
-    print_json,
     print_text,
     read_options,
     root_of,
     terminal_width,
 )
-from rlhf_core.runtime.progress import busy
 
 if TYPE_CHECKING:
     from rlhf_extras.data_files.describe import TokenLimits

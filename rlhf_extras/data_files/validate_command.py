@@ -9,28 +9,26 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from rlhf_core.commands.data import (
+from rlhf_core.commands.data import JsonOption, ProbeOption, print_json
+from rlhf_core.errors import EXIT_GATE_FAILED, EXIT_OK, ConfigError, RlhfError
+from rlhf_core.runtime.progress import busy
+from rlhf_core.storage.files import scratch_folder
+from rlhf_extras.data_files.options import (
     ColumnOption,
     DimensionOption,
     Files,
     FormatOption,
-    JsonOption,
     KindOption,
     PairsOption,
-    ProbeOption,
     SystemPromptsOption,
     TemplateOption,
     TokenizerOption,
     only_named,
-    print_json,
     print_text,
     read_options,
     root_of,
     terminal_width,
 )
-from rlhf_core.errors import EXIT_GATE_FAILED, EXIT_OK, ConfigError, RlhfError
-from rlhf_core.runtime.progress import busy
-from rlhf_core.storage.files import scratch_folder
 
 if TYPE_CHECKING:
     from rlhf_core.config.params import Params

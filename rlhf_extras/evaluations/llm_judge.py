@@ -28,15 +28,15 @@ from rlhf_core.data.text import writable
 from rlhf_core.errors import DataError, RlhfError
 from rlhf_core.evaluation.judges.model import PairwiseJudge, PairwiseJudgements
 from rlhf_core.evaluation.replies import Reply
-from rlhf_core.runtime.http_retry import (
+from rlhf_core.runtime.progress import progress
+from rlhf_core.storage.files import atomic_write_json, read_json
+from rlhf_extras.http_retry import (
     bearer_token,
     describe_answer,
     is_final,
     json_content,
     post_json,
 )
-from rlhf_core.runtime.progress import progress
-from rlhf_core.storage.files import atomic_write_json, read_json
 
 REFUSED = frozenset(
     {400, 413, 422}

@@ -13,7 +13,6 @@ from rlhf_core.config.evaluation import OpponentConfig
 from rlhf_core.data.schema import Message, Prompt
 from rlhf_core.data.text import HALF_PAIR, comparable, is_encodable
 from rlhf_core.errors import DataError
-from rlhf_core.evaluation.comparisons.policy_vs_sft import SIDES
 from rlhf_core.evaluation.comparisons.rivals import Rival
 from rlhf_core.evaluation.plugged import AddedEvaluation
 from rlhf_core.evaluation.replies import Reply, prompt_of, rows_of_file
@@ -103,6 +102,6 @@ class Opponents(AddedEvaluation):
                 "unused": unused,
                 **rival.means(),
             }
-            for side in SIDES:
+            for side in rival.versus:
                 opponents[name][side] = rival.metrics_of_side(side, groups)
         return {"opponents": opponents}

@@ -8,9 +8,10 @@ from typing import Annotated
 
 import typer
 
-from rlhf_core.commands.data import JsonOption, print_json, terminal_width
+from rlhf_core.commands.data import JsonOption, print_json
 from rlhf_core.errors import RlhfError
 from rlhf_core.runtime.progress import busy
+from rlhf_extras.data_files.options import terminal_width
 
 app = typer.Typer(add_completion=False, rich_markup_mode="rich")
 

@@ -29,18 +29,18 @@ from rlhf_core.models.architecture import probe_ids, vocabulary_of
 from rlhf_core.models.io import quiet
 from rlhf_core.models.precision import matmul_precision
 from rlhf_core.runtime import distributed
-from rlhf_core.runtime.http_retry import (
+from rlhf_core.sampling.agreement import LIMITS
+from rlhf_core.sampling.distribution import Sampling, TokenDistribution
+from rlhf_core.sampling.generation import Rollout, trimmed_rollout
+from rlhf_core.sampling.sampler import PromptBatch, Sampler
+from rlhf_core.storage.files import atomic_dir, atomic_write_json, new_scratch_folder, read_json
+from rlhf_extras.http_retry import (
     RetriesExhausted,
     bearer_token,
     describe_answer,
     json_content,
     post_json,
 )
-from rlhf_core.sampling.agreement import LIMITS
-from rlhf_core.sampling.distribution import Sampling, TokenDistribution
-from rlhf_core.sampling.generation import Rollout, trimmed_rollout
-from rlhf_core.sampling.sampler import PromptBatch, Sampler
-from rlhf_core.storage.files import atomic_dir, atomic_write_json, new_scratch_folder, read_json
 from rlhf_extras.sampling.server_settings import VllmServerSettings
 from rlhf_extras.sampling.weight_transfer import (
     CheckpointWeights,

@@ -97,7 +97,7 @@ def add_a_reward_source(copy: Copy) -> None:
         '''
     union = "RewardSource = SerializeAsAny["
     copy.change(file, union, textwrap.dedent(source).lstrip() + union)
-    copy.change(file, "FunctionSource, HttpSource)", "FunctionSource, HttpSource, LengthSource)")
+    copy.change(file, "FunctionSource)", "FunctionSource, LengthSource)")
     copy.write(
         "rlhf_core/ppo/reward_sources/length.py",
         '''
@@ -124,8 +124,8 @@ def add_a_reward_source(copy: Copy) -> None:
     file = "rlhf_core/ppo/reward_sources/build.py"
     copy.change(
         file,
-        "    HttpSource,\n    ModelSource,",
-        "    HttpSource,\n    LengthSource,\n    ModelSource,",
+        "    FunctionSource,\n    ModelSource,",
+        "    FunctionSource,\n    LengthSource,\n    ModelSource,",
     )
     last = "    score = made_by_plugin("
     branch = (

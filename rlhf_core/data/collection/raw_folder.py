@@ -60,21 +60,25 @@ class RawFolder(ExitStack):
             limit: The most rows of each kind.
         """
         super().__init__()
-        self.folder, self.limit = folder, limit
-        self.rows, self.cut = dict.fromkeys(ROW_TYPES, 0), dict.fromkeys(ROW_TYPES, 0)
-        self._is_derived = {kind: bool(derived[kind]) for kind in ROW_TYPES}
+        self.folder = folder
+        self.limit = limit
+        self.rows = dict.fromkeys(ROW_TYPES, 0)
+        self.cut = dict.fromkeys(ROW_TYPES, 0)
+        self._derived = derived
         # A kind that also comes from other children is derived first, so that its rows keep the
         # labels of their first parent.
         self._children: dict[str, list[str]] = {kind: [] for kind in ROW_TYPES}
         for child, parents in reversed(DERIVED_FROM.items()):
-            for kind in parents if derived[child] else ():
-                self._children[kind].append(child)
+            if derived[child]:
+                for kind in parents:
+                    self._children[kind].append(child)
         self._seen: dict[str, set[str]] = {kind: set() for kind in ROW_TYPES}
         self._tables: dict[str, TableWriter] = {}
 
     def _table(self, path: str, schema: pa.Schema) -> TableWriter:
         if path not in self._tables:
-            self._tables[path] = self.enter_context(TableWriter(self.folder / path, schema))
+            writer = TableWriter(self.folder / path, schema)
+            self._tables[path] = self.enter_context(writer)
         return self._tables[path]
 
     def __enter__(self) -> RawFolder:
@@ -105,36 +109,39 @@ class RawFolder(ExitStack):
         Args:
             into: The kinds that these rows may be derived into; None for all that are derived.
         """
-        if self._is_derived[kind]:
+        if self._derived[kind]:
             self._seen[kind].update(row["id"] for row in rows)
-        kept = rows if self.limit is None else rows[: max(self.limit - self.rows[kind], 0)]
+        kept = rows
+        if self.limit is not None:
+            room = max(self.limit - self.rows[kind], 0)
+            kept = rows[:room]
         for table in tables_of(kind, kept):
             self._tables[f"{kind}/data.parquet"].write(table)
         origins = []
         for row in kept:
-            origins.append(
-                {"kind": kind, "id": row["id"], "source": row["path"], "position": row["position"]}
-            )
+            origin = {"id": row["id"], "source": row["path"], "position": row["position"]}
+            origins.append({"kind": kind, **origin})
         provenance = pa.Table.from_pylist(origins, schema=PROVENANCE_SCHEMA)
         self._tables[f"{kind}/provenance.parquet"].write(provenance)
         self.rows[kind] += len(kept)
         self.cut[kind] += len(rows) - len(kept)
         for child in self._children[kind]:
             if into is None or child in into:
-                self.append(child, derive(child, rows, self._seen[child]), into)
+                derived = derive(child, rows, self._seen[child])
+                self.append(child, derived, into)
 
     def append_prompts(
         self, rows: Sequence[dict[str, Any]], into: Collection[str] | None = None
     ) -> None:
         """Append prompts of records that give no other row; nothing if prompts are not derived."""
         is_wanted = into is None or "prompts" in into
-        if not rows or not is_wanted or not self._is_derived["prompts"]:
+        if not rows or not is_wanted or not self._derived["prompts"]:
             return
-        ids = pa.table(
-            {"id": [content_id("prompts", row) for row in rows]}, schema=PROMPT_ONLY_SCHEMA
-        )
-        self._table(PROMPT_ONLY, PROMPT_ONLY_SCHEMA).write(ids)
-        self.append("prompts", derive("prompts", rows, self._seen["prompts"]))
+        ids = [content_id("prompts", row) for row in rows]
+        table = pa.table({"id": ids}, schema=PROMPT_ONLY_SCHEMA)
+        self._table(PROMPT_ONLY, PROMPT_ONLY_SCHEMA).write(table)
+        prompts = derive("prompts", rows, self._seen["prompts"])
+        self.append("prompts", prompts)
 
 
 def fair_shares(
@@ -156,17 +163,25 @@ def fair_shares(
     left = min(limit, sum(sizes))
     waiting = list(range(len(sizes)))
     while waiting:
-        total = sum(weights[i] for i in waiting)
-        quotas = {i: round(left * weights[i] / total, 9) for i in waiting}
-        larger = [i for i in waiting if sizes[i] > quotas[i]]
+        total = sum(weights[source] for source in waiting)
+        quotas = {}
+        larger = []
+        for source in waiting:
+            quotas[source] = round(left * weights[source] / total, 9)
+            if sizes[source] > quotas[source]:
+                larger.append(source)
         if larger == waiting:
+            for source in waiting:
+                shares[source] = int(quotas[source])
+            rounded_up = left - sum(shares[source] for source in waiting)
             # The largest remainders are rounded up; of equal ones the first.
-            waiting.sort(key=lambda i: int(quotas[i]) - quotas[i])
-            rounded_up = left - sum(map(int, quotas.values()))
-            for place, i in enumerate(waiting):
-                shares[i] = int(quotas[i]) + (place < rounded_up)
+            waiting.sort(key=lambda source: shares[source] - quotas[source])
+            for source in waiting[:rounded_up]:
+                shares[source] += 1
             break
-        left -= sum(sizes[i] for i in waiting if i not in larger)
+        for source in waiting:
+            if source not in larger:
+                left -= sizes[source]
         waiting = larger
     return shares
 
@@ -180,35 +195,40 @@ class CountedSource:
 
     def take(self, part: FileRows) -> list[dict[str, Any]]:
         """Count a part of the source; return its rows within the cap, with their records' places."""
-        cap, before = self.options.cap, self.counts.kept
+        before = self.counts.kept
         self.counts.take(part.counts)
-        if cap is not None:
-            self.counts.cut_to(cap)
+        if self.options.cap is not None:
+            self.counts.cut_to(self.options.cap)
         kept = self.counts.kept - before
+        path = part.counts.source
         rows = []
-        for row, position in zip(part.rows[:kept], part.positions[:kept], strict=True):
-            rows.append(row | {"path": part.counts.source, "position": position})
+        for row, position in zip(part.rows[:kept], part.positions, strict=False):
+            rows.append(row | {"path": path, "position": position})
         return rows
 
     def prompts_within_cap(
         self, part: FileRows, taken: Sequence[Mapping[str, Any]]
     ) -> list[dict[str, Any]]:
         """Return the prompts that are all a record gives, up to the record that fills the cap."""
-        prompts = [row | {"path": part.counts.source} for row in part.prompt_only]
-        if self.options.cap is None or self.counts.kept < self.options.cap:
+        path = part.counts.source
+        prompts = [row | {"path": path} for row in part.prompt_only]
+        cap = self.options.cap
+        if cap is None or self.counts.kept < cap:
             return prompts
         last = taken[-1]["position"] if taken else 0
         return [row for row in prompts if row["position"] < last]
 
     def about(self, rows: int, licence: str | None) -> dict[str, Any]:
         """Return what the manifest says of the source and its share of the kind's ``rows``."""
+        options = self.options
         about = self.counts.as_dict() | unused_summary(self.counts.unused)
-        about |= {"weight": self.options.weight, "cap": self.options.cap}
+        about["weight"] = options.weight
+        about["cap"] = options.cap
         about["share"] = self.counts.kept / rows if rows else 0.0
         may_be_unset = {
-            "category": self.options.category,
-            "derive": self.options.derive,
-            "licence": self.options.licence or licence,
+            "category": options.category,
+            "derive": options.derive,
+            "licence": options.licence or licence,
         }
         for name, value in may_be_unset.items():
             if value is not None:
@@ -236,10 +256,13 @@ def write_sources(
             append: Append = partial(raw.append, kind, into=options.derive)
             append_prompts: Append = partial(raw.append_prompts, into=options.derive)
             if raw.limit is not None:
-                path = raw.folder / kind / f"source-{number}"
-                waiting_rows = _Spool(path.with_suffix(".rows"), kind, raw.limit, stack)
-                waiting_prompts = _Spool(path.with_suffix(".prompts"), "prompts", raw.limit, stack)
-                append, append_prompts = waiting_rows.append, waiting_prompts.append
+                place = raw.folder / kind
+                rows_file = place / f"source-{number}.rows"
+                prompts_file = place / f"source-{number}.prompts"
+                waiting_rows = _Spool(rows_file, kind, raw.limit, stack)
+                waiting_prompts = _Spool(prompts_file, "prompts", raw.limit, stack)
+                append = waiting_rows.append
+                append_prompts = waiting_prompts.append
                 spools.append((waiting_rows, waiting_prompts))
             for part in parts:
                 if source is None:
@@ -248,16 +271,20 @@ def write_sources(
                 rows = source.take(part)
                 append(rows)
                 append_prompts(source.prompts_within_cap(part, rows))
-                raw.refused.write(findings_table(part.refused, REFUSED_SCHEMA))
+                refused = findings_table(part.refused, REFUSED_SCHEMA)
+                raw.refused.write(refused)
     if raw.limit is None:
         return written
     sizes = [source.counts.kept for source in written]
-    shares = fair_shares(sizes, raw.limit, [source.options.weight for source in written])
-    for source, share, (waiting_rows, _) in zip(written, shares, spools, strict=True):
-        for rows in waiting_rows.taken(share):
+    weights = [source.options.weight for source in written]
+    shares = fair_shares(sizes, raw.limit, weights)
+    for number, source in enumerate(written):
+        waiting_rows, _ = spools[number]
+        for rows in waiting_rows.taken(shares[number]):
             raw.append(kind, rows, source.options.derive)
-        source.counts.cut_to(share)
-    for source, (_, waiting_prompts) in zip(written, spools, strict=True):
+        source.counts.cut_to(shares[number])
+    for number, source in enumerate(written):
+        _, waiting_prompts = spools[number]
         for rows in waiting_prompts.taken(raw.limit):
             raw.append_prompts(rows, source.options.derive)
     return written
@@ -267,9 +294,11 @@ class _Spool:
     """The first ``limit`` rows of a source in a file, until it is decided how many are taken."""
 
     def __init__(self, path: Path, kind: str, limit: int, stack: ExitStack) -> None:
-        self.path, self.kind, self._left = path, kind, limit
-        schema = arrow_schema(kind).append(pa.field("path", pa.string()))
-        schema = schema.append(pa.field("position", pa.int64()))
+        self.path = path
+        self.kind = kind
+        self._left = limit
+        place = pa.schema({"path": pa.string(), "position": pa.int64()})
+        schema = pa.unify_schemas([arrow_schema(kind), place])
         self._table = stack.enter_context(TableWriter(path, schema))
 
     def append(self, rows: Sequence[dict[str, Any]]) -> None:
@@ -311,7 +340,8 @@ class Origins:
 
     def __getitem__(self, row: int) -> dict[str, Any]:
         """The ``source`` and ``position`` of a row."""
-        return {"source": self.sources[self.source[row]], "position": int(self.position[row])}
+        source = self.sources[self.source[row]]
+        return {"source": source, "position": int(self.position[row])}
 
 
 @dataclass(frozen=True)
@@ -334,26 +364,33 @@ class StoredRows:
     def of_file(cls, kind: str, path: Path) -> StoredRows:
         """Return all rows of a file; ``DataError`` if it is missing or lacks columns."""
         stored_schema, rows = parquet_footer(path)
-        missing = [name for name in arrow_schema(kind).names if name not in stored_schema.names]
+        names = arrow_schema(kind).names
+        missing = [name for name in names if name not in stored_schema.names]
         if missing:
             raise DataError(f"{path} lacks the column {', '.join(missing)}; collect the data again")
         stored = cls(kind, path, rows)
-        stored._as_schema(stored_schema.empty_table(), arrow_schema(kind).names)  # or DataError
+        stored._as_schema(stored_schema.empty_table(), names)  # or DataError
         return stored
 
     @property
     def num_rows(self) -> int:
         """How many rows these are."""
-        return self.stored if self.kept is None else int(self.kept.sum())
+        if self.kept is None:
+            return self.stored
+        return int(self.kept.sum())
 
     @property
     def numbers(self) -> npt.NDArray[np.int64]:
         """Their numbers in the file."""
-        return np.arange(self.stored) if self.kept is None else np.flatnonzero(self.kept)
+        if self.kept is None:
+            return np.arange(self.stored)
+        return np.flatnonzero(self.kept)
 
     def origin(self, number: int) -> dict[str, Any]:
         """Return ``source`` and ``position`` of a row by its number in the file; empty if unknown."""
-        return {} if self.origins is None else self.origins[number]
+        if self.origins is None:
+            return {}
+        return self.origins[number]
 
     def where(self, keep: npt.NDArray[np.bool_]) -> StoredRows:
         """Return the rows for which ``keep`` (one value for each) is true."""
@@ -372,13 +409,15 @@ class StoredRows:
         for table in table_chunks(self.path, names):
             end = start + table.num_rows
             if self.kept is not None:
-                table = table.filter(pa.array(self.kept[start:end]))
+                is_kept = pa.array(self.kept[start:end])
+                table = table.filter(is_kept)
             start = end
             if table.num_rows:
                 yield self._as_schema(table, names)
 
     def _as_schema(self, table: pa.Table, names: Sequence[str]) -> pa.Table:
-        schema = pa.schema([arrow_schema(self.kind).field(name) for name in names])
+        of_kind = arrow_schema(self.kind)
+        schema = pa.schema([of_kind.field(name) for name in names])
         try:
             return table.select(names).cast(schema)
         except (pa.ArrowInvalid, pa.ArrowNotImplementedError, ValueError) as error:
@@ -409,7 +448,9 @@ class RawData:
 
 def read_raw(raw: Path) -> RawData:
     """Open the folder ``data/raw``; ``DataError`` if a file is missing or does not fit."""
-    rows = {kind: StoredRows.of_file(kind, raw / kind / "data.parquet") for kind in ROW_TYPES}
+    rows = {}
+    for kind in ROW_TYPES:
+        rows[kind] = StoredRows.of_file(kind, raw / kind / "data.parquet")
     origins = _read_provenance(raw / "provenance.parquet")
     for kind, listed in origins.items():
         if len(listed) != rows[kind].num_rows:
@@ -440,22 +481,25 @@ def _chunks_of(path: Path, columns: list[str] | None = None) -> Iterable[pa.Tabl
 
 def _read_provenance(path: Path) -> dict[str, Origins]:
     """Return the origins of the rows of each kind; none where the rows are from no file."""
-    numbers: dict[str, int] = {}
-    sources: dict[str, list[npt.NDArray[np.int32]]] = {}
-    positions: dict[str, list[npt.NDArray[np.int64]]] = {}
+    numbers: dict[str, int] = {}  # of each file, by its name
+    files_by_kind: dict[str, list[npt.NDArray[np.int32]]] = {}
+    positions_by_kind: dict[str, list[npt.NDArray[np.int64]]] = {}
     for chunk in _chunks_of(path, ["kind", "source", "position"]):
         kinds = chunk.column("kind").to_numpy()
-        names = chunk.column("source").to_pylist()
-        source = np.array([numbers.setdefault(name, len(numbers)) for name in names], np.int32)
-        position = chunk.column("position").to_numpy()
+        positions = chunk.column("position").to_numpy()
+        listed = []
+        for name in chunk.column("source").to_pylist():
+            listed.append(numbers.setdefault(name, len(numbers)))
+        files = np.array(listed, np.int32)
         for kind in dict.fromkeys(kinds):
-            sources.setdefault(kind, []).append(source[kinds == kind])
-            positions.setdefault(kind, []).append(position[kinds == kind])
+            is_kind = kinds == kind
+            files_by_kind.setdefault(kind, []).append(files[is_kind])
+            positions_by_kind.setdefault(kind, []).append(positions[is_kind])
     names = list(numbers)
     origins = {}
-    for kind in sources:
-        source, position = np.concatenate(sources[kind]), np.concatenate(positions[kind])
-        origins[kind] = Origins(names, source, position)
+    for kind, parts in files_by_kind.items():
+        positions = np.concatenate(positions_by_kind[kind])
+        origins[kind] = Origins(names, np.concatenate(parts), positions)
     return origins
 
 
@@ -464,7 +508,8 @@ def read_refused(path: Path) -> Iterator[list[RowFinding]]:
     for table in _chunks_of(path):
         findings = []
         for row in table.select(REFUSED_SCHEMA.names).to_pylist():
-            findings.append(RowFinding(READABLE, **row, id=f"{row['source']}:{row['position']}"))
+            place = f"{row['source']}:{row['position']}"
+            findings.append(RowFinding(READABLE, **row, id=place))
         yield findings
 
 

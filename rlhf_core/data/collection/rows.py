@@ -276,13 +276,16 @@ def _rows(
         raise LabelledFalse(f"{flag} says that the row is not to be learned")
     system = system_turns(labels)
     parts = shape.parse(value, kind, options)
+    if isinstance(parts, Parsed):
+        parts = [parts]
     rows = []
-    for parsed in [parts] if isinstance(parts, Parsed) else parts:
+    for parsed in parts:
         if parsed.prompt is not None and system:
             parsed = replace(parsed, prompt=[*system, *parsed.prompt])
         if parsed.chosen is not None and parsed.rejected is not None:
             require_replies(value, shape.read, parsed.chosen, parsed.rejected)
-        row = _content(cleaned(parsed, noticed, bool(options.columns)), kind, labels)
+        without_residues = cleaned(parsed, noticed, bool(options.columns))
+        row = _content(without_residues, kind, labels)
         if kind == "preferences":
             row["margin"] = parsed.margin if parsed.margin is not None else _margin(labels)
         elif kind != "prompts" and parsed.chosen is not None and parsed.margin is None:
@@ -379,13 +382,25 @@ def prompt_group(prompt: Sequence[Turn]) -> str:
 
     System turns do not count: under another system prompt, the same question stays the same.
     """
-    turns = (turn["content"] for turn in prompt if turn["role"] != "system")
-    return " | ".join(" ".join(turn.casefold().split()) for turn in turns)
+    turns = texts_of_turns(prompt)
+    return " | ".join(map(casefolded, turns))
+
+
+def texts_of_turns(prompt: Sequence[Turn]) -> list[str]:
+    """Return the texts of a prompt's turns, without system turns."""
+    return [turn["content"] for turn in prompt if turn["role"] != "system"]
+
+
+def casefolded(text: str) -> str:
+    """Return a text as it is compared: without its case and spacing."""
+    words = text.casefold().split()
+    return " ".join(words)
 
 
 def dialogue_text(prompt: Sequence[Turn], reply: str) -> str:
     """Return a dialogue as plain text for pretraining: its turns, one paragraph each."""
-    return "\n".join([*(turn["content"] for turn in prompt), reply])
+    texts = [turn["content"] for turn in prompt]
+    return "\n".join([*texts, reply])
 
 
 # In the order of ROW_TYPES every kind comes after those that it is derived from.
@@ -469,8 +484,8 @@ def whole_records(parts: Iterable[list[dict[str, Any]]]) -> Iterator[list[dict[s
         waiting += part
         end = len(waiting)
         if waiting and "position" in waiting[-1]:
-            last = waiting[-1]["path"], waiting[-1]["position"]
-            while end and (waiting[end - 1]["path"], waiting[end - 1]["position"]) == last:
+            places = [(row["path"], row["position"]) for row in waiting]
+            while end and places[end - 1] == places[-1]:
                 end -= 1
         if end:
             yield waiting[:end]

@@ -28,7 +28,7 @@ from datasketch import MinHash
 
 from rlhf_core.config.data import NearDuplicatesConfig, SplitConfig, ValidateConfig
 from rlhf_core.data.collection.raw_folder import StoredRows
-from rlhf_core.data.collection.rows import FileRows
+from rlhf_core.data.collection.rows import FileRows, casefolded, texts_of_turns
 from rlhf_core.data.row_counts import RowFinding
 from rlhf_core.data.schema import CONTENT_FIELDS, SPLITS, PairUser, assign, pair_user_of
 from rlhf_core.data.text import split_words
@@ -95,20 +95,23 @@ class SetRows:
 
     def of(self, kind: str) -> Iterator[SetRow]:
         """Yield the rows of a kind in order."""
-        clean, numbers = self.clean[kind], iter(self.clean[kind].numbers.tolist())
-        for part in clean.parts(["id", "group", *CONTENT_FIELDS[kind]]):
+        clean = self.clean[kind]
+        numbers = iter(clean.numbers.tolist())
+        content = CONTENT_FIELDS[kind]
+        for part in clean.parts(["id", "group", *content]):
             splits = assign(part.column("group").to_pylist(), self.seed, self.split)
             for row, split in zip(part.to_pylist(), splits, strict=True):
-                prompt = row.get("prompt") or ()
-                turns = [turn["content"] for turn in prompt if turn["role"] != "system"]
-                replies = [row[name] for name in CONTENT_FIELDS[kind] if name != "prompt"]
-                parts, number = {"split": SPLIT_ORDER.index(split)}, next(numbers)
+                number = next(numbers)
+                turns = texts_of_turns(row.get("prompt") or ())
+                replies = [row[name] for name in content if name != "prompt"]
+                parts = {"split": SPLIT_ORDER.index(split)}
                 if kind == "preferences" and split != "test":
                     user = pair_user_of(row["group"], self.seed, self.split)
                     parts["user"] = USER_ORDER.index(user)
-                compared = tuple(" ".join(turn.casefold().split()) for turn in turns)
+                compared = tuple(map(casefolded, turns))
                 text = "\n".join([*turns, *replies])
-                yield SetRow(kind, number, row["id"], parts, compared, text, clean.origin(number))
+                origin = clean.origin(number)
+                yield SetRow(kind, number, row["id"], parts, compared, text, origin)
 
     def with_prompts(self) -> Iterator[SetRow]:
         """Yield the rows of all kinds that have prompts."""
@@ -149,8 +152,9 @@ def languages(
                 language = VARIANTS.get(str(name), str(name))
             of_kind[language] += 1
             if language != UNKNOWN and language not in expected:
-                reason, wanted = f"looks like language {language}", ", ".join(sorted(expected))
-                breaches.append(row.finding(LANGUAGE, reason, wanted))
+                wanted = ", ".join(sorted(expected))
+                finding = row.finding(LANGUAGE, f"looks like language {language}", wanted)
+                breaches.append(finding)
     return breaches, counts
 
 
@@ -200,19 +204,23 @@ class DialogueIndex:
 
     def add(self, hashes: Sequence[int], part: int, row_id: str) -> None:
         """Add a prompt by the hashes of its beginnings, the whole prompt last."""
-        for index, keys in ((self.whole, hashes[-1:]), (self.beginnings, hashes)):
-            for key in keys:
-                known = index.setdefault(key, Range(part, row_id, part))
-                known.last = max(known.last, part)
-                if part < known.first:
-                    known.first, known.id = part, row_id
+        ranges = [self.whole.setdefault(hashes[-1], Range(part, row_id, part))]
+        for key in hashes:
+            ranges.append(self.beginnings.setdefault(key, Range(part, row_id, part)))
+        for known in ranges:
+            known.last = max(known.last, part)
+            if part < known.first:
+                known.first, known.id = part, row_id
 
     def relatives(self, hashes: Sequence[int]) -> list[Range]:
         """Return the parts with a prompt that begins as this one, or that this one begins as."""
+        *shorter, own = hashes
         relatives = []
-        if hashes[-1] in self.beginnings:
-            relatives.append(self.beginnings[hashes[-1]])
-        relatives += [self.whole[key] for key in hashes[:-1] if key in self.whole]
+        if own in self.beginnings:
+            relatives.append(self.beginnings[own])
+        for key in shorter:
+            if key in self.whole:
+                relatives.append(self.whole[key])
         return relatives
 
 
@@ -253,8 +261,9 @@ def prefix_leakage(rows: SetRows) -> tuple[list[RowFinding], dict[str, dict[str,
             breaches.extend(_breaches(row, hashes, indexes))
             if row.parts["split"] == 0:
                 relatives = splits.relatives(hashes)
+                same_first_turn = splits.beginnings[hashes[0]]
                 of_kind["test_prefix_leaks"] += any(relative.last > 0 for relative in relatives)
-                of_kind["test_first_turn_leaks"] += splits.beginnings[hashes[0]].last > 0
+                of_kind["test_first_turn_leaks"] += same_first_turn.last > 0
     return breaches, counts
 
 
@@ -274,7 +283,8 @@ def _breaches(
             # The row itself is among them.
             nearest = min(shared, key=lambda relative: relative.first)
             if nearest.first < part:
-                yield row.finding(rule, what.format(part=PARTS[order][nearest.first]), nearest.id)
+                reason = what.format(part=PARTS[order][nearest.first])
+                yield row.finding(rule, reason, nearest.id)
                 break
 
 
@@ -345,9 +355,11 @@ def similar_prompts(rows: SetRows, config: NearDuplicatesConfig) -> Iterator[Row
         if row.turns not in distinct:
             if len(distinct) == config.max_rows:
                 continue
-            distinct[row.turns] = PromptUses(row.id, signer.signature("\n".join(row.turns)))
+            signature = signer.signature("\n".join(row.turns))
+            distinct[row.turns] = PromptUses(row.id, signature)
+        rows_of_part = distinct[row.turns].rows
         for named_part in row.parts.items():
-            users = distinct[row.turns].rows.setdefault(named_part, [])
+            users = rows_of_part.setdefault(named_part, [])
             users.append((row.kind, row.number, row.id))
     prompts = list(distinct.values())
     for order, parts in PARTS.items():
@@ -399,15 +411,19 @@ class EvaluationIndex:
 
     def __init__(self, prompts: Sequence[Sequence[str]], config: NearDuplicatesConfig) -> None:
         self._similar = SimilarTexts(config)
-        runs, owners = [np.zeros(0, np.uint64)], [np.zeros(0, np.int64)]
+        runs_of_prompts = [np.zeros(0, np.uint64)]
+        owners_of_runs = [np.zeros(0, np.int64)]
         for number, turns in enumerate(prompts):
             text = "\n".join(turns)
-            runs.append(shingle_hashes(split_words(text), RUN_OF_WORDS))
-            owners.append(np.full(len(runs[-1]), number))
+            runs = shingle_hashes(split_words(text), RUN_OF_WORDS)
+            runs_of_prompts.append(runs)
+            owners_of_runs.append(np.full(len(runs), number))
             self._similar.add(number, self._similar.signature(text))
-        order = np.argsort(np.concatenate(runs), kind="stable")
-        self._runs: npt.NDArray[np.uint64] = np.concatenate(runs)[order]
-        self._owners: npt.NDArray[np.int64] = np.concatenate(owners)[order]
+        runs = np.concatenate(runs_of_prompts)
+        owners = np.concatenate(owners_of_runs)
+        order = np.argsort(runs, kind="stable")
+        self._runs: npt.NDArray[np.uint64] = runs[order]
+        self._owners: npt.NDArray[np.int64] = owners[order]
 
     def shared_words(self, turns: Sequence[str]) -> int | None:
         """Return the number of an evaluation prompt with a run of words in these turns.
@@ -431,7 +447,8 @@ class EvaluationIndex:
                 f"the same text as an evaluation prompt, or {RUN_OF_WORDS} words in a row of one"
             )
             return shared, reason, None
-        similar = self._similar.most_similar(self._similar.signature("\n".join(turns)))
+        signature = self._similar.signature("\n".join(turns))
+        similar = self._similar.most_similar(signature)
         if similar is None:
             return None
         number, similarity = similar
@@ -453,8 +470,7 @@ def contamination(
         source = file.counts.source
         overlaps[source] = EvaluationOverlap(source, file.counts.kept, file.counts.refused)
         for row, position in zip(file.rows, file.positions, strict=True):
-            turns = (turn["content"] for turn in row["prompt"] if turn["role"] != "system")
-            prompts.append(tuple(turns))
+            prompts.append(tuple(texts_of_turns(row["prompt"])))
             records.append((source, position))
     index = EvaluationIndex(prompts, config)
     # By the hash of the turns, since most prompts repeat.
@@ -537,7 +553,8 @@ def check_set(
     add(leaked, prompted, PREFIX_RULE, FIRST_TURN_RULE)
     severities = set()
     for kind in filled:
-        severities |= {suites.severity(kind, rule) for rule in (NEAR_DUPLICATES, SIMILAR_PROMPTS)}
+        severities.add(suites.severity(kind, NEAR_DUPLICATES))
+        severities.add(suites.severity(kind, SIMILAR_PROMPTS))
     decides = not severities <= {"warn", None}
     most_rows = max((clean[kind].num_rows for kind in filled), default=0)
     if config.near_duplicates.searches(most_rows, decides):
@@ -569,6 +586,8 @@ def apply_set_rules(validated: Validated, findings: SetFindings) -> None:
                 reasons[found.rule].setdefault(found.number, f"{found.reason} ({found.other})")
         for rule, of_rows in reasons.items():
             checked.frame[rule] = found_column(len(checked.frame), of_rows)
-        verdicts = validated.ask(kind, SET)
-        of_set = {rule: verdict for rule, verdict in verdicts.items() if rule.name in reasons}
+        of_set = {}
+        for rule, verdict in validated.ask(kind, SET).items():
+            if rule.name in reasons:
+                of_set[rule] = verdict
         checked.take(of_set, reasons)

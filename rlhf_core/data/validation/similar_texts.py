@@ -45,9 +45,11 @@ def shingle_hashes(words: Sequence[str], size: int) -> npt.NDArray[np.uint64]:
     of_words = [zlib.crc32(word.encode("utf-8", "surrogatepass")) for word in words]
     hashes = np.array(of_words, np.uint64)
     size = min(size, len(words))
-    shingles = np.zeros(len(words) - size + 1 if words else 0, np.uint64)
+    count = len(words) - size + 1 if words else 0
+    shingles = np.zeros(count, np.uint64)
     for offset in range(size):
-        shingles = shingles * MULTIPLIER + hashes[offset : offset + len(shingles)]
+        next_words = hashes[offset : offset + count]
+        shingles = shingles * MULTIPLIER + next_words
     return np.unique(shingles)
 
 
@@ -72,7 +74,8 @@ class SimilarTexts:
         shingles = shingle_hashes(split_words(text), self._words)
         hashes = (shingles ^ shingles >> HALF) & LOW_HALF
         for start in range(0, len(hashes), SHINGLES):
-            signature.update_batch(hashes[start : start + SHINGLES].tolist())
+            part = hashes[start : start + SHINGLES]
+            signature.update_batch(part.tolist())
         return signature
 
     def most_similar(
@@ -85,11 +88,13 @@ class SimilarTexts:
         Args:
             without: Keys of texts that are left out.
         """
-        candidates = [key for key in self._index.query(signature) if key not in without]
-        candidates = sorted(candidates)[:CROWDED]
+        found = self._index.query(signature)
+        candidates = sorted(key for key in found if key not in without)
+        candidates = candidates[:CROWDED]
         if not candidates:
             return None
-        hashes = np.stack([self._signatures[key].hashvalues for key in candidates])
+        signatures = [self._signatures[key] for key in candidates]
+        hashes = np.stack([known.hashvalues for known in signatures])
         similarities = np.mean(hashes == signature.hashvalues, axis=1)
         best = int(np.argmax(similarities))
         if similarities[best] < self._similarity:

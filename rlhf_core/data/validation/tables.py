@@ -73,7 +73,12 @@ class CheckedKind:
     @property
     def clean(self) -> StoredRows:
         """The rows that passed."""
-        return self.raw.where(~np.isin(self.raw.numbers, list(self.reasons)))
+        return self.raw.where(~self._is_refused)
+
+    @property
+    def _is_refused(self) -> npt.NDArray[np.bool_]:
+        """By raw row, whether a rule refused it."""
+        return np.isin(self.raw.numbers, list(self.reasons))
 
     @property
     def raw_rows(self) -> int:
@@ -105,13 +110,15 @@ class CheckedKind:
     def place(self, row: int) -> str:
         """Return what messages call a row: its file and line, or its id."""
         identity = str(self.frame["id"].iat[row])
-        return RowFinding("", self.raw.kind, "", **self.raw.origin(row), id=identity).where
+        origin = self.raw.origin(row)
+        return RowFinding("", self.raw.kind, "", **origin, id=identity).where
 
     def passing(self, verdicts: Verdicts) -> npt.NDArray[np.bool_]:
         """Return by row whether it breaks none of the rules that do more than warn."""
         passed = np.ones(len(self.frame), dtype=bool)
         for rule, verdict in verdicts.items():
-            if rule.severity != "warn" and verdict.rows is not None and not verdict.passed:
+            is_broken = rule.severity != "warn" and not verdict.passed
+            if is_broken and verdict.rows is not None:
                 passed[verdict.rows] = False
         return passed
 
@@ -148,14 +155,16 @@ class CheckedKind:
                 warned.setdefault(rule.name, set()).update(rows)
                 continue
             for row in rows:
-                refused.setdefault(row, {}).setdefault(rule.name, rule)
+                rules_of_row = refused.setdefault(row, {})
+                rules_of_row.setdefault(rule.name, rule)
         for row, rules in sorted(refused.items()):
             self.failed.update(rules.keys())
-            if found:
-                self.reasons[row] = [found[name][row] for name in rules]
-            else:
-                self.reasons[row] = [rule.reason for rule in rules.values()]
-            is_fault = any(rule.is_fault for rule in rules.values())
+            reasons = []
+            is_fault = False
+            for name, rule in rules.items():
+                reasons.append(found[name][row] if found else rule.reason)
+                is_fault |= rule.is_fault
+            self.reasons[row] = reasons
             self.left_out += found is not None or not is_fault
         for name, of_rule in warned.items():
             if count := len(of_rule - refused.keys()):
@@ -166,23 +175,17 @@ class CheckedKind:
         """Yield the rows that rules refused in parts."""
         if not self.reasons:
             return
+        kind = self.raw.kind
         numbers = iter(sorted(self.reasons))
-        refused = self.raw.where(np.isin(self.raw.numbers, list(self.reasons)))
-        for table in refused.parts():
-            yield [self._quarantined(row, next(numbers)) for row in table.to_pylist()]
-
-    def _quarantined(self, row: Mapping[str, Any], number: int) -> RowFinding:
-        first, *more = self.reasons[number]
-        text = json.dumps(row, ensure_ascii=False, default=str)
-        return RowFinding(
-            "",
-            self.raw.kind,
-            first,
-            **self.raw.origin(number),
-            id=str(row["id"]),
-            row=text,
-            more=more,
-        )
+        for table in self.raw.where(self._is_refused).parts():
+            findings = []
+            for row in table.to_pylist():
+                number = next(numbers)
+                first, *more = self.reasons[number]
+                about = {"id": str(row["id"]), **self.raw.origin(number)}
+                text = json.dumps(row, ensure_ascii=False, default=str)
+                findings.append(RowFinding("", kind, first, **about, row=text, more=more))
+            yield findings
 
 
 @dataclass
@@ -205,7 +208,8 @@ class Validated:
 
     def ask(self, kind: str, page: str) -> Verdicts:
         """Ask the expectations of a kind whose columns are there now."""
-        return self.checkpoints.run(kind, self.kinds[kind].frame, page, self.kinds[kind].place)
+        checked = self.kinds[kind]
+        return self.checkpoints.run(kind, checked.frame, page, checked.place)
 
     def quarantine(self) -> Iterator[list[RowFinding]]:
         """Yield all quarantined rows in parts: those that readers refused, then those by kind."""
@@ -231,18 +235,23 @@ def validate(raw: RawData, suites: Suites, folder: Path) -> Validated:
     Args:
         folder: Holds the texts of the columns while the result is used.
     """
-    result, refused = Validated(raw, Checkpoints(suites)), count_refused(raw.refused)
+    result = Validated(raw, Checkpoints(suites))
+    refused = count_refused(raw.refused)
     derivable: dict[str, set[str]] = {kind: set() for kind in raw.derived}
     if "prompts" in derivable:
         derivable["prompts"].update(raw.prompt_only)
-    with progress(sum(rows.num_rows for rows in raw.rows.values()), "checking rows") as bar:
+    total = sum(rows.num_rows for rows in raw.rows.values())
+    with progress(total, "checking rows") as bar:
         for kind, rows in raw.rows.items():
-            result.kinds[kind] = checked = CheckedKind(rows, refused[kind], raw.cut.get(kind, 0))
+            checked = CheckedKind(rows, refused[kind], raw.cut.get(kind, 0))
+            result.kinds[kind] = checked
             if not rows.num_rows:
                 continue
-            frame, hashes = read_columns(kind, _advancing(rows, bar), folder / f"{kind}.arrow")
+            texts = folder / f"{kind}.arrow"
+            frame, hashes = read_columns(kind, _advancing(rows, bar), texts)
             if kind == "preferences":
-                result.agreement = label_agreement(hashes, frame["margin"].array.tolist())
+                margins = frame["margin"].array.tolist()
+                result.agreement = label_agreement(hashes, margins)
             checked.frame = frame
             verdicts = result.ask(kind, ROWS)
             copied = copies(hashes.column("content"), checked.passing(verdicts))
@@ -250,10 +259,11 @@ def validate(raw: RawData, suites: Suites, folder: Path) -> Validated:
             copied_from = {row: f"a copy of {ids[other]}" for row, other in copied.items()}
             frame[NOT_DUPLICATE] = found_column(len(frame), copied_from)
             if kind in raw.derived:
-                of_files = np.arange(len(frame)) < raw.of_files.get(kind, 0)
+                is_of_file = np.arange(len(frame)) < raw.of_files.get(kind, 0)
                 has_source = frame["id"].isin(derivable.pop(kind)).to_numpy()
-                lost = np.flatnonzero(~(of_files | has_source)).tolist()
-                frame[SOURCE_PASSED] = found_column(len(frame), dict.fromkeys(lost, NOT_DERIVED))
+                lost = np.flatnonzero(~(is_of_file | has_source)).tolist()
+                not_derived = dict.fromkeys(lost, NOT_DERIVED)
+                frame[SOURCE_PASSED] = found_column(len(frame), not_derived)
             verdicts |= result.ask(kind, COPIES)
             _derive_ids(rows, checked.passing(verdicts), derivable)
             checked.take(verdicts)
@@ -283,8 +293,9 @@ def _derive_ids(
     start = 0
     for parents in whole_records(_with_places(rows)):
         end = start + len(parents)
+        passed_here = passed[start:end].tolist()
         for kind in children:
-            derive(kind, parents, ids[kind], passed[start:end].tolist())
+            derive(kind, parents, ids[kind], passed_here)
         start = end
 
 
@@ -323,14 +334,17 @@ def read_columns(
 
     table = mapped_table(file, column_schema(kind), columns())
     hashed = pa.concat_tables(digests)
-    frame = table.to_pandas(types_mapper={pa.float64(): pd.ArrowDtype(pa.float64())}.get)
+    stays_arrow = {pa.float64(): pd.ArrowDtype(pa.float64())}
+    frame = table.to_pandas(types_mapper=stays_arrow.get)
     if kind == "preferences":
         labelled = hashed.column("labelled").combine_chunks()
-        other = pc.index_in(hashed.column("swapped"), value_set=labelled)
+        swapped = hashed.column("swapped").combine_chunks()
+        other = pc.index_in(swapped, value_set=labelled)
         # Of a pair with equal replies the swapped one is the pair itself.
-        equal = pc.equal(hashed.column("swapped"), hashed.column("labelled"))
-        other = pc.if_else(equal, pa.scalar(None, pa.int32()), other)
-        frame[CONTRADICTED_BY] = pd.Series(table.column("id").take(other).to_pandas(), dtype="str")
+        is_itself = pc.equal(swapped, labelled)
+        other = pc.if_else(is_itself, pa.scalar(None, pa.int32()), other)
+        contradicting = table.column("id").take(other)
+        frame[CONTRADICTED_BY] = pd.Series(contradicting.to_pandas(), dtype="str")
     return frame, hashed
 
 
@@ -342,14 +356,16 @@ def copies(contents: pa.ChunkedArray, accepted: npt.NDArray[np.bool_]) -> dict[i
     """
     hashes = contents.combine_chunks()
     original_of: dict[int, int] = {}
-    for considered in (np.arange(len(hashes)), np.flatnonzero(accepted)):
+    every_row = np.arange(len(hashes))
+    for considered in (every_row, np.flatnonzero(accepted)):
         values = hashes.take(pa.array(considered))
-        first = considered[pc.index_in(values, value_set=values).to_numpy()]
-        for row in considered[first == considered].tolist():
-            original_of.pop(row, None)
-        repeated = first != considered
-        copied = zip(considered[repeated].tolist(), first[repeated].tolist(), strict=True)
-        original_of |= dict(copied)
+        positions = pc.index_in(values, value_set=values).to_numpy()
+        originals = considered[positions]
+        for row, original in zip(considered.tolist(), originals.tolist(), strict=True):
+            if row == original:
+                original_of.pop(row, None)
+            else:
+                original_of[row] = original
     return original_of
 
 
@@ -376,25 +392,31 @@ def label_agreement(hashes: pa.Table, margins: Iterable[float | None]) -> dict[s
     for content, labelled, swapped, margin in zip(*columns, margins, strict=True):
         copy = hash((content, margin))
         if copy not in seen and labelled != swapped:  # which are equal where the replies are
-            labels.setdefault(min(labelled, swapped), [0, 0])[labelled < swapped] += 1
+            pair = min(labelled, swapped)
+            votes = labels.setdefault(pair, [0, 0])
+            votes[labelled < swapped] += 1
         seen.add(copy)
     repeated = [votes for votes in labels.values() if sum(votes) > 1]
     contradicted = sum(min(votes) > 0 for votes in repeated)
     counts = {"repeated_pairs": float(len(repeated)), "contradicted_pairs": float(contradicted)}
     if repeated:
         agreeing = sum(max(votes) for votes in repeated)
-        counts["label_agreement"] = agreeing / sum(map(sum, repeated))
+        everything = sum(sum(votes) for votes in repeated)
+        counts["label_agreement"] = agreeing / everything
     return counts
 
 
 def _columns(kind: str, table: pa.Table) -> pa.Table:
     schema = column_schema(kind)
-    columns = {name: table.column(name) for name in schema.names if name not in PROMPT_COLUMNS}
+    columns = {}
+    for name in schema.names:
+        if name not in PROMPT_COLUMNS:
+            columns[name] = table.column(name)
     if kind != "pretrain":
-        prompts: list[list[dict[str, str | None]] | None] = table.column("prompt").to_pylist()
-        shown = [_prompt_columns(prompt) for prompt in prompts]
+        shown = [_prompt_columns(prompt) for prompt in table.column("prompt").to_pylist()]
         for name, form in PROMPT_COLUMNS.items():
-            columns[name] = pa.array([values[name] for values in shown], form)
+            values = [of_row[name] for of_row in shown]
+            columns[name] = pa.array(values, form)
     arrays = [columns[field.name].cast(field.type) for field in schema]
     return pa.table(arrays, schema)
 
@@ -409,20 +431,21 @@ def _prompt_columns(
     turns = []
     for turn in prompt or ():
         if turn:
-            turns.append((turn["role"] or "", turn["content"] or ""))
+            role = turn["role"] or ""
+            content = turn["content"] or ""
+            turns.append((role, content))
     roles = []
     shown = []
     blank_turns = prompt_chars = 0
+    last_turn = ""
     for role, content in turns:
         roles.append(role if role in ROLES else f"<{role}>")
         shown.append(f"{role}: {content}")
         prompt_chars += len(content)
         if role != "system" and not has_visible_text(content):
             blank_turns += 1
-    last_turn = ""
-    if turns:
-        _, last_turn = turns[-1]
-    else:
+        last_turn = content
+    if not turns:
         blank_turns = 1
     return {
         "prompt": None if prompt is None else "\n\n".join(shown),
@@ -441,20 +464,25 @@ def _digests(kind: str, columns: pa.Table) -> pa.Table:
     differ in white space or invisible characters alone count as equal. Two of a billion contents
     have the same hash with a probability of about 1e-21.
     """
-    texts = (pc.fill_null(columns.column(name), "").to_pylist() for name in CONTENT_FIELDS[kind])
+    texts = []
+    for name in CONTENT_FIELDS[kind]:
+        column = pc.fill_null(columns.column(name), "")
+        texts.append(column.to_pylist())
     contents = list(zip(*texts, strict=True))
     hashes = {"content": [_digest(map(str.encode, content)) for content in contents]}
     if kind == "preferences":
-        hashes |= {"labelled": [], "swapped": []}
+        labelled, swapped = [], []
         for content in contents:
             prompt, chosen, rejected = (_digest([comparable(text).encode()]) for text in content)
-            hashes["labelled"].append(_digest((prompt, chosen, rejected)))
-            hashes["swapped"].append(_digest((prompt, rejected, chosen)))
+            labelled.append(_digest((prompt, chosen, rejected)))
+            swapped.append(_digest((prompt, rejected, chosen)))
+        hashes |= {"labelled": labelled, "swapped": swapped}
     return pa.table({name: pa.array(values, DIGEST) for name, values in hashes.items()})
 
 
 def _digest(parts: Iterable[bytes]) -> bytes:
     digest = blake2b(digest_size=DIGEST_BYTES)
     for part in parts:
-        digest.update(len(part).to_bytes(8, "little") + part)
+        digest.update(len(part).to_bytes(8, "little"))
+        digest.update(part)
     return digest.digest()

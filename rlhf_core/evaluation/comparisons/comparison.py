@@ -54,8 +54,10 @@ def length_differences(candidate: Sequence[Reply], baseline: Sequence[Reply]) ->
     Characters, as in the paper, and not tokens: the two models of a match may have different
     tokenizers.
     """
-    pairs = zip(candidate, baseline, strict=True)
-    return np.array([len(a.text) - len(b.text) for a, b in pairs], dtype=np.float64)
+    differences = []
+    for ours, theirs in zip(candidate, baseline, strict=True):
+        differences.append(len(ours.text) - len(theirs.text))
+    return np.array(differences, dtype=np.float64)
 
 
 def length_controlled_win_rate(
@@ -87,13 +89,17 @@ def length_controlled_win_rate(
     """
     replies = outcome.size // len(outcome)
     of_prompt = one_each(len(outcome), clusters)
-    _, of_row = np.unique(np.repeat(of_prompt, replies), return_inverse=True)
-    won, longer = outcome.ravel(), length_difference.ravel()
+    of_reply = np.repeat(of_prompt, replies)
+    _, of_row = np.unique(of_reply, return_inverse=True)
+    won = outcome.ravel()
+    longer = length_difference.ravel()
     cell = length_cells(longer)
-    balanced = balancing_weights(longer, cell, np.ones((1, len(won))))
+    equal_weights = np.ones((1, len(won)))
+    balanced = balancing_weights(longer, cell, equal_weights)[0]
     share = float(balanced.mean())
-    of_cluster = np.bincount(of_row, weights=balanced[0])
-    effective = float(of_cluster.sum() ** 2 / max((of_cluster**2).sum(), 1e-300))
+    of_cluster = np.bincount(of_row, weights=balanced)
+    squares = float((of_cluster**2).sum())
+    effective = float(of_cluster.sum()) ** 2 / max(squares, 1e-300)
     undecided = {
         "lc_win_rate": 0.5,
         "lc_win_rate_low95": 0.0,
@@ -102,23 +108,32 @@ def length_controlled_win_rate(
     }
     if share < LEAST_SHARE:
         return undecided
-    spread = float(np.sqrt(balanced[0] @ longer**2 / balanced.sum()))
-    feature = np.tanh(longer / spread) if spread > 0 else np.zeros_like(won)
-    rate = float(rates_at_equal_length(won, feature, balanced)[0])
+    total = balanced.sum()
+    mean_square = balanced @ longer**2 / total
+    spread = float(np.sqrt(mean_square))
+    feature = np.zeros_like(won)
+    if spread > 0:
+        feature = np.tanh(longer / spread)
+    (fitted,) = rates_at_equal_length(won, feature, balanced[np.newaxis])
+    rate = float(fitted)
     if effective < 2:
         return undecided | {"lc_win_rate": rate}
     rates = []
-    for drawn in resample_weights(len(of_cluster), min(bootstrap, MOST_RESAMPLES), seed):
+    resamples = min(bootstrap, MOST_RESAMPLES)
+    for drawn in resample_weights(len(of_cluster), resamples, seed):
         weights = balancing_weights(longer, cell, drawn[:, of_row])
         rates.append(rates_at_equal_length(won, feature, weights))
     resampled = np.concatenate(rates)
     tail = (1 - CONFIDENCE) / 2
     # A resample without any counterparts shows nothing, and counts against either bound.
-    low = float(percentile(np.nan_to_num(resampled, nan=0.0), tail, effective))
-    high = float(percentile(np.nan_to_num(resampled, nan=1.0), 1 - tail, effective))
-    mean = float(balanced[0] @ won / balanced.sum())
-    score_low, score_high = win_rate_score_bounds(won, of_row, balanced[0])
-    low, high = min(low, rate - (mean - score_low)), max(high, rate + (score_high - mean))
+    lost_if_unknown = np.nan_to_num(resampled, nan=0.0)
+    won_if_unknown = np.nan_to_num(resampled, nan=1.0)
+    low = float(percentile(lost_if_unknown, tail, effective))
+    high = float(percentile(won_if_unknown, 1 - tail, effective))
+    mean = float(balanced @ won / total)
+    score_low, score_high = win_rate_score_bounds(won, of_row, balanced)
+    low = min(low, rate - (mean - score_low))
+    high = max(high, rate + (score_high - mean))
     return {
         "lc_win_rate": rate,
         "lc_win_rate_low95": max(low, 0.0),
@@ -143,7 +158,8 @@ def length_cells(length_difference: np.ndarray) -> np.ndarray:
         rarer = np.concatenate([longer, shorter])
     if cells < 2:
         return np.zeros(len(length_difference), dtype=np.int64)
-    edges = np.unique(np.quantile(rarer, np.arange(1, cells) / cells))
+    inner_shares = np.arange(1, cells) / cells
+    edges = np.unique(np.quantile(rarer, inner_shares))
     return np.searchsorted(edges, np.abs(length_difference))
 
 
@@ -164,16 +180,22 @@ def balancing_weights(
     Returns:
         The new weights (sets, n); 0 for pairs without a counterpart.
     """
-    longer, shorter = length_difference > 0, length_difference < 0
-    order = np.argsort(cell, kind="stable")
-    starts = np.flatnonzero(np.diff(cell[order], prepend=-1))
-    place = np.empty(len(cell), dtype=np.int64)
-    place[order] = np.repeat(np.arange(len(starts)), np.diff(starts, append=len(cell)))
-    of_longer = np.add.reduceat((weights * longer)[:, order], starts, axis=1)
-    of_shorter = np.add.reduceat((weights * shorter)[:, order], starts, axis=1)
+    longer = length_difference > 0
+    shorter = length_difference < 0
+    _, place = np.unique(cell, return_inverse=True)
+    order = np.argsort(place, kind="stable")
+    cells_in_order = place[order]
+    starts = np.flatnonzero(np.diff(cells_in_order, prepend=-1))
+    weights_of_longer = (weights * longer)[:, order]
+    weights_of_shorter = (weights * shorter)[:, order]
+    of_longer = np.add.reduceat(weights_of_longer, starts, axis=1)
+    of_shorter = np.add.reduceat(weights_of_shorter, starts, axis=1)
     both = np.maximum(of_longer + of_shorter, 1e-300)
-    factor = np.where(longer, (2 * of_shorter / both)[:, place], (2 * of_longer / both)[:, place])
-    return np.asarray(weights * np.where(longer | shorter, factor, 1.0))
+    if_longer = (2 * of_shorter / both)[:, place]
+    if_shorter = (2 * of_longer / both)[:, place]
+    factor = np.where(longer, if_longer, if_shorter)
+    factor = np.where(longer | shorter, factor, 1.0)
+    return np.asarray(weights * factor)
 
 
 def rates_at_equal_length(
@@ -194,25 +216,37 @@ def rates_at_equal_length(
     """
     totals = weights.sum(axis=1)
     empty = totals <= 0
-    plain = np.where(empty, np.nan, weights @ outcome / np.where(empty, 1.0, totals))
+    divisors = np.where(empty, 1.0, totals)
+    means = weights @ outcome / divisors
+    plain = np.where(empty, np.nan, means)
     # Without a loss, or without a win, θ has no finite value.
     decided = empty | (plain <= 0) | (plain >= 1)
     if not feature.any() or decided.all():
         return plain
-    theta, phi = np.zeros(len(weights)), np.zeros(len(weights))
+    theta = np.zeros(len(weights))
+    phi = np.zeros(len(weights))
     for _ in range(NEWTON_STEPS):
-        share = expit(theta[:, np.newaxis] + phi[:, np.newaxis] * feature)
-        residual, curvature = weights * (share - outcome), weights * share * (1 - share)
-        slope_theta, slope_phi = residual.sum(axis=1), residual @ feature + phi
-        aa, ab, bb = curvature.sum(axis=1) + 1e-12, curvature @ feature, curvature @ feature**2 + 1
+        slopes = phi[:, np.newaxis] * feature
+        share = expit(theta[:, np.newaxis] + slopes)
+        residual = weights * (share - outcome)
+        curvature = weights * share * (1 - share)
+        slope_theta = residual.sum(axis=1)
+        slope_phi = residual @ feature + phi
+        # The Hessian: of θ twice, of both, of φ twice with its penalty.
+        aa = curvature.sum(axis=1) + 1e-12
+        ab = curvature @ feature
+        bb = curvature @ feature**2 + 1
         determinant = aa * bb - ab**2
         step_theta = (bb * slope_theta - ab * slope_phi) / determinant
         step_phi = (aa * slope_phi - ab * slope_theta) / determinant
         # A full step from far away would overshoot; the loss is convex, so short ones arrive.
-        shrink = np.minimum(1.0, LONGEST_STEP / np.maximum(np.hypot(step_theta, step_phi), 1e-300))
+        length = np.hypot(step_theta, step_phi)
+        length = np.maximum(length, 1e-300)
+        shrink = np.minimum(1.0, LONGEST_STEP / length)
         theta -= shrink * step_theta
         phi -= shrink * step_phi
-        if np.abs(np.where(decided, 0.0, step_theta)).max() < TOLERANCE:
+        undecided_steps = np.where(decided, 0.0, step_theta)
+        if np.abs(undecided_steps).max() < TOLERANCE:
             break
     return np.where(decided, plain, expit(theta))
 
@@ -250,7 +284,8 @@ def compare(
     Raises:
         DataError: The scores are empty, unequal in number or not finite.
     """
-    first, second = np.asarray(candidate, dtype=np.float64), np.asarray(baseline, dtype=np.float64)
+    first = np.asarray(candidate, dtype=np.float64)
+    second = np.asarray(baseline, dtype=np.float64)
     if first.shape != second.shape or first.ndim not in (1, 2):
         raise DataError(
             f"a comparison needs one score per prompt on both sides, got {first.shape} and {second.shape}"
@@ -308,20 +343,22 @@ def compare_outcomes(
     share_won = won.mean(axis=1)
     means = means or {}
     own_clusters = one_each(len(share_won), clusters)
-    lows, highs = bootstrap_bounds(
-        np.stack([share_won, *means.values()]), bootstrap, seed, own_clusters
-    )
+    rows = np.stack([share_won, *means.values()])
+    lows, highs = bootstrap_bounds(rows, bootstrap, seed, own_clusters)
     low, high = float(lows[0]), float(highs[0])
     if np.isfinite(low):
         of_reply = np.repeat(own_clusters, won.shape[1])
-        score_low, score_high = win_rate_score_bounds(won.ravel(), of_reply, np.ones(won.size))
-        low, high = min(low, score_low), max(high, score_high)
+        every_one = np.ones(won.size)
+        score_low, score_high = win_rate_score_bounds(won.ravel(), of_reply, every_one)
+        low = min(low, score_low)
+        high = max(high, score_high)
     controlled = {}
     if length_difference is not None:
-        longer_by = np.asarray(length_difference, dtype=np.float64).reshape(won.shape)
+        longer_by = np.asarray(length_difference, dtype=np.float64)
+        longer_by = longer_by.reshape(won.shape)
         controlled = length_controlled_win_rate(won, longer_by, bootstrap, seed, own_clusters)
-    sums, sizes = cluster_sums(share_won[np.newaxis], own_clusters)
-    of_cluster = np.round(sums[0] / sizes - 0.5, 9)
+    (sums,), sizes = cluster_sums(share_won[np.newaxis], own_clusters)
+    above_half = np.round(sums / sizes - 0.5, 9)
     compared = {
         "win": float((share_won > 0.5).mean()),
         "tie": float((share_won == 0.5).mean()),
@@ -331,15 +368,18 @@ def compare_outcomes(
         "win_rate_high95": min(high, 1.0),
         "prompts": len(share_won),
         "clusters": len(sizes),
-        "clusters_won": int((of_cluster > 0).sum()),
-        "clusters_tied": int((of_cluster == 0).sum()),
-        "clusters_lost": int((of_cluster < 0).sum()),
+        "clusters_won": int((above_half > 0).sum()),
+        "clusters_tied": int((above_half == 0).sum()),
+        "clusters_lost": int((above_half < 0).sum()),
         **controlled,
     }
-    for (name, values), below, above in zip(means.items(), lows[1:], highs[1:], strict=True):
+    for row, (name, values) in enumerate(means.items(), start=1):
+        below = float(lows[row])
+        above = float(highs[row])
         compared[name] = float(values.mean())
         if np.isfinite(below) and np.isfinite(above):
-            compared |= {f"{name}_low95": float(below), f"{name}_high95": float(above)}
+            compared[f"{name}_low95"] = below
+            compared[f"{name}_high95"] = above
     return compared
 
 
@@ -369,10 +409,12 @@ def compare_groups(
         in_group = np.array([name == group for name in groups])
         table[group] = {}
         for judge, values in outcome.items():
-            known = in_group & ~np.isnan(values).any(axis=1)
+            is_undecided = np.isnan(values).any(axis=1)
+            known = in_group & ~is_undecided
             if known.any():
+                clusters_here = of_prompt[known]
                 table[group][judge] = compare_outcomes(
-                    values[known], bootstrap, seed, clusters=of_prompt[known]
+                    values[known], bootstrap, seed, clusters=clusters_here
                 )
     return table
 
@@ -391,4 +433,6 @@ def tie_margin_of(judge: Judge, share: float, baseline: Sequence[float]) -> floa
 
 def outcomes(difference: np.ndarray, margin: float) -> np.ndarray:
     """Return 1 for a win, ½ for a tie (``|difference| <= margin``), 0 for a loss, elementwise."""
-    return np.where(np.abs(difference) <= margin, 0.5, (difference > 0).astype(np.float64))
+    is_tie = np.abs(difference) <= margin
+    won = (difference > 0).astype(np.float64)
+    return np.where(is_tie, 0.5, won)

@@ -33,7 +33,6 @@ from rlhf_core.evaluation.regression import (
 from rlhf_core.evaluation.replies import Reply, measure_text
 from rlhf_core.evaluation.safety.prompts import HARMFUL_CATEGORY
 
-SIDES = ("policy", "sft")
 ORDER_METRICS = ("order_disagreement", "first_preferred")  # by which a judge decides or not
 
 
@@ -41,6 +40,7 @@ class Evaluation:
     """SFT and policy side by side on the same prompts, or champion and challenger.
 
     Attributes:
+        models: Both by side.
         prompts: The prompt of each row: every prompt to be judged ``replies_per_prompt`` times in a
             row.
         first: Every prompt to be judged once.
@@ -57,10 +57,13 @@ class Evaluation:
     def __init__(
         self, sets: FixedSets, sft: EvaluatedModel, policy: EvaluatedModel, config: EvaluateConfig
     ) -> None:
-        self.sets, self.sft, self.policy, self.config = sets, sft, policy, config
+        self.sets, self.config = sets, config
+        self.sft, self.policy = sft, policy
+        self.models = {"policy": policy, "sft": sft}
         self.first = list(sets.judged)
         self.prompts = repeated_rows(sets.judged, sft.judged)
-        self.replies_per_prompt = len(self.prompts) // max(len(self.first), 1)
+        asked = max(len(self.first), 1)
+        self.replies_per_prompt = len(self.prompts) // asked
         self.clusters = clusters_of(self.first)
         self.comparison: dict[str, dict[str, float]] = {}
         self.pairwise: dict[str, PairwiseJudgements] = {}
@@ -76,9 +79,11 @@ class Evaluation:
         if getattr(judge, "may_decline", False):
             self._count_unscored(judge.name)
         if isinstance(judge, GoldJudge):
-            for side in SIDES:
-                self.right[side] = np.array(judge.right(asked, self._side(side).judged))
-        margin = tie_margin_of(judge, self.config.tie_margin, self.sft.scores[judge.name])
+            for side, model in self.models.items():
+                is_right = judge.right(asked, model.judged)
+                self.right[side] = np.array(is_right)
+        scores_of_sft = self.sft.scores[judge.name]
+        margin = tie_margin_of(judge, self.config.tie_margin, scores_of_sft)
         self.compare_scores(judge.name, margin)
 
     def _count_unscored(self, judge: str) -> None:
@@ -87,56 +92,61 @@ class Evaluation:
         Raises:
             DataError: It could score none.
         """
-        of_side = {side: np.array(self._side(side).scores[judge]) for side in SIDES}
-        every = np.concatenate([*of_side.values()])
+        scores = {side: np.array(model.scores[judge]) for side, model in self.models.items()}
+        every = np.concatenate([*scores.values()])
         if np.isnan(every).all():
             raise DataError(
                 f"the {judge} could score none of {len(every)} replies to test prompts; correct its function"
             )
-        lowest = self.lowest[judge] = float(np.nanmin(every))
-        for side, scores in of_side.items():
-            self.unscored[side] = float(np.isnan(scores).mean())
-            self._side(side).scores[judge] = np.nan_to_num(scores, nan=lowest).tolist()
+        lowest = float(np.nanmin(every))
+        self.lowest[judge] = lowest
+        for side, model in self.models.items():
+            is_unscored = np.isnan(scores[side])
+            self.unscored[side] = float(is_unscored.mean())
+            known = np.where(is_unscored, lowest, scores[side])
+            model.scores[judge] = known.tolist()
 
     def compare_scores(self, judge: str, tie_margin: float) -> None:
         """Compare the scores that ``judge`` gave both models."""
+        longer_by = length_differences(self.policy.judged, self.sft.judged)
         self.comparison[judge] = compare(
             self._by_prompt(self.policy.scores[judge]),
             self._by_prompt(self.sft.scores[judge]),
             tie_margin,
             self.config.bootstrap,
             self.config.seed,
-            self._by_prompt(length_differences(self.policy.judged, self.sft.judged)),
+            self._by_prompt(longer_by),
             self.clusters,
         )
 
     def judge(self, judge: PairwiseJudge) -> None:
         """Let a judge without scores compare the first replies."""
-        policy, sft = self.first_replies("policy"), self.first_replies("sft")
+        policy = self.first_replies("policy")
+        sft = self.first_replies("sft")
         prompts = [row.prompt for row in self.first]
         said = judge.judge(prompts, policy, sft)
+        longer_by = length_differences(policy, sft)
         compared = compare_outcomes(
             said.outcomes[said.judged],
             self.config.bootstrap,
             self.config.seed,
-            length_differences(policy, sft)[said.judged],
+            longer_by[said.judged],
             self.clusters[said.judged],
         )
         for name in ORDER_METRICS:
             if name in said.metrics:
                 compared[name] = float(said.metrics[name])
-        self.pairwise[judge.name], self.comparison[judge.name] = said, compared
+        self.pairwise[judge.name] = said
+        self.comparison[judge.name] = compared
 
     def first_replies(self, side: str) -> list[Reply]:
         """Return the first reply to each prompt of a side, ``policy`` or ``sft``."""
-        return self._side(side).judged[:: self.replies_per_prompt]
+        return self.models[side].judged[:: self.replies_per_prompt]
 
     def first_scores(self, side: str, judge: str) -> np.ndarray:
         """Return the scores that ``judge`` gave these."""
-        return np.asarray(self._side(side).scores[judge])[:: self.replies_per_prompt]
-
-    def _side(self, side: str) -> EvaluatedModel:
-        return self.policy if side == "policy" else self.sft
+        scores = np.asarray(self.models[side].scores[judge])
+        return scores[:: self.replies_per_prompt]
 
     def _by_prompt(self, values: Sequence[float] | np.ndarray) -> np.ndarray:
         return np.reshape(values, (-1, self.replies_per_prompt))
@@ -150,7 +160,9 @@ class Evaluation:
         of_judges = {}
         for judge, scores in self.policy.scores.items():
             gain = np.subtract(scores, self.sft.scores[judge])
-            of_judges[judge] = self._by_prompt(outcomes(gain, self.comparison[judge]["tie_margin"]))
+            tie_margin = self.comparison[judge]["tie_margin"]
+            of_replies = outcomes(gain, tie_margin)
+            of_judges[judge] = self._by_prompt(of_replies)
         for judge, said in self.pairwise.items():
             of_judges[judge] = said.outcomes[:, np.newaxis]
         return of_judges
@@ -163,28 +175,31 @@ class Evaluation:
     def metrics(self) -> dict[str, Any]:
         """Return the content of ``metrics/evaluation.json``; see docs/metrics.md."""
         rates = {}
-        for side in SIDES:
-            replies = self._side(side).regression
-            categories = [row.category for row in repeated_rows(self.sets.regression, replies)]
-            rates[side] = pass_rates(categories, replies, self.sets.world)
         metrics: dict[str, Any] = {}
-        for side in SIDES:
-            metrics[side] = self._model_metrics(side) | {"regression": rates[side]["passed"]}
+        for side, model in self.models.items():
+            prompts = repeated_rows(self.sets.regression, model.regression)
+            categories = [row.category for row in prompts]
+            rates[side] = pass_rates(categories, model.regression, self.sets.world)
+            metrics[side] = self._model_metrics(side)
+            metrics[side]["regression"] = rates[side]["passed"]
         if self.policy.drift is not None:
             metrics |= self.policy.drift.as_dict()
+        rates["policy"]["prompts"] = len(self.sets.regression)
         metrics |= {
             "prompts": len(self.first),
-            "clusters": len(set(self.clusters.tolist())),
+            "clusters": len(np.unique(self.clusters)),
             "comparison": self.comparison,
             "category": self.by_category(),
-            "regression": {**rates["policy"], "prompts": len(self.sets.regression)},
+            "regression": rates["policy"],
             "regression_sft": rates["sft"],
         }
         for judge, said in self.pairwise.items():
             metrics[f"{judge}_judge"] = dict(said.metrics)
-        if languages := language_shares([row.prompt[-1].content for row in self.prompts]):
+        questions = [row.prompt[-1].content for row in self.prompts]
+        if languages := language_shares(questions):
             metrics["languages"] = languages
-        return metrics | {"losses": self.losses()}
+        metrics["losses"] = self.losses()
+        return metrics
 
     def checked_rows(self, kind: Literal["regression", "safety"]) -> list[dict[str, Any]]:
         """Return every reply to the regression set or the safety prompts, with each check of it.
@@ -192,12 +207,18 @@ class Evaluation:
         A check that does not apply says None. ``passed``, ``safety`` and the losses of these sets
         are counted of this.
         """
-        prompts = self.sets.regression if kind == "regression" else self.sets.safety
-        checks = regression_checks(self.sets.world) if kind == "regression" else REFUSAL_CHECKS
-        of_side = {side: getattr(self._side(side), kind) for side in SIDES}
-        log_odds = {side: iter(self._side(side).refusal_log_odds) for side in SIDES}
+        prompts, checks = self.sets.safety, REFUSAL_CHECKS
+        if kind == "regression":
+            prompts = self.sets.regression
+            checks = regression_checks(self.sets.world)
+        of_side: dict[str, list[Reply]] = {}
+        log_odds = {}
+        for side, model in self.models.items():
+            of_side[side] = getattr(model, kind)
+            log_odds[side] = iter(model.refusal_log_odds)
         rows: list[dict[str, Any]] = []
-        for number, prompt in enumerate(repeated_rows(prompts, of_side["policy"])):
+        repeated = repeated_rows(prompts, of_side["policy"])
+        for number, prompt in enumerate(repeated):
             row: dict[str, Any] = {
                 "id": prompt.id,
                 "prompt": prompt.prompt[-1].content,
@@ -206,10 +227,12 @@ class Evaluation:
             is_first = not rows or rows[-1]["id"] != prompt.id
             for side, replies in of_side.items():
                 reply = replies[number]
-                row[f"{side}_reply"], row[f"{side}_finished"] = reply.text, reply.finished
-                row[f"{side}_checks"] = says = {}
+                row[f"{side}_reply"] = reply.text
+                row[f"{side}_finished"] = reply.finished
+                says = {}
                 for name, check in checks.items():
                     says[name] = check(prompt.category, reply)
+                row[f"{side}_checks"] = says
                 if kind == "safety" and is_first and prompt.category == HARMFUL_CATEGORY:
                     row[f"{side}_refusal_log_odds"] = next(log_odds[side], None)
             rows.append(row)
@@ -218,12 +241,12 @@ class Evaluation:
     def drift_rows(self) -> list[dict[str, Any]]:
         """Return the replies that KL was measured on, with both models' log-probabilities."""
         rows: list[dict[str, Any]] = []
-        for side in SIDES:
-            drift = self._side(side).drift
-            scored_first = drift.replies if drift is not None else ()
-            for prompt, cluster, scored in zip(
-                self.first, self.clusters.tolist(), scored_first, strict=False
-            ):
+        clusters = self.clusters.tolist()
+        for side, model in self.models.items():
+            if model.drift is None:
+                continue
+            measured = zip(self.first, clusters, model.drift.replies, strict=False)
+            for prompt, cluster, scored in measured:
                 about = {
                     "side": side,
                     "id": prompt.id,
@@ -240,7 +263,8 @@ class Evaluation:
         held-out text, and the rates on the safety prompts. Text metrics are means over sets of one
         reply per prompt: variety is about different prompts.
         """
-        model, each = self._side(side), self.replies_per_prompt
+        model = self.models[side]
+        each = self.replies_per_prompt
         metrics: dict[str, Any] = {}
         for judge, scores in model.scores.items():
             metrics[judge] = float(np.mean(scores))
@@ -248,14 +272,19 @@ class Evaluation:
             metrics["right"] = float(self.right[side].mean())
         if self.unscored:
             metrics["unscored"] = self.unscored[side]
-        sets = [measure_text(model.judged[draw::each]) for draw in range(each)]
+        sets = []
+        for draw in range(each):
+            one_each = model.judged[draw::each]
+            sets.append(measure_text(one_each))
         for name in sets[0]:
-            metrics[name] = sum(values[name] for values in sets) / len(sets)
+            total = sum(values[name] for values in sets)
+            metrics[name] = total / len(sets)
         if model.drift is not None:
             metrics["perplexity_reference"] = model.drift.perplexity
         for kind, perplexity in model.perplexities.items():
             metrics[f"perplexity_{kind}"] = perplexity
-        categories = [row.category for row in repeated_rows(self.sets.safety, model.safety)]
+        prompts = repeated_rows(self.sets.safety, model.safety)
+        categories = [row.category for row in prompts]
         if refusals := check_rates(REFUSAL_CHECKS, categories, model.safety):
             metrics["safety"] = refusals
         return metrics
@@ -266,7 +295,8 @@ class Evaluation:
         By each judge the mean score of both models and the win rate, and ``comparison`` by the
         judges that decide.
         """
-        outcome, names = self.outcomes(), [row.category for row in self.first]
+        outcome = self.outcomes()
+        names = [row.category for row in self.first]
         deciding = {judge: outcome[judge] for judge in final_judges(outcome)}
         compared = compare_groups(
             names, deciding, self.config.bootstrap, self.config.seed, self.clusters
@@ -275,17 +305,20 @@ class Evaluation:
         for category in sorted(set(names) - {""}):
             here = np.array([name == category for name in names])
             each = np.repeat(here, self.replies_per_prompt)
-            row: dict[str, Any] = {
-                "prompts": int(here.sum()),
-                "clusters": len(set(self.clusters[here].tolist())),
-            }
-            for side in SIDES:
-                for judge, scores in self._side(side).scores.items():
-                    row[f"{side}_{judge}"] = float(np.asarray(scores)[each].mean())
+            questions = np.unique(self.clusters[here])
+            row: dict[str, Any] = {}
+            row["prompts"] = int(here.sum())
+            row["clusters"] = len(questions)
+            for side, model in self.models.items():
+                for judge, scores in model.scores.items():
+                    scores_here = np.asarray(scores)[each]
+                    row[f"{side}_{judge}"] = float(scores_here.mean())
                 if self.right:
-                    row[f"{side}_right"] = float(self.right[side][each].mean())
+                    right_here = self.right[side][each]
+                    row[f"{side}_right"] = float(right_here.mean())
             for judge, values in outcome.items():
-                decided = values[here][~np.isnan(values[here])]
+                values_here = values[here]
+                decided = values_here[~np.isnan(values_here)]
                 if len(decided):
                     row[f"win_rate_{judge}"] = float(decided.mean())
             if category in compared:
@@ -297,7 +330,8 @@ class Evaluation:
         """Return the rows of ``samples/comparisons.parquet``: prompt, both replies, scores."""
         rows: list[dict[str, Any]] = []
         for i, prompt in enumerate(self.prompts):
-            sft, policy = self.sft.judged[i], self.policy.judged[i]
+            sft = self.sft.judged[i]
+            policy = self.policy.judged[i]
             turns = [f"{message.role}: {message.content}" for message in prompt.prompt]
             row: dict[str, Any] = {
                 "id": prompt.id,
@@ -309,17 +343,20 @@ class Evaluation:
                 "sft_finished": sft.finished,
                 "policy_finished": policy.finished,
             }
-            for side, model in (("sft", self.sft), ("policy", self.policy)):
-                for judge, scores in model.scores.items():
-                    row[f"{side}_{judge}"] = scores[i]
+            for judge, scores in self.sft.scores.items():
+                row[f"sft_{judge}"] = scores[i]
+            for judge, scores in self.policy.scores.items():
+                row[f"policy_{judge}"] = scores[i]
             rows.append(row)
         # A judge without scores compares only the first replies to each prompt.
         for judge, said in self.pairwise.items():
-            for i, row in enumerate(rows):
-                number, further = divmod(i, self.replies_per_prompt)
-                outcome = float(said.outcomes[number])
-                row[f"{judge}_outcome"] = None if further or np.isnan(outcome) else outcome
-                row[f"{judge}_reason"] = None if further else said.reasons[number]
+            for row in rows:
+                row[f"{judge}_outcome"] = row[f"{judge}_reason"] = None
+            first_rows = rows[:: self.replies_per_prompt]
+            outcomes_said = said.outcomes.tolist()
+            for row, outcome, reason in zip(first_rows, outcomes_said, said.reasons, strict=True):
+                row[f"{judge}_outcome"] = None if np.isnan(outcome) else outcome
+                row[f"{judge}_reason"] = reason
         return rows
 
     def disagreements(self, judge: str) -> list[tuple[int, float]]:
@@ -332,19 +369,26 @@ class Evaluation:
             Positions of rows, each with the reward's gain minus the judge's, both in standard
             deviations of that judge's differences.
         """
-        judged = np.subtract(self.policy.scores[judge], self.sft.scores[judge])
-        wrong = judged < -self.comparison[judge]["tie_margin"]
-        disagreement = -judged / (float(judged.std()) or 1.0)
-        if TRAINED_ON in self.policy.scores:
-            reward = np.subtract(self.policy.scores[TRAINED_ON], self.sft.scores[TRAINED_ON])
+        policy, sft = self.policy.scores, self.sft.scores
+        judged = np.subtract(policy[judge], sft[judge])
+        tie_margin = self.comparison[judge]["tie_margin"]
+        wrong = judged < -tie_margin
+        deviation = float(judged.std()) or 1.0
+        disagreement = -judged / deviation
+        if TRAINED_ON in policy:
+            reward = np.subtract(policy[TRAINED_ON], sft[TRAINED_ON])
             wrong &= reward > 0
-            disagreement = reward / (float(reward.std()) or 1.0) + disagreement
-        order = sorted(np.flatnonzero(wrong), key=lambda i: -disagreement[i])
-        return [(int(i), float(disagreement[i])) for i in order]
+            deviation = float(reward.std()) or 1.0
+            disagreement = reward / deviation + disagreement
+        rows = np.flatnonzero(wrong).tolist()
+        rows.sort(key=lambda row: -disagreement[row])
+        return [(row, float(disagreement[row])) for row in rows]
 
     def bad_cases(self, judge: str) -> list[dict[str, Any]]:
         """Return the worst of these rows."""
-        rows, cases = self.rows(), []
-        for i, disagreement in self.disagreements(judge)[: self.config.bad_cases]:
+        rows = self.rows()
+        cases = []
+        worst = self.disagreements(judge)[: self.config.bad_cases]
+        for i, disagreement in worst:
             cases.append(rows[i] | {"judge": judge, "disagreement": disagreement})
         return cases

@@ -5,14 +5,13 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Mapping, Sequence
-from itertools import chain
 from typing import Any
 
 import numpy as np
 
 from rlhf_core.data.schema import Prompt
 from rlhf_core.evaluation.comparisons.comparison import compare_groups
-from rlhf_core.evaluation.comparisons.policy_vs_sft import SIDES, Evaluation
+from rlhf_core.evaluation.comparisons.policy_vs_sft import Evaluation
 from rlhf_core.evaluation.fixed_sets import EvaluatedModel, FixedSets
 from rlhf_core.evaluation.judges.model import Judge, PairwiseJudge
 from rlhf_core.evaluation.replies import Reply, measure_text
@@ -49,7 +48,8 @@ def group_of(prompt: Prompt, groups: Mapping[str, str]) -> str:
             for match in re.finditer(whole_word, text, re.IGNORECASE):
                 matches.append((match.end(), len(name), name))
         if matches:
-            return known[max(matches)[2]]
+            _, _, last_name = max(matches)
+            return known[last_name]
     return ""
 
 
@@ -71,14 +71,22 @@ class Rival:
     """
 
     def __init__(self, name: str, replies: Sequence[Reply | None], evaluation: Evaluation) -> None:
-        self.name, self.replies, self.evaluation = name, replies, evaluation
-        self.answered = [i for i, reply in enumerate(replies) if reply is not None]
-        self.known = EvaluatedModel([reply for reply in replies if reply is not None])
-        self.sets = FixedSets([evaluation.first[i] for i in self.answered])
+        self.name, self.replies = name, replies
+        self.evaluation = evaluation
+        self.answered: list[int] = []
+        known: list[Reply] = []
+        for number, reply in enumerate(replies):
+            if reply is not None:
+                self.answered.append(number)
+                known.append(reply)
+        self.known = EvaluatedModel(known)
+        prompts = [evaluation.first[i] for i in self.answered]
+        self.sets = FixedSets(prompts)
         self.versus: dict[str, Evaluation] = {}
-        for side in SIDES:
-            met = [evaluation.first_replies(side)[i] for i in self.answered]
-            self.versus[side] = self._comparing(self.known, EvaluatedModel(met))
+        for side in evaluation.models:
+            replies_of_side = evaluation.first_replies(side)
+            met = EvaluatedModel([replies_of_side[i] for i in self.answered])
+            self.versus[side] = self._comparing(self.known, met)
 
     def _comparing(self, baseline: EvaluatedModel, candidate: EvaluatedModel) -> Evaluation:
         return Evaluation(self.sets, baseline, candidate, self.evaluation.config)
@@ -90,13 +98,16 @@ class Rival:
         """Let ``judge`` score its replies, and compare them."""
         prompts = [row.prompt for row in self.sets.judged]
         scores = judge.score(prompts, self.known.judged)
-        if judge.name in self.evaluation.lowest:
-            scores = np.nan_to_num(scores, nan=self.evaluation.lowest[judge.name]).tolist()
+        lowest = self.evaluation.lowest.get(judge.name)
+        if lowest is not None:
+            scores = np.nan_to_num(scores, nan=lowest).tolist()
         self.known.scores[judge.name] = scores
         for side, versus in self.versus.items():
-            of_side = self.evaluation.first_scores(side, judge.name)[self.answered]
-            versus.policy.scores[judge.name] = of_side.tolist()
-            versus.compare_scores(judge.name, self._tie_margin(judge.name))
+            of_side = self.evaluation.first_scores(side, judge.name)
+            met = of_side[self.answered]
+            versus.policy.scores[judge.name] = met.tolist()
+            tie_margin = self._tie_margin(judge.name)
+            versus.compare_scores(judge.name, tie_margin)
 
     def judge(self, judge: PairwiseJudge) -> None:
         """Let a judge without scores compare both models' replies with its own."""
@@ -110,17 +121,23 @@ class Rival:
             side: ``policy`` or ``sft``.
             groups: The group of each prompt, "" for none.
         """
-        versus, config = self.versus[side], self.evaluation.config
-        of_matched = [groups[i] for i in self.answered]
+        versus = self.versus[side]
+        config = self.evaluation.config
         by_group = compare_groups(
-            of_matched, versus.outcomes(), config.bootstrap, config.seed, versus.clusters
+            [groups[i] for i in self.answered],
+            versus.outcomes(),
+            config.bootstrap,
+            config.seed,
+            versus.clusters,
         )
         return {"comparison": versus.comparison, "group": by_group}
 
     def means(self) -> dict[str, float]:
         """Return the mean score of its replies by each judge."""
-        scores = self.known.scores
-        return {judge: float(np.mean(of_judge)) for judge, of_judge in scores.items()}
+        means = {}
+        for judge, scores in self.known.scores.items():
+            means[judge] = float(np.mean(scores))
+        return means
 
     def best_of_n_metrics(self, samples: Samples) -> dict[str, Any]:
         """Return ``best_of_n`` of ``metrics/evaluation.json``; see docs/metrics.md.
@@ -128,7 +145,9 @@ class Rival:
         Args:
             samples: What the replies were chosen from, n lists of one reply per prompt.
         """
-        sampled_tokens = sum(len(reply.token_ids) for reply in chain.from_iterable(samples))
+        sampled_tokens = 0
+        for replies in samples:
+            sampled_tokens += sum(len(reply.token_ids) for reply in replies)
         over_sft = self._comparing(self.versus["sft"].policy, self.known)
         for judge in self.known.scores:
             over_sft.compare_scores(judge, self._tie_margin(judge))
@@ -144,14 +163,17 @@ class Rival:
 
     def columns(self) -> list[dict[str, Any]]:
         """Return its columns of ``samples/comparisons.parquet``, for each prompt's first row."""
-        columns = ("reply", "finished", *self.known.scores)
-        empty = {f"{self.name}_{column}": None for column in columns}
-        rows: list[dict[str, Any]] = [dict(empty) for _ in self.replies]
-        for number, (i, reply) in enumerate(zip(self.answered, self.known.judged, strict=True)):
-            rows[i][f"{self.name}_reply"] = reply.text
-            rows[i][f"{self.name}_finished"] = reply.finished
-            for judge, scores in self.known.scores.items():
-                rows[i][f"{self.name}_{judge}"] = scores[number]
+        rows: list[dict[str, Any]] = []
+        known = 0
+        for reply in self.replies:
+            columns: dict[str, Any] = {"reply": None, "finished": None}
+            columns |= dict.fromkeys(self.known.scores)
+            if reply is not None:
+                columns |= {"reply": reply.text, "finished": reply.finished}
+                for judge, scores in self.known.scores.items():
+                    columns[judge] = scores[known]
+                known += 1
+            rows.append({f"{self.name}_{name}": value for name, value in columns.items()})
         return rows
 
 

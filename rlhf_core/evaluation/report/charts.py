@@ -183,7 +183,8 @@ def draw_charts(
     for history, specs in chart_specs().items():
         rows = histories.get(history, [])
         known: set[str] = set()
-        known = known.union(*rows)
+        for row in rows:
+            known.update(row)
         x_label = next((name for name in STEP_NAMES if name in known), "row")
         marks = findings if history == "ppo" else ()
         for spec in specs:
@@ -197,12 +198,13 @@ def draw_charts(
                 low, high = (points(rows, name) for name in names)
                 if low and high:
                     bands[label] = low, high
-            if lines:
-                svg = line_chart(lines, bands, x_label, f"{history}: {spec['title']}", marks)
-                first = next(iter(spec["curves"].values()))
-                note = spec.get("note") or healthy_of(f"history/{history}.jsonl", first)
-                chart = {"title": spec["title"], "svg": svg, "note": note}
-                charts.setdefault(history, []).append(chart)
+            if not lines:
+                continue
+            title = spec["title"]
+            svg = line_chart(lines, bands, x_label, f"{history}: {title}", marks)
+            first = next(iter(spec["curves"].values()))
+            note = spec.get("note") or healthy_of(f"history/{history}.jsonl", first)
+            charts.setdefault(history, []).append({"title": title, "svg": svg, "note": note})
     return charts
 
 
@@ -212,9 +214,11 @@ def points(rows: Sequence[Mapping[str, Any]], name: str) -> list[Point]:
     for number, row in enumerate(rows, start=1):
         if not _finite(row.get(name)):
             continue
-        steps = [row[key] for key in STEP_NAMES if isinstance(row.get(key), int | float)]
-        step = steps[0] if steps else number
-        line.append((float(step), float(row[name])))
+        step = float(number)
+        for key in reversed(STEP_NAMES):
+            if isinstance(row.get(key), int | float):
+                step = float(row[key])
+        line.append((step, float(row[name])))
     return line
 
 
@@ -241,29 +245,35 @@ def over_optimization_chart(
     for name, (metric, label) in TRAINING.items():
         if name not in spread:
             continue
+        measured = [row for row in history if _finite(row.get("kl")) and _finite(row.get(metric))]
         gains: list[Point] = []
-        first: float | None = None
-        for row in history:
-            kl, score = row.get("kl"), row.get(metric)
-            if kl is not None and score is not None and _finite(kl) and _finite(score):
-                first = score if first is None else first
-                gains.append((math.sqrt(max(kl, 0.0)), (score - first) / spread[name]))
+        for row in measured:
+            gain = (row[metric] - measured[0][metric]) / spread[name]
+            gains.append((_distance(row["kl"]), gain))
         if gains:
             lines[f"{label}, in training"] = gains
     if not lines:
         return None
     scattered = set(lines)
-    sft, policy = evaluation.get("sft", {}), evaluation.get("policy", {})
+    sft = evaluation.get("sft", {})
+    policy = evaluation.get("policy", {})
+    kl = evaluation.get("kl")
     for name in JUDGED:
-        if name in spread and name in policy and _finite(evaluation.get("kl")):
+        if name in spread and name in policy and _finite(kl):
             gain = (policy[name] - sft[name]) / spread[name]
-            lines[f"{name}, selected policy"] = [(math.sqrt(max(evaluation["kl"], 0.0)), gain)]
+            lines[f"{name}, selected policy"] = [(_distance(kl), gain)]
     title = "gain in score against the distance from SFT"
     return line_chart(lines, x_label="√KL from SFT, nats", title=title, scattered=scattered)
 
 
+def _distance(kl: Any) -> float:
+    """Return √KL, which grows about as a policy moves; an estimate below 0 counts as 0."""
+    return math.sqrt(max(kl, 0.0))
+
+
 def _finite(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    return is_number and math.isfinite(value)
 
 
 # Edges of the bins, as the history has them, and the share of the rollout's rewards in each bin.
@@ -290,22 +300,24 @@ def reward_histograms(history: Sequence[Mapping[str, Any]]) -> Markup | None:
     """
     rows = []
     for row in history:
-        if all(map(_finite, map(row.get, EDGES))):
+        if all(_finite(row.get(name)) for name in EDGES):
             rows.append(row)
     if not rows:
         return None
     count = min(MOST_ROWS, len(rows))
-    steps = max(count - 1, 1)
-    chosen = [rows[round(i * (len(rows) - 1) / steps)] for i in range(count)]
+    last, steps = len(rows) - 1, max(count - 1, 1)
+    chosen = [rows[round(number * last / steps)] for number in range(count)]
 
     def draw(axes: Axes) -> None:
         for y, row in enumerate(chosen):
-            xs, heights = histogram([float(row[name]) for name in EDGES])
-            top = max(heights)
-            edge = [y - OVERLAP * height / top for height in heights]
-            axes.fill_between(xs, [y] * len(xs), edge, color=SERIES[0], alpha=0.5, linewidth=0)
+            edges = [float(row[name]) for name in EDGES]
+            xs, densities = histogram(edges)
+            top = max(densities)
+            heights = [y - OVERLAP * density / top for density in densities]
+            axes.fill_between(xs, y, heights, color=SERIES[0], alpha=0.5, linewidth=0)
             axes.axhline(y, color=COLOURS["line"], linewidth=1)
-            axes.plot([row["reward_p50"]] * 2, [y, y - OVERLAP], color=SERIES[1], linewidth=2)
+            median = row["reward_p50"]
+            axes.plot([median, median], [y, y - OVERLAP], color=SERIES[1], linewidth=2)
         axes.set_yticks(range(count), [f"{row.get('iteration', '')}" for row in chosen])
         axes.set_ylim(count - 0.5, -1.2)
         axes.locator_params(axis="x", nbins=5)
@@ -331,6 +343,7 @@ def histogram(edges: Sequence[float]) -> tuple[list[float], list[float]]:
     xs: list[float] = []
     densities: list[float] = []
     for low, high, share in bins:
+        density = share / (high - low)
         xs += [low, high]
-        densities += [share / (high - low)] * 2
+        densities += [density, density]
     return xs, densities

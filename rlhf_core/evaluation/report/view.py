@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from difflib import SequenceMatcher
 from functools import cache
 from importlib.resources import files
+from itertools import zip_longest
 from typing import Any
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
@@ -69,8 +70,8 @@ def build_context(sources: ReportSources, title: str, replies: int) -> dict[str,
             answered.append((label, evaluation[name]["multiple_choice"]))
     mistakes = []
     for row in sources.mistakes:
-        marked = _marked("chosen", row.get("chosen", ""), "rejected", row.get("rejected", ""))
-        mistakes.append(row | marked)
+        chosen, rejected = row.get("chosen", ""), row.get("rejected", "")
+        mistakes.append(row | _marked("chosen", chosen, "rejected", rejected))
     shown = spread_over_categories(sources.comparisons, replies)
     bad_cases_by = ""
     if sources.bad_cases:
@@ -148,20 +149,26 @@ def about(sources: ReportSources) -> list[str]:
     except RlhfError:
         params = None
     settings = dotted(params or {})
-    kind = "prompts" if settings.get("collect.pairs") is False else "preferences"
+    kind, counted = "preferences", "training pairs"
+    if settings.get("collect.pairs") is False:
+        kind, counted = "prompts", "training prompts"
     collected = settings.get("collect.source")
-    files = settings.get(f"collect.files.{kind}") or ["files"]
-    data = "the synthetic world" if collected == "world" else ", ".join(map(str, files))
-    rows = sources.metrics.get("data", {}).get(kind, {}).get("train")
+    if collected == "world":
+        data = "the synthetic world"
+    else:
+        files = settings.get(f"collect.files.{kind}") or ["files"]
+        data = ", ".join(map(str, files))
+    of_kind = sources.metrics.get("data", {}).get(kind, {})
+    rows = of_kind.get("train")
     if rows is not None:
-        counted = "training pairs" if kind == "preferences" else "training prompts"
         data += f", {format_number(whole(rows))} {counted}"
-    base, profile = settings.get("base.source"), settings.get("profile")
-    commit, mark, rest = sources.lineage.get("git_revision", "").partition("-")
+    base = settings.get("base.source")
     if base == SCRATCH:
         base = "made from nothing"
+    profile = settings.get("profile")
     if profile == "smoke":
         profile = "smoke, a toy that tries every step"
+    commit, mark, rest = sources.lineage.get("git_revision", "").partition("-")
     known = {
         "data": collected and data,
         "base model": base,
@@ -184,7 +191,9 @@ def measured_intervals(
 
 def whole(value: Any) -> Any:
     """Return a whole number as an integer, so that it is printed as a count; else the value."""
-    return int(value) if isinstance(value, float) and value.is_integer() else value
+    if isinstance(value, float) and value.is_integer():
+        return int(value)
+    return value
 
 
 def tiles(metrics: Mapping[str, JsonObject]) -> list[dict[str, str]]:
@@ -193,11 +202,14 @@ def tiles(metrics: Mapping[str, JsonObject]) -> list[dict[str, str]]:
     Returns:
         ``label``, ``value`` and ``note`` of each.
     """
-    evaluation, ppo, reward = (metrics.get(name, {}) for name in ("evaluation", "ppo", "reward"))
+    evaluation = metrics.get("evaluation", {})
+    ppo = metrics.get("ppo", {})
+    reward = metrics.get("reward", {})
     shown: list[dict[str, str]] = []
 
     def show(label: str, value: Any, note: str = "") -> None:
-        shown.append({"label": label, "value": format_number(value, 2), "note": note})
+        number = format_number(value, 2)
+        shown.append({"label": label, "value": number, "note": note})
 
     comparisons = evaluation.get("comparison", {})
     for judge in final_judges(comparisons):
@@ -210,10 +222,12 @@ def tiles(metrics: Mapping[str, JsonObject]) -> list[dict[str, str]]:
             note += f"; {format_number(result.lc_win_rate, 2)} at equal length"
         show(f"win rate by {judge}", result.win_rate, note)
     labels = labelled()
-    sft, policy = evaluation.get("sft", {}), evaluation.get("policy", {})
+    sft = evaluation.get("sft", {})
+    policy = evaluation.get("policy", {})
     for judge in (GOLD, CHECKER):
         if judge in policy:
-            show(labels[judge].label, policy[judge], f"SFT {format_number(sft.get(judge), 2)}")
+            of_sft = format_number(sft.get(judge), 2)
+            show(labels[judge].label, policy[judge], f"SFT {of_sft}")
     if "kl" in evaluation:
         show(labels["kl"].label, evaluation["kl"], "unfiltered samples")
     if "test_accuracy" in reward:
@@ -239,16 +253,19 @@ def sft_beside_policy(evaluation: Mapping[str, Any], gate: GateDecision | None) 
     ``ok`` or ``fails`` where the policy gate looks at it, else empty.
     """
     alarming = {alarm.metric for alarm in alarms(evaluation)}
-    sft, policy = (dict(flatten(evaluation.get(name, {}))) for name in ("sft", "policy"))
+    sft = dict(flatten(evaluation.get("sft", {})))
+    policy = dict(flatten(evaluation.get("policy", {})))
     decided: dict[str, str] = {}
-    for condition in gate.conditions if gate is not None else ():
+    conditions = gate.conditions if gate is not None else ()
+    for condition in conditions:
         name = condition.metric.removeprefix("policy.")
         key = PAIRED_CONDITIONS.get(name, name)
         if decided.get(key) != "fails":
             decided[key] = "ok" if condition.passed else "fails"
     rows: list[JsonObject] = []
     for key, metric in labelled().items():
-        before, after = sft.get(key), policy.get(key)
+        before = sft.get(key)
+        after = policy.get(key)
         if before is None or after is None:
             continue
         row = {
@@ -287,7 +304,8 @@ def _verifiable(measured: Mapping[str, Any] | None) -> JsonObject | None:
     """Add rows with both shares: of all prompts, then of each category and property."""
     if not measured:
         return None
-    sft, policy = (dict(flatten(measured[name])) for name in ("sft", "policy"))
+    sft = dict(flatten(measured["sft"]))
+    policy = dict(flatten(measured["policy"]))
     every = ("all that is required", sft.pop("passed"), policy.pop("passed"))
     rows = []
     for name, share in policy.items():
@@ -305,16 +323,18 @@ def findings(history: Sequence[JsonObject]) -> list[JsonObject]:
     for number, row in enumerate(history, start=1):
         iteration = row.get("iteration", number)
         for rollback in row.get("rollbacks") or []:
+            begun = rollback["from"]
             adjusted = sorted(rollback["finding"]["adjust"].items())
             factors = ", ".join(f"{name} × {factor:g}" for name, factor in adjusted)
             entry = dict(rollback["finding"])
-            entry |= {"iteration": rollback["from"], "last": rollback["from"], "times": 1}
+            entry |= {"iteration": begun, "last": begun, "times": 1}
             entry["returned"] = f"to iteration {rollback['to']}, with {factors}"
             entries["rollback", len(entries)] = entry
         for finding in row.get("findings") or []:
             first = finding | {"iteration": iteration, "times": 0, "returned": ""}
             entry = entries.setdefault(finding["rule"], first)
-            entry.update(last=iteration, times=entry["times"] + 1)
+            entry["last"] = iteration
+            entry["times"] += 1
 
     def urgency(entry: JsonObject) -> tuple[bool, Any]:
         return entry["action"] == "warn", entry["iteration"]
@@ -362,10 +382,10 @@ def spread_over_categories(rows: Sequence[JsonObject], count: int) -> list[JsonO
     groups: dict[str, list[JsonObject]] = {}
     for row in rows:
         groups.setdefault(str(row.get("category")), []).append(row)
-    in_order = [group for _, group in sorted(groups.items())]
-    ordered = []
-    for rank in range(max(map(len, in_order), default=0)):
-        ordered += [group[rank] for group in in_order if rank < len(group)]
+    in_order = [groups[category] for category in sorted(groups)]
+    ordered: list[JsonObject] = []
+    for rows_of_rank in zip_longest(*in_order):
+        ordered += [row for row in rows_of_rank if row is not None]
     return ordered[:count]
 
 
@@ -394,7 +414,8 @@ def reply_pair(row: Mapping[str, Any]) -> JsonObject:
     # which may be empty.
     if row.get("llm_reason") is not None:
         llm = LLM_VERDICTS.get(row["llm_outcome"], "no usable answer")
-    sft, policy = str(row.get("sft_reply", "")), str(row.get("policy_reply", ""))
+    sft = str(row.get("sft_reply", ""))
+    policy = str(row.get("policy_reply", ""))
     return {
         "category": row.get("category", ""),
         "prompt": row.get("prompt", ""),
@@ -423,9 +444,11 @@ def mark_differences(first: str, second: str) -> tuple[Markup, Markup]:
 
     def marked(pieces: Sequence[str], kind: str) -> str:
         text = str(escape("".join(pieces)))
-        return f"<mark>{text}</mark>" if text and kind != "equal" else text
+        if text and kind != "equal":
+            return f"<mark>{text}</mark>"
+        return text
 
-    left, right = "", ""
+    left = right = ""
     for kind, start, end, other_start, other_end in matcher.get_opcodes():
         left += marked(words[start:end], kind)
         right += marked(other_words[other_start:other_end], kind)
@@ -436,7 +459,8 @@ def group_chart(groups: Mapping[str, Mapping[str, Mapping[str, Any]]]) -> Markup
     """Draw the policy against SFT by group and judge; None without groups."""
     rows = []
     for group, by_judge in groups.items():
-        rows += [(f"{group}, {judge}", compared) for judge, compared in _best_judge_first(by_judge)]
+        for judge, compared in _best_judge_first(by_judge):
+            rows.append((f"{group}, {judge}", compared))
     if not rows:
         return None
     return outcome_chart(rows, "wins, ties and losses on helpful and harmless prompts")
@@ -453,8 +477,8 @@ def opponent_charts(opponents: Mapping[str, Mapping[str, Any]]) -> list[JsonObje
                 parts = {"": opponent[side]["comparison"], **opponent[side]["group"]}
                 for group, by_judge in parts.items():
                     if judge in by_judge:
-                        row_label = ", ".join(filter(None, (label, group, judge)))
-                        rows.append((row_label, by_judge[judge]))
+                        words = [word for word in (label, group, judge) if word]
+                        rows.append((", ".join(words), by_judge[judge]))
         chart = outcome_chart(rows, f"wins, ties and losses against {name}", name, "our side")
         counts = {key: opponent[key] for key in ("prompts", "missing", "unused")}
         charts.append({"name": name, "chart": chart, **counts})
@@ -462,8 +486,9 @@ def opponent_charts(opponents: Mapping[str, Mapping[str, Any]]) -> list[JsonObje
 
 
 def _best_judge_first(by_judge: Mapping[str, Any]) -> list[tuple[str, Any]]:
-    ranks = {judge: rank for rank, judge in enumerate(JUDGES)}
-    return sorted(by_judge.items(), key=lambda row: ranks.get(row[0], len(JUDGES)))
+    known = [judge for judge in JUDGES if judge in by_judge]
+    others = [judge for judge in by_judge if judge not in JUDGES]
+    return [(judge, by_judge[judge]) for judge in (*known, *others)]
 
 
 PACKAGE = "rlhf_core.evaluation.report"
@@ -493,7 +518,9 @@ def with_release(report: str, decision: ReleaseDecision) -> str | None:
 def lang_attribute(text: str) -> Markup:
     """Return the attribute ``lang`` for an element with ``text``, if its script shows it."""
     tag = language_tag(text)
-    return Markup(' lang="{}"').format(tag) if tag else Markup()
+    if not tag:
+        return Markup()
+    return Markup(' lang="{}"').format(tag)
 
 
 def breakable(text: str) -> Markup:

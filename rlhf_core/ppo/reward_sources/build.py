@@ -19,7 +19,6 @@ from rlhf_core.config.reward_sources import (
     ClassifierSource,
     EnsembleSource,
     FunctionSource,
-    HttpSource,
     ModelSource,
     RewardSource,
     RewardSources,
@@ -39,7 +38,6 @@ from rlhf_core.plugins import REWARD_SOURCES, made_by_plugin
 from rlhf_core.ppo.reward_sources.functions import FunctionReward, PluggedSource, PythonFunction
 from rlhf_core.ppo.reward_sources.source import (
     SIGNATURE,
-    HttpScorer,
     PromptReader,
     RankShared,
     Replies,
@@ -95,10 +93,10 @@ def build_reward_fn(sources: RewardSources, context: SourceContext) -> RewardMix
     Raises:
         ConfigError, ModelError, DataError: A source cannot be loaded, or breaks its contract.
     """
-    weighted = [
-        WeightedSource(name, source.weight, build_source(source, name, context))
-        for name, source in zip(source_names(sources), sources, strict=True)
-    ]
+    weighted = []
+    for name, source in zip(source_names(sources), sources, strict=True):
+        built = build_source(source, name, context)
+        weighted.append(WeightedSource(name, source.weight, built))
     mixture = RewardMixture(weighted, PromptReader(context.prompts), context.tokenizer)
     with context.frozen.on_device():
         mixture(probe(context))
@@ -114,18 +112,17 @@ def build_source(source: RewardSource, name: str, context: SourceContext) -> Sou
     who = f"reward source '{name}'"
     if isinstance(source, ModelSource):
         if _is_own(source.path, context):
-            return RewardModelSource(
-                reward_model_fn(context.frozen.scalar(context.reward), context.limits)
-            )
-        return RewardModelSource(
-            _reward_fn(_reward_model(source.path, who, context, context.frozen.loading), context)
-        )
+            model = context.frozen.scalar(context.reward)
+            return RewardModelSource(reward_model_fn(model, context.limits))
+        model = _reward_model(source.path, who, context, context.frozen.loading)
+        return RewardModelSource(_reward_fn(model, context))
     if isinstance(source, EnsembleSource):
         models = [_reward_model(path, who, context) for path in source.paths]
         origins = [0.0] * len(models)
         if source.center:
             origins = [reward_origin(model, context.clean, context.tokenizer) for model in models]
-        return EnsembleRewards([_reward_fn(model, context) for model in models], origins, source.k)
+        members = [_reward_fn(model, context) for model in models]
+        return EnsembleRewards(members, origins, source.k)
     if isinstance(source, ClassifierSource):
         from rlhf_core.ppo.reward_sources.classifier import load_classifier
 
@@ -145,24 +142,20 @@ def build_source(source: RewardSource, name: str, context: SourceContext) -> Sou
         return RankShared(
             PythonFunction(called, f"{who} ({source.target})", list(context.prompts.columns))
         )
-    if isinstance(source, HttpSource):
-        return RankShared(HttpScorer(source, f"{who} ({source.url})"))
     score = made_by_plugin(REWARD_SOURCES, source.kind, source.make_scorer, context.workspace)
     return RankShared(PluggedSource(score, f"{who} ({source.kind})"))
 
 
 def probe(context: SourceContext) -> Tokens:
     """The first prompts with made-up replies, as a rollout would hold them."""
+    pad = pad_id(context.tokenizer)
     prompts = context.prompts.ids[: len(PROBES)]
-    ids, mask = left_pad(prompts, pad_id(context.tokenizer))
+    ids, mask = left_pad(prompts, pad)
     replies = [encode_reply(context.tokenizer, text) for text in PROBES[: len(prompts)]]
-    reply_ids, reply_mask = right_pad(replies, pad_id(context.tokenizer))
-    tokens, attention = torch.cat([ids, reply_ids], dim=1), torch.cat([mask, reply_mask], dim=1)
-    return Tokens(
-        tokens.to(context.device),
-        attention.to(context.device),
-        reply_mask.bool().to(context.device),
-    )
+    reply_ids, reply_mask = right_pad(replies, pad)
+    tokens = torch.cat([ids, reply_ids], dim=1).to(context.device)
+    attention = torch.cat([mask, reply_mask], dim=1).to(context.device)
+    return Tokens(tokens, attention, reply_mask.bool().to(context.device))
 
 
 def _reward_fn(model: ScalarModel, context: SourceContext) -> RewardFn:
@@ -176,7 +169,8 @@ def _reward_model(
 
     It is on ``device``, or else on this process's own.
     """
-    folder, is_own = context.workspace / Path(os.path.expanduser(path)), _is_own(path, context)
+    folder = context.workspace / Path(os.path.expanduser(path))
+    is_own = _is_own(path, context)
     if not is_own:
         refuse_own_model(folder, who, context.workspace)
         require_openable(folder, auto_class=AutoScalarModel)
@@ -209,10 +203,9 @@ class EnsembleRewards:
 
     def rewards(self, replies: Replies) -> Tensor:
         """(B,); a member's reward that is not finite makes the result not finite."""
-        columns = [
-            member(replies.tokens) - origin
-            for member, origin in zip(self.members, self.origins, strict=True)
-        ]
+        columns = []
+        for member, origin in zip(self.members, self.origins, strict=True):
+            columns.append(member(replies.tokens) - origin)
         rewards = torch.stack(columns)
         spread = rewards.std(dim=0, unbiased=False)
         self.metrics = {"spread": float(spread.mean())}
@@ -231,10 +224,10 @@ def require_same_tokens(folder: Path, tokenizer: PreTrainedTokenizerBase) -> Non
         Message("assistant", "Blue."),
         Message("user", "Why? é"),
     ]
-    same = own.get_vocab() == tokenizer.get_vocab() and own.eos_token_id == tokenizer.eos_token_id
-    if not same or encode_dialogue(own, dialogue, "It is.") != encode_dialogue(
-        tokenizer, dialogue, "It is."
-    ):
+    same_vocabulary = own.get_vocab() == tokenizer.get_vocab()
+    same_end = own.eos_token_id == tokenizer.eos_token_id
+    encoded = [encode_dialogue(reader, dialogue, "It is.") for reader in (own, tokenizer)]
+    if not (same_vocabulary and same_end and encoded[0] == encoded[1]):
         raise ModelError(
             f"the reward model {folder} has another tokenizer or chat template than the policy, so it cannot read the "
             "policy's tokens; use it as kind classifier, which encodes replies with the model's own tokenizer"
@@ -256,10 +249,11 @@ def reward_origin(model: ScalarModel, clean: Path, tokenizer: PreTrainedTokenize
     path = clean / "demonstrations" / "train.parquet"
     rows = sorted(read_rows(path, Demonstration), key=lambda row: row.id)
     positions = positions_of(model.model.config)
-    encoded = [encode_dialogue(tokenizer, row.prompt, row.reply) for row in rows[:ORIGIN_REPLIES]]
-    fitting = [
-        both for both in encoded if positions is None or len(both[0]) + len(both[1]) <= positions
-    ]
+    fitting = []
+    for row in rows[:ORIGIN_REPLIES]:
+        prompt, reply = encode_dialogue(tokenizer, row.prompt, row.reply)
+        if positions is None or len(prompt) + len(reply) <= positions:
+            fitting.append((prompt, reply))
     if not fitting:
         raise ModelError(
             f"no demonstration of {path} fits the model, so its score has no origin; set center to false"
@@ -268,9 +262,6 @@ def reward_origin(model: ScalarModel, clean: Path, tokenizer: PreTrainedTokenize
     for start in range(0, len(fitting), MICRO_BATCH):
         prompts, replies = zip(*fitting[start : start + MICRO_BATCH], strict=True)
         batch = collate(prompts, replies, pad_id(tokenizer)).to(model.model.device)
-        total += float(
-            model.reply_scores(batch.input_ids, batch.attention_mask, batch.reply_mask)
-            .double()
-            .sum()
-        )
+        scores = model.reply_scores(batch.input_ids, batch.attention_mask, batch.reply_mask)
+        total += float(scores.double().sum())
     return total / len(fitting)

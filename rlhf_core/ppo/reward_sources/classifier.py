@@ -45,7 +45,9 @@ class Classifier:
         config: ClassifierSource,
         who: str,
     ) -> None:
-        self.model, self.tokenizer, self.config, self.who = model, tokenizer, config, who
+        self.model, self.tokenizer = model, tokenizer
+        self.config = config
+        self.who = who
         self.label = chosen_label(model.config, config.label, who)
         self.limit = token_limit(model, tokenizer, config.max_tokens)
         self.pad: int | None = model.config.get_text_config().pad_token_id
@@ -62,12 +64,14 @@ class Classifier:
         Raises:
             DataError: The model cannot read a text, or gives a number that is not finite.
         """
-        rows = [
-            self.encode(prompt, reply)
-            for prompt, reply in zip(replies.prompts, replies.texts, strict=True)
-        ]
-        self.metrics = {"truncated": sum(cut for _, cut in rows) / len(rows)}
-        return checked_rewards(self._scores([row for row, _ in rows]), replies, self.who)
+        rows = []
+        truncated = 0
+        for prompt, reply in zip(replies.prompts, replies.texts, strict=True):
+            row, is_cut = self.encode(prompt, reply)
+            rows.append(row)
+            truncated += is_cut
+        self.metrics = {"truncated": truncated / len(rows)}
+        return checked_rewards(self._scores(rows), replies, self.who)
 
     def encode(self, prompt: Sequence[Message], reply: str) -> tuple[Encoded, bool]:
         """The model's input for one reply, without padding, and whether its beginning was cut off.
@@ -76,20 +80,21 @@ class Classifier:
         learns to write a role or an end for its judge.
         """
         if self.config.template == "chat":
-            ids = self._chat(prompt, reply)
-            cut = self.limit is not None and len(ids) > self.limit
-            ids = ids[-self.limit :] if cut and self.limit is not None else ids
-            return {"input_ids": ids, "attention_mask": [1] * len(ids)}, cut
+            whole = self._chat(prompt, reply)
+            ids = whole if self.limit is None else whole[-self.limit :]
+            is_cut = len(ids) < len(whole)
+            return {"input_ids": ids, "attention_mask": [1] * len(ids)}, is_cut
         texts = self._texts(prompt, reply)
         # A text that names special tokens, such as "{prompt} [SEP] {reply}", means them.
         as_text = special_tokens(self.tokenizer).literal.search(self.config.template) is None
         encoded = self.tokenizer(*texts, split_special_tokens=as_text)
-        cut = self.limit is not None and len(encoded["input_ids"]) > self.limit
-        if cut:
+        is_cut = self.limit is not None and len(encoded["input_ids"]) > self.limit
+        if is_cut:
             encoded = self.tokenizer(
                 *texts, split_special_tokens=as_text, truncation=True, max_length=self.limit
             )
-        return {name: list(ids) for name, ids in encoded.items() if name in self.accepted}, cut
+        inputs = {name: list(ids) for name, ids in encoded.items() if name in self.accepted}
+        return inputs, is_cut
 
     def _texts(self, prompt: Sequence[Message], reply: str) -> tuple[str, ...]:
         template = self.config.template
@@ -97,11 +102,11 @@ class Classifier:
             return plain_text(prompt), reply
         if template == "reply":
             return (reply,)
-        before, *after = template.split("{reply}")
         # Piecewise, so that a reply which contains "{prompt}" stays what it is.
-        return (
-            reply.join(part.replace("{prompt}", plain_text(prompt)) for part in (before, *after)),
-        )
+        parts = []
+        for part in template.split("{reply}"):
+            parts.append(part.replace("{prompt}", plain_text(prompt)))
+        return (reply.join(parts),)
 
     def _chat(self, prompt: Sequence[Message], reply: str) -> list[int]:
         dialogue = [*prompt, Message("assistant", reply)]
@@ -150,10 +155,12 @@ class Classifier:
         """(b, labels) -> (b,)."""
         if self.config.output == "logit":
             return logits[:, self.label]
-        several = (
-            logits.shape[1] > 1 and self.model.config.problem_type != "multi_label_classification"
-        )
-        return (logits.softmax(dim=1) if several else logits.sigmoid())[:, self.label]
+        is_multi_label = self.model.config.problem_type == "multi_label_classification"
+        if logits.shape[1] > 1 and not is_multi_label:
+            probabilities = logits.softmax(dim=1)
+        else:
+            probabilities = logits.sigmoid()
+        return probabilities[:, self.label]
 
 
 def load_classifier(
@@ -187,9 +194,9 @@ def chosen_label(config: Any, label: int | str | None, who: str) -> int:
         chosen = next((index for index, name in names.items() if name == label), None)
     if chosen is None or not 0 <= chosen < config.num_labels:
         listed = ", ".join(f"{index} ({name})" for index, name in sorted(names.items()))
-        problem = (
-            "set label to one of its labels" if label is None else f"it has no label {label!r}"
-        )
+        problem = f"it has no label {label!r}"
+        if label is None:
+            problem = "set label to one of its labels"
         raise ConfigError(
             f"{who}: the classifier has {config.num_labels} labels, {listed}; {problem}"
         )
@@ -203,13 +210,11 @@ def token_limit(
 
     None when nothing limits them.
     """
-    positions = positions_of(model.config)
-    known = [
-        given,
-        positions,
-        tokenizer.model_max_length if tokenizer.model_max_length < UNLIMITED else None,
-    ]
-    return min((limit for limit in known if isinstance(limit, int) and limit > 0), default=None)
+    limits = [given, positions_of(model.config)]
+    if tokenizer.model_max_length < UNLIMITED:
+        limits.append(tokenizer.model_max_length)
+    known = [limit for limit in limits if isinstance(limit, int) and limit > 0]
+    return min(known, default=None)
 
 
 def plain_text(prompt: Sequence[Message]) -> str:

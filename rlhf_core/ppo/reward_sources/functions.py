@@ -14,7 +14,7 @@ from typing import Any, Literal
 
 from torch import Tensor
 
-from rlhf_core.errors import ConfigError, DataError
+from rlhf_core.errors import ConfigError, DataError, RlhfError
 from rlhf_core.ppo.reward_sources.source import Replies, checked_rewards
 from rlhf_core.runtime.user_function import TimeLimitExceeded, describe_failure, time_limit
 
@@ -155,10 +155,9 @@ class PythonFunction:
 class PluggedSource:
     """The rewards of a package's source, each checked."""
 
-    may_decline = True
-
     def __init__(self, score: Function, who: str) -> None:
         self.score, self.who = score, who
+        self.may_decline = getattr(score, "may_decline", True)
         self.metrics: dict[str, float] = {}
 
     def rewards(self, replies: Replies) -> Tensor:
@@ -169,10 +168,12 @@ class PluggedSource:
         """
         try:
             scores = self.score(replies)
+        except RlhfError:  # says itself what is wrong
+            raise
         except Exception as error:
             raise DataError(f"{self.who} {describe_failure(error)}") from error
         self.metrics = dict(getattr(self.score, "metrics", {}))
-        return checked_rewards(scores, replies, self.who, none_is_unscored=True)
+        return checked_rewards(scores, replies, self.who, none_is_unscored=self.may_decline)
 
 
 @dataclass(frozen=True)
@@ -200,7 +201,9 @@ def _within(seconds: float | None, call: Callable[[], Any]) -> Any:
 
 def is_async(function: Function) -> bool:
     """Whether a call gives something to be awaited."""
-    called = function if inspect.isroutine(function) else getattr(function, "__call__", function)  # noqa: B004
+    called = function
+    if not inspect.isroutine(function):
+        called = getattr(function, "__call__", function)  # noqa: B004
     return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(called)
 
 
@@ -239,18 +242,18 @@ def columns_read(function: Function, columns: Sequence[str], who: str) -> tuple[
     except (TypeError, ValueError):  # some of those written in C do not tell
         return ()
     positional = [parameter for parameter in parameters if parameter.kind in TURNS][:2]
-    named = [
-        parameter
-        for parameter in parameters
-        if parameter not in positional and parameter.kind in BY_NAME
-    ]
-    for parameter in named:
-        if parameter.name not in columns and parameter.default is inspect.Parameter.empty:
+    taken = {parameter.name for parameter in positional}
+    read = []
+    for parameter in parameters:
+        if parameter in positional or parameter.kind not in BY_NAME:
+            continue
+        if parameter.name in columns:
+            read.append(parameter.name)
+        elif parameter.default is inspect.Parameter.empty:
             known = ", ".join(columns) or "none"
             raise ConfigError(
                 f"{who} asks for {parameter.name}, which the records of the prompts do not have; their columns: {known}"
             )
     if any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters):
-        taken = {parameter.name for parameter in positional}
         return tuple(name for name in columns if name not in taken)
-    return tuple(parameter.name for parameter in named if parameter.name in columns)
+    return tuple(read)

@@ -1,28 +1,25 @@
 """Reward sources behind one protocol, and the weighted sum of several.
 
-Reward models read the tokens themselves; other sources, functions and servers behind HTTP, get
-text, decoded when the first of them asks for it.
+Reward models read the tokens themselves; other sources, such as functions, get text, decoded when
+the first of them asks for it.
 """
 
 from __future__ import annotations
 
 import hashlib
 import math
-import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import cached_property, partial, reduce
 from itertools import compress
 from numbers import Real
-from typing import Any, Protocol, cast
+from typing import Any, Protocol
 
-import httpx
 import numpy as np
 import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from rlhf_core.config.reward_sources import HttpSource
 from rlhf_core.data.batches import passes
 from rlhf_core.data.encoding import decode_reply
 from rlhf_core.data.schema import Message
@@ -30,13 +27,6 @@ from rlhf_core.errors import DataError, RlhfError
 from rlhf_core.models.heads import ReplyScorer
 from rlhf_core.ppo.rollout import TrainingPrompts
 from rlhf_core.runtime import distributed
-from rlhf_core.runtime.http_retry import (
-    RetriesExhausted,
-    bearer_token,
-    describe_answer,
-    json_content,
-    post_json,
-)
 from rlhf_core.sampling.token_scoring import MicroBatchLimits, Tokens
 from rlhf_core.training.passes import run_side_by_side
 
@@ -60,7 +50,10 @@ class PromptReader:
 
         A second copy of all tokens would double their memory.
         """
-        return {_digest(ids): row for row, ids in reversed(list(enumerate(self.prompts.ids)))}
+        rows: dict[bytes, int] = {}
+        for row, ids in enumerate(self.prompts.ids):
+            rows.setdefault(_digest(ids), row)
+        return rows
 
     def rows(self, batch: Tokens) -> list[int]:
         """The number of the prompt of each row of ``batch``.
@@ -69,10 +62,11 @@ class PromptReader:
             RlhfError: A row's tokens are not those of a known prompt.
         """
         width = batch.tokens.shape[1] - batch.width
-        tokens, masks = batch.tokens[:, :width].tolist(), batch.attention_mask[:, :width].tolist()
+        tokens = batch.tokens[:, :width].tolist()
+        masks = batch.attention_mask[:, :width].tolist()
         found: list[int] = []
-        for number, (row, mask) in enumerate(zip(tokens, masks, strict=True)):
-            prompt = list(compress(row, mask))
+        for number, row in enumerate(tokens):
+            prompt = list(compress(row, masks[number]))
             known = self._rows.get(_digest(prompt))
             if known is None:
                 raise RlhfError(
@@ -83,7 +77,8 @@ class PromptReader:
 
 
 def _digest(ids: Sequence[int]) -> bytes:
-    return hashlib.blake2b(np.asarray(ids, dtype=np.int64).tobytes(), digest_size=16).digest()
+    numbers = np.asarray(ids, dtype=np.int64)
+    return hashlib.blake2b(numbers.tobytes(), digest_size=16).digest()
 
 
 @dataclass(frozen=True)
@@ -184,24 +179,21 @@ def checked_scores(
         )
     scores: list[float] = []
     for position, value in enumerate(listed):
-        unscored = none_is_unscored and value is None
-        scores.append(math.nan if unscored else _checked(value, position, who))
+        if none_is_unscored and value is None:
+            scores.append(math.nan)
+            continue
+        is_number = isinstance(value, Real) and not isinstance(value, bool)
+        if is_number and abs(value) <= LARGEST:
+            scores.append(float(value))
+            continue
+        shown = repr(value)
+        if len(shown) > 60:
+            shown = f"{shown[:57]}..."
+        problem = "; scores must be finite in single precision"
+        if not is_number:
+            problem = ", which is not a number"
+        raise DataError(f"{who}: score {position} is {shown}{problem}")
     return scores
-
-
-def _checked(value: Any, position: int, who: str) -> float:
-    if isinstance(value, bool) or not isinstance(value, Real):
-        raise DataError(f"{who}: score {position} is {_shortened(value)}, which is not a number")
-    if not abs(cast(float, value)) <= LARGEST:
-        raise DataError(
-            f"{who}: score {position} is {_shortened(value)}; scores must be finite in single precision"
-        )
-    return float(value)
-
-
-def _shortened(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= 60 else f"{text[:57]}..."
 
 
 def reward_model_fn(model: ReplyScorer, limits: MicroBatchLimits = MicroBatchLimits()) -> RewardFn:
@@ -217,11 +209,11 @@ def reward_model_fn(model: ReplyScorer, limits: MicroBatchLimits = MicroBatchLim
     def reward_fn(batch: Tokens) -> Tensor:
         rewards = torch.zeros(len(batch.tokens), device=batch.tokens.device)
         parts = list(limits.split(batch))
-        tasks = [partial(reply_scores, micro.tokens) for micro in parts]
+        tasks = [partial(reply_scores, part.tokens) for part in parts]
         scores = run_side_by_side(*tasks, models=[model])
-        for micro, part_rewards in zip(parts, scores, strict=True):
-            if micro.weight:
-                rewards[micro.rows] = part_rewards
+        for part, rewards_of_part in zip(parts, scores, strict=True):
+            if part.weight:
+                rewards[part.rows] = rewards_of_part
         return distributed.all_reduce_sum(rewards)
 
     return reward_fn
@@ -276,9 +268,8 @@ class RankShared:
         ((rows, weight),) = passes(list(range(total)), total)
         own = int(weight) * len(rows)
         rewards = self.source.rewards(replies.part(rows))[:own]
-        sums = distributed.reduce_metrics(
-            {name: own * value for name, value in self.source.metrics.items()}
-        )
+        weighted = {name: own * value for name, value in self.source.metrics.items()}
+        sums = distributed.reduce_metrics(weighted)
         self.metrics = {name: value / total for name, value in sums.items()}
         return distributed.gather_rows(rewards, total)
 
@@ -315,104 +306,24 @@ class RewardMixture:
     def __call__(self, batch: Tokens) -> Tensor:
         """Raw reward of every reply (B,); NaN where a source cannot score it."""
         replies = Replies(batch, self.reader, self.tokenizer)
-        columns = [weighted.source.rewards(replies) for weighted in self.sources]
-        self.metrics = self._metrics(columns)
+        self.metrics = {}
         self.unscored = None
-        for weighted, column in zip(self.sources, columns, strict=True):
-            if getattr(weighted.source, "may_decline", False):
-                declined = column.isnan()
+        parts = []
+        for weighted in self.sources:
+            source = weighted.source
+            rewards = source.rewards(replies)
+            parts.append(weighted.weight * rewards)
+            scored = rewards
+            if getattr(source, "may_decline", False):
+                declined = rewards.isnan()
+                scored = rewards[~declined]
                 self.unscored = declined if self.unscored is None else self.unscored | declined
-        if self.unscored is not None:
-            self.metrics["unscored"] = float(self.unscored.double().mean())
-        return reduce(
-            torch.add, [w.weight * column for w, column in zip(self.sources, columns, strict=True)]
-        )
-
-    def _metrics(self, columns: Sequence[Tensor]) -> dict[str, float]:
-        metrics: dict[str, float] = {}
-        for weighted, column in zip(self.sources, columns, strict=True):
             prefix = f"source_{weighted.name}"
             if len(self.sources) > 1:
-                scored = (
-                    column[~column.isnan()]
-                    if getattr(weighted.source, "may_decline", False)
-                    else column
-                )
-                metrics[f"{prefix}_mean"] = float(scored.mean())
-                metrics[f"{prefix}_std"] = float(scored.std(unbiased=False))
-            metrics |= {
-                f"{prefix}_{name}": value for name, value in weighted.source.metrics.items()
-            }
-        return metrics
-
-
-RESUMES = "start it and run again: training goes on from its last checkpoint"
-
-
-class HttpScorer:
-    """Posts replies to a scorer in batches and reads their scores.
-
-    Retries back off, and ``wait`` sleeps between them.
-
-    Request: ``POST url`` with JSON
-    ``{"items": [{"prompt": [{"role", "content"}, ...], "reply": text, "finished": bool}, ...]}``.
-    Answer: status 200 with JSON ``{"scores": [number, ...]}``, one finite number per item, in the
-    same order.
-    """
-
-    def __init__(
-        self, config: HttpSource, who: str, wait: Callable[[float], None] = time.sleep
-    ) -> None:
-        self.config, self.who, self.wait = config, who, wait
-        self.metrics: dict[str, float] = {}
-        self.token = bearer_token(config.token_env, who)
-        headers = {"Authorization": f"Bearer {self.token}"} if self.token else {}
-        self.client = httpx.Client(timeout=config.timeout_seconds, headers=headers)
-
-    def rewards(self, replies: Replies) -> Tensor:
-        """(B,).
-
-        Raises:
-            DataError: The scorer stays unreachable or does not keep the contract.
-        """
-        items: list[dict[str, Any]] = []
-        answered = zip(replies.prompts, replies.texts, replies.finished, strict=True)
-        for prompt, text, finished in answered:
-            turns = [asdict(turn) for turn in prompt]
-            items.append({"prompt": turns, "reply": text, "finished": finished})
-        scores: list[Any] = []
-        for start in range(0, len(items), self.config.batch_size):
-            part = items[start : start + self.config.batch_size]
-            part_scores = self._scores_of(self._post({"items": part}))
-            if len(part_scores) != len(part):
-                raise DataError(
-                    f"{self.who} gave {len(part_scores)} scores for {len(part)} items; one per item is needed"
-                )
-            scores += part_scores
-        return checked_rewards(scores, replies, self.who)
-
-    def _post(self, body: dict[str, Any]) -> httpx.Response:
-        try:
-            return post_json(
-                self.client,
-                self.config.url,
-                body,
-                retries=self.config.retries,
-                wait=self.wait,
-                secret=self.token,
-            )
-        except RetriesExhausted as error:
-            raise DataError(f"{self.who} {error}; {RESUMES}") from error
-
-    def _scores_of(self, answer: httpx.Response) -> list[Any]:
-        if answer.status_code != 200:
-            raise DataError(
-                f"{self.who} {describe_answer(answer, self.token)}; status 200 with scores is needed"
-            )
-        content = json_content(answer)
-        scores = content.get("scores") if isinstance(content, dict) else None
-        if not isinstance(scores, list):
-            raise DataError(
-                f"{self.who} {describe_answer(answer, self.token)}; a JSON object with a list 'scores' is needed"
-            )
-        return scores
+                self.metrics[f"{prefix}_mean"] = float(scored.mean())
+                self.metrics[f"{prefix}_std"] = float(scored.std(unbiased=False))
+            for name, value in source.metrics.items():
+                self.metrics[f"{prefix}_{name}"] = value
+        if self.unscored is not None:
+            self.metrics["unscored"] = float(self.unscored.double().mean())
+        return reduce(torch.add, parts)

@@ -25,6 +25,7 @@ from typing import TypeVar
 import numpy as np
 
 from rlhf_core.config.gates import PROBES, WORLD_PROBES
+from rlhf_core.data.batches import generator_of
 from rlhf_core.data.clusters import cluster_of, is_of_world
 from rlhf_core.data.schema import Preference
 from rlhf_core.data.text import IDEOGRAPHS, is_refusal, language_tag
@@ -48,17 +49,15 @@ NEEDS = {
 
 def drawn_rows(rows: Sequence[Preference], seed: int) -> list[Preference]:
     """Draw at most :data:`MOST_READ` rows, of each question one before a second of any."""
-    order = np.random.Generator(np.random.Philox(key=[seed, len(PROBES)])).permutation(len(rows))[
-        :MOST_READ
-    ]
-    read = [rows[row] for row in order.tolist()]
+    order = generator_of(seed, len(PROBES)).permutation(len(rows))
     seen: Counter[str] = Counter()
-    ranks = []
-    for row in read:
-        cluster = cluster_of(row)
-        ranks.append(seen[cluster])
+    ranked = []
+    for row in order[:MOST_READ].tolist():
+        cluster = cluster_of(rows[row])
+        ranked.append((seen[cluster], rows[row]))
         seen[cluster] += 1
-    return [read[number] for number in sorted(range(len(read)), key=ranks.__getitem__)]
+    ranked.sort(key=lambda ranked_row: ranked_row[0])
+    return [row for _, row in ranked]
 
 
 def counterfactuals(rows: Sequence[Preference], seed: int) -> dict[str, list[Preference]]:
@@ -76,7 +75,7 @@ def counterfactuals(rows: Sequence[Preference], seed: int) -> dict[str, list[Pre
     replies = ReplySet(rows)
     pairs: dict[str, list[Preference]] = {}
     for number, kind in enumerate(PROBES):
-        rng = np.random.Generator(np.random.Philox(key=[seed, number]))
+        rng = generator_of(seed, number)
         pairs[kind] = []
         for position, row in enumerate(replies.rows):
             copy = MAKERS[kind](replies, position, rng)
@@ -95,7 +94,9 @@ def world_contrasts(rows: Sequence[Preference], seed: int) -> dict[str, list[Pre
     """
     pairs: dict[str, list[Preference]] = {}
     for number, row in enumerate(rows):
-        question = parse_prompt(row.prompt[-1].content) if is_of_world(row) else None
+        if not is_of_world(row):
+            continue
+        question = parse_prompt(row.prompt[-1].content)
         if question is None:
             continue
         draws = Draws(seed, "probes", number)
@@ -174,11 +175,9 @@ class Value:
     @property
     def shape(self) -> str:
         """What a replacement must share with the value: the digits of a number, the words of a name."""
-        return (
-            re.sub(r"\d", "0", self.text)
-            if self.text[0].isdigit()
-            else f"{len(self.text.split())} words"
-        )
+        if self.text[0].isdigit():
+            return re.sub(r"\d", "0", self.text)
+        return f"{len(self.text.split())} words"
 
 
 def numbers_and_names(text: str) -> list[Value]:
@@ -189,39 +188,31 @@ def numbers_and_names(text: str) -> list[Value]:
     """
     found = []
     for match in _NUMBER.finditer(text):
-        line_before = text[text.rfind("\n", 0, match.start()) + 1 : match.start()]
-        number_of_item = not line_before.strip() and text[match.end() : match.end() + 1] in (
-            ".",
-            ")",
-        )
-        if not number_of_item:
+        line_start = text.rfind("\n", 0, match.start()) + 1
+        begins_line = not text[line_start : match.start()].strip()
+        is_of_item = begins_line and text.startswith((".", ")"), match.end())
+        if not is_of_item:
             found.append(Value(match[0], match.start()))
     words = list(_WORD.finditer(text))
     position = 1
     while position < len(words):
         before, first = words[position - 1 : position + 1]
-        inside = _capitalised(first[0]) and before[0].islower()
-        if not inside or text[before.end() : first.start()] not in (" ", ", "):
-            position += 1
+        position += 1
+        is_inside = _capitalised(first[0]) and before[0].islower()
+        if not is_inside or text[before.end() : first.start()] not in (" ", ", "):
             continue
-        last = position
-        while (
-            last + 1 < len(words)
-            and _capitalised(words[last + 1][0])
-            and _adjacent(text, words[last : last + 2])
-        ):
-            last += 1
-        found.append(Value(text[first.start() : words[last].end()], first.start(), before[0]))
-        position = last + 1
+        end = first.end()
+        for word in words[position:]:
+            if not _capitalised(word[0]) or text[end : word.start()] != " ":
+                break
+            end = word.end()
+            position += 1
+        found.append(Value(text[first.start() : end], first.start(), before[0]))
     return found
 
 
 def _capitalised(word: str) -> bool:
     return word[0].isupper() and len(word) > 1 and word.isalpha()
-
-
-def _adjacent(text: str, two: Sequence[re.Match[str]]) -> bool:
-    return text[two[0].end() : two[1].start()] == " "
 
 
 FEWEST_QUESTIONS, FEWEST_OF_QUESTIONS, MOST_COMMONPLACES = 3, 0.02, 8
@@ -258,12 +249,11 @@ class ReplySet:
 
     def values_in(self, text: str) -> list[Value]:
         """Return the numbers and names of a text, and words that other sentences replace by others."""
-        words = [
-            Value(word[0], word.start())
-            for word in _WORD.finditer(text)
-            if word[0] in self._in_slots
-        ]
-        return [*numbers_and_names(text), *words]
+        values = numbers_and_names(text)
+        for word in _WORD.finditer(text):
+            if word[0] in self._in_slots:
+                values.append(Value(word[0], word.start()))
+        return values
 
     def others(self, value: Value) -> list[str]:
         """Return what can stand in the place of a value of a text.
@@ -285,13 +275,13 @@ class ReplySet:
                 if sentence.whole:
                     questions[sentence.text].add(cluster)
         fewest = max(FEWEST_QUESTIONS, FEWEST_OF_QUESTIONS * len(set(self.clusters)))
-        # A refusal would contradict an answer, and an answer a refusal.
-        shared = [
-            text
-            for text, asked in questions.items()
-            if len(asked) >= fewest and not is_refusal(text)
-        ]
-        return sorted(shared, key=lambda text: -len(questions[text]))[:MOST_COMMONPLACES]
+        shared = []
+        for text, asked in questions.items():
+            # A refusal would contradict an answer, and an answer a refusal.
+            if len(asked) >= fewest and not is_refusal(text):
+                shared.append(text)
+        shared.sort(key=lambda text: -len(questions[text]))
+        return shared[:MOST_COMMONPLACES]
 
     def _find_slots(self) -> dict[str, list[str]]:
         """Return words in whose place others stood, more than once, in otherwise equal sentences."""
@@ -308,7 +298,8 @@ class ReplySet:
                 continue
             for position, word in enumerate(words):
                 if replies_with[word] <= MOST_REPLIES * len(self.rows):
-                    in_slot[(*words[:position], "", *words[position + 1 :])][word] = None
+                    slot = (*words[:position], "", *words[position + 1 :])
+                    in_slot[slot][word] = None
         together: Counter[tuple[str, str]] = Counter()
         for fillers in in_slot.values():
             together.update(combinations(sorted(fillers), 2))
@@ -349,14 +340,17 @@ def with_a_value_swapped(replies: ReplySet, position: int, rng: np.random.Genera
     asked: set[str] = set()
     for message in row.prompt:
         asked.update(words_of(message.content))
-    drawn_order = [values[number] for number in rng.permutation(len(values)).tolist()]
-    for value in sorted(drawn_order, key=lambda value: asked.issuperset(words_of(value.text))):
+    order = rng.permutation(len(values)).tolist()
+    tried = [values[number] for number in order]
+    tried.sort(key=lambda value: asked.issuperset(words_of(value.text)))
+    for value in tried:
         others = [other for other in replies.others(value) if other not in present]
         if others:
             other = drawn(others, rng)
             starts = {same.start for same in values if same.text == value.text}
             for start in sorted(starts, reverse=True):
-                text = text[:start] + other + text[start + len(value.text) :]
+                end = start + len(value.text)
+                text = text[:start] + other + text[end:]
             return text
     return None
 
@@ -367,7 +361,8 @@ def first_half(replies: ReplySet, position: int, rng: np.random.Generator) -> st
     words = list(_WORD.finditer(text))
     if len(words) < FEWEST_TO_CUT:
         return None
-    return text[: words[len(words) // 2 - 1].end()]
+    last = words[len(words) // 2 - 1]
+    return text[: last.end()]
 
 
 def with_a_sentence_repeated(
@@ -418,7 +413,8 @@ def with_pleasantries(replies: ReplySet, position: int, rng: np.random.Generator
     if len(new) < 2 or not ended:
         return None
     for number in rng.permutation(len(new))[:2].tolist():
-        text += ("\n\n" if "\n" in text else _separator(text)) + new[number]
+        separator = "\n\n" if "\n" in text else _separator(text)
+        text += separator + new[number]
     return text
 
 
@@ -433,9 +429,10 @@ def with_sentences_shuffled(
     order = rng.permutation(len(texts)).tolist()
     if [texts[number] for number in order] == texts:
         order = [*order[1:], order[0]]
-    return _joined(
-        [replace(place, text=texts[number]) for place, number in zip(sentences, order, strict=True)]
-    )
+    shuffled = []
+    for place, number in zip(sentences, order, strict=True):
+        shuffled.append(replace(place, text=texts[number]))
+    return _joined(shuffled)
 
 
 MAKERS: Mapping[str, Callable[[ReplySet, int, np.random.Generator], str | None]] = {

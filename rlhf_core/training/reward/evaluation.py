@@ -31,7 +31,14 @@ FEWEST_BALANCED_PAIRS = 50
 
 def accuracy(margins: np.ndarray) -> float:
     """Share of pairs ranked as people did; an exact tie counts half."""
-    return float(((margins > 0) + 0.5 * (margins == 0)).mean())
+    return float(rightness(margins).mean())
+
+
+def rightness(margins: np.ndarray) -> np.ndarray:
+    """1 where a pair is ranked as people did, ½ for a tie, 0 otherwise (B,)."""
+    is_right = margins > 0
+    is_tie = margins == 0
+    return is_right + 0.5 * is_tie
 
 
 def calibration_bins(margins: np.ndarray) -> list[tuple[float, float, int]]:
@@ -40,17 +47,19 @@ def calibration_bins(margins: np.ndarray) -> list[tuple[float, float, int]]:
     The model says that the reply it scores higher is preferred with probability
     ``sigma(|margin|)``, which lies in [0.5, 1]; the bins divide that range evenly.
     """
-    confidence = 1.0 / (1.0 + np.exp(-np.abs(margins)))
-    correct = (margins > 0) + 0.5 * (margins == 0)
-    which = np.minimum(
-        ((confidence - 0.5) * 2 * CALIBRATION_BINS).astype(int), CALIBRATION_BINS - 1
-    )
-    held = [which == i for i in range(CALIBRATION_BINS)]
-    return [
-        (float(confidence[k].mean()), float(correct[k].mean()), int(k.sum()))
-        for k in held
-        if k.any()
-    ]
+    size = np.abs(margins)
+    confidence = 1.0 / (1.0 + np.exp(-size))
+    correct = rightness(margins)
+    bins = (confidence - 0.5) * 2 * CALIBRATION_BINS
+    which = np.minimum(bins.astype(int), CALIBRATION_BINS - 1)
+    filled = []
+    for number in range(CALIBRATION_BINS):
+        is_here = which == number
+        if is_here.any():
+            mean_confidence = float(confidence[is_here].mean())
+            share_correct = float(correct[is_here].mean())
+            filled.append((mean_confidence, share_correct, int(is_here.sum())))
+    return filled
 
 
 def expected_calibration_error(margins: np.ndarray) -> float:
@@ -58,7 +67,10 @@ def expected_calibration_error(margins: np.ndarray) -> float:
 
     0 when margins mean what they say.
     """
-    return sum(abs(c - a) * n for c, a, n in calibration_bins(margins)) / len(margins)
+    error = 0.0
+    for confidence, share_correct, pairs in calibration_bins(margins):
+        error += abs(confidence - share_correct) * pairs
+    return error / len(margins)
 
 
 def evaluate_scores(
@@ -80,6 +92,8 @@ def evaluate_scores(
     """
     margins = chosen - rejected
     rewards = np.concatenate([chosen, rejected])
+    lengths = np.concatenate([chosen_lengths, rejected_lengths])
+    longer_by = chosen_lengths - rejected_lengths
     figures = {
         "pairs": float(len(margins)),
         "accuracy": accuracy(margins),
@@ -87,25 +101,24 @@ def evaluate_scores(
         "margin_mean": float(margins.mean()),
         "margin_std": float(margins.std()),
         "ece": expected_calibration_error(margins),
-        "length_correlation": rank_correlation(
-            rewards, np.concatenate([chosen_lengths, rejected_lengths])
-        ),
+        "length_correlation": rank_correlation(rewards, lengths),
         "reward_mean": float(rewards.mean()),
         "reward_std": float(rewards.std()),
-        "baseline_longer": accuracy((chosen_lengths - rejected_lengths).astype(float)),
+        "baseline_longer": accuracy(longer_by.astype(float)),
     }
-    figures |= {f"margin_p{p:02d}": float(np.percentile(margins, p)) for p in PERCENTILES}
-    shorter = chosen_lengths < rejected_lengths
-    if shorter.any():
-        figures["accuracy_shorter_preferred"] = accuracy(margins[shorter])
-    balanced = length_balanced_rows(chosen_lengths - rejected_lengths, seed)
-    figures |= length_balanced_accuracy(
-        margins[balanced], one_each(len(margins), clusters)[balanced]
-    )
+    for percent in PERCENTILES:
+        figures[f"margin_p{percent:02d}"] = float(np.percentile(margins, percent))
+    is_shorter = longer_by < 0
+    if is_shorter.any():
+        figures["accuracy_shorter_preferred"] = accuracy(margins[is_shorter])
+    balanced = length_balanced_rows(longer_by, seed)
+    own_clusters = one_each(len(margins), clusters)
+    figures |= length_balanced_accuracy(margins[balanced], own_clusters[balanced])
     if temperature is not None:
-        for name, rows in (("ece", slice(None)), ("ece_length_balanced", balanced)):
+        compared = {"ece": margins, "ece_length_balanced": margins[balanced]}
+        for name, of_pairs in compared.items():
             if name in figures:
-                scaled = expected_calibration_error(margins[rows] / temperature)
+                scaled = expected_calibration_error(of_pairs / temperature)
                 figures[f"{name}_temperature_scaled"] = scaled
     return figures
 
@@ -122,7 +135,8 @@ def length_balanced_accuracy(margins: np.ndarray, clusters: np.ndarray) -> dict[
     if len(margins) < FEWEST_BALANCED_PAIRS:
         return figures
     right = (margins > 0).astype(float)
-    low, _ = wilson_bounds(float(right.mean()), len(right) / design_effect(right, clusters))
+    worth = len(right) / design_effect(right, clusters)
+    low, _ = wilson_bounds(float(right.mean()), worth)
     return figures | {
         "accuracy_length_balanced": accuracy(margins),
         "accuracy_length_balanced_low95": low,
@@ -136,15 +150,18 @@ def accuracy_by_category(margins: np.ndarray, categories: Sequence[str]) -> dict
     Pairs of "" are in none.
     """
     names = np.asarray(categories)
-    groups = {name: names == name for name in sorted(set(categories) - {""})}
-    return {
-        name: accuracy(margins[k]) for name, k in groups.items() if k.sum() >= SMALLEST_CATEGORY
-    }
+    of_category = {}
+    for name in sorted(set(categories) - {""}):
+        margins_here = margins[names == name]
+        if len(margins_here) >= SMALLEST_CATEGORY:
+            of_category[name] = accuracy(margins_here)
+    return of_category
 
 
 def agreement(first: np.ndarray, second: np.ndarray) -> float:
     """Share of pairs that two models rank the same way, from the margins of each."""
-    return float((np.sign(first) == np.sign(second)).mean())
+    agrees = np.sign(first) == np.sign(second)
+    return float(agrees.mean())
 
 
 def agreement_metrics(first: Path, second: Path) -> dict[str, float]:
@@ -157,7 +174,8 @@ def agreement_metrics(first: Path, second: Path) -> dict[str, float]:
     Raises:
         DataError: They have no pair in common.
     """
-    of_first, of_second = _read_scores(first), _read_scores(second)
+    of_first = _read_scores(first)
+    of_second = _read_scores(second)
     common = sorted(of_first.keys() & of_second.keys())
     if not common:
         raise DataError(f"{first} and {second} have no pair in common; run their stages again")
@@ -175,10 +193,8 @@ def agreement_metrics(first: Path, second: Path) -> dict[str, float]:
 
 def _read_scores(path: Path) -> dict[str, tuple[float, float]]:
     table = read_json(path)
-    return {
-        row: (c, r)
-        for row, c, r in zip(table["ids"], table["chosen"], table["rejected"], strict=True)
-    }
+    rewards = zip(table["chosen"], table["rejected"], strict=True)
+    return dict(zip(table["ids"], rewards, strict=True))
 
 
 WORDS = 5000
@@ -218,14 +234,14 @@ def bag_of_words_accuracy(
 
     features = differences(pairs)
     # Each pair enters both ways round, so that the labels are balanced and no intercept is needed.
-    labels = np.concatenate([np.ones(len(pairs)), np.zeros(len(pairs))])
-    model = LogisticRegression(fit_intercept=False, max_iter=1000).fit(
-        vstack([features, -features]), labels
-    )
-    return {
-        name: accuracy(model.decision_function(differences(rows)))
-        for name, rows in held_out.items()
-    }
+    both_orders = vstack([features, -features])
+    labels = np.repeat([1.0, 0.0], len(pairs))
+    model = LogisticRegression(fit_intercept=False, max_iter=1000).fit(both_orders, labels)
+    of_split = {}
+    for name, rows in held_out.items():
+        margins = model.decision_function(differences(rows))
+        of_split[name] = accuracy(margins)
+    return of_split
 
 
 LIMITS = (0.01, 100.0)
@@ -245,9 +261,9 @@ def fitted_temperature(margins: np.ndarray) -> float:
     """
 
     def loss(log_temperature: float) -> float:
-        return float(np.logaddexp(0.0, -margins / math.exp(log_temperature)).mean())
+        scaled = -margins / math.exp(log_temperature)
+        return float(np.logaddexp(0.0, scaled).mean())
 
     lowest, highest = map(math.log, LIMITS)
-    return math.exp(
-        float(optimize.minimize_scalar(loss, bounds=(lowest, highest), method="bounded").x)
-    )
+    best = optimize.minimize_scalar(loss, bounds=(lowest, highest), method="bounded")
+    return math.exp(float(best.x))

@@ -54,7 +54,8 @@ def fit_linear_probe(
     chosen, rejected = pooled_features(model, pairs, pad, f"{name}, linear probe")
     differences = chosen - rejected
     # A feature that is the same in all pairs says nothing of any.
-    scale = np.sqrt((differences**2).mean(axis=0)) + 1e-6
+    mean_squares = (differences**2).mean(axis=0)
+    scale = np.sqrt(mean_squares) + 1e-6
     weights = logistic_weights(differences / scale, offsets, strength) / scale
     head = model.model.get_submodule("score").get_parameter("weight")
     with torch.no_grad():
@@ -71,15 +72,16 @@ def logistic_weights(differences: Floats, offsets: Floats, strength: float) -> F
     def loss(weights: Floats) -> tuple[float, Floats]:
         margins = differences @ weights + offsets
         wrong = np.exp(-np.logaddexp(0.0, margins))
-        gradient = -(differences * wrong[:, None]).mean(axis=0) + strength * weights
-        return float(
-            np.logaddexp(0.0, -margins).mean() + strength * (weights @ weights) / 2
-        ), gradient
+        pulls = differences * wrong[:, np.newaxis]
+        gradient = -pulls.mean(axis=0) + strength * weights
+        ranking = np.logaddexp(0.0, -margins).mean()
+        penalty = strength * (weights @ weights) / 2
+        return float(ranking + penalty), gradient
 
     start = np.zeros(differences.shape[1])
-    weights: Floats = minimize(
-        loss, start, jac=True, method="L-BFGS-B", options={"maxiter": MOST_ITERATIONS}
-    ).x
+    options = {"maxiter": MOST_ITERATIONS}
+    fit = minimize(loss, start, jac=True, method="L-BFGS-B", options=options)
+    weights: Floats = fit.x
     return weights
 
 
@@ -135,9 +137,8 @@ class LengthExpert:
         features = _features(chosen, rejected, scale)
         both_orders = np.concatenate([features, -features])
         preferred = np.repeat([1, 0], len(features))
-        return cls(
-            scale, LogisticRegression(fit_intercept=False).fit(both_orders, preferred).coef_[0]
-        )
+        fit = LogisticRegression(fit_intercept=False).fit(both_orders, preferred)
+        return cls(scale, fit.coef_[0])
 
     def log_odds(self, first: Lengths, second: Lengths) -> Floats:
         """(B,), (B,) -> (B,); swapping the replies changes the sign."""
@@ -170,19 +171,23 @@ class LengthExperts:
         """
         names = np.array(categories)
         others = ~np.isin(names, list(apart))
-        of_category = {
-            name: LengthExpert.fitted(chosen[names == name], rejected[names == name])
-            for name in apart
-        }
+        of_category = {}
+        for name in apart:
+            is_here = names == name
+            of_category[name] = LengthExpert.fitted(chosen[is_here], rejected[is_here])
         return cls(of_category, LengthExpert.fitted(chosen[others], rejected[others]))
 
     def log_odds(self, first: Lengths, second: Lengths, categories: Sequence[str]) -> Floats:
         """(B,), (B,), (B,) -> (B,): what each pair's expert says."""
-        odds, names = self.others.log_odds(first, second), np.array(categories)
+        odds = self.others.log_odds(first, second)
+        names = np.array(categories)
         for name, expert in self.of_category.items():
-            odds[names == name] = expert.log_odds(first[names == name], second[names == name])
+            is_here = names == name
+            odds[is_here] = expert.log_odds(first[is_here], second[is_here])
         return odds
 
 
 def _features(first: Lengths, second: Lengths, scale: float) -> Floats:
-    return np.stack([np.log(first / second), np.tanh((first - second) / scale)], axis=1)
+    ratio = np.log(first / second)
+    difference = np.tanh((first - second) / scale)
+    return np.stack([ratio, difference], axis=1)

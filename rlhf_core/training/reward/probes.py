@@ -116,7 +116,9 @@ def probe_metrics(
             metrics |= rate_with_bounds(kind, margins[of_kind], probes.clusters[of_kind])
     for kind, reason in probes.absent.items():
         logger.warning("probes.%s is left out: %s", kind, reason)
-    return metrics | ({ABSENT: probes.absent} if probes.absent else {})
+    if probes.absent:
+        metrics[ABSENT] = probes.absent
+    return metrics
 
 
 def rate_with_bounds(kind: str, margins: np.ndarray, clusters: np.ndarray) -> dict[str, object]:
@@ -124,11 +126,11 @@ def rate_with_bounds(kind: str, margins: np.ndarray, clusters: np.ndarray) -> di
 
     Bounds are over ``clusters`` (B,).
     """
-    above, not_below = (margins > 0).astype(float), (margins >= 0).astype(float)
-    low, _ = wilson_bounds(float(above.mean()), len(margins) / design_effect(above, clusters))
-    _, high = wilson_bounds(
-        float(not_below.mean()), len(margins) / design_effect(not_below, clusters)
-    )
+    above = (margins > 0).astype(float)
+    not_below = (margins >= 0).astype(float)
+    count = len(margins)
+    low, _ = wilson_bounds(float(above.mean()), count / design_effect(above, clusters))
+    _, high = wilson_bounds(float(not_below.mean()), count / design_effect(not_below, clusters))
     return {
         kind: accuracy(margins),
         f"{kind}_low95": low,

@@ -81,15 +81,16 @@ def pair_batch(
     collated: list[ReplyBatch] = []
     row_of: dict[int, int] = {}
     for part in micro_batches or [range(len(sequences.distinct))]:
-        prompts, replies = zip(*(sequences.distinct[number] for number in part), strict=True)
+        in_part = [sequences.distinct[number] for number in part]
+        prompts, replies = zip(*in_part, strict=True)
         collated.append(collate(prompts, replies, pad).to(device))
         for number in part:
             row_of[number] = len(row_of)
     chosen = [row_of[number] for number in sequences.chosen]
     rejected = [row_of[number] for number in sequences.rejected]
-    return PairBatch(
-        collated, torch.tensor(chosen, device=device), torch.tensor(rejected, device=device)
-    )
+    chosen_rows = torch.tensor(chosen, device=device)
+    rejected_rows = torch.tensor(rejected, device=device)
+    return PairBatch(collated, chosen_rows, rejected_rows)
 
 
 Rewards = npt.NDArray[np.float64]
@@ -116,19 +117,25 @@ class PairBatches:
     """
 
     def __init__(self, pairs: Sequence[TokenisedPair], config: RewardConfig, name: str) -> None:
-        self.pairs, self.config, self.name = pairs, config, name
+        self.pairs = pairs
+        self.config = config
+        self.name = name
         self.seed = derive_seed(config.seed, name, "order")
-        self.prompts = (
-            PromptBatches(pairs, config.batch, self.seed) if config.batch.group_prompts else None
-        )
+        self.prompts: PromptBatches | None = None
+        if config.batch.group_prompts:
+            self.prompts = PromptBatches(pairs, config.batch, self.seed)
         self.lengths = [pair.length for pair in pairs]
-        self._epoch, self._first = -1, 0
+        self._begin()
+
+    def _begin(self) -> None:
+        self._epoch = -1
+        self._first = 0  # step of the first of the batches
         self._batches: list[list[int]] = []
 
     def at(self, step: int) -> list[int]:
         """Pair numbers of optimiser step ``step``."""
         if step < self._first:
-            self._epoch, self._first, self._batches = -1, 0, []
+            self._begin()
         while step >= self._first + len(self._batches):
             # The number of batches of an epoch is known only once it is made.
             self._first += len(self._batches)
@@ -138,11 +145,19 @@ class PairBatches:
 
     def batches_of_epoch(self, epoch: int) -> list[list[int]]:
         """Pair numbers of each batch of an epoch."""
-        rows, limits = rows_of_epoch(self.pairs, self.config, self.name, epoch), self.config.batch
+        rows = rows_of_epoch(self.pairs, self.config, self.name, epoch)
         if self.prompts is not None:
             return self.prompts.epoch(epoch, rows)
-        sizes = (limits.token_budget, limits.min_pairs, limits.max_pairs)
-        return token_budget_batches(self.lengths, *sizes, self.seed, epoch, rows)
+        limits = self.config.batch
+        return token_budget_batches(
+            self.lengths,
+            limits.token_budget,
+            limits.min_pairs,
+            limits.max_pairs,
+            self.seed,
+            epoch,
+            rows,
+        )
 
 
 def rows_of_epoch(
@@ -161,12 +176,16 @@ def rows_of_epoch(
     if config.length_balance == "sampling":
         groups: dict[str | None, list[int]] = {None: []}  # None: all that have no share
         for number, pair in enumerate(pairs):
-            groups.setdefault(pair.category if pair.category in shares else None, []).append(number)
+            category = pair.category if pair.category in shares else None
+            groups.setdefault(category, []).append(number)
         rows = []
         for category, group in groups.items():
-            parts = (name, "length_balance", *([category] if category is not None else []))
+            stream = [name, "length_balance"]
+            if category is not None:
+                stream.append(category)
+            seed = derive_seed(config.seed, *stream)
             differences = [pairs[row].length_difference for row in group]
-            drawn = length_balanced_epoch(differences, derive_seed(config.seed, *parts), epoch)
+            drawn = length_balanced_epoch(differences, seed, epoch)
             rows += [group[number] for number in drawn]
         rows.sort()
     if not shares:
@@ -196,23 +215,28 @@ class RewardTask:
         logits_bytes: int = LOGITS_BYTES,
     ) -> None:
         self.logits_bytes = logits_bytes
-        self.engine, self.model, self.train = engine, model, train
+        self.engine, self.model = engine, model
+        self.train = train
+        self.validation = validation[:CURVE_PAIRS]
         self.config, self.pad = config, pad
-        self.validation, self.margins = validation[:CURVE_PAIRS], margins
+        self.margins = margins
         self.batches = PairBatches(train, config, name)
 
     def train_step(self, step: int) -> StepReport:
         """Compute the gradients of one optimiser step on one dynamic batch."""
         rows = self.batches.at(step)
         pairs = [self.train[row] for row in rows]
-        totals = StepTotals(len(pairs), sum(len(pair.chosen) for pair in pairs))
+        imitated = sum(len(pair.chosen) for pair in pairs)
+        totals = StepTotals(len(pairs), imitated)
         count = distributed.world_size()
         # Tokens of each row that a rank computes; one without rows of its own repeats the first
         # one, see passes.
         shards = []
         for rank in range(count):
-            own = [self.train[row] for row in rows[rank::count] or rows[:1]]
-            shards.append(pair_sequences(own, self.config.batch.group_prompts).lengths)
+            rows_of_rank = rows[rank::count] or rows[:1]
+            own = [self.train[row] for row in rows_of_rank]
+            sequences = pair_sequences(own, self.config.batch.group_prompts)
+            shards.append(sequences.lengths)
         micro_batches = least_padded(shards, self.config.batch.max_padding)
         own_micro_batches = micro_batches[distributed.rank()].micro_batches
 
@@ -235,10 +259,9 @@ class RewardTask:
         # Each rank takes its share of the batch.
         metrics = accumulate_gradients(self.engine, passes(rows, len(rows)), compute)
         computed = sum(part.computed for part in micro_batches)
-        metrics |= {
-            "pairs": float(len(pairs)),
-            "padding_share": padding_share(sum(map(sum, shards)), computed),
-        }
+        useful = sum(sum(lengths) for lengths in shards)
+        metrics["pairs"] = float(len(pairs))
+        metrics["padding_share"] = padding_share(useful, computed)
         return StepReport(metrics, sum(real_tokens(pair) for pair in pairs))
 
     def evaluate(self, model: ScalarModel) -> dict[str, float]:
@@ -283,15 +306,17 @@ def pair_loss(
         hidden.append(states)
         scores_of_parts.append(model.scores(pooled))
     scores = torch.cat(scores_of_parts)
-    chosen, rejected = scores[batch.chosen], scores[batch.rejected]
-    loss = pairwise_loss(
-        chosen, rejected, margins.to(chosen) if margins is not None else None, totals.rows
-    )
+    chosen = scores[batch.chosen]
+    rejected = scores[batch.rejected]
+    if margins is not None:
+        margins = margins.to(chosen)
+    loss = pairwise_loss(chosen, rejected, margins, totals.rows)
     share = len(pairs) / totals.rows
+    difference = chosen - rejected
     metrics: dict[str, Scalar] = {
         "ranking_loss": device_scalar(loss),
-        "accuracy": share * device_scalar(ranked_right(chosen - rejected).mean()),
-        "margin": share * device_scalar((chosen - rejected).mean()),
+        "accuracy": share * device_scalar(ranked_right(difference).mean()),
+        "margin": share * device_scalar(difference.mean()),
     }
     if config.imitation > 0:
         imitation = imitation_loss(model, hidden, batch, pairs, totals.tokens, logits_bytes)
@@ -322,19 +347,20 @@ def imitation_loss(
     targets: list[int] = []
     first = 0
     for states, part in zip(hidden, batch.micro_batches, strict=True):
-        own = ((batch.chosen >= first) & (batch.chosen < first + len(states))).nonzero().squeeze(1)
+        end = first + len(states)
+        is_here = (batch.chosen >= first) & (batch.chosen < end)
+        own = is_here.nonzero().squeeze(1)
         rows = batch.chosen[own] - first
         pair, column = part.select[rows].nonzero(as_tuple=True)
         predicting.append(states[rows[pair], column])
         for number in own.tolist():
             targets.extend(pairs[number].chosen)
-        first += len(states)
+        first = end
     # Joined before the unembedding: every rank gathers it once, also one with a micro-batch of
     # rejected replies alone.
     logits = model.lm_logits(torch.cat(predicting))
-    return chunked_cross_entropy(
-        logits, torch.tensor(targets, device=hidden[0].device), total, logits_bytes
-    )
+    expected = torch.tensor(targets, device=hidden[0].device)
+    return chunked_cross_entropy(logits, expected, total, logits_bytes)
 
 
 def rows_to_score(longest: int) -> int:

@@ -31,6 +31,7 @@ from rlhf_core.stages import collect
 from rlhf_core.stages.runtime.contract import Paths
 from rlhf_core.training.run_context import RunContext
 from rlhf_extras.data_card import card as cards
+from rlhf_extras.data_card import pages
 
 KEY = "ghp_" + "a" * 36
 MARKUP = "<script>alert(1)</script> | *x* [link](http://example.org)"
@@ -193,16 +194,16 @@ def test_examples_are_of_different_rows_of_the_sources() -> None:
 
 
 def test_a_column_of_numbers_is_aligned_to_the_right() -> None:
-    table = cards.CardTable(("a", "b", "c", "d"), [("x", 1, None, 1.5), ("y", None, None, "?")])
-    assert table.numeric == [False, True, True, False] and cards.CardTable(("a",), []).numeric == [
+    table = pages.CardTable(("a", "b", "c", "d"), [("x", 1, None, 1.5), ("y", None, None, "?")])
+    assert table.numeric == [False, True, True, False] and pages.CardTable(("a",), []).numeric == [
         False
     ]
 
 
 def test_histograms_count_in_powers_of_two() -> None:
-    histogram = cards.Histogram.of("x", np.array([3, 4, 5, 8, 9, 33]))
+    histogram = pages.Histogram.of("x", np.array([3, 4, 5, 8, 9, 33]))
     assert (histogram.edges, histogram.counts) == ((4, 8, 16, 32, 64), (2, 2, 1, 0, 1))
-    assert cards.Histogram.of("empty", np.array([0])).edges == (1,)
+    assert pages.Histogram.of("empty", np.array([0])).edges == (1,)
 
 
 def test_the_turns_of_a_prompt_count_together_in_every_chunk() -> None:
@@ -289,7 +290,7 @@ def test_rows_that_the_chat_template_refuses_are_counted_apart() -> None:
 
 
 def test_bars_are_as_high_as_their_values() -> None:
-    svg = str(cards.bar_chart(["<a>", "b", "$c$"], [1, 4, 0], "t"))
+    svg = str(pages.bar_chart(["<a>", "b", "$c$"], [1, 4, 0], "t"))
     bars = [
         [float(y) for y in re.findall(r"[ML] \S+ (\S+)", path)]
         for path in re.findall(r'd="(M [^"]* z) "', svg)
@@ -300,7 +301,7 @@ def test_bars_are_as_high_as_their_values() -> None:
     assert (
         "var(--s0)" in svg
         and "#2a62c9" not in svg
-        and svg == str(cards.bar_chart(["<a>", "b", "$c$"], [1, 4, 0], "t"))
+        and svg == str(pages.bar_chart(["<a>", "b", "$c$"], [1, 4, 0], "t"))
     )
 
 
@@ -378,12 +379,12 @@ def test_labels_on_the_card_are_safe_and_short(tmp_path: Path) -> None:
 
 def test_only_sentences_paths_and_long_words_break_anywhere() -> None:
     assert (
-        not cards.is_long("preferences")
-        and not cards.is_long("no_prefix_leakage")
-        and not cards.is_long(12345678901234567890123)
+        not pages.is_long("preferences")
+        and not pages.is_long("no_prefix_leakage")
+        and not pages.is_long(12345678901234567890123)
     )
-    assert cards.breakable("/a_b/<c>") == "/<wbr>a_<wbr>b/<wbr>&lt;c&gt;"
-    assert cards.is_long("/data/of/a/folder/pairs.jsonl") and cards.is_long(
+    assert pages.breakable("/a_b/<c>") == "/<wbr>a_<wbr>b/<wbr>&lt;c&gt;"
+    assert pages.is_long("/data/of/a/folder/pairs.jsonl") and pages.is_long(
         "a sentence of many words that may fill several lines"
     )
 
@@ -391,8 +392,8 @@ def test_only_sentences_paths_and_long_words_break_anywhere() -> None:
 @pytest.mark.parametrize("before", ["", "\\", "\\\\"])
 def test_no_link_of_the_data_is_one_in_markdown(before: str) -> None:
     """A backslash of the data must not take away the one that escapes."""
-    card = cards.DataCard(True, f"{before}[x](javascript:alert(1)) {before}`code` {before}<b>", [])
-    written = cards.markdown(card, "Card", quotes=True)
+    card = pages.DataCard(True, f"{before}[x](javascript:alert(1)) {before}`code` {before}<b>", [])
+    written = pages.markdown(card, "Card", quotes=True)
     assert "[x]" in written
     for character in "[`":
         escapes = written[: written.index(character)]

@@ -175,7 +175,13 @@ CLASSIFIER = {"kind": "classifier", "model": "extra/rm"}
 def test_the_default_reads_nothing_that_dvc_does_not_know(workspace: Path) -> None:
     before = seen(workspace)
     (workspace / "models/reward/model.safetensors").write_text("trained again")
-    assert seen(workspace) == before == "\n" == seen(workspace, {"kind": "http", "url": "http://a"})
+    assert seen(workspace) == before == "\n"
+
+
+def test_a_server_counts_by_the_code_that_asks_it(workspace: Path) -> None:
+    line = seen(workspace, {"kind": "http", "url": "http://a"})
+    assert line.startswith("rlhf.reward_sources http: rlhf-pipeline ")
+    assert line == seen(workspace, {"kind": "http", "url": "http://b"})
 
 
 @pytest.mark.parametrize("source", [MODEL, ENSEMBLE, CLASSIFIER], ids=lambda source: source["kind"])

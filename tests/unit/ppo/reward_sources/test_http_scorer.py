@@ -8,18 +8,20 @@ from typing import Any
 
 import pytest
 
-from rlhf_core.config.reward_sources import HttpSource
 from rlhf_core.errors import ConfigError, DataError
-from rlhf_core.ppo.reward_sources.source import HttpScorer
+from rlhf_core.ppo.reward_sources.functions import PluggedSource
+from rlhf_extras.http_rewards import HttpScorer, HttpSource
 
 from .conftest import Place, Scorer
 
 TEXTS = ["red", "the sky is blue", "", "green", "a tree"]
 
 
-def client(scorer: Scorer, waits: list[float] | None = None, **changes: Any) -> HttpScorer:
+def client(scorer: Scorer, waits: list[float] | None = None, **changes: Any) -> PluggedSource:
     config = HttpSource.model_validate({"kind": "http", "url": scorer.url, "retries": 3} | changes)
-    return HttpScorer(config, "reward source 'http'", (waits if waits is not None else []).append)
+    who = "reward source 'http'"
+    scorer_of_http = HttpScorer(config, who, (waits if waits is not None else []).append)
+    return PluggedSource(scorer_of_http, who)
 
 
 def test_items_hold_prompt_reply_and_end_in_batches(place: Place, scorer: Scorer) -> None:

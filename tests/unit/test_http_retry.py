@@ -15,7 +15,7 @@ from typing import Any
 import httpx
 import pytest
 
-from rlhf_core.runtime.http_retry import LARGEST_ANSWER, RetriesExhausted, post_json
+from rlhf_extras.http_retry import LARGEST_ANSWER, RetriesExhausted, post_json
 
 OK = b"HTTP/1.1 200 OK\r\n"
 CHUNKED = OK + b"Transfer-Encoding: chunked\r\n\r\n"
