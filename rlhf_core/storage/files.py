@@ -22,7 +22,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import IO, Any
 
-from rlhf_core.errors import DataError, RlhfError, is_full_disk
+from rlhf_core.errors import DataError, RlhfError, first_line, is_full_disk
 
 
 def permitted(mode: int) -> int:
@@ -374,6 +374,24 @@ def full_disks(*folders: Path) -> str:
                 device, f"{folder} has room for {room / 2**20:.0f} MiB and {usage.f_favail} files"
             )
     return f" (the disk of {', that of '.join(said.values())})" if said else ""
+
+
+@contextmanager
+def naming_full_disks(*folders: Path) -> Iterator[None]:
+    """Turn the error of a full disk into one that says which disk it is, and what to do.
+
+    Args:
+        folders: Where the block writes, besides the folder for temporary files.
+    """
+    try:
+        yield
+    except Exception as error:
+        if not is_full_disk(error):
+            raise
+        full = full_disks(*folders, temporary_root())
+        raise RlhfError(
+            f"{first_line(error)}{full}; make room and run the command again"
+        ) from error
 
 
 def fsync_path(path: Path) -> None:
