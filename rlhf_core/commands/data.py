@@ -171,11 +171,15 @@ def terminal_width() -> int:
     return shutil.get_terminal_size().columns if sys.stdout.isatty() else PIPE_WIDTH
 
 
-def print_text(text: str) -> None:
-    """Print lines that quote data, with control characters of the data as their escapes."""
+def print_text(text: str, *, err: bool = False) -> None:
+    """Print lines that quote others, with control characters of theirs as escapes.
+
+    Args:
+        err: Print on standard error.
+    """
     from rlhf_core.data.text import for_terminal
 
-    typer.echo(for_terminal(text))
+    typer.echo(for_terminal(text), err=err)
 
 
 def print_json(value: Any) -> None:

@@ -87,10 +87,10 @@ def export(
     controls = sum(pair.control for pair in exported.pairs)
     both = bad_ones + controls - len(exported.pairs)
     shared = f", {both} of them both" if both else ""
-    typer.echo(
+    print_text(
         f"{len(exported.pairs)} pairs in {folder}: {bad_ones} bad cases, {controls} of the control{shared}"
     )
-    typer.echo(f"the answers come back with: rlhf annotate import FILE... (export {exported.name})")
+    print_text(f"the answers come back with: rlhf annotate import FILE... (export {exported.name})")
 
 
 @app.command("import", no_args_is_help=True)
