@@ -270,11 +270,14 @@ def remove_tree(path: Path) -> None:
     """Delete a folder so that readers see all of it or nothing, whenever this process is killed.
 
     It gets another name first. What a killed process left under that name is deleted, too. What
-    cannot be deleted stays there until the next call.
+    cannot be deleted stays there until the next call. Of a link, what it leads to stays.
 
     Raises:
         OSError: It cannot be renamed, and stays as it was.
     """
+    if path.is_symlink():
+        path.unlink()
+        return
     aside = removed_name(path)
     shutil.rmtree(aside, ignore_errors=True)
     with suppress(FileNotFoundError):
