@@ -399,6 +399,7 @@ app.add_typer(over_core)
 
 def main() -> None:
     """Run the command line, which prints errors as messages, with a traceback under ``--debug``."""
+    core.write_plain_logs()
     debug = DEBUG in sys.argv
     arguments = [argument for argument in sys.argv[1:] if argument != DEBUG]
     try:

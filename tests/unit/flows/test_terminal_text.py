@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import logging
 from collections.abc import Callable
 from pathlib import Path
 
@@ -22,6 +23,7 @@ from flows.commands.text import (
     plain_table,
     print_error,
 )
+from rlhf_core.cli import write_plain_logs
 from rlhf_core.commands.data import print_text
 from rlhf_extras.chat.session import ChatSession, converse
 
@@ -83,6 +85,17 @@ def test_what_commands_print_has_no_control_characters(capsys: pytest.CaptureFix
     print_text(CODES, err=True)
     for said in capsys.readouterr():
         assert said.removesuffix("\n").isprintable()
+
+
+def test_warnings_of_a_program_without_logs_have_no_control_characters(
+    capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_plain_logs()
+    assert logging.lastResort is not None
+    logger = logging.Logger("without handlers")
+    logger.warning("%s: weights such as %s are left out", MARKUP, CODES)
+    said = capfd.readouterr().err
+    assert said.startswith(MARKUP) and said.removesuffix("\n").isprintable()
 
 
 def test_runs_with_markup_in_settings_and_names_are_compared(
