@@ -22,7 +22,7 @@ from flows.commands.options import (
 )
 from rlhf_core import __version__
 from rlhf_core import cli as core
-from rlhf_core.commands.data import JsonOption, ProbeOption, print_json
+from rlhf_core.commands.data import JsonOption, ProbeOption, print_json, print_text
 from rlhf_core.commands.plugged import PluggedGroup
 from rlhf_core.errors import (
     EXIT_OK,
@@ -122,7 +122,7 @@ def run(
         if profile or sets:
             workspace = trial_workspace(workspace, profile or None, sets or [])
     if profile or sets:
-        typer.echo(f"workspace {workspace}")
+        print_text(f"workspace {workspace}")
     raise typer.Exit(run_pipeline(workspace, promote, wait, port))
 
 
@@ -162,7 +162,7 @@ def deploy(workspace: Workspace = NEAREST) -> None:
         from flows.commands.up import deploy as deploy_workspace
 
         url = deploy_workspace(workspace)
-    typer.echo(f"deployed {workspace} to {url}; `prefect deployment ls` shows it")
+    print_text(f"deployed {workspace} to {url}; `prefect deployment ls` shows it")
 
 
 @app.command(cls=CommandWithProfiles, no_args_is_help=True)
@@ -228,7 +228,7 @@ def init(
             origin=origin or "",
             probe=probe,
         )
-    typer.echo(told)
+    print_text(told)
 
 
 # Every option is the study's own, --help included.
@@ -283,7 +283,7 @@ def logs(
     """
     from flows.commands.text import last_lines
 
-    typer.echo(last_lines(workspace, stage, lines))
+    print_text(last_lines(workspace, stage, lines))
 
 
 @app.command()
@@ -344,9 +344,9 @@ def report(
             written = core.write_report(workspace)
         _, problem = try_release_page(workspace)
     if problem:
-        typer.echo(problem, err=True)
+        print_text(problem, err=True)
     page = current_page(workspace) or written
-    typer.echo(page)
+    print_text(str(page))
     if open_page:
         typer.launch(page.resolve().as_uri())
 
@@ -399,6 +399,7 @@ app.add_typer(over_core)
 
 def main() -> None:
     """Run the command line, which prints errors as messages, with a traceback under ``--debug``."""
+    core.write_plain_logs()
     debug = DEBUG in sys.argv
     arguments = [argument for argument in sys.argv[1:] if argument != DEBUG]
     try:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import sys
 
-from rlhf_core.cli import app
+from rlhf_core.cli import app, write_plain_logs
+from rlhf_core.data.text import for_terminal
 from rlhf_core.errors import RlhfError
 
 
@@ -12,10 +13,11 @@ def main() -> None:
     """Run a command. A mistake of the user ends it with its message and exit code, anything else
     with a traceback.
     """
+    write_plain_logs()
     try:
         app(prog_name="python -m rlhf_core")
     except RlhfError as error:
-        print(error, file=sys.stderr)
+        print(for_terminal(str(error)), file=sys.stderr)
         sys.exit(error.exit_code)
 
 

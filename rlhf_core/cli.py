@@ -4,6 +4,7 @@ a command runs.
 
 from __future__ import annotations
 
+import logging
 import sys
 from contextlib import nullcontext
 from pathlib import Path
@@ -12,7 +13,7 @@ from typing import Annotated
 import typer
 
 from rlhf_core.commands import data as data_commands
-from rlhf_core.commands.data import WorkspaceOption
+from rlhf_core.commands.data import WorkspaceOption, print_text
 from rlhf_core.commands.plugged import PluggedGroup
 from rlhf_core.runtime.progress import busy
 
@@ -24,6 +25,17 @@ app = typer.Typer(
     rich_markup_mode="rich",
 )
 app.add_typer(data_commands.app, name="data")
+
+
+def write_plain_logs() -> None:
+    """Have warnings of a process that sets up no logs written without secrets and codes.
+
+    They quote names of files, weights and versions, which others have chosen.
+    """
+    from rlhf_core.data.text import TerminalFormatter
+
+    if logging.lastResort is not None:
+        logging.lastResort.setFormatter(TerminalFormatter("%(message)s"))
 
 
 @app.command()
@@ -150,7 +162,7 @@ def open_model(workspace: WorkspaceOption = None) -> None:
         base.source != "scratch"
         and not open_starting_model(root, base.source, base.revision).has_template
     ):
-        typer.echo(
+        print_text(
             f"{base.source} has no chat template; it gets a plain one (User: … Assistant: …)"
         )
 
@@ -200,7 +212,7 @@ def config(
         return
     from rlhf_core.commands.config import show
 
-    typer.echo(show(path, workspace, markdown), nl=False)
+    print_text(show(path, workspace, markdown).removesuffix("\n"))
 
 
 @app.command()

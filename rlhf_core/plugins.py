@@ -101,7 +101,8 @@ def load_plugin(group: str, name: str) -> Any:
     entry = entries[0]
     try:
         plugin = entry.load()
-    except Exception as error:  # whatever the code of others raises when it is imported
+    # Whatever the code of others raises when it is imported, a script's exit among it.
+    except (Exception, SystemExit) as error:
         reason = f"{type(error).__name__}: {first_line(error)}"
         raise PluginError(
             f"{name} of the package {origin(entry)} cannot be imported ({entry.value}: {reason}); "
@@ -157,7 +158,7 @@ def made_by_plugin(group: str, name: str, make: Callable[..., Any], *arguments: 
         made = make(*arguments)
     except RlhfError:
         raise
-    except Exception as error:  # whatever the code of others raises
+    except (Exception, SystemExit) as error:  # whatever the code of others raises
         raise PluginError(f"{name} of {group} cannot begin: {first_line(error)}") from error
     require_functions(group, name, made)
     return made

@@ -7,7 +7,6 @@ this program goes through :func:`redacted` before it is shown, logged or sent.
 
 from __future__ import annotations
 
-import logging
 import os
 import re
 from urllib.parse import unquote
@@ -124,11 +123,3 @@ def environment_secrets() -> list[str]:
     return sorted(
         (secret for secret in secrets if len(secret) >= SHORTEST_SECRET), key=len, reverse=True
     )
-
-
-class RedactingFormatter(logging.Formatter):
-    """Writes log records, tracebacks among them, without secrets."""
-
-    def format(self, record: logging.LogRecord) -> str:
-        """The record as a redacted line."""
-        return redacted(super().format(record))

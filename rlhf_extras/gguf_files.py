@@ -34,6 +34,7 @@ from transformers import (
 from transformers.modeling_gguf_pytorch_utils import GGUF_SUPPORTED_ARCHITECTURES
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
+from rlhf_core.data.text import shortened
 from rlhf_core.errors import ModelError, first_line, is_exhausted
 from rlhf_core.models.architecture import embedding_weight
 from rlhf_core.models.io import attention_of, quiet, require_finite_weights, require_room_for
@@ -51,6 +52,10 @@ FIXED_SIZES = {0: 1, 1: 1, 2: 2, 3: 2, 4: 4, 5: 4, 6: 4, 7: 1, 10: 8, 11: 8, 12:
 STRING, ARRAY = 8, 9
 INTEGERS = {0: "<B", 1: "<b", 2: "<H", 3: "<h", 4: "<I", 5: "<i", 10: "<Q", 11: "<q"}
 FETCH_AGAIN = "fetch the file again"
+# What no model has, and what would fill the memory or compute for hours: ggml's tensors have four
+# dimensions, and the longest texts are chat templates.
+MOST_DIMENSIONS = 4
+LONGEST_TEXT = 16 << 20  # bytes
 
 
 @dataclass(frozen=True)
@@ -141,7 +146,12 @@ class _Header:
         return size
 
     def string(self) -> str:
-        return self.opened.read(self.bytes_ahead(self.number("<Q"))).decode(errors="replace")
+        size = self.bytes_ahead(self.number("<Q"))
+        if size > LONGEST_TEXT:
+            raise ModelError(
+                f"{self.file} is damaged: its header has a text of {size} bytes; {FETCH_AGAIN}"
+            )
+        return self.opened.read(size).decode(errors="replace")
 
     def value(self, kind: int) -> str | int | None:
         if kind == STRING:
@@ -167,7 +177,12 @@ class _Header:
         from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
 
         name = self.string()
-        shape = tuple(self.number("<Q") for _ in range(self.number("<I")))
+        dimensions = self.number("<I")
+        if dimensions > MOST_DIMENSIONS:
+            raise ModelError(
+                f"{self.file} is damaged: the tensor {shortened(name, 60)} has {dimensions} dimensions; {FETCH_AGAIN}"
+            )
+        shape = tuple(self.number("<Q") for _ in range(dimensions))
         kind, offset = self.number("<I"), self.number("<Q")
         try:
             block, block_bytes = GGML_QUANT_SIZES[GGMLQuantizationType(kind)]

@@ -18,7 +18,7 @@ from rich.table import Column, Table
 from rich.text import Text
 
 from flows.commands.run_state import UNCOMPUTED, RunState, StageState
-from flows.commands.text import format_seconds
+from flows.commands.text import PlainConsole, format_seconds, print_line
 from flows.pipeline.events import (
     PipelineEvent,
     RegistryUpdated,
@@ -52,7 +52,7 @@ class Display:
 
     def line(self, text: str) -> None:
         """Print one line, here with the time since the start."""
-        print(f"[{self.watch.seconds:6.1f} s] {text}", file=self.stream, flush=True)
+        print_line(f"[{self.watch.seconds:6.1f} s] {text}", self.stream)
 
     def event(self, event: PipelineEvent) -> None:
         """Show one event of the pipeline process."""
@@ -240,7 +240,7 @@ def open_display(workspace: Path, phase: str) -> Iterator[Display]:
     plain = not stream.isatty() or os.environ.get("TERM", "") in ("", "dumb", "unknown")
     display = Display(state, stream)
     if not plain:
-        display = LiveDisplay(state, Console(file=stream, highlight=False))
+        display = LiveDisplay(state, PlainConsole(stream))
     try:
         display.phase(phase)
         yield display

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import sys
+from pathlib import Path
 
 from rlhf_core.errors import (
     EXIT_INTERRUPTED,
@@ -36,6 +37,7 @@ def check_streams() -> None:
 def report_error(error: BaseException) -> int:
     """Print ``error`` on standard error and return the exit status that goes with it."""
     from flows.commands.text import print_error, print_gate_failure
+    from rlhf_core.storage.files import full_disks, temporary_root
 
     match error:
         case GateFailed():
@@ -62,7 +64,10 @@ def report_error(error: BaseException) -> int:
             return EXIT_USER_ERROR
         case _ if is_full_disk(error):
             sys.stdout = open(os.devnull, "w")  # noqa: SIM115 - what is left in its buffer would fail again
-            print_error(f"{first_line(error)}; make room and run the command again", sys.stderr)
+            full = full_disks(Path.cwd(), temporary_root())
+            print_error(
+                f"{first_line(error)}{full}; make room and run the command again", sys.stderr
+            )
             return EXIT_USER_ERROR
         case _:
             message = str(error).strip()[:UNEXPECTED_LENGTH]

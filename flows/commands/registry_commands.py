@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from flows.commands.options import NEAREST, Reason, Workspace
-from rlhf_core.commands.data import JsonOption, print_json
+from rlhf_core.commands.data import JsonOption, print_json, print_text
 from rlhf_core.errors import EXIT_GATE_FAILED, EXIT_NOT_PROMOTED, EXIT_OK, RlhfError
 from rlhf_core.runtime.progress import busy
 
@@ -61,7 +61,7 @@ def promote(
             force_reason=reason or "" if force else None,
             dry_run=dry_run,
         )
-    typer.echo(decision.describe())
+    print_text(decision.describe())
     if not dry_run:
         _refresh_release_page(workspace)
     if explain:
@@ -73,15 +73,15 @@ def promote(
 
 def _print(explained: Group) -> None:
     """Print a table and its reasons; only a terminal wraps or pads them."""
-    from rich.console import Console
+    from flows.commands.text import PlainConsole
 
     if sys.stdout.isatty():
-        Console().print(explained)
+        PlainConsole(sys.stdout).print(explained)
         return
-    console = Console(width=PIPED_WIDTH, file=io.StringIO())
+    console = PlainConsole(io.StringIO(), PIPED_WIDTH)
     with console.capture() as captured:
         console.print(explained)
-    typer.echo("\n".join(line.rstrip() for line in captured.get().splitlines()))
+    print_text("\n".join(line.rstrip() for line in captured.get().splitlines()))
 
 
 VersionLookedAt = Annotated[
@@ -130,7 +130,7 @@ def _answer(workspace: Path, *, approves: bool, reason: str, version: str | None
 
         answer = Approval(approve=approves, decided_by=actor(), reason=reason)
         decided = answer_request(workspace, answer, version)
-    typer.echo(decided)
+    print_text(decided)
     _refresh_release_page(workspace)
 
 
@@ -139,7 +139,7 @@ def _refresh_release_page(workspace: Path) -> None:
     from flows.registry.release_page import try_release_page
 
     if problem := try_release_page(workspace)[1]:
-        typer.echo(problem, err=True)
+        print_text(problem, err=True)
 
 
 @app.command()
@@ -163,7 +163,7 @@ def rollback(
         from flows.registry.promote import rollback as restore
 
         decision = restore(workspace, reason, to)
-    typer.echo(f"champion is version {decision.champion} again (was {decision.replaced})")
+    print_text(f"champion is version {decision.champion} again (was {decision.replaced})")
     _refresh_release_page(workspace)
 
 
@@ -250,14 +250,14 @@ def gate(
         if as_json:
             print_json([asdict(row) for row in rows])
         else:
-            typer.echo(describe_power(rows))
+            print_text(describe_power(rows))
         suffices = all(row.suffices for row in rows)
         raise typer.Exit(EXIT_OK if suffices else EXIT_GATE_FAILED)
     report = judged_gate(workspace, name)
     if as_json:
         print_json(report.as_dict())
     else:
-        typer.echo(report.describe())
+        print_text(report.describe())
     if explain and not as_json:
         _print(explain_gate(workspace, report))
     raise typer.Exit(EXIT_OK if report.passed else EXIT_GATE_FAILED)

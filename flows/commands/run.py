@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from flows.commands.display import LONGEST_FAILURE, Display, open_display
 from flows.commands.doctor import require_ready
 from flows.commands.run_state import EXIT_CODES, print_verdict, summary
-from flows.commands.text import print_failed_gates
+from flows.commands.text import print_failed_gates, print_line
 from flows.dvc_repo.inputs import refresh_inputs
 from flows.dvc_repo.recipe import check_recipe
 from flows.dvc_repo.root import ensure_dvc
@@ -210,7 +210,7 @@ class PipelineRun:
         with suppress(OSError):  # of a full disk, of which the run's own end tells
             self.events.emit(RunTimed(seconds))
         for line in summary(state, seconds):
-            print(line, flush=True)
+            print_line(line, sys.stdout)
         if stopped:
             code = EXIT_INTERRUPTED
             _complain("cancelled; the next `rlhf run` resumes from here")
@@ -223,7 +223,7 @@ class PipelineRun:
             if closed:
                 _complain(SAID_NO)
             elif code == 0:
-                print(result, flush=True)
+                print_line(result, sys.stdout)
             else:
                 _complain(f"rlhf: {result}")
                 told = f"{failed[0].stage} failed, see above" if failed else ""
@@ -242,4 +242,4 @@ class PipelineRun:
 
 
 def _complain(line: str) -> None:
-    print(line, file=sys.stderr, flush=True)
+    print_line(line, sys.stderr)

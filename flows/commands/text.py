@@ -10,10 +10,11 @@ from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, TextIO
+from typing import IO, Any, TextIO
 
-from rich.console import Console, Group
+from rich.console import Console, ConsoleOptions, Group, RenderableType
 from rich.padding import Padding
+from rich.segment import Segment
 from rich.table import Column, Table
 from rich.text import Text
 
@@ -38,15 +39,32 @@ def without_secrets(value: Any) -> Any:
     return json.loads(redacted(text))
 
 
-def error_console(stream: TextIO) -> Console:
-    """Return a console for ``stream``, without control codes where that is no terminal."""
-    return Console(file=stream, highlight=False, markup=False, emoji=False)
+class PlainConsole(Console):
+    """A console for texts of others: no markup, and their control characters as escapes.
+
+    Names, reasons, settings and errors come from files and servers that others write to.
+    """
+
+    def __init__(self, stream: TextIO, width: int | None = None) -> None:
+        super().__init__(file=stream, width=width, highlight=False, markup=False, emoji=False)
+
+    def render(
+        self, renderable: RenderableType, options: ConsoleOptions | None = None
+    ) -> Iterable[Segment]:
+        """Yield the parts of what is printed; only rich's own parts may move the cursor."""
+        for segment in super().render(renderable, options):
+            yield segment if segment.control else segment._replace(text=for_terminal(segment.text))
+
+
+def print_line(text: str, stream: IO[str]) -> None:
+    """Print a line as soon as it is known, with control characters as escapes."""
+    print(for_terminal(text), file=stream, flush=True)
 
 
 def print_error(message: str, stream: TextIO) -> None:
     """Print ``rlhf: MESSAGE``; of its control characters only line breaks stay."""
-    console = error_console(stream)
-    shown = for_terminal(redacted(message.strip()))
+    console = PlainConsole(stream)
+    shown = redacted(message.strip())
     text = Text.assemble((f"{PROGRAM}:", "bold red"), " ", shown)
     console.print(text, soft_wrap=not console.is_terminal)
 
@@ -61,14 +79,14 @@ def print_gate_failure(error: GateFailed, stream: TextIO) -> None:
         print_error(str(error), stream)
         return
     print_error(gate.describe(), stream)
-    console = error_console(stream)
+    console = PlainConsole(stream)
     console.print(gate_table(gate))
     console.print(f"evidence: {error.evidence}", soft_wrap=not console.is_terminal)
 
 
 def print_failed_gates(workspace: Path, stream: TextIO, *, remedies: bool = True) -> None:
     """Print a table of every gate of ``workspace`` that failed; ``remedies`` as for one table."""
-    console = error_console(stream)
+    console = PlainConsole(stream)
     for path in sorted((workspace / "gates").glob("*.json")):
         with suppress(DataError):  # `rlhf status` names a file that cannot be read
             gate = GateDecision.of(path.stem, read_json(path))
@@ -191,7 +209,7 @@ def print_rows(rows: Iterable[Row], styles: Mapping[str, str] | None = None) -> 
 
 def print_screen(text: Text) -> None:
     """Print lines that :func:`aligned` has fitted."""
-    error_console(sys.stdout).print(text, soft_wrap=True)
+    PlainConsole(sys.stdout).print(text, soft_wrap=True)
 
 
 def format_seconds(seconds: float) -> str:

@@ -60,7 +60,7 @@ def describe_run(workspace: Path, run_id: str, verdict: str, description: str) -
     from mlflow.entities import RunTag
 
     client = connect(workspace)
-    with registry_errors("describe the run"):
+    with registry_errors(client, "describe the run"):
         run = client.get_run(run_id)
         client.log_batch(run_id, tags=[RunTag(VERDICT_TAG, verdict), RunTag(NOTE_TAG, description)])
         experiments = [experiment_id(client, workspace)]

@@ -21,9 +21,15 @@ from flows.workspace import locked, ownership, printed_line, running_services
 from rlhf_core.config.loading import load_section
 from rlhf_core.config.operations import TrackingConfig
 from rlhf_core.errors import RlhfError, first_line, is_full_disk, named_line
+from rlhf_core.storage.files import full_disks, temporary_root
 from rlhf_core.tracking import stage_run
 from rlhf_core.tracking.delivery import Courier, address
-from rlhf_core.tracking.stage_run import record_folder, require_database, tracking_uri
+from rlhf_core.tracking.stage_run import (
+    database_file,
+    record_folder,
+    require_database,
+    tracking_uri,
+)
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient
@@ -219,7 +225,7 @@ def experiment_id(client: MlflowClient, workspace: Path) -> str:
 
 
 @contextmanager
-def registry_errors(action: str) -> Iterator[None]:
+def registry_errors(client: MlflowClient, action: str) -> Iterator[None]:
     """Turn an error of MLflow in the block into a one-line ``RlhfError`` that names ``action``."""
     from mlflow.exceptions import MlflowException
     from sqlalchemy.exc import SQLAlchemyError
@@ -229,23 +235,26 @@ def registry_errors(action: str) -> Iterator[None]:
     except (MlflowException, SQLAlchemyError, OSError) as error:
         # MLflow does not wrap all errors of its database.
         raise RlhfError(
-            f"the model registry could not {action} {reason_and_remedy(error)}"
+            f"the model registry could not {action} {reason_and_remedy(client, error)}"
         ) from error
 
 
-def reason_and_remedy(error: Exception) -> str:
+def reason_and_remedy(client: MlflowClient, error: Exception) -> str:
     """What MLflow, its database or a disk said, in brackets, and what to do about it."""
-    remedy = "try again when it answers"
-    if is_full_disk(error):
-        remedy = "make room and run the command again"
-    return f"({named_line(error)}); {remedy}"
+    said = f"({named_line(error)})"
+    if not is_full_disk(error):
+        return f"{said}; try again when it answers"
+    # SQLite names neither its file nor the disk; a model is packed in the temporary folder first.
+    record = database_file(client.tracking_uri)
+    places = [temporary_root()] if record is None else [record, temporary_root()]
+    return f"{said}{full_disks(*places)}; make room and run the command again"
 
 
 def registered_model(client: MlflowClient, name: str) -> RegisteredModel | None:
     """The registered model ``name``; None if the registry knows no such model."""
     from mlflow.exceptions import MlflowException
 
-    with registry_errors(f"look up {name}"):
+    with registry_errors(client, f"look up {name}"):
         try:
             return client.get_registered_model(name)
         except MlflowException as error:
@@ -270,7 +279,7 @@ def get_version(client: MlflowClient, name: str, number: str) -> ModelVersion:
     """Version ``number`` of a registered model; ``RlhfError`` if there is none."""
     from mlflow.exceptions import MlflowException
 
-    with registry_errors(f"look up {name} version {number}"):
+    with registry_errors(client, f"look up {name} version {number}"):
         try:
             return client.get_model_version(name, number)
         except MlflowException as error:
@@ -286,7 +295,7 @@ def versions(client: MlflowClient, name: str) -> list[ModelVersion]:
     listed: list[ModelVersion] = []
     token: str | None = None
     while True:
-        with registry_errors(f"list the versions of {name}"):
+        with registry_errors(client, f"list the versions of {name}"):
             page = client.search_model_versions(f"name='{name}'", max_results=200, page_token=token)
         listed += list(page)
         token = page.token

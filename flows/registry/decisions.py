@@ -50,7 +50,13 @@ from rlhf_core.config.loading import load_section
 from rlhf_core.config.operations import RegistryConfig
 from rlhf_core.errors import ModelError, RlhfError
 from rlhf_core.evaluation.promotion import Criterion
-from rlhf_core.storage.files import atomic_write_json, own_temporary_folder, permitted, read_json
+from rlhf_core.storage.files import (
+    atomic_write_json,
+    naming_full_disks,
+    own_temporary_folder,
+    permitted,
+    read_json,
+)
 from rlhf_core.tracking.stage_run import default_environment
 
 if TYPE_CHECKING:
@@ -353,7 +359,7 @@ def _carry_out(client: MlflowClient, workspace: Path, entry: Entry) -> Path | No
     """
     report, model = None, entry["model"]
     with registry_errors(
-        "complete the decision; the next `rlhf` command that uses it goes on with it"
+        client, "complete the decision; the next `rlhf` command that uses it goes on with it"
     ):
         parts = (*entry["moves"], *entry["version_tags"])
         names = {model, *(part["model"] for part in parts)}
@@ -433,6 +439,7 @@ def registry_session(workspace: Path) -> Iterator[ReleaseState]:
     """Lock the registered policy for the block, after completing what an earlier call began."""
     workspace = workspace.resolve()
     name = load_section(workspace, "registry", RegistryConfig).policy
-    client = prepare_tracking(workspace)
-    with registry_lock(workspace, name), default_environment(RETRIES):
-        yield finish_interrupted(client, workspace, name)
+    with naming_full_disks(workspace):
+        client = prepare_tracking(workspace)
+        with registry_lock(workspace, name), default_environment(RETRIES):
+            yield finish_interrupted(client, workspace, name)

@@ -91,7 +91,7 @@ def count_policy_decisions(workspace: Path) -> tuple[int, str]:
     if not has_record(workspace):
         return 0, name
     client = connect(workspace)
-    with registry_errors(f"count the decisions of experiment {name}"):
+    with registry_errors(client, f"count the decisions of experiment {name}"):
         experiment = client.get_experiment_by_name(name)
         if experiment is None:
             return 0, name

@@ -84,7 +84,7 @@ class Ledger:
         """
         if self.run_id is None:
             return ()
-        with registry_errors(f"read the {self.kind} of {self.name}"):
+        with registry_errors(self.client, f"read the {self.kind} of {self.name}"):
             params = self.client.get_run(self.run_id).data.params
         prefix = self._key("")
         own = {}
@@ -121,7 +121,8 @@ class Ledger:
                 f"{len(text) - ENTRY_LIMIT} characters"
             )
         with registry_errors(
-            f"record entry {number} in the {self.kind} of {self.name}; nothing has changed"
+            self.client,
+            f"record entry {number} in the {self.kind} of {self.name}; nothing has changed",
         ):
             if not self.tagged:
                 self.client.set_registered_model_tag(self.name, LEDGER_TAG, self.run_id)

@@ -42,7 +42,7 @@ class Orphans:
 def find_orphans(client: MlflowClient, workspace: Path) -> Orphans:
     """Find what registrations in the experiment of ``workspace`` have left that began hours ago."""
     before = int((time.time() - SECONDS) * 1000)
-    with registry_errors("look for what killed registrations have left"):
+    with registry_errors(client, "look for what killed registrations have left"):
         own = experiment_id(client, workspace)
         models: list[LoggedModel] = []
         token: str | None = None

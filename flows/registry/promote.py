@@ -177,7 +177,7 @@ def make_attempt(
     if not kept.is_file() or challenger.tags.get(tag) != sha256_file(kept):
         atomic_write_json(kept, dict(play(index)))
         number_of_version = str(challenger.version)
-        with registry_errors("record the match"):
+        with registry_errors(state.client, "record the match"):
             state.client.set_model_version_tag(
                 challenger.name, number_of_version, tag, sha256_file(kept)
             )
@@ -266,7 +266,7 @@ def promote(
             return decision
         if entry is not None:
             return replace(decision, report=commit(state, entry))
-        with registry_errors("record the decision; nothing has moved"):
+        with registry_errors(state.client, "record the decision; nothing has moved"):
             report = publish_decision(
                 state.client, workspace, decision.challenger, as_report(decision)
             )

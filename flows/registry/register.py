@@ -285,7 +285,7 @@ def _register_one(
             LOGGER.warning("%s", error)
             known = None  # its files are the same, and nobody can vouch for the rest: a new version is made
     if state.model is None:
-        with registry_errors(f"create the registered model {name}"):
+        with registry_errors(client, f"create the registered model {name}"):
             try:
                 client.create_registered_model(name)
             except MlflowException as error:
@@ -297,7 +297,7 @@ def _register_one(
         )
     else:
         number = str(known.version)
-    with registry_errors(f"update {name} version {number}"):
+    with registry_errors(client, f"update {name} version {number}"):
         # What policies said of other tags is void, also if this call is killed before they are
         # asked again.
         void: set[str] = set()
@@ -352,7 +352,7 @@ def _create_version(
     # The numbers by which versions are compared; the files are beside them as artifacts.
     pairs = f"data.{PAIRS}"
     compared = {**headline_metrics(metrics), pairs: flatten(metrics).get(pairs)}
-    with registry_errors(f"register {model.name}"), fluent(workspace):
+    with registry_errors(client, f"register {model.name}"), fluent(workspace):
         own_run = str(client.create_run(experiment, tags=run_tags).info.run_id)
         status = "FAILED"
         try:

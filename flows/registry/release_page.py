@@ -364,7 +364,7 @@ def write_release_page(workspace: Path, notes: RunNotes | None = None) -> Releas
     client = connect(workspace)
     for version in versions(client, here.model):
         if str(version.version) == here.version and version.run_id:
-            with registry_errors(f"attach {page.name} to {_label(here)}"):
+            with registry_errors(client, f"attach {page.name} to {_label(here)}"):
                 client.log_artifact(version.run_id, str(page))
                 card = workspace / DATA_CARD.with_name("card.html")  # to which it links
                 if card.is_file():

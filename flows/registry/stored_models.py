@@ -234,7 +234,7 @@ def _locate(
                         raise
     except (MlflowException, OSError) as error:
         raise ModelError(
-            f"cannot get {name} version {number} {reason_and_remedy(error)}"
+            f"cannot get {name} version {number} {reason_and_remedy(client, error)}"
         ) from error
     folder = _model_folder(root)
     if folder is None:
@@ -275,7 +275,9 @@ def known_version(
     for version in listed:
         complete = version.tags.get(COMPLETE_TAG) == "true"
         if complete and version.tags.get(CONTENT_TAG) == content:
-            with registry_errors(f"look for the files of {version.name} version {version.version}"):
+            with registry_errors(
+                client, f"look for the files of {version.name} version {version.version}"
+            ):
                 if _has_files(client, workspace, version, folder):
                     return version
     return None

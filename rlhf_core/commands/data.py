@@ -55,6 +55,17 @@ def data() -> None:
     """
 
 
+def print_text(text: str, *, err: bool = False) -> None:
+    """Print lines that quote others, with control characters of theirs as escapes.
+
+    Args:
+        err: Print on standard error.
+    """
+    from rlhf_core.data.text import for_terminal
+
+    typer.echo(for_terminal(text), err=err)
+
+
 def print_json(value: Any) -> None:
     """Print ``value`` as indented JSON, control characters in texts escaped."""
     import json

@@ -9,13 +9,14 @@ ideograph, so that languages written without spaces are measured too.
 
 from __future__ import annotations
 
+import logging
 import re
 import unicodedata
 from collections import Counter
 from collections.abc import Sequence
 from functools import cache
 
-from rlhf_core.redaction import SECRETS
+from rlhf_core.redaction import SECRETS, redacted
 
 HALF_PAIR = "holds half of a surrogate pair, which is no valid Unicode"
 
@@ -254,6 +255,14 @@ def for_terminal(text: str) -> str:
     other characters.
     """
     return "\n".join(escaped_controls(line).replace("\r", "\\r") for line in text.split("\n"))
+
+
+class TerminalFormatter(logging.Formatter):
+    """Writes log records, tracebacks among them, without secrets and control characters."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        """The record as lines that a terminal may print."""
+        return for_terminal(redacted(super().format(record)))
 
 
 TAKEN_OUT = "[taken out: looks like a key]"

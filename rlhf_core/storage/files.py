@@ -22,7 +22,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import IO, Any
 
-from rlhf_core.errors import DataError, RlhfError, is_full_disk
+from rlhf_core.errors import DataError, RlhfError, first_line, is_full_disk
 
 
 def permitted(mode: int) -> int:
@@ -270,11 +270,14 @@ def remove_tree(path: Path) -> None:
     """Delete a folder so that readers see all of it or nothing, whenever this process is killed.
 
     It gets another name first. What a killed process left under that name is deleted, too. What
-    cannot be deleted stays there until the next call.
+    cannot be deleted stays there until the next call. Of a link, what it leads to stays.
 
     Raises:
         OSError: It cannot be renamed, and stays as it was.
     """
+    if path.is_symlink():
+        path.unlink()
+        return
     aside = removed_name(path)
     shutil.rmtree(aside, ignore_errors=True)
     with suppress(FileNotFoundError):
@@ -374,6 +377,24 @@ def full_disks(*folders: Path) -> str:
                 device, f"{folder} has room for {room / 2**20:.0f} MiB and {usage.f_favail} files"
             )
     return f" (the disk of {', that of '.join(said.values())})" if said else ""
+
+
+@contextmanager
+def naming_full_disks(*folders: Path) -> Iterator[None]:
+    """Turn the error of a full disk into one that says which disk it is, and what to do.
+
+    Args:
+        folders: Where the block writes, besides the folder for temporary files.
+    """
+    try:
+        yield
+    except Exception as error:
+        if not is_full_disk(error):
+            raise
+        full = full_disks(*folders, temporary_root())
+        raise RlhfError(
+            f"{first_line(error)}{full}; make room and run the command again"
+        ) from error
 
 
 def fsync_path(path: Path) -> None:

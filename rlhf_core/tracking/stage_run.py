@@ -303,6 +303,13 @@ DATABASE_PORTS = {"postgresql": 5432, "mysql": 3306, "mssql": 1433}
 DATABASE_SECONDS = 5
 
 
+def database_file(uri: str) -> Path | None:
+    """Return the file of a SQLite record; None for any other."""
+    if not uri.startswith("sqlite:///"):
+        return None
+    return Path(uri.removeprefix("sqlite:///").partition("?")[0])
+
+
 def require_database(uri: str) -> None:
     """Try once whether a record in a database can be opened.
 
@@ -315,9 +322,9 @@ def require_database(uri: str) -> None:
     dialect = uri.partition("://")[0].partition("+")[0]
     if dialect in DRIVER_TIMEOUTS:
         _require_answer(uri, dialect)
-    if not uri.startswith("sqlite:///"):
+    database = database_file(uri)
+    if database is None:
         return
-    database = Path(uri.removeprefix("sqlite:///").partition("?")[0])
     try:
         database.parent.mkdir(parents=True, exist_ok=True)
         with closing(sqlite3.connect(database, timeout=60)) as connection:

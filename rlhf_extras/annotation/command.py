@@ -10,10 +10,9 @@ from typing import Annotated
 
 import typer
 
-from rlhf_core.commands.data import WorkspaceOption, print_json
+from rlhf_core.commands.data import WorkspaceOption, print_json, print_text
 from rlhf_core.errors import RlhfError
 from rlhf_core.runtime.progress import busy
-from rlhf_extras.data_files.options import print_text
 
 app = typer.Typer(no_args_is_help=True, rich_markup_mode="rich")
 
@@ -88,10 +87,10 @@ def export(
     controls = sum(pair.control for pair in exported.pairs)
     both = bad_ones + controls - len(exported.pairs)
     shared = f", {both} of them both" if both else ""
-    typer.echo(
+    print_text(
         f"{len(exported.pairs)} pairs in {folder}: {bad_ones} bad cases, {controls} of the control{shared}"
     )
-    typer.echo(f"the answers come back with: rlhf annotate import FILE... (export {exported.name})")
+    print_text(f"the answers come back with: rlhf annotate import FILE... (export {exported.name})")
 
 
 @app.command("import", no_args_is_help=True)

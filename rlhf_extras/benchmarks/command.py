@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from rlhf_core.commands.data import WorkspaceOption
+from rlhf_core.commands.data import WorkspaceOption, print_text
 from rlhf_core.errors import ConfigError
 from rlhf_core.runtime.progress import busy
 
@@ -53,9 +53,9 @@ def benchmark(
     if as_json:
         import json
 
-        typer.echo(json.dumps(result, indent=2))
+        print_text(json.dumps(result, indent=2))
     else:
-        typer.echo(as_text(result))
+        print_text(as_text(result))
 
 
 @harness.command(no_args_is_help=True)
@@ -119,5 +119,5 @@ def lm_eval(
         by_name, tasks, include_path or [], few_shot, limit, batch_size, chat_template
     )
     atomic_write_json(output, results)
-    typer.echo(as_text(results))
-    typer.echo(f"\n{output}")
+    print_text(as_text(results))
+    print_text(f"\n{output}")

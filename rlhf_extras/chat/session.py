@@ -13,7 +13,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from rlhf_core.config.model import SamplingConfig
 from rlhf_core.data.encoding import encode_prompt
 from rlhf_core.data.schema import Message, Prompt, read_rows
-from rlhf_core.data.text import is_encodable
+from rlhf_core.data.text import for_terminal, is_encodable
 from rlhf_core.errors import DataError
 from rlhf_core.models.architecture import positions_of
 from rlhf_core.models.causal_lm import load_policy
@@ -133,7 +133,7 @@ def converse(
     given = 0
 
     def write(text: str) -> None:
-        sink.write(text)
+        sink.write(for_terminal(text))  # a model may have learned to write control characters
         sink.flush()
 
     if terminal:

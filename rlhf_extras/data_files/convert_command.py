@@ -10,7 +10,7 @@ from typing import Annotated, get_args
 
 import typer
 
-from rlhf_core.commands.data import JsonOption, print_json
+from rlhf_core.commands.data import JsonOption, print_json, print_text
 from rlhf_core.errors import RlhfError
 from rlhf_core.runtime.progress import busy
 from rlhf_extras.data_files.options import (
@@ -23,7 +23,6 @@ from rlhf_extras.data_files.options import (
     PairsOption,
     SystemPromptsOption,
     TemplateOption,
-    print_text,
     read_options,
     terminal_width,
 )

@@ -12,7 +12,7 @@ import typer
 
 from flows.commands.options import AnyFolder
 from flows.workspace import is_elsewhere, matching_files
-from rlhf_core.commands.data import JsonOption, print_json
+from rlhf_core.commands.data import JsonOption, print_json, print_text
 from rlhf_core.errors import RlhfError
 from rlhf_core.runtime.progress import busy
 from rlhf_core.storage.files import scratch_folder
@@ -24,7 +24,6 @@ from rlhf_extras.data_files.options import (
     PairsOption,
     SystemPromptsOption,
     TemplateOption,
-    print_text,
     read_options,
     terminal_width,
 )

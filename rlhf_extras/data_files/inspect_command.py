@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from rlhf_core.commands.data import JsonOption, print_json
+from rlhf_core.commands.data import JsonOption, print_json, print_text
 from rlhf_core.runtime.progress import busy
 from rlhf_extras.data_files.options import (
     ColumnOption,
@@ -19,7 +19,6 @@ from rlhf_extras.data_files.options import (
     TemplateOption,
     TokenizerOption,
     only_named,
-    print_text,
     read_options,
     root_of,
     terminal_width,

@@ -124,10 +124,3 @@ PIPE_WIDTH = 120
 def terminal_width() -> int:
     """Return the columns of the terminal, or ``PIPE_WIDTH`` where output goes elsewhere."""
     return shutil.get_terminal_size().columns if sys.stdout.isatty() else PIPE_WIDTH
-
-
-def print_text(text: str) -> None:
-    """Print lines that quote data, with control characters of the data as their escapes."""
-    from rlhf_core.data.text import for_terminal
-
-    typer.echo(for_terminal(text))

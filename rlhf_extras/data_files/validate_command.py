@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from rlhf_core.commands.data import JsonOption, ProbeOption, print_json
+from rlhf_core.commands.data import JsonOption, ProbeOption, print_json, print_text
 from rlhf_core.errors import EXIT_GATE_FAILED, EXIT_OK, ConfigError, RlhfError
 from rlhf_core.runtime.progress import busy
 from rlhf_core.storage.files import scratch_folder
@@ -24,7 +24,6 @@ from rlhf_extras.data_files.options import (
     TemplateOption,
     TokenizerOption,
     only_named,
-    print_text,
     read_options,
     root_of,
     terminal_width,

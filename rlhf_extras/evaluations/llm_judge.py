@@ -130,7 +130,8 @@ class ChatEndpoint:
                 f"{self.url} {describe_answer(answer, self.token)}; check base_url, model and token_env"
             )
         content, usage = message.get("content"), answer.json().get("usage")
-        text = writable(content) if isinstance(content, str) else ""
+        # One character more than is read, so that it is not read: whatever an endpoint sends is kept.
+        text = writable(content[: LONGEST_ANSWER + 1]) if isinstance(content, str) else ""
         text = (
             text.replace(self.token, "***") if self.token else text
         )  # some proxies answer with the request's headers

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from rlhf_core.commands.data import ProbeOption, WorkspaceOption
+from rlhf_core.commands.data import ProbeOption, WorkspaceOption, print_text
 from rlhf_core.errors import EXIT_OK, EXIT_USER_ERROR
 from rlhf_core.runtime.progress import busy
 
@@ -109,5 +109,5 @@ def plan(
         else:
             sections = request.sections(plans, on_gpus=time, probe=probe)
             answer = describe(plans, sections, as_json=as_json)
-    typer.echo(answer)
+    print_text(answer)
     raise typer.Exit(EXIT_OK if all(plan.fits for plan in plans) else EXIT_USER_ERROR)

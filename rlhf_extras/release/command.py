@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from flows.commands.options import NEAREST, Reason, Workspace
+from rlhf_core.commands.data import print_text
 from rlhf_core.errors import RlhfError
 from rlhf_core.runtime.progress import busy
 
@@ -63,4 +64,4 @@ def export(
             force_reason=reason if force else None,
             adapter=adapter,
         )
-    typer.echo(done.describe())
+    print_text(done.describe())

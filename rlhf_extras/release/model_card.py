@@ -84,7 +84,7 @@ def release_evidence(
         raise RlhfError(f"{name} was registered by no run, so nothing says how it was judged")
     with (
         scratch_folder() as temporary,
-        registry_errors(f"read the evidence of {name}"),
+        registry_errors(client, f"read the evidence of {name}"),
         fluent(workspace),
     ):
         client.download_artifacts(version.run_id, "gates", str(temporary))

@@ -89,10 +89,11 @@ def apply_retention(workspace: Path, *, delete: bool) -> RetentionPlan:
         if delete:
             for model in orphans.models:
                 with registry_errors(
-                    f"delete the files of {model.model_id}; `rlhf registry gc --delete` goes on"
+                    state.client,
+                    f"delete the files of {model.model_id}; `rlhf registry gc --delete` goes on",
                 ):
                     _delete_logged_model(state.client, workspace, str(model.model_id))
-            with registry_errors("end the runs of killed registrations"):
+            with registry_errors(state.client, "end the runs of killed registrations"):
                 for run in orphans.runs:
                     state.client.set_terminated(run.info.run_id, "KILLED")
         if delete and plan.deleted:
@@ -185,7 +186,7 @@ def _delete_version(client: MlflowClient, workspace: Path, version: ModelVersion
     if number in read_aliases(client, name).values():
         return
     with registry_errors(
-        f"delete {name} version {number}; `rlhf registry gc --delete` goes on with it"
+        client, f"delete {name} version {number}; `rlhf registry gc --delete` goes on with it"
     ):
         source = version.source or ""
         same_files = client.search_model_versions(f"source_path = '{source}'")

@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from rlhf_core.commands.data import JsonOption, print_json
+from rlhf_core.commands.data import JsonOption, print_json, print_text
 from rlhf_core.errors import RlhfError
 from rlhf_core.runtime.progress import busy
 from rlhf_extras.data_files.options import terminal_width
@@ -39,7 +39,7 @@ def compare(
     $ rlhf compare . workspaces/demo-* --output results.json
     """
     with busy("reading the runs"):
-        from flows.commands.text import error_console, print_error
+        from flows.commands.text import PlainConsole, print_error
         from rlhf_extras.run_comparison.compare import (
             EvaluatedWorkspace,
             read_workspace,
@@ -61,15 +61,13 @@ def compare(
     if as_json:
         print_json(document)
         return
-    from rich.console import Console
-
     from rlhf_extras.run_comparison.compare import results_table
 
-    console = Console(highlight=False, width=terminal_width())
+    console = PlainConsole(sys.stdout, terminal_width())
     console.print(results_table(document["runs"], console.width, document["settings"]))
     for warning in document["warnings"]:
-        error_console(sys.stderr).print(
+        PlainConsole(sys.stderr).print(
             f"warning: {warning}", style="yellow", soft_wrap=not sys.stderr.isatty()
         )
     if output is not None:
-        typer.echo(f"wrote {output}")
+        print_text(f"wrote {output}")

@@ -10,9 +10,8 @@ import signal
 from pathlib import Path
 from typing import NoReturn
 
-import typer
-
 from flows.supervision import signals
+from rlhf_core.commands.data import print_text
 from rlhf_core.errors import EXIT_INTERRUPTED, EXIT_OK, ConfigError
 from rlhf_core.serving.protocol import ServingLimits
 from rlhf_core.stages.runtime.threads import limit_threads_of
@@ -41,7 +40,7 @@ def serve(
     """
     token = checked_token(os.environ.get(TOKEN_VARIABLE), host)
     for line in served.about:
-        typer.echo(line)
+        print_text(line)
     if vllm is not None:
         _become_vllm(served, host, port, limits, token, vllm, vllm_arguments)
     if served.workspace is not None:
@@ -58,10 +57,10 @@ def serve(
     completions = Completions(watch, limits, metrics)
     app = create_app(completions, token, watch_seconds)
     if token is None:
-        typer.echo(
+        print_text(
             f"no token: every user of this machine may ask; set {TOKEN_VARIABLE} to require one"
         )
-    typer.echo(f"serving {watch.policy.revision.id} at {base_url(host, bound)}; Ctrl-C stops it")
+    print_text(f"serving {watch.policy.revision.id} at {base_url(host, bound)}; Ctrl-C stops it")
     signals.install(signal.SIGINT, signal.SIGTERM)
     run_server(app, bound, limits.timeout_seconds)
     return EXIT_INTERRUPTED if signals.last() == signal.SIGINT else EXIT_OK
@@ -89,8 +88,8 @@ def _become_vllm(
     command = vllm_command(python, revision, files, host, port, limits)
     command += shlex.split(arguments)
     if served.moves:
-        typer.echo(
+        print_text(
             f"vLLM serves {revision.id} until it is started again; a moved alias is not followed"
         )
-    typer.echo(f"starting {shlex.join(command)}", color=False)
+    print_text(f"starting {shlex.join(command)}")
     os.execve(python, command, vllm_environment(python, os.environ, token))

@@ -17,8 +17,8 @@ import uvicorn
 from fastapi import FastAPI
 from uvicorn.protocols.http.auto import AutoHTTPProtocol
 
+from rlhf_core.data.text import TerminalFormatter
 from rlhf_core.errors import ConfigError
-from rlhf_core.redaction import RedactingFormatter
 
 LOG_FORMAT = "%(asctime)s %(levelname)s %(message)s"
 BACKLOG = 2048
@@ -69,7 +69,7 @@ def run_server(app: FastAPI, bound: socket.socket, timeout_seconds: float) -> No
     """
     bound.listen(BACKLOG)  # connections wait until the server runs
     handler = logging.StreamHandler(sys.stderr)
-    handler.setFormatter(RedactingFormatter(LOG_FORMAT))
+    handler.setFormatter(TerminalFormatter(LOG_FORMAT))
     logging.basicConfig(handlers=[handler], level=logging.WARNING)
     logging.getLogger("rlhf_extras.serving").setLevel(logging.INFO)
     if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:  # as nohup leaves it

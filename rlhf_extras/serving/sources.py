@@ -96,7 +96,7 @@ class RegisteredPolicy:
         if self.number is not None:
             return PolicyRevision(f"{self.name}:{self.number}")
         uri = tracking_uri(self.workspace)
-        with registry_errors(f"look up {self.name}"):
+        with registry_errors(self.client, f"look up {self.name}"):
             if uri.startswith(("http://", "https://")):
                 knock(uri)  # MLflow itself would try for minutes
         number = read_aliases(self.client, self.name).get(self.alias)
@@ -131,7 +131,7 @@ def version_of_run(client: MlflowClient, name: str, run_id: str) -> ModelVersion
         raise RlhfError(
             f"MLflow has no run {run_id}; the pipeline's page shows the ids of its runs"
         ) from error
-    with registry_errors(f"look up the runs of {run_id}"):
+    with registry_errors(client, f"look up the runs of {run_id}"):
         children = client.search_runs(
             [experiment], filter_string=f"tags.`{PARENT_TAG}` = '{run_id}'"
         )

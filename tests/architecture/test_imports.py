@@ -383,3 +383,33 @@ def test_how_architectures_are_built_is_read_in_one_module(package: str) -> None
     facts = {name: architectural_facts(path) for name, path in modules(package).items()}
     readers = {name for name, found in facts.items() if found}
     assert readers <= {"rlhf_core.models.architecture"}, facts
+
+
+# Where tables of our own words are made, whose lines `print_text` prints; and where other things are
+# printed than texts: a version, an empty line, JSON for a process that reads it.
+MAKE_TABLES = {
+    "rlhf_extras.data_files.report_lines",
+    "rlhf_extras.benchmarks.lm_evaluation_harness",
+    "rlhf_extras.memory.command",
+}
+PRINT = {"flows.commands.text", "flows.cli", "flows.commands.run_state", "flows.dvc_repo.graph"}
+
+
+def printed_directly(path: Path) -> list[str]:
+    """Calls by which a module prints past `print_text` and `PlainConsole`."""
+    found = []
+    for node in ast.walk(tree(path)):
+        if isinstance(node, ast.Attribute) and node.attr in {"echo", "secho"}:
+            found.append(node.attr)
+        if isinstance(node, ast.Call) and getattr(node.func, "id", "") in {"Console", "print"}:
+            found.append(getattr(node.func, "id", ""))
+        if isinstance(node, ast.ImportFrom) and node.module == "rich":
+            found += [alias.name for alias in node.names if alias.name == "print"]
+    return found
+
+
+@pytest.mark.parametrize("package", ["flows", "rlhf_extras"])
+def test_what_is_printed_passes_one_place(package: str) -> None:
+    """Elsewhere nobody thinks of markup and control characters in texts that others wrote."""
+    direct = {name: printed_directly(path) for name, path in modules(package).items()}
+    assert {name for name, found in direct.items() if found} <= PRINT | MAKE_TABLES, direct

@@ -24,6 +24,7 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
+from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -251,7 +252,7 @@ def run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     random = torch.Tag.nondeterministic_seeded in func.tags and to_device
     with _device_generator() if random else nullcontext():
         result = func(*host_args, **host_kwargs)
-    if name == "_local_scalar_dense" or (name == "_to_copy" and not to_device):
+    if name == "_local_scalar_dense" or not to_device:  # such as empty_like(…, device="meta")
         return result
     # In inference mode a view of a normal tensor is a normal one.
     normal = (
@@ -515,6 +516,10 @@ def pretended_gpu() -> Iterator[Counts]:
     from rlhf_core.ppo.trainer import PhaseClock
     from rlhf_core.sampling.generation import GRAPHS
 
+    if find_spec("bitsandbytes") is not None:
+        # It loads its library when it is imported, as peft does for adapters: that for CUDA needs
+        # cuBLAS, which a machine without a GPU does not have.
+        import bitsandbytes  # noqa: F401
     run_thread, phase = threading.Thread.run, PhaseClock.phase
 
     def run_with_modes(self: threading.Thread) -> None:
@@ -533,10 +538,6 @@ def pretended_gpu() -> Iterator[Counts]:
             stack.enter_context(mock.patch.object(torch.cuda, name, value))
         stack.enter_context(mock.patch.object(torch.version, "cuda", "13.0"))
         stack.enter_context(mock.patch.dict(GRAPHS, {"cuda": _captured}))
-        # bitsandbytes asks for it when peft imports it.
-        stack.enter_context(
-            mock.patch.object(torch._C, "_cuda_getCurrentRawStream", lambda *_: 0, create=True)
-        )
         stack.enter_context(mock.patch.object(torch.utils, "swap_tensors", _swapped))
         stack.enter_context(mock.patch.object(threading.Thread, "run", run_with_modes))
         stack.enter_context(mock.patch.object(PhaseClock, "phase", named_phase))

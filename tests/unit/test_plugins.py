@@ -74,6 +74,8 @@ def test_a_package_adds_a_command_and_one_to_a_group(install: Install) -> None:
         ("import nowhere_to_be_found", "No module named 'nowhere_to_be_found'"),
         ("1 / 0", "ZeroDivisionError"),
         ("raise SystemError('two\\nlines')", "two"),
+        ("raise SystemExit(0)", "SystemExit"),
+        ("import sys; sys.exit()", "SystemExit"),
         ("app = 3", "typer.Typer"),
         ("", "has no attribute 'app'"),
     ],

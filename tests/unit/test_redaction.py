@@ -9,8 +9,9 @@ import sys
 import pytest
 
 from flows import cli
+from rlhf_core.data.text import TerminalFormatter
 from rlhf_core.errors import ConfigError, first_line, is_full_disk, named_line
-from rlhf_core.redaction import RedactingFormatter, redacted
+from rlhf_core.redaction import redacted
 
 SECRET = "hunter2-and-more"
 WITH_SECRET = (
@@ -129,7 +130,7 @@ def test_logs_and_tracebacks_are_redacted(
         crash()
     except ValueError:
         record = logging.LogRecord("x", logging.ERROR, "f", 1, "failed", (), sys.exc_info())
-    assert SECRET not in RedactingFormatter("%(message)s").format(record)
+    assert SECRET not in TerminalFormatter("%(message)s").format(record)
     monkeypatch.setattr(cli, "app", crash)
     for arguments in (["rlhf"], ["rlhf", "--debug"]):
         monkeypatch.setattr(sys, "argv", arguments)

@@ -117,7 +117,7 @@ class PythonFunction:
                 f"{self.who} took more than {seconds:g} s; make it faster, raise timeout_seconds, or let it score "
                 "single replies"
             ) from error
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             raise DataError(f"{self.who} {describe_failure(error)}") from error
 
     def _one(self, call: _Call) -> Any:
@@ -125,7 +125,7 @@ class PythonFunction:
             return _within(self.given.timeout_seconds, call)
         except TimeLimitExceeded:
             return TOO_LATE
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             raise DataError(
                 f"{self.who} {describe_failure(error)}, scoring {call.reply[:60]!r}"
             ) from error
@@ -148,7 +148,7 @@ class PythonFunction:
 
         try:
             return list(run_to_end(lambda work, _: work, every, None))
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             raise DataError(f"{self.who} {describe_failure(error)}") from error
 
 
@@ -170,7 +170,7 @@ class PluggedSource:
             scores = self.score(replies)
         except RlhfError:  # says itself what is wrong
             raise
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             raise DataError(f"{self.who} {describe_failure(error)}") from error
         self.metrics = dict(getattr(self.score, "metrics", {}))
         return checked_rewards(scores, replies, self.who, none_is_unscored=self.may_decline)

@@ -151,6 +151,18 @@ def whole() -> bytes:
     return header().ljust(start + 128 + 120, b"\0")
 
 
+def many_dimensions(number: int) -> bytes:
+    """A tensor whose number of weights is computed for hours, if there are many dimensions."""
+    shape = struct.pack("<I", number) + struct.pack("<Q", 2**64 - 1) * number
+    return b"GGUF" + struct.pack("<IQQ", 3, 1, 0) + string("w") + shape + bytes(12)
+
+
+def long_text(size: int) -> bytes:
+    """A key whose value takes so much memory."""
+    named = string("general.name") + struct.pack("<IQ", STRING, size)
+    return b"GGUF" + struct.pack("<IQQ", 3, 0, 1) + named + bytes(size)
+
+
 def test_keys_and_tensors_are_read(tmp_path: Path) -> None:
     read = read_gguf_header(file_of(whole(), tmp_path))
     expected = {
@@ -189,8 +201,14 @@ def test_a_file_that_is_cut_off_anywhere_is_one_line(tmp_path: Path) -> None:
         (header(quantisation=UNKNOWN), r"quantised in a way \(type 999\)"),
         (b"GGUF" + struct.pack("<IQQ", 3, 2**63, 2**63) + bytes(60), "is cut off"),
         (b"GGUF" + struct.pack("<IQQ", 3, 0, 1) + struct.pack("<Q", 2**63), "is cut off"),
+        (many_dimensions(1000), "the tensor w has 1000 dimensions"),
+        (many_dimensions(5), "the tensor w has 5 dimensions"),
+        (long_text(17 << 20), "a text of 17825792 bytes"),
     ],
-    ids=["version", "byte-order", "kind", "quantisation", "counts", "length"],
+    ids=[
+        *("version", "byte-order", "kind", "quantisation", "counts", "length"),
+        *("thousand-dimensions", "five-dimensions", "text"),
+    ],
 )
 def test_what_no_reader_knows_is_one_line(content: bytes, message: str, tmp_path: Path) -> None:
     with pytest.raises(ModelError, match=message) as refused:

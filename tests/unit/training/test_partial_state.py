@@ -77,3 +77,12 @@ def test_a_kill_at_any_change_of_a_removal_leaves_all_or_nothing(tmp_path: Path)
         if not killed:
             break
     assert number > 6 and left[0] and not any(left[1:])
+
+
+def test_what_a_link_leads_to_is_not_removed_with_it(tmp_path: Path) -> None:
+    kept, link = tmp_path / "kept", tmp_path / "link"
+    kept.mkdir()
+    (kept / "file").write_text("text")
+    link.symlink_to(kept)
+    remove_tree(link)
+    assert [path.name for path in tmp_path.iterdir()] == ["kept"] and (kept / "file").is_file()

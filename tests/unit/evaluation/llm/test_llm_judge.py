@@ -288,6 +288,15 @@ def test_too_much_junk_is_refused_in_one_line(judge: Judged, server: ChatServer)
     assert "\n" not in str(caught.value)
 
 
+def test_an_endless_answer_takes_no_room_on_the_disk(judge: Judged, server: ChatServer) -> None:
+    verdict = '{"reason": "r", "verdict": "A"}'
+    server.script = [(200, completion(verdict + " " * (4 << 20)))] * 6
+    with pytest.raises(DataError, match="no usable answer"):
+        judge()
+    kept = sum(path.stat().st_size for path in judge.folder.rglob("*.json"))
+    assert 0 < kept < 1 << 20
+
+
 def test_a_pair_that_is_too_long_for_the_model_counts_as_junk(
     judge: Judged, server: ChatServer
 ) -> None:

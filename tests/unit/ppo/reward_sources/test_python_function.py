@@ -28,6 +28,9 @@ def asks(prompts, replies):
 def breaks(prompts, replies):
     return [1.0 / len(reply.split()) for reply in replies]
 
+def leaves(prompts, replies):
+    raise SystemExit(0)
+
 def generator(prompts, replies):
     return (1.0 for _ in replies)
 
@@ -75,6 +78,11 @@ def test_what_the_function_raises_names_type_and_line(place: Place, rules: Path)
         DataError, match=r"my_rules:breaks\) raised ZeroDivisionError: .*\(my_rules.py, line 12\)"
     ):
         function(rules, "breaks").rewards(place.replies(["red", ""]))
+
+
+def test_a_function_that_ends_the_program_ends_no_stage(place: Place, rules: Path) -> None:
+    with pytest.raises(DataError, match=r"my_rules:leaves\) raised SystemExit: 0 \(my_rules.py"):
+        function(rules, "leaves").rewards(place.replies(["red"]))
 
 
 def test_what_it_returns_is_checked(place: Place, rules: Path) -> None:
