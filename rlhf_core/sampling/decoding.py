@@ -194,7 +194,7 @@ class FusedProjection:
         with other tensors, all is computed again: slower, but the same values.
         """
         products: tuple[Tensor, ...]
-        held_input, products = getattr(self._last, "held", (None, ()))
+        held_input, products = getattr(self._last, "held", None) or (None, ())
         if held_input is not input:
             converted = input.to(self.precision)
             rows = torch.ops.mkldnn._linear_pointwise(
@@ -202,7 +202,7 @@ class FusedProjection:
             )
             products = rows.split(self.widths, dim=-1)
         is_last = position + 1 == len(self.widths)
-        self._last.held = (None, ()) if is_last else (input, products)
+        self._last.held = None if is_last else (input, products)
         return products[position]
 
 

@@ -81,7 +81,8 @@ def sample_reply(
     token_ids = rollout.replies()[0]
     text, finished = decode_reply(tokenizer, token_ids)
     end = _first_occurrence(text, stop)  # the end marker may complete the decoding of a stop string
-    reason = "stop" if finished or end is not None else "length"
+    has_ended = finished or end is not None
+    reason: Literal["stop", "length"] = "stop" if has_ended else "length"
     return SampledReply(text[:end], tuple(token_ids), reason)
 
 

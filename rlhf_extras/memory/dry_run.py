@@ -75,7 +75,7 @@ NOTHING = MemoryUse()
 
 
 def largest(uses: Iterable[MemoryUse]) -> MemoryUse:
-    """The use with the highest total; nothing of nothing."""
+    """Return the use with the highest total; no bytes where there is none."""
     return max(uses, key=lambda use: use.total, default=NOTHING)
 
 

@@ -587,7 +587,7 @@ def apply_set_rules(validated: Validated, findings: SetFindings) -> None:
         for rule, of_rows in reasons.items():
             checked.frame[rule] = found_column(len(checked.frame), of_rows)
         of_set = {}
-        for rule, verdict in validated.ask(kind, SET).items():
-            if rule.name in reasons:
-                of_set[rule] = verdict
+        for suite_rule, verdict in validated.ask(kind, SET).items():
+            if suite_rule.name in reasons:
+                of_set[suite_rule] = verdict
         checked.take(of_set, reasons)

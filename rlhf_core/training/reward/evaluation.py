@@ -38,7 +38,7 @@ def rightness(margins: np.ndarray) -> np.ndarray:
     """1 where a pair is ranked as people did, ½ for a tie, 0 otherwise (B,)."""
     is_right = margins > 0
     is_tie = margins == 0
-    return is_right + 0.5 * is_tie
+    return np.asarray(is_right + 0.5 * is_tie)
 
 
 def calibration_bins(margins: np.ndarray) -> list[tuple[float, float, int]]:
