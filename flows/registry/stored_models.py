@@ -29,8 +29,9 @@ from flows.registry.policies import active_policies
 from flows.workspace import display_path
 from rlhf_core.config.evaluation import EvaluateConfig
 from rlhf_core.config.loading import load_section
+from rlhf_core.config.model import SamplingConfig
 from rlhf_core.config.operations import RegistryConfig
-from rlhf_core.errors import ModelError, RlhfError
+from rlhf_core.errors import ModelError, RlhfError, first_line, is_exhausted
 from rlhf_core.gates import closed_gate
 from rlhf_core.serving.protocol import CompletionId, token_usage
 from rlhf_core.storage.files import atomic_dir, full_disks, scratch_folder, sha256_file, sha256_tree
@@ -94,12 +95,24 @@ def log_model(workspace: Path, folder: str, content: str, model: LoggedModel, ru
 
 
 def stored_sampling(folder: Path) -> dict[str, Any]:
-    """The sampling settings that MLflow keeps beside the ``folder`` of a registered policy."""
+    """The sampling settings that MLflow keeps beside the ``folder`` of a registered policy.
+
+    Raises:
+        ModelError: MLflow's file is gone or damaged, or has no such settings.
+    """
     from mlflow.models import Model
 
-    settings: dict[str, Any] = Model.load(str(folder.parents[1])).flavors["python_function"][
-        "config"
-    ]["sampling"]
+    root = folder.parents[1]
+    try:
+        pyfunc = Model.load(str(root)).flavors["python_function"]
+        settings: dict[str, Any] = pyfunc["config"]["sampling"]
+        SamplingConfig.model_validate(settings)
+    except Exception as error:  # whatever MLflow makes of a file that somebody has changed
+        if is_exhausted(error):
+            raise
+        raise ModelError(
+            f"{root / 'MLmodel'} does not say how the policy was judged ({first_line(error)}); {REMEDY}"
+        ) from error
     return settings
 
 

@@ -41,6 +41,7 @@ from rlhf_core.errors import (
 from rlhf_core.fingerprint.stages import remembered_fingerprints, stage_definition
 from rlhf_core.fingerprint.tracked_files import REWARD_SOURCES_FILE, write_tracked_files
 from rlhf_core.runtime.preemption import PreemptionSignal
+from rlhf_core.runtime.user_function import describe_failure
 from rlhf_core.stages.runtime import launcher, slurm
 from rlhf_core.stages.runtime.contract import Paths, Stage
 from rlhf_core.stages.runtime.kept_result import KeptResult
@@ -119,6 +120,10 @@ def run_stage(name: str, workspace: Path) -> dict[str, Any]:
         if is_full_disk(error):
             full = full_disks(workspace, temporary_root())
             failure = RlhfError(f"{name}: {first_line(error)}{full}; {AFTER_FULL_DISK}")
+            raise failure from error
+        if isinstance(error, SystemExit):  # with 0 the stage would seem to be done
+            what = describe_failure(error)
+            failure = RlhfError(f"{name}: code that it calls {what}; take that out of it")
             raise failure from error
         if is_out_of_memory(error):
             failure = RlhfError(f"{name}: {AFTER_NO_MEMORY}")

@@ -477,3 +477,17 @@ def test_stages_that_run_models_return_it_unless_told_not_to(
     monkeypatch.setattr(runner, "_run_on_rank_zero", lambda run: {})
     runner.run_stage(stage, tmp_path)
     assert calls == ([stage] if expected else [])
+
+
+@pytest.mark.parametrize("status", [0, 1, None, "done"])
+def test_code_that_ends_the_program_ends_no_stage_as_if_it_were_done(
+    status: object, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def leave(*_: object) -> NoReturn:
+        raise SystemExit(status)
+
+    monkeypatch.setattr(runner, "_run", leave)
+    with pytest.raises(RlhfError, match=r"^sft: .*raised SystemExit: .*\(test_runner.py, line"):
+        runner.run_stage("sft", tmp_path)
+    outcome = json.loads((tmp_path / ".rlhf/outcomes/sft.json").read_text())
+    assert outcome["exit_code"] == EXIT_USER_ERROR
