@@ -145,6 +145,29 @@ def test_two_workspaces_keep_their_deployments_and_one_of_the_same_name_is_refus
     }
 
 
+def test_a_run_of_a_deployment_finds_the_pools_that_its_settings_name(
+    client: SyncPrefectClient, tmp_path: Path, prefect_database: Path
+) -> None:
+    """What `rlhf deploy` made knows neither trials nor pools that params.yaml has named since."""
+    workspace = make_toy(
+        tmp_path / "base-of-trials",
+        'stages: {collect: {cmd: "touch data.txt", outs: [data.txt]}}\n',
+        "seed: 1\npools: {ppo: named-since}\n",
+        prefect_database,
+    )
+    for settings in ({}, {"seed": 2}):
+        script = f"from flows.pipeline.flow import rlhf_pipeline as run; run({str(workspace)!r}, settings={settings})"
+        env = environment(PREFECT_API_URL=os.environ["PREFECT_API_URL"], PREFECT_HOME=str(tmp_path))
+        subprocess.run([sys.executable, "-c", script], env=env, cwd=workspace, check=True)
+    (trial,) = (workspace / "workspaces").iterdir()
+    for folder in (workspace, trial):
+        assert (folder / "data.txt").exists()
+        (job,) = client.read_deployments(
+            deployment_filter=_named(job_name(folder, "named-since", True))
+        )
+        assert job.parameters["workspace"] == str(folder)
+
+
 def test_neither_trials_of_one_name_nor_names_that_end_alike_meet(
     client: SyncPrefectClient, params: Params, tmp_path: Path
 ) -> None:
