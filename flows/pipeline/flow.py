@@ -65,7 +65,7 @@ from flows.pipeline.registration import (
     was_suspended,
 )
 from flows.pipeline.verdict import REPORT_STAGE, RegistrationResult, RunVerdict, reach_verdict
-from flows.prefect_server.flow_runs import cancel_orphans, given_name
+from flows.prefect_server.flow_runs import cancel_orphans, given_name, stopped_on_cancellation
 from flows.registry.policies import active_policies
 from flows.stage import (
     LoggedProgress,
@@ -207,7 +207,8 @@ def rlhf_pipeline(
         try:
             if not started_by_command:  # of a trial, or of pools named since `rlhf deploy`
                 deploy_jobs(folder, load_params(folder))
-            return _run_pipeline(folder, promote, events, answered)
+            with stopped_on_cancellation():
+                return _run_pipeline(folder, promote, events, answered)
         except RlhfError as error:  # of no stage, such as a record that does not answer
             name = FAILED_STATES.get(error.exit_code, "StageFailed")
             events.emit(RunEnded(name, str(error)))

@@ -15,12 +15,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from background import prefect_server
+from background import prefect_server, wait_until
 from commands import ROOT
-from integration.flow_toys import environment, make_toy
+from integration.flow_toys import environment, make_toy, processes_of
 from prefect.client.orchestration import SyncPrefectClient, get_client
 from prefect.client.schemas.actions import WorkPoolCreate
+from prefect.client.schemas.objects import StateType
 from prefect.settings import PREFECT_API_URL, temporary_settings
+from prefect.states import Cancelling
 from scripted_server import Answer, post_server
 
 from flows.jobs.deployments import JOB_SETTINGS, deploy_all, deploy_jobs
@@ -166,6 +168,31 @@ def test_a_run_of_a_deployment_finds_the_pools_that_its_settings_name(
             deployment_filter=_named(job_name(folder, "named-since", True))
         )
         assert job.parameters["workspace"] == str(folder)
+
+
+def test_a_pipeline_is_cancelled_though_no_worker_passes_it_on(
+    client: SyncPrefectClient, tmp_path: Path, prefect_database: Path
+) -> None:
+    """A worker that could not reach the server for half a minute passes on no cancellation."""
+    workspace = make_toy(
+        tmp_path / "cancelled-late",
+        'stages: {collect: {cmd: "touch began; sleep 1000", outs: [data.txt]}}\n',
+        prefect_database=prefect_database,
+    )
+    env = environment(PREFECT_API_URL=os.environ["PREFECT_API_URL"], PREFECT_HOME=str(tmp_path))
+    command = [sys.executable, "-m", "flows.pipeline.flow", str(workspace)]
+    process = subprocess.Popen(command, env=env, cwd=workspace)
+    try:
+        wait_until((workspace / "began").exists, 240, "the stage")
+        (run,) = [
+            run for run in client.read_flow_runs() if run.parameters["workspace"] == str(workspace)
+        ]
+        client.set_flow_run_state(run.id, Cancelling())
+        assert process.wait(120) == 1
+    finally:
+        process.kill()
+    assert client.read_flow_run(run.id).state_type == StateType.CANCELLED
+    assert processes_of(workspace) == []
 
 
 def test_neither_trials_of_one_name_nor_names_that_end_alike_meet(
