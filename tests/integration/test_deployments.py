@@ -28,6 +28,7 @@ from scripted_server import Answer, post_server
 from flows.jobs.deployments import JOB_SETTINGS, deploy_all, deploy_jobs
 from flows.jobs.job import Job, job_name
 from flows.jobs.run_on_pool import submit
+from flows.prefect_server.pools import forgets_leases
 from flows.prefect_server.services import embedded_database
 from flows.stage import StageSpec
 from rlhf_core.config.loading import check_params
@@ -96,6 +97,7 @@ def test_requests_queue_and_limits_reach_the_server_and_an_attempt_is_submitted_
     assert submit(job).id == run.id and submit(Job(job.spec, job.placement, "a:2")).id != run.id
     assert run.job_variables == {**ASKED, "image": "rlhf:1", "cpus": "32", "shared_memory": "64Gi"}
     assert run.work_queue_name == "long" and set(run.tags) == {"one", "ppo"}
+    assert not forgets_leases(), "a restart of a server that is started here ends no run"
     assert client.read_work_pool("cluster").concurrency_limit == 3
     assert client.read_work_pool("gpu-pool").concurrency_limit == 1
     queues = {

@@ -101,7 +101,9 @@ def test_every_page_of_the_data_docs_is_reached_from_the_first_and_loads_nothing
         page = waiting.pop()
         reached.add(page)
         text = page.read_text()
-        assert not re.search(r"url\(|@import|<(?:script|link|img)\b", text), f"{page} loads something"
+        assert not re.search(r"url\(|@import|<(?:script|link|img)\b", text), (
+            f"{page} loads something"
+        )
         for link in re.findall(r'href="([^"#]+)"', text):
             assert not link.startswith("http"), f"{page} leads elsewhere: {link}"
             target = (page.parent / link).resolve()
