@@ -23,6 +23,7 @@ from flows.prefect_server.services import (
 )
 from flows.registry.policies import active_policies
 from flows.supervision import signals
+from flows.supervision.processes import CHILD_SETTINGS, LEASES
 from flows.workspace import forget_services, locked, record_services
 from rlhf_core.config.loading import load_params
 from rlhf_core.config.params import Params
@@ -85,10 +86,16 @@ def deploy(workspace: Path) -> str:
 
     from flows.jobs.deployments import deploy_all
     from flows.prefect_server.flow_runs import ensure_zombie_automation
+    from flows.prefect_server.pools import forgets_leases
 
     try:
         deploy_all(workspace, params)
         ensure_zombie_automation(print)
+        if forgets_leases():
+            print(
+                "a restart of this Prefect server will end the pipelines that run: start it with "
+                f"{LEASES}={CHILD_SETTINGS[LEASES]}"
+            )
     except httpx.HTTPError as error:
         raise RlhfError(
             f"the Prefect server at {url} refused a request ({named_line(error)})"

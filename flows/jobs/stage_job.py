@@ -6,26 +6,22 @@ outcome there. Where they do not, ``flows.jobs.remote`` rebuilds the workspace o
 
 from __future__ import annotations
 
-import contextlib
 import signal
-import threading
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import httpx
 from prefect import flow, get_run_logger, runtime
 from prefect.client.orchestration import get_client
-from prefect.exceptions import Abort, PrefectException, TerminationSignal
+from prefect.exceptions import Abort, TerminationSignal
 from prefect.states import Cancelled, Completed, Crashed, Failed, State
 
 from flows.jobs.job import JOB_FLOW, Handoff
+from flows.prefect_server.flow_runs import stopped_on_cancellation
 from flows.stage import StageSpec, run_stage, shown_progress
 from flows.supervision import signals
 from flows.workspace import job_label
 
 PREEMPTED = "Preempted"
-WATCH_SECONDS = 10.0
 
 
 def _run_name() -> str:
@@ -61,7 +57,7 @@ def stage_job(
     signals.install(signal.SIGINT, signal.SIGHUP)
     spec = StageSpec(Path(workspace), stage, tuple(outputs), environment, grace)
     try:
-        with _stopped_on_cancellation():
+        with stopped_on_cancellation():
             if handoff is None:
                 info = get_run_logger().info
                 with shown_progress(spec.workspace, stage, lambda progress: info(progress.line)):
@@ -79,32 +75,6 @@ def stage_job(
     if outcome.preempted:
         return _stopped_state(stage, outcome.message)
     return Failed(message=f"{stage}: {outcome.message}")
-
-
-@contextlib.contextmanager
-def _stopped_on_cancellation() -> Iterator[None]:
-    """Raise the stop flag in the block once the server says that this job is being cancelled.
-
-    A process worker stops its jobs faster, but only until three of its requests have failed: half a
-    minute without the server ends that for every job that runs.
-    """
-    ended, run_id = threading.Event(), runtime.flow_run.id
-
-    def watch() -> None:
-        while not ended.wait(WATCH_SECONDS):
-            try:
-                with get_client(sync_client=True) as client:
-                    state = client.read_flow_run(run_id).state
-            except (httpx.HTTPError, PrefectException):  # no server for now, or the run was deleted
-                continue
-            if state is not None and (state.is_cancelling() or state.is_cancelled()):
-                signals.STOP.set()
-
-    threading.Thread(target=watch, name="cancellation", daemon=True).start()
-    try:
-        yield
-    finally:
-        ended.set()
 
 
 def _stopped_state(stage: str, reason: str) -> State[Any]:

@@ -26,6 +26,7 @@ from prefect.task_runners import TaskRunner, ThreadPoolTaskRunner
 from flows.dvc_repo.graph import StageNode, read_graph, recorded_hash
 from flows.dvc_repo.inputs import refresh_inputs
 from flows.dvc_repo.recipe import check_recipe, trial_workspace
+from flows.jobs.deployments import deploy_jobs
 from flows.jobs.job import Job
 from flows.jobs.run_on_pool import run_on_pool, run_on_remote_pool
 from flows.pipeline.artifacts import ProgressArtifact, publish_run
@@ -64,7 +65,7 @@ from flows.pipeline.registration import (
     was_suspended,
 )
 from flows.pipeline.verdict import REPORT_STAGE, RegistrationResult, RunVerdict, reach_verdict
-from flows.prefect_server.flow_runs import cancel_orphans, given_name
+from flows.prefect_server.flow_runs import cancel_orphans, given_name, stopped_on_cancellation
 from flows.registry.policies import active_policies
 from flows.stage import (
     LoggedProgress,
@@ -204,7 +205,10 @@ def rlhf_pipeline(
             cleanup(folder)
         events = EventLog(events_file(folder) if started_by_command else new_events_file(folder))
         try:
-            return _run_pipeline(folder, promote, events, answered)
+            if not started_by_command:  # of a trial, or of pools named since `rlhf deploy`
+                deploy_jobs(folder, load_params(folder))
+            with stopped_on_cancellation():
+                return _run_pipeline(folder, promote, events, answered)
         except RlhfError as error:  # of no stage, such as a record that does not answer
             name = FAILED_STATES.get(error.exit_code, "StageFailed")
             events.emit(RunEnded(name, str(error)))

@@ -1,8 +1,10 @@
-"""Ending the flow runs of dead processes on the server, so that they hold no pool slot."""
+"""Flow runs on the server: their names, their cancellation, and the ends of dead ones."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from datetime import UTC, datetime, timedelta
 from functools import cache
 from pathlib import Path
@@ -23,14 +25,17 @@ from prefect.client.schemas.objects import FlowRun, StateType
 from prefect.client.schemas.sorting import FlowRunSort
 from prefect.events.actions import ChangeFlowRunState
 from prefect.events.schemas.automations import AutomationCore, EventTrigger, Posture
+from prefect.exceptions import PrefectException
 from prefect.states import Cancelled, Cancelling, Crashed, State
 
+from flows.supervision import signals
 from flows.supervision.processes import start_token
 
 ACTIVE = [StateType.RUNNING, StateType.PENDING, StateType.CANCELLING]
 UNFINISHED = [StateType.RUNNING, StateType.PENDING, StateType.SCHEDULED, StateType.PAUSED]
 SUSPENDED = "Suspended"
 PAGE = 200
+WATCH_SECONDS = 10.0
 
 
 def given_name() -> str:
@@ -52,6 +57,33 @@ def _words(kind: str) -> frozenset[str]:
     if "words" in entry:
         return frozenset(entry["words"])
     return frozenset().union(*(_words(part) for part in entry["lists"]))
+
+
+@contextmanager
+def stopped_on_cancellation() -> Iterator[None]:
+    """Raise the stop flag in the block once the server cancels this flow run.
+
+    A process worker stops its runs faster, but only until three of its requests have failed: half a
+    minute without the server ends that for every run of its. Runs without a worker, as of
+    `rlhf run`, are stopped by this alone.
+    """
+    ended, run_id = threading.Event(), runtime.flow_run.id
+
+    def watch() -> None:
+        while not ended.wait(WATCH_SECONDS):
+            try:
+                with get_client(sync_client=True) as client:
+                    state = client.read_flow_run(run_id).state
+            except (httpx.HTTPError, PrefectException):  # no server for now, or the run was deleted
+                continue
+            if state is not None and (state.is_cancelling() or state.is_cancelled()):
+                signals.STOP.set()
+
+    threading.Thread(target=watch, name="cancellation", daemon=True).start()
+    try:
+        yield
+    finally:
+        ended.set()
 
 
 def end_runs(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import copy
 import logging
+import warnings
 from typing import Any
 
 import anyio
@@ -14,7 +15,7 @@ from prefect.logging.handlers import APILogHandler, PrefectConsoleHandler, Worke
 from prefect.utilities import services
 from websockets.exceptions import WebSocketException
 
-from rlhf_core.errors import named_line
+from rlhf_core.errors import QUOTED_CHARACTERS, named_line
 
 # How a server that is away shows itself, and a process that is stopped. A service of Prefect that
 # gives up raises a RuntimeError of its own, and calls back where no event loop runs.
@@ -42,7 +43,7 @@ class ShortTracebacks(logging.Handler):
         error = _error(record)
         if error is not None and (isinstance(error, EXPECTED) or str(error) == GIVEN_UP):
             record = copy.copy(record)
-            message = " ".join(record.getMessage().split())
+            message = " ".join(record.getMessage().split())[:QUOTED_CHARACTERS]
             record.msg, record.args = f"{message} ({named_line(error)})", ()
             record.exc_info = record.exc_text = None
         return super().format(record)
@@ -55,6 +56,8 @@ class Console(ShortTracebacks, PrefectConsoleHandler):
         super().__init__(*arguments, **settings)
         # A service of Prefect that gives up prints what it met past every log.
         services.format_exception = _own_line  # type: ignore[assignment]
+        # One that gives up where no event loop runs leaves a call of its own behind.
+        warnings.filterwarnings("ignore", r"coroutine 'Runner\._handle_\w+' was never awaited")
 
 
 def _own_line(_: object, error: BaseException, traceback: object) -> list[str]:

@@ -135,3 +135,14 @@ def needs_worker(pool: str) -> bool:
             f"no worker serves the work pool {pool} (type {pool_type}); start one where its jobs can run"
         )
     return True
+
+
+def forgets_leases() -> bool:
+    """Whether the server keeps in memory which runs hold the limits of their deployments.
+
+    After a restart it knows none of them, and Prefect ends each such run when it renews its lease.
+    """
+    with get_client(sync_client=True) as client:
+        settings = client.request("GET", "/admin/settings").json()
+    storage = settings.get("server", {}).get("concurrency", {}).get("lease_storage", "")
+    return str(storage).endswith(".memory")

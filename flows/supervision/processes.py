@@ -222,6 +222,7 @@ PREFECT_SETTINGS = {
     "PREFECT_LOGGING_HANDLERS_API_CLASS": "flows.prefect_server.logs.Api",
     "PREFECT_LOGGING_HANDLERS_WORKER_API_CLASS": "flows.prefect_server.logs.WorkerApi",
 }
+LEASES = "PREFECT_SERVER_CONCURRENCY_LEASE_STORAGE"
 CHILD_SETTINGS = {
     **PREFECT_SETTINGS,
     "DO_NOT_TRACK": "1",
@@ -236,6 +237,8 @@ CHILD_SETTINGS = {
     "PREFECT_CLI_PROMPT": "false",
     "PREFECT_CLI_COLORS": "false",
     "PREFECT_SERVER_ALLOW_EPHEMERAL_MODE": "false",
+    # In memory, a restart of the server ends every run of a deployment that has a limit.
+    LEASES: "prefect.server.concurrency.lease_storage.filesystem",
     "PREFECT_WORKER_QUERY_SECONDS": "1",
     "PREFECT_WORKER_HEARTBEAT_SECONDS": "10",
     "PYTHONUNBUFFERED": "1",

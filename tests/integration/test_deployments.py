@@ -15,17 +15,20 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from background import prefect_server
+from background import prefect_server, wait_until
 from commands import ROOT
-from integration.flow_toys import environment, make_toy
+from integration.flow_toys import environment, make_toy, processes_of
 from prefect.client.orchestration import SyncPrefectClient, get_client
 from prefect.client.schemas.actions import WorkPoolCreate
+from prefect.client.schemas.objects import StateType
 from prefect.settings import PREFECT_API_URL, temporary_settings
+from prefect.states import Cancelling
 from scripted_server import Answer, post_server
 
 from flows.jobs.deployments import JOB_SETTINGS, deploy_all, deploy_jobs
 from flows.jobs.job import Job, job_name
 from flows.jobs.run_on_pool import submit
+from flows.prefect_server.pools import forgets_leases
 from flows.prefect_server.services import embedded_database
 from flows.stage import StageSpec
 from rlhf_core.config.loading import check_params
@@ -94,6 +97,7 @@ def test_requests_queue_and_limits_reach_the_server_and_an_attempt_is_submitted_
     assert submit(job).id == run.id and submit(Job(job.spec, job.placement, "a:2")).id != run.id
     assert run.job_variables == {**ASKED, "image": "rlhf:1", "cpus": "32", "shared_memory": "64Gi"}
     assert run.work_queue_name == "long" and set(run.tags) == {"one", "ppo"}
+    assert not forgets_leases(), "a restart of a server that is started here ends no run"
     assert client.read_work_pool("cluster").concurrency_limit == 3
     assert client.read_work_pool("gpu-pool").concurrency_limit == 1
     queues = {
@@ -143,6 +147,54 @@ def test_two_workspaces_keep_their_deployments_and_one_of_the_same_name_is_refus
     assert {deployment.parameters["workspace"] for deployment in client.read_deployments()} == {
         str(same)
     }
+
+
+def test_a_run_of_a_deployment_finds_the_pools_that_its_settings_name(
+    client: SyncPrefectClient, tmp_path: Path, prefect_database: Path
+) -> None:
+    """What `rlhf deploy` made knows neither trials nor pools that params.yaml has named since."""
+    workspace = make_toy(
+        tmp_path / "base-of-trials",
+        'stages: {collect: {cmd: "touch data.txt", outs: [data.txt]}}\n',
+        "seed: 1\npools: {ppo: named-since}\n",
+        prefect_database,
+    )
+    for settings in ({}, {"seed": 2}):
+        script = f"from flows.pipeline.flow import rlhf_pipeline as run; run({str(workspace)!r}, settings={settings})"
+        env = environment(PREFECT_API_URL=os.environ["PREFECT_API_URL"], PREFECT_HOME=str(tmp_path))
+        subprocess.run([sys.executable, "-c", script], env=env, cwd=workspace, check=True)
+    (trial,) = (workspace / "workspaces").iterdir()
+    for folder in (workspace, trial):
+        assert (folder / "data.txt").exists()
+        (job,) = client.read_deployments(
+            deployment_filter=_named(job_name(folder, "named-since", True))
+        )
+        assert job.parameters["workspace"] == str(folder)
+
+
+def test_a_pipeline_is_cancelled_though_no_worker_passes_it_on(
+    client: SyncPrefectClient, tmp_path: Path, prefect_database: Path
+) -> None:
+    """A worker that could not reach the server for half a minute passes on no cancellation."""
+    workspace = make_toy(
+        tmp_path / "cancelled-late",
+        'stages: {collect: {cmd: "touch began; sleep 1000", outs: [data.txt]}}\n',
+        prefect_database=prefect_database,
+    )
+    env = environment(PREFECT_API_URL=os.environ["PREFECT_API_URL"], PREFECT_HOME=str(tmp_path))
+    command = [sys.executable, "-m", "flows.pipeline.flow", str(workspace)]
+    process = subprocess.Popen(command, env=env, cwd=workspace)
+    try:
+        wait_until((workspace / "began").exists, 240, "the stage")
+        (run,) = [
+            run for run in client.read_flow_runs() if run.parameters["workspace"] == str(workspace)
+        ]
+        client.set_flow_run_state(run.id, Cancelling())
+        assert process.wait(120) == 1
+    finally:
+        process.kill()
+    assert client.read_flow_run(run.id).state_type == StateType.CANCELLED
+    assert processes_of(workspace) == []
 
 
 def test_neither_trials_of_one_name_nor_names_that_end_alike_meet(

@@ -235,6 +235,7 @@ start_prefect() {
   (
     export PREFECT_API_DATABASE_CONNECTION_URL=postgresql+asyncpg://rlhf:$postgres_password@127.0.0.1:$postgres_port/prefect
     export PREFECT_SERVER_API_AUTH_STRING=rlhf:$prefect_password PREFECT_HOME=$folder/prefect
+    export PREFECT_SERVER_CONCURRENCY_LEASE_STORAGE=prefect.server.concurrency.lease_storage.filesystem
     unset PREFECT_API_URL PREFECT_API_KEY PREFECT_PROFILE PREFECT_API_AUTH_STRING
     launch prefect "$python" -m prefect server start --host 127.0.0.1 --port "$prefect_port"
   )

@@ -19,6 +19,7 @@ import json
 import logging
 import os
 import re
+import shutil
 import sys
 import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping
@@ -293,20 +294,32 @@ SHOWN_ROWS = 20
 # Pages of the data docs: what is asked of rows by themselves, then which are copies or derived,
 # then of the set.
 ROWS, COPIES, SET = "rows", "copies", "set"
+PAGES = {ROWS: "each row by itself", COPIES: "copies and derived rows", SET: "the whole set"}
 RESULT_FORMAT = {
     "result_format": "COMPLETE",
     "partial_unexpected_count": SHOWN_ROWS,
     "return_unexpected_index_query": False,
 }
-# What the library's pages load from elsewhere, what of them works with that alone, and its
-# invitation to a newsletter.
+# What the library's pages load, also in their own style, what of them works with that alone, and
+# its invitation to a newsletter.
 _LOADED = re.compile(
-    r"<footer>.*?</footer>|<link\b[^>]*\bhref=[\"']https?:[^>]*>|<script\b.*?</script>|<img\b[^>]*>"
+    r"<footer>.*?</footer>|<link\b[^>]*>|<style>.*?</style>|<script\b.*?</script>|<img\b[^>]*>"
     r"|<div class=\"card mb-3\">\s*<div class=\"card-header p-2\">\s*<strong>Actions</strong>"
     r".*?</div>\s*</div>\s*</div>",
     re.DOTALL,
 )
 _BODY = re.compile(r"<body[^<>]*>")
+_INDEX = """<!DOCTYPE html>
+<html>
+<head><title>Data Docs</title><meta charset="UTF-8"></head>
+<body>
+<table>
+<tr><th>kind</th><th>what is checked</th><th>result</th><th>suite</th></tr>
+{rows}
+</table>
+</body>
+</html>
+"""
 STYLE = Path(__file__).with_name("data_docs.css")
 
 
@@ -442,10 +455,27 @@ class Checkpoints:
             if failed
             else "The data passed its gate"
         )
+        shutil.rmtree(docs / "static", ignore_errors=True)  # what the library's own pages load
+        # The library's index is empty without scripts from elsewhere.
+        (docs / "index.html").write_text(self._index(docs), encoding="utf-8")
         for page in docs.rglob("*.html"):
             page.write_text(
                 offline_page(page.read_text(encoding="utf-8"), verdict), encoding="utf-8"
             )
+
+    def _index(self, docs: Path) -> str:
+        """Return the first page of the data docs: a row for each result, with links to its pages."""
+        rows = []
+        for kind, key, result in self._results:
+            suite = key.expectation_suite_identifier.name
+            (page,) = docs.glob(f"validations/{suite}/*/*/*.html")
+            held = sum(bool(outcome.success) for outcome in result.results)
+            rows.append(
+                f"<tr><td>{kind}</td><td>{PAGES[key.run_id.run_name]}</td>"
+                f'<td><a href="{page.relative_to(docs)}">{held} of {len(result.results)} expectations hold</a></td>'
+                f'<td><a href="expectations/{suite}.html">what is expected</a></td></tr>'
+            )
+        return _INDEX.format(rows="\n".join(rows))
 
 
 def offline_page(page: str, verdict: str) -> str:

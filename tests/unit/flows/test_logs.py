@@ -19,7 +19,7 @@ from flows.prefect_server.logs import Console
 from flows.supervision.processes import PREFECT_SETTINGS
 
 
-def logged(error: BaseException) -> str:
+def logged(error: BaseException, message: str = "A service\nof %s failed.") -> str:
     """What a handler writes of ``error``, raised some frames deep."""
     text = io.StringIO()
     logger = logging.Logger("prefect.some.service")
@@ -29,7 +29,7 @@ def logged(error: BaseException) -> str:
     try:
         raise error
     except BaseException:
-        logger.exception("A service\nof %s failed.", "Prefect")
+        logger.exception(message, "Prefect")
     return text.getvalue()
 
 
@@ -48,6 +48,12 @@ def test_an_outage_or_a_stop_is_one_line(error: BaseException) -> None:
     line = logged(error)
     assert line.count("\n") == 1 and line.startswith("A service of Prefect failed. (")
     assert type(error).__name__ in line and str(error) in line
+
+
+def test_what_could_not_be_sent_is_not_told_whole() -> None:
+    """Prefect names an event that it could not send with all its resources, every half minute."""
+    line = logged(ConnectionRefusedError(111, "refused"), f"%s failed to process {'item ' * 1000}")
+    assert len(line) < 700 and line.startswith("Prefect failed to process item")
 
 
 def test_a_service_that_gives_up_prints_no_traceback(capsys: pytest.CaptureFixture[str]) -> None:

@@ -35,6 +35,7 @@ from flows.jobs.remote import (
     rebuild_workspace,
 )
 from flows.jobs.transfer import LogFollower, LogShipper, TransferFailed, describe_remote
+from flows.prefect_server import flow_runs
 from flows.stage import StageOutcome, StageSpec
 from flows.supervision.processes import CommandResult, LogReader
 from flows.workspace import private_path
@@ -332,6 +333,7 @@ def use(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(run_on_pool, "get_client", client)
     monkeypatch.setattr(stage_job, "get_client", client)
+    monkeypatch.setattr(flow_runs, "get_client", client)
     monkeypatch.setattr(stage_job, "get_run_logger", lambda: logging.getLogger("job"))
     monkeypatch.setattr(run_on_pool, "submit", server.submit)
 
@@ -517,10 +519,11 @@ def test_a_job_keeps_watching_for_its_cancellation_whatever_the_server_answers(
         return stopped() if stage_job.signals.STOP.wait(60) else left()
 
     monkeypatch.setattr(stage_job, "run_stage", works)
-    monkeypatch.setattr(stage_job, "WATCH_SECONDS", 0.001)
+    monkeypatch.setattr(flow_runs, "WATCH_SECONDS", 0.001)
     monkeypatch.setattr(stage_job.signals, "install", lambda *_: None)
     monkeypatch.setattr(stage_job.signals, "STOP", threading.Event())
-    monkeypatch.setattr(stage_job, "runtime", SimpleNamespace(flow_run=SimpleNamespace(id=0)))
+    for module in (stage_job, flow_runs):
+        monkeypatch.setattr(module, "runtime", SimpleNamespace(flow_run=SimpleNamespace(id=0)))
     server = LateServer(Path(), becomes(Cancelling), *[has_no_answer] * 9)
     server.states = [Running()]
     use(server, monkeypatch)

@@ -84,8 +84,36 @@ def test_rows_are_refused_and_counted_by_the_expectations_of_a_team(tmp_path: Pa
     assert "ghp_" not in page and "&lt;b&gt;" in page and "<b>Oh" not in page
     for path, text in pages.items():
         assert "The data passed its gate" in text, path
-        assert not re.search(r"<(?:script|link|img)[^>]*https?:", text), f"{path} loads something"
         assert "newsletter" not in text and "__none__" not in f"{text} {path}"
+
+
+def test_every_page_of_the_data_docs_is_reached_from_the_first_and_loads_nothing(
+    tmp_path: Path,
+) -> None:
+    suites = read_suites(own_suite(tmp_path / "own", no_swearing()), ValidateConfig())
+    checkpoints = Checkpoints(suites)
+    for kind, column in {"preferences": "rejected", "pretrain": "text"}.items():
+        checkpoints.run(kind, pd.DataFrame({column: ["damn", "No."]}), ROWS, str)
+    docs = tmp_path / "docs"
+    checkpoints.write_docs(docs, [])
+    reached, waiting = set(), [docs / "index.html"]
+    while waiting:
+        page = waiting.pop()
+        reached.add(page)
+        text = page.read_text()
+        assert not re.search(r"url\(|@import|<(?:script|link|img)\b", text), (
+            f"{page} loads something"
+        )
+        for link in re.findall(r'href="([^"#]+)"', text):
+            assert not link.startswith("http"), f"{page} leads elsewhere: {link}"
+            target = (page.parent / link).resolve()
+            assert target.is_file(), f"{page} links {link}"
+            if target not in reached:
+                waiting.append(target)
+    assert reached == {path for path in docs.rglob("*") if path.is_file()}, "nothing else is left"
+    assert len(reached) == 5
+    first = (docs / "index.html").read_text()
+    assert re.search(r"preferences.* of .* expectations hold", first)
 
 
 OWN_CLASS = """
