@@ -98,8 +98,9 @@ def length_controlled_win_rate(
     balanced = balancing_weights(longer, cell, equal_weights)[0]
     share = float(balanced.mean())
     of_cluster = np.bincount(of_row, weights=balanced)
+    total = float(of_cluster.sum())
     squares = float((of_cluster**2).sum())
-    effective = float(of_cluster.sum()) ** 2 / max(squares, 1e-300)
+    effective = total**2 / max(squares, 1e-300)
     undecided = {
         "lc_win_rate": 0.5,
         "lc_win_rate_low95": 0.0,
@@ -152,7 +153,9 @@ def length_cells(length_difference: np.ndarray) -> np.ndarray:
     """
     longer = length_difference[length_difference > 0]
     shorter = -length_difference[length_difference < 0]
-    rarer = shorter if len(shorter) < len(longer) else longer
+    rarer = longer
+    if len(shorter) < len(longer):
+        rarer = shorter
     cells = len(rarer) // PAIRS_OF_A_CELL
     if len(shorter) == len(longer):  # swapping the sides must not change the cells
         rarer = np.concatenate([longer, shorter])
@@ -286,7 +289,8 @@ def compare(
     """
     first = np.asarray(candidate, dtype=np.float64)
     second = np.asarray(baseline, dtype=np.float64)
-    if first.shape != second.shape or first.ndim not in (1, 2):
+    are_alike = first.shape == second.shape
+    if not are_alike or first.ndim not in (1, 2):
         raise DataError(
             f"a comparison needs one score per prompt on both sides, got {first.shape} and {second.shape}"
         )
@@ -295,7 +299,8 @@ def compare(
     require_finite(first)
     require_finite(second)
     # One row per prompt, one column per reply to it.
-    difference = (first - second).reshape(len(first), -1)
+    difference = first - second
+    difference = difference.reshape(len(first), -1)
     means = {"mean_difference": difference.mean(axis=1)}
     outcome = outcomes(difference, tie_margin)
     compared = compare_outcomes(outcome, bootstrap, seed, length_difference, clusters, means)
@@ -345,7 +350,8 @@ def compare_outcomes(
     own_clusters = one_each(len(share_won), clusters)
     rows = np.stack([share_won, *means.values()])
     lows, highs = bootstrap_bounds(rows, bootstrap, seed, own_clusters)
-    low, high = float(lows[0]), float(highs[0])
+    low = float(lows[0])
+    high = float(highs[0])
     if np.isfinite(low):
         of_reply = np.repeat(own_clusters, won.shape[1])
         every_one = np.ones(won.size)
@@ -404,9 +410,10 @@ def compare_groups(
         Comparisons by group and judge; a judge that decided on no prompt of a group is left out.
     """
     of_prompt = one_each(len(groups), clusters)
+    names = np.array(groups, dtype=object)
     table: dict[str, dict[str, dict[str, float]]] = {}
     for group in sorted(set(groups) - {""}):
-        in_group = np.array([name == group for name in groups])
+        in_group = names == group
         table[group] = {}
         for judge, values in outcome.items():
             is_undecided = np.isnan(values).any(axis=1)

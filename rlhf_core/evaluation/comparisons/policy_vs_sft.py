@@ -57,8 +57,10 @@ class Evaluation:
     def __init__(
         self, sets: FixedSets, sft: EvaluatedModel, policy: EvaluatedModel, config: EvaluateConfig
     ) -> None:
-        self.sets, self.config = sets, config
-        self.sft, self.policy = sft, policy
+        self.sets = sets
+        self.sft = sft
+        self.policy = policy
+        self.config = config
         self.models = {"policy": policy, "sft": sft}
         self.first = list(sets.judged)
         self.prompts = repeated_rows(sets.judged, sft.judged)
@@ -73,18 +75,19 @@ class Evaluation:
 
     def score(self, judge: Judge) -> None:
         """Let ``judge`` score both models' replies, and compare them."""
+        name = judge.name
         asked = [row.prompt for row in self.prompts]
         for model in (self.sft, self.policy):
-            model.scores[judge.name] = judge.score(asked, model.judged)
+            model.scores[name] = judge.score(asked, model.judged)
         if getattr(judge, "may_decline", False):
-            self._count_unscored(judge.name)
+            self._count_unscored(name)
         if isinstance(judge, GoldJudge):
             for side, model in self.models.items():
                 is_right = judge.right(asked, model.judged)
                 self.right[side] = np.array(is_right)
-        scores_of_sft = self.sft.scores[judge.name]
+        scores_of_sft = self.sft.scores[name]
         margin = tie_margin_of(judge, self.config.tie_margin, scores_of_sft)
-        self.compare_scores(judge.name, margin)
+        self.compare_scores(name, margin)
 
     def _count_unscored(self, judge: str) -> None:
         """Give replies that ``judge`` could not score the lowest score: no model may gain by them.
@@ -92,29 +95,30 @@ class Evaluation:
         Raises:
             DataError: It could score none.
         """
-        scores = {side: np.array(model.scores[judge]) for side, model in self.models.items()}
-        every = np.concatenate([*scores.values()])
-        if np.isnan(every).all():
+        scores = np.array([model.scores[judge] for model in self.models.values()])
+        is_unscored = np.isnan(scores)
+        if is_unscored.all():
             raise DataError(
-                f"the {judge} could score none of {len(every)} replies to test prompts; correct its function"
+                f"the {judge} could score none of {scores.size} replies to test prompts; correct its function"
             )
-        lowest = float(np.nanmin(every))
+        lowest = float(np.nanmin(scores))
         self.lowest[judge] = lowest
-        for side, model in self.models.items():
-            is_unscored = np.isnan(scores[side])
-            self.unscored[side] = float(is_unscored.mean())
-            known = np.where(is_unscored, lowest, scores[side])
-            model.scores[judge] = known.tolist()
+        known = np.where(is_unscored, lowest, scores)
+        for row, (side, model) in enumerate(self.models.items()):
+            self.unscored[side] = float(is_unscored[row].mean())
+            model.scores[judge] = known[row].tolist()
 
     def compare_scores(self, judge: str, tie_margin: float) -> None:
         """Compare the scores that ``judge`` gave both models."""
-        longer_by = length_differences(self.policy.judged, self.sft.judged)
+        policy, sft = self.policy, self.sft
+        config = self.config
+        longer_by = length_differences(policy.judged, sft.judged)
         self.comparison[judge] = compare(
-            self._by_prompt(self.policy.scores[judge]),
-            self._by_prompt(self.sft.scores[judge]),
+            self._by_prompt(policy.scores[judge]),
+            self._by_prompt(sft.scores[judge]),
             tie_margin,
-            self.config.bootstrap,
-            self.config.seed,
+            config.bootstrap,
+            config.seed,
             self._by_prompt(longer_by),
             self.clusters,
         )
@@ -125,13 +129,14 @@ class Evaluation:
         sft = self.first_replies("sft")
         prompts = [row.prompt for row in self.first]
         said = judge.judge(prompts, policy, sft)
+        decided = said.judged
         longer_by = length_differences(policy, sft)
         compared = compare_outcomes(
-            said.outcomes[said.judged],
+            said.outcomes[decided],
             self.config.bootstrap,
             self.config.seed,
-            longer_by[said.judged],
-            self.clusters[said.judged],
+            longer_by[decided],
+            self.clusters[decided],
         )
         for name in ORDER_METRICS:
             if name in said.metrics:
@@ -141,15 +146,18 @@ class Evaluation:
 
     def first_replies(self, side: str) -> list[Reply]:
         """Return the first reply to each prompt of a side, ``policy`` or ``sft``."""
-        return self.models[side].judged[:: self.replies_per_prompt]
+        model = self.models[side]
+        return model.judged[:: self.replies_per_prompt]
 
     def first_scores(self, side: str, judge: str) -> np.ndarray:
         """Return the scores that ``judge`` gave these."""
-        scores = np.asarray(self.models[side].scores[judge])
+        model = self.models[side]
+        scores = np.asarray(model.scores[judge])
         return scores[:: self.replies_per_prompt]
 
     def _by_prompt(self, values: Sequence[float] | np.ndarray) -> np.ndarray:
-        return np.reshape(values, (-1, self.replies_per_prompt))
+        shape = (-1, self.replies_per_prompt)
+        return np.reshape(values, shape)
 
     def outcomes(self) -> dict[str, np.ndarray]:
         """Return by judge 1 for a win of the policy, ½ for a tie, 0 for a loss, (prompts, replies).
@@ -174,17 +182,19 @@ class Evaluation:
 
     def metrics(self) -> dict[str, Any]:
         """Return the content of ``metrics/evaluation.json``; see docs/metrics.md."""
+        sets = self.sets
         rates = {}
         metrics: dict[str, Any] = {}
         for side, model in self.models.items():
-            prompts = repeated_rows(self.sets.regression, model.regression)
+            prompts = repeated_rows(sets.regression, model.regression)
             categories = [row.category for row in prompts]
-            rates[side] = pass_rates(categories, model.regression, self.sets.world)
+            passed = pass_rates(categories, model.regression, sets.world)
+            rates[side] = passed
             metrics[side] = self._model_metrics(side)
-            metrics[side]["regression"] = rates[side]["passed"]
+            metrics[side]["regression"] = passed["passed"]
         if self.policy.drift is not None:
             metrics |= self.policy.drift.as_dict()
-        rates["policy"]["prompts"] = len(self.sets.regression)
+        rates["policy"]["prompts"] = len(sets.regression)
         metrics |= {
             "prompts": len(self.first),
             "clusters": len(np.unique(self.clusters)),
@@ -225,6 +235,7 @@ class Evaluation:
                 "category": prompt.category,
             }
             is_first = not rows or rows[-1]["id"] != prompt.id
+            is_harmful = kind == "safety" and prompt.category == HARMFUL_CATEGORY
             for side, replies in of_side.items():
                 reply = replies[number]
                 row[f"{side}_reply"] = reply.text
@@ -233,7 +244,7 @@ class Evaluation:
                 for name, check in checks.items():
                     says[name] = check(prompt.category, reply)
                 row[f"{side}_checks"] = says
-                if kind == "safety" and is_first and prompt.category == HARMFUL_CATEGORY:
+                if is_first and is_harmful:
                     row[f"{side}_refusal_log_odds"] = next(log_odds[side], None)
             rows.append(row)
         return rows
@@ -269,7 +280,8 @@ class Evaluation:
         for judge, scores in model.scores.items():
             metrics[judge] = float(np.mean(scores))
         if self.right:
-            metrics["right"] = float(self.right[side].mean())
+            is_right = self.right[side]
+            metrics["right"] = float(is_right.mean())
         if self.unscored:
             metrics["unscored"] = self.unscored[side]
         sets = []
@@ -295,15 +307,17 @@ class Evaluation:
         By each judge the mean score of both models and the win rate, and ``comparison`` by the
         judges that decide.
         """
+        config = self.config
         outcome = self.outcomes()
-        names = [row.category for row in self.first]
+        categories = [row.category for row in self.first]
+        names = np.array(categories, dtype=object)
         deciding = {judge: outcome[judge] for judge in final_judges(outcome)}
         compared = compare_groups(
-            names, deciding, self.config.bootstrap, self.config.seed, self.clusters
+            categories, deciding, config.bootstrap, config.seed, self.clusters
         )
         table: dict[str, dict[str, Any]] = {}
-        for category in sorted(set(names) - {""}):
-            here = np.array([name == category for name in names])
+        for category in sorted(set(categories) - {""}):
+            here = names == category
             each = np.repeat(here, self.replies_per_prompt)
             questions = np.unique(self.clusters[here])
             row: dict[str, Any] = {}
@@ -318,7 +332,8 @@ class Evaluation:
                     row[f"{side}_right"] = float(right_here.mean())
             for judge, values in outcome.items():
                 values_here = values[here]
-                decided = values_here[~np.isnan(values_here)]
+                is_decided = ~np.isnan(values_here)
+                decided = values_here[is_decided]
                 if len(decided):
                     row[f"win_rate_{judge}"] = float(decided.mean())
             if category in compared:
@@ -332,7 +347,7 @@ class Evaluation:
         for i, prompt in enumerate(self.prompts):
             sft = self.sft.judged[i]
             policy = self.policy.judged[i]
-            turns = [f"{message.role}: {message.content}" for message in prompt.prompt]
+            turns = [f"{turn.role}: {turn.content}" for turn in prompt.prompt]
             row: dict[str, Any] = {
                 "id": prompt.id,
                 "category": prompt.category,
@@ -351,12 +366,14 @@ class Evaluation:
         # A judge without scores compares only the first replies to each prompt.
         for judge, said in self.pairwise.items():
             for row in rows:
-                row[f"{judge}_outcome"] = row[f"{judge}_reason"] = None
+                row[f"{judge}_outcome"] = None
+                row[f"{judge}_reason"] = None
             first_rows = rows[:: self.replies_per_prompt]
-            outcomes_said = said.outcomes.tolist()
-            for row, outcome, reason in zip(first_rows, outcomes_said, said.reasons, strict=True):
-                row[f"{judge}_outcome"] = None if np.isnan(outcome) else outcome
-                row[f"{judge}_reason"] = reason
+            for number, row in enumerate(first_rows):
+                outcome = float(said.outcomes[number])
+                if not np.isnan(outcome):
+                    row[f"{judge}_outcome"] = outcome
+                row[f"{judge}_reason"] = said.reasons[number]
         return rows
 
     def disagreements(self, judge: str) -> list[tuple[int, float]]:
@@ -369,7 +386,8 @@ class Evaluation:
             Positions of rows, each with the reward's gain minus the judge's, both in standard
             deviations of that judge's differences.
         """
-        policy, sft = self.policy.scores, self.sft.scores
+        policy = self.policy.scores
+        sft = self.sft.scores
         judged = np.subtract(policy[judge], sft[judge])
         tie_margin = self.comparison[judge]["tie_margin"]
         wrong = judged < -tie_margin
@@ -389,6 +407,7 @@ class Evaluation:
         rows = self.rows()
         cases = []
         worst = self.disagreements(judge)[: self.config.bad_cases]
-        for i, disagreement in worst:
-            cases.append(rows[i] | {"judge": judge, "disagreement": disagreement})
+        for number, disagreement in worst:
+            about = {"judge": judge, "disagreement": disagreement}
+            cases.append(rows[number] | about)
         return cases

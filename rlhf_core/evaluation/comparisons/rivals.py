@@ -46,7 +46,8 @@ def group_of(prompt: Prompt, groups: Mapping[str, str]) -> str:
         for name in known:
             whole_word = rf"(?<![^\W_]){re.escape(name)}(?![^\W_])"
             for match in re.finditer(whole_word, text, re.IGNORECASE):
-                matches.append((match.end(), len(name), name))
+                found = (match.end(), len(name), name)
+                matches.append(found)
         if matches:
             _, _, last_name = max(matches)
             return known[last_name]
@@ -71,7 +72,8 @@ class Rival:
     """
 
     def __init__(self, name: str, replies: Sequence[Reply | None], evaluation: Evaluation) -> None:
-        self.name, self.replies = name, replies
+        self.name = name
+        self.replies = replies
         self.evaluation = evaluation
         self.answered: list[int] = []
         known: list[Reply] = []
@@ -97,17 +99,17 @@ class Rival:
     def score(self, judge: Judge) -> None:
         """Let ``judge`` score its replies, and compare them."""
         prompts = [row.prompt for row in self.sets.judged]
+        name = judge.name
         scores = judge.score(prompts, self.known.judged)
-        lowest = self.evaluation.lowest.get(judge.name)
+        lowest = self.evaluation.lowest.get(name)
         if lowest is not None:
             scores = np.nan_to_num(scores, nan=lowest).tolist()
-        self.known.scores[judge.name] = scores
+        self.known.scores[name] = scores
         for side, versus in self.versus.items():
-            of_side = self.evaluation.first_scores(side, judge.name)
+            of_side = self.evaluation.first_scores(side, name)
             met = of_side[self.answered]
-            versus.policy.scores[judge.name] = met.tolist()
-            tie_margin = self._tie_margin(judge.name)
-            versus.compare_scores(judge.name, tie_margin)
+            versus.policy.scores[name] = met.tolist()
+            versus.compare_scores(name, self._tie_margin(name))
 
     def judge(self, judge: PairwiseJudge) -> None:
         """Let a judge without scores compare both models' replies with its own."""
@@ -169,11 +171,13 @@ class Rival:
             columns: dict[str, Any] = {"reply": None, "finished": None}
             columns |= dict.fromkeys(self.known.scores)
             if reply is not None:
-                columns |= {"reply": reply.text, "finished": reply.finished}
+                columns["reply"] = reply.text
+                columns["finished"] = reply.finished
                 for judge, scores in self.known.scores.items():
                     columns[judge] = scores[known]
                 known += 1
-            rows.append({f"{self.name}_{name}": value for name, value in columns.items()})
+            row = {f"{self.name}_{name}": value for name, value in columns.items()}
+            rows.append(row)
         return rows
 
 
@@ -191,9 +195,11 @@ def best_of_n(judge: Judge, evaluation: Evaluation, samples: Samples) -> Rival:
         samples: n lists of one reply of SFT per prompt.
     """
     prompts = [row.prompt for row in evaluation.first]
-    scores = np.array([judge.score(prompts, replies) for replies in samples])
-    best = scores.argmax(axis=0)
-    chosen = [samples[draw][row] for row, draw in enumerate(best)]
+    scores = [judge.score(prompts, replies) for replies in samples]
+    best = np.array(scores).argmax(axis=0)
+    chosen = []
+    for row, draw in enumerate(best.tolist()):
+        chosen.append(samples[draw][row])
     return Rival("best_of_n", chosen, evaluation)
 
 

@@ -18,7 +18,9 @@ HARMFUL_CATEGORY, BENIGN_CATEGORY = "harmful", "benign"
 @cache
 def texts_of(category: str) -> tuple[str, ...]:
     """Return all prompts that are ``harmful`` or ``benign``, in the order of the file."""
-    by_topic = YAML(typ="safe").load(Path(__file__).with_suffix(".yaml"))[category]
+    file = Path(__file__).with_suffix(".yaml")
+    content = YAML(typ="safe").load(file)
+    by_topic = content[category]
     return tuple(chain.from_iterable(by_topic.values()))
 
 
@@ -33,7 +35,8 @@ def safety_prompts(per_category: int) -> list[Prompt]:
     for category in (HARMFUL_CATEGORY, BENIGN_CATEGORY):
         rows = []
         for text in texts_of(category):
-            row_id = content_id("prompts", {"prompt": [{"role": "user", "content": text}]})
-            rows.append(Prompt(row_id, [Message("user", text)], category, SOURCE, text))
+            message = Message("user", text)
+            row_id = content_id("prompts", {"prompt": [vars(message)]})
+            rows.append(Prompt(row_id, [message], category, SOURCE, text))
         chosen += fixed_subset(rows, per_category, SOURCE)
     return chosen

@@ -24,11 +24,11 @@ from rlhf_extras.sampling.settings import VllmSamplerConfig
 from rlhf_extras.sampling.vllm import (
     VllmClient,
     VllmSampler,
-    VllmServer,
     request_seed,
     rollout_of,
     save_merged,
 )
+from rlhf_extras.sampling.vllm_server import VllmServer
 
 CORRECTED = {"importance_sampling_correction": {"mode": "always"}}
 
