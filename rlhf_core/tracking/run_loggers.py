@@ -78,7 +78,7 @@ class TrackerWithLoggers(Tracker):
         for name, one in list(self.loggers.items()):
             try:
                 call(one)
-            except Exception as error:  # whatever the code of others raises
+            except (Exception, SystemExit) as error:  # whatever the code of others raises
                 del self.loggers[name]
                 logger.warning(
                     "the run logger %s fails and is left out: %s", name, first_line(error)

@@ -5,13 +5,14 @@ from __future__ import annotations
 import re
 import string
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from rlhf_core.config.data import ReadOptions, template_columns
-from rlhf_core.data.readers.formats import REPLY_NAMES, Format
+from rlhf_core.data.readers.formats import REPLY_NAMES, Format, Needs, Undecided
 from rlhf_core.data.readers.labels import may_be_flag, read_flags, score_columns, words_of
 from rlhf_core.data.readers.residues import AS_TEXT
 from rlhf_core.data.readers.shapes import FORMATS
@@ -25,8 +26,9 @@ from rlhf_core.data.readers.turns import (
 )
 from rlhf_core.data.row_counts import Record, RowCounts
 from rlhf_core.data.tables import bytes_in_memory, chunked
-from rlhf_core.errors import DataError
-from rlhf_core.plugins import READERS, PluginError, load_plugin
+from rlhf_core.errors import DataError, RlhfError
+from rlhf_core.plugins import READERS, PluginError, described, load_plugin
+from rlhf_core.runtime.user_function import describe_failure
 
 # Of the first so many records that have a format, this share must have the same.
 PROBE = 1000
@@ -299,7 +301,23 @@ def format_named(name: str) -> Format:
         raise PluginError(
             f"the reader {name} of a plugin is no Format but a {type(shape).__name__}"
         )
-    return replace(shape, name=name)
+    matches = shape.matches
+    if not isinstance(matches, Needs):  # which cannot fail, and says which columns are read
+        matches = partial(_of_plugin, name, matches)
+    return replace(shape, name=name, matches=matches, parse=partial(_of_plugin, name, shape.parse))
+
+
+def _of_plugin(name: str, function: Callable[..., Any], *arguments: Any) -> Any:
+    """Call a function of a plugin's reader, whose own failures are named."""
+    try:
+        return function(*arguments)
+    except (Refusal, Undecided, RlhfError):
+        raise
+    except (Exception, SystemExit) as error:  # whatever the code of others raises
+        raise PluginError(
+            f"the reader {described(READERS, name)} {describe_failure(error)}; correct that package, or name another "
+            "format"
+        ) from error
 
 
 LISTED_COLUMNS = 20

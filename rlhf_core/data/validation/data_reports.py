@@ -70,5 +70,5 @@ def write_reports(folder: Path, data: CheckedData, config: ValidateConfig) -> No
         for name in known_plugins(DATA_REPORTS):
             try:
                 load_plugin(DATA_REPORTS, name)(target, data, config)
-            except Exception as error:  # whatever the code of others raises
+            except (Exception, SystemExit) as error:  # whatever the code of others raises
                 logger.warning("the data report %s is left out: %s", name, first_line(error))
