@@ -23,6 +23,7 @@ from prefect.client.schemas.objects import FlowRun, StateType
 from prefect.settings import PREFECT_API_URL, temporary_settings
 from prefect.states import Cancelling
 
+from flows.prefect_server.pools import forgets_leases
 from flows.prefect_server.services import LOOPBACK, claim_port
 from flows.supervision.processes import CHILD_SETTINGS
 
@@ -126,6 +127,29 @@ def test_after_a_minute_without_a_server_a_job_can_still_be_cancelled(tmp_path: 
         assert run.wait(600) != 0
         assert processes_of(toy) == [] and server.runs(ACTIVE) == []
         assert "Traceback" not in worker_log(toy)
+    finally:
+        server.kill()
+
+
+@pytest.mark.services
+@pytest.mark.slow
+def test_a_restarted_server_knows_which_runs_hold_a_limit(tmp_path: Path) -> None:
+    """Prefect ends a run of a deployment whose lease its server has forgotten."""
+    server = LastingServer(tmp_path / "server")
+    try:
+        server.start()
+        with (
+            temporary_settings({PREFECT_API_URL: server.url}),
+            get_client(sync_client=True) as client,
+        ):
+            assert not forgets_leases()
+            client.upsert_global_concurrency_limit_by_name("one-at-a-time", 1)
+            held = client.increment_concurrency_slots_with_lease(
+                ["one-at-a-time"], 1, "concurrency", 300.0
+            )
+            server.kill()
+            server.start()
+            client.renew_concurrency_lease(held.json()["lease_id"], 300.0)
     finally:
         server.kill()
 
