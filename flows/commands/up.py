@@ -25,6 +25,7 @@ from flows.registry.policies import active_policies
 from flows.supervision import signals
 from flows.supervision.processes import CHILD_SETTINGS, LEASES
 from flows.workspace import forget_services, locked, record_services
+from rlhf_core.commands.data import print_text
 from rlhf_core.config.loading import load_params
 from rlhf_core.config.params import Params
 from rlhf_core.errors import EXIT_INTERRUPTED, EXIT_OK, RlhfError, named_line
@@ -92,7 +93,7 @@ def deploy(workspace: Path) -> str:
         deploy_all(workspace, params)
         ensure_zombie_automation(print)
         if forgets_leases():
-            print(
+            print_text(
                 "a restart of this Prefect server will end the pipelines that run: start it with "
                 f"{LEASES}={CHILD_SETTINGS[LEASES]}"
             )

@@ -249,15 +249,14 @@ def token_statistics(
     """
     count = logits.chunks(limit, reference)
     if count == 1:
-        before_tokens = logits.whole()[:, :-1]
-        policy = log_distribution(before_tokens, sampling)
+        # Without a name, so that they are freed: the logits are the largest tensors of all.
+        policy = log_distribution(logits.whole()[:, :-1], sampling)
         other = None
         if reference is logits:
             other = policy
         elif reference is not None:
             with torch.no_grad():
-                before_tokens = reference.whole()[:, :-1]
-                other = log_distribution(before_tokens, sampling)
+                other = log_distribution(reference.whole()[:, :-1], sampling)
         return _statistics(policy, batch.response, entropies, other, exact_kl)
     real = batch.real_positions
     head = logits.repeatable_head()

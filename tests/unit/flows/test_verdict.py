@@ -535,6 +535,7 @@ def test_an_error_of_no_stage_is_how_the_run_ends(
         raise error
 
     monkeypatch.setattr(flow, "_run_pipeline", fail)
+    (tmp_path / "params.yaml").write_text("pools: {}\n")
     assert flow.rlhf_pipeline.fn(str(tmp_path)).name == name
     assert EventLog(events_file(tmp_path)).read_new() == [RunEnded(name, str(error))]
     assert EXIT_CODES.get(name, 1) == code
