@@ -205,8 +205,10 @@ def rlhf_pipeline(
             cleanup(folder)
         events = EventLog(events_file(folder) if started_by_command else new_events_file(folder))
         try:
-            if not started_by_command:  # of a trial, or of pools named since `rlhf deploy`
-                deploy_jobs(folder, load_params(folder))
+            params = load_params(folder)
+            # Of a trial, or of pools named since `rlhf deploy`.
+            if not started_by_command and params.pool_names():
+                deploy_jobs(folder, params)
             with stopped_on_cancellation():
                 return _run_pipeline(folder, promote, events, answered)
         except RlhfError as error:  # of no stage, such as a record that does not answer
