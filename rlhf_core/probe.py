@@ -242,17 +242,23 @@ def data_shape(
         demonstrations=max(round(count * split.validation), 1),
         test_pairs=max(round(count * split.test), 1),
         prompts=count,
-        training_pairs={} if pairs is None else _training_pairs(params, pairs),
+        training_rows={} if pairs is None else _training_rows(params, pairs),
     )
 
 
-def _training_pairs(params: Params, pairs: Forecast) -> dict[str, int]:
-    """Of each reward model the pairs that it trains on, after lengths are balanced."""
+def _training_rows(params: Params, pairs: Forecast) -> dict[str, int]:
+    """By stage the rows that it trains on: pairs, after lengths are balanced, and for SFT all chosen
+    replies where no demonstrations are named.
+    """
     found = {}
+    all_pairs = 0
     for reader, splits in pairs.counts.items():
         train = splits["train"]
+        all_pairs += train.pairs
         balances = getattr(params, reader).length_balance == "sampling"
         found[reader] = train.balanced + train.equal if balances else train.pairs
+    if not params.collect.files.demonstrations:
+        found["sft"] = all_pairs
     return found
 
 

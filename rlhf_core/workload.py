@@ -13,6 +13,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
+from rlhf_core.config.model import EpochLimit
 from rlhf_core.config.params import Params
 from rlhf_core.config.policy import DpoConfig, RejectionSamplingConfig
 from rlhf_core.config.ppo import RolloutConfig
@@ -33,7 +34,7 @@ class DataShape:
         demonstrations: Held-out demonstrations.
         test_pairs: Test pairs, which are common to all reward models.
         prompts: Training prompts.
-        training_pairs: Of reward models whose number of pairs is known, how many they train on.
+        training_rows: By stage how many rows it trains on, where that is known.
     """
 
     prompt: float
@@ -42,7 +43,7 @@ class DataShape:
     demonstrations: int = 500
     test_pairs: int = 500
     prompts: int = 1000
-    training_pairs: Mapping[str, int] = field(default_factory=dict)
+    training_rows: Mapping[str, int] = field(default_factory=dict)
 
     @property
     def row(self) -> float:
@@ -101,14 +102,15 @@ def work_of_stage(params: Params, stage: str, data: DataShape) -> list[Work]:
         return _pretraining(params, data)
     if stage == "sft":
         sft = params.sft
-        step = Work("update", "train", sft.batch_size, data.prompt, data.reply, sft.steps)
-        looks = 1 + sft.steps / sft.eval_every
+        steps = steps_on(sft, data.training_rows.get(stage), sft.batch_size)
+        step = Work("update", "train", sft.batch_size, data.prompt, data.reply, steps)
+        looks = 1 + steps / sft.eval_every
         return [
             step,
             Work("evaluation", "read", data.demonstrations, data.prompt, data.reply, looks),
         ]
     if stage in PAIRED:
-        return _reward_model(getattr(params, stage), data, data.training_pairs.get(stage))
+        return _reward_model(getattr(params, stage), data, data.training_rows.get(stage))
     if stage == "critic":
         return critic_rollouts(params, data)
     if stage == "evaluate":
@@ -121,6 +123,13 @@ def pairs_of_step(config: RewardConfig, row: float) -> int:
     """Return how many pairs a reward model's step has, both sequences of ``row`` tokens."""
     fitting = int(config.batch.token_budget / (2 * row))
     return max(min(fitting, config.batch.max_pairs), config.batch.min_pairs)
+
+
+def steps_on(config: EpochLimit, rows: int | None, batch_size: int) -> int:
+    """Return the optimiser steps on so many training rows; None where their number is not known."""
+    if rows is None:
+        return config.steps
+    return config.within_epochs(math.ceil(rows / batch_size)).steps
 
 
 def ppo_iteration(params: Params, data: DataShape) -> list[Work]:
@@ -243,12 +252,10 @@ def _pretraining(params: Params, data: DataShape) -> list[Work]:
     ]
 
 
-def _reward_model(config: RewardConfig, data: DataShape, training_pairs: int | None) -> list[Work]:
+def _reward_model(config: RewardConfig, data: DataShape, training_rows: int | None) -> list[Work]:
     """Steps on pairs, looks at some validation pairs, and a last reading of all test pairs."""
     pairs = pairs_of_step(config, data.row)
-    steps = config.steps
-    if training_pairs is not None:
-        steps = config.steps_of(math.ceil(training_pairs / pairs))
+    steps = steps_on(config, training_rows, pairs)
     imitated = data.reply / 2 if config.imitation > 0 else 0.0  # of the chosen reply alone
     looks = 1 + steps / config.eval_every
     return [
@@ -269,9 +276,10 @@ def _reward_model(config: RewardConfig, data: DataShape, training_pairs: int | N
 def _dpo(params: Params, data: DataShape) -> list[Work]:
     config: DpoConfig = params.policy.dpo
     rows, adapters = 2 * config.batch_size, params.ppo.policy_lora is not None
+    steps = steps_on(config, data.training_rows.get("reward"), config.batch_size)
     return [
-        Work("reference", "read", rows, data.prompt, data.reply, config.steps),
-        Work("update", "train", rows, data.prompt, data.reply, config.steps, adapters=adapters),
+        Work("reference", "read", rows, data.prompt, data.reply, steps),
+        Work("update", "train", rows, data.prompt, data.reply, steps, adapters=adapters),
     ]
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -25,7 +26,6 @@ from flows.registry.policies import active_policies
 from flows.supervision import signals
 from flows.supervision.processes import CHILD_SETTINGS, LEASES
 from flows.workspace import forget_services, locked, record_services
-from rlhf_core.commands.data import print_text
 from rlhf_core.config.loading import load_params
 from rlhf_core.config.params import Params
 from rlhf_core.errors import EXIT_INTERRUPTED, EXIT_OK, RlhfError, named_line
@@ -65,8 +65,11 @@ def up(workspace: Path, port: int | None = None, mlflow_port: int | None = None)
             )
 
 
-def deploy(workspace: Path) -> str:
+def deploy(workspace: Path, say: Callable[[str], None]) -> str:
     """Create or update a workspace's pools, deployments and automation; return the server's address.
+
+    Args:
+        say: Is told what was made besides, and what the server lacks.
 
     Raises:
         RlhfError: no server is named or answers, it refuses something, or a name belongs to another
@@ -91,9 +94,9 @@ def deploy(workspace: Path) -> str:
 
     try:
         deploy_all(workspace, params)
-        ensure_zombie_automation(print)
+        ensure_zombie_automation(say)
         if forgets_leases():
-            print_text(
+            say(
                 "a restart of this Prefect server will end the pipelines that run: start it with "
                 f"{LEASES}={CHILD_SETTINGS[LEASES]}"
             )

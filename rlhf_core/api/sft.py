@@ -123,6 +123,7 @@ def train_sft(
             len(train),
             longest,
         )
+    config = config.within_epochs(math.ceil(len(examples) / config.batch_size))
     inputs = {"config": config, "demonstrations": train, "validation": held, "model": model}
     with run_context(context, "train_sft", inputs) as run:
         device = device_before(run.launch)

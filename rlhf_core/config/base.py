@@ -8,6 +8,7 @@ from pydantic import NonNegativeInt, PositiveInt
 
 from rlhf_core.config.model import (
     CheckpointConfig,
+    EpochLimit,
     OptimizerConfig,
     SamplingConfig,
     StageConfig,
@@ -85,12 +86,14 @@ def is_pretrained(source: str) -> bool:
     return source != SCRATCH
 
 
-class SftConfig(StageConfig):
+class SftConfig(StageConfig, EpochLimit):
     """Supervised fine-tuning on demonstrations.
 
     Attributes:
         steps: Optimiser steps; 0 keeps the base model as the SFT model, for one that is an instruct
             model already.
+        max_epochs: Takes fewer steps where the demonstrations are so few that these are more
+            epochs; null: never.
         batch_size: Demonstrations of a step.
         micro_batch_size: Demonstrations of one pass, which changes no gradient; null: all of a
             step.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from abc import abstractmethod
 from functools import cache
-from typing import Annotated, Any, ClassVar, Literal, Union, get_args
+from typing import Annotated, Any, ClassVar, Literal, Self, Union, get_args
 from urllib.parse import urlsplit
 
 from pydantic import (
@@ -13,6 +13,7 @@ from pydantic import (
     BaseModel,
     ConfigDict,
     Field,
+    NonNegativeInt,
     PositiveFloat,
     PositiveInt,
     TypeAdapter,
@@ -127,6 +128,24 @@ class StageConfig(Strict):
     """
 
     seed: int = Field(default=1, ge=0, lt=2**63)
+
+
+class EpochLimit(Strict):
+    """Settings of a training on fixed rows, which takes fewer steps where there are few of them.
+
+    Attributes:
+        steps: Optimiser steps.
+        max_epochs: Takes fewer where the rows are so few that these are more epochs; null: never.
+    """
+
+    steps: NonNegativeInt
+    max_epochs: PositiveInt | None = None
+
+    def within_epochs(self, batches: int) -> Self:
+        """Return the settings with the steps that are taken where an epoch has so many batches."""
+        if self.max_epochs is None:
+            return self
+        return self.model_copy(update={"steps": min(self.steps, self.max_epochs * batches)})
 
 
 class OptimizerConfig(Strict):

@@ -8,6 +8,7 @@ from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt
 
 from rlhf_core.config.model import (
     CheckpointConfig,
+    EpochLimit,
     LoraConfig,
     OptimizerConfig,
     StageConfig,
@@ -23,7 +24,7 @@ METHOD_NAMES: dict[Method, str] = {
 }
 
 
-class DpoConfig(Strict):
+class DpoConfig(EpochLimit):
     """DPO on the reward model's pairs (Rafailov et al. 2023).
 
     The policy is the one of the last step.
@@ -33,6 +34,8 @@ class DpoConfig(Strict):
         label_smoothing: Share of pairs assumed to be labelled the wrong way round (cDPO).
         length_normalized: Divides the log-probability of a reply by its tokens.
         steps: Optimiser steps.
+        max_epochs: Takes fewer steps where the pairs are so few that these are more epochs; null:
+            never.
         batch_size: Pairs of a step.
         micro_batch_size: Pairs of one pass, which changes no gradient; null: all of a step.
         max_tokens: Longest prompt and reply together; pairs with a longer one are dropped and

@@ -15,6 +15,7 @@ from pydantic import (
 
 from rlhf_core.config.model import (
     CheckpointConfig,
+    EpochLimit,
     LoraConfig,
     OptimizerConfig,
     StageConfig,
@@ -68,7 +69,7 @@ class PairBatchConfig(Strict):
         return self
 
 
-class RewardConfig(StageConfig):
+class RewardConfig(StageConfig, EpochLimit):
     """A reward model, trained on preference pairs.
 
     Attributes:
@@ -103,7 +104,6 @@ class RewardConfig(StageConfig):
     pooling: Literal["last", "mean", "sum"] = "last"
     linear_probe: PositiveFloat | None = None
     steps: NonNegativeInt = 300
-    max_epochs: PositiveInt | None = None
     batch: PairBatchConfig = PairBatchConfig()
     max_tokens: PositiveInt = 256
     imitation: float = Field(default=1.0, ge=0)
@@ -130,12 +130,6 @@ class RewardConfig(StageConfig):
                 "steps is 0 and linear_probe is not set, so that nothing would be trained; set one of them"
             )
         return self
-
-    def steps_of(self, batches: int) -> int:
-        """Return how many steps are taken where an epoch has so many batches."""
-        if self.max_epochs is None:
-            return self.steps
-        return min(self.steps, self.max_epochs * batches)
 
 
 class RefereeConfig(RewardConfig):

@@ -5,6 +5,7 @@ It trains a policy on pairs, without reward model or sampling.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -299,6 +300,7 @@ def train_dpo(
         # Before the reference is read: the policy begins with the rounding of quantised weights.
         add_adapters(model, lora, derive_seed(seed, NAME, "lora"))
     say_router_loss(model, True, NAME)
+    config = config.within_epochs(math.ceil(len(train.pairs) / config.batch_size))
     limit, rows = context.launch.logits_bytes, scoring_rows(config)
     order = dpo_batches(train.pairs, config, seed)
     used: set[int] = set()

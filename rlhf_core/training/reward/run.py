@@ -193,13 +193,7 @@ def within_epochs(config: RewardConfig, pairs: Sequence[TokenisedPair], name: st
     if config.max_epochs is None:
         return config
     batches = PairBatches(pairs, config, name).batches_of_epoch(0)
-    steps = config.steps_of(len(batches))
-    if steps < config.steps:
-        logger.info(
-            "%s: %d steps, in place of %d, are %d epochs of %d pairs",
-            name, steps, config.steps, config.max_epochs, sum(map(len, batches)),
-        )  # fmt: skip
-    return config.model_copy(update={"steps": steps})
+    return config.within_epochs(len(batches))
 
 
 def require_balanced_pairs(train: Split, fewest: int, name: str) -> None:

@@ -84,7 +84,7 @@ def test_few_pairs_take_few_steps() -> None:
     )
     for pairs, steps in ((None, 50), (160, 30), (161, 33), (5000, 50)):
         known = {} if pairs is None else {"reward": pairs}
-        data = replace(DATA, training_pairs=known)
+        data = replace(DATA, training_rows=known)
         update = next(one for one in work_of_stage(params, "reward", data) if one.phase == "update")
         assert update.times == steps
         others = work_of_stage(params, "judge", data)
