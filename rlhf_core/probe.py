@@ -68,7 +68,7 @@ PASS_FLOPS = 2e11
 LONGER = 1.25  # of a mean row, every other one that is tried
 BYTES_PER_PARAMETER = 24  # two models, gradients, optimiser's state
 LEAST_SECONDS = 0.3  # of one measurement, warmed up by one pass
-STAGE_SECONDS = 6.0  # start of a stage's process, loading and saving
+STAGE_SECONDS = 10.0  # start of a stage's process, loading and saving
 # Replies of a batch end one after another, the last one after so many times their mean length.
 LONGEST_REPLY = 2.5
 PAD, FIRST_ID = 0, 4
