@@ -13,7 +13,7 @@ from flows.workspace import run_tags, workspace_id
 from rlhf_core.config.loading import load_params, load_section
 from rlhf_core.config.operations import RegistryConfig
 from rlhf_core.tracking.delivery import DEFERRED_VARIABLE, Courier
-from rlhf_core.tracking.pipeline_run import open_pipeline_run
+from rlhf_core.tracking.pipeline_run import PIPELINE_TAG, open_pipeline_run
 from rlhf_core.tracking.stage_run import (
     CLIENT_SETTINGS,
     default_environment,
@@ -38,7 +38,15 @@ def start_pipeline_run(workspace: Path, name: str) -> str:
         WORKSPACE_ID_TAG: workspace_id(workspace),
     }
     tags = {**labels, **own, **origin_tags(workspace, "rlhf run")}
-    return open_pipeline_run(client, experiment_id(client, workspace), workspace, tags)
+    experiment = experiment_id(client, workspace)
+    # The caller holds the workspace's lock: a run of it that goes on is one that was killed.
+    unfinished = (
+        f"tags.`{WORKSPACE_ID_TAG}` = '{own[WORKSPACE_ID_TAG]}' and tags.`{PIPELINE_TAG}` = 'true' "
+        "and attributes.status = 'RUNNING'"
+    )
+    for killed in client.search_runs([experiment], unfinished):
+        client.set_terminated(killed.info.run_id, "KILLED")
+    return open_pipeline_run(client, experiment, workspace, tags)
 
 
 def end_pipeline_run(run_id: str, status: str, workspace: Path) -> None:

@@ -40,6 +40,16 @@ REFUSED_REQUESTS = [
 SCORED = {"messages": [*CHAT["messages"], {"role": "assistant", "content": "blue."}]}
 
 
+def test_the_run_of_a_killed_pipeline_ends_when_the_next_one_begins(workspace: Path) -> None:
+    client = connect(workspace)
+    done = start_pipeline_run(workspace, "done")
+    end_pipeline_run(done, "COMPLETED", workspace)
+    killed = start_pipeline_run(workspace, "killed")
+    present = start_pipeline_run(workspace, "present")
+    ends = [client.get_run(run_id).info.status for run_id in (done, killed, present)]
+    assert ends == ["FINISHED", "KILLED", "RUNNING"]
+
+
 def test_both_models_are_registered_with_lineage_and_gate_report(workspace: Path) -> None:
     run_id = start_pipeline_run(workspace, "demo · now")
     result = register(workspace, run_id)
