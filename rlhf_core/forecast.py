@@ -125,7 +125,7 @@ class Forecast:
             return f"{self.pairs:,} pairs {verb}: {reason}; {remedy}"
         if self.data_gate:
             return self.data_gate
-        text = f"{self.pairs:,} pairs suffice for every stage"
+        text = f"{self.pairs:,} pairs suffice for every stage; what models learn from them, the gates judge"
         if self.weak:
             text += f", but a real gain may well fail {', '.join(self.weak)}"
         return text

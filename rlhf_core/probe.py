@@ -69,6 +69,7 @@ LONGER = 1.25  # of a mean row, every other one that is tried
 BYTES_PER_PARAMETER = 24  # two models, gradients, optimiser's state
 LEAST_SECONDS = 0.3  # of one measurement, warmed up by one pass
 STAGE_SECONDS = 10.0  # start of a stage's process, loading and saving
+RUN_SECONDS = 60.0  # Prefect and MLflow, data, gates and report
 # Replies of a batch end one after another, the last one after so many times their mean length.
 LONGEST_REPLY = 2.5
 PAD, FIRST_ID = 0, 4
@@ -130,8 +131,8 @@ class TimeForecast:
 
     Attributes:
         seconds: By stage, in their order.
-        total: Of a whole run, with reward model, referee and judge side by side where settings ask
-            for that.
+        total: Of a whole run, its services, data and gates included, with reward model, referee and
+            judge side by side where settings ask for that.
         tried: Seconds that trying took.
         load: What else the machine did meanwhile.
     """
@@ -385,7 +386,8 @@ class Machine:
         threads = self.params.compute.threads or cores
         at_once = min(self.params.flow.parallel, max(len(paired), 1))
         beside = max(sum(paired) * max(threads / cores, 1 / at_once), *paired, 0.0)
-        return TimeForecast(found, sum(found.values()) - sum(paired) + beside, tried, load)
+        alone = sum(found.values()) - sum(paired)
+        return TimeForecast(found, RUN_SECONDS + alone + beside, tried, load)
 
     def seconds(self, work: Work) -> float:
         """Return the seconds of some passes."""

@@ -123,7 +123,8 @@ def train_sft(
             len(train),
             longest,
         )
-    config = config.within_epochs(math.ceil(len(examples) / config.batch_size))
+    batches = math.ceil(len(examples) / config.batch_size)
+    config = loop.within_epochs(config, batches, "sft")
     inputs = {"config": config, "demonstrations": train, "validation": held, "model": model}
     with run_context(context, "train_sft", inputs) as run:
         device = device_before(run.launch)

@@ -92,8 +92,8 @@ class SftConfig(StageConfig, EpochLimit):
     Attributes:
         steps: Optimiser steps; 0 keeps the base model as the SFT model, for one that is an instruct
             model already.
-        max_epochs: Takes fewer steps where the demonstrations are so few that these are more
-            epochs; null: never.
+        max_epochs: At most so many passes over the demonstrations: of few, fewer steps are taken; null: no
+            limit.
         batch_size: Demonstrations of a step.
         micro_batch_size: Demonstrations of one pass, which changes no gradient; null: all of a
             step.

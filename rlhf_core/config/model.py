@@ -135,7 +135,8 @@ class EpochLimit(Strict):
 
     Attributes:
         steps: Optimiser steps.
-        max_epochs: Takes fewer where the rows are so few that these are more epochs; null: never.
+        max_epochs: At most so many passes over the rows: of few, fewer steps are taken; null: no
+            limit.
     """
 
     steps: NonNegativeInt

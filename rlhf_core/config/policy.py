@@ -34,8 +34,8 @@ class DpoConfig(EpochLimit):
         label_smoothing: Share of pairs assumed to be labelled the wrong way round (cDPO).
         length_normalized: Divides the log-probability of a reply by its tokens.
         steps: Optimiser steps.
-        max_epochs: Takes fewer steps where the pairs are so few that these are more epochs; null:
-            never.
+        max_epochs: At most so many passes over the pairs: of few, fewer steps are taken; null: no
+            limit.
         batch_size: Pairs of a step.
         micro_batch_size: Pairs of one pass, which changes no gradient; null: all of a step.
         max_tokens: Longest prompt and reply together; pairs with a longer one are dropped and

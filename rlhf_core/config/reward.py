@@ -80,8 +80,8 @@ class RewardConfig(StageConfig, EpochLimit):
         linear_probe: Fits the head to frozen features first, with this L2 penalty; then `steps` may
             be 0.
         steps: Optimiser steps.
-        max_epochs: Takes fewer steps where the pairs are so few that these are more epochs; null:
-            never.
+        max_epochs: At most so many passes over the pairs: of few, fewer steps are taken; null: no
+            limit.
         batch: The batches of pairs.
         max_tokens: Longest prompt and reply together; pairs with a longer one are dropped and
             counted, never cut.

@@ -15,6 +15,7 @@ from rlhf_core.evaluation.judges.model import Judge, ModelJudge, PairwiseJudge
 from rlhf_core.evaluation.judges.names import JUDGE, MODELS
 from rlhf_core.evaluation.plugged import plugged_judges
 from rlhf_core.evaluation.replies import measure_text
+from rlhf_core.models.causal_lm import tokenizer_of_policy
 from rlhf_core.models.foreign import require_openable
 from rlhf_core.runtime.progress import progress
 from rlhf_core.sampling.sampler import opened_sampler
@@ -67,6 +68,7 @@ def run_match(
         judges.append(GoldJudge())
     for folder in (champion, challenger):  # either may come from a third party
         require_openable(folder)
+        tokenizer_of_policy(folder)
     with (
         opened_sampler(config.sampler, workspace / WORK, workspace) as sampler,
         progress(2 * sets.replies(config), "match") as bar,

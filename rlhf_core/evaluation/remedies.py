@@ -69,17 +69,20 @@ REMEDIES: dict[str, tuple[Remedy, ...]] = {
         ),
         Remedy(
             MODELS + r"\w*accuracy\w*",
-            "where its margin_mean is near 0 too, it has hardly moved from where it began: raise {stage}.optimizer.lr or "
-            "{stage}.steps; else add pairs or correct their labels, or start from a larger base",
+            "where its margin_mean is near 0 too, it has hardly moved from where it began: raise {stage}.optimizer.lr, or "
+            "{stage}.steps and {stage}.max_epochs; else add pairs or correct their labels, or start from a larger base",
             "docs/your-data.md",
         ),
         Remedy(
             MODELS + r"probes\.\w+",
-            "add pairs whose rejected reply is wrong in this way alone, or raise {stage}.steps",
+            "add pairs whose rejected reply is wrong in this way alone, or raise {stage}.steps "
+            "and {stage}.max_epochs",
             "docs/metrics.md",
         ),
         Remedy(
-            MODELS + "margin_mean", "raise {stage}.optimizer.lr or {stage}.steps", "docs/metrics.md"
+            MODELS + "(test_)?margin_mean",
+            "raise {stage}.optimizer.lr, or {stage}.steps and {stage}.max_epochs",
+            "docs/metrics.md",
         ),
         Remedy(
             MODELS + r"(test_)?ece\w*",

@@ -288,6 +288,19 @@ def fitting_length(max_tokens: int, source: Path | PreTrainedModel) -> int:
     return max_tokens if positions is None else min(max_tokens, positions)
 
 
+def tokenizer_of_policy(path: str | Path, revision: str | None = None) -> PreTrainedTokenizerBase:
+    """Return the tokenizer of a model, whose configuration is that of one that writes replies.
+
+    Raises:
+        ModelError: Something is missing or damaged, or it is another kind of model.
+    """
+    tokenizer = load_tokenizer(path, revision)
+    with reading(path):
+        config = AutoConfig.from_pretrained(str(path), revision=revision, trust_remote_code=False)
+        require_replies(config, path)
+    return tokenizer
+
+
 def load_policy(
     path: str | Path,
     dtype: torch.dtype | None = None,
@@ -306,11 +319,7 @@ def load_policy(
     Raises:
         ModelError: Something is missing or damaged.
     """
-    tokenizer = load_tokenizer(path, revision)
-    with reading(path):
-        require_replies(
-            AutoConfig.from_pretrained(str(path), revision=revision, trust_remote_code=False), path
-        )
+    tokenizer = tokenizer_of_policy(path, revision)
     model = load_model(AutoModelForCausalLM, path, dtype, revision, device)
     require_room_for(tokenizer, embedding_weight(model).shape[0], path)
     return model, tokenizer

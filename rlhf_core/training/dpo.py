@@ -300,7 +300,7 @@ def train_dpo(
         # Before the reference is read: the policy begins with the rounding of quantised weights.
         add_adapters(model, lora, derive_seed(seed, NAME, "lora"))
     say_router_loss(model, True, NAME)
-    config = config.within_epochs(math.ceil(len(train.pairs) / config.batch_size))
+    config = loop.within_epochs(config, math.ceil(len(train.pairs) / config.batch_size), NAME)
     limit, rows = context.launch.logits_bytes, scoring_rows(config)
     order = dpo_batches(train.pairs, config, seed)
     used: set[int] = set()

@@ -7,17 +7,18 @@ moment and started again ends with the same weights and history, bit for bit on 
 from __future__ import annotations
 
 import gc
+import logging
 import math
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import torch
 
-from rlhf_core.config.model import CheckpointConfig, OptimizerConfig
+from rlhf_core.config.model import CheckpointConfig, EpochLimit, OptimizerConfig
 from rlhf_core.errors import Preempted, RlhfError, TrainingPaused
 from rlhf_core.runtime import distributed
 from rlhf_core.runtime.progress import progress
@@ -165,6 +166,23 @@ class LoopConfig(Protocol):
 
     @property
     def checkpoint(self) -> CheckpointConfig: ...
+
+
+logger = logging.getLogger(__name__)
+Limited = TypeVar("Limited", bound=EpochLimit)
+
+
+def within_epochs(config: Limited, batches: int, name: str) -> Limited:
+    """Return the settings with the steps that ``max_epochs`` allows where an epoch has so many
+    batches, and log where these are fewer.
+    """
+    limited = config.within_epochs(batches)
+    if limited.steps < config.steps:
+        logger.warning(
+            "%s: %d steps in place of %d: max_epochs is %d, and an epoch has %d batches",
+            name, limited.steps, config.steps, config.max_epochs, batches,
+        )  # fmt: skip
+    return limited
 
 
 def train(

@@ -193,7 +193,7 @@ def within_epochs(config: RewardConfig, pairs: Sequence[TokenisedPair], name: st
     if config.max_epochs is None:
         return config
     batches = PairBatches(pairs, config, name).batches_of_epoch(0)
-    return config.within_epochs(len(batches))
+    return loop.within_epochs(config, len(batches), name)
 
 
 def require_balanced_pairs(train: Split, fewest: int, name: str) -> None:

@@ -39,8 +39,8 @@ def test_steps_are_the_most_and_epochs_may_make_them_fewer(
 
 
 @pytest.mark.parametrize(("most", "taken"), [(None, 7), (2, 6)])
-def test_sft_and_dpo_count_the_batches_of_their_rows(
-    model: tuple[Any, Any], most: int | None, taken: int
+def test_sft_and_dpo_count_the_batches_of_their_rows_and_say_so(
+    model: tuple[Any, Any], most: int | None, taken: int, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Ten rows, four a batch, are three batches."""
     sizes: dict[str, Any] = {"steps": 7, "max_epochs": most, "batch_size": 4, "max_tokens": 64}
@@ -59,3 +59,5 @@ def test_sft_and_dpo_count_the_batches_of_their_rows(
         allow_high_learning_rates=True,
     )
     assert sft.history[-1]["step"] == dpo.history[-1]["step"] == taken
+    said = [record.getMessage() for record in caplog.records if "max_epochs" in record.getMessage()]
+    assert len(said) == (0 if most is None else 2)
