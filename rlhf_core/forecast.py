@@ -125,10 +125,10 @@ class Forecast:
             return f"{self.pairs:,} pairs {verb}: {reason}; {remedy}"
         if self.data_gate:
             return self.data_gate
-        text = f"{self.pairs:,} pairs suffice for every stage; what models learn from them, the gates judge"
+        text = f"{self.pairs:,} pairs suffice for every stage"
         if self.weak:
             text += f", but a real gain may well fail {', '.join(self.weak)}"
-        return text
+        return f"{text}; what models learn from them, the gates judge"
 
     def as_dict(self) -> dict[str, Any]:
         """Return all of it as JSON values."""

@@ -234,10 +234,13 @@ def next_step(workspace: Path) -> str:
             f"{name} is made, but there is no starting model at {model}, seen from there: correct base.source in "
             f"{name}/{PARAMS_FILE}, then: {run}"
         )
+    fetched = ""
+    if model != "scratch" and not (workspace / Path(os.path.expanduser(model))).exists():
+        fetched = f" ({model} is not on this machine, and untried: `rlhf doctor` tries the hub)"
     sources = load_section(workspace, "collect", CollectConfig)
     if sources.source == "world":
         world = ", on the synthetic world: collect.files are read with collect.source=files"
-        return f"{name} is ready{world if sources.files.paths() else ''}; next: {run}"
+        return f"{name} is ready{world if sources.files.paths() else ''}{fetched}; next: {run}"
     if sources.pairs and not sources.files.preferences:
         return (
             f"{name} is made, but its data are missing: name files with pairs of replies under "
@@ -257,7 +260,7 @@ def next_step(workspace: Path) -> str:
             f"{name} is made, but not ready. {unread.finding.rstrip('.')}. Correct the file, or collect.files in "
             f"{name}/{PARAMS_FILE} ({unread.remedy}), then: {run}"
         )
-    return f"{name} is ready; next: {run}"
+    return f"{name} is ready{fetched}; next: {run}"
 
 
 def _is_absent(model: str, folder: Path) -> bool:

@@ -35,6 +35,7 @@ from rlhf_core.config.ppo import PpoConfig
 from rlhf_core.data import template_process
 from rlhf_core.data.schema import Message, Preference, PretrainText, Prompt, read_table
 from rlhf_core.errors import DataError, ModelError, RlhfError
+from rlhf_core.evaluation import match
 from rlhf_core.evaluation.comparisons.comparison import compare
 from rlhf_core.evaluation.comparisons.policy_vs_sft import Evaluation
 from rlhf_core.evaluation.fixed_sets import EvaluatedModel, FixedSets
@@ -451,6 +452,22 @@ def test_either_model_has_limits(
     loop = "{% for a in range(99999) %}" * 3 + "{% endfor %}" * 3
     (folders[side] / "chat_template.jinja").write_text(loop)
     with pytest.raises(ModelError, match="the chat template takes more than 1 s"):
+        run_match(root, *folders)
+
+
+@pytest.mark.parametrize("side", [0, 1])
+@pytest.mark.parametrize("other", ["absent", "a reward model"])
+def test_a_match_looks_at_both_folders_before_it_samples(
+    side: int, other: str, tmp_path: Path, models: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def sample(*_: object) -> None:
+        pytest.fail("it has sampled")
+
+    monkeypatch.setattr(match, "sampled_model", sample)
+    root = workspace(tmp_path, models)
+    folders = [models / "sft", models / "policy"]
+    folders[side] = tmp_path / "nowhere" if other == "absent" else models / "judge"
+    with pytest.raises(ModelError):
         run_match(root, *folders)
 
 

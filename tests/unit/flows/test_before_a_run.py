@@ -71,7 +71,6 @@ def test_the_next_step_names_what_is_missing(
     [
         ("./gone", "there is no starting model at ./gone, seen from there"),
         ("x.gguf", "no starting model"),
-        ("a/b", ""),
     ],
 )
 def test_a_starting_model_that_is_not_there_is_named(
@@ -83,7 +82,21 @@ def test_a_starting_model_that_is_not_there_is_named(
     (folder / "params.yaml").write_text(f"base: {{source: {source}}}\n")
     message = next_step(folder)
     assert expected in message and message.endswith("rlhf run --workspace my-run")
-    assert bool(expected) != ("is ready" in message)
+    assert "is ready" not in message
+
+
+def test_a_starting_model_of_a_hub_is_said_to_be_untried(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    folder = tmp_path / "my-run"
+    folder.mkdir()
+    for source, is_told in (("owner/model", True), ("scratch", False), ("./here", False)):
+        (folder / "here").mkdir(exist_ok=True)
+        (folder / "params.yaml").write_text(f"base: {{source: {source}}}\n")
+        message = next_step(folder)
+        assert "my-run is ready" in message
+        assert (f"{source} is not on this machine" in message) == is_told
 
 
 def levels(workspace: Path) -> dict[str, str]:
