@@ -23,6 +23,7 @@ from integration.registry.conftest import (
     finished,
     workspace,
 )
+from servers.small_registry import SmallRegistry
 
 __all__ = [
     "champion_and_challenger",
@@ -95,3 +96,11 @@ def mlflow_server(servers: Servers) -> Iterator[str]:
 @pytest.fixture
 def backend(mlflow_server: str) -> Backend:
     return Backend(mlflow_server)
+
+
+@pytest.fixture
+def registry(tmp_path: Path, mlflow_server: str, monkeypatch: pytest.MonkeyPatch) -> SmallRegistry:
+    """A registered model of the test's own on that server."""
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", mlflow_server)
+    monkeypatch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "1")
+    return SmallRegistry.create(tmp_path, mlflow_server)

@@ -14,7 +14,7 @@ from mlflow import MlflowClient
 from unit.flows.registry.conftest import GATES, PARAMS
 
 from flows.registry.history import DONE_TAG, ReleaseState, read_history
-from flows.registry.promote import short_conditions
+from flows.registry.promote import promote, short_conditions
 from rlhf_core.storage.files import atomic_write_json, sha256_tree
 
 
@@ -43,6 +43,13 @@ class SmallRegistry:
         own = f"registry: {{policy: {self.name}}}\ntracking: {{experiment: {self.name}}}\n"
         (workspace / "params.yaml").write_text(PARAMS + own)
         return workspace
+
+    def contested(self) -> Path:
+        """Make a workspace that owns version 1, the champion; version 2 is the challenger."""
+        owner = self.workspace("owner")
+        promote(owner, version=self.add_version())
+        self.client.set_registered_model_alias(self.name, "challenger", self.add_version())
+        return owner
 
     def add_version(self) -> str:
         """Register another version that has passed its gates, and return its number."""

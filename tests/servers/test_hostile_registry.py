@@ -49,19 +49,9 @@ except RlhfError as error:
 
 
 @pytest.fixture
-def registry(tmp_path: Path, mlflow_server: str, monkeypatch: pytest.MonkeyPatch) -> SmallRegistry:
-    monkeypatch.setenv("MLFLOW_TRACKING_URI", mlflow_server)
-    monkeypatch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "1")
-    return SmallRegistry.create(tmp_path, mlflow_server)
-
-
-@pytest.fixture
 def contest(registry: SmallRegistry) -> Path:
     """The owner of version 1, the champion; version 2 is the challenger."""
-    owner = registry.workspace("owner")
-    promote(owner, version=registry.add_version())
-    registry.client.set_registered_model_alias(registry.name, "challenger", registry.add_version())
-    return owner
+    return registry.contested()
 
 
 def win(workspace: Path) -> Any:

@@ -45,18 +45,9 @@ SHOWN = (("status",), ("history",), ("registry", "terms"), ("registry", "gc"), (
 
 
 @pytest.fixture
-def registry(tmp_path: Path, mlflow_server: str, monkeypatch: pytest.MonkeyPatch) -> SmallRegistry:
-    monkeypatch.setenv("MLFLOW_TRACKING_URI", mlflow_server)
-    monkeypatch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "1")
-    return SmallRegistry.create(tmp_path, mlflow_server)
-
-
-@pytest.fixture
 def contest(registry: SmallRegistry) -> Path:
     """The owner of version 1, the champion; it registered version 2, the challenger."""
-    owner = registry.workspace("owner")
-    promote(owner, version=registry.add_version())
-    registry.client.set_registered_model_alias(registry.name, "challenger", registry.add_version())
+    owner = registry.contested()
     params = (owner / "params.yaml").read_text()
     finished_run(owner / "made")
     for path in (owner / "made").iterdir():
