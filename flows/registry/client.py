@@ -139,6 +139,8 @@ def connect(workspace: Path) -> MlflowClient:
 
     # It prints a traceback of what is raised too.
     logging.getLogger("mlflow.store.db.utils").setLevel(logging.CRITICAL)
+    # It warns that what is installed is not the wheel of the model, which is made of it.
+    logging.getLogger("mlflow.utils.requirements_utils").setLevel(logging.ERROR)
     uri = tracking_uri(workspace)
     require_database(uri)
     if not os.environ.get("MLFLOW_TRACKING_URI"):

@@ -2,7 +2,7 @@
 
 MLflow builds environments from a model's requirements. The name of this project is on no index, and
 whoever took it there would be installed: so the wheel is a file of the model, and the requirements
-name that file.
+name its version, which no index can have.
 """
 
 from __future__ import annotations
@@ -83,9 +83,13 @@ def own_wheel() -> tuple[str, bytes]:
 
 def requirements() -> list[str]:
     """The model's requirements: its wheel, and packages in the versions that are installed."""
+    # pip looks for a wheel that is named by its path in the current folder, which in an image is
+    # not the model's; it looks for folders of links beside the file of requirements.
+    project, version, *_ = own_wheel()[0].split("-")
+    own = [f"--find-links {CODE_FOLDER}", f"{project}=={version}"]
     # A local label of a version, such as ``+cpu``, is not on package indexes.
     pinned = [f"{name}=={installed(name).partition('+')[0]}" for name in INDEX_PACKAGES]
-    return [f"{CODE_FOLDER}/{own_wheel()[0]}", *pinned]
+    return [*own, *pinned]
 
 
 def _sources() -> list[Path]:

@@ -16,9 +16,10 @@ import pytest
 from champion import champion_folder
 from integration.registry.conftest import policy_name, reward_name
 from packaging.requirements import Requirement
+from packaging.utils import parse_wheel_filename
 
 from flows.registry.client import connect, versions
-from flows.registry.model_package import own_wheel
+from flows.registry.model_package import CODE_FOLDER, INDEX_PACKAGES, own_wheel, requirements
 from flows.registry.promote import promote
 from flows.registry.register import register
 
@@ -64,25 +65,23 @@ def link_packages(names: list[str], site: Path) -> None:
         ]
 
 
-def test_the_wheel_is_what_pip_installs(tmp_path: Path) -> None:
+def test_pip_installs_the_wheel_from_whatever_folder_it_runs_in(tmp_path: Path) -> None:
+    """Images of ``mlflow models generate-dockerfile`` run it in a folder that is not the model's."""
     name, content = own_wheel()
     own_wheel.cache_clear()
     assert own_wheel() == (name, content), "the same sources are the same wheel"
-    wheel = tmp_path / name
+    model, elsewhere = tmp_path / "model", tmp_path / "elsewhere"
+    for folder in (model / CODE_FOLDER, elsewhere):
+        folder.mkdir(parents=True)
+    wheel = model / CODE_FOLDER / name
     wheel.write_bytes(content)
     names = zipfile.ZipFile(wheel).namelist()
     assert len(names) == len(set(names)) and not [name for name in names if "__pycache__" in name]
-    command = [
-        sys.executable,
-        "-m",
-        "pip",
-        "install",
-        "--no-index",
-        "--no-deps",
-        "--target",
-        str(tmp_path / "site"),
-    ]
-    subprocess.run([*command, "-q", str(wheel)], check=True, cwd=tmp_path)
+    own = [line for line in requirements() if line.partition("==")[0] not in INDEX_PACKAGES]
+    (model / "requirements.txt").write_text("\n".join(own))
+    command = [sys.executable, "-m", "pip", "install", "-q", "--no-index", "--no-deps"]
+    command += ["--target", str(tmp_path / "site"), "-r", str(model / "requirements.txt")]
+    subprocess.run(command, check=True, cwd=elsewhere)
     assert (tmp_path / "site" / "rlhf_core" / "serving" / "policy.py").is_file()
 
 
@@ -93,16 +92,18 @@ def test_models_answer_with_their_requirements_alone(workspace: Path, tmp_path: 
     folders = [
         model_folder(workspace, name) for name in (policy_name(workspace), reward_name(workspace))
     ]
-    lines = (folders[0] / "requirements.txt").read_text().split()
-    files = [line for line in lines if (folders[0] / line).is_file()]
-    assert [Path(file).suffix for file in files] == [".whl"]
-    pins = [Requirement(line) for line in lines if line not in files]
+    links, own, *pinned = (folders[0] / "requirements.txt").read_text().splitlines()
+    assert links == f"--find-links {CODE_FOLDER}"
+    (file,) = (folders[0] / CODE_FOLDER).iterdir()
+    name, number, _, _ = parse_wheel_filename(file.name)
+    # An index cannot have a version with a local label, so that nobody's package is taken for ours.
+    assert Requirement(own) == Requirement(f"{name}=={number}") and number.local
+    pins = [Requirement(line) for line in pinned]
     for pin in pins:
-        assert pin.name != "rlhf-pipeline" and pin.specifier.contains(
-            version(pin.name).partition("+")[0]
-        )
+        assert pin.name in INDEX_PACKAGES
+        assert pin.specifier.contains(version(pin.name).partition("+")[0])
     site = tmp_path / "site"
-    with zipfile.ZipFile(folders[0] / files[0]) as wheel:
+    with zipfile.ZipFile(file) as wheel:
         wheel.extractall(site)
     link_packages([pin.name for pin in pins], site)
     result = subprocess.run(
