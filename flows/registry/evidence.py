@@ -173,6 +173,12 @@ class TrainingSource:
         """Whether the data are those of the synthetic world."""
         return self.collect == WORLD
 
+    @property
+    def hub_id(self) -> str:
+        """The starting model where everybody can load it; empty for files and random weights."""
+        is_path = self.base.startswith((".", "/", "~")) or self.base.endswith(".gguf")
+        return self.base if self.base.count("/") == 1 and not is_path else ""
+
     def __str__(self) -> str:
         """``5,998 preference pairs of the synthetic world; base: random weights``."""
         rows = "preference pairs" if self.of_pairs else "prompts with a reward function"

@@ -254,7 +254,7 @@ def export(
         )
     with filled_dir(target) if target.is_dir() else atomic_dir(target) as folder:
         if adapter:
-            _copy_adapter(source, folder, evidence)
+            copy_adapter(source, folder, evidence)
             reads_in_4 = True
         else:
             shutil.copytree(
@@ -283,18 +283,17 @@ def export(
     return Export(target, evidence.name, address, adapter, note)
 
 
-def _copy_adapter(source: Path, folder: Path, evidence: ReleaseEvidence) -> None:
-    """Copy the adapter of the model in ``source``, and what its tokenizer and chat template are
-    made of.
+def copy_adapter(source: Path, folder: Path, evidence: ReleaseEvidence) -> None:
+    """Copy the adapter of the model in ``source``, its tokenizer and its chat template.
+
+    Its base is named where that is a model of a hub, unless SFT has trained it: PEFT would look
+    there for any other name too.
     """
     shutil.copytree(source / ADAPTER_FOLDER, folder, dirs_exist_ok=True)
-    if (
-        evidence.source is not None and not evidence.fine_tuned
-    ):  # else its base is a model of the workspace alone
+    if evidence.source is not None and evidence.source.hub_id and not evidence.fine_tuned:
         config = folder / ADAPTER_CONFIG
-        settings = json.loads(config.read_text(encoding="utf-8")) | {
-            "base_model_name_or_path": evidence.source.base
-        }
+        settings = json.loads(config.read_text(encoding="utf-8"))
+        settings["base_model_name_or_path"] = evidence.source.hub_id
         config.write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
     for file in source.iterdir():
         if file.is_file() and file.suffix != ".safetensors" and file.name not in MODEL_FILES:

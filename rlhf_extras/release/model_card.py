@@ -113,7 +113,6 @@ def release_evidence(
         )
 
 
-HUB_ID_PARTS = 2
 MIN_LANGUAGE_SHARE = 0.1  # of the prompts that the model was judged on
 DATA_CARD_FILE = "DATA_CARD.md"  # beside the model card
 # Where metrics/evaluation.json has a metric of SFT and of the policy, its name there, and what it
@@ -207,10 +206,8 @@ def card_data(evidence: ReleaseEvidence, license_id: str | None) -> dict[str, An
     shares = evidence.evaluation.get("languages") or {}
     if languages := [tag for tag, share in shares.items() if share >= MIN_LANGUAGE_SHARE]:
         data["language"] = languages
-    base = evidence.source.base if evidence.source else ""
-    is_path = base.startswith((".", "/", "~")) or base.endswith(".gguf")
-    if base.count("/") == HUB_ID_PARTS - 1 and not is_path:
-        data["base_model"] = base
+    if evidence.source and evidence.source.hub_id:
+        data["base_model"] = evidence.source.hub_id
     return data
 
 

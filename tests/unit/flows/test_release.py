@@ -18,8 +18,10 @@ from flows.registry.evidence import TrainingSource
 from rlhf_core.errors import RlhfError
 from rlhf_core.evaluation.probe_table import probe_table
 from rlhf_core.gates import GateDecision
+from rlhf_core.models.adapters import ADAPTER_FOLDER
 from rlhf_core.models.causal_lm import train_tokenizer
-from rlhf_extras.release.export import earlier_rope, export, write_earlier_names
+from rlhf_core.models.folder_check import ADAPTER_CONFIG
+from rlhf_extras.release.export import copy_adapter, earlier_rope, export, write_earlier_names
 from rlhf_extras.release.model_card import ReleaseEvidence, card_data, card_text
 
 SAMPLING = {"temperature": 0.8, "top_p": 0.9, "repetition_penalty": 1.1, "max_new_tokens": 64}
@@ -143,16 +145,34 @@ def test_what_a_card_says_of_a_version(
     assert said in text and unsaid not in text
 
 
-@pytest.mark.parametrize(
-    ("base", "named"),
-    [
-        ("owner/base", True),
-        ("scratch", False),
-        ("./models/x", False),
-        ("models/x.gguf", False),
-        ("/a/b", False),
-    ],
-)
+BASES = {
+    "owner/base": True,
+    "scratch": False,
+    "./models/x": False,
+    "models/x.gguf": False,
+    "/a/b": False,
+    "/a/b.gguf": False,
+}
+
+
+@pytest.mark.parametrize(("base", "named"), BASES.items())
+def test_an_adapter_names_the_base_that_others_can_load(
+    base: str, named: bool, tmp_path: Path
+) -> None:
+    policy = tmp_path / "policy"
+    (policy / ADAPTER_FOLDER).mkdir(parents=True)
+    file = policy / ADAPTER_FOLDER / ADAPTER_CONFIG
+    file.write_text('{"base_model_name_or_path": null}')
+    for fine_tuned in (False, True):
+        exported = tmp_path / f"exported {fine_tuned}"
+        copy_adapter(policy, exported, replace(evidence(base), fine_tuned=fine_tuned))
+        settings = json.loads((exported / ADAPTER_CONFIG).read_text())
+        # Where SFT has trained it, its base is a model of the workspace alone.
+        loadable = base if named and not fine_tuned else None
+        assert settings["base_model_name_or_path"] == loadable
+
+
+@pytest.mark.parametrize(("base", "named"), BASES.items())
 def test_a_base_on_a_hub_is_named_in_the_metadata(base: str, named: bool) -> None:
     data = card_data(evidence(base), "apache-2.0")
     assert data.get("base_model") == (base if named else None)
