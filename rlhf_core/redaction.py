@@ -17,7 +17,9 @@ SECRET_NAME = r"(?:key|token|secret|passw(?:or)?d|signature|sig|auth|authorizati
 # Shorter values of the environment are words that occur in ordinary texts.
 SHORTEST_SECRET = 6
 _SECRET_VARIABLE = re.compile(
-    r"(?:KEY|TOKEN|SECRET|PASSW(?:OR)?D|AUTH_STRING|CREDENTIALS?)$", re.IGNORECASE
+    r"(?:KEY|TOKEN|SECRET|PASSW(?:OR)?D|_PWD|PASSPHRASE|(?:^|_)(?:PASS|PAT|JWT)|AUTH_STRING|CREDENTIAL"
+    r"|CONNECTION_STRING|WEBHOOK(?:_URL)?)S?(?:_JSON)?(?:_\d)?$",
+    re.IGNORECASE,
 )
 # Any other name that ends in KEY may be that of a column or a sort, whose value messages have to
 # say.
@@ -43,7 +45,17 @@ _TOKEN_SHAPES = (
     r"xox[abeoprs]-[\w-]{10,}",
     r"pn[bu]_[A-Za-z0-9]{16,}",
     r"dapi[0-9a-f]{32}",
-    r"eyJ[\w-]{8,}\.[\w-]{8,}\.[\w-]*",
+    r"eyJ[\w-]{6,}\.[\w-]{8,}\.[\w-]*",
+    r"npm_[A-Za-z0-9]{30,}",
+    r"pypi-[\w-]{30,}",
+    r"[sr]k_(?:live|test)_[A-Za-z0-9]{16,}",
+    r"ya29\.[\w-]{20,}",
+    r"gsk_[A-Za-z0-9]{30,}",
+    r"r8_[A-Za-z0-9]{30,}",
+    r"nvapi-[\w-]{30,}",
+    r"glrt-[\w-]{16,}",
+    r"do[opr]_v1_[0-9a-f]{40,}",
+    r"SG\.[\w-]{16,}\.[\w-]{16,}",
 )
 # Counts are bounded where a key may begin within what looks like another: time would grow with the
 # square of the text. RE2, with which Arrow looks for these, allows a bound of at most 1000.
@@ -61,24 +73,71 @@ SECRETS = "|".join(
         r"\beyJ[A-Za-z0-9_-]{10,1000}\.eyJ[A-Za-z0-9_-]{10,}\.[A-Za-z0-9_-]{10,}",
     )
 )
+# Names of settings and headers whose values are secret wherever they stand. ``token`` and ``key``
+# alone also name ordinary things.
+_SECRET_SETTING = (
+    r"(?:passw(?:or)?d|passphrase|pwd|secret|secret[_-]?(?:access[_-]?)?key|(?:api|access|account|private)[_-]?key"
+    r"|(?:access|auth|bearer|private|refresh|security|session)[_-]?token)"
+)
+_SCHEME = r"\b[a-z][a-z0-9+.-]{0,30}"
+# Counts are bounded here, too, wherever the same text may be looked through from many places.
 _RULES = (
+    (re.compile(r"(-----BEGIN [A-Z0-9 ]{0,40}PRIVATE KEY-----)[^-\"']+"), rf"\1{MASK}"),
     # A password ends at the last @ before the path; one that holds a slash ends at the first @ that
     # follows, unless what looks like it is a port.
-    (re.compile(r"(\b[a-z][a-z0-9+.-]*://)[^\s/@:'\"]*:[^\s/'\"]*@", re.IGNORECASE), rf"\1{MASK}@"),
+    (
+        re.compile(rf"({_SCHEME}://)[^\s/@:'\"]{{0,200}}:[^\s/'\"]{{0,2000}}@", re.IGNORECASE),
+        rf"\1{MASK}@",
+    ),
     (
         re.compile(
-            r"(\b[a-z][a-z0-9+.-]*://)[^\s/@:'\"]*:(?!\d+[/?#\s])[^\s@'\"]*@", re.IGNORECASE
+            rf"({_SCHEME}://)[^\s/@:'\"]{{0,200}}:(?!\d{{1,6}}[/?#\s])[^\s@'\"]{{0,2000}}@",
+            re.IGNORECASE,
         ),
         rf"\1{MASK}@",
     ),
     # The user of a web server is a token, as a rule; other stores write names there.
-    (re.compile(r"(\b(?:https?|ftps?)://)[^\s/@:'\"]+@", re.IGNORECASE), rf"\1{MASK}@"),
     (
-        re.compile(r"(%3A%2F%2F)(?:(?!%2F|%40)[^\s&])*%3A(?:(?!%40)[^\s&])*%40", re.IGNORECASE),
+        re.compile(r"(\b(?:https?|ftps?)://)[^\s/@:'\"]{1,2000}@", re.IGNORECASE),
+        rf"\1{MASK}@",
+    ),
+    (
+        re.compile(
+            r"(%3A%2F%2F)(?:(?!%2F|%40)[^\s&]){0,200}?%3A(?:(?!%40)[^\s&]){0,2000}%40",
+            re.IGNORECASE,
+        ),
         rf"\1{MASK}%40",
     ),
-    (re.compile(rf"([?&;][\w.-]*{SECRET_NAME}=)[^\s&;#'\"]+", re.IGNORECASE), rf"\1{MASK}"),
+    (re.compile(rf"([?&;#][\w.-]{{0,60}}{SECRET_NAME}=)[^\s&;#'\"]+", re.IGNORECASE), rf"\1{MASK}"),
+    (re.compile(rf"((?:%3F|%26){SECRET_NAME}%3D)[^\s&%'\"]+", re.IGNORECASE), rf"\1{MASK}"),
+    # Assigned, as an option's value, in quotes, or as an HTTP header: after a colon that ends a
+    # name in a message a sentence follows.
+    (
+        re.compile(rf"({_SECRET_SETTING}['\"]?=['\"]?)[^\s&;,'\"]{{6,}}", re.IGNORECASE),
+        rf"\1{MASK}",
+    ),
+    (re.compile(rf"(--{_SECRET_SETTING} )\S{{6,}}", re.IGNORECASE), rf"\1{MASK}"),
+    (
+        re.compile(rf"({_SECRET_SETTING}['\"]?: ?(['\"]))(?:(?!\2)[^\\\n])+", re.IGNORECASE),
+        rf"\1{MASK}",
+    ),
+    (
+        re.compile(
+            r"(\b(?:x-)?(?:api-key|private-token|auth-token): ?)[^\s'\"]{6,}", re.IGNORECASE
+        ),
+        rf"\1{MASK}",
+    ),
+    (re.compile(r"(\bcookie: ?\w{1,40}=)[^\s;'\"]+", re.IGNORECASE), rf"\1{MASK}"),
+    (
+        re.compile(r"(\bmachine\s\S{1,99}\s{1,9}login\s{1,9}\S{1,99}\s{1,9}password\s{1,9})\S+"),
+        rf"\1{MASK}",
+    ),
+    (
+        re.compile(r"(\b(?:hooks\.slack\.com/services|discord\.com/api/webhooks)/)[^\s'\"]+"),
+        rf"\1{MASK}",
+    ),
     (re.compile(r"\b(bearer|basic)\s+[\w.~+/=-]{6,}", re.IGNORECASE), rf"\1 {MASK}"),
+    (re.compile(r"(\bauthorization: ?token )[^\s'\"]{6,}", re.IGNORECASE), rf"\1{MASK}"),
     (re.compile(rf"(?<![\w-])(?:{'|'.join(_TOKEN_SHAPES)})"), MASK),
 )
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
@@ -141,7 +142,7 @@ class EvaluatedModel:
             beginning of a refusal than that of a reply that complies, in nats; see
             :func:`refusal_log_odds`.
         on_policy: Replies from the training distribution.
-        perplexities: Perplexity of held-out text by its kind.
+        held_out: Log-likelihoods of held-out text, which its perplexities are made of.
         candidates: Further lists of replies to be judged, of which the best may be chosen.
         drift: Distance from SFT, on ``on_policy``; None where it was not measured.
         scores: Scores of the replies to be judged, by judge.
@@ -153,7 +154,7 @@ class EvaluatedModel:
     verifiable: CheckedReplies = field(default_factory=lambda: CheckedReplies((), ()))
     refusal_log_odds: list[float] = field(default_factory=list)
     on_policy: OnPolicyReplies | None = None
-    perplexities: dict[str, float] = field(default_factory=dict)
+    held_out: list[dict[str, Any]] = field(default_factory=list)
     candidates: list[list[Reply]] = field(default_factory=list)
     drift: Drift | None = None
     scores: dict[str, list[float]] = field(default_factory=dict)

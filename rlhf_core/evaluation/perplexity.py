@@ -58,17 +58,19 @@ def read_held_out(clean: Path, rows: int) -> HeldOutText:
     )
 
 
-def held_out_perplexities(
+def score_held_out(
     model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
     text: HeldOutText,
     config: HeldOutPerplexityConfig,
-) -> dict[str, float]:
-    """Return the perplexity of ``preferred`` replies given their prompts, and of ``pretrain`` text.
+) -> list[dict[str, Any]]:
+    """Score ``preferred`` replies given their prompts, and ``pretrain`` text, teacher-forced.
 
-    Each is exp of the mean negative log-probability per token, teacher-forced, as in supervised
-    fine-tuning. Pairs longer than ``config.max_tokens`` are left out, since a reply is never cut;
-    plain text is cut. A kind without usable rows is left out.
+    Pairs longer than ``config.max_tokens`` are left out, since a reply is never cut; plain text is
+    cut.
+
+    Returns:
+        By row its ``kind`` and ``id``, the number of its ``tokens`` and their ``log_likelihood``.
     """
     longest = fitting_length(config.max_tokens, model)
 
@@ -79,12 +81,35 @@ def held_out_perplexities(
         ids = encode_text(tokenizer, row.text)[:longest]
         return Example(ids[:1], ids[1:])  # nothing comes before the first token to predict it from
 
-    examples = {
+    chosen = {
         "preferred": _chosen_examples(text[0], preferred, config, longest),
         "pretrain": _chosen_examples(text[1], pretrain, config, longest),
     }
     pad = pad_id(tokenizer)
-    return {name: reply_perplexity(model, rows, pad) for name, rows in examples.items() if rows}
+    scored: list[dict[str, Any]] = []
+    for kind, examples in chosen.items():
+        if not examples:
+            continue
+        replies = [example for _, example in examples]
+        values = reply_log_likelihoods(model, replies, pad, ROWS_PER_PASS)
+        for (row, example), value in zip(examples, values, strict=True):
+            about = {"kind": kind, "id": row, "tokens": len(example.reply)}
+            scored.append(about | {"log_likelihood": value})
+    return scored
+
+
+def held_out_perplexities(scored: Sequence[dict[str, Any]]) -> dict[str, float]:
+    """Return exp of the mean negative log-probability per token, by kind.
+
+    A kind without usable rows is left out.
+    """
+    sums: dict[str, tuple[float, int]] = {}
+    for row in scored:
+        nats, tokens = sums.get(row["kind"], (0.0, 0))
+        sums[row["kind"]] = (nats - row["log_likelihood"], tokens + row["tokens"])
+    # The exponent is bounded so that a ruined model gives a huge finite number, which JSON and
+    # gates can hold.
+    return {kind: math.exp(min(nats / tokens, 700.0)) for kind, (nats, tokens) in sums.items()}
 
 
 def _chosen_examples(
@@ -92,19 +117,19 @@ def _chosen_examples(
     encode: Callable[[Row], Example],
     config: HeldOutPerplexityConfig,
     longest: int,
-) -> list[Example]:
-    """Encode the first rows that have a reply and are not longer than ``longest``.
+) -> list[tuple[str, Example]]:
+    """Encode the first rows that have a reply and are not longer than ``longest``, with their ids.
 
     They are in the order of their hashes.
     """
-    chosen: list[Example] = []
+    chosen: list[tuple[str, Example]] = []
     tokens = 0
     for row in fixed_subset(rows, len(rows), "perplexity"):
         if len(chosen) == config.rows or tokens >= config.total_tokens:
             break
         example = encode(row)
         if example.reply and example.length <= longest:
-            chosen.append(example)
+            chosen.append((row.id, example))
             tokens += example.length
     return chosen
 
@@ -153,14 +178,6 @@ def reply_log_likelihoods(
             log_likelihoods[number] += weight * value
     # Each rank holds the values of its own passes and zeros elsewhere.
     return distributed.all_reduce_sum(log_likelihoods).tolist()
-
-
-def reply_perplexity(model: PreTrainedModel, examples: Sequence[Example], pad: int) -> float:
-    """Return exp of the mean cross-entropy per reply token; ranks share the work."""
-    nats = -sum(reply_log_likelihoods(model, examples, pad, ROWS_PER_PASS))
-    # The exponent is bounded so that a ruined model gives a huge finite number, which JSON and
-    # gates can hold.
-    return math.exp(min(nats / sum(len(example.reply) for example in examples), 700.0))
 
 
 @dataclass(frozen=True)

@@ -28,6 +28,11 @@ GENERATION_CONFIG = "generation_config.json"
 MOST_TENSORS = 500_000  # the largest mixtures of experts of 2026 have 200,000
 
 
+# Bytes of a file that is read as a whole; the largest tokenizers and indexes of 2026 have 40 MB. As
+# JSON it takes up to 24 times the memory.
+MOST_BYTES = 128 * 2**20
+
+
 REPAIR = "make it again, or point to a complete Hugging Face folder"
 
 
@@ -131,7 +136,7 @@ def require_own_files(folder: Path) -> None:
     """Refuse a folder whose files name, or link to, what lies outside of it.
 
     Raises:
-        ModelError: A file that would be read is a link out of the folder, or no plain file; an
+        ModelError: A file that would be read is a link out of the folder, no plain file, or huge; an
             index names a shard that is no safetensors file of the folder; a configuration names
             attention that would be fetched, or weights other than those that are checked.
     """
@@ -152,6 +157,12 @@ def require_own_files(folder: Path) -> None:
             )
         if not stat.S_ISREG(target.stat().st_mode) and not target.is_dir():
             raise ModelError(f"{folder}: its {file.name} is no plain file; put one there")
+        size = target.stat().st_size
+        if size > MOST_BYTES and file.suffix != SHARD:
+            raise ModelError(
+                f"{folder}: its {file.name} has {size:,} bytes, and is read as a whole; no model needs more than "
+                f"{MOST_BYTES:,}: it is damaged, or made to do harm: take another model"
+            )
     for index in _files(folder, INDEXES):
         content = _json(index)
         shards = content.get("weight_map") if isinstance(content, dict) else None

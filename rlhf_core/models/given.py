@@ -66,6 +66,7 @@ def require_plain(model: object, name: str) -> None:
     if not isinstance(model, ScalarModel):
         _require_language_model(own, name)
     _require_whole_weights(own, name)
+    _require_ties_of_config(own, name)
     require_finite_weights(own, name)
     require_computed_buffers(own, name)
 
@@ -116,6 +117,21 @@ def _require_whole_weights(model: PreTrainedModel, name: str) -> None:
             raise ModelError(
                 f"{name} has quantised weights ({path}), which cannot be trained; load it in float32, bfloat16 or "
                 "float16, and set lora.quantize for adapters on 4-bit weights"
+            )
+
+
+def _require_ties_of_config(model: PreTrainedModel, name: str) -> None:
+    """Refuse a model that shares weights of which its config says that it does not.
+
+    It would be saved without one of them, and could not be loaded after its training.
+    """
+    of_config = model.get_expanded_tied_weights_keys(all_submodels=True)
+    weights = dict(model.named_parameters(remove_duplicate=False))
+    for path, source in model.all_tied_weights_keys.items():
+        if path not in of_config and path in weights and weights[path] is weights.get(source):
+            raise ModelError(
+                f"{name}: its {path} is {source}, but its config has tie_word_embeddings: false, so that a saved copy "
+                "would lack it; set that to true, or copy the weight"
             )
 
 

@@ -89,9 +89,14 @@ def plain_arithmetic() -> Iterator[None]:
 
     ``torch.autocast`` keeps the casts of the first step's weights, so later steps and measurements
     would read stale ones; below ``torch.no_grad`` and ``torch.inference_mode`` nothing could be
-    trained.
+    trained. New tensors would be of the default precision, and on the default device.
     """
     with ExitStack() as stack:
+        stack.callback(torch.set_default_dtype, torch.get_default_dtype())
+        torch.set_default_dtype(torch.float32)
+        # Entered only where it changes something: it slows down every operation.
+        if torch.get_default_device().type != "cpu":
+            stack.enter_context(torch.device("cpu"))
         for device in ("cpu", distributed.device().type):
             if torch.is_autocast_enabled(device):
                 logger.warning(

@@ -20,9 +20,9 @@ from rlhf_core.evaluation.judges.gold import borrowed_judge
 from rlhf_core.evaluation.judges.model import PairwiseJudge
 from rlhf_core.evaluation.perplexity import (
     HeldOutText,
-    held_out_perplexities,
     measure_drift,
     read_held_out,
+    score_held_out,
 )
 from rlhf_core.evaluation.plugged import (
     AddedEvaluation,
@@ -202,9 +202,10 @@ STAGE = Stage(
 
 
 def save_counted_replies(evaluation: Evaluation, folder: Path) -> list[Path]:
-    """Write the replies behind drift, regression and safety, a file each; return the files."""
+    """Write what drift, perplexity, regression and safety are counted of; return the files."""
     kept = {
         folder / "drift.jsonl": evaluation.drift_rows(),
+        folder / "perplexity.jsonl": evaluation.held_out_rows(),
         folder / "regression.jsonl": evaluation.checked_rows("regression"),
         folder / "safety.jsonl": evaluation.checked_rows("safety"),
     }
@@ -259,7 +260,7 @@ def evaluated_model(
             size,
             sampler,
         )
-        evaluated.perplexities = held_out_perplexities(model, tokenizer, texts, config.perplexity)
+        evaluated.held_out = score_held_out(model, tokenizer, texts, config.perplexity)
         for number in range(config.best_of_n if side == "sft" else 0):
             seed = derive_seed(config.seed, "evaluate", "best_of_n", number)
             evaluated.candidates.append(

@@ -287,11 +287,16 @@ def remove_tree(path: Path) -> None:
 
 def read_json(path: Path) -> Any:
     """Return the JSON value in ``path``; ``DataError`` if the file is missing or not JSON."""
+    path = Path(path)
+    # A pipe would be waited for, and a device read without end.
+    if path.exists() and not path.is_file():
+        raise DataError(f"{path} is no file; remove it and run the stage that writes it")
     try:
-        return json.loads(Path(path).read_text(encoding="utf-8"))
+        return json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError as error:
         raise DataError(f"{path} does not exist; run the stage that writes it") from error
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+    # Also of numbers with too many digits, and of values too deep within others.
+    except (ValueError, RecursionError) as error:
         raise DataError(
             f"{path} is not valid JSON ({error}); delete it and run its stage again"
         ) from error
@@ -313,7 +318,7 @@ class LockFile:
 
     Entering the block opens the file without locking it; leaving it releases the lock. A child that
     inherits the descriptor holds the lock, too. A link in the file's place is refused with
-    ``OSError``: what it points to would be written over.
+    ``OSError``: what it points to would be written over. So is a pipe or a device.
     """
 
     def __init__(self, path: Path) -> None:
@@ -340,24 +345,36 @@ class LockFile:
         return True
 
 
-def _open_no_link(path: str, flags: int) -> int:
+NO_FILES = {errno.ELOOP: "a link", errno.EISDIR: "a folder", errno.ENXIO: "a pipe or socket"}
+
+
+def _open_no_link(path: str, flags: int, mode: int = 0o666) -> int:
+    # Without O_NONBLOCK a pipe that nobody reads would be waited for.
+    flags |= os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
+    what = "a pipe or device"
     try:
-        return os.open(path, flags | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
+        descriptor = os.open(path, flags, mode)
+        if stat.S_ISREG(os.fstat(descriptor).st_mode):
+            return descriptor
+        os.close(descriptor)
+        number = errno.EINVAL
     except OSError as error:
-        if error.errno != errno.ELOOP:
+        if error.errno not in NO_FILES:
             raise
-        raise OSError(
-            errno.ELOOP, "a link is in the place of this lock file; remove it", path
-        ) from error
+        number, what = error.errno, NO_FILES[error.errno]
+    raise OSError(number, f"{what} is in the place of this file; remove it", path)
 
 
 def open_private(path: Path) -> int:
-    """Open a file for writing that only this user reads, made where it is missing; follow no link.
+    """Open a file for writing that only this user reads, made where it is missing.
 
     Returns:
         Its descriptor.
+
+    Raises:
+        OSError: A link, pipe or device is in its place, or it cannot be opened.
     """
-    return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+    return _open_no_link(str(path), os.O_WRONLY | os.O_CREAT, 0o600)
 
 
 LITTLE_ROOM = 2**26  # bytes

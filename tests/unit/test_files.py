@@ -4,14 +4,17 @@ garbage collection.
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import gc
 import json
 import os
+import socket
 import subprocess
 import sys
 import tempfile
 import weakref
+from collections.abc import Callable
 from pathlib import Path
 
 import pyarrow as pa
@@ -19,7 +22,7 @@ import pytest
 from killed_call import killed_before_file_change
 
 from rlhf_core.data.schema import write_table
-from rlhf_core.errors import RlhfError
+from rlhf_core.errors import DataError, RlhfError
 from rlhf_core.storage import files
 from rlhf_core.storage.garbage_collection import collect_rarely, paused_collector
 
@@ -158,16 +161,62 @@ def test_at_exit_handlers_run_and_then_nothing_is_left_to_search() -> None:
     assert later == "0" and last.startswith("True ") and int(last.split()[1]) < 100
 
 
+def no_file(kind: str, path: Path) -> None:
+    """Put something else in the place of a file."""
+    if kind == "pipe":
+        os.mkfifo(path)
+    elif kind == "folder":
+        path.mkdir()
+    elif kind == "socket":
+        with contextlib.chdir(path.parent), socket.socket(socket.AF_UNIX) as bound:
+            bound.bind(path.name)
+    else:
+        path.symlink_to({"link to itself": path, "device": "/dev/zero"}[kind])
+
+
+OPENED: dict[str, Callable[[Path], object]] = {
+    "lock": lambda path: files.LockFile(path).__enter__(),
+    "private file": files.open_private,
+}
+
+
+@pytest.mark.parametrize("way", OPENED)
 @pytest.mark.parametrize("planted", ["link", "dangling link"])
-def test_a_lock_follows_no_link(planted: str, tmp_path: Path) -> None:
+def test_a_lock_follows_no_link(planted: str, way: str, tmp_path: Path) -> None:
     victim, lock = tmp_path / "victim", tmp_path / "lock"
     if planted == "link":
         victim.write_text("years of work")
     lock.symlink_to(victim)
-    with pytest.raises(OSError, match="a link is in the place of this lock"), files.LockFile(lock):
-        pass
+    with pytest.raises(OSError, match="a link is in the place of this file"):
+        OPENED[way](lock)
     assert victim.exists() == (planted == "link")
     assert planted != "link" or victim.read_text() == "years of work"
+
+
+@pytest.mark.parametrize("way", OPENED)
+@pytest.mark.parametrize("kind", ["pipe", "folder", "socket", "link to itself", "device"])
+def test_what_is_no_file_is_neither_locked_nor_waited_for(
+    kind: str, way: str, tmp_path: Path
+) -> None:
+    no_file(kind, tmp_path / "lock")
+    with pytest.raises(OSError, match=r"is in the place of this file; remove it.*lock"):
+        OPENED[way](tmp_path / "lock")
+
+
+@pytest.mark.parametrize("kind", ["pipe", "folder", "socket", "device"])
+def test_what_is_no_file_is_not_read_as_json(kind: str, tmp_path: Path) -> None:
+    no_file(kind, tmp_path / "x.json")
+    with pytest.raises(DataError, match=r"x.json is no file; remove it"):
+        files.read_json(tmp_path / "x.json")
+
+
+@pytest.mark.parametrize("text", ["", "{", "[" * 100_000, "9" * 5_000, '"\\ud8', '{"a": nul}'])
+def test_what_is_no_json_is_one_line(text: str, tmp_path: Path) -> None:
+    (tmp_path / "x.json").write_text(text)
+    with pytest.raises(
+        DataError, match=r"^[^\n]*x.json is not valid JSON \([^\n]*run its stage again$"
+    ):
+        files.read_json(tmp_path / "x.json")
 
 
 def test_the_own_temporary_folder_is_closed_to_others(

@@ -29,11 +29,31 @@ WITH_SECRET = (
     f"https://store/x?access_token={SECRET}",
     f"headers: {{'Authorization': 'Bearer {SECRET}'}}",
     f"authorization: Basic {SECRET}==",
+    f"Authorization: token {SECRET}",
+    f"https://store/x?pwd={SECRET}",
+    f"https://store/callback#access_token={SECRET}",
+    f"next=https%3A%2F%2Fstore%2F%3Ftoken%3D{SECRET}",
+    f"machine store login me password {SECRET}",
+    f"connection to 'host=db user=me password={SECRET} dbname=x' failed",
+    f"host=db password='{SECRET}'",
+    f"Driver=x;Server=db;UID=me;PWD={SECRET};",
+    f"DefaultEndpointsProtocol=https;AccountName=a;AccountKey={SECRET}==;EndpointSuffix=x",
+    f'{{"password": "{SECRET}", "user": "me"}}',
+    f"{{'api_key': '{SECRET}'}}",
+    f"MLFLOW_TRACKING_PASSWORD={SECRET} python x.py",
+    f"export AWS_SECRET_ACCESS_KEY='{SECRET}'",
+    f"command: mysql --password {SECRET} -h db",
+    f"X-Api-Key: {SECRET}",
+    f"PRIVATE-TOKEN: {SECRET}",
+    f"Set-Cookie: session={SECRET}; Path=/",
+    f"POST https://hooks.slack.com/services/T0/B0/{SECRET}",
 )
 TOKENS = (
     "hf_" + "aB3" * 10, "ghp_" + "aB3" * 12, "github_pat_" + "aB3_" * 10, "sk-proj-" + "aB3-" * 8, "AKIA" + "ABCD" * 4,
     "xoxb-" + "123-" * 6, "pnu_" + "aB3" * 12, "eyJhbGciOiJI.eyJzdWIiOiIx.c2lnbmF0dXJl", "glpat-" + "aB3" * 8,
-    "AIza" + "aB3" * 12,
+    "AIza" + "aB3" * 12, "npm_" + "aB3" * 12, "pypi-AgEI" + "aB3_" * 12, "sk_live_" + "aB3" * 8, "ya29." + "aB3-" * 9,
+    "gsk_" + "aB3" * 14, "r8_" + "aB3" * 12, "nvapi-" + "aB3-" * 12, "glrt-" + "aB3" * 8, "dop_v1_" + "ab3" * 20,
+    "SG." + "aB3_" * 5 + "." + "aB3-" * 10, "eyJhbGciOi.eyJzdWIiOi.c2ln",
 )  # fmt: skip
 ORDINARY = (
     "cannot listen on 127.0.0.1 port 5000",
@@ -41,6 +61,9 @@ ORDINARY = (
     "hub:owner/name@revision, abfs://container@account/x, github://owner:repository@ref",
     "the token budget=512 of sk-learn; max_tokens=3, author=someone",
     "s3://bucket/key.jsonl: 3 rows; mail someone@example.com",
+    "{'eos_token': '<|im_end|>', \"pad_token\": \"</s>\"}; eos_token=</s-of-text>, key='messages'",
+    "RLHF_SIGNING_KEY_PASSWORD: cannot decrypt the private key; set api_key to a name; password required",
+    "sk-learn, r8_short, npm_config_cache, SG.x, a login page password field, --password",
 )
 
 
@@ -53,6 +76,19 @@ def test_secrets_in_addresses_and_headers_are_masked(text: str) -> None:
         named_line(OSError(text)),
     ):
         assert SECRET not in shown and "***" in shown
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        f"machine store\n  login me\n  password {SECRET}\n",
+        "-----BEGIN EC PRIVATE KEY-----\nMHcCAQ\nEEIB==\n-----END EC PRIVATE KEY-----\n",
+        '{"key": "-----BEGIN PRIVATE KEY-----\\nMHcCAQ\\n-----END PRIVATE KEY-----"}',
+    ],
+)
+def test_secrets_of_files_are_masked(text: str) -> None:
+    assert SECRET not in redacted(text) and "MHcCAQ" not in redacted(text)
+    assert "machine" in redacted(text) or "-----END" in redacted(text)
 
 
 @pytest.mark.parametrize("token", TOKENS)
@@ -84,7 +120,12 @@ def test_secrets_of_the_environment_are_masked_wherever_a_library_writes_them(
      ("apikey", "letmein", True),
      ("SORT_KEY", "aB3xQ9", True), ("DEPLOY_KEY", "abcdefghijklmnopqrstuvwxyz", True),
      ("OPENAI_API_KEY", "localkey", True), ("AWS_SECRET_ACCESS_KEY", "letmein", True), ("APIKEY", "letmein", True),
-     ("MLFLOW_TRACKING_PASSWORD", "prompt", True)],
+     ("MLFLOW_TRACKING_PASSWORD", "prompt", True), ("MYSQL_PWD", "prompt", True), ("DB_PASS", "prompt", True),
+     ("GITHUB_PAT", "aB3xQ9", True), ("CI_JOB_JWT", "aB3xQ9", True), ("SMTP_PASSPHRASE", "prompt", True),
+     ("AZURE_STORAGE_CONNECTION_STRING", "UseDevelopmentStorage", True), ("SLACK_WEBHOOK_URL", "aB3xQ9", True),
+     ("HF_TOKENS", "aB3xQ9", True), ("KUBE_TOKEN_1", "aB3xQ9", True), ("CREDENTIALS_JSON", "aB3xQ9", True),
+     ("COMPASS", "prompt", False), ("BYPASS", "prompt", False), ("FORMAT", "prompt", False),
+     ("SORT_PATH", "prompt", False)],
 )  # fmt: skip
 def test_a_word_in_a_variable_of_another_kind_of_key_is_no_secret(
     monkeypatch: pytest.MonkeyPatch, name: str, value: str, is_secret: bool

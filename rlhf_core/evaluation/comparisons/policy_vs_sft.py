@@ -24,6 +24,7 @@ from rlhf_core.evaluation.judges.gold import GoldJudge
 from rlhf_core.evaluation.judges.model import Judge, PairwiseJudge, PairwiseJudgements
 from rlhf_core.evaluation.judges.names import TRAINED_ON, final_judges, last_word
 from rlhf_core.evaluation.losses import paired_losses
+from rlhf_core.evaluation.perplexity import held_out_perplexities
 from rlhf_core.evaluation.regression import (
     REFUSAL_CHECKS,
     check_rates,
@@ -267,6 +268,14 @@ class Evaluation:
                 rows.append(about | scored)
         return rows
 
+    def held_out_rows(self) -> list[dict[str, Any]]:
+        """Return both models' log-likelihoods of held-out text."""
+        rows: list[dict[str, Any]] = []
+        for side, model in self.models.items():
+            for row in model.held_out:
+                rows.append({"side": side} | row)
+        return rows
+
     def _model_metrics(self, side: str) -> dict[str, Any]:
         """Return what is measured of one model, the regression set apart.
 
@@ -293,7 +302,7 @@ class Evaluation:
             metrics[name] = total / len(sets)
         if model.drift is not None:
             metrics["perplexity_reference"] = model.drift.perplexity
-        for kind, perplexity in model.perplexities.items():
+        for kind, perplexity in held_out_perplexities(model.held_out).items():
             metrics[f"perplexity_{kind}"] = perplexity
         prompts = repeated_rows(self.sets.safety, model.safety)
         categories = [row.category for row in prompts]
@@ -357,6 +366,10 @@ class Evaluation:
                 "policy_reply": policy.text,
                 "sft_finished": sft.finished,
                 "policy_finished": policy.finished,
+                "sft_tokens": len(sft.token_ids),
+                "policy_tokens": len(policy.token_ids),
+                "sft_special_tokens": sft.special_tokens,
+                "policy_special_tokens": policy.special_tokens,
             }
             for judge, scores in self.sft.scores.items():
                 row[f"sft_{judge}"] = scores[i]

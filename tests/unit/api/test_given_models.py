@@ -6,7 +6,9 @@ from __future__ import annotations
 
 import copy
 import logging
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import peft
@@ -19,9 +21,15 @@ from transformers import (
     LlamaForCausalLM,
     PreTrainedTokenizerBase,
 )
-from unit.api.conftest import LanguageModel
+from unit.api.conftest import CRITIC_FREE, PPO, QUESTIONS, LanguageModel, by_length
 
-from rlhf_core import SftConfig, train_ppo, train_reward_model, train_sft
+from rlhf_core import (
+    PpoConfig,
+    SftConfig,
+    train_ppo,
+    train_reward_model,
+    train_sft,
+)
 from rlhf_core.config.model import OptimizerConfig
 from rlhf_core.errors import ConfigError, ModelError, RlhfError
 from rlhf_core.models.given import require_plain
@@ -69,6 +77,12 @@ def damaged(model: LlamaForCausalLM) -> LlamaForCausalLM:
     return model
 
 
+def untied_in_its_config(model: LlamaForCausalLM) -> LlamaForCausalLM:
+    assert model.lm_head.weight is model.model.embed_tokens.weight
+    model.config.tie_word_embeddings = False
+    return model
+
+
 REFUSED: dict[str, tuple[Callable[[LlamaForCausalLM], Any], type[RlhfError], str]] = {
     "PeftModel": (
         lambda model: peft.get_peft_model(model, LORA),
@@ -95,6 +109,11 @@ REFUSED: dict[str, tuple[Callable[[LlamaForCausalLM], Any], type[RlhfError], str
     "offloaded": (offloaded, ModelError, "not in memory.*device_map"),
     "integers": (with_integers, ModelError, "quantised weights"),
     "damaged": (damaged, ModelError, "not finite"),
+    "untied in its config": (
+        untied_in_its_config,
+        ModelError,
+        r"lm_head.weight is model.embed_tokens.weight, but its config has tie_word_embeddings: false",
+    ),
     "without a head": (
         lambda model: AutoModel.from_config(model.config),
         ModelError,
@@ -158,21 +177,74 @@ def test_what_is_frozen_stays_and_is_said(
     assert not torch.equal(before, after)
 
 
+@contextmanager
+def default_dtype(dtype: torch.dtype) -> Iterator[None]:
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        assert torch.get_default_dtype() is dtype
+        torch.set_default_dtype(before)
+
+
+@contextmanager
+def default_device(name: str) -> Iterator[None]:
+    torch.set_default_device(name)
+    try:
+        yield
+    finally:
+        assert torch.get_default_device().type == name
+        torch.set_default_device(None)
+
+
+AROUND: dict[str, Callable[[], AbstractContextManager[object]]] = {
+    "autocast": lambda: torch.autocast("cpu", dtype=torch.bfloat16),
+    "no_grad": torch.no_grad,
+    "inference_mode": torch.inference_mode,
+    "float64": lambda: default_dtype(torch.float64),
+    "bfloat16": lambda: default_dtype(torch.bfloat16),
+    "a device": lambda: torch.device("meta"),
+    "a default device": lambda: default_device("meta"),
+}
+
+
+def sampled(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerBase) -> list[dict[str, Any]]:
+    config = PpoConfig(**PPO | CRITIC_FREE | {"iterations": 1, "warmup_iterations": 0})
+    return train_ppo(model, tokenizer, QUESTIONS, by_length, config=config).history
+
+
+def tuned(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerBase) -> list[dict[str, Any]]:
+    return train_sft(model, tokenizer, ROWS, config=CONFIG).history
+
+
+@pytest.mark.parametrize(
+    ("train", "modes"), [(tuned, set(AROUND)), (sampled, {"bfloat16", "a default device"})]
+)
 def test_modes_of_torch_around_change_nothing(
-    model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerBase
+    train: Callable[..., list[dict[str, Any]]],
+    modes: set[str],
+    model: LlamaForCausalLM,
+    tokenizer: PreTrainedTokenizerBase,
 ) -> None:
     """Autocast would keep the first step's cast weights, so that later steps and the measurement
-    read stale ones.
+    read stale ones; where new tensors are of another precision, the sampler rounds otherwise.
     """
-    plain = train_sft(model, tokenizer, ROWS, config=CONFIG)
-    around = (torch.autocast("cpu", dtype=torch.bfloat16), torch.no_grad(), torch.inference_mode())
-    for mode in around:
-        with mode:
-            inside = train_sft(model, tokenizer, ROWS, config=CONFIG)
-        timed = {"tokens_per_second"}
-        assert {k: v for k, v in inside.metrics.items() if k not in timed} == {
-            k: v for k, v in plain.metrics.items() if k not in timed
+    plain = untimed(train(model, tokenizer))
+    for mode in modes:
+        with AROUND[mode]():
+            assert untimed(train(model, tokenizer)) == plain, mode
+
+
+def untimed(history: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Records of a training without its speed and memory."""
+    rows = []
+    for record in history:
+        kept = {
+            key: value for key, value in record.items() if not re.search("second|gib|time", key)
         }
+        rows.append(kept)
+    return rows
 
 
 def test_flags_of_config_json_change_nothing(

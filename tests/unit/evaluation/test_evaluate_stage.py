@@ -34,13 +34,15 @@ from rlhf_core.config.model import SamplingConfig
 from rlhf_core.config.ppo import PpoConfig
 from rlhf_core.data import template_process
 from rlhf_core.data.schema import Message, Preference, PretrainText, Prompt, read_table
+from rlhf_core.data.text import trigram_repetition
 from rlhf_core.errors import DataError, ModelError, RlhfError
 from rlhf_core.evaluation import match
+from rlhf_core.evaluation.comparisons import policy_vs_sft
 from rlhf_core.evaluation.comparisons.comparison import compare
 from rlhf_core.evaluation.comparisons.policy_vs_sft import Evaluation
 from rlhf_core.evaluation.fixed_sets import EvaluatedModel, FixedSets
 from rlhf_core.evaluation.match import run_match
-from rlhf_core.evaluation.perplexity import held_out_perplexities
+from rlhf_core.evaluation.perplexity import held_out_perplexities, score_held_out
 from rlhf_core.evaluation.replies import Reply
 from rlhf_core.gates import check
 from rlhf_core.models.causal_lm import load_policy, load_tokenizer
@@ -97,7 +99,7 @@ def test_a_number_that_is_not_finite_is_null_beside_the_others(
     monkeypatch: pytest.MonkeyPatch,
     value: float,
 ) -> None:
-    monkeypatch.setattr(evaluate, "held_out_perplexities", lambda *_: {"preferred": value})
+    monkeypatch.setattr(policy_vs_sft, "held_out_perplexities", lambda *_: {"preferred": value})
     metrics, _ = run_stage(tmp_path, models, prompts)
     assert (
         metrics["sft"].pop("perplexity_preferred")
@@ -133,9 +135,8 @@ def test_world_prompts_are_judged_by_all(
     assert "refuses_harmful" in metrics["regression"] and "safety" not in metrics["policy"]
     assert sum(c["prompts"] for c in metrics["category"].values()) == gold["prompts"]
     for name in ("sft", "policy"):
-        expected = held_out_perplexities(
-            *load_policy(models / name), ([PAIR], [TEXT]), CONFIG.perplexity
-        )
+        scored = score_held_out(*load_policy(models / name), ([PAIR], [TEXT]), CONFIG.perplexity)
+        expected = held_out_perplexities(scored)
         assert {
             kind: metrics[name][f"perplexity_{kind}"] for kind in ("preferred", "pretrain")
         } == expected
@@ -571,6 +572,14 @@ def rates(rows: list[dict[str, Any]], side: str) -> dict[str, float]:
     }
 
 
+TEXT_METRICS_OF_ROWS: dict[str, Callable[[dict[str, Any], str], float]] = {
+    "length": lambda row, side: row[f"{side}_tokens"],
+    "missing_eos": lambda row, side: not row[f"{side}_finished"],
+    "special_tokens": lambda row, side: row[f"{side}_special_tokens"] > 0,
+    "repetition": lambda row, side: trigram_repetition(row[f"{side}_reply"]),
+}
+
+
 @pytest.mark.parametrize("source", ["world", "elsewhere"])
 def test_the_numbers_of_gates_can_be_computed_again_from_files(
     source: str, tmp_path: Path, models: Path, prompts: list[Prompt]
@@ -581,7 +590,7 @@ def test_the_numbers_of_gates_can_be_computed_again_from_files(
     config = CONFIG.model_copy(
         update={"safety": SafetyConfig(prompts=3, replies_per_prompt=2), "kl_samples": 3}
     )
-    metrics, _ = run_stage(tmp_path, models, rows, config)
+    metrics, outputs = run_stage(tmp_path, models, rows, config)
     for side in ("sft", "policy"):
         replies = [row for row in kept(tmp_path, "drift") if row["side"] == side]
         assert len(replies) == 3 and all(
@@ -598,6 +607,17 @@ def test_the_numbers_of_gates_can_be_computed_again_from_files(
         if side == "policy":
             assert sum(differences) / 3 == pytest.approx(metrics["kl"], rel=1e-12)
         assert rates(kept(tmp_path, "regression"), side)["passed"] == metrics[side]["regression"]
+        for kind in ("preferred", "pretrain"):
+            texts = [row for row in kept(tmp_path, "perplexity") if row["side"] == side]
+            texts = [row for row in texts if row["kind"] == kind]
+            nats_of_kind = -sum(row["log_likelihood"] for row in texts)
+            assert math.exp(nats_of_kind / sum(row["tokens"] for row in texts)) == pytest.approx(
+                metrics[side][f"perplexity_{kind}"], rel=1e-12
+            )
+        replies = read_table(outputs.comparisons).to_pylist()
+        for name, of_text in TEXT_METRICS_OF_ROWS.items():
+            values = [of_text(row, side) for row in replies]
+            assert sum(values) / len(values) == pytest.approx(metrics[side][name], rel=1e-12)
     own = {name: value for name, value in metrics["regression"].items() if name != "prompts"}
     assert rates(kept(tmp_path, "regression"), "policy") == own
     safety = kept(tmp_path, "safety")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -20,7 +21,12 @@ from rlhf_core.data.encoding import (
 from rlhf_core.data.schema import Message, Preference, PretrainText
 from rlhf_core.evaluation import perplexity
 from rlhf_core.evaluation.fixed_sets import COMPLYING, REFUSING, refusal_log_odds
-from rlhf_core.evaluation.perplexity import held_out_perplexities, read_held_out, reply_perplexity
+from rlhf_core.evaluation.perplexity import (
+    held_out_perplexities,
+    read_held_out,
+    reply_log_likelihoods,
+    score_held_out,
+)
 from rlhf_core.evaluation.safety.prompts import is_chinese, safety_prompts
 from rlhf_core.models.causal_lm import load_policy
 from rlhf_core.training.examples import Example
@@ -42,6 +48,15 @@ TEXTS = [PretrainText(f"{i:04x}", text, "c", "s", "g") for i, text in enumerate(
 CONFIG = HeldOutPerplexityConfig()
 
 
+def measured_perplexities(*measured: Any) -> dict[str, float]:
+    return held_out_perplexities(score_held_out(*measured))
+
+
+def reply_perplexity(model: PreTrainedModel, examples: list[Example], pad: int) -> float:
+    nats = -sum(reply_log_likelihoods(model, examples, pad, perplexity.ROWS_PER_PASS))
+    return math.exp(nats / sum(len(example.reply) for example in examples))
+
+
 def nats_by_hand(model: PreTrainedModel, prompt: list[int], reply: list[int]) -> list[float]:
     with torch.no_grad():
         logprobs = (
@@ -57,7 +72,7 @@ def test_reply_tokens_alone_count_each_alike(models: Path) -> None:
         pairs += nats_by_hand(model, *encode_dialogue(tokenizer, row.prompt, row.chosen))
         ids = encode_text(tokenizer, text.text)
         texts += nats_by_hand(model, ids[:1], ids[1:])
-    measured = held_out_perplexities(model, tokenizer, (PAIRS, TEXTS), CONFIG)
+    measured = measured_perplexities(model, tokenizer, (PAIRS, TEXTS), CONFIG)
     assert measured == {
         "preferred": pytest.approx(math.exp(sum(pairs) / len(pairs)), rel=1e-5),
         "pretrain": pytest.approx(math.exp(sum(texts) / len(texts)), rel=1e-5),
@@ -90,8 +105,8 @@ def test_long_pairs_are_left_out_and_long_texts_cut(models: Path) -> None:
     lengths = [sum(map(len, encode_dialogue(tokenizer, row.prompt, row.chosen))) for row in PAIRS]
     shortest = PAIRS[lengths.index(min(lengths))]
     config = HeldOutPerplexityConfig(max_tokens=min(lengths))
-    measured = held_out_perplexities(model, tokenizer, (PAIRS, TEXTS), config)
-    alone = held_out_perplexities(model, tokenizer, ([shortest], []), CONFIG)
+    measured = measured_perplexities(model, tokenizer, (PAIRS, TEXTS), config)
+    alone = measured_perplexities(model, tokenizer, ([shortest], []), CONFIG)
     assert measured["preferred"] == pytest.approx(alone["preferred"])
     cut = [encode_text(tokenizer, row.text)[: min(lengths)] for row in TEXTS]
     nats = [value for ids in cut for value in nats_by_hand(model, ids[:1], ids[1:])]
@@ -101,19 +116,19 @@ def test_long_pairs_are_left_out_and_long_texts_cut(models: Path) -> None:
 def test_rows_are_chosen_by_hash_and_none_give_no_metric(models: Path) -> None:
     model, tokenizer = load_policy(models / "sft")
     two = HeldOutPerplexityConfig(rows=2)
-    forwards = held_out_perplexities(model, tokenizer, (PAIRS, []), two)
-    assert forwards == held_out_perplexities(model, tokenizer, (PAIRS[::-1], []), two)
+    forwards = measured_perplexities(model, tokenizer, (PAIRS, []), two)
+    assert forwards == measured_perplexities(model, tokenizer, (PAIRS[::-1], []), two)
     assert set(forwards) == {"preferred"}
     few = HeldOutPerplexityConfig(total_tokens=1)  # the row that reaches the bound is the last
     one = HeldOutPerplexityConfig(rows=1)
     text = (PAIRS, TEXTS)
-    assert held_out_perplexities(model, tokenizer, text, few) == held_out_perplexities(
+    assert measured_perplexities(model, tokenizer, text, few) == measured_perplexities(
         model, tokenizer, text, one
     )
-    assert held_out_perplexities(model, tokenizer, text, few) != held_out_perplexities(
+    assert measured_perplexities(model, tokenizer, text, few) != measured_perplexities(
         model, tokenizer, text, two
     )
-    assert held_out_perplexities(model, tokenizer, ([], []), CONFIG) == {}
+    assert measured_perplexities(model, tokenizer, ([], []), CONFIG) == {}
     assert read_held_out(Path("nowhere"), 0) == ([], [])
 
 

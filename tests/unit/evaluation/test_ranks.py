@@ -18,7 +18,7 @@ from ranks import run_ranks
 from rlhf_core.config.model import SamplingConfig
 from rlhf_core.data.schema import Message, Preference, PretrainText, Prompt, read_table
 from rlhf_core.evaluation.judges.model import ModelJudge
-from rlhf_core.evaluation.perplexity import measure_drift, reply_perplexity
+from rlhf_core.evaluation.perplexity import measure_drift, reply_log_likelihoods
 from rlhf_core.evaluation.replies import evaluation_replies, on_policy_replies
 from rlhf_core.models.causal_lm import load_policy
 from rlhf_core.runtime import distributed
@@ -48,7 +48,7 @@ def evaluate(folder: Path, models: Path, texts: list[str]) -> None:
         "replies": [asdict(reply) for reply in (*replies, *on_policy.replies)],
         "drift": asdict(measure_drift(on_policy, reference)),
         "scores": judge.score([m for m in messages for _ in range(2)], replies),
-        "perplexity": reply_perplexity(model, examples, 0),
+        "likelihoods": reply_log_likelihoods(model, examples, 0, 4),
         "seen": sum(seen),
     }
     (folder / f"{distributed.rank()}.json").write_text(json.dumps(found, sort_keys=True))

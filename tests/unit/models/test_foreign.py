@@ -200,6 +200,22 @@ def test_a_link_to_itself_and_a_pipe_are_no_files(file: str, folder: Path, tmp_p
         run_base(folder, tmp_path)
 
 
+@pytest.mark.parametrize(
+    "file",
+    [CONFIG, INDEX, "tokenizer.json", "generation_config.json", "chat_template.jinja", "merges.txt",
+     "config.5.0.0.json", "params.json", "tokenizer.model", "additional_chat_templates/a.jinja"],
+)  # fmt: skip
+def test_a_file_of_holes_that_would_fill_the_memory_is_not_read(file: str, folder: Path) -> None:
+    (folder / file).parent.mkdir(exist_ok=True)
+    with (folder / file).open("ab") as stream:
+        stream.truncate(2**40)
+    for check in (folder_check.check_folder, foreign.require_openable):
+        with pytest.raises(
+            ModelError, match=rf"^{folder}: its {Path(file).name} has 1,[\d,]+ bytes, [^\n]*$"
+        ):
+            check(folder)
+
+
 def normaliser(*steps: dict[str, object]) -> Damage:
     def damage(folder: Path) -> None:
         path = folder / "tokenizer.json"
