@@ -13,8 +13,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from rlhf_core.storage.files import open_private
-
 FOLDER_VARIABLE = "RLHF_RANK_MARKS"
 SIZE = 256
 STOPPING = "stopping"
@@ -50,7 +48,9 @@ class MarkFile:
         folder = os.environ.get(FOLDER_VARIABLE)
         if folder and self._file is None:
             self._where = (socket.gethostname(), str(os.getpid()))
-            self._file = open_private(Path(folder) / str(rank))
+            # Only this user reads it, and no link is followed.
+            flags = os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
+            self._file = os.open(Path(folder) / str(rank), flags, 0o600)
 
     @contextmanager
     def waiting(self, operation: str) -> Iterator[None]:

@@ -83,11 +83,6 @@ def scratch_folder(prefix: str = "rlhf-", within: Path | None = None) -> Iterato
         yield Path(folder)
 
 
-def new_scratch_folder(prefix: str) -> Path:
-    """Make a temporary folder that only this user can enter, and that the caller removes."""
-    return Path(tempfile.mkdtemp(prefix=prefix))
-
-
 @contextmanager
 def scratch_file(prefix: str) -> Iterator[IO[bytes]]:
     """Yield a new file with a ``name`` that only this user can read, removed after the block."""
@@ -349,15 +344,6 @@ def _open_no_link(path: str, flags: int) -> int:
         raise OSError(
             errno.ELOOP, "a link is in the place of this lock file; remove it", path
         ) from error
-
-
-def open_private(path: Path) -> int:
-    """Open a file for writing that only this user reads, made where it is missing; follow no link.
-
-    Returns:
-        Its descriptor.
-    """
-    return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
 
 
 LITTLE_ROOM = 2**26  # bytes

@@ -28,7 +28,7 @@ from rlhf_core.config.ppo import PpoConfig
 from rlhf_core.errors import RlhfError
 from rlhf_core.evaluation.judges.names import JUDGE, last_word
 from rlhf_core.evaluation.verdict import EVEN_WIN_RATE, percent
-from rlhf_core.gates import REPORT_MODE, read_gate
+from rlhf_core.gates import read_gate
 from rlhf_core.storage.files import atomic_write_json, flatten, read_json
 from rlhf_core.training.history import read_history
 
@@ -324,11 +324,8 @@ def gate_standing(folder: Path) -> GateStanding:
         return GateStanding("not judged")
     if str(EVALUATION) not in gate.evidence or str(EVALUATION) in gate.changed_evidence(folder):
         return GateStanding("outdated")
-    if gate.passed:
-        return GateStanding("passed")
-    decision = "failed, mode report" if gate.mode == REPORT_MODE else "failed"
     metrics = tuple(condition.metric for condition in gate.failed)
-    return GateStanding(decision, metrics, tuple(map(str, gate.failed)))
+    return GateStanding(gate.verdict, metrics, tuple(map(str, gate.failed)))
 
 
 # What two evaluations must have in common; the other settings of the section add measurements.
