@@ -54,8 +54,7 @@ def use_kernels(model: nn.Module) -> list[tuple[Any, type[nn.Module]]]:
         own = type(layer)
         faster: type[nn.Module] | None = None
         if own is nn.Linear and by_openblas:
-            if layer.out_features > 1 and _in_float32_on_cpu(layer.weight):
-                faster = OpenBlasLinear
+            faster = OpenBlasLinear if _takes_openblas(layer) else None
         elif not isinstance(layer, FusedNorm) and _computes_rms_norm(layer):
             faster = _fused_class(own)
         if faster is not None:
@@ -154,6 +153,10 @@ def _for_blas(matrix: Tensor) -> np.ndarray[Any, Any]:
     if 1 not in matrix.stride() or 0 in matrix.stride():
         matrix = matrix.contiguous()
     return matrix.numpy()
+
+
+def _takes_openblas(layer: Any) -> bool:
+    return layer.out_features > 1 and _in_float32_on_cpu(layer.weight)
 
 
 def _in_float32_on_cpu(tensor: Tensor) -> bool:
