@@ -25,13 +25,6 @@ PAGES = "tests/unit/test_config_command.py"
 FOLDERS = ("rlhf_core", "flows", "rlhf_extras", "tests", "docs", "profiles", "expectations")
 
 
-def recipe_called(title: str) -> str:
-    """The text of a recipe."""
-    guide = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
-    (recipe,) = re.findall(rf"^## {title}\n(.*?)(?=^## |\Z)", guide, re.M | re.S)
-    return str(recipe)
-
-
 class Copy:
     """A copy of the project in which one recipe is followed."""
 
@@ -43,7 +36,8 @@ class Copy:
         for pattern in ("*.md", "*.yaml", "*.yml", "*.toml", "*.cff", "Makefile"):
             for path in ROOT.glob(pattern):
                 shutil.copy(path, folder)
-        self.recipe = recipe_called(recipe)
+        guide = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
+        (self.recipe,) = re.findall(rf"^## {recipe}\n(.*?)(?=^## |\Z)", guide, re.M | re.S)
 
     def change(self, file: str, old: str, new: str) -> None:
         """Replace a text that a file of the recipe has once."""
@@ -171,64 +165,6 @@ def add_a_gate_condition(copy: Copy) -> None:
     (condition,) = [row for row in decided["conditions"] if row["metric"] == metric]
     assert condition["value"] == 0.4 and not condition["passed"]
     assert condition["why"] == "the model that was optimised against must agree"
-
-
-def add_a_gate(copy: Copy) -> None:
-    copy.recipe += recipe_called("Add a stage")  # which it refers to
-    file = "rlhf_core/config/gates.py"
-    field = "    policy: tuple[Condition, ...] = Field(default=(), strict=False)\n"
-    copy.change(file, field, field + field.replace("policy", "length"))
-    meaning = "        policy: Conditions on the policy.\n"
-    copy.change(file, meaning, f"{meaning}        length: Conditions on its replies' length.\n")
-    condition = "  - {metric: policy.length, at_most: 40, why: short answers are wanted}\n"
-    copy.change("params.yaml", "\ngates:\n", f"\ngates:\n  length:\n{condition}")
-    gate = textwrap.dedent('''
-        def check_length(
-            config: GatesConfig, inputs: Paths, outputs: Paths, context: RunContext
-        ) -> dict[str, float]:
-            """Check ``gates.length``."""
-            found = load_metrics(inputs.metrics)
-            return settle_gate("length", config.length, found, config, outputs, context)
-
-
-        GATE_LENGTH = Stage(
-            name="gate-length",
-            config=GatesConfig,
-            run=check_length,
-            inputs={"metrics": "metrics/evaluation.json"},
-            outputs={"evidence": "gates/length.json", "pass_": "gates/length.pass"},
-        )
-    ''')
-    file = "rlhf_core/stages/gates.py"
-    copy.change(file, "GATE_POLICY = Stage(", f"{gate}GATE_POLICY = Stage(")
-    read = '"ppo_metrics": "metrics/ppo.json"}'
-    copy.change(file, read, f'"pass_": "gates/length.pass", {read}')
-    last = '    "gate-policy": ("gates", "GATE_POLICY"),\n'
-    own = last.replace("policy", "length").replace("POLICY", "LENGTH")
-    copy.change("rlhf_core/fingerprint/stages.py", last, last + own)
-    file = "rlhf_core/stages/runtime/runner.py"
-    copy.change(file, '"gate-policy", "report",', '"gate-length", "gate-policy", "report",')
-    stage = """
-      gate-length:
-        cmd: rlhf stage gate-length
-        deps: [.fingerprints/gate-length.txt, metrics/evaluation.json]
-        params: [gates.mode, gates.length]
-        outs: [gates/length.json, gates/length.pass]
-    """
-    entry = textwrap.indent(textwrap.dedent(stage).strip(), "  ")
-    copy.change("dvc.yaml", "\n  gate-policy:\n", f"\n{entry}\n\n  gate-policy:\n")
-    read = ".fingerprints/gate-policy.txt"
-    copy.change("dvc.yaml", read, f"{read}, gates/length.pass")
-    copy.page("--markdown", "docs/parameters.md")
-    shown = "gate-length or gate-policy or order or parameters or conditions"
-    copy.test("tests/architecture/test_dvc_yaml.py", PAGES, "-k", shown)
-    (copy.folder / "metrics").mkdir()
-    metrics = copy.folder / "metrics/evaluation.json"
-    passed = copy.folder / "gates/length.pass"
-    for length, exits in ((50.0, EXIT_GATE_FAILED), (30.0, 0)):
-        metrics.write_text(json.dumps({"policy": {"length": length}}))
-        copy.rlhf("stage", "gate-length", exits=exits)
-        assert passed.is_file() == (exits == 0)
 
 
 def add_a_stage(copy: Copy) -> None:
@@ -365,7 +301,6 @@ def add_a_metric(copy: Copy) -> None:
     [
         ("Add a reward source", add_a_reward_source),
         ("Add a gate condition or a gate", add_a_gate_condition),
-        ("Add a gate condition or a gate", add_a_gate),
         ("Add a stage", add_a_stage),
         ("Add a data reader", add_a_data_reader),
         ("Add a metric", add_a_metric),
