@@ -126,10 +126,22 @@ class GateDecision:
         mode = str(content.get("mode", "enforce"))
         return cls(name, passed, mode, conditions, content.get("evidence") or {})
 
+    @classmethod
+    def load(cls, path: Path) -> GateDecision:
+        """Read ``gates/NAME.json``; :class:`DataError` if it is missing or not JSON."""
+        return cls.of(path.stem, read_json(path))
+
     @property
     def opens(self) -> bool:
         """True when later stages may run: the conditions hold, or the gate only reports."""
         return self.passed or self.mode == REPORT_MODE
+
+    @property
+    def verdict(self) -> str:
+        """What was decided, in words: ``passed``, ``failed``, ``failed, mode report``."""
+        if self.passed:
+            return "passed"
+        return "failed, mode report" if self.opens else "failed"
 
     @property
     def failed(self) -> tuple[ConditionResult, ...]:
@@ -213,13 +225,12 @@ class GateDecision:
 def read_gate(workspace: Path, name: str) -> GateDecision | None:
     """Read the decision of the gate ``name``; None if it has not judged ``workspace``."""
     path = workspace / "gates" / f"{name}.json"
-    return GateDecision.of(name, read_json(path)) if path.is_file() else None
+    return GateDecision.load(path) if path.is_file() else None
 
 
 def read_gates(workspace: Path) -> list[GateDecision]:
     """Read the decisions of all gates that have judged ``workspace``, by name."""
-    files = sorted((workspace / "gates").glob("*.json"))
-    return [GateDecision.of(path.stem, read_json(path)) for path in files]
+    return [GateDecision.load(path) for path in sorted((workspace / "gates").glob("*.json"))]
 
 
 def closed_gate(workspace: Path) -> GateDecision | None:

@@ -124,8 +124,8 @@ def _read(run: AblationRun) -> RunResult:
             )
             values[f"{judge}_gain_cut"] = float(gain / unit)
     gate = gate_standing(run.workspace)
-    if gate["decision"] not in ("not judged", "outdated"):
-        values["gate_missed"] = float(len(gate["failed"]))
+    if gate.decision not in ("not judged", "outdated"):
+        values["gate_missed"] = float(len(gate.failed))
     return RunResult(
         run, {name: value for name, value in values.items() if math.isfinite(value)}, history
     )

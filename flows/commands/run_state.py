@@ -138,8 +138,7 @@ def describe_result(workspace: Path, stage: str) -> str:
 def _gate(gate: Mapping[str, Any]) -> str:
     decision = GateDecision.of("", gate)
     count = len(decision.conditions)
-    verdict = "passed" if decision.passed else f"failed, mode {decision.mode}:"
-    return f"{verdict} {count - len(decision.failed)}/{count}"
+    return f"{decision.verdict}: {count - len(decision.failed)}/{count}"
 
 
 def _selected(ppo: Mapping[str, Any]) -> str:

@@ -154,13 +154,17 @@ class WorkspaceStatus:
         """
         stages: list[Row] = [(None, self.stages.note)] if self.stages.note else []
         stages += self.stages.stages.items()
+        gates: list[Row] = []
+        for gate in self.gates:
+            failed = "" if gate.passed else f": {gate.reasons()}"
+            gates.append((gate.name, f"{gate.verdict}{failed}"))
         last_run: list[Row] = []
         if self.last is not None:
             last_run += last_run_rows(self.workspace, self.last, datetime.now())
         last_run += unlabelled(self.recorded)
         sections = {
             "stages": stages,
-            "gates": [gate_row(gate) for gate in self.gates],
+            "gates": gates,
             "to resume": unlabelled(self.resumable),
             "last run": last_run,
             "registry": unlabelled(self.registry.lines),
@@ -335,12 +339,6 @@ def running_stages(workspace: Path, holder: LockHolder) -> StagesStatus:
     head = f"{state.done}/{len(state.stages)} done after {elapsed}{phase}"
     states = {name: describe_stage(stage, now.timestamp()) for name, stage in state.stages.items()}
     return StagesStatus(states, note=head)
-
-
-def gate_row(gate: GateDecision) -> Row:
-    """Describe a gate: passed, or the conditions that failed with what was found."""
-    verdict = "passed" if gate.passed else f"FAILED: {gate.reasons()}"
-    return gate.name, f"{verdict} (mode {gate.mode})"
 
 
 def partial_work(workspace: Path) -> list[str]:

@@ -25,7 +25,6 @@ from rlhf_core.evaluation.remedies import remedy_for
 from rlhf_core.gates import GateDecision
 from rlhf_core.redaction import redacted
 from rlhf_core.runtime import progress
-from rlhf_core.storage.files import read_json
 
 PROGRAM = "rlhf"
 INDENT = "  "
@@ -74,7 +73,7 @@ def print_gate_failure(error: GateFailed, stream: TextIO) -> None:
     gate = None
     if error.evidence is not None:
         with suppress(DataError):
-            gate = GateDecision.of(error.evidence.stem, read_json(error.evidence))
+            gate = GateDecision.load(error.evidence)
     if gate is None:
         print_error(str(error), stream)
         return
@@ -89,7 +88,7 @@ def print_failed_gates(workspace: Path, stream: TextIO, *, remedies: bool = True
     console = PlainConsole(stream)
     for path in sorted((workspace / "gates").glob("*.json")):
         with suppress(DataError):  # `rlhf status` names a file that cannot be read
-            gate = GateDecision.of(path.stem, read_json(path))
+            gate = GateDecision.load(path)
             if gate.failed:
                 console.print(f"gate {gate.name}", style="bold")
                 console.print(gate_table(gate, remedies=remedies))

@@ -77,7 +77,7 @@ def publish_gate_tables(workspace: Path) -> None:
                 "what to do": table_cell(remedy),
             }
             rows.append(row)
-        described = f"Gate {gate.name}: {'passed' if gate.passed else 'FAILED'}"
+        described = f"Gate {gate.name}: {gate.verdict}"
         key = artifact_key(workspace, "gate", gate.name)
         create_table_artifact(rows, key=key, description=described)
 

@@ -83,7 +83,12 @@ def find_new_data(workspace: Path) -> dict[str, Any] | None:
         announced.is_file() and announced.read_text(encoding="utf-8") == change
     ):
         return None
-    files = _changed_files(workspace, current)
+    known: list[str] = []
+    if (workspace / SOURCES_FILE).is_file():
+        known = (workspace / SOURCES_FILE).read_text(encoding="utf-8").splitlines()
+    # The new, changed and lost files, as params.yaml spells them.
+    lines = {line for line in {*known} ^ {*current.splitlines()} if line.startswith("  ")}
+    files = sorted({line.strip().rpartition(" ")[0] for line in lines})
     return {
         "id": change,
         "event": EVENT,
@@ -95,11 +100,3 @@ def find_new_data(workspace: Path) -> dict[str, Any] | None:
         },
         "payload": {"files": files[:MOST_FILES], "count": len(files), "digest": digest},
     }
-
-
-def _changed_files(workspace: Path, current: str) -> list[str]:
-    """Return the new, changed and lost files, as params.yaml spells them."""
-    before = workspace / SOURCES_FILE
-    known = before.read_text(encoding="utf-8").splitlines() if before.is_file() else []
-    changed = {line for line in {*known} ^ {*current.splitlines()} if line.startswith("  ")}
-    return sorted({line.strip().rpartition(" ")[0] for line in changed})

@@ -28,17 +28,13 @@ def cluster_of(row: Prompt | Preference) -> str:
 
 def cluster_name(group: str, source: str, identity: str) -> str:
     """Return the cluster of a row with these values of the columns group, source and id."""
-    if _is_source_of_world(source):
+    if is_of_world(source):
         return content_of_group(group)
     return group or identity
 
 
-def is_of_world(row: Prompt | Preference) -> bool:
-    """Return whether a row was made by the synthetic world."""
-    return _is_source_of_world(row.source)
-
-
-def _is_source_of_world(source: str) -> bool:
+def is_of_world(source: str) -> bool:
+    """Return whether rows with this value of the column source were made by the synthetic world."""
     return source.partition(":")[0] == WORLD
 
 

@@ -151,7 +151,7 @@ def check_files(
         warned=warned,
         tokens=tokens,
         unwritable=_unwritable(outputs.card / FINDINGS_FILE, given),
-        gate=GateDecision.of("data", read_json(outputs.gate)),
+        gate=GateDecision.load(outputs.gate),
     )
 
 

@@ -321,13 +321,12 @@ def _probes(probes: ProbeTable) -> list[str]:
 
 
 def _gate(gate: GateDecision) -> str:
-    verdict = "passed" if gate.passed else f"did not pass (mode {gate.mode})"
     rows = []
     for row in gate.failures_first:
         passed = "yes" if row.passed else "**no**"
         rows.append((f"`{row.metric}`", row.measured, markdown_text(row.required), passed))
     table = markdown_table(("metric", "value", "bound", "passed"), rows)
-    return f"**{gate.name}** {verdict}\n\n{table}"
+    return f"**{gate.name}** {gate.verdict}\n\n{table}"
 
 
 def _use(sampling: Mapping[str, Any]) -> str:

@@ -36,10 +36,9 @@ def gc(
     """
     with busy("looking through versions, matches and token ids"):
         from flows.commands.text import print_rows, unlabelled
-        from rlhf_extras.retention.output import describe_retention
         from rlhf_extras.retention.retention import apply_retention
         from rlhf_extras.retention.token_ids import clean_token_cache
 
-        kept = describe_retention(apply_retention(workspace, delete=delete), deleted=delete)
+        kept = apply_retention(workspace, delete=delete).describe(done=delete)
         lines = [kept, *clean_token_cache(workspace, delete=delete)]
     print_rows(unlabelled("\n".join(lines).splitlines()))

@@ -59,6 +59,36 @@ class RetentionPlan:
             gone += [version for version, why in rows if not why]
         return gone
 
+    def describe(self, *, done: bool) -> str:
+        """List every version of each model with the reason why it stays, or that it goes.
+
+        Args:
+            done: Whether the plan has been carried out.
+        """
+        lines = []
+        gone = "deleted" if done else "would be deleted"
+        for name, rows in self.models.items():
+            lines.append(name)
+            if not rows:
+                lines.append("  no version")
+            for version, why in rows:
+                fate = f"kept: {why}" if why else gone
+                lines.append(f"  version {version.version}  {fate}")
+        if self.orphans:
+            lines.append(f"{self.orphans.describe()}: {gone} and ended")
+        versions, matches = len(self.deleted), len(self.matches)
+        counts = "1 version" if versions == 1 else f"{versions} versions"
+        counts += " and 1 match" if matches == 1 else f" and {matches} matches"
+        if done:
+            lines.append(f"deleted {counts}")
+        elif self.deleted:
+            lines.append(f"nothing was deleted; `rlhf registry gc --delete` deletes {counts}")
+        elif self.orphans:
+            lines.append("nothing was deleted; `rlhf registry gc --delete` deletes that")
+        else:
+            lines.append("no version to delete")
+        return "\n".join(lines)
+
 
 def apply_retention(workspace: Path, *, delete: bool) -> RetentionPlan:
     """Plan by ``registry.retention`` which versions and matches go, and delete them if ``delete``.

@@ -42,8 +42,9 @@ def compare(
         from flows.commands.text import PlainConsole, print_error
         from rlhf_extras.run_comparison.compare import (
             EvaluatedWorkspace,
+            RunComparison,
             read_workspace,
-            results_document,
+            results_table,
             write_results,
         )
 
@@ -55,17 +56,15 @@ def compare(
                 print_error(f"left out: {error}", sys.stderr)
         if not read:
             raise RlhfError("none of these folders has an evaluated policy")
-        document = results_document(read)
+        comparison = RunComparison.of(read)
     if output is not None:
-        write_results(output, document)
+        write_results(output, comparison.as_dict())
     if as_json:
-        print_json(document)
+        print_json(comparison.as_dict())
         return
-    from rlhf_extras.run_comparison.compare import results_table
-
     console = PlainConsole(sys.stdout, terminal_width())
-    console.print(results_table(document["runs"], console.width, document["settings"]))
-    for warning in document["warnings"]:
+    console.print(results_table(comparison, console.width))
+    for warning in comparison.warnings:
         PlainConsole(sys.stderr).print(
             f"warning: {warning}", style="yellow", soft_wrap=not sys.stderr.isatty()
         )

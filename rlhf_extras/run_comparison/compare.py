@@ -5,9 +5,9 @@ from __future__ import annotations
 import json
 import re
 import shlex
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,7 @@ from rich.text import Text
 
 from flows.commands.text import format_seconds, plain_table
 from flows.dvc_repo.graph import RecordedStage, recorded_stages
-from flows.registry.register import read_registered
+from flows.registry.register import RegisteredHere, read_registered
 from flows.workspace import display_path, is_workspace
 from rlhf_core.config import yaml_text
 from rlhf_core.config.evaluation import EvaluateConfig
@@ -28,7 +28,7 @@ from rlhf_core.config.ppo import PpoConfig
 from rlhf_core.errors import RlhfError
 from rlhf_core.evaluation.judges.names import JUDGE, last_word
 from rlhf_core.evaluation.verdict import EVEN_WIN_RATE, percent
-from rlhf_core.gates import REPORT_MODE, read_gate
+from rlhf_core.gates import read_gate
 from rlhf_core.storage.files import atomic_write_json, flatten, read_json
 from rlhf_core.training.history import read_history
 
@@ -43,10 +43,82 @@ UPSTREAM: Mapping[Method, tuple[str, ...]] = {
     "dpo": (),
 }
 Values = Mapping[str, Any]
-# One way to better replies than SFT's, as its workspace evaluated it: what ``--json`` prints of it,
-# None for what was not measured. An estimate has ``value``, ``low95`` and ``high95``.
-RunResults = dict[str, Any]
-Show = str | Callable[[Any, RunResults], str]  # a format, or a function of a value and its results
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """A number with its 95 % interval, where that was measured."""
+
+    value: float
+    low95: float | None = None
+    high95: float | None = None
+
+
+@dataclass(frozen=True)
+class TrainingCost:
+    """What training cost by the histories of its stages; None is what they do not say.
+
+    Attributes:
+        seconds: Those of the training loops by stage: without start-up, loading and saving.
+        trained_tokens: Those that supervised steps of the policy were made on, padding not counted.
+    """
+
+    seconds: Mapping[str, float]
+    sampled_tokens: int | None = None
+    trained_tokens: int | None = None
+    total_seconds: float | None = None
+
+
+@dataclass(frozen=True)
+class GateStanding:
+    """What ``gates/policy.json`` says of the evaluation that lies beside it.
+
+    Attributes:
+        failed: The metrics of the conditions that do not hold.
+        found: These conditions in words.
+    """
+
+    decision: str
+    failed: tuple[str, ...] = ()
+    found: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class RunResults:
+    """One way to better replies than SFT's, as its workspace evaluated it.
+
+    None is what was not measured.
+
+    Attributes:
+        prompts: How many the judge of ``win_rate`` and ``lc_win_rate`` compared replies to.
+        clusters: The different questions among them.
+        judge_score: The mean score by that judge.
+        kl_is_bound: ``kl`` is an upper bound, not an estimate.
+        perplexity_tax: Perplexity of held-out text over SFT's, minus one, by kind of text.
+    """
+
+    workspace: str
+    method: str
+    prompts: int
+    clusters: int
+    win_rate: Estimate | None
+    lc_win_rate: Estimate | None
+    gold: float | None
+    sft_gold: float | None
+    gold_win_rate: Estimate | None
+    llm_win_rate: Estimate | None
+    llm_order_disagreement: float | None
+    judge_score: float | None
+    reward: float | None
+    length: float | None
+    sft_length: float | None
+    kl: Estimate | None
+    cost: TrainingCost
+    kl_is_bound: bool = False
+    perplexity_tax: Mapping[str, float] = field(default_factory=dict)
+    sampled_tokens_per_reply: float | None = None
+    gate: GateStanding | None = None
+    registered: RegisteredHere | None = None
 
 
 @dataclass(frozen=True)
@@ -57,6 +129,37 @@ class EvaluatedWorkspace:
     results: tuple[RunResults, ...]
     stages: Mapping[str, RecordedStage]
     folder: Path
+
+
+@dataclass(frozen=True)
+class RunComparison:
+    """Everything that is known of some runs, which table and JSON both show.
+
+    Attributes:
+        settings: The parameters that differ: by name, the value in each workspace.
+        warnings: Why the runs may not compare.
+    """
+
+    settings: Mapping[str, Mapping[str, str]]
+    runs: Sequence[RunResults]
+    warnings: Sequence[str] = ()
+
+    @classmethod
+    def of(cls, workspaces: Sequence[EvaluatedWorkspace]) -> RunComparison:
+        """Compare the results of workspaces that were read."""
+        runs: list[RunResults] = []
+        for workspace in workspaces:
+            runs += workspace.results
+        settings = differing_settings(workspaces)
+        return cls(settings, runs, comparability_warnings(workspaces))
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return the same for a program."""
+        document = asdict(self)
+        for run in document["runs"]:
+            if run["registered"] is not None:
+                del run["registered"]["reused"]  # it is of a registration, not of a version
+        return document
 
 
 def read_workspace(folder: Path) -> EvaluatedWorkspace:
@@ -77,35 +180,18 @@ def read_workspace(folder: Path) -> EvaluatedWorkspace:
         raise RlhfError(f"{name}: {EVALUATION} has no comparison by a judge; {remedy}")
     stages = recorded_stages(folder)
     histories = {name: read_history(folder / "history" / f"{name}.jsonl") for name in HISTORIES}
-    results = [{"workspace": name, **_policy_results(folder, evaluation, stages, histories)}]
+    results = [_policy_results(folder, evaluation, stages, histories)]
     best = evaluation.get("best_of_n")
     if best is not None and JUDGE in best.get("comparison", {}):
-        sft = evaluation.get("sft", {})
         # No policy is trained, but the reward model that chooses.
-        results.append({"workspace": name, **_best_of_n(best, sft, histories["reward"])})
+        seconds = _seconds(histories["reward"])
+        of_stage = {} if seconds is None else {"reward": seconds}
+        cost = TrainingCost(of_stage, total_seconds=seconds)
+        sft, kl = evaluation.get("sft", {}), Estimate(best["kl_bound"])
+        measured = _results(name, f"best of {best['n']}", best, best["comparison"], sft, kl, cost)
+        tokens = best["sampled_tokens_per_reply"]
+        results.append(replace(measured, kl_is_bound=True, sampled_tokens_per_reply=tokens))
     return EvaluatedWorkspace(name, tuple(results), stages, folder)
-
-
-def _best_of_n(best: Values, sft: Values, history: Iterable[Values]) -> RunResults:
-    """The results of the best of n replies of SFT, chosen by the reward model of ``history``."""
-    seconds = _seconds(history)
-    cost = {
-        "seconds": {} if seconds is None else {"reward": seconds},
-        "sampled_tokens": None,
-        "trained_tokens": None,
-        "total_seconds": seconds,
-    }
-    return {
-        "method": f"best of {best['n']}",
-        **_measured(best, best["comparison"], sft),
-        "kl": {"value": best["kl_bound"], "low95": None, "high95": None},
-        "kl_is_bound": True,
-        "perplexity_tax": {},
-        "cost": cost,
-        "sampled_tokens_per_reply": best["sampled_tokens_per_reply"],
-        "gate": None,
-        "registered": None,
-    }
 
 
 def _policy_results(
@@ -124,72 +210,71 @@ def _policy_results(
     method_name = METHOD_NAMES[method]
     if method == "ppo":
         method_name = WITHOUT_CRITIC.get(estimator, method_name)
-    perplexity_tax = {}  # perplexity of held-out text over SFT's, minus one
+    perplexity_tax = {}
     for kind in ("preferred", "pretrain"):
         name = f"perplexity_{kind}"
         if policy.get(name) is not None and sft.get(name):
             perplexity_tax[kind] = policy[name] / sft[name] - 1.0
-    registered = read_registered(folder, POLICY)
-    about = None
-    if registered is not None:
-        about = {
-            "model": registered.model,
-            "version": registered.version,
-            "ungated": registered.ungated,
-        }
-    return {
-        "method": method_name,
-        **_measured(policy, evaluation["comparison"], sft),
-        "kl": _estimate(evaluation, "kl"),
-        "kl_is_bound": False,
-        "perplexity_tax": perplexity_tax,
-        "cost": _training_cost(histories, method, ppo),
-        "sampled_tokens_per_reply": None,
-        "gate": gate_standing(folder),
-        "registered": about,
-    }
+    measured = _results(
+        display_path(folder),
+        method_name,
+        policy,
+        evaluation["comparison"],
+        sft,
+        _estimate(evaluation, "kl"),
+        _training_cost(histories, method, ppo),
+    )
+    return replace(
+        measured,
+        perplexity_tax=perplexity_tax,
+        gate=gate_standing(folder),
+        registered=read_registered(folder, POLICY),
+    )
 
 
-def _measured(model: Values, comparison: Mapping[str, Values], sft: Values) -> RunResults:
-    """What judges and scorers say of the replies of one model."""
+def _results(
+    workspace: str,
+    method: str,
+    model: Values,
+    comparison: Mapping[str, Values],
+    sft: Values,
+    kl: Estimate | None,
+    cost: TrainingCost,
+) -> RunResults:
+    """What judges and scorers say of the replies of one model, beside SFT's."""
     judge = last_word(comparison)
-    judged = comparison[judge]
-    return {
-        "prompts": judged["prompts"],
-        "clusters": judged["clusters"],
-        "win_rate": _estimate(judged, "win_rate"),
-        "lc_win_rate": _estimate(judged, "lc_win_rate"),
-        "gold": model.get("gold"),
-        "sft_gold": sft.get("gold"),
-        "gold_win_rate": _estimate(comparison.get("gold", {}), "win_rate"),
-        "llm_win_rate": _estimate(comparison.get("llm", {}), "win_rate"),
-        "llm_order_disagreement": comparison.get("llm", {}).get("order_disagreement"),
-        "judge_score": model.get(judge),
-        "reward": model.get("reward"),
-        "length": model.get("length"),
-        "sft_length": sft.get("length"),
-    }
+    judged, by_llm = comparison[judge], comparison.get("llm", {})
+    return RunResults(
+        workspace=workspace,
+        method=method,
+        prompts=judged["prompts"],
+        clusters=judged["clusters"],
+        win_rate=_estimate(judged, "win_rate"),
+        lc_win_rate=_estimate(judged, "lc_win_rate"),
+        gold=model.get("gold"),
+        sft_gold=sft.get("gold"),
+        gold_win_rate=_estimate(comparison.get("gold", {}), "win_rate"),
+        llm_win_rate=_estimate(by_llm, "win_rate"),
+        llm_order_disagreement=by_llm.get("order_disagreement"),
+        judge_score=model.get(judge),
+        reward=model.get("reward"),
+        length=model.get("length"),
+        sft_length=sft.get("length"),
+        kl=kl,
+        cost=cost,
+    )
 
 
-def _estimate(values: Values, name: str) -> dict[str, float | None] | None:
+def _estimate(values: Values, name: str) -> Estimate | None:
     if values.get(name) is None:
         return None
-    return {
-        "value": values[name],
-        "low95": values.get(f"{name}_low95"),
-        "high95": values.get(f"{name}_high95"),
-    }
+    return Estimate(values[name], values.get(f"{name}_low95"), values.get(f"{name}_high95"))
 
 
 def _training_cost(
     histories: Mapping[str, Sequence[Values]], method: Method, ppo: Values
-) -> RunResults:
-    """Return what training cost, by the histories of the stages that ``method`` needs.
-
-    ``seconds`` are those of the training loops by stage: without start-up, loading and saving.
-    ``trained_tokens`` are those that supervised steps of the policy were made on, padding not
-    counted. None is what the histories do not say.
-    """
+) -> TrainingCost:
+    """Return what training cost, by the histories of the stages that ``method`` needs."""
     rows = [*histories["ppo"], *histories["ppo_abandoned"]]
     stages = [*UPSTREAM[method]]
     selection = (ppo.get("selection") or {}).get("method", "referee")
@@ -200,12 +285,12 @@ def _training_cost(
         of_stage[stage] = _seconds(histories[stage])
     seconds = {stage: value for stage, value in of_stage.items() if value is not None}
     trained = [row["tokens"] for row in rows if "tokens" in row]
-    return {
-        "seconds": seconds,
-        "sampled_tokens": sampled_tokens(rows, method, ppo),
-        "trained_tokens": max(trained, default=None),
-        "total_seconds": sum(seconds.values()) if "policy" in seconds else None,
-    }
+    return TrainingCost(
+        seconds,
+        sampled_tokens(rows, method, ppo),
+        max(trained, default=None),
+        sum(seconds.values()) if "policy" in seconds else None,
+    )
 
 
 def sampled_tokens(history: Iterable[Values], method: Method, ppo: Values) -> int | None:
@@ -232,18 +317,15 @@ def _seconds(rows: Iterable[Values]) -> float | None:
     return sum(parts) + max(totals, default=0.0) if totals or parts else None
 
 
-def gate_standing(folder: Path) -> RunResults:
-    """What ``gates/policy.json`` says of the evaluation, and which of its conditions failed."""
+def gate_standing(folder: Path) -> GateStanding:
+    """Read what the policy gate of a workspace says of its evaluation."""
     gate = read_gate(folder, "policy")
     if gate is None:
-        return {"decision": "not judged", "failed": (), "found": ()}
+        return GateStanding("not judged")
     if str(EVALUATION) not in gate.evidence or str(EVALUATION) in gate.changed_evidence(folder):
-        return {"decision": "outdated", "failed": (), "found": ()}
-    decision = "passed"
-    if not gate.passed:
-        decision = "failed, mode report" if gate.mode == REPORT_MODE else "failed"
+        return GateStanding("outdated")
     metrics = tuple(condition.metric for condition in gate.failed)
-    return {"decision": decision, "failed": metrics, "found": tuple(map(str, gate.failed))}
+    return GateStanding(gate.verdict, metrics, tuple(map(str, gate.failed)))
 
 
 # What two evaluations must have in common; the other settings of the section add measurements.
@@ -358,62 +440,105 @@ def _differing(what: str, values: Mapping[str, str | None]) -> list[str]:
 LABEL_WIDTH, RUN_WIDTH, GAP = 24, 12, 2
 SETTING = 36  # of a longer value, such as a gate's conditions, the beginning is shown
 MISSING = "–"
-NOTES = {
-    "gold": "gold: the true preference of the synthetic world, which no training sees",
-    "perplexity_tax": "perplexity: its change from SFT; of plain text it falls where PPO also trains on such text "
-    "(ppo.ptx)",
-}
+GOLD_NOTE = "gold: the true preference of the synthetic world, which no training sees"
+PERPLEXITY_NOTE = (
+    "perplexity: its change from SFT; of plain text it falls where PPO also trains on such text "
+    "(ppo.ptx)"
+)
 
 
-def results_table(
-    results: Sequence[RunResults],
-    width: int,
-    settings: Mapping[str, Mapping[str, str]] | None = None,
-) -> Group:
-    """Return a table, or several where ``width`` columns do not hold all runs.
-
-    Args:
-        settings: The parameters that differ, with which the table starts.
-    """
+def results_table(comparison: RunComparison, width: int) -> Group:
+    """Return a table, or several where ``width`` columns do not hold all runs."""
+    runs, parts = comparison.runs, list[RenderableType]()
     at_once = max(1, (width - LABEL_WIDTH) // (RUN_WIDTH + GAP))
-    parts: list[RenderableType] = []
-    for at in range(0, len(results), at_once):
-        parts.append(_block(results[at : at + at_once], settings or {}, width))
-    for name, note in NOTES.items():
-        if any(result.get(name) is not None for result in results):
-            parts.append(Text(note, style="dim"))
+    for at in range(0, len(runs), at_once):
+        parts.append(_block(runs[at : at + at_once], comparison.settings, width))
+    if any(run.gold is not None for run in runs):
+        parts.append(Text(GOLD_NOTE, style="dim"))
+    if any(run.perplexity_tax for run in runs):
+        parts.append(Text(PERPLEXITY_NOTE, style="dim"))
     return Group(*parts)
 
 
 def _block(
-    results: Sequence[RunResults], settings: Mapping[str, Mapping[str, str]], width: int
+    runs: Sequence[RunResults], settings: Mapping[str, Mapping[str, str]], width: int
 ) -> Table:
-    room = max(RUN_WIDTH, (width - LABEL_WIDTH) // len(results) - GAP)
+    room = max(RUN_WIDTH, (width - LABEL_WIDTH) // len(runs) - GAP)
     columns = [Column("", max_width=LABEL_WIDTH - GAP, style="dim", overflow="fold")]
-    for result in results:
-        columns.append(Column(result["workspace"], max_width=room, overflow="fold"))
+    for run in runs:
+        columns.append(Column(run.workspace, max_width=room, overflow="fold"))
     table = plain_table(columns)
     for name, of_runs in settings.items():
         values = []
-        for result in results:
-            text = of_runs[result["workspace"]]
+        for run in runs:
+            text = of_runs[run.workspace]
             values.append(text if len(text) <= SETTING else f"{text[:SETTING]} …")
         table.add_row(_broken(name), *values, style="cyan")
-    for label, (path, show) in ROWS.items():
-        values = [_shown(result, path, show) for result in results]
-        if any(value != MISSING for value in values):
-            table.add_row(label, *values)
+    columns_of_cells = [_cells(run) for run in runs]
+    for label in columns_of_cells[0]:
+        texts = [cells[label] for cells in columns_of_cells]
+        if any(text is not None for text in texts):
+            table.add_row(label, *(MISSING if text is None else text for text in texts))
     return table
 
 
-def _shown(result: RunResults, path: str, show: Show) -> str:
-    """One cell: the value at a dotted path of the results, or that there is none."""
-    value: Any = result
-    for key in path.split("."):
-        value = None if value is None else value.get(key)
-    if value is None:
-        return MISSING
-    return format(value, show) if isinstance(show, str) else show(value, result)
+def _cells(run: RunResults) -> dict[str, str | None]:
+    """The column of one run: by the label of its row the text, None for what was not measured."""
+    cost, tax = run.cost, run.perplexity_tax
+    kl = gate = registered = None
+    if run.kl is not None:
+        kl = f"≤ {run.kl.value:.2f}" if run.kl_is_bound else f"{run.kl.value:.2f}"
+    if run.gate is not None:
+        gate = "\n".join((run.gate.decision, *run.gate.found))
+    if run.registered is not None:
+        registered = f"{run.registered.model} {run.registered.version}"
+        registered += " (ungated)" if run.registered.ungated else ""
+    return {
+        "method": run.method,
+        "prompts / questions": f"{run.prompts} / {run.clusters}",
+        "win rate": _percent(run.win_rate),
+        "at equal length": _percent(run.lc_win_rate),
+        "win rate, gold": _percent(run.gold_win_rate),
+        "win rate, LLM judge": _percent(run.llm_win_rate),
+        "LLM judge, by order": _number(run.llm_order_disagreement, ".0%"),
+        "gold score": _number(run.gold, ".3f"),
+        "gold score of SFT": _number(run.sft_gold, ".3f"),
+        "judge's score": _number(run.judge_score, ".3f"),
+        "reward": _number(run.reward, ".3f"),
+        "KL, nats per reply": kl,
+        "perplexity, preferred": _number(tax.get("preferred"), "+.1%"),
+        "perplexity, plain text": _number(tax.get("pretrain"), "+.1%"),
+        "length, tokens": _number(run.length, ".1f"),
+        "length of SFT": _number(run.sft_length, ".1f"),
+        "training time": _time(cost.total_seconds),
+        "  of policy": _time(cost.seconds.get("policy")),
+        "  of critic": _time(cost.seconds.get("critic")),
+        "  of reward": _time(cost.seconds.get("reward")),
+        "  of referee": _time(cost.seconds.get("referee")),
+        "tokens sampled": _number(cost.sampled_tokens, ","),
+        "tokens trained on": _number(cost.trained_tokens, ","),
+        "tokens per reply": _number(run.sampled_tokens_per_reply, ".0f"),
+        "policy gate": gate,
+        "registered": registered,
+    }
+
+
+def _number(value: float | None, form: str) -> str | None:
+    return None if value is None else format(value, form)
+
+
+def _time(seconds: float | None) -> str | None:
+    return None if seconds is None else format_seconds(seconds)
+
+
+def _percent(share: Estimate | None) -> str | None:
+    if share is None:
+        return None
+    rate = f"{percent(share.value, EVEN_WIN_RATE)}%"
+    if share.low95 is None or share.high95 is None:
+        return rate
+    low, high = percent(share.low95, EVEN_WIN_RATE), percent(share.high95, EVEN_WIN_RATE)
+    return f"{rate}\n{low}%–{high}%"
 
 
 def _broken(name: str) -> str:
@@ -426,80 +551,8 @@ def _broken(name: str) -> str:
     return "\n".join(lines)
 
 
-def _percent(estimate: Values, _: RunResults) -> str:
-    low, high = estimate["low95"], estimate["high95"]
-    rate = f"{percent(estimate['value'], EVEN_WIN_RATE)}%"
-    if low is None or high is None:
-        return rate
-    return f"{rate}\n{percent(low, EVEN_WIN_RATE)}%–{percent(high, EVEN_WIN_RATE)}%"
-
-
-def _prompts(prompts: int, result: RunResults) -> str:
-    return f"{prompts} / {result['clusters']}"
-
-
-def _kl(kl: float, result: RunResults) -> str:
-    return f"≤ {kl:.2f}" if result["kl_is_bound"] else f"{kl:.2f}"
-
-
-def _time(value: float, _: RunResults) -> str:
-    return format_seconds(value)
-
-
-def _gate(gate: Values, _: RunResults) -> str:
-    return "\n".join((gate["decision"], *gate["found"]))
-
-
-def _registered(version: Values, _: RunResults) -> str:
-    name = f"{version['model']} {version['version']}"
-    return f"{name} (ungated)" if version["ungated"] else name
-
-
-# What the table shows: label, where it is in the results, how it is written.
-ROWS: Mapping[str, tuple[str, Show]] = {
-    "method": ("method", ""),
-    "prompts / questions": ("prompts", _prompts),
-    "win rate": ("win_rate", _percent),
-    "at equal length": ("lc_win_rate", _percent),
-    "win rate, gold": ("gold_win_rate", _percent),
-    "win rate, LLM judge": ("llm_win_rate", _percent),
-    "LLM judge, by order": ("llm_order_disagreement", ".0%"),
-    "gold score": ("gold", ".3f"),
-    "gold score of SFT": ("sft_gold", ".3f"),
-    "judge's score": ("judge_score", ".3f"),
-    "reward": ("reward", ".3f"),
-    "KL, nats per reply": ("kl.value", _kl),
-    "perplexity, preferred": ("perplexity_tax.preferred", "+.1%"),
-    "perplexity, plain text": ("perplexity_tax.pretrain", "+.1%"),
-    "length, tokens": ("length", ".1f"),
-    "length of SFT": ("sft_length", ".1f"),
-    "training time": ("cost.total_seconds", _time),
-    "  of policy": ("cost.seconds.policy", _time),
-    "  of critic": ("cost.seconds.critic", _time),
-    "  of reward": ("cost.seconds.reward", _time),
-    "  of referee": ("cost.seconds.referee", _time),
-    "tokens sampled": ("cost.sampled_tokens", ","),
-    "tokens trained on": ("cost.trained_tokens", ","),
-    "tokens per reply": ("sampled_tokens_per_reply", ".0f"),
-    "policy gate": ("gate", _gate),
-    "registered": ("registered", _registered),
-}
-
-
-def results_document(workspaces: Sequence[EvaluatedWorkspace]) -> dict[str, Any]:
-    """Return everything that is known of the runs and why they may not compare, as JSON values."""
-    runs: list[RunResults] = []
-    for workspace in workspaces:
-        runs += workspace.results
-    return {
-        "settings": differing_settings(workspaces),
-        "runs": runs,
-        "warnings": comparability_warnings(workspaces),
-    }
-
-
 def write_results(path: Path, document: Values) -> None:
-    """Write :func:`results_document` to a file.
+    """Write what ``--json`` prints to a file.
 
     Raises:
         RlhfError: The file cannot be written.

@@ -57,7 +57,7 @@ def line_chart(
     drawn = [*lines.values()]
     for edges in bands.values():
         drawn += edges
-    if not any(has_finite_point(line) for line in drawn):
+    if not any(math.isfinite(y) for line in drawn for _, y in line):
         return Markup('<p class="missing">no finite values</p>')
 
     def draw(axes: Axes) -> None:
@@ -86,11 +86,6 @@ def line_chart(
         names.append(("mark", "health finding"))
     chart = draw_svg(draw, title, HEIGHT)
     return chart + _legend(names) if len(names) > 1 else chart
-
-
-def has_finite_point(line: Sequence[Point]) -> bool:
-    """Return whether a point of ``line`` can be drawn."""
-    return any(math.isfinite(y) for _, y in line)
 
 
 def interval_chart(

@@ -60,10 +60,11 @@ def build_context(sources: ReportSources, title: str, replies: int) -> dict[str,
     if intervals := measured_intervals(comparisons):
         title_of_chart = "win rate of the policy against SFT, with 95 % intervals"
         comparison_chart = interval_chart(intervals, 0.5, title_of_chart)
-    categories = _categories(evaluation)
+    categories: dict[str, JsonObject] = {}
     category_metrics: dict[str, None] = {}
-    for row in categories.values():
-        category_metrics |= dict.fromkeys(row)
+    for name, row in evaluation.get("category", {}).items():
+        categories[name] = {key: value for key, value in row.items() if key != "comparison"}
+        category_metrics |= dict.fromkeys(categories[name])
     answered = []
     for name, label in (("sft", "SFT"), ("policy", "policy")):
         if "multiple_choice" in evaluation.get(name, {}):
@@ -122,14 +123,6 @@ def build_context(sources: ReportSources, title: str, replies: int) -> dict[str,
         "lineage": sources.lineage,
         "missing": sources.missing,
     }
-
-
-def _categories(evaluation: Mapping[str, Any]) -> dict[str, JsonObject]:
-    """Return the metrics of each category, without its comparison."""
-    categories: dict[str, JsonObject] = {}
-    for name, row in evaluation.get("category", {}).items():
-        categories[name] = {key: value for key, value in row.items() if key != "comparison"}
-    return categories
 
 
 def _regression(evaluation: Mapping[str, Any]) -> list[tuple[str, Any, Any]]:

@@ -179,7 +179,9 @@ def _run(name: str, workspace: Path, preemption: PreemptionSignal) -> dict[str, 
         return _run_on_rank_zero(run)  # which takes it: nothing is computed, on whatever machines
     place = params.pools.get(name)
     if slurm.is_node():
-        launch = slurm.launch_of_node(launch)
+        # The nodes of a job meet where the job says.
+        meeting = os.environ[slurm.RENDEZVOUS_VARIABLE]
+        launch = launch.model_copy(update={"rendezvous": meeting})
         run = replace(run, launch=launch)
     elif place is not None and place.nodes is not None and not launcher.is_rank():
         slurm.run_as_job(name, workspace, place, params.flow.stop_grace_seconds, preemption)

@@ -17,7 +17,7 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from rlhf_core.config.operations import LaunchConfig, Placement
+from rlhf_core.config.operations import Placement
 from rlhf_core.errors import EXIT_OK, EXIT_PREEMPTED, Preempted, RlhfError
 from rlhf_core.runtime.preemption import PreemptionSignal
 from rlhf_core.stages.runtime.launcher import OUTCOMES, StageExit
@@ -76,11 +76,6 @@ def is_node() -> bool:
 def node_outcome(folder: Path, stage: str) -> Path:
     """Where this node of a job leaves the outcome of its part of the stage."""
     return folder / f"{stage}.node-{os.environ.get('SLURM_NODEID', '0')}.json"
-
-
-def launch_of_node(config: LaunchConfig) -> LaunchConfig:
-    """The launch of a stage on this node, which meets the others where the job says."""
-    return config.model_copy(update={"rendezvous": os.environ[RENDEZVOUS_VARIABLE]})
 
 
 @dataclass(frozen=True)

@@ -94,7 +94,7 @@ def world_contrasts(rows: Sequence[Preference], seed: int) -> dict[str, list[Pre
     """
     pairs: dict[str, list[Preference]] = {}
     for number, row in enumerate(rows):
-        if not is_of_world(row):
+        if not is_of_world(row.source):
             continue
         question = parse_prompt(row.prompt[-1].content)
         if question is None:

@@ -203,7 +203,7 @@ def test_an_ungated_version_is_released_by_force_alone(workspace: Path, tmp_path
     assert (
         "Released by force" in card
         and "for a study" in card
-        and "**policy** did not pass (mode report)" in card
+        and "**policy** failed, mode report" in card
     )
 
 

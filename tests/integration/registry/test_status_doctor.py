@@ -43,7 +43,7 @@ def test_status_shows_stages_gates_run_registry_and_partial_work(workspace: Path
     assert "in use by: nobody" in screen
     assert "reward       up to date" in screen
     assert "ppo          stale: metrics/ppo.json modified" in screen
-    assert "policy  passed (mode enforce)" in screen
+    assert "policy  passed\n" in screen
     assert "ppo: step-000005 (work/ppo/abc)" in screen
     assert (
         f"interrupted (its process is gone; the next run resumes)  (MLflow run {run_id})" in screen

@@ -7,6 +7,7 @@ from __future__ import annotations
 import io
 import json
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,13 @@ from flows.cli import app
 from flows.registry.register import RegisteredHere, write_registered
 from rlhf_core.errors import RlhfError
 from rlhf_core.storage.files import sha256_file
-from rlhf_extras.run_comparison.compare import comparability_warnings, read_workspace, results_table
+from rlhf_extras.run_comparison.compare import (
+    GateStanding,
+    RunComparison,
+    comparability_warnings,
+    read_workspace,
+    results_table,
+)
 
 
 def compared(win_rate: float) -> dict[str, float]:
@@ -111,20 +118,17 @@ def test_a_run_is_read_with_its_cost_gate_and_version(tmp_path: Path) -> None:
     folder = workspace(tmp_path / "a")
     write_registered(folder, {"models/policy": RegisteredHere("rlhf-policy", "3")})
     (result,) = read_workspace(folder).results
-    assert result["method"] == "PPO" and result["win_rate"]["low95"] == pytest.approx(0.6)
-    assert result["perplexity_tax"] == {"preferred": pytest.approx(0.25)}
-    assert result["cost"]["seconds"] == {
+    assert result.method == "PPO" and result.win_rate is not None
+    assert result.win_rate.low95 == pytest.approx(0.6)
+    assert result.perplexity_tax == {"preferred": pytest.approx(0.25)}
+    assert result.cost.seconds == {
         "policy": 8.5,
         "reward": 9.0,
         "critic": 4.0,
     }  # the referee chose nothing
-    assert result["cost"]["total_seconds"] == 21.5 and result["cost"]["sampled_tokens"] == 700
-    assert result["gate"] == {
-        "decision": "failed",
-        "failed": ("kl",),
-        "found": ("kl is 1.5, required ≤ 1",),
-    }
-    assert result["registered"] == {"model": "rlhf-policy", "version": "3", "ungated": ""}
+    assert result.cost.total_seconds == 21.5 and result.cost.sampled_tokens == 700
+    assert result.gate == GateStanding("failed", ("kl",), ("kl is 1.5, required ≤ 1",))
+    assert result.registered == RegisteredHere("rlhf-policy", "3")
 
 
 def test_a_version_of_an_earlier_policy_and_a_gate_of_an_earlier_evaluation_do_not_count(
@@ -136,9 +140,8 @@ def test_a_version_of_an_earlier_policy_and_a_gate_of_an_earlier_evaluation_do_n
     lock.write_text(lock.read_text().replace(output % "p", output % "q", 1))
     (folder / "metrics" / "evaluation.json").write_text(json.dumps(EVALUATION | {"kl": 1.6}))
     read = read_workspace(folder)
-    assert (
-        read.results[0]["registered"] is None and read.results[0]["gate"]["decision"] == "outdated"
-    )
+    (result,) = read.results
+    assert result.registered is None and result.gate == GateStanding("outdated")
     assert any("trained anew" in warning for warning in comparability_warnings([read]))
 
 
@@ -154,7 +157,7 @@ def test_the_method_is_what_the_policy_was_trained_with(
     tmp_path: Path, params: dict[str, Any], method: str
 ) -> None:
     (result,) = read_workspace(workspace(tmp_path / "a", params=params)).results
-    assert result["method"] == method
+    assert result.method == method
 
 
 def test_dpo_costs_its_own_steps_alone(tmp_path: Path) -> None:
@@ -166,17 +169,17 @@ def test_dpo_costs_its_own_steps_alone(tmp_path: Path) -> None:
     (result,) = read_workspace(
         workspace(tmp_path / "a", params=params, histories=histories)
     ).results
-    assert result["cost"]["seconds"] == {"policy": 3.0}
-    assert (result["cost"]["sampled_tokens"], result["cost"]["trained_tokens"]) == (None, 700)
+    assert result.cost.seconds == {"policy": 3.0}
+    assert (result.cost.sampled_tokens, result.cost.trained_tokens) == (None, 700)
 
 
 def test_best_of_n_is_a_column_of_its_own(tmp_path: Path) -> None:
     _, best = read_workspace(
         workspace(tmp_path / "a", evaluation=EVALUATION | {"best_of_n": BEST})
     ).results
-    assert best["method"] == "best of 16" and best["kl_is_bound"] and best["gate"] is None
+    assert best.method == "best of 16" and best.kl_is_bound and best.gate is None
     # No policy, but what chooses.
-    assert best["cost"]["seconds"] == {"reward": 9.0} and best["cost"]["total_seconds"] == 9.0
+    assert best.cost.seconds == {"reward": 9.0} and best.cost.total_seconds == 9.0
 
 
 def test_other_prompts_judges_and_sft_models_are_warned_of(tmp_path: Path) -> None:
@@ -210,9 +213,9 @@ def test_the_table_fits_80_columns_with_any_number_of_runs(tmp_path: Path) -> No
         workspace(tmp_path / f"a-rather-long-name-of-run-{n}", {"models/sft": str(n)})
         for n in range(6)
     ]
-    results = [result for folder in folders for result in read_workspace(folder).results]
+    comparison = RunComparison.of([*map(read_workspace, folders)])
     output = io.StringIO()
-    Console(width=80, file=output).print(results_table(results, 80))
+    Console(width=80, file=output).print(results_table(comparison, 80))
     printed = output.getvalue()
     assert max(map(len, printed.splitlines())) <= 80
     assert printed.count("training time") == 2  # four runs side by side, then the others
@@ -220,9 +223,10 @@ def test_the_table_fits_80_columns_with_any_number_of_runs(tmp_path: Path) -> No
 
 def test_few_runs_have_their_names_on_one_line(tmp_path: Path) -> None:
     (result,) = read_workspace(workspace(tmp_path / "a")).results
-    result["workspace"] = name = "workspaces/smoke-54f539d1"
+    name = "workspaces/smoke-54f539d1"
+    comparison = RunComparison({}, [replace(result, workspace=name)])
     output = io.StringIO()
-    Console(width=80, file=output).print(results_table([result], 80))
+    Console(width=80, file=output).print(results_table(comparison, 80))
     assert name in output.getvalue()
 
 

@@ -147,7 +147,7 @@ MEASURED = {"accuracy": 0.75, "pairs": 20.0, "test_accuracy": 0.5, "test_pairs":
             {"accuracy": 0.5, "dropped_over_long": 0.0, "pairs": 5.0},
             "validation accuracy 0.500 of 5 pairs",
         ),
-        ("gate-sft", GATE, "passed 1/1"),
+        ("gate-sft", GATE, "passed: 1/1"),
         ("gate-policy", LOST, "failed, mode report: 1/2"),
         ("sft", {"other": 1}, ""),
         ("sft", None, ""),

@@ -92,7 +92,7 @@ def test_judges_gates_and_lineage_are_told_with_their_numbers() -> None:
     assert "| harmful safety prompts refused | 0.9 | 0.85 |" in text
     assert "| perplexity of held-out preferred replies | 5.25 | 5.31 |" in text
     assert "replies that did not end" not in text  # SFT's is unknown
-    assert "**policy** did not pass (mode report)" in text
+    assert "**policy** failed, mode report" in text
     assert text.index("| `gold` | 0.1 | ≥ 0.2 | **no** |") < text.index("| `kl` | 2 | ≤ 6 | yes |")
     assert "| registered as | `rlhf-policy version 3` |" in text and "| data | `f00.dir` |" in text
     assert "temperature 0.8, top_p 0.9" in text

@@ -14,7 +14,6 @@ from flows.registry.client import experiment_id
 from flows.registry.history import read_history
 from flows.registry.promote import MATCHES, approve, promote, rollback
 from rlhf_core.errors import RlhfError
-from rlhf_extras.retention.output import describe_retention
 from rlhf_extras.retention.retention import apply_retention
 
 from .conftest import MODEL, PARAMS, Registry, ScriptedMatch
@@ -58,9 +57,7 @@ def test_without_delete_it_says_what_would_go_and_why_others_stay(
     registry: Registry, long_registry: Path
 ) -> None:
     registry.client.set_registered_model_alias(MODEL, "audit", "3")
-    printed = describe_retention(
-        apply_retention(long_registry, delete=False), deleted=False
-    ).splitlines()
+    printed = apply_retention(long_registry, delete=False).describe(done=False).splitlines()
     assert printed == [
         MODEL,
         "  version 5  kept: @challenger",
@@ -238,7 +235,7 @@ def test_what_killed_registrations_leave_is_named_and_removed(
     left = "killed registrations have left the files of 2 models and 2 open runs"
     assert warned(killed_registrations) == [left]
     plan = apply_retention(killed_registrations, delete=False)
-    assert f"{left}: would be deleted and ended" in describe_retention(plan, deleted=False)
+    assert f"{left}: would be deleted and ended" in plan.describe(done=False)
     assert recorded(registry, killed_registrations) == before
     apply_retention(killed_registrations, delete=True)
     states = {
