@@ -513,7 +513,7 @@ def gate_checks(gates: GatesConfig) -> Iterator[DoctorCheck]:
             if part in known or plain in known:
                 continue
             for close in difflib.get_close_matches(plain, known, n=1, cutoff=0.88):
-                meant = part.replace(plain, close)
+                meant = metric.replace(part, part.replace(plain, close))
                 finding = f"{metric} has {part}: did you mean '{meant}'?"
                 yield DoctorCheck(WARN, "gates", finding, remedy)
 
