@@ -40,6 +40,7 @@ from rlhf_core.config.operations import RegistryConfig
 from rlhf_core.config.yaml_text import plain, read
 from rlhf_core.errors import RlhfError
 from rlhf_core.evaluation.report.headline import ReleaseDecision
+from rlhf_core.evaluation.verdict import failed_conditions
 from rlhf_core.gates import GateDecision, closed_gate, read_gates
 from rlhf_core.tracking.journal import waiting_records
 from rlhf_core.tracking.pipeline_run import PIPELINE_TAG, REPORT_PAGE
@@ -158,9 +159,12 @@ class WorkspaceStatus:
         if self.last is not None:
             last_run += last_run_rows(self.workspace, self.last, datetime.now())
         last_run += unlabelled(self.recorded)
+        gates: list[Row] = []
+        for gate in self.gates:
+            gates += gate_rows(gate)
         sections = {
             "stages": stages,
-            "gates": [gate_row(gate) for gate in self.gates],
+            "gates": gates,
             "to resume": unlabelled(self.resumable),
             "last run": last_run,
             "registry": unlabelled(self.registry.lines),
@@ -337,10 +341,11 @@ def running_stages(workspace: Path, holder: LockHolder) -> StagesStatus:
     return StagesStatus(states, note=head)
 
 
-def gate_row(gate: GateDecision) -> Row:
-    """Describe a gate: passed, or the conditions that failed with what was found."""
-    verdict = "passed" if gate.passed else f"FAILED: {gate.reasons()}"
-    return gate.name, f"{verdict} (mode {gate.mode})"
+def gate_rows(gate: GateDecision) -> list[Row]:
+    """Describe a gate: passed, or a line for each condition that failed with what was found."""
+    verdict = "passed" if gate.passed else f"FAILED: {gate.tally}"
+    rows: list[Row] = [(gate.name, f"{verdict} (mode {gate.mode})")]
+    return [*rows, *(("", condition) for condition in failed_conditions(gate))]
 
 
 def partial_work(workspace: Path) -> list[str]:
