@@ -474,7 +474,7 @@ def parsed(*sources: dict[str, Any]) -> PpoConfig:
         ([{"kind": "http"}], "'ppo.reward.sources.0.url' is missing"),
         (
             [{"kind": "http", "url": URL, "retry": 1}],
-            "'ppo.reward.sources.0.retry'; did you mean 'retries'?",
+            "'ppo.reward.sources.0.retry'; did you mean 'ppo.reward.sources.0.retries'?",
         ),
         (
             [{"kind": "http", "url": "127.0.0.1:80"}],

@@ -142,7 +142,7 @@ def test_what_few_pairs_ask_for_agrees_with_what_more_of_the_same_source_ask_for
     params = settings()
     asked: dict[int, tuple[int, int]] = {}
     for count in (60, 100, 150, 250, 400):
-        found = forecast(source(3, count, longer, replies), params)
+        found = forecast(source(8, count, longer, replies), params)
         if found.short:
             assert found.more_pairs is not None
             few, many = found.more_pairs
