@@ -503,11 +503,13 @@ def gate_checks(gates: GatesConfig) -> Iterator[DoctorCheck]:
     known: set[str] = set()
     for code in re.findall(r"`([^`\n]+)`", page()):
         known.update(re.findall(r"[a-z]\w+", code))
-    metrics: dict[str, None] = {}
+    typed: dict[str, str] = {}
     for condition in (*gates.sft, *(gates.reward or ()), *gates.policy):
-        metrics.update(dict.fromkeys(condition.metrics))
+        for metric in condition.metrics:
+            # Losses against SFT have a prefix that nobody types.
+            typed[metric] = condition.metric if metric.endswith(condition.metric) else metric
     remedy = "correct it in section gates; a metric that is missing fails its condition"
-    for metric in metrics:
+    for metric in typed.values():
         for part in metric.split("."):
             plain = re.sub(r"^(test|validation)_|_(low|high)95$", "", part)
             if part in known or plain in known:

@@ -62,7 +62,7 @@ def test_the_next_step_names_what_is_missing(
     text = collect if collect.startswith("{") else f"{{{collect}}}"
     (folder / "params.yaml").write_text(f"collect: {text}\n")
     said, is_ready = next_step(folder)
-    assert is_ready == ("is ready" in expected), "what scripts learn from the exit code"
+    assert is_ready == ("is ready" in said), "what scripts learn from the exit code"
     assert expected in said and said.endswith("rlhf run --workspace my-run")
     assert said.lower().count("correct the file") <= 1
 
@@ -162,7 +162,7 @@ def test_a_gates_metric_that_looks_misspelt_is_named(tmp_path: Path) -> None:
         "comparison.judge.win_rat_low95 has win_rat_low95: did you mean 'comparison.judge.win_rate_low95'?"
         in found[0].finding
     )
-    assert "losses.repetitoin" in found[1].finding and "'repetition'" in found[1].finding
+    assert found[1].finding.startswith("repetitoin ") and "'repetition'" in found[1].finding
 
 
 def test_no_metric_of_a_profile_looks_misspelt() -> None:

@@ -132,30 +132,36 @@ def source(seed: int, count: int, longer: float, replies: int) -> PairLengths:
     return PairLengths.of(groups, 1, np.stack([differences] * 2), differences)
 
 
-@pytest.mark.parametrize(("longer", "replies"), [(0.8, 1), (0.55, 1), (0.8, 6)])
-def test_what_few_pairs_ask_for_agrees_with_what_more_of_the_same_source_ask_for(
+@pytest.mark.parametrize(
+    ("longer", "replies"),
+    [
+        (0.8, 1),
+        pytest.param(0.55, 1, marks=pytest.mark.slow),
+        pytest.param(0.8, 6, marks=pytest.mark.slow),
+    ],
+)
+def test_what_60_pairs_ask_for_agrees_with_what_150_of_the_same_source_ask_for(
     longer: float, replies: int
 ) -> None:
-    """What 60 show of their source is uncertain, which is said as a range, not as a number that
-    another 40 change by a factor.
+    """What few pairs show of their source is uncertain, which is said as a range, not as a number
+    that some more of them change by a factor.
     """
     params = settings()
-    asked: dict[int, tuple[int, int]] = {}
-    for count in (60, 100, 150, 250, 400):
-        found = forecast(source(8, count, longer, replies), params)
-        if found.short:
+    refused: list[bool] = []
+    for seed in (1, 2, 3):
+        ranges = []
+        for count in (60, 150):
+            found = forecast(source(seed, count, longer, replies), params)
             assert found.more_pairs is not None
             few, many = found.more_pairs
-            asked[count] = count + few, count + many
             assert (f"about {few:,} to {many:,} more" in found.refusal) == (few < many)
-    assert len(asked) > 1
-    may_do, will_do = zip(*asked.values(), strict=True)
-    assert max(may_do) <= min(will_do), f"one number agrees with all: {asked}"
-    for total in will_do:
-        refused = 0
-        for seed in range(100, 120):
-            refused += any(_shortages(source(seed, total, longer, replies), params))
-        assert refused <= 2, f"{total} of {asked} do not do"
+            ranges.append((count + few, count + many))
+            for other in range(100, 105):
+                fresh = source(other, count + many, longer, replies)
+                refused.append(any(_shortages(fresh, params)))
+        may_do, will_do = zip(*ranges, strict=True)
+        assert max(may_do) <= 1.6 * min(will_do), ranges
+    assert np.mean(refused) <= 0.1
 
 
 def test_too_few_pairs_and_a_shut_data_gate_are_said_at_once() -> None:
