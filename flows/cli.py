@@ -207,6 +207,8 @@ def init(
     Where there are files of pairs, what so many can show is forecast, and too few are refused. How
     long a run takes on this machine is forecast too.
 
+    Exit codes: 0 it is ready to run; 2 it is not: nothing was made, or what settings name is missing.
+
     Examples:
     $ rlhf init my-run --data pairs.jsonl --model models/my-model
     $ rlhf init next --from my-run@champion --data new.jsonl
@@ -216,7 +218,7 @@ def init(
     with busy("making the workspace"):
         from flows.commands.init import create
 
-        told = create(
+        told, is_ready = create(
             folder,
             profile=",".join(profiles or ()),
             sets=sets or (),
@@ -229,6 +231,7 @@ def init(
             probe=probe,
         )
     print_text(told)
+    raise typer.Exit(EXIT_OK if is_ready else EXIT_USER_ERROR)
 
 
 # Every option is the study's own, --help included.

@@ -26,6 +26,7 @@ from rlhf_core.config.gates import Condition
 from rlhf_core.config.params import Params
 from rlhf_core.data.clusters import wilson_bounds
 from rlhf_core.data.pair_counts import READERS, PairLengths, ReaderCounts
+from rlhf_core.errors import EXIT_OK, EXIT_USER_ERROR
 from rlhf_core.gates import describe_bound
 from rlhf_core.training.reward.evaluation import FEWEST_BALANCED_PAIRS, expected_calibration_error
 
@@ -74,8 +75,8 @@ class Forecast:
         short: What the data gate, a stage or the reward gate would refuse, in the order of a run.
         data_gate: How else the data gate would fail, if it would.
         is_refused: Whether a run would be refused for certain; an estimate may be wrong.
-        more_pairs: So many more pairs like these, refused ones among them, would do; None where no
-            number does.
+        more_pairs: How many more pairs like these, refused ones among them, may do and how many
+            will; None where no number does.
         setting: Another share that would do with the same pairs, such as
             ``validate.split.validation: 0.15``; empty if none does.
         powers: The power of each condition that depends on the number of pairs.
@@ -92,7 +93,7 @@ class Forecast:
     short: Sequence[str]
     data_gate: str
     is_refused: bool
-    more_pairs: int | None
+    more_pairs: tuple[int, int] | None
     setting: str
     powers: Sequence[ConditionPower]
     others: int
@@ -101,6 +102,11 @@ class Forecast:
     def refusal(self) -> str:
         """Why the pairs do not suffice and what would do, in one line; empty where they may."""
         return self.conclusion if self.is_refused else ""
+
+    @property
+    def exit_code(self) -> int:
+        """What a command that says this ends with: pairs that a run refuses are a wrong input."""
+        return EXIT_USER_ERROR if self.is_refused else EXIT_OK
 
     @property
     def weak(self) -> list[str]:
@@ -117,7 +123,9 @@ class Forecast:
                 reason += f" (and {len(self.short) - 1} more)"
             remedy = "more pairs like these would not do"
             if self.more_pairs is not None:
-                remedy = f"about {self.more_pairs:,} more pairs would do"
+                few, many = self.more_pairs
+                asked = f"{few:,} to {many:,}" if few < many else f"{many:,}"
+                remedy = f"about {asked} more pairs would do"
             if self.setting:
                 remedy += f", or {self.setting}"
             if self.data_gate:
@@ -237,42 +245,64 @@ def _measured(condition: Condition) -> tuple[str, str, str]:
     return reader, "validation", metric
 
 
-# With pairs like these, drawn so many times, nothing may be short: how many of further pairs fall
-# into a split is chance, and what few pairs show of the rest is uncertain.
+# Pairs that further ones may be like are drawn so many times: how many fall into a split is chance,
+# and what few pairs show of the rest is uncertain.
 DRAWS_OF_PAIRS = 30
+MAYBE, SURELY = 0.1, 0.95  # of the draws
 MOST_TIMES = 64  # more pairs than so many times those at hand are not sought
+TELLS_APART = 1.6  # two totals further apart than this are said as a range
 
 
-def _more_pairs(lengths: PairLengths, params: Params, kept: float) -> int | None:
-    """Return how many more pairs would do, of which a share is kept, as a round number; None if none
-    would.
+def _more_pairs(lengths: PairLengths, params: Params, kept: float) -> tuple[int, int] | None:
+    """Return how many more pairs may do and how many will, of which a share is kept; rounded up.
+
+    Both are the same where the pairs at hand tell it well enough. None if no number would do.
     """
     if not len(lengths):
-        return params.validate_.min_rows
-    few, enough = len(lengths), 2 * len(lengths)
-    while not _would_do(lengths, params, enough):
+        return params.validate_.min_rows, params.validate_.min_rows
+    fewest = _least_total(lengths, params, len(lengths), MAYBE)
+    enough = _least_total(lengths, params, fewest, SURELY) if fewest else None
+    if fewest is None or enough is None:
+        return None
+    if enough < TELLS_APART * fewest:
+        fewest = enough
+    few, many = (math.ceil((total - len(lengths)) / kept) for total in (fewest, enough))
+    return _rounded_up(few), _rounded_up(many)
+
+
+def _rounded_up(count: int) -> int:
+    step: int = 10 ** max(math.floor(math.log10(count)) - 1, 0)
+    if count >= 100:
+        step *= 5
+    return math.ceil(count / step) * step
+
+
+def _least_total(lengths: PairLengths, params: Params, few: int, often: float) -> int | None:
+    """Return about the fewest pairs in all, more than ``few``, that do in a share of the draws."""
+    enough = 2 * few
+    while not _would_do(lengths, params, enough, often):
         if enough >= MOST_TIMES * len(lengths):
             return None
         few, enough = enough, 2 * enough
     while enough - few > max(enough // 20, 5):
         between = (few + enough) // 2
-        if _would_do(lengths, params, between):
+        if _would_do(lengths, params, between, often):
             enough = between
         else:
             few = between
-    missing = math.ceil((enough - len(lengths)) / kept)
-    step: int = 10 ** max(math.floor(math.log10(missing)) - 1, 0)
-    if missing >= 100:
-        step *= 5
-    return math.ceil(missing / step) * step
+    return enough
 
 
-def _would_do(lengths: PairLengths, params: Params, total: int) -> bool:
-    for draw in range(DRAWS_OF_PAIRS):
-        generator = np.random.Generator(np.random.Philox(key=[draw, total]))
+def _would_do(lengths: PairLengths, params: Params, total: int, often: float) -> bool:
+    needed = math.ceil(often * DRAWS_OF_PAIRS)
+    held = failed = 0
+    while held < needed and failed <= DRAWS_OF_PAIRS - needed:
+        generator = np.random.Generator(np.random.Philox(key=[held + failed, total]))
         if any(_shortages(lengths.grown(total, generator), params)):
-            return False
-    return True
+            failed += 1
+        else:
+            held += 1
+    return held >= needed
 
 
 def _share_that_would_do(lengths: PairLengths, params: Params) -> str:

@@ -3,7 +3,8 @@ for seconds, and multiplied by what the settings ask for.
 
 ``rlhf init``, ``rlhf doctor``, ``rlhf plan`` and ``rlhf data validate`` say it in the same words.
 Weights are random, lengths those of a sample of the data. What is not passes of a model counts as a
-few seconds a stage.
+few seconds a stage. On a CPU, passes are measured in time of the processor, so that the forecast is
+that of a quiet machine; what other processes take is said beside it.
 """
 
 from __future__ import annotations
@@ -56,6 +57,8 @@ from rlhf_core.workload import (
 )
 from rlhf_core.world import corpus
 
+# Of the processor time that is asked for; with less there is no telling.
+LEAST_SHARE = 0.01
 QUIET = 0.25  # cores that other processes of a quiet machine take at most
 SWITCH = "RLHF_PROBE"  # 0: nothing is tried
 SAMPLE_ROWS = 200
@@ -127,7 +130,7 @@ class ProcessorTimes:
 
 @dataclass(frozen=True)
 class TimeForecast:
-    """Seconds of each stage alone on this machine.
+    """Seconds of each stage alone on this machine, and quiet.
 
     Attributes:
         seconds: By stage, in their order.
@@ -148,9 +151,10 @@ class TimeForecast:
         stages = ", ".join(f"{name} {duration(taken)}" for name, taken in self.seconds.items())
         text = f"about {duration(self.total)} on this machine: {stages}"
         if self.load.is_busy:
+            slower = duration(self.total / max(self.load.share, LEAST_SHARE))
             text += (
-                f"; it was busy: other processes took {self.load.others:.1f} of its {self.load.cores} "
-                f"cores, and without them it might be {duration(self.total * self.load.share)}"
+                f"; it is busy: other processes take {self.load.others:.1f} of its {self.load.cores} "
+                f"cores, and while they do, it may be {slower}"
             )
         return text
 
@@ -176,14 +180,15 @@ def forecast_time(
     params: Params,
     pairs: Forecast | None = None,
     base: Path | None = None,
-    clock: Clock = time.perf_counter,
+    clock: Clock | None = None,
 ) -> TimeForecast | None:
     """Say how long each stage takes here, under the settings of a workspace.
 
     Args:
         pairs: What is known of the number of pairs.
         base: The folder that relative paths start at; by default the workspace.
-        clock: Returns seconds.
+        clock: Returns seconds; by default those of this thread on the processor, or where a GPU
+            computes, those of the wall clock.
 
     Returns:
         None where it cannot be tried in seconds: the environment variable ``RLHF_PROBE`` is 0, the
@@ -199,14 +204,19 @@ def forecast_time(
             return None
         threads = torch.get_num_threads()
         used = params.compute.threads or threads
-        started, times = clock(), ProcessorTimes.now()
+        # A pass runs in this thread, which helpers join, so that it is busy as long as the pass
+        # takes on a quiet machine.
+        on_gpu = distributed.device().type == "cuda"
+        clock = clock or (time.perf_counter if on_gpu else time.thread_time)
+        started = ProcessorTimes.now()
         try:
             torch.set_num_threads(used)
             machine = Machine.tried(config, params, data, clock)
         finally:
             torch.set_num_threads(threads)
-        load = ProcessorTimes.now().load_since(times, used)
-        return None if machine is None else machine.forecast(clock() - started, load)
+        ended = ProcessorTimes.now()
+        load = ended.load_since(started, used)
+        return None if machine is None else machine.forecast(ended.clock - started.clock, load)
     return None
 
 
@@ -513,7 +523,8 @@ def _taken(work: Callable[[], object], clock: Clock) -> float:
     work()
     _wait()
     started, runs = clock(), 0
-    while not runs or clock() - started < LEAST_SECONDS:
+    enough = time.perf_counter() + LEAST_SECONDS  # a busy machine is not tried for longer
+    while not runs or time.perf_counter() < enough:
         work()
         _wait()
         runs += 1

@@ -503,17 +503,19 @@ def gate_checks(gates: GatesConfig) -> Iterator[DoctorCheck]:
     known: set[str] = set()
     for code in re.findall(r"`([^`\n]+)`", page()):
         known.update(re.findall(r"[a-z]\w+", code))
-    metrics: dict[str, None] = {}
+    typed: dict[str, str] = {}
     for condition in (*gates.sft, *(gates.reward or ()), *gates.policy):
-        metrics.update(dict.fromkeys(condition.metrics))
+        for metric in condition.metrics:
+            # Losses against SFT have a prefix that nobody types.
+            typed[metric] = condition.metric if metric.endswith(condition.metric) else metric
     remedy = "correct it in section gates; a metric that is missing fails its condition"
-    for metric in metrics:
+    for metric in typed.values():
         for part in metric.split("."):
             plain = re.sub(r"^(test|validation)_|_(low|high)95$", "", part)
             if part in known or plain in known:
                 continue
             for close in difflib.get_close_matches(plain, known, n=1, cutoff=0.88):
-                meant = part.replace(plain, close)
+                meant = metric.replace(part, part.replace(plain, close))
                 finding = f"{metric} has {part}: did you mean '{meant}'?"
                 yield DoctorCheck(WARN, "gates", finding, remedy)
 

@@ -80,8 +80,11 @@ def create(
     cache: Path | None = None,
     origin: str = "",
     probe: bool = True,
-) -> str:
-    """Make a workspace of what `rlhf init` was given; returns what to tell of it.
+) -> tuple[str, bool]:
+    """Make a workspace of what `rlhf init` was given.
+
+    Returns:
+        What to tell of it, and whether it is ready to run.
 
     Args:
         folder: The folder to make.
@@ -136,8 +139,9 @@ def create(
     # A source that is missing or out of reach is for the next step, or the run, to name.
     with suppress(RlhfError):
         inputs.refresh_inputs(workspace)  # so that `dvc repro` and `dvc status` work at once
-    told.append(next_step(workspace))
-    return "\n".join(text.rstrip() for text in told if text)
+    step, is_ready = next_step(workspace)
+    told.append(step)
+    return "\n".join(text.rstrip() for text in told if text), is_ready
 
 
 def initialise(
@@ -224,43 +228,58 @@ def forecast_of(
     return "\n".join(lines)
 
 
-def next_step(workspace: Path) -> str:
-    """Return what to do with a new workspace: run it, or first name the data that it lacks."""
+def next_step(workspace: Path) -> tuple[str, bool]:
+    """Return what to do with a new workspace, and whether that is to run it.
+
+    Else it lacks what its settings name: its data or the starting model.
+    """
     name = display_path(workspace)
     run = f"rlhf run --workspace {shlex.quote(name)}"
+    lacking = _lacking(workspace, name)
+    if lacking:
+        return f"{name} is made, but {lacking}, then: {run}", False
+    source = load_section(workspace, "base", BaseConfig).source
+    fetched = ""
+    if source != "scratch" and not (workspace / Path(os.path.expanduser(source))).exists():
+        fetched = f" ({source} is not on this machine, and untried: `rlhf doctor` tries the hub)"
+    sources = load_section(workspace, "collect", CollectConfig)
+    world = ""
+    if sources.source == "world" and sources.files.paths():
+        world = ", on the synthetic world: collect.files are read with collect.source=files"
+    return f"{name} is ready{world}{fetched}; next: {run}", True
+
+
+def _lacking(workspace: Path, name: str) -> str:
+    """Return what keeps a new workspace from running and what to do about it; else empty."""
     model = load_section(workspace, "base", BaseConfig).source
     if _is_absent(model, workspace):
         return (
-            f"{name} is made, but there is no starting model at {model}, seen from there: correct base.source in "
-            f"{name}/{PARAMS_FILE}, then: {run}"
+            f"there is no starting model at {model}, seen from there: correct base.source in "
+            f"{name}/{PARAMS_FILE}"
         )
-    fetched = ""
-    if model != "scratch" and not (workspace / Path(os.path.expanduser(model))).exists():
-        fetched = f" ({model} is not on this machine, and untried: `rlhf doctor` tries the hub)"
     sources = load_section(workspace, "collect", CollectConfig)
     if sources.source == "world":
-        world = ", on the synthetic world: collect.files are read with collect.source=files"
-        return f"{name} is ready{world if sources.files.paths() else ''}{fetched}; next: {run}"
+        return ""
     if sources.pairs and not sources.files.preferences:
         return (
-            f"{name} is made, but its data are missing: name files with pairs of replies under "
-            f"collect.files.preferences in {name}/{PARAMS_FILE} (`rlhf data FILE` shows how one is read), then: {run}"
+            "its data are missing: name files with pairs of replies under "
+            f"collect.files.preferences in {name}/{PARAMS_FILE} (`rlhf data FILE` shows how one is read)"
         )
     from flows.commands.doctor import unread_sources
 
     missing = _unmatched(sources.files.paths(), workspace)
     if missing:
         return (
-            f"{name} is made, but no file matches {', '.join(missing)}, seen from there: put the files there, or "
-            f"correct collect.files in {name}/{PARAMS_FILE}, then: {run}"
+            f"no file matches {', '.join(missing)}, seen from there: put the files there, or "
+            f"correct collect.files in {name}/{PARAMS_FILE}"
         )
     unread = next(unread_sources(workspace, sources.files.preferences), None)
     if unread is not None:
         return (
-            f"{name} is made, but not ready. {unread.finding.rstrip('.')}. Correct the file, or collect.files in "
-            f"{name}/{PARAMS_FILE} ({unread.remedy}), then: {run}"
+            f"not ready. {unread.finding.rstrip('.')}. Correct the file, or collect.files in "
+            f"{name}/{PARAMS_FILE} ({unread.remedy})"
         )
-    return f"{name} is ready{fetched}; next: {run}"
+    return ""
 
 
 def _is_absent(model: str, folder: Path) -> bool:

@@ -228,7 +228,7 @@ class PipelineRun:
                 _complain(f"rlhf: {result}")
                 told = f"{failed[0].stage} failed, see above" if failed else ""
             if code == EXIT_GATE_FAILED:
-                print_failed_gates(self.workspace, sys.stderr, remedies=not closed)
+                print_failed_gates(self.workspace, sys.stderr, advice=not closed)
         # What the display has cut off: of several stages, or of a run that did not end by itself.
         ended = state.end.message if state.end is not None else ""
         for outcome in failed:

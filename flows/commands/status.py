@@ -40,6 +40,7 @@ from rlhf_core.config.operations import RegistryConfig
 from rlhf_core.config.yaml_text import plain, read
 from rlhf_core.errors import RlhfError
 from rlhf_core.evaluation.report.headline import ReleaseDecision
+from rlhf_core.evaluation.verdict import failed_conditions
 from rlhf_core.gates import GateDecision, closed_gate, read_gates
 from rlhf_core.tracking.journal import waiting_records
 from rlhf_core.tracking.pipeline_run import PIPELINE_TAG, REPORT_PAGE
@@ -156,8 +157,7 @@ class WorkspaceStatus:
         stages += self.stages.stages.items()
         gates: list[Row] = []
         for gate in self.gates:
-            failed = "" if gate.passed else f": {gate.reasons()}"
-            gates.append((gate.name, f"{gate.verdict}{failed}"))
+            gates += gate_rows(gate)
         last_run: list[Row] = []
         if self.last is not None:
             last_run += last_run_rows(self.workspace, self.last, datetime.now())
@@ -339,6 +339,13 @@ def running_stages(workspace: Path, holder: LockHolder) -> StagesStatus:
     head = f"{state.done}/{len(state.stages)} done after {elapsed}{phase}"
     states = {name: describe_stage(stage, now.timestamp()) for name, stage in state.stages.items()}
     return StagesStatus(states, note=head)
+
+
+def gate_rows(gate: GateDecision) -> list[Row]:
+    """Describe a gate: passed, or a line for each condition that failed with what was found."""
+    said = gate.verdict if gate.passed else f"{gate.verdict}: {gate.tally}"
+    rows: list[Row] = [(gate.name, said)]
+    return [*rows, *(("", condition) for condition in failed_conditions(gate))]
 
 
 def partial_work(workspace: Path) -> list[str]:

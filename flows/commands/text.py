@@ -21,7 +21,7 @@ from rich.text import Text
 from flows.workspace import PRIVATE
 from rlhf_core.data.text import for_terminal
 from rlhf_core.errors import DataError, GateFailed, RlhfError
-from rlhf_core.evaluation.remedies import remedy_for
+from rlhf_core.evaluation.remedies import remedies
 from rlhf_core.gates import GateDecision
 from rlhf_core.redaction import redacted
 from rlhf_core.runtime import progress
@@ -83,23 +83,23 @@ def print_gate_failure(error: GateFailed, stream: TextIO) -> None:
     console.print(f"evidence: {error.evidence}", soft_wrap=not console.is_terminal)
 
 
-def print_failed_gates(workspace: Path, stream: TextIO, *, remedies: bool = True) -> None:
-    """Print a table of every gate of ``workspace`` that failed; ``remedies`` as for one table."""
+def print_failed_gates(workspace: Path, stream: TextIO, *, advice: bool = True) -> None:
+    """Print a table of every gate of ``workspace`` that failed; ``advice`` as for one table."""
     console = PlainConsole(stream)
     for path in sorted((workspace / "gates").glob("*.json")):
         with suppress(DataError):  # `rlhf status` names a file that cannot be read
             gate = GateDecision.load(path)
             if gate.failed:
                 console.print(f"gate {gate.name}", style="bold")
-                console.print(gate_table(gate, remedies=remedies))
+                console.print(gate_table(gate, advice=advice))
 
 
-def gate_table(gate: GateDecision, *, every_reason: bool = False, remedies: bool = True) -> Group:
+def gate_table(gate: GateDecision, *, every_reason: bool = False, advice: bool = True) -> Group:
     """Return a gate's conditions as a table, failures first, and below it what to do about them.
 
     Args:
         every_reason: Give the reasons of the bounds that hold, too.
-        remedies: Say what to do about each that failed.
+        advice: Say what to do about those that failed.
     """
     conditions = gate.failures_first
     rows = ((row.passed, row.metric, row.measured, row.required) for row in conditions)
@@ -108,8 +108,8 @@ def gate_table(gate: GateDecision, *, every_reason: bool = False, remedies: bool
     for row in conditions:
         if row.why and (every_reason or not row.passed):
             below.append(Text.assemble((row.metric, "bold"), f": {row.why}"))
-        if remedies and not row.passed:
-            below.append(Text.assemble(("to do", "bold"), f": {remedy_for(gate.name, row.metric)}"))
+    if advice:
+        below += [Text.assemble(("to do", "bold"), f" {remedy}") for remedy in remedies(gate)]
     return Group(table, *(Padding(line, (0, 0, 0, 2)) for line in below))
 
 

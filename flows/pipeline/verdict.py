@@ -15,10 +15,10 @@ from flows.stage import StageOutcome
 from rlhf_core.config.loading import load_params
 from rlhf_core.config.profiles import profile_names
 from rlhf_core.errors import EXIT_GATE_FAILED, EXIT_TRAINING_PAUSED, EXIT_USER_ERROR, RlhfError
+from rlhf_core.evaluation.remedies import remedies
 from rlhf_core.evaluation.report.headline import (
     MEANINGS,
     ReleaseDecision,
-    remedies,
     sentence_case,
 )
 from rlhf_core.evaluation.verdict import (
@@ -27,6 +27,7 @@ from rlhf_core.evaluation.verdict import (
     Standing,
     alarms,
     describe_decision,
+    failed_conditions,
     judge_results,
     percent,
     standing_of,
@@ -115,9 +116,24 @@ class RunVerdict:
     @property
     def headline(self) -> str:
         """The verdict with the conditions that decided, or why there is none, in one sentence."""
+        return self._sentence(in_full=True)
+
+    @property
+    def summary(self) -> str:
+        """The same with how many conditions failed, for where ``failed`` follows it."""
+        return self._sentence(in_full=False)
+
+    @property
+    def failed(self) -> list[str]:
+        """The conditions of the gate that failed, each with what was found."""
+        return [] if self.gate is None else failed_conditions(self.gate)
+
+    def _sentence(self, *, in_full: bool) -> str:
         if self.judges:
             gate = self.gate if self.opponent == SFT else None
-            return verdict_sentence(self.judges, self.opponent, gate, self.unmet)
+            return verdict_sentence(self.judges, self.opponent, gate, self.unmet, in_full=in_full)
+        if self.gate is not None and self.tells_failure and not in_full:
+            return f"no verdict: {self.gate.describe()}"
         if self.failure:
             return f"no verdict: {self.failure}"
         if self.opponent:
@@ -142,10 +158,9 @@ def verdict_facts(verdict: RunVerdict, told: str = "") -> list[tuple[str, str]]:
     Args:
         told: What to say in place of why there is no verdict, where that has been told in full.
     """
-    headline = f"no verdict: {told}" if told and not verdict.judges else verdict.headline
-    facts = [("verdict", headline)]
-    if verdict.gate is not None:
-        facts += [("to do", remedy) for remedy in remedies(verdict.gate)]
+    summary = f"no verdict: {told}" if told and not verdict.judges else verdict.summary
+    facts = [("verdict", summary)]
+    facts += [("failed", condition) for condition in verdict.failed]
     for judge in verdict.judges:
         counted = f"{judge.prompts} prompts about {judge.clusters} questions"
         text = f"{judge.judge}: win rate {judge.won}, {counted}{judge.at_equal_length}"
@@ -159,6 +174,8 @@ def verdict_facts(verdict: RunVerdict, told: str = "") -> list[tuple[str, str]]:
     facts += [("alarms", alarm) for alarm in verdict.alarms]
     facts += [("registered", verdict.registered), ("promotion", verdict.promotion)]
     facts += [("tries", verdict.release.tries), ("note", verdict.note)]
+    if verdict.gate is not None:
+        facts += [("to do", remedy) for remedy in remedies(verdict.gate)]
     return [(label, text) for label, text in facts if text]
 
 

@@ -346,7 +346,7 @@ def rules_for(config: HealthConfig, kl_coefficient: float) -> tuple[Rule, ...]:
     for name in config.rules:
         if name not in known:
             raise ConfigError(
-                f"unknown health rule 'ppo.health.rules.{name}'; {nearest(name, known)}"
+                f"unknown health rule 'ppo.health.rules.{name}'; {nearest(name, known, 'ppo.health.rules')}"
             )
     kept = []
     for rule in DEFAULT_RULES:

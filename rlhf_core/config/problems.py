@@ -23,12 +23,16 @@ IN_WORDS_OF_YAML = {
 MOST_DEEPER = 3  # a name that occurs in more places, such as seed, tells nothing
 
 
-def nearest(name: str, valid: Iterable[str]) -> str:
-    """Return ``did you mean 'x'?`` for a close match, else the list of valid names."""
+def nearest(name: str, valid: Iterable[str], section: str = "") -> str:
+    """Return ``did you mean 'x'?`` for a close match, else the list of valid names.
+
+    Args:
+        section: The section of settings that has the names, so that a match is told as it is typed.
+    """
     names = sorted(valid)
     close = difflib.get_close_matches(name, names, n=1, cutoff=0.5)
     if close:
-        return f"did you mean '{close[0]}'?"
+        return f"did you mean '{_joined(section, close[0])}'?"
     return f"known names: {', '.join(names)}"
 
 
@@ -63,15 +67,16 @@ def _line(problem: Any, model: type[BaseModel], prefix: str) -> str:
     message = IN_WORDS_OF_YAML.get(kind, problem["msg"].removeprefix("Value error, "))
     parts = [str(part) for part in problem["loc"]]
     location, owner = _locate(model, parts, at_owner=kind == "extra_forbidden")
-    path = ".".join([prefix, *location] if prefix else location)
+    path = _joined(prefix, *location)
     if not path:
         return str(message)
     if kind == "extra_forbidden":
+        section = _joined(prefix, *location[:-1])
         deeper = list(_deeper(owner, location[-1])) if owner else []
         if 0 < len(deeper) <= MOST_DEEPER:
-            quoted = " or ".join(f"'{name}'" for name in deeper)
+            quoted = " or ".join(f"'{_joined(section, name)}'" for name in deeper)
             return f"unknown parameter '{path}'; did you mean {quoted}?"
-        return f"unknown parameter '{path}'; {nearest(location[-1], _names(owner))}"
+        return f"unknown parameter '{path}'; {nearest(location[-1], _names(owner), section)}"
     if kind == "missing":
         return f"parameter '{path}' is missing; add it"
     if kind in ("union_tag_not_found", "union_tag_invalid"):
@@ -85,6 +90,11 @@ def _line(problem: Any, model: type[BaseModel], prefix: str) -> str:
     hidden = kind == SECRET or isinstance(given, dict | BaseModel) or _holds_models(given)
     suffix = "" if hidden else f" (got {shortened(repr(given), SHOWN_CHARACTERS)})"
     return f"parameter '{path}': {message[0].lower()}{message[1:]}{suffix}"
+
+
+def _joined(*parts: str) -> str:
+    """Return the dotted path of its parts, of which some may be empty."""
+    return ".".join(part for part in parts if part)
 
 
 def _quoted(text: str) -> list[str]:

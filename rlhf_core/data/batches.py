@@ -183,6 +183,26 @@ MOST_STRATA = 10
 SMALLEST_STRATUM = 20
 
 
+def _length_strata(difference: npt.NDArray[np.int64]) -> tuple[int, npt.NDArray[np.int64]]:
+    """Return the number of strata, and that of each pair, by the size of its difference (B,)."""
+    size = np.abs(difference)
+    unequal = size[size > 0]
+    if not len(unequal):
+        return 0, np.zeros(len(size), dtype=np.int64)
+    strata = min(MOST_STRATA, max(1, len(unequal) // SMALLEST_STRATUM))
+    bounds = np.quantile(unequal, np.arange(1, strata) / strata)
+    return strata, np.searchsorted(bounds, size)
+
+
+def balanced_count(differences: npt.ArrayLike) -> int:
+    """Return how many rows ``length_balanced_rows`` draws of pairs with such differences (B,)."""
+    difference = np.asarray(differences)
+    strata, stratum = _length_strata(difference)
+    longer = np.bincount(stratum[difference > 0], minlength=strata)
+    shorter = np.bincount(stratum[difference < 0], minlength=strata)
+    return int(2 * np.minimum(longer, shorter).sum())
+
+
 def length_balanced_rows(differences: npt.ArrayLike, seed: int, draw: int = 0) -> list[int]:
     """Draw equally many pairs of either kind from each stratum, all of the rarer kind.
 
@@ -197,13 +217,7 @@ def length_balanced_rows(differences: npt.ArrayLike, seed: int, draw: int = 0) -
         Row numbers in ascending order. Pairs of equal length are of neither kind and are left out.
     """
     difference = np.asarray(differences)
-    size = np.abs(difference)
-    unequal = size[size > 0]
-    if not len(unequal):
-        return []
-    strata = min(MOST_STRATA, max(1, len(unequal) // SMALLEST_STRATUM))
-    bounds = np.quantile(unequal, np.arange(1, strata) / strata)
-    stratum = np.searchsorted(bounds, size)
+    strata, stratum = _length_strata(difference)
     generator = generator_of(seed, draw)
     rows: list[int] = []
     for number in range(strata):

@@ -17,7 +17,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from rlhf_core.config.data import SplitConfig
-from rlhf_core.data.batches import length_balanced_rows
+from rlhf_core.data.batches import balanced_count
 from rlhf_core.data.schema import SPLITS, PairUser, unit_hash
 
 READERS = {"reward": PairUser.REWARD, "referee": PairUser.REFEREE, "judge": PairUser.JUDGE}
@@ -29,6 +29,7 @@ WORD = r"[\p{Han}\p{Hiragana}\p{Katakana}]|[\p{L}\p{M}\p{N}_]+|[^\s\p{L}\p{M}\p{
 # words: what lay between the 5th and the 95th percentile of samples of 150 pairs
 # (benchmarks/results/own_pairs.md).
 LEAST, MOST = 0.9, 1.5
+REVERSED = 2  # about the square of 1.96, by half, as in Wilson's interval
 Places = npt.NDArray[np.float64]
 Lengths = npt.NDArray[np.int64]
 Marked = npt.NDArray[np.bool_]
@@ -148,38 +149,49 @@ class PairLengths:
         training group becomes a test group.
         """
         test = config.test
-        while self._balanced_test(test, config) < config.fewest_balanced:
+        while not self._leaves_enough(test, config.fewest_balanced):
             if test >= config.most_test:
                 return config
             test = min(round(test + SHARE_STEP, 4), config.most_test)
         return config.model_copy(update={"test": test})
 
     def grown(self, total: int, generator: np.random.Generator) -> PairLengths:
-        """Return these pairs and further ones like them, ``total`` in all.
+        """Return these pairs and further ones that their source may give, ``total`` in all.
 
-        Whole prompt groups are drawn again, with replacement, as other groups.
+        Further prompt groups are drawn from a resample of those at hand (bootstrap), so that draws
+        differ as much as sources do of which a sample like this one is seen. Where both kinds of
+        preference occur, ``REVERSED`` groups of the resample have theirs reversed, as Wilson's
+        interval adds some of both kinds: by chance a small sample lacks the rarer one.
         """
         if total <= len(self):
             return self
-        sizes = np.bincount(self.groups, minlength=len(self.places))
-        drawn = np.zeros(0, dtype=np.int64)
+        count = len(self.places)
+        sizes = np.bincount(self.groups, minlength=count)
+        sampled = generator.integers(0, count, count)
+        signs = np.ones(count, dtype=np.int64)
+        if self.differences.min() < 0 < self.differences.max():
+            sampled = np.concatenate([sampled, generator.integers(0, count, REVERSED)])
+            signs = np.concatenate([signs, np.full(REVERSED, -1)])
         missing = total - len(self)
-        while sizes[drawn].sum() < missing:
-            drawn = np.concatenate([drawn, generator.integers(0, len(sizes), missing)])
-        drawn = drawn[: np.searchsorted(np.cumsum(sizes[drawn]), missing) + 1]
+        drawn = np.zeros(0, dtype=np.int64)
+        while sizes[sampled[drawn]].sum() < missing:
+            drawn = np.concatenate([drawn, generator.integers(0, len(sampled), missing)])
+        drawn = drawn[: np.searchsorted(np.cumsum(sizes[sampled[drawn]]), missing) + 1]
         order = np.argsort(self.groups, kind="stable")
         starts = np.cumsum(sizes) - sizes
-        rows = [order[starts[group] : starts[group] + sizes[group]] for group in drawn.tolist()]
+        drawn_groups = sampled[drawn]
+        rows = [order[starts[group] : starts[group] + sizes[group]] for group in drawn_groups]
         added = np.concatenate(rows)[:missing]
-        new = np.repeat(np.arange(len(drawn)), sizes[drawn])[:missing]
+        new = np.repeat(np.arange(len(drawn)), sizes[drawn_groups])[:missing]
         kept = np.concatenate([np.arange(len(self)), added])
+        sign = np.concatenate([np.ones(len(self), dtype=np.int64), signs[drawn][new]])
         places = np.concatenate([self.places, generator.random((len(drawn), 3))])
         return replace(
             self,
-            groups=np.concatenate([self.groups, len(self.places) + new]),
+            groups=np.concatenate([self.groups, count + new]),
             places=places,
-            estimates=self.estimates[:, kept],
-            tokens=None if self.tokens is None else self.tokens[kept],
+            estimates=self.estimates[:, kept] * sign,
+            tokens=None if self.tokens is None else self.tokens[kept] * sign,
             dropped={reader: marked[kept] for reader, marked in self.dropped.items()},
         )
 
@@ -195,14 +207,16 @@ class PairLengths:
             return SplitPairs(pairs, min(math.ceil(MOST * max(characters, words)), pairs), equal)
         return SplitPairs(pairs, math.floor(LEAST * min(characters, words)), equal)
 
-    def _balanced_test(self, share: float, config: SplitConfig) -> int:
-        here = self.in_split("test", config.model_copy(update={"test": share}))
-        return min(balanced_count(lengths[here]) for lengths in self.estimates)
-
-
-def balanced_count(differences: npt.ArrayLike) -> int:
-    """Return how many of some pairs are left when lengths are balanced, by their differences (N,)."""
-    return len(length_balanced_rows(differences, seed=0))
+    def _leaves_enough(self, test: float, fewest: int) -> bool:
+        """Return whether a test share leaves so many pairs when lengths are balanced."""
+        is_test = self.places[self.groups, 0] < test
+        for lengths in self.estimates:
+            differences = lengths[is_test]
+            # At most all of the rarer kind are left, which takes less time to count.
+            rarer = min(np.count_nonzero(differences > 0), np.count_nonzero(differences < 0))
+            if 2 * rarer < fewest or balanced_count(differences) < fewest:
+                return False
+        return True
 
 
 def estimated_differences(table: pa.Table) -> Lengths:

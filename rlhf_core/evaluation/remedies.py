@@ -5,6 +5,8 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
+from rlhf_core.gates import GateDecision
+
 
 @dataclass(frozen=True)
 class Remedy:
@@ -175,3 +177,12 @@ def remedy_for(gate: str, metric: str) -> Remedy:
             return Remedy(remedy.pattern, remedy.action.format(**values), remedy.page)
     change = f"change what it measures, or its bound under gates.{gate} of params.yaml if that asks too much"
     return Remedy("", change, "docs/metrics.md")
+
+
+def remedies(gate: GateDecision) -> list[str]:
+    """Say what to do about the conditions that failed: each advice once, behind their metrics."""
+    metrics: dict[str, list[str]] = {}
+    for condition in gate.failed:
+        advice = str(remedy_for(gate.name, condition.metric))
+        metrics.setdefault(advice, []).append(condition.metric)
+    return [f"{', '.join(names)}: {advice}" for advice, names in metrics.items()]

@@ -205,6 +205,8 @@ def verdict_sentence(
     opponent: str,
     gate: GateDecision | None,
     unmet: Sequence[str] = (),
+    *,
+    in_full: bool = True,
 ) -> str:
     """Say how the policy stands to its opponent and what its gate decided, with the intervals.
 
@@ -213,20 +215,25 @@ def verdict_sentence(
         opponent: Such as ``SFT``.
         gate: The decision on this very policy, if there is one.
         unmet: Further failed conditions in words, such as those of a promotion.
+        in_full: Name the conditions of the gate that failed; else how many they are.
     """
     standing = standing_of(judges)
     judge = deciding_judge(judges, standing)
     parts = [f"{standing} than {opponent}: wins {judge.won} by {judge.judge}"]
     if gate is not None:
-        parts.append(describe_decision(gate))
+        parts.append(describe_decision(gate) if in_full else gate.describe())
     parts += unmet
     return "; ".join(parts)
 
 
 def describe_decision(gate: GateDecision) -> str:
     """Say in one clause what a gate decided, and which conditions decided it."""
-    reasons = ", and ".join(describe_condition(condition) for condition in gate.failed)
-    return gate.describe(reasons or gate.reasons())
+    return gate.describe(", and ".join(failed_conditions(gate)) or gate.reasons())
+
+
+def failed_conditions(gate: GateDecision) -> list[str]:
+    """Say of each condition that failed why it did, with the interval that decided it."""
+    return [describe_condition(condition) for condition in gate.failed]
 
 
 WIN_RATE = re.compile(r"comparison\.(?P<judge>.+)\.(?P<equal_length>lc_)?win_rate_low95")

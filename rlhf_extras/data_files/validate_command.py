@@ -74,7 +74,8 @@ def validate(
     long a run takes on this machine. Nothing is trained, and no workspace is needed. With --output
     the clean rows, the quarantine, the data docs and the gate's evidence are kept.
 
-    Exit codes: 0 the data gate would open, 3 it would not, 2 a file cannot be read at all.
+    Exit codes: 0 a run would take them, 3 the data gate would not open, 2 the pairs do not suffice
+    or a file cannot be read at all.
 
     Examples:
     $ rlhf data validate pairs.jsonl
@@ -128,7 +129,9 @@ def validate(
             print_text("\n" + forecast.as_text(found))
         if hours is not None:
             print_text(time_text(hours))
-    raise typer.Exit(EXIT_OK if checked.passed else EXIT_GATE_FAILED)
+    if not checked.passed:
+        raise typer.Exit(EXIT_GATE_FAILED)
+    raise typer.Exit(EXIT_OK if found is None else found.exit_code)
 
 
 def _checking_root(workspace: Path | None) -> Path | None:

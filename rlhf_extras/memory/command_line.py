@@ -74,8 +74,8 @@ def plan(
     limits of the settings. For data from files it also forecasts what so many pairs can show, and
     where no GPU's memory is given, how long a run takes on this machine.
 
-    Exit codes: 0 it fits or nothing is known against it, 2 it does not fit, or the settings are
-    wrong.
+    Exit codes: 0 it fits or nothing is known against it, 2 it does not fit, the pairs do not
+    suffice, or the settings are wrong.
 
     Examples:
     $ rlhf plan --profile paper-7b --gpus 8 --gpu-memory 80
@@ -104,10 +104,13 @@ def plan(
             root, ",".join(profiles or ()) or None, sets or (), stages or (), config, *options
         )
         plans = [] if check else request.plans()
+        is_refused = False
         if check:
             answer = request.check()
         else:
             sections = request.sections(plans, on_gpus=time, probe=probe)
+            is_refused = any(document.get("is_refused") for _, _, document in sections)
             answer = describe(plans, sections, as_json=as_json)
     print_text(answer)
-    raise typer.Exit(EXIT_OK if all(plan.fits for plan in plans) else EXIT_USER_ERROR)
+    is_possible = all(plan.fits for plan in plans) and not is_refused
+    raise typer.Exit(EXIT_OK if is_possible else EXIT_USER_ERROR)

@@ -70,7 +70,7 @@ FLOWS_MAY_ALSO_USE = {
     },
     "flows.commands.registry_commands": {"commands.data", "evaluation.losses"},
     "flows.commands.init": {"forecast.as_text", "probe", "stages.pair_supply.forecast_of_files"},
-    "flows.commands.text": {"data.text", "evaluation.remedies.remedy_for"},
+    "flows.commands.text": {"data.text", "evaluation.remedies.remedies"},
     "flows.pipeline.artifacts": {"evaluation.remedies.remedy_for"},
     "flows.dvc_repo.recipe": {
         "fingerprint.tracked_files.function_files",
@@ -107,11 +107,15 @@ FLOWS_MAY_ALSO_USE = {
         "fingerprint.tracked_files.describe_sources",
     },
     "flows.pipeline.verdict": {
+        "evaluation.remedies.remedies",
         "evaluation.report.headline",
         "evaluation.verdict",
     },
     "flows.commands.run_state": {"evaluation.verdict"},
-    "flows.commands.status": {"evaluation.report.headline.ReleaseDecision"},
+    "flows.commands.status": {
+        "evaluation.report.headline.ReleaseDecision",
+        "evaluation.verdict.failed_conditions",
+    },
     "flows.registry.decisions": {"evaluation.promotion.Criterion"},
     "flows.registry.release_page": {
         "evaluation.promotion.Criterion",

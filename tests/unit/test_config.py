@@ -5,19 +5,28 @@ from __future__ import annotations
 import json
 import os
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+from pydantic import BaseModel
 
 from rlhf_core.config import yaml_text
 from rlhf_core.config.base import SftConfig
 from rlhf_core.config.health import DEFAULT_RULES, rules_for
 from rlhf_core.config.loading import check_params, load_section
+from rlhf_core.config.model import OfKind
 from rlhf_core.config.params import Params
 from rlhf_core.config.paths import rebase_sources
 from rlhf_core.config.ppo import PpoConfig
-from rlhf_core.config.profiles import merge, parse_assignment, profile_text, workspace_name
+from rlhf_core.config.profiles import (
+    merge,
+    overlaid,
+    parse_assignment,
+    profile_text,
+    workspace_name,
+)
 from rlhf_core.config.reward_sources import DEFAULT_SOURCES, source_names
 from rlhf_core.errors import ConfigError
 
@@ -40,12 +49,12 @@ def told(**rules: dict) -> dict:
 @pytest.mark.parametrize(
     ("document", "expected"),
     [
-        ({"sft": {"stepz": 3}}, "unknown parameter 'sft.stepz'; did you mean 'steps'?"),
+        ({"sft": {"stepz": 3}}, "unknown parameter 'sft.stepz'; did you mean 'sft.steps'?"),
         ({"pppo": {}}, "unknown parameter 'pppo'; did you mean 'ppo'?"),
-        ({"sft": {"lr": 1}}, "unknown parameter 'sft.lr'; did you mean 'optimizer.lr'?"),
-        ({"ppo": {"lr": 1}}, "parameter 'ppo.lr'; did you mean 'policy_optimizer.lr' or 'critic_optimizer.lr'?"),
+        ({"sft": {"lr": 1}}, "unknown parameter 'sft.lr'; did you mean 'sft.optimizer.lr'?"),
+        ({"ppo": {"lr": 1}}, "parameter 'ppo.lr'; did you mean 'ppo.policy_optimizer.lr' or 'ppo.critic_optimizer.lr'?"),
         ({"validate": {"split": {"x": 1}}}, "'validate.split.x'; known names: fewest_balanced, judge, most_test"),
-        ({"ppo": {"kl": {"coeficient": 0.1}}}, "unknown parameter 'ppo.kl.coeficient'; did you mean 'coefficient'?"),
+        ({"ppo": {"kl": {"coeficient": 0.1}}}, "unknown parameter 'ppo.kl.coeficient'; did you mean 'ppo.kl.coefficient'?"),
         ({"sft": {"steps": "ten"}}, "parameter 'sft.steps': input should be a valid integer (got 'ten')"),
         ({"collect": {"files": {"preferences": "a.jsonl"}}}, "input should be a list, such as [a, b] (got"),
         ({"validate": {"languages": "en"}}, "'validate.languages': input should be a list, such as [a, b] (got 'en')"),
@@ -64,13 +73,13 @@ def told(**rules: dict) -> dict:
         ({"seed": 2**63}, "parameter 'seed': input should be less than 9223372036854775808"),
         ({"ppo": {"kl": {"estimator": "k3"}}}, "does not give the gradient of the KL"),
         ({"ppo": {"batch_size": 63}}, "batch_size 63 is not a multiple of minibatches 2"),
-        ({"pools": {"ppo": {"pool": "g", "gpuz": 1}}}, "unknown parameter 'pools.ppo.gpuz'; did you mean 'gpus'?"),
+        ({"pools": {"ppo": {"pool": "g", "gpuz": 1}}}, "unknown parameter 'pools.ppo.gpuz'; did you mean 'pools.ppo.gpus'?"),
         ({"pools": {"ppo": {"pool": "g", "memory": "64 GB"}}}, "write a quantity as Kubernetes does, such as 64Gi"),
         ({"pools": {"ppo": 3}}, "name a work pool, or give a mapping with pool"),
         ({"pools": {"ppo": {"pool": "g", "gpus": 1, "variables": {"gpus": 2}}}}, "variables repeats gpus, which has a"),
         ({"pools": {"ppo": {"pool": "g", "remote": "store"}}}, "remote is for workers that do not see the workspace"),
         ({"pools": {"sft": "g", "ppo": {"pool": "g", "shared": False}}}, "workers see the workspace or they do not"),
-        ({"work_pools": {"g": {"queue": {}}}}, "unknown parameter 'work_pools.g.queue'; did you mean 'queues'?"),
+        ({"work_pools": {"g": {"queue": {}}}}, "'work_pools.g.queue'; did you mean 'work_pools.g.queues'?"),
         ({"ppo": {"critic_mode": "shared"}, "critic": {"init": "reward"}}, "the value head sits on the policy"),
         ({"ppo": {"min_new_tokens": 20}, "evaluate": {"max_new_tokens": 20}}, "no reply of the evaluation could end"),
         ({"gates": {"policy": [{"metric": "kl", "why": "x"}]}}, "give exactly one of at_least, at_most, at_most_of"),
@@ -83,12 +92,12 @@ def told(**rules: dict) -> dict:
         ({"compute": {"launch": {"evaluate": {"processes": 2, "engine": "deepspeed"}}}}, "frozen to sharded"),
         ({"compute": {"launch": {"evaluate": {"processes": 2, "frozen": "offload"}}}}, "frozen to sharded"),
         ({"compute": {"launch": {"evaluate": {"processes": 2, "gradient_checkpointing": True}}}}, "gradient_checkpo"),
-        (told(kl_runawy={}), "unknown health rule 'ppo.health.rules.kl_runawy'; did you mean 'kl_runaway'?"),
-        (told(kl_runaway={"actoin": "warn"}), "'ppo.health.rules.kl_runaway.actoin'; did you mean 'action'?"),
+        (told(kl_runawy={}), "health rule 'ppo.health.rules.kl_runawy'; did you mean 'ppo.health.rules.kl_runaway'?"),
+        (told(kl_runaway={"actoin": "warn"}), "actoin'; did you mean 'ppo.health.rules.kl_runaway.action'?"),
         (told(kl_runaway={"action": "stop"}), "should be 'ignore', 'warn', 'pause' or 'rollback' (got 'stop')"),
         (told(kl_runaway={"threshold": "2"}), "must be a number, or a mapping from a check's metric to a number"),
         (told(kl_runaway={"window": 0}), "'ppo.health.rules.kl_runaway.window': input should be greater than 0"),
-        (told(kl_runaway={"adjust": {"rl": 0.5}}), "'ppo.health.rules.kl_runaway.adjust.rl'; did you mean 'lr'?"),
+        (told(kl_runaway={"adjust": {"rl": 0.5}}), "adjust.rl'; did you mean 'ppo.health.rules.kl_runaway.adjust.lr'?"),
         (told(length_growing={"threshold": 2}), "2 checks; write it as {length: …, reward_length_correlation: …}"),
         (told(length_growing={"threshold": {"kl": 2}}), "no check 'kl'; known names: length, reward_length_corr"),
         (told(length_at_limit={"threshold": {"length": 2}}), "no check 'length'; did you mean 'length of start'?"),
@@ -106,6 +115,44 @@ def test_problems_are_told_with_path_and_remedy(document: dict, expected: str) -
         check_params(document)
     assert expected in str(caught.value)
     assert len(str(caught.value).splitlines()) == 1
+
+
+def sections(model: type[BaseModel], path: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
+    """The path of a setting of each section: the first one that holds no section itself."""
+    plain = []
+    for name, field in model.model_fields.items():
+        key, annotation = field.alias or name, field.annotation
+        if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+            if not issubclass(annotation, OfKind):  # without a kind nothing else is looked at
+                yield from sections(annotation, (*path, key))
+        else:
+            plain.append(key)
+    if plain:
+        yield (*path, plain[0])
+
+
+@pytest.mark.parametrize("path", list(sections(Params)), ids=".".join)
+def test_a_misspelt_setting_is_suggested_as_it_is_typed_in_every_section(
+    path: tuple[str, ...], tmp_path: Path
+) -> None:
+    """In params.yaml, in ``--set`` and profiles, which are laid over it, and in one section alone."""
+    *above, name = path
+    wrong = ".".join([*above, f"{name}z"])
+    told = f"unknown parameter '{wrong}'; did you mean '{'.'.join(path)}'?"
+    document = yaml_text.plain(yaml_text.parse(overlaid("seed: 1\n", sets=[f"{wrong}=1"]), "x"))
+    with pytest.raises(ConfigError) as caught:
+        check_params(document)
+    assert told in str(caught.value)
+    if above:
+        section = Params.model_fields[
+            next(
+                key for key, field in Params.model_fields.items() if above[0] in (key, field.alias)
+            )
+        ].annotation
+        (tmp_path / "params.yaml").write_text(json.dumps(document))
+        with pytest.raises(ConfigError) as caught:
+            load_section(tmp_path, above[0], section)
+        assert told in str(caught.value)
 
 
 def test_rules_are_changed_by_name_and_the_others_stay() -> None:
@@ -427,7 +474,7 @@ def parsed(*sources: dict[str, Any]) -> PpoConfig:
         ([{"kind": "http"}], "'ppo.reward.sources.0.url' is missing"),
         (
             [{"kind": "http", "url": URL, "retry": 1}],
-            "'ppo.reward.sources.0.retry'; did you mean 'retries'?",
+            "'ppo.reward.sources.0.retry'; did you mean 'ppo.reward.sources.0.retries'?",
         ),
         (
             [{"kind": "http", "url": "127.0.0.1:80"}],

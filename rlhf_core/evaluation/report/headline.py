@@ -15,7 +15,7 @@ from rlhf_core.config.gates import CHECKER
 from rlhf_core.evaluation.figures import format_interval, format_number
 from rlhf_core.evaluation.judges.names import GOLD, JUDGE
 from rlhf_core.evaluation.promotion import Criterion
-from rlhf_core.evaluation.remedies import remedy_for
+from rlhf_core.evaluation.remedies import remedies
 from rlhf_core.evaluation.report.sources import JsonObject, failed_gate
 from rlhf_core.evaluation.verdict import (
     JudgeResult,
@@ -92,7 +92,7 @@ def conclude(gates: Mapping[str, GateDecision], evaluation: Mapping[str, Any]) -
         colour; ``headline``, how the policy stands to SFT and what the gate decided; ``judges``, a
         sentence for each that decides; ``alarms``, figures to read before anything is released, the
         gravest first; ``release``, whether the policy may be registered; ``remedies``, what to do
-        about each condition that forbids it; ``next_step``.
+        about the conditions that forbid it; ``next_step``.
     """
     judges = judge_results(evaluation.get("comparison", {}))
     state, release, next_step = _release(gates)
@@ -122,14 +122,6 @@ def conclude(gates: Mapping[str, GateDecision], evaluation: Mapping[str, Any]) -
 def sentence_case(text: str) -> str:
     """Return ``text`` with a capital at its beginning."""
     return text[:1].upper() + text[1:]
-
-
-def remedies(gate: GateDecision) -> list[str]:
-    """Say what to do about each condition that failed."""
-    lines = []
-    for condition in gate.failed:
-        lines.append(f"{condition.metric}: {remedy_for(gate.name, condition.metric)}")
-    return lines
 
 
 MEANINGS = {

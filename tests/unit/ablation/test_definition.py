@@ -200,7 +200,11 @@ def test_common_settings_leave_the_training_of_the_policy_alone_but_for_its_leng
         ("base: a", "base: aa", "variant 'b': base 'aa' is no variant above it; did you mean 'a'?"),
         ("drop: [kl]", "drop: [kll]", "variant 'b': switch 'kll' is no switch; did you mean 'kl'?"),
         ("drop: [kl]", "add: [kl]", "variant 'b' adds 'kl', which its base has not dropped"),
-        ("drop: [kl]", "drops: [kl]", "unknown parameter 'variants.1.drops'; did you mean 'drop'?"),
+        (
+            "drop: [kl]",
+            "drops: [kl]",
+            "unknown parameter 'variants.1.drops'; did you mean 'variants.1.drop'?",
+        ),
         ("name: b", "name: a", "variant 'a' is defined twice"),
         ("reference: a", "reference: c", "reference 'c' is no variant"),
         (
@@ -232,7 +236,5 @@ def test_an_unknown_parameter_is_told_with_its_variant(tmp_path: Path) -> None:
     ablation = load(tmp_path, "drop: [kl]", "change: {ppo.kl.coeficient: 0.1}")
     with pytest.raises(ConfigError) as caught:
         check_recipes(ablation, {}, {}, "f.yaml")
-    expected = (
-        "f.yaml: variant 'b': unknown parameter 'ppo.kl.coeficient'; did you mean 'coefficient'?"
-    )
+    expected = "f.yaml: variant 'b': unknown parameter 'ppo.kl.coeficient'; did you mean 'ppo.kl.coefficient'?"
     assert str(caught.value) == expected

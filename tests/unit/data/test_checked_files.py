@@ -19,7 +19,7 @@ from rlhf_core.config.data import FileSources, ReadOptions, ValidateConfig
 from rlhf_core.config.params import Params
 from rlhf_core.config.recipe import recipe_folder
 from rlhf_core.data.collection.sources import best_kind, source_files, sources_by_kind
-from rlhf_core.errors import DataError, RlhfError
+from rlhf_core.errors import EXIT_USER_ERROR, DataError, RlhfError
 from rlhf_core.models.causal_lm import train_tokenizer
 from rlhf_core.storage.files import read_json
 from rlhf_extras.data_files import validate_command
@@ -308,7 +308,8 @@ def test_the_home_of_nobody_is_a_path_that_is_not_there(options: list[str], here
 def test_the_command_exits_as_the_gate_decides(here: Path) -> None:
     file = write(here, rows(80), tail="{broken\n")
     done = CliRunner().invoke(app, ["data", "validate", file, "--output", "checked"])
-    assert done.exit_code == 0 and "data gate: it would open" in done.stdout
+    assert "data gate: it would open" in done.stdout and "do not suffice" in done.stdout
+    assert done.exit_code == EXIT_USER_ERROR, "as `rlhf init` and `rlhf doctor` exit of such pairs"
     quarantined = pq.read_table(here / "checked/data/quarantine.parquet").to_pylist()
     assert [(row["source"], row["position"]) for row in quarantined] == [("pairs.jsonl", 81)]
     assert read_json(here / "checked/gates/data.json")["passed"]

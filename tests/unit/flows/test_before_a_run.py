@@ -61,7 +61,8 @@ def test_the_next_step_names_what_is_missing(
     (folder / "prompts.jsonl").write_text('{"prompt": "a?"}\n')
     text = collect if collect.startswith("{") else f"{{{collect}}}"
     (folder / "params.yaml").write_text(f"collect: {text}\n")
-    said = next_step(folder)
+    said, is_ready = next_step(folder)
+    assert is_ready == ("is ready" in said), "what scripts learn from the exit code"
     assert expected in said and said.endswith("rlhf run --workspace my-run")
     assert said.lower().count("correct the file") <= 1
 
@@ -80,9 +81,9 @@ def test_a_starting_model_that_is_not_there_is_named(
     folder = tmp_path / "my-run"
     folder.mkdir()
     (folder / "params.yaml").write_text(f"base: {{source: {source}}}\n")
-    message = next_step(folder)
+    message, is_ready = next_step(folder)
     assert expected in message and message.endswith("rlhf run --workspace my-run")
-    assert "is ready" not in message
+    assert "is ready" not in message and not is_ready
 
 
 def test_a_starting_model_of_a_hub_is_said_to_be_untried(
@@ -94,8 +95,8 @@ def test_a_starting_model_of_a_hub_is_said_to_be_untried(
     for source, is_told in (("owner/model", True), ("scratch", False), ("./here", False)):
         (folder / "here").mkdir(exist_ok=True)
         (folder / "params.yaml").write_text(f"base: {{source: {source}}}\n")
-        message = next_step(folder)
-        assert "my-run is ready" in message
+        message, is_ready = next_step(folder)
+        assert "my-run is ready" in message and is_ready
         assert (f"{source} is not on this machine" in message) == is_told
 
 
@@ -158,10 +159,10 @@ def test_a_gates_metric_that_looks_misspelt_is_named(tmp_path: Path) -> None:
     found = [check for check in workspace_checks(tmp_path) if check.name == "gates"]
     assert [check.level for check in found] == [WARN, WARN]
     assert (
-        "comparison.judge.win_rat_low95 has win_rat_low95: did you mean 'win_rate_low95'?"
+        "comparison.judge.win_rat_low95 has win_rat_low95: did you mean 'comparison.judge.win_rate_low95'?"
         in found[0].finding
     )
-    assert "losses.repetitoin" in found[1].finding and "'repetition'" in found[1].finding
+    assert found[1].finding.startswith("repetitoin ") and "'repetition'" in found[1].finding
 
 
 def test_no_metric_of_a_profile_looks_misspelt() -> None:

@@ -147,7 +147,7 @@ def test_profiles_that_are_named_one_by_one_stack_as_in_a_list(
     monkeypatch.setattr(
         init, "initialise", lambda _, profile, *__, **___: given.append(profile) or tmp_path
     )
-    monkeypatch.setattr(init, "next_step", lambda _: "")
+    monkeypatch.setattr(init, "next_step", lambda _: ("", True))
     monkeypatch.setattr(inputs, "refresh_inputs", lambda _: None)
     for words in (["--profile", "own-data", "-p", "smoke"], ["--profile", "own-data,smoke"], []):
         CliRunner().invoke(app, ["init", "x", *words], catch_exceptions=False)

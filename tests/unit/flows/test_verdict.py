@@ -4,6 +4,7 @@ server shows it.
 
 from __future__ import annotations
 
+import io
 import json
 import logging
 import os
@@ -19,7 +20,8 @@ from scripted_match import match_result
 
 from flows.commands import registry_commands
 from flows.commands.run_state import EXIT_CODES, verdict_rows
-from flows.commands.text import gate_table
+from flows.commands.status import gate_rows
+from flows.commands.text import PlainConsole, gate_table
 from flows.pipeline import artifacts, flow
 from flows.pipeline import verdict as pipeline
 from flows.pipeline.artifacts import publish_gate_tables, publish_report, publish_stage_table
@@ -32,6 +34,7 @@ from rlhf_core.config.profiles import profiles
 from rlhf_core.config.recipe import profiles_of, recipe_folder
 from rlhf_core.errors import EXIT_GATE_FAILED, EXIT_TRAINING_PAUSED, EXIT_USER_ERROR, RlhfError
 from rlhf_core.evaluation.promotion import conclude, win_rate_criteria
+from rlhf_core.evaluation.remedies import remedy_for
 from rlhf_core.evaluation.report.headline import ReleaseDecision
 from rlhf_core.evaluation.verdict import (
     JudgeResult,
@@ -319,6 +322,35 @@ def test_a_failed_gate_is_named_with_its_conditions(tmp_path: Path) -> None:
     for text in ("\n".join(text for _, text in shown), pipeline.verdict_markdown(verdict)):
         assert text.count("kl is 7.1") == 1 and "raise ppo.kl.coefficient" in text
     assert TypeAdapter(pipeline.RunVerdict).validate_json(json.dumps(asdict(verdict))) == verdict
+
+
+def test_each_failed_condition_has_a_line_and_each_advice_is_said_once(tmp_path: Path) -> None:
+    """At the end of a run, by ``rlhf status`` and by ``rlhf gate --explain``."""
+    asked = (
+        ("test_accuracy_length_balanced", 0.45, ">=", 0.6),
+        ("test_accuracy_length_balanced_low95", 0.33, ">=", 0.5),
+        ("test_ece_length_balanced", 0.25, "<=", 0.15),
+    )
+    names = ("metric", "value", "sign", "limit")
+    conditions = [dict(zip(names, row, strict=True)) | {"passed": False} for row in asked]
+    gate = GateDecision.of("reward", {"passed": False, "conditions": conditions})
+    gate.save(tmp_path / "gates" / "reward.json")
+    failed = StageOutcome.failed("gate-reward", "gate reward: failed", EXIT_GATE_FAILED)
+    verdict = reached(tmp_path, {"gate-reward": failed}, pipeline.RegistrationResult())
+    of_run = [text for _, text in verdict_rows(verdict, tmp_path)]
+    assert of_run[0] == "no verdict: the reward gate failed: 3 of 3 conditions do not hold"
+    told = [text for text in of_run if "required" in text]
+    assert [text.partition(" ")[0] for text in told] == [metric for metric, *_ in asked]
+    assert told == [text for _, text in gate_rows(gate) if "required" in text]
+    stream = io.StringIO()
+    PlainConsole(stream, width=500).print(gate_table(gate))
+    of_table = stream.getvalue().splitlines()
+    for metric in ("test_accuracy_length_balanced", "test_ece_length_balanced"):
+        advice = str(remedy_for("reward", metric))
+        assert sum(advice in text for text in of_run) == 1, "two conditions ask for the first"
+        said = next(number for number, text in enumerate(of_run) if advice in text)
+        assert said > of_run.index(told[-1])
+        assert sum(advice in line for line in of_table) == 1
 
 
 def test_every_command_of_the_next_step_is_typed_where_the_reader_is(tmp_path: Path) -> None:

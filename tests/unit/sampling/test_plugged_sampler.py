@@ -58,9 +58,9 @@ def test_the_sampler_of_the_docs_samples_as_the_trainer_does_and_records(
     [
         ({}, "parameter 'ppo.sampler.kind' is missing"),
         ({"kind": "record"}, "'ppo.sampler.kind': there is no 'record'; did you mean 'recorded'"),
-        ({"kind": "recorded", "fil": "x"}, "'ppo.sampler.fil'; did you mean 'file'"),
+        ({"kind": "recorded", "fil": "x"}, "'ppo.sampler.fil'; did you mean 'ppo.sampler.file'"),
         ({"kind": "recorded", "file": 3}, "'ppo.sampler.file': input should be a valid string"),
-        ({"kind": "vllm", "pyton": "p"}, "'ppo.sampler.pyton'; did you mean 'python'"),
+        ({"kind": "vllm", "pyton": "p"}, "'ppo.sampler.pyton'; did you mean 'ppo.sampler.python'"),
         ({"kind": "local", "python": "p"}, "'ppo.sampler.python'; known names: kind"),
         ("recorded", "'ppo.sampler': input should be a mapping"),
     ],

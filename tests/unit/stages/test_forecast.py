@@ -23,8 +23,8 @@ from rlhf_core.config.profiles import overlaid, overlays_of
 from rlhf_core.config.recipe import profiles_of, recipe_folder
 from rlhf_core.data.pair_counts import PairLengths
 from rlhf_core.data.schema import Message, Preference
-from rlhf_core.errors import RlhfError
-from rlhf_core.forecast import as_text, forecast
+from rlhf_core.errors import EXIT_OK, EXIT_USER_ERROR, RlhfError
+from rlhf_core.forecast import _shortages, as_text, forecast
 from rlhf_core.stages import collect
 from rlhf_core.stages.pair_supply import forecast_of_files, forecast_of_workspace
 from rlhf_extras.memory.command import PlanRequest
@@ -93,7 +93,7 @@ def test_a_condition_on_too_few_pairs_names_the_pairs_and_the_share_that_would_d
         found.setting.startswith("validate.split.validation: ") and found.setting in found.refusal
     )
     assert found.more_pairs is not None
-    enough = forecast(pairs(3000 + found.more_pairs), settings(*EQUAL_GATE))
+    enough = forecast(pairs(3000 + found.more_pairs[1]), settings(*EQUAL_GATE))
     assert not enough.short, "with the pairs that it names the forecast refuses nothing"
     share = found.setting.rpartition(" ")[2]
     moved = forecast(pairs(3000), settings(*EQUAL_GATE, f"validate.split.validation={share}"))
@@ -113,13 +113,55 @@ def test_the_profile_for_own_data_takes_500_pairs_and_says_how_many_60_lack(
     )
     if not suffices:
         assert found.more_pairs is not None
-        assert not forecast(pairs(count + found.more_pairs), settings()).refusal
+        assert not forecast(pairs(count + found.more_pairs[1]), settings()).refusal
 
 
 def test_more_pairs_of_which_validation_refuses_half_are_twice_as_many() -> None:
     all_kept, half_kept = (forecast(pairs(60), settings(), kept=kept) for kept in (1.0, 0.5))
     assert all_kept.more_pairs and half_kept.more_pairs
-    assert half_kept.more_pairs == pytest.approx(2 * all_kept.more_pairs, rel=0.1)
+    for half, whole in zip(half_kept.more_pairs, all_kept.more_pairs, strict=True):
+        assert half == pytest.approx(2 * whole, rel=0.1)
+
+
+def source(seed: int, count: int, longer: float, replies: int) -> PairLengths:
+    """The first pairs of a source, a number of pairs to a prompt, lengths exponential."""
+    generator = np.random.default_rng([seed, 7])
+    sizes = np.ceil(generator.exponential(30.0, 4000)).astype(np.int64)
+    differences = np.where(generator.random(4000) < longer, sizes, -sizes)[:count]
+    groups = [f"{seed}-{number // replies}" for number in range(count)]
+    return PairLengths.of(groups, 1, np.stack([differences] * 2), differences)
+
+
+@pytest.mark.parametrize(
+    ("longer", "replies"),
+    [
+        (0.8, 1),
+        pytest.param(0.55, 1, marks=pytest.mark.slow),
+        pytest.param(0.8, 6, marks=pytest.mark.slow),
+    ],
+)
+def test_what_60_pairs_ask_for_agrees_with_what_150_of_the_same_source_ask_for(
+    longer: float, replies: int
+) -> None:
+    """What few pairs show of their source is uncertain, which is said as a range, not as a number
+    that some more of them change by a factor.
+    """
+    params = settings()
+    refused: list[bool] = []
+    for seed in (1, 2, 3):
+        ranges = []
+        for count in (60, 150):
+            found = forecast(source(seed, count, longer, replies), params)
+            assert found.more_pairs is not None
+            few, many = found.more_pairs
+            assert (f"about {few:,} to {many:,} more" in found.refusal) == (few < many)
+            ranges.append((count + few, count + many))
+            for other in range(100, 105):
+                fresh = source(other, count + many, longer, replies)
+                refused.append(any(_shortages(fresh, params)))
+        may_do, will_do = zip(*ranges, strict=True)
+        assert max(may_do) <= 1.6 * min(will_do), ranges
+    assert np.mean(refused) <= 0.1
 
 
 def test_too_few_pairs_and_a_shut_data_gate_are_said_at_once() -> None:
@@ -167,7 +209,7 @@ def test_init_refuses_60_pairs_with_the_number_that_would_do(
     write(tmp_path, 60)
     with pytest.raises(
         RlhfError,
-        match=r"60 pairs do not suffice: .*; about [\d,]+ more pairs would do; nothing was made",
+        match=r"60 pairs do not suffice: .*; about [\d,]+( to [\d,]+)? more pairs would do; nothing was made",
     ):
         CliRunner().invoke(app, ["init", "run", "--data", "pairs.jsonl"], catch_exceptions=False)
     assert not (tmp_path / "run").exists()
@@ -234,6 +276,7 @@ def test_init_doctor_and_plan_say_the_same(
     (check,) = forecast_checks(tmp_path, params, probe=False)
     assert found is not None and (check.level, check.finding) == (level, found.conclusion)
     made = CliRunner().invoke(app, ["init", "run", "--data", "pairs.jsonl"])
+    assert found.exit_code == (EXIT_USER_ERROR if level == "fail" else EXIT_OK)
     if level == "fail":
         assert f"{found.conclusion}; nothing was made" in str(made.exception)
     else:
@@ -256,7 +299,7 @@ def test_data_validate_says_it_as_init_would(
     found = forecast_of_workspace(Path.cwd(), settings('collect.files.preferences=["pairs.jsonl"]'))
     assert found is not None
     told = CliRunner().invoke(app, ["data", "validate", "pairs.jsonl"])
-    assert told.exit_code == 0 and told.stdout.rstrip().endswith(as_text(found))
+    assert told.exit_code == found.exit_code == 0 and told.stdout.rstrip().endswith(as_text(found))
 
 
 def test_pairs_of_equal_length_are_trained_on_though_they_measure_nothing() -> None:

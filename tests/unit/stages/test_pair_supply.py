@@ -257,5 +257,6 @@ def test_what_the_forecast_says_of_files_is_what_the_stages_find(
         assert bool(found.refusal) == refusal_of_stages(folder, params, tmp_path / "base")
         if not found.refusal:
             return
-        more = found.more_pairs or 0
+        assert found.more_pairs is not None
+        more = found.more_pairs[1]
     pytest.fail(f"refused again after {more} more pairs: {found.refusal}")

@@ -62,7 +62,7 @@ def test_stages_side_by_side_share_the_cores(monkeypatch: pytest.MonkeyPatch) ->
     assert "reward" in time_text(found) and "on this machine" in found.conclusion
 
 
-def test_a_busy_machine_is_named_with_the_time_of_a_quiet_one(
+def test_a_busy_machine_is_named_with_the_time_that_its_load_asks_for(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(probe.os, "cpu_count", lambda: 2)
@@ -71,10 +71,12 @@ def test_a_busy_machine_is_named_with_the_time_of_a_quiet_one(
     load = ProcessorTimes(110.0, 69.0, 11.0).load_since(started, threads=1)
     assert (load.cores, load.others, load.share) == (2, 1.5, pytest.approx(0.4))
     busy = machine().forecast(1.0, load)
-    assert "other processes took 1.5 of its 2 cores" in time_text(busy)
-    assert probe.duration(busy.total * 0.4) in busy.conclusion
+    assert "other processes take 1.5 of its 2 cores" in time_text(busy)
+    assert probe.duration(busy.total / 0.4) in busy.conclusion
     alone = ProcessorTimes(110.0, 60.2, 16.9).load_since(started, threads=1)
-    assert not alone.is_busy and "busy" not in machine().forecast(1.0, alone).conclusion
+    quiet = machine().forecast(1.0, alone)
+    assert not alone.is_busy and "busy" not in quiet.conclusion
+    assert quiet.seconds == busy.seconds and quiet.total == busy.total
 
 
 def test_few_pairs_take_few_steps() -> None:
@@ -114,6 +116,33 @@ def test_a_machine_is_tried_for_all_kinds_of_passes(small: Params, tmp_path: Pat
     assert all(seconds > STAGE_SECONDS for seconds in found.seconds.values())
     (check,) = forecast_checks(tmp_path, small, probe=True)
     assert check.name == "time" and check.finding.startswith("about ")
+
+
+def test_seconds_are_those_of_a_quiet_machine_however_busy_it_is(
+    small: Params, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Others slow the wall clock by any factor; the processor time of a pass stays the same."""
+    found = []
+    for slower in (1.0, 8.0):
+        ticks, wall = count(), count()
+        began = ProcessorTimes(0.0, 0.0, 0.0)
+        ended = ProcessorTimes(100.0 * slower, 200.0 * slower - 100.0, 100.0)
+        times = iter([began, ended])
+        with monkeypatch.context() as changed:
+            changed.setattr(probe.time, "thread_time", lambda ticks=ticks: float(next(ticks)))
+            changed.setattr(
+                probe.time,
+                "perf_counter",
+                lambda wall=wall, slower=slower: slower * next(wall),
+            )
+            changed.setattr(ProcessorTimes, "now", lambda times=times: next(times))
+            found.append(forecast_time(tmp_path, small))
+    quiet, busy = found
+    assert quiet is not None and busy is not None
+    assert busy.seconds == pytest.approx(quiet.seconds) and busy.total == pytest.approx(quiet.total)
+    assert (quiet.tried, busy.tried) == (100.0, 800.0), "what it took is the wall clock's"
+    assert busy.load.is_busy and not quiet.load.is_busy
+    assert probe.duration(8 * busy.total) in busy.conclusion
 
 
 def test_what_cannot_be_tried_in_seconds_is_left_out(

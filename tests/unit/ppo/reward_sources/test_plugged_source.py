@@ -65,7 +65,10 @@ def test_the_source_of_the_docs_rewards_beside_others(
             {"kind": "brevty"},
             "'ppo.reward.sources.0.kind': there is no 'brevty'; did you mean 'brev",
         ),
-        ({"kind": "brevity", "mots": 1}, "'ppo.reward.sources.0.mots'; did you mean 'most'"),
+        (
+            {"kind": "brevity", "mots": 1},
+            "'ppo.reward.sources.0.mots'; did you mean 'ppo.reward.sources.0.most'",
+        ),
         ({"kind": "brevity", "most": "x"}, "'ppo.reward.sources.0.most'"),
         ({"kind": "brevity", "weight": 0}, "weight 0 scores every reply for nothing"),
     ],
