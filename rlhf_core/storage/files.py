@@ -83,6 +83,11 @@ def scratch_folder(prefix: str = "rlhf-", within: Path | None = None) -> Iterato
         yield Path(folder)
 
 
+def new_scratch_folder(prefix: str) -> Path:
+    """Make a temporary folder that only this user can enter, and that the caller removes."""
+    return Path(tempfile.mkdtemp(prefix=prefix))
+
+
 @contextmanager
 def scratch_file(prefix: str) -> Iterator[IO[bytes]]:
     """Yield a new file with a ``name`` that only this user can read, removed after the block."""

@@ -8,12 +8,12 @@ import secrets
 import shutil
 import signal
 import subprocess
-import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
 
 from rlhf_core.errors import RlhfError
+from rlhf_core.storage.files import new_scratch_folder
 
 MODEL = "policy"  # the name that requests give
 STOP_SECONDS, POLL_SECONDS = 30.0, 0.2
@@ -61,7 +61,7 @@ class VllmServer:
         self.token = secrets.token_urlsafe(32)
         self.log = log
         # Not beside the log: sockets have short paths.
-        self._folder = Path(tempfile.mkdtemp(prefix="rlhf-vllm-"))
+        self._folder = new_scratch_folder("rlhf-vllm-")
         self.socket = self._folder / "socket"
         command = [python, "-m", "vllm.entrypoints.openai.api_server"]
         command += ["--uds", str(self.socket), "--model", str(model), "--served-model-name", MODEL]

@@ -81,7 +81,7 @@ def test_ranks_evaluate_as_one_process(
             for scores in ("logprobs", "reference_logprobs"):
                 assert reply[scores] == pytest.approx(same[scores], rel=1e-12)
         assert drift == pytest.approx({name: known[name] for name in drift}, rel=1e-12)
-        assert found["perplexity"] == pytest.approx(alone["perplexity"], rel=1e-12)
+        assert found["likelihoods"] == pytest.approx(alone["likelihoods"], rel=1e-12)
 
 
 PARAMS = """
