@@ -26,7 +26,6 @@ MORE = (
     "olmo_hybrid",
     "granitemoe",
     "nemotron_h",
-    "olmo2",
     "afmoe",
 )
 KINDS = [*FAST, *(pytest.param(name, marks=pytest.mark.slow) for name in MORE)]
