@@ -508,7 +508,7 @@ def with_safe_rates(
         config: Settings of a training.
         model: What is trained, or trained on.
         insisted: Whether the caller allows a pretrained model any rate.
-        adapters: Whether adapters are trained where ``config`` does not say so itself.
+        adapters: As in :func:`~rlhf_core.config.rates.trained_parts`.
 
     Raises:
         ConfigError: A rate is far beyond what suits a pretrained model.

@@ -183,7 +183,8 @@ def train_ppo(
     }
     texts = {kind: table for kind, table in tables.items() if table is not None}
     config = config or default_ppo_config(ptx=bool(texts))
-    config = with_safe_rates(config, model, allow_high_learning_rates)
+    of_adapters = isinstance(critic, Path) and (critic / SETTINGS).is_file()
+    config = with_safe_rates(config, model, allow_high_learning_rates, adapters=of_adapters)
     encoded = encode_prompts(prompts, tokenizer, model, config.max_new_tokens)
     held_out = records_of(validation_prompts, "validation_prompts")
     judged = rows_of(Prompt, held_out, "validation_prompts") if held_out else []

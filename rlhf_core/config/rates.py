@@ -81,14 +81,15 @@ def trained_parts(config: Strict, adapters: bool = False) -> Iterator[TrainedPar
     """Yield each optimiser of ``config``.
 
     Args:
-        adapters: Whether adapters are trained where ``config`` does not say so itself.
+        adapters: Whether adapters are trained where ``config`` does not say so itself; of PPO,
+            whether the critic was pre-trained as adapters, which ``share_base`` keeps.
     """
     if isinstance(config, PpoConfig):
         yield TrainedPart(
             "policy_optimizer", config.policy_optimizer, PPO_POLICY, config.policy_lora is not None
         )
         if config.critic_optimizer is not None:
-            on_base = config.critic_lora is not None or config.share_base
+            on_base = config.critic_lora is not None or (config.share_base and adapters)
             yield TrainedPart("critic_optimizer", config.critic_optimizer, PPO_CRITIC, on_base)
         return
     for kind, suitable in SUPERVISED.items():
@@ -103,7 +104,7 @@ def with_chosen_rates(config: Config, new: bool, adapters: bool = False) -> Conf
     Args:
         config: Settings of a training; those without an optimiser stay as they are.
         new: Whether the model was made from nothing.
-        adapters: Whether adapters are trained where ``config`` does not say so itself.
+        adapters: As in :func:`trained_parts`.
     """
     changes: dict[str, Strict] = {}
     for part in trained_parts(config, adapters):

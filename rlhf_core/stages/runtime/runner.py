@@ -24,6 +24,7 @@ from rlhf_core.config.model import StageConfig
 from rlhf_core.config.operations import LaunchConfig, Trained
 from rlhf_core.config.params import Params
 from rlhf_core.config.policy import Method
+from rlhf_core.config.ppo import PpoConfig
 from rlhf_core.config.problems import nearest
 from rlhf_core.config.rates import with_chosen_rates
 from rlhf_core.config.recipe import recipe_folder
@@ -165,7 +166,9 @@ def _run(name: str, workspace: Path, preemption: PreemptionSignal) -> dict[str, 
     limit_threads(params.compute, params.flow.parallel)
     stage = load_stage(name, params.policy.method)
     config = load_section(workspace, stage.section, stage.config, stage.beside)
-    config = with_chosen_rates(config, new=not is_pretrained(params.base.source))
+    is_new = not is_pretrained(params.base.source)
+    critic_of_adapters = isinstance(config, PpoConfig) and params.critic.lora is not None
+    config = with_chosen_rates(config, is_new, adapters=critic_of_adapters)
     if REWARD_SOURCES_FILE in stage.inputs.values() and launcher.rank() == 0:
         # After an edit that DVC has not seen yet, training must not resume from older partial
         # state.

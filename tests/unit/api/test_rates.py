@@ -114,6 +114,22 @@ def test_no_section_has_a_rate_of_its_own_that_a_pretrained_model_does_not_survi
     assert chosen and min(chosen) >= 1e-4
 
 
+@pytest.mark.parametrize(
+    ("adapters", "critic_lora", "lr"),
+    [(False, False, 5e-6), (True, False, 5e-5), (False, True, 5e-5)],
+)
+def test_a_critic_gets_the_rate_of_adapters_only_where_it_is_adapters(
+    adapters: bool, critic_lora: bool, lr: float
+) -> None:
+    """With one copy of the weights a critic that was trained whole keeps weights of its own."""
+    lora = rlhf.LoraConfig()
+    config = rlhf.PpoConfig(
+        policy_lora=lora, share_base=True, critic_lora=lora if critic_lora else None
+    )
+    chosen = with_chosen_rates(config, new=False, adapters=adapters)
+    assert chosen.critic_optimizer is not None and chosen.critic_optimizer.lr == pytest.approx(lr)
+
+
 def test_adapters_get_a_rate_of_their_own_and_a_stage_that_of_its_method(tmp_path: Path) -> None:
     adapted = with_safe_rates(rlhf.RewardConfig(lora=rlhf.LoraConfig()), tmp_path, insisted=False)
     assert adapted.optimizer.lr == 1e-4
