@@ -149,7 +149,9 @@ def test_scores_are_those_of_the_cpu(
         assert all(torch.allclose(a, b, atol=near) for a, b in zip(one, two, strict=True))
 
 
-def test_a_run_goes_on_with_the_same_bits(model: PreTrainedModel, tmp_path: Path) -> None:
+def test_a_run_goes_on_with_the_same_bits(
+    model: PreTrainedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     tokenizer = train_tokenizer([text(i, 5) for i in range(20)], SHAPE.vocab_size)
     config, calls = rlhf.PpoConfig(**PPO), list[int]()
     settings = rlhf.CriticConfig(max_rollouts=1, batch_size=4, optimizer=PPO["critic_optimizer"])
@@ -158,13 +160,15 @@ def test_a_run_goes_on_with_the_same_bits(model: PreTrainedModel, tmp_path: Path
     )
     critic = replace(critic, model=critic.model.to("cpu"))
 
-    def ppo(folder: str, stop: int | None) -> rlhf.TrainedPolicy:
-        def reward(prompts: list[list[dict[str, str]]], texts: list[str]) -> list[float]:
-            calls.append(1)
-            if len(calls) == stop:
-                raise KeyboardInterrupt
-            return by_length(prompts, texts)
+    # Where it stops is no part of the function: a run goes on with the same function alone.
+    def reward(prompts: list[list[dict[str, str]]], texts: list[str]) -> list[float]:
+        calls.append(1)
+        if str(len(calls)) == os.environ.get("STOP_AT"):
+            raise KeyboardInterrupt
+        return by_length(prompts, texts)
 
+    def ppo(folder: str, stop: int | None) -> rlhf.TrainedPolicy:
+        monkeypatch.setenv("STOP_AT", str(stop))
         calls.clear()
         context = rlhf.RunContext(tmp_path / folder)
         return rlhf.train_ppo(

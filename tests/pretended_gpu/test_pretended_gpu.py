@@ -501,7 +501,7 @@ def test_frozen_models_wait_in_host_memory(tmp_path: Path) -> None:
         counts.clear()
         rlhf.train_ppo(
             sft, tokenizer, QUESTIONS, scorers[0], critic, referee=scorers[1], validation_prompts=QUESTIONS[:2],
-            config=config, context=context,
+            config=config, context=context, allow_high_learning_rates=True,
         )  # fmt: skip
         assert counts.total("bytes", "generation", "forward", "rewards", "update") < 10_000, (
             "models move between phases"
