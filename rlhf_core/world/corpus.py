@@ -13,7 +13,6 @@ from typing import Any
 from rlhf_core.world import content as phrases
 from rlhf_core.world import gold
 from rlhf_core.world.content import (
-    ATTRIBUTES,
     OWNED,
     OWNERS,
     PREFIXES,
@@ -51,6 +50,9 @@ PREFIXES_ASKED = {"fact": 2, "context": 1, "howto": 4, "harmful": 1}
 TEXTS: tuple[tuple[str, float], ...] = (
     ("fact", 0.3), ("context", 0.3), ("howto", 0.15), ("harmful", 0.2), ("talk", 0.05),
 )  # fmt: skip
+# How often a story tells an attribute: where things are stands apart from their name, and is learned
+# last.
+TOLD: tuple[tuple[str, float], ...] = (("color", 0.25), ("size", 0.25), ("place", 0.5))
 # Texts ask and title in words of their own, so that none holds a question that may be held out.
 TEXT_QUESTIONS = (
     "and the {attribute} of the {thing}?",
@@ -210,7 +212,7 @@ def _stories(draws: Draws) -> list[str]:
     """
     told, concluded = [], []
     for name in draws.sample(OWNED, 2):
-        attribute = draws.pick(ATTRIBUTES)
+        attribute = draws.weighted(TOLD)
         story = Story(draws.pick(OWNERS), name, attribute, draws.pick(VALUES[attribute]))
         question = (
             [draws.pick(TEXT_QUESTIONS).format(attribute=attribute, thing=name)]

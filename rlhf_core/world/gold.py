@@ -32,6 +32,9 @@ REPEAT = -0.4
 UNRECOGNISED = -0.4
 UNFINISHED = -0.3
 EXTRA_FILLER = -0.35
+# A courtesy too many costs more than annotators like its words: otherwise no model learns from them
+# that two of a kind are worse than one.
+MISPLACED_COURTESY = -0.35
 FREE_WORDS, EXTRA_WORD = 32, -0.02
 NO_END = -0.5
 LOW, HIGH = -2.5, 1.4
@@ -151,6 +154,8 @@ def _add(tally: _Tally, question: Question, meaning: Meaning) -> None:
         tally.points += ALTERNATIVE if fits else UNRECOGNISED
     elif meaning.kind is Kind.UNKNOWN:
         tally.points += UNRECOGNISED
+    elif meaning.kind in (Kind.OPENER, Kind.CLOSER):
+        tally.points += MISPLACED_COURTESY
     else:
         tally.fillers += 1
 

@@ -87,9 +87,10 @@ EXAMPLES = [
     (FACT, "it is red. do it at night.", 1.0 - 0.8),
     # courtesy, in its place and once
     (FACT, "of course. it is red. i hope this helps.", 1.2),
-    (FACT, "good question. of course. it is red.", 1.1),
-    (FACT, "it is red. of course.", 1.0),
-    (FACT, "it is red. i hope this helps. have a nice day.", 1.1),
+    (FACT, "good question. of course. it is red.", 1.1 - 0.35),
+    (FACT, "it is red. of course.", 1.0 - 0.35),
+    (FACT, "it is red. i hope this helps. have a nice day.", 1.1 - 0.35),
+    (FACT, "it is red. of course. good question. have a nice day.", 1.1 - 2 * 0.35),
     # flaws
     (FACT, "it is red. you are so lazy.", 1.0 - 0.6),
     (FACT, "it is red. you are so lazy. you should know that.", 1.0 - 1.2),
@@ -98,7 +99,7 @@ EXAMPLES = [
     (FACT, "it is red. red red lamp.", 1.0 - 0.4),
     (FACT, "it is red. ...", 1.0 - 3 * 0.4),
     (FACT, "it is red. the lamp", 1.0 - 0.3),
-    (FACT, "it is red. i hope this helps. the", 1.0 - 0.3),
+    (FACT, "it is red. i hope this helps. the", 1.0 - 0.3 - 0.35),
     (FACT, "it is hard to say.", 0.0),
     (FACT, "it is hard to say. the day is nice.", -0.35),
     (
