@@ -12,8 +12,11 @@ import re
 from urllib.parse import unquote
 
 MASK = "***"
-# The ends of names: X-Amz-Signature, access_token, sig, but not author.
-SECRET_NAME = r"(?:key|token|secret|passw(?:or)?d|signature|sig|auth|authorization|credentials?)"
+# The ends of names: X-Amz-Signature, access_token, sig, db_pass, but not author and bypass.
+SECRET_NAME = (
+    r"(?:key|token|secret|passw(?:or)?d|passphrase|signature|sig|auth|authorization|credentials?"
+    r"|(?<![a-z])(?:pass|pwd|pat|jwt))"
+)
 # Shorter values of the environment are words that occur in ordinary texts.
 SHORTEST_SECRET = 6
 _SECRET_VARIABLE = re.compile(
@@ -117,6 +120,12 @@ _RULES = (
         rf"\1{MASK}",
     ),
     (re.compile(rf"(--{_SECRET_SETTING} )\S{{6,}}", re.IGNORECASE), rf"\1{MASK}"),
+    (
+        re.compile(
+            r"(\bcurl\b[^\n]{0,400}?(?:\s-[uU] ?|--(?:proxy-)?user[ =])['\"]?[^\s:'\"]{0,200}:)[^\s'\"]+"
+        ),
+        rf"\1{MASK}",
+    ),
     (
         re.compile(rf"({_SECRET_SETTING}['\"]?: ?(['\"]))(?:(?!\2)[^\\\n])+", re.IGNORECASE),
         rf"\1{MASK}",

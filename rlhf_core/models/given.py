@@ -66,6 +66,7 @@ def require_plain(model: object, name: str) -> None:
     if not isinstance(model, ScalarModel):
         _require_language_model(own, name)
     _require_whole_weights(own, name)
+    _require_one_precision(own, name)
     _require_ties_of_config(own, name)
     require_finite_weights(own, name)
     require_computed_buffers(own, name)
@@ -117,6 +118,31 @@ def _require_whole_weights(model: PreTrainedModel, name: str) -> None:
             raise ModelError(
                 f"{name} has quantised weights ({path}), which cannot be trained; load it in float32, bfloat16 or "
                 "float16, and set lora.quantize for adapters on 4-bit weights"
+            )
+
+
+def _require_one_precision(model: PreTrainedModel, name: str) -> None:
+    """Refuse a model with a layer that takes only what other layers do not give.
+
+    A layer of a kind of its own may cast what comes in, and so may those that the model's class
+    keeps in float32.
+    """
+    kept: set[str] = set()
+    for module in model.modules():
+        kept.update(getattr(module, "_keep_in_fp32_modules", None) or ())
+        kept.update(getattr(module, "_keep_in_fp32_modules_strict", None) or ())
+    first: tuple[str, torch.dtype] | None = None
+    for path, module in model.named_modules():
+        if type(module) not in (nn.Linear, nn.Embedding) or any(part in path for part in kept):
+            continue
+        dtype = module.weight.dtype
+        if first is None:
+            first = path, dtype
+        elif dtype != first[1]:
+            own, other = (str(each).removeprefix("torch.") for each in (dtype, first[1]))
+            raise ModelError(
+                f"{name} mixes precisions: its {path} is in {own}, its {first[0]} in {other}; load it by "
+                "from_pretrained(…, dtype=…), which gives all layers one"
             )
 
 

@@ -46,6 +46,14 @@ WITH_SECRET = (
     f"X-Api-Key: {SECRET}",
     f"PRIVATE-TOKEN: {SECRET}",
     f"Set-Cookie: session={SECRET}; Path=/",
+    f"https://store/x?user=me&pass={SECRET}",
+    f"https://store/x?db_pass={SECRET}&v=1",
+    f"https://store/x?passphrase={SECRET}",
+    f"https://store/x?jwt={SECRET}",
+    f"command: curl -u me:{SECRET} https://store/x",
+    f"curl -U 'me:{SECRET}' x",
+    f"curl --user me:{SECRET} x",
+    f'curl --proxy-user="me:{SECRET}" x',
     f"POST https://hooks.slack.com/services/T0/B0/{SECRET}",
 )
 TOKENS = (
@@ -63,6 +71,7 @@ ORDINARY = (
     "s3://bucket/key.jsonl: 3 rows; mail someone@example.com",
     "{'eos_token': '<|im_end|>', \"pad_token\": \"</s>\"}; eos_token=</s-of-text>, key='messages'",
     "RLHF_SIGNING_KEY_PASSWORD: cannot decrypt the private key; set api_key to a name; password required",
+    "GET https://store/x?bypass=true&encode=utf8&compat=v1 of user: me; sort -u a:b.txt --user me; docker run -u 1000:1000",
     "sk-learn, r8_short, npm_config_cache, SG.x, a login page password field, --password",
 )
 

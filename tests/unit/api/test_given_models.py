@@ -71,6 +71,16 @@ def with_integers(model: LlamaForCausalLM) -> LlamaForCausalLM:
     return model
 
 
+def with_a_layer_in(
+    dtype: torch.dtype, path: str
+) -> Callable[[LlamaForCausalLM], LlamaForCausalLM]:
+    def make(model: LlamaForCausalLM) -> LlamaForCausalLM:
+        model.get_submodule(path).to(dtype)
+        return model
+
+    return make
+
+
 def damaged(model: LlamaForCausalLM) -> LlamaForCausalLM:
     with torch.no_grad():
         model.model.layers[0].self_attn.q_proj.weight[0, 0] = torch.nan
@@ -108,6 +118,21 @@ REFUSED: dict[str, tuple[Callable[[LlamaForCausalLM], Any], type[RlhfError], str
     "name": (lambda model: "models/sft", ConfigError, "model is a str"),
     "offloaded": (offloaded, ModelError, "not in memory.*device_map"),
     "integers": (with_integers, ModelError, "quantised weights"),
+    "layer in half precision": (
+        with_a_layer_in(torch.float16, "model.layers.0.mlp.up_proj"),
+        ModelError,
+        "model.layers.0.mlp.up_proj is in float16, its model.embed_tokens in float32",
+    ),
+    "layer in double precision": (
+        with_a_layer_in(torch.float64, "model.layers.0.self_attn.q_proj"),
+        ModelError,
+        "mixes precisions",
+    ),
+    "layers in bfloat16, embedding in float32": (
+        with_a_layer_in(torch.bfloat16, "model.layers"),
+        ModelError,
+        "mixes precisions",
+    ),
     "damaged": (damaged, ModelError, "not finite"),
     "untied in its config": (
         untied_in_its_config,
