@@ -33,6 +33,7 @@ from rlhf_core.data.encoding import stop_token_ids
 from rlhf_core.errors import ConfigError, ModelError
 from rlhf_core.models.adapters import ADAPTER_FOLDER, ADAPTER_WEIGHTS, PeftAdapter
 from rlhf_core.models.architecture import (
+    arguments_of,
     embedding_weight,
     name_outputs,
     positions_of,
@@ -346,13 +347,10 @@ def save_policy(
     ids = probe_ids(len(tokenizer)).to(model.device)
     complete_generation_config(model, tokenizer)
 
-    def probe(each: PreTrainedModel) -> Tensor:
-        with float32_unembedding(each):
-            logits: Tensor = each(input_ids=ids, use_cache=False).logits
-        return logits
-
     def verify(folder: Path) -> None:
-        require_same(path, folder, model, AutoModelForCausalLM, probe)
+        require_same(
+            path, folder, model, AutoModelForCausalLM, lambda each: probe_logits(each, ids)
+        )
 
     settings: dict[str, Any] = {}
     tensors: dict[str, dict[str, Tensor]] = {}
@@ -360,6 +358,13 @@ def save_policy(
         settings = {f"{ADAPTER_FOLDER}/{ADAPTER_CONFIG}": adapter.settings}
         tensors = {f"{ADAPTER_FOLDER}/{ADAPTER_WEIGHTS}": adapter.tensors}
     save_folder(path, model, tokenizer, json_files=settings, verify=verify, tensor_files=tensors)
+
+
+def probe_logits(model: PreTrainedModel, ids: Tensor) -> Tensor:
+    """Logits of a few tokens, to compare a model with its saved copy."""
+    with float32_unembedding(model):
+        logits: Tensor = model(**arguments_of(model, input_ids=ids))[0]
+    return logits
 
 
 def own_copy(model: PreTrainedModel, name: str = "model") -> PreTrainedModel:

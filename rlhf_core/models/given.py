@@ -10,16 +10,18 @@ from __future__ import annotations
 
 import copy
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import CONFIG_MAPPING, PreTrainedModel
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedModel
 
-from rlhf_core.errors import ConfigError, ModelError
-from rlhf_core.models.architecture import is_sharded
-from rlhf_core.models.causal_lm import require_decoder_only, require_replies
+from rlhf_core.errors import ConfigError, ModelError, first_line, is_exhausted
+from rlhf_core.models.architecture import is_sharded, name_outputs, probe_ids, vocabulary_of
+from rlhf_core.models.causal_lm import probe_logits, require_decoder_only, require_replies
+from rlhf_core.models.classifiers import AutoScalarModel
 from rlhf_core.models.heads import ScalarModel
-from rlhf_core.models.io import require_finite_weights
+from rlhf_core.models.io import difference_from_config, require_finite_weights
 
 MERGE = "merge the two (peft's merge_and_unload), and give the result"
 SHARDED = ("DTensor", "FlatParameter")  # FSDP's weights
@@ -70,6 +72,7 @@ def require_plain(model: object, name: str) -> None:
     _require_ties_of_config(own, name)
     require_finite_weights(own, name)
     require_computed_buffers(own, name)
+    _require_what_config_describes(model, own, name)
 
 
 def _require_no_adapters(model: nn.Module, name: str) -> None:
@@ -144,6 +147,44 @@ def _require_one_precision(model: PreTrainedModel, name: str) -> None:
                 f"{name} mixes precisions: its {path} is in {own}, its {first[0]} in {other}; load it by "
                 "from_pretrained(…, dtype=…), which gives all layers one"
             )
+
+
+def _require_what_config_describes(model: nn.Module, own: PreTrainedModel, name: str) -> None:
+    """Refuse a model that was changed without its config, as by taking layers out.
+
+    A saved copy would be another model, which is found out after its training otherwise.
+    """
+    kind: Any = AutoModelForCausalLM
+    ids = probe_ids(vocabulary_of(own)).to(own.device)
+
+    def probe(each: PreTrainedModel) -> Tensor:
+        return probe_logits(each, ids)
+
+    if isinstance(model, ScalarModel):
+        kind = AutoScalarModel
+
+        def probe(each: PreTrainedModel) -> Tensor:
+            return ScalarModel(each).token_scores(ids, torch.ones_like(ids))
+
+    flagged = [each for each in (own.config, own.config.get_text_config()) if not each.return_dict]
+    try:
+        name_outputs(own)
+        difference = difference_from_config(own, copy.deepcopy(own.config), kind, probe)
+    except Exception as error:  # whatever a changed layer does
+        if is_exhausted(error):
+            raise
+        raise ModelError(
+            f"{name} is a {type(own).__name__}, which cannot read a few tokens ({type(error).__name__}: "
+            f"{first_line(error)})"
+        ) from error
+    finally:
+        for each in flagged:
+            each.return_dict = False
+    if difference is not None:
+        raise ModelError(
+            f"{name} is not what its config describes ({difference}), so that a saved copy would be another model; "
+            "change the config as well, or undo what was changed"
+        )
 
 
 def _require_ties_of_config(model: PreTrainedModel, name: str) -> None:

@@ -326,21 +326,13 @@ def require_same(
     """
     differing = _first_difference(folder, model, auto_class)
     if differing is None:
-        twin = _rebuilt(folder, model, auto_class)
-        training = model.training
-        with torch.no_grad():
-            expected = probe(model.eval()).cpu()
-            computed = probe(twin).cpu() if twin is not None else expected.new_empty(0)
-        model.train(training)
-        if computed.shape == expected.shape and torch.allclose(
-            computed, expected, atol=1e-5, rtol=1e-4
-        ):
+        with reading(folder):
+            config = AutoConfig.from_pretrained(str(folder), trust_remote_code=False)
+            what = difference_from_config(model, config, auto_class, probe)
+        if what is None:
             return
-    what = (
-        f"the weight {differing} is another one"
-        if differing is not None
-        else "it does not compute the same"
-    )
+    else:
+        what = f"the weight {differing} is another one"
     raise ModelError(
         f"the model saved at {path} is not the trained one ({what}); nothing was published: config.json and the "
         "weights do not hold all that it computes with (such as a module that was exchanged), or the disk lost some"
@@ -385,29 +377,47 @@ def _saved_tensors(
     yield from ((name, tensor) for name, tensor in copy.state_dict().items() if name in own)
 
 
-def _rebuilt(folder: Path, model: PreTrainedModel, auto_class: Any) -> PreTrainedModel | None:
-    """The model that ``folder`` describes with the very tensors of ``model``.
+def difference_from_config(
+    model: PreTrainedModel,
+    config: PretrainedConfig,
+    auto_class: Any,
+    probe: Callable[[PreTrainedModel], Tensor],
+) -> str | None:
+    """Tell in what a model differs from the one that ``config`` describes; None where it does not.
 
-    None where these do not fit it.
+    That one is built without weights, and given those of ``model``.
+
+    Args:
+        auto_class: By which it is built.
+        probe: As :func:`require_same` takes it.
     """
-    with reading(folder):
-        twin: PreTrainedModel = empty_model(
-            auto_class, AutoConfig.from_pretrained(str(folder), trust_remote_code=False)
-        )
+    twin: PreTrainedModel = empty_model(auto_class, config)
     modules = dict(model.named_modules())
     for path, module in twin.named_modules():
         own = modules.get(path)
         for kind in ("_parameters", "_buffers"):
             places, tensors = getattr(module, kind), getattr(own, kind, {})
-            for name, empty in places.items():
-                tensor = tensors.get(name)
-                if empty is not None and (tensor is None or tensor.shape != empty.shape):
-                    return None
+            # What a cache has put beside a module's own buffers is left where it is.
+            added = tensors if kind == "_parameters" else ()
+            for name in dict.fromkeys((*places, *added)):
+                tensor, empty = tensors.get(name), places.get(name)
+                full = f"{path}.{name}".removeprefix(".")
+                if tensor is None and empty is not None:
+                    return f"it lacks {full}"
+                if tensor is not None and empty is None:
+                    return f"its {full} is one too many"
+                if tensor is not None and empty is not None and tensor.shape != empty.shape:
+                    return f"its {full} has the shape {list(tensor.shape)}, not {list(empty.shape)}"
                 places[name] = tensor
         if isinstance(own, FusedNorm):
             use_kernels(module)
-    twin.eval()
-    return twin
+    training = model.training
+    with torch.no_grad():
+        expected = probe(model.eval()).cpu()
+        computed = probe(twin.eval()).cpu()
+    model.train(training)
+    same = torch.allclose(computed, expected, atol=1e-5, rtol=1e-4)
+    return None if same else "it does not compute the same"
 
 
 def load_weights(model: PreTrainedModel, weights: Mapping[str, Tensor]) -> None:

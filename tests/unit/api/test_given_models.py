@@ -81,6 +81,51 @@ def with_a_layer_in(
     return make
 
 
+def with_layers(layers: int) -> Callable[[LlamaForCausalLM], LlamaForCausalLM]:
+    def make(model: LlamaForCausalLM) -> LlamaForCausalLM:
+        model.config.num_hidden_layers = layers
+        return model
+
+    return make
+
+
+def with_a_biased_head(model: LlamaForCausalLM) -> LlamaForCausalLM:
+    model.lm_head = nn.Linear(model.config.hidden_size, model.config.vocab_size)
+    model.config.tie_word_embeddings = False
+    return model
+
+
+def with_a_bias(model: LlamaForCausalLM) -> LlamaForCausalLM:
+    layer = model.model.layers[0].self_attn.q_proj
+    layer.bias = nn.Parameter(torch.ones(layer.out_features))
+    return model
+
+
+def with_another_activation(model: LlamaForCausalLM) -> LlamaForCausalLM:
+    model.model.layers[0].mlp.act_fn = nn.ReLU()
+    return model
+
+
+def with_another_epsilon(model: LlamaForCausalLM) -> LlamaForCausalLM:
+    model.model.norm.variance_epsilon = 0.5
+    return model
+
+
+def with_another_scale(model: LlamaForCausalLM) -> LlamaForCausalLM:
+    model.model.layers[0].self_attn.scaling = 0.01
+    return model
+
+
+def of_another_vocabulary(model: LlamaForCausalLM) -> LlamaForCausalLM:
+    model.config.vocab_size += 8
+    return model
+
+
+def broken(model: LlamaForCausalLM) -> LlamaForCausalLM:
+    model.model.layers[0].self_attn.forward = lambda *_, **__: None
+    return model
+
+
 def damaged(model: LlamaForCausalLM) -> LlamaForCausalLM:
     with torch.no_grad():
         model.model.layers[0].self_attn.q_proj.weight[0, 0] = torch.nan
@@ -133,6 +178,14 @@ REFUSED: dict[str, tuple[Callable[[LlamaForCausalLM], Any], type[RlhfError], str
         ModelError,
         "mixes precisions",
     ),
+    "layer taken out": (with_layers(2), ModelError, r"it lacks model.layers.1.*change the config"),
+    "head with a bias": (with_a_biased_head, ModelError, "its lm_head.bias is one too many"),
+    "bias": (with_a_bias, ModelError, "q_proj.bias is one too many"),
+    "activation": (with_another_activation, ModelError, "does not compute the same"),
+    "epsilon": (with_another_epsilon, ModelError, "does not compute the same"),
+    "scale of attention": (with_another_scale, ModelError, "does not compute the same"),
+    "vocabulary": (of_another_vocabulary, ModelError, r"embed_tokens.weight has the shape"),
+    "broken": (broken, ModelError, "cannot read a few tokens"),
     "damaged": (damaged, ModelError, "not finite"),
     "untied in its config": (
         untied_in_its_config,
