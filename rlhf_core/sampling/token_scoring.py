@@ -13,6 +13,7 @@ Shapes: B sequences, T response positions, V vocabulary.
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
@@ -128,46 +129,52 @@ class Tokens:
             first = width - self.width - 1
             return values[:, first:]
         left_out = self.tokens.shape[1] - width
-        columns = self._reply_columns(-1, self.width + 1) - left_out
+        columns = self._reply_columns(-1, self.width + 1)
+        columns = columns - left_out
         rows = torch.arange(len(values), device=values.device)
         return values[rows.unsqueeze(1), columns]
 
     def part(self, rows: Tensor) -> Tokens:
         """The given rows, with the padding that they do not need cut off on both sides."""
-        own = Tokens(self.tokens[rows], self.attention_mask[rows], self.response_mask[rows])
+        own = self.rows(rows)
         prompts, replies = own.lengths()
         longest_prompt = max(1, *prompts)
         longest_reply = max(1, *replies)
-        return self.cut(rows, longest_prompt, longest_reply)
+        return own.cut(longest_prompt, longest_reply)
 
-    def cut(self, rows: Tensor, prompt: int, reply: int) -> Tokens:
-        """The given rows, cut to ``prompt`` columns of prompts and ``reply`` columns of replies."""
-        end = self.tokens.shape[1] - self.width
-        span = slice(end - prompt, end + reply)
+    def rows(self, rows: Tensor) -> Tokens:
+        """The given rows, as wide as all of them are."""
         tokens = self.tokens[rows]
         attention = self.attention_mask[rows]
-        mask = self.response_mask[rows]
-        return Tokens(tokens[:, span], attention[:, span], mask[:, :reply])
+        return Tokens(tokens, attention, self.response_mask[rows])
 
-    def compact(self, rows: Tensor, width: int, reply: int, shortest_prompt: int) -> Tokens:
-        """The given rows, each beginning in the first of ``width`` columns.
+    def cut(self, prompt: int, reply: int) -> Tokens:
+        """All rows, cut to ``prompt`` columns of prompts and ``reply`` columns of replies."""
+        end = self.tokens.shape[1] - self.width
+        span = slice(end - prompt, end + reply)
+        tokens = self.tokens[:, span]
+        attention = self.attention_mask[:, span]
+        return Tokens(tokens, attention, self.response_mask[:, :reply])
+
+    def compact(self, width: int, reply: int, shortest_prompt: int) -> Tokens:
+        """All rows, each beginning in the first of ``width`` columns.
 
         They have ``reply`` response positions.
 
         No prompt is shorter than ``shortest_prompt``, which is at least one token.
         """
-        attention = self.attention_mask[rows]
-        mask = self.response_mask[rows][:, :reply]
-        lengths = attention.sum(dim=1)
+        mask = self.response_mask[:, :reply]
+        lengths = self.attention_mask.sum(dim=1)
         starts = lengths - mask.sum(dim=1)
-        columns = torch.arange(width, device=rows.device)
+        columns = torch.arange(width, device=lengths.device)
         old_width = self.tokens.shape[1]
         first = old_width - self.width - starts
         source = first.unsqueeze(1) + columns
         source = source.clamp(max=old_width - 1)
-        tokens = self.tokens[rows].gather(1, source)
+        tokens = self.tokens.gather(1, source)
         is_kept = columns < lengths.unsqueeze(1)
-        return Tokens(tokens, is_kept.to(attention.dtype), mask, starts, shortest_prompt)
+        attention = is_kept.to(self.attention_mask.dtype)
+        return Tokens(tokens, attention, mask, starts, shortest_prompt)
 
     def columns_with_logits(self, plain_head: bool) -> int:
         """How many of the last columns a model makes logits of.
@@ -380,14 +387,15 @@ class MicroBatchLimits:
             own_prompts = [prompts[row] for row in rows]
             own_replies = [replies[row] for row in rows]
             reply = max(1, *own_replies)
+            own = batch.rows(index)
             if self.tokens is None:
                 prompt = max(1, *own_prompts)
-                tokens = batch.cut(index, prompt, reply)
+                tokens = own.cut(prompt, reply)
             else:
                 shortest = min(own_prompts)
                 assert shortest > 0, "a prompt without tokens has nothing to predict its reply from"
                 width = self._width(own_prompts, own_replies)
-                tokens = batch.compact(index, width, reply, shortest)
+                tokens = own.compact(width, reply, shortest)
             yield MicroBatch(index, tokens, weight)
 
     def most_rows(self, width: int) -> int:
@@ -413,11 +421,12 @@ class MicroBatchLimits:
         self, prompts: list[int], replies: list[int]
     ) -> list[list[tuple[list[int], float]]]:
         """The rows and the weights of each rank's passes; lengths of all rows are known to all."""
-        lengths = [sum(both) for both in zip(prompts, replies, strict=True)]
+        lengths = list(map(operator.add, prompts, replies))
         ranks = distributed.world_size()
         shards: list[list[tuple[list[int], float]]] = []
         if self.tokens is None:
-            order = sorted(range(len(lengths)), key=lengths.__getitem__)
+            rows = range(len(lengths))
+            order = sorted(rows, key=lengths.__getitem__)
             size = self.rows or MICRO_BATCH
             for rank in range(ranks):
                 shards.append(list(passes(order, size, rank)))
@@ -426,7 +435,8 @@ class MicroBatchLimits:
         divide_for_ranks(parts, ranks)
         most = math.ceil(len(parts) / ranks)
         for rank in range(ranks):
-            shard = [(part, 1.0) for part in parts[rank::ranks]]
+            own_parts = parts[rank::ranks]
+            shard = [(part, 1.0) for part in own_parts]
             if len(shard) < most:
                 shard.append((parts[0], 0.0))
             shards.append(shard)
@@ -437,7 +447,8 @@ class MicroBatchLimits:
             return max(*prompts, 1) + max(*replies, 1)
         widths = []
         for prompt, reply in zip(prompts, replies, strict=True):
-            widths.append(prompt + max(reply, 1))
+            width = prompt + max(reply, 1)
+            widths.append(width)
         return max(widths)
 
 
@@ -458,11 +469,10 @@ def filled_parts(
     longest_first = sorted(range(len(lengths)), key=lambda row: -lengths[row])
     parts: list[list[int]] = []
     part: list[int] = []
-    useful = 0
+    useful = longest = 0
     for row in longest_first:
         length = lengths[row]
         if part:
-            longest = lengths[part[0]]
             positions = longest * (len(part) + 1)
             fits = positions <= budget and len(part) < most_rows
             if fits and padding_share(useful + length, positions) <= MOST_PADDING:
@@ -470,7 +480,7 @@ def filled_parts(
                 useful += length
                 continue
         part = [row]
-        useful = length
+        useful = longest = length
         parts.append(part)
     return parts
 
@@ -484,4 +494,5 @@ def divide_for_ranks(parts: list[list[int]], ranks: int) -> None:
         part = max(parts, key=len)
         number = parts.index(part)
         half = len(part) // 2
-        parts[number : number + 1] = [part[:half], part[half:]]
+        halves = [part[:half], part[half:]]
+        parts[number : number + 1] = halves
