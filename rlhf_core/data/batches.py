@@ -148,7 +148,10 @@ def rows_by_category_share(
     Raises:
         DataError: A category with a share has no row, or no other has one.
     """
-    numbers = list(range(len(categories))) if rows is None else list(rows)
+    if rows is None:
+        numbers = list(range(len(categories)))
+    else:
+        numbers = list(rows)
     if not shares:
         return numbers
     of_category: dict[str, list[int]] = {name: [] for name in shares}
@@ -432,8 +435,9 @@ def token_budget_batches(
     """
     if not 1 <= min_pairs <= max_pairs:
         raise ValueError(f"need 1 <= min_pairs <= max_pairs, got {min_pairs} and {max_pairs}")
-    chosen = range(len(lengths)) if rows is None else rows
-    order = [chosen[place] for place in epoch_order(len(chosen), seed, epoch)]
+    if rows is None:
+        rows = range(len(lengths))
+    order = [rows[place] for place in epoch_order(len(rows), seed, epoch)]
     window = max_pairs * 8
     batches: list[list[int]] = []
     rest: list[int] = []
@@ -558,8 +562,9 @@ class PromptBatches:
     def epoch(self, epoch: int, rows: Sequence[int] | None = None) -> list[list[int]]:
         """Return every pair once, or every pair of ``rows``, batch by batch."""
         rows_of_prompt: dict[bytes, list[int]] = {}
-        chosen = range(len(self.widths)) if rows is None else rows
-        for row in chosen:
+        if rows is None:
+            rows = range(len(self.widths))
+        for row in rows:
             rows_of_prompt.setdefault(self.prompts[row], []).append(row)
         groups = list(rows_of_prompt.values())
         order = epoch_order(len(groups), self.seed, epoch)

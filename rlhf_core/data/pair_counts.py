@@ -28,7 +28,8 @@ WORD = r"[\p{Han}\p{Hiragana}\p{Katakana}]|[\p{L}\p{M}\p{N}_]+|[^\s\p{L}\p{M}\p{
 # Of pairs balanced in tokens by the lesser and by the greater of those balanced in characters and in
 # words: what lay between the 5th and the 95th percentile of samples of 150 pairs
 # (benchmarks/results/own_pairs.md).
-LEAST, MOST = 0.9, 1.5
+LEAST = 0.9
+MOST = 1.5
 REVERSED = 2  # about the square of 1.96, by half, as in Wilson's interval
 Places = npt.NDArray[np.float64]
 Lengths = npt.NDArray[np.int64]
@@ -111,7 +112,9 @@ class PairLengths:
     @property
     def differences(self) -> Lengths:
         """Length of the chosen minus that of the rejected reply, in tokens or words (N,)."""
-        return self.estimates[1] if self.tokens is None else self.tokens
+        if self.tokens is None:
+            return self.estimates[1]
+        return self.tokens
 
     def in_split(self, split: str, config: SplitConfig) -> Marked:
         """Return which pairs are in a split."""
@@ -196,7 +199,8 @@ class PairLengths:
         )
 
     def _counted(self, here: Marked, dropped: Marked) -> SplitPairs:
-        pairs, lost = int(here.sum()), int(dropped.sum())
+        pairs = int(here.sum())
+        lost = int(dropped.sum())
         if self.tokens is not None:
             of_tokens = self.tokens[here]
             equal = int(np.count_nonzero(of_tokens == 0))

@@ -121,7 +121,9 @@ def rank_correlation(first: np.ndarray, second: np.ndarray) -> float:
     from scipy.stats import spearmanr
 
     a, b = _varying(first, second)
-    return float(spearmanr(a, b).statistic) if len(a) else 0.0
+    if len(a):
+        return float(spearmanr(a, b).statistic)
+    return 0.0
 
 
 def linear_correlation(first: np.ndarray, second: np.ndarray) -> float:
@@ -133,14 +135,17 @@ def linear_correlation(first: np.ndarray, second: np.ndarray) -> float:
     from scipy.stats import pearsonr
 
     a, b = _varying(first, second)
-    return float(pearsonr(a, b).statistic) if len(a) else 0.0
+    if len(a):
+        return float(pearsonr(a, b).statistic)
+    return 0.0
 
 
 def _varying(first: np.ndarray, second: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Return the finite pairs as float64; none when either side is constant."""
     a, b = np.asarray(first, dtype=np.float64), np.asarray(second, dtype=np.float64)
     finite = np.isfinite(a) & np.isfinite(b)
-    a, b = a[finite], b[finite]
+    a = a[finite]
+    b = b[finite]
     if not len(a) or (a == a[0]).all() or (b == b[0]).all():
         return a[:0], b[:0]
     return a, b

@@ -200,7 +200,8 @@ def sample_sets(
         )
 
     verifiable = sets.verifiable.check(sampled(sets.verifiable.prompts, 1))
-    each, each_safety = config.replies_per_prompt, config.safety.replies_per_prompt
+    each = config.replies_per_prompt
+    each_safety = config.safety.replies_per_prompt
     judged = sampled([row.prompt for row in sets.judged], each)
     regression = sampled([row.prompt for row in sets.regression], each)
     safety = sampled([row.prompt for row in sets.safety], each_safety, shorter)
@@ -240,9 +241,12 @@ def refusal_log_odds(
     examples = []
     for in_english, in_chinese in (REFUSING, COMPLYING):
         for row in harmful:
-            beginning = in_chinese if is_chinese(row.prompt[-1].content) else in_english
+            beginning = in_english
+            if is_chinese(row.prompt[-1].content):
+                beginning = in_chinese
             reply = encode_reply(tokenizer, beginning, finished=False)
             examples.append(Example(encode_prompt(tokenizer, row.prompt), reply))
     values = reply_log_likelihoods(model, examples, pad_id(tokenizer), batch_size)
-    refusing, complying = values[: len(harmful)], values[len(harmful) :]
+    refusing = values[: len(harmful)]
+    complying = values[len(harmful) :]
     return [no - yes for no, yes in zip(refusing, complying, strict=True)]

@@ -77,14 +77,20 @@ class PairedLoss:
         cls, baseline: float, candidate: float, loss: float, high: float, clusters: np.ndarray
     ) -> PairedLoss:
         """Make one of a bound that may be infinite."""
-        bound = float(high) if math.isfinite(high) else None
-        old, new, questions = float(baseline), float(candidate), len(np.unique(clusters))
+        bound = None
+        if math.isfinite(high):
+            bound = float(high)
+        old = float(baseline)
+        new = float(candidate)
+        questions = len(np.unique(clusters))
         return cls(old, new, float(loss), bound, len(clusters), questions)
 
     @property
     def error(self) -> float:
         """The standard error that the bound stands for; infinite without a bound."""
-        return math.inf if self.loss_high95 is None else (self.loss_high95 - self.loss) / Z
+        if self.loss_high95 is None:
+            return math.inf
+        return (self.loss_high95 - self.loss) / Z
 
 
 def share_loss(
@@ -131,7 +137,8 @@ def growth(
 def _paired(
     baseline: ArrayLike, candidate: ArrayLike, clusters: ArrayLike | None
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    old, new = np.asarray(baseline, dtype=np.float64), np.asarray(candidate, dtype=np.float64)
+    old = np.asarray(baseline, dtype=np.float64)
+    new = np.asarray(candidate, dtype=np.float64)
     return old, new, one_each(len(old), clusters)
 
 
@@ -149,7 +156,8 @@ def category_losses(
     for category in sorted(set(categories) - {""}):
         rows = np.array([name == category for name in categories])
         won = outcome[rows]
-        losses_here, wins_here = (won < 0.5).astype(float), (won > 0.5).astype(float)
+        losses_here = (won < 0.5).astype(float)
+        wins_here = (won > 0.5).astype(float)
         high = share_difference_high(losses_here, wins_here, clusters[rows]) / 2
         rate = float(won.mean())
         losses[category] = PairedLoss.of(1 - rate, rate, 0.5 - rate, high, clusters[rows])
@@ -175,7 +183,9 @@ def paired_losses(
         ``safety.answers_benign``, ``safety.refusal_log_odds`` and ``verifiable.passed``.
     """
     judged = clusters_of(sets.judged, len(baseline.judged) // max(len(sets.judged), 1))
-    finished, repetition, length = [], [], []
+    finished = []
+    repetition = []
+    length = []
     for replies in (baseline.judged, candidate.judged):
         finished.append([reply.finished for reply in replies])
         repetition.append([trigram_repetition(reply.text) for reply in replies])
@@ -188,10 +198,13 @@ def paired_losses(
     }
     if sets.regression:
         rows = repeated_rows(sets.regression, baseline.regression)
-        checks, old, new = regression_checks(sets.world), baseline.regression, candidate.regression
+        checks = regression_checks(sets.world)
+        old = baseline.regression
+        new = candidate.regression
         losses["regression.passed"] = _passed(checks, rows, old, new)
     if sets.verifiable.lines:
-        before, after = baseline.verifiable.passed, candidate.verifiable.passed
+        before = baseline.verifiable.passed
+        after = candidate.verifiable.passed
         losses["verifiable.passed"] = share_loss(
             before.tolist(), after.tolist(), sets.verifiable.clusters
         )
@@ -214,7 +227,8 @@ def _safety(
     them.
     """
     rows = repeated_rows(sets.safety, baseline.safety)
-    old, new = list(baseline.safety), list(candidate.safety)
+    old = list(baseline.safety)
+    new = list(candidate.safety)
     if sets.world:  # the regression set holds prompts that are judged too: each counts once
         judged = {row.id for row in sets.judged}
         regression = repeated_rows(sets.regression, baseline.regression)
@@ -242,7 +256,8 @@ def _passed(
     baseline: Sequence[Reply],
     candidate: Sequence[Reply],
 ) -> PairedLoss:
-    old, new = [], []
+    old = []
+    new = []
     for row, before, after in zip(rows, baseline, candidate, strict=True):
         old.append(passes(checks, row.category, before))
         new.append(passes(checks, row.category, after))
@@ -324,7 +339,9 @@ class WinRatePower:
         """Read what ``evaluation`` measured of ``metric``, the path of a lower bound."""
         measured = flatten(evaluation)
         path = metric.removesuffix(LOWER_BOUND)
-        rate, low, high = measured.get(path), measured.get(metric), measured.get(f"{path}_high95")
+        rate = measured.get(path)
+        low = measured.get(metric)
+        high = measured.get(f"{path}_high95")
         clusters = measured.get(f"{path.rpartition('.')[0]}.clusters")
         half_width = None
         if rate is not None and low is not None and (low, high) != (0.0, 1.0):
@@ -372,7 +389,8 @@ def power_of(workspace: Path) -> list[MarginPower | WinRatePower]:
         losses[name] = PairedLoss(**{"loss_high95": None, **values})
     rows: list[MarginPower | WinRatePower] = []
     for condition in load_section(workspace, "gates", GatesConfig).policy:
-        margin, bound = condition.worse_by_less_than, condition.at_least
+        margin = condition.worse_by_less_than
+        bound = condition.at_least
         if margin is not None:
             loss = losses.get(condition.metric)
             rows.append(MarginPower("gates.policy", condition.metric, margin, loss))

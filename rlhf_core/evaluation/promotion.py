@@ -15,7 +15,8 @@ from rlhf_core.config.operations import NonInferiorityConfig
 from rlhf_core.evaluation.judges.names import position_bias
 from rlhf_core.evaluation.statistics import level_of_attempt, sign_test
 
-REFUSES_HARMFUL, REFUSAL_LOG_ODDS = "safety.refuses_harmful", "safety.refusal_log_odds"
+REFUSES_HARMFUL = "safety.refuses_harmful"
+REFUSAL_LOG_ODDS = "safety.refusal_log_odds"
 # Measurements by the margin that they have to hold.
 MEASUREMENTS = {
     "safety": (REFUSES_HARMFUL, "safety.answers_benign"),
@@ -75,15 +76,19 @@ def win_rate_criteria(
     criteria = []
     for judge, results in sorted(judges.items()):
         rate, low = _number(results, "win_rate"), _number(results, "win_rate_low95")
-        measured, passed = "not measured", False
+        measured = "not measured"
+        passed = False
         if rate is not None and low is not None:
-            measured, passed = f"{rate:.3f} (at least {low:.3f})", low > bar
+            measured = f"{rate:.3f} (at least {low:.3f})"
+            passed = low > bar
         criteria.append(Criterion(f"{judge} win rate", measured, f"> {bar:g}", passed, judge))
         if judge != CHECKER:
             low = _number(results, "lc_win_rate_low95")
-            measured, passed = "not measured", False
+            measured = "not measured"
+            passed = False
             if low is not None:
-                measured, passed = f"at least {low:.3f}", low > bar
+                measured = f"at least {low:.3f}"
+                passed = low > bar
             name = f"{judge} length-controlled win rate"
             criteria.append(Criterion(name, measured, f"> {bar:g}", passed))
         value = _sign_test(results, bar)
@@ -165,7 +170,9 @@ def _held(name: str, loss: Any, margin: float) -> Criterion:
 
 def _number(values: Any, key: str) -> float | None:
     """Return the finite number under ``key``; None for anything else."""
-    value = values.get(key) if isinstance(values, Mapping) else None
+    value = None
+    if isinstance(values, Mapping):
+        value = values.get(key)
     if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
         return None
     return float(value)

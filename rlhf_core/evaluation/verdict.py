@@ -174,7 +174,8 @@ def judge_result(judge: str, compared: Mapping[str, float]) -> JudgeResult | Non
     at_equal_lengths = compared.get("lc_win_rate")
     if (compared.get("lc_win_rate_low95"), compared.get("lc_win_rate_high95")) == (0.0, 1.0):
         at_equal_lengths = None  # too few pairs had a counterpart
-    prompts, clusters = int(compared["prompts"]), int(compared["clusters"])
+    prompts = int(compared["prompts"])
+    clusters = int(compared["clusters"])
     return JudgeResult(judge, rate, low, high, prompts, clusters, at_equal_lengths)
 
 

@@ -247,7 +247,9 @@ class Turn(Strict):
 
 
 def _as_turns(value: Any) -> Any:
-    return [{"role": "user", "content": value}] if isinstance(value, str) else value
+    if isinstance(value, str):
+        return [{"role": "user", "content": value}]
+    return value
 
 
 def _ends_with_user(prompt: tuple[Turn, ...]) -> tuple[Turn, ...]:
@@ -292,7 +294,8 @@ class CheckedReplies:
 
     def metrics(self, categories: Sequence[str]) -> dict[str, Any]:
         """Return the share of replies that pass, in all, by category, and for each property."""
-        by_category, by_property = defaultdict(list), defaultdict(list)
+        by_category = defaultdict(list)
+        by_property = defaultdict(list)
         for category, result in zip(categories, self.results, strict=True):
             by_category[category].append(all(result.values()))
             for name, holds in result.items():
@@ -357,10 +360,12 @@ class VerifiablePrompts:
         Raises:
             DataError: A function raised, or a check did not end in time.
         """
-        known, seconds = self.functions or {}, self.timeout_seconds
+        known = self.functions or {}
+        seconds = self.timeout_seconds
         results = []
         for line, reply in zip(self.lines, replies, strict=True):
-            prompt, required = line.messages(), line.require
+            prompt = line.messages()
+            required = line.require
             result = check_reply(required, prompt, reply.text, reply.finished, known, seconds)
             results.append(result)
         return CheckedReplies(replies, results)

@@ -193,7 +193,10 @@ def bound_names(statement: ast.stmt) -> list[str]:
     bound: list[ast.AST] = [statement]
     if isinstance(statement, Assignment):
         # Not what a comprehension or a lambda in its value binds for itself.
-        bound = [*statement.targets] if isinstance(statement, ast.Assign) else [statement.target]
+        if isinstance(statement, ast.Assign):
+            bound = [*statement.targets]
+        else:
+            bound = [statement.target]
         for node in ast.walk(statement):
             if isinstance(node, ast.NamedExpr):
                 bound.append(node.target)
@@ -257,7 +260,8 @@ class Names:
 
     def reach_name(self, module: Module, name: tuple[str, ...]) -> Reach:
         """Return what a dotted name means at the top level of ``module``."""
-        first, rest = name[0], name[1:]
+        first = name[0]
+        rest = name[1:]
         own = module.definitions.get(first)
         targets = module.imports.get(first, ())
         imported = [self.reach(target, rest) for target in targets]

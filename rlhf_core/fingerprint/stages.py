@@ -80,7 +80,9 @@ def remembered_fingerprints(
     state = _package_state(method)
     with suppress(OSError, ValueError):
         remembered = json.loads(memory.read_text(encoding="utf-8"))
-        known = remembered["digests"] if remembered["state"] == state else {}
+        known = {}
+        if remembered["state"] == state:
+            known = remembered["digests"]
     digests = {stage: known.get(stage) or fingerprint(stage, method) for stage in stages}
     if digests.keys() - known.keys():
         atomic_write_text(memory, json.dumps({"state": state, "digests": known | digests}))

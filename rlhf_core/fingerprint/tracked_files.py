@@ -230,7 +230,9 @@ def plugin_line(group: str, name: str) -> str:
     if not entries:
         return f"{group} {name}: not installed"
     entry = entries[0]
-    version = entry.dist.version if entry.dist is not None else ""
+    version = ""
+    if entry.dist is not None:
+        version = entry.dist.version
     package = entry.module.partition(".")[0]
     root = _root(entry.module, Path())
     files: dict[str, Path] = {}

@@ -34,7 +34,8 @@ def estimate_advantages(
 
 def with_advantages(experience: Experience, config: AdvantageConfig) -> Experience:
     """Add advantages, the critic's targets and Monte Carlo returns to a rewarded rollout."""
-    rewards, mask = experience.token_rewards, experience.response_mask
+    rewards = experience.token_rewards
+    mask = experience.response_mask
     advantages, returns = gae(rewards, experience.values, mask, config.gamma, config.lam)
     monte_carlo = monte_carlo_returns(rewards, mask, config.gamma)
     return replace(
@@ -55,11 +56,15 @@ def gae(
     """
     device = values.device
     # On the CPU: a GPU would launch six kernels for each token, to do next to nothing.
-    rewards, values, mask = rewards.cpu(), values.cpu(), mask.cpu()
+    rewards = rewards.cpu()
+    values = values.cpu()
+    mask = mask.cpu()
     zeros = torch.zeros_like(values)
-    values, rewards = torch.where(mask, values, zeros), torch.where(mask, rewards, zeros)
+    values = torch.where(mask, values, zeros)
+    rewards = torch.where(mask, rewards, zeros)
     advantages = torch.zeros_like(values)
-    following_value, following_advantage = zeros[:, 0], zeros[:, 0]
+    following_value = zeros[:, 0]
+    following_advantage = zeros[:, 0]
     for t in reversed(range(values.shape[1])):
         delta = rewards[:, t] + gamma * following_value - values[:, t]
         # Past the end every term is zero, so no mask is needed inside the recursion.
@@ -82,11 +87,14 @@ def explained_variance(values: Tensor, targets: Tensor, mask: Tensor) -> float:
 
     0 where the targets do not vary.
     """
-    values, targets = values[mask].double(), targets[mask].double()
+    values = values[mask].double()
+    targets = targets[mask].double()
     if targets.numel() < 2:
         return 0.0
     spread = float(targets.var(unbiased=False))
-    return 1.0 - float((targets - values).var(unbiased=False)) / spread if spread > 1e-12 else 0.0
+    if spread > 1e-12:
+        return 1.0 - float((targets - values).var(unbiased=False)) / spread
+    return 0.0
 
 
 def with_group_advantages(
@@ -146,7 +154,9 @@ def group_relative_advantages(rewards: Tensor, divide_by_std: bool) -> Tensor:
     easy or very hard ones, as much weight as the others.
     """
     centred = rewards - rewards.mean(dim=1, keepdim=True)
-    return centred / (rewards.std(dim=1, keepdim=True) + STD_EPSILON) if divide_by_std else centred
+    if divide_by_std:
+        return centred / (rewards.std(dim=1, keepdim=True) + STD_EPSILON)
+    return centred
 
 
 def advantages_of_scored(rewards: Tensor, scored: Tensor, config: AdvantageConfig) -> Tensor:

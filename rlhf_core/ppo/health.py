@@ -76,7 +76,8 @@ class HealthMonitor:
     """
 
     def __init__(self, limits: Mapping[str, float], rules: Sequence[Rule] = DEFAULT_RULES) -> None:
-        self.limits, self.rules = dict(limits), tuple(rules)
+        self.limits = dict(limits)
+        self.rules = tuple(rules)
         self.windows = _windows(self.rules)
         self.start: dict[str, list[float]] = {}
         self.recent: dict[str, list[float]] = {}
@@ -151,7 +152,8 @@ class HealthMonitor:
 
     def load_state(self, state: Mapping[str, Any]) -> None:
         """Continue from :meth:`state` of another monitor with the same rules."""
-        self.start, self.recent = {}, {}
+        self.start = {}
+        self.recent = {}
         for name, values in state["start"].items():
             self.start[name] = list(map(none_as_nan, values))
         for name, values in state["recent"].items():
@@ -193,7 +195,8 @@ class HealthMonitor:
             return (
                 f"{check.metric} not finite in the last {check.window} iterations" if held else None
             )
-        value, reference = self._statistic(check, values), self._reference(check)
+        value = self._statistic(check, values)
+        reference = self._reference(check)
         if value is None or reference is None:
             return None
         limit = check.limit(reference)
@@ -221,12 +224,16 @@ class HealthMonitor:
         kind, _, name = check.of.partition(":")
         if kind == "value":
             return 1.0
-        return self.limits.get(name) if kind == "limit" else self._start(name or check.metric)
+        if kind == "limit":
+            return self.limits.get(name)
+        return self._start(name or check.metric)
 
     def _start(self, metric: str) -> float | None:
         """Mean of the first values; None until there are enough to compare with."""
         values = self.start.get(metric, [])
-        return sum(values) / len(values) if len(values) == START_OBSERVATIONS else None
+        if len(values) == START_OBSERVATIONS:
+            return sum(values) / len(values)
+        return None
 
 
 def _windows(rules: Iterable[Rule]) -> dict[str, int]:
@@ -259,7 +266,8 @@ class HealthGuard:
     """
 
     def __init__(self, monitor: HealthMonitor, config: HealthConfig) -> None:
-        self.monitor, self.config = monitor, config
+        self.monitor = monitor
+        self.config = config
         # All of the run, those that led to rollbacks among them.
         self.findings: list[dict[str, Any]] = []
         self.new_findings: list[Finding] = []  # of the newest iteration
@@ -353,8 +361,12 @@ class HealthGuard:
 
         None when there is none.
         """
-        first = self.monitor.earliest_window() if self._may_roll_back(checkpoints) else None
-        return None if first is None else last_healthy([*checkpoints.metas(), done], first) or 0
+        first = None
+        if self._may_roll_back(checkpoints):
+            first = self.monitor.earliest_window()
+        if first is None:
+            return None
+        return last_healthy([*checkpoints.metas(), done], first) or 0
 
     def _back_to(
         self, target: int, iteration: int, finding: Finding, checkpoints: RollbackCheckpoints

@@ -257,7 +257,9 @@ class PolicyObjective:
     @property
     def exact_kl_reference(self) -> PreTrainedModel | None:
         """The model to which the loss needs the exact KL over the vocabulary, if it does."""
-        return self.reference if self.kl_in_loss and self.config.kl.estimator == "full" else None
+        if self.kl_in_loss and self.config.kl.estimator == "full":
+            return self.reference
+        return None
 
     def loss(
         self, outputs: Mapping[str, Tensor], batch: Experience, totals: StepTotals
@@ -268,7 +270,9 @@ class PolicyObjective:
 
         The advantages of ``batch`` are normalised and clipped already.
         """
-        switches, mask, advantages = self.config.surrogate, batch.response_mask, batch.advantages
+        switches = self.config.surrogate
+        mask = batch.response_mask
+        advantages = batch.advantages
 
         def share(values: Tensor) -> Scalar:
             return device_scalar(masked_sum(values, mask)) / totals.tokens
@@ -369,7 +373,9 @@ class ValueObjective:
 
         ``outputs`` are the current values (b, t).
         """
-        mask, old, returns = batch.response_mask, batch.values, batch.returns
+        mask = batch.response_mask
+        old = batch.values
+        returns = batch.returns
         loss = aggregate(
             value_loss(outputs, old, returns, self.clip), mask, totals, self.aggregation
         )
@@ -399,7 +405,8 @@ def ptx_loss_sum(
     No sampling temperature: this is language modelling.
     """
     ids, mask = right_pad([context + target for context, target in texts], pad_id)
-    ids, mask = ids.to(model.device), mask.to(model.device)
+    ids = ids.to(model.device)
+    mask = mask.to(model.device)
     contexts = torch.tensor([len(context) for context, _ in texts], device=ids.device).unsqueeze(1)
     positions = torch.arange(ids.shape[1], device=ids.device).unsqueeze(0)
     counted = (mask.bool() & (positions >= contexts))[:, 1:]

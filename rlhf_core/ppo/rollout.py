@@ -153,12 +153,16 @@ def predict_tokens(
 
     Ranks share the parts.
     """
-    batch, exact_kl = rollout.batch, exact_kl and every == 1
+    batch = rollout.batch
+    exact_kl = exact_kl and every == 1
 
     def all_statistics(part: Tokens) -> dict[str, Tensor]:
         policy, values = pair.predict(part)
         # In critic pre-training the frozen policy is its own reference.
-        ref = policy if reference is pair.policy else response_logits(reference, part)
+        if reference is pair.policy:
+            ref = policy
+        else:
+            ref = response_logits(reference, part)
         statistics = token_statistics(
             policy,
             part,
@@ -198,7 +202,8 @@ def predict_tokens(
     names = ["logprobs", "ref_logprobs", "entropy", "values"]
     if exact_kl:
         names.append("full_kl")
-    shape, device = batch.response_mask.shape, batch.tokens.device
+    shape = batch.response_mask.shape
+    device = batch.tokens.device
     columns = {name: torch.zeros(shape, device=device) for name in names}
     for (micro, apart), predicted in zip(parts, predictions, strict=True):
         if not micro.weight:
@@ -314,7 +319,8 @@ def rollout_metrics(
         with_critic: Whether a critic gave values.
         with_exact_kl: Whether the KL over the vocabulary was computed.
     """
-    mask, lengths = experience.response_mask, experience.lengths
+    mask = experience.response_mask
+    lengths = experience.lengths
     learnable = experience.learnable()  # what is said of rewards and values is said of these
     rewards = learnable.rewards
     metrics = reward_distribution(rewards)

@@ -111,18 +111,23 @@ def update(
     """
     config, pair, limit = learner.config, learner.pair, learner.config.target_kl_early_stop
     seed = derive_seed(config.seed, "ppo", "minibatches")
-    early_stopped, policy_steps, skipped = False, 0, 0
+    early_stopped = False
+    policy_steps = 0
+    skipped = 0
     critic_alone = {name: engine for name, engine in pair.engines.items() if name == "critic"}
     # Of each step: the losses of its passes, on the device until all steps are made, and what the
     # host knows.
-    shares, known = list[list[Share]](), list[dict[str, float]]()
+    shares = list[list[Share]]()
+    known = list[dict[str, float]]()
     try:
         for epoch in range(config.epochs):
             number = iteration * config.epochs + epoch
             for part, minibatch in enumerate(
                 experience.minibatches(config.minibatches, seed, number)
             ):
-                before, step, of_host = dict[str, float](), list[Share](), dict[str, float]()
+                before = dict[str, float]()
+                step = list[Share]()
+                of_host = dict[str, float]()
                 if not early_stopped and (limit is not None or config.entropy.kind == "target"):
                     before = measure_minibatch(pair, minibatch)
                     early_stopped = limit is not None and before["old_policy_kl"] > limit
@@ -179,7 +184,8 @@ def gradient_tasks(
         kl_coef: Weight of the KL penalty; read if it is placed in the loss.
         sign: Sign of the entropy in the loss; see :func:`~rlhf_core.ppo.losses.entropy_sign`.
     """
-    config, pair = learner.config, learner.pair
+    config = learner.config
+    pair = learner.pair
     advantages = normalize_and_clip_advantages(
         minibatch.advantages, minibatch.response_mask, config.advantage
     )
@@ -207,7 +213,8 @@ def accumulate_policy_gradients(
     With a shared backbone they are those of the sum of both losses.
     """
     totals = step_totals(minibatch.response_mask)
-    entropies, reference = objective.entropy_weight != 0, objective.exact_kl_reference
+    entropies = objective.entropy_weight != 0
+    reference = objective.exact_kl_reference
 
     def compute(batch: MicroExperience) -> tuple[Tensor, dict[str, Scalar]]:
         tokens = batch.batch
@@ -268,7 +275,9 @@ def ptx_texts(
     def texts(rows: npt.NDArray[np.int64]) -> list[PtxText]:
         drawn: list[PtxText] = []
         for row in rows.tolist():
-            context = list(before[0][row]) if before else []
+            context = []
+            if before:
+                context = list(before[0][row])
             drawn.append((context, list(targets[row])))
         return drawn
 
@@ -312,7 +321,9 @@ def accumulate_ptx_gradient(learner: Learner, step: int) -> list[Share]:
 
     CE is in nats per target token.
     """
-    config, pair, data = learner.config, learner.pair, learner.ptx
+    config = learner.config
+    pair = learner.pair
+    data = learner.ptx
     assert data is not None
     texts = sorted(data.batch(step), key=lambda text: len(text[0]) + len(text[1]))
     # The first token of a plain text has nothing before it to be predicted from.

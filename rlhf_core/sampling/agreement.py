@@ -53,7 +53,8 @@ LIMITS: dict[Precision, RoundingLimits] = {
 }
 
 
-PROMPT_TOKENS, REPLY_TOKENS = (8, 5, 6), 6
+PROMPT_TOKENS = (8, 5, 6)
+REPLY_TOKENS = 6
 OTHER_MODEL = "give a model of another architecture, such as Llama, Qwen, Gemma or Mistral"
 
 
@@ -168,7 +169,8 @@ def _largest_difference(model: PreTrainedModel) -> float:
     sampling = Sampling(eos_id=first_reply[1], pad_id=0, max_new_tokens=REPLY_TOKENS)
     rollout = generate(model, prompts, uniforms, sampling)
     is_token = rollout.response_mask
-    tokens, attention = rollout.tokens.clone(), rollout.attention_mask.clone()
+    tokens = rollout.tokens.clone()
+    attention = rollout.attention_mask.clone()
     batch = Tokens(tokens, attention, is_token.clone())
     logits = response_logits(model, batch).whole()
     distribution = log_distribution(logits[:, :-1], sampling)

@@ -38,7 +38,8 @@ from rlhf_core.models.adapters import adapted_layers, merged_weight
 from rlhf_core.models.kernels import is_plain_linear
 from rlhf_core.models.precision import LOW_PRECISION, Float32Linear
 
-CPU_NAME, GPU_NAME = "rlhf_grouped_sdpa", "rlhf_sdpa"
+CPU_NAME = "rlhf_grouped_sdpa"
+GPU_NAME = "rlhf_sdpa"
 
 
 def grouped_attention(
@@ -203,7 +204,10 @@ class FusedProjection:
             )
             products = rows.split(self.widths, dim=-1)
         is_last = position + 1 == len(self.widths)
-        self._last.held = None if is_last else (input, products)
+        if is_last:
+            self._last.held = None
+        else:
+            self._last.held = (input, products)
         return products[position]
 
 
@@ -219,7 +223,8 @@ class PackedLinear(nn.Linear):
     def __init__(self, replaced: nn.Linear, shared: FusedProjection, position: int) -> None:
         super().__init__(replaced.in_features, replaced.out_features, bias=False, device="meta")
         self.weight = replaced.weight
-        self.shared, self.position = shared, position
+        self.shared = shared
+        self.position = position
 
     def forward(self, input: Tensor) -> Tensor:
         """(..., in) -> (..., out)."""
@@ -351,7 +356,7 @@ def _packed(layers: Mapping[str, _DecodedLayer], rows: int) -> dict[str, nn.Line
 
 def _same_input(name: str, layers: Mapping[str, _DecodedLayer]) -> list[str]:
     """The names of all layers of a block that read the same input as layer ``name``."""
-    block, _, own = name.rpartition(".")
+    block = name.rpartition(".")[0]
     for members in SAME_INPUT:
         names = [f"{block}.{member}" for member in members]
         if name not in names or not layers.keys() >= set(names):

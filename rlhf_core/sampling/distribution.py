@@ -28,7 +28,8 @@ from rlhf_core.data.encoding import pad_id, special_token_ids, stop_token_ids
 # same.
 FORBIDDEN = -1e9
 # Tokens of a vocabulary that is drawn from in one step, and of a chunk of a larger one.
-LARGEST_IN_ONE_STEP, CHUNK = 1 << 16, 1024
+LARGEST_IN_ONE_STEP = 1 << 16
+CHUNK = 1024
 # Its product with a sum is less than the sum, so that no token behind the last likely one is drawn.
 BELOW_ONE = 1.0 - 2.0**-40
 # Stands for a token after the last one of a reply in the making.

@@ -57,8 +57,10 @@ class BlockLayer(DynamicLayer):
 
         The host would wait for that.
         """
-        self.dtype, self.device = key_states.dtype, key_states.device
-        self.keys, self.values = key_states[:, :, :0], value_states[:, :, :0]
+        self.dtype = key_states.dtype
+        self.device = key_states.device
+        self.keys = key_states[:, :, :0]
+        self.values = value_states[:, :, :0]
         self.is_initialized = True
 
     def update(
@@ -302,7 +304,10 @@ class _Decoding:
         width: int,
         needs_mask: bool,
     ) -> None:
-        self.model, self.sampling, self.rows, self.needs_mask = model, sampling, rows, needs_mask
+        self.model = model
+        self.sampling = sampling
+        self.rows = rows
+        self.needs_mask = needs_mask
         self.cache = BlockCache(model.config)
         self.cache_name = cache_argument(model)
         self.stop_ids = rows.drawn.new_tensor(sampling.base.stop_ids)
@@ -329,7 +334,8 @@ class _Decoding:
 
     def draw(self, logits: Tensor) -> None:
         """Draw the token of each row at ``step``."""
-        rows, step = self.rows, self.step
+        rows = self.rows
+        step = self.step
         log_probabilities = self.sampling.next_token(logits, rows.drawn, step)
         uniforms = rows.uniforms.index_select(1, step).squeeze(1)
         picked = inverse_cdf(log_probabilities, uniforms)
@@ -358,7 +364,9 @@ class _Decoding:
         self.held += 1
 
     def _read_drawn(self, positions: Tensor) -> Tensor:
-        mask = self.rows.mask[:, : self.held + 1] if self.needs_mask else None
+        mask = None
+        if self.needs_mask:
+            mask = self.rows.mask[:, : self.held + 1]
         return self.read(self.picked.unsqueeze(1), positions, mask)
 
     def release(self) -> None:
@@ -509,8 +517,10 @@ def generate(
     base = sampling.base
     device = model.device
     prompts, prompt_mask = left_pad(prompt_ids, base.pad_id, width)
-    prompts, prompt_mask = prompts.to(device), prompt_mask.to(device)
-    count, steps = len(prompt_ids), base.max_new_tokens
+    prompts = prompts.to(device)
+    prompt_mask = prompt_mask.to(device)
+    count = len(prompt_ids)
+    steps = base.max_new_tokens
     whole = _Rows(
         numbers=torch.arange(count, device=device),
         uniforms=uniforms.to(device),
@@ -542,10 +552,14 @@ def _write(
     on_tokens: OnTokens | None,
 ) -> None:
     """Draw the replies of ``whole`` to prompts (B, P), token by token."""
-    width, steps = prompts.shape[1], sampling.base.max_new_tokens
+    width = prompts.shape[1]
+    steps = sampling.base.max_new_tokens
     prompt_mask = whole.mask[:, :width]
     decoding = _Decoding(model, sampling, whole, width, needs_mask)
-    look_every = 1 if on_tokens is not None else LOOK_EVERY.get(model.device.type, 1)
+    if on_tokens is not None:
+        look_every = 1
+    else:
+        look_every = LOOK_EVERY.get(model.device.type, 1)
     try:
         positions = position_ids_from_mask(prompt_mask)
         logits = decoding.read(prompts, positions, prompt_mask if needs_mask else None)
@@ -582,7 +596,9 @@ def trimmed_rollout(
 
     So the padding token may be the end marker.
     """
-    width = int(lengths.max()) if len(lengths) else 0
+    width = 0
+    if len(lengths):
+        width = int(lengths.max())
     columns = torch.arange(width, device=lengths.device)
     mask = columns.unsqueeze(0) < lengths.unsqueeze(1)
     return Rollout(

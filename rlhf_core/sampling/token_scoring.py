@@ -268,7 +268,8 @@ def token_statistics(
     real = batch.real_positions
     head = logits.repeatable_head()
     states = logits.states[:, :-1].flatten(0, 1)[real]
-    ref_states, ref_head = states, head
+    ref_states = states
+    ref_head = head
     if reference is not None and reference is not logits:
         ref_states = reference.states[:, :-1].flatten(0, 1)[real]
         if reference.head is not logits.head:
@@ -447,8 +448,7 @@ class MicroBatchLimits:
             return max(*prompts, 1) + max(*replies, 1)
         widths = []
         for prompt, reply in zip(prompts, replies, strict=True):
-            width = prompt + max(reply, 1)
-            widths.append(width)
+            widths.append(prompt + max(reply, 1))
         return max(widths)
 
 

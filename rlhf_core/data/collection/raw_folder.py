@@ -224,7 +224,10 @@ class CountedSource:
         about = self.counts.as_dict() | unused_summary(self.counts.unused)
         about["weight"] = options.weight
         about["cap"] = options.cap
-        about["share"] = self.counts.kept / rows if rows else 0.0
+        if rows:
+            about["share"] = self.counts.kept / rows
+        else:
+            about["share"] = 0.0
         may_be_unset = {
             "category": options.category,
             "derive": options.derive,
@@ -459,8 +462,12 @@ def read_raw(raw: Path) -> RawData:
             )
         rows[kind] = replace(rows[kind], origins=listed)
     manifest = raw / "manifest.json"
-    kinds = read_json(manifest)["kinds"] if manifest.is_file() else {}
-    derived, of_files, cut = [], {}, {}
+    kinds = {}
+    if manifest.is_file():
+        kinds = read_json(manifest)["kinds"]
+    derived = []
+    of_files = {}
+    cut = {}
     for kind, about in kinds.items():
         if about["derived_from"]:
             derived.append(kind)
@@ -476,7 +483,9 @@ def read_raw(raw: Path) -> RawData:
 
 def _chunks_of(path: Path, columns: list[str] | None = None) -> Iterable[pa.Table]:
     """Return the rows of a file in parts; none if there is no such file."""
-    return table_chunks(path, columns) if path.exists() else ()
+    if path.exists():
+        return table_chunks(path, columns)
+    return ()
 
 
 def _read_provenance(path: Path) -> dict[str, Origins]:

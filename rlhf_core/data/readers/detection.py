@@ -131,7 +131,10 @@ def _counted(records: Sequence[Record]) -> Counter[str]:
 
 def _no_row_to_read(first: Sequence[Record], options: ReadOptions, where: str) -> DataError:
     """Return the error for a file none of whose first records can be read."""
-    record = first[0] if first else Record(0, None, "there are no rows")
+    if first:
+        record = first[0]
+    else:
+        record = Record(0, None, "there are no rows")
     rows = "its only row cannot be read"
     if len(first) > 1:
         which = "the first" if len(first) == PROBE else "its"
@@ -144,7 +147,8 @@ def _no_row_to_read(first: Sequence[Record], options: ReadOptions, where: str) -
 
 def _of_no_format(record: Record, where: str) -> DataError:
     """Return the error for a file whose records are of no known format, as its first shows."""
-    hint, value = "", record.value
+    hint = ""
+    value = record.value
     if isinstance(value, list) and all(isinstance(row, dict) for row in value):
         hint = " (JSON lines have a row in each; a file that is one list of rows is named .json)"
     elif isinstance(value, dict):
@@ -227,7 +231,8 @@ def _objects(records: Sequence[Record]) -> Iterator[dict[str, Any]]:
 
 def _unread_replies(record: Mapping[str, Any], own: str) -> str:
     """Say which columns of a record other than its ``own`` look like replies; empty if none do."""
-    names, texts = {}, {}
+    names = {}
+    texts = {}
     for name, value in record.items():
         if value and name != own and isinstance(value, str | list | dict):
             names[name.strip().casefold()] = name

@@ -67,7 +67,9 @@ def ranking_rows(
         raise Undecided("no reply is better than another")
     rows: list[Parsed] = []
     for system, replies in by_system.items():
-        whole = [{"role": "system", "content": system}, *prompt] if system else prompt
+        whole = prompt
+        if system:
+            whole = [{"role": "system", "content": system}, *prompt]
         if kind == "preferences":
             for better, worse in ranked_pairs(replies, choice):
                 margin = better.value - worse.value if scored else None
@@ -109,7 +111,8 @@ def _ranking(shape: Shape, record: Any, kind: str, options: ReadOptions) -> list
     """Read a list of replies, and a list of their scores or ranks."""
     columns = (first_column(record, names, held) for names, held in shape.needs.items())
     list_name, value_name, prompt_name = map(str, columns)
-    texts, values = record[list_name], record[value_name]
+    texts = record[list_name]
+    values = record[value_name]
     if len(texts) != len(values):
         raise Refusal(f"there are {len(texts)} {list_name} but {len(values)} {value_name}")
     scored = value_name != "ranks"
@@ -150,7 +153,8 @@ def _prompts(root: Node) -> Iterator[tuple[list[Turn], list[Node]]]:
     waiting: list[tuple[list[Turn], Node]] = [([], node) for node in _usable([root])]
     while waiting:
         before, node = waiting.pop()
-        path, replies = [*before, _tree_turn(node)], _usable(node.get("replies"))
+        path = [*before, _tree_turn(node)]
+        replies = _usable(node.get("replies"))
         if path[-1]["role"] == "user":
             yield path, [reply for reply in replies if _tree_turn(reply)["role"] == "assistant"]
         waiting += [(path, reply) for reply in reversed(replies)]

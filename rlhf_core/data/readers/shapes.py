@@ -54,7 +54,9 @@ def is_hh(record: Any) -> bool:
     Beside a prompt that is no transcript, both have to be transcripts: a reply may hold a dialogue
     that its prompt asks for.
     """
-    chosen, rejected, prompt = record["chosen"], record["rejected"], record.get("prompt")
+    chosen = record["chosen"]
+    rejected = record["rejected"]
+    prompt = record.get("prompt")
     if not isinstance(chosen, str) or not isinstance(rejected, str):
         return False
     if "conversations" in record or "instruction" in record:
@@ -117,7 +119,8 @@ def _matcher(shape: Shape) -> Callable[[Any], bool]:
     if shape.looks == "a list of texts":
         return HOLDS["texts"]
     needs = [(names.split(), HOLDS[held]) for names, held in shape.needs.items()]
-    lacks, looks = set(shape.lacks.split()), LOOKS[shape.looks]
+    lacks = set(shape.lacks.split())
+    looks = LOOKS[shape.looks]
 
     def matches(record: Any) -> bool:
         if not isinstance(record, dict):
@@ -195,7 +198,9 @@ def _columns(shape: Shape, record: Any, kind: str, options: ReadOptions) -> Pars
     if len(texts) == 1:
         return Parsed(turns, reply=texts[0])
     category: str | None = options.dimension
-    given = record.get(shape.category) if shape.category else None
+    given = None
+    if shape.category:
+        given = record.get(shape.category)
     if isinstance(given, str) and given:
         category = text_of(given, shape.category)
     return Parsed(turns, texts[best], texts[1 - best], margin=margin, category=category)
@@ -221,7 +226,8 @@ def _preference(shape: Shape, record: Any, options: ReadOptions) -> tuple[int, f
         return 0, None
     numbers = [number_of(record[column], column) for column in shape.labels]
     if shape.prefers == "strength":
-        (column,), (strength,) = shape.labels, numbers
+        (column,) = shape.labels
+        (strength,) = numbers
         if not abs(strength) <= STRONGEST_PREFERENCE:
             raise Refusal(
                 f"{column} is {record[column]!r}, not from -{STRONGEST_PREFERENCE} to {STRONGEST_PREFERENCE}"
@@ -232,7 +238,8 @@ def _preference(shape: Shape, record: Any, options: ReadOptions) -> tuple[int, f
     for column, number in zip(shape.labels, numbers, strict=True):
         if number not in (0, 1):
             raise Refusal(f"{column} is {record[column]!r}, not 0 or 1")
-    helpful, safe = int(numbers[0]), int(numbers[-1])
+    helpful = int(numbers[0])
+    safe = int(numbers[-1])
     if options.dimension == "agreed" and helpful != safe:
         raise Undecided("the more helpful reply is not the safer one")
     return (safe if options.dimension == "safe" else helpful), None

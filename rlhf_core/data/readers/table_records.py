@@ -71,7 +71,8 @@ def table_records(kind: str, path: Path, name: str, on_read: OnRead) -> Iterator
         name: What messages call the file.
         on_read: Called with the number of bytes that are read so far.
     """
-    size, rows = path.stat().st_size, 0
+    size = path.stat().st_size
+    rows = 0
     parts_of = parquet_parts if kind == ".parquet" else _arrow_parts
     parts = partial(parts_of, name, path, size)
     _require_readable(name, size, partial(_read_through, kind, parts, path))
@@ -301,7 +302,9 @@ def _decoded_bytes(values: pa.Array) -> int:
     Raises:
         ArrowInvalid: They are of a type in which values can be shared in further ways.
     """
-    kind, types, count = values.type, pa.types, len(values)
+    kind = values.type
+    types = pa.types
+    count = len(values)
     if isinstance(values, pa.ExtensionArray):
         return _decoded_bytes(values.storage)
     if types.is_struct(kind):
@@ -334,11 +337,15 @@ def _bytes_for_texts(kind: pa.DataType) -> pa.DataType:
     """Return a type with bytes in place of texts, also inside lists and objects."""
     types = pa.types
     if types.is_string(kind) or types.is_large_string(kind):
-        return pa.binary() if types.is_string(kind) else pa.large_binary()
+        if types.is_string(kind):
+            return pa.binary()
+        return pa.large_binary()
     if types.is_struct(kind):
         fields = map(kind.field, range(kind.num_fields))
         return pa.struct([field.with_type(_bytes_for_texts(field.type)) for field in fields])
     if types.is_list(kind) or types.is_large_list(kind):
         item = kind.value_field.with_type(_bytes_for_texts(kind.value_field.type))
-        return pa.list_(item) if types.is_list(kind) else pa.large_list(item)
+        if types.is_list(kind):
+            return pa.list_(item)
+        return pa.large_list(item)
     return kind

@@ -137,9 +137,13 @@ class CheckedKind:
         refused: dict[int, dict[str, SuiteRule]] = {}
         warned: dict[str, set[int]] = {}
         for rule, verdict in verdicts.items():
-            rows = verdict.rows.tolist() if verdict.rows is not None else []
+            rows = []
+            if verdict.rows is not None:
+                rows = verdict.rows.tolist()
             table_broken = verdict.rows is None and not verdict.passed
-            counts = self.warned if rule.severity == "warn" else self.failed
+            counts = self.failed
+            if rule.severity == "warn":
+                counts = self.warned
             if found is not None:
                 counts.setdefault(rule.name, 0)
             if rule.severity == "warn":
@@ -471,7 +475,8 @@ def _digests(kind: str, columns: pa.Table) -> pa.Table:
     contents = list(zip(*texts, strict=True))
     hashes = {"content": [_digest(map(str.encode, content)) for content in contents]}
     if kind == "preferences":
-        labelled, swapped = [], []
+        labelled = []
+        swapped = []
         for content in contents:
             prompt, chosen, rejected = (_digest([comparable(text).encode()]) for text in content)
             labelled.append(_digest((prompt, chosen, rejected)))

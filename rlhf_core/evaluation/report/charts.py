@@ -31,7 +31,8 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 Point = tuple[float, float]
-ROW_HEIGHT, AXIS_HEIGHT = 34, 40
+ROW_HEIGHT = 34
+AXIS_HEIGHT = 40
 BAND_OPACITY = (0.14, 0.24)
 
 
@@ -85,7 +86,9 @@ def line_chart(
     if marks:
         names.append(("mark", "health finding"))
     chart = draw_svg(draw, title, HEIGHT)
-    return chart + _legend(names) if len(names) > 1 else chart
+    if len(names) > 1:
+        return chart + _legend(names)
+    return chart
 
 
 def interval_chart(
@@ -300,7 +303,8 @@ def reward_histograms(history: Sequence[Mapping[str, Any]]) -> Markup | None:
     if not rows:
         return None
     count = min(MOST_ROWS, len(rows))
-    last, steps = len(rows) - 1, max(count - 1, 1)
+    last = len(rows) - 1
+    steps = max(count - 1, 1)
     chosen = [rows[round(number * last / steps)] for number in range(count)]
 
     def draw(axes: Axes) -> None:

@@ -71,7 +71,8 @@ def build_context(sources: ReportSources, title: str, replies: int) -> dict[str,
             answered.append((label, evaluation[name]["multiple_choice"]))
     mistakes = []
     for row in sources.mistakes:
-        chosen, rejected = row.get("chosen", ""), row.get("rejected", "")
+        chosen = row.get("chosen", "")
+        rejected = row.get("rejected", "")
         mistakes.append(row | _marked("chosen", chosen, "rejected", rejected))
     shown = spread_over_categories(sources.comparisons, replies)
     bad_cases_by = ""
@@ -142,9 +143,11 @@ def about(sources: ReportSources) -> list[str]:
     except RlhfError:
         params = None
     settings = dotted(params or {})
-    kind, counted = "preferences", "training pairs"
+    kind = "preferences"
+    counted = "training pairs"
     if settings.get("collect.pairs") is False:
-        kind, counted = "prompts", "training prompts"
+        kind = "prompts"
+        counted = "training prompts"
     collected = settings.get("collect.source")
     if collected == "world":
         data = "the synthetic world"
@@ -432,7 +435,8 @@ def _marked(name: str, text: Any, other_name: str, other_text: Any) -> dict[str,
 
 def mark_differences(first: str, second: str) -> tuple[Markup, Markup]:
     """Escape both texts and put ``<mark>`` around the words in which they differ."""
-    words, other_words = WORDS.findall(first), WORDS.findall(second)
+    words = WORDS.findall(first)
+    other_words = WORDS.findall(second)
     matcher = SequenceMatcher(a=words, b=other_words, autojunk=False)
 
     def marked(pieces: Sequence[str], kind: str) -> str:

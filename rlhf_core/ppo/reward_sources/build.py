@@ -198,7 +198,9 @@ class EnsembleRewards:
     """
 
     def __init__(self, members: Sequence[RewardFn], origins: Sequence[float], k: float) -> None:
-        self.members, self.origins, self.k = tuple(members), tuple(origins), k
+        self.members = tuple(members)
+        self.origins = tuple(origins)
+        self.k = k
         self.metrics: dict[str, float] = {}
 
     def rewards(self, replies: Replies) -> Tensor:
