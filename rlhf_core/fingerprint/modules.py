@@ -44,6 +44,10 @@ def dotted_name(node: ast.expr) -> tuple[str, ...]:
     return (node.id, *reversed(parts))
 
 
+# Conditions of statements without ``else``: what they guard is for annotations alone, or is executed
+# by no import.
+FOR_TYPE_CHECKERS = re.compile(r"(\w+\.)*TYPE_CHECKING")
+MAIN_GUARD = "__name__ == '__main__'"
 Compound = (ast.If, ast.Try, ast.With, ast.For, ast.While, ast.Match)
 Assignment = (ast.Assign, ast.AnnAssign, ast.AugAssign)
 Named = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
@@ -94,11 +98,14 @@ class Module:
             self._add(statement)
 
     def _add(self, statement: ast.stmt) -> None:
+        condition = ""
+        if isinstance(statement, ast.If) and not statement.orelse:
+            condition = ast.unparse(statement.test)
         if isinstance(statement, ast.Import | ast.ImportFrom):
             self._bind_imports([statement], executed=True)
-        elif is_for_type_checkers(statement):
+        elif FOR_TYPE_CHECKERS.fullmatch(condition):
             self._bind_imports(imports_in(statement), executed=False)
-        elif is_main_guard(statement):
+        elif condition == MAIN_GUARD:
             return
         elif isinstance(statement, Compound):
             self._bind_imports(imports_in(statement), executed=True)
@@ -151,20 +158,6 @@ class Module:
             package = self.name.rpartition(".")[0]
         dots = "." * statement.level
         return resolve_name(f"{dots}{module}", package)
-
-
-def is_for_type_checkers(statement: ast.stmt) -> bool:
-    """Whether this is ``if TYPE_CHECKING:`` without ``else``: names for annotations alone."""
-    if not isinstance(statement, ast.If) or statement.orelse:
-        return False
-    return dotted_name(statement.test)[-1:] == ("TYPE_CHECKING",)
-
-
-def is_main_guard(statement: ast.stmt) -> bool:
-    """Whether this is ``if __name__ == "__main__":`` without ``else``: no import executes it."""
-    if not isinstance(statement, ast.If) or statement.orelse:
-        return False
-    return ast.unparse(statement.test) == "__name__ == '__main__'"
 
 
 def targets_executed(module: Module, statement: ast.Import | ast.ImportFrom) -> list[Import]:

@@ -153,10 +153,9 @@ def folder_patterns(workspace: Path, sources: RewardSources) -> list[str]:
     patterns = []
     for source in sources:
         for folder in model_folders(source):
-            path = os.path.expanduser(folder)
-            place = workspace / path
+            place = workspace / os.path.expanduser(folder)
             if place.is_dir() and place.resolve() != own:
-                patterns.append(f"{glob.escape(str(Path(path)))}/**")
+                patterns += _patterns(workspace, folder, ("**",))
     return patterns
 
 

@@ -34,6 +34,7 @@ Point = tuple[float, float]
 ROW_HEIGHT = 34
 AXIS_HEIGHT = 40
 BAND_OPACITY = (0.14, 0.24)
+OUTCOMES = {"lose": SERIES[1], "tie": COLOURS["line"], "win": SERIES[0]}  # from left to right
 
 
 def line_chart(
@@ -73,11 +74,12 @@ def line_chart(
         for (label, line), colour in zip(lines.items(), SERIES, strict=False):
             xs = [x for x, _ in line]
             ys = [y for _, y in line]
+            style: dict[str, Any] = {"linewidth": 2, "marker": "", "markersize": 9}
             if label in scattered:
-                axes.plot(xs, ys, color=colour, linestyle="", marker="o", markersize=4, alpha=0.5)
-            else:
-                marker = "o" if len(xs) == 1 else ""
-                axes.plot(xs, ys, color=colour, linewidth=2, marker=marker, markersize=9)
+                style = {"linestyle": "", "marker": "o", "markersize": 4, "alpha": 0.5}
+            elif len(xs) == 1:
+                style["marker"] = "o"
+            axes.plot(xs, ys, color=colour, **style)
         for x in marks:
             axes.axvline(x, color=COLOURS["open"], linewidth=1.5, linestyle=":")
 
@@ -109,7 +111,7 @@ def interval_chart(
 
 def outcome_chart(
     rows: Sequence[tuple[str, Mapping[str, Any]]],
-    title: str = "",
+    title: str,
     baseline: str = "SFT",
     candidate: str = "policy",
 ) -> Markup:
@@ -122,23 +124,21 @@ def outcome_chart(
     def draw(axes: Axes) -> None:
         for y, (_, row) in enumerate(rows):
             left = 0.0
-            for share, colour in (
-                ("lose", SERIES[1]),
-                ("tie", COLOURS["line"]),
-                ("win", SERIES[0]),
-            ):
-                axes.barh(y, row[share], left=left, color=colour, height=0.62)
-                left += row[share]
+            for outcome, colour in OUTCOMES.items():
+                share = row[outcome]
+                axes.barh(y, share, left=left, color=colour, height=0.62)
+                left += share
+            rate = format_number(row["win_rate"], 2)
             ends = format_interval(row["win_rate_low95"], row["win_rate_high95"])
-            rate = f"{format_number(row['win_rate'], 2)} ({ends})"
-            label = f"{rate}, {row['prompts']} / {row['clusters']}"
+            label = f"{rate} ({ends}), {row['prompts']} / {row['clusters']}"
             axes.text(1.02, y, label, va="center", color=COLOURS["soft"])
         axes.axvline(0.5, color=COLOURS["soft"], linestyle="--", linewidth=1)
         axes.set_xlim(0, 1)
         _label_rows(axes, [label for label, _ in rows])
 
-    legend = _legend([("s1", f"{baseline} wins"), ("tie", "tie"), ("s0", f"{candidate} wins")])
-    return draw_svg(draw, title, ROW_HEIGHT * len(rows) + AXIS_HEIGHT) + legend
+    names = [("s1", f"{baseline} wins"), ("tie", "tie"), ("s0", f"{candidate} wins")]
+    height = ROW_HEIGHT * len(rows) + AXIS_HEIGHT
+    return draw_svg(draw, title, height) + _legend(names)
 
 
 def _label_rows(axes: Axes, labels: Sequence[str]) -> None:
@@ -166,7 +166,7 @@ def chart_specs() -> Mapping[str, Sequence[Mapping[str, Any]]]:
 
 
 def draw_charts(
-    histories: Mapping[str, Sequence[Mapping[str, Any]]], findings: Sequence[float] = ()
+    histories: Mapping[str, Sequence[Mapping[str, Any]]], findings: Sequence[float]
 ) -> dict[str, list[dict[str, Any]]]:
     """Draw the charts of :func:`chart_specs` that have lines, by history.
 
