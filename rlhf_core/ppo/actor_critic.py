@@ -64,11 +64,11 @@ class ActorCriticPair:
     @property
     def models(self) -> tuple[object, ...]:
         """All models of which it consists."""
+        if isinstance(self.critic, ActorCritic):
+            return (self.critic,)
         if self.critic is None:
             return (self.policy,)
-        return (
-            (self.critic,) if isinstance(self.critic, ActorCritic) else (self.policy, self.critic)
-        )
+        return (self.policy, self.critic)
 
     def predict(self, batch: Tokens) -> tuple[LazyLogits, Tensor]:
         """Logits (B, T + 1, V) and values (B, T), outside of any training step.

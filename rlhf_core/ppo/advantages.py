@@ -59,12 +59,11 @@ def gae(
     rewards = rewards.cpu()
     values = values.cpu()
     mask = mask.cpu()
-    zeros = torch.zeros_like(values)
-    values = torch.where(mask, values, zeros)
-    rewards = torch.where(mask, rewards, zeros)
+    values = torch.where(mask, values, 0)
+    rewards = torch.where(mask, rewards, 0)
     advantages = torch.zeros_like(values)
-    following_value = zeros[:, 0]
-    following_advantage = zeros[:, 0]
+    following_value = values.new_zeros(len(values))
+    following_advantage = following_value
     for t in reversed(range(values.shape[1])):
         delta = rewards[:, t] + gamma * following_value - values[:, t]
         # Past the end every term is zero, so no mask is needed inside the recursion.
@@ -92,9 +91,10 @@ def explained_variance(values: Tensor, targets: Tensor, mask: Tensor) -> float:
     if targets.numel() < 2:
         return 0.0
     spread = float(targets.var(unbiased=False))
-    if spread > 1e-12:
-        return 1.0 - float((targets - values).var(unbiased=False)) / spread
-    return 0.0
+    if not spread > 1e-12:
+        return 0.0
+    unexplained = float((targets - values).var(unbiased=False))
+    return 1.0 - unexplained / spread
 
 
 def with_group_advantages(
@@ -113,10 +113,8 @@ def with_group_advantages(
     else:
         advantages = group_relative_advantages(groups, config.divide_by_std)
     per_token = advantages.view(-1, 1).expand_as(experience.token_rewards)
-    return replace(
-        experience,
-        advantages=torch.where(experience.response_mask, per_token, torch.zeros_like(per_token)),
-    )
+    of_response = torch.where(experience.response_mask, per_token, 0)
+    return replace(experience, advantages=of_response)
 
 
 def grouped_rewards(experience: Experience, replies_per_prompt: int) -> Tensor:
@@ -124,9 +122,8 @@ def grouped_rewards(experience: Experience, replies_per_prompt: int) -> Tensor:
 
     It is the shaped reward, less the KL penalty where that is placed in the reward.
     """
-    return sequence_sums(experience.token_rewards, experience.response_mask).view(
-        -1, replies_per_prompt
-    )
+    worth = sequence_sums(experience.token_rewards, experience.response_mask)
+    return worth.view(-1, replies_per_prompt)
 
 
 def leave_one_out_advantages(rewards: Tensor) -> Tensor:
@@ -139,7 +136,8 @@ def leave_one_out_advantages(rewards: Tensor) -> Tensor:
     2019.
     """
     replies = rewards.shape[1]
-    baseline = (rewards.sum(dim=1, keepdim=True) - rewards) / (replies - 1)
+    of_others = rewards.sum(dim=1, keepdim=True) - rewards
+    baseline = of_others / (replies - 1)
     return rewards - baseline
 
 
@@ -168,14 +166,16 @@ def advantages_of_scored(rewards: Tensor, scored: Tensor, config: AdvantageConfi
     was scored.
     """
     count = scored.sum(dim=1, keepdim=True)
-    mean = torch.where(scored, rewards, 0.0).sum(dim=1, keepdim=True) / count.clamp(min=1)
+    total = torch.where(scored, rewards, 0.0).sum(dim=1, keepdim=True)
+    mean = total / count.clamp(min=1)
     centred = torch.where(scored, rewards - mean, 0.0)
     others = (count - 1).clamp(min=1)
     if config.estimator == "rloo":
         return centred * count / others  # r - mean of the others = (r - mean of all) * n / (n - 1)
     if not config.divide_by_std:
         return centred
-    std = (centred.square().sum(dim=1, keepdim=True) / others).sqrt()
+    variance = centred.square().sum(dim=1, keepdim=True) / others
+    std = variance.sqrt()
     return centred / (std + STD_EPSILON)
 
 
@@ -224,6 +224,5 @@ def masked_whiten(values: Tensor, mask: Tensor) -> Tensor:
     """
     mean = masked_mean(values, mask)
     variance = masked_mean((values - mean).square(), mask)
-    return torch.where(
-        mask, (values - mean) * torch.rsqrt(variance + 1e-8), torch.zeros_like(values)
-    )
+    whitened = (values - mean) * torch.rsqrt(variance + 1e-8)
+    return torch.where(mask, whitened, 0)

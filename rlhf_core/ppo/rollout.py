@@ -188,9 +188,7 @@ def predict_tokens(
 
     runs: list[tuple[Tokens, Predict, int]] = [(batch, all_statistics, 1)]
     if every > 1:
-        sample = Tokens(
-            batch.tokens[::every], batch.attention_mask[::every], batch.response_mask[::every]
-        )
+        sample = batch.rows(slice(0, None, every))
         runs = [(batch, without_policy, 1), (sample, of_policy, every)]
     parts: list[tuple[MicroBatch, int]] = []
     tasks: list[Callable[[], dict[str, Tensor]]] = []
@@ -209,8 +207,9 @@ def predict_tokens(
         if not micro.weight:
             continue
         for name, values in predicted.items():
-            real = torch.where(micro.tokens.response_mask, values, 0.0).to(columns[name].dtype)
-            columns[name][apart * micro.rows] = pad_columns(real, batch.width)
+            column = columns[name]
+            real = torch.where(micro.tokens.response_mask, values, 0.0).to(column.dtype)
+            column[apart * micro.rows] = pad_columns(real, batch.width)
     scored = torch.arange(len(batch.tokens), device=device) % every == 0
     for name in ("logprobs", "entropy"):
         columns[name].masked_fill_(~scored.unsqueeze(1), math.nan)

@@ -66,10 +66,12 @@ class Learner:
     ptx: PtxData | None = None
 
     @property
-    def models(self) -> list[object]:
+    def models(self) -> tuple[object, ...]:
         """All models that a step may call."""
-        exact_kl = self.config.kl.placement == "loss" and self.config.kl.estimator == "full"
-        return [*self.pair.models, *([self.reference] if exact_kl else [])]
+        kl = self.config.kl
+        if kl.placement == "loss" and kl.estimator == "full":
+            return (*self.pair.models, self.reference)
+        return self.pair.models
 
     @property
     def value_objective(self) -> ValueObjective:
@@ -109,7 +111,9 @@ def update(
         kl_coef: Weight of the KL penalty; read if it is placed in the loss.
         iteration: Number of the iteration from 0, which fixes every order and ptx batch.
     """
-    config, pair, limit = learner.config, learner.pair, learner.config.target_kl_early_stop
+    config = learner.config
+    pair = learner.pair
+    limit = config.target_kl_early_stop
     seed = derive_seed(config.seed, "ppo", "minibatches")
     early_stopped = False
     policy_steps = 0
@@ -145,22 +149,20 @@ def update(
                         step += accumulate_ptx_gradient(learner, number * config.minibatches + part)
                     of_host["padding_share_update"] = pair.limits.padding_share(minibatch.batch)
                     policy_steps += 1
-                results = clip_and_step(
-                    engines, config.gradient_norm, config.policy_optimizer.max_grad_norm
-                )
-                skipped += sum(result.skipped for result in results.values())
-                of_host |= {
-                    f"{name}_grad_norm": result.grad_norm for name, result in results.items()
-                }
-                of_host |= {f"{name}_lr": result.lr for name, result in results.items()}
+                max_norm = config.policy_optimizer.max_grad_norm
+                results = clip_and_step(engines, config.gradient_norm, max_norm)
+                for name, result in results.items():
+                    skipped += result.skipped
+                    of_host[f"{name}_grad_norm"] = result.grad_norm
+                for name, result in results.items():
+                    of_host[f"{name}_lr"] = result.lr
                 shares.append(step)
                 known.append(of_host)
     except TrainingPaused as paused:
         skips = float(MAX_NONFINITE_IN_A_ROW)
         return UpdateResult({"nonfinite_in_a_row": skips, "skipped_steps": skips}, paused)
-    steps = [
-        losses | of_host for losses, of_host in zip(totals_of_steps(shares), known, strict=True)
-    ]
+    totals = totals_of_steps(shares)
+    steps = [losses | of_host for losses, of_host in zip(totals, known, strict=True)]
     counts = {
         "steps": float(policy_steps),
         "skipped_steps": float(skipped),
@@ -218,13 +220,15 @@ def accumulate_policy_gradients(
 
     def compute(batch: MicroExperience) -> tuple[Tensor, dict[str, Scalar]]:
         tokens = batch.batch
-        if not isinstance(pair.critic, ActorCritic):
+        values = None
+        if isinstance(pair.critic, ActorCritic):
+            logits, values = logits_and_values(pair.critic, tokens)
+        else:
             logits = response_logits(pair.policy, tokens)
-            statistics = pair.statistics(logits, tokens, entropies, reference)
-            return objective.loss(statistics, batch, totals)
-        logits, values = logits_and_values(pair.critic, tokens)
         statistics = pair.statistics(logits, tokens, entropies, reference)
         loss, metrics = objective.loss(statistics, batch, totals)
+        if values is None:
+            return loss, metrics
         value_loss, value_metrics = value_objective.loss(values, batch, totals)
         return loss + value_loss, metrics | value_metrics
 
@@ -247,15 +251,14 @@ def measure_minibatch(pair: ActorCriticPair, minibatch: Experience) -> dict[str,
 
     for batch, weight in minibatch.micro_batches(pair.limits):
         statistics = pair.engines["policy"].forward(partial(forward, batch.batch))
-        ratio = ratios(statistics["logprobs"], batch.old_logprobs, batch.response_mask)
+        mask = batch.response_mask
+        ratio = ratios(statistics["logprobs"], batch.old_logprobs, mask)
         terms = {"old_policy_kl": old_policy_kl(ratio), "entropy": statistics["entropy"]}
-        sums = {
-            name: device_scalar(masked_sum(term, batch.response_mask))
-            for name, term in terms.items()
-        }
+        sums = {name: device_scalar(masked_sum(term, mask)) for name, term in terms.items()}
         shares.append((sums, weight))
     tokens = step_totals(minibatch.response_mask).tokens
-    return {name: value / tokens for name, value in totals_of_steps([shares])[0].items()}
+    totals = totals_of_steps([shares])[0]
+    return {name: value / tokens for name, value in totals.items()}
 
 
 PtxText = tuple[list[int], list[int]]  # context ids, and the target ids that are to be predicted
@@ -283,14 +286,14 @@ def ptx_texts(
 
     rows = np.arange(len(table))
     if longest is not None:
-        rows = np.flatnonzero(
-            np.sum([column.lengths for column in (*before, targets)], axis=0) <= longest
-        )
+        lengths = np.sum([column.lengths for column in (*before, targets)], axis=0)
+        rows = np.flatnonzero(lengths <= longest)
     if shares:
         parameter = "ppo.ptx.category_shares"
-        rows = np.array(
-            rows_by_category_share(table.categories(), shares, seed, 0, parameter, rows.tolist())
+        drawn = rows_by_category_share(
+            table.categories(), shares, seed, 0, parameter, rows.tolist()
         )
+        rows = np.array(drawn)
     return TableRows(rows, texts)
 
 

@@ -142,7 +142,7 @@ class Tokens:
         longest_reply = max(1, *replies)
         return own.cut(longest_prompt, longest_reply)
 
-    def rows(self, rows: Tensor) -> Tokens:
+    def rows(self, rows: Tensor | slice) -> Tokens:
         """The given rows, as wide as all of them are."""
         tokens = self.tokens[rows]
         attention = self.attention_mask[rows]
