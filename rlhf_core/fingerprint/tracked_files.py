@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from importlib.machinery import ModuleSpec, PathFinder
 from importlib.util import find_spec
+from itertools import starmap
 from pathlib import Path
 
 from rlhf_core.config.evaluation import EvaluateConfig, VerifiableConfig
@@ -95,8 +96,9 @@ def write_starting_model(workspace: Path, source: str) -> None:
         source: ``base.source``. A folder counts by its files, a GGUF file by itself; a hub id and
             ``scratch`` by their names, which params.yaml holds.
     """
-    notes = [plugin_line(group, name) for group, name in model_plugins(source)]
-    write_sources(workspace, _patterns(workspace, source, ("**",)), STARTING_MODEL, notes)
+    patterns = _patterns(workspace, source, ("**",))
+    notes = starmap(plugin_line, model_plugins(source))
+    write_sources(workspace, patterns, STARTING_MODEL, notes)
 
 
 def tokenizer_patterns(workspace: Path, source: str | None) -> list[str]:
@@ -111,7 +113,9 @@ def _patterns(workspace: Path, source: str, inside: Sequence[str]) -> list[str]:
     name = glob.escape(str(path))
     if place.is_dir():
         return [f"{name}/{pattern}" for pattern in inside]
-    return [name] if place.is_file() else []
+    if place.is_file():
+        return [name]
+    return []
 
 
 REWARD_SOURCES = "reward_sources"
@@ -125,14 +129,14 @@ def write_tracked_files(workspace: Path, rollout: RolloutConfig) -> None:
     """
     sources = rollout.reward.sources
     code = code_lines(workspace, sources)
-    code += [plugin_line(group, name) for group, name in rollout.plugins]
+    code += starmap(plugin_line, rollout.plugins)
     write_sources(workspace, folder_patterns(workspace, sources), REWARD_SOURCES, code)
 
 
 def write_evaluation_inputs(workspace: Path, config: EvaluateConfig) -> None:
     """Refresh ``.fingerprints/verifiable.txt``: files, functions and plugins of ``evaluate``."""
     code = code_lines(workspace, verifiable_functions(config.verifiable))
-    code += [plugin_line(group, name) for group, name in config.plugins]
+    code += starmap(plugin_line, config.plugins)
     patterns: list[str] = []
     for of_setting in config.untracked_files.values():
         patterns += of_setting

@@ -119,7 +119,9 @@ class BlockLayer(DynamicLayer):
         assert self.keys is not None and self.values is not None
         if self._buffers is None or length > self._buffers[0].shape[-2]:
             held = self.get_seq_length()
-            self._buffers = _longer(self.keys, length), _longer(self.values, length)
+            keys = _longer(self.keys, length)
+            values = _longer(self.values, length)
+            self._buffers = keys, values
             self.unfix(held)  # which lets the shorter ones go
         return self._buffers
 
@@ -202,18 +204,24 @@ class NoWaiting(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        leaves_given = tree_leaves((args, kwargs))
-        given = [each for each in leaves_given if isinstance(each, Tensor)]
-        made = [each for each in tree_leaves(result) if isinstance(each, Tensor)]
-        looks = func is torch.ops.aten.is_nonzero.default or not WAITING.isdisjoint(func.tags)
+        given = _tensors_in((args, kwargs))
         if func is torch.ops.aten.index.Tensor:
             looks = any(each.dtype == torch.bool for each in given[1:])
+        elif func is torch.ops.aten.is_nonzero.default:
+            looks = True
+        else:
+            looks = not WAITING.isdisjoint(func.tags)
         devices = {each.device for each in given}  # those of single numbers too
-        mixed = len({each.device for each in given if each.dim()}) > 1
-        moved = bool(given) and any(each.device not in devices for each in made)
-        if looks or mixed or moved:
+        of_arrays = {each.device for each in given if each.dim()}
+        made_on = {each.device for each in _tensors_in(result)}
+        moved = bool(given) and not made_on <= devices
+        if looks or moved or len(of_arrays) > 1:
             raise RuntimeError(f"the host waits in {func}")
         return result
+
+
+def _tensors_in(tree: Any) -> list[Tensor]:
+    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]
 
 
 # How a device captures work that is to be launched again and again. That takes as long as two or
@@ -354,7 +362,8 @@ class _Decoding:
         if self.held == self._fixed_length:
             self.release()
         if self._replay is None and steps_left >= GRAPH_STEPS and self._may_be_captured:
-            self._capture(_blocks(self.held + min(steps_left, GRAPH_LENGTH)))
+            length = self.held + min(steps_left, GRAPH_LENGTH)
+            self._capture(_blocks(length))
         if self._replay is not None:
             self._replay()
         else:
@@ -391,7 +400,8 @@ class _Decoding:
     @property
     def _may_be_captured(self) -> bool:
         device = self.model.device
-        if device.type not in GRAPHS or not self._has_room or not getattr(self.model, _WORKS, True):
+        works = getattr(self.model, _WORKS, True)
+        if device.type not in GRAPHS or not self._has_room or not works:
             return False
         # Only what is launched on the current device is captured.
         if device.index is not None and device.index != torch.cuda.current_device():
@@ -465,9 +475,11 @@ class _Decoding:
             cast(BlockLayer, layer).fix(slot, length)
         # Added to scores of attention: nothing at tokens held, and almost -inf elsewhere.
         dtype = self.model.dtype
+        lowest = torch.finfo(dtype).min
         mask = self.rows.mask[:, None, None, : self.held].bool()
-        seen = slot.new_full((len(mask), 1, 1, length), torch.finfo(dtype).min, dtype=dtype)
-        seen[..., : self.held].masked_fill_(mask, 0.0)
+        seen = slot.new_full((len(mask), 1, 1, length), lowest, dtype=dtype)
+        held = seen[..., : self.held]
+        held.masked_fill_(mask, 0.0)
         return slot, seen
 
     def _unfix(self) -> None:
@@ -537,7 +549,8 @@ def generate(
         needs_mask = padded or device.type == "cpu"
         _write(model, prompts, sampling, whole, needs_mask, on_tokens)
     columns = torch.arange(steps, device=device)
-    response = whole.drawn.masked_fill(columns >= whole.lengths.unsqueeze(1), base.pad_id)
+    is_padding = columns >= whole.lengths.unsqueeze(1)
+    response = whole.drawn.masked_fill(is_padding, base.pad_id)
     return trimmed_rollout(
         prompts, prompt_mask, response, whole.logprobs, whole.lengths, whole.finished
     )
@@ -575,7 +588,8 @@ def _write(
                 kept = (~rows.finished).nonzero().squeeze(1)
                 if not len(kept):
                     break
-                if len(kept) <= decoding.compact_below(steps - step) * len(rows.numbers):
+                most_kept = decoding.compact_below(steps - step) * len(rows.numbers)
+                if len(kept) <= most_kept:
                     whole.take(rows)
                     decoding.keep(kept)
             decoding.advance(steps - step)

@@ -267,11 +267,11 @@ def token_statistics(
         return _statistics(policy, batch.response, entropies, other, exact_kl)
     real = batch.real_positions
     head = logits.repeatable_head()
-    states = logits.states[:, :-1].flatten(0, 1)[real]
+    states = _at_tokens(logits, real)
     ref_states = states
     ref_head = head
     if reference is not None and reference is not logits:
-        ref_states = reference.states[:, :-1].flatten(0, 1)[real]
+        ref_states = _at_tokens(reference, real)
         if reference.head is not logits.head:
             ref_head = reference.repeatable_head()
     names: list[str] = []
@@ -300,6 +300,12 @@ def token_statistics(
         everywhere = everywhere.index_copy(0, real, column)
         found[name] = everywhere.view(shape)
     return found
+
+
+def _at_tokens(logits: LazyLogits, real: Tensor) -> Tensor:
+    """States (N, ...) before the response tokens at ``real`` (N,) of all positions."""
+    before_tokens = logits.states[:, :-1]
+    return before_tokens.flatten(0, 1)[real]
 
 
 def _statistics(
@@ -335,6 +341,7 @@ def full_kl(log_probabilities: Tensor, ref_log_probabilities: Tensor) -> Tensor:
     return terms.sum(dim=-1)
 
 
+Pass = tuple[list[int], float]  # row numbers, and the weight of their terms
 MOST_PADDING = 0.1  # of a micro-batch that is filled up to a budget of tokens
 
 
@@ -384,7 +391,8 @@ class MicroBatchLimits:
             numbers += rows
         sizes = [len(rows) for rows, _ in shards]
         together = torch.tensor(numbers, dtype=torch.long).to(batch.tokens.device)
-        for (rows, weight), index in zip(shards, together.split(sizes), strict=True):
+        indices = together.split(sizes)
+        for (rows, weight), index in zip(shards, indices, strict=True):
             own_prompts = [prompts[row] for row in rows]
             own_replies = [replies[row] for row in rows]
             reply = max(1, *own_replies)
@@ -418,13 +426,11 @@ class MicroBatchLimits:
         useful = sum(prompts) + sum(replies)
         return padding_share(useful, positions)
 
-    def _shards(
-        self, prompts: list[int], replies: list[int]
-    ) -> list[list[tuple[list[int], float]]]:
+    def _shards(self, prompts: list[int], replies: list[int]) -> list[list[Pass]]:
         """The rows and the weights of each rank's passes; lengths of all rows are known to all."""
         lengths = list(map(operator.add, prompts, replies))
         ranks = distributed.world_size()
-        shards: list[list[tuple[list[int], float]]] = []
+        shards: list[list[Pass]] = []
         if self.tokens is None:
             rows = range(len(lengths))
             order = sorted(rows, key=lengths.__getitem__)
@@ -452,9 +458,7 @@ class MicroBatchLimits:
         return max(widths)
 
 
-def filled_parts(
-    lengths: Sequence[int], budget: int, most_rows: int | None = None
-) -> list[list[int]]:
+def filled_parts(lengths: Sequence[int], budget: int, most_rows: int | None) -> list[list[int]]:
     """Rows in parts of at most ``budget`` positions, the longest first.
 
     A part is as wide as its longest row. It ends, too, where a further row would make more than a
@@ -466,7 +470,8 @@ def filled_parts(
         most_rows: The largest number of rows of a part; None for no bound.
     """
     most_rows = most_rows or len(lengths)
-    longest_first = sorted(range(len(lengths)), key=lambda row: -lengths[row])
+    rows = range(len(lengths))
+    longest_first = sorted(rows, key=lambda row: -lengths[row])
     parts: list[list[int]] = []
     part: list[int] = []
     useful = longest = 0
