@@ -442,11 +442,17 @@ def token_budget_batches(
     batches: list[list[int]] = []
     rest: list[int] = []
     for start in range(0, len(order), window):
-        waiting = [*rest, *order[start : start + window]]
+        rest += order[start : start + window]
         # Longest first, so that the first pair of a batch fixes its width.
-        waiting.sort(key=lambda row: (-lengths[row], row))
-        full, rest = _fill(waiting, lengths, budget, min_pairs, max_pairs)
-        batches += full
+        rest.sort(key=lambda row: (-lengths[row], row))
+        while rest:
+            longest = max(lengths[rest[0]], 1)
+            room = budget // (2 * longest)
+            size = max(min(room, max_pairs), min_pairs)
+            if size > len(rest):
+                break
+            batches.append(rest[:size])
+            rest = rest[size:]
     if rest:
         _place_remainder(batches, rest, min_pairs, max_pairs)
     return _shuffled(batches, seed, epoch)
@@ -456,23 +462,6 @@ def _shuffled(batches: list[list[int]], seed: int, epoch: int) -> list[list[int]
     """Return batches in another order, which a second stream (offset key) gives."""
     order = epoch_order(len(batches), seed + (1 << 32), epoch)
     return [batches[number] for number in order]
-
-
-def _fill(
-    waiting: Sequence[int], lengths: Sequence[int], budget: int, min_pairs: int, max_pairs: int
-) -> tuple[list[list[int]], list[int]]:
-    """Return full batches from the front of ``waiting`` (longest first), and the pairs left."""
-    batches: list[list[int]] = []
-    left = list(waiting)
-    while left:
-        longest = max(lengths[left[0]], 1)
-        room = budget // (2 * longest)
-        size = max(min(room, max_pairs), min_pairs)
-        if size > len(left):
-            break
-        batches.append(left[:size])
-        left = left[size:]
-    return batches, left
 
 
 def _place_remainder(

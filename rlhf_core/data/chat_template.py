@@ -91,11 +91,7 @@ def escape(
     occurring = set("".join(contents))
     unused = (chr(code) for code in PLACEHOLDERS if chr(code) not in occurring)
     placeholders = dict(zip(sorted(written), unused, strict=False))
-
-    def placeholder_of(match: re.Match[str]) -> str:
-        return placeholders[match.group()]
-
-    escaped = [literal.sub(placeholder_of, content) for content in contents]
+    escaped = [literal.sub(lambda match: placeholders[match[0]], text) for text in contents]
     return escaped, {placeholder: token for token, placeholder in placeholders.items()}
 
 

@@ -121,12 +121,8 @@ def recognised(first: Sequence[Record], options: ReadOptions, where: str) -> For
 
 
 def _counted(records: Sequence[Record]) -> Counter[str]:
-    counts: Counter[str] = Counter()
-    for record in records:
-        shape = format_of(record.value)
-        if shape is not None:
-            counts[shape.name] += 1
-    return counts
+    shapes = [format_of(record.value) for record in records]
+    return Counter(shape.name for shape in shapes if shape is not None)
 
 
 def _no_row_to_read(first: Sequence[Record], options: ReadOptions, where: str) -> DataError:
