@@ -47,9 +47,7 @@ def clusters_of(rows: Sequence[Prompt | Preference], repeats: int = 1) -> np.nda
 def cluster_codes(names: Sequence[Hashable]) -> np.ndarray:
     """Number the clusters by first appearance, (n,)."""
     known: dict[Hashable, int] = {}
-    codes = []
-    for name in names:
-        codes.append(known.setdefault(name, len(known)))
+    codes = [known.setdefault(name, len(known)) for name in names]
     return np.array(codes, dtype=np.int64)
 
 

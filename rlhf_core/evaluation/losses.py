@@ -94,7 +94,7 @@ class PairedLoss:
 
 
 def share_loss(
-    baseline: Sequence[bool], candidate: Sequence[bool], clusters: ArrayLike | None = None
+    baseline: ArrayLike, candidate: ArrayLike, clusters: ArrayLike | None = None
 ) -> PairedLoss:
     """Compare the shares of replies that pass a check, (n,) each."""
     old, new, groups = _paired(baseline, candidate, clusters)
@@ -190,11 +190,11 @@ def paired_losses(
         finished.append([reply.finished for reply in replies])
         repetition.append([trigram_repetition(reply.text) for reply in replies])
         length.append([len(reply.token_ids) for reply in replies])
-    ends = share_loss(finished[0], finished[1], judged)
+    ends = share_loss(*finished, judged)
     losses = {
         "missing_ends": replace(ends, baseline=1 - ends.baseline, candidate=1 - ends.candidate),
-        "repetition": rise(repetition[0], repetition[1], judged),
-        "length": growth(length[0], length[1], judged),
+        "repetition": rise(*repetition, judged),
+        "length": growth(*length, judged),
     }
     if sets.regression:
         rows = repeated_rows(sets.regression, baseline.regression)
@@ -205,12 +205,11 @@ def paired_losses(
     if sets.verifiable.lines:
         before = baseline.verifiable.passed
         after = candidate.verifiable.passed
-        losses["verifiable.passed"] = share_loss(
-            before.tolist(), after.tolist(), sets.verifiable.clusters
-        )
+        losses["verifiable.passed"] = share_loss(before, after, sets.verifiable.clusters)
     losses |= _safety(sets, baseline, candidate)
     categories = [row.category for row in repeated_rows(sets.judged, baseline.judged)]
-    by_category = category_losses(categories, np.asarray(outcome, dtype=np.float64).ravel(), judged)
+    won = np.asarray(outcome, dtype=np.float64).ravel()
+    by_category = category_losses(categories, won, judged)
     losses |= {f"category.{name}": loss for name, loss in by_category.items()}
     known = {}
     for name, loss in losses.items():
