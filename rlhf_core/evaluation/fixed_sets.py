@@ -65,20 +65,16 @@ class FixedSets:
             DataError: There are no test prompts, too few for so many sets, or a file cannot be
                 used.
         """
-        held_out = read_rows(clean / "prompts" / "test.parquet", Prompt)
+        path = clean / "prompts" / "test.parquet"
+        held_out = read_rows(path, Prompt)
         if not held_out:
-            raise DataError(
-                f"{clean / 'prompts' / 'test.parquet'} has no rows; raise validate.split.test"
-            )
+            raise DataError(f"{path} has no rows; raise validate.split.test")
         judged = prompts_of_set(held_out, config.prompts, index, sets)
         world = all_of_the_world(judged)
-        return cls(
-            judged,
-            regression_set(held_out),
-            safety_prompts(0 if world else config.safety.prompts),
-            VerifiablePrompts.load(config.verifiable, workspace),
-            world,
-        )
+        regression = regression_set(held_out)
+        safety = safety_prompts(0 if world else config.safety.prompts)
+        verifiable = VerifiablePrompts.load(config.verifiable, workspace)
+        return cls(judged, regression, safety, verifiable, world)
 
     @property
     def harmful(self) -> list[Prompt]:

@@ -418,6 +418,8 @@ def describe_power(rows: Sequence[MarginPower | WinRatePower]) -> str:
         f"a margin of {ERRORS_PER_MARGIN} standard errors is kept by an equal policy with 98 %; a half width of "
         f"{LARGEST_HALF_WIDTH:g} shows a win rate that is {2 * LARGEST_HALF_WIDTH:g} above its bound with 97.5 %"
     )
-    short = sum(not row.suffices for row in rows)
-    lines.append("all can be shown" if not short else f"{short} of {len(rows)} cannot be shown")
+    conclusion = "all can be shown"
+    if short := sum(not row.suffices for row in rows):
+        conclusion = f"{short} of {len(rows)} cannot be shown"
+    lines.append(conclusion)
     return "\n".join(lines)

@@ -245,11 +245,11 @@ def measure_drift(
         tokens += int(rollout.response_mask.sum())
     of_replies = gather_passes(log_ratios)
     sums = distributed.reduce_metrics({"nats": reference_nats, "tokens": tokens})
-    if clusters is None:
-        known = None
-    else:
-        known = clusters[: len(of_replies)]
-    error, _ = standard_error(np.array(of_replies), one_each(len(of_replies), known))
+    if clusters is not None:
+        clusters = clusters[: len(of_replies)]
+    error, _ = standard_error(np.array(of_replies), one_each(len(of_replies), clusters))
+    if not math.isfinite(error):
+        error = 0.0
     # The exponent is bounded so that a ruined policy gives a huge finite number, which JSON and
     # gates can hold.
     perplexity = math.exp(min(sums["nats"] / max(sums["tokens"], 1), 700.0))
@@ -257,9 +257,7 @@ def measure_drift(
         {"reply": reply.text, "tokens": ids, "logprobs": own, "reference_logprobs": other}
         for reply, (ids, own, other) in zip(sampled.replies, gather_passes(scored), strict=True)
     ]
-    return Drift(
-        float(np.mean(of_replies)), error if math.isfinite(error) else 0.0, perplexity, replies
-    )
+    return Drift(float(np.mean(of_replies)), error, perplexity, replies)
 
 
 @torch.inference_mode()

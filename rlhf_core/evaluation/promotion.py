@@ -93,14 +93,13 @@ def win_rate_criteria(
             name = f"{judge} length-controlled win rate"
             criteria.append(Criterion(name, measured, f"> {bar:g}", passed))
         value = _sign_test(results, bar)
-        criteria.append(
-            Criterion(
-                f"{judge} sign test at attempt {attempt}",
-                "not measured" if value is None else f"p = {value:.2g}",
-                f"≤ {level:.2g}",
-                value is not None and value <= level,
-            )
-        )
+        measured = "not measured"
+        passed = False
+        if value is not None:
+            measured = f"p = {value:.2g}"
+            passed = value <= level
+        name = f"{judge} sign test at attempt {attempt}"
+        criteria.append(Criterion(name, measured, f"≤ {level:.2g}", passed))
     return criteria
 
 

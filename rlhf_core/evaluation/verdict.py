@@ -222,7 +222,8 @@ def verdict_sentence(
     judge = min(judges, key=attrgetter(end))
     parts = [f"{standing} than {opponent}: wins {judge.won} by {judge.judge}"]
     if gate is not None:
-        parts.append(describe_decision(gate) if in_full else gate.describe())
+        decision = describe_decision(gate) if in_full else gate.describe()
+        parts.append(decision)
     parts += unmet
     return "; ".join(parts)
 

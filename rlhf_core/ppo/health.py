@@ -12,7 +12,7 @@ import logging
 import math
 import operator
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from rlhf_core.config.health import (
@@ -111,20 +111,20 @@ class HealthMonitor:
                 self.active.discard(rule.name)
                 continue
             if rule.action != "warn" or rule.name not in self.active:
-                findings.append(
-                    Finding(
-                        rule=rule.name,
-                        iteration=iteration,
-                        since=self._since(rule),
-                        severity=rule.severity,
-                        action=rule.action,
-                        symptom=rule.symptom,
-                        cause=rule.cause,
-                        evidence=tuple(evidence),
-                        remedy=rule.remedy,
-                        adjust=rule.adjust if rule.action == "rollback" else (),
-                    )
+                finding = Finding(
+                    rule=rule.name,
+                    iteration=iteration,
+                    since=self._since(rule),
+                    severity=rule.severity,
+                    action=rule.action,
+                    symptom=rule.symptom,
+                    cause=rule.cause,
+                    evidence=tuple(evidence),
+                    remedy=rule.remedy,
                 )
+                if rule.action == "rollback":
+                    finding = replace(finding, adjust=rule.adjust)
+                findings.append(finding)
             self.active.add(rule.name)
         # Drift is the effect; a rule that looks at replies or rewards is nearer to its cause.
         return sorted(findings, key=lambda finding: (not finding.stops, finding.cause == DRIFT))

@@ -132,7 +132,10 @@ class RolloutLoop(ResumableLoop):
             exact_kl: Whether the KL over the vocabulary is computed.
             every: The policy scores one of so many replies; see :func:`score_rollout`.
         """
-        seed = derive_seed(self.seed, self.name, "rollout", *([redraws] if redraws else []))
+        names: list[str | int] = [self.name, "rollout"]
+        if redraws:
+            names.append(redraws)
+        seed = derive_seed(self.seed, *names)
         prompts = self.prompts.batch(rows, self.done, seed)
         trained = "policy" in pair.engines
         with self.frozen.on_device(), readable(pair) as seen:

@@ -575,7 +575,8 @@ def _write(
         look_every = LOOK_EVERY.get(model.device.type, 1)
     try:
         positions = position_ids_from_mask(prompt_mask)
-        logits = decoding.read(prompts, positions, prompt_mask if needs_mask else None)
+        seen = prompt_mask if needs_mask else None
+        logits = decoding.read(prompts, positions, seen)
         decoding.draw(logits)
         for step in range(1, steps + 1):
             within_step("sampling, token", step, steps)

@@ -144,9 +144,7 @@ class RawFolder(ExitStack):
         self.append("prompts", prompts)
 
 
-def fair_shares(
-    sizes: Sequence[int], limit: int | None, weights: Sequence[float] | None = None
-) -> list[int]:
+def fair_shares(sizes: Sequence[int], limit: int | None, weights: Sequence[float]) -> list[int]:
     """Return how many of ``limit`` rows each source gives, in proportion to its weight.
 
     A source that has fewer gives all it has.
@@ -154,11 +152,10 @@ def fair_shares(
     Args:
         sizes: How many rows each source has.
         limit: How many are wanted in all; None means all of them.
-        weights: By source; by default all sources weigh the same.
+        weights: By source.
     """
     if limit is None:
         return list(sizes)
-    weights = weights or [1.0] * len(sizes)
     shares = list(sizes)
     left = min(limit, sum(sizes))
     waiting = list(range(len(sizes)))

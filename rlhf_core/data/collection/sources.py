@@ -166,7 +166,8 @@ def _matches(spec: str, base: Path, remedy: str) -> Iterator[tuple[str, SourceFi
             is_named = has_its_name and not glob.has_magic(spec)
             local = local_path(url)
             key = str(local.resolve()) if local else url
-            yield key, SourceFile(spec if is_named else url, None)
+            name = spec if is_named else url
+            yield key, SourceFile(name, None)
     else:
         for path in expand(spec, base, remedy):
             try:

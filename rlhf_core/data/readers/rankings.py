@@ -98,7 +98,9 @@ def _replies_of_objects(shape: Shape, record: Any, kind: str, options: ReadOptio
         if not isinstance(item.get(text), str):
             raise Refusal(f"{name} has no {text}")
         given = number_of(item.get(value), f"{value} of {name}")
-        reply = RankedReply(reply_of(item[text], name), given if scored else -given)
+        if not scored:
+            given = -given
+        reply = RankedReply(reply_of(item[text], name), given)
         system = ""
         if options.system_prompts:
             asked = item.get("custom_system_prompt") or ""
@@ -118,9 +120,13 @@ def _ranking(shape: Shape, record: Any, kind: str, options: ReadOptions) -> list
     scored = value_name != "ranks"
     replies = []
     for number, (text, value) in enumerate(zip(texts, values, strict=True), 1):
-        given = number_of(value, f"{value_name[:-1]} of reply {number}")
-        replies.append(RankedReply(reply_of(text, f"reply {number}"), given if scored else -given))
-    return ranking_rows(prompt_of(record[prompt_name]), {"": replies}, kind, options.pairs, scored)
+        name = f"reply {number}"
+        given = number_of(value, f"{value_name[:-1]} of {name}")
+        if not scored:
+            given = -given
+        replies.append(RankedReply(reply_of(text, name), given))
+    prompt = prompt_of(record[prompt_name])
+    return ranking_rows(prompt, {"": replies}, kind, options.pairs, scored)
 
 
 _has_text = Needs(role=str, text=str)

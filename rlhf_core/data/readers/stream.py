@@ -150,8 +150,10 @@ class _StoredFile:
                 yield from json_records(self.name, partial(self.opened, self.on_read))
                 return
             with self.opened(self.on_read) as stream:
-                if self.kind in (".csv", ".tsv"):
-                    yield from csv_records(self.name, stream, "," if self.kind == ".csv" else "\t")
+                if self.kind == ".csv":
+                    yield from csv_records(self.name, stream, ",")
+                elif self.kind == ".tsv":
+                    yield from csv_records(self.name, stream, "\t")
                 else:
                     yield from json_line_records(self.name, stream)
 

@@ -250,13 +250,14 @@ def _rule(
     for limit in LIMITS:
         reason = reason.replace(f"{{{limit}}}", str(getattr(config, limit)))
     severity = config.rules.get(rule, SEVERITIES[level])
+    of_library = FailureSeverity.WARNING if severity == "warn" else FailureSeverity.CRITICAL
     try:
         expectation = ExpectationConfiguration(
             type=name,
             kwargs=kwargs,
             meta=meta | {"where": where},
             description=f"{rule}: {reason} ({_CONSEQUENCE[severity]})",
-            severity=FailureSeverity.WARNING if severity == "warn" else FailureSeverity.CRITICAL,
+            severity=of_library,
         ).to_domain_obj()
     except Exception as error:  # the library has no common class of errors for wrong arguments
         problem = first_line(error)
@@ -526,7 +527,8 @@ def _text(rule: SuiteRule, kind: str, frame: pd.DataFrame, row: int) -> str:
     shown = []
     for name in columns:
         value: Any = frame[name].iat[row]
-        shown.append("(null)" if pd.isna(value) else excerpt(str(value)))
+        text = "(null)" if pd.isna(value) else excerpt(str(value))
+        shown.append(text)
     text = " | ".join(shown)
     if "prompt" in frame and not {*columns} & {*CONTENT_FIELDS[kind], "last_turn"}:
         text += f" ({excerpt(str(frame['prompt'].iat[row]))})"

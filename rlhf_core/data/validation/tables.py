@@ -166,7 +166,8 @@ class CheckedKind:
             reasons = []
             is_fault = False
             for name, rule in rules.items():
-                reasons.append(found[name][row] if found else rule.reason)
+                reason = found[name][row] if found else rule.reason
+                reasons.append(reason)
                 is_fault |= rule.is_fault
             self.reasons[row] = reasons
             self.left_out += found is not None or not is_fault
@@ -443,7 +444,8 @@ def _prompt_columns(
     blank_turns = prompt_chars = 0
     last_turn = ""
     for role, content in turns:
-        roles.append(role if role in ROLES else f"<{role}>")
+        known_role = role if role in ROLES else f"<{role}>"
+        roles.append(known_role)
         shown.append(f"{role}: {content}")
         prompt_chars += len(content)
         if role != "system" and not has_visible_text(content):

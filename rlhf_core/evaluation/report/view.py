@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from difflib import SequenceMatcher
 from functools import cache
 from importlib.resources import files
 from itertools import zip_longest
+from operator import itemgetter
 from typing import Any
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
@@ -133,7 +134,7 @@ def _regression(evaluation: Mapping[str, Any]) -> list[tuple[str, Any, Any]]:
     for name, share in evaluation.get("regression", {}).items():
         if name != "prompts":
             rows.append((name.replace("_", " "), passed_by_sft.get(name), share))
-    return _lowest_first(rows)
+    return sorted(rows, key=itemgetter(2))
 
 
 def about(sources: ReportSources) -> list[str]:
@@ -291,11 +292,6 @@ def category_charts(categories: Mapping[str, JsonObject]) -> list[tuple[str, Mar
     return charts
 
 
-def _lowest_first(rows: Iterable[tuple[str, Any, Any]]) -> list[tuple[str, Any, Any]]:
-    """Sort (name, SFT's share, the policy's share) by the policy's share."""
-    return sorted(rows, key=lambda row: row[2])
-
-
 def _verifiable(measured: Mapping[str, Any] | None) -> JsonObject | None:
     """Add rows with both shares: of all prompts, then of each category and property."""
     if not measured:
@@ -306,7 +302,8 @@ def _verifiable(measured: Mapping[str, Any] | None) -> JsonObject | None:
     rows = []
     for name, share in policy.items():
         rows.append((name.replace(".", " "), sft.get(name), share))
-    return {**measured, "rows": [every, *_lowest_first(rows)]}
+    rows.sort(key=itemgetter(2))
+    return {**measured, "rows": [every, *rows]}
 
 
 def findings(history: Sequence[JsonObject]) -> list[JsonObject]:
@@ -331,11 +328,9 @@ def findings(history: Sequence[JsonObject]) -> list[JsonObject]:
             entry = entries.setdefault(finding["rule"], first)
             entry["last"] = iteration
             entry["times"] += 1
-
-    def urgency(entry: JsonObject) -> tuple[bool, Any]:
-        return entry["action"] == "warn", entry["iteration"]
-
-    return sorted(entries.values(), key=urgency)
+    return sorted(
+        entries.values(), key=lambda entry: (entry["action"] == "warn", entry["iteration"])
+    )
 
 
 def data_table(metrics: Mapping[str, Any]) -> JsonObject:

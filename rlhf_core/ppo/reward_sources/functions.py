@@ -103,8 +103,11 @@ class PythonFunction:
         scores = []
         late = 0
         for result in results:
-            scores.append(None if result is TOO_LATE else result)
-            late += result is TOO_LATE
+            if result is TOO_LATE:
+                late += 1
+                scores.append(None)
+            else:
+                scores.append(result)
         return scores, late
 
     def _whole(self, call: Callable[[], Any]) -> Any:
