@@ -441,10 +441,11 @@ def _reply_format(
     names = list(dict.fromkeys([*names, *declared]))
     stop_ids = tuple(token_id(tokenizer, name) for name in names)
     header_ids = tuple(encode_escaped(tokenizer, header, {}))
-    if not tokenizer.chat_template:
-        return ReplyFormat(header, header_ids, lead, tail, stop_ids[0], stop_ids, strips)
-    markers = _markers(str(tokenizer.get_chat_template()))
-    unfit = _unfit_dialogues(tokenizer, lead)
+    markers: tuple[str, ...] = ()
+    unfit: frozenset[str] = frozenset()
+    if tokenizer.chat_template:
+        markers = _markers(str(tokenizer.get_chat_template()))
+        unfit = _unfit_dialogues(tokenizer, lead)
     return ReplyFormat(
         header, header_ids, lead, tail, stop_ids[0], stop_ids, strips, after, markers, unfit
     )

@@ -199,9 +199,9 @@ def paired_losses(
     if sets.regression:
         rows = repeated_rows(sets.regression, baseline.regression)
         checks = regression_checks(sets.world)
-        old = baseline.regression
-        new = candidate.regression
-        losses["regression.passed"] = _passed(checks, rows, old, new)
+        losses["regression.passed"] = _passed(
+            checks, rows, baseline.regression, candidate.regression
+        )
     if sets.verifiable.lines:
         before = baseline.verifiable.passed
         after = candidate.verifiable.passed

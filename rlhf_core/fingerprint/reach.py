@@ -83,22 +83,18 @@ class Encoded:
             return
         self.parts.append(f"({type(node).__name__}")
         for name, value in ast.iter_fields(node):
-            if name not in NOT_ENCODED:
-                self._field(name, value)
-        self.parts.append(")")
-
-    def _field(self, name: str, value: object) -> None:
-        if value is None or value == []:
-            return
-        self.parts.append(f" {name}=")
-        if isinstance(value, list):
+            if name in NOT_ENCODED or value is None or value == []:
+                continue
+            self.parts.append(f" {name}=")
+            if not isinstance(value, list):
+                self._value(value)
+                continue
             self.parts.append("[")
             for item in value:
                 self._value(item)
                 self.parts.append(",")
             self.parts.append("]")
-        else:
-            self._value(value)
+        self.parts.append(")")
 
     def _value(self, value: object) -> None:
         if isinstance(value, ast.AST):

@@ -295,7 +295,11 @@ class HealthGuard:
         Raises:
             TrainingPaused: The run must not go on, and there is nothing to go back to.
         """
-        checkpoints.keep_from = self._keep_from(checkpoints, record.iteration)
+        checkpoints.keep_from = None  # the oldest that a coming rollback may need
+        first = self.monitor.earliest_window()
+        if first is not None and self._may_roll_back(checkpoints):
+            steps = [*checkpoints.metas(), record.iteration]
+            checkpoints.keep_from = last_healthy(steps, first) or 0
         stopping = [finding for finding in self.new_findings if finding.stops]
         if not stopping or self.config.mode != "enforce":
             return None
@@ -347,18 +351,6 @@ class HealthGuard:
             if entry.to_iteration in steps:
                 return entry.to_iteration, ""
         return None, " No checkpoint from before it is left to go back to."
-
-    def _keep_from(self, checkpoints: RollbackCheckpoints, done: int) -> int | None:
-        """The oldest checkpoint that a coming rollback may need after ``done`` iterations.
-
-        None when there is none.
-        """
-        if not self._may_roll_back(checkpoints):
-            return None
-        first = self.monitor.earliest_window()
-        if first is None:
-            return None
-        return last_healthy([*checkpoints.metas(), done], first) or 0
 
     def _back_to(
         self, target: int, iteration: int, finding: Finding, checkpoints: RollbackCheckpoints

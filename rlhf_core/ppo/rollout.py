@@ -319,12 +319,11 @@ def rollout_metrics(
         with_exact_kl: Whether the KL over the vocabulary was computed.
     """
     mask = experience.response_mask
-    lengths = experience.lengths
     learnable = experience.learnable()  # what is said of rewards and values is said of these
     rewards = learnable.rewards
     metrics = reward_distribution(rewards)
     metrics |= drift_metrics(experience.policy_logprobs, experience.ref_logprobs, mask)
-    metrics |= reply_metrics(replies, lengths.tolist(), experience.finished.tolist())
+    metrics |= reply_metrics(replies, experience.lengths.tolist(), experience.finished.tolist())
     if with_exact_kl:
         metrics["kl_full"] = float(sequence_sums(experience.full_kl, mask).mean())
     metrics["entropy"] = float(masked_mean(experience.entropy.double(), experience.scored_mask))

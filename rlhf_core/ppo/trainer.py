@@ -69,20 +69,6 @@ class PhaseClock:
         self.seconds["seconds_rest"] = taken - sum(self.seconds.values())
 
 
-def require_some_scored(unscored: Tensor, least: int) -> None:
-    """Check that the reward function could score enough of a rollout's replies to learn from.
-
-    Raises:
-        DataError: It could not.
-    """
-    scored = int((~unscored).sum())
-    if scored < least:
-        raise DataError(
-            f"the reward function could score {scored} of the {len(unscored)} replies of a rollout (it gave None for "
-            f"the others, or took too long), and {least} are needed: look at what it says of the first ones"
-        )
-
-
 class RolloutLoop(ResumableLoop):
     """What PPO and critic pre-training share.
 
@@ -154,7 +140,13 @@ class RolloutLoop(ResumableLoop):
                 rewards = self.reward_fn(experience.batch)
         unscored = getattr(self.reward_fn, "unscored", None)
         if unscored is not None:
-            require_some_scored(unscored, self.least_scored)
+            scored = int((~unscored).sum())
+            if scored < self.least_scored:
+                raise DataError(
+                    f"the reward function could score {scored} of the {len(unscored)} replies of a rollout (it gave "
+                    f"None for the others, or took too long), and {self.least_scored} are needed: look at what it "
+                    "says of the first ones"
+                )
         with clock.phase("advantages"):
             self.moments.update(rewards)
             return with_rewards(experience, rewards, self.moments, kl_coef, config, unscored)

@@ -207,8 +207,7 @@ class CountedSource:
         self, part: FileRows, taken: Sequence[Mapping[str, Any]]
     ) -> list[dict[str, Any]]:
         """Return the prompts that are all a record gives, up to the record that fills the cap."""
-        path = part.counts.source
-        prompts = [row | {"path": path} for row in part.prompt_only]
+        prompts = [row | {"path": part.counts.source} for row in part.prompt_only]
         cap = self.options.cap
         if cap is None or self.counts.kept < cap:
             return prompts

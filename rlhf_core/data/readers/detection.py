@@ -490,9 +490,8 @@ def warnings_of(counts: RowCounts) -> list[str]:
 
 def unused_lines(counts: RowCounts) -> list[str]:
     """Return a sentence for each of the commonest unread columns, and one for the rest."""
-    lines = []
-    for name, count in commonest_unused(counts.unused).items():
-        lines.append(f"{count}: the column {name} is not read")
+    commonest = commonest_unused(counts.unused).items()
+    lines = [f"{count}: the column {name} is not read" for name, count in commonest]
     if len(counts.unused) > LISTED_COLUMNS:
         lines.append(f"{len(counts.unused) - LISTED_COLUMNS} further columns are not read")
     return lines

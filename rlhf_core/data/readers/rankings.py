@@ -207,20 +207,22 @@ def joined_messages(records: Sequence[Record]) -> list[Record]:
     joined: list[Record] = []
     messages: dict[str, Record] = {}
     for record in records:
-        if record.problem or not _is_message(record.value):
+        value = record.value
+        if record.problem or not _is_message(value):
             joined.append(record)
-        elif record.value["message_id"] in messages:
-            joined.append(Record(record.position, record.value, "its message_id occurs twice"))
-        elif not isinstance(record.value["parent_id"], str | None):
-            joined.append(Record(record.position, record.value, "its parent_id is not text"))
+        elif value["message_id"] in messages:
+            joined.append(Record(record.position, value, "its message_id occurs twice"))
+        elif not isinstance(value["parent_id"], str | None):
+            joined.append(Record(record.position, value, "its parent_id is not text"))
         else:
-            messages[record.value["message_id"]] = record
+            messages[value["message_id"]] = record
     nodes: dict[str, Node] = {}
     for name, record in messages.items():
         nodes[name] = {**record.value, "replies": []}
     for node in nodes.values():
-        if node["parent_id"] in nodes:
-            nodes[node["parent_id"]]["replies"].append(node)
+        parent = nodes.get(node["parent_id"])
+        if parent is not None:
+            parent["replies"].append(node)
     waiting = [node for node in nodes.values() if not node["parent_id"]]
     for node in waiting:
         name = node["message_id"]
