@@ -105,9 +105,7 @@ def whole_passes(rows: list[int], size: int) -> Iterator[tuple[list[int], float]
     the same padding and the same bits, on any number of ranks. Every rank makes as many passes as
     in :func:`passes`, but of a last round of them some ranks may have none of their own.
     """
-    parts = []
-    for start in range(0, len(rows), size):
-        parts.append(rows[start : start + size])
+    parts = [rows[start : start + size] for start in range(0, len(rows), size)]
     own = distributed.shard_for_rank(parts)
     for part in own:
         yield part, 1.0

@@ -12,7 +12,7 @@ each margin, and how much better one must be for the bounds of its win rates to 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -183,18 +183,15 @@ def paired_losses(
         ``safety.answers_benign``, ``safety.refusal_log_odds`` and ``verifiable.passed``.
     """
     judged = clusters_of(sets.judged, len(baseline.judged) // max(len(sets.judged), 1))
-    finished = []
-    repetition = []
-    length = []
-    for replies in (baseline.judged, candidate.judged):
-        finished.append([reply.finished for reply in replies])
-        repetition.append([trigram_repetition(reply.text) for reply in replies])
-        length.append([len(reply.token_ids) for reply in replies])
-    ends = share_loss(*finished, judged)
+
+    def of_both(measure: Callable[[Reply], float]) -> tuple[list[float], list[float]]:
+        return list(map(measure, baseline.judged)), list(map(measure, candidate.judged))
+
+    ends = share_loss(*of_both(lambda reply: reply.finished), judged)
     losses = {
         "missing_ends": replace(ends, baseline=1 - ends.baseline, candidate=1 - ends.candidate),
-        "repetition": rise(*repetition, judged),
-        "length": growth(*length, judged),
+        "repetition": rise(*of_both(lambda reply: trigram_repetition(reply.text)), judged),
+        "length": growth(*of_both(lambda reply: len(reply.token_ids)), judged),
     }
     if sets.regression:
         rows = repeated_rows(sets.regression, baseline.regression)

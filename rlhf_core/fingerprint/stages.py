@@ -82,9 +82,12 @@ def remembered_fingerprints(
         remembered = json.loads(memory.read_text(encoding="utf-8"))
         if remembered["state"] == state:
             known = remembered["digests"]
-    digests = {stage: known.get(stage) or fingerprint(stage, method) for stage in stages}
+    digests = {}
+    for stage in stages:
+        digests[stage] = known.get(stage) or fingerprint(stage, method)
     if digests.keys() - known.keys():
-        atomic_write_text(memory, json.dumps({"state": state, "digests": known | digests}))
+        content = {"state": state, "digests": known | digests}
+        atomic_write_text(memory, json.dumps(content))
     return digests
 
 

@@ -257,7 +257,7 @@ def _of_function(function: FunctionSource, workspace: Path) -> dict[str, Path]:
     root = _root(module, workspace)
     if root is None:
         return {}
-    installed_folders = [Path(path) for path in sysconfig.get_paths().values()]
+    installed_folders = map(Path, sysconfig.get_paths().values())
     is_installed = root in installed_folders
     return _reached(module, root, lambda name: not is_installed)
 
@@ -282,7 +282,10 @@ def _spec(module: str, workspace: Path) -> ModuleSpec | None:
     """Return how the module, or the package around it, would be found."""
     top = module.partition(".")[0]
     with suppress(ImportError, ValueError):
-        return find_spec(top) or PathFinder.find_spec(top, [str(workspace)])
+        spec = find_spec(top)
+        if spec is None:
+            spec = PathFinder.find_spec(top, [str(workspace)])
+        return spec
     return None
 
 

@@ -165,7 +165,8 @@ def _largest_difference(model: PreTrainedModel) -> float:
     uniforms = philox_uniforms(0, range(len(prompts)), REPLY_TOKENS)
     # No token ends a reply at first; then the second one of the first reply does.
     endless = Sampling(eos_id=-1, pad_id=0, max_new_tokens=REPLY_TOKENS)
-    first_reply = generate(model, prompts, uniforms, endless).replies()[0]
+    without_end = generate(model, prompts, uniforms, endless)
+    first_reply = without_end.replies()[0]
     sampling = Sampling(eos_id=first_reply[1], pad_id=0, max_new_tokens=REPLY_TOKENS)
     rollout = generate(model, prompts, uniforms, sampling)
     is_token = rollout.response_mask

@@ -195,19 +195,18 @@ class FusedProjection:
         called with the same tensor, which nothing must have changed meanwhile. In another order, or
         with other tensors, all is computed again: slower, but the same values.
         """
-        products: tuple[Tensor, ...]
-        held_input, products = getattr(self._last, "held", None) or (None, ())
-        if held_input is not input:
+        held = getattr(self._last, "held", None)
+        if held is not None and held[0] is input:
+            products: tuple[Tensor, ...] = held[1]
+        else:
             converted = input.to(self.precision)
             rows = torch.ops.mkldnn._linear_pointwise(
                 converted, self.packed, self.bias, "none", [], ""
             )
             products = rows.split(self.widths, dim=-1)
-        is_last = position + 1 == len(self.widths)
-        if is_last:
+        self._last.held = (input, products)
+        if position + 1 == len(self.widths):  # the last one that takes it
             self._last.held = None
-        else:
-            self._last.held = (input, products)
         return products[position]
 
 

@@ -100,7 +100,7 @@ class PythonFunction:
             results = self._side_by_side(calls)
         else:
             results = [self._one(call) for call in calls]
-        scores = []
+        scores: list[Any] = []
         late = 0
         for result in results:
             if result is TOO_LATE:
