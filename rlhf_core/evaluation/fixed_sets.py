@@ -197,10 +197,10 @@ def sample_sets(
 
     verifiable = sets.verifiable.check(sampled(sets.verifiable.prompts, 1))
     each = config.replies_per_prompt
-    each_safety = config.safety.replies_per_prompt
     judged = sampled([row.prompt for row in sets.judged], each)
     regression = sampled([row.prompt for row in sets.regression], each)
-    safety = sampled([row.prompt for row in sets.safety], each_safety, shorter)
+    of_safety = [row.prompt for row in sets.safety]
+    safety = sampled(of_safety, config.safety.replies_per_prompt, shorter)
     log_odds = refusal_log_odds(model, tokenizer, sets.harmful, config.batch_size)
     return EvaluatedModel(judged, regression, safety, verifiable, log_odds)
 

@@ -153,9 +153,8 @@ class Experience:
             for name in _COLUMNS:
                 values = getattr(self, name)[micro.rows]
                 if values.dim() == 2:
-                    columns[name] = values[:, :width]
-                else:
-                    columns[name] = values
+                    values = values[:, :width]
+                columns[name] = values
             fields: dict[str, Any] = {**vars(micro.tokens), **columns}
             yield MicroExperience(**fields), micro.weight
 

@@ -283,7 +283,8 @@ class _Rows:
 
     def kept(self, kept: Tensor) -> _Rows:
         """Some of the rows."""
-        return _Rows(**{name: own[kept] for name, own in vars(self).items()})
+        columns = {name: own[kept] for name, own in vars(self).items()}
+        return _Rows(**columns)
 
     def take(self, rows: _Rows) -> None:
         """Take over what was drawn for some of these rows."""

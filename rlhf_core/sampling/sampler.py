@@ -160,7 +160,8 @@ class LocalSampler(Sampler):
         return decoding_layers(self._policy, rows, steps)
 
     def _draw(self, prompts: PromptBatch, sampling: TokenDistribution) -> Rollout:
-        uniforms = philox_uniforms(prompts.seed, prompts.streams, sampling.base.max_new_tokens)
+        length = sampling.base.max_new_tokens
+        uniforms = philox_uniforms(prompts.seed, prompts.streams, length)
         return generate(self._policy, prompts.ids, uniforms, sampling, width=prompts.width)
 
 

@@ -387,9 +387,10 @@ class MicroBatchLimits:
         shards = self._shards(prompts, replies)[distributed.rank()]
         # One copy to the device for all of them: the host waits for each.
         numbers: list[int] = []
+        sizes = []
         for rows, _ in shards:
             numbers += rows
-        sizes = [len(rows) for rows, _ in shards]
+            sizes.append(len(rows))
         together = torch.tensor(numbers, dtype=torch.long).to(batch.tokens.device)
         indices = together.split(sizes)
         for (rows, weight), index in zip(shards, indices, strict=True):

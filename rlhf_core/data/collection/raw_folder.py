@@ -197,10 +197,9 @@ class CountedSource:
         if self.options.cap is not None:
             self.counts.cut_to(self.options.cap)
         kept = self.counts.kept - before
-        path = part.counts.source
         rows = []
         for row, position in zip(part.rows[:kept], part.positions, strict=False):
-            rows.append(row | {"path": path, "position": position})
+            rows.append(row | {"path": part.counts.source, "position": position})
         return rows
 
     def prompts_within_cap(
